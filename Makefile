@@ -22,7 +22,7 @@ MEETS_OUTSIDE := tests/kerneldb/test_store.py tests/kerneldb/test_portable.py te
 	tests/tuner/config/test_search_study.py::test_a_study_finds_what_the_walk_finds
 KERNEL_SOURCES := $(shell find cython_kernels -name "*.[ch]" ! -name _native.c -o -name "*.pyx" -o -name "*.pxi")
 
-.PHONY: help setup build test test-all test-lowest test-torch test-ray test-soak test-cores test-arm test-asan fuzz-asan lint demo bench hints compare docs release-notes wheel wheels dist check-reproducible check-systems check-image site clean
+.PHONY: help setup build test test-all test-lowest test-torch test-ray test-numa test-soak test-cores test-arm test-asan fuzz-asan lint demo bench hints compare docs release-notes wheel wheels dist check-reproducible check-systems check-image site clean
 
 help:              ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 10
@@ -86,7 +86,10 @@ test-torch: build setup $(VENV)/.torch  ## phasewise.torch and what is compared 
 	PYTHONPATH=$(VENV)/torch $(BIN)/python -m pytest tests/phasewise_torch $(ARGS)
 
 test-ray: build setup $(VENV)/.ray  ## instances on two nodes of a Ray cluster of this machine
-	PYTHONPATH=$(VENV)/ray $(BIN)/python -m pytest tests/cluster/real/test_ray_cluster.py $(ARGS)
+	PYTHONPATH=$(VENV)/ray $(BIN)/python -m pytest tests/cluster/real/test_ray_cluster.py tests/cluster/real/test_ray_hosts.py $(ARGS)
+
+test-numa: build setup  ## emulated machines of NUMA nodes: placement of memory, topology, cores; needs QEMU, and root
+	$(BIN)/python -m pytest tests/numa -rs $(ARGS)
 
 test-soak: build setup test-asan  ## hours: twenty times the examples, ASan, fuzzing, faults; a soak with TRACE=CSV
 	$(BIN)/python -m pytest --tier=soak $(ARGS)
@@ -95,6 +98,8 @@ test-soak: build setup test-asan  ## hours: twenty times the examples, ASan, fuz
 	$(BIN)/python -m tests.soak.hostile
 	$(BIN)/python -m tests.soak.drawn_schemas --drawn 1000 --templates 1000
 	$(BIN)/python -m tests.soak.faults
+	$(BIN)/python -m tests.soak.changing_instances --seconds 600
+	PYTHONPATH=$(VENV)/ray $(BIN)/python -m tests.soak.changing_nodes --seconds 600
 	$(BIN)/python benchmarks/row_laws.py --short --allow 0.25
 	$(if $(TRACE),$(BIN)/python -m tests.soak.soak --trace $(TRACE),@echo "no soak: make test-soak TRACE=CSV")
 

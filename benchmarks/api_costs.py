@@ -42,7 +42,7 @@ def rate(url: str, model: str) -> float:
         "stream": True,
     }
 
-    def one(number: int) -> None:
+    def ask(number: int) -> None:
         with httpx.Client(timeout=120) as client:
             asked = {**body, "prompt": f"{number}. Once upon a time", "ignore_eos": True}
             with client.stream("POST", f"{url}/v1/completions", json=asked) as answer:
@@ -51,7 +51,7 @@ def rate(url: str, model: str) -> float:
 
     began = time.perf_counter()
     with ThreadPoolExecutor(_CLIENTS) as pool:
-        list(pool.map(one, range(_CLIENTS)))
+        list(pool.map(ask, range(_CLIENTS)))
     return _CLIENTS * _TOKENS / (time.perf_counter() - began)
 
 

@@ -65,7 +65,7 @@ class Layers:
 
     def prompt(self, tokens: int) -> int:
         """Nanoseconds of a whole prompt."""
-        return sum(self.run(at, min(self._step, tokens - at)) for at in range(0, tokens, self._step))
+        return sum(self.run(start, min(self._step, tokens - start)) for start in range(0, tokens, self._step))
 
 
 def _slice(start: int, rows: int) -> Any:

@@ -20,7 +20,7 @@ from phasewise.cython_kernels import _native
 from phasewise.workflows.bench.allreduce.compare import AllReduceGrid, all_reduce_rows
 from phasewise.workflows.bench.allreduce.processes import RankError, RankProcesses, System
 
-WORKER = Path(__file__).with_name("peers") / "gloo_all_reduce.py"
+WORKER = Path(__file__).with_name("peers") / "process_group_rank.py"
 UNITS = {"K": 1 << 10, "M": 1 << 20}
 
 
@@ -30,11 +30,11 @@ def opened_gloo(cores: Sequence[int]) -> Iterator[list[System]]:
     python = os.environ.get("PHASEWISE_PEERS_PYTHON") or sys.executable
     with tempfile.TemporaryDirectory(prefix="gloo-") as folder:
         commands = [
-            [python, str(WORKER), folder, str(rank), str(len(cores)), str(cpu)]
+            [python, str(WORKER), folder, str(rank), str(len(cores)), str(cpu), "gloo"]
             for rank, cpu in enumerate(cores)
         ]
         with closing(RankProcesses("gloo", commands)) as processes:
-            yield [processes.system("gloo")]
+            yield [System("gloo", processes.system("all_reduce").time)]
 
 
 def size_bytes(text: str) -> int:

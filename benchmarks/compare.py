@@ -10,8 +10,9 @@ once, so a drift of the machine meets all; ratios are taken round by round. A te
 or `embed N` (a text of N tokens), with ` xS` for S sequences. A peer is `NAME[=FILE][@PROGRAM]`: what it
 loads (MODEL, if nothing is said) and an interpreter that has it (PHASEWISE_PEERS_PYTHON). llama.cpp and
 ik_llama.cpp are also taken as a built llama-bench, with its options; several sequences need the
-llama-batched-bench beside it. Other forms of MODEL: peers/make_files.py. `--before CHECKOUT` sets another
-commit of phasewise beside this one. `--format bf16:never,bf16:always,bf16:auto` compares ways of `--sparse`.
+llama-batched-bench beside it. A peer that is not there, or does not open MODEL, is left out with its reason.
+Other forms of MODEL: peers/make_files.py. `--before CHECKOUT` sets another commit of phasewise beside this
+one. `--format bf16:never,bf16:always,bf16:auto` compares ways of `--sparse`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -44,6 +46,10 @@ PROBE_S = 20.0
 PEER = re.compile(r"(?P<name>\w+)(?:=(?P<file>[^@]+))?(?:@(?P<program>.+))?")
 TEST = re.compile(r"(?P<phase>prefill|decode|embed) (?P<n>[1-9]\d*)(?: x(?P<sequences>[1-9]\d*))?")
 TESTS = "prefill 128,prefill 512,decode 128,decode 128 x8"
+
+
+class LeftOut(SystemExit):
+    """A peer cannot be timed; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +80,9 @@ class Test:
 
 
 class Engine(Protocol):
-    """Something that is timed. `rate`: tokens or texts a second of one test."""
+    """Something that is timed. `rate`: tokens or texts a second of a test. `check`: LeftOut if none."""
 
+    def check(self, test: Test) -> None: ...
     def rate(self, test: Test) -> float: ...
     def close(self) -> None: ...
 
@@ -84,16 +91,29 @@ class Worker:
     """An engine in a process of its own, asked for one timing at a time."""
 
     def __init__(self, command: list[str]) -> None:
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._program = command[0]
+        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by close)
+        pipe = subprocess.PIPE
+        try:
+            self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self._said, text=True)
+        except OSError as error:
+            raise LeftOut(f"{command[0]} does not start: {error.strerror}") from None
         self._answer()
 
     def _answer(self) -> dict[str, int]:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            raise SystemExit(f"{self.process.args} ended with exit code {self.process.wait()}")
+            code = self.process.wait()
+            self._said.seek(0)
+            raise LeftOut(
+                f"{self.process.args[0]} ended with exit code {code}: {_last_line(self._said.read())}"
+            )
         answer: dict[str, int] = json.loads(line)
         return answer
+
+    def check(self, test: Test) -> None:
+        pass
 
     def rate(self, test: Test) -> float:
         assert self.process.stdin is not None
@@ -106,6 +126,7 @@ class Worker:
         assert self.process.stdin is not None
         self.process.stdin.close()
         self.process.wait()
+        self._said.close()
 
 
 class LlamaBench:
@@ -128,9 +149,8 @@ class LlamaBench:
         raise SystemExit(f"{self._program} -o json printed no row of {test.name}: update it")
 
     def check(self, test: Test) -> None:
-        """SystemExit where it cannot be asked for this."""
         if test.phase == "embed" or (test.sequences > 1 and test.phase == "prefill"):
-            raise SystemExit(f"{self._program} does not time `{test.name}`: name other tests with --tests")
+            raise LeftOut(f"{self._program} does not time `{test.name}`: name other tests with --tests")
         if test.sequences > 1:
             _check_program(self._batched, "-npl")
 
@@ -149,7 +169,7 @@ class LlamaBench:
 
 
 def _check_program(path: str, option: str) -> None:
-    """SystemExit in one line unless its help names an option that only such a program has."""
+    """LeftOut in one line unless its help names an option that only such a program has."""
     name = Path(path).name if Path(path).name.startswith("llama-") else "llama-bench"
     try:
         done = subprocess.run([path, "--help"], capture_output=True, text=True, timeout=PROBE_S, check=False)
@@ -157,15 +177,18 @@ def _check_program(path: str, option: str) -> None:
     except (OSError, subprocess.TimeoutExpired, UnicodeDecodeError):
         is_one = False
     if not is_one:
-        raise SystemExit(f"{path} is no {name}: give the path of that program, as its build makes it")
+        raise LeftOut(f"{path} is no {name}: give the path of that program, as its build makes it")
 
 
 def _output(command: list[str]) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        raise SystemExit(f"{command[0]} ended with exit code {done.returncode}: {last[-300:]}")
+        raise SystemExit(f"{command[0]} ended with exit code {done.returncode}: {_last_line(done.stderr)}")
     return done.stdout
+
+
+def _last_line(said: str) -> str:
+    return (said.strip().splitlines() or ["it said nothing"])[-1][-300:]
 
 
 def _json(program: str, said: str) -> list[dict[str, Any]]:
@@ -222,18 +245,30 @@ def compare(
 ) -> Yielded:
     asked = [Test.parse(text) for text in listed(tests)]
     for model in models:
-        names = peer or ([] if before or "," in formats else ["llama_cpp"])
-        peers = dict(peer_of(text, model, threads) for text in names)
-        for engine in peers.values():
-            for test in asked if isinstance(engine, LlamaBench) else ():
-                engine.check(test)
-        engines = {_label(one): ours(None, model, threads, one) for one in listed(formats)}
+        peers: dict[str, Engine] = {}
+        for text in peer or ([] if before or "," in formats else ["llama_cpp"]):
+            try:
+                label, engine = peer_of(text, model, threads)
+                peers[label] = engine
+            except LeftOut as reason:
+                yield f"{text} is left out: {reason}"
+        engines = {
+            _label(weight_format): ours(None, model, threads, weight_format)
+            for weight_format in listed(formats)
+        }
         if before is not None:
             engines["before"] = ours(before, model, threads, listed(formats)[0])
         engines |= peers
         try:
             for test in asked:
-                yield from compared(Path(model).name, test, engines, rounds)
+                able = dict(engines)
+                for name, engine in engines.items():
+                    try:
+                        engine.check(test)
+                    except LeftOut as reason:
+                        del able[name]
+                        yield f"{name} is left out of `{test.name}`: {reason}"
+                yield from compared(Path(model).name, test, able, rounds)
         finally:
             for engine in engines.values():
                 engine.close()
@@ -250,7 +285,7 @@ def compared(model: str, test: Test, engines: Mapping[str, Engine], rounds: int)
         time.sleep(PAUSE_S)
         return engine.rate(test)
 
-    rates = in_turns({name: lambda one=one: turn(one) for name, one in engines.items()}, rounds)  # type: ignore[misc]
+    rates = in_turns({name: lambda engine=engine: turn(engine) for name, engine in engines.items()}, rounds)  # type: ignore[misc]
     first, *peers = rates
     for name in peers or [first]:
         yield {

@@ -101,13 +101,13 @@ class Written:
         self._forward(batch)
         logits = np.zeros((batch.n_logits, self._vocab_size), np.float32)
         nexts = (
-            piece.start + len(piece.token_ids) - piece.n_drafted + at
+            piece.start + len(piece.token_ids) - piece.n_drafted + index
             for piece in batch.slices
             if piece.wants_logits
-            for at in range(1 + piece.n_drafted)
+            for index in range(1 + piece.n_drafted)
         )
-        for row, at in enumerate(nexts):
-            logits[row, self.answer[min(at, len(self.answer) - 1)]] = 1
+        for row, position in enumerate(nexts):
+            logits[row, self.answer[min(position, len(self.answer) - 1)]] = 1
         return logits
 
 
@@ -133,12 +133,12 @@ class Pairs:
         for turn in range(rounds):
             order = ["plain", "drafted", "null"] if turn % 2 else ["null", "drafted", "plain"]
             answers = {
-                one: self.answer(prompt_ids, sampling, self.drafter if one == "drafted" else None)
-                for one in order
+                way: self.answer(prompt_ids, sampling, self.drafter if way == "drafted" else None)
+                for way in order
             }
-            if len({tuple(one.token_ids) for one in answers.values()}) > 1:
+            if len({tuple(answer.token_ids) for answer in answers.values()}) > 1:
                 sys.exit("drafts changed the tokens")
-            plain, drafted, null = (answers[one].tpot_ms or 1 for one in ("plain", "drafted", "null"))
+            plain, drafted, null = (answers[way].tpot_ms or 1 for way in ("plain", "drafted", "null"))
             ratios.append((plain + null) / 2 / drafted)
             nulls.append(null / plain)
         return statistics.median(ratios), statistics.median(nulls), answers["drafted"]
@@ -146,10 +146,10 @@ class Pairs:
 
 @contextlib.contextmanager
 def opened_with_drafts(model: str) -> Iterator[OpenEngine]:
-    found = open_model(model)
-    size = EngineSize.for_many(found.model, 1, 1024, None)
+    loaded = open_model(model)
+    size = EngineSize.for_many(loaded.model, 1, 1024, None)
     with open_engine(
-        found.model, found.plans, size, schedules=found.schedules, drafts=DraftSource()
+        loaded.model, loaded.plans, size, schedules=loaded.schedules, drafts=DraftSource()
     ) as opened:
         yield opened
 
@@ -210,16 +210,16 @@ class SaidRight:
 
     def forward(self, batch: Batch) -> npt.NDArray[np.float32]:
         slices = [
-            piece._replace(token_ids=[one % self._own_vocab_size for one in piece.token_ids])
+            piece._replace(token_ids=[token_id % self._own_vocab_size for token_id in piece.token_ids])
             for piece in batch.slices
         ]
         self._guest.forward(batch._replace(slices=tuple(slices)))
         logits = np.zeros((batch.n_logits, self.vocab_size), np.float32)
         wanting = [piece for piece in batch.slices if piece.wants_logits]
         for row, piece in enumerate(wanting):
-            at = min(piece.start + len(piece.token_ids), len(self.answer) - 1)
+            position = min(piece.start + len(piece.token_ids), len(self.answer) - 1)
             right = self._rng.random() < self._agrees
-            logits[row, self.answer[at] if right else (self.answer[at] + 1) % self.vocab_size] = 1
+            logits[row, self.answer[position] if right else (self.answer[position] + 1) % self.vocab_size] = 1
         return logits
 
     def copy_kv(self, source_slot: int, target_slot: int, n_slots: int) -> None:
@@ -228,11 +228,11 @@ class SaidRight:
 
 def best_ratio(costs: Callable[[int], float], draft_ns: float, agrees: float, most: int) -> tuple[float, int]:
     """Gain of the best fixed length, and that length."""
-    found = [
+    gains = [
         (sum(agrees**j for j in range(k + 1)) * costs(1) / (costs(k + 1) + k * draft_ns), k)
         for k in range(most + 1)
     ]
-    return max(found)
+    return max(gains)
 
 
 def model_drafts(
@@ -254,12 +254,12 @@ def model_drafts(
         said, costs = SaidRight(guest, vocab_size, agrees), StepCosts()
         drafter = ModelDrafter(said, costs, MOST_ROWS, vocab_size)
         pairs = Pairs(opened, drafter, n)
-        prompt_ids = [one % (vocab_size - 10) + 5 for one in range(64)]
+        prompt_ids = [index % (vocab_size - 10) + 5 for index in range(64)]
         said.answer = prompt_ids + pairs.answer(prompt_ids, GREEDY, None).token_ids
         pairs.answer(prompt_ids, GREEDY, drafter)  # the first steps learn what rows cost
         times = {rows: _step_ns(ranks, rows, n) for rows in range(1, MOST_DRAFTED + 2)}
-        one = Batch("decode", (SequenceSlice([7], 64, 0, True),))
-        draft_ns = 1e9 * statistics.median(seconds_of(lambda: guest.forward(one)) for _ in range(21))
+        batch = Batch("decode", (SequenceSlice([7], 64, 0, True),))
+        draft_ns = 1e9 * statistics.median(seconds_of(lambda: guest.forward(batch)) for _ in range(21))
         ratio, _, last = pairs.ratio(prompt_ids, GREEDY, rounds)
     accepted, rejected = last.drafts or (0, 0)
     best, length = best_ratio(lambda n_rows: times[n_rows], draft_ns, agrees, MOST_DRAFTED)

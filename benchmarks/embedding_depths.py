@@ -32,7 +32,7 @@ ROUNDS = 3
 
 def plan_of(way: str) -> EmbeddingPlan:
     cores = [tuple(map(int, own.split(","))) for own in way.split("+")]
-    return EmbeddingPlan(tuple(Instance(f"cpu:{at}", own) for at, own in enumerate(cores)))
+    return EmbeddingPlan(tuple(Instance(f"cpu:{index}", own) for index, own in enumerate(cores)))
 
 
 async def depths(client: EmbeddingClient, tokens: int, slos_s: list[float]) -> list[tuple[int, int]]:
@@ -40,22 +40,22 @@ async def depths(client: EmbeddingClient, tokens: int, slos_s: list[float]) -> l
     client.attach(asyncio.get_running_loop())
 
     async def once(n: int) -> float:
-        inputs = [Tokens([1000 + (at + j) % 20000 for j in range(tokens)]) for at in range(n)]
+        inputs = [Tokens([1000 + (index + j) % 20000 for j in range(tokens)]) for index in range(n)]
         began = time.perf_counter()
-        await asyncio.gather(*(client.embed([one]) for one in inputs))
+        await asyncio.gather(*(client.embed([text_tokens]) for text_tokens in inputs))
         return time.perf_counter() - began
 
     async def seconds(n: int) -> float:
         return min([await once(n) for _ in range(ROUNDS)])
 
     await once(2)
-    found = [await predict_and_try(seconds, slo_s) for slo_s in slos_s]
-    return [(one.predicted, one.tried) for one in found]
+    attempts = [await predict_and_try(seconds, slo_s) for slo_s in slos_s]
+    return [(attempt.predicted, attempt.tried) for attempt in attempts]
 
 
 def dispatch_us(devices: int = 2, n: int = 20_000) -> float:
     """Time that an input's forecasts, its place, and letting it go again take, with queues half full."""
-    queues = [DeviceQueue(f"cpu:{at}", 1, Depth(100, 10_000)) for at in range(devices)]
+    queues = [DeviceQueue(f"cpu:{index}", 1, Depth(100, 10_000)) for index in range(devices)]
     worker = WorkerProcess.__new__(WorkerProcess)  # of a lane that never asks it
     lanes = [Lane.over(queue, lambda: worker, worker, 1.0) for queue in queues]
     manager = QueueManager(queues)
@@ -79,7 +79,7 @@ def embedding_depths(
     tokens: int = 75,
     slo: Annotated[str, Option(help="seconds")] = "1,2",
 ) -> Yielded:
-    loaded, slos_s = load_model(model, weights), [float(one) for one in listed(slo)]
+    loaded, slos_s = load_model(model, weights), [float(text) for text in listed(slo)]
     for way in ways:
         with open_embedding(loaded, model, loaded.format, plan_of(way)) as opened:
             taken = asyncio.run(depths(opened.client, tokens, slos_s))

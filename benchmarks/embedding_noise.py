@@ -19,15 +19,17 @@ from tests.support.noisy_embedding import DEVICES, NOISES, SECONDS, SLO_S, overl
 def embedding_noise(seeds: Annotated[int, Option(help="of each kind of noise")] = 3) -> Yielded:
     for devices, own in DEVICES.items():
         for name, noise in NOISES.items():
-            found = [overload(own, noise, seed=seed, slo_s=SLO_S, seconds=SECONDS) for seed in range(seeds)]
+            outcomes = [
+                overload(own, noise, seed=seed, slo_s=SLO_S, seconds=SECONDS) for seed in range(seeds)
+            ]
             yield {
                 "devices": devices,
                 "noise": name,
-                "answered": min(len(one.latencies_s) for one in found),
-                "in time, %": 100 * min(one.share_within(SLO_S) for one in found),
-                "P99, s": max(one.percentile_s(99) for one in found),
-                "busy, %": 100 * min(one.busy for one in found),
-                "median refusal after, s": max(one.median_refusal_s for one in found),
+                "answered": min(len(outcome.latencies_s) for outcome in outcomes),
+                "in time, %": 100 * min(outcome.share_within(SLO_S) for outcome in outcomes),
+                "P99, s": max(outcome.percentile_s(99) for outcome in outcomes),
+                "busy, %": 100 * min(outcome.busy for outcome in outcomes),
+                "median refusal after, s": max(outcome.median_refusal_s for outcome in outcomes),
             }
 
 

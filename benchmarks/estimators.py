@@ -61,13 +61,13 @@ def turns_of(product: _native.TeamProduct, seconds: float) -> list[timing.Sample
 def spreads(turns: Sequence[timing.Samples], estimate: Callable[[Sequence[int]], float]) -> list[float]:
     """The spread of estimates in each race; the turns make one race after another."""
     in_race = CONTESTANTS * timing.ROUNDS
-    found = []
+    of_races = []
     for start in range(0, len(turns) - in_race + 1, CONTESTANTS):
         race = iter(turns[start : start + in_race])
         taken = timing.race([lambda race=race: next(race)] * CONTESTANTS)  # type: ignore[misc]
         estimates = [estimate(samples) for samples in taken]
-        found.append(max(estimates) / min(estimates) - 1)
-    return found
+        of_races.append(max(estimates) / min(estimates) - 1)
+    return of_races
 
 
 def estimators(
@@ -81,15 +81,15 @@ def estimators(
         weights = copies_of(random_weight(weight_format, n, k), cold_bytes(read_machine()))
         turns = turns_of(_native.TeamProduct(_native.Team(cores), weights, m), seconds / len(PRODUCTS))
         for name, estimate in ESTIMATES.items():
-            found = sorted(spreads(turns, estimate))
+            ordered = sorted(spreads(turns, estimate))
             yield {
                 "format": weight_format,
                 "n x k": f"{n} x {k}",
                 "m": m,
                 "estimate": name,
-                "median spread": f"{statistics.median(found):.3f}",
-                "P90 spread": f"{found[math.floor(0.9 * len(found))]:.3f}",
-                "races": len(found),
+                "median spread": f"{statistics.median(ordered):.3f}",
+                "P90 spread": f"{ordered[math.floor(0.9 * len(ordered))]:.3f}",
+                "races": len(ordered),
             }
     for neighbour in busy:
         neighbour.terminate()

@@ -34,8 +34,10 @@ def registry() -> ModuleType:
 def main() -> None:
     argparse.ArgumentParser(description=__doc__).parse_args()
     root = Path(os.environ.get("PHASEWISE_CACHE") or user_folder("cache"))
-    known = registry()
-    known.pull(known.KNOWN[MODEL], root, lambda line: print(line, file=sys.stderr, flush=True))
+    model_registry = registry()
+    model_registry.pull(
+        model_registry.KNOWN[MODEL], root, lambda line: print(line, file=sys.stderr, flush=True)
+    )
 
 
 if __name__ == "__main__":

@@ -13,7 +13,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from benchmarks.harness import Measure, commands
-from benchmarks.papers import sandwich, searches, sparamx, splitwise, windve, windve_devices
+from benchmarks.papers import (
+    ladder,
+    machine_types,
+    sandwich,
+    searches,
+    sparamx,
+    splitwise,
+    windve,
+    windve_devices,
+)
 
 
 @dataclass(frozen=True)
@@ -35,12 +44,14 @@ FIGURES = (
     ),
     Figure("Sandwich, Fig. 7's summary by format", sandwich.kernel_summary, ("format",)),
     Figure("Sandwich, Fig. 8: searches for kernels", searches.searches, ("format", "n", "k", "m", "search")),
+    Figure("Sandwich, Table 1: parts of the plan left out in turn", ladder.ladder, ("rung",)),
     Figure("Sandwich, Tables 2 and 3: rules off in turn", sandwich.plans, ("machine", "phase", "rules")),
     Figure("Sandwich, section 4: numbers of TopoTrees", sandwich.trees, ("machine", "pus", "levels")),
-    Figure("Splitwise, Figs. 12, 16, 18, 19 and VI-E", splitwise.splitwise, ("design",)),
+    Figure("Splitwise, Table IV, Figs. 12 to 20, VI-E", splitwise.splitwise, ("design",)),
     Figure("Splitwise's own simulator beside ours", splitwise.splitwise_sim, ("cell", "requests")),
-    Figure("Splitwise: fits of the machine types", splitwise.machine_types, ("model", "hardware", "field")),
+    Figure("Splitwise: machine types of a profile or of runs", machine_types.machine_types, ("machine",)),
     Figure("WindVE, Tables I to III, Figs. 5 and 6", windve.windve_tables, ("table", "devices")),
+    Figure("WindVE, equations 5 and 6: a day's cost", windve.windve_cost, ("table", "devices")),
     Figure("WindVE, Tables I and II in real time", windve_devices.windve_devices, ("table", "devices")),
     Figure("SparAMX, Table 2: sparse products", sparamx.sparse_products, ("layer", "contestant")),
 )

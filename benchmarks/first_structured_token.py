@@ -78,7 +78,7 @@ def first_structured_token(
     for kind, times in taken.items():
         low, middle, high = statistics.quantiles(times, n=4)
         yield {"request": kind, "median, ms": middle, "quartiles": f"{low:.2f} to {high:.2f}"}
-    later = [new - known for new, known in zip(taken["new schema"], taken["known schema"], strict=True)]
+    later = [new - cached for new, cached in zip(taken["new schema"], taken["known schema"], strict=True)]
     yield f"a new schema's first token comes {statistics.median(later):.2f} ms later (median of pairs)"
 
 

@@ -53,7 +53,9 @@ def grown_database(
             yield from run("db export", ["db", "export", "--db", fleet], file)
         elif not file.exists():
             run.once(ROOT, ["db", "export", "--db", fleet], file)
-        others = [new_database_url(socket) if socket else str(folder / f"other{one}.db") for one in programs]
+        others = [
+            new_database_url(socket) if socket else str(folder / f"other{name}.db") for name in programs
+        ]
         for (name, program), other in zip(programs.items(), others, strict=True):
             if not socket:
                 Path(other).unlink(missing_ok=True)

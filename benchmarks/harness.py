@@ -18,6 +18,8 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
+from phasewise._version import SCHEMA_VERSION
+
 MODEL = "smollm2-135m-instruct"
 
 Row = Mapping[str, object]
@@ -158,7 +160,8 @@ def show(yielded: Yielded, *, as_json: bool) -> int:
             if not as_json:
                 table.add(part)
     if as_json:
-        print(json.dumps({"machine": machine(), "rows": rows, "remarks": remarks}, default=_plain))
+        said = {"schema_version": SCHEMA_VERSION, "machine": machine(), "rows": rows, "remarks": remarks}
+        print(json.dumps(said, default=_plain))
     return int(any(isinstance(remark, Broken) for remark in remarks))
 
 
@@ -169,15 +172,17 @@ def command_of(measure: Measure) -> Callable[..., None]:
     """The function that typer calls: the benchmark's parameters, and `--json`."""
     hints = get_type_hints(measure, include_extras=True)
     given = inspect.signature(measure).parameters.values()
-    parameters = [one.replace(annotation=hints[one.name]) for one in given]
-    form = Annotated[bool, typer.Option("--json", help="one JSON object: machine, rows, remarks")]
+    parameters = [parameter.replace(annotation=hints[parameter.name]) for parameter in given]
+    form = Annotated[
+        bool, typer.Option("--json", help="one JSON object: schema_version, machine, rows, remarks")
+    ]
     last = inspect.Parameter("as_json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=form)
 
     def run(as_json: bool, **options: Any) -> None:
         raise typer.Exit(show(measure(**options), as_json=as_json))
 
     run.__signature__ = inspect.Signature([*parameters, last])  # type: ignore[attr-defined]
-    run.__annotations__ = {one.name: one.annotation for one in (*parameters, last)}
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in (*parameters, last)}
     run.__name__ = measure.__name__
     return run
 

@@ -5,7 +5,8 @@
 
 Weights are those of Q4_K_M files: q4_k, and q6_k for half of the values and of the last matrices, and for the
 head. A machine whose other processes take more than a tenth of its cores is refused: `--busy` keeps its
-timings all the same, each of which says so in its conditions. --db goes on with an earlier run.
+timings all the same, each of which says so in its conditions. --db goes on with an earlier run; with
+--budget 0 as well it writes what that found.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ from typer import Argument, Option
 
 from benchmarks.harness import Broken, Yielded, commands, note
 from phasewise.kerneldb.portable import export_lines, in_use_groups
+from phasewise.kerneldb.records import Measurement
 from phasewise.kerneldb.store import open_store
 from phasewise.topology import core_signature, read_machine
 
 MOST_BYTES = 250_000
+"""The most of one file: a wheel has three or four files."""
 MOST_OTHERS = 0.1
 """Share of the cores that other processes may take, in the median of timings."""
 ROWS = 16
@@ -95,8 +98,9 @@ def hints(
         for name in formats:
             shapes = [(n, k) for of, n, k in products if of == name]
             share_s = budget * sum(n * k for n, k in shapes) / total
-            note(f"{name}: {len(shapes)} shapes, {share_s:.0f} s")
-            _tune(name, shapes, share_s, own)
+            if share_s:
+                note(f"{name}: {len(shapes)} shapes, {share_s:.0f} s")
+                _tune(name, shapes, share_s, own)
         yield from _written(file, own, products, busy)
 
 
@@ -113,13 +117,16 @@ def _tune(name: str, shapes: list[tuple[int, int]], seconds: float, db: str) -> 
 def _written(file: Path, db: str, products: dict[tuple[str, int, int], None], busy: bool) -> Yielded:
     core = core_signature(read_machine())
     with open_store(db, note) as store:
-        groups = [*in_use_groups(store, lambda machine: machine.core_sig == core, also=())]
-        timings = [row for row in store.promoted_measurements() if row.origin.machine.core_sig == core]
-    others = statistics.median(row.sample.conditions.get("others", 0.0) for row in timings or [])
-    content = gzip.compress("".join(export_lines(groups)).encode("ascii"), 9, mtime=0)
-    known = {(row.problem.format, row.problem.n, row.problem.k) for row in timings}
+        groups = in_use_groups(store, lambda machine: machine.core_sig == core, also=())
+        timings = [row for group in groups for row in group if isinstance(row, Measurement)]
+    if not timings:
+        yield Broken("not written: the database has no schedule in use for such cores")
+        return
+    others = statistics.median(row.sample.conditions.get("others", 0.0) for row in timings)
+    content = gzip.compress("".join(export_lines([timings])).encode("ascii"), 9, mtime=0)
+    timed = {(row.problem.format, row.problem.n, row.problem.k) for row in timings}
     yield {
-        "shapes": f"{len(known & products.keys())} of {len(products)}",
+        "shapes": f"{len(timed & products.keys())} of {len(products)}",
         "schedules": len(timings),
         "bytes": len(content),
         "others took, median": f"{others:.2f}",

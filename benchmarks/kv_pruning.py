@@ -70,13 +70,13 @@ def kv_pruning(
     first = None
     for text in listed(shares):
         keys, values = (float(share) for share in text.split(":"))
-        found = perplexity(model, ids, tokens, (keys, values))
-        first = first or found
+        measured = perplexity(model, ids, tokens, (keys, values))
+        first = first or measured
         bits = sum(16.0 if share == 0 else 16 * (1 - share) + 1 for share in (keys, values)) / 2
         yield {
             "K:V zeros": text,
-            "perplexity": f"{found:.5f}",
-            "against the first": f"{100 * (found / first - 1):+.3f}%",
+            "perplexity": f"{measured:.5f}",
+            "against the first": f"{100 * (measured / first - 1):+.3f}%",
             "bits": bits,
             "bits, repeated": bits * repeats,
         }

@@ -45,16 +45,18 @@ def lengths_by_meaning(
     shares, deviations, gains = [], [], []
     for name, examples in _examples(answers, facts, tokens).items():
         (report,) = judge_by_folds({name: examples}, name, wish, reader.ref)
-        found = report.calibration
-        assert found is not None
-        shares.append(found.mean_error_tokens / found.constant_error_tokens)
-        deviations.append(100 * max(abs(one - index / 10) for index, one in enumerate(found.coverage, 1)))
+        calibration = report.calibration
+        assert calibration is not None
+        shares.append(calibration.mean_error_tokens / calibration.constant_error_tokens)
+        deviations.append(
+            100 * max(abs(share - index / 10) for index, share in enumerate(calibration.coverage, 1))
+        )
         gains.append(report.points_gained("memory of S3"))
         yield {
             "model": name,
             "answers": report.n_answers,
-            "error": found.mean_error_tokens,
-            "constant": found.constant_error_tokens,
+            "error": calibration.mean_error_tokens,
+            "constant": calibration.constant_error_tokens,
             "share": f"{shares[-1]:.3f}",
             "coverage off, points": f"{deviations[-1]:.1f}",
             "above S3": f"{gains[-1]:+.2f}",
@@ -69,13 +71,13 @@ def _examples(
     paths: list[Path], facts: dict[int, PromptFacts], tokens: ModelTokens
 ) -> dict[str, list[Example]]:
     """The answers of each model."""
-    found: dict[str, list[Example]] = defaultdict(list)
+    by_model: dict[str, list[Example]] = defaultdict(list)
     for path in paths:
         for _, line in lines_of(path):
             row = json.loads(line)
             n_tokens = len(tokens.encode(row["output"])) + 1  # the end of the answer
-            found[row["model"]].append(Example(facts[row["prompt_id"]], n_tokens, False))
-    return found
+            by_model[row["model"]].append(Example(facts[row["prompt_id"]], n_tokens, False))
+    return by_model
 
 
 app = commands(__doc__, lengths_by_meaning)

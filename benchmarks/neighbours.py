@@ -38,7 +38,7 @@ def between_tuned(
             continue
         between = [(m, table.choice(key, m)) for m in range(first.m + 1, second.m)]
         near = [(m, choice) for m, choice in between if choice.kind == "neighbour"]
-        ends = [one for side in (first.m, second.m) for one in _farthest(near, side)]
+        ends = [pair for side in (first.m, second.m) for pair in _farthest(near, side)]
         for m, choice in ends:
             if choice.schedule is not None:
                 yield Problem(*key, m), choice.schedule, choice.why
@@ -47,7 +47,7 @@ def between_tuned(
 def _farthest(near: Sequence[tuple[int, ScheduleChoice]], tuned: int) -> Sequence[tuple[int, ScheduleChoice]]:
     """The one farthest from a tuned m among those that run with its schedule; none if there are none."""
     own = [(m, choice) for m, choice in near if choice.why.endswith(f"m={tuned}")]
-    return sorted(own, key=lambda one: abs(one[0] - tuned))[-1:]
+    return sorted(own, key=lambda pair: abs(pair[0] - tuned))[-1:]
 
 
 def neighbours(
@@ -69,17 +69,17 @@ def neighbours(
     gains, losses = [], 0
     with closing(NativeEvaluator(cores, cold_bytes(machine))) as evaluator:
         for problem, schedule, why in between[:: -(-len(between) // most)]:
-            found = evaluator.compare(problem, schedule, None)
-            gains.append(found.gain)
-            losses += found.gain_high < 1.0
+            comparison = evaluator.compare(problem, schedule, None)
+            gains.append(comparison.gain)
+            losses += comparison.gain_high < 1.0
             yield {
                 "format": problem.format,
                 "n x k": f"{problem.n} x {problem.k}",
                 "m": problem.m,
                 "runs with": why,
-                "gain over the default": f"{found.gain:.3f}",
-                "interval": f"{found.gain_low:.3f} to {found.gain_high:.3f}",
-                "loses": found.gain_high < 1.0,
+                "gain over the default": f"{comparison.gain:.3f}",
+                "interval": f"{comparison.gain_low:.3f} to {comparison.gain_high:.3f}",
+                "loses": comparison.gain_high < 1.0,
             }
     mean = statistics.geometric_mean(gains)
     yield f"{len(gains)} m between tuned ones: gain {mean:.3f} in the geometric mean, {losses} lose."

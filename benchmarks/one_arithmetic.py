@@ -58,10 +58,10 @@ def one_arithmetic(
 ) -> Yielded:
     until_s, rows = time.monotonic() + budget_s, list[Row]()
     names = _instruction_sets(isas, before)
-    parts = [Part(*one) for one in itertools.product(models or [MODEL], names, listed(formats))]
+    parts = [Part(*fields) for fields in itertools.product(models or [MODEL], names, listed(formats))]
     asked = [Test.parse(text) for text in listed(tests)]
     with tempfile.TemporaryDirectory(prefix="pw-") as empty, _environment(XDG_DATA_HOME=empty):
-        for at, part in enumerate(parts):
+        for index, part in enumerate(parts):
             left_s = until_s - time.monotonic()
             if left_s <= 0:
                 yield f"no time was left for {part}"
@@ -69,7 +69,9 @@ def one_arithmetic(
             note(f"{part}, {left_s:.0f} s left")
             engines = part.opened(before, threads)
             try:
-                for row in part.rows(engines, asked, rounds, time.monotonic() + left_s / (len(parts) - at)):
+                for row in part.rows(
+                    engines, asked, rounds, time.monotonic() + left_s / (len(parts) - index)
+                ):
                     rows.append(row)
                     yield row
             finally:
@@ -106,9 +108,9 @@ class Part:
     ) -> Iterator[Row]:
         """The rows of each test."""
         what = {"model": Path(self.model).name, "isa": self.isa, "format": self.weight_format}
-        for at, test in enumerate(tests):
-            share_s = (until_s - time.monotonic()) / (len(tests) - at)
-            turns = {one: _turn(engine, test) for one, engine in engines.items()}
+        for index, test in enumerate(tests):
+            share_s = (until_s - time.monotonic()) / (len(tests) - index)
+            turns = {label: _turn(engine, test) for label, engine in engines.items()}
             yield from _rows(what, test, timed_turns(turns, rounds, share_s))
 
 

@@ -87,10 +87,10 @@ def alone_s(n_prompt: int) -> float:
 def figures(loop: ClosedLoop) -> Row:
     ttfts, tpots = sorted(loop.ttfts_s), sorted(loop.tpots_s)
     good = 0
-    for one in loop.sent.values():
-        most_s = 5 * max(alone_s(len(one.request.prompt_token_ids)), 0.1)
-        tpot_s = (one.end_s - one.first_s) / max(1, one.request.max_tokens - 1)
-        good += one.first_s - one.at_s <= most_s and tpot_s <= 2 * PROMISE_MS / 1000
+    for sent in loop.sent.values():
+        most_s = 5 * max(alone_s(len(sent.request.prompt_token_ids)), 0.1)
+        tpot_s = (sent.end_s - sent.first_s) / max(1, sent.request.max_tokens - 1)
+        good += sent.first_s - sent.at_s <= most_s and tpot_s <= 2 * PROMISE_MS / 1000
     ms = [1000 * tpot for tpot in tpots]
     return {
         "TTFT P50, P90 (s)": f"{statistics.median(ttfts):.1f}, {ttfts[len(ttfts) * 9 // 10]:.1f}",

@@ -55,15 +55,15 @@ def formats(
             kv_format=kv_format,
             arithmetic=arithmetic,
         )
-        found = evaluate(model, settings, report=note)
-        if not found.is_whole or found.text is None or found.text.divergence is None:
+        evaluation = evaluate(model, settings, report=note)
+        if not evaluation.is_whole or evaluation.text is None or evaluation.text.divergence is None:
             raise KeyboardInterrupt
-        beside = found.text.divergence
+        beside = evaluation.text.divergence
         yield {
             "format": name,
-            "KV": found.kv_format,
+            "KV": evaluation.kv_format,
             "arithmetic": arithmetic,
-            "perplexity": f"{found.text.perplexity.value:.4f}",
+            "perplexity": f"{evaluation.text.perplexity.value:.4f}",
             "ratio": f"{beside.ratio.value:.6f} +/- {beside.ratio.error:.6f}",
             "KL divergence": f"{beside.kl.value:.6f} +/- {beside.kl.error:.6f}",
             "RMS of p": f"{100 * beside.delta_p_rms.value:.3f}%",

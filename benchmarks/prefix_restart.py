@@ -30,13 +30,13 @@ ANSWER_TOKENS = 8
 
 
 def answered(
-    found: OpenModel, size: EngineSize, prompt: tuple[int, ...], folder: str
+    loaded: OpenModel, size: EngineSize, prompt: tuple[int, ...], folder: str
 ) -> tuple[float, list[int], int]:
     """Seconds to the first token, all tokens, and how many of the prompt were read."""
     with (
         keeping_affinity(),
         open_engine(
-            found.model, found.plans, size, schedules=found.schedules, prefixes=PrefixSettings(folder)
+            loaded.model, loaded.plans, size, schedules=loaded.schedules, prefixes=PrefixSettings(folder)
         ) as opened,
     ):
         started_ns, first_ns, tokens, n_read = time.perf_counter_ns(), 0, [], 0
@@ -53,11 +53,11 @@ def answered(
     return (first_ns - started_ns) / 1e9, tokens, n_read
 
 
-def one_round(found: OpenModel, size: EngineSize, length: int, seed: int) -> Row:
-    prompt = tuple(random.Random(seed).choices(range(10, found.model.config.vocab_size), k=length))
+def one_round(loaded: OpenModel, size: EngineSize, length: int, seed: int) -> Row:
+    prompt = tuple(random.Random(seed).choices(range(10, loaded.model.config.vocab_size), k=length))
     with tempfile.TemporaryDirectory(prefix="pw-") as folder:
-        computed_s, expected, _ = answered(found, size, prompt, folder)
-        read_s, tokens, n_read = answered(found, size, prompt, folder)
+        computed_s, expected, _ = answered(loaded, size, prompt, folder)
+        read_s, tokens, n_read = answered(loaded, size, prompt, folder)
     assert tokens == expected, "the answers differ"
     return {"computed, s": computed_s, "read, s": read_s, "tokens read": n_read, "ratio": read_s / computed_s}
 
@@ -68,12 +68,12 @@ def prefix_restart(
     rounds: Annotated[int, Option(min=1)] = 3,
     kv_format: Annotated[str, Option("--kv-format")] = "auto",
 ) -> Yielded:
-    found = open_model(model)
+    loaded = open_model(model)
     for length in numbers(lengths):
         context = length + ANSWER_TOKENS
-        size = EngineSize.for_many(found.model, 1, context, None, kv_format, kv_shared=True)
+        size = EngineSize.for_many(loaded.model, 1, context, None, kv_format, kv_shared=True)
         size = replace(size, kv=replace(size.kv, touched=True))
-        rows = [one_round(found, size, length, seed) for seed in range(rounds)]
+        rows = [one_round(loaded, size, length, seed) for seed in range(rounds)]
         yield {"prompt": length} | {name: statistics.median(row[name] for row in rows) for name in rows[0]}
 
 

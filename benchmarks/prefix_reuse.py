@@ -74,13 +74,13 @@ def steps(ranks: Ranks, n_prefix: int, n_siblings: int) -> Row:
     return {"common tokens": n_prefix} | {name: 1e3 * statistics.median(own) for name, own in taken.items()}
 
 
-def whole_requests(found: OpenModel, n_prefix: int, n_siblings: int, reuse: bool) -> tuple[float, float]:
+def whole_requests(loaded: OpenModel, n_prefix: int, n_siblings: int, reuse: bool) -> tuple[float, float]:
     """(mean time to the first token, time until all have ended), ms."""
     context = n_prefix + OWN_TOKENS + ANSWER_TOKENS
-    size = EngineSize.for_many(found.model, n_siblings, context, None)
+    size = EngineSize.for_many(loaded.model, n_siblings, context, None)
     size = replace(size, limits=replace(size.limits, prefix_reuse=reuse))
     first_ns: dict[str, int] = {}
-    with open_engine(found.model, found.plans, size, schedules=found.schedules) as opened:
+    with open_engine(loaded.model, loaded.plans, size, schedules=loaded.schedules) as opened:
         started_ns = time.perf_counter_ns()
         for sibling in range(n_siblings):
             own = (sibling + 20,) * OWN_TOKENS
@@ -91,7 +91,7 @@ def whole_requests(found: OpenModel, n_prefix: int, n_siblings: int, reuse: bool
                 assert isinstance(out, Answer), out
                 first_ns.setdefault(out.request_id, out.at_ns)
         total_ns = time.perf_counter_ns() - started_ns
-    return statistics.mean(at - started_ns for at in first_ns.values()) / 1e6, total_ns / 1e6
+    return statistics.mean(token_ns - started_ns for token_ns in first_ns.values()) / 1e6, total_ns / 1e6
 
 
 def prefix_reuse(

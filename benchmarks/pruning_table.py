@@ -70,8 +70,14 @@ def pruning_table(
             arguments = [model, "-o", str(out), "--sparsity", sparsity, "--method", method]
             arguments += ["--calibration", str(calibrating), "--calibration-tokens", str(calibration_tokens)]
             seconds, gb = prune(arguments)
-            found = f"{perplexity(str(out), tokens):.2f}" if tokens else None
-            yield {"zeros": sparsity, "method": method, "perplexity": found, "seconds": seconds, "GB": gb}
+            perplexity_text = f"{perplexity(str(out), tokens):.2f}" if tokens else None
+            yield {
+                "zeros": sparsity,
+                "method": method,
+                "perplexity": perplexity_text,
+                "seconds": seconds,
+                "GB": gb,
+            }
 
 
 app = commands(__doc__, pruning_table)

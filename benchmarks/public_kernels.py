@@ -1,15 +1,18 @@
 """Kernels of public projects, raised as they stand, lowered, and compared with their originals.
 
     python benchmarks/public_kernels.py --llama-cpp DIR [--llama2-c DIR] [--xnnpack DIR] [--cases 200]
+    python benchmarks/public_kernels.py --volk DIR --draw 40 --seed 1 [--cases 200]
 
 The folders are checkouts; nothing of them is kept. For each function: how many statements it is, or the line
 that was refused. What was raised is lowered to AVX2 (from NEON too) and to portable C, and held against the
 C that the low level prints, on drawn bytes, bit for bit. NEON originals run under qemu-aarch64 where this
-machine is no Arm. Prints a Markdown table.
+machine is no Arm. Prints a Markdown table. The seed draws the functions of VOLK.
 """
 
 from __future__ import annotations
 
+import random
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +29,7 @@ from phasewise.ir.raising.raise_file import raise_file
 from phasewise.ir.reading import read
 from phasewise.ir.running.checking import Program, check, in_folder
 from phasewise.ir.targets import TARGETS
+from phasewise.ir.types import Pointer
 
 DOTS = """q4_0_q8_0 q4_1_q8_1 q5_0_q8_0 q5_1_q8_1 q8_0_q8_0 q2_K_q8_K q3_K_q8_K q4_K_q8_K q5_K_q8_K q6_K_q8_K
 iq4_nl_q8_0 iq4_xs_q8_K q1_0_q8_0 mxfp4_q8_0 nvfp4_q8_0 tq1_0_q8_K tq2_0_q8_K iq2_xxs_q8_K iq2_xs_q8_K
@@ -73,6 +77,21 @@ XNNPACK = {
 their inputs, which XNNPACK's callers allow."""
 
 
+VOLK_FUNCTION = re.compile(
+    r"static inline \w+\s+(volk_\w+?_(?:generic|[au]_(?:sse|avx)\w*|neon(?:v8)?))\s*\(", re.ASCII
+)
+VOLK_DEFINES = {
+    "portable": (),
+    "neon": ("NEON", "NEONV8"),
+    "avx2": ("SSE", "SSE2", "SSE3", "SSSE3", "SSE4_1", "AVX", "AVX2", "FMA"),
+    "avx512": ("SSE", "SSE2", "SSE3", "SSSE3", "SSE4_1", "AVX", "AVX2", "FMA", "AVX512F", "AVX512DQ"),
+}
+
+
+MANY_POINTS = "num_points"
+"""In place of descriptions: they follow from the arguments."""
+
+
 @dataclass(frozen=True)
 class Public:
     project: str
@@ -108,22 +127,49 @@ def kernels(
             yield Public("XNNPACK", isa, file, name, XNNPACK_VECTORS, (xnnpack, empty))
 
 
-def raised(one: Public) -> str:
+def drawn_of_volk(volk: Path, count: int, seed: int, folder: Path) -> Iterator[Public]:
+    """Functions of VOLK, each in a source that includes what VOLK's own build includes before it."""
+    headers = sorted((volk / "kernels/volk").glob("*.h"))
+    every = [(file, name) for file in headers for name in VOLK_FUNCTION.findall(file.read_text())]
+    include = (volk / "include", volk / "kernels", volk / "kernels/volk/asm")
+    for file, name in random.Random(seed).sample(every, min(count, len(every))):
+        isa = next((isa for isa in ("neon", "avx512") if isa in name), "avx2")
+        isa = "portable" if name.endswith("generic") else isa
+        source = folder / f"{name}.c"
+        first = ("math.h", "volk/volk_common.h", "volk/volk_complex.h", f"volk/{file.name}")
+        source.write_text("".join(f"#include <{header}>\n" for header in first))
+        define = tuple(f"LV_HAVE_{part}" for part in ("GENERIC", *VOLK_DEFINES[isa]))
+        yield Public("VOLK", isa, source, name, MANY_POINTS, include, define)
+
+
+def raised(kernel: Public) -> str:
     """The text with descriptions of the arguments."""
-    text = raise_file(one.file, one.function, one.isa, one.include, one.define)
-    at = text.index("\n", text.index("\ndef ") + 1) + 1
-    return text[:at] + one.described + text[at:] if one.described else text
+    text = raise_file(kernel.file, kernel.function, kernel.isa, kernel.include, kernel.define)
+    start = text.index("\n", text.index("\ndef ") + 1) + 1
+    described = points_of(text) if kernel.described == MANY_POINTS else kernel.described
+    return text[:start] + described + text[start:] if described else text
 
 
-def compared(one: Public, text: str, cases: int) -> str:
+def points_of(text: str) -> str:
+    """Descriptions of a function of VOLK's: room for two numbers a point and more behind each pointer."""
+    lines = []
+    for name, of in read(text).args:
+        if isinstance(of, Pointer):
+            lines.append(f'    describe("{name}", count=2 * num_points + 64)\n')
+        elif name == "num_points":
+            lines.insert(0, f'    describe("{name}", least=1, most=99)\n')
+    return "".join(lines) if "num_points" in "".join(lines[:1]) else ""
+
+
+def compared(kernel: Public, text: str, cases: int) -> str:
     """The verdict of a comparison with the original; a difference is an error."""
-    low = parse_file(one.file, one.function, one.isa, one.include, one.define)
+    low = parse_file(kernel.file, kernel.function, kernel.isa, kernel.include, kernel.define)
     function = chosen(text, {})
     with in_folder() as name:
         folder = Path(name)
         source = folder / "original.c"
         source.write_text(printed_c(low))
-        home = TARGETS.get(one.isa, TARGETS["avx2"])
+        home = TARGETS.get(kernel.isa, TARGETS["avx2"])
         original = Program(function, [source], folder, home)
         for target in ("avx2", "portable"):
             lowered = folder / f"lowered-{target}.c"
@@ -136,18 +182,22 @@ def public_kernels(
     llama_cpp: Annotated[Path | None, Option()] = None,
     llama2_c: Annotated[Path | None, Option()] = None,
     xnnpack: Annotated[Path | None, Option()] = None,
+    volk: Annotated[Path | None, Option()] = None,
+    draw: Annotated[int, Option(help="functions of VOLK")] = 40,
+    seed: int = 1,
     cases: Annotated[int, Option(help="calls to compare; 0: raise only")] = 0,
 ) -> Yielded:
     n_all = n_raised = 0
     with in_folder() as empty:
-        for kernel in kernels(llama_cpp, llama2_c, xnnpack, Path(empty)):
+        drawn = drawn_of_volk(volk, draw, seed, Path(empty)) if volk else ()
+        for kernel in (*kernels(llama_cpp, llama2_c, xnnpack, Path(empty)), *drawn):
             n_all += 1
             state = verdict = ""
             try:
                 text = raised(kernel)
                 n_raised += 1
                 state = f"{len(read(text).body)} statements"
-                if cases and kernel.described:
+                if cases and "describe(" in text:
                     verdict = compared(kernel, text, cases)
             except UserKernelError as error:
                 line = " ".join(str(error).replace(str(kernel.file.parent) + "/", "").split())

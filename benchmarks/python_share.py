@@ -143,9 +143,9 @@ def python_share(
         finally:
             os.kill(os.getppid(), signal.SIGTERM)
         return
-    found = open_model(model, Weights(weights))
-    size = EngineSize.for_many(found.model, b, n + 64, None)
-    with open_engine(found.model, found.plans, size, schedules=found.schedules) as opened:
+    loaded = open_model(model, Weights(weights))
+    size = EngineSize.for_many(loaded.model, b, n + 64, None)
+    with open_engine(loaded.model, loaded.plans, size, schedules=loaded.schedules) as opened:
         ranks = cast(LocalRanks, opened.engine.ranks)
         with Steps(ranks, b) as steps:
             run(opened, n, b)

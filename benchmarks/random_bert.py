@@ -34,9 +34,12 @@ def random_bert(
     def norm(name: str) -> dict[str, np.ndarray]:
         return {f"{name}.weight": np.ones(hidden, np.float32), f"{name}.bias": np.zeros(hidden, np.float32)}
 
-    one = {f"attention.self.{part}": drawn(hidden, hidden) for part in ("query", "key", "value")}
-    one |= {"attention.output.dense": drawn(hidden, hidden), "intermediate.dense": drawn(ffn, hidden)}
-    one["output.dense"] = drawn(hidden, ffn)
+    layer_weights = {f"attention.self.{part}": drawn(hidden, hidden) for part in ("query", "key", "value")}
+    layer_weights |= {
+        "attention.output.dense": drawn(hidden, hidden),
+        "intermediate.dense": drawn(ffn, hidden),
+    }
+    layer_weights["output.dense"] = drawn(hidden, ffn)
     weights = {
         "embeddings.word_embeddings.weight": drawn(VOCABULARY, hidden),
         "embeddings.token_type_embeddings.weight": drawn(2, hidden),
@@ -45,7 +48,7 @@ def random_bert(
     }
     for layer in range(layers):
         stem = f"encoder.layer.{layer}"
-        for part, values in one.items():
+        for part, values in layer_weights.items():
             weights[f"{stem}.{part}.weight"] = values
             weights[f"{stem}.{part}.bias"] = np.zeros(len(values), np.float32)
         weights |= norm(f"{stem}.attention.output.LayerNorm") | norm(f"{stem}.output.LayerNorm")

@@ -24,7 +24,7 @@ from phasewise.serving.sampling.sampling import SamplingParams
 from phasewise.workflows.opening.open_model import open_model
 from phasewise.workflows.replay.run import replay_receipts
 
-PROMPT = tuple(100 + 7 * at for at in range(64))
+PROMPT = tuple(100 + 7 * position for position in range(64))
 
 
 class Seconds(NamedTuple):
@@ -62,11 +62,11 @@ def generated(opened: OpenEngine, request: Submit) -> tuple[Seconds, Receipt | N
 
 
 def receipts(model: Model, tokens: int = 500, rounds: Rounds = 5) -> Yielded:
-    found = open_model(model)
-    size = EngineSize.for_many(found.model, 1, 2048, None)
+    loaded = open_model(model)
+    size = EngineSize.for_many(loaded.model, 1, 2048, None)
     times: dict[bool, list[Seconds]] = {False: [], True: []}
     given: list[Receipt] = []
-    with open_engine(found.model, found.plans, size, schedules=found.schedules) as opened:
+    with open_engine(loaded.model, loaded.plans, size, schedules=loaded.schedules) as opened:
         for number in range(rounds):
             for has_receipt in (False, True) if number % 2 else (True, False):
                 params = SamplingParams(temperature=0.8, seed=number)
@@ -78,14 +78,14 @@ def receipts(model: Model, tokens: int = 500, rounds: Rounds = 5) -> Yielded:
     replays = []
     for number in range(1, rounds + 1):  # the first receipt of each run pays for opening the ranks
         began = Seconds.now()
-        verdicts = replay_receipts(found, given[:number])
+        verdicts = replay_receipts(loaded, given[:number])
         replays.append(Seconds.now().since(began, number))
         assert all(verdict.is_confirmed for verdict in verdicts)
     for name, values in (("without", times[False]), ("with", times[True]), ("replay", replays)):
         yield f"{name}: {', '.join(map(str, values))} s (of the CPU)"
     for index, clock in enumerate(Seconds._fields):
         replay, without, with_one = (
-            min(one[index] for one in of) for of in (replays, times[False], times[True])
+            min(seconds[index] for seconds in of) for of in (replays, times[False], times[True])
         )
         yield f"{clock}: a replay takes {replay / without:.3f} of generating"
         yield f"{clock}: a receipt adds {with_one / without - 1:+.3f} to generating"

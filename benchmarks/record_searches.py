@@ -100,14 +100,16 @@ class Recorder:
         times = recording.times(problem)
 
         def timed(asked: list[Schedule]) -> list[Sample]:
-            new = [one for one in dict.fromkeys(asked) if one not in times]
+            new = [schedule for schedule in dict.fromkeys(asked) if schedule not in times]
             for first in range(0, len(new), AT_ONCE):
                 self._time(problem, default, new[first : first + AT_ONCE], times)
             return recording.samples(problem, asked)
 
-        others = [one for one in recordings_in(self._folder) if one.name != self.name and one.times(problem)]
+        others = [
+            other for other in recordings_in(self._folder) if other.name != self.name and other.times(problem)
+        ]
         kernels = group.kernels[space.arithmetic.compute_path]
-        winners = [adopted(one.search(problem)[0], kernels) for one in others]
+        winners = [adopted(other.search(problem)[0], kernels) for other in others]
         for seeds in ([], *([winner] for winner in winners), winners):
             searched(space, default, seeds, Asked(timed))
         return len(self.rows) - before
@@ -116,7 +118,7 @@ class Recorder:
         self, problem: Problem, default: Schedule, new: Sequence[Schedule], times: dict[Schedule, int]
     ) -> None:
         began_ns = time.perf_counter_ns()
-        contestants = [default, *(one for one in new if one != default)]
+        contestants = [default, *(schedule for schedule in new if schedule != default)]
         if problem not in self._quickest_ns:
             alone = self._evaluator.rounds(problem, [default], ROUNDS)
             self._quickest_ns[problem] = float(alone.min())

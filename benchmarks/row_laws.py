@@ -103,11 +103,11 @@ class Product:
 
     def _turn(self, m: int) -> float:
         if m not in self._rows:
-            made = _native.TeamProduct(self._team, self._packs, m)
-            once_ns = float(made.time(None, 1, prepare=True).min())
-            self._rows[m] = made, max(1, round(TURN_NS / once_ns))
-        made, calls = self._rows[m]
-        return float(made.time(None, calls, prepare=True).mean())
+            product = _native.TeamProduct(self._team, self._packs, m)
+            once_ns = float(product.time(None, 1, prepare=True).min())
+            self._rows[m] = product, max(1, round(TURN_NS / once_ns))
+        product, calls = self._rows[m]
+        return float(product.time(None, calls, prepare=True).mean())
 
 
 def outputs_within(team: _native.Team, weight_format: str, n: int, k: int) -> int:
@@ -156,7 +156,10 @@ def row_laws(
     with closing(StreamingRead(cores)) as reading:
         for name in names:
             with isa.using(name), closing(_native.Team(cores)) as team:
-                kinds = {one: peak_kinds(split_format(one)[0]) for one in listed(formats)}
+                kinds = {
+                    weight_format: peak_kinds(split_format(weight_format)[0])
+                    for weight_format in listed(formats)
+                }
                 peaks = {
                     kind: peak_flops(kind, cores) for kind in {kind for own in kinds.values() for kind in own}
                 }

@@ -2,12 +2,15 @@
 
     python benchmarks/serve_peers.py --llama-server BIN --gguf Q4_1.gguf --gguf Q8_0.gguf --gguf BF16.gguf \
         --vllm PYTHON --vllm-model FOLDER
+    python benchmarks/serve_peers.py --defaults --model FILE --formats native --llama-server BIN --gguf FILE \
+        --clients 8,16,32,64 --output-len 48 --waves 2 --rounds 1 --slo-scale ""
 
-Every round starts each server, warms it up, lets 8 and then 32 clients ask for 64 tokens after random prompts
-of 128, and ends it; so a drift of the machine meets all. Prompt caches are off on all sides. Ratios are taken
-round by round. In the last round each server is also asked for the highest rate that keeps the promises of
-Sandwich's smallest model (section 8.3: P90 of TTFT 200 ms, of TPOT 100 ms), and of looser ones, as many
-times as long as `--slo-scale` says (their Fig. 9 and 12), in a few short probes each:
+Every round starts each server for a number of clients, warms it up, lets the clients ask for 64 tokens after
+random prompts of 128, and ends it; so a drift of the machine meets all. Prompt caches are off on all sides;
+with `--defaults` ours has no option but its port, format and threads. Ratios are taken round by round. In the
+last round each server is also asked for the highest rate that keeps the promises of Sandwich's smallest model
+(section 8.3: P90 of TTFT 200 ms, of TPOT 100 ms), and of looser ones, as many times as long as `--slo-scale`
+says (their Fig. 9 and 12), in a few short probes each:
 
     python benchmarks/serve_peers.py ... --rounds 1 --clients 8 --slo-scale 2,4,8 --formats native,bf16
 
@@ -22,6 +25,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,11 +46,9 @@ from benchmarks.harness import (
 )
 from benchmarks.peers.servers import NotServing, Server, llama_cpp, phasewise, running, vllm
 
-N_INPUT, N_OUTPUT = 128, 64
+N_INPUT = 128
 CONTEXT = 256
-WAVES = 4
-MOST_REQUESTS = 64
-"""A client asks WAVES times; many clients fewer times, but at least twice."""
+LEAST_WAVES, MOST_REQUESTS = 2, 64
 
 TTFT_MS, TPOT_MS = 200, 100
 SLO = f"ttft:{TTFT_MS},tpot:{TPOT_MS}"
@@ -60,11 +62,23 @@ Fields = Mapping[str, Any]
 """The fields that `phasewise bench serve -o json` prints."""
 
 
-def bench(url: str, server: Server, *options: str) -> Fields:
+@dataclass(frozen=True)
+class Load:
+    """The work that clients ask for: tokens of an answer, and how often each asks where few ask."""
+
+    n_output: int
+    waves: int
+
+    def requests(self, clients: int) -> int:
+        """Many clients ask fewer times than `waves`, but at least LEAST_WAVES times."""
+        return max(LEAST_WAVES * clients, min(MOST_REQUESTS, self.waves * clients))
+
+
+def bench(url: str, server: Server, load: Load, *options: str) -> Fields:
     """`phasewise bench serve` in a process of its own, as a user would run it."""
     command = [
         *(sys.executable, "-m", "phasewise", "bench", "serve", url, "-o", "json", "--ignore-eos"),
-        *("--input-len", str(N_INPUT), "--output-len", str(N_OUTPUT), *options),
+        *("--input-len", str(N_INPUT), "--output-len", str(load.n_output), *options),
         *("--extra-body", json.dumps(dict(server.body))),
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -74,23 +88,26 @@ def bench(url: str, server: Server, *options: str) -> Fields:
     return fields
 
 
-def closed_loop(url: str, server: Server, clients: int, number: int) -> Fields:
+def closed_loop(url: str, server: Server, load: Load, clients: int, number: int) -> Fields:
     """Clients that wait for their answers; prompts differ from round to round."""
-    n_requests = max(2 * clients, min(MOST_REQUESTS, WAVES * clients))
-    seed = str(1000 * number + clients)
     fields = bench(
-        url, server, "--concurrency", str(clients), "-n", str(n_requests), "--warmup", "4", "--seed", seed
+        url,
+        server,
+        load,
+        *("--concurrency", str(clients), "-n", str(load.requests(clients))),
+        *("--warmup", "4", "--seed", str(1000 * number + clients)),
     )
     note(f"round {number}, {server.name}, {clients} clients: {fields['output_throughput']:.1f} tokens/s")
     return fields
 
 
-def goodput(url: str, server: Server, scale: float, start: float) -> float | None:
+def goodput(url: str, server: Server, load: Load, scale: float, start: float) -> float | None:
     """The highest rate that keeps the promises, `scale` times as long. start: the first probe's rate."""
     probe_s = max(PROBE_S, LONGER_THAN_TTFT * scale * TTFT_MS / 1e3)
     fields = bench(
         url,
         server,
+        load,
         *("--find-rate", "--goodput", SLO, "--slo-scale", str(scale), "--warmup", "2"),
         *("--rate", f"{max(0.05, start):.3f}", "-n", "100", "--votes", str(VOTES)),
         *("--probe", f"{probe_s:.1f}", "--most-probes", str(MOST_PROBES)),
@@ -103,7 +120,8 @@ def goodput(url: str, server: Server, scale: float, start: float) -> float | Non
 class Tally:
     """Results of all servers so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, load: Load) -> None:
+        self.load = load
         self.runs: dict[tuple[str, int], dict[int, Fields]] = defaultdict(dict)
         """By server and clients, of each round."""
         self.rates: dict[tuple[str, float], float | None] = {}
@@ -116,11 +134,11 @@ class Tally:
         with running(server, max(group), CONTEXT, threads) as url:
             start = 0.0
             for clients in group:
-                fields = closed_loop(url, server, clients, number)
+                fields = closed_loop(url, server, self.load, clients, number)
                 self.runs[server.name, clients][number] = fields
                 start = max(start, START_SHARE * fields["request_throughput"])
             for scale in sorted(scales):
-                rate = self.rates[server.name, scale] = goodput(url, server, scale, start)
+                rate = self.rates[server.name, scale] = goodput(url, server, self.load, scale, start)
                 start = rate or start
 
     def loads(self, servers: Sequence[Server], clients: int) -> Iterator[Row]:
@@ -138,6 +156,7 @@ class Tally:
                 "clients": clients,
                 "server": server.name,
                 "tokens/s": spread("output_throughput"),
+                "TTFT median ms": spread("median_ttft_ms").median,
                 "TTFT p90 ms": spread("p90_ttft_ms").median,
                 "TPOT p90 ms": spread("p90_tpot_ms").median,
             }
@@ -148,9 +167,9 @@ class Tally:
     def _over(self, name: str, own: Mapping[int, Fields], clients: int) -> Spread | str:
         mine = self.runs[name, clients]
         pairs = [
-            (mine[at]["output_throughput"], fields["output_throughput"])
-            for at, fields in own.items()
-            if at in mine and fields["output_throughput"]
+            (mine[number]["output_throughput"], fields["output_throughput"])
+            for number, fields in own.items()
+            if number in mine and fields["output_throughput"]
         ]
         return ratios(*zip(*pairs, strict=True)) if pairs else "no answer"
 
@@ -160,7 +179,7 @@ class Tally:
             row: dict[str, object] = {"requests/s; P90 within": server.name}
             for scale in sorted(scales):
                 rate = self.rates.get((server.name, scale))
-                peers = [self.rates.get((one.name, scale)) or 0.0 for one in servers if not one.is_ours]
+                peers = [self.rates.get((peer.name, scale)) or 0.0 for peer in servers if not peer.is_ours]
                 best = max(peers, default=0.0)
                 by_best = f" ({rate / best:.2f}x)" if server.is_ours and rate and best else ""
                 cell = "none" if (server.name, scale) in self.rates else "not asked"
@@ -179,21 +198,26 @@ def serve_peers(
     clients: str = "8,32",
     threads: Threads = 2,
     rounds: Rounds = 3,
+    output_len: Annotated[int, Option(help="tokens of an answer")] = 64,
+    waves: Annotated[int, Option(min=1, help="requests of a client, where there are few")] = 4,
+    defaults: Annotated[bool, Option("--defaults", help="ours by its default settings")] = False,
     slo_scale: Annotated[str, Option(help=f"of {SLO}; empty: no search")] = "1",
 ) -> Yielded:
     if gguf and llama_server is None:
         raise SystemExit("--gguf needs --llama-server, the program that serves it")
     if (vllm_python is None) != (vllm_model is None):
         raise SystemExit("--vllm and --vllm-model belong together")
-    servers = [phasewise(model, one) for one in listed(formats)]
+    own = ["--threads", str(threads)] if defaults else []
+    servers = [phasewise(model, weight_format, *own) for weight_format in listed(formats)]
     servers += [llama_cpp(llama_server or "", path) for path in gguf or []]
     if vllm_python is not None and vllm_model is not None:
         servers.append(vllm(vllm_python, vllm_model, threads))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no server is left behind
-    counts, scales, tally = numbers(clients), [float(one) for one in listed(slo_scale)], Tally()
+    counts, scales = numbers(clients), [float(text) for text in listed(slo_scale)]
+    tally = Tally(Load(output_len, waves))
     for number in range(rounds):
-        for server in servers if number % 2 == 0 else servers[::-1]:
-            for group in [counts] if server.is_kept else [[one] for one in counts]:
+        for group in [counts] if all(server.is_kept for server in servers) else [[count] for count in counts]:
+            for server in servers if number % 2 == 0 else servers[::-1]:
                 asked = scales if number == rounds - 1 and max(counts) in group else []
                 try:
                     tally.visit(server, group, number, asked, threads)

@@ -138,13 +138,15 @@ class Watch:
                 self.decode_steps_ms.append(1e3 * step_s)
 
 
-def prompts_of(replay: Replay, seed: int) -> list[tuple[int, ...]]:
+def prompts_of(replay: Replay, seed: int, vocab_size: int) -> list[tuple[int, ...]]:
     """Random, so that no beginning is shared."""
     rng = random.Random(seed)
-    return [tuple(rng.choices(range(*PLAIN_IDS), k=arrival.prompt_tokens)) for arrival in replay.trace]
+    first, end = PLAIN_IDS
+    ids = range(first, end) if vocab_size >= end else range(vocab_size // 2, vocab_size)
+    return [tuple(rng.choices(ids, k=arrival.prompt_tokens)) for arrival in replay.trace]
 
 
-def run_policy(found: OpenModel, replay: Replay, policy: str, number: int, n_warm: int) -> PoolRun:
+def run_policy(loaded: OpenModel, replay: Replay, policy: str, number: int, n_warm: int) -> PoolRun:
     """All requests of `replay` through an engine of its own."""
     limits = SchedulerLimits(
         replay.settings.longest_request, max_sequences=replay.max_sequences, prefix_reuse=False
@@ -153,12 +155,12 @@ def run_policy(found: OpenModel, replay: Replay, policy: str, number: int, n_war
     pool = open_pool(policy, replay.n_slots, replay.settings)
     with (
         keeping_affinity(),
-        open_engine(found.model, found.plans, size, schedules=found.schedules, pool=pool) as opened,
+        open_engine(loaded.model, loaded.plans, size, schedules=loaded.schedules, pool=pool) as opened,
     ):
         engine = opened.engine
         (estimates,) = replay.estimates.values()
         engine.ranks = EndingRanks(engine.ranks, replay, engine.vocabulary.end_token_ids)
-        for index, prompt in enumerate(prompts_of(replay, number)):
+        for index, prompt in enumerate(prompts_of(replay, number, loaded.model.config.vocab_size)):
             estimate = estimates[index]
             engine.submit(
                 Submit(
@@ -199,7 +201,7 @@ def _run_of(
 def rows_of(runs: Sequence[PoolRun]) -> Iterator[Row]:
     """A row a policy; the ratio is the first policy's tokens/s over its own, round by round."""
     by_policy: dict[str, list[PoolRun]] = defaultdict(list)
-    for run in sorted(runs, key=lambda one: one.round):
+    for run in sorted(runs, key=lambda pool_run: pool_run.round):
         by_policy[run.policy].append(run)
     first = runs[0].policy
     speeds = {name: [run.tokens_per_s for run in own] for name, own in by_policy.items()}

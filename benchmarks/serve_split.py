@@ -28,7 +28,7 @@ from typing import Annotated
 import numpy as np
 from typer import Option
 
-from benchmarks.harness import MODEL, Rounds, Row, Spread, Yielded, commands, in_turns, ratios
+from benchmarks.harness import MODEL, Rounds, Row, Spread, Yielded, commands, in_turns, listed, ratios
 from phasewise.cluster.real.front import Front
 from phasewise.cluster.real.local_instances import LocalInstances
 from phasewise.cluster.real.supervisor import FrontSettings, Launcher
@@ -53,6 +53,7 @@ class Pools:
 
     front: Front
     tokens_s: dict[str, list[float]] = field(default_factory=dict)
+    token_ids: dict[str, list[int]] = field(default_factory=dict)
     ended: queue.Queue[str] = field(default_factory=queue.Queue)
     prefill_s: float = 0.0
     """All prefill steps so far."""
@@ -66,6 +67,7 @@ class Pools:
                 self.ended.put(out.request_id)
                 continue
             self.tokens_s.setdefault(out.request_id, []).extend([out.at_ns / 1e9] * max(1, len(out.tokens)))
+            self.token_ids.setdefault(out.request_id, []).extend(token.token_id for token in out.tokens)
             if out.finish_reason is not None:
                 self.ended.put(out.request_id)
 
@@ -94,18 +96,18 @@ def pools(
             **settings,  # type: ignore[arg-type]
         )
         tells = [replace(spec, plans=plans_on(cores)).tell for _, cores in members]
-        found = Pools(front=None)  # type: ignore[arg-type]
+        served = Pools(front=None)  # type: ignore[arg-type]
         roles = [role for role, _ in members]
-        found.front = Front(roles, launcher or LocalInstances(MODULE, tells), chosen, found.deliver)
-        found.front.start()
+        served.front = Front(roles, launcher or LocalInstances(MODULE, tells), chosen, served.deliver)
+        served.front.start()
         try:
-            while found.front.state == "starting":
+            while served.front.state == "starting":
                 time.sleep(0.02)
-            if found.front.lost is not None:
-                raise SystemExit(str(found.front.lost))
-            yield found
+            if served.front.lost is not None:
+                raise SystemExit(str(served.front.lost))
+            yield served
         finally:
-            found.front.stop(30.0)
+            served.front.stop(30.0)
 
 
 def plans_on(cores: tuple[int, ...]) -> tuple[ServicePlan, ...]:
@@ -157,7 +159,7 @@ def second_token(model: str = MODEL, prompt_tokens: int = 512, rounds: Rounds = 
     alone_s = float(np.median([beside_s for _, beside_s, _ in taken["one engine"]]))
     yield f"TBT {1e3 * between_s:.2f} ms, {rounds} rounds; quartiles"
     for name, own in taken.items():
-        prefill_ms, beside_ms = 1e3 * np.array([one[:2] for one in own]).T
+        prefill_ms, beside_ms = 1e3 * np.array([fields[:2] for fields in own]).T
         yield {
             "": name,
             "prefill, ms": quartiles(prefill_ms),
@@ -171,47 +173,70 @@ def quartiles(values: np.ndarray) -> Spread:
     return Spread(float(middle), float(low), float(high))
 
 
-def between_tokens(model: str = MODEL, prompts: int = 5, rounds: Rounds = 5) -> Yielded:
-    """Gaps of running answers while 2,000-token prompts arrive (--prompts a round), divided and not."""
+def between_tokens(
+    model: str = MODEL,
+    prompts: int = 5,
+    tpots: Annotated[str, Option(help="ms; one more mixed engine for each, with that promised time")] = "",
+    rounds: Rounds = 5,
+) -> Yielded:
+    """Gaps of running answers while 2,000-token prompts arrive (--prompts a round), and those prompts' TTFT.
+
+    A mixed engine paces prompts by the time per token that it promises: 100 ms unless --tpots says less.
+    """
     load = Load(model)
+    both: list[tuple[Role, tuple[int, ...]]] = [("mixed", (0, 1))]
     with contextlib.ExitStack() as stack:
         fronts = {
             "split": stack.enter_context(pools(load.spec, SPLIT)),
-            "mixed, both cores": stack.enter_context(pools(load.spec, [("mixed", (0, 1))])),
+            "mixed, both cores": stack.enter_context(pools(load.spec, both)),
         }
+        for tpot_ms in listed(tpots):
+            spec = replace(load.spec, size=replace(load.spec.size, tpot_ms=float(tpot_ms)))
+            fronts[f"mixed, --tpot {tpot_ms}"] = stack.enter_context(pools(spec, both))
         taken = in_turns(
             {name: partial(gaps_of, load, front, prompts) for name, front in fronts.items()},
             rounds,
             warm_ups=0,
         )
-    gaps = {name: [gap for own in every for gap in own] for name, every in taken.items()}
+    gaps = {name: [gap for own, _ in every for gap in own] for name, every in taken.items()}
     for name, own in gaps.items():
-        yield {"": name, "gaps": len(own)} | {
-            f"P{p}, ms": 1e3 * float(np.percentile(own, p)) for p in (50, 90, 99)
-        }
-    split, mixed = (np.percentile(own, 99) for own in gaps.values())
-    yield f"P99 split / mixed: {split / mixed:.3f}"
+        waits = [wait for _, waited in taken[name] for wait in waited]
+        yield (
+            {"": name, "gaps": len(own)}
+            | {f"P{p}, ms": 1e3 * float(np.percentile(own, p)) for p in (50, 90, 99)}
+            | {"TTFT of the prompts, ms": quartiles(1e3 * np.array(waits))}
+        )
+    p99 = {name: float(np.percentile(own, 99)) for name, own in gaps.items()}
+    for name in list(p99)[1:]:
+        yield f"P99 split / {name}: {p99['split'] / p99[name]:.3f}"
 
 
-def gaps_of(load: Load, front: Pools, prompts: int) -> list[float]:
-    """Seconds between tokens of four answers while long prompts arrive, from the first of these on."""
+def gaps_of(load: Load, front: Pools, prompts: int) -> tuple[list[float], list[float]]:
+    """Seconds between tokens of four answers while long prompts arrive, from the first of these on; and the
+    seconds until those prompts' own first tokens."""
     running = [load.request(100, 3000) for _ in range(4)]
-    for one in running:
-        front.front.send(one)
-    while any(len(front.tokens_s.get(one.request_id, ())) < 5 for one in running):
+    for request in running:
+        front.front.send(request)
+    while any(len(front.tokens_s.get(request.request_id, ())) < 5 for request in running):
         time.sleep(0.01)
     begin_s = time.perf_counter()
+    waits: list[float] = []
     for _ in range(prompts):
-        front.run(load.request(2000, 1))
+        sent_s, tokens_s = front.run(load.request(2000, 1))
+        waits.append(tokens_s[0] - sent_s)
     end_s = time.perf_counter()
-    for one in running:
-        front.front.send(Abort(one.request_id))
+    for request in running:
+        front.front.send(Abort(request.request_id))
     gaps: list[float] = []
-    for one in running:
-        gaps += list(np.diff([at for at in front.tokens_s[one.request_id] if begin_s <= at <= end_s]))
-    while any(one["kv_slots_used"] for one in front.front.members()):
+    for request in running:
+        gaps += list(
+            np.diff(
+                [token_s for token_s in front.tokens_s[request.request_id] if begin_s <= token_s <= end_s]
+            )
+        )
+    while any(member["kv_slots_used"] for member in front.front.members()):
         time.sleep(0.05)
-    return gaps
+    return gaps, waits
 
 
 def saturated(
@@ -222,14 +247,16 @@ def saturated(
 ) -> Yielded:
     """Tokens/s of prompts and answers while requests wait: pools against two replicas behind JSQ."""
     load = Load(model)
-    lengths = [one for one in read_trace(trace) if one.prompt_tokens + one.output_tokens <= 4000]
+    lengths = [
+        request for request in read_trace(trace) if request.prompt_tokens + request.output_tokens <= 4000
+    ]
     chosen = [load.rng.sample(lengths, requests) for _ in range(rounds)]
     with contextlib.ExitStack() as stack:
         fronts = {
             "split": stack.enter_context(pools(load.spec, SPLIT)),
             "two replicas": stack.enter_context(pools(load.spec, [("mixed", (0,)), ("mixed", (1,))])),
         }
-        sizes = [[(one.prompt_tokens, one.output_tokens) for one in own] for own in chosen]
+        sizes = [[(request.prompt_tokens, request.output_tokens) for request in own] for own in chosen]
         yield from compared(load, fronts, sizes)
         yield f"{fronts['split'].front.counts.divided} requests were divided"
 
@@ -241,7 +268,7 @@ def compared(
     rounds = {name: iter(sizes) for name in fronts}
 
     def turn(name: str) -> float:
-        return rate(fronts[name], [load.request(*one) for one in next(rounds[name])])
+        return rate(fronts[name], [load.request(*size) for size in next(rounds[name])])
 
     rates = in_turns({name: partial(turn, name) for name in fronts}, len(sizes), warm_ups=0)
     first = next(iter(rates))
@@ -251,14 +278,14 @@ def compared(
 
 def rate(pools_: Pools, requests: Sequence[Submit]) -> float:
     """Over the requests that end between the first fifth and the last one."""
-    by_name = {one.request_id: one for one in requests}
-    for one in requests:
-        pools_.front.send(one)
+    by_name = {request.request_id: request for request in requests}
+    for request in requests:
+        pools_.front.send(request)
     ends = []
     for _ in requests:
         name = pools_.ended.get(timeout=PATIENCE_S)
-        one = by_name[name]
-        ends.append((pools_.tokens_s[name][-1], len(one.prompt_token_ids) + (one.max_tokens or 0)))
+        request = by_name[name]
+        ends.append((pools_.tokens_s[name][-1], len(request.prompt_token_ids) + (request.max_tokens or 0)))
     fifth = len(ends) // 5
     counted = ends[fifth : len(ends) - fifth]
     return float(sum(tokens for _, tokens in counted[1:]) / (counted[-1][0] - counted[0][0]))
@@ -274,7 +301,8 @@ def ray(
     os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}
     from ray.cluster_utils import Cluster
 
-    from phasewise.cluster.real.ray_cluster import RayInstances, WantedInstance, ray_connection
+    from phasewise.cluster.real.ray_cluster import RayInstances, WantedInstance
+    from phasewise.cluster.real.ray_connection import ray_connection
 
     load = Load(model)
     node = {"num_cpus": 1, "object_store_memory": 80 << 20}

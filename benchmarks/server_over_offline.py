@@ -92,8 +92,8 @@ def server_over_offline(
     yield {"scheduler": "prompts alone", "over offline": highest(alone(token_ms / 1e3), offline, lengths)}
     for tpot_ms in (50.0, 100.0, 200.0):
         for order in WAITING_ORDERS:
-            found = highest(scheduled(steps, tpot_ms, order), offline, lengths)
-            yield {"scheduler": f"paced to {tpot_ms:g} ms, {order}", "over offline": found}
+            over_offline = highest(scheduled(steps, tpot_ms, order), offline, lengths)
+            yield {"scheduler": f"paced to {tpot_ms:g} ms, {order}", "over offline": over_offline}
 
 
 app = commands(__doc__, server_over_offline)

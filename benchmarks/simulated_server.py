@@ -100,8 +100,8 @@ def served(arrivals: list[Arrival], model: str, threads: int) -> dict[str, list[
         begin = datetime(2026, 1, 1, tzinfo=UTC)
         lines = ["TIMESTAMP,ContextTokens,GeneratedTokens"]
         for arrival in arrivals:
-            at = (begin + timedelta(seconds=arrival.at_s)).strftime("%Y-%m-%d %H:%M:%S.%f")
-            lines.append(f"{at},{arrival.prompt_tokens},{arrival.output_tokens}")
+            stamp = (begin + timedelta(seconds=arrival.at_s)).strftime("%Y-%m-%d %H:%M:%S.%f")
+            lines.append(f"{stamp},{arrival.prompt_tokens},{arrival.output_tokens}")
         trace.write_text("\n".join(lines) + "\n", encoding="utf-8")
         command = [
             sys.executable,

@@ -43,7 +43,7 @@ def splitting_pays(
     tpot_ms: Annotated[float, Option(help="what a mixed machine paces prompts by")] = 100.0,
 ) -> Yielded:
     kind = replace(modelled(xml, link) if xml else timed(longest, link), tpot_ms=tpot_ms)
-    lengths = [(one.prompt_tokens, one.output_tokens) for one in lengths_of(trace)]
+    lengths = [(request.prompt_tokens, request.output_tokens) for request in lengths_of(trace)]
     lengths = [length for length in lengths if sum(length) <= longest]
     slo = TABLE_VI
     if tbt_only:

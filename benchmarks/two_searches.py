@@ -30,13 +30,13 @@ class Round:
     """Processes that began together."""
 
     seconds: float
-    found: tuple[dict[str, Any], ...]
+    printed: tuple[dict[str, Any], ...]
     """The printed JSON of each process."""
 
     @property
     def agree(self) -> bool:
         """True if all printed the same plans."""
-        return all(one["plans"] == self.found[0]["plans"] for one in self.found)
+        return all(printed["plans"] == self.printed[0]["plans"] for printed in self.printed)
 
 
 def run_round(arguments: list[str], processes: int) -> Round:
@@ -65,7 +65,7 @@ def two_searches(
 ) -> Yielded:
     def together(count: int) -> float:
         ended = run_round(arguments, count)
-        counts = ", ".join(f"{one['evaluations']} tried, {one['end']}" for one in ended.found)
+        counts = ", ".join(f"{printed['evaluations']} tried, {printed['end']}" for printed in ended.printed)
         note(f"{count}: {ended.seconds:.1f} s ({counts}){'' if ended.agree else '; THEIR PLANS DIFFER'}")
         return ended.seconds
 

@@ -58,8 +58,8 @@ def take_of(process: TimingProcess, kernel: int) -> timing.Take:
     first = max(1, min(process.call_ns(kernel, 3, 10)) // 10)
     turn = timing.plan_turn(first)
     return lambda: tuple(
-        max(1, round(one / turn.calls_a_loop))
-        for one in process.call_ns(kernel, turn.loops, turn.calls_a_loop)
+        max(1, round(loop_ns / turn.calls_a_loop))
+        for loop_ns in process.call_ns(kernel, turn.loops, turn.calls_a_loop)
     )
 
 
@@ -97,7 +97,7 @@ def compared(name: str, source: Path, sizes: list[int], rival: Path | None, seco
                 new = process.load(library_of(lowered, f"tuned{number}", folder, target))
                 process.use_case(number)
                 taken = timing.duel(take_of(process, old), take_of(process, new))
-                found = timing.compare(taken)
+                comparison = timing.compare(taken)
                 ns = [timing.estimate_ns(sum((pair[i] for pair in taken), ())) for i in (0, 1)]
                 choice = " ".join(f"{key}={value}" for key, value in outcome.choice)
                 yield {
@@ -105,8 +105,8 @@ def compared(name: str, source: Path, sizes: list[int], rival: Path | None, seco
                     "shape": " ".join(f"{key}={value}" for key, value in outcome.problem.shape),
                     "original ns": ns[0],
                     "tuned ns": ns[1],
-                    "gain": f"{found.gain:.2f}",
-                    "at least": f"{found.gain_low:.2f}",
+                    "gain": f"{comparison.gain:.2f}",
+                    "at least": f"{comparison.gain_low:.2f}",
                     "parameters": "the original" if is_kept else choice,
                     "timed": outcome.timed,
                 }
@@ -118,7 +118,10 @@ def every_choice(name: str, size: int) -> str:
     text = with_parameters(raise_file(source, name, reassociate=True), str(source))
     target = target_named(best_target(text))
     function = read(text)
-    names, values = [one.name for one in function.parameters], [one.values for one in function.parameters]
+    names, values = (
+        [parameter.name for parameter in function.parameters],
+        [parameter.values for parameter in function.parameters],
+    )
     default = chosen(text, {})
     shape = {SIZE_OF.get(name, "n"): size, **FIXED.get(name, {})}
     case = drawing.draw(default, np.random.default_rng(0), shape, is_plain=True)
@@ -136,20 +139,23 @@ def every_choice(name: str, size: int) -> str:
 
             def timed(points: list[Point]) -> list[int]:
                 asked.update(points)
-                return [timing.estimate_ns(one) for one in timing.race([kernels[one] for one in points])]
+                return [
+                    timing.estimate_ns(samples)
+                    for samples in timing.race([kernels[point] for point in points])
+                ]
 
-            found = drive(search_parameters(values), timed)
+            winner = drive(search_parameters(values), timed)
             points = list(kernels)
-            rounds = [[timing.estimate_ns(kernels[one]()) for one in points] for _ in range(7)]
+            rounds = [[timing.estimate_ns(kernels[point]()) for point in points] for _ in range(7)]
             middle = np.median(np.array(rounds) / np.median(rounds, axis=1, keepdims=True), axis=0)
             finalists = [points[i] for i in np.argsort(middle)[:8]]
-            if found not in finalists:
-                finalists.append(found)
+            if winner not in finalists:
+                finalists.append(winner)
             last = np.array(
-                [[timing.estimate_ns(kernels[one]()) for one in finalists] for _ in range(41)], float
+                [[timing.estimate_ns(kernels[point]()) for point in finalists] for _ in range(41)], float
             )
             settled = np.median(last / last.mean(axis=1, keepdims=True), axis=0)
-    behind = settled[finalists.index(found)] / settled.min() - 1
+    behind = settled[finalists.index(winner)] / settled.min() - 1
     return (
         f"{name} {shape}: {len(points)} choices, the search asked for {len(asked)} "
         f"({len(asked) / len(points):.0%}, at most {most_asked(values)}) and is {behind:.1%} behind the best"

@@ -1,4 +1,6 @@
-"""The output of `--explain`: the schedule of every product and of attention, as a table or as JSON values."""
+"""The output of `--explain`, as text or JSON: schedules of products and attention, kernels of the user's own,
+nodes of weights, and the rule of drafts.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from phasewise._words import counted
+from phasewise._words import counted, percent, plural
 
 if TYPE_CHECKING:
+    from phasewise.cython_kernels.user_slots.installed import SlotUse
+    from phasewise.workflows.opening.drafts import DraftRule
+    from phasewise.workflows.opening.memory_placement import MemoryPlacement
     from phasewise.workflows.opening.tuned_schedules import ScheduleUse
 
 
@@ -17,12 +22,43 @@ def uses_fields(uses: Iterable[ScheduleUse]) -> list[dict[str, Any]]:
     return [asdict(use) for use in uses]
 
 
-def uses_text(uses: Sequence[ScheduleUse]) -> str:
-    """A table a phase, a row for each entry; `--json` has every parameter of a schedule."""
+def load_words(phase: str, from_sequences: int) -> str:
+    """A phase, or a band of decode's plan, e.g. `decode from 8`."""
+    return phase if from_sequences == 1 else f"{phase} from {from_sequences}"
+
+
+def memory_fields(memory: MemoryPlacement | None) -> dict[str, Any] | None:
+    """One JSON object; None on a machine of one NUMA node."""
+    return None if memory is None else asdict(memory)
+
+
+def slots_fields(slots: Iterable[SlotUse]) -> list[dict[str, Any]]:
+    """One JSON object for each installed kernel of the user's own. problem: why it is not used; "": it is."""
+    return [
+        {**({} if use.installed is None else asdict(use.installed)), "problem": use.problem} for use in slots
+    ]
+
+
+def rule_fields(drafts: DraftRule | None) -> dict[str, Any] | None:
+    """One JSON object; None where nothing is drafted."""
+    return None if drafts is None else asdict(drafts)
+
+
+def uses_text(
+    uses: Sequence[ScheduleUse],
+    memory: MemoryPlacement | None = None,
+    slots: Sequence[SlotUse] = (),
+    drafts: DraftRule | None = None,
+) -> str:
+    """A table a phase and band, a row for each entry, then kernels of the user's own, then the nodes of
+    weights and the rule of drafts.
+
+    `--json` has all of a schedule.
+    """
     from tabulate import tabulate
 
     tables = []
-    for phase in dict.fromkeys(use.phase for use in uses):
+    for load in dict.fromkeys((use.phase, use.from_sequences) for use in uses):
         rows = [
             (
                 use.used_for,
@@ -34,14 +70,67 @@ def uses_text(uses: Sequence[ScheduleUse]) -> str:
                 use.storage,
             )
             for use in uses
-            if use.phase == phase
+            if (use.phase, use.from_sequences) == load
         ]
-        headers = (phase, "format n x k", "rows", "computed by", "tile, grid", "schedule", "storage")
+        headers = (
+            load_words(*load),
+            "format n x k",
+            "rows",
+            "computed by",
+            "tile, grid",
+            "schedule",
+            "storage",
+        )
         tables.append(tabulate(rows, headers=headers, tablefmt="plain"))
     tables += dict.fromkeys(
         f"{_problem(use)}: {use.storage}\n  {use.storage_why}" for use in uses if use.storage_why
     )
+    if slots:
+        tables.append("\n".join(["kernels of your own:", *(f"  {use.describe()}" for use in slots)]))
+    if memory is not None:
+        tables.append(_memory_text(memory))
+    if drafts is not None:
+        tables.append(_rule_text(drafts))
     return "\n".join(tables)
+
+
+def _memory_text(memory: MemoryPlacement) -> str:
+    from phasewise.tuner.plans import list_cores
+
+    ranks = [
+        f"rank {rank} on {plural(len(nodes), 'node')} {list_cores(nodes)}" + " by turns" * (len(nodes) > 1)
+        for rank, nodes in enumerate(memory.rank_nodes)
+        if nodes
+    ]
+    local = [f"{phase} {percent(share)}" for phase, share in memory.local_reads.items()]
+    copies = (
+        f"  keys and values: {memory.kv_factor:.2f} times those of one rank, as ranks share KV heads"
+        if memory.kv_factor > 1
+        else None
+    )
+    return "\n".join(
+        [
+            "weights on NUMA nodes:",
+            *(f"  {line}" for line in ranks),
+            *(f"  node {node}: {n_bytes / 1e6:.1f} MB" for node, n_bytes in memory.bytes_by_node.items()),
+            f"  reads that are local: {', '.join(local)}",
+            *([] if copies is None else [copies]),
+        ]
+    )
+
+
+_DRAFTED_BY = {"mtp": "", "eagle3": "EAGLE-3 head ", "model": "model "}
+
+
+def _rule_text(drafts: DraftRule) -> str:
+    source = "lookup in each sequence"
+    if drafts.name is not None:
+        source = f"{_DRAFTED_BY[drafts.source]}{drafts.name}, {drafts.weight_bytes / 1e6:.1f} MB"
+    length = f"0 to {drafts.most} in a step: as many as give most tokens a second"
+    rule = f"{length}, from {percent(drafts.least_gain - 1)} more on"
+    if drafts.n_tokens is not None:
+        rule = f"{drafts.n_tokens} in every step that has room for them"
+    return f"drafts: {source}\n  {rule}"
 
 
 def _source(use: ScheduleUse) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 import typer
 
+from phasewise._words import bytes_of
 from phasewise.cli.option_sets import opt, option_set
 from phasewise.workflows.generate.answer_settings import SamplingChoice
 
@@ -24,7 +25,7 @@ Sparse = Literal["auto", "always", "never"]
 """The weights that are stored sparse. `auto`: those that are faster so."""
 
 
-Arithmetic = Literal["tuned", "canonical", "groups", "blocks"]
+Arithmetic = Literal["tuned", "canonical", "groups", "blocks", "tiles"]
 """`canonical`: that of all CPUs. Else of K-quants, the place where sub-scales apply; `tuned`: where
 `tune-kernels` found it faster.
 """
@@ -43,7 +44,6 @@ PhaseChoice = Literal["prefill", "decode", "both"]
 EMBED_DEVICE_HELP = "also embed on the accelerator behind this worker of yours (help embeddings) [repeatable]"
 
 UNITS_S = {"": 1, "s": 1, "m": 60, "h": 3600}
-UNITS_BYTES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
 def _complete_model(incomplete: str) -> list[str]:
@@ -129,7 +129,9 @@ ArithmeticOption = Annotated[
         envvar="PHASEWISE_ARITHMETIC",
         help="how weights are multiplied. canonical: with the same bits on every CPU; bf16 is slower on one"
         " with dots of 16 bits. groups, blocks: K-quants meet activations with a scale for 16 or 32 inputs"
-        " or for 256 (often faster, a little less exact). tuned: what tune-kernels found faster",
+        " or for 256 (often faster, a little less exact). tiles: prompts and answers by the sums of the tile"
+        " unit (AMX), which AVX-512 repeats in vectors: prompts as fast as by --tile-prompts, answers slower."
+        " tuned: what tune-kernels found faster",
     ),
 ]
 VectorArithmeticOption = Annotated[
@@ -183,10 +185,12 @@ DraftOption = Annotated[
     str | None,
     typer.Option(
         "--draft",
-        metavar="lookup|MODEL",
+        metavar="lookup|mtp|eagle3:DIR|MODEL|off",
         envvar="PHASEWISE_DRAFT",
         help="draft several tokens of an answer and check them in one step: what followed where the text "
-        "repeats itself, or what a small model of the same vocabulary says; the tokens stay the same",
+        "repeats itself, what a head says, in MODEL's own files or one of EAGLE-3 in a directory, or what a "
+        "small model of the same vocabulary says; the tokens stay the same "
+        "[default: mtp where MODEL has a head, as far as it pays]",
     ),
 ]
 DraftTokensOption = Annotated[
@@ -202,7 +206,9 @@ DraftTokensOption = Annotated[
 ]
 ExplainOption = Annotated[
     bool,
-    typer.Option("--explain", help="print on stderr which kernel schedule each weight uses, and why"),
+    typer.Option(
+        "--explain", help="print on stderr which kernel schedule each weight uses, why, and what drafts"
+    ),
 ]
 SAMPLING = option_set(
     SamplingChoice,
@@ -232,6 +238,14 @@ def parse_budget(text: str) -> float:
     return float(match[1]) * UNITS_S[match[2]]
 
 
+def parse_numbers(text: str) -> tuple[int, ...]:
+    """`1` or `1,8,32` as numbers; a usage error otherwise."""
+    parts = [part.strip() for part in str(text).split(",")]
+    if not all(re.fullmatch(r"[0-9]{1,9}", part) for part in parts):
+        raise typer.BadParameter(f"numbers are written like 1 or 1,8,32, not {text!r:.40}")
+    return tuple(map(int, parts))
+
+
 def parse_time(text: str) -> float:
     """`0`, `30s`, `5m` or `1h` in seconds; a usage error otherwise."""
     match = re.fullmatch(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*([smh]?)\s*", text)
@@ -242,10 +256,10 @@ def parse_time(text: str) -> float:
 
 def parse_bytes(text: str) -> int:
     """`512M`, `1.5GiB` or `4000000` in bytes, units being powers of 1024; a usage error otherwise."""
-    match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,6})?)\s*([kmgt]?)(?:i?b)?", text.strip(), re.IGNORECASE)
-    if match is None:
+    n_bytes = bytes_of(text)
+    if n_bytes is None:
         raise typer.BadParameter(f"{text!r} is not a size such as 512M or 4GiB")
-    return int(float(match[1]) * UNITS_BYTES[match[2].lower()])
+    return n_bytes
 
 
 def phases_of(choice: PhaseChoice) -> tuple[Phase, ...]:

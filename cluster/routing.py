@@ -1,7 +1,8 @@
 """Choice of the machines that compute a request's prompt and its answer (Splitwise IV-A). Pure: integers in,
 an `Assignment` out; no clock, no sockets. A front over real instances and the simulator run the same code.
 
-A router is told when a prompt is done and when a request has ended; from that alone it knows every queue.
+A router is told when a prompt is done and when a request has ended; from that it knows every queue. Machines
+may tell how fast they are and which beginnings of prompts they hold (decision 0119).
 Pools are never stored. A machine is in the mixed pool while it holds work of the kind that is not its own,
 and back in its own pool when that is done (IV-A, "machine pool management"). One that is kept from its own
 pool by `Limits.repurpose_after_requests` is moved to the other pool for good.
@@ -9,16 +10,32 @@ pool by `Limits.repurpose_after_requests` is moved to the other pool for good.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Literal, NamedTuple, Protocol, get_args
 
 from phasewise.cluster.errors import ClusterError
+from phasewise.cluster.held_blocks import HeldBlocks
+from phasewise.serving.scheduling.held_prefixes import MOST_STORED_BLOCKS, HeldReport
+from phasewise.serving.scheduling.prefix_keys import BLOCK_TOKENS
+
+AUTHORS_OVERFLOW_TOKENS = 8192
+"""The authors' value, of an H100."""
+OVERFLOW_S = 1.34
+"""The time that their machine takes for it, by their profile: Llama 2 70B on two H100."""
+
+OWN_TOKEN_COUNTS = 4
+"""A prompt's own token, beside one that waits before it: computing what is held elsewhere delays all that
+come after too, the more the busier the machines are. By `benchmarks/prefix_routing.py`, notes 0027."""
+UNLIKE = 2.0
+"""Times as slow, from which on machines are not of one kind."""
 
 Role = Literal["prompt", "token", "mixed"]
 ROLES: tuple[Role, ...] = get_args(Role)
+Routing = Literal["prefix", "load", "round-robin"]
+"""Policies by what they look at, as `phasewise serve --routing` has them."""
 
 
 class Assignment(NamedTuple):
@@ -36,18 +53,18 @@ class Ask(NamedTuple):
     answer_tokens: int
     """Expected, or the most that it may become."""
     prefix: tuple[int, ...] = ()
-    """Hashes of its prompt's beginnings, `Limits.prefix_block_tokens` tokens apart, the shortest first."""
+    """Keys of its prompt's whole blocks (`serving.scheduling.prefix_keys`); empty: they do not count."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
     """When a queue is long."""
 
-    prompt_overflow_tokens: int = 8192
-    """Pending prompt tokens of a machine beyond which the next pool is asked (the authors' value)."""
+    prompt_overflow_tokens: int | None = AUTHORS_OVERFLOW_TOKENS
+    """Pending prompt tokens of a machine beyond which the next pool is asked; None: as many as it computes in
+    `OVERFLOW_S` by what it tells, and the authors' value until it has told anything."""
     split_above_tokens: int = 0
-    """A prompt that is not longer is computed where its answer is."""
-    prefix_block_tokens: int = 16
+    """A prompt of which no more is to be computed is computed where its answer is."""
     repurpose_after_requests: int = 0
     """A machine that is given the other work of N requests before it is back in its own pool changes
     its pool for good; 0: never."""
@@ -60,16 +77,22 @@ class _Machine:
     index: int
     home: Role
     kv_slots: int
+    blocks: HeldBlocks
     prompt_tokens: int = 0
-    """Tokens of prompts that are assigned and not done."""
+    """Tokens to be computed of prompts that are assigned and not done."""
     n_prompts: int = 0
     n_answers: int = 0
     kv_tokens: int = 0
     """Positions that its requests hold or will need at their ends."""
+    token_s: float = 0.0
+    """Told: seconds of a prompt's token at its best, whatever else the machine does; 0: not yet."""
     is_here: bool = True
     """False: it has ended, and gets no requests until it is back."""
     n_foreign: int = 0
     """Requests of the other kind that it was given since it left its own pool."""
+    pool: Role = "mixed"
+    """`role` when it was looked at last."""
+    counts: RoutedCounts = field(default_factory=lambda: RoutedCounts())
 
     @property
     def role(self) -> Role:
@@ -91,13 +114,35 @@ class _Machine:
     def has_room(self, n_tokens: int) -> bool:
         return self.kv_tokens + n_tokens <= self.kv_slots
 
+    def n_to_compute(self, ask: Ask) -> int:
+        """Tokens of a prompt that are not there yet: its last one at least."""
+        return max(1, ask.prompt_tokens - self.blocks.n_first(ask.prefix) * BLOCK_TOKENS)
+
+
+@dataclass(slots=True)
+class RoutedCounts:
+    """Work that a machine was given since the start. They never fall."""
+
+    prompts: int = 0
+    prompt_tokens: int = 0
+    tokens_expected: int = 0
+    """Those of `prompt_tokens` that it was expected to have already."""
+    answers: int = 0
+    pool_changes: int = 0
+    """Moves to another pool and back."""
+
 
 class _Held(NamedTuple):
     """A request that has not ended."""
 
     ask: Ask
     assignment: Assignment
-    is_prompt_done: bool
+    n_to_compute: int
+    is_prompt_done: bool = False
+
+
+Work = tuple[bool, float]
+"""The order of queues: True where there is no room, then the length."""
 
 
 class Policy(Protocol):
@@ -115,7 +160,8 @@ class Router:
         """machines: role, and KV slots that its pool has. repurpose_after_requests: as in `Limits`."""
         self.n_repurposed = 0
         self._machines = tuple(
-            _Machine(index, role, kv_slots) for index, (role, kv_slots) in enumerate(machines)
+            _Machine(index, role, kv_slots, HeldBlocks(_most_blocks(kv_slots)), pool=role)
+            for index, (role, kv_slots) in enumerate(machines)
         )
         _check_roles({machine.home for machine in self._machines})
         self._policy = policy
@@ -128,6 +174,11 @@ class Router:
         return tuple(machine.role for machine in self._machines)
 
     @property
+    def counts(self) -> tuple[RoutedCounts, ...]:
+        """Work that each machine was given."""
+        return tuple(machine.counts for machine in self._machines)
+
+    @property
     def n_requests(self) -> int:
         return len(self._held)
 
@@ -136,14 +187,26 @@ class Router:
         """True if any machine can be given requests."""
         return any(machine.is_here for machine in self._machines)
 
+    def n_blocks(self, index: int) -> int:
+        """Blocks of prefixes that a machine says it holds."""
+        return len(self._machines[index].blocks)
+
     def leave(self, index: int) -> None:
         """A machine has ended: it is given no request until it is `back`. Those it had are still counted."""
         self._machines[index].is_here = False
 
     def back(self, index: int, kv_slots: int) -> None:
-        """A machine can be given requests (again)."""
-        self._machines[index].is_here = True
-        self._machines[index].kv_slots = kv_slots
+        """A machine can be given requests (again). One that was started anew reports what it holds anew."""
+        machine = self._machines[index]
+        machine.is_here, machine.kv_slots, machine.token_s = True, kv_slots, 0.0
+        machine.blocks.most = _most_blocks(kv_slots)
+
+    def tells(self, index: int, token_s: float, report: HeldReport | None = None) -> None:
+        """A machine tells its pace (`_Machine.token_s`), and changes of what it holds. ReportRefused."""
+        machine = self._machines[index]
+        machine.token_s = token_s if 0 < token_s < math.inf else 0.0
+        if report is not None:
+            machine.blocks.hear(report)
 
     def assign(self, ask: Ask, *, whole: bool = False) -> Assignment:
         """Choose machines for a request, which counts on them until it is `finished`.
@@ -158,22 +221,38 @@ class Router:
         assignment = self._choose(ask, here)
         if whole:
             assignment = Assignment(assignment.token, assignment.token)
-        self._held[ask.request_id] = _Held(ask, assignment, False)
         prompt, token = (self._machines[index] for index in assignment)
+        n_to_compute = prompt.n_to_compute(ask)
+        self._held[ask.request_id] = _Held(ask, assignment, n_to_compute)
         for machine in (prompt, token):
             if not machine.is_displaced:
                 machine.n_foreign = 0
         prompt.n_foreign += prompt.home == "token"
         token.n_foreign += token.home == "prompt"
-        prompt.prompt_tokens += ask.prompt_tokens
+        prompt.prompt_tokens += n_to_compute
         prompt.n_prompts += 1
+        prompt.counts.prompts += 1
+        prompt.counts.prompt_tokens += ask.prompt_tokens
+        prompt.counts.tokens_expected += ask.prompt_tokens - n_to_compute
         token.n_answers += 1
+        token.counts.answers += 1
         token.kv_tokens += ask.prompt_tokens + ask.answer_tokens
         if prompt is not token:
             prompt.kv_tokens += ask.prompt_tokens
+        for index in set(assignment):
+            self._machines[index].blocks.expect(ask.prefix)
         if self._repurpose_after:
             self._repurpose()
+        self._look(assignment)
         return assignment
+
+    def _look(self, assignment: Assignment) -> None:
+        """Count the machines that are in another pool than before."""
+        for index in set(assignment):
+            machine = self._machines[index]
+            if machine.role != machine.pool:
+                machine.pool = machine.role
+                machine.counts.pool_changes += 1
 
     def _repurpose(self) -> None:
         """Move the machine that is kept busiest by the other kind of work to that kind.
@@ -203,10 +282,11 @@ class Router:
             return
         self._held[request_id] = held._replace(is_prompt_done=True)
         machine = self._machines[held.assignment.prompt]
-        machine.prompt_tokens -= held.ask.prompt_tokens
+        machine.prompt_tokens -= held.n_to_compute
         machine.n_prompts -= 1
         if held.assignment.prompt != held.assignment.token:
             machine.kv_tokens -= held.ask.prompt_tokens
+        self._look(held.assignment)
 
     def finished(self, request_id: str) -> None:
         """It has ended, for whatever reason, also before its prompt was done."""
@@ -215,13 +295,16 @@ class Router:
         machine = self._machines[held.assignment.token]
         machine.n_answers -= 1
         machine.kv_tokens -= held.ask.prompt_tokens + held.ask.answer_tokens
+        for index in set(held.assignment):
+            self._machines[index].blocks.ended(held.ask.prefix)
+        self._look(held.assignment)
 
     def check(self) -> None:
         """Raise unless the machines' counts are the sums over the requests that have not ended."""
         for machine in self._machines:
             mine = [held for held in self._held.values() if machine.index in held.assignment]
             prompts = [
-                held.ask.prompt_tokens
+                held.n_to_compute
                 for held in mine
                 if held.assignment.prompt == machine.index and not held.is_prompt_done
             ]
@@ -251,24 +334,73 @@ class SplitwisePolicy:
     limits: Limits = Limits()
 
     def choose(self, ask: Ask, machines: Sequence[_Machine]) -> Assignment:
+        return _in_pools(ask, machines, self.limits, lambda machine: (False, machine.pending_tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixAwarePolicy:
+    """As `splitwise`, but a queue is the work that it would be with this request: the tokens that the machine
+    has not computed yet, of those before it and, `OWN_TOKEN_COUNTS` times, of this prompt. So a request goes
+    where its beginning is, unless the queue there is longer by that much than elsewhere; and then it is there
+    too. A machine whose memory its requests will fill comes after those that have room.
+
+    Seconds are compared where a machine takes `UNLIKE` times as long for a token as the fastest. Finer
+    differences are of the steps that it had: by them one of many idle machines would be given every prompt.
+
+    An answer is placed as under `splitwise`, but for a prompt whose rest is short where its answer may run:
+    it is computed there, as the next turn of a conversation is where the last one was answered.
+    """
+
+    limits: Limits = Limits()
+
+    def choose(self, ask: Ask, machines: Sequence[_Machine]) -> Assignment:
+        least_s = min((machine.token_s for machine in machines if machine.token_s > 0), default=1.0)
         needed = ask.prompt_tokens + ask.answer_tokens
-        token = _first_fit(
-            machines, ("token", "mixed", "prompt"), _kv_load, lambda machine: machine.has_room(needed)
-        )
-        if token is not None and ask.prompt_tokens <= self.limits.split_above_tokens:
-            return Assignment(token.index, token.index)
 
-        def is_short(machine: _Machine) -> bool:
-            pending = machine.prompt_tokens
-            return not pending or pending + ask.prompt_tokens <= self.limits.prompt_overflow_tokens
+        def work(machine: _Machine) -> Work:
+            n_tokens = machine.pending_tokens + OWN_TOKEN_COUNTS * machine.n_to_compute(ask)
+            times_as_slow = machine.token_s / least_s
+            return not machine.has_room(needed), n_tokens * (times_as_slow if times_as_slow >= UNLIKE else 1)
 
-        prompt = _first_fit(machines, ("prompt", "mixed", "token"), _pending_tokens, is_short)
-        if prompt is None or token is None:
-            least = min(machines, key=_pending_tokens)
+        return _in_pools(ask, machines, self.limits, work)
+
+
+def _in_pools(
+    ask: Ask, machines: Sequence[_Machine], limits: Limits, work: Callable[[_Machine], Work]
+) -> Assignment:
+    """The machines of a request where prompts join the queue with the least `work`."""
+    needed = ask.prompt_tokens + ask.answer_tokens
+    token_pools: tuple[Role, ...] = ("token", "mixed", "prompt")
+    token = _first_fit(machines, token_pools, _kv_load, lambda machine: machine.has_room(needed))
+    near = [machine for machine in machines if machine.home == "token" and _is_near(machine, ask, limits)]
+    if ask.prefix and near and token is not None:
+        least = min(near, key=_kv_load)
+        if least.has_room(needed) and least.kv_tokens <= token.kv_tokens + ask.prompt_tokens:
             return Assignment(least.index, least.index)
-        if prompt.home == "mixed":  # such a machine is there to do both
-            return Assignment(prompt.index, prompt.index if token.home == "mixed" else token.index)
-        return Assignment(prompt.index, token.index)
+    if token is not None and ask.prompt_tokens <= limits.split_above_tokens:
+        return Assignment(token.index, token.index)
+
+    def is_short(machine: _Machine) -> bool:
+        pending = machine.prompt_tokens
+        return not pending or pending + machine.n_to_compute(ask) <= _overflow_tokens(machine, limits)
+
+    prompt = _first_fit(machines, ("prompt", "mixed", "token"), work, is_short)
+    if prompt is None or token is None:
+        least = min(machines, key=work)
+        return Assignment(least.index, least.index)
+    if prompt.home == "mixed":  # such a machine is there to do both
+        return Assignment(prompt.index, prompt.index if token.home == "mixed" else token.index)
+    return Assignment(prompt.index, token.index)
+
+
+def _is_near(machine: _Machine, ask: Ask, limits: Limits) -> bool:
+    return machine.n_to_compute(ask) <= limits.split_above_tokens < ask.prompt_tokens
+
+
+def _overflow_tokens(machine: _Machine, limits: Limits) -> float:
+    if limits.prompt_overflow_tokens is not None:
+        return limits.prompt_overflow_tokens
+    return OVERFLOW_S / machine.token_s if machine.token_s > 0 else AUTHORS_OVERFLOW_TOKENS
 
 
 class RoundRobinPolicy:
@@ -286,59 +418,23 @@ class RoundRobinPolicy:
         return Assignment(prompt.index, tokens[next(self._tokens) % len(tokens)].index)
 
 
-@dataclass(slots=True)
-class PrefixAwarePolicy:
-    """A prompt goes where the least is left to compute: pending tokens, and those of its own whose keys and
-    values are not there yet. The answer is placed as under `splitwise`; mixed machines do both phases.
-
-    What a machine has computed is remembered by hash, the newest first, as much as its slots hold.
-    """
-
-    limits: Limits = Limits()
-    _seen: dict[int, OrderedDict[int, None]] = field(default_factory=dict)
-
-    def choose(self, ask: Ask, machines: Sequence[_Machine]) -> Assignment:
-        able = [machine for machine in machines if machine.home != "token"]
-
-        def to_compute(machine: _Machine) -> int:
-            return machine.pending_tokens + ask.prompt_tokens - self._known_tokens(machine, ask)
-
-        prompt = min(able, key=to_compute)
-        self._remember(prompt, ask)
-        if prompt.home == "mixed":
-            return Assignment(prompt.index, prompt.index)
-        token = SplitwisePolicy(self.limits).choose(ask, machines).token
-        return Assignment(prompt.index, token)
-
-    def _known_tokens(self, machine: _Machine, ask: Ask) -> int:
-        seen = self._seen.get(machine.index, ())
-        n_blocks = 0
-        for block in ask.prefix:
-            if block not in seen:
-                break
-            n_blocks += 1
-        return min(n_blocks * self.limits.prefix_block_tokens, ask.prompt_tokens - 1)
-
-    def _remember(self, machine: _Machine, ask: Ask) -> None:
-        seen = self._seen.setdefault(machine.index, OrderedDict())
-        for block in ask.prefix:
-            seen[block] = None
-            seen.move_to_end(block)
-        while len(seen) * self.limits.prefix_block_tokens > machine.kv_slots:
-            seen.popitem(last=False)
-
-
 POLICIES: Mapping[str, Callable[[Limits], Policy]] = {
     "splitwise": SplitwisePolicy,
     "round-robin": lambda limits: RoundRobinPolicy(),
     "prefix-aware": PrefixAwarePolicy,
 }
 
+POLICY_OF_ROUTING: Mapping[Routing, str] = {
+    "prefix": "prefix-aware",
+    "load": "splitwise",
+    "round-robin": "round-robin",
+}
+
 
 def _first_fit(
     machines: Sequence[_Machine],
     pools: Sequence[Role],
-    load: Callable[[_Machine], int],
+    load: Callable[[_Machine], Work],
     fits: Callable[[_Machine], bool],
 ) -> _Machine | None:
     """The least loaded machine of the first pool whose least loaded machine fits."""
@@ -355,8 +451,13 @@ def _pending_tokens(machine: _Machine) -> int:
     return machine.pending_tokens
 
 
-def _kv_load(machine: _Machine) -> int:
-    return machine.kv_tokens
+def _most_blocks(kv_slots: int) -> int:
+    """Those that a machine can hold in memory and on disk."""
+    return kv_slots // BLOCK_TOKENS + MOST_STORED_BLOCKS
+
+
+def _kv_load(machine: _Machine) -> Work:
+    return False, machine.kv_tokens
 
 
 def _can_divide(homes: set[Role]) -> bool:

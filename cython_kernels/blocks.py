@@ -132,6 +132,24 @@ class BlockRows:
             return bool((self.scales != NOT_A_NUMBER).all())
         return all(bool(np.isfinite(array).all()) for array in (self.scales, self.mins) if array is not None)
 
+    def columns(self, start: int, stop: int) -> BlockRows | None:
+        """Some of the inputs of every row; None where that would divide a block."""
+        inputs, n_inputs = self.format.inputs, self.codes.shape[1]
+        if start % inputs or stop % inputs:
+            return None
+
+        def cut(array: Array | None) -> Array | None:
+            if array is None:
+                return None
+            each = n_inputs // array.shape[1]
+            return np.ascontiguousarray(array[:, start // each : stop // each])
+
+        codes, scales = cut(self.codes), cut(self.scales)
+        assert codes is not None
+        assert scales is not None
+        subs = cut(self.sub_scales), cut(self.sub_mins)
+        return BlockRows(self.kind, codes, scales, cut(self.mins), *subs)
+
     def taken(self, order: Array) -> BlockRows:
         """Some of the rows, or all in another order."""
 

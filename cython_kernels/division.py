@@ -1,7 +1,10 @@
 """The division of a program between ranks: each has a contiguous range of panels of every weight, and of the
 KV heads.
 No sum over inputs is ever cut, so that a step's result does not depend on the division, bit for bit. Ranks
-with more threads get more; C (pw_share_of in program.h) divides KV heads by the same rule.
+with more threads get more.
+
+More ranks than KV heads share these: each has some query heads of one, and a copy of its keys and values
+(decision 0148). C (group/division.h) divides heads by the same rules.
 """
 
 from __future__ import annotations
@@ -29,10 +32,9 @@ class Division:
         """These panels as a weight; None: there are none."""
         return columns(packed, *self.panels(packed, table))
 
-    def heads(self, n_kv_heads: int, table: int) -> int:
-        """The number of KV heads that this rank attends to."""
-        begin, end = share(n_kv_heads, self.teams[table], self.rank)
-        return end - begin
+    def heads(self, n_heads: int, n_kv_heads: int, table: int) -> HeadShare:
+        """The heads that this rank attends to."""
+        return head_share(n_heads, n_kv_heads, self.teams[table], self.rank)
 
 
 def share(count: int, teams: Sequence[int], rank: int) -> tuple[int, int]:
@@ -41,6 +43,57 @@ def share(count: int, teams: Sequence[int], rank: int) -> tuple[int, int]:
     if rank >= len(teams):
         return 0, 0
     return count * before // total, count * (before + teams[rank]) // total
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShare:
+    """A rank's share of attention: KV heads, and of each `queries` of its query heads."""
+
+    begin: int
+    end: int
+    queries: int
+    copy: int = 0
+    """The copy of a KV head that it reads, of those that ranks keep which share it."""
+    n_sharers: int = 1
+
+    @property
+    def n_kv_heads(self) -> int:
+        return self.end - self.begin
+
+    @property
+    def n_heads(self) -> int:
+        return self.n_kv_heads * self.queries
+
+
+def head_share(n_heads: int, n_kv_heads: int, teams: Sequence[int], rank: int) -> HeadShare:
+    """A rank's KV heads with all of their query heads; of more ranks than KV heads, query heads of one."""
+    group, n_ranks = n_heads // n_kv_heads, min(len(teams), n_heads)
+    if len(teams) <= n_kv_heads:
+        return HeadShare(*share(n_kv_heads, teams, rank), group)
+    if rank >= n_ranks:
+        return HeadShare(0, 0, group)
+    head = rank * n_kv_heads // n_ranks
+    copy, sharers = rank - _ranks_before(head, n_kv_heads, n_ranks), _sharers(head, n_kv_heads, n_ranks)
+    queries = group * (copy + 1) // sharers - group * copy // sharers
+    return HeadShare(head, head + 1, queries, copy, sharers)
+
+
+def head_copies(n_heads: int, n_kv_heads: int, teams: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Copies that are kept of each KV head: as many as ranks share it by the table by which most do."""
+    ranks = [min(len(table), n_heads) for table in teams]
+    return tuple(
+        max((_sharers(head, n_kv_heads, n) for n in ranks if n > n_kv_heads), default=1)
+        for head in range(n_kv_heads)
+    )
+
+
+def _sharers(head: int, n_kv_heads: int, n_ranks: int) -> int:
+    return _ranks_before(head + 1, n_kv_heads, n_ranks) - _ranks_before(head, n_kv_heads, n_ranks)
+
+
+def _ranks_before(head: int, n_kv_heads: int, n_ranks: int) -> int:
+    """The ranks that share the KV heads before this one."""
+    return -(-head * n_ranks // n_kv_heads)
 
 
 def columns(packed: PackedWeight, begin: int, end: int) -> PackedWeight | None:

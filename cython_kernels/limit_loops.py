@@ -2,12 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 
 from phasewise.cython_kernels import _native
 
 KINDS = ("f32", "f16", "bf16", "int8")
+
+PROBE_S = 0.02
+"""Long against a timer tick; a probe is three of them."""
+PROBE_BYTES = 8 << 20
+"""That each member reads: more than its L2, and all together more than their L3."""
+
+
+@dataclass(frozen=True)
+class MemberRates:
+    """Rates of each member of a team while all work: bytes that it reads, and operations, a second."""
+
+    reading: tuple[float, ...]
+    computing: tuple[float, ...]
+
+
+def rates_of_members(team: _native.Team) -> MemberRates:
+    """Measured on the calling thread, which the team pins. MemoryError where there is no room to read."""
+    readers = _native.Readers(team, PROBE_BYTES)
+    try:
+        readers.rates(range(team.size), PROBE_S)
+        reading = readers.rates(range(team.size), PROBE_S)
+    finally:
+        readers.close()
+    return MemberRates(tuple(reading), tuple(_native.pace_of_members(team, PROBE_S)))
+
+
+def rates_of_kinds(rates: Sequence[float], kinds: Sequence[int]) -> tuple[float, ...]:
+    """Each member's rate as the median of those of its kind: what disturbs one of them does not move it."""
+    values, numbers = np.asarray(rates), np.asarray(kinds)
+    medians = {kind: float(np.median(values[numbers == kind])) for kind in set(kinds)}
+    return tuple(medians[kind] for kind in kinds)
 
 
 def peak(kind: str, rounds: int) -> int:
@@ -18,3 +52,12 @@ def peak(kind: str, rounds: int) -> int:
 def read(buffer: npt.NDArray[np.uint8]) -> int:
     """Read `buffer` once, in whole blocks of 512 bytes; returns the bytes read. Releases the GIL."""
     return int(_native.limit_read(buffer))
+
+
+def read_pieces(buffer: npt.NDArray[np.uint64], piece_bytes: int, *, scattered: bool) -> tuple[int, int]:
+    """Read pieces of `buffer` once each, as many as the largest power of two that fits, in their order or
+    scattered.
+
+    Returns the bytes read and the sum of all words, which the order does not change. Releases the GIL.
+    """
+    return _native.limit_read_pieces(buffer, piece_bytes // buffer.itemsize, scattered)

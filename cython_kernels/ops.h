@@ -9,8 +9,8 @@
 
 enum {
     PW_CHUNK = 128,         /* positions that one step of attention covers; multiples of it, counted from position 0 */
-    PW_MAX_HEAD_DIM = 256,
-    PW_ROW_STRIDE = 272,    /* floats between rows of attention's scratch: a head or a padded chunk; no power of two */
+    PW_MAX_HEAD_DIM = 512,
+    PW_ROW_STRIDE = 528,    /* floats between rows of attention's scratch: a head or a padded chunk; no power of two */
     PW_MAX_LATENT_DIM = 576, /* numbers of a latent vector */
     PW_LATENT_STRIDE = 592, /* floats between such vectors in scratch; no power of two */
     PW_TILE_ROWS = 12,      /* most rows that any ISA's attention tile holds */
@@ -193,6 +193,8 @@ typedef struct {
 typedef struct {
     const float *query, *key, *value; /* rows at `stride` */
     const float *gates;               /* of a row: its decay; at factor_at what its change is multiplied by */
+    const float *decays;              /* [key_dim] of a row, as far apart as gates, in place of its one decay, where the rule
+                                       * erases; NULL: there are none */
     float *out;
     float *state; /* [key_dim][16] */
     int64_t n_rows, stride, gates_stride, factor_at, out_stride;

@@ -11,14 +11,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from phasewise.cython_kernels.packing import PackedWeight
+from phasewise.cython_kernels.packing import COLUMN_GROUP, PackedWeight
 
 CANONICAL = "canonical"
 """The choice of arithmetic by which every weight's products have the same bits on every CPU."""
-OF_ONE_INSTRUCTION_SET = frozenset({"bf16_dot", "bf16_tile", "f16_fma"})
+TILES = "tiles"
+"""The choice by which quantised and bf16 weights have the arithmetic of the tile unit in both phases."""
+OF_ONE_INSTRUCTION_SET = frozenset({"bf16_dot", "bf16_tile", "bf16_even_odd", "f16_fma"})
 """Compute paths that round by an instruction's own rules. All others give the same bits on every CPU."""
-SAME_BITS = {"int8_tile": "int8_dot"}
+_OF_TILES = ("bf16_tile", "bf16_even_odd")
+SAME_BITS = {"int8_tile": "int8_dot", "bf16_even_odd": "bf16_tile"}
 """Paths that are another one, bit for bit."""
+ASKED_ONLY = frozenset({"bf16_even_odd"})
+"""Paths that are taken for their bits and never for their speed: no search looks at them."""
 MAX_ROW_RANGES = 64
 """Ranges that one weight may have (PW_MAX_ROW_RANGES)."""
 
@@ -44,6 +49,31 @@ def canonical_path(weight: PackedWeight) -> str:
     return next(path for path in paths if path not in OF_ONE_INSTRUCTION_SET)
 
 
+def path_on_tiles(weight: PackedWeight) -> str | None:
+    """The path on the tile unit of a weight that is multiplied as bf16 there; None where there is no unit."""
+    path = tiles_path(weight)
+    return path if path == _OF_TILES[0] else None
+
+
+def tiles_path(weight: PackedWeight) -> str | None:
+    """The path of the tile unit's arithmetic of bf16, on the unit or in vectors; None where there is neither,
+    and for what is never multiplied as bf16: f32, f16, and bytes with a scale for a column.
+    """
+    if weight.kind in ("f32", "f16") or (weight.kind == "q8" and weight.group == COLUMN_GROUP):
+        return None
+    from phasewise.cython_kernels._native import compute_paths
+
+    paths = compute_paths(weight.kind, weight.group)
+    return next((path for path in _OF_TILES if path in paths), None)
+
+
+def has_tiles_arithmetic() -> bool:
+    """True if the instruction set in use multiplies bf16 on a tile unit, or adds as one does."""
+    from phasewise.cython_kernels._native import compute_paths
+
+    return any(path in compute_paths("bf16") for path in _OF_TILES)
+
+
 class ScheduleLookup:
     """The tuned schedules of one phase's cores. This one has none: all runs by the kernels' defaults."""
 
@@ -53,6 +83,11 @@ class ScheduleLookup:
         The same for every M, and for every weight of this format and shape.
         """
         return None, 1
+
+    @property
+    def bands(self) -> Sequence[ScheduleLookup]:
+        """The schedules of the cores of each band that the phase's plan has; of further ones, defaults."""
+        return ()
 
     def own_path(self, weight: PackedWeight) -> str | None:
         """The compute path by which this phase alone multiplies by the weight; None: the model's arithmetic.

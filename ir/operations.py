@@ -31,7 +31,8 @@ from phasewise.ir.types import (
 
 LIBRARY = (
     *("sqrtf", "expf", "fabsf", "floorf", "ceilf", "fmaf", "logf", "powf", "cosf", "sinf", "tanhf"),
-    *("fmaxf", "fminf"),
+    *("fmaxf", "fminf", "rintf", "nearbyintf", "truncf", "roundf", "copysignf", "fmodf", "tanf", "asinf"),
+    *("acosf", "atanf", "atan2f", "log2f", "log10f", "exp2f"),
 )
 """Functions of C's library on float32 that kernels may call."""
 
@@ -270,7 +271,7 @@ def _dot(given: Operands) -> Type:
 
 OPERATIONS: dict[str, Operation] = {
     **dict.fromkeys(LIBRARY, Operation(1, _library)),
-    **dict.fromkeys(("powf", "fmaxf", "fminf"), Operation(2, _library)),
+    **dict.fromkeys(("powf", "fmaxf", "fminf", "copysignf", "fmodf", "atan2f"), Operation(2, _library)),
     "fmaf": Operation(3, _library),
     # one vector in, the same type out; `nearest` rounds halves to even
     **dict.fromkeys(

@@ -16,6 +16,7 @@ from phasewise.kerneldb.errors import RecordError
 from phasewise.kerneldb.models import (
     Base,
     MeasurementRow,
+    PredictorScoreRow,
     ProblemRow,
     PromotionRow,
     ServicePlanRow,
@@ -172,9 +173,9 @@ def stats(session: Session, report: Report, revision: str, file_bytes: int | Non
     """Everything that `db stats` prints, in one pass over each index."""
     machines: Counter[tuple[Any, ...]] = Counter()
     builds: dict[str, Counter[bool]] = {}
-    for core, placement, abi, _, verified, count in session.execute(queries.counts_by_key()):
+    for core, placement, abi, count, verified in session.execute(queries.counts_by_build()):
         machines[core, placement] += count
-        builds.setdefault(abi, Counter())[bool(verified)] += count
+        builds.setdefault(abi, Counter()).update({True: verified, False: count - verified})
     for abi in session.scalars(select(StepTimeRow.kernel_abi).distinct()):
         builds.setdefault(abi, Counter())
     plans, step_times = _by_machine(session, ServicePlanRow), _by_machine(session, StepTimeRow)
@@ -206,7 +207,10 @@ def machines(session: Session) -> set[MachineKey]:
     """Every kind of machine that rows are of."""
     keys = {
         (core, placement)
-        for model in (MeasurementRow, PromotionRow, StorageDuelRow, ServicePlanRow, StepTimeRow)
+        for model in (
+            *(MeasurementRow, PromotionRow, StorageDuelRow),
+            *(ServicePlanRow, StepTimeRow, PredictorScoreRow),
+        )
         for core, placement in session.execute(select(model.core_sig, model.placement_sig).distinct())
     }
     users = (UserKernelTimingRow, UserKernelPromotionRow)

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeAlias
 
+from phasewise._words import percent
 from phasewise.kerneldb.counts import Key
-from phasewise.kerneldb.records import MachineKey, PlanRecord, StepTime, StorageDuel
+from phasewise.kerneldb.records import MachineKey, PlanRecord, PredictorScore, StepTime, StorageDuel
 from phasewise.kerneldb.store import Store
 from phasewise.kerneldb.upkeep import (
     AsShared,
@@ -47,6 +48,7 @@ class OtherKind(StrEnum):
 
     STORAGE = "storage"
     STEP_TIME = "step time"
+    PREDICTOR = "predictor"
     USER_KERNEL = "user kernel"
 
 
@@ -56,7 +58,9 @@ class OtherDifference:
 
     kind: OtherKind
     of: str
-    """E.g. `gemm bf16s8 1536x576, m 8`, a step of a model, or a user's kernel and its shape."""
+    """E.g. `gemm bf16s8 1536x576, m 8`, a step of a model, a predictor and the answers that judged it, or a
+    user's kernel and its shape.
+    """
     machine: MachineKey
     kernel_abi: str
     here: str | None
@@ -68,7 +72,7 @@ class Diff:
     """The differences between the preferred rows of two databases."""
 
     same: int
-    """Keys whose schedules, storages, step times or parameters are the same."""
+    """Keys whose schedules, storages, step times, scores or parameters are the same."""
     differences: tuple[Difference, ...]
     plans: tuple[PlanDifference, ...] = ()
     others: tuple[OtherDifference, ...] = ()
@@ -100,15 +104,18 @@ OtherKey: TypeAlias = tuple[OtherKind, str, MachineKey, str]
 
 
 def others_in_use(store: Store) -> dict[OtherKey, str]:
-    """The newest verdict on each storage and on each user's kernel, and the steps that were timed.
+    """The newest verdict on each storage, predictor and user's kernel, and the steps that were timed.
 
     A verdict made there counts before an imported one. Step times scatter, so that only which steps were
     timed is compared.
     """
     said: dict[OtherKey, tuple[bool, str]] = {}
 
-    def say(row: StorageDuel | StepTime | UserPromotion, kind: OtherKind, of: str, what: str) -> None:
-        key = (kind, of, row.origin.machine, row.kernel_abi)
+    def say(
+        row: StorageDuel | StepTime | PredictorScore | UserPromotion, kind: OtherKind, of: str, what: str
+    ) -> None:
+        build = "" if isinstance(row, PredictorScore) else row.kernel_abi
+        key = (kind, of, row.origin.machine, build)
         if row.origin.verified or not said.get(key, (False, ""))[0]:
             said[key] = (row.origin.verified, what)
 
@@ -124,6 +131,9 @@ def others_in_use(store: Store) -> dict[OtherKey, str]:
         size = f"{step.sequences} x {step.tokens} tokens after {step.context}"
         of = f"{timing.model_key}, {step.phase} of {size}, {timing.kernels}, plan {timing.configuration_key}"
         say(timing, OtherKind.STEP_TIME, of, "timed")
+    for score in store.predictor_scores():
+        of = f"{score.model_name}, {score.reads}, {score.judged_by}, answers {score.answers_key}"
+        say(score, OtherKind.PREDICTOR, of, f"holds {percent(score.figures.get('accuracy', 0.0), 1)}")
     for row in store.all_user_kernels():
         if isinstance(row, UserPromotion):
             chosen = " ".join(f"{name}={value}" for name, value in row.choice)

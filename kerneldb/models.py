@@ -223,6 +223,24 @@ class StepTimeRow(PlacedColumns, Base):
     verified: Mapped[bool] = mapped_column(comment="measured here; false: imported")
 
 
+class PredictorScoreRow(PlacedColumns, Base):
+    """The worth of a predictor of answers' lengths. Appended, never edited."""
+
+    __tablename__ = "predictor_score"
+    __table_args__ = (Index("ix_predictor_score_key", "model_name", "answers_key"),)
+
+    placement_sig: Mapped[str] = mapped_column(Line, comment="topology.signature over all allowed PUs")
+    model_name: Mapped[str] = mapped_column(Line, comment="whose answers they are")
+    reads: Mapped[str] = mapped_column(Line, comment="tokens, or the embedding model that reads prompts")
+    answers_key: Mapped[str] = mapped_column(Line, comment="hash over the answers that judged it")
+    judged_by: Mapped[str] = mapped_column(Word, comment="held_out, folds or drift")
+    learnt_answers: Mapped[int] = mapped_column(comment="answers that it learnt from")
+    judged_answers: Mapped[int] = mapped_column(comment="answers that judged it")
+    hold: Mapped[float] = mapped_column(Double, comment="share of answers that rooms were to hold, 0..1")
+    figures: Mapped[Any] = mapped_column(JSON, comment="name to number, e.g. accuracy, coverage_90")
+    verified: Mapped[bool] = mapped_column(comment="judged here; false: imported")
+
+
 class UserKernelColumns(OriginColumns):
     """A user's kernel on one shape, and the choice of its parameters. One thread runs it."""
 

@@ -5,6 +5,7 @@
     {"promotion": {...}, "sha256": "16 digits"}         and a line for each schedule that was taken into use
     {"storage_duel": {...}, "sha256": "16 digits"}      and for each comparison of sparse with dense storage
     {"plan": {...}, "sha256": "16 digits"}              and for each plan: it names a model
+    {"predictor_score": {...}, "sha256": "16 digits"}   and for each score of a predictor: it names a model
     {"user_timing": {...}, "sha256": "16 digits"}       only where asked for: they name users' functions
     {"user_promotion": {...}, "sha256": "16 digits"}    the same
     {"step_time": {...}, "sha256": "16 digits"}         only where asked for: they name models
@@ -41,6 +42,7 @@ from phasewise.kerneldb.records import (
     Measurement,
     Origin,
     PlanRecord,
+    PredictorScore,
     Problem,
     Promotion,
     Sample,
@@ -48,7 +50,7 @@ from phasewise.kerneldb.records import (
     StepTime,
     StorageDuel,
 )
-from phasewise.kerneldb.rows import Shared
+from phasewise.kerneldb.rows import Shared, Unbuilt
 from phasewise.kerneldb.store import Store
 from phasewise.kerneldb.summaries import summary_of
 from phasewise.kerneldb.user_kernels import UserProblem, UserPromotion, UserTiming
@@ -74,6 +76,7 @@ MAX_REASON_CHARS = 200
 KINDS: dict[str, type[Row]] = {
     "measurement": Measurement,
     "plan": PlanRecord,
+    "predictor_score": PredictorScore,
     "promotion": Promotion,
     "storage_duel": StorageDuel,
     "step_time": StepTime,
@@ -81,7 +84,7 @@ KINDS: dict[str, type[Row]] = {
     "user_promotion": UserPromotion,
 }
 """The rows of a file, by the word that each line begins with."""
-ALL = frozenset({PlanRecord, StepTime, UserTiming, UserPromotion})
+ALL = frozenset({PlanRecord, PredictorScore, StepTime, UserTiming, UserPromotion})
 """Rows that name something of their owner: models, or functions."""
 _WORDS = {record: word for word, record in KINDS.items()}
 
@@ -118,8 +121,8 @@ def groups_of(
 ) -> Iterator[list[Row]]:
     """Every timing, promotion and storage duel of the machines that are wanted, in the order of a file.
 
-    also: plans and step times, which name models, and what is known of users' kernels, which names their
-    functions. as_shared: a plan as it goes out, None where it cannot.
+    also: plans, scores of predictors and step times, which name models, and what is known of users' kernels,
+    which names their functions. as_shared: a plan as it goes out, None where it cannot.
     """
     for _, record in sorted(KINDS.items()):
         if record in also or record not in ALL:
@@ -204,11 +207,13 @@ def _row_lines(groups: Iterable[Iterable[Row]]) -> Iterator[str]:
 
 def _place_of(row: Row) -> tuple[Any, ...]:
     """The sort key of a row in a file: kind, key, machine, build, then time."""
-    machine, build = row.origin.machine, "" if isinstance(row, PlanRecord) else row.kernel_abi
+    machine, build = row.origin.machine, "" if isinstance(row, Unbuilt) else row.kernel_abi
     key: tuple[Any, ...]
     match row:
         case PlanRecord():
             key = (row.model_key, row.phase)
+        case PredictorScore():
+            key = (row.model_name, row.answers_key)
         case StepTime():
             key = (row.model_key, row.configuration_key, astuple(row.step))
         case _:
@@ -454,7 +459,7 @@ def _row(content: dict[str, Any], line: bytes) -> Row:
     if len(content) != 1 or word not in KINDS:
         raise RecordError("the line holds no row of a kind that this phasewise knows")
     record: Any = KINDS[word]
-    names = _names(record) | ({"kernel_abi"} if record is not PlanRecord else set())
+    names = _names(record) | (set() if issubclass(record, Unbuilt) else {"kernel_abi"})
     return cast(Row, _reader(record)(_object(f"a {word.replace('_', ' ')}", content[word], names)))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, fields
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -25,6 +25,7 @@ from sqlalchemy.orm import aliased
 from phasewise.kerneldb.models import (
     MeasurementRow,
     PlacedColumns,
+    PredictorScoreRow,
     ProblemRow,
     PromotionRow,
     ScheduleRow,
@@ -103,6 +104,13 @@ def counts_by_key(*where: ColumnElement[bool]) -> AnySelect:
     """The number of measurements of each key, those that are verified and the others; read from an index."""
     columns = (*key_of(MeasurementRow), MeasurementRow.verified)
     return select(*columns, func.count()).where(*where).group_by(*columns)
+
+
+def counts_by_build() -> AnySelect:
+    """The number of measurements of each machine and build, and how many are verified; from an index."""
+    columns = (MeasurementRow.core_sig, MeasurementRow.placement_sig, MeasurementRow.kernel_abi)
+    verified = func.count().filter(MeasurementRow.verified)
+    return select(*columns, func.count(), verified).group_by(*columns)
 
 
 def keys_by_seeking(core_sig: str | None = None) -> AnySelect:
@@ -207,11 +215,53 @@ def of_losers(keep: int, *where: ColumnElement[bool]) -> AnySelect:
     )
 
 
-def old_plans(keep: int) -> AnySelect:
-    """Ids of plans behind the `keep` newest of their model, phase, machine and trust."""
-    row = ServicePlanRow
-    key = (row.model_key, row.phase, row.core_sig, row.placement_sig, row.verified)
-    rank = func.row_number().over(partition_by=key, order_by=row.id.desc())
+def imported_hints(builds: Collection[str], current_build: str) -> AnySelect:
+    """Ids of timings of imported winners of these builds that are hints for another one (`hints`).
+
+    Of a product and a kind of machine the newest one; none where that build has a winner of its own, here or
+    imported, or timed the schedule here.
+    """
+    winner, timed = PromotionRow, aliased(MeasurementRow)
+    place = (MeasurementRow.core_sig, MeasurementRow.placement_sig, MeasurementRow.problem_id)
+
+    def of_current(model: Any) -> tuple[ColumnElement[bool], ...]:
+        same = (getattr(model, column.key) == column for column in place)
+        return (*same, model.kernel_abi == current_build)
+
+    was_timed = (*of_current(timed), timed.verified, timed.schedule_id == MeasurementRow.schedule_id)
+    rank = func.row_number().over(
+        partition_by=place, order_by=(MeasurementRow.created_at_ms.desc(), MeasurementRow.id.desc())
+    )
+    ranked = (
+        select(MeasurementRow.id, rank.label("rank"))
+        .where(
+            MeasurementRow.id.in_(promoted_ids(False, PromotionRow.kernel_abi.in_(builds))),
+            ~exists().where(*of_current(winner)),
+            ~exists().where(*was_timed),
+        )
+        .subquery()
+    )
+    return select(ranked.c.id).where(ranked.c.rank == 1)
+
+
+def without_timing(builds: Collection[str]) -> ColumnElement[bool]:
+    """Promotions of these builds whose schedule has no timing of its own trust."""
+    return and_(PromotionRow.kernel_abi.in_(builds), ~exists().where(_same_key(), *_same_schedule()))
+
+
+OLD_BEHIND: dict[Any, tuple[Any, ...]] = {
+    row: (*(getattr(row, name) for name in names), row.verified)
+    for row, names in (
+        (ServicePlanRow, ("model_key", "phase", "core_sig", "placement_sig")),
+        (PredictorScoreRow, ("model_name", "reads", "answers_key", "judged_by")),
+    )
+}
+"""Tables of which the newest rows count, and the columns of which each combination has its own newest."""
+
+
+def old_rows(row: Any, keep: int) -> AnySelect:
+    """Ids of a table's rows behind the `keep` newest of their key and trust."""
+    rank = func.row_number().over(partition_by=OLD_BEHIND[row], order_by=row.id.desc())
     ranked = select(row.id, rank.label("rank")).subquery()
     return select(ranked.c.id).where(ranked.c.rank > keep)
 

@@ -31,6 +31,7 @@ MAX_K_PARTS = 64
 MAX_PREFETCH_BYTES = 65_536
 MAX_CONDITIONS = 16
 MAX_OBJECTIVES = 64
+MAX_ANSWERS = 2**31 - 1
 MAX_STEP_TOKENS = 2**24
 MAX_SEQUENCES = 2**16
 MAX_GAIN = 1e6
@@ -47,6 +48,8 @@ LOOP_ORDERS = ("nm", "mn")
 _WORD = re.compile(r"[a-z][a-z0-9_]{0,31}")
 _LINE = re.compile(rf"[!-~](?:[ -~]{{0,{MAX_TEXT - 2}}}[!-~])?")
 _KEY = re.compile(rf"\S(?:[^\x00-\x1f\x7f-\x9f]{{0,{MAX_TEXT - 2}}}\S)?")
+_KEPT_NOWHERE = re.compile("[\x00\ud800-\udfff]")
+"""Characters that a database cannot keep: SQLite no half of a pair, PostgreSQL no zero."""
 
 
 def _check_int(name: str, value: object, low: int, high: int) -> None:
@@ -75,13 +78,15 @@ def _check_line(name: str, value: object) -> None:
 
 
 def _check_key(name: str, value: object) -> None:
-    if not isinstance(value, str) or not _KEY.fullmatch(value):
+    if not isinstance(value, str) or not _KEY.fullmatch(value) or _KEPT_NOWHERE.search(value):
         raise RecordError(f"{name} must be 1 to {MAX_TEXT} characters in a line, not {value!r:.80}")
 
 
 def _check_plan_json(value: object) -> None:
     if not isinstance(value, str) or not 1 <= len(value) <= MAX_PLAN_CHARS:
         raise RecordError(f"plan_json must be text of 1 to {MAX_PLAN_CHARS} characters")
+    if _KEPT_NOWHERE.search(value):
+        raise RecordError("plan_json must be text without zeros and halves of characters")
 
 
 def _check_samples(samples_ns: object) -> None:
@@ -404,3 +409,38 @@ class StepTime:
         _check_line("kernel_abi", self.kernel_abi)
         conditions = _checked_numbers("conditions", self.conditions, MAX_CONDITIONS)
         object.__setattr__(self, "conditions", conditions)
+
+
+@dataclass(frozen=True, slots=True)
+class PredictorScore:
+    """The worth of a predictor of answers' lengths, judged by answers that it did not learn from.
+
+    It says nothing of a machine: its origin is where it was judged.
+    """
+
+    model_name: str
+    """The model whose answers they are."""
+    reads: str
+    """`tokens`, or the embedding model that reads prompts for it."""
+    answers_key: str
+    """Hash over the answers that judged it: scores with the same one can be compared."""
+    judged_by: str
+    """`held_out`, `folds` or `drift`."""
+    learnt_answers: int
+    judged_answers: int
+    hold: float
+    """The share of answers that its rooms were to hold."""
+    origin: Origin
+    figures: Mapping[str, float] = field(default_factory=dict, hash=False)
+    """E.g. `accuracy`, `utilisation`, and `coverage_90`: the share within the forecast's 90 %."""
+
+    def __post_init__(self) -> None:
+        _check_key("model_name", self.model_name)
+        _check_key("reads", self.reads)
+        _check_line("answers_key", self.answers_key)
+        _check_word("judged_by", self.judged_by)
+        _check_int("learnt_answers", self.learnt_answers, 1, MAX_ANSWERS)
+        _check_int("judged_answers", self.judged_answers, 1, MAX_ANSWERS)
+        _check_finite("hold", self.hold, 0.0, 1.0)
+        figures = _checked_numbers("figures", self.figures, MAX_OBJECTIVES)
+        object.__setattr__(self, "figures", figures)

@@ -1,8 +1,9 @@
 """The rows of a table key by key, in one order whatever the database: what an export streams.
 
 Timings, promotions and duels of one problem on one kind of machine with one build are a group; so are plans
-of one phase of a model, step times of one configuration of it, and what is known of one build of a user's
-kernel. A reader keeps one group in memory, which is what one machine learnt about one thing.
+of one phase of a model, step times of one configuration of it, scores by the same answers, and what is known
+of one build of a user's kernel. A reader keeps one group in memory, which is what one machine learnt about
+one thing.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 GROUPED_BY = {
     "PlanRecord": ("model_key", "phase"),
     "StepTime": ("model_key", "configuration_key"),
+    "PredictorScore": ("model_name", "answers_key"),
     "UserTiming": ("name", "kernel_abi"),
     "UserPromotion": ("name", "kernel_abi"),
 }

@@ -29,6 +29,7 @@ from phasewise.kerneldb.errors import RecordError
 from phasewise.kerneldb.models import (
     Base,
     MeasurementRow,
+    PredictorScoreRow,
     ProblemRow,
     PromotionRow,
     ScheduleRow,
@@ -41,6 +42,7 @@ from phasewise.kerneldb.models import (
 from phasewise.kerneldb.records import (
     Measurement,
     PlanRecord,
+    PredictorScore,
     Problem,
     Promotion,
     Schedule,
@@ -56,7 +58,9 @@ if TYPE_CHECKING:
     AnyRow: TypeAlias = Row[*tuple[Any, ...]]
 
 T = TypeVar("T")
-Shared: TypeAlias = Measurement | Promotion | StorageDuel | StepTime | UserTiming | UserPromotion | PlanRecord
+Unbuilt: TypeAlias = PlanRecord | PredictorScore
+"""Rows that are of no build of the kernels."""
+Shared: TypeAlias = Measurement | Promotion | StorageDuel | StepTime | UserTiming | UserPromotion | Unbuilt
 """The kinds of rows that databases may give to each other."""
 
 MOST_SHARED = 65_536
@@ -82,6 +86,7 @@ KEPT: dict[type, Kept] = {
     StorageDuel: Kept(StorageDuelRow, ("problem", "schedule", "dense_schedule")),
     PlanRecord: Kept(ServicePlanRow),
     StepTime: Kept(StepTimeRow),
+    PredictorScore: Kept(PredictorScoreRow),
     UserTiming: Kept(UserKernelTimingRow),
     UserPromotion: Kept(UserKernelPromotionRow),
 }
@@ -389,6 +394,8 @@ def missing_rows(session: Session, rows: Iterable[Shared], build: Build) -> Iter
 def _key_of(row: Shared) -> tuple[object, ...]:
     if isinstance(row, PlanRecord):
         return (PlanRecord.__name__, row.model_key, row.phase, row.origin.machine)
+    if isinstance(row, PredictorScore):
+        return (PredictorScore.__name__, row.model_name, row.answers_key)
     of_key = (row.model_key, row.configuration_key, row.step) if isinstance(row, StepTime) else (row.problem,)
     return (type(row).__name__, *of_key, row.origin.machine, row.kernel_abi)
 
@@ -409,6 +416,11 @@ def _same_key_as(row: Shared, first_ms: int, last_ms: int) -> AnySelect:
                 ServicePlanRow.model_key == row.model_key,
                 ServicePlanRow.phase == row.phase,
                 queries.of_machine(ServicePlanRow, machine),
+            )
+        case PredictorScore():
+            return query.where(
+                PredictorScoreRow.model_name == row.model_name,
+                PredictorScoreRow.answers_key == row.answers_key,
             )
         case UserTiming() | UserPromotion():
             model = kept.model

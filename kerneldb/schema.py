@@ -17,7 +17,7 @@ from phasewise.kerneldb.models import Base
 if TYPE_CHECKING:
     from alembic.config import Config
 
-REVISIONS = ("0001", "0002", "0003", "0004", "0005", "0006")
+REVISIONS = ("0001", "0002", "0003", "0004", "0005", "0006", "0007")
 """Every revision of the schema, oldest first. A test compares it with the migration files."""
 
 HEAD = REVISIONS[-1]
@@ -32,7 +32,7 @@ VERSION_TABLE = "phasewise_schema"
 """Not Alembic's usual name: Optuna keeps its own Alembic history, perhaps in the same database."""
 
 _READABLE_FROM = "readable_from"
-"""A column of ours in Alembic's table, `0006:0002`: the database's revision, and the oldest one whose
+"""A column of ours in Alembic's table, `0007:0002`: the database's revision, and the oldest one whose
 programs read it. It says nothing of any other revision.
 """
 
@@ -115,6 +115,7 @@ _GUARDED = (
     "storage_duel",
     "service_plan",
     "step_time",
+    "predictor_score",
     "user_kernel_timing",
     "user_kernel_promotion",
 )

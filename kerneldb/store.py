@@ -16,6 +16,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -48,6 +49,7 @@ from phasewise.kerneldb.records import (
     MachineKey,
     Measurement,
     PlanRecord,
+    PredictorScore,
     Problem,
     Promotion,
     StepTime,
@@ -316,16 +318,29 @@ class Store:
             session.add_all([row_of(session, row) for row in missing if not isinstance(row, Measurement)])
         return len(missing)
 
-    def delete_builds(self, stale_builds: Collection[str], *, dry_run: bool) -> Mapping[str, int]:
+    def delete_builds(
+        self, stale_builds: Collection[str], *, dry_run: bool, successors: Mapping[str, str] | None = None
+    ) -> Mapping[str, int]:
         """Delete rows of the builds, with problems and schedules that nothing names any more.
 
-        Returns the rows deleted by table, or those that would be.
+        successors: by stale build the one of the same kernels that its imported winners are hints for; those
+        stay (`queries.imported_hints`). Returns the rows deleted by table, or those that would be.
         """
-        deletions: list[tuple[str, Delete]] = [
-            (model.__tablename__, delete(model).where(model.kernel_abi.in_(stale_builds)))
-            for model in (PromotionRow, StorageDuelRow, MeasurementRow, StepTimeRow)
+        followed = successors or {}
+        hints = [
+            MeasurementRow.id.not_in(queries.imported_hints([*same], current))
+            for current, same in groupby(sorted(followed, key=followed.__getitem__), followed.__getitem__)
         ]
-        deletions += [
+        deletions: list[tuple[str, Delete]] = [
+            (
+                MeasurementRow.__tablename__,
+                delete(MeasurementRow).where(MeasurementRow.kernel_abi.in_(stale_builds), *hints),
+            ),
+            (PromotionRow.__tablename__, delete(PromotionRow).where(queries.without_timing(stale_builds))),
+            *(
+                (model.__tablename__, delete(model).where(model.kernel_abi.in_(stale_builds)))
+                for model in (StorageDuelRow, StepTimeRow)
+            ),
             ("problem", queries.delete_unused_problems()),
             ("schedule", queries.delete_unused_schedules()),
         ]
@@ -389,15 +404,26 @@ class Store:
         """Every plan, oldest first."""
         return self._records(PlanRecord)
 
-    def delete_old_plans(self, keep: int, *, dry_run: bool) -> int:
-        """Delete plans behind the `keep` newest of their key, those made here and those imported; or count
-        them.
+    def delete_old(self, keep: int, *, dry_run: bool) -> Mapping[str, int]:
+        """Delete plans and scores of predictors behind the `keep` newest of their key, those made here and
+        those imported; or count them. By table.
         """
-        with self._reading() if dry_run else self.writing() as session:
-            old = [*session.scalars(queries.old_plans(keep))]
-            for numbers in batched(() if dry_run else old, summaries.ROWS_AT_ONCE):
-                session.execute(delete(ServicePlanRow).where(ServicePlanRow.id.in_(numbers)))
-        return len(old)
+        deleted = {}
+        for model in queries.OLD_BEHIND:
+            with self._reading() if dry_run else self.writing() as session:
+                old = [*session.scalars(queries.old_rows(model, keep))]
+                for numbers in batched(() if dry_run else old, summaries.ROWS_AT_ONCE):
+                    session.execute(delete(model).where(model.id.in_(numbers)))
+            deleted[model.__tablename__] = len(old)
+        return deleted
+
+    def add_predictor_scores(self, scores: Iterable[PredictorScore]) -> None:
+        """Append all or none."""
+        self._append(scores)
+
+    def predictor_scores(self) -> list[PredictorScore]:
+        """Every score, oldest first."""
+        return self._records(PredictorScore)
 
     def add_step_times(self, timings: Iterable[StepTime]) -> None:
         """Append all or none."""

@@ -15,6 +15,7 @@ from typing import Protocol, TypeAlias
 
 from phasewise._words import counted
 from phasewise.kerneldb.counts import Key, TimedKey
+from phasewise.kerneldb.hints import same_kernels
 from phasewise.kerneldb.records import (
     Comparison,
     MachineKey,
@@ -151,27 +152,35 @@ class Collected:
     summarised: int
     spared: Mapping[str, int]
     """Stale builds that stay, with the number of winners that wait to be timed again."""
+    hints: int
+    """Imported winners of stale builds that stay: to be timed first here, or for searches to begin from."""
 
 
 def collect_garbage(
     store: Store, current_builds: Collection[str], keep_schedules: int | None, *, dry_run: bool
 ) -> Collected:
-    """Delete rows of stale builds but those whose winners wait to be timed again. Of each key keep raw
-    samples of the `keep_schedules` fastest schedules and of what promotions name, and of all others a
-    summary; and as many of the newest plans.
+    """Delete rows of stale builds but those whose winners wait to be timed again. What was imported goes too
+    but for winners that are hints. Of each key keep raw samples of the `keep_schedules` fastest schedules and
+    of what promotions name, and of all others a summary; and as many of the newest plans and scores.
 
     dry_run: only count.
     """
     spared = builds_set_aside(store.promoted_keys(), current_builds)
-    builds = (build.kernel_abi for build in store.stats().builds if build.kernel_abi not in spared)
-    stale = [name for name in builds if is_stale(name, current_builds)]
-    deleted = Counter(store.delete_builds(stale, dry_run=dry_run))
+    successors, n_stale = dict[str, str](), 0
+    for build in store.stats().builds:
+        name = build.kernel_abi
+        if name not in spared and is_stale(name, current_builds):
+            n_stale += build.measurements
+            successors[name] = next(now for now in current_builds if same_kernels(now, name))
+    stale = [*successors]
+    deleted = Counter(store.delete_builds(stale, dry_run=dry_run, successors=successors))
+    n_hints = n_stale - deleted["measurement"]
     if keep_schedules is None:
-        return Collected(deleted, 0, spared)
+        return Collected(deleted, 0, spared, n_hints)
     lost = store.summarise_losers(keep_schedules, except_builds=stale, dry_run=dry_run)
     deleted["measurement"] += lost.deleted
-    deleted["service_plan"] = store.delete_old_plans(keep_schedules, dry_run=dry_run)
-    return Collected(deleted, lost.summarised, spared)
+    deleted.update(store.delete_old(keep_schedules, dry_run=dry_run))
+    return Collected(deleted, lost.summarised, spared, n_hints)
 
 
 def tidy(store: Store, machine: MachineKey, report: Report) -> None:

@@ -11,6 +11,7 @@ from phasewise.loadtest.client import LoadTestError, Target, base_of
 from phasewise.loadtest.rate_search import RateSearch
 from phasewise.loadtest.session import LoadTest
 from phasewise.loadtest.settings import Asking, Promises, SendingTimes, SentLengths
+from phasewise.tuner.config.day import day_curve
 from phasewise.tuner.config.lengths import RequestLengths, Trace, parse_distribution
 from phasewise.tuner.config.trace import read_trace
 from phasewise.tuner.errors import TraceError
@@ -40,13 +41,14 @@ def load_test_of(
     keeps_text: bool = False,
     plot: Path | None = None,
 ) -> LoadTest:
-    """The load test that these settings ask for; `plot` is where its curve will be drawn.
+    """The load test that these settings ask for; `plot` is where its curves will be drawn.
 
     Raises LoadSettingsError where settings exclude each other, TraceError for a trace that cannot be read.
     """
     is_search = promises.find_rate or promises.over_offline
-    slo = _slo(promises, needs_one=is_search or plot is not None)
-    requests = _requests(times, lengths)
+    slo = _slo(promises, needs_one=is_search)
+    instants_s = _day(times, lengths.seed)
+    requests = _requests(times, lengths, None if instants_s is None else len(instants_s))
     return LoadTest(
         target=Target(
             base_of(url),
@@ -58,7 +60,7 @@ def load_test_of(
             _body_fields(asking),
         ),
         requests=requests,
-        pace=_pace(requests, times, is_search=is_search),
+        pace=_pace(requests, times, instants_s, is_search=is_search),
         seed=lengths.seed,
         n_warm_up=lengths.warmup,
         duration_s=times.duration_s,
@@ -78,7 +80,7 @@ def _slo(promises: Promises, *, needs_one: bool) -> LatencySlo | None:
     if promises.goodput is None:
         if needs_one:
             raise LoadSettingsError(
-                "--find-rate, --over-offline and --plot need promises: --slo ttft=2s,tpot=280ms, for example"
+                "--find-rate and --over-offline need promises: --slo ttft=2s,tpot=280ms, for example"
             )
         return None
     try:
@@ -87,7 +89,12 @@ def _slo(promises: Promises, *, needs_one: bool) -> LatencySlo | None:
         raise LoadSettingsError(f"--slo: {error}") from None
 
 
-def _requests(times: SendingTimes, wanted: SentLengths) -> Trace:
+def _day(times: SendingTimes, seed: int) -> list[float] | None:
+    """The arrivals of a day; None where none is asked for."""
+    return None if times.daily is None else day_curve(times.daily).arrivals_s(times.day_s, seed)
+
+
+def _requests(times: SendingTimes, wanted: SentLengths, n_of_a_day: int | None) -> Trace:
     """The lengths of the requests, and their arrivals where a trace has them."""
     is_fixed = (wanted.input_len, wanted.output_len) != (None, None)
     if sum((times.trace is not None, wanted.lengths is not None, is_fixed)) > 1:
@@ -97,9 +104,9 @@ def _requests(times: SendingTimes, wanted: SentLengths) -> Trace:
     scales = (times.time_scale, wanted.length_scale)
     if times.trace is not None:
         whole = read_trace(times.trace)
-        return scaled(repeated(whole, wanted.requests or len(whole)), *scales)
+        return scaled(repeated(whole, n_of_a_day or wanted.requests or len(whole)), *scales)
     without_count = DEFAULT_REQUESTS if times.duration_s is None else REQUESTS_OF_A_DURATION
-    n_requests = wanted.requests or without_count
+    n_requests = n_of_a_day or wanted.requests or without_count
     if wanted.lengths is not None:
         return scaled(parse_distribution(wanted.lengths, n_requests, wanted.seed), *scales)
     lengths = RequestLengths(
@@ -108,7 +115,11 @@ def _requests(times: SendingTimes, wanted: SentLengths) -> Trace:
     return scaled((lengths,) * n_requests, *scales)
 
 
-def _pace(requests: Trace, times: SendingTimes, *, is_search: bool) -> RequestPace:
+def _pace(
+    requests: Trace, times: SendingTimes, of_a_day_s: list[float] | None, *, is_search: bool
+) -> RequestPace:
+    if of_a_day_s is not None:
+        return RequestPace(None, instants_s=of_a_day_s, most_at_once=times.concurrency, origin="day")
     if times.rate is not None or is_search:
         return RequestPace(times.rate, times.arrivals, times.burstiness, None, times.concurrency)
     instants_s = instants_of(requests)

@@ -79,11 +79,11 @@ def _own_fields(report: LoadReport) -> dict[str, Any]:
 
 
 def arrivals_of(report: LoadReport) -> str:
-    """closed-loop, trace, or the process that drew them."""
+    """closed-loop, trace, day, or the process that drew them."""
     pace = report.pace
     if pace.is_closed_loop:
         return "closed-loop"
-    return "trace" if pace.instants_s is not None else pace.arrivals.value
+    return pace.origin if pace.instants_s is not None else pace.arrivals.value
 
 
 def _probe_fields(probe: RateProbe) -> dict[str, Any]:

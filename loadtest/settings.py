@@ -10,7 +10,9 @@ from phasewise.loadtest.arrivals import Arrivals
 
 @dataclass(frozen=True)
 class SendingTimes:
-    """When requests are sent: at a rate (requests/s), at a trace's arrivals, or by clients that wait."""
+    """When requests are sent: at a rate (requests/s), at a trace's arrivals, by a day's curve, which takes
+    `day_s`, or by clients that wait.
+    """
 
     rate: float | None = None
     arrivals: Arrivals = Arrivals.poisson
@@ -19,6 +21,8 @@ class SendingTimes:
     trace: Path | None = None
     time_scale: float = 1.0
     duration_s: float | None = None
+    daily: str | None = None
+    day_s: float = 240.0
 
 
 @dataclass(frozen=True)

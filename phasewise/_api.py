@@ -100,8 +100,9 @@ class Model:
 
         temperature: 0 takes the likeliest token at each step. top_k, top_p: sample from the k likeliest
         tokens, and from the likeliest ones whose probabilities sum to top_p. kv_format: auto, f32, f16,
-        bf16, int16, int8 or int4. draft: `lookup` or a model that drafts tokens, which stay the same. Both,
-        if None: PHASEWISE_KV_FORMAT and PHASEWISE_DRAFT, then [generate]. on_text: called with each piece of
+        bf16, int16, int8 or int4. draft: `lookup`, `mtp`, `eagle3:` and a directory, or a model that drafts
+        tokens, which stay the same; `off`: nothing does, not even a head in the model's own files. Both, if
+        None: PHASEWISE_KV_FORMAT and PHASEWISE_DRAFT, then [generate]. on_text: called with each piece of
         text as soon as it is made. Raises RequestError for a request that the model cannot take,
         ContextLengthExceeded for one that is too long.
         """
@@ -224,6 +225,7 @@ def tune_config(
     evaluator: EvaluatorKind = "measured",
     machine_file: Path | None = None,
     top_k: int = 10,
+    concurrency: Sequence[int] = (1,),
     weight_format: str | None = None,
     db: str | None = None,
     resume: bool = True,
@@ -234,20 +236,22 @@ def tune_config(
     requests: a trace file, or lengths such as `fixed:512/64` (prompt/output tokens); None for built-in
     lengths. evaluator: measured times plans here and stores the best ones. modelled computes step times and
     stores nothing, also for the machine that the lstopo XML `machine_file` describes. top_k: plans that go
-    on to kernels and a last run. weight_format, db: None: PHASEWISE_FORMAT and PHASEWISE_DB, then
-    [tune-config]. Raises ModelError, PlanError, EvaluationError, TraceError.
+    on to kernels and a last run. concurrency: sequences that decode together, rising; decode gets cores for
+    each number (`Found.bands`). weight_format, db: None: PHASEWISE_FORMAT and PHASEWISE_DB, then
+    [tune-config]. Raises ModelError, PlanError, EvaluationError, TraceError, UsageError.
     """
     from phasewise.tuner.config.simulate import Objective
     from phasewise.tuner.measurement_lock import user_lock
-    from phasewise.workflows.tune_config.run import tune
-    from phasewise.workflows.tune_config.subject import Wish, open_subject
+    from phasewise.workflows.tune_config.loads import tune_loads
+    from phasewise.workflows.tune_config.subject import Wish, check_bands, open_subject
 
     started_s, standing = time.monotonic(), StandingOptions.of("tune-config")
+    check_bands(concurrency, phases)
     wish = Wish(
         model=ref,
         weight_format=weight_format or standing.text("format") or "native",
         phases=tuple(phases),
-        objective=Objective(),
+        objective=Objective(concurrency=concurrency[0]),
         budget_s=budget_s,
         evaluator=evaluator,
         machine_file=machine_file,
@@ -255,8 +259,9 @@ def tune_config(
         top_k=top_k,
         db=db or standing.text("db"),
         resume=resume,
+        bands=tuple(concurrency[1:]),
     )
-    return tune(wish, open_subject(wish, report), started_s, _Told(report), user_lock(report))
+    return tune_loads(wish, open_subject(wish, report), started_s, _Told(report), user_lock(report))
 
 
 @dataclass(frozen=True)

@@ -20,3 +20,9 @@ def user_folder(kind: Kind) -> Path:
     named = os.environ.get(f"XDG_{kind.upper()}_HOME", "")
     base = named if named.strip() else os.path.expanduser(f"~/{_BELOW_HOME[kind]}")
     return Path(base, "phasewise")
+
+
+def cache_folder() -> Path:
+    """`$PHASEWISE_CACHE`, or phasewise's place in the XDG cache directory."""
+    named = os.environ.get("PHASEWISE_CACHE")
+    return Path(named) if named else user_folder("cache")

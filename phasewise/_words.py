@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Iterable
 
 NOTHING = "-"
@@ -52,6 +53,15 @@ def reason_of(error: BaseException) -> str:
     """The words of an error behind a path that is named already: the system's, without number and path."""
     words: str | None = getattr(error, "strerror", None)
     return words or str(error)
+
+
+_UNITS_BYTES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+
+def bytes_of(text: str) -> int | None:
+    """`512M`, `1.5GiB` or `4000000` in bytes, units being powers of 1024; None for anything else."""
+    match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,6})?)\s*([kmgt]?)(?:i?b)?", text.strip(), re.IGNORECASE)
+    return None if match is None else int(float(match[1]) * _UNITS_BYTES[match[2].lower()])
 
 
 def counted(count: int, singular: str, several: str | None = None) -> str:

@@ -9,6 +9,10 @@ from typing import NamedTuple
 
 from phasewise.tuner.plans import Phase
 
+STEP_TOKENS = 512
+"""Rows that pass through the model at once; larger batches go in pieces, with the same results. Enough to use
+the weights well, few enough for a layer's rows to stay in the L2 caches."""
+
 
 class SequenceSlice(NamedTuple):
     """Consecutive tokens of one sequence, and where their keys and values go.

@@ -106,6 +106,11 @@ class RankLost(RanksError):
     """One of the ranks has died, and keys and values with it. `Ranks.reopen` may start them anew."""
 
 
+class CoresMoved(RankLost):
+    """The cores of the ranks have changed, and keys and values are given up; `Ranks.reopen` starts them on
+    those that are there. Nobody's work is to blame."""
+
+
 class EngineLost(RanksError):
     """The engine has given up. The process's supervisor must start it again."""
 

@@ -149,6 +149,7 @@ def run_service(
         ids = [settings.names[0], *(other.names[0] for other in others)]
         lines, access = stack.enter_context(open_log(settings.logging, report))
         gauges = gauges_of(client, host, life, (lines, log), lambda: len(connections.open), settings.products)
+        gauges = replace(gauges, adapters=lambda: [adapter.names for adapter in adapted])
         metrics = Metrics(gauges, ids)
         connections = Connections(settings.limits, metrics)
         guides = stack.enter_context(closing(_guides(opened)))
@@ -162,6 +163,7 @@ def run_service(
         batches = BatchRunner(folder, most_bytes, opened.size.limits.max_sequences, life, report)
         stack.callback(batches.close)
         own = _served(opened, settings, guides, host)
+        adapted = with_adapters(own, opened.model.adapters, names)
         app = create_app(
             own,
             client,
@@ -170,7 +172,7 @@ def run_service(
             metrics,
             surroundings,
             None if embedding is None else served_embeddings(embedding, (embedding.model.name,)),
-            [*with_adapters(own, opened.model.adapters, names), *further],
+            [*adapted, *further],
             batches,
         )
         service = Service(
@@ -288,11 +290,15 @@ def gauges_of(
         is_ready=lambda: life.is_ready,
         n_ranks_replaced=lambda: host.n_ranks_replaced,
         n_requests_rerun=lambda: host.n_requests_rerun,
+        n_answers_continued=lambda: host.n_answers_continued,
+        n_core_moves=lambda: host.n_core_moves,
+        threads=host.threads,
         n_lengths_lost=lambda: lengths.n_lost if lengths else 0,
         n_access_lines_lost=lambda: lines.n_lost,
         joules=energy.by_zone,
         phase_joules=energy.by_phase,
         models=models,
+        instances=host.instances,
         products=products,
     )
 

@@ -106,13 +106,13 @@ def check(suite: str, wheel: Path, model: Path, scratch: Path) -> None:
 
 def machine_of(wheel: Path) -> str:
     """The machine that a wheel is for, which this one is or can emulate."""
-    found = [machine for machine in DEBIAN_NAMES if wheel.stem.endswith(machine)]
-    if not found:
+    machines = [machine for machine in DEBIAN_NAMES if wheel.stem.endswith(machine)]
+    if not machines:
         sys.exit(f"{wheel.name} is for none of {', '.join(DEBIAN_NAMES)}")
-    emulator = Path("/proc/sys/fs/binfmt_misc", f"qemu-{found[0]}")
-    if found[0] != platform.machine() and not emulator.exists():
+    emulator = Path("/proc/sys/fs/binfmt_misc", f"qemu-{machines[0]}")
+    if machines[0] != platform.machine() and not emulator.exists():
         sys.exit(f"no {emulator}: install qemu-user-static, then update-binfmts --enable {emulator.name}")
-    return found[0]
+    return machines[0]
 
 
 def main() -> None:

@@ -116,7 +116,7 @@ def check_configuration(told: dict[str, Any]) -> None:
 def check_served(root: Path, told: dict[str, Any]) -> None:
     """The image's own command, as its user, without a network."""
     command, health = [*told["Entrypoint"], *told["Cmd"]], told["Healthcheck"]["Test"][1:]
-    own = dict(one.split("=", 1) for one in told["Env"])
+    own = dict(variable.split("=", 1) for variable in told["Env"])
     environment = {**ENVIRONMENT, "HOME": "/home/phasewise", **own}
     asked = ("python3", "-c", SERVED, json.dumps(command), json.dumps(health), str(STOP_S))
     in_system(root, *asked, user=told["User"], environment=environment)

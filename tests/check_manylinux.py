@@ -67,8 +67,8 @@ def repaired(wheel: Path, python: Path, dist: Path) -> Path:
     before = set(dist.glob("*.whl"))
     environment = {"PATH": f"{python.parent}:{os.environ['PATH']}"}
     run(python, "-m", "auditwheel", "repair", "-w", dist, wheel, cwd=dist, **environment)
-    (found,) = set(dist.glob("*.whl")) - before
-    return found
+    (repaired_wheel,) = set(dist.glob("*.whl")) - before
+    return repaired_wheel
 
 
 def check_kernels(wheel: Path, machine: str, scratch: Path) -> None:
@@ -77,16 +77,22 @@ def check_kernels(wheel: Path, machine: str, scratch: Path) -> None:
     assert wheel.stat().st_size <= MOST_BYTES, f"{wheel.name} has {wheel.stat().st_size} bytes"
     assert "-cp311-abi3-" in wheel.name, f"{wheel.name} is not for every Python from 3.11 on"
     with zipfile.ZipFile(wheel) as archive:
-        (name,) = (one for one in archive.namelist() if "/_native." in one and one.endswith(".so"))
+        (name,) = (
+            member for member in archive.namelist() if "/_native." in member and member.endswith(".so")
+        )
         names = json.loads(archive.read("phasewise/kerneldb/reference_build.json"))[machine]
         kernels = Path(archive.extract(name, scratch))
     assert kernels.name == "_native.abi3.so", kernels.name
     (elf_machine,) = struct.unpack_from("<H", kernels.read_bytes(), 18)
     assert elf_machine == ELF_MACHINES[machine], f"{kernels.name} is for machine {elf_machine}"
     code = kernels.read_bytes()
-    assert all(one.encode() in code for one in names), f"{kernels.name} has other names than {names}"
-    tagged = max(tuple(map(int, one)) for one in re.findall(r"manylinux_(\d+)_(\d+)_", wheel.name))
-    asked = {tuple(map(int, one)) for one in re.findall(rb"GLIBC_(\d+)\.(\d+)\0", kernels.read_bytes())}
+    assert all(kernel_name.encode() in code for kernel_name in names), (
+        f"{kernels.name} has other names than {names}"
+    )
+    tagged = max(tuple(map(int, version)) for version in re.findall(r"manylinux_(\d+)_(\d+)_", wheel.name))
+    asked = {
+        tuple(map(int, version)) for version in re.findall(rb"GLIBC_(\d+)\.(\d+)\0", kernels.read_bytes())
+    }
     assert max(asked) <= tagged, f"{wheel.name} asks for glibc {max(asked)}"
     megabytes = wheel.stat().st_size / 1e6
     print(f"{wheel.name}: {megabytes:.1f} MB, {machine}, glibc {'.'.join(map(str, tagged))} or newer")
@@ -141,7 +147,7 @@ def check_emulated(wheel: Path, machine: str, pip: Path, scratch: Path) -> None:
     platforms.append(f"--platform=manylinux2014_{machine}")
     options = (*platforms, f"--abi={ABI}", "--abi=abi3", "--abi=none", "--only-binary=:all:")
     run(pip, "install", "-q", "--target", packages, *options, wheel, cwd=scratch)
-    for arguments in (*(["-m", "phasewise", *one] for one in COMMANDS), ["-c", PRODUCT]):
+    for arguments in (*(["-m", "phasewise", *command] for command in COMMANDS), ["-c", PRODUCT]):
         run(*python, *arguments, cwd=scratch, PYTHONPATH=str(packages))
     print(f"{wheel.name}: installs with {machine} wheels alone, and runs under qemu-user")
 
@@ -160,7 +166,7 @@ def main() -> None:
     python = venv / "bin" / "python"
     run(python, "-m", "pip", "install", "-q", *TOOLS, cwd=scratch)
     here = platform.machine()
-    for machine in sorted(machines, key=lambda one: one != here):
+    for machine in sorted(machines, key=lambda candidate: candidate != here):
         if machine != here and shutil.which(f"{machine}-linux-gnu-gcc") is None:
             print(f"no wheel for {machine}: {machine}-linux-gnu-gcc is not installed")
             continue

@@ -35,9 +35,9 @@ def run(*command: str | Path, cwd: Path, **environment: str) -> str:
 def sources(*patterns: str) -> set[str]:
     """The files of every room that match, as the wheel must name them: phasewise/ROOM/..."""
     rooms = [path for path in (ROOT / "phasewise").iterdir() if path.is_symlink()]
-    found = (path for pattern in patterns for room in rooms for path in room.resolve().rglob(pattern))
+    linked = (path for pattern in patterns for room in rooms for path in room.resolve().rglob(pattern))
     own = (path for pattern in patterns for path in (ROOT / "phasewise").glob(pattern))
-    names = {f"phasewise/{path.relative_to(ROOT)}" for path in found}
+    names = {f"phasewise/{path.relative_to(ROOT)}" for path in linked}
     names |= {str(path.relative_to(ROOT)) for path in own}
     return {name for name in names if not name.endswith("/_native.c")}
 

@@ -16,13 +16,13 @@ def main() -> None:
     extras = settings["options.extras_require"]
     needed = [
         *settings["options"]["install_requires"].split(),
-        *(one for name in EXTRAS for one in extras[name].split()),
+        *(requirement for name in EXTRAS for requirement in extras[name].split()),
     ]
     for requirement in needed:
-        found = re.fullmatch(r"([\w\[\]-]+)>=([\d.]+)(,<[\d.]+)?", requirement)
-        if found is None:
+        parsed = re.fullmatch(r"([\w\[\]-]+)>=([\d.]+)(,<[\d.]+)?", requirement)
+        if parsed is None:
             raise SystemExit(f"setup.cfg: {requirement!r} names no lowest version as NAME>=VERSION")
-        print(f"{found[1]}=={found[2]}")
+        print(f"{parsed[1]}=={parsed[2]}")
 
 
 if __name__ == "__main__":

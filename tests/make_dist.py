@@ -58,13 +58,13 @@ def reproducible_sdist(python: Path, tree: Path, out: Path) -> Path:
     (path,) = out.glob("*.tar.gz")
     plain = io.BytesIO()
     with (
-        tarfile.open(path) as made,
+        tarfile.open(path) as built,
         tarfile.open(fileobj=plain, mode="w", format=tarfile.PAX_FORMAT) as again,
     ):
-        for member in sorted(made.getmembers(), key=lambda member: member.name):
+        for member in sorted(built.getmembers(), key=lambda member: member.name):
             member.mtime, member.uid, member.gid, member.uname, member.gname = epoch_s(), 0, 0, "", ""
             member.pax_headers = {}
-            again.addfile(member, made.extractfile(member) if member.isfile() else None)
+            again.addfile(member, built.extractfile(member) if member.isfile() else None)
     path.write_bytes(gzip.compress(plain.getvalue(), mtime=epoch_s()))
     return path
 

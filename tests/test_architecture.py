@@ -40,6 +40,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "loadtest": (
         "loadtest",
+        "tuner.config.day",
         "tuner.config.slo",
         "tuner.config.trace",
         "tuner.config.lengths",
@@ -96,6 +97,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "serving.errors",
         "cython_kernels",
         "tuner.plans",
+        "topology",
     ),
     "serving.prefix_store": (
         "serving.prefix_store",
@@ -172,6 +174,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "cluster.simulated": (
         "cluster.simulated",
         "cluster.routing",
+        "cluster.held_blocks",
         "cluster.errors",
         *PURE,
         "tuner.config.slo",
@@ -185,12 +188,23 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "cluster.real": (
         "cluster.real",
         "cluster.routing",
+        "cluster.held_blocks",
         "cluster.errors",
         "serving",
         "cython_kernels",
         "_version",
     ),
-    "cluster.routing": ("cluster.errors",),
+    "cluster.routing": (
+        "cluster.errors",
+        "cluster.held_blocks",
+        "serving.scheduling.prefix_keys",
+        "serving.scheduling.held_prefixes",
+    ),
+    "cluster.held_blocks": (
+        "cluster.errors",
+        "serving.scheduling.prefix_keys",
+        "serving.scheduling.held_prefixes",
+    ),
     "tuner": ("tuner", "kerneldb", "topology", "cython_kernels", "_files", "_places", "_safetensors"),
     "tuner.topotree": ("tuner.topotree", "tuner.plans", "tuner.errors", "topology"),
     "tuner.search": ("tuner.search", "kerneldb.records", "topology"),
@@ -200,7 +214,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "migrations": ("kerneldb.models",),
     "migrations.versions": (),
     "topology": ("topology", "_files"),
-    "cython_kernels": ("cython_kernels",),
+    "cython_kernels": ("cython_kernels", "_places"),
 }
 
 COMMON = ("_words",)
@@ -221,7 +235,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "tree_sitter": ("ir.raising.parse", "ir.raising.parse_source", "ir.raising.parse_expressions"),
     "tree_sitter_c": ("ir.raising.parse_source",),
     "aiohttp": ("loadtest",),
-    "ray": ("cluster.real.ray_cluster",),
+    "ray": ("cluster.real.ray_connection",),
     "zmq": ("serving.processes.sockets", "cluster.real"),
 }
 
@@ -379,12 +393,12 @@ NO_NAMES = frozenset({"one", "found", "at", "known", "made", "gone"})
 
 
 def test_modules_are_short() -> None:
-    """No source of the product has more than 600 lines."""
+    """No source of the product has more than 600 lines; the stub of a compiled module cannot be divided."""
     lengths = {
         str(path.relative_to(ROOT)): path.read_text(encoding="utf-8").count("\n")
         for room in ROOMS
         for path in (ROOT / room).rglob("*")
-        if path.suffix in SUFFIXES and path.name != "_native.c"
+        if path.suffix in SUFFIXES and path.name not in ("_native.c", "_native.pyi")
     }
     assert not {name: n for name, n in lengths.items() if n > MOST_LINES}
 
@@ -425,9 +439,10 @@ def _assigned(tree: ast.Module) -> Iterator[tuple[str, int]]:
 
 def test_values_have_names_of_what_they_hold() -> None:
     """None is called one, found, at, known, made or gone."""
+    beside = [path for room in ("tests", "benchmarks") for path in (ROOT / room).rglob("*.py")]
     broken = [
         f"{path.relative_to(ROOT)}:{line}: {name}"
-        for _, path in SOURCES
+        for path in [*(path for _, path in SOURCES), *beside]
         for name, line in _assigned(ast.parse(path.read_text(encoding="utf-8")))
         if name in NO_NAMES
     ]
@@ -442,11 +457,11 @@ def test_every_folder_of_serving_and_cluster_has_a_row() -> None:
         for path in (ROOT / room).glob("*/__init__.py")
     }
     assert folders <= set(MAY_IMPORT)
-    known = {module for module, _ in SOURCES}
-    assert set(MAY_IMPORT) <= known | {"phasewise", "migrations.versions"}
+    modules = {module for module, _ in SOURCES}
+    assert set(MAY_IMPORT) <= modules | {"phasewise", "migrations.versions"}
     targets = {target for row in MAY_IMPORT.values() for target in row} - {"", "torch"}
-    assert targets <= known | {f"phasewise.{name}" for name in known} | {
-        module.removeprefix("phasewise.") for module in known
+    assert targets <= modules | {f"phasewise.{name}" for name in modules} | {
+        module.removeprefix("phasewise.") for module in modules
     }
 
 
@@ -464,12 +479,12 @@ def test_rooms_of_serving_are_layers() -> None:
 
 def test_files_form_no_circle() -> None:
     """Imports within functions and for types count as well."""
-    known = dict(SOURCES)
+    paths = dict(SOURCES)
     graph: dict[str, set[str]] = {}
     for module, path in SOURCES:
         names = (
             target.removeprefix("phasewise.") for target in _imports(path) if target.startswith("phasewise.")
         )
-        found = (name if name in known else name.rpartition(".")[0] for name in names)
-        graph[module] = {name for name in found if name in known and name != module}
+        imported = (name if name in paths else name.rpartition(".")[0] for name in names)
+        graph[module] = {name for name in imported if name in paths and name != module}
     TopologicalSorter(graph).prepare()  # CycleError names the files of a circle

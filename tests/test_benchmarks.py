@@ -9,24 +9,27 @@ import subprocess
 import sys
 from pathlib import Path
 
+import gguf
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks import compare
+from benchmarks import compare, random_gguf
 from benchmarks.figures import FIGURES
 from benchmarks.harness import Broken, Spread, in_turns, ratios, show
 from benchmarks.one_arithmetic import LEAST_ROUNDS, timed_turns
+from phasewise._version import SCHEMA_VERSION
 from tests.support import ROOT
+from tests.support.models.tiny_models import write_tiny_gguf
 from tests.support.tiers import first_is_smoke
 
 SCRIPTS = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py"))
-NEED_TORCH = {"kv_pruning"}
+NEED_TORCH = {"kv_pruning", "torch_layers"}
 ON_HARNESS = [
     name for name in SCRIPTS if "app = commands(" in (ROOT / "benchmarks" / f"{name}.py").read_text()
 ]
 OTHERS = [name for name in SCRIPTS if name not in ON_HARNESS and name not in ("harness", "demo")]
 SOAKS = (
-    *("drawn_schemas", "fairness", "faults", "fuzz_api", "fuzz_http"),
+    *("changing_instances", "changing_nodes", "drawn_schemas", "fairness", "faults", "fuzz_api", "fuzz_http"),
     *("fuzz_models", "health", "hostile", "soak"),
 )
 
@@ -94,6 +97,25 @@ def test_the_columns_of_a_figure_are_those_of_its_rows() -> None:
     assert tuple(first)[: len(windve.columns)] == windve.columns
 
 
+@pytest.mark.parametrize("one_type", random_gguf.TYPES)
+def test_a_random_file_has_weights_of_the_type_that_was_asked_for(
+    one_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(random_gguf.SHAPES, "tiny", random_gguf.Shape("llama", 256, 2, 4, 2, 512, None))
+    source, out = tmp_path / "source.gguf", tmp_path / "out.gguf"
+    write_tiny_gguf(source)
+
+    list(random_gguf.random_gguf("tiny", source, out, one_type))
+
+    tensors = gguf.GGUFReader(out).tensors
+    types = {tensor.tensor_type.name for tensor in tensors}
+    assert types == {"F32", *({"Q4_K", "Q6_K"} if one_type == random_gguf.MIXED else {one_type})}
+    for tensor in tensors:
+        values = gguf.dequantize(tensor.data, tensor.tensor_type)
+        assert values.size == tensor.n_elements
+        assert 0 < abs(values).max() <= 1, tensor.name
+
+
 # ---- the harness -----------------------------------------------------------------------------------------
 
 
@@ -131,6 +153,7 @@ def test_rows_are_markdown_or_json_with_the_machine(capsys: pytest.CaptureFixtur
     said = json.loads(capsys.readouterr().out)
     assert said["rows"][1]["value"] == {"median": 2.0, "least": 1.0, "most": 3.0}
     assert said["remarks"] == ["a remark", "a law"]
+    assert said["schema_version"] == SCHEMA_VERSION
     assert set(said["machine"]) == {"core", "isa", "cpus"}
 
 
@@ -148,6 +171,38 @@ def test_llama_bench_is_asked_for_one_phase_at_a_time(llama_bench: Path) -> None
 def test_what_is_no_llama_bench_is_refused_in_one_line(program: str) -> None:
     with pytest.raises(SystemExit, match=rf"^{program} is no llama-bench: [^\n]*$"):
         compare.peer_of(f"ik_llama_cpp@{program}", "model.gguf", 2)
+
+
+def test_a_peer_that_is_not_there_is_left_out_with_its_reason(
+    llama_bench: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others are timed, each by the tests that it can do."""
+
+    class Ours:
+        def check(self, test: compare.Test) -> None: ...
+        def rate(self, test: compare.Test) -> float:
+            return 25.0
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(compare, "ours", lambda *_: Ours())
+    monkeypatch.setattr(compare, "PAUSE_S", 0.0)
+    missing = ["openvino@/nowhere/python", f"openvino@{sys.executable}", "ik_llama_cpp@/nowhere/llama-bench"]
+    peers = [f"llama_cpp@{llama_bench}", *missing]
+
+    said = list(compare.compare(["m.gguf"], peers, None, 2, 1, "prefill 8,decode 4 x2", "native"))
+
+    remarks = [part for part in said if isinstance(part, str)]
+    rows = [part for part in said if not isinstance(part, str)]
+    assert [remark.partition(": ")[0] for remark in remarks] == [
+        *(f"{peer} is left out" for peer in missing),
+        "llama_cpp is left out of `decode 4 x2`",
+    ]
+    assert [(row["test"], row["peer"]) for row in rows] == [
+        ("prefill 8", "llama_cpp"),
+        ("decode 4 x2", "phasewise"),
+    ]
+    assert rows[0]["ratio"] == Spread(2.0, 2.0, 2.0)
 
 
 def test_several_sequences_need_the_program_beside_it(llama_bench: Path) -> None:

@@ -45,13 +45,13 @@ class Seen:
 
 
 def seen(path: Path, *, is_same_inode: bool) -> Seen:
-    found = path.stat()
+    status = path.stat()
     return Seen(
-        stat.S_IFMT(found.st_mode),
+        stat.S_IFMT(status.st_mode),
         os.readlink(path) if path.is_symlink() else None,
-        stat.S_IMODE(found.st_mode),
-        (found.st_uid, found.st_gid),
-        found.st_ino if is_same_inode else None,
+        stat.S_IMODE(status.st_mode),
+        (status.st_uid, status.st_gid),
+        status.st_ino if is_same_inode else None,
     )
 
 
@@ -277,7 +277,7 @@ def test_only_whole_lines_of_a_log_are_kept(content: bytes) -> None:
 # ---- no other writer --------------------------------------------------------------------------------------
 
 OTHER_WRITERS = {
-    "cluster.real.ray_cluster": "the null device, in place of stderr",
+    "cluster.real.ray_connection": "the null device, in place of stderr",
     "phasewise._files": "the one writer",
     "cli.present": "stderr is pointed at /dev/null when its terminal has gone",
     "cli.main": "stdout is pointed at /dev/null when its reader has gone",
@@ -294,7 +294,12 @@ OTHER_WRITERS = {
     "workflows.database.signed_index": "files in a temporary directory",
     "workflows.embed.kept_plan": "a file of an earlier version is renamed",
     "workflows.user_kernels.files": "files in a temporary directory",
+    "workflows.user_kernels.slot_library": "files in a temporary directory",
     "workflows.user_kernels.tune": "files in a temporary directory",
+    "cython_kernels.user_slots.installed": "for their user alone, each beside its place and renamed",
+    "cython_kernels.user_slots.library": "a file in memory",
+    "phasewise.torch.distributed": "memory of a group, which has no name",
+    "cython_kernels.user_slots.process": "a child's streams are pointed at /dev/null",
     "kerneldb.schema_copy": "a copy of a database, which SQLite makes",
     "serving.processes.line_log": "appends lines to a log, and follows no link",
     "serving.sandbox.confined_process": "pipes, and the process's own figures in /proc",
@@ -330,20 +335,24 @@ def _is_writing(call: ast.Call) -> bool:
         )
     if last in ("open", "fdopen"):
         given = [*call.args, *(word.value for word in call.keywords if word.arg == "mode")]
-        modes = [one.value for one in given if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+        modes = [
+            argument.value
+            for argument in given
+            if isinstance(argument, ast.Constant) and isinstance(argument.value, str)
+        ]
         return any(set(mode) <= set("rwabtx+") and set(mode) & set("wax+") for mode in modes)
     return False
 
 
 def test_no_module_writes_files_in_another_way() -> None:
-    found = {
+    writers = {
         module
         for module, path in SOURCES
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Call) and _is_writing(node)
     }
 
-    assert found == set(OTHER_WRITERS)
+    assert writers == set(OTHER_WRITERS)
 
 
 @pytest.mark.parametrize("read", [SourceFile, read_text, lines_of], ids=lambda read: read.__name__)

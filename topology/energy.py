@@ -1,4 +1,4 @@
-"""Energy by the machine's own counters: RAPL, as Linux's powercap shows it."""
+"""Energy by the machine's own counters, and its cap: RAPL, as Linux's powercap shows it."""
 
 from __future__ import annotations
 
@@ -56,6 +56,26 @@ class EnergyCounters:
     def total_joules(self) -> float:
         """All zones together."""
         return sum(self.joules().values())
+
+
+def power_cap_w(root: Path = POWERCAP) -> float:
+    """The watts that the packages together may use for long; 0 where a package has no such limit in force, or
+    none can be read."""
+    try:
+        packages = [path for path in root.glob("*-rapl:*") if _text_in(path / "name").startswith("package")]
+        caps_w = [_long_term_w(path) for path in packages]
+    except (OSError, ValueError):
+        return 0.0
+    return sum(caps_w) if all(caps_w) else 0.0
+
+
+def _long_term_w(zone: Path) -> float:
+    if _number_in(zone / "enabled") != 1:
+        return 0.0
+    for name in zone.glob("constraint_*_name"):
+        if _text_in(name) == "long_term":
+            return _number_in(name.with_name(name.name.replace("_name", "_power_limit_uw"))) / 1e6
+    return 0.0
 
 
 def _zones(root: Path) -> Iterator[_Zone]:

@@ -31,8 +31,11 @@ class _Mount:
 
 
 def read_limits(root: Path = Path("/")) -> ProcessLimits:
-    """The limits of the calling process, from its affinity and from the cgroup files under `root`."""
-    allowed = mask_of(os.sched_getaffinity(0))
+    """The limits of this process, from its affinity and from the cgroup files under `root`.
+
+    The affinity is its first thread's, which `taskset` changes: other threads may be pinned.
+    """
+    allowed = mask_of(os.sched_getaffinity(os.getpid()))
     within = cgroup_cpuset(root)
     if within is not None and allowed & within:
         allowed &= within

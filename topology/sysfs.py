@@ -18,7 +18,7 @@ from phasewise.topology.cpusets import cpus_of, mask_of, parse_kernel_mask, pars
 from phasewise.topology.errors import TopologyError
 from phasewise.topology.nesting import Part, nest
 from phasewise.topology.process_limits import ProcessLimits, read_limits
-from phasewise.topology.tree import Cpu, CpuKind, Kind, Machine, MemoryAccess, NumaDistances
+from phasewise.topology.tree import LIVE, Cpu, CpuKind, Kind, Machine, MemoryAccess, NumaDistances
 
 CORE_VARIABLE = "PHASEWISE_CORE"
 CACHE_KINDS = {2: Kind.L2, 3: Kind.L3, 4: Kind.L4}
@@ -54,7 +54,7 @@ def read_machine(root: Path = Path("/")) -> Machine:
             raise TopologyError(f"none of the CPUs that {root} describes is allowed to this process")
         parts = _cpu_parts(root / "sys/devices/system/cpu", online) + _memory_parts(root, online)
         return Machine(
-            source="this machine" if is_live else str(root),
+            source=LIVE if is_live else str(root),
             tree=nest(parts, online),
             cpu=_cpu(root, is_live),
             allowed_pus=cpus_of(limits.allowed & online),
@@ -237,6 +237,17 @@ def _megabytes(count: int | None) -> int | None:
 def _positive(path: Path) -> int | None:
     """A number above zero, which is how the kernel writes unknown."""
     return max(_number(path) or 0, 0) or None
+
+
+def read_core_kinds(root: Path = Path("/")) -> tuple[CpuKind, ...]:
+    """The kinds of core of the machine under `root`, slowest first; none where all are alike.
+
+    TopologyError as `read_machine`.
+    """
+    try:
+        return _kinds(root, _online(root / "sys/devices/system/cpu", root == Path("/")))
+    except ValueError as error:
+        raise TopologyError(f"the kinds of cores cannot be read: {error}") from error
 
 
 def _kinds(root: Path, online: int) -> tuple[CpuKind, ...]:

@@ -10,6 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+LIVE = "this machine"
+"""The source of a description that was read from the running system."""
+
 
 class Kind(StrEnum):
     """Kinds of nodes. The order is the order of nesting where two nodes hold the same CPUs."""
@@ -135,6 +138,11 @@ class Machine:
     kinds: tuple[CpuKind, ...] = field(default=())
     distances: NumaDistances | None = None
     memory: tuple[MemoryAccess, ...] = ()
+
+    @property
+    def is_live(self) -> bool:
+        """True of the machine that this process runs on, as it was read."""
+        return self.source == LIVE
 
     def nodes(self, kind: Kind) -> tuple[Node, ...]:
         """All nodes of a kind, in CPU order."""

@@ -8,7 +8,7 @@ everything that gets lost: ranks where there is one process, a phase where there
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from phasewise._words import counted
@@ -41,7 +41,14 @@ def emit(tool: str, plans: Plans, machine: Machine) -> Emitted:
         raise PlanError(f"plans are printed for {', '.join(TOOLS)}, not for {tool!r:.40}")
     if not plans:
         raise PlanError("there is no plan to print: find one with tune-config")
-    return TOOLS[tool](plans, machine)
+    emitted = TOOLS[tool](plans, machine)
+    bands = tuple(
+        f"{tool} has one set of cores for every load: left out is what decode has from"
+        f" {' and '.join(map(str, plan.starts))} sequences on"
+        for plan in plans.values()
+        if plan.bands
+    )
+    return replace(emitted, notes=emitted.notes + bands)
 
 
 def cpu_mask(pus: tuple[int, ...]) -> str:

@@ -29,9 +29,12 @@ from phasewise.cython_kernels.schedules import (
     CANONICAL,
     MAX_ROW_RANGES,
     SAME_BITS,
+    TILES,
     RowRange,
     ScheduleLookup,
     canonical_path,
+    path_on_tiles,
+    tiles_path,
 )
 from phasewise.kerneldb.records import MachineKey, Measurement, Problem, Schedule
 from phasewise.tuner.search.space import Arithmetic, pieces
@@ -53,7 +56,6 @@ Obstacle: TypeAlias = Callable[[Problem, Schedule], str | None]
 
 MOST_TOLD = 5
 """Most rows that are left out by name."""
-TILE_PATH = "bf16_tile"
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +127,17 @@ class ScheduleTable(ScheduleLookup):
         """`--arithmetic`; empty: nothing is asked."""
         self._asked_path: str | None = None
         self.in_tiles = False
+        self._bands: tuple[ScheduleTable, ...] = ()
+
+    @property
+    def bands(self) -> tuple[ScheduleTable, ...]:
+        return self._bands
+
+    def with_bands(self, bands: Sequence[ScheduleTable]) -> ScheduleTable:
+        """The same schedules, and those of the cores of a plan's bands."""
+        other = copy.copy(self)
+        other._bands = tuple(bands)
+        return other
 
     @property
     def is_tuned(self) -> bool:
@@ -134,7 +147,8 @@ class ScheduleTable(ScheduleLookup):
     def asked(self, choice: str, path: str | None, *, in_tiles: bool = False) -> ScheduleTable:
         """The same schedules where `--arithmetic choice` is asked for.
 
-        path: of weights with sub-scales; None leaves it to the schedules. `canonical` is of all weights.
+        path: of weights with sub-scales; None leaves it to the schedules. `canonical` is of all weights,
+        `tiles` of all but f32, f16 and bytes with a scale for a column.
         in_tiles: quantised weights are multiplied as bf16 on the tile unit, where there is one.
         """
         other = copy.copy(self)
@@ -175,8 +189,8 @@ class ScheduleTable(ScheduleLookup):
         return self._tuned_arithmetic(weight) if path is None else (path, 1)
 
     def own_path(self, weight: PackedWeight) -> str | None:
-        has_tiles = weight.kind in DENSE_KINDS or (weight.kind == "q8" and weight.group == 0)
-        return TILE_PATH if self.in_tiles and not has_tiles else None
+        """On a CPU without tiles prompts are multiplied as answers are, by what is tuned for these."""
+        return path_on_tiles(weight) if self.in_tiles and weight.kind not in DENSE_KINDS else None
 
     def products(self, weight: PackedWeight, max_m: int) -> list[RowRange]:
         """Ranges for products of 1 to `max_m` rows; kept, since a model has many weights and few shapes."""
@@ -196,10 +210,10 @@ class ScheduleTable(ScheduleLookup):
         """The path that was asked for; None where none was, or where the weight has no sub-scales, or where
         what is tuned has the bits that were asked for.
         """
-        if self.asked_choice == CANONICAL:
+        if self.asked_choice in (CANONICAL, TILES):
             tuned, n_parts = self._tuned_arithmetic(weight)
-            path = canonical_path(weight)
-            is_equal = (
+            path = canonical_path(weight) if self.asked_choice == CANONICAL else tiles_path(weight)
+            is_equal = path is None or (
                 n_parts == 1
                 and tuned is not None
                 and SAME_BITS.get(tuned, tuned) == SAME_BITS.get(path, path)

@@ -24,6 +24,8 @@ CALIBRATION_ROUNDS = 1 << 16
 REPEAT_S = 0.05  # long against a timer tick, short against a neighbour's burst
 DEFAULT_READ_BYTES = 512 << 20
 LEAST_READ_BYTES = 512 << 20  # beside other timings: the start of a few threads must not count
+PIECES = (64, 256, 1024, 4096, 16384, 65536)
+"""Sizes of pieces in bytes, from a line of the cache to long runs of keys."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,36 @@ def read_bandwidth(cores: Sequence[int], total_bytes: int = DEFAULT_READ_BYTES, 
         return lambda: loops.read(buffer)
 
     return _best_rate(prepare, cores, repeats)
+
+
+@dataclass(frozen=True)
+class PieceReads:
+    """Rates of reading memory in pieces of one size: in their order, and scattered (ODMA, section 2.2)."""
+
+    piece_bytes: int
+    in_order_bytes_per_s: float
+    scattered_bytes_per_s: float
+
+    @property
+    def share(self) -> float:
+        """The scattered rate over the other one."""
+        return self.scattered_bytes_per_s / self.in_order_bytes_per_s
+
+
+def read_in_pieces(
+    cores: Sequence[int], piece_bytes: int, total_bytes: int = DEFAULT_READ_BYTES, repeats: int = 3
+) -> PieceReads:
+    """Both rates by one loop, each core over a buffer of its own; together they have `total_bytes`."""
+    share_words = max(2 * piece_bytes, total_bytes // len(cores)) // 8
+
+    def rate(scattered: bool) -> float:
+        def prepare() -> Callable[[], int]:
+            buffer = np.ones(share_words, dtype=np.uint64)  # touched here, by the core that will read it
+            return lambda: loops.read_pieces(buffer, piece_bytes, scattered=scattered)[0]
+
+        return _best_rate(prepare, cores, repeats)
+
+    return PieceReads(piece_bytes, rate(scattered=False), rate(scattered=True))
 
 
 class StreamingRead:

@@ -1,7 +1,8 @@
 """Service plans: on which cores each phase runs, and in how many ranks.
 
 The plan of a phase comes from the flags `--threads` and `--ranks`, else from the newest verified row of the
-database, else it is the default: one rank, one thread on each core that the process may use. A row may be a
+database, else it is the default: one rank, one thread on each core that the process may use. Decode's may
+have other cores for steps of more sequences (decision 0149). A row may be a
 stranger's, or older than a change of cpuset, so a plan from the database is checked against this machine,
 and set aside with a reason.
 """
@@ -13,9 +14,10 @@ import json
 import logging
 import os
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol, get_args
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol, TypeAlias, get_args
 
 from phasewise._words import counted, number, plural
 from phasewise.kerneldb.location import locate
@@ -34,14 +36,20 @@ from phasewise.tuner.errors import PlanError
 Phase = Literal["prefill", "decode"]
 Source = Literal["default", "database", "imported", "flag", "search", "file"]
 Report = Callable[[str], None]
+DefaultPlan: TypeAlias = "Callable[[Machine, Phase], ServicePlan]"
+"""The plan of a phase where the database has none."""
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
 MAX_RANKS = 256
 MAX_PU = 65_535
-PLAN_FORMAT = 1
-"""Version of the JSON that names cores; a reader refuses versions that it does not know."""
-PLACED_FORMAT = 2
-"""Version of the JSON that names places of the topology, as the database keeps plans."""
+MAX_BANDS = 3
+"""As many as a program has tables of schedules for, beside those of the phases (PW_SCHEDULE_TABLES)."""
+MAX_BAND_SEQUENCES = 4096
+PLAN_FORMAT, BANDED_FORMAT = 1, 3
+"""Versions of the JSON that names cores, without and with bands; a reader refuses versions that it does not
+know."""
+PLACED_FORMAT, BANDED_PLACED_FORMAT = 2, 4
+"""Versions of the JSON that names places of the topology, as the database keeps plans."""
 
 _log = logging.getLogger(__name__)
 
@@ -68,49 +76,149 @@ class RankCores:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadBand:
+    """The cores of decode's ranks in steps of at least `sequences` sequences."""
+
+    sequences: int
+    ranks: tuple[RankCores, ...]
+
+    def __post_init__(self) -> None:
+        n = self.sequences
+        if type(n) is not int or not 2 <= n <= MAX_BAND_SEQUENCES:
+            raise PlanError(f"a band begins at 2 to {MAX_BAND_SEQUENCES} sequences, not {n!r:.40}")
+        _check_ranks(self.ranks)
+
+
+@dataclass(frozen=True, slots=True)
 class ServicePlan:
-    """The way in which one phase runs. Ranks never share a PU."""
+    """The way in which one phase runs. Ranks never share a PU.
+
+    bands: other cores of the same ranks for decode steps of more sequences, the fewest first. Ranks stay on
+    their NUMA nodes, where their memory lies.
+    """
 
     phase: Phase
     ranks: tuple[RankCores, ...]
     source: Source = "default"
+    bands: tuple[LoadBand, ...] = ()
 
     def __post_init__(self) -> None:
         if self.phase not in PHASES:
             raise PlanError(f"a phase is prefill or decode, not {self.phase!r:.40}")
-        if not 1 <= len(self.ranks) <= MAX_RANKS:
-            raise PlanError(f"a plan has 1 to {MAX_RANKS} ranks, not {len(self.ranks)}")
-        if len(set(self.cores)) != len(self.cores):
-            raise PlanError(f"two ranks share a core: {list_cores(self.cores)}")
+        _check_ranks(self.ranks)
+        if self.bands and self.phase != "decode":
+            raise PlanError(f"bands of sequences are decode's, not those of {self.phase}")
+        if len(self.bands) > MAX_BANDS:
+            raise PlanError(f"a plan has at most {MAX_BANDS} bands of more sequences, not {len(self.bands)}")
+        for before, after in itertools.pairwise(self.starts):
+            if before >= after:
+                raise PlanError(f"bands must rise: {after} sequences come after {before}")
+        for band in self.bands:
+            if nodes_of(band.ranks) != nodes_of(self.ranks):
+                raise PlanError(
+                    f"the band from {band.sequences} sequences on has other ranks, or on other NUMA nodes"
+                )
 
     @property
     def cores(self) -> tuple[int, ...]:
-        """Every PU of the plan, rank by rank."""
-        return tuple(core for rank in self.ranks for core in rank.cores)
+        """Every PU of the plan, rank by rank; of its bands see `all_cores`."""
+        return _cores_of(self.ranks)
+
+    @property
+    def all_cores(self) -> frozenset[int]:
+        """Every PU that it ever uses."""
+        return frozenset(self.cores).union(*(_cores_of(band.ranks) for band in self.bands))
+
+    @property
+    def each(self) -> tuple[ServicePlan, ...]:
+        """The plan without its bands, then those of its bands."""
+        return tuple(replace(self, ranks=ranks, bands=()) for _, ranks in self._loads)
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """The sequences from which each band runs."""
+        return tuple(band.sequences for band in self.bands)
+
+    @property
+    def _loads(self) -> tuple[tuple[int, tuple[RankCores, ...]], ...]:
+        return ((1, self.ranks), *((band.sequences, band.ranks) for band in self.bands))
+
+    def at(self, sequences: int) -> ServicePlan:
+        """The plan, without bands, of steps of so many sequences."""
+        return self.each[bisect_right(self.starts, sequences)]
+
+    def with_band(self, sequences: int, ranks: tuple[RankCores, ...]) -> ServicePlan:
+        """The plan with these cores from `sequences` on; itself where it has them anyhow."""
+        if [sorted(rank.cores) for rank in ranks] == [sorted(rank.cores) for rank in self.each[-1].ranks]:
+            return self
+        return replace(self, bands=(*self.bands, LoadBand(sequences, ranks)))
+
+    def with_bands_that(self, keeps: Callable[[ServicePlan], bool]) -> ServicePlan:
+        """The plan with those of its bands alone that may stay."""
+        pairs = zip(self.bands, self.each[1:], strict=True)
+        return replace(self, bands=tuple(band for band, plan in pairs if keeps(plan)))
 
     def describe(self) -> str:
-        """A line for people, e.g. `decode: 1 rank on cores 0,1 (database)`."""
-        ranks = " | ".join(list_cores(rank.cores) for rank in self.ranks)
+        """A line for people, e.g. `decode: 1 rank on cores 0,1 (database)`, and where its bands run."""
         count = counted(len(self.ranks), "rank")
-        return f"{self.phase}: {count} on {plural(len(self.cores), 'core')} {ranks} ({self.source})"
+        first, *bands = (
+            f"{plural(len(plan.cores), 'core')} {' | '.join(list_cores(rank.cores) for rank in plan.ranks)}"
+            for plan in self.each
+        )
+        told = (f"; from {n} sequences on: {words}" for n, words in zip(self.starts, bands, strict=True))
+        return f"{self.phase}: {count} on {first} ({self.source}){''.join(told)}"
 
     def to_json(self) -> str:
         """The plan by its cores, for other processes of this host. Where it came from is not part of it."""
-        ranks = [{"cores": list(rank.cores), "numa_node": rank.numa_node} for rank in self.ranks]
-        return json.dumps({"format": PLAN_FORMAT, "phase": self.phase, "ranks": ranks})
+        fields: dict[str, Any] = {
+            "format": PLAN_FORMAT,
+            "phase": self.phase,
+            "ranks": ranks_fields(self.ranks),
+        }
+        if self.bands:
+            fields |= {"format": BANDED_FORMAT, "bands": bands_fields(self)}
+        return json.dumps(fields)
 
     @classmethod
     def from_json(cls, text: str, source: Source = "database") -> ServicePlan:
         """Read `to_json`'s text. PlanError, saying why, for anything else, unknown fields included."""
         fields = _parsed(text)
-        _check_object(fields, {"format", "phase", "ranks"}, "a plan")
-        if type(fields["format"]) is not int or fields["format"] != PLAN_FORMAT:
+        has_bands = isinstance(fields, dict) and fields.get("format") == BANDED_FORMAT
+        _check_object(fields, {"format", "phase", "ranks", *(["bands"] if has_bands else [])}, "a plan")
+        if type(fields["format"]) is not int or fields["format"] not in (PLAN_FORMAT, BANDED_FORMAT):
             raise PlanError(
                 f"the plan has format {fields['format']!r:.40}; this phasewise reads {PLAN_FORMAT}"
+                f" and {BANDED_FORMAT}"
             )
-        if not isinstance(fields["ranks"], list):
-            raise PlanError("the ranks of a plan must be a list")
-        return cls(fields["phase"], tuple(_rank(rank) for rank in fields["ranks"][: MAX_RANKS + 1]), source)
+        bands = bands_from(fields["bands"]) if has_bands else ()
+        return cls(fields["phase"], ranks_from(fields["ranks"]), source, bands)
+
+
+def nodes_of(ranks: Sequence[RankCores]) -> tuple[int | None, ...]:
+    """The NUMA node of each rank's memory."""
+    return tuple(rank.numa_node for rank in ranks)
+
+
+def _cores_of(ranks: Sequence[RankCores]) -> tuple[int, ...]:
+    return tuple(core for rank in ranks for core in rank.cores)
+
+
+def _check_ranks(ranks: Sequence[RankCores]) -> None:
+    cores = _cores_of(ranks)
+    if not 1 <= len(ranks) <= MAX_RANKS:
+        raise PlanError(f"a plan has 1 to {MAX_RANKS} ranks, not {len(ranks)}")
+    if len(set(cores)) != len(cores):
+        raise PlanError(f"two ranks share a core: {list_cores(cores)}")
+
+
+def ranks_fields(ranks: Sequence[RankCores]) -> list[dict[str, Any]]:
+    """As JSON values."""
+    return [{"cores": list(rank.cores), "numa_node": rank.numa_node} for rank in ranks]
+
+
+def bands_fields(plan: ServicePlan) -> list[dict[str, Any]]:
+    """As JSON values."""
+    return [{"sequences": band.sequences, "ranks": ranks_fields(band.ranks)} for band in plan.bands]
 
 
 def placed_json(plan: ServicePlan, machine: Machine) -> str:
@@ -119,12 +227,20 @@ def placed_json(plan: ServicePlan, machine: Machine) -> str:
     PlanError where a core of it may not be used here.
     """
     try:
-        ranks = [[*places_of(machine, rank.cores)] for rank in plan.ranks]
+        ranks, *others = ([[*places_of(machine, rank.cores)] for rank in each.ranks] for each in plan.each)
     except TopologyError as error:
         raise PlanError(str(error)) from None
-    return json.dumps(
-        {"format": PLACED_FORMAT, "phase": plan.phase, "pus": len(machine.allowed_pus), "ranks": ranks}
-    )
+    n_pus = len(machine.allowed_pus)
+    fields: dict[str, Any] = {
+        "format": PLACED_FORMAT,
+        "phase": plan.phase,
+        "pus": n_pus,
+        "ranks": ranks,
+    }
+    if plan.bands:
+        bands = [{"sequences": n, "ranks": own} for n, own in zip(plan.starts, others, strict=True)]
+        fields |= {"format": BANDED_PLACED_FORMAT, "bands": bands}
+    return json.dumps(fields)
 
 
 def stored_plan(text: str, machine: Machine, source: Source = "database") -> ServicePlan:
@@ -134,37 +250,54 @@ def stored_plan(text: str, machine: Machine, source: Source = "database") -> Ser
     """
     if not is_placed(text):
         return ServicePlan.from_json(text, source)
-    phase, n_pus, ranks = _placed_fields(text)
+    phase, n_pus, loads = _placed_fields(text)
     if n_pus != len(machine.allowed_pus):
         raise PlanError(f"it is for a process with {n_pus} PUs; this one may use {len(machine.allowed_pus)}")
     try:
-        cores = [pus_at(machine, rank) for rank in ranks]
+        (_, ranks), *bands = (
+            (sequences, tuple(rank_on(machine, pus_at(machine, places)) for places in own))
+            for sequences, own in loads
+        )
     except TopologyError as error:
         raise PlanError(str(error)) from None
-    return ServicePlan(phase, tuple(rank_on(machine, own) for own in cores), source)
+    return ServicePlan(phase, ranks, source, tuple(itertools.starmap(LoadBand, bands)))
 
 
-def stored_places(text: str) -> list[list[int]] | None:
-    """The places of each rank; None where the plan names cores."""
-    return [[*rank] for rank in _placed_fields(text)[2]] if is_placed(text) else None
+Places: TypeAlias = list[list[int]]
+"""The places of each rank."""
+
+
+def stored_places(text: str) -> list[tuple[int, Places]] | None:
+    """The places of each rank, from one sequence on, and those of each band from its number of sequences on;
+    None where the plan names cores.
+    """
+    if not is_placed(text):
+        return None
+    return [(sequences, [[*rank] for rank in ranks]) for sequences, ranks in _placed_fields(text)[2]]
 
 
 def is_placed(text: str) -> bool:
     """True of a plan that names places of the topology."""
     fields = _parsed(text)
-    return isinstance(fields, dict) and fields.get("format") == PLACED_FORMAT
+    return isinstance(fields, dict) and fields.get("format") in (PLACED_FORMAT, BANDED_PLACED_FORMAT)
 
 
-def _placed_fields(text: str) -> tuple[Phase, int, list[tuple[int, ...]]]:
+def _placed_fields(text: str) -> tuple[Phase, int, list[tuple[int, list[tuple[int, ...]]]]]:
     fields = _parsed(text)
-    _check_object(fields, {"format", "phase", "pus", "ranks"}, "a plan")
-    n_pus, ranks = fields["pus"], fields["ranks"]
+    has_bands = fields["format"] == BANDED_PLACED_FORMAT
+    _check_object(fields, {"format", "phase", "pus", "ranks", *(["bands"] if has_bands else [])}, "a plan")
+    n_pus, bands = fields["pus"], fields["bands"] if has_bands else []
     if type(n_pus) is not int or not 1 <= n_pus <= MAX_PU + 1:
         raise PlanError(f"the PUs of a plan must be a number from 1 to {MAX_PU + 1}, not {n_pus!r:.40}")
+    _check_bands(bands)
+    loads = [(1, fields["ranks"]), *((band["sequences"], band["ranks"]) for band in bands)]
+    return fields["phase"], n_pus, [(sequences, _placed_ranks(ranks)) for sequences, ranks in loads]
+
+
+def _placed_ranks(ranks: Any) -> list[tuple[int, ...]]:
     if not isinstance(ranks, list) or not all(isinstance(rank, list) for rank in ranks):
         raise PlanError("the ranks of a plan must be lists of places")
-    places = [RankCores(tuple(rank)).cores for rank in ranks[: MAX_RANKS + 1]]
-    return fields["phase"], n_pus, places
+    return [RankCores(tuple(rank)).cores for rank in ranks[: MAX_RANKS + 1]]
 
 
 def _parsed(text: str) -> Any:
@@ -172,6 +305,26 @@ def _parsed(text: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError):
         raise PlanError("the plan is not JSON") from None
+
+
+def ranks_from(fields: Any) -> tuple[RankCores, ...]:
+    """Those of `ranks_fields`. PlanError."""
+    if not isinstance(fields, list):
+        raise PlanError("the ranks of a plan must be a list")
+    return tuple(_rank(rank) for rank in fields[: MAX_RANKS + 1])
+
+
+def bands_from(fields: Any) -> tuple[LoadBand, ...]:
+    """Those of `bands_fields`. PlanError."""
+    _check_bands(fields)
+    return tuple(LoadBand(band["sequences"], ranks_from(band["ranks"])) for band in fields)
+
+
+def _check_bands(fields: Any) -> None:
+    if not isinstance(fields, list) or len(fields) > MAX_BANDS:
+        raise PlanError(f"the bands of a plan must be a list of at most {MAX_BANDS}")
+    for band in fields:
+        _check_object(band, {"sequences", "ranks"}, "a band")
 
 
 def _rank(fields: Any) -> RankCores:
@@ -217,7 +370,7 @@ def default_plan(
     taken. `ranks`: as many divide these cores, neighbours on a NUMA node together. PlanError if either does
     not fit.
     """
-    pus = _pus_by_preference(machine)
+    pus = pus_by_preference(machine)
     source: Source = "default" if threads is None and ranks is None else "flag"
     if threads is None:
         threads = default_thread_count(machine)
@@ -230,7 +383,7 @@ def default_plan(
 
 
 def _divided(machine: Machine, pus: tuple[int, ...], n_ranks: int) -> tuple[RankCores, ...]:
-    """Ranks of as many PUs each as can be, or one fewer."""
+    """Ranks of as many PUs each as can be, or one fewer, each with its part of every kind of core."""
     if n_ranks == 1:
         return (rank_on(machine, pus),)
     if not 1 <= n_ranks <= min(len(pus), MAX_RANKS):
@@ -238,9 +391,24 @@ def _divided(machine: Machine, pus: tuple[int, ...], n_ranks: int) -> tuple[Rank
             f"{counted(n_ranks, 'rank')} cannot divide {counted(len(pus), 'core')}: each needs one of its own"
         )
     nodes = [set(node.cpus) for node in machine.nodes(Kind.NUMA)]
-    by_node = sorted(pus, key=lambda pu: [pu not in node for node in nodes])
+    place_in_kind = _places_in_kinds(machine, pus)
+    by_node = sorted(pus, key=lambda pu: ([pu not in node for node in nodes], place_in_kind[pu]))
     cuts = [len(pus) * rank // n_ranks for rank in range(n_ranks + 1)]
     return tuple(rank_on(machine, tuple(by_node[a:b])) for a, b in itertools.pairwise(cuts))
+
+
+def _places_in_kinds(machine: Machine, pus: Sequence[int]) -> dict[int, float]:
+    """The place of each PU among those of its kind, from 0 to 1."""
+    speed_of = _speed_of(machine)
+    by_kind: dict[int, list[int]] = {}
+    for pu in pus:
+        by_kind.setdefault(speed_of.get(pu, -1), []).append(pu)
+    return {pu: (place + 0.5) / len(own) for own in by_kind.values() for place, pu in enumerate(own)}
+
+
+def _speed_of(machine: Machine) -> dict[int, int]:
+    """The number of each PU's kind, from the slowest; nothing of a PU that no kind names."""
+    return {pu: number for number, kind in enumerate(machine.kinds) for pu in kind.cpus}
 
 
 def default_thread_count(machine: Machine) -> int:
@@ -250,23 +418,15 @@ def default_thread_count(machine: Machine) -> int:
     return min(cores, quota)
 
 
-def _pus_by_preference(machine: Machine) -> tuple[int, ...]:
-    """The allowed PUs: the first of every core, then the second of every core, and so on."""
-    cores = machine.allowed_cores()
+def pus_by_preference(machine: Machine) -> tuple[int, ...]:
+    """The allowed PUs: the first of every core, then the second of every core, and so on; of cores of several
+    kinds the fastest first.
+    """
+    speed_of = _speed_of(machine)
+    cores = sorted(machine.allowed_cores(), key=lambda core: -speed_of.get(core[0], -1))
     depth = max((len(core) for core in cores), default=0)
     by_turn = tuple(core[turn] for turn in range(depth) for core in cores if turn < len(core))
     return by_turn or machine.allowed_pus
-
-
-def cores_of_share(machine: Machine, first: int, count: int) -> tuple[int, ...]:
-    """PUs for one of several processes on a host, after the `first` of others. PlanError if too few."""
-    pus = _pus_by_preference(machine)
-    if first + count > len(pus):
-        raise PlanError(
-            f"{counted(count, 'core')} after the first {first} are too many: this process may use "
-            f"{len(pus)} CPUs ({list_cores(machine.allowed_pus)})"
-        )
-    return pus[first : first + count]
 
 
 def rank_on(machine: Machine, pus: tuple[int, ...]) -> RankCores:
@@ -277,15 +437,15 @@ def rank_on(machine: Machine, pus: tuple[int, ...]) -> RankCores:
 
 def check_fits(plan: ServicePlan, machine: Machine) -> None:
     """PlanError, saying why, unless this process may run the plan here."""
-    foreign = sorted(set(plan.cores).difference(machine.allowed_pus))
+    foreign = sorted(plan.all_cores.difference(machine.allowed_pus))
     if foreign:
         raise PlanError(
             f"this process may not use core {list_cores(foreign)}, only {list_cores(machine.allowed_pus)}"
         )
-    quota = machine.cpu_quota
-    if quota is not None and len(plan.cores) > max(1, int(quota)):
+    quota, n_threads = machine.cpu_quota, max(len(each.cores) for each in plan.each)
+    if quota is not None and n_threads > max(1, int(quota)):
         raise PlanError(
-            f"{counted(len(plan.cores), 'thread')} would be throttled:"
+            f"{counted(n_threads, 'thread')} would be throttled:"
             f" the cgroup quota is {number(quota)} {plural(quota, 'CPU')}"
         )
     known_nodes = {node.os_index for node in machine.nodes(Kind.NUMA)} | {None}
@@ -301,17 +461,20 @@ def resolve_plans(
     threads: int | None = None,
     report: Report = _log.warning,
     ranks: int | None = None,
+    default: DefaultPlan = default_plan,
 ) -> Mapping[Phase, ServicePlan]:
     """The plan of each phase for `model` (a `model_key`): the flags', else the database's, else the default.
 
     A plan of the database that cannot run here is set aside, and `report` is told why in one line.
     """
-    if threads is not None or ranks is not None or store is None:
+    if threads is not None or ranks is not None:
         return {phase: default_plan(machine, phase, threads, ranks) for phase in PHASES}
+    if store is None:
+        return {phase: default(machine, phase) for phase in PHASES}
     key = machine_key(machine)
     return {
         phase: _stored_plan(store.newest_plan(key, model, phase), machine, phase, report)
-        or default_plan(machine, phase)
+        or default(machine, phase)
         for phase in PHASES
     }
 
@@ -339,6 +502,7 @@ def plans_for(
     threads: int | None = None,
     report: Report = _log.warning,
     ranks: int | None = None,
+    default: DefaultPlan = default_plan,
 ) -> Mapping[Phase, ServicePlan]:
     """`resolve_plans` with the database that `--db` names, opened only if it can matter; never created.
 
@@ -349,12 +513,12 @@ def plans_for(
     if is_flagged or location.is_absent:
         if location.is_absent and not location.is_default:
             report(f"there is no database at {location.name} yet: default plans are used")
-        return resolve_plans(None, machine, model, threads, report, ranks)
+        return resolve_plans(None, machine, model, threads, report, ranks, default)
     # SQLAlchemy takes a quarter of a second to load, which a start without a database need not pay.
     from phasewise.kerneldb.store import open_store
 
     with open_store(db, report) as store:
-        return resolve_plans(store, machine, model, None, report)
+        return resolve_plans(store, machine, model, None, report, default=default)
 
 
 def parse_cores(text: str) -> tuple[int, ...]:

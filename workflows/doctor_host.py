@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 WATCH_S = 0.5
 """Time for which the CPUs' use is watched; long enough for shares of the scheduler's ticks."""
 
+PAGE_OF_KEYS_BYTES = 16384
+"""128 positions of a head of 64 dimensions in 16 bits."""
+
 
 def snapshot_host(root: Path) -> Host:
     """The host whose /proc and /sys lie in the folder `root`. Raises WorkflowError."""
@@ -30,13 +33,18 @@ def snapshot_host(root: Path) -> Host:
 
 
 def this_host(db: str | None) -> Host:
-    """The running host: watched for WATCH_S, its system calls tried, its tuning database counted."""
+    """The running host: watched for WATCH_S, its memory read in pages, its system calls tried, its tuning
+    database counted.
+    """
     from phasewise.cython_kernels import isa
     from phasewise.cython_kernels._native import kernel_abis
+    from phasewise.cython_kernels.user_slots.installed import use_installed
     from phasewise.kerneldb.reference_build import is_reference_build
     from phasewise.topology import read_machine
     from phasewise.tuner.conditions import Watch
     from phasewise.tuner.doctor import BuildFacts, Host, IsaUse
+    from phasewise.tuner.plans import default_plan
+    from phasewise.workflows.serve.kv_policy import timed_reads
 
     machine = read_machine()
     watch = Watch(machine.allowed_pus)
@@ -49,7 +57,9 @@ def this_host(db: str | None) -> Host:
         tuned=_tuned(db, machine),
         build=BuildFacts(kernel_abis(), is_reference_build(kernel_abis())),
         conditions=watch.lap(),
+        piece_reads=timed_reads(PAGE_OF_KEYS_BYTES, default_plan(machine, "decode").cores),
         refused_calls=_refused_calls(),
+        own_kernels=tuple(use.describe() for use in use_installed()),
         shm_bytes=_shm_bytes,
     )
 
@@ -58,32 +68,34 @@ def _tuned(db: str | None, machine: Machine) -> TunedCounts:
     """The number of rows for cores of this kind. An absent database is not created."""
     from phasewise.cython_kernels._native import kernel_abis
     from phasewise.kerneldb.location import locate
-    from phasewise.kerneldb.product_counts import count_products
-    from phasewise.kerneldb.shipped import shipped_measurements
+    from phasewise.kerneldb.product_counts import ShippedCounts, count_products, count_shipped
+    from phasewise.kerneldb.shipped import shipped_count, shipped_kinds
     from phasewise.topology import core_signature
     from phasewise.tuner.doctor import TunedCounts
 
     location, core = locate(db), core_signature(machine)
-    shipped = len(shipped_measurements(core))
+    kinds = shipped_kinds()
     if location.is_absent:
-        return TunedCounts(f"{location.name} (absent)", 0, 0, shipped=shipped)
+        brought = ShippedCounts(shipped_count(core))
+        return TunedCounts(f"{location.name} (absent)", 0, 0, shipped=brought, shipped_kinds=kinds)
     from phasewise.kerneldb.store import open_store
 
     with open_store(db) as store:
         timings = sum(count.verified + count.imported for count in store.key_counts(core_sig=core))
         plans = sum(plan.origin.machine.core_sig == core for plan in store.plans())
         products = count_products(store, core, kernel_abis())
-    return TunedCounts(location.name, plans, timings, products, shipped)
+        brought = count_shipped(store, core, kernel_abis())
+    return TunedCounts(location.name, plans, timings, products, brought, kinds)
 
 
 def _refused_calls() -> dict[str, str]:
     """System calls that ranks make and a container may refuse, with the error of each that was refused."""
-    from phasewise.cython_kernels._native import place_on_node, prefer_node
+    from phasewise.cython_kernels._native import place_on_nodes, prefer_nodes
 
     with mmap.mmap(-1, mmap.PAGESIZE) as page:
         tried = {
-            "set_mempolicy": prefer_node(None),
-            "mbind": place_on_node(page, 0, mmap.PAGESIZE, 0),
+            "set_mempolicy": prefer_nodes(None),
+            "mbind": place_on_nodes(page, 0, mmap.PAGESIZE, (0,)),
             "memfd_create": _errno_of_memfd(),
             "pidfd_open": _errno_of_pidfd(),
         }

@@ -101,10 +101,11 @@ SAYS_WHAT_IS_UNUSED = frozenset({"serve"})
 have defaults such as PHASEWISE_DB for runs that read them, and say nothing where one does not.
 """
 
-_LOCAL_POOLS = ("--prompt-pool", "--token-pool", "--mixed-pool", "--pools")
+_CORES_OF_POOLS = ("--prompt-pool", "--token-pool", "--mixed-pool")
+_LOCAL_POOLS = (*_CORES_OF_POOLS, "--pools")
 _CLUSTER_POOLS = ("--prompt", "--token", "--mixed")
 _POOLS = (*_LOCAL_POOLS, "--cluster", *_CLUSTER_POOLS)
-_DIVIDING = ("--split-above", "--repurpose-after", "--kv-transfer")
+_DIVIDING = ("--split-above", "--overflow-above", "--repurpose-after", "--kv-transfer")
 _EMBEDDING = ("--embed-cores", "--embed-instances", "--embed-accelerators", "--embed-device", "--embed-cpu")
 _BELIEVING = ("--remote-digest", "--remote-signers")
 _REMOTE = ("--remote", *_BELIEVING)
@@ -144,15 +145,15 @@ _GENERATING = (
         "--length-log",
         "--explain",
     ),
-    *(*_POOLS, "--spread", *_DIVIDING, "--embed-model", "--embed-cores"),
+    *(*_POOLS, "--spread", "--routing", *_DIVIDING, "--embed-model", "--embed-cores"),
     *_REMOTE,
     *_BATCHES,
 )
 
 _OF_K_QUANTS = Way(
-    "by groups or blocks where MODEL makes vectors and generates no text",
+    "by groups, blocks or tiles where MODEL makes vectors and generates no text",
     ("--arithmetic",),
-    when=("--arithmetic=groups", "--arithmetic=blocks"),
+    when=("--arithmetic=groups", "--arithmetic=blocks", "--arithmetic=tiles"),
     makes_vectors=True,
     instead="vectors are computed by --arithmetic tuned or canonical",
 )
@@ -163,11 +164,25 @@ _CANONICAL = Way(
     instead="tiles round bf16 in their own way; leave either out",
 )
 
+_IN_TILES = Way(
+    "with --arithmetic tiles",
+    ("--tile-prompts",),
+    when=("--arithmetic=tiles",),
+    instead="prompts and answers are multiplied in tiles there; leave that out",
+)
+
 _WITHOUT_DRAFTS = Way(
     "without --draft",
     ("--draft-tokens",),
     unless=("--draft",),
     instead="nothing is drafted; add --draft lookup, or leave that out",
+)
+
+_HEAD_IN_TILES = Way(
+    "with a head that drafts",
+    ("--tile-prompts",),
+    when=("--draft=mtp", "--draft~eagle3:"),
+    instead="a head reads rows of prompts and of answers, which have one arithmetic then; leave either out",
 )
 
 _SERVE = (
@@ -183,6 +198,7 @@ _SERVE = (
                 "--explain",
                 *_POOLS,
                 "--spread",
+                "--routing",
                 *_DIVIDING,
             ),
             *("--embed-model", *_EMBEDDING, *_REMOTE, *_BATCHES),
@@ -199,6 +215,8 @@ _SERVE = (
     Way("where MODEL makes vectors and generates no text", _GENERATING, makes_vectors=True),
     _OF_K_QUANTS,
     _CANONICAL,
+    _IN_TILES,
+    _HEAD_IN_TILES,
     Way(
         "with --arithmetic canonical",
         ("--embed-accelerators", "--embed-device"),
@@ -223,7 +241,7 @@ _SERVE = (
         "with a model that drafts",
         _KEEPING,
         when=("--draft",),
-        unless=("--draft=lookup",),
+        unless=("--draft=lookup", "--draft=off", "--draft=auto"),
         instead="the folder has no keys and values of a draft model; use --draft lookup, or leave that out",
     ),
     Way(
@@ -255,15 +273,36 @@ _SERVE = (
         instead="on this host name cores, with --prompt-pool, --token-pool and --mixed-pool",
     ),
     Way(
+        "without --cluster",
+        ("--pools",),
+        when=("--pools~.toml",),
+        unless=("--cluster",),
+        instead="a file of pools is for the nodes of a cluster; on this host --pools is off or auto",
+    ),
+    Way(
         "with --cluster",
-        (*_LOCAL_POOLS, "--explain", *_REMOTE),
+        (*_CORES_OF_POOLS, "--explain", *_REMOTE),
         when=("--cluster",),
         instead="a cluster has instances by --prompt, --token and --mixed, whose hosts choose cores and "
         "schedules; leave that out",
     ),
     Way(
+        "with --cluster",
+        ("--pools",),
+        when=("--cluster",),
+        unless=("--pools~.toml",),
+        instead="a cluster has instances by --prompt, --token and --mixed, or by --pools FILE.toml; leave "
+        "that out",
+    ),
+    Way(
+        "with a file of pools",
+        _CLUSTER_POOLS,
+        when=("--pools~.toml",),
+        instead="the file says what there is; leave either out",
+    ),
+    Way(
         "with --pools",
-        ("--prompt-pool", "--token-pool", "--mixed-pool"),
+        _CORES_OF_POOLS,
         when=("--pools",),
         instead="--pools auto finds the cores itself; leave that out",
     ),
@@ -280,7 +319,7 @@ _SERVE = (
         instead="engines of several models take turns, and a batch would have turns of others' answers; "
         "leave either out",
     ),
-    Way("without pools", _DIVIDING, unless=_POOLS, instead="name pools, or leave that out"),
+    Way("without pools", ("--routing", *_DIVIDING), unless=_POOLS, instead="name pools, or leave that out"),
     Way(
         "beside other models",
         ("--tune-idle",),
@@ -295,11 +334,17 @@ _SERVE = (
         instead="nothing is divided; leave that out",
     ),
     Way(
-        "where kv_policy is static or paged",
+        "where kv_policy is static, paged or auto",
         ("--predictor",),
-        when=("--kv-policy=static", "--kv-policy=paged"),
+        when=("--kv-policy=static", "--kv-policy=paged", "--kv-policy=auto"),
         unless=_POOLS,
         instead="only odma and fixed, and pools, place answers by their predicted lengths; leave that out",
+    ),
+    Way(
+        "where kv_policy is auto",
+        ("--cluster",),
+        when=("--kv-policy=auto",),
+        instead="the memory of this machine is measured, not of the nodes; name odma or paged",
     ),
     Way("without --embed-model", _EMBEDDING, unless=("--embed-model",), makes_vectors=False),
 )
@@ -310,6 +355,11 @@ _SEARCHES = ("--find-rate", "--over-offline")
 _RATE_SEARCH = ("--probe", "--most-probes", "--votes")
 _AUTHORS_C = ("--include", "--define")
 _ODMA = ("--buckets", "--alpha", "--tau", "--window", "--refresh-every", "--reserve")
+_OF_LANGUAGE_MODELS = (
+    *("--design", "--rate", "--cost", "--power", "--minimise", "--maximise", "--rate-step", "--most-rate"),
+    *("--most", "--machines", "--policy", "--model", "--duration", "--draw", "--seed", "--perf-model"),
+    *("--machine-from-db", "--machine-from-xml", "--reference", "--plot", "--wide"),
+)
 _CLUSTER_DB = Way("without --machine-from-db", ("--db",), unless=("--machine-from-db",))
 
 _OF_AN_ENGINE = (
@@ -335,9 +385,10 @@ WAYS: Mapping[str, tuple[Way, ...]] = {
         replace(_OF_K_QUANTS, unless=("--url",)),
         _WITHOUT_DRAFTS,
     ),
-    "generate": (_CANONICAL, _WITHOUT_DRAFTS),
+    "generate": (_CANONICAL, _IN_TILES, _HEAD_IN_TILES, _WITHOUT_DRAFTS),
     "eval": (
         _CANONICAL,
+        _IN_TILES,
         Way(
             "where questions alone are asked",
             ("--context", "--chunks"),
@@ -361,7 +412,8 @@ WAYS: Mapping[str, tuple[Way, ...]] = {
         Way("without --plan MODEL", ("--format", "--db"), unless=("MODEL",)),
     ),
     "doctor": (
-        Way("with --bits", ("--root", "--strict", "--db"), when=("--bits",)),
+        Way("with --bits", ("--root", "--strict", "--db", "--decode"), when=("--bits",)),
+        Way("with --decode", ("--root", "--strict"), when=("--decode",)),
         Way("with --root", ("--db",), when=("--root",)),
     ),
     "tune-config": (
@@ -397,6 +449,7 @@ WAYS: Mapping[str, tuple[Way, ...]] = {
         _CLUSTER_DB,
     ),
     "provision": (
+        Way("with --embeddings", _OF_LANGUAGE_MODELS, when=("--embeddings",)),
         Way("with --rate", ("--rate-step", "--most-rate", "--maximise"), when=("--rate",)),
         Way("without --rate", ("--minimise",), unless=("--rate",)),
         _CLUSTER_DB,
@@ -406,7 +459,8 @@ WAYS: Mapping[str, tuple[Way, ...]] = {
         Way(
             "with --method magnitude and --allocation uniform",
             ("--calibration",),
-            unless=("--method=wanda", "--method=sparsegpt", "--allocation=owl"),
+            unless=("--method=wanda", "--method=sparsegpt", "--allocation=owl", "--recover"),
+            instead="nothing reads it; add --recover, or leave that out",
         ),
         Way("without --calibration", ("--calibration-tokens",), unless=("--calibration",)),
     ),
@@ -420,6 +474,13 @@ WAYS: Mapping[str, tuple[Way, ...]] = {
         Way("without --calibration", ("--calibration-tokens",), unless=("--calibration",)),
     ),
     "bench serve": (
+        Way(
+            "with --daily",
+            ("--rate", "--requests", "--time-scale", *_SEARCHES),
+            when=("--daily",),
+            instead="the curve says how many requests come, and when; leave that out",
+        ),
+        Way("without --daily", ("--day",), unless=("--daily",)),
         Way("without --rate", ("--arrivals", "--burstiness"), unless=("--rate", *_SEARCHES)),
         Way("without --arrivals gamma", ("--burstiness",), unless=("--arrivals=gamma",)),
         Way("without --trace", ("--time-scale",), unless=("--trace",)),
@@ -428,7 +489,7 @@ WAYS: Mapping[str, tuple[Way, ...]] = {
         Way("with --over-offline", ("--rate",), when=("--over-offline",)),
         Way(
             "with --turns",
-            ("--rate", "--trace", *_SEARCHES, *_RATE_SEARCH, "--text-prompts"),
+            ("--rate", "--trace", "--daily", *_SEARCHES, *_RATE_SEARCH, "--text-prompts"),
             when=("--turns",),
             instead="a turn waits for the answer before it, whose text it sends; leave that out",
         ),
@@ -438,11 +499,13 @@ WAYS: Mapping[str, tuple[Way, ...]] = {
         Way("without -o csv or json", ("--save-detailed",), unless=("--output",)),
     ),
     "bench embed": (
-        Way("with --find", ("-n", "-c", "--rate", "--plot"), when=("--find",)),
+        Way("with --find", ("-n", "-c", "--rate", "--daily", "--plot"), when=("--find",)),
+        Way("with --daily", ("-n", "-c", "--rate"), when=("--daily",)),
+        Way("without --daily", ("--day",), unless=("--daily",)),
         Way("with --rate", ("-c",), when=("--rate",)),
         Way("with --file", ("--lengths",), when=("--file",)),
     ),
-    "bench run": (_TABLE, _CANONICAL),
+    "bench run": (_TABLE, _CANONICAL, _IN_TILES),
     "bench allreduce": (_TABLE,),
     "bench kernels": (_TABLE,),
     "bench kv": (

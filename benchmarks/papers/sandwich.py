@@ -163,33 +163,37 @@ def plans(structures: int = 20, first_seed: int = 0, ablation: bool = True) -> Y
     machines = [planted.kunpeng(), planted.epyc()]
     seeds = range(first_seed, first_seed + structures)
     subjects = [(machine, phase) for machine in machines for phase in PHASES]
-    for one, phase in [*subjects, *((planted.random_structure(seed), "decode") for seed in seeds)]:
-        cost = planted.step_cost(one.evaluator(), phase)
-        oracle = brute_force(one.space, cost)
-        result = walked(one.space, cost, Rules())
-        yield _walk(one, phase, "all rules", result, oracle)
+    for machine, phase in [*subjects, *((planted.random_structure(seed), "decode") for seed in seeds)]:
+        cost = planted.step_cost(machine.evaluator(), phase)
+        oracle = brute_force(machine.space, cost)
+        result = walked(machine.space, cost, Rules())
+        yield _walk(machine, phase, "all rules", result, oracle)
         if not _passes(result, oracle):
-            yield Broken(f"{one.name}, {phase}: not found within 10 % of the configurations")
+            yield Broken(f"{machine.name}, {phase}: not found within 10 % of the configurations")
     if not ablation:
         return
-    for one in machines:
-        yield from _ablate(one)
+    for machine in machines:
+        yield from _ablate(machine)
     yield "What the best of the first k loses, %, if tuned kernels move each by up to 5 % (made up)"
-    for one, phase in subjects:
-        cost = planted.step_cost(one.evaluator(), phase)
-        losses = top_k_losses(walked(one.space, cost, Rules()), cost, KS)
-        yield {"machine": one.name, "phase": phase} | {f"k={k}": 100 * loss for k, loss in losses.items()}
+    for machine, phase in subjects:
+        cost = planted.step_cost(machine.evaluator(), phase)
+        losses = top_k_losses(walked(machine.space, cost, Rules()), cost, KS)
+        yield {"machine": machine.name, "phase": phase} | {f"k={k}": 100 * loss for k, loss in losses.items()}
 
 
-def _ablate(one: planted.Planted) -> Iterator[Row]:
-    note(f"each rule off in turn: {one.name}")
-    cost = planted.step_cost(one.evaluator(), "decode")
-    oracle = brute_force(one.space, cost)
+def _ablate(machine: planted.Planted) -> Iterator[Row]:
+    note(f"each rule off in turn: {machine.name}")
+    cost = planted.step_cost(machine.evaluator(), "decode")
+    oracle = brute_force(machine.space, cost)
     for name, rules in switches(Rules()).items():
         yield _walk(
-            one, "decode", name, walked(one.space, cost, rules, MOST_FOLD * oracle.evaluations), oracle
+            machine,
+            "decode",
+            name,
+            walked(machine.space, cost, rules, MOST_FOLD * oracle.evaluations),
+            oracle,
         )
-    yield _walk(one, "decode", "brute force", oracle, oracle)
+    yield _walk(machine, "decode", "brute force", oracle, oracle)
 
 
 def _over_best_pct(result: Walked, oracle: Walked) -> float:
@@ -205,10 +209,10 @@ def _passes(result: Walked, oracle: Walked) -> bool:
     return is_near and _share_pct(result, oracle) <= MOST_SHARE_PCT
 
 
-def _walk(one: planted.Planted, phase: Phase, rules: str, result: Walked, oracle: Walked) -> Row:
+def _walk(machine: planted.Planted, phase: Phase, rules: str, result: Walked, oracle: Walked) -> Row:
     ranks = result.best.ranks
     return {
-        "machine": one.name,
+        "machine": machine.name,
         "phase": phase,
         "rules": rules,
         "of": oracle.evaluations,

@@ -78,7 +78,7 @@ def thinned(space: ScheduleSpace, limit: int, default: Schedule) -> ScheduleSpac
     own = kernel_of(default)
     others = sorted(
         (kernel for kernel in space.kernels if kernel != own),
-        key=lambda one: kernel_cycles_per_vector_row(one) / (one.mr * one.panels),
+        key=lambda kernel: kernel_cycles_per_vector_row(kernel) / (kernel.mr * kernel.panels),
     )
     space = replace(space, prefetches=(default.prefetch_bytes,), kernels=(own, *others))
     while count(space) > limit and len(space.kernels) > 2:
@@ -100,7 +100,7 @@ class Arena:
 
     def look(self, name: str, search: Search[Schedule]) -> Look:
         """Drive a search, and its finals if it has none of its own."""
-        known: dict[Schedule, Sample] = {}
+        sampled: dict[Schedule, Sample] = {}
         trace: list[tuple[float, Schedule]] = []
         timed, started_s = 0, time.perf_counter()
 
@@ -114,13 +114,13 @@ class Arena:
         if name in FINALS_OF_THEIR_OWN:
             chosen = drive(search, measure)
         else:
-            drive(referenced(search, known, SearchOptions().batch), measure)
-            chosen = drive(_finals(self._of_this_product(known)), measure)
+            drive(referenced(search, sampled, SearchOptions().batch), measure)
+            chosen = drive(_finals(self._of_this_product(sampled)), measure)
         return Look(name, timed, time.perf_counter() - started_s, chosen, trace)
 
-    def _of_this_product(self, known: dict[Schedule, Sample]) -> list[Sample]:
+    def _of_this_product(self, sampled: dict[Schedule, Sample]) -> list[Sample]:
         """Without Roller's trials on one thread."""
-        return [sample for sample in known.values() if self.space.holds(sample.schedule)]
+        return [sample for sample in sampled.values() if self.space.holds(sample.schedule)]
 
     def oracles(self) -> tuple[list[Schedule], str]:
         """The few fastest of all candidates, after a race of the fastest ones."""
@@ -131,9 +131,10 @@ class Arena:
             times = self.rounds([self.default, *heat], HEAT_ROUNDS)
             beside = np.median(times[:, 1:] / times[:, :1], axis=0)
             costs.update(zip(heat, map(float, beside), strict=True))
-        few = halved(sorted(costs, key=lambda one: costs[one])[:RACED], self.rounds, ORACLES)
+        few = halved(sorted(costs, key=lambda schedule: costs[schedule])[:RACED], self.rounds, ORACLES)
         shares = (
-            statistics.fmean(one <= (1 + share) * costs[few[0]] for one in costs.values()) for share in WITHIN
+            statistics.fmean(cost <= (1 + share) * costs[few[0]] for cost in costs.values())
+            for share in WITHIN
         )
         within = ", ".join(
             f"{part:.1%} within {share:.0%}" for part, share in zip(shares, WITHIN, strict=True)
@@ -165,9 +166,9 @@ def compare(arena: Arena, repeats: int, oracle: bool) -> tuple[list[Row], list[L
     return [_row(arena, look, times, everyone.index(look.chosen)) for look in standings], looks, flatness
 
 
-def _row(arena: Arena, look: Look, times: Times, at: int) -> Row:
+def _row(arena: Arena, look: Look, times: Times, column: int) -> Row:
     problem = arena.space.problem
-    over_best = against_best(times, at, range(times.shape[1]))
+    over_best = against_best(times, column, range(times.shape[1]))
     return {
         "format": problem.format,
         "n": problem.n,
@@ -177,7 +178,7 @@ def _row(arena: Arena, look: Look, times: Times, at: int) -> Row:
         "candidates": count(arena.space),
         "timed": look.timed,
         "tuning, s": look.seconds,
-        "us": statistics.median(times[:, at]) / 1e3,
+        "us": statistics.median(times[:, column]) / 1e3,
         "of the best's speed": 1 / over_best.middle,
         "95 %": f"{1 / over_best.high:.1%} to {1 / over_best.low:.1%}",
     }
@@ -185,13 +186,13 @@ def _row(arena: Arena, look: Look, times: Times, at: int) -> Row:
 
 def summaries(rows: Sequence[Row]) -> list[Row]:
     """A row for each search, over all products."""
-    found = []
+    summary_rows = []
     for name in dict.fromkeys(row["search"] for row in rows):
         own = [row for row in rows if row["search"] == name]
         shares = [float(str(row["of the best's speed"])) for row in own]
         timed = [int(str(row["timed"])) / int(str(row["candidates"])) for row in own]
         seconds = [float(str(row["tuning, s"])) for row in own]
-        found.append(
+        summary_rows.append(
             {
                 "search": name,
                 "of the best's speed, geometric mean": f"{statistics.geometric_mean(shares):.1%}",
@@ -201,7 +202,7 @@ def summaries(rows: Sequence[Row]) -> list[Row]:
                 "tuning, s, mean": statistics.fmean(seconds),
             }
         )
-    return found
+    return summary_rows
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,8 @@ Turn = Callable[[], float]
 def ours(n: int, k: int, sixteenths: int, team: _native.Team) -> Iterator[tuple[str, Turn]]:
     """Dense and sparse storage of the same kinds."""
     for name in ("bf16", f"bf16s{sixteenths}", "int8", f"int8s{sixteenths}"):
-        one = random_weight(name, n, k)
-        product = _native.TeamProduct(team, copies_of(one, COLD_BYTES), 1)
+        weight = random_weight(name, n, k)
+        product = _native.TeamProduct(team, copies_of(weight, COLD_BYTES), 1)
 
         def calls(count: int, product: _native.TeamProduct = product) -> float:
             return float(np.median(product.time(None, count, prepare=True))) / 1e9
@@ -56,14 +56,14 @@ def _count(n_bytes: int) -> int:
 
 def in_turn(call: Callable[[int], object], n_copies: int) -> Turn:
     """Calls with the next copy each time; the median of single calls."""
-    at = 0
+    index = 0
 
     def calls(count: int) -> float:
-        nonlocal at
+        nonlocal index
         taken_s = []
         for _ in range(count):
-            taken_s.append(seconds_of(partial(call, at)))
-            at = (at + 1) % n_copies
+            taken_s.append(seconds_of(partial(call, index)))
+            index = (index + 1) % n_copies
         return float(np.median(taken_s))
 
     return turn_of(calls)
@@ -100,8 +100,8 @@ def torch_peers(n: int, k: int, zeros: float) -> Iterator[tuple[str, Turn]]:
 def scipy_peers(n: int, k: int, zeros: float) -> Iterator[tuple[str, Turn]]:
     from scipy import sparse
 
-    one = sparse.csr_matrix(zeroed(n, k, zeros, 0))
-    many = [one.copy() for _ in range(_count(8 * one.nnz))]
+    matrix = sparse.csr_matrix(zeroed(n, k, zeros, 0))
+    many = [matrix.copy() for _ in range(_count(8 * matrix.nnz))]
     x = np.random.default_rng(1).standard_normal(k).astype(np.float32)
     yield "scipy CSR f32", in_turn(lambda i: many[i] @ x, len(many))
 

@@ -58,7 +58,7 @@ def windve_devices(
             on_cpu = bench.tuned()
             cpu_alone = bench.found(on_cpu, {})
             on_cpu = tuple(replace(own, depth=_depth(cpu_alone // len(on_cpu))) for own in on_cpu)
-            at = SLOS_S.index(slo_s)
+            column = SLOS_S.index(slo_s)
             for number in listed(table):
                 for name, depths in TABLES[number].items():
                     fast, slow = (line_of(of_device) for of_device in depths)
@@ -71,7 +71,7 @@ def windve_devices(
                         "table": number,
                         "devices": name,
                         "SLO, s": slo_s,
-                        "paper": with_gain(depths[0][at], depths[1][at]),
+                        "paper": with_gain(depths[0][column], depths[1][column]),
                         "alone": f"{alone} + {theirs}",
                         "together": with_gain(alone, with_theirs - alone),
                         "with this CPU": with_gain(alone, with_ours - alone),
@@ -96,7 +96,7 @@ class _Bench:
         best = max(json.loads(done.stdout)["measured"], key=lambda cut: cut["depth"])
         inputs = best["depth"] // len(best["cores"])
         return tuple(
-            Instance(f"cpu:{at}", tuple(own), _depth(inputs)) for at, own in enumerate(best["cores"])
+            Instance(f"cpu:{index}", tuple(own), _depth(inputs)) for index, own in enumerate(best["cores"])
         )
 
     def found(self, on_cpu: tuple[Instance, ...], devices: Mapping[str, tuple[LatencyLine, int]]) -> int:
@@ -104,8 +104,8 @@ class _Bench:
         with self._serving(on_cpu, devices) as url:
             asked = ["bench", "embed", url, "--find", "--slo", f"{self._slo_s}s", "--encoding", "base64"]
             done = subprocess.run([*PHASEWISE, *asked, "--json"], check=True, stdout=subprocess.PIPE)
-        found: dict[str, Any] = json.loads(done.stdout)
-        return int(found["highest_concurrency"])
+        answer: dict[str, Any] = json.loads(done.stdout)
+        return int(answer["highest_concurrency"])
 
     @contextmanager
     def _serving(

@@ -144,8 +144,8 @@ def main() -> None:
             raise SystemExit(
                 f"MetaSchedule found nothing in {progress.trials} trials; its log above says why"
             ) from None
-    found = {"tuning_s": tuning_s, "trials": progress.trials, "progress": progress.steps}
-    print(json.dumps({**found, **timed}))
+    tuning = {"tuning_s": tuning_s, "trials": progress.trials, "progress": progress.steps}
+    print(json.dumps({**tuning, **timed}))
 
 
 if __name__ == "__main__":

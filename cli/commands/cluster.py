@@ -1,17 +1,32 @@
-"""`phasewise cluster`: what runs on a Ray cluster."""
+"""`phasewise cluster`: what runs on a Ray cluster, and draining of it."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from phasewise._words import counted
 from phasewise.cli.command_app import CommandApp
 from phasewise.cli.options import JsonOption
-from phasewise.cli.present import on_one_line, print_json, say
+from phasewise.cli.present import note, on_one_line, print_json, say, say_words
+
+if TYPE_CHECKING:
+    from phasewise.workflows.cluster_status import ClusterStatus
 
 app = CommandApp(help="Instances on a Ray cluster.")
+
+WATCH_S = 2.0
+_CLEAR = "\x1b[H\x1b[2J"
+
+ClusterOption = Annotated[
+    str,
+    typer.Option(
+        envvar="PHASEWISE_CLUSTER", metavar="auto|ADDRESS", help="the Ray cluster: its address, or auto"
+    ),
+]
+WatchOption = Annotated[bool, typer.Option("--watch", help="again every 2 s, until Ctrl-C")]
 
 
 @app.callback()
@@ -20,31 +35,136 @@ def cluster() -> None:
 
 
 @app.command("status")
-def status(
-    cluster: Annotated[
-        str,
-        typer.Option(
-            envvar="PHASEWISE_CLUSTER", metavar="auto|ADDRESS", help="the Ray cluster: its address, or auto"
-        ),
-    ] = "auto",
+def status(cluster: ClusterOption = "auto", watch: WatchOption = False, as_json: JsonOption = False) -> None:
+    """Show the cluster's nodes, and the servers on it with their instances."""
+    _show(cluster, watch, _status_json if as_json else _say_status)
+
+
+@app.command("metrics")
+def metrics(cluster: ClusterOption = "auto", watch: WatchOption = False, as_json: JsonOption = False) -> None:
+    """Show the load of each instance, and of each pool."""
+    _show(cluster, watch, _metrics_json if as_json else _say_metrics)
+
+
+@app.command("drain")
+def drain(
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="an instance as status names it, or a node's address or id")
+    ],
+    cluster: ClusterOption = "auto",
+    undo: Annotated[
+        bool, typer.Option("--undo", help="let it take requests again; start it anew where it has stopped")
+    ] = False,
+    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="wait until it has stopped")] = True,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the cluster's nodes, and the instances of every server on it."""
-    from phasewise.workflows.cluster_status import cluster_status
+    """Drain an instance, or all instances of a node.
 
-    cluster_state = cluster_status(cluster)
+    It gets no new requests, and stops when those that it has are answered.
+    Its place stays empty until --undo. The last instance that takes
+    requests is not drained: stop its server. Ctrl-C ends the waiting alone.
+    """
+    from phasewise.workflows.cluster_status import drain as drain_instances
+
+    instances = drain_instances(cluster, name, undo=undo, wait=wait, report=note)
     if as_json:
-        print_json({"nodes": cluster_state.nodes, "instances": cluster_state.instances})
+        print_json({"instances": instances})
         return
-    for node in cluster_state.nodes:
-        say(f"node {node['node']}: {counted(node['cores'], 'core')}, {node['state']}")
-    for instance in cluster_state.instances:
-        say(_line(instance))
-    if not cluster_state.instances:
+    for instance in instances:
+        say(f"{_name(instance)}: {on_one_line(instance['state'])}")
+
+
+def _show(address: str, watch: bool, show: Any) -> None:
+    from phasewise.workflows.cluster_status import cluster_status, watched_cluster
+
+    if not watch:
+        show(cluster_status(address))
+        return
+    for cluster_state in watched_cluster(address, WATCH_S):
+        if sys.stdout.isatty():
+            sys.stdout.write(_CLEAR)
+        show(cluster_state)
+        sys.stdout.flush()
+
+
+def _status_json(state: ClusterStatus) -> None:
+    print_json({"nodes": state.nodes, "servers": state.servers, "instances": state.instances})
+
+
+def _say_status(state: ClusterStatus) -> None:
+    for node in state.nodes:
+        labels = "".join(f", {key}={value}" for key, value in node["labels"].items())
+        say_words(
+            on_one_line(f"node {node['node']}: {counted(node['cores'], 'core')}{labels}, {node['state']}")
+        )
+    for server in state.servers:
+        say_words(on_one_line(f"server {server['server']}: {server['model']}, {server['state']}"))
+        for instance in state.instances:
+            if instance["server"] == server["server"]:
+                for line in _lines(instance):
+                    say_words(on_one_line(line))
+    if not state.instances:
         say("no instance runs on this cluster")
 
 
-def _line(instance: dict[str, Any]) -> str:
-    name, state = on_one_line(instance["name"]), on_one_line(instance["state"])
+def _lines(instance: dict[str, Any]) -> list[str]:
+    label = f" ({instance['label']})" if instance["label"] else ""
     cores = counted(instance["cores"], "core")
-    return f"{name}: {instance['role']}, {cores} of {instance['node']}, process {instance['pid']}, {state}"
+    lines = [
+        f"{_name(instance)}: {instance['pool']}, {instance['state']}",
+        f"  {cores} of {instance['node']}{label}, process {instance['pid'] or 'none'}",
+    ]
+    if instance["problem"]:
+        lines.append(f"  {instance['problem']}")
+    if instance["format"]:
+        mib = instance["kv_bytes"] / (1 << 20)
+        lines.append(f"  {instance['format']}, KV {instance['kv_format']} in {mib:.0f} MiB")
+    return [*lines, *(f"  {plan}" for plan in instance["plans"])]
+
+
+def _name(instance: dict[str, Any]) -> str:
+    return on_one_line(f"{instance['name']}@{instance['server']}")
+
+
+_COUNTS = ("running", "waiting", "kv_slots_used", "kv_slots", "handing_over", "restarts")
+
+
+def _loads(state: ClusterStatus) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Counts of each instance, and their sums over each server's pools."""
+    loads = [
+        {name: instance[name] for name in ("server", "name", "pool", "state", *_COUNTS)}
+        for instance in state.instances
+    ]
+    pools: dict[tuple[str, str], dict[str, Any]] = {}
+    for load in loads:
+        pool = pools.setdefault(
+            (load["server"], load["pool"]),
+            {"server": load["server"], "pool": load["pool"], "instances": 0, **dict.fromkeys(_COUNTS, 0)},
+        )
+        pool["instances"] += load["state"] == "running"
+        for name in _COUNTS:
+            pool[name] += load[name]
+    return loads, list(pools.values())
+
+
+def _metrics_json(state: ClusterStatus) -> None:
+    loads, pools = _loads(state)
+    print_json({"instances": loads, "pools": pools})
+
+
+def _say_metrics(state: ClusterStatus) -> None:
+    loads, pools = _loads(state)
+    if not loads:
+        say("no instance runs on this cluster")
+        return
+    say(f"{'':28}{'running':>9}{'waiting':>9}{'KV':>7}{'handing over':>14}{'restarts':>10}")
+    for load in loads:
+        say(_row(_name(load), load))
+    for pool in pools:
+        say(_row(on_one_line(f"all {pool['pool']}@{pool['server']}"), pool))
+
+
+def _row(name: str, load: dict[str, Any]) -> str:
+    used = f"{100 * load['kv_slots_used'] / load['kv_slots']:.0f} %" if load["kv_slots"] else "-"
+    counts = f"{load['running']:>9}{load['waiting']:>9}{used:>7}{load['handing_over']:>14}"
+    return f"{name:28}{counts}{load['restarts']:>10}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -32,6 +32,8 @@ from phasewise.workflows.generate.answer_settings import AnswerSettings, Samplin
 
 if TYPE_CHECKING:
     from phasewise.workflows.generate.run import Generated
+    from phasewise.workflows.opening.drafts import DraftRule
+    from phasewise.workflows.opening.memory_placement import MemoryPlacement
     from phasewise.workflows.opening.tuned_schedules import ScheduleUse
 
 _SETTINGS = option_set(
@@ -87,14 +89,21 @@ def generate(
     in it are recognised. Without a prompt it is read from stdin, unless that
     is a terminal. Without --temperature the likeliest token is chosen always.
     """
-    from phasewise.cli.explain_text import uses_fields, uses_text
+    from phasewise.cli.explain_text import memory_fields, rule_fields, slots_fields, uses_fields, uses_text
+    from phasewise.cython_kernels.user_slots.installed import use_installed
     from phasewise.workflows.generate.run import generate_text
 
-    explained: list[ScheduleUse] = []
+    explained: dict[str, Any] = {}
 
-    def tell(uses: list[ScheduleUse]) -> None:
-        explained.extend(uses)
-        note(uses_text(uses))
+    def tell(uses: list[ScheduleUse], memory: MemoryPlacement | None, drafts: DraftRule | None) -> None:
+        slots = use_installed()
+        explained.update(
+            schedules=uses_fields(uses),
+            memory=memory_fields(memory),
+            user_slots=slots_fields(slots),
+            draft_rule=rule_fields(drafts),
+        )
+        note(uses_text(uses, memory, slots, drafts))
 
     generated = generate_text(
         model,
@@ -107,7 +116,7 @@ def generate(
         explain=tell if explain else None,
     )
     if as_json:
-        print_json(generated.fields() | ({"schedules": uses_fields(explained)} if explained else {}))
+        print_json(generated.fields() | explained)
     else:
         write_text("\n")
         note(_summary(generated))

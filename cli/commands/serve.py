@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -48,13 +48,18 @@ from phasewise.workflows.serve.settings import (
     ServeSettings,
 )
 
+if TYPE_CHECKING:
+    from phasewise.workflows.opening.drafts import DraftRule
+    from phasewise.workflows.opening.memory_placement import MemoryPlacement
+    from phasewise.workflows.opening.tuned_schedules import ScheduleUse
+
 _ENGINE = "Engine and memory"
 _in_sight = partial(opt, rich_help_panel=MOST_USED)
 _for_research = partial(opt, hidden=True)
 """Settings to compare ways of doing the same, by the configuration file; the reference lists them."""
 
 
-KvPolicy = Literal["odma", "static", "fixed", "paged"]
+KvPolicy = Literal["odma", "static", "fixed", "paged", "auto"]
 """The policy that gives KV slots to requests."""
 
 ToolFormatName = Literal["auto", "hermes", "llama3-json", "pythonic", "mistral", "gpt-oss"]
@@ -67,6 +72,7 @@ LogFormat = Literal["text", "json"]
 """The form of their lines."""
 
 KvTransferOption = Literal["auto", "shm", "tcp"]
+RoutingOption = Literal["prefix", "load", "round-robin"]
 """The way of keys and values from one instance to another."""
 
 _LISTENING = option_set(
@@ -242,7 +248,8 @@ _KV = option_set(
     KeysAndValues,
     _ENGINE,
     kv_budget_bytes=_in_sight(
-        "memory for keys and values, e.g. 4G, allocated at the start [default: a quarter of the free memory]",
+        "memory for keys and values, e.g. 4G, allocated at the start, with --cluster on each node "
+        "[default: a quarter of the free memory]",
         "--kv-budget",
         parser=parse_bytes,
         envvar="PHASEWISE_KV_BUDGET",
@@ -250,7 +257,8 @@ _KV = option_set(
     ),
     kv_format=KvFormatOption,
     kv_policy=_for_research(
-        "how KV slots are given to requests: odma, static, fixed or paged",
+        "how KV slots are given to requests: odma, static, fixed, paged; auto: paged where reads of pages "
+        "are measured to be as fast as reads in order, else odma",
         kind=KvPolicy,
         envvar="PHASEWISE_KV_POLICY",
     ),
@@ -360,12 +368,24 @@ _POOLS = option_set(
         "an instance on these cores computes both [repeatable]", kind=list[str] | None, metavar="CORES"
     ),
     pools=opt(
-        "auto: cores that only the tuned prefill plan uses compute prompts, those of the decode plan answers",
-        metavar="off|auto",
+        "auto: cores that only the tuned prefill plan uses compute prompts, those of the decode plan "
+        "answers; with --cluster: a file FILE.toml of pools",
+        metavar="off|auto|FILE",
+    ),
+    routing=opt(
+        "what chooses the instance of a prompt; prefix: the work that is left where its beginning is held, "
+        "and the queues; load: the queues alone; round-robin: turns",
+        kind=RoutingOption,
     ),
     split_above=opt(
         "prompts of more tokens are computed in the prompt pool, others where their answers are",
         min=0,
+        metavar="N",
+    ),
+    overflow_above=opt(
+        "another pool helps where more than N tokens of prompts wait for an instance [default: as many as it "
+        "computes in 1.34 s, as an H100 does 8192]",
+        min=1,
         metavar="N",
     ),
     repurpose_after=opt(
@@ -379,10 +399,12 @@ _POOLS = option_set(
         envvar="PHASEWISE_CLUSTER",
     ),
     prompt=opt(
-        "with --cluster: instances that compute prompts, e.g. 2x24: two of 24 cores", metavar="NxCORES"
+        "with --cluster: instances that compute prompts, e.g. 2x24: two of 24 cores; 2x24@big: on nodes "
+        "with the label phasewise=big",
+        metavar="NxCORES[@LABEL]",
     ),
-    token=opt("with --cluster: instances that compute answers", metavar="NxCORES"),
-    mixed=opt("with --cluster: instances that compute both", metavar="NxCORES"),
+    token=opt("with --cluster: instances that compute answers", metavar="NxCORES[@LABEL]"),
+    mixed=opt("with --cluster: instances that compute both", metavar="NxCORES[@LABEL]"),
     spread=opt("with --cluster: place instances on different nodes", "--spread"),
     kv_transfer=opt(
         "how keys and values go from pool to pool; auto: shared memory on one host, else TCP",
@@ -394,7 +416,7 @@ _REMOTE = option_set(
     Remote,
     "What was learnt elsewhere",
     remote=opt(
-        "a folder or https:// address, as for db pull: pull what fits cores like these, and fight over its "
+        "a folder or an address, as for db pull: pull what fits cores like these, and fight over its "
         "best schedules for at most a minute before requests are taken",
         metavar="REMOTE",
         envvar="PHASEWISE_REMOTE",
@@ -511,7 +533,6 @@ def serve(
     three is given it ends the server as SIGTERM does, unless it is ignored
     (nohup).
     """
-    from phasewise.cli.explain_text import uses_text
     from phasewise.serving.processes.secrets import hide_values_of
 
     if hide_values_of("--api-key"):
@@ -541,4 +562,11 @@ def serve(
         return
     if model is None:
         raise UsageError("give a MODEL to serve, or --models DIR: a folder of models")
-    serve_model(model, settings, note, explain=(lambda uses: note(uses_text(uses))) if explain else None)
+    serve_model(model, settings, note, explain=_tell if explain else None)
+
+
+def _tell(uses: list[ScheduleUse], memory: MemoryPlacement | None, drafts: DraftRule | None) -> None:
+    from phasewise.cli.explain_text import uses_text
+    from phasewise.cython_kernels.user_slots.installed import use_installed
+
+    note(uses_text(uses, memory, use_installed(), drafts))

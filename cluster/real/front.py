@@ -3,7 +3,8 @@
 A thread of its own routes requests (`routing`) and carries what instances say about hand-overs from one to
 the other; `supervisor` starts their processes and notices those that end or hang. What it promises:
 
-- a request whose instance ends before anything of its answer was given out runs again, on another one;
+- a request whose instance ends goes on with another one: from its beginning, or after what was given out of
+  its answer (`serving.engine.given_so_far`);
 - an instance's block is given to another request only when no other instance can write to it any more: the
   prompt's instance has said `Dropped`, or its process has ended;
 - every hand-over that fails is counted, and its request runs again as a whole, on one instance.
@@ -23,6 +24,9 @@ from dataclasses import dataclass, field, replace
 import zmq
 
 from phasewise._words import number
+from phasewise.cluster.held_blocks import ReportRefused
+from phasewise.cluster.real.attempts import Attempt, ask_of, is_whole
+from phasewise.cluster.real.front_tallies import InstanceTally, instance_states, load_together
 from phasewise.cluster.real.instance import host_name
 from phasewise.cluster.real.instance_messages import (
     Aim,
@@ -44,9 +48,11 @@ from phasewise.cluster.real.instance_messages import (
     write,
 )
 from phasewise.cluster.real.supervisor import FrontSettings, InstanceMember, Launcher, Supervisor
-from phasewise.cluster.routing import Ask, Assignment, Limits, Role, Router, SplitwisePolicy
+from phasewise.cluster.routing import POLICIES, POLICY_OF_ROUTING, Assignment, Limits, Role, Router
 from phasewise.serving.engine.engine_host import Deliver, EngineState
 from phasewise.serving.engine.fingerprint import Fingerprint
+from phasewise.serving.engine.given_so_far import GivenSoFar
+from phasewise.serving.engine.instance_state import InstanceState
 from phasewise.serving.engine.messages import (
     Abort,
     Answer,
@@ -59,43 +65,23 @@ from phasewise.serving.engine.messages import (
 )
 from phasewise.serving.errors import EngineLost, ServingError, StepFailed, Stopping
 from phasewise.serving.pools.contract import Placement
-from phasewise.serving.prefix_store.store import summed
-from phasewise.serving.processes.restarts import MOST_RERUNS, Restarts
+from phasewise.serving.processes.restarts import Restarts
 from phasewise.serving.processes.sockets import Sockets, has_input
 from phasewise.serving.sampling.sampling import GREEDY
+from phasewise.serving.scheduling.prefix_keys import block_keys, space_of
 
 TICK_S = 0.1
 """The interval at which the instances' processes are looked at."""
-DEFAULT_ANSWER_TOKENS = 256
-"""Expected of an answer of which nothing is known, for routing alone."""
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class _Attempt:
-    """A request on its way over instances."""
+@dataclass(frozen=True, slots=True)
+class DrainPlace:
+    """Give the instance of this place no request, and stop it when it has none. undo: take it back."""
 
-    request: Submit
-    epoch: int
-    assignment: Assignment
-    n_reruns: int = 0
-    sent_s: float = field(default_factory=time.monotonic)
-    has_begun: bool = False
-    is_expected: bool = False
-    """The instance that answers knows of it."""
-    is_arrived: bool = False
-    is_aimed: bool = False
-    computed_s: float | None = None
-
-    @property
-    def attempt_id(self) -> str:
-        return f"{self.request.request_id}@{self.epoch}"
-
-    @property
-    def is_divided(self) -> bool:
-        """True if an instance computes the prompt and another one waits for it."""
-        return self.assignment.prompt != self.assignment.token and not self.is_arrived
+    index: int
+    undo: bool = False
 
 
 @dataclass(slots=True)
@@ -104,6 +90,8 @@ class FrontCounts:
 
     divided: int = 0
     """Requests whose prompts were computed on one instance and answered by another."""
+    continued: int = 0
+    """Answers that had begun on an instance that ended, and went on."""
     failed: Counter[str] = field(default_factory=Counter)
     """Hand-overs that failed, by reason."""
 
@@ -129,23 +117,25 @@ class Front:
         self._on_lost = on_lost
         self._supervisor = Supervisor(roles, launcher, settings, restarts)
         self._members = self._supervisor.members
-        limits = Limits(split_above_tokens=settings.split_above_tokens)
-        self._router = Router(
-            [(role, 0) for role in roles], SplitwisePolicy(limits), settings.repurpose_after_requests
-        )
+        self._tallies = [InstanceTally() for _ in roles]
+        limits = Limits(settings.overflow_tokens, settings.split_above_tokens)
+        policy = POLICIES[POLICY_OF_ROUTING[settings.routing]](limits)
+        self._router = Router([(role, 0) for role in roles], policy, settings.repurpose_after_requests)
         for member in self._members:
             self._router.leave(member.index)
-        self._requests: dict[str, _Attempt] = {}
-        self._attempts: dict[str, _Attempt] = {}
-        self._waiting: dict[str, tuple[Submit, int]] = {}
-        """Requests that no instance can take yet, and how often each ran before."""
+        self._requests: dict[str, Attempt] = {}
+        self._attempts: dict[str, Attempt] = {}
+        self._waiting: dict[str, GivenSoFar] = {}
+        """Requests that no instance can take yet."""
         self._leaving: dict[str, Assignment] = {}
         """Attempts that were given up: the token's instance is told when the prompt's has stopped writing."""
         self._epoch = 0
-        self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Message | DrainPlace] = queue.SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stopping = threading.Event()
         self._host = host_name()
+        self._has_one_arithmetic = True
+        """As the instances' fingerprints say, which all agree."""
         self._thread = threading.Thread(target=self._run, name="phasewise-front", daemon=True)
 
     @property
@@ -156,6 +146,20 @@ class Front:
     def n_ranks_replaced(self) -> int:
         """Instances that had been ready and were started anew."""
         return self._supervisor.n_replaced
+
+    @property
+    def n_answers_continued(self) -> int:
+        """Answers that had begun on an instance that ended, and went on."""
+        return self.counts.continued
+
+    @property
+    def n_core_moves(self) -> int:
+        """Not counted here: each instance follows its own cores, and says so in its log."""
+        return 0
+
+    def threads(self) -> dict[str, int]:
+        """Nothing: instances compute."""
+        return {}
 
     @property
     def pids(self) -> dict[int, int]:
@@ -174,7 +178,11 @@ class Front:
 
     def members(self) -> list[dict[str, object]]:
         """The facts of every place, for people and scripts."""
-        return [member.facts(pool) for member, pool in zip(self._members, self._router.roles, strict=True)]
+        return self._supervisor.facts(self._router.roles)
+
+    def instances(self) -> list[InstanceState]:
+        """For metrics."""
+        return instance_states(self._members, self._router, self._tallies, self._supervisor.places)
 
     def fingerprint(self, model: str = "") -> Fingerprint | None:
         """That of the instances, which all agree; None before the first of them is ready."""
@@ -185,8 +193,8 @@ class Front:
     def start(self) -> None:
         self._thread.start()
 
-    def send(self, message: Message) -> None:
-        """From any thread. What comes of it arrives through `deliver`."""
+    def send(self, message: Message | DrainPlace) -> None:
+        """From any thread. What comes of it arrives through `deliver`, or is seen in `members`."""
         self._inbox.put(message)
         os.eventfd_write(self._wake, 1)
 
@@ -241,28 +249,28 @@ class Front:
                 return
             match message:
                 case Submit():
-                    self._run_request(message, 0)
+                    self._run_request(GivenSoFar(message))
                 case Abort(request_id):
                     self._abort(request_id)
+                case DrainPlace(index, undo):
+                    self._drain(self._members[index], undo=undo)
                 case _:
                     raise AssertionError(f"a front is not sent {message}")
 
     # ---- requests ----------------------------------------------------------------------------------------
 
-    def _run_request(self, request: Submit, n_reruns: int, *, whole: bool = False) -> None:
+    def _run_request(self, given: GivenSoFar, *, whole: bool = False) -> None:
+        request = given.request
         if self.lost is not None:
             self._tell(Failure(request.request_id, self.lost))
             return
         if not self._router.has_machines:
-            self._waiting[request.request_id] = request, n_reruns
+            self._waiting[request.request_id] = given
             return
-        n_prompt = len(request.prompt_token_ids)
-        ask = Ask(request.request_id, n_prompt, _expected_tokens(request))
-        whole = whole or request.prompt_logprobs is not None  # whoever answers gives them out
-        whole = whole or request.in_shadow  # it gives way at once, which a block being sent cannot
-        assignment = self._router.assign(ask, whole=whole)
+        ask = ask_of(request, self._prefix_of(request))
+        assignment = self._router.assign(ask, whole=whole or is_whole(request))
         self._epoch += 1
-        attempt = _Attempt(request, self._epoch, assignment, n_reruns)
+        attempt = Attempt(given, self._epoch, assignment)
         self._requests[request.request_id] = self._attempts[attempt.attempt_id] = attempt
         asked = Asked.of(request, attempt.attempt_id)
         token = self._members[assignment.token]
@@ -270,10 +278,21 @@ class Front:
             self._say(token, Take("whole", asked))
             return
         self.counts.divided += 1
-        prompt_alone = replace(asked, sampling=GREEDY, stop=(), guide=None, estimate=None)
+        known_ids = request.known_token_ids
+        prompt_alone = replace(
+            asked, prompt_token_ids=known_ids, given=None, sampling=GREEDY, stop=(), guide=None, estimate=None
+        )
         self._say(self._members[assignment.prompt], Take("prompt", prompt_alone, attempt.epoch))
 
-    def _begin_answer(self, attempt: _Attempt) -> None:
+    def _prefix_of(self, request: Submit) -> tuple[int, ...]:
+        """The keys by which instances say that they hold its beginning; none where that does not count."""
+        ready = next((member.ready for member in self._members if member.ready is not None), None)
+        if self.settings.routing != "prefix" or ready is None or request.prompt_logprobs is not None:
+            return ()
+        space = space_of(request.cache_space, ready.identity.adapters.get(request.adapter, ""))
+        return block_keys(request.known_token_ids, ready.identity.model_hash, space)
+
+    def _begin_answer(self, attempt: Attempt) -> None:
         """The prompt is being computed, so a block that the other instance keeps for it will be filled."""
         attempt.is_expected = True
         asked = Asked.of(attempt.request, attempt.attempt_id)
@@ -286,39 +305,43 @@ class Front:
             self._forget(attempt)
             self._drop(attempt)
 
-    def _forget(self, attempt: _Attempt) -> None:
+    def _forget(self, attempt: Attempt) -> None:
         """Nothing that instances say of this attempt is heard any more."""
-        del self._requests[attempt.request.request_id]
+        del self._requests[attempt.request_id]
         del self._attempts[attempt.attempt_id]
-        self._router.finished(attempt.request.request_id)
+        self._router.finished(attempt.request_id)
 
-    def _drop(self, attempt: _Attempt) -> None:
+    def _drop(self, attempt: Attempt) -> None:
         """Free what it holds on instances: first where its prompt is computed, which may still be writing."""
         prompt, token = (self._members[index] for index in attempt.assignment)
-        if attempt.is_divided and prompt.ready is not None:
+        if attempt.is_divided and (prompt.ready is not None or prompt.ending is not None):
             self._leaving[attempt.attempt_id] = attempt.assignment
             self._say(prompt, Drop(attempt.attempt_id))
         else:
             self._say(token, Drop(attempt.attempt_id))
 
-    def _end(self, attempt: _Attempt, error: Exception) -> None:
+    def _end(self, attempt: Attempt, error: Exception) -> None:
         self._forget(attempt)
         self._drop(attempt)
-        self._tell(Failure(attempt.request.request_id, error))
+        self._tell(Failure(attempt.request_id, error))
 
-    def _run_again(self, attempt: _Attempt, error: ServingError, *, whole: bool = False) -> None:
-        """From the start, unless something of the answer was given out, or it ran too often."""
-        if attempt.has_begun or attempt.n_reruns >= MOST_RERUNS:
-            self._end(attempt, error)
+    def _run_again(self, attempt: Attempt, error: ServingError, *, whole: bool = False) -> None:
+        """After what was given out of its answer, unless it cannot, or ran too often."""
+        again = attempt.given.after(
+            error, has_one_arithmetic=self._has_one_arithmetic, n_places=len(self._members)
+        )
+        if not isinstance(again, GivenSoFar):
+            self._end(attempt, again)
             return
         self._forget(attempt)
         self._drop(attempt)
-        self.n_requests_rerun += 1
-        self._run_request(attempt.request, attempt.n_reruns + 1, whole=whole)
+        self.counts.continued += again.has_begun
+        self.n_requests_rerun += not again.has_begun
+        self._run_request(again, whole=whole)
 
-    def _fail_hand_over(self, attempt: _Attempt, reason: str, message: str) -> None:
+    def _fail_hand_over(self, attempt: Attempt, reason: str, message: str) -> None:
         self.counts.failed[reason] += 1
-        log.warning("a hand-over failed (%s): %s", reason, message)
+        log.warning("a hand-over failed (%s): %s%s", reason, message, _told_trace(attempt.request))
         error = StepFailed(f"keys and values could not be handed over: {message}")
         self._run_again(attempt, error, whole=True)
 
@@ -349,8 +372,10 @@ class Front:
                 member.beats(message)
             case PromptBegun(attempt_id):
                 attempt = self._attempts.get(attempt_id)
-                if attempt is not None and attempt.is_divided and not attempt.is_expected:
-                    self._begin_answer(attempt)
+                if attempt is not None:
+                    attempt.given.was_computed = True
+                    if attempt.is_divided and not attempt.is_expected:
+                        self._begin_answer(attempt)
             case Dropped(attempt_id):
                 assignment = self._leaving.get(attempt_id)
                 if assignment is not None and assignment.prompt == member.index:
@@ -372,16 +397,27 @@ class Front:
                 self._give_up(f"instance {member.name} does not fit: {problem}")
             self._bury(member, problem)
             return
-        self._router.back(member.index, ready.kv_slots)
+        self._has_one_arithmetic = ready.identity.fingerprint.has_one_arithmetic
+        if not member.is_draining:
+            self._router.back(member.index, ready.kv_slots)
         if self.lost is None and self._supervisor.has_started:
             self.state = "running"
             self._tell()
-        for request, n_reruns in list(self._waiting.values()):
-            del self._waiting[request.request_id]
-            self._run_request(request, n_reruns)
+        waiting = list(self._waiting.values())
+        self._waiting.clear()
+        for given in waiting:
+            self._run_request(given)
+
+    def _hear_load(self, member: InstanceMember, told: Told) -> None:
+        member.load = told.load
+        try:
+            self._router.tells(member.index, told.load.best_token_ns / 1e9, told.held)
+        except ReportRefused as error:
+            self._tallies[member.index].reports_refused += 1
+            log.warning("instance %s is not believed about prefixes any more: %s", member.name, error)
 
     def _hear_told(self, member: InstanceMember, told: Told) -> None:
-        member.load = told.load
+        self._hear_load(member, told)
         outs: list[Answer | Failure] = []
         for placed in told.placed:
             self._aim(member, placed.request_id, placed.placement)
@@ -389,12 +425,16 @@ class Front:
             attempt = self._attempts.get(attempt_id)
             if attempt is not None:
                 attempt.computed_s = member.heard_s
-                self._router.prompt_done(attempt.request.request_id)
+                self._router.prompt_done(attempt.request_id)
         for attempt_id in told.arrived:
             attempt = self._attempts.get(attempt_id)
             if attempt is not None:
-                self._say(self._members[attempt.assignment.prompt], Drop(attempt_id))
-                self._router.prompt_done(attempt.request.request_id)
+                prompt = self._members[attempt.assignment.prompt]
+                took_s = 0.0 if attempt.computed_s is None else member.heard_s - attempt.computed_s
+                n_prompt = len(attempt.request.known_token_ids)
+                self._tallies[prompt.index].arrived(prompt, n_prompt, took_s)
+                self._say(prompt, Drop(attempt_id))
+                self._router.prompt_done(attempt.request_id)
                 attempt.is_arrived = True
         for answer in told.answers:
             attempt = self._attempts.get(answer.request_id)
@@ -405,24 +445,24 @@ class Front:
             if attempt is not None:
                 self._forget(attempt)
                 self._drop(attempt)
-                outs.append(failed.to_failure(attempt.request.request_id))
+                outs.append(failed.to_failure(attempt.request_id))
         progress = tuple(
-            prompt._replace(request_id=self._attempts[prompt.request_id].request.request_id)
+            prompt._replace(request_id=attempt.request_id)
             for prompt in told.progress
-            if prompt.request_id in self._attempts
+            if (attempt := self._attempts.get(prompt.request_id)) is not None and attempt.tells_progress
         )
         self._deliver(Delivery(tuple(outs), told.stats, self._load(), progress=progress))
 
-    def _take_answer(self, attempt: _Attempt, answer: Answer, member: InstanceMember) -> Answer:
-        attempt.has_begun = attempt.has_begun or bool(answer.text or answer.tokens or answer.prompt)
+    def _take_answer(self, attempt: Attempt, answer: Answer, member: InstanceMember) -> Answer:
+        attempt.given.add(answer)
         if answer.finish_reason is not None:
             self._forget(attempt)
         else:
-            self._router.prompt_done(attempt.request.request_id)
+            self._router.prompt_done(attempt.request_id)
         ready = member.ready
         is_near = ready is not None and ready.host.split("/")[0] == self._host.split("/")[0]
         at_ns = answer.at_ns if is_near else time.perf_counter_ns()
-        return answer._replace(request_id=attempt.request.request_id, at_ns=at_ns)
+        return answer._replace(request_id=attempt.request_id, at_ns=at_ns)
 
     def _aim(self, token: InstanceMember, attempt_id: str, placement: Placement) -> None:
         attempt = self._attempts.get(attempt_id)
@@ -431,7 +471,7 @@ class Front:
         prompt = self._members[attempt.assignment.prompt]
         if prompt.ready is None:
             return
-        n_prompt = len(attempt.request.prompt_token_ids)
+        n_prompt = len(attempt.request.known_token_ids)
         attempt.is_aimed = True
         place = token.ready.place if self._shares_memory(prompt.ready, token.ready) else None
         self._say(prompt, Aim(attempt_id, attempt.epoch, n_prompt, token.ready.endpoint, placement, place))
@@ -443,6 +483,12 @@ class Front:
     # ---- instances that end ------------------------------------------------------------------------------
 
     def _look_after(self, now_s: float) -> None:
+        for member in self._supervisor.ended():
+            self._writes_no_more(member)
+        for member in self._members:
+            if member.is_draining and not member.has_left and not self._has_requests(member):
+                self._say(member, Stop())
+                self._supervisor.leave(member)
         for member, problem in self._supervisor.look_after(self._endpoint, now_s):
             self._bury(member, problem)
         for attempt in list(self._attempts.values()):
@@ -450,7 +496,7 @@ class Front:
             if overdue is not None:
                 self._fail_hand_over(attempt, *overdue)
 
-    def _overdue(self, attempt: _Attempt, now_s: float) -> tuple[str, str] | None:
+    def _overdue(self, attempt: Attempt, now_s: float) -> tuple[str, str] | None:
         """The counter's label and a message for a hand-over that timed out; None: it has not."""
         patience_s = self.settings.hand_over_s
         prompt = self._members[attempt.assignment.prompt]
@@ -464,10 +510,8 @@ class Front:
         """The instance has ended or is of no use: what it had runs again, and it is started anew."""
         lost = self._supervisor.end(member, why)
         self._router.leave(member.index)
-        for attempt_id, assignment in list(self._leaving.items()):
-            if assignment.prompt == member.index:
-                del self._leaving[attempt_id]
-                self._say(self._members[assignment.token], Drop(attempt_id))
+        for ended in self._supervisor.ended():
+            self._writes_no_more(ended)
         if self.state == "running" and not self._router.has_machines:
             self.state = "replacing"
         if self._supervisor.is_hopeless:
@@ -478,6 +522,31 @@ class Front:
                 if attempt.is_divided:
                     self.counts.failed["instance"] += 1
                 self._run_again(attempt, lost)
+
+    def _writes_no_more(self, member: InstanceMember) -> None:
+        """Its process has ended: the blocks that it was filling are given back."""
+        for attempt_id, assignment in list(self._leaving.items()):
+            if assignment.prompt == member.index:
+                del self._leaving[attempt_id]
+                self._say(self._members[assignment.token], Drop(attempt_id))
+
+    def _drain(self, member: InstanceMember, *, undo: bool) -> None:
+        if undo == (not member.is_draining):
+            return
+        if undo:
+            self._supervisor.come_back(member)
+            if member.ready is not None:
+                self._router.back(member.index, member.ready.kv_slots)
+            return
+        if not any(other.ready and not other.is_draining for other in self._members if other is not member):
+            log.error("instance %s is not drained: no other one takes requests", member.name)
+            return
+        member.is_draining = True
+        self._router.leave(member.index)
+
+    def _has_requests(self, member: InstanceMember) -> bool:
+        held = [*(attempt.assignment for attempt in self._attempts.values()), *self._leaving.values()]
+        return member.ending is not None or any(member.index in assignment for assignment in held)
 
     def _give_up(self, reason: str) -> None:
         if self.lost is not None:
@@ -503,35 +572,14 @@ class Front:
         n_in_shadow = sum(attempt.request.in_shadow for attempt in self._requests.values())
         n_assigned = len(self._requests) - n_in_shadow
         n_waiting = min(n_assigned, sum(load.n_waiting for load in loads))  # a divided one may wait twice
-        return EngineLoad(
-            n_waiting + sum(not request.in_shadow for request, _ in self._waiting.values()),
-            n_assigned - n_waiting,
-            sum(load.kv_slots_used for load in loads),
-            sum(load.kv_slots for load in loads),
-            None,
-            sum(load.preemptions for load in loads),
-            sum(load.prefix_hits for load in loads),
-            sum(load.prefix_tokens_reused for load in loads),
-            sum(load.phase_switches for load in loads),
-            sum(load.n_clients_waiting for load in loads),
+        n_without = sum(not given.request.in_shadow for given in self._waiting.values())
+        return load_together(loads, n_waiting + n_without, n_assigned - n_waiting)._replace(
             hand_overs=HandOverCounts(
                 self.counts.divided, dict(self.counts.failed), dict(self.refused_frames)
             ),
             n_in_shadow=n_in_shadow,
-            steps_over_tpot=sum(load.steps_over_tpot for load in loads),
-            step_over_tpot_ms=max((load.step_over_tpot_ms for load in loads), default=0),
-            stored=summed([load.stored for load in loads if load.stored is not None]),
-            prompt_token_ns=_together_ns([load.prompt_token_ns for load in loads]),
         )
 
 
-def _together_ns(times_ns: Sequence[float]) -> float:
-    """Time a token of those that compute prompts at the same time; 0: none has computed one."""
-    positive_ns = [time_ns for time_ns in times_ns if time_ns > 0]
-    return 1 / sum(1 / time_ns for time_ns in positive_ns) if positive_ns else 0.0
-
-
-def _expected_tokens(request: Submit) -> int:
-    """The tokens that an answer is expected to have, at most what the request allows."""
-    guess = DEFAULT_ANSWER_TOKENS if request.estimate is None else int(request.estimate.output_tokens)
-    return min(guess, request.max_tokens) if request.max_tokens is not None else guess
+def _told_trace(request: Submit) -> str:
+    return f" (request {request.request_id}, traceparent {request.trace})" if request.trace else ""

@@ -21,7 +21,7 @@ from pathlib import Path
 import zmq
 
 from phasewise._version import __version__
-from phasewise.cluster.real.handing_over.frames import Codec
+from phasewise.cluster.real.handing_over.frames import Codec, parts_of
 from phasewise.cluster.real.handing_over.links import Post, SharedLink, StreamLink
 from phasewise.cluster.real.handing_over.receiver import ReceiveFailed, Receiver
 from phasewise.cluster.real.handing_over.sender import BlockLink, LinkBroken, Sender
@@ -55,6 +55,7 @@ from phasewise.serving.grammar.guides import Guide
 from phasewise.serving.processes.restarts import Restarts
 from phasewise.serving.processes.sockets import Keys, Sockets, has_input
 from phasewise.serving.ranks.kv_share import KvPlace, KvShare, map_place
+from phasewise.serving.scheduling.held_prefixes import HeldPrefixes
 from phasewise.serving.scheduling.scheduler_terms import LAYERWISE_ABOVE_TOKENS
 
 BEAT_S = 0.25
@@ -115,16 +116,24 @@ class _Instance:
             self._begun,
             self._failed_hand_over,
             orders.layerwise_above_tokens,
+            len(parts_of(self._share.shape.state_bytes)),
         )
         self._posts = _Posts(sockets)
         self._expected: dict[str, tuple[int, int]] = {}
         """Epoch and length of the prompts that others compute."""
+        self._traces: dict[str, str] = {}
+        """The `traceparent` of the requests that brought one."""
         self._guides = GuideThread(opened.text.guide_compiler())
+        self._held = HeldPrefixes(
+            engine.scheduler,
+            self._codec.model_hash.hex(),
+            None if engine.prefixes is None else engine.prefixes.kept,
+        )
         self._outgoing: deque[FromInstance] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._next_beat_s = 0.0
         self._is_lost = threading.Event()
-        engine.outbox = self._sender
+        engine.outbox, engine.on_begin = self._sender, self._begun
         engine.ranks.follow(self._sender)
         self._thread = EngineThread(engine, self._deliver, self._lost, Restarts(most=0), ends_on_bugs=True)
 
@@ -179,8 +188,11 @@ class _Instance:
 
     def _take(self, take: Take) -> None:
         asked = take.asked
+        if asked.trace:
+            self._traces[asked.request_id] = asked.trace
+            log.info("takes request %s, traceparent %s: %s", asked.request_id, asked.trace, take.part)
         if take.part == "answer":
-            self._expected[asked.request_id] = take.epoch, len(asked.prompt_token_ids)
+            self._expected[asked.request_id] = take.epoch, asked.n_known_tokens
         if asked.guide is None:
             self._begin(take, None)
             return
@@ -206,6 +218,7 @@ class _Instance:
         self._sender.cancel(request_id)
         self._receiver.forget(request_id)
         self._expected.pop(request_id, None)
+        self._traces.pop(request_id, None)
         self._guides.forget(request_id)
         self._thread.send(Abort(request_id))
         self._put(Dropped(request_id))
@@ -263,7 +276,14 @@ class _Instance:
         answers = tuple(out for out in delivery.outs if isinstance(out, Answer))
         failed = (out for out in delivery.outs if isinstance(out, Failure))
         failures = tuple(out for out in failed if not isinstance(out.error, RanksError))
+        for answer in answers:
+            if answer.finish_reason is not None:
+                self._traces.pop(answer.request_id, None)
         for failure in failures:
+            if (trace := self._traces.pop(failure.request_id, None)) is not None:
+                log.warning(
+                    "request %s, traceparent %s, failed: %s", failure.request_id, trace, failure.error
+                )
             self._sender.cancel(failure.request_id)
             self._receiver.forget(failure.request_id)
         told = Told(
@@ -275,6 +295,7 @@ class _Instance:
             delivery.computed,
             delivery.arrived,
             delivery.progress,
+            self._held.report(),
         )
         self._put(told)
 
@@ -295,6 +316,8 @@ class _Instance:
         while self._outgoing:
             control.send(write(self._outgoing.popleft()))
         if self._is_beat_due:
+            if self._held.has_changed:  # more than one report had room for, and nothing is computed
+                self._thread.between_steps(_nothing)
             self._next_beat_s = time.monotonic() + BEAT_S
             refused = dict(self._receiver.refused)
             n_handing_over = self._sender.n_jobs + self._receiver.n_awaited
@@ -319,9 +342,23 @@ class _Instance:
             {adapter.name: adapter.content_hash for adapter in opened.model.adapters},
         )
         plans = tuple(plan.describe() for plan in opened.plans.values())
+        kv = opened.size.kv
         return Ready(
-            identity, os.getpid(), host_name(), opened.size.kv.slots, endpoint, self._share.place, plans
+            identity,
+            os.getpid(),
+            host_name(),
+            kv.slots,
+            endpoint,
+            self._share.place,
+            plans,
+            opened.kv_bytes,
+            tuple(sorted({core for plan in opened.plans.values() for core in plan.all_cores})),
+            sum(weight.is_sparse for weight in opened.model.weights.values()),
         )
+
+
+def _nothing() -> None:
+    """Wakes the engine's thread, which tells what it has to tell."""
 
 
 class _Posts:
@@ -361,7 +398,7 @@ class _Posts:
 
 def _codec(opened: OpenEngine, share: KvShare) -> Codec:
     model = opened.model
-    told = f"{model.content_hash} {model.format}".encode()
+    told = model.content_hash.encode()  # of the numbers: native and bf16 may be the same ones
     return Codec(
         share.shape, model.config.vocab_size, opened.size.limits.context_length, hashlib.sha256(told).digest()
     )

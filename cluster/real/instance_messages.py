@@ -13,6 +13,7 @@ from phasewise.serving.engine.messages import (
     Answer,
     EngineLoad,
     Failure,
+    GivenOut,
     Placed,
     Progress,
     StepStats,
@@ -23,6 +24,7 @@ from phasewise.serving.grammar.guides import Guide, GuideRecipe
 from phasewise.serving.pools.contract import Estimate, Placement
 from phasewise.serving.ranks.kv_share import KvPlace, KvShape
 from phasewise.serving.sampling.sampling import SamplingParams
+from phasewise.serving.scheduling.held_prefixes import HeldReport
 
 Role = Literal["prompt", "token", "mixed"]
 MAX_SHOWN = 200
@@ -55,6 +57,13 @@ class Asked:
     adapter: str = ""
     prompt_logprobs: int | None = None
     in_shadow: bool = False
+    trace: str = ""
+    given: GivenOut | None = None
+
+    @property
+    def n_known_tokens(self) -> int:
+        """Tokens whose keys and values an answer needs before it goes on."""
+        return len(self.prompt_token_ids) + (0 if self.given is None else len(self.given.token_ids))
 
     @classmethod
     def of(cls, request: Submit, request_id: str) -> Asked:
@@ -147,6 +156,11 @@ class Ready:
     """The address at which it takes keys and values."""
     place: KvPlace
     plans: tuple[str, ...]
+    kv_bytes: int = 0
+    cpus: tuple[int, ...] = ()
+    """Those that its threads are pinned to."""
+    n_sparse_weights: int = 0
+    """Weights that it stores sparse."""
     kind: Literal["ready"] = "ready"
 
 
@@ -185,12 +199,16 @@ class Told:
     computed: tuple[str, ...] = ()
     arrived: tuple[str, ...] = ()
     progress: tuple[Progress, ...] = ()
+    held: HeldReport | None = None
+    """Changes of the prefixes that it holds, since it told them last."""
     kind: Literal["told"] = "told"
 
 
 @dataclass(frozen=True, slots=True)
 class PromptBegun:
-    """The prompt is being computed here: the instance that answers may keep a block for this request."""
+    """The prompt is being computed here: the instance that answers may keep a block for this request, and
+    what ends this one from now on may be the request's work.
+    """
 
     request_id: str
     kind: Literal["prompt_begun"] = "prompt_begun"

@@ -1,4 +1,5 @@
-"""Instances as child processes on this host: they end with the thread that launched them."""
+"""Instances as child processes on this host: they end with the thread that launched them, also where they
+are stopped."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ Tell = Callable[[Orders], bytes]
 
 
 class LocalInstances:
-    """`supervisor.Launcher`: `python -m MODULE` for every instance."""
+    """`supervisor.Launcher`: `python -m MODULE` for every instance, which is told the number of this
+    process."""
 
     def __init__(self, module: str, tells: Sequence[Tell]) -> None:
         self._module = module
@@ -37,7 +39,7 @@ class LocalInstances:
                 file.write(self._tells[index](orders))
             os.lseek(told, 0, os.SEEK_SET)
             self._processes[index] = subprocess.Popen(
-                [sys.executable, "-P", "-m", self._module],
+                [sys.executable, "-P", "-m", self._module, str(os.getpid())],
                 stdin=told,
                 stdout=sys.stderr,
                 env=environment_for_children(),
@@ -45,6 +47,23 @@ class LocalInstances:
             )
         finally:
             os.close(told)
+
+    def waits(self, index: int) -> str | None:
+        """`Launcher.waits`: processes on this host have their places from the start."""
+        del index
+        return None
+
+    def n_joined(self) -> int:
+        """`Launcher.n_joined`: this host is the only one."""
+        return 0
+
+    def place(self, index: int) -> dict[str, object]:
+        """`Launcher.place`: this host."""
+        del index
+        return {}
+
+    def vacate(self, index: int) -> None:
+        """`Launcher.vacate`: its cores are its own."""
 
     def ended(self, index: int) -> str | None:
         """`Launcher.ended`."""

@@ -1,63 +1,79 @@
 """Instances on the nodes of a Ray cluster: Ray keeps membership, places instances and ends them.
 
-The only home of `ray`. Each instance has a bundle of a placement group and an actor there, which starts its
+Each instance has a place, which is a placement group of one bundle, and an actor there, which starts its
 process and waits for its end. Messages, keys and values go over our own sockets, never through Ray's store.
 Ray pins nothing and knows no NUMA node: the instance does. It notices a lost node after tens of seconds; the
-front's heartbeat does so in 2 to 3.
+front's heartbeat does so in 2 to 3, and the instance waits for a place until Ray has noticed too.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
-import ipaddress
-import os
 import secrets
-import socket
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import threading
+import time
+from collections import Counter
+from collections.abc import Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any
 
 from phasewise._words import number
 from phasewise.cluster.errors import ClusterError
 from phasewise.cluster.real.instance import Orders
 from phasewise.cluster.real.local_instances import LocalInstances, Tell
+from phasewise.cluster.real.ray_connection import NAMESPACE, the_ray
 from phasewise.cluster.routing import Role
+from phasewise.serving.processes.memory import available_bytes
 
-NAMESPACE = "phasewise"
 NODE = "{node}"
 """Stands in an address for the node's own."""
+NODE_ID = "{node_id}"
+"""Stands in what an instance is told for the id of its node."""
+LABEL = "phasewise"
+"""The key of the node label that `@NAME` asks for."""
+_NODE_LABEL = "ray.io/node-id"
 
 PLACED_S = 20.0
-"""A placement group that is not there by then cannot be met."""
+"""Places that are not there by then cannot be met."""
+APART_S = 2.0
+"""A node of one's own is waited for so long; then any node will do."""
 KILL_S = 5.0
-CONNECT_S = 5.0
+LOOK_S = 1.0
+"""The interval at which the cluster's nodes are looked at."""
 OBJECT_STORE_BYTES = 80 << 20
 """The least that Ray takes: nothing of ours goes through it."""
 
 
 @dataclass(frozen=True, slots=True)
 class WantedInstance:
-    """An instance with a role, and the number of cores that it needs on one node."""
+    """An instance with a role, and the number of cores that it needs on one node.
+
+    label: of the node, `KEY=VALUE`; None: any node.
+    """
 
     role: Role
     cores: int
+    label: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.role} {self.cores}{f' of {self.label}' if self.label else ''}"
 
 
 class InstanceActor:
     """Starts one instance's process on its node, and tells of its end. Ray makes an actor of it."""
 
-    def __init__(self, role: str, index: int, cores: int) -> None:
-        self._known: dict[str, Any] = {"role": role, "index": index, "cores": cores}
+    def __init__(self) -> None:
         self._processes: LocalInstances | None = None
 
     def node(self) -> str:
         """The node's address, as other nodes reach it."""
-        return str(_ray().util.get_node_ip_address())
+        return str(the_ray().util.get_node_ip_address())
 
     def run(self, module: str, told: bytes) -> str:
         """Start the process and wait until it has ended: how. It ends with the thread that is here."""
-        text = told.replace(NODE.encode(), self.node().encode())
+        node_id = str(the_ray().get_runtime_context().get_node_id())
+        text = told.replace(NODE_ID.encode(), node_id.encode()).replace(NODE.encode(), self.node().encode())
         processes = LocalInstances(module, [lambda _orders: text])
         processes.launch(0, Orders("", "", ""))
         self._processes = processes
@@ -68,98 +84,28 @@ class InstanceActor:
         if self._processes is not None:
             self._processes.kill(0)
 
-    def status(self) -> dict[str, Any]:
-        """For `phasewise cluster status`."""
-        pid = None if self._processes is None else self._processes.pid(0)
-        ended = "it was not launched" if self._processes is None else self._processes.ended(0)
-        return {**self._known, "node": self.node(), "pid": pid, "state": ended or "running"}
 
+@dataclass(slots=True)
+class _Place:
+    """The place of one instance, and what runs there. Its own thread starts it, another one may cancel."""
 
-@contextlib.contextmanager
-def ray_connection(address: str) -> Iterator[str]:
-    """A connection to a running cluster; the address of this node. ClusterError, in one line, without one.
-
-    Off loopback it must be one that asks for a token.
-    """
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    ray = _ray()
-    _check_listens(address)
-    was_there = ray.is_initialized()
-    try:
-        if not was_there:
-            with _without_stderr():
-                ray.init(
-                    address=address,
-                    namespace=NAMESPACE,
-                    log_to_driver=False,
-                    logging_level="error",
-                    configure_logging=False,
-                )
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        asks = (
-            "compare RAY_AUTH_TOKEN with that of the cluster" if _sends_token() else "set RAY_AUTH_MODE=token"
-        )
-        hint = f"; if it asks for a token, {asks}"
-        raise ClusterError(f"the Ray cluster {address!r} cannot be reached: {line}{hint}") from error
-    try:
-        node = str(ray.util.get_node_ip_address())
-        _check_token(node)
-        yield node
-    finally:
-        if not was_there:
-            ray.shutdown()
-
-
-@contextlib.contextmanager
-def _without_stderr() -> Iterator[None]:
-    """Ray's C++ side writes a line a second to file descriptor 2 while a cluster refuses its token."""
-    kept = os.dup(2)
-    nothing = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nothing, 2)
-    os.close(nothing)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-
-
-def _ray() -> Any:
-    try:
-        return importlib.import_module("ray")
-    except ImportError:
-        raise ClusterError("Ray is not installed: pip install 'phasewise[ray]'") from None
-
-
-def _placement() -> Any:
-    return importlib.import_module("ray.util.placement_group")
-
-
-def _check_listens(address: str) -> None:
-    """Ray itself tries for minutes. What it finds on its own (`auto`) is not asked."""
-    host, _, port = address.rpartition(":")
-    if not host or "/" in host or not port.isdecimal():
-        return
-    try:
-        with socket.create_connection((host.strip("[]"), int(port)), CONNECT_S) as there:
-            node = str(there.getpeername()[0])
-    except (OSError, OverflowError) as error:
-        raise ClusterError(f"the Ray cluster {address!r:.80} cannot be reached: {error}") from error
-    _check_token(node)
-
-
-def _sends_token() -> bool:
-    return os.environ.get("RAY_AUTH_MODE") == "token"
-
-
-def _check_token(node: str) -> None:
-    if ipaddress.ip_address(node).is_loopback or _sends_token():
-        return
-    raise ClusterError(
-        f"the Ray cluster listens on {node} and asks for no token, so that every machine that reaches it can "
-        "run programs there: start Ray and phasewise with RAY_AUTH_MODE=token"
-    )
+    wanted: WantedInstance
+    group: Any = None
+    """None: it has none, or gave it back."""
+    node_id: str = ""
+    node: str = ""
+    """The node's address."""
+    is_apart: bool = False
+    """True if the group excludes nodes, which it need not."""
+    left: str = ""
+    """The node that it was given back on, which is asked last."""
+    actor: Any = None
+    end: Any = None
+    problem: str | None = None
+    """Why the actor could not be started."""
+    waits: str | None = None
+    is_cancelled: threading.Event = field(default_factory=threading.Event)
+    starting: threading.Thread | None = None
 
 
 class RayInstances:
@@ -169,122 +115,272 @@ class RayInstances:
     """
 
     def __init__(self, module: str, wanted: Sequence[WantedInstance], *, spread: bool) -> None:
-        self._ray = _ray()
+        self._ray = the_ray()
         self._module = module
-        self._wanted = wanted
-        self._actors: dict[int, Any] = {}
-        self._ends: dict[int, Any] = {}
-        self._group = self._place(spread)
-        taken = self._taken()
-        self.first_cores = [first for first, _ in taken]
-        """For each instance: the number of cores of its node that the instances before it have."""
-        here = str(self._ray.get_runtime_context().get_node_id())
-        self.n_cores_here = sum(
-            instance.cores for instance, (_, node) in zip(wanted, taken, strict=True) if node == here
-        )
-        """Cores of this process's own node that instances have: its first ones."""
+        self._spread = spread
         self._tells: Sequence[Tell] = ()
-        self._server = secrets.token_hex(4)
+        self.server = secrets.token_hex(4)
         """Part of the actors' names: other servers of the cluster have instances of the same names."""
+        self._lock = threading.Lock()
+        self._places = [_Place(instance) for instance in wanted]
+        self._nodes = {str(node["NodeID"]): node for node in self._ray.nodes() if node["Alive"]}
+        self._n_joined = 0
+        self._is_closed = threading.Event()
+        self._place_all()
+        self._watch = threading.Thread(target=self._look, name="phasewise-nodes", daemon=True)
+        self._watch.start()
+
+    @property
+    def nodes(self) -> list[str]:
+        """The id of each instance's node."""
+        return [place.node_id for place in self._places]
+
+    @property
+    def n_cores_here(self) -> int:
+        """Cores of this process's own node that instances have."""
+        here = str(self._ray.get_runtime_context().get_node_id())
+        return sum(place.wanted.cores for place in self._places if place.node_id == here)
+
+    def free_bytes(self) -> dict[str, int | None]:
+        """By the ids of the instances' nodes: the memory that is free there, None where none says."""
+        strategies = the_ray("util.scheduling_strategies")
+        ask = self._ray.remote(available_bytes)
+        asked = {
+            node: ask.options(
+                num_cpus=0, scheduling_strategy=strategies.NodeAffinitySchedulingStrategy(node, soft=False)
+            ).remote()
+            for node in dict.fromkeys(self.nodes)
+        }
+        try:
+            return {node: self._ray.get(answer, timeout=PLACED_S) for node, answer in asked.items()}
+        except self._ray.exceptions.RayError as error:
+            raise ClusterError(
+                f"a node of the Ray cluster cannot run phasewise {_last_line(error)}"
+            ) from error
 
     def tell_with(self, tells: Sequence[Tell]) -> None:
         """The line that each instance is told on its standard input."""
         self._tells = tells
 
-    def _place(self, spread: bool) -> Any:
-        bundles = [{"CPU": float(instance.cores)} for instance in self._wanted]
-        group = _placement().placement_group(bundles, strategy="SPREAD" if spread else "PACK")
-        ready, _ = self._ray.wait([group.ready()], timeout=PLACED_S)
-        if not ready:
-            _placement().remove_placement_group(group)
-            nodes = [node for node in self._ray.nodes() if node["Alive"]]
-            has = ", ".join(number(node["Resources"].get("CPU", 0)) for node in nodes)
-            asked = ", ".join(f"{instance.role} {instance.cores}" for instance in self._wanted)
-            raise ClusterError(
-                f"the Ray cluster cannot place instances of these cores ({asked}): its nodes have {has} "
-                "cores, and other work may hold some of them"
-            )
-        return group
+    # ---- places ------------------------------------------------------------------------------------------
 
-    def _taken(self) -> list[tuple[int, str]]:
-        """For each instance: how many cores of its node are taken already, and the node's id."""
-        nodes = _placement().placement_group_table(self._group)["bundles_to_node_id"]
-        taken: dict[str, int] = {}
-        first = []
-        for index, instance in enumerate(self._wanted):
-            node = nodes[index]
-            first.append((taken.get(node, 0), str(node)))
-            taken[node] = taken.get(node, 0) + instance.cores
-        return first
+    def _place_all(self) -> None:
+        """All of them, or ClusterError and none."""
+        deadline_s = time.monotonic() + PLACED_S
+        try:
+            for place in self._places:
+                if not self._find(place, deadline_s):
+                    raise ClusterError(self._cannot_place())
+        except BaseException:
+            for place in self._places:
+                self._give_back(place)
+            raise
+
+    def _cannot_place(self) -> str:
+        has = ", ".join(
+            number(node["Resources"].get("CPU", 0)) + _told_label(node) for node in self._nodes.values()
+        )
+        asked = ", ".join(str(place.wanted) for place in self._places)
+        return (
+            f"the Ray cluster cannot place instances of these cores ({asked}): its nodes have {has} "
+            "cores, and other work may hold some of them"
+        )
+
+    def _find(self, place: _Place, deadline_s: float) -> bool:
+        """A group for it: apart from the nodes it should not be on if that can be, else anywhere."""
+        for apart in filter(None, (self._apart_from(place), {place.left} - {""})):
+            if self._wait_for_group(place, apart, time.monotonic() + APART_S):
+                return True
+        return self._wait_for_group(place, (), deadline_s)
+
+    def _apart_from(self, place: _Place) -> set[str]:
+        """The node that it left, and with `spread` those that have more of our instances than others."""
+        apart = {place.left} - {""}
+        if self._spread:
+            count = Counter(dict.fromkeys(self._nodes, 0))
+            count.update(other.node_id for other in self._places if other is not place and other.group)
+            least = min((count[node] for node in self._nodes), default=0)
+            apart |= {node for node in self._nodes if count[node] > least}
+        return apart
+
+    def _wait_for_group(self, place: _Place, apart: Collection[str], deadline_s: float) -> bool:
+        selector = {}
+        if place.wanted.label:
+            key, _, value = place.wanted.label.partition("=")
+            selector[key] = value
+        if apart:
+            selector[_NODE_LABEL] = f"!in({','.join(sorted(apart))})"
+        placement = the_ray("util.placement_group")
+        group = placement.placement_group(
+            [{"CPU": float(place.wanted.cores)}], bundle_label_selector=[selector] if selector else None
+        )
+        place.group, place.is_apart = group, bool(apart)
+        while not place.is_cancelled.is_set() and (left_s := deadline_s - time.monotonic()) > 0:
+            if group.wait(min(LOOK_S, left_s)):
+                self._note_node(place)
+                return True
+        self._give_back(place)
+        return False
+
+    def _note_node(self, place: _Place) -> None:
+        table = the_ray("util.placement_group").placement_group_table(place.group)
+        place.node_id = str(table["bundles_to_node_id"][0])
+        place.node = str(self._nodes.get(place.node_id, {}).get("NodeManagerAddress", place.node_id))
+
+    def _give_back(self, place: _Place) -> None:
+        if place.group is not None:
+            with contextlib.suppress(self._ray.exceptions.RayError):
+                the_ray("util.placement_group").remove_placement_group(place.group)
+        place.group = None
+
+    def _look(self) -> None:
+        """Note which nodes there are, until closed."""
+        while not self._is_closed.wait(LOOK_S):
+            with contextlib.suppress(self._ray.exceptions.RayError, ConnectionError, RuntimeError):
+                alive = {str(node["NodeID"]): node for node in self._ray.nodes() if node["Alive"]}
+                self._n_joined += len(alive.keys() - self._nodes.keys())
+                self._nodes = alive
+
+    # ---- what the front asks -----------------------------------------------------------------------------
 
     def launch(self, index: int, orders: Orders) -> None:
-        """`Launcher.launch`."""
-        strategies = importlib.import_module("ray.util.scheduling_strategies")
-        instance = self._wanted[index]
-        actor = (
+        """`Launcher.launch`: on a thread of its own, since Ray may take long."""
+        place = self._places[index]
+        place.is_cancelled, place.problem, place.end = threading.Event(), None, None
+        place.waits = f"Ray has not started it on {place.node or 'a node'} yet"
+        place.starting = threading.Thread(
+            target=self._start, args=(index, orders, place.is_cancelled), name=f"phasewise-start-{index}"
+        )
+        place.starting.daemon = True
+        place.starting.start()
+
+    def _start(self, index: int, orders: Orders, is_cancelled: threading.Event) -> None:
+        place = self._places[index]
+        try:
+            while not is_cancelled.is_set():
+                if place.group is None:
+                    place.waits = f"no node of the Ray cluster has room for it ({place.wanted})"
+                    if not self._find(place, time.monotonic() + 3600.0):
+                        continue
+                actor = self._actor_in(place, orders)
+                if self._is_there(place, actor, is_cancelled):
+                    told = self._tells[index](orders)
+                    place.actor, place.end = actor, actor.run.remote(self._module, told)
+                    self._note_node(place)
+                    place.waits = None
+                    return
+                self._ray.kill(actor)
+        except (self._ray.exceptions.RayError, ValueError, ConnectionError, RuntimeError) as error:
+            place.problem, place.waits = f"Ray cannot start it: {_last_line(error)}", None
+
+    def _actor_in(self, place: _Place, orders: Orders) -> Any:
+        strategies = the_ray("util.scheduling_strategies")
+        return (
             self._ray.remote(InstanceActor)
             .options(
-                name=f"{orders.name}@{self._server}",
+                name=f"{orders.name}@{self.server}-{secrets.token_hex(2)}",
                 namespace=NAMESPACE,
-                num_cpus=instance.cores,
+                num_cpus=place.wanted.cores,
                 max_concurrency=4,
                 max_restarts=0,
-                scheduling_strategy=strategies.PlacementGroupSchedulingStrategy(self._group, index),
+                scheduling_strategy=strategies.PlacementGroupSchedulingStrategy(place.group, 0),
             )
-            .remote(instance.role, index, instance.cores)
+            .remote()
         )
-        self._actors[index] = actor
-        self._ends[index] = actor.run.remote(self._module, self._tells[index](orders))
+
+    def _is_there(self, place: _Place, actor: Any, is_cancelled: threading.Event) -> bool:
+        """Wait for the actor. False: cancelled, or its place is to be looked for anew."""
+        there = actor.node.remote()
+        while not is_cancelled.is_set():
+            if self._ray.wait([there], timeout=LOOK_S)[0]:
+                self._ray.get(there)
+                return True
+            place.waits = f"Ray has not started it: no node has room for it ({place.wanted})"
+            if place.is_apart and place.node_id not in self._nodes:
+                self._give_back(place)  # Ray would wait for a node of its own
+                return False
+        return False
+
+    def waits(self, index: int) -> str | None:
+        """`Launcher.waits`."""
+        return self._places[index].waits
+
+    def n_joined(self) -> int:
+        """`Launcher.n_joined`."""
+        return self._n_joined
+
+    def place(self, index: int) -> dict[str, object]:
+        """`Launcher.place`."""
+        place = self._places[index]
+        return {
+            "node": place.node,
+            "node_id": place.node_id,
+            "cores": place.wanted.cores,
+            "label": place.wanted.label,
+        }
 
     def ended(self, index: int) -> str | None:
         """`Launcher.ended`."""
-        end = self._ends.get(index)
-        if end is None or not self._ray.wait([end], timeout=0)[0]:
-            return None
+        place = self._places[index]
+        if place.problem is not None or place.end is None:
+            return place.problem
         try:
-            return str(self._ray.get(end))
+            if not self._ray.wait([place.end], timeout=0)[0]:
+                return None
+            return str(self._ray.get(place.end))
         except self._ray.exceptions.RayError as error:
             return f"its Ray actor ended: {_last_line(error)}"
 
     def kill(self, index: int) -> None:
         """`Launcher.kill`. A node that is lost cannot confirm it; no memory is shared with it."""
-        actor = self._actors.pop(index, None)
+        place = self._places[index]
+        place.is_cancelled.set()
+        if place.starting is not None:
+            place.starting.join(KILL_S)
+        actor, place.actor, place.waits = place.actor, None, None
         if actor is None:
             return
         with contextlib.suppress(self._ray.exceptions.RayError):
             self._ray.get(actor.kill.remote(), timeout=KILL_S)
         self._ray.kill(actor)
 
+    def vacate(self, index: int) -> None:
+        """`Launcher.vacate`."""
+        place = self._places[index]
+        place.left = place.node_id
+        self._give_back(place)
+
     def close(self) -> None:
-        """`Launcher.close`."""
-        for index in list(self._actors):
-            self.kill(index)
-        _placement().remove_placement_group(self._group)
-
-
-def running_instances() -> list[dict[str, Any]]:
-    """The instances of all servers on the connected cluster. Blocks for a second at most for each."""
-    ray = _ray()
-    instances = []
-    for named in ray.util.list_named_actors(all_namespaces=True):
-        if named["namespace"] != NAMESPACE:
-            continue
-        with contextlib.suppress(ray.exceptions.RayError, ValueError):
-            actor = ray.get_actor(named["name"], namespace=NAMESPACE)
-            instances.append({"name": named["name"], **ray.get(actor.status.remote(), timeout=1.0)})
-    return sorted(instances, key=lambda instance: str(instance["name"]))
+        """`Launcher.close`: all at once, since one whose node is lost takes its time."""
+        self._is_closed.set()
+        self._watch.join(KILL_S)  # Ray would start a cluster for one that asks after the connection ended
+        with ThreadPoolExecutor(len(self._places)) as pool:
+            list(pool.map(self.kill, range(len(self._places))))
+        for place in self._places:
+            self._give_back(place)
 
 
 def nodes() -> list[dict[str, Any]]:
-    """The nodes of the connected cluster: address, cores, and whether they are alive."""
+    """The nodes of the connected cluster: address, id, cores, their own labels, and if they are alive."""
     return [
         {
             "node": node["NodeManagerAddress"],
+            "node_id": node["NodeID"],
             "cores": int(node["Resources"].get("CPU", 0)),
+            "labels": {key: value for key, value in _labels(node).items() if not key.startswith("ray.io/")},
             "state": "alive" if node["Alive"] else "dead",
         }
-        for node in _ray().nodes()
+        for node in the_ray().nodes()
     ]
+
+
+def _labels(node: dict[str, Any]) -> dict[str, str]:
+    return {str(key): str(value) for key, value in (node.get("Labels") or {}).items()}
+
+
+def _told_label(node: dict[str, Any]) -> str:
+    label = _labels(node).get(LABEL)
+    return f" ({LABEL}={label})" if label else ""
 
 
 def _last_line(error: Exception) -> str:

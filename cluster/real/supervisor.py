@@ -1,6 +1,7 @@
 """Supervision of instances: their processes are started, watched by heartbeats, and restarted when they end.
 
 It knows no request. The front asks it what is wrong (`look_after`), and tells it who is of no use (`end`).
+Processes are killed on threads aside: a host that is lost confirms nothing, and the front must not wait.
 """
 
 from __future__ import annotations
@@ -8,14 +9,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from phasewise._version import __version__
 from phasewise._words import number
 from phasewise.cluster.real.instance import Orders
-from phasewise.cluster.real.instance_messages import Beat, Ready
-from phasewise.cluster.routing import Role
+from phasewise.cluster.real.instance_messages import Beat, Identity, Ready
+from phasewise.cluster.routing import Role, Routing
 from phasewise.serving.engine.messages import EngineLoad
 from phasewise.serving.errors import RankLost, RanksError
 from phasewise.serving.processes.restarts import Restarts
@@ -27,19 +30,42 @@ KvTransfer = Literal["auto", "shm", "tcp"]
 log = logging.getLogger(__name__)
 
 
+QUICK_S = 0.005
+"""The front waits so long for the end of a process that is killed, and for the first of several only."""
+LEAVE_S = 5.0
+"""A process that was told to stop because its place is given back, and has not ended by then, is killed."""
+
+
 class Launcher(Protocol):
-    """Starts the processes of instances, and knows whether they live. Called on the front's thread."""
+    """Starts the processes of instances, and knows whether they live. Called on the front's thread, but for
+    `kill` and `vacate`, which may take long. The others return at once."""
 
     def launch(self, index: int, orders: Orders) -> None:
         """Start the process of one instance; what comes of it, the instance says itself."""
+        ...
+
+    def waits(self, index: int) -> str | None:
+        """In one line, why the process that was launched last has no place yet; None: it has one."""
         ...
 
     def ended(self, index: int) -> str | None:
         """In one line, how the process that was launched last has ended; None while it runs."""
         ...
 
+    def n_joined(self) -> int:
+        """Hosts that have joined since the start: what did not fit is tried again."""
+        ...
+
+    def place(self, index: int) -> dict[str, object]:
+        """Facts of where the instance runs or is to run, for people and scripts."""
+        ...
+
     def kill(self, index: int) -> None:
         """End it at once, also where it is stopped. It cannot write to any memory once this returns."""
+        ...
+
+    def vacate(self, index: int) -> None:
+        """Give its place back, after `kill`: the next launch looks for another one."""
         ...
 
     def close(self) -> None:
@@ -59,6 +85,9 @@ class FrontSettings:
     listen: Callable[[int, int], str]
     """From an instance's number and the number of its start to an address, e.g. `ipc:///run/x/kv-0-1`."""
     keys: Keys | None = None
+    routing: Routing = "prefix"
+    overflow_tokens: int | None = None
+    """`routing.Limits.prompt_overflow_tokens`."""
     split_above_tokens: int = 0
     repurpose_after_requests: int = 0
     kv_transfer: KvTransfer = "auto"
@@ -70,6 +99,8 @@ class FrontSettings:
     """An engine that has work and makes no turn for so long hangs."""
     hand_over_s: float = 10.0
     """From the end of a prompt to the arrival of its keys and values."""
+    again_s: float = 60.0
+    """A place that was given up is tried again so much later, and when a host joins."""
 
 
 @dataclass(slots=True)
@@ -91,8 +122,17 @@ class InstanceMember:
     refused: dict[str, int] = field(default_factory=dict)
     n_handing_over: int = 0
     due_s: float | None = 0.0
-    """When to launch the next one; None: it runs, or the place is given up."""
+    """When to launch the next one; None: it runs, or the place is given up or left."""
     is_given_up: bool = False
+    given_up_s: float = 0.0
+    problem: str = ""
+    """In one line, why the last life ended; empty: none has."""
+    is_draining: bool = False
+    """It is given no request, and stops when it has none."""
+    has_left: bool = False
+    """It was drained, and has stopped."""
+    ending: Future[None] | None = None
+    """Done when the process that was killed last cannot write any more."""
 
     @property
     def name(self) -> str:
@@ -109,14 +149,30 @@ class InstanceMember:
         if beat.turns != self.turns or not beat.is_busy:
             self.turns, self.turned_s = beat.turns, self.heard_s
 
+    @property
+    def state(self) -> str:
+        """A word or two for people and scripts."""
+        if self.ready is not None:
+            return "draining" if self.is_draining else "running"
+        if self.has_left:
+            return "drained"
+        return "given up" if self.is_given_up else "starting"
+
     def facts(self, pool: Role) -> dict[str, object]:
         """For people and scripts. pool: the one that it is in now."""
+        fingerprint = self.ready.identity.fingerprint if self.ready else None
         return {
             "index": self.index,
+            "name": self.name,
             "role": self.role,
             "pool": pool,
-            "state": "running" if self.ready else "given up" if self.is_given_up else "starting",
+            "state": self.state,
+            "problem": "" if self.ready else self.problem,
             "pid": self.ready.pid if self.ready else None,
+            "format": fingerprint.weight_format if fingerprint else None,
+            "kv_format": fingerprint.kv_format if fingerprint else None,
+            "kv_bytes": self.ready.kv_bytes if self.ready else 0,
+            "cpus": list(self.ready.cpus) if self.ready else [],
             "restarts": max(0, self.life - 1),
             "running": self.load.n_running if self.load else 0,
             "waiting": self.load.n_waiting if self.load else 0,
@@ -142,16 +198,34 @@ class Supervisor:
         self._launcher = launcher
         self._settings = settings
         self._by_name: dict[str, InstanceMember] = {}
+        self._n_joined = 0
+        self._aside = ThreadPoolExecutor(len(self.members), "phasewise-ends")
 
     @property
     def has_started(self) -> bool:
-        """True if every instance is ready, but for those that are given up."""
-        return all(member.ready is not None or member.is_given_up for member in self.members)
+        """True if every instance is ready, but for those that are given up or have left."""
+        return all(
+            member.ready is not None or member.is_given_up or member.has_left for member in self.members
+        )
 
     @property
     def is_hopeless(self) -> bool:
-        """True if no instance will ever be ready again."""
-        return all(member.is_given_up for member in self.members)
+        """True if no instance will be ready again by itself."""
+        return all(member.is_given_up or member.has_left for member in self.members)
+
+    @property
+    def places(self) -> list[dict[str, object]]:
+        """Facts of where each instance runs or is to run, for people and scripts."""
+        return [self._launcher.place(member.index) for member in self.members]
+
+    def facts(self, pools: Sequence[Role]) -> list[dict[str, object]]:
+        """For people and scripts: of every place. pools: the ones that they are in now."""
+        facts = []
+        for member, pool in zip(self.members, pools, strict=True):
+            waits = None if member.ready or member.due_s is not None else self._launcher.waits(member.index)
+            own = member.facts(pool) | self._launcher.place(member.index)
+            facts.append({**own, "state": "waiting", "problem": waits} if waits else own)
+        return facts
 
     def heard(self, name: str) -> InstanceMember | None:
         """The instance that has just said something; None: an earlier life."""
@@ -164,8 +238,11 @@ class Supervisor:
         """Start the instances that are due, which find the front at `endpoint`. Yields those to `end`, and
         why.
         """
+        self._try_again(now_s)
         for member in self.members:
             problem = None
+            if member.ending is not None or member.has_left:
+                continue
             if member.due_s is not None and now_s >= member.due_s:
                 problem = self._launch(member, endpoint, now_s)
             elif member.due_s is None and not member.is_given_up:
@@ -173,33 +250,83 @@ class Supervisor:
             if problem is not None:
                 yield member, problem
 
+    def ended(self) -> Iterator[InstanceMember]:
+        """The instances whose processes have ended since they were killed: they write to no memory."""
+        for member in self.members:
+            if member.ending is not None and member.ending.done():
+                if (error := member.ending.exception()) is not None:
+                    log.error("instance %s cannot be killed: %s", member.name, error)
+                member.ending = None
+                yield member
+
+    def _try_again(self, now_s: float) -> None:
+        """Places that were given up are due again after a while, and when a host has joined."""
+        n_joined = self._launcher.n_joined()
+        for member in self.members:
+            late = now_s - member.given_up_s > self._settings.again_s
+            if member.is_given_up and member.ending is None and (late or n_joined > self._n_joined):
+                member.is_given_up, member.due_s = False, now_s
+        self._n_joined = n_joined
+
     def admit(self, member: InstanceMember, ready: Ready) -> str | None:
         """Take it in among the others; if not, why it cannot belong to them: it is given up then."""
         problem = self._misfit(member, ready)
         if problem is not None:
             member.is_given_up = True
             return problem
-        member.ready = ready
+        member.ready, member.problem = ready, ""
         member.turned_s = member.heard_s
         log.info("instance %s runs as process %d: %s", member.name, ready.pid, "; ".join(ready.plans))
         return None
 
     def end(self, member: InstanceMember, why: str) -> RankLost:
-        """The instance has ended or is of no use: it is killed, and due to be started anew unless it is given
-        up."""
+        """The instance has ended or is of no use: it is being killed (`ended` tells when it is dead), and due
+        to be started anew unless it is given up or leaves."""
         was_ready, name = member.ready is not None, member.name
-        self._by_name.pop(name, None)
-        self._launcher.kill(member.index)
-        member.ready, member.load, member.n_handing_over, member.is_busy = None, None, 0, True
         lost = RankLost(f"instance {name} was lost: {why}")
         log.error("%s", lost)
-        pause_s = None if member.is_given_up else member.restarts.pause_s(time.monotonic())
-        if pause_s is None:
-            member.due_s, member.is_given_up = None, True
-        else:
-            member.due_s = time.monotonic() + pause_s
+        member.problem = why
+        now_s = time.monotonic()
+        pause_s = None if member.is_given_up or member.is_draining else member.restarts.pause_s(now_s)
+        if pause_s is not None:
+            member.due_s = now_s + pause_s
             self.n_replaced += was_ready
+        elif member.is_draining:
+            member.due_s, member.has_left = None, True
+        else:
+            member.due_s, member.is_given_up, member.given_up_s = None, True, now_s
+        self._kill(member, 0.0)
         return lost
+
+    def leave(self, member: InstanceMember) -> None:
+        """An instance that was drained, and told to stop: it is killed where it does not."""
+        member.has_left, member.due_s, member.problem = True, None, ""
+        log.info("instance %s is drained", member.name)
+        self._kill(member, LEAVE_S)
+
+    def come_back(self, member: InstanceMember) -> None:
+        """Draining is undone: it goes on, or is started anew where it has left."""
+        member.is_draining = False
+        if member.has_left:
+            member.has_left, member.due_s = False, time.monotonic()
+
+    def _kill(self, member: InstanceMember, patience_s: float) -> None:
+        """On a thread aside, after it had its time to end by itself."""
+        self._by_name.pop(member.name, None)
+        member.ready, member.load, member.n_handing_over, member.is_busy = None, None, 0, True
+        quick_s = QUICK_S if all(other.ending is None for other in self.members) else 0
+        is_out = member.is_given_up or member.has_left
+        member.ending = self._aside.submit(self._end_process, member.index, patience_s, is_out)
+        if not patience_s:
+            wait_for([member.ending], quick_s)
+
+    def _end_process(self, index: int, patience_s: float, is_out: bool) -> None:
+        deadline_s = time.monotonic() + patience_s
+        while time.monotonic() < deadline_s and self._launcher.ended(index) is None:
+            time.sleep(0.01)
+        self._launcher.kill(index)
+        if is_out:
+            self._launcher.vacate(index)
 
     def wait_for_ends(self, timeout_s: float) -> None:
         """Wait until all that are ready have ended by themselves."""
@@ -210,6 +337,7 @@ class Supervisor:
 
     def close(self) -> None:
         """End every process."""
+        self._aside.shutdown(wait=False)
         self._launcher.close()
 
     def _launch(self, member: InstanceMember, endpoint: str, now_s: float) -> str | None:
@@ -233,6 +361,9 @@ class Supervisor:
 
     def _problem(self, member: InstanceMember, now_s: float) -> str | None:
         if member.ready is None:
+            if self._launcher.waits(member.index) is not None:
+                member.launched_s = now_s  # its time to start begins when it has a place
+                return None
             late = now_s - member.launched_s > self._settings.start_s
             return f"it was not ready within {number(self._settings.start_s)} s" if late else None
         if now_s - member.heard_s > self._settings.silent_s:
@@ -246,21 +377,30 @@ class Supervisor:
         if ready.identity.version != __version__:
             return f"it runs phasewise {ready.identity.version}, this server is {__version__}"
         for other in self.members:
-            if other is member or other.ready is None or other.ready.identity == ready.identity:
-                continue
-            ours, theirs = other.ready.identity, ready.identity
-            if ours.model_hash != theirs.model_hash:
-                return f"its model or weight format differs from that of instance {other.name}"
-            if ours.shape != theirs.shape:
-                return f"it keeps keys and values as {theirs.shape}, instance {other.name} as {ours.shape}"
-            if differing := ours.fingerprint.differences(theirs.fingerprint):
-                return (
-                    f"its answers would not be those of instance {other.name}: they differ in "
-                    f"{', '.join(differing)} ({ours.fingerprint.arithmetic}, {theirs.fingerprint.arithmetic})"
-                )
-            if ours.adapters != theirs.adapters:
-                return f"its adapters are not those of instance {other.name}"
-            return (
-                f"its context is {theirs.context_length} tokens, that of {other.name} {ours.context_length}"
-            )
+            if other is not member and other.ready is not None:
+                problem = _difference(other.name, other.ready.identity, ready.identity)
+                if problem is not None:
+                    return problem
         return None
+
+
+def _difference(name: str, ours: Identity, theirs: Identity) -> str | None:
+    """Why an instance cannot hand requests over to instance `name`, of identity `ours`; None: it can.
+
+    The name of a format is no difference: where the numbers and their arithmetic are the same, so are bits.
+    """
+    if ours.model_hash != theirs.model_hash:
+        return f"its model or weight format differs from that of instance {name}"
+    if ours.shape != theirs.shape:
+        return f"it keeps keys and values as {theirs.shape}, instance {name} as {ours.shape}"
+    differing = [part for part in ours.fingerprint.differences(theirs.fingerprint) if part != "weight_format"]
+    if differing:
+        return (
+            f"its answers would not be those of instance {name}: they differ in "
+            f"{', '.join(differing)} ({ours.fingerprint.arithmetic}, {theirs.fingerprint.arithmetic})"
+        )
+    if ours.adapters != theirs.adapters:
+        return f"its adapters are not those of instance {name}"
+    if ours.context_length != theirs.context_length:
+        return f"its context is {theirs.context_length} tokens, that of {name} {ours.context_length}"
+    return None

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from typing import Never, Protocol
 
 from phasewise.cluster.simulated.simulated_requests import Arrival
-from phasewise.cluster.simulated.steps import StepTimes
+from phasewise.cluster.simulated.steps import PromptPart, StepTimes
 from phasewise.cluster.simulated.timeline import Timeline
 from phasewise.serving.batch import Batch, SequenceSlice
 from phasewise.serving.pools.contract import PoolSettings
 from phasewise.serving.pools.opening import DEFAULT_POLICY, open_pool
+from phasewise.serving.scheduling.held_prefixes import HeldPrefixes, HeldReport
 from phasewise.serving.scheduling.pacing import DEFAULT_TPOT_MS, Pacing
 from phasewise.serving.scheduling.request import Request
 from phasewise.serving.scheduling.scheduler import Scheduler
@@ -40,7 +41,7 @@ class Drafted(Protocol):
 class SimulatedDrafter(Protocol):
     """The drafter of a machine; `serving.drafts.contract.Drafter` says more."""
 
-    def observe(self, n_rows: int, duration_ns: int) -> None:
+    def observe(self, batch: Batch, duration_ns: int) -> None:
         """Note the time of a decode step."""
 
     def draft(self, batch: Batch, rooms: Sequence[DraftRoom], samplers: Sequence[Never]) -> Sequence[Drafted]:
@@ -63,6 +64,7 @@ class EngineSettings:
     kv_slots: int
     tpot_ms: float = DEFAULT_TPOT_MS
     kv_policy: str = DEFAULT_POLICY
+    tells_prefixes: bool = False
 
 
 class Listener(Protocol):
@@ -79,6 +81,9 @@ class Listener(Protocol):
     def block_granted(self, request_id: str) -> None:
         """An expected request has a block."""
 
+    def told(self, index: int, token_s: float, report: HeldReport | None) -> None:
+        """A machine tells its pace, and changes of the prefixes that it holds, as instances do."""
+
 
 class ProductionMachine:
     """One engine. `submit`, `expect`, `arrived` and `acknowledge` come from outside."""
@@ -92,6 +97,7 @@ class ProductionMachine:
         listener: Listener,
         drafter: SimulatedDrafter | None = None,
     ) -> None:
+        """The prefixes that it holds are told where `settings.tells_prefixes`."""
         self.index = index
         self.busy_s = 0.0
         self.occupancy_s: dict[int, float] = defaultdict(float)
@@ -104,6 +110,7 @@ class ProductionMachine:
         pool_settings = PoolSettings(longest_request=limits.context_length)
         pool = open_pool(settings.kv_policy, settings.kv_slots, pool_settings)
         self.scheduler = Scheduler(pool, limits)
+        self._held = HeldPrefixes(self.scheduler, "") if settings.tells_prefixes else None
         self._pacing = Pacing(round(settings.tpot_ms * 1e6), limits.max_batch_tokens)
         self._is_computing = False
         self._granted: set[str] = set()
@@ -134,6 +141,12 @@ class ProductionMachine:
         self.scheduler.acknowledge(request_id)
         self._wake()
 
+    def tokens_of(self, request_id: str, piece: SequenceSlice) -> list[int]:
+        """The tokens that a step gives a sequence: its drafts that are right, and the token after them."""
+        drafted = piece.token_ids[len(piece.token_ids) - piece.n_drafted :] if piece.n_drafted else ()
+        n_right = next((n for n, token_id in enumerate(drafted) if token_id != TOKEN), len(drafted))
+        return [TOKEN] * (n_right + 1)
+
     def _wake(self) -> None:
         if not self._is_computing:
             self._step()
@@ -162,8 +175,9 @@ class ProductionMachine:
 
     def _cost_s(self, batch: Batch) -> float:
         if batch.phase == "prefill":
-            pairs = sum(len(piece.token_ids) * piece.start for piece in batch.slices)
-            return self._steps.prefill_s(batch.n_tokens, pairs)
+            return self._steps.prompts_s(
+                PromptPart(len(piece.token_ids), piece.start) for piece in batch.slices
+            )
         steps, since, n_sequences = self._steps, self._since_prefill, len(batch.slices)
         plain_s = steps.decode_s(n_sequences, sum(piece.start + 1 for piece in batch.slices), since)
         if batch.n_tokens == n_sequences:
@@ -176,16 +190,20 @@ class ProductionMachine:
         self._is_computing = False
         self.busy_s += cost_s
         self.occupancy_s[batch.n_tokens] += cost_s
-        outs = self.scheduler.commit_runs(
-            batch, [_run(piece) for piece in batch.slices if piece.wants_logits]
-        )
+        runs = [
+            self.tokens_of(name, piece)
+            for name, piece in zip(batch.request_ids, batch.slices, strict=True)
+            if piece.wants_logits
+        ]
+        outs = self.scheduler.commit_runs(batch, runs)
         if self._drafter is not None and batch.phase == "decode":
-            self._drafter.observe(batch.n_tokens, round(cost_s * 1e9))
+            self._drafter.observe(batch, round(cost_s * 1e9))
         self._pacing.observe(batch.phase, batch.n_tokens, round(cost_s * 1e9), batch.n_in_shadow)
         if batch.phase == "prefill":
             self._since_prefill = 0
         elif self._since_prefill is not None:
             self._since_prefill += 1
+        self._tell()
         if batch.phase == "prefill":
             for name, piece in zip(batch.request_ids, batch.slices, strict=True):
                 if piece.wants_logits:
@@ -199,14 +217,11 @@ class ProductionMachine:
             self.scheduler.pool.refresh()
         self._wake()
 
+    def _tell(self) -> None:
+        report = None if self._held is None else self._held.report()
+        self._listener.told(self.index, self._pacing.best_token_ns / 1e9, report)
+
     def _tell_granted(self) -> None:
         for request_id in [name for name in self.scheduler.expected if name not in self._granted]:
             self._granted.add(request_id)
             self._listener.block_granted(request_id)
-
-
-def _run(piece: SequenceSlice) -> list[int]:
-    """The tokens that a step gives a sequence: its drafts that are right, and the token after them."""
-    drafted = piece.token_ids[len(piece.token_ids) - piece.n_drafted :] if piece.n_drafted else ()
-    n_right = next((n for n, token_id in enumerate(drafted) if token_id != TOKEN), len(drafted))
-    return [TOKEN] * (n_right + 1)

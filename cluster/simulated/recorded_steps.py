@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from phasewise.cluster.errors import ClusterError
 from phasewise.cluster.simulated.steps import Curve, StepTimes
+from phasewise.serving.batch import STEP_TOKENS
 
 SETTLED = 8
 """Decode steps after a prefill step from which on they take what all later ones take."""
@@ -31,7 +32,8 @@ class TimedStep(NamedTuple):
 def steps_of(timed: Iterable[TimedStep]) -> StepTimes:
     """Curves through timed steps of both phases. ClusterError where a phase has none.
 
-    A prefill step costs by its tokens, and by pairs of a token and a token of context. A decode step costs by
+    A prefill step costs by its tokens, and by pairs of a token and one before it; one of more rows than an
+    engine computes at once as its pieces do. A decode step costs by
     its sequences, and by the context that they read together; the first ones after a prefill step cost more,
     where such were timed.
     """
@@ -60,6 +62,7 @@ def steps_of(timed: Iterable[TimedStep]) -> StepTimes:
         decode=Curve([(0, 0.0), (1, context_s)]),
         decode_sequences=Curve((n, max(0.0, median(values))) for n, values in by_sequences.items()),
         prefill_context_s=pair_s,
+        rows_at_once=STEP_TOKENS,
     )
     extra_s = _drafted_row_s([row for row in drafted if row.since_prefill >= SETTLED] or drafted, steps)
     return replace(steps, after_prefill_s=_after_prefill_s(early, steps), drafted_row_s=extra_s)

@@ -10,12 +10,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 from typing import cast
 
 from phasewise._words import counted
 from phasewise.cluster.errors import ClusterError
-from phasewise.cluster.routing import POLICIES, Ask, Limits, Role, Router
+from phasewise.cluster.routing import POLICIES, Ask, Limits, Policy, Role, Router
 from phasewise.cluster.simulated.kv_transfer import Link, Prompt, transfer
 from phasewise.cluster.simulated.machines import EngineSettings, OpenDrafter, ProductionMachine
 from phasewise.cluster.simulated.simulated_requests import PREFIX_BLOCK_TOKENS, Arrival, Life
@@ -30,7 +29,9 @@ from phasewise.cluster.simulated.steps import StepTimes
 from phasewise.cluster.simulated.timeline import Timeline
 from phasewise.serving.errors import RequestError
 from phasewise.serving.pools.opening import DEFAULT_POLICY
+from phasewise.serving.scheduling.held_prefixes import HeldReport
 from phasewise.serving.scheduling.pacing import DEFAULT_TPOT_MS
+from phasewise.serving.scheduling.prefix_keys import block_keys
 from phasewise.serving.scheduling.request import Request
 from phasewise.serving.scheduling.scheduler_terms import (
     DEFAULT_BATCH_TOKENS,
@@ -67,6 +68,8 @@ class MachineType:
     kv_policy: str = DEFAULT_POLICY
     drafts: OpenDrafter | None = None
     """Makes what drafts tokens of answers; None: nothing does."""
+    context_tokens: int | None = None
+    """Tokens of the longest request that it takes; None: that of the trace."""
 
     @property
     def kv_slots(self) -> int:
@@ -95,6 +98,11 @@ class ClusterSpec:
     @property
     def machines(self) -> list[tuple[Role, MachineType]]:
         return [(pool.role, pool.machine) for pool in self.pools for _ in range(pool.count)]
+
+    @property
+    def tells_prefixes(self) -> bool:
+        """True if machines tell the router which beginnings of prompts they hold."""
+        return self.prefix_reuse and self.policy == "prefix-aware"
 
     @property
     def n_machines(self) -> int:
@@ -135,6 +143,8 @@ class Simulation:
     """None where the machine does not count them."""
     n_repurposed: int = 0
     """Moves of machines between the prompt and the token pool."""
+    n_tokens_reused: int = 0
+    """Tokens of prompts that were taken over, where `prefix_reuse`."""
 
 
 def simulate(spec: ClusterSpec, arrivals: Sequence[Arrival]) -> Simulation:
@@ -143,7 +153,7 @@ def simulate(spec: ClusterSpec, arrivals: Sequence[Arrival]) -> Simulation:
         raise ClusterError("the trace holds no request")
     if spec.policy == SPLITWISE_SIM:
         return _simulate_paper(spec, arrivals)
-    return _ProductionCluster(spec, arrivals).run()
+    return ProductionCluster(spec, arrivals).run()
 
 
 def _simulate_paper(spec: ClusterSpec, arrivals: Sequence[Arrival]) -> Simulation:
@@ -186,10 +196,11 @@ class _Going:
         self.is_sending = False
 
 
-class _ProductionCluster:
+class ProductionCluster:
     """Several engines behind a router. The `Listener` of each of its machines."""
 
-    def __init__(self, spec: ClusterSpec, arrivals: Sequence[Arrival]) -> None:
+    def __init__(self, spec: ClusterSpec, arrivals: Sequence[Arrival], policy: Policy | None = None) -> None:
+        """policy: in place of the one that `spec` names."""
         self._spec = spec
         self._timeline = Timeline()
         self._kinds = [kind for _, kind in spec.machines]
@@ -206,10 +217,9 @@ class _ProductionCluster:
             )
             for index, kind in enumerate(self._kinds)
         ]
-        policy = POLICIES[spec.policy](spec.limits)
         self._router = Router(
             ((role, kind.kv_slots) for role, kind in spec.machines),
-            policy,
+            policy or POLICIES[spec.policy](spec.limits),
             spec.limits.repurpose_after_requests,
         )
         self._link_free_s = [0.0] * len(self._machines)
@@ -232,9 +242,9 @@ class _ProductionCluster:
             for machine, (role, kind) in zip(self._machines, self._spec.machines, strict=True)
         ]
         preemptions = sum(machine.scheduler.counts.preemptions for machine in self._machines)
-        return Simulation(
-            self._spec, lives, 0, uses, self._timeline.now_s, preemptions, self._router.n_repurposed
-        )
+        reused = sum(machine.scheduler.counts.prefix_tokens_reused for machine in self._machines)
+        end_s, repurposed = self._timeline.now_s, self._router.n_repurposed
+        return Simulation(self._spec, lives, 0, uses, end_s, preemptions, repurposed, reused)
 
     def prompt_step_begins(self, request_id: str) -> None:
         life, going = self._lives[request_id], self._going.get(request_id)
@@ -261,6 +271,9 @@ class _ProductionCluster:
         going.granted_s = self._timeline.now_s
         self._send(request_id)
 
+    def told(self, index: int, token_s: float, report: HeldReport | None) -> None:
+        self._router.tells(index, token_s, report)
+
     def token_made(self, request_id: str, n_generated: int, *, is_last: bool) -> None:
         life, now_s = self._lives[request_id], self._timeline.now_s
         if n_generated == 1:
@@ -272,7 +285,8 @@ class _ProductionCluster:
     def _take(self, request_id: str) -> None:
         life = self._lives[request_id]
         arrival = life.arrival
-        prefix = _block_hashes(arrival) if self._spec.prefix_reuse else ()
+        prompt = _token_ids(arrival, reuse=self._spec.prefix_reuse)
+        prefix = block_keys(prompt, "", "") if self._spec.tells_prefixes else ()
         ask = Ask(request_id, arrival.prompt_tokens, arrival.output_tokens, prefix)
         assignment = self._router.assign(ask)
         life.prompt_machine, life.token_machine = assignment
@@ -307,7 +321,7 @@ class _ProductionCluster:
         going.is_sending = True
         kind = self._kinds[life.prompt_machine]
         link = kind.link.to(self._kinds[life.token_machine].link)
-        n_tokens = life.arrival.prompt_tokens
+        n_tokens = self.tokens_to_send(request_id)
         prompt = Prompt(
             n_tokens,
             n_tokens * kind.kv_bytes_per_token,
@@ -318,6 +332,10 @@ class _ProductionCluster:
         sent = transfer(link, prompt, going.granted_s, self._link_free_s[life.prompt_machine])
         self._link_free_s[life.prompt_machine] = sent.link_free_s
         self._timeline.at(max(sent.arrival_s, self._timeline.now_s), lambda: self._arrive(request_id))
+
+    def tokens_to_send(self, request_id: str) -> int:
+        """Positions of a prompt that a hand-over brings to the machine that answers: all (decision 0131)."""
+        return self._lives[request_id].arrival.prompt_tokens
 
     def _arrive(self, request_id: str) -> None:
         life = self._going.pop(request_id).life
@@ -334,9 +352,12 @@ def _settings(kind: MachineType, longest: int, spec: ClusterSpec) -> EngineSetti
             f"but a request of the trace has {longest}"
         )
     limits = SchedulerLimits(
-        longest, kind.max_batch_tokens, kind.max_sequences, prefix_reuse=spec.prefix_reuse
+        kind.context_tokens or longest,
+        kind.max_batch_tokens,
+        kind.max_sequences,
+        prefix_reuse=spec.prefix_reuse,
     )
-    return EngineSettings(limits, kind.kv_slots, kind.tpot_ms, kind.kv_policy)
+    return EngineSettings(limits, kind.kv_slots, kind.tpot_ms, kind.kv_policy, spec.tells_prefixes)
 
 
 def _token_ids(arrival: Arrival, *, reuse: bool) -> tuple[int, ...]:
@@ -351,8 +372,3 @@ def _token_ids(arrival: Arrival, *, reuse: bool) -> tuple[int, ...]:
         start = -(arrival.request_id + 1) << 32
         ids.extend(range(start, start + n_tokens - len(ids)))
     return tuple(ids[:n_tokens])
-
-
-def _block_hashes(arrival: Arrival) -> tuple[int, ...]:
-    n_whole = arrival.prompt_tokens // PREFIX_BLOCK_TOKENS
-    return tuple(accumulate(arrival.prefix_ids[:n_whole], lambda before, block: hash((before, block))))

@@ -66,9 +66,9 @@ class MachineCatalogue:
         """ClusterError if there is no such type, or nothing of the model is known on it."""
         if name not in self._known:
             if name in self._own:
-                table = _Table(self._own[name], f"{self._where}, [machines.{name}]")
+                table = SpecTable(self._own[name], f"{self._where}, [machines.{name}]")
             elif name in shipped():
-                table = _Table(_shipped_table(name), f"machine type {name}")
+                table = SpecTable(_shipped_table(name), f"machine type {name}")
             else:
                 raise ClusterError(
                     f"no machine type is called {name!r:.60}: there are {', '.join([*self._own, *shipped()])}"
@@ -76,7 +76,7 @@ class MachineCatalogue:
             self._known[name] = self._machine(name, table)
         return self._known[name]
 
-    def _machine(self, name: str, table: _Table) -> MachineType:
+    def _machine(self, name: str, table: SpecTable) -> MachineType:
         models = table.table("models", required=True)
         if self._model not in models.fields:
             raise ClusterError(
@@ -108,7 +108,7 @@ class MachineCatalogue:
             read_table.refuse_others()
         return machine
 
-    def _steps(self, name: str, table: _Table) -> StepTimes:
+    def _steps(self, name: str, table: SpecTable) -> StepTimes:
         key = table.table("profile")
         wanted = ProfileKey(self._model, key.text("hardware", ""), key.whole("tensor_parallel", 1))
         key.refuse_others()
@@ -145,7 +145,7 @@ def read_cluster(
 ) -> tuple[ClusterSpec, MachineCatalogue]:
     """The cluster of a file, and the machine types that it knows. `model`: instead of the file's own."""
     name = os.fspath(path)
-    table = _Table(_parsed(name), name)
+    table = SpecTable(parsed_file(name), name)
     own = table.table("machines").fields
     catalogue = MachineCatalogue(model or table.text("model", DEFAULT_MODEL), sources, own, name)
     table.text("model", "")
@@ -169,7 +169,7 @@ def read_machines(
 ) -> MachineCatalogue:
     """The machine types of a file, which may be a cluster file, beside those that phasewise brings."""
     name = os.fspath(path)
-    table = _Table(_parsed(name), name)
+    table = SpecTable(parsed_file(name), name)
     return MachineCatalogue(
         model or table.text("model", DEFAULT_MODEL), sources, table.table("machines").fields, name
     )
@@ -189,7 +189,7 @@ def parse_pools(text: str, catalogue: MachineCatalogue) -> tuple[Pool, ...]:
     return tuple(pools)
 
 
-def _pool(table: _Table, catalogue: MachineCatalogue) -> Pool:
+def _pool(table: SpecTable, catalogue: MachineCatalogue) -> Pool:
     role = _role(table.text("role"), table.where)
     pool = Pool(role, catalogue[table.text("machine")], table.whole("count", least=1, most=MAX_MACHINES))
     table.refuse_others()
@@ -203,7 +203,7 @@ def _role(text: str, where: str) -> Role:
     raise ClusterError(f"{where}: role must be one of {', '.join(ROLES)}, not {text!r:.40}")
 
 
-def _parsed(name: str) -> dict[str, Any]:
+def parsed_file(name: str) -> dict[str, Any]:
     try:
         text = read_input(name, MAX_FILE_BYTES)
     except OSError as error:
@@ -216,7 +216,7 @@ def _parsed(name: str) -> dict[str, Any]:
         raise ClusterError(f"{name} is not TOML: {str(error)[:200]}") from None
 
 
-class _Table:
+class SpecTable:
     """One TOML table, read field by field; unknown fields are refused."""
 
     def __init__(self, fields: Any, where: str) -> None:
@@ -253,18 +253,18 @@ class _Table:
         except ClusterError as error:
             raise ClusterError(f"{self.where}: {name}: {error}") from None
 
-    def table(self, name: str, *, required: bool = False) -> _Table:
+    def table(self, name: str, *, required: bool = False) -> SpecTable:
         self._asked.add(name)
         if name not in self.fields and required:
             raise ClusterError(f"{self.where} has no table {name}")
-        return _Table(self.fields.get(name, {}), f"{self.where}, [{name}]")
+        return SpecTable(self.fields.get(name, {}), f"{self.where}, [{name}]")
 
-    def tables(self, name: str) -> list[_Table]:
+    def tables(self, name: str) -> list[SpecTable]:
         self._asked.add(name)
         value = self.fields.get(name)
         if not isinstance(value, list) or not value:
             raise ClusterError(f"{self.where} has no [[{name}]]: at least one is needed")
-        return [_Table(fields, f"{self.where}, {name} {number}") for number, fields in enumerate(value, 1)]
+        return [SpecTable(fields, f"{self.where}, {name} {number}") for number, fields in enumerate(value, 1)]
 
     def refuse_others(self) -> None:
         """A misspelt field would silently mean its default."""

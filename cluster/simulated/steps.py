@@ -15,7 +15,7 @@ import os
 import re
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
@@ -61,12 +61,24 @@ class Curve:
         return cached
 
 
+class PromptPart(NamedTuple):
+    """Tokens of one prompt that a step computes, and those that were computed before."""
+
+    n_tokens: int
+    n_before: int = 0
+
+    @property
+    def n_pairs(self) -> int:
+        """Pairs of a token of the part and one before it."""
+        return self.n_tokens * self.n_before + self.n_tokens * (self.n_tokens - 1) // 2
+
+
 @dataclass(frozen=True)
 class StepTimes:
     """Seconds a step, of one model on one machine."""
 
     prefill: Curve
-    """By prompt tokens of the step."""
+    """By prompt tokens of the step: of one prompt, from its first token on."""
     decode: Curve
     """By tokens of context that all sequences of the step read together."""
     decode_sequences: Curve | None = None
@@ -78,10 +90,21 @@ class StepTimes:
     """The extra time of the first decode steps after a prefill step, by their number since it."""
     drafted_row_s: float = 0.0
     """For each drafted row, beyond what as many sequences more would take; below 0: less."""
+    rows_at_once: int | None = None
+    """The most prompt tokens that are computed at once: larger steps go in pieces of so many. None: all."""
 
-    def prefill_s(self, n_tokens: int, n_pairs: int = 0) -> float:
-        """A prefill step. n_pairs: sum over its slices of tokens times tokens computed before."""
-        return _positive(self.prefill.at(n_tokens) + self.prefill_context_s * n_pairs)
+    def prefill_s(self, n_tokens: int, n_before: int = 0) -> float:
+        """A prefill step of one prompt."""
+        return self.prompts_s([PromptPart(n_tokens, n_before)])
+
+    def prompts_s(self, prompts: Iterable[PromptPart]) -> float:
+        """A prefill step. Tokens attend to those before them in their own prompts, and to no others."""
+        return sum(map(self._piece_s, pieces(prompts, self.rows_at_once)))
+
+    def _piece_s(self, prompts: Sequence[PromptPart]) -> float:
+        n_tokens = sum(part.n_tokens for part in prompts)
+        n_more = sum(part.n_pairs for part in prompts) - PromptPart(n_tokens).n_pairs
+        return _positive(self.prefill.at(n_tokens) + self.prefill_context_s * n_more)
 
     def decode_s(self, n_sequences: int, context_tokens: int, since_prefill: int | None = None) -> float:
         """A decode step. since_prefill: decode steps between the last prefill step and it; None: many."""
@@ -100,6 +123,25 @@ class StepTimes:
         if not prompt_tokens:
             return self.decode_s(n_tokens, n_tokens)
         return _positive(self.prefill.at(prompt_tokens + n_tokens)) * self.mixed_factor
+
+
+def pieces(prompts: Iterable[PromptPart], most_tokens: int | None) -> Iterator[list[PromptPart]]:
+    """The parts of a step as engines compute them: runs of `most_tokens` at most, cut where one is full."""
+    if most_tokens is None:
+        yield list(prompts)
+        return
+    piece, room = list[PromptPart](), most_tokens
+    for part in prompts:
+        n_left, n_before = part
+        while n_left:
+            n_tokens = min(n_left, room)
+            piece.append(PromptPart(n_tokens, n_before))
+            n_left, n_before, room = n_left - n_tokens, n_before + n_tokens, room - n_tokens
+            if not room:
+                yield piece
+                piece, room = [], most_tokens
+    if piece:
+        yield piece
 
 
 def _positive(seconds: float) -> float:

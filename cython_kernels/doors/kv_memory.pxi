@@ -3,7 +3,9 @@ cdef extern from "memory/kv_memory.h" nogil:
         char *kv
         pw_shape shape
         pw_capacity room
+        const int32_t *copies
 
+    int64_t pw_states_after(int64_t kv_bytes)
     int64_t pw_kv_wire_bytes(const pw_kv_memory *memory, int64_t slots)
     void pw_kv_to_wire(const pw_kv_memory *memory, int64_t layer, int64_t slot, int64_t slots, char *wire)
     void pw_kv_from_wire(const pw_kv_memory *memory, int64_t layer, int64_t slot, int64_t slots, const char *wire)
@@ -12,19 +14,28 @@ cdef extern from "memory/kv_memory.h" nogil:
 
 
 cdef class KvMemory:
-    """Keys and values of all layers, from byte `offset` of `memory` on; they may be another process's.
+    """Keys and values of all layers, from byte `offset` of `memory` on, and places of states behind them; they may be
+    another process's.
 
-    Ranges of slots begin and end at multiples of 16. On the wire a range of a layer is `wire_bytes(n_slots)` long,
+    state_bytes: of one sequence's state, 0 where no layer keeps any. A state is moved in parts, as it lies.
+    copies: how many the memory keeps of each KV head, where ranks share these; (): one. The first is read, all are
+    written, and memories of one shape may differ in them. Ranges of slots begin and end at multiples of 16. On the wire a range of a layer is `wire_bytes(n_slots)` long,
     the same on every instruction set. ValueError outside the memory, the layers or the slots.
     """
 
     cdef pw_kv_memory memory
     cdef object kept
+    cdef char *states
+    cdef readonly int64_t state_bytes
+    cdef int64_t state_places
+    cdef int32_t[::1] copies
 
     def __cinit__(self, memory, int64_t offset, int32_t n_layers, int32_t n_kv_heads, int32_t head_dim,
-                  int64_t kv_slots, str kv_format, bint latent=False):
+                  int64_t kv_slots, str kv_format, bint latent=False, int64_t state_bytes=0, int64_t state_places=0,
+                  copies=()):
         cdef unsigned char[::1] view = memory
         cdef pw_shape *shape = &self.memory.shape
+        cdef int64_t states_at
         cdef int32_t most = PW_MAX_LATENT_DIM if latent else PW_MAX_HEAD_DIM
         if min(n_layers, n_kv_heads) < 1 or not 2 <= head_dim <= most or head_dim % 2:
             raise ValueError(f"{n_layers} layers of {n_kv_heads} KV heads of {head_dim} dimensions")
@@ -35,19 +46,29 @@ cdef class KvMemory:
         self.memory.room.kv_format = kv_format_code(kv_format)
         if latent and not pw_latent_can_be(self.memory.room.kv_format):
             raise ValueError(f"latent vectors in {kv_format}: f32, f16 or bf16 expected")
-        needed = n_layers * pw_kv_wire_bytes(&self.memory, kv_slots)
+        each = np.asarray(copies or [1] * n_kv_heads, np.int64)
+        if each.shape != (n_kv_heads,) or each.min() < 1 or each.max() > PW_GROUP_MAX_RANKS:
+            raise ValueError(f"copies {copies!r:.80} of {n_kv_heads} KV heads: 1 to {PW_GROUP_MAX_RANKS} of each expected")
+        self.copies = np.concatenate([[0], np.cumsum(each)]).astype(np.int32)
+        self.memory.copies = &self.copies[0]
+        needed = n_layers * (pw_kv_wire_bytes(&self.memory, kv_slots) // n_kv_heads) * self.copies[n_kv_heads]
         if offset < 0 or offset % 64 or needed > view.shape[0] - offset:
             raise ValueError(f"keys and values of {needed} bytes from byte {offset} of {view.shape[0]}")
         self.memory.kv = <char *>&view[0] + offset
+        if state_bytes < 0 or state_bytes % 64 or (state_bytes and not 0 < state_places <= 1 << 20):
+            raise ValueError(f"{state_places} places for states of {state_bytes} bytes")
+        self.state_bytes, self.state_places = state_bytes, state_places if state_bytes else 0
+        if state_bytes:
+            needed = pw_states_after(needed)
+            if state_places > (view.shape[0] - offset - needed) // state_bytes:
+                raise ValueError(f"{state_places} states of {state_bytes} bytes behind {needed} of {view.shape[0]}")
+            states_at = needed
+            self.states = self.memory.kv + states_at
         self.kept = view
 
     @property
     def n_layers(self):
         return self.memory.shape.n_layers
-
-    @property
-    def kv_slots(self):
-        return self.memory.room.kv_slots
 
     def wire_bytes(self, int64_t n_slots):
         """Of `n_slots` slots of one layer."""
@@ -77,6 +98,36 @@ cdef class KvMemory:
         target._check(layer, to_slot, n_slots, self.wire_bytes(n_slots))
         with nogil:
             pw_kv_between(&self.memory, &target.memory, layer, from_slot, to_slot, n_slots)
+
+    def read_state(self, int64_t place, int64_t begin, out):
+        """Write bytes of a state, from `begin` on, to `out`."""
+        cdef unsigned char[::1] wire = out
+        cdef char *state = self._state(place, begin, wire.shape[0])
+        with nogil:
+            memcpy(&wire[0], state, wire.shape[0])
+
+    def write_state(self, int64_t place, int64_t begin, data):
+        """Take bytes of a state, from `begin` on, from `data`."""
+        cdef const unsigned char[::1] wire = data
+        cdef char *state = self._state(place, begin, wire.shape[0])
+        with nogil:
+            memcpy(state, &wire[0], wire.shape[0])
+
+    def copy_state_to(self, KvMemory target not None, int64_t source, int64_t place, int64_t begin, int64_t n_bytes):
+        """Copy bytes of a state to another memory of states of the same size."""
+        if self.state_bytes != target.state_bytes:
+            raise ValueError(f"states of {self.state_bytes} and {target.state_bytes} bytes")
+        cdef char *given = self._state(source, begin, n_bytes)
+        cdef char *taken = target._state(place, begin, n_bytes)
+        with nogil:
+            memcpy(taken, given, n_bytes)
+
+    cdef char *_state(self, int64_t place, int64_t begin, int64_t n_bytes) except NULL:
+        if not 0 <= place < self.state_places:
+            raise ValueError(f"state {place} of {self.state_places}")
+        if n_bytes < 1 or not 0 <= begin <= self.state_bytes - n_bytes:
+            raise ValueError(f"bytes {begin} to {begin + n_bytes} of a state of {self.state_bytes}")
+        return self.states + place * self.state_bytes + begin
 
     cdef int _check(self, int64_t layer, int64_t slot, int64_t n_slots, int64_t n_bytes) except -1:
         cdef int64_t slots = self.memory.room.kv_slots

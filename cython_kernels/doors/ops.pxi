@@ -13,15 +13,21 @@ cdef extern from "team/team.h" nogil:
     enum:
         PW_TEAM_OK
         PW_TEAM_FORKED
-        PW_TEAM_UNPINNABLE
         PW_TEAM_NO_MEMORY
 
-    pw_team *pw_team_open(int n_members, const int *cpus, int idle_spin_us, char *message, size_t message_bytes)
+    ctypedef struct pw_place:
+        int l3, node
+
+    pw_team *pw_team_open(int n_members, const int *cpus, const pw_place *places, int idle_spin_us, char *message,
+                          size_t message_bytes)
+    int pw_team_crossings(const pw_team *team)
+    unsigned pw_team_passed(const pw_team *team)
     int pw_team_run(pw_team *team, void (*task)(void *, int) noexcept nogil, void *context)
     void pw_team_barrier(pw_team *team, int member)
     int pw_team_size(const pw_team *team)
     void pw_team_observed(const pw_team *team, int *cpus)
     long pw_team_misplaced(const pw_team *team)
+    int pw_team_weigh(pw_team *team, const int *streaming, const int *computing)
     void pw_team_rest(pw_team *team)
     void pw_team_close(pw_team *team)
 
@@ -132,9 +138,11 @@ def lanes():
 
 cdef dict TEAM_FAILURES = {
     PW_TEAM_FORKED: "a thread team does not survive fork(): open one in the child",
-    PW_TEAM_UNPINNABLE: "the calling thread cannot be pinned to the team's first core: it is offline or not allowed",
     PW_TEAM_NO_MEMORY: "no memory",
 }
+
+
+MOST_WEIGHT = 1_000_000
 
 
 cdef int _check_team(int status) except -1:
@@ -168,16 +176,18 @@ cdef void _count_barriers(void *context, int member) noexcept nogil:
 cdef class Team:
     """Threads pinned one per core; the caller of a run is member 0. See team.h.
 
-    cpus: distinct CPU numbers; or None and `members` threads that the kernel may move (for tests).
+    cpus: distinct CPU numbers; or None and `members` threads that the kernel may move (for tests). places: the L3
+    and NUMA node of each member, by which they meet; None: as the system says of the CPUs.
     """
 
     cdef pw_team *team
     cdef readonly object cpus
     cdef readonly int size
 
-    def __cinit__(self, cpus, int members=0, int idle_spin_us=200):
+    def __cinit__(self, cpus, int members=0, int idle_spin_us=200, places=None):
         cdef char message[256]
         cdef int *wanted = NULL
+        cdef pw_place *told = NULL
         self.cpus = None if cpus is None else tuple(cpus)
         self.size = members if cpus is None else len(self.cpus)
         if cpus is not None:
@@ -186,8 +196,19 @@ cdef class Team:
                 raise MemoryError
             for i, cpu in enumerate(self.cpus):
                 wanted[i] = cpu if 0 <= cpu < 1 << 30 else -1
-        self.team = pw_team_open(self.size, wanted, idle_spin_us, message, sizeof(message))
+        if places is not None:
+            if len(places) != self.size:
+                PyMem_Free(wanted)
+                raise ValueError(f"{len(places)} places for {self.size} members")
+            told = <pw_place *>PyMem_Malloc(sizeof(pw_place) * max(self.size, 1))
+            if told == NULL:
+                PyMem_Free(wanted)
+                raise MemoryError
+            for i, (l3, node) in enumerate(places):
+                told[i].l3, told[i].node = l3, node
+        self.team = pw_team_open(self.size, wanted, told, idle_spin_us, message, sizeof(message))
         PyMem_Free(wanted)
+        PyMem_Free(told)
         if self.team == NULL:
             raise TeamError(message.decode())
 
@@ -202,9 +223,40 @@ cdef class Team:
         finally:
             PyMem_Free(seen)
 
+    @property
+    def crossings(self):
+        """How many arrivals of one barrier may find its counter in another NUMA node's caches."""
+        return pw_team_crossings(self._open())
+
+    @property
+    def passed(self):
+        """Barriers that the team has passed, modulo 2^32."""
+        return pw_team_passed(self._open())
+
     def misplaced(self):
         """How often a member was seen on another core than its own."""
         return pw_team_misplaced(self._open())
+
+    def weigh(self, streaming, computing):
+        """Members have so much of a product, in proportion: of one that memory limits, and of others.
+
+        Numbers from 1 to 1,000,000 for each member. No result depends on them. While nothing runs.
+        """
+        cdef pw_team *team = self._open()
+        cdef int *weights = <int *>PyMem_Malloc(2 * sizeof(int) * self.size)
+        cdef int status, i
+        if weights == NULL:
+            raise MemoryError
+        try:
+            for begin, numbers in ((0, tuple(streaming)), (self.size, tuple(computing))):
+                if len(numbers) != self.size or not all(1 <= number <= MOST_WEIGHT for number in numbers):
+                    raise ValueError(f"{self.size} weights from 1 to {MOST_WEIGHT} are needed, not {numbers}")
+                for i in range(self.size):
+                    weights[<int>begin + i] = numbers[i]
+            status = pw_team_weigh(team, weights, weights + self.size)
+        finally:
+            PyMem_Free(weights)
+        _check_team(status)
 
     def rest(self):
         """Members stop spinning at once, because another team is about to use their cores."""

@@ -6,6 +6,7 @@ from libcpp cimport bool as cbool
 cdef extern from "team/probe.h" nogil:
     ctypedef struct pw_readers:
         pass
+    int pw_probe_pace(pw_team *team, long duration_ns, double *operations_per_s)
     int pw_probe_pass(pw_team *team, int rounds, int trips, long timeout_ns, double *one_way_ns)
     pw_readers *pw_readers_open(pw_team *team, int64_t bytes)
     int pw_readers_run(pw_readers *readers, const cbool *active, long duration_ns, double *bytes_per_s)
@@ -31,6 +32,20 @@ def pass_line(Team team, int rounds, int trips, double timeout_s):
         done = pw_probe_pass(members, rounds, trips, timeout_ns, one_way_ns)
     _check_team(min(done, 0))
     return [one_way_ns[i] for i in range(done)]
+
+
+def pace_of_members(Team team, double duration_s):
+    """Operations per second of each member of a team, while all multiply and add at once."""
+    cdef pw_team *members = team._open()
+    cdef double rates[8192]
+    cdef long duration_ns = <long>(duration_s * 1e9)
+    cdef int status, member
+    if not 0 < duration_s <= 60:
+        raise ValueError(f"a pace is not measured for {duration_s} s")
+    with nogil:
+        status = pw_probe_pace(members, duration_ns, rates)
+    _check_team(status)
+    return [rates[member] for member in range(team.size)]
 
 
 cdef class Readers:

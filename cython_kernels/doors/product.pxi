@@ -14,6 +14,21 @@ cdef extern from "team/team_product.h" nogil:
                              int64_t *ns)
 
 
+cdef extern from "team/product.h" nogil:
+    pw_range pw_weighed_part(int64_t count, int64_t unit, const int64_t *ends, int64_t parts, int64_t i)
+
+
+def weighed_part(int64_t count, int64_t unit, weights, int64_t i):
+    """(first, last + 1) of part i of some rows or panels, by weights of all parts; cut at multiples of `unit`."""
+    sums = np.concatenate([[0], np.cumsum(np.asarray(weights, np.int64))])
+    cdef const int64_t[::1] ends = sums
+    cdef pw_range part
+    if count < 0 or unit < 1 or not 0 <= i < len(weights) or min(weights) < 1:
+        raise ValueError(f"no part {i} of {count} by weights {weights}")
+    part = pw_weighed_part(count, unit, &ends[0], len(weights), i)
+    return part.begin, part.end
+
+
 cdef class TeamProduct:
     """y = x W^T with m rows of random x on a team, exactly as a program computes it, on the ISA active at the start.
 

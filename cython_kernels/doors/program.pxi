@@ -15,7 +15,7 @@ cdef int _check_run(int status) except -1:
     return _check_team(status)
 
 
-cdef class Program(StateBuilder):
+cdef class Program(StreamBuilder):
     """What a builder made, once it is sealed: seal, then run. The buffer protocol gives the logits, float32
     [max_logit_rows, outputs], of the last run.
 
@@ -79,7 +79,7 @@ cdef class Program(StateBuilder):
 
         A slice's row of logits is that of its last token, or with first_row that of its first.
 
-        table: which schedules the products run by, 0 or 1 (set_schedules). resting: the team that ran the step
+        table: which schedules the products run by, from 0 on (set_schedules). resting: the team that ran the step
         before, if it is another one: its threads leave their cores at once.
 
         slices: objects with token_ids, start, slot_base, wants_logits, table (None, or the slots where every
@@ -122,7 +122,7 @@ cdef class Program(StateBuilder):
     cdef int _check_ranks(self, Team team, int table) except -1:
         if self.division is None:
             return 0
-        teams = self.division.teams[table]
+        teams = self.division.teams[table] if table < len(self.division.teams) else ()
         if self.division.rank >= len(teams) or teams[self.division.rank] != team.size:
             raise ValueError(f"a team of {team.size} for rank {self.division.rank} of teams {teams}")
         return 0
@@ -130,16 +130,17 @@ cdef class Program(StateBuilder):
     def serve(self, teams):
         """Runs what rank 0 tells this rank to run, until it says stop. GroupFailed when that is no longer possible.
 
-        teams: for each table the Team that this rank runs it by, None where it takes no part. Holds no GIL and
+        teams: for each table of the division the Team that this rank runs it by, None where it takes no part. Holds no GIL and
         answers no signal.
         """
-        cdef pw_team *members[2]
-        cdef int status
+        cdef pw_team *members[PW_SCHEDULE_TABLES]
+        cdef int status, table
         self._check_shared()
-        if self.program.rank == 0 or len(teams) != PW_SCHEDULE_TABLES:
+        if self.program.rank == 0 or len(teams) != len(self.division.teams):
             raise ProgramError("ranks from 1 on serve, with a team or None for each table")
-        for table, team in enumerate(teams):
+        for table in range(PW_SCHEDULE_TABLES):
             members[table] = NULL
+        for table, team in enumerate(teams):
             if team is not None:
                 self._check_ranks(team, table)
                 members[table] = (<Team?>team)._open()
@@ -175,13 +176,16 @@ cdef class Program(StateBuilder):
         self._check_shared()
         return sum(pw_orders_misplaced(self.program, table, rank) for rank in range(len(self.division.teams[table])))
 
-    def kv_span(self, int64_t layer, int64_t kv_head):
-        """(offset, bytes) of a head's keys and values in the shared memory."""
+    def kv_span(self, int64_t layer, int64_t kv_head, int64_t copy=0):
+        """(offset, bytes) of the keys and values of a head, or of one of its copies, in the shared memory."""
         cdef pw_shape *shape = &self.program.shape
         self._check_shared()
-        if not (0 <= layer < shape.n_layers and 0 <= kv_head < shape.n_kv_heads):
-            raise ValueError(f"KV head {kv_head} of layer {layer}: {shape.n_layers} x {shape.n_kv_heads} are there")
-        at = <char *>pw_kv_head_of(self.program, layer, kv_head).keys - self.program.shared
+        if not (0 <= layer < shape.n_layers and 0 <= kv_head < self.program.layers[layer].n_kv_heads):
+            raise ValueError(f"KV head {kv_head} of layer {layer}: {shape.n_layers} x {shape.n_kv_heads} are there at most")
+        copies = pw_copies_of(self.program, self.program.layers[layer].n_kv_heads, <int32_t>kv_head)
+        if not 0 <= copy < copies:
+            raise ValueError(f"copy {copy} of KV head {kv_head}: {copies} are there")
+        at = <char *>pw_kv_head_of(self.program, layer, kv_head, copy).keys - self.program.shared
         return at, pw_layer_head_bytes(self.program, layer)
 
     cdef int _check_shared(self) except -1:
@@ -288,6 +292,29 @@ cdef class Program(StateBuilder):
                                f"the KV cache: {os.strerror(status)}")
         _check_team(status)
 
+    def spread(self, nodes):
+        """Rows, keys and values of a program of one rank go to `nodes` by turns; scratch stays near the thread that uses it.
+
+        Before the first step, and before `touch`. 0 or an errno.
+        """
+        cdef int32_t numbers[PW_MOST_NODES]
+        cdef int count = _list_nodes(nodes, numbers), error
+        self._check_sealed()
+        if self.program.n_ranks > 1:
+            raise ProgramError("several ranks have their memory each on its own node")
+        error = pw_place_on_nodes(self.program.rows, self.program.rows_bytes, numbers, count)
+        return error or pw_place_on_nodes(self.program.kv, self.program.kv_bytes, numbers, count)
+
+    def memory_by_node(self):
+        """Bytes that this process has touched of scratch, of rows, and of keys and values: of each by node, None where
+        the system does not tell."""
+        self._check_sealed()
+        return {
+            "scratch": _bytes_by_node(self.program.memory, self.program.memory_bytes),
+            "rows": _bytes_by_node(self.program.rows, self.program.rows_bytes),
+            "kv": _bytes_by_node(self.program.kv, self.program.kv_bytes),
+        }
+
     def copy_kv(self, Team team, int64_t source, int64_t target, int64_t n_slots):
         """Moves keys and values of n_slots slots, in every layer without rings; the ranges may overlap.
 
@@ -318,6 +345,29 @@ cdef class Program(StateBuilder):
         with nogil:
             status = pw_program_copy_kv(self.program, members, source, target, n_slots)
         _check_team(status)
+
+    def read_rows(self, int64_t at, int64_t stride, float[:, ::1] rows):
+        """Fills `rows` with those of the arena from offset `at` on, as the last run left them."""
+        cdef int64_t row
+        self._check_rows(at, stride, rows.shape[0], rows.shape[1])
+        for row in range(rows.shape[0]):
+            memcpy(&rows[row, 0], self.program.arena + at + row * stride, rows.shape[1] * sizeof(float))
+
+    def write_rows(self, int64_t at, int64_t stride, const float[:, ::1] rows):
+        """Puts `rows` into the arena from offset `at` on, for the next run. Of one rank."""
+        cdef int64_t row
+        self._check_rows(at, stride, rows.shape[0], rows.shape[1])
+        for row in range(rows.shape[0]):
+            memcpy(self.program.arena + at + row * stride, &rows[row, 0], rows.shape[1] * sizeof(float))
+
+    cdef int _check_rows(self, int64_t at, int64_t stride, int64_t n_rows, int64_t width) except -1:
+        cdef int64_t room = self.program.arena_floats
+        self._check_sealed()
+        if n_rows < 1 or width < 1 or stride < width:
+            raise ValueError(f"{n_rows} rows of {width} numbers, {stride} apart")
+        if at < 0 or stride > room or n_rows > room or at > room - (n_rows - 1) * stride - width:
+            raise ValueError(f"{n_rows} rows from number {at} on lie outside the arena")
+        return 0
 
     cdef int _check_sealed(self) except -1:
         if not self.sealed:

@@ -48,7 +48,8 @@ cdef class ProgramBuilder:
     """A model's forward step as ops over an arena of floats: embed, linear, attend and so on, in the order of the step.
 
     shape and capacity are mappings with the fields of pw_shape and pw_capacity (program.h), kv_format by its name;
-    inv_freq is float64 [head_dim / 2]; with shape's `window` (0: none) it is attention's kind 0, and `kind` adds others.
+    inv_freq is float64 [head_dim / 2]; with shape's `window` (0: none) and `first_heads` it is attention's kind 0, and `kind`
+    adds others.
     Offsets count floats from the arena's start; rows of an op are `stride` floats apart.
 
     shape may also have `latent`, the numbers of a value of latent attention (attend_latent), `outputs`, numbers of an output row (else `vocab`), and `bidirectional`: whether tokens see
@@ -69,8 +70,6 @@ cdef class ProgramBuilder:
         cdef pw_capacity c = {"ring_slots": 0, "state_places": 0, **capacity, "kv_format": kv_format_code(capacity["kv_format"])}
         if s.latent:
             check_latent(s.latent, s.n_kv_heads, s.head_dim, c.kv_format)
-            if division is not None:
-                raise ProgramError("latent attention runs on one rank")
         elif not 2 <= s.head_dim <= PW_MAX_HEAD_DIM or s.head_dim % 2:
             raise ProgramError(
                 f"attention heads of {s.head_dim} dimensions: even numbers up to {PW_MAX_HEAD_DIM} are supported")
@@ -93,15 +92,15 @@ cdef class ProgramBuilder:
         self.program.bidirectional = shape.get("bidirectional", False)
         if not 1 <= self.program.outputs <= 1 << 30:
             raise ProgramError(f"a step that gives {self.program.outputs} numbers for a row")
-        self.kind(inv_freq, shape.get("window", 0), magnitude)
+        self.kind(inv_freq, shape.get("window", 0), magnitude, shape.get("first_heads"))
         if division is not None:
             self._divide(division, patience_s)
 
     cdef int _divide(self, division, double patience_s) except -1:
         cdef int32_t threads[256]
         cdef int32_t ranks = max((len(teams) for teams in division.teams), default=0)
-        if len(division.teams) != PW_SCHEDULE_TABLES or not 1 <= ranks <= 256 or not 0 <= division.rank < ranks:
-            raise ProgramError(f"rank {division.rank} of teams {division.teams}: 1 to 256 ranks for each of "
+        if len(division.teams) > PW_SCHEDULE_TABLES or not 1 <= ranks <= 256 or not 0 <= division.rank < ranks:
+            raise ProgramError(f"rank {division.rank} of teams {division.teams}: 1 to 256 ranks for each of at most "
                                f"{PW_SCHEDULE_TABLES} tables expected")
         if not 0 < patience_s <= 1e6:
             raise ProgramError(f"a patience of {patience_s} s")
@@ -121,21 +120,27 @@ cdef class ProgramBuilder:
     def __dealloc__(self):
         pw_program_close(self.program)
 
-    def kind(self, inv_freq, int64_t window=0, double magnitude=1.0):
+    def kind(self, inv_freq, int64_t window=0, double magnitude=1.0, heads=None):
         """Adds a kind of attention and returns its number, which `attend` takes.
 
         inv_freq: float64 [pairs], of which a head may have head_dim / 2; empty where positions turn nothing. window:
-        positions that a token sees, 0 for all; bidirectional, half of them on each side. magnitude: what cosines and sines are multiplied by.
+        positions that a token sees, 0 for all; bidirectional, half of them on each side. magnitude: what cosines and sines are multiplied by. heads (KV heads,
+        numbers of a head): None for the shape's, which are the most.
         """
         cdef const double[::1] angles = np.ascontiguousarray(inv_freq, np.float64)
         cdef pw_attention_kind kind
         cdef double none = 0
-        if self.sealed or angles.shape[0] > self.program.shape.head_dim // 2:
-            raise ProgramError(f"{angles.shape[0]} rotation frequencies for heads of "
-                               f"{self.program.shape.head_dim} dimensions")
+        cdef pw_shape *shape = &self.program.shape
+        memset(&kind, 0, sizeof(kind))
+        kind.n_kv_heads, kind.head_dim = (shape.n_kv_heads, shape.head_dim) if heads is None else heads
+        if not 1 <= kind.n_kv_heads <= shape.n_kv_heads or shape.n_heads % kind.n_kv_heads or (
+                not 2 <= kind.head_dim <= shape.head_dim or kind.head_dim % 2):
+            raise ProgramError(f"{kind.n_kv_heads} KV heads of {kind.head_dim} dimensions in a model of "
+                               f"{shape.n_kv_heads} of {shape.head_dim}")
+        if self.sealed or angles.shape[0] > kind.head_dim // 2:
+            raise ProgramError(f"{angles.shape[0]} rotation frequencies for heads of {kind.head_dim} dimensions")
         if window < 0:
             raise ProgramError(f"a window of {window} positions")
-        memset(&kind, 0, sizeof(kind))
         kind.window, kind.half, kind.magnitude = window, <int32_t>angles.shape[0], magnitude
         kind.inv_freq = <double *>(&angles[0] if angles.shape[0] else &none)
         index = pw_program_kind(self.program, kind)
@@ -164,14 +169,26 @@ cdef class ProgramBuilder:
             self.has_segments = True
         self._add(&op, [packed], 0, packed.k)
 
+    def layer_inputs(self, packed, int64_t width, int64_t group, int64_t at, int64_t stride, norm, double scale, double eps):
+        """Rows of `width` numbers in place: every `group` numbers normalised, then those of the token in a matrix times
+        `scale` added. They are one of its rows, or several; a token that it has none of has its first ones.
+        """
+        cdef pw_op op = _op_of(PW_LAYER_INPUTS, "every", at, stride, at, stride)
+        op.n_parts, op.k, op.group, op.scale, op.eps = 1, width, group, scale, eps
+        if group < 1 or width % group or width % packed.k or packed.n < width // packed.k:
+            raise ProgramError(f"{width} numbers in groups of {group}, from rows of {packed.k}")
+        op.parts[0].weight = weight_view(packed)
+        op.norm = self._vector(norm, group, "norm weights")
+        self._add(&op, [packed], width, width)
+
     def linear(self, parts, source, int64_t from_at, int64_t from_stride, int64_t out, int64_t out_stride,
                norm=None, bint add=False, rows="every", residual=None, arithmetics=None, gate="silu", eps=None,
-               bias=None):
+               bias=None, seconds=None, double sparsity=0):
         """Rows times weights, each weight's outputs from its own column on. Returns the op's number.
 
         parts: [(PackedWeight, column)], all of the same k. arithmetics: [(compute path, k parts)], one for each of
         them (None: the default path of the ISA in use, k whole). source: "rows", "norm" (with the norm's weights),
-        "gate": gate(first k) * (next k), of GATES; or "activation": `gate`, of ACTIVATIONS, of rows plus `bias`. eps: of the norm (None: the shape's). rows: "every" row of the step; those that want logits "gathered" from
+        "gate": gate(first k) * (next k), of GATES, or times the step's row of k numbers at `seconds` (offset, stride); of the first k what lies `sparsity` deviations above their mean (0: all); or "activation": `gate`, of ACTIVATIONS, of rows plus `bias`. eps: of the norm (None: the shape's). rows: "every" row of the step; those that want logits "gathered" from
         among them into rows of their own, added to `residual` (offset, stride) if `add`; or such "logits" rows.
         """
         cdef pw_op op = _op_of(PW_LINEAR, rows, from_at, from_stride, out, out_stride)
@@ -180,6 +197,14 @@ cdef class ProgramBuilder:
         op.source, op.n_parts, op.k = SOURCES[source], len(parts), parts[0][0].k
         op.gate = ACTIVATIONS[gate] if source == "activation" else GATES[gate]
         op.eps = self.program.shape.norm_eps if eps is None else eps
+        op.sparsity = sparsity
+        if sparsity and source != "gate":
+            raise ProgramError("a sparse activation is of gates")
+        if seconds is not None:
+            op.second_at, op.second_stride = seconds
+            self._reserve(op.second_at, op.second_stride, self.program.capacity.max_tokens, op.k)
+        if (seconds is not None and source != "gate") or (seconds is not None and op.second_stride < 1):
+            raise ProgramError("rows of second halves are for gates")
         if bias is not None and source != "activation":
             raise ProgramError("biases are added before an activation")
         self._add_to(&op, add, residual)
@@ -193,7 +218,8 @@ cdef class ProgramBuilder:
             self._share(&op, i, packed, path, k_parts)
         op.norm = self._vector(norm, op.k if source == "norm" else 0, "norm weights")
         op.bias = self._optional(bias, op.k, "biases")
-        self._add(&op, [packed for packed, _ in parts], 2 * op.k if source == "gate" else op.k, out_width)
+        read = 2 * op.k if source == "gate" and seconds is None else op.k
+        self._add(&op, [packed for packed, _ in parts], read, out_width)
         return self.program.n_ops - 1
 
     cdef int _add_to(self, pw_op *op, bint add, residual) except -1:
@@ -211,6 +237,8 @@ cdef class ProgramBuilder:
         cdef int table
         for table in range(PW_SCHEDULE_TABLES):
             own, first, view = &op.shares[table][part], 0, packed
+            if self.division is not None and table >= len(self.division.teams):
+                continue
             if self.division is not None:
                 first, _ = self.division.panels(packed, table)
                 view = self.division.weight(packed, table)
@@ -222,7 +250,7 @@ cdef class ProgramBuilder:
         """How part `part` of a linear op runs, by the number of rows; no schedule changes a result.
 
         ranges: at most PW_MAX_ROW_RANGES pairs, ascending: the last number of rows that a schedule serves, and the schedule, a
-        mapping such as default_schedule gives (None: the default). `table`: 0 or 1, which `run` names. Of divided
+        mapping such as default_schedule gives (None: the default). `table`: below PW_SCHEDULE_TABLES, which `run` names. Of divided
         weights, a rank's schedules are those of its own columns.
         """
         cdef pw_row_range[PW_MAX_ROW_RANGES] found
@@ -283,21 +311,27 @@ cdef class ProgramBuilder:
 
     def attend(self, int32_t layer, int64_t from_at, int64_t from_stride, int64_t out, int64_t out_stride,
                bias=None, q_norm=None, k_norm=None, rows="every", int32_t kind=0, scale=None, double cap=0,
-               sinks=None, slopes=None, growth=None, int64_t growth_span=1):
+               sinks=None, slopes=None, growth=None, int64_t growth_span=1, v_norm=None, keys_are_values=False,
+               only_reads=False):
         """Attention of a layer: q, k and v heads side by side in a row, to the weighted values of all heads.
 
         rows: "every", or "gathered" if only those that want logits are read afterwards; keys and values of every
         row are kept. scale: of scores (None: 1 / sqrt(head_dim)); cap: c tanh(score / c), 0 for none; sinks: a score
         for each head beside those of positions, without a value; slopes: what a score of each head loses for each position
         between (ALiBi). growth: queries at position p are multiplied by its number p // growth_span, or by its
-        last.
+        last. v_norm: weights of a norm of every value. keys_are_values: rows have no values, which are keys before their
+        norm and rotation. only_reads: rows have queries alone, and `layer` is another's, which keeps keys and values.
         """
         cdef pw_op op = _op_of(PW_ATTEND, rows, from_at, from_stride, out, out_stride)
         cdef pw_shape *shape = &self.program.shape
-        columns = (shape.n_heads + 2 * shape.n_kv_heads) * shape.head_dim
-        op.layer, op.kind, op.cap, op.scale = layer, kind, cap, 1 / sqrt(shape.head_dim) if scale is None else scale
+        cdef pw_attention_kind *own
         if not 0 <= layer < shape.n_layers or not 0 <= kind < self.program.n_kinds:
             raise ProgramError(f"layer {layer} of {shape.n_layers}, kind {kind} of {self.program.n_kinds}")
+        own = &self.program.kinds[kind]
+        op.keys_are_values, op.only_reads = keys_are_values, only_reads
+        columns = (shape.n_heads + (0 if only_reads else 2 - keys_are_values) * own.n_kv_heads) * own.head_dim
+        op.layer, op.kind, op.cap, op.scale = layer, kind, cap, 1 / sqrt(own.head_dim) if scale is None else scale
+        op.v_norm = self._optional(v_norm, own.head_dim, "value norm weights")
         op.sinks = self._optional(sinks, shape.n_heads, "sinks")
         op.slopes = self._optional(slopes, shape.n_heads, "slopes")
         op.n_growth, op.growth_span = 0 if growth is None else len(growth), growth_span
@@ -305,9 +339,9 @@ cdef class ProgramBuilder:
         if growth_span < 1 or (growth is not None and op.n_growth < 1):
             raise ProgramError(f"{op.n_growth} factors of queries, for {growth_span} positions each")
         op.bias = self._optional(bias, columns, "attention biases")
-        op.q_norm = self._optional(q_norm, shape.head_dim, "query norm weights")
-        op.k_norm = self._optional(k_norm, shape.head_dim, "key norm weights")
-        self._add(&op, [], columns, shape.n_heads * shape.head_dim)
+        op.q_norm = self._optional(q_norm, own.head_dim, "query norm weights")
+        op.k_norm = self._optional(k_norm, own.head_dim, "key norm weights")
+        self._add(&op, [], columns, shape.n_heads * own.head_dim)
 
     def attend_latent(self, int32_t layer, int64_t from_at, int64_t from_stride, int64_t out, int64_t out_stride,
                       queries, vectors, norm, double eps, double scale, rows="every", int32_t kind=0, double cap=0):
@@ -347,8 +381,6 @@ cdef class ProgramBuilder:
         n = packed.n // count if count > 0 else 0
         if n < 1 or packed.n % count or n % PW_PANEL or step < packed.k:
             raise ProgramError(f"{count} heads of {n} outputs, {step} inputs apart: outputs a multiple of {PW_PANEL} can run")
-        if self.division is not None:
-            raise ProgramError("products by head run on one rank")
         path, k_parts = arithmetic
         op.n_parts, op.k = 1, packed.k
         op.heads.count, op.heads.step, op.heads.n = count, step, n
@@ -360,14 +392,16 @@ cdef class ProgramBuilder:
         return self.program.n_ops - 1
 
     def adjust(self, int64_t width, int64_t from_at, int64_t from_stride, int64_t out, int64_t out_stride, norm=None,
-               bias=None, double cap=0, bint add=False, rows="every", residual=None, eps=None):
-        """Rows of `width` numbers: normalised, a bias added, capped, added to what is there; as far as asked for.
+               bias=None, double cap=0, bint add=False, rows="every", residual=None, eps=None, double scale=1.0):
+        """Rows of `width` numbers: normalised, a bias added, capped, added to what is there, all of it times `scale`; as
+        far as asked for.
 
         rows: as for `linear`; of "gathered" rows the input is one row for each that wants logits, and the sum begins
         with the step's row of `residual` (offset, stride).
         """
         cdef pw_op op = _op_of(PW_ADJUST, rows, from_at, from_stride, out, out_stride)
         op.k, op.cap, op.eps = width, cap, self.program.shape.norm_eps if eps is None else eps
+        op.scale = scale
         self._add_to(&op, add, residual)
         op.norm = self._optional(norm, width, "norm weights")
         op.bias = self._optional(bias, width, "biases")
@@ -390,9 +424,9 @@ cdef class ProgramBuilder:
             raise ProgramError(f"{found.chosen} of {found.count} experts; at most {PW_MAX_EXPERTS} can run")
         return found
 
-    def route(self, experts, int64_t from_at, int64_t from_stride, rows="every", choice_bias=None):
+    def route(self, experts, int64_t from_at, int64_t from_stride, rows="every", choice_bias=None, factors=None):
         """The experts of each row, by its logits. experts: serving.models.experts.Experts. choice_bias: numbers of
-        experts that are added to their scores where they are chosen.
+        experts that are added to their scores where they are chosen; factors: that multiply their weights.
         """
         cdef pw_op op = _op_of(PW_ROUTE, rows, from_at, from_stride, from_at, from_stride)
         cdef pw_choice *choice = &op.choice
@@ -401,6 +435,7 @@ cdef class ProgramBuilder:
         choice.groups, choice.chosen_groups = experts.groups, experts.chosen_groups
         choice.group_best = experts.group_best
         choice.bias = self._optional(choice_bias, experts.count, "biases of choices")
+        choice.factors = self._optional(factors, experts.count, "factors of experts")
         of_one = experts.count // choice.groups if choice.groups > 0 else 0
         if not 1 <= choice.group_best <= of_one or of_one * choice.groups != experts.count:
             raise ProgramError(f"{choice.groups} groups of {experts.count} experts by {choice.group_best} of each")
@@ -413,7 +448,7 @@ cdef class ProgramBuilder:
         """Products with a stack of experts' weights, after `route`. Returns the op's number.
 
         packed: the experts' weights one below the other, each of whole panels. source: "norm" or "rows" of the step,
-        or the "gate" of pairs, whose bias [experts, 2 k] is added before. The outputs are pairs: of each row, one for
+        the "gate" of pairs, whose bias [experts, 2 k] is added before, or their "activation". The outputs are pairs: of each row, one for
         each of its experts. arithmetic: (compute path, k parts).
         """
         cdef pw_op op = _op_of(PW_EXPERTS, rows, from_at, from_stride, out, out_stride)
@@ -425,7 +460,8 @@ cdef class ProgramBuilder:
             raise ProgramError("biases are added where pairs are read")
         path, k_parts = arithmetic
         op.source, op.n_parts, op.k = SOURCES[source], 1, packed.k
-        op.gate, op.experts = GATES[gate], self._experts(experts, n)
+        op.gate = ACTIVATIONS[gate] if source == "activation" else GATES[gate]
+        op.experts = self._experts(experts, n)
         op.eps = self.program.shape.norm_eps if eps is None else eps
         op.parts[0].weight = weight_view(packed, path, k_parts)
         one = _columns(packed, 0, n // PW_PANEL)
@@ -437,10 +473,13 @@ cdef class ProgramBuilder:
         return self.program.n_ops - 1
 
     def combine(self, experts, int64_t width, int64_t from_at, int64_t from_stride, int64_t out, int64_t out_stride,
-                bias=None, rows="every"):
-        """Adds to each row the `width` numbers that its experts gave, and biases [experts, width], times their weights."""
+                bias=None, rows="every", bint add=True):
+        """The `width` numbers that each row's experts gave, and biases [experts, width], times their weights: added to
+        what is there, or in its place.
+        """
         cdef pw_op op = _op_of(PW_COMBINE, rows, from_at, from_stride, out, out_stride)
         op.k, op.experts = width, self._experts(experts, 0)
+        self._add_to(&op, add, None)
         op.bias = self._optional(bias, width * experts.count, "experts' biases")
         self._add(&op, [], width, width)
 
@@ -472,7 +511,8 @@ cdef class ProgramBuilder:
         pairs = op.experts.chosen if op.code == PW_EXPERTS else 1
         self._reserve(op.out_at, op.out_stride, (tokens if whole else logit_rows) * pairs, out_width)
         if op.code != PW_EMBED:
-            read = op.experts.chosen if op.code == PW_COMBINE or op.source == PW_FROM_GATE and pairs > 1 else 1
+            of_pairs = op.code == PW_COMBINE or op.code == PW_EXPERTS and op.source in (PW_FROM_GATE, PW_FROM_ACTIVATION)
+            read = op.experts.chosen if of_pairs else 1
             self._reserve(op.in_at, op.in_stride, (logit_rows if own_rows else tokens) * read, in_width)
         if op.residual_stride:
             self._reserve(op.residual, op.residual_stride, tokens, out_width)

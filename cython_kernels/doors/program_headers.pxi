@@ -22,6 +22,8 @@ cdef extern from "program/program.h" nogil:
         PW_STATE_GATES
         PW_RECUR
         PW_GATE_ROWS
+        PW_LAYER_INPUTS
+        PW_STREAMS
 
     ctypedef enum pw_source:
         PW_FROM_ROWS
@@ -56,6 +58,7 @@ cdef extern from "program/program.h" nogil:
         int32_t groups, chosen_groups, group_best
         float scale
         const float *bias
+        const float *factors
 
     ctypedef struct pw_heads:
         int32_t count
@@ -66,7 +69,7 @@ cdef extern from "program/program.h" nogil:
         const float *norm
 
     ctypedef struct pw_state_op:
-        int64_t at, second, second_stride, query_at, key_at, value_at
+        int64_t at, second, second_stride, query_at, key_at, value_at, factor_at
         int32_t taps, heads, groups, key_dim, value_dim
         const float *weights
         const float *rates
@@ -75,9 +78,25 @@ cdef extern from "program/program.h" nogil:
         const float *query_scale
         const float *key_scale
         float least, most
-        bint gates_rows, silu, erases, norm_first, one_gate, tiled
+        bint gates_rows, silu, erases, norm_first, one_gate, by_key, tiled
+
+    enum:
+        PW_MAX_STREAMS
+        PW_PREDICT
+        PW_CORRECT
+        PW_SPREAD
+        PW_MERGE
+
+    ctypedef struct pw_streams:
+        int32_t mode, count, active
+        int64_t at, stride, each, to, to_stride
+        const float *router
+        const float *coefficients
+        const float *scale
 
     ctypedef struct pw_op:
+        float sparsity
+        pw_streams streams
         int32_t code, source, epilogue
         int32_t rows, n_parts
         pw_part parts[PW_MAX_PARTS]
@@ -96,6 +115,10 @@ cdef extern from "program/program.h" nogil:
         const float *q_norm
         const float *k_norm
         const float *sinks
+        const float *v_norm
+        bint only_reads, keys_are_values
+        int64_t second_at "with", second_stride "with_stride"
+        int64_t group
         const float *slopes
         const float *growth
         int64_t n_growth, growth_span
@@ -111,6 +134,7 @@ cdef extern from "program/program.h" nogil:
         int32_t half
         double *inv_freq
         double magnitude
+        int32_t n_kv_heads, head_dim
 
     ctypedef struct pw_shape:
         int32_t n_layers, n_heads, n_kv_heads, head_dim, latent
@@ -136,6 +160,9 @@ cdef extern from "program/program.h" nogil:
         int32_t *runs
         pw_keep *keeps
 
+    ctypedef struct pw_layer_kv:
+        int32_t n_kv_heads
+
     ctypedef struct pw_division:
         int32_t ranks, own_threads
 
@@ -147,15 +174,18 @@ cdef extern from "program/program.h" nogil:
         long patience_ns
         char *shared
         char *kv
+        char *rows
+        char *memory
         pw_group *group
         int32_t n_ops, n_kinds
         pw_attention_kind kinds[PW_MAX_KINDS]
         pw_op *ops
+        pw_layer_kv *layers
         int64_t arena_floats, logits, outputs, n_positions
         bint bidirectional
         pw_step step
         float *arena
-        int64_t kv_bytes, state_floats
+        int64_t kv_bytes, rows_bytes, memory_bytes, state_floats
 
     pw_program *pw_program_open(pw_shape shape, pw_capacity capacity)
     int32_t pw_program_kind(pw_program *program, pw_attention_kind kind)
@@ -167,7 +197,8 @@ cdef extern from "program/program.h" nogil:
     pw_division pw_division_of(int32_t ranks, const int32_t *threads, int32_t rank)
     int64_t pw_runs_each(const pw_capacity *room)
     int64_t pw_layer_head_bytes(const pw_program *program, int64_t layer)
-    pw_kv_head pw_kv_head_of(const pw_program *program, int64_t layer, int64_t kv_head)
+    int32_t pw_copies_of(const pw_program *program, int32_t n_kv_heads, int32_t kv_head)
+    pw_kv_head pw_kv_head_of(const pw_program *program, int64_t layer, int64_t kv_head, int64_t copy)
     int64_t pw_program_kv_bytes(const pw_program *program)
     int64_t pw_program_bytes(const pw_program *program)
     int64_t pw_program_shared_bytes(const pw_program *program)

@@ -32,8 +32,10 @@ cdef class StateBuilder(AdaptableBuilder):
         self._add(&op, [], 3 * op.k if gates_rows else op.k, op.k)
 
     def state_gates(self, shape, int64_t from_at, int64_t from_stride, int64_t out, int64_t out_stride, rates, offsets,
-                    steps=(0.0, float("inf")), normalised=None, double eps=1e-6):
+                    steps=(0.0, float("inf")), normalised=None, double eps=1e-6, factor_at=None):
         """Of each row and head a decay and the factor of a change. shape: as `recur`'s; steps: limits of time steps.
+
+        factor_at: the column of factors where decays are of all numbers of keys, which come first; shape has `by_key`.
 
         normalised: (offset, stride, query column, key column) of rows whose queries and keys are; None: none are.
         """
@@ -41,20 +43,26 @@ cdef class StateBuilder(AdaptableBuilder):
         self._recurrent(&op, shape)
         op.eps, op.state.least, op.state.most = eps, steps[0], steps[1]
         op.state.rates = self._vector(rates, shape.heads, "decay rates")
-        op.state.offsets = self._vector(offsets, shape.heads, "offsets of time steps")
+        op.state.factor_at = 0 if factor_at is None else factor_at
+        decays = shape.heads * (shape.key_dim if op.state.by_key else 1)
+        op.state.offsets = self._vector(offsets, decays, "offsets of time steps")
         if normalised is not None:
             op.state.second, op.state.second_stride, op.state.query_at, op.state.key_at = normalised
             op.state.query_scale = self._filled(1 / shape.key_dim, shape.key_dim)
             op.state.key_scale = self._filled(1 / sqrt(shape.key_dim), shape.key_dim)
             self._reserve_second(&op, shape.groups * shape.key_dim + max(op.state.query_at, op.state.key_at))
-        self._add(&op, [], (2 if shape.erases else 1) * shape.heads, 2 * shape.heads)
+        width = op.state.factor_at + shape.heads if op.state.by_key else (2 if shape.erases else 1) * shape.heads
+        if op.state.factor_at < (decays if op.state.by_key else 0):
+            raise ProgramError(f"factors from column {factor_at} on, where {decays} numbers come first")
+        self._add(&op, [], width, (decays if op.state.by_key else 0) + 2 * shape.heads)
 
     def recur(self, shape, int64_t from_at, int64_t from_stride, int64_t out, int64_t out_stride, gates, columns,
               skips=None):
         """The recurrence of every head over the rows of each sequence.
 
         shape: an object with heads, groups (of queries and keys, which heads share), key_dim, value_dim and erases;
-        where it has `tiled`, head h is of group h % groups, not h // (heads / groups).
+        where it has `tiled`, head h is of group h % groups, not h // (heads / groups); `by_key`: decays are of each number
+        of a head's key.
         gates: (offset, stride) of what `state_gates` gave. columns: of queries, keys and values in a row.
         """
         cdef pw_op op = _op_of(PW_RECUR, "every", from_at, from_stride, out, out_stride)
@@ -64,21 +72,22 @@ cdef class StateBuilder(AdaptableBuilder):
         op.state.skips = self._optional(skips, shape.heads, "skips")
         keys, values = shape.groups * shape.key_dim, shape.heads * shape.value_dim
         width = max(op.state.query_at + keys, op.state.key_at + keys, op.state.value_at + values)
-        self._reserve_second(&op, 2 * shape.heads)
+        self._reserve_second(&op, ((shape.key_dim if op.state.by_key else 0) + 2) * shape.heads)
         self._add_state(&op, pw_recurrence_floats(&op))
         self._add(&op, [], width, values)
 
     def gate_rows(self, int64_t width, int64_t from_at, int64_t from_stride, int64_t out, int64_t out_stride, by,
-                  gate="silu", norm=None, shape=None, bint norm_first=False, eps=None, rows="every", bint one_gate=False):
+                  gate="silu", norm=None, shape=None, bint norm_first=False, eps=None, rows="every", bint one_gate=False,
+                  double scale=1.0):
         """Rows times an activation of other rows; normalised before by heads, or after by groups, with `norm` weights.
 
         by: (offset, stride) of the other rows. gate: of GATES. shape: as `recur`'s. one_gate: rows are multiplied by the
-        logistic of one number each. rows: "every", or those that want "logits".
+        logistic of one number each. rows: "every", or those that want "logits". scale: of rows without a norm.
         """
         cdef pw_op op = _op_of(PW_GATE_ROWS, rows, from_at, from_stride, out, out_stride)
         op.k, op.gate, op.eps = width, GATES[gate], self.program.shape.norm_eps if eps is None else eps
         op.state.second, op.state.second_stride = by
-        op.state.one_gate = one_gate
+        op.state.one_gate, op.scale = one_gate, scale
         if norm is not None:
             self._recurrent(&op, shape)
             op.state.norm_first = norm_first
@@ -94,8 +103,10 @@ cdef class StateBuilder(AdaptableBuilder):
 
     cdef int _recurrent(self, pw_op *op, shape) except -1:
         op.state.heads, op.state.groups, op.state.erases = shape.heads, shape.groups, shape.erases
-        op.state.tiled = getattr(shape, "tiled", False)
+        op.state.tiled, op.state.by_key = getattr(shape, "tiled", False), getattr(shape, "by_key", False)
         op.state.key_dim, op.state.value_dim = shape.key_dim, shape.value_dim
+        if op.state.by_key and not shape.erases:
+            raise ProgramError(f"a decay for each number of a key where nothing is erased: {shape}")
         if min(shape.heads, shape.groups, shape.key_dim, shape.value_dim) < 1 or shape.heads % shape.groups:
             raise ProgramError(f"a recurrence of {shape}")
         return 0

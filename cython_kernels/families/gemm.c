@@ -14,7 +14,7 @@
 #include "families/gemm_expand.h"
 #include "families/gemm_tiles.h"
 
-enum { BLOCK_FLOATS = 1 << 17, STAGED_ROWS = 64, MOST_AHEAD_BYTES = 1 << 16 };
+enum { BLOCK_FLOATS = 1 << 17, STAGED_ROWS = 64, MOST_AHEAD_BYTES = 1 << 16, SPARSE_HELD_MR = 8 };
 
 static const tile_table no_tiles;
 
@@ -40,6 +40,11 @@ static const tile_table *const tiles[ARITHMETICS] = {
 #else
     [BF16_TILE] = &no_tiles,
     [Q8_COLUMN_TILE] = &no_tiles,
+#endif
+#ifdef PW_FLUSH_WORDS
+    [BF16_EVEN_ODD] = &ISA(even_odd_tiles),
+#else
+    [BF16_EVEN_ODD] = &no_tiles,
 #endif
     [Q8_GROUP32] = &ISA(q8_tiles),
     [Q8_GROUP16] = &ISA(q8g16_tiles),
@@ -89,7 +94,7 @@ static int32_t default_bf16_path(void) {
 
 static int has_dense_path(int32_t path) {
     return path == PW_FMA || (path == PW_BF16_DOT && (*tiles[BF16_DOT])[1][1]) ||
-           (path == PW_BF16_TILE && (*tiles[BF16_TILE])[1][1]);
+           (path == PW_BF16_TILE && (*tiles[BF16_TILE])[1][1]) || (path == PW_BF16_EVEN_ODD && (*tiles[BF16_EVEN_ODD])[1][1]);
 }
 
 int32_t ISA(path_of)(int32_t kind, int32_t group, int32_t path) {
@@ -107,6 +112,7 @@ static arithmetic quant_arithmetic(const pw_weight *w) {
     if (path == PW_FMA) return QUANT_AS_F32;
     if (path == PW_BF16_DOT) return QUANT_AS_BF16_DOT;
     if (path == PW_BF16_TILE) return QUANT_AS_BF16_TILE;
+    if (path == PW_BF16_EVEN_ODD) return QUANT_AS_BF16_EVEN_ODD;
     if (path == PW_INT8_TILE) return Q8_COLUMN_TILE;
     if (path == PW_INT8_BLOCK) return BLOCKWISE;
     if (pw_in_blocks(w->kind)) return IN_BLOCKS;
@@ -120,6 +126,7 @@ static arithmetic arithmetic_of(const pw_weight *w) {
     if (w->kind >= PW_Q8) return quant_arithmetic(w);
     int32_t path = ISA(path_of)(PW_BF16, 0, w->path);
     if (path == PW_F16_FMA) return BF16_AS_F16;
+    if (path == PW_BF16_EVEN_ODD) return BF16_EVEN_ODD;
     return path == PW_FMA ? BF16_FMA : path == PW_BF16_DOT ? BF16_DOT : BF16_TILE;
 }
 
@@ -129,6 +136,7 @@ static arithmetic staged_as(arithmetic a, const pw_weight *w) {
     switch (a) {
     case QUANT_AS_BF16_DOT: return BF16_DOT;
     case QUANT_AS_BF16_TILE: return BF16_TILE;
+    case QUANT_AS_BF16_EVEN_ODD: return BF16_EVEN_ODD;
     case QUANT_AS_F32:
     case F16_WIDENED:
     case BF16_FMA: return F32;
@@ -327,8 +335,10 @@ static void run_tiles(const walk *k, const strip *s, tile_call *t) {
     if (asked) t->prefetch_bytes = t->prefetch_jump = 0;
     if (k->staged) ISA(stage)(k->arithmetic, t, k->w, bytes);
     const uint8_t *rows = k->x->rows, *block = rows + s->pass->steps.begin * k->step_row_bytes;
+    int whole = dense && k->mr * k->panels * VECTORS > DENSE_HELD; /* tiles, and what they leave beside them */
     for (int64_t row = s->rows.begin; row < s->rows.end; row += t->mr) {
-        t->mr = (int)fair_part(s->rows.end - row, k->mr);
+        int64_t left = s->rows.end - row;
+        t->mr = (int)(whole ? at_most(left, k->mr) : fair_part(left, k->mr));
         tile_kernel *kernel = largest_tile(k->tiles, &t->mr, &t->panels);
         t->rows = block + row * t->row_bytes;
         t->row_scales = rows + row * t->row_bytes + row_values_bytes(k->arithmetic, k->w->k);
@@ -437,15 +447,22 @@ static void fit_expansion(walk *k, int64_t rows) {
     if (streams) k->block_panels = k->panels;
 }
 
-/* The tiles that expand, where one of them has all rows: all of its panels that it can, so that none is expanded twice. */
-static void expand_in_tiles(walk *k, int64_t rows) {
+/* The tiles that expand, where one of them has all rows: all of its panels that it can, so that none is expanded twice. Where a
+ * dot takes four instructions, more sums than registers hold cost more than a second expansion, and so does a stage: rows are cut
+ * into such tiles, whose rows meet a block of panels one after the other, in one pass. 1 where they are. */
+static int expand_in_tiles(walk *k, int64_t rows) {
     const tile_table *table = k->arithmetic < ARITHMETICS ? sparse_tiles[k->arithmetic] : NULL;
-    if (!table || k->staged || rows > MAX_MR || !(*table)[rows][1] || !pw_cpu_expands()) return;
-    k->sparse = 0;
+    int wide_dots = is_grouped(k->arithmetic) && Q8_ACTIVATION_BYTES > 1;
+    int64_t mr = wide_dots ? fair_part(rows, SPARSE_HELD_MR) : rows;
+    if (!table || (k->staged && !wide_dots) || rows > MAX_MR || !(*table)[mr][1] || !pw_cpu_expands()) return 0;
+    k->sparse = k->staged = 0;
     k->expands_in_tile = 1;
+    k->kernels = k->arithmetic;
     k->tiles = table;
-    k->mr = (int)rows;
-    while (!(*table)[rows][k->panels]) --k->panels;
+    k->mr = (int)mr;
+    k->block_rows = at_most(k->block_rows, mr);
+    while (!(*table)[mr][k->panels]) --k->panels;
+    return mr < rows;
 }
 
 static walk plan_walk(const pw_weight *w, const pw_schedule *s, int32_t part, int64_t rows) {
@@ -459,7 +476,7 @@ static walk plan_walk(const pw_weight *w, const pw_schedule *s, int32_t part, in
     int64_t staged_bytes = staged_step_bytes(k.arithmetic, w);
     if (k.staged) k.panels = (int)clamp(k.panels, 1, STAGED_BYTES / staged_bytes);
     largest_tile(k.tiles, &k.mr, &k.panels);
-    if (k.sparse) expand_in_tiles(&k, at_most(k.block_rows, rows));
+    int cut = k.sparse && expand_in_tiles(&k, at_most(k.block_rows, rows));
     k.step_inputs = inputs_of_step(k.arithmetic, w);
     k.steps = k.arithmetic == F32 || k.arithmetic == F16_WIDENED ? w->k : pw_padded_k(w->k) / k.step_inputs;
     k.step_row_bytes = row_bytes_of_step(k.arithmetic, w);
@@ -473,6 +490,7 @@ static walk plan_walk(const pw_weight *w, const pw_schedule *s, int32_t part, in
     int64_t fitting = STAGED_BYTES / (k.panels * staged_bytes);
     if (k.staged) k.block_steps = clamp(fitting, 1, k.block_steps);
     if (k.sparse) fit_expansion(&k, rows);
+    if (cut) k.block_steps = k.steps;
     if (k.arithmetic == BF16_AS_F16 && k.block_steps < k.steps) k.block_steps = whole_folds(k.block_steps);
     if (k.block_steps < k.steps || w->k_parts > 1) {
         k.block_rows = at_most(k.block_rows, BLOCK_FLOATS / (k.panels * PW_PANEL));
@@ -524,9 +542,18 @@ static tile_size quant_size(arithmetic a, int64_t m) {
     return (tile_size){QUANT_MR, QUANT_PANELS};
 }
 
+/* The rows that whole tiles leave have too few sums in one panel: until a sum may be added to again, BUSY_SUMS can be. Two panels
+ * keep a core busy, and the tiles before them take these one after the other. Where a panel is two vectors. */
+static int leaves_few(int64_t m) {
+    enum { BUSY_SUMS = 8 };
+    int64_t left = m % DENSE_MR;
+    return VECTORS == 2 && m < STAGED_ROWS && left > 0 && left * VECTORS < BUSY_SUMS;
+}
+
 /* bf16 weights become float16 once, while they arrive, where one tile has all the rows. */
 static tile_size dense_size(arithmetic a, int64_t m) {
     int64_t tall = DENSE_TALL_MR;
+    if (leaves_few(m)) return (tile_size){DENSE_MR - (m % DENSE_MR == 1), 2}; /* 5 + 2 rather than 6 + 1 */
     if (a == BF16_AS_F16 && m > tall && m <= F16_TALLEST_MR) return (tile_size){F16_TALLEST_MR, 1};
     if (tall && m <= 2 * tall && pieces(m, tall) < pieces(m, DENSE_MR)) return (tile_size){tall, DENSE_TALL_PANELS};
     return (tile_size){DENSE_MR, DENSE_PANELS};
@@ -536,7 +563,8 @@ static tile_size size_for(arithmetic a, int64_t m) {
     if (a == BF16_TILE || a == QUANT_AS_BF16_TILE || a == Q8_COLUMN_TILE) return (tile_size){32, 2};
     if (a == STAGED_BLOCKWISE) return (tile_size){BLOCKWISE_MOST_MR, 1};
     tile_size size = {COLUMN_MR, COLUMN_PANELS};
-    if (a != Q8_COLUMN) size = is_grouped(a) ? quant_size(a, m) : dense_size(a, m);
+    if (a == BF16_EVEN_ODD || a == QUANT_AS_BF16_EVEN_ODD) size = (tile_size){EVEN_ODD_MR, EVEN_ODD_PANELS};
+    else if (a != Q8_COLUMN) size = is_grouped(a) ? quant_size(a, m) : dense_size(a, m);
     if (m <= 2) size.panels = STREAM_PANELS;
     return size;
 }
@@ -554,6 +582,7 @@ void ISA(best_tile)(const pw_weight *w, int64_t m, int32_t *mr, int32_t *panels)
     tile_size size = {BLOCK_MR, 1};
     if (!ISA(reads_blocks)(w, m)) size = size_for(a == IN_BLOCKS || a == BLOCKWISE ? staged_as(a, w) : a, m);
     *panels = size.panels;
-    *mr = (int32_t)(m < 1 ? 1 : m <= 3 * size.rows ? pieces(m, pieces(m, size.rows)) : size.rows);
+    int whole = size.panels > 1 && leaves_few(m); /* run_tiles */
+    *mr = (int32_t)(m < 1 ? 1 : m <= 3 * size.rows && !whole ? pieces(m, pieces(m, size.rows)) : at_most(m, size.rows));
     while (*panels > 1 && !ISA(has_tile)(w, *mr, *panels)) --*panels;
 }

@@ -47,23 +47,33 @@ PW_INLINE const uint8_t *row_at(const row_pointers *x, int r) {
     return r % 5 == 3 ? fifth + x->thrice : fifth + r % 5 * x->bytes;
 }
 
-/* One input of each row, at a byte offset from the pointers. */
-PW_INLINE void f32_step(const row_pointers *x, int offset, const vi *w, vf *acc, int mr, int vectors) {
+/* One input of each row, at a byte offset from the pointers, times `count` of the vectors. */
+PW_INLINE void f32_step_of(const row_pointers *x, int offset, const vi *w, vf *acc, int mr, int vectors, int count) {
     PW_UNROLL for (int r = 0; r < mr; ++r) {
         vf factor = v_set1(float_at(row_at(x, r) + offset));
-        PW_UNROLL for (int c = 0; c < vectors; ++c) {
+        PW_UNROLL for (int c = 0; c < count; ++c) {
             acc[r * vectors + c] = v_fma_in_place(factor, vi_as_vf(w[c]), acc[r * vectors + c]);
         }
     }
 }
 
-/* One input after the other, so that one half of the widened weights is in registers at a time. */
+PW_INLINE void f32_step(const row_pointers *x, int offset, const vi *w, vf *acc, int mr, int vectors) {
+    f32_step_of(x, offset, w, acc, mr, vectors, vectors);
+}
+
+/* One input after the other, so that one half of the widened weights is in registers at a time; of one panel where the sums leave
+ * no room for more, whose rows are broadcast anew for each panel. */
 PW_INLINE void bf16_fma_step(const row_pointers *x, int offset, const vi *w, vf *acc, int mr, int vectors) {
+    int together = (mr + 1) * vectors > DENSE_HELD + 3 ? VECTORS : vectors;
     vi half[MAX_TILE_PANELS * VECTORS];
-    PW_UNROLL for (int c = 0; c < vectors; ++c) half[c] = vi_shl(w[c], 16);
-    f32_step(x, offset, half, acc, mr, vectors);
-    PW_UNROLL for (int c = 0; c < vectors; ++c) half[c] = vi_and(w[c], vi_set1((int32_t)0xFFFF0000));
-    f32_step(x, offset + 4, half, acc, mr, vectors);
+    row_pointers rows = *x;
+    PW_UNROLL for (int first = 0; first < vectors; first += together) {
+        if (together < vectors) hide_rows(&rows, mr);
+        PW_UNROLL for (int c = 0; c < together; ++c) half[c] = vi_shl(w[first + c], 16);
+        f32_step_of(&rows, offset, half, acc + first, mr, vectors, together);
+        PW_UNROLL for (int c = 0; c < together; ++c) half[c] = vi_and(w[first + c], vi_set1((int32_t)0xFFFF0000));
+        f32_step_of(&rows, offset + 4, half, acc + first, mr, vectors, together);
+    }
 }
 
 #ifdef PW_BF16_DOT_WORDS
@@ -107,7 +117,8 @@ PW_INLINE void ask_ahead(const lookahead *next, const uint8_t *x, int64_t row_by
     __builtin_prefetch(x + next->rows_ahead + row_bytes);
 }
 
-PW_INLINE void dense_tile(const tile_call *t, dense_step kind, int mr, int np) {
+/* A tile whose sums fit into registers. */
+PW_INLINE void dense_held(const tile_call *t, dense_step kind, int mr, int np) {
     tile_sums acc;
     int tall_bytes = TALL_STEPS * step_bytes(kind), x_bytes = kind == STEP_BF16_FMA ? 8 : 4, together = steps_of_line(kind);
     lookahead next = t->next;
@@ -132,6 +143,25 @@ PW_INLINE void dense_tile(const tile_call *t, dense_step kind, int mr, int np) {
     }
     if (t->steps % together) dense_one(t, kind, values, &x, 0, acc, mr, np);
     end_sums(t, acc, mr, np * VECTORS);
+}
+
+/* Where its sums do not fit, a tile takes panel after panel. It is for strips whose other tiles have fewer rows: these wait for
+ * each other's sums in one panel, and do not in two. */
+PW_INLINE void dense_tile(const tile_call *t, dense_step kind, int mr, int np) {
+    if (mr * np * VECTORS <= DENSE_HELD) {
+        dense_held(t, kind, mr, np);
+        return;
+    }
+    tile_call panel = *t;
+    panel.panels = 1;
+    if (t->prefetch_jump) panel.prefetch_jump -= (np - 1) * t->panel_bytes;
+    for (int p = 0; p < np; ++p) {
+        dense_held(&panel, kind, mr, 1);
+        panel.values += t->panel_bytes;
+        panel.next.values += t->next.panel_bytes;
+        panel.out += PW_PANEL;
+        if (t->partial) panel.partial += PW_PANEL;
+    }
 }
 
 #endif

@@ -8,6 +8,10 @@
 /* A vector row is the 64 bytes of a panel that hold 16 columns of 1 (f32), 2 (bf16, f16), 4 (q8) or 8 (q4) inputs. */
 enum { MAX_MR = PW_MOST_TILE, MAX_TILE_PANELS = 8, VECTORS = PW_PANEL / LANES, VECTOR_ROW_BYTES = 64 };
 
+/* Vectors of sums that a dense tile has in registers beside what a step reads: AVX2 has sixteen. Where a tile has more, it
+ * takes panel after panel (gemm_dense.h). */
+enum { DENSE_HELD = LANES == 8 ? 12 : 30 };
+
 PW_INLINE int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
 PW_INLINE int64_t pieces(int64_t count, int64_t size) { return (count + size - 1) / size; }
 PW_INLINE int64_t clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
@@ -24,6 +28,9 @@ PW_INLINE vi dot_at(vi acc, vi w, const uint8_t *x) {
     (void)w, (void)x;
     return acc;
 }
+#endif
+#ifndef PW_FLUSH_WORDS
+enum { EVEN_ODD_MR = 1, EVEN_ODD_PANELS = 1 };
 #endif
 #define PW_HIDE(x) __asm__("" : "+r"(x))
 #define FLOAT_BIAS 12582912.0f /* integers around its bits, read as floats, are the integers around it */
@@ -125,15 +132,16 @@ typedef tile_kernel *tile_table[MAX_MR + 1][MAX_TILE_PANELS + 1];
 /* The ways that a product is computed: a table of micro-kernels each, or what quantised weights are unpacked to first.
  * Blocks that are not unpacked have a table for each kind. */
 typedef enum {
-    F32, BF16_FMA, F16_WIDENED, F16_FMA, BF16_AS_F16, BF16_DOT, BF16_TILE, Q8_GROUP32, Q8_GROUP16, Q8_COLUMN, Q8_COLUMN_TILE, Q4,
-    IN_BLOCKS, BLOCKWISE, STAGED_BLOCKWISE, ARITHMETICS,
-    QUANT_AS_F32 = ARITHMETICS, QUANT_AS_BF16_DOT, QUANT_AS_BF16_TILE
+    F32, BF16_FMA, F16_WIDENED, F16_FMA, BF16_AS_F16, BF16_DOT, BF16_TILE, BF16_EVEN_ODD, Q8_GROUP32, Q8_GROUP16, Q8_COLUMN,
+    Q8_COLUMN_TILE, Q4, IN_BLOCKS, BLOCKWISE, STAGED_BLOCKWISE, ARITHMETICS,
+    QUANT_AS_F32 = ARITHMETICS, QUANT_AS_BF16_DOT, QUANT_AS_BF16_TILE, QUANT_AS_BF16_EVEN_ODD
 } arithmetic;
 
 extern const tile_table ISA(f32_tiles), ISA(bf16_fma_tiles), ISA(bf16_dot_tiles);        /* gemm_f32.c, gemm_bf16.c */
 extern const tile_table ISA(f16_widened_tiles);                                          /* gemm_f32.c */
 extern const tile_table ISA(f16_tiles), ISA(bf16_as_f16_tiles);                          /* gemm_f16.c */
 extern const tile_table ISA(bf16_amx_tiles), ISA(q8c_amx_tiles);                         /* gemm_amx.c */
+extern const tile_table ISA(even_odd_tiles);                                             /* gemm_even_odd.c */
 extern const tile_table ISA(sparse_bf16_amx_tiles), ISA(sparse_q8c_amx_tiles);
 extern const tile_table ISA(q8_tiles), ISA(q8g16_tiles), ISA(q4_tiles), ISA(q8c_tiles);  /* gemm_quant.c */
 extern const tile_table ISA(sparse_bf16_fma_tiles), ISA(sparse_bf16_dot_tiles);          /* gemm_sparse.c */

@@ -2,7 +2,8 @@
  *
  * Ranges of slots begin and end at multiples of 16, so that whole panels of keys are moved and no ISA matters. On the
  * wire a range of a layer is, head by head: its panels of keys, its values, and where the format has scales those of the
- * keys, then those of the values. The caller checks layers and ranges. */
+ * keys, then those of the values. A memory may keep copies of heads (pw_copies_of): the first is read, all are written.
+ * The caller checks layers and ranges. */
 #ifndef PHASEWISE_KV_MEMORY_H
 #define PHASEWISE_KV_MEMORY_H
 
@@ -12,6 +13,7 @@ typedef struct {
     char *kv;
     pw_shape shape;   /* n_layers, n_kv_heads, head_dim and latent are read */
     pw_capacity room; /* kv_slots and kv_format are read */
+    const int32_t *copies; /* [n_kv_heads + 1]: copies before those of a KV head, in each layer */
 } pw_kv_memory;
 
 /* Bytes of `slots` slots of one layer on the wire. */

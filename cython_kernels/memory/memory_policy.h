@@ -6,14 +6,27 @@
 #define PHASEWISE_MEMORY_POLICY_H
 
 #include <stddef.h>
+#include <stdint.h>
 
-/* Pages that the calling thread touches first, and those of threads that it starts from now on. */
-int pw_prefer_node(int node);
+enum { PW_MOST_NODES = 1024 }; /* more than Linux can have */
+
+/* Pages that the calling thread touches first, and those of threads that it starts from now on; on several nodes by turns. */
+int pw_prefer_nodes(const int32_t *nodes, int n_nodes);
 
 /* The calling thread's pages go where it runs again: the system's default. */
 int pw_prefer_no_node(void);
 
-/* Pages of a mapping that do not exist yet; of a shared one, whichever process touches them. Pages partly covered count whole. */
-int pw_place_on_node(void *memory, size_t bytes, int node);
+/* Pages of a mapping that do not exist yet; of a shared one, whichever process touches them. Pages partly covered count
+ * whole. By turns they are small ones where each node would get few huge ones. */
+int pw_place_on_nodes(void *memory, size_t bytes, const int32_t *nodes, int n_nodes);
+
+/* Adds to pages[node], of PW_MOST_NODES, those that this process has touched there. */
+int pw_pages_by_node(const void *memory, size_t bytes, int64_t *pages);
+
+/* Those that do not exist yet may be huge ones, where they lie within these bytes whole. */
+void pw_huge_pages_within(void *memory, size_t bytes);
+
+/* Pages of a mapped file go; they are read again where they are wanted. Whole pages, from the one that holds the first byte. */
+void pw_drop_mapped(void *memory, size_t bytes);
 
 #endif

@@ -10,7 +10,7 @@ static void centre_row(const pw_run *run, const pw_op *op, int64_t row) {
                                 arena + op->out + row * op->out_stride);
 }
 
-/* out = [base +] cap(norm(in) + bias), as far as the op has them; `in` may be `out`. */
+/* out = scale ([base +] cap(norm(in) + bias)), as far as the op has them; `in` may be `out`. */
 static void adjust_row(const pw_run *run, const pw_op *op, int64_t row, float *scratch) {
     const pw_program *program = run->program;
     const pw_op_kernels *ops = &run->kernels->ops;
@@ -20,12 +20,12 @@ static void adjust_row(const pw_run *run, const pw_op *op, int64_t row, float *s
     else if (x != y) memcpy(y, x, sizeof(float) * (size_t)op->k);
     if (op->bias) ops->add(op->k, op->bias, y);
     if (op->cap > 0) ops->cap(op->k, op->cap, y, y);
-    if (op->epilogue != PW_ADD) return;
-    if (op->rows == PW_GATHERED_ROWS) {
+    if (op->epilogue == PW_ADD && op->rows == PW_GATHERED_ROWS) {
         int64_t source = program->step.logit_rows[row];
         memcpy(out, program->arena + op->residual + source * op->residual_stride, sizeof(float) * (size_t)op->k);
     }
-    ops->add(op->k, y, out);
+    if (op->epilogue == PW_ADD) ops->add(op->k, y, out);
+    if (op->scale != 1.0f) ops->scale(op->k, op->scale, out);
 }
 
 void pw_run_adjust(pw_run *run, const pw_op *op, int member) {

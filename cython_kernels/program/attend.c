@@ -120,12 +120,27 @@ pw_schedule pw_default_attention(const pw_shape *shape, int64_t tokens, int64_t 
     return s;
 }
 
-/* The shape as if this rank's KV heads, and their query heads, were all; never without any. */
+/* What this rank has of heads of this shape. Ranks share latent vectors, which are the keys of all heads, and divide the
+ * heads. */
+static pw_head_share heads_of_rank(const pw_division *division, const pw_shape *shape) {
+    if (!shape->latent) return pw_heads_of(division, shape->n_kv_heads, pw_group_of(shape));
+    pw_range heads = pw_share_of(division, shape->n_heads);
+    return (pw_head_share){{0, heads.end > heads.begin}, (int32_t)heads.begin, (int32_t)(heads.end - heads.begin), 0, 1};
+}
+
+/* The shape as if this rank's KV heads, and its query heads, were all; never without any. No kind of attention has more
+ * query heads to a KV head. */
 static pw_shape shape_of_rank(const pw_program *program, int32_t table) {
-    pw_shape shape = program->shape;
-    pw_range own = pw_share_of(&program->divisions[table], shape.n_kv_heads);
-    int32_t group = pw_group_of(&shape);
-    shape.n_kv_heads = own.end > own.begin ? (int32_t)(own.end - own.begin) : 1;
+    pw_shape shape = pw_widest_shape(program);
+    const pw_division *division = &program->divisions[table];
+    pw_head_share own = heads_of_rank(division, &shape);
+    int32_t group = own.count < 1 ? 1 : own.count;
+    for (int32_t kind = 0; kind < program->n_kinds; ++kind) {
+        pw_shape of_kind = pw_shape_with(program, program->kinds[kind].n_kv_heads, program->kinds[kind].head_dim);
+        int32_t count = heads_of_rank(division, &of_kind).count;
+        if (count > group) group = count;
+    }
+    shape.n_kv_heads = own.kv_heads.end > own.kv_heads.begin ? (int32_t)(own.kv_heads.end - own.kv_heads.begin) : 1;
     shape.n_heads = group * shape.n_kv_heads;
     return shape;
 }
@@ -152,16 +167,28 @@ void pw_plan_attention(pw_program *program, int threads, int32_t table) {
 typedef struct {
     const pw_run *run;
     const pw_op *op;
+    pw_shape shape; /* of the op's kind */
     pw_attend_scratch work;
+    pw_head_share own; /* this rank's */
 } attending;
+
+/* Which of all query heads is number i of those that this rank has of a KV head. */
+static int64_t query_head(const attending *a, int64_t kv_head, int32_t i) {
+    return kv_head * pw_group_of(&a->shape) + a->own.first + i;
+}
+
+/* The copy of a KV head that this rank reads. */
+static pw_kv_head read_head(const attending *a, int64_t kv_head) {
+    return pw_kv_head_of(a->run->program, a->op->layer, kv_head, a->own.copy);
+}
 
 /* A head of the projection with its bias: where it lies, or in `out` where there is one to add. */
 static const float *biased_head(const attending *a, int64_t row, int64_t column, float *out) {
     const pw_program *program = a->run->program;
     const float *x = program->arena + a->op->in + row * a->op->in_stride + column;
     if (!a->op->bias) return x;
-    memcpy(out, x, sizeof(float) * (size_t)program->shape.head_dim);
-    a->run->kernels->ops.add(program->shape.head_dim, a->op->bias + column, out);
+    memcpy(out, x, sizeof(float) * (size_t)a->shape.head_dim);
+    a->run->kernels->ops.add(a->shape.head_dim, a->op->bias + column, out);
     return out;
 }
 
@@ -170,7 +197,7 @@ static void turned_head(const attending *a, int64_t row, int64_t column, const f
     const pw_program *program = a->run->program;
     const pw_op_kernels *ops = &a->run->kernels->ops;
     const pw_attention_kind *kind = &program->kinds[a->op->kind];
-    int32_t dim = program->shape.head_dim, turned = 2 * kind->half;
+    int32_t dim = a->shape.head_dim, turned = 2 * kind->half;
     int64_t at = row * kind->half;
     pw_turn turn = {program->cosines[kind->angles] + at, program->sines[kind->angles] + at, factor};
     const float *x = biased_head(a, row, column, out);
@@ -191,28 +218,40 @@ static void store_latent(const attending *a, int64_t row) {
     const float *vector = program->arena + latent->vector + row * latent->vector_stride;
     int64_t at = row * kind->half;
     pw_turn turn = {program->cosines[kind->angles] + at, program->sines[kind->angles] + at, 1.0f};
-    pw_kv_head head = pw_kv_head_of(program, a->op->layer, 0);
+    pw_kv_head head = read_head(a, 0);
     float x[PW_MAX_LATENT_DIM];
     ops->rmsnorm(head.value_dim, vector, latent->norm, a->op->eps, x);
     ops->rope(kind->half, &turn, vector + head.value_dim, x + head.value_dim);
     ops->store_value(&head, slots[row], x);
 }
 
+/* Into this rank's copy, and by the last of those that share a KV head into the copies that none of them reads now. */
 static void store_row(const attending *a, int64_t row, int64_t kv_head) {
     const pw_program *program = a->run->program;
-    const pw_shape *shape = &program->shape;
+    const pw_shape *shape = &a->shape;
     const pw_op_kernels *ops = &a->run->kernels->ops;
     float x[PW_MAX_HEAD_DIM];
+    if (a->op->only_reads) return;
     if (shape->latent) {
         store_latent(a, row);
         return;
     }
-    pw_kv_head head = pw_kv_head_of(program, a->op->layer, kv_head);
-    const int64_t *slots = program->layers[a->op->layer].in_rings ? program->step.ring_places : program->step.slots;
-    int64_t slot = slots[row], dim = shape->head_dim;
+    const pw_layer_kv *layer = &program->layers[a->op->layer];
+    int64_t slot = layer->in_rings ? program->step.ring_places[row] : program->step.slots[row], dim = shape->head_dim;
+    int32_t copies = layer->copies[kv_head + 1] - layer->copies[kv_head];
+    int32_t first = a->own.copy, end = first + 1 < a->own.sharers ? first + 1 : copies;
     turned_head(a, row, (shape->n_heads + kv_head) * dim, a->op->k_norm, 1.0f, x);
-    ops->store_key(&head, slot, x);
-    ops->store_value(&head, slot, biased_head(a, row, (shape->n_heads + shape->n_kv_heads + kv_head) * dim, x));
+    for (int32_t copy = first; copy < end; ++copy) {
+        pw_kv_head head = pw_kv_head_of(program, a->op->layer, kv_head, copy);
+        ops->store_key(&head, slot, x);
+    }
+    int64_t before = shape->n_heads + (a->op->keys_are_values ? 0 : shape->n_kv_heads);
+    const float *value = biased_head(a, row, (before + kv_head) * dim, x);
+    if (a->op->v_norm) ops->rmsnorm(dim, value, a->op->v_norm, program->shape.norm_eps, x);
+    for (int32_t copy = first; copy < end; ++copy) {
+        pw_kv_head head = pw_kv_head_of(program, a->op->layer, kv_head, copy);
+        ops->store_value(&head, slot, a->op->v_norm ? x : value);
+    }
 }
 
 /* What queries at a position are multiplied by. */
@@ -223,7 +262,7 @@ static float query_factor(const pw_op *op, int64_t position) {
 }
 
 /* A query of latent attention: what meets the vectors, and its pairs turned, times the scale of scores. */
-static void latent_query(const attending *a, int64_t row, int32_t head, float *x) {
+static void latent_query(const attending *a, int64_t row, int64_t head, float *x) {
     const pw_program *program = a->run->program;
     const pw_op_kernels *ops = &a->run->kernels->ops;
     const pw_latent_op *latent = &a->op->latent;
@@ -237,12 +276,12 @@ static void latent_query(const attending *a, int64_t row, int32_t head, float *x
 }
 
 /* A query as column n of those of a piece. */
-static void load_query(const attending *a, int64_t row, int32_t head, int32_t n, int64_t padded) {
+static void load_query(const attending *a, int64_t row, int64_t head, int32_t n, int64_t padded) {
     const pw_program *program = a->run->program;
-    const pw_shape *shape = &program->shape;
+    const pw_shape *shape = &a->shape;
     if (!shape->latent) {
         float *q = a->work.q + (int64_t)n * PW_ROW_STRIDE;
-        turned_head(a, row, (int64_t)head * shape->head_dim, a->op->q_norm,
+        turned_head(a, row, head * shape->head_dim, a->op->q_norm,
                     query_factor(a->op, program->step.positions[row]), q);
         return;
     }
@@ -256,19 +295,20 @@ static pw_queries load_queries(const attending *a, const pw_slice *slice, int64_
                                int64_t kv_head) {
     const pw_program *program = a->run->program;
     int64_t row = slice->first_row + first, end = slice->start + slice->n_rows - 1;
-    const pw_shape *shape = &program->shape;
-    int32_t group = pw_group_of(shape), n = 0;
+    const pw_shape *shape = &a->shape;
+    int32_t group = a->own.count, n = 0;
     int64_t padded = (tokens * group + PW_PANEL - 1) / PW_PANEL * PW_PANEL;
     if (shape->latent && padded > tokens * group)
         memset(a->work.q, 0, sizeof(float) * (size_t)(padded * shape->head_dim));
     for (int64_t token = row; token < row + tokens; ++token)
         for (int32_t i = 0; i < group; ++i, ++n) {
-            load_query(a, token, (int32_t)kv_head * group + i, n, padded);
+            int64_t head = query_head(a, kv_head, i);
+            load_query(a, token, head, n, padded);
             int64_t position = program->step.positions[token];
             a->work.last[n] = last_seen(program, a->op->kind, position, end);
             a->work.first[n] = first_seen(program, a->op->kind, position);
             a->work.positions[n] = position;
-            a->work.slopes[n] = a->op->slopes ? a->op->slopes[kv_head * group + i] : 0.0f;
+            a->work.slopes[n] = a->op->slopes ? a->op->slopes[head] : 0.0f;
         }
     if (!shape->latent)
         a->run->kernels->ops.prepare_queries(program->capacity.kv_format, shape->head_dim, n, a->work.q);
@@ -278,11 +318,11 @@ static pw_queries load_queries(const attending *a, const pw_slice *slice, int64_
 }
 
 static void finish_rows(const attending *a, int64_t row, int64_t tokens, int64_t kv_head) {
-    const pw_shape *shape = &a->run->program->shape;
-    int32_t group = pw_group_of(shape), n = 0, dim = shape->latent ? shape->latent : shape->head_dim;
+    const pw_shape *shape = &a->shape;
+    int32_t n = 0, dim = shape->latent ? shape->latent : shape->head_dim;
     for (int64_t token = row; token < row + tokens; ++token)
-        for (int32_t i = 0; i < group; ++i, ++n) {
-            float *out = a->run->program->arena + a->op->out + token * a->op->out_stride + (kv_head * group + i) * dim;
+        for (int32_t i = 0; i < a->own.count; ++i, ++n) {
+            float *out = a->run->program->arena + a->op->out + token * a->op->out_stride + query_head(a, kv_head, i) * dim;
             a->run->kernels->ops.finish(dim, a->work.into.sum[n],
                                         a->work.into.values + (int64_t)n * pw_value_dim_of(shape), out);
         }
@@ -292,12 +332,10 @@ static void finish_rows(const attending *a, int64_t row, int64_t tokens, int64_t
 
 /* Nothing seen, or the sink of each head: a score whose weight counts and whose value is zero. */
 static void begin_rows(const attending *a, int32_t rows, int64_t kv_head) {
-    const pw_shape *shape = &a->run->program->shape;
-    int32_t group = pw_group_of(shape);
-    a->run->kernels->ops.begin(rows, pw_value_dim_of(shape), a->work.into);
+    a->run->kernels->ops.begin(rows, pw_value_dim_of(&a->shape), a->work.into);
     if (!a->op->sinks) return;
     for (int32_t i = 0; i < rows; ++i) {
-        a->work.into.top[i] = a->op->sinks[kv_head * group + i % group];
+        a->work.into.top[i] = a->op->sinks[query_head(a, kv_head, i % a->own.count)];
         a->work.into.sum[i] = 1.0f;
     }
 }
@@ -305,7 +343,7 @@ static void begin_rows(const attending *a, int32_t rows, int64_t kv_head) {
 /* Where the keys of a chunk of a slice begin. */
 static const void *keys_of(const attending *a, const pw_slice *slice, int64_t chunk, int64_t kv_head) {
     const pw_program *program = a->run->program;
-    pw_kv_head head = pw_kv_head_of(program, a->op->layer, kv_head);
+    pw_kv_head head = read_head(a, kv_head);
     int64_t panel = pw_chunk_slot_in(program, a->op->layer, slice, chunk) / PW_PANEL;
     int64_t elements = pw_key_elements(&head);
     return (const char *)head.keys + panel * PW_PANEL * elements * pw_kv_element_bytes(head.format);
@@ -317,8 +355,8 @@ static void attend_whole(const attending *a, const pw_slice *slice, pw_queries *
                          int64_t kv_head, const void *next) {
     const pw_program *program = a->run->program;
     const pw_op_kernels *ops = &a->run->kernels->ops;
-    int32_t value_dim = pw_value_dim_of(&program->shape);
-    pw_kv_head head = pw_kv_head_of(program, a->op->layer, kv_head);
+    int32_t value_dim = pw_value_dim_of(&a->shape);
+    pw_kv_head head = read_head(a, kv_head);
     begin_rows(a, queries->rows, kv_head);
     for (int64_t chunk = first; chunk < first + count; ++chunk) {
         int64_t slot = pw_chunk_slot_in(program, a->op->layer, slice, chunk);
@@ -338,21 +376,22 @@ static void attend_block(const attending *a, const pw_piece *piece, int64_t kv_h
 }
 
 /* Where a chunk of a slice that is split leaves one KV head's part. */
-static pw_partial partial_of(const pw_program *program, int64_t part, int64_t kv_head) {
-    const pw_shape *shape = &program->shape;
-    int64_t heads = shape->n_heads, head = kv_head * pw_group_of(shape);
-    float *at = program->partials + part * pw_partial_floats(shape);
+static pw_partial partial_of(const attending *a, int64_t part, int64_t kv_head) {
+    const pw_program *program = a->run->program;
+    const pw_shape *shape = &a->shape;
+    int64_t heads = shape->n_heads, head = query_head(a, kv_head, 0);
+    float *at = program->partials + part * pw_partial_floats(&program->shape);
     return (pw_partial){at + head, at + heads + head, at + 2 * heads + head * pw_value_dim_of(shape)};
 }
 
 static void merge_chunks(const attending *a, int32_t slice, int64_t n_chunks, int64_t kv_head) {
     const pw_program *program = a->run->program;
     const pw_op_kernels *ops = &a->run->kernels->ops;
-    int32_t group = pw_group_of(&program->shape), value_dim = pw_value_dim_of(&program->shape);
+    int32_t value_dim = pw_value_dim_of(&a->shape);
     const pw_plan *plan = &program->step.plans[a->op->kind];
-    begin_rows(a, group, kv_head);
+    begin_rows(a, a->own.count, kv_head);
     for (int64_t i = 0; i < n_chunks; ++i)
-        ops->merge(group, value_dim, partial_of(program, plan->first_part[slice] + i, kv_head), a->work.into);
+        ops->merge(a->own.count, value_dim, partial_of(a, plan->first_part[slice] + i, kv_head), a->work.into);
 }
 
 /* A run of one token's chunks. The slot of the token itself is read with its last chunk alone. */
@@ -369,13 +408,13 @@ static void attend_chunks(const attending *a, const pw_piece *piece, int64_t kv_
         finish_rows(a, row, 1, kv_head);
         return;
     }
-    pw_kv_head head = pw_kv_head_of(program, a->op->layer, kv_head);
+    pw_kv_head head = read_head(a, kv_head);
     for (int64_t i = 0; i < piece->count; ++i) {
         int64_t chunk = piece->first + i, part = plan->first_part[piece->slice] + before + i;
         queries.next_keys = i + 1 < piece->count ? keys_of(a, slice, chunk + 1, kv_head) : next;
         int64_t slot = pw_chunk_slot_in(program, a->op->layer, slice, chunk);
         a->run->kernels->ops.attend_chunk(&head, &queries, chunk, slot, a->work.chunk,
-                                          partial_of(program, part, kv_head));
+                                          partial_of(a, part, kv_head));
     }
     int64_t slot = a->op->kind * program->capacity.max_slices + piece->slice;
     atomic_long *merged = &program->merged[slot * program->shape.n_kv_heads + kv_head];
@@ -420,12 +459,26 @@ static void store_rows(const attending *a, pw_range rows, pw_range kv_heads) {
         for (int64_t kv_head = kv_heads.begin; kv_head < kv_heads.end; ++kv_head) store_row(a, row, kv_head);
 }
 
+/* All rows of a step that is not split, before any is read. False: as pw_meet. */
+static bool store_step(const attending *a, pw_range kv_heads, pw_run *run, int member) {
+    int64_t rows = run->program->step.n_tokens;
+    if (a->shape.latent) { /* of all heads, and so of all ranks */
+        store_rows(a, pw_rows_of(run, rows, member), (pw_range){0, 1});
+        return pw_meet(run, member);
+    }
+    store_rows(a, (pw_range){rows * member / run->threads, rows * (member + 1) / run->threads}, kv_heads);
+    pw_team_barrier(run->team, member);
+    return true;
+}
+
 void pw_run_attend(pw_run *run, const pw_op *op, int member) {
     pw_program *program = run->program;
     const pw_step *step = &program->step;
-    pw_range own = pw_share_of(run->division, program->shape.n_kv_heads);
+    const pw_attention_kind *kind = &program->kinds[op->kind];
     float *scratch = (float *)(program->scratch + member * program->scratch_bytes);
-    attending a = {run, op, pw_attend_scratch_in(&program->shape, scratch)};
+    pw_shape shape = pw_shape_with(program, kind->n_kv_heads, kind->head_dim), widest = pw_widest_shape(program);
+    attending a = {run, op, shape, pw_attend_scratch_in(&widest, scratch), heads_of_rank(run->division, &shape)};
+    pw_range own = a.own.kv_heads;
     bool tail = op->rows != PW_EVERY_ROW && !step->split;
     const pw_plan *plan = &step->plans[step->split ? op->kind : 0];
     int64_t kv_heads = own.end - own.begin, n_pieces = tail ? step->n_tail_pieces : plan->n_pieces;
@@ -435,8 +488,6 @@ void pw_run_attend(pw_run *run, const pw_op *op, int member) {
         attend_split(&a, &all);
         return;
     }
-    int64_t rows = step->n_tokens;
-    store_rows(&a, (pw_range){rows * member / run->threads, rows * (member + 1) / run->threads}, own);
-    pw_team_barrier(run->team, member);
+    if (!op->only_reads && !store_step(&a, own, run, member)) return;
     attend_blocks(&a, &all);
 }

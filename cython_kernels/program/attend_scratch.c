@@ -9,8 +9,9 @@ int64_t pw_block_tokens(const pw_shape *shape) {
 
 /* Carves the scratch out of `memory`; returns the floats used. */
 static int64_t carve(const pw_shape *shape, float *memory, pw_attend_scratch *w) {
-    int64_t rows = pw_block_tokens(shape) * pw_group_of(shape), values = rows * pw_value_dim_of(shape), at = 0;
-    int64_t padded = (rows + 15) / 16 * 16;
+    int64_t rows = pw_block_tokens(shape) * pw_group_of(shape), at = 0;
+    if (rows < BLOCK_ROWS) rows = BLOCK_ROWS; /* a rank with some of a group's heads has more tokens to a block */
+    int64_t padded = (rows + 15) / 16 * 16, values = rows * pw_value_dim_of(shape);
     w->first = (int64_t *)(memory + at), at += 2 * padded;
     w->last = (int64_t *)(memory + at), at += 2 * padded;
     w->positions = (int64_t *)(memory + at), at += 2 * padded;

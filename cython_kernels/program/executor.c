@@ -7,6 +7,7 @@
 #include "program/executor.h"
 #include "program/experts.h"
 #include "program/linear.h"
+#include "state/streams.h"
 #include "adapters/low_rank.h"
 #include "state/run_state.h"
 
@@ -186,9 +187,11 @@ static void run_ops(void *context, int member) {
         if (op->code == PW_STATE_GATES) pw_run_state_gates(run, op, member);
         if (op->code == PW_RECUR) pw_run_recur(run, op, member);
         if (op->code == PW_GATE_ROWS) pw_run_gate_rows(run, op, member);
+        if (op->code == PW_LAYER_INPUTS) pw_run_layer_inputs(run, op, member);
+        if (op->code == PW_STREAMS) pw_run_streams(run, op, member);
         if (i + 1 == program->n_ops && run->division->ranks == 1) return;
         if (!pw_meet(run, member)) return;
-        if (op->code == PW_ATTEND && member == 0 && program->rank == 0)
+        if (op->code == PW_ATTEND && !op->only_reads && member == 0 && program->rank == 0)
             atomic_fetch_add_explicit(&program->progress, 1, memory_order_release);
     }
 }

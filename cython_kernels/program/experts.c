@@ -82,7 +82,11 @@ static void weigh_chosen(const pw_op *op, const float *logits, const int32_t *ch
         total += scores[i];
     }
     if (!experts->normalised) total = op->choice.logistic ? 1 : sum_of_all(experts, logits, top);
-    for (int32_t i = 0; i < experts->chosen; ++i) weight[i] = (float)(scores[i] / total * op->choice.scale);
+    for (int32_t i = 0; i < experts->chosen; ++i) {
+        double factor = op->choice.scale;
+        if (op->choice.factors) factor *= op->choice.factors[chosen[i]];
+        weight[i] = (float)(scores[i] / total * factor);
+    }
 }
 
 static void route_row(const pw_run *run, const pw_op *op, int64_t row) {
@@ -165,14 +169,15 @@ static void prepare_pair(const pw_run *run, const pw_op *op, int64_t pair, float
         ops->add(2 * op->k, bias, scratch);
         x = scratch;
     }
-    ops->gates[op->gate](op->k, x, x + op->k, scratch);
+    if (op->source == PW_FROM_GATE) ops->gates[op->gate](op->k, x, x + op->k, scratch);
+    else ops->activations[op->gate](op->k, x, NULL, scratch);
     run->kernels->gemm.prepare_rows(&op->preparations[run->table].forms[0], op->k, scratch, 0, (pw_range){pair, pair + 1}, program->pairs);
 }
 
 static bool prepare(pw_run *run, const pw_op *op, int member, int64_t bytes) {
     const pw_program *program = run->program;
     char *scratch = program->scratch + member * program->scratch_bytes;
-    bool of_pairs = op->source == PW_FROM_GATE;
+    bool of_pairs = op->source == PW_FROM_GATE || op->source == PW_FROM_ACTIVATION;
     int64_t rows = rows_of_op(run, op);
     pw_range own = pw_rows_of(run, of_pairs ? rows * op->experts.chosen : rows, member);
     for (int64_t i = own.begin; i < own.end; ++i) {
@@ -225,6 +230,7 @@ void pw_run_combine(pw_run *run, const pw_op *op, int member) {
     pw_range own = pw_rows_of(run, rows_of_op(run, op), member);
     for (int64_t row = own.begin; row < own.end; ++row) {
         float *out = program->arena + op->out + row * op->out_stride;
+        if (op->epilogue == PW_STORE) memset(out, 0, sizeof(float) * (size_t)op->k);
         for (int64_t i = row * op->experts.chosen; i < (row + 1) * op->experts.chosen; ++i) {
             ops->add_scaled(op->k, routes->weight[i], program->arena + op->in + routes->pair[i] * op->in_stride, out);
             if (op->bias) ops->add_scaled(op->k, routes->weight[i], op->bias + routes->expert[i] * op->k, out);

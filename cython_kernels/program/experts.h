@@ -12,7 +12,8 @@
 /* Router logits [rows][count] to the program's routes. */
 void pw_run_route(pw_run *run, const pw_op *op, int member);
 
-/* PW_FROM_NORM or PW_FROM_ROWS: rows times the weights of their experts, to pairs. PW_FROM_GATE: pairs to pairs. */
+/* PW_FROM_NORM or PW_FROM_ROWS: rows times the weights of their experts, to pairs. PW_FROM_GATE or
+ * PW_FROM_ACTIVATION: pairs to pairs. */
 void pw_run_experts(pw_run *run, const pw_op *op, int member);
 
 /* Adds to each row what its experts gave, times their weights. */

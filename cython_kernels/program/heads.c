@@ -1,15 +1,15 @@
-/* Products by head: numbers of a head times a weight of its own. */
+/* Products by head: numbers of a head times a weight of its own. Ranks divide the heads. */
 #include "program/linear.h"
 
 enum { PIECES_PER_THREAD = 6 };
 
 /* Prepared rows lie head by head. */
-static void prepare(const pw_run *run, const pw_op *op, int64_t rows, int64_t bytes, int member) {
+static void prepare(const pw_run *run, const pw_op *op, pw_range heads, int64_t rows, int64_t bytes, int member) {
     const pw_program *program = run->program;
     const pw_form *form = &op->preparations[run->table].forms[0];
-    int64_t all = rows * op->heads.count;
+    int64_t count = heads.end - heads.begin, all = rows * count;
     for (int64_t i = all * member / run->threads; i < all * (member + 1) / run->threads; ++i) {
-        int64_t row = i / op->heads.count, head = i % op->heads.count;
+        int64_t row = i / count, head = heads.begin + i % count;
         const float *x = program->arena + op->in + row * op->in_stride + head * op->heads.step;
         char *own = program->prepared[0] + (head * rows + row) * bytes;
         run->kernels->gemm.prepare_rows(form, op->k, x, 0, (pw_range){0, 1}, own);
@@ -34,14 +34,16 @@ void pw_run_heads(pw_run *run, const pw_op *op, int member) {
     const pw_program *program = run->program;
     int64_t rows = program->step.n_tokens;
     int64_t bytes = run->kernels->gemm.row_bytes(&op->preparations[run->table].forms[0], op->k);
-    prepare(run, op, rows, bytes, member);
+    pw_range heads = pw_share_of(run->division, op->heads.count);
+    int64_t count = heads.end - heads.begin;
+    prepare(run, op, heads, rows, bytes, member);
     pw_team_barrier(run->team, member);
-    int64_t panels = pw_panels(op->heads.n), each = panels * op->heads.count / (PIECES_PER_THREAD * (int64_t)run->threads);
+    int64_t panels = pw_panels(op->heads.n), each = panels * count / (PIECES_PER_THREAD * (int64_t)run->threads);
     each = each < 1 ? 1 : each > panels ? panels : each;
     int64_t of_one = (panels + each - 1) / each;
     atomic_long *next = &program->tickets[(op - program->ops) * PW_MAX_PARTS].next;
-    for (int64_t i; (i = atomic_fetch_add_explicit(next, 1, memory_order_relaxed)) < of_one * op->heads.count;) {
+    for (int64_t i; (i = atomic_fetch_add_explicit(next, 1, memory_order_relaxed)) < of_one * count;) {
         int64_t begin = i % of_one * each, end = begin + each < panels ? begin + each : panels;
-        multiply(run, op, i / of_one, (pw_range){begin, end}, rows, bytes);
+        multiply(run, op, heads.begin + i / of_one, (pw_range){begin, end}, rows, bytes);
     }
 }

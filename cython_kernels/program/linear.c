@@ -42,6 +42,24 @@ void pw_run_embed(pw_run *run, const pw_op *op, int member) {
     }
 }
 
+void pw_run_layer_inputs(pw_run *run, const pw_op *op, int member) {
+    const pw_program *program = run->program;
+    const pw_weight *table = &op->parts[0].weight;
+    int64_t parts = op->k / table->k;
+    pw_range rows = pw_rows_of(run, program->step.n_tokens, member);
+    float *scratch = (float *)(program->scratch + member * program->scratch_bytes);
+    for (int64_t row = rows.begin; row < rows.end; ++row) {
+        float *x = program->arena + op->out + row * op->out_stride;
+        int64_t token = program->step.tokens[row], first = (token + 1) * parts <= table->n ? token * parts : 0;
+        for (int64_t part = 0; part < parts; ++part)
+            run->kernels->gemm.unpack_row(table, first + part, scratch + part * table->k);
+        if (op->scale != 1.0f) run->kernels->ops.scale(op->k, op->scale, scratch);
+        for (int64_t at = 0; at < op->k; at += op->group)
+            run->kernels->ops.rmsnorm(op->group, x + at, op->norm, op->eps, x + at);
+        run->kernels->ops.add(op->k, scratch, x);
+    }
+}
+
 static void prepare_row(const pw_run *run, const pw_op *op, int64_t row, float *scratch, char *const *prepared) {
     const float *x = pw_op_input(run, op, row, scratch);
     if (op->tap) memcpy(op->tap + row * op->k, x, sizeof(float) * (size_t)op->k);

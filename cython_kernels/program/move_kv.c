@@ -65,10 +65,13 @@ static void move_share(void *context, int member) {
     int64_t heads = (int64_t)shape->n_layers * shape->n_kv_heads;
     char *line = move->line + member * move->slots * pw_kv_element_bytes(move->program->capacity.kv_format);
     for (int64_t i = heads * member / move->members; i < heads * (member + 1) / move->members; ++i) {
-        int64_t layer = i / shape->n_kv_heads;
-        if (move->program->layers[layer].in_rings != move->in_rings) continue;
-        pw_kv_head head = pw_kv_head_of(move->program, layer, i % shape->n_kv_heads);
-        move_head(move, &head, line);
+        int64_t layer = i / shape->n_kv_heads, kv_head = i % shape->n_kv_heads;
+        const pw_layer_kv *own = &move->program->layers[layer];
+        if (own->in_rings != move->in_rings || kv_head >= own->n_kv_heads) continue;
+        for (int32_t copy = 0; copy < own->copies[kv_head + 1] - own->copies[kv_head]; ++copy) {
+            pw_kv_head head = pw_kv_head_of(move->program, layer, kv_head, copy);
+            move_head(move, &head, line);
+        }
     }
 }
 

@@ -102,9 +102,10 @@ pw_program *pw_program_open(pw_shape shape, pw_capacity capacity) {
     program->capacity = capacity;
     program->n_ranks = 1;
     program->outputs = shape.vocab;
-    for (int table = 0; table < PW_SCHEDULE_TABLES; ++table) program->divisions[table] = (pw_division){1, 0, 1, 1};
+    for (int table = 0; table < PW_SCHEDULE_TABLES; ++table) program->divisions[table] = (pw_division){1, 0, 1, 1, 0};
     program->layers = calloc((size_t)shape.n_layers, sizeof *program->layers);
-    for (int32_t i = 0; program->layers && i < shape.n_layers; ++i) program->layers[i].slots = capacity.kv_slots;
+    for (int32_t i = 0; program->layers && i < shape.n_layers; ++i)
+        program->layers[i] = (pw_layer_kv){.n_kv_heads = shape.n_kv_heads, .head_dim = shape.head_dim, .slots = capacity.kv_slots};
     if (!program->layers || !open_step(program)) {
         pw_program_close(program);
         return NULL;
@@ -157,7 +158,7 @@ void pw_program_close(pw_program *program) {
     void *owned[] = {program->ops,     program->tickets,  program->merged, program->region_tickets, step->positions,
                      step->slots,      step->tail_pieces, step->written,   routes->expert,          routes->weight,
                      routes->pair,     routes->first,     routes->busy,    routes->expert_of,       program->layers,
-                     step->ring_places, step->rings,       step->is_state_taken};
+                     step->ring_places, step->rings,       step->is_state_taken, program->copies};
     for (int32_t kind = 0; kind < program->n_kinds; ++kind) {
         free(program->kinds[kind].inv_freq);
         free(step->plans[kind].first_part);
@@ -190,9 +191,11 @@ static void find_forms(pw_op *op, int32_t table) {
     }
 }
 
-/* A layer with a window keeps rings where there is room for them. */
+/* A layer has the heads of its kind; one with a window keeps rings where there is room for them. */
 static void place_layer(pw_program *program, const pw_op *op) {
     int64_t window = program->kinds[op->kind].window;
+    program->layers[op->layer].n_kv_heads = program->kinds[op->kind].n_kv_heads;
+    program->layers[op->layer].head_dim = program->kinds[op->kind].head_dim;
     if (window <= 0 || program->capacity.ring_slots == 0) return;
     program->layers[op->layer].in_rings = true;
     program->layers[op->layer].slots = program->capacity.ring_slots;
@@ -243,7 +246,8 @@ static void measure_rows(const pw_program *program, int64_t *row_bytes, int64_t 
     *row_bytes = *row_floats = 0;
     for (int32_t i = 0; i < program->n_ops; ++i) {
         const pw_op *op = &program->ops[i];
-        if (op->code == PW_ADJUST || op->code == PW_GATE_ROWS) *row_floats = larger(*row_floats, op->k);
+        if (op->code == PW_ADJUST || op->code == PW_GATE_ROWS || op->code == PW_LAYER_INPUTS || op->code == PW_STREAMS)
+            *row_floats = larger(*row_floats, op->k);
         if (op->code != PW_LINEAR && op->code != PW_EXPERTS && op->code != PW_HEADS) continue;
         int64_t heads = op->code == PW_HEADS ? op->heads.count : 1; /* all of a row are prepared side by side */
         int64_t read = op->code == PW_EXPERTS && op->source == PW_FROM_GATE ? 2 * op->k : op->k; /* with biases added */
@@ -300,17 +304,45 @@ static void lay_out_step(const pw_program *program, layout *l) {
     l->arena = whole_pages(l->keeps + room->max_tokens * (int64_t)sizeof(pw_keep));
 }
 
+int32_t pw_copies_of(const pw_program *program, int32_t n_kv_heads, int32_t kv_head) {
+    int32_t most = 1, group = program->shape.n_heads / n_kv_heads;
+    if (program->shape.latent) return 1;
+    for (int table = 0; table < PW_SCHEDULE_TABLES; ++table)
+        most = (int32_t)larger(most, pw_sharers_of(&program->divisions[table], n_kv_heads, group, kv_head));
+    return most;
+}
+
+static int64_t kept_heads(const pw_program *program, int64_t layer) {
+    int64_t kept = 0;
+    for (int32_t i = 0; i < program->layers[layer].n_kv_heads; ++i)
+        kept += pw_copies_of(program, program->layers[layer].n_kv_heads, i);
+    return kept;
+}
+
 /* Bytes of the keys and values of the layers before `layer`. */
 static int64_t kv_bytes_before(const pw_program *program, int64_t layer) {
     int64_t bytes = 0;
-    for (int64_t i = 0; i < layer; ++i) bytes += program->shape.n_kv_heads * pw_layer_head_bytes(program, i);
+    for (int64_t i = 0; i < layer; ++i) bytes += kept_heads(program, i) * pw_layer_head_bytes(program, i);
     return bytes;
 }
 
-/* States begin with a page behind the last layer. */
+static bool place_keys_and_values(pw_program *program) {
+    int64_t each = program->shape.n_kv_heads + 1;
+    program->copies = calloc((size_t)(program->shape.n_layers * each), sizeof *program->copies);
+    if (!program->copies) return false;
+    for (int32_t i = 0; i < program->shape.n_layers; ++i) {
+        int32_t n_kv_heads = program->layers[i].n_kv_heads, *copies = program->copies + i * each;
+        program->layers[i].offset = kv_bytes_before(program, i);
+        program->layers[i].copies = copies;
+        for (int32_t kv_head = 0; kv_head < n_kv_heads; ++kv_head)
+            copies[kv_head + 1] = copies[kv_head] + pw_copies_of(program, n_kv_heads, kv_head);
+    }
+    return true;
+}
+
 static int64_t states_offset(const pw_program *program) {
     int64_t bytes = kv_bytes_before(program, program->shape.n_layers);
-    return program->state_floats ? whole_pages(bytes) : bytes;
+    return program->state_floats ? pw_states_after(bytes) : bytes;
 }
 
 int64_t pw_program_kv_bytes(const pw_program *program) {
@@ -327,7 +359,8 @@ static layout lay_out(const pw_program *program) {
     l.prepared_each = aligned(row_bytes * larger(room->max_tokens, room->max_logit_rows));
     l.own_prepared_each = program->n_ranks > 1 ? aligned(row_bytes * PW_OWN_ROWS) : 0;
     int64_t linear = PW_MAX_PARTS * row_bytes + row_floats * 4;
-    l.scratch_each = aligned(larger(linear, pw_attend_scratch_floats(&program->shape) * 4));
+    pw_shape widest = pw_widest_shape(program);
+    l.scratch_each = aligned(larger(linear, pw_attend_scratch_floats(&widest) * 4));
     lay_out_step(program, &l);
     l.angles = l.arena + aligned(program->arena_floats * 4);
     l.angles_each = angles;
@@ -392,7 +425,7 @@ bool pw_program_seal(pw_program *program, char *shared, char *kv) {
     program->memory_bytes = l.end;
     program->rows_bytes = l.rows_end;
     program->kv_bytes = pw_program_kv_bytes(program);
-    for (int32_t i = 0; i < program->shape.n_layers; ++i) program->layers[i].offset = kv_bytes_before(program, i);
+    if (!place_keys_and_values(program)) return false;
     program->memory = pw_pages_open(l.end);
     if (shared) {
         seal_shared(program, &l, shared);

@@ -7,8 +7,8 @@
  * cut into steps, or on the number of threads or ranks.
  *
  * Ranks are processes that run one step together over memory that all of them map: rows, logits, keys and values. Each
- * computes a range of panels of every weight and the attention of a range of KV heads; a barrier over all of them
- * follows whatever another rank reads. Rank 0 says what to run, the others serve (orders.h). */
+ * computes a range of panels of every weight and the attention of a range of KV heads, or a part of the query heads of one;
+ * a barrier over all of them follows whatever another rank reads. Rank 0 says what to run, the others serve (orders.h). */
 #ifndef PHASEWISE_PROGRAM_H
 #define PHASEWISE_PROGRAM_H
 
@@ -33,9 +33,11 @@ enum {
 typedef enum {
     PW_EMBED, PW_LINEAR, PW_ATTEND, PW_ADJUST, PW_ROUTE, PW_EXPERTS, PW_COMBINE,
     PW_HEADS, PW_CONVOLVE, PW_STATE_GATES, PW_RECUR, PW_GATE_ROWS, /* state/run_state.h */
+    PW_LAYER_INPUTS, PW_STREAMS, /* state/streams.h */
 } pw_opcode;
 
-/* What a product reads: rows as they are, rows normalised, gate(first half) * second half of a row, or act(row + bias). */
+/* What a product reads: rows as they are, rows normalised, gate(first half) * second half of a row, or act(row + bias).
+ * With `with_stride`, a gate's second half is the step's row of another place. */
 typedef enum { PW_FROM_ROWS, PW_FROM_NORM, PW_FROM_GATE, PW_FROM_ACTIVATION } pw_source;
 
 /* Which rows an op computes. After the last layer's keys and values only rows that want logits matter: its attention
@@ -77,6 +79,7 @@ typedef struct {
     int32_t groups, chosen_groups, group_best;
     float scale;       /* of weights */
     const float *bias; /* [experts], added to scores where groups and experts are chosen; NULL: none */
+    const float *factors; /* [experts], of the weights of the chosen; NULL: 1 */
 } pw_choice;
 
 /* Which experts compute which rows of a step; filled by PW_ROUTE. A pair is a row and one of its experts; pairs lie in
@@ -128,31 +131,49 @@ typedef struct {
     int64_t at;                    /* floats of a sequence's state before this op's */
     int64_t second, second_stride; /* rows that it reads or changes beside `in` */
     int32_t taps, heads, groups, key_dim, value_dim;
-    int64_t query_at, key_at, value_at;              /* columns of a row of `in` */
+    int64_t query_at, key_at, value_at, factor_at;   /* columns of a row of `in` */
     const float *weights;                            /* [taps][k], or of a norm */
-    const float *rates, *offsets, *skips;            /* [heads] */
+    const float *rates, *offsets, *skips;            /* [heads]; offsets [heads][key_dim] by_key */
     const float *query_scale, *key_scale;            /* [key_dim]; NULL: queries and keys stay as they are */
     float least, most;                               /* time step */
     bool gates_rows, silu, erases, norm_first, one_gate;
+    bool by_key; /* a decay for each number of a head's key */
     bool tiled; /* head h has the queries and keys of group h % groups; else neighbours share a group */
 } pw_state_op;
+
+enum { PW_MAX_STREAMS = 8 };
+typedef enum { PW_PREDICT, PW_CORRECT, PW_SPREAD, PW_MERGE } pw_streams_mode;
+
+/* What PW_STREAMS does (state/streams.h). */
+typedef struct {
+    int32_t mode, count, active;
+    int64_t at, stride, each;       /* rows of streams, and where the next stream of a row begins */
+    int64_t to, to_stride;
+    const float *router;            /* [count][k] */
+    const float *coefficients;      /* [count count][count], or [count][count] */
+    const float *scale;             /* [k], or NULL */
+} pw_streams;
 
 /* Offsets and strides are floats in the arena. */
 typedef struct {
     int32_t code;
     int32_t source;
-    int32_t epilogue;    /* pw_epilogue */
+    int32_t epilogue;    /* pw_epilogue; of PW_COMBINE too */
     int32_t rows;        /* pw_rows */
     int32_t n_parts;
     pw_part parts[PW_MAX_PARTS];
     pw_column_share shares[PW_SCHEDULE_TABLES][PW_MAX_PARTS]; /* of linear ops */
     pw_preparation preparations[PW_SCHEDULE_TABLES];
     int64_t k;
+    int64_t group;                        /* of PW_LAYER_INPUTS: numbers that are normalised together */
     int64_t in, in_stride, out, out_stride;
     int64_t residual, residual_stride;    /* gathered rows with PW_ADD: what the product is added to */
     const float *norm;                    /* [k], for PW_FROM_NORM */
     float eps;                            /* of that norm */
-    float scale;                          /* of embeddings; of attention's scores */
+    float scale;                          /* of embeddings; of attention's scores; of gated rows without a norm; of
+                                           * adjusted rows at last */
+    float sparsity;                       /* PW_FROM_GATE: of first halves what lies so many deviations above their mean; 0: all */
+    pw_streams streams;
     float cap;                            /* of attention's scores, or of adjusted rows: c tanh(x / c); 0: none */
     int32_t gate;                         /* number of PW_EACH_GATE or, for PW_FROM_ACTIVATION, of PW_EACH_ACTIVATION */
     const float *bias;                    /* [qkv columns] of attention; [k] of rows; [experts][n] */
@@ -160,6 +181,10 @@ typedef struct {
     const float *positions, *segments;    /* added to embeddings: [program's positions][k], [2][k]; or NULL */
     int32_t layer, kind;                  /* attention: which layer, and which of the program's kinds */
     const float *q_norm, *k_norm, *sinks; /* [head_dim], [head_dim], [n_heads]; NULL where the model has none */
+    const float *v_norm;                  /* [head_dim]: of values; NULL */
+    bool only_reads;                      /* attention over what another layer keeps: rows have queries alone */
+    bool keys_are_values;                 /* values are keys before their norm and rotation: rows have none */
+    int64_t with, with_stride;            /* PW_FROM_GATE: rows of second halves; stride 0: they lie behind the first */
     const float *slopes;                  /* [n_heads]: a score loses this for each position between (ALiBi); NULL */
     const float *growth;                  /* [n_growth]: queries at p are multiplied by that of p / growth_span; or NULL */
     int64_t n_growth, growth_span;
@@ -175,6 +200,8 @@ typedef struct {
 /* Where a layer's keys and values lie. */
 typedef struct {
     int64_t offset; /* bytes before its first KV head */
+    int32_t n_kv_heads, head_dim;
+    const int32_t *copies; /* [n_kv_heads + 1]: copies before those of a KV head; once sealed */
     int64_t slots;
     bool in_rings;
 } pw_layer_kv;
@@ -186,6 +213,7 @@ typedef struct {
     int32_t angles;     /* the first kind with the same rotation, which computes them for all */
     double *inv_freq;   /* [half], radians per position */
     double magnitude;   /* of cosines and sines */
+    int32_t n_kv_heads, head_dim; /* at most the shape's */
 } pw_attention_kind;
 
 /* A share of attention's work: rows [first, first + count) of a slice, or as many chunks of its positions. */
@@ -249,6 +277,7 @@ typedef struct {
     int32_t n_kinds;
     pw_attention_kind kinds[PW_MAX_KINDS];
     pw_layer_kv *layers;       /* [n_layers]; places are known once sealed */
+    int32_t *copies;           /* of KV heads of all layers */
     int64_t ring_window;       /* the largest window of layers that keep rings; 0: none does */
     pw_experts experts;        /* the most of any op; count 0: none */
     pw_routes routes;
@@ -337,16 +366,39 @@ bool pw_program_seal(pw_program *program, char *shared, char *kv);
  * may use it. PW_TEAM_OK, the team's failure (negative), or an errno. While no step runs. */
 int pw_program_touch(pw_program *program, pw_team *team);
 
-/* Bytes of one KV head of a layer. */
-static inline int64_t pw_layer_head_bytes(const pw_program *program, int64_t layer) {
-    return program->layers[layer].slots * pw_slot_bytes_of(&program->shape, program->capacity.kv_format);
+/* The shape as if all layers had these heads. */
+static inline pw_shape pw_shape_with(const pw_program *program, int32_t n_kv_heads, int32_t head_dim) {
+    pw_shape shape = program->shape;
+    shape.n_kv_heads = n_kv_heads;
+    shape.head_dim = head_dim;
+    return shape;
 }
 
-/* A KV head of the sealed program. */
-static inline pw_kv_head pw_kv_head_of(const pw_program *program, int64_t layer, int64_t kv_head) {
+/* Of all kinds of attention: the longest heads, and the fewest KV heads, which share the most queries. */
+static inline pw_shape pw_widest_shape(const pw_program *program) {
+    int32_t heads = program->shape.n_kv_heads;
+    for (int32_t kind = 0; kind < program->n_kinds; ++kind)
+        if (program->kinds[kind].n_kv_heads < heads) heads = program->kinds[kind].n_kv_heads;
+    return pw_shape_with(program, heads, program->shape.head_dim);
+}
+
+/* Bytes of one KV head of a layer. */
+static inline int64_t pw_layer_head_bytes(const pw_program *program, int64_t layer) {
     const pw_layer_kv *own = &program->layers[layer];
-    char *begin = program->kv + own->offset + kv_head * pw_layer_head_bytes(program, layer);
-    return pw_kv_head_in_memory(&program->shape, begin, own->slots, program->capacity.kv_format);
+    pw_shape shape = pw_shape_with(program, own->n_kv_heads, own->head_dim);
+    return own->slots * pw_slot_bytes_of(&shape, program->capacity.kv_format);
+}
+
+/* Copies that are kept of a KV head of so many: as many as ranks share it by the table by which most do. Latent vectors
+ * have one, which all ranks read. */
+int32_t pw_copies_of(const pw_program *program, int32_t n_kv_heads, int32_t kv_head);
+
+/* One of the copies of a KV head of the sealed program. */
+static inline pw_kv_head pw_kv_head_of(const pw_program *program, int64_t layer, int64_t kv_head, int64_t copy) {
+    const pw_layer_kv *own = &program->layers[layer];
+    char *begin = program->kv + own->offset + (own->copies[kv_head] + copy) * pw_layer_head_bytes(program, layer);
+    pw_shape shape = pw_shape_with(program, own->n_kv_heads, own->head_dim);
+    return pw_kv_head_in_memory(&shape, begin, own->slots, program->capacity.kv_format);
 }
 
 /* Slot of the first position of a chunk, in a layer. */

@@ -1,5 +1,7 @@
 #include "program/run.h"
 
+#include <math.h>
+
 pw_range pw_rows_of(const pw_run *run, int64_t rows, int member) {
     bool alone = run->division->ranks == 1;
     int64_t threads = alone ? run->threads : run->division->n_threads;
@@ -28,13 +30,32 @@ bool pw_meet(pw_run *run, int member) {
     return atomic_load_explicit(&run->status, memory_order_relaxed) == PW_TEAM_OK;
 }
 
+/* First halves less their mean and so many deviations, or 0 where that is negative. */
+static const float *above_most(const pw_op *op, const float *x, float *out) {
+    double sums[4] = {0}, squares[4] = {0}, n = (double)op->k;
+    for (int64_t i = 0; i < op->k; ++i) sums[i % 4] += (double)x[i];
+    double mean = (sums[0] + sums[1] + (sums[2] + sums[3])) / n;
+    for (int64_t i = 0; i < op->k; ++i) squares[i % 4] += ((double)x[i] - mean) * ((double)x[i] - mean);
+    double deviation = sqrt((squares[0] + squares[1] + (squares[2] + squares[3])) / n);
+    float least = (float)(mean + (double)op->sparsity * deviation);
+    for (int64_t i = 0; i < op->k; ++i) out[i] = x[i] > least ? x[i] - least : 0.0f;
+    return out;
+}
+
+static const float *second_half(const pw_program *program, const pw_op *op, int64_t row, const float *x) {
+    if (!op->with_stride) return x + op->k;
+    int64_t of_step = op->rows == PW_EVERY_ROW ? row : program->step.logit_rows[row];
+    return program->arena + op->with + of_step * op->with_stride;
+}
+
 const float *pw_op_input(const pw_run *run, const pw_op *op, int64_t row, float *scratch) {
     const pw_program *program = run->program;
     const pw_op_kernels *ops = &run->kernels->ops;
     int64_t source = op->rows == PW_GATHERED_ROWS ? program->step.logit_rows[row] : row;
-    const float *x = program->arena + op->in + source * op->in_stride;
+    const float *x = program->arena + op->in + source * op->in_stride, *second = second_half(program, op, row, x);
     if (op->source == PW_FROM_NORM) ops->rmsnorm(op->k, x, op->norm, op->eps, scratch);
-    if (op->source == PW_FROM_GATE) ops->gates[op->gate](op->k, x, x + op->k, scratch);
+    if (op->source == PW_FROM_GATE && op->sparsity != 0.0f) x = above_most(op, x, scratch);
+    if (op->source == PW_FROM_GATE) ops->gates[op->gate](op->k, x, second, scratch);
     if (op->source == PW_FROM_ACTIVATION) ops->activations[op->gate](op->k, x, op->bias, scratch);
     return op->source == PW_FROM_ROWS ? x : scratch;
 }

@@ -8,7 +8,7 @@
 #include "gemm.h"
 
 enum {
-    PW_SCHEDULE_TABLES = 2, /* teams of different shape want different schedules */
+    PW_SCHEDULE_TABLES = 5, /* teams of different shape want different schedules: prefill's, and decode's by load */
     PW_MAX_ROW_RANGES = 64,
 };
 

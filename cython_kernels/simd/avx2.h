@@ -142,8 +142,9 @@ PW_INLINE vi add_scaled(vi acc, vi dots, vi words) { return pair_dot(acc, dots, 
 
 #include "simd/x86_shuffle.h"
 
-/* Micro-kernels (rows x panels) that fit sixteen registers; quant tiles keep float sums in memory between groups. */
-#define DENSE_TILES(X, of...) PW_ROWS_6(X, 1, of) PW_ROWS_3(X, 2, of) PW_ROWS_1(X, 3, of) PW_ROWS_1(X, 4, of)
+/* Micro-kernels (rows x panels) that fit sixteen registers; quant tiles keep float sums in memory between groups. More
+ * than three rows of two panels do not fit: gemm_dense.h. */
+#define DENSE_TILES(X, of...) PW_ROWS_6(X, 1, of) PW_ROWS_6(X, 2, of) PW_ROWS_1(X, 3, of) PW_ROWS_1(X, 4, of)
 #ifdef __AVXVNNI__
 #define QUANT_TILES(X, of...) PW_ROWS_6(X, 1, of) PW_ROWS_3(X, 2, of) PW_ROWS_2(X, 3, of) X(1, 4, of)
 #define COLUMN_TILES(X, of...) QUANT_TILES(X, of) /* of one int32 sum each */

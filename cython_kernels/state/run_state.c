@@ -104,15 +104,32 @@ void pw_run_convolve(pw_run *run, const pw_op *op, int member) {
 
 /* ---- gates ------------------------------------------------------------------------------------------------------ */
 
+static double time_step(const pw_state_op *own, float in, float offset) {
+    double t = pw_softplus((double)in + (double)offset);
+    if (t < (double)own->least) t = (double)own->least;
+    return t > (double)own->most ? (double)own->most : t;
+}
+
 static void gates_of_row(const pw_op *op, const float *in, float *out) {
     const pw_state_op *own = &op->state;
     const float *of_time = own->erases ? in + own->heads : in;
     for (int32_t h = 0; h < own->heads; ++h) {
-        double t = pw_softplus((double)of_time[h] + (double)own->offsets[h]);
-        if (t < (double)own->least) t = (double)own->least;
-        if (t > (double)own->most) t = (double)own->most;
+        double t = time_step(own, of_time[h], own->offsets[h]);
         out[h] = (float)pw_exponential((double)own->rates[h] * t);
         out[own->heads + h] = (float)(own->erases ? pw_logistic((double)in[h]) : t);
+    }
+}
+
+static void gates_by_key(const pw_op *op, const float *in, float *out) {
+    const pw_state_op *own = &op->state;
+    int64_t keys = (int64_t)own->heads * own->key_dim;
+    for (int64_t i = 0; i < keys; ++i) {
+        double t = time_step(own, in[i], own->offsets[i]);
+        out[i] = (float)pw_exponential((double)own->rates[i / own->key_dim] * t);
+    }
+    for (int32_t h = 0; h < own->heads; ++h) {
+        out[keys + h] = 1.0f; /* the head's own, for which those of its key stand */
+        out[keys + own->heads + h] = (float)pw_logistic((double)in[own->factor_at + h]);
     }
 }
 
@@ -122,7 +139,10 @@ void pw_run_state_gates(pw_run *run, const pw_op *op, int member) {
     pw_range rows = pw_rows_of(run, program->step.n_tokens, member);
     float eps = op->eps / (float)own->key_dim; /* of a mean, as a norm's */
     for (int64_t row = rows.begin; row < rows.end; ++row) {
-        gates_of_row(op, program->arena + op->in + row * op->in_stride, program->arena + op->out + row * op->out_stride);
+        const float *in = program->arena + op->in + row * op->in_stride;
+        float *out = program->arena + op->out + row * op->out_stride;
+        if (own->by_key) gates_by_key(op, in, out);
+        else gates_of_row(op, in, out);
         float *second = program->arena + own->second + row * own->second_stride;
         if (!own->query_scale) continue;
         for (int32_t g = 0; g < own->groups; ++g) {
@@ -140,12 +160,13 @@ static void recur_slice(const pw_run *run, const pw_op *op, const pw_slice *slic
     const pw_state_op *own = &op->state;
     int64_t floats = own->key_dim * 16, part = (head * pw_state_blocks(op) + block) * floats, done = 0;
     int64_t group = own->tiled ? head % own->groups : head / (own->heads / own->groups);
-    int64_t column = head * own->value_dim + block * 16;
+    int64_t column = head * own->value_dim + block * 16, decay = head + (own->by_key ? own->heads * own->key_dim : 0);
     float *state = state_of(program, op, slice->state) + part;
     if (slice->start == 0) memset(state, 0, sizeof(float) * (size_t)floats);
     pw_recurrence r = {.state = state, .stride = op->in_stride, .gates_stride = own->second_stride,
                        .factor_at = own->heads, .out_stride = op->out_stride, .key_dim = own->key_dim,
                        .skip = own->skips ? own->skips[head] : 0.0f, .erases = own->erases};
+    const float *gates = program->arena + own->second + slice->first_row * own->second_stride;
     r.columns = own->value_dim - (int32_t)block * 16 < 16 ? own->value_dim - (int32_t)block * 16 : 16;
     for (int64_t i = 0; i <= slice->n_keeps; ++i) {
         const pw_keep *keep = i < slice->n_keeps ? &program->step.keeps[slice->first_keep + i] : NULL;
@@ -154,7 +175,8 @@ static void recur_slice(const pw_run *run, const pw_op *op, const pw_slice *slic
         r.query = in + own->query_at + group * own->key_dim;
         r.key = in + own->key_at + group * own->key_dim;
         r.value = in + own->value_at + column;
-        r.gates = program->arena + own->second + row * own->second_stride + head;
+        r.gates = gates + done * own->second_stride + decay;
+        r.decays = own->by_key ? gates + done * own->second_stride + head * own->key_dim : NULL;
         r.out = program->arena + op->out + row * op->out_stride + column;
         r.n_rows = (keep ? keep->n_rows : slice->n_rows) - done;
         run->kernels->ops.recur(&r);
@@ -186,6 +208,7 @@ static void gate_row(const pw_run *run, const pw_op *op, int64_t row, float *scr
         ops->scale(op->k, (float)pw_logistic((double)gate[0]), out);
     } else if (!own->weights) {
         ops->gates[op->gate](op->k, gate, x, out);
+        if (op->scale != 1.0f) ops->scale(op->k, op->scale, out);
     } else if (own->norm_first) {
         for (int32_t h = 0; h < own->heads; ++h)
             ops->rmsnorm(own->value_dim, x + h * own->value_dim, own->weights, op->eps, scratch + h * own->value_dim);

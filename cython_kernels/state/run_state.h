@@ -18,7 +18,8 @@ const char *pw_check_states(pw_program *program);
 void pw_run_convolve(pw_run *run, const pw_op *op, int member);
 
 /* Of each head a decay e^(rate t) and the factor of its change, to `out` as [heads], [heads]; t = softplus(in + offset), within
- * limits. erases: `in` has factors before their logistic and then what t is of; else the factor is t. Queries and keys in `second` are
+ * limits. erases: `in` has factors before their logistic and then what t is of; else the factor is t. by_key: `in` has what the times
+ * of all numbers of keys are of, and factors from factor_at on; decays are [heads][key_dim], and the heads' ones after them. Queries and keys in `second` are
  * normalised by their 2-norm, times query_scale and key_scale. */
 void pw_run_state_gates(pw_run *run, const pw_op *op, int member);
 
@@ -26,7 +27,8 @@ void pw_run_state_gates(pw_run *run, const pw_op *op, int member);
  * columns [key_dim][16]. */
 void pw_run_recur(pw_run *run, const pw_op *op, int member);
 
-/* Rows of `in` times act(`second`), `gate` being its number; with weights normalised by heads before, or by groups after.
+/* Rows of `in` times act(`second`), `gate` being its number; with weights normalised by heads before, or by groups after;
+ * without, times `scale`.
  * one_gate: times the logistic of the one number of a row of `second`. */
 void pw_run_gate_rows(pw_run *run, const pw_op *op, int member);
 

@@ -15,6 +15,7 @@
 #define POLLS 4096            /* between two looks at the clock, which would disturb what is timed */
 #define GATE_NS 20000000L     /* how long readers wait for one another; a host that is later spoils the sample only */
 #define CHUNK_BYTES (1 << 18) /* read between two looks at the clock */
+#define CHUNK_ROUNDS (1 << 12)
 
 static long now_ns(void) {
     struct timespec now;
@@ -103,10 +104,10 @@ static void touch(void *context, int member) {
     readers->buffers[member] = buffer;
 }
 
-static void wait_for_readers(pw_readers *readers) {
+static void wait_for_all(atomic_int *ready, int n_active) {
     long deadline = now_ns() + GATE_NS;
-    atomic_fetch_add(&readers->ready, 1);
-    while (atomic_load_explicit(&readers->ready, memory_order_acquire) < readers->n_active)
+    atomic_fetch_add(ready, 1);
+    while (atomic_load_explicit(ready, memory_order_acquire) < n_active)
         if (now_ns() >= deadline) return;
 }
 
@@ -116,7 +117,7 @@ static void stream(void *context, int member) {
     uint64_t (*read)(const void *, size_t) = pw_active()->limits.read;
     uint64_t done = 0;
     int64_t offset = 0;
-    wait_for_readers(readers);
+    wait_for_all(&readers->ready, readers->n_active);
     long began = now_ns(), now;
     do {
         done += read(readers->buffers[member] + offset, CHUNK_BYTES);
@@ -158,4 +159,31 @@ void pw_readers_close(pw_readers *readers) {
     for (int i = 0; readers->buffers && i < readers->n; ++i) pw_pages_close(readers->buffers[i], readers->bytes);
     free(readers->buffers);
     free(readers);
+}
+
+/* ---- arithmetic at once ----------------------------------------------------------------------------------------- */
+
+typedef struct {
+    atomic_int ready;
+    int n;
+    long duration_ns;
+    double *operations_per_s;
+} pace_task;
+
+static void multiply_and_add(void *context, int member) {
+    pace_task *task = context;
+    uint64_t (*loop)(uint64_t) = pw_active()->limits.f32;
+    uint64_t done = 0;
+    wait_for_all(&task->ready, task->n);
+    long began = now_ns(), now;
+    do {
+        done += loop(CHUNK_ROUNDS);
+        now = now_ns();
+    } while (now - began < task->duration_ns);
+    task->operations_per_s[member] = (double)done / (double)(now - began) * 1e9;
+}
+
+int pw_probe_pace(pw_team *team, long duration_ns, double *operations_per_s) {
+    pace_task task = {.n = pw_team_size(team), .duration_ns = duration_ns, .operations_per_s = operations_per_s};
+    return pw_team_run(team, multiply_and_add, &task);
 }

@@ -13,6 +13,9 @@
  * was never there. A negative number is the team's refusal (PW_TEAM_*). */
 int pw_probe_pass(pw_team *team, int rounds, int trips, long timeout_ns, double *one_way_ns);
 
+/* All members multiply and add for duration_ns, at once. operations_per_s[member]: what each did. */
+int pw_probe_pace(pw_team *team, long duration_ns, double *operations_per_s);
+
 typedef struct pw_readers pw_readers;
 
 /* A buffer of `bytes` (whole mebibytes) for every member, touched by it. NULL where there is no memory, or the team

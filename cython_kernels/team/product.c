@@ -67,13 +67,29 @@ static void cut(region *r, const pw_schedule *s, int64_t wanted) {
         r->piece_panels = piece_panels(panels, s->panels, s->block_n / PW_PANEL, wanted);
         r->piece_rows = piece_rows(rows, s->mr, INT64_MAX, pieces(wanted, pieces(panels, r->piece_panels)));
     }
-    r->row_pieces = pieces(rows, r->piece_rows);
+    bool is_empty = r->rows.begin == r->rows.end || r->panels.begin == r->panels.end;
+    r->row_pieces = is_empty ? 0 : pieces(rows, r->piece_rows);
     r->panel_pieces = pieces(panels, r->piece_panels);
 }
 
-static region region_of(const pw_product *p, const pw_schedule *s, int32_t index) {
+pw_range pw_weighed_part(int64_t count, int64_t unit, const int64_t *ends, int64_t parts, int64_t i) {
+    int64_t units = pieces(count, unit), all = ends[parts];
+    return (pw_range){at_most(count, units * ends[i] / all * unit), at_most(count, units * ends[i + 1] / all * unit)};
+}
+
+/* The weights of members that have a region each, side by side or one below the other; NULL: all regions are alike. */
+static const int64_t *ends_of(const pw_product *p, const pw_schedule *s, const pw_crew *crew) {
+    bool in_a_row = s->threads_k == 1 && (s->threads_m == 1 || s->threads_n == 1);
+    if (!in_a_row || s->threads_m * s->threads_n != crew->threads) return NULL;
+    return pw_team_ends(crew->team, p->rows <= STREAMED_ROWS);
+}
+
+static region region_of(const pw_product *p, const pw_schedule *s, const pw_crew *crew, int32_t index) {
     region r = {.part = s->threads_k > 1 ? index % s->threads_k : -1};
+    const int64_t *ends = ends_of(p, s, crew);
     pw_share(s, p->weight, p->rows, index / s->threads_k, &r.rows, &r.panels);
+    if (ends && s->threads_m > 1) r.rows = pw_weighed_part(p->rows, s->mr, ends, crew->threads, index);
+    else if (ends) r.panels = pw_weighed_part(pw_panels(p->weight->n), 1, ends, crew->threads, index);
     cut(&r, s, p->rows <= STREAMED_ROWS ? 1 : PIECES_PER_REGION);
     return r;
 }
@@ -156,7 +172,7 @@ void pw_multiply(const pw_product *p, const pw_schedule *schedule, const pw_crew
     int32_t own = (int32_t)((int64_t)regions * member / crew->threads);
     for (int32_t i = 0; i < regions; ++i) {
         int32_t index = (own + i) % regions;
-        region r = region_of(p, &s, index);
+        region r = region_of(p, &s, crew, index);
         work_on(&r, p, &s, crew, &crew->tickets[index]);
     }
     if (s.threads_k == 1) return;

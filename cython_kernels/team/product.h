@@ -1,7 +1,7 @@
 /* One product y = x W^T on a thread team: who computes which part of y.
  *
- * A schedule's grid cuts the product into regions, one for each thread, and a region into pieces along its outermost
- * loop. A thread takes the pieces of its own region first, then those that other regions have left: one that the
+ * A schedule's grid cuts the product into regions, one for each thread (as large as the team weighs its member, where
+ * it does), and a region into pieces along its outermost loop. A thread takes the pieces of its own region first, then those that other regions have left: one that the
  * system holds up does not hold up all. Where the grid cuts k, part sums wait in scratch until every thread has
  * arrived, and are then added in the order in which gemm would have added them. No result depends on any of this. */
 #ifndef PHASEWISE_PRODUCT_H
@@ -49,6 +49,10 @@ void pw_multiply(const pw_product *product, const pw_schedule *schedule, const p
 
 /* A member's share of setting `count` tickets back to zero. */
 void pw_clear_tickets(pw_ticket *tickets, int count, int threads, int member);
+
+/* Part i of [0, count) by weights, cut at multiples of `unit`: ends[i] is what the parts before i weigh, ends[parts] what
+ * all do. A part is within one unit of its due; equal weights give what pw_share gives. */
+pw_range pw_weighed_part(int64_t count, int64_t unit, const int64_t *ends, int64_t parts, int64_t i);
 
 /* Floats of scratch that k_parts part sums of `rows` rows need. */
 int64_t pw_split_floats(const pw_weight *weight, int64_t rows);

@@ -17,7 +17,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#define LINE 64
+#define LINE PW_LINE
 #define MAX_CPUS 8192
 #define BARRIER_SPIN_NS 200000 /* longer, and the host took a CPU away or the shares were uneven: sleep */
 
@@ -51,7 +51,9 @@ typedef struct {
 struct pw_team {
     signal_word epoch;      /* one more for every task */
     signal_word generation; /* one more for every barrier passed */
-    _Alignas(LINE) atomic_int arrived;
+    pw_arrivals *counters;
+    pw_arrivals **first; /* each member's own */
+    int64_t *ends;       /* [2][n_members + 1]: sums of weights, streaming and computing; NULL: all are alike */
     _Alignas(LINE) atomic_bool resting;
     _Alignas(LINE) pw_task task;
     void *context;
@@ -122,11 +124,9 @@ void pw_team_barrier(pw_team *team, int index) {
 }
 
 void pw_team_barrier_beyond(pw_team *team, int index, void (*meet)(void *), void *context) {
-    (void)index;
     unsigned generation = atomic_load_explicit(&team->generation.value, memory_order_relaxed);
-    if (atomic_fetch_add_explicit(&team->arrived, 1, memory_order_acq_rel) == team->n_members - 1) {
+    if (pw_arrive(team->first[index])) {
         meet(context);
-        atomic_store_explicit(&team->arrived, 0, memory_order_relaxed);
         advance(&team->generation);
     } else {
         wait_for_change(&team->generation, generation, BARRIER_SPIN_NS, NULL);
@@ -182,6 +182,8 @@ static void return_thread(borrowed *caller) {
 static _Thread_local int pinned_cpu = -1;
 static _Thread_local pid_t own_id;
 
+/* A CPU may be taken away under an open team: it went offline, or out of the cpuset. Its thread then runs where the
+ * kernel has put it, and `misplaced` counts, until whoever opened the team opens another one. */
 static int take_caller(pw_team *team) {
     if (!team->pinned) return PW_TEAM_OK;
     if (own_id == 0) own_id = (pid_t)syscall(SYS_gettid);
@@ -192,8 +194,8 @@ static int take_caller(pw_team *team) {
     }
     int cpu = team->members[0].cpu;
     if (pinned_cpu == cpu && sched_getcpu() == cpu) return PW_TEAM_OK;
-    if (!team->caller || pin_thread(0, cpu) != 0) return PW_TEAM_UNPINNABLE;
-    pinned_cpu = cpu;
+    if (!team->caller) return PW_TEAM_NO_MEMORY;
+    pinned_cpu = pin_thread(0, cpu) == 0 ? cpu : -1;
     return PW_TEAM_OK;
 }
 
@@ -231,6 +233,36 @@ int pw_team_run(pw_team *team, pw_task task, void *context) {
 }
 
 int pw_team_size(const pw_team *team) { return team->n_members; }
+
+static void sum_up(int n, const int *weights, int64_t *ends) {
+    ends[0] = 0;
+    for (int i = 0; i < n; ++i) ends[i + 1] = ends[i] + weights[i];
+}
+
+int pw_team_weigh(pw_team *team, const int *streaming, const int *computing) {
+    int n = team->n_members;
+    int64_t *ends = NULL;
+    if (streaming && computing) {
+        ends = malloc(sizeof *ends * 2 * (size_t)(n + 1));
+        if (!ends) return PW_TEAM_NO_MEMORY;
+        sum_up(n, streaming, ends);
+        sum_up(n, computing, ends + n + 1);
+    }
+    pthread_mutex_lock(&team->one_task);
+    free(team->ends);
+    team->ends = ends;
+    pthread_mutex_unlock(&team->one_task);
+    return PW_TEAM_OK;
+}
+
+const int64_t *pw_team_ends(const pw_team *team, bool streaming) {
+    if (!team->ends) return NULL;
+    return streaming ? team->ends : team->ends + team->n_members + 1;
+}
+
+int pw_team_crossings(const pw_team *team) { return pw_arrivals_crossings(team->n_members, team->first); }
+
+unsigned pw_team_passed(const pw_team *team) { return atomic_load(&team->generation.value); }
 
 void pw_team_rest(pw_team *team) { atomic_store(&team->resting, true); }
 
@@ -290,7 +322,23 @@ static int start_member(member *self) {
     return failure;
 }
 
-static pw_team *allocate(int n_members, const int *cpus, int idle_spin_us) {
+/* The counters of members that run there. False: no memory. */
+static bool open_arrivals(pw_team *team, const pw_place *places) {
+    int n = team->n_members;
+    pw_place *own = malloc(sizeof *own * (size_t)n);
+    team->first = malloc(sizeof *team->first * (size_t)n);
+    if (own && team->first) {
+        for (int i = 0; i < n; ++i) {
+            int cpu = team->members[i].cpu;
+            own[i] = places ? places[i] : cpu >= 0 && n > 1 ? pw_place_of(cpu) : (pw_place){0, 0};
+        }
+        team->counters = pw_arrivals_open(n, own, team->first);
+    }
+    free(own);
+    return team->counters;
+}
+
+static pw_team *allocate(int n_members, const int *cpus, const pw_place *places, int idle_spin_us) {
     pw_team *team = aligned_alloc(LINE, sizeof *team);
     member *members = aligned_alloc(LINE, sizeof(member) * (size_t)n_members);
     if (!team || !members) {
@@ -312,17 +360,24 @@ static pw_team *allocate(int n_members, const int *cpus, int idle_spin_us) {
     team->pinned = cpus != NULL;
     team->idle_spin_ns = (long)idle_spin_us * 1000;
     team->process = getpid();
+    if (!open_arrivals(team, places)) {
+        free(team->first);
+        free(members);
+        free(team);
+        return NULL;
+    }
     pthread_mutex_init(&team->one_task, NULL);
     return team;
 }
 
-pw_team *pw_team_open(int n_members, const int *cpus, int idle_spin_us, char *message, size_t bytes) {
+pw_team *pw_team_open(int n_members, const int *cpus, const pw_place *places, int idle_spin_us, char *message,
+                      size_t bytes) {
     if (n_members < 1 || n_members > MAX_CPUS) {
         snprintf(message, bytes, "a thread team has 1 to %d members, not %d", MAX_CPUS, n_members);
         return NULL;
     }
     if (cpus && !check_cpus(n_members, cpus, message, bytes)) return NULL;
-    pw_team *team = allocate(n_members, cpus, idle_spin_us);
+    pw_team *team = allocate(n_members, cpus, places, idle_spin_us);
     if (!team) {
         snprintf(message, bytes, "no memory for a team of %d threads", n_members);
         return NULL;
@@ -348,6 +403,9 @@ void pw_team_close(pw_team *team) {
         return_thread(team->caller);
     }
     pthread_mutex_destroy(&team->one_task);
+    free(team->counters);
+    free(team->first);
+    free(team->ends);
     free(team->members);
     free(team);
 }

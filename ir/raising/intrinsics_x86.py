@@ -450,6 +450,7 @@ def _x86_scalars(table: Table) -> None:
     m128i, m128 = Vec(BITS, 16), Vec(F32, 4)
     table.put("_mm_cvtsi32_si128", m128i, _alone(I32))
     table.put("_mm_cvtsi64_si128", m128i, _alone(I64))
+    table.put("_mm_set_ps1", m128, splat(F32, 4))
     table.put("_mm_set_ss", m128, _alone(F32))
     table.put("_mm_load_ss", m128, lambda a: _alone(F32)([element(pointer_to(a[0], F32))]))
     table.put("_mm_store_ss", VOID, lambda a: call("store", (pointer_to(a[0], F32), permuted(a[1], (0,)))))

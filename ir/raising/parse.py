@@ -7,6 +7,7 @@ guessed: a construct that has no line here is refused with its file, line and na
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -33,6 +34,7 @@ from phasewise.ir.types import (
     pointee,
 )
 
+_LOAD_APART = re.compile(r"vld2q_([suf](?:8|16|32|64))")
 MAX_NESTING = 150
 MAX_NODES = 200_000
 """Most nodes of one function: its tree is walked in Python."""
@@ -288,7 +290,10 @@ class _Body(SourceExpressions):
             return ir.Declare(
                 self._new(name, of).name, of, self._lanes_listed(value, of), line, is_const=is_const
             )
-        init = None if value is None else self._converted(value, of)
+        init = None if value is None else self.expr(value)
+        if init is not None and value is not None:
+            of = _as_const_as(init, of)
+            init = self._convert(init, of, value)
         return ir.Declare(self._new(name, of).name, of, init, line, is_const=is_const)
 
     def _registers_declared(
@@ -337,7 +342,10 @@ class _Body(SourceExpressions):
         return [self._converted(item, of.of) for item in inner]
 
     def _loaded_together(self, node: Node, of: Array) -> list[ir.Expr]:
-        name, _, many = self._text(node.child_by_field_name("function")).rpartition("_x")
+        called = self._text(node.child_by_field_name("function"))
+        if apart := _LOAD_APART.fullmatch(called):
+            return self._loaded_apart(apart[1], node, of)
+        name, _, many = called.rpartition("_x")
         intrinsic = self.source.intrinsics.get(name)
         if (
             intrinsic is None
@@ -346,10 +354,22 @@ class _Body(SourceExpressions):
             or not isinstance(of.of, Vec)
         ):
             raise self._refuse(node, f"{self._quoted(node)} where {of.count} registers are needed")
+        return self._loaded_in_a_row(name, node, of)
+
+    def _loaded_in_a_row(self, name: str, node: Node, of: Array) -> list[ir.Expr]:
+        assert isinstance(of.of, Vec)
         (place,) = self._arguments(node)
         starts = [ir.integer(i * of.of.lanes) for i in range(of.count)]
         places = [self._typed(partial(binary, "+", place, start), node) for start in starts]
         return [ir.CallExpression(of.of, name, (each,)) for each in places]
+
+    def _loaded_apart(self, suffix: str, node: Node, of: Array) -> list[ir.Expr]:
+        """Two NEON registers of every other element each: those of even places, and of odd ones."""
+        load = self.source.intrinsics.get(f"vld1q_{suffix}")
+        if load is None or load.result != of.of or of.count != 2:
+            raise self._refuse(node, f"{self._quoted(node)} where {of.count} registers are needed")
+        both = tuple(self._loaded_in_a_row(f"vld1q_{suffix}", node, of))
+        return [ir.CallExpression(of.of, f"vuzp{half}q_{suffix}", both) for half in (1, 2)]
 
     def _effect(self, node: Node) -> list[ir.Stmt]:
         """An expression that stands alone."""
@@ -381,6 +401,8 @@ class _Body(SourceExpressions):
             return self._memcpy(node, line)
         if name in ("memset", "__builtin_memset"):
             return self._memset(node, line)
+        if name == "__builtin_prefetch" and name not in self.source.intrinsics:
+            return []  # a hint; instruction sets that have the operation keep it
         if name in ("_mm256_zeroupper", "_mm256_zeroall", "_mm_sfence", "_mm_empty"):
             return []
         call = self.expr(node)
@@ -450,6 +472,16 @@ class _Body(SourceExpressions):
         value = self.expr(right)
         combined = self._typed(lambda: binary(op[:-1], target, value), node)
         return [ir.Assign(target, self._convert(combined, target.type, node), line)]
+
+
+def _as_const_as(value: ir.Expr, of: Type) -> Type:
+    """A pointer's type, to const memory where that is what it begins with: a cast that took const away gave
+    no leave to write.
+    """
+    given = decayed(value.type)
+    if isinstance(of, Pointer) and isinstance(given, Pointer) and given.is_const:
+        return Pointer(of.to, True)
+    return of
 
 
 def _pointee(e: ir.Expr) -> ir.Index | ir.Var | ir.Member | None:

@@ -31,6 +31,7 @@ from phasewise.ir.types import (
     F32,
     F64,
     I32,
+    I64,
     SCALARS,
     U64,
     VOID,
@@ -309,7 +310,7 @@ class SourceExpressions:
             )
         if isinstance(to, Pointer) and isinstance(given, Pointer):
             self._note(to)
-            return ir.Cast(to, value)
+            return ir.Cast(Pointer(to.to, to.is_const or given.is_const), value)
         if to == given:
             return value
         raise self._refuse(node, f"a cast of {spelled(given)} to {spelled(to)} is not in the subset")
@@ -401,6 +402,9 @@ class SourceExpressions:
             return ir.CallExpression(F32, library, tuple(self._convert(arg, F32, node) for arg in args))
         if name in self.source.names.functions:
             return self._helper(name, args, node)
+        if library in ("lrintf", "llrintf"):
+            (whole,) = (self._convert(arg, F32, node) for arg in args)
+            return ir.Cast(I64, ir.CallExpression(F32, "rintf", (whole,)))
         if name.startswith(("_mm", "__builtin_")) or name in _OTHER_INTRINSICS or _looks_like_neon(name):
             raise self._refuse(node, f"intrinsic `{name}` is not in the table of {self.source.expanded.isa}")
         raise self._refuse(node, f"`{name}` is not defined here")

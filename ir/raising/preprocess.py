@@ -67,7 +67,34 @@ _COMMON = """#pragma once
 #define INFINITY __builtin_inff()
 #define NAN __builtin_nanf()
 #define HUGE_VALF __builtin_inff()
+#define FLT_MANT_DIG 24
+#define SHRT_MIN (-32768)
+#define SHRT_MAX 32767
+#define USHRT_MAX 65535
+#define SCHAR_MIN (-128)
+#define SCHAR_MAX 127
+#define UCHAR_MAX 255
+#define CHAR_MIN (-128)
+#define CHAR_MAX 127
+#define INT_MIN (-2147483647-1)
+#define INT32_MIN (-2147483647-1)
+#define UINT_MAX 4294967295u
+#define LONG_MAX 9223372036854775807l
+#define INT64_MIN (-9223372036854775807l-1)
+#define UINT64_MAX 18446744073709551615ul
+#define M_E 2.7182818284590452354
+#define M_LOG2E 1.4426950408889634074
+#define M_LOG10E 0.43429448190325182765
+#define M_LN2 0.69314718055994530942
+#define M_LN10 2.30258509299404568402
 #define M_PI 3.14159265358979323846
+#define M_PI_2 1.57079632679489661923
+#define M_PI_4 0.78539816339744830962
+#define M_1_PI 0.31830988618379067154
+#define M_2_PI 0.63661977236758134308
+#define M_2_SQRTPI 1.12837916709551257390
+#define M_SQRT2 1.41421356237309504880
+#define M_SQRT1_2 0.70710678118654752440
 #define assert(x) ((void)0)
 #define true 1
 #define false 0
@@ -213,4 +240,14 @@ def _with_places(text: str, path: str, isa: str) -> Expanded:
         lines.append(line)
         places.append(SourcePlace(file, number))
         number += 1
-    return Expanded("\n".join(lines), tuple(places), isa)
+    return Expanded(_with_complex("\n".join(lines)), tuple(places), isa)
+
+
+_COMPLEX = re.compile(r"\b(char|short|int|long|float|double)\s+(?:_Complex|complex)\b")
+
+
+def _with_complex(text: str) -> str:
+    """Complex numbers as pairs, which they are in memory; there is no arithmetic on them in the subset."""
+    names = sorted({match[1] for match in _COMPLEX.finditer(text)})
+    pairs = "".join(f"struct complex_{name} {{ {name} re; {name} im; }}; " for name in names)
+    return pairs + _COMPLEX.sub(r"struct complex_\1", text)

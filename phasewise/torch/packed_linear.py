@@ -14,6 +14,7 @@ from phasewise.cython_kernels import _native, packing, sparse
 from phasewise.cython_kernels.packing import PackedWeight
 
 Storage = Literal["auto", "sparse", "dense"]
+WeightFormat = Literal["native", "bf16", "int8"]
 
 WORTH_ZEROS = 0.3
 """`auto` stores weights sparse from this share of zeros on, where the CPU expands by itself."""
@@ -42,7 +43,7 @@ class PackedLinear(torch.nn.Module):
         cls,
         linear: torch.nn.Linear,
         storage: Storage = "auto",
-        weight_format: Literal["native", "bf16", "int8"] = "native",
+        weight_format: WeightFormat = "native",
     ) -> Self:
         """The layer's weight and bias, packed. ValueError for a weight that cannot be."""
         weight = linear.weight.detach()
@@ -71,6 +72,11 @@ class PackedLinear(torch.nn.Module):
         """True if the weight is stored without its zeros."""
         return self._weight.is_sparse
 
+    @property
+    def stored_as(self) -> str:
+        """`bf16, dense` or the like."""
+        return f"{self._weight.kind}, {'sparse' if self.is_sparse else 'dense'}"
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if torch.is_grad_enabled() and x.requires_grad:
             raise RuntimeError("PackedLinear has no gradient: call it under torch.no_grad()")
@@ -91,7 +97,7 @@ class PackedLinear(torch.nn.Module):
 
     def extra_repr(self) -> str:
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"
-        return f"{sizes}, {self._weight.kind}, {'sparse' if self.is_sparse else 'dense'}"
+        return f"{sizes}, {self.stored_as}"
 
     def get_extra_state(self) -> dict[str, Any]:
         """The weight: its fields, and its arrays as tensors of bytes or numbers."""

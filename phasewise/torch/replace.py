@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from phasewise.torch.packed_linear import PackedLinear, Storage
+from phasewise.torch.packed_linear import PackedLinear, Storage, WeightFormat
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,13 @@ def replace_linear(
     storage: Storage = "auto",
     min_sparsity: float = 0.3,
     skip: Collection[str] = ("lm_head",),
+    weight_format: WeightFormat = "native",
 ) -> list[Replacement]:
     """Replace, in place, the linear layers of which at least `min_sparsity` of the weights are zero.
 
-    skip: layers that stay, by their last name or their whole name. Subclasses of torch.nn.Linear, and
-    layers that share their weight with another module, stay too.
+    skip: layers that stay, by their last name or their whole name. weight_format: as for
+    `PackedLinear.from_linear`; `int8` keeps zeros, and with `min_sparsity=0` it is for any layer. Subclasses
+    of torch.nn.Linear, and layers that share their weight with another module, stay too.
     """
     uses = Counter(
         id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False)
@@ -44,13 +46,12 @@ def replace_linear(
         why = _obstacle(name, module, uses[id(module.weight)], zeros, min_sparsity, skip)
         if why is None:
             try:
-                packed = PackedLinear.from_linear(module, storage)
+                packed = PackedLinear.from_linear(module, storage, weight_format)
             except ValueError as error:
                 why = str(error)
             else:
                 model.set_submodule(name, packed)
-                stored = "sparse" if packed.is_sparse else "dense"
-                report.append(Replacement(name, True, zeros, f"packed, {stored}"))
+                report.append(Replacement(name, True, zeros, f"packed, {packed.stored_as}"))
                 continue
         report.append(Replacement(name, False, zeros, why))
     return report

@@ -8,11 +8,19 @@ _FIRST_TRIALS = 10.0  # how much the first guess counts
 
 
 class Agreement:
-    """Rates by kind (a small integer). A request's own begins with that of all requests, its `parent`."""
+    """Rates by kind (a small integer). A request's own begins with that of all requests, its `parent`.
 
-    def __init__(self, first_rates: tuple[float, ...], parent: Agreement | None = None) -> None:
+    fading: the first guess loses its weight with each trial, as trials do, so that drafts that are nearly
+    always right are known as such; else it stays, and what seldom repeats is drafted with more care.
+    """
+
+    def __init__(
+        self, first_rates: tuple[float, ...], parent: Agreement | None = None, *, fading: bool = False
+    ) -> None:
         self._first_rates = first_rates
         self._parent = parent
+        self._first_trials = [_FIRST_TRIALS] * len(first_rates)
+        self._fading = _KEPT if fading else 1.0
         self._right = [0.0] * len(first_rates)
         self._trials = [0.0] * len(first_rates)
 
@@ -23,7 +31,7 @@ class Agreement:
     def rate(self, kind: int) -> float:
         """Share of the drafts of this kind that were right, the recent ones counting more."""
         if self._parent is None:
-            prior, weight = self._first_rates[kind], _FIRST_TRIALS
+            prior, weight = self._first_rates[kind], self._first_trials[kind]
         else:
             prior, weight = self._parent.rate(kind), _PRIOR_TRIALS
         return (self._right[kind] + weight * prior) / (self._trials[kind] + weight)
@@ -32,5 +40,6 @@ class Agreement:
         """One draft of this kind, and whether it was the token that came."""
         self._right[kind] = _KEPT * self._right[kind] + right
         self._trials[kind] = _KEPT * self._trials[kind] + 1
+        self._first_trials[kind] *= self._fading
         if self._parent is not None:
             self._parent.saw(kind, right=right)

@@ -36,9 +36,9 @@ class DraftMemory(Generic[Known]):
         self._begun = begun
         self._known: dict[str, Known] = {}
 
-    def observe(self, n_rows: int, duration_ns: int) -> None:
+    def observe(self, batch: Batch, duration_ns: int) -> None:
         """As Drafter.observe."""
-        self._costs.observe(n_rows, duration_ns)
+        self._costs.observe(batch.n_tokens, duration_ns)
 
     def ended(self, request_id: str) -> None:
         """As Drafter.ended."""
@@ -57,8 +57,8 @@ class DraftMemory(Generic[Known]):
 class Drafter(Protocol):
     """A source of drafts. It reads of a sequence what it has not read yet; one thread calls all of it."""
 
-    def observe(self, n_rows: int, duration_ns: int) -> None:
-        """Note the time of a decode step, by its number of rows, drafting excluded."""
+    def observe(self, batch: Batch, duration_ns: int) -> None:
+        """A decode step was computed, its drafts included, in so long, drafting excluded."""
         ...
 
     def computed(self, batch: Batch) -> None:

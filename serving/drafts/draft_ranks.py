@@ -10,9 +10,11 @@ import numpy.typing as npt
 
 from phasewise.serving.batch import Batch
 from phasewise.serving.models.forward import build_program, kv_bytes_per_slot, resolve_kv_format
+from phasewise.serving.models.heads.draft_head import FedRows, RowVectors, drafted_tokens
 from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.processes.memory import check_memory
-from phasewise.serving.ranks.first_rank import FirstRank, room_for
+from phasewise.serving.ranks.first_rank import FirstRank, room_for, slices_at_once
+from phasewise.serving.ranks.own_weights import weights_near
 from phasewise.serving.ranks.rank_teams import touch_memory
 from phasewise.serving.ranks.ranks_contract import RankOptions
 
@@ -45,9 +47,12 @@ class GuestRank:
         self._host = host
         at_first = host()
         self._capacity = room_for(options, at_first.teams.most_threads, kv_format)
-        self._program = build_program(model, self._capacity, check_memory)
+        nodes = at_first.nodes
+        self._program = build_program(weights_near(model, nodes, self.kv_bytes), self._capacity, check_memory)
+        if nodes:
+            self._program.spread(nodes)
         if options.kv.touched:
-            touch_memory(self._program, at_first.teams.by_phase)
+            touch_memory(self._program, at_first.teams.by_table)
         self._guest, self._guest_of = self._open(at_first), at_first
 
     def forward(self, batch: Batch) -> npt.NDArray[np.float32]:
@@ -69,4 +74,48 @@ class GuestRank:
         return self._guest
 
     def _open(self, host: FirstRank) -> FirstRank:
-        return FirstRank(self._program, {}, self._capacity, host)
+        return FirstRank(self._program, host.teams, self._capacity, host)
+
+
+class HeadRanks(Protocol):
+    """The ranks that compute a head's steps, in the slots of the model that is served."""
+
+    def forward_rows(self, batch: Batch, rows: RowVectors) -> tuple[npt.NDArray[np.float32], RowVectors]:
+        """Logits as Ranks.forward, and the head's own row for each. rows: the model's, of every token."""
+        ...
+
+    def copy_kv(self, source_slot: int, target_slot: int, n_slots: int) -> None:
+        """As Ranks.copy_kv."""
+        ...
+
+
+class GuestHead(GuestRank):
+    """A head that drafts for the model of `host`, on its teams."""
+
+    def __init__(self, model: PackedModel, host: Callable[[], FirstRank], options: RankOptions) -> None:
+        self._token_ids = drafted_tokens(model)
+        super().__init__(model, host, options)
+        room = self._capacity
+        self._fed = FedRows.of(self._program, model.config, room.step_tokens, room.logit_rows)
+
+    def forward_rows(self, batch: Batch, rows: RowVectors) -> tuple[npt.NDArray[np.float32], RowVectors]:
+        """As HeadRanks.forward_rows; of a prefill batch, which wants no logits, both are empty."""
+        if batch.phase == "decode":
+            self._fed.write(rows)
+            logits = self.forward(batch)
+            return self._of_tokens(logits), self._fed.read(len(logits))
+        first = 0
+        for step in slices_at_once(batch.slices, self._capacity.step_tokens):
+            n_tokens = sum(len(piece.token_ids) for piece in step)
+            self._fed.write(rows[first : first + n_tokens])
+            self.forward(Batch("prefill", tuple(step)))
+            first += n_tokens
+        return np.empty((0, self.vocab_size), np.float32), rows[:0]
+
+    def _of_tokens(self, logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """Logits of all tokens: of those that it does not draft they are as small as can be."""
+        if self._token_ids is None:
+            return logits
+        wide = np.full((len(logits), self.vocab_size), -np.inf, dtype=np.float32)
+        wide[:, self._token_ids] = logits
+        return wide

@@ -15,9 +15,9 @@ import numpy.typing as npt
 
 from phasewise.serving.batch import Batch, SequenceSlice
 from phasewise.serving.drafts.agreement import Agreement
-from phasewise.serving.drafts.contract import MOST_DRAFTED, NO_DRAFT, Draft, DraftMemory
+from phasewise.serving.drafts.contract import NO_DRAFT, Draft, DraftMemory
 from phasewise.serving.drafts.draft_ranks import DraftRanks
-from phasewise.serving.drafts.lengths import LEAST_GAIN
+from phasewise.serving.drafts.gain import DraftGain, Drafting
 from phasewise.serving.drafts.step_costs import StepCosts
 from phasewise.serving.sampling.sampling import FloatVector, Sampler
 from phasewise.serving.scheduling.request import LiveSequence
@@ -25,9 +25,7 @@ from phasewise.serving.scheduling.scheduler_terms import DraftRoom
 
 _FIRST_RATE = 0.7
 _CATCH_UP_TOKENS = 128  # of all sequences, in one step
-_ROWS_AT_THE_PRICE_OF_ONE = 16  # of a decode step, where many are computed at once
 _LEAST_LATE = 1  # all drafts were right: the last of them is computed with the token after it
-_TRIAL_SHARE = 0.01  # of the time without drafts may go to trying whether they pay again
 
 
 class _Drafted:
@@ -66,6 +64,10 @@ class _Row:
         self.sampler = sampler
         self.token_ids: list[int] = []
         self.chances: list[FloatVector] = []
+
+    def rate(self, _index: int) -> float:
+        """The share of its drafts that were right."""
+        return self.drafted.agreement.rate(0)
 
     @property
     def lag(self) -> int:
@@ -118,14 +120,9 @@ class ModelDrafter(DraftMemory[_Drafted]):
         self._clock_ns = clock_ns
         agreement = Agreement((_FIRST_RATE,))
         super().__init__(costs, lambda _: _Drafted(agreement.of_request()))
-        self._most_rows = most_rows
+        self._gain = DraftGain(costs, most_rows, n_tokens)
         self._vocab_size = vocab_size
-        self._n_tokens = n_tokens
-        self._draft_costs = StepCosts()
         self._rng = np.random.default_rng()
-        self._pays = True
-        self._is_trying = False
-        self._saved_ns = 0.0  # for the next trial
 
     def computed(self, batch: Batch) -> None:
         """The same of the same prompts, while drafts pay."""
@@ -136,7 +133,7 @@ class ModelDrafter(DraftMemory[_Drafted]):
             drafted = self._of(name)
             if is_new or piece.start < drafted.n_known:
                 drafted.n_known, drafted.draft = piece.start, ()  # copied, or begun again in another block
-            if self._pays and piece.start == drafted.n_known:
+            if self._gain.pays and piece.start == drafted.n_known:
                 slices.append(piece._replace(wants_logits=False))
                 drafted.n_known += len(piece.token_ids)
         if slices:
@@ -163,48 +160,8 @@ class ModelDrafter(DraftMemory[_Drafted]):
             self._ranks.copy_kv(*copy)
 
     def _length(self, rows: list[_Row]) -> int:
-        """Drafts of each sequence that give the most tokens in a nanosecond; 0: none pay."""
-        if 2 * len(rows) > self._most_rows:
-            return 0
-        if self._n_tokens is not None:
-            return min(self._n_tokens, self._most_rows // len(rows) - 1)
-        if not self._costs.is_known:
-            return 0
-        if not self._draft_costs.is_known:
-            return 1
-        most_rows = min(self._most_rows, self._costs.most_rows)
-        most = min(MOST_DRAFTED, most_rows // len(rows) - 1)
-        plain_ns, draft_ns = self._costs.cost_ns(len(rows)), self._draft_costs.cost_ns(len(rows))
-        best_rate, best = LEAST_GAIN * len(rows) / plain_ns, 0
-        chances, tokens, n_rows = [1.0] * len(rows), float(len(rows)), len(rows)
-        rates = [row.drafted.agreement.rate(0) for row in rows]
-        for length in range(1, most + 1):
-            for i, row in enumerate(rows):
-                if length <= row.room.most:
-                    chances[i] *= rates[i]
-                    tokens += chances[i]
-                    n_rows += 1
-            rate = tokens / (self._costs.cost_ns(n_rows) + length * draft_ns)
-            if rate > best_rate:
-                best_rate, best = rate, length
-        self._pays = best > 0
-        return best or self._trial(rows, plain_ns, draft_ns)
-
-    def _trial(self, rows: list[_Row], plain_ns: float, draft_ns: float) -> int:
-        """1 where enough was saved to pay for a trial, and until it has been made; else 0."""
-        if self._is_trying:
-            return 1
-        self._saved_ns += _TRIAL_SHARE * plain_ns
-        n_late = max(0, sum(row.lag - 1 for row in rows))
-        price_ns = (
-            self._costs.cost_ns(2 * len(rows))
-            - plain_ns
-            + draft_ns * (1 + n_late / _ROWS_AT_THE_PRICE_OF_ONE)
-        )
-        if self._saved_ns < price_ns:
-            return 0
-        self._saved_ns, self._is_trying = 0.0, True
-        return 1
+        """Drafts of each sequence."""
+        return self._gain.length([Drafting(row.room.most, row.rate, row.lag - 1) for row in rows])
 
     def _caught_up(self, rows: list[_Row]) -> list[_Row]:
         """Those that can be drafted now. Others compute a part of what they lack."""
@@ -229,14 +186,15 @@ class ModelDrafter(DraftMemory[_Drafted]):
     def _draft(self, rows: list[_Row], length: int) -> None:
         slices = [row.catching_up(row.lag, wants_logits=True) for row in rows]
         going_on = rows
-        self._is_trying &= not rows
+        if rows:
+            self._gain.tried()
         for n in range(1, length + 1):
             if not going_on:
                 break
             batch = Batch("decode", tuple(slices))
             began_ns = self._clock_ns()
             logits = self._ranks.forward(batch)
-            self._draft_costs.observe(batch.n_tokens, self._clock_ns() - began_ns)
+            self._gain.draft_costs.observe(batch.n_tokens, self._clock_ns() - began_ns)
             for row, own in zip(going_on, self._as_wide(logits), strict=True):
                 row.propose(own, self._rng)
             going_on = [row for row in going_on if n < min(length, row.room.most)]

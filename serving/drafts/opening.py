@@ -6,11 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from phasewise.serving.drafts.contract import MOST_DRAFTED, Drafter
-from phasewise.serving.drafts.draft_ranks import GuestRank
+from phasewise.serving.drafts.draft_ranks import GuestHead, GuestRank
+from phasewise.serving.drafts.head_drafter import HeadDrafter
 from phasewise.serving.drafts.lookup import LookupDrafter
 from phasewise.serving.drafts.model_drafter import ModelDrafter
 from phasewise.serving.drafts.step_costs import StepCosts
 from phasewise.serving.errors import ModelError
+from phasewise.serving.models.heads.draft_head import RowVectors
 from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.ranks.first_rank import ALL_LOGITS_ROWS, FirstRank
 from phasewise.serving.ranks.ranks_contract import RankOptions
@@ -22,7 +24,8 @@ LEAST_STEP_TOKENS = 1 + MOST_DRAFTED
 
 @dataclass(frozen=True)
 class DraftSource:
-    """The source of drafts. `model`: a small model of the same vocabulary; None: lookup in the sequence.
+    """The source of drafts. `model`: a small model of the same vocabulary, or a head of the model that is
+    served; None: lookup in the sequence.
 
     recorded_ns: what decode steps took by their number of rows, as far as the database knows. n_tokens: of
     each draft; None: as many as pay, by what is observed.
@@ -31,6 +34,11 @@ class DraftSource:
     model: PackedModel | None = None
     recorded_ns: Mapping[int, float] = field(default_factory=dict)
     n_tokens: int | None = None
+
+    @property
+    def head_kind(self) -> str:
+        """The kind of the head that `model` is, for the model that is served; "": it is none."""
+        return "" if self.model is None else self.model.config.drafts
 
 
 def open_drafter(
@@ -41,8 +49,27 @@ def open_drafter(
     most_rows = min(ALL_LOGITS_ROWS, max(options.max_batch_tokens, options.max_sequences))
     if source.model is None:
         return LookupDrafter(costs, most_rows, source.n_tokens)
+    if source.head_kind:
+        return _head_drafter(source, source.model, first_rank, options, costs)
     guest = GuestRank(source.model, first_rank, replace(options, kv=replace(options.kv, rings=None)))
     return ModelDrafter(guest, costs, most_rows, model.config.vocab_size, n_tokens=source.n_tokens)
+
+
+def _head_drafter(
+    source: DraftSource,
+    head: PackedModel,
+    first_rank: Callable[[], FirstRank],
+    options: RankOptions,
+    costs: StepCosts,
+) -> HeadDrafter:
+    own = replace(options, kv=replace(options.kv, rings=None), feeds="")
+    guest = GuestHead(head, first_rank, own)
+    most_rows = min(ALL_LOGITS_ROWS, max(options.max_batch_tokens, options.max_sequences))
+
+    def take_rows(n_tokens: int) -> RowVectors | None:
+        return first_rank().take_fed_rows(n_tokens)
+
+    return HeadDrafter(guest, take_rows, costs, most_rows, n_tokens=source.n_tokens)
 
 
 def check_vocabularies(draft: PackedModel, model: PackedModel) -> None:

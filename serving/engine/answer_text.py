@@ -7,6 +7,7 @@ of whose text has been given out.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Protocol
 
 from phasewise.serving.sampling.sampling import SampledToken
@@ -35,6 +36,11 @@ class AnswerText:
     @property
     def stopped(self) -> bool:
         return self.stop_text is not None
+
+    def begin_after(self, token_ids: Sequence[int], n_given: int) -> None:
+        """Go on after these tokens, of whose text `n_given` characters were given out, by another one."""
+        text = "".join(self._stream.push(token_id) for token_id in token_ids)
+        self._held, self._n_given = text[n_given:], n_given
 
     def push(self, token: SampledToken) -> None:
         """A token of the answer. Sets `stop_text` when a stop string is complete."""

@@ -6,20 +6,19 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from phasewise._words import counted
 from phasewise.serving.batch import Batch
 from phasewise.serving.drafts.contract import Draft, Drafter
-from phasewise.serving.engine.answer_text import AnswerText, TokenStream
-from phasewise.serving.engine.logit_chain import LogitChain
+from phasewise.serving.engine.given_so_far import GivenSoFar
+from phasewise.serving.engine.live_request import LiveRequest, Vocabulary
 from phasewise.serving.engine.messages import (
     Answer,
     Delivery,
     DraftCounts,
     EngineLoad,
-    Evidence,
     Failure,
     Placed,
     Progress,
@@ -27,13 +26,12 @@ from phasewise.serving.engine.messages import (
     Submit,
 )
 from phasewise.serving.engine.prompt_progress import PromptProgress
-from phasewise.serving.engine.prompt_scores import PromptScores, forward_scored
-from phasewise.serving.errors import RankLost, RanksError, RequestError, ServingError, StepFailed
-from phasewise.serving.processes.restarts import MOST_RERUNS
+from phasewise.serving.engine.prompt_scores import forward_scored
+from phasewise.serving.errors import CoresMoved, RankLost, RanksError, RequestError, ServingError, StepFailed
 from phasewise.serving.ranks.ranks_contract import Ranks
-from phasewise.serving.sampling.sampling import SampledToken, Sampler, sample_rows, sample_run
+from phasewise.serving.sampling.sampling import SampledToken, sample_rows, sample_run
 from phasewise.serving.scheduling.pacing import PROMPT_SHARE, Pacing
-from phasewise.serving.scheduling.request import Request, TokenOut
+from phasewise.serving.scheduling.request import TokenOut
 from phasewise.serving.scheduling.scheduler import Scheduler
 from phasewise.serving.scheduling.shadow import UNBOUNDED, ShadowRoom
 
@@ -41,74 +39,13 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from phasewise.serving.engine.core_watch import CoreWatch
     from phasewise.serving.engine.fingerprint import Fingerprint
     from phasewise.serving.engine.outbox import Outbox
     from phasewise.serving.engine.stored_prefixes import StoredPrefixes
     from phasewise.serving.pools.contract import PoolStats
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Vocabulary:
-    """The engine's view of a model's tokens.
-
-    `open_stream` makes the decoder of one answer; it gives out the texts of the control tokens named to it.
-    """
-
-    size: int
-    end_token_ids: frozenset[int]
-    open_stream: Callable[[frozenset[int]], TokenStream]
-
-
-@dataclass(slots=True)
-class _Live:
-    """A request on its way: what its tokens are chosen with, and the text they have made so far."""
-
-    message: Submit
-    max_tokens: int
-    sampler: Sampler
-    text: AnswerText
-    end_token_ids: frozenset[int]
-    chain: LogitChain | None = None
-    """Digests of its logits, where it shall have a receipt; `token_ids` are then its tokens so far."""
-    token_ids: list[int] = field(default_factory=list)
-    has_begun: bool = False
-    """True if text or tokens of it were given out, so that it cannot be run again from the start."""
-    scores: PromptScores | None = None
-    """Log-probabilities of its prompt, where it wants them; None once they were given out."""
-    adapter: int = 0
-    adapter_hash: str = ""
-    n_reruns: int = 0
-    n_drafted: int = 0
-    n_accepted: int = 0
-
-    def evidence(self, run: list[SampledToken], *, has_ended: bool) -> Evidence | None:
-        """The evidence once it has ended, where it shall have a receipt. run: its newest tokens."""
-        if self.chain is None:
-            return None
-        self.token_ids += [token.token_id for token in run]
-        if not has_ended:
-            return None
-        return Evidence(tuple(self.token_ids), self.chain.digests(len(self.token_ids)))
-
-    @property
-    def request(self) -> Request:
-        """As the scheduler sees it."""
-        message = self.message
-        ids = message.prompt_token_ids
-        return Request(
-            message.request_id,
-            ids,
-            self.max_tokens,
-            self.end_token_ids,
-            message.estimate,
-            _space_of(message.cache_space, self.adapter_hash),
-            client=message.client,
-            takes_over=message.prompt_logprobs is None,
-            in_shadow=message.in_shadow,
-            adapter=self.adapter,
-        )
 
 
 class Engine:
@@ -139,15 +76,21 @@ class Engine:
         """The identity of its model's arithmetic; None where there is no model."""
         self.prefixes: StoredPrefixes | None = None
         """The reader and keeper of beginnings of prompts; None: memory alone has them."""
+        self.cores: CoreWatch | None = None
+        """The watch over its cores; None: they stay."""
         self.adapters: Mapping[str, tuple[int, str]] = {}
         """The numbers and content hashes of the model's adapters, by name."""
+        self.on_begin: Callable[[str], object] | None = None
+        """Called before the first step of a request: what ends this process from then on may be its work."""
+        self.n_continued = 0
+        """Answers that went on after a loss of ranks, after what was given out of them."""
         self.vocabulary = vocabulary
         self.scheduler = scheduler
         self.pacing = pacing
         self.drafter = drafter
         self._n_drafted = self._n_accepted = 0
         self._default_answer_tokens = default_answer_tokens
-        self._live: dict[str, _Live] = {}  # in order of arrival
+        self._live: dict[str, LiveRequest] = {}  # in order of arrival
         self._prompts: dict[str, Submit] = {}
         """Computed here and answered elsewhere."""
         self._aimed: set[str] = set()
@@ -169,8 +112,7 @@ class Engine:
         """Take a request on, or raise RequestError (it can never run) or QueueFull (not now)."""
         live = self._checked(message)
         self.scheduler.add(live.request)
-        self._live[message.request_id] = live
-        self._progress.expect(message.request_id, len(message.prompt_token_ids))
+        self._follow(live)
 
     def expect(self, message: Submit) -> None:
         """Take on a request whose prompt is computed elsewhere. `submit`'s errors."""
@@ -223,14 +165,23 @@ class Engine:
         self._forget(request_id)
         self.scheduler.abort(request_id)
 
-    def _checked(self, message: Submit) -> _Live:
-        ids = message.prompt_token_ids
+    def _follow(self, live: LiveRequest) -> None:
+        message = live.message
+        self._live[message.request_id] = live
+        if message.given is None:
+            self._progress.expect(message.request_id, len(message.prompt_token_ids))
+
+    def _checked(self, message: Submit) -> LiveRequest:
+        ids = message.known_token_ids
         if ids and (min(ids) < 0 or max(ids) >= self.vocabulary.size):
             raise RequestError(f"the prompt's token ids must be 0 to {self.vocabulary.size - 1}", "prompt")
         if message.adapter and message.adapter not in self.adapters:
             raise RequestError(f"there is no adapter {message.adapter!r:.80}", "model")
-        most = message.max_tokens
-        return self._begin(message, self._default_max_tokens(len(ids)) if most is None else max(1, most))
+        most, n_prompt = message.max_tokens, len(message.prompt_token_ids)
+        max_tokens = self._default_max_tokens(n_prompt) if most is None else max(1, most)
+        if len(ids) - n_prompt >= max_tokens:
+            raise RequestError(f"the answer has {len(ids) - n_prompt} tokens, and may have {max_tokens}")
+        return self._begin(GivenSoFar(message), max_tokens)
 
     def step(self) -> Delivery:
         """Compute one batch. A failure ends the requests of that batch and no others.
@@ -257,6 +208,7 @@ class Engine:
             for copy in batch.copies:
                 self.ranks.copy_kv(*copy)
             passing = self._start_prompts(batch)  # what the copies bring counts as computed
+            self._note_begun(batch)
             drafts = self._drafts(batch)
             if any(draft.token_ids for draft in drafts):
                 batch = self.scheduler.extend(batch, [draft.token_ids for draft in drafts])
@@ -276,24 +228,47 @@ class Engine:
         return Delivery(outs, stats, self.load(), self._newly_placed(), computed, progress=progress)
 
     def recover(self, lost: RankLost) -> Delivery:
-        """Keys and values are lost. Answers that have begun end with `lost`, the others are queued again.
+        """Keys and values are lost. All requests are queued again; answers that had begun go on after what
+        was given out of them, unless prompts have another arithmetic: those end with `lost`.
 
         Requests that are divided with another engine end too: it must be told.
         """
+        has_one_arithmetic = self.fingerprint is None or self.fingerprint.has_one_arithmetic
         divided = {*self._prompts, *self.scheduler.awaiting_kv}
         lives = tuple(live for name, live in self._live.items() if name not in divided)
         self._clear()
         failures = [Failure(request_id, lost) for request_id in divided]
         for live in lives:
-            if live.has_begun or live.n_reruns >= MOST_RERUNS:
-                failures.append(Failure(live.message.request_id, lost))
+            if isinstance(lost, CoresMoved):
+                live.given.was_computed = False  # nothing that it did
+            given = live.given.after(lost, has_one_arithmetic=has_one_arithmetic)
+            if not isinstance(given, GivenSoFar):
+                failures.append(Failure(live.message.request_id, given))
                 continue
-            again = self._begin(live.message, live.max_tokens)
-            again.n_reruns = live.n_reruns + 1
+            again = self._begin(given, live.max_tokens)
+            again.n_drafted, again.n_accepted = live.n_drafted, live.n_accepted
             self.scheduler.requeue(again.request)
-            self._live[live.message.request_id] = again
-            self._progress.expect(live.message.request_id, len(live.message.prompt_token_ids))
+            self._follow(again)
+            self.n_continued += given.has_begun
         return Delivery(tuple(failures), None, self.load())
+
+    def move_cores(self) -> None:
+        """Run by plans for the cores there are, where the watch has such. CoresMoved: the ranks must be
+        opened again for it. RanksError: the former plans stay.
+        """
+        to = None if self.cores is None else self.cores.take()
+        if to is None:
+            return
+        assert self.cores is not None
+        is_safe = self.fingerprint is None or self.fingerprint.has_one_arithmetic
+        if not (self.ranks.moves_in_place or is_safe):
+            raise RanksError("with --tile-prompts no answer that has begun can go on in ranks opened again")
+        try:
+            self.ranks.move(to.plans, to.schedules)
+        except CoresMoved:
+            self.cores.moved(to)
+            raise
+        self.cores.moved(to)
 
     def fail_everything(self, error: Exception) -> Delivery:
         """End every request with `error`."""
@@ -324,9 +299,12 @@ class Engine:
             step_over_tpot_ms=0 if self.pacing is None else math.ceil(self.pacing.over_promise_ns / 1e6),
             stored=None if self.prefixes is None else self.prefixes.counts,
             prompt_token_ns=self.pacing.prompt_token_ns(scheduler.n_answering) if self.pacing else 0.0,
+            best_token_ns=self.pacing.best_token_ns if self.pacing else 0.0,
         )
 
     def close(self) -> None:
+        if self.cores is not None:
+            self.cores.close()
         if self.prefixes is not None:
             self.prefixes.close()
         self.ranks.close()
@@ -337,6 +315,14 @@ class Engine:
         self.scheduler.clear()
         if self.drafter is not None:
             self.drafter.lost()
+
+    def _note_begun(self, batch: Batch) -> None:
+        for name in batch.request_ids if batch.phase == "prefill" else ():
+            live = self._live.get(name)
+            if live is not None and not live.given.was_computed:
+                live.given.was_computed = True
+                if self.on_begin is not None:
+                    self.on_begin(name)
 
     def _start_prompts(self, batch: Batch) -> list[str]:
         """Tell the outbox where the prompts of a step lie. Those that no engine has a block for yet lie there
@@ -389,18 +375,9 @@ class Engine:
         self._unplaced.difference_update(placed.request_id for placed in newly_placed)
         return newly_placed
 
-    def _begin(self, message: Submit, max_tokens: int) -> _Live:
-        guide = None if message.guide is None else message.guide.fresh()
-        chain = LogitChain() if message.receipt else None
-        sampler = Sampler(message.sampling, message.prompt_token_ids, self.vocabulary.size, guide, chain)
-        text = AnswerText(self.vocabulary.open_stream(message.shown), message.stop)
-        end_token_ids = frozenset() if message.ignore_eos else self.vocabulary.end_token_ids
-        n_top = message.prompt_logprobs
-        scores = None if n_top is None else PromptScores(message.prompt_token_ids, n_top)
-        adapter, content = self.adapters.get(message.adapter, (0, ""))
-        live = _Live(message, max_tokens, sampler, text, end_token_ids, chain, scores=scores)
-        live.adapter, live.adapter_hash = adapter, content
-        return live
+    def _begin(self, given: GivenSoFar, max_tokens: int) -> LiveRequest:
+        adapter = self.adapters.get(given.request.adapter, (0, ""))
+        return LiveRequest.of(given, max_tokens, self.vocabulary, adapter)
 
     def _pace(self) -> tuple[int | None, int | None, ShadowRoom]:
         """Arguments of `next_batch`. Drafts fill the rows of a step by themselves."""
@@ -437,7 +414,7 @@ class Engine:
         if self.drafter is None:
             return
         if batch.phase == "decode":
-            self.drafter.observe(batch.n_tokens, duration_ns)
+            self.drafter.observe(batch, duration_ns)
         else:
             self.drafter.computed(batch)
 
@@ -523,7 +500,6 @@ class Engine:
                 break
         out = outs[n_new - 1]
         text, tokens = live.text.take(finished=out.finish_reason is not None)
-        live.has_begun = live.has_begun or bool(text or tokens or scored)
         self._count_drafts(live, run[:n_new], drafted)
         reason = "stop" if live.text.stopped else out.finish_reason
         if reason is not None:
@@ -533,21 +509,25 @@ class Engine:
                 reason = "length"
         counts = self._counts(live.n_drafted, live.n_accepted)
         evidence = live.evidence(run[:n_new], has_ended=reason is not None)
-        return Answer(
+        n_cached = live.given.n_cached
+        answer = Answer(
             request_id,
             text,
             tokens,
             out.n_generated,
             now_ns,
             reason,
-            out.n_reused,
+            out.n_reused if n_cached is None else n_cached,
             counts,
             evidence,
             live.text.stop_text,
             scored,
+            live.new_digests(),
         )
+        live.given.add(answer)
+        return answer
 
-    def _count_drafts(self, live: _Live, run: list[SampledToken], drafted: Sequence[int]) -> None:
+    def _count_drafts(self, live: LiveRequest, run: list[SampledToken], drafted: Sequence[int]) -> None:
         n_accepted = sum(token.token_id == draft for token, draft in zip(run, drafted, strict=False))
         live.n_drafted += len(drafted)
         live.n_accepted += n_accepted
@@ -585,11 +565,6 @@ class Engine:
         """`add` judges the prompt."""
         room = min(self.scheduler.limits.context_length, self.scheduler.pool.longest) - n_prompt
         return max(1, room if self._default_answer_tokens is None else min(room, self._default_answer_tokens))
-
-
-def _space_of(cache_space: str, adapter_hash: str) -> str:
-    """Prompts that begin alike have the same keys and values in it: of one cache space and adapter."""
-    return f"\0{adapter_hash}/{cache_space}" if adapter_hash else cache_space
 
 
 def _wanting(batch: Batch) -> Iterator[str]:

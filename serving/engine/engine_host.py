@@ -4,10 +4,11 @@ instances.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, Protocol
 
 from phasewise.serving.engine.fingerprint import Fingerprint
+from phasewise.serving.engine.instance_state import InstanceState
 from phasewise.serving.engine.messages import Delivery, Message
 from phasewise.serving.errors import EngineLost
 
@@ -39,10 +40,32 @@ class EngineHost(Protocol):
         ...
 
     @property
-    def n_requests_rerun(self) -> int: ...
+    def n_requests_rerun(self) -> int:
+        """Requests that ran again from their beginning, because nothing of them had been given out."""
+        ...
+
+    @property
+    def n_answers_continued(self) -> int:
+        """Answers that had begun when what computed them was lost, and went on after what was given out."""
+        ...
+
+    @property
+    def n_core_moves(self) -> int:
+        """Times that an engine has gone on by other plans because its cores had changed."""
+        ...
+
+    def threads(self) -> Mapping[str, int]:
+        """Threads of each phase, as they run now; of several models the most. Nothing where instances
+        compute.
+        """
+        ...
 
     def fingerprint(self, model: str = "") -> Fingerprint | None:
         """The identity of the arithmetic that answers; None until it is known. model: its id, of several."""
+        ...
+
+    def instances(self) -> Sequence[InstanceState]:
+        """The instances behind it; none where one engine does everything. Any thread may ask."""
         ...
 
     def start(self) -> None: ...

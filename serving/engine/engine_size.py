@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from phasewise._words import counted
+from phasewise.cython_kernels.division import Teams
+from phasewise.serving.batch import STEP_TOKENS
 from phasewise.serving.drafts.contract import MOST_DRAFTED
 from phasewise.serving.errors import ContextLengthExceeded, ServingError
 from phasewise.serving.models.forward import AUTO, kv_bytes_by_reach, kv_bytes_per_slot
@@ -15,7 +17,6 @@ from phasewise.serving.pools.arena import aligned
 from phasewise.serving.pools.contract import ALIGNMENT, KV_CHUNK, Rings
 from phasewise.serving.pools.opening import DEFAULT_POLICY
 from phasewise.serving.processes.memory import available_bytes
-from phasewise.serving.ranks.first_rank import STEP_TOKENS
 from phasewise.serving.ranks.ranks_contract import KvSettings
 from phasewise.serving.scheduling.pacing import DEFAULT_TPOT_MS
 from phasewise.serving.scheduling.scheduler_terms import SchedulerLimits
@@ -40,6 +41,9 @@ class EngineSize:
     """One of `pools.opening.POLICIES`."""
     tpot_ms: float = DEFAULT_TPOT_MS
     """Time per output token that prefill steps leave to running answers."""
+
+    threads: int = 0
+    """Threads that a rank may have once cores have come; 0: no more than it begins with."""
 
     @property
     def step_tokens(self) -> int:
@@ -73,26 +77,37 @@ class EngineSize:
         draft: PackedModel | None = None,
         *,
         kv_shared: bool = False,
+        free: Callable[[], int | None] | None = None,
+        teams: Teams = (),
     ) -> EngineSize:
         """As many slots as `kv_bytes` pays for, and no more than `max_sequences` full contexts can use.
         A draft model has as many slots of its own. kv_shared: `KvSettings.shared`; then no layer keeps rings.
+        teams: of ranks, which keep copies of heads that they share (`rank_layout.teams_of`); (): one rank.
+        free: tells the bytes that are free where the engine is to run, or None; None: here.
 
         By default a quarter of the free memory, but not more than 1 GiB or four times the weights, whichever
         is larger: a small model does not fill a large machine. The context is the model's, or as much of it
         as the slots hold, unless one is asked for. ServingError where what is asked for does not fit.
         """
         context = _context(model, context_length)
-        seen_by_all, windowed = kv_bytes_by_reach(model, kv_format)
+        seen_by_all, windowed = kv_bytes_by_reach(model, kv_format, teams)
         if draft is not None:
             seen_by_all += kv_bytes_per_slot(draft, kv_format)
         per_slot = seen_by_all + windowed
-        budget = default_kv_bytes(model) if kv_bytes is None else kv_bytes
-        free = available_bytes()
-        if kv_bytes is not None and free is not None and kv_bytes > free:
+        n_free = available_bytes() if free is None else free()
+        budget = default_kv_bytes(model, n_free) if kv_bytes is None else kv_bytes
+        if kv_bytes is not None and n_free is not None and kv_bytes > n_free:
+            where = "this machine" if free is None else "its node"
             raise ServingError(
-                f"a KV budget of {_mib(kv_bytes)} does not fit: this machine has {_mib(free)} of free memory"
+                f"a KV budget of {_mib(kv_bytes)} does not fit: {where} has {_mib(n_free)} of free memory"
             )
-        states = _n_states(model, max_sequences, budget, kv_shared)
+        if kv_shared and model.config.has_mixed_heads:
+            raise ServingError(
+                f"{model.name} has heads of several sizes, which pools do not hand over and packs do not"
+                " hold:"
+                " serve it without pools, --cluster, --prefix-cache and --prefix-pack"
+            )
+        states = _n_states(model, max_sequences, budget)
         budget -= states * model.config.state_bytes
         most = max_sequences * aligned(context)
         kv_slots = min(budget // per_slot, most)
@@ -134,18 +149,12 @@ class EngineSize:
         return replace(self, limits=limits, kv=kv)
 
 
-def _n_states(model: PackedModel, max_sequences: int, budget: int, kv_shared: bool) -> int:
+def _n_states(model: PackedModel, max_sequences: int, budget: int) -> int:
     """Places for states of sequences: one for each, and as many for copies of earlier ones, as far as the
-    budget goes. ServingError where it does not go as far as two, or other processes would have to read
-    them."""
+    budget goes. ServingError where it does not go as far as two."""
     each = model.config.state_bytes
     if each == 0:
         return 1
-    if kv_shared:
-        raise ServingError(
-            f"{model.name} has layers that keep a state of each sequence, which pools do not hand over and"
-            " packs do not hold: serve it without pools, --cluster, --prefix-cache and --prefix-pack"
-        )
     n_states = min(2 * max_sequences, int(budget * _STATES_SHARE) // each)
     if n_states < 2:
         raise ServingError(
@@ -192,8 +201,7 @@ def _context(model: PackedModel, asked: int | None) -> int:
     return asked or own
 
 
-def default_kv_bytes(model: PackedModel) -> int:
-    """The bytes that a model that is served alone takes for keys and values."""
+def default_kv_bytes(model: PackedModel, free: int | None) -> int:
+    """The bytes that a model that is served alone takes for keys and values. free: bytes; None: unknown."""
     enough = max(_KV_BYTES_ALWAYS_WORTH_IT, KV_SHARE_OF_WEIGHTS * model.weight_bytes)
-    free = available_bytes()
     return enough if free is None else min(enough, int(free * KV_SHARE_OF_FREE_MEMORY))

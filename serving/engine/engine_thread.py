@@ -9,13 +9,14 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Literal, Protocol
 
 from phasewise.serving.engine.engine import Engine
 from phasewise.serving.engine.engine_host import EngineState
 from phasewise.serving.engine.fingerprint import Fingerprint
+from phasewise.serving.engine.instance_state import InstanceState
 from phasewise.serving.engine.messages import (
     Abort,
     Aimed,
@@ -27,7 +28,15 @@ from phasewise.serving.engine.messages import (
     Message,
     Submit,
 )
-from phasewise.serving.errors import EngineLost, RankLost, RanksError, ServingError, StepFailed, Stopping
+from phasewise.serving.errors import (
+    CoresMoved,
+    EngineLost,
+    RankLost,
+    RanksError,
+    ServingError,
+    StepFailed,
+    Stopping,
+)
 from phasewise.serving.processes.restarts import Restarts
 
 log = logging.getLogger(__name__)
@@ -97,6 +106,22 @@ class EngineThread:
         return self._thread.is_alive() and self.state != "lost"
 
     @property
+    def n_answers_continued(self) -> int:
+        """Those that had begun when ranks were lost, and went on."""
+        return self._engine.n_continued
+
+    @property
+    def n_core_moves(self) -> int:
+        """Times that the engine has gone on by other plans because its cores had changed."""
+        return 0 if self._engine.cores is None else self._engine.cores.n_moves
+
+    def threads(self) -> Mapping[str, int]:
+        """Threads of each phase, as it runs now; nothing where no watch is over its cores."""
+        plans = {} if self._engine.cores is None else self._engine.cores.plans
+        n_running = self._engine.scheduler.n_running + self._engine.scheduler.n_in_shadow
+        return {phase: len(plan.at(n_running).cores) for phase, plan in plans.items()}
+
+    @property
     def is_computing(self) -> bool:
         """True if there is something to compute now: `n_turns` grows then."""
         return self._engine.has_work and not self._is_idle
@@ -105,10 +130,16 @@ class EngineThread:
         """Its engine's, whatever the model is called."""
         return self._engine.fingerprint
 
+    def instances(self) -> tuple[InstanceState, ...]:
+        """None: it does everything itself."""
+        return ()
+
     def start(self) -> None:
         self._engine.ranks.watch(lambda: self._inbox.put("look"))
         if self._engine.prefixes is not None:
             self._engine.prefixes.watch(lambda: self._inbox.put("look"))
+        if self._engine.cores is not None:
+            self._engine.cores.watch(lambda: self._inbox.put("look"))
         self._thread.start()
 
     def send(self, message: Message) -> None:
@@ -138,9 +169,12 @@ class EngineThread:
         self._deliver(Delivery((), None, self._engine.load()))
         while self._take_messages():
             try:
+                self._move_cores()
                 self._deliver(self._turn())
                 if self._checks:
                     self._engine.scheduler.check()
+            except CoresMoved as move:
+                self._open_on_other_cores(move)
             except RankLost as error:
                 self._replace_ranks(error)
             except RanksError as error:
@@ -217,20 +251,53 @@ class EngineThread:
             refusal = Failure(request.request_id, error)
             self._deliver(Delivery((refusal,), None, self._engine.load()))
 
+    # ---- cores that come and go --------------------------------------------------------------------------
+
+    def _move_cores(self) -> None:
+        """By the plans for the cores there are from now on. CoresMoved where ranks must be opened for it."""
+        if self.lost is not None:
+            return
+        try:
+            self._engine.move_cores()
+        except CoresMoved:
+            raise
+        except RanksError as error:
+            log.warning("the cores of this process have changed, and the plans stay: %s", error)
+
+    def _open_on_other_cores(self, move: CoresMoved) -> None:
+        self.state = "replacing"
+        self._deliver(self._engine.recover(move))
+        try:
+            self._engine.ranks.reopen()
+        except RanksError as error:
+            self._replace_ranks(RankLost(str(error)))
+        else:
+            self.state = "running"
+
     # ---- ranks that died ---------------------------------------------------------------------------------
 
     def _replace_ranks(self, loss: RankLost) -> None:
-        """Tell the answers that had begun, then start the ranks anew for all others."""
+        """Tell the requests that cannot go on, then start the ranks anew for all others."""
         self.state = "replacing"
+        n_continued_before = self._engine.n_continued
         delivery = self._engine.recover(loss)
-        n_again = delivery.load.n_waiting
+        n_continued = self._engine.n_continued - n_continued_before
+        n_again = delivery.load.n_waiting + delivery.load.n_in_shadow - n_continued
         self.n_requests_rerun += n_again
-        log.error("%s; %d requests end, %d run again", loss, len(delivery.outs), n_again)
+        log.error(
+            "%s; %d requests end, %d answers go on, %d requests run again",
+            loss,
+            len(delivery.outs),
+            n_continued,
+            n_again,
+        )
         self._deliver(delivery)
         reason: RanksError = loss
         while (pause_s := self._restarts.pause_s(time.monotonic())) is not None:
             if self._stopping.wait(pause_s):
                 return
+            with suppress(RanksError):  # they died because their cores went, or another time
+                self._engine.move_cores()
             try:
                 self._engine.ranks.reopen()
             except RanksError as error:

@@ -17,8 +17,10 @@ import numpy as np
 
 from phasewise.cython_kernels._native import compute_paths, isa_active
 from phasewise.cython_kernels.schedules import OF_ONE_INSTRUCTION_SET, SAME_BITS
+from phasewise.serving.models.config_json import config_to_json
 from phasewise.serving.models.forward import resolve_kv_format
-from phasewise.serving.models.packed_model import LongScaling, PackedModel, config_to_json
+from phasewise.serving.models.packed_model import PackedModel
+from phasewise.serving.models.rope import LongScaling
 
 if TYPE_CHECKING:
     from phasewise.cython_kernels.schedules import ScheduleLookup
@@ -113,7 +115,7 @@ def fingerprint_of(
         template="" if model.chat_template is None else _sha256(model.chat_template),
         weight_format=model.format,
         kv_format=resolve_kv_format(model, kv_format),
-        arithmetic=f"{ARITHMETIC_VERSION}/{_arithmetic(model, schedules)}",
+        arithmetic=f"{ARITHMETIC_VERSION}/{arithmetic_of(model, schedules)}",
         sampler=f"{SAMPLER_VERSION}/{_numpy_probe()}",
         context=positions if is_long else None,
     )
@@ -136,7 +138,7 @@ def digest_of(value: Any) -> str:
     return _sha256(json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True))
 
 
-def _arithmetic(model: PackedModel, schedules: Mapping[Phase, ScheduleLookup] | None) -> str:
+def arithmetic_of(model: PackedModel, schedules: Mapping[Phase, ScheduleLookup] | None) -> str:
     """On which instruction sets the bits are these, and by which path every weight is multiplied.
 
     All phases of a model share one path, but for tiles.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -19,9 +20,11 @@ class LogitChain:
     penalties, bias, temperature and grammar.
     """
 
-    def __init__(self) -> None:
-        self._links: list[str] = []
-        self._n_rows = 0
+    def __init__(self, n_rows: int = 0, digests: Sequence[str] = ()) -> None:
+        """It goes on after `n_rows` rows, which had these digests."""
+        self._links = list(digests)
+        self._n_rows = n_rows
+        self._n_told = len(self._links)
 
     def add(self, logits: npt.NDArray[np.float32]) -> None:
         """The row of the next token, float32 [vocab]."""
@@ -30,6 +33,12 @@ class LogitChain:
             link.update(np.ascontiguousarray(logits, dtype="<f4").data)
             self._links.append(link.hexdigest())
         self._n_rows += 1
+
+    def take_new(self) -> tuple[str, ...]:
+        """The digests made since this was asked last."""
+        new = tuple(self._links[self._n_told :])
+        self._n_told = len(self._links)
+        return new
 
     def digests(self, n_tokens: int) -> tuple[str, ...]:
         """Those of the first `n_tokens` tokens."""

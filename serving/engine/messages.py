@@ -19,6 +19,19 @@ if TYPE_CHECKING:
     from phasewise.serving.grammar.guides import Guide
 
 
+class GivenOut(NamedTuple):
+    """The part of an answer that its client has. Whoever goes on with it begins after these tokens."""
+
+    token_ids: tuple[int, ...] = ()
+    n_characters: int = 0
+    """Characters of their text: of the last tokens some may be held back, because a stop string may begin
+    there."""
+    n_cached: int = 0
+    """As `Answer.n_cached`."""
+    logit_digests: tuple[str, ...] = ()
+    """Digests of the logits that the tokens were sampled from, where a receipt is asked for."""
+
+
 @dataclass(frozen=True, slots=True)
 class Submit:
     """Answer this prompt. Ends at an end token of the model, a stop string, or `max_tokens`."""
@@ -52,6 +65,15 @@ class Submit:
     """As `SamplingParams.top_logprobs`, of the tokens of the prompt: the answer's first piece has them."""
     in_shadow: bool = False
     """A request of a batch: it takes what others leave (`scheduling.shadow`)."""
+    trace: str = ""
+    """The `traceparent` that came with it, for lines of logs; empty: none did."""
+    given: GivenOut | None = None
+    """The part of the answer that was given out before what computed it was lost; None: nothing was."""
+
+    @property
+    def known_token_ids(self) -> tuple[int, ...]:
+        """Prompt and answer so far: the next token comes after these."""
+        return self.prompt_token_ids if self.given is None else self.prompt_token_ids + self.given.token_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +165,8 @@ class Answer(NamedTuple):
     """The stop string that ended the answer, with the last piece."""
     prompt: tuple[PromptToken, ...] | None = None
     """Every token of the prompt, with the first piece, where `Submit.prompt_logprobs` asks for it."""
+    logit_digests: tuple[str, ...] = ()
+    """Those made since the piece before, where evidence is asked for."""
 
 
 class Failure(NamedTuple):
@@ -208,6 +232,13 @@ class EngineLoad(NamedTuple):
     """Requests of batches, which are not counted among those that wait or run."""
     prompt_token_ns: float = 0.0
     """Time that a prompt goes on for each of its tokens, of late; 0: no prompt was computed yet."""
+    best_token_ns: float = 0.0
+    """Time of a prompt's token in the best large step so far, whatever runs beside now; 0: there was none."""
+
+    @property
+    def kv_use(self) -> float:
+        """Share of the KV slots that is in use, from 0 to 1."""
+        return self.kv_slots_used / self.kv_slots if self.kv_slots else 0.0
 
 
 class Placed(NamedTuple):

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from phasewise.cython_kernels.schedules import ScheduleLookup
 from phasewise.serving.drafts.opening import LEAST_STEP_TOKENS, DraftSource, open_drafter
-from phasewise.serving.engine.engine import Engine, Vocabulary
+from phasewise.serving.engine.engine import Engine
 from phasewise.serving.engine.engine_size import EngineSize
 from phasewise.serving.engine.fingerprint import Fingerprint, fingerprint_of
+from phasewise.serving.engine.live_request import Vocabulary
 from phasewise.serving.engine.maintenance import Maintenance
 from phasewise.serving.engine.stored_prefixes import StoredPrefixes, shape_of
 from phasewise.serving.errors import RequestError
@@ -27,6 +28,7 @@ from phasewise.serving.prefix_store.opening import PrefixSettings, open_store
 from phasewise.serving.prefix_store.store import PrefixStore
 from phasewise.serving.ranks.kv_share import KvShape
 from phasewise.serving.ranks.open_ranks import RankOptions, open_ranks
+from phasewise.serving.ranks.rank_layout import teams_of
 from phasewise.serving.scheduling.pacing import Pacing
 from phasewise.serving.scheduling.scheduler import Scheduler
 from phasewise.serving.text.tokenizer import DetokenizeStream, Tokenizer
@@ -124,7 +126,7 @@ class OpenEngine:
     @property
     def kv_bytes(self) -> int:
         kv = self.size.kv
-        seen_by_all, windowed = kv_bytes_by_reach(self.model, kv.format)
+        seen_by_all, windowed = kv_bytes_by_reach(self.model, kv.format, teams_of(self.plans))
         states = kv.states * self.model.config.state_bytes
         return kv.slots * seen_by_all + (kv.ring_slots or kv.slots) * windowed + states
 
@@ -160,7 +162,8 @@ def open_engine(
     )  # a decode step: a token of each sequence
     if drafts is not None:
         step_tokens = max(step_tokens, LEAST_STEP_TOKENS)
-    options = RankOptions(kv, step_tokens, limits.max_sequences, schedules, pinned)
+    feeds = "" if drafts is None else drafts.head_kind
+    options = RankOptions(kv, step_tokens, limits.max_sequences, schedules, pinned, feeds, size.threads)
     positions = min(limits.context_length, kv.slots)
     fingerprint = fingerprint_of(model, kv.format, schedules, positions)
     store = None if prefixes is None else _started_store(prefixes, fingerprint, model)

@@ -10,6 +10,7 @@ from functools import partial
 
 from phasewise.serving.engine.engine_host import Deliver, EngineHost, EngineState
 from phasewise.serving.engine.fingerprint import Fingerprint
+from phasewise.serving.engine.instance_state import InstanceState
 from phasewise.serving.engine.messages import Delivery, EngineLoad, Message, Submit
 from phasewise.serving.errors import EngineLost
 
@@ -87,9 +88,26 @@ class SeveralEngines:
     def n_requests_rerun(self) -> int:
         return sum(host.n_requests_rerun for host in self._hosts.values())
 
+    @property
+    def n_answers_continued(self) -> int:
+        return sum(host.n_answers_continued for host in self._hosts.values())
+
+    @property
+    def n_core_moves(self) -> int:
+        return sum(host.n_core_moves for host in self._hosts.values())
+
+    def threads(self) -> Mapping[str, int]:
+        """Engines take turns: the most that one of them has."""
+        each = [host.threads() for host in self._hosts.values()]
+        return {phase: max(own.get(phase, 0) for own in each) for own in each for phase in own}
+
     def fingerprint(self, model: str = "") -> Fingerprint | None:
         """The identity of the model of this id."""
         return self._hosts[model].fingerprint()
+
+    def instances(self) -> tuple[InstanceState, ...]:
+        """None: each engine does everything for its model."""
+        return ()
 
     def start(self) -> None:
         for host in self._hosts.values():
@@ -123,7 +141,7 @@ class ChangingEngines(SeveralEngines):
     def __init__(self, deliver: Deliver) -> None:
         super().__init__({}, deliver, lambda: None)
         self._has_started = False
-        self._n_replaced_before = self._n_rerun_before = 0
+        self._n_replaced_before = self._n_rerun_before = self._n_continued_before = self._n_moves_before = 0
         """By engines that were taken out."""
         self._changing = threading.Lock()
 
@@ -146,6 +164,14 @@ class ChangingEngines(SeveralEngines):
     @property
     def n_requests_rerun(self) -> int:
         return self._n_rerun_before + super().n_requests_rerun
+
+    @property
+    def n_answers_continued(self) -> int:
+        return self._n_continued_before + super().n_answers_continued
+
+    @property
+    def n_core_moves(self) -> int:
+        return self._n_moves_before + super().n_core_moves
 
     def fingerprint(self, model: str = "") -> Fingerprint | None:
         """None where the model has gone."""
@@ -172,6 +198,8 @@ class ChangingEngines(SeveralEngines):
             self._loads.pop(name, None)
         self._n_replaced_before += host.n_ranks_replaced
         self._n_rerun_before += host.n_requests_rerun
+        self._n_continued_before += host.n_answers_continued
+        self._n_moves_before += host.n_core_moves
         self._deliver(Delivery((), None, _sum(dict(self._loads))))
 
 

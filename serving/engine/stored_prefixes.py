@@ -19,13 +19,16 @@ if TYPE_CHECKING:
     from phasewise.serving.ranks.ranks_contract import Ranks
     from phasewise.serving.scheduling.scheduler import Scheduler
 
+MOST_CHECKED_TOKENS = 64
+"""The most of its first tokens that are computed again, for a beginning with a state."""
 _OF_THE_NEWEST = 0.2
 """Weight of a step in the mean time of a prompt's token."""
 
 
 def shape_of(kv: KvShape) -> RecordShape:
     """The size of records of such keys and values."""
-    return RecordShape(kv.n_layers, kv.n_kv_heads * kv_slot_bytes(kv.kv_format, kv.head_dim, kv.latent))
+    slot_bytes = kv.n_kv_heads * kv_slot_bytes(kv.kv_format, kv.head_dim, kv.latent)
+    return RecordShape(kv.n_layers, slot_bytes, kv.state_bytes)
 
 
 class StoredPrefixes:
@@ -42,6 +45,7 @@ class StoredPrefixes:
         self._token_s = 0.0
         self.watch = store.watch
         self.cancel = store.cancel
+        self.kept = store.kept
         self.close = store.close
 
     @property
@@ -75,21 +79,35 @@ class StoredPrefixes:
             self._store.restore(Restored(request_id, token_ids, space, placement, rows))
 
     def _is_right(self, restored: Restored) -> bool:
-        position = self._rng.randrange(restored.n_tokens)
-        before = self._panel(restored, position)
-        base, _, table, ring, _ = restored.placement
-        token = restored.token_ids[position : position + 1]
-        self._ranks.forward(
-            Batch("prefill", (SequenceSlice(token, position, base, False, table, ring=ring),))
-        )
-        return before == self._panel(restored, position)
+        """True if rows that are computed again are those that were read: one, or, of a model with states,
+        which begin with zeros, some of the first ones."""
+        drawn = self._rng.randrange(restored.n_tokens)
+        begin, end = drawn, drawn + 1
+        if self._store.shape.state_bytes:
+            begin, end = 0, 1 + drawn % MOST_CHECKED_TOKENS
+        rows, state = self._rows(restored, begin, end), self._state(restored)
+        base, _, table, ring, place = restored.placement
+        tokens = restored.token_ids[begin:end]
+        piece = SequenceSlice(tokens, begin, base, False, table, ring=ring, state=place or 0)
+        self._ranks.forward(Batch("prefill", (piece,)))
+        if state and place is not None:
+            restored.rows.write_state(place, 0, memoryview(state))
+        return rows == self._rows(restored, begin, end)
 
-    def _panel(self, restored: Restored, position: int) -> bytes:
-        """The rows of the panel that has this position, of all layers."""
-        shape = self._store.shape
-        n_layer = shape.slot_bytes * ALIGNMENT
-        panel = bytearray(shape.n_layers * n_layer)
-        slot = restored.placement.slot(position // ALIGNMENT * ALIGNMENT)
-        for layer in range(shape.n_layers):
-            restored.rows.read(layer, slot, ALIGNMENT, memoryview(panel)[layer * n_layer :][:n_layer])
-        return bytes(panel)
+    def _state(self, restored: Restored) -> bytearray:
+        """The state that was read."""
+        state = bytearray(self._store.shape.state_bytes)
+        if restored.placement.state is not None and state:
+            restored.rows.read_state(restored.placement.state, 0, state)
+        return state
+
+    def _rows(self, restored: Restored, begin: int, end: int) -> list[bytes]:
+        """The rows of the panels that have these positions, of all layers."""
+        n_panel = self._store.shape.slot_bytes * ALIGNMENT
+        panels = []
+        for first in range(begin // ALIGNMENT * ALIGNMENT, end, ALIGNMENT):
+            for layer in range(self._store.shape.n_layers):
+                panel = bytearray(n_panel)
+                restored.rows.read(layer, restored.placement.slot(first), ALIGNMENT, memoryview(panel))
+                panels.append(bytes(panel))
+        return panels

@@ -17,7 +17,7 @@ import numpy as np
 
 from phasewise.serving.batch import Batch, SequenceSlice
 from phasewise.serving.models.experts import STACKS
-from phasewise.serving.models.packed_model import ModelConfig, PackedModel
+from phasewise.serving.models.packed_model import LAYER_TABLE, ModelConfig, PackedModel
 
 COMPUTE_KIND = {"f32": "f32", "f16": "f32", "bf16": "bf16"}  # all others: int8
 
@@ -204,6 +204,8 @@ def streamed_bytes(model: PackedModel, workload: Workload, kv_bytes_per_slot: in
     Of experts, as many as are chosen for all sequences if no two choose the same; of adapters those in use.
     """
     embedding = 0 if model.config.tied_embeddings else model.weights["embed"].nbytes
+    if LAYER_TABLE in model.weights:
+        embedding += model.weights[LAYER_TABLE].nbytes
     unread = sum(_unread_bytes(model, name, workload.n_sequences) for name in model.weights)
     adapters = sum(adapter.n_bytes for adapter in model.adapters[: workload.n_sequences])
     weights = model.weight_bytes - embedding - unread + (adapters if workload.n_adapters else 0)

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from phasewise._words import reason_of
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.fetching.resolve import Located, cache_root, locate
+from phasewise.serving.loaders.layout import plan_weights
 from phasewise.serving.loaders.packed_file import read_packed, versions, write_packed
 from phasewise.serving.loaders.source import ModelSource
 from phasewise.serving.loaders.storage import FILE_SUFFIXES, StorageChoice
-from phasewise.serving.models.packed_model import FORMATS, PackedModel
+from phasewise.serving.models.encoding import Embedding
+from phasewise.serving.models.packed_model import FORMATS, ModelConfig, PackedModel
 
 Report = Callable[[str], None]
 
@@ -60,22 +63,132 @@ def load_model(
     return model
 
 
+def load_head(
+    model: PackedModel, format: str, cache_dir: Path | None = None, report: Report | None = None
+) -> PackedModel | None:
+    """The head that drafts for `model`, of its files, with the embeddings that it shares with it; None where
+    there is none, or not of a kind that is read. format: as for `load_model`. Raises ModelError.
+    """
+    located = head_place(model.config.architecture, model.name, model.source)
+    return None if located is None else _packed_head(located, model, format, cache_dir, report)
+
+
+def load_eagle(
+    ref: str, model: PackedModel, cache_dir: Path | None = None, report: Report | None = None
+) -> PackedModel:
+    """The head of EAGLE-3 in the directory `ref`, or of this hub name, with the embeddings of `model`. Raises
+    ModelError."""
+    located = locate_eagle(ref, cache_dir, report)
+    head = _packed_head(located, model, "native", cache_dir, report)
+    assert head is not None
+    return head
+
+
+def locate_eagle(ref: str, cache_dir: Path | None = None, report: Report | None = None) -> Located:
+    """The directory of a head of EAGLE-3, by its path or hub name. ModelError where it is none."""
+    located = locate(ref, cache_root(cache_dir), report or _silent)
+    if not located.path.is_dir():
+        raise ModelError(f"{located.path} is no directory: one with a head of EAGLE-3 expected")
+    if not (located.path / "config.json").is_file():
+        raise ModelError(f"{located.path} has no config.json: a directory with a head of EAGLE-3 expected")
+    return located
+
+
+def _packed_head(
+    located: Located, model: PackedModel, format: str, cache_dir: Path | None, report: Report | None
+) -> PackedModel | None:
+    from phasewise.serving.models.heads.draft_head import with_own_head
+
+    own = Path(model.source) == located.path
+    identity = f"{_identity(located, format)}\nhead" + ("" if own else f" of {model.content_hash}")
+    target = cache_root(cache_dir) / "packed" / _file_name(located, f"{format}-head")
+    head = read_packed(target, identity, located.path)
+    if head is None:
+        with open_head_source(located, None if own else model) as source:
+            if source is None:
+                return None
+            write_packed(source, format, identity, target, report or _silent)
+        head = read_packed(target, identity, located.path)
+    if head is None:
+        raise ModelError(f"the packed head {target} does not read back as written: is the disk failing?")
+    return with_own_head(head, model)
+
+
+def head_place(architecture: str, name: str, source: Path | str) -> Located | None:
+    """The files in which a head may lie; None for a family, or a format, of which none is read."""
+    from phasewise.serving.loaders.families import family_named
+
+    family, path = family_named(architecture), Path(source)
+    has_heads = family is not None and (bool(family.hf_head) if path.is_dir() else family.gguf_head)
+    return Located(name, path) if has_heads else None
+
+
+@contextmanager
+def open_head_source(
+    located: Located | None, model: PackedModel | None = None
+) -> Iterator[ModelSource | None]:
+    """The head in the files at `head_place`; None where there is none. model: of EAGLE-3's, whose it is."""
+    if located is None:
+        yield None
+        return
+    from phasewise.serving.loaders.formats.gguf_head import open_gguf_head
+    from phasewise.serving.loaders.formats.hf_head import open_hf_head
+    from phasewise.serving.loaders.layout import check_tensors
+
+    source: ModelSource | None
+    if model is not None:
+        from phasewise.serving.loaders.formats.eagle_head import open_eagle_head
+
+        source = open_eagle_head(located.path, located.name, model.config)
+    else:
+        open_head = open_hf_head if located.path.is_dir() else open_gguf_head
+        source = open_head(located.path, located.name)
+    if source is None:
+        yield None
+        return
+    with source:
+        check_tensors(source)
+        yield source
+
+
+def forms_of(ref: str, format: str) -> dict[str, object]:
+    """The form of every weight that `ref` would have in a format, by name. Packs nothing. Raises ModelError.
+
+    Models of equal forms hold equal numbers.
+    """
+    with open_source(locate(ref, cache_root(None), _silent)) as source:
+        return {plan.name: plan.form for plan in plan_weights(source, format)}
+
+
 def is_made_for_embedding(
     ref: str, format: str, cache_dir: Path | None = None, report: Report | None = None
 ) -> bool:
-    """True if the model that `ref` names gives vectors. Packs nothing: a packed file tells it, or the source.
+    """True if the model that `ref` names gives vectors. As `config_of_model`."""
+    return _facts_of(ref, format, cache_dir, report)[1] is not None
+
+
+def config_of_model(
+    ref: str, format: str, cache_dir: Path | None = None, report: Report | None = None
+) -> ModelConfig:
+    """The config of the model that `ref` names. Packs nothing: a packed file tells it, or the source.
 
     ref, cache_dir, report: as for `load_model`. Raises ModelError.
     """
+    return _facts_of(ref, format, cache_dir, report)[0]
+
+
+def _facts_of(
+    ref: str, format: str, cache_dir: Path | None, report: Report | None
+) -> tuple[ModelConfig, Embedding | None]:
     root = cache_root(cache_dir)
     located = locate(ref, root, report or _silent)
     identity = _identity(located, format)
     for suffix in FILE_SUFFIXES:
         model = read_packed(root / "packed" / _file_name(located, format + suffix), identity, located.path)
         if model is not None:
-            return model.embedding is not None
+            return model.config, model.embedding
     with open_source(located) as source:
-        return source.embedding is not None
+        return source.config, source.embedding
 
 
 def open_source(located: Located) -> ModelSource:

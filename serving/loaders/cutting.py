@@ -14,18 +14,28 @@ import numpy as np
 
 from phasewise._words import counted
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.families import Names, OtherForm, TensorCut
+from phasewise.serving.loaders.families import ColumnCut, Names, OfLayer, OtherForm, TensorCut
 from phasewise.serving.loaders.forms import Rows
 from phasewise.serving.loaders.latent_tensors import latent_tensors
-from phasewise.serving.loaders.source import RowReader, SourceTensor, take_rows
+from phasewise.serving.loaders.source import RowReader, SourceTensor, take_columns, take_rows
 from phasewise.serving.models.packed_model import ModelConfig
 
 Shapes = Mapping[str, tuple[int, ...]]
+KEYS_AND_VALUES = ("k", "v", "k_norm")
 
 
 def is_beyond(stem: str, config: ModelConfig, n_more: int) -> bool:
     """True for a tensor ("layers.3.") of one of the `n_more` layers that the file has behind the model's."""
     return stem != "" and config.n_layers <= int(stem.split(".")[1]) < config.n_layers + n_more
+
+
+def is_unread(ours: str, config: ModelConfig) -> bool:
+    """True for keys and values of a layer that reads those of another, as some files hold them."""
+    stem, _, part = ours.rpartition(".")
+    if part not in KEYS_AND_VALUES or not config.shared_kv_layers or "experts" in stem:
+        return False
+    layer = int(stem.split(".")[1])
+    return config.n_layers - config.shared_kv_layers <= layer < config.n_layers
 
 
 def our_tensors(
@@ -43,11 +53,16 @@ def our_tensors(
     turns: how many runs of rows the parts of a cut come in, by what it names.
     """
     ours = names[name]
+    if isinstance(ours, OfLayer):
+        ours = next((own for own in ours.names if stem + own in shapes), ours.names[0])
     if isinstance(ours, str):
         yield stem + ours, tensor
         return
     if isinstance(ours, OtherForm):
-        yield stem + ours.name, _in_other_form(tensor, ours)
+        yield stem + ours.name, _in_other_form(tensor, ours, what)
+        return
+    if isinstance(ours, ColumnCut):
+        yield from _column_parts(stem, tensor, ours, what)
         return
     if not isinstance(ours, TensorCut):
         yield from latent_tensors(stem, tensor, ours, shapes, turns or {}, what)
@@ -55,9 +70,20 @@ def our_tensors(
     if ours.turns:
         yield from _parts_in_turns(stem, tensor, ours, shapes, what, (turns or {}).get(ours.turns, 1))
         return
+    if ours.stacked:
+        tensor = _one_below_the_other(tensor, ours, what)
     experts = _experts_of(tensor, ours, what) if ours.of_experts else [("", tensor)]
     for place, of_one in experts:
         yield from _parts(f"{stem}{place}", of_one, ours, shapes, what)
+
+
+def _one_below_the_other(tensor: SourceTensor, cut: TensorCut, what: str) -> SourceTensor:
+    """The matrices of a stack [parts, outputs, inputs] as one."""
+    if len(tensor.shape) != 3 or tensor.shape[0] != len(cut.parts):
+        raise ModelError(
+            f"{what} is {tensor.shape}: {counted(len(cut.parts), 'matrix', 'matrices')} expected"
+        )
+    return replace(tensor, shape=(tensor.shape[0] * tensor.shape[1], tensor.shape[2]))
 
 
 def _experts_of(tensor: SourceTensor, cut: TensorCut, what: str) -> list[tuple[str, SourceTensor]]:
@@ -131,6 +157,30 @@ def _parts_in_turns(
         begin += size // n_turns
 
 
+def _column_parts(
+    stem: str, tensor: SourceTensor, cut: ColumnCut, what: str
+) -> Iterator[tuple[str, SourceTensor]]:
+    n_parts = len(cut.parts)
+    if len(tensor.shape) != 2 or tensor.shape[1] % n_parts:
+        raise ModelError(f"{what} is {tensor.shape}: expected {counted(n_parts, 'input')} of equal width")
+    width = tensor.shape[1] // n_parts
+
+    def columns_from(first: int) -> RowReader:
+        def rows(start: int, stop: int) -> Rows:
+            return take_columns(tensor.rows(start, stop), first, width, what)
+
+        return rows
+
+    for index, part in enumerate(cut.parts):
+        own = replace(
+            tensor,
+            shape=(tensor.shape[0], width),
+            n_bytes=tensor.n_bytes // n_parts,
+            rows=columns_from(index * width),
+        )
+        yield stem + part, own
+
+
 def _chosen_rows(tensor: SourceTensor, chosen: np.ndarray) -> SourceTensor:
     """The rows of a matrix that `chosen` lists, in its order, which ascends."""
 
@@ -142,7 +192,9 @@ def _chosen_rows(tensor: SourceTensor, chosen: np.ndarray) -> SourceTensor:
     return replace(tensor, shape=(len(chosen), *tensor.shape[1:]), n_bytes=n_bytes, rows=rows)
 
 
-def _in_other_form(tensor: SourceTensor, form: OtherForm) -> SourceTensor:
+def _in_other_form(tensor: SourceTensor, form: OtherForm, what: str) -> SourceTensor:
+    if tensor.form.is_quantised:
+        raise ModelError(f"{what} is {tensor.type_name}: plain numbers can run")
     n_numbers = math.prod(tensor.shape)
     n_rows = math.prod(tensor.shape[:-1])
 

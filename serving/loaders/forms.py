@@ -17,7 +17,7 @@ from phasewise.cython_kernels.blocks import BLOCKS, BlockRows, joined
 from phasewise.cython_kernels.packing import BLOCK_KINDS, Array, Kind, PackedWeight, QuantRows
 from phasewise.serving.errors import ModelError
 
-EMBEDDINGS = ("embed", "lm_head")
+EMBEDDINGS = ("embed", "lm_head", "layer_table")
 INT8_ZERO_POINT = 128
 
 Rows = QuantRows | BlockRows | Array  # float32 [rows, k] where the file holds plain numbers

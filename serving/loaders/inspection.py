@@ -15,7 +15,8 @@ from phasewise.serving.loaders.layout import has_bias, plan_weights
 from phasewise.serving.loaders.packed_file import kept_numbers
 from phasewise.serving.loaders.source import ModelSource, SourceTensor
 from phasewise.serving.loaders.storage import break_even, bytes_share, can_be_sparse
-from phasewise.serving.models.packed_model import FORMATS, ModelConfig, config_to_json
+from phasewise.serving.models.config_json import config_to_json
+from phasewise.serving.models.packed_model import FORMATS, ModelConfig
 
 
 @dataclass(frozen=True)
@@ -28,9 +29,18 @@ class TensorType:
 
 
 @dataclass(frozen=True)
+class HeadFacts:
+    """A head that drafts, without what it shares with its model."""
+
+    parameters: int
+    format_bytes: dict[str, int]
+
+
+@dataclass(frozen=True)
 class Inspection:
     """A model's shape and sizes. `format_bytes`: packed weights, by user-facing format. `state_bytes`: of
-    each sequence, beside its keys and values; 0 where no layer keeps a state.
+    each sequence, beside its keys and values; 0 where no layer keeps a state. `head`: that drafts, where the
+    files have one that is read.
     """
 
     name: str
@@ -43,10 +53,11 @@ class Inspection:
     tensor_types: tuple[TensorType, ...]
     format_bytes: dict[str, int]
     state_bytes: int = 0
+    head: HeadFacts | None = None
 
 
-def inspect_source(source: ModelSource) -> Inspection:
-    """Inspect an open, checked source; reads no tensor."""
+def inspect_source(source: ModelSource, head: ModelSource | None = None) -> Inspection:
+    """Inspect an open, checked source, and its head; reads no tensor."""
     by_type: dict[str, list[SourceTensor]] = defaultdict(list)
     for tensor in source.tensors.values():
         by_type[tensor.type_name].append(tensor)
@@ -58,11 +69,20 @@ def inspect_source(source: ModelSource) -> Inspection:
         tokenizer_kind=source.tokenizer_kind,
         has_chat_template=source.chat_template is not None,
         has_bias=has_bias(source.tensors),
-        parameters=sum(math.prod(tensor.shape) for tensor in source.tensors.values()),
+        parameters=_parameters(source),
         tensor_types=tuple(sorted(types, key=lambda kind: -kind.file_bytes)),
-        format_bytes={name: sum(plan.nbytes for plan in plan_weights(source, name)) for name in FORMATS},
+        format_bytes=_format_bytes(source),
         state_bytes=source.config.state_bytes,
+        head=None if head is None else HeadFacts(_parameters(head), _format_bytes(head)),
     )
+
+
+def _parameters(source: ModelSource) -> int:
+    return sum(math.prod(tensor.shape) for tensor in source.tensors.values())
+
+
+def _format_bytes(source: ModelSource) -> dict[str, int]:
+    return {name: sum(plan.nbytes for plan in plan_weights(source, name)) for name in FORMATS}
 
 
 @dataclass(frozen=True)

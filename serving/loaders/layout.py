@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from phasewise._words import counted
+from phasewise.cython_kernels.packing import PANEL
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.encoders import encoder_layout
-from phasewise.serving.loaders.forms import WeightForm, common_form, target_form
+from phasewise.serving.loaders.forms import Rows, WeightForm, common_form, target_form
 from phasewise.serving.loaders.source import ModelSource, SourceTensor
-from phasewise.serving.models.packed_model import ModelConfig
+from phasewise.serving.models.heads.draft_head import head_vectors, head_weights
+from phasewise.serving.models.heads.kinds import EAGLES
+from phasewise.serving.models.layer_shapes import Streams
+from phasewise.serving.models.packed_model import LAYER_TABLE, ModelConfig
 
 FUSED = {
     "qkv": ("q", "k", "v"),
+    "qk": ("q", "k"),
+    "embed_qkv": ("embed_q", "embed_k", "embed_v"),
     "gate_up": ("gate", "up"),
     "state_qkv": ("state_q", "state_k", "state_v"),
     "state_ba": ("state_b", "state_a"),
+    "state_fgb": ("state_f_a", "state_g_a", "state_b"),
     "q_kv_a": ("q", "kv_a"),
     "q_a_kv_a": ("q_a", "kv_a"),
 }
@@ -28,6 +37,7 @@ STACKED = {  # of experts, one below the other
     "down_bias": ("down_bias",),
 }
 EXPERT_BIASES = ("gate_bias", "up_bias", "down_bias")
+EXPERT_NORMS = ("router_norm", "experts_norm", "shared_post_norm", "experts_post_norm")
 
 
 @dataclass(frozen=True)
@@ -66,26 +76,47 @@ class VectorPlan:
 def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
     """Every weight by our name, before fusing, as (outputs, inputs)."""
     shapes = {"embed": (config.vocab_size, config.hidden)}
-    if not config.tied_embeddings:
+    if config.drafts:
+        shapes = head_weights(config)
+    elif not config.tied_embeddings:
         shapes["lm_head"] = (config.vocab_size, config.hidden)
-    attention = {
-        "q": (config.q_rows, config.hidden),
-        "k": (config.kv_rows, config.hidden),
-        "v": (config.kv_rows, config.hidden),
-        "o": (config.hidden, config.q_rows),
-    }
-    if config.latent is not None:
-        attention = config.latent.weight_shapes(config.n_heads, config.hidden)
-    if config.gated_attention:
-        attention["attn_gate"] = (config.q_rows, config.hidden)
+    if config.streams is not None:
+        for number in range(1, config.streams.count):
+            shapes |= dict.fromkeys(
+                (f"stream_in.{number}", f"stream_out.{number}"), (config.hidden, config.hidden)
+            )
+    inputs = config.layer_inputs
+    if inputs is not None:
+        width = config.n_layers * inputs.size
+        shapes |= {"layer_table": (inputs.tokens, width), "layer_projection": (width, config.hidden)}
     for i in range(config.n_layers):
-        mixing = attention
+        mixing = _attention_shapes(config, i) if config.attends(i) else {}
+        if inputs is not None:
+            mixing["inputs_gate"], mixing["inputs_out"] = (
+                (inputs.size, config.hidden),
+                (config.hidden, inputs.size),
+            )
+        if config.streams is not None:
+            rank = config.streams.laurel_rank
+            mixing["laurel_in"], mixing["laurel_out"] = (rank, config.hidden), (config.hidden, rank)
         if config.state is not None and config.keeps_state(i):
-            mixing = config.state.weight_shapes(config.hidden)
+            mixing |= config.state.weight_shapes(config.hidden)
         shapes |= {
             f"layers.{i}.{name}": shape for name, shape in {**mixing, **_feed_forward(config, i)}.items()
         }
     return shapes
+
+
+def _attention_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, int]]:
+    if config.latent is not None:
+        return config.latent.weight_shapes(config.n_heads, config.hidden)
+    heads = config.heads_of(layer)
+    q_rows, kv_rows = config.n_heads * heads.head_dim, heads.n_kv_heads * heads.head_dim
+    rows = {"q": q_rows, "k": kv_rows, "v": kv_rows}
+    shapes = {part: (rows[part], config.hidden) for part in config.qkv_of(layer)}
+    if config.gated_attention:
+        shapes["attn_gate"] = (q_rows, config.hidden)
+    return {**shapes, "o": (config.hidden, q_rows)}
 
 
 def _feed_forward(config: ModelConfig, layer: int) -> dict[str, tuple[int, int]]:
@@ -115,27 +146,52 @@ def vector_lengths(config: ModelConfig, has_bias: bool) -> dict[str, int]:
     if config.encoder is not None:
         return encoder_layout.vector_lengths(config, config.encoder, has_bias)
     layer: dict[str, int] = {}
-    attention = _attention_vectors(config, has_bias)
-    norms: tuple[str, ...] = ()
-    if config.pre_norms:
-        norms = ("attn_norm",) if config.parallel else ("attn_norm", "ffn_norm")
-    layer |= {name: config.hidden for norm in norms for name in _norm_parts(config, norm)}
     if config.post_norms:
         layer |= {"attn_post_norm": config.hidden, "ffn_post_norm": config.hidden}
     if config.ffn_biases:
         layer |= {"up_bias": config.ffn, "down_bias": config.hidden}
     lengths = dict.fromkeys(_norm_parts(config, "final_norm"), config.hidden)
+    if config.drafts:
+        lengths |= head_vectors(config)
     if config.last_row_scores:
         lengths["score_out"] = config.hidden
+    if config.layer_inputs is not None:
+        lengths["layer_inputs_norm"] = config.layer_inputs.size
+        layer["inputs_post_norm"] = config.hidden
+    if config.layer_scales:
+        layer["out_scale"] = 1
+    if config.streams is not None:
+        layer |= _stream_vectors(config.streams, config.hidden)
     for i in range(config.n_layers):
-        mixing = attention
+        mixing = _attention_vectors(config, i, has_bias) if config.attends(i) else {}
         if config.state is not None and config.keeps_state(i):
-            mixing = config.state.vector_lengths(config.hidden)
+            mixing |= config.state.vector_lengths(config.hidden)
+        norms = {name: config.hidden for norm in _norms_of(config, i) for name in _norm_parts(config, norm)}
         lengths |= {
             f"layers.{i}.{name}": length
-            for name, length in {**layer, **mixing, **_expert_vectors(config, i)}.items()
+            for name, length in {**norms, **layer, **mixing, **_expert_vectors(config, i)}.items()
         }
     return lengths
+
+
+def _norms_of(config: ModelConfig, layer: int) -> tuple[str, ...]:
+    """Norms of the stream before a layer's halves."""
+    if not config.pre_norms:
+        return ()
+    halves = config.halves
+    single = config.parallel or layer in halves.mixing or layer in halves.feed_forward
+    return ("attn_norm",) if single else ("attn_norm", "ffn_norm")
+
+
+def _stream_vectors(streams: Streams, hidden: int) -> dict[str, int]:
+    count = streams.count
+    lengths = dict.fromkeys(("stream_norm", "stream_scale", "laurel_norm"), hidden)
+    return {
+        **lengths,
+        "stream_router": count * hidden,
+        "stream_predict": count**3,
+        "stream_correct": count**2,
+    }
 
 
 def _norm_parts(config: ModelConfig, norm: str) -> tuple[str, ...]:
@@ -147,6 +203,8 @@ def _expert_vectors(config: ModelConfig, layer: int) -> dict[str, int]:
     if experts is None:
         return {}
     own = {"choice_bias": experts.count} if experts.choice_bias else {}
+    if experts.own_norms:
+        own |= {**dict.fromkeys(EXPERT_NORMS, config.hidden), "expert_factors": experts.count}
     if experts.biases:
         own["router_bias"] = experts.count
         sizes = dict(zip(EXPERT_BIASES, (config.ffn, config.ffn, config.hidden), strict=True))
@@ -154,14 +212,13 @@ def _expert_vectors(config: ModelConfig, layer: int) -> dict[str, int]:
     return own
 
 
-def _attention_vectors(config: ModelConfig, has_bias: bool) -> dict[str, int]:
+def _attention_vectors(config: ModelConfig, index: int, has_bias: bool) -> dict[str, int]:
     layer: dict[str, int] = {} if config.latent is None else config.latent.vector_lengths()
     if config.qk_norm:
-        whole = config.whole_qk_norm
-        layer |= {
-            "q_norm": config.q_rows if whole else config.head_dim,
-            "k_norm": config.kv_rows if whole else config.head_dim,
-        }
+        whole, head_dim = config.whole_qk_norm, config.heads_of(index).head_dim
+        layer["q_norm"] = config.q_rows if whole else head_dim
+        if "k" in config.qkv_of(index):
+            layer["k_norm"] = config.kv_rows if whole else head_dim
     if has_bias:
         layer |= dict(zip(BIASES, (config.q_rows, config.kv_rows, config.kv_rows), strict=True))
     if config.out_bias:
@@ -204,6 +261,8 @@ def check_packed(
     for name, shape in weights.items():
         shapes = [expected.pop(part, None) for part in _parts_of(config, name)]
         rows = sum(part_shape[0] for part_shape in shapes if part_shape)
+        if name == LAYER_TABLE and shapes[0] == (shape[0] // PANEL, shape[1] * PANEL):
+            continue  # a row to a panel
         if None in shapes or shape != (rows, shapes[0][1] if shapes[0] else 0):
             raise ModelError(f"the packed weight {name} is {shape}, which the config does not ask for")
     lengths = vector_lengths(config, has_bias=False)
@@ -225,7 +284,8 @@ def _parts_of(config: ModelConfig, name: str) -> list[str]:
         return [f"{stem}.{part}" for part in FUSED[last]]
     if last not in STACKED or config.experts is None:
         return [name]
-    return [f"{stem}.experts.{e}.{part}" for e in range(config.experts.count) for part in STACKED[last]]
+    parts = [part for part in STACKED[last] if config.gated or part != "gate"]
+    return [f"{stem}.experts.{e}.{part}" for e in range(config.experts.count) for part in parts]
 
 
 def has_bias(tensors: Mapping[str, SourceTensor]) -> bool:
@@ -235,30 +295,56 @@ def has_bias(tensors: Mapping[str, SourceTensor]) -> bool:
 def plan_weights(source: ModelSource, weight_format: str) -> list[WeightPlan]:
     """Packed weights in the order a forward pass reads them; parts fuse where their forms agree."""
     config, tensors = source.config, source.tensors
-    plans = _plans_for("embed", tensors, weight_format)
+    outer: tuple[str, ...] = ("embed",)
+    if config.drafts:
+        outer = tuple(name for name in head_weights(config) if not name.startswith("layers."))
+    plans = [plan for name in outer for plan in _plans_for(name, tensors, weight_format)]
+    if config.layer_inputs is not None:
+        plans.append(_table_plan(tensors[LAYER_TABLE], weight_format))
+        plans += _plans_for("layer_projection", tensors, weight_format)
     for i in range(config.n_layers):
         for name in _fused_names(config, i):
             plans += _plans_for(f"layers.{i}.{name}", tensors, weight_format)
         if config.experts_of(i):
             plans += _plans_for(f"layers.{i}.router", tensors, "native")
             plans += _expert_plans(source, f"layers.{i}", weight_format)
-    if not config.tied_embeddings:
+    for number in range(1, config.streams.count if config.streams else 1):
+        plans += _plans_for(f"stream_in.{number}", tensors, weight_format)
+        plans += _plans_for(f"stream_out.{number}", tensors, weight_format)
+    if not (config.tied_embeddings or config.drafts):
         plans += _plans_for("lm_head", tensors, weight_format)
     return plans
 
 
 def _fused_names(config: ModelConfig, layer: int) -> tuple[str, ...]:
     """Names of a layer's fused weights, experts' apart, in the order in which a pass reads them."""
-    mixing: tuple[str, ...] = ("qkv", "attn_gate", "o") if config.gated_attention else ("qkv", "o")
-    if config.latent is not None:
-        mixing = (*config.latent.fused_names, "o")
+    mixing: tuple[str, ...] = ()
+    if config.attends(layer):
+        qkv = config.qkv_of(layer)
+        mixing = (qkv, "attn_gate") if config.gated_attention else (qkv,)
+        if config.latent is not None:
+            mixing = config.latent.fused_names
+    if config.drafts in EAGLES:
+        mixing = ("embed_qkv", *mixing)
     if config.state is not None and config.keeps_state(layer):
-        mixing = (*config.state.fused_names, "o")
+        mixing = (*config.state.fused_names, *mixing)
+    if mixing:
+        mixing = (*mixing, "o")
     if not config.ffn_of(layer):
         return mixing
     experts = config.experts_of(layer)
     gate = ("shared_gate",) if experts is not None and experts.shared_gate else ()
-    return (*mixing, *gate, "gate_up" if config.gated else "up", "down")
+    inputs: tuple[str, ...] = () if config.layer_inputs is None else ("inputs_gate", "inputs_out")
+    if config.streams is not None:
+        mixing = ("laurel_in", "laurel_out", *mixing)
+    return (*mixing, *gate, *_into_ffn(config), "down", *inputs)
+
+
+def _into_ffn(config: ModelConfig) -> tuple[str, ...]:
+    """Weights of a feed-forward layer that read the stream: apart where each has a factor of its own."""
+    if not config.gated:
+        return ("up",)
+    return ("gate_up",) if config.factors.gate == config.factors.up else ("gate", "up")
 
 
 def _plans_for(name: str, tensors: Mapping[str, SourceTensor], weight_format: str) -> list[WeightPlan]:
@@ -269,6 +355,24 @@ def _plans_for(name: str, tensors: Mapping[str, SourceTensor], weight_format: st
     if any(plan.form != alone[0].form for plan in alone):
         return alone
     return [WeightPlan(name, tuple(tensors[part] for part in parts), alone[0].form)]
+
+
+def _table_plan(tensor: SourceTensor, weight_format: str) -> WeightPlan:
+    """The matrix whose rows are looked up alone. Where its form lets a row be cut anywhere, a row fills a
+    panel, so that a token that comes reads its own numbers from the file and no others.
+    """
+    form = target_form(tensor.form, weight_format, LAYER_TABLE)
+    n, k = tensor.shape
+    if form.is_quantised or tensor.form.is_quantised or k % PANEL:
+        return WeightPlan(LAYER_TABLE, (tensor,), form)
+
+    def rows(start: int, stop: int) -> Rows:
+        first = start // PANEL
+        whole = tensor.rows(first, -(-stop // PANEL))
+        assert isinstance(whole, np.ndarray)
+        return whole.reshape(-1, k // PANEL)[start - first * PANEL : stop - first * PANEL]
+
+    return WeightPlan(LAYER_TABLE, (replace(tensor, shape=(n * PANEL, k // PANEL), rows=rows),), form)
 
 
 def _expert_plans(source: ModelSource, stem: str, weight_format: str) -> list[WeightPlan]:

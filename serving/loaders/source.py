@@ -14,9 +14,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
+
 from phasewise._words import reason_of
 from phasewise.cython_kernels.blocks import BlockRows
-from phasewise.cython_kernels.packing import Array, QuantRows
+from phasewise.cython_kernels.packing import COLUMN_GROUP, Array, QuantRows
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.forms import Rows, WeightForm
 from phasewise.serving.models.encoding import Embedding
@@ -94,6 +96,29 @@ def take_rows(rows: Rows, order: Array) -> Rows:
         return rows[order]
     mins = None if rows.mins is None else rows.mins[order]
     return replace(rows, q=rows.q[order], scales=rows.scales[order], mins=mins)
+
+
+def take_columns(rows: Rows, first: int, width: int, what: str) -> Rows:
+    """Some columns, from `first` on. ModelError for quantised rows whose groups a cut would divide.
+
+    what: the tensor, in errors.
+    """
+    if isinstance(rows, np.ndarray):
+        return np.ascontiguousarray(rows[:, first : first + width])
+    if isinstance(rows, QuantRows):
+        own, group = slice(first, first + width), rows.group
+        if group == COLUMN_GROUP:
+            return replace(rows, q=np.ascontiguousarray(rows.q[:, own]))
+        if first % group == 0 and width % group == 0:
+            groups = slice(first // group, (first + width) // group)
+            mins = None if rows.mins is None else np.ascontiguousarray(rows.mins[:, groups])
+            scales = np.ascontiguousarray(rows.scales[:, groups])
+            return replace(rows, q=np.ascontiguousarray(rows.q[:, own]), scales=scales, mins=mins)
+    if isinstance(rows, BlockRows):
+        cut = rows.columns(first, first + width)
+        if cut is not None:
+            return cut
+    raise ModelError(f"{what} is quantised, and cannot be cut between two inputs")
 
 
 @dataclass(frozen=True)

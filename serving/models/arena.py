@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from phasewise.serving.models.latent_program import latent_widths
 from phasewise.serving.models.packed_model import ModelConfig
-from phasewise.serving.models.state_program import state_widths
+from phasewise.serving.models.programs.latent_program import latent_widths
+from phasewise.serving.models.programs.state_program import state_widths
 
 _ROUND_FLOATS = 16  # one cache line: rows of the arena begin on their own
 
@@ -31,6 +31,8 @@ class ActivationArena:
     branch: int
     branch_stride: int
     """The output of a half of a layer, where it is normalised before it is added."""
+    summed: int
+    """The sum of what experts gave, where it is normalised before it is added."""
     tail: int
     """Hidden rows of the last layer that want logits, and its feed-forward rows (in place of `gate_up`)."""
     logits: int
@@ -41,6 +43,26 @@ class ActivationArena:
     gates_stride: int
     normed: int
     """Rows of the stream behind a LayerNorm."""
+    inputs: int
+    """Inputs of all layers."""
+    inputs_stride: int
+    aside: int
+    """Rows that go round attention."""
+    streams: int
+    streams_stride: int
+    last_streams: int
+    """Streams behind the last layer, of rows that want logits."""
+    merged: int
+    """Their products, but the first one's."""
+    fed: int
+    """Rows for a head that drafts: behind the last norm, or of three layers one behind the other."""
+    fed_stride: int
+    taken: int
+    """The rows that such a head reads, as far apart."""
+    own_rows: int
+    """The same: rows of its own, which stand in for what it makes of those."""
+    embedded: int
+    """The same: embeddings of its tokens."""
 
 
 def rounded(floats: int) -> int:
@@ -57,7 +79,12 @@ def lay_out(config: ModelConfig, tokens: int, logit_rows: int) -> ActivationAren
     gates_stride = rounded(max(widths.gates, latent.absorbed))
     qkv_stride = rounded(max(plain + 2 * config.kv_rows, widths.products, latent.products))
     mixed_stride = rounded(max(plain, widths.mixed, latent.mixed))
-    gate_up_stride = rounded(config.n_into_ffn * config.ffn)
+    n_inputs = config.layer_inputs.size if config.layer_inputs else 0
+    streams = config.streams
+    n_low = streams.laurel_rank if streams else 0
+    gate_up_stride = rounded(max(config.n_into_ffn * config.ffn, n_inputs, n_low))
+    streams_stride = rounded(config.hidden * streams.count if streams else 0)
+    inputs_stride = rounded(n_inputs * config.n_layers)
     router_stride = rounded(experts.count if experts else 0)
     shared = tokens * hidden_stride
     mixed = shared + tokens * qkv_stride
@@ -68,7 +95,16 @@ def lay_out(config: ModelConfig, tokens: int, logit_rows: int) -> ActivationAren
     normed = max(gates + tokens * gates_stride, router + rows * router_stride)
     branch = normed + (rows * hidden_stride if config.layer_norms else 0)
     has_branch = config.post_norms or config.out_bias or config.ffn_biases
-    tail = branch + (rows * hidden_stride if has_branch else 0)
+    summed = branch + (rows * hidden_stride if has_branch else 0)
+    inputs = summed + (rows * hidden_stride if experts and experts.own_norms else 0)
+    aside = inputs + tokens * inputs_stride
+    own_streams = aside + (tokens * hidden_stride if streams else 0)
+    last_streams = own_streams + tokens * streams_stride
+    merged = last_streams + logit_rows * streams_stride
+    tail = merged + logit_rows * streams_stride
+    logits = tail + logit_rows * hidden_stride
+    fed_stride = rounded(3 * config.hidden)
+    fed = rounded(logits + logit_rows * config.n_logits)
     return ActivationArena(
         hidden=0,
         hidden_stride=hidden_stride,
@@ -84,11 +120,24 @@ def lay_out(config: ModelConfig, tokens: int, logit_rows: int) -> ActivationAren
         router_stride=router_stride,
         branch=branch,
         branch_stride=hidden_stride,
+        summed=summed,
         tail=tail,
-        logits=tail + logit_rows * hidden_stride,
+        logits=logits,
         own=own,
         own_stride=own_stride,
         gates=gates,
         gates_stride=gates_stride,
         normed=normed,
+        inputs=inputs,
+        inputs_stride=inputs_stride,
+        aside=aside,
+        streams=own_streams,
+        streams_stride=streams_stride,
+        last_streams=last_streams,
+        merged=merged,
+        fed=fed,
+        fed_stride=fed_stride,
+        taken=fed + rows * fed_stride,
+        own_rows=fed + 2 * rows * fed_stride,
+        embedded=fed + 2 * rows * fed_stride + rows * hidden_stride,
     )

@@ -45,6 +45,9 @@ class Experts:
     """Layers without experts, ascending."""
     dense_ffn: int = 0
     """The width of their feed-forward layers."""
+    own_norms: bool = False
+    """True if router and experts read norms of their own, if what experts and the shared layer give is
+    normalised before it is added, each and then their sum, and if the weights of experts have factors."""
 
     def check(self, n_layers: int) -> None:
         """ModelError unless a model of so many layers can have such a mixture."""
@@ -66,6 +69,10 @@ class Experts:
         if self.scores not in (SOFTMAX, LOGISTIC):
             raise ModelError(f"scores of experts by {self.scores!r:.60}: {SOFTMAX} or {LOGISTIC} can run")
         self._check_groups()
+        if self.own_norms and (not self.shared_ffn or self.dense_layers or self.biases or self.shared_gate):
+            raise ModelError(
+                "experts with norms of their own run in all layers, beside a shared one without a gate"
+            )
         if not 1e-6 <= self.scale <= 1e6:
             raise ModelError(
                 f"experts are multiplied by {self.scale!r:.80}: a number from 1e-6 to 1e6 expected"

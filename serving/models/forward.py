@@ -13,20 +13,33 @@ import numpy as np
 import numpy.typing as npt
 
 from phasewise.cython_kernels._native import Program
-from phasewise.cython_kernels.division import Division
+from phasewise.cython_kernels.division import Division, HeadShare, Teams
 from phasewise.cython_kernels.errors import KernelError
 from phasewise.cython_kernels.kv_formats import kv_slot_bytes
-from phasewise.cython_kernels.packing import PackedWeight
 from phasewise.cython_kernels.schedules import ScheduleLookup
+from phasewise.cython_kernels.user_slots.installed import use_installed
 from phasewise.serving.errors import ModelError
 from phasewise.serving.models.arena import ActivationArena, lay_out, rounded
-from phasewise.serving.models.experts import STACKS, Experts
-from phasewise.serving.models.latent import LATENT_KV_FORMATS
-from phasewise.serving.models.latent_program import LatentRows, add_latent_ops, latent_parts
+from phasewise.serving.models.experts import Experts
+from phasewise.serving.models.heads.draft_head import (
+    add_embedding_to_attention,
+    add_fed_rows,
+    add_head_input,
+    check_feeds,
+    taps_of,
+)
+from phasewise.serving.models.heads.kinds import EAGLES, MTP
+from phasewise.serving.models.last_rows import add_logits
+from phasewise.serving.models.latent import check_kv_format
 from phasewise.serving.models.linears import Linears, Parts, Place, PlacedProduct, Rows, with_default_path
+from phasewise.serving.models.model_parts import into_ffn_parts, own_attention, qkv_parts, weight_of
 from phasewise.serving.models.norms import add_final_norm, add_layer_norm, stream_eps
 from phasewise.serving.models.packed_model import LayerKind, ModelConfig, PackedModel, Vector
-from phasewise.serving.models.state_program import StateRows, add_state_ops
+from phasewise.serving.models.programs.expert_program import ExpertLayer
+from phasewise.serving.models.programs.latent_program import LatentRows, add_latent_ops, latent_parts
+from phasewise.serving.models.programs.layer_inputs import add_inputs_of_layer, add_layer_inputs
+from phasewise.serving.models.programs.state_program import StateRows, add_state_ops
+from phasewise.serving.models.programs.stream_program import StreamLayer, add_spread
 
 Gives = Literal["logits", "rows"]
 
@@ -55,6 +68,8 @@ class Capacity:
     """States of sequences that layers without keys and values keep, copies of earlier ones included."""
     touched: bool = False
     """True if all memory is to be there before the first step: `rank_teams.touch_memory`."""
+    feeds: str = ""
+    """The kind of the head that reads rows of every step, of `heads.kinds.KINDS`; "": none does."""
 
 
 EXACT_KINDS = ("f32", "f16")
@@ -65,37 +80,36 @@ def resolve_kv_format(model: PackedModel, kv_format: str = AUTO) -> str:
     """`auto` is f32 where every weight of the layers is multiplied in f32, so that nothing is rounded; else
     int16, or f16 of latent vectors. ModelError for a format that those cannot have.
     """
-    latent = model.config.latent is not None
-    if latent and kv_format not in (AUTO, *LATENT_KV_FORMATS):
-        raise ModelError(
-            f"{model.name} keeps latent vectors, which cannot be {kv_format}: --kv-format"
-            f" {', '.join(LATENT_KV_FORMATS[:-1])} or {LATENT_KV_FORMATS[-1]} can"
-        )
     if kv_format != AUTO:
+        check_kv_format(model.config.latent, model.name, kv_format)
         return kv_format
     layers = (weight for name, weight in model.weights.items() if name.startswith("layers."))
-    rounded_to = "f16" if latent else "int16"
+    rounded_to = "int16" if model.config.latent is None else "f16"
     return "f32" if all(weight.kind in EXACT_KINDS for weight in layers) else rounded_to
 
 
-def kv_bytes_per_slot(model: PackedModel, kv_format: str = AUTO) -> int:
-    """Bytes of the keys and values of one position, all layers. ModelError for a format that there is not."""
-    return sum(kv_bytes_by_reach(model, kv_format))
+def kv_bytes_per_slot(model: PackedModel, kv_format: str = AUTO, teams: Teams = ()) -> int:
+    """Bytes of the keys and values of one position, all layers. ModelError for a format that there is not.
+
+    teams: those of ranks (`Division.teams`), which keep copies of heads that they share; (): one rank.
+    """
+    return sum(kv_bytes_by_reach(model, kv_format, teams))
 
 
-def kv_bytes_by_reach(model: PackedModel, kv_format: str = AUTO) -> tuple[int, int]:
+def kv_bytes_by_reach(model: PackedModel, kv_format: str = AUTO, teams: Teams = ()) -> tuple[int, int]:
     """The same of the layers that see every position, and of those with a window."""
     config = model.config
     try:
-        per_head = kv_slot_bytes(
-            resolve_kv_format(model, kv_format), config.head_dim, config.latent is not None
-        )
+        stored, latent = resolve_kv_format(model, kv_format), config.latent is not None
+        bytes_of = {
+            layer: sum(config.copies_of_heads(layer, teams))
+            * kv_slot_bytes(stored, config.heads_of(layer).head_dim, latent)
+            for layer in config.attention_layers
+        }
     except KernelError as error:
         raise ModelError(f"{model.name}: {error}") from error
-    layers = config.attention_layers
-    n_windowed = sum(config.kind_of(layer).window is not None for layer in layers)
-    per_layer = config.n_kv_heads * per_head
-    return (len(layers) - n_windowed) * per_layer, n_windowed * per_layer
+    windowed = sum(n for layer, n in bytes_of.items() if config.kind_of(layer).window is not None)
+    return sum(bytes_of.values()) - windowed, windowed
 
 
 def build_program(
@@ -116,7 +130,7 @@ def build_program(
     is a whole sequence, and all layers keep keys and values in the same place.
 
     check_memory(model name, bytes, KV slots) may refuse before anything large is allocated. schedules: one
-    lookup for each table that a run may name, at most two; the first one says how every weight is computed.
+    lookup for each table that a run may name; the first one says how every weight is computed.
     division: over ranks, None for one. memory(bytes) gives what several ranks share (Program.seal_shared),
     kv_memory(bytes) the keys and values of a single rank; None: they are allocated as its other memory is.
     patience_s: how long a rank waits for another within a step. placed: is given the places of all schedules.
@@ -133,19 +147,34 @@ def build_program(
             )
         if gives == "rows" and config.state is not None:
             raise ModelError(f"{model.name} has layers that keep a state, which cannot make vectors of texts")
+        if gives == "rows" and (config.shared_kv_layers or config.has_mixed_heads or config.layer_inputs):
+            raise ModelError(f"{model.name} has layers that differ, which cannot make vectors of texts")
+        if capacity.feeds:
+            check_feeds(config, capacity.feeds)
         program = open_program(model, capacity, division, patience_s, gives)
         most_rows = max(capacity.step_tokens, capacity.logit_rows)
         linears = Linears(
             program, schedules, most_rows, division, model.adapters, [] if placed is None else placed
         )
         arena = lay_out(model.config, capacity.step_tokens, capacity.logit_rows)
-        embed_scale = config.embed_scale / config.residual_scale
-        program.embed(weight_of(model, "embed"), arena.hidden, arena.hidden_stride, embed_scale)
+        if config.drafts:
+            add_head_input(linears, model, arena)
+        else:
+            embed_scale = config.embed_scale / config.residual_scale
+            program.embed(weight_of(model, "embed"), arena.hidden, arena.hidden_stride, embed_scale)
+        if config.layer_inputs is not None:
+            add_layer_inputs(linears, model, arena)
+        if config.streams is not None:
+            add_spread(linears, model, arena)
+        keeping = {layer: number for number, layer in enumerate(config.attention_layers)}
+        is_read, taps = capacity.feeds == MTP, taps_of(config, capacity.feeds)
         for layer in range(config.n_layers):
-            n_before = layer - sum(config.keeps_state(before) for before in range(layer))
-            _Layer(linears, model, layer, arena, n_before if gives == "logits" else 0).add()
+            kept_as = keeping.get(config.kept_by(layer), 0) if gives == "logits" else 0
+            for part in taps.get(layer, ()):
+                add_fed_rows(linears, model, arena, (arena.hidden, arena.hidden_stride), "every", part)
+            _Layer(linears, model, layer, arena, kept_as, is_read).add()
         if gives == "logits":
-            _add_logits(linears, model, arena)
+            add_logits(linears, model, arena, is_read=is_read)
         else:
             tail = arena.tail, arena.hidden_stride
             add_final_norm(program, model, tail, (arena.logits, config.hidden))
@@ -165,26 +194,38 @@ def build_program(
 def open_program(
     model: PackedModel, capacity: Capacity, division: Division | None, patience_s: float, gives: Gives
 ) -> Program:
-    """Without ops; attention's kinds are those of the config, in their order."""
+    """Without ops; attention's kinds are those of the config, in their order. Users' functions are in their
+    slots from now on.
+    """
+    use_installed()
     config = model.config
-    first, *others = [(kind.window or 0, *_rotation(kind, config)) for kind in config.kinds]
-    shape = {**_shape(config), "window": first[0]}
+    kinds = [(kind, *_rotation(kind, config)) for kind in config.kinds]
+    first, inv_freq, magnitude = kinds[0]
+    shape = {**_shape(config), "window": first.window or 0}
+    if config.n_drafted:
+        shape["outputs"] = config.n_drafted
     if gives == "rows":
         shape |= {"n_layers": 1, "outputs": config.hidden, "bidirectional": config.encoder is not None}
-    program = Program(shape, room_of(model, capacity), first[1], division, patience_s, first[2])
-    for window, inv_freq, magnitude in others:
-        program.kind(inv_freq, window, magnitude)
+    if first.heads is not None:
+        shape["first_heads"] = _heads(first)
+    program = Program(shape, room_of(model, capacity), inv_freq, division, patience_s, magnitude)
+    for kind, inv_freq, magnitude in kinds[1:]:
+        program.kind(inv_freq, kind.window or 0, magnitude, _heads(kind))
     return program
 
 
 def _rotation(kind: LayerKind, config: ModelConfig) -> tuple[npt.NDArray[np.float64], float]:
     """Radians per position, and what cosines and sines are multiplied by."""
-    if kind.rope is None:
-        return np.empty(0), 1.0
+    if kind.rope is None:  # of latent vectors, whose last numbers are kept as they are turned, by nothing
+        return np.zeros(0 if config.latent is None else config.latent.rope_dim // 2), 1.0
     return kind.rope.inv_freq(config.context_length), kind.rope.magnitude
 
 
-def _shape(config: ModelConfig) -> dict[str, int | float]:
+def _heads(kind: LayerKind) -> tuple[int, int] | None:
+    return None if kind.heads is None else (kind.heads.n_kv_heads, kind.heads.head_dim)
+
+
+def _shape(config: ModelConfig) -> dict[str, Any]:
     return {
         "n_layers": len(config.attention_layers),
         "n_heads": config.n_heads,
@@ -247,19 +288,57 @@ class _Layer:
     arena: ActivationArena
     kept_as: int
     """The layer whose place keys and values have."""
+    is_read: bool
+    """True if a head reads the last layer's rows, all of them."""
 
     def add(self) -> None:
-        if self.config.keeps_state(self.layer):
+        config, layer, streams = self.config, self.layer, self._streams()
+        if streams is not None:
+            streams.add_before()
+        if config.keeps_state(layer):
             self._add_state()
-        elif self.config.latent is not None:
+        elif config.attends(layer) and config.latent is not None:
             self._add_latent()
-        else:
+        elif config.attends(layer):
             self._add_attention()
-        experts = self.config.experts_of(self.layer)
-        if experts is None:
-            self._add_feed_forward(self.config.ffn_of(self.layer))
-        else:
+            self._add_out("o_bias")
+        if streams is not None:
+            streams.add_between(self.after)
+        experts = config.experts_of(layer)
+        if experts is not None:
             self._add_experts(experts)
+        elif width := config.ffn_of(layer):
+            self._add_feed_forward(width)
+        if config.layer_inputs is not None:
+            targets = [self.after] if streams is None else streams.add_behind(self.after)
+            add_inputs_of_layer(
+                self.linears,
+                self.model,
+                self.layer,
+                self.arena,
+                self.after,
+                targets,
+                self._rows(),
+                self._out_scale(),
+            )
+
+    def _streams(self) -> StreamLayer | None:
+        streams, arena = self.config.streams, self.arena
+        if streams is None:
+            return None
+        return StreamLayer(self.linears, self.model, self.name, arena, streams, self.stream, self.last)
+
+    def _out_scale(self) -> float:
+        """The factor of the stream behind the layer."""
+        return float(self.model.vectors[f"{self.name}.out_scale"][0]) if self.config.layer_scales else 1.0
+
+    def _scale_behind_halves(self) -> float:
+        """The same where it is that of the second half's sum: no inputs of the layer come behind it."""
+        return 1.0 if self.config.layer_inputs is not None else self._out_scale()
+
+    @property
+    def _branch(self) -> Place:
+        return self.arena.branch, self.arena.branch_stride
 
     @property
     def config(self) -> ModelConfig:
@@ -271,7 +350,8 @@ class _Layer:
 
     @property
     def last(self) -> bool:
-        return self.layer == self.config.n_layers - 1
+        """True if no row reads another one beyond what mixes them here, or has before."""
+        return self.layer >= self.config.last_mixing and not self.is_read
 
     @property
     def stream(self) -> Place:
@@ -285,11 +365,18 @@ class _Layer:
     def _vector(self, name: str) -> Vector | None:
         return self.model.vectors.get(f"{self.name}.{name}")
 
-    def _reads(self, norm: str) -> dict[str, Any]:
+    def _reads(self, norm: str, factor: float = 1.0) -> dict[str, Any]:
         """The input of a product: the stream, normalised where the model does so before its halves."""
         if not self.config.pre_norms or self.config.layer_norms:
             return {"source": "rows"}
-        return {"source": "norm", "norm": self._vector(norm), "eps": stream_eps(self.config)}
+        weights = self.model.vectors[f"{self.name}.{norm}"]
+        if factor != 1:
+            weights = weights * np.float32(factor)
+        return {"source": "norm", "norm": weights, "eps": stream_eps(self.config)}
+
+    @property
+    def _ffn_norm(self) -> str:
+        return "attn_norm" if self.layer in self.config.halves.feed_forward else "ffn_norm"
 
     def _normed(self, norm: str, stream: Place, rows: Rows) -> Place:
         """The place of what `_reads` describes: the stream's own, or that of rows behind a LayerNorm."""
@@ -302,9 +389,12 @@ class _Layer:
     def _add_attention(self) -> None:
         config, arena, program = self.config, self.arena, self.linears.program
         qkv, mixed = (arena.qkv, arena.qkv_stride), (arena.mixed, arena.mixed_stride)
-        parts, reads = qkv_parts(self.model, self.name), self._reads("attn_norm")
-        source = self._normed("attn_norm", self.stream, "every")
-        self.linears.add(parts, reads, source, qkv, f"{self.name}.qkv")
+        parts = qkv_parts(self.model, self.layer)
+        reads = self._reads("attn_norm", config.factors.qkv)
+        source, is_doubled = self._normed("attn_norm", self.stream, "every"), config.drafts in EAGLES
+        if is_doubled:
+            reads = add_embedding_to_attention(self.linears, self.model, arena, qkv)
+        self.linears.add(parts, reads, source, qkv, f"{self.name}.qkv", add=is_doubled)
         if config.whole_qk_norm:
             keys = arena.qkv + config.q_rows, arena.qkv_stride
             program.adjust(config.q_rows, *qkv, *qkv, norm=self._vector("q_norm"))
@@ -322,20 +412,13 @@ class _Layer:
             sinks=self._vector("sinks"),
             q_norm=q_norm,
             k_norm=k_norm,
-            **self._growth(),
+            **own_attention(config, self.layer),
         )
         if config.gated_attention:
             gates = arena.own, arena.own_stride
             gate = [(weight_of(self.model, f"{self.name}.attn_gate"), 0)]
             self.linears.add(gate, self._reads("attn_norm"), self.stream, gates)
             program.gate_rows(config.q_rows, *mixed, *mixed, gates, gate="logistic")
-        self._add_out("o_bias")
-
-    def _growth(self) -> dict[str, Any]:
-        growth = self.config.query_growth
-        if growth is None:
-            return {}
-        return {"growth": growth.factors(self.config.context_length), "growth_span": growth.span}
 
     def _add_state(self) -> None:
         arena = self.arena
@@ -346,10 +429,16 @@ class _Layer:
             (arena.mixed, arena.mixed_stride),
         )
 
-        def add_product(parts: Parts, target: Place) -> None:
-            self.linears.add(parts, self._reads("attn_norm"), self.stream, target)
+        def add_product(parts: Parts, target: Place, factor: float, source: Place | None) -> None:
+            reads = {"source": "rows"} if source else self._reads("attn_norm", factor)
+            self.linears.add(parts, reads, source or self.stream, target)
 
-        add_state_ops(self.linears.program, add_product, self.model, self.name, rows)
+        read = add_state_ops(self.linears.program, add_product, self.model, self.name, rows)
+        if self.config.attends(self.layer):  # both read the stream before either is added to it
+            self._add_attention()
+            reader = f"{self.name}.state_o"
+            back = [(weight_of(self.model, reader), 0)]
+            self.linears.add(back, {"source": "rows"}, read, self.stream, reader, add=True)
         self._add_out(None)
 
     def _add_latent(self) -> None:
@@ -375,19 +464,44 @@ class _Layer:
 
     def _add_feed_forward(self, width: int) -> None:
         rows, gate_up = self._rows(), (self.arena.gate_up, rounded(self.config.n_into_ffn * width))
-        parts = into_ffn_parts(self.model, self.name, width)
         reader = f"{self.name}.{'gate_up' if self.config.gated else 'up'}"
         source, taken = self._feed_forward_input(rows)
-        self.linears.add(parts, self._reads("ffn_norm"), source, gate_up, reader, rows=taken)
+        for parts, factor in self._into_ffn(width):
+            self.linears.add(parts, self._reads(self._ffn_norm, factor), source, gate_up, reader, rows=taken)
         experts = self.config.experts_of(self.layer)
         if experts is not None and experts.shared_gate:
             self._gate_shared(width, (gate_up[0] + width, gate_up[1]), rows)
         source_kind = "gate" if self.config.gated else "activation"
         reads: dict[str, Any] = {"source": source_kind, "gate": self.config.activation}
+        if self.config.streams is not None:
+            reads["sparsity"] = self.config.streams.sparsity[self.layer]
         if self.config.ffn_biases:
             reads["bias"] = self._vector("up_bias")
+        if experts is not None and experts.own_norms:
+            down = [(weight_of(self.model, f"{self.name}.down"), 0)]
+            self.linears.add(down, reads, gate_up, self._branch, f"{self.name}.down", rows=rows)
+            return
         bias = "down_bias" if self.config.ffn_biases else None
-        self._add_back("down", reads, gate_up, "ffn_post_norm", bias, rows)
+        self._add_back("down", reads, gate_up, "ffn_post_norm", bias, rows, self._scale_behind_halves())
+
+    def _add_experts(self, experts: Experts) -> None:
+        layer = ExpertLayer(
+            self.linears, self.model, self.name, self.arena, experts, self.after, self._rows()
+        )
+        layer.add_products(self._reads(self._ffn_norm))
+        if experts.shared_ffn:  # before what experts give is added: both read the same stream
+            self._add_feed_forward(experts.shared_ffn)
+        if experts.own_norms:
+            layer.add_normed_sum(self._branch, self._scale_behind_halves())
+        else:
+            layer.add_sum()
+
+    def _into_ffn(self, width: int) -> list[tuple[Parts, float]]:
+        """The products of the stream, with what each is multiplied by."""
+        factors, parts = self.config.factors, into_ffn_parts(self.model, self.name, width)
+        if len(parts) == 1 or factors.gate == factors.up:
+            return [(parts, factors.up)]
+        return [(parts[:1], factors.gate), (parts[1:], factors.up)]
 
     def _feed_forward_input(self, rows: Rows) -> tuple[Place, Rows]:
         """The rows that it reads: behind attention, or those of attention in a layer of parallel halves."""
@@ -399,17 +513,25 @@ class _Layer:
         """The shared expert's rows times the logistic of one number each, which its product then is."""
         gate = self.arena.router, self.arena.router_stride  # rows were routed by what was there
         part = [(weight_of(self.model, f"{self.name}.shared_gate"), 0)]
-        self.linears.add(part, self._reads("ffn_norm"), self.after, gate, rows=rows)
+        self.linears.add(part, self._reads(self._ffn_norm), self.after, gate, rows=rows)
         self.linears.program.gate_rows(width, *up, *up, gate, rows=rows, one_gate=True)
 
     def _rows(self) -> Rows:
         return "logits" if self.last else "every"
 
     def _add_back(
-        self, weight: str, reads: dict[str, Any], place: Place, norm: str, bias: str | None, rows: Rows
+        self,
+        weight: str,
+        reads: dict[str, Any],
+        place: Place,
+        norm: str,
+        bias: str | None,
+        rows: Rows,
+        scale: float = 1.0,
     ) -> None:
-        """Add the output of a half of a layer to the stream, after its norm and bias where there are
-        such.
+        """Add the output of a half of a layer to the stream, after its norm and bias where there are such.
+
+        scale: of all of it, where there is a norm.
         """
         reader = f"{self.name}.{weight}"
         parts = [(weight_of(self.model, reader), 0)]
@@ -418,7 +540,7 @@ class _Layer:
         if not self.config.post_norms and own_bias is None:
             self.linears.add(parts, reads, place, self.after, reader, add=True, rows=rows, residual=residual)
             return
-        branch = self.arena.branch, self.arena.branch_stride
+        branch = self._branch
         self.linears.add(parts, reads, place, branch, reader, rows=rows)
         self.linears.program.adjust(
             self.config.hidden,
@@ -429,52 +551,8 @@ class _Layer:
             add=True,
             rows=rows,
             residual=residual,
+            scale=scale,
         )
-
-    def _add_experts(self, experts: Experts) -> None:
-        config, arena, rows = self.config, self.arena, self._rows()
-        router, given = (arena.router, arena.router_stride), (arena.given, arena.given_stride)
-        program, gate_up = self.linears.program, (arena.gate_up, arena.gate_up_stride)
-        scores = [(weight_of(self.model, f"{self.name}.router"), 0)]
-        self.linears.add(scores, self._reads("ffn_norm"), self.after, router, rows=rows)
-        if experts.biases:
-            bias = self._vector("router_bias")
-            program.adjust(experts.count, *router, *router, bias=bias, rows=rows)
-        program.route(experts, *router, rows=rows, choice_bias=self._vector("choice_bias"))
-        up, down = (self._stack(f"{self.name}{part}") for part in STACKS)
-        self.linears.add_experts(experts, *up, self._reads("ffn_norm"), self.after, gate_up, rows=rows)
-        reads = {"source": "gate", "gate": config.activation, "bias": self._vector("gate_up_bias")}
-        self.linears.add_experts(experts, *down, reads, gate_up, given, rows=rows)
-        if experts.shared_ffn:  # before what experts give is added: both read the same stream
-            self._add_feed_forward(experts.shared_ffn)
-        program.combine(
-            experts, config.hidden, *given, *self.after, bias=self._vector("down_bias"), rows=rows
-        )
-
-    def _stack(self, name: str) -> tuple[PackedWeight, PackedWeight]:
-        """The weights of all experts, and of the first one."""
-        stack, expert = weight_of(self.model, name), self.model.one_expert(name)
-        assert expert is not None
-        return stack, expert
-
-
-def _add_logits(linears: Linears, model: PackedModel, arena: ActivationArena) -> None:
-    config = model.config
-    head = weight_of(model, "embed" if config.tied_embeddings else "lm_head")
-    if head.n != config.vocab_size:
-        raise ModelError(f"{model.name} gives {head.n} logits for a vocabulary of {config.vocab_size}")
-    logits, tail = (arena.logits, config.vocab_size), (arena.tail, arena.hidden_stride)
-    if config.layer_norms:
-        normed = arena.normed, arena.hidden_stride
-        add_final_norm(linears.program, model, tail, normed, config.logit_scale)
-        tail = normed
-        reads: dict[str, Any] = {"source": "rows"}
-    else:
-        norm = model.vectors["final_norm"] * np.float32(config.logit_scale)
-        reads = {"source": "norm", "norm": norm, "eps": stream_eps(config)}
-    linears.add([(head, 0)], reads, tail, logits, rows="logits")
-    if config.logit_cap is not None:
-        linears.program.adjust(config.vocab_size, *logits, *logits, cap=config.logit_cap, rows="logits")
 
 
 def schedule_attention(
@@ -484,54 +562,33 @@ def schedule_attention(
     lookups: Sequence[ScheduleLookup],
     division: Division | None,
 ) -> None:
-    kv_heads = model.config.n_kv_heads
+    config = model.config
     if tuned_attention(model, capacity.kv_format) is None:
         return
     for table, lookup in enumerate(lookups):
-        own = kv_heads if division is None else division.heads(kv_heads, table)
-        if own:
+        own = None if division is None else division.heads(config.n_heads, config.n_kv_heads, table)
+        if own is None or own.n_kv_heads:
             problem = attention_problem(model, own, capacity.kv_format)
             ranges = lookup.attention(*problem, capacity.step_tokens)
             program.set_attention_schedules([(rows.last_m, rows.schedule) for rows in ranges], table)
 
 
 def attention_problem(
-    model: PackedModel, kv_heads: int | None = None, kv_format: str = AUTO
+    model: PackedModel, own: HeadShare | None = None, kv_format: str = AUTO
 ) -> tuple[str, int, int]:
     """Under what attention's schedules are kept: KV format, dimensions of query and of KV heads.
 
-    Those of all heads, or of some KV heads and the query heads that use them.
+    Those of all heads, or of a rank's own.
     """
-    config = model.config
-    own = config.n_kv_heads if kv_heads is None else kv_heads
-    stored = resolve_kv_format(model, kv_format)
-    return stored, config.q_rows // config.n_kv_heads * own, config.head_dim * own
+    config, stored = model.config, resolve_kv_format(model, kv_format)
+    if own is None:
+        return stored, config.q_rows, config.head_dim * config.n_kv_heads
+    return stored, config.head_dim * own.n_heads, config.head_dim * own.n_kv_heads
 
 
 def tuned_attention(model: PackedModel, kv_format: str = AUTO) -> tuple[str, int, int] | None:
-    """The same where attention's schedules are tuned: not over latent vectors, whose default cut is kept."""
-    return None if model.config.latent is not None else attention_problem(model, kv_format=kv_format)
-
-
-def weight_of(model: PackedModel, name: str) -> PackedWeight:
-    try:
-        return model.weights[name]
-    except KeyError:
-        raise ModelError(f"{model.name} has no weight {name!r}") from None
-
-
-def qkv_parts(model: PackedModel, name: str) -> Parts:
-    config = model.config
-    if f"{name}.qkv" in model.weights:
-        return [(model.weights[f"{name}.qkv"], 0)]
-    columns = {"q": 0, "k": config.q_rows, "v": config.q_rows + config.kv_rows}
-    return [(weight_of(model, f"{name}.{part}"), column) for part, column in columns.items()]
-
-
-def into_ffn_parts(model: PackedModel, name: str, width: int) -> Parts:
-    """The weights of a feed-forward layer of this width that read the stream."""
-    if not model.config.gated:
-        return [(weight_of(model, f"{name}.up"), 0)]
-    if f"{name}.gate_up" in model.weights:
-        return [(model.weights[f"{name}.gate_up"], 0)]
-    return [(weight_of(model, f"{name}.gate"), 0), (weight_of(model, f"{name}.up"), width)]
+    """The same where attention's schedules are tuned: not over latent vectors or heads that differ by
+    layers, whose default cut is kept.
+    """
+    untuned = model.config.latent is not None or model.config.has_mixed_heads
+    return None if untuned else attention_problem(model, kv_format=kv_format)

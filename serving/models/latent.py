@@ -106,3 +106,12 @@ def latent_to_json(latent: LatentAttention | None) -> dict[str, Any] | None:
 
 def latent_from_json(fields: Mapping[str, Any] | None) -> LatentAttention | None:
     return None if fields is None else LatentAttention(**fields)
+
+
+def check_kv_format(latent: LatentAttention | None, name: str, kv_format: str) -> None:
+    """ModelError for a format, one that is named, which latent vectors of the model `name` cannot have."""
+    if latent is not None and kv_format not in LATENT_KV_FORMATS:
+        raise ModelError(
+            f"{name} keeps latent vectors, which cannot be {kv_format}: --kv-format"
+            f" {', '.join(LATENT_KV_FORMATS[:-1])} or {LATENT_KV_FORMATS[-1]} can"
+        )

@@ -7,27 +7,30 @@ exists has been checked, so the engine may multiply its numbers without fear.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from phasewise._words import counted
-from phasewise.cython_kernels.division import columns
-from phasewise.cython_kernels.exact import logarithm, power
+from phasewise.cython_kernels.division import Teams, columns, head_copies
 from phasewise.cython_kernels.packing import PANEL, PackedWeight
 from phasewise.serving.errors import ModelError
-from phasewise.serving.models.encoding import MOST_POSITIONS, Embedding, Encoder, encoder_to_json
-from phasewise.serving.models.experts import STACKS, Experts, experts_from_json, experts_to_json
+from phasewise.serving.models.encoding import MOST_POSITIONS, Embedding, Encoder
+from phasewise.serving.models.experts import STACKS, Experts
+from phasewise.serving.models.factors import NO_FACTORS, ProductFactors
+from phasewise.serving.models.halves import BOTH_HALVES, SingleHalves
+from phasewise.serving.models.heads.kinds import KINDS
 from phasewise.serving.models.latent import STACKS as HEAD_STACKS
-from phasewise.serving.models.latent import LatentAttention, latent_from_json, latent_to_json
+from phasewise.serving.models.latent import LatentAttention
+from phasewise.serving.models.layer_shapes import HeadShape, LayerInputs, Streams
 from phasewise.serving.models.low_rank import Adapter
 from phasewise.serving.models.mapped_file import MappedFile
 from phasewise.serving.models.query_growth import QueryGrowth
-from phasewise.serving.models.state_layers import StateLayers, state_from_json, state_to_json
+from phasewise.serving.models.rope import RopeSpec
+from phasewise.serving.models.state_layers import StateLayers
 from phasewise.serving.sampling.sampling_defaults import SamplingDefaults
 
 FORMATS = ("native", "f32", "bf16", "int8", "int4")
@@ -49,123 +52,10 @@ PLAIN_ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu", "relu2")
 """Activations of feed-forward layers without a gate; "gelu" is that of the error function, "relu2" the square
 of "relu". The kernels have both lists in cython_kernels/ops.h."""
 
+LAYER_TABLE = "layer_table"
+"""The name of the matrix whose rows are looked up alone."""
+
 Vector = npt.NDArray[np.float32]
-
-
-@dataclass(frozen=True)
-class Llama3Scaling:
-    """Llama 3.1's stretch of the low frequencies; `original_context` in tokens."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_context: int
-
-
-@dataclass(frozen=True)
-class LinearScaling:
-    """Every position divided by `factor`."""
-
-    factor: float
-
-
-@dataclass(frozen=True)
-class FrequencyFactors:
-    """One divisor per frequency, as GGUF files store Llama 3.1's scaling."""
-
-    factors: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class YarnScaling:
-    """YaRN (Peng et al. 2023, section 3): frequencies that turn often within `original_context` tokens are
-    kept, those that turn seldom divided by `factor`, with a ramp from `beta_fast` to `beta_slow` turns
-    between them.
-
-    magnitude: what cosines and sines are multiplied by. truncate: whether the ramp's ends are whole pairs.
-    """
-
-    factor: float
-    original_context: int
-    magnitude: float
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-
-
-@dataclass(frozen=True)
-class LongScaling:
-    """LongRoPE (Ding et al. 2024): a divisor per frequency, of two lists. The long one holds for every
-    position where a service takes more than `original_context` tokens, the short one elsewhere."""
-
-    short: tuple[float, ...]
-    long: tuple[float, ...]
-    original_context: int
-    magnitude: float
-
-
-Scaling = Llama3Scaling | LinearScaling | FrequencyFactors | YarnScaling | LongScaling
-
-
-@dataclass(frozen=True)
-class RopeSpec:
-    """Rotary embedding over the first `dim` of a head, half-split pairs (i, i + dim/2)."""
-
-    theta: float
-    dim: int
-    scaling: Scaling | None = None
-
-    def inv_freq(self, context_length: int = 0) -> npt.NDArray[np.float64]:
-        """Radians per position, float64 [dim / 2], for a context of that many tokens."""
-        plain = np.array([power(self.theta, -pair, self.dim) for pair in range(0, self.dim, 2)])
-        match self.scaling:
-            case None:
-                return plain
-            case LinearScaling(factor):
-                return plain / factor
-            case FrequencyFactors(factors):
-                return plain / np.asarray(factors, dtype=np.float64)
-            case LongScaling(short, long, original_context):
-                factors = long if context_length > original_context else short
-                return plain / np.asarray(factors, dtype=np.float64)
-            case Llama3Scaling():
-                return _llama3(plain, self.scaling)
-            case YarnScaling():
-                return _yarn(plain, self.theta, self.dim, self.scaling)
-
-    @property
-    def magnitude(self) -> float:
-        """The factor of cosines and sines."""
-        return self.scaling.magnitude if isinstance(self.scaling, YarnScaling | LongScaling) else 1.0
-
-
-def _llama3(plain: npt.NDArray[np.float64], scaling: Llama3Scaling) -> npt.NDArray[np.float64]:
-    """Keep short wavelengths, divide long ones by the factor, blend between (Llama 3.1's reference code)."""
-    rotations = scaling.original_context * plain / (2 * math.pi)  # whole turns within the original context
-    span = scaling.high_freq_factor - scaling.low_freq_factor
-    keep = np.clip((rotations - scaling.low_freq_factor) / span, 0.0, 1.0)
-    blended: npt.NDArray[np.float64] = keep * plain + (1 - keep) * plain / scaling.factor
-    return blended
-
-
-def _yarn(
-    plain: npt.NDArray[np.float64], theta: float, dim: int, scaling: YarnScaling
-) -> npt.NDArray[np.float64]:
-    """Pair i makes r turns within the original context at i = dim log(context / (2 pi r)) / (2 log theta)."""
-
-    def pair_of(turns: float) -> float:
-        turned = logarithm(scaling.original_context / (turns * 2 * math.pi))
-        return dim * turned / (2 * logarithm(theta))
-
-    first, last = pair_of(scaling.beta_fast), pair_of(scaling.beta_slow)
-    if scaling.truncate:
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, dim - 1)
-    if first == last:
-        last += 0.001
-    divided = np.clip((np.arange(dim // 2) - first) / (last - first), 0.0, 1.0)
-    blended: npt.NDArray[np.float64] = (1 - divided) * plain + divided * plain / scaling.factor
-    return blended
 
 
 @dataclass(frozen=True)
@@ -176,6 +66,8 @@ class LayerKind:
     """Positions that a token sees, itself included; None: all. Of an encoder half of them on each side."""
     rope: RopeSpec | None
     """None: positions leave no trace in queries and keys."""
+    heads: HeadShape | None = None
+    """None: those of the model."""
 
 
 @dataclass(frozen=True)
@@ -246,6 +138,23 @@ class ModelConfig:
     """The growth of queries with their positions."""
     latent: LatentAttention | None = None
     """Attention over one vector of each token; `head_dim` are then the vector's numbers, in one KV head."""
+    halves: SingleHalves = BOTH_HALVES
+    factors: ProductFactors = NO_FACTORS
+    value_norms: bool = False
+    """True if values are normalised by heads, without weights."""
+    layer_scales: bool = False
+    """True if the stream is multiplied by a number of its own behind each layer."""
+    ffn_widths: tuple[int, ...] = ()
+    """Widths of feed-forward layers where they differ: `ffn` is the largest."""
+    shared_kv_layers: int = 0
+    """The last so many layers read keys and values of the last layer of their kind before them."""
+    layer_inputs: LayerInputs | None = None
+    streams: Streams | None = None
+    drafts: str = ""
+    """The kind of a head that drafts, of `heads.kinds.KINDS`: one layer over embeddings of tokens and rows of
+    another model. "": no head."""
+    n_drafted: int = 0
+    """Tokens that a head knows as drafts; 0: all of them."""
 
     def __post_init__(self) -> None:
         for name, largest in LARGEST.items():
@@ -272,39 +181,102 @@ class ModelConfig:
             )
         self._check_scales()
         if self.experts is not None:
-            if not self.gated:
-                raise ModelError("experts whose feed-forward layers have no gate cannot run")
+            if not self.gated and self.experts.biases:
+                raise ModelError("experts with biases whose feed-forward layers have no gate cannot run")
             self.experts.check(self.n_layers)
+            if self.experts.own_norms != self.post_norms:
+                raise ModelError("norms behind halves of layers and experts with norms run together alone")
         self._check_form()
         if self.state is not None:
             self.state.check(self.n_layers)
         if self.latent is not None:
             self._check_latent(self.latent)
+        self._check_layers()
+        self._check_own_layers()
+        if self.drafts:
+            self._check_head()
         self._check_tokens()
 
     def _check_latent(self, latent: LatentAttention) -> None:
         latent.check(self.n_kv_heads, self.head_dim)
-        if self.state or self.sinks or self.qk_norm or self.out_bias or self.gated_attention:
+        beside = self.state is not None and self.state.beside
+        if beside or self.sinks or self.qk_norm or self.out_bias or self.gated_attention:
             raise ModelError(
-                "latent attention beside states, sinks, norms of heads, biases or gates cannot run"
+                "latent attention with states beside it, sinks, norms of heads, biases or gates cannot run"
             )
-        if any(kind.rope is None or kind.rope.dim != latent.rope_dim for kind in self.kinds):
+        if any(kind.rope is not None and kind.rope.dim != latent.rope_dim for kind in self.kinds):
             raise ModelError(f"latent attention turns {latent.rope_dim} numbers of every layer, no others")
+
+    def _check_layers(self) -> None:
+        """Conditions of single halves, states beside attention and factors of products on the others."""
+        self.halves.check(self.n_layers)
+        self.factors.check()
+        beside = self.state is not None and self.state.beside
+        if not self.attention_layers or any(map(self.keeps_state, self.halves.feed_forward)):
+            raise ModelError("a model whose layers keep no keys and values cannot run")
+        if not (beside or self.halves != BOTH_HALVES or self.factors != NO_FACTORS):
+            return
+        other_norms = not self.pre_norms or self.post_norms or self.layer_norms or self.parallel
+        if other_norms or self.out_bias or self.gated_attention or self.latent is not None or self.ffn_biases:
+            raise ModelError(
+                "layers of one half, states beside attention or factors of products, with other norms than"
+                " one before each half, biases or gates, cannot run"
+            )
+        if self.factors != NO_FACTORS and self.experts is not None:
+            raise ModelError("factors of products beside experts cannot run")
+
+    def _check_own_layers(self) -> None:
+        """Conditions of what layers have of their own."""
+        if self.ffn_widths and (len(self.ffn_widths) != self.n_layers or self.experts is not None):
+            raise ModelError(
+                f"widths of {counted(len(self.ffn_widths), 'feed-forward layer')} of {self.n_layers}"
+            )
+        for width in self.ffn_widths:
+            if type(width) is not int or not 1 <= width <= self.ffn:
+                raise ModelError(f"a feed-forward layer of width {width!r:.80}: 1 to {self.ffn} expected")
+        if type(self.shared_kv_layers) is not int or not 0 <= self.shared_kv_layers < self.n_layers:
+            raise ModelError(
+                f"layers that read others' keys and values: {self.shared_kv_layers!r:.80} of {self.n_layers}"
+            )
+        first = self.n_layers - self.shared_kv_layers
+        if {self.kind_of(layer) for layer in range(first, self.n_layers)} - set(
+            map(self.kind_of, range(first))
+        ):
+            raise ModelError("layers that read keys and values of others have none of their kind before them")
+        if self.layer_inputs is not None:
+            self.layer_inputs.check(self.n_layers, self.vocab_size)
+        if self.streams is not None:
+            self.streams.check(self.n_layers)
+            if self.layer_inputs is None or self.layer_scales or self.experts or self.residual_scale != 1:
+                raise ModelError("several streams run with inputs of layers, without scales and experts")
+        own = self.value_norms or self.layer_scales or self.shared_kv_layers or self.layer_inputs
+        if (own or self.has_mixed_heads) and (
+            self.state or self.latent or self.encoder or not self.post_norms or self.whole_qk_norm
+        ):
+            raise ModelError("layers with heads, inputs or scales of their own beside states cannot run")
+
+    def _check_head(self) -> None:
+        """Conditions of heads that draft, and of models that have such."""
+        if self.drafts not in KINDS or not 0 <= self.n_drafted <= self.vocab_size:
+            raise ModelError(
+                f"a head that drafts of the kind {self.drafts!r:.40}, for {counted(self.n_drafted, 'token')}"
+            )
+        if self.n_layers != 1 or self.state is not None:
+            raise ModelError("a head that drafts has one layer, which keeps no state")
+        if self.layer_norms or self.encoder or self.layer_inputs or self.streams or self.residual_scale != 1:
+            raise ModelError("a head that drafts has plain norms and one stream")
 
     def _check_kind(self, kind: LayerKind) -> None:
         if kind.window is not None and (type(kind.window) is not int or not 1 <= kind.window <= 1 << 30):
             raise ModelError(f"the sliding window is {kind.window!r:.80} tokens")
+        if kind.heads is not None:
+            kind.heads.check(self.n_heads, self.n_kv_heads, self.head_dim)
         if kind.rope is not None:
-            self._check_rope(kind.rope)
+            self._check_rope(kind.rope, kind.heads.head_dim if kind.heads else self.head_dim)
 
-    def _check_rope(self, rope: RopeSpec) -> None:
-        if (
-            type(rope.dim) is not int
-            or self.head_dim % 2
-            or rope.dim % 2
-            or not 2 <= rope.dim <= self.head_dim
-        ):
-            raise ModelError(f"RoPE over {rope.dim} of {self.head_dim} head dimensions is not supported")
+    def _check_rope(self, rope: RopeSpec, head_dim: int) -> None:
+        if type(rope.dim) is not int or head_dim % 2 or rope.dim % 2 or not 2 <= rope.dim <= head_dim:
+            raise ModelError(f"RoPE over {rope.dim} of {head_dim} head dimensions is not supported")
         for context_length in (0, 1 << 62):
             with np.errstate(all="ignore"):
                 try:
@@ -368,23 +340,65 @@ class ModelConfig:
 
     def experts_of(self, layer: int) -> Experts | None:
         """The mixture of a layer; None where one feed-forward layer computes every token."""
-        if self.experts is None or layer in self.experts.dense_layers:
+        if self.experts is None or layer in self.experts.dense_layers or layer in self.halves.mixing:
             return None
         return self.experts
 
     def ffn_of(self, layer: int) -> int:
         """The width of the feed-forward layer that every token of a layer goes through; 0: there is none."""
+        if layer in self.halves.mixing:
+            return 0
         if self.experts is None:
-            return self.ffn
+            return self.ffn_widths[layer] if self.ffn_widths else self.ffn
         return self.experts.dense_ffn if layer in self.experts.dense_layers else self.experts.shared_ffn
 
     def keeps_state(self, layer: int) -> bool:
         return self.state is not None and layer in self.state.layers
 
+    def attends(self, layer: int) -> bool:
+        """True if a layer keeps keys and values."""
+        if layer in self.halves.feed_forward:
+            return False
+        return not self.keeps_state(layer) or (self.state is not None and self.state.beside)
+
+    @property
+    def last_mixing(self) -> int:
+        """The last layer in which tokens read others."""
+        return max(set(range(self.n_layers)) - set(self.halves.feed_forward))
+
     @property
     def attention_layers(self) -> tuple[int, ...]:
         """Layers that keep keys and values."""
-        return tuple(layer for layer in range(self.n_layers) if not self.keeps_state(layer))
+        keeping = range(self.n_layers - self.shared_kv_layers)
+        return tuple(layer for layer in keeping if self.attends(layer))
+
+    def kept_by(self, layer: int) -> int:
+        """The layer whose keys and values a layer reads: itself, or the last of its kind that keeps any."""
+        first_shared = self.n_layers - self.shared_kv_layers
+        if layer < first_shared:
+            return layer
+        return max(before for before in range(first_shared) if self.kind_of(before) == self.kind_of(layer))
+
+    def qkv_of(self, layer: int) -> str:
+        """The products that a layer's attention reads, by their letters: "qkv" mostly."""
+        if self.kept_by(layer) != layer:
+            return "q"
+        return "qk" if self.heads_of(layer).keys_are_values else "qkv"
+
+    def heads_of(self, layer: int) -> HeadShape:
+        return self.kind_of(layer).heads or HeadShape(self.n_kv_heads, self.head_dim)
+
+    def copies_of_heads(self, layer: int, teams: Teams) -> tuple[int, ...]:
+        """Copies that ranks keep of each KV head of a layer. All of them read the same latent vectors.
+
+        teams: `Division.teams`; (): one rank.
+        """
+        return head_copies(self.n_heads, self.heads_of(layer).n_kv_heads, () if self.latent else teams)
+
+    @property
+    def has_mixed_heads(self) -> bool:
+        """True if heads of keys and values are not the same in all layers."""
+        return any(kind.heads is not None for kind in self.kinds)
 
     @property
     def turns(self) -> dict[str, int]:
@@ -409,6 +423,11 @@ class ModelConfig:
         return 2 if self.gated else 1
 
     @property
+    def n_logits(self) -> int:
+        """Logits of a row."""
+        return self.n_drafted or self.vocab_size
+
+    @property
     def q_rows(self) -> int:
         return self.n_heads * self.head_dim
 
@@ -427,11 +446,17 @@ class PackedModel:
     ".o", ".gate_up" (gate rows, then up rows) or, without a gate, ".up", and ".down". Parts whose packed
     kinds differ stay separate: ".q", ".k", ".v" or ".gate", ".up". With a mixture of experts ".router"
     [experts, hidden] and, one expert below the other, ".experts_gate_up" (of each expert gate rows, then up
-    rows) and ".experts_down"; ".gate_up" and ".down" are then the shared expert's, where there is one.
+    rows; up rows alone without a gate) and ".experts_down"; ".gate_up" and ".down" are then the shared
+    expert's, where there is one.
     vectors, float32: "final_norm"; per layer, as the config says, ".attn_norm", ".ffn_norm",
     ".attn_post_norm", ".ffn_post_norm", ".qkv_bias", ".q_norm", ".k_norm", ".o_bias", ".sinks" [n_heads],
     ".router_bias", ".gate_up_bias", ".up_bias", ".down_bias", ".choice_bias" [experts], biases of LayerNorms
-    (".attn_norm_bias"). Layers with a state have what `state_layers` lists in place of attention's.
+    (".attn_norm_bias"), and of experts with norms of their own ".router_norm", ".experts_norm",
+    ".shared_post_norm", ".experts_post_norm" and ".expert_factors" [experts]. With inputs of layers there are
+    "layer_table", "layer_projection" and "layer_inputs_norm", and in each layer ".inputs_gate", ".inputs_out"
+    and ".inputs_post_norm"; with scales ".out_scale" [1]. Layers with a state have what `state_layers` lists
+    in place of attention's. A head that drafts has "head_embed", "head_rows" [hidden, hidden] and norms
+    before these.
     content_hash names the source's content and the format, so equal models hash alike on every machine.
     """
 
@@ -461,6 +486,7 @@ class PackedModel:
         return {
             name: self.one_expert(name) or self.one_head(name) or weight
             for name, weight in self.weights.items()
+            if name != LAYER_TABLE
         }
 
     def one_head(self, name: str) -> PackedWeight | None:
@@ -482,82 +508,6 @@ class PackedModel:
                 f" a multiple of {PANEL} for each can run"
             )
         return columns(stack, 0, stack.n // experts.count // PANEL)
-
-
-USUAL = {"gated": True, "state": None, "latent": None, "query_growth": None} | dict.fromkeys(
-    ("gated_attention", "last_row_scores", "layer_norms", "norm_biases", "parallel", "ffn_biases"), False
-)
-"""Values that most models have: `config_to_json` does not mention them."""
-
-
-def config_to_json(config: ModelConfig) -> dict[str, Any]:
-    """Plain JSON values; `config_from_json` is the inverse.
-
-    What is `USUAL` is not mentioned: files and fingerprints of before others were read stay as they are.
-    """
-    fields = {name: getattr(config, name) for name in ModelConfig.__dataclass_fields__}
-    for name, usual in USUAL.items():
-        if fields[name] == usual:
-            del fields[name]
-    if config.latent is not None:
-        fields["latent"] = latent_to_json(config.latent)
-    if config.state is not None:
-        fields["state"] = state_to_json(config.state)
-    if config.query_growth is not None:
-        fields["query_growth"] = dict(vars(config.query_growth))
-    kinds = config.kinds if config.layer_kinds else ()
-    return {
-        **fields,
-        "rope": _rope_to_json(config.rope),
-        "experts": experts_to_json(config.experts),
-        "encoder": None if config.encoder is None else encoder_to_json(config.encoder),
-        "kinds": [{"window": kind.window, "rope": _rope_to_json(kind.rope)} for kind in kinds],
-        "layer_kinds": [kinds.index(kind) for kind in config.layer_kinds],
-    }
-
-
-def config_from_json(fields: Mapping[str, Any]) -> ModelConfig:
-    """The config that `config_to_json` wrote; KeyError or TypeError for anything else."""
-    values = dict(fields)
-    kinds = [LayerKind(kind["window"], _rope_from_json(kind["rope"])) for kind in values.pop("kinds")]
-    values["layer_kinds"] = tuple(kinds[index] for index in values["layer_kinds"])
-    values["experts"] = experts_from_json(values["experts"])
-    values["state"] = state_from_json(values.get("state"))
-    growth = values.get("query_growth")
-    values["query_growth"] = None if growth is None else QueryGrowth(**growth)
-    values["latent"] = latent_from_json(values.get("latent"))
-    values["encoder"] = None if values["encoder"] is None else Encoder(**values["encoder"])
-    values["eos_token_ids"] = tuple(values["eos_token_ids"])
-    rope = _rope_from_json(values.pop("rope"))
-    if rope is None:
-        raise TypeError("a config without RoPE parameters")
-    return ModelConfig(rope=rope, **values)
-
-
-SCALINGS: dict[str, Callable[..., Scaling]] = {
-    kind.__name__: kind for kind in (Llama3Scaling, LinearScaling, FrequencyFactors, YarnScaling, LongScaling)
-}
-
-
-def _rope_to_json(rope: RopeSpec | None) -> dict[str, Any] | None:
-    if rope is None:
-        return None
-    scaling = rope.scaling
-    kind = None if scaling is None else {"kind": type(scaling).__name__, **vars(scaling)}
-    return {"theta": rope.theta, "dim": rope.dim, "scaling": kind}
-
-
-def _rope_from_json(fields: Mapping[str, Any] | None) -> RopeSpec | None:
-    if fields is None:
-        return None
-    values, scaling = dict(fields), None
-    if values["scaling"] is not None:
-        own: dict[str, Any] = {
-            key: tuple(value) if isinstance(value, list) else value
-            for key, value in values["scaling"].items()
-        }
-        scaling = SCALINGS[own.pop("kind")](**own)
-    return RopeSpec(values["theta"], values["dim"], scaling)
 
 
 def _brief(rope: RopeSpec) -> str:

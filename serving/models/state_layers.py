@@ -8,8 +8,10 @@ from typing import Any
 
 from phasewise.serving.errors import ModelError
 
-SHORT_CONV, DELTA, MAMBA2 = "short_conv", "delta", "mamba2"
-STATE_KINDS = (SHORT_CONV, DELTA, MAMBA2)
+SHORT_CONV, DELTA, MAMBA2, KDA = "short_conv", "delta", "mamba2", "kda"
+STATE_KINDS = (SHORT_CONV, DELTA, MAMBA2, KDA)
+KDA_TAPS: tuple[str, ...] = ("q_taps", "k_taps", "v_taps")
+"""Taps of the convolutions of queries, keys and values, which are apart."""
 MOST_TAPS, LARGEST_DIM, MOST_HEADS = 16, 1 << 10, 1 << 12
 
 
@@ -19,7 +21,9 @@ class StateLayers:
 
     "short_conv": gate * conv(factor * x), x, factor and gate being products of the stream. "delta": the gated
     delta rule over queries, keys and values that went through a convolution with silu; what is read is
-    normalised by heads and multiplied by silu of a gate. "mamba2": values, keys and queries (x, B, C) in the
+    normalised by heads and multiplied by silu of a gate. "kda": the same, with a decay for each number of a
+    key and the logistic of the gate; both gates are products of few numbers, products of the stream
+    themselves. "mamba2": values, keys and queries (x, B, C) in the
     same way; a change is a time step's share of the value, and what is read is gated before its norm.
     """
 
@@ -37,6 +41,10 @@ class StateLayers:
     conv_bias: bool = False
     tiled: bool = False
     """True if head h of values has the queries and keys of h % groups, and neighbours do not share them."""
+    beside: bool = False
+    """True if these layers have attention too, and both read the same norm; "mamba2" alone."""
+    norm_groups: int = 1
+    """The groups in which what is read is normalised, of "mamba2"; 0: it is not."""
 
     def check(self, n_layers: int) -> None:
         """ModelError unless such layers can be among so many."""
@@ -47,7 +55,9 @@ class StateLayers:
         layers = self.layers
         if not layers or list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] < n_layers:
             raise ModelError(f"layers {layers!r:.80} of {n_layers} keep a state")
-        if len(layers) == n_layers:
+        if self.beside and self.kind != MAMBA2:
+            raise ModelError(f"layers with a state of kind {self.kind!r} beside attention cannot run")
+        if len(layers) == n_layers and not self.beside:
             raise ModelError("a model whose layers all keep a state, and none keys and values, cannot run")
         sizes = {"taps": (2, MOST_TAPS)}
         if self.kind != SHORT_CONV:
@@ -60,8 +70,13 @@ class StateLayers:
                     f"layers with a state have {name} = {value!r:.80}: a whole number from {least} to"
                     f" {most} expected"
                 )
+        if self.kind == KDA and (self.heads != self.groups or self.key_dim != self.value_dim):
+            raise ModelError("layers with a state whose decays are by key have keys and values alike")
         if self.kind != SHORT_CONV and self.heads % self.groups:
             raise ModelError(f"{self.heads} value heads do not divide into {self.groups} key heads")
+        groups = self.norm_groups
+        if type(groups) is not int or groups < 0 or (groups and self.values % groups):
+            raise ModelError(f"{self.values} values do not divide into {groups!r:.80} groups of a norm")
 
     @property
     def keys(self) -> int:
@@ -76,7 +91,17 @@ class StateLayers:
     @property
     def erases(self) -> bool:
         """True if a change is what the state lacks of a value."""
-        return self.kind == DELTA
+        return self.kind in (DELTA, KDA)
+
+    @property
+    def by_key(self) -> bool:
+        """True if every number of a key has a decay."""
+        return self.kind == KDA
+
+    @property
+    def gates(self) -> int:
+        """Numbers of a token's decays and factors, and of decays by key before them."""
+        return 2 * self.heads + (self.keys if self.by_key else 0)
 
     def channels(self, hidden: int) -> int:
         """Channels of the convolution."""
@@ -91,12 +116,32 @@ class StateLayers:
         back = {"o": (hidden, self.out_width(hidden))}
         if self.kind == SHORT_CONV:
             return {"state_in": (3 * hidden, hidden), **back}
+        if self.beside:
+            return {
+                "state_gate": (self.values, hidden),
+                "state_in": (self.channels(hidden), hidden),
+                "state_time": (self.heads, hidden),
+                "state_o": back["o"],
+            }
         if self.kind == MAMBA2:
             return {"state_in": (self.values + self.channels(hidden) + self.heads, hidden), **back}
-        return {
+        mixed = {
             "state_q": (self.keys, hidden),
             "state_k": (self.keys, hidden),
             "state_v": (self.values, hidden),
+        }
+        if self.kind == KDA:
+            return {
+                **mixed,
+                "state_f_a": (self.key_dim, hidden),
+                "state_g_a": (self.value_dim, hidden),
+                "state_b": (self.heads, hidden),
+                "state_f_b": (self.keys, self.key_dim),
+                "state_g_b": (self.values, self.value_dim),
+                **back,
+            }
+        return {
+            **mixed,
             "state_gate": (self.values, hidden),
             "state_b": (self.heads, hidden),
             "state_a": (self.heads, hidden),
@@ -105,10 +150,13 @@ class StateLayers:
 
     def vector_lengths(self, hidden: int) -> dict[str, int]:
         """A layer's vectors by our names, its norms of the stream apart."""
-        own = {"taps": self.channels(hidden) * self.taps}
+        own: dict[str, int] = {"taps": self.channels(hidden) * self.taps}
+        if self.kind == KDA:
+            own = dict.fromkeys(KDA_TAPS, self.keys * self.taps)
         if self.kind != SHORT_CONV:
-            own |= {"rates": self.heads, "time_offsets": self.heads}
-            own["state_scale"] = self.value_dim if self.kind == DELTA else self.values
+            own |= {"rates": self.heads, "time_offsets": self.keys if self.by_key else self.heads}
+            if self.norm_groups:
+                own["state_scale"] = self.value_dim if self.erases else self.values
         if self.kind == MAMBA2:
             own["skips"] = self.heads
         if self.conv_bias:
@@ -117,7 +165,11 @@ class StateLayers:
 
     @property
     def fused_names(self) -> tuple[str, ...]:
-        """Names of a layer's fused weights that read the stream."""
+        """Names of a layer's fused weights; what leads back from a state is attention's `o`, or beside it."""
+        if self.beside:
+            return ("state_gate", "state_in", "state_time", "state_o")
+        if self.kind == KDA:
+            return ("state_qkv", "state_fgb", "state_f_b", "state_g_b")
         return ("state_qkv", "state_gate", "state_ba") if self.kind == DELTA else ("state_in",)
 
     def state_bytes(self, hidden: int) -> int:
@@ -137,8 +189,8 @@ def state_to_json(state: StateLayers | None) -> dict[str, Any] | None:
     if state is None:
         return None
     fields = {**vars(state), "layers": list(state.layers)}
-    for name in ("conv_bias", "tiled"):
-        if not fields[name]:
+    for name, usual in (("conv_bias", False), ("tiled", False), ("beside", False), ("norm_groups", 1)):
+        if fields[name] == usual:
             del fields[name]
     return fields
 

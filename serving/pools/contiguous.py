@@ -25,6 +25,7 @@ from phasewise.serving.pools.contract import (
     PoolStats,
     check_demand,
 )
+from phasewise.serving.pools.freed import STALE
 from phasewise.serving.pools.shelves import Bucket, Shelves
 from phasewise.serving.pools.squeeze import Shift, enlarged, opened
 
@@ -142,7 +143,7 @@ class ContiguousPool:
         if self._held and (self._is_pressed or not self._is_room_for(size, n_positions, demand.most_tokens)):
             return None
         moves: tuple[Move, ...] = ()
-        block = self._shelves.take(size.bucket, n_positions)
+        block = self._shelves.take(size.bucket, n_positions, self._room(demand))
         if block is None and self._sizes.squeezes:
             moves, block = self._opened(n_positions)
         if block is None:
@@ -242,7 +243,9 @@ class ContiguousPool:
     def _longer(self, owner: str, held: _Holding, n_positions: int) -> tuple[Move, ...] | None:
         """A longer block for `held`, where one is free."""
         before = held.block
-        block = self._arena.extend(before, n_positions) or self._arena.move(before, n_positions)
+        block = self._arena.extend(before, n_positions)
+        if block is None:
+            block = self._arena.move(before, n_positions, self._room(held.demand))
         if block is None:
             return None
         held.block = block
@@ -291,7 +294,7 @@ class ContiguousPool:
 
     def _shifted(self, owners: Mapping[Block, str], shifts: Sequence[Shift]) -> tuple[Move, ...]:
         for shift in shifts:
-            self._arena.give(shift.source)
+            self._arena.give(shift.source, STALE)
         moves = []
         for source, target in shifts:
             owner, block = owners[source], Block(target, source.n_slots)
@@ -300,6 +303,12 @@ class ContiguousPool:
             moves.append(Move(owner, Placement(*block), KvCopy(source.base, target, source.n_slots)))
         self._migrations += len(moves)
         return tuple(moves)
+
+    def _room(self, demand: Demand) -> int:
+        """Slots in which a block may grow up to the longest answer of late: one that moves writes over what
+        others could take over, all that it holds once more. 0: blocks do not climb."""
+        longest = min(demand.most_tokens, demand.prompt_tokens + self._sizes.large_bound)
+        return longest if self._sizes.squeezes else 0
 
     def _possible(self, size: Size, at_least: int) -> int:
         return max(at_least, min(size.n_positions, self.n_slots))

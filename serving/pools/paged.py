@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass
 
 from phasewise._words import counted
@@ -32,7 +32,8 @@ class PagedPool:
         if page_slots < 1 or page_slots % ALIGNMENT:
             raise PoolError(f"a page is a multiple of {ALIGNMENT} slots, not {page_slots}")
         self._page_slots = page_slots
-        self._free = list(range((n_slots // page_slots - 1) * page_slots, -1, -page_slots))
+        self._free = deque(range(0, n_slots // page_slots * page_slots, page_slots))
+        """The page that has been free longest first: what it held can be taken over as long as possible."""
         if not self._free:
             raise PoolError(
                 f"a pool of pages of {page_slots} needs one at least, not {counted(n_slots, 'slot')}"
@@ -118,7 +119,7 @@ class PagedPool:
         missing = -(-n_positions // self._page_slots) - len(pages.bases)
         if missing > len(self._free):
             return False
-        pages.bases.extend(self._free.pop() for _ in range(missing))
+        pages.bases.extend(self._free.popleft() for _ in range(missing))
         return True
 
     def _placement(self, pages: _Pages) -> Placement:

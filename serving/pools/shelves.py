@@ -18,42 +18,46 @@ class Shelves:
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
-        self._idle: dict[tuple[Bucket, int], deque[Block]] = {}
+        self._idle: dict[tuple[Bucket, int], deque[tuple[Block, int]]] = {}
+        """Each with the time at which it came back."""
         self._n_idle_slots = 0
 
     @property
     def n_free(self) -> int:
         return self.arena.n_free + self._n_idle_slots
 
-    def take(self, bucket: Bucket, n_slots: int) -> Block | None:
-        """A block of `n` slots (rounded up), of this bucket's list if one waits there: the one that has
-        waited longest, so that what it held can be read as long as possible."""
+    def take(self, bucket: Bucket, n_slots: int, room_slots: int = 0) -> Block | None:
+        """A block of `n` slots (rounded up): one that nobody had, else of this bucket's list, if any waits
+        there, the one that has waited longest, so that what it held can be read as long as possible. Else as
+        `Arena.take`."""
         idle = self._idle.get((bucket, aligned(n_slots)))
-        if idle:
-            self._n_idle_slots -= idle[0].n_slots
-            return idle.popleft()
-        slot = self.arena.take(n_slots)
+        if idle and not self.arena.has_unused(n_slots):
+            block, _ = idle.popleft()
+            self._n_idle_slots -= block.n_slots
+            return block
+        slot = self.arena.take(n_slots, room_slots)
         if slot is None and self._n_idle_slots:
             self.clear()
-            slot = self.arena.take(n_slots)
+            slot = self.arena.take(n_slots, room_slots)
         return slot
 
     def keep(self, bucket: Bucket, block: Block) -> None:
         """`block` waits for the next request of this bucket."""
-        self._idle.setdefault((bucket, block.n_slots), deque()).append(block)
+        self._idle.setdefault((bucket, block.n_slots), deque()).append((block, self.arena.now()))
         self._n_idle_slots += block.n_slots
 
     def clear(self) -> None:
         """All idle blocks go back to the arena."""
-        for block in self.blocks():
-            self.arena.give(block)
+        for idle in self._idle.values():
+            for block, time in idle:
+                self.arena.give(block, time)
         self._idle.clear()
         self._n_idle_slots = 0
 
     def blocks(self) -> Iterator[Block]:
         """Those that wait."""
         for idle in self._idle.values():
-            yield from idle
+            yield from (block for block, _ in idle)
 
     def largest_free(self) -> int:
         """The longest block that could be taken now."""

@@ -5,9 +5,9 @@ of the name before it and of its tokens; the first one's, of all that decides th
 may have it. So equal names have equal keys and values, and a name tells nothing of a prompt to those without
 the key.
 
-A record is a header, the tokens, the rows as they go between processes (`KvMemory`), a state of the model at
-the block's end where it has one (opaque bytes), and a keyed digest of all of it. Every length is known before
-anything is read.
+A record is a header, the tokens, the rows as they go between processes (`KvMemory`), and a keyed digest of
+all of it. The state that a model with states has after a block is a record of its own, opaque bytes in the
+place of tokens and rows. Every length is known before anything is read.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import hashlib
 import hmac
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from phasewise._words import counted
+from phasewise.serving.pools.arena import aligned
 from phasewise.serving.pools.contract import ALIGNMENT, KV_CHUNK
 
 BLOCK_TOKENS = KV_CHUNK
@@ -46,7 +47,7 @@ class BadRecord(Exception):
 
 
 class PrefixBlock(NamedTuple):
-    """Positions [begin, end) of a sequence, and their tokens."""
+    """Positions [begin, end) of a sequence, and their tokens; none of either: the state at `end`."""
 
     name: bytes
     parent: bytes
@@ -57,6 +58,10 @@ class PrefixBlock(NamedTuple):
     @property
     def n_tokens(self) -> int:
         return self.end - self.begin
+
+    @property
+    def is_state(self) -> bool:
+        return self.n_tokens == 0
 
 
 class RecordHead(NamedTuple):
@@ -73,7 +78,7 @@ class RecordHead(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RecordShape:
-    """The size of what is written. state_bytes: of a state at a block's end, where a model has states."""
+    """The size of what is written. state_bytes: of a state, where a model has states."""
 
     n_layers: int
     slot_bytes: int
@@ -81,18 +86,18 @@ class RecordShape:
     state_bytes: int = 0
 
     def rows_bytes(self, n_tokens: int) -> int:
-        """Bytes of the keys and values of that many positions, all layers."""
-        return self.n_layers * self.slot_bytes * n_tokens
+        """Bytes of the keys and values of that many positions, all layers: whole panels."""
+        return self.n_layers * self.slot_bytes * aligned(n_tokens)
 
-    def record_bytes(self, n_tokens: int, *, has_state: bool = False) -> int:
-        """Bytes of a whole record."""
-        state = self.state_bytes if has_state else 0
-        return HEADER_BYTES + 4 * n_tokens + self.rows_bytes(n_tokens) + state + TAG_BYTES
+    def record_bytes(self, n_tokens: int) -> int:
+        """Bytes of a whole record; of a state's without tokens."""
+        held = self.rows_bytes(n_tokens) if n_tokens else self.state_bytes
+        return HEADER_BYTES + 4 * n_tokens + held + TAG_BYTES
 
     @property
     def most_bytes(self) -> int:
         """Bytes of the longest record."""
-        return self.record_bytes(BLOCK_TOKENS, has_state=True)
+        return max(self.record_bytes(BLOCK_TOKENS), self.record_bytes(0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +126,10 @@ class BlockNames:
         name = self._digest(b"block", parent, _packed(token_ids))
         return PrefixBlock(name, parent, begin, begin + len(token_ids), token_ids)
 
+    def state_after(self, parent: bytes, end: int) -> PrefixBlock:
+        """The state after the block `parent`, whose end this is."""
+        return PrefixBlock(self._digest(b"state", parent), parent, end, end, ())
+
     def _digest(self, *parts: bytes) -> bytes:
         digest = hashlib.blake2b(key=self.key, digest_size=NAME_BYTES)
         for part in parts:
@@ -134,31 +143,72 @@ def tails(n_begin: int, n_tokens: int) -> list[int]:
     return list(range(last, n_begin, -ALIGNMENT))
 
 
-def write_record(
-    naming: BlockNames, block: PrefixBlock, seconds: float, rows: Bytes, state: Bytes = b""
-) -> list[Bytes]:
-    """The parts of a record, in order."""
+def through_states(
+    naming: BlockNames, token_ids: Sequence[int], space: str, ends: Iterable[int]
+) -> list[PrefixBlock]:
+    """The blocks that lead to the states after so many tokens each, and these states, in order."""
+    blocks: list[PrefixBlock] = []
+    whole, name = naming.whole_blocks(token_ids, space), naming.root(space)
+    n_whole = 0
+    for end in sorted(ends):
+        for block in whole[n_whole : end // BLOCK_TOKENS]:
+            blocks.append(block)
+            name = block.name
+        n_whole = end // BLOCK_TOKENS
+        before, begin = name, n_whole * BLOCK_TOKENS
+        if begin < end:
+            blocks.append(naming.after(name, begin, tuple(token_ids[begin:end])))
+            before = blocks[-1].name
+        blocks.append(naming.state_after(before, end))
+    return blocks
+
+
+def to_last_state(
+    naming: BlockNames,
+    whole: Sequence[PrefixBlock],
+    token_ids: Sequence[int],
+    space: str,
+    is_kept: Callable[[bytes], bool],
+) -> list[PrefixBlock]:
+    """The blocks that lead to the last state of a beginning of these tokens that is kept, and this state.
+    whole: its full blocks that are kept. A state inside a block is looked for behind the last two of them.
+    """
+    for n_whole in range(len(whole), -1, -1):
+        before, begin = list(whole[:n_whole]), n_whole * BLOCK_TOKENS
+        name = before[-1].name if before else naming.root(space)
+        last = min(len(token_ids), begin + BLOCK_TOKENS - 1) if n_whole >= len(whole) - 1 else begin
+        for end in range(last, begin, -1):
+            tail = naming.after(name, begin, tuple(token_ids[begin:end]))
+            state = naming.state_after(tail.name, end)
+            if is_kept(state.name):
+                return [*before, tail, state]
+        state = naming.state_after(name, begin)
+        if before and is_kept(state.name):
+            return [*before, state]
+    return []
+
+
+def write_record(naming: BlockNames, block: PrefixBlock, seconds: float, held: Bytes) -> list[Bytes]:
+    """The parts of a record, in order. held: the rows, or the state."""
     header = _HEADER.pack(
         _MAGIC,
         VERSION,
         block.n_tokens,
         block.begin,
-        len(state),
+        len(held) if block.is_state else 0,
         seconds,
         naming.identity,
         block.parent,
         block.name,
     )
-    parts: list[Bytes] = [header, _packed(block.token_ids), rows, state]
+    parts: list[Bytes] = [header, _packed(block.token_ids), held]
     return [*parts, _tag(naming.key, parts)]
 
 
-def read_record(
-    naming: BlockNames, shape: RecordShape, block: PrefixBlock, record: memoryview
-) -> tuple[memoryview, memoryview]:
-    """Rows and state of the record of `block`; the state is empty where there is none. BadRecord."""
+def read_record(naming: BlockNames, shape: RecordShape, block: PrefixBlock, record: memoryview) -> memoryview:
+    """The rows of the record of `block`, or its state. BadRecord."""
     n_tokens = block.n_tokens
-    if len(record) not in {shape.record_bytes(n_tokens), shape.record_bytes(n_tokens, has_state=True)}:
+    if len(record) != shape.record_bytes(n_tokens):
         raise BadRecord(
             "size", f"it has {counted(len(record), 'byte')}: no record of {counted(n_tokens, 'token')}"
         )
@@ -173,10 +223,9 @@ def read_record(
     first = HEADER_BYTES + 4 * n_tokens
     if record[HEADER_BYTES:first] != _packed(block.token_ids):
         raise BadRecord("name", "it is the record of other tokens")
-    end = first + shape.rows_bytes(n_tokens)
-    if n_state != len(record) - TAG_BYTES - end:
+    if n_state != (shape.state_bytes if block.is_state else 0):
         raise BadRecord("size", f"a state of {counted(n_state, 'byte')} is not there")
-    return record[first:end], record[end : end + n_state]
+    return record[first:-TAG_BYTES]
 
 
 def check_record(key: bytes, name: bytes, record: memoryview) -> None:
@@ -188,7 +237,10 @@ def check_record(key: bytes, name: bytes, record: memoryview) -> None:
     if not hmac.compare_digest(_tag(key, [record[:-TAG_BYTES]]), bytes(record[-TAG_BYTES:])):
         raise BadRecord("digest", "its digest is not that of its bytes")
     token_ids = struct.unpack_from(f"<{head.n_tokens}i", record, HEADER_BYTES)
-    if not BlockNames(key, head.identity).after(head.parent, head.begin, token_ids).name == head.name == name:
+    naming = BlockNames(key, head.identity)
+    told = naming.after(head.parent, head.begin, token_ids) if token_ids else None
+    own = told or naming.state_after(head.parent, head.begin)
+    if not own.name == head.name == name:
         raise BadRecord("name", "it is the record of another block")
 
 
@@ -197,8 +249,8 @@ def read_head(header: bytes) -> RecordHead | None:
     order of eviction."""
     if len(header) != HEADER_BYTES:
         return None
-    magic, version, n_tokens, begin, _, seconds, identity, parent, name = _HEADER.unpack(header)
-    if magic != _MAGIC or version != VERSION or not 0 < n_tokens <= BLOCK_TOKENS:
+    magic, version, n_tokens, begin, n_state, seconds, identity, parent, name = _HEADER.unpack(header)
+    if magic != _MAGIC or version != VERSION or n_tokens > BLOCK_TOKENS or (n_tokens == 0) != (n_state > 0):
         return None
     worth = min(max(seconds, 0.0), _MOST_SECONDS) if math.isfinite(seconds) else 0.0
     return RecordHead(begin, n_tokens, worth, identity, parent, name)

@@ -27,6 +27,7 @@ from phasewise.serving.prefix_store.blocks import (
     RecordShape,
     read_record,
     tails,
+    through_states,
 )
 
 _HEADER = struct.Struct("<8sIIQ32s")
@@ -37,6 +38,7 @@ _MOST_DESCRIBED = 1 << 16
 MOST_TOKENS = 1 << 20
 _MOST_LAYERS = 1 << 12
 _MOST_SLOT_BYTES = 1 << 24
+_MOST_STATE_BYTES = 1 << 32
 PACK_KEY = b"phasewise prefix pack"
 """Digests of packs are for damage: anybody may make a pack, and who loads one believes its maker."""
 PACK_SPACE = ""
@@ -61,7 +63,9 @@ class PackFacts:
 
     @property
     def blocks(self) -> list[PrefixBlock]:
-        """Full ones, then the rest."""
+        """Full ones, then the rest; with states all tokens, and the state after them."""
+        if self.shape.state_bytes:
+            return through_states(self.naming, self.token_ids, PACK_SPACE, [len(self.token_ids)])
         return blocks_of(self.naming, self.token_ids, PACK_SPACE)
 
 
@@ -88,6 +92,8 @@ def pack_head(facts: PackFacts) -> bytes:
         "layers": facts.shape.n_layers,
         "slot_bytes": facts.shape.slot_bytes,
     }
+    if facts.shape.state_bytes:
+        described["state_bytes"] = facts.shape.state_bytes
     text = json.dumps(described).encode()
     tokens = struct.pack(f"<{len(facts.token_ids)}i", *facts.token_ids)
     digest = hashlib.sha256(text + tokens).digest()
@@ -154,8 +160,11 @@ class Pack:
                 raise PackError(f"the prefix pack {self.path} is damaged, block {number}: {error}") from error
 
     def n_stored(self, token_ids: Sequence[int]) -> int:
-        """The number of these tokens that its first blocks hold."""
+        """The number of these tokens that its first blocks hold; with states all of its own, or none."""
         end = 0
+        if self.facts.shape.state_bytes:
+            own = self.facts.token_ids
+            return len(own) if tuple(token_ids[: len(own)]) == own else 0
         for block in self.blocks:
             if tuple(token_ids[block.begin : block.end]) != block.token_ids:
                 break
@@ -188,7 +197,7 @@ def _facts(path: Path, descriptor: int) -> tuple[PackFacts, int]:
         raise PackError(f"the prefix pack {path} is damaged: its description is not as it was written")
     try:
         told = json.loads(body[:n_described])
-        shape = RecordShape(told["layers"], told["slot_bytes"])
+        shape = RecordShape(told["layers"], told["slot_bytes"], told.get("state_bytes", 0))
         model, identity = told["model"], told["identity"]
         is_good = (
             isinstance(model, str)
@@ -197,8 +206,10 @@ def _facts(path: Path, descriptor: int) -> tuple[PackFacts, int]:
             and type(shape.slot_bytes) is int
             and 0 < shape.n_layers <= _MOST_LAYERS
             and 0 < shape.slot_bytes <= _MOST_SLOT_BYTES
+            and type(shape.state_bytes) is int
+            and 0 <= shape.state_bytes <= _MOST_STATE_BYTES
         )
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         is_good = False
     if not is_good:
         raise PackError(f"the prefix pack {path} is damaged: its description cannot be understood")

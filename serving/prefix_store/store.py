@@ -14,13 +14,14 @@ import os
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from phasewise._words import counted
+from phasewise.serving.pools.arena import aligned
 from phasewise.serving.pools.contract import Placement
 from phasewise.serving.prefix_store.blocks import (
     BLOCK_TOKENS,
@@ -30,9 +31,13 @@ from phasewise.serving.prefix_store.blocks import (
     RecordShape,
     read_record,
     tails,
+    through_states,
+    to_last_state,
     write_record,
 )
+from phasewise.serving.prefix_store.copying import ComputedRows, KvRows, copied
 from phasewise.serving.prefix_store.folder import PrefixFolder
+from phasewise.serving.prefix_store.kept_beginnings import KeptBeginnings
 from phasewise.serving.prefix_store.pack_file import Pack, blocks_of
 
 MOST_JOBS = 1024
@@ -44,24 +49,6 @@ CLOSE_S = 5.0
 _LOW = 10
 
 log = logging.getLogger(__name__)
-
-
-class KvRows(Protocol):
-    """Keys and values of an engine (`cython_kernels._native.KvMemory`)."""
-
-    def read(self, layer: int, slot: int, n_slots: int, out: memoryview, /) -> None: ...
-
-    def write(self, layer: int, slot: int, n_slots: int, data: memoryview, /) -> None: ...
-
-
-class ComputedRows(Protocol):
-    """A sequence that an engine has computed (`scheduling.prefixes.Computed`)."""
-
-    space: str
-    placement: Placement
-    token_ids: tuple[int, ...]
-
-    def is_there(self, begin: int, end: int) -> bool: ...
 
 
 class StoreCounts(NamedTuple):
@@ -135,6 +122,8 @@ class PrefixStore:
         self._packs = packs
         self._naming = None if folder is None else BlockNames(folder.key, identity)
         self._on_restored: Callable[[], None] = lambda: None
+        self.kept = KeptBeginnings(lambda token_ids, space: _end(self._blocks_in_folder(token_ids, space)))
+        """Keys of records that this engine wrote to the folder."""
         self._changed = threading.Condition()
         """Holds the queues that follow."""
         self._filling = threading.Lock()
@@ -187,7 +176,7 @@ class PrefixStore:
         """The number of the first of these tokens that can be read, but never all of them."""
         usable = token_ids[:-1]
         in_packs = max((pack.n_stored(usable) for pack in self._packs), default=0)
-        return max(in_packs, self._blocks_in_folder(usable, space, most=1)[1])
+        return max(in_packs, _end(self._blocks_in_folder(usable, space)))
 
     def restore(self, restored: Restored) -> None:
         """Read the beginning of a request into its block."""
@@ -281,7 +270,7 @@ class PrefixStore:
         for location in self._found(restored.token_ids[:-1], restored.space):
             try:
                 n_bytes = location.read_into(buffer)
-                rows, _ = read_record(location.naming, self.shape, location.block, buffer[:n_bytes])
+                held = read_record(location.naming, self.shape, location.block, buffer[:n_bytes])
             except FileNotFoundError:
                 return  # evicted meanwhile
             except (BadRecord, OSError) as error:
@@ -291,18 +280,25 @@ class PrefixStore:
             with self._filling:
                 if restored.is_cancelled or self._closing_at is not None:
                     return
-                self._put(restored, location.block, rows)
-                restored.n_tokens = location.block.end
+                self._put(restored, location.block, held)
             if location.name is not None:
                 restored.names.append(location.name)
                 assert self.folder is not None
                 self.folder.touch(location.name)
 
-    def _put(self, restored: Restored, block: PrefixBlock, rows: memoryview) -> None:
-        n_layer = self.shape.slot_bytes * block.n_tokens
-        slot = restored.placement.slot(block.begin)
+    def _put(self, restored: Restored, block: PrefixBlock, held: memoryview) -> None:
+        """With states a beginning is of no use before the state at its end is there."""
+        if block.is_state:
+            assert restored.placement.state is not None
+            restored.rows.write_state(restored.placement.state, 0, held)
+            restored.n_tokens = block.end
+            return
+        n_slots = aligned(block.n_tokens)
+        n_layer, slot = self.shape.slot_bytes * n_slots, restored.placement.slot(block.begin)
         for layer in range(self.shape.n_layers):
-            restored.rows.write(layer, slot, block.n_tokens, rows[layer * n_layer : (layer + 1) * n_layer])
+            restored.rows.write(layer, slot, n_slots, held[layer * n_layer : (layer + 1) * n_layer])
+        if not self.shape.state_bytes:
+            restored.n_tokens = block.end
 
     def _not_believed(self, location: _Found, error: BadRecord | OSError) -> None:
         reason = error.reason if isinstance(error, BadRecord) else "unreadable"
@@ -313,9 +309,9 @@ class PrefixStore:
 
     def _found(self, usable: tuple[int, ...], space: str) -> list[_Found]:
         """All blocks of the beginning, of the pack or the folder that has most of it."""
-        blocks, n_in_folder = self._blocks_in_folder(usable, space, most=None)
+        blocks = self._blocks_in_folder(usable, space)
         pack = max(self._packs, key=lambda pack: pack.n_stored(usable), default=None)
-        if pack is not None and pack.n_stored(usable) >= n_in_folder:
+        if pack is not None and pack.n_stored(usable) >= _end(blocks):
             naming, n_stored = pack.facts.naming, pack.n_stored(usable)
             return [
                 _Found(block, naming, partial(pack.read_into, number), None)
@@ -327,14 +323,12 @@ class PrefixStore:
             return []
         return [_Found(block, own, partial(folder.read_into, block.name), block.name) for block in blocks]
 
-    def _blocks_in_folder(
-        self, usable: tuple[int, ...], space: str, most: int | None
-    ) -> tuple[list[PrefixBlock], int]:
-        """The blocks of a beginning that the folder has, and its tokens. A block is there where a later one
-        is, or the reader finds that it is not."""
+    def _blocks_in_folder(self, usable: tuple[int, ...], space: str) -> list[PrefixBlock]:
+        """The blocks of a beginning that the folder has, with states those up to the last. A block is there
+        where a later one is, or the reader finds that it is not."""
         folder, naming = self.folder, self._naming
         if folder is None or naming is None:
-            return [], 0
+            return []
         blocks = naming.whole_blocks(usable, space)
         low, high = 0, len(blocks)
         while low < high:
@@ -344,13 +338,15 @@ class PrefixStore:
             else:
                 high = middle - 1
         del blocks[low:]
+        if self.shape.state_bytes:
+            return to_last_state(naming, blocks, usable, space, folder.find)
         n_full = low * BLOCK_TOKENS
         parent = blocks[-1].name if blocks else naming.root(space)
         for end in tails(n_full, len(usable)):
             tail = naming.after(parent, n_full, usable[n_full:end])
             if folder.find(tail.name):
-                return [*blocks, tail], end
-        return blocks, n_full
+                return [*blocks, tail]
+        return blocks
 
     # ---- on the writer's thread --------------------------------------------------------------------------
 
@@ -377,31 +373,49 @@ class PrefixStore:
         if time.monotonic() < self._rests_until:
             self._counts["failed"] += 1
             return True
-        computed = job.computed
+        computed, n_evicted = job.computed, folder.n_evicted
         try:
-            for block in blocks_of(naming, computed.token_ids[:-1], computed.space):
+            for block, seconds in self._worth_keeping(computed, job.token_s):
                 if is_over():
                     return False
                 if folder.find(block.name):
                     folder.touch(block.name)
                     continue
-                own = buffer[: self.shape.rows_bytes(block.n_tokens)]
-                if not self._copied(computed, block, job.rows, own):
+                held = copied(computed, block, self.shape, job.rows, buffer)
+                if held is None and block.is_state:
+                    continue
+                if held is None:
                     return True
-                parts = write_record(naming, block, job.token_s * block.n_tokens, own)
-                self._counts["written"] += folder.write(block.name, parts)
+                self._counts["written"] += folder.write(
+                    block.name, write_record(naming, block, seconds, held)
+                )
+            self.kept.note(self._to_keep(computed), computed.space)
         except OSError as error:
             self._counts["failed"] += 1
             self._rests_until = time.monotonic() + REST_S
             log.warning("the prefix cache cannot be written, and rests for %.0f s: %s", REST_S, error)
+        if folder.n_evicted != n_evicted:
+            self.kept.look_again()
         return True
 
-    def _copied(self, computed: ComputedRows, block: PrefixBlock, rows: KvRows, own: memoryview) -> bool:
-        """True if `own` has the block's rows. What is written over while it is read is no block."""
-        if not computed.is_there(block.begin, block.end):
-            return False
-        n_layer = self.shape.slot_bytes * block.n_tokens
-        slot = computed.placement.slot(block.begin)
-        for layer in range(self.shape.n_layers):
-            rows.read(layer, slot, block.n_tokens, own[layer * n_layer : (layer + 1) * n_layer])
-        return computed.is_there(block.begin, block.end)
+    def _to_keep(self, computed: ComputedRows) -> tuple[int, ...]:
+        """A prompt's last token is computed in any case; where a state is after it, it counts."""
+        return computed.token_ids if self.shape.state_bytes else computed.token_ids[:-1]
+
+    def _worth_keeping(self, computed: ComputedRows, token_s: float) -> Iterator[tuple[PrefixBlock, float]]:
+        """Blocks of a sequence, each with the seconds that it saves. Where there are states, they save the
+        time since the one before, and what leads to them is worth as much."""
+        assert self._naming is not None
+        if not self.shape.state_bytes:
+            for block in blocks_of(self._naming, self._to_keep(computed), computed.space):
+                yield block, token_s * block.n_tokens
+            return
+        ends, before = [state.n_tokens for state in computed.states if state.is_there], 0
+        for block in through_states(self._naming, computed.token_ids, computed.space, ends):
+            yield block, token_s * (block.end - before) if block.is_state else 0.0
+            before = block.end if block.is_state else before
+
+
+def _end(blocks: Sequence[PrefixBlock]) -> int:
+    """The tokens of a beginning that has these blocks."""
+    return blocks[-1].end if blocks else 0

@@ -6,7 +6,8 @@ from collections import deque
 from dataclasses import dataclass, field
 
 MOST_RERUNS = 2
-"""Times that a request runs again after a loss: it may be what kills the ranks."""
+"""Times that a request runs again after a loss under it without a new token, for each engine that could
+compute it: it may be what kills the ranks."""
 
 
 @dataclass(slots=True)

@@ -24,17 +24,46 @@ def prefer_huge_pages(mapped: mmap.mmap) -> None:
         mapped.madvise(mmap.MADV_HUGEPAGE)
 
 
-class Segment:
+class Mapped:
+    """Memory that arrays are views of. What is built over `memory` keeps it mapped."""
+
+    def __init__(self, memory: mmap.mmap, n_bytes: int) -> None:
+        self.memory = memory
+        self.n_bytes = n_bytes
+
+    @classmethod
+    def own(cls, n_bytes: int) -> Mapped:
+        """Zeroed memory of this process alone, in large pages where it gets them. RanksError if refused."""
+        n_bytes = -(-n_bytes // PAGE) * PAGE
+        try:
+            memory = mmap.mmap(-1, n_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise RanksError(
+                f"the system refused {n_bytes / 2**20:.0f} MiB of memory for weights: {error.strerror}; "
+                "`ulimit -v` says what this process may have"
+            ) from error
+        prefer_huge_pages(memory)
+        return cls(memory, n_bytes)
+
+    def view(self, offset: int, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        """An array over a part of it. ValueError outside of it."""
+        kind = np.dtype(dtype)
+        count = int(np.prod(shape, dtype=np.int64))
+        if offset < 0 or offset + count * kind.itemsize > self.n_bytes:
+            raise ValueError(f"{count} x {kind} at byte {offset} of {self.n_bytes}")
+        return np.frombuffer(self.memory, kind, count, offset).reshape(shape)
+
+
+class Segment(Mapped):
     """Zeroed shared memory behind a descriptor. Pages exist from their first touch on.
 
-    What is built over `memory` keeps it mapped; `close` gives up the descriptor alone.
+    `close` gives up the descriptor alone.
     """
 
     def __init__(self, fd: int, n_bytes: int, writable: bool = True) -> None:
         self.fd = fd
-        self.n_bytes = n_bytes
         access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        self.memory = mmap.mmap(fd, n_bytes, mmap.MAP_SHARED, access)
+        super().__init__(mmap.mmap(fd, n_bytes, mmap.MAP_SHARED, access), n_bytes)
         if not writable:
             prefer_huge_pages(self.memory)
 
@@ -54,14 +83,6 @@ class Segment:
                 f"the system refused {n_bytes / 2**20:.0f} MiB of memory that ranks share ({purpose}): "
                 f"{error.strerror}; `ulimit -v` and `ulimit -n` say what this process may have"
             ) from error
-
-    def view(self, offset: int, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        """An array over a part of it. ValueError outside the segment."""
-        kind = np.dtype(dtype)
-        count = int(np.prod(shape, dtype=np.int64))
-        if offset < 0 or offset + count * kind.itemsize > self.n_bytes:
-            raise ValueError(f"{count} x {kind} at byte {offset} of {self.n_bytes}")
-        return np.frombuffer(self.memory, kind, count, offset).reshape(shape)
 
     def close(self) -> None:
         """Twice is harmless."""

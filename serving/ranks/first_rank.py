@@ -6,30 +6,26 @@ ranks take part in a step is the program's business.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from phasewise.cython_kernels._native import Program, Team
-from phasewise.serving.batch import Batch, SequenceSlice
+from phasewise.serving.batch import STEP_TOKENS, Batch, SequenceSlice
 from phasewise.serving.errors import RanksError
 from phasewise.serving.models.forward import Capacity
-from phasewise.serving.ranks.rank_teams import TABLES
+from phasewise.serving.models.heads.draft_head import FedRows, RowVectors
+from phasewise.serving.ranks.rank_memory import Nodes
+from phasewise.serving.ranks.rank_teams import TABLES, tell_if_moved
 from phasewise.serving.ranks.ranks_contract import Follower, RankOptions
-from phasewise.tuner.plans import Phase, list_cores
+from phasewise.tuner.plans import PHASES, Phase
 
 Logits = npt.NDArray[np.float32]
 
-STEP_TOKENS = 512
-"""Rows that pass through the model at once; larger batches go in pieces, with the same results. Enough to use
-the weights well, few enough for a layer's rows to stay in the L2 caches."""
-
 ALL_LOGITS_ROWS = 64
 """Rows of logits that `all_logits` computes at once."""
-
-_log = logging.getLogger(__name__)
 
 
 def room_for(options: RankOptions, threads: int, kv_format: str) -> Capacity:
@@ -38,6 +34,7 @@ def room_for(options: RankOptions, threads: int, kv_format: str) -> Capacity:
     kv_format: the resolved one.
     """
     max_sequences = options.max_sequences
+    threads = max(threads, options.threads)
     step_tokens = min(options.max_batch_tokens, STEP_TOKENS)
     return Capacity(
         kv_slots=options.kv.slots,
@@ -49,52 +46,91 @@ def room_for(options: RankOptions, threads: int, kv_format: str) -> Capacity:
         ring_slots=options.kv.ring_slots,
         state_places=options.kv.states,
         touched=options.kv.touched,
+        feeds=options.feeds,
     )
 
 
 class Teams:
-    """Teams by phase, for one program or for several that take turns."""
+    """Teams by table of schedules, for one program or for several that take turns.
 
-    def __init__(self, by_phase: Mapping[Phase, Team]) -> None:
-        self.by_phase = by_phase
+    starts: the sequences from which decode runs by the tables behind the phases'.
+    """
+
+    def __init__(self, by_table: Mapping[int, Team], starts: Sequence[int] = ()) -> None:
+        self.by_table = by_table
+        self._starts = starts
         self._last: Team | None = None
+        self._last_tables: dict[Phase, int] = {}
+
+    def table_of(self, phase: Phase, n_sequences: int) -> int:
+        """The table of steps of a phase with so many sequences."""
+        band = bisect_right(self._starts, n_sequences) if phase == "decode" else 0
+        return len(TABLES) + band - 1 if band else TABLES[phase]
+
+    def last_table(self, phase: Phase) -> int:
+        """The table of the newest step of a phase; before it, that of one sequence."""
+        return self._last_tables.get(phase, TABLES[phase])
+
+    def note(self, phase: Phase, table: int) -> None:
+        """A step of the phase runs by this table now."""
+        self._last_tables[phase] = table
 
     @property
     def most_threads(self) -> int:
         """Threads of the largest team."""
-        return max(team.size for team in self.by_phase.values())
+        return max(team.size for team in self.by_table.values())
 
     def take_turn(self, team: Team) -> Team | None:
         """`team` runs next; the team that ran last, if it is another one."""
         last, self._last = self._last, team
         return None if last is team else last
 
+    @property
+    def crossings(self) -> int:
+        """Arrivals at barriers so far that may have found the counter in another NUMA node's caches."""
+        return sum(team.passed * team.crossings for team in set(self.by_table.values()))
+
+    def change(self, by_table: Mapping[int, Team], starts: Sequence[int]) -> None:
+        """Other teams run from now on; the threads of these end."""
+        former, self.by_table, self._last = self.by_table, by_table, None
+        self._starts, self._last_tables = starts, {}
+        for team in former.values():
+            team.close()
+
     def close(self) -> None:
         """End the threads."""
-        for team in self.by_phase.values():
+        for team in self.by_table.values():
             team.close()
 
 
 class FirstRank:
     """Calls are for one thread at a time; that thread stays pinned until `close`.
 
-    host: the rank whose teams run this program too, between their own steps; None: the teams are its own.
+    host: the rank whose teams these are, which run this program too, between its own steps; None: they are
+    this one's.
+    fed: the rows that a head reads of it; None: none does.
+    nodes: the NUMA nodes of its memory; none: wherever it is touched.
     """
 
     def __init__(
         self,
         program: Program,
-        teams: Mapping[Phase, Team],
+        teams: Teams,
         capacity: Capacity,
         host: FirstRank | None = None,
+        fed: FedRows | None = None,
+        nodes: Nodes = (),
     ) -> None:
         self._program: Program | None = program
-        self.teams: Teams = Teams(teams) if host is None else host.teams
+        self.teams = teams
+        self.nodes: Nodes = nodes if host is None else host.nodes
         self._is_guest = host is not None
         self._step_tokens = capacity.step_tokens
         self._logit_rows = capacity.logit_rows
         self._logits: Logits = np.asarray(program)
         self._follower: Follower | None = None
+        self._fed = fed
+        self._fed_parts: list[RowVectors] = []
         self._warned = False
 
     def forward(self, batch: Batch) -> Logits:
@@ -102,23 +138,25 @@ class FirstRank:
 
         ValueError if a token, position or slot is out of range, if slices overlap or there are too many.
         """
-        self._running(batch.phase)  # or say why not, however few its tokens
+        self._running(self.table_of(batch))  # or say why not, however few its tokens
+        self._fed_parts.clear()
         if batch.phase == "decode" or batch.n_tokens <= self._step_tokens:
             return self._logits[: self._run(batch.slices, batch.phase)]
         rows = []
-        for step in _steps(batch.slices, self._step_tokens):
+        for step in slices_at_once(batch.slices, self._step_tokens):
             n_rows = self._run(step, batch.phase)
             rows.append(self._logits[:n_rows].copy())
         return np.concatenate(rows)
 
     def all_logits(self, batch: Batch) -> Logits:
         """Logits after every token of the batch, float32 [tokens, vocab]; valid until the next call."""
-        self._running(batch.phase)  # or say why not, however few its tokens
+        self._running(self.table_of(batch))  # or say why not, however few its tokens
+        self._fed_parts.clear()
         if batch.n_tokens <= min(self._step_tokens, self._logit_rows):
             return self._logits[: self._run(batch.slices, batch.phase, every_row=True)]
         out = np.empty((batch.n_tokens, self._logits.shape[1]), dtype=np.float32)
         done = 0
-        for step in _steps(batch.slices, min(self._step_tokens, self._logit_rows)):
+        for step in slices_at_once(batch.slices, min(self._step_tokens, self._logit_rows)):
             n_rows = self._run(step, batch.phase, every_row=True)
             out[done : done + n_rows] = self._logits[:n_rows]
             done += n_rows
@@ -126,7 +164,7 @@ class FirstRank:
 
     def copy_kv(self, source_slot: int, target_slot: int, n_slots: int) -> None:
         """Copy keys and values of all layers; the ranges may overlap. ValueError outside the slots."""
-        program, team = self._running("decode")
+        program, team = self._running(self.teams.last_table("decode"))
         resting = self.teams.take_turn(team)
         if resting is not None:
             resting.rest()
@@ -134,7 +172,12 @@ class FirstRank:
 
     def observed_cpus(self) -> dict[Phase, tuple[int, ...]]:
         """The CPUs on which each phase's threads were last seen working; -1 before their first step."""
-        return {phase: tuple(team.observed_cpus()) for phase, team in self.teams.by_phase.items()}
+        seen: dict[Phase, tuple[int, ...]] = {}
+        for phase in PHASES:
+            team = self.teams.by_table.get(self.teams.last_table(phase))
+            if team is not None:
+                seen[phase] = tuple(team.observed_cpus())
+        return seen
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -144,6 +187,15 @@ class FirstRank:
     def follow(self, follower: Follower | None) -> None:
         """Tell `follower` of every step from now on."""
         self._follower = follower
+
+    def take_fed_rows(self, n_tokens: int) -> RowVectors | None:
+        """Rows behind the last norm of the newest batch, one for each of its tokens; None where it had
+        another number of them, or where no head reads them.
+        """
+        parts, self._fed_parts = self._fed_parts, []
+        if sum(map(len, parts)) != n_tokens or not parts:
+            return None
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     @property
     def native_ns(self) -> int:
@@ -159,35 +211,37 @@ class FirstRank:
 
     def close(self) -> None:
         """End the threads and let go of the memory. Logits still held stay valid. Twice is harmless."""
-        self._program = None
+        self._program = self._fed = None
         self._logits = np.empty((0, 0), np.float32)
         if not self._is_guest:
             self.teams.close()
 
-    def _running(self, phase: Phase) -> tuple[Program, Team]:
+    def table_of(self, batch: Batch) -> int:
+        """The table of schedules that the batch runs by."""
+        return self.teams.table_of(batch.phase, len(batch.slices))
+
+    def _running(self, table: int) -> tuple[Program, Team]:
         program = self.program
-        team = self.teams.by_phase.get(phase)
+        team = self.teams.by_table.get(table)
         if team is None:
-            raise RanksError(f"there is no plan for {phase}")
+            raise RanksError(f"there is no plan for {'prefill' if table == TABLES['prefill'] else 'decode'}")
         return program, team
 
     def _run(self, slices: Iterable[SequenceSlice], phase: Phase, every_row: bool = False) -> int:
-        program, team = self._running(phase)
+        slices = tuple(slices)
+        table = self.teams.table_of(phase, len(slices))
+        program, team = self._running(table)
+        self.teams.note(phase, table)
         if self._follower is not None:
-            slices = tuple(slices)
             self._follower.begins(slices, program.progress[0] + 1)
-        n_rows = program.run(team, slices, every_row, TABLES[phase], self.teams.take_turn(team))
-        if not self._warned and team.misplaced():
-            self._warned = True
-            _log.warning(
-                "threads planned for cores %s were seen on %s: another program or a cpuset moves them",
-                list_cores(team.cpus or ()),
-                list_cores(team.observed_cpus()),
-            )
+        n_rows = program.run(team, slices, every_row, table, self.teams.take_turn(team))
+        if self._fed is not None:
+            self._fed_parts.append(self._fed.read(sum(len(piece.token_ids) for piece in slices)))
+        self._warned = self._warned or tell_if_moved(team)
         return n_rows
 
 
-def _steps(slices: Iterable[SequenceSlice], most_tokens: int) -> Iterator[list[SequenceSlice]]:
+def slices_at_once(slices: Iterable[SequenceSlice], most_tokens: int) -> Iterator[list[SequenceSlice]]:
     """The same slices in runs of at most `most_tokens` tokens, cut where a run is full."""
     step: list[SequenceSlice] = []
     room = most_tokens

@@ -1,4 +1,4 @@
-"""Keys and values of an instance in memory that other instances of the same user may map.
+"""Keys, values and states of an instance in memory that other instances of the same user may map.
 
 An instance names its memory by a path under /proc, which only processes of the same user and the same PID
 namespace can open. So nothing is left behind by an instance that is killed.
@@ -26,13 +26,18 @@ class KvShape:
     kv_format: str
     latent: bool = False
     """True if one vector is the key and the value of a token."""
+    state_bytes: int = 0
+    """Bytes of the state that a sequence has beside them."""
 
     @classmethod
     def of(cls, config: ModelConfig, kv_format: str) -> KvShape:
-        return cls(config.n_layers, config.n_kv_heads, config.head_dim, kv_format, config.latent is not None)
+        n_layers, latent = len(config.attention_layers), config.latent is not None
+        return cls(n_layers, config.n_kv_heads, config.head_dim, kv_format, latent, config.state_bytes)
 
-    def memory(self, segment: Segment, offset: int, kv_slots: int) -> KvMemory:
-        """Keys and values from byte `offset` of a segment on. ValueError outside it."""
+    def memory(
+        self, segment: Segment, offset: int, kv_slots: int, state_places: int, copies: tuple[int, ...]
+    ) -> KvMemory:
+        """Keys, values and states from byte `offset` of a segment on. ValueError outside it."""
         return KvMemory(
             segment.memory,
             offset,
@@ -42,6 +47,9 @@ class KvShape:
             kv_slots,
             self.kv_format,
             self.latent,
+            self.state_bytes,
+            state_places,
+            copies,
         )
 
 
@@ -53,6 +61,9 @@ class KvPlace:
     n_bytes: int
     offset: int
     kv_slots: int
+    state_places: int = 1
+    copies: tuple[int, ...] = ()
+    """Copies that it keeps of each KV head, where its ranks share these; (): one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +73,19 @@ class KvShare:
     segment: Segment
     offset: int
     kv_slots: int
+    state_places: int
     shape: KvShape
+    copies: tuple[int, ...] = ()
+    """As `KvPlace.copies`."""
 
     @property
     def memory(self) -> KvMemory:
-        return self.shape.memory(self.segment, self.offset, self.kv_slots)
+        return self.shape.memory(self.segment, self.offset, self.kv_slots, self.state_places, self.copies)
 
     @property
     def place(self) -> KvPlace:
         path = f"/proc/{os.getpid()}/fd/{self.segment.fd}"
-        return KvPlace(path, self.segment.n_bytes, self.offset, self.kv_slots)
+        return KvPlace(path, self.segment.n_bytes, self.offset, self.kv_slots, self.state_places, self.copies)
 
 
 def map_place(place: KvPlace, shape: KvShape) -> KvMemory:
@@ -85,7 +99,7 @@ def map_place(place: KvPlace, shape: KvShape) -> KvMemory:
         if os.fstat(fd).st_size != place.n_bytes:
             raise RanksError(f"{place.path} has {os.fstat(fd).st_size} bytes, not {place.n_bytes}")
         segment = Segment(fd, place.n_bytes)
-        return shape.memory(segment, place.offset, place.kv_slots)
+        return shape.memory(segment, place.offset, place.kv_slots, place.state_places, place.copies)
     except (OSError, ValueError) as error:
         raise RanksError(f"{place.path} cannot be mapped: {reason_of(error)}") from error
     finally:

@@ -2,7 +2,8 @@
 of weights and KV.
 
 Both phases run the same program over the same memory, so switching between them copies nothing, whatever
-ranks and cores each of them has. Teams that would use the same cores are one team.
+ranks and cores each of them has, nor does a switch between the bands of decode's plan. Teams that would use
+the same cores are one team.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from phasewise._words import counted
 from phasewise.cython_kernels.schedules import ScheduleLookup
+from phasewise.serving.batch import STEP_TOKENS
 from phasewise.serving.errors import RanksError
 from phasewise.serving.models.forward import (
     build_program,
@@ -19,16 +21,28 @@ from phasewise.serving.models.forward import (
     reschedule,
     resolve_kv_format,
 )
+from phasewise.serving.models.heads.draft_head import FedRows
 from phasewise.serving.models.linears import PlacedProduct
 from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.pools.arena import aligned
 from phasewise.serving.processes.memory import check_memory
 from phasewise.serving.processes.segments import Segment
-from phasewise.serving.ranks.first_rank import ALL_LOGITS_ROWS, STEP_TOKENS, FirstRank, room_for
+from phasewise.serving.ranks.first_rank import ALL_LOGITS_ROWS, FirstRank, Teams, room_for
 from phasewise.serving.ranks.kv_share import KvShape, KvShare
-from phasewise.serving.ranks.rank_teams import open_teams, touch_memory
+from phasewise.serving.ranks.own_weights import weights_near
+from phasewise.serving.ranks.rank_layout import RankLayout
+from phasewise.serving.ranks.rank_memory import tell_of_others
+from phasewise.serving.ranks.rank_teams import (
+    MOST_TABLES,
+    lookups_by_table,
+    open_teams,
+    plans_by_table,
+    starts_of,
+    touch_memory,
+)
 from phasewise.serving.ranks.ranks_contract import KvSettings, RankOptions, Ranks
-from phasewise.tuner.plans import PHASES, Phase, ServicePlan
+from phasewise.topology import read_memory_nodes
+from phasewise.tuner.plans import Phase, ServicePlan
 
 if TYPE_CHECKING:
     from phasewise.serving.ranks.process_ranks import ProcessRanks
@@ -56,13 +70,19 @@ class LocalRanks(FirstRank):
     """One rank, in this process. Arguments and errors: `open_ranks`."""
 
     def __init__(self, model: PackedModel, plans: Mapping[Phase, ServicePlan], options: RankOptions) -> None:
-        cores: dict[Phase, tuple[int, ...]] = {phase: _only_rank(plan) for phase, plan in plans.items()}
+        cores = _of_only_rank(plans)
         self.kv_format = resolve_kv_format(model, options.kv.format)
         self.kv_bytes_per_slot = kv_bytes_per_slot(model, self.kv_format)
         self.kv_slots = options.kv.slots
         threads = max(len(members) for members in cores.values())
         capacity = room_for(options, threads, self.kv_format)
-        lookups = [options.schedules[phase] for phase in PHASES] if options.schedules else []
+        self._pinned = options.pinned
+        layout = RankLayout(plans, read_memory_nodes())
+        nodes = layout.nodes(0)
+        if nodes:
+            tell_of_others(0, layout.home(0), nodes)
+        model = weights_near(model, nodes, options.kv.slots * self.kv_bytes_per_slot)
+        lookups = _lookups_of_all_tables(options.schedules)
         teams = open_teams(cores, options.pinned)
         self._kv_share: KvShare | None = None
         self._model, self._capacity = model, capacity
@@ -71,7 +91,7 @@ class LocalRanks(FirstRank):
         def share_kv(n_bytes: int) -> memoryview:
             shape = KvShape.of(model.config, self.kv_format)
             segment = Segment.create(n_bytes, "kv")
-            self._kv_share = KvShare(segment, 0, aligned(options.kv.slots), shape)
+            self._kv_share = KvShare(segment, 0, aligned(options.kv.slots), options.kv.states, shape)
             return memoryview(segment.memory)
 
         try:
@@ -79,6 +99,8 @@ class LocalRanks(FirstRank):
             program = build_program(
                 model, capacity, check_memory, lookups, kv_memory=kv_memory, placed=self._placed
             )
+            if nodes:
+                program.spread(nodes)  # a refusal was told of the weights
             if options.kv.touched:
                 touch_memory(program, teams)
         except Exception:
@@ -86,7 +108,9 @@ class LocalRanks(FirstRank):
                 team.close()
             self._close_kv()
             raise
-        super().__init__(program, teams, capacity)
+        room = capacity.step_tokens, capacity.logit_rows
+        fed = FedRows.for_head(program, model.config, *room, capacity.feeds)
+        super().__init__(program, Teams(teams, starts_of(plans)), capacity, fed=fed, nodes=nodes)
 
     @property
     def first_rank(self) -> FirstRank:
@@ -102,8 +126,26 @@ class LocalRanks(FirstRank):
 
     def reschedule(self, schedules: Mapping[Phase, ScheduleLookup]) -> None:
         """Run by other schedules from the next step on. No bit of a result changes."""
-        lookups = [schedules[phase] for phase in PHASES]
+        lookups = _lookups_of_all_tables(schedules)
         reschedule(self.program, self._model, self._capacity, lookups, self._placed)
+
+    @property
+    def moves_in_place(self) -> bool:
+        """Always: this rank's threads are started on other cores, and its memory stays."""
+        return True
+
+    def move(
+        self, plans: Mapping[Phase, ServicePlan], schedules: Mapping[Phase, ScheduleLookup] | None
+    ) -> None:
+        """Run by other plans, and schedules, from the next step on. RanksError where they cannot be run."""
+        cores = _of_only_rank(plans)
+        most = max(len(members) for members in cores.values())
+        if most > self._capacity.threads:
+            raise RanksError(f"{most} threads do not fit: there is room for {self._capacity.threads}")
+        self.teams.change(open_teams(cores, self._pinned), starts_of(plans))
+        self._warned = False
+        if schedules:
+            self.reschedule(schedules)
 
     def close(self) -> None:
         """End the threads and let go of the memory. Logits still held stay valid. Twice is harmless."""
@@ -125,6 +167,17 @@ class LocalRanks(FirstRank):
     def reopen(self) -> None:
         """RanksError: there is nothing that could be started anew."""
         raise RanksError("the only rank is this process; it cannot be started anew")
+
+
+def _lookups_of_all_tables(schedules: Mapping[Phase, ScheduleLookup] | None) -> list[ScheduleLookup]:
+    """Also of tables that no plan has yet, which other plans may have later."""
+    lookups = lookups_by_table(schedules)
+    return lookups and [*lookups, *[ScheduleLookup()] * (MOST_TABLES - len(lookups))]
+
+
+def _of_only_rank(plans: Mapping[Phase, ServicePlan]) -> dict[int, tuple[int, ...]]:
+    """The cores of each table."""
+    return {table: _only_rank(plan) for table, plan in plans_by_table(plans).items()}
 
 
 def _only_rank(plan: ServicePlan) -> tuple[int, ...]:

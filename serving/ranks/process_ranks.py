@@ -7,21 +7,22 @@ other copies nothing. Decision 0015 says why.
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain, product
 
 from phasewise.cython_kernels import isa
-from phasewise.cython_kernels._native import Program, place_on_node
-from phasewise.cython_kernels.division import share
+from phasewise.cython_kernels._native import Program, place_on_nodes
+from phasewise.cython_kernels.division import head_share
 from phasewise.cython_kernels.errors import GroupFailed
 from phasewise.cython_kernels.schedules import ScheduleLookup
+from phasewise.cython_kernels.user_slots.installed import handed_over
 from phasewise.serving.batch import Batch
-from phasewise.serving.errors import RankLost, RanksError
+from phasewise.serving.errors import CoresMoved, RankLost, RanksError
 from phasewise.serving.models.forward import (
     PATIENCE_S,
     Capacity,
@@ -29,29 +30,41 @@ from phasewise.serving.models.forward import (
     kv_bytes_per_slot,
     resolve_kv_format,
 )
-from phasewise.serving.models.packed_model import PackedModel
+from phasewise.serving.models.heads.draft_head import FedRows
+from phasewise.serving.models.packed_model import ModelConfig, PackedModel
 from phasewise.serving.pools.arena import aligned
 from phasewise.serving.processes.memory import check_memory
 from phasewise.serving.processes.segments import Segment
-from phasewise.serving.ranks.first_rank import FirstRank, Logits, room_for
+from phasewise.serving.ranks.first_rank import FirstRank, Logits, Teams, room_for
 from phasewise.serving.ranks.kv_share import KvShape, KvShare
 from phasewise.serving.ranks.rank_instructions import Instructions
 from phasewise.serving.ranks.rank_layout import RankLayout
-from phasewise.serving.ranks.rank_memory import preferring, warn_of_refusals
-from phasewise.serving.ranks.rank_teams import TABLES, open_teams, touch_memory
+from phasewise.serving.ranks.rank_memory import (
+    ByNode,
+    placing,
+    tell_of_others,
+    warn_of_refusals,
+    warn_of_strays,
+)
+from phasewise.serving.ranks.rank_teams import (
+    TABLES,
+    lookups_by_table,
+    open_teams,
+    tell_moved,
+    touch_memory,
+)
 from phasewise.serving.ranks.ranks_contract import Follower, RankOptions
 from phasewise.serving.ranks.shared_weights import SharedWeights, share_weights
 from phasewise.serving.ranks.worker_processes import START_S, WorkerProcesses
 from phasewise.serving.ranks.written_schedules import WrittenSchedules
-from phasewise.tuner.plans import PHASES, Phase, ServicePlan, list_cores
+from phasewise.topology import read_memory_nodes
+from phasewise.tuner.plans import Phase, ServicePlan, list_cores
 
 LEARN_S = 5.0
 """The time after a failed step within which its cause is to be known."""
 LEAST_RESTART_S = 20.0
 RESTART_FACTOR = 5.0
 """Reopened ranks may take this many times as long as they took at first; see LEAST_RESTART_S."""
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -64,6 +77,8 @@ class _Setup:
     pinned: bool
     shared: SharedWeights
     kv_shared: bool
+    is_spread: bool
+    """True if every rank has copied its weights to where it runs."""
 
 
 @dataclass
@@ -82,47 +97,64 @@ class ProcessRanks:
 
     def __init__(self, model: PackedModel, plans: Mapping[Phase, ServicePlan], options: RankOptions) -> None:
         self.kv_slots = options.kv.slots
+        self._model, self._options = model, replace(options, threads=0)
         self.kv_format = resolve_kv_format(model, options.kv.format)
-        self.kv_bytes_per_slot = kv_bytes_per_slot(model, self.kv_format)
-        self._crew = layout = RankLayout(plans)
+        layout = RankLayout(plans, read_memory_nodes())
         self._owner = os.getpid()
         self._warned = not options.pinned
         self._listener = _Listener()
         self._former_native_ns = 0
         self._follower: Follower | None = None
         layout.check_divides(model)
-        capacities = tuple(
-            room_for(options, layout.threads(rank), self.kv_format) for rank in range(layout.n_ranks)
-        )
-        lookups = tuple(options.schedules[phase] for phase in PHASES) if options.schedules else ()
         began = time.monotonic()
         self._life = ExitStack()
         """The resources that end with these processes; `_close` also ends what the next ones are started
         from.
         """
+        self._weights_life = ExitStack()
         with ExitStack() as ending:
-            with preferring(layout.node(0)):
-                shared = ending.enter_context(
-                    share_weights(model, layout.division(0), spread=layout.spans_nodes)
-                )
-            self._setup: _Setup | None = _Setup(
-                layout, capacities, lookups, options.pinned, shared, options.kv.shared
-            )
+            ending.callback(self._weights_life.close)
+            self._setup: _Setup | None = self._set_up(layout, options.schedules, self._share(layout))
             ending.callback(self._life.close)
-            warn_of_refusals(self._start(self._setup, START_S, shared.copied_bytes))
+            self._start(self._setup, START_S)
             self._close = weakref.finalize(self, ending.pop_all().close)
         self._restart_s = max(LEAST_RESTART_S, RESTART_FACTOR * (time.monotonic() - began))
+        self._moves_to: tuple[RankLayout, Mapping[Phase, ScheduleLookup] | None] | None = None
 
-    def _start(self, setup: _Setup, within_s: float, n_bytes_to_copy: int) -> dict[int, int]:
-        """Start the first rank, then the others; what the kernel said to each one's memory policy."""
+    def _share(self, layout: RankLayout) -> SharedWeights:
+        """The weights for ranks so divided; those of before are let go."""
+        self._weights_life.close()
+        return self._weights_life.enter_context(share_weights(self._model, layout))
+
+    def _set_up(
+        self, layout: RankLayout, schedules: Mapping[Phase, ScheduleLookup] | None, shared: SharedWeights
+    ) -> _Setup:
+        options = self._options
+        return _Setup(
+            layout,
+            tuple(room_for(options, layout.threads(rank), self.kv_format) for rank in range(layout.n_ranks)),
+            tuple(lookups_by_table(schedules)[: len(layout.teams)]),
+            options.pinned,
+            shared,
+            options.kv.shared,
+            layout.places_memory,
+        )
+
+    def _start(self, setup: _Setup, within_s: float) -> None:
+        """Start the first rank, then the others. From then on all panels are where they belong, and the
+        packed file's pages, from which they came, are given back.
+        """
         layout = setup.layout
         with ExitStack() as ending, ExitStack() as descriptors:
-            with preferring(layout.node(0)) as answer:
-                program, step = _first_program(setup, n_bytes_to_copy)
+            with placing(layout.nodes(0)) as answer:
+                program, step = _first_program(setup)
                 # Kept open where others map it too, through this process's descriptor.
                 (ending if setup.kv_shared else descriptors).callback(step.close)
                 teams = open_teams(layout.cores(0), setup.pinned)
-            first = FirstRank(program, teams, setup.capacities[0])
+            room, config = setup.capacities[0], setup.shared.model.config
+            fed = FedRows.for_head(program, config, room.step_tokens, room.logit_rows, room.feeds)
+            own_teams = Teams(teams, layout.starts)
+            first = FirstRank(program, own_teams, room, fed=fed, nodes=layout.nodes(0))
             ending.callback(first.close)
             if setup.capacities[0].touched:
                 touch_memory(program, teams)
@@ -134,12 +166,22 @@ class ProcessRanks:
         self._first, self._workers = first, workers
         self._step_memory: Segment | None = step
         first.follow(self._follower)
-        return {0: answer, **answers}
+        if setup.shared.copied_bytes:
+            copied = {**workers.copied_by_node, **setup.shared.by_node}
+            _tell_of_memory(layout, {0: answer, **answers}, copied)
+            if self._model.file is not None and setup.shared.source is not None:
+                self._model.file.release()
+            self._setup = replace(setup, shared=setup.shared.settled())
 
     @property
     def first_rank(self) -> FirstRank:
         """The rank in this process; another one after `reopen`."""
         return self._first
+
+    @property
+    def kv_bytes_per_slot(self) -> int:
+        """Those of all copies. RanksError after `close`."""
+        return kv_bytes_per_slot(self._model, self.kv_format, self._layout.teams)
 
     @property
     def lost(self) -> str | None:
@@ -151,7 +193,8 @@ class ProcessRanks:
         self._listener.on_loss = on_loss
 
     def reopen(self) -> None:
-        """End what is left of the ranks and start them anew: same plans and weights, no keys and values.
+        """End what is left of the ranks and start them anew: same weights, no keys and values. The plans are
+        those of before, or the ones that `move` was given.
 
         RanksError if a rank cannot be started, or not in time; it may be tried again then. Logits still held
         keep the former memory mapped.
@@ -163,13 +206,34 @@ class ProcessRanks:
             self._former_native_ns += self._first.native_ns
         self._workers.kill()
         self._life.close()
-        self._start(self._setup, self._restart_s, 0)
+        if self._moves_to is not None:
+            layout, schedules = self._moves_to
+            shared = self._setup.shared
+            if self._setup.is_spread or layout.places_memory:
+                shared = self._share(layout)
+            self._setup = self._set_up(layout, schedules, shared)
+            self._moves_to = None
+        self._start(self._setup, START_S if self._setup.shared.copied_bytes else self._restart_s)
+
+    @property
+    def moves_in_place(self) -> bool:
+        """Never: other ranks divide weights, keys and values otherwise."""
+        return False
+
+    def move(
+        self, plans: Mapping[Phase, ServicePlan], schedules: Mapping[Phase, ScheduleLookup] | None
+    ) -> None:
+        """CoresMoved: `reopen` starts the ranks of these plans. RanksError where there are too few heads."""
+        layout = RankLayout(plans, read_memory_nodes())
+        layout.check_divides(self._model)
+        self._moves_to = layout, schedules
+        raise CoresMoved(f"the ranks move to cores {list_cores(sorted(layout.all_cores))}")
 
     def forward(self, batch: Batch) -> Logits:
         """As LocalRanks.forward. RankLost, naming the rank, once one has died."""
         logits = self._step(self._first.forward, batch)
         if not self._warned:
-            self._check_places(batch.phase)
+            self._check_places(self._first.table_of(batch))
         return logits
 
     def all_logits(self, batch: Batch) -> Logits:
@@ -185,10 +249,13 @@ class ProcessRanks:
         """The CPUs on which each phase's threads, rank by rank, were last seen working; -1 before their
         first step.
         """
-        program = self._first.program
+        program, layout = self._first.program, self._layout
+        if layout.n_ranks == 1:
+            return self._first.observed_cpus()
+        last_table = self._first.teams.last_table
         return {
-            phase: tuple(cpu for cpus in program.observed(TABLES[phase]) for cpu in cpus)
-            for phase in self._crew.plans
+            phase: tuple(cpu for cpus in program.observed(last_table(phase)) for cpu in cpus)
+            for phase in layout.plans
         }
 
     @property
@@ -197,9 +264,12 @@ class ProcessRanks:
         setup = self._setup
         if setup is None or self._step_memory is None or not setup.kv_shared:
             raise RanksError("these ranks do not share their keys and values")
-        shape = KvShape.of(setup.shared.model.config, self.kv_format)
-        offset, _ = self._first.program.kv_span(0, 0)
-        return KvShare(self._step_memory, offset, aligned(self.kv_slots), shape)
+        config = setup.shared.model.config
+        shape = KvShape.of(config, self.kv_format)
+        offset = 0 if setup.layout.n_ranks == 1 else self._first.program.kv_span(0, 0)[0]
+        places = setup.capacities[0].state_places
+        copies = config.copies_of_heads(0, setup.layout.teams)
+        return KvShare(self._step_memory, offset, aligned(self.kv_slots), places, shape, copies)
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -226,18 +296,23 @@ class ProcessRanks:
         self._close()
         self._setup = self._step_memory = None
 
+    @property
+    def _layout(self) -> RankLayout:
+        """RanksError after `close`."""
+        if self._setup is None:
+            raise RanksError("the ranks have been closed")
+        return self._setup.layout
+
     def _check_process(self) -> None:
         if os.getpid() != self._owner:
             raise RanksError(f"these ranks are those of process {self._owner}: open others after a fork")
 
-    def _check_places(self, phase: Phase) -> None:
-        if self._first.program.misplaced(TABLES[phase]):
+    def _check_places(self, table: int) -> None:
+        """Threads of every rank; the first one looks after its own."""
+        if self._layout.n_ranks > 1 and self._first.program.misplaced(table):
             self._warned = True
-            _log.warning(
-                "threads planned for cores %s were seen on %s: another program or a cpuset moves them",
-                list_cores(self._crew.plans[phase].cores),
-                list_cores(self.observed_cpus()[phase]),
-            )
+            seen = [cpu for cpus in self._first.program.observed(table) for cpu in cpus]
+            tell_moved(self._layout.cores_by(table), seen)
 
     def _step(self, compute: Callable[[Batch], Logits], batch: Batch) -> Logits:
         self._check_process()
@@ -249,8 +324,10 @@ class ProcessRanks:
         raise RankLost(self._workers.reason(LEARN_S) or said)
 
 
-def _first_program(setup: _Setup, n_bytes_to_copy: int) -> tuple[Program, Segment]:
-    """The first rank's program, and the memory that it shares with the others."""
+def _first_program(setup: _Setup) -> tuple[Program, Segment]:
+    """The first rank's program, and the memory that it shares with the others: keys and values alone where it
+    is the only one, which `ProcessRanks.move` may come to.
+    """
     segments: list[Segment] = []
     layout, shared = setup.layout, setup.shared
 
@@ -259,23 +336,28 @@ def _first_program(setup: _Setup, n_bytes_to_copy: int) -> tuple[Program, Segmen
         return memoryview(segments[0].memory)
 
     def check(name: str, needed: int, kv_slots: int) -> None:
-        check_memory(name, needed + n_bytes_to_copy, kv_slots)
+        check_memory(name, needed + shared.copied_bytes, kv_slots)
 
+    is_alone = layout.n_ranks == 1
     try:
         program = build_program(
             shared.model,
             setup.capacities[0],
             check,
             setup.lookups,
-            layout.division(0),
-            memory,
+            None if is_alone else layout.division(0),
+            memory=None if is_alone else memory,
+            kv_memory=memory if is_alone else None,
             patience_s=PATIENCE_S,
         )
     except BaseException:
         for segment in segments:
             segment.close()
         raise
-    _place_kv(program, shared.model, layout, segments[0])
+    if not is_alone:
+        _place_kv(program, shared.model, layout, segments[0])
+    elif layout.nodes(0):
+        program.spread(layout.nodes(0))
     return program, segments[0]
 
 
@@ -288,20 +370,36 @@ def _on_death(program: Program, listener: _Listener) -> Callable[[], None]:
 
 
 def _place_kv(program: Program, model: PackedModel, layout: RankLayout, step: Segment) -> None:
-    """Keys and values near the rank that reads them in decode, wherever prefill writes them from.
+    """Keys and values near the rank that reads them, wherever others write them from: in decode, and what no
+    rank reads then in prefill.
 
     A refusal is no news: it was the same for the ranks' other memory.
     """
-    teams = layout.teams[TABLES["decode"]]
-    if not (layout.spans_nodes and teams):
+    if not layout.places_memory:
         return
-    for layer in range(len(model.config.attention_layers)):
-        for rank in range(len(teams)):
-            node = layout.node(rank)
-            for head in range(*share(model.config.n_kv_heads, teams, rank)):
-                offset, n_bytes = program.kv_span(layer, head)
-                if node is not None:
-                    place_on_node(step.memory, offset, offset + n_bytes, node)
+    layers = range(len(model.config.attention_layers))
+    for table, layer in product(range(len(TABLES)), layers):  # decode's places are the last word
+        for head, copy, nodes in _kv_homes(model.config, layout, table, layer):
+            offset, n_bytes = program.kv_span(layer, head, copy)
+            if nodes:
+                place_on_nodes(step.memory, offset, offset + n_bytes, nodes)
+
+
+def _kv_homes(
+    config: ModelConfig, layout: RankLayout, table: int, number: int
+) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+    """KV heads of a layer that keeps them, the copy of each that a rank reads, and that rank's nodes. Latent
+    vectors lie on those of all by turns.
+    """
+    teams, layer = layout.teams[table], config.attention_layers[number]
+    nodes = [layout.nodes(rank) for rank in range(len(teams))]
+    if config.latent is not None:
+        yield 0, 0, tuple(sorted({*chain(*nodes)}))
+        return
+    for rank, own_nodes in enumerate(nodes):
+        own = head_share(config.n_heads, config.heads_of(layer).n_kv_heads, teams, rank)
+        for head in range(own.begin, own.end):
+            yield head, own.copy, own_nodes
 
 
 def _instructions(setup: _Setup, rank: int, step: Segment) -> Instructions:
@@ -318,7 +416,7 @@ def _instructions(setup: _Setup, rank: int, step: Segment) -> Instructions:
         teams=layout.teams,
         cores=layout.cores(rank),
         pinned=setup.pinned,
-        numa_node=layout.node(rank),
+        nodes=layout.nodes(rank),
         step_fd=step.fd,
         step_bytes=step.n_bytes,
         weights=shared.weights,
@@ -328,11 +426,24 @@ def _instructions(setup: _Setup, rank: int, step: Segment) -> Instructions:
             for table, lookup in enumerate(setup.lookups)
         ),
         adapters=shared.adapters,
+        user_slots=handed_over(),
     )
+
+
+def _tell_of_memory(
+    layout: RankLayout, answers: Mapping[int, int], by_node: Mapping[int, ByNode | None]
+) -> None:
+    """Warnings about memory that does not lie as the plan has it. answers: to each rank's memory policy."""
+    warn_of_refusals(answers)
+    for rank in range(layout.n_ranks if layout.places_memory else 0):
+        tell_of_others(rank, layout.home(rank), layout.nodes(rank))
+        if not answers.get(rank):
+            warn_of_strays(rank, by_node.get(rank), layout.nodes(rank))
 
 
 def _end(owner: int, program: Program, workers: WorkerProcesses) -> None:
     """A fork's copy of the ranks ends nothing."""
     if os.getpid() == owner:
-        program.stop()
+        if workers.pids:
+            program.stop()
         workers.close()

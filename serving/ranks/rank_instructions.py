@@ -13,11 +13,11 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from phasewise.cython_kernels.division import Division
+from phasewise.serving.models.config_json import config_from_json, config_to_json
 from phasewise.serving.models.forward import Capacity
-from phasewise.serving.models.packed_model import ModelConfig, config_from_json, config_to_json
+from phasewise.serving.models.packed_model import ModelConfig
 from phasewise.serving.ranks.shared_weights import Holding, Places
 from phasewise.serving.ranks.written_schedules import WrittenSchedules
-from phasewise.tuner.plans import Phase
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,12 @@ class Instructions:
     """In use by the parent; how a weight is computed by default depends on it."""
     capacity: Capacity
     teams: tuple[tuple[int, ...], ...]
-    """Threads of every rank, for each phase: `Division.teams`."""
-    cores: Mapping[Phase, tuple[int, ...]]
-    """The CPUs of this rank's threads, in the phases that it takes part in."""
+    """Threads of every rank, for each table of schedules: `Division.teams`."""
+    cores: Mapping[int, tuple[int, ...]]
+    """The CPUs of this rank's threads, by the tables that it takes part in."""
     pinned: bool
-    numa_node: int | None
-    """The NUMA node of its memory; None: wherever it is touched."""
+    nodes: tuple[int, ...]
+    """The NUMA nodes of its memory; none: wherever it is touched."""
     step_fd: int
     step_bytes: int
     """The memory that all ranks share: steps, rows, logits, keys and values."""
@@ -48,6 +48,8 @@ class Instructions:
     schedules: tuple[WrittenSchedules, ...]
     adapters: Holding | None = None
     """The adapters that slices name by their numbers."""
+    user_slots: tuple[tuple[str, int], ...] = ()
+    """Slots that the parent has filled with users' functions, and descriptors of their libraries."""
 
     @property
     def division(self) -> Division:
@@ -57,7 +59,8 @@ class Instructions:
     def descriptors(self) -> tuple[int, ...]:
         """The descriptors that the process inherits."""
         holdings = (self.weights, self.weights_source, self.adapters)
-        return self.step_fd, *(holding.fd for holding in holdings if holding is not None)
+        libraries = (descriptor for _, descriptor in self.user_slots)
+        return self.step_fd, *(holding.fd for holding in holdings if holding is not None), *libraries
 
     def write(self) -> int:
         """A descriptor of memory that holds them, to be read from its start."""
@@ -84,10 +87,12 @@ class Instructions:
             "config": config_from_json(values["config"]),
             "capacity": Capacity(**values["capacity"]),
             "teams": tuple(tuple(sizes) for sizes in values["teams"]),
-            "cores": {phase: tuple(cores) for phase, cores in values["cores"].items()},
+            "nodes": tuple(values["nodes"]),
+            "cores": {int(table): tuple(cores) for table, cores in values["cores"].items()},
             "weights": _holding_from_json(values["weights"]),
             "weights_source": values["weights_source"] and _holding_from_json(values["weights_source"]),
             "adapters": values["adapters"] and _holding_from_json(values["adapters"]),
+            "user_slots": tuple((slot, descriptor) for slot, descriptor in values["user_slots"]),
             "schedules": tuple(WrittenSchedules.from_json(written) for written in values["schedules"]),
         }
         return cls(**values)
@@ -108,10 +113,14 @@ class Report:
     error: str | None = None
     policy_errno: int = 0
     """The kernel's answer to its memory policy; 0: granted, or none was asked for."""
+    weights: Mapping[int, int] | None = None
+    """Bytes by NUMA node of the weights that it has copied; None: none, or it is not told."""
 
     def to_line(self) -> bytes:
         return json.dumps(asdict(self)).encode() + b"\n"
 
     @classmethod
     def from_line(cls, line: bytes) -> Report:
-        return cls(**json.loads(line))
+        values = json.loads(line)
+        weights = values["weights"] and {int(node): n_bytes for node, n_bytes in values["weights"].items()}
+        return cls(**{**values, "weights": weights})

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from phasewise._words import counted
-from phasewise.cython_kernels.division import Division
+from phasewise.cython_kernels.division import Division, Teams
 from phasewise.serving.errors import RanksError
 from phasewise.serving.models.packed_model import PackedModel
+from phasewise.serving.ranks.rank_teams import plans_by_table, starts_of
+from phasewise.topology import MemoryNodes
 from phasewise.tuner.plans import PHASES, Phase, RankCores, ServicePlan
+
+
+def teams_of(plans: Mapping[Phase, ServicePlan]) -> Teams:
+    """For each table of schedules the numbers of threads of its ranks: `Division.teams`."""
+    by_table = plans_by_table(plans)
+    n_tables = max(len(PHASES), *(table + 1 for table in by_table))
+    return tuple(
+        tuple(len(rank.cores) for rank in by_table[table].ranks) if table in by_table else ()
+        for table in range(n_tables)
+    )
 
 
 @dataclass(frozen=True)
@@ -18,48 +30,77 @@ class RankLayout:
     """A phase of R ranks uses processes 0 to R - 1; process 0 is the engine's own."""
 
     plans: Mapping[Phase, ServicePlan]
+    memory: MemoryNodes | None = field(default=None)
+    """None: the machine has one node."""
 
     @cached_property
-    def teams(self) -> tuple[tuple[int, ...], ...]:
-        """For each phase the numbers of threads of its ranks: `Division.teams`."""
-        return tuple(
-            tuple(len(rank.cores) for rank in self.plans[phase].ranks) if phase in self.plans else ()
-            for phase in PHASES
-        )
+    def teams(self) -> Teams:
+        return teams_of(self.plans)
+
+    @cached_property
+    def _by_table(self) -> dict[int, ServicePlan]:
+        return plans_by_table(self.plans)
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """As `rank_teams.starts_of`."""
+        return starts_of(self.plans)
 
     @property
     def n_ranks(self) -> int:
         return max(map(len, self.teams))
 
     @property
-    def spans_nodes(self) -> bool:
-        """True if ranks should have their memory on different NUMA nodes."""
-        return len({self.node(rank) for rank in range(self.n_ranks)} - {None}) > 1
+    def all_cores(self) -> frozenset[int]:
+        """The cores of every phase and band."""
+        return frozenset(core for plan in self.plans.values() for core in plan.all_cores)
+
+    @property
+    def places_memory(self) -> bool:
+        """True if it matters on which NUMA nodes memory lies."""
+        homes = {node for rank in range(self.n_ranks) for node in self.home(rank)}
+        return self.memory is not None or len(homes) > 1
 
     def division(self, rank: int) -> Division:
         return Division(self.teams, rank)
 
     def threads(self, rank: int) -> int:
-        """The most threads that a rank has in any phase."""
+        """The most threads that a rank has in any phase or band."""
         return max(len(cores) for cores in self.cores(rank).values())
 
-    def cores(self, rank: int) -> dict[Phase, tuple[int, ...]]:
-        """The cores of a rank in each phase that it takes part in."""
-        return {phase: member.cores for phase, member in self._roles(rank).items()}
+    def cores(self, rank: int) -> dict[int, tuple[int, ...]]:
+        """The cores of a rank by each table that it takes part in."""
+        return {
+            table: plan.ranks[rank].cores for table, plan in self._by_table.items() if rank < len(plan.ranks)
+        }
 
-    def node(self, rank: int) -> int | None:
-        """The NUMA node for a rank's memory: its node in decode, which memory bounds. None: any."""
+    def cores_by(self, table: int) -> tuple[int, ...]:
+        """The cores of all ranks by a table."""
+        return self._by_table[table].cores
+
+    def nodes(self, rank: int) -> tuple[int, ...]:
+        """The NUMA nodes of a rank's memory: near its cores in decode, which memory bounds. (): any."""
+        home = self.home(rank)
+        if not self.places_memory or self.memory is None:
+            return home if self.places_memory else ()
+        return tuple(sorted({self.memory.nearest(node) for node in home}))
+
+    def home(self, rank: int) -> tuple[int, ...]:
+        """The NUMA nodes of these cores, whether they have memory or not."""
         roles = self._roles(rank)
-        return (roles.get("decode") or roles["prefill"]).numa_node
+        role = roles.get("decode") or roles["prefill"]
+        if role.numa_node is not None:
+            return (role.numa_node,)
+        return () if self.memory is None else self.memory.homes(role.cores)
 
     def check_divides(self, model: PackedModel) -> None:
-        """RanksError if a phase has more ranks than the model has KV heads."""
-        heads = model.config.n_kv_heads
+        """RanksError if a phase has more ranks than the model has query heads."""
+        heads = model.config.n_heads
         for plan in self.plans.values():
             if len(plan.ranks) > heads:
                 raise RanksError(
                     f"the {plan.phase} plan has {counted(len(plan.ranks), 'rank')}, but {model.name} has"
-                    f" {counted(heads, 'KV head')} to share: use a plan of at most {heads}"
+                    f" {counted(heads, 'query head')} to share: use a plan of at most {heads}"
                 )
 
     def _roles(self, rank: int) -> dict[Phase, RankCores]:

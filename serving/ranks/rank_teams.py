@@ -1,24 +1,55 @@
-"""Thread teams for the phases, and which of a program's tables of schedules each phase runs by."""
+"""Thread teams, and the table of a program's schedules by which each runs: prefill's, decode's, and behind
+these one for each band of sequences of decode's plan.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import get_args
 
 from phasewise.cython_kernels._native import Program, Team
 from phasewise.cython_kernels.errors import ProgramError, TeamError
+from phasewise.cython_kernels.schedules import ScheduleLookup
 from phasewise.serving.errors import RanksError
-from phasewise.tuner.plans import Phase
+from phasewise.serving.ranks.core_weights import weigh_by_kind
+from phasewise.topology import TopologyError, read_core_kinds
+from phasewise.tuner.plans import MAX_BANDS, PHASES, Phase, ServicePlan, list_cores
+
+_log = logging.getLogger(__name__)
 
 TeamCores = tuple[int, ...]
 
 TABLES: Mapping[Phase, int] = {phase: table for table, phase in enumerate(get_args(Phase))}
 
 
-def open_teams(cores: Mapping[Phase, TeamCores], pinned: bool = True) -> dict[Phase, Team]:
-    """A team for each phase; phases on the same cores share one. RanksError if a core cannot be had.
+MOST_TABLES = len(TABLES) + MAX_BANDS
+
+
+def plans_by_table(plans: Mapping[Phase, ServicePlan]) -> dict[int, ServicePlan]:
+    """The plan, without bands, that each table's steps run by."""
+    by_table = {TABLES[phase]: plan.each[0] for phase, plan in plans.items()}
+    if "decode" in plans:
+        by_table |= dict(enumerate(plans["decode"].each[1:], start=len(TABLES)))
+    return by_table
+
+
+def starts_of(plans: Mapping[Phase, ServicePlan]) -> tuple[int, ...]:
+    """The sequences from which decode runs by each table behind the phases'."""
+    return plans["decode"].starts if "decode" in plans else ()
+
+
+def lookups_by_table(schedules: Mapping[Phase, ScheduleLookup] | None) -> list[ScheduleLookup]:
+    """The lookup of each table; none where everything runs by default schedules."""
+    if not schedules:
+        return []
+    return [*(schedules[phase] for phase in PHASES), *schedules["decode"].bands]
+
+
+def open_teams(cores: Mapping[int, TeamCores], pinned: bool = True) -> dict[int, Team]:
+    """A team for each table; tables on the same cores share one. RanksError if a core cannot be had.
 
     Not pinned: as many threads, which the system may move.
     """
@@ -26,12 +57,38 @@ def open_teams(cores: Mapping[Phase, TeamCores], pinned: bool = True) -> dict[Ph
     try:
         for members in cores.values():
             if members not in teams:
-                teams[members] = Team(members) if pinned else Team(None, len(members))
-    except TeamError as error:
+                teams[members] = _pinned(members) if pinned else Team(None, len(members))
+    except (TeamError, TopologyError) as error:
         for team in teams.values():
             team.close()
         raise RanksError(str(error)) from error
-    return {phase: teams[members] for phase, members in cores.items()}
+    return {table: teams[members] for table, members in cores.items()}
+
+
+def _pinned(members: TeamCores) -> Team:
+    """Weighed where its cores are of several kinds."""
+    team = Team(members)
+    if len(members) > 1 and (kinds := read_core_kinds()):
+        with keeping_affinity():
+            weigh_by_kind(team, members, kinds)
+    return team
+
+
+def tell_if_moved(team: Team) -> bool:
+    """True, and a warning, where a thread of the team was seen on another core than its own."""
+    if not team.misplaced():
+        return False
+    tell_moved(team.cpus or (), team.observed_cpus())
+    return True
+
+
+def tell_moved(planned: Sequence[int], seen: Sequence[int]) -> None:
+    """A warning."""
+    _log.warning(
+        "threads planned for cores %s were seen on %s: another program or a cpuset moves them",
+        list_cores(planned),
+        list_cores(seen),
+    )
 
 
 @contextmanager
@@ -44,12 +101,12 @@ def keeping_affinity() -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-def touch_memory(program: Program, teams: Mapping[Phase, Team]) -> None:
+def touch_memory(program: Program, teams: Mapping[int, Team]) -> None:
     """All that a program runs in is there from now on, near the cores that decode, or those that prefill.
 
     RanksError where the system has not what it granted.
     """
-    team = teams.get("decode") or teams["prefill"]
+    team = teams.get(TABLES["decode"]) or teams[TABLES["prefill"]]
     try:
         with keeping_affinity():
             program.touch(team)

@@ -8,29 +8,27 @@ its parent. Little is imported here, so that it starts fast.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from phasewise.cython_kernels._native import Program, Team, isa_select, watch_mapping
 from phasewise.cython_kernels.errors import GroupFailed, KernelError
+from phasewise.cython_kernels.user_slots.installed import take_over
 from phasewise.serving.errors import ServingError
 from phasewise.serving.models.forward import build_program
 from phasewise.serving.models.low_rank import unflat
 from phasewise.serving.models.packed_model import PackedModel
+from phasewise.serving.processes.parents import end_with_parent
 from phasewise.serving.processes.segments import Segment
 from phasewise.serving.ranks.rank_instructions import Instructions, Report
-from phasewise.serving.ranks.rank_memory import preferring
-from phasewise.serving.ranks.rank_teams import TABLES, open_teams, touch_memory
-from phasewise.serving.ranks.shared_weights import Holding, copy_panels
-from phasewise.tuner.plans import Phase
-
-PR_SET_PDEATHSIG = 1
+from phasewise.serving.ranks.rank_memory import ByNode, placing
+from phasewise.serving.ranks.rank_teams import open_teams, touch_memory
+from phasewise.serving.ranks.shared_weights import Holding, copy_panels, panels_by_node
 
 FOR_THE_ENGINE = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Terminals and supervisors send them to all of a service; the engine ends its ranks when it is done."""
@@ -41,12 +39,15 @@ class WorkerRank:
     """Ready to serve."""
 
     program: Program
-    teams: Mapping[Phase, Team]
+    teams: Sequence[Team | None]
+    """By table of schedules; None where it takes no part."""
     policy_errno: int
+    weights: ByNode | None
+    """Bytes by node of the weights that it has copied."""
 
     def serve(self) -> None:
         """Take part in every step that asks for this rank. GroupFailed if another rank died."""
-        self.program.serve([self.teams.get(phase) for phase in TABLES])
+        self.program.serve(self.teams)
 
 
 def main() -> int:
@@ -64,24 +65,21 @@ def main() -> int:
     except (ServingError, KernelError, OSError, MemoryError) as error:
         os.write(report_fd, Report(error=str(error) or type(error).__name__).to_line())
         return 1
-    os.write(report_fd, Report(policy_errno=rank.policy_errno).to_line())
+    os.write(report_fd, Report(None, rank.policy_errno, rank.weights).to_line())
     with contextlib.suppress(GroupFailed):  # the parent knows why
         rank.serve()
     return 0
 
 
-def end_with_parent() -> None:
-    """The kernel kills this process when the thread that started it ends."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def open_rank(told: Instructions) -> WorkerRank:
     """Map, copy what is this rank's to copy, and build."""
     isa_select(told.isa)
-    with preferring(told.numa_node) as policy_errno:
+    take_over(told.user_slots)
+    with placing(told.nodes) as policy_errno:
         step = Segment(told.step_fd, told.step_bytes)
+        model = _model(told)
         program = build_program(
-            _model(told),
+            model,
             told.capacity,
             schedules=told.schedules,
             division=told.division,
@@ -90,7 +88,13 @@ def open_rank(told: Instructions) -> WorkerRank:
         teams = open_teams(told.cores, told.pinned)
         if told.capacity.touched:
             touch_memory(program, teams)
-    return WorkerRank(program, teams, policy_errno)
+    copied = (
+        None
+        if told.weights_source is None or not told.nodes
+        else panels_by_node(model.weights, told.division)
+    )
+    by_table = [teams.get(table) for table in range(len(told.teams))]
+    return WorkerRank(program, by_table, policy_errno, copied)
 
 
 def _model(told: Instructions) -> PackedModel:
@@ -99,7 +103,7 @@ def _model(told: Instructions) -> PackedModel:
     weights, vectors = told.weights.places.views(_mapped(told.weights, writable=copies))
     if told.weights_source is not None:
         source, _ = told.weights_source.places.views(_mapped(told.weights_source))
-        copy_panels(source, weights, told.division)
+        copy_panels(source, weights, told.division, huge=len(told.nodes) == 1)
     adapters = () if told.adapters is None else unflat(*told.adapters.places.views(_mapped(told.adapters)))
     return PackedModel(
         config=told.config,

@@ -14,7 +14,7 @@ from phasewise.serving.batch import Batch, SequenceSlice
 from phasewise.serving.models.forward import AUTO
 from phasewise.serving.pools.contract import Rings
 from phasewise.serving.ranks.kv_share import KvShare
-from phasewise.tuner.plans import Phase
+from phasewise.tuner.plans import Phase, ServicePlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,10 @@ class RankOptions:
     both phases."""
     pinned: bool = True
     """False: the system may move the threads, so that there may be more threads than cores (for tests)."""
+    feeds: str = ""
+    """The kind of the head that reads rows of every step, of `draft_kinds.KINDS`; "": none does."""
+    threads: int = 0
+    """Threads that one rank may have once it has moved to other plans, if more than those it begins with."""
 
 
 class Follower(Protocol):
@@ -68,7 +72,11 @@ class Ranks(Protocol):
     kv_slots: int
     kv_format: str
     """The format of keys and values: `forward.resolve_kv_format`."""
-    kv_bytes_per_slot: int
+
+    @property
+    def kv_bytes_per_slot(self) -> int:
+        """Bytes of the keys and values of one position, copies that ranks keep included."""
+        ...
 
     @property
     def native_ns(self) -> int:
@@ -108,6 +116,23 @@ class Ranks(Protocol):
         ...
 
     @property
+    def moves_in_place(self) -> bool:
+        """True if `move` keeps keys and values, and takes plans of one rank of `RankOptions.threads` at
+        most.
+        """
+        ...
+
+    def move(
+        self, plans: Mapping[Phase, ServicePlan], schedules: Mapping[Phase, ScheduleLookup] | None
+    ) -> None:
+        """Run by other plans from the next step on. `schedules` are of the arithmetic of the ranks' start.
+
+        RanksError where these plans cannot be run: the former ones stay. CoresMoved where the ranks must be
+        opened again for it: `reopen` does, and keys and values are lost.
+        """
+        ...
+
+    @property
     def lost(self) -> str | None:
         """In one line, why these ranks are of no more use until `reopen`; None while all is well."""
         ...
@@ -117,7 +142,7 @@ class Ranks(Protocol):
         ...
 
     def reopen(self) -> None:
-        """Start the ranks anew, with the same plans and weights; keys and values are lost."""
+        """Start the ranks anew, with the same weights and the plans of now; keys and values are lost."""
         ...
 
     def close(self) -> None:

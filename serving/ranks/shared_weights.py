@@ -7,21 +7,28 @@ once.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
+from phasewise.cython_kernels._native import bytes_by_node, huge_pages_within
 from phasewise.cython_kernels.division import Division, share
 from phasewise.cython_kernels.packing import SLOT_UNIT, Array, PackedWeight
 from phasewise.serving.models.low_rank import flat, unflat
 from phasewise.serving.models.packed_model import PackedModel
-from phasewise.serving.processes.segments import Segment
+from phasewise.serving.processes.segments import Mapped, Segment
+from phasewise.serving.ranks.rank_layout import RankLayout
+from phasewise.serving.ranks.rank_memory import ByNode, placing
 from phasewise.serving.ranks.rank_teams import TABLES
 
 ALIGNMENT = 64
+LEAST_HUGE_BYTES = 4 << 20
+"""The least panels of a rank for which huge pages are asked: within them there is at least one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +82,7 @@ class Places:
             fields["n_bytes"], weights, {name: _array_place(v) for name, v in fields["vectors"].items()}
         )
 
-    def views(self, segment: Segment) -> tuple[dict[str, PackedWeight], dict[str, Array]]:
+    def views(self, segment: Mapped) -> tuple[dict[str, PackedWeight], dict[str, Array]]:
         """Weights and vectors over `segment`, by name."""
 
         def view(place: ArrayPlace) -> Array:
@@ -150,20 +157,27 @@ class SharedWeights:
     source: Holding | None
     """From where each rank copies its own panels to `weights`; None: they are there."""
     copied_bytes: int
+    """Bytes of the copy that is to be made, or was just made."""
+    by_node: Mapping[int, ByNode | None] = field(default_factory=dict)
+    """By rank, bytes by NUMA node of the panels that were copied here."""
     adapters: Holding | None = None
     """None: the model has none."""
 
+    def settled(self) -> SharedWeights:
+        """As ranks that are started anew on the same layout find them: every panel is in its place."""
+        return replace(self, source=None, copied_bytes=0, by_node={})
+
 
 @contextmanager
-def share_weights(model: PackedModel, division: Division, spread: bool) -> Iterator[SharedWeights]:
+def share_weights(model: PackedModel, layout: RankLayout) -> Iterator[SharedWeights]:
     """The model's arrays, and those of its adapters, which every rank reads whole."""
-    with _shared_model(model, division, spread) as shared:
+    with _shared_model(model, layout, layout.places_memory) as shared:
         if not model.adapters:
             yield shared
             return
         weights, vectors = flat(model.adapters)
         read = replace(model, weights=weights, vectors=vectors, file=None, adapters=())
-        with _shared_model(read, division, spread=False) as copy:
+        with _shared_model(read, layout, spread=False) as copy:
             named = tuple(
                 replace(own, name=adapter.name, content_hash=adapter.content_hash)
                 for own, adapter in zip(
@@ -179,10 +193,11 @@ def share_weights(model: PackedModel, division: Division, spread: bool) -> Itera
 
 
 @contextmanager
-def _shared_model(model: PackedModel, division: Division, spread: bool) -> Iterator[SharedWeights]:
+def _shared_model(model: PackedModel, layout: RankLayout, spread: bool) -> Iterator[SharedWeights]:
     """The packed file that is mapped already, or a copy; its descriptors are open within the block.
 
-    spread: every rank has its own panels copied to where it runs, the first one here.
+    spread: every rank has its own panels copied to where it runs: the first one here, and all where no file
+    has them.
     """
     with ExitStack() as open_fds:
         fd = model.file.open_again() if model.file else None
@@ -198,35 +213,69 @@ def _shared_model(model: PackedModel, division: Division, spread: bool) -> Itera
         open_fds.callback(segment.close)
         weights, vectors = places.views(segment)
         copy = replace(model, weights=weights, vectors=vectors, file=None)
-        for name, vector in model.vectors.items():
-            vectors[name][...] = vector
-        copy_panels(model.weights, weights, division if file else None)
-        yield SharedWeights(copy, Holding(segment.fd, places), file, places.n_bytes)
+        by_node: dict[int, ByNode | None] = {}
+        with placing(layout.nodes(0)):
+            for name, vector in model.vectors.items():
+                vectors[name][...] = vector
+            if not spread:
+                copy_panels(model.weights, weights, None, huge=False)
+        for rank in () if not spread else (0,) if file else range(layout.n_ranks):
+            with placing(layout.nodes(rank)):
+                huge = len(layout.nodes(rank)) == 1
+                copy_panels(model.weights, weights, layout.division(rank), huge)
+            by_node[rank] = panels_by_node(weights, layout.division(rank))
+        yield SharedWeights(copy, Holding(segment.fd, places), file, places.n_bytes, by_node)
 
 
 def copy_panels(
-    source: Mapping[str, PackedWeight], target: Mapping[str, PackedWeight], division: Division | None
+    source: Mapping[str, PackedWeight],
+    target: Mapping[str, PackedWeight],
+    division: Division | None,
+    huge: bool,
 ) -> None:
     """The panels that a rank computes in decode, which memory bounds: their pages are then touched where
-    they will be read. No division: all panels."""
+    they will be read. No division: all panels. huge: ask for huge pages; by turns over nodes they would lie
+    unevenly.
+    """
     for name, weight in source.items():
-        begin, end = 0, weight.panels
-        if division is not None:
-            teams = division.teams[TABLES["decode"]] or division.teams[TABLES["prefill"]]
-            begin, end = share(weight.panels, teams, division.rank)
-        _copy_some(weight, target[name], begin, end)
+        begin, end = _own_panels(weight, division)
+        if weight.offsets is not None:
+            target[name].arrays[-1][...] = weight.offsets
+        parts = _parts(target[name], weight.offsets, begin, end)
+        for read, written in zip(_parts(weight, weight.offsets, begin, end), parts, strict=True):
+            if huge and written.nbytes >= LEAST_HUGE_BYTES:
+                huge_pages_within(written.reshape(-1).view(np.uint8))
+            written[...] = read
 
 
-def _copy_some(weight: PackedWeight, target: PackedWeight, begin: int, end: int) -> None:
-    """Panels [begin, end). Of a sparse weight all offsets, which say where panels lie."""
-    pairs = list(zip(weight.arrays, target.arrays, strict=True))
-    if weight.offsets is not None:
-        (values, written), *pairs, (offsets, all_offsets) = pairs
-        all_offsets[...] = offsets
-        starts = [*(int(first) * SLOT_UNIT for first in weight.offsets[:, 0]), values.size]
-        written[starts[begin] : starts[end]] = values[starts[begin] : starts[end]]
-    for read, written in pairs:
-        written[begin:end] = read[begin:end]
+def panels_by_node(weights: Mapping[str, PackedWeight], division: Division | None) -> ByNode | None:
+    """Bytes by NUMA node of the panels that `copy_panels` has written; None where it is not told."""
+    total: Counter[int] = Counter()
+    for weight in weights.values():
+        for part in _parts(weight, weight.offsets, *_own_panels(weight, division)):
+            own = bytes_by_node(part.reshape(-1).view(np.uint8), 0, part.nbytes)
+            if own is None:
+                return None
+            total.update(own)
+    return dict(total)
+
+
+def _own_panels(weight: PackedWeight, division: Division | None) -> tuple[int, int]:
+    """The panels of a rank in decode, or in prefill where nothing else is planned."""
+    if division is None:
+        return 0, weight.panels
+    return share(
+        weight.panels, division.teams[TABLES["decode"]] or division.teams[TABLES["prefill"]], division.rank
+    )
+
+
+def _parts(weight: PackedWeight, offsets: Array | None, begin: int, end: int) -> list[Array]:
+    """Panels [begin, end) of each array. offsets: those of a sparse weight, which say where panels lie."""
+    if offsets is None:
+        return [array[begin:end] for array in weight.arrays]
+    values, *others, _ = weight.arrays
+    starts = [*(int(first) * SLOT_UNIT for first in offsets[:, 0]), values.size]
+    return [values[starts[begin] : starts[end]], *(array[begin:end] for array in others)]
 
 
 def _weight_place(weight: PackedWeight, offsets: list[int]) -> WeightPlace:

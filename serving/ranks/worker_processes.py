@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from phasewise.serving.errors import RanksError
 from phasewise.serving.processes.secrets import environment_for_children
 from phasewise.serving.ranks.rank_instructions import Instructions, Report
+from phasewise.serving.ranks.rank_memory import ByNode
 
 START_S = 300.0
 """A worker that is not ready by then never will be. Copying the weights of a large model takes most of it."""
@@ -71,6 +72,8 @@ class WorkerProcesses:
         self._workers: list[_Worker] = []
         self._outcome = _Outcome()
         self._closing, self._close_now = os.pipe2(os.O_CLOEXEC)
+        if not instructions:  # the first rank is alone
+            self._outcome.settled.set()
         self._thread = threading.Thread(target=self._live, name="phasewise-ranks", daemon=True)
         self._thread.start()
 
@@ -83,6 +86,11 @@ class WorkerProcesses:
     def pids(self) -> dict[int, int]:
         """By rank."""
         return {worker.rank: worker.process.pid for worker in self._workers}
+
+    @property
+    def copied_by_node(self) -> dict[int, ByNode | None]:
+        """By rank, bytes by NUMA node of the weights that it has copied."""
+        return {worker.rank: worker.report.weights for worker in self._workers if worker.report}
 
     def wait_until_ready(self) -> dict[int, int]:
         """The kernel's answer to each rank's memory policy (errno or 0). RanksError if one cannot start."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from phasewise.cython_kernels.division import Division
+from phasewise.cython_kernels.division import Division, HeadShare
 from phasewise.cython_kernels.packing import PackedWeight
 from phasewise.cython_kernels.schedules import RowRange, ScheduleLookup
 from phasewise.serving.models.forward import Capacity, attention_problem
@@ -33,7 +33,8 @@ class WrittenSchedules(ScheduleLookup):
         whole_and_parts = [*model.products().values(), *(part for part in parts if part is not None)]
         weights = {_weight_key(weight): weight for weight in whole_and_parts}
         max_m = max(capacity.step_tokens, capacity.logit_rows)
-        shapes = _attention_shapes(model, division.heads(model.config.n_kv_heads, table), capacity.kv_format)
+        heads = division.heads(model.config.n_heads, model.config.n_kv_heads, table)
+        shapes = _attention_shapes(model, heads, capacity.kv_format)
         return cls(
             {key: lookup.arithmetic(weight) for key, weight in weights.items()},
             {key: lookup.products(weight, max_m) for key, weight in weights.items()},
@@ -67,10 +68,10 @@ class WrittenSchedules(ScheduleLookup):
         )
 
 
-def _attention_shapes(model: PackedModel, kv_heads: int, kv_format: str) -> set[tuple[str, int, int]]:
-    """KV format and dimensions of query and KV heads: of all, and of some."""
-    counts = [None, kv_heads] if kv_heads else [None]
-    return {attention_problem(model, count, kv_format) for count in counts}
+def _attention_shapes(model: PackedModel, own: HeadShare, kv_format: str) -> set[tuple[str, int, int]]:
+    """KV format and dimensions of query and KV heads: of all, and of a rank's own."""
+    shares = [None, own] if own.n_kv_heads else [None]
+    return {attention_problem(model, heads, kv_format) for heads in shares}
 
 
 def _row_ranges(fields: Sequence[Mapping[str, Any]]) -> tuple[RowRange, ...]:

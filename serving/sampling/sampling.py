@@ -164,6 +164,19 @@ class Sampler:
         """True if nothing but the largest logit of a row matters."""
         return self.guide is None and self.witness is None and self.params.is_plain_greedy
 
+    def begin_after(self, token_ids: Sequence[int]) -> None:
+        """Go on after these tokens of the answer as if they had been chosen here: each took one number of the
+        generator.
+        """
+        if self._rng is not None:
+            self._rng.random(len(token_ids))
+        for token_id in token_ids:
+            if self.guide is not None:
+                self.guide.advance(token_id)
+            if self.params.reshapes_logits:
+                self._answer.add(token_id)
+                self._seen.add(token_id)
+
     def sample(self, logits: FloatVector) -> SampledToken:
         """Choose from `logits` (float32 [vocab], not changed). StepFailed if none of them is a number."""
         return self._sample(logits, None)

@@ -7,7 +7,6 @@ is replaced at once. Both end with the process that started them. Little is impo
 
 from __future__ import annotations
 
-import ctypes
 import json
 import math
 import os
@@ -22,6 +21,7 @@ from typing import Protocol
 
 from phasewise._words import number
 from phasewise.serving.errors import shortage_of
+from phasewise.serving.processes.parents import end_with_parent
 from phasewise.serving.sandbox.confined import JobRefused, read_frame, write_frame
 
 Job = Callable[[bytes], bytes]
@@ -34,7 +34,6 @@ _JOBS = {
 _ANSWERED, _REFUSED, _OVERRUN = b"a", b"r", b"o"
 _HAS_GROWN, _GOES_ON = b"+", b"="
 _FOR_THE_SERVER = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_PR_SET_PDEATHSIG = 1
 _NICE = 5
 """Answers in progress come before requests that may turn out to be bombs."""
 _STACK_BYTES = 64 << 20
@@ -175,7 +174,7 @@ class _Child:
 def _work(job: Job, seconds: float, memory_bytes: int, requests: int, answers: int) -> None:
     """In the child: jobs until the parent ends it, or itself."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # last words of libraries are about input, not about us
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     os.nice(_NICE)
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
         score.write("1000")

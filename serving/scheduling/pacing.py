@@ -77,6 +77,9 @@ class Pacing:
         self._decode_ns = 0.0
         self._prefill_ns = 0.0  # of the last steps, the older the less
         self._prefill_tokens = 0.0
+        self.best_token_ns = 0.0
+        """Time of a prompt's token in the best large step so far: what the machine can, whatever runs beside
+        now. 0: there was none."""
         self._rows: dict[int, _Cost] = {}
         self._chunks: dict[int, _Cost] = {}  # a token's, by powers of two
         self._n_decoded = 0
@@ -89,8 +92,11 @@ class Pacing:
             self._shadow.observe_prompts(duration_ns, in_shadow=n_in_shadow > 0)
             self._prefill_ns = _OLD * self._prefill_ns + duration_ns
             self._prefill_tokens = _OLD * self._prefill_tokens + n_tokens
+            token_ns = duration_ns / n_tokens
+            if n_tokens >= FIRST_TOKENS or duration_ns >= FIRST_NS / 2:  # small steps tell little
+                self.best_token_ns = min(token_ns, self.best_token_ns or token_ns)
             cost = self._chunks.setdefault(n_tokens.bit_length(), _Cost())
-            cost.observe(duration_ns / n_tokens, 0)
+            cost.observe(token_ns, 0)
             self._owed_ns += duration_ns * (1 - self._share) / self._share
             return
         if self._decode_ns:

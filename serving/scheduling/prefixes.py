@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from phasewise._words import counted
 from phasewise.serving.batch import KvCopy
@@ -60,9 +60,25 @@ class PrefixSource:
     """Positions before were not copied into its ring: what it began with saw none of them."""
 
 
+class KeptCopy(Protocol):
+    """`state_index.KeptState`."""
+
+    @property
+    def n_tokens(self) -> int: ...
+
+    @property
+    def place(self) -> int: ...
+
+    @property
+    def is_there(self) -> bool: ...
+
+
 class Computed:
     """The keys and values of a sequence's first tokens, where they lie. Any thread may ask `is_there`: a
     reader asks it after it has read, and believes what it read only then."""
+
+    states: tuple[KeptCopy, ...] = ()
+    """Copies of its states."""
 
     def __init__(self, index: PrefixIndex, source: PrefixSource) -> None:
         self._index = index
@@ -71,6 +87,7 @@ class Computed:
         self.placement = source.placement
         self.n_tokens = source.n_ready
         self.token_ids = source.token_ids[: source.n_ready]
+        self.chain = source.chain
 
     def is_there(self, begin: int, end: int) -> bool:
         """True if nothing was written over these positions, and they have not moved."""
@@ -101,6 +118,20 @@ class PrefixIndex:
         self._retired: dict[PrefixSource, None] = {}  # the one that ended longest ago first
         self._n_retired_tokens = 0
         self._listener: list[Computed] | None = None
+        self.n_changes = 0
+        """Times that what can be taken over may have changed, but for prompts that go on."""
+
+    @property
+    def sources(self) -> tuple[PrefixSource, ...]:
+        """Every sequence that is known."""
+        return (*self._live.values(), *self._retired)
+
+    def n_held(self, source: PrefixSource) -> int:
+        """The first tokens of a sequence that can be taken over now; with rings, by who wants all of them."""
+        n_there = self._n_there(source, source.n_ready)
+        if self._rings is not None and n_there and not self._is_in_ring(source, n_there, n_there):
+            return 0
+        return n_there
 
     def find(self, token_ids: tuple[int, ...], runs: tuple[int, ...], space: str = "") -> Match:
         """The best that `space` has for a sequence of these tokens and this `chain`."""
@@ -134,12 +165,14 @@ class PrefixIndex:
         token_ids, runs = sequence
         source = PrefixSource(self._serial, space, token_ids, runs, placement, 0)
         self._live[owner] = source
+        self.n_changes += 1
         self._stamp(source)
         self._enter(source, 0)
 
     def overwritten(self, placement: Placement) -> None:
         """A block is written from elsewhere, by an owner that is not known here: what was there is gone."""
         self._serial += 1
+        self.n_changes += 1
         self._stamp(PrefixSource(self._serial, "", (), (), placement, 0))
 
     def moved(self, owner: str, placement: Placement) -> None:
@@ -147,6 +180,7 @@ class PrefixIndex:
         source = self._live.get(owner)
         if source is not None:
             source.placement = placement
+            self.n_changes += 1
             self._stamp(source)
 
     def advance(self, owner: str, n_ready: int) -> None:
@@ -176,11 +210,12 @@ class PrefixIndex:
         """All of the prompt of `owner` has keys and values."""
         source = self._live.get(owner)
         if source is not None:
+            self.n_changes += 1
             self._note(source)
 
     def holds(self, source: PrefixSource, placement: Placement, begin: int, end: int) -> bool:
         """True if positions [begin, end) of `source` are where they were."""
-        if source.n_ready < end or source.placement != placement:
+        if source.n_ready < end or source.placement._replace(state=None) != placement._replace(state=None):
             return False
         panels = (placement.slot(position) // RUN_TOKENS for position in range(begin, end, RUN_TOKENS))
         return all(self._stamps[panel] == source.serial for panel in panels)
@@ -202,6 +237,7 @@ class PrefixIndex:
         source = self._live.pop(owner, None)
         if source is None:
             return None
+        self.n_changes += 1
         n_known = min(len(source.chain), len(token_ids) // RUN_TOKENS)
         self._leave(source, n_known)
         source.is_live, source.n_ready, source.token_ids = False, len(token_ids), token_ids
@@ -221,11 +257,13 @@ class PrefixIndex:
         """Forget what the block of `owner` holds."""
         source = self._live.pop(owner, None)
         if source is not None:
+            self.n_changes += 1
             source.n_ready = 0
             self._leave(source, 0)
 
     def forget_ended(self) -> None:
         """Forget where ended sequences lie."""
+        self.n_changes += 1
         for source in self._retired:
             source.n_ready = 0
             self._leave(source, 0)
@@ -234,6 +272,7 @@ class PrefixIndex:
 
     def clear(self) -> None:
         """Keys and values are lost."""
+        self.n_changes += 1
         for source in (*self._live.values(), *self._retired):
             source.n_ready = 0
         for table in (self._by_chain, self._live, self._retired):
@@ -299,7 +338,11 @@ class PrefixIndex:
         """The number of the first tokens that have not been overwritten, in whole runs."""
         n_there = 0
         for begin, end in _pieces(source.placement, n_tokens // RUN_TOKENS * RUN_TOKENS):
-            for stamp in self._stamps[begin // RUN_TOKENS : end // RUN_TOKENS]:
+            stamps = self._stamps[begin // RUN_TOKENS : end // RUN_TOKENS]
+            if stamps.count(source.serial) == len(stamps):  # ten times as fast as one by one
+                n_there += len(stamps) * RUN_TOKENS
+                continue
+            for stamp in stamps:
                 if stamp != source.serial:
                     return n_there
                 n_there += RUN_TOKENS
@@ -313,7 +356,7 @@ def copies_between(
     window: positions that layers with rings see.
 
     Fewer than asked where the blocks share slots in another order, and a copy would destroy the source of
-    one after it. Nothing is copied where it is.
+    one after it; with rings none then. Nothing is copied where it is.
     """
     copies: list[KvCopy] = []
     done = 0
@@ -327,6 +370,8 @@ def copies_between(
         done += end - begin
     if source.ring is None or target.ring is None:
         return done, _joined(copies)
+    if done < n_tokens:  # the source's ring may have gone on past what a token after fewer of them sees
+        return 0, []
     in_rings = _ring_copies(source.ring, target.ring, done, window)
     return (0, []) if in_rings is None else (done, [*_joined(copies), *_joined(in_rings)])
 

@@ -33,6 +33,8 @@ class Request:
     """It takes what others leave of steps, places and slots (`shadow`)."""
     adapter: int = 0
     """The number of the model's adapter that computes it, from 1 on; 0: the model alone."""
+    given: tuple[int, ...] = ()
+    """Tokens of its answer that were sampled before it came here; `max_tokens` counts them."""
 
     @property
     def most_tokens(self) -> int:

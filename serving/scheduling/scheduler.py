@@ -29,6 +29,7 @@ way to anybody at once, and share a step as far as `ShadowRoom` says.
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Iterator
 from collections.abc import Sequence as Tokens
 
 from phasewise._words import counted, plural
@@ -40,7 +41,7 @@ from phasewise.serving.scheduling import sequence_states as states
 from phasewise.serving.scheduling.admission import last_to_come, refuse_impossible
 from phasewise.serving.scheduling.admitter import Admitter
 from phasewise.serving.scheduling.prefill_turns import PrefillTurns
-from phasewise.serving.scheduling.prefixes import PrefixIndex, chain
+from phasewise.serving.scheduling.prefixes import PrefixIndex, PrefixSource, chain
 from phasewise.serving.scheduling.request import LiveSequence, Request, TokenOut
 from phasewise.serving.scheduling.scheduler_laws import check_laws
 from phasewise.serving.scheduling.scheduler_terms import (
@@ -115,6 +116,16 @@ class Scheduler:
         return bool(self._live)
 
     @property
+    def n_prefix_changes(self) -> int:
+        """Changes of `held_prefixes`, as far as they must be told: equal counts, equal answers."""
+        return 0 if self._prefixes is None else self._prefixes.n_changes
+
+    def held_prefixes(self) -> Iterator[tuple[PrefixSource, int]]:
+        """Sequences that others can take over, each with the number of its first tokens that they can."""
+        if self._prefixes is not None:
+            yield from states.held(self._prefixes, self._states)
+
+    @property
     def n_answering(self) -> int:
         """Answers that wait for their next token, as `step_choice` counts them."""
         return n_answering(self._running)
@@ -172,7 +183,7 @@ class Scheduler:
         sequence.awaits_kv, sequence.has_started = False, True
         self._unpin(sequence)
         if self._prefixes is not None:
-            token_ids, space = sequence.request.prompt_token_ids, sequence.request.cache_space
+            token_ids, space = sequence.token_ids, sequence.request.cache_space
             sequence.runs = chain(token_ids, space=space)
             self._prefixes.start(request_id, (token_ids, sequence.runs), sequence.placement, space)
             self._prefixes.advance(request_id, len(token_ids))
@@ -193,7 +204,8 @@ class Scheduler:
     def reads_from(self, find: FindStored) -> StoredBeginnings:
         """A store has beginnings of prompts from now on."""
         assert self._prefixes is not None, "without prefix reuse nothing is taken over"
-        self._stored = StoredBeginnings(find, self._prefixes)
+        along = None if self._states is None else self._states.copies_along
+        self._stored = StoredBeginnings(find, self._prefixes, along)
         return self._stored
 
     def restored(self, request_id: str, n_tokens: int) -> None:
@@ -206,7 +218,7 @@ class Scheduler:
         if n_tokens:
             self._took_over(sequence, n_tokens)
         elif self._prefixes is not None:
-            self._prefixes.drop(request_id)
+            states.give_up(sequence, self._states, self._prefixes)
 
     def placement(self, request_id: str) -> Placement:
         """The placement of a request of the batch under way."""
@@ -235,8 +247,12 @@ class Scheduler:
         refuse_impossible(request, self.limits, self.pool)
         if request.request_id in self._live:
             raise SchedulerError(f"request {request.request_id!r} is here already")
-        sequence = self._live[request.request_id] = LiveSequence(request)
-        self._admitter.line_of(sequence).join(sequence)
+        sequence = self._live[request.request_id] = LiveSequence(request, generated=list(request.given))
+        if request.given:  # its client waits for the next token: it comes in as if preempted here
+            sequence.admission = self._next_admission()
+            self._admitter.line_of(sequence).rejoin(sequence)
+        else:
+            self._admitter.line_of(sequence).join(sequence)
 
     def next_batch(
         self,
@@ -394,9 +410,12 @@ class Scheduler:
                 self._prefixes.overwritten(grant.placement)
         self._admitter.line_of(sequence).take(sequence)
         if sequence.admission is None:
-            self._n_admitted += 1
-            sequence.admission = self._n_admitted
+            sequence.admission = self._next_admission()
         insort(self._running, sequence, key=_age)
+
+    def _next_admission(self) -> int:
+        self._n_admitted += 1
+        return self._n_admitted
 
     def _pin(self, sequence: LiveSequence) -> None:
         self.pool.pin(sequence.request_id)

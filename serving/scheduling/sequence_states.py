@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from phasewise._words import counted
 from phasewise.serving.batch import Batch, KvCopy, SequenceSlice
 from phasewise.serving.pools.contract import Placement
 from phasewise.serving.pools.state_places import StatePlaces
-from phasewise.serving.scheduling.prefixes import NOTHING, PrefixIndex, PrefixSource, copies_between
+from phasewise.serving.scheduling.prefixes import NOTHING, Computed, PrefixIndex, PrefixSource, copies_between
 from phasewise.serving.scheduling.request import LiveSequence
 from phasewise.serving.scheduling.scheduler_terms import SchedulerError
-from phasewise.serving.scheduling.state_index import Keeps, StateIndex
+from phasewise.serving.scheduling.state_index import Keeps, KeptState, StateIndex
 
 Brought = tuple[int, list[KvCopy]]
 """Tokens whose keys, values and state are had by these copies."""
@@ -84,6 +84,16 @@ class SequenceStates:
         if self._index is not None:
             self._index.ended(sequence.request_id, source if is_computed else None)
 
+    def copies_along(self, computed: Computed) -> tuple[KeptState, ...]:
+        """Copies of states that a sequence has passed."""
+        if self._index is None:
+            return ()
+        return tuple(self._index.along(computed.token_ids, computed.chain, computed.space))
+
+    def n_kept(self, source: PrefixSource) -> int:
+        """The tokens of a sequence that its last kept state is after."""
+        return 0 if self._index is None else self._index.n_kept(source)
+
     def forget(self, source: PrefixSource | None) -> None:
         """Nothing that a sequence wrote is known to be there."""
         if self._index is not None:
@@ -115,6 +125,12 @@ def take_over(
     if match.source is None:
         return 0, []
     return copies_between(match.source, placement, match.n_ready, window)
+
+
+def held(prefixes: PrefixIndex, states: SequenceStates | None) -> Iterator[tuple[PrefixSource, int]]:
+    """Sequences that others can take over, each with the number of its first tokens that they can."""
+    for source in prefixes.sources:
+        yield source, prefixes.n_held(source) if states is None else states.n_kept(source)
 
 
 def go_on(
@@ -149,6 +165,13 @@ def forget(sequence: LiveSequence, states: SequenceStates | None, prefixes: Pref
         prefixes.drop(sequence.request_id)
 
 
+def give_up(sequence: LiveSequence, states: SequenceStates | None, prefixes: PrefixIndex) -> None:
+    """Drop what the sequence was to keep: the prefix that it waited for is not in its block."""
+    prefixes.drop(sequence.request_id)
+    if states is not None:
+        states.ended(sequence, None, is_computed=False)
+
+
 def leave(
     sequence: LiveSequence,
     states: SequenceStates | None,
@@ -163,7 +186,7 @@ def leave(
     if prefixes is None:
         return
     if sequence.is_restored:
-        prefixes.drop(sequence.request_id)
+        give_up(sequence, states, prefixes)
     elif sequence.has_started:
         source = prefixes.retire(sequence.request_id, sequence.token_ids[: sequence.n_computed])
         if states is not None:

@@ -9,7 +9,7 @@ Integers only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from phasewise.serving.batch import KvCopy
@@ -32,6 +32,20 @@ class _Kept(NamedTuple):
     n_tokens: int
     source: PrefixSource
     place: int
+
+
+class KeptState:
+    """A copy of a sequence's state. Any thread may ask `is_there`: a reader asks it after it has read, and
+    believes what it read only then."""
+
+    def __init__(self, index: StateIndex, key: Key, kept: _Kept) -> None:
+        self._index, self._key, self._kept = index, key, kept
+        self.n_tokens, self.place = kept.n_tokens, kept.place
+
+    @property
+    def is_there(self) -> bool:
+        """True if nothing has taken its place."""
+        return self._index.holds(self._key, self._kept)
 
 
 class KnownState(NamedTuple):
@@ -130,6 +144,24 @@ class StateIndex:
         if key not in self._by_key:
             self._enter(key, _Kept(n_tokens, source, self._places.keep_of(owner)))
 
+    def along(self, token_ids: tuple[int, ...], runs: tuple[int, ...], space: str) -> Iterator[KeptState]:
+        """The copies of all states that a sequence of these tokens and this chain has passed, whoever made
+        them."""
+        for n_tokens in sorted({key[1] for key in self._by_key if key[1] <= len(token_ids)}):
+            key = _key(token_ids, runs, n_tokens, space)
+            kept = self._by_key.get(key)
+            if kept is not None and kept.source.token_ids[:n_tokens] == token_ids[:n_tokens]:
+                yield KeptState(self, key, kept)
+
+    def holds(self, key: Key, kept: _Kept) -> bool:
+        """True if this is the copy of that key."""
+        return self._by_key.get(key) is kept
+
+    def n_kept(self, source: PrefixSource) -> int:
+        """The tokens of a sequence that its last kept state is after, whose keys and values are there too."""
+        kept = (kept.n_tokens for kept in self._by_key.values() if kept.source is source)
+        return max((n for n in kept if self._prefixes.placed(source, n) is not None), default=0)
+
     def forget(self, source: PrefixSource | None) -> None:
         """Nothing that a sequence wrote is known to be there."""
         for place in [kept.place for kept in self._by_key.values() if kept.source is source]:
@@ -154,6 +186,7 @@ class StateIndex:
     def _enter(self, key: Key, kept: _Kept) -> None:
         self._by_key[key] = kept
         self._key_of[kept.place] = key
+        self._prefixes.n_changes += 1
 
     def _forget(self, place: int) -> None:
         self._lost(place)
@@ -161,6 +194,7 @@ class StateIndex:
 
     def _lost(self, place: int) -> None:
         del self._by_key[self._key_of.pop(place)]
+        self._prefixes.n_changes += 1
 
 
 def _positions(n_tokens: int) -> Iterable[int]:

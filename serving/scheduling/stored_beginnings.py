@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from phasewise.serving.pools.contract import Placement
-from phasewise.serving.scheduling.prefixes import Computed, PrefixIndex
+from phasewise.serving.scheduling.prefixes import Computed, KeptCopy, PrefixIndex
 from phasewise.serving.scheduling.request import LiveSequence
 
 LEAST_RESTORED_TOKENS = 128
@@ -17,6 +17,9 @@ LEAST_RESTORED_TOKENS = 128
 
 FindStored = Callable[[tuple[int, ...], str], int]
 """The number of the first of these tokens that the store has, for requests of this space."""
+
+
+CopiesAlong = Callable[[Computed], tuple[KeptCopy, ...]]
 
 
 class WantedBeginning(NamedTuple):
@@ -29,10 +32,13 @@ class WantedBeginning(NamedTuple):
 
 
 class StoredBeginnings:
-    """Between one scheduler and a store."""
+    """Between one scheduler and a store. copies_along: of states of a sequence; None: there are none."""
 
-    def __init__(self, find: FindStored, prefixes: PrefixIndex) -> None:
+    def __init__(
+        self, find: FindStored, prefixes: PrefixIndex, copies_along: CopiesAlong | None = None
+    ) -> None:
         self._find = find
+        self._copies_along = copies_along
         self._computed: list[Computed] = []
         self._wanted: list[LiveSequence] = []
         prefixes.report_to(self._computed)
@@ -64,4 +70,7 @@ class StoredBeginnings:
         """Prompts that became whole and sequences that ended since it was asked last."""
         computed = list(self._computed)
         self._computed.clear()
+        if self._copies_along is not None:
+            for sequence in computed:
+                sequence.states = self._copies_along(sequence)
         return computed

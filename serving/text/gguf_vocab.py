@@ -1,9 +1,9 @@
 """A GGUF file's vocabulary, written out as the text of a `tokenizer.json`.
 
-Two kinds of vocabulary are known: byte-level BPE (`tokenizer.ggml.model` "gpt2") with the pre-tokenizer
-that `tokenizer.ggml.pre` names, and SentencePiece-style ("llama"), whose pieces carry scores. The token ids
-that come out are llama.cpp's, the reader for which GGUF vocabularies are written; its choices are noted where
-a tokenizer.json would have chosen otherwise.
+Several kinds of vocabulary are known: byte-level BPE (`tokenizer.ggml.model` "gpt2") with the pre-tokenizer
+that `tokenizer.ggml.pre` names, and SentencePiece-style ("llama"), whose pieces carry scores, or come with
+merges ("gemma4"). The token ids that come out are llama.cpp's, the reader for which GGUF vocabularies are
+written; its choices are noted where a tokenizer.json would have chosen otherwise.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
+from itertools import pairwise
 from typing import TypeAlias
 
 from phasewise._words import counted
@@ -105,6 +106,7 @@ _VISIBLE = {byte: chr(byte) for byte in _PRINTABLE} | {
 _UTF8_BYTES = (*range(0xC0), *range(0xC2, 0xF5))
 """Those that some text has in UTF-8."""
 
+MOST_LINE_ENDS = 64  # of one token
 ALWAYS_FOUND = frozenset(
     f"""
     <|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> </s>
@@ -163,6 +165,8 @@ def tokenizer_from_gguf(metadata: Mapping[str, object]) -> str:
         return json.dumps(_byte_level_bpe(vocabulary), ensure_ascii=False)
     if model == "llama":
         return json.dumps(_sentence_pieces(vocabulary), ensure_ascii=False)
+    if model == "gemma4":
+        return json.dumps(_merged_pieces(vocabulary), ensure_ascii=False)
     if model in ("bert", "t5"):
         from phasewise.serving.text import gguf_encoder_vocab
 
@@ -176,8 +180,8 @@ def tokenizer_from_gguf(metadata: Mapping[str, object]) -> str:
         return gguf_encoder_vocab.unigram(vocabulary.tokens, scores, special, metadata)
     raise ModelError(
         f"tokenizer.ggml.model is {model!r:.80}; phasewise reads 'gpt2' (byte-level BPE), 'llama' "
-        "(SentencePiece-style), 'bert' (WordPiece) and 't5' (Unigram) vocabularies: convert the model with"
-        " one of these"
+        "(SentencePiece-style), 'gemma4' (the same with merges), 'bert' (WordPiece) and 't5' (Unigram)"
+        " vocabularies: convert the model with one of these"
     )
 
 
@@ -266,6 +270,10 @@ def _split(pattern: str, behavior: str) -> Json:
 
 
 def _merges(vocabulary: _Vocabulary) -> list[Json]:
+    return _listed(_merge_pairs(vocabulary))
+
+
+def _merge_pairs(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
     """Pairs in the order of the file, each once; both halves and the whole must be tokens."""
     tokens = set(vocabulary.tokens)
     pairs: dict[tuple[str, str], None] = {}
@@ -278,7 +286,7 @@ def _merges(vocabulary: _Vocabulary) -> list[Json]:
                 "third; the file is damaged, fetch it again"
             )
         pairs.setdefault((left, right))
-    return _listed(list(pairs))
+    return list(pairs)
 
 
 def _listed(pairs: Sequence[tuple[str, str]]) -> list[Json]:
@@ -311,6 +319,49 @@ def _sentence_pieces(vocabulary: _Vocabulary) -> dict[str, Json]:
     document["normalizer"] = {"type": "Sequence", "normalizers": [prepend, marks] if prefix else [marks]}
     document["decoder"] = {"type": "Sequence", "decoders": steps}
     return document
+
+
+def _merged_pieces(vocabulary: _Vocabulary) -> dict[str, Json]:
+    """Pieces as SentencePiece has them, joined by a list of merges. Lines are cut apart from their ends. A
+    text begins with BOS whatever the file says, as in llama.cpp.
+    """
+    unknown = vocabulary.special_id("unknown")
+    pairs = _merge_pairs(vocabulary)
+    ranks = {pair: rank for rank, pair in enumerate(pairs)}
+    for token in vocabulary.tokens:
+        if token.strip("\n") == "" and not (len(token) <= MOST_LINE_ENDS and _is_joined(token, ranks)):
+            raise ModelError(
+                f"tokenizer.ggml.merges do not lead to the token of {counted(len(token), 'line end')}, which"
+                " llama.cpp finds without them: convert the model again"
+            )
+    model: dict[str, Json] = {
+        "type": "BPE",
+        "byte_fallback": True,
+        "fuse_unk": False,
+        "unk_token": None if unknown is None else vocabulary.tokens[unknown],
+        "vocab": {token: token_id for token_id, token in enumerate(vocabulary.tokens)},
+        "merges": _listed(pairs),
+    }
+    always = {**vocabulary.metadata, "tokenizer.ggml.add_bos_token": True}
+    document = _document(replace(vocabulary, metadata=always), model, add_bos=True, default_bos=2)
+    marks: Json = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE_MARK}
+    spaces: Json = {"type": "Replace", "pattern": {"String": SPACE_MARK}, "content": " "}
+    steps: list[Json] = [spaces, {"type": "ByteFallback"}, {"type": "Fuse"}]
+    document["normalizer"], document["decoder"] = marks, {"type": "Sequence", "decoders": steps}
+    document["pre_tokenizer"] = _split(r"\n+", "Isolated")
+    return document
+
+
+def _is_joined(text: str, ranks: Mapping[tuple[str, str], int]) -> bool:
+    """True if merges, the lowest rank first and the leftmost of equals, make one token of the characters."""
+    parts = list(text)
+    while len(parts) > 1:
+        neighbours = [(ranks.get(pair, len(ranks)), place) for place, pair in enumerate(pairwise(parts))]
+        rank, place = min(neighbours)
+        if rank == len(ranks):
+            return False
+        parts[place : place + 2] = [parts[place] + parts[place + 1]]
+    return True
 
 
 def _merges_by_score(vocabulary: _Vocabulary) -> list[Json]:

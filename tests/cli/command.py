@@ -56,7 +56,7 @@ class Done:
         assert self.stdout == ""
         *before, line = self.stderr.splitlines()
         assert line.startswith("phasewise: ")
-        assert all(one.startswith("packing") for one in before), before
+        assert all(earlier.startswith("packing") for earlier in before), before
         return line
 
 

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import enum
 import json
+import types
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -41,11 +42,18 @@ class _Closes:
     def close(self) -> None: ...
 
 
+class _Engine(_Closes):
+    """An engine whose one rank follows its cores."""
+
+    def __init__(self) -> None:
+        self.ranks = types.SimpleNamespace(moves_in_place=True)
+
+
 class _Opened(contextlib.AbstractContextManager[Any]):
     """A value that is used in `with`, of these attributes."""
 
-    def __init__(self, **known: Any) -> None:
-        self.__dict__.update(known)
+    def __init__(self, **attributes: Any) -> None:
+        self.__dict__.update(attributes)
 
     def __exit__(self, *_error: object) -> None: ...
 
@@ -54,11 +62,11 @@ def plain(value: Any) -> Any:
     """The value as one that can be compared: settings by their fields, models by what was chosen of them."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        return {name: plain(one) for name, one in fields.items() if not name.startswith("_")}
+        return {name: plain(field_value) for name, field_value in fields.items() if not name.startswith("_")}
     if isinstance(value, Mapping):
-        return {str(key): plain(one) for key, one in value.items()}
+        return {str(key): plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [plain(one) for one in (sorted(value) if isinstance(value, set | frozenset) else value)]
+        return [plain(member) for member in (sorted(value) if isinstance(value, set | frozenset) else value)]
     if value is None or isinstance(value, str | int | float | bool | Path | enum.Enum):
         return value
     return type(value).__name__
@@ -99,7 +107,8 @@ class Boundary:
         set_("phasewise.cli.explain_text.uses_text", self._explained)
         set_("phasewise.cluster.real.local_instances.LocalInstances", self._instances)
         set_("phasewise.cluster.real.front.Front", self._front)
-        set_("phasewise.cluster.real.ray_cluster.ray_connection", self._ray)
+        set_("phasewise.cluster.real.ray_connection.ray_connection", self._ray)
+        set_("phasewise.cluster.real.ray_desk.DeskThread", lambda *_: _Closes())
         set_("phasewise.cluster.real.ray_cluster.RayInstances", self._ray_instances)
         self._watch_loading()
 
@@ -161,7 +170,7 @@ class Boundary:
         drafts: Any = None,
         prefixes: Any = None,
     ) -> Any:
-        multiplied = {phase: (one.in_tiles, one.asked_choice) for phase, one in schedules.items()}
+        multiplied = {phase: (lookup.in_tiles, lookup.asked_choice) for phase, lookup in schedules.items()}
         drafter = None if drafts is None else "lookup" if drafts.model is None else drafts.model.name
         if drafts is not None and drafts.n_tokens is not None:
             drafter = f"{drafter}, {drafts.n_tokens} tokens"
@@ -179,7 +188,7 @@ class Boundary:
                 prefixes,
             ),
         )
-        return OpenEngine(model, text, plans, size, _Closes(), _Closes())  # type: ignore[arg-type]
+        return OpenEngine(model, text, plans, size, _Engine(), _Closes())  # type: ignore[arg-type]
 
     def _idle(self, _engine: Any, model: str, *_rest: Any) -> None:
         self.keep("tuned while idle", model)
@@ -191,7 +200,7 @@ class Boundary:
         self.keep("predictor", (text, model_name))
         return None if text == "off" else Predictor(lambda facts: ESTIMATE, lambda facts, tokens: None)
 
-    def _explained(self, uses: Any) -> str:
+    def _explained(self, uses: Any, *_memory_and_drafts: Any) -> str:
         self.keep("explained", [(use.phase, use.used_for) for use in uses])
         return ""
 
@@ -201,7 +210,13 @@ class Boundary:
         return "local"
 
     def _front(self, roles: Any, launcher: Any, settings: Any, *_rest: Any) -> None:
-        told = (settings.split_above_tokens, settings.repurpose_after_requests, settings.kv_transfer)
+        told = (
+            settings.routing,
+            settings.overflow_tokens,
+            settings.split_above_tokens,
+            settings.repurpose_after_requests,
+            settings.kv_transfer,
+        )
         self.keep("front", (roles, told))
 
     @contextlib.contextmanager
@@ -216,7 +231,15 @@ class Boundary:
             for tell in tells:
                 self.keep("instance", json.loads(tell(Orders("", "", "")))["spec"])
 
-        return _Opened(first_cores=[0] * len(wanted), n_cores_here=0, tell_with=tell_with)
+        nodes = [f"node {number}" for number, _ in enumerate(wanted)]
+        return _Opened(
+            nodes=nodes,
+            free_bytes=lambda: dict.fromkeys(nodes, 1 << 36),
+            n_cores_here=0,
+            tell_with=tell_with,
+            server="5",
+            close=lambda: None,
+        )
 
     def _serve(
         self,
@@ -230,13 +253,18 @@ class Boundary:
     ) -> None:
         if not isinstance(opened, OpenEngine):
             open_host(lambda delivery: None, lambda: None)
-            self.opened.pop("loaded")  # by the front, which computes nothing
+            self._forget_loads_of_the_front(_embedding)
             self.keep("size", opened.size)
         self.keep("text", vars(opened.text)["allow_special"])
         log = settings.length_log
         self.keep("service", dataclasses.replace(settings, length_log=None))
         self.keep("length log", None if log is None else log.path)
         self.keep("others", [(other.names, other.sampling, other.predictor) for other in others])
+
+    def _forget_loads_of_the_front(self, embedding: Any) -> None:
+        """It computes nothing. What embeds beside it does."""
+        name = None if embedding is None else embedding.model.name
+        self.opened["loaded"] = [load for load in self.opened["loaded"] if Path(str(load[0])).name == name]
 
     def _serve_folder(self, folder: Any, settings: Any, _address: Any, _report: Any) -> None:
         """One model of it is opened."""

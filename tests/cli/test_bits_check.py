@@ -28,12 +28,12 @@ def test_every_known_result_is_this_machines() -> None:
     assert ARITHMETIC_VERSION == 2
     outcomes = bits_check.check_bits()
     assert [outcome for outcome in outcomes if outcome.problem] == []
-    assert {(one.isa, one.kv_format) for one in outcomes if one.weights != "bf16"} >= {
+    assert {(outcome.isa, outcome.kv_format) for outcome in outcomes if outcome.weights != "bf16"} >= {
         (name, kv_format) for name in isa.usable() for kv_format in KV_FORMATS
     }
-    assert {one.isa for one in outcomes if one.weights == "bf16"} == set(isa.usable())
-    assert {one.core for one in outcomes} == set(read_machine().allowed_pus)
-    assert all(one.is_known for one in outcomes if one.weights != "bf16")
+    assert {outcome.isa for outcome in outcomes if outcome.weights == "bf16"} == set(isa.usable())
+    assert {outcome.core for outcome in outcomes} == set(read_machine().allowed_pus)
+    assert all(outcome.is_known for outcome in outcomes if outcome.weights != "bf16")
     assert set(bits_known.KNOWN) == set(KV_FORMATS)
 
 
@@ -41,12 +41,12 @@ def test_bf16_weights_are_known_by_both_arithmetics() -> None:
     """Of each instruction set with dots of 16 bits; here as many as it has."""
     for name in isa.usable():
         with isa.using(name):
-            found = bits_check.of_bf16()
-        own = {path: digest for path, digest in found.items() if path != "fma"}
-        assert found["fma"] == bits_known.KNOWN_OF_BF16
+            digests = bits_check.of_bf16()
+        own = {path: digest for path, digest in digests.items() if path != "fma"}
+        assert digests["fma"] == bits_known.KNOWN_OF_BF16
         assert own.keys() <= bits_known.KNOWN_OF_DOTS.get(name, {}).keys() | bits_known.SPECIFIED
-        assert {one: own[one] for one in own.keys() - bits_known.SPECIFIED} == {
-            one: bits_known.KNOWN_OF_DOTS[name][one] for one in own.keys() - bits_known.SPECIFIED
+        assert {path: own[path] for path in own.keys() - bits_known.SPECIFIED} == {
+            path: bits_known.KNOWN_OF_DOTS[name][path] for path in own.keys() - bits_known.SPECIFIED
         }
 
 
@@ -82,9 +82,9 @@ def test_a_bit_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert result.exit_code == 1
     told = json.loads(result.stdout)
-    known = [outcome for outcome in told["outcomes"] if outcome["is_known"]]
-    assert told["problems"] == len(known) > 0
-    assert all("known are" in one["problem"] for one in known)
+    known_outcomes = [outcome for outcome in told["outcomes"] if outcome["is_known"]]
+    assert told["problems"] == len(known_outcomes) > 0
+    assert all("known are" in outcome["problem"] for outcome in known_outcomes)
 
 
 def test_a_sound_machine_is_said_to_be_so() -> None:

@@ -24,7 +24,9 @@ def test_there_is_a_page_for_each_engine() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_flags_that_a_table_maps_to_are_ours(page: Path) -> None:
-    ours = {flag for one in commands().values() for parameter in one.params for flag in parameter.opts}
+    ours = {
+        flag for command in commands().values() for parameter in command.params for flag in parameter.opts
+    }
     rows = [
         line.split(" | ") for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("| ")
     ]

@@ -65,9 +65,9 @@ def test_a_full_disk_is_one_line() -> None:
 def test_the_reason_is_named_and_the_thing_that_it_concerns(
     arguments: tuple[str, ...], code: int, said: str
 ) -> None:
-    found, told = phasewise(*arguments)
+    exit_code, told = phasewise(*arguments)
 
-    assert found == code
+    assert exit_code == code
     assert said in told
     assert not any(word in told for word in ("Errno", "Traceback", "ssl:default"))
 

@@ -47,8 +47,8 @@ def test_serving_needs_few_direct_dependencies(tmp_path: Path) -> None:
     pytest.importorskip(
         "phasewise.cython_kernels._native", reason="the kernels are not built", exc_type=ImportError
     )
-    model, found = write_tiny_gguf(tmp_path / "tiny.gguf"), tmp_path / "modules"
-    command = [sys.executable, "-c", SERVE, found, "serve", model, "--port", "0"]
+    model, modules = write_tiny_gguf(tmp_path / "tiny.gguf"), tmp_path / "modules"
+    command = [sys.executable, "-c", SERVE, modules, "serve", model, "--port", "0"]
     environment = own_places(tmp_path) | {"PHASEWISE_KV_BUDGET": "256M"}
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment)
     try:
@@ -64,7 +64,7 @@ def test_serving_needs_few_direct_dependencies(tmp_path: Path) -> None:
     owners = packages_distributions()
     loaded = {
         owner.lower().replace("_", "-")
-        for name in found.read_text().split()
+        for name in modules.read_text().split()
         for owner in owners.get(name.partition(".")[0], [])
     }
 

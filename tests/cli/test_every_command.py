@@ -52,4 +52,4 @@ def test_a_command_and_each_of_its_options_are_explained(path: str) -> None:
 def test_no_help_has_words_that_one_reads_twice(path: str) -> None:
     text = " ".join(help_of(path).split())
 
-    assert [found[0] for words in READ_TWICE for found in re.finditer(words, text)] == []
+    assert [match[0] for words in READ_TWICE for match in re.finditer(words, text)] == []

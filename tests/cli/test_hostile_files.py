@@ -64,6 +64,10 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         "simulate", "TRACE", "--pools", "CLUSTER", "--machine-from-xml", "FILE:none.json",
     ),
     "provision TRACE": ("provision", "FILE", "--rate", "1", "--slo", "table6"),
+    "provision --embeddings": ("provision", "diurnal:2,6", "--slo", "1s", "--embeddings", "FILE"),
+    "provision DAY": ("provision", "FILE", "--slo", "1s", "--embeddings", "EMBEDS"),
+    "bench embed --daily": ("bench", "embed", "http://127.0.0.1:9", "--daily", "FILE"),
+    "bench serve --daily": ("bench", "serve", "http://127.0.0.1:9", "--daily", "FILE"),
     "provision --machines": ("provision", "TRACE", "--rate", "1", "--machines", "FILE"),
     "tune-config --trace": (*MODELLED, "--trace", "FILE"),
     "tune-config --hints": (*MODELLED, "--hints", "FILE"),
@@ -75,6 +79,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "kernels check --against": ("kernels", "check", "KERNEL", "--against", "FILE"),
     "kernels raise": ("kernels", "raise", "FILE", "--function", "f"),
     "kernels lower": ("kernels", "lower", "FILE", "--isa", "avx2"),
+    "kernels install": ("kernels", "install", "FILE", "--slot", "rms_norm"),
     "tune-kernels --kernel": ("tune-kernels", "--kernel", "FILE", "--shapes", "n=8"),
 }  # fmt: skip
 PEM = Path("tests/data/tls/cert.pem").absolute()
@@ -154,6 +159,7 @@ FILES: dict[str, Callable[[Path], Path]] = {
     "another kind": _with(json.dumps({"groups": [{"n": 1e308, "t": True, "d": -1}], "plans": 3}).encode()),
     "paths": _with(json.dumps([{"pus": ["../../etc/passwd"], "read_gbps": "1"}]).encode()),
 }
+TIMES = "times_ms = [[1, 9], [2, 10]]\n"
 SAYS_NOTHING = ("/dev/null", "nothing")
 KEYS = (
     "NaN", "a NaN as a length", "a negative number", "numbers out of range", "another kind", "paths",
@@ -177,6 +183,8 @@ def given_files(tmp_path: Path) -> dict[str, str]:
     texts = {
         "LOG": '{"output_tokens": 3, "prompt_token_ids": [1, 2], "model": "m"}\n' * 4,
         "TRACE": HEADER.decode() + "0.0,8,8\n",
+        "EMBEDS": "[machine]\ncost=1\n"
+        + "".join(f"[{device}]\n{TIMES}" for device in ("accelerator", "cpu")),
         "CLUSTER": '[[pool]]\nrole="mixed"\nmachine="h100"\ncount=1\n',
         "C": "int f(int a) { return a; }\n",
         "KERNEL": text_of(NAMES[0]),
@@ -276,7 +284,7 @@ def test_a_list_of_conversations_is_read_entry_by_entry(
     file.write_text(json.dumps(entries, indent=1) + "\n")
     whole = read_trace(file)
 
-    assert [one.prompt_tokens for one in whole] == list(range(1, 200))
+    assert [request.prompt_tokens for request in whole] == list(range(1, 200))
     monkeypatch.setattr(trace_files, "MAX_ROW_CHARS", 120)
     for n in (1, 2, 3, 7, 64):
         monkeypatch.setattr(trace_files, "READ_CHARS", n)
@@ -301,12 +309,12 @@ def test_a_pipe_with_a_writer_is_read(tmp_path: Path) -> None:
     end = os.open(pipe, os.O_RDWR)  # so that both ends open without waiting
     os.write(end, HEADER + b"0.0,8,8\n")
     with ThreadPoolExecutor(1) as beside:
-        found = beside.submit(read_trace, pipe)
+        reading = beside.submit(read_trace, pipe)
         while _n_waiting(end):  # until the reader has it
             time.sleep(0.001)
         os.close(end)
 
-    assert len(found.result()) == 1
+    assert len(reading.result()) == 1
 
 
 def _n_waiting(pipe: int) -> int:

@@ -36,7 +36,7 @@ HOSTILE = "a\nb\tc\x1b]0;owned\x07\x00\x9b31m\u202e\u2028</text><script>x|\ufffe
 def is_tame(text: str, n_lines: int) -> None:
     assert text.count("\n") == n_lines
     assert not any(ord(character) < 32 and character != "\n" for character in text)
-    assert not any(one in text for one in "\x9b\u202e\u2028")
+    assert not any(character in text for character in "\x9b\u202e\u2028")
 
 
 def shown(printed: Any, name: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -53,18 +53,31 @@ def plan_of(name: str) -> dict[str, Any]:
         "machine": name,
         "in_use": True,
         "created_at_ms": 0,
+        "bands": [],
+    }
+
+
+def score_of(name: str) -> dict[str, Any]:
+    return {
+        "model": name,
+        "reads": name,
+        "judged_answers": 1,
+        "figures": {"accuracy": 0.5},
+        "created_at_ms": 0,
     }
 
 
 def contents(name: str) -> dict[str, Any]:
-    one = {"family": name, "format": name, "n": 1, "k": 1, "m": 1, "mr": 1, "panels": 1, "compute_path": name}
-    one |= {"threads_m": 1, "threads_n": 1, "threads_k": 1, "estimate_ns": 1, "machine": name, "stale": False}
+    row = {"family": name, "format": name, "n": 1, "k": 1, "m": 1, "mr": 1, "panels": 1, "compute_path": name}
+    row |= {"threads_m": 1, "threads_n": 1, "threads_k": 1, "estimate_ns": 1, "machine": name, "stale": False}
     machines = [{"machine": "A", "placement": name, "core": name}]
     return {
         "plans": [plan_of(name)],
-        "schedules": [one | {"standing": "in use"}],
+        "schedules": [row | {"standing": "in use"}],
         "machines": machines,
+        "predictor_scores": [score_of(name)],
         "shipped": 0,
+        "shipped_kinds": [],
     }
 
 
@@ -82,7 +95,7 @@ PACKED = {"file_bytes": 1, "format": "q4", "is_orphan": False}
 KNOWN = {"name": "m", "file_bytes": 1, "licence": "x", "about": "x", "is_rounded": False}
 LISTED = ListedSchedules(Counter({Section.IN_USE: 1}), [(Section.IN_USE, SimpleNamespace())])  # type: ignore[list-item]
 TEXTS = {
-    "db show": lambda name: db_text.print_contents(contents(name), LISTED),
+    "db show": lambda name: db_text.print_contents(contents(name), LISTED, wide=False),
     "db stats": lambda name: db_text.print_table("t", [{"machine": name, "rows": 1}]),
     "bench": lambda name: row_forms.as_md([{"model": name, "t/s": "1"}]),
     "models list": lambda name: models_text.list_text(
@@ -112,11 +125,11 @@ def test_a_name_makes_no_lines_and_gives_no_orders(command: str, capsys: pytest.
 
 @given(st.text())
 def test_words_of_a_picture_come_back_but_for_what_xml_forbids(words: str) -> None:
-    found = ET.fromstring(f"<t>{escaped(words)}</t>").text or ""
+    parsed = ET.fromstring(f"<t>{escaped(words)}</t>").text or ""
 
     read = words.replace("\r\n", "\n").replace("\r", "\n")  # as XML reads the ends of lines
-    assert len(found) == len(read)
-    assert all(one in (other, "\ufffd") for one, other in zip(found, read, strict=True))
+    assert len(parsed) == len(read)
+    assert all(character in (other, "\ufffd") for character, other in zip(parsed, read, strict=True))
 
 
 def test_pictures_of_hostile_names_are_documents_without_elements_of_theirs() -> None:
@@ -130,12 +143,12 @@ def test_pictures_of_hostile_names_are_documents_without_elements_of_theirs() ->
         panels=[Panel(HOSTILE, {HOSTILE: [(1.0, 1.0), (2.0, 2.0)]}, ())],
     )
     for picture in (draw_chart(chart), draw_svg(machine_of(HOSTILE))):
-        names = {one.tag.rpartition("}")[2] for one in ET.fromstring(picture).iter()}
+        names = {node.tag.rpartition("}")[2] for node in ET.fromstring(picture).iter()}
         assert "script" not in names
 
 
 def test_the_report_has_no_elements_of_a_models_name() -> None:
     machine = machine_of(HOSTILE)
     plans: dict[str, dict[Phase, ServicePlan]] = {HOSTILE: {"decode": default_plan(machine, "decode")}}
-    found = DatabaseReport(machine, plans, {HOSTILE: {}}, (), (), (), 0, None, Worth((), (), {}))
-    assert "<script" not in page(found, HOSTILE, 0.0)
+    report = DatabaseReport(machine, plans, {HOSTILE: {}}, (), (), (), 0, None, Worth((), (), {}))
+    assert "<script" not in page(report, HOSTILE, 0.0)

@@ -94,7 +94,7 @@ def _headings(text: str) -> dict[str, list[str]]:
 def test_help_lists_every_command_once_the_first_hour_first() -> None:
     headings = _headings(phasewise("--help").stdout)
     listed = [name for heading, names in headings.items() if heading != "Options" for name in names]
-    registered = {name for name, one in command.tree().commands.items() if not one.hidden}
+    registered = {name for name, subcommand in command.tree().commands.items() if not subcommand.hidden}
 
     assert list(headings)[:2] == ["Options", "The first hour"]
     assert headings["The first hour"][:4] == ["pull", "chat", "serve", "embed"]

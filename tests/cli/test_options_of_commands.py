@@ -173,7 +173,7 @@ HANDED = {
     "prune": Handing(
         "phasewise.workflows.prune.run.prune",
         ["m", "-o", "out", "--calibration", "text", "--method", "wanda"],
-        {"--calibration-tokens": ["--calibration-tokens", "99"]},
+        {"--calibration-tokens": ["--calibration-tokens", "99"], "--recover": ["--recover"]},
     ),
     "bench serve": Handing(
         "phasewise.loadtest.session.run_load_test",
@@ -216,12 +216,16 @@ HANDED = {
     "predict-len eval": Handing(
         "phasewise.workflows.predict_len.judge.judge_predictions",
         ["log"],
-        {"--overflow": ["--overflow", "0.3"], "--encoder": ["--encoder", "none"]},
+        {
+            "--overflow": ["--overflow", "0.3"],
+            "--encoder": ["--encoder", "none"],
+            "--db": ["--db", "other.db"],
+        },
     ),
     "db export": Handing(
         "phasewise.workflows.database.sharing.export_rows",
         [],
-        {"--user-kernels": ["--user-kernels"], "--no-plans": ["--no-plans"]},
+        {"--user-kernels": ["--user-kernels"], "--no-plans": ["--no-plans"], "--no-scores": ["--no-scores"]},
     ),
     "db verify": Handing(
         "phasewise.workflows.database.verify_schedules.verdicts",
@@ -235,7 +239,7 @@ HANDED = {
 }
 
 SHOWN_ELSEWHERE = {
-    **{(one, "--wide"): "test_row_forms.py" for one in ("bench run", "bench allreduce", "bench kv")},
+    **{(bench, "--wide"): "test_row_forms.py" for bench in ("bench run", "bench allreduce", "bench kv")},
     ("bench kernels", "--wide"): "test_row_forms.py",
     ("provision", "--wide"): "commands/test_cluster_commands.py",
     ("db show", "--wide"): "commands/test_db.py",
@@ -257,7 +261,7 @@ def texts() -> tuple[str, ...]:
 
 def is_shown(command: str, flags: Sequence[str]) -> bool:
     """True where a test or a guide has the command's words and the flag."""
-    flag = re.compile("|".join(rf"(?<![\w-]){re.escape(one)}(?![\w-])" for one in flags))
+    flag = re.compile("|".join(rf"(?<![\w-]){re.escape(flag_name)}(?![\w-])" for flag_name in flags))
     return any(all(word in text for word in command.split()) and flag.search(text) for text in texts())
 
 
@@ -267,13 +271,13 @@ OTHERS = sorted(set(commands()) - {"serve", "run"})  # `run` is another name of 
 @pytest.mark.parametrize("command", OTHERS)
 def test_every_option_is_shown_to_act(command: str) -> None:
     missing = []
-    for one in commands()[command].params:
-        flag = flag_of(one)
+    for parameter in commands()[command].params:
+        flag = flag_of(parameter)
         if flag is None or flag in (HANDED[command].samples if command in HANDED else ()):
             continue
         if (command, flag) in SHOWN_ELSEWHERE:
             assert (Path(__file__).parent / SHOWN_ELSEWHERE[command, flag]).is_file()
-        elif not is_shown(command, (*one.opts, *one.secondary_opts)):
+        elif not is_shown(command, (*parameter.opts, *parameter.secondary_opts)):
             missing.append(flag)
     assert not missing, f"options of {command} that no test and no guide shows"
 
@@ -290,10 +294,12 @@ def test_an_option_changes_what_is_handed_on(
     monkeypatch.setattr(handing.target, FakeChat if command == "chat" else _hand_on)
 
     def handed(*options: str) -> Any:
-        base = [str(tmp_path / "tiny.gguf") if one == "TINY" else one for one in handing.arguments]
+        base = [
+            str(tmp_path / "tiny.gguf") if argument == "TINY" else argument for argument in handing.arguments
+        ]
         with pytest.raises(HandedOn) as handed_on:
             run(*command.split(), *base, *options, env=QUIET, stdin="hi\n")
-        return [plain(one) for one in handed_on.value.args]
+        return [plain(argument) for argument in handed_on.value.args]
 
     amount = ["--cost", "5"] if command == "provision" else []
     without = handed(*amount)
@@ -326,18 +332,19 @@ def cells() -> Iterator[tuple[str, Way, str]]:
 
 def test_the_table_names_commands_and_options_that_there_are() -> None:
     for command, way, flag in cells():
-        known = set(options_of(command))
-        assert flag in {*known, "MODEL"}, command  # MODEL: the argument
+        offered = set(options_of(command))
+        assert flag in {*offered, "MODEL"}, command  # MODEL: the argument
         for conditions in (way.when, way.unless):
-            flags = {re.split("[=~]", one)[0] for one in conditions}
-            assert not flags or flags & {*known, "MODEL"}, command
+            flags = {re.split("[=~]", condition)[0] for condition in conditions}
+            assert not flags or flags & {*offered, "MODEL"}, command
 
 
 def in_this_way(way: Way, flag: str) -> dict[str, GivenOption]:
     """Values of a run in this way, with nothing else: what is asked for is set, what it is not is left."""
     given: dict[str, GivenOption] = {}
     if way.when:
-        chosen, _, value = way.when[0].partition("=")
+        chosen, sign, value = re.fullmatch(r"([^=~]+)([=~]?)(.*)", way.when[0]).groups()
+        value = f"x{value}" if sign == "~" else value
         given[chosen] = GivenOption(value or True, is_set=True)
     value = given[flag].value if flag in given else "x"  # a way may refuse values of its own option
     given[flag] = GivenOption(value, is_set=True, by_flag=True)
@@ -355,7 +362,7 @@ def test_each_cell_of_the_table_is_refused_by_name_and_left_out_where_it_stands_
     assert getattr(refusal.value, "exit_code", None) == 2
 
     given[flag] = given[flag]._replace(by_flag=False)
-    assert flag in {one.flag for one in unused_options(command, given, lambda: makes_vectors)}
+    assert flag in {unused.flag for unused in unused_options(command, given, lambda: makes_vectors)}
 
 
 @pytest.mark.parametrize(
@@ -410,7 +417,11 @@ def test_help_lists_the_table() -> None:
         listed = text_of(*command.split(), "-h", env=QUIET).partition(
             "Without effect, and therefore refused:"
         )[2]
-        hidden = {flag_of(one) for one in commands()[command].params if getattr(one, "hidden", False)}
+        hidden = {
+            flag_of(parameter)
+            for parameter in commands()[command].params
+            if getattr(parameter, "hidden", False)
+        }
         for way in WAYS[command]:
             assert way.where in " ".join(listed.split())
             assert all(flag in listed for flag in way.refuses if flag not in hidden)
@@ -419,9 +430,9 @@ def test_help_lists_the_table() -> None:
 OF_OTHER_PROGRAMS = {
     *("--cpus", "--cpuset-cpus", "--health-cmd", "--stop-timeout"),
     *("--formats", "--kv-formats", "--help", "--target", "--offline"),
-    *("--no-index", "--find-links", "--only", "--kl-divergence"),
+    *("--no-index", "--find-links", "--only", "--kl-divergence", "--address", "--labels"),
 }
-"""Flags in guides that are of containers, of pip, of scripts in the checkout, or of every command."""
+"""Flags in guides that are of containers, of pip, of Ray, of scripts in the checkout, or of every command."""
 
 
 PAGES = [page for page in sorted((ROOT / "docs" / "guide").glob("*.md")) if "coming-from" not in page.stem]
@@ -430,13 +441,13 @@ PAGES = [page for page in sorted((ROOT / "docs" / "guide").glob("*.md")) if "com
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
 def test_a_flag_that_a_guide_names_is_there(page: Path) -> None:
-    known = {
+    flags = {
         flag
         for command in commands().values()
-        for one in command.params
-        for flag in (*one.opts, *one.secondary_opts)
+        for parameter in command.params
+        for flag in (*parameter.opts, *parameter.secondary_opts)
     }
     prose = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     spans = re.findall(r"`([^`\n]+)`", prose)
     named = {flag for span in spans for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", span)}
-    assert named <= known | OF_OTHER_PROGRAMS
+    assert named <= flags | OF_OTHER_PROGRAMS

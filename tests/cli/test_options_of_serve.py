@@ -147,7 +147,7 @@ def samples(places: Places) -> Mapping[str, tuple[list[object], list[object]]]:
         "--ranks": one("--ranks", 2),
         "--served-model-name": one("--served-model-name", "another"),
         "--context": one("--context", 512),
-        "--predictor": one("--predictor", "off"),
+        "--predictor": one("--predictor", "auto"),
         "--max-batch-tokens": one("--max-batch-tokens", 300),
         "--tpot": one("--tpot", 50),
         "--draft": one("--draft", "lookup"),
@@ -182,6 +182,8 @@ def samples(places: Places) -> Mapping[str, tuple[list[object], list[object]]]:
         "--mixed-pool": one("--mixed-pool", "8-9"),
         "--pools": one("--pools", "auto", beside=["--db", places.plans]),
         "--split-above": one("--split-above", 3),
+        "--routing": one("--routing", "load"),
+        "--overflow-above": one("--overflow-above", 500),
         "--repurpose-after": one("--repurpose-after", 4),
         "--cluster": one("--cluster", "127.0.0.1:1", "--mixed", "1x2"),
         "--prompt": one("--prompt", "3x2"),
@@ -231,7 +233,7 @@ def test_every_option_has_a_row(places: Places) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "way", [pytest.param(one, marks=pytest.mark.smoke if one == "pools" else ()) for one in NAMES]
+    "way", [pytest.param(name, marks=pytest.mark.smoke if name == "pools" else ()) for name in NAMES]
 )
 def test_every_option_acts_or_is_refused_by_name_before_anything_opens(
     way: str, places: Places, boundary: Boundary
@@ -259,7 +261,57 @@ def test_every_option_acts_or_is_refused_by_name_before_anything_opens(
             if run.opened == opened[base]:
                 silent.append(flag)
     assert not silent
-    assert refusals <= {flag for one in WAYS["serve"] for flag in (*one.refuses, *one.when)}
+    assert refusals <= {flag for serve_way in WAYS["serve"] for flag in (*serve_way.refuses, *serve_way.when)}
+
+
+OF_WEIGHTS = (("--tile-prompts",), ("--arithmetic", "canonical"), ("--arithmetic", "tiles"), ("--checksum",))
+
+
+def followed(run: Run, flag: str, choice: str) -> list[bool]:
+    """For each thing that computes or loads, in any process, whether it was told."""
+    specs = [spec["weights"] for spec in run.opened.get("instance", ())]
+    if flag == "--checksum":
+        loads = [load for load in run.opened.get("loaded", ()) if load[0] != "schedules"]
+        return [*(load[2] for load in loads), *(weights["checksum"] for weights in specs)]
+    engines = [engine[6] for engine in run.opened.get("engine", ())]
+    if flag == "--tile-prompts":
+        in_tiles = [(engine["prefill"][0], engine["decode"][0]) == (True, False) for engine in engines]
+        return [*in_tiles, *(weights["tile_prompts"] for weights in specs)]
+    embeddings = [embedding[-1] for embedding in run.opened.get("embedding", ()) if choice == "canonical"]
+    choices = [engine[phase][1] == choice for engine in engines for phase in PHASES]
+    return [*choices, *(weights["arithmetic"] == choice for weights in specs), *embeddings]
+
+
+@pytest.mark.parametrize("way", NAMES)
+def test_arithmetic_tiles_and_checksums_reach_all_that_computes(
+    way: str, places: Places, boundary: Boundary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every engine, instance and embedding model of every way; what does not reach them is refused."""
+    monkeypatch.setattr("phasewise.cython_kernels.schedules.has_tiles_arithmetic", lambda: True)
+    told = 0
+    for flag, *choice in OF_WEIGHTS:
+        run = boundary.serve(*ways(places)[way], flag, *choice)
+        if is_refusal(run):
+            assert f"{flag} has no effect" in run.said
+            assert run.opened == {}
+            continue
+        assert run.exit_code == 0, run.said
+        parts = followed(run, flag, choice[0] if choice else "")
+        assert parts, (flag, choice)
+        assert all(parts), (flag, choice, run.opened)
+        told += 1
+    assert told >= (2 if way == "an embedding model" else len(OF_WEIGHTS))
+
+
+def test_an_arithmetic_that_the_cpu_lacks_is_refused_before_anything_opens(
+    places: Places, boundary: Boundary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a cluster too, whose front opens the model to plan."""
+    monkeypatch.setattr("phasewise.cython_kernels.schedules.has_tiles_arithmetic", lambda: False)
+    for way in NAMES:
+        run = boundary.serve(*ways(places)[way], "--arithmetic", "tiles")
+        assert (run.exit_code, run.opened) == (2, {}), way
+        assert "--arithmetic" in run.said
 
 
 def only(run: Run, kind: str) -> list[object]:
@@ -386,7 +438,8 @@ def test_a_gpu_embeds_beside_a_language_model_too_unless_it_is_told_not_to(
 
 
 def test_each_of_several_models_follows_what_is_said_of_models(places: Places, boundary: Boundary) -> None:
-    flags = ("--draft", "lookup", "--tile-prompts", "--arithmetic", "blocks", "--kv-format", "int8")
+    lookup = ("--draft", "lookup", "--predictor", "auto")
+    flags = (*lookup, "--tile-prompts", "--arithmetic", "blocks", "--kv-format", "int8")
     run = boundary.serve(places.model, "--also", places.other, *flags)
     engines = only(run, "engine")
     assert len(engines) == 2
@@ -397,6 +450,79 @@ def test_each_of_several_models_follows_what_is_said_of_models(places: Places, b
     assert only(run, "predictor") == [["auto", "tiny"], ["auto", "other"]]
     ((_names, _sampling, predictor),) = only(run, "others")[0]  # type: ignore[misc]
     assert predictor is not None
+
+
+def pools_file(places: Places, *tables: str) -> Path:
+    path = places.folder / "pools.toml"
+    path.write_text("".join(f"[[pool]]\n{table}\n" for table in tables))
+    return path
+
+
+def test_pools_of_a_file_have_their_own_weights_budgets_and_labels(
+    places: Places, boundary: Boundary
+) -> None:
+    """Each instance is told its own; what the file leaves out is the server's."""
+    path = pools_file(
+        places,
+        'role = "prompt"\ninstances = 1\ncores = 4\nlabel = "big"\nkv_budget = "16M"\nsparse = "never"',
+        'role = "token"\ninstances = 2\ncores = 2\nlabel = "kind=small"',
+    )
+    run = boundary.serve(places.model, "--cluster", "auto", "--pools", path, "--sparse", "always")
+
+    ((wanted, _),) = only(run, "placed")  # type: ignore[misc]
+    assert [(instance["role"], instance["cores"], instance["label"]) for instance in wanted] == [
+        ("prompt", 4, "phasewise=big"),
+        ("token", 2, "kind=small"),
+        ("token", 2, "kind=small"),
+    ]
+    specs = only(run, "instance")
+    assert [spec["weights"]["sparse"] for spec in specs] == ["never", "always", "always"]  # type: ignore[index]
+    slots = [spec["size"]["kv"]["slots"] for spec in specs]  # type: ignore[index]
+    assert slots[0] < slots[1] == slots[2]
+    contexts = {spec["size"]["limits"]["context_length"] for spec in specs}  # type: ignore[index]
+    assert len(contexts) == 1
+    assert contexts.pop() <= slots[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--pools", "FILE"), "--pools has no effect without --cluster"),
+        (("--cluster", "auto", "--pools", "auto"), "--pools has no effect with --cluster"),
+        (("--cluster", "auto", "--pools", "FILE", "--prompt", "1x2"), "--prompt has no effect with a file"),
+        (("--cluster", "auto", "--pools", "FILE", "--split-above", "9"), "no effect where all pools of the"),
+        (("--cluster", "auto", "--pools", "nowhere.toml"), "No such file"),
+        (("--cluster", "auto", "--prompt", "1x2@", "--token", "1x2"), "a label is a name like big"),
+        (("--cluster", "auto", "--prompt", "1x2"), "add --token"),
+        (("--cluster", "auto", "--mixed", "1001x1"), "at most 1000"),
+        (("--cluster", "auto", "--pools", "TILES"), "prompts by tiles have other bits"),
+        (("--cluster", "auto", "--pools", "INT8"), "int8 holds other numbers than the server's native"),
+    ],
+)
+def test_pools_that_cannot_be_are_refused_by_name(
+    places: Places, boundary: Boundary, arguments: tuple[str, ...], says: str
+) -> None:
+    """Nothing is placed; but for the numbers of a format, which the model's files tell, nothing is opened."""
+    mixed = 'role = "mixed"\ninstances = 1\ncores = 2\n'
+    own = {"FILE": "", "TILES": "tile_prompts = true", "INT8": 'format = "int8"'}
+    line = own.get(arguments[-1], "") if "FILE" not in arguments else ""
+    path = pools_file(places, mixed + line)
+    run = boundary.serve(places.model, *(path if word in own else word for word in arguments))
+
+    assert run.exit_code == 2
+    assert says in run.said
+    assert not {"placed", "instance", "front"} & set(run.opened)
+    assert "INT8" in arguments or run.opened == {}
+
+
+def test_a_format_of_another_name_with_the_same_numbers_is_served(places: Places, boundary: Boundary) -> None:
+    """The tiny model's file holds f32 and bf16; a pool may name the format that the server has."""
+    mixed = 'role = "mixed"\ninstances = 1\ncores = 2\nformat = "f32"'
+    run = boundary.serve(
+        places.model, "--cluster", "auto", "--pools", pools_file(places, mixed), "--format", "f32"
+    )
+
+    assert [spec["weights"]["weight_format"] for spec in only(run, "instance")] == ["f32"]  # type: ignore[index]
 
 
 def test_every_model_and_every_instance_is_explained(places: Places, boundary: Boundary) -> None:

@@ -26,7 +26,10 @@ HOSTILE = "a\x1b]0;owned\x07\x1b[2J\x9b31m\u202egpj.exe\rb"
 
 def steers(text: str) -> bool:
     """True if a terminal would do anything but show it, lines and tabs apart."""
-    return any(not one.isprintable() and one not in "\n\t" and not one.isspace() for one in text)
+    return any(
+        not character.isprintable() and character not in "\n\t" and not character.isspace()
+        for character in text
+    )
 
 
 @given(st.text())
@@ -34,8 +37,8 @@ def test_nothing_that_steers_a_terminal_is_left(text: str) -> None:
     shown = printable(text)
 
     assert "\x1b" not in shown
-    assert not any(ord(one) < 32 and one not in "\n\t" for one in shown)
-    assert not any(0x7F <= ord(one) < 0xA0 or 0x202A <= ord(one) <= 0x202E for one in shown)
+    assert not any(ord(character) < 32 and character not in "\n\t" for character in shown)
+    assert not any(0x7F <= ord(character) < 0xA0 or 0x202A <= ord(character) <= 0x202E for character in shown)
     assert printable(shown) == shown
     shown.encode()
 
@@ -74,7 +77,7 @@ def test_an_answer_is_escaped_on_a_terminal_and_whole_in_a_pipe() -> None:
 
 def test_no_command_prints_past_the_escaping() -> None:
     """`print` and echo stand in present.py alone; --version prints what is ours."""
-    found = [
+    printing_lines = [
         f"{path.name}: {line.strip()}"
         for path in (ROOT / "cli").rglob("*.py")
         if path.name != "present.py"
@@ -82,7 +85,7 @@ def test_no_command_prints_past_the_escaping() -> None:
         if re.search(r"(?<![\w.])print\(|typer\.echo\(", line)
     ]
 
-    assert found == ['main.py: typer.echo(f"phasewise {__version__}")']
+    assert printing_lines == ['main.py: typer.echo(f"phasewise {__version__}")']
 
 
 def test_a_name_of_several_lines_stays_on_one() -> None:

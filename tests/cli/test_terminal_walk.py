@@ -89,6 +89,7 @@ WALK = (
     Step("bench kv", f"{TRACE} -n 40 --model m.gguf --memory 8M"),
     Step("bench serve", "URL --requests 4 --concurrency 2 --input-len 8 --output-len 4"),
     Step("bench embed", "EMBEDDING_URL -n 4 -c 2 --lengths 3:6"),
+    Step("bench embed", "EMBEDDING_URL --daily diurnal:10,30 --day 2 --lengths 3:6 --slo 9s"),
     Step("simulate", f"{TRACE} --pools prompt=2*h100,token=1*a100 --rate 4 --duration 10"),
     Step("provision", f"{TRACE} --rate 4 --duration 10"),
     Step("predict-len collect", "m.gguf prompts.txt -o log.jsonl --max-tokens 4"),
@@ -107,11 +108,15 @@ WALK = (
     Step("kernels lower", "dot.kir --isa avx2 -o dot.c"),
     Step("kernels check", f"dot.kir --against {path_of('dot_f32')} --isa avx2", exits=(0, 1)),
     Step("kernels emit", "dot.kir -o emitted.c", exits=(0, 1)),
+    Step("kernels install", "dot.kir --slot rms_norm", exits=(1,)),
+    Step("kernels remove", "--slot rms_norm", exits=(1,)),
     Step("kernels list"),
     Step("kernels show", "dot_f32", exits=(0, 1)),
     Step("config set", "serve.port 9000"),
     Step("config show"),
     Step("cluster status", exits=(0, 1)),
+    Step("cluster metrics", exits=(0, 1)),
+    Step("cluster drain", "nobody", exits=(1, 2)),
     Step("models prune"),
     Step("models rm", "m", exits=(0, 1)),
 )
@@ -166,8 +171,8 @@ def called(step: Step, words: dict[str, str]) -> list[str]:
 def faults_in(step: Step, code: int, said: str) -> list[str]:
     """Faults of a step that count wherever its command runs."""
     call = f"{step.command} {step.arguments}"
-    found = [] if code in step.exits else [f"{call}: exit code {code}: {said[-500:]}"]
-    return [*found, f"{call}: {said[-500:]}"] if "Traceback" in said else found
+    faults = [] if code in step.exits else [f"{call}: exit code {code}: {said[-500:]}"]
+    return [*faults, f"{call}: {said[-500:]}"] if "Traceback" in said else faults
 
 
 @pytest.mark.slow

@@ -58,7 +58,7 @@ MODELS = ["smollm2-135m-instruct", "all-minilm-l6-v2", "qwen3-0.6b", "qwen3-1.7b
 
 @given(st.sampled_from(MODELS), st.integers(3, 30), st.booleans())
 def test_a_beginning_in_either_case_means_every_name_that_has_it(name: str, length: int, loud: bool) -> None:
-    begun = [one for one in sorted(MODELS) if one.lower().startswith(name[:length].lower())]
+    begun = [model for model in sorted(MODELS) if model.lower().startswith(name[:length].lower())]
 
     said = meant(name[:length].upper() if loud else name[:length].lower(), MODELS)
 
@@ -104,7 +104,7 @@ EXCEPT = {
 
 @pytest.mark.parametrize("rule", OWN_RULES)
 def test_no_text_has_a_rule_of_its_own(rule: str) -> None:
-    found = [
+    offending = [
         f"{name}:{index}: {line.strip()}"
         for room in TOLD
         for path in sorted((ROOT / room).rglob("*.py"))
@@ -114,4 +114,4 @@ def test_no_text_has_a_rule_of_its_own(rule: str) -> None:
         if OWN_RULES[rule].search(line)
     ]
 
-    assert found == []
+    assert offending == []

@@ -7,7 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phasewise.cluster.errors import ClusterError
-from phasewise.cluster.routing import POLICIES, ROLES, Ask, Assignment, Limits, Role, Router
+from phasewise.cluster.routing import (
+    OWN_TOKEN_COUNTS,
+    POLICIES,
+    ROLES,
+    UNLIKE,
+    Ask,
+    Assignment,
+    Limits,
+    Role,
+    Router,
+)
+from phasewise.serving.scheduling.held_prefixes import HeldReport
+from phasewise.serving.scheduling.prefix_keys import BLOCK_TOKENS
 from tests.support.tiers import examples
 
 SPLIT: list[tuple[Role, int]] = [("prompt", 10_000), ("prompt", 10_000), ("token", 10_000), ("token", 10_000)]
@@ -17,7 +29,7 @@ def router(machines: list[tuple[Role, int]], policy: str = "splitwise", **limits
     return Router(machines, POLICIES[policy](Limits(**limits)))
 
 
-def ask(name: int, prompt: int = 100, answer: int = 10, prefix: tuple[int, ...] = ()) -> Ask:
+def ask(name: int | str, prompt: int = 100, answer: int = 10, prefix: tuple[int, ...] = ()) -> Ask:
     return Ask(str(name), prompt, answer, prefix)
 
 
@@ -138,28 +150,157 @@ def test_round_robin_takes_turns_in_each_pool() -> None:
     assert [route.assign(ask(name)) for name in range(3)] == [(0, 2), (1, 3), (0, 2)]
 
 
-def test_a_known_beginning_is_worth_its_tokens_and_no_more() -> None:
-    """The machine that has 96 tokens of a prompt gets it, until its queue is 96 tokens longer."""
-    machines: list[tuple[Role, int]] = [("mixed", 1000), ("mixed", 1000)]
-    prefix = (11, 12, 13, 14, 15, 16)
+REPLICAS: list[tuple[Role, int]] = [("mixed", 100_000), ("mixed", 100_000)]
+PREFIX = tuple(range(100, 116))
+LONG = len(PREFIX) * BLOCK_TOKENS + 10
+
+
+def holding(index: int = 1, machines: list[tuple[Role, int]] = REPLICAS) -> Router:
+    """One machine has reported `PREFIX`."""
     route = router(machines, "prefix-aware")
-    route.assign(ask(0, 1))
-    assert route.assign(ask(1, 100, 10, prefix)).prompt == 1
-    route.finished("1")
-
-    assert route.assign(ask(2, 100, 10, prefix)).prompt == 1
-    assert route.assign(ask(3, 100, 10, prefix)).prompt == 0
+    route.tells(index, 0.0, HeldReport(1, PREFIX))
+    return route
 
 
-def test_what_is_known_is_bounded_by_the_slots() -> None:
-    """Slots for four blocks: the fifth prefix forgets the first."""
-    route = router([("mixed", 64), ("mixed", 64)], "prefix-aware")
-    for name in range(5):
-        route.assign(ask(name, 20, 1, (name,)))
+def test_a_held_beginning_is_worth_so_many_times_its_tokens_and_no_more() -> None:
+    """The machine that holds all but 10 tokens of a prompt gets it, until its queue is longer by more."""
+    n_held = len(PREFIX) * BLOCK_TOKENS
+    worth = OWN_TOKEN_COUNTS * n_held
+    for n_queued, chosen in ((worth - 2, 1), (worth, 0)):
+        route = holding()
+        route.assign(ask("idle", 1))
+        route.finished("idle")
+        route.assign(ask("queued", n_held + n_queued, 10, PREFIX))
+        assert route.assign(ask(0, LONG, 10, PREFIX)) == Assignment(chosen, chosen)
+        route.check()
+
+
+def test_a_hot_beginning_spreads_when_its_machine_is_busy() -> None:
+    """By a long queue, or by answers that fill its memory. The other machine holds it from then on."""
+    busy = holding()
+    busy.assign(ask("busy", (OWN_TOKEN_COUNTS + 2) * LONG, 10, PREFIX))
+    assert busy.assign(ask(0, LONG, 10, PREFIX)).prompt == 0
+    assert busy.assign(ask(1, LONG, 10, PREFIX)).prompt == 0
+    assert busy.counts[0].tokens_expected == LONG - 10
+
+    full = holding(1, [("mixed", 5 * LONG), ("mixed", 5 * LONG)])
+    taken = [full.assign(ask(name, LONG, 10, PREFIX)).prompt for name in range(8)]
+    assert taken == [1, 1, 1, 1, 0, 0, 0, 0]
+    full.check()
+
+
+def test_a_slow_machine_is_asked_for_less() -> None:
+    """By what the machines tell of their pace: one that is ten times as slow gets a tenth of the tokens, once
+    the other has a queue."""
+    route = router(REPLICAS, "prefix-aware")
+    route.tells(0, 0.010)
+    route.tells(1, 0.001)
+
+    chosen = [route.assign(ask(name, 500)).prompt for name in range(150)]
+
+    assert 8 <= chosen[-110:].count(0) <= 12
+
+
+@pytest.mark.parametrize("slower", [1.0, 1.3, 0.99 * UNLIKE])
+def test_machines_that_are_nearly_as_fast_take_turns(slower: float) -> None:
+    """Idle ones too: else the one that was a little faster would get every prompt, and all answers."""
+    route = router(REPLICAS, "prefix-aware")
+    route.tells(0, 0.001 * slower)
+    route.tells(1, 0.001)
+
+    chosen = list[int]()
+    for name in range(40):  # answers go on when their prompts are done
+        chosen.append(route.assign(ask(name, 500)).prompt)
+        route.prompt_done(str(name))
+
+    assert chosen.count(0) == chosen.count(1)
+
+
+@pytest.mark.parametrize("pace_s", [float("nan"), float("inf"), -1.0, 0.0])
+def test_a_pace_that_is_none_is_not_heard(pace_s: float) -> None:
+    route = router(REPLICAS, "prefix-aware")
+    route.tells(0, pace_s)
+    route.tells(1, 0.001)
+
+    assert {route.assign(ask(name, 500)).prompt for name in range(4)} == {0, 1}
+
+
+def test_what_is_forgotten_attracts_nobody() -> None:
+    route = holding()
+    route.tells(1, 0.0, HeldReport(2, (), PREFIX))
+
+    assert route.assign(ask(0, LONG, 10, PREFIX)).prompt == 0
+
+
+def test_a_machine_that_was_started_anew_holds_nothing() -> None:
+    route = holding()
+    route.leave(1)
+    route.back(1, 100_000)
+    route.tells(1, 0.0, HeldReport(1))
+
+    assert route.n_blocks(1) == 0
+    assert route.assign(ask(0, LONG, 10, PREFIX)).prompt == 0
+
+
+def test_what_is_on_its_way_counts_as_held() -> None:
+    """Two requests that begin alike come at once: the second one goes where the first one is computed."""
+    route = router(REPLICAS, "prefix-aware")
+    route.assign(ask(0, 300))
+
+    assert [route.assign(ask(name, LONG, 10, PREFIX)).prompt for name in (1, 2)] == [1, 1]
+    for name in (1, 2):
         route.finished(str(name))
-    route.assign(ask(5, 3, 1))
+    route.assign(ask(3, 300))
+    assert route.assign(ask(4, LONG, 10, PREFIX)).prompt == 0  # of equal ones the first
 
-    assert route.assign(ask(6, 20, 1, (0,))).prompt == 1
+
+def test_the_next_turn_of_a_conversation_is_computed_where_the_last_was_answered() -> None:
+    """In divided pools: unless it has more new tokens than `split_above_tokens`, or a queue is there."""
+    route = router(SPLIT, "prefix-aware", split_above_tokens=64)
+    route.tells(3, 0.0, HeldReport(1, PREFIX))
+
+    assert route.assign(ask(0, LONG, 10, PREFIX)) == Assignment(3, 3)
+    assert route.assign(ask(1, LONG + 100, 10, PREFIX)).prompt in (0, 1)
+
+
+def test_a_queue_is_long_by_the_time_that_it_takes() -> None:
+    """Without a number of tokens: a machine of 1 ms a token has a long queue at 1340 tokens."""
+    route = Router(SPLIT, POLICIES["splitwise"](Limits(prompt_overflow_tokens=None)))
+    for index in range(4):
+        route.tells(index, 0.001)
+    for name in range(2):
+        route.assign(ask(name, 900))
+
+    assert [route.assign(ask(name, 440)).prompt for name in (2, 3)] == [0, 1]
+    assert route.assign(ask(4, 100)).prompt in (2, 3)
+
+
+@examples(100)
+@given(
+    homes=st.lists(st.sampled_from(ROLES), min_size=1, max_size=5),
+    policy=st.sampled_from(tuple(POLICIES)),
+    asks=st.lists(st.tuples(st.integers(1, 3000), st.integers(0, 12), st.integers(0, 3)), max_size=30),
+)
+def test_a_policy_is_deterministic(homes: list[Role], policy: str, asks: list[tuple[int, int, int]]) -> None:
+    """The same events, the same choices; and what is counted of prefixes is what was asked for."""
+
+    def choices() -> list[Assignment]:
+        route = Router([(home, 5000) for home in homes], POLICIES[policy](Limits(64, 64)))
+        chosen = []
+        for name, (prompt, n_blocks, ended) in enumerate(asks):
+            prefix = tuple(range(min(n_blocks, prompt // BLOCK_TOKENS)))
+            chosen.append(route.assign(ask(name, prompt, 10, prefix)))
+            if ended and name >= ended:
+                route.prompt_done(str(name - ended))
+            route.check()
+        expected = sum(counts.tokens_expected for counts in route.counts)
+        assert 0 <= expected < max(1, sum(prompt for prompt, _, _ in asks))
+        return chosen
+
+    try:
+        assert choices() == choices()
+    except ClusterError:
+        assert "mixed" not in homes
 
 
 @examples(200)
@@ -193,8 +334,8 @@ def test_counts_are_those_of_the_requests_that_are_there(
         if data.draw(st.booleans()):
             route.finished(live.pop(data.draw(st.integers(0, len(live) - 1))))
         route.check()
-    for one in live:
-        route.finished(one)
+    for request_id in live:
+        route.finished(request_id)
     route.check()
     assert route.n_requests == 0
     if route.n_repurposed == 0:

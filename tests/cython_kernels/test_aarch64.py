@@ -16,6 +16,7 @@ import pytest
 
 from phasewise.cython_kernels import _native, packing, sparse
 from phasewise.cython_kernels.blocks import BLOCKS
+from phasewise.cython_kernels.schedules import OF_ONE_INSTRUCTION_SET
 from tests.support.kernels.cross import (
     HERE,
     KERNELS,
@@ -120,7 +121,7 @@ def test_row_operations_and_attention_have_the_bits_of_this_machine(
     operands = [np.int64([n, rows, dim, positions]), x, y, w, q, keys, values]
     run = subprocess.run(
         [EMULATOR, "-cpu", "max", operation_bits, isa],
-        input=b"".join(one.tobytes() for one in operands),
+        input=b"".join(operand.tobytes() for operand in operands),
         capture_output=True,
         check=True,
     )
@@ -131,8 +132,8 @@ def test_row_operations_and_attention_have_the_bits_of_this_machine(
         _native.exponential(x),
         _native.softmax(x),
         _native.capped(x, 30.0),
-        *(_native.activated(one, x, y) for one in _native.ACTIVATIONS),
-        *(_native.gated(one, x, w) for one in _native.GATES),
+        *(_native.activated(activation, x, y) for activation in _native.ACTIVATIONS),
+        *(_native.gated(gate, x, w) for gate in _native.GATES),
         _native.rope(x, y[: n // 2], w[: n // 2]),
     ]
     last = positions - rows + np.arange(rows)
@@ -141,10 +142,10 @@ def test_row_operations_and_attention_have_the_bits_of_this_machine(
         for kv_format in _native.KV_FORMATS
     ]
     got = np.frombuffer(run.stdout, dtype=np.float32)
-    places = np.cumsum([one.size for one in wanted])[:-1]
+    places = np.cumsum([array.size for array in wanted])[:-1]
     differ = [
-        at
-        for at, (a, b) in enumerate(zip(np.split(got, places), wanted, strict=True))
+        index
+        for index, (a, b) in enumerate(zip(np.split(got, places), wanted, strict=True))
         if a.tobytes() != b.tobytes()
     ]
     assert differ == []
@@ -164,7 +165,7 @@ def test_products_have_the_bits_of_this_machine(one_product: str, isa: str, name
     x = rng.standard_normal((9, 512), dtype=np.float32)
     command = [EMULATOR, "-cpu", "max", one_product, isa]
     for path in _native.compute_paths(w.kind, w.group):
-        if path in ("bf16_dot", "bf16_tile", "f16_fma", "int8_tile"):
+        if path in OF_ONE_INSTRUCTION_SET or path == "int8_tile":
             continue
         number = _native.path_names().index(path)
         got = product(command, w, x, Walk(), path=number)
@@ -244,8 +245,8 @@ def test_sparse_storage_changes_no_bit(one_product: str, isa: str, fmt: str) -> 
         x[3, 7] = special
         for walk in (Walk(), Walk(mr=3, panels=2, block_k=96)):
             wanted = product(command, w, x, walk)
-            found = product(command, sparse.to_sparse(w), x, walk)
-            assert np.array_equal(found, wanted, equal_nan=True)
+            products = product(command, sparse.to_sparse(w), x, walk)
+            assert np.array_equal(products, wanted, equal_nan=True)
 
 
 @needs_emulator

@@ -77,10 +77,10 @@ def test_every_usable_instruction_set_has_a_name_of_its_own(family: str) -> None
     names = set()
     for rung in isa.usable():
         with isa.using(rung):
-            found = _native.kernel_abi(family)
-        assert found.startswith(f"{family}-{rung}-")
-        assert not found.endswith("unnamed")
-        names.add(found)
+            abi = _native.kernel_abi(family)
+        assert abi.startswith(f"{family}-{rung}-")
+        assert not abi.endswith("unnamed")
+        names.add(abi)
 
     assert len(names) == len(isa.usable())
     assert names <= set(_native.kernel_abis())

@@ -7,14 +7,17 @@ state that was not given back.
 
 from __future__ import annotations
 
+import itertools
 import os
 import platform
 import subprocess
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from phasewise.cython_kernels import _native, isa, sparse
+from phasewise.cython_kernels import _native, isa, packing, sparse
+from phasewise.cython_kernels.blocks import BLOCKS
 from phasewise.cython_kernels.packing import PackedWeight
 from tests.support.kernels.cross import (
     Product,
@@ -25,10 +28,20 @@ from tests.support.kernels.cross import (
     product,
     product_here,
 )
-from tests.support.kernels.gemm_reference import DENSITIES, FORMATS, Array, make_weight, pruned
+from tests.support.kernels.gemm_reference import (
+    DENSITIES,
+    FORMATS,
+    Array,
+    make_weight,
+    pruned,
+    random_blocks,
+)
 
 TILED = ("bf16", "q8 column")
 INT8_DOT, INT8_TILE = map(_native.path_names().index, ("int8_dot", "int8_tile"))
+BF16_TILE = _native.path_names().index("bf16_tile")
+AS_BF16 = (*(fmt for fmt in FORMATS if fmt not in ("f32", "f16")), "q3_k", "q4_k", "q6_k", "iq4_xs", "mxfp4")
+"""Formats whose weights tiles multiply as bf16."""
 SHAPES = (
     (1, 1, 1, Walk()),
     (17, 33, 3, Walk(panels=2)),
@@ -106,8 +119,84 @@ def test_sparse_storage_changes_no_bit(multiply: Product, fmt: str) -> None:
             x = rng.standard_normal((m, 352), dtype=np.float32)
             x[m // 2, 7] = special
             wanted = multiply(w, x, walk, k_parts=2)
-            found = multiply(sparse.to_sparse(w), x, walk, k_parts=2)
-            assert np.array_equal(found, wanted, equal_nan=True)
+            products = multiply(sparse.to_sparse(w), x, walk, k_parts=2)
+            assert np.array_equal(products, wanted, equal_nan=True)
+
+
+def weight_of(fmt: str, n: int, k: int, rng: np.random.Generator) -> PackedWeight:
+    if fmt in BLOCKS:
+        return packing.pack_blocks(random_blocks(fmt, n, -(-k // 256) * 256, rng))
+    return make_weight(fmt, n, k, rng)
+
+
+def tiny(w: PackedWeight, rng: np.random.Generator) -> PackedWeight:
+    """The weight with values around 2^-126, where its numbers can be so small."""
+    if w.kind == "bf16":
+        rows = rng.standard_normal((w.n, w.k)) * np.exp2(rng.integers(-134, -118, (w.n, w.k)))
+        return packing.pack_dense(rows.astype(np.float32), "bf16")
+    if w.scales is None or w.scales.dtype != np.float32:
+        return w
+    small = np.float32(2.0**-124)
+    return replace(w, scales=w.scales * small, mins=None if w.mins is None else w.mins * small)
+
+
+def rows_of(special: str, m: int, k: int, rng: np.random.Generator) -> Array:
+    x = rng.standard_normal((m, k), dtype=np.float32)
+    if special == "tiny rows":  # half of them subnormal, and products around 2^-126
+        x = (x * np.exp2(rng.integers(-140, -112, (m, k)))).astype(np.float32)
+    if special == "infinities":
+        x[rng.random((m, k)) < 2 / k] = rng.choice([np.inf, -np.inf])
+        x[m // 2] = np.float32(3e38)  # sums overflow
+    return x
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("special", ["plain", "tiny weights", "tiny rows", "infinities"])
+@pytest.mark.parametrize("fmt", AS_BF16)
+def test_vectors_add_as_the_tile_unit_does(program: str, fmt: str, special: str) -> None:
+    """Bit for bit, by every instruction set that has the path: for any k, and any walk."""
+    rng = np.random.default_rng(7)
+    walks = (Walk(mr=1, panels=4), Walk(mr=6, panels=2, block_k=96), Walk(mr=12, block_m=5, block_n=32))
+    names = [name for name in isa.usable() if has_path(name, "bf16_even_odd")]
+    if not names:
+        pytest.skip("this CPU has no arithmetic of tiles in vectors")
+    for n, k, m in ((1, 1, 1), (17, 33, 3), (40, 352, 2), (75, 577, 13)):
+        w = weight_of(fmt, n, k, rng)
+        if special == "tiny weights":
+            w = tiny(w, rng)
+        x = rows_of(special, m, w.k, rng)
+        for k_parts in (1, 2):
+            wanted = product([program, "amx"], w, x, Walk(mr=32, panels=2), BF16_TILE, k_parts)
+            for name, walk in itertools.product(names, walks):
+                got = product_here(name, w, x, walk, "bf16_even_odd", k_parts)
+                assert np.array_equal(bits(got), bits(wanted)), (name, k, walk)
+
+
+@pytest.mark.slow
+def test_a_sum_is_tiny_where_its_rounding_to_24_bits_is(program: str) -> None:
+    """2^-126 (1 - 0.75 2^-24) is rounded to 2^-126 in the bits of a subnormal, and is none: both say zero."""
+    x = np.zeros((1, 32), np.float32)
+    row = np.zeros((1, 32), np.float32)
+    x[0, [0, 2]] = 2.0**-63, 2.0**-75
+    row[0, [0, 2]] = 2.0**-63, -1.5 * 2.0**-76
+    w = packing.pack_dense(row, "bf16")
+
+    wanted = product([program, "amx"], w, x, Walk(), BF16_TILE)
+
+    assert wanted[0, 0] == 0
+    for name in isa.usable():
+        if has_path(name, "bf16_even_odd"):
+            assert np.array_equal(product_here(name, w, x, Walk(), "bf16_even_odd"), wanted)
+
+
+def has_path(name: str, path: str) -> bool:
+    with isa.using(name):
+        return path in _native.compute_paths("bf16")
+
+
+def bits(y: Array) -> Array:
+    """As integers, so that zeros have signs; one NaN is any other."""
+    return np.where(np.isnan(y), np.float32(np.nan), y).view(np.int32)
 
 
 @pytest.mark.slow

@@ -52,10 +52,10 @@ def test_a_bit_that_differs_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one operation, on one of two instruction sets."""
 
     def changed() -> list[tuple[str, np.ndarray]]:
-        found = list(results())
+        computed = list(results())
         if isa.active() == "portable":
-            found[3] = found[3][0], np.nextafter(found[3][1], np.float32(9))
-        return found
+            computed[3] = computed[3][0], np.nextafter(computed[3][1], np.float32(9))
+        return computed
 
     monkeypatch.setattr("tests.support.isa_operations.results", changed)
     lowest, *_, highest = ["portable", *isa.usable()]

@@ -82,7 +82,7 @@ def quantised(rows: np.ndarray, most: float = 127) -> tuple[np.ndarray, np.ndarr
 
 def quantised_groups(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Codes up to 15, and the scale and minimum of each: the float32 steps of families/attention.c."""
-    found: list[list[np.ndarray]] = [[], [], []]
+    parts: list[list[np.ndarray]] = [[], [], []]
     for start in range(0, rows.shape[1], 32):
         group = rows[:, start : start + 32]
         least = rounded_to_bf16(group.min(axis=1, keepdims=True), downwards=True)
@@ -91,9 +91,9 @@ def quantised_groups(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarr
         with np.errstate(divide="ignore", invalid="ignore"):
             codes = np.rint((group - least) * (np.float32(1) / scale))
         codes = np.where(scale > 0, np.minimum(codes, 15), 0)
-        for into, array in zip(found, (codes, scale, least), strict=True):
+        for into, array in zip(parts, (codes, scale, least), strict=True):
             into.append(np.broadcast_to(array, group.shape).astype(np.float32))
-    codes, scales, least = (np.concatenate(arrays, axis=1) for arrays in found)
+    codes, scales, least = (np.concatenate(arrays, axis=1) for arrays in parts)
     return codes, scales, least
 
 

@@ -43,7 +43,7 @@ def test_a_power_is_correctly_rounded(base: float, numerator: int, denominator: 
 def test_known_bits() -> None:
     """Of another libm, numpy or CPU they would be these too."""
     frequencies = np.array([power(500000.0, -pair, 128) for pair in range(0, 128, 2)])
-    logarithms = np.array([logarithm(1.0 + 7.0 * at) for at in range(64)])
+    logarithms = np.array([logarithm(1.0 + 7.0 * index) for index in range(64)])
 
-    assert [float(frequencies[at]).hex() for at in (1, 31, 63)] == FREQUENCIES
-    assert [float(logarithms[at]).hex() for at in (1, 31, 63)] == LOGARITHMS
+    assert [float(frequencies[index]).hex() for index in (1, 31, 63)] == FREQUENCIES
+    assert [float(logarithms[index]).hex() for index in (1, 31, 63)] == LOGARITHMS

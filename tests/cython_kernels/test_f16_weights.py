@@ -25,9 +25,9 @@ def test_every_number_is_itself(name: str) -> None:
     """Subnormal ones and both zeros included, in panels and in a product with 1."""
     matrix = EVERY_FINITE.reshape(-1, 31)
     half, _ = both_kinds(matrix)
-    one = np.eye(31, dtype=np.float32)
+    identity = np.eye(31, dtype=np.float32)
     with isa.using(name):
-        products = _native.gemm(one, half).T
+        products = _native.gemm(identity, half).T
 
     assert half.values.nbytes == 2 * packing.padded_n(half.n) * packing.padded_k(half.k)
     assert np.array_equal(packing.unpack(half).view(np.uint32), matrix.astype(np.float32).view(np.uint32))

@@ -130,10 +130,10 @@ def test_large_exponents_are_scaled_alike_by_few_rows_and_by_many(name: str) -> 
     x = np.full((40, 256), 2.0**-60, np.float32)
 
     with isa.using(name):
-        many, one = _native.gemm(x, weight), _native.gemm(x[:1], weight)
+        many, single = _native.gemm(x, weight), _native.gemm(x[:1], weight)
 
-    assert np.isfinite(one).all()
-    assert np.array_equal(many, np.repeat(one, 40, axis=0))
+    assert np.isfinite(single).all()
+    assert np.array_equal(many, np.repeat(single, 40, axis=0))
 
 
 @pytest.mark.parametrize("name", isa.usable())

@@ -133,10 +133,10 @@ LONG = {"mixed 3", "reduce 2 ring rank-shifted", "reduce 2 master-copies ring"}
     "walk", [pytest.param(walk, marks=pytest.mark.slow) if walk in LONG else walk for walk in WALKS]
 )
 def test_no_interleaving_breaks(model: Path, walk: str) -> None:
-    found = walked(model, walk)
+    run = walked(model, walk)
 
-    assert found.returncode == 0, found.stdout
-    assert int(found.stdout.split()[0]) > 10  # it has been somewhere
+    assert run.returncode == 0, run.stdout
+    assert int(run.stdout.split()[0]) > 10  # it has been somewhere
 
 
 @pytest.mark.many
@@ -146,6 +146,6 @@ def test_what_is_broken_is_found(mutant: str, tmp_path: Path) -> None:
     text = (KERNELS / name).read_text()
     assert text.count(sound) == 1
 
-    found = walked(built(tmp_path, {name: text.replace(sound, broken)}), walk)
+    run = walked(built(tmp_path, {name: text.replace(sound, broken)}), walk)
 
-    assert found.returncode == 1, f"the walk found nothing wrong: {found.stdout}"
+    assert run.returncode == 1, f"the walk found nothing wrong: {run.stdout}"

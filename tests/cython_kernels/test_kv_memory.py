@@ -50,6 +50,48 @@ def test_every_slot_arrives_by_both_ways_and_no_other_byte_changes(kv_format: st
     assert not copied[:OFFSET].any()
 
 
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
+@pytest.mark.parametrize(("given", "taken"), [((), (3, 1)), ((1, 2), ()), ((2, 1), (1, 3))], ids=str)
+def test_memories_that_keep_copies_of_heads_take_all_of_them(
+    kv_format: str, given: tuple[int, ...], taken: tuple[int, ...]
+) -> None:
+    """As ranks do that share heads: the first copy is given, every one is taken, and no more is changed."""
+
+    def kept(copies: tuple[int, ...], seed: int | None) -> tuple[np.ndarray, KvMemory]:
+        n_bytes = LAYERS * sum(copies or (1,) * HEADS) * SLOTS * kv_slot_bytes(kv_format, DIM)
+        raw = np.zeros(n_bytes + 64, np.uint8)
+        if seed is not None:
+            raw[:] = np.random.default_rng(seed).integers(1, 255, raw.size)
+        return raw, KvMemory(raw, 0, LAYERS, HEADS, DIM, SLOTS, kv_format, copies=copies)
+
+    def heads(raw: np.ndarray, copies: tuple[int, ...]) -> list[list[np.ndarray]]:
+        """Of each layer and KV head its copies."""
+        counts = [*(copies or (1,) * HEADS)] * LAYERS
+        every = np.split(raw[:-64], sum(counts))
+        return [[every.pop(0) for _ in range(count)] for count in counts]
+
+    source_raw, source = kept(given, 1)
+    copied_raw, copied = kept(taken, None)
+    wired_raw, wired = kept(taken, None)
+    for layer in range(LAYERS):
+        source.copy_to(copied, layer, 0, 0, SLOTS)
+        wire = bytearray(source.wire_bytes(SLOTS))
+        source.read(layer, 0, SLOTS, wire)
+        wired.write(layer, 0, SLOTS, bytes(wire))
+
+    assert np.array_equal(copied_raw, wired_raw)
+    assert not copied_raw[-64:].any()
+    for own, theirs in zip(heads(source_raw, given), heads(copied_raw, taken), strict=True):
+        for copy in theirs:
+            assert np.array_equal(copy, own[0])
+
+
+@pytest.mark.parametrize("copies", [(1,), (0, 1), (1, 1, 1), (1, 300)], ids=str)
+def test_copies_that_cannot_be_are_refused(copies: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="of 2 KV heads: 1 to 256 of each"):
+        KvMemory(mmap.mmap(-1, 1 << 20), 0, LAYERS, HEADS, DIM, SLOTS, "f16", copies=copies)
+
+
 def test_slots_may_lie_elsewhere_in_the_other_memory() -> None:
     _, source = memory("f16", 1)
     _, target = memory("f16", None)
@@ -100,3 +142,65 @@ def test_a_wrong_number_of_bytes_and_another_shape_are_refused() -> None:
         KvMemory(mmap.mmap(-1, 1 << 20), 0, LAYERS, HEADS, DIM, SLOTS, "int8", latent=True)
     with pytest.raises(ValueError, match="keys and values of"):
         KvMemory(mmap.mmap(-1, 4096), 0, LAYERS, HEADS, DIM, SLOTS, "f32")
+
+
+STATE, PLACES = 192, 3
+
+
+def with_states(seed: int | None) -> tuple[np.ndarray, KvMemory]:
+    """Keys and values, and states on a page behind them."""
+    n_kv = LAYERS * HEADS * SLOTS * kv_slot_bytes("f16", DIM, False)
+    raw = np.zeros(OFFSET + -(-n_kv // 4096) * 4096 + PLACES * STATE, np.uint8)
+    if seed is not None:
+        raw[:] = np.random.default_rng(seed).integers(1, 255, raw.size)
+    kept = KvMemory(raw, OFFSET, LAYERS, HEADS, DIM, SLOTS, "f16", state_bytes=STATE, state_places=PLACES)
+    return raw, kept
+
+
+def test_states_arrive_by_both_ways_in_parts_and_no_other_byte_changes() -> None:
+    given, source = with_states(1)
+    copied, direct = with_states(None)
+    sent, wired = with_states(None)
+    for from_place, to_place in ((0, 2), (1, 0), (2, 1)):
+        for begin, n_bytes in ((0, 100), (100, 92)):
+            source.copy_state_to(direct, from_place, to_place, begin, n_bytes)
+            part = bytearray(n_bytes)
+            source.read_state(from_place, begin, part)
+            wired.write_state(to_place, begin, bytes(part))
+
+    states = given[-PLACES * STATE :].reshape(PLACES, STATE)
+    for raw in (copied, sent):
+        assert np.array_equal(raw[-PLACES * STATE :].reshape(PLACES, STATE), states[[1, 2, 0]])
+        assert not raw[: -PLACES * STATE].any()
+
+
+@pytest.mark.parametrize(
+    ("place", "begin", "n_bytes"),
+    [(PLACES, 0, 8), (-1, 0, 8), (0, 185, 8), (0, -1, 8), (0, 0, 193), (0, 0, 0)],
+)
+def test_what_lies_outside_of_states_is_refused(place: int, begin: int, n_bytes: int) -> None:
+    before, kept = with_states(1)
+    own = before.copy()
+
+    with pytest.raises(ValueError, match="state"):
+        kept.write_state(place, begin, bytes(n_bytes))
+    with pytest.raises(ValueError, match="state"):
+        kept.read_state(place, begin, bytearray(n_bytes))
+    with pytest.raises(ValueError, match="state"):
+        kept.copy_state_to(kept, place, 0, begin, n_bytes)
+
+    assert np.array_equal(before, own)
+
+
+def test_states_of_other_sizes_and_memory_without_room_are_refused() -> None:
+    raw, kept = with_states(1)
+    _, none = memory("f16", 1)
+
+    with pytest.raises(ValueError, match="states of 192 and 0 bytes"):
+        kept.copy_state_to(none, 0, 0, 0, 8)
+    with pytest.raises(ValueError, match="state 0 of 0"):
+        none.read_state(0, 0, bytearray(8))
+    with pytest.raises(ValueError, match="4 states of 192 bytes behind"):
+        KvMemory(raw, OFFSET, LAYERS, HEADS, DIM, SLOTS, "f16", state_bytes=STATE, state_places=4)
+    with pytest.raises(ValueError, match="places for states of 100 bytes"):
+        KvMemory(raw, OFFSET, LAYERS, HEADS, DIM, SLOTS, "f16", state_bytes=100, state_places=1)

@@ -80,11 +80,17 @@ def test_products_by_head_equal_float64(count: int, k: int, n: int, step: int, n
     for isa_name in isas():
         with isa.using(isa_name):
             program = opened(rows, outputs=count * n)
-            at = n_rows * count * step
+            out = n_rows * count * step
             program.heads(
-                packing.pack_dense(weights.reshape(-1, k), "f32"), count, 0, count * step, at, count * n, step
+                packing.pack_dense(weights.reshape(-1, k), "f32"),
+                count,
+                0,
+                count * step,
+                out,
+                count * n,
+                step,
             )
-            program.seal(at)
+            program.seal(out)
             got = run(program, [piece(range(n_rows))]).reshape(n_rows, count, n)
 
             assert (np.abs(got - want) <= bound).all(), isa_name
@@ -94,7 +100,13 @@ class Latent:
     """Rows of a stream that hold all that attention over latent vectors reads."""
 
     def __init__(self, heads: int, latent: int, turned: int, keys: int, n: int) -> None:
-        self.heads, self.latent, self.turned, self.step, self.at = heads, latent, turned, keys + turned, keys
+        self.heads, self.latent, self.turned, self.step, self.turned_from = (
+            heads,
+            latent,
+            turned,
+            keys + turned,
+            keys,
+        )
         self.queries = heads * latent
         self.vectors = self.queries + heads * self.step
         self.width = self.vectors + latent + turned
@@ -108,13 +120,13 @@ class Latent:
             self.rows, kv_format, n_heads=self.heads, head_dim=self.latent + self.turned,
             latent=self.latent, outputs=out,
         )  # fmt: skip
-        at = len(self.rows) * self.width
-        queries = (self.queries, self.width, self.step, self.at)
+        out_start = len(self.rows) * self.width
+        queries = (self.queries, self.width, self.step, self.turned_from)
         program.attend_latent(
             0,
             0,
             self.width,
-            at,
+            out_start,
             out,
             queries,
             (self.vectors, self.width),
@@ -123,7 +135,7 @@ class Latent:
             self.scale,
             cap=cap,
         )
-        program.seal(at)
+        program.seal(out_start)
         return program
 
     def expected(self, cap: float) -> Array:
@@ -135,7 +147,7 @@ class Latent:
         keys = np.concatenate([vectors, _turn(x[:, self.vectors + self.latent :], angles)], axis=1)
         out = []
         for head in range(self.heads):
-            first = self.queries + head * self.step + self.at
+            first = self.queries + head * self.step + self.turned_from
             own = x[:, head * self.latent : (head + 1) * self.latent]
             query = np.concatenate([own, _turn(x[:, first : first + self.turned], angles)], axis=1)
             scores = query @ keys.T * self.scale
@@ -178,7 +190,7 @@ def test_latent_rows_have_the_same_bits_however_they_come(
 ) -> None:
     """At once, cut, one by one beside another sequence, on every instruction set."""
     n = 135
-    case, found = Latent(heads, latent, turned, keys, n), {}
+    case, bits = Latent(heads, latent, turned, keys, n), {}
     for isa_name in isas():
         with isa.using(isa_name):
             whole = run(case.program("f16"), [piece(range(n))])
@@ -189,9 +201,9 @@ def test_latent_rows_have_the_same_bits_however_they_come(
                 both = run(program, [piece(range(i, i + 1), i), piece(range(4, 5), i - 127, 256)])
                 cut.append(both[:1])
             assert (np.concatenate(cut) == whole).all(), isa_name
-            found[isa_name] = whole.tobytes()
+            bits[isa_name] = whole.tobytes()
 
-    assert len(set(found.values())) == 1
+    assert len(set(bits.values())) == 1
 
 
 @pytest.mark.parametrize("kv_format", STORED)

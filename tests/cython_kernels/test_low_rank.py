@@ -43,7 +43,7 @@ def test_sums_keep_their_bound_and_are_the_same_everywhere(n: int, rank: int, ki
     exact[rows] += delta
     bound = np.zeros_like(exact)
     bound[rows] = rank * U / (1 - rank * U) * size + U * (np.abs(exact[rows]) + size)
-    found = []
+    bits = []
     for name in isas():
         with isa.using(name):
             y = before.copy()
@@ -55,8 +55,8 @@ def test_sums_keep_their_bound_and_are_the_same_everywhere(n: int, rank: int, ki
 
         assert (np.abs(y - exact) <= bound).all()
         assert y.tobytes() == alone.tobytes()
-        found.append(y.tobytes())
-    assert len(set(found)) == 1
+        bits.append(y.tobytes())
+    assert len(set(bits)) == 1
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -35,8 +35,8 @@ def of_module() -> Iterator[tuple[str, Any]]:
 
 def parameters(function: Callable[..., Any]) -> list[str]:
     """`name`, or `name=` where there is a default; without self."""
-    found = inspect.signature(function).parameters.values()
-    return [f"{p.name}=" if p.default is not p.empty else p.name for p in found if p.name != "self"]
+    declared = inspect.signature(function).parameters.values()
+    return [f"{p.name}=" if p.default is not p.empty else p.name for p in declared if p.name != "self"]
 
 
 def stub_parameters(function: ast.FunctionDef) -> list[str]:
@@ -85,12 +85,12 @@ def test_classes_have_what_the_stub_says() -> None:
 def test_classes_are_made_from_what_the_stub_says(name: str) -> None:
     """By the sources: Python cannot ask an extension class for the parameters of `__cinit__`."""
     sources = "\n".join(path.read_text() for path in sorted(KERNELS.glob("doors/*.pxi")))
-    found = re.search(
+    match = re.search(
         rf"^cdef class {name}\b.*?^    def __cinit__\(self, (.*?)\):", sources, re.DOTALL | re.MULTILINE
     )
-    assert found is not None
+    assert match is not None
     written = [
-        re.sub(r"\s*=.*", "=", part.strip(), flags=re.DOTALL).split()[-1] for part in found[1].split(",")
+        re.sub(r"\s*=.*", "=", part.strip(), flags=re.DOTALL).split()[-1] for part in match[1].split(",")
     ]
 
     assert written == stub_parameters(methods(CLASSES[name])["__init__"])

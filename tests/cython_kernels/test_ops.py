@@ -98,7 +98,7 @@ def test_layernorm_keeps_its_bound(scale: float, shift: float) -> None:
 
 
 def erf(x: np.ndarray) -> np.ndarray:
-    return np.array([math.erf(one) for one in x])
+    return np.array([math.erf(number) for number in x])
 
 
 def test_gelu_keeps_its_bound_over_the_whole_range() -> None:

@@ -84,7 +84,7 @@ def test_columns_of_a_weight_are_its_rows(kind: Any) -> None:
 @pytest.mark.parametrize(
     ("teams", "rank", "patience_s", "says"),
     [
-        (((1, 1),), 0, 1.0, "for each of 2 tables"),
+        (((1, 1),) * 6, 0, 1.0, "for each of at most 5 tables"),
         (((), ()), 0, 1.0, "1 to 256 ranks"),
         (((1,), (1,) * 257), 0, 1.0, "1 to 256 ranks"),
         (TWO_RANKS, 2, 1.0, "rank 2 of teams"),
@@ -211,9 +211,11 @@ def test_stop_reaches_a_rank_that_serves_later() -> None:
 
 
 def test_keys_and_values_of_a_head_lie_in_the_shared_memory() -> None:
+    """Two ranks share the only KV head, and each has a copy."""
     first, _ = sealed()
 
     offset, size = first.kv_span(0, 0)
 
-    assert 0 < offset <= first.shared_bytes() - size
-    assert size == first.kv_bytes()
+    assert 0 < offset <= first.shared_bytes() - 2 * size
+    assert first.kv_span(0, 0, 1) == (offset + size, size)
+    assert 2 * size == first.kv_bytes()

@@ -48,9 +48,9 @@ def opened(width: int, rows: Array) -> Program:
     return program
 
 
-def computed(program: Program, at: int) -> Array:
+def computed(program: Program, offset: int) -> Array:
     """The rows at an offset of the arena, after a step of all tokens."""
-    program.seal(at)
+    program.seal(offset)
     ids = list(range(N_TOKENS))
     piece = SimpleNamespace(
         token_ids=ids,
@@ -115,34 +115,44 @@ MIXTURES = [
 
 @pytest.mark.parametrize("mixture", MIXTURES, ids=str)
 @pytest.mark.parametrize("biased", [False, True])
-def test_routed_experts_equal_float64(mixture: Mixture, biased: bool) -> None:
-    """Router, gathered products of the chosen experts, gate and weighted sum, in float32."""
+@pytest.mark.parametrize("alone", [False, True])
+def test_routed_experts_equal_float64(mixture: Mixture, biased: bool, alone: bool) -> None:
+    """Router, gathered products of the chosen experts, gate and weighted sum, in float32.
+
+    alone: experts have factors of their own, and their sum takes the place of the row.
+    """
     width, ffn, count, chosen = 32, 16, mixture.count, mixture.chosen
     bias = drawn(7, count) if biased else None
+    factors = drawn(8, count) if alone else None
     rows = drawn(3, N_TOKENS, width)
     router, up, down = drawn(4, count, width), drawn(5, count, 2 * ffn, width), drawn(6, count, width, ffn)
-    want = rows.astype(np.float64) + _mixture(rows, router, up, down, mixture, bias)
+    want = _mixture(rows, router, up, down, mixture, (bias, factors)) + (0 if alone else rows)
     for isa_name in isas():
         with isa.using(isa_name):
             program = opened(width, rows)
-            stride, at = 64, N_TOKENS * width
-            scores, pairs = (at, stride), (at + N_TOKENS * stride, stride)
+            stride, start = 64, N_TOKENS * width
+            scores, pairs = (start, stride), (start + N_TOKENS * stride, stride)
             given = pairs[0] + N_TOKENS * chosen * stride, stride
             program.linear([(packing.pack_dense(router, "f32"), 0)], "rows", 0, width, *scores)
-            program.route(mixture, *scores, choice_bias=bias)
-            stacks = [packing.pack_dense(one.reshape(-1, one.shape[2]), "f32") for one in (up, down)]
+            program.route(mixture, *scores, choice_bias=bias, factors=factors)
+            stacks = [packing.pack_dense(stack.reshape(-1, stack.shape[2]), "f32") for stack in (up, down)]
             program.experts(mixture, stacks[0], "rows", 0, width, *pairs)
             program.experts(mixture, stacks[1], "gate", *pairs, *given)
-            program.combine(mixture, width, *given, 0, width)
+            program.combine(mixture, width, *given, 0, width, add=not alone)
             got = computed(program, 0)
             assert np.abs(got - want).max() <= 1e-5 * np.abs(want).max(), isa_name
 
 
 def _mixture(
-    rows: Array, router: Array, up: Array, down: Array, mixture: Mixture, bias: Array | None
+    rows: Array,
+    router: Array,
+    up: Array,
+    down: Array,
+    mixture: Mixture,
+    of_experts: tuple[Array | None, Array | None],
 ) -> Array:
-    """From the definition, one row and one expert at a time, in float64."""
-    x = rows.astype(np.float64)
+    """From the definition, one row and one expert at a time, in float64. of_experts: biases, factors."""
+    x, (bias, factors) = rows.astype(np.float64), of_experts
     out = np.zeros_like(x)
     for i, row in enumerate(x):
         logits = router.astype(np.float64) @ row
@@ -152,6 +162,7 @@ def _mixture(
         weights = scores[best] * mixture.scale
         if mixture.normalised:
             weights /= scores[best].sum()
+        weights = weights if factors is None else weights * factors[best]
         for weight, expert in zip(weights, best, strict=True):
             gate, value = np.split(up[expert].astype(np.float64) @ row, 2)
             out[i] += weight * (down[expert].astype(np.float64) @ (gate / (1 + np.exp(-gate)) * value))

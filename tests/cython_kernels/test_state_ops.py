@@ -24,6 +24,15 @@ class Shape:
     key_dim: int = 13
     value_dim: int = 21
     erases: bool = True
+    by_key: bool = False
+
+    @property
+    def decays(self) -> int:
+        return self.heads * (self.key_dim if self.by_key else 1)
+
+    @property
+    def n_gates(self) -> int:
+        return 2 * self.heads + (self.decays if self.by_key else 0)
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -52,7 +61,10 @@ def _convolution(table: np.ndarray, taps: np.ndarray, *, gates_rows: bool, silu:
 
 
 RATES = np.linspace(-2.0, -0.05, 6).astype(np.float32)
-OFFSETS = np.linspace(-3.0, 2.0, 6).astype(np.float32)
+
+
+def _offsets(shape: Shape) -> np.ndarray:
+    return np.linspace(-3.0, 2.0, shape.decays).astype(np.float32)
 
 
 def _recurrence(table: np.ndarray, shape: Shape, team: int = 1) -> native.Program:
@@ -60,13 +72,22 @@ def _recurrence(table: np.ndarray, shape: Shape, team: int = 1) -> native.Progra
     width, (keys, values) = table.shape[1], shape.widths
     program = _program(width, values, team)
     program.embed(packing.pack_dense(table, "f32"), 0, width)
-    gates, out = ROWS * width, ROWS * (width + 2 * shape.heads)
-    at = 2 * keys + values
+    gates, out = ROWS * width, ROWS * (width + shape.n_gates)
+    offset = 2 * keys + values
     normalised = (0, width, 0, keys) if shape.erases else None
     program.state_gates(
-        shape, at, width, gates, 2 * shape.heads, RATES, OFFSETS, (0.001, 5.0), normalised=normalised
+        shape,
+        offset,
+        width,
+        gates,
+        shape.n_gates,
+        RATES,
+        _offsets(shape),
+        (0.001, 5.0),
+        normalised=normalised,
+        factor_at=shape.decays if shape.by_key else None,
     )
-    program.recur(shape, 0, width, out, values, (gates, 2 * shape.heads), (0, keys, 2 * keys))
+    program.recur(shape, 0, width, out, values, (gates, shape.n_gates), (0, keys, 2 * keys))
     program.seal(out)
     return program
 
@@ -98,48 +119,52 @@ def test_a_convolution_is_that_of_float64(gates_rows: bool) -> None:
     bound = (n_taps + 3) * U * (np.abs(windows * taps.T[:, None]).sum(0) * np.abs(gate))
     for name in isas():
         with isa.using(name):
-            found = _run(
+            computed = _run(
                 _convolution(table, taps, gates_rows=gates_rows, silu=False),
                 tokens,
                 [3, 4],
                 native.Team(None, 1),
             )
-        assert (np.abs(found - expected) <= bound).all(), name
+        assert (np.abs(computed - expected) <= bound).all(), name
 
 
 def _reference(table: np.ndarray, tokens: list[int], shape: Shape) -> np.ndarray:
     keys, values = shape.widths
     rows, state = [], np.zeros((shape.heads, shape.key_dim, shape.value_dim))
     for row in table[tokens].astype(np.float64):
-        q, k = (row[at : at + keys].reshape(shape.groups, -1) for at in (0, keys))
+        q, k = (row[start : start + keys].reshape(shape.groups, -1) for start in (0, keys))
         v, rest = row[2 * keys : 2 * keys + values].reshape(shape.heads, -1), row[2 * keys + values :]
         if shape.erases:
             q, k = (x / np.sqrt((x * x).sum(1, keepdims=True) + 1e-6) for x in (q, k))
             q = q / np.sqrt(shape.key_dim)
         q, k = (np.repeat(x, shape.heads // shape.groups, axis=0) for x in (q, k))
-        step = np.clip(np.logaddexp(0, rest[-shape.heads :] + OFFSETS), 0.001, 5.0)
-        factor = 1 / (1 + np.exp(-rest[: shape.heads])) if shape.erases else step
-        state = state * np.exp(RATES * step)[:, None, None]
+        factors, times = rest[: shape.heads], rest[-shape.heads :]
+        if shape.by_key:
+            times, factors = rest[: shape.decays], rest[shape.decays :]
+        step = np.clip(np.logaddexp(0, times + _offsets(shape)), 0.001, 5.0).reshape(shape.heads, -1)
+        factor = 1 / (1 + np.exp(-factors)) if shape.erases else step[:, 0]
+        state = state * np.exp(RATES[:, None] * step)[:, :, None]
         kept = np.einsum("hkv,hk->hv", state, k) if shape.erases else 0
         state = state + k[:, :, None] * ((v - kept) * factor[:, None])[:, None]
         rows.append(np.einsum("hkv,hk->hv", state, q).reshape(-1))
     return np.stack(rows)
 
 
-@pytest.mark.parametrize("erases", [True, False])
-def test_a_recurrence_is_that_of_float64_and_has_the_same_bits_however_it_is_cut(erases: bool) -> None:
-    shape, tokens = Shape(erases=erases), [int(t) for t in np.random.default_rng(3).integers(0, VOCAB, 40)]
+@pytest.mark.parametrize("shape", [Shape(), Shape(erases=False), Shape(by_key=True)])
+def test_a_recurrence_is_that_of_float64_and_has_the_same_bits_however_it_is_cut(shape: Shape) -> None:
+    """Rows one by one, and as many as pass a state together, and one more."""
+    tokens = [int(t) for t in np.random.default_rng(3).integers(0, VOCAB, 40)]
     keys, values = shape.widths
-    table = _table(2 * keys + values + (2 if erases else 1) * shape.heads, 4)
+    table = _table(2 * keys + values + shape.decays + (shape.heads if shape.erases else 0), 4)
     expected, bits = _reference(table, tokens, shape), set()
     # Every step adds (key_dim / 4 + 6) u of the largest state, and so does what is read of it.
     bound = len(tokens) * (shape.key_dim / 4 + 12) * U * np.abs(expected).max() * shape.key_dim
     for name in isas():
         with isa.using(name):
             for size, cuts in ((1, []), (1, list(range(1, 40))), (3, [7, 8, 30])):
-                found = _run(_recurrence(table, shape, size), tokens, cuts, native.Team(None, size))
-                assert np.abs(found - expected).max() <= bound, name
-                bits.add(found.tobytes())
+                computed = _run(_recurrence(table, shape, size), tokens, cuts, native.Team(None, size))
+                assert np.abs(computed - expected).max() <= bound, name
+                bits.add(computed.tobytes())
 
     assert len(bits) == 1
 

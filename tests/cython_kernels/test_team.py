@@ -9,9 +9,12 @@ import threading
 import time
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from phasewise.cython_kernels._native import Team
 from phasewise.cython_kernels.errors import TeamError
+from tests.support.tiers import examples
 
 ALLOWED = sorted(os.sched_getaffinity(0))
 
@@ -31,6 +34,25 @@ def test_a_team_beyond_the_cores_still_finishes() -> None:
 
     assert team.barriers(20) == 0
     team.close()
+
+
+@examples(25)
+@given(
+    places=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=9),
+    rounds=st.integers(1, 6),
+)
+def test_members_meet_wherever_they_run(places: list[tuple[int, int]], rounds: int) -> None:
+    """By L3, node and machine: of each node one arrival comes to where the nodes meet."""
+    team = Team(None, members=len(places), idle_spin_us=0, places=places)
+    assert team.barriers(rounds) == 0
+    n_barriers = 2 * rounds + 1 if len(places) > 1 else 0
+    assert (team.passed, team.crossings) == (n_barriers, len({node for _, node in places}) - 1)
+    team.close()
+
+
+def test_a_place_for_each_member_is_needed() -> None:
+    with pytest.raises(ValueError, match="1 places for 2 members"):
+        Team(None, members=2, places=[(0, 0)])
 
 
 def test_members_run_on_the_cores_of_the_plan() -> None:
@@ -58,6 +80,39 @@ def test_a_member_that_was_moved_is_noticed() -> None:
     assert team.misplaced() > 0
     assert team.observed_cpus() == (ALLOWED[0], ALLOWED[0])
     team.close()
+
+
+CORE_GONE = """
+import ctypes, os, platform, struct
+from phasewise.cython_kernels._native import Team
+
+team = Team([{core}])
+number = {{"x86_64": 203, "aarch64": 122}}[platform.machine()]
+rules = [(0x20, 0, 0, 0), (0x15, 0, 1, number), (0x06, 0, 0, 0x00050000 | 22), (0x06, 0, 0, 0x7FFF0000)]
+code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *rule) for rule in rules))
+program = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(rules), ctypes.addressof(code)))
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, program, 0, 0) == 0
+try:
+    os.sched_setaffinity(0, [{core}])
+except OSError as error:
+    print(error.errno)
+print(team.barriers(50), team.observed_cpus()[0] >= 0)
+team.close()
+"""
+
+
+def test_a_team_goes_on_where_its_core_is_gone() -> None:
+    """As the kernel answers once a CPU is offline or out of the cpuset: the caller cannot be pinned to it."""
+    done = subprocess.run(
+        [sys.executable, "-c", CORE_GONE.format(core=ALLOWED[0])],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+    assert (done.stdout.split(), done.stderr) == (["22", "0", "True"], "")
 
 
 def test_the_caller_gets_its_affinity_back_after_the_last_team() -> None:

@@ -13,11 +13,11 @@ LAYERS = ("division", "program", "run", "attend", "executor", "orders")
 
 def units() -> dict[str, set[str]]:
     """Each unit, a .c and a .h of one name, with the units whose headers it includes."""
-    found: dict[str, set[str]] = {}
+    included: dict[str, set[str]] = {}
     for path in KERNELS.rglob("*.[ch]"):
         if path.name != "_native.c" and not {"families", "isa", "simd"} & set(path.parts):
-            found.setdefault(path.stem, set()).update(set(INCLUDE.findall(path.read_text())) - {path.stem})
-    return found
+            included.setdefault(path.stem, set()).update(set(INCLUDE.findall(path.read_text())) - {path.stem})
+    return included
 
 
 def test_units_form_no_circle() -> None:

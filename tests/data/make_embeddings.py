@@ -56,7 +56,7 @@ def plain_vectors(name: str) -> np.ndarray:
     case, weights, tokenizer = CASES[name], encoder_weights(name), tokenizer_of(name)
     tokenizer.no_padding()
     tokenizer.enable_truncation(case.max_tokens)
-    found = []
+    vectors = []
     for text in case.texts:
         rows = _rows(
             name,
@@ -64,8 +64,8 @@ def plain_vectors(name: str) -> np.ndarray:
             tokenizer.encode(text).ids,
         )
         vector = rows[0] if case.pooling == "cls" else rows.mean(axis=0)
-        found.append(vector / np.linalg.norm(vector))
-    return np.array(found, np.float32)
+        vectors.append(vector / np.linalg.norm(vector))
+    return np.array(vectors, np.float32)
 
 
 def _rows(name: str, weights: Arrays, ids: list[int]) -> np.ndarray:
@@ -103,7 +103,7 @@ def _rows(name: str, weights: Arrays, ids: list[int]) -> np.ndarray:
         else:
             parts = np.split(linear(h, f"{stem}.attention.qkv_proj"), 3, axis=-1)
             names = ("attention.o_proj", "attn_ln", "mlp.up_gate_proj", "mlp.down_proj", "mlp_ln")
-        out, out_norm, into, down, last_norm = (f"{stem}.{one}" for one in names)
+        out, out_norm, into, down, last_norm = (f"{stem}.{name}" for name in names)
         q, k, v = (part.reshape(n, heads, dim).swapaxes(0, 1) for part in parts)
         if not is_jina:
             q, k = _turned(q, fields), _turned(k, fields)
@@ -122,7 +122,7 @@ def _slopes(heads: int) -> np.ndarray:
     """Of ALiBi, by its authors' rule."""
 
     def of_power(n: int) -> list[float]:
-        return [2 ** (-8 / n * (at + 1)) for at in range(n)]
+        return [2 ** (-8 / n * (head + 1)) for head in range(n)]
 
     lower = 2 ** math.floor(math.log2(heads))
     return np.array(of_power(lower) + of_power(2 * lower)[0::2][: heads - lower])
@@ -155,29 +155,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minilm", type=Path, help="directory of all-MiniLM-L6-v2")
     options = parser.parse_args()
-    found: dict[str, np.ndarray] = {}
+    vectors: dict[str, np.ndarray] = {}
     with tempfile.TemporaryDirectory() as folder:
         for name, case in CASES.items():
             directory = write_encoder(Path(folder) / name, name)
             if case.pooling is None:
-                found[name] = scores_of(directory)
+                vectors[name] = scores_of(directory)
             elif name in PLAIN:
-                found[name] = plain_vectors(name)
+                vectors[name] = plain_vectors(name)
             else:
-                found[name] = vectors_of(directory, case.texts)
+                vectors[name] = vectors_of(directory, case.texts)
             for prompt in case.prompts:
-                found[f"{name} {prompt}"] = vectors_of(directory, case.texts, prompt)
-    assert np.abs(plain_vectors(CHECKED) - found[CHECKED]).max() < 1e-6
+                vectors[f"{name} {prompt}"] = vectors_of(directory, case.texts, prompt)
+    assert np.abs(plain_vectors(CHECKED) - vectors[CHECKED]).max() < 1e-6
     if options.minilm is not None:
-        found["all-minilm-l6-v2"] = vectors_of(options.minilm, TEXTS)
+        vectors["all-minilm-l6-v2"] = vectors_of(options.minilm, TEXTS)
     made_with = [f"{name} {version(name)}" for name in ("sentence-transformers", "transformers", "torch")]
     np.savez_compressed(
         ROOT / "tests/data/reference/embeddings.npz",
         allow_pickle=False,
         made_with=np.array(made_with),
-        **found,
+        **vectors,
     )
-    for name, values in found.items():
+    for name, values in vectors.items():
         print(name, values.shape, values.ravel()[:3])
 
 

@@ -48,13 +48,13 @@ def make_tokens(gguf: Path) -> None:
     from tests.support.models.tiny_vocabs import TINY_VOCABULARIES, write_vocabulary
 
     lines = list(mixed_lines(N_LINES))
-    found = {"smollm2-135m-instruct": block_hashes(llama_ids(gguf, lines, add_special=True))}
+    blocks = {"smollm2-135m-instruct": block_hashes(llama_ids(gguf, lines, add_special=True))}
     with tempfile.TemporaryDirectory() as folder:
         for name, metadata in TINY_VOCABULARIES.items():
             path = Path(folder) / f"{name}.gguf"
             write_vocabulary(path, metadata())
-            found[name] = block_hashes(llama_ids(path, lines, add_special=True))
-    _write_json("tokens.json", {"made_with": _versions(), "blocks": found})
+            blocks[name] = block_hashes(llama_ids(path, lines, add_special=True))
+    _write_json("tokens.json", {"made_with": _versions(), "blocks": blocks})
 
 
 def load_gguf_model(gguf: Path) -> Any:

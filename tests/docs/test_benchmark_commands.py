@@ -24,12 +24,12 @@ COMMAND = re.compile(r"(?:benchmarks/([a-z_]+)\.py|tests\.soak\.([a-z_]+))((?: [
 
 def named() -> list[tuple[str, str, str]]:
     """(page, module, what follows on its line), each once."""
-    found = {
+    mentions = {
         (path.name, f"benchmarks.{own}" if own else f"tests.soak.{soak}", rest.strip())
         for path in PAGES
         for own, soak, rest in COMMAND.findall(path.read_text(encoding="utf-8"))
     }
-    return sorted(found)
+    return sorted(mentions)
 
 
 @cache
@@ -42,10 +42,17 @@ def options(module: str) -> set[str] | None:
     if "import torch\n" in text:  # not installed here
         return None
     if "app = commands(" not in text:
+        for name in re.findall(r"from tests\.soak\.(\w+) import \(?[^)]*?options_of", text):
+            text += (ROOT / "tests" / "soak" / f"{name}.py").read_text(encoding="utf-8")
         return set(re.findall(r'"(--?[a-z][a-z-]*)"', text)) | {"--model", "--quick", "--only", "--help"}
     command = typer.main.get_command(importlib.import_module(module).app)
     every = [command, *getattr(command, "commands", {}).values()]
-    flags = {flag for one in every for param in one.params for flag in (*param.opts, *param.secondary_opts)}
+    flags = {
+        flag
+        for own_command in every
+        for param in own_command.params
+        for flag in (*param.opts, *param.secondary_opts)
+    }
     return flags | set(getattr(command, "commands", {})) | {"--help"}
 
 
@@ -56,14 +63,14 @@ def test_every_program_that_a_page_names_is_there() -> None:
 
 @pytest.mark.parametrize("module", sorted({module for _, module, _ in named()}))
 def test_every_option_that_a_page_gives_is_one(module: str) -> None:
-    known = options(module)
+    offered = options(module)
     for page, own, rest in named():
-        if own != module or known is None:
+        if own != module or offered is None:
             continue
         words = shlex.split(rest.replace("'", " ")) if rest.count('"') % 2 == 0 else rest.split()
         given = words[: words.index("--")] if "--" in words else words
         flags = {word.split("=")[0] for word in given if re.fullmatch(r"--?[a-z][a-z-]*(=.*)?", word)}
-        assert flags <= known, f"{page}: {module} {rest}"
+        assert flags <= offered, f"{page}: {module} {rest}"
 
 
 def test_the_figures_that_pages_name_are_figures() -> None:

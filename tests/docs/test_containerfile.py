@@ -21,7 +21,7 @@ LINES = (ROOT / "Containerfile").read_text(encoding="utf-8").replace("\\\n", " "
 
 def is_healthy(server: FakeServer) -> bool:
     """By the image's own check, asked of this server."""
-    (line,) = (one for one in LINES if one.startswith("HEALTHCHECK"))
+    (line,) = (line for line in LINES if line.startswith("HEALTHCHECK"))
     program, *arguments = json.loads(line.partition("CMD ")[2])
     assert program == "python"
     port = str(urlsplit(server.url).port)
@@ -62,7 +62,7 @@ def test_every_stop_is_told_to_wait_longer_than_the_drain(page: str) -> None:
 
 def _instructions() -> list[tuple[str, str]]:
     """Every instruction of the file with what follows it."""
-    lines = [one.strip() for one in LINES if one.strip() and not one.startswith("#")]
+    lines = [line.strip() for line in LINES if line.strip() and not line.startswith("#")]
     return [(line.split()[0], line.partition(" ")[2].strip()) for line in lines]
 
 
@@ -105,15 +105,15 @@ HARDENED = (
 
 def _unit() -> dict[str, dict[str, list[str]]]:
     """The settings of the unit, by section; one that is repeated has several values."""
-    found: dict[str, dict[str, list[str]]] = {}
+    sections: dict[str, dict[str, list[str]]] = {}
     section: dict[str, list[str]] = {}
     for line in UNIT.read_text(encoding="utf-8").splitlines():
         if line.startswith("["):
-            section = found.setdefault(line.strip("[]"), {})
+            section = sections.setdefault(line.strip("[]"), {})
         elif line and not line.startswith("#"):
             name, _, value = line.partition("=")
             section.setdefault(name, []).append(value)
-    return found
+    return sections
 
 
 def test_the_unit_keeps_its_state_waits_for_the_network_and_gives_no_rights() -> None:

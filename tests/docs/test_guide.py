@@ -59,13 +59,13 @@ def commands(page: str) -> Iterator[str]:
 
 def sections(page: str) -> list[tuple[str, list[str]]]:
     """The text of each section, and the words that its output contains."""
-    found = []
+    shown = []
     for text in re.split(r"^(?=## )", page, flags=re.M):
         said = re.search(r"```\nIt shows (.*?)(?:\n\n|\Z)", text, flags=re.S)
-        found.append(
+        shown.append(
             (text, re.findall(r"`([^`]+)`", re.split(r"[.:;](?:\s|\Z)", said[1])[0]) if said else [])
         )
-    return found
+    return shown
 
 
 def test_the_first_tasks_are_twenty_and_each_says_what_it_shows() -> None:

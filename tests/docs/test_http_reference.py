@@ -24,35 +24,35 @@ MODELS = ("one", "other")
 
 
 @pytest.fixture(scope="module")
-def made() -> ModuleType:
+def generator() -> ModuleType:
     return script("docs/make_http_reference.py")
 
 
-def rows(made: ModuleType) -> dict[str, set[str]]:
+def rows(generator: ModuleType) -> dict[str, set[str]]:
     """Metrics of the page, with their labels."""
-    table = made.page().split("## Metrics\n")[1].split("\n## ")[0]
+    table = generator.page().split("## Metrics\n")[1].split("\n## ")[0]
     cells = [line.strip("| ").split("|") for line in table.splitlines() if line.startswith("| `")]
     return {row[0].strip(" `"): set(re.findall(r"`(\w+)`", row[2])) for row in cells}
 
 
 def exposed(text: str) -> dict[str, set[str]]:
     """Metrics of an answer of /metrics, with the labels that their samples have."""
-    found: dict[str, set[str]] = {}
+    metrics: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(text):
         name = f"{family.name}_total" if family.type == "counter" else family.name
         labels = {label for sample in family.samples for label in sample.labels}
-        found[name] = labels - {"le"}
-    return found
+        metrics[name] = labels - {"le"}
+    return metrics
 
 
-def test_no_part_of_a_load_is_left_out(made: ModuleType) -> None:
+def test_no_part_of_a_load_is_left_out(generator: ModuleType) -> None:
     """A part that only some engines have is None where they have not: the page shows metrics of all."""
     for field in EngineLoad._fields:
-        assert getattr(made.LOAD, field) is not None, field
+        assert getattr(generator.LOAD, field) is not None, field
 
 
-def test_every_metric_of_a_running_server_is_on_the_page(made: ModuleType, tmp_path: Path) -> None:
-    page = rows(made)
+def test_every_metric_of_a_running_server_is_on_the_page(generator: ModuleType, tmp_path: Path) -> None:
+    page = rows(generator)
     with (
         embedding_server(write_encoder(tmp_path / "bert", "bert")) as beside,
         fake_server(
@@ -63,38 +63,40 @@ def test_every_metric_of_a_running_server_is_on_the_page(made: ModuleType, tmp_p
         assert httpx.post(f"{server.url}/v1/completions", json=body).status_code == 200
         assert httpx.post(f"{server.url}/v1/completions", json={}).status_code == 400
         server.wait_until_idle()
-        found = exposed(httpx.get(f"{server.url}/metrics").text)
-    assert {"phasewise_drafted_tokens_total", "phasewise_embedding_up"} < found.keys()
-    for name, labels in found.items():
+        sampled = exposed(httpx.get(f"{server.url}/metrics").text)
+    assert {"phasewise_drafted_tokens_total", "phasewise_embedding_up"} < sampled.keys()
+    for name, labels in sampled.items():
         assert labels == page[name] - {"model"}, name
 
 
-def test_with_several_models_what_each_does_has_its_label(made: ModuleType) -> None:
-    loads = {name: made.LOAD._replace(kv_slots=index, by_model=None) for index, name in enumerate(MODELS, 3)}
-    products = {name: {"tuned": at} for at, name in enumerate(MODELS, 3)}
-    metrics = Metrics(Gauges(lambda: made.LOAD._replace(by_model=loads), products=products), MODELS)
+def test_with_several_models_what_each_does_has_its_label(generator: ModuleType) -> None:
+    loads = {
+        name: generator.LOAD._replace(kv_slots=index, by_model=None) for index, name in enumerate(MODELS, 3)
+    }
+    products = {name: {"tuned": index} for index, name in enumerate(MODELS, 3)}
+    metrics = Metrics(Gauges(lambda: generator.LOAD._replace(by_model=loads), products=products), MODELS)
     for n_tokens, name in enumerate(MODELS, 1):
         metrics.sent(Submit(name, (1,) * n_tokens, model=name), RequestFacts((1,), 0.0, None, 1, None))
         metrics.delivered((Answer(name, "", (), n_tokens, 0, "stop"),), StepStats("decode", 1, 1, 1, name))
     text = metrics.exposition().decode()
-    page, found = rows(made), exposed(text)
-    assert {name for name, labels in found.items() if "model" in labels} == {
+    page, sampled = rows(generator), exposed(text)
+    assert {name for name, labels in sampled.items() if "model" in labels} == {
         name for name, labels in page.items() if "model" in labels
     }
-    for at, name in enumerate(MODELS):
+    for index, name in enumerate(MODELS):
         for line in (
-            f'phasewise_prompt_tokens_total{{model="{name}"}} {at + 1}.0',
-            f'phasewise_generated_tokens_total{{model="{name}"}} {at + 1}.0',
+            f'phasewise_prompt_tokens_total{{model="{name}"}} {index + 1}.0',
+            f'phasewise_generated_tokens_total{{model="{name}"}} {index + 1}.0',
             f'phasewise_requests_total{{model="{name}",reason="stop"}} 1.0',
             f'phasewise_ttft_seconds_count{{model="{name}"}} 1.0',
             f'phasewise_step_seconds_count{{model="{name}",phase="decode"}} 1.0',
-            f'phasewise_kv_slots{{model="{name}"}} {at + 3}.0',
-            f'phasewise_products{{model="{name}",state="tuned"}} {at + 3}.0',
+            f'phasewise_kv_slots{{model="{name}"}} {index + 3}.0',
+            f'phasewise_products{{model="{name}",state="tuned"}} {index + 3}.0',
         ):
             assert line in text.splitlines(), line
 
 
-def test_the_page_is_up_to_date(made: ModuleType) -> None:
-    assert made.PAGE.read_text(encoding="utf-8") == made.page(), "run make docs"
+def test_the_page_is_up_to_date(generator: ModuleType) -> None:
+    assert generator.PAGE.read_text(encoding="utf-8") == generator.page(), "run make docs"
     for needed in ("`tool_choice`", "`previous_response_id`", "`queue_full` | 429", "phasewise_ttft_seconds"):
-        assert needed in made.page(), needed
+        assert needed in generator.page(), needed

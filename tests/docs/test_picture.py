@@ -21,11 +21,17 @@ def test_the_plan_s_picture_is_what_the_guide_s_commands_draw(
     monkeypatch.chdir(tmp_path)
     shutil.copy(FIXTURES / "topology" / "lstopo_v2.xml", "machine.xml")
     shutil.copy(FIXTURES / "guide" / "llama-3-8b.json", "config.json")
-    (plan,) = (one for one in commands(PAGE.read_text(encoding="utf-8")) if one.endswith("> plan.json"))
-    (draw,) = (one for one in commands(PAGE.read_text(encoding="utf-8")) if one.endswith("--svg plan.svg"))
+    (plan,) = (
+        command for command in commands(PAGE.read_text(encoding="utf-8")) if command.endswith("> plan.json")
+    )
+    (draw,) = (
+        command
+        for command in commands(PAGE.read_text(encoding="utf-8"))
+        if command.endswith("--svg plan.svg")
+    )
 
-    found = phasewise(*plan.partition(" > ")[0].replace("\\\n", " ").split()[1:])
-    Path("plan.json").write_text(found.stdout, encoding="utf-8")
+    done = phasewise(*plan.partition(" > ")[0].replace("\\\n", " ").split()[1:])
+    Path("plan.json").write_text(done.stdout, encoding="utf-8")
     phasewise(*draw.split()[1:])
 
     assert Path("plan.svg").read_bytes() == PICTURE.read_bytes(), f"stale picture: run the commands of {PAGE}"
@@ -34,4 +40,4 @@ def test_the_plan_s_picture_is_what_the_guide_s_commands_draw(
 def test_the_readme_and_the_guide_show_it() -> None:
     for page in (ROOT / "README.md", PAGE):
         shown = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", page.read_text(encoding="utf-8"))
-        assert PICTURE in [page.parent / one for one in shown]
+        assert PICTURE in [page.parent / image for image in shown]

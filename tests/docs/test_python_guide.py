@@ -25,13 +25,13 @@ def blocks() -> list[str]:
 
 
 def python(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    known = {name: value for name, value in os.environ.items() if not name.startswith("PHASEWISE_")}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PHASEWISE_")}
     return subprocess.run(
         [sys.executable, "-c", script],
         capture_output=True,
         text=True,
         timeout=300,
-        env={**known, **environment},
+        env={**inherited, **environment},
         check=False,
     )
 

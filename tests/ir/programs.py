@@ -18,8 +18,8 @@ DESCRIBED = {
 
 def program(name: str, dice: Random) -> str:
     """The text of one function, `float NAME(const float *x, const int32_t *k, float *y, int n)`."""
-    lines = [f"    __m256 {one} = _mm256_set1_ps({dice.choice(NUMBERS)});" for one in FLOATS]
-    lines += [f"    __m256i {one} = _mm256_set1_epi32({dice.randint(-9, 9)});" for one in WHOLES]
+    lines = [f"    __m256 {variable} = _mm256_set1_ps({dice.choice(NUMBERS)});" for variable in FLOATS]
+    lines += [f"    __m256i {variable} = _mm256_set1_epi32({dice.randint(-9, 9)});" for variable in WHOLES]
     lines += ["    float s = 0.25f;", f"    int m = {dice.randint(0, 7)};"]
     for number in range(dice.randint(1, 2)):
         draw = _unrolled_loop if dice.random() < 0.25 else _loop

@@ -46,10 +46,10 @@ def skip_without(*targets: IsaTarget) -> None:
 
 def same_bits(plain: str, changed: str) -> bool:
     """True if two texts leave the same bits on drawn calls, the edges first."""
-    one, other = chosen(plain, {}), chosen(changed, {})
+    first, other = chosen(plain, {}), chosen(changed, {})
     rng = np.random.default_rng(0)
-    calls = [draw(one, rng, edge=i) for i in range(60)]
-    return all(interpreted(one, call) == interpreted(other, call) for call in calls)
+    calls = [draw(first, rng, edge=i) for i in range(60)]
+    return all(interpreted(first, call) == interpreted(other, call) for call in calls)
 
 
 def original(text: str, name: str, folder: Path) -> Program:

@@ -65,8 +65,8 @@ def test_the_description_is_a_fixed_point_and_timed_calls_have_two_buffers(tmp_p
     assert printed(read(printed(function))) == printed(function)
     rng = np.random.default_rng(0)
     drawn = [draw(function, rng) for _ in range(100)]
-    assert 10 < sum(bool(one.aliases) for one in drawn) < 60
-    assert all(one.values[0] == one.values[1] for one in drawn if one.aliases)
+    assert 10 < sum(bool(case.aliases) for case in drawn) < 60
+    assert all(case.values[0] == case.values[1] for case in drawn if case.aliases)
     assert not any(draw(function, rng, is_plain=True).aliases for _ in range(100))
 
 

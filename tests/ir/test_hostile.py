@@ -97,7 +97,7 @@ TEXTS = {
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(one, marks=[pytest.mark.slow] if one == "exploding macros" else ()) for one in SOURCES],
+    [pytest.param(case, marks=[pytest.mark.slow] if case == "exploding macros" else ()) for case in SOURCES],
 )
 def test_a_hostile_source_is_refused_in_one_line(case: str, tmp_path: Path) -> None:
     source, reason = SOURCES[case]

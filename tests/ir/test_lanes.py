@@ -45,9 +45,9 @@ def test_with_another_number_of_lanes_whole_numbers_are_the_same(lanes: int) -> 
     assert printed(read(named)) == named
     assert "4)" not in named
     rng = np.random.default_rng(0)
-    one, other = chosen(SCALED, {}), chosen(text, {})
-    for call in (draw(one, rng, edge=i) for i in range(40)):
-        assert interpreted(one, call) == interpreted(other, call)
+    first, other = chosen(SCALED, {}), chosen(text, {})
+    for call in (draw(first, rng, edge=i) for i in range(40)):
+        assert interpreted(first, call) == interpreted(other, call)
 
 
 @pytest.mark.parametrize(

@@ -64,21 +64,23 @@ def _check_batch(seed: int) -> None:
         source = folder / "drawn.c"
         source.write_text("\n".join([HELPERS, *texts.values()]))
         low = parse_all(preprocess(source, "avx2"), str(source))
-        kernels = {one: _described(printed(raised(low[one]))) for one in texts}
+        kernels = {kernel_name: _described(printed(raised(low[kernel_name]))) for kernel_name in texts}
         functions = {}
-        for one, text in kernels.items():
-            assert printed(read(text)) == text, texts[one]
-            functions[one] = chosen(text, {})
+        for kernel_name, text in kernels.items():
+            assert printed(read(text)) == text, texts[kernel_name]
+            functions[kernel_name] = chosen(text, {})
         case = drawing.draw(functions["f0"], np.random.default_rng(seed))
         compiled = _compiled(folder, source, functions, case)
     assert sum(" apart(" in text for text in kernels.values()) > BATCH // 20, "runs of copies are rolled up"
-    for one, function in functions.items():
-        assert _same(interpreted(function, case), compiled[one]), texts[one]
+    for kernel_name, function in functions.items():
+        assert _same(interpreted(function, case), compiled[kernel_name]), texts[kernel_name]
 
 
 def _described(text: str) -> str:
-    at = text.index("\n", text.index("\ndef ") + 1) + 1
-    return printed(read(text[:at] + "".join(f"    {line}\n" for line in DESCRIBED.values()) + text[at:]))
+    start = text.index("\n", text.index("\ndef ") + 1) + 1
+    return printed(
+        read(text[:start] + "".join(f"    {line}\n" for line in DESCRIBED.values()) + text[start:])
+    )
 
 
 def _compiled(
@@ -104,15 +106,15 @@ def _compiled(
     assert done.code == 0, done.output + done.errors
     out, size = (folder / "out").read_bytes(), 8 + 4 * 64
     return {
-        one: KernelOutputs(out[i * size : i * size + 8], (out[i * size + 8 : (i + 1) * size],))
-        for i, one in enumerate(functions)
+        name: KernelOutputs(out[i * size : i * size + 8], (out[i * size + 8 : (i + 1) * size],))
+        for i, name in enumerate(functions)
     }
 
 
 def _same(a: KernelOutputs, b: KernelOutputs) -> bool:
     """Bit for bit, but for which NaN."""
-    for one, other in ((a.result[:4], b.result[:4]), (a.buffers[0], b.buffers[0])):
-        x, y = np.frombuffer(one, "<u4"), np.frombuffer(other, "<u4")
+    for first, other in ((a.result[:4], b.result[:4]), (a.buffers[0], b.buffers[0])):
+        x, y = np.frombuffer(first, "<u4"), np.frombuffer(other, "<u4")
         nans = np.isnan(x.view("<f4")) & np.isnan(y.view("<f4"))
         if not ((x == y) | nans).all():
             return False
@@ -137,7 +139,7 @@ def test_a_transformed_program_computes_the_same(seed: int, n: int, how: str) ->
     case = drawing.draw(plain, np.random.default_rng(seed))
     argument = "" if how == "pipeline" else str(n)
     for loop in innermost(read(text).body):
-        line = next(one for one in text.splitlines() if f'steps("{loop.name}"' in one)
+        line = next(candidate for candidate in text.splitlines() if f'steps("{loop.name}"' in candidate)
         changed = text.replace(line, line.removesuffix("):") + f", {how}({argument})):")
         try:
             other = chosen(changed, {})
@@ -153,7 +155,7 @@ def test_a_lowered_program_is_the_same_on_every_target() -> None:
         source = Path(name) / "drawn.c"
         source.write_text("\n".join([HELPERS, *(program(f"f{i}", dice) for i in range(30))]))
         low = parse_all(preprocess(source, "avx2"), "drawn")
-    for one in low.values():
-        if one.name.startswith("f"):
-            text = printed(raised(one))
+    for function in low.values():
+        if function.name.startswith("f"):
+            text = printed(raised(function))
             assert all(built(text, {}, target).body for target in TARGETS.values())

@@ -111,9 +111,9 @@ def test_a_run_of_copies_is_one_turn_of_the_same_bits(text: str, loop: str) -> N
     ],
 )
 def test_what_is_no_run_of_copies_stays_as_it_is(text: str, why: str) -> None:
-    found = rolled(read(text))
+    rerolled = rolled(read(text))
 
-    assert printed(found) == printed(read(text)), why
+    assert printed(rerolled) == printed(read(text)), why
 
 
 def test_sums_may_take_every_turn_only_where_a_loop_goes_on() -> None:
@@ -155,10 +155,10 @@ def test_with_reassociate_the_number_of_sums_is_a_parameter() -> None:
     assert same_bits(FOUR, text)
     rng = np.random.default_rng(1)
     for n in (1, 2, 8):
-        one, other = chosen(FOUR, {}), chosen(text, {"N": n})
-        for call in (draw(one, rng, edge=i, is_plain=True) for i in range(60)):
+        first, other = chosen(FOUR, {}), chosen(text, {"N": n})
+        for call in (draw(first, rng, edge=i, is_plain=True) for i in range(60)):
             results = [
-                np.frombuffer(interpreted(kernel, call).result[:4], "<f4")[0] for kernel in (one, other)
+                np.frombuffer(interpreted(kernel, call).result[:4], "<f4")[0] for kernel in (first, other)
             ]
             assert results[0] == pytest.approx(results[1], rel=1e-4, abs=1e-4)
 

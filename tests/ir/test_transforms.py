@@ -80,16 +80,20 @@ def test_sums_of_whole_numbers_are_split_without_asking(how: str) -> None:
 
 
 def test_with_reassociate_an_unrolled_sum_has_accumulators_of_its_own() -> None:
-    found = chosen(SUM.format(head="reassociate()\n    ", how=", unroll(4)"), {})
-    main = next(one for one in walk_body(found.body) if isinstance(one, Steps) and one.name == "main_by_4")
+    kernel = chosen(SUM.format(head="reassociate()\n    ", how=", unroll(4)"), {})
+    main = next(
+        node for node in walk_body(kernel.body) if isinstance(node, Steps) and node.name == "main_by_4"
+    )
 
-    targets = {one.target.name for one in main.body}  # type: ignore[union-attr]
+    targets = {assignment.target.name for assignment in main.body}  # type: ignore[union-attr]
     assert len(targets) == 4
 
 
 def test_a_widened_loop_reads_neighbouring_places_at_once() -> None:
-    found = chosen(GRID.format(outer="", inner=", widen(4)"), {})
-    loads = [one for one in walk_body(found.body) if isinstance(one, CallExpression) and one.name == "load"]
+    kernel = chosen(GRID.format(outer="", inner=", widen(4)"), {})
+    loads = [
+        node for node in walk_body(kernel.body) if isinstance(node, CallExpression) and node.name == "load"
+    ]
 
     assert sorted({load.type.lanes for load in loads}) == [8, 32]  # type: ignore[union-attr]
 

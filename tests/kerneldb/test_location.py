@@ -97,6 +97,6 @@ def test_finding_the_database_does_not_load_sqlalchemy() -> None:
         "import sys, phasewise.tuner.plans, phasewise.kerneldb.location; "
         "print([name for name in ('sqlalchemy', 'alembic') if name in sys.modules])"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
 
-    assert found.strip() == "[]"
+    assert loaded.strip() == "[]"

@@ -267,9 +267,9 @@ def test_a_hostile_value_costs_its_row_and_nothing_else(
         raw.execute(f"UPDATE {table} SET {column} = {value}")
     said: list[str] = []
     with open_store(file, said.append) as store:
-        found = len(store.plans()) + len([*store.all_measurements()])
+        n_read = len(store.plans()) + len([*store.all_measurements()])
 
-    assert found + len(said) == 2
+    assert n_read + len(said) == 2
     for line in said:
         assert "is skipped" in line
         assert len(line) < 500
@@ -315,9 +315,9 @@ def test_a_read_only_database_is_read_with_a_remark(
         for beside in ("-wal", "-shm"):
             if (path := Path(f"{file}{beside}")).exists():
                 path.chmod(0o644)
-        said, found, refused = without_rights(lambda: _read_as_stranger(file))
+        said, n_read, refused = without_rights(lambda: _read_as_stranger(file))
 
-    assert found == rows
+    assert n_read == rows
     assert said == [f"database {file} is read-only: it is used, and nothing new is kept"]
     assert "read-only" in refused
 

@@ -31,6 +31,7 @@ from phasewise.kerneldb.records import (
     Comparison,
     Measurement,
     PlanRecord,
+    PredictorScore,
     Problem,
     Promotion,
     Schedule,
@@ -48,6 +49,7 @@ from tests.support.machines.kerneldb_examples import (
     OTHER_MACHINE,
     OTHER_SCHEDULE,
     PLAN,
+    PREDICTOR_SCORE,
     PROBLEM,
     PROMOTION,
     SAMPLE,
@@ -85,6 +87,8 @@ ROWS: list[Row] = [
     PROMOTION,
     dataclasses.replace(PROMOTION, schedule=OTHER_SCHEDULE, incumbent=SCHEDULE),
     STORAGE_DUEL,
+    PREDICTOR_SCORE,
+    dataclasses.replace(PREDICTOR_SCORE, reads="all-minilm-l6-v2", origin=ELSEWHERE),
 ]
 
 
@@ -171,9 +175,9 @@ def test_an_export_of_an_import_is_the_same_bytes(store: Store) -> None:
 
 @given(st.permutations(ROWS), st.lists(st.booleans(), min_size=len(ROWS), max_size=len(ROWS)))
 def test_order_and_trust_change_no_byte(rows: list[Row], trusted: list[bool]) -> None:
-    known = [row if seen else unverified(row) for row, seen in zip(rows, trusted, strict=True)]
+    mixed = [row if seen else unverified(row) for row, seen in zip(rows, trusted, strict=True)]
 
-    assert export([*known, known[0]]) == export(ROWS)
+    assert export([*mixed, mixed[0]]) == export(ROWS)
 
 
 words = st.from_regex(r"[a-z][a-z0-9_]{0,31}", fullmatch=True)
@@ -229,11 +233,25 @@ step_times = st.builds(
     st.lists(st.integers(1, MAX_NS), min_size=1, max_size=5),
     st.dictionaries(words, finite, max_size=16),
 )
+keys = st.text(
+    st.characters(exclude_categories=["C", "Z"], exclude_characters="\x7f"), min_size=1, max_size=255
+)
+scores = st.builds(
+    lambda numbers, hold, *rest: PredictorScore(*rest[:4], *numbers, hold, ORIGIN, rest[4]),
+    st.tuples(*[st.integers(1, 2**31 - 1)] * 2),
+    st.floats(0, 1),
+    keys,
+    keys,
+    texts,
+    words,
+    st.dictionaries(words, finite, max_size=16),
+)
 any_row: st.SearchStrategy[Row] = (
     st.builds(Measurement, problems, samples, texts, st.just(ORIGIN))
     | st.builds(Promotion, problems, schedules, st.none() | schedules, comparisons, texts, st.just(ORIGIN))
     | st.builds(StorageDuel, problems, schedules, schedules, comparisons, texts, st.just(ORIGIN))
     | step_times
+    | scores
 )
 
 
@@ -245,7 +263,7 @@ def test_any_row_that_a_database_may_hold_survives_the_trip(rows: list[Row]) -> 
         taken, refused = import_into(store, content)
 
         assert (taken.added, refused) == (len(set(rows)), {})
-        assert export(rows_of(store, also=(StepTime,))) == content
+        assert export(rows_of(store, also=(StepTime, PredictorScore))) == content
 
 
 def test_a_file_names_no_host_no_plan_and_no_model(store: Store) -> None:
@@ -253,6 +271,7 @@ def test_a_file_names_no_host_no_plan_and_no_model(store: Store) -> None:
     store.add_plan(PLAN)
     store.add_measurements([NOTED])
     store.add_step_times([STEP_TIME])
+    store.add_predictor_scores([PREDICTOR_SCORE])
     content = export(rows_of(store, also=())).decode()
 
     assert set(json.loads(content.splitlines()[1])["measurement"]) == set(MEASUREMENT_FIELDS)
@@ -296,6 +315,49 @@ def test_a_hostile_step_time_is_refused_by_name(changes: dict[str, Any], reason:
     assert refused[2].isprintable()
 
 
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"model_name": "a\nb"}, "model_name must be"),
+        ({"model_name": "a\ud800"}, "model_name must be"),
+        ({"reads": ""}, "reads must be"),
+        ({"answers_key": "ä"}, "answers_key must be"),
+        ({"judged_by": "'; --"}, "judged_by must be"),
+        ({"learnt_answers": 0}, "learnt_answers must be"),
+        ({"judged_answers": 2**31}, "judged_answers must be"),
+        ({"hold": 1.5}, "hold must be"),
+        ({"hold": 1}, "hold must be"),
+        ({"figures": {"accuracy": "high"}}, "accuracy in figures must be"),
+        ({"figures": {f"f{number}": 0.5 for number in range(65)}}, "figures must be"),
+        ({"prompt": "hello"}, "a predictor score may not have 'prompt'"),
+        ({"kernel_abi": "gemm-5f1c9e"}, "a predictor score may not have 'kernel_abi'"),
+    ],
+)
+def test_a_hostile_score_is_refused_by_name(changes: dict[str, Any], reason: str) -> None:
+    """One line; the rows beside it are taken."""
+    header, good, _ = export([PREDICTOR_SCORE]).splitlines(keepends=True)
+    row = {**json.loads(good)["predictor_score"], **changes}
+    rows, refused = read(header + line_of({"predictor_score": row}) + good)
+
+    assert rows == [unverified(PREDICTOR_SCORE)]
+    assert reason in refused[2]
+    assert refused[2].isprintable()
+
+
+@pytest.mark.parametrize(
+    ("field", "text"), [("model_key", "a\ud800"), ("plan_json", '"\udfff"'), ("plan_json", "\x00")]
+)
+def test_a_text_that_no_database_can_keep_is_refused_by_its_line(field: str, text: str) -> None:
+    """Half of a character in JSON, as only somebody who means it would write."""
+    header, good, _ = export([PLAN]).splitlines(keepends=True)
+    row = {**json.loads(good)["plan"], field: text}
+    rows, refused = read(header + line_of({"plan": row}) + good)
+
+    assert rows == [unverified(PLAN)]
+    assert f"{field} must be" in refused[2]
+    assert refused[2].isprintable()
+
+
 def test_plans_go_out_as_they_are_shared_and_come_in_unverified(store: Store) -> None:
     """A plan that cannot be named elsewhere stays at home."""
     store.add_plan(PLAN)
@@ -317,6 +379,21 @@ def test_plans_go_out_as_they_are_shared_and_come_in_unverified(store: Store) ->
         other.add_plan(PLAN)
         other.add_plan(expected)
         assert other.newest_plan(MACHINE, PLAN.model_key, "decode") == PLAN
+
+
+@examples(30)
+@given(st.lists(any_row, max_size=4), st.lists(any_row, max_size=4), st.lists(any_row, max_size=4))
+def test_merging_in_any_order_and_twice_gives_the_same_bytes(
+    a: list[Row], b: list[Row], c: list[Row]
+) -> None:
+    def merged(*parts: list[Row]) -> str:
+        with open_store(":memory:") as store:
+            for rows in parts:
+                import_rows(store, rows)
+            return "".join(export_lines(groups_of(store)))
+
+    assert merged(a, b) == merged(b, a) == merged(a, b, a)
+    assert merged([*a, *b], c) == merged(a, [*b, *c])
 
 
 @examples(30)
@@ -362,7 +439,7 @@ def test_a_hostile_row_of_a_users_kernel_is_refused_by_name(
     kind: str, change: dict[str, Any], reason: str
 ) -> None:
     rows = [json.loads(line) for line in export([USER_TIMING, USER_PROMOTION]).splitlines()[1:-1]]
-    row = next(one for one in rows if kind in one)
+    row = next(row for row in rows if kind in row)
     row[kind].update(change)
     del row["sha256"]
     _, refused = read(one_row_file(line_of(row)))
@@ -373,7 +450,7 @@ def test_machines_can_be_chosen(store: Store) -> None:
     store.add_missing(ROWS)
     chosen = [*rows_of(store, lambda machine: machine == OTHER_MACHINE)]
 
-    assert chosen == [measured(700, origin=ELSEWHERE)]
+    assert chosen == [row for row in ROWS if row.origin.machine == OTHER_MACHINE]
 
 
 def test_merging_takes_what_is_missing_from_another_database(store: Store) -> None:
@@ -498,7 +575,7 @@ def test_a_truncated_file_gives_its_whole_rows_and_says_so(keep: int) -> None:
 @pytest.mark.parametrize("lost", [1, 3, 5])
 def test_a_row_that_was_taken_out_is_noticed(lost: int) -> None:
     lines = export(ROWS).splitlines(keepends=True)
-    rows, refused = read(b"".join(line for at, line in enumerate(lines) if at != lost))
+    rows, refused = read(b"".join(line for index, line in enumerate(lines) if index != lost))
 
     assert len(rows) == len(ROWS) - 1
     assert [*refused] == [len(ROWS) + 1]
@@ -578,8 +655,8 @@ def test_the_short_way_reads_no_line_that_json_would_read_otherwise(
 ) -> None:
     """Lines near one of ours, with a checksum that fits: the parser has the last word on each."""
     body = export([NOTED]).splitlines()[1].partition(b',"sha256"')[0]
-    for at, taken, put in edits:
-        place = at % len(body)
+    for offset, taken, put in edits:
+        place = offset % len(body)
         body = body[:place] + put + body[place + taken :]
     digest = hashlib.sha256(body + b"}").hexdigest()[: portable.ROW_DIGITS]
     line = body + b',"sha256":"' + digest.encode() + b'"}\n'

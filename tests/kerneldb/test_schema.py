@@ -29,6 +29,7 @@ from tests.support.machines.kerneldb_examples import (
     MACHINE,
     MEASUREMENT,
     PLAN,
+    PREDICTOR_SCORE,
     PROBLEM,
     PROMOTION,
     STEP_TIME,
@@ -140,6 +141,7 @@ def test_every_released_schema_upgrades_and_keeps_its_rows(revision: str, tmp_pa
         assert opened.plans() == [PLAN]
         assert [*opened.all_promotions()] == ([] if revision == "0001" else [PROMOTION])
         assert [*opened.all_storage_duels()] == ([STORAGE_DUEL] if revision >= "0005" else [])
+        assert opened.predictor_scores() == ([PREDICTOR_SCORE] if revision >= "0007" else [])
         assert [*opened.all_step_times()] == ([STEP_TIME] if revision >= "0003" else [])
         assert opened.user_promotions() == ([USER_PROMOTION] if revision >= "0004" else [])
 
@@ -201,11 +203,11 @@ def test_a_newer_schema_is_refused_untouched(released: Path, tmp_path: Path) -> 
 
 def as_program_of(patch: pytest.MonkeyPatch, revision: str, folder: Path) -> None:
     """This program as it was when `revision` was the newest; its queries are today's."""
-    known = schema.REVISIONS[: schema.REVISIONS.index(revision) + 1]
+    revisions = schema.REVISIONS[: schema.REVISIONS.index(revision) + 1]
     versions = folder / f"versions-{revision}"
     versions.mkdir()
-    for one in known:
-        (path,) = (MIGRATIONS / "versions").glob(f"v{one}_*.py")
+    for number in revisions:
+        (path,) = (MIGRATIONS / "versions").glob(f"v{number}_*.py")
         shutil.copy(path, versions)
     original = schema._alembic_config
 
@@ -215,7 +217,7 @@ def as_program_of(patch: pytest.MonkeyPatch, revision: str, folder: Path) -> Non
         return config
 
     patch.setattr(schema, "_alembic_config", with_fewer)
-    patch.setattr(schema, "REVISIONS", known)
+    patch.setattr(schema, "REVISIONS", revisions)
     patch.setattr(schema, "HEAD", revision)
     patch.setattr(store, "HEAD", revision)
 

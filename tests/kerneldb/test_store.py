@@ -22,12 +22,14 @@ from phasewise.kerneldb import schema
 from phasewise.kerneldb.errors import DatabaseTooNewError, ForeignDatabaseError, KernelDbError
 from phasewise.kerneldb.models import Base
 from phasewise.kerneldb.records import (
+    MAX_ANSWERS,
     MAX_SEQUENCES,
     MAX_STEP_TOKENS,
     MAX_TIME_MS,
     MachineKey,
     Measurement,
     Origin,
+    PredictorScore,
     Sample,
     ServedStep,
     StepTime,
@@ -41,6 +43,7 @@ from tests.support.machines.kerneldb_examples import (
     OTHER_MACHINE,
     OTHER_SCHEDULE,
     PLAN,
+    PREDICTOR_SCORE,
     PROBLEM,
     PROMOTION,
     SAMPLE,
@@ -109,7 +112,7 @@ class TestStoreContract:
         store.add_measurements(others)
 
         assert store.measurements(PROBLEM, MACHINE, ABI) == []
-        assert [one.verified for one in store.key_counts()] == [1] * len(others)
+        assert [count.verified for count in store.key_counts()] == [1] * len(others)
 
     def test_keys_are_those_that_are_counted(self, store: Store) -> None:
         """Seeking from key to key finds what grouping every row finds, in any order of letters."""
@@ -124,11 +127,12 @@ class TestStoreContract:
 
         for core_sig in (None, "a", "no such core"):
             counted = {
-                one.key: (one.verified > 0, one.imported > 0) for one in store.key_counts(core_sig=core_sig)
+                count.key: (count.verified > 0, count.imported > 0)
+                for count in store.key_counts(core_sig=core_sig)
             }
-            found = store.timed_keys(core_sig)
-            assert {one.key: (one.is_verified, one.is_imported) for one in found} == counted
-            assert len(found) == len(counted)
+            timed_keys = store.timed_keys(core_sig)
+            assert {timed.key: (timed.is_verified, timed.is_imported) for timed in timed_keys} == counted
+            assert len(timed_keys) == len(counted)
 
     def test_all_rows_of_a_weight_are_one_question(self, store: Store) -> None:
         """Every m, oldest first; still only of one build and one kind of machine."""
@@ -162,7 +166,9 @@ class TestStoreContract:
         store.add_measurements([measured(300), measured(200)])
         store.add_measurements([measured(250)])
 
-        estimates = [one.sample.estimate_ns for one in store.measurements(PROBLEM, MACHINE, ABI)]
+        estimates = [
+            measurement.sample.estimate_ns for measurement in store.measurements(PROBLEM, MACHINE, ABI)
+        ]
         assert estimates == [300, 200, 250]
         assert store.measurement_count(PROBLEM, MACHINE, ABI) == 3
         assert store.measurement_count(PROBLEM, MACHINE, "another-build") == 0
@@ -265,7 +271,8 @@ class TestStoreContract:
 
         assert stats.rows == table_rows(measurement=3, problem=1, schedule=1, service_plan=1, step_time=1)
         counts = {
-            one.machine: (one.measurements, one.service_plans, one.step_times) for one in stats.signatures
+            signature.machine: (signature.measurements, signature.service_plans, signature.step_times)
+            for signature in stats.signatures
         }
         assert counts == {MACHINE: (2, 1, 0), OTHER_MACHINE: (1, 0, 1)}
 
@@ -323,6 +330,24 @@ class TestStoreContract:
         assert deleted["step_time"] == 1
         assert [*store.all_step_times()] == [kept]
 
+    def test_scores_of_predictors_come_back_as_they_went_in(self, store: Store) -> None:
+        """Of one log there may be many: by another predictor, another split, another day."""
+        again = dataclasses.replace(PREDICTOR_SCORE, judged_by="folds", figures={})
+        rows = [PREDICTOR_SCORE, again, dataclasses.replace(PREDICTOR_SCORE, reads="all-minilm-l6-v2")]
+        store.add_predictor_scores(rows)
+
+        assert store.predictor_scores() == rows
+        assert store.machines() == {MACHINE}
+        assert store.stats().rows == table_rows(predictor_score=3)
+
+    def test_scores_of_another_database_are_taken_once(self, store: Store) -> None:
+        others = [
+            dataclasses.replace(PREDICTOR_SCORE, **change)
+            for change in ({"hold": 0.9}, {"judged_answers": 7}, {"figures": {"accuracy": 1.0}})
+        ]
+        assert store.add_missing([PREDICTOR_SCORE, *others, dataclasses.replace(PREDICTOR_SCORE)]) == 4
+        assert store.add_missing([*others, PREDICTOR_SCORE]) == 0
+
     def test_text_is_data(self, store: Store) -> None:
         """Quotes, percent signs and SQL in a key are matched letter by letter."""
         hostile = dataclasses.replace(PLAN, model_key="'; DROP TABLE measurement; -- %s :x ?")
@@ -350,10 +375,17 @@ class TestStoreContract:
             *((2**63 - 1,), 2**63 - 1, "~" * 255, extreme.origin),
         )
         store.add_step_times([longest])
+        figures = {"f" * 31 + letter: 1.7976931348623157e308 for letter in "ab"}
+        widest = PredictorScore(
+            *("模" * 255, "r" * 255, "~" * 255, "w" * 32, MAX_ANSWERS, MAX_ANSWERS, 1.0, extreme.origin),
+            figures,
+        )
+        store.add_predictor_scores([widest])
 
         assert store.measurements(problem, MACHINE, "~" * 255) == [extreme]
         assert store.plans()[0].model_key == "模" * 255
         assert [*store.all_step_times()] == [longest]
+        assert store.predictor_scores() == [widest]
 
     def test_the_schema_is_the_models_here_too(self, db: str) -> None:
         """Types, comments and constraints as this database understands them."""
@@ -365,7 +397,8 @@ class TestStoreContract:
 
     @pytest.mark.many
     @pytest.mark.parametrize(
-        "table", ["measurement", "promotion", "storage_duel", "service_plan", "step_time"]
+        "table",
+        ["measurement", "promotion", "storage_duel", "service_plan", "step_time", "predictor_score"],
     )
     def test_a_row_cannot_be_edited_but_can_be_deleted(self, store: Store, table: str) -> None:
         """Not even by another program; deleting whole rows is what a clean-up does."""
@@ -374,6 +407,7 @@ class TestStoreContract:
         store.add_storage_duels([STORAGE_DUEL])
         store.add_plan(PLAN)
         store.add_step_times([STEP_TIME])
+        store.add_predictor_scores([PREDICTOR_SCORE])
         with pytest.raises(DBAPIError, match="appended, never edited"), store._engine.begin() as connection:
             connection.execute(text(f"UPDATE {table} SET program_version = 'forged'"))
         with store._engine.begin() as connection:

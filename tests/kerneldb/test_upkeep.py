@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from phasewise.kerneldb import upkeep
 from phasewise.kerneldb.counts import Key
 from phasewise.kerneldb.diff import OtherKind, diff
+from phasewise.kerneldb.hints import waiting_hints
 from phasewise.kerneldb.portable import export_lines, groups_of, import_rows, read_export, rows_of
 from phasewise.kerneldb.records import Comparison, Measurement, Problem, Promotion, Sample, Schedule
 from phasewise.kerneldb.store import Store, open_store
@@ -39,6 +41,7 @@ from tests.support.machines.kerneldb_examples import (
     ORIGIN,
     OTHER_MACHINE,
     OTHER_SCHEDULE,
+    PREDICTOR_SCORE,
     PROBLEM,
     PROMOTION,
     SAMPLE,
@@ -74,9 +77,9 @@ class FakeBench:
 
     def measure(self, problem: Problem, schedules: Sequence[Schedule]) -> list[Sample]:
         return [
-            dataclasses.replace(SAMPLE, schedule=one, samples_ns=(ns,), estimate_ns=ns)
-            for one in schedules
-            for ns in [self.times_ns[one]]
+            dataclasses.replace(SAMPLE, schedule=schedule, samples_ns=(ns,), estimate_ns=ns)
+            for schedule in schedules
+            for ns in [self.times_ns[schedule]]
         ]
 
     def compare(self, problem: Problem, candidate: Schedule, incumbent: Schedule | None) -> Comparison:
@@ -87,23 +90,28 @@ class FakeBench:
 
 def of_samples(estimate_ns: int, **changes: Any) -> Measurement:
     """A measurement with nine samples."""
-    one = measured(estimate_ns, **changes)
+    measurement = measured(estimate_ns, **changes)
     return dataclasses.replace(
-        one,
-        sample=dataclasses.replace(one.sample, samples_ns=tuple(estimate_ns + at for at in (8, *range(8)))),
+        measurement,
+        sample=dataclasses.replace(
+            measurement.sample, samples_ns=tuple(estimate_ns + extra_ns for extra_ns in (8, *range(8)))
+        ),
     )
 
 
-def summarised(one: Measurement) -> Measurement:
+def summarised(measurement: Measurement) -> Measurement:
     """As `db gc --keep` leaves it."""
     return dataclasses.replace(
-        one, sample=dataclasses.replace(one.sample, samples_ns=tuple(summary_of(one.sample.samples_ns)))
+        measurement,
+        sample=dataclasses.replace(
+            measurement.sample, samples_ns=tuple(summary_of(measurement.sample.samples_ns))
+        ),
     )
 
 
 def preferred_now(store: Store) -> dict[Key, Preferred]:
     """The preferred timing of each key."""
-    return {one.key: one for one in preferred(store, standings(store))}
+    return {timing.key: timing for timing in preferred(store, standings(store))}
 
 
 @pytest.fixture(params=["memory", "postgresql"])
@@ -162,19 +170,19 @@ class TestDiff:
         store.add_promotions([PROMOTION])
         with open_store(":memory:") as other:
             import_rows(other, rows_of(store))
-            found = diff(store, other)
+            compared = diff(store, other)
 
-        assert (found.same, found.differences) == (1, ())
+        assert (compared.same, compared.differences) == (1, ())
 
     def test_another_schedule_or_none_is_a_difference(self, store: Store) -> None:
         elsewhere = measured(7, kernel_abi="gemm-avx2-0")
         store.add_measurements([measured(100)])
         with open_store(":memory:") as other:
             other.add_measurements([measured(100, schedule=OTHER_SCHEDULE), elsewhere])
-            found = diff(store, other)
+            compared = diff(store, other)
 
-        assert found.same == 0
-        changed, added = found.differences
+        assert compared.same == 0
+        changed, added = compared.differences
         assert (changed.here.schedule, changed.there.schedule) == (SCHEDULE, OTHER_SCHEDULE)  # type: ignore[union-attr]
         assert added.here is None
         assert added.there.measurement == elsewhere  # type: ignore[union-attr]
@@ -185,14 +193,19 @@ class TestDiff:
         slower = dataclasses.replace(STORAGE_DUEL, comparison=Comparison(0.5, 0.4, 0.6, 0.95, 15))
         store.add_storage_duels([slower, faster])
         store.add_step_times([STEP_TIME])
+        store.add_predictor_scores([PREDICTOR_SCORE])
         store.add_user_promotion(USER_PROMOTION)
         with open_store(":memory:") as other:
-            assert {one.kind for one in diff(store, other).others} == set(OtherKind)
+            assert {difference.kind for difference in diff(store, other).others} == set(OtherKind)
             import_rows(other, rows_of(store))
-            assert (diff(store, other).others, diff(store, other).same) == ((), 3)
+            assert (diff(store, other).others, diff(store, other).same) == ((), 4)
             other.add_storage_duels([slower])
             (changed,) = diff(store, other).others
+            worse = dataclasses.replace(PREDICTOR_SCORE, figures={"accuracy": 0.5})
+            other.add_predictor_scores([worse])
+            (judged,) = (row for row in diff(store, other).others if row.kind is OtherKind.PREDICTOR)
         assert (changed.kind, changed.here, changed.there) == (OtherKind.STORAGE, "sparse", "dense")
+        assert (judged.here, judged.there) == ("holds 99.4%", "holds 50.0%")
 
 
 class TestGarbage:
@@ -242,22 +255,56 @@ class TestGarbage:
         assert store.stats().rows["schedule"] == 1
 
     def test_winners_of_a_stale_build_stay_until_they_are_judged_again(self, store: Store) -> None:
-        """With all that their build knows; those of imported rows are nobody's here."""
+        """With all that their build knows."""
         old = [measured(5, kernel_abi="gemm-avx2-00"), measured(9, OTHER_SCHEDULE, kernel_abi="gemm-avx2-00")]
-        far = measured(7, kernel_abi="gemm-avx2-11", origin=THERE)
-        store.add_measurements([*old, far])
-        winner = dataclasses.replace(PROMOTION, kernel_abi="gemm-avx2-00")
-        store.add_promotions(
-            [winner, dataclasses.replace(PROMOTION, kernel_abi="gemm-avx2-11", origin=THERE)]
-        )
+        store.add_measurements(old)
+        store.add_promotions([dataclasses.replace(PROMOTION, kernel_abi="gemm-avx2-00")])
 
-        found = collect_garbage(store, self.CURRENT, None, dry_run=False)
-        assert found.spared == {"gemm-avx2-00": 1}
+        collected = collect_garbage(store, self.CURRENT, None, dry_run=False)
+        assert (collected.spared, collected.hints) == ({"gemm-avx2-00": 1}, 0)
         assert [*store.all_measurements()] == old
         store.add_measurements([measured(5, kernel_abi="gemm-avx2-aa")])
         store.add_promotions([dataclasses.replace(PROMOTION, kernel_abi="gemm-avx2-aa")])
         assert collect_garbage(store, self.CURRENT, None, dry_run=False).spared == {}
         assert {row.kernel_abi for row in store.all_measurements()} == {"gemm-avx2-aa"}
+
+    def test_imported_winners_of_other_builds_stay_as_hints(self, store: Store) -> None:
+        """The newest of a product and a kind of machine, until the build that runs here has one."""
+        other = dataclasses.replace(PROBLEM, n=3200)
+        machines = (MACHINE, OTHER_MACHINE)
+        rows, promotions = list[Measurement](), list[Promotion]()
+        for age, abi in enumerate(("gemm-avx2-22", "gemm-avx2-11")):
+            for machine, problem in itertools.product(machines, (PROBLEM, other)):
+                origin = dataclasses.replace(THERE, machine=machine, created_at_ms=1000 - age)
+                rows += [
+                    measured(7 + age, kernel_abi=abi, problem=problem, origin=origin),
+                    measured(5, OTHER_SCHEDULE, kernel_abi=abi, problem=problem, origin=origin),
+                ]
+                promotions.append(
+                    dataclasses.replace(PROMOTION, kernel_abi=abi, problem=problem, origin=origin)
+                )
+        store.add_measurements(rows)
+        store.add_promotions(promotions)
+        hints = [row for row in rows if row.kernel_abi == "gemm-avx2-22" and row.sample.schedule == SCHEDULE]
+        before = waiting_hints(store, MACHINE, "gemm-avx2-aa")
+        assert {hint.measurement for hint in before.values()} == {hints[0], hints[1]}
+
+        counted = collect_garbage(store, self.CURRENT, None, dry_run=True)
+        assert counted == collect_garbage(store, self.CURRENT, None, dry_run=False)
+        assert (counted.hints, counted.deleted["measurement"], counted.deleted["promotion"]) == (4, 12, 4)
+        assert [*store.all_measurements()] == hints
+        assert waiting_hints(store, MACHINE, "gemm-avx2-aa") == before
+        assert collect_garbage(store, self.CURRENT, None, dry_run=False).deleted["measurement"] == 0
+
+        promoted_here = dataclasses.replace(PROMOTION, kernel_abi="gemm-avx2-aa")
+        own = measured(6, kernel_abi="gemm-avx2-aa")
+        lost = measured(8, kernel_abi="gemm-avx2-aa", problem=other)
+        store.add_measurements([own, lost])
+        store.add_promotions([promoted_here])
+        assert collect_garbage(store, self.CURRENT, None, dry_run=False).hints == 2, "both were judged here"
+        assert {
+            row.origin.machine for row in store.all_measurements() if row.kernel_abi != own.kernel_abi
+        } == {OTHER_MACHINE}
 
     def test_step_times_of_a_build_that_nothing_else_names_go_too(self, store: Store) -> None:
         """And other machines' stay."""
@@ -268,6 +315,23 @@ class TestGarbage:
 
         assert collect_garbage(store, self.CURRENT, None, dry_run=False).deleted["step_time"] == 1
         assert [*store.all_step_times()] == [far]
+
+    def test_of_scores_the_newest_stay_of_each_predictor_and_its_answers(self, store: Store) -> None:
+        """As of plans; what was imported has its own newest. Without --keep all stay."""
+        scores = [dataclasses.replace(PREDICTOR_SCORE, hold=number / 8) for number in range(1, 6)]
+        others = [
+            dataclasses.replace(PREDICTOR_SCORE, **change)
+            for change in ({"reads": "all-minilm-l6-v2"}, {"answers_key": "x"}, {"judged_by": "folds"})
+        ]
+        imported = dataclasses.replace(PREDICTOR_SCORE, origin=THERE)
+        store.add_predictor_scores([*scores, *others, imported])
+
+        assert "predictor_score" not in collect_garbage(store, self.CURRENT, None, dry_run=False).deleted
+        counted = collect_garbage(store, self.CURRENT, 2, dry_run=True)
+        assert len(store.predictor_scores()) == 9
+        assert collect_garbage(store, self.CURRENT, 2, dry_run=False) == counted
+        assert counted.deleted["predictor_score"] == 3
+        assert store.predictor_scores() == [*scores[3:], *others, imported]
 
     def test_what_lost_is_summarised_and_what_is_promoted_stays(self, store: Store) -> None:
         """Of a schedule behind the fastest the best timing is left, with five samples, one of each trust."""
@@ -299,11 +363,12 @@ class TestGarbage:
         self, store: Store, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         slow = [
-            of_samples(at, schedule=dataclasses.replace(SCHEDULE, prefetch_bytes=at)) for at in range(1, 21)
+            of_samples(number, schedule=dataclasses.replace(SCHEDULE, prefetch_bytes=number))
+            for number in range(1, 21)
         ]
         elsewhere = [
-            dataclasses.replace(one, origin=dataclasses.replace(ORIGIN, machine=OTHER_MACHINE))
-            for one in slow
+            dataclasses.replace(measurement, origin=dataclasses.replace(ORIGIN, machine=OTHER_MACHINE))
+            for measurement in slow
         ]
         store.add_measurements([*slow, *elsewhere])
         said: list[str] = []
@@ -313,19 +378,19 @@ class TestGarbage:
 
         monkeypatch.setattr(upkeep, "TIDY_ABOVE_ROWS", 19)
         tidy(store, MACHINE, said.append)
-        losers = [summarised(one) for one in slow[KEEP_SCHEDULES:]]
+        losers = [summarised(measurement) for measurement in slow[KEEP_SCHEDULES:]]
         assert [*store.all_measurements()] == [*slow[:KEEP_SCHEDULES], *losers, *elsewhere]
         assert len(said) == 1
 
 
 @given(samples=st.lists(st.integers(1, 10**12), min_size=1, max_size=200))
 def test_a_summary_has_the_ends_and_nothing_that_was_not_measured(samples: list[int]) -> None:
-    found = summary_of(samples)
+    summary = summary_of(samples)
 
-    assert len(found) == min(len(samples), KEPT_SAMPLES)
-    assert (min(found), max(found)) == (min(samples), max(samples))
-    assert not Counter(found) - Counter(samples)
-    assert len(samples) <= KEPT_SAMPLES or found == sorted(found)
+    assert len(summary) == min(len(samples), KEPT_SAMPLES)
+    assert (min(summary), max(summary)) == (min(samples), max(samples))
+    assert not Counter(summary) - Counter(samples)
+    assert len(samples) <= KEPT_SAMPLES or summary == sorted(summary)
 
 
 class TestVerify:
@@ -441,7 +506,7 @@ class TestVerify:
         )
         store.add_promotions([PROMOTED_THERE])
 
-        assert [one.schedule for one in verified(store, FakeBench({SCHEDULE: 300}))] == [SCHEDULE]
+        assert [verdict.schedule for verdict in verified(store, FakeBench({SCHEDULE: 300}))] == [SCHEDULE]
 
     def test_other_machines_and_builds_are_left(self, store: Store) -> None:
         elsewhere = dataclasses.replace(THERE, machine=OTHER_MACHINE)
@@ -466,7 +531,7 @@ class TestVerify:
         stopped = verified(store, FakeBench({SCHEDULE: 500}))
         next(stopped)
 
-        assert [one.problem for one in verified(store, FakeBench({SCHEDULE: 500}))] == [other]
+        assert [verdict.problem for verdict in verified(store, FakeBench({SCHEDULE: 500}))] == [other]
 
 
 def test_tuned_exported_imported_and_verified_is_the_same(tmp_path: Path) -> None:
@@ -486,6 +551,6 @@ def test_tuned_exported_imported_and_verified_is_the_same(tmp_path: Path) -> Non
         assert second.promoted_measurements() == []
 
         verdicts = [*verified(second, FakeBench(times))]
-        assert [one.promoted for one in verdicts] == [True] * 3
+        assert [verdict.promoted for verdict in verdicts] == [True] * 3
         assert diff(first, second).differences == ()
         assert [row.sample.schedule for row in second.promoted_measurements()] == [THIRD] * 3

@@ -21,6 +21,9 @@ from phasewise.loadtest.arrivals import (
     repeated,
     scaled,
 )
+from phasewise.loadtest.assemble import load_test_of
+from phasewise.loadtest.settings import Asking, Promises, SendingTimes, SentLengths
+from phasewise.tuner.config.day import day_curve
 from phasewise.tuner.config.lengths import RequestLengths
 from phasewise.tuner.config.trace import read_trace
 from phasewise.tuner.errors import TraceError
@@ -84,9 +87,13 @@ def test_a_replay_keeps_order_and_scales_time_and_lengths(tmp_path: Path, name: 
     replayed = scaled(repeated(trace, len(trace)), 0.5, 2.0)
 
     ordered = sorted(trace, key=lambda arrival: arrival.arrival_s or 0.0)
-    assert [one.prompt_tokens for one in replayed] == [2 * one.prompt_tokens for one in ordered]
-    assert [one.output_tokens for one in replayed] == [2 * one.output_tokens for one in ordered]
-    assert instants_of(replayed) == pytest.approx([0.5 * (one.arrival_s or 0.0) for one in ordered])
+    assert [request.prompt_tokens for request in replayed] == [
+        2 * request.prompt_tokens for request in ordered
+    ]
+    assert [request.output_tokens for request in replayed] == [
+        2 * request.output_tokens for request in ordered
+    ]
+    assert instants_of(replayed) == pytest.approx([0.5 * (request.arrival_s or 0.0) for request in ordered])
 
 
 @given(
@@ -105,7 +112,9 @@ def test_a_trace_that_is_too_short_starts_over_after_its_mean_gap(gaps_s: list[f
     instants_s = instants_of(replayed)
     assert instants_s is not None
     assert all(after >= before - 1e-9 for before, after in pairwise(instants_s))
-    assert [one.prompt_tokens for one in replayed] == [index % len(trace) + 1 for index in range(count)]
+    assert [request.prompt_tokens for request in replayed] == [
+        index % len(trace) + 1 for index in range(count)
+    ]
 
 
 def test_lengths_alone_have_no_arrivals() -> None:
@@ -125,3 +134,16 @@ def test_promises_are_read_and_scaled() -> None:
 def test_promises_without_meaning_are_refused(text: str) -> None:
     with pytest.raises(TraceError, match="SLO"):
         parse_slo(text)
+
+
+def test_a_day_sends_what_its_curve_says_with_lengths_of_a_trace(tmp_path: Path) -> None:
+    """As many requests as the day has, whose lengths go round; `arrivals` says that it is a day."""
+    (tmp_path / "azure.csv").write_text(AZURE)
+    times = SendingTimes(daily="diurnal:3,9", day_s=20.0, trace=tmp_path / "azure.csv")
+
+    test = load_test_of("http://127.0.0.1:9", "m", times, SentLengths(seed=5), Asking(), Promises())
+
+    assert test.pace.instants_s == day_curve("diurnal:3,9").arrivals_s(20.0, 5)
+    assert len(test.requests) == len(test.pace.instants_s) > 3
+    assert test.pace.origin == "day"
+    assert [request.prompt_tokens for request in test.requests[:4]] == [100, 300, 200, 100]

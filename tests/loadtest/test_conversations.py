@@ -27,28 +27,32 @@ from tests.support.servers.fake_server import fake_server
 block_lists = st.lists(st.integers(0, 5), max_size=4)
 
 
-def common(one: Sequence[object], other: Sequence[object]) -> int:
+def common(first: Sequence[object], second: Sequence[object]) -> int:
     """Items that both begin with."""
-    for index, (mine, others) in enumerate(zip(one, other, strict=False)):
+    for index, (mine, others) in enumerate(zip(first, second, strict=False)):
         if mine != others:
             return index
-    return min(len(one), len(other))
+    return min(len(first), len(second))
 
 
 @given(block_lists, block_lists, st.integers(1, 200), st.integers(1, 40))
 def test_prompts_of_equal_blocks_begin_with_equal_tokens(
-    one: list[int], other: list[int], n_tokens: int, block_tokens: int
+    first_blocks: list[int], second_blocks: list[int], n_tokens: int, block_tokens: int
 ) -> None:
     """And with no more than that, up to a chance token."""
     ids = IdPrompts(3)
-    first, second = ids(0, n_tokens, one, block_tokens), ids(1, n_tokens, other, block_tokens)
+    first, second = (
+        ids(0, n_tokens, first_blocks, block_tokens),
+        ids(1, n_tokens, second_blocks, block_tokens),
+    )
 
-    shared = min(n_tokens, common(one, other) * block_tokens)
+    shared = min(n_tokens, common(first_blocks, second_blocks) * block_tokens)
     assert len(first) == len(second) == n_tokens
     assert shared <= common(first, second) <= shared + 4  # type: ignore[arg-type]
     texts = TextPrompts(3)
     words = [
-        texts(index, n_tokens, blocks, block_tokens).split() for index, blocks in enumerate((one, other))
+        texts(index, n_tokens, blocks, block_tokens).split()
+        for index, blocks in enumerate((first_blocks, second_blocks))
     ]
     assert [len(text) for text in words] == [n_tokens, n_tokens]
     assert common(*words) >= shared
@@ -76,17 +80,17 @@ def test_a_mooncake_trace_says_which_prompts_begin_alike(tmp_path: Path) -> None
 @given(st.integers(0, 50), st.lists(st.integers(1, 30), min_size=2, max_size=6))
 def test_a_turn_says_all_that_was_said_before(shared: int, lengths: list[int]) -> None:
     kind = TurnByTurn(TextPrompts(1), len(lengths), shared)
-    one, other = kind.begin(0), kind.begin(100)
+    conversation, other = kind.begin(0), kind.begin(100)
     said: list[str] = []
     for index, n_tokens in enumerate(lengths):
         request = RequestLengths(n_tokens, 4)
-        turns, others = one.next_turn(request), other.next_turn(request)
+        turns, others = conversation.next_turn(request), other.next_turn(request)
         assert turns is not None
         assert others is not None
         assert turns[:-1] == said
         assert len(turns[-1].split()) == n_tokens + (shared if not index else 0)
         assert common(turns[0].split(), others[0].split()) >= shared
-        for talk in (one, other):
+        for talk in (conversation, other):
             talk.answered(RequestOutcome(0.0, 10, 4, text=f" answer {index}"))
         said = [*turns, f" answer {index}"]
 

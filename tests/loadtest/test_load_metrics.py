@@ -62,58 +62,67 @@ def naive(samples_s: list[float], name: str) -> dict[str, float]:
     }
 
 
-@given(found=st.lists(outcomes(), max_size=30), duration_s=st.floats(0.1, 100))
-def test_every_figure_is_its_definition(found: list[RequestOutcome], duration_s: float) -> None:
+@given(all_outcomes=st.lists(outcomes(), max_size=30), duration_s=st.floats(0.1, 100))
+def test_every_figure_is_its_definition(all_outcomes: list[RequestOutcome], duration_s: float) -> None:
     """Latencies of whole answers alone; throughput over the run's whole duration."""
-    result = flat_result(Measured(found, duration_s, 0.1), SLO)
+    result = flat_result(Measured(all_outcomes, duration_s, 0.1), SLO)
 
-    whole = [one for one in found if one.failure is None]
-    tpots = [(one.latency_s - one.ttft_s) / (one.output_tokens - 1) for one in whole if one.output_tokens > 1]
+    whole = [outcome for outcome in all_outcomes if outcome.failure is None]
+    tpots = [
+        (outcome.latency_s - outcome.ttft_s) / (outcome.output_tokens - 1)
+        for outcome in whole
+        if outcome.output_tokens > 1
+    ]
     expected: dict[str, float] = {
         "completed": len(whole),
-        "failed": len(found) - len(whole),
-        "total_input_tokens": sum(one.prompt_tokens for one in whole),
-        "total_output_tokens": sum(one.output_tokens for one in whole),
+        "failed": len(all_outcomes) - len(whole),
+        "total_input_tokens": sum(outcome.prompt_tokens for outcome in whole),
+        "total_output_tokens": sum(outcome.output_tokens for outcome in whole),
         "request_throughput": len(whole) / duration_s,
-        "output_throughput": sum(one.output_tokens for one in whole) / duration_s,
-        "total_token_throughput": sum(one.prompt_tokens + one.output_tokens for one in whole) / duration_s,
-        **naive([one.ttft_s for one in whole], "ttft"),
+        "output_throughput": sum(outcome.output_tokens for outcome in whole) / duration_s,
+        "total_token_throughput": sum(outcome.prompt_tokens + outcome.output_tokens for outcome in whole)
+        / duration_s,
+        **naive([outcome.ttft_s for outcome in whole], "ttft"),
         **naive(tpots, "tpot"),
-        **naive([gap_s for one in whole for gap_s in one.itls_s], "itl"),
-        **naive([one.latency_s for one in whole], "e2el"),
+        **naive([gap_s for outcome in whole for gap_s in outcome.itls_s], "itl"),
+        **naive([outcome.latency_s for outcome in whole], "e2el"),
     }
     for name, value in expected.items():
         assert result[name] == pytest.approx(value, abs=1e-6), name
 
 
-@given(found=st.lists(outcomes(), min_size=1, max_size=30))
-def test_goodput_counts_whole_answers_that_kept_everything(found: list[RequestOutcome]) -> None:
+@given(all_outcomes=st.lists(outcomes(), min_size=1, max_size=30))
+def test_goodput_counts_whole_answers_that_kept_everything(all_outcomes: list[RequestOutcome]) -> None:
     """A single token has no TPOT and keeps any; what failed keeps nothing."""
     good = 0
-    for one in found:
-        tpot_s = (one.latency_s - one.ttft_s) / (one.output_tokens - 1) if one.output_tokens > 1 else 0.0
-        good += one.failure is None and one.ttft_s <= 0.2 and tpot_s <= 0.05
+    for outcome in all_outcomes:
+        tpot_s = (
+            (outcome.latency_s - outcome.ttft_s) / (outcome.output_tokens - 1)
+            if outcome.output_tokens > 1
+            else 0.0
+        )
+        good += outcome.failure is None and outcome.ttft_s <= 0.2 and tpot_s <= 0.05
 
-    assert flat_result(Measured(found, 4.0, 0.0), SLO)["request_goodput"] == pytest.approx(good / 4)
-    assert attainment(found, SLO) == pytest.approx(good / len(found))
+    assert flat_result(Measured(all_outcomes, 4.0, 0.0), SLO)["request_goodput"] == pytest.approx(good / 4)
+    assert attainment(all_outcomes, SLO) == pytest.approx(good / len(all_outcomes))
 
 
-@given(found=st.lists(outcomes(), min_size=1, max_size=30))
-def test_attainment_never_falls_with_the_scale(found: list[RequestOutcome]) -> None:
-    shares = list(attainment_by_scale(found, SLO).values())
+@given(all_outcomes=st.lists(outcomes(), min_size=1, max_size=30))
+def test_attainment_never_falls_with_the_scale(all_outcomes: list[RequestOutcome]) -> None:
+    shares = list(attainment_by_scale(all_outcomes, SLO).values())
 
     assert shares == sorted(shares)
-    assert attainment_by_scale(found, SLO)[1.0] == attainment(found, SLO)
+    assert attainment_by_scale(all_outcomes, SLO)[1.0] == attainment(all_outcomes, SLO)
 
 
-@given(found=st.lists(outcomes(), min_size=1, max_size=40))
-def test_a_judge_calls_a_probe_lost_only_when_it_is(found: list[RequestOutcome]) -> None:
+@given(all_outcomes=st.lists(outcomes(), min_size=1, max_size=40))
+def test_a_judge_calls_a_probe_lost_only_when_it_is(all_outcomes: list[RequestOutcome]) -> None:
     """Whatever came after it would not have helped; and at the end judge and verdict agree."""
-    judge = Judge(SLO, len(found))
-    for one in found:
-        judge(one)
+    judge = Judge(SLO, len(all_outcomes))
+    for outcome in all_outcomes:
+        judge(outcome)
 
-    assert judge.is_lost == (not is_kept(found, SLO))
+    assert judge.is_lost == (not is_kept(all_outcomes, SLO))
 
 
 def test_each_promise_is_judged_by_itself_at_p90() -> None:
@@ -135,12 +144,12 @@ def test_who_takes_longest_has_broken_a_promise() -> None:
 
 def test_the_busiest_second_is_found() -> None:
     """Two requests of three tokens that overlap for a while."""
-    found = [
+    overlapping = [
         RequestOutcome(10.0, 1, 3, 0.1, 0.3, [0.1, 0.1]),
         RequestOutcome(10.2, 1, 3, 0.1, 1.5, [0.2, 1.2]),
     ]
 
-    result = flat_result(Measured(found, 2.0, 0.0), None)
+    result = flat_result(Measured(overlapping, 2.0, 0.0), None)
 
     assert result["max_output_tokens_per_s"] == 5
     assert result["max_concurrent_requests"] == 2
@@ -148,9 +157,9 @@ def test_the_busiest_second_is_found() -> None:
 
 
 def test_failures_are_counted_by_kind() -> None:
-    found = [
+    failed = [
         RequestOutcome(0, 1, failure=kind)
         for kind in (FailureKind.timeout, FailureKind.refused, FailureKind.timeout)
     ]
 
-    assert failures(found) == {"timeout": 2, "refused": 1}
+    assert failures(failed) == {"timeout": 2, "refused": 1}

@@ -29,10 +29,10 @@ def test_one_edge_is_found_within_the_resolution(edge: float, start: float, reso
     """Wherever it begins, and never above the edge."""
     search = RateSearch(start, 2.0, resolution, most_probes=100, least_share=1e-9)
 
-    found, _ = searched(lambda rate: rate <= edge, search)
+    best_rate, _ = searched(lambda rate: rate <= edge, search)
 
-    assert found is not None
-    assert edge * (1 - resolution) - 1e-9 <= found <= edge
+    assert best_rate is not None
+    assert edge * (1 - resolution) - 1e-9 <= best_rate <= edge
 
 
 @given(
@@ -51,13 +51,13 @@ def test_whatever_the_landscape_the_answer_was_kept_more_often_than_not(
         seen.append((rate, next(answers)))
         return seen[-1][1]
 
-    found, _ = searched(keeps, RateSearch(most_probes=most, votes=votes))
+    best_rate, _ = searched(keeps, RateSearch(most_probes=most, votes=votes))
 
     assert len(seen) <= most
-    of_found = [kept for rate, kept in seen if rate == found]
-    assert found is None or 2 * sum(of_found) > len(of_found)
+    of_found = [kept for rate, kept in seen if rate == best_rate]
+    assert best_rate is None or 2 * sum(of_found) > len(of_found)
     if votes == 1:
-        assert (found is None) == (not any(kept for _, kept in seen))
+        assert (best_rate is None) == (not any(kept for _, kept in seen))
 
 
 @given(
@@ -74,24 +74,24 @@ def test_one_probe_that_lies_does_not_decide(edge: float, lies: list[int], start
         return seen[-1][1]
 
     search = RateSearch(start, votes=2 * len(lies) + 1, most_probes=1000, least_share=1e-9)
-    found, _ = searched(keeps, search)
+    best_rate, _ = searched(keeps, search)
 
-    assert found is not None
-    assert edge * (1 - search.resolution) - 1e-9 <= found <= edge
+    assert best_rate is not None
+    assert edge * (1 - search.resolution) - 1e-9 <= best_rate <= edge
 
 
 def test_a_server_that_keeps_nothing_is_left_alone_soon() -> None:
-    found, asked = searched(lambda _rate: False, RateSearch(start=8.0, most_probes=50))
+    best_rate, asked = searched(lambda _rate: False, RateSearch(start=8.0, most_probes=50))
 
-    assert found is None
+    assert best_rate is None
     assert min(asked) == pytest.approx(8.0 / 64)
     assert len(asked) == 7
 
 
 def test_a_server_without_a_limit_ends_at_the_highest_rate() -> None:
-    found, _ = searched(lambda _rate: True, RateSearch(most_probes=100))
+    best_rate, _ = searched(lambda _rate: True, RateSearch(most_probes=100))
 
-    assert found == MOST_RATE
+    assert best_rate == MOST_RATE
 
 
 def test_no_rate_is_out_of_range() -> None:
@@ -106,6 +106,6 @@ def test_probes_are_spent_between_what_was_kept_and_what_was_missed() -> None:
     rates = list(asked)
     assert rates[:5] == [1, 2, 4, 8, 16]
     for index, rate in enumerate(rates[5:], 5):
-        kept = max(one for one in rates[:index] if asked[one])
-        missed = min(one for one in rates[:index] if not asked[one])
+        kept = max(earlier for earlier in rates[:index] if asked[earlier])
+        missed = min(earlier for earlier in rates[:index] if not asked[earlier])
         assert kept < rate < missed

@@ -35,6 +35,6 @@ def test_the_package_reads_what_we_write(tmp_path: Path, pattern: Pattern) -> No
     for stem in stems:
         parts = {part: tensors["bitmask"][f"{stem}.{part}"] for part in PARTS}
         parts["shape"] = parts["shape"].tolist()
-        found = BitmaskTensor(**parts).decompress()
+        decompressed = BitmaskTensor(**parts).decompress()
         want = tensors["dense"][stem if stem in tensors["dense"] else f"{stem}.weight"]
-        assert np.array_equal(*(packing.to_bf16(x.float().numpy()) for x in (found, want))), stem
+        assert np.array_equal(*(packing.to_bf16(x.float().numpy()) for x in (decompressed, want))), stem

@@ -112,14 +112,14 @@ def test_storages_and_threads_give_the_same_bits() -> None:
     dense, stored = (PackedLinear.from_linear(layer, storage) for storage in ("dense", "sparse"))
     x = torch.randn(9, 320)
     before = torch.get_num_threads()
-    found = []
+    outputs = []
     try:
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
-            found += [dense(x), stored(x)]
+            outputs += [dense(x), stored(x)]
     finally:
         torch.set_num_threads(before)
-    assert all(torch.equal(found[0], one) for one in found)
+    assert all(torch.equal(outputs[0], output) for output in outputs)
 
 
 def test_a_state_dict_comes_back() -> None:
@@ -167,12 +167,41 @@ def test_a_model_is_replaced_where_that_pays_and_says_why_not() -> None:
     model.d.weight = model.e.weight
     model.lm_head = linear(16, 32, 0.9, torch.bfloat16)
 
-    found = {one.name: one for one in replace_linear(model)}
+    by_name = {report.name: report for report in replace_linear(model)}
 
     assert isinstance(model.a, PackedLinear)
-    assert {name: one.replaced for name, one in found.items()} == {
+    assert {name: report.replaced for name, report in by_name.items()} == {
         "a": True, "b": False, "c": False, "d": False, "lm_head": False,
     }  # fmt: skip
-    assert "less than 30 %" in found["b"].why
-    assert "Other" in found["c"].why
-    assert "tied" in found["d"].why
+    assert "less than 30 %" in by_name["b"].why
+    assert "Other" in by_name["c"].why
+    assert "tied" in by_name["d"].why
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_int8_is_for_a_whole_model_too(dtype: Any) -> None:
+    """Each weight within a step of its group, of which float16 has the size; zeros stay zeros."""
+    layers = (linear(48, 96, zeros, dtype) for zeros in (0.7, 0.0))
+    model = torch.nn.Sequential(*layers, torch.nn.Tanh()).eval()  # type: ignore[arg-type]
+    before = copy.deepcopy(model)
+
+    report = replace_linear(model, storage="sparse", min_sparsity=0, weight_format="int8")
+
+    assert [(layer.name, layer.why) for layer in report] == [
+        ("0", "packed, q8, sparse"),
+        ("1", "packed, q8, sparse"),
+    ]
+    for packed, original in zip(model[:2], before[:2], strict=True):
+        weight, exact = unpacked(packed).weight, original.weight.float()
+        step = exact.reshape(48, -1, 32).abs().amax(dim=2, keepdim=True) / 127
+        assert bool(((weight - exact).reshape(48, -1, 32).abs() <= 0.57 * step + 1e-6).all())
+        assert bool((weight[exact == 0] == 0).all())
+
+
+def test_a_format_keeps_what_it_cannot_pack() -> None:
+    model = torch.nn.Sequential(linear(32, 64, 0.5, torch.bfloat16))
+
+    (layer,) = replace_linear(model, storage="sparse", weight_format="int8", min_sparsity=0.6)
+
+    assert not layer.replaced
+    assert isinstance(model[0], torch.nn.Linear)

@@ -71,10 +71,10 @@ def test_in_float32_the_numbers_are_equal_as_they_are(tmp_path: Path, name: str)
 
 def test_autoawq_gives_our_numbers(tmp_path: Path) -> None:
     """By `awq/utils/packing_utils.py`, which needs torch alone."""
-    found = importlib.util.find_spec("awq")
-    if found is None or not found.submodule_search_locations:
+    awq_spec = importlib.util.find_spec("awq")
+    if awq_spec is None or not awq_spec.submodule_search_locations:
         pytest.skip("could not import 'awq'")
-    source = Path(next(iter(found.submodule_search_locations))) / "utils" / "packing_utils.py"
+    source = Path(next(iter(awq_spec.submodule_search_locations))) / "utils" / "packing_utils.py"
     spec = importlib.util.spec_from_file_location("awq_packing", source)
     assert spec is not None
     assert spec.loader is not None

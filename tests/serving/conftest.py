@@ -29,8 +29,8 @@ def running() -> Iterator[tuple[FakeServer, ScriptedRanks]]:
     from tests.support.models.tool_templates import HERMES
     from tests.support.servers.scripted_engine import scripted_server
 
-    with scripted_server(HERMES, "<|im_start|>assistant\n") as found:
-        yield found
+    with scripted_server(HERMES, "<|im_start|>assistant\n") as server_and_ranks:
+        yield server_and_ranks
 
 
 @pytest.fixture

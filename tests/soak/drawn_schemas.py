@@ -106,8 +106,8 @@ class Seen:
                 f"     /health meanwhile: {len(self.health_s)} times, 99 % {late * 1e3:.0f} ms, "
                 f"most {self.health_s[-1] * 1e3:.0f} ms"
             )
-        for one in self.missed[:10]:
-            print(f"     {one[:300]}")
+        for schema_text in self.missed[:10]:
+            print(f"     {schema_text[:300]}")
         return not self.missed
 
 
@@ -142,14 +142,14 @@ class Meter:
 
 
 def _largest_child_bytes() -> int:
-    found = 0
+    most_bytes = 0
     for pid in process_tree(_own_pid())[1:]:
         try:
             status = Path(f"/proc/{pid}/status").read_text()
-            found = max(found, int(status.split("VmHWM:")[1].split()[0]) * 1024)
+            most_bytes = max(most_bytes, int(status.split("VmHWM:")[1].split()[0]) * 1024)
         except (OSError, IndexError):  # it has just ended
             continue
-    return found
+    return most_bytes
 
 
 def _own_pid() -> int:
@@ -190,7 +190,7 @@ def _unrolled(meta: Any, n_levels: int = 1) -> Any:
 
     def written_out(part: Any) -> Any:
         if isinstance(part, list):
-            return [written_out(one) for one in part]
+            return [written_out(child) for child in part]
         if not isinstance(part, dict):
             return part
         reference = part.get("$ref")
@@ -198,17 +198,17 @@ def _unrolled(meta: Any, n_levels: int = 1) -> Any:
             return inner
         if isinstance(reference, str):
             return written_out(definitions[reference.rpartition("/")[2]])
-        return {name: written_out(one) for name, one in part.items() if name != "default"}
+        return {name: written_out(child) for name, child in part.items() if name != "default"}
 
     properties = {
-        name: written_out(one) for name, one in meta["properties"].items() if name not in _SAY_NOTHING
+        name: written_out(child) for name, child in meta["properties"].items() if name not in _SAY_NOTHING
     }
     return {"type": "object", "properties": properties, "additionalProperties": False, "minProperties": 1}
 
 
 def of_suite(checkout: Path) -> Iterator[Any]:
     """Every schema of the suite's drafts, each once."""
-    known = set()
+    met = set()
     for path in sorted((checkout / "tests").rglob("*.json")):
         try:
             groups = json.loads(path.read_text())
@@ -216,8 +216,8 @@ def of_suite(checkout: Path) -> Iterator[Any]:
             continue
         for group in groups if isinstance(groups, list) else ():
             text = json.dumps(group["schema"])
-            if text not in known:
-                known.add(text)
+            if text not in met:
+                met.add(text)
                 yield group["schema"]
 
 

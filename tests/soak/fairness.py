@@ -66,7 +66,7 @@ def attack(asked: Asked, kind: Callable[[random.Random], Load], n_streams: int) 
     draw = random.Random(kind.__name__)
     load = kind(draw)
 
-    async def one() -> None:
+    async def stream() -> None:
         while True:
             n_words, n_tokens, is_read = next(load)
             words = " ".join(str(draw.randint(0, 9999)) for _ in range(n_words // 2))
@@ -76,7 +76,7 @@ def attack(asked: Asked, kind: Callable[[random.Random], Load], n_streams: int) 
                 await asyncio.sleep(0.1)
 
     async def all_of_them() -> None:
-        await asyncio.gather(*(one() for _ in range(n_streams)))
+        await asyncio.gather(*(stream() for _ in range(n_streams)))
 
     asyncio.run(all_of_them())
 

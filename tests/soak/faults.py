@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from tests.soak.fault_rows import clients, ranks, service
+from tests.soak.fault_rows import clients, instances, ranks, service
 from tests.soak.fault_rows.setting import Setting
 from tests.soak.row_runner import run_rows
 
@@ -24,6 +24,7 @@ ROWS: dict[str, Callable[[Setting], str]] = {
     "killed_under_migration": ranks.killed_under_migration,
     "again_and_again": ranks.again_and_again,
     "stopped": ranks.stopped,
+    "instance_killed": instances.instance_killed,
     "gone_mid_stream": clients.gone_mid_stream,
     "slow_readers": clients.slow_readers,
     "idle_connections": clients.idle_connections,

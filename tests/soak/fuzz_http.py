@@ -73,25 +73,25 @@ def mutated(rng: random.Random) -> bytes:
     """A valid request with up to six changes."""
     text = bytearray(rng.choice(SEEDS))
     for _ in range(rng.choice((0, 1, 1, 1, 2, 2, 3, 6))):
-        at = rng.randrange(len(text) + 1)
+        start = rng.randrange(len(text) + 1)
         match rng.randrange(7):
             case 0:
-                text[at:at] = rng.choice(PIECES)
+                text[start:start] = rng.choice(PIECES)
             case 1:
-                text[at : at + rng.randrange(1, 30)] = b""
+                text[start : start + rng.randrange(1, 30)] = b""
             case 2:
-                text[at : at + 1] = bytes([rng.randrange(256)])
+                text[start : start + 1] = bytes([rng.randrange(256)])
             case 3:
-                text[at : at + rng.randrange(8)] = rng.choice(PIECES)
+                text[start : start + rng.randrange(8)] = rng.choice(PIECES)
             case 4:
                 lines = bytes(text).split(b"\r\n")
                 rng.shuffle(lines)
                 text[:] = b"\r\n".join(lines)
             case 5:
                 other = rng.choice(SEEDS)
-                text[at:at] = other[rng.randrange(len(other)) :][: rng.randrange(1, 200)]
+                text[start:start] = other[rng.randrange(len(other)) :][: rng.randrange(1, 200)]
             case _:
-                text[at:at] = text[at : at + rng.randrange(1, 100)] * rng.randrange(1, 20)
+                text[start:start] = text[start : start + rng.randrange(1, 100)] * rng.randrange(1, 20)
     return bytes(text)
 
 
@@ -125,10 +125,10 @@ async def _send(port: int, text: bytes, rng: random.Random, outcome: Outcome) ->
             writer.transport.abort()
     except TimeoutError:
         outcome.faults.append(f"no end within {END_S:g} s: {text!r}")
-    found = [int(status) for status in _STATUS.findall(said)]
-    outcome.statuses.update(found)
-    if any(status >= 500 and status != 503 for status in found):
-        outcome.faults.append(f"{found}: {text!r}")
+    statuses = [int(status) for status in _STATUS.findall(said)]
+    outcome.statuses.update(statuses)
+    if any(status >= 500 and status != 503 for status in statuses):
+        outcome.faults.append(f"{statuses}: {text!r}")
     outcome.slowest_s = max(outcome.slowest_s, time.monotonic() - began)
 
 

@@ -195,9 +195,9 @@ def main() -> int:
     asking.join()
     print(f"{options.clients} streams, {n_whole} answers in {options.seconds:g} s")
     for name, asked in answers.items():
-        print(f"{name:5} n {len(asked):5}  seen {_told([one.seen_ms for one in asked])}")
-        print(f"{'':13}  sent {_told([one.sent_ms for one in asked])}")
-    return int(max(one.seen_ms for asked in answers.values() for one in asked) > LIMIT_MS)
+        print(f"{name:5} n {len(asked):5}  seen {_told([answer.seen_ms for answer in asked])}")
+        print(f"{'':13}  sent {_told([answer.sent_ms for answer in asked])}")
+    return int(max(answer.seen_ms for asked in answers.values() for answer in asked) > LIMIT_MS)
 
 
 def _told(values: Sequence[float]) -> str:

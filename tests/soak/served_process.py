@@ -120,15 +120,15 @@ class ServerProcess:
     def memory_mib(self) -> dict[str, float]:
         """Resident memory by what is mapped: malloc's heap, files, what ranks share, and other
         anonymous pages (KV cache, activations, Python's own arenas, stacks, malloc's arenas of threads)."""
-        found = dict.fromkeys(("heap", "files", "shared", "anonymous"), 0.0)
+        mib = dict.fromkeys(("heap", "files", "shared", "anonymous"), 0.0)
         kind = "anonymous"
         for line in _read(Path(f"/proc/{self.pid}/smaps")).splitlines():
             first, *rest = line.split()
             if not first.endswith(":"):
                 kind = _kind_of(rest[4] if len(rest) > 4 else "")
             elif first == "Rss:":
-                found[kind] += int(rest[0]) / 1024
-        return found
+                mib[kind] += int(rest[0]) / 1024
+        return mib
 
     def rss_mib(self) -> float:
         """Resident memory of the server's own process."""

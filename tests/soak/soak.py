@@ -105,13 +105,13 @@ class Tally:
 def make_classes(trace: Sequence[RequestLengths], n_classes: int, dice: random.Random) -> list[Request]:
     """Requests with lengths drawn from the trace."""
     shared = [dice.choices(TOKEN_IDS, k=SHARED_TOKENS) for _ in range(4)]
-    made = []
+    classes = []
     for index in range(n_classes):
-        one = dice.choice(trace)
+        lengths = dice.choice(trace)
         beginning = shared[index // 2 % 4] if index % 2 else []
-        own = dice.choices(TOKEN_IDS, k=max(1, one.prompt_tokens - len(beginning)))
-        made.append(Request(beginning + own, one.output_tokens, index if index % 4 > 1 else None))
-    return made
+        own = dice.choices(TOKEN_IDS, k=max(1, lengths.prompt_tokens - len(beginning)))
+        classes.append(Request(beginning + own, lengths.output_tokens, index if index % 4 > 1 else None))
+    return classes
 
 
 class Soak:
@@ -136,8 +136,8 @@ class Soak:
     async def learn(self) -> None:
         """Learn each class's right answer by asking for it alone."""
         connection = await raw_http.Connection.open(self.server.port)
-        for one in self.classes:
-            reply = await connection.ask("POST", "/v1/completions", one.body(self.model))
+        for request in self.classes:
+            reply = await connection.ask("POST", "/v1/completions", request.body(self.model))
             if reply.status != 200:
                 raise SystemExit(f"a request alone is answered with {reply.status}: {reply.body.decode()}")
             self.expected.append(_expected(reply.json()))
@@ -238,20 +238,24 @@ def _streamed(said: raw_http.Streamed) -> Expected | str:
 
 def arrivals(trace: Sequence[RequestLengths], n_requests: int, within_s: float) -> list[float]:
     """The trace's own times, again and again, in `within_s` seconds; evenly where it states none."""
-    times_s = [index if one.arrival_s is None else one.arrival_s for index, one in enumerate(trace)]
+    times_s = [
+        index if lengths.arrival_s is None else lengths.arrival_s for index, lengths in enumerate(trace)
+    ]
     span = times_s[-1] or 1.0
     rounds = (number * span + time_s for number in itertools.count() for time_s in times_s)
     taken = list(itertools.islice(rounds, n_requests))
-    return [at * within_s / (taken[-1] or 1.0) for at in taken]
+    return [time_s * within_s / (taken[-1] or 1.0) for time_s in taken]
 
 
 def scaled(trace: Sequence[RequestLengths], prompts: float, answers: float) -> list[RequestLengths]:
     """With prompts and answers shortened by this factor, to one token at least."""
     return [
         RequestLengths(
-            math.ceil(one.prompt_tokens / prompts), math.ceil(one.output_tokens / answers), one.arrival_s
+            math.ceil(lengths.prompt_tokens / prompts),
+            math.ceil(lengths.output_tokens / answers),
+            lengths.arrival_s,
         )
-        for one in trace
+        for lengths in trace
     ]
 
 
@@ -286,16 +290,16 @@ def _flat(soak: Soak) -> tuple[bool, str]:
     now, before = soak.server.memory_mib(), tally.warm or {}
     mappings = ", ".join(f"{name} {mib:.2f} ({mib - before.get(name, 0):+.2f})" for name, mib in now.items())
     try:
-        found = slope([(n, mib * 2**20) for n, mib in tally.samples if n >= soak.n_warm])
+        trend = slope([(n, mib * 2**20) for n, mib in tally.samples if n >= soak.n_warm])
     except ValueError as error:
         return False, f"memory {sum(now.values()):.1f} MiB: {error}"
     quarters = rises(tally.samples)
     by_quarter = ", ".join(f"{rise:+.2f}" for rise in quarters)
-    holds_0 = "holds 0" if found.is_zero_within_noise else "does not hold 0"
+    holds_0 = "holds 0" if trend.is_zero_within_noise else "does not hold 0"
     return (
-        is_flat(found) and sum(quarters[2:]) < ARENA_MIB,
-        f"memory {sum(now.values()):.1f} MiB; after the first {soak.n_warm} requests {found.value:+.1f} bytes"
-        f" for each (95 %: {found.low:+.1f} to {found.high:+.1f}), which {holds_0} (flat: below"
+        is_flat(trend) and sum(quarters[2:]) < ARENA_MIB,
+        f"memory {sum(now.values()):.1f} MiB; after the first {soak.n_warm} requests {trend.value:+.1f} bytes"
+        f" for each (95 %: {trend.low:+.1f} to {trend.high:+.1f}), which {holds_0} (flat: below"
         f" {LEAST_BLOCK_BYTES}); by quarter of the run: {by_quarter} MiB; by mapping (since the first"
         f" {soak.n_warm}): {mappings}",
     )
@@ -306,13 +310,13 @@ def _kept(
 ) -> tuple[bool, str]:
     """The same for what an allocator has given out, which falls again where memory does not."""
     try:
-        found = slope([(n, held) for n, held in given_out if n >= soak.n_warm])
+        trend = slope([(n, held) for n, held in given_out if n >= soak.n_warm])
     except ValueError as error:
         return False, f"{what}: {error}"
     return (
-        found.high < least_block,
-        f"{given_out[-1][1]:.0f} {what} given out; after the first {soak.n_warm} requests {found.value:+.3f}"
-        f" for each (95 %: {found.low:+.3f} to {found.high:+.3f}; nothing kept: below {least_block})",
+        trend.high < least_block,
+        f"{given_out[-1][1]:.0f} {what} given out; after the first {soak.n_warm} requests {trend.value:+.3f}"
+        f" for each (95 %: {trend.low:+.3f} to {trend.high:+.3f}; nothing kept: below {least_block})",
     )
 
 
@@ -376,10 +380,10 @@ def main() -> int:
             before, began = server.metrics(), time.monotonic()
             asyncio.run(soak.run(at_s, asked.connections, dice))
             print(f"{time.monotonic() - began:.0f} s")
-            found = verdict(soak, asked.requests, before)
-    for holds, text in found:
+            laws = verdict(soak, asked.requests, before)
+    for holds, text in laws:
         print(f"{'ok  ' if holds else 'FAIL'} {text}")
-    return 0 if all(holds for holds, _ in found) else 1
+    return 0 if all(holds for holds, _ in laws) else 1
 
 
 if __name__ == "__main__":

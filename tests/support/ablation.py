@@ -32,7 +32,7 @@ class Walked:
 
     costs_ms: tuple[float, ...]
     """In the order asked; a configuration that was asked twice is in it twice."""
-    found: Mapping[str, tuple[Configuration, float]]
+    scored: Mapping[str, tuple[Configuration, float]]
     """By key."""
     is_complete: bool
 
@@ -47,22 +47,25 @@ class Walked:
     @property
     def best(self) -> Configuration:
         """The first of the best."""
-        return min(self.found.values(), key=lambda scored: scored[1])[0]
+        return min(self.scored.values(), key=lambda scored: scored[1])[0]
 
     def first_within(self, cost_ms: float) -> int | None:
         """After how many evaluations a plan as cheap as this was known."""
-        return next((number for number, one in enumerate(self.costs_ms, start=1) if one <= cost_ms), None)
+        return next(
+            (number for number, reached_ms in enumerate(self.costs_ms, start=1) if reached_ms <= cost_ms),
+            None,
+        )
 
     def top(self, k: int) -> list[Configuration]:
         """The k of least cost."""
-        ranked = sorted(self.found.values(), key=lambda scored: scored[1])
+        ranked = sorted(self.scored.values(), key=lambda scored: scored[1])
         return [configuration for configuration, _ in ranked[:k]]
 
 
 def walked(space: ConfigSpace, cost: Cost, rules: Rules, most: int | None = None) -> Walked:
     """Walk with a function for an evaluator."""
     costs_ms: list[float] = []
-    found: dict[str, tuple[Configuration, float]] = {}
+    by_key: dict[str, tuple[Configuration, float]] = {}
     walking = walk(space, rules)
     try:
         ask = next(walking)
@@ -70,11 +73,11 @@ def walked(space: ConfigSpace, cost: Cost, rules: Rules, most: int | None = None
             answers = [cost(candidate.configuration) for candidate in ask.candidates]
             costs_ms += answers
             for candidate, answer in zip(ask.candidates, answers, strict=True):
-                found[candidate.configuration.key] = candidate.configuration, answer
+                by_key[candidate.configuration.key] = candidate.configuration, answer
             ask = walking.send(answers)
     except StopIteration:
-        return Walked(tuple(costs_ms), found, is_complete=True)
-    return Walked(tuple(costs_ms), found, is_complete=False)
+        return Walked(tuple(costs_ms), by_key, is_complete=True)
+    return Walked(tuple(costs_ms), by_key, is_complete=False)
 
 
 def brute_force(space: ConfigSpace, cost: Cost) -> Walked:
@@ -82,7 +85,11 @@ def brute_force(space: ConfigSpace, cost: Cost) -> Walked:
     configurations = [space.configuration(partition) for partition in space.partitions()]
     costs_ms = tuple(cost(configuration) for configuration in configurations)
     scored = zip(configurations, costs_ms, strict=True)
-    return Walked(costs_ms, {one.key: (one, cost_ms) for one, cost_ms in scored}, is_complete=True)
+    return Walked(
+        costs_ms,
+        {configuration.key: (configuration, cost_ms) for configuration, cost_ms in scored},
+        is_complete=True,
+    )
 
 
 def switches(rules: Rules) -> dict[str, Rules]:
@@ -110,5 +117,5 @@ def tuned(cost: Cost) -> Cost:
 def top_k_losses(result: Walked, cost: Cost, ks: Sequence[int]) -> dict[int, float]:
     """By k: how much worse, with tuned kernels, the best of the first k is than the best of all tried."""
     final = tuned(cost)
-    best_ms = min(final(configuration) for configuration, _ in result.found.values())
+    best_ms = min(final(configuration) for configuration, _ in result.scored.values())
     return {k: min(final(configuration) for configuration in result.top(k)) / best_ms - 1 for k in ks}

@@ -11,6 +11,7 @@ from phasewise.cluster.simulated.machines import EngineSettings, ProductionMachi
 from phasewise.cluster.simulated.steps import StepTimes
 from phasewise.cluster.simulated.timeline import Timeline
 from phasewise.serving.batch import Batch
+from phasewise.serving.scheduling.held_prefixes import HeldReport
 from phasewise.serving.scheduling.request import Request
 from phasewise.serving.scheduling.scheduler_terms import SchedulerLimits
 
@@ -84,7 +85,9 @@ class ClosedLoop:
         self.machine = Timed(0, steps, settings, self.timeline, self)
         prepare(self.machine)
         self._is_closed = at_s is None
-        for when_s in [0.001 * at for at in range(min(n_clients, n_requests))] if at_s is None else at_s:
+        for when_s in (
+            [0.001 * number for number in range(min(n_clients, n_requests))] if at_s is None else at_s
+        ):
             self.timeline.at(when_s, self._send)
         self.timeline.run()
 
@@ -97,14 +100,14 @@ class ClosedLoop:
 
     @property
     def ttfts_s(self) -> list[float]:
-        return [one.first_s - one.at_s for one in self.sent.values()]
+        return [sent.first_s - sent.at_s for sent in self.sent.values()]
 
     @property
     def tpots_s(self) -> list[float]:
         return [
-            (one.end_s - one.first_s) / (one.request.max_tokens - 1)
-            for one in self.sent.values()
-            if one.request.max_tokens > 1
+            (sent.end_s - sent.first_s) / (sent.request.max_tokens - 1)
+            for sent in self.sent.values()
+            if sent.request.max_tokens > 1
         ]
 
     @property
@@ -113,12 +116,12 @@ class ClosedLoop:
         step that was under way and its own last one, which are no shorter than they are, do not count."""
         steps_s = 2 * self.machine.longest_s
         return max(
-            (one.first_s - one.at_s - steps_s)
+            (sent.first_s - sent.at_s - steps_s)
             / (
-                self.machine.seconds_of("prefill", one.prompt_before)
-                + self.machine.seconds_of("decode", one.answers_before)
+                self.machine.seconds_of("prefill", sent.prompt_before)
+                + self.machine.seconds_of("decode", sent.answers_before)
             )
-            for one in self.sent.values()
+            for sent in self.sent.values()
         )
 
     def prompt_step_begins(self, request_id: str) -> None: ...
@@ -128,14 +131,16 @@ class ClosedLoop:
 
     def block_granted(self, request_id: str) -> None: ...
 
+    def told(self, index: int, token_s: float, report: HeldReport | None) -> None: ...
+
     def token_made(self, request_id: str, n_generated: int, *, is_last: bool) -> None:
-        one = self._going[request_id]
-        one.n_generated = n_generated
+        sent = self._going[request_id]
+        sent.n_generated = n_generated
         self._made_s.append(self.timeline.now_s)
         if n_generated == 1:
-            one.first_s = self.timeline.now_s
+            sent.first_s = self.timeline.now_s
         if is_last:
-            one.end_s = self.timeline.now_s
+            sent.end_s = self.timeline.now_s
             del self._going[request_id]
             if self._is_closed:
                 self.timeline.at(self.timeline.now_s, self._send)
@@ -148,8 +153,8 @@ class ClosedLoop:
         name = str(len(self.sent))
         request = Request(name, range(n_prompt), n_answer)  # type: ignore[arg-type]
         going = self._going.values()
-        prompts = sum(len(one.request.prompt_token_ids) for one in going if not one.is_computed)
-        answers = sum(one.request.max_tokens - one.n_generated for one in going)
-        one = Sent(request, self.timeline.now_s, prompts + n_prompt, answers)
-        self.sent[name] = self._going[name] = one
+        prompts = sum(len(sent.request.prompt_token_ids) for sent in going if not sent.is_computed)
+        answers = sum(sent.request.max_tokens - sent.n_generated for sent in going)
+        sent = Sent(request, self.timeline.now_s, prompts + n_prompt, answers)
+        self.sent[name] = self._going[name] = sent
         self.machine.submit(request)

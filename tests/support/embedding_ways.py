@@ -51,39 +51,44 @@ def asked(folder: Path, name: str, weight_format: str, n_inputs: int = N_INPUTS)
     model = load_model(str(path), weight_format, folder / "cache")
     assert model.embedding is not None
     rng, most = random.Random(41), model.embedding.max_tokens
-    lengths = [round(most ** (at / (n_inputs - 1))) for at in range(n_inputs)]
+    lengths = [round(most ** (index / (n_inputs - 1))) for index in range(n_inputs)]
     inputs = [Tokens([rng.randrange(5, model.config.vocab_size) for _ in range(n)]) for n in lengths]
     return Asked(path, model, tuple(rng.sample(inputs, n_inputs)))
 
 
-def embedded(one: Asked, inputs: Sequence[Tokens], threads: int = 2, step_tokens: int = 512) -> Vectors:
+def embedded(asked: Asked, inputs: Sequence[Tokens], threads: int = 2, step_tokens: int = 512) -> Vectors:
     with Embedder(
-        one.model, range(threads), pinned=False, step_tokens=step_tokens, is_canonical=True
+        asked.model, range(threads), pinned=False, step_tokens=step_tokens, is_canonical=True
     ) as embedder:
         return [vector.tobytes() for vector in embedder.embed(inputs)]
 
 
-def alone(one: Asked) -> Vectors:
-    with Embedder(one.model, range(2), pinned=False, is_canonical=True) as embedder:
-        return [embedder.embed([each])[0].tobytes() for each in one.inputs]
+def alone(asked: Asked) -> Vectors:
+    with Embedder(asked.model, range(2), pinned=False, is_canonical=True) as embedder:
+        return [embedder.embed([each])[0].tobytes() for each in asked.inputs]
 
 
-def reversed_order(one: Asked) -> Vectors:
-    return embedded(one, one.inputs[::-1])[::-1]
+def reversed_order(asked: Asked) -> Vectors:
+    return embedded(asked, asked.inputs[::-1])[::-1]
 
 
-def from_instances(one: Asked) -> Vectors:
+def from_instances(asked: Asked) -> Vectors:
     """From processes, as a server has them, which share the inputs."""
     core = (min(read_machine().allowed_pus),)
-    plan = EmbeddingPlan(tuple(Instance(f"cpu:{at}", core) for at in range(_N_INSTANCES)))
+    plan = EmbeddingPlan(tuple(Instance(f"cpu:{index}", core) for index in range(_N_INSTANCES)))
     opened = open_embedding(
-        one.model, str(one.folder), one.model.format, plan, one.folder.parent / "cache", is_canonical=True
+        asked.model,
+        str(asked.folder),
+        asked.model.format,
+        plan,
+        asked.folder.parent / "cache",
+        is_canonical=True,
     )
 
     async def use() -> list[np.ndarray]:
         opened.client.attach(asyncio.get_running_loop())
-        found = await asyncio.gather(*(opened.client.embed([each]) for each in one.inputs))
-        return [vectors[0] for vectors in found]
+        answers = await asyncio.gather(*(opened.client.embed([each]) for each in asked.inputs))
+        return [vectors[0] for vectors in answers]
 
     with opened:
         return [vector.tobytes() for vector in asyncio.run(use())]
@@ -92,19 +97,19 @@ def from_instances(one: Asked) -> Vectors:
 def by(name: str) -> Callable[[Asked], Vectors]:
     """By another instruction set."""
 
-    def compute(one: Asked) -> Vectors:
+    def compute(asked: Asked) -> Vectors:
         with isa.using(name):
-            return alone(one)
+            return alone(asked)
 
     return compute
 
 
 WAYS: dict[str, Callable[[Asked], Vectors]] = {
-    "together": lambda one: embedded(one, one.inputs),
+    "together": lambda asked: embedded(asked, asked.inputs),
     "together, in another order": reversed_order,
-    "in small steps": lambda one: embedded(one, one.inputs, step_tokens=1),
-    "one thread": lambda one: embedded(one, one.inputs, threads=1),
-    "three threads": lambda one: embedded(one, one.inputs, threads=3),
+    "in small steps": lambda asked: embedded(asked, asked.inputs, step_tokens=1),
+    "one thread": lambda asked: embedded(asked, asked.inputs, threads=1),
+    "three threads": lambda asked: embedded(asked, asked.inputs, threads=3),
 }
 INSTANCES = {"two instances": from_instances}
 
@@ -116,11 +121,11 @@ def lower_ways() -> dict[str, Callable[[Asked], Vectors]]:
     return {f"{name} for {isa.active()}": by(name) for name in lower}
 
 
-def rows(one: Asked, ways: dict[str, Callable[[Asked], Vectors]]) -> Iterator[tuple[str, int, int]]:
+def rows(asked: Asked, ways: dict[str, Callable[[Asked], Vectors]]) -> Iterator[tuple[str, int, int]]:
     """Of each way its name, how many vectors have every bit of those alone, and how many do not."""
-    wanted = alone(one)
+    wanted = alone(asked)
     for name, compute in ways.items():
-        n_equal = sum(a == b for a, b in zip(compute(one), wanted, strict=True))
+        n_equal = sum(a == b for a, b in zip(compute(asked), wanted, strict=True))
         yield name, n_equal, len(wanted) - n_equal
 
 
@@ -129,8 +134,10 @@ def main() -> None:
     print("| way | " + " | ".join(FORMATS) + " |\n|---|" + "---|" * len(FORMATS))
     with tempfile.TemporaryDirectory(prefix="pw-") as folder:
         ways = WAYS | INSTANCES | lower_ways()
-        found = [list(rows(asked(Path(folder), "bert", one), ways)) for one in FORMATS]
-        for of_way in zip(*found, strict=True):
+        by_format = [
+            list(rows(asked(Path(folder), "bert", weight_format), ways)) for weight_format in FORMATS
+        ]
+        for of_way in zip(*by_format, strict=True):
             cells = " | ".join(f"{equal} of {equal + unequal}" for _, equal, unequal in of_way)
             print(f"| {of_way[0][0]} | {cells} |", flush=True)
 

@@ -22,11 +22,11 @@ class GuessingDrafter:
         self.right = right
         self.vocab_size = vocab_size
         self.rng = np.random.default_rng(seed)
-        self.known: set[str] = set()
+        self.asked: set[str] = set()
         self.n_drafted = 0
 
-    def observe(self, n_rows: int, duration_ns: int) -> None:
-        assert n_rows >= 1
+    def observe(self, batch: Batch, duration_ns: int) -> None:
+        assert batch.n_tokens >= 1
         assert duration_ns >= 0
 
     def computed(self, batch: Batch) -> None:
@@ -39,14 +39,14 @@ class GuessingDrafter:
         return drafts
 
     def ended(self, request_id: str) -> None:
-        self.known.discard(request_id)
+        self.asked.discard(request_id)
 
     def lost(self) -> None:
-        self.known.clear()
+        self.asked.clear()
 
     def _guess(self, room: DraftRoom) -> Draft:
         sequence, most = room
-        self.known.add(sequence.request_id)
+        self.asked.add(sequence.request_id)
         assert most >= 0
         if most == 0:
             return NO_DRAFT

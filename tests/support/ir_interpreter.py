@@ -18,7 +18,16 @@ import numpy.typing as npt
 from phasewise.ir import nodes as ir
 from phasewise.ir.arithmetic import integer_result
 from phasewise.ir.errors import UserKernelError
-from phasewise.ir.operations import COMPARISONS, DOTS, LIBRARY, ORDERS, REDUCTIONS, decayed, fitting
+from phasewise.ir.operations import (
+    COMPARISONS,
+    DOTS,
+    LIBRARY,
+    OPERATIONS,
+    ORDERS,
+    REDUCTIONS,
+    decayed,
+    fitting,
+)
 from phasewise.ir.running.cases import DTYPES, Case
 from phasewise.ir.running.checking import KernelOutputs
 from phasewise.ir.types import F32, Array, Pointer, Scalar, Struct, Type, Vec, common
@@ -33,20 +42,20 @@ class MemoryAddress:
     """An address: bytes of a buffer from an offset on."""
 
     memory: npt.NDArray[np.uint8]
-    at: int
+    offset: int
 
     def read(self, size: int) -> bytes:
-        if not 0 <= self.at <= len(self.memory) - size:
-            raise UserKernelError(f"reads byte {self.at} of {len(self.memory)}")
-        return self.memory[self.at : self.at + size].tobytes()
+        if not 0 <= self.offset <= len(self.memory) - size:
+            raise UserKernelError(f"reads byte {self.offset} of {len(self.memory)}")
+        return self.memory[self.offset : self.offset + size].tobytes()
 
     def write(self, data: bytes) -> None:
-        if not 0 <= self.at <= len(self.memory) - len(data):
-            raise UserKernelError(f"writes byte {self.at} of {len(self.memory)}")
-        self.memory[self.at : self.at + len(data)] = np.frombuffer(data, np.uint8)
+        if not 0 <= self.offset <= len(self.memory) - len(data):
+            raise UserKernelError(f"writes byte {self.offset} of {len(self.memory)}")
+        self.memory[self.offset : self.offset + len(data)] = np.frombuffer(data, np.uint8)
 
     def moved(self, by: int) -> MemoryAddress:
-        return MemoryAddress(self.memory, self.at + by)
+        return MemoryAddress(self.memory, self.offset + by)
 
 
 class _Returned(Exception):
@@ -101,13 +110,13 @@ class _Machine:
     # ---- statements ----
 
     def body(self, body: ir.Body) -> None:
-        for one in body:
-            self._statement(one)
+        for statement in body:
+            self._statement(statement)
 
-    def _statement(self, one: ir.Stmt) -> None:
-        match one:
+    def _statement(self, statement: ir.Stmt) -> None:
+        match statement:
             case ir.Declare():
-                self.declare(one)
+                self.declare(statement)
             case ir.Assign(target, value, _):
                 self._assign(target, self._value(value))
             case ir.Do(ir.CallExpression(name="store", args=(place, value)), _):
@@ -115,7 +124,7 @@ class _Machine:
             case ir.Do():
                 pass
             case ir.Steps():
-                self._steps(one)
+                self._steps(statement)
             case ir.While(condition, body, _):
                 while self._value(condition) and self._turn(body):
                     pass
@@ -128,20 +137,20 @@ class _Machine:
             case ir.BlockStatement(body, _):
                 self.body(body)
             case _:
-                raise AssertionError(one)
+                raise AssertionError(statement)
 
-    def declare(self, one: ir.Declare) -> None:
-        if isinstance(one.type, Array):
-            memory = np.zeros(one.type.size, np.uint8)
-            if one.values:
-                of: Type = one.type
+    def declare(self, declared: ir.Declare) -> None:
+        if isinstance(declared.type, Array):
+            memory = np.zeros(declared.type.size, np.uint8)
+            if declared.values:
+                of: Type = declared.type
                 while isinstance(of, Array):
                     of = of.of
                 assert isinstance(of, Scalar)
-                memory[:] = np.array(one.values, DTYPES[of.name]).view(np.uint8)
-            self._names[one.name] = MemoryAddress(memory, 0)
-        elif one.value is not None:
-            self._names[one.name] = self._value(one.value)
+                memory[:] = np.array(declared.values, DTYPES[of.name]).view(np.uint8)
+            self._names[declared.name] = MemoryAddress(memory, 0)
+        elif declared.value is not None:
+            self._names[declared.name] = self._value(declared.value)
 
     def _assign(self, target: ir.Expr, value: Value) -> None:
         if isinstance(target, ir.Var):
@@ -276,9 +285,9 @@ class _Machine:
 
 def _of_pointers(op: str, a: Value, b: Value, left: Type, right: Type) -> Value:
     if op in COMPARISONS:
-        return integer_result(op, a.at, b.at, Scalar("i64"))
+        return integer_result(op, a.offset, b.offset, Scalar("i64"))
     if isinstance(left, Pointer) and isinstance(right, Pointer):
-        return (a.at - b.at) // left.to.size
+        return (a.offset - b.offset) // left.to.size
     if isinstance(left, Pointer):
         return a.moved(int(b) * left.to.size * (1 if op == "+" else -1))
     assert isinstance(right, Pointer)
@@ -287,16 +296,16 @@ def _of_pointers(op: str, a: Value, b: Value, left: Type, right: Type) -> Value:
 
 def _of_numbers(op: str, a: Value, b: Value, left: Scalar, right: Scalar, of: Scalar) -> Value:
     if op in ("<<", ">>"):
-        found = integer_result(op, int(fitting(a, of)), int(b), of)
+        result = integer_result(op, int(fitting(a, of)), int(b), of)
     else:
         shared = common(left, right)
         a, b = fitting(a, shared), fitting(b, shared)
         if shared.is_float:
             return _of_floats(op, float(a), float(b), shared)
-        found = integer_result(op, int(a), int(b), Scalar("i32") if op in COMPARISONS else of)
-    if found is None:
+        result = integer_result(op, int(a), int(b), Scalar("i32") if op in COMPARISONS else of)
+    if result is None:
         raise UserKernelError(f"{a} {op} {b} has no value")
-    return found
+    return result
 
 
 def _of_floats(op: str, a: float, b: float, of: Scalar) -> Value:
@@ -304,8 +313,8 @@ def _of_floats(op: str, a: float, b: float, of: Scalar) -> Value:
     x, y = kind(a), kind(b)
     if op in COMPARISONS:
         return int(_COMPARE[op](x, y))
-    found = {"+": np.add, "-": np.subtract, "*": np.multiply, "/": np.divide}[op](x, y)
-    return float(found)
+    result = {"+": np.add, "-": np.subtract, "*": np.multiply, "/": np.divide}[op](x, y)
+    return float(result)
 
 
 _COMPARE = {
@@ -387,9 +396,9 @@ def _vector(e: ir.CallExpression, args: list[Value], numbers: list[int], of: Vec
         case "shuffle":
             return _shuffled(args[0], args[1], numbers)
         case "with_lane":
-            found = args[0].copy()
-            found[numbers[0]] = args[1]
-            return found
+            changed = args[0].copy()
+            changed[numbers[0]] = args[1]
+            return changed
         case "select":
             return np.where(
                 args[0] < 0 if args[0].dtype.kind == "i" else args[0] >> (8 * of.elem.size - 1), *args[1:]
@@ -419,9 +428,9 @@ def _saturated(wide: Value, of: Scalar) -> Value:
 
 
 def _looked_up(table: Value, places: Value) -> Value:
-    at = places.view(np.uint8).reshape(-1, 16)
-    found = np.take_along_axis(table.reshape(-1, 16), (at & 15).astype(np.int64), axis=1)
-    return np.where(at & 128, 0, found).astype(table.dtype).reshape(-1)
+    indices = places.view(np.uint8).reshape(-1, 16)
+    looked_up = np.take_along_axis(table.reshape(-1, 16), (indices & 15).astype(np.int64), axis=1)
+    return np.where(indices & 128, 0, looked_up).astype(table.dtype).reshape(-1)
 
 
 def _dot(name: str, args: list[Value], of: Vec) -> Value:
@@ -489,5 +498,5 @@ def _library(name: str) -> Any:
     """The function that compiled kernels call."""
     function = getattr(ctypes.CDLL(ctypes.util.find_library("m")), name)
     function.restype = ctypes.c_float
-    function.argtypes = [ctypes.c_float] * {"fmaf": 3, "powf": 2, "fmaxf": 2, "fminf": 2}.get(name, 1)
+    function.argtypes = [ctypes.c_float] * OPERATIONS[name].values
     return function

@@ -47,7 +47,7 @@ def _rows(name: str, x: Array, weight: Array, bias: Array) -> Iterator[tuple[str
     yield f"softmax{name}", _native.softmax(x)
     yield f"logsumexp{name}", np.float64([_native.logsumexp(x)])
     yield f"argmax{name}", np.int64([_native.argmax(x)])
-    yield f"top 8{name}", np.concatenate([one.astype(np.float64) for one in _native.top_k(x, 8)])
+    yield f"top 8{name}", np.concatenate([array.astype(np.float64) for array in _native.top_k(x, 8)])
     yield f"capped{name}", _native.capped(x, 30.0)
     for activation in _ACTIVATIONS:
         yield f"{activation}{name}", _native.activated(activation, x, bias)
@@ -64,13 +64,13 @@ def _attention(rng: np.random.Generator) -> Iterator[tuple[str, Array]]:
         last = positions - rows + np.arange(rows)
         first, table = np.maximum(0, last - rng.integers(1, 2 * positions, rows)), [5, 5 + _CHUNK]
         for kv_format in _native.KV_FORMATS:
-            found = _native.attend_one_head(q, keys, values, first, last, table, kv_format, cap)
-            yield f"attention over {kv_format}, {rows} rows of {dim}", found
+            attended = _native.attend_one_head(q, keys, values, first, last, table, kv_format, cap)
+            yield f"attention over {kv_format}, {rows} rows of {dim}", attended
             falls = 2.0 ** -np.arange(1, rows + 1, dtype=np.float32)
-            found = _native.attend_one_head(
+            attended = _native.attend_one_head(
                 q, keys, values, first, last, table, kv_format, cap, slopes=falls, positions=last
             )
-            yield f"attention over {kv_format} that falls with the distance, {rows} rows of {dim}", found
+            yield f"attention over {kv_format} that falls with the distance, {rows} rows of {dim}", attended
 
 
 def _products(rng: np.random.Generator) -> Iterator[tuple[str, Array]]:
@@ -86,29 +86,29 @@ def _products(rng: np.random.Generator) -> Iterator[tuple[str, Array]]:
             yield f"product of {name} by {path}", _native.gemm(x, weight, path=path, k_parts=2)
 
 
-def differences(one: str, other: str) -> list[str]:
+def differences(first: str, other: str) -> list[str]:
     """The operations whose bits differ between two usable instruction sets, of those that both have.
 
     One NaN is as another.
     """
-    found: list[dict[str, list[Array]]] = []
-    for name in (one, other):
+    recorded: list[dict[str, list[Array]]] = []
+    for name in (first, other):
         with isa.using(name):
-            found.append(defaultdict(list))
+            recorded.append(defaultdict(list))
             for operation, result in results():
-                found[-1][operation].append(result.copy())
+                recorded[-1][operation].append(result.copy())
     return [
         name
-        for name in found[0]
-        if name in found[1]
-        and not all(_equal(a, b) for a, b in zip(found[0][name], found[1][name], strict=True))
+        for name in recorded[0]
+        if name in recorded[1]
+        and not all(_equal(a, b) for a, b in zip(recorded[0][name], recorded[1][name], strict=True))
     ]
 
 
-def _equal(one: Array, other: Array) -> bool:
+def _equal(first: Array, other: Array) -> bool:
     """Equal in every bit, so that 0 is not -0."""
-    nan = np.isnan(one)
-    return bool((nan == np.isnan(other)).all()) and one[~nan].tobytes() == other[~nan].tobytes()
+    nan = np.isnan(first)
+    return bool((nan == np.isnan(other)).all()) and first[~nan].tobytes() == other[~nan].tobytes()
 
 
 def main() -> None:

@@ -156,9 +156,10 @@ def client_over(
 ) -> tuple[EmbeddingClient, list[NoisyWorker]]:
     """A client over workers of these devices. depths: instead of their plans'."""
     workers = [
-        NoisyWorker(one.batch_s, one.s_per_token, noise, random.Random(rng.random())) for one in devices
+        NoisyWorker(device.batch_s, device.s_per_token, noise, random.Random(rng.random()))
+        for device in devices
     ]
-    queues = [one.queue(slo_s) for one in devices]
+    queues = [device.queue(slo_s) for device in devices]
     for queue, depth in zip(queues, depths or (), strict=depths is not None):
         queue.depth = depth
     starts = [(lambda each=each: each, each) for each in workers]
@@ -191,7 +192,7 @@ async def _overload(
             refused_s.append(loop.time() - arrived_s)
 
     freezing = asyncio.ensure_future(_freezes(loop, noise, rng)) if noise.freeze_every_s else None
-    capacity = sum(1 / (LENGTH * one.s_per_token) for one in devices)
+    capacity = sum(1 / (LENGTH * device.s_per_token) for device in devices)
     asked, at_s = list[asyncio.Future[None]](), 0.0
     while (at_s := at_s + rng.expovariate(_rate(times * capacity, noise, at_s))) < seconds:
         await asyncio.sleep(max(0.0, at_s - loop.time()))

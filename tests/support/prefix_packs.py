@@ -26,7 +26,7 @@ def write_pack(
     rng = random.Random(seed)
     parts = [pack_head(facts)]
     for block in facts.blocks:
-        rows = rng.randbytes(shape.rows_bytes(block.n_tokens))
+        rows = rng.randbytes(shape.state_bytes if block.is_state else shape.rows_bytes(block.n_tokens))
         parts += [bytes(part) for part in write_record(facts.naming, block, 0.0, rows)]
     path.write_bytes(b"".join(parts))
     return path

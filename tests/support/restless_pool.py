@@ -64,7 +64,7 @@ class RestlessPool:
         return dict(self._held)
 
     def stats(self) -> PoolStats:
-        used = sum(one.n_slots for one in self._held.values())
+        used = sum(placement.n_slots for placement in self._held.values())
         return PoolStats("restless", used, self.n_slots - used, self.n_slots - used, migrations=self.n_moved)
 
     def check(self) -> None:

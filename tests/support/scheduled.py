@@ -54,7 +54,7 @@ class Turns:
     """Runs a scheduler, and checks after every step that each token of an answer came once, and in order."""
 
     def __init__(
-        self, scheduler: Scheduler, choose: Callable[[str, int], int] = lambda _name, at: at
+        self, scheduler: Scheduler, choose: Callable[[str, int], int] = lambda _name, index: index
     ) -> None:
         self.scheduler = scheduler
         self.choose = choose

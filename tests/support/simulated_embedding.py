@@ -43,31 +43,34 @@ def simulate(
     batch.
     """
     manager = QueueManager(
-        [DeviceQueue(one.name, one.rank, Depth(one.depth, one.depth * tokens)) for one in devices]
+        [
+            DeviceQueue(device.name, device.rank, Depth(device.depth, device.depth * tokens))
+            for device in devices
+        ]
     )
     waiting: list[deque[float]] = [deque() for _ in devices]
     busy: list[list[float]] = [[] for _ in devices]
     ends: list[tuple[float, int]] = []
     latencies: list[float] = []
-    by_device = {one.name: 0 for one in devices}
+    by_device = {device.name: 0 for device in devices}
     refused = 0
 
-    def begin(at: int, now_s: float) -> None:
-        if busy[at] or not waiting[at]:
+    def begin(index: int, now_s: float) -> None:
+        if busy[index] or not waiting[index]:
             return
-        busy[at] = list(waiting[at])
-        waiting[at].clear()
-        heapq.heappush(ends, (now_s + devices[at].line.seconds(len(busy[at])), at))
+        busy[index] = list(waiting[index])
+        waiting[index].clear()
+        heapq.heappush(ends, (now_s + devices[index].line.seconds(len(busy[index])), index))
 
     def finish(until_s: float) -> None:
         while ends and ends[0][0] <= until_s:
-            now_s, at = heapq.heappop(ends)
-            for arrived_s in busy[at]:
+            now_s, index = heapq.heappop(ends)
+            for arrived_s in busy[index]:
                 latencies.append(now_s - arrived_s)
-                manager.release(at, tokens)
-            by_device[devices[at].name] += len(busy[at])
-            busy[at] = []
-            begin(at, now_s)
+                manager.release(index, tokens)
+            by_device[devices[index].name] += len(busy[index])
+            busy[index] = []
+            begin(index, now_s)
 
     last = 0
     while last < len(arrivals_s):
@@ -82,8 +85,8 @@ def simulate(
             else:
                 waiting[places[0]].append(now_s)
             last += 1
-        for at in range(len(devices)):
-            begin(at, now_s)
+        for index in range(len(devices)):
+            begin(index, now_s)
     finish(float("inf"))
     return SimulatedOutcome(tuple(latencies), refused, by_device)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -20,13 +21,14 @@ from phasewise.serving.drafts.opening import DraftSource
 from phasewise.serving.engine.engine_size import EngineSize
 from phasewise.serving.engine.messages import Answer, Submit
 from phasewise.serving.engine.open_engine import OpenEngine, open_engine
+from phasewise.serving.errors import RankLost
 from phasewise.serving.loaders import load_model
 from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.prefix_store.opening import PrefixSettings
 from phasewise.serving.sampling.sampling import SampledToken, SamplingParams
 from phasewise.tuner.plans import PHASES, RankCores, ServicePlan
 from tests.support.servers.fake_engine import run_all
-from tests.support.servers.pools import plans_of, pools, tiny_model
+from tests.support.servers.pools import PoolServer, Told, plans_of, pools, tiny_model
 
 N_REQUESTS = 24
 ANSWER_TOKENS = 24
@@ -34,6 +36,8 @@ LONGEST_PROMPT = 1300
 CONTEXT = 2048
 ROOMY_SLOTS = N_REQUESTS * CONTEXT
 TIGHT_SLOTS = 2 * CONTEXT
+STEPS_TO_A_LOSS = 35
+TOKENS_TO_A_LOSS = (20, 150)
 
 Answers = dict[str, tuple[tuple[SampledToken, ...], str]]
 """By request: all tokens with their log-probabilities, and the whole text."""
@@ -65,25 +69,25 @@ class Way(NamedTuple):
 def drawn_requests(vocab_size: int, seed: int = 41) -> tuple[Submit, ...]:
     """Greedy and sampled by a seed, log-probabilities on, prompts of 7 to LONGEST_PROMPT tokens."""
     rng = random.Random(seed)
-    found = []
+    requests = []
     for number in range(N_REQUESTS):
         n_tokens = round(7 * (LONGEST_PROMPT / 7) ** (number / (N_REQUESTS - 1)))
         ids = tuple(rng.randrange(min(vocab_size, 3), vocab_size) for _ in range(n_tokens))
         sampling = SamplingParams(temperature=0.9 * (number % 2), seed=number, top_p=0.95, top_logprobs=3)
-        found.append(Submit(f"r{number}", ids, ANSWER_TOKENS, sampling, ignore_eos=True))
-    return tuple(rng.sample(found, N_REQUESTS))
+        requests.append(Submit(f"r{number}", ids, ANSWER_TOKENS, sampling, ignore_eos=True))
+    return tuple(rng.sample(requests, N_REQUESTS))
 
 
 def answers_of(opened: OpenEngine, *groups: Sequence[Submit]) -> Answers:
     """Each group when the one before has ended."""
-    found: Answers = {}
+    answers: Answers = {}
     for group in groups:
         for name, outs in run_all(opened.engine, *group, max_steps=1 << 20).items():
-            pieces = [one for one in outs if isinstance(one, Answer)]
+            pieces = [piece for piece in outs if isinstance(piece, Answer)]
             assert len(pieces) == len(outs), outs
-            tokens = tuple(token for one in pieces for token in one.tokens)
-            found[name] = tokens, "".join(one.text for one in pieces)
-    return found
+            tokens = tuple(token for piece in pieces for token in piece.tokens)
+            answers[name] = tokens, "".join(piece.text for piece in pieces)
+    return answers
 
 
 def opened(asked: Asked, size: EngineSize, n_threads: int = 2, **settings: Any) -> OpenEngine:
@@ -96,16 +100,20 @@ def opened(asked: Asked, size: EngineSize, n_threads: int = 2, **settings: Any) 
 def alone(asked: Asked) -> Answers:
     """Each request when nothing else is computed, nor kept."""
     with opened(asked, asked.size(prefix_reuse=False)) as engine:
-        return answers_of(engine, *([one] for one in asked.requests))
+        return answers_of(engine, *([request] for request in asked.requests))
 
 
 def again(asked: Asked) -> Answers:
     """Each once more, taking over what the first time left."""
-    twice = [[replace(one, request_id=name)] for one in asked.requests for name in ("first", one.request_id)]
+    twice = [
+        [replace(request, request_id=name)]
+        for request in asked.requests
+        for name in ("first", request.request_id)
+    ]
     with opened(asked, asked.size()) as engine:
-        found = answers_of(engine, *twice)
+        answers = answers_of(engine, *twice)
         assert engine.engine.load().prefix_hits > 0
-        return found
+        return answers
 
 
 def by_groups(n_together: int) -> Callable[[Asked], Answers]:
@@ -139,19 +147,41 @@ def from_disk(asked: Asked) -> Answers:
     with tempfile.TemporaryDirectory(prefix="pw-") as folder:
         settings = PrefixSettings(folder)
         with opened(asked, size, prefixes=settings) as engine:
-            answers_of(engine, *([one] for one in asked.requests))
+            answers_of(engine, *([request] for request in asked.requests))
         with opened(asked, size, prefixes=settings) as engine:
-            found = answers_of(engine, asked.requests)
+            answers = answers_of(engine, asked.requests)
             stored = engine.engine.load().stored
             assert stored is not None
             assert stored.hits > 0
-        return found
+        return answers
 
 
 def two_ranks(asked: Asked) -> Answers:
     plans = {plan.phase: plan for plan in plans_of(2)}
     with open_engine(asked.model, plans, asked.size(), pinned=False) as engine:
         return answers_of(engine, asked.requests)
+
+
+def after_losses(asked: Asked) -> Answers:
+    """All at once; keys and values are lost in the midst of answers, which go on."""
+    pieces: dict[str, list[Answer]] = {request.request_id: [] for request in asked.requests}
+    n_steps = 0
+    with opened(asked, asked.size()) as whole:
+        engine = whole.engine
+        for request in asked.requests:
+            engine.submit(request)
+        while engine.has_work:
+            for out in engine.step().outs:
+                assert isinstance(out, Answer), out
+                pieces[out.request_id].append(out)
+            n_steps += 1
+            if n_steps % STEPS_TO_A_LOSS == 0:
+                assert not engine.recover(RankLost("rank 1 died")).outs
+        assert engine.n_continued > 0
+    return {
+        name: (tuple(token for out in outs for token in out.tokens), "".join(out.text for out in outs))
+        for name, outs in pieces.items()
+    }
 
 
 def pooled(kv_transfer: str) -> Callable[[Asked], Answers]:
@@ -162,33 +192,56 @@ def pooled(kv_transfer: str) -> Callable[[Asked], Answers]:
         with pools(asked.path, size=asked.size(), **settings) as server:
             told = server.run(asked.requests)
             assert server.front.counts.divided > 0
-        return {
-            name: (
-                tuple(token for _, tokens, _ in pieces for token in tokens),
-                "".join(one[0] for one in pieces),
-            )
-            for name, pieces in told.items()
-        }
+        return _together(told)
 
     return compute
 
 
+def after_lost_instances(asked: Asked) -> Answers:
+    """All at once over two instances, which are killed one after the other in the midst of answers."""
+    with pools(asked.path, ("mixed", "mixed"), asked.size(), most_restarts=100) as server:
+        pids = dict(server.front.pids)
+        for request in asked.requests:
+            server.front.send(request)
+        for pid, n_tokens in zip(pids.values(), TOKENS_TO_A_LOSS, strict=True):
+            server.wait_until(lambda: _n_tokens(server) >= n_tokens, "no token comes")  # noqa: B023
+            os.kill(pid, signal.SIGKILL)
+        server.wait_for(N_REQUESTS)
+        assert not server.failures, server.failures
+        assert server.front.n_answers_continued > 0
+    return _together(server.pieces)
+
+
+def _n_tokens(server: PoolServer) -> int:
+    return sum(len(tokens) for pieces in list(server.pieces.values()) for _, tokens, _ in list(pieces))
+
+
+def _together(told: dict[str, Told]) -> Answers:
+    return {
+        name: (
+            tuple(token for _, tokens, _ in pieces for token in tokens),
+            "".join(piece[0] for piece in pieces),
+        )
+        for name, pieces in told.items()
+    }
+
+
 def scored(asked: Asked) -> Answers:
     """Prompt and answer as one prompt whose log-probabilities are asked for."""
-    known = alone(asked)
+    generated = alone(asked)
     whole = []
-    for one in asked.requests:
-        ids = (*one.prompt_token_ids, *(token.token_id for token in known[one.request_id][0]))
-        whole.append(replace(one, prompt_token_ids=ids, max_tokens=0, prompt_logprobs=3))
-    found: Answers = {}
+    for request in asked.requests:
+        ids = (*request.prompt_token_ids, *(token.token_id for token in generated[request.request_id][0]))
+        whole.append(replace(request, prompt_token_ids=ids, max_tokens=0, prompt_logprobs=3))
+    answers: Answers = {}
     with opened(asked, asked.size()) as engine:
         for name, (piece,) in run_all(engine.engine, *whole, max_steps=1 << 20).items():
             assert isinstance(piece, Answer)
             assert piece.prompt is not None
             tokens = piece.prompt[-ANSWER_TOKENS:]
-            said = tuple(SampledToken(one.token_id, one.logprob, one.top) for one in tokens)
-            found[name] = said, known[name][1]
-    return found
+            said = tuple(SampledToken(token.token_id, token.logprob, token.top) for token in tokens)
+            answers[name] = said, generated[name][1]
+    return answers
 
 
 def lower(name: str) -> Callable[[Asked], Answers]:
@@ -211,9 +264,11 @@ WAYS = (
     Way("without prefix reuse", together(prefix_reuse=False)),
     Way("drafts by lookup", drafted),
     Way("two ranks", two_ranks),
+    Way("workers lost again and again", after_losses),
     Way("prompts from disk", from_disk),
     Way("prompt and token pools", pooled("shm")),
     Way("pools, KV over TCP", pooled("tcp")),
+    Way("instances lost one after the other", after_lost_instances),
     Way("paged KV under pressure", together(slots=TIGHT_SLOTS, policy="paged")),
     Way("static KV under pressure", together(slots=TIGHT_SLOTS, policy="static")),
     Way("scored in one prefill", scored),
@@ -234,8 +289,8 @@ def rows(path: Path, ways: Sequence[Way]) -> Iterator[tuple[str, int, int]]:
     wanted = alone(asked)
     assert len(wanted) == N_REQUESTS
     for way in ways:
-        found = way.compute(asked)
-        n_equal = sum(found.get(name) == answer for name, answer in wanted.items())
+        answers = way.compute(asked)
+        n_equal = sum(answers.get(name) == answer for name, answer in wanted.items())
         yield way.name, n_equal, N_REQUESTS - n_equal
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phasewise.topology.energy import EnergyCounters
+from phasewise.topology.energy import EnergyCounters, power_cap_w
 
 RANGE_UJ = 999
 
@@ -55,10 +55,10 @@ def test_absence_is_a_line(tmp_path: Path) -> None:
     assert (nothing.joules(), nothing.total_joules()) == ({}, 0)
     assert "no RAPL counters" in (nothing.absence or "")
     counter = write_zone(tmp_path, "0", "package-0", 5)
-    gone = EnergyCounters(tmp_path)
+    counters = EnergyCounters(tmp_path)
     counter.unlink()
-    assert gone.joules() == {}
-    assert "gone" in (gone.absence or "")
+    assert counters.joules() == {}
+    assert "gone" in (counters.absence or "")
     counter.write_text("not a number")
     assert "no RAPL counters" in (EnergyCounters(tmp_path).absence or "")
 
@@ -76,3 +76,25 @@ def test_counters_of_root_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     energy = EnergyCounters(tmp_path)
     assert energy.joules() == {}
     assert "energy_uj may be read by root alone" in (energy.absence or "")
+
+
+def write_cap(root: Path, place: str, watts: int, *, is_enabled: bool = True) -> None:
+    """A short-term limit stands first, as on real machines."""
+    folder = write_zone(root, place, f"package-{place}", 0).parent
+    (folder / "enabled").write_text(f"{int(is_enabled)}\n")
+    for number, (name, cap_w) in enumerate((("short_term", 999), ("long_term", watts))):
+        (folder / f"constraint_{number}_name").write_text(f"{name}\n")
+        (folder / f"constraint_{number}_power_limit_uw").write_text(f"{cap_w * 1_000_000}\n")
+
+
+def test_caps_of_packages_add_up_and_one_without_a_cap_has_none_in_force(tmp_path: Path) -> None:
+    assert power_cap_w(tmp_path) == 0
+    write_cap(tmp_path, "0", 105)
+    write_zone(tmp_path, "0:0", "dram", 0)
+    assert power_cap_w(tmp_path) == 105
+    write_cap(tmp_path, "1", 95)
+    assert power_cap_w(tmp_path) == 200
+    write_cap(tmp_path, "1", 95, is_enabled=False)
+    assert power_cap_w(tmp_path) == 0
+    write_zone(tmp_path, "2", "package-2", 0)
+    assert power_cap_w(tmp_path) == 0

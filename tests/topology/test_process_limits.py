@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -92,3 +94,19 @@ def test_this_process_has_limits_that_make_sense() -> None:
 
     assert limits.allowed
     assert limits.cpu_quota is None or limits.cpu_quota > 0
+
+
+def test_the_affinity_is_that_of_the_process_not_of_a_pinned_thread() -> None:
+    """The engine's own thread is pinned, and asks while cores come and go."""
+    here = read_limits().allowed
+    seen: list[int] = []
+
+    def look() -> None:
+        os.sched_setaffinity(0, {cpus_of(here)[0]})
+        seen.append(read_limits().allowed)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+
+    assert seen == [here]

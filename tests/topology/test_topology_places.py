@@ -62,12 +62,12 @@ def test_a_plan_of_one_host_is_the_same_plan_on_its_twin(tmp_path: Path, shape: 
     )
 
     text = placed_json(plan, here)
-    found = stored_plan(text, twin)
+    placed = stored_plan(text, twin)
 
     assert core_signature(here) == core_signature(twin)
     assert stored_plan(text, here).ranks == plan.ranks
-    assert placed_json(found, twin) == text
-    for mine, theirs in zip(plan.ranks, found.ranks, strict=True):
+    assert placed_json(placed, twin) == text
+    for mine, theirs in zip(plan.ranks, placed.ranks, strict=True):
         assert placement_signature(twin, theirs.cores) == placement_signature(here, mine.cores)
 
 

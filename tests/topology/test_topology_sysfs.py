@@ -13,7 +13,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phasewise.topology import Kind, Machine, Node, TopologyError, placement_signature, read_machine
+from phasewise.topology import (
+    Kind,
+    Machine,
+    Node,
+    TopologyError,
+    placement_signature,
+    read_core_kinds,
+    read_machine,
+)
 from tests.support.machines.sysfs_factory import FakeCpu, grid, write, write_sysfs
 from tests.support.tiers import examples
 
@@ -124,6 +132,7 @@ def test_intel_hybrid_kinds_come_from_their_pmus(tmp_path: Path) -> None:
 
     kinds = read_machine(tmp_path).kinds
 
+    assert kinds == read_core_kinds(tmp_path)
     assert [(kind.name, kind.cpus) for kind in kinds] == [("efficiency", (2, 3)), ("performance", (0, 1))]
 
 

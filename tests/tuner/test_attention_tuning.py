@@ -46,14 +46,17 @@ def test_the_search_finds_the_fastest_candidate_and_asks_for_each_take_once() ->
         keys = set(zip([ask.m] * len(ask.takes), ask.schedules, ask.takes, strict=True))
         assert not keys & asked
         asked.update(keys)
-        costs = [1000 + abs(one.block_m - 24) + one.mr + abs(one.block_k - 512) for one in ask.schedules]
+        costs = [
+            1000 + abs(schedule.block_m - 24) + schedule.mr + abs(schedule.block_k - 512)
+            for schedule in ask.schedules
+        ]
         pairs = zip(ask.schedules, costs, strict=True)
-        return [Sample(one, (cost,), cost, None, 1) for one, cost in pairs]
+        return [Sample(schedule, (cost,), cost, None, 1) for schedule, cost in pairs]
 
-    found = drive(search, answer).best
+    best = drive(search, answer).best
 
-    assert set(found) == {1, 128, 256, 512}
-    assert (found[128].mr, found[128].block_m, found[1].block_k) == (4, 24, 512)
+    assert set(best) == {1, 128, 256, 512}
+    assert (best[128].mr, best[128].block_m, best[1].block_k) == (4, 24, 512)
 
 
 def test_the_evaluator_times_and_compares_attention() -> None:

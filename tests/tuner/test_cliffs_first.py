@@ -42,7 +42,9 @@ CLIFF = with_defaults({1: 150_000, 2: 160_000, 4: 600_000, 8: 300_000})
 
 def searched(machine: SyntheticMachine) -> list[int]:
     """Numbers of rows in the order in which other schedules than the default were first timed for them."""
-    return list(dict.fromkeys(problem.m for problem, one in machine.timed if one != default_of(problem.m)))
+    return list(
+        dict.fromkeys(problem.m for problem, schedule in machine.timed if schedule != default_of(problem.m))
+    )
 
 
 @examples(30)

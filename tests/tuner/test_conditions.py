@@ -53,11 +53,11 @@ def test_the_frequency_is_the_mean_of_the_cpus_asked_for() -> None:
 def test_own_time_is_neither_steal_nor_somebody_elses() -> None:
     before = Look(CpuTicks(1000, 500, 0), 5.0, None)
     after = Look(CpuTicks(1200, 540, 20), 6.0, 2400.0)
-    found = between(before, after, ticks_a_second=100)
+    conditions = between(before, after, ticks_a_second=100)
 
-    assert found == Conditions(steal=0.1, others=0.2, mhz=2400.0)
-    assert is_disturbed(found.fields())
-    assert found.fields() == {"steal": 0.1, "others": 0.2, "mhz": 2400.0}
+    assert conditions == Conditions(steal=0.1, others=0.2, mhz=2400.0)
+    assert is_disturbed(conditions.fields())
+    assert conditions.fields() == {"steal": 0.1, "others": 0.2, "mhz": 2400.0}
 
 
 def test_no_time_at_all_is_undisturbed() -> None:

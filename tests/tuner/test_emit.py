@@ -34,10 +34,13 @@ TREES = {
 def _plans(notation: str, n_ranks: int = 1) -> tuple[Machine, Mapping[Phase, ServicePlan]]:
     """All cores in one rank for prefill; for decode what the tree leaves, in N ranks."""
     machine = TREES[notation]
-    found = {len(one.ranks): one for one in configurations(parse(notation, machine), LIMITS)}
+    by_ranks = {
+        len(configuration.ranks): configuration
+        for configuration in configurations(parse(notation, machine), LIMITS)
+    }
     return machine, {
         "prefill": default_plan(machine, "prefill"),
-        "decode": found[n_ranks].plan("decode", "search"),
+        "decode": by_ranks[n_ranks].plan("decode", "search"),
     }
 
 
@@ -45,11 +48,11 @@ def _pus_of_mask(text: str) -> set[int]:
     """As llama.cpp reads it: digit by digit from the left, four CPUs each, at most 128 of them."""
     digits = text.removeprefix("0x")
     assert len(digits) <= 128
-    found = set()
+    pus = set()
     for place, digit in enumerate(digits):
         low = 4 * (len(digits) - 1 - place)
-        found |= {low + bit for bit in range(4) if int(digit, 16) >> bit & 1}
-    return found
+        pus |= {low + bit for bit in range(4) if int(digit, 16) >> bit & 1}
+    return pus
 
 
 def _options(text: str) -> dict[str, str]:
@@ -143,10 +146,10 @@ def test_launchers_get_a_line_for_every_rank(n_ranks: int) -> None:
 
     assert [set(parse_cores(line.split()[-1])) for line in taskset] == ranks
     bound = [re.search(r"--physcpubind=(\S+) --(membind|interleave)=(\S+)$", line) for line in numactl]
-    assert [set(parse_cores(found[1])) for found in bound if found] == ranks
-    nodes = [set(parse_cores(found[3])) for found in bound if found]
+    assert [set(parse_cores(binding[1])) for binding in bound if binding] == ranks
+    nodes = [set(parse_cores(binding[3])) for binding in bound if binding]
     assert set().union(*nodes) == set(range(8))
-    assert {found[2] for found in bound if found} == ({"membind"} if n_ranks == 8 else {"interleave"})
+    assert {binding[2] for binding in bound if binding} == ({"membind"} if n_ranks == 8 else {"interleave"})
     for line, cores in zip(openmp, ranks, strict=True):
         settings = dict(word.split("=", 1) for word in shlex.split(line)[1:])
         assert int(settings["OMP_NUM_THREADS"]) == len(cores)

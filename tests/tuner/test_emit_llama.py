@@ -51,15 +51,15 @@ def plan_on(phase: Phase, cores: tuple[int, ...]) -> ServicePlan:
 
 def _allowed(pid: int) -> dict[int, tuple[int, ...]]:
     """CPUs on which each thread of a process may run now; empty once it has ended."""
-    found = {}
+    allowed = {}
     for status in Path(f"/proc/{pid}/task").glob("*/status"):
         try:
             lines = status.read_text().splitlines()
         except (FileNotFoundError, ProcessLookupError):
             continue
         listed = next(line for line in lines if line.startswith("Cpus_allowed_list:"))
-        found[int(status.parent.name)] = parse_cores(listed.partition(":")[2].strip())
-    return found
+        allowed[int(status.parent.name)] = parse_cores(listed.partition(":")[2].strip())
+    return allowed
 
 
 def _watched(command: list[str]) -> tuple[int, list[dict[int, tuple[int, ...]]]]:
@@ -77,7 +77,7 @@ def _watched(command: list[str]) -> tuple[int, list[dict[int, tuple[int, ...]]]]
     finally:
         process.kill()
         process.wait()
-    return process.pid, [one for one in seen if one]
+    return process.pid, [allowed for allowed in seen if allowed]
 
 
 @pytest.mark.slow
@@ -92,9 +92,9 @@ def test_llama_cpp_runs_where_the_plan_says(decode_at: int) -> None:
         [str(PROGRAM), "-m", str(MODEL), *flags, "-p", PROMPT, "-n", "96", "--ignore-eos", "-no-cnv"]
     )
 
-    pinned = {(thread, pus[0]) for one in seen for thread, pus in one.items() if len(pus) == 1}
+    pinned = {(thread, pus[0]) for allowed in seen for thread, pus in allowed.items() if len(pus) == 1}
     workers = {cpu for thread, cpu in pinned if thread != pid}
-    main = [one[pid][0] for one in seen if len(one.get(pid, ())) == 1]
+    main = [allowed[pid][0] for allowed in seen if len(allowed.get(pid, ())) == 1]
     assert {cpu for _, cpu in pinned} == set(CORES)
     assert workers == set(sorted(CORES)[:-1])
     assert set(main) <= {max(CORES), CORES[decode_at]}
@@ -147,14 +147,14 @@ def _is_ready(port: int) -> bool:
 
 def _cpu_ticks(pid: int) -> dict[int, int]:
     """CPU time of each thread of a process."""
-    found = {}
+    ticks = {}
     for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
         try:
             fields = stat.read_text().rpartition(")")[2].split()  # state, field 3, is the first of these
         except (FileNotFoundError, ProcessLookupError):
             continue
-        found[int(stat.parent.name)] = int(fields[11]) + int(fields[12])
-    return found
+        ticks[int(stat.parent.name)] = int(fields[11]) + int(fields[12])
+    return ticks
 
 
 def serve_once(command: list[str]) -> Served:

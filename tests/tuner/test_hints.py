@@ -85,10 +85,14 @@ def rows(database: str) -> list[object]:
 
 def test_after_an_upgrade_the_old_winners_are_in_use_again_within_a_minute(database: str) -> None:
     """Nothing is lost, none was used before it was timed, and the search is not needed for it."""
-    old = {one: schedule for one, schedule in tuned(database).items() if schedule != default_of(one.m)}
+    old = {
+        problem: schedule
+        for problem, schedule in tuned(database).items()
+        if schedule != default_of(problem.m)
+    }
     before = rows(database)
     hints = hints_of(database)
-    assert {one: hint.schedule for one, hint in hints.items()} == tuned(database)
+    assert {problem: hint.schedule for problem, hint in hints.items()} == tuned(database)
     assert {hint.trust for hint in hints.values()} == {HintTrust.OTHER_BUILD}
     assert in_use(database) == {}
 
@@ -109,14 +113,18 @@ def test_a_database_of_the_release_before_loses_nothing_and_its_winners_are_told
     database: str,
 ) -> None:
     """Its schema, its kernels: what it had is all there, doctor says what waits, and a minute suffices."""
-    old = {one: schedule for one, schedule in tuned(database).items() if schedule != default_of(one.m)}
+    old = {
+        problem: schedule
+        for problem, schedule in tuned(database).items()
+        if schedule != default_of(problem.m)
+    }
     before = rows(database)
     as_the_release_before_kept_it(database)
 
     said = list[str]()
     with open_store(database, said.append) as store:
         counts = count_products(store, MACHINE.core_sig, {NEW.kernel_abi})
-    assert "upgraded from schema 0005" in said[0]
+    assert "upgraded from schema 0006" in said[0]
     assert rows(database) == before
     assert (counts.tuned, counts.set_aside) == (0, len(tuned(database)))
     host = SimpleNamespace(tuned=TunedCounts(database, 1, len(before), counts))
@@ -129,14 +137,10 @@ def test_a_database_of_the_release_before_loses_nothing_and_its_winners_are_told
 
 
 def as_the_release_before_kept_it(database: str) -> None:
-    """The file as schema 0005 has it: what 0006 changed are indexes."""
+    """The file as schema 0006 has it: 0007 adds a table."""
     with contextlib.closing(sqlite3.connect(database)) as file:
-        for table in ("measurement", "promotion", "storage_duel"):
-            file.execute(f"DROP INDEX ix_{table}_key")
-            file.execute(f"DROP INDEX ix_{table}_problem")
-            file.execute(f"CREATE INDEX ix_{table}_problem ON {table} (problem_id, core_sig)")
-        file.execute("DROP INDEX ix_measurement_schedule")
-        file.execute(f"UPDATE {VERSION_TABLE} SET version_num = '0005'")
+        file.execute("DROP TABLE predictor_score")
+        file.execute(f"UPDATE {VERSION_TABLE} SET version_num = '0006'")
         file.commit()
 
 
@@ -187,7 +191,7 @@ def test_lies_cost_the_stated_time_and_leave_nothing_slower(tmp_path: Path, lie:
     with open_store(here) as store:
         import_rows(store, lies)
     budget_s, machine = 0.05, SyntheticMachine()
-    most_s = max(5 * plain_cost(one.problem, slow) / 1e9 for one in hints_of_old(here).values())
+    most_s = max(5 * plain_cost(hint.problem, slow) / 1e9 for hint in hints_of_old(here).values())
     outcome = fought_old(here, machine, budget_s)
 
     assert outcome.asked > 0
@@ -241,29 +245,38 @@ def test_a_weight_with_verdicts_keeps_its_arithmetic(database: str) -> None:
     both = (task_of(arithmetics=(PLAIN, OTHER)),)
     old = tuned(database)
     changed = {
-        one: dataclasses.replace(schedule, compute_path=OTHER.compute_path)
-        for one, schedule in old.items()
-        if one in both[0].problems
+        problem: dataclasses.replace(schedule, compute_path=OTHER.compute_path)
+        for problem, schedule in old.items()
+        if problem in both[0].problems
     }
     with open_store(database) as store:
-        found = [one for one in store.promoted_measurements(MACHINE) if one.problem in changed]
+        measured = [
+            measurement
+            for measurement in store.promoted_measurements(MACHINE)
+            if measurement.problem in changed
+        ]
         shipped = [
-            dataclasses.replace(one, sample=dataclasses.replace(one.sample, schedule=changed[one.problem]))
-            for one in found
-            if one.problem.m != MS[-1]
+            dataclasses.replace(
+                measurement,
+                sample=dataclasses.replace(measurement.sample, schedule=changed[measurement.problem]),
+            )
+            for measurement in measured
+            if measurement.problem.m != MS[-1]
         ]
         ledger = Ledger(store, SCOPE)
         hints = {
-            one.problem: next(iter(waiting_hints(store, MACHINE, "gemm-portable-9", [one]).values()))
-            for one in shipped
+            measurement.problem: next(
+                iter(waiting_hints(store, MACHINE, "gemm-portable-9", [measurement]).values())
+            )
+            for measurement in shipped
         }
         hints = {
-            problem: dataclasses.replace(hint, measurement=one)
-            for (problem, hint), one in zip(hints.items(), shipped, strict=True)
+            problem: dataclasses.replace(hint, measurement=measurement)
+            for (problem, hint), measurement in zip(hints.items(), shipped, strict=True)
         }
         hinted = in_order_of_worth(both, hints, lambda *_: None, lambda problem: problem.m)
         machine = SyntheticMachine(lambda problem, schedule: 1)
         settle_hints(hinted, Tools(machine, ledger, OPTIONS, clock=machine.clock), FIRST_S)
 
-    assert [len(one.schedules) for one in hinted] == [len(MS) - 1]
+    assert [len(task.schedules) for task in hinted] == [len(MS) - 1]
     assert machine.timed == []

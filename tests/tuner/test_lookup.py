@@ -63,12 +63,12 @@ def test_an_exact_row_is_taken_as_it_is() -> None:
 
 @given(tuned=st.lists(ms, min_size=1, max_size=20, unique=True), m=ms)
 def test_a_neighbour_is_near_or_only_repeats_a_slice_of_many_rows(tuned: list[int], m: int) -> None:
-    table = ScheduleTable([row(one, for_m(one)) for one in tuned])
+    table = ScheduleTable([row(tuned_m, for_m(tuned_m)) for tuned_m in tuned])
 
     choice = table.choice(KEY, m)
 
-    near = [one for one in tuned if max(one / m, m / one) <= NEAR]
-    repeats = [one for one in tuned if REPEAT_FROM <= one <= m]
+    near = [tuned_m for tuned_m in tuned if max(tuned_m / m, m / tuned_m) <= NEAR]
+    repeats = [tuned_m for tuned_m in tuned if REPEAT_FROM <= tuned_m <= m]
     assert (choice.kind == "exact") == (m in tuned)
     assert (choice.schedule is None) == (choice.kind == "default")
     if choice.schedule is not None:
@@ -141,7 +141,7 @@ def test_ranges_cover_every_m_in_order_and_fit_a_program(tuned: list[int], max_m
 
 @given(tuned=st.lists(ms, max_size=12, unique=True), m=st.integers(1, 300))
 def test_a_range_says_what_each_of_its_m_would_be_told(tuned: list[int], m: int) -> None:
-    table = ScheduleTable([row(one, for_m(one)) for one in tuned])
+    table = ScheduleTable([row(tuned_m, for_m(tuned_m)) for tuned_m in tuned])
 
     choices = table.choices(KEY, 300)
 

@@ -6,10 +6,13 @@ import os
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from phasewise.cython_kernels import isa
 from phasewise.cython_kernels import limit_loops as loops
-from phasewise.tuner.machine_limits import peak_flops, read_bandwidth
+from phasewise.tuner.machine_limits import peak_flops, read_bandwidth, read_in_pieces
+from tests.support.tiers import examples
 
 
 @pytest.mark.parametrize("name", isa.usable())
@@ -29,6 +32,30 @@ def test_less_than_a_kilobyte_is_left_unread(name: str, size: int) -> None:
 
     assert read_bytes % 512 == 0
     assert size - 1024 < read_bytes <= size
+
+
+@examples(60)
+@given(size=st.integers(0, 5000), words=st.sampled_from([1, 8, 9, 32, 512]), scattered=st.booleans())
+def test_every_piece_is_read_once_in_either_order(size: int, words: int, scattered: bool) -> None:
+    """As many as the largest power of two that fits."""
+    buffer = np.random.default_rng(size).integers(0, 1 << 50, size=size, dtype=np.uint64)
+    n_pieces = 1 << (size // words).bit_length() - 1 if size >= words else 0
+
+    n_bytes, total = loops.read_pieces(buffer, 8 * words, scattered=scattered)
+
+    assert n_bytes == 8 * n_pieces * words
+    assert total == int(buffer[: n_pieces * words].sum())
+
+
+def test_reads_in_pieces_are_rates_of_both_orders() -> None:
+    before = os.sched_getaffinity(0)
+
+    reads = read_in_pieces(sorted(before)[:2], 64, 1 << 20, repeats=1)
+
+    assert reads.piece_bytes == 64
+    assert reads.in_order_bytes_per_s > 0
+    assert reads.share == reads.scattered_bytes_per_s / reads.in_order_bytes_per_s > 0
+    assert os.sched_getaffinity(0) == before
 
 
 def test_an_unknown_peak_is_refused() -> None:

@@ -128,11 +128,11 @@ def test_a_process_that_dies_lets_go(path: Path, lock: FileLock, what: str) -> N
 
 
 def test_a_thread_other_than_the_main_one_waits_as_long(path: Path, lock: FileLock) -> None:
-    found: list[bool] = []
+    were_alone: list[bool] = []
 
     def measure(seconds: float) -> None:
         with lock.turn(seconds) as is_alone:
-            found.append(is_alone)
+            were_alone.append(is_alone)
 
     with holder(path, "turn") as process:
         for seconds in (0.2, LONG_S):
@@ -144,7 +144,7 @@ def test_a_thread_other_than_the_main_one_waits_as_long(path: Path, lock: FileLo
             thread.join(LONG_S / 2)
             assert not thread.is_alive()
 
-    assert found == [False, True]
+    assert were_alone == [False, True]
 
 
 def test_a_process_that_waits_says_for_whom_and_how_long(path: Path) -> None:
@@ -212,8 +212,8 @@ def test_no_process_computes_or_measures_while_another_has_a_turn(path: Path) ->
     logs = [json.loads(process.communicate(timeout=120)[0]) for process in processes]
 
     assert [sum(what == "turn" for what, *_ in log) for log in logs] == [20, 20, 20]
-    for one, other in itertools.permutations(logs, 2):
-        turns = [(began, ended) for what, began, ended in one if what == "turn"]
+    for log, other in itertools.permutations(logs, 2):
+        turns = [(began, ended) for what, began, ended in log if what == "turn"]
         overlaps = [
             (what, began, ended)
             for what, began, ended in other

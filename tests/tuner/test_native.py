@@ -48,23 +48,23 @@ def evaluator() -> Iterator[NativeEvaluator]:
 def test_a_random_weight_is_of_its_format_and_its_kernels_are_accurate(weight_format: str) -> None:
     """Sizes off every step: padding must not show."""
     weight = random_weight(weight_format, 37, 75)
-    found = arithmetics(weight_format, 37, 75, threads=2)
+    ways = arithmetics(weight_format, 37, 75, threads=2)
 
     assert format_name(weight) == format_name(blank_weight(weight_format, 37, 75)) == weight_format
-    assert found[0] == Arithmetic(_native.compute_paths(weight.kind, weight.group)[0], 1)
+    assert ways[0] == Arithmetic(_native.compute_paths(weight.kind, weight.group)[0], 1)
     limit = ACCURACY.get(weight_format, ACCURACY_OF_QUANTISED)
-    for one in found:
-        assert 0 <= numeric_error(weight_format, 37, 75, one) <= limit
+    for way in ways:
+        assert 0 <= numeric_error(weight_format, 37, 75, way) <= limit
 
 
 @pytest.mark.parametrize("weight_format", BLOCKS)
 def test_a_random_weight_in_blocks_is_of_its_format_and_accurate(weight_format: str) -> None:
     weight = random_weight(weight_format, 37, 256)
-    found = arithmetics(weight_format, 37, 256, threads=2)
+    ways = arithmetics(weight_format, 37, 256, threads=2)
 
     assert format_name(weight) == format_name(blank_weight(weight_format, 37, 256)) == weight_format
-    for one in found:
-        assert 0 <= numeric_error(weight_format, 37, 256, one) <= ACCURACY_OF_QUANTISED
+    for way in ways:
+        assert 0 <= numeric_error(weight_format, 37, 256, way) <= ACCURACY_OF_QUANTISED
 
 
 def test_a_width_that_is_not_whole_blocks_is_refused() -> None:
@@ -121,10 +121,21 @@ def test_every_micro_kernel_and_arithmetic_of_a_group_can_be_measured(evaluator:
     problem = Problem("gemm", "bf16", 64, 96, 9)
     schedules = [
         Schedule(
-            one.mr, one.panels, one.mr, 16 * one.panels, 96, 1, 1, 1, way.compute_path, way.k_parts, 0, "nm"
+            kernel.mr,
+            kernel.panels,
+            kernel.mr,
+            16 * kernel.panels,
+            96,
+            1,
+            1,
+            1,
+            way.compute_path,
+            way.k_parts,
+            0,
+            "nm",
         )
         for way in group.arithmetics
-        for one in group.kernels[way.compute_path][::7]
+        for kernel in group.kernels[way.compute_path][::7]
     ]
 
     assert len(evaluator.measure(problem, schedules)) == len(schedules)

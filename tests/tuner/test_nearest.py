@@ -46,20 +46,20 @@ class Known:
         self.rows = {True: verified, False: imported}
 
     def machines(self) -> set[MachineKey]:
-        return {one.origin.machine for rows in self.rows.values() for one in rows}
+        return {measurement.origin.machine for rows in self.rows.values() for measurement in rows}
 
     def promoted_measurements(
         self, machine: MachineKey | None = None, *, verified: bool = True
     ) -> list[Measurement]:
-        return [one for one in self.rows[verified] if one.origin.machine == machine]
+        return [measurement for measurement in self.rows[verified] if measurement.origin.machine == machine]
 
 
 def may_run(problem: Problem, schedule: Schedule) -> str | None:
     return None
 
 
-def seeds(known: Known, problem: Problem = MEASUREMENT.problem) -> list[int]:
-    return [one.block_k for one in NearestSchedules(known, HERE, may_run)(problem)]
+def seeds(store: Known, problem: Problem = MEASUREMENT.problem) -> list[int]:
+    return [schedule.block_k for schedule in NearestSchedules(store, HERE, may_run)(problem)]
 
 
 def test_a_signature_tells_caches_and_vectors() -> None:
@@ -69,10 +69,10 @@ def test_a_signature_tells_caches_and_vectors() -> None:
 
 @examples(50)
 @given(FACTS, FACTS)
-def test_a_distance_is_one(one: CoreFacts, other: CoreFacts) -> None:
-    assert distance(one, one) == 0
-    assert distance(one, other) == pytest.approx(distance(other, one))
-    assert distance(one, other) >= 0
+def test_a_distance_is_one(facts: CoreFacts, other: CoreFacts) -> None:
+    assert distance(facts, facts) == 0
+    assert distance(facts, other) == pytest.approx(distance(other, facts))
+    assert distance(facts, other) >= 0
 
 
 def test_the_nearest_kind_comes_first_whoever_measured_it() -> None:
@@ -93,9 +93,9 @@ def test_other_thread_counts_and_what_cannot_run_give_nothing() -> None:
 
 
 def test_the_weight_most_like_it_speaks_for_one_that_is_not_there() -> None:
-    known = Known([row(NEAR, 96, n=1536), row(NEAR, 64, n=32)], [])
-    assert seeds(known, dataclasses.replace(MEASUREMENT.problem, n=1024)) == [96]
-    assert seeds(known, dataclasses.replace(MEASUREMENT.problem, m=9)) == []
+    store = Known([row(NEAR, 96, n=1536), row(NEAR, 64, n=32)], [])
+    assert seeds(store, dataclasses.replace(MEASUREMENT.problem, n=1024)) == [96]
+    assert seeds(store, dataclasses.replace(MEASUREMENT.problem, m=9)) == []
 
 
 @examples(4)
@@ -105,9 +105,9 @@ def test_a_seed_from_a_like_core_is_asked_for_at_once_and_costs_no_speed(seed: i
     donor = Evaluator(Landscape(seed, unlike=0.2), space.problem)
     winner = donor.drive(sandwich(space, SearchOptions(), []))
     evaluate = Evaluator(new, space.problem)
-    found = evaluate.drive(sandwich(space, SearchOptions(), [winner]))
+    chosen = evaluate.drive(sandwich(space, SearchOptions(), [winner]))
     assert evaluate.asked[0] == space.fitted(winner)
-    assert shortfall(new, space.problem, found, winner) <= 0
+    assert shortfall(new, space.problem, chosen, winner) <= 0
 
 
 @examples(4)
@@ -125,9 +125,9 @@ def test_a_recorded_search_is_replayed_as_it_was(seed: int, m: int) -> None:
             space.problem,
             Landscape(seed).sample(space.problem, schedule),
             "gemm-avx2-1",
-            Origin(machine, "1", at, verified=False),
+            Origin(machine, "1", index, verified=False),
         )
-        for at, schedule in enumerate(dict.fromkeys(asked.schedules))
+        for index, schedule in enumerate(dict.fromkeys(asked.schedules))
     ]
 
     recording = Recording("of a seed", rows[::-1])

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from phasewise.kerneldb.errors import KernelDbError
 from phasewise.kerneldb.records import MachineKey, Origin, PlanRecord
 from phasewise.kerneldb.store import open_store
-from phasewise.topology import Cpu, Kind, Machine, Node
+from phasewise.topology import Cpu, CpuKind, Kind, Machine, Node
 from phasewise.tuner.errors import PlanError
 from phasewise.tuner.plans import (
     PHASES,
@@ -111,6 +111,25 @@ def test_threads_fill_cores_before_second_pus(threads: int, cores: tuple[int, ..
 
     assert plan.cores == cores
     assert plan.source == "flag"
+
+
+def hybrid() -> Machine:
+    """Four slow cores before four fast ones, as big.LITTLE numbers them."""
+    kinds = CpuKind("capacity-400", (0, 1, 2, 3)), CpuKind("capacity-1024", (4, 5, 6, 7))
+    return dataclasses.replace(machine_of([[[pu] for pu in range(8)]]), kinds=kinds)
+
+
+@pytest.mark.parametrize("threads", range(1, 9))
+def test_threads_fill_the_fast_cores_first(threads: int) -> None:
+    cores = default_plan(hybrid(), "decode", threads).cores
+
+    assert len(set(cores) & {4, 5, 6, 7}) == min(4, threads)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_rank_gets_its_part_of_each_kind_of_core(ranks: int) -> None:
+    for rank in default_plan(hybrid(), "decode", ranks=ranks).ranks:
+        assert len(set(rank.cores) & {4, 5, 6, 7}) == len(set(rank.cores) & {0, 1, 2, 3}) == 4 // ranks
 
 
 @pytest.mark.parametrize("threads", [9, 0, -1, 10**9])

@@ -40,12 +40,12 @@ def times_of(true: Sequence[float], rounds: int, dice: np.random.Generator, nois
 )
 def test_what_is_said_about_the_best_is_unbiased_and_its_interval_holds_the_truth(true: list[float]) -> None:
     dice = np.random.default_rng(1)
-    found = [against_best(times_of(true, ROUNDS, dice), 0, range(len(true)), i) for i in range(MACHINES)]
+    estimates = [against_best(times_of(true, ROUNDS, dice), 0, range(len(true)), i) for i in range(MACHINES)]
 
     truth = true[0] / min(true)
-    assert statistics.fmean(one.middle for one in found) == pytest.approx(truth, abs=0.002)
-    assert max(abs(one.middle - truth) for one in found) < 0.03
-    assert sum(one.low <= truth <= one.high for one in found) >= 0.85 * MACHINES
+    assert statistics.fmean(estimate.middle for estimate in estimates) == pytest.approx(truth, abs=0.002)
+    assert max(abs(estimate.middle - truth) for estimate in estimates) < 0.03
+    assert sum(estimate.low <= truth <= estimate.high for estimate in estimates) >= 0.85 * MACHINES
 
 
 def test_the_least_median_of_many_is_lucky_and_the_judge_is_not() -> None:
@@ -54,7 +54,7 @@ def test_the_least_median_of_many_is_lucky_and_the_judge_is_not() -> None:
     times = [times_of([1.0] * 12, 30, dice) for _ in range(MACHINES)]
 
     naive = statistics.fmean(standing(time)[0] / standing(time).min() for time in times)
-    judged = statistics.fmean(against_best(one, 0, range(12)).middle for one in times)
+    judged = statistics.fmean(against_best(time, 0, range(12)).middle for time in times)
 
     assert naive > 1.005
     assert abs(judged - 1) < 0.004
@@ -77,13 +77,13 @@ def test_halving_keeps_one_of_the_best_of_many() -> None:
     true = [1.0 + 0.001 * i for i in range(128)]
 
     def race(running: Sequence[int], rounds: int) -> npt.NDArray[np.float64]:
-        return times_of([true[one] for one in running], rounds, dice)
+        return times_of([true[index] for index in running], rounds, dice)
 
     for _ in range(10):
-        order = [int(one) for one in dice.permutation(128)]
+        order = [int(index) for index in dice.permutation(128)]
         kept = halved(order, race, 8)
         assert len(set(kept)) == 8
-        assert min(true[one] for one in kept) <= 1.01
+        assert min(true[index] for index in kept) <= 1.01
 
 
 @examples(30)
@@ -91,11 +91,11 @@ def test_halving_keeps_one_of_the_best_of_many() -> None:
 def test_everyone_takes_one_turn_a_round_whatever_the_order(count: int, rounds: int, seed: int) -> None:
     turns: list[int] = []
 
-    def take(one: int) -> tuple[int, ...]:
-        turns.append(one)
-        return (100 + one,)
+    def take(number: int) -> tuple[int, ...]:
+        turns.append(number)
+        return (100 + number,)
 
-    times = shuffled_rounds([lambda one=one: take(one) for one in range(count)], rounds, seed)  # type: ignore[misc]
+    times = shuffled_rounds([lambda number=number: take(number) for number in range(count)], rounds, seed)  # type: ignore[misc]
 
     assert (times == 100 + np.arange(count)).all()
     for index in range(rounds):

@@ -22,7 +22,7 @@ WITHIN = 0.03
 
 def _landscape(values: tuple[tuple[int, ...], ...], dice: Random) -> dict[Point, float]:
     """Nanoseconds of each point: parameters act apart, two of them together a little."""
-    own = [{value: math.exp(dice.uniform(0, 0.7)) for value in one} for one in values]
+    own = [{value: math.exp(dice.uniform(0, 0.7)) for value in choices} for choices in values]
     first, second = dice.sample(range(len(values)), 2)
     together = {
         pair: math.exp(dice.uniform(0, 0.08)) for pair in itertools.product(values[first], values[second])
@@ -51,10 +51,10 @@ def test_a_search_is_near_the_best_of_all_points_for_a_small_share_of_them(
         cost = _landscape(space, dice)
         asked: set[Point] = set()
 
-        found = drive(search_parameters(space), partial(_timed, cost, asked, dice))
+        chosen = drive(search_parameters(space), partial(_timed, cost, asked, dice))
 
         assert len(asked) <= SHARE * len(cost)
-        near += cost[found] <= (1 + WITHIN) * min(cost.values())
+        near += cost[chosen] <= (1 + WITHIN) * min(cost.values())
     assert near >= 18
 
 

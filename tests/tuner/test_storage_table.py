@@ -25,7 +25,7 @@ def duel(m: int, comparison: Comparison, weight_format: str = "bf16s8") -> Stora
 
 
 @pytest.mark.parametrize(
-    ("at", "is_sparse"),
+    ("comparisons", "is_sparse"),
     [
         ({1: WIN}, True),
         ({1: WIN, 8: TIE, 512: TIE}, True),
@@ -35,13 +35,15 @@ def duel(m: int, comparison: Comparison, weight_format: str = "bf16s8") -> Stora
     ],
 )
 def test_sparse_is_chosen_where_it_is_proven_and_costs_nowhere(
-    at: dict[int, Comparison], is_sparse: bool
+    comparisons: dict[int, Comparison], is_sparse: bool
 ) -> None:
-    found = StorageTable(duel(m, one) for m, one in at.items()).verdict("bf16", 64, 96, 0.5)
+    verdict = StorageTable(duel(m, comparison) for m, comparison in comparisons.items()).verdict(
+        "bf16", 64, 96, 0.5
+    )
 
-    assert found is not None
-    assert found.is_sparse == is_sparse
-    assert all(f"m={m}" in found.why for m in at)
+    assert verdict is not None
+    assert verdict.is_sparse == is_sparse
+    assert all(f"m={m}" in verdict.why for m in comparisons)
 
 
 def test_only_the_shape_and_sixteenth_that_was_compared_is_known() -> None:

@@ -66,11 +66,11 @@ class Machine:
         self._pace = pace
 
     def take(self, call_ns: int) -> timing.Take:
-        def one() -> Samples:
+        def samples() -> Samples:
             self.order.append(call_ns)
             return (round(call_ns * self._pace(len(self.order))),)
 
-        return one
+        return samples
 
 
 def test_contestants_take_turns_in_changing_order() -> None:
@@ -101,11 +101,11 @@ def test_a_pace_that_changes_for_everybody_does_not_change_the_ranking(period: i
 
 def test_a_constant_gain_is_believed_on_a_changing_machine() -> None:
     machine = Machine(lambda turn: 1.0 + turn % 13 / 10)
-    found = compare(duel(machine.take(11_000), machine.take(10_000), pairs=40))
+    comparison = compare(duel(machine.take(11_000), machine.take(10_000), pairs=40))
 
-    assert found.proves_faster
-    assert found.gain_low <= found.gain <= found.gain_high
-    assert found.pairs == 40
+    assert comparison.proves_faster
+    assert comparison.gain_low <= comparison.gain <= comparison.gain_high
+    assert comparison.pairs == 40
 
 
 def test_who_begins_a_pair_alternates() -> None:

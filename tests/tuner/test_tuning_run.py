@@ -138,9 +138,9 @@ def test_killed_by_the_system_ten_times_it_ends_as_if_undisturbed(tmp_path: Path
         process.wait(60)
     last = subprocess.run([*SCRIPT, database], capture_output=True, text=True, check=True, timeout=60)
 
-    found = json.loads(last.stdout)
-    assert found["end"] == "complete"
-    assert [tuple(row) for row in found["in_use"]] == in_use(expected)
+    told = json.loads(last.stdout)
+    assert told["end"] == "complete"
+    assert [tuple(row) for row in told["in_use"]] == in_use(expected)
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])
@@ -158,12 +158,12 @@ def test_two_processes_share_one_database_and_the_work(shared_database: str) -> 
     alone, expected = undisturbed()
     command = [*SCRIPT, shared_database, "0.01"]
     both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    found = [json.loads(process.communicate(timeout=120)[0]) for process in both]
+    outcomes = [json.loads(process.communicate(timeout=120)[0]) for process in both]
 
-    for one in found:
-        assert one["end"] == "complete"
-        assert [tuple(row) for row in one["in_use"]] == in_use(expected)
-    assert sum(one["timed"] for one in found) < 2 * len(alone.timed)
+    for outcome in outcomes:
+        assert outcome["end"] == "complete"
+        assert [tuple(row) for row in outcome["in_use"]] == in_use(expected)
+    assert sum(outcome["timed"] for outcome in outcomes) < 2 * len(alone.timed)
 
 
 @pytest.mark.slow
@@ -172,14 +172,14 @@ def test_processes_that_know_of_each_other_time_nothing_twice(tmp_path: Path) ->
     database = str(tmp_path / "shared.db")
     command = [*SCRIPT, database, "0.005", str(tmp_path / "measuring.lock")]
     both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    found = [json.loads(process.communicate(timeout=120)[0]) for process in both]
+    outcomes = [json.loads(process.communicate(timeout=120)[0]) for process in both]
     third = run_on(SyntheticMachine(), database)
 
-    assert [one["end"] for one in found] == ["complete", "complete"]
-    assert found[0]["in_use"] == found[1]["in_use"]
-    assert [tuple(row) for row in found[0]["in_use"]] == in_use(third)
-    assert all(one["timed"] for one in found)
-    assert sum(one["timed"] for one in found) == third.replayed
+    assert [outcome["end"] for outcome in outcomes] == ["complete", "complete"]
+    assert outcomes[0]["in_use"] == outcomes[1]["in_use"]
+    assert [tuple(row) for row in outcomes[0]["in_use"]] == in_use(third)
+    assert all(outcome["timed"] for outcome in outcomes)
+    assert sum(outcome["timed"] for outcome in outcomes) == third.replayed
     assert third.timed == third.duels == 0
 
 
@@ -344,10 +344,10 @@ def test_progress_counts_up_and_the_time_left_goes_to_nothing(database: str) -> 
         tools = Tools(machine, ledger, synthetic_machine.OPTIONS, seen.append, clock=machine.clock)
         tune(tasks, tools, budget_s=1e6)
 
-    assert [one.timed for one in seen] == sorted({one.timed for one in seen})
-    assert {one.task_number for one in seen} == {1, 2, 3}
+    assert [progress.timed for progress in seen] == sorted({progress.timed for progress in seen})
+    assert {progress.task_number for progress in seen} == {1, 2, 3}
     assert seen[0].left_s is None
-    half = next(one for one in seen if one.elapsed_s > machine.now_s / 2)
+    half = next(progress for progress in seen if progress.elapsed_s > machine.now_s / 2)
     assert half.left_s is not None
     assert 0.2 < half.left_s / (machine.now_s - half.elapsed_s) < 5
 
@@ -447,7 +447,7 @@ def test_all_is_prepared_before_a_turn(database: str) -> None:
     lock.turn = machine.turn  # type: ignore[method-assign]
     run_on(machine, database, lock=lock)
 
-    fought = {(problem, one) for problem, *both in machine.duels for one in both}
+    fought = {(problem, schedule) for problem, *both in machine.duels for schedule in both}
     assert machine.prepared == {*machine.timed, *fought}
 
 

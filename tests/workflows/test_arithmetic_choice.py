@@ -17,27 +17,40 @@ from phasewise.cython_kernels import _native, isa, packing
 from phasewise.cython_kernels._native import compute_paths
 from phasewise.cython_kernels.blocks import BLOCKS
 from phasewise.cython_kernels.packing import KINDS, PackedWeight
-from phasewise.cython_kernels.schedules import SAME_BITS
+from phasewise.cython_kernels.schedules import SAME_BITS, has_tiles_arithmetic
 from phasewise.kerneldb.records import MachineKey, Measurement, Origin, Problem, Sample
 from phasewise.serving.batch import Batch, SequenceSlice
 from phasewise.serving.engine import fingerprint
 from phasewise.serving.loaders import load_model
+from phasewise.serving.loaders.storage import StorageChoice
 from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.ranks.open_ranks import KvSettings, LocalRanks, RankOptions
 from phasewise.topology import read_machine
 from phasewise.tuner import native
 from phasewise.tuner.lookup import ScheduleTable
-from phasewise.tuner.plans import PHASES, default_plan
+from phasewise.tuner.plans import PHASES, Phase, default_plan
 from phasewise.tuner.search.space import Arithmetic
 from phasewise.tuner.weights import blank_weight, format_name
-from phasewise.workflows.opening.arithmetic_choice import PATHS, ArithmeticChoice
+from phasewise.workflows.errors import UsageError
+from phasewise.workflows.opening.arithmetic_choice import (
+    ARITHMETIC_CHOICES,
+    PATHS,
+    ArithmeticChoice,
+    check_arithmetic,
+)
+from phasewise.workflows.opening.tuned_schedules import explain
+from phasewise.workflows.replay import bits_check, bits_known
 
 WIDE = TinyShape(hidden=256, ffn=512, head_dim=64)
 TOKENS = [5, 9, 200, 31, 77, 12]
 
 
-def lookup(choice: ArithmeticChoice, *tuned: Measurement) -> ScheduleTable:
-    return ScheduleTable(tuned).asked(choice, PATHS.get(choice))
+def lookup(choice: ArithmeticChoice, *tuned: Measurement, in_tiles: bool = False) -> ScheduleTable:
+    return ScheduleTable(tuned).asked(choice, PATHS.get(choice), in_tiles=in_tiles)
+
+
+def lookups(choice: ArithmeticChoice, tile_prompts: bool) -> dict[Phase, ScheduleTable]:
+    return {phase: lookup(choice, in_tiles=tile_prompts and phase == "prefill") for phase in PHASES}
 
 
 def tuned_to(path: str, weight: PackedWeight, parts: int = 1) -> Measurement:
@@ -66,7 +79,9 @@ def test_schedules_tuned_for_the_other_arithmetic_are_left_alone(path: str) -> N
 
     assert lookup("tuned", row).arithmetic(weight)[0] == path
     assert lookup(own, row).products(weight, 4)[-1].schedule is not None
-    assert [(one.last_m, one.schedule) for one in lookup(other, row).products(weight, 64)] == [(64, None)]
+    assert [(product.last_m, product.schedule) for product in lookup(other, row).products(weight, 64)] == [
+        (64, None)
+    ]
 
 
 @pytest.mark.parametrize("name", isa.usable())
@@ -77,15 +92,63 @@ def test_canonical_is_one_arithmetic_whatever_was_tuned(kind: str, name: str) ->
     dense = kind in packing.DENSE_KINDS
     with isa.using(name):
         path, n_parts = lookup("canonical").arithmetic(weight)
-        tuned = [tuned_to(one, weight, parts) for one in weight_paths(weight) for parts in (1, 2)]
-        found = {lookup("canonical", row).arithmetic(weight) for row in tuned}
+        tuned = [
+            tuned_to(compute_path, weight, parts) for compute_path in weight_paths(weight) for parts in (1, 2)
+        ]
+        arithmetics = {lookup("canonical", row).arithmetic(weight) for row in tuned}
 
     assert (SAME_BITS.get(path, path), n_parts) == ("fma" if dense else "int8_dot", 1)
-    assert {(SAME_BITS.get(one, one), parts) for one, parts in found} == {("fma" if dense else "int8_dot", 1)}
+    assert {(SAME_BITS.get(compute_path, compute_path), parts) for compute_path, parts in arithmetics} == {
+        ("fma" if dense else "int8_dot", 1)
+    }
 
 
 def weight_paths(weight: PackedWeight) -> tuple[str, ...]:
     return tuple(compute_paths(weight.kind, weight.group))
+
+
+@pytest.mark.parametrize("name", isa.usable())
+@pytest.mark.parametrize("kind", [*BLOCKS, *KINDS])
+def test_tiles_is_the_units_arithmetic_whatever_was_tuned(kind: str, name: str) -> None:
+    """On the unit or in vectors, in one part; f32 and f16 weights have what they had."""
+    weight = blank_weight({"q8": "int8", "q4": "int4"}.get(kind, kind), 64, 512)
+    with isa.using(name):
+        tuned = [
+            tuned_to(compute_path, weight, parts) for compute_path in weight_paths(weight) for parts in (1, 2)
+        ]
+        arithmetics = {lookup("tiles", row).arithmetic(weight) for row in tuned}
+        before = {lookup("tuned", row).arithmetic(weight) for row in tuned}
+        has_any = has_tiles_arithmetic()
+
+    if kind in ("f32", "f16") or not has_any:
+        assert arithmetics == before
+    else:
+        assert {(SAME_BITS.get(str(path), path), parts) for path, parts in arithmetics} == {("bf16_tile", 1)}
+
+
+@pytest.mark.parametrize("name", isa.usable())
+@pytest.mark.parametrize("kind", [*BLOCKS, *KINDS])
+def test_prompts_in_tiles_need_a_tile_unit(kind: str, name: str) -> None:
+    """Elsewhere they are multiplied as answers are: by one arithmetic, and by what was tuned for it."""
+    weight = blank_weight({"q8": "int8", "q4": "int4"}.get(kind, kind), 64, 512)
+    with isa.using(name):
+        for choice in ("tuned", "blocks"):
+            table = ScheduleTable(()).asked(choice, PATHS.get(choice), in_tiles=True)
+            own = table.own_path(weight)
+            has_unit = "bf16_tile" in weight_paths(weight) and kind not in packing.DENSE_KINDS
+            assert own == ("bf16_tile" if has_unit else None)
+
+
+def test_a_choice_that_a_cpu_cannot_follow_is_refused_by_name() -> None:
+    for name in isa.usable():
+        with isa.using(name):
+            if has_tiles_arithmetic():
+                check_arithmetic("tiles")
+                continue
+            with pytest.raises(UsageError, match=f"--arithmetic tiles: {name} has neither"):
+                check_arithmetic("tiles")
+            for choice in ARITHMETIC_CHOICES[:-1]:
+                check_arithmetic(choice)
 
 
 def test_canonical_keeps_schedules_that_were_tuned_to_it() -> None:
@@ -139,19 +202,84 @@ def told(model: PackedModel, choice: ArithmeticChoice) -> str:
     return fingerprint.fingerprint_of(model, "int16", schedules, 256).arithmetic
 
 
-def logits(model: PackedModel, choice: ArithmeticChoice, threads: int, cut: int) -> np.ndarray:
+def logits(
+    model: PackedModel, choice: ArithmeticChoice, threads: int, cut: int, tile_prompts: bool = False
+) -> np.ndarray:
     """After the last token: `cut` of them as a prompt, the others one by one."""
     machine = read_machine()
-    plans = {phase: default_plan(machine, phase, threads=threads) for phase in ("prefill", "decode")}
-    lookups = {phase: lookup(choice) for phase in ("prefill", "decode")}
-    ranks = LocalRanks(model, plans, RankOptions(KvSettings(64), 64, max_sequences=1, schedules=lookups))
+    plans = {phase: default_plan(machine, phase, threads=threads) for phase in PHASES}
+    options = RankOptions(KvSettings(64), 64, max_sequences=1, schedules=lookups(choice, tile_prompts))
+    ranks = LocalRanks(model, plans, options)
     try:
-        found = ranks.all_logits(Batch("prefill", (SequenceSlice(TOKENS[:cut], 0, 0, True),)))
-        for at in range(cut, len(TOKENS)):
-            found = ranks.all_logits(Batch("decode", (SequenceSlice(TOKENS[at : at + 1], at, 0, True),)))
-        return np.array(found[-1])
+        all_logits = ranks.all_logits(Batch("prefill", (SequenceSlice(TOKENS[:cut], 0, 0, True),)))
+        for position in range(cut, len(TOKENS)):
+            all_logits = ranks.all_logits(
+                Batch("decode", (SequenceSlice(TOKENS[position : position + 1], position, 0, True),))
+            )
+        return np.array(all_logits[-1])
     finally:
         ranks.close()
+
+
+@pytest.mark.parametrize("types", [{"": "Q4_K", "attn_v": "Q6_K"}, {"": "Q8_0"}, {"": "BF16"}], ids=str)
+def test_a_model_computes_the_same_by_tiles_in_any_phase_and_on_any_threads(
+    tmp_path: Path, types: dict[str, str]
+) -> None:
+    if not has_tiles_arithmetic():
+        pytest.skip("this CPU has no arithmetic of tiles")
+    path = tmp_path / "tiny.gguf"
+    path.write_bytes(tiny_gguf(types=types, shape=WIDE).to_bytes())
+    model = load_model(str(path), "native", tmp_path)
+    whole = logits(model, "tiles", 1, len(TOKENS))
+
+    for threads, cut in ((1, 1), (2, len(TOKENS)), (2, 3)):
+        assert np.array_equal(logits(model, "tiles", threads, cut), whole)
+    others = logits(model, "canonical", 1, len(TOKENS))
+    assert not np.array_equal(others, whole)
+    assert np.abs(others - whole).max() <= 0.1 * np.abs(others).max()
+    tuned, in_tiles = told(model, "tuned"), told(model, "tiles")
+    assert in_tiles.split("/")[1] == isa.active()
+    assert (in_tiles == tuned) == (types == {"": "BF16"} and isa.active() == "amx")
+    assert not in_tiles.endswith("prompts by tiles")
+
+
+@pytest.mark.parametrize("choice", ["tuned", "blocks", "tiles"])
+@pytest.mark.parametrize("tile_prompts", [False, True])
+def test_what_explain_says_of_the_phases_is_what_they_compute(
+    tmp_path: Path, choice: ArithmeticChoice, tile_prompts: bool
+) -> None:
+    """Equal paths where a token has the same logits in both. Prompts in tiles need a unit to change it."""
+    if choice == "tiles" and not has_tiles_arithmetic():
+        pytest.skip("this CPU has no arithmetic of tiles")
+    path = tmp_path / "tiny.gguf"
+    path.write_bytes(tiny_gguf(types={"": "Q4_K", "attn_v": "Q8_0"}, shape=WIDE).to_bytes())
+    model = load_model(str(path), "native", tmp_path)
+    plans = {phase: default_plan(read_machine(), phase, threads=1) for phase in PHASES}
+    rows = {phase: len(TOKENS) for phase in PHASES}
+    uses = explain(model, plans, lookups(choice, tile_prompts), rows, "int16", StorageChoice())
+    paths = {
+        phase: {use.used_for: use.compute_path for use in uses if use.phase == phase} for phase in PHASES
+    }
+
+    whole = logits(model, choice, 1, len(TOKENS), tile_prompts)
+    one_by_one = logits(model, choice, 1, 1, tile_prompts)
+
+    assert (paths["prefill"] == paths["decode"]) == np.array_equal(whole, one_by_one)
+    if isa.active() != "amx":
+        assert np.array_equal(whole, logits(model, choice, 1, len(TOKENS)))
+        assert paths["prefill"] == paths["decode"]
+
+
+def test_vectors_give_the_known_bits_of_the_tile_unit() -> None:
+    """The digest of an emulated unit, over a model of bf16 weights."""
+    model = bits_check.known_model(("bf16",))
+    for name in isa.usable():
+        with isa.using(name):
+            if "bf16_even_odd" in compute_paths("bf16"):
+                digest, is_one = bits_check.computed(
+                    model, "f32", read_machine().allowed_pus[0], "bf16_even_odd"
+                )
+                assert (digest, is_one) == (bits_known.KNOWN_OF_DOTS["amx"]["bf16_tile"], True)
 
 
 def test_a_model_computes_the_same_by_blocks_in_any_phase_and_on_any_threads(tmp_path: Path) -> None:

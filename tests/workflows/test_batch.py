@@ -64,10 +64,10 @@ class Busy:
 
 @pytest.fixture
 def busy() -> Iterator[Busy]:
-    made = Busy()
-    yield made
-    made.server.shutdown()
-    made.server.server_close()
+    busy_server = Busy()
+    yield busy_server
+    busy_server.server.shutdown()
+    busy_server.server.server_close()
 
 
 def line(custom_id: str, n: int, url: str = "/v1/completions") -> str:
@@ -75,7 +75,7 @@ def line(custom_id: str, n: int, url: str = "/v1/completions") -> str:
 
 
 def answers_in(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(one) for one in path.read_text().splitlines()]
+    return [json.loads(answer_line) for answer_line in path.read_text().splitlines()]
 
 
 def test_answers_are_in_the_order_of_their_lines(busy: Busy, tmp_path: Path) -> None:
@@ -87,8 +87,8 @@ def test_answers_are_in_the_order_of_their_lines(busy: Busy, tmp_path: Path) -> 
 
     assert (result.n_answered, result.n_refused, result.n_earlier) == (100, 0, 0)
     got = answers_in(answers)
-    assert [one["custom_id"] for one in got] == [f"id {n}" for n in range(100)]
-    assert [one["response"]["body"]["n"] for one in got] == list(range(100))
+    assert [answer["custom_id"] for answer in got] == [f"id {n}" for n in range(100)]
+    assert [answer["response"]["body"]["n"] for answer in got] == list(range(100))
     assert got[5]["response"] == {
         "status_code": 200,
         "request_id": "req_5",
@@ -135,9 +135,9 @@ def test_what_cannot_be_sent_has_a_line_too(busy: Busy, tmp_path: Path) -> None:
 
     assert (result.n_answered, result.n_refused) == (1, 9)
     got = answers_in(answers)
-    assert [one["custom_id"] for one in got] == ["a", None, None, None, "a", "b", "c", "d", "e", "f"]
+    assert [answer["custom_id"] for answer in got] == ["a", None, None, None, "a", "b", "c", "d", "e", "f"]
     assert got[-1]["response"]["status_code"] == 400
-    told = [one["error"]["message"] for one in got if one["error"]]
+    told = [answer["error"]["message"] for answer in got if answer["error"]]
     assert [text.split(":")[0] for text in told] == [f"line {n}" for n in range(2, 10)]
     assert all("\n" not in text for text in told)
 
@@ -170,8 +170,8 @@ def test_any_bytes_are_lines_with_a_fault_each(
     data = b"\n".join(parts)
     path.write_bytes(data)
     read = list(read_requests(path))
-    assert len(read) == sum(bool(one.strip()) for one in data.split(b"\n"))
-    assert all(one.fault for one in read)
+    assert len(read) == sum(bool(piece.strip()) for piece in data.split(b"\n"))
+    assert all(request.fault for request in read)
 
 
 @pytest.mark.slow
@@ -204,5 +204,5 @@ def test_a_killed_batch_answers_every_line_once(tmp_path: Path) -> None:
             break
     assert run.returncode == 0 or subprocess.run(command, env=environment, check=True).returncode == 0
     got = answers_in(answers)
-    assert [one["custom_id"] for one in got] == [str(n) for n in range(300)]
-    assert {one["response"]["status_code"] for one in got} == {200}
+    assert [answer["custom_id"] for answer in got] == [str(n) for n in range(300)]
+    assert {answer["response"]["status_code"] for answer in got} == {200}

@@ -86,13 +86,13 @@ def test_the_summary_is_of_the_best_peer_at_each_point() -> None:
         kernel_row(m=1, bandwidth_fraction=0.95, weight_bytes=5_000_000),
     ]
 
-    (found,) = summarise(rows)
+    (summary,) = summarise(rows)
 
-    assert found.points == 2
-    assert found.speedup == pytest.approx(math.sqrt(2.0 * 0.5))
-    assert (found.worst_speedup, found.worst_point) == (0.5, "512x1024, m = 128")
-    assert found.peak == (0.8, pytest.approx(0.85))
-    assert (found.bandwidth_large, found.bandwidth_small) == ((0.95, 0.95), (0.7, 0.7))
+    assert summary.points == 2
+    assert summary.speedup == pytest.approx(math.sqrt(2.0 * 0.5))
+    assert (summary.worst_speedup, summary.worst_point) == (0.5, "512x1024, m = 128")
+    assert summary.peak == (0.8, pytest.approx(0.85))
+    assert (summary.bandwidth_large, summary.bandwidth_small) == ((0.95, 0.95), (0.7, 0.7))
 
 
 @settings(deadline=None)

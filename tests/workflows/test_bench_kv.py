@@ -119,8 +119,8 @@ def test_halves_share_no_request(tmp_path: Path) -> None:
 
     halves = [
         {
-            one.output_tokens
-            for one in requests_of(read_samples(str(path), TraceSelection("answer", part=part)))
+            request.output_tokens
+            for request in requests_of(read_samples(str(path), TraceSelection("answer", part=part)))
         }
         for part in ("first", "second")
     ]

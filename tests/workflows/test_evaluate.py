@@ -73,16 +73,16 @@ def test_choices_are_as_likely_as_each_computed_alone(scorer: Scorer, question: 
     wholes = [encode(f"{question.context} {choice}", True) for choice in question.choices]
     cut = max(0, max(map(len, wholes)) - 1 - CONTEXT)
     for whole in wholes:
-        known = len(encode(context, True)) - cut
-        rows = scorer.logits(Chunk(whole[cut:]))[known - 1 :]
-        expected.append(-token_losses(rows, whole[cut:][known:]).sum())
+        n_context = len(encode(context, True)) - cut
+        rows = scorer.logits(Chunk(whole[cut:]))[n_context - 1 :]
+        expected.append(-token_losses(rows, whole[cut:][n_context:]).sum())
 
-    found = answer(scorer, question)
+    answered = answer(scorer, question)
 
-    assert found.logs.tolist() == expected
-    assert found.is_right == (int(np.argmax(expected)) == question.answer)
+    assert answered.logs.tolist() == expected
+    assert answered.is_right == (int(np.argmax(expected)) == question.answer)
     per_character = [log / len(text) for log, text in zip(expected, question.choices, strict=True)]
-    assert found.is_right_per_character == (int(np.argmax(per_character)) == question.answer)
+    assert answered.is_right_per_character == (int(np.argmax(per_character)) == question.answer)
 
 
 def test_a_choice_longer_than_the_model_s_context_is_refused(scorer: Scorer) -> None:
@@ -97,19 +97,21 @@ def test_figures_are_those_of_the_losses(
     text = write_calibration(tmp_path / "text.txt")
     settings = EvalSettings(text, "f32", context=64, chunks=3, weight_format=weight_format)
 
-    found = evaluate(model, settings, own_database)
+    evaluation = evaluate(model, settings, own_database)
 
-    assert found.text is not None
-    assert (found.text.chunks, found.text.tokens) == (3, 3 * 31)
-    beside = found.text.divergence
+    assert evaluation.text is not None
+    assert (evaluation.text.chunks, evaluation.text.tokens) == (3, 3 * 31)
+    beside = evaluation.text.divergence
     assert beside is not None
-    assert beside.ratio.value == pytest.approx(found.text.perplexity.value / beside.base_perplexity.value)
+    assert beside.ratio.value == pytest.approx(
+        evaluation.text.perplexity.value / beside.base_perplexity.value
+    )
     # the file holds float32 numbers
     assert (beside.kl.value == 0) == (weight_format in ("f32", "native"))
     assert beside.kl_min <= beside.kl.value <= beside.kl_max < 1
     alone = evaluate(model, replace(settings, against=None), own_database)
     assert alone.text is not None
-    assert alone.text.perplexity == found.text.perplexity
+    assert alone.text.perplexity == evaluation.text.perplexity
 
 
 @pytest.mark.parametrize("settings", [{"ranks": 2}, {"threads": 2}, {"sparse": "always"}])
@@ -119,12 +121,12 @@ def test_the_figures_do_not_depend_on_how_they_are_computed(
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("two cores are needed")
     text = write_calibration(tmp_path / "text.txt")
-    one = EvalSettings(text, context=64, chunks=2, threads=1)
+    single_threaded = EvalSettings(text, context=64, chunks=2, threads=1)
     other = EvalSettings(text, context=64, chunks=2, **settings)  # type: ignore[arg-type]
 
-    found = evaluate(model, one, own_database), evaluate(model, other, own_database)
+    evaluations = evaluate(model, single_threaded, own_database), evaluate(model, other, own_database)
 
-    assert found[0].text == found[1].text
+    assert evaluations[0].text == evaluations[1].text
 
 
 def test_another_vocabulary_cannot_be_compared(model: str, own_database: str, tmp_path: Path) -> None:

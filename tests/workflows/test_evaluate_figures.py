@@ -40,13 +40,13 @@ def test_the_loss_survives_logits_of_any_size() -> None:
 def test_a_model_beside_itself_diverges_nowhere() -> None:
     logits = rows(1)
 
-    found = figures.divergence(figures.compare(logits, logits, [5] * len(logits)))
+    divergence = figures.divergence(figures.compare(logits, logits, [5] * len(logits)))
 
-    assert found.kl == figures.MeanError(0, 0)
-    assert found.same_top.value == 1
-    assert found.ratio == figures.MeanError(1, 0)
-    assert found.delta_p_rms == figures.MeanError(0, 0)
-    assert found.log_correlation == pytest.approx(1)
+    assert divergence.kl == figures.MeanError(0, 0)
+    assert divergence.same_top.value == 1
+    assert divergence.ratio == figures.MeanError(1, 0)
+    assert divergence.delta_p_rms == figures.MeanError(0, 0)
+    assert divergence.log_correlation == pytest.approx(1)
 
 
 @given(st.integers(0, 2**32), st.integers(12, 90))
@@ -67,22 +67,22 @@ def test_figures_are_those_of_llama_perplexity(seed: int, count: int) -> None:
         squares = sum(x * x for x in values) / count - value * value
         return value, math.sqrt(squares / (count - 1)) if squares > 0 else 0.0
 
-    found = figures.divergence(figures.compare(ours, base, ids))
+    divergence = figures.divergence(figures.compare(ours, base, ids))
 
     (a, a_error), (b, b_error) = mean(nll), mean(base_nll)
     covariance = (sum(x * y for x, y in zip(nll, base_nll, strict=True)) / count - a * b) / (count - 1)
     ratio_error = math.sqrt(a_error**2 + b_error**2 - 2 * covariance)
-    assert found.log_ratio == figures.MeanError(pytest.approx(a - b), pytest.approx(ratio_error))
-    assert found.ratio.error == pytest.approx(math.exp(a - b) * ratio_error)
-    assert found.log_correlation == pytest.approx(covariance / (a_error * b_error))
-    assert (found.kl.value, found.kl.error) == pytest.approx(mean(kl))
+    assert divergence.log_ratio == figures.MeanError(pytest.approx(a - b), pytest.approx(ratio_error))
+    assert divergence.ratio.error == pytest.approx(math.exp(a - b) * ratio_error)
+    assert divergence.log_correlation == pytest.approx(covariance / (a_error * b_error))
+    assert (divergence.kl.value, divergence.kl.error) == pytest.approx(mean(kl))
     assert min(kl) > 0
     mse, mse_error = mean([x * x for x in p])
-    assert found.delta_p_rms.value == pytest.approx(math.sqrt(mse))
-    assert found.delta_p_rms.error == pytest.approx(0.5 / math.sqrt(mse) * mse_error)
+    assert divergence.delta_p_rms.value == pytest.approx(math.sqrt(mse))
+    assert divergence.delta_p_rms.error == pytest.approx(0.5 / math.sqrt(mse) * mse_error)
     same = sum(o.argmax() == b.argmax() for o, b in zip(ours, base, strict=True)) / count
-    assert found.same_top.value == pytest.approx(same)
-    assert found.same_top.error == pytest.approx(math.sqrt(same * (1 - same) / (count - 1)))
+    assert divergence.same_top.value == pytest.approx(same)
+    assert divergence.same_top.error == pytest.approx(math.sqrt(same * (1 - same) / (count - 1)))
 
 
 @given(st.integers(8, 70), st.integers(0, 300), st.booleans())
@@ -105,10 +105,10 @@ def test_chunks_are_whole_and_their_second_half_counts(context: int, count: int,
 
 
 def test_windows_cover_every_token_once() -> None:
-    found = windows(list(range(1300)), 512)
+    chunks = windows(list(range(1300)), 512)
 
-    assert [token for window in found for token in window.ids] == list(range(1300))
-    assert [len(window.next_ids) for window in found] == [511, 511, 275]
+    assert [token for window in chunks for token in window.ids] == list(range(1300))
+    assert [len(window.next_ids) for window in chunks] == [511, 511, 275]
     assert windows([1, 2, 3], 2)[-1].ids == [1, 2]  # a single token predicts nothing
 
 
@@ -154,10 +154,10 @@ def test_published_files_are_asked_as_by_lm_eval(
     path = tmp_path / "file.jsonl"
     path.write_text(json.dumps(fields) + "\n\n" + json.dumps(fields) + "\n")
 
-    found = read_questions(path)
+    question_set = read_questions(path)
 
-    assert (found.kind, found.name) == (kind, "file.jsonl")
-    assert found.questions == (asked, asked)
+    assert (question_set.kind, question_set.name) == (kind, "file.jsonl")
+    assert question_set.questions == (asked, asked)
     assert read_questions(path, 1).questions == (asked,)
 
 

@@ -28,6 +28,7 @@ from phasewise.workflows.opening import first_start
 from phasewise.workflows.opening.first_start import Remote, fight_first, products_of, pull_what_fits
 from phasewise.workflows.opening.open_model import NATIVE, OpenModel, open_model
 from phasewise.workflows.tune_kernels.run import rounds_of_model
+from tests.cli import command
 from tests.support.models.tiny_models import tiny_gguf
 
 MOST_S = 20.0
@@ -38,7 +39,7 @@ def own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("STATE", "CACHE", "DATA"):
         monkeypatch.setenv(f"XDG_{name}_HOME", str(tmp_path / name))
     monkeypatch.setattr("phasewise.tuner.measurement_lock.user_lock", lambda *_: NoLock())
-    monkeypatch.setattr(shipped, "_all", lambda: ())
+    monkeypatch.setattr(shipped, "shipped_names", lambda: ())
 
 
 @pytest.fixture
@@ -48,13 +49,13 @@ def model(tmp_path: Path) -> OpenModel:
     return open_model(str(path), threads=1, db=str(tmp_path / "here.db"))
 
 
-def lying_rows(found: OpenModel, machine: Machine) -> list[Measurement | Promotion]:
+def lying_rows(opened: OpenModel, machine: Machine) -> list[Measurement | Promotion]:
     """For every product a schedule of the smallest blocks, which is slow, and a timing ten times too good."""
     rows: list[Measurement | Promotion] = []
     abi = kernel_abi("gemm")
-    for one in rounds_of_model(found, machine, [*found.plans], 512):
-        origin = Origin(machine_key(machine, one.cores), "0.1.0", 1_795_000_000_000)
-        for task in one.tasks:
+    for tuning_round in rounds_of_model(opened, machine, [*opened.plans], 512):
+        origin = Origin(machine_key(machine, tuning_round.cores), "0.1.0", 1_795_000_000_000)
+        for task in tuning_round.tasks:
             for m in task.ms:
                 default = task.group.default(m)
                 slow: Schedule = replace(default, mr=1, panels=1, block_m=1, block_n=16, block_k=32)
@@ -75,11 +76,11 @@ def remote(tmp_path: Path, model: OpenModel) -> Remote:
     return Remote(str(tmp_path / "remote"), done.digest)
 
 
-def in_use(found: OpenModel, db: str) -> Mapping[object, Schedule]:
+def in_use(opened: OpenModel, db: str) -> Mapping[object, Schedule]:
     with open_store(db) as store:
         return {
             (row.problem, row.kernel_abi): row.sample.schedule
-            for cores in {plan.ranks[0].cores for plan in found.plans.values()}
+            for cores in {plan.ranks[0].cores for plan in opened.plans.values()}
             for row in store.promoted_measurements(machine_key(read_machine(), cores))
         }
 
@@ -128,6 +129,26 @@ def test_the_same_index_is_read_once(tmp_path: Path, model: OpenModel, remote: R
     pull_what_fits(remote, db, MOST_S, said.append)
     assert len({line.partition(":")[2] for line in said}) == 1
     assert len(said) == 3
+
+
+@pytest.mark.slow
+def test_a_tuning_run_pulls_too(tmp_path: Path, model: OpenModel, remote: Remote) -> None:
+    """Imported schedules are fought over first; none that lost is in use."""
+    db, path = tmp_path / "here.db", tmp_path / "tiny.gguf"
+    asked = [path, "--db", db, "--threads", 1, "--budget", "4s", "--max-m", "1"]
+    believed = ["--remote", remote.remote, "--remote-digest", remote.remote_digest]
+    done = command.run("tune-kernels", *asked, *believed)
+    assert done.exit_code == 0, done.stderr
+    assert "rows added" in done.stderr
+    assert "timing schedules that won elsewhere" in done.stderr
+    with open_store(db) as store:
+        rows = [*store.all_measurements()]
+        lies = {(row.problem, row.sample.schedule) for row in rows if not row.origin.verified}
+        for row in store.all_promotions():
+            is_lie = (row.problem, row.schedule) in lies
+            assert not (row.origin.verified and is_lie) or row.comparison.gain_low > 1
+    assert lies
+    assert any(row.origin.verified for row in rows)
 
 
 @pytest.mark.many

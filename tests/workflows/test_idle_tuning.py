@@ -39,7 +39,7 @@ ENOUGH_S = 120.0
 def own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("STATE", "CACHE", "DATA"):
         monkeypatch.setenv(f"XDG_{name}_HOME", str(tmp_path / name))
-    monkeypatch.setattr(shipped, "_all", lambda: ())
+    monkeypatch.setattr(shipped, "shipped_names", lambda: ())
 
 
 @pytest.fixture
@@ -137,7 +137,8 @@ def test_what_is_measured_in_idle_time_is_kept(tmp_path: Path, path: Path, ranks
         return 0
 
     rounds = [
-        of_its_arithmetic(one, opened) for one in rounds_of_model(opened, machine, [*opened.plans], 512)
+        of_its_arithmetic(tuning_round, opened)
+        for tuning_round in rounds_of_model(opened, machine, [*opened.plans], 512)
     ]
     with open_store(str(tmp_path / "here.db")) as store:
         with pytest.raises(ForeverError):

@@ -82,8 +82,8 @@ def test_the_calling_thread_may_run_where_it_could_before(
     evaluator: MeasuredEvaluator, machine: Machine
 ) -> None:
     before = os.sched_getaffinity(0)
-    one = Configuration((RankCores(machine.allowed_pus[:1]),))
-    with evaluator.open(one, "decode") as clock:
+    configuration = Configuration((RankCores(machine.allowed_pus[:1]),))
+    with evaluator.open(configuration, "decode") as clock:
         clock(Step("decode", 1))
 
     assert os.sched_getaffinity(0) == before
@@ -102,10 +102,10 @@ def test_cores_that_may_not_be_used_are_one_line(evaluator: MeasuredEvaluator, m
 
 
 def test_a_plan_that_the_ranks_refuse_is_one_line(evaluator: MeasuredEvaluator, machine: Machine) -> None:
-    """More ranks than KV heads, each on a core that is there."""
-    if len(machine.allowed_pus) < 3:
-        pytest.skip("needs three CPUs")
-    plan = ServicePlan("decode", tuple(RankCores((pu,)) for pu in machine.allowed_pus[:3]))
+    """More ranks than query heads, each on a core that is there."""
+    if len(machine.allowed_pus) < 5:
+        pytest.skip("needs five CPUs")
+    plan = ServicePlan("decode", tuple(RankCores((pu,)) for pu in machine.allowed_pus[:5]))
 
     with pytest.raises(EvaluationError), evaluator.open_plan(plan):
         raise AssertionError("opened")

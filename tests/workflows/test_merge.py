@@ -21,10 +21,10 @@ from tests.support.models.tiny_models import write_tiny_gguf
 
 def tensors(folder: Path) -> dict[str, np.ndarray]:
     with SourceFile(folder / "model.safetensors") as file:
-        found = {name: tensor_of(file, name, entry) for name, entry in read_entries(file).items()}
+        by_name = {name: tensor_of(file, name, entry) for name, entry in read_entries(file).items()}
         return {
             name: np.asarray(tensor.rows(0, int(np.prod(tensor.shape[:-1])))).reshape(tensor.shape)
-            for name, tensor in found.items()
+            for name, tensor in by_name.items()
         }
 
 
@@ -37,12 +37,12 @@ def test_merged_weights_are_rounded_once(tmp_path: Path, dtype: MergedType) -> N
     outcome = merge(str(base), str(adapter), tmp_path / "out", dtype)
 
     wanted = merged(weights, drawn, 2.0)
-    found = tensors(tmp_path / "out")
+    written = tensors(tmp_path / "out")
     assert outcome.n_changed == len(drawn)
-    assert list(found) == list(wanted)
+    assert list(written) == list(wanted)
     for name, values in wanted.items():
         rounded = from_bf16(to_bf16(values)) if dtype == "bf16" else values
-        assert (found[name] == rounded).all(), name
+        assert (written[name] == rounded).all(), name
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["torch_dtype"] == {"f32": "float32", "bf16": "bfloat16"}[dtype]
     assert (tmp_path / "out" / "tokenizer.json").read_text() == (base / "tokenizer.json").read_text()

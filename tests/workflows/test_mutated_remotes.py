@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from phasewise.kerneldb.errors import KernelDbError
 from phasewise.kerneldb.portable import Row, export_lines, groups_of, import_rows
-from phasewise.kerneldb.records import PlanRecord, StepTime
+from phasewise.kerneldb.records import PlanRecord, PredictorScore, StepTime
 from phasewise.kerneldb.remote_index import NAME, Bundle, RemoteIndex
 from phasewise.kerneldb.store import open_store
 from phasewise.workflows.database.remote import Leaving, pull, push
@@ -33,6 +33,7 @@ from tests.support.machines.kerneldb_examples import (
     ORIGIN,
     OTHER_MACHINE,
     PLAN,
+    PREDICTOR_SCORE,
     PROMOTION,
     STORAGE_DUEL,
     measured,
@@ -41,7 +42,9 @@ from tests.support.tiers import examples
 
 ELSEWHERE = replace(ORIGIN, machine=OTHER_MACHINE)
 PLACED = replace(PLAN, plan_json='{"format": 2, "phase": "decode", "pus": 2, "ranks": [[0, 1]]}')
-ROWS: list[Row] = [MEASUREMENT, PROMOTION, STORAGE_DUEL, PLACED, measured(700, origin=ELSEWHERE)]
+ROWS: list[Row] = [
+    *(MEASUREMENT, PROMOTION, STORAGE_DUEL, PLACED, PREDICTOR_SCORE, measured(700, origin=ELSEWHERE)),
+]
 SIGNATURE = f"{NAME}.sig"
 GIGABYTE = 1 << 30
 NAMES = ("../", "../../etc/passwd", "/etc/passwd", "a/../../b", "..\\x", "\x00", "A" * 64, "0" * 63, "")
@@ -80,36 +83,39 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Original:
     public = (folder / "mine.pub").read_text()
     (folder / "allowed").write_text(f'fleet@example namespaces="phasewise" {public}')
     remote, db = folder / "remote", folder / "here.db"
-    leaving, trust = Leaving(also=(PlanRecord, StepTime)), Trust(allowed_signers=folder / "allowed")
+    leaving, trust = (
+        Leaving(also=(PlanRecord, PredictorScore, StepTime)),
+        Trust(allowed_signers=folder / "allowed"),
+    )
     for rows in (ROWS[:2], ROWS[2:]):
         with open_store(db) as store:
             import_rows(store, rows)
         old = [(remote / name).read_bytes() if remote.exists() else b"" for name in (NAME, SIGNATURE)]
         push(str(remote), str(db), leaving, trust, folder / "mine")
-    made = Original(folder, *old, exported(db))
+    built = Original(folder, *old, exported(db))
     example = folder / "example" / "remote"  # the newest index of that name has been pulled once
     shutil.copytree(remote, example)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(folder / "state"))
         pull(str(example), str(folder / "seen.db"), trust, every_core=True)
-    assert exported(folder / "seen.db") == made.rows
-    return made
+    assert exported(folder / "seen.db") == built.rows
+    return built
 
 
 def with_changed_bytes(content: bytes, dice: random.Random) -> bytes:
     """Flipped, cut out, doubled, or put in somewhere."""
-    changed, at = bytearray(content), dice.randrange(len(content))
+    changed, offset = bytearray(content), dice.randrange(len(content))
     match dice.randrange(5):
         case 0:
-            changed[at] ^= dice.randint(1, 255)
+            changed[offset] ^= dice.randint(1, 255)
         case 1:
-            del changed[at : at + dice.randint(1, 40)]
+            del changed[offset : offset + dice.randint(1, 40)]
         case 2:
-            changed[at:at] = changed[at : at + dice.randint(1, 40)]
+            changed[offset:offset] = changed[offset : offset + dice.randint(1, 40)]
         case 3:
-            changed[at:at] = dice.randbytes(dice.randint(1, 8))
+            changed[offset:offset] = dice.randbytes(dice.randint(1, 8))
         case _:
-            del changed[at:]
+            del changed[offset:]
     return bytes(changed)
 
 
@@ -122,7 +128,7 @@ def change_bundle(remote: Path, original: Original, dice: random.Random, *, fits
         return pinned(remote)
     lying = replace(bundle, sha256=hashlib.sha256(content).hexdigest(), bytes=len(content))
     (remote / lying.path).write_bytes(content)
-    others = [one for one in original.index.bundles if one != bundle]
+    others = [listed for listed in original.index.bundles if listed != bundle]
     (remote / NAME).write_bytes(RemoteIndex(9, tuple(sorted([*others, lying]))).to_bytes())
     return pinned(remote)
 
@@ -181,8 +187,8 @@ def grow(remote: Path, original: Original, dice: random.Random) -> Trust:
         stream.truncate(GIGABYTE)  # a hole: it takes no room
     if dice.random() < 0.5:
         fields = json.loads((remote / NAME).read_text())
-        for one in fields["bundles"]:
-            one["bytes"] = GIGABYTE if one["sha256"] == bundle.sha256 else one["bytes"]
+        for entry in fields["bundles"]:
+            entry["bytes"] = GIGABYTE if entry["sha256"] == bundle.sha256 else entry["bytes"]
         (remote / NAME).write_text(json.dumps(fields))
     return pinned(remote)
 
@@ -226,9 +232,9 @@ def test_a_changed_remote_is_refused_in_one_line_and_changes_nothing(
         refusal = refusal_of(folder / "remote", there, trust)
     if refusal is None:
         assert name in MAY_MEAN_NOTHING
-        found = exported(there)
-        assert rows_in(found) <= rows_in(original.rows)
-        assert found == original.rows or name in WITH_OTHER_BUNDLES
+        rows = exported(there)
+        assert rows_in(rows) <= rows_in(original.rows)
+        assert rows == original.rows or name in WITH_OTHER_BUNDLES
     else:
         assert "\n" not in refusal
         assert not there.exists()

@@ -38,10 +38,10 @@ def test_masks_keep_the_share_that_was_asked_for(pattern: Pattern) -> None:
         "sparsegpt": masks.sparsegpt(w, x.T @ x, pattern),
     }
 
-    for name, one in pruned.items():
-        assert (one == 0).mean() == pytest.approx(pattern.share, abs=0.01), name
+    for name, weights in pruned.items():
+        assert (weights == 0).mean() == pytest.approx(pattern.share, abs=0.01), name
         if pattern.is_structured:
-            assert ((one.reshape(-1, 4) == 0).sum(axis=1) == 2).all(), name
+            assert ((weights.reshape(-1, 4) == 0).sum(axis=1) == 2).all(), name
 
 
 def test_wanda_keeps_the_largest_products_of_weight_and_input_norm() -> None:
@@ -88,12 +88,12 @@ def test_the_tap_gives_the_rows_that_enter_each_product(tmp_path: Path) -> None:
     norm = rows / np.sqrt(np.square(rows).mean(axis=1, keepdims=True) + model.config.norm_eps)
     expected = norm * model.vectors["layers.0.attn_norm"]
 
-    found = gather(model, [tokens], "hessian", lambda line: None)
+    gathered = gather(model, [tokens], "hessian", lambda line: None)
 
-    assert np.allclose(found.squares[0, "qkv"], np.square(expected).sum(axis=0), rtol=1e-4)
-    assert np.allclose(found.hessians[0, "qkv"], expected.T @ expected, rtol=1e-3, atol=1e-3)
-    assert {name for _, name in found.squares} == {"qkv", "o", "gate_up", "down"}
-    assert all(squares.any() for squares in found.squares.values())
+    assert np.allclose(gathered.squares[0, "qkv"], np.square(expected).sum(axis=0), rtol=1e-4)
+    assert np.allclose(gathered.hessians[0, "qkv"], expected.T @ expected, rtol=1e-3, atol=1e-3)
+    assert {name for _, name in gathered.squares} == {"qkv", "o", "gate_up", "down"}
+    assert all(squares.any() for squares in gathered.squares.values())
 
 
 @pytest.mark.parametrize("method", ["magnitude", "wanda", "sparsegpt"])

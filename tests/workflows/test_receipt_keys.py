@@ -78,7 +78,7 @@ def test_a_key_that_ssh_keygen_makes_will_do(tmp_path: Path, receipt: Receipt) -
 
 def test_another_s_signature_or_another_text_is_refused(tmp_path: Path, receipt: Receipt) -> None:
     keys = [Ed25519PrivateKey.generate() for _ in range(2)]
-    paths = [written(tmp_path / f"key{at}", private_bytes(key, "PKCS8")) for at, key in enumerate(keys)]
+    paths = [written(tmp_path / f"key{index}", private_bytes(key, "PKCS8")) for index, key in enumerate(keys)]
     signed, other = (signing_key(path)(receipt) for path in paths)
     signer = known_signer(paths[0])
     assert signer.refusal(signed) is None
@@ -131,7 +131,9 @@ def test_a_server_signs_and_replay_checks_who_did(tmp_path: Path) -> None:
     environment = own_places(tmp_path / "home")
     keys = [Ed25519PrivateKey.generate() for _ in range(2)]
     private = written(tmp_path / "key", private_bytes(keys[0], "OpenSSH"))
-    public = [written(tmp_path / f"{at}.pub", public_bytes(key, "OpenSSH")) for at, key in enumerate(keys)]
+    public = [
+        written(tmp_path / f"{index}.pub", public_bytes(key, "OpenSSH")) for index, key in enumerate(keys)
+    ]
     asked = {"model": "tiny", "prompt": "abc", "max_tokens": 20, "receipt": True}
     with serving(model, environment, "--port", 0, "--receipts", "--receipt-key", private) as server:
         answer = httpx.post(f"{server.url}/v1/completions", json=asked, timeout=60).json()

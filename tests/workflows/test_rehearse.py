@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,11 +22,21 @@ from phasewise.tuner.config.simulate import Objective
 from phasewise.tuner.config.trace import read_trace
 from phasewise.tuner.errors import TraceError
 from phasewise.workflows.errors import UsageError
+from phasewise.workflows.rehearse.check import Check, Merits
 from phasewise.workflows.rehearse.engines import halves_of
 from phasewise.workflows.rehearse.hour import HOUR_S, Hour, busiest_part, read_hour
 from phasewise.workflows.rehearse.replayed import replayed
-from phasewise.workflows.rehearse.run import rehearse, surest, todays_way
-from phasewise.workflows.rehearse.timed import Timed, TimedHalves
+from phasewise.workflows.rehearse.run import (
+    FIRST_CHECK_SHARE,
+    Interval,
+    Rehearsal,
+    rehearse,
+    surest,
+    surviving,
+    todays_way,
+)
+from phasewise.workflows.rehearse.timed import Timed, timed_halves
+from phasewise.workflows.rehearse.timed_pools import GROUPS, LEAST_GROUPS, TimedPools
 from phasewise.workflows.rehearse.timed_steps import resampled, timed_steps
 from phasewise.workflows.rehearse.ways import (
     DEFAULT_PLAN,
@@ -37,6 +48,7 @@ from phasewise.workflows.rehearse.ways import (
     best_way,
 )
 from phasewise.workflows.report import silent
+from phasewise.workflows.serve.pools import SPLIT_ABOVE_TOKENS
 from tests.cli import command
 from tests.support.models.tiny_models import write_tiny_gguf
 from tests.support.tiers import examples
@@ -60,12 +72,14 @@ def stage(objective: Objective) -> Stage:
 def test_a_length_log_is_a_trace_and_an_older_one_too(tmp_path: Path) -> None:
     path = tmp_path / "lengths.jsonl"
     path.write_text(line(1_700_000_000.5) + line(1_700_000_002.0, 5, 3))
-    assert [(one.prompt_tokens, one.output_tokens, one.arrival_s) for one in read_trace(path)] == [
+    assert [
+        (request.prompt_tokens, request.output_tokens, request.arrival_s) for request in read_trace(path)
+    ] == [
         (40, 8, 0.0),
         (5, 3, 1.5),
     ]
     path.write_text(line(None, at_s=1_700_000_003.5) + line(None, at_s=1_700_000_007.0))
-    assert [one.arrival_s for one in read_trace(path)] == [0.0, 3.5]
+    assert [request.arrival_s for request in read_trace(path)] == [0.0, 3.5]
 
 
 @pytest.mark.parametrize(
@@ -91,7 +105,7 @@ def test_no_more_than_the_last_hour_counts(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     path.write_text("".join(line(at_s) for at_s in (0.0, 100.0, 50.0, HOUR_S + 60.0, 200.0)))
     hour = read_hour(path, silent)
-    assert [one.at_s for one in hour.arrivals] == [0.0, 100.0, HOUR_S - 40.0]
+    assert [arrival.at_s for arrival in hour.arrivals] == [0.0, 100.0, HOUR_S - 40.0]
 
 
 @examples(30)
@@ -109,7 +123,7 @@ def test_the_part_that_is_run_is_consecutive_and_ends_in_time(
         arrivals.append(Arrival(index, at_s, 10 + index, 4))
     part = busiest_part(Hour(tuple(arrivals)), window_s, lambda some: some[-1].at_s + step_s * len(some))
     first = part[0].prompt_tokens - 10
-    assert [one.prompt_tokens for one in part] == list(range(10 + first, 10 + first + len(part)))
+    assert [arrival.prompt_tokens for arrival in part] == list(range(10 + first, 10 + first + len(part)))
     assert part[0].at_s == 0.0
     assert len(part) == 1 or part[-1].at_s + step_s * len(part) <= window_s
 
@@ -129,14 +143,14 @@ def test_nothing_worse_than_today_is_proposed(kind: str) -> None:
 
 
 def test_drawn_steps_are_of_the_kinds_that_were_timed() -> None:
-    rows = [replace_seconds(one, factor) for one in STEPS for factor in (0.9, 1.0, 1.2)]
+    rows = [replace_seconds(step, factor) for step in STEPS for factor in (0.9, 1.0, 1.2)]
     drawn = resampled(rows, random.Random(0))
-    assert sorted(one[:4] for one in drawn) == sorted(one[:4] for one in rows)
+    assert sorted(step[:4] for step in drawn) == sorted(step[:4] for step in rows)
     assert {*drawn} <= {*rows}
 
 
-def replace_seconds(one: TimedStep, factor: float) -> TimedStep:
-    return one._replace(seconds=factor * one.seconds)
+def replace_seconds(step: TimedStep, factor: float) -> TimedStep:
+    return step._replace(seconds=factor * step.seconds)
 
 
 def test_options_are_those_that_differ() -> None:
@@ -152,21 +166,21 @@ def test_the_engine_answers_all_that_is_replayed(tmp_path: Path, monkeypatch: py
     from phasewise.workflows.opening.open_model import open_model
 
     monkeypatch.setenv("PHASEWISE_CACHE", str(tmp_path / "cache"))
-    found = open_model(str(write_tiny_gguf(tmp_path / "tiny.gguf")), threads=1, db=str(tmp_path / "none.db"))
-    context = found.model.config.context_length
-    size = EngineSize.for_many(found.model, 4, None, None)
+    loaded = open_model(str(write_tiny_gguf(tmp_path / "tiny.gguf")), threads=1, db=str(tmp_path / "none.db"))
+    context = loaded.model.config.context_length
+    size = EngineSize.for_many(loaded.model, 4, None, None)
     arrivals = [Arrival(index, 0.0, 3 + index, 2) for index in range(4)]
-    with open_engine(found.model, found.plans, size) as opened:
-        replay = replayed(partial(EngineThread, opened.engine), found.model.config.vocab_size, arrivals)
+    with open_engine(loaded.model, loaded.plans, size) as opened:
+        replay = replayed(partial(EngineThread, opened.engine), loaded.model.config.vocab_size, arrivals)
     lives = replay.lives
-    with open_engine(found.model, found.plans, size) as opened:
+    with open_engine(loaded.model, loaded.plans, size) as opened:
         steps = timed_steps(opened, 1)
     assert [len(answer) for answer in replay.answers] == [2] * 4
     assert [life.arrival for life in lives] == arrivals
     assert all(0 <= life.first_token_s <= life.end_s for life in lives)
-    assert {one.phase for one in steps} == {"prefill", "decode"}
-    assert {one.tokens for one in steps if one.phase == "decode"} > {1}, "steps with drafts are timed too"
-    assert max(one.context + one.tokens for one in steps) <= context
+    assert {step.phase for step in steps} == {"prefill", "decode"}
+    assert {step.tokens for step in steps if step.phase == "decode"} > {1}, "steps with drafts are timed too"
+    assert max(step.context + step.tokens for step in steps) <= context
 
 
 run = partial(command.run, "tune-config")
@@ -176,16 +190,16 @@ fields_of = partial(command.fields_of, "tune-config")
 def test_a_tiny_model_is_rehearsed_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PHASEWISE_CACHE", str(tmp_path / "cache"))
     model, log = write_tiny_gguf(tmp_path / "tiny.gguf"), tmp_path / "log.jsonl"
-    log.write_text("".join(line(0.01 * at, 6, 3) for at in range(20)))
-    found = fields_of(model, "--rehearse", log, "--db", tmp_path / "none.db", "--budget", "30s")
-    assert found["requests"] == 20
-    assert found["tried"][0] == {**found["today"], "gain": 1.0}
-    if found["options"]:
-        assert found["expected_gain"]["low"] > 1
-        assert found["check"]["n_requests"] >= 1
+    log.write_text("".join(line(0.01 * number, 6, 3) for number in range(20)))
+    rehearsed = fields_of(model, "--rehearse", log, "--db", tmp_path / "none.db", "--budget", "30s")
+    assert rehearsed["requests"] == 20
+    assert rehearsed["tried"][0] == {**rehearsed["today"], "gain": 1.0}
+    if rehearsed["options"]:
+        assert rehearsed["expected_gain"]["low"] > 1
+        assert rehearsed["check"]["n_requests"] >= 1
     else:
-        assert found["proposed"] == found["today"]
-        assert found["check"] is None
+        assert rehearsed["proposed"] == rehearsed["today"]
+        assert rehearsed["check"] is None
 
 
 @pytest.mark.parametrize(
@@ -194,9 +208,9 @@ def test_a_tiny_model_is_rehearsed_and_checked(tmp_path: Path, monkeypatch: pyte
 def test_options_of_a_search_are_refused_by_name(tmp_path: Path, given: list[str]) -> None:
     log = tmp_path / "log.jsonl"
     log.write_text(line(1.0))
-    found = run("no-model", "--rehearse", log, *given)
-    assert found.exit_code == 2
-    assert f"leave {given[0]} out" in found.stderr
+    done = run("no-model", "--rehearse", log, *given)
+    assert done.exit_code == 2
+    assert f"leave {given[0]} out" in done.stderr
 
 
 TRACES = ("azure/AzureLLMInferenceTrace_code.csv", "splitwise/test_trace.csv")
@@ -216,6 +230,44 @@ def test_public_traces_are_rehearsed(name: str) -> None:
     assert tried[best] >= tried[ServerWay()]
 
 
+POOLED = ServerWay(pools=PoolCores("0", "1"))
+
+
+def rehearsal_of(proposed: ServerWay, remarks: Sequence[str] = ()) -> Rehearsal:
+    hour = Hour(())
+    return Rehearsal(
+        Objective(), hour, ServerWay(), proposed, 1.0, Interval(1.5, 1.2, 1.6), None, {}, "measured",
+        tuple(remarks),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("measured", [1.5, 1.36, 1.34, 0.8])
+@pytest.mark.parametrize("proposed", [ServerWay(), ServerWay(tpot_ms=50.0), POOLED])
+@pytest.mark.parametrize("instead", [ServerWay(), ServerWay(tpot_ms=50.0)])
+def test_pools_whose_run_refutes_them_are_not_proposed(
+    measured: float, proposed: ServerWay, instead: ServerWay
+) -> None:
+    checks: list[tuple[ServerWay, float]] = []
+
+    def with_check(rehearsal: Rehearsal, share: float) -> Rehearsal:
+        checks.append((rehearsal.proposed, share))
+        gain = measured if rehearsal.proposed.pools else 1.5
+        return replace(rehearsal, check=Check(9, 1.0, Merits(1.0, 1.0), Merits(1.5, gain)))
+
+    end = surviving(rehearsal_of(proposed), with_check, partial(rehearsal_of, instead))
+
+    is_refuted = proposed == POOLED and measured < 0.9 * 1.5
+    assert end.proposed == (instead if is_refuted else proposed)
+    assert (end.check is None) == (end.proposed == end.today)
+    assert len(end.remarks) == is_refuted
+    if is_refuted:
+        assert f"--prompt-pool 0 --token-pool 1 gave {measured:.3f}x of today's" in end.remarks[0]
+    assert checks == [
+        *([(POOLED, FIRST_CHECK_SHARE)] if proposed == POOLED else []),
+        *([(end.proposed, 1.0)] if end.check and end.proposed != POOLED else []),
+    ]
+
+
 def test_a_rehearsal_says_what_it_left_out(tmp_path: Path) -> None:
     from phasewise.workflows.tune_config.settings import TuneConfigSettings
     from phasewise.workflows.tune_config.subject import wish_of
@@ -225,14 +277,14 @@ def test_a_rehearsal_says_what_it_left_out(tmp_path: Path) -> None:
     folder.mkdir()
     shape = TinyShape(2, 256, 512, 4, 2, 64, 3200, 2048, tied=False)
     (folder / "config.json").write_text(json.dumps(hf_config("llama", shape)))
-    log.write_text("".join(line(0.5 * at) for at in range(12)))
+    log.write_text("".join(line(0.5 * number) for number in range(12)))
     wish = wish_of(str(folder), TuneConfigSettings(evaluator="modelled"))
     from phasewise.tuner.measurement_lock import NoLock
 
-    found = rehearse(log, wish, 1e12, NoLock(), silent)
-    assert any("drafts are not rehearsed" in one for one in found.remarks)
-    assert any("pools are not rehearsed" in one for one in found.remarks)
-    assert found.source == "modelled"
+    rehearsal = rehearse(log, wish, 1e12, NoLock(), silent)
+    assert any("drafts are not rehearsed" in remark for remark in rehearsal.remarks)
+    assert any("pools are not rehearsed" in remark for remark in rehearsal.remarks)
+    assert rehearsal.source == "modelled"
 
 
 SLOTS = 4096
@@ -290,7 +342,7 @@ def test_faster_plans_are_proposed() -> None:
 
 def looked(n_right: int, n_answer: int) -> str:
     """An answer each of whose tokens has a long match before it, with so many drafts that are right."""
-    return "00" + "".join(f"w{min(n_right, n_answer - at):x}" for at in range(1, n_answer))
+    return "00" + "".join(f"w{min(n_right, n_answer - position):x}" for position in range(1, n_answer))
 
 
 @pytest.mark.parametrize(
@@ -315,17 +367,54 @@ def test_pools_are_proposed_where_halves_keep_answers_going() -> None:
     arrivals = [Arrival(index, 0.7 * index, 300, 60) for index in range(16)]
 
     def proposed(hand_over_s: float) -> ServerWay:
-        halves = {cores: TimedHalves(timed(), timed(), hand_over_s)}
+        halves = {cores: TimedPools(timed(), hand_over_s)}
         return found_by(Timed({IN_USE: timed()}, halves), arrivals, ServerWay(), "e2e", 1 << 14)[1]
 
     assert proposed(0.001).pools == cores
     assert proposed(30.0).pools is None, "hand-overs that take longer than answers pay nowhere"
 
 
+def test_pools_are_timed_in_the_pools_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts on one half beside answers on the other: steps of both phases, and hand-overs."""
+    from phasewise.tuner.plans import PHASES
+    from phasewise.workflows.opening.open_model import open_model
+    from phasewise.workflows.rehearse.engines import Engines
+    from phasewise.workflows.tune_config.subject import Wish
+
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("needs two CPUs")
+    monkeypatch.setenv("PHASEWISE_CACHE", str(tmp_path / "cache"))
+    path, db = str(write_tiny_gguf(tmp_path / "tiny.gguf")), str(tmp_path / "none.db")
+    engines = Engines(
+        {IN_USE: open_model(path, threads=2, db=db)}, Wish(path, "native", PHASES, Objective(), 9.0, db=db)
+    )
+
+    (half,) = timed_halves(engines, ServerWay(), lambda: True).values()
+
+    assert half.hand_over_s > 0
+    assert all(step.seconds > 0 for step in half.steps)
+    sequences = {step.sequences for step in half.steps if step.phase == "decode"}
+    assert sequences >= {group.sequences for group in GROUPS[:LEAST_GROUPS]}
+    prompts = {step.tokens for step in half.steps if step.phase == "prefill"}
+    assert max(prompts) > SPLIT_ABOVE_TOKENS, "those of the prompt pool"
+    assert min(prompts) <= SPLIT_ABOVE_TOKENS, "those of the token pool"
+    assert steps_of(half.steps).decode_s(1, 64) > 0
+
+
+def test_a_static_pool_gives_as_much_room_as_the_server_does() -> None:
+    """A block as long as the context, however short the requests are: what does not fit waits."""
+    arrivals = [Arrival(index, 0.0, 20, 40) for index in range(24)]
+    on = stage(Objective("ttft"))
+    static = ServerWay(kv_policy="static")
+    long_context = replace(on, room=replace(on.room, context_tokens=2048))
+    assert long_context.merit(static, arrivals) < on.merit(static, arrivals)
+    assert best_way(long_context, ServerWay(), arrivals, lambda: False)[0].kv_policy != "static"
+
+
 def test_halves_that_are_slow_are_not_proposed() -> None:
     cores = PoolCores("0", "1")
     arrivals = [Arrival(index, 0.7 * index, 100, 30) for index in range(12)]
-    halves = {cores: TimedHalves(timed(0.004, 0.04), timed(0.004, 0.04), 0.01)}
+    halves = {cores: TimedPools(timed(0.004, 0.04), 0.01)}
     planted = Timed({IN_USE: timed()}, halves)
     assert found_by(planted, arrivals, ServerWay(), slots=1 << 14)[1].pools is None
 
@@ -339,8 +428,8 @@ def test_simulated_drafts_keep_every_token(seed: int, n_tokens: int | str) -> No
     for index in range(8):
         n_answer = draw.randint(1, 30)
         text = "00" + "".join(
-            draw.choice(["00", f"{draw.choice('29w')}{min(draw.randint(0, 15), n_answer - at):x}"])
-            for at in range(1, n_answer)
+            draw.choice(["00", f"{draw.choice('29w')}{min(draw.randint(0, 15), n_answer - position):x}"])
+            for position in range(1, n_answer)
         )
         arrivals.append(Arrival(index, draw.random(), draw.randint(1, 200), n_answer, lookup=text))
     on = stage(Objective())
@@ -458,7 +547,7 @@ def test_drafts_of_a_log_come_again_in_the_real_engine(
     with engines.host(ServerWay(draft_tokens=4), arrivals, plain.answers) as host:
         drafted = replayed(host_that_counts, engines.n_vocabulary, arrivals)
     assert drafted.answers == plain.answers
-    assert sorted(one.accepted for one in counts if one is not None) == [
+    assert sorted(count.accepted for count in counts if count is not None) == [
         accepted_of(n_right, 4, 16) for n_right in range(3)
     ]
 

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from phasewise.kerneldb.codec import parts
 from phasewise.kerneldb.portable import KINDS, Row, export_lines, groups_of, import_rows
-from phasewise.kerneldb.records import PlanRecord, StepTime
+from phasewise.kerneldb.records import PlanRecord, PredictorScore, StepTime
 from phasewise.kerneldb.remote_index import (
     MAX_BUNDLE_BYTES,
     NAME,
@@ -42,6 +42,7 @@ from tests.support.machines.kerneldb_examples import (
     ORIGIN,
     OTHER_MACHINE,
     PLAN,
+    PREDICTOR_SCORE,
     PROMOTION,
     SCHEDULE,
     STEP_TIME,
@@ -53,8 +54,12 @@ from tests.support.tiers import examples
 PLACED = dataclasses.replace(PLAN, plan_json='{"format": 2, "phase": "decode", "pus": 2, "ranks": [[0, 1]]}')
 EMBEDDING = dataclasses.replace(PLACED, phase="embed", plan_json='{"format": 1}')
 ELSEWHERE = dataclasses.replace(ORIGIN, machine=OTHER_MACHINE)
-ROWS: list[Row] = [MEASUREMENT, PROMOTION, STORAGE_DUEL, PLACED, EMBEDDING, measured(700, origin=ELSEWHERE)]
-ALSO = Leaving(also=(PlanRecord, StepTime))
+ROWS: list[Row] = [
+    *(MEASUREMENT, PROMOTION, STORAGE_DUEL, PLACED, EMBEDDING, STEP_TIME, PREDICTOR_SCORE),
+    measured(700, origin=ELSEWHERE),
+]
+"""A row of each kind that a push may take, but for users' kernels; the last is of another kind of core."""
+ALSO = Leaving(also=(PlanRecord, PredictorScore, StepTime))
 TLS = Path(__file__).parent.parent / "data" / "tls"
 
 
@@ -91,7 +96,7 @@ def pinned(remote: Path) -> Trust:
 
 
 def test_what_is_pushed_and_pulled_exports_the_same_bytes(tmp_path: Path, remote: Path) -> None:
-    """Plans and plans of embedding too; a second push and a second pull add nothing."""
+    """Plans, plans of embedding, step times and scores too; a second push and a second pull add nothing."""
     here = database(tmp_path / "here.db", ROWS)
     done = push(str(remote), here, ALSO, Trust())
     there = str(tmp_path / "there.db")
@@ -106,8 +111,8 @@ def test_what_is_pushed_and_pulled_exports_the_same_bytes(tmp_path: Path, remote
 
 rows_of_many = st.lists(
     st.builds(
-        lambda ns, at, machine: measured(
-            ns, origin=dataclasses.replace(machine, created_at_ms=ORIGIN.created_at_ms + at)
+        lambda ns, later_ms, machine: measured(
+            ns, origin=dataclasses.replace(machine, created_at_ms=ORIGIN.created_at_ms + later_ms)
         ),
         st.integers(1, 3),
         st.integers(0, 2),
@@ -140,16 +145,19 @@ bundles = st.builds(
 @examples(50)
 @given(st.sets(bundles), st.sets(bundles))
 def test_indexes_merge_as_sets_and_their_serial_grows(a: set[Bundle], b: set[Bundle]) -> None:
-    one, other = RemoteIndex().with_bundles(a).with_bundles(b), RemoteIndex().with_bundles(b).with_bundles(a)
+    merged, other = (
+        RemoteIndex().with_bundles(a).with_bundles(b),
+        RemoteIndex().with_bundles(b).with_bundles(a),
+    )
 
-    assert one.bundles == other.bundles == tuple(sorted(a | b))
-    assert one.with_bundles(a) is one
-    assert one.serial >= RemoteIndex().with_bundles(a).serial
-    assert read_index(one.to_bytes(), "x") == one
+    assert merged.bundles == other.bundles == tuple(sorted(a | b))
+    assert merged.with_bundles(a) is merged
+    assert merged.serial >= RemoteIndex().with_bundles(a).serial
+    assert read_index(merged.to_bytes(), "x") == merged
 
 
 def test_two_pushes_at_once_lose_nothing(tmp_path: Path, remote: Path) -> None:
-    dbs = [database(tmp_path / f"{at}.db", [measured(100 + at)]) for at in range(4)]
+    dbs = [database(tmp_path / f"{number}.db", [measured(100 + number)]) for number in range(4)]
     with ThreadPoolExecutor(4) as pool:
         [*pool.map(lambda db: push(str(remote), db, ALSO, Trust()), dbs)]
     there = str(tmp_path / "there.db")
@@ -241,7 +249,7 @@ def test_an_older_index_that_is_shown_again_is_refused(
 @pytest.fixture
 def pushed(tmp_path: Path, remote: Path) -> tuple[Path, Bundle]:
     """A remote with one bundle."""
-    db = database(tmp_path / "a.db", [one for one in ROWS if one.origin == ORIGIN])
+    db = database(tmp_path / "a.db", [row for row in ROWS if row.origin == ORIGIN])
     (bundle,) = push(str(remote), db, ALSO, Trust()).bundles
     return remote, bundle
 
@@ -249,10 +257,10 @@ def pushed(tmp_path: Path, remote: Path) -> tuple[Path, Bundle]:
 HOSTILE: dict[str, tuple[Callable[[Bundle], dict[str, Any]], str]] = {
     "a name out of the folder": (lambda _: {"sha256": "../../../etc/passwd"}, "64 hex digits"),
     "a bundle of 1 GB": (lambda _: {"bytes": 1 << 30}, f"up to {MAX_BUNDLE_BYTES}"),
-    "fewer bytes": (lambda one: {"bytes": one.bytes - 1}, "not what its name says"),
-    "more bytes": (lambda one: {"bytes": one.bytes + 1}, "not what its name says"),
+    "fewer bytes": (lambda bundle: {"bytes": bundle.bytes - 1}, "not what its name says"),
+    "more bytes": (lambda bundle: {"bytes": bundle.bytes + 1}, "not what its name says"),
     "another bundle": (lambda _: {"sha256": "0" * 64}, "is not there"),
-    "other rows": (lambda one: {"rows": one.rows + 1}, "its index says"),
+    "other rows": (lambda bundle: {"rows": bundle.rows + 1}, "its index says"),
     "other cores": (lambda _: {"core": "another"}, "a row of other cores"),
     "a core of two lines": (lambda _: {"core": "a\nb"}, "printable"),
     "numbers that are none": (lambda _: {"rows": True}, "a whole number"),
@@ -314,10 +322,10 @@ def test_a_changed_bundle_is_refused_whole(
 
 
 @pytest.mark.many
-@pytest.mark.parametrize("at", range(4))
+@pytest.mark.parametrize("index", range(4))
 @pytest.mark.parametrize("seed", range(4))
 def test_no_name_of_the_owner_leaves(
-    tmp_path: Path, seed: int, at: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, seed: int, index: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The preview has every byte that a push writes; rows that name the host, the user or a path stay."""
     rng = random.Random(seed)
@@ -326,11 +334,13 @@ def test_no_name_of_the_owner_leaves(
     for name, value in {"HOME": home, "LOGNAME": user, "HOSTNAME": host}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("platform.node", lambda: host)
-    called = [f"model-{host.upper()}@int4", f"{user}s-model@int4", f"{home}/m@int4", f"x{home}@int4"][at]
+    called = [f"model-{host.upper()}@int4", f"{user}s-model@int4", f"{home}/m@int4", f"x{home}@int4"][index]
     rows: list[Row] = [
         MEASUREMENT,
         dataclasses.replace(PLACED, model_key=called),
         dataclasses.replace(STEP_TIME, model_key=called),
+        dataclasses.replace(PREDICTOR_SCORE, model_name=called),
+        dataclasses.replace(PREDICTOR_SCORE, reads=called),
     ]
     db = tmp_path / "private.db"
     database(db, rows)
@@ -340,11 +350,11 @@ def test_no_name_of_the_owner_leaves(
     remote = tmp_path / "remote"
     done = push(str(remote), str(db), ALSO, Trust())
 
-    written = b"".join((remote / one.path).read_bytes() for one in done.bundles)
+    written = b"".join((remote / bundle.path).read_bytes() for bundle in done.bundles)
     assert "".join(lines).encode() == written
     assert bundles.bundles == done.bundles
     assert called not in "".join(lines)
-    assert [one.rows for one in bundles.bundles] == [1]
+    assert [bundle.rows for bundle in bundles.bundles] == [1]
     assert len(said) == 1
 
 
@@ -354,20 +364,21 @@ TEXTS = {
     "times": {"program_version"},
     "plans": {"model_key", "phase", "plan_json", "objectives", "configuration_key", "kernels"},
     "conditions": {"conditions"},
+    "scores of predictors": {"model_name", "reads", "answers_key", "judged_by", "figures"},
     "users' kernels": {"name", "shape", "choice", "incumbent"},
 }
 """The fields of rows that hold text of any kind: what is added here has to be thought about."""
 
 
 def text_fields(record: Any) -> set[str]:
-    found: set[str] = set()
+    texts: set[str] = set()
     for part in parts(record):
         hint = str(get_type_hints(record)[part.name])
         if part.record is not None:
-            found |= text_fields(part.record)
+            texts |= text_fields(part.record)
         elif "str" in hint:
-            found.add(part.name)
-    return found
+            texts.add(part.name)
+    return texts
 
 
 def test_no_field_of_a_row_could_hold_a_prompt() -> None:
@@ -379,18 +390,18 @@ names = st.text(string.ascii_letters + string.digits + "-_", min_size=5, max_siz
 
 
 @examples(20)
-@given(host=names, user=names, folder=names, ending=st.sampled_from(["", "@int4"]), at=st.integers(0, 6))
+@given(host=names, user=names, folder=names, ending=st.sampled_from(["", "@int4"]), index=st.integers(0, 6))
 def test_whatever_host_user_and_folders_are_called_no_bundle_names_them(
-    tmp_path_factory: pytest.TempPathFactory, host: str, user: str, folder: str, ending: str, at: int
+    tmp_path_factory: pytest.TempPathFactory, host: str, user: str, folder: str, ending: str, index: int
 ) -> None:
     """And the preview lists every field that leaves."""
     home = f"/{folder}/{user}"
     called = [host, user, f"{home}/m.gguf", f"~/{folder}", f"./{folder}", f"a-{host}-b", f"{user.upper()}x"][
-        at
+        index
     ]
-    rows: list[Row] = [MEASUREMENT, PROMOTION, PLACED]
-    known = exported_text(rows).lower()
-    assume(all(word.lower() not in known for word in (host, user, folder)))
+    rows: list[Row] = [MEASUREMENT, PROMOTION, PLACED, PREDICTOR_SCORE]
+    rows_text = exported_text(rows).lower()
+    assume(all(word.lower() not in rows_text for word in (host, user, folder)))
     private = dataclasses.replace(PLACED, model_key=called + ending)
     hidden = dataclasses.replace(PLACED, plan_json=json.dumps({"format": 2, "path": home}))
     lines: list[str] = []
@@ -399,13 +410,14 @@ def test_whatever_host_user_and_folders_are_called_no_bundle_names_them(
             patch.setenv(name, value)
         patch.setattr("platform.node", lambda: host)
         db = tmp_path_factory.mktemp("private") / "x.db"
-        database(db, [*rows, private, hidden])
-        found = preview(str(db), ALSO, lines.extend, lambda _: None)
+        scored = [dataclasses.replace(PREDICTOR_SCORE, **{name: called}) for name in ("model_name", "reads")]
+        database(db, [*rows, private, hidden, *scored])
+        previewed = preview(str(db), ALSO, lines.extend, lambda _: None)
 
     text = "".join(lines)
     assert not [word for word in (host, user, home) if word.lower() in text.lower()]
-    assert [one.rows for one in found.bundles] == [len(rows)]
-    listed = {name for field in found.fields for name in field.split(".")}
+    assert [bundle.rows for bundle in previewed.bundles] == [len(rows)]
+    listed = {name for field in previewed.fields for name in field.split(".")}
     assert listed == set(re.findall(r'"(\w+)":', text))
 
 
@@ -441,6 +453,27 @@ def test_a_remote_may_be_an_https_address(
     finally:
         server.shutdown()
         server.server_close()
+
+
+def test_a_remote_may_be_what_fsspec_reads(tmp_path: Path, pushed: tuple[Path, Bundle]) -> None:
+    """Pulled as from a folder; a scheme without a driver, or one that fails, is one line."""
+    import fsspec
+
+    remote, bundle = pushed
+    memory, there = fsspec.filesystem("memory"), str(tmp_path / "there.db")
+    memory.put(f"{remote}/", "/bucket/remote", recursive=True)
+
+    assert pull_all("memory://bucket/remote", there, pinned(remote)) == bundle.rows
+    with pytest.raises(RemoteError, match="is only read"):
+        push("memory://bucket/remote", there, ALSO, Trust())
+    with pytest.raises(RemoteError, match="is no remote"):
+        pull_all("memory://bucket/nothing", there, pinned(remote))
+    memory.pipe(f"/bucket/remote/{bundle.path}", b"changed")
+    with pytest.raises(RemoteError, match="is not what its name says"):
+        pull_all("memory://bucket/remote", there, pinned(remote))
+    with pytest.raises(RemoteError, match="cannot be read: Protocol not known") as refused:
+        pull_all("nothing-like-it://bucket/remote", there, pinned(remote))
+    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("remote", ["http://example.org/x", "ftp://example.org/x", "file:///etc"])

@@ -85,8 +85,8 @@ def test_drawn_requests_get_the_tokens_of_their_model_alone(
     with serving(None, environment, "--models", folder, *memory) as server:
         rng = random.Random(5)
         for _ in range(n_examples(50)):
-            for one in rng.sample(requests, 2):
-                assert asked(server, *one) == alone[one]
+            for request in rng.sample(requests, 2):
+                assert asked(server, *request) == alone[request]
             assert 0 < metric(server, "models_bytes") <= budget
             assert metric(server, "models_loaded") <= 2
         assert metric(server, "model_loads_total") - metric(server, "model_unloads_total") <= 2
@@ -126,10 +126,10 @@ def test_names_come_from_files_and_a_folder_that_is_none_is_refused(
     from phasewise.workflows.serve.model_folder import model_folder
     from phasewise.workflows.serve.settings import Residency, ServeSettings
 
-    found = model_folder(ServeSettings(coming=Residency(folder, 1 << 30)), lambda _line: None)
-    assert list(found.files()) == list(NAMES)
-    assert found.budget_bytes == 1 << 30
-    assert all(file.n_bytes > 1000 for file in found.files().values())
+    served_folder = model_folder(ServeSettings(coming=Residency(folder, 1 << 30)), lambda _line: None)
+    assert list(served_folder.files()) == list(NAMES)
+    assert served_folder.budget_bytes == 1 << 30
+    assert all(file.n_bytes > 1000 for file in served_folder.files().values())
     with pytest.raises(UsageError, match="there is no such folder"):
         model_folder(ServeSettings(coming=Residency(tmp_path / "none")), lambda _line: None)
     (tmp_path / "twice.gguf").write_bytes(b"x")

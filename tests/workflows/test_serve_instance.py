@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +12,12 @@ import pytest
 
 from phasewise.cluster.real.instance import Orders
 from phasewise.topology import read_machine
-from phasewise.tuner.plans import PHASES, default_plan
+from phasewise.tuner.plans import PHASES, RankCores, ServicePlan, default_plan, rank_on
 from phasewise.workflows.opening.open_model import OpenModel, Weights, open_under
 from phasewise.workflows.serve import instance_process as serve_instance
 from phasewise.workflows.serve.instance_process import InstanceSpec
 from tests.support.engine_sizes import engine_size
+from tests.support.machines.paper_machines import xeon
 from tests.support.models.tiny_models import write_tiny_gguf
 
 WEIGHTS = Weights("int8", "never", checksum=True, tile_prompts=True, arithmetic="blocks")
@@ -47,10 +51,53 @@ def test_weights_reach_the_instance_s_loader_and_its_engine_whole(
         return open_under(plans, ref, weights, *rest)
 
     def running(*arguments: Any, **_named: Any) -> None:
-        multiplied.append({phase: (one.in_tiles, one.asked_choice) for phase, one in arguments[4].items()})
+        multiplied.append(
+            {phase: (lookup.in_tiles, lookup.asked_choice) for phase, lookup in arguments[4].items()}
+        )
 
-    monkeypatch.setattr(serve_instance, "open_under", opening)
+    monkeypatch.setattr("phasewise.workflows.opening.open_model.open_under", opening)
     monkeypatch.setattr("phasewise.serving.engine.open_engine.open_engine", running)
-    serve_instance._open(spec)
+    serve_instance._open(spec, ExitStack())
     assert opened == [WEIGHTS]
     assert multiplied == [{"prefill": (True, "blocks"), "decode": (False, "blocks")}]
+
+
+def planned(spec: InstanceSpec, stack: ExitStack, **sources: Any) -> tuple[list[tuple[int, ...]], list[str]]:
+    """The cores of both phases on a machine of 40 cores, whose database has these plans; and what is said."""
+    said: list[str] = []
+    stored = {
+        phase: ServicePlan(phase, (RankCores(cores, 0),), "database") for phase, cores in sources.items()
+    }
+    plans = serve_instance._plans_on_free_cores(stored, xeon(), spec, stack, said.append)  # type: ignore[arg-type]
+    return [plans["prefill"].cores, plans["decode"].cores], said
+
+
+@pytest.mark.parametrize(("n_cores", "starts"), [(2, ()), (4, (8,)), (8, (8, 32))])
+def test_an_instance_has_the_bands_that_its_cores_can_hold(
+    spec: InstanceSpec, n_cores: int, starts: tuple[int, ...]
+) -> None:
+    """Cores of the plan for few sequences are claimed first."""
+    spec = replace(spec, plans=None, cores=n_cores, node=f"node of bands {os.getpid()} {n_cores}")
+    ranks = [(rank_on(xeon(), tuple(range(4, 4 + count))),) for count in (2, 4, 8)]
+    decode = ServicePlan("decode", ranks[0], "database").with_band(8, ranks[1]).with_band(32, ranks[2])
+    stored = {"prefill": ServicePlan("prefill", ranks[0], "database"), "decode": decode}
+    with ExitStack() as stack:
+        plans = serve_instance._plans_on_free_cores(stored, xeon(), spec, stack, lambda _: None)  # type: ignore[arg-type]
+
+    assert plans["decode"].starts == starts
+    assert plans["decode"].ranks == decode.ranks
+
+
+def test_cores_of_tuned_plans_come_first_and_are_claimed(spec: InstanceSpec) -> None:
+    """The second instance of a node has others, for which no plan was tuned: it says so and uses one rank."""
+    spec = replace(spec, plans=None, cores=2, node=f"node of test {os.getpid()}")
+    tuned = {"prefill": (6, 7), "decode": (6,)}
+    with ExitStack() as stack:
+        assert planned(spec, stack, **tuned) == ([(6, 7), (6,)], [])
+        (other, same), said = planned(spec, stack, **tuned)
+
+    assert other == same
+    assert len(other) == 2
+    assert not {6, 7} & set(other)
+    assert [line for line in said if "no tuned prefill plan fits" in line]
+    assert [line for line in said if "no tuned decode plan fits" in line]

@@ -40,17 +40,17 @@ def model(tmp_path: Path) -> PackedModel:
 
 
 def round_of(model: PackedModel, machine: Machine) -> Round:
-    (one,) = plan_rounds(machine, PHASES, shapes_of(model), 16)
-    return one
+    (tuning_round,) = plan_rounds(machine, PHASES, shapes_of(model), 16)
+    return tuning_round
 
 
 def test_a_model_is_compared_by_its_shapes_densities_and_phases(model: PackedModel) -> None:
     """Weights that keep nearly everything are not."""
-    found = storage_problems(model, round_of(model, read_machine()))
+    problems = storage_problems(model, round_of(model, read_machine()))
 
-    assert {problem.m for problem in found} == {1, 8, 16}
-    assert {problem.format for problem in found} == {"bf16s8"}
-    assert {(problem.n, problem.k) for problem in found} == {
+    assert {problem.m for problem in problems} == {1, 8, 16}
+    assert {problem.format for problem in problems} == {"bf16s8"}
+    assert {(problem.n, problem.k) for problem in problems} == {
         (weight.n, weight.k) for name, weight in model.weights.items() if name.startswith("layers.")
     }
 
@@ -59,11 +59,11 @@ def test_a_model_is_compared_by_its_shapes_densities_and_phases(model: PackedMod
 def test_auto_goes_by_the_duels_that_were_fought_here(model: PackedModel, tmp_path: Path) -> None:
     """Kept under the cores they were fought on, they are not fought again; the reason names them."""
     machine, db = read_machine(), str(tmp_path / "tuned.db")
-    one = round_of(model, machine)
-    problems = storage_problems(model, one)[:2]
+    tuning_round = round_of(model, machine)
+    problems = storage_problems(model, tuning_round)[:2]
     with open_store(db) as store:
-        fought = fight_storage_duels(problems, one, machine, store, 60.0, True, NoLock())
-        again = fight_storage_duels(problems, one, machine, store, 0.0, True, NoLock())
+        fought = fight_storage_duels(problems, tuning_round, machine, store, 60.0, True, NoLock())
+        again = fight_storage_duels(problems, tuning_round, machine, store, 0.0, True, NoLock())
         kept = store.storage_duels(machine_key(machine, CORE), kernel_abi("gemm"))
     plans = {phase: ServicePlan(phase, (rank_on(machine, CORE),), "default") for phase in PHASES}
     choice = storage_choice("auto", db, machine, plans)
@@ -88,7 +88,7 @@ class FakeBench:
         return "too many rows" if problem.m > 100 else None
 
     def duel_storages(self, problem: Problem, schedule: Schedule, dense_schedule: Schedule) -> Duel:
-        samples = (Sample(one, (9,), 9, None, 1) for one in (dense_schedule, schedule))
+        samples = (Sample(contender, (9,), 9, None, 1) for contender in (dense_schedule, schedule))
         return Duel(Comparison(2.0, 1.9, 2.1, 0.99, 15), *samples)
 
 

@@ -97,28 +97,28 @@ def n_stored(store: Store) -> int:
 
 
 def test_a_phase_that_was_not_compared_gets_what_is_left(store: Store) -> None:
-    run, one = a_run(time.monotonic()), searched()
-    judge(run, one, CountingJury(has_time=False), run.deadline_s())
+    run, search = a_run(time.monotonic()), searched()
+    judge(run, search, CountingJury(has_time=False), run.deadline_s())
     assert not run.verdicts["prefill"].is_settled
 
     jury = CountingJury(has_time=True)
-    judge_again(run, one, jury, store)
+    judge_again(run, search, jury, store)
     assert run.verdicts["prefill"].is_settled
     assert max(jury.deadlines_s) == pytest.approx(run.deadline_s(), abs=1e-6)
     assert n_stored(store) == 1
 
     n_compared = len(jury.deadlines_s)
-    judge_again(run, one, jury, store)
+    judge_again(run, search, jury, store)
     assert (len(jury.deadlines_s), n_stored(store)) == (n_compared, 1)  # settled: nothing is compared again
 
 
 def test_a_phase_without_time_left_is_not_compared_again(store: Store) -> None:
-    run, one = a_run(time.monotonic()), searched()
-    judge(run, one, CountingJury(has_time=False), run.deadline_s())
+    run, search = a_run(time.monotonic()), searched()
+    judge(run, search, CountingJury(has_time=False), run.deadline_s())
     run.started_s -= 2 * BUDGET_S
 
     jury = CountingJury(has_time=True)
-    judge_again(run, one, jury, store)
+    judge_again(run, search, jury, store)
 
     assert (jury.deadlines_s, n_stored(store)) == ([], 0)
 

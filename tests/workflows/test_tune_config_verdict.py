@@ -56,7 +56,7 @@ class FormulaJury:
 
 
 def judged(jury: FormulaJury, top: Sequence[ServicePlan], deadline_s: float = LATER_S) -> PhaseVerdict:
-    chosen = finalists([(one, jury.costs.get(one, 5.0)) for one in top], HABITS)
+    chosen = finalists([(service_plan, jury.costs.get(service_plan, 5.0)) for service_plan in top], HABITS)
     verdict = decide("decode", last_run(chosen, jury, LATER_S), HABITS, jury, deadline_s)
     assert verdict is not None
     return verdict
@@ -66,7 +66,7 @@ def test_a_plan_that_beats_every_reference_is_the_one() -> None:
     verdict = judged(FormulaJury({TWO: 2.0, ALL: 4.0, HALF: 3.0}), [TWO, ALL])
 
     assert (verdict.plan, verdict.standing, verdict.latency_ms) == (TWO, "faster", 2.0)
-    assert [one.gain for one in verdict.against] == [2.0, 1.5, None]
+    assert [versus.gain for versus in verdict.against] == [2.0, 1.5, None]
     assert verdict.against[2].reason == "8 ranks of 3"
 
 
@@ -75,7 +75,7 @@ def test_a_reference_that_wins_the_last_run_is_kept_and_nothing_was_gained() -> 
     verdict = judged(FormulaJury({TWO: 4.0, ALL: 5.0, HALF: 3.0}), [TWO])
 
     assert (verdict.plan, verdict.standing, verdict.latency_ms) == (HALF, "reference", 3.0)
-    assert [one.is_same for one in verdict.against] == [False, True, False]
+    assert [versus.is_same for versus in verdict.against] == [False, True, False]
 
 
 class PartialJury(FormulaJury):
@@ -106,7 +106,7 @@ def test_references_that_are_one_plan_are_compared_once() -> None:
 
     assert verdict is not None
     assert jury.compared == [ALL]
-    assert [one.gain for one in verdict.against] == [2.0, 2.0, None]
+    assert [versus.gain for versus in verdict.against] == [2.0, 2.0, None]
     assert verdict.against[2].is_same
     assert verdict.standing == "reference"
 
@@ -114,7 +114,7 @@ def test_references_that_are_one_plan_are_compared_once() -> None:
 def test_only_plans_near_the_best_and_references_go_on() -> None:
     chosen = finalists([(TWO, 2.0), (HALF, 2.9), (ONE, 9.0), (ALL, 9.5)], HABITS)
 
-    assert [one.plan for one in chosen] == [TWO, HALF, ALL]
+    assert [finalist.plan for finalist in chosen] == [TWO, HALF, ALL]
 
 
 def test_a_last_run_is_as_long_as_its_timings_and_comparisons() -> None:

@@ -62,6 +62,13 @@ class Candidate:
     """The tree that it came from by one removal; None: all its PUs are active."""
     rival: Configuration | None
     """The parent's configuration at the same cross-section, which this one has to beat."""
+    uneven: str = ""
+    """In words, the cores that it has or lacks beside its rival, where no tree has these."""
+
+    @property
+    def notation(self) -> str:
+        """Its tree's, and the cores that no tree has."""
+        return f"{self.tree.notation} | {self.uneven}" if self.uneven else self.tree.notation
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,20 @@
 """Cost model: step times on a machine that is only described, by a roofline of every rank, and what ranks and
 threads wait for.
 
-A layer is two segments, attention and feed-forward, that each end in an all-reduce. A segment lasts as long
-as its slowest rank: the longer of its multiplies at its cores' peak, and of its bytes at what its cores read
-while all other ranks read too (`sharing`). Ranks hold whole KV heads, so shares may be unequal. On top come
-the barriers inside a rank, which grow with its threads, and the all-reduces, which grow with the ranks; both
-cost what a cache line costs between the two most distant cores that take part.
+A step is a row of ops, as the executor runs it: five in a layer (q/k/v, attention, o, gate/up, down), and the
+head. No sum over inputs is cut: a rank computes columns of a product, or heads, in proportion to its threads,
+and after each op everybody meets. More ranks than KV heads divide the query heads of one, and each reads its
+own copy of it. So an op lasts as long as its slowest rank: the longer of its multiplies at
+its cores' pace, and of its bytes at what its cores read while all other ranks read too (`sharing`). Before a
+product rows are prepared (normalised, rounded): a single row by every thread for itself, several divided
+between threads, who then meet once more. What others computed of a row comes from their caches.
+
+Cores may be unlike each other (`MachineRates.core_share`). Those of several kinds divide what a rank reads by
+the rates of their kinds, as `serving.ranks.core_weights` does; all of one kind get the same.
+
+A meeting of a team is an arrival of each of its threads on one cache line, one of ranks an arrival of each
+rank on its own, which all others look at; both cost what a line costs between the two most distant cores that
+take part.
 
 No clock and no randomness: the same step has the same time for ever.
 """
@@ -15,13 +24,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
+from statistics import median
 from typing import TYPE_CHECKING
 
 from phasewise._words import counted
+from phasewise.cython_kernels import division
 from phasewise.topology import Machine
 from phasewise.tuner.config.hidden import HiddenResource
-from phasewise.tuner.config.rates import LineLatency, MachineRates, default_rates
+from phasewise.tuner.config.rates import CoreShare, LineLatency, MachineRates, default_rates
 from phasewise.tuner.config.sharing import Neighbourhood, ReadSharing
 from phasewise.tuner.config.steps import EvaluatorKind, ModelShape, Step, StepTimer
 from phasewise.tuner.errors import EvaluationError
@@ -30,10 +40,8 @@ from phasewise.tuner.plans import Phase, RankCores, list_cores
 if TYPE_CHECKING:
     from phasewise.tuner.topotree import Configuration
 
-BARRIERS_A_LAYER = 6  # norm, q/k/v, attention, o, gate/up, down
-ALL_REDUCES_A_LAYER = 2  # after o and after down
-FFN_PIECE = 32  # inputs of a group of scales: ranks divide the feed-forward between such pieces
-VOCAB_PIECE = 16  # columns of a panel
+PANEL = 16  # columns of a weight that are computed together
+OWN_ROWS = 8  # up to here each of several ranks prepares all rows for itself (PW_OWN_ROWS)
 FLOAT_BYTES = 4  # of an activation
 
 
@@ -51,104 +59,207 @@ class ModelledEvaluator:
     ) -> None:
         self._allowed = frozenset(machine.allowed_pus)
         self._source = machine.source
+        self._kind_of = {pu: number for number, kind in enumerate(machine.kinds) for pu in kind.cpus}
         self._shape = shape
         self._rates = rates or default_rates(machine)
         self._sharing = ReadSharing(machine, self._rates, hidden)
 
     @contextmanager
     def open(self, configuration: Configuration, phase: Phase) -> Iterator[StepTimer]:
-        """EvaluationError if the machine lacks a core, or the model a KV head for each rank."""
+        """EvaluationError if the machine lacks a core, or the model a query head for each rank."""
         ranks = configuration.ranks
         if foreign := sorted({pu for rank in ranks for pu in rank.cores} - self._allowed):
             raise EvaluationError(f"{self._source} has no PU {list_cores(foreign[:8])} to run {phase} on")
-        if len(ranks) > self._shape.n_kv_heads:
-            heads = f"{self._shape.n_kv_heads} KV heads of {self._shape.name}"
+        if len(ranks) > self._shape.n_heads:
+            heads = f"{counted(self._shape.n_heads, 'query head')} of {self._shape.name}"
             raise EvaluationError(
                 f"{counted(len(ranks), 'rank')} cannot divide the {heads}: ask for fewer ranks"
             )
-        yield _RankModel(self._shape, self._rank_limits(ranks), self._waits(ranks)).step_ns
+        yield _Steps(self._shape, self._rank_limits(ranks), self._meetings(ranks)).step_ns
 
-    def _rank_limits(self, ranks: Sequence[RankCores]) -> list[_RankLimits]:
-        shape, count = self._shape, len(ranks)
-        shares = iter(self._sharing.where.core_shares([pu for rank in ranks for pu in rank.cores]))
-        flops = [self._rates.flops_per_core * sum(next(shares) for _ in rank.cores) for rank in ranks]
-        reads = self._sharing.rank_bytes_per_s(ranks)
-        heads = _shares(shape.n_kv_heads, 1, count)
-        ffn = _shares(shape.ffn, FFN_PIECE, count)
-        vocab = _shares(shape.vocab, VOCAB_PIECE, count)
-        return [_RankLimits(*of_rank) for of_rank in zip(flops, reads, heads, ffn, vocab, strict=True)]
-
-    def _waits(self, ranks: Sequence[RankCores]) -> _Waits:
+    def _rank_limits(self, ranks: Sequence[RankCores]) -> list[_Rank]:
         where, rates = self._sharing.where, self._rates
         everyone = [pu for rank in ranks for pu in rank.cores]
-        cores = sum(where.core_shares(everyone))
-        reading = cores * rates.core_read_bytes_per_s * _exchange_share(where, rates, everyone)
-        return _Waits(
-            barrier_ns=max((len(rank.cores) - 1) * _line_ns(where, rates, rank.cores) for rank in ranks),
-            all_reduce_ns=2 * (len(ranks) - 1) * _line_ns(where, rates, everyone),
-            exchange_bytes_per_s=reading,
-            ranks=len(ranks),
+        active = iter(where.core_shares(everyone))
+        cores = [sum(next(active) for _ in rank.cores) for rank in ranks]
+        away = _exchange_share(where, rates, everyone)
+        attention = rates.attention_flops_per_core or rates.flops_per_core
+        return [
+            _Rank(
+                threads=len(rank.cores),
+                flops_per_s=rates.flops_per_core * n_cores * unequal.pace,
+                attention_flops_per_s=attention * n_cores * unequal.pace,
+                read_bytes_per_s=read * unequal.evenness,
+                rows_bytes_per_s=rates.row_bytes_per_s * n_cores * unequal.slowest,
+                away_bytes_per_s=rates.core_read_bytes_per_s * away * n_cores * unequal.slowest,
+            )
+            for rank, n_cores, read, unequal in zip(
+                ranks,
+                cores,
+                self._sharing.rank_bytes_per_s(ranks),
+                [self._unequal(rank) for rank in ranks],
+                strict=True,
+            )
+        ]
+
+    def _unequal(self, rank: RankCores) -> _Unequal:
+        if not self._rates.core_share:
+            return _ALIKE
+        shares = [self._rates.core_share.get(pu, CoreShare()) for pu in rank.cores]
+        computing, reading = [each.computing for each in shares], [each.reading for each in shares]
+        weights = _medians(reading, [self._kind_of.get(pu, -1) for pu in rank.cores])
+        slowest = min(share / weight for share, weight in zip(reading, weights, strict=True))
+        return _Unequal(
+            pace=sum(computing) / len(computing),
+            slowest=min(computing),
+            evenness=min(1.0, sum(weights) * slowest / sum(reading)),
         )
 
+    def _meetings(self, ranks: Sequence[RankCores]) -> _Meetings:
+        where, rates = self._sharing.where, self._rates
+        everyone = [pu for rank in ranks for pu in rank.cores]
+        team_ns = max(
+            len(rank.cores) * _line_ns(where, rates, rank.cores) if len(rank.cores) > 1 else 0.0
+            for rank in ranks
+        )
+        ranks_ns = len(ranks) * _line_ns(where, rates, everyone) if len(ranks) > 1 else 0.0
+        return _Meetings(team_ns, team_ns + ranks_ns, rates.op_ns, rates.step_ns)
+
 
 @dataclass(frozen=True, slots=True)
-class _RankLimits:
-    """The limits of a rank, and the share of each part of a model that it computes."""
+class _Op:
+    """A product, or attention, of one layer. of: the number of panels that ranks divide; 0: heads."""
 
+    of: int
+    flops: float
+    read_bytes: float
+    inputs: float = 0.0
+    """Floats of a row that a product prepares; 0: it is no product."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Unequal:
+    """Factors of a rank's rates for cores that are unlike each other; 1 where they are alike."""
+
+    pace: float
+    """For their arithmetic, which is divided in pieces that they take as they come free."""
+    slowest: float
+    """For rows, which are divided equally."""
+    evenness: float
+    """For the bytes that they read together: shares are by kind of core, and all wait for the last one."""
+
+
+_ALIKE = _Unequal(1.0, 1.0, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    """The threads and limits of a rank. Rates of all of its cores together."""
+
+    threads: int
     flops_per_s: float
+    attention_flops_per_s: float
     read_bytes_per_s: float
-    heads: float
-    ffn: float
-    vocab: float
+    rows_bytes_per_s: float
+    """Floats of rows that are prepared."""
+    away_bytes_per_s: float
+    """Reads of bytes that other ranks have written."""
 
-    def time_ns(self, share: float, flops: float, read_bytes: float) -> float:
-        return share * max(flops / self.flops_per_s, read_bytes / self.read_bytes_per_s) * 1e9
-
-
-@dataclass(frozen=True, slots=True)
-class _Waits:
-    """The time that threads and ranks wait for each other."""
-
-    barrier_ns: float
-    all_reduce_ns: float
-    exchange_bytes_per_s: float
-    ranks: int
-
-    def layer_ns(self, hidden_bytes: float) -> float:
-        """Exchange time of one layer: each rank's partial sums are read once by the others, and the sum by
-        all.
-        """
-        moved = 2 * hidden_bytes * (self.ranks - 1)
-        exchange_ns = self.all_reduce_ns + moved / self.exchange_bytes_per_s * 1e9
-        return BARRIERS_A_LAYER * self.barrier_ns + ALL_REDUCES_A_LAYER * exchange_ns
+    def compute_ns(self, op: _Op, share: float, read_share: float) -> float:
+        pace = self.flops_per_s if op.inputs else self.attention_flops_per_s
+        return max(share * op.flops / pace, read_share * op.read_bytes / self.read_bytes_per_s) * 1e9
 
 
 @dataclass(frozen=True, slots=True)
-class _RankModel:
+class _Meetings:
+    """The time that threads and ranks wait for each other, and what surrounds an op and a step."""
+
+    team_ns: float
+    """A meeting of the threads of one rank; the largest team's."""
+    all_ns: float
+    op_ns: float
+    step_ns: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Steps:
     shape: ModelShape
-    ranks: Sequence[_RankLimits]
-    waits: _Waits
+    ranks: Sequence[_Rank]
+    meetings: _Meetings
 
     def step_ns(self, step: Step) -> float:
         """One step of all ranks."""
+        layer_ns = sum(self._op_ns(op, step.rows) for op in self._layer(step))
+        return self.shape.n_layers * layer_ns + self._op_ns(self._head(step), step.sequences) + self._ends_ns
+
+    @property
+    def _ends_ns(self) -> float:
+        """The lookup of embeddings, and what is no op."""
+        return self.meetings.all_ns + self.meetings.op_ns + self.meetings.step_ns
+
+    def _layer(self, step: Step) -> list[_Op]:
         shape, rows = self.shape, step.rows
-        attention = shape.attention_weights
-        feed_forward = shape.ffn_weights
-        head = shape.hidden * shape.vocab
-        of_weight = shape.weight_bytes / (shape.n_layers * (attention + feed_forward) + head)
+        heads = shape.n_heads * shape.head_dim
+        into_ffn = (shape.ffn_matrices - 1) * shape.ffn
         scores, kv_bytes = self._attention(step)
-        attention_ns = max(
-            rank.time_ns(rank.heads, 2 * rows * attention + scores, of_weight * attention + kv_bytes)
-            for rank in self.ranks
+        return [
+            self._product(shape.attention_weights // shape.hidden - heads, shape.hidden, rows),
+            _Op(0, scores, kv_bytes),
+            self._product(shape.hidden, heads, rows),
+            self._product(into_ffn, shape.hidden, rows),
+            self._product(shape.hidden, shape.ffn, rows),
+        ]
+
+    def _head(self, step: Step) -> _Op:
+        return self._product(self.shape.vocab, self.shape.hidden, step.sequences)
+
+    def _product(self, columns: int, inputs: int, rows: int) -> _Op:
+        weights = columns * inputs
+        return _Op(-(-columns // PANEL), 2 * rows * weights, self._bytes_of_weight * weights, inputs)
+
+    @property
+    def _bytes_of_weight(self) -> float:
+        shape = self.shape
+        layers = shape.n_layers * (shape.attention_weights + shape.ffn_weights)
+        return shape.weight_bytes / (layers + shape.hidden * shape.vocab)
+
+    def _op_ns(self, op: _Op, rows: int) -> float:
+        """Until all have met behind the op."""
+        slowest_ns = max(
+            rank.compute_ns(op, share, read_share) + self._prepared_ns(rank, op, rows, share)
+            for rank, (share, read_share) in zip(self.ranks, self._shares(op), strict=True)
         )
-        feed_forward_ns = max(
-            rank.time_ns(rank.ffn, 2 * rows * feed_forward, of_weight * feed_forward) for rank in self.ranks
-        )
-        head_ns = max(
-            rank.time_ns(rank.vocab, 2 * step.sequences * head, of_weight * head) for rank in self.ranks
-        )
-        waits_ns = self.waits.layer_ns(FLOAT_BYTES * rows * shape.hidden)
-        return shape.n_layers * (attention_ns + feed_forward_ns + waits_ns) + head_ns + self.waits.barrier_ns
+        return slowest_ns + self._meets_before_ns(op, rows) + self.meetings.all_ns + self.meetings.op_ns
+
+    def _prepared_ns(self, rank: _Rank, op: _Op, rows: int, share: float) -> float:
+        """Rows of a product as a rank's threads prepare them, and what of them comes from others."""
+        workers = rank.threads
+        if rows > OWN_ROWS:
+            workers = sum(each.threads for each in self.ranks)
+        own_bytes = FLOAT_BYTES * op.inputs * -(-rows // workers)  # a row is one thread's
+        own_ns = own_bytes / (rank.rows_bytes_per_s / rank.threads) * 1e9
+        away_ns = own_bytes * (1 - share) / (rank.away_bytes_per_s / rank.threads) * 1e9
+        return own_ns + (away_ns if len(self.ranks) > 1 else 0.0)
+
+    def _meets_before_ns(self, op: _Op, rows: int) -> float:
+        """Once its rows are prepared."""
+        if rows == 1 or not op.inputs:
+            return 0.0
+        is_for_all = len(self.ranks) > 1 and rows > OWN_ROWS
+        return self.meetings.all_ns if is_for_all else self.meetings.team_ns
+
+    def _shares(self, op: _Op) -> list[tuple[float, float]]:
+        """Each rank's share of what an op computes and of what it reads."""
+        shape, teams = self.shape, [rank.threads for rank in self.ranks]
+        if op.of or shape.kv_vectors == 1:
+            pieces = op.of or shape.n_heads
+            ends = [division.share(pieces, teams, rank) for rank in range(len(teams))]
+            shares = [(end - begin) / pieces for begin, end in ends]
+            return list(zip(shares, shares, strict=True))
+        heads = [
+            division.head_share(shape.n_heads, shape.n_kv_heads, teams, rank) for rank in range(len(teams))
+        ]
+        return [(own.n_heads / shape.n_heads, own.n_kv_heads / shape.n_kv_heads) for own in heads]
 
     def _attention(self, step: Step) -> tuple[float, float]:
         """Operations and bytes of one layer's scores and values: each new token sees all before it."""
@@ -158,11 +269,12 @@ class _RankModel:
         return flops, held * self.shape.kv_bytes_per_slot / self.shape.n_layers
 
 
-def _shares(size: int, piece: int, ranks: int) -> list[float]:
-    """Each rank's share of `size`: contiguous, in whole pieces, as even as possible."""
-    pieces = -(-size // piece)
-    ends = [pieces * rank // ranks for rank in range(ranks + 1)]
-    return [(end - start) / pieces for start, end in pairwise(ends)]
+def _medians(values: Sequence[float], kinds: Sequence[int]) -> list[float]:
+    """The median of each value's kind."""
+    by_kind = {
+        kind: median(v for v, k in zip(values, kinds, strict=True) if k == kind) for kind in set(kinds)
+    }
+    return [by_kind[kind] for kind in kinds]
 
 
 def _line_ns(where: Neighbourhood, rates: MachineRates, pus: Sequence[int]) -> float:

@@ -7,6 +7,7 @@ processors of the years 2017 to 2023, good enough to rank configurations and no 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -22,6 +23,14 @@ class LineLatency:
     numa_ns: float = 110.0
     package_ns: float = 150.0
     machine_ns: float = 220.0
+
+
+@dataclass(frozen=True, slots=True)
+class CoreShare:
+    """The part of both rates that a slower core reaches."""
+
+    computing: float = 1.0
+    reading: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -48,17 +57,30 @@ class MachineRates:
     node_share: Mapping[int, float] = field(default_factory=dict)
     """NUMA nodes that are slower than the others, by number: so much of both memory rates, and cache lines
     that take this many times longer."""
+    core_share: Mapping[int, CoreShare] = field(default_factory=dict)
+    """PUs of cores that are slower than the others: those of another kind, those with a busy neighbour."""
     latency: LineLatency = LineLatency()
+    attention_flops_per_core: float | None = None
+    """Operations of scores and values, which no quantised product computes; None: as of products."""
+    row_bytes_per_s: float = 8e9
+    """The rate at which one core normalises and rounds the float32 inputs of a product."""
+    op_ns: float = 500.0
+    """Time of an op in one thread beyond its work and the meeting behind it."""
+    step_ns: float = 20_000.0
+    """Time of a step beyond its ops."""
 
     def __post_init__(self) -> None:
         names = ("flops_per_core", "core_read_bytes_per_s", "remote_node_share", "remote_package_share")
-        for name in names:
+        for name in (*names, "row_bytes_per_s"):
             _check_rate(name, getattr(self, name))
-        for name in ("l3_read_bytes_per_s", "numa_read_bytes_per_s", "link_read_bytes_per_s"):
+        optional = ("l3_read_bytes_per_s", "numa_read_bytes_per_s", "link_read_bytes_per_s")
+        for name in (*optional, "attention_flops_per_core"):
             if getattr(self, name) is not None:
                 _check_rate(name, getattr(self, name))
         for node, share in self.node_share.items():
             _check_rate(f"the share of NUMA node {node}", share)
+        for pu, core in self.core_share.items():
+            _check_rate(f"the share of PU {pu}", min(core.computing, core.reading))
 
 
 def _check_rate(name: str, value: float) -> None:
@@ -66,14 +88,36 @@ def _check_rate(name: str, value: float) -> None:
         raise EvaluationError(f"{name} must be more than 0 and finite, not {value!r:.40}")
 
 
-def default_rates(machine: Machine) -> MachineRates:
-    """Stated defaults: float32 multiplies at 2.5 GHz by vector width, and memories of 2020."""
+def default_rates(machine: Machine, core_share: Mapping[int, CoreShare] | None = None) -> MachineRates:
+    """Stated defaults: float32 multiplies at 2.5 GHz by vector width, and memories of 2020.
+
+    core_share: as measured; None: by what the kinds of cores are called.
+    """
     return MachineRates(
+        core_share=stated_shares(machine) if core_share is None else core_share,
         flops_per_core=_default_flops(machine),
         core_read_bytes_per_s=12e9,
         l3_read_bytes_per_s=None,
         numa_read_bytes_per_s=100e9,
     )
+
+
+SHARE_OF_KIND = {"efficiency": CoreShare(0.5, 0.7), "low-power": CoreShare(0.3, 0.4)}
+"""Shares of Intel's slower kinds, where nothing is measured."""
+CAPACITY = re.compile(r"capacity-(\d+)")
+"""The name of one of Arm's kinds: its pace beside the fastest's, by the firmware."""
+
+
+def stated_shares(machine: Machine) -> dict[int, CoreShare]:
+    """The shares of cores of slower kinds, by the names of these; empty where all are alike."""
+    capacities = [int(match[1]) for kind in machine.kinds if (match := CAPACITY.fullmatch(kind.name))]
+    shares: dict[int, CoreShare] = {}
+    for kind in machine.kinds[:-1]:
+        match = CAPACITY.fullmatch(kind.name)
+        ratio = max(1, int(match[1])) / max(1, *capacities) if match else None
+        share = SHARE_OF_KIND.get(kind.name, CoreShare()) if ratio is None else CoreShare(ratio, ratio**0.5)
+        shares |= dict.fromkeys(kind.cpus, share)
+    return shares
 
 
 def _default_flops(machine: Machine) -> float:

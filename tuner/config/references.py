@@ -15,6 +15,8 @@ from phasewise.tuner.plans import Phase, RankCores, ServicePlan, rank_on
 ALL_CORES = "all cores"
 PHYSICAL_CORES = "all physical cores"
 PER_NODE = "one process per NUMA node"
+FEWER = "plan for fewer sequences"
+"""Not a habit: what a band of more sequences has to beat."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from phasewise.topology import Kind, Machine
 from phasewise.tuner.config.hidden import HiddenResource
-from phasewise.tuner.config.rates import MachineRates
+from phasewise.tuner.config.rates import CoreShare, MachineRates
 from phasewise.tuner.plans import RankCores
 
 Vector = npt.NDArray[np.float64]
@@ -24,6 +24,8 @@ Matrix = npt.NDArray[np.float64]
 
 LOCAL_RATING = 10
 """Firmware's rating of a NUMA node's distance to itself; 20 is twice as far."""
+
+_WHOLE = CoreShare()
 
 _EVEN = 1 + 1e-9
 """Rounding must not keep a full resource open."""
@@ -139,8 +141,10 @@ class ReadSharing:
             home: sum(part / self._reach(home, node) for node, part in memory.items())
             for home in self.where.nodes_of(rank.cores)
         }
-        rate = self._rates.core_read_bytes_per_s
-        return [rate / times_of_byte[self.where.node_of(pu)] for pu in rank.cores]
+        rate, shares = self._rates.core_read_bytes_per_s, self._rates.core_share
+        return [
+            rate * shares.get(pu, _WHOLE).reading / times_of_byte[self.where.node_of(pu)] for pu in rank.cores
+        ]
 
     def _reach(self, home: int, node: int) -> float:
         """Share of a core's rate that it reaches in the memory of `node`: by the firmware's rating if any."""

@@ -15,11 +15,13 @@ from math import prod
 from random import Random
 from typing import TypeAlias
 
+from phasewise.tuner.plans import RankCores, nodes_of
 from phasewise.tuner.topotree import (
     GROUP,
     Configuration,
     OperatorLimits,
     TopoTree,
+    UnevenCores,
     configuration_of,
     cross_section,
     every_tree,
@@ -42,6 +44,10 @@ class ConfigSpace:
     """Groupings of it that measurements suggest, best first. They only come sooner; nothing is left out."""
     power_of_two: bool = True
     """Assumption A.3: latent structures hold 2, 4, 8 .. of something."""
+    uneven: UnevenCores | None = None
+    """Cores of the machine that no symmetric tree describes; None: there are none."""
+    nodes: tuple[int | None, ...] | None = None
+    """Only configurations of as many ranks on these NUMA nodes (`plans.nodes_of`); None: any."""
 
     def generations(self, seed: int = 0) -> Iterator[list[TopoTree]]:
         """Every grouping once, coarse to fine: those with no latent level, with one, with two, and so on.
@@ -88,8 +94,18 @@ class ConfigSpace:
         """The number of different configurations."""
         return sum(1 for _ in self.partitions())
 
+    def allows(self, configuration: Configuration) -> bool:
+        """True if the model's operators can be divided so."""
+        return self.limits.allows(len(configuration.ranks))
+
     def _allows(self, tree: TopoTree, depth: int) -> bool:
-        return self.limits.allows(prod(tree.kept[:depth]))
+        n_ranks = prod(tree.kept[:depth])
+        if not self.limits.allows(n_ranks) or self.nodes is None:
+            return self.limits.allows(n_ranks)
+        return n_ranks == len(self.nodes) and nodes_of(self._ranks(tree, depth)) == self.nodes
+
+    def _ranks(self, tree: TopoTree, depth: int) -> tuple[RankCores, ...]:
+        return self.configuration(cross_section(tree, depth)).ranks
 
 
 def latent_levels(tree: TopoTree) -> int:

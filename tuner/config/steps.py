@@ -109,6 +109,11 @@ class ModelShape:
                 raise EvaluationError(f"{name} of a model must be a positive number, not {value!r:.40}")
 
     @property
+    def divided_heads(self) -> int:
+        """Heads that ranks divide whole: those of keys and values, or those over one vector that is both."""
+        return self.n_heads if self.kv_vectors == 1 else self.n_kv_heads
+
+    @property
     def attention_weights(self) -> int:
         """Weights of one layer's q, k, v and o."""
         return 2 * self.hidden * self.head_dim * (self.n_heads + self.n_kv_heads)

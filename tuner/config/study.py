@@ -26,6 +26,7 @@ from phasewise.tuner.config.steps import StepEvaluator, StepTimer
 from phasewise.tuner.config.storage import open_storage, quiet
 from phasewise.tuner.config.trace import slices
 from phasewise.tuner.config.trials import Claim, Known, State, TrialEntry, Trials
+from phasewise.tuner.config.uneven import refine
 from phasewise.tuner.config.walk import Candidate, CandidateBatch, Decision, PrunedTree, Rules, Stopped, walk
 from phasewise.tuner.errors import EvaluationError
 from phasewise.tuner.measurement_lock import MeasurementLock, NoLock
@@ -213,6 +214,8 @@ class _Search:
 
         try:
             self._decided(drive(walk(self._space, self._settings.rules), answer))
+            if self._space.uneven is not None:
+                self._decided(drive(refine(self._space, self._answers()), answer))
             return "complete"
         except _Ended:
             return "budget"
@@ -231,7 +234,7 @@ class _Search:
             end=end,
             best=self._best,
             top=tuple(sorted(complete, key=lambda scored: scored[1])[: self._settings.top_k]),
-            configurations=self._configurations,
+            configurations=max(self._configurations, len(self._known)),
             tried=len(self._known),
             evaluations=len(self._own),
             replayed=len(self._known.keys() - self._own),
@@ -241,6 +244,14 @@ class _Search:
             trees_cut=self._trees_cut,
             groups_stopped=self._groups_stopped,
         )
+
+    def _answers(self) -> dict[str, Scored]:
+        """All that is known so far."""
+        return {
+            key: (candidate.configuration, self._cost(candidate))
+            for key, candidate in self._candidates.items()
+            if key in self._known
+        }
 
     def _decided(self, decisions: Sequence[Decision]) -> None:
         for decision in decisions:
@@ -313,7 +324,7 @@ class _Search:
                 reason=answer.reason,
                 best=self._best,
                 evaluations=len(self._own),
-                configurations=self._configurations,
+                configurations=max(self._configurations, len(self._known)),
             )
         )
 
@@ -358,11 +369,11 @@ class _Search:
                 "ranks": len(ranks),
                 "pus_per_rank": max(len(rank.cores) for rank in ranks),
                 "pus_per_core": pus_a_core,
-                "pus_removed": fundamental.n_pus - candidate.configuration.n_pus,
+                "pus_removed": len(set(fundamental.pus).difference(*(rank.cores for rank in ranks))),
                 "numa_nodes": len(nodes - {None}),
             },
             remarks={
-                "tree": tree.notation,
+                "tree": candidate.notation,
                 "parent": candidate.parent.notation if candidate.parent else None,
                 "plan": candidate.configuration.plan(self._task.key.phase).to_json(),
             },

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-from phasewise.tuner.doctor import cores, memory, processor_time, software
+from phasewise.tuner.doctor import cores, memory, placement, processor_time, software
 from phasewise.tuner.doctor.cores import CPU
 from phasewise.tuner.doctor.finding import Finding
 from phasewise.tuner.doctor.host import Host
@@ -25,6 +25,7 @@ CHECKS: Mapping[str, Callable[[Host], Iterator[Finding]]] = {
     "huge-pages-reserved": memory.huge_pages_reserved,
     "numa-balancing": memory.balancing,
     "memory-policy-denied": memory.policy_denied,
+    "memory-remote": placement.remote_memory,
     "shm-small": memory.small_shm,
     "memory-limit": memory.limited,
     "memlock": memory.memlock,

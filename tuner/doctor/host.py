@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from phasewise.kerneldb.product_counts import ProductCounts
+from phasewise.kerneldb.product_counts import ProductCounts, ShippedCounts
 from phasewise.topology import Machine
 from phasewise.topology.cpusets import parse_list
 from phasewise.topology.process_limits import cgroup_files
 from phasewise.tuner.conditions import Conditions, parse_ticks
 from phasewise.tuner.doctor.finding import FindingEvidence
+
+if TYPE_CHECKING:
+    from phasewise.tuner.machine_limits import PieceReads
 
 MAX_FILE_BYTES = 1 << 20
 """More than any file here holds; /proc/sys refuses a read of 4 MiB and more."""
@@ -19,7 +23,7 @@ MAX_FILE_BYTES = 1 << 20
 MAX_VALUE_CHARS = 160
 
 
-NONE_TUNED = ProductCounts()
+NONE_TUNED, NONE_SHIPPED = ProductCounts(), ShippedCounts()
 
 
 @dataclass(frozen=True)
@@ -39,8 +43,10 @@ class TunedCounts:
     service_plans: int
     measurements: int
     products: ProductCounts = NONE_TUNED
-    shipped: int = 0
+    shipped: ShippedCounts = NONE_SHIPPED
     """Schedules that the package brings for cores of this kind."""
+    shipped_kinds: tuple[str, ...] = ()
+    """All kinds of machine that it brings some for."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +70,12 @@ class Host:
     build: BuildFacts | None = None
     conditions: Conditions | None = None
     """Measured just now; None: only the sums since boot are known."""
+    piece_reads: PieceReads | None = None
+    """Reads of pages of keys, measured just now; None: not measured."""
     refused_calls: Mapping[str, str] | None = None
     """System calls that were tried and refused, with the error; None: not tried."""
+    own_kernels: tuple[str, ...] = ()
+    """The kernels that the user has installed in slots, each in a line."""
     shm_bytes: Callable[[], int | None] = lambda: None
     """Size of /dev/shm where mountinfo does not give it."""
 

@@ -168,7 +168,7 @@ def _search_group(
         if history.is_fixed:
             yield from _at(m, _reuse(history, space, default))
         if not history.is_fixed:
-            seeds = [default, *history.seeds(space), *cache.seeds(group, arithmetic, m)]
+            seeds = [*cache.seeds(group, arithmetic, m), default, *history.seeds(space)]
             search = sandwich_samples(replace(space, kernels=history.candidates(space)), options, seeds)
             ranking = yield from _at(m, search)
             yield from _at(m, _settle(history, space, default, [sample.schedule for sample in ranking]))
@@ -290,10 +290,7 @@ def adopted(schedule: Schedule, kernels: Sequence[MicroKernel]) -> Schedule:
     own = kernel_of(schedule)
     if own in kernels or not kernels:
         return schedule
-    near = min(
-        sorted(kernels),
-        key=lambda other: abs(math.log(other.mr / own.mr)) + abs(math.log(other.panels / own.panels)),
-    )
+    near = min(sorted(kernels), key=own.unlike)
     columns = PANEL_COLUMNS * near.panels
     return replace(
         schedule,

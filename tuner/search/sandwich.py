@@ -103,8 +103,13 @@ def _every_pass(space: ScheduleSpace, samples: Sequence[Sample]) -> Search[list[
 
 
 def _screen(space: ScheduleSpace, seeds: Sequence[Schedule]) -> Search[list[Sample]]:
-    """The best sample of every micro-kernel, fastest first."""
-    first = [model_schedule(space, kernel) for kernel in space.kernels]
+    """The best sample of every micro-kernel, fastest first. Those most like a seed's are timed first."""
+    seeded = [kernel_of(seed) for seed in seeds]
+
+    def unlike(kernel: MicroKernel) -> float:
+        return min((kernel.unlike(other) for other in seeded), default=0.0)
+
+    first = [model_schedule(space, kernel) for kernel in sorted(space.kernels, key=unlike)]
     return _of_each_kernel((yield [*seeds, *first]))
 
 

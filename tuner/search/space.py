@@ -10,6 +10,7 @@ shape, and its ends are the micro-kernel itself and the whole region.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -40,6 +41,10 @@ class MicroKernel:
 
     mr: int
     panels: int
+
+    def unlike(self, other: MicroKernel) -> float:
+        """0: the same tile; log 2: one of its sides is twice as long."""
+        return abs(math.log(self.mr / other.mr)) + abs(math.log(self.panels / other.panels))
 
 
 @dataclass(frozen=True, slots=True)

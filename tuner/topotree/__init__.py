@@ -32,6 +32,7 @@ from phasewise.tuner.topotree.fundamental import (
 from phasewise.tuner.topotree.levels import GROUP, Level
 from phasewise.tuner.topotree.notation import apply, parse
 from phasewise.tuner.topotree.tree import TopoTree
+from phasewise.tuner.topotree.uneven import UnevenCores
 
 __all__ = [
     "GROUP",
@@ -42,6 +43,7 @@ __all__ = [
     "OperatorLimits",
     "TopoTree",
     "TopoTreeError",
+    "UnevenCores",
     "apply",
     "configuration_of",
     "configurations",

@@ -34,11 +34,14 @@ class OperatorLimits:
 
     The paper divides only where the number of ranks divides that of heads. Ranks here may hold unequal
     numbers of KV heads, each with its query heads, so any number of ranks is allowed by which the largest
-    share shrinks; with a rank more than that, the others would work as long as before.
+    share shrinks; with a rank more than that, the others would work as long as before. More ranks than KV
+    heads share these, and divide their query heads: each reads one KV head then, and its columns of the
+    weights, so that any number up to that of query heads may be faster.
     """
 
     n_heads: int
     n_kv_heads: int
+    """Heads that are divided whole: over latent vectors those of queries."""
     head_dim: int
     ffn: int
 
@@ -49,11 +52,14 @@ class OperatorLimits:
         """One line that says why the model cannot run in `ranks` ranks; None if it can."""
         if n_ranks == 1:
             return None
-        if not 1 <= n_ranks <= self.n_kv_heads:
+        most = max(self.n_heads, self.n_kv_heads)
+        if not 1 <= n_ranks <= most:
             return (
-                f"{counted(n_ranks, 'rank')} cannot share {self.n_kv_heads} KV heads: each needs at least one"
+                f"{counted(n_ranks, 'rank')} cannot share {counted(most, 'query head')}: each needs at least"
+                " one"
             )
-        if self._largest_share(n_ranks) == self._largest_share(n_ranks - 1):
+        is_shared = n_ranks > self.n_kv_heads
+        if not is_shared and self._largest_share(n_ranks) == self._largest_share(n_ranks - 1):
             return (
                 f"{counted(n_ranks, 'rank')} are no faster than {n_ranks - 1}: some rank still has "
                 f"{self._largest_share(n_ranks)} of the {self.n_kv_heads} KV heads"

@@ -1,7 +1,8 @@
 """The fundamental tree of a machine: what the operating system shows of the PUs that may be used.
 
 Machines need not be symmetric: a cgroup takes a few cores away, cores come in two kinds. A tree is, so the
-largest symmetric part becomes the tree, and every other PU is reported as left to the operating system.
+largest symmetric part becomes the tree, and every other PU is reported as left out. A search tries those
+at its end (`config.uneven`).
 """
 
 from __future__ import annotations

@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from phasewise.serving.ranks.rank_worker import end_with_parent
+from phasewise.serving.processes.parents import end_with_parent
 from phasewise.workflows.errors import UsageError, WorkflowError
+from phasewise.workflows.opening.drafts import check_draft
 from phasewise.workflows.opening.open_model import Weights
+from phasewise.workflows.opening.refusals import check_settings
 from phasewise.workflows.report import Report
 from phasewise.workflows.serve.embedding import makes_vectors
 
@@ -50,6 +52,8 @@ class OwnServer:
         words += ["--arithmetic", self.weights.arithmetic]
         if makes_vectors(self.model, weight_format, report):
             return words
+        check_draft(self.draft, report)
+        check_settings(self.model, self.weights, self.kv_format, report)
         words += ["--sparse", self.weights.sparse, "--no-page", "--batch-bytes", "0"]
         # Nobody waits for a token: prompts and answers take turns by their sizes alone.
         words += ["--tpot", str(_NO_PROMISE_MS), "--max-sequences", str(self.concurrency)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,10 +22,11 @@ from phasewise.serving.engine.throughput import (
     measure,
     streamed_bytes,
 )
-from phasewise.serving.ranks.open_ranks import STEP_TOKENS, KvSettings, RankOptions, Ranks
+from phasewise.serving.ranks.open_ranks import STEP_TOKENS, KvSettings, LocalRanks, RankOptions
 from phasewise.serving.ranks.open_ranks import open_ranks as open_planned
 from phasewise.topology import core_signature, placement_signature, read_machine
-from phasewise.topology.energy import EnergyCounters
+from phasewise.topology.energy import EnergyCounters, power_cap_w
+from phasewise.topology.processor_counters import CounterTotals, ProcessorCounters, threads_under
 from phasewise.tuner.machine_limits import peak_flops, read_bandwidth
 from phasewise.tuner.roofline import peak_kinds
 from phasewise.workflows.errors import UsageError
@@ -33,6 +35,7 @@ from phasewise.workflows.report import Report, silent
 
 if TYPE_CHECKING:
     from phasewise.serving.models.packed_model import PackedModel
+    from phasewise.serving.ranks.process_ranks import ProcessRanks
     from phasewise.tuner.plans import Phase, ServicePlan
 
 MAX_BATCH_TOKENS = 2048
@@ -54,10 +57,16 @@ class OpenRanks:
 
     model: PackedModel
     plans: Mapping[Phase, ServicePlan]
-    ranks: Ranks
+    ranks: LocalRanks | ProcessRanks
 
-    def cores(self, phase: Phase) -> tuple[int, ...]:
-        return self.plans[phase].cores
+    def cores(self, phase: Phase, sequences: int = 1) -> tuple[int, ...]:
+        """Those of steps of so many sequences."""
+        return self.plans[phase].at(sequences).cores
+
+    @property
+    def steps_and_crossings(self) -> tuple[int, int]:
+        """Since the start: steps, and what `Teams.crossings` counts of the first rank."""
+        return self.ranks.progress[0], self.ranks.first_rank.teams.crossings
 
 
 @dataclass(frozen=True)
@@ -123,6 +132,19 @@ class ModelRow:
     known, as where the same test without a depth did not run before."""
     joules_per_token: float
     """Energy of the whole machine, by its counters; 0 where they cannot be read, or a test has a depth."""
+    power_cap_w: float
+    """The watts that the packages were held to; 0: none, or it cannot be read."""
+    lines_across_nodes: float
+    """Arrivals at a step's barriers, of the first rank's threads, that may fetch the counter from another
+    NUMA node; 0 on one node."""
+    instructions_per_cycle: float = 0.0
+    """All threads in user mode, by the processor's counters; these four are 0 where they were not asked
+    for or cannot be read, or a test has a depth."""
+    llc_misses_pki: float = 0.0
+    """Misses of the last-level cache per thousand instructions."""
+    dtlb_misses_pki: float = 0.0
+    stalled_share: float = 0.0
+    """Part of the cycles in which no instruction went on."""
     samples_ns: list[int] = field(default_factory=list)
     samples_ts: list[float] = field(default_factory=list)
 
@@ -168,10 +190,18 @@ class Timing:
 
 
 def bench_rows(
-    opened: OpenRanks, workloads: Sequence[Workload], timing: Timing, report: Report = silent
+    opened: OpenRanks,
+    workloads: Sequence[Workload],
+    timing: Timing,
+    report: Report = silent,
+    counters: ProcessorCounters | None = None,
 ) -> Iterator[ModelRow]:
-    """Time every workload, one after another, after the limits of the cores."""
+    """Time every workload, one after another, after the limits of the cores. counters: those of the ranks'
+    threads.
+    """
     energy = EnergyCounters()
+    if counters is not None and counters.absence is not None:
+        report(f"counters are not read: {counters.absence}")
     if energy.absence is not None:
         report(f"energy is not measured: {energy.absence}")
     report("measuring the limits of these cores ...")
@@ -183,7 +213,9 @@ def bench_rows(
         without_depth: dict[Workload, Throughput] = {}
         for workload in workloads:
             report(f"{workload.name}: {counted(timing.repetitions, 'run')} ...")
-            before_j = energy.total_joules()
+            before_j, before = energy.total_joules(), opened.steps_and_crossings
+            if counters is not None:
+                counters.lap()
             timed = measure(
                 opened.ranks,
                 workload,
@@ -193,13 +225,42 @@ def bench_rows(
                 timing.warm_ups,
             )
             n_tokens = workload.n_tokens * (timing.repetitions + timing.warm_ups)
+            after = opened.steps_and_crossings
             spent_j = energy.total_joules() - before_j
+            totals = None if counters is None or workload.n_depth else counters.lap()
             joules_per_token = 0.0 if workload.n_depth else spent_j / n_tokens  # what lies before costs too
             if not workload.n_depth:
                 without_depth[workload] = timed
             shallow = without_depth.get(replace(workload, n_depth=0)) if _is_deep_decode(workload) else None
             kv_rate = kv_read_rate(timed, shallow, opened.ranks.kv_bytes_per_slot) if shallow else 0.0
-            yield _row(opened, limits, timed, batch_tokens, kv_rate, joules_per_token)
+            row = _row(opened, limits, timed, batch_tokens, kv_rate, joules_per_token)
+            row = replace(row, lines_across_nodes=(after[1] - before[1]) / max(1, after[0] - before[0]))
+            yield row if totals is None else _with_counters(row, totals)
+
+
+def _with_counters(row: ModelRow, totals: CounterTotals) -> ModelRow:
+    return replace(
+        row,
+        instructions_per_cycle=totals.instructions_per_cycle,
+        llc_misses_pki=totals.llc_misses_pki or 0.0,
+        dtlb_misses_pki=totals.dtlb_misses_pki or 0.0,
+        stalled_share=totals.stalled_share or 0.0,
+    )
+
+
+def counters_of_ranks() -> ProcessorCounters:
+    """Counters of this process's threads and of those of the ranks' processes, which are open already."""
+    return ProcessorCounters(threads_under(os.getpid()), read_machine().cpu.vendor)
+
+
+@contextmanager
+def counting(wanted: bool) -> Iterator[ProcessorCounters | None]:
+    """`counters_of_ranks` where they are wanted."""
+    if not wanted:
+        yield None
+        return
+    with counters_of_ranks() as counters:
+        yield counters
 
 
 def _is_deep_decode(workload: Workload) -> bool:
@@ -215,7 +276,7 @@ def _row(
     joules_per_token: float,
 ) -> ModelRow:
     model, workload = opened.model, timed.workload
-    cores = opened.cores("prefill" if workload.n_prompt else "decode")
+    cores = opened.cores("prefill" if workload.n_prompt else "decode", workload.n_sequences)
     machine = read_machine()
     flops_per_s = flops(model, workload) / timed.median_s
     is_decode = workload.n_gen > 0 and workload.n_prompt == 0
@@ -274,6 +335,8 @@ def _row(
         bandwidth_fraction=bytes_per_s / limits.read_bytes_per_s,
         kv_bytes_per_s=kv_bytes_per_s,
         joules_per_token=joules_per_token,
+        power_cap_w=power_cap_w(),
+        lines_across_nodes=0.0,
         samples_ns=list(timed.samples_ns),
         samples_ts=timed.samples_ts,
     )

@@ -51,6 +51,7 @@ class BenchRunning:
     cache_v: tuple[str, ...] = ()
     repetitions: int = 5
     no_warmup: bool = False
+    counters: bool = False
 
     def kv_formats(self, default: str) -> list[str]:
         """UsageError where keys and values should differ: they have one format here."""

@@ -59,6 +59,8 @@ class ProvisionWish:
     most: int = 120
     machines: Path | None = None
     policy: str = "splitwise"
+    embeddings: Path | None = None
+    """A machine that embeds: then a day of queries is provisioned for, and no language model."""
 
     def check(self) -> None:
         """UsageError where these exclude each other."""

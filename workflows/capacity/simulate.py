@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 
 from phasewise.cluster.simulated.metrics import Slo, Summary, parse_slo, summarise
 from phasewise.cluster.simulated.simulate import ClusterSpec, simulate
-from phasewise.cluster.simulated.simulated_requests import PREFIX_BLOCK_TOKENS
 from phasewise.cluster.simulated.spec_file import (
     DEFAULT_MODEL,
     MachineCatalogue,
@@ -63,5 +62,4 @@ def _with_policy(spec: ClusterSpec, wish: SimulationWish) -> ClusterSpec:
         if policy not in (None, "splitwise-sim"):
             raise UsageError(f"--scheduler paper has its own routing: leave --policy {policy} out")
         policy = "splitwise-sim"
-    limits = replace(spec.limits, prefix_block_tokens=PREFIX_BLOCK_TOKENS)
-    return replace(spec, policy=policy or spec.policy, limits=limits, prefix_reuse=wish.prefix_reuse)
+    return replace(spec, policy=policy or spec.policy, prefix_reuse=wish.prefix_reuse)

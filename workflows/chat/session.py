@@ -12,9 +12,11 @@ from phasewise.serving.engine.messages import Progress, Submit
 from phasewise.serving.engine.one_answer import OneAnswer
 from phasewise.serving.engine.open_engine import ModelText, open_engine
 from phasewise.serving.errors import ContextLengthExceeded
+from phasewise.serving.ranks.rank_layout import teams_of
 from phasewise.workflows.errors import WorkflowError
 from phasewise.workflows.generate.answer_settings import SamplingChoice
 from phasewise.workflows.opening.open_model import Weights, open_model
+from phasewise.workflows.opening.refusals import check_settings
 from phasewise.workflows.opening.tuning_hint import hint_at_tuning
 from phasewise.workflows.report import Report, silent
 
@@ -41,11 +43,13 @@ class ChatSession:
     ) -> None:
         """Opens the model. Raises ModelError, PlanError, KernelDbError; WorkflowError without a template."""
         weights = Weights(weight_format, lora=None if lora is None else [lora])
+        check_settings(model, weights, kv_format, report)
         loaded = open_model(model, weights, threads, db, report)
         if loaded.model.chat_template is None:
             raise WorkflowError(f"{loaded.model.name} has no chat template: use generate instead")
         hint_at_tuning(model, db, report)
-        size = EngineSize.for_many(loaded.model, 1, context_tokens, None, kv_format)
+        teams = teams_of(loaded.plans)
+        size = EngineSize.for_many(loaded.model, 1, context_tokens, None, kv_format, teams=teams)
         self._text = ModelText(loaded.model)
         self._opened = open_engine(loaded.model, loaded.plans, size, self._text, loaded.schedules)
         self._ids = map(str, itertools.count())

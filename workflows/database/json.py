@@ -11,7 +11,7 @@ from phasewise.workflows.report import Report, silent
 if TYPE_CHECKING:
     from phasewise.kerneldb.counts import StoreStats
     from phasewise.kerneldb.diff import Diff
-    from phasewise.kerneldb.records import MachineKey, PlanRecord
+    from phasewise.kerneldb.records import MachineKey, PlanRecord, PredictorScore
     from phasewise.kerneldb.upkeep import Preferred, ScheduleVerdict
     from phasewise.topology import Machine
 
@@ -42,6 +42,26 @@ def plan_fields(
     ]
 
 
+def score_fields(scores: Sequence[PredictorScore]) -> list[dict[str, Any]]:
+    """One object a score of a predictor, oldest first. They are of no machine."""
+    return [
+        {
+            "model": score.model_name,
+            "reads": score.reads,
+            "answers_key": score.answers_key,
+            "judged_by": score.judged_by,
+            "learnt_answers": score.learnt_answers,
+            "judged_answers": score.judged_answers,
+            "hold": score.hold,
+            "figures": dict(score.figures),
+            "verified": score.origin.verified,
+            "created_at_ms": score.origin.created_at_ms,
+            "program_version": score.origin.program_version,
+        }
+        for score in scores
+    ]
+
+
 class _Here:
     """This machine, read when a plan is of it or may be."""
 
@@ -58,10 +78,10 @@ class _Here:
         return machine_key(self.machine)
 
 
-def _ranks(record: PlanRecord, here: _Here, report: Report) -> dict[str, list[list[int]] | None]:
+def _ranks(record: PlanRecord, here: _Here, report: Report) -> dict[str, Any]:
     """The cores of each rank, or instance, where they are known here; and the places that the plan names.
 
-    Both are None where the stored plan cannot be read.
+    Both are None where the stored plan cannot be read. `bands`: the same of decode's plan for more sequences.
     """
     from phasewise.serving.embedding import stored_plan as embedding
     from phasewise.serving.errors import ServingError
@@ -71,19 +91,37 @@ def _ranks(record: PlanRecord, here: _Here, report: Report) -> dict[str, list[li
     is_here = record.origin.machine == here.key
     try:
         if record.phase == embedding.PHASE:
-            places: list[list[int]] | None = embedding.stored_places(record.plan_json)
+            of_instances = embedding.stored_places(record.plan_json)
             if not is_here:
-                return {"ranks": None, "places": places}
+                return _load_fields(None, of_instances)
             instances = embedding.stored_plan(record.plan_json, here.machine).instances
-            return {"ranks": [list(instance.cores) for instance in instances], "places": places}
+            return _load_fields([list(instance.cores) for instance in instances], of_instances)
         places = plans.stored_places(record.plan_json)
         if places is not None and not is_here:
-            return {"ranks": None, "places": places}
-        ranks = plans.stored_plan(record.plan_json, here.machine).ranks
-        return {"ranks": [list(rank.cores) for rank in ranks], "places": places}
+            (_, first), *others = places
+            bands = [{"sequences": n, **_places_fields(None, own)} for n, own in others]
+            return _load_fields(None, first, bands)
+        plan = plans.stored_plan(record.plan_json, here.machine)
+        cores = [[list(rank.cores) for rank in own.ranks] for own in plan.each]
+        named = [None] * len(cores) if places is None else [own for _, own in places]
+        bands = [
+            {"sequences": n, **_places_fields(own, named_by)}
+            for n, own, named_by in zip(plan.starts, cores[1:], named[1:], strict=True)
+        ]
+        return _load_fields(cores[0], named[0], bands)
     except (PlanError, ServingError) as error:
         report(f"the {record.phase} plan for {record.model_key} cannot be read: {error}")
-        return {"ranks": None, "places": None}
+        return _load_fields(None, None)
+
+
+def _load_fields(
+    ranks: list[list[int]] | None, places: list[list[int]] | None, bands: Sequence[dict[str, Any]] = ()
+) -> dict[str, Any]:
+    return {**_places_fields(ranks, places), "bands": list(bands)}
+
+
+def _places_fields(ranks: list[list[int]] | None, places: list[list[int]] | None) -> dict[str, Any]:
+    return {"ranks": ranks, "places": places}
 
 
 def schedule_fields(preferred: Preferred, machines: Machines, stale: bool) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from phasewise._words import counted
 from phasewise.kerneldb.portable import Row
-from phasewise.kerneldb.records import PlanRecord, StepTime
+from phasewise.kerneldb.records import PlanRecord, PredictorScore, StepTime
 from phasewise.kerneldb.user_kernels import UserPromotion, UserTiming
 from phasewise.workflows.report import Report
 
@@ -48,14 +48,19 @@ class PrivateWords:
     def _is_private(self, row: Row) -> bool:
         match row:
             case PlanRecord() | StepTime():
-                name = row.model_key.lower()
+                names = [row.model_key]
                 if any(word in row.plan_json.lower() for word in self._words):
                     return True
+            case PredictorScore():
+                names = [row.model_name, row.reads]
             case UserTiming() | UserPromotion():
-                name = row.problem.name.lower()
+                names = [row.problem.name]
             case _:
                 return False
-        return name.startswith(("/", "~", ".")) or any(word in name for word in self._words)
+        return any(
+            name.startswith(("/", "~", ".")) or any(word in name.lower() for word in self._words)
+            for name in names
+        )
 
     def close(self) -> None:
         """Say what stayed here."""

@@ -35,7 +35,12 @@ from phasewise.kerneldb.store import Store, open_store
 from phasewise.workflows.database.private_words import PrivateWords
 from phasewise.workflows.database.remote_files import RemoteFiles
 from phasewise.workflows.database.shared_plans import SharedPlans
-from phasewise.workflows.database.sharing import core_signature_here, existing_store, wanted_machines
+from phasewise.workflows.database.sharing import (
+    core_signature_here,
+    existing_store,
+    no_rows_of,
+    wanted_machines,
+)
 from phasewise.workflows.database.signed_index import MAX_SIGNATURE_BYTES, SIGNATURE_SUFFIX, Trust, sign
 from phasewise.workflows.report import Report, silent
 
@@ -130,6 +135,8 @@ def _write_bundles(store: Store, leaving: Leaving, folder: Path, report: Report)
     """One file for each kind of core, by its digest."""
     wanted, shared, private = wanted_machines(leaving.signatures), SharedPlans(report), PrivateWords(report)
     cores = sorted({machine.core_sig for machine in store.machines() if wanted(machine)})
+    if leaving.signatures and not cores:
+        raise RemoteError(no_rows_of(leaving.signatures))
     bundles = []
     for core in cores:
         groups = groups_of(

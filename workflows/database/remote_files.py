@@ -1,4 +1,8 @@
-"""The files of a remote: a folder, which may be a git working tree, or an HTTPS address of static files."""
+"""The files of a remote: a folder, which may be a git working tree, or an address of static files.
+
+An address is read by HTTPS, any other by fsspec (`hf://`, `s3://`), which comes with huggingface_hub, and by
+the driver that it needs for it.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ import shutil
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -24,6 +28,9 @@ from phasewise.kerneldb.remote_index import Bundle, RemoteError
 TIMEOUT_S = 30
 _CHUNK_BYTES = 1 << 20
 _LOCK = ".phasewise-lock"
+_HTTPS = "https://"
+_REFUSED = ("http", "ftp", "file", "local")
+"""Schemes of addresses that anybody on the way could change, and of folders."""
 
 
 class RemoteFiles:
@@ -33,9 +40,12 @@ class RemoteFiles:
         """seconds: after which reads are given up."""
         self.name = redacted(remote)
         self._seconds, self._deadline_s = seconds, time.monotonic() + seconds
-        self._url = remote.rstrip("/") if remote.startswith("https://") else None
-        if self._url is None and "://" in remote:
-            raise RemoteError(f"{self.name}: a remote is a folder or an https:// address of static files")
+        self._url = remote.rstrip("/") if "://" in remote else None
+        if remote.partition("://")[0] in _REFUSED and self._url is not None:
+            raise RemoteError(
+                f"{self.name}: a remote is a folder or an https:// address of static files, or another that "
+                "fsspec reads, such as hf:// or s3://"
+            )
         self._folder = Path(remote).expanduser()
 
     def read(self, path: str, most_bytes: int) -> bytes | None:
@@ -76,7 +86,7 @@ class RemoteFiles:
         try:
             if self._url is not None:
                 left_s = self._deadline_s - time.monotonic()
-                with _open_https(f"{self._url}/{path}", max(0.1, min(TIMEOUT_S, left_s))) as answer:
+                with _open(f"{self._url}/{path}", max(0.1, min(TIMEOUT_S, left_s))) as answer:
                     yield answer
             else:
                 with (self._folder / path).open("rb") as stream:
@@ -139,6 +149,42 @@ class _OnlyHttps(urllib.request.HTTPRedirectHandler):
         if not newurl.startswith("https://"):
             raise ValueError("it redirects to an address without TLS")
         return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+
+class _Driven:
+    """A file that a driver of fsspec's has opened. Its errors are of any class, here all OSErrors."""
+
+    def __init__(self, url: str) -> None:
+        """The driver's own timeouts hold."""
+        self._stream = self._driven(lambda: _fsspec_file(url))
+
+    def read1(self, n_bytes: int) -> bytes:
+        return bytes(self._driven(lambda: self._stream.read(n_bytes)))
+
+    def __enter__(self) -> _Driven:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._driven(self._stream.close)
+
+    def _driven(self, act: Callable[[], Any]) -> Any:
+        try:
+            return act()
+        except OSError:
+            raise
+        except Exception as error:
+            raise OSError(" ".join(f"{error}".split()) or type(error).__name__) from error
+
+
+def _fsspec_file(url: str) -> Any:
+    from fsspec.core import url_to_fs
+
+    filesystem, path = url_to_fs(url)
+    return filesystem.open(path, "rb")
+
+
+def _open(url: str, timeout_s: float) -> Any:
+    return _open_https(url, timeout_s) if url.startswith(_HTTPS) else _Driven(url)
 
 
 def _open_https(url: str, timeout_s: float) -> Any:

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, BinaryIO
 
 from phasewise._files import open_input
-from phasewise.kerneldb.errors import ExportFileError, KernelDbError
+from phasewise.kerneldb.errors import ExportFileError, ForeignDatabaseError, KernelDbError
 from phasewise.kerneldb.location import locate, redacted
 from phasewise.kerneldb.portable import (
     MAX_ROWS,
@@ -81,7 +81,7 @@ def export_rows(
         groups = (in_use_groups if in_use else groups_of)(store, wanted, also, shared.as_shared)
         first = next(groups, None)
         if signatures and first is None:
-            raise ExportFileError(f"no rows are of a machine with {' or '.join(signatures)} in its signature")
+            raise ExportFileError(no_rows_of(signatures))
         write(export_lines(_counted(chain([first or []], groups), exported)))
         shared.close()
     return exported
@@ -102,6 +102,11 @@ def wanted_machines(signatures: Sequence[str]) -> Callable[[MachineKey], bool]:
     return lambda machine: any(
         part in sig for part in parts for sig in (machine.core_sig, machine.placement_sig)
     )
+
+
+def no_rows_of(signatures: Sequence[str]) -> str:
+    """The reason why nothing leaves."""
+    return f"no rows are of a machine with {' or '.join(signatures)} in its signature"
 
 
 def core_signature_here() -> str:
@@ -126,7 +131,7 @@ def merge_database(other: str, db: str | None, report: Report = silent) -> Impor
     """Add the rows of another database, or of an export, unverified."""
     if _is_export(other):
         return import_file(other, db, report)
-    with existing_store(other, report) as source, open_store(db, report) as store:
+    with _other_database(other, report) as source, open_store(db, report) as store:
         taken = import_rows(store, rows_of(source))
     return Imported(redacted(other), taken, 0)
 
@@ -146,6 +151,18 @@ def existing_store(db: str | None, report: Report = silent) -> Iterator[Store]:
     if location.is_absent:
         raise KernelDbError(f"there is no database at {location.name}")
     with open_store(db, report) as store:
+        yield store
+
+
+@contextmanager
+def _other_database(other: str, report: Report) -> Iterator[Store]:
+    with ExitStack() as stack:
+        try:
+            store = stack.enter_context(existing_store(other, report))
+        except ForeignDatabaseError:
+            raise ExportFileError(
+                f"{redacted(other)} is neither a database nor a file that `phasewise db export` wrote"
+            ) from None
         yield store
 
 
@@ -171,7 +188,7 @@ class _Refusals:
 def _other_store(other: str, report: Report) -> Iterator[Store]:
     """Another database, or a file of schedules as one in a temporary folder: it may be larger than memory."""
     if not _is_export(other):
-        with existing_store(other, report) as store:
+        with _other_database(other, report) as store:
             yield store
         return
     refusals = _Refusals(other, report)

@@ -41,6 +41,8 @@ class Trust:
                     f"the index of {name} has the digest {digest}, not the one that --digest pins"
                 )
         if self.allowed_signers is not None:
+            if not self.allowed_signers.is_file():
+                raise RemoteError(f"there is no file of allowed signers {self.allowed_signers}")
             if signature is None:
                 raise RemoteError(f"the index of {name} is not signed: there is no {SIGNATURE_SUFFIX} file")
             _verify(index, signature, self.allowed_signers, name)
@@ -48,8 +50,6 @@ class Trust:
 
 def _verify(index: bytes, signature: bytes, allowed_signers: Path, name: str) -> None:
     """By any signer of the file, whose names the signature's key is looked up in."""
-    if not allowed_signers.is_file():
-        raise RemoteError(f"there is no file of allowed signers {allowed_signers}")
     with TemporaryDirectory(prefix="phasewise-") as folder:
         file = Path(folder) / "index.sig"
         file.write_bytes(signature)

@@ -31,6 +31,7 @@ from phasewise.workflows.evaluate.settings import EvalSettings
 from phasewise.workflows.evaluate.texts import TEXT, Chunk, halves, read_text
 from phasewise.workflows.opening.arithmetic_choice import ArithmeticChoice
 from phasewise.workflows.opening.open_model import Weights, open_model
+from phasewise.workflows.opening.refusals import check_settings
 from phasewise.workflows.report import Report, silent
 from phasewise.workflows.topo.plan_json import plan_cores
 
@@ -93,6 +94,7 @@ def evaluate(
     """
     files = [read_questions(path, settings.questions) for path in settings.choices or ()]
     text = read_text(settings.text or TEXT) if settings.reads_text else ""
+    check_settings(model, settings.weights, settings.kv_format, report)
     opened = open_model(model, settings.weights, settings.threads, db, report, settings.ranks)
     room = max(settings.context, LEAST_QUESTION_TOKENS if files else 0)
     with ExitStack() as stack:

@@ -66,7 +66,7 @@ class AnswerSettings:
     lora: str | None = None
     """The adapter that answers: a path, or NAME=PATH."""
     draft: str | None = None
-    """`lookup` or a model, as `workflows.opening.drafts.find_drafts` reads it."""
+    """The source of drafts, as `workflows.opening.drafts.find_drafts` reads it."""
     draft_tokens: int | None = None
     """Tokens of a draft; None: as many as pay."""
 

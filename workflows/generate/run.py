@@ -13,13 +13,15 @@ from phasewise.serving.engine.open_engine import ModelText, OpenEngine, open_eng
 from phasewise.serving.sampling.sampling_defaults import SamplingDefaults
 from phasewise.workflows.errors import UsageError
 from phasewise.workflows.generate.answer_settings import AnswerSettings, SamplingChoice
-from phasewise.workflows.opening.drafts import find_drafts
+from phasewise.workflows.opening.drafts import DraftRule, check_draft, find_drafts, rule_of
 from phasewise.workflows.opening.open_model import open_model
+from phasewise.workflows.opening.refusals import check_settings
 from phasewise.workflows.opening.tuning_hint import hint_at_tuning
 from phasewise.workflows.report import Report, silent
 from phasewise.workflows.topo.plan_json import plan_cores
 
 if TYPE_CHECKING:
+    from phasewise.workflows.opening.memory_placement import MemoryPlacement
     from phasewise.workflows.opening.tuned_schedules import ScheduleUse
 
 GREEDY = SamplingDefaults(temperature=0.0, top_p=1.0, min_p=0.0)
@@ -75,7 +77,7 @@ def generate_text(
     db: str | None = None,
     on_text: Callable[[str], None] = lambda _: None,
     report: Report = silent,
-    explain: Callable[[list[ScheduleUse]], None] | None = None,
+    explain: Callable[[list[ScheduleUse], MemoryPlacement | None, DraftRule | None], None] | None = None,
 ) -> Generated:
     """Continue `prompt`, or answer it as a message; `on_text` gets the text as it is made.
 
@@ -85,6 +87,8 @@ def generate_text(
     if "" in stop:
         raise UsageError("a stop text must not be empty")
     params = sampling.params(GREEDY)
+    check_draft(settings.draft, report)
+    check_settings(model, settings.weights, settings.kv_format, report)
     loaded = open_model(model, settings.weights, settings.threads, db, report, settings.ranks)
     for plan in loaded.plans.values():
         report(plan.describe())
@@ -95,7 +99,8 @@ def generate_text(
     n_tokens = _most_tokens(settings, len(prompt_ids), loaded.model.config.context_length)
     size = EngineSize.for_one(loaded.model, len(prompt_ids), n_tokens, settings.kv_format)
     if explain is not None:
-        explain(loaded.explain(size.limits.max_batch_tokens, size.limits.max_sequences, settings.kv_format))
+        rows = size.limits.max_batch_tokens, size.limits.max_sequences
+        explain(loaded.explain(*rows, settings.kv_format), loaded.memory(), rule_of(drafts))
     adapter = loaded.model.adapters[0].name if loaded.model.adapters else ""
     request = Submit("generate", prompt_ids, n_tokens, params, stop, settings.ignore_eos, adapter=adapter)
     answer = OneAnswer(request)

@@ -2,15 +2,76 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from phasewise.workflows.report import Report, silent
 
 if TYPE_CHECKING:
     from phasewise.serving.drafts.opening import DraftSource
+    from phasewise.serving.models.packed_model import PackedModel
     from phasewise.workflows.opening.open_model import OpenModel
 
 LOOKUP = "lookup"
+HEAD = "mtp"
+AUTO = "auto"
+OFF = "off"
+EAGLE3 = "eagle3:"
+NOT_NAMED = (None, AUTO)
+HEADS_READ = "those of Qwen 3 Next, Qwen 3.5, DeepSeek V3 and GLM 4.5 are"
+
+
+@dataclass(frozen=True)
+class DraftRule:
+    """The source of drafts, and how many of them a step may check."""
+
+    source: str
+    """"mtp", "eagle3", "model" or "lookup"."""
+    name: str | None
+    """The head's or the model's; None for lookup."""
+    weight_bytes: int
+    n_tokens: int | None
+    """Drafts of each sequence in every step; None: from none to `most`, as many as pay."""
+    most: int
+    least_gain: float
+    """Drafts pay where they promise at least this multiple of the tokens in a second."""
+
+
+def rule_of(drafts: DraftSource | None) -> DraftRule | None:
+    """None where nothing is drafted."""
+    from phasewise.serving.drafts.contract import MOST_DRAFTED
+    from phasewise.serving.drafts.lengths import LEAST_GAIN
+
+    if drafts is None:
+        return None
+    draft, source = drafts.model, LOOKUP
+    if draft is not None:
+        source = drafts.head_kind.partition("-")[0] or "model"
+    return DraftRule(
+        source,
+        None if draft is None else draft.name,
+        0 if draft is None else draft.weight_bytes,
+        drafts.n_tokens,
+        MOST_DRAFTED,
+        LEAST_GAIN,
+    )
+
+
+def check_draft(name: str | None, report: Report = silent) -> None:
+    """ModelError, before any model is opened, where the head or the model that `name` names is not there.
+
+    name: as `find_drafts` reads it.
+    """
+    if name in (*NOT_NAMED, LOOKUP, HEAD, OFF):
+        return
+    assert name is not None
+    from phasewise.serving.loaders import locate_eagle
+    from phasewise.serving.loaders.fetching.resolve import cache_root, locate
+
+    if name.startswith(EAGLE3):
+        locate_eagle(name.removeprefix(EAGLE3), report=report)
+    else:
+        locate(name, cache_root(None), report)
 
 
 def find_drafts(
@@ -19,17 +80,27 @@ def find_drafts(
     db: str | None = None,
     report: Report = silent,
     n_tokens: int | None = None,
+    *,
+    by_itself: bool = True,
 ) -> DraftSource | None:
-    """The source of drafts for a model that is open; None where `name` is None: no drafts.
+    """The source of drafts for a model that is open; None where there is none, or none is to be.
 
-    name: `lookup`, or a model as `open_model` reads it. db: URL or file of the tuning database, whose step
-    times say what rows cost. n_tokens: as `DraftSource.n_tokens`. ModelError where the draft model cannot be
-    read or has another vocabulary.
+    name: `lookup`, `mtp` (a head that the model's files have), `eagle3:` and a directory with such a head,
+    `off`, or a model as `open_model` reads it; None or `auto`: the head of a model that has one, which drafts
+    as far as that pays. by_itself: False where a head cannot be used. db: URL or file of the tuning database,
+    whose step times say what rows cost. n_tokens: as `DraftSource.n_tokens`. ModelError where the draft model
+    or the head cannot be read, is not there, or has another vocabulary.
     """
-    if name is None:
+    if name == OFF or (name in NOT_NAMED and not by_itself):
         return None
     from phasewise.serving.drafts.opening import DraftSource, check_vocabularies
 
+    if name is not None and name.startswith(EAGLE3):
+        _check_prompts(opened)
+        return DraftSource(_eagle_of(opened, name, report), _recorded_ns(opened, db), n_tokens)
+    if name is None or name in (AUTO, HEAD):
+        head = _head_of(opened, report, is_named=name == HEAD)
+        return None if head is None else DraftSource(head, _recorded_ns(opened, db), n_tokens)
     recorded = _recorded_ns(opened, db)
     if name == LOOKUP:
         return DraftSource(recorded_ns=recorded, n_tokens=n_tokens)
@@ -47,6 +118,60 @@ def find_drafts(
     return DraftSource(draft, recorded, n_tokens)
 
 
+def _head_of(opened: OpenModel, report: Report, *, is_named: bool) -> PackedModel | None:
+    """The head of its model's files, in the model's format. ModelError where it is named and cannot be."""
+    from phasewise.serving.errors import ModelError
+    from phasewise.serving.loaders import load_head
+
+    model = opened.model
+    if is_named:
+        _check_prompts(opened)
+    elif _has_own_prompts(opened):
+        return None
+    try:
+        head = load_head(model, model.format, report=report)
+    except ModelError as error:
+        if is_named:
+            raise
+        report(f"the head of {model.name} drafts nothing: {error}")
+        return None
+    if head is None and is_named:
+        raise ModelError(
+            f"{model.name} has no head that drafts, or none that is read ({HEADS_READ}): name a model, or"
+            f" {LOOKUP}"
+        )
+    if head is not None and not is_named:
+        size = f"{head.weight_bytes / 1e6:.0f} MB"
+        report(f"a head of {model.name} ({size}) drafts as far as that pays; --draft off: nothing does")
+    return head
+
+
+def _eagle_of(opened: OpenModel, name: str, report: Report) -> PackedModel:
+    from phasewise.serving.loaders import load_eagle
+    from phasewise.serving.models.heads.draft_head import check_feeds, drafted_tokens
+
+    head = load_eagle(name.removeprefix(EAGLE3), opened.model, report=report)
+    check_feeds(opened.model.config, head.config.drafts)
+    drafted_tokens(head)
+    return head
+
+
+def _has_own_prompts(opened: OpenModel) -> bool:
+    """True if prompts are computed in another way than answers, so that a head would read other rows."""
+    prefill = opened.schedules["prefill"]
+    return any(prefill.own_path(weight) for weight in opened.model.products().values())
+
+
+def _check_prompts(opened: OpenModel) -> None:
+    from phasewise.serving.errors import ModelError
+
+    if _has_own_prompts(opened):
+        raise ModelError(
+            "a head reads rows of prompts as answers have them, and --tile-prompts computes those of"
+            f" {opened.model.name} in another way: leave either out"
+        )
+
+
 def _recorded_ns(opened: OpenModel, db: str | None) -> dict[int, float]:
     """Nanoseconds of decode steps by rows, of the plan in use, at the shortest context that was timed."""
     from phasewise.kerneldb.location import locate
@@ -60,11 +185,15 @@ def _recorded_ns(opened: OpenModel, db: str | None) -> dict[int, float]:
     from phasewise.tuner.config.recorded import configurations
     from phasewise.tuner.topotree import Configuration
 
-    machine, wanted = read_machine(), Configuration(opened.plans["decode"].ranks).key
+    machine, plan = read_machine(), opened.plans["decode"]
     with open_store(db) as store:
         rows = store.step_times(
             machine_key(machine), model_key(opened.model.name, opened.model.format), "decode"
         )
-    timed = [row for key, row in configurations(rows, machine) if key == wanted and row.step.tokens == 1]
+    timed = [
+        row
+        for key, row in configurations(rows, machine)
+        if row.step.tokens == 1 and key == Configuration(plan.at(row.step.sequences).ranks).key
+    ]
     shortest = min((row.step.context for row in timed), default=0)
     return {row.step.sequences: float(row.estimate_ns) for row in timed if row.step.context == shortest}

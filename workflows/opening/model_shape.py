@@ -84,7 +84,9 @@ def _shape_of_config(name: str, fields: dict[str, Any], weight_format: str) -> M
 def _shape(name: str, config: ModelConfig, read: Mapping[str, int], kv_element_bytes: int) -> ModelShape:
     """read: bytes of every weight. An untied embedding does not count: its rows are only looked up."""
     vectors = 1 if config.latent else 2
-    looked_up = 0 if config.tied_embeddings else read["embed"]
+    looked_up = (0 if config.tied_embeddings else read["embed"]) + read.get("layer_table", 0)
+    heads = [config.heads_of(layer) for layer in config.attention_layers]
+    kv_rows = sum(own.n_kv_heads * own.head_dim for own in heads)
     return ModelShape(
         name=name,
         n_layers=config.n_layers,
@@ -96,6 +98,6 @@ def _shape(name: str, config: ModelConfig, read: Mapping[str, int], kv_element_b
         vocab=config.vocab_size,
         weight_bytes=sum(read.values()) - looked_up,
         ffn_matrices=config.n_into_ffn + 1,
-        kv_bytes_per_slot=vectors * len(config.attention_layers) * config.kv_rows * kv_element_bytes,
+        kv_bytes_per_slot=vectors * kv_rows * kv_element_bytes,
         kv_vectors=vectors,
     )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from phasewise.serving.models.sparse_mode import SparseMode
-from phasewise.workflows.opening.arithmetic_choice import ArithmeticChoice
+from phasewise.workflows.opening.arithmetic_choice import ArithmeticChoice, check_arithmetic
 from phasewise.workflows.report import Report, silent
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from phasewise.topology import Machine
     from phasewise.tuner.lookup import ScheduleTable
     from phasewise.tuner.plans import Phase, ServicePlan
+    from phasewise.workflows.opening.memory_placement import MemoryPlacement
     from phasewise.workflows.opening.tuned_schedules import ScheduleUse
 
 
@@ -59,6 +60,13 @@ class OpenModel:
     storage: StorageChoice
     """The requested storage of its weights."""
 
+    def memory(self) -> MemoryPlacement | None:
+        """The NUMA nodes of its weights; None on a machine of one."""
+        from phasewise.topology import read_memory_nodes
+        from phasewise.workflows.opening.memory_placement import place
+
+        return place(self.model, self.plans, read_memory_nodes())
+
     def explain(self, prefill_rows: int, decode_rows: int, kv_format: str = "auto") -> list[ScheduleUse]:
         """The schedule of every product and of attention, for steps of up to this many rows in each phase."""
         from phasewise.workflows.opening.tuned_schedules import explain
@@ -84,10 +92,14 @@ def open_model(
     from phasewise.serving.loaders.fetching.resolve import cache_root, locate
     from phasewise.topology import read_machine
     from phasewise.tuner.plans import model_key, plans_for
+    from phasewise.workflows.opening.suited_default import suited_default
 
+    check_arithmetic(weights.arithmetic)
     machine = read_machine()
     name = locate(ref, cache_root(None), report).name
-    plans = plans_for(db, machine, model_key(name, weights.weight_format), threads, report, ranks)
+    key = model_key(name, weights.weight_format)
+    default = suited_default(ref, weights.weight_format, report)
+    plans = plans_for(db, machine, key, threads, report, ranks, default)
     return open_under(plans, ref, weights, db, machine, report)
 
 
@@ -103,6 +115,8 @@ def open_under(
     from phasewise.serving.loaders import load_model
     from phasewise.workflows.opening.storage_choice import storage_choice
 
+    check_arithmetic(weights.arithmetic)
+    tell_of_own_kernels(report)
     storage = storage_choice(weights.sparse, db, machine, plans, report)
     model = load_model(ref, weights.weight_format, report=report, checksum=weights.checksum, storage=storage)
     if weights.lora:
@@ -110,6 +124,14 @@ def open_under(
 
         model = with_adapters(model, weights.lora)
     return OpenModel(model, plans, schedules_under(plans, weights, db, machine, report), storage)
+
+
+def tell_of_own_kernels(report: Report) -> None:
+    """A line for each kernel that the user has installed, and why it is not used where it is not."""
+    from phasewise.cython_kernels.user_slots.installed import use_installed
+
+    for use in use_installed():
+        report(use.describe())
 
 
 def schedules_under(

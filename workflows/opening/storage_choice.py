@@ -35,7 +35,7 @@ def storage_choice(
     from phasewise.tuner.plans import machine_key
     from phasewise.tuner.storage import read_storage_table
 
-    keys = [machine_key(machine, plan.ranks[0].cores) for plan in plans.values()]
+    keys = [machine_key(machine, own.ranks[0].cores) for plan in plans.values() for own in plan.each]
     with open_store(db, report) as store:
         table = read_storage_table(store, keys, kernel_abi("gemm"))
     return _measured_choice(table) if table else StorageChoice(mode)

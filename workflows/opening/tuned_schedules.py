@@ -6,14 +6,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from phasewise.cython_kernels.division import columns, share
-from phasewise.cython_kernels.schedules import RowRange
+from phasewise._words import counted
+from phasewise.cython_kernels.division import columns, head_share, share
+from phasewise.cython_kernels.schedules import RowRange, ScheduleLookup
 from phasewise.kerneldb.location import locate
-from phasewise.serving.models.forward import attention_problem
+from phasewise.serving.models.forward import attention_problem, tuned_attention
 from phasewise.topology import Machine
 from phasewise.tuner.lookup import ScheduleTable
 from phasewise.tuner.plans import Phase, ServicePlan, machine_key
@@ -44,27 +45,29 @@ def schedules_for(
     tile_prompts: prefill multiplies quantised weights as bf16 on the tile unit, where there is one.
     arithmetic: for both phases.
     """
+    cores = {own.ranks[0].cores: None for plan in plans.values() for own in plan.each}
     absent = locate(db).is_absent
-    tables = dict.fromkeys(plans, ScheduleTable()) if absent else _tables(db, machine, plans, report)
+    tables = dict.fromkeys(cores, ScheduleTable()) if absent else _tables(db, machine, cores, report)
     path = PATHS.get(arithmetic)
-    return {
-        phase: table.asked(arithmetic, path, in_tiles=tile_prompts and phase == "prefill")
-        for phase, table in tables.items()
-    }
+
+    def of_plan(plan: ServicePlan) -> ScheduleTable:
+        in_tiles = tile_prompts and plan.phase == "prefill"
+        first, *bands = (
+            tables[own.ranks[0].cores].asked(arithmetic, path, in_tiles=in_tiles) for own in plan.each
+        )
+        return first.with_bands(bands) if bands else first
+
+    return {phase: of_plan(plan) for phase, plan in plans.items()}
 
 
 def _tables(
-    db: str | os.PathLike[str] | None, machine: Machine, plans: Plans, report: Report
-) -> dict[Phase, ScheduleTable]:
+    db: str | os.PathLike[str] | None, machine: Machine, cores: Iterable[tuple[int, ...]], report: Report
+) -> dict[tuple[int, ...], ScheduleTable]:
+    """The schedules of each rank's cores."""
     from phasewise.kerneldb.store import open_store
 
-    cores: dict[Phase, tuple[int, ...]] = {phase: plan.ranks[0].cores for phase, plan in plans.items()}
     with open_store(db, report) as store:
-        tables = {
-            rank_cores: read_schedules(store, machine, rank_cores, report)
-            for rank_cores in dict.fromkeys(cores.values())
-        }
-    return {phase: tables[rank_cores] for phase, rank_cores in cores.items()}
+        return {rank_cores: read_schedules(store, machine, rank_cores, report) for rank_cores in cores}
 
 
 def read_schedules(store: Store, machine: Machine, cores: Sequence[int], report: Report) -> ScheduleTable:
@@ -100,6 +103,8 @@ class ScheduleUse:
     storage: str = "dense"
     """`dense` or `sparse`, and the share that is kept, where it could be either."""
     storage_why: str = ""
+    from_sequences: int = 1
+    """Decode: of the steps of at least so many sequences, whose cores the plan's band names."""
 
 
 def explain(
@@ -117,26 +122,43 @@ def explain(
     """
     uses: list[ScheduleUse] = []
     shapes = [(names, whole, _storage_of(whole, storage)) for names, whole in _shapes(model)]
-    for phase, plan in plans.items():
+    for phase, plan, lookup, sequences in _by_load(plans, lookups):
+        own: list[ScheduleUse] = []
         threads = tuple(len(rank.cores) for rank in plan.ranks)
         for names, whole, stored in shapes:
             arithmetic = lookups["prefill"].arithmetic(whole)
             weight = columns(whole, *share(whole.panels, threads, 0))
             if weight is None:
                 continue  # fewer panels than threads
-            ranges: Sequence[RowRange] = lookups[phase].products(weight, max(most_rows.values()))
-            if (own_path := lookups[phase].own_path(whole)) is not None:
+            ranges: Sequence[RowRange] = lookup.products(weight, max(most_rows.values()))
+            if (own_path := lookup.own_path(whole)) is not None:
                 arithmetic = (own_path, arithmetic[1])
                 ranges = [RowRange(most_rows[phase], None, "prompts in tiles: the default")]
             cut = _cut(ranges, most_rows[phase])
             product_uses = [_product_use(phase, names, weight, arithmetic, threads[0], rows) for rows in cut]
-            uses += [replace(use, storage=stored[0], storage_why=stored[1]) for use in product_uses]
-        heads = share(model.config.n_kv_heads, threads, 0)[1]
-        if heads and model.config.latent is None:
+            own += [replace(use, storage=stored[0], storage_why=stored[1]) for use in product_uses]
+        heads = head_share(model.config.n_heads, model.config.n_kv_heads, threads, 0)
+        if heads.n_kv_heads and tuned_attention(model, kv_format) is not None:
             problem = attention_problem(model, heads, kv_format)
-            ranges = lookups[phase].attention(*problem, max(most_rows.values()))
-            uses += [_attention_use(phase, problem, rows) for rows in _cut(ranges, most_rows[phase])]
+            ranges = lookup.attention(*problem, max(most_rows.values()))
+            shared = "" if heads.n_sharers == 1 else f" of a KV head of {counted(heads.n_sharers, 'rank')}"
+            own += [
+                _attention_use(phase, "attention" + shared, problem, rows)
+                for rows in _cut(ranges, most_rows[phase])
+            ]
+        uses += own if sequences == 1 else [replace(use, from_sequences=sequences) for use in own]
     return uses
+
+
+def _by_load(
+    plans: Plans, lookups: Mapping[Phase, ScheduleTable]
+) -> Iterator[tuple[Phase, ServicePlan, ScheduleLookup, int]]:
+    """Each phase, and each band of decode's with the sequences from which it runs."""
+    for phase, plan in plans.items():
+        table = lookups[phase]
+        own = (table, *table.bands, *[ScheduleLookup()] * len(plan.bands))
+        for each, lookup, sequences in zip(plan.each, own, (1, *plan.starts), strict=False):
+            yield phase, each, lookup, sequences
 
 
 def _shapes(model: PackedModel) -> Iterator[tuple[str, PackedWeight]]:
@@ -205,9 +227,9 @@ def _product_use(
     )
 
 
-def _attention_use(phase: Phase, problem: tuple[str, int, int], cut: tuple[int, RowRange]) -> ScheduleUse:
+def _attention_use(
+    phase: Phase, name: str, problem: tuple[str, int, int], cut: tuple[int, RowRange]
+) -> ScheduleUse:
     first_m, rows = cut
     kv_format, n, k = problem
-    return ScheduleUse(
-        phase, "attention", kv_format, n, k, "fma", 1, first_m, rows.last_m, rows.why, rows.schedule
-    )
+    return ScheduleUse(phase, name, kv_format, n, k, "fma", 1, first_m, rows.last_m, rows.why, rows.schedule)

@@ -51,13 +51,15 @@ def collect_lengths(
 def _engine(ref: str, wish: CollectWish, report: Report) -> Iterator[OpenEngine]:
     from phasewise.serving.engine.engine_size import EngineSize
     from phasewise.serving.engine.open_engine import open_engine
+    from phasewise.serving.ranks.rank_layout import teams_of
     from phasewise.serving.ranks.rank_teams import keeping_affinity
     from phasewise.workflows.opening.open_model import Weights, open_model
 
     opened_model = open_model(ref, Weights(wish.weight_format), wish.threads, wish.db, report)
     for plan in opened_model.plans.values():
         report(plan.describe())
-    size = EngineSize.for_many(opened_model.model, wish.sequences, None, None)
+    teams = teams_of(opened_model.plans)
+    size = EngineSize.for_many(opened_model.model, wish.sequences, None, None, teams=teams)
     with (
         keeping_affinity(),
         open_engine(opened_model.model, opened_model.plans, size, schedules=opened_model.schedules) as opened,

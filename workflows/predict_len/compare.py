@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -12,7 +13,7 @@ import numpy as np
 from phasewise.serving.pools.bounds import learnt
 from phasewise.serving.pools.contract import PoolSettings
 from phasewise.tuner.errors import PredictorError
-from phasewise.tuner.predictor.encoded import train_encoded
+from phasewise.tuner.predictor.encoded import EncodedPredictor, train_encoded
 from phasewise.tuner.predictor.evaluate import (
     Calibration,
     FixedBuckets,
@@ -29,6 +30,9 @@ from phasewise.tuner.predictor.files import AnyPredictor
 from phasewise.tuner.predictor.train import TrainOptions, train
 
 OURS, S3, CONSTANT, STATIC = "ours", "S3", "constant", "static"
+TOKENS = "tokens"
+"""Read by a predictor without an encoder."""
+KEY_DIGITS = 32
 
 
 @dataclass(frozen=True)
@@ -85,13 +89,59 @@ class Rivals:
 
 
 @dataclass(frozen=True)
+class Grounds:
+    """The grounds of a report: what ours reads, the answers that it learnt from (in the mean, of several
+    folds), and a hash over those that judged it.
+    """
+
+    reads: str
+    learnt_answers: int
+    answers_key: str
+
+    @staticmethod
+    def of(folds: Sequence[Fold]) -> Grounds:
+        """The predictors of all folds are of one kind."""
+        predictors = [fold.rivals.ours.predictor for fold in folds]
+        learnt = [predictor.trained_on.get("answers", 1) for predictor in predictors]
+        reads = predictors[0].encoder if isinstance(predictors[0], EncodedPredictor) else TOKENS
+        examples = [example for fold in folds for example in fold.examples]
+        return Grounds(reads, round(sum(learnt) / len(learnt)), answers_key(examples))
+
+
+def answers_key(examples: Sequence[Example]) -> str:
+    """The same for the same answers in any order; nothing of a prompt can be read from it."""
+    answers = [
+        example.prompt_key + repr((example.output_tokens, example.was_cut, example.facts.limit)).encode()
+        for example in examples
+    ]
+    return hashlib.sha256(b"\n".join(sorted(answers))).hexdigest()[:KEY_DIGITS]
+
+
+@dataclass(frozen=True)
 class LogReport:
     """One log's held-out answers. `scores`: by point of comparison, then by method."""
 
     name: str
     n_answers: int
     scores: Mapping[str, tuple[Score, ...]]
+    grounds: Grounds
     calibration: Calibration | None = None
+
+    def figures_of_ours(self) -> dict[str, float]:
+        """Ours as it would be used, and beside S3 with the memory that S3 takes."""
+        own = next(scored for scored in next(iter(self.scores.values())) if scored.method == OURS)
+        figures = {
+            name: value
+            for name, value in asdict(own).items()
+            if isinstance(value, float) and name != "overflow"
+        }
+        figures["points_over_s3"] = self.points_gained([*self.scores][-1])
+        if self.calibration is not None:
+            shares = enumerate(self.calibration.coverage, 1)
+            figures |= {f"coverage_{10 * tenth}": share for tenth, share in shares}
+            figures["mean_error_tokens"] = self.calibration.mean_error_tokens
+            figures["constant_error_tokens"] = self.calibration.constant_error_tokens
+        return figures
 
     def points_gained(self, point: str) -> float:
         """Ours above S3, in percentage points of accuracy."""
@@ -170,7 +220,7 @@ def report_log(name: str, folds: Sequence[Fold]) -> LogReport:
     parts = [
         told(rivals.ours.predictor, own, rivals.hold, rivals.ours.first_lengths) for own, rivals in folds
     ]
-    return LogReport(name, len(examples), scores, calibration(parts))
+    return LogReport(name, len(examples), scores, Grounds.of(folds), calibration(parts))
 
 
 def _points(examples: Sequence[Example], rivals: Rivals) -> dict[str, dict[str, Given]]:
@@ -195,7 +245,7 @@ def report_drift(name: str, before: Sequence[Example], after: Sequence[Example],
         CONSTANT: constant(after, rivals.usual_bucket),
     }
     scores = tuple(score(method, after, given) for method, given in methods.items())
-    return LogReport(name, len(after), {"after the change": scores})
+    return LogReport(name, len(after), {"after the change": scores}, Grounds.of([Fold(after, rivals)]))
 
 
 def _last(given: Given, n: int) -> Given:

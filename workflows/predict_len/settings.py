@@ -41,3 +41,4 @@ class EvalWish:
     drift: bool = False
     encoder: str = "auto"
     seed: int = 0
+    db: str | None = None

@@ -12,6 +12,7 @@ from phasewise._files import check_writable, read_input, write_file
 from phasewise._words import counted
 from phasewise.workflows.errors import UsageError, WorkflowError
 from phasewise.workflows.opening.open_model import Weights, open_model
+from phasewise.workflows.opening.refusals import check_settings
 from phasewise.workflows.report import Report, silent
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ def pack_prefix(
     from phasewise.serving.engine.engine_size import EngineSize
     from phasewise.serving.engine.open_engine import ModelText, open_engine
     from phasewise.serving.prefix_store.pack_file import MOST_TOKENS
+    from phasewise.serving.ranks.rank_layout import teams_of
     from phasewise.serving.ranks.rank_teams import keeping_affinity
 
     read = _read(beginning)
@@ -75,12 +77,12 @@ def pack_prefix(
         check_writable(path)
     except OSError as error:
         raise WorkflowError(f"{path} cannot be written: {error.strerror}") from None
+    check_settings(ref, options.weights, options.kv_format, report)
     opened = open_model(ref, options.weights, options.threads, options.db, report)
     text = ModelText(opened.model)
     token_ids = _tokens(text, read, options.tool_format)
-    size = EngineSize.for_many(
-        opened.model, 1, options.context_tokens, None, options.kv_format, kv_shared=True
-    )
+    teams, context = teams_of(opened.plans), options.context_tokens
+    size = EngineSize.for_many(opened.model, 1, context, None, options.kv_format, kv_shared=True, teams=teams)
     most = min(MOST_TOKENS, size.limits.context_length - 1)
     if not 1 <= len(token_ids) <= most:
         raise WorkflowError(
@@ -192,6 +194,7 @@ def _computed(opened: OpenEngine, token_ids: tuple[int, ...]) -> tuple[PackFacts
     from phasewise.serving.engine.messages import Failure, Submit
     from phasewise.serving.engine.stored_prefixes import shape_of
     from phasewise.serving.prefix_store.blocks import write_record
+    from phasewise.serving.prefix_store.copying import copied
     from phasewise.serving.prefix_store.pack_file import PackFacts
 
     engine, share = opened.engine, opened.engine.ranks.kv_share
@@ -203,13 +206,10 @@ def _computed(opened: OpenEngine, token_ids: tuple[int, ...]) -> tuple[PackFacts
                 raise out.error
     shape = shape_of(share.shape)
     facts = PackFacts(opened.model.name, opened.fingerprint.of_keys_and_values, shape, token_ids)
-    placement, memory = beginnings.take_computed()[0].placement, share.memory
+    computed, memory = beginnings.take_computed()[-1], share.memory
     records = []
     for block in facts.blocks:
-        n_layer = shape.slot_bytes * block.n_tokens
-        rows = bytearray(shape.rows_bytes(block.n_tokens))
-        for layer in range(shape.n_layers):
-            out_rows = memoryview(rows)[layer * n_layer : (layer + 1) * n_layer]
-            memory.read(layer, placement.slot(block.begin), block.n_tokens, out_rows)
-        records.append(b"".join(write_record(facts.naming, block, 0.0, rows)))
+        held = copied(computed, block, shape, memory, memoryview(bytearray(shape.most_bytes)))
+        assert held is not None, "nothing else is computed here"
+        records.append(b"".join(write_record(facts.naming, block, 0.0, held)))
     return facts, records

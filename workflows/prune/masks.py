@@ -97,13 +97,18 @@ def sparsegpt(w: Array, hessian: Array, pattern: Pattern) -> Array:
     return w
 
 
-def _inverse_factor(hessian: Array) -> Array:
-    """The upper Cholesky factor of the damped Hessian's inverse, float32."""
-    h = hessian.astype(np.float64)
+def damped(hessian: Array) -> Array:
+    """The Hessian in float64, invertible: inputs that are always zero count, and all a little more."""
+    h: Array = hessian.astype(np.float64)
     diagonal = np.arange(h.shape[0])
     h[diagonal[np.diag(h) == 0], diagonal[np.diag(h) == 0]] = 1
     h[diagonal, diagonal] += DAMPING * np.mean(np.diag(h))
-    upper: Array = np.linalg.cholesky(np.linalg.inv(h)).T.astype(np.float32)
+    return h
+
+
+def _inverse_factor(hessian: Array) -> Array:
+    """The upper Cholesky factor of the damped Hessian's inverse, float32."""
+    upper: Array = np.linalg.cholesky(np.linalg.inv(damped(hessian))).T.astype(np.float32)
     return np.ascontiguousarray(upper)
 
 

@@ -1,8 +1,10 @@
-"""Prune a model: calibrate, choose what becomes zero, write a directory, and say what it gained and lost."""
+"""Prune a model: calibrate, choose what becomes zero, fit the rest again if asked, write a directory, and say
+what it gained and lost.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -30,17 +32,21 @@ from phasewise.workflows.prune.directory import (
     write_texts,
 )
 from phasewise.workflows.prune.masks import Method, Pattern
+from phasewise.workflows.prune.recovery import Recovery, RecoveryTally, recover
 from phasewise.workflows.report import Report, silent
 
 if TYPE_CHECKING:
     from phasewise.serving.loaders.source import ModelSource, SourceTensor
 
 Array = npt.NDArray[Any]
+Change = Callable[[str, Array], Array]
+"""The values of a weight that is pruned, float32 [n, k], from its name and those that it had."""
 
 CALIBRATION_TOKENS = 16384
 EVALUATION_TOKENS = 20480
 EMBEDDINGS = ("embed", "lm_head")
 LAYER_WEIGHTS = tuple(READERS)
+TENSORS_FILE = "model.safetensors"
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,7 @@ class PruneSettings:
     skip: tuple[str, ...] = EMBEDDINGS
     storage: Literal["dense", "bitmask"] = "dense"
     evaluation: Path | None = None
+    recover: bool = False
 
     def __post_init__(self) -> None:
         unknown = sorted(set(self.skip) - {*EMBEDDINGS, *LAYER_WEIGHTS})
@@ -66,11 +73,17 @@ class PruneSettings:
             )
         if not self.pattern.is_structured and not 0 < self.pattern.share < 1:
             raise UsageError(f"--sparsity {self.pattern}: a share between 0 and 1, or 2:4, expected")
-        if self.calibration is None and (self.method != "magnitude" or self.allocation == "owl"):
-            what = self.method if self.method != "magnitude" else "--allocation owl"
-            raise UsageError(f"{what} weighs weights by their inputs: give a text with --calibration FILE")
+        if self.calibration is None and self.reads_inputs:
+            uniform = "--recover" if self.allocation == "uniform" else "--allocation owl"
+            what = uniform if self.method == "magnitude" else f"--method {self.method}"
+            raise UsageError(f"{what} reads the inputs of weights: give a text with --calibration FILE")
         if self.allocation == "owl" and self.pattern.is_structured:
             raise UsageError(f"--allocation owl gives layers different shares, --sparsity {self.pattern} one")
+
+    @property
+    def reads_inputs(self) -> bool:
+        """True where the inputs of products decide anything."""
+        return self.method != "magnitude" or self.allocation == "owl" or self.recover
 
 
 @dataclass(frozen=True)
@@ -95,6 +108,8 @@ class Pruned:
     """The same, stored as `--sparse auto` chooses on this CPU."""
     perplexity_before: float | None
     perplexity_after: float | None
+    recovery: Recovery | None = None
+    """None: the values are those that pruning left."""
 
     @property
     def decode_bound(self) -> float:
@@ -130,28 +145,63 @@ def prune(settings: PruneSettings, report: Report = silent, progress: Report = s
     from phasewise.serving.loaders.fetching.resolve import cache_root, locate
 
     located = locate(settings.model, cache_root(), report)
+    recovery = None
     with open_source(located) as source, new_directory(settings.out) as directory:
         check_family(source)
         activations = _calibrate(settings, report, progress)
         chosen = _choose(settings, source, activations, report)
         sparsity = _sparsity_config(settings) if settings.storage == "bitmask" else None
         write_texts(source, directory, sparsity)
-        pruned = _write(settings, source, chosen, activations, directory / "model.safetensors", progress)
+        change = _pruning(settings, chosen, activations)
+        pruned = _write(settings, source, change, directory / TENSORS_FILE, progress, "pruning")
+        if settings.recover:
+            assert activations is not None
+            between = _perplexity_of_values_left(settings, directory, report, progress)
+            pruned, recovery = _recover(settings, source, directory, activations, progress)
+            recovery = replace(recovery, perplexity_pruned=between)
     before = after = None
     if settings.evaluation is not None:
         before = _perplexity(settings.model, settings.evaluation, report, progress)
         after = _perplexity(str(settings.out), settings.evaluation, report, progress)
-    return replace(pruned, perplexity_before=before, perplexity_after=after)
+    return replace(pruned, perplexity_before=before, perplexity_after=after, recovery=recovery)
 
 
 def _calibrate(settings: PruneSettings, report: Report, progress: Report) -> Activations | None:
-    if settings.calibration is None or (settings.method == "magnitude" and settings.allocation == "uniform"):
+    if settings.calibration is None or not settings.reads_inputs:
         return None
     from phasewise.serving.loaders import load_model
 
     model = load_model(settings.model, "bf16", report=report, storage=StorageChoice("never"))
     pieces = windows(model, read_text(settings.calibration), settings.calibration_tokens)
-    return gather(model, pieces, "hessian" if settings.method == "sparsegpt" else "squares", progress)
+    needs_hessians = settings.method == "sparsegpt" or settings.recover
+    return gather(model, pieces, "hessian" if needs_hessians else "squares", progress)
+
+
+def _recover(
+    settings: PruneSettings,
+    source: ModelSource,
+    directory: Path,
+    activations: Activations,
+    progress: Report,
+) -> tuple[Pruned, Recovery]:
+    """Fit the weights that the directory's file kept, and put them in its place."""
+    from phasewise.serving.loaders import open_source
+    from phasewise.serving.loaders.fetching.resolve import Located
+
+    tally, recovered = RecoveryTally(), directory / f"recovered-{TENSORS_FILE}"
+    with open_source(Located(source.name, directory)) as left:
+
+        def fitted(name: str, w: Array) -> Array:
+            values = _bf16(left.tensors[name])
+            if name.rpartition(".")[2] in EMBEDDINGS:
+                return values  # whose rows are looked up, or whose inputs are not those of a layer
+            values, n_steps, error = recover(w, values, activations.hessians[_inputs_of(name)])
+            tally.add(n_steps, error)
+            return values
+
+        pruned = _write(settings, source, fitted, recovered, progress, "recovering")
+    recovered.replace(directory / TENSORS_FILE)
+    return pruned, tally.recovery()
 
 
 def _choose(
@@ -195,6 +245,18 @@ def _sparsity_config(settings: PruneSettings) -> Mapping[str, Any]:
     }
 
 
+def _pruning(settings: PruneSettings, patterns: Sequence[Pattern], activations: Activations | None) -> Change:
+    """The method that sets weights to zero, by the pattern of their layer."""
+
+    def change(name: str, w: Array) -> Array:
+        if name.rpartition(".")[2] in EMBEDDINGS:
+            return np.where(masks.magnitude_mask(w, settings.pattern), w, np.float32(0))
+        layer, _ = _layer_of(name)
+        return _pruned(w, patterns[layer], settings.method, activations, _inputs_of(name))
+
+    return change
+
+
 def _pruned(
     w: Array, pattern: Pattern, method: Method, activations: Activations | None, key: tuple[int, str]
 ) -> Array:
@@ -211,6 +273,12 @@ def _layer_of(name: str) -> tuple[int, str]:
     """("layers.3.q") is (3, "q")."""
     _, layer, weight = name.split(".")
     return int(layer), weight
+
+
+def _inputs_of(name: str) -> tuple[int, str]:
+    """The key of the inputs of a layer's weight among `Activations`."""
+    layer, weight = _layer_of(name)
+    return layer, READERS[weight]
 
 
 @dataclass
@@ -250,10 +318,10 @@ class _Tally:
 def _write(
     settings: PruneSettings,
     source: ModelSource,
-    patterns: Sequence[Pattern],
-    activations: Activations | None,
+    change: Change,
     path: Path,
     progress: Report,
+    doing: str,
 ) -> Pruned:
     """The file of tensors. A weight is in memory once as float32 while its turn lasts."""
     tally = _Tally()
@@ -270,19 +338,14 @@ def _write(
             w = _bf16(tensor)
             weight = name.rpartition(".")[2]
             if weight not in settings.skip:
-                if weight in EMBEDDINGS:
-                    w = np.where(masks.magnitude_mask(w, settings.pattern), w, np.float32(0))
-                else:
-                    layer, _ = _layer_of(name)
-                    key = layer, READERS[weight]
-                    w = _pruned(w, patterns[layer], settings.method, activations, key)
+                w = change(name, w)
             bits = bf16_bits(w)
             tally.add(bits, is_read=name != "embed" or tied, is_pruned=weight not in settings.skip)
             if settings.storage == "bitmask" and weight not in EMBEDDINGS:
                 yield from bitmask_tensors(theirs, bits)
             else:
                 yield Tensor(theirs, "BF16", bits)
-            progress(f"pruning: {number + 1} of {counted(len(source.tensors), 'tensor')}")
+            progress(f"{doing}: {number + 1} of {counted(len(source.tensors), 'tensor')}")
 
     write_tensors(path, tensors(), 4 * len(source.tensors))
     names = {name.rpartition(".")[2] for name in source.tensors}
@@ -311,8 +374,27 @@ _GLOBAL = {ours: theirs for theirs, ours in GLOBAL_NAMES.items()}
 _LAYER = {ours: theirs for theirs, ours in LAYER_NAMES.items()}
 
 
-def _perplexity(model: str, text: Path, report: Report, progress: Report) -> float:
-    """Perplexity of a model as bf16 over the first tokens of a text, in windows that do not overlap."""
+def _perplexity_of_values_left(
+    settings: PruneSettings, directory: Path, report: Report, progress: Report
+) -> float | None:
+    """Perplexity of the directory that is not whole yet; nothing of it stays in the cache."""
+    from phasewise.serving.loaders.fetching import cache
+    from phasewise.serving.loaders.fetching.resolve import cache_root
+
+    if settings.evaluation is None:
+        return None
+    value = _perplexity(str(directory), settings.evaluation, report, progress, "the pruned model")
+    cache.remove(str(directory), cache_root(), packed_only=True)
+    return value
+
+
+def _perplexity(
+    model: str, text: Path, report: Report, progress: Report, told_as: str | None = None
+) -> float:
+    """Perplexity of a model as bf16 over the first tokens of a text, in windows that do not overlap.
+
+    told_as: what progress calls it; None: by its name.
+    """
     from phasewise.workflows.evaluate.figures import perplexity
     from phasewise.workflows.evaluate.scorer import Scorer, losses_of
     from phasewise.workflows.evaluate.texts import Chunk
@@ -325,5 +407,7 @@ def _perplexity(model: str, text: Path, report: Report, progress: Report) -> flo
         chunks = [Chunk(piece) for piece in pieces if len(piece) > 1]
         for number, piece_losses in enumerate(losses_of(scorer, chunks), 1):
             losses.append(piece_losses)
-            progress(f"perplexity of {opened.model.name}: {number} of {counted(len(chunks), 'window')}")
+            progress(
+                f"perplexity of {told_as or opened.model.name}: {number} of {counted(len(chunks), 'window')}"
+            )
     return perplexity(np.concatenate(losses)).value

@@ -15,13 +15,12 @@ import numpy as np
 
 from phasewise.serving.loaders.families import FAMILIES, Family
 from phasewise.serving.loaders.families.reading import yarn_magnitude
-from phasewise.serving.models.packed_model import (
+from phasewise.serving.models.packed_model import LayerKind, ModelConfig
+from phasewise.serving.models.rope import (
     FrequencyFactors,
-    LayerKind,
     LinearScaling,
     Llama3Scaling,
     LongScaling,
-    ModelConfig,
     RopeSpec,
     YarnScaling,
 )
@@ -37,7 +36,7 @@ def family_in_gguf(config: ModelConfig, name: str) -> Family:
     """The family by which the file will be read. WorkflowError where there is none."""
     wanted = SAME_ARCHITECTURE.get(config.architecture, config.architecture)
     family = next((family for family in FAMILIES if family.name == wanted), None)
-    other = config.encoder or config.experts or config.latent
+    other = config.encoder or config.experts or config.latent or (config.value_norms or None)
     if family is None or not family.gguf or other is not None:
         kind = "mixture of experts" if config.experts else "model"
         raise WorkflowError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from phasewise._words import counted
 from phasewise.workflows.rehearse.hour import Hour, busiest_part
@@ -24,14 +24,40 @@ WINDOW_SHARE = 0.8
 """Share of the time that is left then, for all settings: what is simulated to end in it may take longer."""
 
 
+LEAST_OF_PREDICTED = 0.9
+"""The share of a simulated gain that a run has to show."""
+
+
+class Merits(NamedTuple):
+    """Merits of some settings, as `ways.merit` has them: simulated, and of the run."""
+
+    predicted: float
+    measured: float
+
+
 @dataclass(frozen=True)
 class Check:
     """One measured run: the same requests by today's settings and by the proposed ones."""
 
     n_requests: int
     window_s: float
-    predicted: float
-    measured: float
+    today: Merits
+    proposed: Merits
+
+    @property
+    def predicted(self) -> float:
+        """The gain that was simulated."""
+        return self.proposed.predicted / self.today.predicted
+
+    @property
+    def measured(self) -> float:
+        """The gain of the run."""
+        return self.proposed.measured / self.today.measured
+
+    @property
+    def reaches_predicted(self) -> bool:
+        """The run gains what was simulated, or at most a tenth less."""
+        return self.measured >= LEAST_OF_PREDICTED * self.predicted
 
     @property
     def error(self) -> float:
@@ -68,8 +94,7 @@ def checked(
     for way in runs:
         with engines.host(way, part, answers) as host:
             replay = replayed(host, engines.n_vocabulary, part)
-        merits[way] = merit(stage.objective, replay.lives)
+        merits[way] = Merits(stage.merit(way, part), merit(stage.objective, replay.lives))
         answers = answers or replay.answers
     today, proposed = ways
-    predicted = stage.merit(proposed, part) / stage.merit(today, part)
-    return Check(len(part), window_s, predicted, merits[proposed] / merits[today])
+    return Check(len(part), window_s, merits[today], merits[proposed])

@@ -36,10 +36,17 @@ class Engines:
     def size(self, way: ServerWay) -> EngineSize:
         """The size of an engine that has all of the memory."""
         from phasewise.serving.engine.engine_size import EngineSize
+        from phasewise.serving.ranks.rank_layout import teams_of
         from phasewise.serving.scheduling.scheduler_terms import DEFAULT_SEQUENCES
 
+        model, is_pooled = self.models[way.plans], way.pools is not None
         size = EngineSize.for_many(
-            self.models[way.plans].model, DEFAULT_SEQUENCES, None, None, kv_shared=way.pools is not None
+            model.model,
+            DEFAULT_SEQUENCES,
+            None,
+            None,
+            kv_shared=is_pooled,
+            teams=() if is_pooled else teams_of(model.plans),
         )
         limits = replace(size.limits, prefix_reuse=False, max_batch_tokens=way.batch_tokens)
         kv = replace(size.kv, touched=True)
@@ -56,20 +63,6 @@ class Engines:
             keeping_affinity(),
             open_engine(model.model, model.plans, self.size(way), schedules=model.schedules) as opened,
         ):
-            yield opened
-
-    @contextmanager
-    def half(self, plans: Mapping[Phase, ServicePlan], way: ServerWay) -> Iterator[OpenEngine]:
-        """An engine with half of the memory, on a pool's cores; the calling thread stays pinned to them."""
-        from phasewise.serving.engine.open_engine import open_engine
-        from phasewise.topology import read_machine
-        from phasewise.workflows.opening.open_model import Weights, open_under
-        from phasewise.workflows.serve.pools import share_of
-
-        wish = self.wish
-        model = open_under(plans, wish.model, Weights(wish.weight_format), wish.db, read_machine())
-        size = share_of(self.size(way), 2)
-        with open_engine(model.model, plans, size, schedules=model.schedules) as opened:
             yield opened
 
     @contextmanager

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from phasewise.workflows.rehearse.check import Check
     from phasewise.workflows.rehearse.run import Rehearsal
 
 
@@ -21,9 +22,19 @@ def rehearsal_fields(rehearsal: Rehearsal) -> dict[str, Any]:
         "proposed": asdict(rehearsal.proposed),
         "options": rehearsal.proposed.options(rehearsal.today),
         "expected_gain": asdict(rehearsal.expected) if rehearsal.proposed != rehearsal.today else None,
-        "check": None if check is None else {**asdict(check), "error": check.error},
+        "check": None if check is None else _check_fields(check),
         "tried": [
             {**asdict(way), "gain": merit / rehearsal.today_merit} for way, merit in rehearsal.tried.items()
         ],
         "remarks": list(rehearsal.remarks),
+    }
+
+
+def _check_fields(check: Check) -> dict[str, Any]:
+    return {
+        "n_requests": check.n_requests,
+        "window_s": check.window_s,
+        "predicted": check.predicted,
+        "measured": check.measured,
+        "error": check.error,
     }

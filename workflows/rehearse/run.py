@@ -14,7 +14,7 @@ from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING
 
-from phasewise._words import counted
+from phasewise._words import counted, multiple
 from phasewise.serving.pools.opening import DEFAULT_POLICY, POLICIES
 from phasewise.serving.scheduling.pacing import DEFAULT_TPOT_MS
 from phasewise.serving.scheduling.scheduler_terms import DEFAULT_BATCH_TOKENS
@@ -54,6 +54,10 @@ FINALISTS = 3
 TIMED_SHARE, HALVES_SHARE, SIMULATED_SHARE = 0.2, 0.3, 0.5
 """Shares of the budget, by when steps are timed, by when those of halves are, and by when the proposal has to
 be there."""
+
+FIRST_CHECK_SHARE, SIMULATED_AGAIN_SHARE = 0.5, 0.1
+"""Pools share caches and memory with their front, as steps do not tell: their check leaves time for another
+proposal. Of the time that is left, and of the budget."""
 
 
 @dataclass(frozen=True)
@@ -116,12 +120,55 @@ def rehearse(log: Path, wish: Wish, started_s: float, lock: MeasurementLock, rep
     with lock.turn(wish.budget_s):
         report("timing the model's steps ...")
         timed, room, remarks = _measured(engines, hour, today, is_over, report)
-        rehearsal = _proposed(hour, today, timed, room, wish, is_over, remarks, report)
-        if rehearsal.proposed == rehearsal.today:
-            return rehearsal
-        stage, ways = timed.stage(room, wish.objective), (today, rehearsal.proposed)
-        check = checked(ways, hour, stage, engines, started_s + wish.budget_s, report)
-        return replace(rehearsal, check=check)
+
+        def proposed(pools: bool, remarks: Sequence[str], simulated_s: float) -> Rehearsal:
+            used = timed if pools else replace(timed, halves={})
+            return _proposed(
+                hour, today, used, room, wish, lambda: time.monotonic() > simulated_s, remarks, report
+            )
+
+        def with_check(rehearsal: Rehearsal, share: float) -> Rehearsal:
+            left_s = started_s + wish.budget_s - time.monotonic()
+            ways = (today, rehearsal.proposed)
+            stage = timed.stage(room, wish.objective)
+            check = checked(ways, hour, stage, engines, time.monotonic() + share * left_s, report)
+            return replace(rehearsal, check=check)
+
+        first = proposed(True, remarks, started_s + SIMULATED_SHARE * wish.budget_s)
+        return surviving(
+            first,
+            with_check,
+            lambda told: proposed(False, told, time.monotonic() + SIMULATED_AGAIN_SHARE * wish.budget_s),
+        )
+
+
+def surviving(
+    rehearsal: Rehearsal,
+    with_check: Callable[[Rehearsal, float], Rehearsal],
+    without_pools: Callable[[Sequence[str]], Rehearsal],
+) -> Rehearsal:
+    """The rehearsal after its check; another one without pools, where the check refutes pools.
+
+    with_check: runs the proposal in a share of the time that is left. without_pools: a rehearsal with these
+    remarks.
+    """
+    if rehearsal.proposed == rehearsal.today:
+        return rehearsal
+    if rehearsal.proposed.pools is None:
+        return with_check(rehearsal, 1.0)
+    rehearsal = with_check(rehearsal, FIRST_CHECK_SHARE)
+    if rehearsal.check is None or rehearsal.check.reaches_predicted:
+        return rehearsal
+    again = without_pools((*rehearsal.remarks, _refuted(rehearsal, rehearsal.check)))
+    return again if again.proposed == again.today else with_check(again, 1.0)
+
+
+def _refuted(rehearsal: Rehearsal, check: Check) -> str:
+    changes = " ".join(rehearsal.proposed.options(rehearsal.today))
+    return (
+        f"a run of {changes} gave {multiple(check.measured, 3)} of today's, not the "
+        f"{multiple(check.predicted, 3)} that were simulated: it is not proposed"
+    )
 
 
 def todays_way(hour: Hour) -> ServerWay:
@@ -149,10 +196,10 @@ _DIVIDED = ("prompt_pool", "token_pool", "mixed_pool", "pools", "cluster")
 
 
 def _todays_drafts(options: StandingOptions, hour: Hour) -> DraftTokens:
-    from phasewise.workflows.opening.drafts import LOOKUP
+    from phasewise.workflows.opening.drafts import LOOKUP, NOT_NAMED, OFF
 
     source = options.text("draft")
-    if source is None:
+    if source in (*NOT_NAMED, OFF):
         return None
     if source != LOOKUP:
         raise UsageError(f"draft is {source!r:.40}: only the drafts of {LOOKUP} can be rehearsed; unset it")
@@ -171,7 +218,8 @@ def _plans_of(opened_model: OpenModel) -> dict[str, OpenModel]:
 
     machine = read_machine()
     defaults = {phase: default_plan(machine, phase) for phase in opened_model.plans}
-    if all(plan.ranks == defaults[phase].ranks for phase, plan in opened_model.plans.items()):
+    plans = opened_model.plans.items()
+    if all(plan.ranks == defaults[phase].ranks and not plan.bands for phase, plan in plans):
         return {IN_USE: opened_model}
     return {IN_USE: opened_model, DEFAULT_PLAN: replace(opened_model, plans=defaults)}
 
@@ -186,10 +234,11 @@ def _measured(
         with engines.engine(replace(today, plans=name)) as opened:
             share = TIMED_SHARE * (len(by_plans) + 1) / len(engines.models)
             by_plans[name] = timed_steps(opened, is_over=partial(is_over, share))
-            room = ServerRoom(opened.size.kv.slots, opened.size.limits.max_sequences)
+            limits = opened.size.limits
+            room = ServerRoom(opened.size.kv.slots, limits.max_sequences, limits.context_length)
     timed = Timed(by_plans)
     remarks = _remarks(hour, timed)
-    report("timing steps of two halves of the machine ...")
+    report("timing two pools of half the cores each ...")
     try:
         timed = replace(timed, halves=timed_halves(engines, today, partial(is_over, HALVES_SHARE)))
     except WorkflowError as error:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from phasewise.cluster.simulated.recorded_steps import TimedStep
+from phasewise.serving.batch import STEP_TOKENS
 from phasewise.serving.drafts.contract import Draft
 from phasewise.serving.engine.messages import Submit
 from phasewise.serving.scheduling.shadow import UNBOUNDED
@@ -37,8 +38,7 @@ RUNS = (
 """Runs that are timed, those that tell most first. Prompts come at several sizes between which pacing
 chooses."""
 
-LEAST_RUNS = 6
-CHUNK_TOKENS = 512
+LEAST_RUNS = 7
 
 
 def timed_steps(
@@ -83,7 +83,7 @@ class _Wrong:
             for room in rooms
         ]
 
-    def observe(self, n_rows: int, duration_ns: int) -> None: ...
+    def observe(self, batch: Batch, duration_ns: int) -> None: ...
 
     def computed(self, batch: Batch) -> None: ...
 
@@ -100,7 +100,7 @@ def _timed(opened: OpenEngine, rng: random.Random, run: _Run) -> list[TimedStep]
         engine.submit(Submit(f"{number}", prompt, n_answer, ignore_eos=True))
     timed = []
     n_before, n_decoded = 0, 0
-    chunk = CHUNK_TOKENS if n_prompt > CHUNK_TOKENS else None
+    chunk = STEP_TOKENS if n_prompt > STEP_TOKENS else None
     engine._pace = lambda: (chunk, None, UNBOUNDED)  # type: ignore[method-assign]
     engine.drafter = _Wrong(n_drafted, engine.vocabulary.size, rng) if n_drafted else None
     while engine.has_work:

@@ -84,17 +84,18 @@ class ServerWay:
 
 @dataclass(frozen=True)
 class ServerRoom:
-    """The memory of a server for keys and values, and how many answers it computes at once."""
+    """The memory of a server for keys and values, and what it takes at once."""
 
     kv_slots: int
     max_sequences: int = DEFAULT_SEQUENCES
+    context_tokens: int | None = None
+    """Tokens of the longest request that it takes: a static block is as long. None: that of the trace."""
 
 
 class Halves(NamedTuple):
-    """Steps of two pools while both compute, and what a hand-over from one to the other takes."""
+    """Steps of either pool while both compute, and what a hand-over from one to the other takes."""
 
-    prompt: StepTimes
-    token: StepTimes
+    steps: StepTimes
     hand_over_s: float
 
 
@@ -122,17 +123,21 @@ class Stage:
             tpot_ms=way.tpot_ms,
             kv_policy=way.kv_policy,
             drafts=None if way.draft_tokens is None else _opener(way.draft_tokens),
+            context_tokens=self.room.context_tokens,
         )
         if way.pools is None:
             return simulate(ClusterSpec((Pool("mixed", kind, 1),)), arrivals).lives
         halves = self.halves[way.pools]
+        kv_slots = self.room.kv_slots // 2
         half = replace(
-            kind, memory_bytes=self.room.kv_slots // 2, link=Link(math.inf, latency_s=halves.hand_over_s)
+            kind,
+            name="half",
+            steps=halves.steps,
+            memory_bytes=kv_slots,
+            context_tokens=None if kind.context_tokens is None else min(kind.context_tokens, kv_slots),
+            link=Link(math.inf, latency_s=halves.hand_over_s),
         )
-        pools = (
-            Pool("prompt", replace(half, name="prompt half", steps=halves.prompt), 1),
-            Pool("token", replace(half, name="token half", steps=halves.token), 1),
-        )
+        pools = (Pool("prompt", half, 1), Pool("token", half, 1))
         limits = Limits(split_above_tokens=SPLIT_ABOVE_TOKENS)
         return simulate(ClusterSpec(pools, limits=limits), arrivals).lives
 

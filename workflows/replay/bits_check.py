@@ -152,7 +152,8 @@ def known_model(kinds: Sequence[str]) -> PackedModel:
     """A model with a layer of each kind: the same numbers on every machine, since none of them is rounded."""
     import numpy as np
 
-    from phasewise.serving.models.packed_model import ModelConfig, PackedModel, RopeSpec
+    from phasewise.serving.models.packed_model import ModelConfig, PackedModel
+    from phasewise.serving.models.rope import RopeSpec
 
     rng = np.random.default_rng(np.random.PCG64(41))
     config = ModelConfig(

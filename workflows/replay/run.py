@@ -22,6 +22,7 @@ from phasewise.serving.engine.receipts import (
 from phasewise.serving.errors import StepFailed
 from phasewise.workflows.errors import WorkflowError
 from phasewise.workflows.opening.open_model import NATIVE, OpenModel, Weights, open_model
+from phasewise.workflows.opening.refusals import check_settings
 from phasewise.workflows.report import Report, silent
 
 if TYPE_CHECKING:
@@ -121,6 +122,7 @@ def replay_files(
 
         trusted_signer = known_signer(signer)
     read = [(str(path), receipt) for path in paths for receipt in read_receipts(path)]
+    check_settings(model, weights, report=report)
     opened = open_model(model, weights, threads, db, report, ranks)
     with _Replayer(opened, signer=trusted_signer) as replayer:
         return [replayer.verdict(source, receipt) for source, receipt in read]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from phasewise._words import counted
 from phasewise.workflows.embed.accelerators import Accelerators, accelerators_here
 from phasewise.workflows.errors import UsageError
-from phasewise.workflows.opening.open_model import Weights
+from phasewise.workflows.opening.open_model import Weights, tell_of_own_kernels
 from phasewise.workflows.report import Report
 
 if TYPE_CHECKING:
@@ -205,6 +205,7 @@ def serve_embeddings(
     from phasewise.serving.embedding_service import run_embedding_service
     from phasewise.topology import read_machine
 
+    tell_of_own_kernels(report)
     model = load_embedding_model(ref, weights, report)
     on = _devices_for(embeddings, weights)
     accelerators = on.accelerators()
@@ -229,7 +230,7 @@ def threads_beside(settings: Embeddings, threads: int | None) -> int:
     from phasewise.tuner.plans import default_thread_count
 
     n_cores = default_thread_count(read_machine())
-    own = settings.embed_cores or _default_share(n_cores)
+    own = cores_of_embeddings(settings, n_cores)
     left = n_cores - own if threads is None else threads
     if left < 1 or left + own > n_cores:
         raise UsageError(
@@ -237,6 +238,11 @@ def threads_beside(settings: Embeddings, threads: int | None) -> int:
             f"{n_cores} are there; choose fewer with --embed-cores or --threads"
         )
     return left
+
+
+def cores_of_embeddings(settings: Embeddings, n_cores: int) -> int:
+    """Cores of embeddings beside a language model."""
+    return settings.embed_cores or _default_share(n_cores)
 
 
 def _default_share(n_cores: int) -> int:

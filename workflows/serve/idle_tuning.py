@@ -106,7 +106,8 @@ def host_that_tunes(
         if not isinstance(engine.ranks, LocalRanks):
             report(f"{tuned} from the next start on")
             return
-        schedules = schedules_under(opened.plans, settings.weights, settings.db, read_machine(), report)
+        plans = opened.plans if engine.cores is None else engine.cores.plans
+        schedules = schedules_under(plans, settings.weights, settings.db, read_machine(), report)
         threads[0].between_steps(partial(engine.ranks.reschedule, schedules))
         report(tuned)
 

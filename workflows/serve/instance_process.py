@@ -1,6 +1,7 @@
-"""The process of one instance of a pool: `python -m phasewise.workflows.serve.instance_process`.
+"""The process of one instance of a pool: `python -m phasewise.workflows.serve.instance_process PARENT`.
 
-It is told what to do on its standard input, and opens the model and the tuning database of its own host.
+It is told what to do on its standard input, and opens the model and the tuning database of its own host. It
+ends with PARENT, the process that started it. Nothing that takes long is imported before that is agreed.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ import logging
 import os
 import signal
 import sys
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from phasewise.workflows.opening.open_model import Weights, open_under
+from phasewise.serving.processes.parents import end_with_parent
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from phasewise.cluster.real.instance import Orders
     from phasewise.serving.engine.engine_size import EngineSize
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from phasewise.serving.prefix_store.opening import PrefixSettings
     from phasewise.topology import Machine
     from phasewise.tuner.plans import Phase, ServicePlan
+    from phasewise.workflows.opening.open_model import OpenModel, Weights
     from phasewise.workflows.report import Report
 
 MODULE = "phasewise.workflows.serve.instance_process"
@@ -36,8 +39,10 @@ _FOR_THE_FRONT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class InstanceSpec:
     """The model and settings of an instance.
 
-    plans: of both phases; None: those of its host's database that use `cores`, else one rank on as many cores
-    of its host, the first `first_core` of which others use. db: URL or file of the tuning database.
+    plans: of both phases; None: those of its host's database that use `cores` cores which no other instance
+    of `node` has, else one rank on as many that are free. node: an id; what has it shares cores and memory.
+    The size is what was planned for the node, and shrinks where less memory is free. db: URL or file of the
+    tuning database.
     """
 
     model: str
@@ -46,9 +51,8 @@ class InstanceSpec:
     plans: tuple[ServicePlan, ...] | None
     db: str | None = None
     pinned: bool = True
-    ends_with_parent: bool = True
-    first_core: int = 0
     cores: int | None = None
+    node: str = ""
     prefixes: PrefixSettings | None = None
 
     def tell(self, orders: Orders) -> bytes:
@@ -60,9 +64,8 @@ class InstanceSpec:
             "plans": None if self.plans is None else [plan.to_json() for plan in self.plans],
             "db": self.db,
             "pinned": self.pinned,
-            "ends_with_parent": self.ends_with_parent,
-            "first_core": self.first_core,
             "cores": self.cores,
+            "node": self.node,
             "prefixes": None if self.prefixes is None else asdict(self.prefixes),
         }
         return json.dumps({"spec": spec_fields, "orders": asdict(orders)}).encode()
@@ -74,6 +77,7 @@ def _read(text: bytes) -> tuple[InstanceSpec, Orders]:
     from phasewise.serving.prefix_store.opening import PrefixSettings
     from phasewise.serving.processes.sockets import Keys
     from phasewise.tuner.plans import ServicePlan
+    from phasewise.workflows.opening.open_model import Weights
 
     told = json.loads(text)
     spec_fields, orders = told["spec"], told["orders"]
@@ -93,29 +97,25 @@ def _read(text: bytes) -> tuple[InstanceSpec, Orders]:
 
 def main() -> int:
     """Open the model and compute for the front until it says so. The exit code of the process."""
+    end_with_parent()
+    if os.getppid() != int(sys.argv[1]):
+        return 0  # it had ended before it could take this process along
     for number in _FOR_THE_FRONT:
         signal.signal(number, signal.SIG_IGN)
-    parent = os.getppid()
     with os.fdopen(os.dup(sys.stdin.fileno()), "rb") as file:
         text = file.read()
     spec, orders = _read(text)
-    if spec.ends_with_parent:
-        from phasewise.serving.ranks.rank_worker import end_with_parent
-
-        end_with_parent()
-        if os.getppid() != parent:
-            return 0  # the front had ended before it could take this process along
     logging.basicConfig(level=logging.WARNING, format=f"{orders.name}: %(message)s")
     from phasewise.cluster.real.instance import run_instance, say_cannot_start
 
-    try:
-        opened = _open(spec)
-    except Exception as error:
-        if not _is_expected(error):
-            logging.getLogger(__name__).exception("the instance cannot start")
-        say_cannot_start(orders, str(error) or type(error).__name__)
-        return 1
-    with opened:
+    with ExitStack() as stack:
+        try:
+            opened = stack.enter_context(_open(spec, stack))
+        except Exception as error:
+            if not _is_expected(error):
+                logging.getLogger(__name__).exception("the instance cannot start")
+            say_cannot_start(orders, str(error) or type(error).__name__)
+            return 1
         return run_instance(opened, orders)
 
 
@@ -123,7 +123,8 @@ def _is_expected(error: Exception) -> bool:
     return isinstance(getattr(error, "exit_code", None), int) or isinstance(error, (OSError, MemoryError))
 
 
-def _open(spec: InstanceSpec) -> OpenEngine:
+def _open(spec: InstanceSpec, stack: ExitStack) -> OpenEngine:
+    """stack: keeps the claims to its cores."""
     from phasewise.serving.processes.headroom import use_one_heap
 
     use_one_heap()
@@ -131,6 +132,8 @@ def _open(spec: InstanceSpec) -> OpenEngine:
     from phasewise.serving.loaders.fetching.resolve import cache_root, locate
     from phasewise.topology import read_machine
     from phasewise.tuner.plans import check_fits, model_key, plans_for
+    from phasewise.workflows.opening.open_model import open_under
+    from phasewise.workflows.serve.core_plans import watch_of_instance
 
     log = logging.getLogger(__name__)
     machine = read_machine()
@@ -138,15 +141,16 @@ def _open(spec: InstanceSpec) -> OpenEngine:
     plans: dict[Phase, ServicePlan]
     if spec.plans is None:
         stored = plans_for(spec.db, machine, key, None, log.warning)
-        plans = _plans_within(stored, machine, spec, log.warning)
+        plans = _plans_on_free_cores(stored, machine, spec, stack, log.warning)
     else:
         plans = {plan.phase: plan for plan in spec.plans}
         if spec.pinned:
             for plan in plans.values():
                 check_fits(plan, machine)
     opened = open_under(plans, spec.model, spec.weights, spec.db, machine, log.warning)
-    size = replace(spec.size, kv=replace(spec.size.kv, shared=True))
-    return open_engine(
+    size = spec.size if spec.cores is None else _size_that_fits(spec.size, opened)
+    size = replace(size, kv=replace(size.kv, shared=True))
+    engine = open_engine(
         opened.model,
         plans,
         size,
@@ -155,27 +159,68 @@ def _open(spec: InstanceSpec) -> OpenEngine:
         spec.pinned,
         prefixes=spec.prefixes,
     )
+    if spec.pinned and engine.engine.ranks.moves_in_place:
+        engine.engine.cores = watch_of_instance(opened, spec.weights, spec.db)
+    return engine
 
 
-def _plans_within(
-    stored: Mapping[Phase, ServicePlan], machine: Machine, spec: InstanceSpec, report: Report
+def _plans_on_free_cores(
+    stored: Mapping[Phase, ServicePlan],
+    machine: Machine,
+    spec: InstanceSpec,
+    stack: ExitStack,
+    report: Report,
 ) -> dict[Phase, ServicePlan]:
-    """The stored plans where they fit into the instance's share of its host, else one rank on that share."""
-    from phasewise.tuner.plans import ServicePlan, cores_of_share, list_cores, rank_on
+    """The stored plans where their cores are free, else one rank on as many that are. They are claimed."""
+    from phasewise.serving.processes.core_claims import claim_cores
+    from phasewise.tuner.plans import ServicePlan, list_cores, pus_by_preference, rank_on
 
     if spec.cores is None:
         return dict(stored)
-    share = cores_of_share(machine, spec.first_core, spec.cores)
+    tuned = [plan for plan in stored.values() if plan.source in ("database", "imported")]
+    claims = claim_cores(spec.node, pus_by_preference(machine), spec.cores, _cores_of(tuned, spec.cores))
+    stack.callback(claims.close)
+    if claims.shared:
+        report(f"cores {list_cores(claims.shared)} are those of an instance of another node of this host too")
     plans: dict[Phase, ServicePlan] = {}
     for phase, plan in stored.items():
-        if plan.source in ("database", "imported") and set(plan.cores) <= set(share):
-            plans[phase] = plan
+        if plan in tuned and set(plan.cores) <= set(claims.cores):
+            plans[phase] = plan.with_bands_that(lambda band: set(band.cores) <= set(claims.cores))
         else:
-            plans[phase] = ServicePlan(phase, (rank_on(machine, share),), "default")
+            plans[phase] = ServicePlan(phase, (rank_on(machine, claims.cores),), "default")
             report(
-                f"no tuned {phase} plan fits cores {list_cores(share)} of this host: one rank uses them all"
+                f"no tuned {phase} plan fits cores {list_cores(claims.cores)} of this host: one rank uses "
+                "them all"
             )
     return plans
+
+
+def _cores_of(plans: Sequence[ServicePlan], most: int) -> tuple[int, ...]:
+    """The cores of plans, and those of their bands as far as they are no more than `most` together."""
+    cores = dict.fromkeys(core for plan in plans for core in plan.cores)
+    for band in [band for plan in plans for band in plan.each[1:]]:
+        grown = {**cores, **dict.fromkeys(band.cores)}
+        cores = grown if len(grown) <= most else cores
+    return tuple(cores)
+
+
+def _size_that_fits(size: EngineSize, opened: OpenModel) -> EngineSize:
+    """At most half of the memory that is free here, and no more than one rank would take for its slots, as
+    far as the context fits into it: ranks that share heads keep copies.
+    """
+    from phasewise.serving.models.forward import kv_bytes_per_slot
+    from phasewise.serving.pools.arena import aligned
+    from phasewise.serving.pools.contract import ALIGNMENT
+    from phasewise.serving.processes.memory import available_bytes
+    from phasewise.serving.ranks.rank_layout import teams_of
+
+    per_slot = kv_bytes_per_slot(opened.model, size.kv.format, teams_of(opened.plans))
+    n_bytes, free = size.kv.slots * kv_bytes_per_slot(opened.model, size.kv.format), available_bytes()
+    if free is not None:
+        n_bytes = min(n_bytes, free // 2)
+    most = n_bytes // per_slot // ALIGNMENT * ALIGNMENT
+    kv_slots = min(size.kv.slots, max(most, aligned(size.limits.context_length)))
+    return replace(size, kv=replace(size.kv, slots=kv_slots))
 
 
 if __name__ == "__main__":

@@ -78,12 +78,14 @@ def model_folder(settings: ServeSettings, report: Report) -> ModelFolder:
     """The folder of `--models`. UsageError where it is none, or two models have one name."""
     from phasewise.serving.folder_service import ModelFolder
     from phasewise.serving.processes.memory import available_bytes
+    from phasewise.workflows.opening.drafts import check_draft
 
     coming = settings.coming
     assert coming.models is not None
     folder = coming.models
     if not folder.is_dir():
         raise UsageError(f"--models {folder}: there is no such folder")
+    check_draft(settings.running.draft, report)
     paths: dict[str, Path] = {}
     for name, path in _models_in(folder):
         if name in paths:
@@ -111,16 +113,19 @@ def model_folder(settings: ServeSettings, report: Report) -> ModelFolder:
 def _sized(path: Path, settings: ServeSettings, budget: int | None, report: Report) -> SizedModel:
     from phasewise.serving.engine.engine_size import default_kv_bytes
     from phasewise.serving.errors import ModelError
+    from phasewise.serving.processes.memory import available_bytes
     from phasewise.workflows.opening.open_model import open_model
+    from phasewise.workflows.opening.refusals import check_settings
     from phasewise.workflows.serve.embedding import makes_vectors
 
     weights, running = settings.weights, settings.running
     if makes_vectors(str(path), weights.weight_format, report):
         raise ModelError("it makes vectors and no text; serve it by itself, or with --embed-model")
+    check_settings(str(path), weights, settings.kv.kv_format, report)
     opened = open_model(str(path), weights, running.threads, settings.db, report, running.ranks)
     kv_bytes = settings.kv.kv_budget_bytes
     if kv_bytes is None and budget is not None:
-        kv_bytes = min(default_kv_bytes(opened.model), int(budget * KV_SHARE))
+        kv_bytes = min(default_kv_bytes(opened.model, available_bytes()), int(budget * KV_SHARE))
     return sized(str(path), opened, kv_bytes, settings, report)
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class OpenedModel:
     """A model that is served by an engine of its own, or by `instances` in pools, as `spec` says of each.
 
-    `lines` tell its plans. `cores`: CPUs of this host that compute it.
+    `lines` tell its plans. `cores`: CPUs of this host that compute it. `drafts`: of its own engine.
     """
 
     spec: InstanceSpec
@@ -41,6 +41,7 @@ class OpenedModel:
     lines: Sequence[str]
     cores: frozenset[int]
     instances: Sequence[PlannedInstance] = ()
+    drafts: DraftSource | None = None
 
     def opened_as(self) -> Iterator[tuple[PlannedInstance | None, OpenModel]]:
         """The model as this host opens it for each of its instances; without instances as it is opened."""
@@ -67,8 +68,11 @@ def open_models(
     from phasewise.tuner.first_duels import FIRST_S
     from phasewise.workflows.opening.first_start import pull_what_fits
     from phasewise.workflows.opening.open_model import open_model
+    from phasewise.workflows.opening.refusals import check_settings
 
     running, deadline_s = settings.running, time.monotonic() + FIRST_S
+    for ref, weights in zip(refs, _weights_of(refs, settings), strict=True):
+        check_settings(ref, weights, settings.kv.kv_format, report)
     pull_what_fits(settings.remote, settings.db, FIRST_S, report)
     opened = [
         open_model(ref, weights, running.threads, settings.db, report, running.ranks)
@@ -129,8 +133,10 @@ def sized(
     from phasewise.workflows.opening.drafts import find_drafts
 
     running = settings.running
-    drafts = find_drafts(running.draft, opened, settings.db, report, running.draft_tokens)
-    return SizedModel(ref, opened, drafts, _size(opened, kv_bytes, settings, drafts))
+    alone = not (settings.pools.is_asked or settings.prefixes.is_asked)
+    tokens = running.draft_tokens
+    drafts = find_drafts(running.draft, opened, settings.db, report, tokens, by_itself=alone)
+    return SizedModel(ref, opened, drafts, _size(opened, kv_bytes, settings, drafts, report))
 
 
 def open_sized(model: SizedModel, settings: ServeSettings, stack: ExitStack, report: Report) -> OpenedModel:
@@ -141,48 +147,74 @@ def open_sized(model: SizedModel, settings: ServeSettings, stack: ExitStack, rep
     from phasewise.workflows.serve.instance_process import InstanceSpec
     from phasewise.workflows.serve.length_estimator import open_predictor
     from phasewise.workflows.serve.pools import open_pools
+    from phasewise.workflows.serve.ray_pools import KvWanted, open_ray_pools
+    from phasewise.workflows.serve.server_cores import watch_of_server
 
     running, db, opened, size = settings.running, settings.db, model.open_model, model.size
     text = ModelText(opened.model, allow_special=settings.accepting.allow_special)
     predictor = open_predictor(running.predictor, opened.model.name, report, text.tokenizer.decode)
     prefixes = settings.prefixes.for_engines()
     spec = InstanceSpec(model.ref, settings.weights, size, None, db, prefixes=prefixes)
-    pooled = stack.enter_context(
-        open_pools(settings.pools, opened, text, spec, running.context_tokens, report)
+    wanted = KvWanted(settings.kv.kv_budget_bytes, running.context_tokens)
+    pooled = (
+        stack.enter_context(open_pools(settings.pools, opened, text, spec, wanted.context_tokens, report))
+        if settings.pools.cluster is None
+        else stack.enter_context(open_ray_pools(settings.pools, opened, text, spec, wanted))
     )
     if pooled is not None:
         return OpenedModel(
             spec, opened, pooled, pooled.host, predictor, pooled.lines, pooled.cores, pooled.instances
         )
     alone = stack.enter_context(_open_engine(opened, size, text, model.drafts, prefixes))
+    alone.engine.cores = watch_of_server(
+        opened, model.ref, settings, most=size.threads, in_one_rank=alone.engine.ranks.moves_in_place
+    )
     host: OpenHost = partial(EngineThread, alone.engine)
     if running.tune_idle:
         host = host_that_tunes(alone.engine, model.ref, opened, settings, report)
     lines = [plan.describe() for plan in opened.plans.values()]
-    cores = frozenset(core for plan in opened.plans.values() for core in plan.cores)
-    return OpenedModel(spec, opened, alone, host, predictor, lines, cores)
+    cores = frozenset(core for plan in opened.plans.values() for core in plan.all_cores)
+    return OpenedModel(spec, opened, alone, host, predictor, lines, cores, drafts=model.drafts)
 
 
 def _size(
-    opened: OpenModel, kv_bytes: int | None, settings: ServeSettings, drafts: DraftSource | None
+    opened: OpenModel,
+    kv_bytes: int | None,
+    settings: ServeSettings,
+    drafts: DraftSource | None,
+    report: Report,
 ) -> EngineSize:
     from phasewise.serving.engine.engine_size import EngineSize
+    from phasewise.serving.ranks.rank_layout import teams_of
+    from phasewise.workflows.serve.kv_policy import resolved
+    from phasewise.workflows.serve.server_cores import most_threads
 
     running, kv = settings.running, settings.kv
+    is_elsewhere = settings.pools.cluster is not None  # whose nodes have memory of their own
+    teams = () if settings.pools.is_asked else teams_of(opened.plans)  # pools have plans of their own
     size = EngineSize.for_many(
         opened.model,
         settings.accepting.max_sequences,
         running.context_tokens,
-        kv_bytes,
+        None if is_elsewhere else kv_bytes,
         kv.kv_format,
         None if drafts is None else drafts.model,
         kv_shared=settings.pools.is_asked or settings.prefixes.is_asked,
+        free=(lambda: None) if is_elsewhere else None,
+        teams=teams,
     )
     limits = replace(
         size.limits, max_batch_tokens=running.max_batch_tokens, prefix_reuse=not kv.no_prefix_reuse
     )
     touched = replace(size.kv, touched=True)
-    return replace(size, limits=limits, kv=touched, kv_policy=kv.kv_policy, tpot_ms=running.tpot_ms)
+    return replace(
+        size,
+        limits=limits,
+        kv=touched,
+        kv_policy=resolved(kv.kv_policy, opened.model, kv.kv_format, opened.plans["decode"].cores, report),
+        tpot_ms=running.tpot_ms,
+        threads=0 if settings.pools.is_asked else most_threads(running.threads),
+    )
 
 
 def _open_engine(
@@ -208,13 +240,14 @@ def _budgets(models: Sequence[OpenModel], kv: KeysAndValues) -> list[int | None]
     from phasewise.serving.engine.engine_size import KV_SHARE_OF_FREE_MEMORY, default_kv_bytes
     from phasewise.serving.models.forward import kv_bytes_per_slot
     from phasewise.serving.processes.memory import available_bytes
+    from phasewise.serving.ranks.rank_layout import teams_of
 
     if len(models) == 1:
         return [kv.kv_budget_bytes]
-    per_slot = [kv_bytes_per_slot(model.model, kv.kv_format) for model in models]
+    per_slot = [kv_bytes_per_slot(each.model, kv.kv_format, teams_of(each.plans)) for each in models]
     budget, free = kv.kv_budget_bytes, available_bytes()
     if budget is None:
-        alone = [default_kv_bytes(model.model) for model in models]
+        alone = [default_kv_bytes(model.model, free) for model in models]
         if free is None:
             return list(alone)
         share = free * KV_SHARE_OF_FREE_MEMORY

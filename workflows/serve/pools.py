@@ -1,8 +1,9 @@
-"""Prompt, token and mixed pools on this host: from cores to instances behind one front."""
+"""Prompt, token and mixed pools: from what is asked for to instances behind one front. Those of this host are
+made here, `ray_pools` makes those of a cluster.
+"""
 
 from __future__ import annotations
 
-import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from phasewise._words import counted
 from phasewise.workflows.errors import UsageError
+from phasewise.workflows.serve.cluster_pools import ClusterPool, counted_pool, pools_of_file
 
 if TYPE_CHECKING:
     from phasewise.cluster.real.supervisor import FrontSettings
@@ -37,15 +39,20 @@ class Pools:
     Cores are written as taskset does, e.g. `0-11`; `0-11+12-23` are two ranks. `pools`: `off`, or `auto`,
     which takes the pools from the tuned plans. Prompts of at most `split_above` tokens are computed where
     their answers are. On a Ray `cluster` (its address, or `auto`) `prompt`, `token` and `mixed` say how many
-    instances of how many cores, e.g. `2x24`; `spread`: on different nodes. An instance that is given
-    the other pool's work of `repurpose_after` requests in a row moves there for good; 0: never.
+    instances of how many cores, e.g. `2x24`, or `2x24@big` on nodes with that label, or `pools` names a file
+    that says it; `spread`: on different nodes. An instance that is given
+    the other pool's work of `repurpose_after` requests in a row moves there for good; 0: never. `routing`:
+    what chooses an instance. More than `overflow_above` tokens of prompts make its queue long; None: as many
+    as it computes in `OVERFLOW_S`.
     """
 
     prompt_pool: Sequence[str] | None = None
     token_pool: Sequence[str] | None = None
     mixed_pool: Sequence[str] | None = None
     pools: str = "off"
+    routing: Literal["prefix", "load", "round-robin"] = "prefix"
     split_above: int = SPLIT_ABOVE_TOKENS
+    overflow_above: int | None = None
     repurpose_after: int = 0
     cluster: str | None = None
     prompt: str | None = None
@@ -72,21 +79,34 @@ class Pools:
         return [(role, cores) for role, many in asked for cores in many or ()]
 
     @property
-    def counted(self) -> list[tuple[Role, int]]:
-        """Role and number of cores of every instance that is asked for by `2x24`. UsageError."""
-        asked: list[tuple[Role, str | None]] = [
-            ("prompt", self.prompt),
-            ("token", self.token),
-            ("mixed", self.mixed),
-        ]
-        return [(role, cores) for role, text in asked if text for cores in _counted(role, text)]
+    def on_nodes(self) -> list[ClusterPool]:
+        """The pools that are asked for on nodes of a cluster. UsageError."""
+        if self.pools == "auto":
+            raise UsageError("--pools auto is for this host: with --cluster name a file of pools")
+        if self.pools != "off":
+            pools = pools_of_file(self.pools)
+            self._check_divides(pools)
+        else:
+            asked: list[tuple[Role, str | None]] = [
+                ("prompt", self.prompt),
+                ("token", self.token),
+                ("mixed", self.mixed),
+            ]
+            pools = [counted_pool(role, text) for role, text in asked if text]
+        _check_roles({pool.role for pool in pools}, "")
+        return pools
 
-
-def _counted(role: Role, text: str) -> list[int]:
-    match = re.fullmatch(r"([1-9][0-9]{0,3})x([1-9][0-9]{0,3})", text)
-    if match is None:
-        raise UsageError(f"--{role} is written like 2x24, two instances of 24 cores, not {text!r:.40}")
-    return [int(match[2])] * int(match[1])
+    def _check_divides(self, pools: Sequence[ClusterPool]) -> None:
+        """UsageError for options of what is divided where a file divides nothing."""
+        plain = Pools()
+        chosen = {
+            "--split-above": self.split_above != plain.split_above,
+            "--repurpose-after": self.repurpose_after != plain.repurpose_after,
+            "--kv-transfer": self.kv_transfer != plain.kv_transfer,
+        }
+        flags = ", ".join(flag for flag, is_chosen in chosen.items() if is_chosen)
+        if flags and all(pool.role == "mixed" for pool in pools):
+            raise UsageError(f"{flags}: no effect where all pools of the file are mixed; leave that out")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +153,7 @@ def planned_instances(
     use.
     """
     if pools.pools not in ("off", "auto"):
-        raise UsageError(f"--pools is off or auto, not {pools.pools!r:.40}")
+        raise UsageError(f"--pools is off or auto, or with --cluster a file, not {pools.pools!r:.40}")
     named = pools.named
     if pools.pools == "auto":
         if named:
@@ -148,13 +168,13 @@ def planned_instances(
 
 
 def joined_plans(instances: Sequence[PlannedInstance]) -> dict[Phase, ServicePlan]:
-    """For each phase the ranks of all instances that compute it."""
+    """For each phase the ranks of all instances that compute it, without bands."""
     plans: dict[Phase, ServicePlan] = {}
     for instance in instances:
         for phase, plan in instance.plans.items():
             if instance.computes(phase):
                 ranks = plans[phase].ranks if phase in plans else ()
-                plans[phase] = replace(plan, ranks=(*ranks, *plan.ranks))
+                plans[phase] = replace(plan, ranks=(*ranks, *plan.ranks), bands=())
     return plans
 
 
@@ -171,7 +191,7 @@ def _found_pools(plans: Mapping[Phase, ServicePlan], report: Report) -> list[Pla
     from phasewise.tuner.plans import RankCores
 
     decode = plans["decode"]
-    taken = set(decode.cores)
+    taken = decode.all_cores
     left = tuple(
         RankCores(cores, rank.numa_node)
         for rank in plans["prefill"].ranks
@@ -183,7 +203,7 @@ def _found_pools(plans: Mapping[Phase, ServicePlan], report: Report) -> list[Pla
             "so that one engine serves both; name the cores to divide them"
         )
         return []
-    prompt: dict[Phase, ServicePlan] = {phase: replace(plans[phase], ranks=left) for phase in plans}
+    prompt: dict[Phase, ServicePlan] = {phase: replace(plans[phase], ranks=left, bands=()) for phase in plans}
     token: dict[Phase, ServicePlan] = {phase: replace(plans[phase], ranks=decode.ranks) for phase in plans}
     return [PlannedInstance("prompt", prompt), PlannedInstance("token", token)]
 
@@ -227,6 +247,18 @@ def share_of(size: EngineSize, n_instances: int, asked_context: int | None = Non
     return size.with_slots(kv_slots)
 
 
+def _that_hold(size: EngineSize, model: PackedModel, instances: Sequence[PlannedInstance]) -> EngineSize:
+    """With as many slots as all of them hold in the same memory: ranks of an instance that share heads keep
+    copies of these.
+    """
+    from phasewise.serving.models.forward import kv_bytes_per_slot
+    from phasewise.serving.ranks.rank_layout import teams_of
+
+    per_slot = [kv_bytes_per_slot(model, size.kv.format, teams_of(instance.plans)) for instance in instances]
+    of_one = kv_bytes_per_slot(model, size.kv.format)
+    return size.with_slots(size.kv.slots * of_one * len(instances) // sum(per_slot))
+
+
 @contextmanager
 def open_pools(
     pools: Pools,
@@ -236,23 +268,13 @@ def open_pools(
     asked_context: int | None,
     report: Report,
 ) -> Iterator[OpenPools | None]:
-    """The instances that `pools` asks for, which start with the host; None: one engine serves alone.
+    """The instances on this host that `pools` asks for, which start with it; None: one engine serves alone.
 
-    spec: of an instance, but for its cores and its share of the size. Raises UsageError, PlanError,
-    ClusterError.
+    spec: of an instance, but for its cores and its share of the size. Raises UsageError, PlanError.
     """
     from phasewise.topology import read_machine
 
-    if pools.cluster is not None:
-        if pools.named or pools.pools != "off":
-            raise UsageError(
-                "--cluster places instances by --prompt, --token and --mixed: leave other pools out"
-            )
-        spec = replace(spec, size=share_of(spec.size, max(1, len(pools.counted)), asked_context))
-        with _ray_front(spec, pools) as (host, lines, cores):
-            yield OpenPools(opened.model, text, spec.size, host, lines, cores)
-        return
-    if pools.counted:
+    if pools.prompt or pools.token or pools.mixed:
         raise UsageError(
             "--prompt, --token and --mixed are for --cluster; on this host use --prompt-pool CORES"
         )
@@ -260,7 +282,8 @@ def open_pools(
     if not instances:
         yield None
         return
-    spec = replace(spec, size=share_of(spec.size, len(instances), asked_context))
+    size = _that_hold(spec.size, opened.model, instances)
+    spec = replace(spec, size=share_of(size, len(instances), asked_context))
     with _local_front(spec, instances, pools) as host:
         lines = [instance.describe() for instance in instances]
         cores = frozenset(
@@ -279,7 +302,7 @@ def _local_front(
     from phasewise.workflows.serve.instance_process import MODULE
 
     with tempfile.TemporaryDirectory(prefix="phasewise-") as folder:
-        settings = _settings(
+        settings = front_settings(
             f"ipc://{folder}/front", lambda index, life: f"ipc://{folder}/kv-{index}-{life}", pools
         )
         roles: list[Role] = [instance.role for instance in instances]
@@ -288,52 +311,19 @@ def _local_front(
         yield lambda deliver, on_lost: Front(roles, launcher, settings, deliver, on_lost)
 
 
-def _settings(
+def front_settings(
     endpoint: str, listen: Callable[[int, int], str], pools: Pools, keys: Keys | None = None
 ) -> FrontSettings:
+    """The settings of a front, as `pools` says."""
     from phasewise.cluster.real.supervisor import FrontSettings
 
     return FrontSettings(
         endpoint=endpoint,
         listen=listen,
         keys=keys,
+        routing=pools.routing,
+        overflow_tokens=pools.overflow_above,
         split_above_tokens=pools.split_above,
         repurpose_after_requests=pools.repurpose_after,
         kv_transfer=pools.kv_transfer,
     )
-
-
-@contextmanager
-def _ray_front(spec: InstanceSpec, pools: Pools) -> Iterator[tuple[OpenHost, list[str], frozenset[int]]]:
-    """Over instances on a Ray cluster; a line for each, and the CPUs that they have of this host."""
-    from phasewise.cluster.real.front import Front
-    from phasewise.cluster.real.ray_cluster import NODE, RayInstances, WantedInstance, ray_connection
-    from phasewise.serving.processes.sockets import Keys
-    from phasewise.topology import read_machine
-    from phasewise.tuner.plans import cores_of_share
-    from phasewise.workflows.serve.instance_process import MODULE
-
-    assert pools.cluster is not None
-    wanted = [WantedInstance(role, cores) for role, cores in pools.counted]
-    _check_roles({instance.role for instance in wanted}, "")
-    with ray_connection(pools.cluster) as node:
-        launcher = RayInstances(MODULE, wanted, spread=pools.spread)
-        launcher.tell_with(
-            [
-                replace(spec, plans=None, first_core=first, cores=instance.cores).tell
-                for instance, first in zip(wanted, launcher.first_cores, strict=True)
-            ]
-        )
-        settings = _settings(f"tcp://{node}:*", lambda index, life: f"tcp://{NODE}:*", pools, Keys.new())
-        roles: list[Role] = [instance.role for instance in wanted]
-        lines = [
-            f"{instance.role} pool: {counted(instance.cores, 'core')} of a node of the Ray cluster"
-            for instance in wanted
-        ]
-        n_here = launcher.n_cores_here
-        here = cores_of_share(read_machine(), 0, n_here) if n_here else ()
-        yield (
-            (lambda deliver, on_lost: Front(roles, launcher, settings, deliver, on_lost)),
-            lines,
-            frozenset(here),
-        )

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from phasewise._places import user_folder
 from phasewise._words import counted
 from phasewise.workflows.errors import UsageError
+from phasewise.workflows.opening.arithmetic_choice import check_arithmetic
 from phasewise.workflows.report import Report, silent
 from phasewise.workflows.serve.address import (
     address_of,
@@ -20,6 +21,7 @@ from phasewise.workflows.serve.address import (
     tls_of,
     warn_of_strangers,
 )
+from phasewise.workflows.serve.cluster_pools import check_pools
 from phasewise.workflows.serve.opened_models import OpenedModel, open_models
 from phasewise.workflows.serve.settings import Answering, Prefixes, ServeSettings
 
@@ -37,13 +39,15 @@ if TYPE_CHECKING:
     from phasewise.serving.http.monitoring.live import MachineFacts
     from phasewise.serving.sampling.sampling_defaults import SamplingDefaults
     from phasewise.serving.service import OtherModel, ServiceSettings
+    from phasewise.workflows.opening.drafts import DraftRule
+    from phasewise.workflows.opening.memory_placement import MemoryPlacement
     from phasewise.workflows.opening.open_model import OpenModel
     from phasewise.workflows.opening.tuned_schedules import ScheduleUse
 
 _FEW_CONNECTIONS = 1024
 
 
-Explain = Callable[[list["ScheduleUse"]], None]
+Explain = Callable[[list["ScheduleUse"], "MemoryPlacement | None", "DraftRule | None"], None]
 
 
 def serve_folder(settings: ServeSettings, report: Report = silent) -> None:
@@ -54,6 +58,7 @@ def serve_folder(settings: ServeSettings, report: Report = silent) -> None:
     from phasewise.serving.processes.headroom import use_one_heap
 
     use_one_heap()  # before numpy's threads are there
+    check_arithmetic(settings.weights.arithmetic)
     from phasewise.serving.folder_service import run_folder_service
     from phasewise.serving.http.length_log import LengthLog
     from phasewise.serving.http.monitoring.live import MachineFacts
@@ -94,7 +99,8 @@ def serve_model(
 ) -> None:
     """Serve `model` through the OpenAI API until a signal ends it.
 
-    explain: is given the schedule of every weight, of each model and instance, before the server starts.
+    explain: is given the schedule of every weight, the NUMA nodes of all and the rule of drafts, of each
+    model and instance, before the server starts.
     Settings that this way of running cannot follow are not looked at: `workflows.unused_options` knows them.
     Raises ModelError, PlanError, KernelDbError, ServingError, WorkflowError, and UsageError for settings that
     exclude each other.
@@ -103,10 +109,15 @@ def serve_model(
 
     use_one_heap()  # before numpy's threads are there
     from phasewise.serving.http.length_log import LengthLog
+    from phasewise.serving.processes.core_claims import claimed_on_host
     from phasewise.serving.service import run_service
+    from phasewise.workflows.opening.drafts import check_draft
     from phasewise.workflows.opening.tuning_hint import hint_at_tuning
     from phasewise.workflows.serve.embedding import makes_vectors, open_beside, serve_embeddings
 
+    check_arithmetic(settings.weights.arithmetic)  # before anything opens
+    if settings.pools.cluster is not None:
+        check_pools(settings.pools.on_nodes, settings.weights)
     limits = http_limits(settings.listening, settings.accepting, report)
     tls = tls_of(settings.listening, report)
     with ExitStack() as stack:
@@ -129,12 +140,17 @@ def serve_model(
         settings = _beside_embeddings(settings, report)
         sign_receipt = _sign_receipt(settings.answering)  # or why not, before a model is opened
         _check_prefixes(settings)
+        check_draft(settings.running.draft, report)
         log = None if settings.length_log is None else LengthLog(settings.length_log, report)
         first, *others = open_models(refs, settings, stack, report)
         hint_at_tuning(model, settings.db, report)
         beside = None
         if embeddings.embed_model is not None:
             beside = stack.enter_context(open_beside(embeddings, weights, first.cores, settings.db, report))
+            if settings.pools.cluster is not None:
+                stack.enter_context(
+                    claimed_on_host(core for own in beside.plan.instances for core in own.cores)
+                )
         if explain is not None:
             for served in (first, *others):
                 _explain(served, settings, report, explain)
@@ -233,11 +249,13 @@ def _other_model(other: OpenedModel, settings: ServeSettings) -> OtherModel:
 
 
 def _explain(served: OpenedModel, settings: ServeSettings, report: Report, explain: Explain) -> None:
-    """The schedules of a model, or of each of its instances."""
+    """The schedules and the drafts of a model, or of each of its instances."""
+    from phasewise.workflows.opening.drafts import rule_of
+
     for instance, opened in served.opened_as():
         name = opened.model.name if instance is None else instance.describe()
         report(f"{name}: {_fingerprint(served, opened, settings)}")
-        explain(served.uses(opened))
+        explain(served.uses(opened), opened.memory(), rule_of(served.drafts))
 
 
 def _fingerprint(served: OpenedModel, opened: OpenModel, settings: ServeSettings) -> str:
@@ -383,12 +401,16 @@ def _level(name: str) -> Level:
 def _tell(
     first: OpenedModel, others: Sequence[OpenedModel], settings: ServiceSettings, report: Report
 ) -> None:
+    from phasewise.serving.engine.open_engine import OpenEngine
     from phasewise.serving.models.forward import kv_bytes_per_slot, resolve_kv_format
+    from phasewise.serving.ranks.rank_layout import teams_of
 
     opened = first.opened
     size = opened.size
     report(f"{opened.model.name} ({opened.model.format}): context {size.limits.context_length} tokens")
-    kv_mib = size.kv.slots * kv_bytes_per_slot(opened.model, size.kv.format) / (1 << 20)
+    teams = teams_of(opened.plans) if isinstance(opened, OpenEngine) else ()  # pools have plans of their own
+    per_slot = kv_bytes_per_slot(opened.model, size.kv.format, teams)
+    kv_mib = size.kv.slots * per_slot / (1 << 20)
     kv_format = resolve_kv_format(opened.model, size.kv.format)
     report(f"KV cache: {size.kv.slots} tokens in {kv_mib:.0f} MiB of {kv_format}, policy {size.kv_policy}")
     for line in first.lines:

@@ -61,7 +61,7 @@ class Accepting:
 class Running:
     """The way every model that generates text runs. `predictor`: `auto`, `off` or a file; `tpot_ms`: a
     promise;
-    `draft`: `lookup` or a model, as `workflows.opening.drafts.find_drafts` reads it, `draft_tokens` long
+    `draft`: the source of drafts, as `workflows.opening.drafts.find_drafts` reads it, `draft_tokens` long
     (None: as long as pays). `also`: further models, which share the memory for keys and values with the
     first. `tune_idle`: kernels are tuned while no
     request runs.
@@ -70,7 +70,7 @@ class Running:
     threads: int | None = None
     ranks: int | None = None
     context_tokens: int | None = None
-    predictor: str = "auto"
+    predictor: str = "off"
     max_batch_tokens: int = DEFAULT_BATCH_TOKENS
     tpot_ms: float = 100
     draft: str | None = None

@@ -44,7 +44,7 @@ def schedule_rows(uses: Iterable[ScheduleUse]) -> Iterator[dict[str, str]]:
     """A row of texts for each entry of `tuned_schedules.explain`."""
     for use in uses:
         yield {
-            "phase": use.phase,
+            "phase": use.phase if use.from_sequences == 1 else f"{use.phase} from {use.from_sequences}",
             "used_for": use.used_for,
             "problem": f"{use.format} {use.n} x {use.k}",
             "rows": str(use.first_m) if use.first_m == use.last_m else f"{use.first_m}-{use.last_m}",

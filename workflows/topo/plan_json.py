@@ -10,7 +10,16 @@ from typing import Any
 from phasewise._files import read_input
 from phasewise.topology import Machine
 from phasewise.tuner.errors import PlanError
-from phasewise.tuner.plans import PHASES, Phase, RankCores, ServicePlan
+from phasewise.tuner.plans import (
+    MAX_BANDS,
+    PHASES,
+    LoadBand,
+    Phase,
+    RankCores,
+    ServicePlan,
+    bands_fields,
+    ranks_fields,
+)
 
 Plans = Mapping[Phase, ServicePlan]
 
@@ -21,10 +30,7 @@ MAX_PLAN_FILE_BYTES = 1 << 20
 def plan_fields(plans: Plans) -> dict[str, Any]:
     """The plans as JSON values, ranks with their NUMA nodes."""
     return {
-        phase: {
-            "ranks": [{"cores": list(rank.cores), "numa_node": rank.numa_node} for rank in plan.ranks],
-            "source": plan.source,
-        }
+        phase: {"ranks": ranks_fields(plan.ranks), "source": plan.source, "bands": bands_fields(plan)}
         for phase, plan in plans.items()
     }
 
@@ -32,7 +38,14 @@ def plan_fields(plans: Plans) -> dict[str, Any]:
 def plan_cores(plans: Plans) -> dict[str, Any]:
     """The plans as JSON values, each rank as a list of its cores."""
     return {
-        phase: {"ranks": [list(rank.cores) for rank in plan.ranks], "source": plan.source}
+        phase: {
+            "ranks": [list(rank.cores) for rank in plan.ranks],
+            "source": plan.source,
+            "bands": [
+                {"sequences": band.sequences, "ranks": [list(rank.cores) for rank in band.ranks]}
+                for band in plan.bands
+            ],
+        }
         for phase, plan in plans.items()
     }
 
@@ -55,7 +68,7 @@ def read_plans(path: Path, machine: Machine) -> Plans:
     try:
         plans = _plans(json.loads(text))
         for plan in plans.values():
-            foreign = sorted(set(plan.cores).difference(machine.tree.cpus))
+            foreign = sorted(plan.all_cores.difference(machine.tree.cpus))
             if foreign:
                 raise PlanError(f"the {plan.phase} plan names PU {foreign[0]}, which is not there")
     except (PlanError, ValueError, RecursionError) as error:
@@ -68,8 +81,17 @@ def _plans(fields: Any) -> Plans:
     if not isinstance(plans, dict) or not plans or not set(plans) <= set(PHASES):
         raise PlanError("there is no object `plans` with prefill or decode, as tune-config --json prints it")
     return {
-        phase: ServicePlan(phase, tuple(_ranks(plans[phase])), "file") for phase in PHASES if phase in plans
+        phase: ServicePlan(phase, tuple(_ranks(plans[phase])), "file", _bands(plans[phase]))
+        for phase in PHASES
+        if phase in plans
     }
+
+
+def _bands(plan: Any) -> tuple[LoadBand, ...]:
+    bands = plan.get("bands", []) if isinstance(plan, dict) else []
+    if not isinstance(bands, list) or not all(isinstance(band, dict) for band in bands):
+        raise PlanError("the bands of a plan are a list of objects")
+    return tuple(LoadBand(band.get("sequences"), tuple(_ranks(band))) for band in bands[: MAX_BANDS + 1])
 
 
 def _ranks(plan: Any) -> Iterator[RankCores]:

@@ -9,7 +9,7 @@ from phasewise._version import __version__
 from phasewise._words import counted, plural
 from phasewise.tuner.config.references import same_cores
 from phasewise.tuner.config.trace import describe
-from phasewise.tuner.plans import Phase, ServicePlan, list_cores
+from phasewise.tuner.plans import Phase, ServicePlan, bands_fields, list_cores, ranks_fields
 from phasewise.workflows.tune_config.search import objective_words
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ def found_fields(results: Found) -> dict[str, Any]:
     return {
         "plans": {phase: _plan_fields(results, verdict) for phase, verdict in results.verdicts.items()},
         **totals(results),
+        "bands": [{"sequences": band.sequences, **found_fields(band)} for band in results.bands],
         "references": {
             phase: [_reference_fields(versus) for versus in verdict.against]
             for phase, verdict in results.verdicts.items()
@@ -72,6 +73,7 @@ def settings_fields(results: Found) -> dict[str, Any]:
             "top_k": wish.top_k,
             "seed": wish.seed,
             "ranks": wish.ranks,
+            "bands": list(wish.bands),
             "cores": wish.cores,
             "hints": [tree.notation for tree in subject.hints],
             "hidden": None if wish.hidden_file is None else str(wish.hidden_file),
@@ -80,24 +82,27 @@ def settings_fields(results: Found) -> dict[str, Any]:
     }
 
 
-def ranks_fields(plan: ServicePlan) -> list[dict[str, Any]]:
-    return [{"cores": list(rank.cores), "numa_node": rank.numa_node} for rank in plan.ranks]
-
-
 def _plan_fields(results: Found, verdict: PhaseVerdict) -> dict[str, Any]:
     return {
-        "ranks": ranks_fields(verdict.plan),
+        "ranks": ranks_fields(verdict.plan.ranks),
         "latency_ms": verdict.latency_ms,
         "standing": verdict.standing,
         "stored": verdict.phase in results.stored,
+        "bands": [] if verdict.phase != "decode" else _bands_of(results),
     }
+
+
+def _bands_of(results: Found) -> list[dict[str, Any]]:
+    """The cores that decode has from some numbers of sequences on."""
+    plan = results.bands[-1].decode_plan if results.bands else None
+    return [] if plan is None else bands_fields(plan)
 
 
 def _reference_fields(versus: Versus) -> dict[str, Any]:
     comparison = versus.comparison
     return {
         "name": versus.reference.name,
-        "ranks": ranks_fields(versus.reference.plan) if versus.reference.plan else None,
+        "ranks": ranks_fields(versus.reference.plan.ranks) if versus.reference.plan else None,
         "latency_ms": versus.latency_ms,
         "same_plan": versus.is_same,
         "gain": versus.gain,
@@ -123,7 +128,7 @@ def _search_fields(results: Found, searched: Searched) -> dict[str, Any]:
         "failed": outcome.failed,
         "failures": dict(searched.failures),
         "top": [
-            {"ranks": ranks_fields(configuration.plan(searched.phase)), "latency_ms": cost_ms}
+            {"ranks": ranks_fields(configuration.ranks), "latency_ms": cost_ms}
             for configuration, cost_ms in outcome.top
         ],
         "finalists": [_finalist_fields(final) for final in verdict.finalists] if verdict else [],
@@ -132,7 +137,7 @@ def _search_fields(results: Found, searched: Searched) -> dict[str, Any]:
 
 def _finalist_fields(final: Finalist) -> dict[str, Any]:
     return {
-        "ranks": ranks_fields(final.plan),
+        "ranks": ranks_fields(final.plan.ranks),
         "search_ms": final.search_ms,
         "latency_ms": final.final_ms,
         "reason": final.reason,
@@ -158,7 +163,11 @@ def _kernel_fields(results: Found, number: int) -> dict[str, Any]:
 def stored_fields(plans: Mapping[Phase, ServicePlan]) -> dict[str, Any]:
     """Plans that are in use without a search: those of the database, and default ones."""
     return {
-        phase: {"ranks": ranks_fields(plan), "stored": plan.source == "database"}
+        phase: {
+            "ranks": ranks_fields(plan.ranks),
+            "stored": plan.source == "database",
+            "bands": bands_fields(plan),
+        }
         for phase, plan in plans.items()
     }
 
@@ -178,6 +187,7 @@ def dry_run_fields(wish: Wish, subject: Subject) -> dict[str, Any]:
             {"pus": list_cores(left.pus), "reason": left.reason} for left in fundamental_tree.left_out
         ],
         "configurations": sum(1 for _ in space_of(subject).partitions()),
+        "bands": list(wish.bands),
         "requests": describe(subject.trace),
         "budget_s": wish.budget_s,
         "resume": wish.resume,
@@ -223,7 +233,7 @@ def best_found_fields(searched: Searched, verdict: PhaseVerdict | None) -> dict[
     finals = [] if verdict is None else [final for final in verdict.finalists if same_cores(final.plan, plan)]
     final_ms = finals[0].final_ms if finals else None
     return {
-        "ranks": ranks_fields(plan),
+        "ranks": ranks_fields(plan.ranks),
         "search_ms": cost_ms,
         "latency_ms": final_ms,
         "standing": _standing_of_best(plan, final_ms, verdict),

@@ -20,7 +20,7 @@ from phasewise._version import __version__
 from phasewise._words import counted
 from phasewise.kerneldb.records import Origin, PlanRecord
 from phasewise.tuner.config.study_messages import StudyMessages
-from phasewise.tuner.plans import Phase, placed_json
+from phasewise.tuner.plans import Phase, ServicePlan, placed_json
 from phasewise.workflows.tune_config.search import Searched, search, study_location
 from phasewise.workflows.tune_config.subject import Subject, Wish
 from phasewise.workflows.tune_config.verdict import (
@@ -105,6 +105,40 @@ class Found:
     elapsed_s: float
     laps: int
     disturbed: int
+    bands: tuple[Found, ...] = ()
+    """The runs for each further number of sequences that decode together (`loads.tune_loads`)."""
+
+    @property
+    def sequences(self) -> int:
+        """The number that decode together."""
+        return self.subject.objective.concurrency
+
+    @property
+    def decode_plan(self) -> ServicePlan | None:
+        """Decode's plan with the bands that were found up to this one; None where there is none to use."""
+        return plan_to_keep(self.subject, self.verdicts.get("decode"))
+
+    @property
+    def objectives(self) -> Mapping[str, float]:
+        """The figures of `decode_plan` when it was measured."""
+        return objectives_of(self.subject, self.verdicts.get("decode"))
+
+
+def plan_to_keep(subject: Subject, verdict: PhaseVerdict | None) -> ServicePlan | None:
+    """A verdict's plan; of a band's, the plan for fewer sequences with the band."""
+    if verdict is None or not verdict.is_settled:
+        return subject.below
+    if subject.below is None:
+        return verdict.plan
+    return subject.below.with_band(subject.objective.concurrency, verdict.plan.ranks)
+
+
+def objectives_of(subject: Subject, verdict: PhaseVerdict | None) -> Mapping[str, float]:
+    """The figures of a plan; of one with bands, those of each."""
+    if verdict is None or not verdict.is_settled:
+        return subject.objectives_below
+    of_band = "" if subject.below is None else f"_{subject.objective.concurrency}"
+    return {**subject.objectives_below, f"{subject.objective.kind}{of_band}_ms": verdict.latency_ms}
 
 
 @dataclass
@@ -182,14 +216,14 @@ def _calculating(run: Run) -> Iterator[StepEvaluator]:
         from phasewise.tuner.config.hidden import read_hidden
         from phasewise.tuner.config.modelled import ModelledEvaluator
 
-        hidden = read_hidden(wish.hidden_file, subject.machine) if wish.hidden_file else ()
+        hidden = read_hidden(wish.hidden_file, subject.kept_on) if wish.hidden_file else ()
         yield ModelledEvaluator(subject.machine, subject.shape, hidden=hidden)
         return
     from phasewise.kerneldb.store import open_store
     from phasewise.tuner.config.recorded import RecordedEvaluator
 
     with open_store(wish.db, run.show.say) as store:
-        yield RecordedEvaluator(store, subject.machine, subject.model_key, report=run.show.say)
+        yield RecordedEvaluator(store, subject.kept_on, subject.model_key, report=run.show.say)
 
 
 # ---- measured ----------------------------------------------------------------------------------------------
@@ -235,7 +269,7 @@ def _keeper(subject: Subject, store: Store, kernels: Kernels) -> Callable[[PlanT
     if not store.writable:
         return lambda reading: None
     scope = Scope(subject.key, kernel_abi("gemm"), __version__)
-    return lambda reading: keep(store, scope, subject.machine, subject.model_key, reading, kernels)
+    return lambda reading: keep(store, scope, subject.kept_on, subject.model_key, reading, kernels)
 
 
 def _run_measured(run: Run, plain: MeasuredEvaluator, store: Store) -> None:
@@ -362,13 +396,16 @@ def judge(run: Run, searched: Searched, jury: Jury, deadline_s: float) -> None:
 
 def _keep_plan(run: Run, phase: Phase, store: Store) -> None:
     verdict = run.verdicts.get(phase)
-    if verdict is None or not verdict.is_settled or not store.writable:
+    plan = plan_to_keep(run.subject, verdict)
+    if plan is None or verdict is None or not verdict.is_settled or not store.writable:
         return
-    origin = Origin(run.subject.key, __version__, time.time_ns() // 1_000_000)
-    objectives = {f"{run.subject.objective.kind}_ms": verdict.latency_ms}
-    plan_json = placed_json(verdict.plan, run.subject.machine)
-    store.add_plan(PlanRecord(run.subject.model_key, phase, plan_json, origin, objectives))
     run.stored.add(phase)
+    if plan == run.subject.below:
+        return  # the band's cores are those for fewer sequences, whose plan is stored
+    origin = Origin(run.subject.key, __version__, time.time_ns() // 1_000_000)
+    plan_json = placed_json(plan, run.subject.kept_on)
+    objectives = objectives_of(run.subject, verdict)
+    store.add_plan(PlanRecord(run.subject.model_key, phase, plan_json, origin, objectives))
 
 
 # ---- kernels -----------------------------------------------------------------------------------------------

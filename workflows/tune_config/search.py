@@ -6,10 +6,11 @@ import hashlib
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from phasewise._words import counted, number
 from phasewise.kerneldb.location import MEMORY_URL, Location, locate
+from phasewise.tuner.config.loads import BAND_RULES
 from phasewise.tuner.config.simulate import Objective
 from phasewise.tuner.config.space import ConfigSpace
 from phasewise.tuner.config.steps import StepEvaluator
@@ -25,8 +26,8 @@ from phasewise.tuner.config.study import (
 )
 from phasewise.tuner.config.walk import Rules
 from phasewise.tuner.measurement_lock import MeasurementLock
-from phasewise.tuner.plans import Phase
-from phasewise.tuner.topotree import OperatorLimits, fundamental
+from phasewise.tuner.plans import Phase, nodes_of
+from phasewise.tuner.topotree import OperatorLimits, UnevenCores, fundamental
 from phasewise.workflows.tune_config.subject import Subject, Wish
 
 IN_MEMORY = "sqlite://"
@@ -78,7 +79,11 @@ def space_of(subject: Subject) -> ConfigSpace:
         limits = ExactRanks(
             limits.n_heads, limits.n_kv_heads, limits.head_dim, limits.ffn, ranks=subject.ranks
         )
-    return ConfigSpace(fundamental(subject.machine).tree, limits, subject.hints)
+    tree = fundamental(subject.machine).tree
+    if subject.below is not None:
+        return ConfigSpace(tree, limits, nodes=nodes_of(subject.below.ranks))
+    uneven = UnevenCores.of(subject.machine, tree.pus, subject.slow)
+    return ConfigSpace(tree, limits, subject.hints, uneven=uneven)
 
 
 def search(
@@ -112,7 +117,9 @@ def search(
         space_of(subject),
         SearchTask(key, evaluator, slice_costs(subject.objective, phase, subject.trace)),
         location,
-        SearchSettings(Rules(seed=wish.seed), wish.top_k, wish.resume),
+        SearchSettings(
+            replace(Rules() if subject.below is None else BAND_RULES, seed=wish.seed), wish.top_k, wish.resume
+        ),
         stop=lambda: time.monotonic() >= deadline_s,
         report=heard,
         lock=None if location.url == MEMORY_URL else lock,

@@ -10,7 +10,8 @@ from pathlib import Path
 class TuneConfigSettings:
     """Requests (`trace` or `lengths`), objective, budget in seconds, and what the search may use.
 
-    phase: prefill, decode or both. objective: ttft, tpot, e2e or goodput, which needs an `slo`. evaluator:
+    phase: prefill, decode or both. objective: ttft, tpot, e2e or goodput, which needs an `slo`.
+    concurrency: sequences that decode together; each further number is a band of decode's plan. evaluator:
     measured, modelled or recorded. machine: lstopo XML; hidden, hints: JSON files.
     """
 
@@ -19,7 +20,7 @@ class TuneConfigSettings:
     lengths: str | None = None
     objective: str = "e2e"
     slo: str | None = None
-    concurrency: int = 1
+    concurrency: tuple[int, ...] = (1,)
     budget_s: float = 900.0
     evaluator: str = "measured"
     machine: Path | None = None

@@ -7,8 +7,8 @@ A `Wish` is the command line, checked as far as one option can be by itself. `op
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -23,6 +23,8 @@ from phasewise.tuner.config.study import (
 from phasewise.tuner.config.trace import Trace, default_trace, fitted, load_trace
 from phasewise.tuner.errors import EvaluationError, TraceError
 from phasewise.tuner.plans import (
+    MAX_BAND_SEQUENCES,
+    MAX_BANDS,
     PHASES,
     Phase,
     ServicePlan,
@@ -35,6 +37,7 @@ from phasewise.tuner.plans import (
 from phasewise.tuner.topotree import OperatorLimits, TopoTree, fundamental
 from phasewise.workflows.errors import UsageError
 from phasewise.workflows.opening.model_shape import lone_config, shape_of_model, shape_of_reference
+from phasewise.workflows.opening.suited_default import suited_default
 from phasewise.workflows.report import Report, silent
 from phasewise.workflows.tune_config.settings import TuneConfigSettings
 
@@ -68,6 +71,8 @@ class Wish:
     db: str | None = None
     storage: str | None = None
     resume: bool = True
+    bands: tuple[int, ...] = ()
+    """Further numbers of sequences that decode together, each with cores of its own."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +95,19 @@ class Subject:
     objective: Objective
     model: PackedModel | None = None
     """None: nothing is timed, so no weights were read."""
+    slow: tuple[int, ...] = ()
+    """PUs that were measured slower than others of their kind, the slowest first."""
+    below: ServicePlan | None = None
+    """The plan of decode for fewer sequences, of which a band is to be found; None: a whole plan is."""
+    objectives_below: Mapping[str, float] = field(default_factory=dict)
+    """The figures of `below` when it was measured."""
+    whole: Machine | None = None
+    """All that this process may use, by whose places plans are kept; None: `machine`."""
+
+    @property
+    def kept_on(self) -> Machine:
+        """The machine whose places plans name."""
+        return self.whole or self.machine
 
     def grid(self, phase: Phase) -> StepGrid:
         """The few steps that are timed for the whole trace."""
@@ -115,6 +133,9 @@ def wish_of(model: str, settings: TuneConfigSettings) -> Wish:
         raise UsageError("give either --trace or --lengths")
     if settings.trace is not None and not settings.trace.is_file():
         raise UsageError(f"--trace: there is no file {settings.trace}")
+    phases: tuple[Phase, ...] = tuple(phase for phase in PHASES if settings.phase in ("both", phase))
+    check_bands(settings.concurrency, phases)
+    first, *bands = settings.concurrency
     try:
         slo = parse_slo(settings.slo) if settings.slo else None
     except TraceError as error:
@@ -122,8 +143,8 @@ def wish_of(model: str, settings: TuneConfigSettings) -> Wish:
     return Wish(
         model=model,
         weight_format=settings.weight_format,
-        phases=tuple(phase for phase in PHASES if settings.phase in ("both", phase)),
-        objective=Objective(cast("ObjectiveKind", settings.objective), slo, settings.concurrency),
+        phases=phases,
+        objective=Objective(cast("ObjectiveKind", settings.objective), slo, first),
         budget_s=settings.budget_s,
         evaluator=cast("EvaluatorKind", settings.evaluator),
         machine_file=settings.machine,
@@ -137,7 +158,21 @@ def wish_of(model: str, settings: TuneConfigSettings) -> Wish:
         db=settings.db,
         storage=settings.storage,
         resume=settings.resume,
+        bands=tuple(bands),
     )
+
+
+def check_bands(concurrency: Sequence[int], phases: Sequence[Phase]) -> None:
+    """UsageError where numbers of sequences are no bands of one plan."""
+    listed = ",".join(map(str, concurrency))
+    if not 1 <= len(concurrency) <= 1 + MAX_BANDS:
+        raise UsageError(f"--concurrency takes 1 to {1 + MAX_BANDS} numbers, not {len(concurrency)}")
+    if not all(1 <= sequences <= MAX_BAND_SEQUENCES for sequences in concurrency):
+        raise UsageError(f"--concurrency {listed}: numbers from 1 to {MAX_BAND_SEQUENCES} are meant")
+    if list(concurrency) != sorted(set(concurrency)):
+        raise UsageError(f"--concurrency {listed}: each number must be more than the one before")
+    if len(concurrency) > 1 and "decode" not in phases:
+        raise UsageError(f"--concurrency {listed}: bands are decode's, leave --phase prefill out")
 
 
 def check_weights(wish: Wish) -> None:
@@ -160,7 +195,7 @@ def open_subject(wish: Wish, report: Report = silent) -> Subject:
     measured = wish.evaluator == "measured"
     model = _load(wish, report) if measured else None
     shape = shape_of_model(model) if model else shape_of_reference(wish.model, wish.weight_format, report)
-    limits = OperatorLimits(shape.n_heads, shape.n_kv_heads, shape.head_dim, shape.ffn)
+    limits = OperatorLimits(shape.n_heads, shape.divided_heads, shape.head_dim, shape.ffn)
     if wish.ranks is not None:
         _check_ranks(wish.ranks, limits, shape, machine)
     name = model_key(shape.name, model.format if model else wish.weight_format)
@@ -175,7 +210,18 @@ def open_subject(wish: Wish, report: Report = silent) -> Subject:
         trace=_requests(wish, model),
         objective=wish.objective,
         model=model,
+        slow=_slow(machine, report) if measured else (),
+        whole=whole,
     )
+
+
+def _slow(machine: Machine, report: Report) -> tuple[int, ...]:
+    from phasewise.tuner.probe.core_shares import slow_pus
+
+    slow = slow_pus(machine)
+    if slow:
+        report(f"slower than their likes: CPUs {list_cores(sorted(slow))}; plans without them are tried too")
+    return slow
 
 
 def _load(wish: Wish, report: Report) -> PackedModel:
@@ -249,5 +295,6 @@ def stored_plans(wish: Wish, report: Report = silent) -> tuple[Machine, Mapping[
     machine = _machine(wish)
     shape = shape_of_reference(wish.model, wish.weight_format, report)
     name = model_key(shape.name, wish.weight_format)
-    plans = plans_for(wish.db, machine, name, None, report)
+    default = suited_default(wish.model, wish.weight_format, report)
+    plans = plans_for(wish.db, machine, name, None, report, default=default)
     return machine, {phase: plan for phase, plan in plans.items() if phase in wish.phases}

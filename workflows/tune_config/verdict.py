@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from phasewise.kerneldb.records import Comparison
 from phasewise.tuner import timing
-from phasewise.tuner.config.references import Reference, references, same_cores
+from phasewise.tuner.config.references import FEWER, Reference, references, same_cores
 from phasewise.tuner.errors import EvaluationError
-from phasewise.tuner.plans import Phase, ServicePlan
+from phasewise.tuner.plans import Phase, ServicePlan, nodes_of
 from phasewise.tuner.topotree import Configuration
 
 if TYPE_CHECKING:
@@ -273,8 +273,20 @@ def _standing(winner: Finalist, against: Sequence[Versus]) -> tuple[Standing, Se
 
 
 def habits_of(subject: Subject, phase: Phase) -> tuple[Reference, ...]:
-    """The references on what the subject may use, without plans where the subject asks for other ranks."""
+    """The references on what the subject may use, without plans where the subject asks for other ranks; of a
+    band also the cores for fewer sequences.
+    """
     habits = references(subject.machine, phase, subject.limits.reason)
+    if subject.below is not None:
+        fewer = subject.below.each[-1]
+        unlike = "its ranks, or their NUMA nodes, are others than for fewer sequences"
+        likes = (
+            replace(habit, plan=None, reason=unlike)
+            if habit.plan and nodes_of(habit.plan.ranks) != nodes_of(fewer.ranks)
+            else habit
+            for habit in habits
+        )
+        return (*likes, Reference(FEWER, fewer))
     return tuple(
         replace(habit, plan=None, reason=f"--ranks {subject.ranks} leaves it out")
         if habit.plan and subject.ranks not in (None, len(habit.plan.ranks))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from phasewise.cython_kernels.packing import PANEL
-from phasewise.serving.models.forward import tuned_attention
+from phasewise.serving.models.forward import attention_problem, tuned_attention
 from phasewise.topology import Machine, placement_signature
 from phasewise.tuner.plans import Phase, ServicePlan, list_cores
 from phasewise.workflows.tune_kernels.rounds import Round, Shape, plan_rounds, shapes_of
@@ -71,17 +71,14 @@ def _round(
 
 
 def _attention_of_a_rank(model: PackedModel, teams: tuple[int, ...]) -> tuple[str, int, int] | None:
-    """With as many KV heads as the rank that has most."""
-    from phasewise.cython_kernels.division import share
+    """With as many heads as the rank that has most."""
+    from phasewise.cython_kernels.division import head_share
 
-    problem = tuned_attention(model)
-    if problem is None:
+    if tuned_attention(model) is None:
         return None
-    kv_format, q_rows, kv_rows = problem
-    kv_heads = model.config.n_kv_heads
-    spans = [share(kv_heads, teams, rank) for rank in range(len(teams))]
-    most = max(end - begin for begin, end in spans)
-    return kv_format, q_rows // kv_heads * most, kv_rows // kv_heads * most
+    config = model.config
+    shares = [head_share(config.n_heads, config.n_kv_heads, teams, rank) for rank in range(len(teams))]
+    return attention_problem(model, max(shares, key=lambda own: own.n_heads))
 
 
 def _in_default_arithmetic(group: Group) -> Group:

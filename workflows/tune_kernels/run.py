@@ -48,15 +48,26 @@ STORAGE_SHARE = 0.25
 
 
 def rounds_of_model(opened: OpenModel, machine: Machine, phases: Sequence[Phase], max_m: int) -> list[Round]:
-    """The products and the attention of a model, on the cores of its plans for `phases`."""
+    """The products and the attention of a model, on the cores of its plans for `phases`, bands included."""
     plans: dict[Phase, ServicePlan] = {phase: plan for phase, plan in opened.plans.items() if phase in phases}
     if any(len(plan.ranks) > 1 for plan in opened.plans.values()):
         return [
             kernel_round.round
-            for kernel_round in kernel_rounds(opened.model, machine, [*plans.values()], max_m)
+            for kernel_round in kernel_rounds(
+                opened.model, machine, [own for plan in plans.values() for own in plan.each], max_m
+            )
         ]
     cores: dict[Phase, tuple[int, ...]] = {phase: plan.ranks[0].cores for phase, plan in plans.items()}
-    return plan_rounds(machine, cores, shapes_of(opened.model), max_m, tuned_attention(opened.model))
+    shapes, attention = shapes_of(opened.model), tuned_attention(opened.model)
+    rounds = plan_rounds(machine, cores, shapes, max_m, attention)
+    of_bands: dict[tuple[int, ...], Phase] = {
+        own.ranks[0].cores: plan.phase for plan in plans.values() for own in plan.each[1:]
+    }
+    for own_cores, phase in of_bands.items():
+        if own_cores not in cores.values():
+            alone: dict[Phase, tuple[int, ...]] = {phase: own_cores}
+            rounds += plan_rounds(machine, alone, shapes, max_m, attention)
+    return rounds
 
 
 def rounds_of_shapes(

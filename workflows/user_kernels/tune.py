@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -36,13 +37,11 @@ from phasewise.tuner.search.parameters import Point, search_parameters
 from phasewise.tuner.search.protocol import drive
 from phasewise.workflows.report import Report
 from phasewise.workflows.user_kernels.shapes import Shape
+from phasewise.workflows.user_kernels.turns import PARTS, take_of
 
 CHECKED_CASES = 200
 HOPELESS_NS = 10**15
 """Time that stands for parameters that do not fit each other."""
-
-PARTS = 1000
-"""Picoseconds of a nanosecond: a call of 11 ns and one of 12 differ by whole nanoseconds alone."""
 
 COMPILES_OF_A_DUEL = 3
 """A comparison at the end takes as long as compiling this many kernels: two to check, and the timing."""
@@ -288,18 +287,7 @@ class _Run:
 
     def _take(self, choice: Choice) -> timing.Take:
         """Turns whose samples are picoseconds of a call."""
-        kernel = self._kernel(choice)
-        first = max(1, min(self.process.call_ns(kernel, 3, 1)))
-        turn = timing.plan_turn(first)
-        if turn.calls_a_loop > 1:
-            first = max(1, self.process.call_ns(kernel, 1, turn.calls_a_loop)[0] // turn.calls_a_loop)
-            turn = timing.plan_turn(first)
-
-        def take() -> timing.Samples:
-            loops = self.process.call_ns(kernel, turn.loops, turn.calls_a_loop)
-            return call_parts(loops, turn.calls_a_loop)
-
-        return take
+        return take_of(partial(self.process.call_ns, self._kernel(choice)))
 
     def _imported(self, problem: UserProblem) -> list[Choice]:
         """The parameters that other databases have in use for the shape, on this kind of core: each gets a
@@ -385,11 +373,6 @@ class _Run:
     def _origin(self) -> Origin:
         machine = MachineKey(self._setting.core_sig, SINGLE_CORE)
         return Origin(machine, __version__, time.time_ns() // 1_000_000)
-
-
-def call_parts(loop_ns: Sequence[int], calls_a_loop: int) -> timing.Samples:
-    """Loops of so many nanoseconds as picoseconds of a call."""
-    return tuple(max(1, round(PARTS * ns / calls_a_loop)) for ns in loop_ns)
 
 
 def _newest(estimates_ns: Mapping[Point, Sequence[int]], point: Point) -> int | None:

@@ -8,14 +8,25 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from phasewise._words import counted, number, percent
+from phasewise._words import NOTHING, counted, number, percent
+from phasewise.cli.commands.bench.options import DAILY, DAY
 from phasewise.cli.options import JsonOption, parse_budget
-from phasewise.cli.present import check_target, note, owns_stdout, print_json, say, say_words, write_target
+from phasewise.cli.present import (
+    check_target,
+    fail,
+    note,
+    owns_stdout,
+    print_json,
+    say,
+    say_words,
+    write_target,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from phasewise.loadtest.embed import EmbedClient, EmbedFigures
+    from phasewise.loadtest.embed_day import DayPart
 
 URLArgument = Annotated[str, typer.Argument(metavar="URL", help="the server, e.g. http://127.0.0.1:8000")]
 
@@ -47,9 +58,11 @@ FindOption = Annotated[
         help="find the most clients at once whose answers all come within --slo (WindVE's metric)",
     ),
 ]
+DailyOption = Annotated[str | None, typer.Option("--daily", metavar="CURVE", help=DAILY)]
+DayOption = Annotated[float, typer.Option("--day", metavar="S", min=1.0, help=DAY)]
 ApiKeyOption = Annotated[str | None, typer.Option(envvar="PHASEWISE_API_KEY", help="key that requests carry")]
 PlotOption = Annotated[
-    Path | None, typer.Option(metavar="FILE.svg", help="draw P50 and P99 over concurrency; -: stdout")
+    Path | None, typer.Option(metavar="FILE.svg", help="draw P50 and P99 over clients or the day; -: stdout")
 ]
 
 
@@ -62,6 +75,8 @@ def embed(
     file: FileOption = None,
     concurrency: ConcurrencyOption = None,
     rate: RateOption = None,
+    daily: DailyOption = None,
+    day: DayOption = 240.0,
     slo: SloOption = None,
     find: FindOption = False,
     encoding: Annotated[str, typer.Option(help="form of the vectors: float or base64")] = "float",
@@ -73,20 +88,22 @@ def embed(
     """Load an embeddings server, and print texts/s, tokens/s and latencies.
 
     -c clients each wait for their answer before they send the next request;
-    with --rate requests are sent without waiting. --find searches for the
+    with --rate requests are sent without waiting, with --daily by a day's
+    curve, each part of which is told by itself. --find searches for the
     most clients that are all answered within --slo.
     """
     from phasewise.loadtest.arrivals import RequestPace
     from phasewise.loadtest.client import base_of
-    from phasewise.loadtest.embed import (
+    from phasewise.loadtest.embed import (  # fmt: skip
         EmbedTarget,
-        closed_loop,
         figures,
         find_model,
         highest_concurrency,
         open_loop,
         with_client,
     )
+    from phasewise.loadtest.embed_day import day_of_load
+    from phasewise.tuner.config.day import day_curve
 
     slo_s = None if slo is None else parse_budget(slo)
     if find and slo_s is None:
@@ -96,6 +113,8 @@ def embed(
     owns_stdout(plot, as_json)
     check_target(plot)
     base = base_of(url)
+    curve = None if daily is None else day_curve(daily)
+    instants_s = [] if curve is None else curve.arrivals_s(day, seed)
     name = model or asyncio.run(find_model(base, api_key))
     target = EmbedTarget(base, name, api_key, encoding=encoding, inputs_each=inputs)
 
@@ -108,26 +127,35 @@ def embed(
                 client, texts, slo_s, report=lambda c, s: note(f"{c} at once: {1e3 * s:.0f} ms")
             )
             return {"slo_s": slo_s, "highest_concurrency": most, "loads": []}
-        loads = []
+        if curve is not None:
+            of_the_day = texts(len(instants_s) * inputs)
+            parts = await day_of_load(client, of_the_day, curve, instants_s, day, slo_s)
+            return {"slo_s": slo_s, "day_s": day, "loads": [_part_fields(part) for part in parts]}
+        sent_texts = texts(requests * inputs)
         if rate is not None:
-            sent = await open_loop(client, texts(requests * inputs), RequestPace(rate), seed)
-            loads.append({"rate": rate, **_fields(figures(*sent, slo_s))})
-        else:
-            for clients in concurrency or [32]:
-                sent = await closed_loop(client, texts(requests * inputs), clients)
-                loads.append({"concurrency": clients, **_fields(figures(*sent, slo_s))})
-        return {"slo_s": slo_s, "loads": loads}
+            sent = await open_loop(client, sent_texts, RequestPace(rate), seed)
+            return {"slo_s": slo_s, "loads": [{"rate": rate, **_fields(figures(*sent, slo_s))}]}
+        return {"slo_s": slo_s, "loads": await _closed(client, sent_texts, concurrency or [32], slo_s)}
 
     report: dict[str, Any] = {"url": base, "model": name, "lengths": lengths, "inputs": inputs}
     report |= asyncio.run(with_client(target, run))
     if plot is not None:
         write_target(plot, _drawn(report["loads"]))
-    if owns_stdout(plot):
-        return
     if as_json:
         print_json(report)
-    else:
+    elif not owns_stdout(plot):
         _say_found(report)
+
+
+async def _closed(
+    client: EmbedClient, texts: Sequence[str], concurrency: Sequence[int], slo_s: float | None
+) -> list[dict[str, Any]]:
+    from phasewise.loadtest.embed import closed_loop, figures
+
+    return [
+        {"concurrency": clients, **_fields(figures(*await closed_loop(client, texts, clients), slo_s))}
+        for clients in concurrency
+    ]
 
 
 def _texts(file: Path | None, lengths: str, seed: int) -> Callable[[int], list[str]]:
@@ -147,8 +175,42 @@ def _texts(file: Path | None, lengths: str, seed: int) -> Callable[[int], list[s
 def _say_found(report: dict[str, Any]) -> None:
     if "highest_concurrency" in report:
         say(f"{counted(report['highest_concurrency'], 'query')} at once within {number(report['slo_s'])} s")
+    if "day_s" in report:
+        say(_day_table(report["loads"]))
+        return
     for load in report["loads"]:
         say_words(_line(load))
+
+
+def _part_fields(part: DayPart) -> dict[str, Any]:
+    return {
+        "begin_h": part.begin_h,
+        "rate": part.rate,
+        "cpu_share": part.cpu_share,
+        **_fields(part.figures),
+    }
+
+
+def _day_table(loads: list[dict[str, Any]]) -> str:
+    """A row for each part of the day; CPUs are this machine's, the load generator's work in them."""
+    from phasewise.cli.row_forms import as_columns
+
+    headers = ["hour", "asked/s", "sent", "answered", "busy", "failed", "P50 ms", "P99 ms", "in SLO", "CPU"]
+    rows = [
+        [
+            number(load["begin_h"], 4),
+            f"{load['rate']:.3f}",
+            load["requests"],
+            load["ok"],
+            load["busy"],
+            load["failed"],
+            *(f"{load['latency_ms'][p]:.0f}" if load["ok"] else NOTHING for p in ("p50", "p99")),
+            NOTHING if load["within_slo"] is None else percent(load["within_slo"], 1),
+            NOTHING if load["cpu_share"] is None else percent(load["cpu_share"]),
+        ]
+        for load in loads
+    ]
+    return as_columns(headers, rows)
 
 
 def _fields(of: EmbedFigures) -> dict[str, Any]:
@@ -176,11 +238,18 @@ def _line(load: dict[str, Any]) -> str:
 def _drawn(loads: list[dict[str, Any]]) -> str:
     from phasewise.workflows.line_chart import Chart, Panel, draw_chart
 
-    lines = {
-        p.upper(): sorted(
-            (float(load.get("concurrency") or load["rate"]), load["latency_ms"][p]) for load in loads
+    if not any(load["ok"] for load in loads):
+        fail("--plot: no request was answered, so that there are no latencies to draw", 1)
+    is_day = "begin_h" in loads[0]
+    points = [
+        (
+            load["begin_h"] + 1 if is_day else float(load.get("concurrency") or load["rate"]),
+            load["latency_ms"],
         )
-        for p in ("p50", "p90", "p99")
-    }
+        for load in loads
+        if load["ok"]
+    ]
+    lines = {p.upper(): sorted((across, ms[p]) for across, ms in points) for p in ("p50", "p90", "p99")}
     panel = Panel("", lines, [])
-    return draw_chart(Chart("Latency of embeddings", "", "clients", "ms", "", "P99", [panel]))
+    x_name = "hour of the day, from 1 on" if is_day else "clients"
+    return draw_chart(Chart("Latency of embeddings", "", x_name, "ms", "", "P99", [panel]))

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from phasewise._words import counted
+from phasewise._words import counted, percent
 from phasewise.cli.options import JsonOption, ThreadsOption
 from phasewise.cli.present import note, print_json, say
 
 if TYPE_CHECKING:
-    from phasewise.tuner.machine_limits import MachineLimits
+    from phasewise.tuner.machine_limits import MachineLimits, PieceReads
 
 
 def machine(threads: ThreadsOption = None, as_json: JsonOption = False) -> None:
-    """Measure this machine's limits: peak multiply rates and read bandwidth, on one core and on all."""
+    """Measure this machine's limits: peak multiply rates and read bandwidth, on one core and on all.
+
+    Then reads of memory in pieces, scattered beside in order, on all: where
+    scattered ones are nearly as fast, pages of keys and values cost nothing
+    (serve: kv_policy = "auto").
+    """
     from phasewise.topology import core_signature, placement_signature, read_machine
-    from phasewise.tuner.machine_limits import measure_limits
+    from phasewise.tuner.machine_limits import PIECES, measure_limits, read_in_pieces
     from phasewise.tuner.measurement_lock import user_lock
     from phasewise.tuner.plans import default_plan
 
@@ -27,21 +32,49 @@ def machine(threads: ThreadsOption = None, as_json: JsonOption = False) -> None:
         for group in groups:
             note(f"measuring {counted(len(group), 'core')} ...")
             limits.append(measure_limits(group))
+        note("measuring reads in pieces ...")
+        pieces = [read_in_pieces(cores, piece_bytes) for piece_bytes in PIECES]
     if as_json:
         print_json(
             {
                 "signature": {"core": core_signature(here), "placement": placement_signature(here, cores)},
                 "limits": [_limit_fields(limit) for limit in limits],
+                "reads_in_pieces": [_piece_fields(reads) for reads in pieces],
             }
         )
     else:
         _print_limits(limits)
+        say("")
+        _print_pieces(pieces)
 
 
 def _limit_fields(limit: MachineLimits) -> dict[str, object]:
     from dataclasses import asdict
 
     return {"n_cores": len(limit.cores), **asdict(limit)}
+
+
+def _piece_fields(reads: PieceReads) -> dict[str, object]:
+    from dataclasses import asdict
+
+    return {**asdict(reads), "share": reads.share}
+
+
+def _print_pieces(pieces: list[PieceReads]) -> None:
+    from tabulate import tabulate
+
+    rows = [
+        [
+            counted(reads.piece_bytes, "byte"),
+            f"{reads.in_order_bytes_per_s / 1e9:.1f} GB/s",
+            f"{reads.scattered_bytes_per_s / 1e9:.1f} GB/s",
+            percent(reads.share),
+        ]
+        for reads in pieces
+    ]
+    headers = ["read in pieces of", "in order", "scattered", "share"]
+    aligned = ("left", "right", "right", "right")
+    say(tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True, colalign=aligned))
 
 
 def _print_limits(limits: list[MachineLimits]) -> None:

@@ -19,6 +19,12 @@ Table = Literal["md", "csv", "json"]
 WideOption = Annotated[bool, typer.Option("--wide", help="print all columns of the table")]
 
 
+DAILY = (
+    "send a day of requests: diurnal:MEAN,PEAK in requests/s, or a file with a rate for each part of the day"
+)
+DAY = "with --daily: how long the day takes, in seconds"
+
+
 class CountsValue(tuple[int, ...]):
     """Positive whole numbers, as an option's value."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -132,6 +133,11 @@ _RUNNING = option_set(
     cache_v=_types("format of values, the same as -ctk", "-ctv", "--cache-type-v"),
     repetitions=opt("timed runs of each test", "-r", "--repetitions", min=1, max=1000),
     no_warmup=opt("do not run each test once before it is timed", "--no-warmup"),
+    counters=opt(
+        "read the processor's counters: instructions a cycle, misses of the last-level cache and of the TLB, "
+        "stalls",
+        "--counters",
+    ),
 )
 
 
@@ -174,8 +180,15 @@ def run(
     from phasewise.cli.commands.bench.run_text import FORMATS
     from phasewise.cli.row_forms import written
     from phasewise.tuner.measurement_lock import user_lock
-    from phasewise.workflows.bench.model_speed import Timing, bench_rows, check_context, open_ranks
+    from phasewise.workflows.bench.model_speed import (
+        Timing,
+        bench_rows,
+        check_context,
+        counting,
+        open_ranks,
+    )
     from phasewise.workflows.opening.open_model import Weights, open_model
+    from phasewise.workflows.opening.refusals import check_settings
 
     tests, running = _with_small_batches(tests, running)
     names = [*(models or ()), *(name for given in more_models or () for name in _model_names(given))]
@@ -188,6 +201,8 @@ def run(
     weights = Weights(weight_format, sparse, tile_prompts=tile_prompts, arithmetic=arithmetic, lora=lora)
     workloads = [replace(workload, n_adapters=len(lora or ())) for workload in workloads]
     opened_models = []
+    for name, cache_format in product(names, formats):
+        check_settings(name, weights, cache_format, note)
     for name in names:
         for threads in running.threads or (None,):
             opened = open_model(name, weights, threads, db, note)
@@ -201,8 +216,11 @@ def run(
     with user_lock(note).turn():
         for opened in opened_models:
             for cache_format in formats:
-                with open_ranks(opened, workloads, cache_format, max(running.batch_tokens)) as ranks:
-                    rows += bench_rows(ranks, workloads, timing, note)
+                with (
+                    open_ranks(opened, workloads, cache_format, max(running.batch_tokens)) as ranks,
+                    counting(running.counters) as counters,
+                ):
+                    rows += bench_rows(ranks, workloads, timing, note, counters)
     say(written(FORMATS, output, rows, wide=wide), end="")
 
 
@@ -229,7 +247,9 @@ def _model_names(given: str) -> list[str]:
 
 def _explain(opened: OpenModel, tests: BenchTests, formats: list[str]) -> None:
     from phasewise.cli.explain_text import uses_text
+    from phasewise.cython_kernels.user_slots.installed import use_installed
     from phasewise.serving.ranks.open_ranks import STEP_TOKENS
 
     for kv_format in formats:
-        note(uses_text(opened.explain(STEP_TOKENS, max(tests.sequences), kv_format)))
+        uses = opened.explain(STEP_TOKENS, max(tests.sequences), kv_format)
+        note(uses_text(uses, opened.memory(), use_installed()))

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 
-from phasewise._words import counted, number
+from phasewise._words import counted, number, percent
 from phasewise.cli import row_forms
 from phasewise.serving.engine.throughput import Workload
 from phasewise.workflows.bench.model_speed import ModelRow
@@ -68,6 +68,7 @@ def as_md(rows: Sequence[ModelRow], *, wide: bool = False) -> str:
             *(dict.fromkeys(_left_out(row) for row in table) if is_narrow else ()),
             *low,
             *map(_kv_line, filter(lambda row: row.kv_bytes_per_s, rows)),
+            *map(_counters_line, filter(lambda row: row.instructions_per_cycle, rows)),
             *(f"build: {build}" for build in builds),
             "",
         ]
@@ -78,6 +79,20 @@ def _kv_line(row: ModelRow) -> str:
     """By what a test takes longer behind its depth; more than memory gives where a cache holds some of it."""
     rates = (number(rate / 1e9, 3) for rate in (row.kv_bytes_per_s, row.read_limit_bytes_per_s))
     return "{}: KV ({}) is read at {} GB/s; memory: {} GB/s".format(_test_name(row), row.type_k, *rates)
+
+
+def _counters_line(row: ModelRow) -> str:
+    """Instructions a cycle, and per thousand of them (PKI) misses; what this core does not count is left
+    out.
+    """
+    misses = [
+        f"{name} {number(pki, 3)}"
+        for name, pki in (("LLC", row.llc_misses_pki), ("dTLB", row.dtlb_misses_pki))
+        if pki
+    ]
+    stalled = f", {percent(row.stalled_share)} stalled" if row.stalled_share else ""
+    told = f"; misses PKI: {', '.join(misses)}" if misses else ""
+    return f"{_test_name(row)}: IPC {number(row.instructions_per_cycle, 3)}{stalled}{told}"
 
 
 def _left_out(row: Mapping[str, str]) -> str:
@@ -101,6 +116,7 @@ def _md_row(row: ModelRow, *, is_narrow: bool) -> dict[str, str]:
         "peak": row_forms.limit_cell(row.peak_fraction),
         "bandwidth": row_forms.limit_cell(row.bandwidth_fraction) if is_decode else "",
         **(_energy(row) if row.joules_per_token else {}),
+        **({} if is_narrow else {"lines across nodes": number(row.lines_across_nodes)}),
     }
 
 
@@ -116,7 +132,8 @@ FORMATS: dict[str, Callable[..., str]] = {
 def _energy(row: ModelRow) -> dict[str, str]:
     """The watts are what `power_w` of a machine for `provision` asks for."""
     watts = row.joules_per_token * row.avg_ts
-    return {"J/token": number(row.joules_per_token, 3), "W": number(watts, 3)}
+    cap = {"cap W": number(row.power_cap_w, 4)} if row.power_cap_w else {}
+    return {"J/token": number(row.joules_per_token, 3), "W": number(watts, 3), **cap}
 
 
 def _scalars(row: ModelRow) -> list[str | int | float]:

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from phasewise.cli.commands.bench.options import Table
+from phasewise.cli.commands.bench.options import DAILY, DAY, Table
 from phasewise.cli.option_sets import opt, option_set, spread
 from phasewise.cli.present import EXIT_INTERRUPTED
 from phasewise.loadtest.settings import Asking, Promises, SendingTimes, SentLengths
@@ -38,6 +38,8 @@ _TIMES = option_set(
         "factor of the intervals between a trace's arrivals; 0.1: ten times as fast", min=0.0001, max=1e6
     ),
     duration_s=opt("send no request after S seconds", "--duration", metavar="S", min=0.001),
+    daily=opt(DAILY, metavar="CURVE"),
+    day_s=opt(DAY, "--day", metavar="S", min=1.0),
 )
 
 _LENGTHS = option_set(
@@ -118,7 +120,8 @@ def serve(
         _printed(
             "--plot",
             metavar="FILE.svg",
-            help="draw SLO attainment over the rate and over the SLO scale; -: stdout",
+            help="draw the distributions of latencies and, with --slo, SLO attainment over the rate and over "
+            "the SLO scale; -: stdout",
         ),
     ] = None,
 ) -> None:
@@ -141,7 +144,11 @@ def serve(
     report = run_load_test(test, note, load_progress)
     if not owns_stdout(plot):
         say(FORMATS[output](report, is_detailed=save_detailed), end="")
-    if plot is not None and report.measured.outcomes:
-        write_target(plot, draw_report(report))
+    if plot is not None:
+        picture = draw_report(report)
+        if picture is None:
+            note(f"{plot} is not written: no answer is complete")
+        else:
+            write_target(plot, picture)
     if report.was_stopped:
         raise typer.Exit(EXIT_INTERRUPTED)

@@ -10,7 +10,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from phasewise._words import number, percent
+from phasewise._words import counted, number, percent
 from phasewise.cli.present import on_one_line
 from phasewise.loadtest.metrics import (
     GOAL,
@@ -18,6 +18,7 @@ from phasewise.loadtest.metrics import (
     attainment_by_scale,
     hit_rate,
     hit_rates_by_turn,
+    latencies_ms,
 )
 from phasewise.loadtest.report_json import arrivals_of, detailed_fields, fields_of
 from phasewise.loadtest.session import LoadReport
@@ -25,6 +26,12 @@ from phasewise.workflows.line_chart import Chart, Panel, draw_chart
 
 STATISTICS = ("mean", "median", "std", "p50", "p90", "p99")
 MOST_REASON_CHARS = 100
+MOST_POINTS = 50
+"""Points of one distribution; each is marked."""
+
+LEAST_MS = 0.01
+"""Tokens of one event are no time apart, and the axis is logarithmic."""
+
 TABLED_SCALES = {2.0**step for step in range(-3, 4)}
 
 
@@ -52,7 +59,9 @@ def _csv(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 def as_md(report: LoadReport, *, is_detailed: bool = False) -> str:
     """Tables for people; `is_detailed` adds nothing that a person would read."""
     fields = fields_of(report)
-    parts = [_totals(report, fields), _latencies(fields)]
+    parts = [_totals(report, fields)]
+    if fields["completed"]:
+        parts.append(_latencies(fields))
     if report.is_search:
         parts.append(_probes(report))
     if report.slo is not None and report.measured.outcomes:
@@ -173,24 +182,50 @@ def _table(rows: Sequence[Sequence[str]], headers: Sequence[str], right: Sequenc
     return table + "\n"
 
 
-def draw_report(report: LoadReport) -> str:
-    """Attainment over the rate, where there was a search, and over the promises' scale (Fig. 9 and 12)."""
-    assert report.slo is not None
-    panels = [_rates_panel(report)] if report.probes else []
-    if report.measured.outcomes:
-        panels.append(_scales_panel(report))
+def draw_report(report: LoadReport) -> str | None:
+    """The distributions of the latencies (Sandwich, Fig. 13); with promises attainment over the rate, where
+    there was a search, and over the promises' scale (Fig. 9 and 12). None where there is nothing to draw.
+    """
+    panels = []
+    if report.slo is not None:
+        panels += [_rates_panel(report)] if report.probes else []
+        panels += [_scales_panel(report)] if report.measured.outcomes else []
+    if report.measured.complete:
+        panels.append(_latencies_panel(report))
+    if not panels:
+        return None
+    promises = "" if report.slo is None else f"promises: {report.slo.describe()} ms; "
     return draw_chart(
         Chart(
-            title=f"SLO attainment of {_short(report)}",
-            caption=f"promises: {report.slo.describe()} ms; {report.date:%Y-%m-%d}",
+            title=f"Latencies of {_short(report)}",
+            caption=f"{promises}{counted(len(report.measured.complete), 'answer')}; {report.date:%Y-%m-%d}",
             x_name="SLO scale",
-            y_name="requests that keep them",
-            limit_name=f"goal: {percent(GOAL)}",
+            y_name="share of requests",
+            limit_name=f"P{100 * GOAL:.0f}" if report.slo is None else f"goal: {percent(GOAL)}",
             emphasised=_short(report),
             panels=panels,
             y_is_share=True,
         )
     )
+
+
+def _latencies_panel(report: LoadReport) -> Panel:
+    lines = {
+        name.upper(): distribution(samples)
+        for name, samples in latencies_ms(report.measured.complete).items()
+        if max(samples, default=0.0) > 0
+    }
+    instants = [ms for line in lines.values() for ms, _ in line]
+    goal = _goal([(min(instants), GOAL), (max(instants), GOAL)])
+    return Panel(f"latencies{_rate_text(report)}", lines, goal, x_name="milliseconds, at most")
+
+
+def distribution(samples_ms: Sequence[float]) -> list[tuple[float, float]]:
+    """The share of samples that are at most so long, in at most MOST_POINTS points; the last one is all."""
+    ordered = sorted(samples_ms)
+    n_points = min(len(ordered), MOST_POINTS)
+    ranks = [-(-len(ordered) * point // n_points) for point in range(1, n_points + 1)]
+    return [(max(LEAST_MS, ordered[rank - 1]), rank / len(ordered)) for rank in ranks]
 
 
 def _rates_panel(report: LoadReport) -> Panel:
@@ -201,9 +236,12 @@ def _rates_panel(report: LoadReport) -> Panel:
 def _scales_panel(report: LoadReport) -> Panel:
     assert report.slo is not None
     points = list(attainment_by_scale(report.measured.outcomes, report.slo).items())
+    return Panel(f"attainment over the scale{_rate_text(report)}", {_short(report): points}, _goal(points))
+
+
+def _rate_text(report: LoadReport) -> str:
     rate = report.pace.rate
-    rate_text = "" if rate is None else f", {number(rate, 3)} requests/s"
-    return Panel(f"attainment over the scale{rate_text}", {_short(report): points}, _goal(points))
+    return "" if rate is None else f", {number(rate, 3)} requests/s"
 
 
 def _short(report: LoadReport) -> str:

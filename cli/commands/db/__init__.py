@@ -18,7 +18,7 @@ from phasewise.workflows.database import json as database_json
 from phasewise.workflows.database.listing import ListedSchedules, Section
 
 if TYPE_CHECKING:
-    from phasewise.kerneldb.records import PlanRecord
+    from phasewise.kerneldb.records import PlanRecord, PredictorScore
 
 app = CommandApp(help="The tuning database: plans, schedules, measurements.")
 app.command("export")(db_sharing.export)
@@ -48,7 +48,7 @@ def path(db: DbOption = None, as_json: JsonOption = False) -> None:
 @app.command()
 def show(
     model: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="only plans of models whose name has TEXT")
+        str | None, typer.Option(metavar="TEXT", help="only plans and scores of models whose name has TEXT")
     ] = None,
     phase: Annotated[PhaseName | None, typer.Option(help="only plans of this phase")] = None,
     m: Annotated[
@@ -61,10 +61,12 @@ def show(
     """List the service plans, and for each problem the schedule in use, or the best one known.
 
     A summary comes first. Of each kind of schedule the first dozen are
-    printed; --wide prints all, --json too.
+    printed, of predictors' scores the newest dozen; --wide prints all, --json
+    too.
     """
     name, exists = _where(db)
     plans: list[PlanRecord] = []
+    scores: list[PredictorScore] = []
     listed = ListedSchedules()
     if exists is False:
         note(f"there is no database at {name} yet")
@@ -76,31 +78,36 @@ def show(
         limit = None if wide or as_json else db_text.MAX_ROWS
         with open_store(db, note) as store:
             plans = [plan for plan in store.plans() if _is_wanted(plan, model, phase)]
+            scores = [score for score in store.predictor_scores() if (model or "") in score.model_name]
             listed = list_schedules(store, kernel_abis(), m, limit)
-    fields = _contents(name, plans, listed)
+    fields = _contents(name, plans, scores, listed)
     if as_json:
         print_json(fields)
     else:
-        db_text.print_contents(fields, listed)
+        db_text.print_contents(fields, listed, wide)
 
 
 def _is_wanted(plan: PlanRecord, model: str | None, phase: PhaseName | None) -> bool:
     return (model is None or model in plan.model_key) and phase in (None, plan.phase)
 
 
-def _contents(name: str, plans: list[PlanRecord], listed: ListedSchedules) -> dict[str, Any]:
-    from phasewise.kerneldb.shipped import shipped_measurements
+def _contents(
+    name: str, plans: list[PlanRecord], scores: list[PredictorScore], listed: ListedSchedules
+) -> dict[str, Any]:
+    from phasewise.kerneldb.shipped import shipped_count, shipped_kinds
 
     machines = database_json.labels([*listed.machines, *(plan.origin.machine for plan in plans)])
     return {
         "database": name,
         "plans": database_json.plan_fields(plans, machines, note),
+        "predictor_scores": database_json.score_fields(scores),
         "schedules": [
             database_json.schedule_fields(schedule, machines, section is Section.STALE)
             for section, schedule in listed.shown
         ],
         "machines": database_json.machine_fields(machines),
-        "shipped": len(shipped_measurements()),
+        "shipped": shipped_count(),
+        "shipped_kinds": list(shipped_kinds()),
     }
 
 
@@ -166,31 +173,51 @@ def set_plan(
             metavar="LIST", help="cores to pin threads to, e.g. 0,1 or 0-3,8; once for each rank [repeatable]"
         ),
     ],
+    from_sequences: Annotated[
+        int | None,
+        typer.Option(
+            "--from",
+            min=2,
+            max=4096,
+            metavar="N",
+            help="only for decode steps of N sequences or more: the plan in use keeps its cores for fewer",
+        ),
+    ] = None,
     weight_format: FormatOption = "native",
     db: DbOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Append a plan for one phase of MODEL on this machine; from now on it is the one in use.
 
+    With --from N only the cores for N sequences and more change; those of more bands than that go.
     A MODEL that is not known here is refused: no server would look its plan up.
     """
+    from phasewise.kerneldb.location import locate
     from phasewise.kerneldb.records import Origin, PlanRecord
     from phasewise.kerneldb.store import open_store
     from phasewise.serving.loaders.fetching.resolve import cache_root, known_name
     from phasewise.topology import read_machine
     from phasewise.tuner import plans
+    from phasewise.workflows.report import silent
 
     machine = read_machine()
     ranks = tuple(plans.rank_on(machine, plans.parse_cores(core_list)) for core_list in cores)
-    plan = plans.ServicePlan(phase, ranks, "database")
-    plans.check_fits(plan, machine)
     key = plans.model_key(known_name(model, cache_root()), weight_format)
+    plan = plans.ServicePlan(phase, ranks, "database")
+    if from_sequences is not None:
+        band = plans.LoadBand(from_sequences, ranks)
+        told = silent if locate(db).is_absent else note
+        in_use = plans.plans_for(db, machine, key, report=told)[phase]
+        kept = tuple(other for other in in_use.bands if other.sequences < from_sequences)
+        plan = plans.ServicePlan(phase, in_use.ranks, "database", (*kept, band))
+    plans.check_fits(plan, machine)
     origin = Origin(plans.machine_key(machine), __version__, time.time_ns() // 1_000_000)
     record = PlanRecord(key, phase, plans.placed_json(plan, machine), origin)
     with open_store(db, note) as store:
         store.add_plan(record)
     if as_json:
-        print_json({"model": key, "phase": plan.phase, "ranks": [list(rank.cores) for rank in plan.ranks]})
+        fields = {"model": key, "phase": plan.phase, "from": from_sequences or 1}
+        print_json({**fields, "ranks": [list(rank.cores) for rank in ranks]})
     else:
         say(f"{key}, {plan.describe()}")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,22 +13,28 @@ import typer
 from phasewise._words import counted
 from phasewise.cli.commands.db.sharing import (
     NoPlansOption,
+    ScoresOption,
     SignatureOption,
     StepTimesOption,
     UserKernelsOption,
     named_kinds,
     write_out,
 )
+from phasewise.cli.commands.topo.text import core_words
 from phasewise.cli.options import DbOption, JsonOption
 from phasewise.cli.present import note, print_json, say
 
 if TYPE_CHECKING:
     from phasewise.kerneldb.remote_index import Bundle
 
+WIDTH = 80
+
 RemoteArgument = Annotated[
     str,
     typer.Argument(
-        metavar="REMOTE", help="a folder, such as a git working tree, or an https:// address of static files"
+        metavar="REMOTE",
+        help="a folder, such as a git working tree, or an address of static files: https://, or what fsspec "
+        "reads, e.g. hf://",
     ),
 ]
 DigestOption = Annotated[
@@ -49,10 +57,13 @@ def push(
     step_times: StepTimesOption = False,
     users_kernels: UserKernelsOption = False,
     plans: NoPlansOption = True,
+    scores: ScoresOption = True,
     dry_run: Annotated[
         bool,
         typer.Option(
-            "--dry-run", help="print every line that would leave, and name its fields; send nothing"
+            "--dry-run",
+            help="print every line that would leave, and name its fields (--json: bundles and fields "
+            "alone); send nothing",
         ),
     ] = False,
     sign: Annotated[Path | None, typer.Option(metavar="KEY", help="sign the index with this SSH key")] = None,
@@ -71,11 +82,15 @@ def push(
     from phasewise.workflows.database.remote import push as push_rows
     from phasewise.workflows.database.signed_index import Trust
 
-    leaving = Leaving(tuple(signature or ()), named_kinds(plans, step_times, users_kernels))
+    leaving = Leaving(tuple(signature or ()), named_kinds(plans, scores, step_times, users_kernels))
     if dry_run:
-        previewed = preview(db, leaving, write_out, note)
+        previewed = preview(db, leaving, _unwritten if as_json else write_out, note)
+        if as_json:
+            bundles = [asdict(bundle) for bundle in previewed.bundles]
+            print_json({"remote": remote, "bundles": bundles, "fields": list(previewed.fields)})
+            return
         _tell(previewed.bundles)
-        note(f"fields that would leave: {', '.join(previewed.fields)}")
+        note(textwrap.fill(f"fields that would leave: {', '.join(previewed.fields)}", WIDTH))
         return
     done = push_rows(remote, db, leaving, Trust(digest, allowed_signers), sign, note)
     if as_json:
@@ -93,9 +108,16 @@ def push(
     say(f"{counted(len(done.new), 'new bundle')}; the index has the digest\n{done.digest}")
 
 
+def _unwritten(lines: Iterable[str]) -> None:
+    """Read all of it: what names the fields sees them on their way."""
+    for _ in lines:
+        pass
+
+
 def _tell(bundles: list[Bundle]) -> None:
     for bundle in bundles:
-        note(f"{bundle.path}: {counted(bundle.rows, 'row')} of {bundle.core}")
+        told = f"{bundle.path}: {counted(bundle.rows, 'row')} of {core_words(bundle.core).replace('+', ' ')}"
+        note(textwrap.fill(told, WIDTH, subsequent_indent="    "))
 
 
 def pull(
@@ -121,5 +143,7 @@ def pull(
         counts = {"read": done.taken.read, "added": done.taken.added, "known": done.taken.known}
         print_json({"remote": remote, "bundles": [asdict(bundle) for bundle in done.bundles], **counts})
         return
+    if not done.bundles:
+        note(f"{remote} has no bundle for cores like these; --all pulls those of every kind")
     bundles = counted(len(done.bundles), "bundle")
     say(f"{bundles}: {counted(done.taken.added, 'row')} added, {done.taken.known} known already")

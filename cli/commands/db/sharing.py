@@ -50,6 +50,13 @@ UserKernelsOption = Annotated[
 NoPlansOption = Annotated[
     bool, typer.Option("--plans/--no-plans", help="plans too; they contain the names of your models")
 ]
+ScoresOption = Annotated[
+    bool,
+    typer.Option(
+        "--scores/--no-scores",
+        help="scores of length predictors too; they contain the names of your models",
+    ),
+]
 
 
 def export(
@@ -57,6 +64,7 @@ def export(
     step_times: StepTimesOption = False,
     users_kernels: UserKernelsOption = False,
     plans: NoPlansOption = True,
+    scores: ScoresOption = True,
     in_use: Annotated[
         bool, typer.Option("--in-use", help="of schedules only those in use, each with its newest timing")
     ] = False,
@@ -64,24 +72,25 @@ def export(
 ) -> None:
     """Print all schedules, their timings and promotions, and plans, as JSON lines, to be shared.
 
-    The same rows give the same bytes. There are no host names in it. Plans name
-    places of the topology, so that they fit like machines whose cores have other
-    numbers.
+    Scores of length predictors are among them. The same rows give the same
+    bytes. There are no host names in it. Plans name places of the topology, so
+    that they fit like machines whose cores have other numbers.
     """
     from phasewise.workflows.database.sharing import export_rows
 
-    also = named_kinds(plans, step_times, users_kernels)
+    also = named_kinds(plans, scores, step_times, users_kernels)
     exported = export_rows(db, signature or (), write_out, also, report=note, in_use=in_use)
     note(f"{counted(exported.n_rows, 'row')} of {counted(len(exported.machines), 'kind')} of machine")
 
 
-def named_kinds(plans: bool, step_times: bool, users_kernels: bool) -> list[type[Row]]:
+def named_kinds(plans: bool, scores: bool, step_times: bool, users_kernels: bool) -> list[type[Row]]:
     """The kinds of rows, of those that name something of their owner, that were asked for."""
-    from phasewise.kerneldb.records import PlanRecord, StepTime
+    from phasewise.kerneldb.records import PlanRecord, PredictorScore, StepTime
     from phasewise.kerneldb.user_kernels import UserPromotion, UserTiming
 
     asked: dict[type[Row], bool] = {
         PlanRecord: plans,
+        PredictorScore: scores,
         StepTime: step_times,
         UserTiming: users_kernels,
         UserPromotion: users_kernels,
@@ -124,7 +133,8 @@ def import_(
 def merge(other: OtherArgument, db: DbOption = None, as_json: JsonOption = False) -> None:
     """Add the timings and promotions of another database that are not in this one yet, unverified.
 
-    Its step times come too; `tune-config --evaluator recorded` replays them.
+    Its scores of predictors come too, and its step times: `tune-config
+    --evaluator recorded` replays them.
     """
     from phasewise.workflows.database.sharing import merge_database
 
@@ -151,7 +161,8 @@ def _print_imported(imported: Imported, as_json: bool) -> None:
 def diff(other: OtherArgument, db: DbOption = None, as_json: JsonOption = False) -> None:
     """Compare what this and another database prefer: schedules, plans, storages, users' kernels.
 
-    Of step times it compares which steps were timed. The exit code is 1 if they differ.
+    Scores of predictors too. Of step times it compares which steps were timed.
+    The exit code is 1 if they differ.
     """
     from phasewise.workflows.database.sharing import compare_databases
 
@@ -231,7 +242,7 @@ def gc(
         typer.Option(
             min=1,
             help="keep raw samples of the N fastest schedules of each problem and of promoted ones, and a "
-            "summary of others; of plans the N newest",
+            "summary of others; of plans and scores the N newest",
         ),
     ] = None,
     dry_run: Annotated[
@@ -243,7 +254,7 @@ def gc(
     """Delete the rows of earlier builds of this machine's kernels; with --keep summarise slow schedules.
 
     A build whose winners wait to be timed again by `tune-kernels` stays, and is
-    told.
+    told. Of what was imported, the newest winner of a product stays as a hint.
 
     Of a schedule that lost, one timing stays, with the least, the quartiles and
     the largest of its samples. `tune-kernels` does so by itself, keeping 16, where
@@ -261,6 +272,7 @@ def gc(
             "deleted": dict(garbage.deleted),
             "summarised": garbage.summarised,
             "spared": dict(garbage.spared),
+            "hints": garbage.hints,
         }
         print_json({"dry_run": dry_run, **told})
         return
@@ -268,5 +280,8 @@ def gc(
     say(f"{'would delete' if dry_run else 'deleted'} {', '.join(counts) or 'nothing'}")
     for build, winners in garbage.spared.items():
         say(f"{build} stays: {counted(winners, 'winner')} of it wait to be timed again by tune-kernels")
+    if garbage.hints:
+        kept = "would keep" if dry_run else "kept"
+        say(f"{kept} {counted(garbage.hints, 'imported winner')} of other builds as hints")
     if keep is not None:
         say(f"{'would summarise' if dry_run else 'summarised'} {counted(garbage.summarised, 'timing')}")

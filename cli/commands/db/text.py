@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from phasewise._words import counted
+from phasewise._words import counted, percent
 from phasewise.cli.commands.topo.text import core_words
 from phasewise.cli.present import on_one_line, say
 from phasewise.workflows.database.listing import ListedSchedules, Section
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 WIDTH = 80
 MAX_MODEL_CHARS = 30
+MAX_SCORED_CHARS = 22
 MAX_KERNEL_CHARS = 18
 MAX_PATH_CHARS = 12
 MAX_SCHEDULE_CHARS = 23
@@ -27,25 +28,14 @@ MAX_BUILD_CHARS = 40
 MAX_ROWS = 12
 
 
-def print_contents(fields: dict[str, Any], listed: ListedSchedules) -> None:
-    """The summary, the plans, and the schedules that were read of each section."""
+def print_contents(fields: dict[str, Any], listed: ListedSchedules, wide: bool) -> None:
+    """The summary, the plans, the schedules that were read of each section, and the scores of predictors."""
     sections = {Section.IN_USE: listed.counts[Section.IN_USE], **listed.counts}
     counts = [f"{counted(len(fields['plans']), 'plan')}"]
     counts += [f"{title}: {sections[title]}" for title in Section if title in sections]
     say(textwrap.fill("; ".join(counts), WIDTH))
     say("")
-    plans = [
-        {
-            "model": _shortened(plan["model"], MAX_MODEL_CHARS),
-            "phase": plan["phase"],
-            "cores": _cores(plan),
-            "on": plan["machine"],
-            "in use": "yes" if plan["in_use"] else "no",
-            "created": time.strftime("%Y-%m-%d", time.gmtime(plan["created_at_ms"] / 1000)),
-        }
-        for plan in fields["plans"]
-    ]
-    print_table("Service plans", plans)
+    print_table("Service plans", [line for plan in fields["plans"] for line in _plan_lines(plan)])
     for title in Section:
         if title not in sections:
             continue
@@ -54,9 +44,52 @@ def print_contents(fields: dict[str, Any], listed: ListedSchedules) -> None:
         print_table(title, chosen)
         if (left := sections[title] - len(chosen)) > 0:
             say(f"... and {left} more: --wide prints all, --m N those for N rows\n")
+    _print_scores(fields["predictor_scores"], wide)
     print_machines(fields["machines"])
     shipped = counted(fields["shipped"], "schedule")
-    say(textwrap.fill(f"Beside it, in the package: {shipped}, lowest in trust and timed before use", WIDTH))
+    told = f"Beside it, in the package: {shipped}, lowest in trust and timed before use"
+    if kinds := fields["shipped_kinds"]:
+        told += f", for {'; '.join(kinds)}"
+    say(textwrap.fill(told, WIDTH))
+
+
+def _print_scores(scores: Sequence[dict[str, Any]], wide: bool) -> None:
+    """The newest ones; nothing where there are none."""
+    shown = scores if wide else scores[-MAX_ROWS:]
+    lines = [
+        {
+            "model": _shortened(score["model"], MAX_SCORED_CHARS),
+            "reads": _shortened(score["reads"], MAX_PATH_CHARS),
+            "by answers": score["judged_answers"],
+            "held": _share(score["figures"], "accuracy"),
+            "used": _share(score["figures"], "utilisation"),
+            "judged": time.strftime("%Y-%m-%d", time.gmtime(score["created_at_ms"] / 1000)),
+        }
+        for score in shown
+    ]
+    if lines:
+        print_table("Predictors of lengths", lines)
+    if len(scores) > len(shown):
+        say(f"... and {len(scores) - len(shown)} older: --wide prints all\n")
+
+
+def _share(figures: dict[str, float], name: str) -> str:
+    return percent(figures[name], 1) if name in figures else ""
+
+
+def _plan_lines(plan: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """A line, and one for each of its bands of sequences."""
+    line = {
+        "model": _shortened(plan["model"], MAX_MODEL_CHARS),
+        "phase": plan["phase"],
+        "cores": _cores(plan),
+        "on": plan["machine"],
+        "in use": "yes" if plan["in_use"] else "no",
+        "created": time.strftime("%Y-%m-%d", time.gmtime(plan["created_at_ms"] / 1000)),
+    }
+    yield line
+    for band in plan["bands"]:
+        yield {**dict.fromkeys(line, ""), "phase": f"from {band['sequences']}", "cores": _cores(band)}
 
 
 def _shortened(text: str, limit: int) -> str:

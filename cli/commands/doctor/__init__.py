@@ -33,6 +33,14 @@ def doctor(
             help="compute known results on every core and with every instruction set, in place of all else",
         ),
     ] = False,
+    decode: Annotated[
+        str | None,
+        typer.Option(
+            "--decode",
+            metavar="MODEL",
+            help="time MODEL for some seconds and explain why decoding is not faster, in place of all else",
+        ),
+    ] = None,
     as_json: JsonOption = False,
     db: DbOption = None,
 ) -> None:
@@ -41,9 +49,14 @@ def doctor(
     Each finding has its evidence (file and value), what it means, and a remedy; the severest come first.
     Nothing is changed. The exit code is 0 whatever is found, unless --strict is given. With --bits, which
     takes a minute at most, it is 1 if any bit is wrong: the build is broken, or a core is.
+
+    --decode reads the processor's counters where the host lets one, and says why where not.
     """
     if bits:
         _check_bits(as_json)
+        return
+    if decode is not None:
+        _explain_decode(decode, db, as_json)
         return
     from phasewise.cli.commands.doctor.text import doctor_fields, doctor_lines
     from phasewise.tuner.doctor import examine
@@ -58,6 +71,22 @@ def doctor(
             say(line)
     if strict and findings:
         sys.exit(EXIT_FINDINGS)
+
+
+def _explain_decode(model: str, db: str | None, as_json: bool) -> None:
+    from phasewise.cli.commands.doctor.text import decode_fields, decode_lines
+    from phasewise.tuner.doctor.decode import explain_decode
+    from phasewise.tuner.measurement_lock import user_lock
+    from phasewise.workflows.doctor_decode import decode_figures
+
+    with user_lock(note).turn():
+        figures = decode_figures(model, db, note)
+    findings = explain_decode(figures)
+    if as_json:
+        print_json(decode_fields(figures, findings))
+    else:
+        for line in decode_lines(figures, findings, sys.stdout.encoding):
+            say(line)
 
 
 def _check_bits(as_json: bool) -> None:

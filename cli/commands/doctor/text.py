@@ -10,9 +10,13 @@ from typing import TYPE_CHECKING, Any
 from phasewise._words import counted
 from phasewise.topology.outline import count_words
 from phasewise.tuner.doctor import CHECKS, not_examined
+from phasewise.tuner.doctor.placement import computing_processes
+from phasewise.workflows.serve.kv_policy import policy_for, told
 
 if TYPE_CHECKING:
     from phasewise.tuner.doctor import Finding, Host
+    from phasewise.tuner.doctor.decode import DecodeFigures
+    from phasewise.tuner.machine_limits import PieceReads
     from phasewise.workflows.replay.bits_check import BitsOutcome
 
 WIDTH = 80
@@ -23,11 +27,20 @@ def doctor_fields(host: Host, findings: Sequence[Finding]) -> dict[str, Any]:
     """The JSON that `--json` prints."""
     return {
         "source": host.machine.source,
-        "findings": [asdict(finding) | {"severity": finding.severity.name} for finding in findings],
+        "findings": _findings_fields(findings),
         "checks": list(CHECKS),
         "not_examined": list(not_examined(host)),
+        "processes": [
+            {"pid": own.pid, "bytes_by_node": own.bytes_by_node, "local_reads": own.local_reads}
+            for own in computing_processes(host)
+        ],
         "products": None if host.tuned is None else host.tuned.products.by_state(),
-        "shipped": None if host.tuned is None else host.tuned.shipped,
+        "shipped": None if host.tuned is None else host.tuned.shipped.brought,
+        "shipped_judged": None if host.tuned is None else host.tuned.shipped.judged,
+        "shipped_in_use": None if host.tuned is None else host.tuned.shipped.in_use,
+        "shipped_kinds": None if host.tuned is None else list(host.tuned.shipped_kinds),
+        "own_kernels": list(host.own_kernels),
+        "reads_in_pieces": None if host.piece_reads is None else _reads_fields(host.piece_reads),
         "kernels": None
         if host.build is None
         else {"names": list(host.build.kernel_abis), "reference": host.build.is_reference},
@@ -39,9 +52,7 @@ def doctor_lines(host: Host, findings: Sequence[Finding], encoding: str) -> list
     lines = _wrap("", f"{host.machine.source}: {count_words(host.machine)}")
     for fact in _facts(host):
         lines += _wrap("", fact)
-    for number, finding in enumerate(findings, start=1):
-        lines += ["", *_wrap(f"{number}. {finding.severity.name}: ", finding.title)]
-        lines += list(_details(finding))
+    lines += _finding_lines(findings)
     if findings:
         lines += [
             "",
@@ -55,17 +66,58 @@ def doctor_lines(host: Host, findings: Sequence[Finding], encoding: str) -> list
     return [line.encode(encoding, "replace").decode(encoding) for line in lines]
 
 
+def decode_fields(figures: DecodeFigures, findings: Sequence[Finding]) -> dict[str, Any]:
+    """The JSON that `--decode --json` prints."""
+    return {"figures": asdict(figures), "findings": _findings_fields(findings)}
+
+
+def decode_lines(figures: DecodeFigures, findings: Sequence[Finding], encoding: str) -> list[str]:
+    """The whole text of `--decode`, as `doctor_lines`."""
+    lines = _wrap("", f"{figures.model} on {counted(figures.n_cores, 'core')}")
+    for fact in figures.describe():
+        lines += _wrap("", fact)
+    return [line.encode(encoding, "replace").decode(encoding) for line in [*lines, *_finding_lines(findings)]]
+
+
+def _findings_fields(findings: Sequence[Finding]) -> list[dict[str, Any]]:
+    return [asdict(finding) | {"severity": finding.severity.name} for finding in findings]
+
+
+def _finding_lines(findings: Sequence[Finding]) -> list[str]:
+    lines: list[str] = []
+    for number, finding in enumerate(findings, start=1):
+        lines += ["", *_wrap(f"{number}. {finding.severity.name}: ", finding.title)]
+        lines += list(_details(finding))
+    return lines
+
+
 def _facts(host: Host) -> Iterator[str]:
     """The state of what was tuned, and of the kernels that it was tuned for; no finding follows from it."""
     if host.tuned is not None:
         yield f"Products of these cores: {host.tuned.products.describe()}."
-        if host.tuned.shipped:
+        if host.tuned.shipped.brought:
             yield (
-                f"The package brings {counted(host.tuned.shipped, 'schedule')} for such cores: lowest in "
-                "trust, timed here before any is used."
+                f"The package brings {counted(host.tuned.shipped.brought, 'schedule')} for such cores: "
+                "lowest in trust, timed here before any is used. "
+                f"{host.tuned.shipped.judged} of their products were tuned here, and "
+                f"{host.tuned.shipped.in_use} of them are in use."
             )
+        elif host.tuned.shipped_kinds:
+            kinds = "; ".join(host.tuned.shipped_kinds)
+            yield f"The package brings schedules for {kinds}, but none for such cores."
+    if host.piece_reads is not None:
+        reads = host.piece_reads
+        yield f"Memory: {told(reads.piece_bytes, reads)}, so that kv_policy auto is {policy_for(reads)}."
     if host.build is not None:
         yield f"Kernels: {_REFERENCE[host.build.is_reference]}."
+    for own_kernel in host.own_kernels:
+        yield f"Kernel of your own: {own_kernel}."
+    for process in computing_processes(host):
+        yield f"Memory of phasewise's process {process.pid}: {process.describe()}."
+
+
+def _reads_fields(reads: PieceReads) -> dict[str, Any]:
+    return {**asdict(reads), "share": reads.share, "kv_policy": policy_for(reads)}
 
 
 _REFERENCE = {

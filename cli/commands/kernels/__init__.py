@@ -1,5 +1,5 @@
 """`phasewise kernels`: bring a hand-written C kernel, move it to other instruction sets, check it, take it
-away as C.
+away as C, or let the engine use it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from phasewise.cli.command_app import CommandApp
 from phasewise.cli.options import DbOption, DefineOption, IncludeOption, JsonOption
 from phasewise.cli.present import note, print_json, say, write_target
 
-app = CommandApp(help="Kernels written in C: raise, lower, check, emit.")
+app = CommandApp(help="Kernels written in C: raise, lower, check, emit, install.")
 
 SourceArgument = Annotated[Path, typer.Argument(metavar="FILE.c", help="C file with intrinsics")]
 KernelArgument = Annotated[
@@ -143,18 +143,88 @@ def emit(
     note(f"{n_shapes} tuned shapes")
 
 
+@app.command("install")
+def install(
+    kernel: KernelArgument,
+    slot: Annotated[
+        str, typer.Option(metavar="SLOT", help="what it computes: rms_norm, silu_gate, gelu, exponential, ..")
+    ],
+    settings: SetOption = None,
+    length: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1, metavar="N", help="length of a row in the duel; may be repeated [default: 64 to 4096]"
+        ),
+    ] = None,
+    db: DbOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Let the engine compute with a kernel of your own.
+
+    It is compiled here, with the parameters that `tune-kernels --kernel` found
+    or those of --set. It has to give the bits of the built-in function, at
+    every length and for every kind of number, in a process with limits; then
+    both are timed in a duel. Every command that runs a model uses it from then
+    on, if the duel proved it faster, until `phasewise kernels remove`.
+    """
+    from phasewise.cli.commands.kernels.text import slot_fields, slot_text
+    from phasewise.kerneldb.store import open_store
+    from phasewise.topology import core_signature, read_machine
+    from phasewise.tuner.measurement_lock import user_lock
+    from phasewise.workflows.user_kernels.slots import LENGTHS, Installing, install
+
+    machine = read_machine()
+    with open_store(db, note) as store:
+        on = Installing(
+            store, core_signature(machine), machine.allowed_cores()[-1][0], user_lock(note), note,
+            choice=parse_settings(settings), lengths=length or LENGTHS,
+        )  # fmt: skip
+        installed = install(kernel, slot, on)
+    if as_json:
+        print_json({"installed": slot_fields(installed)})
+    else:
+        say(slot_text(installed))
+
+
+@app.command("remove")
+def remove(
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="the kernel's name, as `list` prints it")
+    ] = None,
+    slot: Annotated[
+        str | None, typer.Option(metavar="SLOT", help="what is in this slot, whatever its name")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Compute with the built-in function again, from the next start on."""
+    from phasewise.cli.commands.kernels.text import slot_fields
+    from phasewise.workflows.user_kernels.slots import remove
+
+    if (name is None) == (slot is None):
+        raise typer.BadParameter("give a NAME or a --slot")
+    removed = remove(name, slot)
+    if as_json:
+        print_json({"removed": [slot_fields(installed) for installed in removed]})
+    else:
+        say("\n".join(f"{installed.kernel} is out of {installed.slot}" for installed in removed))
+
+
 @app.command("list")
 def list_(db: DbOption = None, as_json: JsonOption = False) -> None:
-    """List the kernels that the database has parameters for."""
-    from phasewise.cli.commands.kernels.text import listed_fields, listed_text
+    """List the kernels that the database has parameters for, and those that are installed."""
+    from phasewise.cli.commands.kernels.text import listed_fields, listed_text, slot_fields, slot_text
+    from phasewise.cython_kernels.user_slots.installed import installed_slots
     from phasewise.kerneldb.store import open_store
 
     with open_store(db, note) as store:
         promotions = store.user_promotions()
+    installed = installed_slots()
     if as_json:
-        print_json({"kernels": listed_fields(promotions)})
+        print_json(
+            {"kernels": listed_fields(promotions), "installed": [slot_fields(own) for own in installed]}
+        )
     else:
-        say(listed_text(promotions))
+        say("\n".join([listed_text(promotions), *(slot_text(own) for own in installed)]))
 
 
 @app.command("show")

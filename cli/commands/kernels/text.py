@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from phasewise._words import counted, multiple
@@ -11,6 +12,7 @@ from phasewise.ir.original import is_original
 from phasewise.kerneldb.user_kernels import UserPromotion
 
 if TYPE_CHECKING:
+    from phasewise.cython_kernels.user_slots.installed import InstalledSlot
     from phasewise.workflows.user_kernels.files import Checked
     from phasewise.workflows.user_kernels.tune import ShapeOutcome
 
@@ -56,6 +58,22 @@ def listed_text(promotions: Sequence[UserPromotion]) -> str:
     if not rows:
         return "no kernels; tune one: phasewise tune-kernels --kernel KERNEL.kir --shapes .."
     return "\n".join(f"{row['name']:20} {row['shapes']:3} shapes  {row['key']}" for row in rows)
+
+
+def slot_fields(installed: InstalledSlot) -> dict[str, Any]:
+    """One kernel in a slot."""
+    return asdict(installed)
+
+
+def slot_text(installed: InstalledSlot) -> str:
+    """One line: what is in a slot, and whether it is used."""
+    own = installed
+    verdict = (
+        f"in use, {own.gain:.2f} times as fast as the built-in"
+        if own.is_faster
+        else f"not used: {own.gain:.2f} times the built-in's speed, not proven faster"
+    )
+    return f"{own.slot:14} {own.kernel} {own.digest[:8]}  {verdict}"
 
 
 def newest(promotions: Sequence[UserPromotion]) -> list[UserPromotion]:

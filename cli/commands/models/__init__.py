@@ -138,11 +138,14 @@ def inspect(
     that are not zero, its bytes stored dense and sparse, and from which share
     of zeros on it is stored sparse where nothing was measured.
     """
-    from phasewise.serving.loaders import inspection, open_source
+    from phasewise.serving.loaders import head_place, inspection, open_head_source, open_source
     from phasewise.serving.loaders.fetching.resolve import cache_root, locate
 
-    with open_source(locate(model, cache_root(), note)) as source:
-        inspected = inspection.inspect_source(source)
+    located = locate(model, cache_root(), note)
+    with open_source(located) as source:
+        place = head_place(source.config.architecture, source.name, located.path)
+        with open_head_source(place) as head:
+            inspected = inspection.inspect_source(source, head)
         zeros = inspection.densities(source, weight_format) if density else []
     if as_json:
         counted = {"densities": [asdict(weight) for weight in zeros]} if density else {}
@@ -196,6 +199,9 @@ def _facts(inspected: Inspection) -> list[tuple[str, str]]:
     if config.state is not None:
         layers = counted(len(config.state.layers), "layer")
         facts.append(("states", f"{layers}, {size_text(inspected.state_bytes)} of each sequence"))
+    if inspected.head is not None:
+        head = f"{inspected.head.parameters / 1e6:.1f} M, {size_text(inspected.head.format_bytes['native'])}"
+        facts.append(("drafts", f"by a head of its own: {head} (--draft mtp)"))
     facts += [
         (f"tensors {kind.type_name}", f"{kind.count:>5}  {size_text(kind.file_bytes):>10} in the file")
         for kind in inspected.tensor_types
@@ -208,6 +214,10 @@ def _facts(inspected: Inspection) -> list[tuple[str, str]]:
 
 def _heads(config: ModelConfig) -> str:
     latent = config.latent
+    if config.has_mixed_heads:
+        own = dict.fromkeys(config.heads_of(layer) for layer in range(config.n_layers))
+        by_layer = " or ".join(f"{heads.n_kv_heads} of {heads.head_dim}" for heads in own)
+        return f"{config.n_heads} query, key/value: {by_layer}"
     if latent is None:
         return f"{config.n_heads} query, {config.n_kv_heads} key/value, of {config.head_dim}"
     vectors = counted(config.n_layers, "latent vector")

@@ -76,6 +76,7 @@ _EVAL = option_set(
     drift=opt("train on the first log only, then replay the other logs in order", "--drift"),
     encoder=EncoderOption,
     seed=SeedOption,
+    db=DbOption,
 )
 
 
@@ -190,11 +191,16 @@ def evaluate(logs: LogsArgument, wish: EvalWish, as_json: JsonOption = False) ->
     overflow, the rest; exact, answers in the bucket that was predicted; block,
     mean tokens of a block; used, the share of it that is filled; at limit,
     the share of requests that get a block of max_tokens.
+
+    The figures of ours are kept in the tuning database, without prompts and
+    paths: `db show` lists them.
     """
     from phasewise.cli.commands.predict_len.text import report_text
     from phasewise.workflows.predict_len.judge import judge_predictions
+    from phasewise.workflows.predict_len.kept_scores import keep_scores
 
     judged = judge_predictions(logs, wish, note)
+    keep_scores(judged, wish, note)
     if as_json:
         split = {"split": judged.split.share, "seed": judged.split.seed}
         asked = {"hold": 1 - wish.overflow, "drift": wish.drift, "folds": wish.folds}

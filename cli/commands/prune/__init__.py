@@ -36,7 +36,8 @@ def prune(
     calibration: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="text whose activations weigh the weights: wanda, sparsegpt and owl"
+            metavar="FILE",
+            help="text whose activations weigh the weights: wanda, sparsegpt, owl and --recover",
         ),
     ] = None,
     calibration_tokens: Annotated[int, typer.Option(min=64, help="tokens of the calibration text")] = 16384,
@@ -53,6 +54,13 @@ def prune(
     evaluation: Annotated[
         Path | None, typer.Option("--eval", metavar="FILE", help="text to measure the perplexity on")
     ] = None,
+    recover: Annotated[
+        bool,
+        typer.Option(
+            "--recover",
+            help="fit the weights that are kept to what each layer computed before, over the text",
+        ),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Set a share of MODEL's weights to zero and write a Hugging Face directory.
@@ -76,6 +84,7 @@ def prune(
         skip=tuple(name for name in skip.split(",") if name),
         storage=storage,
         evaluation=evaluation,
+        recover=recover,
     )
     with status_line() as status:
         pruned = run(settings, status.say, lambda line: status.show(lambda: line))

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from phasewise._words import counted
+
 if TYPE_CHECKING:
+    from phasewise.workflows.prune.recovery import Recovery
     from phasewise.workflows.prune.run import Pruned
 
 LABEL_COLUMNS = 22
@@ -23,14 +26,28 @@ def pruned_lines(pruned: Pruned) -> Iterator[str]:
         ("decode, by bytes", f"at most {pruned.decode_bound:.2f} times as fast as bf16 dense"),
         ("decode on this CPU", _here(pruned)),
     ]
+    if pruned.recovery is not None:
+        facts += [("outputs differ by", _outputs(pruned.recovery))]
     if pruned.perplexity_before is not None and pruned.perplexity_after is not None:
-        change = pruned.perplexity_after / pruned.perplexity_before - 1
-        facts += [
-            ("perplexity before", f"{pruned.perplexity_before:.3f}"),
-            ("perplexity after", f"{pruned.perplexity_after:.3f} ({100 * change:+.1f} %)"),
-        ]
+        before = pruned.perplexity_before
+        facts += [("perplexity before", f"{before:.3f}")]
+        if pruned.recovery is not None and pruned.recovery.perplexity_pruned is not None:
+            facts += [("perplexity pruned", _worse(pruned.recovery.perplexity_pruned, before))]
+        facts += [("perplexity after", _worse(pruned.perplexity_after, before))]
     for label, value in facts:
         yield f"{label:<{LABEL_COLUMNS}}{value}"
+
+
+def _outputs(recovery: Recovery) -> str:
+    """The mean over weights, before their values were fitted and after."""
+    shares = (
+        f"{100 * recovery.output_error_pruned:.1f} %, recovered {100 * recovery.output_error_recovered:.1f} %"
+    )
+    return f"{shares} (mean of {counted(recovery.n_weights, 'weight')})"
+
+
+def _worse(perplexity: float, before: float) -> str:
+    return f"{perplexity:.3f} ({100 * (perplexity / before - 1):+.1f} %)"
 
 
 def _share(zeros: int, weights: int, of: str) -> str:

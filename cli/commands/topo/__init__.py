@@ -139,12 +139,14 @@ def _plans(
 ) -> Mapping[Phase, ServicePlan]:
     """The plans that `serve` would use for the model, with a remark where nothing was tuned."""
     from phasewise.tuner.plans import model_key, plans_for, resolve_plans
+    from phasewise.workflows.opening.suited_default import suited_default
     from phasewise.workflows.topo.plan_json import model_name
 
     if model is None:
         return resolve_plans(None, machine, "")
     key = model_key(model_name(model), weight_format)
-    plans = plans_for(db, machine, key, None, note)
+    default = suited_default(model, weight_format, note)
+    plans = plans_for(db, machine, key, None, note, default=default)
     if all(plan.source == "default" for plan in plans.values()):
         note(f"no plan of {key} for this machine is stored: the default is drawn; tune-config finds others")
     return plans

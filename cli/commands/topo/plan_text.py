@@ -27,21 +27,26 @@ def plan_lines(machine: Machine, plans: Plans) -> Iterator[str]:
     for plan in plans.values():
         yield from _plan_in_words(plan)
     yield ""
-    marks = {phase: _marks(machine, plan) for phase, plan in plans.items()}
+    loads = [
+        (phase if sequences == 1 else f"from {sequences}", own)
+        for phase, plan in plans.items()
+        for sequences, own in zip((1, *plan.starts), plan.each, strict=True)
+    ]
+    marks = {words: _marks(machine, own) for words, own in loads}
     for node in _nodes(machine):
         number = "" if node.os_index is None else f" {node.os_index}"
         name = "NUMA node" if node.kind is Kind.NUMA else "Machine"
         yield _cut(f"{name}{number}  PU {format_list(node.cpus)}")
         blocks = _blocks(node)
-        for phase, mark_of in marks.items():
-            yield from _strip(phase, [[mark_of[pu] for pu in block] for block in blocks])
+        for words, mark_of in marks.items():
+            yield from _strip(words, [[mark_of[pu] for pu in block] for block in blocks])
     yield ""
     shown = {mark for mark_of in marks.values() for mark in mark_of.values()}
     yield _legend(shown)
 
 
 def _plan_in_words(plan: ServicePlan) -> Iterator[str]:
-    """One line where it fits, else one for each rank."""
+    """One line where it fits, else one for each rank, and for each band."""
     if len(plan.describe()) <= WIDTH:
         yield plan.describe()
         return
@@ -52,6 +57,9 @@ def _plan_in_words(plan: ServicePlan) -> Iterator[str]:
         yield _cut(f"  rank {number}{node}: {list_cores(sorted(rank.cores))}")
     if n_ranks > MAX_RANK_LINES:
         yield f"  ... and {counted(n_ranks - MAX_RANK_LINES, 'more rank')}, drawn below and in --json"
+    for sequences, own in zip(plan.starts, plan.each[1:], strict=True):
+        lists = " | ".join(list_cores(sorted(rank.cores)) for rank in own.ranks)
+        yield _cut(f"  from {sequences} sequences on, {counted(len(own.cores), 'core')}: {lists}")
 
 
 def _marks(machine: Machine, plan: ServicePlan) -> dict[int, str]:

@@ -17,6 +17,7 @@ from phasewise.cli.options import (
     ModelArgument,
     PhaseChoice,
     parse_budget,
+    parse_numbers,
 )
 from phasewise.cli.present import EXIT_INTERRUPTED, note, print_json, say
 from phasewise.workflows.tune_config.settings import TuneConfigSettings
@@ -59,7 +60,14 @@ _SETTINGS = option_set(
         kind=ObjectiveChoice,
     ),
     slo=opt("with goodput: latencies that a request must keep to count", metavar="ttft=MS,tpot=MS"),
-    concurrency=opt("sequences that decode together", min=1, max=4096),
+    concurrency=opt(
+        "sequences that decode together; of several, e.g. 1,8,32, decode gets cores for each, in use from"
+        " that many on",
+        kind=str,
+        metavar="N[,N..]",
+        parser=parse_numbers,
+        written="1",
+    ),
     budget_s=opt(
         "wall clock of the command, e.g. 90s, 15m, 1h; what has begun then is ended: reading and packing the"
         " model, and the timing of one plan",
@@ -201,11 +209,11 @@ def _rehearse(log: Path, wish: Wish, started_s: float, as_json: bool) -> None:
 def _run(wish: Wish, subject: Subject, started_s: float, *, verbose: bool) -> Found:
     from phasewise.cli.commands.tune_config.progress import CommandClock, progress_of_search
     from phasewise.tuner.measurement_lock import user_lock
-    from phasewise.workflows.tune_config.run import tune
+    from phasewise.workflows.tune_config.loads import tune_loads
 
     clock = CommandClock(started_s, wish.budget_s)
     with progress_of_search(subject.machine, clock, verbose=verbose) as show:
-        return tune(wish, subject, started_s, show, user_lock(show.say))
+        return tune_loads(wish, subject, started_s, show, user_lock(show.say))
 
 
 def _print_found(result: Found, emit: EmitChoice | None, as_json: bool, *, verbose: bool) -> None:
@@ -213,6 +221,8 @@ def _print_found(result: Found, emit: EmitChoice | None, as_json: bool, *, verbo
     from phasewise.workflows.tune_config.json import found_fields
 
     plans: dict[Phase, ServicePlan] = {phase: verdict.plan for phase, verdict in result.verdicts.items()}
+    if result.bands and (banded := result.bands[-1].decode_plan) is not None:
+        plans["decode"] = banded
     if as_json:
         emitted = _emit_fields(emit, plans, result.subject.machine) if emit and plans else {}
         print_json({"dry_run": False, **found_fields(result), **emitted})

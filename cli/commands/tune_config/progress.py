@@ -119,7 +119,7 @@ class _Search:
     def _tried_line(self, tried: Tried) -> str | None:
         best_ms = None if tried.best is None else tried.best[1]
         is_better = best_ms is not None and (self._best_ms is None or best_ms < self._best_ms)
-        tree = tried.candidate.tree.notation
+        tree = tried.candidate.notation
         is_new = tree not in self._trees
         self._best_ms = best_ms
         self._trees.add(tree)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from phasewise._words import counted, multiple, number, plural
 from phasewise.cli.commands.tune_kernels.text import budget_words
 from phasewise.cli.present import goes_on, on_one_line
-from phasewise.tuner.config.references import ALL_CORES, PER_NODE, PHYSICAL_CORES, same_cores
+from phasewise.tuner.config.references import ALL_CORES, FEWER, PER_NODE, PHYSICAL_CORES, same_cores
 from phasewise.tuner.config.trace import describe
 from phasewise.tuner.plans import ServicePlan, list_cores
 from phasewise.workflows.tune_config.json import (
@@ -29,7 +29,12 @@ if TYPE_CHECKING:
     from phasewise.workflows.tune_config.subject import Subject, Wish
     from phasewise.workflows.tune_config.verdict import PhaseVerdict, Versus
 
-SHORT_NAMES = {ALL_CORES: "all threads", PHYSICAL_CORES: "all cores", PER_NODE: "one per NUMA node"}
+SHORT_NAMES = {
+    ALL_CORES: "all threads",
+    PHYSICAL_CORES: "all cores",
+    PER_NODE: "one per NUMA node",
+    FEWER: "for fewer sequences",
+}
 """In a table of eighty columns; a thread is a hardware thread."""
 
 WIDTH = 79
@@ -47,6 +52,10 @@ def found_text(result: Found, *, verbose: bool = False) -> str:
     """The text at the end of a run, for people. `verbose`: with words of the search."""
     parts = ["\n".join(_heading(result))]
     parts += ["\n".join(_phase_lines(result, searched)) for searched in result.searched]
+    for band in result.bands:
+        words = f"decode of {band.sequences} sequences at once"
+        parts += [f"{words}\n{'-' * len(words)}"]
+        parts += ["\n".join(_phase_lines(band, searched)) for searched in band.searched]
     parts.append("\n".join(_run_lines(result, verbose=verbose)))
     return "\n\n".join(parts)
 
@@ -198,6 +207,8 @@ def _kept_name(verdict: PhaseVerdict) -> str:
 
 def _run_lines(result: Found, *, verbose: bool) -> Iterator[str]:
     sums = totals(result)
+    for band in result.bands:
+        sums = {name: count + sums[name] for name, count in totals(band).items()}
     minutes, seconds = divmod(round(result.elapsed_s), 60)
     yield (
         f"{sums['evaluations']} of {counted(sums['configurations'], 'configuration')} evaluated, "
@@ -205,15 +216,17 @@ def _run_lines(result: Found, *, verbose: bool) -> Iterator[str]:
     )
     cut = f", {counted(sums['trees_cut'], 'tree')} cut" if verbose else ""
     yield f"{sums['pruned']} stopped early{cut}; {minutes}:{seconds:02}."
-    if any(tuned_round.outcome.gains for tuned_round in result.kernels):
-        tuned = sum(
-            not gain.is_default for tuned_round in result.kernels for gain in tuned_round.outcome.gains
-        )
-        count = sum(len(tuned_round.outcome.gains) for tuned_round in result.kernels)
+    kernels = [tuned_round for run in (result, *result.bands) for tuned_round in run.kernels]
+    if any(tuned_round.outcome.gains for tuned_round in kernels):
+        tuned = sum(not gain.is_default for tuned_round in kernels for gain in tuned_round.outcome.gains)
+        count = sum(len(tuned_round.outcome.gains) for tuned_round in kernels)
         products = f"{tuned} of {counted(count, 'product')}"
         yield f"Kernels: {products} faster than by default on the finalists' cores."
-    if result.disturbed > DISTURBED_LAPS * max(1, result.laps):
-        yield f"The machine was busy during {result.disturbed} of {counted(result.laps, 'timing')}."
+    disturbed, laps = (
+        sum(getattr(run, name) for run in (result, *result.bands)) for name in ("disturbed", "laps")
+    )
+    if disturbed > DISTURBED_LAPS * max(1, laps):
+        yield f"The machine was busy during {disturbed} of {counted(laps, 'timing')}."
     yield from _closing_lines(result)
 
 
@@ -222,11 +235,23 @@ def _closing_lines(result: Found) -> Iterator[str]:
         yield "Interrupted." if result.end == "interrupted" else "The budget is used up."
         if result.wish.evaluator == "measured" or result.wish.storage:
             yield goes_on(result.wish.resume)
+    yield from _band_lines(result)
     if result.stored:
         phases = [phase for phase in result.verdicts if phase in result.stored]
         yield f"Stored: the {plural(len(phases), 'plan')} for {' and '.join(phases)}."
     elif result.wish.evaluator != "measured" and result.verdicts:
         yield "Not stored: only plans that were measured on a machine come into use there."
+
+
+def _band_lines(result: Found) -> Iterator[str]:
+    """The cores of decode by the number of sequences, where more than one was asked for."""
+    plan = result.bands[-1].decode_plan if result.bands else None
+    if plan is not None and not plan.bands:
+        yield "Decode: the same cores for every number of sequences at once."
+    elif plan is not None:
+        yield "Decode, by the sequences at once:"
+        for sequences, own in zip((1, *plan.starts), plan.each, strict=True):
+            yield f"  from {sequences}: {plan_words(own, result.subject.machine)}"
 
 
 def dry_run_text(wish: Wish, subject: Subject) -> str:
@@ -242,11 +267,14 @@ def dry_run_text(wish: Wish, subject: Subject) -> str:
     lines.append(f"the machine as a tree: {fields['tree']}")
     lines.append(fill(covered_words(subject.objective), WIDTH))
     lines += [
-        f"CPUs {group['pus']} are left to the operating system: {group['reason']}"
+        f"CPUs {group['pus']} are not in the tree ({group['reason']}): tried beside the best plans"
         for group in fields["left_out"]
     ]
     for phase, steps in fields["steps"].items():
         lines.append(f"{phase}: each is timed by at most {counted(len(steps), 'step')}, e.g. {steps[0]}")
+    if wish.bands:
+        listed = " and ".join(map(str, wish.bands))
+        lines.append(f"then decode of {listed} sequences at once, on the same nodes in as many ranks")
     for reference in fields["references"]:
         lines.append(f"reference {reference['name']}: {reference['plan'] or reference['reason']}")
     lines.append(budget_words(wish.budget_s, wish.resume))

@@ -90,7 +90,7 @@ RemoteOption = Annotated[
     typer.Option(
         metavar="REMOTE",
         envvar="PHASEWISE_REMOTE",
-        help="a folder or https:// address, as for db pull: its schedules for cores like these are pulled "
+        help="a folder or an address, as for db pull: its schedules for cores like these are pulled "
         "and timed first",
     ),
 ]

@@ -1,4 +1,4 @@
-"""The wire form of keys and values: a header of fixed size, the request's id, the bytes.
+"""The wire form of keys, values and states: a header of fixed size, the request's id, the bytes.
 
 A frame is checked as if it came from a stranger: every number in it is held against what this instance knows
 of the model and of the request before a byte is taken from it.
@@ -16,12 +16,15 @@ from phasewise.cython_kernels.kv_formats import KV_FORMATS
 from phasewise.serving.pools.contract import ALIGNMENT, KV_CHUNK
 from phasewise.serving.ranks.kv_share import KvShape
 
-VERSION = 1
+VERSION = 2
 MAGIC = b"PWKV"
 LONGEST_ID = 200
 """Bytes of a request's id."""
 
-_HEADER = struct.Struct("<4sHBBHHHHQIIIIQ32s")
+PART_BYTES = 1 << 20
+"""A state goes in parts of this size and a last one."""
+
+_HEADER = struct.Struct("<4sHBBHHHHQIIIIQQ32s")
 HEADER_BYTES = _HEADER.size
 
 
@@ -34,6 +37,8 @@ class FrameKind(IntEnum):
     """The logits, after all layers."""
     END_SHARED = 3
     """The logits, after all layers were written into this instance's memory."""
+    STATE = 4
+    """A part of the state after `end`, in the place of a layer its number."""
 
 
 class FrameError(Exception):
@@ -71,6 +76,11 @@ def runs_of(begin: int, end: int) -> Sequence[tuple[int, int]]:
     return runs
 
 
+def parts_of(state_bytes: int) -> Sequence[tuple[int, int]]:
+    """(First byte, bytes) of the parts of a state."""
+    return [(begin, min(PART_BYTES, state_bytes - begin)) for begin in range(0, state_bytes, PART_BYTES)]
+
+
 @dataclass(frozen=True, slots=True)
 class Codec:
     """Writes and reads frames of one model. model_hash: SHA-256 of what both sides run (32 bytes)."""
@@ -97,6 +107,7 @@ class Codec:
             frame.begin,
             frame.end,
             n_bytes,
+            shape.state_bytes,
             self.model_hash,
         )
 
@@ -125,6 +136,7 @@ class Codec:
             begin,
             end,
             size,
+            state_bytes,
             told,
         ) = _HEADER.unpack(header)
         if magic != MAGIC:
@@ -134,7 +146,10 @@ class Codec:
         if told != self.model_hash:
             raise FrameError("model", "the frame is of another model, weight format or version of it")
         is_shape = kv_format < len(KV_FORMATS) and latent in (0, 1)
-        if not is_shape or KvShape(layers, heads, dim, KV_FORMATS[kv_format], bool(latent)) != self.shape:
+        if (
+            not is_shape
+            or KvShape(layers, heads, dim, KV_FORMATS[kv_format], bool(latent), state_bytes) != self.shape
+        ):
             raise FrameError("shape", f"the frame's keys and values are not of {self.shape}")
         if kind not in set(FrameKind):
             raise FrameError("malformed", f"there is no frame of kind {kind}")
@@ -147,6 +162,9 @@ class Codec:
     def _check_range(self, frame: Frame, n_bytes: int, wire_bytes_of_slot: int) -> None:
         if not 0 <= frame.begin < frame.end <= self.context_length:
             raise FrameError("range", f"positions {frame.begin} to {frame.end} of {self.context_length}")
+        if frame.kind is FrameKind.STATE:
+            self._check_part(frame, n_bytes)
+            return
         if frame.kind is not FrameKind.LAYER:
             if n_bytes != 4 * self.vocab_size:
                 raise FrameError(
@@ -160,6 +178,13 @@ class Codec:
             raise FrameError(
                 "range", f"{counted(n_bytes, 'byte')} for {counted(n_slots, 'slot')} of {wire_bytes_of_slot}"
             )
+
+    def _check_part(self, frame: Frame, n_bytes: int) -> None:
+        parts = parts_of(self.shape.state_bytes)
+        if frame.layer >= len(parts):
+            raise FrameError("range", f"part {frame.layer} of a state that has {len(parts)}")
+        if n_bytes != parts[frame.layer][1]:
+            raise FrameError("range", f"{counted(n_bytes, 'byte')} of {parts[frame.layer][1]} of a state")
 
 
 def _name(raw: bytes | memoryview) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from phasewise.cluster.real.handing_over.frames import Codec, Frame, FrameKind, runs_of
+from phasewise.cluster.real.handing_over.frames import Codec, Frame, FrameKind, parts_of, runs_of
 from phasewise.cluster.real.handing_over.sender import LinkBroken
 from phasewise.cython_kernels._native import KvMemory
 from phasewise.serving.pools.contract import ALIGNMENT, Placement
@@ -48,6 +48,17 @@ class SharedLink(_Address):
             raise LinkBroken(f"keys and values do not fit the other side's block: {error}") from error
         return True
 
+    def put_state(self, part: int, source: Placement) -> bool:
+        """`Link.put_state`."""
+        if source.state is None or self.target.state is None:
+            raise LinkBroken("a block has no place for a state")
+        begin, n_bytes = parts_of(self.codec.shape.state_bytes)[part]
+        try:
+            self.memory.copy_state_to(self.theirs, source.state, self.target.state, begin, n_bytes)
+        except ValueError as error:
+            raise LinkBroken(f"the state does not fit the other side's memory: {error}") from error
+        return True
+
     def finish(self, logits: npt.NDArray[np.float32]) -> bool:
         """`Link.finish`."""
         end = Frame(FrameKind.END_SHARED, self.request_id, self.epoch, 0, 0, 0, self.n_prompt)
@@ -73,6 +84,16 @@ class StreamLink(_Address):
             self.memory.read(layer, source.slot(first), n_slots, view[offset : offset + n_bytes])
             offset += n_bytes
         frame = Frame(FrameKind.LAYER, self.request_id, self.epoch, self.n_frames, layer, begin, end)
+        return self._posted(frame, data)
+
+    def put_state(self, part: int, source: Placement) -> bool:
+        """`Link.put_state`."""
+        if source.state is None:
+            raise LinkBroken("a block has no place for a state")
+        begin, n_bytes = parts_of(self.codec.shape.state_bytes)[part]
+        data = bytearray(n_bytes)
+        self.memory.read_state(source.state, begin, data)
+        frame = Frame(FrameKind.STATE, self.request_id, self.epoch, self.n_frames, part, 0, self.n_prompt)
         return self._posted(frame, data)
 
     def finish(self, logits: npt.NDArray[np.float32]) -> bool:

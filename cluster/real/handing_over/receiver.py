@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from phasewise._words import counted
-from phasewise.cluster.real.handing_over.frames import Codec, Frame, FrameError, FrameKind, runs_of
+from phasewise.cluster.real.handing_over.frames import Codec, Frame, FrameError, FrameKind, parts_of, runs_of
 from phasewise.cython_kernels._native import KvMemory
 from phasewise.serving.engine.messages import Arrived
 from phasewise.serving.pools.contract import ALIGNMENT, Placement
@@ -30,6 +30,8 @@ class _Awaited:
     placement: Placement
     stored: list[int] = field(default_factory=list)
     """For each layer: the number of positions, from the first on, that are here."""
+    n_parts: int = 0
+    """Parts of its state that are here, from the first on."""
     n_frames: int = 0
 
 
@@ -47,6 +49,7 @@ class Receiver:
     def __init__(self, codec: Codec, memory: KvMemory) -> None:
         self._codec = codec
         self._memory = memory
+        self._n_parts = len(parts_of(memory.state_bytes))
         self._lock = threading.Lock()
         self._awaited: dict[str, _Awaited] = {}
         self.refused: Counter[str] = Counter()
@@ -100,12 +103,17 @@ class Receiver:
         if frame.kind is FrameKind.LAYER:
             self._store(frame, awaited, memoryview(data))
             return None
+        if frame.kind is FrameKind.STATE:
+            self._store_part(frame, awaited, data)
+            return None
         if frame.end != awaited.n_prompt:
             raise FrameError("range", f"an end at position {frame.end} of {awaited.n_prompt}")
         if frame.kind is FrameKind.END and min(awaited.stored) < awaited.n_prompt:
             raise FrameError(
                 "incomplete", f"an end after {min(awaited.stored)} of {counted(awaited.n_prompt, 'position')}"
             )
+        if frame.kind is FrameKind.END and awaited.n_parts < self._n_parts:
+            raise FrameError("incomplete", f"an end after {awaited.n_parts} of {self._n_parts} of a state")
         del self._awaited[frame.request_id]
         return Arrived(frame.request_id, _logits(data))
 
@@ -120,6 +128,18 @@ class Receiver:
             self._memory.write(frame.layer, slot, n_slots, data[offset : offset + n_bytes])
             offset += n_bytes
         awaited.stored[frame.layer] = frame.end
+
+    def _store_part(self, frame: Frame, awaited: _Awaited, data: bytes | memoryview) -> None:
+        place = awaited.placement.state
+        if place is None or frame.layer != awaited.n_parts or frame.end != awaited.n_prompt:
+            raise FrameError(
+                "range",
+                f"part {frame.layer} of the state after {frame.end}, where {awaited.n_parts} after"
+                f" {awaited.n_prompt} was expected",
+            )
+        begin, _ = parts_of(self._memory.state_bytes)[frame.layer]
+        self._memory.write_state(place, begin, data)
+        awaited.n_parts += 1
 
 
 def _logits(data: bytes | memoryview) -> npt.NDArray[np.float32]:

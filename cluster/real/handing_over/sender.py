@@ -34,8 +34,13 @@ class BlockLink(Protocol):
         """Bring positions [begin, end) of a layer there. False: not now; LinkBroken: never."""
         ...
 
+    def put_state(self, part: int, source: Placement) -> bool:
+        """Bring a part of the state after all positions there. False and LinkBroken: as `put`."""
+        ...
+
     def finish(self, logits: npt.NDArray[np.float32]) -> bool:
-        """All layers are there. False: this cannot be told now. The logits are not written to afterwards."""
+        """All layers are there, and the state. False: this cannot be told now. The logits are not written to
+        afterwards."""
         ...
 
 
@@ -60,14 +65,17 @@ class _Job:
     coming: int = 0
     sent: list[int] = field(default_factory=list)
     """By layer."""
+    n_parts: int = 0
+    """Parts of its state that are sent: after all layers, and after the step that ends the prompt."""
     logits: npt.NDArray[np.float32] | None = None
 
 
 class Sender:
     """Hands over what one engine computes (`engine.outbox.Outbox`, `ranks_contract.Follower`).
 
-    progress: `Ranks.progress`. on_begun(request id) is called on the engine's thread, once for each request;
-    on_failed(request id, one word for a counter, why) on the sender's thread or the engine's.
+    n_parts: of a state. progress: `Ranks.progress`. on_begun(request id) is called on the engine's thread,
+    once for each request; on_failed(request id, one word for a counter, why) on the sender's thread or the
+    engine's.
     """
 
     def __init__(
@@ -77,8 +85,10 @@ class Sender:
         on_begun: Callable[[str], None],
         on_failed: Callable[[str, str, str], None],
         layerwise_above_tokens: int = LAYERWISE_ABOVE_TOKENS,
+        n_parts: int = 0,
     ) -> None:
         self._n_layers = n_layers
+        self._n_parts = n_parts
         self._progress = progress
         self._on_begun = on_begun
         self._on_failed = on_failed
@@ -112,7 +122,7 @@ class Sender:
             is_new = request_id not in self._jobs
             job = self._jobs.setdefault(request_id, _Job(request_id))
             job.n_prompt, job.source, job.sent = n_prompt, placement, [0] * self._n_layers
-            job.ready, job.step = n_computed, -1
+            job.ready, job.step, job.n_parts = n_computed, -1, 0
             if n_computed < n_prompt:
                 job.logits = None  # of a block that it lost
             self._by_block[placement.base, placement.table] = job
@@ -215,15 +225,30 @@ class Sender:
                     return has_sent
                 has_sent = True
                 job.sent[layer] = stored
+        for part in range(job.n_parts, self._n_parts):
+            with self._changed:
+                if not self._has_all_layers(job) or job.n_parts != part:
+                    return has_sent
+                assert job.link is not None
+                assert job.source is not None
+                if not self._try(job, partial(job.link.put_state, part, job.source)):
+                    return has_sent
+                has_sent, job.n_parts = True, part + 1
         with self._changed:
             return self._finish(job) or has_sent
 
-    def _finish(self, job: _Job) -> bool:
-        """Send the end of a prompt whose layers are all sent. False: they are not, or not now."""
+    def _has_all_layers(self, job: _Job) -> bool:
+        """True if the prompt is computed and its layers are sent, to a link that stands."""
         if self._jobs.get(job.request_id) is not job or job.link is None or job.logits is None:
             return False
-        if job.source is None or min(job.sent) < job.n_prompt:
+        return job.source is not None and min(job.sent) == job.n_prompt
+
+    def _finish(self, job: _Job) -> bool:
+        """Send the end of a prompt whose layers and state are all sent. False: they are not, or not now."""
+        if not self._has_all_layers(job) or job.n_parts < self._n_parts:
             return False
+        assert job.link is not None
+        assert job.logits is not None
         if not self._try(job, partial(job.link.finish, job.logits)):
             return False
         self.cancel(job.request_id)

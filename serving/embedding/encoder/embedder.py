@@ -10,18 +10,17 @@ import numpy as np
 import numpy.typing as npt
 
 from phasewise._words import counted
-from phasewise.cython_kernels._native import Program, Team
-from phasewise.cython_kernels.errors import TeamError
+from phasewise.cython_kernels._native import Program
 from phasewise.cython_kernels.schedules import ScheduleLookup
 from phasewise.serving.embedding.encoder.arithmetic import CANONICAL, FASTEST, SHORT_TOKENS, for_short_inputs
 from phasewise.serving.embedding.encoder.encoder_program import build_row_program
 from phasewise.serving.embedding.encoder.input_tokens import Tokens
 from phasewise.serving.embedding.encoder.pooling import pooled, score
-from phasewise.serving.errors import ModelError, RanksError
+from phasewise.serving.errors import ModelError
 from phasewise.serving.models.encoding import Embedding
 from phasewise.serving.models.forward import Capacity
 from phasewise.serving.models.packed_model import PackedModel
-from phasewise.serving.ranks.rank_teams import TABLES, keeping_affinity
+from phasewise.serving.ranks.rank_teams import TABLES, keeping_affinity, open_teams, tell_if_moved
 
 Floats = npt.NDArray[np.float32]
 
@@ -82,10 +81,8 @@ class Embedder:
         self.model = model
         self.embedding: Embedding = model.embedding
         self._every_row = self.embedding.pooling == "mean"
-        try:
-            self._team = Team(tuple(cores)) if pinned else Team(None, len(cores))
-        except TeamError as error:
-            raise RanksError(str(error)) from error
+        self._team = open_teams({TABLES["prefill"]: tuple(cores)}, pinned)[TABLES["prefill"]]
+        self._told = not pinned
         most = self.embedding.max_tokens
         try:
             defaults = CANONICAL if is_canonical else FASTEST
@@ -159,6 +156,7 @@ class Embedder:
             table=TABLES["prefill"],
             first_row=self.embedding.pooling == "first",
         )
+        self._told = self._told or tell_if_moved(self._team)
         row = 0
         for tokens, place in zip(inputs, places, strict=True):
             n_rows = len(tokens.ids) if self._every_row else 1

@@ -24,13 +24,11 @@ from phasewise.serving.models.forward import (
     PATIENCE_S,
     Capacity,
     build_program,
-    into_ffn_parts,
     open_program,
-    qkv_parts,
     schedule_attention,
-    weight_of,
 )
 from phasewise.serving.models.linears import Linears, Place, Rows
+from phasewise.serving.models.model_parts import into_ffn_parts, qkv_parts, weight_of
 from phasewise.serving.models.packed_model import PackedModel, Vector
 from phasewise.serving.processes.memory import check_memory
 
@@ -146,7 +144,7 @@ class _Layer:
         reads = (
             self._normed("attn_norm", stream, "every") if self.encoder.pre_norms and self.layer else stream
         )
-        self.linears.add(qkv_parts(self.model, self.name), {"source": "rows"}, reads, qkv)
+        self.linears.add(qkv_parts(self.model, self.layer), {"source": "rows"}, reads, qkv)
         self.linears.program.attend(
             0,
             *qkv,

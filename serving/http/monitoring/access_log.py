@@ -32,6 +32,8 @@ _RECORD = "phasewise.record"
 """The place in an ASGI scope that holds a request's record."""
 _QUIET_PATHS = frozenset({"/health", "/ready", "/metrics", "/live"})
 """Asked for again and again: only in a log of level debug."""
+_TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
+"""W3C's Trace Context, version 00."""
 _GIVEN_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 
@@ -65,6 +67,8 @@ class Record:
     last_ns: int = 0
     ended_ns: int = 0
     ignored: tuple[str, ...] = ()
+    trace: str = ""
+    """Its `traceparent`; empty: it brought none."""
 
     def fields(self) -> dict[str, Any]:
         """As the log has them; what a request has not is left out."""
@@ -86,6 +90,8 @@ class Record:
         out["total_ms"] = _ms(self.ended_ns - self.began_ns)
         if self.reasons:
             out["finish"] = "+".join(sorted(self.reasons))
+        if self.trace:
+            out["traceparent"] = self.trace
         if self.ignored:
             out["ignored"] = ",".join(self.ignored)
         return out
@@ -95,6 +101,12 @@ def record_of(scope: Scope) -> Record | None:
     """The record of a request; None where the application is called without the layer that makes one."""
     record: Record | None = scope.get(_RECORD)
     return record
+
+
+def trace_of(scope: Scope) -> str:
+    """The `traceparent` of a request; empty where it has none that can be read."""
+    given = Headers(scope=scope).get("traceparent", "")
+    return given if _TRACEPARENT.fullmatch(given) else ""
 
 
 class AccessLog:
@@ -185,6 +197,7 @@ class NameRequests:
         request_id = given if _GIVEN_ID.fullmatch(given) else f"req_{uuid.uuid4().hex}"
         path = self._name_of(scope["path"])
         record = Record(request_id, scope["method"], path, time.perf_counter_ns(), datetime.now(UTC))
+        record.trace = trace_of(scope)
         scope[_RECORD] = record
 
         async def named(message: Message) -> None:

@@ -23,6 +23,7 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from phasewise.serving.engine.instance_state import InstanceState
 from phasewise.serving.engine.messages import (
     Answer,
     EngineLoad,
@@ -33,7 +34,9 @@ from phasewise.serving.engine.messages import (
 )
 from phasewise.serving.http.errors import ApiError
 from phasewise.serving.http.http_settings import RequestFacts
+from phasewise.serving.http.monitoring.endpoint_picker import kv_cache_info, lora_requests_info
 from phasewise.serving.http.monitoring.histogram import HistogramsByLabels, LocalHistogram, LocalHistograms
+from phasewise.serving.http.monitoring.instance_metrics import instance_families
 from phasewise.serving.processes.headroom import malloc_bytes_in_use
 from phasewise.tuner.plans import PHASES
 
@@ -55,6 +58,10 @@ class Gauges:
     is_ready: Callable[[], bool] = lambda: False
     n_ranks_replaced: Callable[[], int] = lambda: 0
     n_requests_rerun: Callable[[], int] = lambda: 0
+    n_answers_continued: Callable[[], int] = lambda: 0
+    n_core_moves: Callable[[], int] = lambda: 0
+    threads: Callable[[], Mapping[str, int]] = dict
+    """Threads of each phase, as they run now; nothing where instances compute."""
     n_lengths_lost: Callable[[], int] = lambda: 0
     n_access_lines_lost: Callable[[], int] = lambda: 0
     joules: Callable[[], Mapping[str, float]] = dict
@@ -62,8 +69,12 @@ class Gauges:
     """Energy since the start, by zone of the machine; empty where it cannot be read."""
     models: Callable[[], ModelCounts | None] = lambda: None
     """Models that come and go; None where all stay."""
+    instances: Callable[[], Sequence[InstanceState]] = tuple
+    """Instances of pools; none where one engine does everything."""
     products: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """By model: how many products the tuning database knows, by state, as they were at the start."""
+    adapters: Callable[[], Sequence[Sequence[str]]] = tuple
+    """For each adapter in memory the names that requests may give it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +114,7 @@ class Metrics:
         self._of_models = [self._labels(model) for model in models or ()] if self._is_by_model else [()]
         self.registry = registry = CollectorRegistry()
         registry.register(_Read(gauges, self._model))
+        self.threads = gauges.threads
         ProcessCollector(registry=registry)
         self.http = self._counter("http_responses", "answers", "path", "status")
         self._ended = self._counter("requests", "requests ended, by finish reason", *self._model, "reason")
@@ -193,7 +205,8 @@ class Metrics:
                 took_s = (out.at_ns - life.first_ns) / 1e9
                 self._tpot[life.labels].observe(took_s / (out.n_generated - 1))
             self._end(out.request_id, out.finish_reason)
-        n_new, life.n_generated = out.n_generated - life.n_generated, out.n_generated
+        n_new = max(0, out.n_generated - life.n_generated)  # tokens held back may be sampled again
+        life.n_generated += n_new
         return n_new
 
     def _end(self, request_id: str, reason: str) -> None:
@@ -232,7 +245,10 @@ class _Read(Collector):
         yield _gauge("ready", "1 where requests may come", gauges.is_ready())
         yield _gauge("connections", "open connections", gauges.n_connections())
         yield _count("ranks_replaced", "times that ranks were started anew", gauges.n_ranks_replaced())
-        yield _count("requests_rerun", "requests run again on new ranks", gauges.n_requests_rerun())
+        yield _count("requests_rerun", "requests run again from their beginning", gauges.n_requests_rerun())
+        continued = gauges.n_answers_continued()
+        yield _count("answers_continued", "begun answers that went on after a loss", continued)
+        yield from _threads(gauges)
         yield _gauge("python_blocks", "blocks of memory that Python has given out", sys.getallocatedblocks())
         malloc_bytes = malloc_bytes_in_use()
         if malloc_bytes is not None:
@@ -256,11 +272,16 @@ class _Read(Collector):
             yield self._of_products(gauges.products)
         yield _count("lengths_lost", "lines the length log does not have", gauges.n_lengths_lost())
         yield _count("access_lines_lost", "lines the access log does not have", gauges.n_access_lines_lost())
+        adapters = gauges.adapters()
+        if adapters:
+            yield lora_requests_info(adapters)
         load = gauges.load()
         if load is not None:
             yield from _of_loads(self._by_labels(load), self._model)
+            yield kv_cache_info(self._by_labels(load), self._model)
             if load.hand_overs is not None:
                 yield from _of_hand_overs(load.hand_overs)
+        yield from instance_families(gauges.instances())
 
     def _of_products(self, products: Mapping[str, Mapping[str, int]]) -> Family:
         family = GaugeMetricFamily(
@@ -288,6 +309,7 @@ _OF_LOADS: tuple[Row, ...] = (
     ("requests_of_batches", "requests in shadow, waiting or running", "n_in_shadow", GaugeMetricFamily),
     ("kv_slots_used", "KV slots in use", "kv_slots_used", GaugeMetricFamily),
     ("kv_slots", "KV slots in all", "kv_slots", GaugeMetricFamily),
+    ("kv_use", "share of the KV slots in use, from 0 to 1", "kv_use", GaugeMetricFamily),
     ("preemptions", "running requests that were queued again", "preemptions", CounterMetricFamily),
     ("prefix_hits", "requests that took over a prompt computed before", "prefix_hits", CounterMetricFamily),
     ("prefix_tokens_reused", "tokens not computed again", "prefix_tokens_reused", CounterMetricFamily),
@@ -377,6 +399,19 @@ def _by_reason(name: str, meaning: str, counts: Mapping[str, int]) -> CounterMet
     for reason, count in sorted(counts.items()):
         family.add_metric((reason,), count)
     return family
+
+
+def _threads(gauges: Gauges) -> Iterator[Family]:
+    """The plans in use, where the engine follows its cores."""
+    threads = gauges.threads()
+    if not threads:
+        return
+    family = GaugeMetricFamily("phasewise_threads", "threads of a phase, as it runs now", labels=("phase",))
+    for phase, count in threads.items():
+        family.add_metric((phase,), count)
+    yield family
+    moves = "times that an engine went on by other plans because its cores had changed"
+    yield _count("core_moves", moves, gauges.n_core_moves())
 
 
 def _gauge(name: str, meaning: str, value: float) -> GaugeMetricFamily:

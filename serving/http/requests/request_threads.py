@@ -18,6 +18,7 @@ from phasewise.serving.errors import ServingError
 from phasewise.serving.grammar.guides import Guide, GuideCompiler
 from phasewise.serving.http.errors import ClientLeft, from_engine
 from phasewise.serving.http.http_settings import RequestFacts, ServedModel
+from phasewise.serving.http.monitoring.access_log import trace_of
 from phasewise.serving.http.requests.body import n_bytes_of
 from phasewise.serving.http.requests.fair_lane import FairLane
 from phasewise.serving.http.requests.lengths import estimated, facts_of
@@ -62,12 +63,18 @@ class Preparation:
         """Messages to `model` that `make` makes of `body`, with what is known of each. ApiError, or
         ClientLeft.
         """
-        client, patience = client_of(request.scope), Patience()
+        client, patience, trace = client_of(request.scope), Patience(), trace_of(request.scope)
         sender = RequestOrigin(client.cache_space, patience)
 
         def work() -> tuple[list[Submit], list[RequestFacts], HeldTo | None]:
             requests = [
-                replace(submit, model=model.engine_id, adapter=model.adapter, in_shadow=client.in_shadow)
+                replace(
+                    submit,
+                    model=model.engine_id,
+                    adapter=model.adapter,
+                    in_shadow=client.in_shadow,
+                    trace=trace,
+                )
                 for submit in make(body, model, sender)
             ]
             facts = facts_of(requests, body)

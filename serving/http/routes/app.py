@@ -290,8 +290,14 @@ def _add_health(app: FastAPI, life: Lifecycle, metrics: Metrics) -> None:
 
     @app.api_route("/ready", methods=["GET", "HEAD"])
     async def ready() -> JSONResponse:
-        """200 while requests should be sent here; 503 while starting, stopping, or replacing ranks."""
-        return JSONResponse({"status": life.state}, 200 if life.is_ready else 503)
+        """200 while requests should be sent here; 503 while starting, stopping, or replacing ranks.
+
+        `threads`: of each phase, where the engine follows the cores that it may use.
+        """
+        told: dict[str, Any] = {"status": life.state}
+        if threads := metrics.threads():
+            told["threads"] = dict(threads)
+        return JSONResponse(told, 200 if life.is_ready else 503)
 
     one_at_a_time = asyncio.Lock()
 

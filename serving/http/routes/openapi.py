@@ -87,7 +87,7 @@ def document(*, generates: bool, embeds: bool) -> Json:
         "info": {"title": "phasewise", "version": version("phasewise")},
         "paths": {
             "/health": _get("health", "Whether the engine can still answer", _answer(_ref("Status")), 503),
-            "/ready": _get("ready", "Whether requests should be sent here", _answer(_ref("Status")), 503),
+            "/ready": _get("ready", "Whether requests should be sent here", _answer(_ref("Ready")), 503),
             "/metrics": _get("metrics", "Metrics in Prometheus's text format", _text("text/plain")),
             "/v1/models": _get("list_models", "The one model that is served", _answer(_ref("ModelList"))),
             "/v1/models/{name}": {
@@ -288,6 +288,10 @@ def _answers() -> Json:
         "MessageRefusal": {"anyOf": [_ref("Refusal"), _object(type={"const": "error"}, error=of_messages)]},
         "OllamaRefusal": {"anyOf": [_ref("Refusal"), _object(error=_TEXT)]},
         "Status": _object(status=_TEXT),
+        "Ready": {
+            **_object(status=_TEXT, threads=_object(prefill=_COUNT, decode=_COUNT)),
+            "required": ["status"],
+        },
         "Model": card,
         "ModelList": _object(object={"const": "list"}, data=_list(_ref("Model"))),
         "Usage": usage,

@@ -23,10 +23,22 @@ def load_adapter(name: str, path: Path, config: ModelConfig) -> Adapter:
 
 def load_parts(path: Path, config: ModelConfig) -> dict[str, LowRank]:
     """Its numbers, by our names of the weights that they are added to. ModelError."""
-    if config.state is not None:
-        raise ModelError(f"{path}: {config.architecture} models, whose layers keep a state, take no adapters")
+    check_takes_adapters(config, path)
     with ExitStack() as stack:
         return parts_of(_pairs(path, config, stack), config, str(path))
+
+
+def check_takes_adapters(config: ModelConfig, path: Path) -> None:
+    """ModelError for a model that no adapter can be added to. path: of one, for the error."""
+    why = ""
+    if config.state is not None:
+        why = "whose layers keep a state"
+    elif config.has_mixed_heads or config.shared_kv_layers:
+        why = "whose layers have heads of their own"
+    elif config.latent is not None:
+        why = "whose attention is over latent vectors"
+    if why:
+        raise ModelError(f"{path}: {config.architecture} models, {why}, take no adapters")
 
 
 def _pairs(path: Path, config: ModelConfig, stack: ExitStack) -> dict[str, Pair]:

@@ -69,8 +69,6 @@ def parts_of(pairs: Mapping[str, Pair], config: ModelConfig, what: str) -> dict[
     """The numbers of these pairs, by our names of weights. what: their file, for errors. ModelError."""
     if config.encoder is not None:
         raise ModelError(f"{what}: adapters are for models that generate text")
-    if config.latent is not None:
-        raise ModelError(f"{what}: adapters of models with latent attention cannot run")
     if not pairs:
         raise ModelError(f"{what} changes no weight")
     shapes = weight_shapes(config)

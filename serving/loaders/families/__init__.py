@@ -1,6 +1,7 @@
 """The table of families that can run, by the names that config.json and GGUF files give them.
 
-A new family is a file beside this one and a line here (docs/guide/model-families.md).
+A new family is a file beside this one, in `hybrids` or in `gemmas`, and a line here
+(docs/guide/model-families.md).
 """
 
 from __future__ import annotations
@@ -11,19 +12,26 @@ from phasewise.serving.loaders.families.deepseek import DEEPSEEK2, DEEPSEEK3, GL
 from phasewise.serving.loaders.families.encoders import ENCODERS_BY_GGUF, ENCODERS_BY_HF
 from phasewise.serving.loaders.families.family import (
     ACTIVATION_NAMES,
+    ColumnCut,
     Family,
     HeadParts,
     HeadStack,
     LatentTensor,
     Names,
+    OfLayer,
     OtherForm,
     TensorCut,
     TurnedTail,
 )
-from phasewise.serving.loaders.families.gemma import GEMMA2, GEMMA3
+from phasewise.serving.loaders.families.gemmas.gemma import GEMMA2, GEMMA3
+from phasewise.serving.loaders.families.gemmas.gemma3n import GEMMA3N
+from phasewise.serving.loaders.families.gemmas.gemma4 import GEMMA4
 from phasewise.serving.loaders.families.glm import GLM4, GLM4_MOE
 from phasewise.serving.loaders.families.gpt_oss import GPT_OSS
 from phasewise.serving.loaders.families.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE
+from phasewise.serving.loaders.families.hybrids.falcon_h1 import FALCON_H1
+from phasewise.serving.loaders.families.hybrids.kimi_linear import KIMI_LINEAR
+from phasewise.serving.loaders.families.hybrids.nemotron_h import NEMOTRON_H
 from phasewise.serving.loaders.families.lfm import LFM2
 from phasewise.serving.loaders.families.llama import LLAMA, MISTRAL, MIXTRAL
 from phasewise.serving.loaders.families.minimax import MINIMAX_M2
@@ -38,11 +46,13 @@ from phasewise.serving.loaders.families.starcoder import STARCODER2
 __all__ = [
     "ACTIVATION_NAMES",
     "FAMILIES",
+    "ColumnCut",
     "Family",
     "HeadParts",
     "HeadStack",
     "LatentTensor",
     "Names",
+    "OfLayer",
     "OtherForm",
     "TensorCut",
     "TurnedTail",
@@ -51,10 +61,11 @@ __all__ = [
 ]
 
 FAMILIES: tuple[Family, ...] = (
-    LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, GEMMA2, GEMMA3, PHI3, OLMO2, OLMOE, GRANITE,
-    GRANITE_MOE, GRANITE_HYBRID, SMOLLM3, GPT_OSS, ARCEE, LFM2, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE,
+    LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, GEMMA2, GEMMA3, GEMMA3N, GEMMA4, PHI3, OLMO2, OLMOE,
+    GRANITE, GRANITE_MOE, GRANITE_HYBRID, SMOLLM3, GPT_OSS, ARCEE, LFM2, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE,
     GLM4, GLM4_MOE, MINIMAX_M2, MISTRAL3, COHERE2, STARCODER2,
     DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE,
+    FALCON_H1, NEMOTRON_H, KIMI_LINEAR,
 )  # fmt: skip
 
 _BY_HF = {name: family for family in FAMILIES for name in family.hf}
@@ -67,6 +78,11 @@ def family_of_hf(model_type: str) -> Family:
         runnable = ", ".join([*_BY_HF, *ENCODERS_BY_HF])
         raise ModelError(f"config.json describes a {model_type!r:.60} model; {runnable} can run")
     return _BY_HF[model_type]
+
+
+def family_named(name: str) -> Family | None:
+    """By a config's `architecture`; None for an encoder's."""
+    return next((family for family in FAMILIES if family.name == name), None)
 
 
 def family_of_gguf(architecture: str, what: str) -> Family:

@@ -16,7 +16,8 @@ from typing import Any
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.families.family import Adapt, Get, Names, TensorCut, unchanged
 from phasewise.serving.models.encoding import Encoder
-from phasewise.serving.models.packed_model import LARGEST, LayerKind, ModelConfig, RopeSpec
+from phasewise.serving.models.packed_model import LARGEST, LayerKind, ModelConfig
+from phasewise.serving.models.rope import RopeSpec
 
 HF_ACTIVATIONS = {
     "gelu": "gelu",

@@ -5,12 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.families.family import Family, Get, HeadParts, HeadStack, Names, TurnedTail
+from phasewise.serving.loaders.families.family import (
+    LAYER_HEAD,
+    Family,
+    Get,
+    HeadParts,
+    HeadStack,
+    Names,
+    TurnedTail,
+)
 from phasewise.serving.loaders.families.reading import must_be_off, yarn_magnitude
 from phasewise.serving.loaders.families.routing import GGUF_ROUTED, HF_ROUTED, routed_gguf, routed_hf
 from phasewise.serving.models.experts import SOFTMAX
 from phasewise.serving.models.latent import LatentAttention
-from phasewise.serving.models.packed_model import LARGEST, ModelConfig, YarnScaling
+from phasewise.serving.models.packed_model import LARGEST, ModelConfig
+from phasewise.serving.models.rope import YarnScaling
 
 NORM_EPS = 1e-6
 """The epsilon of the norms of queries and vectors, which config.json does not state."""
@@ -37,11 +46,9 @@ def _v3(get: Get, config: ModelConfig) -> ModelConfig:
     return _latent_hf(get, routed_hf(get, config))
 
 
-def _latent_hf(get: Get, config: ModelConfig) -> ModelConfig:
-    must_be_off(get, "attention_bias")
-    if get("rope_interleave", bool, True) is False:
-        raise ModelError("config.json has rope_interleave = False, which cannot run")
-    latent = LatentAttention(
+def latent_of_hf(get: Get) -> LatentAttention:
+    """Latent attention by the names that config.json has for it."""
+    return LatentAttention(
         kv_rank=get("kv_lora_rank", int, 512),
         rope_dim=get("qk_rope_head_dim", int, 64),
         key_dim=get("qk_nope_head_dim", int, 128),
@@ -49,14 +56,21 @@ def _latent_hf(get: Get, config: ModelConfig) -> ModelConfig:
         q_rank=get("q_lora_rank", int, 0),
         norm_eps=NORM_EPS,
     )
+
+
+def _latent_hf(get: Get, config: ModelConfig) -> ModelConfig:
+    must_be_off(get, "attention_bias")
+    if get("rope_interleave", bool, True) is False:
+        raise ModelError("config.json has rope_interleave = False, which cannot run")
+    latent = latent_of_hf(get)
     rope = get("rope_parameters", dict) or get("rope_scaling", dict) or {}
     weight = rope.get("mscale_all_dim") or 0.0
     if type(weight) not in (int, float) or not 0 <= weight <= 1e3:
         raise ModelError(f"config.json has mscale_all_dim = {weight!r:.60}: a number from 0 to 1000 expected")
-    return _with_latent(config, latent, float(weight))
+    return with_latent(config, latent, float(weight))
 
 
-def _with_latent(config: ModelConfig, latent: LatentAttention, weight: float) -> ModelConfig:
+def with_latent(config: ModelConfig, latent: LatentAttention, weight: float) -> ModelConfig:
     """weight: of the stretch of positions in the scale of scores."""
     if not 1 <= latent.query <= LARGEST["hidden"]:
         raise ModelError(f"queries of {latent.query} numbers")
@@ -97,7 +111,7 @@ def _gguf(get: Get, config: ModelConfig) -> ModelConfig:
         magnitude = scaling.magnitude / yarn_magnitude(scaling.factor, 1.0)
         config = replace(config, rope=replace(config.rope, scaling=replace(scaling, magnitude=magnitude)))
     config = replace(config, n_layers=n_layers)
-    return _with_latent(routed_gguf(get, config), latent, weight)
+    return with_latent(routed_gguf(get, config), latent, weight)
 
 
 HF_LATENT: Names = {
@@ -131,6 +145,7 @@ DEEPSEEK2 = Family(
     gguf_names={**GGUF_LATENT, **GGUF_ROUTED},
     hf_defaults={"q_lora_rank": 1536, "n_routed_experts": 64, "n_shared_experts": 2, "qk_rope_head_dim": 64},
     more_layers=True,
+    gguf_head=True,
     latent=True,
 )
 DEEPSEEK3 = Family(
@@ -152,6 +167,7 @@ DEEPSEEK3 = Family(
         "qk_rope_head_dim": 64,
     },
     more_layers=True,
+    hf_head=LAYER_HEAD,
     latent=True,
 )
 GLM4_MOE_LITE = Family(
@@ -174,5 +190,6 @@ GLM4_MOE_LITE = Family(
         "first_k_dense_replace": 1,
     },
     more_layers=True,
+    hf_head=LAYER_HEAD,
     latent=True,
 )

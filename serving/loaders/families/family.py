@@ -19,6 +19,9 @@ ModelError else.
 """
 
 Adapt = Callable[[Get, ModelConfig], ModelConfig]
+TensorShapes = Mapping[str, tuple[int, ...]]
+"""Shapes of a file's tensors by its names, the outermost dimension first."""
+AdaptByTensors = Callable[[ModelConfig, TensorShapes], ModelConfig]
 
 
 @dataclass(frozen=True)
@@ -26,9 +29,9 @@ class TensorCut:
     """The division of a file's tensor that holds several of ours: its rows are those of `parts`, one after
     the other.
 
-    of_experts: the first dimension counts experts, and parts are those of each. alternating: rows of the
-    parts take turns. transposed: inputs come before outputs. turns: parts take turns in runs of rows, as
-    many as `n_heads` or the `groups` of layers with a state.
+    of_experts: the first dimension counts experts, and parts are those of each. stacked: it counts parts.
+    alternating: rows of the parts take turns. transposed: inputs come before outputs. turns: parts take turns
+    in runs of rows, as many as `n_heads` or the `groups` of layers with a state.
     """
 
     parts: tuple[str, ...]
@@ -36,6 +39,15 @@ class TensorCut:
     alternating: bool = False
     transposed: bool = False
     turns: str = ""
+    stacked: bool = False
+
+
+@dataclass(frozen=True)
+class ColumnCut:
+    """The division of a file's matrix that reads several inputs one behind the other: its columns are those
+    of `parts`, as many of each."""
+
+    parts: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -74,6 +86,13 @@ class HeadStack:
     name: str
 
 
+@dataclass(frozen=True)
+class OfLayer:
+    """A tensor that is not the same in all layers: the first of `names` that a layer has."""
+
+    names: tuple[str, ...]
+
+
 LatentTensor = TurnedTail | HeadParts | HeadStack
 
 ACTIVATION_NAMES = {
@@ -83,13 +102,46 @@ ACTIVATION_NAMES = {
 }
 """Activations, and what config.json calls them."""
 
-Names = Mapping[str, str | TensorCut | OtherForm | LatentTensor]
+Names = Mapping[str, str | TensorCut | ColumnCut | OtherForm | OfLayer | LatentTensor]
 """A file's names of a layer's tensors to ours; "{e}" in both stands for an expert's number."""
+
+
+HEAD_STEM = "head.projection."
+HEAD_NAMES: Names = {
+    f"{HEAD_STEM}weight": ColumnCut(("head_embed", "head_rows")),
+    "head.embed_norm.weight": "head_embed_norm",
+    "head.rows_norm.weight": "head_rows_norm",
+}
+"""Names of what heads that draft have beside a layer and a last norm."""
+MTP_HEAD = {
+    "mtp.pre_fc_norm_embedding.": "head.embed_norm.",
+    "mtp.pre_fc_norm_hidden.": "head.rows_norm.",
+    "mtp.layers.0.": "model.layers.0.",
+    "mtp.norm.": "model.norm.",
+    "mtp.fc.": HEAD_STEM,
+}
+"""A head beside the model, as Qwen 3 Next and later ones have it."""
+LAYER_HEAD = {
+    "model.layers.{n}.shared_head.norm.": "model.norm.",
+    "model.layers.{n}.shared_head.head.": "",
+    "model.layers.{n}.embed_tokens.": "",
+    "model.layers.{n}.eh_proj.": HEAD_STEM,
+    "model.layers.{n}.enorm.": "head.embed_norm.",
+    "model.layers.{n}.hnorm.": "head.rows_norm.",
+    "model.layers.{n}.": "model.layers.0.",
+}
+"""A head as the layer behind the last one, as DeepSeek has it, with copies of the model's embeddings."""
 
 
 def unchanged(get: Get, config: ModelConfig) -> ModelConfig:
     """The config of a Llama."""
     del get
+    return config
+
+
+def unchanged_by_tensors(config: ModelConfig, shapes: TensorShapes) -> ModelConfig:
+    """The config that the metadata says."""
+    del shapes
     return config
 
 
@@ -104,6 +156,8 @@ class Family:
     """`general.architecture` in GGUF metadata."""
     from_hf: Adapt = unchanged
     from_gguf: Adapt = unchanged
+    from_gguf_tensors: AdaptByTensors = unchanged_by_tensors
+    """Replaces what a GGUF file says by its tensors alone, behind `from_gguf`."""
     hf_names: Names = field(default_factory=dict)
     gguf_names: Names = field(default_factory=dict)
     hf_biases: str = "attention_bias"
@@ -122,10 +176,19 @@ class Family:
     """Beginnings of names of what is not the language model."""
     partial_rope: bool = False
     """True if config.json may say that RoPE turns a part of each head."""
+    own_layers: bool = False
+    """True if heads, widths and RoPE may differ by layers: its functions read them."""
     more_layers: bool = False
-    """True if files hold layers beyond the model's, which predict more tokens and are not read."""
+    """True if files hold layers beyond the model's, which predict more tokens and are no part of it."""
+    hf_head: Mapping[str, str] = field(default_factory=dict)
+    """Beginnings of names of a head that drafts, the longest first, and what they are of a model that has it
+    alone: `HEAD_NAMES`, or ours of a first layer; "": left out. "{n}": the number of the model's layers."""
+    gguf_head: bool = False
+    """True if GGUF files may have such a head as the block behind the last one."""
     gguf_optional_qk_norm: bool = False
     """True if a GGUF file says by its tensors alone that queries and keys are normalised by heads."""
+    gguf_optional_state_norm: bool = False
+    """True if a GGUF file says by its tensors alone that what is read of a state is normalised."""
     latent: bool = False
     """True if attention is over one vector of each token, whose length files state (`kv_lora_rank`)."""
     hf_unit_norms: bool = False

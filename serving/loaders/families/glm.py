@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.families.family import Family, Get, TensorCut
+from phasewise.serving.loaders.families.family import LAYER_HEAD, Family, Get, TensorCut
 from phasewise.serving.loaders.families.routing import GGUF_ROUTED, HF_ROUTED, routed_gguf, routed_hf
 from phasewise.serving.models.packed_model import ModelConfig
 
@@ -102,5 +102,7 @@ GLM4_MOE = Family(
     },
     partial_rope=True,
     more_layers=True,
+    hf_head=LAYER_HEAD,
+    gguf_head=True,
     gguf_optional_qk_norm=True,
 )

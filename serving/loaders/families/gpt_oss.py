@@ -17,7 +17,8 @@ from phasewise.serving.loaders.families.reading import (
     with_windows,
     yarn_magnitude,
 )
-from phasewise.serving.models.packed_model import ModelConfig, RopeSpec, YarnScaling
+from phasewise.serving.models.packed_model import ModelConfig
+from phasewise.serving.models.rope import RopeSpec, YarnScaling
 
 PERIOD = 2
 USUAL = YarnScaling(32.0, 4096, yarn_magnitude(32.0), truncate=False)

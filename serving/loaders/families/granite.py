@@ -7,7 +7,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.families.family import Family, Get, OtherForm, TensorCut
+from phasewise.serving.loaders.families.family import Family, Get, TensorCut
+from phasewise.serving.loaders.families.hybrids.mamba import GGUF_MAMBA, MAMBA, check_time_steps, mamba_gguf
 from phasewise.serving.loaders.families.llama import GGUF_EXPERTS
 from phasewise.serving.loaders.families.reading import experts_of, must_be_off, positive, state_layer_types
 from phasewise.serving.models.packed_model import LayerKind, ModelConfig
@@ -53,9 +54,7 @@ def _moe_gguf(get: Get, config: ModelConfig) -> ModelConfig:
 
 def _hybrid(get: Get, config: ModelConfig) -> ModelConfig:
     must_be_off(get, "mamba_proj_bias", "attention_bias")
-    limits = get("time_step_limit", list)
-    if limits is not None and limits != [0.0, float("inf")]:
-        raise ModelError(f"config.json has time_step_limit = {limits!r:.60}, which cannot run")
+    check_time_steps(get, "time_step_limit")
     heads = get("mamba_n_heads", int, 128)
     inner = get("mamba_expand", int, 2) * config.hidden
     if not heads or inner % heads or get("mamba_d_head") not in (None, "auto", inner // heads):
@@ -96,19 +95,7 @@ def _hybrid_gguf(get: Get, config: ModelConfig) -> ModelConfig:
     stated = get("attention.head_count_kv")
     if not isinstance(stated, list):
         raise ModelError(f"the GGUF metadata gives attention.head_count_kv = {stated!r:.60}: a list expected")
-    heads, inner = get("ssm.time_step_rank", int, 0), get("ssm.inner_size", int, 0)
-    if not heads or inner % heads:
-        raise ModelError(f"the GGUF metadata gives {inner} values for {heads} heads of layers with a state")
-    state = StateLayers(
-        MAMBA2,
-        tuple(layer for layer, number in enumerate(stated) if number == 0),
-        get("ssm.conv_kernel", int, 4),
-        heads,
-        get("ssm.group_count", int, 1),
-        get("ssm.state_size", int, 0),
-        inner // heads,
-        conv_bias=True,
-    )
+    state = mamba_gguf(get, tuple(layer for layer, number in enumerate(stated) if number == 0))
     config = _moe_gguf(get, config) if get("expert_count", int, 0) else _granite_gguf(get, config)
     return _with_states(config, state, rope=get("rope.scaling.finetuned", bool, True))
 
@@ -159,23 +146,13 @@ GRANITE_HYBRID = Family(
         **GRANITE_MOE.hf_names,
         "mamba.in_proj.weight": "state_in",
         "mamba.out_proj.weight": "o",
-        "mamba.conv1d.weight": OtherForm("taps"),
-        "mamba.conv1d.bias": "taps_bias",
-        "mamba.A_log": OtherForm("rates", negated_exponential=True),
-        "mamba.dt_bias": "time_offsets",
-        "mamba.D": "skips",
-        "mamba.norm.weight": "state_scale",
+        **{f"mamba.{name}": ours for name, ours in MAMBA.items()},
     },
     gguf_names={
         **GRANITE_MOE.gguf_names,
         "ssm_in.weight": "state_in",
         "ssm_out.weight": "o",
-        "ssm_conv1d.weight": OtherForm("taps"),
-        "ssm_conv1d.bias": "taps_bias",
-        "ssm_a": OtherForm("rates"),
-        "ssm_dt.bias": "time_offsets",
-        "ssm_d": OtherForm("skips"),
-        "ssm_norm.weight": OtherForm("state_scale"),
+        **GGUF_MAMBA,
     },
     gguf_interleaved_heads=True,
 )

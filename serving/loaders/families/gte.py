@@ -11,7 +11,8 @@ from phasewise.cython_kernels.exact import power
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.families.bert import BERT, EMBEDDING_NAMES, EncoderFamily, stated_theta
 from phasewise.serving.loaders.families.family import Get, Names, TensorCut
-from phasewise.serving.models.packed_model import LinearScaling, ModelConfig, RopeSpec
+from phasewise.serving.models.packed_model import ModelConfig
+from phasewise.serving.models.rope import LinearScaling, RopeSpec
 
 THEIR_GTE = "new"
 _THETA = {"gte": 160_000.0, THEIR_GTE: 10_000.0}

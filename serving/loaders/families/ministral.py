@@ -8,8 +8,9 @@ from typing import Any
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.families.family import Family, Get
 from phasewise.serving.loaders.families.reading import yarn_magnitude
-from phasewise.serving.models.packed_model import ModelConfig, RopeSpec, YarnScaling
+from phasewise.serving.models.packed_model import ModelConfig
 from phasewise.serving.models.query_growth import QueryGrowth
+from phasewise.serving.models.rope import RopeSpec, YarnScaling
 
 OLDER_WINDOW = 4096  # of a Mistral whose config says nothing of it
 USUAL_ROPE: dict[str, Any] = {"original_max_position_embeddings": 16384, "llama_4_scaling_beta": 0.1}

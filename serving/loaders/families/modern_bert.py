@@ -10,7 +10,8 @@ from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.families.bert import EncoderFamily, stated_theta
 from phasewise.serving.loaders.families.family import Get, TensorCut
 from phasewise.serving.loaders.families.reading import FULL, SLIDING, layer_types
-from phasewise.serving.models.packed_model import LayerKind, ModelConfig, RopeSpec
+from phasewise.serving.models.packed_model import LayerKind, ModelConfig
+from phasewise.serving.models.rope import RopeSpec
 
 GLOBAL_EVERY, LOCAL_TOKENS = 3, 128
 GLOBAL_THETA, LOCAL_THETA = 160_000.0, 10_000.0

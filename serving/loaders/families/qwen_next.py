@@ -11,7 +11,7 @@ from typing import Any
 
 from phasewise._words import counted
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.families.family import Family, Get, Names, OtherForm, TensorCut
+from phasewise.serving.loaders.families.family import MTP_HEAD, Family, Get, Names, OtherForm, TensorCut
 from phasewise.serving.loaders.families.llama import GGUF_EXPERTS
 from phasewise.serving.loaders.families.reading import experts_of, must_be_off, state_layer_types
 from phasewise.serving.models.packed_model import ModelConfig
@@ -174,6 +174,7 @@ QWEN3_NEXT = Family(
     gguf_names={**_GGUF, **_GGUF_NEXT, **_GGUF_SHARED},
     hf_defaults=_MIXTURE_DEFAULTS,
     hf_ignored=("mtp.",),
+    hf_head=MTP_HEAD,
     partial_rope=True,
     hf_unit_norms=True,
 )
@@ -189,6 +190,8 @@ QWEN3_5 = Family(
     hf_defaults=_DEFAULTS,
     hf_text_prefixes=("model.language_model.",),
     hf_ignored=("mtp.", "model.visual."),
+    hf_head=MTP_HEAD,
+    gguf_head=True,
     partial_rope=True,
     hf_unit_norms=True,
 )
@@ -204,6 +207,8 @@ QWEN3_5_MOE = Family(
     hf_defaults={**_MIXTURE_DEFAULTS, "num_experts": 256, "num_experts_per_tok": 8},
     hf_text_prefixes=("model.language_model.",),
     hf_ignored=("mtp.", "model.visual."),
+    hf_head=MTP_HEAD,
+    gguf_head=True,
     partial_rope=True,
     hf_unit_norms=True,
 )

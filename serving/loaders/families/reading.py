@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from phasewise._words import counted
 from phasewise.cython_kernels.exact import logarithm
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.families.family import Get
 from phasewise.serving.models.experts import Experts
-from phasewise.serving.models.packed_model import LayerKind, ModelConfig, RopeSpec
+from phasewise.serving.models.packed_model import LayerKind, ModelConfig
+from phasewise.serving.models.rope import RopeSpec
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 
@@ -45,6 +47,14 @@ def with_windows(
     if len({local if slides else whole for slides in sliding}) == 1:
         return replace(config, sliding_window=window, rope=local_rope) if sliding[0] else config
     return replace(config, layer_kinds=tuple(local if slides else whole for slides in sliding))
+
+
+def by_layer(stated: Any, n_layers: int, key: str) -> list[int]:
+    """A number for every layer, where a file gives one for all or a list."""
+    listed = stated if isinstance(stated, list) else [stated] * n_layers
+    if len(listed) != n_layers or not all(type(number) is int and number > 0 for number in listed):
+        raise ModelError(f"the file gives {key} = {stated!r:.60}: a number above 0 for every layer expected")
+    return listed
 
 
 def positive_or_none(get: Get, key: str, default: float | None = None) -> float | None:

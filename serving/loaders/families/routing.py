@@ -42,11 +42,11 @@ def routed_hf(get: Get, config: ModelConfig, scores: str = LOGISTIC) -> ModelCon
     their two best; "softmax" neither."""
     dense = hf_dense_layers(get, config)
     normalised = get("norm_topk_prob", bool, scores == LOGISTIC)
-    return _routed(
+    return routed(
         get,
         config,
         keys=("n_routed_experts", "num_experts_per_tok"),
-        widths=(get("moe_intermediate_size", int), get("n_shared_experts", int, 0)),
+        widths=_widths(get("moe_intermediate_size", int), get("n_shared_experts", int, 0)),
         scores=(scores, normalised, positive(get, "routed_scaling_factor", 1.0)),
         groups=(get("n_group", int, 1), get("topk_group", int, 1)),
         dense=dense,
@@ -61,11 +61,11 @@ def routed_gguf(get: Get, config: ModelConfig) -> ModelConfig:
     if gating not in GATING:
         raise ModelError(f"the GGUF metadata gives expert_gating_func = {gating!r:.60}: 1 or 2 can run")
     scale = get("expert_weights_scale", float, 1.0) or 1.0  # 0 is that of files that have none
-    return _routed(
+    return routed(
         get,
         config,
         keys=("expert_count", "expert_used_count"),
-        widths=(get("expert_feed_forward_length", int), get("expert_shared_count", int, 0)),
+        widths=_widths(get("expert_feed_forward_length", int), get("expert_shared_count", int, 0)),
         scores=(GATING[gating], get("expert_weights_norm", bool, False), scale),
         groups=(get("expert_group_count", int, 1) or 1, get("expert_group_used_count", int, 1) or 1),
         dense=_first(get("leading_dense_block_count", int, 0), config.n_layers),
@@ -96,7 +96,14 @@ def _first(count: int, n_layers: int) -> tuple[int, ...]:
     return tuple(range(min(count, n_layers)))
 
 
-def _routed(
+def _widths(width: int | None, n_shared: int) -> tuple[int | None, int]:
+    """The widths of one expert, and of as many of them that are shared, as one."""
+    if width is not None and 1 <= width <= MOST_WIDTH and not 0 <= n_shared <= MOST_WIDTH:
+        raise ModelError(f"{n_shared!r:.60} experts are shared: 0 or more expected")
+    return width, n_shared * (width or 0)
+
+
+def routed(
     get: Get,
     config: ModelConfig,
     keys: tuple[str, str],
@@ -105,15 +112,16 @@ def _routed(
     groups: tuple[int, int],
     dense: tuple[int, ...],
 ) -> ModelConfig:
-    """widths: of one expert, and how many of them the shared one is. scores: of logits, whether they are
-    normalised, and what multiplies them. groups: all, and those that can be chosen."""
+    """The config with a mixture. widths: of one expert, and of the one that is shared, 0 for none. scores: of
+    logits, whether they are normalised, and what multiplies them. groups: all, and those that can be
+    chosen."""
     if len(dense) == config.n_layers:
         return config
-    width, n_shared = widths
-    if type(width) is not int or not 1 <= width <= MOST_WIDTH or not 0 <= n_shared <= MOST_WIDTH:
-        raise ModelError(f"experts of width {width!r:.60}, and {n_shared!r:.60} that are shared")
+    width, shared = widths
+    if type(width) is not int or not 1 <= width <= MOST_WIDTH:
+        raise ModelError(f"experts of width {width!r:.60}: from 1 to {MOST_WIDTH} expected")
     kind, normalised, scale = scores
-    plain = experts_of(get, *keys, normalised, shared_ffn=n_shared * width)
+    plain = experts_of(get, *keys, normalised, shared_ffn=shared)
     experts = replace(
         plain,
         scores=kind,

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from phasewise._places import user_folder
+from phasewise._places import cache_folder
 from phasewise._words import meant
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.fetching.registry import KNOWN, KNOWN_ON_HUB, is_here, known_path, pull
@@ -41,11 +40,7 @@ class Located:
 
 def cache_root(override: Path | None = None) -> Path:
     """`override`, or `$PHASEWISE_CACHE`, or phasewise's place in the XDG cache directory."""
-    if override is not None:
-        return override
-    if named := os.environ.get("PHASEWISE_CACHE"):
-        return Path(named)
-    return user_folder("cache")
+    return cache_folder() if override is None else override
 
 
 def locate(ref: str, root: Path, report: Report) -> Located:

@@ -13,13 +13,13 @@ import numpy as np
 
 from phasewise._words import counted
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.cutting import is_beyond, our_tensors
+from phasewise.serving.loaders.cutting import is_beyond, is_unread, our_tensors
 from phasewise.serving.loaders.encoders import encoder_gguf
 from phasewise.serving.loaders.encoders.reranker import gguf_score, gguf_template
 from phasewise.serving.loaders.families import Family, family_of_gguf
 from phasewise.serving.loaders.families.bert import EncoderFamily
 from phasewise.serving.loaders.families.encoders import ENCODERS_BY_GGUF
-from phasewise.serving.loaders.families.reading import yarn_magnitude
+from phasewise.serving.loaders.families.reading import by_layer, yarn_magnitude
 from phasewise.serving.loaders.formats.gguf_blocks import BLOCK_TYPES, decode_rows
 from phasewise.serving.loaders.formats.gguf_file import GgufHeader, TensorInfo
 from phasewise.serving.loaders.formats.gguf_parts import GgufFiles, open_gguf
@@ -27,11 +27,11 @@ from phasewise.serving.loaders.forms import Rows
 from phasewise.serving.loaders.head_rows import half_split
 from phasewise.serving.loaders.layout import shapes_of_all
 from phasewise.serving.loaders.source import ModelSource, SourceTensor
-from phasewise.serving.models.packed_model import (
+from phasewise.serving.models.packed_model import ModelConfig
+from phasewise.serving.models.rope import (
     FrequencyFactors,
     LinearScaling,
     LongScaling,
-    ModelConfig,
     RopeSpec,
     Scaling,
     YarnScaling,
@@ -73,17 +73,12 @@ def _source(file: GgufFiles, header: GgufHeader, name: str) -> ModelSource:
     if encoder is not None:
         return _encoder_source(file, header, name, encoder)
     family = family_of_gguf(architecture, str(file.path))
-    factors = {
-        name: _factors(file, header.tensors[theirs])
-        for theirs, name in {ROPE_FACTORS: "factors", **LONG_FACTORS}.items()
-        if theirs in header.tensors
-    }
-    config = _config(metadata, family, architecture, header.tensors, factors, file.path)
+    config = config_of_gguf(file, header, family)
 
     def read(key: str, kind: Any, default: Any) -> Any:
         return field(metadata, key, kind, default)
 
-    tensors = _tensors(file, header, family, config)
+    tensors = tensors_in(file, header, family, config)
     embedding = encoder_gguf.embedding_of(architecture, read, config.context_length, encoder=False)
     if embedding is not None and encoder_gguf.pooling_type(architecture, read) == encoder_gguf.RANK:
         stated = read("tokenizer.chat_template.rerank", str, None)
@@ -109,6 +104,17 @@ def _source(file: GgufFiles, header: GgufHeader, name: str) -> ModelSource:
         embedding=embedding,
         sampling=stated_by_gguf(metadata),
     )
+
+
+def config_of_gguf(file: GgufFiles, header: GgufHeader, family: Family) -> ModelConfig:
+    """The config of a model that generates text."""
+    factors = {
+        name: _factors(file, header.tensors[theirs])
+        for theirs, name in {ROPE_FACTORS: "factors", **LONG_FACTORS}.items()
+        if theirs in header.tensors
+    }
+    architecture = field(header.metadata, "general.architecture", str, "nothing")
+    return _config(header.metadata, family, architecture, header.tensors, factors, file.path)
 
 
 def _encoder_source(file: GgufFiles, header: GgufHeader, name: str, family: EncoderFamily) -> ModelSource:
@@ -144,7 +150,7 @@ def field(metadata: Mapping[str, Any], key: str, kind: type[T], default: T | Non
     return value
 
 
-def _tensors(
+def tensors_in(
     file: GgufFiles, header: GgufHeader, family: Family, config: ModelConfig
 ) -> dict[str, SourceTensor]:
     """Every tensor by our name, as views."""
@@ -176,6 +182,8 @@ def _tensors(
         except KeyError:
             raise ModelError(f"{what} {family.name} models do not use") from None
         for ours, tensor in renamed:
+            if is_unread(ours, config):
+                continue
             if ours in tensors:
                 raise ModelError(f"{file.path} has the tensor for {ours} twice")
             tensors[ours] = half_split(ours, tensor, config) if family.gguf_interleaved_heads else tensor
@@ -206,9 +214,9 @@ def _config(
         architecture=family.name,
         n_layers=get("block_count", int),
         hidden=hidden,
-        ffn=get("feed_forward_length", int),
+        ffn=_most(get, "feed_forward_length", None, family),
         n_heads=heads,
-        n_kv_heads=_kv_heads(get, heads),
+        n_kv_heads=_most(get, "attention.head_count_kv", heads, family),
         head_dim=head_dim,
         vocab_size=infos["token_embd.weight"].shape[0],
         context_length=get("context_length", int),
@@ -228,20 +236,30 @@ def _config(
         gated=family.gated,
         out_bias="blk.0.attn_output.bias" in infos,
     )
-    return family.from_gguf(get, plain)
+    config = family.from_gguf(get, plain)
+    if config.state and family.gguf_optional_state_norm and "blk.0.ssm_norm.weight" not in infos:
+        return replace(config, state=replace(config.state, norm_groups=0))
+    return family.from_gguf_tensors(config, {theirs: info.shape for theirs, info in infos.items()})
 
 
-def _kv_heads(get: Callable[..., Any], heads: Any) -> Any:
-    """KV heads of the layers that have any: files may give a number for each layer."""
-    stated = get("attention.head_count_kv")
+def _most(get: Callable[..., Any], key: str, default: Any, family: Family) -> Any:
+    """A number, or the largest of those of layers where a family has such."""
+    stated = get(key)
+    if not family.own_layers or not isinstance(stated, list):
+        return _one_for_all(get, key, default)
+    return max(by_layer(stated, get("block_count", int, 0), key), default=None)
+
+
+def _one_for_all(get: Callable[..., Any], key: str, default: Any) -> Any:
+    """A number of the layers that have any, such as KV heads: files may give one for each layer."""
+    stated = get(key)
     if not isinstance(stated, list):
-        return get("attention.head_count_kv", int, heads)
+        return get(key, int, default)
     different = {number for number in stated if number != 0}
     if len(different) != 1 or len(stated) != get("block_count", int):
         raise ModelError(
-            f"the GGUF metadata gives attention.head_count_kv = {stated!r:.60}: one number for all"
-            f" layers, or 0"
-            " for those without attention, can run"
+            f"the GGUF metadata gives {key} = {stated!r:.60}: one number for all layers, or 0 for those"
+            " without it, can run"
         )
     return different.pop()
 
@@ -309,13 +327,12 @@ def _eos_tokens(metadata: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _adds_bos(metadata: Mapping[str, Any]) -> bool:
-    """llama.cpp's defaults: SentencePiece vocabularies and Llama 3's begin with BOS unless told otherwise."""
-    by_kind = metadata.get("tokenizer.ggml.model") == "llama" or metadata.get("tokenizer.ggml.pre") in (
-        "llama3",
-        "llama-v3",
-        "llama-bpe",
-    )
-    return bool(field(metadata, "tokenizer.ggml.add_bos_token", bool, by_kind))
+    """llama.cpp's defaults: SentencePiece vocabularies and Llama 3's begin with BOS unless told otherwise,
+    and Gemma 4's whatever they are told.
+    """
+    kind = metadata.get("tokenizer.ggml.model")
+    by_kind = kind == "llama" or metadata.get("tokenizer.ggml.pre") in ("llama3", "llama-v3", "llama-bpe")
+    return kind == "gemma4" or bool(field(metadata, "tokenizer.ggml.add_bos_token", bool, by_kind))
 
 
 def tensor_in(file: GgufFiles, info: TensorInfo) -> SourceTensor:
@@ -329,7 +346,10 @@ def tensor_in(file: GgufFiles, info: TensorInfo) -> SourceTensor:
 
     if len(info.shape) == 1 and kind.form.is_quantised:
         raise ModelError(f"{file.path} has the vector {info.name} in {info.type_name}, which no writer does")
-    if len(info.shape) > 3:
+    shape = info.shape
+    while len(shape) > 3 and shape[0] == 1:
+        shape = shape[1:]
+    if len(shape) > 3:
         raise ModelError(
             f"{file.path} has {info.name} in {counted(len(info.shape), 'dimension')}: 1 to 3 expected"
         )
@@ -338,7 +358,7 @@ def tensor_in(file: GgufFiles, info: TensorInfo) -> SourceTensor:
         raw = file.read(info.offset + start * row_bytes, (stop - start) * row_bytes)
         return decode_rows(info.type_name, raw, stop - start)
 
-    return SourceTensor(info.type_name, info.shape, info.n_bytes, kind.form, rows)
+    return SourceTensor(info.type_name, shape, info.n_bytes, kind.form, rows)
 
 
 def _tokenizer_json(metadata: Mapping[str, Any], path: Path) -> str:

@@ -9,14 +9,14 @@ from typing import Any, TypeVar
 from phasewise.cython_kernels.exact import logarithm
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.families import ACTIVATION_NAMES, Family, family_of_hf
-from phasewise.serving.loaders.families.reading import yarn_magnitude
+from phasewise.serving.loaders.families.reading import by_layer, yarn_magnitude
 from phasewise.serving.loaders.formats.bitmask_tensors import check_compression
 from phasewise.serving.loaders.quantised.scheme import quantisation_of
-from phasewise.serving.models.packed_model import (
+from phasewise.serving.models.packed_model import ModelConfig
+from phasewise.serving.models.rope import (
     LinearScaling,
     Llama3Scaling,
     LongScaling,
-    ModelConfig,
     RopeSpec,
     Scaling,
     YarnScaling,
@@ -60,7 +60,7 @@ def config_of(fields: Fields, generation: Fields, add_bos: bool) -> ModelConfig:
     heads, hidden = get("num_attention_heads", int), get("hidden_size", int)
     head_dim = get("head_dim", int, hidden // heads if heads and hidden else None)
     head_dim = get("qk_rope_head_dim", int, head_dim)  # of latent attention, whose families say the rest
-    rope_fields = _rope_fields(fields)
+    rope_fields = {} if family.own_layers else _rope_fields(fields)
     share = field(rope_fields, "partial_rotary_factor", float, get("partial_rotary_factor", float, 1.0))
     if not 0 < share <= 1:
         raise ModelError(f"config.json rotates {share!r:.80} of each head: a number from 0 to 1 expected")
@@ -74,7 +74,7 @@ def config_of(fields: Fields, generation: Fields, add_bos: bool) -> ModelConfig:
         architecture=family.name,
         n_layers=get("num_hidden_layers", int),
         hidden=hidden,
-        ffn=get("intermediate_size", int),
+        ffn=_ffn(get, family),
         n_heads=heads,
         n_kv_heads=get("num_key_value_heads", int, heads),
         head_dim=head_dim,
@@ -95,6 +95,14 @@ def config_of(fields: Fields, generation: Fields, add_bos: bool) -> ModelConfig:
         out_bias=get("attention_bias", bool, False),
     )
     return family.from_hf(get, plain)
+
+
+def _ffn(get: Callable[..., Any], family: Family) -> Any:
+    """The width of feed-forward layers, or the largest of theirs where a family has several."""
+    stated = get("intermediate_size")
+    if not family.own_layers or not isinstance(stated, list):
+        return get("intermediate_size", int)
+    return max(by_layer(stated, get("num_hidden_layers", int, 0), "intermediate_size"), default=None)
 
 
 def text_fields(fields: Fields, family: Family) -> Fields:

@@ -13,7 +13,7 @@ import numpy as np
 from phasewise._safetensors import TensorEntry
 from phasewise._words import counted
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.cutting import is_beyond, one_more, our_tensors
+from phasewise.serving.loaders.cutting import is_beyond, is_unread, one_more, our_tensors
 from phasewise.serving.loaders.encoders.embedding_spec import embedding_of, most_tokens
 from phasewise.serving.loaders.encoders.encoder_hf import config_of as encoder_config_of
 from phasewise.serving.loaders.encoders.encoder_hf import encoder_embedding, encoder_tensors
@@ -78,7 +78,7 @@ def open_hf_model(path: Path, name: str) -> ModelSource:
         config = encoder_config_of(encoder, fields)
     else:
         config = config_of(fields, generation, bool(tokenizer_config.get("add_bos_token")))
-    opened = open_all(directory, _shards(directory))
+    opened = open_all(directory, shards_of(directory))
 
     def close() -> None:
         for file, _ in opened:
@@ -103,7 +103,7 @@ def open_hf_model(path: Path, name: str) -> ModelSource:
             quantisation = quantisation_of(
                 quantisation_fields(stated.get), directory.json("quantize_config.json")
             )
-            tensors = _our_tensors(
+            tensors = tensors_of(
                 opened,
                 family,
                 config,
@@ -135,10 +135,10 @@ def open_hf_model(path: Path, name: str) -> ModelSource:
 def open_shards(path: Path) -> Shards:
     """The weight files of a directory with their tables. The caller closes them."""
     directory = ModelDirectory(path)
-    return open_all(directory, _shards(directory))
+    return open_all(directory, shards_of(directory))
 
 
-def _shards(directory: ModelDirectory) -> list[str]:
+def shards_of(directory: ModelDirectory) -> list[str]:
     """The weight files: the single one, those of the index, or the only one there is."""
     if directory.has(SINGLE):
         return [SINGLE]
@@ -171,13 +171,17 @@ def _indexed(directory: Path, index: Mapping[str, Any]) -> list[str]:
 
 def _has_own_head(opened: Shards, family: Family) -> bool:
     """True where a config calls embeddings tied and the files hold another head: it is used then."""
+    embeds = [
+        "model.embed_tokens.weight",
+        *(of for of, ours in family.global_names.items() if ours == "embed"),
+    ]
     heads = {
         without_prefix(theirs, family): tensor_of(file, theirs, entry)
         for file, entries in opened
         for theirs, entry in entries.items()
-        if theirs.endswith(("embed_tokens.weight", "lm_head.weight")) and entry.dtype in READABLE
+        if without_prefix(theirs, family) in ("lm_head.weight", *embeds) and entry.dtype in READABLE
     }
-    head, embed = heads.get("lm_head.weight"), heads.get("model.embed_tokens.weight")
+    head, embed = heads.get("lm_head.weight"), next((heads[name] for name in embeds if name in heads), None)
     if head is None or embed is None or head.shape != embed.shape:
         return False
     step = max(head.shape[0] // COMPARED_ROWS, 1)
@@ -191,7 +195,7 @@ def _plain_row(tensor: SourceTensor, row: int) -> np.ndarray:
     return numbers
 
 
-def _our_tensors(
+def tensors_of(
     opened: list[tuple[SourceFile, dict[str, TensorEntry]]],
     family: Family,
     config: ModelConfig,
@@ -229,6 +233,8 @@ def _our_tensors(
             raise ModelError(f"{what} {family.name} models do not use") from None
         for ours, our_tensor in renamed:
             ours = ours.replace("{e}", expert)
+            if is_unread(ours, config):
+                continue
             if quantisation is not None and ours not in shapes and _is_zero_bias(name, tensor):
                 continue
             if ours.endswith(BIASES) and not biases:

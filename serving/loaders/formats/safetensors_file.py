@@ -29,8 +29,10 @@ def read_entries(file: SourceFile) -> dict[str, TensorEntry]:
 
 def tensor_of(file: SourceFile, name: str, entry: TensorEntry) -> SourceTensor:
     """The tensor as rows of float32; a stack of matrices as the rows of all of them."""
-    form = READABLE.get(entry.dtype)
-    if form is None or not 1 <= len(entry.shape) <= 3 or 0 in entry.shape:
+    form, shape = READABLE.get(entry.dtype), entry.shape
+    while len(shape) > 3 and shape[0] == 1:
+        shape = shape[1:]
+    if form is None or not 1 <= len(shape) <= 3 or 0 in shape:
         raise ModelError(
             f"{file.path} has {name} as {entry.dtype} {entry.shape}: a vector or matrix of"
             f" {', '.join(READABLE)} expected"
@@ -42,7 +44,7 @@ def tensor_of(file: SourceFile, name: str, entry: TensorEntry) -> SourceTensor:
         raw = file.read(entry.offset + start * row_bytes, (stop - start) * row_bytes)
         return _numbers(raw, entry.dtype).reshape(stop - start, -1)
 
-    return SourceTensor(entry.dtype, entry.shape, entry.n_bytes, form, rows)
+    return SourceTensor(entry.dtype, shape, entry.n_bytes, form, rows)
 
 
 def mxfp4_tensor(

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import sqlite3
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -14,6 +15,9 @@ from typing import Any
 import pytest
 
 from phasewise.cli.commands.bench.llama_bench import FOREIGN
+from phasewise.cli.commands.bench.run_text import as_md
+from phasewise.tuner.machine_limits import PIECES
+from phasewise.workflows.bench.model_speed import ModelRow
 from tests.cli import command
 from tests.support.models.tiny_models import write_tiny_gguf
 
@@ -159,6 +163,24 @@ def test_the_table_has_llama_benchs_columns_and_the_build(tiny: Path) -> None:
     assert [line for line in table if line.startswith("build: phasewise ")] == table[-1:]
 
 
+def test_counters_are_told_by_test_or_a_line_says_why_not(tiny: Path) -> None:
+    """Of a test behind a depth, whose positions before it count as well, they say nothing."""
+    done = invoke(tiny, "-p", "8", "-n", "4", "-d", "0,8", "-r", "1", "--counters", "-o", "json")
+    rows = json.loads(done.stdout)
+
+    are_read = "counters are not read: " not in done.stderr
+    assert [row["instructions_per_cycle"] > 0 for row in rows] == [are_read, are_read, False, False]
+
+
+def test_the_table_tells_counters_where_they_were_read(tiny: Path) -> None:
+    (fields,) = json.loads(invoke(tiny, "-p", "0", "-n", "4", "-r", "1", "-o", "json").stdout)
+    row = ModelRow(**{name: value for name, value in fields.items() if name != "schema_version"})
+    counted = replace(row, instructions_per_cycle=0.7, llc_misses_pki=12.345, stalled_share=0.71)
+
+    assert "IPC" not in as_md([row])
+    assert "tg4: IPC 0.7, 71% stalled; misses PKI: LLC 12.3\n" in as_md([counted])
+
+
 def test_what_llama_bench_has_and_holds_here_anyway_is_taken(tiny: Path) -> None:
     flags = "-ngl 0 -fa 1 -mmp 1 -ub 512 -sm none --progress -v --no-warmup --poll 50 -mg 0 --numa distribute"
     rows = json.loads(
@@ -181,10 +203,10 @@ def test_keys_and_values_of_different_formats_are_refused() -> None:
 
 
 def test_a_small_batch_is_a_number_of_sequences_and_says_so(tiny: Path) -> None:
-    found = invoke(tiny, "-p", "4", "-n", "0", "-b", "1,2", "-r", "1", "-o", "json")
+    done = invoke(tiny, "-p", "4", "-n", "0", "-b", "1,2", "-r", "1", "-o", "json")
 
-    assert asked(json.loads(found.stdout), "n_sequences", "n_batch") == [(1, 2048), (2, 2048)]
-    assert "-b 1,2 is taken as --n-sequences 1,2" in found.stderr
+    assert asked(json.loads(done.stdout), "n_sequences", "n_batch") == [(1, 2048), (2, 2048)]
+    assert "-b 1,2 is taken as --n-sequences 1,2" in done.stderr
 
 
 @pytest.mark.slow
@@ -193,4 +215,5 @@ def test_machine_limits_are_data_on_stdout(monkeypatch: pytest.MonkeyPatch) -> N
     fields = command.fields_of("bench", "machine", "--threads", 1)
 
     assert [limit["n_cores"] for limit in fields["limits"]] == [1]
+    assert [reads["piece_bytes"] for reads in fields["reads_in_pieces"]] == list(PIECES)
     assert set(fields["limits"][0]["peak_flops"]) == {"f32", "bf16", "f16", "int8"}

@@ -70,6 +70,30 @@ def test_the_highest_concurrency_is_the_depth(server: EmbeddingServer) -> None:
     assert bench(server.url, "--find", "--slo", "0.001s", "--lengths", 3)["highest_concurrency"] == 0
 
 
+def test_a_day_is_told_by_its_parts(server: EmbeddingServer, tmp_path: Path) -> None:
+    """Nothing is sent in a part without queries, and what is refused is in the part in which it was sent."""
+    day = tmp_path / "day.csv"
+    day.write_text("hour,queries_per_s\n0,0\n6,20\n12,400\n18,0\n")
+    picture = tmp_path / "day.svg"
+    options = (server.url, "--daily", day, "--day", 2, "--lengths", 3, "--slo", "600s", "--seed", 4)
+
+    fields = bench(*options, "--plot", picture)
+    text = invoke(*options)
+
+    night, morning, noon, evening = fields["loads"]
+    assert fields["day_s"] == 2
+    assert [part["begin_h"] for part in fields["loads"]] == [0, 6, 12, 18]
+    assert night["requests"] == evening["requests"] == 0
+    assert 0 < morning["requests"] < 40 < noon["requests"]
+    assert noon["busy"] > 0
+    assert all(part["ok"] + part["busy"] == part["requests"] for part in fields["loads"])
+    assert all(0 <= part["cpu_share"] <= 1 for part in fields["loads"])
+    assert picture.read_text().startswith("<svg")
+    assert text.exit_code == 0, text
+    assert len(text.stdout.splitlines()) == 2 + 4
+    assert all(len(line) <= 80 for line in text.stdout.splitlines())
+
+
 def test_inputs_from_a_file_come_over_and_over_and_a_picture_is_drawn(
     server: EmbeddingServer, tmp_path: Path
 ) -> None:
@@ -113,7 +137,7 @@ def test_lengths_are_words_and_the_same_for_a_seed() -> None:
     assert 15 < sorted(lengths)[100] < 26
     assert [len(text.split()) for text in texts_of_lengths(lengths, 1)] == lengths
     assert lengths_of("7", 3, 0) == [7, 7, 7]
-    assert all(20 <= one <= 40 for one in lengths_of("20:40", 100, 0))
+    assert all(20 <= length <= 40 for length in lengths_of("20:40", 100, 0))
 
 
 def test_a_server_that_is_not_there_is_one_line() -> None:

@@ -155,8 +155,8 @@ def test_a_trace_is_replayed_in_its_order(tmp_path: Path) -> None:
     rows = [(0, 11, 3), (40, 13, 4), (80, 17, 5)]
     path.write_text(
         "".join(
-            json.dumps({"timestamp": at, "input_length": asked, "output_length": answered}) + "\n"
-            for at, asked, answered in rows
+            json.dumps({"timestamp": timestamp, "input_length": asked, "output_length": answered}) + "\n"
+            for timestamp, asked, answered in rows
         )
     )
 
@@ -291,7 +291,6 @@ def test_a_duration_ends_a_closed_loop_that_has_no_number() -> None:
     [
         (["--goodput", "ttft"], "ttft=1.5s"),
         (["--find-rate"], "--slo"),
-        (["--plot", "x.svg"], "--slo"),
         (["--extra-body", "[]"], "JSON object"),
         (["--lengths", "fixed:1/1", "--input-len", "3"], "--lengths"),
     ],
@@ -334,6 +333,24 @@ def test_the_rate_of_a_queue_is_found_below_its_capacity(tmp_path: Path) -> None
     assert fields["goodput_rate"] <= 100
     assert fields["request_rate"] == fields["goodput_rate"]
     assert "attainment over the rate" in picture.read_text()
+
+
+def test_without_promises_the_picture_is_of_the_latencies(tmp_path: Path) -> None:
+    picture = tmp_path / "latencies.svg"
+    with scripted_server() as server:
+        bench(server.url, "-n", "3", "--plot", str(picture))
+
+    assert "milliseconds, at most" in picture.read_text()
+    assert "attainment" not in picture.read_text()
+
+
+def test_no_picture_is_drawn_of_a_load_without_answers(tmp_path: Path) -> None:
+    picture = tmp_path / "latencies.svg"
+    with scripted_server(refusing(500)) as server:
+        result = invoke(server.url, "-n", "2", "--plot", str(picture))
+
+    assert not picture.exists()
+    assert "no answer is complete" in result.stderr
 
 
 def test_csv_is_one_row_of_scalars() -> None:

@@ -6,19 +6,29 @@ import json
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from phasewise.cli.commands.bench.serve_text import FORMATS, draw_report
+from phasewise.cli.commands.bench.serve_text import (
+    FORMATS,
+    LEAST_MS,
+    MOST_POINTS,
+    distribution,
+    draw_report,
+)
 from phasewise.loadtest.arrivals import LatencySlo, RequestPace
 from phasewise.loadtest.client import Target
 from phasewise.loadtest.metrics import Measured
 from phasewise.loadtest.outcome import FailureKind, RequestOutcome
 from phasewise.loadtest.report_json import fields_of
 from phasewise.loadtest.session import LoadReport, RateProbe
+from tests.support.tiers import examples
 
 SHARED = Path(
     os.environ.get("PHASEWISE_SHARED_DATA", Path(__file__).resolve().parents[4] / "shared" / "data")
@@ -33,11 +43,11 @@ OUTCOMES = (
 )
 
 
-def report(found: Sequence[RequestOutcome] = OUTCOMES, **more: Any) -> LoadReport:
-    found = list(found)
+def report(outcomes: Sequence[RequestOutcome] = OUTCOMES, **more: Any) -> LoadReport:
+    outcomes = list(outcomes)
     probes = (
-        RateProbe(2.0, Measured(found[:1], 1.0, 0.0), 1.0, True),
-        RateProbe(4.0, Measured(found, 1, 0), 0.3, False),
+        RateProbe(2.0, Measured(outcomes[:1], 1.0, 0.0), 1.0, True),
+        RateProbe(4.0, Measured(outcomes, 1, 0), 0.3, False),
     )
     return LoadReport(
         Target("http://127.0.0.1:1", "models/tiny"),
@@ -45,7 +55,7 @@ def report(found: Sequence[RequestOutcome] = OUTCOMES, **more: Any) -> LoadRepor
         3,
         RequestPace(2.0),
         SLO,
-        Measured(found, 2.0, 0.02),
+        Measured(outcomes, 2.0, 0.02),
         "random token ids",
         probes,
         2.0,
@@ -103,9 +113,12 @@ def test_tables_tell_failures_probes_and_goodput() -> None:
 
 
 def test_the_picture_has_both_curves_and_the_goal() -> None:
-    picture = draw_report(report())
+    picture = draw_report(report()) or ""
 
     for said in (
+        "latencies, 2 requests/s",
+        ">TTFT<",
+        ">E2EL<",
         "attainment over the rate",
         "attainment over the scale",
         "goal: 90%",
@@ -115,16 +128,38 @@ def test_the_picture_has_both_curves_and_the_goal() -> None:
         assert said in picture
 
 
+def test_nothing_is_drawn_of_requests_without_answers_and_promises() -> None:
+    failed = replace(report([OUTCOMES[2]]), slo=None, probes=())
+
+    assert draw_report(failed) is None
+    assert draw_report(replace(failed, slo=SLO)) is not None  # attainment is 0
+
+
+@examples(50)
+@given(samples=st.lists(st.floats(0, 1e6), min_size=1, max_size=200))
+def test_a_distribution_counts_the_samples_that_are_at_most_so_long(samples: list[float]) -> None:
+    """At every point, and it grows to all of them."""
+    points = distribution(samples)
+
+    assert len(points) == min(len(samples), MOST_POINTS)
+    assert points == sorted(points)
+    assert points[-1] == (max(LEAST_MS, max(samples)), 1.0)
+    for ms, share in points:
+        assert share * len(samples) <= sum(sample <= ms for sample in samples) + 1e-6
+
+
 def test_answers_of_one_token_have_no_time_per_token() -> None:
     """The first token's time is all that there is."""
-    one = RequestOutcome(0.0, 128, 1, 0.1, 0.1, [], text="a")
+    single_token = RequestOutcome(0.0, 128, 1, 0.1, 0.1, [], text="a")
 
-    alone, beside = (FORMATS["md"](report(found)) for found in ([one], [one, OUTCOMES[0]]))
+    alone, beside = (
+        FORMATS["md"](report(outcomes)) for outcomes in ([single_token], [single_token, OUTCOMES[0]])
+    )
 
     assert "TTFT" in alone
     assert "TPOT" not in alone
     assert "TPOT" in beside
     assert (
-        fields_of(report([one, OUTCOMES[0]]))["mean_tpot_ms"]
+        fields_of(report([single_token, OUTCOMES[0]]))["mean_tpot_ms"]
         == fields_of(report([OUTCOMES[0]]))["mean_tpot_ms"]
     )

@@ -41,7 +41,7 @@ def test_a_conversation_keeps_every_turn(tiny: Path, tmp_path: Path) -> None:
     messages = saved(tiny, tmp_path / "talk.json", "/system be brief", "one", "two")
 
     assert [message["role"] for message in messages] == ["system", "user", "assistant", "user", "assistant"]
-    assert [one["content"] for one in messages if one["role"] == "user"] == ["one", "two"]
+    assert [message["content"] for message in messages if message["role"] == "user"] == ["one", "two"]
 
 
 def test_only_answers_go_to_stdout(tiny: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ def test_each_phase_is_timed_when_asked(tmp_path: Path) -> None:
         {"phase": "decode", "n": 2, "sequences": 1},
         {"phase": "decode", "n": 2, "sequences": 2},
     ]
-    lines = "".join(json.dumps(one) + "\n" for one in asked)
+    lines = "".join(json.dumps(step) + "\n" for step in asked)
     ended = subprocess.run(
         [sys.executable, WORKER, tmp_path / "tiny.gguf", "1"],
         input=lines,

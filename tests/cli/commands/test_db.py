@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -20,9 +21,10 @@ from phasewise.kerneldb.store import open_store
 from phasewise.topology import read_machine
 from phasewise.tuner.plans import plans_for
 from tests.cli import command
-from tests.support.machines.kerneldb_examples import OTHER_MACHINE
+from tests.support.machines.kerneldb_examples import OTHER_MACHINE, PREDICTOR_SCORE
 
-CORE = str(read_machine().allowed_pus[0])
+CORES = [*map(str, read_machine().allowed_pus)]
+CORE = CORES[0]
 MODEL = "smollm2-135m-instruct"
 pytestmark = pytest.mark.usefixtures("own_places")
 
@@ -70,7 +72,26 @@ def test_a_machine_has_one_label_in_every_listing(db: Path) -> None:
     listings = [run_json("show"), run_json("show", "--phase", "prefill"), run_json("stats")]
 
     assert len(listings[0]["machines"]) == 2
-    assert all(one["machines"] == listings[0]["machines"] for one in listings)
+    assert all(listing["machines"] == listings[0]["machines"] for listing in listings)
+
+
+def test_scores_of_predictors_are_listed_the_newest_dozen_by_model(db: Path) -> None:
+    """No line is wider than a terminal, whatever a model is called."""
+    names = [f"{'a-very-long-name-' * 9}{number}" for number in range(20)]
+    with open_store(db) as store:
+        store.add_predictor_scores(
+            [replace(PREDICTOR_SCORE, model_name=name, judged_answers=2**31 - 1) for name in names]
+        )
+    shown, wide = run("show"), run("show", "--wide")
+    fields = run_json("show", "--model", "name-7")["predictor_scores"]
+
+    assert "Predictors of lengths" in shown
+    assert "... and 8 older" in shown
+    assert (shown.count("62.5%"), wide.count("62.5%")) == (12, 20)
+    assert max(map(len, shown.splitlines())) <= 80
+    assert [score["model"] for score in fields] == [names[7]]
+    assert fields[0]["figures"] == dict(PREDICTOR_SCORE.figures)
+    assert "Predictors of lengths" not in run("show", "--model", "nothing like it")
 
 
 @pytest.mark.parametrize("verb", ["show", "stats"])
@@ -101,13 +122,52 @@ def test_a_plan_set_by_hand_is_the_one_in_use(db: Path) -> None:
 def test_the_newest_plan_is_marked_as_in_use(db: Path) -> None:
     for _ in range(2):
         fields = run_json("set-plan", MODEL, "--phase", "decode", "--cores", CORE)
-        assert fields == {"model": f"{MODEL}@native", "phase": "decode", "ranks": [[int(CORE)]]}
+        assert fields == {"model": f"{MODEL}@native", "phase": "decode", "from": 1, "ranks": [[int(CORE)]]}
     shown = run_json("show")
 
     assert [plan["in_use"] for plan in shown["plans"]] == [False, True]
     assert shown["plans"][0]["ranks"] == [[int(CORE)]]
     assert {machine["machine"] for machine in shown["machines"]} == {"#1"}
     assert "@native" in run("show")
+
+
+@pytest.mark.skipif(len(CORES) < 2, reason="one CPU is allowed: there is nothing to split")
+def test_cores_for_more_sequences_are_set_beside_those_for_fewer(db: Path, tmp_path: Path) -> None:
+    """They are shown, leave with an export, and a difference of theirs is one of plans."""
+    single, both = CORES[0], f"{CORES[0]},{CORES[1]}"
+    for number, cores in ((None, single), (8, both), (32, single), (16, single)):
+        more = () if number is None else ("--from", number)
+        run("set-plan", MODEL, "--phase", "decode", "--cores", cores, *more)
+    plan = plans_for(db, read_machine(), f"{MODEL}@native")["decode"]
+    assert [(band.sequences, [*map(str, band.ranks[0].cores)]) for band in plan.bands] == [
+        (8, CORES[:2]),
+        (16, CORES[:1]),
+    ]
+
+    shown = run_json("show")["plans"][-1]
+    assert [band["sequences"] for band in shown["bands"]] == [8, 16]
+    assert [band["places"] for band in shown["bands"]] == [[[0, 1]], [[0]]]
+    lines = run("show").replace(str(tmp_path), "").splitlines()
+    assert any(line.split()[:2] == ["from", "16"] for line in lines)
+    assert max(map(len, lines)) <= 80
+
+    copy = tmp_path / "copy.db"
+    (tmp_path / "all.jsonl").write_text(run("export"))
+    run("import", tmp_path / "all.jsonl", "--db", copy)
+    assert plans_for(copy, read_machine(), f"{MODEL}@native")["decode"].bands == plan.bands
+    assert invoke("diff", copy).exit_code == 0
+    run("set-plan", MODEL, "--phase", "decode", "--cores", single, "--from", 12)
+    assert "another" in invoke("diff", copy).stdout
+
+
+def test_bands_of_prefill_or_of_other_ranks_are_refused(db: Path) -> None:
+    said = invoke("set-plan", MODEL, "--phase", "prefill", "--cores", CORE, "--from", 8).refusal
+    assert "bands of sequences are decode's" in said
+    assert invoke("set-plan", MODEL, "--phase", "decode", "--cores", CORE, "--from", 1).usage_error
+    if len(CORES) > 1:
+        two = ("--cores", CORES[0], "--cores", CORES[1])
+        assert "other ranks" in invoke("set-plan", MODEL, "--phase", "decode", *two, "--from", 8).refusal
+    assert not db.exists()
 
 
 def test_a_plan_for_a_model_that_nobody_knows_is_refused(db: Path, tmp_path: Path) -> None:
@@ -144,6 +204,7 @@ def test_stats_count_rows_by_machine(db: Path) -> None:
         "service_plan": 1,
         "storage_duel": 0,
         "step_time": 0,
+        "predictor_score": 0,
         "user_kernel_timing": 0,
         "user_kernel_promotion": 0,
     }

@@ -4,18 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 from phasewise.cython_kernels import _native
-from phasewise.kerneldb.records import Comparison, Problem, Sample, Schedule, ServedStep, StepTime
+from phasewise.kerneldb.portable import import_rows
+from phasewise.kerneldb.records import (
+    Comparison,
+    Origin,
+    PlanRecord,
+    Problem,
+    Sample,
+    Schedule,
+    ServedStep,
+    StepTime,
+)
 from phasewise.kerneldb.store import open_store
+from phasewise.topology import read_machine
+from phasewise.tuner.plans import machine_key, placed_json, plans_for
 from phasewise.workflows.database import verify_schedules
 from tests.cli import command
-from tests.support.machines.kerneldb_examples import OTHER_MACHINE
+from tests.support.machines.kerneldb_examples import OTHER_MACHINE, PREDICTOR_SCORE, STEP_TIME
 from tests.support.tuned_here import here, in_use, timed
 
 ABI = _native.kernel_abi("gemm")
@@ -72,7 +86,7 @@ def test_an_import_exports_the_same_bytes_and_prefers_the_same_schedules(
     }
     assert run_json("diff", str(exported))["same"] == 3
 
-    standings = [one["standing"] for one in run_json("show", "--db", copy)["schedules"]]
+    standings = [schedule["standing"] for schedule in run_json("show", "--db", copy)["schedules"]]
     assert standings == ["imported"] * 3
     assert "to be measured by `phasewise db verify`" in run("show", "--db", copy)
 
@@ -175,14 +189,40 @@ def test_step_times_go_out_only_where_they_are_asked_for_and_merge_with_the_rest
     assert run_json("stats", "--db", str(other))["rows"]["step_time"] == 1
 
 
+def test_all_that_was_learnt_goes_out_and_comes_in(tuned: Path, tmp_path: Path) -> None:
+    """Plans, plans of embedding, scores and step times beside schedules; each kind can be left out."""
+    machine = read_machine()
+    placed = placed_json(next(iter(plans_for(tuned, machine, "mine@int4").values())), machine)
+    origin = Origin(machine_key(machine), "0.1.0", 1_795_000_000_000)
+    plan = PlanRecord("mine@int4", "decode", placed, origin)
+    rows = [
+        *(plan, replace(plan, phase="embed", plan_json='{"format": 1}')),
+        *(replace(STEP_TIME, plan_json=placed), PREDICTOR_SCORE),
+    ]
+    with open_store(tuned) as store:
+        import_rows(store, rows)
+    content = run("export", "--step-times")
+    (tmp_path / "all.jsonl").write_text(content)
+    kinds = Counter(
+        next(name for name in json.loads(line) if name != "sha256") for line in content.splitlines()
+    )
+
+    assert (kinds["plan"], kinds["step_time"], kinds["predictor_score"]) == (2, 1, 1)
+    assert run_json("import", str(tmp_path / "all.jsonl"), "--db", str(tmp_path / "x.db"))["refused"] == 0
+    assert run("export", "--step-times", "--db", str(tmp_path / "x.db")) == content
+    assert '"predictor_score"' in run("export")
+    assert '"predictor_score"' not in run("export", "--no-scores")
+    assert '"plan"' not in run("export", "--no-plans")
+
+
 def test_a_difference_is_shown_and_in_the_exit_code(tuned: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.db"
     with open_store(other) as store:
         store.add_measurements([timed(PROBLEM, OTHER_SCHEDULE, 800)])
-    found = run_json("diff", str(other), exit_code=1)
+    fields = run_json("diff", str(other), exit_code=1)
 
-    assert found["same"] == 0
-    changed = next(one for one in found["differences"] if one["there"])
+    assert fields["same"] == 0
+    changed = next(difference for difference in fields["differences"] if difference["there"])
     assert (changed["here"]["block_k"], changed["there"]["block_k"]) == (128, 64)
     assert "none" in run("diff", str(other), exit_code=1)
 
@@ -197,7 +237,7 @@ class FakeBench:
         return None
 
     def measure(self, problem: Problem, schedules: Sequence[Schedule]) -> list[Sample]:
-        return [Sample(one, (one.block_k,), one.block_k, None, 0) for one in schedules]
+        return [Sample(schedule, (schedule.block_k,), schedule.block_k, None, 0) for schedule in schedules]
 
     def compare(self, problem: Problem, candidate: Schedule, incumbent: Schedule | None) -> Comparison:
         gain = (incumbent.block_k if incumbent else 200) / candidate.block_k
@@ -213,11 +253,15 @@ def test_verifying_puts_what_passes_into_use(
     copy = str(tmp_path / "copy.db")
     run("import", str(exported), "--db", copy)
     monkeypatch.setattr(verify_schedules, "NativeBench", FakeBench)
-    found = run_json("verify", "--db", copy)
+    verification = run_json("verify", "--db", copy)
 
-    assert [(one["block_k"], one["promoted"]) for one in found["verdicts"]] == [(128, True)]
-    assert found["unverified_rows"] == 4
-    schedule = next(one for one in run_json("show", "--db", copy)["schedules"] if one["kernel_abi"] == ABI)
+    assert [(verdict["block_k"], verdict["promoted"]) for verdict in verification["verdicts"]] == [
+        (128, True)
+    ]
+    assert verification["unverified_rows"] == 4
+    schedule = next(
+        listed for listed in run_json("show", "--db", copy)["schedules"] if listed["kernel_abi"] == ABI
+    )
     assert (schedule["standing"], schedule["block_k"]) == ("in use", 128)
     assert run_json("verify", "--db", copy)["verdicts"] == []
 
@@ -258,9 +302,9 @@ def test_verifying_measures_on_the_real_kernels(exported: Path, tmp_path: Path) 
 def test_what_cannot_be_computed_here_is_an_obstacle(
     problem: Problem, schedule: Schedule, reason: str
 ) -> None:
-    found = verify_schedules.NativeBench.obstacle(object(), problem, schedule)  # type: ignore[arg-type]
+    obstacle = verify_schedules.NativeBench.obstacle(object(), problem, schedule)  # type: ignore[arg-type]
 
-    assert reason in (found or "")
+    assert reason in (obstacle or "")
 
 
 def test_collecting_garbage_says_what_goes_and_what_went(tuned: Path) -> None:
@@ -272,20 +316,21 @@ def test_collecting_garbage_says_what_goes_and_what_went(tuned: Path) -> None:
         "problem": 0,
         "schedule": 0,
     }
-    assert run_json("gc", "--dry-run") == {"dry_run": True, "deleted": deleted, "summarised": 0, "spared": {}}
+    told = {"deleted": deleted, "summarised": 0, "spared": {}, "hints": 0}
+    assert run_json("gc", "--dry-run") == {"dry_run": True, **told}
     assert run("gc", "--dry-run") == "would delete 1 measurement\n"
-    assert run_json("gc") == {"dry_run": False, "deleted": deleted, "summarised": 0, "spared": {}}
+    assert run_json("gc") == {"dry_run": False, **told}
     assert run("gc") == "deleted nothing\n"
     assert run_json("gc", "--keep", "1")["deleted"]["measurement"] == 0, "one is fast, one in use"
-    assert {one["standing"] for one in run_json("show")["schedules"]} == {"in use", "measured"}
+    assert {schedule["standing"] for schedule in run_json("show")["schedules"]} == {"in use", "measured"}
 
 
 def test_rows_of_an_earlier_build_are_shown_apart(tuned: Path) -> None:
-    states = {one["build"]: one["state"] for one in run_json("stats")["by_build"]}
+    states = {build["build"]: build["state"] for build in run_json("stats")["by_build"]}
     assert states == {ABI: "current", STALE_ABI: "stale", "gemm-neon-00": "elsewhere"}
 
     assert "Of an earlier build of the kernels, not used" in run("show")
-    assert [one["stale"] for one in run_json("show")["schedules"]].count(True) == 1
+    assert [schedule["stale"] for schedule in run_json("show")["schedules"]].count(True) == 1
 
 
 @pytest.mark.parametrize(
@@ -304,3 +349,15 @@ def test_tables_fit_eighty_columns(
     lines = run(*words, exit_code=1 if words[0] == "diff" else 0).splitlines()
 
     assert max(len(line) for line in lines if "/" not in line) <= 80
+
+
+@pytest.mark.parametrize("command", ["merge", "diff"])
+def test_what_is_neither_a_database_nor_an_export_is_said_to_be_neither(
+    db: Path, tmp_path: Path, command: str
+) -> None:
+    with open_store(db):
+        pass
+    other = tmp_path / "notes.txt"
+    other.write_text("tuned on Monday\n")
+
+    assert "notes.txt is neither a database nor a file that" in invoke(command, str(other)).refusal

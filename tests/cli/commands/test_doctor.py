@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from phasewise.cli.commands.doctor.text import doctor_lines
-from phasewise.tuner.doctor import CHECKS, examine
+from phasewise.cli.commands.doctor.text import decode_lines, doctor_fields, doctor_lines
+from phasewise.kerneldb.product_counts import ProductCounts, ShippedCounts
+from phasewise.tuner.doctor import CHECKS, TunedCounts, examine
+from phasewise.tuner.doctor.decode import DecodeFigures, PhaseFigures, explain_decode
+from phasewise.tuner.machine_limits import PieceReads
 from tests.cli import command
 from tests.support.machines.fake_host import CGROUP, CPU, Plant, clean_host, write_files
 
@@ -47,6 +50,30 @@ def test_text_stays_within_80_columns(tmp_path: Path, plant: Plant) -> None:
     assert max(map(len, lines)) <= 80
 
 
+@pytest.mark.parametrize(
+    ("shipped", "told"),
+    [
+        (ShippedCounts(), "but none for such cores"),
+        (ShippedCounts(31, 8, 3), "brings 31 schedules for"),
+        (ShippedCounts(31, 8, 3), "8 of their products were tuned here, and 3 of them are in use"),
+    ],
+)
+def test_the_kinds_that_the_package_knows_are_told_in_one_line(
+    tmp_path: Path, shipped: ShippedCounts, told: str
+) -> None:
+    kinds = ("AuthenticAMD 25/97, 16 threads", "GenuineIntel 6/207, 2 threads")
+    host = clean_host(
+        tmp_path, Plant(told={"tuned": TunedCounts("a.db", 0, 0, ProductCounts(), shipped, kinds)})
+    )
+
+    lines = doctor_lines(host, [], "utf-8")
+
+    text = " ".join(" ".join(lines).split())
+    assert told in text
+    assert all(kind in text for kind in kinds) == (not shipped.brought)
+    assert max(map(len, lines)) <= 80
+
+
 def test_json_has_every_finding_with_evidence_and_remedy(tmp_path: Path) -> None:
     write_files(tmp_path, BAD)
 
@@ -62,7 +89,9 @@ def test_json_has_every_finding_with_evidence_and_remedy(tmp_path: Path) -> None
     assert fields["findings"][0]["evidence"] == [
         {"source": "/sys/fs/cgroup/job/cpu.max", "value": "150000 100000"}
     ]
-    assert all(one["meaning"] and one["remedy"] and one["title"] for one in fields["findings"])
+    assert all(
+        finding["meaning"] and finding["remedy"] and finding["title"] for finding in fields["findings"]
+    )
 
 
 def test_only_strict_fails_on_findings(tmp_path: Path) -> None:
@@ -79,8 +108,8 @@ def test_this_host_is_examined_and_left_alone(tmp_path: Path) -> None:
 
     fields = command.fields_of("doctor", "--db", database, env={"PHASEWISE_ISA": "portable"})
 
-    found = {finding["id"]: finding for finding in fields["findings"]}
-    assert "absent" in found["untuned"]["evidence"][0]["source"]
+    findings = {finding["id"]: finding for finding in fields["findings"]}
+    assert "absent" in findings["untuned"]["evidence"][0]["source"]
     assert not database.exists()
 
 
@@ -89,3 +118,33 @@ def test_a_folder_that_is_no_snapshot_is_one_line(tmp_path: Path, name: str) -> 
     (tmp_path / "empty").mkdir()
 
     assert command.run("doctor", "--root", tmp_path / name).refusal
+
+
+@pytest.mark.parametrize(("scattered", "policy"), [(9.9e9, "paged"), (5e9, "odma")])
+def test_what_follows_from_scattered_reads_is_told(tmp_path: Path, scattered: float, policy: str) -> None:
+    host = clean_host(tmp_path, Plant(told={"piece_reads": PieceReads(16384, 1e10, scattered)}))
+
+    fields = doctor_fields(host, ())
+    assert fields["reads_in_pieces"]["kv_policy"] == policy
+    assert f"kv_policy auto is {policy}." in " ".join(" ".join(doctor_lines(host, (), "utf-8")).split())
+
+
+def test_the_speed_of_decoding_is_explained_for_a_model(tiny: Path) -> None:
+    fields = command.fields_of("doctor", "--decode", tiny)
+
+    assert fields["figures"]["decode"]["tokens_per_s"] > 0
+    assert fields["findings"][0]["id"].startswith("decode-")
+    assert set(fields["figures"]["products"].values()) == {0}  # of a database that is not there
+
+
+@pytest.mark.parametrize("share", [0.2, 0.9])
+def test_reasons_stay_within_80_columns(share: float) -> None:
+    phase = PhaseFigures(123.4, share, 0.61, 23.4, 0.5, 0.7)
+    figures = DecodeFigures("a-model-with-a-long-name", 64, phase, phase, 1e10, 2e10, None)
+
+    assert max(map(len, decode_lines(figures, explain_decode(figures), "ascii"))) <= 80
+
+
+@pytest.mark.parametrize("option", ["--bits", "--strict", "--root=/"])
+def test_explaining_decode_takes_the_place_of_all_else(option: str) -> None:
+    assert "--decode" in command.run("doctor", "--decode", "a-model", option).usage_error

@@ -45,14 +45,18 @@ def explained(model: Path, phase: str) -> dict[str, list[dict[str, Any]]]:
 def test_without_a_database_every_weight_runs_by_the_default(tiny: Path) -> None:
     uses = explained(tiny, "prefill")
 
-    assert {use["why"] for found in uses.values() for use in found} == {"default: nothing tuned"}
-    assert all(found[0]["first_m"] == 1 and found[-1]["last_m"] == 5 for found in uses.values())
+    assert {use["why"] for weight_uses in uses.values() for use in weight_uses} == {"default: nothing tuned"}
+    assert all(
+        weight_uses[0]["first_m"] == 1 and weight_uses[-1]["last_m"] == 5 for weight_uses in uses.values()
+    )
 
 
 def test_a_promoted_schedule_is_named_with_its_numbers(tiny: Path, db: Path) -> None:
     schedule = promote(db, tiny, 1, kernel_abi("gemm"))
 
-    (use,) = next(found for names, found in explained(tiny, "decode").items() if "layers.*.o" in names)
+    (use,) = next(
+        weight_uses for names, weight_uses in explained(tiny, "decode").items() if "layers.*.o" in names
+    )
 
     assert use["why"].startswith("exact")
     assert (use["schedule"]["block_m"], use["schedule"]["prefetch_bytes"]) == (3, 640)
@@ -65,7 +69,7 @@ def test_schedules_of_another_build_are_left_alone(tiny: Path, db: Path) -> None
 
     uses = explained(tiny, "decode")
 
-    assert {use["why"] for found in uses.values() for use in found} == {"default: nothing tuned"}
+    assert {use["why"] for weight_uses in uses.values() for use in weight_uses} == {"default: nothing tuned"}
 
 
 def test_tuned_schedules_change_no_token(tiny: Path, db: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli import command
+from tests.support.models.head_models import write_with_head
 from tests.support.models.tiny_models import TinyShape, write_tiny_gguf
 
 pytest.importorskip(
@@ -183,3 +184,22 @@ def test_drafts_change_no_token_and_are_counted(tiny: Path) -> None:
     assert plain["drafts"] is None
     assert set(drafted["drafts"]) == {"accepted", "rejected"}
     assert "drafted tokens accepted" in invoke(tiny, "-p", "hello", "-n", 9, "--draft", tiny).stderr
+
+
+def test_a_head_in_the_files_drafts_unless_it_is_left_out(tmp_path: Path) -> None:
+    write_with_head(tmp_path / "tiny", "qwen35", 0.02)
+    asked = (tmp_path / "tiny", "-p", "hello", "-n", 60, "--ignore-eos")
+
+    by_itself, named, plain = (
+        run_json(*asked, *draft) for draft in ((), ("--draft", "mtp"), ("--draft", "off"))
+    )
+
+    assert by_itself["token_ids"] == named["token_ids"] == plain["token_ids"]
+    assert plain["drafts"] is None
+    assert by_itself["drafts"]["accepted"] + by_itself["drafts"]["rejected"] > 0
+    assert "--draft off" in invoke(*asked).stderr
+    assert "tile-prompts" in invoke(*asked, "--draft", "mtp", "--tile-prompts").stderr
+
+
+def test_a_head_that_is_not_there_is_one_line(tiny: Path) -> None:
+    assert "has no head that drafts" in invoke(tiny, "-p", "hello", "--draft", "mtp").stderr

@@ -64,9 +64,9 @@ def test_a_kernel_is_tuned_once_and_emitted_as_c_that_builds_alone(tmp_path: Pat
     first = _json(*tune, db=db)["shapes"]
     second = _json(*tune, db=db)["shapes"]
 
-    assert all(one["timed"] > 0 and one["complete"] for one in first)
-    assert all(one["timed"] == 0 and one["replayed"] > 0 for one in second)
-    assert [one["parameters"] for one in first] == [one["parameters"] for one in second]
+    assert all(shape["timed"] > 0 and shape["complete"] for shape in first)
+    assert all(shape["timed"] == 0 and shape["replayed"] > 0 for shape in second)
+    assert [shape["parameters"] for shape in first] == [shape["parameters"] for shape in second]
     assert _json("show", "silu_gate", db=db)["shapes"]
     out, header = tmp_path / "silu.c", tmp_path / "silu.h"
     _run("emit", str(kernel), "-o", str(out), "--header", str(header), db=db)

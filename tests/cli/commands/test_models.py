@@ -10,11 +10,13 @@ import pytest
 
 from phasewise.cli.commands.models.text import DownloadBar
 from phasewise.cli.options import WEIGHT_FORMATS
-from phasewise.serving.loaders import load_model
+from phasewise.serving.loaders import load_head, load_model
 from phasewise.serving.loaders.fetching.hub import folder_of
 from phasewise.serving.loaders.fetching.registry import KNOWN, known_path
 from phasewise.serving.models.packed_model import FORMATS
 from tests.cli import command
+from tests.support.models import family_models as families
+from tests.support.models.head_models import write_with_head
 from tests.support.models.stand_in_hub import serving
 from tests.support.models.tiny_models import TinyShape, write_tiny_gguf, write_tiny_hf
 
@@ -43,10 +45,10 @@ def test_list_json_tells_present_from_absent_and_shows_packed_files(tmp_path: Pa
     packed = load_model(str(write_tiny_gguf(tmp_path / "tiny.gguf")), "int8", cache)
     (cache / "packed" / "damaged.packed").write_bytes(b"no")
 
-    found = fields_of("list")
+    listing = fields_of("list")
 
-    assert found["models"][0]["path"] == str(known_path(model, cache))
-    (listed,) = found["packed"]
+    assert listing["models"][0]["path"] == str(known_path(model, cache))
+    (listed,) = listing["packed"]
     assert (listed["name"], listed["format"]) == ("tiny", "int8")
     assert listed["content_hash"] == packed.content_hash
     assert "int8" in run("list")
@@ -66,9 +68,9 @@ def test_list_tells_models_from_what_is_packed_from_them(cache: Path) -> None:
     path, name = _fetched(cache)
     load_model(name, "native", cache)
 
-    found, text = fields_of("list"), run("list")
+    listing, text = fields_of("list"), run("list")
 
-    (stored,), (packed,) = found["stored"], found["packed"]
+    (stored,), (packed,) = listing["stored"], listing["packed"]
     assert (stored["name"], stored["format"], stored["path"]) == (name, "GGUF", str(path))
     assert (packed["name"], packed["source"], packed["is_orphan"]) == (name, str(path), False)
     here, packed_part = text.index("models here"), text.index("packed from models")
@@ -103,10 +105,10 @@ def test_rm_leaves_files_of_the_user(cache: Path, tmp_path: Path) -> None:
 
 
 def test_prune_takes_what_no_start_will_use(cache: Path, tmp_path: Path) -> None:
-    gone, kept = write_tiny_gguf(tmp_path / "gone.gguf"), write_tiny_gguf(tmp_path / "kept.gguf")
-    for path in (gone, kept):
+    deleted, kept = write_tiny_gguf(tmp_path / "gone.gguf"), write_tiny_gguf(tmp_path / "kept.gguf")
+    for path in (deleted, kept):
         load_model(str(path), "native", cache)
-    gone.unlink()
+    deleted.unlink()
     (cache / "packed" / "damaged.packed").write_bytes(b"no")
     part = folder_of("org/name", cache) / ".model.gguf.part"
     part.parent.mkdir(parents=True)
@@ -170,13 +172,32 @@ def test_inspect_prints_the_shape_within_80_columns(
 def test_inspect_json_counts_what_packing_will_take(tmp_path: Path, cache: Path) -> None:
     path = write_tiny_gguf(tmp_path / "tiny.gguf", types="Q4_1", shape=TinyShape(vocab_size=261))
 
-    found = fields_of("inspect", str(path))
+    fields = fields_of("inspect", str(path))
 
-    assert found["config"]["n_layers"] == 2
-    for weight_format, n_bytes in found["format_bytes"].items():
+    assert fields["config"]["n_layers"] == 2
+    for weight_format, n_bytes in fields["format_bytes"].items():
         assert load_model(str(path), weight_format, cache).weight_bytes == n_bytes
-    types = {kind["type_name"]: kind["count"] for kind in found["tensor_types"]}
+    types = {kind["type_name"]: kind["count"] for kind in fields["tensor_types"]}
     assert types == {"Q4_1": 15, "F32": 5}
+
+
+def test_inspect_tells_a_head_that_drafts(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_with_head(tmp_path / "tiny", "qwen35")
+    path = "tiny"
+
+    fields, text = fields_of("inspect", path), run("inspect", path)
+
+    for weight_format, n_bytes in fields["head"]["format_bytes"].items():
+        head = load_head(load_model(path, weight_format, cache), weight_format, cache)
+        assert head is not None
+        assert head.weight_bytes == n_bytes
+    assert "by a head of its own" in text
+    assert max(map(len, text.splitlines())) <= 80
+    families.write_family_hf(tmp_path / "bare", "qwen35")
+    assert fields_of("inspect", "bare")["head"] is None
 
 
 def test_the_command_line_offers_the_formats_that_loaders_know() -> None:

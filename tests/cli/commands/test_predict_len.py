@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from phasewise.workflows.predict_len.kept_scores import name_of
 from phasewise.workflows.predict_len.prompt_vectors import find_encoder_to_learn
 from tests.cli import command
 from tests.support.models.length_examples import made_up, write_log
@@ -94,7 +95,10 @@ def test_a_log_of_texts_is_read_by_the_model_that_its_lines_name(
     name = "org/tiny-GGUF:Q4_0"
     monkeypatch.setenv("PHASEWISE_CACHE", str(tmp_path / "cache"))
     log = tmp_path / "log.jsonl"
-    rows = [{"model": name, "prompt": f"tell me {at}", "output_tokens": 5 + at % 9} for at in range(90)]
+    rows = [
+        {"model": name, "prompt": f"tell me {number}", "output_tokens": 5 + number % 9}
+        for number in range(90)
+    ]
     log.write_text("".join(json.dumps(row) + "\n" for row in rows))
     refused = invoke("train", log)
     with serving() as hub:
@@ -116,7 +120,8 @@ def test_auto_learns_from_tokens_alone_where_an_encoder_could_not(
     told: list[str] = []
     monkeypatch.setattr("phasewise.serving.loaders.fetching.registry.is_here", lambda *arguments: True)
     examples = [
-        replace(one, facts=one.facts._replace(text="a text" if has_text else None)) for one in made_up(n)
+        replace(example, facts=example.facts._replace(text="a text" if has_text else None))
+        for example in made_up(n)
     ]
 
     assert find_encoder_to_learn("auto", examples, n, None, told.append) is None
@@ -134,27 +139,29 @@ def test_the_same_log_gives_the_same_file(log: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_eval_by_folds_judges_every_answer_once(log: Path) -> None:
-    found = run_json("eval", log, "--folds", 3)
+    evaluation = run_json("eval", log, "--folds", 3)
 
-    assert (found["folds"], found["logs"][0]["answers"]) == (3, 150)
-    methods = {method["method"]: method for method in found["logs"][0]["points"]["memory of S3"]["methods"]}
+    assert (evaluation["folds"], evaluation["logs"][0]["answers"]) == (3, 150)
+    methods = {
+        method["method"]: method for method in evaluation["logs"][0]["points"]["memory of S3"]["methods"]
+    }
     assert methods["ours"]["block_tokens"] <= methods["S3"]["block_tokens"]
-    assert len(found["logs"][0]["calibration"]["coverage"]) == 9
+    assert len(evaluation["logs"][0]["calibration"]["coverage"]) == 9
     assert invoke("eval", log, "--folds", 3, "--drift").exit_code in (1, 2)
 
 
 def test_eval_compares_methods_at_their_own_points_and_at_equal_memory(log: Path) -> None:
-    found = run_json("eval", log)["logs"][0]
+    evaluation = run_json("eval", log)["logs"][0]
 
-    assert set(found["points"]) == {"own point", "memory of ours", "memory between", "memory of S3"}
-    for point, fields in found["points"].items():
+    assert set(evaluation["points"]) == {"own point", "memory of ours", "memory between", "memory of S3"}
+    for point, fields in evaluation["points"].items():
         methods = {method["method"]: method for method in fields["methods"]}
         gained = 100 * (methods["ours"]["accuracy"] - methods["S3"]["accuracy"])
         assert fields["points_gained_over_s3"] == pytest.approx(gained)
-        assert all(one["accuracy"] + one["overflow"] == pytest.approx(1) for one in methods.values())
+        assert all(method["accuracy"] + method["overflow"] == pytest.approx(1) for method in methods.values())
         if point in ("memory of S3", "memory between"):
             assert methods["ours"]["block_tokens"] <= methods["S3"]["block_tokens"]
-    assert len(found["calibration"]["deciles"]) == 10
+    assert len(evaluation["calibration"]["deciles"]) == 10
 
 
 @pytest.mark.slow
@@ -172,6 +179,68 @@ def test_eval_under_drift_and_of_a_given_predictor(log: Path, tmp_path: Path) ->
     assert (given["split"], given["seed"]) == (0.4, 3)  # its own: what it has not learnt from
     assert "ours above S3" in text
     assert max(map(len, text.splitlines())) <= 110
+
+
+@pytest.mark.parametrize(
+    ("further", "judged_by"), [(["--folds", "3"], "folds"), (["--overflow", "0.1"], "held_out")]
+)
+def test_eval_keeps_its_figures_and_no_prompt(
+    db: Path, log: Path, further: list[str], judged_by: str
+) -> None:
+    """The same answers have the same key, in whatever order the log has them."""
+    evaluation = run_json("eval", log, *further)
+    log.write_text("".join(reversed(log.read_text().splitlines(keepends=True))))
+    again = run_json("eval", log, *further, "--seed", 0)
+    first, second = command.fields_of("db", "show")["predictor_scores"]
+    content = command.text_of("db", "export")
+
+    own = evaluation["logs"][0]["points"]["own point"]["methods"][0]
+    assert (first["model"], first["reads"], first["judged_by"]) == ("tiny", "tokens", judged_by)
+    assert first["judged_answers"] == evaluation["logs"][0]["answers"] == again["logs"][0]["answers"]
+    assert 40 <= first["learnt_answers"] < 150
+    assert (first["hold"], first["verified"]) == (evaluation["hold"], True)
+    assert (first["figures"]["accuracy"], first["figures"]["utilisation"]) == (
+        *(own["accuracy"], own["utilisation"]),
+    )
+    assert first["figures"]["coverage_90"] == evaluation["logs"][0]["calibration"]["coverage"][8]
+    assert first["answers_key"] == second["answers_key"]
+    assert str(log) not in content
+    assert log.name not in content
+    assert "prompt" not in content
+
+
+def test_eval_under_drift_keeps_a_score_of_the_later_answers(db: Path, log: Path, tmp_path: Path) -> None:
+    later = write_log(tmp_path / "later.jsonl", made_up(60, seed=5))
+    run_json("eval", log, later, "--drift")
+    (score,) = command.fields_of("db", "show")["predictor_scores"]
+
+    assert (score["judged_by"], "coverage_90" in score["figures"]) == ("drift", False)
+    assert 0 <= score["figures"]["accuracy"] <= 1
+
+
+def test_eval_goes_on_where_nothing_can_be_kept(log: Path, tmp_path: Path) -> None:
+    """Its figures are printed; why they are not kept is one line."""
+    (tmp_path / "text.db").write_text("no database")
+    done = invoke("eval", log, "--db", tmp_path / "text.db")
+
+    assert done.exit_code == 0
+    assert "accuracy" in done.stdout
+    assert "nothing is kept of it: " in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("encoder", "name"),
+    [
+        ("tokens", "tokens"),
+        ("sentence-transformers/all-MiniLM-L6-v2", "sentence-transformers/all-MiniLM-L6-v2"),
+        ("/home/somebody/models/mine.gguf", "mine.gguf"),
+        ("~/models/mine", "mine"),
+        ("../mine", "mine"),
+        ("/", "model"),
+    ],
+)
+def test_a_score_names_a_model_and_no_path(encoder: str, name: str) -> None:
+    assert name_of(encoder) == name
 
 
 def test_serve_finds_the_models_own_predictor(log: Path, tmp_path: Path) -> None:
@@ -226,7 +295,7 @@ def test_what_cannot_be_done_is_one_line(
 
 def test_ctrl_c_keeps_what_has_ended_and_the_same_command_goes_on(tiny: Path, tmp_path: Path) -> None:
     prompts, log = tmp_path / "a.txt", tmp_path / "log.jsonl"
-    prompts.write_text("".join(f"prompt {at}\n" for at in range(3000)))
+    prompts.write_text("".join(f"prompt {number}\n" for number in range(3000)))
     collect = ("predict-len", "collect", tiny, prompts, "-o", log, "--max-tokens", 8)
     process = command.start(*collect, "--sequences", 4)
     for _ in range(2400):

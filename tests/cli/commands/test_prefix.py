@@ -89,16 +89,16 @@ def test_list_verify_and_rm_tell_what_is_there(model: Path, tmp_path: Path) -> N
     data = bytearray(damaged.read_bytes())
     data[500] ^= 1
     damaged.write_bytes(data)
-    found = command.run("prefix", "verify", folder, "--json")
+    after_damage = command.run("prefix", "verify", folder, "--json")
 
-    assert [(one["kind"], one["model"], one["n_tokens"]) for one in listed] == [
+    assert [(prefix["kind"], prefix["model"], prefix["n_tokens"]) for prefix in listed] == [
         ("pack", "tiny", 100),
         ("folder", "tiny", listed[1]["n_tokens"]),
     ]
     assert listed[1]["n_blocks"] == len(list(folder.glob("*.kv")))
     assert whole.exit_code == 0
-    assert found.exit_code == 3
-    assert [len(one["damaged"]) for one in json.loads(found.stdout)["checked"]] == [1]
+    assert after_damage.exit_code == 3
+    assert [len(place["damaged"]) for place in json.loads(after_damage.stdout)["checked"]] == [1]
     assert command.run("prefix", "rm", folder, "--id", "ffff").stdout == "0 files removed\n"
     assert command.run("prefix", "rm", folder, "--id", listed[1]["id"]).exit_code == 0
     assert list(folder.glob("*.kv")) == []

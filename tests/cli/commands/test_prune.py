@@ -90,12 +90,32 @@ def test_json_has_the_same_and_owl_gives_layers_different_shares(
 
     fields = command.fields_of("prune", model, "-o", out, *owl, "--eval", text)
 
+    assert fields["recovery"] is None
     assert fields["read_chosen_bytes"] in (fields["read_dense_bytes"], fields["read_sparse_bytes"])
     assert fields["decode_bound"] >= fields["decode_gain_here"] >= 1
     assert fields["perplexity_before"] > 0
     assert fields["perplexity_after"] != fields["perplexity_before"]
     kept = [sum(share for name, share in densities(out).items() if f"layers.{i}." in name) for i in (0, 1)]
     assert kept[0] != pytest.approx(kept[1], abs=0.01)
+
+
+def test_recovery_adds_two_lines_and_a_field(model: Path, text: Path, tmp_path: Path) -> None:
+    """Of the outputs' errors, and of the perplexity without it."""
+    arguments = ("--method", "wanda", "--calibration", text, "--eval", text, "--recover")
+
+    result = invoke(model, "-o", tmp_path / "out", *arguments)
+    fields = command.fields_of("prune", model, "-o", tmp_path / "again", *arguments)
+
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    labels = (*LABELS[:-2], "outputs differ by", "perplexity before", "perplexity pruned", "perplexity after")
+    assert [label for label, line in zip(labels, lines, strict=True) if line.startswith(label)] == [*labels]
+    assert max(map(len, lines[1:])) <= 80
+    recovery = fields["recovery"]
+    assert 0 < recovery["output_error_recovered"] < recovery["output_error_pruned"] < 1
+    shares = [f"{100 * recovery[f'output_error_{name}']:.1f} %" for name in ("pruned", "recovered")]
+    assert f"{shares[0]}, recovered {shares[1]} (mean of {recovery['n_weights']} weights)" in result.stdout
+    assert f"{recovery['perplexity_pruned']:.3f}" in lines[-2]
 
 
 def test_what_is_to_be_skipped_stays_as_it_is(model: Path, tmp_path: Path) -> None:
@@ -113,6 +133,7 @@ def test_what_is_to_be_skipped_stays_as_it_is(model: Path, tmp_path: Path) -> No
     [
         (["--sparsity", "2"], "--sparsity"),
         (["--method", "wanda"], "--calibration"),
+        (["--recover"], "--recover"),
         (["--skip", "nose"], "--skip nose"),
         (["--allocation", "owl", "--sparsity", "2:4"], "--calibration"),
         (["--method", "wanda", "--calibration", "/nowhere"], "/nowhere"),

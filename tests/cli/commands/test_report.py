@@ -61,18 +61,18 @@ def db(tmp_path: Path) -> Path:
 
 
 def test_all_that_is_known_of_this_machine_is_gathered(db: Path) -> None:
-    found = report_of(db, measure=False)
-    (one,) = found.schedules
-    assert one.problem == MEASUREMENT.problem
-    assert one.promotion is not None
-    assert one.promotion.comparison.gain == 1.25
-    assert one.flops == pytest.approx(2 * 8 * 1536 * 576 / 1200e-9)
-    assert one.weight_bytes > 1536 * 576 / 2
-    assert list(found.plans) == ["<b>model</b>@int4"]
-    (version,) = found.history
+    report = report_of(db, measure=False)
+    (schedule,) = report.schedules
+    assert schedule.problem == MEASUREMENT.problem
+    assert schedule.promotion is not None
+    assert schedule.promotion.comparison.gain == 1.25
+    assert schedule.flops == pytest.approx(2 * 8 * 1536 * 576 / 1200e-9)
+    assert schedule.weight_bytes > 1536 * 576 / 2
+    assert list(report.plans) == ["<b>model</b>@int4"]
+    (version,) = report.history
     assert (version.measurements, version.promotions, version.plans) == (1, 1, 1)
-    assert found.others == 1
-    assert found.roofline is None
+    assert report.others == 1
+    assert report.roofline is None
 
 
 class _Names(HTMLParser):
@@ -89,7 +89,7 @@ class _Names(HTMLParser):
 
 
 def test_the_page_stands_alone_and_names_nobody(db: Path) -> None:
-    found = dataclasses.replace(
+    report = dataclasses.replace(
         report_of(db, measure=False),
         roofline=Roofline({"f32": 1e11, "bf16": 2e11, "int8": 4e11}, 2e10),
         studies=[
@@ -105,7 +105,7 @@ def test_the_page_stands_alone_and_names_nobody(db: Path) -> None:
             )
         ],
     )
-    text = page(found, "0.1.0", 1_795_000_000.0)
+    text = page(report, "0.1.0", 1_795_000_000.0)
     names = _Names()
     names.feed(text)
     assert not names.tags & {"script", "img", "link", "iframe", "form"}
@@ -137,10 +137,10 @@ def test_studies_of_this_machine_are_read(db: Path) -> None:
             trial = study.ask()
             trial.report(3.0, 0)
             study.tell(trial, 2.5)
-    (found,) = read_studies(location, {HERE.core_sig})
-    assert (found.name, found.model) == ("mine", "m")
-    assert found.best is not None
-    assert (found.best.cost_ms, found.best.n_slices) == (2.5, 1)
+    (facts,) = read_studies(location, {HERE.core_sig})
+    assert (facts.name, facts.model) == ("mine", "m")
+    assert facts.best is not None
+    assert (facts.best.cost_ms, facts.best.n_slices) == (2.5, 1)
 
 
 def _products(draw: random.Random, count: int) -> list[tuple[Problem, float | None]]:
@@ -160,19 +160,19 @@ def test_every_product_that_was_tried_counts_once(draw: random.Random) -> None:
             if gain is not None:
                 won = Comparison(gain, gain - 0.05, gain + 0.25, 0.99, 15)
                 store.add_promotions([dataclasses.replace(PROMOTION, problem=problem, comparison=won)])
-        found = worth_of(store)
+        worth = worth_of(store)
 
-    assert sum(one.products for one in found.products) == len(products)
-    assert sum(one.tuned for one in found.products) == sum(gain is not None for _, gain in products)
-    whole = math.prod(one.gain**one.products for one in found.products)
+    assert sum(product.products for product in worth.products) == len(products)
+    assert sum(product.tuned for product in worth.products) == sum(gain is not None for _, gain in products)
+    whole = math.prod(product.gain**product.products for product in worth.products)
     assert whole == pytest.approx(math.prod(gain or 1.0 for _, gain in products))
-    for product in found.products:
+    for product in worth.products:
         first, last = product.rows
         within = [gain for problem, gain in products if first <= problem.m <= (last or problem.m)]
         assert len(within) == product.products
         assert product.gain_low <= product.gain <= product.gain_high
         assert product.most == pytest.approx(max(gain or 1.0 for gain in within))
-        assert (product in found.nothing_gained) == (not any(within))
+        assert (product in worth.nothing_gained) == (not any(within))
 
 
 def test_a_schedule_that_beat_a_tuned_one_has_gained_both(tmp_path: Path) -> None:
@@ -180,9 +180,9 @@ def test_a_schedule_that_beat_a_tuned_one_has_gained_both(tmp_path: Path) -> Non
     with open_store(tmp_path / "t.db") as store:
         store.add_measurements([MEASUREMENT])
         store.add_promotions([PROMOTION, second])
-        (one,) = worth_of(store).products
-    assert one.gain == pytest.approx(PROMOTION.comparison.gain * second.comparison.gain)
-    assert one.gain_low == pytest.approx(PROMOTION.comparison.gain_low**2)
+        (product,) = worth_of(store).products
+    assert product.gain == pytest.approx(PROMOTION.comparison.gain * second.comparison.gain)
+    assert product.gain_low == pytest.approx(PROMOTION.comparison.gain_low**2)
 
 
 def test_a_default_that_won_has_gained_nothing(tmp_path: Path) -> None:
@@ -200,9 +200,9 @@ def test_a_default_that_won_has_gained_nothing(tmp_path: Path) -> None:
         with open_store(tmp_path / f"{number}.db") as store:
             store.add_measurements([MEASUREMENT])
             store.add_promotions([promotion])
-            (one,) = worth_of(store, lambda _, schedule, own=default: schedule == own).products
-        assert one.tuned == tuned, number
-        assert one.gain == pytest.approx(promotion.comparison.gain if tuned else 1.0)
+            (product,) = worth_of(store, lambda _, schedule, own=default: schedule == own).products
+        assert product.tuned == tuned, number
+        assert product.gain == pytest.approx(promotion.comparison.gain if tuned else 1.0)
 
 
 def test_steps_count_where_both_schedules_were_timed(tmp_path: Path) -> None:
@@ -210,12 +210,12 @@ def test_steps_count_where_both_schedules_were_timed(tmp_path: Path) -> None:
     alone = dataclasses.replace(STEP_TIME, step=dataclasses.replace(STEP_TIME.step, sequences=8))
     with open_store(tmp_path / "t.db") as store:
         store.add_step_times([STEP_TIME, tuned, alone])
-        found = worth_of(store)
-    (one,) = found.models
-    assert one.comparison is None, "their samples are not pairs"
-    assert one.gain == pytest.approx(4_050_000 / 4_000_000)
-    assert found.models_without_gain == []
-    assert list(found.unmeasured.values()) == [[4, 8, 16]]
+        worth = worth_of(store)
+    (model,) = worth.models
+    assert model.comparison is None, "their samples are not pairs"
+    assert model.gain == pytest.approx(4_050_000 / 4_000_000)
+    assert worth.models_without_gain == []
+    assert list(worth.unmeasured.values()) == [[4, 8, 16]]
 
 
 def test_the_worth_is_printed_in_eighty_columns_and_as_json(db: Path, tmp_path: Path) -> None:

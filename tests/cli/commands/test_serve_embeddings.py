@@ -90,23 +90,23 @@ def test_vectors_and_chat_from_one_server_whose_cores_are_divided(
         body = {"model": "bert", "input": "the cat sat"}
         want = vector(httpx.post(f"{alone.url}/v1/embeddings", json=body, timeout=20))
     with serving(tiny, environment, "--port", 0, "--embed-model", encoder) as server:
-        found: dict[str, httpx.Response] = {}
+        responses: dict[str, httpx.Response] = {}
 
         def chat() -> None:
             asked = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 200}
-            found["chat"] = httpx.post(f"{server.url}/v1/chat/completions", json=asked, timeout=30)
+            responses["chat"] = httpx.post(f"{server.url}/v1/chat/completions", json=asked, timeout=30)
 
         thread = threading.Thread(target=chat)
         thread.start()
         answers = [httpx.post(f"{server.url}/v1/embeddings", json=body, timeout=30) for _ in range(10)]
         thread.join()
-        listed = [one["id"] for one in httpx.get(f"{server.url}/v1/models").json()["data"]]
+        listed = [model["id"] for model in httpx.get(f"{server.url}/v1/models").json()["data"]]
         metrics = httpx.get(f"{server.url}/metrics").text
         wrong = httpx.post(f"{server.url}/v1/embeddings", json={**body, "model": "tiny"}, timeout=20)
         assert server.end(signal.SIGTERM) == 0
 
-    assert found["chat"].json()["choices"][0]["message"]["content"]
-    assert all(vector(one).tobytes() == want.tobytes() for one in answers)
+    assert responses["chat"].json()["choices"][0]["message"]["content"]
+    assert all(vector(answer).tobytes() == want.tobytes() for answer in answers)
     assert listed == ["tiny", "bert"]
     assert 'phasewise_embedding_embedded_total{device="cpu:0"} 10.0' in metrics
     assert wrong.status_code == 404
@@ -188,7 +188,7 @@ def test_what_tune_embed_has_kept_is_what_a_server_uses_alone_and_beside_a_langu
     tuning = (encoder, "--slo", "0.3s", "--tokens", 40, "--instances", 1)
     done = command.run("tune-embed", *tuning, *own, "--json", env=environment)
     assert done.exit_code == 0, done.stderr
-    planned = {one["device"]: one for one in json.loads(done.stdout)["plan"]["instances"]}
+    planned = {instance["device"]: instance for instance in json.loads(done.stdout)["plan"]["instances"]}
     accelerated, on_cpu = planned["exec:0"], planned["cpu:0"]
     assert 8 <= accelerated["depth"]["inputs"] <= 11, "0.02 n + 0.05 within 0.27 s"
 
@@ -204,16 +204,16 @@ def test_what_tune_embed_has_kept_is_what_a_server_uses_alone_and_beside_a_langu
         assert asked.status_code == 200
         said[way] = next(line for line in server.lines if line.startswith("embeddings within 0.3 s: "))
         depths[way] = {
-            name: float(found[1])
+            name: float(sample[1])
             for name in planned
-            if (found := re.search(rf'embedding_depth_inputs{{device="{name}"}} (\S+)', metrics))
+            if (sample := re.search(rf'embedding_depth_inputs{{device="{name}"}} (\S+)', metrics))
         }
 
     assert said["alone"].endswith("(database)")
-    for one in planned.values():
-        cores, depth = ",".join(map(str, one["cores"])), one["depth"]
+    for instance in planned.values():
+        cores, depth = ",".join(map(str, instance["cores"])), instance["depth"]
         held = f"at most {depth['inputs']} inputs, {depth['tokens']} tokens"
-        assert f"{one['device']} on cores {cores} ({held})" in said["alone"]
+        assert f"{instance['device']} on cores {cores} ({held})" in said["alone"]
     assert f"(at most {accelerated['depth']['inputs']} inputs" in said["beside"]
     for way, of_device in depths.items():
         assert of_device["exec:0"] == accelerated["depth"]["inputs"], way

@@ -57,23 +57,23 @@ def test_changes_are_kept_as_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert [change.n_sequences for change in changes] == [1, 1, 4, 8, 16]
     with open_store(tmp_path / "kept.db") as store:
         keep_changes(store, Scope(machine_key(machine), "gemm-x-1", "0.1.0"), machine, opened, changes)
-        found = worth_of(store)
-    assert [model.step.sequences for model in found.models] == [1, 1, 4, 8, 16]
-    for change, kept in zip(changes, found.models, strict=True):
+        worth = worth_of(store)
+    assert [model.step.sequences for model in worth.models] == [1, 1, 4, 8, 16]
+    for change, kept in zip(changes, worth.models, strict=True):
         assert kept.comparison is not None
         assert kept.comparison.pairs == change.comparison.pairs
         assert kept.comparison.gain == pytest.approx(change.comparison.gain, rel=1e-3)
         assert kept.before_tokens_per_s == pytest.approx(change.before_tokens_per_s, rel=1e-2)
-    assert not found.unmeasured
+    assert not worth.unmeasured
 
 
 def test_the_budget_goes_where_a_step_spends_its_time() -> None:
     machine = read_machine()
     core = min(os.sched_getaffinity(0))
     shapes = [Shape("int8", 256, 64, uses=8), Shape("int8", 64, 64, uses=8), Shape("int8", 64, 32, uses=1)]
-    (one,) = plan_rounds(machine, {"prefill": (core,), "decode": (core,)}, shapes, 64)
+    (tuning_round,) = plan_rounds(machine, {"prefill": (core,), "decode": (core,)}, shapes, 64)
 
-    large, small, rare = one.worths(lambda problem: float(problem.n * problem.k * problem.m))
+    large, small, rare = tuning_round.worths(lambda problem: float(problem.n * problem.k * problem.m))
 
     assert large == pytest.approx(4 * small)
     assert rare == pytest.approx(LEAST_WORTH / 3)

@@ -43,17 +43,17 @@ def test_json_has_the_counts_the_tree_and_both_signatures() -> None:
 
 
 def test_the_json_tree_holds_every_pu_once() -> None:
-    found: list[int] = []
+    pu_indices: list[int] = []
 
     def visit(node: dict[str, object]) -> None:
         if node["kind"] == "pu":
-            found.append(node["os_index"])
+            pu_indices.append(node["os_index"])
         for child in node.get("children", []):
             visit(child)
 
     visit(_fields("--input", HYBRID)["tree"])
 
-    assert sorted(found) == list(range(6))
+    assert sorted(pu_indices) == list(range(6))
 
 
 def test_this_machine_is_shown_without_arguments() -> None:

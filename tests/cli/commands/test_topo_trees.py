@@ -37,12 +37,14 @@ _fields = partial(command.fields_of, "topo")
 
 def _figure_5_plans() -> dict[str, ServicePlan]:
     limits = OperatorLimits(n_heads=32, n_kv_heads=32, head_dim=128, ffn=11008)
-    found = configurations(parse(FIGURE_5, kunpeng()), limits)
-    return {"prefill": default_plan(kunpeng(), "prefill"), "decode": found[-1].plan("decode")}
+    candidates = configurations(parse(FIGURE_5, kunpeng()), limits)
+    return {"prefill": default_plan(kunpeng(), "prefill"), "decode": candidates[-1].plan("decode")}
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
-@pytest.mark.parametrize("machine", [kunpeng(), epyc(), read_lstopo(HYBRID)], ids=lambda one: one.source)
+@pytest.mark.parametrize(
+    "machine", [kunpeng(), epyc(), read_lstopo(HYBRID)], ids=lambda machine: machine.source
+)
 def test_trees_fit_80_columns_and_any_encoding(machine: Machine, encoding: str) -> None:
     lines = list(trees_lines(fundamental(machine), True, 40, encoding))
     lines += one_tree_lines(fundamental(machine).tree, encoding)
@@ -177,9 +179,9 @@ def test_plans_of_a_file_are_those_that_were_written(tmp_path: Path) -> None:
     path = tmp_path / "plans.json"
     path.write_text(json.dumps({"schema_version": 1, "plans": plan_fields(plans)}))
 
-    found = read_plans(path, kunpeng())
+    read_back = read_plans(path, kunpeng())
 
-    assert {phase: plan.ranks for phase, plan in found.items()} == {
+    assert {phase: plan.ranks for phase, plan in read_back.items()} == {
         phase: plan.ranks for phase, plan in plans.items()
     }
 
@@ -239,7 +241,7 @@ def test_no_colour_means_both_phases(n_prefill: int, n_decode: int) -> None:
     prefill, decode = groups[:n_prefill], groups[n_prefill:]
 
     assert {group.fill for group in prefill}.isdisjoint(group.fill for group in decode)
-    assert all(one.fill != next_one.fill for one, next_one in pairwise(decode))
+    assert all(group.fill != next_group.fill for group, next_group in pairwise(decode))
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def write_machine(path: Path, nodes: int, cores: int) -> Path:
 
     def package(node: int) -> str:
         own = f'os_index="{node}" cpuset="{mask(node * cores, cores)}"'
-        inside = "".join(core(node * cores + one) for one in range(cores))
+        inside = "".join(core(node * cores + index) for index in range(cores))
         return (
             f'<object type="Package" {own}><object type="NUMANode" {own} local_memory="4294967296"/>'
             f'<object type="L3Cache" cpuset="{mask(node * cores, cores)}" cache_size="33554432" depth="3">'
@@ -97,9 +97,12 @@ def modelled_fields(model: str, machine: Path, *arguments: object) -> dict[str, 
         (("--evaluator", "guessed"), "'--evaluator': 'guessed' is not one of"),
         (("--emit", "ollama"), "'--emit': 'ollama' is not one of"),
         (("--top-k", "0"), "greater than or equal to 1"),
-        (("--ranks", "3"), "--ranks 3: tiny cannot be divided so: 3 ranks cannot share 2 KV heads"),
+        (("--ranks", "9"), "--ranks 9: tiny cannot be divided so: 9 ranks cannot share 4 query heads"),
         (("--cores", "0,4095"), "--cores 0,4095: 4095 may not be used here, only "),
         (("--objective", "goodput", "--slo", "fast"), "an SLO is written like ttft=1.5s,tpot=50ms"),
+        (("--concurrency", "many"), "numbers are written like 1 or 1,8,32"),
+        (("--concurrency", "8,1"), "--concurrency 8,1: each number must be more than the one before"),
+        (("--concurrency", "1,8", "--phase", "prefill"), "bands are decode's"),
     ],
 )
 def test_wrong_usage_is_exit_code_two_and_creates_nothing(
@@ -155,7 +158,7 @@ def test_json_holds_the_plans_what_they_cost_and_what_they_were_held_against(
         assert set(cores) <= allowed
         assert plan["stored"] is False
         references = fields["references"][phase]
-        assert [one["name"] for one in references] == [
+        assert [reference["name"] for reference in references] == [
             "all cores", "all physical cores", "one process per NUMA node",
         ]  # fmt: skip
         for reference in references:
@@ -176,17 +179,20 @@ def test_the_same_command_gives_the_same_plan(db: Path, llama: str, tmp_path: Pa
 def test_a_hidden_resource_changes_decodes_plan(db: Path, llama: str, tmp_path: Path) -> None:
     """Four cores share less than one of them can use, and lose more with each that reads."""
     machine = write_machine(tmp_path / "machine.xml", 1, 8)
-    hidden = [{"pus": list(range(at, at + 4)), "read_gbps": 10, "lost_per_extra_pu": 0.3} for at in (0, 4)]
+    hidden = [
+        {"pus": list(range(first_pu, first_pu + 4)), "read_gbps": 10, "lost_per_extra_pu": 0.3}
+        for first_pu in (0, 4)
+    ]
     (tmp_path / "hidden.json").write_text(json.dumps(hidden))
     arguments = ("--phase", "decode")
     plain = modelled_fields(llama, machine, *arguments)
-    found = modelled_fields(llama, machine, *arguments, "--hidden", tmp_path / "hidden.json")
+    with_hidden = modelled_fields(llama, machine, *arguments, "--hidden", tmp_path / "hidden.json")
 
     def cores(fields: dict[str, Any]) -> int:
         return sum(len(rank["cores"]) for rank in fields["plans"]["decode"]["ranks"])
 
-    assert cores(found) < cores(plain)
-    assert found["plans"]["decode"]["standing"] == "faster"
+    assert cores(with_hidden) < cores(plain)
+    assert with_hidden["plans"]["decode"]["standing"] == "faster"
 
 
 def test_only_so_many_ranks_and_only_these_cores(db: Path, llama: str, tmp_path: Path) -> None:
@@ -258,9 +264,50 @@ def test_a_dry_run_names_what_would_be_searched(db: Path, llama: str) -> None:
 
     assert fields["dry_run"] is True
     assert fields["configurations"] > 3
-    assert [one["pus"] for one in fields["left_out"]]
+    assert [omission["pus"] for omission in fields["left_out"]]
     assert set(fields["steps"]) == set(PHASES)
-    assert "left to the operating system" in modelled(llama, EIGHT, "--dry-run").stdout
+    assert "are not in the tree (" in modelled(llama, EIGHT, "--dry-run").stdout
+
+
+def crowded(machine: Path, tmp_path: Path) -> tuple[Any, ...]:
+    """Arguments for a machine on whose one L3 of 16 cores few of them read as much as all."""
+    hidden = [{"pus": list(range(16)), "read_gbps": 80, "lost_per_extra_pu": 0.12}]
+    (tmp_path / "hidden.json").write_text(json.dumps(hidden))
+    return write_machine(machine, 1, 16), "--hidden", tmp_path / "hidden.json"
+
+
+def test_each_load_gets_its_cores_and_the_report_of_all_fits_eighty_columns(
+    db: Path, llama: str, tmp_path: Path
+) -> None:
+    arguments = (*crowded(tmp_path / "machine.xml", tmp_path), "--concurrency", "1,8,64")
+    fields, told = modelled_fields(llama, *arguments), modelled(llama, *arguments)
+    decode = fields["plans"]["decode"]
+    bands = decode["bands"]
+    sizes = [sum(len(rank["cores"]) for rank in load["ranks"]) for load in (decode, *bands)]
+
+    assert [load["sequences"] for load in fields["bands"]] == [8, 64]
+    assert {band["sequences"] for band in bands} <= {8, 64}
+    assert bands
+    assert sizes == sorted(set(sizes))
+    assert fields["settings"]["bands"] == [8, 64]
+    assert "decode of 64 sequences at once\n-----" in told.stdout
+    assert f"  from {bands[-1]['sequences']}: 1 rank of {sizes[-1]} cores" in told.stdout
+    assert "for fewer sequences" in told.stdout
+    assert max(map(len, told.output.splitlines())) <= 80
+
+    plans = tmp_path / "plans.json"
+    plans.write_text(json.dumps(fields))
+    drawn = command.run("topo", "--input", arguments[0], "--plan-file", plans)
+    assert drawn.exit_code == 0, drawn.output
+    assert any(line.startswith(f"  from {bands[-1]['sequences']}") for line in drawn.stdout.splitlines())
+    assert max(map(len, drawn.stdout.splitlines())) <= 80
+
+
+def test_a_dry_run_names_the_loads(db: Path, llama: str) -> None:
+    arguments = ("--dry-run", "--concurrency", "1,8,32")
+
+    assert modelled_fields(llama, EIGHT, *arguments)["bands"] == [8, 32]
+    assert "then decode of 8 and 32 sequences at once" in modelled(llama, EIGHT, *arguments).stdout
 
 
 @pytest.mark.parametrize("stored", [(), ("decode",), ("prefill", "decode")])
@@ -385,8 +432,8 @@ def test_two_processes_with_one_study_share_the_work(db: Path, llama: str, tmp_p
         "--phase", "decode",
     )  # fmt: skip
     both = [start(*arguments, "--json") for _ in range(2)]
-    found = [json.loads(process.communicate(timeout=120)[0]) for process in both]
-    first, second = found
+    results = [json.loads(process.communicate(timeout=120)[0]) for process in both]
+    first, second = results
 
     assert [process.returncode for process in both] == [0, 0]
     assert first["plans"] == second["plans"]
@@ -478,11 +525,11 @@ def test_two_processes_that_measure_and_one_is_killed(db: Path, tiny: Path) -> N
     victim.communicate()
     out, err = survivor.communicate(timeout=200)
     assert survivor.returncode == 0, err
-    found = json.loads(out)
+    result = json.loads(out)
     again = fields_of(*arguments, "--budget", "60s")
 
-    assert found["plans"]["decode"]["stored"]
-    assert found["evaluations"] + found["replayed"] == again["replayed"]
+    assert result["plans"]["decode"]["stored"]
+    assert result["evaluations"] + result["replayed"] == again["replayed"]
     assert again["evaluations"] == 0
     assert again["plans"]["decode"]["ranks"]
 

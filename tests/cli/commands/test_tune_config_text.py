@@ -29,9 +29,11 @@ WORDS = "all threads", "all cores", "one per NUMA node"
 
 def found(verdict: PhaseVerdict | None) -> Found:
     run = a_run(time.monotonic())
-    one = replace(searched(), outcome=replace(searched().outcome, best=(Configuration(BEST.ranks), 1702.0)))
+    search = replace(
+        searched(), outcome=replace(searched().outcome, best=(Configuration(BEST.ranks), 1702.0))
+    )
     verdicts = {} if verdict is None else {"prefill": verdict}
-    return Found(run.wish, run.subject, (one,), verdicts, (), frozenset(), "budget", 60.0, 0, 0)
+    return Found(run.wish, run.subject, (search,), verdicts, (), frozenset(), "budget", 60.0, 0, 0)
 
 
 def verdict(standing: str, final_ms: float | None, winner: ServicePlan = OTHER) -> PhaseVerdict:
@@ -41,7 +43,7 @@ def verdict(standing: str, final_ms: float | None, winner: ServicePlan = OTHER) 
 
 
 @pytest.mark.parametrize(
-    ("one", "standing"),
+    ("phase_verdict", "standing"),
     [
         (verdict("reference", None), "not timed again"),
         (verdict("reference", 2400.0), "slower when timed again"),
@@ -50,14 +52,14 @@ def verdict(standing: str, final_ms: float | None, winner: ServicePlan = OTHER) 
     ],
 )
 def test_the_best_that_progress_told_is_told_with_its_standing(
-    one: PhaseVerdict | None, standing: str
+    phase_verdict: PhaseVerdict | None, standing: str
 ) -> None:
-    told = found(one)
+    told = found(phase_verdict)
     best = found_fields(told)["best_found"]["prefill"]
 
     assert milliseconds(1702.0) in found_text(told)
     assert (best["search_ms"], best["standing"]) == (1702.0, standing)
-    if one is not None:
+    if phase_verdict is not None:
         assert standing in found_text(told).replace("\n", " ")
 
 

@@ -138,14 +138,14 @@ def test_json_holds_what_was_gained_and_a_second_run_times_nothing(
     db: Path, evaluator: type[FormulaEvaluator]
 ) -> None:
     first, second = tune_json(*SMALL), tune_json(*SMALL)
-    one = first["rounds"][0]
+    first_round = first["rounds"][0]
 
-    assert one["end"] == "complete"
-    assert one["timed"] == evaluator.timed > 0
+    assert first_round["end"] == "complete"
+    assert first_round["timed"] == evaluator.timed > 0
     assert (second["rounds"][0]["timed"], second["rounds"][0]["duels"]) == (0, 0)
-    assert second["rounds"][0]["gains"] == one["gains"]
-    assert len(one["gains"]) == one["products"] == 8
-    for gain in one["gains"]:
+    assert second["rounds"][0]["gains"] == first_round["gains"]
+    assert len(first_round["gains"]) == first_round["products"] == 8
+    for gain in first_round["gains"]:
         assert gain["gain"] == gain["default_ns"] / gain["tuned_ns"] >= 1
         assert gain["is_default"] or gain["last_duel"]["gain_low"] > 1
         bound_ns = max(

@@ -10,7 +10,8 @@ from phasewise.cli.commands.kernels.text import tuned_text
 from phasewise.ir.original import NAME
 from phasewise.kerneldb.user_kernels import Choice, UserProblem
 from phasewise.tuner import timing
-from phasewise.workflows.user_kernels.tune import ShapeOutcome, call_parts
+from phasewise.workflows.user_kernels.tune import ShapeOutcome
+from phasewise.workflows.user_kernels.turns import call_parts
 
 AUTHORS: Choice = ((NAME, 7),)
 FIRST, SECOND, THIRD = ((("u", value),) for value in (1, 2, 4))
@@ -19,7 +20,9 @@ FIRST, SECOND, THIRD = ((("u", value),) for value in (1, 2, 4))
 @given(st.floats(2, 50), st.floats(1.01, 3), st.integers(400, 10_000))
 def test_a_gain_is_as_fine_as_a_loop_of_calls(call_ns: float, ratio: float, calls: int) -> None:
     """Whole nanoseconds of a call told 12 from 11 and nothing between."""
-    before, after = (call_parts([round(calls * one)] * 8, calls) for one in (call_ns * ratio, call_ns))
+    before, after = (
+        call_parts([round(calls * each_ns)] * 8, calls) for each_ns in (call_ns * ratio, call_ns)
+    )
 
     assert timing.compare([(before, after)] * timing.PAIRS).gain == pytest.approx(ratio, rel=2e-3)
 
@@ -33,7 +36,7 @@ def outcome(choice: Choice, baseline: Choice, before: Choice, before_gain: float
 
 
 @pytest.mark.parametrize(
-    ("one", "said"),
+    ("shape_outcome", "said"),
     [
         (outcome(THIRD, AUTHORS, SECOND, 1.14), "2.40x the author's C (1.14x the choice before)"),
         (outcome(SECOND, AUTHORS, SECOND, None), "2.40x the author's C  5 timed"),
@@ -42,5 +45,5 @@ def outcome(choice: Choice, baseline: Choice, before: Choice, before_gain: float
         (outcome(AUTHORS, AUTHORS, AUTHORS, None), "the author's C: nothing proven faster"),
     ],
 )
-def test_what_a_gain_is_over_is_named(one: ShapeOutcome, said: str) -> None:
-    assert said in tuned_text([one])
+def test_what_a_gain_is_over_is_named(shape_outcome: ShapeOutcome, said: str) -> None:
+    assert said in tuned_text([shape_outcome])

@@ -21,9 +21,10 @@ from phasewise.cluster.real.instance_messages import (
     Take,
     Told,
 )
-from phasewise.serving.engine.messages import Abort, Answer, EngineLoad, Failure, Progress, Submit
+from phasewise.serving.engine.messages import Abort, Answer, EngineLoad, Failure, GivenOut, Progress, Submit
 from phasewise.serving.errors import EngineLost, RankLost, StepFailed
 from phasewise.serving.http.monitoring.metrics import Gauges, Metrics
+from phasewise.serving.sampling.sampling import SampledToken
 from tests.support.servers.scripted_instances import (
     FINGERPRINT,
     IDENTITY,
@@ -55,6 +56,12 @@ def divided(server: ScriptedServer, prompt: ScriptedInstance, token: ScriptedIns
     assert (attempt.part, expected.part) == ("prompt", "answer")
     assert attempt.asked.request_id == expected.asked.request_id
     return attempt.asked.request_id
+
+
+def begins(server: ScriptedServer, instance: ScriptedInstance, attempt: str) -> None:
+    """The instance says that it computes an attempt, and the front has heard it."""
+    instance.say(PromptBegun(attempt))
+    server.wait_until(lambda: server.front._attempts[attempt].given.was_computed)
 
 
 def aimed(server: ScriptedServer) -> tuple[ScriptedInstance, ScriptedInstance, str]:
@@ -134,19 +141,141 @@ def test_a_block_is_given_back_when_the_instance_that_may_write_has_ended() -> N
         assert server.front.counts.failed == {"instance": 1}
 
 
-def test_an_answer_that_has_begun_ends_with_its_instance() -> None:
-    with scripted_front() as server:
-        prompt, token = running(server)
-        attempt = divided(server, prompt, token)
-        token.tell(Answer(attempt, "a", (), 1, 5), arrived=[attempt])
+def begun(server: ScriptedServer) -> tuple[ScriptedInstance, ScriptedInstance]:
+    """The instances of a divided request of which two tokens were given out, with a part of their text."""
+    prompt, token = running(server)
+    attempt = divided(server, prompt, token)
+    pieces = [
+        Answer(attempt, "a", (SampledToken(7),), 1, 5, n_cached=16),
+        Answer(attempt, "", (), 2, 6, n_cached=16),
+        Answer(attempt, "bc", (SampledToken(8),), 3, 7, n_cached=16),
+    ]
+    token.tell(*pieces, arrived=[attempt])
+    for _ in pieces:
         assert isinstance(server.next_out(), Answer)
+    assert prompt.hear(Drop).request_id == attempt
+    return prompt, token
+
+
+def test_an_answer_that_has_begun_goes_on_after_what_was_given_out() -> None:
+    """On another instance, which is told what the client has; the client hears the rest."""
+    with scripted_front() as server:
+        prompt, token = begun(server)
         token.ended = "it was killed by SIGKILL"
+
+        again = prompt.hear(Take)
+        assert again.part == "whole"
+        assert again.asked.prompt_token_ids == REQUEST.prompt_token_ids
+        assert again.asked.given == GivenOut((7, 8), 3, 16)
+        name = again.asked.request_id
+        prompt.tell(
+            Answer(name, "d", (SampledToken(9),), 8, 8, "length", 16), progress=[Progress(name, 102, 0, 9, 5)]
+        )
+        out = server.next_out()
+        assert isinstance(out, Answer)
+        assert (out.request_id, out.text, out.finish_reason) == ("r", "d", "length")
+        assert (server.front.n_answers_continued, server.front.n_requests_rerun) == (1, 0)
+        assert not server.progress
+
+
+def test_an_answer_that_goes_on_is_divided_as_any_other() -> None:
+    """One instance computes prompt and tokens for another one, which goes on after them; once more after that
+    with all that both have given out."""
+    with scripted_front(("prompt", "token", "token")) as server:
+        prompt, *tokens = running(server, 3)
+        server.front.send(REQUEST)
+        given_out = None
+        for n_known in (100, 101, 102):
+            attempt = prompt.hear(Take)
+            name = attempt.asked.request_id
+            assert (attempt.part, len(attempt.asked.prompt_token_ids), attempt.asked.given) == (
+                "prompt",
+                n_known,
+                None,
+            )
+            prompt.say(PromptBegun(name))
+            server.wait_until(lambda: any(not token.hears_nothing(0.01) for token in tokens))
+            (token,) = (token for token in tokens if not token.hears_nothing(0.01))
+            expected = token.hear(Take)
+            assert (expected.part, expected.asked.given) == ("answer", given_out)
+            assert expected.asked.prompt_token_ids == REQUEST.prompt_token_ids
+            token.place(name)
+            assert prompt.hear(Aim).n_prompt == n_known
+            prompt.tell(computed=[name])
+            token.tell(Answer(name, "x", (SampledToken(n_known),), n_known - 99, 5), arrived=[name])
+            assert isinstance(server.next_out(), Answer)
+            assert prompt.hear(Drop).request_id == name
+            given_out = GivenOut(tuple(range(100, n_known + 1)), n_known - 99)
+            tokens.remove(token)
+            token.ended = "it was killed by SIGKILL"
+            tokens.append(server.launcher.next())
+            if n_known == 100:
+                tokens[-1].ready()
+
+        assert server.front.n_answers_continued >= 2
+
+
+def test_a_begun_answer_waits_until_an_instance_is_there() -> None:
+    with scripted_front(("mixed",)) as server:
+        (instance,) = running(server, 1)
+        server.front.send(REQUEST)
+        name = instance.hear(Take).asked.request_id
+        instance.tell(Answer(name, "a", (SampledToken(7),), 1, 5))
+        assert isinstance(server.next_out(), Answer)
+        instance.ended = "it was killed by SIGKILL"
+        other = server.launcher.next()
+        server.wait_until_state("replacing")
+        other.ready()
+
+        assert other.hear(Take).asked.given == GivenOut((7,), 1)
+
+
+def test_an_answer_comes_further_or_ends() -> None:
+    """Instances may end under it as often as they like while it does; twice in a row without a token, and it
+    may be what ends them.
+    """
+    with scripted_front(("mixed",), most_restarts=100) as server:
+        (instance,) = running(server, 1)
+        server.front.send(REQUEST)
+        for number in range(7):
+            name = instance.hear(Take).asked.request_id
+            if number < 5:
+                instance.tell(Answer(name, "a", (SampledToken(7),), 1, 5))
+                assert isinstance(server.next_out(), Answer)
+            else:
+                begins(server, instance, name)
+            instance.ended = "it was killed by SIGSEGV"
+            instance = server.launcher.next()
+            instance.ready()
 
         out = server.next_out()
 
         assert isinstance(out, Failure)
         assert isinstance(out.error, RankLost)
-        assert "token-1-1 was lost: it was killed by SIGKILL" in str(out.error)
+        assert server.front.n_answers_continued == 6
+
+
+def test_an_answer_that_cannot_go_on_ends_and_says_why() -> None:
+    """An answer whose tokens would have other numbers as a prompt."""
+    tiles = replace(FINGERPRINT, arithmetic=f"{FINGERPRINT.arithmetic}/prompts by tiles")
+    with scripted_front(("mixed", "mixed")) as server:
+        instances = [server.launcher.next() for _ in range(2)]
+        for instance in instances:
+            instance.ready(replace(IDENTITY, fingerprint=tiles))
+        server.wait_until_state("running")
+        server.front.send(REQUEST)
+        name = instances[0].hear(Take).asked.request_id
+        instances[0].tell(Answer(name, "a", (SampledToken(7),), 1, 5))
+        assert isinstance(server.next_out(), Answer)
+        instances[0].ended = "it was killed by SIGKILL"
+
+        out = server.next_out()
+
+        assert isinstance(out, Failure)
+        assert isinstance(out.error, RankLost)
+        assert "mixed-0-1 was lost: it was killed by SIGKILL" in str(out.error)
+        assert "--tile-prompts" in str(out.error)
+        assert instances[1].hears_nothing()
 
 
 def test_a_hand_over_that_fails_is_counted_and_runs_again_as_a_whole() -> None:
@@ -210,12 +339,16 @@ def test_a_prompt_of_which_its_instance_never_reports_is_computed_elsewhere() ->
 
 
 def test_a_request_that_fails_again_and_again_ends() -> None:
-    """After the first attempt it runs as a whole, and an instance that dies with it does so three times."""
-    with scripted_front(("mixed",)) as server:
+    """An instance that dies while it computes it does so three times; one that has others to compute, any
+    number of times.
+    """
+    with scripted_front(("mixed",), most_restarts=100) as server:
         (instance,) = running(server, 1)
         server.front.send(REQUEST)
-        for _ in range(3):
-            instance.hear(Take)
+        for number in range(8):
+            name = instance.hear(Take).asked.request_id
+            if number >= 5:
+                begins(server, instance, name)
             instance.ended = "it was killed by SIGSEGV"
             instance = server.launcher.next()
             instance.ready()
@@ -224,6 +357,22 @@ def test_a_request_that_fails_again_and_again_ends() -> None:
 
         assert isinstance(out, Failure)
         assert instance.hears_nothing()
+
+
+def test_each_of_several_instances_may_end_twice_under_a_request() -> None:
+    with scripted_front(("mixed", "mixed"), most_restarts=100) as server:
+        running(server, 2)
+        server.front.send(REQUEST)
+        for _ in range(5):
+            server.wait_until(lambda: bool(server.front._requests))
+            (attempt,) = server.front._requests.values()
+            instance = server.launcher.now[attempt.assignment.token]
+            begins(server, instance, instance.hear(Take).asked.request_id)
+            instance.ended = "it was killed by SIGSEGV"
+            server.launcher.next().ready()
+            server.wait_until_state("running")
+
+        assert isinstance(server.next_out(), Failure)
 
 
 def test_an_instance_that_says_nothing_is_dead() -> None:

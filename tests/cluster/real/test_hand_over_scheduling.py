@@ -170,8 +170,8 @@ def test_blocks_in_flight_are_conserved(
         )
         for index, (n_prompt, n_answer) in enumerate(asked)
     ]
-    source = {one.request_id: index % 2 if mixed else 0 for index, one in enumerate(requests)}
-    got = {one.request_id: 0 for one in requests}
+    source = {request.request_id: index % 2 if mixed else 0 for index, request in enumerate(requests)}
+    got = {request.request_id: 0 for request in requests}
     begun: set[str] = set()
     aimed: set[str] = set()
     computed: set[str] = set()
@@ -182,19 +182,19 @@ def test_blocks_in_flight_are_conserved(
         if len(ended) == len(requests):
             break
         if arriving and (step % 5 == 0):
-            one = arriving.pop(0)
-            sides[source[one.request_id]].add(replace(one, max_tokens=1, prefill_only=True))
-        for at, side in enumerate(sides):
+            request = arriving.pop(0)
+            sides[source[request.request_id]].add(replace(request, max_tokens=1, prefill_only=True))
+        for index, side in enumerate(sides):
             batch = side.next_batch(data.draw(st.integers(1, 64)) if step < 20 else None)
             if batch is None:
                 side.take_copies()
             else:
                 for name, piece in zip(batch.request_ids, batch.slices, strict=True):
-                    if source[name] != at:
+                    if source[name] != index:
                         continue
                     if name not in begun:
                         begun.add(name)
-                        sides[1 - at].expect(requests[int(name)])
+                        sides[1 - index].expect(requests[int(name)])
                     computed.discard(name)
                     if piece.wants_logits:
                         computed.add(name)
@@ -204,12 +204,12 @@ def test_blocks_in_flight_are_conserved(
                     if out.finish_reason is not None:
                         ended.add(out.request_id)
             side.check()
-        for at, side in enumerate(sides):
+        for index, side in enumerate(sides):
             for name in side.expected.keys() - aimed:
-                if sides[1 - at].hand_over(name) is not None:
+                if sides[1 - index].hand_over(name) is not None:
                     aimed.add(name)
                 elif step % 2:
-                    sides[1 - at].abort(name)
+                    sides[1 - index].abort(name)
                     side.abort(name)
                     source[name] = -1
                     side.add(requests[int(name)])
@@ -227,7 +227,7 @@ def test_blocks_in_flight_are_conserved(
                 computed.discard(name)
 
     assert len(ended) == len(requests), "requests wait for each other"
-    assert got == {one.request_id: one.max_tokens for one in requests}
+    assert got == {request.request_id: request.max_tokens for request in requests}
     for side in sides:
         assert side.pool.stats().slots_used == 0
 
@@ -243,7 +243,7 @@ class Slots:
         self.copy(batch.copies)
         for name, piece in zip(batch.request_ids, batch.slices, strict=True):
             where = Placement(piece.slot_base, 0, piece.table)
-            before = [self._held[where.slot(at)] for at in range(piece.start)]
+            before = [self._held[where.slot(position)] for position in range(piece.start)]
             assert before == list(tokens[name][: piece.start]), f"{name} reads what others have written"
             self.write(where, piece.start, piece.token_ids)
 
@@ -252,8 +252,8 @@ class Slots:
             self._held[target : target + n_slots] = self._held[source : source + n_slots]
 
     def write(self, where: Placement, begin: int, token_ids: Sequence[int]) -> None:
-        for at, token_id in enumerate(token_ids, begin):
-            self._held[where.slot(at)] = token_id
+        for position, token_id in enumerate(token_ids, begin):
+            self._held[where.slot(position)] = token_id
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -267,10 +267,12 @@ def test_no_request_reads_a_block_that_a_hand_over_was_writing(policy: str, data
     tokens: dict[str, list[int]] = {}
     for name in map(str, range(data.draw(st.integers(2, 12)))):
         of, n_prompt = data.draw(st.tuples(st.integers(1, 3), st.integers(1, 100)))
-        one = Request(name, tuple(1000 * of + at for at in range(n_prompt)), data.draw(st.integers(1, 30)))
-        tokens[name] = list(one.prompt_token_ids)
+        request = Request(
+            name, tuple(1000 * of + position for position in range(n_prompt)), data.draw(st.integers(1, 30))
+        )
+        tokens[name] = list(request.prompt_token_ids)
         is_expected = data.draw(st.booleans())
-        (scheduler.expect if is_expected else scheduler.add)(one)
+        (scheduler.expect if is_expected else scheduler.add)(request)
         for _ in range(data.draw(st.integers(1, 6))):
             batch = scheduler.next_batch(data.draw(st.integers(1, 64)))
             if batch is None:

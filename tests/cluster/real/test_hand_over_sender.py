@@ -50,10 +50,16 @@ class Link:
     def __init__(self) -> None:
         self.puts: queue.SimpleQueue[tuple[int, int, int]] = queue.SimpleQueue()
         self.logits: queue.SimpleQueue[np.ndarray] = queue.SimpleQueue()
+        self.parts: list[int] = []
 
     def put(self, layer: int, begin: int, end: int, source: Placement) -> bool:
         self.puts.put((layer, begin, end))
         return True
+
+    def put_state(self, part: int, source: Placement) -> bool:
+        assert not self.logits.qsize(), "the end was told before"
+        self.parts.append(part)
+        return len(self.parts) != 2  # the second time there is no room
 
     def finish(self, logits: np.ndarray) -> bool:
         self.logits.put(logits)
@@ -107,6 +113,27 @@ def test_layers_leave_during_a_step_that_began_before_there_was_a_block(
     engine.aimed("p")  # what the engine's queue still held
     assert engine.scheduler.acknowledge("p")
     engine.scheduler.check()
+
+
+def test_a_state_leaves_behind_the_layers_and_once_its_prompt_is_whole(ranks: LayeredRanks) -> None:
+    sender = Sender(N_LAYERS, lambda: ranks.progress, _ignored, _not_failed, 0, n_parts=3)
+    sender.start()
+    try:
+        engine, link = engine_of(ranks, sender, max_batch_tokens=30), Link()
+        engine.compute(PROMPT)
+        sender.aim("p", link)
+        engine.step()
+        engine.aimed("p")
+        assert link.taken(N_LAYERS) == [(layer, 0, 30) for layer in range(N_LAYERS)]
+        assert not link.parts
+        engine.step()
+        link.logits.get(timeout=PATIENCE_S)
+    finally:
+        sender.stop()
+
+    assert link.taken(N_LAYERS) == [(layer, 30, 40) for layer in range(N_LAYERS)]
+    assert link.parts == [0, 1, 1, 2]
+    assert not sender.n_jobs
 
 
 def test_a_block_may_move_between_steps_until_it_is_aimed(ranks: LayeredRanks, sender: Sender) -> None:

@@ -11,7 +11,15 @@ import pytest
 pytest.importorskip(
     "phasewise.cython_kernels._native", reason="the kernels are not built", exc_type=ImportError
 )
-from phasewise.cluster.real.handing_over.frames import HEADER_BYTES, Codec, Frame, FrameKind, runs_of
+from phasewise.cluster.real.handing_over.frames import (
+    HEADER_BYTES,
+    PART_BYTES,
+    Codec,
+    Frame,
+    FrameKind,
+    parts_of,
+    runs_of,
+)
 from phasewise.cluster.real.handing_over.links import StreamLink
 from phasewise.cluster.real.handing_over.receiver import ReceiveFailed, Receiver
 from phasewise.cython_kernels._native import KvMemory
@@ -20,6 +28,7 @@ from phasewise.serving.pools.contract import Placement
 from phasewise.serving.ranks.kv_share import KvShape
 
 LAYERS, HEADS, DIM, SLOTS, VOCAB, CONTEXT = 2, 1, 4, 512, 5, 256
+PLACES = 3
 LOGITS = np.arange(VOCAB, dtype=np.float32)
 
 
@@ -32,12 +41,15 @@ class Side:
         seed: int | None = None,
         hash_of: bytes = b"m" * 32,
         latent: bool = False,
+        state_bytes: int = 0,
     ) -> None:
-        self.raw = np.zeros(LAYERS * HEADS * SLOTS * kv_slot_bytes(kv_format, DIM, latent), np.uint8)
+        n_kv = LAYERS * HEADS * SLOTS * kv_slot_bytes(kv_format, DIM, latent)
+        self.raw = np.zeros(-(-n_kv // 4096) * 4096 + PLACES * state_bytes, np.uint8)
         if seed is not None:
             self.raw[:] = np.random.default_rng(seed).integers(1, 255, self.raw.size)
-        self.memory = KvMemory(self.raw, 0, LAYERS, HEADS, DIM, SLOTS, kv_format, latent)
-        self.codec = Codec(KvShape(LAYERS, HEADS, DIM, kv_format, latent), VOCAB, CONTEXT, hash_of)
+        self.memory = KvMemory(self.raw, 0, LAYERS, HEADS, DIM, SLOTS, kv_format, latent, state_bytes, PLACES)
+        shape = KvShape(LAYERS, HEADS, DIM, kv_format, latent, state_bytes)
+        self.codec = Codec(shape, VOCAB, CONTEXT, hash_of)
         self.receiver = Receiver(self.codec, self.memory)
 
     def wire(self, layer: int, placement: Placement, n_tokens: int) -> bytes:
@@ -49,6 +61,12 @@ class Side:
             pieces.append(bytes(piece))
         return b"".join(pieces)
 
+    def state(self, placement: Placement) -> bytes:
+        assert placement.state is not None
+        whole = bytearray(self.memory.state_bytes)
+        self.memory.read_state(placement.state, 0, whole)
+        return bytes(whole)
+
 
 def frames_of(side: Side, source: Placement, n_prompt: int, cut: int, epoch: int = 7) -> list[list[bytes]]:
     """All frames of a prompt whose steps end at multiples of `cut`."""
@@ -57,6 +75,8 @@ def frames_of(side: Side, source: Placement, n_prompt: int, cut: int, epoch: int
     for begin in range(0, n_prompt, cut):
         for layer in range(LAYERS):
             assert link.put(layer, begin, min(begin + cut, n_prompt), source)
+    for part in range(len(parts_of(side.codec.shape.state_bytes))):
+        assert link.put_state(part, source)
     assert link.finish(LOGITS)
     return sent
 
@@ -77,13 +97,62 @@ def test_what_is_sent_is_stored(
 
     arrived = [taken.receiver.take(parts) for parts in frames_of(given, source, 200, cut)]
 
-    assert [one is not None for one in arrived] == [False] * (len(arrived) - 1) + [True]
+    assert [arrival is not None for arrival in arrived] == [False] * (len(arrived) - 1) + [True]
     assert arrived[-1] is not None
     assert np.array_equal(arrived[-1].logits, LOGITS)
     for layer in range(LAYERS):
         assert taken.wire(layer, target, 200) == given.wire(layer, source, 200)
     assert taken.receiver.n_awaited == 0
     assert not taken.receiver.refused
+
+
+STATEFUL = Placement(64, 208, state=1)
+
+
+@pytest.mark.parametrize("state_bytes", [64, PART_BYTES, 2 * PART_BYTES + 64])
+def test_a_state_is_stored_with_keys_and_values(state_bytes: int) -> None:
+    given, taken = Side(seed=1, state_bytes=state_bytes), Side(state_bytes=state_bytes)
+    target = TABLE._replace(state=2)
+    taken.receiver.await_kv("r@7", 7, 200, target)
+    before = taken.raw.copy()
+
+    arrived = [taken.receiver.take(parts) for parts in frames_of(given, STATEFUL, 200, 64)]
+
+    assert arrived[-1] is not None
+    assert taken.state(target) == given.state(STATEFUL)
+    assert taken.wire(1, target, 200) == given.wire(1, STATEFUL, 200)
+    others = slice(taken.raw.size - PLACES * state_bytes, taken.raw.size - state_bytes)
+    assert np.array_equal(taken.raw[others], before[others])
+    assert not taken.receiver.refused
+
+
+@pytest.mark.parametrize("spoil", ["no state", "half a state", "twice", "no place", "other size"])
+def test_a_state_that_is_not_whole_ends_the_hand_over(spoil: str) -> None:
+    size = 2 * PART_BYTES
+    given, taken = Side(seed=1, state_bytes=size), Side(state_bytes=size)
+    target = CONTIGUOUS if spoil == "no place" else STATEFUL
+    taken.receiver.await_kv("r@7", 7, 200, target)
+    frames = frames_of(given, STATEFUL, 200, 200)
+    assert len(frames) == LAYERS + 2 + 1
+    told = FrameKind.END, "r@7", 7
+    if spoil == "no state":
+        frames[2:] = [[given.codec.header(Frame(*told, 2, 0, 0, 200), 4 * VOCAB), b"r@7", LOGITS.tobytes()]]
+    elif spoil == "half a state":
+        frames[3:] = [[given.codec.header(Frame(*told, 3, 0, 0, 200), 4 * VOCAB), b"r@7", LOGITS.tobytes()]]
+    elif spoil == "twice":
+        again = Frame(FrameKind.STATE, "r@7", 7, 3, 0, 0, 200)
+        frames[3] = [given.codec.header(again, PART_BYTES), b"r@7", frames[2][2]]
+    elif spoil == "other size":
+        other = frames_of(Side(seed=1, state_bytes=64), STATEFUL, 200, 200)
+        assert all(taken.receiver.take(parts) is None for parts in other)
+        assert taken.receiver.refused == {"shape": len(other)}
+        return
+
+    with pytest.raises(ReceiveFailed) as failure:
+        _ = [taken.receiver.take(parts) for parts in frames]
+
+    assert failure.value.reason == ("range" if spoil in ("twice", "no place") else "incomplete")
+    assert taken.receiver.n_awaited == 0
 
 
 @pytest.mark.parametrize("spoil", ["swap", "drop", "repeat", "end early"])
@@ -133,7 +202,7 @@ def test_a_frame_of_nothing_that_is_awaited_is_counted_and_thrown_away(change: s
         "id": [header, b"r@8", data],
         "hash": frames_of(Side(seed=1, hash_of=b"n" * 32), CONTIGUOUS, 200, 200)[0],
         "format": frames_of(Side("f32", seed=1), CONTIGUOUS, 200, 200)[0],
-        "version": [header[:4] + b"\2" + header[5:], name, data],
+        "version": [header[:4] + b"\3" + header[5:], name, data],
         "truncated": [header, name, data[:-1]],
         "header": [header[:-1], name, data],
         "parts": [header, name],
@@ -163,10 +232,11 @@ def test_nothing_is_stored_after_a_request_was_given_up() -> None:
 def test_ten_thousand_spoiled_frames_change_nothing_outside_the_block_that_is_awaited() -> None:
     """Bits flipped, fields drawn anew, parts cut and joined: each is refused, or stays within the block."""
     draw = random.Random(20261123)
-    given, taken = Side(seed=1), Side(seed=2)
-    whole = frames_of(given, CONTIGUOUS, 200, 64)
+    given, taken = Side(seed=1, state_bytes=128), Side(seed=2, state_bytes=128)
+    whole = frames_of(given, STATEFUL, 200, 64)
     outside = np.ones(taken.raw.size, bool)
-    probe = Side()
+    probe = Side(state_bytes=128)
+    probe.memory.write_state(1, 0, b"\1" * 128)
     for layer in range(LAYERS):
         probe.memory.write(
             layer, CONTIGUOUS.base, CONTIGUOUS.n_slots, b"\1" * probe.memory.wire_bytes(CONTIGUOUS.n_slots)
@@ -177,7 +247,7 @@ def test_ten_thousand_spoiled_frames_change_nothing_outside_the_block_that_is_aw
 
     for _ in range(10_000):
         if taken.receiver.n_awaited == 0:
-            taken.receiver.await_kv("r@7", 7, 200, CONTIGUOUS)
+            taken.receiver.await_kv("r@7", 7, 200, STATEFUL)
         try:
             taken.receiver.take(_spoiled(draw, draw.choice(whole)))
         except ReceiveFailed:

@@ -11,7 +11,7 @@ pytest.importorskip(
     "phasewise.serving.engine.open_engine", reason="the kernels are not built", exc_type=ImportError
 )
 from phasewise.cython_kernels.kv_formats import KV_FORMATS
-from phasewise.serving.engine.messages import Abort
+from phasewise.serving.engine.messages import Abort, Submit
 from phasewise.serving.pools.opening import POLICIES
 from tests.support.servers.pools import (
     Told,
@@ -50,7 +50,9 @@ def assert_divided_equals_whole(model: Path, n_ranks: int = 1, transfer: str = "
         whole = tokens(run_alone(opened, requests))
     with pools(model, size=size, n_ranks=n_ranks, kv_transfer=transfer, layerwise_above_tokens=200) as server:
         divided = tokens(server.run(requests))
-        again = tokens(server.run([replace(one, request_id=f"{one.request_id}-2") for one in requests]))
+        again = tokens(
+            server.run([replace(request, request_id=f"{request.request_id}-2") for request in requests])
+        )
 
         assert divided == whole
         assert list(again.values()) == list(whole.values())
@@ -100,13 +102,15 @@ def test_a_mixed_pool_and_short_prompts_take_part(model: Path) -> None:
 @pytest.mark.slow
 def test_requests_that_are_given_up_leave_nothing_behind(model: Path) -> None:
     """Aborted before, while and after their prompts are computed and handed over."""
-    requests = [replace(one, max_tokens=600) for one in mixed_requests(None)]
+    requests = [replace(request, max_tokens=600) for request in mixed_requests(None)]
     with pools(model, kv_transfer="auto") as server:
         for round_ in range(6):
             names = []
-            for one in requests:
+            for request in requests:
                 named = replace(
-                    one, request_id=f"{one.request_id}-{round_}", prompt_token_ids=prompt(1200, round_)
+                    request,
+                    request_id=f"{request.request_id}-{round_}",
+                    prompt_token_ids=prompt(1200, round_),
                 )
                 server.front.send(named)
                 names.append(named.request_id)
@@ -117,3 +121,15 @@ def test_requests_that_are_given_up_leave_nothing_behind(model: Path) -> None:
         server.wait_until(server.is_empty, "instances hold keys and values of requests that were given up")
         assert not server.failures
         assert not server.front.counts.failed
+
+
+def test_an_instance_warns_of_a_request_by_its_traceparent(
+    model: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """On the server's stderr: a prompt that no memory holds cannot be computed."""
+    trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    with pools(model, roles=("mixed",)) as server:
+        server.front.send(Submit("r", prompt(100_000, 1), 8, trace=trace))
+        server.wait_until(lambda: "r" in server.failures, "it is refused")
+
+    assert f"mixed-0-1: request r@1, traceparent {trace}, failed: " in capfd.readouterr().err

@@ -30,30 +30,30 @@ def loops(steps: StepTimes, lengths: tuple[int, int], tpot_ms: float = 100.0) ->
     return [ClosedLoop(steps, n, max(40, 6 * n), itertools.repeat(lengths), tpot_ms=tpot_ms) for n in CLIENTS]
 
 
-def assert_more_clients_get_no_less(found: list[ClosedLoop], least: float) -> None:
-    rates = [loop.tokens_per_s for loop in found]
+def assert_more_clients_get_no_less(closed_loops: list[ClosedLoop], least: float) -> None:
+    rates = [loop.tokens_per_s for loop in closed_loops]
     for index, rate in enumerate(rates[1:], 1):
         assert rate >= least * max(rates[:index]), dict(zip(CLIENTS, rates, strict=True))
-    waits = {n: loop.most_by_work for n, loop in zip(CLIENTS, found, strict=True)}
+    waits = {n: loop.most_by_work for n, loop in zip(CLIENTS, closed_loops, strict=True)}
     assert max(waits.values()) <= 1.3, waits
 
 
 @pytest.mark.many
 @pytest.mark.parametrize("lengths", [(128, 48), (512, 32), (64, 200)])
 def test_a_cliff_between_four_rows_and_six_costs_no_client_anything(lengths: tuple[int, int]) -> None:
-    found = loops(steps_of(CLIFF, 0.05, 0.0034), lengths)
+    closed_loops = loops(steps_of(CLIFF, 0.05, 0.0034), lengths)
 
-    assert_more_clients_get_no_less(found, 0.95)
+    assert_more_clients_get_no_less(closed_loops, 0.95)
 
 
 def test_where_the_promise_is_out_of_reach_throughput_is_that_of_a_looser_one() -> None:
     """A promise that cannot be kept costs nothing either: crumbs of prompts would."""
-    steps = steps_of([1.4 * one for one in CLIFF], 0.06, 0.0034)
+    steps = steps_of([1.4 * decode_s for decode_s in CLIFF], 0.06, 0.0034)
     strict, loose = (loops(steps, (128, 48), tpot_ms)[-2:] for tpot_ms in (100.0, 1000.0))
 
-    for one, other in zip(strict, loose, strict=True):
-        assert one.tokens_per_s >= 0.9 * other.tokens_per_s
-        assert median(one.ttfts_s) <= 1.3 * median(other.ttfts_s)
+    for strict_loop, other in zip(strict, loose, strict=True):
+        assert strict_loop.tokens_per_s >= 0.9 * other.tokens_per_s
+        assert median(strict_loop.ttfts_s) <= 1.3 * median(other.ttfts_s)
 
 
 @pytest.mark.slow

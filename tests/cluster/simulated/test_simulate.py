@@ -43,8 +43,8 @@ def test_a_small_client_waits_for_three_steps_whatever_another_one_has_sent(
     """For the step under way, for a decode step, and for the one that its prompt has a part of."""
     kind = replace(machine(tpot_ms=100.0), max_sequences=16)
     long = [Arrival(index, at_s, prompt, most, client="a") for index, (at_s, prompt, most) in enumerate(load)]
-    short = [Arrival(100 + at, at_s, 20, 2, client="small") for at, at_s in enumerate(small)]
-    arrivals = sorted(long + short, key=lambda one: one.at_s)
+    short = [Arrival(100 + index, at_s, 20, 2, client="small") for index, at_s in enumerate(small)]
+    arrivals = sorted(long + short, key=lambda arrival: arrival.at_s)
     longest_s = kind.steps.prefill_s(FIRST_TOKENS)
 
     result = simulate(mixed(1, kind) if pools == "mixed" else split(1, 1, kind), arrivals)
@@ -133,10 +133,9 @@ def test_prefixes_are_reused_and_routed_to() -> None:
         Arrival(2, 60.0, n_tokens, 2, (5, 6, 7, 9)),
         Arrival(3, 120.0, n_tokens, 2, (1, 2, 3, 9)),
     ]
-    limits = Limits(prefix_block_tokens=PREFIX_BLOCK_TOKENS)
     pools = (Pool("mixed", machine(), 2),)
 
-    result = simulate(ClusterSpec(pools, "prefix-aware", limits, prefix_reuse=True), arrivals)
+    result = simulate(ClusterSpec(pools, "prefix-aware", prefix_reuse=True), arrivals)
 
     assert [life.prompt_machine for life in result.lives] == [0, 1, 1, 0]
     assert [life.ttft_s for life in result.lives[2:]] == pytest.approx([PREFIX_BLOCK_TOKENS / 1000] * 2)
@@ -148,7 +147,7 @@ requests = st.lists(
 
 
 def _arrivals(drawn: list[tuple[float, int, int]]) -> list[Arrival]:
-    return [Arrival(index, *one) for index, one in enumerate(sorted(drawn))]
+    return [Arrival(index, *fields) for index, fields in enumerate(sorted(drawn))]
 
 
 @examples(40)

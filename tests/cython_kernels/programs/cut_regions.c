@@ -9,6 +9,10 @@ void pw_share(const pw_schedule *s, const pw_weight *w, int64_t m, int32_t threa
     (void)s, (void)w, (void)m, (void)thread, (void)rows, (void)panels;
     abort();
 }
+const int64_t *pw_team_ends(const pw_team *team, bool streaming) {
+    (void)team, (void)streaming;
+    abort();
+}
 void pw_team_barrier(pw_team *team, int member) {
     (void)team, (void)member;
     abort();

@@ -15,7 +15,7 @@ unsigned __wrap_pw_cpu_features(void);
 unsigned __wrap_pw_cpu_features(void) { return 0; } /* what `ld --wrap` puts in place of cpu.c's answer */
 
 enum {
-    HIDDEN = 32, FFN = 48, VOCAB = 40, HEADS = 6, KV_HEADS = 3, HEAD_DIM = 8, /* columns end inside panels */
+    HIDDEN = 32, FFN = 48, VOCAB = 40, HEADS = 6, KV_HEADS = 2, HEAD_DIM = 8, /* columns end inside panels; two of three ranks share a KV head */
     LAYERS = 2, TOKENS = 24, SLOTS = 512, SLICE_SLOTS = 160, RANKS = 3, STEPS = 40,
     Q = HEADS * HEAD_DIM, QKV = Q + 2 * KV_HEADS * HEAD_DIM,
 };
@@ -101,6 +101,7 @@ static pw_program *open_program(int n_ranks, int32_t rank) {
     pw_program *program = pw_program_open(shape, room);
     must(program != NULL, "no memory");
     pw_attention_kind kind = {.half = HEAD_DIM / 2, .inv_freq = angles, .magnitude = 1};
+    kind.n_kv_heads = KV_HEADS, kind.head_dim = HEAD_DIM;
     must(pw_program_kind(program, kind) == 0, "no memory");
     program->n_ranks = n_ranks;
     program->rank = rank;
@@ -120,7 +121,7 @@ typedef struct {
 
 static pw_team *open_team(int threads) {
     char message[256];
-    pw_team *team = pw_team_open(threads, NULL, 100, message, sizeof message);
+    pw_team *team = pw_team_open(threads, NULL, NULL, 100, message, sizeof message);
     must(team != NULL, "no team");
     return team;
 }

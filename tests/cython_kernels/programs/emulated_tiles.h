@@ -8,6 +8,28 @@
 
 extern int emulated_tiles_granted; /* by the system, which would end a process that touches a tile without */
 
+/* Subnormals count as zero on the way in and out. */
+static float without_subnormals(float x) { return fabsf(x) < 0x1p-126f ? copysignf(0.0f, x) : x; }
+
+/* a b + c, which is tiny where its rounding to 24 bits is: 2^-126 may have been rounded to the fewer bits of a subnormal, and
+ * is seen to be less where there is room below it. */
+static float flushed_fma(float a, float b, float c) {
+    float sum = fmaf(a, b, c);
+    int is_less = fabsf(sum) == 0x1p-126f && fabsf(fmaf(a * 0x1p40f, b, c * 0x1p40f)) < 0x1p-86f;
+    return is_less ? copysignf(0.0f, sum) : without_subnormals(sum);
+}
+
+/* vcvtne2ps2bf16, and the permutation of simd/amx.h. */
+#define PW_BF16_PAIRS 1
+PW_INLINE vi bf16_pairs(vf even, vf odd) {
+    vi pairs = vi_set1(0);
+    for (int i = 0; i < LANES; ++i) {
+        uint32_t upper = pw_to_bf16(without_subnormals(odd[i]));
+        pairs[i] = (int32_t)(upper << 16 | pw_to_bf16(without_subnormals(even[i])));
+    }
+    return pairs;
+}
+
 typedef struct {
     int rows, row_bytes;
     uint8_t data[16][64];
@@ -64,8 +86,6 @@ static void shapes_must_meet(const emulated_tile *c, const emulated_tile *a, con
     }
 }
 
-/* Subnormals count as zero on the way in and out. */
-static float without_subnormals(float x) { return fabsf(x) < 0x1p-126f ? copysignf(0.0f, x) : x; }
 static float bf16_at(const uint8_t *p) {
     uint16_t half;
     memcpy(&half, p, sizeof half);
@@ -79,8 +99,8 @@ static void emulated_dot_bf16(int ci, int ai, int bi) {
         for (int n = 0; n < c->row_bytes / 4; ++n) {
             float even = 0.0f, odd = 0.0f, sum;
             for (int k = 0; k < b->rows; ++k) {
-                even = without_subnormals(fmaf(bf16_at(a->data[m] + 4 * k), bf16_at(b->data[k] + 4 * n), even));
-                odd = without_subnormals(fmaf(bf16_at(a->data[m] + 4 * k + 2), bf16_at(b->data[k] + 4 * n + 2), odd));
+                even = flushed_fma(bf16_at(a->data[m] + 4 * k), bf16_at(b->data[k] + 4 * n), even);
+                odd = flushed_fma(bf16_at(a->data[m] + 4 * k + 2), bf16_at(b->data[k] + 4 * n + 2), odd);
             }
             memcpy(&sum, c->data[m] + 4 * n, sizeof sum);
             sum = without_subnormals(without_subnormals(sum) + without_subnormals(even + odd));

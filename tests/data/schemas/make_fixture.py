@@ -17,6 +17,7 @@ from phasewise.kerneldb.store import open_store  # noqa: E402
 from tests.support.machines.kerneldb_examples import (  # noqa: E402
     MEASUREMENT,
     PLAN,
+    PREDICTOR_SCORE,
     PROMOTION,
     STEP_TIME,
     STORAGE_DUEL,
@@ -35,6 +36,7 @@ def main() -> None:
         store.add_storage_duels([STORAGE_DUEL])
         store.add_plan(PLAN)
         store.add_step_times([STEP_TIME])
+        store.add_predictor_scores([PREDICTOR_SCORE])
         store.add_user_timings([USER_TIMING])
         store.add_user_promotion(USER_PROMOTION)
     connection = sqlite3.connect(file, isolation_level=None)

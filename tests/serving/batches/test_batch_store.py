@@ -51,8 +51,8 @@ def test_bytes_add_up_whatever_comes_and_goes(
                     finally:
                         file.drop()
                 case "delete":
-                    for known in store.files("o")[:1]:
-                        store.delete_file("o", known.id)
+                    for stored in store.files("o")[:1]:
+                        store.delete_file("o", stored.id)
                 case "answer":
                     for batch in store.unfinished()[:1]:
                         number += 1
@@ -65,7 +65,7 @@ def test_bytes_add_up_whatever_comes_and_goes(
                     store = BatchStore(folder, 1000)
         assert store._n_taken == store._count_bytes()
         on_disk = {path.name: path.stat().st_size for path in folder.glob("file-*")}
-        assert on_disk == {known.id: known.n_bytes for known in store.files("o")}
+        assert on_disk == {stored.id: stored.n_bytes for stored in store.files("o")}
         assert store._n_taken <= 1000 + 10 * number
     store.close()
 

@@ -27,14 +27,14 @@ few_tokens = st.lists(st.integers(0, 2), min_size=1, max_size=80)
 
 def matches(tokens: list[int]) -> dict[int, int]:
     """Length of the match at each place that follows tokens like those at the end, from the definition."""
-    found = {}
+    lengths = {}
     for place in range(1, len(tokens)):
         n = 0
         while n < place and tokens[place - 1 - n] == tokens[len(tokens) - 1 - n]:
             n += 1
         if n >= 2:
-            found[place] = min(n, MOST_MATCHED)
-    return found
+            lengths[place] = min(n, MOST_MATCHED)
+    return lengths
 
 
 @given(tokens=few_tokens, cut=st.integers(0, 80))
@@ -45,14 +45,14 @@ def test_a_match_is_one_and_what_follows_is_what_followed(tokens: list[int], cut
     for token in tokens[cut:]:
         repeats.push(token)
 
-    found = matches(tokens)
-    assert (repeats.n_matched > 0) == bool(found)
-    if found:
+    lengths = matches(tokens)
+    assert (repeats.n_matched > 0) == bool(lengths)
+    if lengths:
         following = repeats.following(12)
-        places = [place for place, n in found.items() if n == repeats.n_matched]
+        places = [place for place, n in lengths.items() if n == repeats.n_matched]
         assert following in {_followers(tokens, place, 12) for place in places}
         assert repeats.expected == following[0]
-        if max(found.values()) >= 6:
+        if max(lengths.values()) >= 6:
             assert repeats.n_matched >= 6
     else:
         assert repeats.following(12) == ()
@@ -66,7 +66,7 @@ def _followers(tokens: list[int], place: int, n: int) -> tuple[int, ...]:
 
 
 def rates(*chances: float) -> list[float]:
-    return [float(one) for one in np.cumprod(chances)]
+    return [float(rate) for rate in np.cumprod(chances)]
 
 
 @examples(60)
@@ -86,14 +86,14 @@ def test_lengths_give_the_most_tokens_in_a_nanosecond(
         tokens = sum(1 + sum(own[:n]) for own, n in zip(chances, lengths, strict=True))
         return float(tokens / costs[len(chances) + sum(lengths)])
 
-    found = choose_lengths(chances, lambda n_rows: float(costs[n_rows]), most_rows)
+    chosen = choose_lengths(chances, lambda n_rows: float(costs[n_rows]), most_rows)
 
     every = product(*[range(len(own) + 1) for own in chances])
-    fitting = [one for one in every if sum(one) + len(chances) <= max(most_rows, len(chances))]
+    fitting = [lengths for lengths in every if sum(lengths) + len(chances) <= max(most_rows, len(chances))]
     best = max(map(rate, fitting))
     plain = rate((0,) * len(chances))
-    if any(found):
-        assert rate(tuple(found)) == pytest.approx(best)
+    if any(chosen):
+        assert rate(tuple(chosen)) == pytest.approx(best)
         assert best >= LEAST_GAIN * plain * (1 - 1e-9)
     else:
         assert best <= LEAST_GAIN * plain * (1 + 1e-9)
@@ -122,15 +122,15 @@ def test_rates_follow_what_came_of_late_and_begin_with_those_of_others() -> None
     everyone = Agreement((0.5,))
     for _ in range(200):
         everyone.saw(0, right=True)
-    one = everyone.of_request()
+    agreement = everyone.of_request()
     assert everyone.rate(0) > 0.9
-    assert one.rate(0) == everyone.rate(0)
+    assert agreement.rate(0) == everyone.rate(0)
 
     for _ in range(60):
-        one.saw(0, right=False)
+        agreement.saw(0, right=False)
 
-    assert one.rate(0) < 0.15
-    assert everyone.of_request().rate(0) > one.rate(0)
+    assert agreement.rate(0) < 0.15
+    assert everyone.of_request().rate(0) > agreement.rate(0)
 
 
 @given(
@@ -201,7 +201,8 @@ class Clock:
             n_right = next((i for i, d in enumerate(draft) if d != coming[i]), len(draft))
             duration = self.cost(1 + len(draft))
             self.ns += duration
-            drafter.observe(1 + len(draft), int(duration))
+            checked = piece._replace(token_ids=[*piece.token_ids, *draft], n_drafted=len(draft))
+            drafter.observe(Batch("decode", (checked,), ("r",)), int(duration))
             sequence.generated += self.text[done : done + n_right + 1]
         return self.ns / (self.cost(1) * (n_answer - 1))
 
@@ -217,12 +218,14 @@ def drawn_text(kind: str, seed: int) -> list[int]:
     """Numbers in which nothing repeats but by chance, few words, or an answer that repeats its prompt."""
     rng = np.random.default_rng(seed)
     if kind == "random":
-        return [int(one) for one in rng.integers(0, 5000, 900)]
+        return [int(number) for number in rng.integers(0, 5000, 900)]
     if kind == "words":
-        return [int(one) for one in rng.zipf(1.3, 900) % 400]
-    prompt = [int(one) for one in rng.integers(0, 5000, 300)]
+        return [int(number) for number in rng.zipf(1.3, 900) % 400]
+    prompt = [int(number) for number in rng.integers(0, 5000, 300)]
     edits = rng.random(300) < 0.03
-    return prompt + [one + 1 if edit else one for one, edit in zip(prompt * 2, [*edits, *edits], strict=True)]
+    return prompt + [
+        number + 1 if edit else number for number, edit in zip(prompt * 2, [*edits, *edits], strict=True)
+    ]
 
 
 @pytest.mark.parametrize("cost", COSTS)
@@ -252,8 +255,8 @@ class SmallRanks:
         self.clock.ns += self.row_ns if batch.phase == "decode" else self.row_ns * batch.n_tokens / 16
         for piece in batch.slices:
             row = np.zeros(self.vocab_size, dtype=np.float32)
-            at = min(piece.start + len(piece.token_ids), len(self.clock.text) - 1)
-            row[self.clock.text[at] if self.rng.random() < self.agrees else 5000] = 1
+            position = min(piece.start + len(piece.token_ids), len(self.clock.text) - 1)
+            row[self.clock.text[position] if self.rng.random() < self.agrees else 5000] = 1
             rows.append(row)
         return np.stack(rows)
 
@@ -262,7 +265,7 @@ class SmallRanks:
 
 
 def share_with_model(agrees: float, row_ns: float, cost: Callable[[int], float], n: int = 900) -> float:
-    clock = Clock([int(one) for one in np.random.default_rng(3).integers(0, 5000, n)], 100, cost)
+    clock = Clock([int(number) for number in np.random.default_rng(3).integers(0, 5000, n)], 100, cost)
     ranks = SmallRanks(clock, agrees, row_ns)
     drafter = ModelDrafter(ranks, StepCosts(), 64, 5001, clock_ns=lambda: int(clock.ns))
     prompt_ns = row_ns * 100 / 16

@@ -111,17 +111,17 @@ def answers(
     asked: list[Submit],
     drafts: DraftSource | None = None,
     guess: float | None = None,
-    known: dict[str, list[int]] | None = None,
+    right: dict[str, list[int]] | None = None,
     by_phase: dict[str, ServicePlan] | None = None,
     **size: object,
 ) -> tuple[dict[str, list[int]], int]:
-    """Tokens of each request, and drafted tokens that came. guess: share of right drafts of `known`."""
+    """Tokens of each request, and drafted tokens that came. guess: share of right drafts of `right`."""
     by_phase = by_phase or plans()
     pinned = all(len(plan.ranks) == 1 for plan in by_phase.values())
     sizes = engine_size(256, 1024, 4, **size)  # type: ignore[arg-type]
     with open_engine(model, by_phase, sizes, pinned=pinned, drafts=drafts) as opened:
         if guess is not None:
-            opened.engine.drafter = GuessingDrafter(known or {}, guess, model.config.vocab_size)
+            opened.engine.drafter = GuessingDrafter(right or {}, guess, model.config.vocab_size)
         got = {name: tokens(outs) for name, outs in run_all(opened.engine, *asked).items()}
         counts = opened.engine.load().drafts
     return got, counts.accepted if counts else 0
@@ -135,14 +135,14 @@ def test_answers_are_the_same_where_prompts_have_a_path_of_their_own(
     tokens without drafts. With few slots requests wait for each other, and none is preempted."""
     model, size = models(seed=3, types="Q8_0"), engine_size(192, n_slots, 4, kv_policy="static")
     schedules: dict[Phase, ScheduleLookup] = {"prefill": OwnPath(1), "decode": DefaultSchedules(1)}
-    found = []
+    runs = []
     for guess in (None, 0.8):
         with open_engine(model, plans(), size, schedules=schedules) as opened:
             if guess is not None:
-                opened.engine.drafter = GuessingDrafter(found[0], guess, model.config.vocab_size)
-            found.append({name: tokens(outs) for name, outs in run_all(opened.engine, *requests()).items()})
+                opened.engine.drafter = GuessingDrafter(runs[0], guess, model.config.vocab_size)
+            runs.append({name: tokens(outs) for name, outs in run_all(opened.engine, *requests()).items()})
 
-    assert found[0] == found[1]
+    assert runs[0] == runs[1]
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +159,7 @@ def test_answers_are_the_same_in_every_format_and_policy(
     options = {"kv_format": kv_format, "kv_policy": kv_policy}
     want, _ = answers(models(), requests(), **options)
 
-    got, n_accepted = answers(models(), requests(), guess=0.8, known=want, **options)
+    got, n_accepted = answers(models(), requests(), guess=0.8, right=want, **options)
 
     assert got == want
     assert n_accepted > 40
@@ -201,9 +201,9 @@ def test_answers_held_to_a_grammar_are_the_same(models: Callable[..., PackedMode
     try:
         guide = compiler.compile(Grammar.of_pattern("(ab|cd|[0-9]){5,200}x"))
         for sampling in (GREEDY, SamplingParams(temperature=1.0)):
-            asked = [replace(one, guide=guide, ignore_eos=False) for one in requests(sampling)]
+            asked = [replace(request, guide=guide, ignore_eos=False) for request in requests(sampling)]
             want, _ = answers(model, asked)
-            got, n_accepted = answers(model, asked, guess=0.8, known=want)
+            got, n_accepted = answers(model, asked, guess=0.8, right=want)
             assert got == want
             assert n_accepted > 20
     finally:
@@ -214,7 +214,7 @@ def test_unseeded_sampling_with_a_draft_model_ends_where_it_should(
     models: Callable[..., PackedModel],
 ) -> None:
     """Draws of the draft model are checked by rejection sampling; the model itself is right almost always."""
-    asked = [replace(one, sampling=SamplingParams(temperature=1.0)) for one in requests()]
+    asked = [replace(request, sampling=SamplingParams(temperature=1.0)) for request in requests()]
 
     got, n_accepted = answers(models(), asked, DraftSource(models(), {1: 1e6, 16: 1.001e6}))
 

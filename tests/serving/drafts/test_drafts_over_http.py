@@ -35,8 +35,8 @@ def asked(server: FakeServer, **fields: object) -> dict[str, Any]:
 
 def counted(server: FakeServer, name: str) -> float | None:
     lines = httpx.get(f"{server.url}/metrics").text.splitlines()
-    found = [line for line in lines if line.startswith(f"phasewise_{name} ")]
-    return float(found[0].split()[1]) if found else None
+    samples = [line for line in lines if line.startswith(f"phasewise_{name} ")]
+    return float(samples[0].split()[1]) if samples else None
 
 
 def test_usage_and_metrics_tell_accepted_and_drafted_tokens(server: FakeServer, plain: FakeServer) -> None:
@@ -58,8 +58,8 @@ def test_usage_and_metrics_tell_accepted_and_drafted_tokens(server: FakeServer, 
 
 def test_a_stream_has_the_same_text_and_the_same_usage(server: FakeServer, plain: FakeServer) -> None:
     texts = []
-    for one in (server, plain):
-        api = openai.OpenAI(base_url=f"{one.url}/v1", api_key="any", max_retries=0)
+    for target in (server, plain):
+        api = openai.OpenAI(base_url=f"{target.url}/v1", api_key="any", max_retries=0)
         stream = api.completions.create(
             model="fake", prompt="xyz", max_tokens=150, temperature=0, stop=["yzab", "kl"], n=2, stream=True,
             stream_options={"include_usage": True},
@@ -68,7 +68,7 @@ def test_a_stream_has_the_same_text_and_the_same_usage(server: FakeServer, plain
         usage = chunks[-1].usage
         assert usage is not None
         details = usage.completion_tokens_details
-        assert (details is not None) == (one is server)
+        assert (details is not None) == (target is server)
         texts.append(
             (
                 [

@@ -29,7 +29,7 @@ FILTERS: list[dict[str, float]] = [{}, {"temperature": 0.6}, {"top_k": 5}, {"top
 
 
 @pytest.mark.parametrize(
-    ("filters", "seeds"), [*[(one, (1, 2)) for one in FILTERS], ({}, (1, 1)), ({}, (3, 40))]
+    ("filters", "seeds"), [*[(filters, (1, 2)) for filters in FILTERS], ({}, (1, 1)), ({}, (3, 40))]
 )
 def test_tokens_have_the_distribution_of_sampling_without_drafts(
     filters: dict[str, float], seeds: tuple[int, int]

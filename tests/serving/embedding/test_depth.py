@@ -26,8 +26,8 @@ BETA_S = {"V100": 0.286, "Xeon": 0.333, "Atlas": 0.243, "Kunpeng": 0.846}
 
 
 def line_of(name: str) -> LatencyLine:
-    one, two = TABLE3[name]
-    return line_through((one, 1.0), (two, 2.0))
+    within_1s, within_2s = TABLE3[name]
+    return line_through((within_1s, 1.0), (within_2s, 2.0))
 
 
 @pytest.mark.parametrize("name", TABLE3)
@@ -49,11 +49,11 @@ def test_a_line_is_found_again_and_its_depth_is_the_last_within(
     true = LatencyLine(alpha, beta)
     sizes = probe_sizes(64)
 
-    found = fit(sizes, [true.seconds(size) for size in sizes])
+    fitted = fit(sizes, [true.seconds(size) for size in sizes])
     depth = true.largest_within(slo)
 
-    assert found.alpha_s == pytest.approx(alpha, rel=1e-6, abs=1e-9)
-    assert found.beta_s == pytest.approx(beta, rel=1e-6, abs=1e-7)
+    assert fitted.alpha_s == pytest.approx(alpha, rel=1e-6, abs=1e-9)
+    assert fitted.beta_s == pytest.approx(beta, rel=1e-6, abs=1e-7)
     assert depth == 0 or true.seconds(depth) <= slo * (1 + 1e-6)
     assert true.seconds(depth + 1) > slo * (1 - 1e-6)
 
@@ -73,10 +73,10 @@ def test_a_stress_test_finds_the_depth_of_the_line(alpha: float, beta: float, gu
     async def seconds(load: int) -> float:
         return line.seconds(load)
 
-    found = asyncio.run(stress(seconds, 1.0, guess))
+    measured = asyncio.run(stress(seconds, 1.0, guess))
 
     depth = line.largest_within(1.0)
-    assert depth - max(1, guess // 40) <= found <= depth
+    assert depth - max(1, guess // 40) <= measured <= depth
 
 
 @examples(40)
@@ -88,9 +88,9 @@ def test_the_depth_by_the_line_is_the_depth_by_trying(alpha: float, beta: float,
     async def seconds(load: int) -> float:
         return line.seconds(load) * (1 + bend * load * alpha)
 
-    found = asyncio.run(predict_and_try(seconds, 1.0))
+    depths = asyncio.run(predict_and_try(seconds, 1.0))
 
-    assert found.predicted == pytest.approx(found.tried, rel=0.05, abs=1)
+    assert depths.predicted == pytest.approx(depths.tried, rel=0.05, abs=1)
 
 
 def test_a_server_holds_what_ends_in_time_where_it_comes_at_once() -> None:
@@ -110,16 +110,16 @@ TABLE1 = {
 @pytest.mark.parametrize("pair", TABLE1)
 def test_queues_over_modelled_devices_hold_the_sum_of_their_depths(pair: tuple[str, str]) -> None:
     """C_A + C_B of the paper, by the production queues on simulated time."""
-    for at, slo_s in enumerate((1.0, 2.0)):
+    for column, slo_s in enumerate((1.0, 2.0)):
         devices = [
-            ModelledDevice(name, rank, line_of(name), TABLE3[name][at]) for rank, name in enumerate(pair)
+            ModelledDevice(name, rank, line_of(name), TABLE3[name][column]) for rank, name in enumerate(pair)
         ]
         alone = largest_concurrency(devices[:1], slo_s)
 
         both = largest_concurrency(devices, slo_s)
 
-        assert alone == TABLE3[pair[0]][at]
-        assert both == alone + TABLE3[pair[1]][at]
+        assert alone == TABLE3[pair[0]][column]
+        assert both == alone + TABLE3[pair[1]][column]
 
 
 def test_nothing_is_lost_or_doubled_on_simulated_time() -> None:
@@ -127,7 +127,7 @@ def test_nothing_is_lost_or_doubled_on_simulated_time() -> None:
         ModelledDevice("a", 0, LatencyLine(0.01, 0.1), 8),
         ModelledDevice("b", 1, LatencyLine(0.05, 0.2), 4),
     ]
-    arrivals = [at * 0.004 for at in range(1000)]
+    arrivals = [number * 0.004 for number in range(1000)]
 
     outcome = simulate(devices, arrivals)
 

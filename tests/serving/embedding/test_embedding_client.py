@@ -17,7 +17,7 @@ from tests.support.servers.fake_embedding import OVERFLOW, POISON, FakeWorker, c
 
 
 def inputs(n: int, first: int = 100) -> list[Tokens]:
-    return [Tokens([first + at, at + 1]) for at in range(n)]
+    return [Tokens([first + index, index + 1]) for index in range(n)]
 
 
 def run(
@@ -47,11 +47,11 @@ def run(
 def test_every_input_gets_its_own_vector_in_order() -> None:
     async def use(client: EmbeddingClient, workers: list[FakeWorker]) -> None:
         asked = [inputs(n, 50 * n) for n in range(1, 20)]
-        answers = await asyncio.gather(*(client.embed(one) for one in asked))
-        for one, vectors in zip(asked, answers, strict=True):
-            assert [v.tobytes() for v in vectors] == [vector_of(each).tobytes() for each in one]
+        answers = await asyncio.gather(*(client.embed(request) for request in asked))
+        for request, vectors in zip(asked, answers, strict=True):
+            assert [v.tobytes() for v in vectors] == [vector_of(each).tobytes() for each in request]
         seen = [tuple(ids) for worker in workers for ids in worker.seen]
-        assert sorted(seen) == sorted(tuple(one.ids) for many in asked for one in many)
+        assert sorted(seen) == sorted(tuple(tokens.ids) for many in asked for tokens in many)
 
     run(use, [FakeWorker(), FakeWorker()], depths=[(300, 10_000)])
 
@@ -60,7 +60,7 @@ def test_every_input_gets_its_own_vector_in_order() -> None:
 def test_the_batch_of_a_worker_that_dies_is_queued_again_once(dies_at: int) -> None:
     async def use(client: EmbeddingClient, _workers: list[FakeWorker]) -> None:
         answers = await asyncio.gather(*(client.embed(inputs(30, 40 * n)) for n in range(6)))
-        assert [len(one) for one in answers] == [30] * 6
+        assert [len(answer) for answer in answers] == [30] * 6
         for n, vectors in enumerate(answers):
             assert (
                 np.stack(vectors).tobytes() == np.stack([vector_of(x) for x in inputs(30, 40 * n)]).tobytes()
@@ -165,15 +165,15 @@ def test_devices_that_are_slower_than_promised_hold_less_and_more_again() -> Non
 
     async def use(client: EmbeddingClient, workers: list[FakeWorker]) -> None:
         workers[0].delay_s = 0.2
-        for at in range(3):
-            await client.embed(inputs(64, 100 * at))
+        for index in range(3):
+            await client.embed(inputs(64, 100 * index))
         with pytest.raises(QueueFull):
-            await asyncio.gather(*(client.embed(inputs(1, 100 * at)) for at in range(100)))
+            await asyncio.gather(*(client.embed(inputs(1, 100 * number)) for number in range(100)))
         await asyncio.sleep(0.5)
         workers[0].delay_s = 0.0
-        for at in range(40):
-            await client.embed(inputs(20, 100 * at))
-        answers = await asyncio.gather(*(client.embed(inputs(1, 100 * at)) for at in range(100)))
+        for index in range(40):
+            await client.embed(inputs(20, 100 * index))
+        answers = await asyncio.gather(*(client.embed(inputs(1, 100 * number)) for number in range(100)))
         assert len(answers) == 100
 
     run(use, depths=[(1000, 2000)], slo_s=0.1)
@@ -187,10 +187,10 @@ def test_what_would_be_late_is_busy_and_a_request_alone_takes_its_time() -> None
         workers[0].delay_s = 0.2
         began_s = time.monotonic()
         asker = Asker("", began_s)
-        asked = [asyncio.ensure_future(client.embed(inputs(1, 100 * at), asker)) for at in range(400)]
+        asked = [asyncio.ensure_future(client.embed(inputs(1, 100 * number), asker)) for number in range(400)]
         answers = await asyncio.gather(*asked, return_exceptions=True)
-        refused = [one for one in answers if isinstance(one, BaseException)]
-        assert all(isinstance(one, QueueFull) for one in refused)
+        refused = [answer for answer in answers if isinstance(answer, BaseException)]
+        assert all(isinstance(error, QueueFull) for error in refused)
         assert 1 <= len(answers) - len(refused) <= 5 * 64
         workers[0].delay_s = 0.5
         assert len(await client.embed(inputs(1))) == 1
@@ -203,8 +203,8 @@ def test_a_client_that_leaves_frees_its_places() -> None:
         gate = workers[0].gate = asyncio.Event()
         leaving = [asyncio.ensure_future(client.embed(inputs(40, 100 * n))) for n in range(5)]
         await asyncio.sleep(0.01)
-        for one in leaving:
-            one.cancel()
+        for task in leaving:
+            task.cancel()
         gate.set()
         await asyncio.sleep(0.05)
         assert len(workers[0].seen) < 200

@@ -74,7 +74,7 @@ def post(server: EmbeddingServer, path: str = "/v1/embeddings", **body: Any) -> 
 
 def vectors(response: httpx.Response) -> np.ndarray:
     assert response.status_code == 200, response.text
-    return np.array([one["embedding"] for one in response.json()["data"]], np.float32)
+    return np.array([entry["embedding"] for entry in response.json()["data"]], np.float32)
 
 
 def error_of(response: httpx.Response) -> dict[str, Any]:
@@ -86,16 +86,19 @@ def test_a_text_a_list_and_token_arrays(server: EmbeddingServer) -> None:
     tokens = server.text.tokens(texts)
 
     many = post(server, input=texts)
-    one = post(server, input=texts[0])
+    single = post(server, input=texts[0])
     ids = post(server, input=tokens[0].ids)
-    id_lists = post(server, input=[one.ids for one in tokens])
+    id_lists = post(server, input=[text_tokens.ids for text_tokens in tokens])
 
-    assert vectors(many).tobytes() == np.stack([vector_of(Tokens(one.ids)) for one in tokens]).tobytes()
-    assert vectors(one).tobytes() == vectors(ids).tobytes() == vectors(many)[:1].tobytes()
+    assert (
+        vectors(many).tobytes()
+        == np.stack([vector_of(Tokens(text_tokens.ids)) for text_tokens in tokens]).tobytes()
+    )
+    assert vectors(single).tobytes() == vectors(ids).tobytes() == vectors(many)[:1].tobytes()
     assert vectors(id_lists).tobytes() == vectors(many).tobytes()
-    n_tokens = sum(len(one.ids) for one in tokens)
+    n_tokens = sum(len(text_tokens.ids) for text_tokens in tokens)
     assert many.json()["usage"] == {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
-    assert [one["index"] for one in many.json()["data"]] == [0, 1]
+    assert [entry["index"] for entry in many.json()["data"]] == [0, 1]
     assert many.json()["model"] == "tiny"
 
 
@@ -111,11 +114,11 @@ def test_vectors_of_fewer_bits_are_those_of_the_floats(server: EmbeddingServer, 
     texts = ["the cat", "a dog."]
     few = 5
 
-    found = post(server, input=texts, encoding_format=precision, dimensions=few)
+    response = post(server, input=texts, encoding_format=precision, dimensions=few)
 
     floats = vectors(post(server, input=texts, dimensions=few))
     want = [PRECISIONS[precision](vector).tolist() for vector in floats]
-    assert [one["embedding"] for one in found.json()["data"]] == want
+    assert [entry["embedding"] for entry in response.json()["data"]] == want
 
 
 def test_a_kind_of_input_puts_the_model_s_prompt_before_texts(prompting: EmbeddingServer) -> None:
@@ -159,7 +162,7 @@ def test_an_instruction_reaches_the_model_that_takes_one(
     assert first.status_code == other.status_code == 200
     pairs = [("cat", "mat"), ("cat", "dog")]
     for wanted in (asking.text.tokens(pairs), asking.text.tokens(pairs, instruction="seven")):
-        assert all(one.ids in seen for one in wanted)
+        assert all(pair_tokens.ids in seen for pair_tokens in wanted)
     refused = post(reranker, "/v1/rerank", instruction="seven", **body)
     assert (refused.status_code, error_of(refused)["param"]) == (400, "instruction")
 
@@ -172,7 +175,7 @@ def test_the_official_client_reads_both_forms(server: EmbeddingServer) -> None:
     by_default = client.embeddings.create(model="tiny", input=["the cat", "a dog"])
     floats = client.embeddings.create(model="tiny", input=["the cat", "a dog"], encoding_format="float")
 
-    assert [one.embedding for one in by_default.data] == [one.embedding for one in floats.data]
+    assert [entry.embedding for entry in by_default.data] == [entry.embedding for entry in floats.data]
     assert by_default.usage.prompt_tokens == floats.usage.prompt_tokens > 0
 
 
@@ -187,7 +190,7 @@ def test_the_client_of_ollama_gets_the_same_vectors(server: EmbeddingServer) -> 
     earlier = client.embeddings("tiny", texts[1])
 
     assert np.array(many["embeddings"], np.float32).tobytes() == expected.tobytes()
-    assert many["prompt_eval_count"] == sum(len(one.ids) for one in server.text.tokens(texts))
+    assert many["prompt_eval_count"] == sum(len(text_tokens.ids) for text_tokens in server.text.tokens(texts))
     assert np.float32(short["embeddings"][0]).tobytes() == truncated(expected[0], 3).tobytes()
     assert np.float32(earlier["embedding"]).tobytes() == expected[1].tobytes()
     assert client.embed("tiny", "")["embeddings"] == []
@@ -259,7 +262,7 @@ def test_strangers_bodies_are_refused_and_the_server_stays(server: EmbeddingServ
         httpx.post(url, content=b"", headers=kinds),
     ]
 
-    assert [one.status_code for one in answers] == [400, 413, 400, 400, 400]
+    assert [answer.status_code for answer in answers] == [400, 413, 400, 400, 400]
     assert post(server, input="the cat").status_code == 200
 
 
@@ -288,7 +291,7 @@ def test_the_model_is_listed_and_metrics_name_its_devices(server: EmbeddingServe
     listed = httpx.get(f"{server.url}/v1/models").json()["data"]
     metrics = httpx.get(f"{server.url}/metrics").text
 
-    assert [(one["id"], one["max_model_len"]) for one in listed] == [("tiny", MAX_TOKENS)]
+    assert [(model["id"], model["max_model_len"]) for model in listed] == [("tiny", MAX_TOKENS)]
     assert httpx.get(f"{server.url}/v1/models/alias").status_code == 200
     assert 'phasewise_embedding_up{device="cpu:0"} 1.0' in metrics
     assert {"/v1/embeddings", "/v1/rerank", "/rerank"} <= set(
@@ -389,21 +392,23 @@ def test_a_client_that_leaves_frees_its_places(tmp_path: Path) -> None:
 def test_documents_come_back_by_their_scores(reranker: EmbeddingServer) -> None:
     documents = ["a dog", "the cat sat", "one two"]
     tokens = reranker.text.tokens([("cat", text) for text in documents])
-    logits = [float(vector_of(one, 1)[0]) for one in tokens]
-    order = sorted(range(3), key=lambda at: -logits[at])
+    logits = [float(vector_of(pair_tokens, 1)[0]) for pair_tokens in tokens]
+    order = sorted(range(3), key=lambda index: -logits[index])
 
     cohere = post(reranker, "/v1/rerank", query="cat", documents=documents, top_n=2, return_documents=True)
     tei = post(reranker, "/rerank", query="cat", texts=documents, raw_scores=True, return_text=True)
     objects = post(reranker, "/v1/rerank", query="cat", documents=[{"text": text} for text in documents])
 
     results = cohere.json()["results"]
-    assert [one["index"] for one in results] == order[:2]
+    assert [result["index"] for result in results] == order[:2]
     assert results[0]["relevance_score"] == pytest.approx(1 / (1 + math.exp(-logits[order[0]])), rel=1e-6)
     assert results[0]["document"] == {"text": documents[order[0]]}
-    assert cohere.json()["usage"]["prompt_tokens"] == sum(len(one.ids) for one in tokens)
-    assert [(one["index"], one["text"]) for one in tei.json()] == [(at, documents[at]) for at in order]
-    assert [one["score"] for one in tei.json()] == pytest.approx([logits[at] for at in order])
-    assert [one["index"] for one in objects.json()["results"]] == order
+    assert cohere.json()["usage"]["prompt_tokens"] == sum(len(pair_tokens.ids) for pair_tokens in tokens)
+    assert [(result["index"], result["text"]) for result in tei.json()] == [
+        (index, documents[index]) for index in order
+    ]
+    assert [result["score"] for result in tei.json()] == pytest.approx([logits[index] for index in order])
+    assert [result["index"] for result in objects.json()["results"]] == order
     assert post(reranker, input="a").status_code == 400
     assert post(reranker, "/rerank", query="cat", texts=[]).status_code == 400
 

@@ -28,32 +28,32 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_vectors_are_the_same_on_every_instruction_set(folder: Path, name: str) -> None:
     """By --arithmetic canonical, in every format; scores of pairs too."""
     for weight_format in FORMATS:
-        one = asked(folder, name, weight_format, max(3, n_examples(10)))
-        found = {which: by(which)(one) for which in isas()}
-        lowest, *others = found
-        assert [which for which in others if found[which] != found[lowest]] == [], weight_format
+        workload = asked(folder, name, weight_format, max(3, n_examples(10)))
+        vectors = {which: by(which)(workload) for which in isas()}
+        lowest, *others = vectors
+        assert [which for which in others if vectors[which] != vectors[lowest]] == [], weight_format
 
 
 @pytest.mark.parametrize("weight_format", FORMATS)
 def test_vectors_are_the_same_in_every_way(folder: Path, weight_format: str) -> None:
-    one = asked(folder, "bert", weight_format)
-    for name, n_equal, n_unequal in rows(one, WAYS):
-        assert (n_equal, n_unequal) == (len(one.inputs), 0), name
+    workload = asked(folder, "bert", weight_format)
+    for name, n_equal, n_unequal in rows(workload, WAYS):
+        assert (n_equal, n_unequal) == (len(workload.inputs), 0), name
 
 
 @pytest.mark.slow
 def test_instances_give_the_same_vectors(folder: Path) -> None:
-    one = asked(folder, "bert", "int8")
-    assert list(rows(one, INSTANCES)) == [("two instances", len(one.inputs), 0)]
+    workload = asked(folder, "bert", "int8")
+    assert list(rows(workload, INSTANCES)) == [("two instances", len(workload.inputs), 0)]
 
 
 def test_a_vector_that_differs_is_counted(folder: Path) -> None:
-    one = asked(folder, "bert", "f32")
+    workload = asked(folder, "bert", "f32")
 
     def other(_one: Asked) -> list[bytes]:
-        return [b"", *alone(one)[1:]]
+        return [b"", *alone(workload)[1:]]
 
-    assert list(rows(one, {"other": other})) == [("other", len(one.inputs) - 1, 1)]
+    assert list(rows(workload, {"other": other})) == [("other", len(workload.inputs) - 1, 1)]
 
 
 def test_the_guide_s_table_is_of_these_ways() -> None:

@@ -53,8 +53,8 @@ def embedded(
         return embedder.embed(tokens)
 
 
-def cosines(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    wide, also = one.astype(np.float64), other.astype(np.float64)
+def cosines(vectors: np.ndarray, other: np.ndarray) -> np.ndarray:
+    wide, also = vectors.astype(np.float64), other.astype(np.float64)
     return (wide * also).sum(axis=1) / np.linalg.norm(wide, axis=1) / np.linalg.norm(also, axis=1)
 
 

@@ -57,7 +57,7 @@ def test_a_model_without_prompts_takes_both_kinds_as_they_are(tmp_path: Path) ->
     [
         ({"prompts": {"query": 3}}, "prompt 'query' as 3"),
         ({"prompts": {"query": "x" * (1 << 15)}}, "a short text expected"),
-        ({"prompts": {str(at): "x" for at in range(300)}}, "300 prompts"),
+        ({"prompts": {str(number): "x" for number in range(300)}}, "300 prompts"),
         ({"prompts": ["query"]}, "dict expected"),
         ({"prompts": {}, "default_prompt_name": "query"}, "no prompt of that name"),
         ({"prompts": {"a": "b"}, "default_prompt_name": {"a": "b"}}, "default_prompt_name"),
@@ -97,14 +97,14 @@ def reranker(tmp_path_factory: pytest.TempPathFactory) -> EncoderText:
 
 
 def test_a_pair_becomes_the_template_s_text(reranker: EncoderText) -> None:
-    known = {word: at for at, word in enumerate(words())}
+    token_ids = {word: token_id for token_id, word in enumerate(words())}
 
     (own,) = reranker.tokens([("cat", "mat")])
     (other,) = reranker.tokens([("cat", "mat")], instruction="seven")
 
     text = "the is i ##t ? what cat dog mat is not one ?"
-    assert own.ids == [known[word] for word in text.split()]
-    assert other.ids == [known[word] for word in text.replace("is i ##t", "seven").split()]
+    assert own.ids == [token_ids[word] for word in text.split()]
+    assert other.ids == [token_ids[word] for word in text.replace("is i ##t", "seven").split()]
     assert own.second is other.second is None
     assert reranker.takes_instruction
 
@@ -128,9 +128,9 @@ def test_a_document_that_is_too_long_loses_its_end_and_the_template_keeps_its_ow
 
 
 def test_the_template_of_a_pair_is_found_by_rendering_it_once() -> None:
-    found = pair_template(RERANK_TEMPLATE)
+    template = pair_template(RERANK_TEMPLATE)
 
-    assert found == ("the {instruction}? what {query} dog {document} is not one?", "is it")
+    assert template == ("the {instruction}? what {query} dog {document} is not one?", "is it")
     assert pair_template("{% for m in messages %}{{ m.content }}|{% endfor %}") is not None
     assert pair_template("{{ messages[0].content }}") is None
     assert pair_template("{{ raise_exception('no') }}") is None
@@ -215,6 +215,6 @@ def test_a_score_of_one_answer_is_its_logit(tmp_path: Path) -> None:
     both = load_model(str(folder), "f32", tmp_path / "cache")
     path.write_text(json.dumps({"true_token_id": 7}))
 
-    one = load_model(str(folder), "f32", tmp_path / "cache")
+    single = load_model(str(folder), "f32", tmp_path / "cache")
 
-    assert one.vectors["score_out"].tobytes() != both.vectors["score_out"].tobytes()
+    assert single.vectors["score_out"].tobytes() != both.vectors["score_out"].tobytes()

@@ -28,11 +28,11 @@ def test_a_plan_comes_back(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     save_plan(PLAN, path)
 
-    found = load_plan(path, frozenset({0, 1}))
+    loaded = load_plan(path, frozenset({0, 1}))
 
-    assert found is not None
-    assert found.instances == PLAN.instances
-    assert found.slo_s == 0.5
+    assert loaded is not None
+    assert loaded.instances == PLAN.instances
+    assert loaded.slo_s == 0.5
     assert load_plan(tmp_path / "none.json", frozenset()) is None
 
 
@@ -71,10 +71,10 @@ def test_devices_are_those_whose_files_are_here(tmp_path: Path) -> None:
         (tmp_path / "dev").mkdir(exist_ok=True)
         (tmp_path / "dev" / name).touch()
 
-    found = accelerators(tmp_path, lambda: 1)
+    devices = accelerators(tmp_path, lambda: 1)
 
-    assert [device.name for device in found] == ["cuda:0"]
-    assert [device.rank for device in found] == [0]
+    assert [device.name for device in devices] == ["cuda:0"]
+    assert [device.rank for device in devices] == [0]
     assert accelerators(tmp_path / "nothing", lambda: 4) == []
 
 

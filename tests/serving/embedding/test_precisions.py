@@ -20,19 +20,19 @@ def random_vector(width: int, seed: int, size: float = 1.0) -> np.ndarray:
 def test_int8_reaches_127_and_is_within_half_a_step(width: int, seed: int, size: float) -> None:
     vector = random_vector(width, seed, size)
 
-    found = as_int8(vector)
+    quantized = as_int8(vector)
 
     largest = float(np.abs(vector.astype(np.float64)).max())
-    assert found.dtype == np.int8
-    assert np.abs(found.astype(int)).max() == 127
-    assert (np.abs(found * (largest / 127) - vector) <= largest / 127 * 0.5001).all()
+    assert quantized.dtype == np.int8
+    assert np.abs(quantized.astype(int)).max() == 127
+    assert (np.abs(quantized * (largest / 127) - vector) <= largest / 127 * 0.5001).all()
 
 
 def test_int8_keeps_the_direction() -> None:
     for width in (256, 384, 1024):
         vector = unit(random_vector(width, width))
-        found = as_int8(vector).astype(np.float64)
-        assert float(found @ vector) / np.linalg.norm(found) >= 0.9998
+        quantized = as_int8(vector).astype(np.float64)
+        assert float(quantized @ vector) / np.linalg.norm(quantized) >= 0.9998
 
 
 @given(WIDTHS, st.integers(0, 1000))
@@ -44,13 +44,13 @@ def test_bits_are_those_of_sentence_transformers(width: int, seed: int) -> None:
 
     assert (len(unsigned), unsigned.dtype, signed.dtype) == (-(-width // 8), np.uint8, np.int8)
     assert (unsigned.astype(int) - 128 == signed).all()
-    for at, number in enumerate(vector):
-        assert bool(unsigned[at // 8] >> (7 - at % 8) & 1) == (number > 0)
+    for index, number in enumerate(vector):
+        assert bool(unsigned[index // 8] >> (7 - index % 8) & 1) == (number > 0)
     assert not unsigned[-1] & ((1 << (-width % 8)) - 1)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_vector_of_nothing_stays_one(precision: str) -> None:
-    found = PRECISIONS[precision](np.zeros(9, np.float32))  # type: ignore[index]
+    quantized = PRECISIONS[precision](np.zeros(9, np.float32))  # type: ignore[index]
 
-    assert set(found.tolist()) == ({-128} if precision == "binary" else {0})
+    assert set(quantized.tolist()) == ({-128} if precision == "binary" else {0})

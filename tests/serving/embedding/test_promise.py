@@ -41,7 +41,7 @@ def assert_nothing_is_lost_or_doubled(outcome: Overload) -> None:
 
 @pytest.mark.parametrize("devices", DEVICES)
 @pytest.mark.parametrize(
-    "noise", [pytest.param(name, marks=[] if at == 0 else MANY) for at, name in enumerate(NOISES)]
+    "noise", [pytest.param(name, marks=[] if index == 0 else MANY) for index, name in enumerate(NOISES)]
 )
 def test_of_a_hundred_answers_ninety_nine_come_in_time(devices: str, noise: str) -> None:
     for seed in range(max(1, n_examples(2))):
@@ -88,7 +88,7 @@ def test_of_sixty_at_once_forty_eight_are_in_flight_and_in_time_and_twelve_are_r
         client, _ = client_over(devices, Noise(0.0), random.Random(0), SLO_S, depths)
         client.attach(loop)
         await asyncio.sleep(0)
-        asked = [asyncio.ensure_future(client.embed([Tokens([at] * LENGTH)])) for at in range(60)]
+        asked = [asyncio.ensure_future(client.embed([Tokens([token_id] * LENGTH)])) for token_id in range(60)]
         await asyncio.sleep(0.001)
         refused = [each for each in asked if each.done()]
         assert len(refused) == 12

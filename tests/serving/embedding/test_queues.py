@@ -11,7 +11,9 @@ from tests.support.tiers import examples
 
 def manager(*depths: tuple[int, int]) -> QueueManager:
     """Queues by (rank, inputs that they hold)."""
-    queues = [DeviceQueue(f"device {at}", rank, Depth(n, 1 << 30)) for at, (rank, n) in enumerate(depths)]
+    queues = [
+        DeviceQueue(f"device {number}", rank, Depth(n, 1 << 30)) for number, (rank, n) in enumerate(depths)
+    ]
     return QueueManager(queues)
 
 
@@ -59,14 +61,14 @@ def test_a_request_is_placed_whole_within_depths_or_not_at_all(
 ) -> None:
     """None answers the oldest request. What is placed is released in the end, and then nothing is left."""
     queues = QueueManager(
-        [DeviceQueue(f"device {at}", rank, Depth(n, 100 * n)) for at, (rank, n) in enumerate(depths)]
+        [DeviceQueue(f"device {number}", rank, Depth(n, 100 * n)) for number, (rank, n) in enumerate(depths)]
     )
     placed: list[list[tuple[int, int]]] = []
     for step in steps:
         before = [(queue.inputs, queue.tokens) for queue in queues.queues]
         if step is None:
-            for at, size in placed.pop(0) if placed else []:
-                queues.release(at, size)
+            for place, size in placed.pop(0) if placed else []:
+                queues.release(place, size)
             continue
         was_idle = queues.inputs == 0
         places = queues.place(step)
@@ -75,13 +77,13 @@ def test_a_request_is_placed_whole_within_depths_or_not_at_all(
             assert before == [(queue.inputs, queue.tokens) for queue in queues.queues]
             continue
         placed.append(list(zip(places, step, strict=True)))
-        for queue in (queues.queues[at] for at in set(places)):
+        for queue in (queues.queues[index] for index in set(places)):
             within = queue.inputs <= queue.depth.inputs
             assert within or was_idle
             assert queue.tokens <= queue.depth.tokens or queue.inputs == 1 or was_idle
-    for one in placed:
-        for at, size in one:
-            queues.release(at, size)
+    for request in placed:
+        for place, size in request:
+            queues.release(place, size)
     assert queues.inputs == queues.tokens == 0
 
 
@@ -153,8 +155,10 @@ def test_what_is_owed_is_placed_beyond_full_depths_and_nothing_else_is() -> None
 def test_equal_parts_of_all_clients_are_at_most_the_whole(
     depths: list[tuple[int, int]], n_clients: int
 ) -> None:
-    queues = QueueManager([DeviceQueue(f"device {at}", 1, Depth(*one)) for at, one in enumerate(depths)])
-    whole = Depth(sum(one[0] for one in depths), sum(one[1] for one in depths))
+    queues = QueueManager(
+        [DeviceQueue(f"device {number}", 1, Depth(*depth)) for number, depth in enumerate(depths)]
+    )
+    whole = Depth(sum(depth[0] for depth in depths), sum(depth[1] for depth in depths))
     part = Depth(whole.inputs // n_clients, whole.tokens // n_clients)
 
     assert queues.holds(part, n_clients)

@@ -27,7 +27,7 @@ def test_a_plan_comes_back_and_a_twin_reads_it_in_its_own_numbers() -> None:
     assert stored_plan(text, HERE, "x") == PLAN
     twin = stored_plan(text, TWIN)
     assert placed_json(twin, TWIN) == text
-    assert [one.cores for one in twin.instances] != [one.cores for one in PLAN.instances]
+    assert [instance.cores for instance in twin.instances] != [instance.cores for instance in PLAN.instances]
     assert stored_places(text) == [[4, 5], [0]]
 
 

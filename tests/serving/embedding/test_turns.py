@@ -23,8 +23,8 @@ class Item:
 def test_an_input_waits_for_its_own_and_one_turn_of_each_other(owners: list[str]) -> None:
     turns: InputTurns[Item] = InputTurns()
     items = [Item(owner, number) for number, owner in enumerate(owners)]
-    for one in items:
-        turns.join(one)
+    for client_input in items:
+        turns.join(client_input)
 
     taken: list[Item] = []
     while turns:
@@ -32,12 +32,12 @@ def test_an_input_waits_for_its_own_and_one_turn_of_each_other(owners: list[str]
         taken.append(turns.take())
         assert taken[-1] == head
 
-    assert sorted(taken, key=lambda one: one.number) == items
+    assert sorted(taken, key=lambda client_input: client_input.number) == items
     for owner in set(owners):
-        own = [one for one in taken if one.owner == owner]
-        assert own == sorted(own, key=lambda one: one.number)
-        for k, one in enumerate(own):
-            before = taken[: taken.index(one)]
+        own = [client_input for client_input in taken if client_input.owner == owner]
+        assert own == sorted(own, key=lambda client_input: client_input.number)
+        for k, own_input in enumerate(own):
+            before = taken[: taken.index(own_input)]
             for other in set(owners) - {owner}:
                 assert sum(each.owner == other for each in before) <= k + 1
 
@@ -48,7 +48,7 @@ def test_what_waits_again_comes_first_in_its_order() -> None:
     for number in (2, 1):
         turns.rejoin(Item("b", number))
 
-    assert [one.number for one in turns] == [1, 2, 0]
+    assert [client_input.number for client_input in turns] == [1, 2, 0]
     assert [turns.take().number for _ in range(3)] == [1, 2, 0]
     assert not turns
     with pytest.raises(IndexError, match="nothing waits"):

@@ -79,8 +79,8 @@ def test_signals_that_all_of_a_service_get_are_for_the_front(directory: Path) ->
 
     async def use() -> np.ndarray:
         await worker.attach()
-        for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            os.kill(worker.pid, one)
+        for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            os.kill(worker.pid, signal_number)
         return await asyncio.wait_for(worker.embed(inputs_to_bytes(tokens)), 60)
 
     try:
@@ -121,12 +121,12 @@ def test_a_killed_worker_loses_nothing_that_was_not_answered(directory: Path, wh
         answers = await asyncio.wait_for(asyncio.gather(*asked), 60)
         await asyncio.wait_for(restarted(client), 60)  # its end may be noticed after the last answer
         assert client.lanes()[0].n_restarts == 1
-        return [list(one) for one in answers]
+        return [list(vectors) for vectors in answers]
 
     with opened:
         answers = asyncio.run(use(opened.client))
     want = own_vectors(directory)
-    assert all(np.stack(one).tobytes() == want.tobytes() for one in answers)
+    assert all(np.stack(vectors).tobytes() == want.tobytes() for vectors in answers)
 
 
 @pytest.mark.parametrize("device", ["cpu:torch", "cuda:0"])
@@ -183,7 +183,7 @@ def test_two_instances_embed_at_the_same_time(directory: Path) -> None:
     if len(cores) < 2:
         pytest.skip("one core")
     model = load_model(str(directory), "f32", directory.parent / "cache")
-    plan = EmbeddingPlan(tuple(Instance(f"cpu:{at}", (core,)) for at, core in enumerate(cores)))
+    plan = EmbeddingPlan(tuple(Instance(f"cpu:{number}", (core,)) for number, core in enumerate(cores)))
     opened = open_embedding(model, str(directory), "f32", plan, directory.parent / "cache")
     tokens = opened.text.tokens(TEXTS)
 

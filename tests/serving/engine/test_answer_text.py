@@ -20,16 +20,20 @@ def feed(text: str, stop: tuple[str, ...]) -> tuple[list[str], list[int], bool]:
         answer.push(SampledToken(byte))
         piece, begun = answer.take(finished=False)
         pieces.append(piece)
-        tokens += [one.token_id for one in begun]
+        tokens += [token.token_id for token in begun]
         if answer.stopped:
             return pieces, tokens, True
     piece, begun = answer.take(finished=True)
-    return [*pieces, piece], tokens + [one.token_id for one in begun], answer.stopped
+    return [*pieces, piece], tokens + [token.token_id for token in begun], answer.stopped
 
 
 def first_stop(text: str, stop: tuple[str, ...]) -> int | None:
     """The place of the stop string that is complete first, at which the text ends; None: there is none."""
-    ends = [(text.find(one) + len(one), text.find(one)) for one in stop if one in text]
+    ends = [
+        (text.find(stop_string) + len(stop_string), text.find(stop_string))
+        for stop_string in stop
+        if stop_string in text
+    ]
     return min(ends)[1] if ends else None
 
 
@@ -43,7 +47,7 @@ def test_text_ends_before_the_first_stop_string(text: str, stop: tuple[str, ...]
         assert "".join(pieces) == text
         assert bytes(tokens).decode() == text
     else:
-        assert not any(one in "".join(pieces) for one in stop)
+        assert not any(stop_string in "".join(pieces) for stop_string in stop)
         assert "".join(pieces) == text[: len("".join(pieces))]
         assert bytes(tokens).decode() == "".join(pieces)
 

@@ -13,7 +13,7 @@ from phasewise.serving.loaders import load_model
 from phasewise.serving.models.packed_model import FORMATS, PackedModel
 from phasewise.serving.sampling.sampling import GREEDY, SamplingParams
 from phasewise.topology import read_machine
-from phasewise.tuner.plans import PHASES, RankCores, ServicePlan
+from phasewise.tuner.plans import PHASES, LoadBand, RankCores, ServicePlan
 from tests.support.engine_sizes import engine_size
 from tests.support.models.tiny_models import tiny_gguf
 from tests.support.scheduled import POLICIES, any_pool
@@ -114,7 +114,9 @@ def alike() -> list[Submit]:
     beginning = "You are a helpful assistant. " * 2
     prompts = ["a", "hello there", "To be, or not to be", "hello there", "the end"]
     ids = [tuple(3 + byte for byte in (beginning + prompt).encode()) for prompt in prompts]
-    return [Submit(str(index), one, 150, GREEDY, ignore_eos=True) for index, one in enumerate(ids)]
+    return [
+        Submit(str(index), prompt_ids, 150, GREEDY, ignore_eos=True) for index, prompt_ids in enumerate(ids)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -145,6 +147,28 @@ def test_growth_preemption_and_reuse_change_nothing(
     model: PackedModel, alike_alone: dict[str, list[int]], policy: str
 ) -> None:
     assert in_turns(model, plans(), policy) == alike_alone
+
+
+def with_bands(n_ranks: int) -> dict[str, ServicePlan]:
+    """One core for a sequence, two for two or three, one for four and more; as many ranks each time."""
+    two = (CORES * 2)[:2]
+    few = (RankCores(two[:1]),) if n_ranks == 1 else (RankCores(two[:1]), RankCores(two[1:]))
+    many = (RankCores(two),) if n_ranks == 1 else (RankCores(two[1:]), RankCores(two[:1]))
+    bands = LoadBand(2, many), LoadBand(4, few)
+    return {"prefill": ServicePlan("prefill", few), "decode": ServicePlan("decode", few, bands=bands)}
+
+
+@pytest.mark.skipif(len(CORES) < 2, reason="one CPU is allowed: there is nothing to split")
+@pytest.mark.parametrize("n_ranks", [1, 2])
+def test_the_bands_of_a_plan_change_nothing(
+    model: PackedModel, alone: dict[str, list[int]], n_ranks: int
+) -> None:
+    """Answers of different lengths, so that every number of them runs at once on the way to the last."""
+    asked = [replace(request, max_tokens=3 * place + 3) for place, request in enumerate(requests())]
+
+    got = answers(model, asked, with_bands(n_ranks))
+
+    assert got == {request.request_id: alone[request.request_id][: request.max_tokens] for request in asked}
 
 
 @pytest.mark.parametrize("model", ["f32"], indirect=True)

@@ -104,8 +104,8 @@ def test_after_a_hangup_it_goes_on_in_a_new_file(tmp_path: Path, said: list[str]
 
 
 def test_answers_that_end_by_themselves_are_known_and_no_others() -> None:
-    known: list[RealisedLength] = []
-    observer = LengthObserver(known.append, "fake")
+    lengths: list[RealisedLength] = []
+    observer = LengthObserver(lengths.append, "fake")
     with fake_server() as server:
         server.client.observe(observer)
         with connect(server.url) as left:
@@ -116,26 +116,26 @@ def test_answers_that_end_by_themselves_are_known_and_no_others() -> None:
             raw.recv(1)
         server.wait_until_idle()
 
-    assert [(length.output_tokens, length.finish_reason) for length in known] == [(7, "length")]
-    assert known[0].facts == RequestFacts((97,), 0.5, 7, 1, None, "a")
+    assert [(length.output_tokens, length.finish_reason) for length in lengths] == [(7, "length")]
+    assert lengths[0].facts == RequestFacts((97,), 0.5, 7, 1, None, "a")
     assert observer._sent == {}
 
 
 def test_an_observer_that_keeps_tokens_knows_all_of_an_answer() -> None:
-    known: list[RealisedLength] = []
+    lengths: list[RealisedLength] = []
     with fake_server() as server:
-        server.client.observe(LengthObserver(known.append, "fake", keeps_tokens=True))
+        server.client.observe(LengthObserver(lengths.append, "fake", keeps_tokens=True))
         with connect(server.url) as raw:
             raw.sendall(completion(max_tokens=7, temperature=0.5))
             raw.recv(1)
         server.wait_until_idle()
 
-    assert len(known[0].token_ids) == known[0].output_tokens == 7
+    assert len(lengths[0].token_ids) == lengths[0].output_tokens == 7
 
 
 def test_an_observer_knows_the_answers_of_its_model_alone() -> None:
-    known: list[RealisedLength] = []
-    own = LengthObserver(known.append, "one")
+    lengths: list[RealisedLength] = []
+    own = LengthObserver(lengths.append, "one")
     request = Submit("r", (1,), model="other")
     own.sent(request, LENGTH.facts)
     assert own._sent == {}

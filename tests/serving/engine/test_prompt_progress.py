@@ -24,14 +24,14 @@ def test_every_prompt_is_told_to_its_end_in_growing_steps(seed: int) -> None:
         engine.submit(Submit(name, shared[:n_tokens], 3))
     while engine.has_work:
         delivery = engine.step()
-        for one in delivery.progress:
-            assert one.request_id not in begun | left
-            told[one.request_id].append(one)
+        for progress in delivery.progress:
+            assert progress.request_id not in begun | left
+            told[progress.request_id].append(progress)
         begun |= {out.request_id for out in delivery.outs if isinstance(out, Answer)}
         if rng.random() < 0.05 and engine.has_work:
-            gone = rng.choice(sorted(prompts))
-            left.add(gone)
-            engine.abort(gone)
+            aborted = rng.choice(sorted(prompts))
+            left.add(aborted)
+            engine.abort(aborted)
     for name, steps in told.items():
         computed = [step.n_computed for step in steps]
         assert computed == sorted(set(computed))

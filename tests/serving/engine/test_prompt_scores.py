@@ -48,7 +48,7 @@ def requests() -> list[Submit]:
 
 def generated(opened: OpenEngine, requests: list[Submit]) -> dict[str, list[SampledToken]]:
     outs = run_all(opened.engine, *requests)
-    return {name: [token for one in pieces for token in _answer(one).tokens] for name, pieces in outs.items()}
+    return {name: [token for out in pieces for token in _answer(out).tokens] for name, pieces in outs.items()}
 
 
 def _answer(out: object) -> Answer:
@@ -59,30 +59,33 @@ def _answer(out: object) -> Answer:
 def scored(opened: OpenEngine, requests: list[Submit]) -> Scores:
     outs = run_all(opened.engine, *requests)
     for name, pieces in outs.items():
-        assert [_answer(one).prompt is None for one in pieces] == [False, *[True] * (len(pieces) - 1)], name
+        assert [_answer(out).prompt is None for out in pieces] == [False, *[True] * (len(pieces) - 1)], name
     return {name: _answer(pieces[0]).prompt or () for name, pieces in outs.items()}
 
 
-def texts_of(requests: list[Submit], made: dict[str, list[SampledToken]]) -> list[Submit]:
+def texts_of(requests: list[Submit], answers: dict[str, list[SampledToken]]) -> list[Submit]:
     """Prompt and answer together, to be scored; nothing is answered to some."""
     return [
         replace(
-            one,
-            prompt_token_ids=(*one.prompt_token_ids, *(token.token_id for token in made[one.request_id])),
+            request,
+            prompt_token_ids=(
+                *request.prompt_token_ids,
+                *(token.token_id for token in answers[request.request_id]),
+            ),
             max_tokens=place % 2 * 4,
             prompt_logprobs=N_TOP,
         )
-        for place, one in enumerate(requests)
+        for place, request in enumerate(requests)
     ]
 
 
-def is_generation(requests: list[Submit], made: dict[str, list[SampledToken]], scores: Scores) -> bool:
-    for one in requests:
-        tokens = scores[one.request_id]
+def is_generation(requests: list[Submit], answers: dict[str, list[SampledToken]], scores: Scores) -> bool:
+    for request in requests:
+        tokens = scores[request.request_id]
         assert tokens[0] == PromptToken(tokens[0].token_id)
-        assert len(tokens) == len(one.prompt_token_ids) + len(made[one.request_id])
+        assert len(tokens) == len(request.prompt_token_ids) + len(answers[request.request_id])
         told = [SampledToken(token.token_id, token.logprob, token.top) for token in tokens]
-        assert told[len(one.prompt_token_ids) :] == made[one.request_id]
+        assert told[len(request.prompt_token_ids) :] == answers[request.request_id]
     return True
 
 
@@ -91,25 +94,25 @@ def limited(size: EngineSize, **limits: Any) -> EngineSize:
 
 
 @pytest.fixture(scope="module")
-def made(path: Path, requests: list[Submit]) -> dict[str, list[SampledToken]]:
+def answers(path: Path, requests: list[Submit]) -> dict[str, list[SampledToken]]:
     with open_alone(path) as opened:
         return generated(opened, requests)
 
 
 @pytest.fixture(scope="module")
-def alone(path: Path, requests: list[Submit], made: dict[str, list[SampledToken]]) -> Scores:
+def alone(path: Path, requests: list[Submit], answers: dict[str, list[SampledToken]]) -> Scores:
     """Each text scored when nothing else was computed."""
-    found: Scores = {}
+    scores: Scores = {}
     with open_alone(path) as opened:
-        for one in texts_of(requests, made):
-            found |= scored(opened, [one])
-    return found
+        for text in texts_of(requests, answers):
+            scores |= scored(opened, [text])
+    return scores
 
 
 def test_scoring_is_generation(
-    requests: list[Submit], made: dict[str, list[SampledToken]], alone: Scores
+    requests: list[Submit], answers: dict[str, list[SampledToken]], alone: Scores
 ) -> None:
-    assert is_generation(requests, made, alone)
+    assert is_generation(requests, answers, alone)
     for tokens in alone.values():
         for token in tokens[1:]:
             likelier = sum(value > (token.logprob or 0.0) for _, value in token.top)
@@ -121,19 +124,21 @@ def test_scoring_is_generation(
 def test_scores_are_the_same_in_company_and_in_pieces(
     path: Path,
     requests: list[Submit],
-    made: dict[str, list[SampledToken]],
+    answers: dict[str, list[SampledToken]],
     alone: Scores,
     chunk: int,
     kv_policy: str,
 ) -> None:
     """Beside answers whose prompts begin like them, so that there is something to take over."""
     size = limited(size_of(path, kv_slots=2048, kv_policy=kv_policy), max_batch_tokens=chunk)
-    texts = texts_of(requests, made)
-    others = [replace(one, request_id=f"o-{one.request_id}", prompt_logprobs=None) for one in texts]
-    others = [replace(one, max_tokens=200) for one in others]
+    texts = texts_of(requests, answers)
+    others = [replace(text, request_id=f"o-{text.request_id}", prompt_logprobs=None) for text in texts]
+    others = [replace(other, max_tokens=200) for other in others]
     with open_alone(path, size) as opened:
-        outs = run_all(opened.engine, *(one for pair in zip(others, texts, strict=True) for one in pair))
-        assert {one.request_id: _answer(outs[one.request_id][0]).prompt for one in texts} == alone
+        outs = run_all(
+            opened.engine, *(request for pair in zip(others, texts, strict=True) for request in pair)
+        )
+        assert {text.request_id: _answer(outs[text.request_id][0]).prompt for text in texts} == alone
 
 
 def test_a_prompt_that_is_preempted_is_scored_to_its_end(path: Path, alone: Scores) -> None:
@@ -150,16 +155,16 @@ def test_a_prompt_that_is_preempted_is_scored_to_its_end(path: Path, alone: Scor
         assert scheduler.n_computed("text") == 0
         outs = run_all(opened.engine)["text"]
         assert _answer(outs[0]).prompt == alone["p130"]
-        assert [_answer(one).prompt for one in outs[1:]] == [None, None]
+        assert [_answer(out).prompt for out in outs[1:]] == [None, None]
 
 
 def test_scores_are_the_same_with_drafts(
-    path: Path, requests: list[Submit], made: dict[str, list[SampledToken]], alone: Scores
+    path: Path, requests: list[Submit], answers: dict[str, list[SampledToken]], alone: Scores
 ) -> None:
     plans = {plan.phase: plan for plan in plans_of(1)}
     model = load_model(str(path), "native")
     with open_engine(model, plans, size_of(path), pinned=False, drafts=DraftSource()) as opened:
-        assert scored(opened, texts_of(requests, made)) == alone
+        assert scored(opened, texts_of(requests, answers)) == alone
 
 
 @pytest.mark.slow
@@ -172,35 +177,35 @@ def test_scoring_is_generation_in_every_format(
     model = load_model(str(path), weight_format)
     size = limited(size_of(path, kv_format=kv_format), max_batch_tokens=100)
     with open_engine(model, plans, size, pinned=False) as opened:
-        found = generated(opened, requests)
-        assert is_generation(requests, found, scored(opened, texts_of(requests, found)))
+        answers = generated(opened, requests)
+        assert is_generation(requests, answers, scored(opened, texts_of(requests, answers)))
 
 
 @pytest.mark.slow
 def test_scores_are_the_same_from_two_ranks(
-    path: Path, requests: list[Submit], made: dict[str, list[SampledToken]], alone: Scores
+    path: Path, requests: list[Submit], answers: dict[str, list[SampledToken]], alone: Scores
 ) -> None:
     with open_alone(path, n_ranks=2) as opened:
-        assert scored(opened, texts_of(requests, made)) == alone
+        assert scored(opened, texts_of(requests, answers)) == alone
 
 
 def test_scores_are_the_same_from_pools(
-    path: Path, requests: list[Submit], made: dict[str, list[SampledToken]], alone: Scores
+    path: Path, requests: list[Submit], answers: dict[str, list[SampledToken]], alone: Scores
 ) -> None:
     """Such a request is not divided: who answers it computes its prompt."""
-    found: Scores = {}
+    scores: Scores = {}
     with pools(path) as server:
         take = server.take
 
         def watch(out: Answer) -> None:
             if out.prompt is not None:
-                found[out.request_id] = out.prompt
+                scores[out.request_id] = out.prompt
             take(out)
 
         server.take = watch  # type: ignore[method-assign]
-        server.run(texts_of(requests, made))
+        server.run(texts_of(requests, answers))
         assert server.front.counts.divided == 0
-    assert found == alone
+    assert scores == alone
 
 
 def test_a_text_that_is_asked_for_again_is_computed_again(path: Path) -> None:
@@ -228,7 +233,7 @@ def test_logits_that_are_no_numbers_fail_the_request() -> None:
 def test_after_a_loss_a_prompt_is_scored_anew() -> None:
     ranks = FakeRanks()
     engine = make_engine(ranks, max_batch_tokens=16)
-    ids = tuple(97 + at % 26 for at in range(100))
+    ids = tuple(97 + index % 26 for index in range(100))
     engine.submit(Submit("a", ids, 1, prompt_logprobs=2))
     for _ in range(3):
         engine.step()
@@ -244,17 +249,17 @@ def test_after_a_loss_a_prompt_is_scored_anew() -> None:
 def test_rows_may_come_in_any_pieces_and_again(n_tokens: int, n_top: int, rng: random.Random) -> None:
     numbers = np.random.default_rng(rng.randrange(1 << 30))
     logits = numbers.normal(size=(n_tokens, 11)).astype(np.float32)
-    ids = tuple(int(one) for one in numbers.integers(0, 11, n_tokens))
+    ids = tuple(int(token_id) for token_id in numbers.integers(0, 11, n_tokens))
     whole = PromptScores(ids, n_top)
     whole.add(0, logits)
     pieces = PromptScores(ids, n_top)
-    at = 0
-    while at < n_tokens:
+    start = 0
+    while start < n_tokens:
         if rng.random() < 0.2:  # preempted
-            at = 0
-        end = min(n_tokens, at + rng.randrange(1, 12))
-        pieces.add(at, logits[at:end])
-        at = end
+            start = 0
+        end = min(n_tokens, start + rng.randrange(1, 12))
+        pieces.add(start, logits[start:end])
+        start = end
     assert whole.is_whole
     assert pieces.is_whole
     assert pieces.tokens == whole.tokens

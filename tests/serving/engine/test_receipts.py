@@ -78,12 +78,14 @@ def asked(path: Path) -> list[Submit]:
     requests.append(Submit("stop", prompt(40, 3), 60, free, stop=("a", "e", "Z")))
     requests.append(Submit("end", prompt(33, 4), 300, SamplingParams(logit_bias={2: 3.0}, seed=1)))
     requests.append(Submit("long", prompt(20, 9) * 3, 100, SamplingParams(temperature=0.0), ignore_eos=True))
-    return [replace(one, receipt=True) for one in requests]
+    return [replace(request, receipt=True) for request in requests]
 
 
 def receipts(opened: OpenEngine, requests: list[Submit]) -> dict[str, Receipt]:
     outs = run_all(opened.engine, *requests)
-    return {one.request_id: _receipt(opened, one, outs[one.request_id][-1]) for one in requests}
+    return {
+        request.request_id: _receipt(opened, request, outs[request.request_id][-1]) for request in requests
+    }
 
 
 def _receipt(opened: OpenEngine, request: Submit, last: object) -> Receipt:
@@ -100,11 +102,11 @@ def limited(size: EngineSize, **limits: Any) -> EngineSize:
 @pytest.fixture(scope="module")
 def alone(path: Path, asked: list[Submit]) -> dict[str, Receipt]:
     """Of each request, computed when nothing else was."""
-    found: dict[str, Receipt] = {}
+    by_name: dict[str, Receipt] = {}
     with open_alone(path, limited(size_of(path), prefix_reuse=False)) as opened:
         for request in asked:
-            found |= receipts(opened, [request])
-    return found
+            by_name |= receipts(opened, [request])
+    return by_name
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +123,7 @@ def test_every_receipt_is_confirmed(
     alone: dict[str, Receipt], replay: Callable[..., list[ReceiptVerdict]]
 ) -> None:
     """Grammars, penalties, bias, thoughts, stop texts and end tokens included."""
-    assert {one.finish_reason for one in alone.values()} == {"stop", "length"}
+    assert {receipt.finish_reason for receipt in alone.values()} == {"stop", "length"}
     for verdict in replay(alone.values()):
         assert verdict.problems == ()
         assert verdict.first_token is None
@@ -143,7 +145,7 @@ def test_receipts_are_the_same_on_every_instruction_set(
         with isa.using(name):
             with open_alone(path) as opened:
                 assert receipts(opened, asked) == alone
-            assert [one.problems for one in replay(alone.values())] == [()] * len(alone)
+            assert [verdict.problems for verdict in replay(alone.values())] == [()] * len(alone)
 
 
 def test_receipts_are_the_same_with_drafts(
@@ -192,7 +194,10 @@ def test_without_being_asked_there_is_no_evidence(path: Path, asked: list[Submit
 
 def test_scoring_is_generation(path: Path, model: PackedModel, asked: list[Submit]) -> None:
     """One prefill of prompt and answer gives the log-probabilities of generating, equal in every bit."""
-    scored = [replace(one, request_id=f"l-{one.request_id}", sampling=_scored(one.sampling)) for one in asked]
+    scored = [
+        replace(unscored, request_id=f"l-{unscored.request_id}", sampling=_scored(unscored.sampling))
+        for unscored in asked
+    ]
     with open_alone(path) as opened:
         outs = run_all(opened.engine, *scored)
     ranks = LocalRanks(
@@ -200,13 +205,13 @@ def test_scoring_is_generation(path: Path, model: PackedModel, asked: list[Submi
     )
     try:
         for request in scored:
-            pieces = [one for one in outs[request.request_id] if isinstance(one, Answer)]
+            pieces = [out for out in outs[request.request_id] if isinstance(out, Answer)]
             generated = [token for piece in pieces for token in piece.tokens]
             ids = [token.token_id for token in generated]
-            known = len(request.prompt_token_ids) - 1
+            start = len(request.prompt_token_ids) - 1
             whole = (*request.prompt_token_ids, *ids[:-1])
-            rows = ranks.all_logits(Batch("prefill", (SequenceSlice(whole, 0, 0, True),)))[known:]
-            assert [logprobs(row, one, 2) for row, one in zip(rows, ids, strict=True)] == generated
+            rows = ranks.all_logits(Batch("prefill", (SequenceSlice(whole, 0, 0, True),)))[start:]
+            assert [logprobs(row, token_id, 2) for row, token_id in zip(rows, ids, strict=True)] == generated
     finally:
         ranks.close()
 
@@ -248,7 +253,9 @@ def _with_prompt(fields: dict[str, Any], rng: random.Random) -> int | None:
 
 
 def _with_component(fields: dict[str, Any], rng: random.Random) -> int | None:
-    name = rng.choice([one for one in fields["fingerprint"] if one not in ("defaults", "context")])
+    name = rng.choice(
+        [component for component in fields["fingerprint"] if component not in ("defaults", "context")]
+    )
     fields["fingerprint"][name] = "int8" if name == "kv_format" else "other"
     return None
 
@@ -317,8 +324,8 @@ def test_a_model_with_a_byte_changed_confirms_nothing(
     rng, whole = random.Random(42), path.read_bytes()
     with SourceFile(path) as file:
         tensors = list(read_header(file).tensors.values())
-    assert {one.type_name for one in tensors} == {"F32"}
-    short = [one for one in alone.values() if len(one.prompt_token_ids) < 300]
+    assert {entry.type_name for entry in tensors} == {"F32"}
+    short = [receipt for receipt in alone.values() if len(receipt.prompt_token_ids) < 300]
 
     def changed(place: int, bit: int) -> PackedModel:
         data = bytearray(whole)
@@ -331,14 +338,14 @@ def test_a_model_with_a_byte_changed_confirms_nothing(
         tensor = rng.choice(tensors)
         place = tensor.offset + rng.randrange(tensor.n_bytes)
         some = rng.sample(short, RECEIPTS_OF_A_BYTE)
-        honest, forged = some[::2], [one.to_json() for one in some[1::2]]
+        honest, forged = some[::2], [receipt.to_json() for receipt in some[1::2]]
         bit = 7 if place % 4 == 3 else rng.randrange(8)  # no exponent of a number that is none
         for verdict in replayed(changed(place, bit), honest):
             assert any("another weights" in problem for problem in verdict.problems), (tensor, place)
         model = changed(place | 3, 7)  # the sign: offsets are whole float32
         for fields in forged:
             fields["fingerprint"]["weights"] = model.content_hash
-        verdicts = replayed(model, [read_receipt(_forged(one)) for one in forged])
+        verdicts = replayed(model, [read_receipt(_forged(forgery)) for forgery in forged])
         assert not any(verdict.is_confirmed for verdict in verdicts), (tensor, place)
 
 
@@ -388,11 +395,11 @@ def test_an_instruction_set_is_in_the_fingerprint_where_bits_depend_on_it(
     path: Path, weight_format: str
 ) -> None:
     model = load_model(str(path), weight_format)
-    found: dict[str, str] = {}
+    by_isa: dict[str, str] = {}
     for name in isa.usable():
         with isa.using(name):
-            found[name] = fingerprint_of(model, "int16", None, 256).arithmetic
+            by_isa[name] = fingerprint_of(model, "int16", None, 256).arithmetic
             own = weight_format == "bf16" and compute_paths("bf16", 0)[0] != "fma"
-            assert found[name].split("/")[1] == (name if own else "every")
+            assert by_isa[name].split("/")[1] == (name if own else "every")
     if weight_format != "bf16":
-        assert len(set(found.values())) == 1
+        assert len(set(by_isa.values())) == 1

@@ -50,7 +50,7 @@ def test_turns_are_given_in_the_order_in_which_they_are_asked_for() -> None:
             order.append("other")
     thread.join()
     assert order.index("other") < 5
-    places = [index for index, one in enumerate(order) if one == "other"]
+    places = [index for index, name in enumerate(order) if name == "other"]
     assert len(places) == 10
     assert max(b - a for a, b in itertools.pairwise(places)) <= 3
 
@@ -76,10 +76,10 @@ def test_a_request_reaches_the_engine_of_its_model_and_loads_add_up() -> None:
     host.send(Abort("r-unknown"))
     deadline = time.monotonic() + 20
     outs: list[Answer] = []
-    while sum(one.finish_reason is not None for one in outs) < 2:
+    while sum(out.finish_reason is not None for out in outs) < 2:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-        outs = [out for one in list(came) for out in one.outs if isinstance(out, Answer)]
+        outs = [out for delivery in list(came) for out in delivery.outs if isinstance(out, Answer)]
     texts = {name: "".join(out.text for out in outs if out.request_id == f"r-{name}") for name in engines}
     assert texts == {"up": "bcde", "same": "aaaa"}
     assert (host.state, host.is_alive, host.lost) == ("running", True, None)
@@ -87,13 +87,13 @@ def test_a_request_reaches_the_engine_of_its_model_and_loads_add_up() -> None:
     assert came[-1].load.kv_slots == slots
     by_model = came[-1].load.by_model
     assert by_model is not None
-    assert {name: one.kv_slots for name, one in by_model.items()} == {
+    assert {name: load.kv_slots for name, load in by_model.items()} == {
         name: engine.scheduler.pool.n_slots for name, engine in engines.items()
     }
-    slow_steps = {name: one.step_over_tpot_ms for name, one in by_model.items()}
+    slow_steps = {name: load.step_over_tpot_ms for name, load in by_model.items()}
     assert slow_steps["up"] > slow_steps["same"] == 0
     assert came[-1].load.step_over_tpot_ms == slow_steps["up"]
-    assert {one.stats.model for one in came if one.stats is not None} == {"up", "same"}
+    assert {delivery.stats.model for delivery in came if delivery.stats is not None} == {"up", "same"}
     assert host.stop()
     assert host.state == "running" or not host.is_alive
 
@@ -169,7 +169,9 @@ def test_each_model_has_a_fingerprint_of_its_own() -> None:
     opens = {name: partial(_thread_of, engine) for name, engine in engines.items()}
     host = SeveralEngines(opens, lambda delivery: None, lambda: None)
 
-    assert [host.fingerprint(name) for name in engines] == [one.fingerprint for one in engines.values()]
+    assert [host.fingerprint(name) for name in engines] == [
+        model_engine.fingerprint for model_engine in engines.values()
+    ]
 
 
 def _thread_of(engine: Engine, deliver: Deliver, on_lost: Callable[[], None], turn: Turns) -> EngineThread:

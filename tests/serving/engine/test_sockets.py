@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
+import threading
 from dataclasses import replace
 
 import pytest
@@ -17,14 +19,14 @@ HEARD_MS, NOT_HEARD_MS = 5000, 300
 @pytest.mark.parametrize("fault", [None, "another client's key", "another server's key", "no keys"])
 def test_only_a_peer_with_the_keys_is_heard(fault: str | None) -> None:
     keys, others = Keys.new(), Keys.new()
-    known: Keys | None = keys
+    peer_keys: Keys | None = keys
     if fault == "another client's key":
-        known = replace(keys, client_public=others.client_public, client_secret=others.client_secret)
+        peer_keys = replace(keys, client_public=others.client_public, client_secret=others.client_secret)
     elif fault == "another server's key":
-        known = replace(keys, server_public=others.server_public)
+        peer_keys = replace(keys, server_public=others.server_public)
     elif fault == "no keys":
-        known = None
-    with Sockets(keys) as here, Sockets(known) as there:
+        peer_keys = None
+    with Sockets(keys) as here, Sockets(peer_keys) as there:
         listener, endpoint = here.listen(zmq.ROUTER, "tcp://127.0.0.1:*")
         peer = there.connect(zmq.DEALER, endpoint, "me")
         peer.send(b"hello")
@@ -34,6 +36,44 @@ def test_only_a_peer_with_the_keys_is_heard(fault: str | None) -> None:
             assert listener.recv_multipart() == [b"me", b"hello"]
         else:
             assert not listener.poll(NOT_HEARD_MS)
+
+
+@pytest.mark.parametrize("is_encrypted", [False, True])
+def test_what_passes_between_hosts_cannot_be_read_on_the_way(is_encrypted: bool) -> None:
+    """By one who passes it on. Without keys, as on one host, it could be: the test would notice."""
+    keys = Keys.new() if is_encrypted else None
+    said = b"a prompt that is nobody else's " * 20
+    passed: list[bytes] = []
+    with contextlib.ExitStack() as stack:
+        here, there = stack.enter_context(Sockets(keys)), stack.enter_context(Sockets(keys))
+        listener, endpoint = here.listen(zmq.PULL, "tcp://127.0.0.1:*")
+        between = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        passing = threading.Thread(target=pass_on, args=(between, int(endpoint.rpartition(":")[2]), passed))
+        passing.start()
+        peer = there.connect(zmq.PUSH, f"tcp://127.0.0.1:{between.getsockname()[1]}")
+        peer.send(said)
+        assert listener.poll(10_000)
+        assert listener.recv() == said
+        peer.close()
+        listener.close()
+    passing.join(10)
+
+    assert (said[:20] in b"".join(passed)) is not is_encrypted
+    assert sum(map(len, passed)) > len(said)
+
+
+def pass_on(between: socket.socket, port: int, passed: list[bytes]) -> None:
+    """One connection, both ways, until a side closes."""
+    client, _ = between.accept()
+    with client, socket.create_connection(("127.0.0.1", port)) as server:
+        others = {client: server, server: client}
+        while True:
+            for side in select.select([client, server], [], [], 10.0)[0]:
+                part = side.recv(1 << 16)
+                if not part:
+                    return
+                passed.append(part)
+                others[side].sendall(part)
 
 
 def test_keys_are_new_each_time_and_do_not_print_their_secrets() -> None:

@@ -14,10 +14,15 @@ from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.ranks.ranks_contract import KvSettings
 from phasewise.serving.sampling.sampling import GREEDY
 from phasewise.serving.scheduling.scheduler_terms import SchedulerLimits
-from phasewise.tuner.plans import PHASES, RankCores, ServicePlan
+from phasewise.tuner.plans import PHASES, Phase, RankCores, ServicePlan
 from tests.support.guessing import GuessingDrafter
 from tests.support.models import family_models as families
 from tests.support.servers.fake_engine import run_all
+
+pytest.importorskip(
+    "phasewise.cython_kernels._native", reason="the kernels are not built", exc_type=ImportError
+)
+from phasewise.cython_kernels._native import KvMemory
 
 start = pytest.importorskip(
     "phasewise.serving.engine.open_engine", reason="the kernels are not built", exc_type=ImportError
@@ -52,11 +57,11 @@ def tokens(outs: list[object]) -> list[int]:
 @pytest.fixture(scope="module")
 def alone(model: PackedModel) -> dict[str, list[int]]:
     """Every request in an engine of its own, its prompt in one piece."""
-    found = {}
+    answers = {}
     for request in requests():
         with start.open_engine(model, ONE_RANK, size_of(batch_tokens=256, reuse=False)) as opened:
-            found |= {name: tokens(outs) for name, outs in run_all(opened.engine, request).items()}
-    return found
+            answers |= {name: tokens(outs) for name, outs in run_all(opened.engine, request).items()}
+    return answers
 
 
 @pytest.mark.parametrize("slots", [2048, 256])
@@ -65,10 +70,10 @@ def test_company_cuts_and_preemption_change_nothing(
     model: PackedModel, alone: dict[str, list[int]], slots: int, states: int
 ) -> None:
     with start.open_engine(model, ONE_RANK, size_of(slots, states, 7 if slots == 256 else 40)) as opened:
-        found = run_all(opened.engine, *requests())
+        by_name = run_all(opened.engine, *requests())
         opened.engine.scheduler.check()
 
-    assert {name: tokens(outs) for name, outs in found.items()} == alone
+    assert {name: tokens(outs) for name, outs in by_name.items()} == alone
 
 
 @pytest.mark.parametrize("right", [0.0, 0.7, 1.0])
@@ -76,18 +81,18 @@ def test_refused_drafts_leave_no_trace(model: PackedModel, alone: dict[str, list
     with start.open_engine(model, ONE_RANK, size_of(states=30)) as opened:
         drafter = GuessingDrafter(alone, right, model.config.vocab_size)
         opened.engine.drafter = drafter
-        found = run_all(opened.engine, *requests())
+        by_name = run_all(opened.engine, *requests())
         opened.engine.scheduler.check()
 
     assert drafter.n_drafted > 0
-    assert {name: tokens(outs) for name, outs in found.items()} == alone
+    assert {name: tokens(outs) for name, outs in by_name.items()} == alone
 
 
 def test_two_ranks_give_the_same_answers(model: PackedModel, alone: dict[str, list[int]]) -> None:
     with start.open_engine(model, TWO_RANKS, size_of(states=5)) as opened:
-        found = run_all(opened.engine, *requests())
+        by_name = run_all(opened.engine, *requests())
 
-    assert {name: tokens(outs) for name, outs in found.items()} == alone
+    assert {name: tokens(outs) for name, outs in by_name.items()} == alone
 
 
 def test_a_conversation_of_eight_turns_computes_new_tokens_alone(model: PackedModel) -> None:
@@ -110,10 +115,10 @@ def test_equal_prompts_share_their_state(model: PackedModel) -> None:
     prompt = tuple(range(3, 103))
     asked = [Submit(str(i), prompt, 4, GREEDY, ignore_eos=True) for i in range(4)]
     with start.open_engine(model, ONE_RANK, size_of(states=12)) as opened:
-        found = run_all(opened.engine, *asked)
+        by_name = run_all(opened.engine, *asked)
 
         assert opened.engine.scheduler.counts.prefix_tokens_reused == 3 * 99
-    assert len({tuple(tokens(outs)) for outs in found.values()}) == 1
+    assert len({tuple(tokens(outs)) for outs in by_name.values()}) == 1
 
 
 def test_states_are_part_of_the_kv_budget(model: PackedModel) -> None:
@@ -126,9 +131,25 @@ def test_states_are_part_of_the_kv_budget(model: PackedModel) -> None:
         EngineSize.for_many(model, 4, 64, each)
 
 
-def test_pools_are_refused_by_name(model: PackedModel) -> None:
-    with pytest.raises(ServingError, match="pools do not hand over"):
-        EngineSize.for_many(model, 4, 64, None, kv_shared=True)
+@pytest.mark.parametrize("plans", [ONE_RANK, TWO_RANKS])
+def test_states_lie_where_other_processes_find_them(
+    model: PackedModel, alone: dict[str, list[int]], plans: dict[Phase, ServicePlan]
+) -> None:
+    """A state that a sequence left in its place is read through the memory that is shared."""
+    size = size_of(states=12)
+    with start.open_engine(model, plans, replace(size, kv=replace(size.kv, shared=True))) as opened:
+        by_name = run_all(opened.engine, *requests())
+        memory = opened.engine.ranks.kv_share.memory
+
+        assert memory.state_bytes == model.config.state_bytes
+        assert any(any(state_of(memory, place)) for place in range(12))
+    assert {name: tokens(outs) for name, outs in by_name.items()} == alone
+
+
+def state_of(memory: KvMemory, place: int) -> bytearray:
+    state = bytearray(memory.state_bytes)
+    memory.read_state(place, 0, state)
+    return state
 
 
 def test_it_makes_no_vectors(model: PackedModel) -> None:

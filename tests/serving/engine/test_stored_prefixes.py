@@ -149,7 +149,7 @@ def test_what_one_pool_or_number_of_ranks_kept_another_reads(
 ) -> None:
     with opened(model, folder, policy="paged") as first:
         ask(first.engine)
-    with opened(model, folder, n_ranks=2) as second:
+    with opened(model, folder, n_ranks=3) as second:  # they share two KV heads
         again = ask(second.engine)
         longer = ask(second.engine, "b", (*PROMPT, *PROMPT[:200]))
     with opened(model, folder, policy="static") as third:
@@ -265,10 +265,10 @@ def forge(folder: Path, shape: RecordShape) -> int:
     kept = PrefixFolder.open(folder, LIMIT)
     store = PrefixStore(next(iter(heads(kept))).identity, shape, kept, ())
     naming, n_forged = BlockNames(kept.key, next(iter(heads(kept))).identity), 0
-    blocks = {block.name: block for block in store._blocks_in_folder(PROMPT, "", most=None)[0]}
+    blocks = {block.name: block for block in store._blocks_in_folder(PROMPT, "")}
     for name, block in blocks.items():
         buffer = memoryview(bytearray(shape.most_bytes))
-        rows, _ = read_record(naming, shape, block, buffer[: kept.read_into(name, buffer)])
+        rows = read_record(naming, shape, block, buffer[: kept.read_into(name, buffer)])
         kept.write(name, write_record(naming, block, 1.0, bytes(byte ^ 0x11 for byte in rows)))
         n_forged += 1
     return n_forged
@@ -377,14 +377,14 @@ def test_a_folder_that_is_removed_does_no_harm(
 def test_two_engines_share_a_folder_at_once(
     model: PackedModel, folder: Path, computed: tuple[object, ...]
 ) -> None:
-    with opened(model, folder) as one, opened(model, folder, policy="paged") as other:
+    with opened(model, folder) as first, opened(model, folder, policy="paged") as other:
         for number in range(6):
-            for engine in (one.engine, other.engine):
+            for engine in (first.engine, other.engine):
                 assert said(ask(engine, f"r{number}")) == computed
                 ask(engine, f"s{number}", PROMPT[number:])
                 forget(engine)
-        ask(one.engine, "new", PROMPT[::-1])
-        wait_for_writer(one.engine)
+        ask(first.engine, "new", PROMPT[::-1])
+        wait_for_writer(first.engine)
         assert ask(other.engine, "new", PROMPT[::-1]).n_cached == FULL
 
 
@@ -435,15 +435,15 @@ def test_a_pack_is_read_where_it_holds_and_refused_where_it_is_of_another_arithm
     model: PackedModel, tmp_path: Path, computed: tuple[object, ...]
 ) -> None:
     """Rows of a pack that are not the model's are found by the row that is computed again."""
-    with opened(model, None) as one:
-        identity = one.fingerprint.of_keys_and_values
-        layers, slot_bytes = one.model.config.n_layers, 0
-    with opened(model, tmp_path / "any") as one:
-        slot_bytes = one.engine.prefixes._store.shape.slot_bytes
+    with opened(model, None) as running:
+        identity = running.fingerprint.of_keys_and_values
+        layers, slot_bytes = running.model.config.n_layers, 0
+    with opened(model, tmp_path / "any") as running:
+        slot_bytes = running.engine.prefixes._store.shape.slot_bytes
     path = write_pack(tmp_path / "pack", PROMPT, identity, RecordShape(layers, slot_bytes))
-    with opened(model, None, packs=(str(path),)) as one:
-        assert said(ask(one.engine)) == computed
-        assert counts_of(one.engine).refused == {"row": 1}
+    with opened(model, None, packs=(str(path),)) as running:
+        assert said(ask(running.engine)) == computed
+        assert counts_of(running.engine).refused == {"row": 1}
     other = {**identity, "arithmetic": "2/avx512/0"}
     path = write_pack(tmp_path / "pack", PROMPT, other, RecordShape(layers, slot_bytes))
     with pytest.raises(PackError, match=r"of another arithmetic \(2/avx512/0; here 2/every/"):

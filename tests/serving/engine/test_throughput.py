@@ -97,7 +97,7 @@ def test_work_adds_up_however_a_test_is_cut(
     """A pair is its prompt and its answer behind it; bytes of a decode likewise."""
     pair = flops(model, Workload(n_prompt, n_gen, 2, n_depth))
     apart = [Workload(n_prompt, 0, 2, n_depth), Workload(0, n_gen, 2, n_depth + n_prompt)]
-    assert pair == sum(flops(model, one) for one in apart)
+    assert pair == sum(flops(model, workload) for workload in apart)
 
     longer = streamed_bytes(model, Workload(0, n_gen + 1, 2, n_depth), 10)
     halves = [Workload(0, n_gen, 2, n_depth), Workload(0, 1, 2, n_depth + n_gen)]
@@ -115,12 +115,12 @@ def test_work_is_two_operations_a_weight_and_token(model: PackedModel) -> None:
     """Linear layers grow with the tokens; attention with their square; the head with the rows of logits."""
     layers = sum(w.n * w.k for name, w in model.weights.items() if name.startswith("layers."))
     head = model.weights.get("lm_head", model.weights["embed"])
-    one, two = flops(model, Workload(1, 0, 1)), flops(model, Workload(1, 0, 2))
+    single, two = flops(model, Workload(1, 0, 1)), flops(model, Workload(1, 0, 2))
     config = model.config
 
-    assert two == 2 * one
+    assert two == 2 * single
     attention = 4 * config.n_layers * config.n_heads * config.head_dim
-    assert one == 2 * (layers + head.n * head.k) + attention
+    assert single == 2 * (layers + head.n * head.k) + attention
     assert flops(model, Workload(3, 0, 1)) == 2 * (3 * layers + head.n * head.k) + 6 * attention
 
 
@@ -150,11 +150,13 @@ def test_the_rate_of_reading_kv_is_what_the_depth_adds(
     shallow = Workload(0, workload.n_gen, workload.n_sequences)
     more_bytes = workload.n_sequences * workload.n_gen * workload.n_depth * slot_bytes
     times_ns = [round(1e9 * weights_s), round(1e9 * (weights_s + more_bytes / rate))]
-    without, behind = (Throughput(one, (ns,)) for one, ns in zip((shallow, workload), times_ns, strict=True))
+    without, behind = (
+        Throughput(test, (ns,)) for test, ns in zip((shallow, workload), times_ns, strict=True)
+    )
 
-    found = kv_read_rate(behind, without, slot_bytes)
+    kv_rate = kv_read_rate(behind, without, slot_bytes)
 
     rounding_s = 2e-9
-    assert more_bytes / found == pytest.approx(more_bytes / rate, abs=rounding_s) if found else True
-    assert (found > 0) == (times_ns[1] > times_ns[0])
+    assert more_bytes / kv_rate == pytest.approx(more_bytes / rate, abs=rounding_s) if kv_rate else True
+    assert (kv_rate > 0) == (times_ns[1] > times_ns[0])
     assert kv_read_rate(Throughput(workload, (times_ns[0],)), without, slot_bytes) == 0

@@ -25,9 +25,9 @@ MIB = 1 << 20
 LARGE = [Grammar.of_schema({"type": "integer", "multipleOf": 22_011 + index}) for index in range(12)]
 SMALL = [
     Grammar.of_schema(
-        {"type": "object", "properties": {f"k{at}_{key}": {"pattern": "[a-z]{20}"} for key in range(40)}}
+        {"type": "object", "properties": {f"k{index}_{key}": {"pattern": "[a-z]{20}"} for key in range(40)}}
     )
-    for at in range(12)
+    for index in range(12)
 ]
 
 
@@ -63,7 +63,7 @@ def test_what_is_counted_is_what_all_of_them_take(prover: ConfinedProcess, gramm
     taken = allocated() - before
 
     assert not isinstance(first, str)
-    assert not any(isinstance(one, str) for one in kept)
+    assert not any(isinstance(compiled, str) for compiled in kept)
     assert sum(counted(prover, grammar) for grammar in grammars) == pytest.approx(taken, rel=0.2)
 
 

@@ -35,11 +35,11 @@ class GatedCompiler:
 
     tokens = TokenView(1, frozenset(), frozenset(), lambda _token_id: b"", lambda _text, _special: [])
 
-    def __init__(self, *known: str) -> None:
+    def __init__(self, *cached: str) -> None:
         self.begun: list[str] = []
         self.is_begun = threading.Semaphore(0)
         self.gate = threading.Semaphore(0)
-        self._known = known
+        self._known = cached
 
     def known(self, grammar: Grammar) -> FakeGuide | None:
         return FakeGuide(grammar.text) if grammar.text in self._known else None
@@ -85,62 +85,62 @@ class Asking:
 
 
 @contextmanager
-def asking(*known: str) -> Iterator[Asking]:
-    one = Asking(GatedCompiler(*known))
-    one.thread.start()
+def asking(*cached: str) -> Iterator[Asking]:
+    asker = Asking(GatedCompiler(*cached))
+    asker.thread.start()
     try:
-        yield one
+        yield asker
     finally:
-        one.thread.stop()
-        one.compiler.gate.release(1000)
+        asker.thread.stop()
+        asker.compiler.gate.release(1000)
 
 
 def test_who_asks_is_not_held_up_and_another_client_waits_for_one_grammar() -> None:
-    with asking() as one:
+    with asking() as asker:
         for index in range(28):
-            one.want(f"greedy {index}", "greedy")  # returns, although nothing may be compiled yet
-        assert one.compiler.is_begun.acquire(timeout=PATIENCE_S)
-        one.want("other", "other")
-        one.compiler.gate.release(29)
-        one.wait(29)
+            asker.want(f"greedy {index}", "greedy")  # returns, although nothing may be compiled yet
+        assert asker.compiler.is_begun.acquire(timeout=PATIENCE_S)
+        asker.want("other", "other")
+        asker.compiler.gate.release(29)
+        asker.wait(29)
 
-        assert one.compiler.begun[:3] == ["greedy 0", "greedy 1", "other"]
-        assert one.came == {name: name for name in one.compiler.begun}
+        assert asker.compiler.begun[:3] == ["greedy 0", "greedy 1", "other"]
+        assert asker.came == {name: name for name in asker.compiler.begun}
 
 
 def test_a_known_grammar_waits_for_nobody() -> None:
-    with asking("known") as one:
-        one.want("slow", "greedy")
-        assert one.compiler.is_begun.acquire(timeout=PATIENCE_S)
-        one.want("quick", "other", "known")
+    with asking("known") as asker:
+        asker.want("slow", "greedy")
+        assert asker.compiler.is_begun.acquire(timeout=PATIENCE_S)
+        asker.want("quick", "other", "known")
 
-        assert one.came == {"quick": "known"}
+        assert asker.came == {"quick": "known"}
 
 
 @pytest.mark.parametrize("name", ["compiling", "waiting"])
 def test_a_request_that_has_ended_gets_no_guide(name: str) -> None:
-    with asking() as one:
-        one.want("compiling")
-        assert one.compiler.is_begun.acquire(timeout=PATIENCE_S)
-        one.want("waiting")
-        one.thread.forget(name)
-        one.want("last")
-        one.compiler.gate.release(3)
-        one.wait(2)
+    with asking() as asker:
+        asker.want("compiling")
+        assert asker.compiler.is_begun.acquire(timeout=PATIENCE_S)
+        asker.want("waiting")
+        asker.thread.forget(name)
+        asker.want("last")
+        asker.compiler.gate.release(3)
+        asker.wait(2)
 
-        assert set(one.came) == {"compiling", "waiting", "last"} - {name}
+        assert set(asker.came) == {"compiling", "waiting", "last"} - {name}
 
 
 def test_a_grammar_that_fails_ends_its_own_request_alone() -> None:
-    with asking() as one:
-        one.compiler.gate.release(3)
+    with asking() as asker:
+        asker.compiler.gate.release(3)
         for name in ("refused", "broken", "good"):
-            one.want(name)
-        one.wait(3)
+            asker.want(name)
+        asker.wait(3)
 
-        assert isinstance(one.came["refused"], RequestError)
-        assert isinstance(one.came["broken"], StepFailed)
-        assert one.came["good"] == "good"
+        assert isinstance(asker.came["refused"], RequestError)
+        assert isinstance(asker.came["broken"], StepFailed)
+        assert asker.came["good"] == "good"
 
 
 @examples(100)
@@ -153,6 +153,6 @@ def test_every_number_of_an_answer_crosses_to_the_front(tops: list[float], logpr
     read = read_from_instance(write(told))
 
     assert isinstance(read, Told)
-    found = read.answers[0].tokens[0]
-    pairs = zip([*found.top, (0, found.logprob)], [*token.top, (0, token.logprob)], strict=True)
+    read_token = read.answers[0].tokens[0]
+    pairs = zip([*read_token.top, (0, read_token.logprob)], [*token.top, (0, token.logprob)], strict=True)
     assert all(a == b or (a is not None and b is not None and math.isnan(a + b)) for (_, a), (_, b) in pairs)

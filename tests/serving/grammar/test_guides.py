@@ -125,7 +125,7 @@ def test_log_probabilities_stay_the_models_own() -> None:
 def test_guided_and_free_rows_share_a_batch_without_seeing_each_other() -> None:
     logits = np.stack([logits_of(np.random.default_rng(seed)) for seed in range(3)])
     guide = compiler().compile(Grammar.of_choices(["x", "y"]))
-    samplers = [Sampler(GREEDY, (), VOCAB_SIZE, one) for one in (None, guide.fresh(), None)]
+    samplers = [Sampler(GREEDY, (), VOCAB_SIZE, row_guide) for row_guide in (None, guide.fresh(), None)]
     before = logits.copy()
 
     rows = sample_rows(logits, samplers)
@@ -246,7 +246,7 @@ def test_a_schema_bomb_is_refused_in_one_line_or_harmless(name: str) -> None:
     assert why is None or (len(why) < 500 and "\n" not in why)
 
 
-@pytest.mark.parametrize("pattern", PATTERNS, ids=lambda one: one[:20])
+@pytest.mark.parametrize("pattern", PATTERNS, ids=lambda pattern: pattern[:20])
 def test_a_pattern_bomb_is_refused_in_one_line_or_harmless(pattern: str) -> None:
     why = _refusal(lambda: Grammar.of_pattern(pattern))
 
@@ -293,10 +293,10 @@ def test_without_end_tokens_there_are_no_guides() -> None:
 
 
 def test_threads_that_ask_for_one_grammar_all_get_it() -> None:
-    found: list[Guide] = []
+    compiled: list[Guide] = []
     fresh = GuideCompiler(TokenView(VOCAB_SIZE, frozenset({END}), frozenset({END}), piece, encode))
     threads = [
-        threading.Thread(target=lambda: found.append(fresh.compile(Grammar.of_schema(PERSON))))
+        threading.Thread(target=lambda: compiled.append(fresh.compile(Grammar.of_schema(PERSON))))
         for _ in range(6)
     ]
     for thread in threads:
@@ -304,8 +304,8 @@ def test_threads_that_ask_for_one_grammar_all_get_it() -> None:
     for thread in threads:
         thread.join()
 
-    assert len(found) == 6
-    assert all(answer(guide, 3) == answer(found[0], 3) for guide in found)
+    assert len(compiled) == 6
+    assert all(answer(guide, 3) == answer(compiled[0], 3) for guide in compiled)
 
 
 def _together(n_patterns: int, keyword: str = "allOf") -> dict[str, object]:

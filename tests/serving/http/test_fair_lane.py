@@ -19,19 +19,22 @@ from tests.support.tiers import examples
 
 @contextmanager
 def lane(n_threads: int = 1, most_waiting: int = 100) -> Iterator[FairLane]:
-    one = FairLane("work", n_threads, most_waiting)
+    fair_lane = FairLane("work", n_threads, most_waiting)
     try:
-        yield one
+        yield fair_lane
     finally:
-        one.close()
+        fair_lane.close()
 
 
-async def _queued(one: FairLane, clients: str, blocked: threading.Event) -> list[str]:
+async def _queued(fair_lane: FairLane, clients: str, blocked: threading.Event) -> list[str]:
     """The order in which jobs are done that were asked for in the order of `clients`, all behind another."""
     done: list[str] = []
-    first = asyncio.ensure_future(one.run("first", blocked.wait))
+    first = asyncio.ensure_future(fair_lane.run("first", blocked.wait))
     await asyncio.sleep(0)
-    rest = [asyncio.ensure_future(one.run(client, lambda c=client: done.append(c))) for client in clients]  # type: ignore[misc]
+    rest = [
+        asyncio.ensure_future(fair_lane.run(client, lambda c=client: done.append(c)))  # type: ignore[misc]
+        for client in clients
+    ]
     await asyncio.sleep(0)
     blocked.set()
     await asyncio.gather(first, *rest)
@@ -42,8 +45,8 @@ async def _queued(one: FairLane, clients: str, blocked: threading.Event) -> list
 @given(clients=st.text("abcd", min_size=1, max_size=30))
 def test_clients_take_turns(clients: str) -> None:
     """After k rounds each client has had k jobs done, or all it had."""
-    with lane() as one:
-        done = asyncio.run(_queued(one, clients, threading.Event()))
+    with lane() as fair_lane:
+        done = asyncio.run(_queued(fair_lane, clients, threading.Event()))
 
     had = Counter(clients)
     assert Counter(done) == had
@@ -66,9 +69,9 @@ def test_no_more_jobs_run_than_there_are_threads() -> None:
             running -= 1
 
     async def all_of_them() -> None:
-        await asyncio.gather(*(one.run(str(index % 3), work) for index in range(30)))
+        await asyncio.gather(*(fair_lane.run(str(index % 3), work) for index in range(30)))
 
-    with lane(n_threads=2) as one:
+    with lane(n_threads=2) as fair_lane:
         asyncio.run(all_of_them())
 
     assert most == 2
@@ -77,18 +80,18 @@ def test_no_more_jobs_run_than_there_are_threads() -> None:
 def test_where_too_many_wait_the_longest_queue_gives_way() -> None:
     async def scene() -> tuple[list[bool], bool]:
         blocked = threading.Event()
-        first = asyncio.ensure_future(one.run("first", blocked.wait))
+        first = asyncio.ensure_future(fair_lane.run("first", blocked.wait))
         await asyncio.sleep(0)
-        greedy = [asyncio.ensure_future(one.run("greedy", bool)) for _ in range(6)]
+        greedy = [asyncio.ensure_future(fair_lane.run("greedy", bool)) for _ in range(6)]
         await asyncio.sleep(0)
-        modest = asyncio.ensure_future(one.run("modest", bool))
+        modest = asyncio.ensure_future(fair_lane.run("modest", bool))
         await asyncio.sleep(0)
         blocked.set()
         ended = await asyncio.gather(*greedy, return_exceptions=True)
         await first
-        return [isinstance(one, QueueFull) for one in ended], await modest
+        return [isinstance(outcome, QueueFull) for outcome in ended], await modest
 
-    with lane(most_waiting=4) as one:
+    with lane(most_waiting=4) as fair_lane:
         refused, modest = asyncio.run(scene())
 
     assert refused == [False, False, False, True, True, True]
@@ -98,19 +101,19 @@ def test_where_too_many_wait_the_longest_queue_gives_way() -> None:
 def test_a_wait_that_is_given_up_leaves_the_queue() -> None:
     async def scene() -> int:
         blocked = threading.Event()
-        first = asyncio.ensure_future(one.run("first", blocked.wait))
+        first = asyncio.ensure_future(fair_lane.run("first", blocked.wait))
         await asyncio.sleep(0)
-        waiting = asyncio.ensure_future(one.run("a", pytest.fail))
+        waiting = asyncio.ensure_future(fair_lane.run("a", pytest.fail))
         await asyncio.sleep(0)
         waiting.cancel()
         await asyncio.sleep(0)
-        left = one.n_waiting
+        left = fair_lane.n_waiting
         blocked.set()
         await first
-        assert await one.run("b", lambda: 7) == 7
+        assert await fair_lane.run("b", lambda: 7) == 7
         return left
 
-    with lane() as one:
+    with lane() as fair_lane:
         assert asyncio.run(scene()) == 0
 
 
@@ -121,8 +124,8 @@ def test_work_that_fails_frees_its_thread() -> None:
     async def scene() -> int:
         for _ in range(3):
             with pytest.raises(ValueError, match="mine"):
-                await one.run("a", fail)
-        return await one.run("a", lambda: 7)
+                await fair_lane.run("a", fail)
+        return await fair_lane.run("a", lambda: 7)
 
-    with lane() as one:
+    with lane() as fair_lane:
         assert asyncio.run(scene()) == 7

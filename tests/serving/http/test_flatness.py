@@ -25,19 +25,19 @@ def samples(y: np.ndarray, rise: float = 0.0) -> list[tuple[float, float]]:
 
 @pytest.mark.parametrize("rise", [-0.3, 0.0, 0.08, 2.0])
 def test_a_line_without_noise_is_found(rise: float) -> None:
-    found = flatness.slope(samples(np.zeros(800), rise))
+    slope = flatness.slope(samples(np.zeros(800), rise))
 
-    assert found.value == pytest.approx(rise, abs=1e-9)
-    assert found.low == pytest.approx(rise, abs=1e-9)
-    assert found.high == pytest.approx(rise, abs=1e-9)
+    assert slope.value == pytest.approx(rise, abs=1e-9)
+    assert slope.low == pytest.approx(rise, abs=1e-9)
+    assert slope.high == pytest.approx(rise, abs=1e-9)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rise", [0.0, 0.05])
 def test_the_interval_holds_the_truth_about_as_often_as_it_says(rise: float) -> None:
-    found = [flatness.slope(samples(0.1 * walk(seed, 0.8), rise)) for seed in range(20)]
+    slopes = [flatness.slope(samples(0.1 * walk(seed, 0.8), rise)) for seed in range(20)]
 
-    assert sum(one.low <= rise <= one.high for one in found) >= 16
+    assert sum(slope.low <= rise <= slope.high for slope in slopes) >= 16
 
 
 def resident(seed: int, bytes_a_request: float) -> list[tuple[float, float]]:
@@ -62,10 +62,10 @@ def test_a_load_of_which_nothing_is_kept_is_flat(seed: int) -> None:
 @pytest.mark.parametrize("bytes_a_request", [24, 40, 1000])
 def test_one_block_kept_of_every_request_is_not(bytes_a_request: float, seed: int) -> None:
     """An integer in a list is 40 bytes; the least leak that is always found beside this noise is 24."""
-    found = flatness.slope(resident(seed, bytes_a_request))
+    slope = flatness.slope(resident(seed, bytes_a_request))
 
-    assert not found.is_zero_within_noise
-    assert not flatness.is_flat(found)
+    assert not slope.is_zero_within_noise
+    assert not flatness.is_flat(slope)
 
 
 def test_one_late_step_is_no_slope() -> None:

@@ -23,7 +23,7 @@ def test_adapters_are_named_by_their_model_and_alone_where_that_is_clear() -> No
     assert poet.names == ("tiny:poet", "models/tiny:poet", "poet")
     assert fake.names == ("tiny:fake", "models/tiny:fake")
     assert (poet.engine_id, poet.adapter, poet.parent) == ("tiny", "poet", "tiny")
-    cards = [ListedModel(one.model_id, one.names, 0, 0, None, one).card() for one in (poet, own)]
+    cards = [ListedModel(model.model_id, model.names, 0, 0, None, model).card() for model in (poet, own)]
     assert cards[0]["parent"] == "tiny"
     assert "parent" not in cards[1]
 

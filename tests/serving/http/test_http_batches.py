@@ -68,7 +68,7 @@ def slow_down(server: FakeServer, step_s: float) -> None:
 def read(client: openai.OpenAI, file_id: str | None) -> list[dict[str, Any]]:
     if file_id is None:
         return []
-    return [json.loads(one) for one in client.files.content(file_id).read().splitlines()]
+    return [json.loads(record) for record in client.files.content(file_id).read().splitlines()]
 
 
 def test_every_line_is_answered_in_order_and_faults_go_to_the_error_file(server: FakeServer) -> None:
@@ -90,7 +90,7 @@ def test_every_line_is_answered_in_order_and_faults_go_to_the_error_file(server:
     counts = batch.request_counts
     assert (counts.total, counts.completed, counts.failed) == (45, 40, 5)
     answers, faults = read(client, batch.output_file_id), read(client, batch.error_file_id)
-    assert [one["custom_id"] for one in answers] == [f"n{at}" for at in range(40)]
+    assert [record["custom_id"] for record in answers] == [f"n{index}" for index in range(40)]
     for answer in answers:
         alone = client.completions.create(
             model="fake", prompt=f"say {answer['custom_id']}", max_tokens=3, temperature=0
@@ -98,7 +98,7 @@ def test_every_line_is_answered_in_order_and_faults_go_to_the_error_file(server:
         assert answer["response"]["status_code"] == 200
         assert answer["response"]["body"]["choices"][0]["text"] == alone.choices[0].text
     assert [fault["custom_id"] for fault in faults] == [None, "n0", "other", "streamed", "wrong"]
-    assert [one["error"]["message"].split(":")[0] for one in faults[:4]] == [
+    assert [fault["error"]["message"].split(":")[0] for fault in faults[:4]] == [
         "line 42",
         "line 43",
         "line 44",
@@ -115,9 +115,9 @@ def test_lists_have_pages_and_files_go(server: FakeServer) -> None:
     for batch_id in batches:
         ended(client, batch_id)
 
-    assert [one.id for one in client.batches.list(limit=2)] == batches[::-1], "page by page"
+    assert [batch.id for batch in client.batches.list(limit=2)] == batches[::-1], "page by page"
     page = client.batches.list(limit=2, after=batches[3])
-    assert ([one.id for one in page.data], page.has_more) == (batches[2:0:-1], True)
+    assert ([batch.id for batch in page.data], page.has_more) == (batches[2:0:-1], True)
     files = client.files.list(purpose="batch").data
     assert len(files) == 5
     assert len(client.files.list().data) == 10
@@ -130,23 +130,23 @@ def test_lists_have_pages_and_files_go(server: FakeServer) -> None:
 
 
 def test_a_key_sees_nothing_of_another(server: FakeServer) -> None:
-    one, two = client_of(server), client_of(server, "two")
-    batch = begin(one, line("a"))
+    owner, stranger = client_of(server), client_of(server, "two")
+    batch = begin(owner, line("a"))
 
-    assert (two.batches.list().data, two.files.list().data) == ([], [])
+    assert (stranger.batches.list().data, stranger.files.list().data) == ([], [])
     for refused in (
-        lambda: two.batches.retrieve(batch.id),
-        lambda: two.batches.cancel(batch.id),
-        lambda: two.files.content(batch.input_file_id),
-        lambda: two.files.delete(batch.input_file_id),
-        lambda: two.batches.create(
+        lambda: stranger.batches.retrieve(batch.id),
+        lambda: stranger.batches.cancel(batch.id),
+        lambda: stranger.files.content(batch.input_file_id),
+        lambda: stranger.files.delete(batch.input_file_id),
+        lambda: stranger.batches.create(
             input_file_id=batch.input_file_id, endpoint=ENDPOINT, completion_window="24h"
         ),
     ):
         with pytest.raises(openai.NotFoundError):
             refused()
     assert httpx.get(f"{server.url}/v1/files").status_code == 401
-    assert ended(one, batch.id).status == "completed"
+    assert ended(owner, batch.id).status == "completed"
 
 
 def test_a_batch_is_cancelled_and_what_was_not_answered_says_so(server: FakeServer) -> None:
@@ -261,7 +261,7 @@ def test_a_batch_goes_on_after_ten_restarts_and_every_line_is_answered_once(tmp_
                 answers = read(client, batch.output_file_id)
     assert n_done == sorted(n_done), "no answer is lost"
     assert (batch.request_counts.completed, batch.request_counts.failed) == (200, 0)
-    assert [answer["custom_id"] for answer in answers] == [f"n{at}" for at in range(200)]
+    assert [answer["custom_id"] for answer in answers] == [f"n{index}" for index in range(200)]
 
 
 def test_others_get_their_answers_while_a_batch_fills_the_server(server: FakeServer) -> None:

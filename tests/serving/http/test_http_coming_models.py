@@ -33,14 +33,14 @@ def test_drawn_requests_get_their_models_within_the_budget() -> None:
         with fake_folder(sizes, 20, keep_s) as server:
             folder = server.folder
 
-            def ask(one: tuple[str, str, int], server: FolderServer = server) -> str:
-                answer = server.complete(*one, stream=False)
+            def ask(request: tuple[str, str, int], server: FolderServer = server) -> str:
+                answer = server.complete(*request, stream=False)
                 assert answer.status_code == 200, answer.text
                 return str(answer.json()["choices"][0]["text"])
 
             with ThreadPoolExecutor(rng.randrange(1, 5)) as clients:
                 texts = list(clients.map(ask, asked))
-            assert texts == [said_by(*one) for one in asked]
+            assert texts == [said_by(*request) for request in asked]
             assert 0 < folder.most_bytes <= 20
             assert folder.closed_while_computing == 0
             counts = server.shelf.counts
@@ -70,7 +70,7 @@ def test_a_model_that_answers_stays_and_whoever_waits_gets_its_room_then() -> No
             assert server.states()["a"] == "loaded"
             assert list(server.folder.opened) == ["a"]
             gate.set()
-            answers = [one.result().json()["choices"][0]["text"] for one in (first, other, again)]
+            answers = [future.result().json()["choices"][0]["text"] for future in (first, other, again)]
     assert answers == [said_by("a", "b", 5), said_by("b", "c", 5), said_by("a", "d", 5)]
     assert server.folder.most_bytes == 10
 
@@ -124,7 +124,7 @@ def test_a_stream_shows_life_while_its_model_is_loaded(path: str) -> None:
     for name, last in (("a", ends.get(path, b"[DONE]")), ("x", b"it is damaged")):
         with fake_folder({"a": 10, "x": 10}, 20, limits=QUICK) as server:
             gate = threading.Event()
-            server.folder.before_measure = lambda one=gate: one.wait(20)  # type: ignore[misc]
+            server.folder.before_measure = lambda own_gate=gate: own_gate.wait(20)  # type: ignore[misc]
             asked = {"model": name, "stream": True, **fields}  # type: ignore[dict-item]
             with httpx.stream("POST", f"{server.url}{path}", json=asked, timeout=20) as answer:
                 assert answer.status_code == 200

@@ -9,7 +9,10 @@ from collections import Counter
 import httpx
 import pytest
 
+from phasewise.serving.engine.messages import Answer, Submit
+from phasewise.serving.http.http_settings import RequestFacts
 from phasewise.serving.http.monitoring.access_log import AccessLog
+from phasewise.serving.http.monitoring.metrics import Gauges, Metrics
 from phasewise.serving.http.routes.app import Surroundings
 from tests.support.servers.fake_server import fake_server
 from tests.support.servers.rude_clients import connect, read_to_end, until
@@ -39,8 +42,8 @@ class Observed:
 
 def counted(url: str) -> Counter[tuple[str, int]]:
     text = httpx.get(f"{url}/metrics").text
-    found = re.findall(r'^phasewise_http_responses_total{path="(.*?)",status="(\d+)"} (\S+)$', text, re.M)
-    return Counter({(path, int(status)): int(float(n)) for path, status, n in found if path != "/metrics"})
+    samples = re.findall(r'^phasewise_http_responses_total{path="(.*?)",status="(\d+)"} (\S+)$', text, re.M)
+    return Counter({(path, int(status)): int(float(n)) for path, status, n in samples if path != "/metrics"})
 
 
 @pytest.mark.parametrize("broken", BROKEN)
@@ -83,3 +86,13 @@ def test_what_a_connection_answers_before_any_request_has_no_path() -> None:
 
         assert said.startswith(b"HTTP/1.1 400")
         assert counted(server.url) == {("none", 400): 1}
+
+
+def test_tokens_that_were_held_back_and_sampled_again_count_once() -> None:
+    """After a loss an answer goes on from what was given out: fewer tokens are told than before."""
+    metrics = Metrics(Gauges())
+    metrics.sent(Submit("r", (1,)), RequestFacts((1,), 0.0, None, 1, None))
+    for n_generated, reason in ((1, None), (4, None), (3, None), (4, None), (5, "stop")):
+        metrics.delivered((Answer("r", "", (), n_generated, 0, reason),), None)  # type: ignore[arg-type]
+
+    assert "phasewise_generated_tokens_total 5.0" in metrics.exposition().decode().splitlines()

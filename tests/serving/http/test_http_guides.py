@@ -61,7 +61,7 @@ def test_a_chat_answer_follows_its_schema_in_every_choice(api: openai.OpenAI, te
         assert said["size"] in ("small", "large")
         assert isinstance(said["ok"], bool)
         assert choice.logprobs is not None
-        assert "".join(one.token for one in choice.logprobs.content or []) == choice.message.content
+        assert "".join(scored.token for scored in choice.logprobs.content or []) == choice.message.content
 
 
 def test_streamed_text_adds_up_to_the_whole_answer(api: openai.OpenAI) -> None:

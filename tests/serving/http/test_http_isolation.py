@@ -86,7 +86,7 @@ def test_one_key_leaves_places_for_the_others() -> None:
         served = many(server, 8, KEYS[1], max_tokens=1)
         too_many = many(server, 25, KEYS[1], max_tokens=1)
 
-        assert [one.result().status_code for one in greedy] == [200, 200]
+        assert [future.result().status_code for future in greedy] == [200, 200]
         assert many(server, 24, KEYS[0], max_tokens=1).status_code == 200
     assert (refused.status_code, served.status_code, too_many.status_code) == (429, 200, 400)
     assert int(refused.headers["retry-after"]) >= 1

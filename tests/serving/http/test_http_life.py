@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from dataclasses import replace
+from typing import Literal
 
 import httpx
 import pytest
@@ -70,8 +71,8 @@ def test_at_the_end_readiness_goes_first_and_answers_in_progress_are_finished() 
             threading.Thread(target=lambda stream=stream: answers.append(post(server, stream=stream)))  # type: ignore[misc]
             for stream in (True, False)
         ]
-        for one in asking:
-            one.start()
+        for thread in asking:
+            thread.start()
         until(lambda: server.client.n_live == 2, "they were not sent on")
 
         server.server.end()
@@ -80,8 +81,8 @@ def test_at_the_end_readiness_goes_first_and_answers_in_progress_are_finished() 
         assert httpx.get(f"{server.url}/health").status_code == 200
         late = post(server)
         gate.lift()
-        for one in asking:
-            one.join(20)
+        for thread in asking:
+            thread.join(20)
 
         assert late.status_code == 503
         assert late.json()["error"]["code"] == "server_stopping"
@@ -155,16 +156,19 @@ def test_an_engine_that_gives_up_is_neither_healthy_nor_ready() -> None:
         assert post(server).json()["error"]["code"] == "engine_stopped"
 
 
-def test_while_ranks_are_replaced_it_is_alive_and_not_ready() -> None:
+@pytest.mark.parametrize("state", ["starting", "replacing"])
+def test_while_nothing_can_compute_it_is_alive_and_not_ready(state: Literal["starting", "replacing"]) -> None:
+    """Instances that load their model, and ranks or instances that have died and come again."""
     with fake_server() as server:
-        server.thread.state = "replacing"
+        server.thread.state = state
 
-        assert ready(server) == (503, "replacing")
+        assert ready(server) == (503, state)
+        assert "phasewise_ready 0.0" in _metrics(server)
         assert httpx.get(f"{server.url}/health").status_code == 200
         server.thread.state = "running"
 
 
-def test_a_reply_that_is_not_streamed_runs_again_when_a_rank_dies_and_a_stream_is_told() -> None:
+def test_a_reply_runs_again_and_a_stream_goes_on_when_a_rank_dies() -> None:
     with fake_server() as server:
         gate = Gate(server)
         answers: list[httpx.Response] = []
@@ -186,8 +190,28 @@ def test_a_reply_that_is_not_streamed_runs_again_when_a_rank_dies_and_a_stream_i
         assert answers[0].status_code == 200
         assert answers[0].json()["choices"][0]["text"].startswith("bcdefg")
         assert answers[0].json()["usage"]["completion_tokens"] == 400
-        assert b"rank_lost" in said
-        assert "phasewise_ranks_replaced_total 1.0" in _metrics(server)
+        assert b"rank_lost" not in said
+        assert said.count(b'"text"') >= 400
+        assert b"[DONE]" in said
+        for name in ("ranks_replaced", "answers_continued"):
+            assert f"phasewise_{name}_total 1.0" in _metrics(server), name
+
+
+def test_a_request_of_which_nothing_was_given_out_runs_again_and_is_counted() -> None:
+    with fake_server() as server:
+        gate = Gate(server)
+        answers: list[httpx.Response] = []
+        gate.shut()
+        asking = threading.Thread(target=lambda: answers.append(post(server, temperature=0)))
+        asking.start()
+        until(lambda: server.client.n_live == 1, "it was not sent on")
+        server.ranks.lose()
+        gate.lift()
+        asking.join(20)
+
+        assert answers[0].status_code == 200
+        assert answers[0].json()["usage"]["completion_tokens"] == 400
+        assert "phasewise_requests_rerun_total 1.0" in _metrics(server)
 
 
 def test_metrics_tell_what_the_pool_and_the_scheduler_count() -> None:

@@ -30,24 +30,24 @@ def asked(running: tuple[FakeServer, ScriptedRanks], **fields: Any) -> httpx.Res
 
 def events_of(response: httpx.Response) -> list[Any]:
     """Each validated, under its own name; blocks open and close in order."""
-    found = []
+    raw_events = []
     for frame in response.text.split("\n\n"):
         name, _, data = frame.partition("\ndata: ")
         if data:
-            found.append(json.loads(data))
-            assert name == f"event: {found[-1]['type']}"
+            raw_events.append(json.loads(data))
+            assert name == f"event: {raw_events[-1]['type']}"
     n_open = 0
-    for event in found:
+    for event in raw_events:
         n_open += (event["type"] == "content_block_start") - (event["type"] == "content_block_stop")
         assert n_open in (0, 1)
     assert n_open == 0
-    return [EVENTS.validate_python(one) for one in found]
+    return [EVENTS.validate_python(raw_event) for raw_event in raw_events]
 
 
 @pytest.fixture(scope="module")
 def client(running: tuple[FakeServer, ScriptedRanks]) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=running[0].url, api_key="any", max_retries=0, timeout=60) as made:
-        yield made
+    with anthropic.Anthropic(base_url=running[0].url, api_key="any", max_retries=0, timeout=60) as opened:
+        yield opened
 
 
 def test_a_text_whole_and_streamed(client: anthropic.Anthropic, ranks: ScriptedRanks) -> None:
@@ -77,17 +77,17 @@ def test_thoughts_text_and_calls_are_blocks(
 ) -> None:
     ranks.script = lambda _prompt: f"<think>\nHm.\n</think>\n\nI add.\n{CALL}\n{CALL}"
     whole = Message.model_validate(asked(running, tools=TOOLS).json())
-    assert [one.type for one in whole.content] == ["thinking", "text", "tool_use", "tool_use"]
+    assert [block.type for block in whole.content] == ["thinking", "text", "tool_use", "tool_use"]
     assert whole.stop_reason == "tool_use"
-    assert [one.input for one in whole.content if one.type == "tool_use"] == [{"n": 1}, {"n": 1}]
-    assert len({one.id for one in whole.content if one.type == "tool_use"}) == 2
+    assert [block.input for block in whole.content if block.type == "tool_use"] == [{"n": 1}, {"n": 1}]
+    assert len({block.id for block in whole.content if block.type == "tool_use"}) == 2
 
     events = events_of(asked(running, tools=TOOLS, stream=True))
     begun = [event.content_block.type for event in events if event.type == "content_block_start"]
-    assert begun == [one.type for one in whole.content]
-    deltas = [one.delta for one in events if one.type == "content_block_delta"]
-    assert "".join(one.thinking for one in deltas if one.type == "thinking_delta") == "Hm."
-    assert "".join(one.text for one in deltas if one.type == "text_delta") == "I add."
+    assert begun == [block.type for block in whole.content]
+    deltas = [event.delta for event in events if event.type == "content_block_delta"]
+    assert "".join(delta.thinking for delta in deltas if delta.type == "thinking_delta") == "Hm."
+    assert "".join(delta.text for delta in deltas if delta.type == "text_delta") == "I add."
     pieces = "".join(delta.partial_json for delta in deltas if delta.type == "input_json_delta")
     assert pieces.replace(" ", "") == '{"n":1}{"n":1}'
     assert (events[0].type, events[-2].type, events[-1].type) == (
@@ -122,7 +122,7 @@ def test_an_agent_s_turns_reach_the_model(client: anthropic.Anthropic, ranks: Sc
     ]
     ranks.script = lambda prompt: (seen.append(prompt), "It is 2.")[1]
     second = client.messages.create(messages=messages, **fields)
-    assert [one.text for one in second.content if one.type == "text"] == ["It is 2."]
+    assert [block.text for block in second.content if block.type == "text"] == ["It is 2."]
     assert "Error: two" in seen[-1]
     assert seen[-1].index("Error: two") < seen[-1].index("sure?")
     assert seen[-1].count("<tool_call>") >= 1
@@ -135,7 +135,7 @@ def test_a_call_can_be_required(
     ranks.script = lambda _prompt: "no"
     wanted = {**choice, "disable_parallel_tool_use": True}
     said = Message.model_validate(asked(running, tools=TOOLS, tool_choice=wanted).json())
-    assert [one.type for one in said.content] == ["tool_use"]
+    assert [block.type for block in said.content] == ["tool_use"]
 
 
 def test_why_an_answer_ended(running: tuple[FakeServer, ScriptedRanks], ranks: ScriptedRanks) -> None:
@@ -145,7 +145,7 @@ def test_why_an_answer_ended(running: tuple[FakeServer, ScriptedRanks], ranks: S
         said = Message.model_validate(asked(running, **fields).json())
         streamed = events_of(asked(running, stream=True, **fields))[-2].delta
         assert (streamed.stop_reason, streamed.stop_sequence) == (said.stop_reason, said.stop_sequence)
-        text = "".join(one.text for one in said.content if one.type == "text")
+        text = "".join(block.text for block in said.content if block.type == "text")
         return str(said.stop_reason), said.stop_sequence, text
 
     assert ending() == ("end_turn", None, "one two three")

@@ -40,7 +40,7 @@ def test_fields_that_say_nothing_here_are_named_in_a_header(
 
 def test_models_are_listed_and_shown(client: ollama.Client) -> None:
     assert [model.model for model in client.list().models] == ["fake"]
-    assert [one.model for one in client.ps().models] == ["fake"]
+    assert [model.model for model in client.ps().models] == ["fake"]
     shown = client.show("fake:latest")
     assert set(shown.capabilities or ()) >= {"completion", "tools"}
     with pytest.raises(ollama.ResponseError, match="'other' is not served here"):
@@ -57,8 +57,8 @@ def test_a_chat_whole_and_streamed(client: ollama.Client, ranks: ScriptedRanks) 
     times = (whole.total_duration, whole.prompt_eval_duration, whole.eval_duration)
     assert all(time is not None and time >= 0 for time in times)
     pieces = list(client.chat(model="fake", messages=HELLO, options=GREEDY, tools=TOOLS, stream=True))
-    assert "".join(one.message.content or "" for one in pieces) == "Paris is it."
-    assert "".join(one.message.thinking or "" for one in pieces) == "Hm."
+    assert "".join(piece.message.content or "" for piece in pieces) == "Paris is it."
+    assert "".join(piece.message.thinking or "" for piece in pieces) == "Hm."
     assert [piece.done for piece in pieces] == [False] * (len(pieces) - 1) + [True]
     assert (pieces[-1].eval_count, pieces[-1].prompt_eval_count) == (
         whole.eval_count,
@@ -73,8 +73,8 @@ def test_calls_come_whole_and_their_results_go_back(client: ollama.Client, ranks
     whole = client.chat(messages=HELLO, **fields).message
     streamed = [
         call
-        for one in client.chat(messages=HELLO, stream=True, **fields)
-        for call in one.message.tool_calls or ()
+        for piece in client.chat(messages=HELLO, stream=True, **fields)
+        for call in piece.message.tool_calls or ()
     ]
     assert [dict(call.function.arguments) for call in whole.tool_calls or ()] == [{"n": 1}, {"n": 1}]
     assert streamed == whole.tool_calls
@@ -84,7 +84,7 @@ def test_calls_come_whole_and_their_results_go_back(client: ollama.Client, ranks
         return "It is 2."
 
     ranks.script = script
-    results: Any = [{"role": "tool", "tool_name": "add", "content": one} for one in ("one", "two")]
+    results: Any = [{"role": "tool", "tool_name": "add", "content": content} for content in ("one", "two")]
     assert client.chat(messages=[*HELLO, whole, *results], **fields).message.content == "It is 2."
     assert seen[0].index("<|im_start|>tool\none") < seen[0].index("<|im_start|>tool\ntwo")
 

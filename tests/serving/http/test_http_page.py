@@ -39,8 +39,8 @@ def test_nothing_comes_from_other_hosts_and_no_markup_is_made_of_text() -> None:
     folder = resources.files("phasewise.serving.http").joinpath("page")
     for file in folder.iterdir():
         text = file.read_text(encoding="utf-8")
-        for found in re.findall(r"https?://[\w.-]+", text):
-            assert found in ("http://www.w3.org",), (file.name, found)
+        for url in re.findall(r"https?://[\w.-]+", text):
+            assert url in ("http://www.w3.org",), (file.name, url)
         for dangerous in (
             "innerHTML",
             "outerHTML",

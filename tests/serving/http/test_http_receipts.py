@@ -93,14 +93,14 @@ def test_each_choice_has_its_receipt(server: FakeServer, path: str, stream: bool
         choices, answer_id = response.json()["choices"], response.json()["id"]
     last = [choice for choice in choices if choice["finish_reason"] is not None]
     assert [choice for choice in choices if "receipt" in choice] == last
-    receipts = [read_receipt(choice["receipt"]) for choice in sorted(last, key=lambda one: one["index"])]
-    assert [one.contradictions() for one in receipts] == [[], []]
+    receipts = [read_receipt(choice["receipt"]) for choice in sorted(last, key=lambda ended: ended["index"])]
+    assert [receipt.contradictions() for receipt in receipts] == [[], []]
     seeds = [receipt.settings.sampling.seed for receipt in receipts]
     assert None not in seeds
     assert seeds[1] == (seeds[0] or 0) + 1
-    assert all(one.settings.stop == ("q",) for one in receipts)
+    assert all(receipt.settings.stop == ("q",) for receipt in receipts)
     kept = show(server, f"/v1/receipts/{answer_id}").json()["data"]
-    assert sorted(map(str, kept)) == sorted(str(one.to_json()) for one in receipts)
+    assert sorted(map(str, kept)) == sorted(str(receipt.to_json()) for receipt in receipts)
     assert show(server, f"/v1/receipts/{answer_id}", key="two").status_code == 404
 
 
@@ -141,6 +141,6 @@ def test_receipts_that_are_kept_have_bounds() -> None:
 
     assert json.loads(store.receipts("quiet", "first"))["data"] == [{}]
     assert store.receipts("busy", "large 7")
-    for gone in ("0", str(2 * MOST_KEPT - 1), "large 1"):
+    for answer_id in ("0", str(2 * MOST_KEPT - 1), "large 1"):
         with pytest.raises(ApiError):
-            store.receipts("busy", gone)
+            store.receipts("busy", answer_id)

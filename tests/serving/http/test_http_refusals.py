@@ -151,7 +151,8 @@ def test_a_body_of_ten_megabytes(server: FakeServer) -> None:
 
     assert refusal(post(server, body), 413)["code"] == "body_too_large"
     chunked = httpx.post(
-        f"{server.url}/v1/completions", content=(body[at : at + 65536] for at in range(0, len(body), 65536))
+        f"{server.url}/v1/completions",
+        content=(body[offset : offset + 65536] for offset in range(0, len(body), 65536)),
     )
     refusal(chunked, 413)
 

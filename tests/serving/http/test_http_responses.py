@@ -31,9 +31,9 @@ def asked(running: tuple[FakeServer, ScriptedRanks], **fields: Any) -> httpx.Res
 
 def events_of(response: httpx.Response) -> list[Any]:
     """Each validated; their numbers count up."""
-    found = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: ")]
-    assert [one["sequence_number"] for one in found] == list(range(len(found)))
-    return [EVENTS.validate_python(one) for one in found]
+    raw_events = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: ")]
+    assert [raw_event["sequence_number"] for raw_event in raw_events] == list(range(len(raw_events)))
+    return [EVENTS.validate_python(raw_event) for raw_event in raw_events]
 
 
 def test_a_text(running: tuple[FakeServer, ScriptedRanks], ranks: ScriptedRanks, api: openai.OpenAI) -> None:
@@ -45,7 +45,10 @@ def test_a_text(running: tuple[FakeServer, ScriptedRanks], ranks: ScriptedRanks,
     assert whole.usage.output_tokens == len("Paris is it.") + 1
 
     events = events_of(asked(running, stream=True, **fields))
-    assert "".join(one.delta for one in events if one.type == "response.output_text.delta") == "Paris is it."
+    assert (
+        "".join(event.delta for event in events if event.type == "response.output_text.delta")
+        == "Paris is it."
+    )
     assert events[-1].type == "response.completed"
     assert events[-1].response.output_text == "Paris is it."
     with api.responses.stream(model="fake", input="hi", temperature=0) as stream:
@@ -57,14 +60,14 @@ def test_thoughts_text_and_calls_are_items(
 ) -> None:
     ranks.script = lambda _prompt: f"<think>\nHm.\n</think>\n\nI add.\n{CALL}"
     whole = Response.model_validate(asked(running, tools=TOOLS).json())
-    assert [one.type for one in whole.output] == ["reasoning", "message", "function_call"]
+    assert [output.type for output in whole.output] == ["reasoning", "message", "function_call"]
     events = events_of(asked(running, tools=TOOLS, stream=True))
     streamed = events[-1].response
-    assert [one.type for one in streamed.output] == [one.type for one in whole.output]
+    assert [output.type for output in streamed.output] == [output.type for output in whole.output]
     assert (streamed.output[2].name, json.loads(streamed.output[2].arguments)) == ("add", {"n": 1})
-    assert "".join(one.delta for one in events if one.type == "response.reasoning_text.delta") == "Hm."
-    done = [one for one in events if one.type == "response.output_item.done"]
-    assert [one.output_index for one in done] == [0, 1, 2]
+    assert "".join(event.delta for event in events if event.type == "response.reasoning_text.delta") == "Hm."
+    done = [event for event in events if event.type == "response.output_item.done"]
+    assert [event.output_index for event in done] == [0, 1, 2]
     answer = api.responses.create(model="fake", input="hi", tools=TOOLS, temperature=0)
     assert answer.output[2].type == "function_call"
 
@@ -122,7 +125,7 @@ def test_a_call_can_be_required(
 ) -> None:
     ranks.script = lambda _prompt: "no"
     said = asked(running, tools=TOOLS, tool_choice=choice, parallel_tool_calls=False).json()
-    assert [one["type"] for one in said["output"]] == ["function_call"]
+    assert [output["type"] for output in said["output"]] == ["function_call"]
 
 
 def test_a_schema_is_kept(running: tuple[FakeServer, ScriptedRanks], ranks: ScriptedRanks) -> None:
@@ -171,9 +174,9 @@ def test_items_of_one_answer_are_one_message() -> None:
         {"type": "message", "role": "assistant", "content": "d"},
     ]
     body = ResponsesRequest.model_validate_json(json.dumps({"model": "m", "input": items}))
-    found = messages_of(body.input)
-    assert [one["role"] for one in found] == ["user", "assistant", "tool", "assistant", "assistant"]
-    assert (found[1]["content"], found[1]["reasoning_content"], len(found[1]["tool_calls"])) == ("b", "hm", 2)
+    chat = messages_of(body.input)
+    assert [turn["role"] for turn in chat] == ["user", "assistant", "tool", "assistant", "assistant"]
+    assert (chat[1]["content"], chat[1]["reasoning_content"], len(chat[1]["tool_calls"])) == ("b", "hm", 2)
 
 
 def test_the_store_keeps_what_its_bounds_allow_and_tells_no_other_client(
@@ -236,10 +239,10 @@ def test_no_key_reads_or_deletes_the_responses_of_another() -> None:
                 method, f"{server.url}/v1/responses{path}", headers=headers, json=body or None, timeout=60
             )
 
-        made = send("first", "POST", model="fake", input="hi").json()
+        response = send("first", "POST", model="fake", input="hi").json()
         for method in ("GET", "DELETE"):
-            assert send("second", method, f"/{made['id']}").status_code == 404
-            assert httpx.request(method, f"{server.url}/v1/responses/{made['id']}").status_code == 401
-        assert send("first", "GET", f"/{made['id']}").json() == made
-        assert send("first", "DELETE", f"/{made['id']}").status_code == 200
+            assert send("second", method, f"/{response['id']}").status_code == 404
+            assert httpx.request(method, f"{server.url}/v1/responses/{response['id']}").status_code == 401
+        assert send("first", "GET", f"/{response['id']}").json() == response
+        assert send("first", "DELETE", f"/{response['id']}").status_code == 200
         server.wait_until_idle()

@@ -33,15 +33,15 @@ def client(server: FakeServer) -> openai.OpenAI:
 def known(text: str) -> list[float | None]:
     """The log-probability that the fake model gives each byte of a text, None for the first."""
     ids = list(text.encode())
-    rows = [-0.5 * np.abs(np.arange(VOCAB_SIZE) - next_letter(one)) for one in ids[:-1]]
+    rows = [-0.5 * np.abs(np.arange(VOCAB_SIZE) - next_letter(byte)) for byte in ids[:-1]]
     pairs = zip(rows, ids[1:], strict=True)
-    return [None, *(float(row[one] - np.log(np.exp(row).sum())) for row, one in pairs)]
+    return [None, *(float(row[byte] - np.log(np.exp(row).sum())) for row, byte in pairs)]
 
 
-def close(found: Sequence[float | None], wanted: Sequence[float | None]) -> bool:
-    assert found[0] is None
+def close(logprobs: Sequence[float | None], wanted: Sequence[float | None]) -> bool:
+    assert logprobs[0] is None
     assert wanted[0] is None
-    return np.allclose(found[1:], wanted[1:], rtol=0, atol=1e-5)  # type: ignore[arg-type]
+    return np.allclose(logprobs[1:], wanted[1:], rtol=0, atol=1e-5)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1, 5])
@@ -58,7 +58,7 @@ def test_an_echo_has_the_tokens_of_prompt_and_answer(client: openai.OpenAI, max_
         assert "".join(scored.tokens or ()) == choice.text
         assert scored.text_offset == list(range(len(choice.text)))
         assert close(scored.token_logprobs or (), known(choice.text))
-        assert [None if one is None else len(one) for one in scored.top_logprobs or ()] == [
+        assert [None if top is None else len(top) for top in scored.top_logprobs or ()] == [
             None,
             *[2] * (len(choice.text) - 1),
         ]
@@ -71,12 +71,14 @@ def test_an_echo_has_the_tokens_of_prompt_and_answer(client: openai.OpenAI, max_
 def test_scoring_a_text_is_generating_it(client: openai.OpenAI) -> None:
     """The numbers of an answer are those of the same tokens in a prompt, in every bit."""
     asked: dict[str, Any] = {"model": "fake", "logprobs": 3, "temperature": 0}
-    (made,) = client.completions.create(prompt="xyz", max_tokens=9, **asked).choices
-    (scored,) = client.completions.create(prompt="xyz" + made.text, echo=True, max_tokens=0, **asked).choices
-    assert made.logprobs is not None
+    (choice,) = client.completions.create(prompt="xyz", max_tokens=9, **asked).choices
+    (scored,) = client.completions.create(
+        prompt="xyz" + choice.text, echo=True, max_tokens=0, **asked
+    ).choices
+    assert choice.logprobs is not None
     assert scored.logprobs is not None
     for name in ("tokens", "token_logprobs", "top_logprobs"):
-        assert getattr(scored.logprobs, name)[3:] == getattr(made.logprobs, name)
+        assert getattr(scored.logprobs, name)[3:] == getattr(choice.logprobs, name)
 
 
 def test_an_echo_of_tokens_and_of_nothing_else(client: openai.OpenAI) -> None:
@@ -143,10 +145,10 @@ def test_prompt_logprobs_as_vllm_tells_them(server: FakeServer, n_top: int) -> N
             own = place[str(ord(letter))]
             assert math.isclose(own["logprob"], value or 0.0, abs_tol=1e-5)
             assert own["decoded_token"] == letter
-            likelier = [one for one in place.values() if one["logprob"] > own["logprob"]]
+            likelier = [candidate for candidate in place.values() if candidate["logprob"] > own["logprob"]]
             assert own["rank"] > len(likelier)
             assert len(place) == max(1, n_top) + (own["rank"] > n_top > 0)
-            ranks = sorted(one["rank"] for one in place.values())
+            ranks = sorted(candidate["rank"] for candidate in place.values())
             assert ranks[:n_top] == list(range(1, n_top + 1))
 
 

@@ -98,10 +98,10 @@ async def _as_coroutine(work: Any) -> None:
 
 def test_what_was_spent_is_waited_for_after_the_next_charge() -> None:
     share = LoopShare()
-    one, other = share.allowance(0.0), share.allowance(0.0)
-    one.spend(1.0)
+    allowance, other = share.allowance(0.0), share.allowance(0.0)
+    allowance.spend(1.0)
 
-    waits_s = one.charge(0.0, 0.0)
+    waits_s = allowance.charge(0.0, 0.0)
 
     assert waits_s * UNKNOWN.per_connection > 0.9
     assert other.charge(0.0, 0.0) == 0.0
@@ -127,10 +127,10 @@ def test_requests_that_the_engine_does_not_answer_are_charged_what_they_took(
 def test_expositions_that_are_asked_for_together_are_made_in_rounds_of_their_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    rounds, made = [0], list[int]()
+    rounds, exposition_rounds = [0], list[int]()
 
     def exposition(_metrics: Metrics) -> bytes:
-        made.append(rounds[0])
+        exposition_rounds.append(rounds[0])
         return b""
 
     async def count() -> None:
@@ -149,7 +149,7 @@ def test_expositions_that_are_asked_for_together_are_made_in_rounds_of_their_own
     with fake_server() as own:
         asyncio.run(main(own.app))
 
-    assert len(set(made)) == len(made) == 8
+    assert len(set(exposition_rounds)) == len(exposition_rounds) == 8
 
 
 @pytest.fixture
@@ -169,7 +169,7 @@ def threads(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 
 def test_a_large_conversation_is_converted_beside_the_loop(server: FakeServer, threads: set[str]) -> None:
-    loop_thread = next(one.name for one in threading.enumerate() if "run" in one.name)
+    loop_thread = next(thread.name for thread in threading.enumerate() if "run" in thread.name)
     items = [{"role": "user", "content": "x" * 100}] * 9000
 
     assert post(server, "/v1/responses", input=items).status_code == 400  # too long for the context
@@ -196,7 +196,7 @@ def test_tokens_are_written_beside_the_loop() -> None:
         seen.add(threading.current_thread().name)
         return piece(token)
 
-    with fake_server(model=lambda one: replace(one, piece=noted)) as server:
+    with fake_server(model=lambda model: replace(model, piece=noted)) as server:
         seen.clear()
         answer = post(server, "/tokenize", prompt="abc", return_token_strs=True).json()
 
@@ -307,8 +307,10 @@ def test_a_response_is_continued_by_its_own_key_alone() -> None:
 
 
 def routes(server: FakeServer, method: str) -> list[str]:
-    found = [one for one in server.app.routes if isinstance(one, Route) and method in (one.methods or ())]
-    return sorted(one.path.replace("{name:path}", "fake") for one in found)
+    matching = [
+        route for route in server.app.routes if isinstance(route, Route) and method in (route.methods or ())
+    ]
+    return sorted(route.path.replace("{name:path}", "fake") for route in matching)
 
 
 def test_no_route_takes_from_a_page_what_it_may_send_unasked(server: FakeServer) -> None:

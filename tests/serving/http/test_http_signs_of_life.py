@@ -56,7 +56,7 @@ def body(path: str, **more: object) -> dict[str, object]:
 def events(lines: list[str]) -> list[str]:
     """Without comments, and what differs from answer to answer."""
     data = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-    return [json.dumps([one.get("choices"), one.get("type"), one.get("delta")]) for one in data]
+    return [json.dumps([event.get("choices"), event.get("type"), event.get("delta")]) for event in data]
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -68,7 +68,7 @@ def test_while_a_prompt_is_computed_comments_come_and_then_the_same_events(path:
             for line in answer.iter_lines():
                 lines.append(line)
                 if line == COMMENT and lines.count(COMMENT) == 3:
-                    assert not any(one.startswith("data:") for one in lines)
+                    assert not any(earlier.startswith("data:") for earlier in lines)
                     gate.open.set()
         plain = httpx.post(f"{server.url}{path}", json=body(path)).text.splitlines()
 
@@ -149,11 +149,11 @@ def test_openais_client_goes_on() -> None:
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as api:
             asyncio.get_running_loop().call_later(5 * LIMITS.sign_of_life_s, gate.open.set)
             chat = await api.chat.completions.create(**body("/v1/chat/completions"))  # type: ignore[call-overload]
-            text = "".join([one.choices[0].delta.content or "" async for one in chat if one.choices])
+            text = "".join([chunk.choices[0].delta.content or "" async for chunk in chat if chunk.choices])
             gate.open.clear()
             asyncio.get_running_loop().call_later(5 * LIMITS.sign_of_life_s, gate.open.set)
             response = await api.responses.create(**body("/v1/responses"))  # type: ignore[call-overload]
-            parts = [one.delta async for one in response if one.type == "response.output_text.delta"]
+            parts = [event.delta async for event in response if event.type == "response.output_text.delta"]
             return text, "".join(parts)
 
     with held() as (server, gate):

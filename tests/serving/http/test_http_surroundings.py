@@ -31,7 +31,7 @@ def server() -> Iterator[FakeServer]:
 
 
 def written() -> list[dict[str, object]]:
-    return [one for one in map(json.loads, list(LINES)) if one["path"] != "/health"]
+    return [entry for entry in map(json.loads, list(LINES)) if entry["path"] != "/health"]
 
 
 @pytest.fixture(autouse=True)
@@ -65,6 +65,18 @@ def test_an_answer_has_an_id_its_own_or_the_one_that_came(server: FakeServer) ->
         assert answer.headers["x-request-id"].startswith("req_")
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any") as api:
         assert str(api.models.list()._request_id).startswith("req_")
+
+
+def test_a_traceparent_is_in_the_line_of_its_request(server: FakeServer) -> None:
+    """One that is none is left out; the request is answered."""
+    trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    hostile = ("", "00-" + "0" * 32 + trace[35:], "ff" + trace[2:], trace + "-x", trace.upper(), "x" * 5000)
+    for given in (trace, *hostile):
+        body = {"model": "fake", "prompt": "a", "max_tokens": 1}
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, headers={"traceparent": given})
+        assert answer.status_code == 200
+    told = [line.get("traceparent") for line in lines(server, 1 + len(hostile))]
+    assert told == [trace, *[None] * len(hostile)]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -105,7 +117,7 @@ def test_levels(level: str, n: int) -> None:
         httpx.get(f"{server.url}/v1/models")
         httpx.get(f"{server.url}/nowhere")
     assert len(written) == n
-    assert all("id=req_" in one and "\n" not in one for one in written)
+    assert all("id=req_" in entry and "\n" not in entry for entry in written)
 
 
 def test_unknown_fields_are_named_in_the_answers_header(server: FakeServer) -> None:

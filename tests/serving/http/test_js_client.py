@@ -70,16 +70,16 @@ def test_chat_with_tools_and_responses(tmp_path: Path) -> None:
             ["node", "main.mjs", server.url], cwd=tmp_path, capture_output=True, text=True, timeout=120
         )
     assert ran.returncode == 0, ran.stderr
-    found = json.loads(ran.stdout)
-    for choice in (found["whole"], found["streamed"]):
+    report = json.loads(ran.stdout)
+    for choice in (report["whole"], report["streamed"]):
         assert choice["finish_reason"] == "tool_calls"
         assert choice["message"]["content"] == "I look."
-        (made,) = choice["message"]["tool_calls"]
-        assert json.loads(made["function"]["arguments"]) == {"city": "Paris"}
-    assert found["pieces"] > 3
-    assert (found["final"], found["turns"]) == ("So: rain in Paris", 1)
-    for output in (found["response"], found["responseStreamed"]):
+        (tool_call,) = choice["message"]["tool_calls"]
+        assert json.loads(tool_call["function"]["arguments"]) == {"city": "Paris"}
+    assert report["pieces"] > 3
+    assert (report["final"], report["turns"]) == ("So: rain in Paris", 1)
+    for output in (report["response"], report["responseStreamed"]):
         assert [item["type"] for item in output] == ["message", "function_call"]
         assert json.loads(output[1]["arguments"]) == {"city": "Paris"}
-    assert found["types"][0] == "response.created"
-    assert found["types"][-1] == "response.completed"
+    assert report["types"][0] == "response.created"
+    assert report["types"][-1] == "response.completed"

@@ -92,7 +92,7 @@ def test_its_log_likelihoods_are_those_of_the_engine(
         question = sample["doc"]
         wanted = [log_likelihood(model, question["question"], f" {choice}") for choice in question["choices"]]
         assert [(float(value), flag == "True") for ((value, flag),) in sample["resps"]] == wanted
-        likeliest = max(range(len(wanted)), key=lambda at: wanted[at][0])
+        likeliest = max(range(len(wanted)), key=lambda index: wanted[index][0])
         assert sample["acc"] == float(likeliest == question["answer"])
 
 
@@ -187,11 +187,11 @@ def judged(
 def log_likelihood(model: Path, context: str, continuation: str) -> tuple[float, bool]:
     """Of a continuation, and whether it is the likeliest, by the engine alone; cut as lm-eval cuts."""
     tokenizer = ModelText(load_model(str(model), "native")).tokenizer
-    known = tokenizer.encode(context, False)
+    context_ids = tokenizer.encode(context, False)
     ids = tuple(tokenizer.encode(context + continuation, False))
     with open_alone(model, size_of(model, context_length=1024)) as opened:
         (piece,) = run_all(opened.engine, Submit("a", ids, 0, GREEDY, prompt_logprobs=1))["a"]
     assert isinstance(piece, Answer)
     assert piece.prompt is not None
-    scored = piece.prompt[len(known) :]
+    scored = piece.prompt[len(context_ids) :]
     return sum(token.logprob or 0.0 for token in scored), all(token.rank == 1 for token in scored)

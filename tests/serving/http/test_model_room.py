@@ -24,19 +24,21 @@ def test_who_makes_way_are_the_longest_unused_and_no_more_than_needed(seed: int)
             continue
         leaving = room.makes_way(n_bytes)
         assert bool(leaving) != room.fits(n_bytes)
-        staying = [one for one in room.residents.values() if one not in leaving]
-        unused = [one for one in leaving if not one.n_users]
-        assert leaving == [*unused, *(one for one in leaving if one.n_users)]
-        assert not any(one.n_users for one in leaving) or all(one.n_users for one in staying)
-        for one in staying:
-            if bool(one.n_users) == bool(leaving and leaving[-1].n_users):
-                assert all(one.used_s >= other.used_s for other in leaving if other.n_users == one.n_users)
-        needed = sum(one.n_bytes for one in leaving[:-1])
+        staying = [model for model in room.residents.values() if model not in leaving]
+        unused = [model for model in leaving if not model.n_users]
+        assert leaving == [*unused, *(model for model in leaving if model.n_users)]
+        assert not any(model.n_users for model in leaving) or all(model.n_users for model in staying)
+        for stayer in staying:
+            if bool(stayer.n_users) == bool(leaving and leaving[-1].n_users):
+                assert all(
+                    stayer.used_s >= other.used_s for other in leaving if other.n_users == stayer.n_users
+                )
+        needed = sum(model.n_bytes for model in leaving[:-1])
         assert not leaving or room.n_bytes - needed + n_bytes > budget
-        for one in leaving:
-            while one.n_users:
-                room.end(one.name, now_s, rng.choice([0.5, math.inf]))
-            room.leave(one.name)
+        for leaver in leaving:
+            while leaver.n_users:
+                room.end(leaver.name, now_s, rng.choice([0.5, math.inf]))
+            room.leave(leaver.name)
         room.enter(name, n_bytes, now_s, rng.choice([0.5, 2, math.inf]))
         assert room.n_bytes <= budget
         for resident in list(room.residents.values()):
@@ -44,10 +46,10 @@ def test_who_makes_way_are_the_longest_unused_and_no_more_than_needed(seed: int)
                 resident.n_users += 1
             elif resident.n_users:
                 room.end(resident.name, now_s, 0.5)
-        for one in room.overdue(now_s):
-            assert not one.n_users
-            assert one.used_s + one.keep_s <= now_s
-            room.leave(one.name)
+        for overdue in room.overdue(now_s):
+            assert not overdue.n_users
+            assert overdue.used_s + overdue.keep_s <= now_s
+            room.leave(overdue.name)
         assert room.next_end_s > now_s
 
 

@@ -45,8 +45,8 @@ def running() -> Iterator[tuple[FakeServer, ScriptedRanks]]:
         "schedule": "tile 1x32, block 1x64x576, grid 1x2x1, nm, prefetch 0",
     }
     facts = MachineFacts(draw_svg(read_machine()), (row,))
-    with scripted_server(HERMES, "<|im_start|>assistant\n", surroundings=Surroundings(page=facts)) as found:
-        yield found
+    with scripted_server(HERMES, "<|im_start|>assistant\n", surroundings=Surroundings(page=facts)) as pair:
+        yield pair
 
 
 def browse(visit: Callable[[Page], Awaitable[None]]) -> None:
@@ -331,9 +331,9 @@ def test_keyboard_and_contrast_by_axe(running: tuple[FakeServer, ScriptedRanks],
             await asyncio.sleep(0.5)
             # Page.evaluate is not under the page's policy, a script element would be.
             await page.run(axe)
-            found: Any = await page.run(
+            violations: Any = await page.run(
                 "axe.run().then(one => one.violations.map(v => [v.id, v.nodes.map(n => n.html)]))"
             )
-            assert found == [], (view, found)
+            assert violations == [], (view, violations)
 
     browse(visit)

@@ -47,13 +47,13 @@ def test_places_go_from_those_who_hold_more_and_a_fair_share_is_never_refused(
 
         before = held.copy()
         for other in others:
-            assert other is [one for one in waiting if one.owner == other.owner][-1]  # the newest
+            assert other is [request for request in waiting if request.owner == other.owner][-1]  # the newest
             assert held[other.owner] > held[owner] + n_new
             waiting.remove(other)
             held[other.owner] -= other.n_places
         is_refused = n_missing > 0 and not others
         if is_refused and n_new == 1:
-            n_clients = len({one.owner for one in waiting} | {owner})
+            n_clients = len({request.owner for request in waiting} | {owner})
             assert held[owner] >= MOST // n_clients
         if not is_refused:
             waiting.append(One(owner, n_new))
@@ -85,13 +85,13 @@ def test_greedy_clients_together_keep_no_newcomer_out() -> None:
         until(lambda: server.client.n_live == 24, "three keys hold all places")
 
         newcomer = clients.submit(ask, server, KEYS[3], max_tokens=1)
-        until(lambda: any(one.done() for one in greedy), "a greedy request gives way")
+        until(lambda: any(future.done() for future in greedy), "a greedy request gives way")
         gate.set()
         served = newcomer.result()
-        said = [one.result() for one in greedy]
+        said = [future.result() for future in greedy]
         server.wait_until_idle()
 
     assert served.status_code == 200
-    refused = [one for one in said if one.status_code != 200]
-    assert [one.status_code for one in refused] == [429]
+    refused = [answer for answer in said if answer.status_code != 200]
+    assert [answer.status_code for answer in refused] == [429]
     assert int(refused[0].headers["retry-after"]) >= 1

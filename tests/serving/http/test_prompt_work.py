@@ -20,9 +20,9 @@ def asked(name: str, n_tokens: int, model: str = "") -> Submit:
 def seconds(
     work: PromptWork, n_tokens: int, client: str, load: EngineLoad = LOAD, wait_s: float = 0
 ) -> float:
-    found = work.seconds_until_first_token(asked("new", n_tokens), client, load, wait_s)
-    assert found is not None
-    return found
+    first_token_s = work.seconds_until_first_token(asked("new", n_tokens), client, load, wait_s)
+    assert first_token_s is not None
+    return first_token_s
 
 
 def test_a_prompt_alone_takes_its_own_tokens() -> None:
@@ -50,7 +50,7 @@ def test_it_is_between_that_of_its_own_client_alone_and_that_of_all(seed: int) -
             continue
         left = n_tokens - n_done
         own += left * (client == "a")
-        others = {one: had + left * (client == one) for one, had in others.items()}
+        others = {other: had + left * (client == other) for other, had in others.items()}
     n_new = rng.randrange(1, 2000)
     token_s = LOAD.prompt_token_ns / 1e9
     expected = n_new + own + sum(min(had, n_new + own) for had in others.values())

@@ -13,7 +13,13 @@ import pytest
 from tests.support import ROOT
 from tests.support.tiers import first_is_smoke
 
-FAULTS = ["killed_while_starting", "killed_in_each_phase", "killed_under_migration", "disk_full"]
+FAULTS = [
+    "killed_while_starting",
+    "killed_in_each_phase",
+    "killed_under_migration",
+    "instance_killed",
+    "disk_full",
+]
 ATTACKS = ["schemas_that_explode", "templates_that_burn", "turns_in_contents"]
 
 

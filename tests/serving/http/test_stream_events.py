@@ -43,7 +43,7 @@ def said(index: int, text: str, n_generated: int = 1, reason: str | None = None)
 def test_text_alone_makes_the_same_event_quickly(kind: Kind, text: str) -> None:
     pieces = [(0, said(0, text)), (1, said(1, text[::-1]))]
 
-    quick = events_of(kind).of_text([one for _, one in pieces])
+    quick = events_of(kind).of_text([answer for _, answer in pieces])
 
     assert quick == events_of(kind).of(pieces)
 
@@ -84,7 +84,7 @@ def test_pieces_keep_their_order_whichever_way_they_go(refusals: tuple[bool, ...
 
     async def listen(stream: AnswerStream) -> None:
         while pieces := await stream.take():
-            heard.extend(one.text for _, one in pieces)
+            heard.extend(answer.text for _, answer in pieces)
             await asyncio.sleep(0)  # as a send would: what comes now is not offered
 
     async def talk() -> None:

@@ -42,11 +42,11 @@ class Pieces:
         self.newest: SampledToken | None = None
 
     async def take(self) -> list[tuple[int, Answer]]:
-        found = next(self._pieces, None)
-        if found is None:
+        answer = next(self._pieces, None)
+        if answer is None:
             return []
-        self.newest = found.tokens[0]
-        return [(0, found)]
+        self.newest = answer.tokens[0]
+        return [(0, answer)]
 
 
 @pytest.mark.parametrize("kind", [CompletionRendering, ChatRendering])

@@ -62,15 +62,15 @@ def test_what_we_write_is_what_the_package_writes(tmp_path: Path) -> None:
     """Tensor for tensor, and so readable by it."""
     wanted = FIXTURES / "bitmask.safetensors"
     write_tensors(tmp_path / "ours", parts_of(dense("half")).values(), 8)
-    found = {}
+    tensors = {}
     for path in (wanted, tmp_path / "ours"):
         with SourceFile(path) as file:
-            found[path] = {
+            tensors[path] = {
                 part_of(name)[1]: (entry.dtype, entry.shape, file.read(entry.offset, entry.n_bytes))  # type: ignore[index]
                 for name, entry in read_entries(file).items()
             }
 
-    assert found[wanted] == found[tmp_path / "ours"]
+    assert tensors[wanted] == tensors[tmp_path / "ours"]
 
 
 def changed(name: str, change: Callable[[np.ndarray], None]) -> Callable[[dict[str, Tensor]], None]:
@@ -133,14 +133,14 @@ def test_a_pruned_bitmask_directory_holds_the_weights_of_the_dense_one(
     tmp_path: Path, pattern: Pattern
 ) -> None:
     model = str(write_tiny_hf(tmp_path / "m", "llama"))
-    found = {}
+    models = {}
     for storage in ("dense", "bitmask"):
         out = tmp_path / storage
         prune(PruneSettings(model, out, pattern, storage=storage))  # type: ignore[arg-type]
-        found[storage] = load_model(str(out), "native", tmp_path / "cache", storage=StorageChoice("always"))
+        models[storage] = load_model(str(out), "native", tmp_path / "cache", storage=StorageChoice("always"))
 
-    for name, weight in found["dense"].weights.items():
-        assert np.array_equal(packing.unpack(found["bitmask"].weights[name]), packing.unpack(weight)), name
+    for name, weight in models["dense"].weights.items():
+        assert np.array_equal(packing.unpack(models["bitmask"].weights[name]), packing.unpack(weight)), name
 
 
 def test_nan_among_the_values_is_refused(tmp_path: Path) -> None:

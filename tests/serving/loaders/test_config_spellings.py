@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.formats.hf_config import config_of
-from phasewise.serving.models.packed_model import LayerKind, LinearScaling, ModelConfig, RopeSpec
+from phasewise.serving.models.packed_model import LayerKind, ModelConfig
+from phasewise.serving.models.rope import LinearScaling, RopeSpec
 from tests.support.models.tiny_models import TinyShape, hf_config
 
 THETAS = st.sampled_from((10000.0, 500000.0, 1e6))
@@ -39,7 +40,7 @@ def test_gemma_3_is_the_same_by_both_releases(
     sliding: list[bool], whole: float | None, local: float | None, factor: float | None, window: int
 ) -> None:
     """Every layer has the base and the scaling of its kind, also where no layer is of the other kind."""
-    names = [NAMES[one] for one in sliding]
+    names = [NAMES[is_sliding] for is_sliding in sliding]
     plain = {**fields_of("gemma3_text", len(names)), "layer_types": names, "sliding_window": window}
     plain["hidden_act"] = "gelu_pytorch_tanh"
     scaling = {"rope_type": "linear", "factor": factor} if factor else {}
@@ -66,9 +67,13 @@ def test_gemma_3_is_the_same_by_both_releases(
         True: LayerKind(window, RopeSpec(local or 10000.0, SHAPE.head_dim)),
         False: LayerKind(None, spec),
     }
-    assert [seen.kind_of(layer) for layer in range(len(sliding))] == [kinds[one] for one in sliding]
+    assert [seen.kind_of(layer) for layer in range(len(sliding))] == [
+        kinds[is_sliding] for is_sliding in sliding
+    ]
     read_fifth = read(fifth)
-    assert [read_fifth.kind_of(layer) for layer in range(len(sliding))] == [kinds[one] for one in sliding]
+    assert [read_fifth.kind_of(layer) for layer in range(len(sliding))] == [
+        kinds[is_sliding] for is_sliding in sliding
+    ]
 
 
 def test_a_scaling_of_layers_with_a_window_is_refused() -> None:
@@ -106,7 +111,7 @@ def test_rope_is_the_same_by_both_releases(
 @given(sliding=st.lists(st.booleans(), min_size=1, max_size=5), uses=st.sampled_from((True, False, None)))
 def test_windows_of_qwen_are_those_of_its_layers(sliding: list[bool], uses: bool | None) -> None:
     """A file that names layers with a window and says that none is used contradicts itself."""
-    names = [NAMES[one] for one in sliding]
+    names = [NAMES[is_sliding] for is_sliding in sliding]
     fields = {
         **fields_of("qwen3", len(names)),
         "layer_types": names,
@@ -119,4 +124,4 @@ def test_windows_of_qwen_are_those_of_its_layers(sliding: list[bool], uses: bool
         return
     config = read(fields)
     windows = [config.kind_of(layer).window for layer in range(len(names))]
-    assert windows == [16 if one else None for one in sliding]
+    assert windows == [16 if is_sliding else None for is_sliding in sliding]

@@ -139,8 +139,8 @@ def test_layers_of_modernbert_take_turns(tmp_path: Path) -> None:
     for config, thetas in ((by_rule, (160000.0, 10000.0)), (named, (5.0, 7.0))):
         kinds = [config.kind_of(layer) for layer in range(4)]
         assert [kind.window for kind in kinds] == [None, 24, 24, None]
-        found = [kind.rope.theta for kind in kinds if kind.rope is not None]
-        assert found == [thetas[0], thetas[1], thetas[1], thetas[0]]
+        read_thetas = [kind.rope.theta for kind in kinds if kind.rope is not None]
+        assert read_thetas == [thetas[0], thetas[1], thetas[1], thetas[0]]
 
 
 def test_ntk_scaling_is_a_larger_base_and_slower_turns(tmp_path: Path) -> None:

@@ -24,11 +24,11 @@ def random_blocks(type_name: str, rows: int, blocks: int, seed: int) -> np.ndarr
     """Arbitrary bytes, with finite float16 scales of either sign, subnormal ones too."""
     rng = np.random.default_rng(seed)
     raw = rng.integers(0, 256, (rows, blocks, BLOCK_TYPES[type_name].block_bytes), dtype=np.uint8)
-    for at in SCALE_BYTES.get(type_name, []):
+    for offset in SCALE_BYTES.get(type_name, []):
         bits = rng.integers(0, 0x7C00, (rows, blocks), dtype=np.uint16) | rng.choice(
             [0, 0x8000], (rows, blocks)
         )
-        raw[..., at : at + 2] = bits.astype("<u2")[..., None].view(np.uint8)
+        raw[..., offset : offset + 2] = bits.astype("<u2")[..., None].view(np.uint8)
     if type_name == "MXFP4":
         raw[..., 0] %= 255  # the last exponent is NaN
     return raw

@@ -18,7 +18,8 @@ from phasewise.serving.loaders import load_model
 from phasewise.serving.loaders.families.reading import with_windows
 from phasewise.serving.loaders.formats.gguf_parts import part_paths, stem_of
 from phasewise.serving.loaders.formats.hf_config import config_of
-from phasewise.serving.models.packed_model import LayerKind, PackedModel, RopeSpec
+from phasewise.serving.models.packed_model import LayerKind, PackedModel
+from phasewise.serving.models.rope import RopeSpec
 from tests.support.models.tiny_models import GgufWriter, tiny_gguf, write_tiny_gguf, write_tiny_hf
 from tests.support.tiers import examples
 
@@ -147,10 +148,10 @@ def test_a_layer_s_kind_depends_on_no_other_layer(
     plain = config_of(fields, {}, add_bos=False)
     local = RopeSpec(123.0, plain.rope.dim)
 
-    made = with_windows(plain, sliding, 7, local)
+    windowed = with_windows(plain, sliding, 7, local)
 
-    wanted = [LayerKind(7, local) if one else LayerKind(None, plain.rope) for one in sliding]
-    assert [made.kind_of(layer) for layer in range(len(sliding))] == wanted
+    wanted = [LayerKind(7, local) if is_sliding else LayerKind(None, plain.rope) for is_sliding in sliding]
+    assert [windowed.kind_of(layer) for layer in range(len(sliding))] == wanted
 
 
 @pytest.mark.parametrize(

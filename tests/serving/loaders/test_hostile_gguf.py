@@ -105,10 +105,10 @@ def test_a_header_longer_than_the_first_read_is_read_in_full(
     path = tmp_path / "tiny.gguf"
     path.write_bytes(tiny_gguf().to_bytes())
 
-    file, found = open_gguf(path)
+    file, gguf_header = open_gguf(path)
     file.close()
 
-    assert len(found.tensors) == 20
+    assert len(gguf_header.tensors) == 20
 
 
 def test_a_header_beyond_the_limit_is_refused_in_bounded_memory(
@@ -148,8 +148,8 @@ def _has_a_layer_too_many(writer: GgufWriter) -> None:
 
 
 def _has_a_quantised_norm(writer: GgufWriter) -> None:
-    at = next(i for i, each in enumerate(writer.tensors) if each[0] == "output_norm.weight")
-    writer.tensors[at] = ("output_norm.weight", (64,), 8, bytes(68))
+    index = next(i for i, each in enumerate(writer.tensors) if each[0] == "output_norm.weight")
+    writer.tensors[index] = ("output_norm.weight", (64,), 8, bytes(68))
 
 
 @pytest.mark.parametrize(

@@ -29,19 +29,19 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[StandI
     monkeypatch.delenv("HF_TOKEN", raising=False)
     monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 10_000)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hf" / "hub"))
-    with serving() as one:
-        monkeypatch.setenv("HF_ENDPOINT", one.url)
-        one.repositories[REPOSITORY] = {
+    with serving() as hub_server:
+        monkeypatch.setenv("HF_ENDPOINT", hub_server.url)
+        hub_server.repositories[REPOSITORY] = {
             "tiny-Q4_K_M.gguf": CONTENT,
             "tiny-Q8_0.gguf": CONTENT[:1000],
             "big/tiny-BF16-00001-of-00002.gguf": b"1",
             "big/tiny-BF16-00002-of-00002.gguf": b"2",
             "README.md": b"hello",
         }
-        one.repositories["org/parts-GGUF"] = {
+        hub_server.repositories["org/parts-GGUF"] = {
             "big/tiny-BF16-00001-of-00002.gguf": b"1",
         }
-        yield one
+        yield hub_server
 
 
 def pull(ref: str, root: Path, lines: list[str] | None = None) -> Path:
@@ -84,7 +84,7 @@ def test_what_is_here_is_not_asked_for_again(stand_in: StandInHub, tmp_path: Pat
     assert locate("org/tiny-GGUF:Q8_0", tmp_path, print).path == path
     assert len(stand_in.requests) == asked
     assert pull("org/tiny-GGUF:Q8_0", tmp_path) == path
-    assert [at for at, _ in stand_in.requests[asked:]] == [f"/api/models/{REPOSITORY}?blobs=true"]
+    assert [target for target, _ in stand_in.requests[asked:]] == [f"/api/models/{REPOSITORY}?blobs=true"]
 
 
 def test_a_model_of_the_hub_runs(stand_in: StandInHub, tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_a_broken_download_goes_on_where_it_ended(stand_in: StandInHub, tmp_path
     path = pull("org/tiny-GGUF:Q4_K_M", tmp_path)
 
     assert path.read_bytes() == CONTENT
-    ranges = [headers.get("Range") for at, headers in stand_in.requests if at.startswith("/cdn/")]
+    ranges = [headers.get("Range") for target, headers in stand_in.requests if target.startswith("/cdn/")]
     assert ranges == [None, "bytes=100000-", "bytes=300000-"]
 
 
@@ -134,7 +134,7 @@ def test_a_later_command_goes_on_too(stand_in: StandInHub, tmp_path: Path) -> No
 
     assert pull("org/tiny-GGUF:Q4_K_M", tmp_path).read_bytes() == CONTENT
     assert stand_in.requests[-1][1]["Range"] == "bytes=100000-"
-    assert len([at for at, _ in stand_in.requests[before:] if at.startswith("/cdn/")]) == 1
+    assert len([target for target, _ in stand_in.requests[before:] if target.startswith("/cdn/")]) == 1
 
 
 def test_a_server_without_ranges_sends_all_again(stand_in: StandInHub, tmp_path: Path) -> None:
@@ -215,7 +215,7 @@ def test_a_model_in_parts_is_fetched_whole(stand_in: StandInHub, tmp_path: Path)
     lines: list[str] = []
     path = pull("org/tiny-GGUF:BF16", tmp_path, lines)
     assert path.name == "tiny-BF16-00001-of-00002.gguf"
-    assert [one.read_bytes() for one in sorted(path.parent.glob("*.gguf"))] == [b"1", b"2"]
+    assert [part.read_bytes() for part in sorted(path.parent.glob("*.gguf"))] == [b"1", b"2"]
     assert "2 files" in lines[0]
 
 
@@ -238,7 +238,7 @@ def test_a_token_goes_to_the_hub_and_not_where_it_redirects(
 
     pull("org/tiny-GGUF:Q8_0", tmp_path)
 
-    sent = {at: headers.get("Authorization") for at, headers in stand_in.requests}
+    sent = {target: headers.get("Authorization") for target, headers in stand_in.requests}
     assert sent == {
         f"/api/models/{REPOSITORY}?blobs=true": "Bearer secret",
         f"/{REPOSITORY}/resolve/{COMMIT}/tiny-Q8_0.gguf": "Bearer secret",

@@ -14,7 +14,8 @@ from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders import load_model
 from phasewise.serving.loaders.formats.gguf_file import TENSOR_TYPES
 from phasewise.serving.loaders.formats.gguf_parts import open_gguf
-from phasewise.serving.models.packed_model import FrequencyFactors, LinearScaling, PackedModel
+from phasewise.serving.models.packed_model import PackedModel
+from phasewise.serving.models.rope import FrequencyFactors, LinearScaling
 from tests.support.models.tiny_models import (
     CHAT_TEMPLATE,
     TinyShape,
@@ -292,9 +293,9 @@ def test_numbers_that_are_none_are_one_clear_error(
     tmp_path: Path, bad: float, part: str, weight_format: str
 ) -> None:
     writer = tiny_gguf()
-    at = next(i for i, tensor in enumerate(writer.tensors) if tensor[0] == gguf_name(part))
-    name, shape, kind, raw = writer.tensors[at]
-    writer.tensors[at] = (name, shape, kind, np.float32(bad).tobytes() + raw[4:])
+    index = next(i for i, tensor in enumerate(writer.tensors) if tensor[0] == gguf_name(part))
+    name, shape, kind, raw = writer.tensors[index]
+    writer.tensors[index] = (name, shape, kind, np.float32(bad).tobytes() + raw[4:])
     (tmp_path / "tiny.gguf").write_bytes(writer.to_bytes())
 
     with pytest.raises(ModelError, match="NaN or infinity"):
@@ -304,15 +305,15 @@ def test_numbers_that_are_none_are_one_clear_error(
 
 
 @pytest.mark.parametrize(
-    ("type_name", "at", "raw"),
+    ("type_name", "offset", "raw"),
     [("Q4_1", 0, b"\x00\x7e"), ("Q4_K", 2, b"\x00\x7c"), ("Q6_K", 208, b"\x01\x7c"), ("MXFP4", 0, b"\xff")],
 )
 def test_a_block_without_a_scale_is_one_clear_error(
-    tmp_path: Path, type_name: str, at: int, raw: bytes
+    tmp_path: Path, type_name: str, offset: int, raw: bytes
 ) -> None:
     writer = tiny_gguf(types=type_name, shape=WIDE)
     name, shape, kind, blocks = writer.tensors[3]
-    writer.tensors[3] = (name, shape, kind, blocks[:at] + raw + blocks[at + len(raw) :])
+    writer.tensors[3] = (name, shape, kind, blocks[:offset] + raw + blocks[offset + len(raw) :])
     (tmp_path / "tiny.gguf").write_bytes(writer.to_bytes())
 
     with pytest.raises(ModelError, match="NaN or infinity"):

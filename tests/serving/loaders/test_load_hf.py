@@ -18,7 +18,8 @@ from phasewise.serving.loaders import load_model
 from phasewise.serving.loaders.formats.hf_config import config_of
 from phasewise.serving.loaders.formats.safetensors_file import read_entries, tensor_of
 from phasewise.serving.loaders.source import SourceFile
-from phasewise.serving.models.packed_model import LinearScaling, Llama3Scaling, ModelConfig, RopeSpec
+from phasewise.serving.models.packed_model import ModelConfig
+from phasewise.serving.models.rope import LinearScaling, Llama3Scaling, RopeSpec
 from tests.support.models.tiny_models import (
     TinyShape,
     hf_config,
@@ -151,8 +152,39 @@ def test_sliding_windows_of_mistral_and_qwen() -> None:
 
 
 GELU = {"hidden_act": "gelu_pytorch_tanh"}
+GEMMA4_EXPERTS = {
+    "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32,
+}  # fmt: skip
 
 BAD_CONFIGS = {
+    "a pattern with another letter": (
+        {"model_type": "nemotron_h", "hidden_act": "relu2", "hybrid_override_pattern": "M?"},
+        "has layers",
+    ),
+    "layers that no token leaves": (
+        {"model_type": "nemotron_h", "hidden_act": "relu2", "layers_block_type": ["mlp", "mlp"]},
+        "no token reads others",
+    ),
+    "layers of which none attends": (
+        {"model_type": "nemotron_h", "hidden_act": "relu2", "layers_block_type": ["mamba", "mlp"]},
+        "keep no keys and values",
+    ),
+    "limits of time steps beside attention": (
+        {"model_type": "falcon_h1", "time_step_limit": [0.0, 1.0]},
+        "time_step_limit",
+    ),
+    "multipliers of other products": ({"model_type": "falcon_h1", "ssm_multipliers": [1.0]}, "5 numbers"),
+    "a multiplier of a gate": (
+        {"model_type": "falcon_h1", "mamba_d_ssm": 128, "mamba_n_heads": 8, "mlp_multipliers": [0.0, 1.0]},
+        "2 numbers above 0",
+    ),
+    "layers of two kinds at once": (
+        {
+            "model_type": "kimi_linear",
+            "linear_attn_config": {"full_attn_layers": [1], "kda_layers": [1, 2]},
+        },
+        "in one of them",
+    ),
     "another architecture": ({"model_type": "gpt2"}, "'gpt2'"),
     "hidden zero": ({"hidden_size": 0}, "hidden is 0"),
     "hidden missing": ({"hidden_size": None}, "hidden is None"),
@@ -420,6 +452,100 @@ BAD_CONFIGS = {
         {"model_type": "gemma3_text", **GELU, "use_bidirectional_attention": True},
         "bidirectional",
     ),
+    "gemma 4 that sees ahead": (
+        {"model_type": "gemma4_text", **GELU, "use_bidirectional_attention": "all"},
+        "use_bidirectional_attention",
+    ),
+    "gemma 4 with experts of no width": (
+        {"model_type": "gemma4_text", **GELU, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2},
+        "moe_intermediate_size = None",
+    ),
+    "gemma 4 with no number of experts": (
+        {"model_type": "gemma4_text", **GELU, "enable_moe_block": True, "moe_intermediate_size": 32},
+        "without num_experts",
+    ),
+    "gemma 4 with more chosen than experts": (
+        {"model_type": "gemma4_text", **GELU, **GEMMA4_EXPERTS, "top_k_experts": 5},
+        "5 of 4",
+    ),
+    "gemma 4 with huge experts": (
+        {"model_type": "gemma4_text", **GELU, **GEMMA4_EXPERTS, "moe_intermediate_size": 10**9},
+        "moe_intermediate_size = 1000000000",
+    ),
+    "gemma 4 with experts beside two widths": (
+        {
+            "model_type": "gemma4_text",
+            **GELU,
+            **GEMMA4_EXPERTS,
+            "num_hidden_layers": 4,
+            "layer_types": ["full_attention"] * 4,
+            "num_kv_shared_layers": 1,
+            "use_double_wide_mlp": True,
+        },
+        "use_double_wide_mlp = True beside experts",
+    ),
+    "gemma 4 with heads of text": (
+        {"model_type": "gemma4_text", **GELU, "per_layer_config": {"1": {"head_dim": "many"}}},
+        "heads of 'many'",
+    ),
+    "gemma 4 with long heads": (
+        {"model_type": "gemma4_text", **GELU, "global_head_dim": 10**9},
+        "heads of 1000",
+    ),
+    "gemma 4 with skipped layers": (
+        {"model_type": "gemma4_text", **GELU, "per_layer_config": {"1": {"skip": ["mlp"]}}},
+        "per_layer_config",
+    ),
+    "gemma 4 with a layer twice": (
+        {"model_type": "gemma4_text", **GELU, "per_layer_config": {"1": {}, "01": {}}},
+        "twice",
+    ),
+    "gemma 4 with yarn": (
+        {
+            "model_type": "gemma4_text",
+            **GELU,
+            "rope_parameters": {"full_attention": {"rope_type": "yarn", "rope_theta": 1e4}},
+        },
+        "no rope_theta for sliding|asks for RoPE",
+    ),
+    "gemma 4 of shared layers alone": (
+        {"model_type": "gemma4_text", **GELU, "num_kv_shared_layers": 2},
+        "keep no keys and values",
+    ),
+    "gemma 4 whose shared layers have no source": (
+        {"model_type": "gemma4_text", **GELU, "num_kv_shared_layers": 1},
+        "none of their kind",
+    ),
+    "gemma 4 with huge inputs": (
+        {"model_type": "gemma4_text", **GELU, "hidden_size_per_layer_input": 10**6},
+        "numbers of their own",
+    ),
+    "gemma 3n with widths of one layer": (
+        {"model_type": "gemma3n_text", **GELU, "intermediate_size": [96]},
+        "intermediate_size",
+    ),
+    "gemma 3n with widths of nothing": (
+        {"model_type": "gemma3n_text", **GELU, "intermediate_size": []},
+        "intermediate_size",
+    ),
+    "gemma 3n of one stream": (
+        {
+            "model_type": "gemma3n_text",
+            **GELU,
+            "altup_num_inputs": 1,
+            "num_kv_shared_layers": 0,
+            "vocab_size_per_layer_input": 272,
+        },
+        "1 streams",
+    ),
+    "gemma 3n whose gates are all off": (
+        {"model_type": "gemma3n_text", **GELU, "activation_sparsity_pattern": [1.0, 0.0]},
+        "a share from 0 to 1",
+    ),
+    "gemma 3n with yarn": (
+        {"model_type": "gemma3n_text", **GELU, "rope_parameters": {"full_attention": {"rope_type": "yarn"}}},
+        "asks for RoPE",
+    ),
     "gemma without a period": ({"model_type": "gemma3_text", **GELU, "sliding_window_pattern": 0}, "every 0"),
     "no experts": ({"model_type": "mixtral", "num_local_experts": 0}, "0 experts"),
     "more chosen than experts": ({"model_type": "mixtral", "num_experts_per_tok": 9}, "9 of 8"),
@@ -539,7 +665,7 @@ BAD_HEADERS: dict[str, tuple[Any, str]] = {
     "too few bytes": ({"x": entry(offsets=[0, 12])}, "needs 16 bytes"),
     "beyond the end": ({"x": entry(offsets=[8, 24])}, "cut short"),
     "an overlap": ({"x": entry(), "y": entry(shape=[2], offsets=[8, 16])}, "inside"),
-    "a fourth dimension": ({"model.norm.weight": entry(shape=[1, 2, 2, 1])}, "vector or matrix"),
+    "a fourth dimension": ({"model.norm.weight": entry(shape=[2, 2, 1, 1])}, "vector or matrix"),
     "integers": ({"model.norm.weight": entry("I32")}, "vector or matrix"),
 }
 

@@ -190,10 +190,10 @@ def test_no_other_loader_reads_a_file_by_its_path() -> None:
     loaders = (ROOT / "serving" / "loaders").rglob("*.py")
     modules = [path for path in loaders if path.name not in OWN_FILES]
     modules += [ROOT / name for name in OUTSIDE_OF_LOADERS]
-    found = {path.name: reads_in(path) for path in modules}
+    reads_by_file = {path.name: reads_in(path) for path in modules}
     allowed = {"safetensors_file.py": {"open"}, "directory.py": {"open"}}
 
-    assert {name: reads - allowed.get(name, set()) for name, reads in found.items() if reads} == {
+    assert {name: reads - allowed.get(name, set()) for name, reads in reads_by_file.items() if reads} == {
         name: set() for name in allowed
     }
 

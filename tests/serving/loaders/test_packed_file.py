@@ -40,16 +40,18 @@ def swap(path: Path, content: bytes) -> None:
     path.with_suffix(".new").replace(path)
 
 
-def assert_same(one: PackedModel, other: PackedModel) -> None:
-    assert (one.config, one.content_hash, one.weight_bytes) == (
+def assert_same(first: PackedModel, other: PackedModel) -> None:
+    assert (first.config, first.content_hash, first.weight_bytes) == (
         other.config,
         other.content_hash,
         other.weight_bytes,
     )
-    assert (one.tokenizer_json, one.chat_template) == (other.tokenizer_json, other.chat_template)
-    assert list(one.weights) == list(other.weights)
-    assert all(np.array_equal(unpack(one.weights[name]), unpack(other.weights[name])) for name in one.weights)
-    assert all(np.array_equal(one.vectors[name], other.vectors[name]) for name in one.vectors)
+    assert (first.tokenizer_json, first.chat_template) == (other.tokenizer_json, other.chat_template)
+    assert list(first.weights) == list(other.weights)
+    assert all(
+        np.array_equal(unpack(first.weights[name]), unpack(other.weights[name])) for name in first.weights
+    )
+    assert all(np.array_equal(first.vectors[name], other.vectors[name]) for name in first.vectors)
 
 
 @pytest.mark.parametrize("kind", ["gguf", "directory"])
@@ -110,9 +112,9 @@ def test_a_damaged_head_is_noticed_and_rebuilt(tmp_path: Path, data: st.DataObje
     path = packed_path(tmp_path)
     whole = path.read_bytes()
     _, head, text, _, _ = PREFIX.unpack(whole[: PREFIX.size])
-    at = data.draw(st.integers(0, PREFIX.size + head + text - 1))
+    offset = data.draw(st.integers(0, PREFIX.size + head + text - 1))
     damaged = bytearray(whole)
-    damaged[at] ^= 1 << data.draw(st.integers(0, 7))
+    damaged[offset] ^= 1 << data.draw(st.integers(0, 7))
     swap(path, bytes(damaged))
 
     again = load_model(source, "native", tmp_path)
@@ -156,10 +158,10 @@ def test_a_new_shard_or_template_in_a_directory_is_noticed(tmp_path: Path) -> No
 
 
 def test_the_content_hash_names_content_and_format_not_place(tmp_path: Path) -> None:
-    one, other = write_tiny_gguf(tmp_path / "one.gguf"), write_tiny_gguf(tmp_path / "other.gguf")
+    first, other = write_tiny_gguf(tmp_path / "one.gguf"), write_tiny_gguf(tmp_path / "other.gguf")
 
-    hashes = {load_model(str(path), "native", tmp_path).content_hash for path in (one, other)}
-    int8 = load_model(str(one), "int8", tmp_path).content_hash
+    hashes = {load_model(str(path), "native", tmp_path).content_hash for path in (first, other)}
+    int8 = load_model(str(first), "int8", tmp_path).content_hash
 
     assert len(hashes) == 1
     assert int8 not in hashes
@@ -272,8 +274,8 @@ def test_packing_takes_a_few_rows_of_memory_at_a_time(tmp_path: Path, n_layers: 
     )  # fmt: skip
 
     assert files[2].stat().st_size > n_layers * 50_000_000
-    _, one, several = (int(kib) << 10 for kib in result.stdout.split())
-    assert several <= one + 25_000_000
+    _, single, several = (int(kib) << 10 for kib in result.stdout.split())
+    assert several <= single + 25_000_000
 
 
 def rewrite_head(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
@@ -414,5 +416,5 @@ def test_how_a_model_wants_to_be_sampled_is_kept(tmp_path: Path) -> None:
     )
     for ref in ("one.gguf", "two"):
         for _ in range(2):  # packed, and mapped
-            found = load_model(str(tmp_path / ref), "native", tmp_path).sampling
-            assert (found.temperature, found.top_k, found.top_p, found.source) == (0.6, 20, 1.0, "model")
+            stated = load_model(str(tmp_path / ref), "native", tmp_path).sampling
+            assert (stated.temperature, stated.top_k, stated.top_p, stated.source) == (0.6, 20, 1.0, "model")

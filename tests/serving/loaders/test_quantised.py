@@ -125,7 +125,7 @@ def test_significant_bits_are_those_between_the_first_and_the_last(numbers: list
         whole = abs(int(np.ldexp(number, 149)))
         return len(bin(whole).rstrip("0")) - 2 if whole else 1
 
-    assert significant_bits(np.array(numbers, np.float32)) == max(bits(one) for one in numbers)
+    assert significant_bits(np.array(numbers, np.float32)) == max(bits(number) for number in numbers)
 
 
 def _refused(directory: Path, cache: Path) -> str:
@@ -213,9 +213,9 @@ def _with_parts(case: Case, change: Any) -> Case:
     """The case with each weight's parts changed."""
 
     def make(rng: np.random.Generator, n: int, k: int) -> Any:
-        made = case.make(rng, n, k)
-        change(made.parts)
-        return made
+        weight = case.make(rng, n, k)
+        change(weight.parts)
+        return weight
 
     return replace(case, make=make)
 

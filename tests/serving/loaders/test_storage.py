@@ -132,8 +132,8 @@ def test_a_changed_stream_is_packed_anew(pruned: Path) -> None:
     (path,) = (pruned.parent / "cache" / "packed").iterdir()
     content = bytearray(path.read_bytes())
     assert model.file is not None
-    at = weight.values.ctypes.data - model.file.address
-    content[at : at + 4] = b"\xff\xff\xff\xff"
+    offset = weight.values.ctypes.data - model.file.address
+    content[offset : offset + 4] = b"\xff\xff\xff\xff"
     path.with_suffix(".new").write_bytes(content)
     path.with_suffix(".new").chmod(0o600)
     path.with_suffix(".new").replace(path)
@@ -165,7 +165,7 @@ def test_auto_is_dense_where_nothing_expands() -> None:
 
 def test_a_model_gives_the_same_logits_by_either_storage(pruned: Path) -> None:
     """Bit for bit, in a step of many rows and of one."""
-    found = []
+    by_mode = []
     for mode in ("never", "always"):
         model = load(pruned, mode)
         program = build_program(model, Capacity(64, 32, 1, 32, 1))
@@ -174,11 +174,11 @@ def test_a_model_gives_the_same_logits_by_either_storage(pruned: Path) -> None:
             rows = program.run(team, [SequenceSlice(list(range(5, 36)), 0, 0, True)], every_row=True)
             many = np.array(program)[:rows].copy()
             rows = program.run(team, [SequenceSlice([7], 31, 0, True)])
-            found.append((many, np.array(program)[:rows].copy()))
+            by_mode.append((many, np.array(program)[:rows].copy()))
         finally:
             team.close()
 
-    for dense, stored in zip(*found, strict=True):
+    for dense, stored in zip(*by_mode, strict=True):
         assert np.array_equal(dense, stored)
 
 
@@ -186,7 +186,7 @@ def test_a_model_gives_the_same_logits_by_either_storage(pruned: Path) -> None:
 def test_two_ranks_share_out_sparse_weights(pruned: Path, weight_format: str) -> None:
     """Panels and parts of k of a sparse weight, by two processes: the bits of the dense one by one or two."""
     prompt = list(range(5, 25))
-    found: dict[tuple[str, int], np.ndarray] = {}
+    by_mode_and_ranks: dict[tuple[str, int], np.ndarray] = {}
     for mode in ("never", "always"):
         for n_ranks in (1, 2):
             ranks = tuple(RankCores((core,)) for core in range(n_ranks))
@@ -195,11 +195,11 @@ def test_two_ranks_share_out_sparse_weights(pruned: Path, weight_format: str) ->
             with closing(open_ranks(load(pruned, mode, weight_format), plans, options)) as opened:
                 slices = (SequenceSlice(prompt, 0, 0, True), SequenceSlice([7], len(prompt), 0, True))
                 rows = [
-                    opened.forward(Batch(phase, (one,))).copy()
-                    for phase, one in zip(PHASES, slices, strict=True)
+                    opened.forward(Batch(phase, (piece,))).copy()
+                    for phase, piece in zip(PHASES, slices, strict=True)
                 ]
-            found[mode, n_ranks] = np.concatenate(rows)
+            by_mode_and_ranks[mode, n_ranks] = np.concatenate(rows)
 
-    assert np.isfinite(found["never", 1]).all()
-    for logits in found.values():
-        assert np.array_equal(logits, found["never", 1])
+    assert np.isfinite(by_mode_and_ranks["never", 1]).all()
+    for logits in by_mode_and_ranks.values():
+        assert np.array_equal(logits, by_mode_and_ranks["never", 1])

@@ -239,14 +239,14 @@ def test_no_division_changes_a_bit(
 def test_every_instruction_set_gives_the_same_products() -> None:
     """Of float32 weights, whose products are the same everywhere, with adapters too."""
     model = replace(adapted_model(), weights=tiny_model(tiny_config(), "f32").weights)
-    found = []
+    bits = []
     for name in isas():
         with isa.using(name):
             ranks = ranks_of(model)
-            found.append(rows_after(ranks, TEXT[:9], 1).tobytes())
+            bits.append(rows_after(ranks, TEXT[:9], 1).tobytes())
             ranks.close()
 
-    assert len(set(found)) == 1
+    assert len(set(bits)) == 1
 
 
 def test_outputs_that_begin_within_a_panel_are_put_right() -> None:
@@ -306,16 +306,16 @@ def test_prompts_are_never_shared_between_adapters(tiny_case: tuple[Path, Packed
 
     def told(order: list[str]) -> dict[str, tuple[str, int]]:
         size = engine_size(400, 2048, 4)
-        with open_engine(opened, plans, size, ModelText(opened), pinned=False) as one:
+        with open_engine(opened, plans, size, ModelText(opened), pinned=False) as running:
             answers = {}
             for number, name in enumerate(order):
-                outs = run_all(one.engine, ask(name, number))[f"{name}-{number}"]
+                outs = run_all(running.engine, ask(name, number))[f"{name}-{number}"]
                 last = outs[-1]
                 assert isinstance(last, Answer)
                 answers[f"{name}-{number}"] = text_of(outs), last.n_cached
             with pytest.raises(RequestError, match="no adapter"):
-                one.engine.submit(ask("nobody", 0))
-            together = run_all(one.engine, *(ask(name, 9) for name in names))
+                running.engine.submit(ask("nobody", 0))
+            together = run_all(running.engine, *(ask(name, 9) for name in names))
             for name in names:
                 assert not any(isinstance(out, Failure) for out in together[f"{name}-9"])
                 assert text_of(together[f"{name}-9"]) == answers[f"{name}-{order.index(name)}"][0]

@@ -58,18 +58,38 @@ IN_FORMATS = [
 """Families by the formats that they are read from."""
 
 
+CHUNK = 64
+LEAST_MARGIN = 0.01
+
+
+@pytest.mark.parametrize("name", families.FAMILY_CASES)
+def test_the_best_token_of_every_step_is_best_by_a_margin(name: str) -> None:
+    """By transformers' logits: what another order of sums changes cannot change a token. A prompt is longer
+    than windows and chunks.
+    """
+    expected = np.load(layout.FIXTURES / "families.npz")
+    prompts = families.family_prompts(name)
+
+    for index in range(len(prompts)):
+        margins = expected[f"{name}/{index}/margins"]
+        assert margins.shape == (families.N_GREEDY,)
+        assert margins.min() >= LEAST_MARGIN, index
+    window = families.FAMILY_CASES[name].fields.get("sliding_window") or 0
+    assert max(map(len, prompts)) > max(window, CHUNK)
+
+
 @pytest.mark.parametrize(("name", "kind"), IN_FORMATS)
 def test_every_family_computes_what_transformers_does(name: str, kind: str, tmp_path: Path) -> None:
     expected = np.load(layout.FIXTURES / "families.npz")
 
     with closing(local_ranks(packed(name, kind, tmp_path))) as ranks:
-        for at, prompt in enumerate(families.family_prompts(name)):
-            logits = greedy(ranks, prompt, families.N_GREEDY, chunk=1 << 30 if at else 4)
+        for index, prompt in enumerate(families.family_prompts(name)):
+            logits = greedy(ranks, prompt, families.N_GREEDY, chunk=CHUNK if index else 4)
 
-            kept = expected[f"{name}/{at}/logits"]
+            kept = expected[f"{name}/{index}/logits"]
             error = np.abs(logits[list(families.CHECKED_STEPS)] - kept).max(axis=1) / np.abs(kept).max(axis=1)
             assert error.max() <= BOUND, error
-            assert logits.argmax(axis=1).tolist() == expected[f"{name}/{at}/tokens"].tolist()
+            assert logits.argmax(axis=1).tolist() == expected[f"{name}/{index}/tokens"].tolist()
 
 
 @pytest.mark.many
@@ -82,25 +102,28 @@ def test_every_family_has_the_same_bits_on_all_instruction_sets(name: str, tmp_p
         model = packed(name, "safetensors", tmp_path, kind)
         latent = model.config.latent is not None
         for kv_format in LATENT_KV_FORMATS if latent and kind == "int8" else kv_formats:
-            found = {}
+            by_isa = {}
             for isa_name in isas():
                 with isa.using(isa_name), closing(local_ranks(model, kv_format=kv_format)) as ranks:
-                    found[isa_name] = greedy(ranks, prompt, 3)
-            lowest, *others = found
-            assert [one for one in others if found[one].tobytes() != found[lowest].tobytes()] == [], (
+                    by_isa[isa_name] = greedy(ranks, prompt, 3)
+            lowest, *others = by_isa
+            assert [other for other in others if by_isa[other].tobytes() != by_isa[lowest].tobytes()] == [], (
                 kind,
                 kv_format,
             )
             if kind == "f32":
-                assert np.abs(found[lowest][:1] - expected).max() <= BOUND * np.abs(expected).max()
+                assert np.abs(by_isa[lowest][:1] - expected).max() <= BOUND * np.abs(expected).max()
 
 
 def drawn_prompts(n: int, vocab_size: int) -> Iterator[list[SequenceSlice]]:
     """In steps of several, of 1 to 48 tokens each; every row of a step is looked at."""
     rng = random.Random(41)
     prompts = [[rng.randrange(3, vocab_size) for _ in range(rng.randint(1, 48))] for _ in range(n)]
-    for at in range(0, n, 4):
-        yield [SequenceSlice(one, 0, 64 * i, True, state=i) for i, one in enumerate(prompts[at : at + 4])]
+    for start in range(0, n, 4):
+        yield [
+            SequenceSlice(prompt, 0, 64 * i, True, state=i)
+            for i, prompt in enumerate(prompts[start : start + 4])
+        ]
 
 
 @pytest.mark.many
@@ -110,15 +133,15 @@ def test_drawn_prompts_have_the_same_bits_on_all_instruction_sets(name: str, tmp
     lookups = dict.fromkeys(PHASES, ScheduleTable().asked("canonical", None))
     for weight_format in ("f32", "bf16", "int8", "int4"):
         model = packed(name, "safetensors", tmp_path, weight_format)
-        found: dict[str, list[bytes]] = {}
+        by_isa: dict[str, list[bytes]] = {}
         for isa_name in isas():
             with isa.using(isa_name), closing(local_ranks(model, schedules=lookups)) as ranks:
-                found[isa_name] = [
+                by_isa[isa_name] = [
                     ranks.all_logits(Batch("prefill", tuple(step))).tobytes()
                     for step in drawn_prompts(n_examples(12, soak=100), model.config.vocab_size)
                 ]
-        lowest, *others = found
-        assert [one for one in others if found[one] != found[lowest]] == [], weight_format
+        lowest, *others = by_isa
+        assert [other for other in others if by_isa[other] != by_isa[lowest]] == [], weight_format
 
 
 @pytest.mark.parametrize("name", families.FAMILY_CASES)
@@ -152,6 +175,10 @@ def test_no_row_depends_on_the_others_of_its_step(name: str, tmp_path: Path) -> 
     "name",
     [
         "gemma2",
+        "gemma3n",
+        "gemma4",
+        "gemma4-dense",
+        "gemma4-moe",
         "olmo2",
         "granitemoe-shared",
         "gpt-oss",
@@ -161,20 +188,32 @@ def test_no_row_depends_on_the_others_of_its_step(name: str, tmp_path: Path) -> 
         "starcoder2",
         "ministral3",
         "minimax-m2",
+        "falcon-h1",
+        "nemotron-h-moe",
+        "deepseek2",
+        "deepseek2-groups",
+        "deepseek3",
+        "glm4moelite",
+        "kimi-linear",
     ],
 )
-def test_two_ranks_compute_the_same_bits_as_one(name: str, tmp_path: Path) -> None:
+def test_several_ranks_compute_the_same_bits_as_one(name: str, tmp_path: Path) -> None:
+    """Two compute prompts; answers one more than there are KV heads, which they share."""
     model = packed(name, "safetensors", tmp_path, "int8")
     prompt = families.family_prompts(name)[1]
-    two = (RankCores((0,)), RankCores((1,)))  # unpinned: any cores
-    plans: dict[Any, Any] = {phase: ServicePlan(phase, two) for phase in ("prefill", "decode")}
+    n_sharing = min(model.config.n_heads, model.config.n_kv_heads + 1)
+    ranks_of = tuple(RankCores((core,)) for core in range(n_sharing))  # unpinned: any cores
+    plans: dict[Any, Any] = {
+        "prefill": ServicePlan("prefill", ranks_of[:2]),
+        "decode": ServicePlan("decode", ranks_of),
+    }
     with (
-        closing(local_ranks(model)) as one,
+        closing(local_ranks(model)) as single,
         closing(open_ranks(model, plans, RankOptions(KvSettings(256), 512, 8, pinned=False))) as ranks,
     ):
-        expected, found = greedy(one, prompt, 4), greedy(ranks, prompt, 4)
+        expected, divided = greedy(single, prompt, 4), greedy(ranks, prompt, 4)
 
-    assert (found == expected).all()
+    assert (divided == expected).all()
 
 
 @pytest.mark.parametrize("kv_format", ["int16", "int8", "int4"])
@@ -185,12 +224,35 @@ def test_latent_vectors_take_no_format_with_scales(kv_format: str, tmp_path: Pat
         local_ranks(model, kv_format=kv_format)
 
 
-def test_latent_attention_is_refused_two_ranks_by_name(tmp_path: Path) -> None:
-    model = packed("deepseek3", "safetensors", tmp_path)
-    two = (RankCores((0,)), RankCores((1,)))
-    plans: dict[Any, Any] = {phase: ServicePlan(phase, two) for phase in PHASES}
+@pytest.mark.parametrize("name", ["deepseek3", "kimi-linear"])
+def test_ranks_share_out_the_heads_over_latent_vectors(name: str, tmp_path: Path) -> None:
+    """Three ranks of one and two threads for two to four heads; prompts in chunks, and several at once."""
+    model = packed(name, "safetensors", tmp_path)
+    prompts = [families.family_prompts(name)[1][:n] for n in (80, 41, 7)]
+    several = tuple(
+        RankCores((i, i + 1) if i == 0 else (i + 1,)) for i in range(min(3, model.config.n_heads))
+    )
+    plans: dict[Any, Any] = {phase: ServicePlan(phase, several) for phase in PHASES}
+    slices = tuple(
+        SequenceSlice(prompt, 0, base, True, state=i)
+        for i, (prompt, base) in enumerate(zip(prompts, [0, 96, 160], strict=True))
+    )
+    options = RankOptions(KvSettings(256, states=3), 512, 8, pinned=False)
+    with closing(local_ranks(model)) as single, closing(open_ranks(model, plans, options)) as ranks:
+        together = [some.forward(Batch("prefill", slices)).copy() for some in (single, ranks)]
+        cut = [greedy(some, prompts[0], 6, chunk=chunk) for some, chunk in ((single, 1 << 30), (ranks, 9))]
 
-    with pytest.raises(RanksError, match="1 KV head to share"):
+    assert (together[0] == together[1]).all()
+    assert (cut[0] == cut[1]).all()
+
+
+def test_more_ranks_than_heads_over_latent_vectors_are_refused_by_name(tmp_path: Path) -> None:
+    model = packed("deepseek3", "safetensors", tmp_path)
+    heads = model.config.n_heads
+    too_many = tuple(RankCores((core,)) for core in range(heads + 1))
+    plans: dict[Any, Any] = {phase: ServicePlan(phase, too_many) for phase in PHASES}
+
+    with pytest.raises(RanksError, match=f"{heads} query heads to share: use a plan of at most {heads}"):
         open_ranks(model, plans, RankOptions(KvSettings(256), 512, 8, pinned=False))
 
 
@@ -210,9 +272,9 @@ def test_layers_that_predict_more_tokens_are_left_out(tmp_path: Path) -> None:
     weights["model.layers.3.eh_proj.weight"] = np.ones((64, 128), np.float32)
     save_file(weights, folder / "model.safetensors")
 
-    found = load_model(str(folder), "f32", cache_dir=tmp_path / "cache")
+    loaded = load_model(str(folder), "f32", cache_dir=tmp_path / "cache")
 
-    assert found.weights.keys() == alone.weights.keys()
+    assert loaded.weights.keys() == alone.weights.keys()
 
 
 def test_weights_of_experts_that_no_row_chooses_are_not_read(tmp_path: Path) -> None:
@@ -231,10 +293,10 @@ def test_weights_of_experts_that_no_row_chooses_are_not_read(tmp_path: Path) -> 
             weight.values[len(weight.values) * experts.chosen // experts.count :] = np.nan
 
     with closing(local_ranks(replace(model, weights=weights, file=None))) as ranks:
-        found = greedy(ranks, prompt, 3)
+        computed = greedy(ranks, prompt, 3)
 
     assert np.isfinite(expected).all()
-    assert (found == expected).all()
+    assert (computed == expected).all()
 
 
 def test_mxfp4_experts_of_safetensors_are_the_numbers_of_the_format(tmp_path: Path) -> None:
@@ -254,7 +316,16 @@ def test_mxfp4_experts_of_safetensors_are_the_numbers_of_the_format(tmp_path: Pa
 
 
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
-@pytest.mark.parametrize(("name", "larger"), [("gemma3", "gemma3"), ("ministral3", "mistral3")])
+@pytest.mark.parametrize(
+    ("name", "larger"),
+    [
+        ("gemma3", "gemma3"),
+        ("gemma3n", "gemma3n"),
+        ("gemma4", "gemma4"),
+        ("gemma4-moe", "gemma4"),
+        ("ministral3", "mistral3"),
+    ],
+)
 def test_the_language_model_of_a_larger_one_is_read(
     name: str, larger: str, prefix: str, tmp_path: Path
 ) -> None:
@@ -269,11 +340,11 @@ def test_the_language_model_of_a_larger_one_is_read(
     weights["vision_tower.patches.weight"] = np.ones((4, 4, 3, 3), np.float32)
     save_file(weights, folder / "model.safetensors")
 
-    found = load_model(str(folder), "f32", cache_dir=tmp_path / "cache")
+    loaded = load_model(str(folder), "f32", cache_dir=tmp_path / "cache")
 
-    assert replace(found.config, context_length=256) == alone.config
-    assert all((found.vectors[name] == vector).all() for name, vector in alone.vectors.items())
-    assert all((found.weights[name].values == weight.values).all() for name, weight in alone.weights.items())
+    assert replace(loaded.config, context_length=256) == alone.config
+    assert all((loaded.vectors[name] == vector).all() for name, vector in alone.vectors.items())
+    assert all((loaded.weights[name].values == weight.values).all() for name, weight in alone.weights.items())
 
 
 def test_layers_beyond_the_model_are_not_read(tmp_path: Path) -> None:
@@ -284,10 +355,10 @@ def test_layers_beyond_the_model_are_not_read(tmp_path: Path) -> None:
     weights["model.layers.3.eh_proj.weight"] = np.ones((64, 128), np.float32)
     save_file(weights, folder / "model.safetensors")
 
-    found = load_model(str(folder), "f32", cache_dir=tmp_path / "cache")
+    loaded = load_model(str(folder), "f32", cache_dir=tmp_path / "cache")
 
-    assert found.config == replace(alone.config, context_length=found.config.context_length)
-    assert set(found.weights) == set(alone.weights)
+    assert loaded.config == replace(alone.config, context_length=loaded.config.context_length)
+    assert set(loaded.weights) == set(alone.weights)
     weights["model.layers.4.mlp.up_proj.weight"] = np.ones((64, 64), np.float32)
     save_file(weights, folder / "model.safetensors")
     with pytest.raises(ModelError, match=r"layers\.4\.up, for which its config has no use"):
@@ -299,9 +370,9 @@ def test_a_head_of_its_own_is_used_whatever_the_config_says(tmp_path: Path) -> N
     apart = packed("glm4", "safetensors", tmp_path)
     folder = families.write_family_hf(tmp_path / "tied", "glm4", {"tie_word_embeddings": True})
 
-    found = load_model(str(folder), "f32", cache_dir=tmp_path / "cache")
+    loaded = load_model(str(folder), "f32", cache_dir=tmp_path / "cache")
 
-    assert (found.weights["lm_head"].values == apart.weights["lm_head"].values).all()
+    assert (loaded.weights["lm_head"].values == apart.weights["lm_head"].values).all()
     weights = families.family_weights("glm4")
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"].copy()
     save_file(weights, folder / "model.safetensors")

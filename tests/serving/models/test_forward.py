@@ -21,7 +21,8 @@ from phasewise.serving.batch import SequenceSlice
 from phasewise.serving.errors import ModelError
 from phasewise.serving.models.forward import AUTO, Capacity, build_program, reschedule
 from phasewise.serving.models.linears import PlacedProduct
-from phasewise.serving.models.packed_model import Llama3Scaling, PackedModel, RopeSpec
+from phasewise.serving.models.packed_model import PackedModel
+from phasewise.serving.models.rope import Llama3Scaling, RopeSpec
 from tests.support.models.reference_forward import reference_logits, tiny_config, tiny_model
 from tests.support.tiers import examples, isas
 
@@ -139,10 +140,10 @@ def test_the_number_of_threads_changes_nothing(threads: int, isa_name: str) -> N
     prompts = [sliced(random_ids(n, model, n), base=base) for n, base in ((140, 0), (1, 200), (60, 333))]
     steps = [sliced([7], len(prompt.token_ids), prompt.slot_base) for prompt in prompts]
     with isa.using(isa_name):
-        one, many = Machine(model), Machine(model, threads)
+        single, many = Machine(model), Machine(model, threads)
 
-        assert (one.every_row(*prompts) == many.every_row(*prompts)).all()
-        assert (one.last_rows(*steps) == many.last_rows(*steps)).all()
+        assert (single.every_row(*prompts) == many.every_row(*prompts)).all()
+        assert (single.last_rows(*steps) == many.last_rows(*steps)).all()
 
 
 @dataclass(frozen=True)
@@ -467,8 +468,8 @@ def test_logits_outlive_the_program() -> None:
 
 
 def test_a_model_beyond_the_kernels_is_refused() -> None:
-    with pytest.raises(ModelError, match="heads of 258 dimensions"):
-        Machine(tiny_model(tiny_config(head_dim=258, n_layers=1)))
+    with pytest.raises(ModelError, match="heads of 514 dimensions"):
+        Machine(tiny_model(tiny_config(head_dim=514, n_layers=1)))
 
 
 def test_a_model_without_a_weight_is_named() -> None:

@@ -126,12 +126,12 @@ def decode_steps(model: PackedModel, count: int) -> list[list[SequenceSlice]]:
 
 def assert_bits_of_one(model: PackedModel, teams: Teams, n_steps: int, kv_format: str = AUTO) -> None:
     """Prefill and decode divided otherwise; a decode batch and a single sequence."""
-    one = Machine(model, kv_format=kv_format)
+    single = Machine(model, kv_format=kv_format)
     with ranks(model, teams, (), 0, kv_format) as many:
-        assert (many.run(prompts(model), 0, True) == one.every_row(*prompts(model))).all()
-        assert (many.run(prompts(model), 0) == one.last_rows(*prompts(model))).all()
+        assert (many.run(prompts(model), 0, True) == single.every_row(*prompts(model))).all()
+        assert (many.run(prompts(model), 0) == single.last_rows(*prompts(model))).all()
         for step in decode_steps(model, n_steps):
-            assert (many.run(step, 1) == one.last_rows(*step)).all()
+            assert (many.run(step, 1) == single.last_rows(*step)).all()
 
 
 @pytest.mark.parametrize("kind", ["f32", "f16", "bf16", "q8", "q4"])
@@ -177,13 +177,13 @@ def test_a_change_of_ranks_at_every_step_changes_nothing(
     schedules = [
         [RandomSchedules(seed + 2 * rank + table, k_parts) for table in range(2)] for rank in range(4)
     ]
-    one = Machine(model, schedules=[DefaultSchedules(k_parts)])
+    single = Machine(model, schedules=[DefaultSchedules(k_parts)])
     ids, done = random_ids(200, model), 0
     with ranks(model, teams, schedules) as many:
         while done < len(ids):
             count = int(rng.choice((1, 1, 2, 8, 9, 40)))
             step = [sliced(ids[done : done + count], done, 70)]
-            assert (many.run(step, int(rng.integers(2))) == one.last_rows(*step)).all()
+            assert (many.run(step, int(rng.integers(2))) == single.last_rows(*step)).all()
             done += count
 
 

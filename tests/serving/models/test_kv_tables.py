@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from phasewise.cython_kernels.kv_formats import KV_FORMATS
 from phasewise.serving.batch import Batch, SequenceSlice
 from phasewise.serving.models.forward import Capacity
-from phasewise.serving.ranks.first_rank import FirstRank
+from phasewise.serving.ranks.first_rank import FirstRank, Teams
+from phasewise.serving.ranks.rank_teams import TABLES
 from tests.serving.models.test_forward import SLOTS, Machine, make_model, random_ids, random_steps, sliced
 from tests.serving.models.test_forward_ranks import ranks
 from tests.support.tiers import examples
@@ -29,15 +30,15 @@ def in_runs(ids: Sequence[int], table: Table, start: int = 0, wants_logits: bool
 
 def scattered(lengths: Sequence[int], rng: np.random.Generator) -> list[Table]:
     """Tables that share no slot: runs of all sequences in any order; last ones are no longer than needed."""
-    runs = [(i, at, min(CHUNK, n - at)) for i, n in enumerate(lengths) for at in range(0, n, CHUNK)]
+    runs = [(i, start, min(CHUNK, n - start)) for i, n in enumerate(lengths) for start in range(0, n, CHUNK)]
     tables: list[dict[int, int]] = [{} for _ in lengths]
     slot = 0
     for chosen in rng.permutation(len(runs)):
-        i, at, size = runs[chosen]
-        tables[i][at] = slot
+        i, start, size = runs[chosen]
+        tables[i][start] = slot
         slot += -(-size // 16) * 16
     assert slot <= SLOTS
-    return [tuple(table[at] for at in sorted(table)) for table in tables]
+    return [tuple(table[start] for start in sorted(table)) for table in tables]
 
 
 @examples(25)
@@ -90,7 +91,8 @@ def test_sequences_may_share_what_they_begin_with(kv_format: str) -> None:
 def test_a_batch_that_is_cut_into_steps_keeps_its_tables() -> None:
     model = make_model("llama")
     machine, plain = Machine(model, 1, 40), Machine(model, 1, 512)
-    first = FirstRank(machine.program, {"prefill": machine.team}, Capacity(SLOTS, 40, 16, 40, 1))
+    teams = Teams({TABLES["prefill"]: machine.team})
+    first = FirstRank(machine.program, teams, Capacity(SLOTS, 40, 16, 40, 1))
     ids = random_ids(300, model)
 
     got = first.forward(Batch("prefill", (in_runs(ids, (640, 32, 256)),)))
@@ -102,12 +104,12 @@ def test_a_batch_that_is_cut_into_steps_keeps_its_tables() -> None:
 def test_every_rank_reads_the_same_tables(teams: tuple[tuple[int, ...], ...]) -> None:
     """Prefill and decode; a sequence in runs beside one that is contiguous."""
     model = make_model("llama")
-    one = Machine(model)
+    single = Machine(model)
     ids, others, table = random_ids(200, model), random_ids(30, model, 5), (768, 16)
     with ranks(model, teams) as many:
         for run in (0, 1):
             got = many.run([in_runs(ids[:150], table), sliced(others[:-2], base=300)], run)
-            want = one.last_rows(sliced(ids[:150]), sliced(others[:-2], base=300))
+            want = single.last_rows(sliced(ids[:150]), sliced(others[:-2], base=300))
             assert (got == want).all()
             for i in range(2):
                 got = many.run(
@@ -117,7 +119,7 @@ def test_every_rank_reads_the_same_tables(teams: tuple[tuple[int, ...], ...]) ->
                     ],
                     1,
                 )
-                want = one.last_rows(
+                want = single.last_rows(
                     sliced(ids[150 + i : 151 + i], 150 + i), sliced(others[28 + i : 29 + i], 28 + i, 300)
                 )
                 assert (got == want).all()
@@ -168,7 +170,7 @@ def test_a_token_that_another_one_of_the_step_reads_is_stored_first() -> None:
     machine, ids = Machine(model, 3), random_ids(150, model)
     machine.last_rows(in_runs(ids[:148], (512, 64)))
 
-    got = machine.last_rows(*(in_runs([ids[at]], (512, 64), at) for at in (148, 149)))
+    got = machine.last_rows(*(in_runs([ids[position]], (512, 64), position) for position in (148, 149)))
 
     assert (got == Machine(model).every_row(sliced(ids))[148:]).all()
 

@@ -41,9 +41,9 @@ def test_long_prompts_go_on_as_in_transformers(name: str, tmp_path: Path) -> Non
         forward = opened.engine.ranks.forward
 
         def kept(batch: Batch) -> np.ndarray:
-            found = forward(batch)
-            rows.extend(found.copy())
-            return found
+            step_logits = forward(batch)
+            rows.extend(step_logits.copy())
+            return step_logits
 
         opened.engine.ranks.forward = kept  # type: ignore[method-assign]
         answer = OneAnswer(Submit("r", tuple(prompt), families.N_GREEDY, GREEDY, ignore_eos=True))

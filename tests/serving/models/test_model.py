@@ -10,17 +10,20 @@ import numpy as np
 import pytest
 
 from phasewise.serving.errors import ModelError
+from phasewise.serving.models.config_json import config_from_json, config_to_json
+from phasewise.serving.models.factors import ProductFactors
+from phasewise.serving.models.halves import SingleHalves
 from phasewise.serving.models.packed_model import (
     Experts,
-    FrequencyFactors,
     LayerKind,
+    ModelConfig,
+)
+from phasewise.serving.models.rope import (
+    FrequencyFactors,
     LinearScaling,
     Llama3Scaling,
-    ModelConfig,
     RopeSpec,
     Scaling,
-    config_from_json,
-    config_to_json,
 )
 
 CONFIG = ModelConfig(
@@ -55,6 +58,15 @@ def test_a_config_survives_json(scaling: Scaling | None) -> None:
     config = replace(CONFIG, rope=RopeSpec(10000.0, 16, scaling), sliding_window=128)
 
     assert config_from_json(json.loads(json.dumps(config_to_json(config)))) == config
+
+
+def test_single_halves_and_factors_survive_json() -> None:
+    halves, factors = SingleHalves((0,), (2,)), ProductFactors(qkv=2.0, gate=0.5)
+    config = replace(CONFIG, n_layers=3, halves=halves, factors=factors)
+
+    assert config_from_json(json.loads(json.dumps(config_to_json(config)))) == config
+    assert config.attention_layers == (0, 1)
+    assert config.last_mixing == 1
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)

@@ -25,14 +25,14 @@ BOUND = 1e-3
 """Largest difference, as a share of the row's largest logit. About 1e-5 is measured."""
 
 
-def _assert_close(found: np.ndarray, expected: np.ndarray, largest: np.ndarray) -> None:
-    worst = np.abs(found - expected).max(axis=-1) / largest
+def _assert_close(computed: np.ndarray, expected: np.ndarray, largest: np.ndarray) -> None:
+    worst = np.abs(computed - expected).max(axis=-1) / largest
     assert worst.max() <= BOUND, worst
 
 
-def _assert_same_tokens(found: np.ndarray, expected: np.ndarray, margins: np.ndarray) -> None:
+def _assert_same_tokens(computed: np.ndarray, expected: np.ndarray, margins: np.ndarray) -> None:
     """All of them: the fixtures have no tie so near that float32 may break it either way."""
-    differing = np.flatnonzero(found != expected)
+    differing = np.flatnonzero(computed != expected)
     assert not differing.size, f"token {differing[0]}, chosen by a margin of {margins[differing[0]]}"
 
 
@@ -44,14 +44,14 @@ def test_every_architecture_computes_what_transformers_does(name: str, chunk: in
     expected = np.load(layout.FIXTURES / "tiny_models.npz")
 
     with closing(local_ranks(model, sequences=1)) as ranks:
-        for at, prompt in enumerate(layout.tiny_prompts(name)):
+        for index, prompt in enumerate(layout.tiny_prompts(name)):
             logits = greedy(ranks, prompt, layout.N_TINY_GREEDY, chunk)
 
-            kept = expected[f"{name}/{at}/logits"]
+            kept = expected[f"{name}/{index}/logits"]
             largest = np.abs(kept).max(axis=1)
             _assert_close(logits[list(layout.CHECKED_TINY_STEPS)], kept, largest)
-            margins = expected[f"{name}/{at}/margins"]
-            _assert_same_tokens(logits.argmax(axis=1), expected[f"{name}/{at}/tokens"], margins)
+            margins = expected[f"{name}/{index}/margins"]
+            _assert_same_tokens(logits.argmax(axis=1), expected[f"{name}/{index}/tokens"], margins)
 
 
 @pytest.fixture(scope="module")
@@ -78,11 +78,11 @@ def test_default_model_says_what_transformers_says(default_model: PackedModel) -
     spread = layout.spread_ids(default_model.config.vocab_size)
 
     with closing(local_ranks(default_model, 1024, sequences=1)) as ranks:
-        for at, prompt in enumerate(prompts):
+        for index, prompt in enumerate(prompts):
             logits = greedy(ranks, prompt, layout.N_GREEDY)
 
-            checked, largest = logits[list(layout.CHECKED_STEPS)], expected["largest"][at]
-            top = np.take_along_axis(checked, expected["top_ids"][at].astype(np.int64), axis=1)
-            _assert_close(top, expected["top"][at], largest)
-            _assert_close(checked[:, spread], expected["spread"][at], largest)
-            _assert_same_tokens(logits.argmax(axis=1), expected["tokens"][at], expected["margins"][at])
+            checked, largest = logits[list(layout.CHECKED_STEPS)], expected["largest"][index]
+            top = np.take_along_axis(checked, expected["top_ids"][index].astype(np.int64), axis=1)
+            _assert_close(top, expected["top"][index], largest)
+            _assert_close(checked[:, spread], expected["spread"][index], largest)
+            _assert_same_tokens(logits.argmax(axis=1), expected["tokens"][index], expected["margins"][index])

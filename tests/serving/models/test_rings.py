@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from phasewise.cython_kernels.division import Teams
@@ -92,18 +92,18 @@ def test_ranks_keep_rings_together(teams: Teams) -> None:
     slots = [(0, (SLOTS, RING)), (512, (SLOTS + RING, RING))]
     with ranks(model, teams, (), 2 * RING) as two:
         for i, (base, ring) in enumerate(slots):
-            for at in range(0, 420, 105):
-                piece = sliced(sequences[i][at : at + 105], at, base)._replace(ring=ring)
-                assert (two.run([piece], 0)[0] == want[i][at + 104]).all()
-        for at in range(420, 430):
+            for start in range(0, 420, 105):
+                piece = sliced(sequences[i][start : start + 105], start, base)._replace(ring=ring)
+                assert (two.run([piece], 0)[0] == want[i][start + 104]).all()
+        for position in range(420, 430):
             step = [
-                sliced([sequences[i][at]], at, base)._replace(ring=ring)
+                sliced([sequences[i][position]], position, base)._replace(ring=ring)
                 for i, (base, ring) in enumerate(slots)
             ]
-            assert (two.run(step, 1) == [rows[at] for rows in want]).all()
-        for at in range(430, 500, 10):  # the longer one goes round again
-            piece = sliced(sequences[0][at : at + 10], at, 0)._replace(ring=slots[0][1])
-            assert (two.run([piece], at // 10 % 2)[0] == want[0][at + 9]).all()
+            assert (two.run(step, 1) == [rows[position] for rows in want]).all()
+        for start in range(430, 500, 10):  # the longer one goes round again
+            piece = sliced(sequences[0][start : start + 10], start, 0)._replace(ring=slots[0][1])
+            assert (two.run([piece], start // 10 % 2)[0] == want[0][start + 9]).all()
 
 
 @pytest.mark.parametrize("name", ["gemma3", "gpt-oss"])
@@ -111,27 +111,27 @@ def test_rank_processes_keep_rings_together(name: str, windowed: Callable[[str],
     """Beside sinks and caps; one rank that keeps everything gives the same bits."""
     model = windowed(name)
     ids = random_ids(500, model)
-    one, two = ({phase: ServicePlan(phase, cores) for phase in PHASES} for cores in (ONE_RANK, TWO_RANKS))
+    single, two = ({phase: ServicePlan(phase, cores) for phase in PHASES} for cores in (ONE_RANK, TWO_RANKS))
     plain = RankOptions(KvSettings(512), 128, 1, pinned=False)
 
     def rows_of(ranks: Ranks, ring: tuple[int, int] | None) -> np.ndarray:
         rows = []
-        for at in range(0, 480, 96):
-            piece = SequenceSlice(ids[at : at + 96], at, 0, True, None, 0, ring)
+        for start in range(0, 480, 96):
+            piece = SequenceSlice(ids[start : start + 96], start, 0, True, None, 0, ring)
             rows.append(ranks.forward(Batch("prefill", (piece,))).copy())
-        for at in range(480, 500):
-            step = SequenceSlice([ids[at]], at, 0, True, None, 0, ring)
+        for position in range(480, 500):
+            step = SequenceSlice([ids[position]], position, 0, True, None, 0, ring)
             rows.append(ranks.forward(Batch("decode", (step,))).copy())
         return np.concatenate(rows)
 
-    with closing(open_ranks(model, one, plain)) as alone:
+    with closing(open_ranks(model, single, plain)) as alone:
         expected = rows_of(alone, None)
     with closing(
         open_ranks(model, two, replace(plain, kv=KvSettings(512, rings=Rings(512, 256, 256, 24))))
     ) as divided:
-        found = rows_of(divided, (512, 256))
+        divided_rows = rows_of(divided, (512, 256))
 
-    assert (found == expected).all()
+    assert (divided_rows == expected).all()
 
 
 @pytest.mark.parametrize(
@@ -164,8 +164,8 @@ def test_rings_are_copied_apart_from_other_slots() -> None:
     want = Machine(model, 1, 512).every_row(sliced(ids))
     machine = RingMachine(model, 2)
     source, target = Placement(0, 400, None, (SLOTS, RING)), Placement(512, 400, None, (SLOTS + RING, RING))
-    for at in range(0, 320, 160):
-        machine.last_rows(sliced(ids[at : at + 160], at)._replace(ring=source.ring))
+    for start in range(0, 320, 160):
+        machine.last_rows(sliced(ids[start : start + 160], start)._replace(ring=source.ring))
 
     n, copies = copies_between(source, target, 320, window=33)
     for copy in copies:
@@ -216,6 +216,15 @@ shared = st.tuples(st.integers(0, 2), st.integers(0, 200))  # a common beginning
 
 @pytest.mark.parametrize("policy", POLICIES)
 @examples(15)
+@example(  # of a beginning, copies bring less than is there, and the ring has gone on
+    asked=[
+        *[((1, 1), (0, 0), None)] * 3,
+        *[(sizes, (0, 0), None) for sizes in ((1, 64), (380, 134), (336, 50))],
+    ],
+    chunk=4,
+    n_rings=2,
+    right=None,
+)
 @given(
     asked=st.lists(st.tuples(lengths, shared, st.none()), min_size=1, max_size=6),
     chunk=st.integers(1, 64),
@@ -234,17 +243,17 @@ def test_what_a_window_sees_is_in_its_ring(
     ranks = WindowRanks(rings)
     requests = requests_of(asked)
     answers = {}
-    for one in requests:
-        seen = list(one.prompt_token_ids)
-        for _ in range(one.max_tokens):
+    for request in requests:
+        seen = list(request.prompt_token_ids)
+        for _ in range(request.max_tokens):
             seen.append(ranks.choose_by(np.array(seen)))
-        answers[one.request_id] = seen[len(one.prompt_token_ids) :]
+        answers[request.request_id] = seen[len(request.prompt_token_ids) :]
     pool = RingedPool(any_pool(policy, 1024, 620), rings)
     drafter = None if right is None else GuessingDrafter(answers, right, END)
     engine = make_engine(ranks, pool=pool, context_length=620, drafter=drafter)
     engine._pace = lambda: (chunk, None)  # type: ignore[method-assign]
 
-    got = run_all(engine, *[submit(one) for one in requests])
+    got = run_all(engine, *[submit(request) for request in requests])
 
     for name, outs in got.items():
         ids = [token.token_id for out in outs if isinstance(out, Answer) for token in out.tokens]
@@ -326,10 +335,10 @@ def test_memory_of_windows_is_bounded_by_the_window(windowed: Callable[[str], Pa
         **{**vars(model), "config": type(config)(**{**vars(config), "context_length": 1 << 16})}
     )
 
-    one = EngineSize.for_one(longer, 40_000, 1000)
+    single = EngineSize.for_one(longer, 40_000, 1000)
     many = EngineSize.for_many(longer, 4, 1 << 16, 64 << 20)
 
-    for size in (one, many):
+    for size in (single, many):
         assert size.kv.rings is not None
         assert size.kv.rings.longest <= 24 + 512 + 127
         assert size.kv.rings.n_slots <= size.kv.rings.longest * size.limits.max_sequences

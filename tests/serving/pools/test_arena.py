@@ -17,14 +17,14 @@ def test_blocks_and_gaps_are_every_slot_once(actions: list[tuple[str, int]]) -> 
     arena, taken = Arena(640), list[Block]()
     for action, number in actions:
         if action == "take":
-            found = arena.take(number)
-            if found is None:
+            granted = arena.take(number)
+            if granted is None:
                 assert max((gap.n_slots for gap in arena.gaps()), default=0) < aligned(number)
             else:
-                taken.append(found)
+                taken.append(granted)
         elif taken:
-            at = number % len(taken)
-            block = taken.pop(at)
+            index = number % len(taken)
+            block = taken.pop(index)
             if action == "give":
                 arena.give(block)
             else:
@@ -55,6 +55,28 @@ def test_a_block_grows_in_place_before_free_slots() -> None:
     arena.check([Block(0, 48)])
 
 
+def test_free_slots_are_given_out_in_turn_whoever_grows() -> None:
+    """A block that grows in place does not bring the turn back to where it lies."""
+    arena = Arena(160)
+    first, second, third = (arena.take(16) for _ in range(3))
+    assert first is not None
+    assert second is not None
+    assert third is not None
+    arena.give(second)
+
+    assert arena.extend(first, 32) == Block(0, 32)
+    assert arena.take(16) == Block(third.end, 16)
+
+
+def test_room_to_grow_stays_free_until_all_else_was_had() -> None:
+    arena = Arena(128)
+
+    blocks = [arena.take(16, 64) for _ in range(3)]
+    assert blocks == [Block(0, 16), Block(64, 16), Block(16, 16)]  # no room of 64 is left for the third
+    assert arena.extend(Block(64, 16), 64) == Block(64, 64)
+    assert arena.take(16, 640) == Block(32, 16)
+
+
 @pytest.mark.parametrize(
     ("taken", "what"),
     [([Block(16, 16)], "expected 0"), ([Block(0, 16), Block(0, 16)], "expected 16"), ([], "expected 0")],
@@ -82,7 +104,7 @@ def test_an_idle_bucket_starves_nobody() -> None:
 
 
 def test_a_free_list_hands_out_what_has_waited_longest() -> None:
-    shelves = Shelves(Arena(64))
+    shelves = Shelves(Arena(32))
     blocks = [shelves.take(0, 16), shelves.take(0, 16)]
     for block in reversed(blocks):
         assert block is not None
@@ -90,3 +112,47 @@ def test_a_free_list_hands_out_what_has_waited_longest() -> None:
 
     assert [shelves.take(0, 16), shelves.take(0, 16)] == blocks[::-1]
     assert shelves.n_idle(0) == 0
+
+
+def test_slots_that_nobody_had_go_before_a_free_list() -> None:
+    shelves = Shelves(Arena(64))
+    first = shelves.take(0, 16)
+    assert first == Block(0, 16)
+    shelves.keep(0, first)
+
+    assert [shelves.take(0, 16) for _ in range(4)] == [Block(16, 16), Block(32, 16), Block(48, 16), first]
+
+
+@given(
+    actions=st.lists(st.tuples(st.booleans(), st.integers(1, 90), st.integers(0, 200)), max_size=60),
+    n_slots=st.sampled_from([128, 640]),
+)
+def test_what_is_taken_is_what_was_free_longest(actions: list[tuple[bool, int, int]], n_slots: int) -> None:
+    """Never-used slots first, with or without room behind them; else no other place for the block, with as
+    much room, held only what is older."""
+    arena, taken, given_at = Arena(n_slots), list[Block](), [0] * (n_slots // 16)
+    for number, (gives, length, room) in enumerate(actions, 1):
+        if gives and taken:
+            block = taken.pop(length % len(taken))
+            arena.give(block)
+            given_at[block.base // 16 : block.end // 16] = [number] * (block.n_slots // 16)
+            continue
+        places = {
+            base: max(given_at[base // 16 : (base + aligned(length)) // 16])
+            for gap in arena.gaps()
+            for base in range(gap.base, gap.end - aligned(length) + 1, 16)
+        }
+        ends = {base: gap.end for gap in arena.gaps() for base in range(gap.base, gap.end, 16)}
+        block = arena.take(length, room)
+        assert (block is None) == (not places)
+        if block is None:
+            continue
+        if 0 in places.values():
+            assert places[block.base] == 0
+        else:
+            lacking = {base: ends[base] - base < aligned(room) for base in places}
+            begins = [base for base in places if base - 16 not in places or places[base] != places[base - 16]]
+            best = min((lacking[base], places[base]) for base in [block.base, *begins])
+            assert (lacking[block.base], places[block.base]) == best
+        taken.append(block)
+        arena.check(taken)

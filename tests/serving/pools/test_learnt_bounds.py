@@ -55,16 +55,16 @@ def test_only_the_window_is_remembered(answers: list[int]) -> None:
     assert list(lengths.frozen()) == sorted(answers[-20:])
 
 
-@given(lengths=LENGTHS, at=st.integers(1, 5000))
-def test_what_outlives_is_at_least_as_long(lengths: list[int], at: int) -> None:
+@given(lengths=LENGTHS, answer_tokens=st.integers(1, 5000))
+def test_what_outlives_is_at_least_as_long(lengths: list[int], answer_tokens: int) -> None:
     """Quantiles ascend with their level, and lie between the shortest and the longest that are left."""
-    found = learnt(tuple(sorted(lengths)), 4, 0.98)
-    left = sorted(length for length in lengths if length >= at)
+    bounds = learnt(tuple(sorted(lengths)), 4, 0.98)
+    left = sorted(length for length in lengths if length >= answer_tokens)
     if not left:
-        assert found.outlived(at, 0.5) is found.mean_outlived(at) is None
+        assert bounds.outlived(answer_tokens, 0.5) is bounds.mean_outlived(answer_tokens) is None
         return
-    quantiles = [found.outlived(at, level) for level in (0.0, 0.5, 1.0)]
-    mean = found.mean_outlived(at)
+    quantiles = [bounds.outlived(answer_tokens, level) for level in (0.0, 0.5, 1.0)]
+    mean = bounds.mean_outlived(answer_tokens)
     assert quantiles[0] == left[0]
     assert quantiles[2] == left[-1]
     assert quantiles[1] in left
@@ -154,10 +154,10 @@ def test_new_bounds_leave_running_requests_alone() -> None:
     pool = ContiguousPool(8192, sizes)
     before = pool.reserve("stays", Demand(10, 500, 10))
     for length in (20, 200):
-        for at in range(FEWEST):
-            assert pool.reserve(str(at), Demand(10, 500, 10, Estimate(length, 0)))
-        for at in range(FEWEST):
-            pool.release(str(at), length)
+        for number in range(FEWEST):
+            assert pool.reserve(str(number), Demand(10, 500, 10, Estimate(length, 0)))
+        for number in range(FEWEST):
+            pool.release(str(number), length)
         assert pool.refresh()
         pool.check()
 
@@ -195,10 +195,10 @@ def test_free_slots_are_room_wherever_they_lie(estimate: Estimate | None) -> Non
     assert grant.moves
     for n_positions in range(201, 301):
         assert pool.grow("long", n_positions) is not None
-    at = 31
+    length = 31
     while pool.stats().slots_free:
-        assert pool.grow("1", at) is not None
-        at += 1
+        assert pool.grow("1", length) is not None
+        length += 1
         pool.check()
 
 

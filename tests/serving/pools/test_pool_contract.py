@@ -146,7 +146,7 @@ class Memory:
         for placement in self.pool.placements().values():
             starts = placement.table or (placement.base,)
             length = placement.n_slots // len(starts)
-            assert {at % ALIGNMENT for at in (*starts, length)} == {0}
+            assert {boundary % ALIGNMENT for boundary in (*starts, length)} == {0}
             taken.extend(slot for start in starts for slot in range(start, start + length))
         assert len(taken) == len(set(taken)) == stats.slots_used
         assert all(0 <= slot < self.pool.n_slots for slot in taken)

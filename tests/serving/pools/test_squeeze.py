@@ -48,11 +48,11 @@ def test_a_gap_is_opened_wherever_enough_is_free(
 ) -> None:
     blocks, n_slots = laid_out(drawn, last_gap)
 
-    found = opened(blocks, n_slots, needed)
+    opening = opened(blocks, n_slots, needed)
 
-    assert (found is not None) == (free(blocks, n_slots) >= needed)
-    if found is not None:
-        shifts, base = found
+    assert (opening is not None) == (free(blocks, n_slots) >= needed)
+    if opening is not None:
+        shifts, base = opening
         memory = shifted(blocks, n_slots, shifts)
         assert memory[base : base + needed] == [None] * needed
 

@@ -13,11 +13,14 @@ from phasewise.serving.prefix_store.blocks import (
     HEADER_BYTES,
     BadRecord,
     BlockNames,
+    PrefixBlock,
     RecordShape,
     check_record,
     read_head,
     read_record,
     tails,
+    through_states,
+    to_last_state,
     write_record,
 )
 from phasewise.serving.prefix_store.pack_file import blocks_of
@@ -28,24 +31,41 @@ SHAPE = RecordShape(3, 20, state_bytes=40)
 TOKENS = tuple(random.Random(3).choices(range(1 << 17), k=400))
 
 
-def record_of(number: int, state: bytes = b"", seed: int = 5) -> tuple[BlockNames, memoryview, bytes]:
+def record_of(number: int, seed: int = 5) -> tuple[BlockNames, memoryview, bytes]:
     """A naming, the record of one of its blocks, and the rows in it."""
     naming = BlockNames(KEY, b"i" * 32)
     block = blocks_of(naming, TOKENS, "s")[number]
     rows = random.Random(seed).randbytes(SHAPE.rows_bytes(block.n_tokens))
-    parts = write_record(naming, block, 0.25, rows, state)
-    return naming, memoryview(bytearray(b"".join(map(bytes, parts)))), rows
+    return naming, bytes_of(naming, block, rows), rows
+
+
+def bytes_of(naming: BlockNames, block: PrefixBlock, held: bytes) -> memoryview:
+    return memoryview(bytearray(b"".join(map(bytes, write_record(naming, block, 0.25, held)))))
 
 
 @pytest.mark.parametrize("number", [0, 1, -1])
-@pytest.mark.parametrize("state", [b"", b"s" * 40])
-def test_a_record_gives_back_rows_and_state(number: int, state: bytes) -> None:
-    naming, record, rows = record_of(number, state)
+def test_a_record_gives_back_its_rows(number: int) -> None:
+    naming, record, rows = record_of(number)
     block = blocks_of(naming, TOKENS, "s")[number]
-    has_state = bool(state)
 
-    assert len(record) == SHAPE.record_bytes(block.n_tokens, has_state=has_state) <= SHAPE.most_bytes
-    assert read_record(naming, SHAPE, block, record) == (rows, state)
+    assert len(record) == SHAPE.record_bytes(block.n_tokens) <= SHAPE.most_bytes
+    assert_reads(naming, block, record, rows)
+
+
+def test_a_record_gives_back_a_state_where_its_model_has_one() -> None:
+    naming, state = BlockNames(KEY, b"i" * 32), b"s" * 40
+    blocks = through_states(naming, TOKENS, "s", [399])
+    for block in blocks:
+        held = state if block.is_state else bytes(SHAPE.rows_bytes(block.n_tokens))
+        assert_reads(naming, block, bytes_of(naming, block, held), held)
+    with pytest.raises(BadRecord):
+        read_record(naming, SHAPE, blocks[-1], bytes_of(naming, blocks[-1], b"s" * 39))
+    with pytest.raises(BadRecord):
+        read_record(naming, RecordShape(3, 20), blocks[-1], bytes_of(naming, blocks[-1], state))
+
+
+def assert_reads(naming: BlockNames, block: PrefixBlock, record: memoryview, held: bytes) -> None:
+    assert read_record(naming, SHAPE, block, record) == held
     check_record(KEY, block.name, record)
     head = read_head(bytes(record[:HEADER_BYTES]))
     assert head is not None
@@ -53,13 +73,38 @@ def test_a_record_gives_back_rows_and_state(number: int, state: bytes) -> None:
     assert (head.parent, head.name) == (block.parent, block.name)
 
 
+@examples(100)
+@given(ends=st.sets(st.integers(1, 400), min_size=1, max_size=5), n_tokens=st.integers(1, 400))
+def test_the_last_state_of_a_beginning_is_found_with_all_that_leads_to_it(
+    ends: set[int], n_tokens: int
+) -> None:
+    """Kept blocks lead from the beginning to each state without a gap; of any prompt that begins so the
+    last state is reached behind its last two full blocks, and before these one that ends with a block."""
+    naming = BlockNames(KEY, b"i" * 32)
+    kept = through_states(naming, TOKENS, "s", ends)
+    names = {block.name for block in kept}
+    assert len(names) == len(kept)
+    assert [block.end for block in kept if block.is_state] == sorted(ends)
+    for block in kept:
+        assert block.begin == 0 or block.parent in names
+    whole = [block for block in naming.whole_blocks(TOKENS[:n_tokens], "s") if block.name in names]
+    reached = to_last_state(naming, whole, TOKENS[:n_tokens], "s", names.__contains__)
+
+    assert all(block.name in names for block in reached)
+    first = (len(whole) - 1) * BLOCK_TOKENS
+    before_end = [end for end in ends if end <= n_tokens and (end > first or end % BLOCK_TOKENS == 0)]
+    assert [block.end for block in reached if block.is_state] == ([max(before_end)] if before_end else [])
+    for block, before in zip(reached[1:], reached, strict=False):
+        assert block.parent == before.name
+
+
 @examples(300)
 @given(data=st.data())
 def test_no_changed_byte_is_believed(data: st.DataObject) -> None:
     naming, record, _ = record_of(0)
     block = blocks_of(naming, TOKENS, "s")[0]
-    at = data.draw(st.integers(0, len(record) - 1))
-    record[at] ^= data.draw(st.integers(1, 255))
+    offset = data.draw(st.integers(0, len(record) - 1))
+    record[offset] ^= data.draw(st.integers(1, 255))
 
     with pytest.raises(BadRecord):
         read_record(naming, SHAPE, block, record)

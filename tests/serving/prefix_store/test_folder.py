@@ -31,8 +31,8 @@ def write(folder: PrefixFolder, n_tokens: int, seed: int, seconds: float = 1.0) 
 
 
 def bytes_in(path: Path) -> int:
-    found = (file.lstat() for file in path.glob("*.kv"))
-    return sum(one.st_size for one in found if stat.S_ISREG(one.st_mode))
+    statuses = (file.lstat() for file in path.glob("*.kv"))
+    return sum(status.st_size for status in statuses if stat.S_ISREG(status.st_mode))
 
 
 def test_what_is_written_is_found_and_read_by_another_server(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_what_else_lies_in_the_folder_does_no_harm(tmp_path: Path) -> None:
     folder = PrefixFolder.open(tmp_path, 8 * ONE)
     (name,) = write(folder, BLOCK_TOKENS, 1)
     strange = [bytes([number]) * 32 for number in range(1, 6)]
-    places = [tmp_path / f"{one.hex()}.kv" for one in strange]
+    places = [tmp_path / f"{stray.hex()}.kv" for stray in strange]
     os.mkfifo(places[0])
     places[1].mkdir()
     places[2].symlink_to(tmp_path / f"{name.hex()}.kv")
@@ -104,9 +104,9 @@ def test_what_else_lies_in_the_folder_does_no_harm(tmp_path: Path) -> None:
     buffer = memoryview(bytearray(ONE))
 
     lengths = []
-    for one in strange:
+    for stray in strange:
         try:
-            lengths.append(folder.read_into(one, buffer))
+            lengths.append(folder.read_into(stray, buffer))
         except OSError:
             lengths.append(-1)
     for seed in range(2, 9):

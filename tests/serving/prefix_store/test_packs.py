@@ -28,9 +28,22 @@ def test_a_pack_has_its_tokens_in_whole_panels(tmp_path: Path) -> None:
     rng = random.Random(1)  # as they were drawn
     for number, block in enumerate(pack.blocks):
         record = buffer[: pack.read_into(number, buffer)]
-        rows, state = read_record(pack.facts.naming, SHAPE, block, record)
+        rows = read_record(pack.facts.naming, SHAPE, block, record)
         assert rows == rng.randbytes(len(rows))
-        assert not state
+    pack.close()
+
+
+def test_a_pack_with_a_state_is_of_use_whole(tmp_path: Path) -> None:
+    shape = RecordShape(2, 24, 64)
+    pack = Pack.open(write_pack(tmp_path / "pack", TOKENS, shape=shape))
+    pack.refuse_other(IDENTITY, shape)
+    pack.check()
+
+    assert pack.n_stored([*TOKENS, 1, 2]) == pack.n_stored(TOKENS) == 300
+    assert pack.n_stored(TOKENS[:-1]) == pack.n_stored([7, *TOKENS]) == 0
+    assert [block.is_state for block in pack.blocks] == [False, False, False, True]
+    with pytest.raises(PackError, match="of another shape"):
+        pack.refuse_other(IDENTITY, SHAPE)
     pack.close()
 
 

@@ -16,7 +16,7 @@ from phasewise.serving.errors import ModelError, RanksError
 from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.processes.memory import available_bytes
 from phasewise.serving.ranks.open_ranks import KvSettings, LocalRanks, RankOptions
-from phasewise.serving.ranks.rank_teams import touch_memory
+from phasewise.serving.ranks.rank_teams import TABLES, touch_memory
 from phasewise.tuner.plans import Phase, RankCores, ServicePlan
 from tests.support.models.reference_forward import reference_logits, tiny_config, tiny_model
 
@@ -44,9 +44,9 @@ def local(
 
 @pytest.fixture
 def ranks() -> Iterator[LocalRanks]:
-    made = local()
-    yield made
-    made.close()
+    local_ranks = local()
+    yield local_ranks
+    local_ranks.close()
 
 
 def ids_of(n: int, seed: int = 0) -> list[int]:
@@ -156,7 +156,7 @@ def test_memory_that_was_granted_and_is_not_there_is_one_line() -> None:
             raise ProgramError("the system has not the 3 MiB that it granted")
 
     with pytest.raises(RanksError, match="has not the 3 MiB"):
-        touch_memory(Short(), {"decode": Team(None, members=1)})
+        touch_memory(Short(), {TABLES["decode"]: Team(None, members=1)})
 
 
 def test_a_plan_of_two_ranks_is_refused() -> None:

@@ -8,10 +8,18 @@ import mmap
 
 import pytest
 
-from phasewise.cython_kernels._native import place_on_node, prefer_node
+from phasewise.cython_kernels._native import bytes_by_node, huge_pages_within, place_on_nodes, prefer_nodes
 from phasewise.serving.errors import RanksError
 from phasewise.serving.processes.segments import Segment
-from phasewise.serving.ranks.rank_memory import preferring, warn_of_refusals
+from phasewise.serving.ranks.rank_instructions import Report
+from phasewise.serving.ranks.rank_memory import (
+    Nodes,
+    placing,
+    stray_bytes,
+    tell_of_others,
+    warn_of_refusals,
+    warn_of_strays,
+)
 
 
 class Kernel:
@@ -19,31 +27,31 @@ class Kernel:
 
     def __init__(self, answer: int = 0) -> None:
         self.answer = answer
-        self.node: int | None = None
+        self.nodes: Nodes | None = None
 
-    def set_policy(self, node: int | None) -> int:
+    def set_policy(self, nodes: Nodes | None) -> int:
         if self.answer == 0:
-            self.node = node
+            self.nodes = nodes
         return self.answer
 
 
 def test_a_policy_holds_for_the_block_and_no_longer() -> None:
     kernel = Kernel()
-    with preferring(3, kernel.set_policy) as answer:
-        assert (kernel.node, answer) == (3, 0)
+    with placing((1, 3), kernel.set_policy) as answer:
+        assert (kernel.nodes, answer) == ((1, 3), 0)
 
-    assert kernel.node is None
+    assert kernel.nodes is None
 
 
 def test_no_node_asks_nothing() -> None:
-    with preferring(None, Kernel(errno.EPERM).set_policy) as answer:
+    with placing((), Kernel(errno.EPERM).set_policy) as answer:
         assert answer == 0
 
 
 def test_a_denied_policy_is_one_warning_that_names_the_flag(caplog: pytest.LogCaptureFixture) -> None:
     answers = {}
     for rank in range(4):
-        with preferring(rank % 2, Kernel(errno.EPERM).set_policy) as answers[rank]:
+        with placing((rank % 2,), Kernel(errno.EPERM).set_policy) as answers[rank]:
             pass
     with caplog.at_level(logging.WARNING):
         warn_of_refusals(answers)
@@ -51,6 +59,13 @@ def test_a_denied_policy_is_one_warning_that_names_the_flag(caplog: pytest.LogCa
     (record,) = caplog.records
     assert "--cap-add SYS_NICE" in record.getMessage()
     assert "rank 0, 1, 2, 3" in record.getMessage()
+
+
+def test_a_report_tells_bytes_by_node() -> None:
+    report = Report(None, 0, {0: 5, 3: 7})
+
+    assert Report.from_line(report.to_line()) == report
+    assert Report.from_line(Report("no room").to_line()) == Report("no room")
 
 
 def test_granted_policies_are_no_news(caplog: pytest.LogCaptureFixture) -> None:
@@ -71,13 +86,73 @@ def test_the_kernel_is_asked() -> None:
     allowed = {0, errno.EPERM, errno.ENOSYS}
     memory = mmap.mmap(-1, 1 << 16)
 
-    assert prefer_node(0) in allowed
-    assert prefer_node(None) in allowed
-    assert place_on_node(memory, 5000, 20000, 0) in allowed
-    assert prefer_node(4000) in {errno.EINVAL, errno.EPERM, errno.ENOSYS}
-    assert prefer_node(-1) == prefer_node(1 << 20) == errno.EINVAL
+    assert prefer_nodes([0]) in allowed
+    assert prefer_nodes(None) in allowed
+    assert place_on_nodes(memory, 5000, 20000, [0]) in allowed
+    assert prefer_nodes([1000]) in {errno.EINVAL, errno.EPERM, errno.ENOSYS}
+    assert prefer_nodes([-1]) == prefer_nodes([0, 1 << 20]) == prefer_nodes([]) == errno.EINVAL
     with pytest.raises(ValueError, match="bytes"):
-        place_on_node(memory, 0, (1 << 16) + 1, 0)
+        place_on_nodes(memory, 0, (1 << 16) + 1, [0])
+    with pytest.raises(ValueError, match="nodes"):
+        prefer_nodes([0] * 2000)
+
+
+def test_pages_are_counted_once_they_are_touched() -> None:
+    memory = mmap.mmap(-1, 64 * mmap.PAGESIZE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_NOHUGEPAGE)
+    huge_pages_within(memory)  # of no huge page whole: nothing changes
+    if bytes_by_node(memory, 0, 64) is None:
+        pytest.skip("a kernel without NUMA")
+    assert bytes_by_node(memory, 0, len(memory)) == {}
+
+    for page in (1, 2, 40):
+        memory[page * mmap.PAGESIZE] = 1
+
+    def counted(begin: int, end: int) -> int:
+        return sum((bytes_by_node(memory, begin * mmap.PAGESIZE, end * mmap.PAGESIZE) or {}).values())
+
+    assert counted(0, 64) == 3 * mmap.PAGESIZE
+    assert [counted(0, 1), counted(1, 2), counted(2, 40), counted(40, 64)] == [0, *[mmap.PAGESIZE] * 3]
+    with pytest.raises(ValueError, match="bytes"):
+        bytes_by_node(memory, 5, 4)
+
+
+@pytest.mark.parametrize(
+    ("by_node", "nodes", "stray"),
+    [
+        ({0: 100}, (0,), 0),
+        ({0: 60, 1: 40}, (0,), 40),
+        ({0: 50, 1: 50}, (0, 1), 0),
+        ({0: 75, 1: 25}, (0, 1), 25),
+        ({2: 100}, (0, 1), 100),
+        ({}, (0, 1), 0),
+        ({0: 100}, (), 0),
+    ],
+)
+def test_stray_bytes_are_those_that_would_have_to_move(
+    by_node: dict[int, int], nodes: Nodes, stray: int
+) -> None:
+    assert stray_bytes(by_node, nodes) == stray
+
+
+def test_memory_that_a_node_does_not_have_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    warn_of_strays(1, {1: 500 << 20, 0: 300 << 20}, (1,))
+    tell_of_others(2, (3,), (1,))
+
+    full, bare = (record.getMessage() for record in caplog.records)
+    assert "300 of 800 MiB of rank 1's weights found no room on NUMA node 1" in full
+    assert bare == (
+        "NUMA node 3 has no memory for this process: that of rank 2 lies on the nearest that has, 1"
+    )
+
+
+def test_memory_that_lies_as_planned_is_no_news(caplog: pytest.LogCaptureFixture) -> None:
+    warn_of_strays(0, {0: 98, 1: 2}, (0,))
+    warn_of_strays(0, None, (0,))
+    warn_of_strays(0, {0: 7}, ())
+    tell_of_others(0, (0, 1), (0, 1))
+
+    assert not caplog.records
 
 
 def test_a_segment_is_zero_shared_and_nameless() -> None:

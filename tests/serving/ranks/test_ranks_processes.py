@@ -45,18 +45,21 @@ BOUND_S = 10.0
 
 ONE: Teams = (1,)
 TWO: Teams = (1, 1)
-DIVISIONS: list[tuple[Teams, Teams]] = [(TWO, TWO), (ONE, TWO), (TWO, (2,)), ((2, 1), (1, 1, 2))]
+DIVISIONS: list[tuple[Teams, Teams]] = [
+    *((TWO, TWO), (ONE, TWO), (TWO, (2,)), ((2, 1), (1, 1, 2))),
+    *(((1,) * 4, (1,) * 4), (ONE, (1,) * 5)),  # three KV heads are shared
+]
 
 
 def plans(prefill: Teams, decode: Teams, nodes: tuple[int | None, ...] = ()) -> dict[Phase, ServicePlan]:
     """Ranks with N threads each, on any cores: they are opened unpinned."""
-    made: dict[Phase, ServicePlan] = {}
+    by_phase: dict[Phase, ServicePlan] = {}
     for phase, sizes in zip(PHASES, (prefill, decode), strict=True):
         firsts = [sum(sizes[:rank]) for rank in range(len(sizes))]
         cores = [tuple(range(first, first + size)) for first, size in zip(firsts, sizes, strict=True)]
         ranks = [RankCores(own, nodes[rank] if nodes else None) for rank, own in enumerate(cores)]
-        made[phase] = ServicePlan(phase, tuple(ranks))
-    return made
+        by_phase[phase] = ServicePlan(phase, tuple(ranks))
+    return by_phase
 
 
 def opened(model: PackedModel, prefill: Teams, decode: Teams, nodes: tuple[int | None, ...] = ()) -> Ranks:
@@ -304,14 +307,14 @@ def test_workers_end_with_the_engine_however_it_ends(ending: str) -> None:
 
 
 def test_ranks_outlive_the_thread_that_opened_them(three_heads: PackedModel) -> None:
-    made: list[Ranks] = []
-    opening = threading.Thread(target=lambda: made.append(opened(three_heads, ONE, TWO)))
+    handed_over: list[Ranks] = []
+    opening = threading.Thread(target=lambda: handed_over.append(opened(three_heads, ONE, TWO)))
     opening.start()
     opening.join()
     time.sleep(0.1)
 
-    assert token_by_token(made[0], ("decode",), 2).shape[0] == 3
-    made[0].close()
+    assert token_by_token(handed_over[0], ("decode",), 2).shape[0] == 3
+    handed_over[0].close()
 
 
 def test_a_fork_of_the_engine_can_neither_use_nor_end_its_ranks(two: ProcessRanks) -> None:
@@ -333,9 +336,9 @@ def test_a_fork_of_the_engine_can_neither_use_nor_end_its_ranks(two: ProcessRank
 # ---- requests that cannot be met -------------------------------------------------------------------------
 
 
-def test_more_ranks_than_kv_heads_are_refused(three_heads: PackedModel) -> None:
-    with pytest.raises(RanksError, match=r"decode plan has 4 ranks, but .* has 3 KV heads"):
-        opened(three_heads, ONE, (1, 1, 1, 1))
+def test_more_ranks_than_query_heads_are_refused(three_heads: PackedModel) -> None:
+    with pytest.raises(RanksError, match=r"decode plan has 10 ranks, but .* has 9 query heads"):
+        opened(three_heads, ONE, (1,) * 10)
 
 
 def test_a_core_that_another_rank_cannot_have_is_named(three_heads: PackedModel) -> None:

@@ -188,11 +188,11 @@ def test_killed_while_it_starts_again_is_an_error_and_not_the_end(two: ProcessRa
 
 def children() -> list[int]:
     """Processes that this one has started. A thread may end while its folder is read."""
-    found: list[int] = []
+    pids: list[int] = []
     for task in Path("/proc/self/task").iterdir():
         with suppress(FileNotFoundError, ProcessLookupError):
-            found += map(int, (task / "children").read_text().split())
-    return found
+            pids += map(int, (task / "children").read_text().split())
+    return pids
 
 
 def test_whoever_watches_is_told_once_for_each_death(two: ProcessRanks) -> None:

@@ -36,7 +36,9 @@ def kept_by_reference(
     odds = probabilities(logits[order], temperature)
     before = np.cumsum(odds) - odds
     kept = order[before < top_p]
-    return {int(one) for one in kept if np.exp((logits[one] - logits.max()) / temperature) >= min_p}
+    return {
+        int(token_id) for token_id in kept if np.exp((logits[token_id] - logits.max()) / temperature) >= min_p
+    }
 
 
 @given(seed=SEEDS)
@@ -55,7 +57,7 @@ def test_rows_are_sampled_each_by_its_own_sampler() -> None:
         logits, [*samplers[:3], Sampler(SamplingParams(temperature=0, top_logprobs=1), (), 300)]
     )
 
-    assert plain == logits.argmax(axis=1).tolist() == [one.token_id for one in mixed]
+    assert plain == logits.argmax(axis=1).tolist() == [token.token_id for token in mixed]
 
 
 @examples(60)
@@ -104,7 +106,7 @@ def test_the_odds_are_those_of_the_filtered_distribution(params: dict[str, float
         logits, temperature, int(params.get("top_k", 12)), params.get("top_p", 1.0), params.get("min_p", 0.0)
     )
     wanted = probabilities(logits, temperature)
-    wanted[[one for one in range(12) if one not in kept]] = 0.0
+    wanted[[token_id for token_id in range(12) if token_id not in kept]] = 0.0
     wanted /= wanted.sum()
 
     seen = np.bincount(draw(logits, n, seed=5, **params), minlength=12) / n
@@ -165,7 +167,7 @@ def test_log_probabilities_are_the_models_own() -> None:
     assert sampled.token_id == 9
     assert sampled.logprob == pytest.approx(wanted[9], abs=1e-6)
     order = np.argsort(-logits)[:4]
-    assert [one for one, _ in sampled.top] == order.tolist()
+    assert [token_id for token_id, _ in sampled.top] == order.tolist()
     assert [value for _, value in sampled.top] == pytest.approx(wanted[order], abs=1e-6)
 
 
@@ -218,7 +220,7 @@ def test_the_largest_logits_are_found_without_sorting(seed: int, size: int, n: i
 
     sampled = Sampler(SamplingParams(temperature=0, top_logprobs=n), (), size).sample(logits)
 
-    assert [one for one, _ in sampled.top] == np.argsort(-logits, kind="stable")[:n].tolist()
+    assert [token_id for token_id, _ in sampled.top] == np.argsort(-logits, kind="stable")[:n].tolist()
 
 
 def test_a_token_that_cannot_come_is_never_drawn() -> None:

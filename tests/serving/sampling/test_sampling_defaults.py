@@ -18,13 +18,13 @@ STATED = SamplingDefaults(0.6, 20, 0.8, 0.01, 1.05, "model")
 def test_a_model_that_states_nothing_gets_our_defaults() -> None:
     assert stated_by_hf({"eos_token_id": 2}) == SamplingDefaults()
     assert stated_by_gguf({"general.architecture": "llama"}) == SamplingDefaults()
-    found = SamplingDefaults()
-    assert (found.temperature, found.top_p, found.min_p, found.top_k) == (0.7, 0.95, 0.05, None)
+    defaults = SamplingDefaults()
+    assert (defaults.temperature, defaults.top_p, defaults.min_p, defaults.top_k) == (0.7, 0.95, 0.05, None)
 
 
 def test_what_a_model_leaves_out_beside_what_it_states_is_neutral() -> None:
-    found = stated_by_hf({"temperature": 0.6, "top_k": 20})
-    assert found == SamplingDefaults(0.6, 20, 1.0, 0.0, 1.0, "model")
+    defaults = stated_by_hf({"temperature": 0.6, "top_k": 20})
+    assert defaults == SamplingDefaults(0.6, 20, 1.0, 0.0, 1.0, "model")
 
 
 def test_both_file_formats_say_the_same() -> None:
@@ -73,9 +73,9 @@ def test_a_request_that_states_nothing_gets_the_models_values() -> None:
         ChatRequest(model="m", messages=[{"role": "user", "content": "a"}]), served(STATED)
     )  # type: ignore[list-item]
     (text,) = completion_requests(CompletionRequest(model="m", prompt="a"), served(STATED))
-    for found in (chat.sampling, text.sampling):
-        assert (found.temperature, found.top_k, found.top_p, found.min_p) == (0.6, 20, 0.8, 0.01)
-        assert found.repetition_penalty == 1.05
+    for sampling in (chat.sampling, text.sampling):
+        assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.6, 20, 0.8, 0.01)
+        assert sampling.repetition_penalty == 1.05
 
 
 def test_what_a_request_states_wins_field_by_field() -> None:
@@ -83,9 +83,9 @@ def test_what_a_request_states_wins_field_by_field() -> None:
         model="m", prompt="a", temperature=0.0, top_k=-1, top_p=1.0, min_p=0.0, repetition_penalty=1.0
     )
     (request,) = completion_requests(body, served(STATED))
-    found = request.sampling
-    assert (found.temperature, found.top_k, found.top_p, found.min_p) == (0.0, None, 1.0, 0.0)
-    assert found.repetition_penalty == 1.0
+    sampling = request.sampling
+    assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.0, None, 1.0, 0.0)
+    assert sampling.repetition_penalty == 1.0
     (request,) = completion_requests(
         CompletionRequest(model="m", prompt="a", temperature=2.0), served(STATED)
     )

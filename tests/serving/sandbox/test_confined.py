@@ -54,14 +54,14 @@ def opened(started: list[ConfinedProcess], bounds: Bounds) -> ConfinedProcess:
 
 
 def descendants() -> set[int]:
-    found = [os.getpid()]
-    for pid in found:
+    pids = [os.getpid()]
+    for pid in pids:
         for task in Path(f"/proc/{pid}/task").glob("*/children"):
             try:
-                found += map(int, task.read_text().split())
+                pids += map(int, task.read_text().split())
             except OSError:  # it has just ended
                 continue
-    return set(found[1:])
+    return set(pids[1:])
 
 
 def peak_bytes(pid: int) -> int:

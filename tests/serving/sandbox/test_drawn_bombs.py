@@ -58,8 +58,8 @@ def _joined(schemas: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dic
     several = st.lists(schemas, min_size=1, max_size=8)
     return st.one_of(
         st.builds(lambda name, parts: {name: parts}, st.sampled_from(["allOf", "anyOf", "oneOf"]), several),
-        st.builds(lambda parts: {"properties": {f"p{at}": one for at, one in enumerate(parts)}}, several),
-        st.builds(lambda one, most: {"items": one, "maxItems": most}, schemas, st.integers(0, 300)),
+        st.builds(lambda parts: {"properties": {f"p{i}": schema for i, schema in enumerate(parts)}}, several),
+        st.builds(lambda schema, most: {"items": schema, "maxItems": most}, schemas, st.integers(0, 300)),
     )  # fmt: skip
 
 
@@ -137,7 +137,7 @@ def templates(draw: st.DrawFn) -> str:
 
 def peaks(pids: list[int]) -> int:
     """The most memory that one of these processes, or their children, has ever had."""
-    found = 0
+    peak = 0
     for pid in pids:
         for task in Path(f"/proc/{pid}/task").glob("*/children"):
             try:
@@ -146,10 +146,10 @@ def peaks(pids: list[int]) -> int:
                 continue
         try:
             status = Path(f"/proc/{pid}/status").read_text()
-            found = max(found, int(status.split("VmHWM:")[1].split()[0]) * 1024)
+            peak = max(peak, int(status.split("VmHWM:")[1].split()[0]) * 1024)
         except (OSError, IndexError):
             continue
-    return found
+    return peak
 
 
 def children() -> list[int]:

@@ -53,20 +53,20 @@ class Shared:
         return batch
 
     def held(self) -> Counter[str]:
-        return Counter(one.request.client for one in self.scheduler._running)
+        return Counter(sequence.request.client for sequence in self.scheduler._running)
 
     def waiting(self) -> set[str]:
-        return {one.request.client for one in self.scheduler._waiting}
+        return {sequence.request.client for sequence in self.scheduler._waiting}
 
     def is_running(self, name: str) -> bool:
-        return any(one.request_id == name for one in self.scheduler._running)
+        return any(sequence.request_id == name for sequence in self.scheduler._running)
 
 
 def check_shares(shared: Shared) -> None:
     """While a client that holds less than its share waits, none holds more than its own."""
     held, waiting = shared.held(), shared.waiting()
     share = max(1, shared.scheduler.limits.max_sequences // max(1, len(waiting | held.keys())))
-    assert not any(held[one] < share for one in waiting) or max(held.values()) <= share, (held, waiting)
+    assert not any(held[client] < share for client in waiting) or max(held.values()) <= share, (held, waiting)
 
 
 @examples(100)
@@ -158,7 +158,7 @@ def test_what_lies_before_a_first_chunk_is_one_chunk_of_each_other_client(
     shared.before.clear()
     name = shared.add("new", 20, 1)
     while True:
-        pending = sum(one.n_pending for one in shared.scheduler._running)
+        pending = sum(sequence.n_pending for sequence in shared.scheduler._running)
         pending += 0 if shared.is_running(name) else 20
         before = dict(shared.before)
         batch = shared.step(chunk)
@@ -225,10 +225,10 @@ def test_a_request_that_waits_is_not_held_up_by_one_of_another_client_that_must_
     shared = Shared(scheduler)
     for _ in range(4):
         shared.add("greedy", 50, 300)
-    while not any(one.n_preempted for one in scheduler._waiting):
+    while not any(waiter.n_preempted for waiter in scheduler._waiting):
         shared.step()
-    for one in scheduler._waiting:
-        one.n_preempted = 4
+    for sequence in scheduler._waiting:
+        sequence.n_preempted = 4
     name = shared.add("small", 5, 3)
     shared.step()
 

@@ -26,8 +26,10 @@ BLOCK = Placement(0, 256)
 ELSEWHERE = Placement(512, 256)
 
 
-def started(index: PrefixIndex, owner: str, tokens: tuple[int, ...] = TOKENS, at: Placement = BLOCK) -> None:
-    index.start(owner, (tokens, chain(tokens)), at)
+def started(
+    index: PrefixIndex, owner: str, tokens: tuple[int, ...] = TOKENS, placement: Placement = BLOCK
+) -> None:
+    index.start(owner, (tokens, chain(tokens)), placement)
 
 
 def find(index: PrefixIndex, tokens: tuple[int, ...]) -> Match:
@@ -49,7 +51,7 @@ def test_a_match_is_common_computed_and_never_everything(
     index = PrefixIndex(1024)
     started(index, "first")
     index.advance("first", n_computed)
-    asked = (*TOKENS[:n_common], *(-1 - at for at in range(220)))[:n_asked]
+    asked = (*TOKENS[:n_common], *(-1 - number for number in range(220)))[:n_asked]
 
     match = find(index, asked)
 
@@ -109,12 +111,12 @@ def test_equal_hashes_of_other_tokens_are_not_believed() -> None:
 
 def test_no_more_tokens_are_remembered_than_there_are_slots() -> None:
     index = PrefixIndex(160)
-    for at in range(4):
-        tokens = (at,) * 64
-        started(index, str(at), tokens, Placement(at % 2 * 64, 64))
-        index.retire(str(at), tokens)
+    for number in range(4):
+        tokens = (number,) * 64
+        started(index, str(number), tokens, Placement(number % 2 * 64, 64))
+        index.retire(str(number), tokens)
 
-    assert [find(index, (at,) * 65).n_ready for at in range(4)] == [0, 0, 64, 64]
+    assert [find(index, (token,) * 65).n_ready for token in range(4)] == [0, 0, 64, 64]
     assert len(index._by_chain) == 2 * 4
     index.clear()
     assert find(index, (3,) * 65).n_ready == 0
@@ -131,7 +133,7 @@ def test_an_owner_that_is_not_where_it_should_be_is_told() -> None:
         index.check("first", BLOCK, 100)
 
 
-pages = st.permutations(range(8)).map(lambda order: tuple(KV_CHUNK * one for one in order))
+pages = st.permutations(range(8)).map(lambda order: tuple(KV_CHUNK * page for page in order))
 
 
 @given(source=pages, target=pages, n_pages=st.integers(1, 4), n_tokens=st.integers(1, 512))

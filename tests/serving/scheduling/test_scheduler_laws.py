@@ -38,7 +38,7 @@ def requests_of(
     for index, ((n_prompt, n_answer), (group, n_shared), estimate) in enumerate(asked):
         ids = np.arange(n_prompt) * 7 % 250
         ids[n_shared:] += index
-        prompt = tuple(int(one) for one in (ids + group) % END)
+        prompt = tuple(int(token_id) for token_id in (ids + group) % END)
         client = clients[index % len(clients)]
         requests.append(Request(str(index), prompt, n_answer, estimate=estimate, client=client))
     return requests
@@ -115,8 +115,8 @@ def test_answers_under_load_are_those_of_the_request_alone(
     assert engine.scheduler.pool.stats().slots_used == 0
     for request in requests:
         expected = alone(request)
-        found = got[request.request_id]
-        assert found == (expected[: len(found)] if request.request_id in aborted else expected)
+        answer = got[request.request_id]
+        assert answer == (expected[: len(answer)] if request.request_id in aborted else expected)
 
 
 class HalfDone(AttentiveRanks):
@@ -191,11 +191,11 @@ def test_everybody_ends_within_a_bound_that_the_work_before_gives(
 
     while scheduler.has_work:
         oldest = min(map(int, scheduler.request_ids()))
-        running = [one.request_id for one in scheduler._running]
+        running = [sequence.request_id for sequence in scheduler._running]
         assert turns.take(chunk) is not None
         assert not running or str(oldest) in running or int(running[0]) > oldest
-        for one in scheduler._waiting:
-            preempted[one.request_id] = one.n_preempted
+        for waiter in scheduler._waiting:
+            preempted[waiter.request_id] = waiter.n_preempted
 
     assert turns.got == {request.request_id: request.max_tokens for request in requests}
     assert all(times <= MOST_PREEMPTIONS + 1 for times in preempted.values())

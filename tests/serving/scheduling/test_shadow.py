@@ -45,9 +45,9 @@ def test_whatever_comes_and_goes_everything_ends_and_nobody_waits_for_a_shadow(
     def next_batch(*limits: Any) -> Batch | None:
         batch = take(*limits)
         if scheduler.n_running < scheduler.limits.max_sequences and any(
-            not one.n_preempted for one in scheduler._waiting
+            not sequence.n_preempted for sequence in scheduler._waiting
         ):
-            assert not any(one.request.in_shadow for one in scheduler._running)
+            assert not any(sequence.request.in_shadow for sequence in scheduler._running)
         return batch
 
     scheduler.next_batch = next_batch  # type: ignore[method-assign]
@@ -56,8 +56,8 @@ def test_whatever_comes_and_goes_everything_ends_and_nobody_waits_for_a_shadow(
     for _ in range(data.draw(st.integers(1, 30))):
         for in_shadow, n_prompt, n_answer in data.draw(st.lists(draw, max_size=3)):
             n_sent += 1
-            one = request(f"{n_sent}", n_prompt, n_answer)
-            scheduler.add(replace(one, in_shadow=in_shadow, client=str(n_sent % 3)))
+            new_request = request(f"{n_sent}", n_prompt, n_answer)
+            scheduler.add(replace(new_request, in_shadow=in_shadow, client=str(n_sent % 3)))
         turns.take()
     turns.run()
     assert len(turns.ended) == n_sent
@@ -128,8 +128,8 @@ def test_rows_are_within_what_is_left(costs: dict[int, float], n_rows: int, left
     """But for one that was never tried."""
     further = rows_within(costs, n_rows, left_ns)
 
-    known = min(n_rows + further, max(n_rows, max(costs)))
-    assert decode_ns(costs, known) - decode_ns(costs, n_rows) <= left_ns or known == n_rows
+    n_costed = min(n_rows + further, max(n_rows, max(costs)))
+    assert decode_ns(costs, n_costed) - decode_ns(costs, n_rows) <= left_ns or n_costed == n_rows
     assert n_rows + further <= max(max(costs), n_rows) + 1
 
 

@@ -31,12 +31,12 @@ class Memory:
         source, target, n = copy
         self.slots[target : target + n] = self.slots[source : source + n]
 
-    def run(self, batch: Batch, known: dict[str, tuple[int, ...]]) -> None:
+    def run(self, batch: Batch, tokens_of: dict[str, tuple[int, ...]]) -> None:
         """Compute a step, whose slices read what their sequences must have left."""
         for copy in batch.copies:
             self.copy(copy)
         for piece, name in zip(batch.slices, batch.request_ids, strict=True):
-            before = known[name][: piece.start]
+            before = tokens_of[name][: piece.start]
             tokens = (*before, *piece.token_ids)
             place = SLOTS + piece.state
             assert piece.start == 0 or self.slots[place] == before, (name, piece)
@@ -70,7 +70,7 @@ def test_drawn_requests_go_on_from_their_own_tokens(policy: str, n_places: int) 
 
 
 def _run_drawn(rng: random.Random, scheduler: Scheduler, n_places: int) -> None:
-    memory, known, spoken = Memory(SLOTS, n_places), {}, [()]
+    memory, tokens_of, spoken = Memory(SLOTS, n_places), {}, [()]
     for turn in range(60):
         for _ in range(rng.randrange(3)):
             begin = rng.choice(spoken)[: rng.choice([5, 40, 300])]
@@ -78,7 +78,7 @@ def _run_drawn(rng: random.Random, scheduler: Scheduler, n_places: int) -> None:
             if len(prompt) + 30 < SLOTS:
                 name = f"{turn}.{rng.random()}"
                 scheduler.add(Request(name, prompt, rng.randrange(1, 30), frozenset({STOP})))
-                known[name] = prompt
+                tokens_of[name] = prompt
         if rng.random() < 0.1 and scheduler.request_ids():
             scheduler.abort(rng.choice(scheduler.request_ids()))
         batch = scheduler.next_batch(rng.choice([None, 7, 33]), rng.choice([None, 2]))
@@ -93,7 +93,7 @@ def _run_drawn(rng: random.Random, scheduler: Scheduler, n_places: int) -> None:
                 for room in rooms
             ]
             batch = scheduler.extend(batch, drafts)
-        memory.run(batch, known)
+        memory.run(batch, tokens_of)
         if rng.random() < 0.05:
             scheduler.discard(batch)
             scheduler.check()
@@ -106,9 +106,9 @@ def _run_drawn(rng: random.Random, scheduler: Scheduler, n_places: int) -> None:
             run = (*piece.token_ids[len(piece.token_ids) - piece.n_drafted :][:right], rng.randrange(0, 5))
             runs.append(run)
         for out in scheduler.commit_runs(batch, runs):
-            known[out.request_id] += (out.token_id,)
+            tokens_of[out.request_id] += (out.token_id,)
             if out.finish_reason is not None:
-                spoken.append(known[out.request_id])
+                spoken.append(tokens_of[out.request_id])
         scheduler.check()
 
 
@@ -118,14 +118,40 @@ def _answer(
     """A request alone: its tokens and how many were computed."""
     name = f"request {len(prompt)}"
     scheduler.add(Request(name, prompt, n_tokens))
-    known, n_computed = {name: prompt}, 0
+    tokens_of, n_computed = {name: prompt}, 0
     while (batch := scheduler.next_batch()) is not None:
-        memory.run(batch, known)
+        memory.run(batch, tokens_of)
         n_computed += batch.n_tokens
         for out in scheduler.commit(batch, [7 for piece in batch.slices if piece.wants_logits]):
-            known[name] += (out.token_id,)
+            tokens_of[name] += (out.token_id,)
         scheduler.check()
-    return known[name], n_computed
+    return tokens_of[name], n_computed
+
+
+@pytest.mark.parametrize("policy", ["odma", "paged"])
+@pytest.mark.parametrize("finished", [0, 3])
+def test_conversations_find_what_they_left_while_the_pool_has_room(policy: str, finished: int) -> None:
+    """Requests state no limit, so that any of them could fill the context: what was never used is taken
+    first, whoever could grow into it. finished: conversations that came before and are longest ago."""
+    context, slots, answer = 1024, 4096, 8
+    pool = open_pool(policy, slots, PoolSettings(longest_request=context))
+    limits = SchedulerLimits(context, max_batch_tokens=64, max_sequences=6)
+    scheduler = Scheduler(StatefulPool(pool, StatePlaces(64, slots)), limits)
+    said: dict[int, tuple[int, ...]] = dict.fromkeys(range(6 + finished), ())
+    for turn in range(3):
+        for talk in said if turn == 0 else list(said)[finished:]:
+            new = tuple(100 * talk + 10 * turn + token for token in range(20))
+            prompt, n_computed = (*said[talk], *new), 0
+            request = Request(f"{talk} {turn}", prompt, context - len(prompt), frozenset({STOP}))
+            scheduler.add(request)
+            while (batch := scheduler.next_batch()) is not None:
+                n_computed += batch.n_tokens
+                token = STOP if scheduler.n_computed(request.request_id) >= len(prompt) + answer - 1 else 7
+                scheduler.commit(batch, [token for piece in batch.slices if piece.wants_logits])
+                scheduler.check()
+            expected = len(new) + answer + (1 if said[talk] else 0)
+            assert n_computed == expected, (talk, turn)
+            said[talk] = (*prompt, *[7] * answer, STOP)
 
 
 def test_every_turn_of_a_conversation_computes_its_new_tokens_alone() -> None:
@@ -143,12 +169,12 @@ def test_every_turn_of_a_conversation_computes_its_new_tokens_alone() -> None:
 def test_equal_prompts_share_all_but_their_last_token() -> None:
     scheduler, memory = scheduler_of(8), Memory(SLOTS, 8)
     prompt = tuple(range(1, 101))
-    known = {f"{i}": prompt for i in range(3)}
-    for name in known:
+    tokens_of = {f"{i}": prompt for i in range(3)}
+    for name in tokens_of:
         scheduler.add(Request(name, prompt, 1))
     n_computed = 0
     while (batch := scheduler.next_batch()) is not None:
-        memory.run(batch, known)
+        memory.run(batch, tokens_of)
         n_computed += batch.n_tokens
         scheduler.commit(batch, [7 for piece in batch.slices if piece.wants_logits])
 

@@ -50,9 +50,9 @@ class SlowStore:
         """If it is still there, it is what was computed."""
         computed, end = self.writing.pop(self.rng.randrange(len(self.writing)))
         begin = self.rng.randrange(0, end, 16)
-        found = self.ranks.kv[slots(computed.placement, begin, end)]
+        contents = self.ranks.kv[slots(computed.placement, begin, end)]
         if computed.is_there(begin, end):
-            assert tuple(found) == computed.token_ids[begin:end]
+            assert tuple(contents) == computed.token_ids[begin:end]
             self.n_believed += 1
 
 
@@ -83,9 +83,9 @@ def test_whatever_a_store_has_and_whenever_it_reads(
             got.setdefault(out.request_id, []).extend(token.token_id for token in out.tokens)
         store.reading += beginnings.take_wanted()
         store.writing += [
-            (one, len(one.token_ids) // 16 * 16)
-            for one in beginnings.take_computed()
-            if len(one.token_ids) >= 16
+            (computed, len(computed.token_ids) // 16 * 16)
+            for computed in beginnings.take_computed()
+            if len(computed.token_ids) >= 16
         ]
         engine.scheduler.check()
         if store.reading and rng.random() < 0.3:

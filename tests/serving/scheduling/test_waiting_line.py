@@ -37,14 +37,14 @@ class FirstCome(WaitingLine):
 
     @property
     def clients(self) -> set[str]:
-        return {one.request.client for one in self._list}
+        return {queued.request.client for queued in self._list}
 
     @property
     def heads(self) -> Iterator[LiveSequence]:
         return iter(self._list[:1])
 
     def is_behind_older(self, sequence: LiveSequence) -> bool:
-        return any(one.admission is not None and one.age < sequence.age for one in self._list)
+        return any(queued.admission is not None and queued.age < sequence.age for queued in self._list)
 
     def join(self, sequence: LiveSequence) -> None:
         self._arrivals[sequence] = len(self._arrivals)
@@ -76,42 +76,46 @@ def test_turns_keep_their_laws_whatever_comes_and_goes(steps: list[str], data: s
     for name, step in enumerate(steps):
         if step in CLIENTS:
             new = waiting[name] = sequence(step, name)
-            n_own = sum(one.request.client == step and one.admission is None for one in line)
+            n_own = sum(queued.request.client == step and queued.admission is None for queued in line)
             bounds[name] = n_own + (n_own + 1) * (len(CLIENTS) - 1)
             line.join(new)
         elif step == "take" and waiting:
-            one = next(line.heads)
-            line.take(one)
+            taken = next(line.heads)
+            line.take(taken)
             preempted = [other for other in waiting.values() if other.admission is not None]
             if preempted:
-                assert one.admission == min(other.admission or 0 for other in preempted)
+                assert taken.admission == min(other.admission or 0 for other in preempted)
             else:
-                own = [at for at, other in waiting.items() if other.request.client == one.request.client]
-                assert int(one.request_id) == min(own)
-                one.admission = name
-                for at, other in waiting.items():
-                    if other is not one:
-                        bounds[at] -= 1
-                        assert bounds[at] >= 0
-            del waiting[int(one.request_id)]
-            admitted.append(one)
+                own = [
+                    number
+                    for number, other in waiting.items()
+                    if other.request.client == taken.request.client
+                ]
+                assert int(taken.request_id) == min(own)
+                taken.admission = name
+                for waiting_name, other in waiting.items():
+                    if other is not taken:
+                        bounds[waiting_name] -= 1
+                        assert bounds[waiting_name] >= 0
+            del waiting[int(taken.request_id)]
+            admitted.append(taken)
         elif step == "preempt" and admitted:
-            one = admitted.pop(data.draw(st.integers(0, len(admitted) - 1)))
-            waiting[int(one.request_id)] = one
-            line.rejoin(one)
+            returning = admitted.pop(data.draw(st.integers(0, len(admitted) - 1)))
+            waiting[int(returning.request_id)] = returning
+            line.rejoin(returning)
         elif step == "remove" and waiting:
-            gone = data.draw(st.sampled_from(sorted(waiting)))
-            line.remove(waiting.pop(gone))
+            removed = data.draw(st.sampled_from(sorted(waiting)))
+            line.remove(waiting.pop(removed))
         assert len(line) == len(waiting)
         assert set(line) == set(waiting.values())
         assert line.n_clients == len(
-            {one.request.client for one in waiting.values() if one.admission is None}
+            {queued.request.client for queued in waiting.values() if queued.admission is None}
         )
         heads = list(line.heads)
-        owners = [one.request.client for one in line]
+        owners = [queued.request.client for queued in line]
         assert [head.request.client for head in heads] == list(dict.fromkeys(owners))
         assert set(heads) <= set(line)
-        assert line.clients == {one.request.client for one in heads}
+        assert line.clients == {head.request.client for head in heads}
 
 
 def test_who_does_not_wait_cannot_be_removed() -> None:
@@ -172,12 +176,12 @@ def test_requests_of_several_clients_all_end_whole(
     scheduler = make(policy, n_slots=N_SLOTS, context=CONTEXT, sequences=sequences)
     turns = Turns(scheduler)
     requests = requests_of(asked)  # type: ignore[arg-type]
-    for one, client in zip(requests, clients, strict=False):
-        scheduler.add(replace(one, client=client))
+    for each_request, client in zip(requests, clients, strict=False):
+        scheduler.add(replace(each_request, client=client))
 
     turns.run()
 
-    assert turns.got == {one.request_id: one.max_tokens for one in requests}
+    assert turns.got == {each_request.request_id: each_request.max_tokens for each_request in requests}
 
 
 def test_a_backlog_of_one_client_costs_another_one_turn() -> None:
@@ -211,6 +215,6 @@ def test_age_is_counted_from_the_first_admission() -> None:
     while not scheduler.counts.preemptions:
         assert turns.take() is not None
 
-    assert [one.request_id for one in scheduler._waiting] == ["greedy 2"]
+    assert [queued.request_id for queued in scheduler._waiting] == ["greedy 2"]
     turns.run()
     assert turns.ended == ["greedy 0", "other", "greedy 1", "greedy 2"]

@@ -54,7 +54,9 @@ def test_every_policy_gives_each_request_once_after_a_bounded_wait(
 
     assert sorted(admitted, key=arrivals.index) == arrivals
     for place, sequence in enumerate(admitted):
-        later = [one for one in admitted[:place] if arrivals.index(one) > arrivals.index(sequence)]
+        later = [
+            earlier for earlier in admitted[:place] if arrivals.index(earlier) > arrivals.index(sequence)
+        ]
         assert len(later) == sequence.n_overtaken <= MOST_OVERTAKEN
 
 

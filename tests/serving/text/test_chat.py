@@ -29,12 +29,12 @@ from tests.support.peers import ask
 
 
 def _render(template: ChatTemplate, chat: dict[str, Any]) -> str:
-    known = {"conversation", "add_generation_prompt", "tools"}
+    explicit = {"conversation", "add_generation_prompt", "tools"}
     return template.render(
         chat["conversation"],
         chat["add_generation_prompt"],
         chat.get("tools"),
-        {key: value for key, value in chat.items() if key not in known},
+        {key: value for key, value in chat.items() if key not in explicit},
     )
 
 

@@ -42,10 +42,13 @@ def closed() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-@pytest.mark.parametrize("at", range(len(CONVERSATIONS)))
-def test_ordinary_conversations_are_written_as_ever(name: str, at: int) -> None:
-    messages = [{**one, "content": one["content"].replace("<|im_end|>", "")} for one in CONVERSATIONS[at]]
-    if name == "mistral" and at == 1:
+@pytest.mark.parametrize("index", range(len(CONVERSATIONS)))
+def test_ordinary_conversations_are_written_as_ever(name: str, index: int) -> None:
+    messages = [
+        {**message, "content": message["content"].replace("<|im_end|>", "")}
+        for message in CONVERSATIONS[index]
+    ]
+    if name == "mistral" and index == 1:
         messages = messages[1:]
 
     prompt = conversations(name).write(Conversation(messages))
@@ -74,8 +77,8 @@ def test_nothing_that_is_broken_is_found_any_more(control: list[str], text: str)
     marked, mark = ControlTexts(control).broken([{"role": "user", "content": text}])
 
     assert marked[0]["content"].replace(mark or "\0", "") == text
-    assert not any(one in marked[0]["content"] for one in control)
-    assert bool(mark) == any(one in text for one in control)
+    assert not any(control_text in marked[0]["content"] for control_text in control)
+    assert bool(mark) == any(control_text in text for control_text in control)
 
 
 def test_a_mark_is_a_character_that_the_conversation_does_not_have() -> None:

@@ -49,12 +49,14 @@ def default_model() -> tuple[Path, Tokenizer]:
         return path, Tokenizer.from_json(source.tokenizer_json(), source.config)
 
 
-def _assert_blocks(found: Tokenizer, name: str) -> None:
+def _assert_blocks(own_tokenizer: Tokenizer, name: str) -> None:
     n_blocks = n_examples(N_LINES // BLOCK)
     lines = list(itertools.islice(mixed_lines(N_LINES), n_blocks * BLOCK))
-    hashes = block_hashes([found.encode(line, add_special=True) for line in lines])
+    hashes = block_hashes([own_tokenizer.encode(line, add_special=True) for line in lines])
     expected = json.loads(FIXTURE.read_text())["blocks"][name][:n_blocks]
-    differing = [at for at, (ours, theirs) in enumerate(zip(hashes, expected, strict=True)) if ours != theirs]
+    differing = [
+        index for index, (ours, theirs) in enumerate(zip(hashes, expected, strict=True)) if ours != theirs
+    ]
     assert not differing, (
         f"llama.cpp cuts some of lines {differing[0] * BLOCK} to {differing[0] * BLOCK + BLOCK} otherwise"
     )
@@ -253,8 +255,8 @@ def test_a_byte_that_the_vocabulary_lacks_is_dropped_but_stays_a_border() -> Non
     }
     ours = Tokenizer.from_json(tokenizer_from_gguf(changed))
 
-    assert [ours.token(at) for at in ours.encode("es", add_special=False)] == ["es"]
-    assert [ours.token(at) for at in ours.encode("e\x00s", add_special=False)] == ["e", "s"]
+    assert [ours.token(token_id) for token_id in ours.encode("es", add_special=False)] == ["es"]
+    assert [ours.token(token_id) for token_id in ours.encode("e\x00s", add_special=False)] == ["e", "s"]
 
 
 def _listed(metadata: dict[str, object], key: str) -> list[object]:

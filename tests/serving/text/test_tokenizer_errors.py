@@ -13,7 +13,11 @@ import pytest
 from phasewise.serving.errors import ModelError
 from phasewise.serving.text.gguf_vocab import PRE_TOKENIZERS
 from phasewise.serving.text.tokenizer import Tokenizer, tokenizer_from_gguf
-from tests.support.models.tiny_vocabs import byte_level_metadata, sentence_piece_metadata
+from tests.support.models.tiny_vocabs import (
+    byte_level_metadata,
+    merged_pieces_metadata,
+    sentence_piece_metadata,
+)
 
 BYTE_LEVEL = byte_level_metadata("smollm")
 PIECES = sentence_piece_metadata()
@@ -25,6 +29,19 @@ class Facts:
     vocab_size: int = 1 << 20
     bos_token_id: int | None = None
     add_bos: bool = False
+
+
+@pytest.mark.parametrize("ends", ["\n" * 4, "\n" * 65, "\n" * (1 << 20)])
+def test_a_run_of_line_ends_to_which_no_merges_lead_is_refused(ends: str) -> None:
+    """llama.cpp finds such a token all the same."""
+    metadata = merged_pieces_metadata()
+    tokens: Any = metadata["tokenizer.ggml.tokens"]
+    kinds: Any = metadata["tokenizer.ggml.token_type"]
+
+    with pytest.raises(ModelError, match=f"token of {len(ends)} line ends"):
+        tokenizer_from_gguf(
+            {**metadata, "tokenizer.ggml.tokens": [*tokens, ends], "tokenizer.ggml.token_type": [*kinds, 1]}
+        )
 
 
 @pytest.mark.parametrize(
@@ -115,5 +132,5 @@ def test_a_bitten_tokenizer_json_is_read_or_refused(seed: int) -> None:
         text[rng.randrange(len(text))] = rng.choice('"{}[],:0-x\\')
 
     with contextlib.suppress(ModelError):
-        found = Tokenizer.from_json("".join(text), Facts())
-        found.decode(found.encode("the of and\n1", add_special=True))
+        tokenizer = Tokenizer.from_json("".join(text), Facts())
+        tokenizer.decode(tokenizer.encode("the of and\n1", add_special=True))

@@ -131,13 +131,13 @@ def test_no_pipeline_makes_a_text_longer_than_is_foreseen(pipeline: list[Any], t
 
     assert whole.normalizer is not None
     try:
-        made = len(whole.normalizer.normalize_str(text).encode())
+        n_bytes = len(whole.normalizer.normalize_str(text).encode())
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise
         return  # the library gave up: nothing was made
 
-    assert made <= growth.factor * len(text.encode()) + growth.added
+    assert n_bytes <= growth.factor * len(text.encode()) + growth.added
     assert (risk_of(changed(normalizer=sequence(*pipeline))) is None) == growth.is_small
 
 
@@ -161,15 +161,15 @@ def test_a_confined_tokenizer_cuts_as_the_library_does(
     plain.no_truncation()
     plain.no_padding()
     bare = plain.encode(text, add_special_tokens=False)
-    spans = [(at, *span) for at, span in zip(bare.ids, bare.offsets, strict=True)]
+    spans = [(token_id, *span) for token_id, span in zip(bare.ids, bare.offsets, strict=True)]
 
     assert confined.encode(text, add_special=True) == plain.encode(text).ids
     assert confined.encode(text, add_special=False) == bare.ids
     assert confined.encode_spans(text) == spans
     plain.enable_truncation(most, strategy="longest_first")
     for given_text in (text, (text, other)):
-        found = plain.encode(*([given_text] if isinstance(given_text, str) else given_text))
-        assert [*confined.encode_typed(given_text, most)] == [found.ids, found.type_ids]
+        encoding = plain.encode(*([given_text] if isinstance(given_text, str) else given_text))
+        assert [*confined.encode_typed(given_text, most)] == [encoding.ids, encoding.type_ids]
 
 
 def test_a_risky_tokenizer_gives_the_tokens_that_its_author_meant() -> None:

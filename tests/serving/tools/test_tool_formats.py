@@ -25,7 +25,7 @@ def dialect(name: str, extra: str = "") -> Dialect:
 def read(reader: Reader, pieces: Iterable[str]) -> list[Part]:
     """The parts that the reader gives out, adjacent pieces of text joined."""
     out: list[Part] = []
-    for part in [*(one for piece in pieces for one in reader.feed(piece)), *reader.finish()]:
+    for part in [*(read_part for piece in pieces for read_part in reader.feed(piece)), *reader.finish()]:
         if not isinstance(part, Call) and out and type(out[-1]) is type(part):
             part = type(part)(out.pop().text + part.text)  # type: ignore[union-attr]
         out.append(part)
@@ -71,9 +71,9 @@ def test_there_are_two_hundred_pairs_of_all_formats() -> None:
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_template_tells_its_format(name: str) -> None:
-    found = dialect(name)
-    assert found.format.name == name.removesuffix("-named")
-    assert found.knows_tools
+    template_dialect = dialect(name)
+    assert template_dialect.format.name == name.removesuffix("-named")
+    assert template_dialect.knows_tools
     assert dialect_of("{{ messages }}", lambda _text: None, frozenset()).format.name == "hermes"
     assert not dialect_of("{{ messages }}", lambda _text: None, frozenset()).knows_tools
 
@@ -112,7 +112,9 @@ def test_arguments_that_come_in_pieces_are_those_of_the_whole_answer(pair: Pair)
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_arguments_are_given_out_while_they_come(name: str) -> None:
     """No more than a bracket of them is held back, once the call has begun."""
-    pair = next(one for one in PAIRS if one.format == name and "São Paulo" in one.answer)
+    pair = next(
+        candidate for candidate in PAIRS if candidate.format == name and "São Paulo" in candidate.answer
+    )
     reader, n_pieces, given = fresh(pair, calls_are_held=True), 0, ""
     place = pair.answer.index("São Paulo")
     for part in reader.feed(pair.answer[:place]):
@@ -130,20 +132,20 @@ def test_a_held_call_that_is_cut_short_keeps_what_has_come(pair: Pair) -> None:
     whole = joined(pair.parts)
     for index in range(len(pair.answer)):
         calls = [
-            one
-            for one in joined(read(fresh(pair, calls_are_held=True), [pair.answer[:index]]))
-            if isinstance(one, Call)
+            part
+            for part in joined(read(fresh(pair, calls_are_held=True), [pair.answer[:index]]))
+            if isinstance(part, Call)
         ]
-        for found, expected in zip(calls, (one for one in whole if isinstance(one, Call)), strict=False):
-            assert found.name == expected.name
-            assert expected.arguments.startswith(found.arguments)
+        for call, expected in zip(calls, (part for part in whole if isinstance(part, Call)), strict=False):
+            assert call.name == expected.name
+            assert expected.arguments.startswith(call.arguments)
 
 
 @pytest.mark.parametrize("pair", PAIRS[::7], ids=lambda pair: pair.format)
 def test_an_answer_cut_short_loses_no_call_that_was_complete(pair: Pair) -> None:
     for index in range(len(pair.answer)):
-        found = read(fresh(pair), [pair.answer[:index]])
-        calls = [part for part in found if isinstance(part, Call)]
+        parts = read(fresh(pair), [pair.answer[:index]])
+        calls = [part for part in parts if isinstance(part, Call)]
         expected = [part for part in pair.parts if isinstance(part, Call)]
         assert calls == expected[: len(calls)]
 
@@ -176,11 +178,12 @@ def test_garbage_is_read_without_an_error_and_the_same_however_it_is_cut() -> No
     for number in range(600):
         text = "".join(draw.choices(signs, k=draw.randint(1, 14)))
         name = list(TEMPLATES)[number % len(TEMPLATES)]
-        found = dialect(name, "<think>" if name != "gpt-oss" and number % 2 else "")
-        whole = read(found.reader(NAMES, in_thought=False), [text])
-        assert read(found.reader(NAMES, in_thought=False), text) == whole, text
+        template_dialect = dialect(name, "<think>" if name != "gpt-oss" and number % 2 else "")
+        whole = read(template_dialect.reader(NAMES, in_thought=False), [text])
+        assert read(template_dialect.reader(NAMES, in_thought=False), text) == whole, text
         held = [
-            read(found.reader(NAMES, in_thought=False, calls_are_held=True), cut) for cut in ([text], text)
+            read(template_dialect.reader(NAMES, in_thought=False, calls_are_held=True), cut)
+            for cut in ([text], text)
         ]
         assert joined(held[0]) == joined(held[1]), text
         for part in whole:
@@ -227,16 +230,16 @@ def test_what_is_no_call_stays_the_text_that_it_is(name: str, answer: str) -> No
     ],
 )
 def test_values_of_python(answer: str, arguments: dict[str, object]) -> None:
-    (found,) = read(dialect("pythonic").reader(NAMES, in_thought=False), list(answer))
-    assert isinstance(found, Call)
-    assert json.loads(found.arguments) == arguments
+    (call,) = read(dialect("pythonic").reader(NAMES, in_thought=False), list(answer))
+    assert isinstance(call, Call)
+    assert json.loads(call.arguments) == arguments
 
 
 def test_half_a_surrogate_pair_in_arguments_can_be_sent() -> None:
     answer = '<tool_call>{"name": "f", "arguments": {"a": "\\ud800"}}</tool_call>'
-    (found,) = read(dialect("hermes").reader(NAMES, in_thought=False), [answer])
-    assert isinstance(found, Call)
-    found.arguments.encode()
+    (call,) = read(dialect("hermes").reader(NAMES, in_thought=False), [answer])
+    assert isinstance(call, Call)
+    call.arguments.encode()
 
 
 @pytest.mark.parametrize("is_open", [False, True])
@@ -244,8 +247,8 @@ def test_thoughts_come_apart_whether_the_prompt_or_the_answer_begins_them(is_ope
     thinking = dialect_of("<think>", lambda _text: None, frozenset())
     answer = ("" if is_open else "<think>") + "\nHmm, </thin k> so.\n</think>\n\nYes.\n"
     for pieces in ([answer], list(answer)):
-        found = read(thinking.reader(None, in_thought=is_open), pieces)
-        assert found == [Reasoning("Hmm, </thin k> so."), Text("Yes.")]
+        parts = read(thinking.reader(None, in_thought=is_open), pieces)
+        assert parts == [Reasoning("Hmm, </thin k> so."), Text("Yes.")]
     assert read(thinking.reader(None, in_thought=True), ["cut off"]) == [Reasoning("cut off")]
     assert read(thinking.reader(None, in_thought=False), [" no thoughts "]) == [Text(" no thoughts ")]
 
@@ -253,8 +256,8 @@ def test_thoughts_come_apart_whether_the_prompt_or_the_answer_begins_them(is_ope
 def test_no_call_is_looked_for_within_thoughts() -> None:
     thinking = dialect_of("<think><tool_call>", lambda _text: None, frozenset())
     call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
-    found = read(thinking.reader(NAMES, in_thought=False), [f"<think>{call}</think>{call}"])
-    assert found == [Reasoning(call), Call("f", "{}")]
+    parts = read(thinking.reader(NAMES, in_thought=False), [f"<think>{call}</think>{call}"])
+    assert parts == [Reasoning(call), Call("f", "{}")]
 
 
 def test_a_gpt_oss_answer_without_headers_is_text() -> None:

@@ -27,7 +27,7 @@ CONTROL = {
         ("[TOOL_CALLS]", "[ARGS]", "<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|constrain|>")
     )
 }
-PIECES = [*(bytes([one]) for one in range(256)), b"<end>", *(text.encode() for text in CONTROL)]
+PIECES = [*(bytes([byte]) for byte in range(256)), b"<end>", *(text.encode() for text in CONTROL)]
 SPECIAL = frozenset({END, *CONTROL.values()})
 
 
@@ -37,9 +37,11 @@ def encode(text: str, _special: bool) -> list[int]:
 
 @pytest.fixture(scope="module")
 def compiler() -> Iterator[GuideCompiler]:
-    found = GuideCompiler(TokenView(len(PIECES), frozenset({END}), SPECIAL, PIECES.__getitem__, encode))
-    yield found
-    found.close()
+    guide_compiler = GuideCompiler(
+        TokenView(len(PIECES), frozenset({END}), SPECIAL, PIECES.__getitem__, encode)
+    )
+    yield guide_compiler
+    guide_compiler.close()
 
 
 def dialect(name: str) -> Dialect:
@@ -88,8 +90,8 @@ def answer(guide: Guide, draw: np.random.Generator, most: int = 1500) -> bytes |
 
 
 def held(name: str, functions: list[Function], compiler: GuideCompiler, most_calls: int = 1) -> Guide:
-    found = dialect(name)
-    lark = found.format.grammar(Wanted(functions, most_calls), found.control)
+    template_dialect = dialect(name)
+    lark = template_dialect.format.grammar(Wanted(functions, most_calls), template_dialect.control)
     return compiler.compile(Grammar.of_lark(lark)).fresh()
 
 
@@ -138,17 +140,20 @@ def test_several_calls_can_be_made(name: str, compiler: GuideCompiler) -> None:
 def test_a_guide_that_begins_late_leaves_all_text_before_the_call_alone(
     name: str, compiler: GuideCompiler
 ) -> None:
-    found, functions = dialect(name), [Function("f", {"type": "object", "properties": {}, "required": []})]
-    triggers = [trigger.encode() for trigger in found.format.triggers(functions)]
+    template_dialect, functions = (
+        dialect(name),
+        [Function("f", {"type": "object", "properties": {}, "required": []})],
+    )
+    triggers = [trigger.encode() for trigger in template_dialect.format.triggers(functions)]
     tokens = compiler.tokens
     late = CallGuide(
         held(name, functions, compiler),
         triggers,
         PIECES.__getitem__,
         tokens.tokens_of,
-        only_first=found.format.only_first,
+        only_first=template_dialect.format.only_first,
     ).fresh()
-    before = b"\n" if found.format.only_first else b"some text, <tool {[ "
+    before = b"\n" if template_dialect.format.only_first else b"some text, <tool {[ "
     free = np.zeros(len(PIECES), dtype=np.float32)
     ids = [CONTROL[text] for text in CONTROL if triggers[0].startswith(text.encode())][:1]
     rest = triggers[0][len(PIECES[ids[0]]) :] if ids else triggers[0]
@@ -184,12 +189,12 @@ def test_thoughts_are_free_and_what_follows_is_held(compiler: GuideCompiler) -> 
             assert np.isfinite(row).all()
             guide.advance(token_id)
         assert guide.forbid(row)
-        assert {chr(one) for one in np.flatnonzero(np.isfinite(row))} == {"y", "n"}
+        assert {chr(allowed_id) for allowed_id in np.flatnonzero(np.isfinite(row))} == {"y", "n"}
 
 
 def test_many_large_tools_are_refused_by_their_size() -> None:
-    large = {"type": "object", "properties": {f"p{at}": {"enum": ["x" * 50]} for at in range(300)}}
+    large = {"type": "object", "properties": {f"p{number}": {"enum": ["x" * 50]} for number in range(300)}}
     functions = [Function(f"f{index}", large) for index in range(128)]
-    found = dialect("hermes")
+    template_dialect = dialect("hermes")
     with pytest.raises(RequestError, match="all tools"):
-        Grammar.of_lark(found.format.grammar(Wanted(functions), found.control))
+        Grammar.of_lark(template_dialect.format.grammar(Wanted(functions), template_dialect.control))

@@ -130,7 +130,7 @@ async def _connections(
     """Use `n_connections` at a time; one that ends is opened anew after `pause_s` seconds."""
     loop = asyncio.get_running_loop()
 
-    async def one() -> None:
+    async def client() -> None:
         while True:
             with contextlib.suppress(OSError), socket.socket() as link:
                 link.setblocking(False)
@@ -138,4 +138,4 @@ async def _connections(
                 await use(link, loop)
             await asyncio.sleep(pause_s)
 
-    await asyncio.gather(*(one() for _ in range(n_connections)))
+    await asyncio.gather(*(client() for _ in range(n_connections)))

@@ -165,12 +165,15 @@ def full_contexts(siege: Siege) -> str:
         with ThreadPoolExecutor(64) as clients:
             asked = [
                 clients.submit(
-                    theirs.post, "/v1/completions", {**filling, "prompt": [7 + at, *prompt]}, FULL_CONTEXT_S
+                    theirs.post,
+                    "/v1/completions",
+                    {**filling, "prompt": [7 + index, *prompt]},
+                    FULL_CONTEXT_S,
                 )
-                for at in range(64)
+                for index in range(64)
             ]
             beside = Counter(ours.complete()[0] for _ in range(3))
-            statuses = Counter(one.result()[0] for one in asked)
+            statuses = Counter(future.result()[0] for future in asked)
         time.sleep(2.0)
         after_mib = all_memory_mib(server.pid)
     if not set(statuses) <= {200, 429} or set(beside) != {200}:

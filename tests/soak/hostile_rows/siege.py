@@ -166,7 +166,7 @@ def attacking(
 
 def all_at_once(work: Sequence[Callable[[], None]]) -> None:
     """Each on a thread of its own, until all have ended."""
-    threads = [threading.Thread(target=one, daemon=True) for one in work]
+    threads = [threading.Thread(target=job, daemon=True) for job in work]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -211,7 +211,7 @@ def _watched(
                 seen.health_s.append(time.monotonic() - began)
             over.wait(0.02)
 
-    threads = [threading.Thread(target=one, daemon=True) for one in (answers, health)]
+    threads = [threading.Thread(target=job, daemon=True) for job in (answers, health)]
     for thread in threads:
         thread.start()
     until()
@@ -253,19 +253,19 @@ def _settled_mib(server: ServerProcess, enough_mib: float) -> float:
 
 def all_memory_mib(pid: int) -> float:
     """Proportional resident memory of a process and of all that it has started."""
-    return sum(_pss_mib(one) for one in process_tree(pid))
+    return sum(_pss_mib(member) for member in process_tree(pid))
 
 
 def process_tree(pid: int) -> Sequence[int]:
     """A process, its children, theirs, and so on."""
-    found = [pid]
-    for one in found:
+    pids = [pid]
+    for parent in pids:
         try:
-            tasks = list(Path(f"/proc/{one}/task").iterdir())
-            found += [int(child) for task in tasks for child in (task / "children").read_text().split()]
+            tasks = list(Path(f"/proc/{parent}/task").iterdir())
+            pids += [int(child) for task in tasks for child in (task / "children").read_text().split()]
         except (FileNotFoundError, ProcessLookupError):
             continue
-    return found
+    return pids
 
 
 def _pss_mib(pid: int) -> float:

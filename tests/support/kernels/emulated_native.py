@@ -58,25 +58,25 @@ def built(folder: Path) -> Iterator[tuple[str, Path]]:
     """Of each instruction set its name, and the extension of a machine that has it emulated."""
     pic = ("-fPIC", "-fvisibility=hidden")
     doors, units = folder / "doors", folder / "units"
-    for one in (doors, units):
-        one.mkdir()
+    for subfolder in (doors, units):
+        subfolder.mkdir()
     include = f"-I{sysconfig.get_path('include')}"
     common = compile_all("gcc", [KERNELS / "_native.c"], doors, *pic, "-O1", "-w", include)
     common += compile_all("gcc", common_sources(), units, *pic)
     common += compile_isa("gcc", KERNELS / "isa" / "portable.h", folder, *pic)
-    for one in EMULATED:
-        out = folder / one.isa
+    for emulated in EMULATED:
+        out = folder / emulated.isa
         out.mkdir()
         objects = [
             *common,
-            *compile_all("gcc", [HERE / f"{one.machine}.c"], out, *pic, "-DPW_WHOLE_PROGRAMS"),
+            *compile_all("gcc", [HERE / f"{emulated.machine}.c"], out, *pic, "-DPW_WHOLE_PROGRAMS"),
         ]
-        objects += compile_isa("gcc", HERE / f"{one.words}.h", out, *pic)
+        objects += compile_isa("gcc", HERE / f"{emulated.words}.h", out, *pic)
         target = out / "_native.so"
         subprocess.run(
-            ["gcc", "-shared", "-pthread", *one.wrapped, *objects, "-lm", "-o", target], check=True
+            ["gcc", "-shared", "-pthread", *emulated.wrapped, *objects, "-lm", "-o", target], check=True
         )
-        yield one.isa, target
+        yield emulated.isa, target
 
 
 def run(isa: str, extension: Path, program: str) -> str:
@@ -89,8 +89,8 @@ def run(isa: str, extension: Path, program: str) -> str:
 def known(folder: Path) -> Mapping[str, Mapping[str, str]]:
     """By instruction set and compute path, the results of bf16 weights."""
     with ThreadPoolExecutor() as pool:
-        found = {name: pool.submit(run, name, extension, _KNOWN) for name, extension in built(folder)}
-        return {name: json.loads(one.result()) for name, one in found.items()}
+        futures = {name: pool.submit(run, name, extension, _KNOWN) for name, extension in built(folder)}
+        return {name: json.loads(future.result()) for name, future in futures.items()}
 
 
 def main() -> None:

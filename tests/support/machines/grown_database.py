@@ -57,18 +57,20 @@ def fill(store: Store, fleet: Fleet, seed: int = 0) -> None:
     """Add the rows of a fleet to a database that has none."""
     rng = random.Random(seed)
     problems = [
-        Problem("gemm", "int4m", 64 * (1 + at // 8), 1024, 2 ** (at % 8)) for at in range(fleet.problems)
+        Problem("gemm", "int4m", 64 * (1 + index // 8), 1024, 2 ** (index % 8))
+        for index in range(fleet.problems)
     ]
     schedules = [
-        Schedule(mr, panels, 8 * mr, 64 * panels, 32 * (1 + at), 1, 2, 1, "int8_dot", 1, 0, "nm")
-        for at in range(SCHEDULES)
-        for mr, panels in [(1 + at % 8, 1 + at // 8 % 4)]
+        Schedule(mr, panels, 8 * mr, 64 * panels, 32 * (1 + index), 1, 2, 1, "int8_dot", 1, 0, "nm")
+        for index in range(SCHEDULES)
+        for mr, panels in [(1 + index % 8, 1 + index // 8 % 4)]
     ]  # fmt: skip
     with store.writing() as session:
         connection = session.connection()
         for model, records in ((ProblemRow, problems), (ScheduleRow, schedules)):
             connection.execute(
-                insert(model), [{"id": at, **flattened(one)} for at, one in enumerate(records, start=1)]
+                insert(model),
+                [{"id": row_id, **flattened(record)} for row_id, record in enumerate(records, start=1)],
             )
         batch: list[dict[str, Any]] = []
         for row in _timings(fleet, rng):

@@ -15,6 +15,7 @@ from phasewise.kerneldb.records import (
     Measurement,
     Origin,
     PlanRecord,
+    PredictorScore,
     Problem,
     Promotion,
     Sample,
@@ -57,6 +58,10 @@ STEP_TIME = StepTime(
     "gemm-5f1c9e",
     ORIGIN,
     {"steal_share": 0.015625},
+)
+PREDICTOR_SCORE = PredictorScore(
+    *("tinyllama", "tokens", "0123456789abcdef0123456789abcdef", "held_out", 1050, 450, 0.995, ORIGIN),
+    {"accuracy": 0.99375, "utilisation": 0.625, "coverage_90": 0.90625},
 )
 
 USER_PROBLEM = UserProblem("dot", "kernel-dot-avx2-0123456789ab", (("n", 64),))

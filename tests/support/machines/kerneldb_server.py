@@ -44,8 +44,8 @@ def postgres_socket() -> Iterator[Path]:
 def _program(name: str) -> str:
     """Debian keeps the server's programs out of PATH, in a folder for each version."""
     folders = [*map(str, sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True))]
-    found = shutil.which(name) or shutil.which(name, path=os.pathsep.join(folders))
-    return found or pytest.skip(f"PostgreSQL is not installed: there is no {name}")
+    program = shutil.which(name) or shutil.which(name, path=os.pathsep.join(folders))
+    return program or pytest.skip(f"PostgreSQL is not installed: there is no {name}")
 
 
 def _unprivileged(folder: Path) -> int | None:

@@ -159,6 +159,6 @@ def space_of(
     )
 
 
-def shortfall(landscape: Landscape, problem: Problem, found: Schedule, best: Schedule) -> float:
-    """The share by which `found` is slower than `best`, without noise; 0.03 is three per cent."""
-    return landscape.cost_ns(problem, found) / landscape.cost_ns(problem, best) - 1
+def shortfall(landscape: Landscape, problem: Problem, chosen: Schedule, best: Schedule) -> float:
+    """The share by which `chosen` is slower than `best`, without noise; 0.03 is three per cent."""
+    return landscape.cost_ns(problem, chosen) / landscape.cost_ns(problem, best) - 1

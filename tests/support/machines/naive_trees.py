@@ -59,11 +59,11 @@ def canonical(nest: Nest) -> Nest:
     return children[0] if len(children) == 1 else children
 
 
-def _closure(found: set[Nest], steps: Callable[[Nest], Iterator[Nest]]) -> set[Nest]:
-    found, wave = set(found), list(found)
+def _closure(nests: set[Nest], steps: Callable[[Nest], Iterator[Nest]]) -> set[Nest]:
+    nests, wave = set(nests), list(nests)
     while wave:
-        wave = [new for nest in wave for new in steps(nest) if not (new in found or found.add(new))]
-    return found
+        wave = [new for nest in wave for new in steps(nest) if not (new in nests or nests.add(new))]
+    return nests
 
 
 def _grouped(tree: Nest, size: int, stride: int, depth: int) -> Iterator[Nest]:
@@ -98,11 +98,11 @@ def _at_depth(tree: Nest, depth: int, change: Callable[[tuple[Nest, ...]], tuple
 
 def _arities(tree: Nest) -> list[int]:
     """The number of children of a node at each depth: trees are symmetric, so the first ones tell."""
-    found = []
+    arities = []
     while not isinstance(tree, int):
-        found.append(len(tree))
+        arities.append(len(tree))
         tree = tree[0]
-    return found
+    return arities
 
 
 def _shape(tree: Nest) -> Nest:
@@ -122,7 +122,7 @@ def _is_tiled(tree: Nest) -> bool:
     if isinstance(tree, int):
         return True
     sets = [leaves(child) for child in tree]
-    shifts = [{b - a for a, b in zip(sets[0], one, strict=True)} for one in sets]
+    shifts = [{b - a for a, b in zip(sets[0], child_pus, strict=True)} for child_pus in sets]
     return all(len(shift) == 1 for shift in shifts) and all(_is_tiled(child) for child in tree)
 
 

@@ -48,7 +48,7 @@ def _node(
     children = tuple(
         _node(child, next(indices[child]), rest, indices, cores_and_threads) for _ in range(arity)
     )
-    cpus = tuple(sorted(pu for one in children for pu in one.cpus))
+    cpus = tuple(sorted(pu for child in children for pu in child.cpus))
     return Node(kind, index, cpus, children=children)
 
 

@@ -6,17 +6,18 @@ The best plan of each is found by brute force over all configurations; a search 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from random import Random
 
 from phasewise.topology import Kind, Machine
 from phasewise.tuner.config.hidden import HiddenResource
+from phasewise.tuner.config.loads import machine_beside
 from phasewise.tuner.config.modelled import ModelledEvaluator
 from phasewise.tuner.config.rates import MachineRates, default_rates
 from phasewise.tuner.config.space import ConfigSpace
 from phasewise.tuner.config.steps import ModelShape, Step
-from phasewise.tuner.plans import Phase
+from phasewise.tuner.plans import Phase, nodes_of
 from phasewise.tuner.topotree import (
     GROUP,
     Configuration,
@@ -44,24 +45,35 @@ class Planted:
 
     @property
     def space(self) -> ConfigSpace:
+        return ConfigSpace(fundamental(self.machine).tree, self._limits)
+
+    def space_beside(self, best: Configuration) -> ConfigSpace:
+        """For bands of a plan with these ranks."""
+        machine = machine_beside(self.machine, best.plan("decode"))
+        return ConfigSpace(fundamental(machine).tree, self._limits, nodes=nodes_of(best.ranks))
+
+    @property
+    def _limits(self) -> OperatorLimits:
         shape = self.shape
-        limits = OperatorLimits(shape.n_heads, shape.n_kv_heads, shape.head_dim, shape.ffn)
-        return ConfigSpace(fundamental(self.machine).tree, limits)
+        return OperatorLimits(shape.n_heads, shape.n_kv_heads, shape.head_dim, shape.ffn)
 
     def evaluator(self) -> ModelledEvaluator:
         return ModelledEvaluator(self.machine, self.shape, self.rates, self.hidden)
 
 
-def step_cost(evaluator: ModelledEvaluator, phase: Phase) -> Callable[[Configuration], float]:
-    """Milliseconds of one step of a phase, each configuration computed once."""
-    step = Step("prefill", PROMPT_TOKENS) if phase == "prefill" else Step("decode", 1, context=CONTEXT_TOKENS)
-    known: dict[str, float] = {}
+def step_cost(
+    evaluator: ModelledEvaluator, phase: Phase, sequences: int = 1
+) -> Callable[[Configuration], float]:
+    """Milliseconds of one step of a phase, each configuration computed once. sequences: of a decode step."""
+    decode = Step("decode", 1, sequences, CONTEXT_TOKENS)
+    step = Step("prefill", PROMPT_TOKENS) if phase == "prefill" else decode
+    cached: dict[str, float] = {}
 
     def cost(configuration: Configuration) -> float:
-        if configuration.key not in known:
+        if configuration.key not in cached:
             with evaluator.open(configuration, phase) as timer:
-                known[configuration.key] = timer(step) / 1e6
-        return known[configuration.key]
+                cached[configuration.key] = timer(step) / 1e6
+        return cached[configuration.key]
 
     return cost
 
@@ -77,6 +89,17 @@ def epyc() -> Planted:
     """2x EPYC 7H12, SMT on, 4 cores to an L3."""
     machine = paper_machines.epyc()
     return _planted("epyc", machine, paper_machines.epyc_rates(), (), "L3s of 4 cores")
+
+
+def saturated() -> Planted:
+    """2 x 32 cores whose L3s serve what twelve cores read, and less to more: few sequences want few cores."""
+    levels = ((Kind.PACKAGE, 2), (Kind.NUMA, 1), (Kind.L3, 1), (Kind.CORE, 32))
+    machine = paper_machines.build("2 x 32 cores", levels)
+    rates = default_rates(machine)
+    gbps = 12 * rates.core_read_bytes_per_s / 1e9
+    rates = replace(rates, numa_read_bytes_per_s=2e9 * gbps)
+    hidden = tuple(HiddenResource(l3.cpus, gbps, 0.02) for l3 in machine.nodes(Kind.L3))
+    return _planted("saturated", machine, rates, hidden, "12 of 32 cores saturate an L3")
 
 
 def random_structure(seed: int) -> Planted:

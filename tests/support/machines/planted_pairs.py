@@ -37,9 +37,9 @@ def measured(
     factor *= np.where(rng.random((n, n)) < disturbed, rng.uniform(1.5, 10.0, (n, n)), 1.0)
     factor[rng.random((n, n)) < unmeasured] = np.nan
     upper = np.triu(exact * factor, 1)
-    found = upper + upper.T
-    np.fill_diagonal(found, np.nan)
-    return found
+    symmetric = upper + upper.T
+    np.fill_diagonal(symmetric, np.nan)
+    return symmetric
 
 
 def blocks(pus: Sequence[int], size: int, stride: int = 1) -> list[tuple[int, ...]]:

@@ -41,8 +41,8 @@ class Asked:
 
 
 def searched(space: ScheduleSpace, default: Schedule, seeds: Sequence[Schedule], asked: Asked) -> Schedule:
-    """The winner of a search that begins with the default schedule and these."""
-    return drive(sandwich(space, SearchOptions(), [default, *seeds]), asked)
+    """The winner of a search that begins with these, and the default schedule."""
+    return drive(sandwich(space, SearchOptions(), [*seeds, default]), asked)
 
 
 class Recording:
@@ -101,9 +101,9 @@ class Recording:
     def samples(self, problem: Problem, asked: Sequence[Schedule]) -> list[Sample]:
         """LookupError for a schedule that is not recorded: then the search is another one than it was."""
         times = self.times(problem)
-        if any(one not in times for one in asked):
+        if any(schedule not in times for schedule in asked):
             raise LookupError(f"{self.name} lacks what a search for {problem.describe()} asks: record again")
-        return [Sample(one, (times[one],), times[one], None, 0) for one in asked]
+        return [Sample(schedule, (times[schedule],), times[schedule], None, 0) for schedule in asked]
 
     @property
     def facts(self) -> CoreFacts:

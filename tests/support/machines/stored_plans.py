@@ -21,7 +21,9 @@ def keep_plan(db: Path, machine: Machine, key: str, phase: Phase, *ranks: Iterab
 
 def keep_embedding_plan(db: Path, machine: Machine, key: str, *instances: Iterable[int]) -> None:
     """instances: the cores of each."""
-    plan = EmbeddingPlan(tuple(Instance(f"cpu:{at}", tuple(cores)) for at, cores in enumerate(instances)))
+    plan = EmbeddingPlan(
+        tuple(Instance(f"cpu:{index}", tuple(cores)) for index, cores in enumerate(instances))
+    )
     _keep(db, machine, key, PHASE, placed_json(plan, machine))
 
 

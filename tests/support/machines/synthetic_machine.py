@@ -123,5 +123,5 @@ def in_use(outcome: TuningOutcome) -> list[tuple[int, int, dict[str, object]]]:
 if __name__ == "__main__":
     pause_s = float(sys.argv[2]) if len(sys.argv) > 2 else 0.0
     lock = FileLock(Path(sys.argv[3])) if len(sys.argv) > 3 else None
-    found = run_on(SyntheticMachine(happens=lambda: time.sleep(pause_s)), sys.argv[1], lock=lock)
-    print(json.dumps({"end": found.end, "timed": found.timed, "in_use": in_use(found)}))
+    outcome = run_on(SyntheticMachine(happens=lambda: time.sleep(pause_s)), sys.argv[1], lock=lock)
+    print(json.dumps({"end": outcome.end, "timed": outcome.timed, "in_use": in_use(outcome)}))

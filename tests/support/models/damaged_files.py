@@ -55,8 +55,8 @@ def flip_bits(raw: bytearray, rng: random.Random, reach: int) -> None:
 
 
 def overwrite_bytes(raw: bytearray, rng: random.Random, reach: int) -> None:
-    at = rng.randrange(reach)
-    raw[at : at + rng.randint(1, 16)] = rng.randbytes(rng.randint(1, 16))
+    start = rng.randrange(reach)
+    raw[start : start + rng.randint(1, 16)] = rng.randbytes(rng.randint(1, 16))
 
 
 def cut_short(raw: bytearray, rng: random.Random, reach: int) -> None:
@@ -66,19 +66,19 @@ def cut_short(raw: bytearray, rng: random.Random, reach: int) -> None:
 def plant_number(raw: bytearray, rng: random.Random, reach: int) -> None:
     """A number that breaks counts, lengths and sizes, where one may be."""
     form, mask = rng.choice([("<I", 0xFFFFFFFF), ("<Q", (1 << 64) - 1)])
-    at = rng.randrange(reach)
+    start = rng.randrange(reach)
     piece = struct.pack(form, (rng.choice(NUMBERS) + rng.choice([0, 0, 1, -1])) & mask)
-    raw[at : at + len(piece)] = piece
+    raw[start : start + len(piece)] = piece
 
 
 def move_piece(raw: bytearray, rng: random.Random, reach: int) -> None:
     start = rng.randrange(reach)
     piece = raw[start : start + rng.randint(1, 64)]
-    at = rng.randrange(reach)
+    target = rng.randrange(reach)
     if rng.random() < 0.5:
-        raw[at : at + len(piece)] = piece
+        raw[target : target + len(piece)] = piece
     else:
-        raw[at:at] = piece
+        raw[target:target] = piece
 
 
 def edit_digits(raw: bytearray, rng: random.Random, reach: int) -> None:
@@ -123,7 +123,7 @@ def targets() -> list[str]:
         for name, case in family_models.FAMILY_CASES.items()
         for victim in (*(("gguf",) if case.gguf else ()), "config.json", "model.safetensors")
     ]
-    sparse = [*(f"{one} model.safetensors" for one in BITMASKS), "sparse packed"]
+    sparse = [*(f"{name} model.safetensors" for name in BITMASKS), "sparse packed"]
     encoders = [
         f"{name} encoder-{victim}"
         for name in ENCODERS
@@ -135,7 +135,7 @@ def targets() -> list[str]:
         for victim in (quantised_models.CASES[name].file_name, "model.safetensors")
     ]
     return [
-        *(f"{one} blocks" for one in (*BLOCK_TYPES, *GRID_TYPES)),
+        *(f"{block_type} blocks" for block_type in (*BLOCK_TYPES, *GRID_TYPES)),
         *families,
         f"{MXFP4} model.safetensors",
         *encoders,
@@ -225,7 +225,7 @@ def damaged(target: Target, numbers: range, cache: Path, *, run_one_in: int = 4)
 
 def _embed(model: PackedModel) -> None:
     assert model.embedding is not None
-    ids = [one % model.config.vocab_size for one in _RUN_IDS][: model.embedding.max_tokens]
+    ids = [token_id % model.config.vocab_size for token_id in _RUN_IDS][: model.embedding.max_tokens]
     with Embedder(model, (0,), pinned=False) as embedder:
         check_numbers(embedder.embed([Tokens(ids), Tokens(ids[:1])]))
 
@@ -255,7 +255,7 @@ def _run(model: PackedModel) -> None:
         _embed(model)
         return
     plans = {phase: ServicePlan(phase, (RankCores((0,)),)) for phase in PHASES}
-    ids = [one % model.config.vocab_size for one in _RUN_IDS]
+    ids = [token_id % model.config.vocab_size for token_id in _RUN_IDS]
     sampler = Sampler(GREEDY, ids, model.config.vocab_size)
     ranks = open_ranks(model, plans, RankOptions(KvSettings(32), 8, 1, pinned=False))
     try:

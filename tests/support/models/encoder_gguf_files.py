@@ -100,7 +100,7 @@ def _write_gguf_vocabulary(writer: Any, name: str) -> None:
         writer.add_tokenizer_model("t5")
         writer.add_token_list([token for token, _ in pieces()])
         writer.add_token_scores([score for _, score in pieces()])
-        writer.add_token_types([3 if at < len(ROBERTA_SPECIAL) else 1 for at in range(len(pieces()))])
+        writer.add_token_types([3 if index < len(ROBERTA_SPECIAL) else 1 for index in range(len(pieces()))])
         writer.add_bos_token_id(0)
         writer.add_eos_token_id(2)
         writer.add_unk_token_id(3)

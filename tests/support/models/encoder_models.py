@@ -229,9 +229,9 @@ def words() -> list[str]:
 def pieces() -> list[tuple[str, float]]:
     """XLM-R's kind of vocabulary: pieces with scores, the marks first."""
     letters = [chr(letter) for letter in range(ord("a"), ord("z") + 1)]
-    known = ["▁the", "▁cat", "▁dog", "▁one", "▁two", "▁three", "at", "ou", "er", "▁s", "▁", ".", "?", "A"]
-    scored = [(piece, -2.0 - at / 8) for at, piece in enumerate(known)]
-    scored += [(letter, -6.0 - at / 16) for at, letter in enumerate(letters)]
+    texts = ["▁the", "▁cat", "▁dog", "▁one", "▁two", "▁three", "at", "ou", "er", "▁s", "▁", ".", "?", "A"]
+    scored = [(piece, -2.0 - rank / 8) for rank, piece in enumerate(texts)]
+    scored += [(letter, -6.0 - rank / 16) for rank, letter in enumerate(letters)]
     return [(token, 0.0) for token in ROBERTA_SPECIAL] + scored
 
 
@@ -246,35 +246,37 @@ def tokenizer_of(name: str) -> Any:
     from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
     if has_pieces(name):
-        made = tokenizers.Tokenizer(models.Unigram(pieces(), unk_id=3))
-        made.normalizer = normalizers.NFKC()
-        made.pre_tokenizer = pre_tokenizers.Metaspace()
-        made.decoder = decoders.Metaspace()
-        made.post_processor = processors.TemplateProcessing(
+        tokenizer = tokenizers.Tokenizer(models.Unigram(pieces(), unk_id=3))
+        tokenizer.normalizer = normalizers.NFKC()
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+        tokenizer.decoder = decoders.Metaspace()
+        tokenizer.post_processor = processors.TemplateProcessing(
             single="<s> $A </s>", pair="<s> $A </s> </s> $B </s>", special_tokens=[("<s>", 0), ("</s>", 2)]
         )
-        made.add_special_tokens(list(ROBERTA_SPECIAL))
-        return made
-    vocabulary = {word: at for at, word in enumerate(words())}
-    made = tokenizers.Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
-    made.normalizer = normalizers.BertNormalizer()
-    made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        tokenizer.add_special_tokens(list(ROBERTA_SPECIAL))
+        return tokenizer
+    vocabulary = {word: token_id for token_id, word in enumerate(words())}
+    tokenizer = tokenizers.Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     if name == "qwen3-reranker":
-        made.decoder = decoders.Metaspace()
+        tokenizer.decoder = decoders.Metaspace()
     elif name == "qwen3":
-        made.post_processor = processors.TemplateProcessing(single="$A [SEP]", special_tokens=[("[SEP]", 3)])
-        made.decoder = decoders.Metaspace()
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="$A [SEP]", special_tokens=[("[SEP]", 3)]
+        )
+        tokenizer.decoder = decoders.Metaspace()
     else:
-        made.post_processor = processors.TemplateProcessing(
+        tokenizer.post_processor = processors.TemplateProcessing(
             single="[CLS] $A [SEP]",
             pair="[CLS] $A [SEP] $B:1 [SEP]:1",
             special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
         )
-    made.add_special_tokens(list(SPECIAL))
+    tokenizer.add_special_tokens(list(SPECIAL))
     if name == "bert":
-        made.enable_truncation(32)
-        made.enable_padding(length=32)
-    return made
+        tokenizer.enable_truncation(32)
+        tokenizer.enable_padding(length=32)
+    return tokenizer
 
 
 def encoder_weights(name: str) -> Arrays:
@@ -477,8 +479,8 @@ def _write_reranker(folder: Path) -> None:
         "1_LogitScore": "cross_encoder.modules.logit_score.LogitScore",
     }
     entries = [
-        {"idx": at, "name": str(at), "path": path, "type": f"sentence_transformers.{kind}"}
-        for at, (path, kind) in enumerate(kinds.items())
+        {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.{kind}"}
+        for index, (path, kind) in enumerate(kinds.items())
     ]
     (folder / "modules.json").write_text(json.dumps(entries), encoding="utf-8")
     (folder / "1_LogitScore").mkdir(exist_ok=True)
@@ -512,8 +514,8 @@ def _write_modules(folder: Path, case: EncoderCase) -> None:
     kinds = ["Transformer", "Pooling", *(["Normalize"] if case.normalised else [])]
     paths = ["", "1_Pooling", "2_Normalize"]
     entries = [
-        {"idx": at, "name": str(at), "path": path, "type": f"sentence_transformers.models.{kind}"}
-        for at, (kind, path) in enumerate(zip(kinds, paths, strict=False))
+        {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for index, (kind, path) in enumerate(zip(kinds, paths, strict=False))
     ]
     (folder / "modules.json").write_text(json.dumps(entries), encoding="utf-8")
     _write(folder / "sentence_bert_config.json", {"max_seq_length": case.max_tokens, "do_lower_case": False})

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.support.models import latent_models, tiny_models
+from tests.support.models import gemma_models, hybrid_models, latent_models, tiny_models
 from tests.support.models.reference_models import raw_values
 from tests.support.models.tiny_models import TinyShape
 
@@ -60,6 +60,8 @@ class FamilyCase:
     context_length: int = 256
     prompt_seeds: tuple[int, ...] = ()
     """Of the prompts: such that no two logits of the reference are close at the top. None: the lengths."""
+    logit_size: float = 1.0
+    """The factor of the last norm's weights: logits of tied embeddings would be small, and close."""
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -106,6 +108,7 @@ FAMILY_CASES: dict[str, FamilyCase] = {
         {**_GEMMA, "num_hidden_layers": 4, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0,
          "query_pre_attn_scalar": 16},
         unit_norms=True,
+        prompt_seeds=(1114, 1073),
     ),
     "gemma3": FamilyCase(
         "gemma3_text",
@@ -113,13 +116,33 @@ FAMILY_CASES: dict[str, FamilyCase] = {
         {**_GEMMA, "num_hidden_layers": 7, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
          "rope_scaling": {"rope_type": "linear", "factor": 8.0}, "query_pre_attn_scalar": 16},
         unit_norms=True,
+        prompt_seeds=(1153, 1096),
     ),
-    "phi3": FamilyCase("phi3", "phi3", {"partial_rotary_factor": 0.75, "sliding_window": 40}),
+    "gemma3n": FamilyCase(
+        "gemma3n_text", "", gemma_models.STREAMS, prompt_seeds=(1001, 1001), logit_size=6.0
+    ),
+    "gemma3n-whole": FamilyCase(
+        "gemma3n_text", "gemma3n", gemma_models.WHOLE_TABLE, prompt_seeds=(1001, 1000), logit_size=6.0
+    ),
+    "gemma4": FamilyCase(
+        "gemma4_text", "gemma4", gemma_models.SHARED, prompt_seeds=(1043, 1013), logit_size=6.0
+    ),
+    "gemma4-dense": FamilyCase(
+        "gemma4_text", "gemma4", gemma_models.DENSE, prompt_seeds=(1003, 1003), logit_size=6.0
+    ),
+    "gemma4-moe": FamilyCase(
+        "gemma4_text", "gemma4", gemma_models.MIXTURE, prompt_seeds=(1002, 1003), logit_size=6.0
+    ),
+    "phi3": FamilyCase(
+        "phi3", "phi3", {"partial_rotary_factor": 0.75, "sliding_window": 40},
+        prompt_seeds=(1007, 90),
+    ),
     "phi3-longrope": FamilyCase(
         "phi3",
         "phi3",
         {"original_max_position_embeddings": 32, "rope_scaling": {"type": "longrope", **_FACTORS}},
         prompt_lengths=(40, 90),
+        prompt_seeds=(1000, 1010),
     ),
     "phi3-shortrope": FamilyCase(
         "phi3",
@@ -127,47 +150,57 @@ FAMILY_CASES: dict[str, FamilyCase] = {
         {"original_max_position_embeddings": 160, "rope_scaling": {"type": "longrope", **_FACTORS}},
         context_length=160,
     ),
-    "olmo2": FamilyCase("olmo2", "olmo2"),
-    "granite": FamilyCase("granite", "granite", _GRANITE, interleaved=True),
+    "olmo2": FamilyCase("olmo2", "olmo2", prompt_seeds=(1000, 1006)),
+    "granite": FamilyCase("granite", "granite", _GRANITE, interleaved=True, prompt_seeds=(1769, 1044)),
     "smollm3": FamilyCase(
         "smollm3", "smollm3", {"num_hidden_layers": 4, "rope_theta": 5e6, "tie_word_embeddings": True},
         interleaved=True,
+        prompt_seeds=(1421, 2023), logit_size=6.0,
     ),
     "llama-yarn": FamilyCase(
         "llama",
         "llama",
         {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
         interleaved=True,
+        prompt_seeds=(1001, 1001),
     ),
     "qwen3-yarn": FamilyCase(
         "qwen3",
         "qwen3",
         {"head_dim": 32, "rope_theta": 1e6,
          "rope_scaling": {"rope_type": "yarn", "factor": 2.5, "original_max_position_embeddings": 100}},
+        prompt_seeds=(1006, 1001),
     ),
     "mixtral": FamilyCase(
-        "mixtral", "llama", {**_EXPERTS, "sliding_window": None, "rope_theta": 1e6}, interleaved=True
+        "mixtral", "llama", {**_EXPERTS, "sliding_window": None, "rope_theta": 1e6}, interleaved=True,
+        prompt_seeds=(1005, 1000),
     ),
     "qwen3moe": FamilyCase(
         "qwen3_moe",
         "qwen3moe",
         {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16,
          "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
+        prompt_seeds=(1002, 90),
     ),
     "olmoe": FamilyCase(
         "olmoe", "olmoe",
         {"num_experts": 16, "num_experts_per_tok": 4, "intermediate_size": 32, "num_key_value_heads": 4},
     ),
-    "granitemoe": FamilyCase("granitemoe", "granitemoe", {**_GRANITE, **_EXPERTS}, interleaved=True),
+    "granitemoe": FamilyCase(
+        "granitemoe", "granitemoe", {**_GRANITE, **_EXPERTS}, interleaved=True,
+        prompt_seeds=(1632, 1695),
+    ),
     "granitemoe-shared": FamilyCase(
         "granitemoeshared", "granitemoe", {**_GRANITE, **_EXPERTS, "shared_intermediate_size": 80},
         interleaved=True,
+        prompt_seeds=(1130, 1046),
     ),
     "lfm2": FamilyCase(
         "lfm2",
         "lfm2",
         {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"], "conv_L_cache": 3,
          "norm_eps": 1e-5, "block_auto_adjust_ff_dim": False, "rope_theta": 1e6, "tie_word_embeddings": True},
+        prompt_seeds=(1071, 1582), logit_size=6.0,
     ),
     "qwen3next": FamilyCase(
         "qwen3_next",
@@ -176,12 +209,14 @@ FAMILY_CASES: dict[str, FamilyCase] = {
          "shared_expert_intermediate_size": 48, "norm_topk_prob": True, "decoder_sparse_step": 1,
          "mlp_only_layers": []},
         unit_norms=True,
+        prompt_seeds=(1000, 1002),
     ),
     "granitehybrid": FamilyCase(
         "granitemoehybrid",
         "granitehybrid",
         {**_GRANITE, **_EXPERTS, **_MAMBA, "shared_intermediate_size": 80},
         interleaved=True,
+        prompt_seeds=(1022, 1097),
     ),
     "granitehybrid-dense": FamilyCase(
         "granitemoehybrid",
@@ -189,8 +224,9 @@ FAMILY_CASES: dict[str, FamilyCase] = {
         {**_GRANITE, **_MAMBA, "num_local_experts": 0, "shared_intermediate_size": 96,
          "position_embedding_type": "rope"},
         interleaved=True,
+        prompt_seeds=(1577, 1108),
     ),
-    "qwen35": FamilyCase("qwen3_5_text", "qwen35", _DELTA, unit_norms=True),
+    "qwen35": FamilyCase("qwen3_5_text", "qwen35", _DELTA, unit_norms=True, prompt_seeds=(9, 1000)),
     "glm4": FamilyCase(
         "glm4", "glm4",
         {"num_hidden_layers": 3, "head_dim": 32, "partial_rotary_factor": 0.5, "attention_bias": True},
@@ -252,15 +288,36 @@ FAMILY_CASES: dict[str, FamilyCase] = {
          "hidden_act": "gelu_pytorch_tanh"},
         prompt_seeds=(1000, 1000),
     ),
-    "deepseek2": FamilyCase("deepseek_v2", "deepseek2", latent_models.V2),
-    "deepseek2-groups": FamilyCase("deepseek_v2", "deepseek2", latent_models.V2_GROUPS, whole_kv_b=True),
-    "deepseek3": FamilyCase("deepseek_v3", "deepseek2", latent_models.V3),
+    "deepseek2": FamilyCase("deepseek_v2", "deepseek2", latent_models.V2, prompt_seeds=(1000, 1000)),
+    "deepseek2-groups": FamilyCase(
+        "deepseek_v2", "deepseek2", latent_models.V2_GROUPS, whole_kv_b=True, prompt_seeds=(1001, 1001)
+    ),
+    "deepseek3": FamilyCase("deepseek_v3", "deepseek2", latent_models.V3, prompt_seeds=(1002, 90)),
     "glm4moelite": FamilyCase("glm4_moe_lite", "deepseek2", latent_models.GLM_LITE),
+    "falcon-h1": FamilyCase(
+        "falcon_h1", "falcon-h1", hybrid_models.FALCON_H1, prompt_seeds=(1010, 1000)
+    ),
+    "falcon-h1-norm": FamilyCase(
+        "falcon_h1", "falcon-h1", hybrid_models.FALCON_H1_NORM, prompt_seeds=(1000, 90)
+    ),
+    "nemotron-h": FamilyCase(
+        "nemotron_h", "nemotron_h", hybrid_models.NEMOTRON_H, prompt_seeds=(9, 1000)
+    ),
+    "nemotron-h-moe": FamilyCase(
+        "nemotron_h", "nemotron_h_moe", hybrid_models.NEMOTRON_H_MOE, prompt_seeds=(1002, 1002)
+    ),
+    "nemotron-h-mixed": FamilyCase(
+        "nemotron_h", "", hybrid_models.NEMOTRON_H_MIXED, prompt_seeds=(1000, 90)
+    ),
+    "kimi-linear": FamilyCase(
+        "kimi_linear", "kimi-linear", hybrid_models.KIMI_LINEAR, prompt_seeds=(1001, 1001)
+    ),
     "arcee": FamilyCase(
         "arcee", "arcee",
         {"hidden_act": "relu2",
          "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
         interleaved=True,
+        prompt_seeds=(1008, 1005),
     ),
     "gpt-oss": FamilyCase(
         "gpt_oss",
@@ -269,6 +326,7 @@ FAMILY_CASES: dict[str, FamilyCase] = {
          "rope_theta": 150000.0, "swiglu_limit": 7.0,
          "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0,
                           "truncate": False, "original_max_position_embeddings": 64}},
+        prompt_seeds=(9, 1001),
     ),
 }  # fmt: skip
 
@@ -307,6 +365,8 @@ def family_weights(name: str) -> Arrays:
     values = {tensor: raw_values(f"{name}/{tensor}", shape) for tensor, shape in shapes.items()}
     if FAMILY_CASES[name].fields["tie_word_embeddings"]:  # else every token would predict itself
         values["model.embed_tokens.weight"] *= np.float32(0.05)
+    if FAMILY_CASES[name].logit_size != 1:
+        values[_last_norm(FAMILY_CASES[name])] *= np.float32(FAMILY_CASES[name].logit_size)
     if FAMILY_CASES[name].unit_norms:
         values |= {
             tensor: value - 1
@@ -316,14 +376,24 @@ def family_weights(name: str) -> Arrays:
     return values
 
 
+def _last_norm(case: FamilyCase) -> str:
+    return "model.embedding_norm.weight" if case.model_type == "lfm2" else "model.norm.weight"
+
+
 def _shapes(case: FamilyCase) -> dict[str, tuple[int, ...]]:
     f = case.fields
+    if case.model_type in hybrid_models.HYBRIDS:
+        return hybrid_models.hybrid_shapes(case.model_type, f)
     hidden, n_heads, kv = f["hidden_size"], f["num_attention_heads"], f["num_key_value_heads"]
     head_dim = f.get("head_dim", hidden // n_heads)
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (f["vocab_size"], hidden)}
     for i in range(f["num_hidden_layers"]):
         if "kv_lora_rank" in f:
             of_layer = latent_models.latent_layer_shapes(case.model_type, f, i)
+            shapes |= {f"model.layers.{i}.{tensor}": shape for tensor, shape in of_layer.items()}
+            continue
+        if case.model_type in (gemma_models.GEMMA3N, gemma_models.GEMMA4):
+            of_layer = gemma_models.layer_shapes(f, i)
             shapes |= {f"model.layers.{i}.{tensor}": shape for tensor, shape in of_layer.items()}
             continue
         layer = _attention_shapes(
@@ -336,7 +406,9 @@ def _shapes(case: FamilyCase) -> dict[str, tuple[int, ...]]:
         dense = i < f.get("first_k_dense_replace", 0)
         layer |= _feed_forward_shapes("dense" if dense else case.model_type, f)
         shapes |= {f"model.layers.{i}.{tensor}": shape for tensor, shape in layer.items()}
-    shapes["model.embedding_norm.weight" if case.model_type == "lfm2" else "model.norm.weight"] = (hidden,)
+    shapes[_last_norm(case)] = (hidden,)
+    if case.model_type in (gemma_models.GEMMA3N, gemma_models.GEMMA4):
+        shapes |= gemma_models.outer_shapes(f)
     if case.model_type == "starcoder2":
         shapes["model.norm.bias"] = (hidden,)
     if not f["tie_word_embeddings"]:
@@ -565,23 +637,39 @@ def write_mxfp4_hf(folder: Path) -> Arrays:
 # ------------------------------------------------------------------------------------------------------------
 
 
-def write_family_gguf(path: Path, name: str) -> Path:
-    """The same model as llama.cpp's converter would write it, in float32."""
+NEXTN = {
+    "eh_proj": "eh_proj.weight",
+    "enorm": "enorm.weight",
+    "hnorm": "hnorm.weight",
+    "shared_head": "shared_head_norm.weight",
+}
+
+
+def write_family_gguf(path: Path, name: str, head: Arrays | None = None) -> Path:
+    """The same model as llama.cpp's converter would write it, in float32. head: tensors of a layer more."""
     import gguf
 
     case, f = FAMILY_CASES[name], FAMILY_CASES[name].fields
+    if head is not None:
+        f = {**f, "num_nextn_predict_layers": 1}
     writer = gguf.GGUFWriter(path, case.gguf)
     _write_settings(writer, case, f)
     arch = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == case.gguf)
-    names = gguf.get_tensor_name_map(arch, f["num_hidden_layers"])
-    for tensor, values in _converted(case, f, family_weights(name)).items():
-        theirs = names.get_name(tensor, try_suffixes=(".weight", ".bias"))
+    names = gguf.get_tensor_name_map(arch, f["num_hidden_layers"] + (head is not None))
+    for tensor, values in _converted(case, f, family_weights(name) | (head or {})).items():
+        theirs = names.get_name(tensor, try_suffixes=(".weight", ".bias", ".scale"))
+        if theirs is None and head is not None and tensor in head:
+            theirs = (
+                f"blk.{f['num_hidden_layers']}.nextn.{NEXTN[tensor.rpartition('.layers.')[2].split('.')[1]]}"
+            )
         assert theirs is not None, tensor
         writer.add_tensor(theirs, np.ascontiguousarray(values, np.float32))
-    if f.get("num_nextn_predict_layers"):
+    if f.get("num_nextn_predict_layers") and head is None:
         writer.add_tensor(
             f"blk.{f['num_hidden_layers']}.nextn.eh_proj.weight", np.ones((64, 128), np.float32)
         )
+    if case.gguf == "gemma4":
+        writer.add_tensor("rope_freqs.weight", np.array(gemma_models.rope_factors(f), np.float32))
     scaling = f.get("rope_scaling") or {}
     if "short_factor" in scaling:
         for kind in ("long", "short"):
@@ -601,12 +689,19 @@ def _write_settings(writer: Any, case: FamilyCase, f: Mapping[str, Any]) -> None
         writer.add_nextn_predict_layers(n_more)
     writer.add_context_length(f["max_position_embeddings"])
     writer.add_embedding_length(f["hidden_size"])
-    writer.add_feed_forward_length(f["intermediate_size"])
+    if case.model_type != hybrid_models.NEMOTRON and case.gguf != "gemma4":
+        writer.add_feed_forward_length(f["intermediate_size"])
     writer.add_head_count(f["num_attention_heads"])
     kv = f["num_key_value_heads"]
     kinds = f.get("layer_types", [])
-    by_layer = case.gguf in ("lfm2", "granitehybrid")
-    if "kv_lora_rank" in f:
+    if case.model_type == hybrid_models.NEMOTRON:
+        kinds = hybrid_models.halves(f)
+    by_layer = case.gguf in ("lfm2", "granitehybrid") or case.model_type == hybrid_models.NEMOTRON
+    if case.model_type == hybrid_models.KIMI:
+        pass
+    elif case.model_type == gemma_models.GEMMA4:
+        gemma_models.write_gemma4_settings(writer, f)
+    elif "kv_lora_rank" in f:
         latent_models.write_latent_settings(writer, case.model_type, f, split=not case.whole_kv_b)
     else:
         writer.add_head_count_kv([kv * (kind == FULL) for kind in kinds] if by_layer else kv)
@@ -614,6 +709,10 @@ def _write_settings(writer: Any, case: FamilyCase, f: Mapping[str, Any]) -> None
         writer.add_value_length(head_dim)
         turned = f.get("rotary_dim", int(head_dim * f.get("partial_rotary_factor", 1.0)))
         writer.add_rope_dimension_count(turned)
+    if case.model_type in hybrid_models.HYBRIDS:
+        hybrid_models.write_hybrid_settings(writer, case.model_type, f)
+    if case.model_type == gemma_models.GEMMA3N:
+        gemma_models.write_gemma3n_settings(writer, f)
     if case.gguf == "lfm2":
         writer.add_shortconv_l_cache(f["conv_L_cache"])
     if case.gguf == "granitehybrid":
@@ -641,14 +740,16 @@ def _write_settings(writer: Any, case: FamilyCase, f: Mapping[str, Any]) -> None
     if beta := f.get("rope_parameters", {}).get("llama_4_scaling_beta"):
         writer.add_attn_temperature_scale(beta)
         writer.add_rope_scaling_yarn_log_mul(f["rope_parameters"]["mscale_all_dim"])
-    writer.add_rope_freq_base(f.get("rope_parameters", f).get("rope_theta", 1e4))
+    rope = f.get("rope_parameters", f)
+    writer.add_rope_freq_base(rope.get(FULL, rope).get("rope_theta", 1e4))
     if f.get("sliding_window"):
         writer.add_sliding_window(f["sliding_window"])
     if case.gguf in ("glm4moe", "minimax-m2"):
         _write_routing(writer, f)
-    if n_experts := f.get("num_experts", f.get("num_local_experts")):
+    n_experts = f.get("num_experts", f.get("num_local_experts"))
+    if n_experts and case.model_type != gemma_models.GEMMA4:
         writer.add_expert_count(n_experts)
-        writer.add_expert_used_count(f["num_experts_per_tok"])
+        writer.add_expert_used_count(f.get("num_experts_per_tok", f.get("num_experts_per_token")))
     if shared := f.get("shared_intermediate_size"):
         writer.add_expert_shared_feed_forward_length(shared)
     if case.model_type in ("qwen3_moe", "gpt_oss", "qwen3_next", "qwen3_5_moe_text"):
@@ -656,7 +757,7 @@ def _write_settings(writer: Any, case: FamilyCase, f: Mapping[str, Any]) -> None
     if case.model_type == "gemma2":
         writer.add_attn_logit_softcapping(f["attn_logit_softcapping"])
         writer.add_final_logit_softcapping(f["final_logit_softcapping"])
-    if "embedding_multiplier" in f:
+    if "residual_multiplier" in f:
         writer.add_embedding_scale(f["embedding_multiplier"])
         writer.add_residual_scale(f["residual_multiplier"])
         writer.add_attention_scale(f["attention_multiplier"])
@@ -717,8 +818,17 @@ def _converted(case: FamilyCase, f: Mapping[str, Any], weights: Arrays) -> Array
             values = tiny_models.interleave_heads(values, heads)
         if case.unit_norms and "norm" in name and "linear_attn" not in name:
             values = values + 1
-        if (changed := _state_tensors(case, f, name, values)) is not None:
+        changed = hybrid_models.hybrid_gguf_tensors(case.model_type, f, name, values)
+        if changed is None:
+            changed = _state_tensors(case, f, name, values)
+        if changed is not None:
             out |= changed
+        elif case.model_type in (gemma_models.GEMMA3N, gemma_models.GEMMA4):
+            theirs, is_stacked = gemma_models.gguf_place(name)
+            if is_stacked:
+                stacks.setdefault(theirs, []).append(values)
+            else:
+                out[theirs] = values
         elif name.endswith(".e_score_correction_bias"):
             out[f"{name.removesuffix('_bias')}.bias"] = values
         elif (latent := latent_models.latent_gguf_tensors(f, name, values, not case.whole_kv_b)) is not None:
@@ -734,7 +844,8 @@ def _converted(case: FamilyCase, f: Mapping[str, Any], weights: Arrays) -> Array
             out[f"{mlp}.gate_proj.weight"], out[f"{mlp}.up_proj.weight"] = gate, up
         elif (parts := name.split(".experts."))[0] != name:
             rest = parts[1].split(".", 1)[1]
-            stacks.setdefault(f"{parts[0]}.experts.{rest}", []).append(values)
+            of_all = f"{parts[0].replace('backbone.', 'model.').replace('.mixer', '.mlp')}.experts.{rest}"
+            stacks.setdefault(of_all, []).append(values)
         else:
             out[name] = values
     return out | {name: np.stack(values) for name, values in stacks.items()}

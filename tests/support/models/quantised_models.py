@@ -331,9 +331,9 @@ def write_quantised_hf(
         if not is_quantised(name):
             tensors[name] = "F32", values.astype(np.float32)
             continue
-        made = case.make(rng, *values.shape)
-        worth[name] = made.worth
-        tensors |= {f"{name.removesuffix('weight')}{part}": value for part, value in made.parts.items()}
+        quantised = case.make(rng, *values.shape)
+        worth[name] = quantised.worth
+        tensors |= {f"{name.removesuffix('weight')}{part}": value for part, value in quantised.parts.items()}
     (directory / "model.safetensors").write_bytes(file_of(tensors))
     return worth
 

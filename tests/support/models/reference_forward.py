@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from phasewise.cython_kernels import packing
-from phasewise.serving.models.packed_model import ModelConfig, PackedModel, RopeSpec
+from phasewise.serving.models.packed_model import ModelConfig, PackedModel
+from phasewise.serving.models.rope import RopeSpec
 
 Array = np.ndarray
 

@@ -37,12 +37,12 @@ class StandInHub:
         """The answer of /api/models/REPOSITORY?blobs=true."""
         siblings = []
         for path, content in self.repositories[repository].items():
-            one: dict[str, Any] = {"rfilename": path, "size": len(content)}
+            sibling: dict[str, Any] = {"rfilename": path, "size": len(content)}
             if path.endswith((".gguf", ".safetensors")):
-                one["lfs"] = {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content)}
+                sibling["lfs"] = {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content)}
             else:
-                one["blobId"] = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
-            siblings.append(one | self.listed.get(path, {}))
+                sibling["blobId"] = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+            siblings.append(sibling | self.listed.get(path, {}))
         return json.dumps(
             {"sha": COMMIT, "siblings": siblings, "cardData": {"license": self.licence}}
         ).encode()

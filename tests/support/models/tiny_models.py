@@ -163,9 +163,9 @@ def _random_blocks(n_blocks: int, type_name: str, seed: int) -> np.ndarray:
     blocks = rng.integers(0, 256, (n_blocks, GGML_TYPES[type_name][2]), dtype=np.uint8)
     if type_name == "MXFP4":
         blocks[:, 0] = rng.integers(116, 121, n_blocks)
-    for at in SCALES_AT[type_name]:
+    for offset in SCALES_AT[type_name]:
         scale = (rng.uniform(1e-5, 2e-4, n_blocks)).astype(np.float16)
-        blocks[:, at : at + 2] = scale.view(np.uint8).reshape(-1, 2)
+        blocks[:, offset : offset + 2] = scale.view(np.uint8).reshape(-1, 2)
     return blocks
 
 
@@ -371,7 +371,9 @@ def with_merges(directory: Path) -> Path:
     document = json.loads(path.read_text())
     document["added_tokens"] = [token for token in document["added_tokens"] if token["id"] != 259]
     vocabulary = document["model"]["vocab"]
-    document["model"]["vocab"] = {token: at for token, at in vocabulary.items() if at != 259} | {"th": 259}
+    document["model"]["vocab"] = {
+        token: token_id for token, token_id in vocabulary.items() if token_id != 259
+    } | {"th": 259}
     document["model"]["merges"] = ["t h"]
     path.write_text(json.dumps(document))
     return directory

@@ -54,6 +54,27 @@ def sentence_piece_metadata(**settings: object) -> dict[str, object]:
     } | {f"tokenizer.ggml.{key}": value for key, value in settings.items()}
 
 
+def merged_pieces_metadata() -> dict[str, object]:
+    """A "gemma4" vocabulary: pieces and merges, of which some join line ends."""
+    texts = [text.replace(" ", "\u2581").replace("\n", "") for text in _sample()]
+    merged = _frequent(texts)
+    single = sorted({character for token in merged for character in token} | {"\n"})
+    byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
+    ends = ["\n\n", "\n\n\n"]
+    tokens = [*SPECIAL, *byte_tokens, *merged, *single, *ends]
+    free = len(SPECIAL) + len(byte_tokens)
+    return {
+        "tokenizer.ggml.model": "gemma4",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [*KINDS, *[6] * 256, *[1] * (len(tokens) - free)],
+        "tokenizer.ggml.merges": [*(f"{token[:-1]} {token[-1]}" for token in merged), "\n \n", "\n\n \n"],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+        "tokenizer.ggml.add_bos_token": False,
+    }
+
+
 def write_vocabulary(path: Path, metadata: Mapping[str, object]) -> None:
     """A GGUF file with these metadata and no tensors."""
     import gguf
@@ -93,6 +114,7 @@ _FAMILIES = (
 )
 TINY_VOCABULARIES: Mapping[str, Callable[[], dict[str, object]]] = {
     **{pre: partial(byte_level_metadata, pre) for pre in _FAMILIES},
+    "merged-pieces": merged_pieces_metadata,
     "sentence-pieces": sentence_piece_metadata,
     "sentence-pieces-bare": partial(
         sentence_piece_metadata, add_space_prefix=False, add_bos_token=False, add_eos_token=True

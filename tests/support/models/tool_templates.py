@@ -110,18 +110,21 @@ def _pairs_of(name: str) -> list[Pair]:
     only_calls = name in ("llama3-json", "pythonic")
     thoughts = ("", "Let me see.\n\nWhat is <asked>?") if name in ("hermes", "gpt-oss") else ("",)
     texts = ("",) if only_calls else ("", "I look it up: 1 < 2 & [3].")
-    found = []
-    for (at, arguments), text, thought in itertools.product(enumerate(_ARGUMENTS), texts, thoughts):
+    pairs = []
+    for (index, arguments), text, thought in itertools.product(enumerate(_ARGUMENTS), texts, thoughts):
         names = sorted(NAMES)
         calls = [
-            (names[(at + n) % len(names)], _ARGUMENTS[(at + n * 2) % len(_ARGUMENTS)] if n else arguments)
-            for n in range(1 + at % 3)
+            (
+                names[(index + n) % len(names)],
+                _ARGUMENTS[(index + n * 2) % len(_ARGUMENTS)] if n else arguments,
+            )
+            for n in range(1 + index % 3)
         ]
         if name == "gpt-oss":
             calls = calls[:1]
-        found.append(_pair(name, text, thought, calls))
+        pairs.append(_pair(name, text, thought, calls))
     plain = ("Hello.", "Use {braces} and [lists](x)", "a\n\nb < c > d")
-    return found + [_pair(name, text, thoughts[-1], []) for text in plain]
+    return pairs + [_pair(name, text, thoughts[-1], []) for text in plain]
 
 
 @cache

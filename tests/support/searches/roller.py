@@ -61,10 +61,10 @@ def _scale_up(alone: ScheduleSpace, kernel: MicroKernel, gain: float) -> Search[
     """Grow the slice by one rung along the best axis while that gains."""
     (best,) = yield [alone.smallest(kernel, ThreadGrid(1, 1, 1))]
     while larger := _larger_by_a_rung(alone, best.schedule):
-        found = fastest((yield larger))
-        if found.estimate_ns * (1 + gain) >= best.estimate_ns:
+        grown = fastest((yield larger))
+        if grown.estimate_ns * (1 + gain) >= best.estimate_ns:
             break
-        best = found
+        best = grown
     return best
 
 

@@ -26,7 +26,7 @@ KINDS = ("unreadable", "floods", "tools", "numbers", "grammars", "elsewhere")
 def bombs(model: str, *kinds: str, max_body_bytes: int = 4 * 1024 * 1024) -> Iterator[Bomb]:
     """Those of some kinds, or all. model: a name that the server knows; max_body_bytes: what it takes."""
     most = max_body_bytes - 1024
-    made = {
+    by_kind = {
         "unreadable": _unreadable(model, max_body_bytes),
         "floods": _floods(model, most),
         "tools": _tools(model, most),
@@ -35,7 +35,7 @@ def bombs(model: str, *kinds: str, max_body_bytes: int = 4 * 1024 * 1024) -> Ite
         "elsewhere": _elsewhere(model),
     }
     for kind in kinds or KINDS:
-        yield from made[kind]
+        yield from by_kind[kind]
 
 
 def _unreadable(model: str, most: int) -> Iterator[Bomb]:
@@ -111,7 +111,7 @@ def _tools(model: str, most: int) -> Iterator[Bomb]:
             deep = b'{"properties":{"a":' * depth + b"{}" + b"}}" * depth
             body = chat + b"[" + tool % (b"f", deep) + b"]" + end
             yield Bomb(f"a tool {depth} deep, {choice.decode()}", CHAT, body, (200, 400))
-        wide = b",".join(b'"k%d":{"pattern":"(a{99}){99}"}' % at for at in range(2000))
+        wide = b",".join(b'"k%d":{"pattern":"(a{99}){99}"}' % index for index in range(2000))
         body = chat + b"[" + tool % (b"f", b'{"properties":{' + wide + b"}}") + b"]" + end
         yield Bomb(f"a wide tool, {choice.decode()}", CHAT, body, (200, 400))
         again = b'{"$ref":"#/$defs/a","$defs":{"a":{"anyOf":[{"$ref":"#/$defs/a"},{"$ref":"#/$defs/a"}]}}}'
@@ -219,12 +219,12 @@ PATTERNS = (
 def schema_bombs() -> dict[str, Any]:
     """Schemas that grow when they are compiled, contradict themselves, or name what is not there."""
     text = {"type": "string"}
-    bombs: dict[str, Any] = {f"pattern {one[:20]}": {**text, "pattern": one} for one in PATTERNS}
+    bombs: dict[str, Any] = {f"pattern {pattern[:20]}": {**text, "pattern": pattern} for pattern in PATTERNS}
     for n in (200, 1000, 10_000):
         bombs[f"a chain of {n}"] = _chain(n, lambda follow: {"properties": {"x": follow}, "required": ["x"]})
         bombs[f"{n} references in a row"] = _chain(n, lambda follow: follow)
         bombs[f"{n} properties"] = {"properties": {f"p{index}": text for index in range(n)}}
-        bombs[f"an enum of {n}"] = {"enum": [f"v{at}" for at in range(n)]}
+        bombs[f"an enum of {n}"] = {"enum": [f"v{index}" for index in range(n)]}
     for key in ("allOf", "anyOf", "oneOf", "prefixItems"):
         bombs[f"{key} doubles"] = _chain(40, lambda follow, key=key: {key: [follow, follow]})  # type: ignore[misc]
         parts = [
@@ -245,7 +245,7 @@ def schema_bombs() -> dict[str, Any]:
         "minItems": {"type": "array", "minItems": 10**18},
         "numbers": {"type": "number", "minimum": 1e-300, "maximum": 1e300, "multipleOf": 1e-200},
         "multipleOf": {"type": "integer", "multipleOf": 982451653},
-        "patternProperties": {"patternProperties": {f".*a{at}.*b{at}.*": text for at in range(200)}},
+        "patternProperties": {"patternProperties": {f".*a{index}.*b{index}.*": text for index in range(200)}},
         "never": {"type": "string", "enum": [1, 2]},
         "no type": {"type": "banana"},
         "a key of 100 kB": {"properties": {"k" * 100_000: text}, "required": ["k" * 100_000]},

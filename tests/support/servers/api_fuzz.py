@@ -90,9 +90,9 @@ def generate(url: str, n_cases: int, bound_s: float, random_seed: int = 0) -> Ta
     schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
     schema.config.max_stream_events = _EVERY_EVENT  # it would stop reading after twenty
     served = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
-    operations = [found.ok() for found in schema.get_all_operations()]
-    posts = [one for one in operations if _takes_json(one)]
-    gets = [one for one in operations if not _takes_json(one)]
+    operations = [result.ok() for result in schema.get_all_operations()]
+    posts = [operation for operation in operations if _takes_json(operation)]
+    gets = [operation for operation in operations if not _takes_json(operation)]
     tally = Tally()
     n_get = max(1, n_cases // 20 // len(gets))
     n_post = max(1, (n_cases - n_get * len(gets)) // (2 * len(posts)))
@@ -121,7 +121,7 @@ def _generate(
     tally: Tally,
     random_seed: int,
 ) -> None:
-    at = 0
+    number = 0
 
     @seed(random_seed)
     @settings(
@@ -133,9 +133,9 @@ def _generate(
     )
     @given(case=operation.as_strategy(generation_mode=mode))
     def ask(case: schemathesis.Case) -> None:
-        nonlocal at
-        at += 1
-        _make_answerable(case, served, at)
+        nonlocal number
+        number += 1
+        _make_answerable(case, served, number)
         started = time.monotonic()
         response = case.call(base_url=url, timeout=bound_s)
         took_s = time.monotonic() - started
@@ -176,10 +176,10 @@ def _checks() -> Iterable[Any]:
     )
 
 
-def _make_answerable(case: schemathesis.Case, served: str, at: int) -> None:
+def _make_answerable(case: schemathesis.Case, served: str, number: int) -> None:
     """Four of five requests name the model that is served, and ask for few tokens: the others end at once."""
     body = case.body
-    if at % 5 == 0 or not isinstance(body, dict):
+    if number % 5 == 0 or not isinstance(body, dict):
         return
     if isinstance(body.get("model"), str):
         body["model"] = served
@@ -187,8 +187,8 @@ def _make_answerable(case: schemathesis.Case, served: str, at: int) -> None:
         if isinstance(body.get(name), int) and not isinstance(body[name], bool) and body[name] > 0:
             body[name] = 1 + body[name] % 16
     if body.get("max_tokens") is None and body.get("max_completion_tokens") is None:
-        body["max_output_tokens" if "input" in body else "max_tokens"] = 1 + at % 16
+        body["max_output_tokens" if "input" in body else "max_tokens"] = 1 + number % 16
     if case.path.startswith("/api/") and isinstance(body.get("options", {}), dict):
-        body["options"] = {**body.get("options", {}), "num_predict": 1 + at % 16}
+        body["options"] = {**body.get("options", {}), "num_predict": 1 + number % 16}
     if isinstance(body.get("n"), int) and body["n"] > 4:
         body["n"] = 1 + body["n"] % 4

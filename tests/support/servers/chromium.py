@@ -42,11 +42,11 @@ class Page:
 
     async def run(self, script: str) -> Any:
         """The value of an expression of JavaScript, awaited where it is a promise."""
-        found = await self.command(
+        reply = await self.command(
             "Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True
         )
-        assert "exceptionDetails" not in found, found["exceptionDetails"]
-        return found["result"].get("value")
+        assert "exceptionDetails" not in reply, reply["exceptionDetails"]
+        return reply["result"].get("value")
 
     async def wait(self, script: str, timeout_s: float = 30.0) -> None:
         """Until an expression is true."""
@@ -104,9 +104,9 @@ class Page:
             case "Log.entryAdded" if params["entry"]["level"] in ("error", "warning"):
                 self.errors.append(str(params["entry"]["text"]))
             case "Network.requestWillBeSent":
-                found = re.match(r"https?://([^/]+)", params["request"]["url"])
-                if found:
-                    self.hosts.add(found[1])
+                origin = re.match(r"https?://([^/]+)", params["request"]["url"])
+                if origin:
+                    self.hosts.add(origin[1])
 
 
 @contextlib.asynccontextmanager
@@ -143,7 +143,7 @@ async def chromium(width: int = 1100, height: int = 900) -> AsyncIterator[Page]:
             port = port_file.read_text().split()[0]
             async with aiohttp.ClientSession() as session:
                 async with session.get(f"http://127.0.0.1:{port}/json/list") as listed:
-                    tab = next(one for one in await listed.json() if one["type"] == "page")
+                    tab = next(target for target in await listed.json() if target["type"] == "page")
                 async with session.ws_connect(tab["webSocketDebuggerUrl"], max_msg_size=0) as socket:
                     page = Page(socket)
                     for domain in ("Page", "Runtime", "Log", "Network"):

@@ -35,11 +35,11 @@ OVERFLOW = 1 << 20
 """An input that begins with this token has a vector that is not finite."""
 
 
-def vector_of(one: Tokens, width: int = WIDTH) -> Floats:
+def vector_of(tokens: Tokens, width: int = WIDTH) -> Floats:
     """The vector that every fake worker gives an input."""
-    seed = sum((at + 1) * token for at, token in enumerate(one.ids)) + 7 * (one.second or 0)
+    seed = sum((position + 1) * token for position, token in enumerate(tokens.ids)) + 7 * (tokens.second or 0)
     vector = np.random.default_rng(seed).standard_normal(width).astype(np.float32)
-    if one.ids[0] == OVERFLOW:
+    if tokens.ids[0] == OVERFLOW:
         vector[-1] = np.nan
     return vector
 
@@ -64,7 +64,7 @@ class FakeWorker:
         assert self._lost is not None
         self.n_batches += 1
         inputs = inputs_from_bytes(body)
-        self.seen += [one.ids for one in inputs]
+        self.seen += [tokens.ids for tokens in inputs]
         if self.n_batches == self.dies_at:
             self.die()
         if self.gate is not None:
@@ -72,9 +72,9 @@ class FakeWorker:
         await asyncio.sleep(self.delay_s)
         if self._lost.is_set():
             raise RanksError("the worker was lost")
-        if any(one.ids == [POISON] for one in inputs):
+        if any(tokens.ids == [POISON] for tokens in inputs):
             raise StepFailed("a poisoned batch")
-        return np.stack([vector_of(one, self.width) for one in inputs])
+        return np.stack([vector_of(tokens, self.width) for tokens in inputs])
 
     async def lost(self) -> None:
         assert self._lost is not None
@@ -101,7 +101,9 @@ def client_over(
     slo_s: float | None = None,
 ) -> EmbeddingClient:
     """A client over these workers; those that die are replaced by `next_worker`'s."""
-    queues = [DeviceQueue(f"cpu:{at}", 1, Depth(*depths[at % len(depths)])) for at in range(len(workers))]
+    queues = [
+        DeviceQueue(f"cpu:{index}", 1, Depth(*depths[index % len(depths)])) for index in range(len(workers))
+    ]
     return EmbeddingClient(QueueManager(queues), [(next_worker, worker) for worker in workers], slo_s)
 
 

@@ -8,7 +8,8 @@ import numpy as np
 
 from phasewise.serving.batch import Batch, SequenceSlice
 from phasewise.serving.drafts.contract import Drafter
-from phasewise.serving.engine.engine import Engine, Vocabulary
+from phasewise.serving.engine.engine import Engine
+from phasewise.serving.engine.live_request import Vocabulary
 from phasewise.serving.engine.messages import Answer, Failure, Submit
 from phasewise.serving.errors import RankLost
 from phasewise.serving.pools.contract import KV_CHUNK, KvPool, PoolSettings
@@ -95,9 +96,11 @@ class FakeRanks:
     def all_logits(self, batch: Batch) -> np.ndarray:
         """A row after every token."""
         rows = [
-            self.forward(batch._replace(slices=(one._replace(token_ids=(token,), start=one.start + index),)))
-            for one in batch.slices
-            for index, token in enumerate(one.token_ids)
+            self.forward(
+                batch._replace(slices=(piece._replace(token_ids=(token,), start=piece.start + index),))
+            )
+            for piece in batch.slices
+            for index, token in enumerate(piece.token_ids)
         ]
         return np.concatenate(rows)
 

@@ -36,8 +36,8 @@ def step_of(name: str) -> int:
 
 def said_by(name: str, prompt: str, n_tokens: int) -> str:
     """The answer of the model of this name."""
-    at = ALPHABET.index(prompt[-1].encode())
-    return "".join(chr(ALPHABET[(at + step_of(name) * place) % 26]) for place in range(1, n_tokens + 1))
+    start = ALPHABET.index(prompt[-1].encode())
+    return "".join(chr(ALPHABET[(start + step_of(name) * place) % 26]) for place in range(1, n_tokens + 1))
 
 
 class FakeModel:

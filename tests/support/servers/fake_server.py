@@ -113,6 +113,8 @@ def fake_server(
             n_connections=lambda: len(connections.open),
             is_ready=lambda: life.is_ready,
             n_ranks_replaced=lambda: thread.n_ranks_replaced,
+            n_requests_rerun=lambda: thread.n_requests_rerun,
+            n_answers_continued=lambda: thread.n_answers_continued,
         )
     )
     connections = Connections(limits, metrics)

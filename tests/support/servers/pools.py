@@ -20,13 +20,15 @@ from phasewise.serving.engine.open_engine import ModelText, OpenEngine, open_eng
 from phasewise.serving.grammar.guides import Grammar, GuideCompiler
 from phasewise.serving.grammar.late_guides import ThoughtGuide
 from phasewise.serving.loaders import load_model
+from phasewise.serving.loaders.adapters.load_adapter import with_adapters
 from phasewise.serving.prefix_store.opening import PrefixSettings
 from phasewise.serving.processes.restarts import Restarts
 from phasewise.serving.sampling.sampling import GREEDY, SampledToken, SamplingParams
 from phasewise.tuner.plans import PHASES, RankCores, ServicePlan
-from phasewise.workflows.opening.open_model import Weights
+from phasewise.workflows.opening.open_model import NATIVE, Weights
 from phasewise.workflows.serve.instance_process import MODULE, InstanceSpec
-from tests.support.models.tiny_models import TinyShape, tiny_gguf
+from tests.support.models.adapters import ATTENTION, drawn_pairs, write_peft
+from tests.support.models.tiny_models import TinyShape, tiny_gguf, tiny_weights
 
 PATIENCE_S = 60.0
 """Seconds that a test waits for an event that takes some tenths of a second on a quiet host."""
@@ -39,6 +41,13 @@ def tiny_model(folder: Path, context_length: int = 4096) -> Path:
     path = folder / "tiny.gguf"
     path.write_bytes(tiny_gguf(shape=TinyShape(context_length=context_length)).to_bytes())
     return path
+
+
+def tiny_adapters(folder: Path) -> list[str]:
+    """Two of `tiny_model`, of unlike ranks and weights, as `--lora` writes them: `a` and `b`."""
+    weights = tiny_weights("llama", TinyShape(), 0)
+    pairs = {"a": drawn_pairs(weights, "a", 4), "b": drawn_pairs(weights, "b", 7, ATTENTION)}
+    return [f"{name}={write_peft(folder / name, own)}" for name, own in pairs.items()]
 
 
 def size_of(
@@ -57,6 +66,14 @@ def size_of(
     )
 
 
+def is_there(pid: int) -> bool:
+    """True if the process runs or is stopped; one that nobody has waited for yet is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
 def plans_of(n_ranks: int) -> tuple[ServicePlan, ...]:
     """N ranks of a thread each; not pinned, the cores are names alone."""
     ranks = tuple(RankCores((core,)) for core in range(n_ranks))
@@ -72,6 +89,10 @@ class PoolServer:
     failures: dict[str, Exception] = field(default_factory=dict)
     ended: queue.Queue[str] = field(default_factory=queue.Queue)
     stamps_ns: dict[str, list[int]] = field(default_factory=dict)
+    answers: dict[str, list[Answer]] = field(default_factory=dict)
+    """The pieces of each request, whole."""
+    delivered_s: dict[str, list[float]] = field(default_factory=dict)
+    """The times at which each piece reached whoever asked, of `time.monotonic`."""
 
     def deliver(self, delivery: Delivery) -> None:
         for out in delivery.outs:
@@ -82,7 +103,9 @@ class PoolServer:
             self.take(out)
 
     def take(self, out: Answer) -> None:
+        self.answers.setdefault(out.request_id, []).append(out)
         self.stamps_ns.setdefault(out.request_id, []).append(out.at_ns)
+        self.delivered_s.setdefault(out.request_id, []).append(time.monotonic())
         self.pieces.setdefault(out.request_id, []).append((out.text, out.tokens, out.finish_reason))
         if out.finish_reason is not None:
             self.ended.put(out.request_id)
@@ -123,11 +146,12 @@ def pools(
     n_ranks: int = 1,
     most_restarts: int = 5,
     prefixes: PrefixSettings | None = None,
+    weights: Weights = NATIVE,
     **settings: object,
 ) -> Iterator[PoolServer]:
     """Instances of the model at `path`, all ready. settings: of `FrontSettings`."""
     spec = InstanceSpec(
-        str(path), Weights(), size or size_of(path), plans_of(n_ranks), pinned=False, prefixes=prefixes
+        str(path), weights, size or size_of(path), plans_of(n_ranks), pinned=False, prefixes=prefixes
     )
     with tempfile.TemporaryDirectory(prefix="pw-") as folder:
         chosen = FrontSettings(
@@ -157,10 +181,13 @@ def guides_of(path: Path) -> GuideCompiler:
     return ModelText(load_model(str(path), "native")).guide_compiler()
 
 
-def open_alone(path: Path, size: EngineSize | None = None, n_ranks: int = 1) -> OpenEngine:
-    """One engine in this process that does both phases."""
+def open_alone(
+    path: Path, size: EngineSize | None = None, n_ranks: int = 1, lora: Sequence[str] = ()
+) -> OpenEngine:
+    """One engine in this process that does both phases. lora: adapters, NAME=PATH each."""
     plans = {plan.phase: plan for plan in plans_of(n_ranks)}
-    return open_engine(load_model(str(path), "native"), plans, size or size_of(path), pinned=False)
+    model = with_adapters(load_model(str(path), "native"), lora)
+    return open_engine(model, plans, size or size_of(path), pinned=False)
 
 
 def run_alone(opened: OpenEngine, requests: Sequence[Submit]) -> dict[str, Told]:

@@ -25,6 +25,7 @@ import zmq
 from ray.cluster_utils import Cluster
 
 from phasewise.cluster.real.instance_messages import CannotStart, Stop, write
+from tests.support.servers.pools import is_there
 
 PHASEWISE = [sys.executable, "-m", "phasewise"]
 PROMPTS = ["abc " * 60, "b", "the cat " * 90]
@@ -45,28 +46,52 @@ def main(model: Path) -> dict[str, object]:
             heard = strangers(url, cluster.address)
             with serving(model, asked, "--spread") as other:  # on the same cluster
                 beside = [answers(url), answers(other)]
-                n_actors = len(status(cluster.address)["instances"])
-            found = seen(url, cluster.address)
+                wait_until(lambda: is_whole(cluster.address, 4))
+                together = status(cluster.address)["instances"]
+                n_actors = len(together)
+            observed = seen(url, cluster.address)
         return {
-            **found,
+            **observed,
             "whole": whole,
             "refusals": refusals,
             "beside": beside,
             "n_actors": n_actors,
+            "cpus": [(instance["node_id"], instance["cpus"]) for instance in together],
             "n_ports": len(heard),
             "after_strangers": heard,
+            "outlived": outlived(model, cluster.address),
         }
     finally:
         cluster.shutdown()
 
 
+def outlived(model: Path, address: str) -> list[int]:
+    """Instances that are left when their server was killed, one of which was stopped."""
+    with serving(model, {"--cluster": address, "--mixed": "2x1"}) as url:
+        wait_until(lambda: is_whole(address, 2))
+        pids = [instance["pid"] for instance in status(address)["instances"]]
+        os.kill(pids[0], signal.SIGSTOP)
+        os.kill(server_pid(url), signal.SIGKILL)
+        with contextlib.suppress(AssertionError):
+            wait_until(lambda: not any(map(is_there, pids)))
+    left = [pid for pid in pids if is_there(pid)]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    return left
+
+
 def seen(url: str, address: str) -> dict[str, object]:
     first = answers(url)
-    pid = next(one["pid"] for one in status(address)["instances"] if one["role"] == "prompt")
+    wait_until(
+        lambda: any(
+            instance["role"] == "prompt" and instance["pid"] for instance in status(address)["instances"]
+        )
+    )
+    pid = next(instance["pid"] for instance in status(address)["instances"] if instance["role"] == "prompt")
     with ThreadPoolExecutor(4) as pool:  # the prompt instance dies with requests on their way
         going = [pool.submit(answers, url) for _ in range(4)]
         os.kill(pid, signal.SIGKILL)
-        under_way = [one.result(PATIENCE_S) for one in going]
+        under_way = [future.result(PATIENCE_S) for future in going]
     began_s = time.monotonic()
     wait_until(lambda: new_prompt_instance(address, pid))
     replaced_s = time.monotonic() - began_s
@@ -79,12 +104,18 @@ def seen(url: str, address: str) -> dict[str, object]:
     }
 
 
+def is_whole(address: str, n_instances: int) -> bool:
+    """True if so many instances run, and no other one is to start."""
+    return [instance["state"] for instance in status(address)["instances"]] == ["running"] * n_instances
+
+
 def strangers(url: str, address: str) -> dict[int, list[str]]:
     """The server's answers after strangers were at each TCP port of its front and instances, by port."""
     own = {port_of(url)}
-    pids = [one["pid"] for one in status(address)["instances"]]
+    wait_until(lambda: is_whole(address, 2))
+    pids = [instance["pid"] for instance in status(address)["instances"]]
     ports = {port for pid in (*pids, server_pid(url)) for port in listening_ports(pid)} - own
-    found = {}
+    by_port = {}
     for port in sorted(ports):
         for raw in (b"GET / HTTP/1.1\r\n\r\n", bytes(4096), b"\xff" + bytes(8) + b"\x7f\x03\x01CURVE", b""):
             with (
@@ -105,8 +136,8 @@ def strangers(url: str, address: str) -> dict[int, list[str]]:
                     false.send(raw, zmq.NOBLOCK)
                 time.sleep(0.2)
                 false.close()
-        found[port] = answers(url)
-    return found
+        by_port[port] = answers(url)
+    return by_port
 
 
 def port_of(url: str) -> int:
@@ -148,8 +179,10 @@ def listening_ports(pid: int) -> set[int]:
 def new_prompt_instance(address: str, old_pid: int) -> bool:
     instances = status(address)["instances"]
     return any(
-        one["role"] == "prompt" and one["pid"] not in (None, old_pid) and one["state"] == "running"
-        for one in instances
+        instance["role"] == "prompt"
+        and instance["pid"] not in (None, old_pid)
+        and instance["state"] == "running"
+        for instance in instances
     )
 
 
@@ -161,13 +194,13 @@ def refused(model: Path, address: str) -> dict[str, tuple[int, str]]:
         "token": ([*command, address, "--mixed", "1x1"], {"RAY_AUTH_MODE": "disabled"}),
         "false": ([*command, address, "--mixed", "1x1"], {"RAY_AUTH_TOKEN": "00" * 16}),
     }
-    found = {}
+    outcomes = {}
     for name, (asked, changes) in wrong.items():
         done = subprocess.run(
             asked, capture_output=True, text=True, timeout=120, check=False, env={**os.environ, **changes}
         )
-        found[name] = done.returncode, done.stderr
-    return found
+        outcomes[name] = done.returncode, done.stderr
+    return outcomes
 
 
 def answers(url: str) -> list[str]:
@@ -217,7 +250,9 @@ def wait_until(holds: Callable[[], bool]) -> None:
 
 def status(address: str) -> Any:
     command = [*PHASEWISE, "cluster", "status", "--cluster", address, "--json"]
-    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.startswith("{"), (done.stdout, done.stderr)
+    return json.loads(done.stdout)
 
 
 if __name__ == "__main__":

@@ -13,12 +13,15 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ray.cluster_utils import Cluster
 
 from phasewise.cluster.errors import ClusterError
 from phasewise.cluster.real import ray_cluster
 from phasewise.cluster.real.front import Front
+from phasewise.cluster.real.ray_connection import ray_connection
+from phasewise.cluster.real.ray_desk import DeskThread, ServerNames
 from phasewise.cluster.real.supervisor import FrontSettings
 from phasewise.serving.processes.sockets import Keys
 from phasewise.workflows.opening.open_model import Weights
@@ -43,7 +46,7 @@ def main(model: Path) -> dict[str, object]:
     cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
     try:
         cluster.add_node(**node)
-        with ray_cluster.ray_connection(cluster.address) as address:
+        with ray_connection(cluster.address) as address:
             return {**refusal(), **run(model, cluster.address, address, whole)}
     finally:
         cluster.shutdown()
@@ -62,7 +65,8 @@ def refusal() -> dict[str, object]:
 
 def run(model: Path, cluster: str, address: str, whole: list[object]) -> dict[str, object]:
     requests = mixed_requests(guides_of(model))
-    spec = InstanceSpec(str(model), Weights(), size_of(model), None, pinned=False, cores=1)
+    size = size_of(model)
+    spec = InstanceSpec(str(model), Weights(), size, None, pinned=False, cores=1, node=ray_cluster.NODE_ID)
     wanted = [ray_cluster.WantedInstance("prompt", 2), ray_cluster.WantedInstance("token", 2)]
     launcher = ray_cluster.RayInstances(MODULE, wanted, spread=True)
     launcher.tell_with([spec.tell] * 2)
@@ -72,22 +76,26 @@ def run(model: Path, cluster: str, address: str, whole: list[object]) -> dict[st
     server = PoolServer(front=None)  # type: ignore[arg-type]
     server.front = front = Front(["prompt", "token"], launcher, settings, server.deliver)
     front.start()
+    desk = DeskThread(ServerNames(launcher.server, "tiny", address), front)
     try:
         server.wait_until(lambda: front.state != "starting", "the instances start")
         assert front.lost is None, front.lost
         divided = texts(server.run(requests))
+        server.wait_until(lambda: len(status(cluster)["instances"]) == 2, "the desk shows the instances")
         shown = status(cluster)
         pids = dict(front.pids)
         os.kill(pids[0], signal.SIGKILL)
         began_s = time.monotonic()
         server.wait_until(lambda: 0 not in front.pids, "the death of an instance is not noticed")
         noticed_s = time.monotonic() - began_s
-        again = texts(server.run([replace(one, request_id=f"{one.request_id}-2") for one in requests]))
+        again = texts(
+            server.run([replace(request, request_id=f"{request.request_id}-2") for request in requests])
+        )
         server.wait_until(lambda: front.pids.get(0, pids[0]) != pids[0], "no instance takes its place")
         replaced_s = time.monotonic() - began_s
         server.wait_until(server.is_empty, "keys and values stay behind")
         return {
-            "first_cores": launcher.first_cores,
+            "nodes": launcher.nodes,
             "is_equal": divided == whole,
             "is_equal_again": again == whole,
             "n_divided": front.counts.divided,
@@ -98,6 +106,7 @@ def run(model: Path, cluster: str, address: str, whole: list[object]) -> dict[st
             "replaced_s": replaced_s,
         }
     finally:
+        desk.close()
         front.stop(PATIENCE_S)
 
 
@@ -105,11 +114,10 @@ def texts(told: dict[str, Told]) -> list[object]:
     return ["".join(text for text, _, _ in pieces) for pieces in told.values()]
 
 
-def status(cluster: str) -> dict[str, object]:
+def status(cluster: str) -> Any:
     command = [sys.executable, "-m", "phasewise", "cluster", "status", "--cluster", cluster, "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    found: dict[str, object] = json.loads(done.stdout)
-    return found
+    return json.loads(done.stdout)
 
 
 if __name__ == "__main__":

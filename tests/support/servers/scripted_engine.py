@@ -31,7 +31,7 @@ class ScriptedRanks(FakeRanks):
         self._opening = opening.encode()
 
     def choose_by(self, seen: np.ndarray) -> int:
-        text = bytes(int(one) for one in seen if one < END)
+        text = bytes(int(token_id) for token_id in seen if token_id < END)
         prompt, opening, said = text.rpartition(self._opening)
         answer = self.script((prompt + opening).decode("utf-8", "ignore")).encode()
         return answer[len(said)] if len(said) < len(answer) else END

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
@@ -94,6 +95,13 @@ class ScriptedLauncher:
         self.now: dict[int, ScriptedInstance] = {}
         self.killed: list[str] = []
         self.is_stopping = False
+        self.joined = 0
+        self.kills_wait_for = threading.Event()
+        """A kill ends when this is set, as that of a host that is lost."""
+        self.kills_wait_for.set()
+        self.vacated: list[int] = []
+        self.waiting: dict[int, str] = {}
+        self.labels: dict[int, str] = {}
         self._all: list[ScriptedInstance] = []
 
     def launch(self, index: int, orders: Orders) -> None:
@@ -104,7 +112,20 @@ class ScriptedLauncher:
     def ended(self, index: int) -> str | None:
         return "it was told to stop" if self.is_stopping else self.now[index].ended
 
+    def waits(self, index: int) -> str | None:
+        return self.waiting.get(index)
+
+    def n_joined(self) -> int:
+        return self.joined
+
+    def place(self, index: int) -> dict[str, object]:
+        return {"node": f"host-{index}", "label": self.labels.get(index)}
+
+    def vacate(self, index: int) -> None:
+        self.vacated.append(index)
+
     def kill(self, index: int) -> None:
+        assert self.kills_wait_for.wait(PATIENCE_S)
         self.killed.append(self.now[index].orders.name)
         self.now[index].ended = "it was killed"
 

@@ -90,12 +90,12 @@ def scripted_server(
     socket_path: str | None = None,
 ) -> Iterator[ScriptedServer]:
     """Serve `script` on both generating routes until the end of `with`; on a Unix socket, if one is named."""
-    found = ScriptedServer("")
+    server = ScriptedServer("")
 
     async def generate(request: web.Request) -> web.StreamResponse:
         body = await request.json()
-        found.bodies.append(body)
-        found.keys.add(request.headers.get("Authorization"))
+        server.bodies.append(body)
+        server.keys.add(request.headers.get("Authorization"))
         if not takes_ids and not isinstance(prompt_of(body), str):
             return web.json_response({"error": {"message": "texts only"}}, status=400)
         return await script(request, body)
@@ -108,8 +108,8 @@ def scripted_server(
     app.router.add_post("/v1/chat/completions", generate)
     app.router.add_get("/v1/models", list_models)
     with _running(app, socket_path) as url:
-        found.url = url
-        yield found
+        server.url = url
+        yield server
 
 
 @contextlib.contextmanager

@@ -93,9 +93,9 @@ def serving(
     reader.start()
     try:
         assert ready.wait(60), lines
-        found = re.match(r"listening on (\S+)", lines[-1])
-        assert found, lines
-        yield Server(process, found[1], lines)
+        listening = re.match(r"listening on (\S+)", lines[-1])
+        assert listening, lines
+        yield Server(process, listening[1], lines)
     finally:
         process.kill()
         process.wait()

@@ -112,7 +112,7 @@ def in_namespace(of_process: int) -> Iterator[None]:
 
 def run(model: Path, there: int) -> dict[str, object]:
     mixed = mixed_requests(guides_of(model))
-    long = [Submit(f"long{at}", prompt(1900, at), 8, GREEDY, ignore_eos=True) for at in range(2)]
+    long = [Submit(f"long{salt}", prompt(1900, salt), 8, GREEDY, ignore_eos=True) for salt in range(2)]
     size = size_of(model)
     with open_alone(model, size) as opened:
         whole = texts(run_alone(opened, [*mixed, *long]))
@@ -169,8 +169,8 @@ class Scenes:
         divided, failed, life = front.counts.divided, sum(front.counts.failed.values()), dict(front.pids)
         began_s = time.monotonic()
         with slowed("data", TOO_SLOW) if cut else contextlib.nullcontext():
-            for one in named:
-                front.send(one)
+            for request in named:
+                front.send(request)
             if cut is not None:
                 server.wait_until(self.is_handing_over, "no hand-over begins")
                 ip("link", "set", cut, "down")
@@ -180,15 +180,17 @@ class Scenes:
             ip("link", "set", cut, "up")
         server.wait_until(lambda: len(front.pids) == 2, "an instance stays away")
         server.wait_until(server.is_empty, "keys and values stay behind")
-        wrong = [one for one in named if not self.is_right(one.request_id)]
+        wrong = [request for request in named if not self.is_right(request.request_id)]
         return {
             "name": name,
             "took_s": took_s,
             "divided": front.counts.divided - divided,
             "failed": sum(front.counts.failed.values()) - failed,
-            "failed_requests": [one.request_id for one in named if one.request_id in server.failures],
+            "failed_requests": [
+                request.request_id for request in named if request.request_id in server.failures
+            ],
             "replaced": [index for index, pid in front.pids.items() if life.get(index) != pid],
-            "wrong": [one.request_id for one in wrong],
+            "wrong": [request.request_id for request in wrong],
             "refused": dict(front.refused_frames),
         }
 
@@ -203,10 +205,10 @@ class Scenes:
 
 
 @contextlib.contextmanager
-def slowed(device: str, rate: str) -> Iterator[None]:
-    """Limit what leaves here by `device` to `rate`."""
+def slowed(device: str, rate: str, burst: str = "4kb") -> Iterator[None]:
+    """Limit what leaves here by `device` to `rate`; burst: what may leave at once."""
     add = ["tc", "qdisc", "add", "dev", device, "root", "tbf"]
-    subprocess.run([*add, "rate", rate, "burst", "4kb", "latency", "2s"], check=True)
+    subprocess.run([*add, "rate", rate, "burst", burst, "latency", "2s"], check=True)
     try:
         yield
     finally:

@@ -18,18 +18,18 @@ from tests.support.machines.paper_machines import epyc, kunpeng, xeon
 
 
 def of(machine: Machine, refusal: str | None = None) -> dict[str, Reference]:
-    found = references(machine, "decode", lambda ranks: refusal)
-    return {one.name: one for one in found}
+    all_references = references(machine, "decode", lambda ranks: refusal)
+    return {reference.name: reference for reference in all_references}
 
 
 def test_all_cores_are_every_allowed_pu_and_physical_ones_are_each_core_once() -> None:
     machine = epyc(threads_a_core=2)
-    found = of(machine)
+    by_name = of(machine)
 
-    assert found[ALL_CORES].plan is not None
-    assert found[PHYSICAL_CORES].plan is not None
-    assert set(found[ALL_CORES].plan.cores) == set(range(256))
-    assert set(found[PHYSICAL_CORES].plan.cores) == set(range(128))
+    assert by_name[ALL_CORES].plan is not None
+    assert by_name[PHYSICAL_CORES].plan is not None
+    assert set(by_name[ALL_CORES].plan.cores) == set(range(256))
+    assert set(by_name[PHYSICAL_CORES].plan.cores) == set(range(128))
 
 
 def test_each_node_gets_a_process_that_stays_on_it() -> None:
@@ -41,17 +41,17 @@ def test_each_node_gets_a_process_that_stays_on_it() -> None:
 
 
 def test_a_model_that_cannot_be_split_so_often_has_the_reason_instead() -> None:
-    found = of(kunpeng(), refusal="8 ranks, but 3 KV heads")
+    by_name = of(kunpeng(), refusal="8 ranks, but 3 KV heads")
 
-    assert found[PER_NODE].plan is None
-    assert found[PER_NODE].reason == "8 ranks, but 3 KV heads"
-    assert found[ALL_CORES].plan is not None
+    assert by_name[PER_NODE].plan is None
+    assert by_name[PER_NODE].reason == "8 ranks, but 3 KV heads"
+    assert by_name[ALL_CORES].plan is not None
 
 
 def test_only_what_the_process_may_use_counts() -> None:
     """The process may use the first three cores of one node of 20 and the last of the other."""
-    found = of(replace(xeon(), allowed_pus=(0, 1, 2, 39)))
-    plans = [one.plan for one in found.values()]
+    by_name = of(replace(xeon(), allowed_pus=(0, 1, 2, 39)))
+    plans = [reference.plan for reference in by_name.values()]
 
     assert [plan.cores for plan in plans if plan] == [(0, 1, 2, 39)] * 3
     assert [plan and len(plan.ranks) for plan in plans] == [1, 1, 2]

@@ -41,12 +41,12 @@ def test_against_its_parent_where_it_has_one(
     assert pruned == is_hopeless(own, parent)
 
 
-@given(own=means, one=means, other=means)
+@given(own=means, first=means, other=means)
 def test_against_the_best_so_far_at_a_root(
-    own: dict[int, float], one: dict[int, float], other: dict[int, float]
+    own: dict[int, float], first: dict[int, float], other: dict[int, float]
 ) -> None:
-    best = min(one, other, key=lambda means: means[max(means)])
-    study = study_of(finished("one", one), finished("other", other))
+    best = min(first, other, key=lambda means: means[max(means)])
+    study = study_of(finished("one", first), finished("other", other))
 
     pruned = TransformationTreePruner().prune(study, running(None, own))
 

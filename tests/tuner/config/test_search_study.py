@@ -41,7 +41,9 @@ def trials_of(database: str) -> list[optuna.trial.FrozenTrial]:
 
 
 def _assert_each_evaluated_once(trials: Sequence[optuna.trial.FrozenTrial]) -> None:
-    keys = [one.user_attrs["configuration"] for one in trials if one.state.name in ("COMPLETE", "PRUNED")]
+    keys = [
+        trial.user_attrs["configuration"] for trial in trials if trial.state.name in ("COMPLETE", "PRUNED")
+    ]
     assert len(keys) == len(set(keys))
 
 
@@ -85,7 +87,9 @@ def test_a_study_finds_what_the_walk_finds(kept: bool, database: str) -> None:
     assert outcome.best is not None
     assert outcome.best[0].key == expected.best.key
     assert outcome.best[1] == pytest.approx(expected.best_ms)
-    assert [one.key for one, _ in outcome.top] == [one.key for one in expected.top(10)]
+    assert [configuration.key for configuration, _ in outcome.top] == [
+        configuration.key for configuration in expected.top(10)
+    ]
     assert outcome.tried == outcome.evaluations == expected.evaluations == len(evaluator.opened)
 
 
@@ -158,7 +162,7 @@ def test_a_configuration_that_cannot_run_is_reported_and_passed_over(
     assert len(outcome.best[0].ranks) == 1
     assert outcome.failed == len(failures) > 0
     assert {event.reason for event in failures} == {"no room here: make some"}
-    assert all(len(one.ranks) == 1 for one, _ in outcome.top)
+    assert all(len(configuration.ranks) == 1 for configuration, _ in outcome.top)
 
 
 @pytest.mark.many
@@ -178,11 +182,13 @@ def test_hopeless_configurations_are_not_timed_to_the_end(database: str, kind: E
     evaluator = FakeEvaluator(kind=kind)
     outcome = run_on(database, evaluator)
     steps_of = {key: len([1 for timed, _ in evaluator.steps if timed == key]) for key in evaluator.opened}
-    pruned = [one for one in trials_of(database) if one.state.name == "PRUNED"]
+    pruned = [trial for trial in trials_of(database) if trial.state.name == "PRUNED"]
 
     assert outcome.pruned == len(pruned) > 0
-    assert all(steps_of[one.user_attrs["configuration"]] < N_SLICES for one in pruned)
-    assert not {one.user_attrs["configuration"] for one in pruned} & {one.key for one, _ in outcome.top}
+    assert all(steps_of[trial.user_attrs["configuration"]] < N_SLICES for trial in pruned)
+    assert not {trial.user_attrs["configuration"] for trial in pruned} & {
+        configuration.key for configuration, _ in outcome.top
+    }
 
 
 def test_the_cost_of_a_pruned_one_is_comparable(database: str) -> None:
@@ -207,11 +213,14 @@ def test_a_trial_tells_people_what_it_was(database: str, kind: EvaluatorKind) ->
     assert whole.user_attrs["tree"] == "fundamental"
     assert whole.params["pus_removed"] == 0
     assert all(
-        one.params["ranks"] * one.params["pus_per_rank"] + one.params["pus_removed"] == 8 for one in trials
+        trial.params["ranks"] * trial.params["pus_per_rank"] + trial.params["pus_removed"] == 8
+        for trial in trials
     )
-    assert any("remove(" in one.user_attrs["tree"] for one in trials)
-    assert all(len(one.intermediate_values) == N_SLICES for one in trials if one.state.name == "COMPLETE")
-    assert all(one.duration is not None for one in trials)
+    assert any("remove(" in trial.user_attrs["tree"] for trial in trials)
+    assert all(
+        len(trial.intermediate_values) == N_SLICES for trial in trials if trial.state.name == "COMPLETE"
+    )
+    assert all(trial.duration is not None for trial in trials)
 
 
 def test_the_tuning_database_works_as_before_beside_a_study(database: str) -> None:
@@ -248,7 +257,7 @@ def test_a_search_that_is_killed_loses_one_evaluation_at_most(database: str) -> 
     assert outcome.best == unpruned().best
     assert not set(evaluator.opened) & set(seen[:-1])
     assert outcome.evaluations <= unpruned().evaluations - 4
-    assert not [one for one in trials_of(database) if not one.state.is_finished()]
+    assert not [trial for trial in trials_of(database) if not trial.state.is_finished()]
     _assert_each_evaluated_once(trials_of(database))
 
 
@@ -256,15 +265,15 @@ def test_a_search_that_is_killed_loses_one_evaluation_at_most(database: str) -> 
 @pytest.mark.parametrize("kind", first_is_smoke(KINDS))
 def test_two_processes_divide_a_study(database: str, kind: EvaluatorKind) -> None:
     children = [start_child(database, 0.1, kind) for _ in range(2)]
-    (one, first), (other, second) = map(outcome_of, children)
+    (evaluated, first), (other, second) = map(outcome_of, children)
 
     whole = unpruned()
     assert whole.best is not None
     assert first["best"] == second["best"] == whole.best[0].key
-    assert one
+    assert evaluated
     assert other
-    assert not set(one) & set(other)
-    assert len(one) + len(other) == whole.tried
+    assert not set(evaluated) & set(other)
+    assert len(evaluated) + len(other) == whole.tried
     _assert_each_evaluated_once(trials_of(database))
 
 

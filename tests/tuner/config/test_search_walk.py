@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import cache
 from random import Random
 
 import pytest
 
 from phasewise.topology import Kind
+from phasewise.tuner.config.frontier import FEW
+from phasewise.tuner.config.loads import BAND_RULES
 from phasewise.tuner.config.space import ConfigSpace
 from phasewise.tuner.config.walk import CandidateBatch, PrunedTree, Rules, Stopped, walk
 from phasewise.tuner.search.protocol import drive
@@ -45,7 +48,7 @@ def crowded(configuration: Configuration) -> float:
 
 
 def keys_of(result: Walked) -> set[str]:
-    return set(result.found)
+    return set(result.scored)
 
 
 def test_a_space_is_counted_without_costs_and_lists_each_configuration_once() -> None:
@@ -83,7 +86,7 @@ def test_a_rule_switched_off_asks_for_all_that_it_would_have_asked_for(cost: Cos
 def test_no_configuration_is_asked_for_twice(seed: int) -> None:
     result = walked(small_space(), scattered(seed), Rules(share=None))
 
-    assert result.evaluations == len(result.found)
+    assert result.evaluations == len(result.scored)
 
 
 @pytest.mark.parametrize("cost", [scattered(1), crowded], ids=["scatter", "crowded"])
@@ -94,14 +97,14 @@ def test_without_hashing_equal_configurations_are_asked_for_again_and_nothing_el
     without = walked(small_space(), cost, Rules(share=None, hashing=False))
 
     assert without.evaluations > with_hashing.evaluations
-    assert list(without.found) == list(with_hashing.found)
+    assert list(without.scored) == list(with_hashing.scored)
 
 
 def test_the_same_answers_bring_the_same_questions() -> None:
     """Resuming is replaying."""
     once, again = (walked(small_space(), scattered(5), Rules()) for _ in range(2))
 
-    assert list(once.found) == list(again.found)
+    assert list(once.scored) == list(again.scored)
 
 
 def test_descendants_of_what_did_not_beat_its_parent_are_not_asked_for() -> None:
@@ -114,7 +117,11 @@ def test_descendants_of_what_did_not_beat_its_parent_are_not_asked_for() -> None
 
     def answer(ask: CandidateBatch) -> list[float]:
         decisions.extend(ask.decisions)
-        removed.extend(one.tree.n_pus for one in ask.candidates if one.parent and one.parent.n_pus < 16)
+        removed.extend(
+            candidate.tree.n_pus
+            for candidate in ask.candidates
+            if candidate.parent and candidate.parent.n_pus < 16
+        )
         return [every_core_counts(candidate.configuration) for candidate in ask.candidates]
 
     decisions += drive(walk(small_space(), Rules(share=None, patience=None)), answer)
@@ -166,15 +173,72 @@ def test_hinted_groupings_come_first() -> None:
     }
 
 
-def _assert_found(one: planted.Planted, phase: str = "decode") -> None:
+def _assert_found(case: planted.Planted, phase: str = "decode") -> None:
     """Within 1 % of brute force, for at most 10 % of it."""
-    space = one.space
-    cost = planted.step_cost(one.evaluator(), "prefill" if phase == "prefill" else "decode")
+    space = case.space
+    cost = planted.step_cost(case.evaluator(), "prefill" if phase == "prefill" else "decode")
     oracle = brute_force(space, cost)
     result = walked(space, cost, Rules())
 
-    assert result.evaluations <= 0.1 * oracle.evaluations, one.note
-    assert result.best_ms <= 1.01 * oracle.best_ms, one.note
+    assert result.evaluations <= 0.1 * oracle.evaluations, case.note
+    assert result.best_ms <= 1.01 * oracle.best_ms, case.note
+
+
+def _bests_by_load(case: planted.Planted, loads: tuple[int, ...]) -> list[Configuration]:
+    """The best for the first load, and for each other one beside it, within 1 % of brute force: for a tenth
+    of it, and of the fewer configurations beside a plan for the share that their rules have, or FEW.
+    """
+    evaluator, bests = case.evaluator(), list[Configuration]()
+    for sequences in loads:
+        space = case.space_beside(bests[0]) if bests else case.space
+        cost = planted.step_cost(evaluator, "decode", sequences)
+        oracle = brute_force(space, cost)
+        rules = BAND_RULES if bests else Rules()
+        result = walked(space, cost, rules)
+        assert rules.share is not None
+        assert result.evaluations <= max(FEW, rules.share * oracle.evaluations), (case.note, sequences)
+        assert result.best_ms <= 1.01 * oracle.best_ms, (case.note, sequences)
+        bests.append(result.best)
+    return bests
+
+
+def test_the_best_cores_of_each_load_are_found_where_few_saturate_an_l3() -> None:
+    """Few sequences are bound by reads, which more cores slow down; many by arithmetic."""
+    bests = _bests_by_load(planted.saturated(), (1, 8, 32))
+
+    assert bests[0].n_pus < bests[1].n_pus < bests[2].n_pus
+    assert len({best.group for best in bests}) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [planted.kunpeng, planted.epyc], ids=["kunpeng", "epyc"])
+def test_the_best_cores_of_each_load_are_found_on_the_paper_s_machines(
+    case: Callable[[], planted.Planted],
+) -> None:
+    bests = _bests_by_load(case(), (1, 8, 32))
+
+    assert len({best.group for best in bests}) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [3, 8, 13])
+def test_the_best_cores_of_each_load_are_found_among_random_structures(seed: int) -> None:
+    _bests_by_load(planted.random_structure(seed), (1, 8, 32))
+
+
+def test_a_space_beside_a_plan_has_its_ranks_on_its_nodes() -> None:
+    """One rank on one of two nodes; a rank on each; one rank over both."""
+    case = planted.saturated()
+    whole = {configuration.group for configuration in map(case.space.configuration, case.space.partitions())}
+    assert {(1, (0,)), (1, (None,)), (2, (0, 1))} <= whole
+    for wanted in ((1, (0,)), (1, (None,)), (2, (0, 1))):
+        partitions = (case.space.configuration(partition) for partition in case.space.partitions())
+        best = next(configuration for configuration in partitions if configuration.group == wanted)
+        beside = case.space_beside(best)
+
+        groups = {beside.configuration(partition).group for partition in beside.partitions()}
+
+        assert groups == {wanted}
 
 
 @pytest.mark.slow

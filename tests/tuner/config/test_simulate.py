@@ -64,9 +64,11 @@ def test_decode_is_exact_where_time_is_linear_in_the_context(trace: tuple[Reques
     expected = [
         sum(
             1.0 + 1e-3 * context
-            for context in range(one.prompt_tokens, one.prompt_tokens + max(1, one.output_tokens - 1))
+            for context in range(
+                lengths.prompt_tokens, lengths.prompt_tokens + max(1, lengths.output_tokens - 1)
+            )
         )
-        for one in trace
+        for lengths in trace
     ]
 
     assert cost(trace, "decode") == pytest.approx(sum(expected) / len(trace))
@@ -81,7 +83,7 @@ def test_prefill_is_exact_where_time_is_linear_in_tokens_and_in_what_lies_before
         pieces = [(min(CHUNK_TOKENS, tokens - start), start) for start in starts]
         return sum(linear(Step("prefill", piece, context=before)) / 1e6 for piece, before in pieces)
 
-    expected = [prompt_ms(one.prompt_tokens) for one in trace]
+    expected = [prompt_ms(lengths.prompt_tokens) for lengths in trace]
 
     assert cost(trace, "prefill") == pytest.approx(sum(expected) / len(trace))
 
@@ -106,7 +108,7 @@ def test_longer_requests_never_cost_less_however_times_scatter(
     def scattered(step: Step) -> float:
         return linear(step) * (1 + hash((step.tokens, step.context, seed)) % 100 / 100)
 
-    longer = (*trace, *(replace(one, prompt_tokens=one.prompt_tokens + 7) for one in trace))
+    longer = (*trace, *(replace(lengths, prompt_tokens=lengths.prompt_tokens + 7) for lengths in trace))
     objective = Objective()
     grid = StepGrid.of(longer, objective, phase)
     every_length = list(range(grid.lengths[0], grid.lengths[-1] + 1, max(1, grid.lengths[-1] // 50)))
@@ -186,7 +188,7 @@ def test_goodput_counts_only_requests_that_keep_the_slo(phase: Phase) -> None:
     hopeless = Objective("goodput", LatencyBounds(0.001, 0.001))
 
     all_good, one_good, none_good = (
-        cost(trace, phase, objective=one) for one in (generous, strict, hopeless)
+        cost(trace, phase, objective=objective) for objective in (generous, strict, hopeless)
     )
 
     assert one_good == pytest.approx(2 * all_good)

@@ -112,7 +112,7 @@ def test_the_published_traces_are_read_whole(tmp_path: Path) -> None:
     mooncake = read_trace(written(tmp_path, lzma.decompress(packed)))
 
     assert (len(azure), len(mooncake)) == (8819, 3993)
-    assert sum(one.prompt_tokens for one in azure) / len(azure) == pytest.approx(2047.85, abs=0.01)
+    assert sum(request.prompt_tokens for request in azure) / len(azure) == pytest.approx(2047.85, abs=0.01)
     assert azure[-1].arrival_s == pytest.approx(3435.9, abs=0.1)
 
 
@@ -207,9 +207,9 @@ def test_a_fixed_distribution_is_that_request_again_and_again() -> None:
 
 @given(seed=st.integers(0, 1000))
 def test_a_uniform_distribution_keeps_its_ends(seed: int) -> None:
-    for one in parse_distribution("uniform:100-200/5-5", 50, seed):
-        assert 100 <= one.prompt_tokens <= 200
-        assert one.output_tokens == 5
+    for request in parse_distribution("uniform:100-200/5-5", 50, seed):
+        assert 100 <= request.prompt_tokens <= 200
+        assert request.output_tokens == 5
 
 
 def test_a_lognormal_distribution_has_its_median_and_no_absurd_length() -> None:
@@ -217,7 +217,7 @@ def test_a_lognormal_distribution_has_its_median_and_no_absurd_length() -> None:
     prompts = sorted(arrival.prompt_tokens for arrival in trace)
 
     assert prompts[1000] == pytest.approx(500, rel=0.1)
-    assert all(1 <= one.output_tokens <= MAX_TOKENS for one in trace)
+    assert all(1 <= request.output_tokens <= MAX_TOKENS for request in trace)
 
 
 @pytest.mark.parametrize(
@@ -267,7 +267,7 @@ def test_a_sample_is_part_of_its_trace_in_order(
     rest = iter(trace)
 
     assert len(chosen) == min(count, len(trace))
-    assert all(one in rest for one in chosen)
+    assert all(request in rest for request in chosen)
     assert chosen == sampled(trace, count, seed)
 
 
@@ -276,9 +276,9 @@ def test_slices_hold_every_request_once_from_short_to_long(
     trace: tuple[RequestLengths, ...], count: int
 ) -> None:
     parts = slices(trace, count)
-    tokens = [one.tokens for part in parts for one in part]
+    tokens = [request.tokens for part in parts for request in part]
 
-    assert sorted(pairs(tuple(one for part in parts for one in part))) == sorted(pairs(trace))
+    assert sorted(pairs(tuple(request for part in parts for request in part))) == sorted(pairs(trace))
     assert tokens == sorted(tokens)
     assert len(parts) == min(count, len(trace))
     assert max(map(len, parts)) - min(map(len, parts)) <= 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,21 @@ def _all(name: str, value: str) -> dict[str, str | None]:
 def _cpuinfo(flags: str, model: str = "85") -> dict[str, str | None]:
     text = f"processor : 0\nvendor_id : GenuineIntel\ncpu family : 6\nmodel : {model}\nflags : {flags}"
     return {"proc/cpuinfo": text}
+
+
+def computing(pid: int, pages: Mapping[int, int], pinned: tuple[int, ...]) -> dict[str, str | None]:
+    """A process that computes: its pages of 4 KiB by node, the CPUs of its pinned threads."""
+    placed = " ".join(f"N{node}={count}" for node, count in pages.items())
+    maps = [
+        f"7f0000000000 default file=/memfd:phasewise-weights {placed} kernelpagesize_kB=4",
+        "7f1000000000 default file=/x/cython_kernels/_native.so mapped=900 N0=900 kernelpagesize_kB=4",
+        "7f2000000000 default file=/lib/libc.so.6 mapped=900000 N0=900000 kernelpagesize_kB=4",
+    ]
+    threads = {
+        f"proc/{pid}/task/{pid + number}/status": f"Cpus_allowed_list:\t{cpus}"
+        for number, cpus in enumerate(["0-3", *map(str, pinned)])
+    }
+    return {f"proc/{pid}/numa_maps": "\n".join(maps), **threads}
 
 
 PLANTS: dict[str, tuple[str, Severity, Plant, str]] = {
@@ -154,6 +170,12 @@ PLANTS: dict[str, tuple[str, Severity, Plant, str]] = {
         Severity.medium,
         Plant({"proc/sys/kernel/numa_balancing": "1"}, shape=(4, 1, 2)),
         "1",
+    ),
+    "memory of a process on another node": (
+        "memory-remote",
+        Severity.medium,
+        Plant(computing(7, {0: 30_000, 1: 10_000}, pinned=(2, 3)), shape=(4, 1, 2)),
+        "node 0 117M, node 1 39.1M; 25% of its reads are local",
     ),
     "mbind refused": (
         "memory-policy-denied",
@@ -309,6 +331,10 @@ def test_the_severest_come_first(tmp_path: Path) -> None:
         Plant({"proc/sys/vm/overcommit_memory": "2"}),
         Plant(_all("cpufreq/energy_performance_preference", "balance_performance")),
         Plant({"proc/self/mountinfo": MOUNTS.replace("size=8388608k", "size=50%")}),
+        Plant(computing(7, {0: 100, 1: 40_000}, pinned=(2, 3)), shape=(4, 1, 2)),
+        Plant(computing(7, {0: 20_000, 1: 20_000}, pinned=(0, 1, 2, 3)), shape=(4, 1, 2)),
+        Plant(computing(7, {0: 900}, pinned=(2, 3)), shape=(4, 1, 2)),
+        Plant(computing(7, {0: 40_000}, pinned=()), shape=(4, 1, 2)),
     ],
     ids=[
         "mbind on one node",
@@ -318,6 +344,10 @@ def test_the_severest_come_first(tmp_path: Path) -> None:
         "ample commit",
         "EPP",
         "shm",
+        "memory where its cores are",
+        "memory by turns",
+        "little memory elsewhere",
+        "threads that may run anywhere",
     ],
 )
 def test_what_costs_nothing_is_no_finding(tmp_path: Path, plant: Plant) -> None:

@@ -17,7 +17,7 @@ from phasewise.tuner.predictor.live import LiveEstimator
 N_TOPICS = 6
 
 
-def example(rng: np.random.Generator, at: int, told: bool = True) -> Example:
+def example(rng: np.random.Generator, index: int, told: bool = True) -> Example:
     """A prompt near one of a few topics, whose answers have a length of their own where meaning tells it."""
     topic = int(rng.integers(N_TOPICS))
     centre = np.zeros(32)
@@ -25,8 +25,10 @@ def example(rng: np.random.Generator, at: int, told: bool = True) -> Example:
     vector = centre + 0.05 * rng.standard_normal(32)
     middle = 3.0 + 0.5 * topic if told else 4.5
     length = int(np.exp(middle + 0.3 * rng.standard_normal())) + 1
-    tokens = tuple(int(one) for one in rng.integers(0, 1000, 5 + at % 40))
-    facts = PromptFacts((*tokens, at), 0.0, 2000, vector=(vector / np.linalg.norm(vector)).astype(np.float32))
+    tokens = tuple(int(token_id) for token_id in rng.integers(0, 1000, 5 + index % 40))
+    facts = PromptFacts(
+        (*tokens, index), 0.0, 2000, vector=(vector / np.linalg.norm(vector)).astype(np.float32)
+    )
     return Example(facts, min(length, 2000), False)
 
 
@@ -43,8 +45,8 @@ def trained() -> EncodedPredictor:
 @pytest.mark.slow
 def test_errors_are_smaller_than_a_constants_and_it_says_so(trained: EncodedPredictor) -> None:
     unseen = examples(300, 2)
-    lengths = np.array([one.output_tokens for one in unseen])
-    told = np.array([trained.forecast(one.facts, 0.001).likely_tokens for one in unseen])
+    lengths = np.array([example.output_tokens for example in unseen])
+    told = np.array([trained.forecast(example.facts, 0.001).likely_tokens for example in unseen])
     constant = np.abs(np.median(lengths) - lengths).mean()
 
     assert np.abs(told - lengths).mean() < 0.6 * constant
@@ -57,7 +59,9 @@ def test_stated_quantiles_hold() -> None:
     """Each quantile holds within 4 points, on 2000 answers that it never saw."""
     trained = train_encoded(examples(1200, 1), "m", "encoder")
     unseen = examples(2000, 3)
-    within = np.array([trained.distribution(one.facts).share_within(one.output_tokens) for one in unseen])
+    within = np.array(
+        [trained.distribution(example.facts).share_within(example.output_tokens) for example in unseen]
+    )
 
     for quantile in np.arange(0.1, 1.0, 0.1):
         assert abs((within <= quantile).mean() - quantile) <= 0.04
@@ -90,8 +94,8 @@ def test_a_file_gives_the_same_forecasts(trained: EncodedPredictor, tmp_path: Pa
     assert isinstance(again, EncodedPredictor)
     assert again.encoder == "encoder"
     assert again.error_share == trained.error_share
-    for one in examples(20, 6):
-        assert again.forecast(one.facts, 0.001) == trained.forecast(one.facts, 0.001)
+    for example in examples(20, 6):
+        assert again.forecast(example.facts, 0.001) == trained.forecast(example.facts, 0.001)
 
 
 @pytest.mark.parametrize(
@@ -123,16 +127,16 @@ def test_it_goes_on_learning_where_answers_change(trained: EncodedPredictor) -> 
         n_read += 1
         return facts._replace(vector=vectors[facts.token_ids])
 
-    shifted = [replace(one, output_tokens=3 * one.output_tokens) for one in examples(600, 7)]
-    vectors = {one.facts.token_ids: one.facts.vector for one in shifted}
+    shifted = [replace(example, output_tokens=3 * example.output_tokens) for example in examples(600, 7)]
+    vectors = {example.facts.token_ids: example.facts.vector for example in shifted}
     estimator = LiveEstimator(trained, read=read)
     errors = []
-    for one in shifted:
-        bare = one.facts._replace(vector=None)
+    for example in shifted:
+        bare = example.facts._replace(vector=None)
         length, uncertainty = estimator(bare)
         assert 0 <= uncertainty <= 1
-        errors.append(abs(length - one.output_tokens))
-        estimator.observe(bare, one.output_tokens)
+        errors.append(abs(length - example.output_tokens))
+        estimator.observe(bare, example.output_tokens)
 
     assert n_read == len(shifted)
     assert np.mean(errors[-100:]) < 0.8 * np.mean(errors[:60])

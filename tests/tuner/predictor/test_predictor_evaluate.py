@@ -31,13 +31,13 @@ def bounds_of(lengths: object) -> list[int]:
 def test_no_prompt_is_on_both_sides(share: float, seed: int) -> None:
     """However often it was asked, at whatever temperature; and it stays where it is as the log grows."""
     examples = [
-        Example(one.facts._replace(temperature=t, max_tokens=n), 1, False)
-        for one in made_up(60)
+        Example(example.facts._replace(temperature=t, max_tokens=n), 1, False)
+        for example in made_up(60)
         for t, n in ((0.0, 5), (0.7, 9))
     ]
     kept, out = held_out(examples, share, seed)
 
-    assert {one.prompt_key for one in kept}.isdisjoint(one.prompt_key for one in out)
+    assert {example.prompt_key for example in kept}.isdisjoint(example.prompt_key for example in out)
     assert len(kept) + len(out) == len(examples)
     assert held_out(examples[:30], share, seed)[1] == [example for example in examples[:30] if example in out]
 
@@ -109,21 +109,24 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def rivals() -> tuple[LearntBuckets, FixedBuckets]:
     """Learnt from answers of three plain kinds."""
-    known, options = made_up(900), TrainOptions(members=2, epochs=12, learning_rate=0.02)
-    ours = train(known, "made-up", options)
-    classifier = train(known, "made-up", options, bounds=FixedBuckets.inner_bounds(512))
-    return LearntBuckets(ours, [one.output_tokens for one in known], bounds_of), FixedBuckets(classifier, 512)
+    examples, options = made_up(900), TrainOptions(members=2, epochs=12, learning_rate=0.02)
+    ours = train(examples, "made-up", options)
+    classifier = train(examples, "made-up", options, bounds=FixedBuckets.inner_bounds(512))
+    return (
+        LearntBuckets(ours, [example.output_tokens for example in examples], bounds_of),
+        FixedBuckets(classifier, 512),
+    )
 
 
 def test_accuracy_is_the_share_of_answers_within_their_blocks(
     rivals: tuple[LearntBuckets, FixedBuckets],
 ) -> None:
     examples = made_up(100, seed=3)
-    found = score("constant", examples, constant(examples, 80.9))
+    scored = score("constant", examples, constant(examples, 80.9))
 
-    assert found.accuracy == np.mean([example.output_tokens <= 80 for example in examples])
-    assert found.accuracy + found.overflow == 1
-    assert found.block_tokens == 80
+    assert scored.accuracy == np.mean([example.output_tokens <= 80 for example in examples])
+    assert scored.accuracy + scored.overflow == 1
+    assert scored.block_tokens == 80
     assert score("all", examples, constant(examples, 9999)).block_tokens == 512  # never above max_tokens
 
 
@@ -133,7 +136,7 @@ def test_blocks_hold_the_share_that_was_asked_for(rivals: tuple[LearntBuckets, F
 
     held = {hold: score("ours", examples, ours.give(examples, hold)) for hold in (0.8, 0.95)}
 
-    assert all(one.accuracy > hold - 0.04 for hold, one in held.items())
+    assert all(scored.accuracy > hold - 0.04 for hold, scored in held.items())
     assert held[0.8].block_tokens <= held[0.95].block_tokens < 400
 
 
@@ -157,19 +160,19 @@ def test_learnt_buckets_follow_a_drift_that_fixed_ones_do_not(
     following = ours.give([*before, *after], 0.9).blocks[-300:]
     fixed = ours.give([*before, *after], 0.9, adaptive=False).blocks[-300:]
 
-    lengths = np.array([one.output_tokens for one in late])
+    lengths = np.array([example.output_tokens for example in late])
     assert (lengths <= following).mean() > 0.85
     assert (lengths <= fixed).mean() < 0.6
 
 
 def test_forecasts_of_a_known_world_are_calibrated(rivals: tuple[LearntBuckets, FixedBuckets]) -> None:
     ours, _ = rivals
-    found = calibration([told(ours.predictor, made_up(1500, seed=8), 0.9, ours.first_lengths)])
+    calibrated = calibration([told(ours.predictor, made_up(1500, seed=8), 0.9, ours.first_lengths)])
 
-    assert len(found.deciles) == 10
-    assert list(found.coverage) == sorted(found.coverage)
-    assert max(abs(share - tenth / 10) for tenth, share in enumerate(found.coverage, 1)) < 0.15
-    assert found.mean_error_tokens < found.constant_error_tokens / 2
+    assert len(calibrated.deciles) == 10
+    assert list(calibrated.coverage) == sorted(calibrated.coverage)
+    assert max(abs(share - tenth / 10) for tenth, share in enumerate(calibrated.coverage, 1)) < 0.15
+    assert calibrated.mean_error_tokens < calibrated.constant_error_tokens / 2
 
 
 @given(n_folds=st.integers(2, 9), seed=st.integers(0, 99))
@@ -181,7 +184,7 @@ def test_every_prompt_is_in_one_fold_alone(n_folds: int, seed: int) -> None:
     for index in range(n_folds):
         kept, out = part_of_folds(asked, index, n_folds, seed)
         assert len(kept) + len(out) == len(asked)
-        assert not {one.prompt_key for one in kept} & {one.prompt_key for one in out}
+        assert not {example.prompt_key for example in kept} & {example.prompt_key for example in out}
         outs += out
 
-    assert sorted(one.prompt_key for one in outs) == sorted(one.prompt_key for one in asked)
+    assert sorted(example.prompt_key for example in outs) == sorted(example.prompt_key for example in asked)

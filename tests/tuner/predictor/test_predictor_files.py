@@ -53,13 +53,13 @@ def rewrite(path: Path, about: Any = None, **arrays: np.ndarray | None) -> None:
 
 
 def test_a_predictor_comes_back_bit_for_bit(predictor: LengthPredictor, file: Path, tmp_path: Path) -> None:
-    found = load_predictor(file)
-    save_predictor(found, tmp_path / "b.safetensors")
+    loaded = load_predictor(file)
+    save_predictor(loaded, tmp_path / "b.safetensors")
 
     assert file.read_bytes() == (tmp_path / "b.safetensors").read_bytes()
-    assert (found.model_name, found.trained_on) == (predictor.model_name, predictor.trained_on)
-    for one in made_up(20, seed=5):
-        assert found.forecast(one.facts, 0.002) == predictor.forecast(one.facts, 0.002)
+    assert (loaded.model_name, loaded.trained_on) == (predictor.model_name, predictor.trained_on)
+    for example in made_up(20, seed=5):
+        assert loaded.forecast(example.facts, 0.002) == predictor.forecast(example.facts, 0.002)
 
 
 def test_the_file_says_what_it_was_trained_on_and_no_prompt(file: Path) -> None:
@@ -201,23 +201,23 @@ def test_the_same_of_a_predictor_with_an_encoder(
     save_predictor(encoded, file)
 
     try:
-        found = load_predictor(file)
+        loaded = load_predictor(file)
     except PredictorError:
         return
-    assert isinstance(found, EncodedPredictor)
-    for one in made_up(3, seed=5):
-        facts = one.facts._replace(vector=np.array([1, 2], np.float32))
-        is_usable(found.forecast(facts, 0.002), facts)
+    assert isinstance(loaded, EncodedPredictor)
+    for example in made_up(3, seed=5):
+        facts = example.facts._replace(vector=np.array([1, 2], np.float32))
+        is_usable(loaded.forecast(facts, 0.002), facts)
 
 
 def can_be_used_or_is_refused(file: Path) -> None:
     try:
-        found = load_predictor(file)
+        loaded = load_predictor(file)
     except PredictorError:
         return
-    assert isinstance(found, LengthPredictor)
-    for one in made_up(3, seed=5):
-        is_usable(found.forecast(one.facts, 0.002), one.facts)
+    assert isinstance(loaded, LengthPredictor)
+    for example in made_up(3, seed=5):
+        is_usable(loaded.forecast(example.facts, 0.002), example.facts)
 
 
 def is_usable(forecast: Forecast, facts: PromptFacts) -> None:

@@ -67,8 +67,8 @@ def test_a_price_holds_the_share_of_answers_to_come() -> None:
     for hold in (0.5, 0.9, 0.99):
         held = []
         for _ in range(400):
-            known, coming = np.sort(rng.gamma(1.0, size=150)), rng.gamma(1.0, size=150)
-            held.append((coming > price_holding(known.tolist(), hold)).mean())
+            earlier, coming = np.sort(rng.gamma(1.0, size=150)), rng.gamma(1.0, size=150)
+            held.append((coming > price_holding(earlier.tolist(), hold)).mean())
         assert np.mean(held) == pytest.approx(hold, abs=0.01)
         assert np.mean(held) >= hold - 0.003
 
@@ -94,10 +94,10 @@ def test_answers_that_outgrow_their_room_make_room_for_others() -> None:
 
 def test_a_running_price_forgets_what_left_its_window() -> None:
     running, other = RunningPrice([], 0.9, window=40), RunningPrice([], 0.9, window=40)
-    for at in range(100):
-        running.observe(at / 7)
-    for at in range(60, 100):
-        other.observe(at / 7)
+    for step in range(100):
+        running.observe(step / 7)
+    for step in range(60, 100):
+        other.observe(step / 7)
 
     assert running.price == other.price
 

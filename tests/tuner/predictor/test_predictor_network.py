@@ -46,18 +46,18 @@ def test_the_gradient_is_that_of_the_loss(name: str) -> None:
     rng = np.random.default_rng(1)
     params, (batch, targets) = a_network(rng), a_batch(rng)
     rows, by = loss_and_gradient(params, batch, targets)[1][name]
-    found = np.zeros_like(getattr(params, name))
-    found[rows] = by
+    gradient = np.zeros_like(getattr(params, name))
+    gradient[rows] = by
 
     weights, step = getattr(params, name), 1e-6
-    for at in np.ndindex(weights.shape):
-        before = weights[at]
-        weights[at] = before + step
+    for index in np.ndindex(weights.shape):
+        before = weights[index]
+        weights[index] = before + step
         above, _ = loss_and_gradient(params, batch, targets)
-        weights[at] = before - step
+        weights[index] = before - step
         below, _ = loss_and_gradient(params, batch, targets)
-        weights[at] = before
-        assert found[at] == pytest.approx((above - below) / (2 * step), rel=1e-4, abs=1e-7)
+        weights[index] = before
+        assert gradient[index] == pytest.approx((above - below) / (2 * step), rel=1e-4, abs=1e-7)
 
 
 @pytest.fixture(scope="module")
@@ -65,13 +65,13 @@ def predictor() -> LengthPredictor:
     return train(made_up(600), "made-up", QUICK)
 
 
-def same_bits(one: LengthPredictor, other: LengthPredictor) -> bool:
+def same_bits(first: LengthPredictor, other: LengthPredictor) -> bool:
     arrays = [
         (mine, theirs)
-        for ours, others in zip(one.members, other.members, strict=True)
+        for ours, others in zip(first.members, other.members, strict=True)
         for mine, theirs in zip(ours.arrays().values(), others.arrays().values(), strict=True)
     ]
-    arrays += [(one.prices, other.prices), (one.bounds, other.bounds), (one.rarity, other.rarity)]
+    arrays += [(first.prices, other.prices), (first.bounds, other.bounds), (first.rarity, other.rarity)]
     return all(mine.tobytes() == theirs.tobytes() for mine, theirs in arrays)
 
 
@@ -85,11 +85,11 @@ def test_what_the_prompt_tells_is_learnt(predictor: LengthPredictor) -> None:
     unseen = made_up(200, seed=9)
     price = predictor.price(0.9)
     for kind, median in KINDS.items():
-        mine = [one for one in unseen if one.facts.token_ids[4] == kind]
-        forecasts = [predictor.forecast(one.facts, price) for one in mine]
+        mine = [example for example in unseen if example.facts.token_ids[4] == kind]
+        forecasts = [predictor.forecast(example.facts, price) for example in mine]
         guesses = np.array([forecast.likely_tokens for forecast in forecasts])
         held = np.mean(
-            [room.room_tokens >= one.output_tokens for room, one in zip(forecasts, mine, strict=True)]
+            [room.room_tokens >= example.output_tokens for room, example in zip(forecasts, mine, strict=True)]
         )
         assert median / 1.5 < np.median(guesses) < median * 1.5
         assert held > 0.75
@@ -119,8 +119,8 @@ def test_a_long_prompt_and_odd_facts_are_read(predictor: LengthPredictor) -> Non
 def test_too_little_to_learn_from_is_said() -> None:
     with pytest.raises(PredictorError, match="too few"):
         train(made_up(20), "made-up")
-    one = made_up(1)[0]
+    example = made_up(1)[0]
     with pytest.raises(PredictorError, match="1 prompt:"):
-        train([one] * 100, "made-up")
+        train([example] * 100, "made-up")
     with pytest.raises(PredictorError, match="every answer was cut"):
-        train([Example(one.facts, 5, True) for one in made_up(100)], "made-up")
+        train([Example(example.facts, 5, True) for example in made_up(100)], "made-up")

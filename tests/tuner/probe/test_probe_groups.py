@@ -107,7 +107,7 @@ def test_what_two_measurements_show_comes_first() -> None:
     )
 
     assert (first.n, second.n) == (4, 12)
-    assert {one.source for one in first.evidence} == {"latency", "cache"}
+    assert {evidence.source for evidence in first.evidence} == {"latency", "cache"}
 
 
 @pytest.mark.parametrize(

@@ -83,11 +83,11 @@ def _kunpeng(pair_s: float = 0.0001) -> tuple[Machine, PlantedInstruments]:
 def test_a_hidden_cluster_is_proposed_with_both_kinds_of_evidence() -> None:
     machine, instruments = _kunpeng()
 
-    found = _run(machine, instruments)
+    probed = _run(machine, instruments)
 
-    assert found.groups[0].notation == f"group(4,1,{fundamental(machine).tree.depth})"
-    assert {one.source for one in found.groups[0].evidence} == {"latency", "memory"}
-    assert found.pairs_measured == found.pairs == 192 * 191 // 2
+    assert probed.groups[0].notation == f"group(4,1,{fundamental(machine).tree.depth})"
+    assert {evidence.source for evidence in probed.groups[0].evidence} == {"latency", "memory"}
+    assert probed.pairs_measured == probed.pairs == 192 * 191 // 2
 
 
 @pytest.mark.parametrize("budget_s", [0.5, 5.0])
@@ -95,33 +95,33 @@ def test_the_budget_bounds_the_readings_and_the_first_pairs_tell_the_most(budget
     """Too little for all pairs: those of one node come first, and show its clusters."""
     machine, instruments = _kunpeng(pair_s=0.0005)
 
-    found = _run(machine, instruments, budget_s)
+    probed = _run(machine, instruments, budget_s)
 
     assert instruments.now_s <= budget_s * 1.2 + 0.1
-    assert 0 < found.pairs_measured < found.pairs
-    assert (4, 1) in {(hint.n, hint.t) for hint in found.groups}
+    assert 0 < probed.pairs_measured < probed.pairs
+    assert (4, 1) in {(hint.n, hint.t) for hint in probed.groups}
 
 
 def test_two_cores_are_one_pair_and_no_group() -> None:
     machine = build("two", [(Kind.NUMA, 1), (Kind.L3, 1), (Kind.CORE, 2)])
 
-    found = _run(machine, PlantedInstruments([], 50.0))
+    probed = _run(machine, PlantedInstruments([], 50.0))
 
-    assert found.latency_ns[0, 1] == found.latency_ns[1, 0] == 50.0
-    assert (found.pairs_measured, found.levels, found.groups) == (1, (), ())
-    assert found.interference["memory"].pairs_measured == 1
+    assert probed.latency_ns[0, 1] == probed.latency_ns[1, 0] == 50.0
+    assert (probed.pairs_measured, probed.levels, probed.groups) == (1, (), ())
+    assert probed.interference["memory"].pairs_measured == 1
 
 
 def test_one_core_is_not_measured_but_its_threads_are() -> None:
     machine = build("one", [(Kind.NUMA, 1), (Kind.CORE, 1)], threads_a_core=2)
     instruments = PlantedInstruments([], 7.0)
 
-    found = _run(machine, instruments)
+    probed = _run(machine, instruments)
 
-    assert found.pus == (0,)
-    assert found.siblings_ns == 7.0
+    assert probed.pus == (0,)
+    assert probed.siblings_ns == 7.0
     assert instruments.asked == [(0, 1)]
-    assert found.interference == {}
+    assert probed.interference == {}
 
 
 def test_a_pair_that_the_host_gave_no_time_stays_unknown() -> None:
@@ -131,11 +131,11 @@ def test_a_pair_that_the_host_gave_no_time_stays_unknown() -> None:
 
     machine = build("four", [(Kind.NUMA, 1), (Kind.CORE, 4)])
 
-    found = _run(machine, Silent([], 40.0))
+    probed = _run(machine, Silent([], 40.0))
 
-    assert np.isnan(found.latency_ns[0]).all()
-    assert found.pairs_measured == 3
-    assert found.fields()["latency_ns"][0] == [None] * 4
+    assert np.isnan(probed.latency_ns[0]).all()
+    assert probed.pairs_measured == 3
+    assert probed.fields()["latency_ns"][0] == [None] * 4
 
 
 @given(sizes=st.lists(st.integers(1, 6), min_size=1, max_size=5), seed=st.integers(0, 99))
@@ -155,14 +155,14 @@ def test_every_pair_is_asked_once_and_those_inside_parts_first(sizes: list[int],
 @pytest.mark.slow
 def test_groups_are_read_back_from_the_json(tmp_path: Path) -> None:
     machine, instruments = _kunpeng()
-    found = _run(machine, instruments)
+    probed = _run(machine, instruments)
     path = tmp_path / "probe.json"
-    path.write_text(json.dumps({"schema_version": 1, **found.fields()}))
+    path.write_text(json.dumps({"schema_version": 1, **probed.fields()}))
 
     hints = read_groups(path)
 
-    assert [hint.notation for hint in hints] == [hint.notation for hint in found.groups]
-    assert hints[0].evidence == found.groups[0].evidence
+    assert [hint.notation for hint in hints] == [hint.notation for hint in probed.groups]
+    assert hints[0].evidence == probed.groups[0].evidence
     assert hints[0].apply(fundamental(machine).tree).n_pus == 192
 
 

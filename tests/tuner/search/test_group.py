@@ -191,13 +191,13 @@ def test_a_second_group_profits_from_the_first() -> None:
     """The cache carries schedules from group to group; they are asked for in the first batch."""
     cache = ScheduleCache()
     first, second = group_of(n=960), group_of(n=576)
-    found = drive(tune_group(first, (4, 8), OPTIONS), Bench(first, Landscape(7)))
-    cache.add(first, found)
+    tuned = drive(tune_group(first, (4, 8), OPTIONS), Bench(first, Landscape(7)))
+    cache.add(first, tuned)
     bench = Bench(second, Landscape(7))
 
     drive(tune_group(second, (4, 8), OPTIONS, cache), bench)
 
-    assert second.space(4, PLAIN).fitted(found.best[4]) in bench.asks[0].schedules
+    assert second.space(4, PLAIN).fitted(tuned.best[4]) in bench.asks[0].schedules
 
 
 def test_a_lucky_first_sample_does_not_win() -> None:

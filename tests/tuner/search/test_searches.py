@@ -67,9 +67,9 @@ def test_only_schedules_of_the_space_are_proposed(name: str, space: ScheduleSpac
     """Kernels that exist, a grid that leaves no thread idle, blocks no larger than their region."""
     evaluate = Evaluator(Landscape(seed, 0.02), space.problem)
 
-    found = evaluate.drive(SEARCHES[name](space))
+    chosen = evaluate.drive(SEARCHES[name](space))
 
-    assert found in evaluate.asked
+    assert chosen in evaluate.asked
     for schedule in evaluate.asked:
         assert space.holds(schedule)
 
@@ -80,9 +80,9 @@ def test_roller_scales_up_on_one_thread_and_out_over_all(space: ScheduleSpace, s
     evaluate = Evaluator(Landscape(seed), space.problem)
     alone = replace(space, threads=1)
 
-    found = evaluate.drive(roller(space))
+    chosen = evaluate.drive(roller(space))
 
-    assert space.holds(found)
+    assert space.holds(chosen)
     assert all(space.holds(schedule) or alone.holds(schedule) for schedule in evaluate.asked)
 
 
@@ -150,9 +150,9 @@ def test_sandwich_is_within_three_per_cent_of_the_best_after_five_per_cent_of_th
     landscape = Landscape(seed)
     evaluate = Evaluator(landscape, space.problem)
 
-    found = evaluate.drive(sandwich(space, OPTIONS))
+    chosen = evaluate.drive(sandwich(space, OPTIONS))
 
-    assert shortfall(landscape, space.problem, found, best_of(space, landscape)) <= 0.03
+    assert shortfall(landscape, space.problem, chosen, best_of(space, landscape)) <= 0.03
     assert len(evaluate.asked) <= 0.05 * sum(1 for _ in space.schedules())
 
 
@@ -162,8 +162,8 @@ def test_sandwich_stays_near_the_best_where_timings_scatter() -> None:
 
     def found_with(seed: int) -> float:
         landscape = Landscape(seed, noise=0.02)
-        found = Evaluator(landscape, space.problem).drive(sandwich(space, OPTIONS))
-        return shortfall(landscape, space.problem, found, best_of(space, landscape))
+        chosen = Evaluator(landscape, space.problem).drive(sandwich(space, OPTIONS))
+        return shortfall(landscape, space.problem, chosen, best_of(space, landscape))
 
     shortfalls = [found_with(seed) for seed in range(8)]
     assert statistics.mean(shortfalls) <= 0.03
@@ -214,8 +214,8 @@ def test_sandwich_finds_better_schedules_than_the_baselines() -> None:
     for name in ("sandwich", "roller", "mikpoly", "random"):
         found_ns = []
         for space, seed in itertools.product(SMALL[:3], range(3)):
-            found = Evaluator(Landscape(seed), space.problem).drive(SEARCHES[name](space))
-            found_ns.append(Landscape(seed).cost_ns(space.problem, found))
+            chosen = Evaluator(Landscape(seed), space.problem).drive(SEARCHES[name](space))
+            found_ns.append(Landscape(seed).cost_ns(space.problem, chosen))
         means[name] = statistics.geometric_mean(found_ns)
 
     assert min(means, key=lambda name: means[name]) == "sandwich", means
@@ -225,9 +225,9 @@ def test_exhaustive_finds_the_best_there_is() -> None:
     space, landscape = space_of(3, 64, 256, kernels=FEW_KERNELS), Landscape(0)
     evaluate = Evaluator(landscape, space.problem)
 
-    found = evaluate.drive(exhaustive(space))
+    chosen = evaluate.drive(exhaustive(space))
 
-    assert shortfall(landscape, space.problem, found, best_of(space, landscape)) == 0
+    assert shortfall(landscape, space.problem, chosen, best_of(space, landscape)) == 0
     assert sorted(map(repr, evaluate.asked)) == sorted(map(repr, space.schedules()))
 
 
@@ -272,21 +272,23 @@ def test_a_machine_that_changes_its_pace_between_batches_misleads_nobody(seed: i
 
     def time(schedules: list[Schedule]) -> list[Sample]:
         pace = dice.choice((1.0, 1.6))
-        return [replace(one, estimate_ns=round(pace * one.estimate_ns)) for one in flipping(schedules)]
+        return [
+            replace(sample, estimate_ns=round(pace * sample.estimate_ns)) for sample in flipping(schedules)
+        ]
 
-    found = drive(sandwich(space, OPTIONS), time)
+    chosen = drive(sandwich(space, OPTIONS), time)
 
     expected = steady.drive(sandwich(space, OPTIONS))
-    assert shortfall(Landscape(seed), space.problem, found, expected) <= 0.01
+    assert shortfall(Landscape(seed), space.problem, chosen, expected) <= 0.01
 
 
 def test_a_seed_that_is_the_best_is_kept() -> None:
     space, landscape = SMALL[0], Landscape(11)
     best = best_of(space, landscape)
 
-    found = Evaluator(landscape, space.problem).drive(sandwich(space, OPTIONS, [best]))
+    chosen = Evaluator(landscape, space.problem).drive(sandwich(space, OPTIONS, [best]))
 
-    assert shortfall(landscape, space.problem, found, best) == 0
+    assert shortfall(landscape, space.problem, chosen, best) == 0
 
 
 def test_searches_run_together_ask_in_one_batch_and_get_their_own_answers() -> None:
@@ -346,7 +348,7 @@ def test_a_kernel_left_out_has_a_lower_one_with_as_many_tiles(m: int) -> None:
 
 def test_the_grid_of_a_tuned_schedule_is_one_of_all_threads() -> None:
     space = SMALL[-1]
-    found = Evaluator(Landscape(1), space.problem).drive(sandwich(space, OPTIONS))
+    chosen = Evaluator(Landscape(1), space.problem).drive(sandwich(space, OPTIONS))
 
-    assert grid_of(found).threads == 32
-    assert kernel_of(found) in FEW_KERNELS
+    assert grid_of(chosen).threads == 32
+    assert kernel_of(chosen) in FEW_KERNELS

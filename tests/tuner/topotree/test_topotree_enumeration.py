@@ -56,9 +56,9 @@ def test_the_trees_are_those_of_the_naive_enumerator(shape: tuple[int, ...], pow
 
     assert len(grouped) == len(groupings) == count_grouped(tree, power_of_two=power_of_two)
     assert set(grouped) == groupings
-    found = [canonical(nest_of(one)) for one in every]
-    assert len(set(found)) == len(found) == len({one.key for one in every})
-    assert set(found) == every_removal(groupings)
+    nests = [canonical(nest_of(each_tree)) for each_tree in every]
+    assert len(set(nests)) == len(nests) == len({each_tree.key for each_tree in every})
+    assert set(nests) == every_removal(groupings)
 
 
 @pytest.mark.parametrize("shape", [(24,), (4, 6), (2, 12), (2, 2, 8)], ids=str)
@@ -72,8 +72,8 @@ def test_equal_nests_have_equal_keys_and_no_others(shape: tuple[int, ...]) -> No
             keys.setdefault(nest, set()).add(tree.key)
             nests.setdefault(tree.key, set()).add(nest)
 
-    assert all(len(found) == 1 for found in keys.values())
-    assert all(len(found) == 1 for found in nests.values())
+    assert all(len(of_nest) == 1 for of_nest in keys.values())
+    assert all(len(of_key) == 1 for of_key in nests.values())
 
 
 @pytest.mark.parametrize("shape", [(12,), (2, 8), (2, 3, 2), (2, 2, 2, 2)], ids=str)
@@ -117,7 +117,7 @@ def test_fewer_groups_with_a_power_of_two_and_none_that_is_not() -> None:
     without = set(grouped_trees(tree, power_of_two=False))
 
     assert with_a3 < without
-    assert all(size.bit_count() == 1 for one in with_a3 for size, _, _ in one.groups)
+    assert all(size.bit_count() == 1 for grouped in with_a3 for size, _, _ in grouped.groups)
 
 
 def test_enumeration_is_lazy() -> None:

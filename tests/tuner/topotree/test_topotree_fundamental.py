@@ -38,28 +38,28 @@ def test_smt_siblings_are_leaves_and_one_removal_leaves_one_a_core() -> None:
 def test_only_allowed_pus_are_in_the_tree() -> None:
     """PUs that a cgroup leaves need not be symmetric; of equal parts the one that spreads most is taken."""
     machine = replace(machine_of((2, 3, 4)), allowed_pus=(*range(8), *range(12, 18)))
-    found = fundamental(machine)
+    regular = fundamental(machine)
 
-    assert nest_of(found.tree) == (((0, 1), (4, 5)), ((12, 13), (16, 17)))
-    assert found.left_out == (LeftOut("asymmetric", (2, 3, 6, 7, 14, 15)),)
+    assert nest_of(regular.tree) == (((0, 1), (4, 5)), ((12, 13), (16, 17)))
+    assert regular.left_out == (LeftOut("asymmetric", (2, 3, 6, 7, 14, 15)),)
 
 
 def test_the_largest_part_may_cut_every_node() -> None:
     """Three cores of each node of (4, 4, 3, 3) are more than all cores of two nodes."""
     machine = replace(machine_of((4, 4)), allowed_pus=(*range(11), 12, 13, 14))
-    found = fundamental(machine)
+    regular = fundamental(machine)
 
-    assert found.tree.pus == (0, 1, 2, 4, 5, 6, 8, 9, 10, 12, 13, 14)
-    assert found.left_out == (LeftOut("asymmetric", (3, 7)),)
+    assert regular.tree.pus == (0, 1, 2, 4, 5, 6, 8, 9, 10, 12, 13, 14)
+    assert regular.left_out == (LeftOut("asymmetric", (3, 7)),)
 
 
 def test_the_thread_of_a_core_that_others_lack() -> None:
     """If one sibling may not be used, no core has two; the siblings that could be used are named as such."""
     machine = epyc(threads_a_core=2)
-    found = fundamental(replace(machine, allowed_pus=tuple(pu for pu in machine.allowed_pus if pu < 192)))
+    regular = fundamental(replace(machine, allowed_pus=tuple(pu for pu in machine.allowed_pus if pu < 192)))
 
-    assert found.tree.n_pus == 128
-    (left,) = found.left_out
+    assert regular.tree.n_pus == 128
+    (left,) = regular.left_out
     assert (left.reason, left.pus) == ("smt", tuple(range(128, 192)))
 
 
@@ -93,8 +93,8 @@ def test_no_pu_is_refused() -> None:
 def test_tree_and_left_out_are_all_that_is_allowed(allowed: set[int]) -> None:
     """Whatever a cgroup leaves, each allowed PU is in the tree or left out for a reason."""
     machine = replace(machine_of((2, 3, 4)), allowed_pus=tuple(sorted(allowed)))
-    found = fundamental(machine)
-    left = [pu for part in found.left_out for pu in part.pus]
+    regular = fundamental(machine)
+    left = [pu for part in regular.left_out for pu in part.pus]
 
-    assert sorted([*found.tree.pus, *left]) == sorted(allowed)
-    assert found.tree.n_pus >= max(len(allowed & set(range(start, start + 4))) for start in range(0, 24, 4))
+    assert sorted([*regular.tree.pus, *left]) == sorted(allowed)
+    assert regular.tree.n_pus >= max(len(allowed & set(range(start, start + 4))) for start in range(0, 24, 4))

@@ -24,18 +24,18 @@ needs_files = pytest.mark.skipif(
 
 def _check(machine: Machine) -> None:
     """Every tree once, its notation leads back to it, and no more than the paper's bounds."""
-    found = fundamental(machine)
-    tree = found.tree
-    left = [pu for part in found.left_out for pu in part.pus]
+    regular = fundamental(machine)
+    tree = regular.tree
+    left = [pu for part in regular.left_out for pu in part.pus]
     assert sorted([*tree.pus, *left]) == sorted(machine.allowed_pus)
     n_grouped = count_grouped(tree)
     assert n_grouped <= group_bound(tree.n_pus)
     seen = set()
-    for number, one in enumerate(every_tree(tree)):
-        assert one.key not in seen
-        seen.add(one.key)
+    for number, each_tree in enumerate(every_tree(tree)):
+        assert each_tree.key not in seen
+        seen.add(each_tree.key)
         if number % 101 == 0:
-            assert parse(one.notation, machine) == one
+            assert parse(each_tree.notation, machine) == each_tree
     assert len(seen) <= n_grouped * removal_bound(tree.n_pus)
 
 

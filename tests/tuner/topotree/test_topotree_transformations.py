@@ -144,10 +144,10 @@ def test_nodes_are_cut_from_the_pus() -> None:
 def test_single_groups_are_all_that_one_group_makes() -> None:
     """Each says by its last group what was done, and doing it again gives the same tree."""
     tree = fundamental(machine_of((4, 6))).tree.group(3, 1, 2)
-    found = list(single_groups(tree, power_of_two=False))
+    grouped = list(single_groups(tree, power_of_two=False))
 
-    assert all(tree.group(*one.groups[-1]) == one for one in found)
-    assert {one.groups[-1] for one in found} == {(2, 1, 1), (2, 2, 1)}
+    assert all(tree.group(*grouped_tree.groups[-1]) == grouped_tree for grouped_tree in grouped)
+    assert {grouped_tree.groups[-1] for grouped_tree in grouped} == {(2, 1, 1), (2, 2, 1)}
 
 
 @pytest.mark.parametrize(

@@ -204,6 +204,8 @@ class KvRow:
     """Tokens of answers per second while requests wait, by the given speeds; None without speeds."""
     steps_to_first: float
     """Mean steps from a request's arrival to the first token of its answer."""
+    whole_tokens_per_s: float | None = None
+    """Tokens of answers per second over all steps, those of the last answers too."""
 
 
 @dataclass(slots=True)
@@ -224,6 +226,7 @@ class _Sums:
     moved_slots: int = 0
     waiting_tokens: int = 0
     waiting_s: float = 0.0
+    whole_s: float = 0.0
     peak_running: int = 0
     failed_why: str = ""
     ended: set[str] = field(default_factory=set)
@@ -288,6 +291,7 @@ def _row(policy: str, estimate: str | None, replay: Replay, pool: KvPool) -> KvR
         tokens_a_step=output / max(1, sums.decode_steps),
         tokens_per_s=sums.waiting_tokens / sums.waiting_s if sums.waiting_s else None,
         steps_to_first=sums.steps_to_first / max(1, sums.n_begun),
+        whole_tokens_per_s=output / sums.whole_s if sums.whole_s else None,
     )
 
 
@@ -328,9 +332,12 @@ def _step(replay: Replay, scheduler: Scheduler, sums: _Sums) -> None:
         sums.prefill_steps += 1
         sums.prefill_tokens += batch.n_tokens
     sums.moved_slots += sum(copy.n_slots for copy in batch.copies)
-    if scheduler.n_waiting and replay.speeds is not None:
-        sums.waiting_tokens += batch.n_logits
-        sums.waiting_s += replay.speeds.step_s(batch)
+    if replay.speeds is not None:
+        step_s = replay.speeds.step_s(batch)
+        sums.whole_s += step_s
+        if scheduler.n_waiting:
+            sums.waiting_tokens += batch.n_logits
+            sums.waiting_s += step_s
     tokens = []
     for request_id, piece in zip(batch.request_ids, batch.slices, strict=True):
         if piece.wants_logits:

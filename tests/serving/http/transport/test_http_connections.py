@@ -34,9 +34,9 @@ def hasty() -> Iterator[FakeServer]:
 
 
 def metric(server: FakeServer, line: str) -> float:
-    for one in httpx.get(f"{server.url}/metrics").text.splitlines():
-        if one.startswith(line + " "):
-            return float(one.split()[-1])
+    for sample in httpx.get(f"{server.url}/metrics").text.splitlines():
+        if sample.startswith(line + " "):
+            return float(sample.split()[-1])
     return 0.0
 
 

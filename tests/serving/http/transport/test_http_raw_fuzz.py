@@ -11,7 +11,7 @@ from tests.support.tiers import n_examples
 
 def test_no_bytes_break_the_server() -> None:
     command = [sys.executable, "-m", "tests.soak.fuzz_http", "--inputs", str(n_examples(1500))]
-    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
 
-    assert found.returncode == 0, found.stdout + found.stderr
-    assert "200: " in found.stdout
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "200: " in ran.stdout

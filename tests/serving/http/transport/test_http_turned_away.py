@@ -108,7 +108,7 @@ def test_over_tls() -> None:
         url = server.url.replace("127.0.0.1", "localhost")
         with contextlib.ExitStack() as stack:
             held = [stack.enter_context(httpx.Client(verify=trusting)) for _ in range(2)]
-            assert [one.get(f"{url}/health").status_code for one in held] == [200, 200]
+            assert [client.get(f"{url}/health").status_code for client in held] == [200, 200]
             for body in (b"{}", LARGE):
                 said = httpx.post(f"{url}/v1/completions", content=body, verify=trusting)
                 assert said.status_code == 503

@@ -14,15 +14,15 @@ def used_s(n_connections: int, seconds: float, standing: Standing) -> float:
     share = LoopShare()
     free_at: dict[Allowance, float] = {}
     for _ in range(n_connections):
-        one = share.allowance(0.0)
+        new_allowance = share.allowance(0.0)
         if standing is VOUCHED:
-            one.vouch()
-        free_at[one] = 0.0
+            new_allowance.vouch()
+        free_at[new_allowance] = 0.0
     used, now_s = 0.0, 0.0
     while now_s < seconds:
-        one = min(free_at, key=lambda allowance: free_at[allowance])
-        now_s = max(now_s, free_at[one])
-        free_at[one] = now_s + one.charge(COST_S, now_s)
+        earliest = min(free_at, key=lambda allowance: free_at[allowance])
+        now_s = max(now_s, free_at[earliest])
+        free_at[earliest] = now_s + earliest.charge(COST_S, now_s)
         used += COST_S
     return used
 
@@ -46,8 +46,8 @@ def test_who_asks_now_and_then_never_waits_however_many_ask_all_the_time() -> No
     modest = share.allowance(0.0)
     for tenth in range(100):
         now_s = tenth / 10
-        for one in greedy:
-            one.charge(COST_S, now_s)
+        for allowance in greedy:
+            allowance.charge(COST_S, now_s)
         if tenth % 10 == 0:
             assert modest.charge(COST_S / 2, now_s) == 0.0
 
@@ -57,11 +57,11 @@ def test_connections_that_are_opened_anew_gain_nothing() -> None:
     share, seconds, n_connections = LoopShare(), 60.0, 0
     used = now_s = 0.0
     while now_s < seconds:
-        one = share.allowance(now_s)
+        allowance = share.allowance(now_s)
         n_connections += 1
-        while one.charge(COST_S, now_s) == 0.0:
+        while allowance.charge(COST_S, now_s) == 0.0:
             used += COST_S
-        one.end()
+        allowance.end()
         now_s += 0.01
 
     assert used <= 0.1 + seconds * UNKNOWN.together + n_connections * 2 * COST_S

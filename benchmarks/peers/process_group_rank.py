@@ -1,0 +1,66 @@
+"""One rank of a process group of torch.distributed, timed on request; run by an interpreter that has PyTorch.
+
+    python process_group_rank.py FOLDER RANK RANKS CPU BACKEND
+
+FOLDER, empty, is where the ranks find one another; BACKEND: gloo, or phasewise, which PYTHONPATH then has.
+Speaks as phasewise's own ranks do: a line of JSON is answered by a line of JSON, {"system": "all_reduce",
+"floats": 1024, "times": 50} by {"ns": [...]}. An all_gather gives so many floats altogether. Before every
+collective, outside what is timed, the rank writes its message anew, and all meet.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+
+def collective(act: str, floats: int, ranks: int) -> tuple[Any, Callable[[], Any]]:
+    """The tensor that a rank writes anew, and what is timed."""
+    import torch
+    import torch.distributed as dist
+
+    if act == "all_gather":
+        own = torch.empty(max(1, floats // ranks))
+        outs = [torch.empty_like(own) for _ in range(ranks)]
+        return own, lambda: dist.all_gather(outs, own)
+    row = torch.empty(floats)
+    if act == "broadcast":
+        return row, lambda: dist.broadcast(row, 0)
+    return row, lambda: dist.all_reduce(row)
+
+
+def main() -> None:
+    folder, rank, ranks, cpu = sys.argv[1], *map(int, sys.argv[2:5])
+    backend = sys.argv[5]
+    os.sched_setaffinity(0, {cpu})  # before any thread starts, so that gloo's own stay there too
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    import torch
+    import torch.distributed as dist
+
+    if backend == "phasewise":
+        import phasewise.torch.distributed  # noqa: F401 (registers it)
+    torch.set_num_threads(1)
+    dist.init_process_group(backend, init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks)
+    print(json.dumps({"ready": rank, "version": torch.__version__}), flush=True)
+    for line in sys.stdin:
+        request: dict[str, Any] = json.loads(line)
+        message, act = collective(request["system"], request["floats"], ranks)
+        taken = []
+        for _ in range(request["times"]):
+            message.fill_(1 / 3)
+            dist.barrier()
+            began = time.perf_counter_ns()
+            act()
+            taken.append(time.perf_counter_ns() - began)
+        if request["system"] == "all_reduce":
+            assert abs(message[0].item() - ranks / 3) < 1e-5
+        print(json.dumps({"ns": taken}), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""Collectives of torch.distributed: the backend `phasewise` beside gloo, on the same cores, in turns.
+
+    PHASEWISE_PEERS_PYTHON=/opt/peers/venv/bin/python python benchmarks/process_group.py --ranks 2,4,8
+
+Bytes are those of the message; of an all_gather, of what each rank gathers. A round's time is the median over
+its calls of the slowest rank; rows have the medians of the rounds. More ranks than cores share them in turns.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+
+from benchmarks.bench_allreduce import size_bytes
+from benchmarks.harness import Rounds, Spread, Yielded, commands, in_turns, listed, note, numbers, ratios
+from phasewise.workflows.bench.allreduce.processes import RankError, RankProcesses
+
+WORKER = Path(__file__).with_name("peers") / "process_group_rank.py"
+BACKENDS = ("phasewise", "gloo")
+BYTES_A_ROUND = 64 << 20
+MOST_TIMES = 200
+LEAST_TIMES = 3
+
+
+@contextmanager
+def opened(ranks: int) -> Iterator[Mapping[str, RankProcesses]]:
+    """The ranks of every backend, in the peers' interpreter; those that are not asked wait for their line."""
+    python = os.environ.get("PHASEWISE_PEERS_PYTHON") or sys.executable
+    cores = sorted(os.sched_getaffinity(0))
+    with ExitStack() as stack:
+        groups = {}
+        for backend in BACKENDS:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="group-"))
+            commands_of_ranks = [
+                [python, str(WORKER), folder, str(rank), str(ranks), str(cores[rank % len(cores)]), backend]
+                for rank in range(ranks)
+            ]
+            groups[backend] = stack.enter_context(closing(RankProcesses(backend, commands_of_ranks)))
+        yield groups
+
+
+def times_a_round(size: int) -> int:
+    return max(LEAST_TIMES, min(MOST_TIMES, BYTES_A_ROUND // size))
+
+
+def measured(groups: Mapping[str, RankProcesses], act: str, size: int, rounds: int) -> dict[str, object]:
+    """Microseconds of each backend, and how many times as fast ours is."""
+    times = times_a_round(size)
+    taken = in_turns(
+        {
+            backend: lambda ranks=ranks: statistics.median(ranks.system(act).time(size // 4, times)) / 1e3
+            for backend, ranks in groups.items()
+        },
+        rounds,
+    )
+    row: dict[str, object] = {f"{backend}, us": Spread.of(us) for backend, us in taken.items()}
+    return row | {"gloo / phasewise": ratios(taken["gloo"], taken["phasewise"])}
+
+
+def process_group(
+    ranks: str = "2,4,8",
+    sizes: str = "4K,64K,1M,4M,16M,64M",
+    acts: str = "all_reduce,all_gather,broadcast",
+    rounds: Rounds = 5,
+) -> Yielded:
+    for count in numbers(ranks):
+        try:
+            with opened(count) as groups:
+                for act in listed(acts):
+                    for size in listed(sizes):
+                        note(f"{count} ranks, {act}, {size}")
+                        row = measured(groups, act, size_bytes(size), rounds)
+                        yield {"collective": act, "ranks": count, "bytes": size_bytes(size)} | row
+        except RankError as error:
+            raise SystemExit(
+                f"{error}; PHASEWISE_PEERS_PYTHON must name one that has PyTorch and phasewise"
+            ) from None
+
+
+app = commands(__doc__, process_group)
+
+if __name__ == "__main__":
+    app()

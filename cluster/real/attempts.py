@@ -1,0 +1,67 @@
+"""Attempts: requests on their way over instances, and what has been given out of their answers."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from phasewise.cluster.routing import Ask, Assignment
+from phasewise.serving.engine.given_so_far import GivenSoFar
+from phasewise.serving.engine.messages import Submit
+
+DEFAULT_ANSWER_TOKENS = 256
+"""Expected of an answer of which nothing is known, for routing alone."""
+
+
+@dataclass(slots=True)
+class Attempt:
+    """A request that instances compute. Each time that it runs again it is another attempt."""
+
+    given: GivenSoFar
+    epoch: int
+    assignment: Assignment
+    sent_s: float = field(default_factory=time.monotonic)
+    is_expected: bool = False
+    """The instance that answers knows of it."""
+    is_arrived: bool = False
+    is_aimed: bool = False
+    computed_s: float | None = None
+
+    @property
+    def request(self) -> Submit:
+        return self.given.request
+
+    @property
+    def request_id(self) -> str:
+        """The name that its sender knows it by."""
+        return self.request.request_id
+
+    @property
+    def attempt_id(self) -> str:
+        return f"{self.request_id}@{self.epoch}"
+
+    @property
+    def is_divided(self) -> bool:
+        """True if an instance computes the prompt and another one waits for it."""
+        return self.assignment.prompt != self.assignment.token and not self.is_arrived
+
+    @property
+    def tells_progress(self) -> bool:
+        """True if its sender has nothing of the answer, and so waits for the prompt."""
+        return self.request.given is None
+
+
+def is_whole(request: Submit) -> bool:
+    """True if one instance must compute all of it: whoever answers gives out log-probabilities of the prompt,
+    and a request in shadow gives way at once, which a block being sent cannot.
+    """
+    return request.prompt_logprobs is not None or request.in_shadow
+
+
+def ask_of(request: Submit, prefix_keys: tuple[int, ...] = ()) -> Ask:
+    """The request as routing sees it: tokens to compute, tokens expected after those, keys of its prefix."""
+    n_known = len(request.known_token_ids)
+    n_given = n_known - len(request.prompt_token_ids)
+    guess = DEFAULT_ANSWER_TOKENS if request.estimate is None else int(request.estimate.output_tokens)
+    n_expected = min(guess, request.max_tokens) if request.max_tokens is not None else guess
+    return Ask(request.request_id, n_known, max(n_expected - n_given, min(n_expected, 1)), prefix_keys)

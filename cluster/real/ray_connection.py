@@ -1,0 +1,172 @@
+"""A connection to a Ray cluster that exists: the only door to `ray`. Off loopback it must ask for a token."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import ipaddress
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+from phasewise.cluster.errors import ClusterError
+from phasewise.cluster.real.ray_greeting import check_greets
+
+NAMESPACE = "phasewise"
+CONNECT_S = 5.0
+PROBE_S = 20.0
+
+
+@contextlib.contextmanager
+def ray_connection(address: str) -> Iterator[str]:
+    """A connection to a running cluster; the address of this node. ClusterError, in one line, without one.
+
+    Off loopback it must be one that asks for a token.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    ray = the_ray()
+    _check_listens(address)
+    was_there = ray.is_initialized()
+    stack = contextlib.ExitStack()
+    try:
+        if not was_there:
+            stack.enter_context(contextlib.redirect_stdout(OwnStdout(sys.stdout)))
+            with _without_stderr():
+                ray.init(
+                    address=address,
+                    namespace=NAMESPACE,
+                    log_to_driver=False,
+                    logging_level="error",
+                    configure_logging=False,
+                )
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        asks = (
+            "compare RAY_AUTH_TOKEN with that of the cluster" if _sends_token() else "set RAY_AUTH_MODE=token"
+        )
+        hint = f"; if it asks for a token, {asks}"
+        stack.close()
+        raise ClusterError(f"the Ray cluster {address!r} cannot be reached: {line}{hint}") from error
+    try:
+        node = str(ray.util.get_node_ip_address())
+        _check_token(node)
+        if not was_there and not ipaddress.ip_address(node).is_loopback:
+            _check_asks_for_token(str(ray.get_runtime_context().gcs_address))
+        yield node
+    finally:
+        if not was_there:
+            ray.shutdown()
+        stack.close()
+
+
+class OwnStdout:
+    """A stdout for our data alone: Ray's threads, which tell a driver of lost nodes, write to stderr."""
+
+    def __init__(self, ours: TextIO) -> None:
+        self._ours = ours
+
+    def write(self, text: str) -> int:
+        is_rays = threading.current_thread().name.startswith("ray_")
+        return (sys.stderr if is_rays else self._ours).write(text)
+
+    def flush(self) -> None:
+        self._ours.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ours, name)
+
+
+@contextlib.contextmanager
+def _without_stderr() -> Iterator[None]:
+    """Ray's C++ side writes a line a second to file descriptor 2 while a cluster refuses its token."""
+    kept = os.dup(2)
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 2)
+    os.close(nothing)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
+def the_ray(part: str = "") -> Any:
+    """The module `ray`, or a part of it. ClusterError where it is not installed."""
+    try:
+        return importlib.import_module(f"ray.{part}" if part else "ray")
+    except ImportError:
+        raise ClusterError("Ray is not installed: pip install 'phasewise[ray]'") from None
+
+
+def _check_listens(address: str) -> None:
+    """Ray itself tries for minutes. Where it finds a cluster on its own (`auto`), that one is asked."""
+    host, _, port = (_found_by_ray() if address == "auto" else address).rpartition(":")
+    if not host or "/" in host or not port.isdecimal():
+        return
+    try:
+        there = socket.create_connection((host.strip("[]"), int(port)), CONNECT_S)
+    except (OSError, OverflowError) as error:
+        raise ClusterError(f"the Ray cluster {address!r:.80} cannot be reached: {error}") from error
+    with there:
+        _check_token(str(there.getpeername()[0]))
+        check_greets(there, address)
+
+
+def _found_by_ray() -> str:
+    """The address that Ray takes for `auto`; empty where it finds none, or does not say it."""
+    with contextlib.suppress(ClusterError, AttributeError, ConnectionError, ValueError):
+        return str(the_ray("_private.services").canonicalize_bootstrap_address("auto"))
+    return ""
+
+
+def _sends_token() -> bool:
+    return os.environ.get("RAY_AUTH_MODE") == "token"
+
+
+def _check_token(node: str) -> None:
+    if ipaddress.ip_address(node).is_loopback or _sends_token():
+        return
+    raise _asks_for_none(node)
+
+
+def _asks_for_none(node: str) -> ClusterError:
+    return ClusterError(
+        f"the Ray cluster listens on {node} and asks for no token, so that every machine that reaches it can "
+        "run programs there: start Ray and phasewise with RAY_AUTH_MODE=token"
+    )
+
+
+_WITHOUT_TOKEN = """
+import sys
+from ray._raylet import GcsClient
+GcsClient(address=sys.argv[1]).internal_kv_get(b"phasewise", None, timeout=5)
+print("it asks for no token")
+"""
+
+
+def _check_asks_for_token(address: str) -> None:
+    """ClusterError where a process without a token is answered as well: this one's own says nothing of that.
+
+    Another process asks, since Ray reads its environment once.
+    """
+    without = {name: text for name, text in os.environ.items() if not name.startswith("RAY_AUTH_")}
+    try:
+        asked = subprocess.run(
+            [sys.executable, "-c", _WITHOUT_TOKEN, address],
+            env={
+                **without,
+                "RAY_AUTH_MODE": "disabled",
+                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            },
+            capture_output=True,
+            timeout=PROBE_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return  # it is refused again and again
+    if b"it asks for no token" in asked.stdout:
+        raise _asks_for_none(address.rpartition(":")[0])

@@ -1,0 +1,128 @@
+"""The desk of each server on a Ray cluster: `phasewise cluster` reads there what runs, and leaves orders.
+
+A named actor, which holds the last facts that its server told and the orders that it has not taken yet. It
+ends with its server, and Ray starts it anew elsewhere where its node is lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from phasewise.cluster.real.front import DrainPlace
+from phasewise.cluster.real.ray_connection import NAMESPACE, the_ray
+
+EXCHANGE_S = 0.5
+ANSWER_S = 5.0
+_NAME = "server@"
+
+
+class Desk:
+    """Ray makes an actor of it."""
+
+    def __init__(self) -> None:
+        self._facts: dict[str, Any] = {}
+        self._orders: list[dict[str, Any]] = []
+
+    def exchange(self, facts: dict[str, Any]) -> list[dict[str, Any]]:
+        """The server's: take its facts, give it the orders."""
+        self._facts = facts
+        orders, self._orders = self._orders, []
+        return orders
+
+    def facts(self) -> dict[str, Any]:
+        """Those that were told last; none yet: empty."""
+        return self._facts
+
+    def order(self, order: dict[str, Any]) -> None:
+        """For the server to take."""
+        self._orders.append(order)
+
+
+class Attended(Protocol):
+    """The part of a front that a desk is about."""
+
+    state: Any
+
+    def members(self) -> list[dict[str, object]]: ...
+
+    def send(self, message: DrainPlace) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ServerNames:
+    """The names of a server on its cluster. server: its id; model: what it serves."""
+
+    server: str
+    model: str
+    node: str
+
+
+class DeskThread:
+    """Tells a front's facts at its desk, and takes orders to it. Close it before the connection."""
+
+    def __init__(self, names: ServerNames, front: Attended) -> None:
+        self._names = names
+        self._front = front
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="phasewise-desk", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._is_closed.set()
+        self._thread.join(ANSWER_S)
+
+    def _run(self) -> None:
+        ray = the_ray()
+        desk = (
+            ray.remote(Desk)
+            .options(name=f"{_NAME}{self._names.server}", namespace=NAMESPACE, num_cpus=0, max_restarts=-1)
+            .remote()
+        )
+        while not self._is_closed.wait(EXCHANGE_S):
+            with contextlib.suppress(ray.exceptions.RayError, ConnectionError, RuntimeError):
+                answer = desk.exchange.remote(self._facts())
+                for order in ray.get(answer, timeout=ANSWER_S):
+                    if order["index"] in range(len(self._front.members())):
+                        self._front.send(DrainPlace(order["index"], undo=order["undo"]))
+        with contextlib.suppress(Exception):  # the cluster may have gone
+            ray.kill(desk)
+
+    def _facts(self) -> dict[str, Any]:
+        names = self._names
+        return {
+            "server": names.server,
+            "model": names.model,
+            "node": names.node,
+            "state": self._front.state,
+            "instances": self._front.members(),
+        }
+
+
+def servers() -> list[dict[str, Any]]:
+    """The facts of every server of the connected cluster. A desk that does not answer in seconds has none."""
+    ray = the_ray()
+    facts = [fact for _, fact in _desks(lambda desk: ray.get(desk.facts.remote(), timeout=ANSWER_S))]
+    return sorted((fact for fact in facts if fact), key=lambda fact: str(fact["server"]))
+
+
+def order_drain(server: str, index: int, *, undo: bool) -> None:
+    """Leave an order at the desk of this server."""
+    ray = the_ray()
+    desk = ray.get_actor(f"{_NAME}{server}", namespace=NAMESPACE)
+    ray.get(desk.order.remote({"index": index, "undo": undo}), timeout=ANSWER_S)
+
+
+def _desks(ask: Callable[[Any], Any]) -> list[tuple[str, Any]]:
+    ray = the_ray()
+    answers = []
+    for named in ray.util.list_named_actors(all_namespaces=True):
+        name = str(named["name"])
+        if named["namespace"] != NAMESPACE or not name.startswith(_NAME):
+            continue
+        with contextlib.suppress(ray.exceptions.RayError, ValueError):
+            answers.append((name, ask(ray.get_actor(name, namespace=NAMESPACE))))
+    return answers

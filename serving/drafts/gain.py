@@ -1,0 +1,94 @@
+"""The gain of drafts that a model or a head computes: as many as give the most tokens in a nanosecond, and
+trials where none seem to pay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from phasewise.serving.drafts.contract import MOST_DRAFTED
+from phasewise.serving.drafts.lengths import LEAST_GAIN
+from phasewise.serving.drafts.step_costs import StepCosts
+
+_ROWS_AT_THE_PRICE_OF_ONE = 16  # of a decode step, where many are computed at once
+_TRIAL_SHARE = 0.01  # of the time without drafts may go to trying whether they pay again
+
+
+class Drafting(NamedTuple):
+    """A sequence that may be drafted."""
+
+    most: int
+    """Drafts that it has room for."""
+    rate: Callable[[int], float]
+    """The share of first, second, ... drafts (0, 1, ..) that were right, where those before them were."""
+    n_late: int
+    """Tokens that must be computed for drafts before the next one can be drafted."""
+
+
+class DraftGain:
+    """Chooses the length of drafts. costs: of steps of the model that is served, by rows; most_rows: of one
+    of them; n_tokens: as `DraftSource.n_tokens`.
+    """
+
+    def __init__(self, costs: StepCosts, most_rows: int, n_tokens: int | None) -> None:
+        self._costs = costs
+        self._most_rows = most_rows
+        self._n_tokens = n_tokens
+        self._saved_ns = 0.0  # for the next trial
+        self._is_trying = False
+        self.draft_costs = StepCosts()
+        """The costs of drafting one token for each sequence, by their number."""
+        self.pays = True
+        """False: the last steps had none."""
+        self.expected = 1.0
+        """Tokens in a nanosecond of the length chosen last, as a multiple of those without drafts."""
+
+    def length(self, rows: Sequence[Drafting]) -> int:
+        """Drafts of each sequence that give the most tokens in a nanosecond; 0: none pay."""
+        if 2 * len(rows) > self._most_rows:
+            return 0
+        if self._n_tokens is not None:
+            return min(self._n_tokens, self._most_rows // len(rows) - 1)
+        if not self._costs.is_known:
+            return 0
+        if not self.draft_costs.is_known:
+            return 1
+        most_rows = min(self._most_rows, self._costs.most_rows)
+        most = min(MOST_DRAFTED, most_rows // len(rows) - 1)
+        plain_ns, draft_ns = self._costs.cost_ns(len(rows)), self.draft_costs.cost_ns(len(rows))
+        plain_rate = len(rows) / plain_ns
+        best_rate, best = LEAST_GAIN * plain_rate, 0
+        chances, tokens, n_rows = [1.0] * len(rows), float(len(rows)), len(rows)
+        for length in range(1, most + 1):
+            for i, row in enumerate(rows):
+                if length <= row.most:
+                    chances[i] *= row.rate(length - 1)
+                    tokens += chances[i]
+                    n_rows += 1
+            rate = tokens / (self._costs.cost_ns(n_rows) + length * draft_ns)
+            if rate > best_rate:
+                best_rate, best = rate, length
+        self.pays = best > 0
+        self.expected = best_rate / plain_rate if best else 1.0
+        return best or self._trial(rows, plain_ns, draft_ns)
+
+    def tried(self) -> None:
+        """Drafts were made."""
+        self._is_trying = False
+
+    def _trial(self, rows: Sequence[Drafting], plain_ns: float, draft_ns: float) -> int:
+        """1 where enough was saved to pay for a trial, and until it has been made; else 0."""
+        if self._is_trying:
+            return 1
+        self._saved_ns += _TRIAL_SHARE * plain_ns
+        n_late = max(0, sum(row.n_late for row in rows))
+        price_ns = (
+            self._costs.cost_ns(2 * len(rows))
+            - plain_ns
+            + draft_ns * (1 + n_late / _ROWS_AT_THE_PRICE_OF_ONE)
+        )
+        if self._saved_ns < price_ns:
+            return 0
+        self._saved_ns, self._is_trying = 0.0, True
+        return 1

@@ -1,0 +1,1 @@
+"""Google's Gemma models, which share norms, activations and the scale of embeddings."""

@@ -1,0 +1,1 @@
+"""Families whose layers keep a state in forms that no other family has."""

@@ -1,0 +1,164 @@
+"""Kimi Linear: the delta rule with a decay for each number of a key in three of four layers, latent attention
+without positions in the others, and a mixture as DeepSeek V3 has it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from phasewise._words import counted
+from phasewise.serving.errors import ModelError
+from phasewise.serving.loaders.families.deepseek import GGUF_LATENT, latent_of_hf, with_latent
+from phasewise.serving.loaders.families.family import Family, Get, HeadParts, Names, OfLayer, OtherForm
+from phasewise.serving.loaders.families.reading import FULL, must_be_off, positive, state_layer_types
+from phasewise.serving.loaders.families.routing import GGUF_ROUTED, hf_dense_layers, routed, routed_gguf
+from phasewise.serving.models.experts import LOGISTIC
+from phasewise.serving.models.latent import LatentAttention
+from phasewise.serving.models.packed_model import LayerKind, ModelConfig
+from phasewise.serving.models.state_layers import KDA, StateLayers
+
+LINEAR = "linear_attention"
+
+
+def _kimi(get: Get, config: ModelConfig) -> ModelConfig:
+    must_be_off(get, "attention_bias", "rope_scaling", "rope_parameters")
+    if get("moe_layer_freq", int, 1) != 1 or get("moe_router_activation_func", str, "sigmoid") != "sigmoid":
+        must_be_off(get, "moe_layer_freq", "moe_router_activation_func")
+    if get("mla_use_nope", bool, True) is False:
+        raise ModelError("config.json has mla_use_nope = False, which cannot run")
+    stated: dict[str, Any] = get("linear_attn_config", dict, {})
+
+    def of_state(inner: str, key: str, default: int) -> Any:
+        return stated[inner] if inner in stated else get(key, int, default)
+
+    def either(newer: str, older: str, kind: Any, default: Any) -> Any:
+        return get(newer, kind, get(older, kind, default))
+
+    heads = of_state("num_heads", "linear_num_heads", 32)
+    dim = of_state("head_dim", "linear_head_dim", 128)
+    taps = of_state("short_conv_kernel_size", "linear_conv_kernel_dim", 4)
+    state = StateLayers(KDA, _state_layers(get, config, stated), taps, heads, heads, dim, dim)
+    latent = latent_of_hf(get)
+    width = get("moe_intermediate_size", int, 1024)
+    shared = either("num_shared_experts", "n_shared_experts", int, 1)
+    numbers = {
+        "count": either("num_experts", "num_local_experts", int, 256),
+        "chosen": either("num_experts_per_token", "num_experts_per_tok", int, 8),
+    }
+    config = routed(
+        lambda key, *_: numbers[key],
+        config,
+        keys=("count", "chosen"),
+        widths=(width, shared * width),
+        scores=(
+            LOGISTIC,
+            either("moe_renormalize", "norm_topk_prob", bool, True),
+            positive(get, "routed_scaling_factor", 2.446),
+        ),
+        groups=(either("num_expert_group", "n_group", int, 1), get("topk_group", int, 1)),
+        dense=hf_dense_layers(get, config),
+    )
+    context = either("model_max_length", "max_position_embeddings", int, 1 << 20)
+    return _with_states(replace(config, context_length=context), state, latent)
+
+
+def _state_layers(get: Get, config: ModelConfig, stated: dict[str, Any]) -> tuple[int, ...]:
+    """By a list of all layers, by numbers from 1 on, or all but every fourth one after the first."""
+    if get("layer_types", list) is not None:
+        return state_layer_types(get, config, LINEAR, FULL)
+    full, linear = stated.get("full_attn_layers"), stated.get("kda_layers")
+    if full is None or linear is None:
+        return tuple(layer for layer in range(config.n_layers) if layer == 0 or layer % 4)
+    every = range(1, config.n_layers + 1)
+    if not (isinstance(full, list) and isinstance(linear, list)) or sorted([*full, *linear]) != list(every):
+        raise ModelError(
+            f"config.json has full_attn_layers = {full!r:.60} and kda_layers = {linear!r:.60}: each of"
+            f" {counted(config.n_layers, 'layer')} in one of them expected"
+        )
+    return tuple(sorted(layer - 1 for layer in linear))
+
+
+def _with_states(config: ModelConfig, state: StateLayers, latent: LatentAttention) -> ModelConfig:
+    kinds = (LayerKind(None, None),) * config.n_layers
+    config = replace(config, state=state if state.layers else None, layer_kinds=kinds)
+    return with_latent(config, latent, 0.0)
+
+
+def _kimi_gguf(get: Get, config: ModelConfig) -> ModelConfig:
+    stated = get("attention.head_count_kv")
+    if not isinstance(stated, list):
+        raise ModelError(f"the GGUF metadata gives attention.head_count_kv = {stated!r:.60}: a list expected")
+    turned, heads, dim = get("rope.dimension_count", int, 64), config.n_heads, get("kda.head_dim", int, 128)
+    latent = LatentAttention(
+        kv_rank=get("attention.kv_lora_rank", int, 0),
+        rope_dim=turned,
+        key_dim=get("attention.key_length_mla", int, 0) - turned,
+        value_dim=get("attention.value_length_mla", int, 0),
+        q_rank=get("attention.q_lora_rank", int, 0),
+        norm_eps=config.norm_eps,
+    )
+    layers = tuple(layer for layer, number in enumerate(stated) if number == 0)
+    state = StateLayers(KDA, layers, get("ssm.conv_kernel", int, 4), heads, heads, dim, dim)
+    config = routed_gguf(get, config)
+    if config.experts is not None:  # files do not say it
+        config = replace(config, experts=replace(config.experts, normalised=True))
+    return _with_states(config, state, latent)
+
+
+_HF: Names = {
+    "self_attn.q_proj.weight": OfLayer(("state_q", "q")),
+    "self_attn.k_proj.weight": "state_k",
+    "self_attn.v_proj.weight": "state_v",
+    **{f"self_attn.{part}_conv1d.weight": OtherForm(f"{part}_taps") for part in "qkv"},
+    **{f"self_attn.{part}_proj.weight": f"state_{part}" for part in ("f_a", "f_b", "g_a", "g_b", "b")},
+    "self_attn.A_log": OtherForm("rates", negated_exponential=True),
+    "self_attn.dt_bias": "time_offsets",
+    "self_attn.o_norm.weight": "state_scale",
+    "self_attn.q_a_proj.weight": "q_a",
+    "self_attn.q_a_layernorm.weight": "q_a_norm",
+    "self_attn.q_b_proj.weight": "q_b",
+    "self_attn.kv_a_proj_with_mqa.weight": "kv_a",
+    "self_attn.kv_a_layernorm.weight": "kv_a_norm",
+    "self_attn.kv_b_proj.weight": HeadParts("k_b", "v_b"),
+    "block_sparse_moe.gate.weight": "router",
+    "block_sparse_moe.gate.e_score_correction_bias": "choice_bias",
+    "block_sparse_moe.experts.{e}.w1.weight": "experts.{e}.gate",
+    "block_sparse_moe.experts.{e}.w3.weight": "experts.{e}.up",
+    "block_sparse_moe.experts.{e}.w2.weight": "experts.{e}.down",
+    **{f"block_sparse_moe.shared_experts.{part}_proj.weight": part for part in ("gate", "up", "down")},
+    **{f"block_sparse_moe.{part}_proj.weight": part for part in ("gate", "up", "down")},
+}
+"""No row changes its place: nothing turns it. The last three: dense layers as saved by transformers."""
+
+KIMI_LINEAR = Family(
+    "kimilinear",
+    hf=("kimi_linear",),
+    gguf=("kimi-linear",),
+    from_hf=_kimi,
+    from_gguf=_kimi_gguf,
+    hf_names=_HF,
+    gguf_names={
+        **GGUF_LATENT,
+        **GGUF_ROUTED,
+        "attn_q.weight": OfLayer(("state_q", "q")),
+        "attn_k.weight": "state_k",
+        "attn_v.weight": "state_v",
+        "attn_q_b.weight": "q_b",
+        "attn_kv_a_mqa.weight": "kv_a",
+        **{f"ssm_conv1d_{part}.weight": OtherForm(f"{part}_taps") for part in "qkv"},
+        **{f"ssm_{part}.weight": f"state_{part}" for part in ("f_a", "f_b", "g_a", "g_b")},
+        "ssm_beta.weight": "state_b",
+        "ssm_a": OtherForm("rates"),
+        "ssm_dt.bias": "time_offsets",
+        "ssm_norm.weight": "state_scale",
+    },
+    hf_defaults={
+        "rms_norm_eps": 1e-5,
+        "qk_rope_head_dim": 64,
+        "first_k_dense_replace": 1,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 27,
+    },
+    latent=True,
+)

@@ -1,0 +1,1 @@
+"""The ops of parts of a layer that not every model has."""

@@ -1,0 +1,129 @@
+"""`phasewise cluster` in words and in JSON, over what a cluster is said to be."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from phasewise.workflows import cluster_status
+from phasewise.workflows.cluster_status import ClusterStatus
+from tests.cli.command import run
+
+WIDTH = 80
+
+
+def instance(index: int, **own: Any) -> dict[str, Any]:
+    return {
+        "server": "5f" * 4,
+        "index": index,
+        "name": f"prompt-{index}-1",
+        "pool": "prompt",
+        "state": "running",
+        "problem": "",
+        "node": "10.11.12.13",
+        "node_id": "ab" * 28,
+        "label": "phasewise=big",
+        "cores": 24,
+        "cpus": list(range(24)),
+        "pid": 4711,
+        "format": "native",
+        "kv_format": "int8",
+        "kv_bytes": 1 << 30,
+        "plans": ["prefill: 1 rank on cores 0-23 (database)", "decode: 1 rank on cores 0-23 (default)"],
+        "running": 3,
+        "waiting": 1,
+        "kv_slots_used": 512,
+        "kv_slots": 1024,
+        "handing_over": 2,
+        "restarts": 0,
+        **own,
+    }
+
+
+STOPPED = {"format": None, "pid": None, "plans": [], "kv_slots": 0, "kv_slots_used": 0, "cpus": []}
+STATE = ClusterStatus(
+    [
+        {
+            "node": "10.11.12.13",
+            "node_id": "ab",
+            "cores": 48,
+            "labels": {"phasewise": "big"},
+            "state": "alive",
+        },
+        {"node": "10.11.12.14", "cores": 8, "labels": {}, "state": "dead"},
+    ],
+    [{"server": "5f" * 4, "model": "a-model\x1b[2J", "node": "10.11.12.13", "state": "running"}],
+    [
+        instance(0),
+        instance(1, state="waiting", problem="no node has room for it (prompt 24)", **STOPPED),
+    ],
+)
+
+
+@pytest.fixture(autouse=True)
+def state(monkeypatch: pytest.MonkeyPatch) -> None:
+    def watched(address: str, every_s: float) -> Iterator[ClusterStatus]:
+        assert (address, every_s) == ("auto", 2.0)
+        yield STATE
+        yield STATE
+
+    monkeypatch.setattr(cluster_status, "cluster_status", lambda address: STATE)
+    monkeypatch.setattr(cluster_status, "watched_cluster", watched)
+
+
+def lines(*arguments: str) -> list[str]:
+    done = run("cluster", *arguments)
+    assert done.exit_code == 0, done.stderr
+    assert max(map(len, done.stdout.splitlines())) <= WIDTH
+    return list(done.stdout.splitlines())
+
+
+def test_status_says_where_each_instance_is_and_what_it_holds() -> None:
+    told = lines("status")
+
+    assert told[0] == "node 10.11.12.13: 48 cores, phasewise=big, alive"
+    assert told[2] == "server 5f5f5f5f: a-model\\u001b[2J, running"
+    assert told[3] == "prompt-0-1@5f5f5f5f: prompt, running"
+    assert told[4] == "  24 cores of 10.11.12.13 (phasewise=big), process 4711"
+    assert told[5] == "  native, KV int8 in 1024 MiB"
+    assert "  no node has room for it (prompt 24)" in told
+
+
+def test_metrics_are_of_each_instance_and_sums_of_pools() -> None:
+    told = lines("metrics")
+    assert told[1].split() == ["prompt-0-1@5f5f5f5f", "3", "1", "50", "%", "2", "0"]
+    assert told[-1].split()[-6:] == ["6", "2", "50", "%", "4", "0"]
+    fields = json.loads("\n".join(lines("metrics", "--json")))
+    (pool,) = fields["pools"]
+    assert (pool["instances"], pool["running"], pool["kv_slots"]) == (1, 6, 1024)
+
+
+@pytest.mark.parametrize("command", ["status", "metrics"])
+def test_watch_shows_it_again(command: str) -> None:
+    once = lines(command)
+    assert lines(command, "--watch") == once * 2
+    assert len(lines(command, "--watch", "--json")) == 2 * len(lines(command, "--json"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "undo", "wait"), [((), False, True), (("--undo", "--no-wait"), True, False)]
+)
+def test_drain_hands_on_what_was_asked(
+    flags: tuple[str, ...], undo: bool, wait: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def drain(*arguments: object, **settings: object) -> list[dict[str, Any]]:
+        del settings["report"]
+        asked.append((arguments, settings))
+        return [instance(0, state="drained")]
+
+    monkeypatch.setattr(cluster_status, "drain", drain)
+
+    assert lines("drain", "prompt-0", "--cluster", "here:1", *flags) == ["prompt-0-1@5f5f5f5f: drained"]
+    assert asked == [(("here:1", "prompt-0"), {"undo": undo, "wait": wait})]
+    drained = json.loads("\n".join(lines("drain", "prompt-0", "--json")))["instances"]
+    assert drained[0]["state"] == "drained"

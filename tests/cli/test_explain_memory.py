@@ -1,0 +1,39 @@
+"""The text of `--explain` about NUMA nodes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from phasewise.cli.explain_text import memory_fields, uses_text
+from phasewise.workflows.opening.memory_placement import MemoryPlacement
+
+
+def test_one_node_has_nothing_to_tell() -> None:
+    assert uses_text([], None) == ""
+    assert memory_fields(None) is None
+
+
+def test_the_text_names_ranks_nodes_and_local_reads() -> None:
+    placed = MemoryPlacement(
+        {0: 1_000_000, 1: 1_000_000, 2: 2_500_000}, ((0, 1), (2,)), {"prefill": 0.25, "decode": 0.5}
+    )
+    copied = replace(placed, kv_factor=4 / 3)
+
+    assert uses_text([], placed).splitlines() == [
+        "weights on NUMA nodes:",
+        "  rank 0 on nodes 0-1 by turns",
+        "  rank 1 on node 2",
+        "  node 0: 1.0 MB",
+        "  node 1: 1.0 MB",
+        "  node 2: 2.5 MB",
+        "  reads that are local: prefill 25%, decode 50%",
+    ]
+    assert uses_text([], copied).splitlines()[7:] == [
+        "  keys and values: 1.33 times those of one rank, as ranks share KV heads"
+    ]
+    assert memory_fields(placed) == {
+        "bytes_by_node": {0: 1_000_000, 1: 1_000_000, 2: 2_500_000},
+        "rank_nodes": ((0, 1), (2,)),
+        "local_reads": {"prefill": 0.25, "decode": 0.5},
+        "kv_factor": 1.0,
+    }

@@ -1,0 +1,197 @@
+"""Ends of instances aside the front's thread, places that are tried again, and draining."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip(
+    "phasewise.cluster.real.instance", reason="the kernels are not built", exc_type=ImportError
+)
+from phasewise.cluster.real.front import DrainPlace
+from phasewise.cluster.real.instance_messages import Aim, Drop, PromptBegun, Stop, Take
+from phasewise.serving.engine.messages import Answer, Submit
+from tests.support.servers.scripted_instances import (
+    FINGERPRINT,
+    IDENTITY,
+    ScriptedInstance,
+    ScriptedServer,
+    scripted_front,
+)
+
+REQUEST = Submit("r", tuple(range(3, 103)), 8)
+
+
+def running(server: ScriptedServer, n_instances: int) -> list[ScriptedInstance]:
+    instances = [server.launcher.next() for _ in range(n_instances)]
+    for instance in instances:
+        instance.ready()
+    server.wait_until_state("running")
+    return instances
+
+
+def states(server: ScriptedServer) -> list[object]:
+    return [member["state"] for member in server.front.members()]
+
+
+def wait_until_states(server: ScriptedServer, *wanted: str) -> None:
+    server.wait_until(lambda: states(server) == list(wanted))
+
+
+def test_streams_go_on_while_an_instance_cannot_be_killed() -> None:
+    """Its host is lost, and confirms nothing: pieces of others' answers are delivered meanwhile."""
+    with scripted_front(("mixed", "mixed"), silent_s=0.5) as server:
+        first, other = running(server, 2)
+        server.front.send(REQUEST)
+        taken = {}
+        for instance in (first, other):
+            if instance._socket.poll(300):
+                taken[instance] = instance.hear(Take).asked.request_id
+        ((serving, attempt),) = taken.items()
+        lost = other if serving is first else first
+        server.launcher.kills_wait_for.clear()
+        lost.ended = "its node is lost"
+        pauses_s = []
+        for _ in range(150):
+            told_s = time.monotonic()
+            serving.tell(Answer(attempt, "a", (), 1, 5))
+            assert isinstance(server.next_out(), Answer)
+            pauses_s.append(time.monotonic() - told_s)
+            time.sleep(0.005)
+
+        assert states(server)[lost.index] == "starting", "the loss was not noticed"
+        assert lost.orders.name not in server.launcher.killed
+        print(f"longest pause {1000 * max(pauses_s):.1f} ms")
+        server.launcher.kills_wait_for.set()
+        again = server.launcher.next()
+        assert again.index == lost.index
+
+
+def test_a_block_waits_for_the_end_of_the_instance_that_may_write_to_it() -> None:
+    """The request runs again at once; its first block is given back when the process is known to be dead."""
+    with scripted_front() as server:
+        prompt, token = running(server, 2)
+        server.front.send(REQUEST)
+        attempt = prompt.hear(Take).asked.request_id
+        prompt.say(PromptBegun(attempt))
+        token.hear(Take)
+        token.place(attempt)
+        prompt.hear(Aim)
+        server.launcher.kills_wait_for.clear()
+        prompt.ended = "its node is lost"
+
+        again = token.hear(Take)
+        assert again.asked.request_id != attempt
+        assert token.hears_nothing(0.4)
+        assert server.launcher.launched.empty(), "a new life begins before the old one has ended"
+        server.launcher.kills_wait_for.set()
+        assert token.hear(Drop).request_id == attempt
+        assert server.launcher.next().index == prompt.index
+
+
+@pytest.mark.parametrize("joins", [True, False])
+def test_a_place_that_did_not_fit_is_tried_again(joins: bool) -> None:
+    """When a host joins, and after a while without one."""
+    with scripted_front(("mixed", "mixed"), again_s=60.0 if joins else 0.3) as server:
+        first, _other = running(server, 2)
+        first.ended = "it was killed by SIGKILL"
+        second = server.launcher.next()
+        second.ready(identity=replace(IDENTITY, version="0.0.1"))
+        server.wait_until(lambda: server.launcher.vacated == [first.index])
+        if joins:
+            wait_until_states(server, "given up", "running")
+            assert "it runs phasewise 0.0.1" in str(server.front.members()[0]["problem"])
+            server.launcher.joined += 1
+        third = server.launcher.next()
+        assert third.index == first.index
+        third.ready()
+        wait_until_states(server, "running", "running")
+
+
+def test_an_instance_without_a_place_waits_for_one_however_long() -> None:
+    with scripted_front(("mixed", "mixed"), start_s=0.2) as server:
+        first, _other = running(server, 2)
+        server.launcher.waiting[first.index] = "no node has room for it"
+        first.ended = "its node is lost"
+        second = server.launcher.next()
+        time.sleep(0.6)
+
+        assert states(server) == ["waiting", "running"]
+        assert server.front.members()[0]["problem"] == "no node has room for it"
+        assert server.launcher.launched.empty()
+        del server.launcher.waiting[first.index]
+        second.ready()
+        wait_until_states(server, "running", "running")
+
+
+def test_a_drained_instance_ends_what_it_has_and_stops() -> None:
+    with scripted_front(("mixed", "mixed")) as server:
+        instances = running(server, 2)
+        server.front.send(REQUEST)
+        busy = next(instance for instance in instances if instance._socket.poll(300))
+        (idle,) = (instance for instance in instances if instance is not busy)
+        attempt = busy.hear(Take).asked.request_id
+        server.front.send(DrainPlace(busy.index))
+        for number in range(4):
+            server.front.send(replace(REQUEST, request_id=f"r{number}"))
+            idle.hear(Take)
+
+        assert busy.hears_nothing()
+        assert states(server)[busy.index] == "draining"
+        busy.tell(Answer(attempt, "a", (), 8, 5, "length"))
+        assert isinstance(server.next_out(), Answer)
+        busy.hear(Stop)
+        busy.ended = "it was told to stop"
+        server.wait_until(lambda: states(server)[busy.index] == "drained")
+        server.wait_until(lambda: server.launcher.vacated == [busy.index])
+        assert server.launcher.launched.empty()
+        assert server.front.state == "running"
+
+
+def test_draining_is_undone_before_and_after_the_stop() -> None:
+    with scripted_front(("mixed", "mixed")) as server:
+        first, other = running(server, 2)
+        server.front.send(DrainPlace(0))
+        first.hear(Stop)
+        first.ended = "it was told to stop"
+        server.wait_until(lambda: server.launcher.vacated == [0])
+        server.front.send(DrainPlace(1))  # the last: it stays
+        assert other.hears_nothing()
+        assert states(server) == ["drained", "running"]
+        server.front.send(DrainPlace(0, undo=True))
+        again = server.launcher.next()
+        again.ready()
+        wait_until_states(server, "running", "running")
+        server.front.send(DrainPlace(1))
+        other.hear(Stop)
+        other.ended = "it was told to stop"
+        server.front.send(REQUEST)
+        assert again.hear(Take).part == "whole"
+
+
+def test_a_draining_instance_that_is_lost_is_not_started_anew() -> None:
+    with scripted_front(("mixed", "mixed")) as server:
+        instances = running(server, 2)
+        server.front.send(REQUEST)
+        busy = next(instance for instance in instances if instance._socket.poll(300))
+        (idle,) = (instance for instance in instances if instance is not busy)
+        busy.hear(Take)
+        server.front.send(DrainPlace(busy.index))
+        server.wait_until(lambda: states(server)[busy.index] == "draining")
+        busy.ended = "its node is lost"
+
+        assert idle.hear(Take).part == "whole"
+        assert states(server)[busy.index] == "drained"
+        assert server.launcher.launched.empty()
+
+
+def test_a_format_of_another_name_is_no_difference_and_other_numbers_are() -> None:
+    named = replace(IDENTITY, fingerprint=replace(FINGERPRINT, weight_format="bf16"))
+    with scripted_front() as server:
+        first, second = server.launcher.next(), server.launcher.next()
+        first.ready()
+        second.ready(identity=named)
+        server.wait_until_state("running")
+        assert [member["format"] for member in server.front.members()] == ["native", "bf16"]

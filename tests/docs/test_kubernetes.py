@@ -1,0 +1,272 @@
+"""deploy/kubernetes: objects as their schemas want them, whose numbers and names agree with the code."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jsonschema_rs
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phasewise.serving.http.http_settings import HttpLimits
+from phasewise.serving.service import LAST_STEP_S
+from tests.support.scripts import script
+from tests.support.servers.fake_server import fake_server
+from tests.support.tiers import examples
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "deploy" / "kubernetes"
+DATA = ROOT / "tests" / "data" / "kubernetes"
+CONTAINER = (ROOT / "Containerfile").read_text()
+VALUES = "prometheus-adapter-values.yaml"
+"""Of a Helm chart: no object of Kubernetes."""
+FREE = {"labels", "matchLabels", "annotations", "data", "requests", "limits", "selector", "nodeSelector"}
+"""Maps whose keys are anybody's."""
+Object = dict[str, Any]
+Path_ = tuple[str | int, ...]
+
+
+def objects() -> list[Object]:
+    files = sorted(path for path in FOLDER.glob("*.yaml") if path.name != VALUES)
+    return [each for path in files for each in yaml.safe_load_all(path.read_text())]
+
+
+OBJECTS = objects()
+
+
+def of_kind(kind: str) -> Object:
+    (manifest,) = (each for each in OBJECTS if each["kind"] == kind)
+    return manifest
+
+
+def _checkers() -> dict[str, jsonschema_rs.Validator]:
+    schemas = json.loads((DATA / "schemas.json").read_text())
+    own = {kind: {"$ref": f"#/$defs/{name}"} for kind, name in schemas["kinds"].items()}
+    extensions = json.loads((DATA / "extensions.json").read_text())
+    own |= {kind: schema for kind, schema in extensions.items() if kind != "about"}
+    return {
+        kind: jsonschema_rs.validator_for({**schema, "$defs": schemas["$defs"]})
+        for kind, schema in own.items()
+    }
+
+
+CHECKERS = _checkers()
+
+
+@pytest.mark.parametrize("each", OBJECTS, ids=lambda each: each["kind"])
+def test_every_object_is_what_its_schema_says(each: Object) -> None:
+    CHECKERS[each["kind"]].validate(each)
+
+
+def _keys(value: Any, path: Path_ = ()) -> Iterator[Path_]:
+    """The path of each key that a schema names."""
+    if isinstance(value, dict):
+        for key, part in value.items():
+            yield (*path, key)
+            if key not in FREE:
+                yield from _keys(part, (*path, key))
+    elif isinstance(value, list):
+        for index, part in enumerate(value):
+            yield from _keys(part, (*path, index))
+
+
+NAMED = [(index, path) for index, each in enumerate(OBJECTS) for path in _keys(each)]
+
+
+@given(st.sampled_from(NAMED), st.sampled_from(["x", "S", "_"]))
+@examples(100)
+def test_a_key_that_is_misspelt_is_found(key: tuple[int, Path_], ending: str) -> None:
+    index, (*inner, last) = key
+    damaged = copy.deepcopy(OBJECTS[index])
+    holder: Any = damaged
+    for step in inner:
+        holder = holder[step]
+    holder[f"{last}{ending}"] = holder.pop(last)
+
+    assert not CHECKERS[OBJECTS[index]["kind"]].is_valid(damaged)
+
+
+def pods() -> list[tuple[Object, Object]]:
+    """For each server the pod that states its grace period, and its container."""
+    pod = of_kind("Deployment")["spec"]["template"]["spec"]
+    kserve = of_kind("InferenceService")["spec"]["predictor"]
+    return [
+        (pod, pod["containers"][0]),
+        (kserve, of_kind("ServingRuntime")["spec"]["containers"][0]),
+    ]
+
+
+PODS = pytest.mark.parametrize(("pod", "container"), pods(), ids=["Deployment", "KServe"])
+
+
+def option(container: Object, name: str) -> str:
+    (value,) = (arg.partition("=")[2] for arg in container["args"] if arg.startswith(f"--{name}="))
+    return str(value)
+
+
+@PODS
+def test_the_grace_period_is_longer_than_all_that_happens_in_it(pod: Object, container: Object) -> None:
+    leaves_s = container["lifecycle"]["preStop"]["sleep"]["seconds"]
+    readiness = container["readinessProbe"]
+
+    assert pod["terminationGracePeriodSeconds"] > leaves_s + int(option(container, "drain")) + LAST_STEP_S
+    assert leaves_s > readiness["periodSeconds"] * readiness["failureThreshold"]
+
+
+@PODS
+def test_probes_ask_what_the_server_answers_without_a_key(pod: Object, container: Object) -> None:
+    port = int(option(container, "port"))
+    names = {str(each.get("name")): each["containerPort"] for each in container["ports"]}
+    paths = {"startupProbe": "/ready", "readinessProbe": "/ready", "livenessProbe": "/health"}
+    for probe, path in paths.items():
+        asked = container[probe]["httpGet"]
+        assert asked["path"] == path
+        assert names.get(asked["port"], asked["port"]) == port
+    assert set(names.values()) == {port}
+    with fake_server(HttpLimits(api_keys=("sesame",))) as server:
+        assert all(httpx.get(f"{server.url}{path}").status_code == 200 for path in paths.values())
+
+
+@PODS
+def test_serve_has_its_options(pod: Object, container: Object) -> None:
+    command, model, *options = container["args"]
+    reference = (ROOT / "docs" / "reference" / "cli.md").read_text()
+    serve = re.split(r"^## ", reference.split("## phasewise serve\n")[1], maxsplit=1, flags=re.M)[0]
+
+    assert command == "serve"
+    assert not model.startswith("-")
+    assert {name.partition("=")[0] for name in options} <= set(re.findall(r"--[a-z-]+", serve))
+    assert option(container, "host") == "0.0.0.0"
+
+
+@PODS
+def test_it_is_the_user_of_the_image_and_has_whole_cores(pod: Object, container: Object) -> None:
+    (user,) = re.findall(r"^USER (\d+)$", CONTAINER, re.M)
+    rights = {**pod.get("securityContext", {}), **container["securityContext"]}
+    resources = container["resources"]
+
+    assert rights["runAsUser"] == int(user)
+    assert rights["runAsNonRoot"]
+    assert not rights["allowPrivilegeEscalation"]
+    assert resources["requests"] == resources["limits"]
+    assert resources["limits"]["cpu"].isdecimal()
+
+
+def test_nobody_else_reaches_the_pods() -> None:
+    """Pods of the namespace, where the picker is, and namespaces that have a label for it: at one port."""
+    policy = of_kind("NetworkPolicy")["spec"]
+    (container,) = of_kind("Deployment")["spec"]["template"]["spec"]["containers"]
+    (rule,) = policy["ingress"]
+
+    assert policy["policyTypes"] == ["Ingress"]
+    assert rule["ports"] == [{"protocol": "TCP", "port": container["ports"][0]["containerPort"]}]
+    assert [next(iter(peer)) for peer in rule["from"]] == ["podSelector", "namespaceSelector"]
+    assert all(
+        peer["namespaceSelector"]["matchLabels"] for peer in rule["from"] if "namespaceSelector" in peer
+    )
+
+
+def test_all_that_select_pods_select_these() -> None:
+    deployment, pool = of_kind("Deployment"), of_kind("InferencePool")["spec"]
+    labels = deployment["spec"]["template"]["metadata"]["labels"].items()
+    port = of_kind("Service")["spec"]["ports"][0]
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    (exposed,) = container["ports"]
+
+    for selector in (
+        deployment["spec"]["selector"]["matchLabels"],
+        of_kind("Service")["spec"]["selector"],
+        of_kind("PodDisruptionBudget")["spec"]["selector"]["matchLabels"],
+        of_kind("NetworkPolicy")["spec"]["podSelector"]["matchLabels"],
+        pool["selector"]["matchLabels"],
+    ):
+        assert selector.items() <= labels
+        assert selector
+    assert port["targetPort"] == exposed["name"]
+    assert pool["targetPorts"] == [{"number": exposed["containerPort"]}]
+    scaled = of_kind("HorizontalPodAutoscaler")["spec"]
+    assert scaled["scaleTargetRef"]["name"] == deployment["metadata"]["name"]
+    assert scaled["minReplicas"] > of_kind("PodDisruptionBudget")["spec"]["maxUnavailable"]
+
+
+def picker() -> Object:
+    document = yaml.safe_load(of_kind("ConfigMap")["data"]["config.yaml"])
+    assert isinstance(document, dict)
+    return document
+
+
+def test_metrics_that_others_read_are_gauges_of_the_server() -> None:
+    gauges = {
+        family.name
+        for family in script("docs/make_http_reference.py").registry().collect()
+        if family.type == "gauge"
+    }
+    (extractor,) = (plugin for plugin in picker()["plugins"] if plugin["type"] == "core-metrics-extractor")
+    (engine,) = extractor["parameters"]["engineConfigs"]
+    (metric,) = of_kind("HorizontalPodAutoscaler")["spec"]["metrics"]
+    (rule,) = yaml.safe_load((FOLDER / VALUES).read_text())["rules"]["custom"]
+    read = {value for name, value in engine.items() if name.endswith("Spec")}
+
+    assert extractor["parameters"]["defaultEngine"] == engine["name"]
+    assert len(read) == 5
+    assert read <= gauges
+    assert metric["pods"]["metric"]["name"] == rule["seriesQuery"].partition("{")[0]
+    assert metric["pods"]["metric"]["name"] in gauges
+
+
+def test_the_picker_uses_plugins_that_it_defines() -> None:
+    document = picker()
+    defined = {plugin.get("name", plugin["type"]) for plugin in document["plugins"]}
+    (profile,) = document["schedulingProfiles"]
+    (source,) = document["dataLayer"]["sources"]
+    used = {plugin["pluginRef"] for plugin in profile["plugins"]} | {source["pluginRef"]}
+    used |= {extractor["pluginRef"] for extractor in source["extractors"]}
+
+    assert used == defined
+
+
+def test_the_page_s_numbers_are_those_of_the_files() -> None:
+    """Seconds of a pod's end, and when replicas come and leave."""
+    page = " ".join((ROOT / "docs" / "guide" / "several-machines.md").read_text().split())
+    pod, container = pods()[0]
+    scaler = of_kind("HorizontalPodAutoscaler")["spec"]
+    (seconds,) = re.findall(r"has (\d+) seconds: (\d+) in which .*?, (\d+) for `--drain`", page)
+    (target,) = (metric["pods"]["target"]["averageValue"] for metric in scaler["metrics"])
+    leaves = scaler["behavior"]["scaleDown"]
+
+    stated = pod["terminationGracePeriodSeconds"], container["lifecycle"]["preStop"]["sleep"]["seconds"]
+    assert tuple(map(int, seconds)) == (*stated, int(option(container, "drain")))
+    assert {"2": "two", "4": "four"}[target] in re.findall(r"more than (\w+) requests wait on each", page)
+    assert [policy["value"] for policy in leaves["policies"]] == [1]
+    assert leaves["stabilizationWindowSeconds"] >= 60
+
+
+def test_all_that_is_kept_lies_on_the_volume_home() -> None:
+    """Models, packed weights and the tuning database; the rest of the file system cannot be written."""
+    (container,) = of_kind("Deployment")["spec"]["template"]["spec"]["containers"]
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    (volume,) = re.findall(r"^# Models, packed weights and the.*\nVOLUME (\S+)$", CONTAINER, re.M)
+    names = {str(each.get("name")) for each in container["env"]}
+
+    assert container["securityContext"]["readOnlyRootFilesystem"]
+    assert mounts["home"] == volume
+    assert not any(name.startswith(("XDG_", "PHASEWISE_DB", "PHASEWISE_CACHE")) for name in names)
+
+
+def test_kserve_names_its_runtime() -> None:
+    model = of_kind("InferenceService")["spec"]["predictor"]["model"]
+    runtime = of_kind("ServingRuntime")
+    (container,) = runtime["spec"]["containers"]
+
+    assert model["runtime"] == runtime["metadata"]["name"]
+    assert model["modelFormat"]["name"] in [own["name"] for own in runtime["spec"]["supportedModelFormats"]]
+    assert container["args"][1] == "/mnt/models"
+    assert model["storageUri"]

@@ -1,0 +1,209 @@
+"""deploy/nginx.conf as nginx runs it: sessions stay on their server, and leave it with nothing lost."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from phasewise.serving.http.routes.middleware import client_of
+from tests.soak.served_process import free_port
+from tests.support.servers.fake_server import FakeServer, fake_server
+from tests.support.servers.rude_clients import until
+
+ROOT = Path(__file__).parents[2]
+CONF = (ROOT / "deploy" / "nginx.conf").read_text()
+AROUND = """daemon off; pid {folder}/pid; error_log {folder}/error.log; worker_processes 1;
+events {{ worker_connections 256; }}
+http {{ access_log off; {places} include {folder}/phasewise.conf; }}
+"""
+PLACES = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+BODY = {"model": "fake", "prompt": "a", "max_tokens": 3, "ignore_eos": True}
+
+needs_nginx = pytest.mark.skipif(shutil.which("nginx") is None, reason="nginx is not installed")
+
+
+@dataclass
+class Behind:
+    """Servers, and the address of the nginx in front of them."""
+
+    url: str
+    servers: list[FakeServer]
+
+    def ask(self, session: str | None = None, client: httpx.Client | None = None) -> int:
+        """The server that answers a request."""
+        before = [len(server.ranks.batches) for server in self.servers]
+        headers = {} if session is None else {"X-Session-Id": session}
+        post = httpx.post if client is None else client.post
+        answer = post(f"{self.url}/v1/completions", json=BODY, headers=headers, timeout=30)
+        assert answer.status_code == 200, answer.text
+        (index,) = (
+            index for index, server in enumerate(self.servers) if len(server.ranks.batches) > before[index]
+        )
+        return index
+
+
+@contextlib.contextmanager
+def behind_nginx(folder: Path, n_servers: int = 3) -> Iterator[Behind]:
+    with contextlib.ExitStack() as stack:
+        servers = [stack.enter_context(fake_server()) for _ in range(n_servers)]
+        ports = [server.url.rpartition(":")[2] for server in servers]
+        port = free_port()
+        lines = "".join(f"server 127.0.0.1:{own} max_fails=1 fail_timeout=2s;\n" for own in ports)
+        conf = re.sub(r"(    server 10\.0\.0\.\d+:8000 max_fails=1 fail_timeout=2s;\n)+", lines, CONF)
+        assert lines in conf
+        assert "listen 80;" in conf
+        (folder / "phasewise.conf").write_text(conf.replace("listen 80;", f"listen 127.0.0.1:{port};"))
+        places = "".join(f"{name}_temp_path {folder}/{name}; " for name in PLACES)
+        (folder / "nginx.conf").write_text(AROUND.format(folder=folder, places=places))
+        process = subprocess.Popen(
+            ["nginx", "-p", str(folder), "-c", str(folder / "nginx.conf")], stderr=subprocess.DEVNULL
+        )
+        stack.callback(process.wait)
+        stack.callback(process.terminate)
+        url = f"http://127.0.0.1:{port}"
+
+        def listens() -> bool:
+            with contextlib.suppress(httpx.TransportError):
+                return httpx.get(f"{url}/ready").status_code == 200
+            return False
+
+        until(listens, "nginx does not listen")
+        yield Behind(url, servers)
+
+
+@needs_nginx
+def test_a_session_stays_on_its_server_and_sessions_are_spread(tmp_path: Path) -> None:
+    with behind_nginx(tmp_path) as behind:
+        first = {f"session {n}": behind.ask(f"session {n}") for n in range(30)}
+
+        assert set(first.values()) == {0, 1, 2}
+        assert {session: behind.ask(session) for session in first} == first
+
+
+@needs_nginx
+def test_a_client_that_names_no_session_gets_one_as_a_cookie(tmp_path: Path) -> None:
+    with behind_nginx(tmp_path) as behind:
+        for _ in range(10):
+            with httpx.Client() as client:
+                index = behind.ask(client=client)
+                assert len(client.cookies["phasewise_session"]) == 32
+                assert [behind.ask(client=client) for _ in range(3)] == [index] * 3
+        assert "set-cookie" not in httpx.get(f"{behind.url}/ready", headers={"X-Session-Id": "a"}).headers
+
+
+@needs_nginx
+@pytest.mark.parametrize("is_drained", [True, False], ids=["drained", "gone"])
+def test_sessions_of_a_server_that_leaves_go_to_the_others_and_no_other_moves(
+    tmp_path: Path, is_drained: bool
+) -> None:
+    with behind_nginx(tmp_path) as behind:
+        sessions = {f"session {n}": behind.ask(f"session {n}") for n in range(20)}
+        leaving = behind.servers[1]
+        if is_drained:
+            leaving.life.drain(30)
+        else:
+            leaving.server.end(at_once=True)
+            until(lambda: leaving.server.has_ended, "it does not end")
+        after = {session: behind.ask(session) for session in sessions}
+
+    assert 1 in sessions.values()
+    assert 1 not in after.values()
+    assert all(after[session] == index for session, index in sessions.items() if index != 1)
+
+
+@needs_nginx
+def test_tokens_come_as_they_are_made(tmp_path: Path) -> None:
+    with behind_nginx(tmp_path, 1) as behind:
+        (server,) = behind.servers
+        seen: list[int] = []
+        server.ranks.before_step = lambda: until(lambda: len(server.ranks.batches) <= 3 or bool(seen), "held")
+        body = {**BODY, "max_tokens": 20, "stream": True}
+        with httpx.stream("POST", f"{behind.url}/v1/completions", json=body, timeout=30) as answer:
+            pieces = (line for line in answer.iter_lines() if line.startswith("data: {"))
+            seen.extend(len(server.ranks.batches) for _ in pieces)
+
+        assert seen[0] <= 5  # of 20 steps: the rest were not made before the first was read
+        assert len(seen) >= 20
+
+
+@needs_nginx
+def test_counts_of_one_server_are_not_given_out_as_those_of_all(tmp_path: Path) -> None:
+    with behind_nginx(tmp_path) as behind:
+        assert httpx.get(f"{behind.url}/metrics").status_code == 404
+
+
+def test_it_retries_only_what_has_computed_nothing() -> None:
+    """Without nginx, too: what it says to do."""
+    (retried,) = re.findall(r"proxy_next_upstream (.*);", CONF)
+
+    assert set(retried.split()) == {"error", "http_503", "non_idempotent"}
+    assert "proxy_buffering off;" in CONF
+
+
+@needs_nginx
+def test_openais_client_keeps_its_cookie(tmp_path: Path) -> None:
+    """As long as the client object lives: each has a session of its own."""
+    with behind_nginx(tmp_path) as behind:
+        servers_of = []
+        for _ in range(12):
+            with openai.OpenAI(base_url=f"{behind.url}/v1", api_key="any", max_retries=0) as client:
+                servers_of.append({answering(behind, client) for _ in range(3)})
+
+    assert all(len(servers) == 1 for servers in servers_of)
+    assert len(set().union(*servers_of)) > 1
+
+
+def answering(behind: Behind, client: openai.OpenAI) -> int:
+    """The server that answers this client's request."""
+    before = [len(server.ranks.batches) for server in behind.servers]
+    client.completions.create(model="fake", prompt="a", max_tokens=2)
+    (index,) = (
+        index for index, server in enumerate(behind.servers) if len(server.ranks.batches) > before[index]
+    )
+    return index
+
+
+@needs_nginx
+def test_an_answer_that_has_begun_ends_with_its_connection(tmp_path: Path) -> None:
+    """nginx asks nobody else for the rest."""
+    with behind_nginx(tmp_path, 2) as behind:
+        held = threading.Event()
+        for server in behind.servers:
+            server.ranks.before_step = lambda own=server: len(own.ranks.batches) < 4 or held.wait(10)  # type: ignore[misc]
+        body = {**BODY, "max_tokens": 40, "stream": True}
+        pieces: list[str] = []
+        with (
+            contextlib.suppress(httpx.TransportError),
+            httpx.stream("POST", f"{behind.url}/v1/completions", json=body, timeout=30) as answer,
+        ):
+            for line in answer.iter_lines():
+                pieces.append(line)
+                if len(pieces) == 1:
+                    serving = max(behind.servers, key=lambda server: len(server.ranks.batches))
+                    serving.server.end(at_once=True)
+                    held.set()
+        (other,) = (server for server in behind.servers if server is not serving)
+
+    assert pieces
+    assert not any("[DONE]" in piece for piece in pieces)
+    assert not other.ranks.batches
+
+
+def test_without_keys_all_clients_are_one() -> None:
+    """That of the proxy: what it says of others is not believed."""
+    proxied = [
+        {"client": ("127.0.0.1", 1000 + n), "headers": [(b"x-forwarded-for", f"10.0.0.{n}".encode())]}
+        for n in range(2)
+    ]
+
+    assert len({client_of(scope) for scope in proxied}) == 1

@@ -1,0 +1,70 @@
+"""Numbers, options and metrics that docs/guide/pools.md names are those of the program."""
+
+from __future__ import annotations
+
+import re
+
+from phasewise.cluster.real.supervisor import FrontSettings
+from phasewise.cluster.routing import OVERFLOW_S, OWN_TOKEN_COUNTS
+from phasewise.serving.engine.engine_size import KV_SHARE_OF_FREE_MEMORY
+from phasewise.serving.processes.restarts import MOST_RERUNS
+from phasewise.serving.scheduling.prefix_keys import BLOCK_TOKENS
+from phasewise.workflows.serve.pools import SPLIT_ABOVE_TOKENS
+from phasewise.workflows.unused_options import WAYS
+from tests.support import ROOT
+from tests.support.scripts import script
+
+PAGE = " ".join((ROOT / "docs" / "guide" / "pools.md").read_text().split())
+WORDS = {"two": 2, "twice": 2, "four": 4, "ten": 10, "quarter": 0.25, "minute": 60}
+
+
+def stated(pattern: str) -> float:
+    """The number where the pattern has a group; the same one, however often it stands there."""
+    (text,) = set(re.findall(pattern, PAGE))
+    return float(WORDS.get(text, text))
+
+
+def test_its_numbers_are_those_of_the_program() -> None:
+    settings = FrontSettings("", lambda index, life: "")
+
+    assert stated(r"which blocks of (\d+) tokens it holds") == BLOCK_TOKENS
+    assert stated(r"prompts that wait there, and (\w+) times those of its own") == OWN_TOKEN_COUNTS
+    assert stated(r"longer than computing it again (\w+) times") == OWN_TOKEN_COUNTS
+    assert stated(r"prompts of more than (\d+) tokens, or than `--split-above`") == SPLIT_ABOVE_TOKENS
+    assert stated(r"wait for longer than ([\d.]+) s by the best pace") == OVERFLOW_S
+    assert stated(r"divide a (\w+) of what is free on that node") == KV_SHARE_OF_FREE_MEMORY
+    assert stated(r"(?:noticed after|says nothing for) ([\d.]+) seconds") == settings.silent_s
+    assert stated(r"is tried again every (\w+),") == settings.again_s
+    assert stated(r"ended, (\w+) for each of the server and once more") == MOST_RERUNS
+    assert stated(r"has not arrived (\w+) seconds after its prompt was computed") == settings.hand_over_s
+
+
+def refused(where: str) -> set[str]:
+    (way,) = (way for way in WAYS["serve"] if way.where == where)
+    return set(way.refuses)
+
+
+def test_options_that_it_says_are_refused_are() -> None:
+    """All of them, and no others."""
+    (with_pools,) = re.findall(r"(`--threads`[^:]*) are for one engine: with pools they are refused", PAGE)
+    (without,) = re.findall(
+        r"Without pools, (`--routing`.*?) are; where all pools are mixed the last four", PAGE
+    )
+    options = re.findall(r"`(--[a-z-]+)`", without)
+
+    assert set(re.findall(r"`(--[a-z-]+)`", with_pools)) == refused("with pools")
+    assert set(options) == refused("without pools")
+    assert set(options[-4:]) == refused("where all pools are mixed")
+
+
+def test_the_metrics_that_it_names_are_there() -> None:
+    """`..._NAME` stands for one that begins as the one before it."""
+    exposed = {
+        f"{family.name}_total" if family.type == "counter" else family.name
+        for family in script("docs/make_http_reference.py").registry().collect()
+    }
+    named = set(re.findall(r"phasewise_[a-z_]+", PAGE))
+    named |= {f"phasewise_instance_{rest}" for rest in re.findall(r"\.\.\._([a-z_]+)", PAGE)}
+
+    assert len(named) > 15
+    assert named <= exposed

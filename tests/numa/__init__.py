@@ -1,0 +1,1 @@
+"""Machines with NUMA nodes, emulated: what speed cannot show there."""

@@ -1,0 +1,83 @@
+"""A program of its own, since Ray reads its environment when it is imported: `ray_unlike.py MODEL`.
+
+Pools of a file on two nodes of a Ray cluster with labels. Prints what it saw as one JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+from ray.cluster_utils import Cluster
+
+from tests.support.servers.metric_lines import instance_infos
+from tests.support.servers.ray_serve import PHASEWISE, answers, is_whole, serving, status, wait_until
+
+POOLS = """
+[[pool]]
+role = "prompt"
+instances = 1
+cores = 2
+label = "big"
+sparse = "never"
+kv_budget = "16M"
+
+[[pool]]
+role = "token"
+instances = 1
+cores = 1
+label = "phasewise=small"
+sparse = "always"
+kv_budget = "8M"
+"""
+
+
+def main(model: Path) -> dict[str, object]:
+    pools = model.parent / "pools.toml"
+    pools.write_text(POOLS)
+    with serving(model, {"--threads": "1", "--format": "int8"}) as url:
+        whole = answers(url)
+    node = {"num_cpus": 2, "object_store_memory": 80 << 20}
+    cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
+    try:
+        nodes = {
+            name: cluster.add_node(**node, labels={"phasewise": name}).node_id for name in ("small", "big")
+        }
+        asked = {
+            "--cluster": cluster.address,
+            "--pools": str(pools),
+            "--split-above": "8",
+            "--format": "int8",
+        }
+        with serving(model, asked) as url:
+            wait_until(lambda: is_whole(cluster.address, 2))
+            told = answers(url)
+            metrics = httpx.get(f"{url}/metrics").text
+            instances = status(cluster.address)["instances"]
+        nowhere = subprocess.run(
+            [*PHASEWISE, "serve", str(model), "--cluster", cluster.address, "--mixed", "1x1@nowhere"],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        divided = re.search(r"^phasewise_hand_overs_total (\d+)", metrics, re.MULTILINE)
+        return {
+            "whole": whole,
+            "answers": told,
+            "instances": instances,
+            "nodes": nodes,
+            "hand_overs": int(divided[1]) if divided else 0,
+            "infos": instance_infos(metrics),
+            "nowhere": (nowhere.returncode, nowhere.stderr),
+        }
+    finally:
+        cluster.shutdown()
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(Path(sys.argv[1]))))

@@ -1,0 +1,66 @@
+"""Shares of cores beside the fastest ones, and cores that are slow, measured while all of them work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from phasewise.cython_kernels._native import Team
+from phasewise.cython_kernels.limit_loops import MemberRates, rates_of_kinds, rates_of_members
+from phasewise.topology import Machine
+from phasewise.tuner.config.rates import CoreShare
+
+Measure = Callable[[Sequence[int]], MemberRates]
+"""The rates of some PUs while all of them work."""
+
+
+def rates_of_pus(pus: Sequence[int]) -> MemberRates:
+    """On this machine, by a thread on each."""
+    team = Team(tuple(pus), idle_spin_us=0)
+    try:
+        return rates_of_members(team)
+    finally:
+        team.close()
+
+
+SLOW = 0.75
+"""Share of the median pace of its kind: a core below it in all of ROUNDS has a neighbour, or is throttled."""
+ROUNDS = 3
+LEAST_CORES = 3
+"""With fewer of a kind it cannot be said which one is slow."""
+
+
+def slow_pus(machine: Machine, measure: Measure = rates_of_pus) -> tuple[int, ...]:
+    """PUs that are slower than others of their kind whenever one looks, the slowest first."""
+    firsts, kinds = _firsts_by_kind(machine)
+    if max(kinds.count(kind) for kind in kinds) < LEAST_CORES:
+        return ()
+    best: dict[int, float] = {}
+    for _ in range(ROUNDS):
+        paces = measure(firsts).computing
+        usual = rates_of_kinds(paces, kinds)
+        for pu, kind, pace, of_kind in zip(firsts, kinds, paces, usual, strict=True):
+            if kinds.count(kind) >= LEAST_CORES:
+                best[pu] = max(best.get(pu, 0.0), pace / of_kind)
+    return tuple(sorted((pu for pu, share in best.items() if share < SLOW), key=lambda pu: best[pu]))
+
+
+def measured_shares(machine: Machine, measure: Measure = rates_of_pus) -> dict[int, CoreShare]:
+    """The shares of all allowed PUs of a machine with cores of several kinds; of a kind all have the same."""
+    firsts, kinds = _firsts_by_kind(machine)
+    if len(set(kinds)) < 2:
+        return {}
+    rates = measure(firsts)
+    computing, reading = (rates_of_kinds(each, kinds) for each in (rates.computing, rates.reading))
+    of_kind = {
+        kind: CoreShare(own_pace / max(computing), own_reads / max(reading))
+        for kind, own_pace, own_reads in zip(kinds, computing, reading, strict=True)
+    }
+    shares = dict(zip(firsts, (of_kind[kind] for kind in kinds), strict=True))
+    return {pu: shares[core[0]] for core in machine.allowed_cores() for pu in core}
+
+
+def _firsts_by_kind(machine: Machine) -> tuple[list[int], list[int]]:
+    """The first allowed PU of every core, and the number of its kind."""
+    number_of = {pu: number for number, kind in enumerate(machine.kinds) for pu in kind.cpus}
+    firsts = [core[0] for core in machine.allowed_cores()]
+    return firsts, [number_of.get(pu, -1) for pu in firsts]

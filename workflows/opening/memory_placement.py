@@ -1,0 +1,88 @@
+"""The NUMA nodes of a model's weights under its plans, and the share of reads that stay on their node."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from phasewise.serving.models.packed_model import PackedModel
+    from phasewise.serving.ranks.rank_layout import RankLayout
+    from phasewise.topology import MemoryNodes
+    from phasewise.tuner.plans import Phase, ServicePlan
+
+
+@dataclass(frozen=True)
+class MemoryPlacement:
+    """The weights of a model on a machine of several NUMA nodes.
+
+    rank_nodes: those of each rank's memory, by turns where there are several. local_reads: of each phase the
+    share of the weights' bytes that a step reads from the node of the core that reads them. kv_factor: the
+    bytes of keys and values over those of one rank; above 1 where ranks keep copies of heads that they share.
+    """
+
+    bytes_by_node: Mapping[int, int]
+    rank_nodes: tuple[tuple[int, ...], ...]
+    local_reads: Mapping[Phase, float]
+    kv_factor: float = 1.0
+
+
+def place(
+    model: PackedModel, plans: Mapping[Phase, ServicePlan], memory: MemoryNodes | None
+) -> MemoryPlacement | None:
+    """As `open_ranks` places them where every node has room. memory: None on a machine of one node."""
+    from phasewise.serving.models.forward import kv_bytes_per_slot
+    from phasewise.serving.ranks.rank_layout import RankLayout
+
+    if memory is None:
+        return None
+    layout = RankLayout(plans, memory)
+    by_node: Counter[int] = Counter()
+    local: dict[Phase, float] = dict.fromkeys(plans, 0.0)
+    read = dict(local)
+    for name, weight in model.weights.items():
+        is_multiplied = name != "embed" or model.config.tied_embeddings
+        for owner, begin, end in _owned(layout, weight.panels):
+            nodes = layout.nodes(owner) or memory.usable
+            for node in nodes:
+                by_node[node] += weight.nbytes * (end - begin) // (weight.panels * len(nodes))
+            for phase in plans if is_multiplied else ():
+                for reader, first, last in _read(layout, phase, weight.panels):
+                    panels = max(0, min(end, last) - max(begin, first))
+                    n_bytes = weight.nbytes * panels / weight.panels
+                    read[phase] += n_bytes
+                    local[phase] += n_bytes * float(_meeting(layout, memory, phase, reader, nodes))
+    return MemoryPlacement(
+        dict(sorted(by_node.items())),
+        tuple(layout.nodes(rank) for rank in range(layout.n_ranks)),
+        {phase: local[phase] / read[phase] if read[phase] else 1.0 for phase in plans},
+        kv_bytes_per_slot(model, teams=layout.teams) / kv_bytes_per_slot(model),
+    )
+
+
+def _owned(layout: RankLayout, panels: int) -> Iterator[tuple[int, int, int]]:
+    """Each rank that has panels in its memory, and which."""
+    from phasewise.tuner.plans import PHASES
+
+    return _read(layout, next(phase for phase in reversed(PHASES) if phase in layout.plans), panels)
+
+
+def _read(layout: RankLayout, phase: Phase, panels: int) -> Iterator[tuple[int, int, int]]:
+    """Each rank that reads panels in a phase, and which."""
+    from phasewise.cython_kernels.division import share
+
+    teams = [len(rank.cores) for rank in layout.plans[phase].ranks]
+    for rank in range(len(teams)):
+        yield rank, *share(panels, teams, rank)
+
+
+def _meeting(
+    layout: RankLayout, memory: MemoryNodes, phase: Phase, reader: int, nodes: tuple[int, ...]
+) -> Fraction:
+    """The share of a rank's reads from memory on `nodes`, by turns, that cores on the same node make."""
+    cores = layout.plans[phase].ranks[reader].cores
+    at_home = sum(len(memory.cpus.get(node, frozenset()).intersection(cores)) for node in nodes)
+    return Fraction(at_home, len(cores) * len(nodes))

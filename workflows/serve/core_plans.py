@@ -1,0 +1,78 @@
+"""Plans for the cores that are left, or that have come, while an engine runs (`serving.engine.core_watch`).
+
+An instance of a pool keeps to its own cores, so that none takes those of another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING
+
+from phasewise.workflows.opening.open_model import schedules_under
+from phasewise.workflows.report import silent
+
+if TYPE_CHECKING:
+    from phasewise.serving.engine.core_watch import CorePlans, CoreWatch
+    from phasewise.topology import Machine
+    from phasewise.tuner.plans import Phase, RankCores, ServicePlan
+    from phasewise.workflows.opening.open_model import OpenModel, Weights
+
+    Plans = Mapping[Phase, ServicePlan]
+
+
+def watch_of_instance(opened: OpenModel, weights: Weights, db: str | None) -> CoreWatch:
+    """The watch over the cores of an instance of a pool, whose plans have one rank each."""
+    from phasewise.serving.engine.core_watch import CoreWatch
+    from phasewise.topology.process_limits import read_limits
+
+    def plans_on(machine: Machine) -> Plans:
+        return {phase: cores_left(plan, machine) for phase, plan in opened.plans.items()}
+
+    return CoreWatch(opened.plans, read_limits, partial(replanned, opened, plans_on, weights, db))
+
+
+def cores_left(plan: ServicePlan, machine: Machine) -> ServicePlan:
+    """The plan without cores that are gone, and without ranks that had no others. Where nothing is left of
+    it, one rank takes as many of the other cores as it had. Bands whose ranks are then others than the
+    plan's are left out.
+    """
+    from phasewise.tuner.plans import ServicePlan, nodes_of, pus_by_preference, rank_on
+
+    allowed = frozenset(machine.allowed_pus)
+
+    def ranks_left(own: ServicePlan) -> tuple[RankCores, ...]:
+        kept = [tuple(core for core in rank.cores if core in allowed) for rank in own.ranks]
+        kept = [cores for cores in kept if cores] or [pus_by_preference(machine)[: len(own.cores)]]
+        return tuple(rank_on(machine, cores) for cores in kept)
+
+    left = ServicePlan(plan.phase, ranks_left(plan), plan.source)
+    for sequences, band in zip(plan.starts, plan.each[1:], strict=True):
+        ranks = ranks_left(band)
+        if nodes_of(ranks) == nodes_of(left.ranks):
+            left = left.with_band(sequences, ranks)
+    return left
+
+
+def replanned(
+    opened: OpenModel, plans_on: Callable[[Machine], Plans], weights: Weights, db: str | None
+) -> CorePlans:
+    """Plans for the machine of now, with the schedules in use on their cores; with those of the start where
+    these have another arithmetic. RanksError.
+    """
+    from phasewise.kerneldb.errors import KernelDbError
+    from phasewise.serving.engine.core_watch import CorePlans
+    from phasewise.serving.engine.fingerprint import arithmetic_of
+    from phasewise.serving.errors import RanksError
+    from phasewise.topology import TopologyError, read_machine
+    from phasewise.tuner.errors import TunerError
+
+    try:
+        machine = read_machine()
+        plans = plans_on(machine)
+        schedules = schedules_under(plans, weights, db, machine, silent)
+    except (KernelDbError, TopologyError, TunerError) as error:
+        raise RanksError(str(error)) from error
+    if arithmetic_of(opened.model, schedules) != arithmetic_of(opened.model, opened.schedules):
+        schedules = opened.schedules
+    return CorePlans(plans, schedules)

@@ -1,0 +1,124 @@
+"""The process in which a function for a slot is checked and timed before anything else calls it."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from phasewise.cython_kernels._native import SLOT_SYMBOL, isa_active
+from phasewise.ir.errors import CheckError
+from phasewise.tuner import timing
+from phasewise.workflows.user_kernels.turns import take_of
+
+COMMAND = (sys.executable, "-m", "phasewise.cython_kernels.user_slots.process")
+MEMORY_BYTES = 8 << 30
+FILE_BYTES = 16 << 20
+"""Rows lie in memory that counts as a file."""
+CPU_SECONDS = 3600
+CHECK_SECONDS = 300
+"""Processor time; every float32 of an activation takes thirty."""
+
+_TOLD = {
+    "differs": "element {index} has other bits than the built-in function's",
+    "repeats": "the same row gives other bits when it comes again",
+    "writes_beyond": "it writes beside the row",
+    "changes_modes": "it leaves the modes of floating point changed",
+    "faults": "it touches what it was not given, or has no such instruction (signal {signal})",
+    "is_late": "it is not done in time",
+    "threads_differ": "it gives other bits while other threads call it",
+    "no_memory": "there is no memory to check it in",
+}
+
+
+class SlotProcess:
+    """Use it in a `with` block. core: the CPU that it runs on; None: any."""
+
+    def __init__(self, core: int | None = None) -> None:
+        def confine() -> None:
+            os.setsid()
+            if core is not None:
+                os.sched_setaffinity(0, {core})
+            resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
+            resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, FILE_BYTES))
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+        self._process = subprocess.Popen(
+            COMMAND,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "PHASEWISE_ISA": isa_active()},
+            preexec_fn=confine,
+        )
+
+    def problem(
+        self,
+        slot: str,
+        library: Path,
+        seed: int,
+        *,
+        symbol: str = SLOT_SYMBOL,
+        every_float: bool = False,
+        seconds: int = CHECK_SECONDS,
+    ) -> str | None:
+        """The way a function breaks the contract of its slot, in words; None: it keeps it."""
+        verdict = self._ask(
+            "check", slot=slot, library=str(library), symbol=symbol, seed=seed, every_float=every_float,
+            seconds=seconds,
+        )  # fmt: skip
+        if verdict["outcome"] == "agrees":
+            return None
+        place = f"n = {verdict['n']}, {verdict['way']}" if verdict["n"] else "before the first call"
+        return f"{place}: {_TOLD[verdict['outcome']].format(**verdict)}"
+
+    def built_in_digest(self, slot: str, library: Path, seed: int) -> int:
+        """The digest that a process's own check has to find. CheckError where the library fails."""
+        verdict = self._ask("recheck", slot=slot, library=str(library), symbol=SLOT_SYMBOL, seed=seed)
+        if verdict["outcome"] != "agrees":
+            raise CheckError(f"{slot}: {_TOLD[verdict['outcome']].format(index=0, signal=0)}")
+        return int(verdict["digest"])
+
+    def take(self, slot: str, library: Path | None, lengths: Sequence[int]) -> timing.Take:
+        """Turns of rounds over rows of these lengths; of the built-in function without a library."""
+        name = None if library is None else str(library)
+
+        def call_ns(loops: int, calls: int) -> list[int]:
+            rows = {"lengths": list(lengths), "loops": loops, "calls": calls}
+            answer = self._ask("time", slot=slot, library=name, symbol=SLOT_SYMBOL, **rows)
+            return [int(ns) for ns in answer["loop_ns"]]
+
+        return take_of(call_ns)
+
+    def _ask(self, do: str, **asked: Any) -> dict[str, Any]:
+        assert self._process.stdin
+        assert self._process.stdout
+        try:
+            self._process.stdin.write(json.dumps({"do": do, **asked}) + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            raise CheckError(f"{asked['slot']}: the process that calls the kernel has ended")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise CheckError(f"{asked['slot']}: {answer['error']}")
+        return answer
+
+    def __enter__(self) -> SlotProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe:
+                pipe.close()
