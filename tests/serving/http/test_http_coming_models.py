@@ -199,8 +199,12 @@ def test_a_client_that_leaves_the_line_gives_its_room_to_others() -> None:
         with ThreadPoolExecutor(2) as clients:
             first = clients.submit(server.complete, "a", "b", 5)
             until(lambda: server.client.n_live == 1, "it does not run")
+            asked = {"model": "b", "prompt": "a"}
+            second = clients.submit(httpx.post, f"{server.url}/v1/completions", json=asked, timeout=0.3)
+            until(lambda: server.states()["b"] == "loading", "it is not in line")
             with pytest.raises(httpx.ReadTimeout):
-                httpx.post(f"{server.url}/v1/completions", json={"model": "b", "prompt": "a"}, timeout=0.3)
+                second.result()
+            until(lambda: not server.shelf._is_wanted("b"), "the server does not know that its client has left")
             gate.set()
             assert first.result().status_code == 200
         until(lambda: server.states()["b"] == "unloaded", "it is still loaded")
