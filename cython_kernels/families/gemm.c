@@ -408,9 +408,10 @@ static void block(const walk *k, pw_range rows, pw_range panels) {
 }
 
 /* Rows that meet blocks as they are. Some kinds gain less by being unpacked than others: nibbles, which a tile of many
- * columns reads at little cost, tables and sub-scales; none gains anything where unpacking is beside dots. */
+ * columns reads at little cost, tables and sub-scales; none gains anything where unpacking is beside dots, and where such a
+ * core has no byte dots any number of rows is faster so. */
 static int64_t most_block_rows(const pw_weight *w) {
-    if (PW_DOT_OPERANDS && pw_core()->unpacks_beside_dots) return 8 * BLOCK_MR;
+    if (LANES >= 8 && pw_core()->unpacks_beside_dots) return PW_DOT_OPERANDS ? 8 * BLOCK_MR : INT64_MAX;
     int looked_up = pw_block_format_of(w->kind).table != PW_NO_TABLE, nibbles = pw_arithmetic_kind(w->kind) == PW_Q4;
     int gains_less = LANES == 16 ? nibbles : LANES == 8 && (looked_up || pw_has_subs(w->kind));
     return BLOCK_ROWS + (gains_less ? BLOCK_MR : 0);
