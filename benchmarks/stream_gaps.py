@@ -132,14 +132,19 @@ def measured(
 
 
 def instances(rounds: Rounds = 10, of: int = 2, streams: int = 6, stretch_s: float = 3.0) -> Yielded:
-    """Processes of this host, of one thread each."""
+    """Processes of this host, each pinned to a core of its own as far as there are any."""
 
     def lose(server: PoolServer, turn: Iterator[int]) -> set[int]:
         index = next(turn) % of
         os.kill(server.front.pids[index], signal.SIGKILL)
         return {index}
 
-    with _model() as model, pools(model, ["mixed"] * of, roomy(model), most_restarts=1 << 20) as server:
+    allowed = sorted(os.sched_getaffinity(0))
+    own = [allowed[index % len(allowed)] for index in range(of)]
+    with (
+        _model() as model,
+        pools(model, ["mixed"] * of, roomy(model), most_restarts=1 << 20, cores=own) as server,
+    ):
         killed = partial(lose, turn=itertools.count())
         yield from measured(server, f"one of {of} instances is killed", killed, rounds, streams, stretch_s)
 

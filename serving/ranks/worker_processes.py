@@ -18,9 +18,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from phasewise.serving.errors import RanksError
+from phasewise.serving.processes.behind_others import keep_to
 from phasewise.serving.processes.secrets import environment_for_children
 from phasewise.serving.ranks.rank_instructions import Instructions, Report
 from phasewise.serving.ranks.rank_memory import ByNode
+from phasewise.serving.ranks.rank_teams import keeping_affinity
 
 START_S = 300.0
 """A worker that is not ready by then never will be. Copying the weights of a large model takes most of it."""
@@ -202,14 +204,17 @@ def _start(told: Instructions) -> _Worker:
         raise RanksError("Python does not know its own path (sys.executable)")
     written = told.write()
     try:
-        process = subprocess.Popen(
-            [sys.executable, *COMMAND],
-            stdin=written,
-            stdout=subprocess.PIPE,
-            pass_fds=told.descriptors,
-            env={**environment_for_children(), **ONE_THREAD},
-            bufsize=0,
-        )
+        with keeping_affinity():
+            if told.pinned:  # from its first import on: other cores may be those of engines that answer
+                keep_to({core for cores in told.cores.values() for core in cores})
+            process = subprocess.Popen(
+                [sys.executable, *COMMAND],
+                stdin=written,
+                stdout=subprocess.PIPE,
+                pass_fds=told.descriptors,
+                env={**environment_for_children(), **ONE_THREAD},
+                bufsize=0,
+            )
     finally:
         os.close(written)
     return _Worker(told.rank, process)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from phasewise.cluster.real.instance import Orders
+from phasewise.serving.processes.behind_others import NICENESS
 from phasewise.topology import read_machine
 from phasewise.tuner.plans import PHASES, RankCores, ServicePlan, default_plan, rank_on
 from phasewise.workflows.opening.open_model import OpenModel, Weights, open_under
@@ -60,6 +62,45 @@ def test_weights_reach_the_instance_s_loader_and_its_engine_whole(
     serve_instance._open(spec, ExitStack())
     assert opened == [WEIGHTS]
     assert multiplied == [{"prefill": (True, "blocks"), "decode": (False, "blocks")}]
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_a_pinned_instance_opens_its_model_on_its_own_cores_alone(
+    spec: InstanceSpec, monkeypatch: pytest.MonkeyPatch, is_told: bool
+) -> None:
+    """Those of the plans that it is told, or those that it claims on its node, as Ray's instances do."""
+    everywhere, niceness = os.sched_getaffinity(0), os.getpriority(os.PRIO_PROCESS, 0)
+    own = max(everywhere)
+    plans = tuple(ServicePlan(phase, (RankCores((own,)),)) for phase in PHASES)
+    spec = replace(spec, plans=plans, pinned=True)
+    if not is_told:
+        spec = replace(spec, plans=None, cores=1, node=f"node of one core {os.getpid()}")
+    opened: list[tuple[frozenset[int], set[int], int]] = []
+
+    def opening(plans: Any, *rest: Any) -> OpenModel:
+        of_plans = frozenset[int]().union(*(plan.all_cores for plan in plans.values()))
+        thread = threading.get_native_id()
+        opened.append((of_plans, os.sched_getaffinity(0), os.getpriority(os.PRIO_PROCESS, thread)))
+        return open_under(plans, *rest)
+
+    class Unmoving:
+        """An open engine, as far as it is asked."""
+
+        moves_in_place = False
+        engine = ranks = property(lambda self: self)
+
+    monkeypatch.setattr("phasewise.workflows.opening.open_model.open_under", opening)
+    monkeypatch.setattr("phasewise.serving.engine.open_engine.open_engine", lambda *_, **__: Unmoving())
+    with ExitStack() as stack:
+        serve_instance._open(spec, stack)
+
+    ((of_plans, seen, behind),) = opened
+    assert seen == of_plans
+    assert len(seen) == 1
+    assert not is_told or seen == {own}
+    assert behind == min(19, niceness + NICENESS)
+    assert os.sched_getaffinity(0) == everywhere
+    assert os.getpriority(os.PRIO_PROCESS, 0) == niceness
 
 
 def planned(spec: InstanceSpec, stack: ExitStack, **sources: Any) -> tuple[list[tuple[int, ...]], list[str]]:

@@ -15,10 +15,12 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from phasewise.serving.processes.behind_others import behind_others, keep_to
+from phasewise.serving.processes.headroom import use_one_heap
 from phasewise.serving.processes.parents import end_with_parent
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from phasewise.cluster.real.instance import Orders
     from phasewise.serving.engine.engine_size import EngineSize
@@ -95,6 +97,20 @@ def _read(text: bytes) -> tuple[InstanceSpec, Orders]:
     return spec, Orders(**orders, keys=None if keys is None else Keys(**keys))
 
 
+def _cores_told(text: bytes) -> frozenset[int]:
+    """Its own cores, before anything that takes long is imported; none: they are not known yet."""
+    from phasewise.tuner.plans import ServicePlan
+
+    spec_fields = json.loads(text)["spec"]
+    plans = [ServicePlan.from_json(plan, "flag") for plan in spec_fields["plans"] or ()]
+    return _own_cores(plans, spec_fields["pinned"])
+
+
+def _own_cores(plans: Iterable[ServicePlan], pinned: bool) -> frozenset[int]:
+    """Those that the instance pins itself to."""
+    return frozenset[int]().union(*(plan.all_cores for plan in plans if pinned))
+
+
 def main() -> int:
     """Open the model and compute for the front until it says so. The exit code of the process."""
     end_with_parent()
@@ -104,7 +120,9 @@ def main() -> int:
         signal.signal(number, signal.SIG_IGN)
     with os.fdopen(os.dup(sys.stdin.fileno()), "rb") as file:
         text = file.read()
-    spec, orders = _read(text)
+    use_one_heap()
+    with behind_others(_cores_told(text)) as run:
+        spec, orders = run(_read, text)
     logging.basicConfig(level=logging.WARNING, format=f"{orders.name}: %(message)s")
     from phasewise.cluster.real.instance import run_instance, say_cannot_start
 
@@ -125,34 +143,18 @@ def _is_expected(error: Exception) -> bool:
 
 def _open(spec: InstanceSpec, stack: ExitStack) -> OpenEngine:
     """stack: keeps the claims to its cores."""
-    from phasewise.serving.processes.headroom import use_one_heap
-
-    use_one_heap()
     from phasewise.serving.engine.open_engine import ModelText, open_engine
-    from phasewise.serving.loaders.fetching.resolve import cache_root, locate
     from phasewise.topology import read_machine
-    from phasewise.tuner.plans import check_fits, model_key, plans_for
-    from phasewise.workflows.opening.open_model import open_under
     from phasewise.workflows.serve.core_plans import watch_of_instance
 
-    log = logging.getLogger(__name__)
-    machine = read_machine()
-    key = model_key(locate(spec.model, cache_root(None), log.warning).name, spec.weights.weight_format)
-    plans: dict[Phase, ServicePlan]
-    if spec.plans is None:
-        stored = plans_for(spec.db, machine, key, None, log.warning)
-        plans = _plans_on_free_cores(stored, machine, spec, stack, log.warning)
-    else:
-        plans = {plan.phase: plan for plan in spec.plans}
-        if spec.pinned:
-            for plan in plans.values():
-                check_fits(plan, machine)
-    opened = open_under(plans, spec.model, spec.weights, spec.db, machine, log.warning)
+    machine = read_machine()  # before a thread keeps to some of its cores
+    with behind_others(_own_cores(spec.plans or (), spec.pinned)) as run:
+        opened: OpenModel = run(_open_model, spec, machine, stack)
     size = spec.size if spec.cores is None else _size_that_fits(spec.size, opened)
     size = replace(size, kv=replace(size.kv, shared=True))
     engine = open_engine(
         opened.model,
-        plans,
+        opened.plans,
         size,
         ModelText(opened.model),
         opened.schedules,
@@ -162,6 +164,27 @@ def _open(spec: InstanceSpec, stack: ExitStack) -> OpenEngine:
     if spec.pinned and engine.engine.ranks.moves_in_place:
         engine.engine.cores = watch_of_instance(opened, spec.weights, spec.db)
     return engine
+
+
+def _open_model(spec: InstanceSpec, machine: Machine, stack: ExitStack) -> OpenModel:
+    """On the instance's own cores as soon as they are known: those of other instances are in use."""
+    from phasewise.serving.loaders.fetching.resolve import cache_root, locate
+    from phasewise.tuner.plans import check_fits, model_key, plans_for
+    from phasewise.workflows.opening.open_model import open_under
+
+    log = logging.getLogger(__name__)
+    plans: dict[Phase, ServicePlan]
+    if spec.plans is None:
+        key = model_key(locate(spec.model, cache_root(None), log.warning).name, spec.weights.weight_format)
+        stored = plans_for(spec.db, machine, key, None, log.warning)
+        plans = _plans_on_free_cores(stored, machine, spec, stack, log.warning)
+    else:
+        plans = {plan.phase: plan for plan in spec.plans}
+        if spec.pinned:
+            for plan in plans.values():
+                check_fits(plan, machine)
+    keep_to(_own_cores(plans.values(), spec.pinned))
+    return open_under(plans, spec.model, spec.weights, spec.db, machine, log.warning)
 
 
 def _plans_on_free_cores(

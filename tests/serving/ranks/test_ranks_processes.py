@@ -26,6 +26,7 @@ from phasewise.serving.loaders import load_model
 from phasewise.serving.loaders.fetching.registry import KNOWN, known_path
 from phasewise.serving.loaders.fetching.resolve import cache_root
 from phasewise.serving.models.packed_model import PackedModel
+from phasewise.serving.ranks import worker_processes
 from phasewise.serving.ranks.open_ranks import KvSettings, LocalRanks, RankOptions, Ranks, open_ranks
 from phasewise.serving.ranks.process_ranks import ProcessRanks
 from phasewise.serving.sampling.sampling import GREEDY
@@ -405,3 +406,27 @@ def test_pinned_ranks_stay_on_their_cores(eight_heads: PackedModel) -> None:
     assert ranks.observed_cpus() == {"prefill": (cpus[0], cpus[1]), "decode": (cpus[0], cpus[1])}
     ranks.close()
     assert os.sched_getaffinity(0) == home
+
+
+SAYS_ITS_CORES = """
+import os
+from phasewise.serving.ranks.rank_instructions import Report
+os.write(1, Report(error=f"it may run on {sorted(os.sched_getaffinity(0))}").to_line())
+"""
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_a_rank_is_on_its_own_cores_from_its_first_import_on(
+    three_heads: PackedModel, monkeypatch: pytest.MonkeyPatch, pinned: bool
+) -> None:
+    monkeypatch.setattr(worker_processes, "COMMAND", ("-c", SAYS_ITS_CORES))
+    everywhere = sorted(os.sched_getaffinity(0))
+    cores = (RankCores((everywhere[0],)), RankCores((everywhere[-1],)))
+    with pytest.raises(RanksError, match="rank 1 cannot start") as caught:
+        open_ranks(
+            three_heads,
+            {"decode": ServicePlan("decode", cores)},
+            RankOptions(KvSettings(100), 10, 1, pinned=pinned),
+        )
+    assert str([everywhere[-1]] if pinned else everywhere) in str(caught.value)
+    assert sorted(os.sched_getaffinity(0)) == everywhere

@@ -74,9 +74,9 @@ def is_there(pid: int) -> bool:
         return False
 
 
-def plans_of(n_ranks: int) -> tuple[ServicePlan, ...]:
-    """N ranks of a thread each; not pinned, the cores are names alone."""
-    ranks = tuple(RankCores((core,)) for core in range(n_ranks))
+def plans_of(n_ranks: int, first: int = 0) -> tuple[ServicePlan, ...]:
+    """N ranks of a thread each, from core `first` on; not pinned, the cores are names alone."""
+    ranks = tuple(RankCores((core,)) for core in range(first, first + n_ranks))
     return tuple(ServicePlan(phase, ranks) for phase in PHASES)
 
 
@@ -147,19 +147,24 @@ def pools(
     most_restarts: int = 5,
     prefixes: PrefixSettings | None = None,
     weights: Weights = NATIVE,
+    cores: Sequence[int] | None = None,
     **settings: object,
 ) -> Iterator[PoolServer]:
-    """Instances of the model at `path`, all ready. settings: of `FrontSettings`."""
+    """Instances of the model at `path`, all ready. settings: of `FrontSettings`.
+
+    cores: the first of each instance, which is pinned to as many as it has ranks; None: none is pinned.
+    """
     spec = InstanceSpec(
-        str(path), weights, size or size_of(path), plans_of(n_ranks), pinned=False, prefixes=prefixes
+        str(path), weights, size or size_of(path), None, pinned=cores is not None, prefixes=prefixes
     )
+    tells = [replace(spec, plans=plans_of(n_ranks, first)).tell for first in cores or [0] * len(roles)]
     with tempfile.TemporaryDirectory(prefix="pw-") as folder:
         chosen = FrontSettings(
             f"ipc://{folder}/front",
             lambda index, life: f"ipc://{folder}/kv-{index}-{life}",
             **settings,  # type: ignore[arg-type]
         )
-        launcher = LocalInstances(MODULE, [spec.tell] * len(roles))
+        launcher = LocalInstances(MODULE, tells)
         server = PoolServer(front=None)  # type: ignore[arg-type]
         server.front = Front(
             roles,
