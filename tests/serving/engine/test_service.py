@@ -92,9 +92,9 @@ def test_what_the_start_made_is_not_collected_while_it_serves_and_its_threads_en
     def work(url: str) -> None:
         for n_tokens in range(1, N_ANSWERS + 1):
             body = {"model": "tiny", "prompt": "a", "max_tokens": n_tokens, "ignore_eos": True}
-            httpx.post(f"{url}/v1/completions", json=body, timeout=30).raise_for_status()
+            httpx.post(f"{url}/v1/completions", json=body, timeout=60).raise_for_status()
         frozen.append(gc.get_freeze_count())
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while len(learned) < N_ANSWERS and time.monotonic() < deadline:
             time.sleep(0.01)
 

@@ -381,7 +381,7 @@ def test_a_file_that_is_cut_short_while_it_is_mapped_ends_in_one_line(tmp_path: 
     assert process.stdout.readline() == "mapped\n"
     os.truncate(packed_path(tmp_path), 8192)
 
-    _, said = process.communicate("\n", timeout=30)
+    _, said = process.communicate("\n", timeout=60)
 
     assert process.returncode == 70
     assert len(said.splitlines()) == 1
