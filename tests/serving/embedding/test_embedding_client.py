@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from phasewise.serving.embedding.client import Asker, EmbeddingClient
 from phasewise.serving.embedding.encoder.input_tokens import Tokens
 from phasewise.serving.errors import QueueFull, RanksError, StepFailed, Stopping
 from tests.support.servers.fake_embedding import OVERFLOW, POISON, FakeWorker, client_over, vector_of
+from tests.support.simulated_loop import run_simulated
 
 
 def inputs(n: int, first: int = 100) -> list[Tokens]:
@@ -29,6 +29,7 @@ async def until(holds: Callable[[], object]) -> None:
 def run(
     use: Callable[[EmbeddingClient, list[FakeWorker]], Awaitable[Any]],
     workers: list[FakeWorker] | None = None,
+    running: Callable[[Coroutine[Any, Any, Any]], Any] = asyncio.run,
     **options: Any,
 ) -> Any:
     """The result of `use`; afterwards no input and no token is left in any queue."""
@@ -45,7 +46,7 @@ def run(
             if client.state == "running":
                 assert [(lane.inputs, lane.tokens) for lane in client.lanes()] == [(0, 0)] * len(own)
 
-    return asyncio.run(main())
+    return running(main())
 
 
 def test_every_input_gets_its_own_vector_in_order() -> None:
@@ -180,7 +181,7 @@ def test_devices_that_are_slower_than_promised_hold_less_and_more_again() -> Non
         answers = await asyncio.gather(*(client.embed(inputs(1, 100 * number)) for number in range(100)))
         assert len(answers) == 100
 
-    run(use, depths=[(1000, 2000)], slo_s=0.1)
+    run(use, running=run_simulated, depths=[(1000, 2000)], slo_s=0.1)
 
 
 def test_what_would_be_late_is_busy_and_a_request_alone_takes_its_time() -> None:
@@ -189,8 +190,7 @@ def test_what_would_be_late_is_busy_and_a_request_alone_takes_its_time() -> None
     async def use(client: EmbeddingClient, workers: list[FakeWorker]) -> None:
         await client.embed(inputs(64))
         workers[0].delay_s = 0.2
-        began_s = time.monotonic()
-        asker = Asker("", began_s)
+        asker = Asker("", asyncio.get_running_loop().time())
         asked = [asyncio.ensure_future(client.embed(inputs(1, 100 * number), asker)) for number in range(400)]
         answers = await asyncio.gather(*asked, return_exceptions=True)
         refused = [answer for answer in answers if isinstance(answer, BaseException)]
@@ -199,7 +199,7 @@ def test_what_would_be_late_is_busy_and_a_request_alone_takes_its_time() -> None
         workers[0].delay_s = 0.5
         assert len(await client.embed(inputs(1))) == 1
 
-    run(use, depths=[(1000, 100_000)], slo_s=0.3)
+    run(use, running=run_simulated, depths=[(1000, 100_000)], slo_s=0.3)
 
 
 def test_a_client_that_leaves_frees_its_places() -> None:

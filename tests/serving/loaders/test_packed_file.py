@@ -26,7 +26,7 @@ from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.models.sparse_mode import SparseMode
 from tests.support.models.encoder_models import write_encoder
 from tests.support.models.tiny_models import TinyShape, tiny_gguf, write_tiny_gguf, write_tiny_hf
-from tests.support.tiers import examples, first_is_smoke
+from tests.support.tiers import examples
 
 
 def packed_path(cache: Path) -> Path:
@@ -259,7 +259,7 @@ print(*[packed(path) for path in sys.argv[2:]])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n_layers", first_is_smoke([2, 6]))
+@pytest.mark.parametrize("n_layers", [2, 6])
 def test_packing_takes_a_few_rows_of_memory_at_a_time(tmp_path: Path, n_layers: int) -> None:
     """The process's own memory does not grow with the file, 50 MB a layer: by less than half a layer, since
     memory is looked at every 2 ms and a peak may be missed."""

@@ -146,6 +146,7 @@ def test_drawn_prompts_have_the_same_bits_on_all_instruction_sets(name: str, tmp
         assert [other for other in others if by_isa[other] != by_isa[lowest]] == [], weight_format
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("name", family_cases.FAMILY_CASES)
 def test_no_row_depends_on_the_others_of_its_step(name: str, tmp_path: Path) -> None:
     """Whole prompts, chunks and single tokens, alone and in company: the same bits."""
@@ -173,6 +174,7 @@ def test_no_row_depends_on_the_others_of_its_step(name: str, tmp_path: Path) -> 
     assert (decoded == np.stack(singly)).all()
 
 
+@pytest.mark.many
 @pytest.mark.parametrize(
     "name",
     [
