@@ -23,12 +23,10 @@ AT_ONCE = 25
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
-    """Meanwhile `gc.get_objects` gives what was made since: looking through all takes half a second."""
     with open_store(tmp_path / "fleet.db") as opened:
         fill(opened, FLEET)
-        gc.freeze()
+        gc.freeze()  # `gc.get_objects` gives what is made from now on
         yield opened
-        gc.unfreeze()
 
 
 def n_alive() -> int:

@@ -80,6 +80,7 @@ def serve(opened: start.OpenEngine, predictor: Predictor, work: Callable[[str], 
 def test_what_the_start_made_is_not_collected_while_it_serves_and_its_threads_end_with_it(
     opened: start.OpenEngine,
 ) -> None:
+    gc.unfreeze()  # what tests are made of
     learned: list[int] = []
     frozen: list[int] = []
 
@@ -103,5 +104,6 @@ def test_what_the_start_made_is_not_collected_while_it_serves_and_its_threads_en
     assert learned == [1, 2, 3]
     assert frozen[0] > len(gc.get_objects()) // 2
     assert gc.get_freeze_count() == 0
+    gc.freeze()
     names = {thread.name for thread in threading.enumerate()}
     assert not {name for name in names if name.startswith(("phasewise-predictor", "phasewise-engine"))}
