@@ -215,16 +215,16 @@ def test_an_answer_that_nobody_fetches_does_not_keep_its_connection(end: str) ->
 
 def test_a_slow_reader_that_reads_gets_it_all() -> None:
     """Over longer than a reader may stand still."""
-    limits, pause_s = replace(HASTY, stalled_write_s=1.0), 0.015
+    limits, at_a_time = replace(HASTY, stalled_write_s=1.0), 8192
     with fake_server(limits) as server, connect(server.url, receive_bytes=65536) as slow:
         whole = completion(max_tokens=490, logprobs=5, n=4, temperature=0)
         slow.sendall(whole.replace(b"Host: a", b"Host: a\r\nConnection: close"))
-        said, n_parts = b"", 0
-        while part := slow.recv(8192):
-            said, n_parts = said + part, n_parts + 1
-            time.sleep(pause_s)
+        said = slow.recv(at_a_time)
+        n_bytes = int(said.lower().partition(b"content-length: ")[2].split()[0])
+        while part := slow.recv(at_a_time):
+            said += part
+            time.sleep(1.5 * limits.stalled_write_s * at_a_time / n_bytes)
 
-        assert n_parts * pause_s > limits.stalled_write_s
         assert json.loads(said.partition(b"\r\n\r\n")[2])["usage"]["completion_tokens"] == 4 * 490
 
 
