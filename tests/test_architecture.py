@@ -394,7 +394,7 @@ NO_NAMES = frozenset({"one", "found", "at", "known", "made", "gone"})
 MAY_BE_ASSIGNED = re.compile(
     rf"\b(?:{'|'.join(sorted(NO_NAMES))})\b\s*(?:[-=:,)\]}}|;#+*/%&^<>@\\]|in\b|if\b|$)", re.MULTILINE
 )
-"""What follows a name that gets a value, in text: files without it need not be parsed."""
+"""Such a name and text that may follow where it gets a value: files without it need not be parsed."""
 
 
 def test_modules_are_short() -> None:

@@ -16,7 +16,7 @@ ALL = [*ROOMS, *(ROOT / name for name in ("phasewise", "benchmarks", "tests"))]
 QUESTIONS = ("What", "How", "Whether", "Where", "Which", "Who")
 """First words after which a reader has to wait for what the sentence is about."""
 SOMEWHERE = re.compile(rf"""["']\\?\s*({"|".join(QUESTIONS)})\b""")
-"""What no file of such a docstring is without: walking through the others would take seconds."""
+"""In every file of such a docstring: walking through the others would take seconds."""
 
 
 def texts_of(tree: ast.Module) -> Iterator[tuple[int, str]]:

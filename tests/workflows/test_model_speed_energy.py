@@ -47,6 +47,7 @@ def bench(tmp_path: Path, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("counters")
 def test_watts_and_joules_per_token_are_of_each_phase(tmp_path: Path) -> None:
     """A row of each; the warm-up costs energy too."""
