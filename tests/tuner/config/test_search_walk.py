@@ -226,6 +226,7 @@ def test_the_best_cores_of_each_load_are_found_among_random_structures(seed: int
     _bests_by_load(planted.random_structure(seed), (1, 8, 32))
 
 
+@pytest.mark.slow
 def test_a_space_beside_a_plan_has_its_ranks_on_its_nodes() -> None:
     """One rank on one of two nodes; a rank on each; one rank over both."""
     case = planted.saturated()
