@@ -42,6 +42,7 @@ def _names(requirements: str) -> set[str]:
     return {re.split(r"[\[<>=]", line)[0] for line in requirements.split()}
 
 
+@pytest.mark.slow
 def test_serving_needs_few_direct_dependencies(tmp_path: Path) -> None:
     """Of all that an answer held to a schema and the metrics take."""
     pytest.importorskip(

@@ -268,6 +268,7 @@ def is_shown(command: str, flags: Sequence[str]) -> bool:
 OTHERS = sorted(set(commands()) - {"serve", "run"})  # `run` is another name of `chat`
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("command", OTHERS)
 def test_every_option_is_shown_to_act(command: str) -> None:
     missing = []

@@ -231,17 +231,26 @@ def test_every_option_has_a_row(places: Places) -> None:
     assert set(samples(places)) == set(options_of("serve"))
 
 
+N_PARTS = 4
+"""`make test` takes one part of one way."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "way", [pytest.param(name, marks=pytest.mark.smoke if name == "pools" else ()) for name in NAMES]
+    ("way", "part"),
+    [
+        pytest.param(name, part, marks=pytest.mark.smoke if (name, part) == ("pools", 0) else ())
+        for name in NAMES
+        for part in range(N_PARTS)
+    ],
 )
 def test_every_option_acts_or_is_refused_by_name_before_anything_opens(
-    way: str, places: Places, boundary: Boundary
+    way: str, part: int, places: Places, boundary: Boundary
 ) -> None:
     arguments = ways(places)[way]
     assert set(ways(places)) == set(NAMES)
     silent, opened, refusals = [], {}, set()
-    for flag, (with_it, beside) in samples(places).items():
+    for flag, (with_it, beside) in list(samples(places).items())[part::N_PARTS]:
         if flag in CHOOSES_THE_WAY.get(way, ()):
             continue
         base = (*arguments, *beside)
@@ -282,6 +291,7 @@ def followed(run: Run, flag: str, choice: str) -> list[bool]:
     return [*choices, *(weights["arithmetic"] == choice for weights in specs), *embeddings]
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("way", NAMES)
 def test_arithmetic_tiles_and_checksums_reach_all_that_computes(
     way: str, places: Places, boundary: Boundary, monkeypatch: pytest.MonkeyPatch

@@ -57,6 +57,7 @@ def refusal(way: str, folder: Path, cache: Path, *options: object) -> str:
     return done.refusal
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("way", WAYS)
 def test_latent_vectors_in_a_format_with_scales_are_refused(way: str, tmp_path: Path, cache: Path) -> None:
     line = refusal(way, tmp_path, cache, "--kv-format", "int8")
@@ -64,6 +65,7 @@ def test_latent_vectors_in_a_format_with_scales_are_refused(way: str, tmp_path: 
     assert "latent keeps latent vectors, which cannot be int8: --kv-format f32, f16 or bf16 can" in line
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("way", WITH_ADAPTERS)
 def test_adapters_of_latent_attention_are_refused(way: str, tmp_path: Path, cache: Path) -> None:
     line = refusal(way, tmp_path, cache, "--lora", "mine=/nowhere")
@@ -71,6 +73,7 @@ def test_adapters_of_latent_attention_are_refused(way: str, tmp_path: Path, cach
     assert "/nowhere: deepseek3 models, whose attention is over latent vectors, take no adapters" in line
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("way", WITH_DRAFTS)
 @pytest.mark.parametrize("named", ["eagle3:/nowhere/head", "/nowhere/model.gguf"])
 def test_drafts_of_what_is_not_there_are_refused(way: str, named: str, tmp_path: Path, cache: Path) -> None:

@@ -33,6 +33,7 @@ WRITERS = {
 KINDS = ("device", "full device", "link", "dangling link", "directory", "absent directory")
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("command", WRITERS)
 def test_a_target_keeps_its_kind_whatever_command_writes_it(tmp_path: Path, command: str, kind: str) -> None:

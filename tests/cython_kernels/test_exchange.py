@@ -90,6 +90,7 @@ def reduce_for_ever(exchange: Exchange, data: np.ndarray) -> None:
         exchange.all_reduce(data, "float32", timeout_s=None)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("n_ranks", range(1, 9))
 @pytest.mark.parametrize("slot_bytes", SLOTS)
 def test_every_rank_has_the_sum_in_the_order_of_ranks(n_ranks: int, slot_bytes: int) -> None:
@@ -101,6 +102,7 @@ def test_every_rank_has_the_sum_in_the_order_of_ranks(n_ranks: int, slot_bytes: 
     with_exchange(n_ranks, slot_bytes, work)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("n_ranks", [2, 3, 5])
 @pytest.mark.parametrize("slot_bytes", SLOTS)
 def test_calls_of_all_kinds_follow_one_another(n_ranks: int, slot_bytes: int) -> None:

@@ -9,9 +9,11 @@ import pytest
 
 from phasewise.cython_kernels import isa
 from tests.support import ROOT
+from tests.support.tiers import first_is_smoke
 
 
-@pytest.mark.parametrize("side", ["after", "before"])
+@pytest.mark.slow
+@pytest.mark.parametrize("side", first_is_smoke(["after", "before"]))
 @pytest.mark.parametrize("name", isa.usable())
 def test_operands_may_touch_unreadable_pages(name: str, side: str) -> None:
     got = subprocess.run(

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.kernels.cross import COMMON_FLAGS, HERE, KERNELS
+from tests.support.tiers import first_is_smoke
 
 GROUP = KERNELS / "group"
 PROGRAMS = {
@@ -32,9 +33,10 @@ def built(name: str, sanitiser: str, out: Path) -> Path:
     return program
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc to compile with")
 @pytest.mark.parametrize("name", PROGRAMS)
-@pytest.mark.parametrize("sanitiser", ["thread", "address,undefined"])
+@pytest.mark.parametrize("sanitiser", first_is_smoke(["thread", "address,undefined"]))
 def test_ranks_do_not_race_or_stray(name: str, sanitiser: str, tmp_path: Path) -> None:
     program = built(name, sanitiser, tmp_path)
     for run_of_ranks in RUNS[name]:

@@ -37,6 +37,7 @@ def test_no_wish_means_the_highest() -> None:
     assert run_with("").stdout.strip() == isa.usable()[-1]
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("name", ["sse9", "AVX2", *sorted({*isa.ladder()} - {*isa.usable()})])
 def test_a_set_that_does_not_run_here_is_a_clear_error(name: str) -> None:
     got = run_with(name)

@@ -45,6 +45,7 @@ def pass_barriers(group: Group, rank: int, timeout_s: float) -> None:
         group.barrier(rank, timeout_s=timeout_s)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("n_ranks", [1, 2, 3, 5, 16])
 def test_no_rank_passes_a_barrier_before_all_have_arrived(n_ranks: int) -> None:
     with opened(n_ranks, slots=n_ranks) as (group, counts):

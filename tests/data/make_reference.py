@@ -146,12 +146,13 @@ def make_families(only: str) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
+    from tests.support.models import family_cases
     from tests.support.models import family_models as families
 
     file = layout.FIXTURES / "families.npz"
     arrays: dict[str, np.ndarray] = dict(np.load(file)) if only else {}
     with tempfile.TemporaryDirectory() as folder:
-        for name in (name for name in families.FAMILY_CASES if only in name):
+        for name in (name for name in family_cases.FAMILY_CASES if only in name):
             path = families.write_family_hf(Path(folder) / name, name)
             model, loading = AutoModelForCausalLM.from_pretrained(
                 path, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
@@ -160,10 +161,10 @@ def make_families(only: str) -> None:
                 loading
             )
             for index, prompt in enumerate(families.family_prompts(name)):
-                logits = greedy(model.eval(), prompt, families.N_GREEDY)
+                logits = greedy(model.eval(), prompt, family_cases.N_GREEDY)
                 arrays[f"{name}/{index}/tokens"] = logits.argmax(axis=1).astype(np.int32)
                 arrays[f"{name}/{index}/margins"] = margins(logits)
-                arrays[f"{name}/{index}/logits"] = logits[list(families.CHECKED_STEPS)]
+                arrays[f"{name}/{index}/logits"] = logits[list(family_cases.CHECKED_STEPS)]
                 print(
                     name, len(prompt), "margin", margins(logits).min(), np.abs(logits).max(), file=sys.stderr
                 )
@@ -175,19 +176,20 @@ def make_long_context() -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
+    from tests.support.models import family_cases
     from tests.support.models import family_models as families
 
     arrays: dict[str, np.ndarray] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for name in families.LONG_CASES:
+        for name in family_cases.LONG_CASES:
             path = families.write_long_hf(Path(folder) / name, name)
             model = AutoModelForCausalLM.from_pretrained(
                 path, dtype=torch.float32, attn_implementation="eager"
             )
-            logits = greedy(model.eval(), families.long_prompt(name), families.N_GREEDY)
+            logits = greedy(model.eval(), families.long_prompt(name), family_cases.N_GREEDY)
             arrays[f"{name}/tokens"] = logits.argmax(axis=1).astype(np.int32)
             arrays[f"{name}/margins"] = margins(logits)
-            arrays[f"{name}/logits"] = logits[list(families.CHECKED_STEPS)]
+            arrays[f"{name}/logits"] = logits[list(family_cases.CHECKED_STEPS)]
             print(name, "margin", margins(logits).min(), np.abs(logits).max(), file=sys.stderr)
     np.savez_compressed(layout.FIXTURES / "long_context.npz", **arrays)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,8 @@ OWN = [*sorted((ROOT / "phasewise").glob("*.py")), ROOT / "setup.py"]
 ALL = [*ROOMS, *(ROOT / name for name in ("phasewise", "benchmarks", "tests"))]
 QUESTIONS = ("What", "How", "Whether", "Where", "Which", "Who")
 """First words after which a reader has to wait for what the sentence is about."""
+SOMEWHERE = re.compile(rf"""["']\\?\s*({"|".join(QUESTIONS)})\b""")
+"""In every file of such a docstring: walking through the others would take seconds."""
 
 
 def texts_of(tree: ast.Module) -> Iterator[tuple[int, str]]:
@@ -34,7 +37,9 @@ def test_no_docstring_begins_with_a_question(room: Path) -> None:
     asking = [
         f"{path.relative_to(ROOT)}:{line}: {text[:60]}"
         for path in paths
-        for line, text in texts_of(ast.parse(path.read_text()))
+        for source in [path.read_text()]
+        if SOMEWHERE.search(source)
+        for line, text in texts_of(ast.parse(source))
         if text.split(maxsplit=1)[:1] and text.split(maxsplit=1)[0].rstrip(",:") in QUESTIONS
     ]
 

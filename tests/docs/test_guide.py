@@ -93,14 +93,8 @@ def test_every_link_of_a_page_leads_to_a_file() -> None:
             assert (path.parent / target).exists(), f"{path.name} links to {target}"
 
 
-MARKS = {"planning-capacity": [pytest.mark.smoke]}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "path",
-    [pytest.param(path, marks=MARKS.get(path.stem, ()), id=path.stem) for path in pages()],
-)
+@pytest.mark.parametrize("path", pages(), ids=lambda path: path.stem)
 def test_a_page_works_as_written(path: Path, tmp_path: Path, guide_cache: Path) -> None:
     parts = sections(path.read_text())
     script = "\n".join(

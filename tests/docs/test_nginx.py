@@ -44,7 +44,7 @@ class Behind:
         before = [len(server.ranks.batches) for server in self.servers]
         headers = {} if session is None else {"X-Session-Id": session}
         post = httpx.post if client is None else client.post
-        answer = post(f"{self.url}/v1/completions", json=BODY, headers=headers, timeout=30)
+        answer = post(f"{self.url}/v1/completions", json=BODY, headers=headers, timeout=60)
         assert answer.status_code == 200, answer.text
         (index,) = (
             index for index, server in enumerate(self.servers) if len(server.ranks.batches) > before[index]
@@ -128,7 +128,7 @@ def test_tokens_come_as_they_are_made(tmp_path: Path) -> None:
         seen: list[int] = []
         server.ranks.before_step = lambda: until(lambda: len(server.ranks.batches) <= 3 or bool(seen), "held")
         body = {**BODY, "max_tokens": 20, "stream": True}
-        with httpx.stream("POST", f"{behind.url}/v1/completions", json=body, timeout=30) as answer:
+        with httpx.stream("POST", f"{behind.url}/v1/completions", json=body, timeout=60) as answer:
             pieces = (line for line in answer.iter_lines() if line.startswith("data: {"))
             seen.extend(len(server.ranks.batches) for _ in pieces)
 
@@ -179,12 +179,12 @@ def test_an_answer_that_has_begun_ends_with_its_connection(tmp_path: Path) -> No
     with behind_nginx(tmp_path, 2) as behind:
         held = threading.Event()
         for server in behind.servers:
-            server.ranks.before_step = lambda own=server: len(own.ranks.batches) < 4 or held.wait(10)  # type: ignore[misc]
+            server.ranks.before_step = lambda own=server: len(own.ranks.batches) < 4 or held.wait(60)  # type: ignore[misc]
         body = {**BODY, "max_tokens": 40, "stream": True}
         pieces: list[str] = []
         with (
             contextlib.suppress(httpx.TransportError),
-            httpx.stream("POST", f"{behind.url}/v1/completions", json=body, timeout=30) as answer,
+            httpx.stream("POST", f"{behind.url}/v1/completions", json=body, timeout=60) as answer,
         ):
             for line in answer.iter_lines():
                 pieces.append(line)

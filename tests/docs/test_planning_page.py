@@ -173,6 +173,7 @@ def test_splitting_bounds_the_time_between_tokens_while_long_prompts_arrive(clus
     assert between[0] < between[1]
 
 
+@pytest.mark.slow
 def test_splitting_raises_no_throughput_of_two_machines(cluster: Path) -> None:
     """More than two machines can do, undivided and one of each: the last token is not earlier."""
     load = ("--rate", 20, "--duration", 10)

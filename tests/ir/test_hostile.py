@@ -95,6 +95,7 @@ TEXTS = {
 }
 
 
+@pytest.mark.many
 @pytest.mark.parametrize(
     "case",
     [pytest.param(case, marks=[pytest.mark.slow] if case == "exploding macros" else ()) for case in SOURCES],

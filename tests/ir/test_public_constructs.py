@@ -95,6 +95,7 @@ def keep_bits(path: Path, home: str, tmp_path: Path) -> None:
     assert check(original, Program(function, [lowered], tmp_path, portable), function, 60).is_exact
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("name", LIBRARY)
 def test_every_function_of_the_library_takes_its_own_number_of_arguments(name: str, tmp_path: Path) -> None:
     """A call with one more is refused, with its line."""

@@ -47,13 +47,13 @@ def together(target: Callable[..., None], *arguments: Any, count: int = 2) -> No
 
 
 def import_file(start: Barrier, db: str, file: Path) -> None:
-    start.wait(30)
+    start.wait(60)
     with open_store(db) as store, file.open("rb") as stream:
         import_rows(store, read_export(stream, file.name, pytest.fail))
 
 
 def open_once(start: Barrier, db: str) -> None:
-    start.wait(30)
+    start.wait(60)
     with open_store(db, upgrades_server=True) as store:
         assert store.measurements(PROBLEM, MACHINE, MEASUREMENT.kernel_abi) == [MEASUREMENT]
 
@@ -67,7 +67,7 @@ def append_for_ever(db: str, begun: Event) -> None:
 
 def tune(start: Barrier, db: str) -> None:
     """Do as a tuner does: append, promote and look at what is in use."""
-    start.wait(30)
+    start.wait(60)
     with open_store(db) as store:
         for turn in range(1, 30):
             store.add_measurements([measured(turn)])
@@ -106,10 +106,10 @@ def test_a_killed_process_leaves_whole_batches(db: str) -> None:
     begun = SPAWN.Event()
     process = SPAWN.Process(target=append_for_ever, args=(db, begun))
     process.start()
-    assert begun.wait(30)
+    assert begun.wait(60)
     assert process.pid is not None
     os.kill(process.pid, signal.SIGKILL)
-    process.join(30)
+    process.join(60)
 
     with open_store(db) as store:
         count = store.stats().rows["measurement"]

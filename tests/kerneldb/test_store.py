@@ -467,7 +467,7 @@ class TestReopening:
 
 def create_and_append(db: str, start: Barrier, rows: int) -> None:
     """Append rows in each process, as soon as all are there."""
-    start.wait(30)
+    start.wait(60)
     with open_store(db) as store:
         for estimate_ns in range(1, rows + 1):
             store.add_measurements([measured(estimate_ns)])

@@ -23,8 +23,8 @@ from phasewise.serving.loaders import load_model
 from phasewise.serving.loaders.families import FAMILIES
 from phasewise.serving.loaders.families.encoders import ENCODERS_BY_HF
 from phasewise.serving.loaders.formats.hf_config import config_of
+from tests.support.models import family_cases, tiny_models
 from tests.support.models import family_models as families
-from tests.support.models import tiny_models
 from tests.support.tiers import n_examples
 
 torch = pytest.importorskip("torch")
@@ -310,7 +310,9 @@ def changed(fields: dict[str, Any], rng: random.Random) -> dict[str, Any]:
 
 
 @pytest.mark.many
-@pytest.mark.parametrize("name", [name for name in families.FAMILY_CASES if name not in CHOOSES_BY_PROMPT])
+@pytest.mark.parametrize(
+    "name", [name for name in family_cases.FAMILY_CASES if name not in CHOOSES_BY_PROMPT]
+)
 def test_drawn_configs_are_right_or_refused(name: str, tmp_path: Path) -> None:
     """A config that transformers refuses, or fills with numbers of its own, is not judged."""
     rng = random.Random(f"{name}/configs")

@@ -20,7 +20,7 @@ from phasewise.serving.ranks.open_ranks import LocalRanks  # noqa: E402
 from phasewise.serving.ranks.ranks_contract import KvSettings, RankOptions  # noqa: E402
 from tests.serving.engine.test_engine_kernels import plans  # noqa: E402
 from tests.serving.models.test_forward import sliced  # noqa: E402
-from tests.support.models import family_models as families  # noqa: E402
+from tests.support.models import family_cases  # noqa: E402
 from tests.support.models.head_models import write_with_head  # noqa: E402
 
 BOUND = 1e-3
@@ -74,7 +74,7 @@ def test_a_head_gives_the_logits_of_transformers(name: str, tmp_path: Path) -> N
     finally:
         ranks.close()
 
-    fields = families.FAMILY_CASES[name].fields
+    fields = family_cases.FAMILY_CASES[name].fields
     want_rows, want = theirs(tmp_path / name, ids, fields["num_hidden_layers"])
     assert np.abs(rows - want_rows).max() <= BOUND * np.abs(want_rows).max()
     assert np.abs(logits - want).max() <= BOUND * np.abs(want).max()

@@ -63,7 +63,7 @@ class Place:
                 if until and until.encode() in said:
                     process.send_signal(signal.SIGINT)
                     until = ""
-            return process.wait(30), said.decode("utf-8", "replace")
+            return process.wait(60), said.decode("utf-8", "replace")
         finally:
             process.kill()
             process.wait()

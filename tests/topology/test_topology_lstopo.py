@@ -271,7 +271,7 @@ def test_damaged_files_give_a_machine_or_a_topology_error(tmp_path: Path) -> Non
     for _ in range(FUZZ_CASES):
         data = rng.choice(MUTATIONS)(rng, rng.choice(seeds))
         path.write_bytes(data)
-        started_s = time.monotonic()
+        started_s = time.process_time()
         try:
             machine = read_lstopo(path)
         except TopologyError as error:
@@ -282,7 +282,7 @@ def test_damaged_files_give_a_machine_or_a_topology_error(tmp_path: Path) -> Non
             _assert_usable(machine)
             message = "a machine"
         assert message
-        slowest_s = max(slowest_s, time.monotonic() - started_s)
+        slowest_s = max(slowest_s, time.process_time() - started_s)
 
     print(f"{FUZZ_CASES} damaged files from {len(seeds)} seeds: {outcomes}, slowest {slowest_s:.2f} s")
     assert slowest_s < SLOWEST_CASE_S

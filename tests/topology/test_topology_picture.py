@@ -114,8 +114,8 @@ def test_a_huge_flat_machine_is_drawn_in_reasonable_time(tmp_path: Path) -> None
     pus = "".join(f'<object type="PU" os_index="{n}"/>' for n in range(8192))
     path = tmp_path / "flat.xml"
     path.write_text(f"<topology>{pus}</topology>", encoding="utf-8")
-    started_s = time.monotonic()
+    started_s = time.process_time()
 
     machine = read_lstopo(path)
     assert len(_hints(draw_svg(machine))) == len(machine.nodes(Kind.PU)) == 8192
-    assert time.monotonic() - started_s < 30
+    assert time.process_time() - started_s < 30

@@ -97,13 +97,13 @@ def take_turns(lock: MeasurementLock) -> None:
         lock.let_pass()
     with lock.claim("a weight") as is_ours:
         assert is_ours
-    with within(5):
+    with within(LONG_S / 2):
         lock.rest(0.01)
         lock.wait_for("a weight", 0.01)
 
 
 def test_a_process_by_itself_never_waits(lock: FileLock) -> None:
-    with within(10):
+    with within(LONG_S):
         take_turns(lock)
         take_turns(NoLock())
 
@@ -155,15 +155,17 @@ def test_a_process_that_waits_says_for_whom_and_how_long(path: Path) -> None:
         with lock.turn(TELL_AFTER_S / 4):
             pass
         assert told == []  # short waits are not worth a line
+        began_s = time.monotonic()
         with lock.turn(TELL_AFTER_S * 1.5) as is_alone:
             assert not is_alone
+        took_s = time.monotonic() - began_s
     waits, waited = told
 
     assert waits.startswith(f"waiting for process {process.pid} (")
     assert sys.executable in waits
     assert waited.startswith("waited ")
     assert "still measures" in waited
-    assert float(waited.split()[1]) == pytest.approx(TELL_AFTER_S * 1.5, abs=1.0)
+    assert TELL_AFTER_S * 1.5 - 0.1 <= float(waited.split()[1]) <= took_s + 0.1
 
 
 def test_several_processes_compute_at_once(path: Path, lock: FileLock) -> None:

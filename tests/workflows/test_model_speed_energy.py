@@ -36,6 +36,7 @@ def counters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             return super().total_joules()
 
     monkeypatch.setattr(model_speed, "EnergyCounters", Spending)
+    monkeypatch.setenv("PHASEWISE_CACHE", str(tmp_path / "cache"))
 
 
 def bench(tmp_path: Path, *arguments: str) -> str:
@@ -46,7 +47,8 @@ def bench(tmp_path: Path, *arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.usefixtures("counters", "cache")
+@pytest.mark.slow
+@pytest.mark.usefixtures("counters")
 def test_watts_and_joules_per_token_are_of_each_phase(tmp_path: Path) -> None:
     """A row of each; the warm-up costs energy too."""
     rows: list[dict[str, Any]] = json.loads(bench(tmp_path, "-o", "json"))

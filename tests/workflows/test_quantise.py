@@ -16,8 +16,8 @@ from phasewise.serving.loaders import load_model
 from phasewise.workflows.errors import WorkflowError
 from phasewise.workflows.quantise.run import quantise
 from phasewise.workflows.quantise.settings import QuantFormat, QuantiseSettings
+from tests.support.models import family_cases, family_gguf_files, tiny_models
 from tests.support.models import family_models as families
-from tests.support.models import tiny_models
 
 WRITTEN = {
     "gemma2", "gemma3", "olmo2", "granite", "smollm3", "llama-yarn", "qwen3-yarn", "arcee",
@@ -53,7 +53,7 @@ def test_a_directory_becomes_the_file_that_its_gguf_becomes(name: str, tmp_path:
     """The GGUF file is made by the gguf package as llama.cpp's converter would."""
     directory, plain = tmp_path / name, tmp_path / f"{name}.gguf"
     families.write_family_hf(directory, name)
-    families.write_family_gguf(plain, name)
+    family_gguf_files.write_family_gguf(plain, name)
 
     ours = written(tiny_models.with_merges(directory), tmp_path / "ours.gguf")
     theirs = gguf.GGUFReader(plain)
@@ -73,7 +73,7 @@ def test_a_directory_becomes_the_file_that_its_gguf_becomes(name: str, tmp_path:
         assert ours.fields[key].contents() == expected_value, key
 
 
-@pytest.mark.parametrize("name", sorted(set(families.FAMILY_CASES) - WRITTEN))
+@pytest.mark.parametrize("name", sorted(set(family_cases.FAMILY_CASES) - WRITTEN))
 def test_what_cannot_be_named_is_refused_and_nothing_is_left(name: str, tmp_path: Path) -> None:
     directory = tmp_path / name
     families.write_family_hf(directory, name)

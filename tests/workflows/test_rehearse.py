@@ -187,6 +187,7 @@ run = partial(command.run, "tune-config")
 fields_of = partial(command.fields_of, "tune-config")
 
 
+@pytest.mark.slow
 def test_a_tiny_model_is_rehearsed_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PHASEWISE_CACHE", str(tmp_path / "cache"))
     model, log = write_tiny_gguf(tmp_path / "tiny.gguf"), tmp_path / "log.jsonl"
@@ -384,6 +385,7 @@ def test_pools_are_timed_in_the_pools_themselves(tmp_path: Path, monkeypatch: py
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("needs two CPUs")
     monkeypatch.setenv("PHASEWISE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("phasewise.workflows.rehearse.timed_pools.REPEATS", 1000)  # until all run at once
     path, db = str(write_tiny_gguf(tmp_path / "tiny.gguf")), str(tmp_path / "none.db")
     engines = Engines(
         {IN_USE: open_model(path, threads=2, db=db)}, Wish(path, "native", PHASES, Objective(), 9.0, db=db)

@@ -81,6 +81,7 @@ def saturated(monkeypatch: pytest.MonkeyPatch) -> planted.Planted:
     return case
 
 
+@pytest.mark.slow
 def test_each_load_gets_the_cores_that_were_planted_for_it(saturated: planted.Planted) -> None:
     """More sequences more cores, in ranks on the nodes of the first plan's."""
     show = Heard()

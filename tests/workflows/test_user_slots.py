@@ -88,7 +88,6 @@ def tokens(places: Mapping[str, str], model: Path, *options: object) -> tuple[li
 
 
 @pytest.mark.slow
-@pytest.mark.smoke
 def test_a_raised_norm_of_ones_own_runs_in_the_engine_with_equal_tokens(
     places: dict[str, str], tmp_path: Path
 ) -> None:

@@ -70,6 +70,7 @@ def test_the_highest_concurrency_is_the_depth(server: EmbeddingServer) -> None:
     assert bench(server.url, "--find", "--slo", "0.001s", "--lengths", 3)["highest_concurrency"] == 0
 
 
+@pytest.mark.slow
 def test_a_day_is_told_by_its_parts(server: EmbeddingServer, tmp_path: Path) -> None:
     """Nothing is sent in a part without queries, and what is refused is in the part in which it was sent."""
     day = tmp_path / "day.csv"

@@ -246,19 +246,14 @@ def test_who_is_told_to_come_back_later_does() -> None:
     assert fields["duration"] >= 1.0
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def test_a_server_that_is_not_there_is_one_line_or_counted() -> None:
     """Without a model to ask for there is nothing to do; with one, each refusal is counted."""
-    url = f"http://127.0.0.1:{free_port()}"
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and nobody listens
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
 
-    assert "does not answer" in invoke(url).refusal
-    fields = bench(url, "--model", "any", "-n", "3", "--warmup", "0")
+        assert "does not answer" in invoke(url).refusal
+        fields = bench(url, "--model", "any", "-n", "3", "--warmup", "0")
     assert fields["failures"] == {"refused": 3}
 
 
@@ -371,7 +366,7 @@ def test_an_interrupt_prints_what_was_measured() -> None:
         while len(server.streamed) < 6 and time.monotonic() < deadline_s:
             time.sleep(0.02)
         process.send_signal(signal.SIGINT)
-        out, said = process.communicate(timeout=30)
+        out, said = process.communicate(timeout=60)
 
     fields = json.loads(out)
     assert process.returncode == 130, said

@@ -130,7 +130,7 @@ def test_ctrl_c_ends_the_answer_and_not_the_program(roomy: Path) -> None:
         process.send_signal(signal.SIGINT)
         read_until(b"> ")
         os.write(parent, b"/bye\n")
-        assert process.wait(30) == 0
+        assert process.wait(60) == 0
     finally:
         process.kill()
         os.close(parent)

@@ -267,7 +267,10 @@ def test_verifying_puts_what_passes_into_use(
 
 
 def test_verifying_measures_on_the_real_kernels(exported: Path, tmp_path: Path) -> None:
-    """Whatever the verdict: the rows are there, and products that no machine could compute are left."""
+    """Whatever the verdict: the rows are there, and products that no machine could compute are left.
+
+    A busy machine gives no verdict: then the next run tries again.
+    """
     copy = str(tmp_path / "copy.db")
     huge = Problem("gemm", "int8", 2**31 - 1, 2**31 - 1, 2**31 - 1)
     attention = Problem("attention", "f16", 128, 64, 4)
@@ -275,14 +278,20 @@ def test_verifying_measures_on_the_real_kernels(exported: Path, tmp_path: Path) 
     imported = ((PROBLEM, SCHEDULE), (huge, SCHEDULE), (attention, schedule))
     with open_store(copy) as store:
         store.add_missing([timed(*row, 1, verified=False) for row in imported])
-    result = invoke("verify", "--db", copy)
 
-    assert result.exit_code == 0, result.stderr
-    assert "larger than that of any model" in result.stderr
-    assert "gemm int8" in result.stdout
-    assert "attention f16" in result.stdout
-    with open_store(copy) as store:
-        assert store.measurement_count(PROBLEM, here(), ABI) == 2
+    def n_rows() -> int:
+        with open_store(copy) as store:
+            return store.measurement_count(PROBLEM, here(), ABI)
+
+    told = ""
+    while n_rows() < 2:
+        result = invoke("verify", "--db", copy)
+        assert result.exit_code == 0, result.stderr
+        assert "larger than that of any model" in result.stderr
+        told += result.stdout
+    assert "gemm int8" in told
+    assert "attention f16" in told
+    assert n_rows() == 2
 
 
 @pytest.mark.parametrize(

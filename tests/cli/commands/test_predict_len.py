@@ -19,6 +19,7 @@ from tests.cli import command
 from tests.support.models.length_examples import made_up, write_log
 from tests.support.models.stand_in_hub import serving
 from tests.support.models.tiny_models import tiny_gguf
+from tests.support.tiers import first_is_smoke
 
 pytest.importorskip(
     "phasewise.serving.engine.open_engine", reason="the kernels are not built", exc_type=ImportError
@@ -181,8 +182,10 @@ def test_eval_under_drift_and_of_a_given_predictor(log: Path, tmp_path: Path) ->
     assert max(map(len, text.splitlines())) <= 110
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("further", "judged_by"), [(["--folds", "3"], "folds"), (["--overflow", "0.1"], "held_out")]
+    ("further", "judged_by"),
+    first_is_smoke([(["--overflow", "0.1"], "held_out"), (["--folds", "3"], "folds")]),
 )
 def test_eval_keeps_its_figures_and_no_prompt(
     db: Path, log: Path, further: list[str], judged_by: str

@@ -88,21 +88,21 @@ def test_vectors_and_chat_from_one_server_whose_cores_are_divided(
         pytest.skip("needs two CPUs")
     with serving(encoder, environment, "--port", 0) as alone:
         body = {"model": "bert", "input": "the cat sat"}
-        want = vector(httpx.post(f"{alone.url}/v1/embeddings", json=body, timeout=20))
+        want = vector(httpx.post(f"{alone.url}/v1/embeddings", json=body, timeout=60))
     with serving(tiny, environment, "--port", 0, "--embed-model", encoder) as server:
         responses: dict[str, httpx.Response] = {}
 
         def chat() -> None:
             asked = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 200}
-            responses["chat"] = httpx.post(f"{server.url}/v1/chat/completions", json=asked, timeout=30)
+            responses["chat"] = httpx.post(f"{server.url}/v1/chat/completions", json=asked, timeout=60)
 
         thread = threading.Thread(target=chat)
         thread.start()
-        answers = [httpx.post(f"{server.url}/v1/embeddings", json=body, timeout=30) for _ in range(10)]
+        answers = [httpx.post(f"{server.url}/v1/embeddings", json=body, timeout=60) for _ in range(10)]
         thread.join()
         listed = [model["id"] for model in httpx.get(f"{server.url}/v1/models").json()["data"]]
         metrics = httpx.get(f"{server.url}/metrics").text
-        wrong = httpx.post(f"{server.url}/v1/embeddings", json={**body, "model": "tiny"}, timeout=20)
+        wrong = httpx.post(f"{server.url}/v1/embeddings", json={**body, "model": "tiny"}, timeout=60)
         assert server.end(signal.SIGTERM) == 0
 
     assert responses["chat"].json()["choices"][0]["message"]["content"]
@@ -171,8 +171,8 @@ def test_an_embedding_model_is_called_as_the_operator_says(
 ) -> None:
     with serving(encoder, environment, "--port", 0, "--served-model-name", "mine") as server:
         body = {"model": "mine", "input": "the cat"}
-        answer = httpx.post(f"{server.url}/v1/embeddings", json=body, timeout=30)
-        other = httpx.post(f"{server.url}/v1/embeddings", json={**body, "model": "bert"}, timeout=30)
+        answer = httpx.post(f"{server.url}/v1/embeddings", json=body, timeout=60)
+        other = httpx.post(f"{server.url}/v1/embeddings", json={**body, "model": "bert"}, timeout=60)
         assert server.end(signal.SIGTERM) == 0
     assert (answer.json()["model"], other.status_code) == ("mine", 404)
 
@@ -200,7 +200,7 @@ def test_what_tune_embed_has_kept_is_what_a_server_uses_alone_and_beside_a_langu
         body = {"model": "bert", "input": "a"}
         with serving(arguments[0], environment, *arguments[1:], *own, "--port", 0) as server:
             metrics = httpx.get(f"{server.url}/metrics").text
-            asked = httpx.post(f"{server.url}/v1/embeddings", json=body, timeout=30)
+            asked = httpx.post(f"{server.url}/v1/embeddings", json=body, timeout=60)
         assert asked.status_code == 200
         said[way] = next(line for line in server.lines if line.startswith("embeddings within 0.3 s: "))
         depths[way] = {

@@ -236,6 +236,7 @@ def test_the_report_fits_eighty_columns_and_says_that_nothing_was_timed(
     assert result.stderr.startswith("searching for at most ")  # before a model or a machine is looked at
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [[], ["--verbose"]])
 def test_words_of_the_search_are_told_where_they_are_asked_for(
     db: Path, llama: str, tmp_path: Path, flags: list[str]

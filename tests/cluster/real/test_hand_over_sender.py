@@ -17,7 +17,7 @@ from phasewise.serving.ranks.ranks_contract import Follower
 from tests.support.servers.fake_engine import FakeRanks, make_engine
 
 N_LAYERS = 3
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 """The longest that a test waits for another thread's turn."""
 PROMPT = Submit("p", tuple(range(100, 140)), 1)
 

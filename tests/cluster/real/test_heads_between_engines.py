@@ -36,6 +36,7 @@ def engine_of(model: PackedModel, n_ranks: int, kv_format: str) -> OpenEngine:
     return open_engine(model, {phase: ServicePlan(phase, ranks) for phase in PHASES}, size, pinned=False)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("shared", [True, False], ids=["by copy", "in frames"])
 @pytest.mark.parametrize(
     ("giving", "taking", "kv_format"), [(1, 3, "int8"), (3, 1, "int8"), (4, 3, "auto"), (2, 5, "auto")]

@@ -69,7 +69,7 @@ def hand_over(giving: OpenEngine, taking: OpenEngine, request: Submit, *, shared
             engine.step()
         arrived = None
         while arrived is None:
-            arrived = receiver.take(messages.get(timeout=20))
+            arrived = receiver.take(messages.get(timeout=60))
         assert engine.scheduler.acknowledge(request.request_id)
         assert not failed
         first = taking.engine.arrived(request.request_id, arrived.logits)

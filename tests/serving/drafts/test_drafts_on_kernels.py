@@ -165,6 +165,7 @@ def test_answers_are_the_same_in_every_format_and_policy(
     assert n_accepted > 40
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("source", ["lookup", "the model itself", "another model"])
 @pytest.mark.parametrize("n_tokens", [None, 4])
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])

@@ -28,6 +28,7 @@ from phasewise.tuner.plans import PHASES, RankCores, ServicePlan
 from tests.serving.engine.test_engine_kernels import plans, tokens
 from tests.serving.models.test_forward import sliced
 from tests.support.engine_sizes import engine_size
+from tests.support.models import family_cases
 from tests.support.models import family_models as families
 from tests.support.models.head_models import head_names, write_eagle, write_gguf_with_head, write_with_head
 from tests.support.servers.fake_engine import run_all
@@ -95,7 +96,7 @@ def reference_head(
     weights: dict[str, np.ndarray], rows: np.ndarray, token_ids: list[int]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Logits and rows of a dense Qwen 3.5's head, in float64, from its definition."""
-    f, names = families.FAMILY_CASES["qwen35"].fields, head_names("qwen35", 5)
+    f, names = family_cases.FAMILY_CASES["qwen35"].fields, head_names("qwen35", 5)
     w = {name: values.astype(np.float64) for name, values in weights.items()}
     own = {name.removeprefix(names["layer"]): w[name] for name in w if name.startswith(names["layer"])}
     n_heads, n_kv, dim = f["num_attention_heads"], f["num_key_value_heads"], f["head_dim"]

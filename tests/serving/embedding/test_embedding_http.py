@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import contextlib
 import json
 import math
 import threading
@@ -31,7 +33,7 @@ from tests.support.servers.fake_embedding import (
     embedding_server,
     vector_of,
 )
-from tests.support.servers.rude_clients import until
+from tests.support.servers.rude_clients import connect, until
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +71,13 @@ def asking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddingServer
 
 
 def post(server: EmbeddingServer, path: str = "/v1/embeddings", **body: Any) -> httpx.Response:
-    return httpx.post(f"{server.url}{path}", json={"model": "tiny", **body}, timeout=20)
+    return httpx.post(f"{server.url}{path}", json={"model": "tiny", **body}, timeout=60)
+
+
+def embedding_of(inputs: str | list[str]) -> bytes:
+    """A whole request, head and body."""
+    body = json.dumps({"model": "tiny", "input": inputs}).encode()
+    return b"POST /v1/embeddings HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
 
 
 def vectors(response: httpx.Response) -> np.ndarray:
@@ -299,22 +307,29 @@ def test_the_model_is_listed_and_metrics_name_its_devices(server: EmbeddingServe
     )
 
 
+@contextlib.contextmanager
+def held(running: EmbeddingServer) -> Iterator[None]:
+    """The first worker computes nothing until the end of `with`."""
+    gate = running.workers[0].gate = asyncio.Event()
+    try:
+        yield
+    finally:
+        assert running.client._loop is not None
+        running.client._loop.call_soon_threadsafe(gate.set)
+
+
 def test_busy_is_429_with_retry_after_for_one_input_as_for_many(tmp_path: Path) -> None:
     folder = write_encoder(tmp_path / "bert", "bert")
     with embedding_server(folder, depths=[(2, 1000)]) as running:
-        running.workers[0].delay_s = 0.5
-        with httpx.Client(timeout=20) as client:
-            import threading
-
+        with held(running), httpx.Client(timeout=60) as client:
             first = threading.Thread(target=lambda: post(running, input=["a", "b"]))
             first.start()
-            while running.client.n_live < 2:
-                pass
+            until(lambda: running.client.n_live == 2, "the first request is in progress")
             for body in ("c", ["c", "d"]):
                 busy = client.post(f"{running.url}/v1/embeddings", json={"model": "tiny", "input": body})
                 assert busy.status_code == 429
                 assert int(busy.headers["Retry-After"]) >= 1
-            first.join()
+        first.join()
         assert (
             post(running, input=["a", "b", "c", "d"]).status_code == 200
         )  # larger than the depth, but alone
@@ -333,17 +348,17 @@ def test_a_client_that_comes_while_all_is_full_is_read_as_one_that_is_answered(
     folder = write_encoder(tmp_path / "bert", "bert")
     with (
         embedding_server(folder, depths=[(2, 1000)]) as running,
-        httpx.Client(timeout=20) as client,
+        httpx.Client(timeout=60) as client,
         ThreadPoolExecutor(1) as other,
     ):
-        running.workers[0].delay_s = 1.0
-        first = other.submit(post, running, input=["a", "b"])
-        until(lambda: running.client.n_live == 2, "the first request is in progress")
-        url = f"{running.url}/v1/embeddings"
-        assert client.post(url, json={"model": "none", "input": "c"}).status_code == 404
-        assert len(vouched) == 0
-        assert client.post(url, json={"model": "tiny", "input": "c"}).status_code == 429
-        assert len(vouched) == 1
+        with held(running):
+            first = other.submit(post, running, input=["a", "b"])
+            until(lambda: running.client.n_live == 2, "the first request is in progress")
+            url = f"{running.url}/v1/embeddings"
+            assert client.post(url, json={"model": "none", "input": "c"}).status_code == 404
+            assert len(vouched) == 0
+            assert client.post(url, json={"model": "tiny", "input": "c"}).status_code == 429
+            assert len(vouched) == 1
         assert first.result().status_code == 200
 
 
@@ -360,12 +375,21 @@ def test_the_time_in_which_a_request_waits_to_be_read_counts(
         return await embed(client, inputs, asker)
 
     monkeypatch.setattr(EmbeddingClient, "embed", noted)
-    with httpx.Client(timeout=20) as client:
-        for kept_s in (0.0, 1.0):
-            loop.call_soon_threadsafe(time.sleep, kept_s)
-            time.sleep(0.1)
-            body = {"model": "tiny", "input": "the cat"}
-            assert client.post(f"{server.url}/v1/embeddings", json=body).status_code == 200
+    stands, sent = threading.Event(), threading.Event()
+
+    def stand_still() -> None:
+        stands.set()
+        assert sent.wait(60)
+        time.sleep(0.6)
+
+    with connect(server.url) as client:
+        client.sendall(embedding_of("the cat"))
+        assert client.recv(65536).startswith(b"HTTP/1.1 200")
+        loop.call_soon_threadsafe(stand_still)
+        assert stands.wait(60)
+        client.sendall(embedding_of("the cat"))
+        sent.set()
+        until(lambda: len(ages_s) == 2, "the second request is not read")
 
     assert ages_s[0] >= 0
     assert ages_s[1] >= 0.5
@@ -375,17 +399,12 @@ def test_a_client_that_leaves_frees_its_places(tmp_path: Path) -> None:
     """Its request is forgotten, and the next one is answered."""
     folder = write_encoder(tmp_path / "bert", "bert")
     with embedding_server(folder, depths=[(2, 1000)]) as running:
-        running.workers[0].delay_s = 0.6
-        body = {"model": "tiny", "input": ["a", "b"]}
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{running.url}/v1/embeddings", json=body, timeout=0.3)
-        deadline = time.monotonic() + 20
-        while running.client.n_live and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert running.client.n_live == 0
-        running.workers[0].delay_s = 0.0
-        while post(running, input=["c", "d"]).status_code == 429:
-            assert time.monotonic() < deadline
+        with held(running):
+            with connect(running.url) as leaving:
+                leaving.sendall(embedding_of(["a", "b"]))
+                until(lambda: running.client.n_live == 2, "it is not in progress")
+            until(lambda: running.client.n_live == 0, "it is still waited for")
+        until(lambda: post(running, input=["c", "d"]).status_code == 200, "its places are not free")
         assert running.client.lanes()[0].inputs == 0
 
 

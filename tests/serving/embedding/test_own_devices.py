@@ -139,7 +139,8 @@ def test_a_device_that_dies_or_hangs_is_started_again_and_nothing_is_lost(
     directory: Path, tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A hung one is found by its own time of late, ended, and its inputs run again once."""
-    monkeypatch.setattr(lanes, "LEAST_PATIENCE_S", {"accelerator": 3.0, "cpu": 3.0})
+    patience_s = 3.0 if how == "hung" else 60.0
+    monkeypatch.setattr(lanes, "LEAST_PATIENCE_S", {"accelerator": patience_s, "cpu": patience_s})
     embedding = opened(
         directory,
         [Instance("exec:0", CORE, Depth(1000, 1 << 20))],

@@ -27,7 +27,7 @@ from tests.support.noisy_embedding import (
     overload,
 )
 from tests.support.simulated_loop import run_simulated
-from tests.support.tiers import n_examples
+from tests.support.tiers import first_is_smoke, n_examples
 
 MANY = [pytest.mark.many]
 
@@ -39,7 +39,8 @@ def assert_nothing_is_lost_or_doubled(outcome: Overload) -> None:
     assert set(outcome.n_computed.values()) == {1}
 
 
-@pytest.mark.parametrize("devices", DEVICES)
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", first_is_smoke(DEVICES))
 @pytest.mark.parametrize(
     "noise", [pytest.param(name, marks=[] if index == 0 else MANY) for index, name in enumerate(NOISES)]
 )

@@ -55,7 +55,7 @@ def test_a_worker_gives_the_vectors_of_the_engine_and_says_when_it_is_killed(dir
         await worker.attach()
         got = await worker.embed(inputs_to_bytes(tokens))
         os.kill(worker.pid, signal.SIGKILL)
-        await asyncio.wait_for(worker.lost(), 10)
+        await asyncio.wait_for(worker.lost(), 60)
         with pytest.raises(RanksError):
             await worker.embed(inputs_to_bytes(tokens))
         return got

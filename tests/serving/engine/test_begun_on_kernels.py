@@ -78,6 +78,7 @@ def assert_goes_on(model: PackedModel, kv_format: str = "auto") -> None:
     assert told(disturbed) == told(lambda engine: run_all(engine, *requests()))
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("kv_format", KV_FORMATS)
 def test_whatever_the_format_of_keys_and_values(tmp_path: Path, kv_format: str) -> None:
     path = write_tiny_gguf(tmp_path / "tiny.gguf", shape=SHAPE)

@@ -22,7 +22,7 @@ from phasewise.tuner.plans import PHASES, Phase, RankCores, ServicePlan
 from tests.support.servers.fake_engine import AttentiveRanks, encode, make_engine, text_of
 from tests.support.tiers import examples
 
-BOUND_S = 10.0
+BOUND_S = 60.0
 
 
 def plans_on(cores: Sequence[int]) -> dict[Phase, ServicePlan]:

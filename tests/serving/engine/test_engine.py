@@ -311,7 +311,7 @@ class Listener:
             return bool(outs) and (isinstance(outs[-1], Failure) or outs[-1].finish_reason is not None)
 
         with self._changed:
-            assert self._changed.wait_for(ready, timeout=20), self.outs
+            assert self._changed.wait_for(ready, timeout=60), self.outs
             return list(self.outs[request_id])
 
 
@@ -383,14 +383,15 @@ def test_a_bug_between_steps_fails_what_is_in_progress_and_no_more(monkeypatch: 
 
 
 def test_an_abort_frees_the_slots_while_others_go_on() -> None:
-    ranks = FakeRanks()
-    ranks.before_step = lambda: time.sleep(0.002)
+    ranks, aborted = FakeRanks(), threading.Event()
     engine = make_engine(ranks)
     with running(engine) as (thread, listener):
+        ranks.before_step = lambda: len(listener.outs.get("a", [])) < 5 or aborted.wait(60)
         thread.send(ask("a", max_tokens=2000))
         thread.send(ask("b", max_tokens=40))
         listener.wait_for("a", 5)
         thread.send(Abort("a"))
+        aborted.set()
         listener.wait_for("b")
         thread.send(ask("c", max_tokens=1))
         listener.wait_for("c")

@@ -24,7 +24,7 @@ from tests.support.servers.fake_engine import FakeRanks, encode, make_engine, te
 from tests.support.tiers import examples
 
 LOST = RankLost("rank 1 (pid 7) was killed by SIGKILL")
-BOUND_S = 10.0
+BOUND_S = 60.0
 
 
 def ask(name: str, prompt: str = "a", max_tokens: int = 5, **fields: object) -> Submit:

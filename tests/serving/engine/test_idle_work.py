@@ -11,7 +11,7 @@ from phasewise.serving.engine.messages import Answer, Delivery, Submit
 from phasewise.serving.sampling.sampling import GREEDY
 from tests.support.servers.fake_engine import encode, make_engine
 
-BOUND_S = 20.0
+BOUND_S = 60.0
 
 
 class _Idle:

@@ -20,7 +20,7 @@ def test_a_chore_is_done_until_the_end_and_not_after() -> None:
         done.release()
 
     with Maintenance(chore, period_s=0.001):
-        assert all(done.acquire(timeout=10) for _ in range(3))
+        assert all(done.acquire(timeout=60) for _ in range(3))
 
     n_calls = len(calls)
     assert set(calls) == {"phasewise-maintenance"}
@@ -36,7 +36,7 @@ def test_a_failing_chore_is_told_at_the_end() -> None:
 
     maintenance = Maintenance(chore, period_s=0.001)
     maintenance.start()
-    assert failed.wait(10)
+    assert failed.wait(60)
 
     with pytest.raises(ValueError, match="no more bounds"):
         maintenance.close()

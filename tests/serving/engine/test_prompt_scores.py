@@ -119,6 +119,7 @@ def test_scoring_is_generation(
             assert token.rank == likelier + 1 if likelier < N_TOP else (token.rank or 0) > N_TOP
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", first_is_smoke([96, 16, 33]))
 @pytest.mark.parametrize("kv_policy", ["odma", "paged"])
 def test_scores_are_the_same_in_company_and_in_pieces(

@@ -31,7 +31,7 @@ def test_sigterm_ends_a_script_even_where_a_callback_swallows_the_exit() -> None
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=60,
         check=False,
     )
 

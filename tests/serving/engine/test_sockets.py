@@ -52,11 +52,11 @@ def test_what_passes_between_hosts_cannot_be_read_on_the_way(is_encrypted: bool)
         passing.start()
         peer = there.connect(zmq.PUSH, f"tcp://127.0.0.1:{between.getsockname()[1]}")
         peer.send(said)
-        assert listener.poll(10_000)
+        assert listener.poll(60_000)
         assert listener.recv() == said
         peer.close()
         listener.close()
-    passing.join(10)
+    passing.join(60)
 
     assert (said[:20] in b"".join(passed)) is not is_encrypted
     assert sum(map(len, passed)) > len(said)
@@ -68,7 +68,7 @@ def pass_on(between: socket.socket, port: int, passed: list[bytes]) -> None:
     with client, socket.create_connection(("127.0.0.1", port)) as server:
         others = {client: server, server: client}
         while True:
-            for side in select.select([client, server], [], [], 10.0)[0]:
+            for side in select.select([client, server], [], [], 60.0)[0]:
                 part = side.recv(1 << 16)
                 if not part:
                     return
@@ -106,11 +106,11 @@ def test_strangers_at_the_port_are_not_heard_and_keep_nobody_out() -> None:
         assert listener.handshake_ivl == HANDSHAKE_MS
         port = int(endpoint.rpartition(":")[2])
         for sent in [*STRANGERS.values()] * 20:
-            link = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=5))
+            link = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60))
             with contextlib.suppress(OSError):
                 link.sendall(sent)
         there.connect(zmq.DEALER, endpoint, "me").send(b"hello")
 
-        assert listener.poll(10_000)
+        assert listener.poll(60_000)
         assert listener.recv_multipart() == [b"me", b"hello"]
         assert not listener.poll(300)

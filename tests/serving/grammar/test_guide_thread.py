@@ -20,7 +20,7 @@ from phasewise.serving.grammar.guides import Grammar, Guide, GuideCompiler, Guid
 from phasewise.serving.sampling.sampling import SampledToken
 from tests.support.tiers import examples
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 
 
 class FakeGuide:

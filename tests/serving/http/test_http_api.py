@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import threading
 import time
 from collections.abc import Iterator
 
@@ -14,11 +15,12 @@ import pytest
 from phasewise.serving.http.http_settings import HttpLimits
 from tests.support.servers.fake_engine import END, next_letter
 from tests.support.servers.fake_server import CONTEXT, FakeServer, fake_server
+from tests.support.servers.rude_clients import ENOUGH_S, completion, connect, until
 
 
 @pytest.fixture
 def api(server: FakeServer) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=30) as client:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=60) as client:
         yield client
     server.ranks.successor = next_letter
     server.ranks.fail_with = None
@@ -255,19 +257,22 @@ def test_answers_in_parallel_do_not_mix(server: FakeServer, api: openai.OpenAI) 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_frees_its_slots(server: FakeServer, api: openai.OpenAI, stream: bool) -> None:
-    server.ranks.before_step = lambda: time.sleep(0.005)
-    body = {"model": "fake", "prompt": "a", "max_tokens": 450, "stream": stream}
+    n_before, go_on = len(server.ranks.batches), threading.Event()
 
-    if stream:
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=body) as response:
-            next(response.iter_lines())
-    else:
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{server.url}/v1/completions", json=body, timeout=1.0)
+    def n_steps() -> int:
+        return len(server.ranks.batches) - n_before
 
-    started = time.monotonic()
+    server.ranks.before_step = lambda: n_steps() < 3 or go_on.wait(ENOUGH_S)
+    with connect(server.url) as client:
+        client.sendall(completion(max_tokens=450, stream=stream))
+        if stream:
+            client.recv(1)
+        until(lambda: n_steps() == 3, "it does not run")
+    until(lambda: server.client.n_live == 0, "it is still waited for")
+    go_on.set()
+
     server.wait_until_idle()
-    assert time.monotonic() - started < 1.5
+    assert n_steps() <= 4
     metrics = httpx.get(f"{server.url}/metrics").text
     assert 'phasewise_requests_total{reason="aborted"}' in metrics
     assert "phasewise_kv_slots_used 0.0" in metrics

@@ -57,6 +57,7 @@ def test_the_document_is_valid_and_names_every_route(server: FakeServer) -> None
                 assert answer["description"], status
 
 
+@pytest.mark.slow
 def test_generated_requests_for_vectors_get_only_what_the_document_states(tmp_path: Path) -> None:
     folder = write_encoder(tmp_path / "bert", "bert")
     with embedding_server(folder) as server:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
@@ -16,7 +16,7 @@ from phasewise.serving.sandbox.confined import Bounds
 from phasewise.serving.text.chat import Conversations
 from tests.support.servers.fake_engine import encode
 from tests.support.servers.fake_server import FakeServer, fake_server
-from tests.support.servers.rude_clients import until
+from tests.support.servers.rude_clients import ENOUGH_S, until
 
 PROMPT = "a prompt that no other client must learn " * 8
 KEYS = ("first key", "second key")
@@ -78,13 +78,17 @@ def test_one_key_leaves_places_for_the_others() -> None:
         api_keys=KEYS, max_live_requests=32, max_waiting_requests=32, max_sequences_per_key=24
     )
     with fake_server(limits) as server, ThreadPoolExecutor() as clients:
-        server.ranks.before_step = lambda: time.sleep(0.002)
+        go_on = threading.Event()
+        server.ranks.before_step = lambda: go_on.wait(ENOUGH_S)
         greedy = [clients.submit(many, server, 12, KEYS[0], max_tokens=100) for _ in range(2)]
         until(lambda: server.client.n_live == 24, "two requests hold their key's share")
 
         refused = many(server, 1, KEYS[0], max_tokens=1)
-        served = many(server, 8, KEYS[1], max_tokens=1)
         too_many = many(server, 25, KEYS[1], max_tokens=1)
+        other = clients.submit(many, server, 8, KEYS[1], max_tokens=1)
+        until(lambda: server.client.n_live == 32, "the other key's request has its places")
+        go_on.set()
+        served = other.result()
 
         assert [future.result().status_code for future in greedy] == [200, 200]
         assert many(server, 24, KEYS[0], max_tokens=1).status_code == 200
@@ -95,16 +99,28 @@ def test_one_key_leaves_places_for_the_others() -> None:
 def test_a_backlog_of_one_key_costs_another_one_turn() -> None:
     """The engine computes one answer at a time; eleven of one key wait when the other key's request comes."""
     with fake_server(HttpLimits(api_keys=KEYS), max_sequences=1) as server, ThreadPoolExecutor() as clients:
-        server.ranks.before_step = lambda: time.sleep(0.002)
+        go_on, is_served = threading.Event(), threading.Event()
+
+        def step() -> None:
+            if server.ranks.batches:
+                go_on.wait(ENOUGH_S)
+            if server.client.n_live <= 8:
+                is_served.wait(ENOUGH_S)
+
+        server.ranks.before_step = step
         greedy = clients.submit(many, server, 12, KEYS[0], max_tokens=50)
         until(lambda: server.engine.scheduler.n_waiting == 11, "all but one of a key's requests wait")
-        metrics = httpx.get(f"{server.url}/metrics", headers={"Authorization": f"Bearer {KEYS[0]}"}).text
-        served = many(server, 1, KEYS[1], max_tokens=1)
+        line = b"phasewise_clients_waiting 1.0"
+        until(lambda: line in server.metrics.exposition().splitlines(), "no metric tells of the client")
+        other = clients.submit(many, server, 1, KEYS[1], max_tokens=1)
+        until(lambda: server.client.n_live == 13, "the other key's request waits too")
+        go_on.set()
+        served = other.result()
         n_left = server.client.n_live
+        is_served.set()
 
         assert greedy.result().status_code == served.status_code == 200
     assert n_left >= 8
-    assert "phasewise_clients_waiting 1.0" in metrics
 
 
 def test_an_answer_that_takes_too_much_memory_ends_and_others_go_on() -> None:

@@ -24,7 +24,7 @@ LONG = {"model": "fake", "prompt": "a", "max_tokens": 400, "ignore_eos": True}
 
 
 def post(server: FakeServer, **fields: object) -> httpx.Response:
-    return httpx.post(f"{server.url}/v1/completions", json={**LONG, **fields}, timeout=30)
+    return httpx.post(f"{server.url}/v1/completions", json={**LONG, **fields}, timeout=60)
 
 
 def ready(server: FakeServer) -> tuple[int, str]:
@@ -52,7 +52,7 @@ class Gate:
         if self._n_before > 0:
             self._n_before -= 1
         else:
-            self._open.wait(20)
+            self._open.wait(60)
 
 
 def test_a_running_server_is_ready_and_says_so_without_a_key() -> None:
@@ -82,7 +82,7 @@ def test_at_the_end_readiness_goes_first_and_answers_in_progress_are_finished() 
         late = post(server)
         gate.lift()
         for thread in asking:
-            thread.join(20)
+            thread.join(60)
 
         assert late.status_code == 503
         assert late.json()["error"]["code"] == "server_stopping"
@@ -181,7 +181,7 @@ def test_a_reply_runs_again_and_a_stream_goes_on_when_a_rank_dies() -> None:
             until(lambda: server.client.n_live == 2, "it was not sent on")
             server.ranks.lose()
             gate.lift()
-            asking.join(20)
+            asking.join(60)
             stream.shutdown(socket.SHUT_WR)
             said = stream.recv(1 << 20)
             while part := stream.recv(1 << 20):
@@ -207,7 +207,7 @@ def test_a_request_of_which_nothing_was_given_out_runs_again_and_is_counted() ->
         until(lambda: server.client.n_live == 1, "it was not sent on")
         server.ranks.lose()
         gate.lift()
-        asking.join(20)
+        asking.join(60)
 
         assert answers[0].status_code == 200
         assert answers[0].json()["usage"]["completion_tokens"] == 400
@@ -246,9 +246,8 @@ def test_whoever_comes_too_many_is_told_when_to_come_again() -> None:
             raw.sendall(completion(max_tokens=5))
         until(lambda: server.client.n_live == 6, "they were not sent on")
 
-        began_s = time.monotonic()
         refused = post(server)
-        took_s = time.monotonic() - began_s
+        n_waiting = server.client.n_live
         gate.lift()
         for raw in waiting:
             raw.close()
@@ -256,7 +255,7 @@ def test_whoever_comes_too_many_is_told_when_to_come_again() -> None:
         assert refused.status_code == 429
         assert refused.json()["error"]["code"] == "queue_full"
         assert 1 <= int(refused.headers["Retry-After"]) <= 300
-        assert took_s < 5
+        assert n_waiting == 6, "it was refused at once"
         assert 'phasewise_requests_rejected_total{reason="queue_full"} 1.0' in _metrics(server)
 
 
@@ -297,7 +296,7 @@ def test_the_estimator_is_asked_once_for_each_prompt_and_knows_the_conversation(
         for text in ("y", "z"):
             messages[1]["content"] = text
             body = {"model": "fake", "messages": messages, "max_tokens": 4}
-            httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=30)
+            httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
 
     assert [facts.token_ids for facts in asked[:2]] == [(97,), (98,)]
     assert [facts[1:] for facts in asked[:2]] == [(0.5, 4, 1, None, text) for text in ("a", "b")]

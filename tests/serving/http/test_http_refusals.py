@@ -16,7 +16,7 @@ from tests.support.servers.fake_server import CONTEXT, FakeServer
 
 def post(server: FakeServer, body: object, path: str = "/v1/completions") -> httpx.Response:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return httpx.post(server.url + path, content=content, timeout=30)
+    return httpx.post(server.url + path, content=content, timeout=60)
 
 
 def refusal(response: httpx.Response, status: int) -> dict[str, Any]:
@@ -200,7 +200,7 @@ def test_an_unknown_path(server: FakeServer, path: str) -> None:
 
 def test_bytes_that_are_no_http(server: FakeServer) -> None:
     address = urlsplit(server.url)
-    with socket.create_connection((address.hostname or "", address.port or 0), timeout=5) as raw:
+    with socket.create_connection((address.hostname or "", address.port or 0), timeout=60) as raw:
         raw.sendall(b"\x00\x01\x02 nonsense\r\n\r\n")
         assert raw.recv(1000).startswith(b"HTTP/1.1 400")
     assert httpx.get(f"{server.url}/health").status_code == 200
@@ -208,7 +208,7 @@ def test_bytes_that_are_no_http(server: FakeServer) -> None:
 
 def test_a_body_that_never_comes_holds_nothing(server: FakeServer) -> None:
     address = urlsplit(server.url)
-    with socket.create_connection((address.hostname or "", address.port or 0), timeout=5) as raw:
+    with socket.create_connection((address.hostname or "", address.port or 0), timeout=60) as raw:
         raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n{")
     assert post(server, completion(max_tokens=1)).status_code == 200
 

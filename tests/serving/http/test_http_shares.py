@@ -36,7 +36,7 @@ def server() -> Iterator[FakeServer]:
 
 
 def post(server: FakeServer, path: str, **body: Any) -> httpx.Response:
-    return httpx.post(f"{server.url}{path}", json={"model": "fake", **body}, timeout=30)
+    return httpx.post(f"{server.url}{path}", json={"model": "fake", **body}, timeout=60)
 
 
 # ---- the event loop --------------------------------------------------------------------------------------

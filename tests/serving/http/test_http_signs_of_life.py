@@ -23,6 +23,7 @@ from tests.support.servers.fake_server import FakeServer, fake_server
 from tests.support.servers.rude_clients import until
 
 LIMITS = HttpLimits(sign_of_life_s=0.05)
+SILENT = HttpLimits(sign_of_life_s=60.0)
 COMMENT = ": keep-alive"
 PATHS = {
     "/v1/completions": {"prompt": "abc", "max_tokens": 5},
@@ -36,7 +37,7 @@ class Gate:
 
     def __init__(self, server: FakeServer) -> None:
         self.open = threading.Event()
-        server.ranks.before_step = lambda: self.open.wait(20)
+        server.ranks.before_step = lambda: self.open.wait(60)
 
 
 @contextlib.contextmanager
@@ -61,15 +62,18 @@ def events(lines: list[str]) -> list[str]:
 
 @pytest.mark.parametrize("path", PATHS)
 def test_while_a_prompt_is_computed_comments_come_and_then_the_same_events(path: str) -> None:
-    with held() as (server, gate):
-        with httpx.stream("POST", f"{server.url}{path}", json=body(path), timeout=20) as answer:
-            assert answer.status_code == 200
-            lines = []
-            for line in answer.iter_lines():
-                lines.append(line)
-                if line == COMMENT and lines.count(COMMENT) == 3:
-                    assert not any(earlier.startswith("data:") for earlier in lines)
-                    gate.open.set()
+    with (
+        held() as (server, gate),
+        httpx.stream("POST", f"{server.url}{path}", json=body(path), timeout=60) as answer,
+    ):
+        assert answer.status_code == 200
+        lines = []
+        for line in answer.iter_lines():
+            lines.append(line)
+            if line == COMMENT and lines.count(COMMENT) == 3:
+                assert not any(earlier.startswith("data:") for earlier in lines)
+                gate.open.set()
+    with fake_server(SILENT) as server:
         plain = httpx.post(f"{server.url}{path}", json=body(path)).text.splitlines()
 
     assert lines.count(COMMENT) >= 3
@@ -82,7 +86,7 @@ def test_silence_between_two_tokens_is_no_longer() -> None:
     with held() as (server, gate):
         gate.open.set()
         url, asked = f"{server.url}/v1/completions", body("/v1/completions", max_tokens=400, ignore_eos=True)
-        with httpx.stream("POST", url, json=asked, timeout=20) as answer:
+        with httpx.stream("POST", url, json=asked, timeout=60) as answer:
             lines = answer.iter_lines()
             assert next(lines).startswith("data: ")
             gate.open.clear()
@@ -98,7 +102,7 @@ def test_who_minds_gets_none_and_the_status_of_what_fails() -> None:
         def ask() -> None:
             off = {"X-Stream-Comments": "off"}
             asked = body("/v1/completions")
-            answers.append(httpx.post(f"{server.url}/v1/completions", json=asked, headers=off, timeout=20))
+            answers.append(httpx.post(f"{server.url}/v1/completions", json=asked, headers=off, timeout=60))
 
         for fails in (False, True):
             gate.open.clear()
@@ -108,7 +112,7 @@ def test_who_minds_gets_none_and_the_status_of_what_fails() -> None:
             threading.Event().wait(5 * LIMITS.sign_of_life_s)
             server.ranks.fail_with = StepFailed("no") if fails else None
             gate.open.set()
-            asking.join(20)
+            asking.join(60)
     assert [answer.status_code for answer in answers] == [200, 500]
     assert COMMENT not in answers[0].text
 
@@ -124,7 +128,7 @@ def test_an_answer_that_is_not_streamed_has_none() -> None:
 @pytest.mark.parametrize("path", PATHS)
 def test_what_fails_after_a_sign_of_life_is_told_in_the_stream(path: str) -> None:
     with held() as (server, gate):
-        with httpx.stream("POST", f"{server.url}{path}", json=body(path), timeout=20) as answer:
+        with httpx.stream("POST", f"{server.url}{path}", json=body(path), timeout=60) as answer:
             lines = answer.iter_lines()
             assert COMMENT in lines
             server.ranks.fail_with = StepFailed("the step failed")
@@ -137,7 +141,7 @@ def test_what_fails_after_a_sign_of_life_is_told_in_the_stream(path: str) -> Non
 def test_a_client_that_leaves_during_its_prompt_frees_its_place() -> None:
     with held() as (server, gate):
         url = f"{server.url}/v1/completions"
-        with httpx.stream("POST", url, json=body("/v1/completions"), timeout=20) as answer:
+        with httpx.stream("POST", url, json=body("/v1/completions"), timeout=60) as answer:
             assert COMMENT in answer.iter_lines()
         until(lambda: server.client.n_live == 0, "it is still waited for")
         gate.open.set()
@@ -192,7 +196,7 @@ def test_ollamas_lines_have_spaces_before_them_and_the_official_client_goes_on()
     options = {"num_predict": 5, "temperature": 0}
     with held() as (server, gate):
         asked = {"model": "fake", "messages": CHAT, "options": options}
-        with httpx.stream("POST", f"{server.url}/api/chat", json=asked, timeout=20) as answer:
+        with httpx.stream("POST", f"{server.url}/api/chat", json=asked, timeout=60) as answer:
             parts = answer.iter_raw()
             assert [next(parts), next(parts)] == [b" ", b" "]
             gate.open.set()
@@ -215,10 +219,11 @@ def test_spaces_before_json_come_where_they_are_asked_for(path: str) -> None:
     on = {"X-Json-Whitespace": "on"}
     with held() as (server, gate):
         late = _opened_by_spaces(gate, f"{server.url}{path}", asked, on)
-        soon = httpx.post(f"{server.url}{path}", json=asked, headers=on)
         gate.open.clear()
         server.ranks.fail_with = StepFailed("the step failed")
         failed = _opened_by_spaces(gate, f"{server.url}{path}", asked, on)
+    with fake_server(SILENT) as server:
+        soon = httpx.post(f"{server.url}{path}", json=asked, headers=on)
     assert late.startswith(b"  ")
     assert not soon.text.startswith("  ")
     assert sorted(json.loads(late)) == sorted(soon.json())
@@ -283,9 +288,9 @@ def test_a_client_that_leaves_in_its_prompt_is_gone_within_one_step() -> None:
     """No more of a prompt of many steps is computed than the step under way when the client left."""
     with fake_server(LIMITS) as server:
         steps = threading.Semaphore(0)
-        server.ranks.before_step = lambda: steps.acquire(timeout=20)
+        server.ranks.before_step = lambda: steps.acquire(timeout=60)
         asked = body("/v1/completions", prompt="abcdefghij" * 40)
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=asked, timeout=20) as answer:
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=asked, timeout=60) as answer:
             lines = answer.iter_lines()  # one that is dropped closes the connection
             assert COMMENT in lines
             steps.release(3)

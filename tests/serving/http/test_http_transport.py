@@ -61,7 +61,7 @@ def url() -> Iterator[str]:
             time.sleep(0.005)
         yield place.url
         server.end(at_once=True)
-        thread.join(20)
+        thread.join(60)
         assert not connections.open
         assert not connections.tasks
 

@@ -30,6 +30,7 @@ def refusal(server: FakeServer, path: str, status: int = 400, **body: Any) -> di
 LONG = "a" * (CONTEXT + 1)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("most", [None, 100])
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def test_greedy_clients_together_keep_no_newcomer_out() -> None:
     limits = HttpLimits(api_keys=KEYS, max_live_requests=24, max_waiting_requests=24, max_sequences_per_key=8)
     with fake_server(limits, max_sequences=2) as server, ThreadPoolExecutor(13) as clients:
         gate = threading.Event()
-        server.ranks.before_step = lambda: gate.wait(30) and None
+        server.ranks.before_step = lambda: gate.wait(60) and None
         greedy = [
             clients.submit(ask, server, key, 2, max_tokens=20, stream=index % 2 == 0)
             for key in KEYS[:3]

@@ -11,7 +11,6 @@ import sys
 import pytest
 
 from tests.support import ROOT
-from tests.support.tiers import first_is_smoke
 
 FAULTS = [
     "killed_while_starting",
@@ -34,12 +33,12 @@ def assert_row_holds(program: str, row: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", first_is_smoke(FAULTS))
+@pytest.mark.parametrize("row", FAULTS)
 def test_a_server_holds_what_it_promises(row: str) -> None:
     assert_row_holds("faults", row)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", first_is_smoke(ATTACKS))
+@pytest.mark.parametrize("row", ATTACKS)
 def test_an_attack_has_no_effect_on_others(row: str) -> None:
     assert_row_holds("hostile", row)

@@ -57,7 +57,7 @@ def test_ten_turns(tmp_path: Path) -> None:
         _talk(url)
     finally:
         server.terminate()
-        server.wait(30)
+        server.wait(60)
 
 
 def _talk(url: str) -> None:

@@ -26,8 +26,10 @@ from phasewise.serving.models.latent import LATENT_KV_FORMATS
 from phasewise.serving.models.packed_model import PackedModel
 from phasewise.tuner.lookup import ScheduleTable
 from phasewise.tuner.plans import PHASES, RankCores, ServicePlan
+from tests.support.models import family_cases, family_gguf_files
 from tests.support.models import family_models as families
 from tests.support.models import reference_models as layout
+from tests.support.models.family_cases import CHECKED_STEPS
 from tests.support.tiers import isas, n_examples
 
 pytest.importorskip("phasewise.cython_kernels._native", reason="the kernels are not built")
@@ -38,20 +40,20 @@ from tests.support.models.greedy import greedy, local_ranks
 BOUND = 1e-3
 """Largest difference, as a share of the row's largest logit."""
 
-WRITERS = {"safetensors": families.write_family_hf, "gguf": families.write_family_gguf}
+WRITERS = {"safetensors": families.write_family_hf, "gguf": family_gguf_files.write_family_gguf}
 
 
 def packed(name: str, kind: str, folder: Path, weight_format: str = "f32") -> PackedModel:
     file = folder / (name if kind == "safetensors" else f"{name}.gguf")
     WRITERS[kind](file, name)
     model = load_model(str(file), weight_format, cache_dir=folder / "cache")
-    context_length = families.FAMILY_CASES[name].context_length
+    context_length = family_cases.FAMILY_CASES[name].context_length
     return replace(model, config=replace(model.config, context_length=context_length))
 
 
 IN_FORMATS = [
     (name, kind)
-    for name, case in families.FAMILY_CASES.items()
+    for name, case in family_cases.FAMILY_CASES.items()
     for kind in WRITERS
     if case.gguf or kind != "gguf"
 ]
@@ -62,7 +64,7 @@ CHUNK = 64
 LEAST_MARGIN = 0.01
 
 
-@pytest.mark.parametrize("name", families.FAMILY_CASES)
+@pytest.mark.parametrize("name", family_cases.FAMILY_CASES)
 def test_the_best_token_of_every_step_is_best_by_a_margin(name: str) -> None:
     """By transformers' logits: what another order of sums changes cannot change a token. A prompt is longer
     than windows and chunks.
@@ -72,9 +74,9 @@ def test_the_best_token_of_every_step_is_best_by_a_margin(name: str) -> None:
 
     for index in range(len(prompts)):
         margins = expected[f"{name}/{index}/margins"]
-        assert margins.shape == (families.N_GREEDY,)
+        assert margins.shape == (family_cases.N_GREEDY,)
         assert margins.min() >= LEAST_MARGIN, index
-    window = families.FAMILY_CASES[name].fields.get("sliding_window") or 0
+    window = family_cases.FAMILY_CASES[name].fields.get("sliding_window") or 0
     assert max(map(len, prompts)) > max(window, CHUNK)
 
 
@@ -84,16 +86,16 @@ def test_every_family_computes_what_transformers_does(name: str, kind: str, tmp_
 
     with closing(local_ranks(packed(name, kind, tmp_path))) as ranks:
         for index, prompt in enumerate(families.family_prompts(name)):
-            logits = greedy(ranks, prompt, families.N_GREEDY, chunk=CHUNK if index else 4)
+            logits = greedy(ranks, prompt, family_cases.N_GREEDY, chunk=CHUNK if index else 4)
 
             kept = expected[f"{name}/{index}/logits"]
-            error = np.abs(logits[list(families.CHECKED_STEPS)] - kept).max(axis=1) / np.abs(kept).max(axis=1)
+            error = np.abs(logits[list(CHECKED_STEPS)] - kept).max(axis=1) / np.abs(kept).max(axis=1)
             assert error.max() <= BOUND, error
             assert logits.argmax(axis=1).tolist() == expected[f"{name}/{index}/tokens"].tolist()
 
 
 @pytest.mark.many
-@pytest.mark.parametrize("name", families.FAMILY_CASES)
+@pytest.mark.parametrize("name", family_cases.FAMILY_CASES)
 def test_every_family_has_the_same_bits_on_all_instruction_sets(name: str, tmp_path: Path) -> None:
     """In float32 what transformers computes; in every bit what the lowest instruction set gives."""
     expected = np.load(layout.FIXTURES / "families.npz")[f"{name}/1/logits"][:1]
@@ -127,7 +129,7 @@ def drawn_prompts(n: int, vocab_size: int) -> Iterator[list[SequenceSlice]]:
 
 
 @pytest.mark.many
-@pytest.mark.parametrize("name", families.FAMILY_CASES)
+@pytest.mark.parametrize("name", family_cases.FAMILY_CASES)
 def test_drawn_prompts_have_the_same_bits_on_all_instruction_sets(name: str, tmp_path: Path) -> None:
     """In every format, by --arithmetic canonical: the logits after every token."""
     lookups = dict.fromkeys(PHASES, ScheduleTable().asked("canonical", None))
@@ -144,7 +146,8 @@ def test_drawn_prompts_have_the_same_bits_on_all_instruction_sets(name: str, tmp
         assert [other for other in others if by_isa[other] != by_isa[lowest]] == [], weight_format
 
 
-@pytest.mark.parametrize("name", families.FAMILY_CASES)
+@pytest.mark.many
+@pytest.mark.parametrize("name", family_cases.FAMILY_CASES)
 def test_no_row_depends_on_the_others_of_its_step(name: str, tmp_path: Path) -> None:
     """Whole prompts, chunks and single tokens, alone and in company: the same bits."""
     model = packed(name, "safetensors", tmp_path, "int8")
@@ -171,6 +174,7 @@ def test_no_row_depends_on_the_others_of_its_step(name: str, tmp_path: Path) -> 
     assert (decoded == np.stack(singly)).all()
 
 
+@pytest.mark.many
 @pytest.mark.parametrize(
     "name",
     [
@@ -331,7 +335,7 @@ def test_the_language_model_of_a_larger_one_is_read(
 ) -> None:
     alone = packed(name, "safetensors", tmp_path)
     folder = families.write_family_hf(tmp_path / "larger", name)
-    config = {"model_type": larger, "text_config": families.FAMILY_CASES[name].fields}
+    config = {"model_type": larger, "text_config": family_cases.FAMILY_CASES[name].fields}
     (folder / "config.json").write_text(json.dumps(config))
     weights = {
         theirs.replace("model.", prefix, 1): weight

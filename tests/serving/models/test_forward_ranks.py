@@ -91,7 +91,7 @@ class Ranks:
     def close(self) -> None:
         self.programs[0].stop()
         for server in self.servers:
-            server.join(10)
+            server.join(60)
         assert not any(server.is_alive() for server in self.servers)
 
 
@@ -221,7 +221,7 @@ def test_a_rank_that_fails_ends_the_step_of_all() -> None:
     for _ in range(2):
         with pytest.raises(GroupFailed, match="failed or ended"):
             many.run(prompts(model))
-    server.join(10)
+    server.join(60)
     assert isinstance(many.endings[1], GroupFailed)
     with pytest.raises(GroupFailed):
         many.programs[2].serve(many.own_teams[2])

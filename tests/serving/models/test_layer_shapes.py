@@ -30,6 +30,7 @@ from phasewise.serving.models.config_json import config_from_json, config_to_jso
 from phasewise.serving.models.layer_shapes import HeadShape, LayerInputs, Streams
 from phasewise.serving.models.packed_model import LAYER_TABLE, ModelConfig, PackedModel
 from phasewise.serving.models.rope import RopeSpec
+from tests.support.models import family_cases, family_gguf_files
 from tests.support.models import family_models as families
 
 pytest.importorskip("phasewise.cython_kernels._native", reason="the kernels are not built")
@@ -46,14 +47,14 @@ def loaded(name: str, folder: Path, weight_format: str = "f32") -> PackedModel:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_config_comes_back_from_json(name: str) -> None:
-    config = config_of(families.FAMILY_CASES[name].fields, {}, add_bos=False)
+    config = config_of(family_cases.FAMILY_CASES[name].fields, {}, add_bos=False)
 
     assert config_from_json(json.loads(json.dumps(config_to_json(config)))) == config
 
 
 def test_heads_of_layers_are_the_same_by_both_spellings() -> None:
     """Published files have global heads, transformers 5 saves those of each layer."""
-    fields = dict(families.FAMILY_CASES["gemma4-dense"].fields)
+    fields = dict(family_cases.FAMILY_CASES["gemma4-dense"].fields)
     published = config_of(fields, {}, add_bos=False)
     own = {"3": {"head_dim": fields["global_head_dim"], "num_key_value_heads": 1}}
     del fields["global_head_dim"], fields["num_global_key_value_heads"]
@@ -118,10 +119,10 @@ def test_a_token_takes_bytes_in_layers_that_keep_keys_and_values_alone(
     name: str, kv_format: str, tmp_path: Path
 ) -> None:
     model = loaded(name, tmp_path, "int8")
-    f = families.FAMILY_CASES[name].fields
+    f = family_cases.FAMILY_CASES[name].fields
     expected = {True: 0, False: 0}
     for layer in range(f["num_hidden_layers"] - f["num_kv_shared_layers"]):
-        full = f["layer_types"][layer] == families.FULL
+        full = f["layer_types"][layer] == family_cases.FULL
         head_dim = f.get("global_head_dim", f["head_dim"]) if full else f["head_dim"]
         heads = f.get("num_global_key_value_heads", 2) if full else 2
         expected[full] += heads * kv_slot_bytes(kv_format, head_dim)
@@ -181,7 +182,7 @@ BAD_LAYERS: Mapping[str, tuple[dict[str, Any], str]] = {
     "heads of one number": ({"per_layer_config": {"0": {"head_dim": 1}}}, "heads of 1"),
     "shared layers below none": ({"num_kv_shared_layers": -1}, "-1 of 7"),
     "a share of nothing": (
-        {"rope_parameters": {families.FULL: NO_TURN, "sliding_attention": NO_TURN}},
+        {"rope_parameters": {family_cases.FULL: NO_TURN, "sliding_attention": NO_TURN}},
         "asks for RoPE",
     ),
     "a table of fractions": ({"vocab_size_per_layer_input": 1.5}, "int expected"),
@@ -194,7 +195,7 @@ def test_absurd_layers_are_one_clear_error(case: str) -> None:
     changes, message = BAD_LAYERS[case]
 
     with pytest.raises(ModelError, match=message):
-        config_of({**families.FAMILY_CASES["gemma4"].fields, **changes}, {}, add_bos=False)
+        config_of({**family_cases.FAMILY_CASES["gemma4"].fields, **changes}, {}, add_bos=False)
 
 
 GEMMA4_METADATA: dict[str, Any] = {
@@ -216,8 +217,8 @@ def gguf_config(family: Family, name: str, metadata: Mapping[str, Any]) -> Model
     def get(key: str, kind: Any = None, default: Any = None) -> Any:
         return metadata.get(key, default) if kind is None else field(metadata, key, kind, default)
 
-    plain = config_of(families.FAMILY_CASES["olmo2"].fields, {}, add_bos=False)
-    n_layers = families.FAMILY_CASES[name].fields["num_hidden_layers"]
+    plain = config_of(family_cases.FAMILY_CASES["olmo2"].fields, {}, add_bos=False)
+    n_layers = family_cases.FAMILY_CASES[name].fields["num_hidden_layers"]
     plain = replace(plain, n_layers=n_layers, head_dim=16, pre_norms=True, post_norms=False, qk_norm=False)
     plain = replace(plain, whole_qk_norm=False, activation="gelu_tanh", rope=RopeSpec(1e6, 16))
     return family.from_gguf(get, plain)
@@ -283,7 +284,7 @@ def test_absurd_metadata_is_one_clear_error(case: str) -> None:
 
 def test_streams_of_another_stack_are_refused(tmp_path: Path) -> None:
     """Three matrices in one tensor, as the converter writes them; and routers that are quantised."""
-    path = families.write_family_gguf(tmp_path / "model.gguf", "gemma3n-whole")
+    path = family_gguf_files.write_family_gguf(tmp_path / "model.gguf", "gemma3n-whole")
     with open_gguf_model(path, "model") as source:
         stack = source.tensors["stream_in.2"]
         rows = stack.rows(0, 64)

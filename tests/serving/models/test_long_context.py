@@ -17,15 +17,17 @@ from phasewise.serving.models.forward import kv_bytes_by_reach
 from phasewise.serving.sampling.sampling import GREEDY
 from phasewise.topology import read_machine
 from phasewise.tuner.plans import PHASES, default_plan
+from tests.support.models import family_cases
 from tests.support.models import family_models as families
 from tests.support.models import reference_models as layout
+from tests.support.models.family_cases import CHECKED_STEPS
 
 BOUND = 1e-3
 """Largest difference, as a share of the row's largest logit."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", families.LONG_CASES)
+@pytest.mark.parametrize("name", family_cases.LONG_CASES)
 def test_long_prompts_go_on_as_in_transformers(name: str, tmp_path: Path) -> None:
     """The same 64 tokens, and logits of some steps, with rings where layers have windows."""
     expected = np.load(layout.FIXTURES / "long_context.npz")
@@ -33,7 +35,7 @@ def test_long_prompts_go_on_as_in_transformers(name: str, tmp_path: Path) -> Non
         str(families.write_long_hf(tmp_path / name, name)), "f32", cache_dir=tmp_path / "cache"
     )
     machine, prompt = read_machine(), families.long_prompt(name)
-    size = EngineSize.for_one(model, len(prompt), families.N_GREEDY)
+    size = EngineSize.for_one(model, len(prompt), family_cases.N_GREEDY)
     window = max(kind.window or 0 for kind in model.config.kinds)
     rows: list[np.ndarray] = []
 
@@ -46,15 +48,13 @@ def test_long_prompts_go_on_as_in_transformers(name: str, tmp_path: Path) -> Non
             return step_logits
 
         opened.engine.ranks.forward = kept  # type: ignore[method-assign]
-        answer = OneAnswer(Submit("r", tuple(prompt), families.N_GREEDY, GREEDY, ignore_eos=True))
+        answer = OneAnswer(Submit("r", tuple(prompt), family_cases.N_GREEDY, GREEDY, ignore_eos=True))
         for _ in answer.pieces(opened.engine):
             pass
         kv_bytes = opened.kv_bytes
 
     logits = expected[f"{name}/logits"]
-    error = np.abs(np.stack(rows)[list(families.CHECKED_STEPS)] - logits).max(axis=1) / np.abs(logits).max(
-        axis=1
-    )
+    error = np.abs(np.stack(rows)[list(CHECKED_STEPS)] - logits).max(axis=1) / np.abs(logits).max(axis=1)
     assert error.max() <= BOUND, error
     assert np.stack(rows).argmax(axis=1).tolist() == expected[f"{name}/tokens"].tolist()
     seen_by_all, windowed = kv_bytes_by_reach(model)

@@ -51,6 +51,7 @@ def _answer(model: PackedModel, teams: tuple[int, ...]) -> np.ndarray:
         gc.collect()
 
 
+@pytest.mark.many
 @pytest.mark.usefixtures("two_nodes")
 @pytest.mark.parametrize("teams", [ONE, (2,), TWO, (2, 1)])
 def test_a_copy_computes_the_same_bits(
@@ -116,6 +117,7 @@ def test_ranks_that_are_opened_again_find_their_copies(
     ranks.close()
 
 
+@pytest.mark.many
 @pytest.mark.usefixtures("two_nodes")
 @pytest.mark.parametrize("to", [ONE, (2, 1), (1, 1, 1, 1)], ids=str)
 def test_ranks_that_move_copy_from_the_file_again(

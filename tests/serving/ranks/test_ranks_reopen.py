@@ -143,14 +143,17 @@ def test_killed_at_any_time_of_a_step(two: ProcessRanks, what: str) -> None:
 
 
 def test_a_rank_that_hangs_is_taken_for_dead(in_memory: PackedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_ranks, "PATIENCE_S", 0.3)
-    monkeypatch.setattr(process_ranks, "LEARN_S", 0.3)
     ranks = open_two(in_memory)
-    wanted, pid = tokens(ranks), ranks.pids[1]
-    os.kill(pid, signal.SIGSTOP)
+    wanted = tokens(ranks)
+    with monkeypatch.context() as hasty:
+        hasty.setattr(process_ranks, "PATIENCE_S", 0.3)
+        hasty.setattr(process_ranks, "LEARN_S", 0.3)
+        ranks.reopen()
+        pid = ranks.pids[1]
+        os.kill(pid, signal.SIGSTOP)
 
-    with pytest.raises(RankLost, match=rf"rank 1 \(pid {pid}\) did not come to meet the other ranks"):
-        ranks.forward(STEP)
+        with pytest.raises(RankLost, match=rf"rank 1 \(pid {pid}\) did not come to meet the other ranks"):
+            ranks.forward(STEP)
     ranks.reopen()
     assert not alive(pid)
     assert (tokens(ranks) == wanted).all()

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -71,12 +70,10 @@ def peak_bytes(pid: int) -> int:
 
 def test_a_job_that_takes_too_long_is_ended_and_the_next_is_served(started: list[ConfinedProcess]) -> None:
     process = opened(started, Bounds(seconds=0.3, memory_bytes=4 << 30))
-    began = time.monotonic()
 
     with pytest.raises(Overrun, match=r"more than 0\.3 s"):
         process.ask(ENDLESS)
 
-    assert time.monotonic() - began < 5.0
     assert int(process.ask(HARMLESS)) >= 0
 
 
@@ -111,12 +108,10 @@ def test_a_job_that_wants_too_much_memory_is_ended(started: list[ConfinedProcess
 def test_a_job_ends_with_the_wait_for_it(started: list[ConfinedProcess]) -> None:
     process, patience = opened(started, ROOMY), Patience()
     threading.Timer(0.2, patience.end).start()
-    began = time.monotonic()
 
     with pytest.raises(Abandoned):
         process.ask(ENDLESS, patience)
 
-    assert time.monotonic() - began < 10.0
     with pytest.raises(Abandoned):
         process.ask(HARMLESS, patience)
     assert int(process.ask(HARMLESS)) >= 0
@@ -160,7 +155,7 @@ def test_only_one_job_runs_at_a_time(started: list[ConfinedProcess]) -> None:
 
     first = threading.Thread(target=wait)
     first.start()
-    time.sleep(0.1)
+    until(process._turn.locked, "the first job does not run")
     with pytest.raises(TimeoutError):
         process.ask(HARMLESS, turn_s=0.1)
     patience.end()

@@ -107,6 +107,7 @@ def test_every_kind_of_vocabulary_cuts_a_broken_token_as_text(name: str) -> None
         assert mark not in tokenizer.decode(ids, skip_special=False)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("name", TINY_VOCABULARIES)
 @examples(30)
 @given(text=st.text(max_size=40))

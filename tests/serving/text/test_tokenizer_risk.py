@@ -243,6 +243,7 @@ def test_tables_of_characters_are_looked_at(longest: int) -> None:
 BACKTRACKING = ["(a*)*b", "(a|aa)+$", "(.*)(.*)(.*)(.*)(.*)[^ab!]", r"(a+)\1+[bc]", "a*a*a*b"]
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("place", ["pre_tokenizer", "normalizer"])
 @pytest.mark.parametrize("pattern", BACKTRACKING)
 def test_a_pattern_that_tries_for_ever_is_ended_without_a_word(

@@ -27,7 +27,14 @@ from phasewise.serving.sampling.sampling import GREEDY, Sampler
 from phasewise.tuner.plans import PHASES, RankCores, ServicePlan
 from phasewise.workflows.prune.masks import Pattern
 from phasewise.workflows.prune.run import PruneSettings, prune
-from tests.support.models import encoder_gguf_files, encoder_models, family_models, quantised_models
+from tests.support.models import (
+    encoder_gguf_files,
+    encoder_models,
+    family_cases,
+    family_gguf_files,
+    family_models,
+    quantised_models,
+)
 from tests.support.models.tiny_models import TinyShape, tiny_gguf, write_tiny_hf
 
 NUMBERS = (
@@ -120,7 +127,7 @@ def targets() -> list[str]:
     """Every block type in a GGUF file; files of families and encoders; sparse matrices; a packed file."""
     families = [
         f"{name} {victim}"
-        for name, case in family_models.FAMILY_CASES.items()
+        for name, case in family_cases.FAMILY_CASES.items()
         for victim in (*(("gguf",) if case.gguf else ()), "config.json", "model.safetensors")
     ]
     sparse = [*(f"{name} model.safetensors" for name in BITMASKS), "sparse packed"]
@@ -161,7 +168,7 @@ def open_target(name: str, folder: Path) -> Target:
     if kind == "packed":
         return _packed_target(name, folder)
     if kind == "gguf":
-        path = family_models.write_family_gguf(folder / "fuzz.gguf", subject)
+        path = family_gguf_files.write_family_gguf(folder / "fuzz.gguf", subject)
         return Target(name, path, path, _HEADER_BYTES)
     load = folder / "fuzz"
     if subject in BITMASKS:

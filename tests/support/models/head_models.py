@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
+from tests.support.models import family_cases, family_gguf_files
 from tests.support.models import family_models as families
 from tests.support.models.reference_models import raw_values
 from tests.support.models.tiny_models import safetensors_bytes
@@ -27,7 +28,7 @@ def write_with_head(folder: Path, name: str, branches: float | None = None) -> d
     and the head's input is the embedding alone: the next token depends nearly on the last one only, and the
     head says what the model says.
     """
-    n_layers = families.FAMILY_CASES[name].fields["num_hidden_layers"]
+    n_layers = family_cases.FAMILY_CASES[name].fields["num_hidden_layers"]
     families.write_family_hf(folder, name, {"num_nextn_predict_layers": 1})
     weights = {**families.family_weights(name), **_head_weights(name, n_layers)}
     if branches is not None:
@@ -38,7 +39,7 @@ def write_with_head(folder: Path, name: str, branches: float | None = None) -> d
 
 def head_names(name: str, n_layers: int) -> dict[str, str]:
     """Names in the files of a head's projection, norms and layer."""
-    if families.FAMILY_CASES[name].fields["model_type"] in OF_LAYER:
+    if family_cases.FAMILY_CASES[name].fields["model_type"] in OF_LAYER:
         stem = f"model.layers.{n_layers}."
         return {
             "projection": f"{stem}eh_proj.weight",
@@ -59,8 +60,8 @@ def head_names(name: str, n_layers: int) -> dict[str, str]:
 def _head_weights(name: str, n_layers: int) -> dict[str, np.ndarray]:
     """A layer of the shapes of the model's last one that attends, and what comes before and behind it."""
     own, names = families.family_weights(name), head_names(name, n_layers)
-    hidden = families.FAMILY_CASES[name].fields["hidden_size"]
-    less = 1 if families.FAMILY_CASES[name].unit_norms else 0
+    hidden = family_cases.FAMILY_CASES[name].fields["hidden_size"]
+    less = 1 if family_cases.FAMILY_CASES[name].unit_norms else 0
     last = max(layer for layer in range(n_layers) if f"model.layers.{layer}.self_attn.o_proj.weight" in own)
     stem = f"model.layers.{last}."
     weights = {
@@ -87,14 +88,14 @@ def _agree(weights: dict[str, np.ndarray], name: str, branches: float, n_layers:
     weights[names["projection"]] = np.concatenate([np.eye(hidden), np.zeros((hidden, hidden))], 1).astype(
         np.float32
     )
-    less = 1 if families.FAMILY_CASES[name].unit_norms else 0
+    less = 1 if family_cases.FAMILY_CASES[name].unit_norms else 0
     weights[names["embed_norm"]] = np.full(hidden, 1 - less, np.float32)
     weights[names["last_norm"]] = weights["model.norm.weight"]
 
 
 def write_gguf_with_head(path: Path, name: str) -> Path:
     """The same model with a random head, as llama.cpp's converter would write it."""
-    n_layers = families.FAMILY_CASES[name].fields["num_hidden_layers"]
+    n_layers = family_cases.FAMILY_CASES[name].fields["num_hidden_layers"]
     names, stem = head_names(name, n_layers), f"model.layers.{n_layers}."
     ends = {
         "projection": "eh_proj",
@@ -108,14 +109,14 @@ def write_gguf_with_head(path: Path, name: str) -> Path:
         for tensor, values in _head_weights(name, n_layers).items()
         if not tensor.endswith(("embed_tokens.weight", "shared_head.head.weight"))
     }
-    return families.write_family_gguf(path, name, head)
+    return family_gguf_files.write_family_gguf(path, name, head)
 
 
 def write_eagle(
     folder: Path, name: str, *, normed: bool = False, n_drafted: int = 100
 ) -> dict[str, np.ndarray]:
     """A random head of EAGLE-3 for a family's model, as checkpoints have it; its tensors."""
-    f = families.FAMILY_CASES[name].fields
+    f = family_cases.FAMILY_CASES[name].fields
     hidden, ffn, vocab_size = f["hidden_size"], f["intermediate_size"], f["vocab_size"]
     heads, kv_heads, dim = 4, 2, 16
     shapes: dict[str, tuple[int, ...]] = {

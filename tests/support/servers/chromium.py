@@ -152,4 +152,4 @@ async def chromium(width: int = 1100, height: int = 900) -> AsyncIterator[Page]:
                     await page.close()
         finally:
             process.kill()
-            process.wait(20)
+            process.wait(60)

@@ -148,7 +148,7 @@ def embedding_server(
             yield EmbeddingServer(place.url, client, own, model, text, served)
         finally:
             server.end(at_once=True)
-            web.join(20)
+            web.join(60)
             client.close()
             assert not web.is_alive()
 

@@ -238,7 +238,7 @@ def serving(model: Path, options: dict[str, str], *flags: str) -> Iterator[str]:
     finally:
         process.terminate()
         process.stderr.close()
-        process.wait(30)
+        process.wait(60)
 
 
 def wait_until(holds: Callable[[], bool]) -> None:

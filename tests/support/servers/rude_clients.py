@@ -9,6 +9,9 @@ import time
 from collections.abc import Callable
 from urllib.parse import urlsplit
 
+ENOUGH_S = 60.0
+"""More than anything takes on a busy machine: it matters to what fails alone."""
+
 
 def connect(url: str, *, receive_bytes: int | None = None) -> socket.socket:
     """receive_bytes: room for this much that is not read; the kernel's own choice is megabytes."""
@@ -16,7 +19,7 @@ def connect(url: str, *, receive_bytes: int | None = None) -> socket.socket:
     raw = socket.socket()
     if receive_bytes is not None:
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
-    raw.settimeout(10)
+    raw.settimeout(ENOUGH_S)
     raw.connect((address.hostname or "", address.port or 0))
     return raw
 
@@ -38,7 +41,7 @@ def read_to_end(raw: socket.socket) -> bytes:
     return said
 
 
-def until(holds: Callable[[], bool], what: str, timeout_s: float = 10.0) -> None:
+def until(holds: Callable[[], bool], what: str, timeout_s: float = ENOUGH_S) -> None:
     deadline = time.monotonic() + timeout_s
     while not holds():
         assert time.monotonic() < deadline, what

@@ -32,7 +32,7 @@ from phasewise.serving.pools.contract import Placement
 from phasewise.serving.processes.restarts import Restarts
 from phasewise.serving.ranks.kv_share import KvPlace, KvShape
 
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 FINGERPRINT = Fingerprint("ab" * 32, "cd" * 32, "ef" * 32, "", "native", "f16", "1/portable/00", "1/00")
 IDENTITY = Identity(__version__, "ab" * 32, KvShape(2, 1, 4, "f16"), 300, 2048, FINGERPRINT)
 LOAD = EngineLoad(0, 0, 0, 1024)
@@ -169,6 +169,16 @@ class ScriptedServer:
         while not holds():
             assert time.monotonic() < deadline, self.front.state
             time.sleep(0.005)
+
+
+def who_hears(instances: Sequence[ScriptedInstance]) -> ScriptedInstance:
+    """The first of these instances that something is said to."""
+    poller = zmq.Poller()
+    by_socket = {instance._socket: instance for instance in instances}
+    for heard in by_socket:
+        poller.register(heard, zmq.POLLIN)
+    ((heard, _), *_others) = poller.poll(int(PATIENCE_S * 1000))
+    return by_socket[heard]
 
 
 @contextlib.contextmanager

@@ -119,7 +119,7 @@ def _running(app: web.Application, socket_path: str | None) -> Iterator[str]:
     thread.start()
 
     def on_loop(work: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, loop).result(20)
+        return asyncio.run_coroutine_threadsafe(work, loop).result(60)
 
     runner = web.AppRunner(app, shutdown_timeout=0.2)
     try:
@@ -130,5 +130,5 @@ def _running(app: web.Application, socket_path: str | None) -> Iterator[str]:
     finally:
         on_loop(runner.cleanup())
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(20)
+        thread.join(60)
         loop.close()

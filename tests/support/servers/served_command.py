@@ -33,7 +33,7 @@ class Server:
         return int(self.url.rsplit(":", 1)[1])
 
     def api(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="any", max_retries=0, timeout=30)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="any", max_retries=0, timeout=60)
 
     def stream(self) -> Any:
         """A stream that goes on and on, its first piece read."""
@@ -43,7 +43,7 @@ class Server:
 
     def end(self, number: int) -> int:
         self.process.send_signal(number)
-        return self.process.wait(timeout=20)
+        return self.process.wait(timeout=60)
 
 
 def own_places(home: Path) -> dict[str, str]:
@@ -92,7 +92,7 @@ def serving(
     reader = threading.Thread(target=read)
     reader.start()
     try:
-        assert ready.wait(60), lines
+        assert ready.wait(120), lines
         listening = re.match(r"listening on (\S+)", lines[-1])
         assert listening, lines
         yield Server(process, listening[1], lines)

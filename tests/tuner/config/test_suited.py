@@ -43,6 +43,7 @@ def modelled_ns(machine: Machine, plan: ServicePlan, shape: ModelShape) -> float
         return timer(STEPS[plan.phase])
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("name", PLANTED)
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("shape", [llama_2_7b(), small()], ids=lambda shape: shape.name)

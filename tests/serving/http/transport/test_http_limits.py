@@ -95,8 +95,17 @@ def test_half_a_handshake_ends_its_connection_and_others_are_answered(sent: byte
         connect(server.url) as raw,
     ):
         raw.sendall(sent)
-        assert client.get(f"{server.url.replace('127.0.0.1', 'localhost')}/health").status_code == 200
+        url = f"{server.url.replace('127.0.0.1', 'localhost')}/health"
+        until(lambda: is_answered(client, url), "another is not answered")
         assert read_to_end(raw) == b""
+
+
+def is_answered(client: httpx.Client, url: str) -> bool:
+    """Of a client that may be slow itself: on a busy machine its own handshake may take too long."""
+    try:
+        return client.get(url).status_code == 200
+    except httpx.TransportError:
+        return False
 
 
 def test_requests_without_pause_are_read_in_turns(server: FakeServer) -> None:

@@ -29,7 +29,7 @@ TLS = Path(__file__).parents[3] / "data" / "tls"
 
 
 def over(path: Path) -> httpx.Client:
-    return httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://phasewise", timeout=30)
+    return httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://phasewise", timeout=60)
 
 
 def test_a_unix_socket_serves_and_is_gone_afterwards(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_https_with_a_certificate_of_ones_own() -> None:
 
     with fake_server(address=TcpAddress("127.0.0.1", 0, secure=True), tls=context) as server:
         assert server.url.startswith("https://")
-        with httpx.Client(verify=trusting, base_url=server.url, timeout=30) as client:
+        with httpx.Client(verify=trusting, base_url=server.url, timeout=60) as client:
             assert client.get("/ready").status_code == 200
             body = {"model": "fake", "prompt": "a", "max_tokens": 400, "stream": True, "ignore_eos": True}
             assert client.post("/v1/completions", json=body).text.endswith("data: [DONE]\n\n")
@@ -142,7 +142,7 @@ def test_plain_http_at_the_port_of_https_is_told_so(method: str) -> None:
     place = TcpAddress("127.0.0.1", 0, secure=True)
     with fake_server(address=place, tls=context) as server:
         plain = server.url.replace("https", "http")
-        answer = httpx.request(method, f"{plain}/v1/models", content=b"x" * (1 << 20), timeout=5)
+        answer = httpx.request(method, f"{plain}/v1/models", content=b"x" * (1 << 20), timeout=60)
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "https_needed"
     assert "https://" in answer.json()["error"]["message"]
