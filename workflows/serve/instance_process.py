@@ -39,10 +39,10 @@ _FOR_THE_FRONT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class InstanceSpec:
     """The model and settings of an instance.
 
-    plans: of both phases; None: those of its host's database that use `cores` cores which no other instance
-    of `node` has, else one rank on as many that are free. node: an id; what has it shares cores and memory.
-    The size is what was planned for the node, and shrinks where less memory is free. db: URL or file of the
-    tuning database.
+    plans: of both phases, as far as their cores are there; None: those of its host's database that use
+    `cores` cores which no other instance of `node` has, else one rank on as many that are free. node: an id;
+    what has it shares cores and memory. The size is what was planned for the node, and shrinks where less
+    memory is free. db: URL or file of the tuning database.
     """
 
     model: str
@@ -131,25 +131,24 @@ def _open(spec: InstanceSpec, stack: ExitStack) -> OpenEngine:
     from phasewise.serving.engine.open_engine import ModelText, open_engine
     from phasewise.serving.loaders.fetching.resolve import cache_root, locate
     from phasewise.topology import read_machine
-    from phasewise.tuner.plans import check_fits, model_key, plans_for
+    from phasewise.tuner.plans import model_key, plans_for
     from phasewise.workflows.opening.open_model import open_under
-    from phasewise.workflows.serve.core_plans import watch_of_instance
+    from phasewise.workflows.serve.core_plans import cores_left, watch_of_instance
 
     log = logging.getLogger(__name__)
     machine = read_machine()
     key = model_key(locate(spec.model, cache_root(None), log.warning).name, spec.weights.weight_format)
-    plans: dict[Phase, ServicePlan]
+    own: dict[Phase, ServicePlan]
     if spec.plans is None:
         stored = plans_for(spec.db, machine, key, None, log.warning)
-        plans = _plans_on_free_cores(stored, machine, spec, stack, log.warning)
+        own = _plans_on_free_cores(stored, machine, spec, stack, log.warning)
     else:
-        plans = {plan.phase: plan for plan in spec.plans}
-        if spec.pinned:
-            for plan in plans.values():
-                check_fits(plan, machine)
+        own = {plan.phase: plan for plan in spec.plans}
+    plans = {phase: cores_left(plan, machine) for phase, plan in own.items()} if spec.pinned else own
     opened = open_under(plans, spec.model, spec.weights, spec.db, machine, log.warning)
     size = spec.size if spec.cores is None else _size_that_fits(spec.size, opened)
-    size = replace(size, kv=replace(size.kv, shared=True))
+    most_threads = max(len(rank.cores) for plan in own.values() for each in plan.each for rank in each.ranks)
+    size = replace(size, kv=replace(size.kv, shared=True), threads=most_threads)
     engine = open_engine(
         opened.model,
         plans,
@@ -159,8 +158,9 @@ def _open(spec: InstanceSpec, stack: ExitStack) -> OpenEngine:
         spec.pinned,
         prefixes=spec.prefixes,
     )
-    if spec.pinned and engine.engine.ranks.moves_in_place:
-        engine.engine.cores = watch_of_instance(opened, spec.weights, spec.db)
+    if spec.pinned:
+        in_one_rank = engine.engine.ranks.moves_in_place
+        engine.engine.cores = watch_of_instance(own, opened, spec.weights, spec.db, in_one_rank=in_one_rank)
     return engine
 
 
