@@ -162,11 +162,18 @@ def group_of(weight_format: str, n: int, k: int, threads: int, caches: Caches) -
 class NativeEvaluator:
     """Times schedules on the kernels, pinned to `cores`. For one thread; it stays pinned until `close`.
 
+    open_team: where shares of a team's members are weighed, as the caller's engine weighs them.
+
     Weights and rows of the last problem are kept: problems of one weight should follow each other.
     """
 
-    def __init__(self, cores: Sequence[int], total_bytes: int) -> None:
-        self._team = _native.Team(cores)
+    def __init__(
+        self,
+        cores: Sequence[int],
+        total_bytes: int,
+        open_team: Callable[[Sequence[int]], _native.Team] = _native.Team,
+    ) -> None:
+        self._team = open_team(cores)
         self._watch = Watch(cores)
         self._loops = CoreLoops(cores)
         self._yardstick = Yardstick(self._loops)

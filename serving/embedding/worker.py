@@ -98,14 +98,19 @@ def _cpu_backend(spec: WorkerSpec) -> Backend:
     from pathlib import Path
 
     from phasewise.serving.embedding.encoder.embedder import Embedder
+    from phasewise.serving.embedding.own_cores import OnOwnCores
     from phasewise.serving.loaders import load_model
 
     yield_to_the_front()
     model = load_model(spec.model, spec.weight_format, Path(spec.cache) if spec.cache else None)
-    embedder = Embedder(model, spec.cores, is_canonical=spec.is_canonical)
-    n_tokens = min(WARMING_TOKENS, embedder.embedding.max_tokens)
-    embedder.embed([Tokens([0] * n_tokens)])  # the first batch brings in the weights
-    return embedder
+
+    def open_embedder(cores: Sequence[int]) -> Embedder:
+        return Embedder(model, cores, is_canonical=spec.is_canonical, most_threads=len(spec.cores))
+
+    on_cores = OnOwnCores(open_embedder, spec.cores)
+    n_tokens = min(WARMING_TOKENS, on_cores.embedder.embedding.max_tokens)
+    on_cores.embed([Tokens([0] * n_tokens)])  # the first batch brings in the weights
+    return on_cores
 
 
 def _backend(spec: WorkerSpec) -> Backend:

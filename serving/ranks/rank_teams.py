@@ -57,7 +57,7 @@ def open_teams(cores: Mapping[int, TeamCores], pinned: bool = True) -> dict[int,
     try:
         for members in cores.values():
             if members not in teams:
-                teams[members] = _pinned(members) if pinned else Team(None, len(members))
+                teams[members] = weighed_team(members) if pinned else Team(None, len(members))
     except (TeamError, TopologyError) as error:
         for team in teams.values():
             team.close()
@@ -65,12 +65,14 @@ def open_teams(cores: Mapping[int, TeamCores], pinned: bool = True) -> dict[int,
     return {table: teams[members] for table, members in cores.items()}
 
 
-def _pinned(members: TeamCores) -> Team:
-    """Weighed where its cores are of several kinds."""
-    team = Team(members)
-    if len(members) > 1 and (kinds := read_core_kinds()):
+def weighed_team(cores: Sequence[int]) -> Team:
+    """A team with a thread on each core, weighed where these are of several kinds: the one that engines run
+    on, and that schedules are timed on.
+    """
+    team = Team(cores)
+    if len(cores) > 1 and (kinds := read_core_kinds()):
         with keeping_affinity():
-            weigh_by_kind(team, members, kinds)
+            weigh_by_kind(team, cores, kinds)
     return team
 
 

@@ -21,6 +21,7 @@ from phasewise.cython_kernels.blocks import BLOCKS
 from phasewise.kerneldb.location import locate
 from phasewise.kerneldb.records import Schedule
 from phasewise.kerneldb.store import open_store
+from phasewise.serving.ranks.rank_teams import weighed_team
 from phasewise.topology import core_signature, placement_signature, read_machine
 from phasewise.tuner.conditions import Watch
 from phasewise.tuner.lookup import ScheduleTable
@@ -138,7 +139,7 @@ class OurKernels:
     """Our products, on a team with one thread per core."""
 
     def __init__(self, cores: Sequence[int], choose: Choose) -> None:
-        self._team = _native.Team(cores)
+        self._team = weighed_team(cores)
         self._choose = choose
 
     def prepare(self, packs: Sequence[PackedWeight], m: int) -> tuple[TimedSystem, ChosenSchedule]:

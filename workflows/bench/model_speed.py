@@ -30,6 +30,7 @@ from phasewise.topology.processor_counters import CounterTotals, ProcessorCounte
 from phasewise.tuner.machine_limits import peak_flops, read_bandwidth
 from phasewise.tuner.roofline import peak_kinds
 from phasewise.workflows.errors import UsageError
+from phasewise.workflows.opening.kept_cores import KeptCores
 from phasewise.workflows.opening.open_model import OpenModel
 from phasewise.workflows.report import Report, silent
 
@@ -199,7 +200,7 @@ def bench_rows(
     """Time every workload, one after another, after the limits of the cores. counters: those of the ranks'
     threads.
     """
-    energy = EnergyCounters()
+    energy, cores = EnergyCounters(), KeptCores(report)
     if counters is not None and counters.absence is not None:
         report(f"counters are not read: {counters.absence}")
     if energy.absence is not None:
@@ -235,6 +236,7 @@ def bench_rows(
             kv_rate = kv_read_rate(timed, shallow, opened.ranks.kv_bytes_per_slot) if shallow else 0.0
             row = _row(opened, limits, timed, batch_tokens, kv_rate, joules_per_token)
             row = replace(row, lines_across_nodes=(after[1] - before[1]) / max(1, after[0] - before[0]))
+            cores.tell_changes()
             yield row if totals is None else _with_counters(row, totals)
 
 

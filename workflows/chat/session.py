@@ -15,6 +15,7 @@ from phasewise.serving.errors import ContextLengthExceeded
 from phasewise.serving.ranks.rank_layout import teams_of
 from phasewise.workflows.errors import WorkflowError
 from phasewise.workflows.generate.answer_settings import SamplingChoice
+from phasewise.workflows.opening.kept_cores import KeptCores
 from phasewise.workflows.opening.open_model import Weights, open_model
 from phasewise.workflows.opening.refusals import check_settings
 from phasewise.workflows.opening.tuning_hint import hint_at_tuning
@@ -52,6 +53,7 @@ class ChatSession:
         size = EngineSize.for_many(loaded.model, 1, context_tokens, None, kv_format, teams=teams)
         self._text = ModelText(loaded.model)
         self._opened = open_engine(loaded.model, loaded.plans, size, self._text, loaded.schedules)
+        self._cores = KeptCores(report)
         self._ids = map(str, itertools.count())
         self.model_name = loaded.model.name
         self._adapter = loaded.model.adapters[0].name if loaded.model.adapters else ""
@@ -109,6 +111,7 @@ class ChatSession:
                 engine.abort(request.request_id)
             self.messages.append({"role": "assistant", "content": answer.text})
             self.last = answer
+            self._cores.tell_changes()
 
     def forget(self) -> None:
         """Begin anew; the system message stays."""

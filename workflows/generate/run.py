@@ -14,6 +14,7 @@ from phasewise.serving.sampling.sampling_defaults import SamplingDefaults
 from phasewise.workflows.errors import UsageError
 from phasewise.workflows.generate.answer_settings import AnswerSettings, SamplingChoice
 from phasewise.workflows.opening.drafts import DraftRule, check_draft, find_drafts, rule_of
+from phasewise.workflows.opening.kept_cores import KeptCores
 from phasewise.workflows.opening.open_model import open_model
 from phasewise.workflows.opening.refusals import check_settings
 from phasewise.workflows.opening.tuning_hint import hint_at_tuning
@@ -103,10 +104,11 @@ def generate_text(
         explain(loaded.explain(*rows, settings.kv_format), loaded.memory(), rule_of(drafts))
     adapter = loaded.model.adapters[0].name if loaded.model.adapters else ""
     request = Submit("generate", prompt_ids, n_tokens, params, stop, settings.ignore_eos, adapter=adapter)
-    answer = OneAnswer(request)
+    answer, cores = OneAnswer(request), KeptCores(report)
     with open_engine(loaded.model, loaded.plans, size, text, loaded.schedules, drafts=drafts) as opened:
         for piece in answer.pieces(opened.engine):
             on_text(piece)
+        cores.tell_changes()
         return _generated(answer, opened, n_tokens)
 
 

@@ -21,15 +21,25 @@ if TYPE_CHECKING:
     Plans = Mapping[Phase, ServicePlan]
 
 
-def watch_of_instance(opened: OpenModel, weights: Weights, db: str | None) -> CoreWatch:
-    """The watch over the cores of an instance of a pool, whose plans have one rank each."""
+def watch_of_instance(
+    own: Plans, opened: OpenModel, weights: Weights, db: str | None, *, in_one_rank: bool
+) -> CoreWatch:
+    """The watch over the cores of an instance of a pool. own: its plans, of which some cores may have been
+    gone when it was opened. One of several ranks stays as it is, which the watch tells: other instances have
+    mapped its keys and values.
+    """
     from phasewise.serving.engine.core_watch import CoreWatch
+    from phasewise.serving.errors import RanksError
     from phasewise.topology.process_limits import read_limits
 
     def plans_on(machine: Machine) -> Plans:
-        return {phase: cores_left(plan, machine) for phase, plan in opened.plans.items()}
+        return {phase: cores_left(plan, machine) for phase, plan in own.items()}
 
-    return CoreWatch(opened.plans, read_limits, partial(replanned, opened, plans_on, weights, db))
+    def stay() -> CorePlans:
+        raise RanksError("an instance of several ranks takes others only when the server is started again")
+
+    replan = partial(replanned, opened, plans_on, weights, db) if in_one_rank else stay
+    return CoreWatch(opened.plans, read_limits, replan)
 
 
 def cores_left(plan: ServicePlan, machine: Machine) -> ServicePlan:

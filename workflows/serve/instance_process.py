@@ -41,10 +41,10 @@ _FOR_THE_FRONT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class InstanceSpec:
     """The model and settings of an instance.
 
-    plans: of both phases; None: those of its host's database that use `cores` cores which no other instance
-    of `node` has, else one rank on as many that are free. node: an id; what has it shares cores and memory.
-    The size is what was planned for the node, and shrinks where less memory is free. db: URL or file of the
-    tuning database.
+    plans: of both phases, as far as their cores are there; None: those of its host's database that use
+    `cores` cores which no other instance of `node` has, else one rank on as many that are free. node: an id;
+    what has it shares cores and memory. The size is what was planned for the node, and shrinks where less
+    memory is free. db: URL or file of the tuning database.
     """
 
     model: str
@@ -149,9 +149,11 @@ def _open(spec: InstanceSpec, stack: ExitStack) -> OpenEngine:
 
     machine = read_machine()  # before a thread keeps to some of its cores
     with behind_others(_own_cores(spec.plans or (), spec.pinned)) as run:
-        opened: OpenModel = run(_open_model, spec, machine, stack)
+        own: dict[Phase, ServicePlan] = run(_own_plans, spec, machine, stack)
+        opened: OpenModel = run(_open_model, own, spec, machine)
     size = spec.size if spec.cores is None else _size_that_fits(spec.size, opened)
-    size = replace(size, kv=replace(size.kv, shared=True))
+    most_threads = max(len(rank.cores) for plan in own.values() for each in plan.each for rank in each.ranks)
+    size = replace(size, kv=replace(size.kv, shared=True), threads=most_threads)
     engine = open_engine(
         opened.model,
         opened.plans,
@@ -161,30 +163,33 @@ def _open(spec: InstanceSpec, stack: ExitStack) -> OpenEngine:
         spec.pinned,
         prefixes=spec.prefixes,
     )
-    if spec.pinned and engine.engine.ranks.moves_in_place:
-        engine.engine.cores = watch_of_instance(opened, spec.weights, spec.db)
+    if spec.pinned:
+        in_one_rank = engine.engine.ranks.moves_in_place
+        engine.engine.cores = watch_of_instance(own, opened, spec.weights, spec.db, in_one_rank=in_one_rank)
     return engine
 
 
-def _open_model(spec: InstanceSpec, machine: Machine, stack: ExitStack) -> OpenModel:
-    """On the instance's own cores as soon as they are known: those of other instances are in use."""
+def _own_plans(spec: InstanceSpec, machine: Machine, stack: ExitStack) -> dict[Phase, ServicePlan]:
+    """Those it was told, or those of its host's database, on cores that it claims."""
     from phasewise.serving.loaders.fetching.resolve import cache_root, locate
-    from phasewise.tuner.plans import check_fits, model_key, plans_for
-    from phasewise.workflows.opening.open_model import open_under
+    from phasewise.tuner.plans import model_key, plans_for
 
+    if spec.plans is not None:
+        return {plan.phase: plan for plan in spec.plans}
     log = logging.getLogger(__name__)
-    plans: dict[Phase, ServicePlan]
-    if spec.plans is None:
-        key = model_key(locate(spec.model, cache_root(None), log.warning).name, spec.weights.weight_format)
-        stored = plans_for(spec.db, machine, key, None, log.warning)
-        plans = _plans_on_free_cores(stored, machine, spec, stack, log.warning)
-    else:
-        plans = {plan.phase: plan for plan in spec.plans}
-        if spec.pinned:
-            for plan in plans.values():
-                check_fits(plan, machine)
+    key = model_key(locate(spec.model, cache_root(None), log.warning).name, spec.weights.weight_format)
+    stored = plans_for(spec.db, machine, key, None, log.warning)
+    return _plans_on_free_cores(stored, machine, spec, stack, log.warning)
+
+
+def _open_model(own: Mapping[Phase, ServicePlan], spec: InstanceSpec, machine: Machine) -> OpenModel:
+    """On what is left of the instance's own cores: those of other instances are in use."""
+    from phasewise.workflows.opening.open_model import open_under
+    from phasewise.workflows.serve.core_plans import cores_left
+
+    plans = {phase: cores_left(plan, machine) for phase, plan in own.items()} if spec.pinned else dict(own)
     keep_to(_own_cores(plans.values(), spec.pinned))
-    return open_under(plans, spec.model, spec.weights, spec.db, machine, log.warning)
+    return open_under(plans, spec.model, spec.weights, spec.db, machine, logging.getLogger(__name__).warning)
 
 
 def _plans_on_free_cores(

@@ -286,9 +286,8 @@ def open_pools(
     spec = replace(spec, size=share_of(size, len(instances), asked_context))
     with _local_front(spec, instances, pools) as host:
         lines = [instance.describe() for instance in instances]
-        cores = frozenset(
-            core for instance in instances for plan in instance.plans.values() for core in plan.cores
-        )
+        plans = [plan for instance in instances for plan in instance.plans.values()]
+        cores = frozenset().union(*(plan.all_cores for plan in plans))
         yield OpenPools(opened.model, text, spec.size, host, lines, cores, instances)
 
 

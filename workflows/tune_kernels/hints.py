@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 
 from phasewise._version import __version__
@@ -20,14 +19,12 @@ from phasewise.topology import Machine
 from phasewise.tuner.first_duels import in_order_of_worth
 from phasewise.tuner.ledger import Ledger, Scope
 from phasewise.tuner.measurement_lock import MeasurementLock
-from phasewise.tuner.native import NativeEvaluator
 from phasewise.tuner.obstacles import obstacle
 from phasewise.tuner.plans import machine_key
 from phasewise.tuner.task_division import Task
 from phasewise.tuner.tuning_run import Hinted, HintsOutcome, ScheduleEvaluator, Tools, settle_hints
-from phasewise.tuner.weights import cold_bytes
 from phasewise.workflows.report import Report
-from phasewise.workflows.tune_kernels.rounds import OnFirstCore, Round
+from phasewise.workflows.tune_kernels.rounds import OnFirstCore, Round, evaluator_on
 
 MULTIPLY_ADDS_A_BYTE = 16
 """In the time in which a core reads a byte of a weight; only an order follows from it."""
@@ -120,7 +117,7 @@ def _fight(
 ) -> HintsOutcome:
     everywhere = os.sched_getaffinity(0)
     cores = waiting.round.cores
-    with closing(NativeEvaluator(cores, cold_bytes(machine))) as native:
+    with evaluator_on(cores, machine, lock, budget_s) as native:
         os.sched_setaffinity(0, everywhere)  # the team has just put this thread on its first core
         evaluator: ScheduleEvaluator = OnFirstCore(native, cores[0])
         scope = Scope(waiting.machine, kernel_abi(waiting.family), __version__)

@@ -8,12 +8,13 @@ weight it tunes only the arithmetic that the server computes by, so that what wi
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
@@ -33,17 +34,16 @@ from phasewise.tuner.first_duels import FIRST_S
 from phasewise.tuner.ledger import Ledger, Scope
 from phasewise.tuner.lookup import ScheduleTable
 from phasewise.tuner.measurement_lock import PAUSE_S, FileLock, MeasurementLock, NoLock, user_lock
-from phasewise.tuner.native import NativeEvaluator
 from phasewise.tuner.plans import Phase, ServicePlan, machine_key
 from phasewise.tuner.search.space import Arithmetic
 from phasewise.tuner.task_division import Task
 from phasewise.tuner.timing import Duel
 from phasewise.tuner.tuning_run import ScheduleEvaluator, Tools, settle_hints, tune
-from phasewise.tuner.weights import cold_bytes, dense_format, format_name
+from phasewise.tuner.weights import dense_format, format_name
 from phasewise.workflows.opening.open_model import OpenModel, Weights, open_under
 from phasewise.workflows.report import Report
 from phasewise.workflows.tune_kernels.hints import waiting_of, work_of
-from phasewise.workflows.tune_kernels.rounds import OnFirstCore, Round
+from phasewise.workflows.tune_kernels.rounds import OnFirstCore, Round, evaluator_on
 from phasewise.workflows.tune_kernels.run import rounds_of_model
 
 MODULE = "phasewise.workflows.tune_kernels.idle_process"
@@ -175,7 +175,7 @@ def tune_in_idle_time(
     tell: is given the number of products that run by another schedule than before.
     """
     for tuning_round in rounds:
-        with _evaluator(tuning_round, machine, stops) as evaluator:
+        with _evaluator(tuning_round, machine, stops, lock) as evaluator:
             key = machine_key(machine, tuning_round.cores)
             _tune_round(
                 tuning_round, machine, store, _Toolbox(tuning_round, key, evaluator, store, lock), tell
@@ -238,9 +238,11 @@ def _tune_in_slices(
 
 @contextmanager
 @keeping_affinity()
-def _evaluator(tuning_round: Round, machine: Machine, stops: Callable[[], int]) -> Iterator[Undisturbed]:
+def _evaluator(
+    tuning_round: Round, machine: Machine, stops: Callable[[], int], lock: MeasurementLock
+) -> Iterator[Undisturbed]:
     everywhere = os.sched_getaffinity(0)
-    with closing(NativeEvaluator(tuning_round.cores, cold_bytes(machine))) as native:
+    with evaluator_on(tuning_round.cores, machine, lock, math.inf) as native:
         os.sched_setaffinity(0, everywhere)  # the team has just put this thread on its first core
         yield Undisturbed(OnFirstCore(native, tuning_round.cores[0]), stops)
 

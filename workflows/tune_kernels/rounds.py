@@ -9,7 +9,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ from phasewise.cython_kernels._native import kernel_abi
 from phasewise.kerneldb.records import MachineKey, Problem, Sample, Schedule, StorageDuel
 from phasewise.kerneldb.store import Store
 from phasewise.serving.ranks.open_ranks import ALL_LOGITS_ROWS
-from phasewise.serving.ranks.rank_teams import keeping_affinity
+from phasewise.serving.ranks.rank_teams import keeping_affinity, weighed_team
 from phasewise.topology import Machine
 from phasewise.tuner.attention import attention_group
 from phasewise.tuner.ledger import Ledger, Scope
@@ -210,9 +210,8 @@ def tune_round(
     key, deadline_s = machine_key(machine, tuning_round.cores), started_s + budget_s
     scope = Scope(key, kernel_abi("gemm"), __version__, since_ms)
     attention: TuningOutcome | None = None
-    native = NativeEvaluator(tuning_round.cores, total_bytes)
-    evaluator = OnFirstCore(native, tuning_round.cores[0])
-    try:
+    with evaluator_on(tuning_round.cores, machine, lock, deadline_s - time.monotonic()) as native:
+        evaluator = OnFirstCore(native, tuning_round.cores[0])
         os.sched_setaffinity(0, everywhere)  # the team has just put this thread on its first core
         worths = tuning_round.worths(lambda problem: bound_s(tuning_round, roofline, problem))
         tools = Tools(
@@ -232,9 +231,20 @@ def tune_round(
             own = Scope(key, kernel_abi("attention"), __version__, since_ms)
             tools = Tools(evaluator, Ledger(store, own), report=report, lock=lock)
             attention = tune([tuning_round.attention], tools, deadline_s - time.monotonic())
-    finally:
-        native.close()
     return TunedRound(tuning_round, scope.machine, scope.kernel_abi, roofline, outcome, attention)
+
+
+@contextmanager
+def evaluator_on(
+    cores: Sequence[int], machine: Machine, lock: MeasurementLock, seconds: float
+) -> Iterator[NativeEvaluator]:
+    """An evaluator on the team that an engine has on these cores. Where they are of several kinds they are
+    measured when it is opened: in a turn, for which it waits no longer than `seconds`.
+    """
+    with lock.turn(seconds):
+        native = NativeEvaluator(cores, cold_bytes(machine), weighed_team)
+    with closing(native):
+        yield native
 
 
 @contextmanager

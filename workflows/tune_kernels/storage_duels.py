@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
 from typing import TYPE_CHECKING
 
 from phasewise._version import __version__
@@ -15,20 +14,19 @@ from phasewise.serving.ranks.open_ranks import ALL_LOGITS_ROWS
 from phasewise.serving.ranks.rank_teams import keeping_affinity
 from phasewise.tuner.lookup import ScheduleTable
 from phasewise.tuner.measurement_lock import MeasurementLock
-from phasewise.tuner.native import NativeEvaluator, default_schedule, paths_of
+from phasewise.tuner.native import default_schedule, paths_of
 from phasewise.tuner.plans import machine_key
 from phasewise.tuner.search.space import Arithmetic, arithmetic_of
 from phasewise.tuner.weights import (
     SIXTEENTHS,
     blank_weight,
-    cold_bytes,
     dense_format,
     sparse_format,
     split_format,
 )
 from phasewise.workflows.opening.tuned_schedules import read_schedules
 from phasewise.workflows.report import silent
-from phasewise.workflows.tune_kernels.rounds import HEADS, Round
+from phasewise.workflows.tune_kernels.rounds import HEADS, Round, evaluator_on
 
 if TYPE_CHECKING:
     from phasewise.kerneldb.store import Store
@@ -87,7 +85,7 @@ def fight_storage_duels(
     table = read_schedules(store, machine, tuning_round.cores, silent)
     stored_duels = {duel.problem: duel for duel in store.storage_duels(key, abi)} if resume else {}
     duels: list[StorageDuel] = []
-    with closing(NativeEvaluator(tuning_round.cores, cold_bytes(machine))) as evaluator:
+    with evaluator_on(tuning_round.cores, machine, lock, budget_s) as evaluator:
         for problem in problems:
             if problem in stored_duels:
                 duels.append(stored_duels[problem])

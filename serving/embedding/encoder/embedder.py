@@ -10,13 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from phasewise._words import counted
-from phasewise.cython_kernels._native import Program
+from phasewise.cython_kernels._native import Program, Team
 from phasewise.cython_kernels.schedules import ScheduleLookup
 from phasewise.serving.embedding.encoder.arithmetic import CANONICAL, FASTEST, SHORT_TOKENS, for_short_inputs
 from phasewise.serving.embedding.encoder.encoder_program import build_row_program
 from phasewise.serving.embedding.encoder.input_tokens import Tokens
 from phasewise.serving.embedding.encoder.pooling import pooled, score
-from phasewise.serving.errors import ModelError
+from phasewise.serving.errors import ModelError, RanksError
 from phasewise.serving.models.encoding import Embedding
 from phasewise.serving.models.forward import Capacity
 from phasewise.serving.models.packed_model import PackedModel
@@ -68,9 +68,11 @@ class Embedder:
         step_tokens: int = STEP_TOKENS,
         schedules: tuple[ScheduleLookup, ...] | None = None,
         is_canonical: bool = False,
+        most_threads: int = 0,
     ) -> None:
         """cores: of its threads; not pinned, as many threads that the system may move. schedules: None for
-        those of `arithmetic`. is_canonical: those that give the same bits on every CPU.
+        those of `arithmetic`. is_canonical: those that give the same bits on every CPU. most_threads: there
+        is room for so many, if these are more than the cores.
 
         ModelError for a model that makes no vectors or does not fit, RanksError where a core cannot be had.
         """
@@ -81,32 +83,37 @@ class Embedder:
         self.model = model
         self.embedding: Embedding = model.embedding
         self._every_row = self.embedding.pooling == "mean"
-        self._team = open_teams({TABLES["prefill"]: tuple(cores)}, pinned)[TABLES["prefill"]]
+        self._pinned = pinned
+        self._team = self._open_team(cores)
         self._told = not pinned
+        self._threads = max(len(cores), most_threads)
         most = self.embedding.max_tokens
         try:
             defaults = CANONICAL if is_canonical else FASTEST
-            self._way = self._build(schedules or (defaults,), max(step_tokens, most), len(cores))
+            self._way = self._build(schedules or (defaults,), max(step_tokens, most))
             self._short: _Way | None = None
             short = for_short_inputs(defaults, model.weights.values())
             if schedules is None and short is not None:
-                self._short = self._build((short,), min(most, SHORT_TOKENS) * MOST_SEQUENCES, len(cores))
+                self._short = self._build((short,), min(most, SHORT_TOKENS) * MOST_SEQUENCES)
         except BaseException:
             self._team.close()
             raise
 
-    def _build(self, schedules: tuple[ScheduleLookup, ...], step_tokens: int, threads: int) -> _Way:
-        program = build_row_program(self.model, self._capacity(step_tokens, threads), schedules)
+    def _open_team(self, cores: Sequence[int]) -> Team:
+        return open_teams({TABLES["prefill"]: tuple(cores)}, self._pinned)[TABLES["prefill"]]
+
+    def _build(self, schedules: tuple[ScheduleLookup, ...], step_tokens: int) -> _Way:
+        program = build_row_program(self.model, self._capacity(step_tokens), schedules)
         return _Way(program, np.asarray(program), step_tokens)
 
-    def _capacity(self, tokens: int, threads: int) -> Capacity:
+    def _capacity(self, tokens: int) -> Capacity:
         """Every input begins at a panel of keys of its own."""
         return Capacity(
             kv_slots=tokens + _PANEL * MOST_SEQUENCES,
             step_tokens=tokens,
             sequences=MOST_SEQUENCES,
             logit_rows=tokens if self._every_row else MOST_SEQUENCES,
-            threads=threads,
+            threads=self._threads,
         )
 
     @property
@@ -165,6 +172,16 @@ class Embedder:
                 score(rows, self.model, self.embedding) if self.scores else pooled(rows, self.embedding)
             )
             row += n_rows
+
+    def move(self, cores: Sequence[int]) -> None:
+        """Compute on other cores from now on. No bit of a vector changes. RanksError where there is no room
+        for as many threads, or a core cannot be had: it stays where it is then.
+        """
+        if len(cores) > self._threads:
+            raise RanksError(f"{len(cores)} threads do not fit: there is room for {self._threads}")
+        team = self._open_team(cores)
+        self._team.close()
+        self._team, self._told = team, not self._pinned
 
     def close(self) -> None:
         """Ends the threads. Closing twice is harmless."""

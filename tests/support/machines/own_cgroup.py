@@ -29,6 +29,11 @@ class OwnCgroup:
     def allow(self, cores: list[int]) -> None:
         (self.cpuset / "cpuset.cpus").write_text(",".join(map(str, cores)))
 
+    def add(self, pid: int) -> None:
+        """The process, and what it starts from now on, has these limits."""
+        for folder in dict.fromkeys((self.cpuset, self.cpu)):
+            (folder / "cgroup.procs").write_text(str(pid))
+
     def set_quota(self, cpus: float | None) -> None:
         """None: as much time as there is."""
         if self._is_v2:
@@ -54,8 +59,7 @@ def own_cgroup(pid: int, cores: list[int]) -> Iterator[OwnCgroup]:
             group = OwnCgroup(folders[0], folders[-1])
             group.allow(cores)
             group.set_quota(None)
-            for folder in folders:
-                (folder / "cgroup.procs").write_text(str(pid))
+            group.add(pid)
         except OSError as error:
             pytest.skip(f"may not do that here: {error}")
         yield group

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from phasewise.kerneldb.records import Origin, PlanRecord
@@ -17,6 +17,15 @@ def keep_plan(db: Path, machine: Machine, key: str, phase: Phase, *ranks: Iterab
     """The plan of one phase; ranks: the cores of each. key: the model's name and format, `tiny@native`."""
     plan = ServicePlan(phase, tuple(rank_on(machine, tuple(cores)) for cores in ranks), "database")
     _keep(db, machine, key, phase, plan.to_json())
+
+
+def keep_banded_plan(db: Path, machine: Machine, key: str, bands: Mapping[int, tuple[int, ...]]) -> None:
+    """Decode's plan, of one rank. bands: the cores from each number of sequences on, the first from 1."""
+    first, *others = bands.items()
+    plan = ServicePlan("decode", (rank_on(machine, first[1]),), "database")
+    for sequences, cores in others:
+        plan = plan.with_band(sequences, (rank_on(machine, cores),))
+    _keep(db, machine, key, "decode", plan.to_json())
 
 
 def keep_embedding_plan(db: Path, machine: Machine, key: str, *instances: Iterable[int]) -> None:

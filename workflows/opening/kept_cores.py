@@ -1,0 +1,48 @@
+"""A line for commands that keep the plans of their start while a cpuset or a quota changes.
+
+`serve` goes on by other plans then (`serving.engine.core_watch`). A thread whose own core is gone runs
+elsewhere, which its ranks tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from phasewise._words import plural
+from phasewise.topology.cpusets import cpus_of
+from phasewise.topology.process_limits import cgroup_cpuset, cgroup_quota
+from phasewise.tuner.plans import list_cores
+from phasewise.workflows.report import Report
+
+Limits = tuple[int | None, float | None]
+"""A mask of CPUs and CPUs' worth of time; None: without a limit."""
+
+
+def cgroup_limits() -> Limits:
+    """The limits of this process's cgroup, which no pinning of its threads changes."""
+    return cgroup_cpuset(Path("/")), cgroup_quota(Path("/"))
+
+
+class KeptCores:
+    """The limits at a command's start. `tell_changes` is for its pauses."""
+
+    def __init__(self, report: Report, look: Callable[[], Limits] = cgroup_limits) -> None:
+        self._report, self._look = report, look
+        self._seen = look()
+
+    def tell_changes(self) -> None:
+        """A line where the limits are others than when it was last called."""
+        with suppress(OSError, ValueError):  # not now
+            limits = self._look()
+            if limits != self._seen:
+                self._seen = limits
+                self._report(f"this process may use {_told(limits)} now: its plans stay those of its start")
+
+
+def _told(limits: Limits) -> str:
+    mask, quota = limits
+    pus = () if mask is None else cpus_of(mask)
+    cores = f"{plural(len(pus), 'core')} {list_cores(pus)}" if pus else "all cores"
+    return cores if quota is None else f"{cores}, and the time of {quota:g} CPUs"
