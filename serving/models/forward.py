@@ -36,9 +36,9 @@ from phasewise.serving.models.model_parts import into_ffn_parts, own_attention, 
 from phasewise.serving.models.norms import add_final_norm, add_layer_norm, stream_eps
 from phasewise.serving.models.packed_model import LayerKind, ModelConfig, PackedModel, Vector
 from phasewise.serving.models.programs.expert_program import ExpertLayer
-from phasewise.serving.models.programs.latent_program import LatentRows, add_latent_ops, latent_parts
+from phasewise.serving.models.programs.latent_program import add_latent_ops, latent_parts
 from phasewise.serving.models.programs.layer_inputs import add_inputs_of_layer, add_layer_inputs
-from phasewise.serving.models.programs.state_program import StateRows, add_state_ops
+from phasewise.serving.models.programs.state_program import add_state_ops
 from phasewise.serving.models.programs.stream_program import StreamLayer, add_spread
 
 Gives = Literal["logits", "rows"]
@@ -421,19 +421,11 @@ class _Layer:
             program.gate_rows(config.q_rows, *mixed, *mixed, gates, gate="logistic")
 
     def _add_state(self) -> None:
-        arena = self.arena
-        rows = StateRows(
-            (arena.qkv, arena.qkv_stride),
-            (arena.own, arena.own_stride),
-            (arena.gates, arena.gates_stride),
-            (arena.mixed, arena.mixed_stride),
-        )
-
         def add_product(parts: Parts, target: Place, factor: float, source: Place | None) -> None:
             reads = {"source": "rows"} if source else self._reads("attn_norm", factor)
             self.linears.add(parts, reads, source or self.stream, target)
 
-        read = add_state_ops(self.linears.program, add_product, self.model, self.name, rows)
+        read = add_state_ops(self.linears.program, add_product, self.model, self.name, self.arena.mixing)
         if self.config.attends(self.layer):  # both read the stream before either is added to it
             self._add_attention()
             reader = f"{self.name}.state_o"
@@ -442,19 +434,13 @@ class _Layer:
         self._add_out(None)
 
     def _add_latent(self) -> None:
-        arena, kind = self.arena, self.config.kinds.index(self.config.kind_of(self.layer))
-        values = arena.gates, arena.gates_stride
-        places = LatentRows(
-            (arena.qkv, arena.qkv_stride),
-            (arena.own, arena.own_stride),
-            values,
-            (arena.mixed, arena.mixed_stride),
-        )
+        kind = self.config.kinds.index(self.config.kind_of(self.layer))
+        places = self.arena.mixing
         rows: Rows = "gathered" if self.last else "every"
         parts = latent_parts(self.model, self.name)
         self.linears.add(parts, self._reads("attn_norm"), self.stream, places.products)
         add_latent_ops(self.linears, self.model, self.name, places, self.kept_as, kind, rows)
-        self._add_back("o", {"source": "rows"}, values, "attn_post_norm", None, rows)
+        self._add_back("o", {"source": "rows"}, places.gates, "attn_post_norm", None, rows)
 
     def _add_out(self, bias: str | None) -> None:
         """The product that leads from what the first half of a layer has mixed back to the stream."""
