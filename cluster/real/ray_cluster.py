@@ -80,7 +80,7 @@ class InstanceActor:
         return processes.wait(0)
 
     def kill(self) -> None:
-        """The process has ended when this returns."""
+        """Kill the process and wait for its end."""
         if self._processes is not None:
             self._processes.kill(0)
 
