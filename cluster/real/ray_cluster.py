@@ -41,8 +41,6 @@ APART_S = 2.0
 KILL_S = 5.0
 LOOK_S = 1.0
 """The interval at which the cluster's nodes are looked at."""
-OBJECT_STORE_BYTES = 80 << 20
-"""The least that Ray takes: nothing of ours goes through it."""
 
 
 @dataclass(frozen=True, slots=True)
