@@ -246,7 +246,7 @@ def pack_values(rows: BlockRows) -> Array:
     return packed
 
 
-def unpack_values(kind: str, values: Array, n: int, k: int) -> BlockRows:
+def unpack_values(kind: str, values: Array, n: int) -> BlockRows:
     """The rows that `pack_values` was given."""
     form = BLOCKS[kind]
     panels, blocks, _ = values.shape

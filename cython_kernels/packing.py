@@ -319,7 +319,7 @@ def unpack_quant(p: PackedWeight) -> QuantRows:
 
 def unpack_blocks(p: PackedWeight) -> BlockRows:
     """The rows that `pack_blocks` was given."""
-    return blocks.unpack_values(p.kind, p.values, p.n, p.k)
+    return blocks.unpack_values(p.kind, p.values, p.n)
 
 
 def _symmetric(blocks: Array, bits: int) -> tuple[Array, None, int]:

@@ -2,9 +2,9 @@
 #include "cpu.h"
 #include "dispatch.h"
 #include "sparse.h"
+#include "team/waiting.h"
 
 #include <stddef.h>
-#include <time.h>
 
 enum { MOST_COLUMN_INPUTS = 65536 }; /* 255 * 127 times as much is an int32 */
 
@@ -201,8 +201,4 @@ pw_range pw_k_part(const pw_weight *w, int32_t part) {
     return (pw_range){at_most(w->k, units.begin), at_most(w->k, units.end)};
 }
 
-int64_t pw_now_ns(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
-}
+int64_t pw_now_ns(void) { return now_ns(); }

@@ -219,7 +219,7 @@ def _metrics() -> str:
 
 LOAD = EngineLoad(
     *(0, 0, 0, 0),
-    pool=PoolStats("odma", 0, 0, 0, (BucketStats("1", *(0,) * 6),)),
+    pool=PoolStats("odma", 0, 0, 0, (BucketStats("1", *(0,) * 5),)),
     drafts=DraftCounts(),
     stored=StoreCounts(refused={"reason": 0}),
     hand_overs=HandOverCounts(0, {"reason": 0}, {"reason": 0}),

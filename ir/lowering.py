@@ -95,14 +95,14 @@ class _Lowerer(LoweredExpressions):
         seen: set[str] = set(self._names)
         for node in ir.walk_body(self._function.body):
             match node:
-                case ir.Declare(name=name, type=of, values=values) if name not in seen:
+                case ir.Declare(name=name, type=of) if name not in seen:
                     seen.add(name)
-                    self._declare(name, of, values)
+                    self._declare(name, of)
                 case ir.Steps(variable=name, type=of) if name not in seen:
                     seen.add(name)
                     self._line(f"{c_type(of, name)};")
 
-    def _declare(self, name: str, of: Type, values: tuple[int | float, ...]) -> None:
+    def _declare(self, name: str, of: Type) -> None:
         if isinstance(of, Vec):
             n = self._n_parts(of)
             word = self._words.type(self._part(of))

@@ -351,10 +351,10 @@ SHIFTS = ("<<", ">>")
 
 def binary(op: str, a: ir.Expr, b: ir.Expr) -> ir.Binary:
     """C's types for numbers and pointers; vectors meet vectors of their own type, shifts a known number."""
-    return ir.Binary(binary_type(op, a.type, b.type, b), op, a, b)
+    return ir.Binary(binary_type(op, a.type, b.type), op, a, b)
 
 
-def binary_type(op: str, a: Type, b: Type, right: ir.Expr | None = None) -> Type:
+def binary_type(op: str, a: Type, b: Type) -> Type:
     a, b = decayed(a), decayed(b)
     if isinstance(a, Vec) and op in SHIFTS:
         _need(

@@ -185,6 +185,10 @@ class _Reader(TextExpressions):
             raise self._refuse(
                 node, f"the parameters have {space} choices together; at most {MAX_SPACE} are searched"
             )
+        for name in self._choice or ():
+            if name not in self._parameters:
+                names = ", ".join(self._parameters) or "none"
+                raise self._refuse(node, f"{node.name} has no parameter {name!r:.40}; it has {names}")
         function = ir.FunctionDefinition(
             name=node.name,
             args=tuple(args),

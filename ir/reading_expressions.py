@@ -240,7 +240,7 @@ class TextExpressions:
             return call(name, (self._expr(args[0]),), (number,) if number else ())
         values = tuple(self._expr(arg) for arg in args)
         n_values = OPERATIONS[name].values if OPERATIONS[name].takes_numbers else len(values)
-        return self._with_lanes(name, values[:n_values], values[n_values:], of, node)
+        return self._with_lanes(name, values[:n_values], values[n_values:], of)
 
     def _with_lanes(
         self,
@@ -248,7 +248,6 @@ class TextExpressions:
         values: tuple[ir.Expr, ...],
         numbers: tuple[ir.Expr, ...],
         of: Scalar | None,
-        node: ast.expr,
     ) -> ir.Expr:
         """Numbers may be parameters: the type is that of their defaults, the names stay."""
         defaults = tuple(self._known(constant) for constant in numbers)

@@ -216,7 +216,7 @@ class Words:
             return self._x86_widen(result, source)
         if result.size < 16 or source.size < 16:
             return None
-        name = _x86_name(operation, result, source, self._target)
+        name = _x86_name(operation, result, self._target)
         if name is None:
             return None
         values = ", ".join(
@@ -321,7 +321,7 @@ _X86_ROUND = {
 }
 
 
-def _x86_name(operation: str, result: Vec, source: Vec, target: IsaTarget) -> str | None:
+def _x86_name(operation: str, result: Vec, target: IsaTarget) -> str | None:
     """The intrinsic without its prefix; None: the extensions, or a loop."""
     elem, width = result.elem, 8 * result.elem.size
     suffix = {"f32": "ps", "f64": "pd"}.get(elem.name)

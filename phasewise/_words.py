@@ -1,5 +1,5 @@
 """Numbers in sentences and tables: plurals, shares, multiples and digits by one set of rules; the word that
-was meant; the reason of an error.
+was meant; the reason of an error; the end of a process.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
+import signal
 from collections.abc import Iterable
 
 NOTHING = "-"
@@ -56,6 +57,16 @@ def reason_of(error: BaseException) -> str:
 
 
 _UNITS_BYTES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+
+def ending_of(code: int) -> str:
+    """The end of a process, by its code: `ended with exit code 1`, `was killed by SIGKILL`."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:  # the real-time ones have no names
+        return f"was killed by signal {-code}"
 
 
 def bytes_of(text: str) -> int | None:

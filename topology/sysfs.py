@@ -68,13 +68,9 @@ def read_machine(root: Path = Path("/")) -> Machine:
 
 
 def _cpu(root: Path, is_live: bool) -> Cpu:
-    cpu = parse_cpuinfo(_text(root / "proc/cpuinfo") or "", _architecture(root, is_live))
+    cpu = parse_cpuinfo(_text(root / "proc/cpuinfo") or "", platform.machine() if is_live else None)
     override = os.environ.get(CORE_VARIABLE) if is_live else None
     return replace(cpu, core_override=override) if override else cpu
-
-
-def _architecture(root: Path, is_live: bool) -> str | None:
-    return platform.machine() if is_live else None
 
 
 def _online(cpu_root: Path, is_live: bool) -> int:

@@ -185,7 +185,7 @@ class Front:
         return instance_states(self._members, self._router, self._tallies, self._supervisor.places)
 
     def fingerprint(self, model: str = "") -> Fingerprint | None:
-        """That of the instances, which all agree; None before the first of them is ready."""
+        """The fingerprint that all instances share; None before the first of them is ready."""
         return next(
             (member.ready.identity.fingerprint for member in self._members if member.ready is not None), None
         )

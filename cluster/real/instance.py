@@ -80,7 +80,8 @@ class Orders:
 
 
 def host_name() -> str:
-    """Equal for processes that can open each other's files under /proc: kernel, PID namespace and user."""
+    """An id of kernel, PID namespace and user: processes that share it can open each other's files in
+    /proc."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{os.readlink('/proc/self/ns/pid')}/{os.getuid()}"
 
@@ -169,7 +170,7 @@ class _Instance:
     # ---- what the front says -----------------------------------------------------------------------------
 
     def _heard(self, raw: bytes) -> bool:
-        """False: stop."""
+        """Take one message of the front; False: it says that this instance shall stop."""
         try:
             message: ToInstance = read_to_instance(raw)
         except WireError as error:

@@ -4,11 +4,11 @@ are stopped."""
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 
+from phasewise._words import ending_of
 from phasewise.cluster.real.instance import Orders
 from phasewise.serving.errors import RanksError
 from phasewise.serving.processes.secrets import environment_for_children
@@ -71,9 +71,7 @@ class LocalInstances:
         code = None if process is None else process.poll()
         if process is None or code is None:
             return None
-        if code < 0:
-            return f"its process {process.pid} was killed by {_signal_name(-code)}"
-        return f"its process {process.pid} ended with exit code {code}"
+        return f"its process {process.pid} {ending_of(code)}"
 
     def pid(self, index: int) -> int:
         """Number of the process that was launched last for this instance."""
@@ -101,10 +99,3 @@ class LocalInstances:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # the real-time ones have no names
-        return f"signal {number}"

@@ -41,8 +41,6 @@ APART_S = 2.0
 KILL_S = 5.0
 LOOK_S = 1.0
 """The interval at which the cluster's nodes are looked at."""
-OBJECT_STORE_BYTES = 80 << 20
-"""The least that Ray takes: nothing of ours goes through it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +78,7 @@ class InstanceActor:
         return processes.wait(0)
 
     def kill(self) -> None:
-        """The process has ended when this returns."""
+        """Kill the process and wait for its end."""
         if self._processes is not None:
             self._processes.kill(0)
 

@@ -373,7 +373,7 @@ class Supervisor:
         return None
 
     def _misfit(self, member: InstanceMember, ready: Ready) -> str | None:
-        """Why an instance cannot belong to the others; None: it can."""
+        """The reason why an instance cannot serve beside the others; None: it can."""
         if ready.identity.version != __version__:
             return f"it runs phasewise {ready.identity.version}, this server is {__version__}"
         for other in self.members:

@@ -12,6 +12,7 @@
 #define _GNU_SOURCE
 #endif
 #include "group/group.h"
+#include "team/waiting.h"
 
 #include <limits.h>
 #include <linux/futex.h>
@@ -20,7 +21,6 @@
 #include <stddef.h>
 #include <string.h>
 #include <sys/syscall.h>
-#include <time.h>
 #include <unistd.h>
 
 enum {
@@ -81,20 +81,6 @@ typedef struct {
 } patience;
 
 enum { STILL_WAITING = 1 };
-
-static void relax(void) {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ volatile("isb" ::: "memory");
-#endif
-}
-
-static long now_ns(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return now.tv_sec * 1000000000L + now.tv_nsec;
-}
 
 /* Counters may wrap: those that are compared are never half their range apart. */
 static int look(pw_group *group, const event *awaited) {

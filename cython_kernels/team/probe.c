@@ -5,23 +5,17 @@
 
 #include "dispatch.h"
 #include "memory/pages.h"
+#include "team/waiting.h"
 
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 #define APART 128             /* two lines: prefetchers fetch lines in pairs */
 #define POLLS 4096            /* between two looks at the clock, which would disturb what is timed */
 #define GATE_NS 20000000L     /* how long readers wait for one another; a host that is later spoils the sample only */
 #define CHUNK_BYTES (1 << 18) /* read between two looks at the clock */
 #define CHUNK_ROUNDS (1 << 12)
-
-static long now_ns(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return now.tv_sec * 1000000000L + now.tv_nsec;
-}
 
 /* ---- a line handed back and forth ------------------------------------------------------------------------------- */
 

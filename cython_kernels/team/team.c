@@ -2,6 +2,7 @@
 #define _GNU_SOURCE
 #endif
 #include "team/team.h"
+#include "team/waiting.h"
 
 #include <errno.h>
 #include <linux/futex.h>
@@ -14,7 +15,6 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/syscall.h>
-#include <time.h>
 #include <unistd.h>
 
 #define LINE PW_LINE
@@ -70,20 +70,6 @@ struct pw_team {
 
 static pthread_mutex_t borrowed_lock = PTHREAD_MUTEX_INITIALIZER;
 static borrowed *borrowed_threads;
-
-static void relax(void) {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ volatile("isb" ::: "memory");
-#endif
-}
-
-static long now_ns(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return now.tv_sec * 1000000000L + now.tv_nsec;
-}
 
 /* ---- waiting: spin, then sleep ---------------------------------------------------------------------------------- */
 

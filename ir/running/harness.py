@@ -18,7 +18,6 @@ from phasewise.ir.c_text import c_type, signature, struct_text
 from phasewise.ir.types import Pointer, Scalar, Void
 
 FAULT = 3
-MARK = 0xA5
 IS_ALIAS = 1 << 63
 IS_SHARED = 1 << 62
 

@@ -8,18 +8,18 @@ import resource
 import signal
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, Self
 
 from phasewise.ir.errors import ToolError
 
 
 @dataclass(frozen=True, slots=True)
 class ChildLimits:
-    """Limits of one command. `file_bytes` holds for what it prints too."""
+    """Limits of one command. `seconds`: of processor time; `file_bytes` holds for what it prints too."""
 
     seconds: int = 20
     memory_bytes: int = 2 << 30
@@ -44,14 +44,7 @@ def run(command: Sequence[str], limits: ChildLimits, cwd: Path | None = None) ->
 
     Raises ToolError where the command does not exist.
     """
-
-    def confine() -> None:
-        os.setsid()
-        resource.setrlimit(resource.RLIMIT_CPU, (limits.seconds, limits.seconds))
-        resource.setrlimit(resource.RLIMIT_AS, (limits.memory_bytes, limits.memory_bytes))
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limits.file_bytes, limits.file_bytes))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-
+    confine = _confinement(limits, None)
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         try:
             process = subprocess.Popen(
@@ -68,7 +61,67 @@ def run(command: Sequence[str], limits: ChildLimits, cwd: Path | None = None) ->
         return Finished(code, _text(output), _text(errors))
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+class LimitedProcess:
+    """A command that answers each line with a line. Use it in a `with` block: it is killed at its end.
+
+    core: the CPU that it runs on; None: any. environment: None: ours.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        limits: ChildLimits,
+        core: int | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=environment,
+            preexec_fn=_confinement(limits, core),
+        )
+
+    def answer_to(self, line: str) -> str:
+        """The answer, its end of line included; "": the process has ended."""
+        assert self._process.stdin
+        assert self._process.stdout
+        try:
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
+            return self._process.stdout.readline()
+        except BrokenPipeError:
+            return ""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _end(self._process)
+        for pipe in (self._process.stdin, self._process.stdout):
+            with suppress(BrokenPipeError):  # of a line that nobody took
+                if pipe:
+                    pipe.close()
+
+
+def _confinement(limits: ChildLimits, core: int | None) -> Callable[[], None]:
+    """The first act of a new process: a session of its own, its core and its limits."""
+
+    def confine() -> None:
+        os.setsid()
+        if core is not None:
+            os.sched_setaffinity(0, {core})
+        resource.setrlimit(resource.RLIMIT_CPU, (limits.seconds, limits.seconds))
+        resource.setrlimit(resource.RLIMIT_AS, (limits.memory_bytes, limits.memory_bytes))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limits.file_bytes, limits.file_bytes))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+    return confine
+
+
+def _end(process: subprocess.Popen[Any]) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -161,7 +161,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return _done([])
 
     def shutdown(self) -> None:
-        """The end of the watch over the other ranks, by destroy_process_group."""
+        """Stop watching the other ranks; destroy_process_group calls it."""
         self._ended.close()
 
     def abort(self) -> None:
@@ -292,7 +292,7 @@ def _opened(pid: int, descriptor: int) -> int:
 
 
 def _host() -> str:
-    """The same for processes that can open each other's descriptors: of one kernel, in one PID namespace."""
+    """An id of kernel and PID namespace: processes that share it can open each other's descriptors."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.readlink('/proc/self/ns/pid')}"
 

@@ -8,7 +8,8 @@ _FIRST_TRIALS = 10.0  # how much the first guess counts
 
 
 class Agreement:
-    """Rates by kind (a small integer). A request's own begins with that of all requests, its `parent`.
+    """Rates by kind (a small integer; those beyond the last are as the last). A request's own begins with
+    that of all requests, its `parent`.
 
     fading: the first guess loses its weight with each trial, as trials do, so that drafts that are nearly
     always right are known as such; else it stays, and what seldom repeats is drafted with more care.
@@ -30,6 +31,7 @@ class Agreement:
 
     def rate(self, kind: int) -> float:
         """Share of the drafts of this kind that were right, the recent ones counting more."""
+        kind = self._kind(kind)
         if self._parent is None:
             prior, weight = self._first_rates[kind], self._first_trials[kind]
         else:
@@ -38,8 +40,12 @@ class Agreement:
 
     def saw(self, kind: int, *, right: bool) -> None:
         """One draft of this kind, and whether it was the token that came."""
+        kind = self._kind(kind)
         self._right[kind] = _KEPT * self._right[kind] + right
         self._trials[kind] = _KEPT * self._trials[kind] + 1
         self._first_trials[kind] *= self._fading
         if self._parent is not None:
             self._parent.saw(kind, right=right)
+
+    def _kind(self, kind: int) -> int:
+        return min(kind, len(self._first_rates) - 1)

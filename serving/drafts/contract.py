@@ -58,11 +58,11 @@ class Drafter(Protocol):
     """A source of drafts. It reads of a sequence what it has not read yet; one thread calls all of it."""
 
     def observe(self, batch: Batch, duration_ns: int) -> None:
-        """A decode step was computed, its drafts included, in so long, drafting excluded."""
+        """Note how long a decode step took, its drafts included and the time of drafting left out."""
         ...
 
     def computed(self, batch: Batch) -> None:
-        """A prefill batch was computed, its copies included."""
+        """Note that a prefill batch was computed, its copies included."""
         ...
 
     def draft(self, batch: Batch, rooms: Sequence[DraftRoom], samplers: Sequence[Sampler]) -> list[Draft]:

@@ -74,7 +74,7 @@ class DraftGain:
         return best or self._trial(rows, plain_ns, draft_ns)
 
     def tried(self) -> None:
-        """Drafts were made."""
+        """Note that drafts were made: a trial that was due is over."""
         self._is_trying = False
 
     def _trial(self, rows: Sequence[Drafting], plain_ns: float, draft_ns: float) -> int:

@@ -15,12 +15,13 @@ import numpy as np
 
 from phasewise.serving.batch import Batch, SequenceSlice
 from phasewise.serving.drafts.agreement import Agreement
-from phasewise.serving.drafts.contract import NO_DRAFT, Draft, DraftMemory
+from phasewise.serving.drafts.contract import Draft, DraftMemory
 from phasewise.serving.drafts.draft_ranks import HeadRanks
+from phasewise.serving.drafts.drafted_rows import DraftedRow, DraftState
 from phasewise.serving.drafts.gain import DraftGain, Drafting
 from phasewise.serving.drafts.step_costs import StepCosts
 from phasewise.serving.models.heads.draft_head import RowVectors
-from phasewise.serving.sampling.sampling import FloatVector, Sampler
+from phasewise.serving.sampling.sampling import Sampler
 from phasewise.serving.scheduling.request import LiveSequence
 from phasewise.serving.scheduling.scheduler_terms import DraftRoom
 
@@ -31,16 +32,13 @@ TakeRows = Callable[[int], RowVectors | None]
 """Rows of the model's newest batch, for so many tokens; None: they are not there."""
 
 
-class _Followed:
+class _Followed(DraftState):
     """The head's state of one request: `rows` wait, from position `n_computed` on."""
 
     def __init__(self, agreement: Agreement) -> None:
-        self.agreement = agreement
+        super().__init__(agreement)
         self.n_computed = 0
         self.rows: list[RowVectors] = []
-        self.draft: tuple[int, ...] = ()
-        self.drafted_at = 0
-        """Tokens that the sequence had when `draft` was made."""
 
     def take(self, start: int, rows: RowVectors) -> None:
         """The model's rows from this position on: behind those that wait, in place of some, or anew."""
@@ -51,7 +49,7 @@ class _Followed:
         self.rows.append(rows)
 
     def keep(self, n_rows: int) -> None:
-        """The first of the rows that wait stay."""
+        """Keep the first of the rows that wait, and drop the others."""
         if n_rows < self.n_waiting:
             self.rows = [np.concatenate(self.rows)[:n_rows].copy()] if n_rows else []
 
@@ -75,63 +73,29 @@ class _Followed:
 
     def read(self, sequence: LiveSequence) -> None:
         """Note the outcome of the draft before, and keep rows of what stayed."""
-        came_after = sequence.generated[self.drafted_at - len(sequence.request.prompt_token_ids) :]
-        for index, (drafted, came) in enumerate(zip(self.draft, came_after, strict=False)):
-            self.agreement.saw(_kind_of(index), right=drafted == came)
-            if drafted != came:
-                break
-        self.draft = ()
+        self.settle(sequence)
         self.keep(max(0, sequence.n_tokens - 1 - self.n_computed))
 
 
-def _kind_of(index: int) -> int:
-    return min(index, len(_FIRST_RATES) - 1)
-
-
-class _Row:
-    """A sequence that is being drafted."""
-
-    def __init__(self, followed: _Followed, piece: SequenceSlice, room: DraftRoom, sampler: Sampler) -> None:
-        self.followed = followed
-        self.piece = piece
-        self.room = room
-        self.sampler = sampler
-        self.token_ids: list[int] = []
-        self.chances: list[FloatVector] = []
-
+class _Row(DraftedRow[_Followed]):
     @property
     def is_ready(self) -> bool:
         """True if the head has a row of the model's right before what it would draft."""
-        followed = self.followed
-        end = followed.n_computed + followed.n_waiting
-        return followed.n_waiting > 0 and end == self.sequence.n_tokens - 1
-
-    @property
-    def sequence(self) -> LiveSequence:
-        return self.room.sequence
-
-    def rate(self, index: int) -> float:
-        """The share of its drafts at this place that were right."""
-        return self.followed.agreement.rate(_kind_of(index))
+        state = self.state
+        end = state.n_computed + state.n_waiting
+        return state.n_waiting > 0 and end == self.sequence.n_tokens - 1
 
     def next_rows(self, n_rows: int, *, wants_logits: bool) -> tuple[SequenceSlice, RowVectors]:
         """Rows that wait, with the token behind each."""
-        start = self.followed.n_computed
-        rows = self.followed.advance(n_rows)
+        start = self.state.n_computed
+        rows = self.state.advance(n_rows)
         assert rows is not None
-        token_ids = _tokens_of(self.sequence, start + 1, start + 1 + n_rows)
+        token_ids = self.tokens(start + 1, start + 1 + n_rows)
         return _slice(self.piece, token_ids, start, wants_logits=wants_logits), rows
-
-    def drafted(self, logits: FloatVector, rng: np.random.Generator) -> None:
-        """One more token."""
-        token_id, chances = self.sampler.propose(logits, len(self.token_ids), rng)
-        self.token_ids.append(token_id)
-        if chances is not None:
-            self.chances.append(chances)
 
     def next_drafted(self) -> SequenceSlice:
         """The token that was drafted last, behind the head's own row."""
-        start = self.followed.n_computed + len(self.token_ids) - 1
+        start = self.state.n_computed + len(self.token_ids) - 1
         return _slice(self.piece, self.token_ids[-1:], start, wants_logits=True)
 
 
@@ -141,13 +105,6 @@ def _slice(
     return piece._replace(
         token_ids=token_ids, start=start, wants_logits=wants_logits, n_drafted=0, state=0, keeps=()
     )
-
-
-def _tokens_of(sequence: LiveSequence, start: int, end: int) -> Sequence[int]:
-    n_prompt = len(sequence.request.prompt_token_ids)
-    if start >= n_prompt:
-        return sequence.generated[start - n_prompt : end - n_prompt]
-    return sequence.token_ids[start:end]
 
 
 class HeadDrafter(DraftMemory[_Followed]):
@@ -203,18 +160,16 @@ class HeadDrafter(DraftMemory[_Followed]):
             for piece, room, sampler in zip(batch.slices, rooms, samplers, strict=True)
         ]
         for row in rows:
-            row.followed.read(row.sequence)
+            row.state.read(row.sequence)
         length = self.gain.length(
-            [Drafting(row.room.most, row.rate, max(0, row.followed.n_waiting - 1)) for row in rows]
+            [Drafting(row.room.most, row.rate, max(0, row.state.n_waiting - 1)) for row in rows]
         )
         ready = [row for row in rows if length and row.room.most and row.is_ready]
         self._catch_up(rows, ready)
         if ready:
             self.gain.tried()
             self._draft(ready, length)
-        return [
-            Draft(tuple(row.token_ids), tuple(row.chances)) if row.token_ids else NO_DRAFT for row in rows
-        ]
+        return [row.finish() for row in rows]
 
     def _copy(self, batch: Batch) -> None:
         for copy in batch.copies:
@@ -237,10 +192,10 @@ class HeadDrafter(DraftMemory[_Followed]):
         """Compute rows that have waited long, and those that would be too many for one step with drafts; of a
         sequence that is drafted all but the last.
         """
-        n_rows, late = sum(row.followed.n_waiting for row in ready), []
+        n_rows, late = sum(row.state.n_waiting for row in ready), []
         for row in rows:
             is_drafted = row in ready
-            n_waiting = row.followed.n_waiting - is_drafted
+            n_waiting = row.state.n_waiting - is_drafted
             is_long = n_waiting >= _MOST_WAITING or (is_drafted and n_rows > self._most_rows)
             if n_waiting > 0 and is_long:
                 late.append(row.next_rows(n_waiting, wants_logits=False))
@@ -252,7 +207,7 @@ class HeadDrafter(DraftMemory[_Followed]):
             self._ranks.forward_rows(batch, np.concatenate([rows for _, rows in late]))
 
     def _draft(self, rows: list[_Row], length: int) -> None:
-        asked = [row.next_rows(row.followed.n_waiting, wants_logits=True) for row in rows]
+        asked = [row.next_rows(row.state.n_waiting, wants_logits=True) for row in rows]
         slices, given = [piece for piece, _ in asked], np.concatenate([own for _, own in asked])
         going_on = rows
         for n in range(1, length + 1):
@@ -261,12 +216,9 @@ class HeadDrafter(DraftMemory[_Followed]):
             logits, after = self._ranks.forward_rows(batch, given)
             self.gain.draft_costs.observe(batch.n_tokens, self._clock_ns() - began_ns)
             for row, own in zip(going_on, logits, strict=True):
-                row.drafted(own, self._rng)
+                row.propose(own, self._rng)
             staying = [i for i, row in enumerate(going_on) if n < min(length, row.room.most)]
             if not staying:
                 break
             going_on, given = [going_on[i] for i in staying], after[staying]
             slices = [row.next_drafted() for row in going_on]
-        for row in rows:
-            row.followed.draft = tuple(row.token_ids)
-            row.followed.drafted_at = row.sequence.n_tokens

@@ -18,7 +18,7 @@ from phasewise.serving.drafts.step_costs import StepCosts
 from phasewise.serving.scheduling.request import LiveSequence
 
 MOST_TOKENS = 1 << 15
-"""Longer sequences are not looked through for a log."""
+"""The longest sequence that is looked through for a log."""
 
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 

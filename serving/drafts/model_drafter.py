@@ -15,11 +15,12 @@ import numpy.typing as npt
 
 from phasewise.serving.batch import Batch, SequenceSlice
 from phasewise.serving.drafts.agreement import Agreement
-from phasewise.serving.drafts.contract import NO_DRAFT, Draft, DraftMemory
+from phasewise.serving.drafts.contract import Draft, DraftMemory
 from phasewise.serving.drafts.draft_ranks import DraftRanks
+from phasewise.serving.drafts.drafted_rows import DraftedRow, DraftState
 from phasewise.serving.drafts.gain import DraftGain, Drafting
 from phasewise.serving.drafts.step_costs import StepCosts
-from phasewise.serving.sampling.sampling import FloatVector, Sampler
+from phasewise.serving.sampling.sampling import Sampler
 from phasewise.serving.scheduling.request import LiveSequence
 from phasewise.serving.scheduling.scheduler_terms import DraftRoom
 
@@ -28,81 +29,45 @@ _CATCH_UP_TOKENS = 128  # of all sequences, in one step
 _LEAST_LATE = 1  # all drafts were right: the last of them is computed with the token after it
 
 
-class _Drafted:
+class _Followed(DraftState):
     """The draft model's state of one request."""
 
     def __init__(self, agreement: Agreement) -> None:
-        self.agreement = agreement
+        super().__init__(agreement)
         self.n_known = 0
         """Positions from the first on whose keys and values it has."""
-        self.draft: tuple[int, ...] = ()
-        self.drafted_at = 0
-        """Tokens that the sequence had when `draft` was made."""
 
     def read(self, sequence: LiveSequence) -> None:
-        """Note the outcome of the draft before."""
-        n_prompt = len(sequence.request.prompt_token_ids)
-        n_right = 0
-        came_after = sequence.generated[self.drafted_at - n_prompt :]
-        for drafted, came in zip(self.draft, came_after, strict=False):
-            self.agreement.saw(0, right=drafted == came)
-            if drafted != came:
-                break
-            n_right += 1
+        """Note the outcome of the draft before, and keep what of it stayed."""
         if self.draft:
-            self.n_known = min(self.n_known, self.drafted_at + n_right)
-        self.draft = ()
+            self.n_known = min(self.n_known, self.drafted_at + self.settle(sequence))
 
 
-class _Row:
-    """A sequence that is being drafted."""
-
-    def __init__(self, drafted: _Drafted, piece: SequenceSlice, room: DraftRoom, sampler: Sampler) -> None:
-        self.drafted = drafted
-        self.piece = piece
-        self.room = room
-        self.sampler = sampler
-        self.token_ids: list[int] = []
-        self.chances: list[FloatVector] = []
-
-    def rate(self, _index: int) -> float:
-        """The share of its drafts that were right."""
-        return self.drafted.agreement.rate(0)
-
+class _Row(DraftedRow[_Followed]):
     @property
     def lag(self) -> int:
         """Tokens whose keys and values are missing, the last one included."""
-        return self.room.sequence.n_tokens - self.drafted.n_known
+        return self.sequence.n_tokens - self.state.n_known
 
     def missing(self, n_tokens: int) -> Sequence[int]:
         """The first of the tokens whose keys and values are missing."""
-        sequence, start = self.room.sequence, self.drafted.n_known
-        n_prompt = len(sequence.request.prompt_token_ids)
-        if start >= n_prompt:
-            return sequence.generated[start - n_prompt : start - n_prompt + n_tokens]
-        return sequence.token_ids[start : start + n_tokens]
+        start = self.state.n_known
+        return self.tokens(start, start + n_tokens)
 
     def catching_up(self, n_tokens: int, *, wants_logits: bool) -> SequenceSlice:
         """The next missing tokens."""
-        start, token_ids = self.drafted.n_known, self.missing(n_tokens)
-        self.drafted.n_known += len(token_ids)
+        start, token_ids = self.state.n_known, self.missing(n_tokens)
+        self.state.n_known += len(token_ids)
         return self.piece._replace(token_ids=token_ids, start=start, wants_logits=wants_logits)
 
     def next_slice(self) -> SequenceSlice:
         """The token that was drafted last."""
-        start = self.drafted.n_known
-        self.drafted.n_known += 1
+        start = self.state.n_known
+        self.state.n_known += 1
         return self.piece._replace(token_ids=self.token_ids[-1:], start=start)
 
-    def propose(self, logits: FloatVector, rng: np.random.Generator) -> None:
-        """One more token."""
-        token_id, chances = self.sampler.propose(logits, len(self.token_ids), rng)
-        self.token_ids.append(token_id)
-        if chances is not None:
-            self.chances.append(chances)
 
-
-class ModelDrafter(DraftMemory[_Drafted]):
+class ModelDrafter(DraftMemory[_Followed]):
     """A Drafter with a model. most_rows: of one step of the model that is served, whose logits have
     `vocab_size` columns; the draft model's may have fewer or more. n_tokens: as `DraftSource.n_tokens`.
     """
@@ -119,13 +84,13 @@ class ModelDrafter(DraftMemory[_Drafted]):
         self._ranks = ranks
         self._clock_ns = clock_ns
         agreement = Agreement((_FIRST_RATE,))
-        super().__init__(costs, lambda _: _Drafted(agreement.of_request()))
+        super().__init__(costs, lambda _: _Followed(agreement.of_request()))
         self._gain = DraftGain(costs, most_rows, n_tokens)
         self._vocab_size = vocab_size
         self._rng = np.random.default_rng()
 
     def computed(self, batch: Batch) -> None:
-        """The same of the same prompts, while drafts pay."""
+        """As Drafter.computed: the draft model computes the same prompts, while drafts pay."""
         self._copy(batch)
         slices = []
         for name, piece in zip(batch.request_ids, batch.slices, strict=True):
@@ -147,13 +112,11 @@ class ModelDrafter(DraftMemory[_Drafted]):
             for piece, room, sampler in zip(batch.slices, rooms, samplers, strict=True)
         ]
         for row in rows:
-            row.drafted.read(row.room.sequence)
+            row.state.read(row.sequence)
         length = self._length(rows)
         if length:
             self._draft(self._caught_up(rows), length)
-        return [
-            Draft(tuple(row.token_ids), tuple(row.chances)) if row.token_ids else NO_DRAFT for row in rows
-        ]
+        return [row.finish() for row in rows]
 
     def _copy(self, batch: Batch) -> None:
         for copy in batch.copies:
@@ -199,9 +162,6 @@ class ModelDrafter(DraftMemory[_Drafted]):
                 row.propose(own, self._rng)
             going_on = [row for row in going_on if n < min(length, row.room.most)]
             slices = [row.next_slice() for row in going_on]
-        for row in rows:
-            row.drafted.draft = tuple(row.token_ids)
-            row.drafted.drafted_at = row.room.sequence.n_tokens
 
     def _as_wide(self, logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         """Logits of tokens that the served model knows."""

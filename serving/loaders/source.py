@@ -133,10 +133,10 @@ class ModelSource:
     path: Path
     config: ModelConfig
     tensors: Mapping[str, SourceTensor]
-    tokenizer_json: Callable[[], str]
-    tokenizer_kind: str
-    chat_template: str | None
     close: Callable[[], None]
+    tokenizer_json: Callable[[], str] = str
+    tokenizer_kind: str = "none"
+    chat_template: str | None = None
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
     embedding: Embedding | None = None
 

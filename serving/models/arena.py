@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from phasewise.serving.models.linears import Place
 from phasewise.serving.models.packed_model import ModelConfig
 from phasewise.serving.models.programs.latent_program import latent_widths
+from phasewise.serving.models.programs.mixing_rows import MixingRows
 from phasewise.serving.models.programs.state_program import state_widths
 
 _ROUND_FLOATS = 16  # one cache line: rows of the arena begin on their own
@@ -64,6 +66,16 @@ class ActivationArena:
     embedded: int
     """The same: embeddings of its tokens."""
 
+    @property
+    def mixing(self) -> MixingRows[Place]:
+        """The places of layers with latent attention or a state."""
+        return MixingRows(
+            products=(self.qkv, self.qkv_stride),
+            own=(self.own, self.own_stride),
+            gates=(self.gates, self.gates_stride),
+            mixed=(self.mixed, self.mixed_stride),
+        )
+
 
 def rounded(floats: int) -> int:
     return -(-floats // _ROUND_FLOATS) * _ROUND_FLOATS
@@ -73,12 +85,12 @@ def lay_out(config: ModelConfig, tokens: int, logit_rows: int) -> ActivationAren
     experts = config.experts
     rows, pairs = max(tokens, logit_rows), experts.chosen if experts else 1
     hidden_stride = rounded(config.hidden)
-    widths = state_widths(config)
-    latent, plain = latent_widths(config), 0 if config.latent else config.q_rows
-    own_stride = rounded(max(widths.own, latent.queries))
-    gates_stride = rounded(max(widths.gates, latent.absorbed))
-    qkv_stride = rounded(max(plain + 2 * config.kv_rows, widths.products, latent.products))
-    mixed_stride = rounded(max(plain, widths.mixed, latent.mixed))
+    state, latent = state_widths(config), latent_widths(config)
+    plain = 0 if config.latent else config.q_rows
+    own_stride = rounded(max(state.own, latent.own))
+    gates_stride = rounded(max(state.gates, latent.gates))
+    qkv_stride = rounded(max(plain + 2 * config.kv_rows, state.products, latent.products))
+    mixed_stride = rounded(max(plain, state.mixed, latent.mixed))
     n_inputs = config.layer_inputs.size if config.layer_inputs else 0
     streams = config.streams
     n_low = streams.laurel_rank if streams else 0

@@ -346,7 +346,6 @@ class ContiguousPool:
                 name,
                 bound,
                 blocks[bucket],
-                self._shelves.n_idle(bucket),
                 slots[bucket],
                 self._slots_ended[bucket],
                 self._slots_wasted[bucket],

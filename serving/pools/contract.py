@@ -93,8 +93,6 @@ class BucketStats(NamedTuple):
     bound_tokens: int
     """Longest answer it is meant for."""
     blocks_used: int
-    blocks_idle: int
-    """Free, and waiting for the bucket's next request; the arena has them back when it needs them."""
     slots_used: int
     slots_ended: int
     """Slots of all blocks that finished requests have given back. Never falls."""

@@ -100,7 +100,6 @@ class PagedPool:
             "page",
             self._page_slots,
             n_used // self._page_slots,
-            0,
             n_used,
             self._slots_ended,
             self._slots_wasted,

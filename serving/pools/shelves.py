@@ -67,7 +67,3 @@ class Shelves:
             end = block.end
             longest = max(longest, run)
         return longest
-
-    def n_idle(self, bucket: Bucket) -> int:
-        """The number of blocks that wait for this bucket's requests."""
-        return sum(len(idle) for (whose, _), idle in self._idle.items() if whose == bucket)

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from phasewise.serving.pools.arena import aligned
 from phasewise.serving.pools.contract import Placement
+from phasewise.serving.pools.state_places import KeptCopy
 from phasewise.serving.prefix_store.blocks import Bytes, PrefixBlock, RecordShape
 
 
@@ -24,19 +25,6 @@ class KvRows(Protocol):
     def write_state(self, place: int, begin: int, data: memoryview, /) -> None: ...
 
 
-class CopiedState(Protocol):
-    """A copy of a sequence's state after its first `n_tokens` (`scheduling.state_index.KeptState`)."""
-
-    @property
-    def n_tokens(self) -> int: ...
-
-    @property
-    def place(self) -> int: ...
-
-    @property
-    def is_there(self) -> bool: ...
-
-
 class ComputedRows(Protocol):
     """A sequence that an engine has computed (`scheduling.prefixes.Computed`)."""
 
@@ -45,7 +33,7 @@ class ComputedRows(Protocol):
     token_ids: tuple[int, ...]
 
     @property
-    def states(self) -> Sequence[CopiedState]: ...
+    def states(self) -> Sequence[KeptCopy]: ...
 
     def is_there(self, begin: int, end: int) -> bool: ...
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import selectors
-import signal
 import subprocess
 import sys
 import threading
@@ -17,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from phasewise._words import ending_of
 from phasewise.serving.errors import RanksError
 from phasewise.serving.processes.behind_others import keep_to
 from phasewise.serving.processes.secrets import environment_for_children
@@ -225,20 +225,12 @@ def _last_words(worker: _Worker) -> str:
     if worker.report and worker.report.error:
         return f"rank {worker.rank} cannot start: {worker.report.error}"
     try:
-        code = worker.process.wait(END_S)
+        how = ending_of(worker.process.wait(END_S))
     except subprocess.TimeoutExpired:
         return f"{worker.name} closed its pipe and hangs"
-    how = f"ended with exit code {code}" if code >= 0 else f"was killed by {_signal_name(-code)}"
     if worker.report is None:
         return f"{worker.name} {how} while it started"
     return f"{worker.name} {how}"
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # the real-time ones have no names
-        return f"signal {number}"
 
 
 def _end(workers: Sequence[_Worker]) -> None:

@@ -17,7 +17,6 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
-from typing import Protocol
 
 from phasewise._words import number
 from phasewise.serving.errors import shortage_of
@@ -31,6 +30,7 @@ _JOBS = {
     "template": "phasewise.serving.text.template_job",
     "tokenizer": "phasewise.serving.text.tokenizer_job",
 }
+"""Modules with a function `prepare(told)`, which loads all that jobs need, or raises JobRefused."""
 _ANSWERED, _REFUSED, _OVERRUN = b"a", b"r", b"o"
 _HAS_GROWN, _GOES_ON = b"+", b"="
 _FOR_THE_SERVER = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -41,14 +41,6 @@ _MOST_GROWTH_BYTES = 16 << 20
 """A child that has kept more than this of its jobs is replaced."""
 _PREPARING_BYTES = 2 << 30
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-
-
-class JobModule(Protocol):
-    """The functions that a module of `_JOBS` has."""
-
-    def prepare(self, told: bytes) -> Job:
-        """Load all that jobs need. Raises JobRefused where it cannot be used."""
-        ...
 
 
 def main() -> int:

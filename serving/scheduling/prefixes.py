@@ -14,11 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from phasewise._words import counted
 from phasewise.serving.batch import KvCopy
 from phasewise.serving.pools.contract import ALIGNMENT, KV_CHUNK, Placement, Rings
+from phasewise.serving.pools.state_places import KeptCopy
 
 RUN_TOKENS = ALIGNMENT
 """One panel of keys: copies move whole panels, and a sibling computes 16 tokens at most."""
@@ -58,19 +59,6 @@ class PrefixSource:
     ones."""
     ring_begin: int = 0
     """Positions before were not copied into its ring: what it began with saw none of them."""
-
-
-class KeptCopy(Protocol):
-    """`state_index.KeptState`."""
-
-    @property
-    def n_tokens(self) -> int: ...
-
-    @property
-    def place(self) -> int: ...
-
-    @property
-    def is_there(self) -> bool: ...
 
 
 class Computed:

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from phasewise.serving.pools.contract import Placement
-from phasewise.serving.scheduling.prefixes import Computed, KeptCopy, PrefixIndex
+from phasewise.serving.pools.state_places import KeptCopy
+from phasewise.serving.scheduling.prefixes import Computed, PrefixIndex
 from phasewise.serving.scheduling.request import LiveSequence
 
 LEAST_RESTORED_TOKENS = 128

@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from phasewise.serving.errors import ModelError
+from phasewise.serving.text.gguf_tokens import SPACE_MARK, TokenKind, added_token
 
-SPACE_MARK = "\u2581"
-CONTROL, UNKNOWN = 3, 2  # of tokenizer.ggml.token_type
 _LONGEST_WORD = 100
 
 
@@ -23,7 +22,7 @@ def word_pieces(tokens: Iterable[str], kinds: Iterable[int], special: Callable[[
     """special: (name, default) to the id of a special token."""
     vocabulary: dict[str, int] = {}
     for token_id, (token, kind) in enumerate(zip(tokens, kinds, strict=True)):
-        if kind in (CONTROL, UNKNOWN) or (token.startswith("[") and token.endswith("]")):
+        if kind in (TokenKind.CONTROL, TokenKind.UNKNOWN) or (token.startswith("[") and token.endswith("]")):
             written = token
         else:
             written = token[1:] if token.startswith(SPACE_MARK) and len(token) > 1 else f"##{token}"
@@ -112,15 +111,7 @@ def _document(marks: Mapping[str, int]) -> dict[str, Any]:
         "truncation": None,
         "padding": None,
         "added_tokens": [
-            {
-                "id": token_id,
-                "content": token,
-                "single_word": False,
-                "lstrip": False,
-                "rstrip": False,
-                "normalized": False,
-                "special": True,
-            }
+            added_token(token_id, token, special=True)
             for token, token_id in sorted(marks.items(), key=lambda mark: mark[1])
         ],
         "decoder": None,

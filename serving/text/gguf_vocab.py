@@ -12,28 +12,11 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import IntEnum
 from itertools import pairwise
-from typing import TypeAlias
 
 from phasewise._words import counted
 from phasewise.serving.errors import ModelError
-
-Json: TypeAlias = "dict[str, Json] | list[Json] | str | int | float | bool | None"
-
-SPACE_MARK = "\u2581"
-"""The mark by which a SentencePiece-style vocabulary writes a space."""
-
-
-class TokenKind(IntEnum):
-    """`tokenizer.ggml.token_type`."""
-
-    NORMAL = 1
-    UNKNOWN = 2
-    CONTROL = 3
-    USER_DEFINED = 4
-    UNUSED = 5
-    BYTE = 6
+from phasewise.serving.text.gguf_tokens import SPACE_MARK, Json, TokenKind, added_token
 
 
 @dataclass(frozen=True)
@@ -404,15 +387,7 @@ def _document(
 def _added_tokens(vocabulary: _Vocabulary) -> list[Json]:
     """Control and unknown tokens, and those that users defined, are recognised in text and never cut."""
     return [
-        {
-            "id": token_id,
-            "content": token,
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-            "special": kind != TokenKind.USER_DEFINED,
-        }
+        added_token(token_id, token, special=kind != TokenKind.USER_DEFINED)
         for token_id, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.kinds, strict=True))
         if kind in (TokenKind.CONTROL, TokenKind.UNKNOWN, TokenKind.USER_DEFINED)
     ]

@@ -61,18 +61,6 @@ def together(searches: Sequence[Search[T]]) -> Search[list[T]]:
     return [results[index] for index in range(len(searches))]
 
 
-def remembered(search: Search[T], memory: dict[Schedule, Sample]) -> Search[T]:
-    """The same search, without asking for what `memory` holds, which gets every new sample."""
-
-    def answer(asked: list[Schedule]) -> Search[list[Sample]]:
-        fresh = [schedule for schedule in dict.fromkeys(asked) if schedule not in memory]
-        if fresh:
-            memory.update(zip(fresh, (yield fresh), strict=True))
-        return [memory[schedule] for schedule in asked]
-
-    return relayed(search, answer)
-
-
 def referenced(search: Search[T], memory: dict[Schedule, Sample], most: int) -> Search[T]:
     """The same search on a machine that changes its pace: samples of different batches made comparable.
 

@@ -24,7 +24,7 @@ from phasewise.workflows.report import Report, silent
 
 if TYPE_CHECKING:
     from phasewise.serving.loaders.families import Family
-    from phasewise.serving.loaders.formats.hf_model import Shards
+    from phasewise.serving.loaders.formats.safetensors_file import Shards
     from phasewise.serving.loaders.source import ModelSource
     from phasewise.serving.models.low_rank import LowRank
 
@@ -54,6 +54,8 @@ def merge(model: str, adapter: str, out: Path, dtype: MergedType, report: Report
     from phasewise.serving.loaders.families import FAMILIES
     from phasewise.serving.loaders.fetching.resolve import cache_root, locate
     from phasewise.serving.loaders.formats.hf_model import open_shards
+    from phasewise.serving.loaders.formats.model_directory import ModelDirectory
+    from phasewise.serving.loaders.formats.safetensors_file import close_all
 
     located = locate(model, cache_root(None), report)
     if not located.path.is_dir():
@@ -64,9 +66,8 @@ def merge(model: str, adapter: str, out: Path, dtype: MergedType, report: Report
     with open_source(located) as source, ExitStack() as stack:
         parts = load_parts(Path(adapter), source.config)
         family = next(family for family in FAMILIES if family.name == source.config.architecture)
-        opened = open_shards(located.path)
-        for file, _ in opened:
-            stack.callback(file.close)
+        opened = open_shards(ModelDirectory(located.path))
+        stack.callback(close_all, opened)
         merging = _Merging(source, family, parts, dtype)
         n_tensors = sum(len(entries) for _, entries in opened)
         with new_directory(out) as directory:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Engines:
-    """A model by each of the plans that are rehearsed, and what it was opened by."""
+    """A model opened by each of the plans that are rehearsed, and the wish that named it."""
 
     models: Mapping[str, OpenModel]
     wish: Wish

@@ -15,7 +15,8 @@ from phasewise.workflows.report import Report
 
 HOUR_S = 3600.0
 MOST_REQUESTS = 400
-"""The most of an hour; of more the last ones: a simulation takes some milliseconds for each."""
+"""Requests of an hour that are rehearsed, the last ones where there are more: each takes some milliseconds of
+a simulation."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def rehearsal_fields(rehearsal: Rehearsal) -> dict[str, Any]:
-    """All of it. Gains are over today's settings, of the objective's metric; above 1 is better."""
+    """A rehearsal as JSON. Gains are over today's settings, in the objective's metric; above 1 is better."""
     check = rehearsal.check
     return {
         "objective": rehearsal.objective.kind,

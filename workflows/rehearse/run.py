@@ -278,7 +278,8 @@ def surest(
     arrivals: Sequence[Arrival],
     is_over: Callable[[], bool],
 ) -> tuple[ServerWay, Interval]:
-    """The one of the first few ways that gains most by the least lucky of `stages`; today's where none does.
+    """Choose, among the first few ways, the one whose least gain in any of `stages` is largest; today's where
+    none gains.
 
     is_over: asked before each but the first.
     """

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 IsOver = Callable[[], bool]
 
 UNPACED_MS = 1000.0
-"""A promise that cuts no prompt while steps of pools are timed."""
+"""Milliseconds per token that are promised while steps of pools are timed: so many that no prompt is cut."""
 
 
 @dataclass(frozen=True)

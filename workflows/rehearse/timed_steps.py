@@ -44,7 +44,7 @@ LEAST_RUNS = 7
 def timed_steps(
     opened: OpenEngine, repeats: int = 5, is_over: Callable[[], bool] = lambda: False
 ) -> list[TimedStep]:
-    """Every step of some synthetic requests; what a step had before it is known from the order of steps.
+    """Time every step of some synthetic requests; the order of steps tells what each had before it.
 
     is_over: asked before each run after the first few. The engine's own pacing is off afterwards.
     """
@@ -93,7 +93,8 @@ class _Wrong:
 
 
 def _timed(opened: OpenEngine, rng: random.Random, run: _Run) -> list[TimedStep]:
-    """Steps of prompts from runs of one request alone: several fill a step in ways that are not told."""
+    """The steps of one run. Prefill steps count in runs of a single request alone: how several prompts share
+    a step is not told."""
     engine, (sequences, n_prompt, n_answer, n_drafted) = opened.engine, run
     for number in range(sequences):
         prompt = tuple(rng.randrange(engine.vocabulary.size) for _ in range(n_prompt))

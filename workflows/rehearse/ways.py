@@ -57,7 +57,7 @@ class ServerWay:
     pools: PoolCores | None = None
 
     def options(self, before: ServerWay) -> list[str]:
-        """The options of `serve` that make a server with `before`'s settings one with these."""
+        """The options of `serve` that turn a server with `before`'s settings into one with these."""
         changed = []
         if self.kv_policy != before.kv_policy:
             changed.append(f"--kv-policy {self.kv_policy}")
@@ -109,7 +109,7 @@ class Stage:
     halves: Mapping[PoolCores, Halves] = field(default_factory=dict)
 
     def lives(self, way: ServerWay, arrivals: Sequence[Arrival]) -> list[Life]:
-        """ClusterError where a request can run in no such server."""
+        """Simulate the requests in a server with these settings. ClusterError where one does not fit."""
         kind = MachineType(
             "here",
             self.steps[way.plans],
@@ -183,7 +183,7 @@ def merit(objective: Objective, lives: Sequence[Life]) -> float:
 
 
 def _neighbours(way: ServerWay, stage: Stage, *, drafts: bool) -> list[list[ServerWay]]:
-    """One setting at a time, every value of it; what may gain most first. Pools draft nothing."""
+    """One setting at a time, with each of its values, the most promising first. Pools draft nothing."""
     together = replace(way, pools=None)
     return [
         [replace(together, draft_tokens=tokens) for tokens in DRAFT_TOKENS] if drafts else [],
@@ -198,7 +198,7 @@ def _neighbours(way: ServerWay, stage: Stage, *, drafts: bool) -> list[list[Serv
 def best_way(
     stage: Stage, today: ServerWay, arrivals: Sequence[Arrival], is_over: Callable[[], bool]
 ) -> tuple[ServerWay, dict[ServerWay, float]]:
-    """The way found by changing one setting after another, twice; and the merit of all that were tried.
+    """Change one setting after another, twice: the best way, and the merit of all that were tried.
 
     is_over: asked before each try. Today's way is always tried.
     """

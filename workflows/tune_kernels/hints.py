@@ -62,7 +62,7 @@ def fight_hints(
         return []
     told = counts_told(hint for group in waiting for hint in group.hints)
     report(f"timing schedules that won elsewhere, {round(budget_s)} s at most: {told} ...")
-    done = [_fight(group, machine, store, deadline_s - time.monotonic(), lock, report) for group in waiting]
+    done = [_fight(group, machine, store, deadline_s - time.monotonic(), lock) for group in waiting]
     timed, promoted = (sum(getattr(outcome, name) for outcome in done) for name in ("timed", "promoted"))
     report(f"{promoted} of {counted(timed, 'product')} that were timed run faster by them, and use them")
     return done
@@ -113,7 +113,6 @@ def _fight(
     store: Store,
     budget_s: float,
     lock: MeasurementLock,
-    report: Report,
 ) -> HintsOutcome:
     everywhere = os.sched_getaffinity(0)
     cores = waiting.round.cores

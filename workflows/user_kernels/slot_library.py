@@ -71,9 +71,6 @@ def slot_kernel(
         raise UserKernelError(f"there is no slot {slot!r:.40}; there are {', '.join(SLOTS)}")
     function, target = read(text, where), target_for(isa)
     _check_arguments(function, slot, where)
-    for name in choice:
-        if name not in (parameter.name for parameter in function.parameters):
-            raise UserKernelError(f"{where}: {function.name} has no parameter {name}")
     tuned = {} if choice else _tuned(text, target, store, core_sig)
     if tuned:
         about = f"{function.name}: for the slot {slot}."

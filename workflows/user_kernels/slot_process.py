@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,14 +11,13 @@ from typing import Any
 
 from phasewise.cython_kernels._native import SLOT_SYMBOL, isa_active
 from phasewise.ir.errors import CheckError
+from phasewise.ir.running.limited import ChildLimits, LimitedProcess
 from phasewise.tuner import timing
 from phasewise.workflows.user_kernels.turns import take_of
 
 COMMAND = (sys.executable, "-m", "phasewise.cython_kernels.user_slots.process")
-MEMORY_BYTES = 8 << 30
-FILE_BYTES = 16 << 20
+LIMITS = ChildLimits(seconds=3600, memory_bytes=8 << 30, file_bytes=16 << 20)
 """Rows lie in memory that counts as a file."""
-CPU_SECONDS = 3600
 CHECK_SECONDS = 300
 """Processor time; every float32 of an activation takes thirty."""
 
@@ -36,28 +33,12 @@ _TOLD = {
 }
 
 
-class SlotProcess:
-    """Use it in a `with` block. core: the CPU that it runs on; None: any."""
+class SlotProcess(LimitedProcess):
+    """Checks and timings of functions for slots, each answered by the process that calls them."""
 
     def __init__(self, core: int | None = None) -> None:
-        def confine() -> None:
-            os.setsid()
-            if core is not None:
-                os.sched_setaffinity(0, {core})
-            resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
-            resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-            resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, FILE_BYTES))
-            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-
-        self._process = subprocess.Popen(
-            COMMAND,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "PHASEWISE_ISA": isa_active()},
-            preexec_fn=confine,
-        )
+        environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "PHASEWISE_ISA": isa_active()}
+        super().__init__(COMMAND, LIMITS, core, environment)
 
     def problem(
         self,
@@ -98,27 +79,10 @@ class SlotProcess:
         return take_of(call_ns)
 
     def _ask(self, do: str, **asked: Any) -> dict[str, Any]:
-        assert self._process.stdin
-        assert self._process.stdout
-        try:
-            self._process.stdin.write(json.dumps({"do": do, **asked}) + "\n")
-            self._process.stdin.flush()
-            line = self._process.stdout.readline()
-        except BrokenPipeError:
-            line = ""
+        line = self.answer_to(json.dumps({"do": do, **asked}))
         if not line:
             raise CheckError(f"{asked['slot']}: the process that calls the kernel has ended")
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise CheckError(f"{asked['slot']}: {answer['error']}")
         return answer
-
-    def __enter__(self) -> SlotProcess:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe:
-                pipe.close()

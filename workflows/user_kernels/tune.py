@@ -44,7 +44,7 @@ HOPELESS_NS = 10**15
 """Time that stands for parameters that do not fit each other."""
 
 COMPILES_OF_A_DUEL = 3
-"""A comparison at the end takes as long as compiling this many kernels: two to check, and the timing."""
+"""Kernels that are compiled in the time of one comparison at the end: two to check, and the timing."""
 
 
 @dataclass(frozen=True)
@@ -154,9 +154,7 @@ class _Run:
         counts = {"timed": 0, "replayed": 0}
 
         def answer(asked: list[Point]) -> list[int]:
-            """The i-th sample of a point answers the i-th time that it is asked for: resuming is
-            replaying.
-            """
+            """Answer the i-th time that a point is asked for with its i-th sample: resuming is replaying."""
             if any(
                 takes[point] >= len(estimates_ns.get(point, ())) and self._kernel_fits(point)
                 for point in asked

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from phasewise.tuner import timing
 
 PARTS = 1000
-"""Picoseconds of a nanosecond: a call of 11 ns and one of 12 differ by whole nanoseconds alone."""
+"""Picoseconds of a nanosecond: in whole nanoseconds a call of 11.4 ns and one of 11.6 would look alike."""
 
 
 def call_parts(loop_ns: Sequence[int], calls_a_loop: int) -> timing.Samples:
-    """Loops of so many nanoseconds as picoseconds of a call."""
+    """Picoseconds of a call in each of these loops, whose times are in nanoseconds."""
     return tuple(max(1, round(PARTS * ns / calls_a_loop)) for ns in loop_ns)
 
 

@@ -112,7 +112,7 @@ class Codec:
         )
 
     def read(self, parts: Sequence[bytes | memoryview], wire_bytes_of_slot: int) -> Frame:
-        """The frame of a message of three parts: header, request id, bytes. FrameError, saying why not.
+        """The frame of a message of three parts (header, request id, bytes). FrameError, with a reason, else.
 
         wire_bytes_of_slot: bytes of one slot of one layer.
         """

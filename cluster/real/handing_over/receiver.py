@@ -60,7 +60,7 @@ class Receiver:
         return len(self._awaited)
 
     def await_kv(self, request_id: str, epoch: int, n_prompt: int, placement: Placement) -> None:
-        """Frames of this attempt may come; those of earlier ones are refused from now on."""
+        """Accept frames of this attempt, and refuse those of earlier ones from now on."""
         with self._lock:
             stored = [0] * self._memory.n_layers
             self._awaited[request_id] = _Awaited(epoch, n_prompt, placement, stored)

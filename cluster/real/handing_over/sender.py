@@ -35,7 +35,7 @@ class BlockLink(Protocol):
         ...
 
     def put_state(self, part: int, source: Placement) -> bool:
-        """Bring a part of the state after all positions there. False and LinkBroken: as `put`."""
+        """Send a part of the state behind all positions. False and LinkBroken: as `put`."""
         ...
 
     def finish(self, logits: npt.NDArray[np.float32]) -> bool:
@@ -181,7 +181,7 @@ class Sender:
             self._changed.notify()
 
     def cancel(self, request_id: str) -> None:
-        """Send nothing more of it."""
+        """Stop the transfer of a request."""
         with self._changed:
             job = self._jobs.pop(request_id, None)
             if job is not None and job.source is not None:

@@ -38,10 +38,6 @@ class EncoderText:
         self._most_characters = self.max_tokens * self._cutter.longest_token
 
     @property
-    def prompt_names(self) -> tuple[str, ...]:
-        return tuple(self._prompts)
-
-    @property
     def takes_instruction(self) -> bool:
         """True if pairs are written out with an instruction that a request may replace."""
         template = self._embedding.pair_template

@@ -20,7 +20,6 @@ MODULES = "modules.json"
 SETTINGS = "config_sentence_transformers.json"
 KINDS = ("Transformer", "Pooling", "Normalize", "LogitScore")
 _MOST_PROMPTS, _MOST_PROMPT_CHARS = 256, 1 << 14
-POOLING_FILE = "1_Pooling/config.json"
 _MOST_MODULES = 16
 _POOLINGS = {
     "pooling_mode_cls_token": "first",

@@ -21,13 +21,11 @@ from phasewise.serving.loaders.families.bert import (
 )
 from phasewise.serving.loaders.formats.hf_config import field
 from phasewise.serving.loaders.formats.model_directory import ModelDirectory
-from phasewise.serving.loaders.formats.safetensors_file import tensor_of
+from phasewise.serving.loaders.formats.safetensors_file import Shards, tensor_of
 from phasewise.serving.loaders.layout import weight_shapes
 from phasewise.serving.loaders.source import SourceFile, SourceTensor
 from phasewise.serving.models.encoding import Embedding
 from phasewise.serving.models.packed_model import ModelConfig
-
-Opened = list[tuple[SourceFile, dict[str, TensorEntry]]]
 
 CLASSIFIER = "ForSequenceClassification"
 SCORE_POOLINGS = {"cls": "first", "mean": "mean"}
@@ -78,7 +76,7 @@ def _scores(get: Callable[..., Any]) -> bool:
 
 
 def encoder_tensors(
-    opened: Opened, family: EncoderFamily, config: ModelConfig, directory: Path
+    opened: Shards, family: EncoderFamily, config: ModelConfig, directory: Path
 ) -> dict[str, SourceTensor]:
     """Every tensor by our name, as views."""
     scores = config.encoder is not None and config.encoder.scores

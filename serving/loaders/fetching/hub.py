@@ -103,7 +103,7 @@ def pull(ref: str, root: Path, report: Report, progress: DownloadProgress) -> Pa
     repository, tag = match["repository"], match["tag"]
     try:
         listing = _list(repository)
-        files = _chosen(repository, tag, listing)
+        files = _chosen(tag, listing)
     except (DownloadError, OSError) as error:
         raise ModelError(f"{repository} cannot be fetched: {error}") from error
     folder = folder_of(ref, root)
@@ -193,7 +193,7 @@ def _promised(repository: str, commit: str, fields: dict[str, Any]) -> RemoteFil
     return RemoteFile(url, path, size, sha256, None if sha256 else blob)
 
 
-def _chosen(repository: str, tag: str | None, listing: Listing) -> list[RemoteFile]:
+def _chosen(tag: str | None, listing: Listing) -> list[RemoteFile]:
     """The files that a name means: one GGUF, or all that a directory is read from."""
     gguf = {
         path: file

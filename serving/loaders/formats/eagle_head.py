@@ -15,9 +15,9 @@ from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.families.family import ColumnCut, Names
 from phasewise.serving.loaders.families.llama import LLAMA
 from phasewise.serving.loaders.formats.hf_config import config_of, field
-from phasewise.serving.loaders.formats.hf_model import shards_of, tensors_of
+from phasewise.serving.loaders.formats.hf_model import open_shards, tensors_of
 from phasewise.serving.loaders.formats.model_directory import ModelDirectory
-from phasewise.serving.loaders.formats.safetensors_file import open_all
+from phasewise.serving.loaders.formats.safetensors_file import close_all, renamed
 from phasewise.serving.loaders.forms import F32
 from phasewise.serving.loaders.source import ModelSource, SourceFile, SourceTensor
 from phasewise.serving.models.heads.draft_head import OFFSETS
@@ -50,30 +50,22 @@ def open_eagle_head(path: Path, name: str, model: ModelConfig) -> ModelSource:
     if fields is None:
         raise ModelError(f"{path} has no config.json: a directory with a head of EAGLE-3 expected")
     config = _config(fields, model, path)
-    opened = open_all(directory, shards_of(directory))
-
-    def close() -> None:
-        for file, _ in opened:
-            file.close()
-
+    opened = open_shards(directory)
     try:
-        renamed = [(file, _renamed(entries)) for file, entries in opened]
-        offsets = [(file, entries.pop("d2t")) for file, entries in renamed if "d2t" in entries]
+        own = [(file, _by_our_names(entries)) for file, entries in opened]
+        offsets = [(file, entries.pop("d2t")) for file, entries in own if "d2t" in entries]
         family = replace(LLAMA, hf_names=_LAYER, global_names=_OUTSIDE)
-        tensors = tensors_of(renamed, family, config, path, None, biases=False)
+        tensors = tensors_of(own, family, config, path, None, biases=False)
         tensors[OFFSETS] = _offsets(offsets, config, path)
         return ModelSource(
             name=name,
             path=path,
             config=config,
             tensors=tensors,
-            tokenizer_json=str,
-            tokenizer_kind="none",
-            chat_template=None,
-            close=close,
+            close=lambda: close_all(opened),
         )
     except BaseException:
-        close()
+        close_all(opened)
         raise
 
 
@@ -103,14 +95,8 @@ def _config(fields: Mapping[str, Any], model: ModelConfig, path: Path) -> ModelC
     )
 
 
-def _renamed(entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
-    renamed = {}
-    for theirs, entry in entries.items():
-        name = theirs.removeprefix("model.")
-        stem = next((stem for stem in _BEGINNINGS if name.startswith(stem)), None)
-        if stem is not None:
-            renamed[_BEGINNINGS[stem] + name.removeprefix(stem)] = entry
-    return renamed
+def _by_our_names(entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+    return renamed({name.removeprefix("model."): entry for name, entry in entries.items()}, _BEGINNINGS)
 
 
 def _offsets(tables: list[tuple[SourceFile, TensorEntry]], config: ModelConfig, path: Path) -> SourceTensor:

@@ -41,9 +41,6 @@ def open_gguf_head(path: Path, name: str) -> ModelSource | None:
             path=path,
             config=config,
             tensors=tensors_in(file, renamed, alone, config),
-            tokenizer_json=str,
-            tokenizer_kind="none",
-            chat_template=None,
             close=file.close,
         )
     except BaseException:

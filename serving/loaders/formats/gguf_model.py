@@ -97,7 +97,7 @@ def _source(file: GgufFiles, header: GgufHeader, name: str) -> ModelSource:
         path=file.path,
         config=config,
         tensors=tensors,
-        tokenizer_json=lambda: _tokenizer_json(metadata, file.path),
+        tokenizer_json=lambda: _tokenizer_json(metadata),
         tokenizer_kind=str(metadata.get("tokenizer.ggml.model", "none")),
         chat_template=field(metadata, "tokenizer.chat_template", str, None),
         close=file.close,
@@ -130,7 +130,7 @@ def _encoder_source(file: GgufFiles, header: GgufHeader, name: str, family: Enco
         path=file.path,
         config=config,
         tensors=encoder_gguf.encoder_tensors(family, tensors, config, str(file.path)),
-        tokenizer_json=lambda: _tokenizer_json(metadata, file.path),
+        tokenizer_json=lambda: _tokenizer_json(metadata),
         tokenizer_kind=str(metadata.get("tokenizer.ggml.model", "none")),
         chat_template=None,
         close=file.close,
@@ -361,7 +361,7 @@ def tensor_in(file: GgufFiles, info: TensorInfo) -> SourceTensor:
     return SourceTensor(info.type_name, shape, info.n_bytes, kind.form, rows)
 
 
-def _tokenizer_json(metadata: Mapping[str, Any], path: Path) -> str:
+def _tokenizer_json(metadata: Mapping[str, Any]) -> str:
     from phasewise.serving.text.tokenizer import tokenizer_from_gguf
 
     return tokenizer_from_gguf(metadata)

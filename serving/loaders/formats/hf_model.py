@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from phasewise._safetensors import TensorEntry
 from phasewise._words import counted
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.cutting import is_beyond, is_unread, one_more, our_tensors
@@ -23,7 +22,14 @@ from phasewise.serving.loaders.families.encoders import encoder_of_hf
 from phasewise.serving.loaders.formats.bitmask_tensors import Found, bitmask_tensor, part_of
 from phasewise.serving.loaders.formats.hf_config import config_of, field, quantisation_fields, text_fields
 from phasewise.serving.loaders.formats.model_directory import ModelDirectory
-from phasewise.serving.loaders.formats.safetensors_file import READABLE, mxfp4_tensor, open_all, tensor_of
+from phasewise.serving.loaders.formats.safetensors_file import (
+    READABLE,
+    Shards,
+    close_all,
+    mxfp4_tensor,
+    open_all,
+    tensor_of,
+)
 from phasewise.serving.loaders.head_rows import half_split
 from phasewise.serving.loaders.layout import BIASES, shapes_of_all
 from phasewise.serving.loaders.quantised.scheme import Quantisation, quantisation_of
@@ -31,7 +37,6 @@ from phasewise.serving.loaders.quantised.tensors import quantised_tensors
 from phasewise.serving.loaders.source import (
     MAX_TOKENIZER_BYTES,
     ModelSource,
-    SourceFile,
     SourceTensor,
 )
 from phasewise.serving.models.encoding import Embedding
@@ -56,8 +61,6 @@ LAYER_NAMES = {
 MAX_SHARDS = 512
 COMPARED_ROWS = 64  # of two matrices that are the same, or not at all
 BLOCKS, SCALES = "_blocks", "_scales"  # of one tensor in MXFP4
-Shards = list[tuple[SourceFile, dict[str, TensorEntry]]]
-"""Weight files, open, each with its table."""
 BARE = ("layers.", "embed_tokens.", "norm.")
 DERIVED = "self_attn.rotary_emb.inv_freq"  # old checkpoints store what the config implies
 
@@ -78,12 +81,7 @@ def open_hf_model(path: Path, name: str) -> ModelSource:
         config = encoder_config_of(encoder, fields)
     else:
         config = config_of(fields, generation, bool(tokenizer_config.get("add_bos_token")))
-    opened = open_all(directory, shards_of(directory))
-
-    def close() -> None:
-        for file, _ in opened:
-            file.close()
-
+    opened = open_shards(directory)
     try:
         if encoder is not None:
             tensors = encoder_tensors(opened, encoder, config, path)
@@ -123,22 +121,21 @@ def open_hf_model(path: Path, name: str) -> ModelSource:
             tokenizer_json=lambda: directory.text("tokenizer.json", MAX_TOKENIZER_BYTES),
             tokenizer_kind="tokenizer.json",
             chat_template=_chat_template(directory, tokenizer_config),
-            close=close,
+            close=lambda: close_all(opened),
             sampling=stated_by_hf(generation),
             embedding=embedding,
         )
     except BaseException:
-        close()
+        close_all(opened)
         raise
 
 
-def open_shards(path: Path) -> Shards:
+def open_shards(directory: ModelDirectory) -> Shards:
     """The weight files of a directory with their tables. The caller closes them."""
-    directory = ModelDirectory(path)
-    return open_all(directory, shards_of(directory))
+    return open_all(directory, _shards_of(directory))
 
 
-def shards_of(directory: ModelDirectory) -> list[str]:
+def _shards_of(directory: ModelDirectory) -> list[str]:
     """The weight files: the single one, those of the index, or the only one there is."""
     if directory.has(SINGLE):
         return [SINGLE]
@@ -196,7 +193,7 @@ def _plain_row(tensor: SourceTensor, row: int) -> np.ndarray:
 
 
 def tensors_of(
-    opened: list[tuple[SourceFile, dict[str, TensorEntry]]],
+    opened: Shards,
     family: Family,
     config: ModelConfig,
     directory: Path,
@@ -249,7 +246,7 @@ def tensors_of(
 
 
 def _file_tensors(
-    opened: list[tuple[SourceFile, dict[str, TensorEntry]]], family: Family, quantisation: Quantisation | None
+    opened: Shards, family: Family, quantisation: Quantisation | None
 ) -> Iterator[tuple[str, SourceTensor]]:
     """Names without what precedes those of the language model; scales with the blocks that they belong to."""
     used: set[str] = set()
@@ -292,9 +289,7 @@ def _is_zero_bias(name: str, tensor: SourceTensor) -> bool:
     return isinstance(numbers, np.ndarray) and not numbers.any()
 
 
-def _sparse_parts(
-    opened: list[tuple[SourceFile, dict[str, TensorEntry]]],
-) -> dict[str, dict[str, Found]]:
+def _sparse_parts(opened: Shards) -> dict[str, dict[str, Found]]:
     """Tensors that are parts of sparse matrices, by the name of the matrix and that of the part."""
     parts: dict[str, dict[str, Found]] = {}
     for file, entries in opened:

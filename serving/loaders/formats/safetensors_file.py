@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -14,6 +15,8 @@ from phasewise.serving.loaders.formats.model_directory import ModelDirectory
 from phasewise.serving.loaders.forms import BF16, F16, F32, Rows, WeightForm
 from phasewise.serving.loaders.source import SourceFile, SourceTensor, parse_json_object
 
+Shards = list[tuple[SourceFile, dict[str, TensorEntry]]]
+"""Weight files, open, each with its table."""
 READABLE: dict[str, WeightForm] = {"F32": F32, "F16": F16, "BF16": BF16}
 
 
@@ -90,16 +93,30 @@ def _numbers(raw: bytes, dtype: str) -> Array:
     return np.frombuffer(raw, "<f4" if dtype == "F32" else "<f2").astype(np.float32)
 
 
-def open_all(directory: ModelDirectory, names: list[str]) -> list[tuple[SourceFile, dict[str, TensorEntry]]]:
+def open_all(directory: ModelDirectory, names: list[str]) -> Shards:
     """Every file, open, with its table. The caller closes them; on an error here none stays open."""
-    opened: list[tuple[SourceFile, dict[str, TensorEntry]]] = []
+    opened: Shards = []
     try:
         for name in names:
             file = directory.open(name)
             opened.append((file, {}))
             opened[-1] = (file, read_entries(file))
     except BaseException:
-        for file, _ in opened:
-            file.close()
+        close_all(opened)
         raise
     return opened
+
+
+def close_all(opened: Shards) -> None:
+    for file, _ in opened:
+        file.close()
+
+
+def renamed(entries: Mapping[str, TensorEntry], beginnings: Mapping[str, str]) -> dict[str, TensorEntry]:
+    """Entries whose names have one of these beginnings, each replaced by another; "": they are left out."""
+    chosen = {}
+    for theirs, entry in entries.items():
+        stem = next((stem for stem in beginnings if theirs.startswith(stem)), None)
+        if stem is not None and beginnings[stem]:
+            chosen[beginnings[stem] + theirs.removeprefix(stem)] = entry
+    return chosen

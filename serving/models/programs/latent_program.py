@@ -6,45 +6,23 @@ are, and what is read of these through another one to values.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from phasewise.cython_kernels.packing import PackedWeight
 from phasewise.serving.errors import ModelError
 from phasewise.serving.models.linears import Linears, Parts, Place, Rows
 from phasewise.serving.models.packed_model import ModelConfig, PackedModel
+from phasewise.serving.models.programs.mixing_rows import MixingRows
 
 
-@dataclass(frozen=True, slots=True)
-class LatentRows:
-    """The places in the arena: products of the stream, queries where those are a product of products, queries
-    as they meet vectors and later values, and what is read of vectors."""
-
-    products: Place
-    queries: Place
-    absorbed: Place
-    mixed: Place
-
-
-@dataclass(frozen=True, slots=True)
-class LatentWidths:
-    """Numbers of a row in each place of `LatentRows`; 0 where a model needs none."""
-
-    products: int = 0
-    queries: int = 0
-    absorbed: int = 0
-    mixed: int = 0
-
-
-def latent_widths(config: ModelConfig) -> LatentWidths:
+def latent_widths(config: ModelConfig) -> MixingRows[int]:
     latent, heads = config.latent, config.n_heads
     if latent is None:
-        return LatentWidths()
+        return MixingRows(0, 0, 0, 0)
     queries = heads * latent.query
-    return LatentWidths(
-        (latent.q_rank or queries) + latent.vector,
-        queries if latent.q_rank else 0,
-        heads * max(latent.kv_rank, latent.value_dim),
-        heads * latent.kv_rank,
+    return MixingRows(
+        products=(latent.q_rank or queries) + latent.vector,
+        own=queries if latent.q_rank else 0,
+        gates=heads * max(latent.kv_rank, latent.value_dim),
+        mixed=heads * latent.kv_rank,
     )
 
 
@@ -60,14 +38,20 @@ def latent_parts(model: PackedModel, name: str) -> Parts:
 
 
 def add_latent_ops(
-    linears: Linears, model: PackedModel, name: str, places: LatentRows, layer: int, kind: int, rows: Rows
+    linears: Linears,
+    model: PackedModel,
+    name: str,
+    places: MixingRows[Place],
+    layer: int,
+    kind: int,
+    rows: Rows,
 ) -> None:
-    """All that follows the products of the stream; values end in `places.absorbed`. name: "layers.3"; layer:
+    """All that follows the products of the stream; values end in `places.gates`. name: "layers.3"; layer:
     whose place vectors have."""
     config, program = model.config, linears.program
     latent = config.latent
     assert latent is not None
-    products, queries = places.products, places.queries
+    products, queries = places.products, places.own
     width = latent.q_rank or config.n_heads * latent.query
     if latent.q_rank:
         norm = model.vectors[f"{name}.q_a_norm"]
@@ -75,11 +59,11 @@ def add_latent_ops(
         linears.add([(_weight(model, f"{name}.q_b"), 0)], reads, products, queries)
     else:
         queries = products
-    linears.add_heads(config.n_heads, *_stack(model, f"{name}.k_b"), queries, places.absorbed, latent.query)
+    linears.add_heads(config.n_heads, *_stack(model, f"{name}.k_b"), queries, places.gates, latent.query)
     scale = config.attention_scale
     program.attend_latent(
         layer,
-        *places.absorbed,
+        *places.gates,
         *places.mixed,
         (*queries, latent.query, latent.key_dim),
         (products[0] + width, products[1]),
@@ -91,7 +75,7 @@ def add_latent_ops(
         cap=config.attention_cap or 0.0,
     )
     stack = _stack(model, f"{name}.v_b")  # of rows that want no logits, whatever is there
-    linears.add_heads(config.n_heads, *stack, places.mixed, places.absorbed, latent.kv_rank)
+    linears.add_heads(config.n_heads, *stack, places.mixed, places.gates, latent.kv_rank)
 
 
 def _stack(model: PackedModel, name: str) -> tuple[PackedWeight, PackedWeight]:

@@ -4,65 +4,44 @@ stream."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from phasewise.cython_kernels._native import Program
-from phasewise.cython_kernels.packing import PackedWeight
 from phasewise.serving.errors import ModelError
 from phasewise.serving.models.factors import ProductFactors
+from phasewise.serving.models.linears import Parts, Place
 from phasewise.serving.models.packed_model import ModelConfig, PackedModel
+from phasewise.serving.models.programs.mixing_rows import MixingRows
 from phasewise.serving.models.state_layers import DELTA, KDA, KDA_TAPS, MAMBA2, SHORT_CONV, StateLayers
 
-Place = tuple[int, int]  # offset and row stride in the arena
 NORM_EPS = 1e-6
 """The epsilon of the 2-norms of queries and keys, as every family has it."""
 
 
-@dataclass(frozen=True, slots=True)
-class StateRows:
-    """The places in the arena: products of the stream, rows of the convolution, gates, and what is read of a
-    state."""
-
-    products: Place
-    own: Place
-    gates: Place
-    mixed: Place
-
-
-@dataclass(frozen=True, slots=True)
-class StateWidths:
-    """Numbers of a row in each place of `StateRows`; 0 where a model needs none."""
-
-    products: int = 0
-    own: int = 0
-    gates: int = 0
-    mixed: int = 0
-
-
-def state_widths(config: ModelConfig) -> StateWidths:
+def state_widths(config: ModelConfig) -> MixingRows[int]:
     gate = config.q_rows if config.gated_attention else 0
     state, hidden = config.state, config.hidden
     if state is None:
-        return StateWidths(own=gate)
+        return MixingRows(0, gate, 0, 0)
     if state.kind == SHORT_CONV:
-        return StateWidths(3 * hidden, gate, 0, hidden)
+        return MixingRows(3 * hidden, gate, 0, hidden)
     more = state.values + 2 * state.heads
     if state.kind == KDA:
         more = state.key_dim + state.value_dim + state.heads
     channels = state.channels(hidden)
-    return StateWidths(channels + more, max(gate, channels), state.gates, state.values)
+    return MixingRows(channels + more, max(gate, channels), state.gates, state.values)
 
 
-AddProduct = Callable[[list[tuple[PackedWeight, int]], Place, float, Place | None], None]
+AddProduct = Callable[[Parts, Place, float, Place | None], None]
 """Adds the product of the normalised stream, times a factor, or of rows as they are, with weights, each from
 a column of its own on, to rows of a place."""
 
 
 def add_state_ops(
-    program: Program, add_product: AddProduct, model: PackedModel, name: str, rows: StateRows
+    program: Program, add_product: AddProduct, model: PackedModel, name: str, rows: MixingRows[Place]
 ) -> Place:
     """The ops of one layer; where its rows are that lead back to the stream. name: "layers.3"."""
     state, hidden = model.config.state, model.config.hidden
@@ -177,7 +156,7 @@ def _mamba2(state: StateLayers, hidden: int) -> tuple[Wanted, Columns, Columns]:
     return wanted, (values, 0, time), (values + keys, values, 0)
 
 
-def _parts(model: PackedModel, name: str, wanted: Wanted) -> list[tuple[PackedWeight, int]]:
+def _parts(model: PackedModel, name: str, wanted: Wanted) -> Parts:
     """The weights and their columns: of each entry the first name where it was fused, else the others."""
     parts = []
     for names, columns in wanted:

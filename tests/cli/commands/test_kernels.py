@@ -34,6 +34,19 @@ def test_raise_prints_a_text_and_lower_takes_it(tmp_path: Path) -> None:
     assert "vfmaq_f32" in _run("lower", str(kernel), "--isa", "neon")
 
 
+@pytest.mark.parametrize("verb", ["lower", "check"])
+def test_a_parameter_that_a_kernel_lacks_is_refused_by_name(verb: str, tmp_path: Path) -> None:
+    kernel = tmp_path / "dot.kir"
+    source = str(path_of("dot_f32"))
+    kernel.write_text(_run("raise", source, "--function", "dot_f32", "--tunable", "--reassociate"))
+    words = ("--against", source) if verb == "check" else ("--isa", "avx2")
+
+    refusal = command.run("kernels", verb, kernel, *words, "--set", "UNROL=4").refusal
+
+    assert "dot_f32 has no parameter 'UNROL'; it has " in refusal
+    assert "UNROLL" in refusal.partition("it has ")[2]
+
+
 @pytest.mark.parametrize(
     ("words", "code", "reason"),
     [

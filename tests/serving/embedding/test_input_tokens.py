@@ -38,7 +38,6 @@ def test_prompts_stand_before_texts_as_sentence_transformers_puts_them(tmp_path:
     assert ids("the cat", input_type="document") == ids("two the cat", input_type="empty")
     assert ids("the cat", input_type="passage") == ids("two the cat", input_type="empty")
     assert ids("the cat") == ids("the cat", input_type="sts") == ids("three the cat", input_type="empty")
-    assert text.prompt_names == tuple(prompts)
     with pytest.raises(
         ValueError, match="'clusters' is no kind of input of this model: query, document, pass"
     ):

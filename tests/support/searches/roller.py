@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from phasewise.kerneldb.records import Sample, Schedule
 from phasewise.tuner.search.model import kernel_cycles_per_vector_row
-from phasewise.tuner.search.protocol import Search, cost, fastest, remembered, together
+from phasewise.tuner.search.protocol import Search, T, cost, fastest, relayed, together
 from phasewise.tuner.search.space import (
     AXES,
     MicroKernel,
@@ -51,6 +51,18 @@ def roller(space: ScheduleSpace, options: RollerOptions | None = None) -> Search
     best = sorted(single.values(), key=cost)[: options.scaled_out]
     spread = dict.fromkeys(_scaled_out(space, sample.schedule) for sample in best)
     return fastest((yield list(spread))).schedule
+
+
+def remembered(search: Search[T], memory: dict[Schedule, Sample]) -> Search[T]:
+    """The same search, without asking for what `memory` holds, which gets every new sample."""
+
+    def answer(asked: list[Schedule]) -> Search[list[Sample]]:
+        fresh = [schedule for schedule in dict.fromkeys(asked) if schedule not in memory]
+        if fresh:
+            memory.update(zip(fresh, (yield fresh), strict=True))
+        return [memory[schedule] for schedule in asked]
+
+    return relayed(search, answer)
 
 
 def _cycles_for_each_product(kernel: MicroKernel) -> float:
