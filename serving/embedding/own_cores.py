@@ -59,7 +59,7 @@ class OnOwnCores:
 
     @property
     def embedder(self) -> Embedder:
-        """What computes; its calls are for this object's thread."""
+        """The computing part; its calls are for this object's thread."""
         return self._embedder
 
     def embed(self, inputs: Sequence[Tokens]) -> Floats:

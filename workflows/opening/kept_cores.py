@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from phasewise._words import plural
+from phasewise._words import number, plural
 from phasewise.topology.cpusets import cpus_of
 from phasewise.topology.process_limits import cgroup_cpuset, cgroup_quota
 from phasewise.tuner.plans import list_cores
@@ -45,4 +45,4 @@ def _told(limits: Limits) -> str:
     mask, quota = limits
     pus = () if mask is None else cpus_of(mask)
     cores = f"{plural(len(pus), 'core')} {list_cores(pus)}" if pus else "all cores"
-    return cores if quota is None else f"{cores}, and the time of {quota:g} CPUs"
+    return cores if quota is None else f"{cores}, and the time of {number(quota)} CPUs"

@@ -178,7 +178,7 @@ class Embedder:
         for as many threads, or a core cannot be had: it stays where it is then.
         """
         if len(cores) > self._threads:
-            raise RanksError(f"{len(cores)} threads do not fit: there is room for {self._threads}")
+            raise RanksError(f"{counted(len(cores), 'thread')} do not fit: there is room for {self._threads}")
         team = self._open_team(cores)
         self._team.close()
         self._team, self._told = team, not self._pinned

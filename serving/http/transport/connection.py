@@ -89,8 +89,9 @@ class Connection(asyncio.BufferedProtocol):
     @property
     def is_answering(self) -> bool:
         """True if the client has yet to get the rest of an answer."""
-        begun = self._is_in_exchange and self._exchange is not None and self._exchange.has_started
-        return begun or self.transport.get_write_buffer_size() > 0
+        exchange = self._exchange if self._is_in_exchange else None
+        owed = exchange is not None and (exchange.has_started or exchange.is_owed)
+        return owed or self.transport.get_write_buffer_size() > 0
 
     @property
     def _is_in_exchange(self) -> bool:

@@ -63,6 +63,11 @@ class Exchange:
         """Set while `receive` has something to look at."""
 
     @property
+    def is_owed(self) -> bool:
+        """True from when the whole request is there until the whole answer is written."""
+        return not (self._more_body or self.is_complete)
+
+    @property
     def is_full(self) -> bool:
         """True if the application is to take some of the body before more is read."""
         return len(self._body) > _BODY_AHEAD_BYTES and not self.is_complete

@@ -89,7 +89,7 @@ def n_running(server: Server) -> int:
 
 
 def ask(server: Server, *, embeds: bool) -> Any:
-    """What a server answers to the same request."""
+    """The answer of a server to the same request."""
     fields: dict[str, Any] = {"model": "bert", "input": "the cat sat"}
     path = "embeddings"
     if not embeds:
@@ -138,7 +138,7 @@ def test_a_command_tells_of_it_and_says_the_same(
     ]
 
     def run(meanwhile: Callable[[int], contextlib.AbstractContextManager[None]]) -> tuple[str, str]:
-        """What it writes, if that happens once it has begun to compute."""
+        """The text that it writes, if `meanwhile` happens once it has begun to compute."""
         with subprocess.Popen(
             words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, bufsize=0
         ) as process:

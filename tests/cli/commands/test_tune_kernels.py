@@ -13,6 +13,7 @@ import pytest
 from phasewise._words import LOW_LIMIT
 from phasewise.cli.options import parse_budget
 from phasewise.kerneldb.records import Problem, Sample, Schedule
+from phasewise.serving.ranks.rank_teams import weighed_team
 from phasewise.tuner import timing
 from phasewise.tuner.roofline import Roofline
 from phasewise.tuner.timing import Duel
@@ -33,9 +34,10 @@ class FormulaEvaluator:
     alike = False
     interrupt_after: int | None = None
 
-    def __init__(self, cores: Sequence[int], total_bytes: int) -> None:
+    def __init__(self, cores: Sequence[int], total_bytes: int, open_team: object) -> None:
         assert cores
         assert total_bytes >= 64 << 20
+        assert open_team is weighed_team
 
     def prepare(self, problem: Problem, schedules: Sequence[Schedule]) -> None:
         pass

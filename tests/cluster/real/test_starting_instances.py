@@ -32,11 +32,11 @@ def threads_of(pid: int) -> Seen:
 
 
 def children() -> set[int]:
-    return {
-        int(pid)
-        for thread in Path("/proc/self/task").iterdir()
-        for pid in (thread / "children").read_text().split()
-    }
+    pids: set[int] = set()
+    for thread in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # it has ended meanwhile
+            pids.update(map(int, (thread / "children").read_text().split()))
+    return pids
 
 
 @contextmanager
