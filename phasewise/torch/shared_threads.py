@@ -19,7 +19,7 @@ from phasewise.cython_kernels.errors import TeamError
 from phasewise.cython_kernels.packing import PackedWeight
 
 _FUNCTIONS = ("GOMP_parallel", "omp_get_thread_num")
-"""Of GNU's OpenMP, and of Intel's and LLVM's for programs that were compiled for GNU's."""
+"""Functions of GNU's OpenMP, and of Intel's and LLVM's for programs that were compiled for GNU's."""
 
 _held: list[OpenMPProduct] = []
 

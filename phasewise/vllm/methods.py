@@ -24,7 +24,7 @@ from phasewise.vllm.tuned import row_schedules
 NUMBER = "phasewise_number"
 """The attribute of a layer that we multiply for: the number of its weight (`shared_threads.hold`)."""
 NUMBERS = (torch.bfloat16, torch.float32)
-"""Of activations, and of weights that are no integers."""
+"""The types of activations, and of weights that are no integers."""
 MOST_COLUMN_INPUTS = 65536  # sums of bytes in int32
 INT8_ZERO_POINT = 128
 

@@ -45,10 +45,10 @@ def team(threads: int) -> OpenMPTeam:
         shared_threads.torch_team.cache_clear()
 
 
-def product(made: OpenMPProduct, x: Any, bias: Any) -> Any:
+def product(by: OpenMPProduct, x: Any, bias: Any) -> Any:
     y = torch.full((len(x), N), float("nan"), dtype=x.dtype)
-    at = bias.data_ptr() if bias is not None else 0
-    made.multiply(x.data_ptr(), at, y.data_ptr(), len(x), x.dtype == torch.bfloat16)
+    of_bias = bias.data_ptr() if bias is not None else 0
+    by.multiply(x.data_ptr(), of_bias, y.data_ptr(), len(x), x.dtype == torch.bfloat16)
     return y
 
 
@@ -63,7 +63,7 @@ def test_bits_are_those_of_one_thread(kind: str, dtype: Any, with_bias: bool) ->
     sums = torch.from_numpy(_native.gemm(x.float().numpy(), packed))
     expected = (sums + bias.float() if bias is not None else sums).to(dtype)
     for threads in (1, 2, 3, 7):
-        made = [OpenMPProduct(team(threads), packed)]
+        products = [OpenMPProduct(team(threads), packed)]
         for grid in ((1, threads), (threads, 1)):
             walk = _native.default_schedule(packed, 37, threads) | {
                 "threads_m": grid[0],
@@ -71,10 +71,10 @@ def test_bits_are_those_of_one_thread(kind: str, dtype: Any, with_bias: bool) ->
                 "block_n": 16,
                 "loop_order": "mn",
             }
-            made.append(OpenMPProduct(team(threads), packed, schedules=[(2, None), (40, walk)]))
-        for one in made:
+            products.append(OpenMPProduct(team(threads), packed, schedules=[(2, None), (40, walk)]))
+        for by in products:
             for rows in (1, 2, 5, 37):
-                y = product(one, x[:rows].contiguous(), bias)
+                y = product(by, x[:rows].contiguous(), bias)
                 assert torch.equal(y, expected[:rows]), (threads, rows)
 
 
@@ -95,11 +95,11 @@ def test_no_thread_is_started() -> None:
     from pathlib import Path
 
     torch.randn(512, 512) @ torch.randn(512, 512)
-    made = OpenMPProduct(team(torch.get_num_threads()), weights()["bf16"])
+    by = OpenMPProduct(team(torch.get_num_threads()), weights()["bf16"])
     before = len(list(Path("/proc/self/task").iterdir()))
 
     for _ in range(3):
-        product(made, torch.randn(37, K), None)
+        product(by, torch.randn(37, K), None)
 
     assert len(list(Path("/proc/self/task").iterdir())) == before
     assert threading.active_count() >= 1

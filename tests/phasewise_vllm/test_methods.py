@@ -24,9 +24,9 @@ REDUCED = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-20}
 @pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The stand-ins, with the plugin registered, and no database."""
-    found = stand_in(monkeypatch)
+    vllm = stand_in(monkeypatch)
     registered(monkeypatch, "native")
-    return found
+    return vllm
 
 
 def registered(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
@@ -52,21 +52,21 @@ def test_the_stand_ins_have_what_the_plugin_needs(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("value", ["", "off"])
 def test_nothing_is_replaced_where_it_is_off(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
-    found = stand_in(monkeypatch)
-    before = (found.linear.apply, found.linear.process_weights_after_loading)
+    vllm = stand_in(monkeypatch)
+    before = (vllm.linear.apply, vllm.linear.process_weights_after_loading)
 
     registered(monkeypatch, value)
 
-    assert (found.linear.apply, found.linear.process_weights_after_loading) == before
+    assert (vllm.linear.apply, vllm.linear.process_weights_after_loading) == before
 
 
 def test_nothing_is_replaced_on_another_platform(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = stand_in(monkeypatch, is_cpu=False)
-    before = found.linear.apply
+    vllm = stand_in(monkeypatch, is_cpu=False)
+    before = vllm.linear.apply
 
     registered(monkeypatch, "native")
 
-    assert found.linear.apply is before
+    assert vllm.linear.apply is before
 
 
 def test_methods_are_replaced_once(vllm: SimpleNamespace) -> None:
@@ -172,17 +172,17 @@ def test_of_embeddings_the_outputs_alone_are_packed(vllm: SimpleNamespace) -> No
 
 
 def test_eight_bits_are_for_linear_layers_and_not_for_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = stand_in(monkeypatch)
+    vllm = stand_in(monkeypatch)
     registered(monkeypatch, "int8")
     weight, x = drawn(48, 64), drawn(5, 64)
-    linear, head, method = layer_of(weight.clone()), layer_of(weight.clone(), found.head), found.linear()
+    linear, head, method = layer_of(weight.clone()), layer_of(weight.clone(), vllm.head), vllm.linear()
     method.process_weights_after_loading(linear)
-    found.embedding().process_weights_after_loading(head)
+    vllm.embedding().process_weights_after_loading(head)
 
     exact = x.double() @ weight.double().T
     errors = [
         float((y.double() - exact).norm() / exact.norm())
-        for y in (method.apply(linear, x), found.embedding().apply(head, x))
+        for y in (method.apply(linear, x), vllm.embedding().apply(head, x))
     ]
 
     assert 0.004 < errors[0] < 0.02

@@ -120,12 +120,12 @@ def assert_alike(stock: Any, ours: Any, prompt: list[int], bound: float) -> int:
     for theirs, own in zip(of_prompt(stock, prompt), of_prompt(ours, prompt), strict=True):
         assert abs(theirs - own) <= bound
     first, second = stock["logprobs"], ours["logprobs"]
-    for at, (theirs, own) in enumerate(zip(first["tokens"], second["tokens"], strict=True)):
-        assert own in first["top_logprobs"][at]
-        assert abs(first["top_logprobs"][at][own] - second["token_logprobs"][at]) <= bound
+    for index, (theirs, own) in enumerate(zip(first["tokens"], second["tokens"], strict=True)):
+        assert own in first["top_logprobs"][index]
+        assert abs(first["top_logprobs"][index][own] - second["token_logprobs"][index]) <= bound
         if theirs != own:
-            assert first["top_logprobs"][at][theirs] - first["top_logprobs"][at][own] <= 2 * bound
-            return at + 1
+            assert first["top_logprobs"][index][theirs] - first["top_logprobs"][index][own] <= 2 * bound
+            return index + 1
     return len(first["tokens"])
 
 

@@ -34,9 +34,9 @@ def broken_promises() -> list[str]:
             ("process_weights_after_loading", ["self", "layer"]),
             ("apply", ["self", "layer", "x", "bias"]),
         ):
-            found = inspect.signature(getattr(method, function))
-            if list(found.parameters) != wanted:
-                broken.append(f"{name}.{function}{found}")
+            signature = inspect.signature(getattr(method, function))
+            if list(signature.parameters) != wanted:
+                broken.append(f"{name}.{function}{signature}")
     embedding = importlib.import_module(EMBEDDING)
     if not isinstance(embedding.ParallelLMHead, type):
         broken.append("ParallelLMHead")
