@@ -48,10 +48,11 @@ def test_vllm_has_what_the_plugin_needs() -> None:
     assert stand_in_vllm.broken_promises() == []
 
 
-@pytest.mark.parametrize(("how", "bound"), [("native", 2.0**-8), ("int8", 2.0**-6)])
-def test_vllm_loads_it_and_multiplies_by_it(tmp_path: Path, how: str, bound: float) -> None:
+def test_vllm_loads_it_and_multiplies_by_it(tmp_path: Path) -> None:
     """Layers that were loaded before stay vLLM's; both are as far from float64 as rounding goes."""
     environment = {name: value for name, value in os.environ.items() if name != "PHASEWISE_VLLM"}
     environment["PHASEWISE_DB"] = str(tmp_path / "none.db")
 
-    subprocess.run([sys.executable, "-c", BESIDE, how, str(bound)], env=environment, check=True, timeout=300)
+    subprocess.run(
+        [sys.executable, "-c", BESIDE, "native", str(2.0**-8)], env=environment, check=True, timeout=300
+    )
