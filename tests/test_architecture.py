@@ -24,6 +24,16 @@ PURE = ("serving.scheduling", "serving.pools", "serving.batch", "serving.errors"
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "phasewise": ("",),
     "phasewise.torch": ("torch", "cython_kernels"),
+    "phasewise.vllm": (
+        "vllm",
+        "torch",
+        "workflows.opening.tuned_schedules",
+        "tuner",
+        "kerneldb",
+        "topology",
+        "cython_kernels",
+        "_version",
+    ),
     "cli": ("",),
     "workflows": (
         "workflows",
@@ -228,7 +238,8 @@ HOMES: dict[str, tuple[str, ...]] = {
     "typer": ("cli",),
     "rich": ("cli",),
     "optuna": ("tuner.config",),
-    "torch": ("phasewise.torch",),
+    "torch": ("phasewise.torch", "phasewise.vllm"),
+    "vllm": ("phasewise.vllm",),
     "fastapi": ("serving.http",),
     "starlette": ("serving.http",),
     "h11": ("serving.http",),

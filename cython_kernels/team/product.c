@@ -80,7 +80,7 @@ pw_range pw_weighed_part(int64_t count, int64_t unit, const int64_t *ends, int64
 /* The weights of members that have a region each, side by side or one below the other; NULL: all regions are alike. */
 static const int64_t *ends_of(const pw_product *p, const pw_schedule *s, const pw_crew *crew) {
     bool in_a_row = s->threads_k == 1 && (s->threads_m == 1 || s->threads_n == 1);
-    if (!in_a_row || s->threads_m * s->threads_n != crew->threads) return NULL;
+    if (!crew->team || !in_a_row || s->threads_m * s->threads_n != crew->threads) return NULL;
     return pw_team_ends(crew->team, p->rows <= STREAMED_ROWS);
 }
 

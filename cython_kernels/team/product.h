@@ -35,7 +35,7 @@ typedef struct {
 
 /* The members of a team, and what they share while they compute one product. */
 typedef struct {
-    pw_team *team;
+    pw_team *team; /* NULL: threads of another library, without a barrier, which never split k */
     int threads;
     const pw_gemm_kernels *kernels;
     pw_ticket *tickets; /* [most_regions], all zero when the product begins */

@@ -46,18 +46,7 @@ class PackedLinear(torch.nn.Module):
         weight_format: WeightFormat = "native",
     ) -> Self:
         """The layer's weight and bias, packed. ValueError for a weight that cannot be."""
-        weight = linear.weight.detach()
-        if weight.dtype not in _DTYPES or weight.device.type != "cpu":
-            raise ValueError(
-                f"a weight of {weight.dtype} on {weight.device}: a float weight on the CPU expected"
-            )
-        rows = weight.to(torch.float32).numpy()
-        if weight_format == "int8":
-            packed = packing.pack_quant(packing.quantise(rows, 8, symmetric=True))
-        else:
-            is_bf16 = weight.dtype == torch.bfloat16 or weight_format == "bf16"
-            packed = packing.pack_dense(rows, "bf16" if is_bf16 else "f32")
-        return cls(stored(packed, storage), linear.bias)
+        return cls(packed_weight(linear.weight, storage, weight_format), linear.bias)
 
     @property
     def in_features(self) -> int:
@@ -130,6 +119,22 @@ def _array(state: dict[str, Any], name: str) -> Any:
         return None
     dtype, shape = state[f"{name}_form"]
     return state[name].numpy().view(np.dtype(dtype)).reshape(shape).copy()
+
+
+def packed_weight(
+    weight: torch.Tensor, storage: Storage = "auto", weight_format: WeightFormat = "native"
+) -> PackedWeight:
+    """A weight [outputs, inputs], packed as `PackedLinear` says. ValueError for one that cannot be."""
+    weight = weight.detach()
+    if weight.dtype not in _DTYPES or weight.device.type != "cpu":
+        raise ValueError(f"a weight of {weight.dtype} on {weight.device}: a float weight on the CPU expected")
+    rows = weight.to(torch.float32).numpy()
+    if weight_format == "int8":
+        packed = packing.pack_quant(packing.quantise(rows, 8, symmetric=True))
+    else:
+        is_bf16 = weight.dtype == torch.bfloat16 or weight_format == "bf16"
+        packed = packing.pack_dense(rows, "bf16" if is_bf16 else "f32")
+    return stored(packed, storage)
 
 
 def stored(weight: PackedWeight, storage: Storage) -> PackedWeight:

@@ -19,7 +19,7 @@ EXPECTED_SKIPS = (
     r"reference (data|machines|traces)|lists? of .* fields|no machines in|the authors' figures",
     # Other programs and libraries, which are found where their variables name them.
     r"PHASEWISE_(PEERS_PYTHON|LLAMA_BIN|LLAMA_MODEL|LM_EVAL)",
-    r"could not import '(torch|transformers|compressed_tensors|awq)'|is not in the cache",
+    r"could not import '(torch|transformers|compressed_tensors|awq|vllm)'|is not in the cache",
     r"this release of (compressed_tensors|transformers)",
     r"(cryptography|ssh-keygen|openssl) is not installed",
     r"network namespaces need root",
