@@ -31,7 +31,7 @@ def torch_team() -> OpenMPTeam:
     """
     loaded = ctypes.CDLL(None)
     try:
-        addresses = [ctypes.cast(getattr(loaded, name), ctypes.c_void_p).value for name in _FUNCTIONS]
+        addresses = [ctypes.cast(getattr(loaded, name), ctypes.c_void_p).value or 0 for name in _FUNCTIONS]
     except AttributeError as error:
         raise TeamError(f"this build of PyTorch has loaded no OpenMP library: {error}") from None
     return OpenMPTeam(torch.get_num_threads(), *addresses)

@@ -187,7 +187,9 @@ def _open_model(own: Mapping[Phase, ServicePlan], spec: InstanceSpec, machine: M
     from phasewise.workflows.opening.open_model import open_under
     from phasewise.workflows.serve.core_plans import cores_left
 
-    plans = {phase: cores_left(plan, machine) for phase, plan in own.items()} if spec.pinned else dict(own)
+    plans: Mapping[Phase, ServicePlan] = own
+    if spec.pinned:
+        plans = {phase: cores_left(plan, machine) for phase, plan in own.items()}
     keep_to(_own_cores(plans.values(), spec.pinned))
     return open_under(plans, spec.model, spec.weights, spec.db, machine, logging.getLogger(__name__).warning)
 
