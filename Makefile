@@ -96,7 +96,7 @@ test-lowest: build setup $(VENV)/.lowest ## what meets other libraries, with the
 test-torch: build setup $(VENV)/.torch  ## phasewise.torch and what is compared with torch, on PyTorch's CPU wheel
 	PYTHONPATH=$(VENV)/torch $(BIN)/python -m pytest tests/phasewise_torch tests/phasewise_vllm $(ARGS)
 
-test-vllm: build $(VENV)/.vllm-$(VLLM)  ## the plugin in vLLM for CPUs; another version by VLLM=0.31.0
+test-vllm: build $(VENV)/.vllm-$(VLLM)  ## the plugin in vLLM for CPUs; VLLM=VERSION names another
 	$(VENV)-vllm/bin/python -m pytest tests/phasewise_vllm $(ARGS)
 
 test-ray: build setup $(VENV)/.ray  ## instances on two nodes of a Ray cluster of this machine
