@@ -18,7 +18,7 @@ from tests.support import stand_in_vllm  # noqa: E402
 from tests.support.stand_in_vllm import layer_of, stand_in  # noqa: E402
 
 REDUCED = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-20}
-"""What a number, or a sum of hundreds in float32, is rounded by."""
+"""Relative rounding of a number, or of a sum of hundreds in float32."""
 
 
 @pytest.fixture

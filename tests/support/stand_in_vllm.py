@@ -26,7 +26,7 @@ METHODS = (
 
 
 def broken_promises() -> list[str]:
-    """What vLLM, or its stand-in, has otherwise than the plugin needs it."""
+    """Differences between vLLM, or its stand-in, and what the plugin needs."""
     broken = []
     for module, name in METHODS:
         method = getattr(importlib.import_module(module), name)
