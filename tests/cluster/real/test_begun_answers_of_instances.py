@@ -51,6 +51,19 @@ def n_tokens(server: PoolServer) -> int:
     return sum(len(piece.tokens) for pieces in list(server.answers.values()) for piece in list(pieces))
 
 
+def end_one(server: PoolServer, draw: random.Random, number: signal.Signals) -> bool:
+    """Send the signal to an instance, rather to one that answers. False if that has ended already."""
+    pids = server.front.pids
+    answering = [index for index in pids if server.front.members()[index]["role"] != "prompt"]
+    if not pids:
+        return False
+    try:
+        os.kill(pids[draw.choice(answering or list(pids))], number)
+    except ProcessLookupError:
+        return False
+    return True
+
+
 def assert_ends_change_nothing(
     model: Path,
     asked: Sequence[Submit],
@@ -74,9 +87,8 @@ def assert_ends_change_nothing(
             server.front.send(request)
         for moment in moments:
             server.wait_until(lambda: n_tokens(server) >= moment and server.front.pids, "no token comes")  # noqa: B023
-            pids = server.front.pids
-            answering = [index for index in pids if server.front.members()[index]["role"] != "prompt"]
-            os.kill(pids[draw.choice(answering or list(pids))], draw.choice(numbers))
+            end = draw.choice(numbers)
+            server.wait_until(lambda: end_one(server, draw, end), "no instance is alive")  # noqa: B023
         server.wait_for(len(asked))
         server.wait_until(server.is_empty, "keys and values stay behind")
 
