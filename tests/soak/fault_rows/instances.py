@@ -21,7 +21,7 @@ def instance_killed(setting: Setting) -> str:
     cores = sorted(os.sched_getaffinity(0))[:2]
     if len(cores) < 2:
         raise Skipped("two instances need two cores")
-    n_tokens = 300 if setting.quick else 900
+    n_tokens = 900
     bodies = [setting.body(f"Answer {i}", n_tokens, temperature=0.9, seed=i) for i in range(8)]
     pools = [part for core in cores for part in ("--mixed-pool", str(core))]
     with setting.server(*pools) as server:
