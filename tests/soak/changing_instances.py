@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -173,8 +174,9 @@ class Changes:
             self._kill(index, pids)
 
     def _signal(self, pid: int, number: signal.Signals, what: str) -> None:
-        os.kill(pid, number)
-        self.counts[what] += 1
+        with suppress(ProcessLookupError):  # it has ended, and the front has not heard of it
+            os.kill(pid, number)
+            self.counts[what] += 1
 
 
 @dataclass(frozen=True)
