@@ -29,4 +29,7 @@ def test_no_request_is_lost_while_nodes_come_and_go(tmp_path: Path) -> None:
     print(done.stdout)
 
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    assert [line[:5] for line in done.stdout.splitlines()] == ["ok   "] * 2
+    ours = [
+        line for line in done.stdout.splitlines() if line.startswith(("ok ", "FAIL", "skip"))
+    ]  # Ray writes too
+    assert [line[:5] for line in ours] == ["ok   "] * 2
