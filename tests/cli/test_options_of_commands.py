@@ -429,6 +429,8 @@ def test_help_lists_the_table() -> None:
 
 
 OF_OTHER_PROGRAMS = {
+    "--enforce-eager",
+    "--tensor-parallel-size",
     *("--cpus", "--cpuset-cpus", "--health-cmd", "--stop-timeout"),
     *("--formats", "--kv-formats", "--help", "--target", "--offline"),
     *("--no-index", "--find-links", "--only", "--kl-divergence", "--address", "--labels"),

@@ -1,14 +1,27 @@
 """`python -m tests.numa.inside`, inside the machine that the variable MACHINE names."""
 
-import faulthandler
 import os
+import sys
+import threading
+import time
+import traceback
 
 import tests.numa.inside as _all_checks
 from tests.numa.checks import run_all
 from tests.numa.virtual_machine import REPORT
 
-DUMP_S = 40
+TELL_S = 40
 
 assert _all_checks
-faulthandler.dump_traceback_later(DUMP_S, repeat=True)  # to the console: what is slow
+
+
+def tell_what_is_slow() -> None:
+    """The stacks of all threads, to the console. faulthandler's thread walks them while they run, and may crash."""
+    while True:
+        time.sleep(TELL_S)
+        for frame in sys._current_frames().values():
+            traceback.print_stack(frame)
+
+
+threading.Thread(target=tell_what_is_slow, daemon=True).start()
 run_all(os.environ["MACHINE"], REPORT)
