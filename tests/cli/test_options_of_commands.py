@@ -429,13 +429,12 @@ def test_help_lists_the_table() -> None:
 
 
 OF_OTHER_PROGRAMS = {
-    "--enforce-eager",
-    "--tensor-parallel-size",
+    *("--enforce-eager", "--tensor-parallel-size"),
     *("--cpus", "--cpuset-cpus", "--health-cmd", "--stop-timeout"),
     *("--formats", "--kv-formats", "--help", "--target", "--offline"),
     *("--no-index", "--find-links", "--only", "--kl-divergence", "--address", "--labels"),
 }
-"""Flags in guides that are of containers, of pip, of Ray, of scripts in the checkout, or of every command."""
+"""Flags in guides that are of vLLM, of containers, of pip, of Ray, of scripts in the checkout, or of every command."""
 
 
 PAGES = [page for page in sorted((ROOT / "docs" / "guide").glob("*.md")) if "coming-from" not in page.stem]

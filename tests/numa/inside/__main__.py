@@ -16,7 +16,7 @@ assert _all_checks
 
 
 def tell_what_is_slow() -> None:
-    """The stacks of all threads, to the console. faulthandler's thread walks them while they run, and may crash."""
+    """Stacks of all threads, to the console. faulthandler walks them while they run, and may crash."""
     while True:
         time.sleep(TELL_S)
         for frame in sys._current_frames().values():
