@@ -434,7 +434,7 @@ OF_OTHER_PROGRAMS = {
     *("--formats", "--kv-formats", "--help", "--target", "--offline"),
     *("--no-index", "--find-links", "--only", "--kl-divergence", "--address", "--labels"),
 }
-"""Flags in guides that are of vLLM, of containers, of pip, of Ray, of scripts in the checkout, or of every command."""
+"""Flags in guides of vLLM, of containers, of pip, of Ray, of scripts in the checkout, or of every command."""
 
 
 PAGES = [page for page in sorted((ROOT / "docs" / "guide").glob("*.md")) if "coming-from" not in page.stem]
