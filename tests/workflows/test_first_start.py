@@ -100,7 +100,8 @@ def test_a_lying_remote_leaves_no_slower_schedule(tmp_path: Path, model: OpenMod
     assert timed
     lies = {(row.problem, row.schedule) for row in lying_rows(model, machine) if isinstance(row, Promotion)}
     for row in verdicts:
-        assert row.comparison.gain_low > 1 or (row.problem, row.schedule) not in lies
+        duel = row.comparison
+        assert duel.proves_faster or duel.is_undecided or (row.problem, row.schedule) not in lies
     counts = products_of(started, [started.plans], db, machine)
     assert counts is not None
     assert counts.imported > 0
@@ -146,7 +147,8 @@ def test_a_tuning_run_pulls_too(tmp_path: Path, model: OpenModel, remote: Remote
         lies = {(row.problem, row.sample.schedule) for row in rows if not row.origin.verified}
         for row in store.all_promotions():
             is_lie = (row.problem, row.schedule) in lies
-            assert not (row.origin.verified and is_lie) or row.comparison.gain_low > 1
+            duel = row.comparison  # on a machine too busy to tell, it proves nothing: neither has lost
+            assert not (row.origin.verified and is_lie) or duel.proves_faster or duel.is_undecided
     assert lies
     assert any(row.origin.verified for row in rows)
 
