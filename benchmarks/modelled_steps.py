@@ -34,6 +34,7 @@ from phasewise.tuner.config.rates import LineLatency, MachineRates, default_rate
 from phasewise.tuner.config.steps import Step
 from phasewise.tuner.plans import Phase, default_plan
 from phasewise.tuner.topotree import Configuration
+from phasewise.tuner.weights import copies_of
 from phasewise.workflows.opening.model_shape import shape_of_model
 from phasewise.workflows.opening.open_model import Weights, open_model
 from phasewise.workflows.tune_config.measured_evaluator import MeasuredEvaluator, Room
@@ -71,21 +72,24 @@ def least(call: Callable[[], float], turns: int) -> float:
 
 
 def largest_products(model: PackedModel) -> list[PackedWeight]:
-    """The largest product of a layer, of every layer."""
-    layers = {name: weight for name, weight in model.products().items() if name.startswith("layers.")}
-    sizes = {name: weight.n * weight.k for name, weight in layers.items()}
-    kind = max(sizes, key=sizes.__getitem__).rpartition(".")[2]
-    return [weight for name, weight in layers.items() if name.rpartition(".")[2] == kind]
+    """Copies of the largest product of a layer, which have as many bytes as one step reads.
+
+    Fewer would lie in a cache that the weights of a step do not fit into.
+    """
+    products = model.products()
+    layers = [weight for name, weight in products.items() if name.startswith("layers.")]
+    largest = max(layers, key=lambda weight: weight.n * weight.k)
+    return copies_of(largest, sum(weight.nbytes for weight in products.values()))
 
 
 def product_ns(
     cores: Sequence[int], weights: list[PackedWeight], rows: int, turns: int, *, prepare: bool = False
 ) -> float:
-    """Time of one product, each call after all the other products of its kind."""
+    """Time of one product, each call after all the other copies of it."""
     team = _native.Team(cores)
     try:
         product = _native.TeamProduct(team, weights, rows)
-        calls = len(weights) if rows > 1 else 4 * len(weights)
+        calls = len(weights)
         return least(lambda: float(product.time(None, calls, prepare).mean()), turns)
     finally:
         team.close()

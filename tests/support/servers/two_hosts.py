@@ -77,6 +77,8 @@ def other_namespace() -> Iterator[int]:
             subprocess.run([*inside, "link", "set", name, "up"], check=True)
         yield holder.pid
     finally:
+        for name in ("control", "data"):  # the kernel takes its time to end them with the namespace
+            subprocess.run(["ip", "link", "del", name], check=False, stderr=subprocess.DEVNULL)
         holder.kill()
         holder.wait()
 
