@@ -4,10 +4,10 @@
     python benchmarks/modelled_steps.py MODEL --ranks 1 --step decode:1x1@512 --step prefill:256x1@0
 
 The model is given what it cannot know of this machine: the pace of one product of the model on all cores and
-on one (of 1 row, of 8 and of 512), of attention in a prompt and of one token, of preparing rows, and of a
-barrier. None of those is a step, and none has ranks: what is judged is how a step is put together of them.
-Steps: PHASE:TOKENSxSEQUENCES@CONTEXT. All times are the least of some turns. The last line tells the median
-distance from what was timed, and the largest; the exit code is 1 where the median is above the bound.
+on one (of 1 row, of 8 and of 512), of attention, of preparing rows, and of a barrier. None of those is a
+step, and none has ranks: what is judged is how a step is put together of them. Steps:
+PHASE:TOKENSxSEQUENCES@CONTEXT. All times are the least of some turns. The last line tells the median distance
+from what was timed, and the largest; the exit code is 1 where the median is above the bound.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from phasewise.kerneldb.records import Problem
 from phasewise.serving.models.forward import tuned_attention
 from phasewise.serving.ranks.rank_teams import keeping_affinity
 from phasewise.topology import Machine, read_machine
-from phasewise.tuner.attention import POSITIONS, TeamAttention, default_attention
+from phasewise.tuner.attention import TeamAttention, default_attention
 from phasewise.tuner.config.modelled import FEW_ROWS, ModelledEvaluator
 from phasewise.tuner.config.rates import LineLatency, MachineRates, default_rates
 from phasewise.tuner.config.steps import Step
@@ -53,8 +53,6 @@ STEPS = (
 )
 BOUND = 0.15
 MANY_ROWS = 512
-LONE_ROW_BYTES = 16 << 20
-"""Keys and values that attention of one token reads in turn: as a small model has behind 512 tokens."""
 TURNS = 21
 ROUNDS = 2000
 
@@ -97,17 +95,16 @@ def product_ns(
         team.close()
 
 
-def attention_flops(cores: Sequence[int], problem: tuple[str, int, int], rows: int, turns: int) -> float:
-    """The rate of attention, of all cores together: in a prompt of so many rows, or of one token."""
+def attention_flops(cores: Sequence[int], problem: tuple[str, int, int], turns: int) -> float:
+    """The rate of attention in a prompt, of all cores together."""
     kv_format, n, k = problem
     team = _native.Team(cores)
     try:
-        asked = Problem("gemm", kv_format, n, k, rows)
-        attention = TeamAttention(team, replace(asked, family="attention"), LONE_ROW_BYTES)
-        cut = default_attention(n, k, rows, len(cores)).walk
+        asked = Problem("gemm", kv_format, n, k, MANY_ROWS)
+        attention = TeamAttention(team, replace(asked, family="attention"), 1 << 20)
+        cut = default_attention(n, k, MANY_ROWS, len(cores)).walk
         ns = least(lambda: float(attention.run(cut, 1).mean()), turns)
-        seen = POSITIONS if rows == 1 else rows * (rows + 1) // 2
-        return 4.0 * seen * n / ns * 1e9
+        return 4.0 * (MANY_ROWS * (MANY_ROWS + 1) // 2) * n / ns * 1e9
     finally:
         team.close()
 
@@ -149,12 +146,7 @@ def rates_here(model: PackedModel, machine: Machine, cores: Sequence[int], turns
         rates = replace(rates, row_bytes_per_s=per_core)
     problem = tuned_attention(model)
     if problem is not None:
-        prompt, token = (attention_flops(cores, problem, rows, turns) for rows in (MANY_ROWS, 1))
-        rates = replace(
-            rates,
-            attention_flops_per_core=prompt / len(cores),
-            lone_row_share=min(1.0, token / prompt),
-        )
+        rates = replace(rates, attention_flops_per_core=attention_flops(cores, problem, turns) / len(cores))
     return rates
 
 

@@ -4,11 +4,11 @@ threads wait for.
 A step is a row of ops, as the executor runs it: five in a layer (q/k/v, attention, o, gate/up, down), and the
 head. No sum over inputs is cut: a rank computes columns of a product, or heads, in proportion to its threads,
 and after each op everybody meets. More ranks than KV heads divide the query heads of one, and each reads its
-own copy of it. So an op lasts as long as its slowest rank: the longer of its multiplies at its cores' pace
-(products of a few rows, and attention of one token, have paces of their own), and of its bytes at what its
-cores read while all other ranks read too (`sharing`). Before a product rows are prepared (normalised,
-rounded): a single row by every thread for itself, several divided between threads, who then meet once more.
-What others computed of a row comes from their caches.
+own copy of it. So an op lasts as long as its slowest rank: the longer of its multiplies at its cores' pace,
+which is another for products of a few rows, and of its bytes at what its cores read while all other ranks
+read too (`sharing`). Before a product rows are prepared (normalised, rounded): a single row by every thread
+for itself, several divided between threads, who then meet once more. What others computed of a row comes from
+their caches.
 
 Cores may be unlike each other (`MachineRates.core_share`). Those of several kinds divide what a rank reads by
 the rates of their kinds, as `serving.ranks.core_weights` does, and ranks their columns and heads by the sums
@@ -79,7 +79,7 @@ class ModelledEvaluator:
                 f"{counted(len(ranks), 'rank')} cannot divide the {heads}: ask for fewer ranks"
             )
         limits, meetings, rates = self._rank_limits(ranks, phase), self._meetings(ranks), self._rates
-        yield _Steps(self._shape, limits, meetings, rates.few_rows_share, rates.lone_row_share).step_ns
+        yield _Steps(self._shape, limits, meetings, rates.few_rows_share).step_ns
 
     def _rank_limits(self, ranks: Sequence[RankCores], phase: Phase) -> list[_Rank]:
         where, rates = self._sharing.where, self._rates
@@ -206,7 +206,6 @@ class _Steps:
     ranks: Sequence[_Rank]
     meetings: _Meetings
     few_rows_share: float
-    lone_row_share: float
 
     def step_ns(self, step: Step) -> float:
         """One step of all ranks."""
@@ -284,11 +283,8 @@ class _Steps:
         return [(own.n_heads / shape.n_heads, own.n_kv_heads / shape.n_kv_heads) for own in heads]
 
     def _attention(self, step: Step) -> tuple[float, float]:
-        """Operations, or as many of a prompt's as take as long, and bytes of one layer's scores and values.
-        Each new token sees all before it.
-        """
-        seen: float = step.tokens * step.context + step.tokens * (step.tokens + 1) // 2
-        seen = max(seen, (step.context + 1) / self.lone_row_share)
+        """Operations and bytes of one layer's scores and values: each new token sees all before it."""
+        seen = step.tokens * step.context + step.tokens * (step.tokens + 1) // 2
         flops = 4.0 * step.sequences * seen * self.shape.n_heads * self.shape.head_dim
         held = step.sequences * (step.context + step.tokens)
         return flops, held * self.shape.kv_bytes_per_slot / self.shape.n_layers
