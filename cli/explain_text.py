@@ -88,14 +88,13 @@ def uses_text(
     if slots:
         tables.append("\n".join(["kernels of your own:", *(f"  {use.describe()}" for use in slots)]))
     if memory is not None:
-        tables.append(memory_text(memory))
+        tables.append(_memory_text(memory))
     if drafts is not None:
         tables.append(_rule_text(drafts))
     return "\n".join(tables)
 
 
-def memory_text(memory: MemoryPlacement) -> str:
-    """The nodes of weights, and the shares of ranks where cores are unequal."""
+def _memory_text(memory: MemoryPlacement) -> str:
     from phasewise.tuner.plans import list_cores
 
     ranks = [

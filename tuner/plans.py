@@ -418,15 +418,6 @@ def default_thread_count(machine: Machine) -> int:
     return min(cores, quota)
 
 
-def cores_paid(machine: Machine, n_own: int, n_others: int) -> int:
-    """Of the cores of one of a server's instances, which pins a thread to each, as many as its share of the
-    cgroup quota pays for, at least one. n_others: those of the server's other instances.
-    """
-    if machine.cpu_quota is None:
-        return n_own
-    return max(1, min(n_own, int(machine.cpu_quota * n_own / (n_own + n_others))))
-
-
 def pus_by_preference(machine: Machine) -> tuple[int, ...]:
     """The allowed PUs: the first of every core, then the second of every core, and so on; of cores of several
     kinds the fastest first.

@@ -18,7 +18,6 @@ from phasewise.serving.embedding.encoder.input_tokens import Tokens
 from phasewise.serving.errors import RanksError
 from phasewise.topology import Machine, TopologyError, read_machine
 from phasewise.topology.process_limits import read_limits
-from phasewise.tuner.plans import cores_paid
 
 LOOK_S = 0.5
 """Seconds between two looks, each of which reads some small files."""
@@ -32,7 +31,7 @@ def cores_now(own: Sequence[int], machine: Machine, n_others: int = 0) -> tuple[
     """
     allowed = frozenset(machine.allowed_pus)
     kept = tuple(core for core in own if core in allowed) or tuple(free_cores(machine, ())[-len(own) :])
-    return kept[: cores_paid(machine, len(own), n_others)]
+    return kept[: machine.cores_paid(len(own), n_others)]
 
 
 class OnOwnCores:

@@ -265,9 +265,9 @@ def copy_panels(
             written[first:last] = read[first:last]
 
 
-def _page_offset(array: Bytes, at: int) -> int:
+def _page_offset(array: Bytes, place: int) -> int:
     """Bytes of its page before a byte."""
-    return (array.ctypes.data + at) % PAGE
+    return (array.ctypes.data + place) % PAGE
 
 
 def panels_by_node(weights: Mapping[str, PackedWeight], division: Division | None) -> ByNode | None:

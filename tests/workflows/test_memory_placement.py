@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from phasewise.cli.explain_text import memory_text
 from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.ranks.rank_layout import RankLayout
 from phasewise.topology import MemoryNodes
@@ -86,7 +85,6 @@ def test_shares_by_what_cores_do_are_told(model: PackedModel, memory: MemoryNode
 
     assert told is not None
     assert told.rank_shares == {"decode": (0.75, 0.25)}
-    assert memory_text(told).endswith("measured to do:\n  decode: 75%, 25%")
     if memory is not None:
         first, second = sum(told.bytes_by_node[node] for node in (0, 1)), told.bytes_by_node[2] * 2
         assert first == pytest.approx(3 * second, rel=0.05)

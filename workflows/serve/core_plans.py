@@ -48,10 +48,8 @@ def plans_left(own: Plans, machine: Machine, n_others: int) -> Plans:
     """What is left of an instance's plans (`cores_left`), on as many cores as its share of a quota pays for.
     n_others: cores of the server's other instances.
     """
-    from phasewise.tuner.plans import cores_paid
-
     n_own = len(frozenset().union(*(plan.all_cores for plan in own.values())))
-    most = cores_paid(machine, n_own, n_others)
+    most = machine.cores_paid(n_own, n_others)
     return {phase: cores_left(plan, machine, most) for phase, plan in own.items()}
 
 

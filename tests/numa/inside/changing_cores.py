@@ -282,7 +282,7 @@ def _descendants(pid: int) -> list[int]:
         for folder in Path("/proc").iterdir()
         if folder.name.isdigit()
     }
-    found = [pid]
-    for own in found:
-        found += [child for child, parent in parent_of.items() if parent == own]
-    return found
+    family = [pid]
+    for own in family:
+        family += [child for child, parent in parent_of.items() if parent == own]
+    return family
