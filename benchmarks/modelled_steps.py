@@ -4,10 +4,10 @@
     python benchmarks/modelled_steps.py MODEL --ranks 1 --step decode:1x1@512 --step prefill:256x1@0
 
 The model is given what it cannot know of this machine: the pace of one product of the model on all cores and
-on one (of 1 row and of 512), of attention, of preparing rows, and of a barrier. None of those is a step, and
-none has ranks: what is judged is how a step is put together of them. Steps: PHASE:TOKENSxSEQUENCES@CONTEXT.
-All times are the least of some turns. The last line tells the median distance from what was timed, and the
-largest; the exit code is 1 where the median is above the bound.
+on one (of 1 row, of 8 and of 512), of attention, of preparing rows, and of a barrier. None of those is a
+step, and none has ranks: what is judged is how a step is put together of them. Steps:
+PHASE:TOKENSxSEQUENCES@CONTEXT. All times are the least of some turns. The last line tells the median distance
+from what was timed, and the largest; the exit code is 1 where the median is above the bound.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from phasewise.serving.models.forward import tuned_attention
 from phasewise.serving.ranks.rank_teams import keeping_affinity
 from phasewise.topology import Machine, read_machine
 from phasewise.tuner.attention import TeamAttention, default_attention
-from phasewise.tuner.config.modelled import ModelledEvaluator
+from phasewise.tuner.config.modelled import FEW_ROWS, ModelledEvaluator
 from phasewise.tuner.config.rates import LineLatency, MachineRates, default_rates
 from phasewise.tuner.config.steps import Step
 from phasewise.tuner.plans import Phase, default_plan
@@ -131,7 +131,7 @@ def rates_here(model: PackedModel, machine: Machine, cores: Sequence[int], turns
     weights = largest_products(model)
     n_bytes, flops = weights[0].nbytes, 2.0 * MANY_ROWS * weights[0].n * weights[0].k
     alone_ns, together_ns = (product_ns(some, weights, 1, turns) for some in (cores[:1], cores))
-    many_ns = product_ns(cores, weights, MANY_ROWS, turns)
+    few_ns, many_ns = (product_ns(cores, weights, rows, turns) for rows in (FEW_ROWS, MANY_ROWS))
     prepared_ns = product_ns(cores, weights, MANY_ROWS, turns, prepare=True) - many_ns
     rates = replace(
         default_rates(machine),
@@ -139,6 +139,7 @@ def rates_here(model: PackedModel, machine: Machine, cores: Sequence[int], turns
         core_read_bytes_per_s=n_bytes / alone_ns * 1e9,
         numa_read_bytes_per_s=n_bytes / together_ns * 1e9,
         latency=LineLatency(l3_ns=line_ns(cores, turns)),
+        few_rows_share=min(1.0, FEW_ROWS / MANY_ROWS * many_ns / few_ns),
     )
     if prepared_ns > 0:
         per_core = 4.0 * MANY_ROWS * weights[0].k / prepared_ns * 1e9 / len(cores)

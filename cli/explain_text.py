@@ -1,5 +1,5 @@
 """The output of `--explain`, as text or JSON: schedules of products and attention, kernels of the user's own,
-nodes of weights, and the rule of drafts.
+nodes of weights, shares of ranks, and the rule of drafts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def load_words(phase: str, from_sequences: int) -> str:
 
 
 def memory_fields(memory: MemoryPlacement | None) -> dict[str, Any] | None:
-    """One JSON object; None on a machine of one NUMA node."""
+    """One JSON object; None on a machine of one NUMA node and one kind of core."""
     return None if memory is None else asdict(memory)
 
 
@@ -108,15 +108,19 @@ def _memory_text(memory: MemoryPlacement) -> str:
         if memory.kv_factor > 1
         else None
     )
-    return "\n".join(
-        [
-            "weights on NUMA nodes:",
-            *(f"  {line}" for line in ranks),
-            *(f"  node {node}: {n_bytes / 1e6:.1f} MB" for node, n_bytes in memory.bytes_by_node.items()),
-            f"  reads that are local: {', '.join(local)}",
-            *([] if copies is None else [copies]),
-        ]
-    )
+    nodes_told = [
+        "weights on NUMA nodes:",
+        *(f"  {line}" for line in ranks),
+        *(f"  node {node}: {n_bytes / 1e6:.1f} MB" for node, n_bytes in memory.bytes_by_node.items()),
+        f"  reads that are local: {', '.join(local)}",
+        *([] if copies is None else [copies]),
+    ]
+    shares_told = [
+        "shares of ranks, by what their cores were measured to do:",
+        *(f"  {phase}: {', '.join(map(percent, own))}" for phase, own in memory.rank_shares.items()),
+    ]
+    told = nodes_told if memory.bytes_by_node else []
+    return "\n".join(told + (shares_told if memory.rank_shares else []))
 
 
 _DRAFTED_BY = {"mtp": "", "eagle3": "EAGLE-3 head ", "model": "model "}

@@ -1,7 +1,7 @@
 """The division of a program between ranks: each has a contiguous range of panels of every weight, and of the
 KV heads.
 No sum over inputs is ever cut, so that a step's result does not depend on the division, bit for bit. Ranks
-with more threads get more.
+with more threads get more; where cores are of several kinds, those whose cores are faster (decision 0158).
 
 More ranks than KV heads share these: each has some query heads of one, and a copy of its keys and values
 (decision 0148). C (group/division.h) divides heads by the same rules.
@@ -16,17 +16,29 @@ from phasewise.cython_kernels.packing import PANEL, PackedWeight
 
 Teams = tuple[tuple[int, ...], ...]
 
+RANK_STEPS = 20
+"""The weight of the fastest core between ranks. Coarse, so that a rank has as many columns after every start,
+by which its schedules are found.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """teams: for each table of schedules, the threads of its ranks; rank: which one this process is."""
+    """teams: for each table of schedules, the threads of its ranks; rank: which one this process is.
+    weights: what the ranks of each table weigh; (): as many as their threads.
+    """
 
     teams: Teams
     rank: int
+    weights: Teams = ()
+
+    def shares(self, table: int) -> tuple[int, ...]:
+        """The numbers in proportion to which the ranks of a table divide panels and heads."""
+        return (self.weights or self.teams)[table]
 
     def panels(self, packed: PackedWeight, table: int) -> tuple[int, int]:
         """The panels of a weight that this rank computes."""
-        return share(packed.panels, self.teams[table], self.rank)
+        return share(packed.panels, self.shares(table), self.rank)
 
     def weight(self, packed: PackedWeight, table: int) -> PackedWeight | None:
         """These panels as a weight; None: there are none."""
@@ -34,15 +46,27 @@ class Division:
 
     def heads(self, n_heads: int, n_kv_heads: int, table: int) -> HeadShare:
         """The heads that this rank attends to."""
-        return head_share(n_heads, n_kv_heads, self.teams[table], self.rank)
+        return head_share(n_heads, n_kv_heads, self.shares(table), self.rank)
 
 
-def share(count: int, teams: Sequence[int], rank: int) -> tuple[int, int]:
+def weights(rates: Sequence[float], full: int) -> list[int]:
+    """In proportion to rates, the largest `full` and none zero; where none was measured all are alike."""
+    most = max(rates)
+    return [max(1, round(full * rate / most)) if most > 0 else full for rate in rates]
+
+
+def weights_of_ranks(sizes: Sequence[int], rates: Sequence[float]) -> tuple[int, ...]:
+    """What ranks of so many cores weigh. rates: of the kind of each core, rank by rank."""
+    own = iter(weights(rates, RANK_STEPS))
+    return tuple(sum(next(own) for _ in range(size)) for size in sizes)
+
+
+def share(count: int, weights: Sequence[int], rank: int) -> tuple[int, int]:
     """The share of a rank in `count` panels or heads: (begin, end), empty for a rank that takes no part."""
-    total, before = sum(teams), sum(teams[:rank])
-    if rank >= len(teams):
+    total, before = sum(weights), sum(weights[:rank])
+    if rank >= len(weights):
         return 0, 0
-    return count * before // total, count * (before + teams[rank]) // total
+    return count * before // total, count * (before + weights[rank]) // total
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +89,11 @@ class HeadShare:
         return self.n_kv_heads * self.queries
 
 
-def head_share(n_heads: int, n_kv_heads: int, teams: Sequence[int], rank: int) -> HeadShare:
+def head_share(n_heads: int, n_kv_heads: int, weights: Sequence[int], rank: int) -> HeadShare:
     """A rank's KV heads with all of their query heads; of more ranks than KV heads, query heads of one."""
-    group, n_ranks = n_heads // n_kv_heads, min(len(teams), n_heads)
-    if len(teams) <= n_kv_heads:
-        return HeadShare(*share(n_kv_heads, teams, rank), group)
+    group, n_ranks = n_heads // n_kv_heads, min(len(weights), n_heads)
+    if len(weights) <= n_kv_heads:
+        return HeadShare(*share(n_kv_heads, weights, rank), group)
     if rank >= n_ranks:
         return HeadShare(0, 0, group)
     head = rank * n_kv_heads // n_ranks

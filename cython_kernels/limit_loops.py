@@ -37,6 +37,15 @@ def rates_of_members(team: _native.Team) -> MemberRates:
     return MemberRates(tuple(reading), tuple(_native.pace_of_members(team, PROBE_S)))
 
 
+def rates_of_pus(pus: Sequence[int]) -> MemberRates:
+    """The rates of these PUs of this machine, by a thread on each. TeamError where one cannot be had."""
+    team = _native.Team(tuple(pus), idle_spin_us=0)
+    try:
+        return rates_of_members(team)
+    finally:
+        team.close()
+
+
 def rates_of_kinds(rates: Sequence[float], kinds: Sequence[int]) -> tuple[float, ...]:
     """Each member's rate as the median of those of its kind: what disturbs one of them does not move it."""
     values, numbers = np.asarray(rates), np.asarray(kinds)

@@ -23,6 +23,7 @@ from phasewise.topology import read_machine as read_sysfs
 from phasewise.tuner.errors import EvaluationError, PlanError, TraceError
 from phasewise.workflows.config_file import StandingOptions
 from phasewise.workflows.errors import UsageError
+from phasewise.workflows.opening.kept_cores import KeptCores
 from phasewise.workflows.opening.open_model import OpenModel, Weights
 from phasewise.workflows.opening.open_model import open_model as open_for_running
 from phasewise.workflows.report import Report, silent
@@ -59,9 +60,10 @@ class Generation:
 class Model:
     """A model in memory, with its service plans and tuned schedules. From `open_model`; for one thread."""
 
-    def __init__(self, opened: OpenModel, db: str | None = None) -> None:
+    def __init__(self, opened: OpenModel, db: str | None = None, report: Report = silent) -> None:
         self._opened = opened
         self._db = db
+        self._cores = KeptCores(report)
 
     @property
     def name(self) -> str:
@@ -131,6 +133,7 @@ class Model:
             for piece in answer.pieces(engine.engine):
                 if on_text is not None:
                     on_text(piece)
+        self._cores.tell_changes()
         return Generation(
             text=answer.text,
             token_ids=tuple(answer.token_ids),
@@ -169,7 +172,8 @@ def open_model(
         arithmetic=arithmetic,
     )
     db = db or standing.text("db")
-    return Model(open_for_running(ref, weights, threads or standing.count("threads"), db, report), db)
+    opened = open_for_running(ref, weights, threads or standing.count("threads"), db, report)
+    return Model(opened, db, report)
 
 
 def read_machine(source: str | Path | None = None) -> Machine:

@@ -158,6 +158,14 @@ class Machine:
             allowed_pus=len(self.allowed_pus),
         )
 
+    def cores_paid(self, n_own: int, n_others: int) -> int:
+        """As many of the cores of one of a server's instances, with a thread on each, as its share of the
+        quota pays for, at least one. n_others: cores of the server's other instances.
+        """
+        if self.cpu_quota is None:
+            return n_own
+        return max(1, min(n_own, int(self.cpu_quota * n_own / (n_own + n_others))))
+
     def allowed_cores(self) -> tuple[tuple[int, ...], ...]:
         """The allowed PUs of each core that has any, in tree order, so that neighbours share the most."""
         allowed = set(self.allowed_pus)

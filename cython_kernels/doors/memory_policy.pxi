@@ -8,6 +8,7 @@ cdef extern from "memory/memory_policy.h" nogil:
     int pw_place_on_nodes(void *memory, size_t bytes, const int32_t *nodes, int n_nodes)
     int pw_pages_by_node(const void *memory, size_t bytes, int64_t *pages)
     void pw_huge_pages_within(void *memory, size_t bytes)
+    int pw_own_page(void *memory)
     void pw_drop_mapped(void *memory, size_t bytes)
 
 
@@ -66,6 +67,13 @@ def huge_pages_within(unsigned char[::1] memory not None):
     """Pages of it that do not exist yet may be huge ones, where the system gives them."""
     if memory.shape[0]:
         pw_huge_pages_within(&memory[0], memory.shape[0])
+
+
+def own_page(unsigned char[::1] memory not None, size_t at):
+    """The page of a shared mapping that holds this byte becomes this process's own, zeroed. 0 or an errno."""
+    if at >= <size_t>memory.shape[0]:
+        raise ValueError(f"byte {at} of {memory.shape[0]}")
+    return pw_own_page(&memory[at])
 
 
 def drop_mapped(size_t address, size_t n_bytes):

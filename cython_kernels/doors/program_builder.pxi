@@ -98,6 +98,7 @@ cdef class ProgramBuilder:
 
     cdef int _divide(self, division, double patience_s) except -1:
         cdef int32_t threads[256]
+        cdef int32_t weights[256]
         cdef int32_t ranks = max((len(teams) for teams in division.teams), default=0)
         if len(division.teams) > PW_SCHEDULE_TABLES or not 1 <= ranks <= 256 or not 0 <= division.rank < ranks:
             raise ProgramError(f"rank {division.rank} of teams {division.teams}: 1 to 256 ranks for each of at most "
@@ -105,11 +106,13 @@ cdef class ProgramBuilder:
         if not 0 < patience_s <= 1e6:
             raise ProgramError(f"a patience of {patience_s} s")
         for table, teams in enumerate(division.teams):
-            for rank, size in enumerate(teams):
+            for rank, (size, weight) in enumerate(zip(teams, division.shares(table), strict=True)):
                 if not 1 <= size <= PW_OBSERVED_THREADS:
                     raise ProgramError(f"a rank with {size} threads: 1 to {PW_OBSERVED_THREADS} expected")
-                threads[rank] = size
-            self.program.divisions[table] = pw_division_of(len(teams), threads, division.rank)
+                if not 1 <= weight <= 1 << 22:
+                    raise ProgramError(f"a rank that weighs {weight}: 1 to {1 << 22} expected")
+                threads[rank], weights[rank] = size, weight
+            self.program.divisions[table] = pw_division_of(len(teams), threads, weights, division.rank)
         if max(team.own_threads for team in self.program.divisions) > self.program.capacity.max_threads:
             raise ProgramError(f"room for {self.program.capacity.max_threads} threads, where {division} has more")
         self.division = division

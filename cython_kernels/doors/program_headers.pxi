@@ -194,7 +194,7 @@ cdef extern from "program/program.h" nogil:
     void pw_program_path(pw_program *program, int32_t table, int32_t op, int32_t part, int32_t path)
     bint pw_program_schedule(pw_program *program, int32_t table, int32_t op, int32_t part, int32_t count,
                              const pw_row_range *ranges)
-    pw_division pw_division_of(int32_t ranks, const int32_t *threads, int32_t rank)
+    pw_division pw_division_of(int32_t ranks, const int32_t *threads, const int32_t *weights, int32_t rank)
     int64_t pw_runs_each(const pw_capacity *room)
     int64_t pw_layer_head_bytes(const pw_program *program, int64_t layer)
     int32_t pw_copies_of(const pw_program *program, int32_t n_kv_heads, int32_t kv_head)

@@ -1,19 +1,19 @@
 #include "group/division.h"
 
-pw_division pw_division_of(int32_t ranks, const int32_t *threads, int32_t rank) {
+pw_division pw_division_of(int32_t ranks, const int32_t *threads, const int32_t *weights, int32_t rank) {
     pw_division division = {.ranks = ranks, .rank = rank};
     for (int32_t i = 0; i < ranks; ++i) {
-        if (i < rank) division.first_thread += threads[i];
-        if (i == rank) division.own_threads = threads[i];
-        division.n_threads += threads[i];
+        if (i < rank) division.first_thread += threads[i], division.first_weight += weights[i];
+        if (i == rank) division.own_threads = threads[i], division.own_weight = weights[i];
+        division.n_threads += threads[i], division.n_weight += weights[i];
     }
     return division;
 }
 
 pw_range pw_share_of(const pw_division *division, int64_t count) {
     if (division->own_threads == 0) return (pw_range){0, 0};
-    int64_t first = division->first_thread, threads = division->n_threads;
-    return (pw_range){count * first / threads, count * (first + division->own_threads) / threads};
+    int64_t first = division->first_weight, all = division->n_weight;
+    return (pw_range){count * first / all, count * (first + division->own_weight) / all};
 }
 
 /* The ranks that share the KV heads before this one, where there are more of them than of KV heads. */

@@ -1,4 +1,5 @@
-/* How the processes of a step share it out: panels of weights, KV heads and rows, in proportion to their threads. */
+/* How the processes of a step share it out: panels of weights and KV heads in proportion to what they weigh, rows in
+ * proportion to their threads. */
 #ifndef PHASEWISE_DIVISION_H
 #define PHASEWISE_DIVISION_H
 
@@ -11,6 +12,7 @@ typedef struct {
     int32_t ranks;                                /* 1: this process alone; 0: none, the table is not run */
     int32_t first_thread, own_threads, n_threads; /* this rank's threads among those of all ranks; own 0: takes no part */
     int32_t rank;
+    int64_t first_weight, own_weight, n_weight;   /* what it weighs, likewise; where cores are alike, as its threads */
 } pw_division;
 
 /* What a rank has of attention. Up to as many ranks as KV heads have some of these, with all of their query heads. More
@@ -22,8 +24,8 @@ typedef struct {
     int32_t copy, sharers; /* which copy this rank reads, among those that so many ranks keep */
 } pw_head_share;
 
-/* Ranks of `threads` threads each, as `rank` sees them. */
-pw_division pw_division_of(int32_t ranks, const int32_t *threads, int32_t rank);
+/* Ranks of `threads` threads each, which weigh `weights`, as `rank` sees them. */
+pw_division pw_division_of(int32_t ranks, const int32_t *threads, const int32_t *weights, int32_t rank);
 
 /* This rank's share of `count` panels or heads. */
 pw_range pw_share_of(const pw_division *division, int64_t count);

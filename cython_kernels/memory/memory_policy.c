@@ -69,6 +69,13 @@ void pw_huge_pages_within(void *memory, size_t bytes) {
     if (begin < end) madvise((void *)begin, end - begin, MADV_HUGEPAGE); /* if refused, small ones serve too */
 }
 
+int pw_own_page(void *memory) {
+    uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE);
+    void *begin = (void *)((uintptr_t)memory / page * page);
+    int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED;
+    return mmap(begin, page, PROT_READ | PROT_WRITE, flags, -1, 0) == MAP_FAILED ? errno : 0;
+}
+
 void pw_drop_mapped(void *memory, size_t bytes) {
     uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), begin = (uintptr_t)memory / page * page;
     madvise((void *)begin, (uintptr_t)memory + bytes - begin, MADV_DONTNEED);

@@ -26,6 +26,10 @@ int pw_pages_by_node(const void *memory, size_t bytes, int64_t *pages);
 /* Those that do not exist yet may be huge ones, where they lie within these bytes whole. */
 void pw_huge_pages_within(void *memory, size_t bytes);
 
+/* The page that holds this byte becomes this process's own, zeroed. Others that share the mapping keep theirs. 0 or an
+ * errno, and then nothing has changed: a process may have only so many mappings. */
+int pw_own_page(void *memory);
+
 /* Pages of a mapped file go; they are read again where they are wanted. Whole pages, from the one that holds the first byte. */
 void pw_drop_mapped(void *memory, size_t bytes);
 

@@ -102,7 +102,7 @@ pw_program *pw_program_open(pw_shape shape, pw_capacity capacity) {
     program->capacity = capacity;
     program->n_ranks = 1;
     program->outputs = shape.vocab;
-    for (int table = 0; table < PW_SCHEDULE_TABLES; ++table) program->divisions[table] = (pw_division){1, 0, 1, 1, 0};
+    for (int table = 0; table < PW_SCHEDULE_TABLES; ++table) program->divisions[table] = (pw_division){1, 0, 1, 1, 0, 0, 1, 1};
     program->layers = calloc((size_t)shape.n_layers, sizeof *program->layers);
     for (int32_t i = 0; program->layers && i < shape.n_layers; ++i)
         program->layers[i] = (pw_layer_kv){.n_kv_heads = shape.n_kv_heads, .head_dim = shape.head_dim, .slots = capacity.kv_slots};

@@ -61,17 +61,20 @@ def open_embedding(
     is_canonical: bool = False,
     commands: Mapping[str, Command] = MappingProxyType({}),
     report: Callable[[str], None] = lambda _line: None,
+    other_cores: int = 0,
 ) -> OpenEmbedding:
     """Start a worker for each instance of the plan, all at a time.
 
     An accelerator whose worker cannot start is left out, and `report` told why. RanksError where a CPU's
     cannot, or none is left. is_canonical: they compute with the same bits on every CPU. commands: of the
-    user's own workers, by the name of their device.
+    user's own workers, by the name of their device. other_cores: those of a language model beside them, with
+    which they share a cgroup quota.
     """
     if model.embedding is None:
         raise ModelError(
             f"{model.name} is no embedding model: its files say nothing about pooling (modules.json)"
         )
+    n_cores = sum(len(instance.cores) for instance in plan.instances if instance.is_cpu) + other_cores
     specs = [
         WorkerSpec(
             instance.device,
@@ -82,6 +85,7 @@ def open_embedding(
             is_canonical,
             commands.get(instance.device, ()),
             width_of(model),
+            n_cores - len(instance.cores),
         )
         for instance in plan.instances
     ]

@@ -1,4 +1,5 @@
-"""An embedder on the cores of its worker, as these come and go: a cpuset, `taskset`, a CPU that goes offline.
+"""An embedder on the cores of its worker, as these come and go: a cpuset, `taskset`, a CPU that goes offline,
+a cgroup quota.
 
 Between two batches, at most every LOOK_S, the worker looks at what it may use. It keeps to its own cores as
 long as one is left, so that it takes none of another worker's.
@@ -24,11 +25,13 @@ LOOK_S = 0.5
 log = logging.getLogger(__name__)
 
 
-def cores_now(own: Sequence[int], machine: Machine) -> tuple[int, ...]:
-    """Those of `own` that this process may use; where it may use none, as many others, the highest ones."""
+def cores_now(own: Sequence[int], machine: Machine, n_others: int = 0) -> tuple[int, ...]:
+    """Those of `own` that this process may use; where it may use none, as many others, the highest ones. No
+    more than their share of a quota pays for. n_others: cores of all else that computes for the server.
+    """
     allowed = frozenset(machine.allowed_pus)
-    kept = tuple(core for core in own if core in allowed)
-    return kept or tuple(free_cores(machine, ())[-len(own) :])
+    kept = tuple(core for core in own if core in allowed) or tuple(free_cores(machine, ())[-len(own) :])
+    return kept[: machine.cores_paid(len(own), n_others)]
 
 
 class OnOwnCores:
@@ -41,18 +44,21 @@ class OnOwnCores:
         self,
         open_embedder: Callable[[Sequence[int]], Embedder],
         own: Sequence[int],
+        n_others: int = 0,
         look: Callable[[], object] = read_limits,
         machine_now: Callable[[], Machine] = read_machine,
         every_s: float = LOOK_S,
     ) -> None:
-        """open_embedder: on these cores, with room for a thread on each of `own`. look: what this process may
-        use; another value than the last one: it has changed. Raises as they do.
+        """open_embedder: on these cores, with room for a thread on each of `own`. n_others: cores of all else
+        that computes for the server. look: what this process may use; another value than the last one: it has
+        changed. Raises as they do.
         """
-        self._own, self._look, self._machine_now = tuple(own), look, machine_now
+        self._own, self._n_others = tuple(own), n_others
+        self._look, self._machine_now = look, machine_now
         self._every_s, self._next_s = every_s, 0.0
         self._said = ""
         self._seen = look()
-        self.cores = cores_now(self._own, machine_now())
+        self.cores = cores_now(self._own, machine_now(), n_others)
         """The cores that the next batch is computed on."""
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="phasewise-embedder")
         self._embedder = self._thread.submit(open_embedder, self.cores).result()
@@ -81,7 +87,7 @@ class OnOwnCores:
             seen = self._look()
             if seen == self._seen:
                 return
-            self._move(cores_now(self._own, self._machine_now()))
+            self._move(cores_now(self._own, self._machine_now(), self._n_others))
         except (RanksError, TopologyError, OSError, ValueError) as error:
             self._say(f"the cores of this process have changed, and embeddings keep theirs for now: {error}")
             return

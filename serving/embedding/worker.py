@@ -53,6 +53,8 @@ class WorkerSpec:
     """The user's own worker; empty: this module."""
     width: int | None = None
     """Numbers of each vector; None: any number."""
+    other_cores: int = 0
+    """Those of all else that computes for its server, with which a CPU's worker shares a cgroup quota."""
 
     @property
     def kind(self) -> str:
@@ -107,7 +109,7 @@ def _cpu_backend(spec: WorkerSpec) -> Backend:
     def open_embedder(cores: Sequence[int]) -> Embedder:
         return Embedder(model, cores, is_canonical=spec.is_canonical, most_threads=len(spec.cores))
 
-    on_cores = OnOwnCores(open_embedder, spec.cores)
+    on_cores = OnOwnCores(open_embedder, spec.cores, spec.other_cores)
     n_tokens = min(WARMING_TOKENS, on_cores.embedder.embedding.max_tokens)
     on_cores.embed([Tokens([0] * n_tokens)])  # the first batch brings in the weights
     return on_cores

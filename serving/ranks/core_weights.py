@@ -2,17 +2,23 @@
 
 The members of a team take pieces of attention, of experts and of large products as they come free. Of a
 product that memory limits each has one piece, and the slowest core would hold up all: by weights its piece is
-smaller. No bit of a result depends on them.
+smaller. Ranks of one plan divide columns and heads by what their cores weigh together. No bit of a result
+depends on either.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import chain
 
+from phasewise.cython_kernels import division
 from phasewise.cython_kernels._native import Team
-from phasewise.cython_kernels.limit_loops import MemberRates, rates_of_kinds, rates_of_members
-from phasewise.topology import CpuKind
+from phasewise.cython_kernels.errors import TeamError
+from phasewise.cython_kernels.limit_loops import MemberRates, rates_of_kinds, rates_of_members, rates_of_pus
+from phasewise.topology import CpuKind, read_core_kinds
+from phasewise.tuner.plans import Phase, ServicePlan
 
 FULL = 1000
 """The weight of the fastest kind."""
@@ -35,7 +41,9 @@ def weigh_by_kind(
     except MemoryError:
         _log.warning("no memory to measure cores of several kinds: all get equal shares")
         return
-    reading, computing = (weights(rates_of_kinds(each, numbers)) for each in (rates.reading, rates.computing))
+    reading, computing = (
+        division.weights(rates_of_kinds(each, numbers), FULL) for each in (rates.reading, rates.computing)
+    )
     team.weigh(reading, computing)
     by_kind = dict(zip(numbers, zip(reading, computing, strict=True), strict=True))
     for number, (read, compute) in sorted(by_kind.items()):
@@ -43,13 +51,39 @@ def weigh_by_kind(
         _log.info("cores of kind %s: shares of %d when reading, %d when computing", name, read, compute)
 
 
+def weights_of_ranks(
+    phase: Phase,
+    ranks: Sequence[Sequence[int]],
+    kinds: Sequence[CpuKind],
+    measure: Callable[[Sequence[int]], MemberRates] = rates_of_pus,
+) -> tuple[int, ...]:
+    """What each rank on these cores weighs: the sum over its cores, when reading in decode and when computing
+    in prefill. As many as its cores where these are alike, or cannot be measured.
+    """
+    cores, sizes = [*chain(*ranks)], tuple(map(len, ranks))
+    numbers = kinds_of(cores, kinds)
+    if len(ranks) < 2 or len(set(numbers)) < 2:
+        return sizes
+    try:
+        rates = measure(cores)
+    except (MemoryError, TeamError) as error:
+        _log.warning("cores of several kinds were not measured: ranks have shares by threads: %s", error)
+        return sizes
+    own = rates.reading if phase == "decode" else rates.computing
+    return division.weights_of_ranks(sizes, rates_of_kinds(own, numbers))
+
+
+def weights_here(plan: ServicePlan) -> tuple[int, ...]:
+    """`weights_of_ranks` of a plan on this machine, measured once by a process. TopologyError."""
+    return _weights_here(plan.phase, tuple(rank.cores for rank in plan.ranks))
+
+
+@cache
+def _weights_here(phase: Phase, ranks: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
+    return weights_of_ranks(phase, ranks, read_core_kinds() if len(ranks) > 1 else ())
+
+
 def kinds_of(cores: Sequence[int], kinds: Sequence[CpuKind]) -> list[int]:
     """The number of each core's kind; that behind the last for a core of none."""
     by_core = {cpu: number for number, kind in enumerate(kinds) for cpu in kind.cpus}
     return [by_core.get(core, len(kinds)) for core in cores]
-
-
-def weights(rates: Sequence[float]) -> list[int]:
-    """In proportion to rates, the largest FULL and none zero; where none was measured all are alike."""
-    most = max(rates)
-    return [max(1, round(FULL * rate / most)) if most > 0 else FULL for rate in rates]

@@ -41,7 +41,6 @@ from phasewise.serving.ranks.rank_teams import (
     touch_memory,
 )
 from phasewise.serving.ranks.ranks_contract import KvSettings, RankOptions, Ranks
-from phasewise.topology import read_memory_nodes
 from phasewise.tuner.plans import Phase, ServicePlan
 
 if TYPE_CHECKING:
@@ -77,7 +76,7 @@ class LocalRanks(FirstRank):
         threads = max(len(members) for members in cores.values())
         capacity = room_for(options, threads, self.kv_format)
         self._pinned = options.pinned
-        layout = RankLayout(plans, read_memory_nodes())
+        layout = RankLayout.here(plans, pinned=options.pinned)
         nodes = layout.nodes(0)
         if nodes:
             tell_of_others(0, layout.home(0), nodes)

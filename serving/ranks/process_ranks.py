@@ -57,7 +57,6 @@ from phasewise.serving.ranks.ranks_contract import Follower, RankOptions
 from phasewise.serving.ranks.shared_weights import SharedWeights, share_weights
 from phasewise.serving.ranks.worker_processes import START_S, WorkerProcesses
 from phasewise.serving.ranks.written_schedules import WrittenSchedules
-from phasewise.topology import read_memory_nodes
 from phasewise.tuner.plans import Phase, ServicePlan, list_cores
 
 LEARN_S = 5.0
@@ -99,7 +98,7 @@ class ProcessRanks:
         self.kv_slots = options.kv.slots
         self._model, self._options = model, replace(options, threads=0)
         self.kv_format = resolve_kv_format(model, options.kv.format)
-        layout = RankLayout(plans, read_memory_nodes())
+        layout = RankLayout.here(plans, pinned=options.pinned)
         self._owner = os.getpid()
         self._warned = not options.pinned
         self._listener = _Listener()
@@ -224,7 +223,7 @@ class ProcessRanks:
         self, plans: Mapping[Phase, ServicePlan], schedules: Mapping[Phase, ScheduleLookup] | None
     ) -> None:
         """CoresMoved: `reopen` starts the ranks of these plans. RanksError where there are too few heads."""
-        layout = RankLayout(plans, read_memory_nodes())
+        layout = RankLayout.here(plans, pinned=self._options.pinned)
         layout.check_divides(self._model)
         self._moves_to = layout, schedules
         raise CoresMoved(f"the ranks move to cores {list_cores(sorted(layout.all_cores))}")
@@ -391,13 +390,13 @@ def _kv_homes(
     """KV heads of a layer that keeps them, the copy of each that a rank reads, and that rank's nodes. Latent
     vectors lie on those of all by turns.
     """
-    teams, layer = layout.teams[table], config.attention_layers[number]
-    nodes = [layout.nodes(rank) for rank in range(len(teams))]
+    shares, layer = layout.division(0).shares(table), config.attention_layers[number]
+    nodes = [layout.nodes(rank) for rank in range(len(shares))]
     if config.latent is not None:
         yield 0, 0, tuple(sorted({*chain(*nodes)}))
         return
     for rank, own_nodes in enumerate(nodes):
-        own = head_share(config.n_heads, config.heads_of(layer).n_kv_heads, teams, rank)
+        own = head_share(config.n_heads, config.heads_of(layer).n_kv_heads, shares, rank)
         for head in range(own.begin, own.end):
             yield head, own.copy, own_nodes
 
@@ -414,6 +413,7 @@ def _instructions(setup: _Setup, rank: int, step: Segment) -> Instructions:
         isa=isa.active(),
         capacity=capacity,
         teams=layout.teams,
+        weights_of_ranks=layout.weights,
         cores=layout.cores(rank),
         pinned=setup.pinned,
         nodes=layout.nodes(rank),

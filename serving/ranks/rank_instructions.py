@@ -34,6 +34,8 @@ class Instructions:
     capacity: Capacity
     teams: tuple[tuple[int, ...], ...]
     """Threads of every rank, for each table of schedules: `Division.teams`."""
+    weights_of_ranks: tuple[tuple[int, ...], ...]
+    """`Division.weights`."""
     cores: Mapping[int, tuple[int, ...]]
     """The CPUs of this rank's threads, by the tables that it takes part in."""
     pinned: bool
@@ -53,7 +55,7 @@ class Instructions:
 
     @property
     def division(self) -> Division:
-        return Division(self.teams, self.rank)
+        return Division(self.teams, self.rank, self.weights_of_ranks)
 
     @property
     def descriptors(self) -> tuple[int, ...]:
@@ -87,6 +89,7 @@ class Instructions:
             "config": config_from_json(values["config"]),
             "capacity": Capacity(**values["capacity"]),
             "teams": tuple(tuple(sizes) for sizes in values["teams"]),
+            "weights_of_ranks": tuple(tuple(weights) for weights in values["weights_of_ranks"]),
             "nodes": tuple(values["nodes"]),
             "cores": {int(table): tuple(cores) for table, cores in values["cores"].items()},
             "weights": _holding_from_json(values["weights"]),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -10,19 +10,22 @@ from phasewise._words import counted
 from phasewise.cython_kernels.division import Division, Teams
 from phasewise.serving.errors import RanksError
 from phasewise.serving.models.packed_model import PackedModel
+from phasewise.serving.ranks.core_weights import weights_here
 from phasewise.serving.ranks.rank_teams import plans_by_table, starts_of
-from phasewise.topology import MemoryNodes
+from phasewise.topology import MemoryNodes, TopologyError, read_memory_nodes
 from phasewise.tuner.plans import PHASES, Phase, RankCores, ServicePlan
 
 
 def teams_of(plans: Mapping[Phase, ServicePlan]) -> Teams:
     """For each table of schedules the numbers of threads of its ranks: `Division.teams`."""
+    return _by_rank(plans, lambda plan: tuple(len(rank.cores) for rank in plan.ranks))
+
+
+def _by_rank(plans: Mapping[Phase, ServicePlan], of_ranks: Callable[[ServicePlan], tuple[int, ...]]) -> Teams:
+    """Numbers of the ranks of each table; none of one that no plan has."""
     by_table = plans_by_table(plans)
     n_tables = max(len(PHASES), *(table + 1 for table in by_table))
-    return tuple(
-        tuple(len(rank.cores) for rank in by_table[table].ranks) if table in by_table else ()
-        for table in range(n_tables)
-    )
+    return tuple(of_ranks(by_table[table]) if table in by_table else () for table in range(n_tables))
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,20 @@ class RankLayout:
     plans: Mapping[Phase, ServicePlan]
     memory: MemoryNodes | None = field(default=None)
     """None: the machine has one node."""
+    weights: Teams = ()
+    """`Division.weights`."""
+
+    @classmethod
+    def here(cls, plans: Mapping[Phase, ServicePlan], *, pinned: bool = True) -> RankLayout:
+        """On this machine, its cores measured where they are of several kinds. pinned: threads stay on them.
+
+        RanksError where the machine cannot be read.
+        """
+        try:
+            weights = _by_rank(plans, weights_here) if pinned else ()
+            return cls(plans, read_memory_nodes(), weights)
+        except TopologyError as error:
+            raise RanksError(str(error)) from error
 
     @cached_property
     def teams(self) -> Teams:
@@ -62,7 +79,7 @@ class RankLayout:
         return self.memory is not None or len(homes) > 1
 
     def division(self, rank: int) -> Division:
-        return Division(self.teams, rank)
+        return Division(self.teams, rank, self.weights)
 
     def threads(self, rank: int) -> int:
         """The most threads that a rank has in any phase or band."""

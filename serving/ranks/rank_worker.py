@@ -103,7 +103,7 @@ def _model(told: Instructions) -> PackedModel:
     weights, vectors = told.weights.places.views(_mapped(told.weights, writable=copies))
     if told.weights_source is not None:
         source, _ = told.weights_source.places.views(_mapped(told.weights_source))
-        copy_panels(source, weights, told.division, huge=len(told.nodes) == 1)
+        copy_panels(source, weights, told.division, huge=len(told.nodes) == 1, apart=True)
     adapters = () if told.adapters is None else unflat(*told.adapters.places.views(_mapped(told.adapters)))
     return PackedModel(
         config=told.config,

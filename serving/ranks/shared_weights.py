@@ -16,15 +16,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from phasewise.cython_kernels._native import bytes_by_node, huge_pages_within
-from phasewise.cython_kernels.division import Division, share
+from phasewise.cython_kernels._native import bytes_by_node, huge_pages_within, own_page
+from phasewise.cython_kernels.division import Division
 from phasewise.cython_kernels.packing import SLOT_UNIT, Array, PackedWeight
 from phasewise.serving.models.low_rank import flat, unflat
 from phasewise.serving.models.packed_model import PackedModel
-from phasewise.serving.processes.segments import Mapped, Segment
+from phasewise.serving.processes.segments import PAGE, Mapped, Segment
 from phasewise.serving.ranks.rank_layout import RankLayout
 from phasewise.serving.ranks.rank_memory import ByNode, placing
 from phasewise.serving.ranks.rank_teams import TABLES
+
+Bytes = npt.NDArray[np.uint8]
 
 ALIGNMENT = 64
 LEAST_HUGE_BYTES = 4 << 20
@@ -122,20 +124,23 @@ def places_in_file(model: PackedModel) -> Places:
     return Places(model.file.n_bytes, weights, vectors)
 
 
-def places_in_segment(model: PackedModel) -> Places:
-    """The places of a copy of every array, one after another."""
+def places_in_segment(model: PackedModel, of_weights: int = ALIGNMENT) -> Places:
+    """The places of a copy of every array, one after another. of_weights: the alignment of theirs."""
     end = 0
 
-    def reserve(array: Array) -> int:
+    def reserve(array: Array, alignment: int) -> int:
         nonlocal end
-        offset, end = end, end + -(-array.nbytes // ALIGNMENT) * ALIGNMENT
+        offset = -(-end // alignment) * alignment
+        end = offset + array.nbytes
         return offset
 
     weights = {
-        name: _weight_place(weight, [reserve(array) for array in weight.arrays])
+        name: _weight_place(weight, [reserve(array, of_weights) for array in weight.arrays])
         for name, weight in model.weights.items()
     }
-    vectors = {name: ArrayPlace.of(vector, reserve(vector)) for name, vector in model.vectors.items()}
+    vectors = {
+        name: ArrayPlace.of(vector, reserve(vector, ALIGNMENT)) for name, vector in model.vectors.items()
+    }
     return Places(max(end, 1), weights, vectors)
 
 
@@ -208,7 +213,7 @@ def _shared_model(model: PackedModel, layout: RankLayout, spread: bool) -> Itera
             if not spread:
                 yield SharedWeights(model, file, None, 0)
                 return
-        places = places_in_segment(model)
+        places = places_in_segment(model, PAGE if spread else ALIGNMENT)
         segment = Segment.create(places.n_bytes, "weights")
         open_fds.callback(segment.close)
         weights, vectors = places.views(segment)
@@ -232,28 +237,45 @@ def copy_panels(
     target: Mapping[str, PackedWeight],
     division: Division | None,
     huge: bool,
+    apart: bool = False,
 ) -> None:
     """The panels that a rank computes in decode, which memory bounds: their pages are then touched where
     they will be read. No division: all panels. huge: ask for huge pages; by turns over nodes they would lie
     unevenly.
+
+    Two ranks may have parts of one page. The first of them has it, whole; apart: this process has a page of
+    its own in its place where it is the second.
     """
     for name, weight in source.items():
         begin, end = _own_panels(weight, division)
         if weight.offsets is not None:
             target[name].arrays[-1][...] = weight.offsets
         parts = _parts(target[name], weight.offsets, begin, end)
-        for read, written in zip(_parts(weight, weight.offsets, begin, end), parts, strict=True):
-            if huge and written.nbytes >= LEAST_HUGE_BYTES:
-                huge_pages_within(written.reshape(-1).view(np.uint8))
-            written[...] = read
+        for (read, first, last), (written, *_) in zip(
+            _parts(weight, weight.offsets, begin, end), parts, strict=True
+        ):
+            if first == last:
+                continue
+            if huge and last - first >= LEAST_HUGE_BYTES:
+                huge_pages_within(written[first:last])
+            elif apart and (before := min(first, _page_offset(written, first))):
+                own_page(written, first)  # a refusal costs speed alone
+                first -= before
+            last = min(len(written), last + -_page_offset(written, last) % PAGE)
+            written[first:last] = read[first:last]
+
+
+def _page_offset(array: Bytes, place: int) -> int:
+    """Bytes of its page before a byte."""
+    return (array.ctypes.data + place) % PAGE
 
 
 def panels_by_node(weights: Mapping[str, PackedWeight], division: Division | None) -> ByNode | None:
     """Bytes by NUMA node of the panels that `copy_panels` has written; None where it is not told."""
     total: Counter[int] = Counter()
     for weight in weights.values():
-        for part in _parts(weight, weight.offsets, *_own_panels(weight, division)):
-            own = bytes_by_node(part.reshape(-1).view(np.uint8), 0, part.nbytes)
+        for array, first, last in _parts(weight, weight.offsets, *_own_panels(weight, division)):
+            own = bytes_by_node(array, first, last)
             if own is None:
                 return None
             total.update(own)
@@ -264,18 +286,28 @@ def _own_panels(weight: PackedWeight, division: Division | None) -> tuple[int, i
     """The panels of a rank in decode, or in prefill where nothing else is planned."""
     if division is None:
         return 0, weight.panels
-    return share(
-        weight.panels, division.teams[TABLES["decode"]] or division.teams[TABLES["prefill"]], division.rank
-    )
+    return division.panels(weight, TABLES["decode" if division.teams[TABLES["decode"]] else "prefill"])
 
 
-def _parts(weight: PackedWeight, offsets: Array | None, begin: int, end: int) -> list[Array]:
-    """Panels [begin, end) of each array. offsets: those of a sparse weight, which say where panels lie."""
+def _parts(weight: PackedWeight, offsets: Array | None, begin: int, end: int) -> list[tuple[Bytes, int, int]]:
+    """The bytes of each array, and which of them are panels [begin, end). offsets: those of a sparse weight,
+    which say where panels lie.
+    """
     if offsets is None:
-        return [array[begin:end] for array in weight.arrays]
+        return [_bytes_of_panels(array, begin, end) for array in weight.arrays]
     values, *others, _ = weight.arrays
     starts = [*(int(first) * SLOT_UNIT for first in offsets[:, 0]), values.size]
-    return [values[starts[begin] : starts[end]], *(array[begin:end] for array in others)]
+    of_values = (_bytes(values), starts[begin] * values.itemsize, starts[end] * values.itemsize)
+    return [of_values, *(_bytes_of_panels(array, begin, end) for array in others)]
+
+
+def _bytes_of_panels(array: Array, begin: int, end: int) -> tuple[Bytes, int, int]:
+    each = array.nbytes // len(array)
+    return _bytes(array), begin * each, end * each
+
+
+def _bytes(array: Array) -> Bytes:
+    return array.reshape(-1).view(np.uint8)
 
 
 def _weight_place(weight: PackedWeight, offsets: list[int]) -> WeightPlace:

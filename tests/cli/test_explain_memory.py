@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from phasewise.cli.explain_text import memory_fields, uses_text
 from phasewise.workflows.opening.memory_placement import MemoryPlacement
 
@@ -36,4 +38,15 @@ def test_the_text_names_ranks_nodes_and_local_reads() -> None:
         "rank_nodes": ((0, 1), (2,)),
         "local_reads": {"prefill": 0.25, "decode": 0.5},
         "kv_factor": 1.0,
+        "rank_shares": {},
     }
+
+
+@pytest.mark.parametrize("by_node", [{}, {0: 5_000_000}], ids=["one-node", "nodes"])
+def test_the_text_names_shares_of_ranks_that_go_by_what_cores_do(by_node: dict[int, int]) -> None:
+    """Also where there are no nodes to tell of."""
+    placed = MemoryPlacement(by_node, ((0,),), {}, rank_shares={"decode": (0.75, 0.25)})
+    lines = uses_text([], placed).splitlines()
+
+    assert lines[-2:] == ["shares of ranks, by what their cores were measured to do:", "  decode: 75%, 25%"]
+    assert (len(lines) > 2) == bool(by_node)

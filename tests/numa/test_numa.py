@@ -26,6 +26,8 @@ SHAPE = TinyShape(n_layers=1, hidden=1024, ffn=5120, n_heads=12, n_kv_heads=12, 
 """Three and four ranks divide it, and a rank's share of a weight has many pages."""
 SHARED = TinyShape(n_layers=1, hidden=1152, ffn=5120, n_heads=9, n_kv_heads=3, head_dim=128, vocab_size=2048)
 """Heads of the default model, and as many pages as above: four ranks share its three KV heads."""
+LAYERS = TinyShape(n_layers=8, hidden=576, ffn=1536, n_heads=9, n_kv_heads=3, head_dim=64, vocab_size=2048)
+"""Those of the default model: a rank's share of a weight has few pages, and parts of others at its ends."""
 
 pytestmark = pytest.mark.slow
 
@@ -69,6 +71,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     for name, types, shape in (
         ("MODEL", "Q8_0", SHAPE),
         ("SHARED", "Q8_0", SHARED),
+        ("LAYERS", "Q8_0", LAYERS),
         (SMALL_MODEL, "F32", small),
     ):
         told[name] = str(

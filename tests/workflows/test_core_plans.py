@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,12 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phasewise.serving.embedding.own_cores import cores_now
 from phasewise.topology import Machine
 from phasewise.tuner.plans import PHASES, RankCores, ServicePlan, check_fits, default_plan, rank_on
-from phasewise.workflows.serve.core_plans import cores_left
+from phasewise.workflows.opening.open_model import NATIVE
+from phasewise.workflows.serve.core_plans import cores_left, plans_left
 from phasewise.workflows.serve.embedding import Embeddings
+from phasewise.workflows.serve.instance_process import InstanceSpec
+from phasewise.workflows.serve.pools import PlannedInstance, instance_specs
 from phasewise.workflows.serve.server_cores import _one_rank, plans_now
 from phasewise.workflows.serve.settings import Running, ServeSettings
+from tests.support.engine_sizes import engine_size
 from tests.support.machines.paper_machines import epyc, kunpeng, xeon
 from tests.support.tiers import examples
 
@@ -45,6 +51,57 @@ def test_an_instance_keeps_its_own_cores_as_long_as_it_has_one(data: st.DataObje
         assert list(plan.cores) == kept
     else:
         assert len(plan.ranks) == 1
+
+
+@examples(100)
+@given(
+    sizes=st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=3), min_size=1, max_size=4),
+    quota=st.floats(0.25, 48),
+    n_beside=st.integers(0, 6),
+)
+def test_instances_divide_a_quota_by_their_cores(sizes: list[list[int]], quota: float, n_beside: int) -> None:
+    """Beside what a worker of embeddings has: together no more threads than the quota pays for, but for the
+    one that each has at least; and half of the cores get half of it.
+    """
+    machine = replace(epyc(), cpu_quota=quota)
+    pus = iter(machine.allowed_pus)
+    planned = [
+        PlannedInstance("mixed", {phase: ServicePlan(phase, ranks, "flag") for phase in PHASES})
+        for of_ranks in sizes
+        for ranks in [tuple(RankCores(tuple(itertools.islice(pus, size))) for size in of_ranks)]
+    ]
+    beside = tuple(itertools.islice(pus, n_beside))
+    specs = instance_specs(
+        InstanceSpec("m", NATIVE, engine_size(64, 64, 1), None, other_cores=n_beside), planned
+    )
+    n_all = n_beside + sum(map(sum, sizes))
+
+    n_threads = [len(cores_now(beside, machine, n_all - n_beside))] if beside else []
+    for spec, instance in zip(specs, planned, strict=True):
+        assert spec.other_cores + len(instance.cores) == n_all
+        left = plans_left(instance.plans, machine, spec.other_cores)
+        for phase, plan in left.items():
+            assert plan.all_cores <= instance.plans[phase].all_cores
+            check_fits(plan, machine)
+        assert len(left["decode"].cores) >= min(len(instance.cores), int(quota * len(instance.cores) / n_all))
+        n_threads.append(len(left["decode"].cores))
+    assert sum(n for n in n_threads if n > 1) <= quota
+    without = plans_left(planned[0].plans, replace(machine, cpu_quota=None), specs[0].other_cores)
+    assert {phase: plan.cores for phase, plan in without.items()} == {
+        phase: plan.cores for phase, plan in planned[0].plans.items()
+    }
+
+
+def test_ranks_lose_their_last_cores_in_turns() -> None:
+    plan = ServicePlan("decode", (RankCores((0, 1, 2)), RankCores((8,)), RankCores((16, 17))), "flag")
+
+    def left(most: int) -> list[tuple[int, ...]]:
+        return [rank.cores for rank in cores_left(plan, epyc(), most).ranks]
+
+    assert left(6) == [(0, 1, 2), (8,), (16, 17)]
+    assert left(5) == [(0, 1), (8,), (16, 17)]
+    assert left(4) == [(0, 1), (8,), (16,)]
+    assert left(2) == [(0,), (8,)]
 
 
 @examples(60)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from phasewise.workflows.opening.kept_cores import KeptCores, Limits
@@ -44,3 +46,20 @@ def test_each_change_is_told_also_back_to_what_was() -> None:
 
 def test_what_cannot_be_read_now_is_no_change() -> None:
     assert told((3, None), OSError(), (3, None)) == []
+
+
+def test_steps_pass_with_a_look_after_each() -> None:
+    """The last one too; an interrupt between two of them ends them as it would without."""
+    lines: list[str] = []
+    limits = iter([(3, None), (3, None), (1, None), (1, None)])
+    assert [*KeptCores(lines.append, lambda: next(limits)).between("abc")] == ["a", "b", "c"]
+    assert len(lines) == 1
+
+    def interrupted() -> Iterator[str]:
+        yield "a"
+        raise KeyboardInterrupt
+
+    done: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        done.extend(KeptCores(lines.append, lambda: (3, None)).between(interrupted()))
+    assert done == ["a"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from phasewise.serving.models.packed_model import PackedModel
+from phasewise.serving.ranks.rank_layout import RankLayout
 from phasewise.topology import MemoryNodes
 from phasewise.tuner.plans import PHASES, Phase, RankCores, ServicePlan
 from phasewise.workflows.opening.memory_placement import place
@@ -44,7 +45,7 @@ def _plans(prefill: Cores, decode: Cores) -> dict[Phase, ServicePlan]:
 def test_every_byte_is_told_once_and_its_reads(
     model: PackedModel, prefill: Cores, decode: Cores, local: dict[Phase, float]
 ) -> None:
-    told = place(model, _plans(prefill, decode), FOUR)
+    told = place(model, RankLayout(_plans(prefill, decode), FOUR))
 
     assert told is not None
     assert sum(told.bytes_by_node.values()) == pytest.approx(model.weight_bytes, rel=1e-3)
@@ -56,7 +57,7 @@ def test_every_byte_is_told_once_and_its_reads(
 
 def test_cores_without_memory_read_all_from_afar(model: PackedModel) -> None:
     bare = MemoryNodes(FOUR.cpus, (0, 1, 2))
-    told = place(model, _plans(((6, 7),), ((6, 7),)), bare)
+    told = place(model, RankLayout(_plans(((6, 7),), ((6, 7),)), bare))
 
     assert told is not None
     assert told.rank_nodes == ((0,),)
@@ -66,11 +67,25 @@ def test_cores_without_memory_read_all_from_afar(model: PackedModel) -> None:
 @pytest.mark.parametrize(("n_kv_heads", "factor"), [(4, 1.0), (2, 2.0), (1, 4.0)])
 def test_the_copies_of_heads_that_ranks_share_are_told(n_kv_heads: int, factor: float) -> None:
     sharing = tiny_model(tiny_config(n_heads=8, n_kv_heads=n_kv_heads, hidden=128, ffn=192, vocab_size=256))
-    told = place(sharing, _plans((ALL,), QUARTERS), FOUR)
+    told = place(sharing, RankLayout(_plans((ALL,), QUARTERS), FOUR))
 
     assert told is not None
     assert told.kv_factor == factor
 
 
 def test_one_node_has_nothing_to_tell(model: PackedModel) -> None:
-    assert place(model, _plans((ALL,), (ALL,)), None) is None
+    assert place(model, RankLayout(_plans((ALL,), (ALL,)))) is None
+
+
+@pytest.mark.parametrize("memory", [FOUR, None], ids=["nodes", "one-node"])
+def test_shares_by_what_cores_do_are_told(model: PackedModel, memory: MemoryNodes | None) -> None:
+    """Decode's first rank weighs three of four; prefill's weigh what their threads are, which is no news."""
+    layout = RankLayout(_plans(HALVES, HALVES), memory, ((4, 4), (60, 20)))
+    told = place(model, layout)
+
+    assert told is not None
+    assert told.rank_shares == {"decode": (0.75, 0.25)}
+    if memory is not None:
+        first, second = sum(told.bytes_by_node[node] for node in (0, 1)), told.bytes_by_node[2] * 2
+        assert first == pytest.approx(3 * second, rel=0.05)
+    assert place(model, RankLayout(_plans(HALVES, HALVES), None, ((2, 2), (7, 7)))) is None

@@ -4,13 +4,15 @@ threads wait for.
 A step is a row of ops, as the executor runs it: five in a layer (q/k/v, attention, o, gate/up, down), and the
 head. No sum over inputs is cut: a rank computes columns of a product, or heads, in proportion to its threads,
 and after each op everybody meets. More ranks than KV heads divide the query heads of one, and each reads its
-own copy of it. So an op lasts as long as its slowest rank: the longer of its multiplies at
-its cores' pace, and of its bytes at what its cores read while all other ranks read too (`sharing`). Before a
-product rows are prepared (normalised, rounded): a single row by every thread for itself, several divided
-between threads, who then meet once more. What others computed of a row comes from their caches.
+own copy of it. So an op lasts as long as its slowest rank: the longer of its multiplies at its cores' pace,
+which is another for products of a few rows, and of its bytes at what its cores read while all other ranks
+read too (`sharing`). Before a product rows are prepared (normalised, rounded): a single row by every thread
+for itself, several divided between threads, who then meet once more. What others computed of a row comes from
+their caches.
 
 Cores may be unlike each other (`MachineRates.core_share`). Those of several kinds divide what a rank reads by
-the rates of their kinds, as `serving.ranks.core_weights` does; all of one kind get the same.
+the rates of their kinds, as `serving.ranks.core_weights` does, and ranks their columns and heads by the sums
+of these; all of one kind get the same.
 
 A meeting of a team is an arrival of each of its threads on one cache line, one of ranks an arrival of each
 rank on its own, which all others look at; both cost what a line costs between the two most distant cores that
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 
 PANEL = 16  # columns of a weight that are computed together
 OWN_ROWS = 8  # up to here each of several ranks prepares all rows for itself (PW_OWN_ROWS)
+FEW_ROWS = 8  # up to here a product may be slower than its arithmetic (`MachineRates.few_rows_share`)
 FLOAT_BYTES = 4  # of an activation
 
 
@@ -75,9 +78,10 @@ class ModelledEvaluator:
             raise EvaluationError(
                 f"{counted(len(ranks), 'rank')} cannot divide the {heads}: ask for fewer ranks"
             )
-        yield _Steps(self._shape, self._rank_limits(ranks), self._meetings(ranks)).step_ns
+        limits, meetings, rates = self._rank_limits(ranks, phase), self._meetings(ranks), self._rates
+        yield _Steps(self._shape, limits, meetings, rates.few_rows_share).step_ns
 
-    def _rank_limits(self, ranks: Sequence[RankCores]) -> list[_Rank]:
+    def _rank_limits(self, ranks: Sequence[RankCores], phase: Phase) -> list[_Rank]:
         where, rates = self._sharing.where, self._rates
         everyone = [pu for rank in ranks for pu in rank.cores]
         active = iter(where.core_shares(everyone))
@@ -87,20 +91,33 @@ class ModelledEvaluator:
         return [
             _Rank(
                 threads=len(rank.cores),
+                weight=weight,
                 flops_per_s=rates.flops_per_core * n_cores * unequal.pace,
                 attention_flops_per_s=attention * n_cores * unequal.pace,
                 read_bytes_per_s=read * unequal.evenness,
                 rows_bytes_per_s=rates.row_bytes_per_s * n_cores * unequal.slowest,
                 away_bytes_per_s=rates.core_read_bytes_per_s * away * n_cores * unequal.slowest,
             )
-            for rank, n_cores, read, unequal in zip(
+            for rank, weight, n_cores, read, unequal in zip(
                 ranks,
+                self._weights(ranks, phase),
                 cores,
                 self._sharing.rank_bytes_per_s(ranks),
                 [self._unequal(rank) for rank in ranks],
                 strict=True,
             )
         ]
+
+    def _weights(self, ranks: Sequence[RankCores], phase: Phase) -> tuple[int, ...]:
+        """In proportion to which ranks divide columns and heads."""
+        sizes = [len(rank.cores) for rank in ranks]
+        if not self._rates.core_share:
+            return tuple(sizes)
+        everyone = [pu for rank in ranks for pu in rank.cores]
+        shares = [self._rates.core_share.get(pu, CoreShare()) for pu in everyone]
+        rates = [each.reading if phase == "decode" else each.computing for each in shares]
+        of_kind = _medians(rates, [self._kind_of.get(pu, -1) for pu in everyone])
+        return division.weights_of_ranks(sizes, of_kind)
 
     def _unequal(self, rank: RankCores) -> _Unequal:
         if not self._rates.core_share:
@@ -132,6 +149,7 @@ class _Op:
 
     of: int
     flops: float
+    """Operations, or as many at the full pace as take as long."""
     read_bytes: float
     inputs: float = 0.0
     """Floats of a row that a product prepares; 0: it is no product."""
@@ -157,6 +175,7 @@ class _Rank:
     """The threads and limits of a rank. Rates of all of its cores together."""
 
     threads: int
+    weight: int
     flops_per_s: float
     attention_flops_per_s: float
     read_bytes_per_s: float
@@ -186,6 +205,7 @@ class _Steps:
     shape: ModelShape
     ranks: Sequence[_Rank]
     meetings: _Meetings
+    few_rows_share: float
 
     def step_ns(self, step: Step) -> float:
         """One step of all ranks."""
@@ -214,8 +234,8 @@ class _Steps:
         return self._product(self.shape.vocab, self.shape.hidden, step.sequences)
 
     def _product(self, columns: int, inputs: int, rows: int) -> _Op:
-        weights = columns * inputs
-        return _Op(-(-columns // PANEL), 2 * rows * weights, self._bytes_of_weight * weights, inputs)
+        weights, at_full_pace = columns * inputs, max(rows, min(rows, FEW_ROWS) / self.few_rows_share)
+        return _Op(-(-columns // PANEL), 2 * at_full_pace * weights, self._bytes_of_weight * weights, inputs)
 
     @property
     def _bytes_of_weight(self) -> float:
@@ -250,14 +270,15 @@ class _Steps:
 
     def _shares(self, op: _Op) -> list[tuple[float, float]]:
         """Each rank's share of what an op computes and of what it reads."""
-        shape, teams = self.shape, [rank.threads for rank in self.ranks]
+        shape, weights = self.shape, [rank.weight for rank in self.ranks]
         if op.of or shape.kv_vectors == 1:
             pieces = op.of or shape.n_heads
-            ends = [division.share(pieces, teams, rank) for rank in range(len(teams))]
+            ends = [division.share(pieces, weights, rank) for rank in range(len(weights))]
             shares = [(end - begin) / pieces for begin, end in ends]
             return list(zip(shares, shares, strict=True))
         heads = [
-            division.head_share(shape.n_heads, shape.n_kv_heads, teams, rank) for rank in range(len(teams))
+            division.head_share(shape.n_heads, shape.n_kv_heads, weights, rank)
+            for rank in range(len(weights))
         ]
         return [(own.n_heads / shape.n_heads, own.n_kv_heads / shape.n_kv_heads) for own in heads]
 

@@ -4,22 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from phasewise.cython_kernels._native import Team
-from phasewise.cython_kernels.limit_loops import MemberRates, rates_of_kinds, rates_of_members
+from phasewise.cython_kernels.limit_loops import MemberRates, rates_of_kinds, rates_of_pus
 from phasewise.topology import Machine
 from phasewise.tuner.config.rates import CoreShare
 
 Measure = Callable[[Sequence[int]], MemberRates]
 """The rates of some PUs while all of them work."""
-
-
-def rates_of_pus(pus: Sequence[int]) -> MemberRates:
-    """On this machine, by a thread on each."""
-    team = Team(tuple(pus), idle_spin_us=0)
-    try:
-        return rates_of_members(team)
-    finally:
-        team.close()
 
 
 SLOW = 0.75

@@ -30,6 +30,7 @@ from phasewise.workflows.evaluate.scorer import Scorer
 from phasewise.workflows.evaluate.settings import EvalSettings
 from phasewise.workflows.evaluate.texts import TEXT, Chunk, halves, read_text
 from phasewise.workflows.opening.arithmetic_choice import ArithmeticChoice
+from phasewise.workflows.opening.kept_cores import KeptCores
 from phasewise.workflows.opening.open_model import Weights, open_model
 from phasewise.workflows.opening.refusals import check_settings
 from phasewise.workflows.report import Report, silent
@@ -97,6 +98,7 @@ def evaluate(
     check_settings(model, settings.weights, settings.kv_format, report)
     opened = open_model(model, settings.weights, settings.threads, db, report, settings.ranks)
     room = max(settings.context, LEAST_QUESTION_TOKENS if files else 0)
+    cores = KeptCores(report)
     with ExitStack() as stack:
         scorer = Scorer(opened, min(room, opened.model.config.context_length), settings.kv_format)
         stack.enter_context(scorer)
@@ -113,14 +115,14 @@ def evaluate(
                 reference = _reference(model, settings, db, report)
                 base = stack.enter_context(Scorer(reference, len(chunks[0].ids)))
                 _check_vocabulary(scorer, base, text)
-            scores, is_whole = until_interrupted(_scores(scorer, base, chunks, progress))
+            scores, is_whole = until_interrupted(cores.between(_scores(scorer, base, chunks, progress)))
             if scores:
                 name = (settings.text or TEXT).name
                 figures = _text_figures(name, scores, chunks, base)
                 evaluation = replace(evaluation, text=figures)
             evaluation = replace(evaluation, is_whole=is_whole)
         for file in files if evaluation.is_whole else ():
-            answers, is_whole = until_interrupted(_answers(scorer, file, progress))
+            answers, is_whole = until_interrupted(cores.between(_answers(scorer, file, progress)))
             if answers:
                 chosen = ChoiceFigures(file.name, file.kind, accuracy(answers))
                 evaluation = replace(evaluation, choices=(*evaluation.choices, chosen))

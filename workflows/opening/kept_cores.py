@@ -6,15 +6,18 @@ elsewhere, which its ranks tell.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 from phasewise._words import number, plural
 from phasewise.topology.cpusets import cpus_of
 from phasewise.topology.process_limits import cgroup_cpuset, cgroup_quota
 from phasewise.tuner.plans import list_cores
 from phasewise.workflows.report import Report
+
+T = TypeVar("T")
 
 Limits = tuple[int | None, float | None]
 """A mask of CPUs and CPUs' worth of time; None: without a limit."""
@@ -31,6 +34,12 @@ class KeptCores:
     def __init__(self, report: Report, look: Callable[[], Limits] = cgroup_limits) -> None:
         self._report, self._look = report, look
         self._seen = look()
+
+    def between(self, steps: Iterable[T]) -> Iterator[T]:
+        """The same steps, with a look at the limits after each."""
+        for step in steps:
+            yield step
+            self.tell_changes()
 
     def tell_changes(self) -> None:
         """A line where the limits are others than when it was last called."""

@@ -1,10 +1,12 @@
-"""The NUMA nodes of a model's weights under its plans, and the share of reads that stay on their node."""
+"""The NUMA nodes of a model's weights under its plans, the share of reads that stay on their node, and ranks'
+shares where their cores are of several kinds.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
@@ -12,34 +14,34 @@ if TYPE_CHECKING:
     from phasewise.serving.models.packed_model import PackedModel
     from phasewise.serving.ranks.rank_layout import RankLayout
     from phasewise.topology import MemoryNodes
-    from phasewise.tuner.plans import Phase, ServicePlan
+    from phasewise.tuner.plans import Phase
 
 
 @dataclass(frozen=True)
 class MemoryPlacement:
-    """The weights of a model on a machine of several NUMA nodes.
+    """The weights of a model on a machine of several NUMA nodes, or of several kinds of core.
 
-    rank_nodes: those of each rank's memory, by turns where there are several. local_reads: of each phase the
-    share of the weights' bytes that a step reads from the node of the core that reads them. kv_factor: the
-    bytes of keys and values over those of one rank; above 1 where ranks keep copies of heads that they share.
+    On one node nothing but rank_shares is told. rank_nodes: those of each rank's memory, by turns where there
+    are several. local_reads: of each phase the share of the weights' bytes that a step reads from the node of
+    the core that reads them. kv_factor: the bytes of keys and values over those of one rank; above 1 where
+    ranks keep copies of heads that they share. rank_shares: by phase each rank's part of the columns and
+    heads, where it goes by what its cores were measured to do and not by their number.
     """
 
     bytes_by_node: Mapping[int, int]
     rank_nodes: tuple[tuple[int, ...], ...]
     local_reads: Mapping[Phase, float]
     kv_factor: float = 1.0
+    rank_shares: Mapping[Phase, tuple[float, ...]] = field(default_factory=dict)
 
 
-def place(
-    model: PackedModel, plans: Mapping[Phase, ServicePlan], memory: MemoryNodes | None
-) -> MemoryPlacement | None:
-    """As `open_ranks` places them where every node has room. memory: None on a machine of one node."""
+def place(model: PackedModel, layout: RankLayout) -> MemoryPlacement | None:
+    """As `open_ranks` places them where every node has room; None where there is nothing to tell."""
     from phasewise.serving.models.forward import kv_bytes_per_slot
-    from phasewise.serving.ranks.rank_layout import RankLayout
 
+    plans, memory, shares = layout.plans, layout.memory, _rank_shares(layout)
     if memory is None:
-        return None
-    layout = RankLayout(plans, memory)
+        return MemoryPlacement({}, (), {}, rank_shares=shares) if shares else None
     by_node: Counter[int] = Counter()
     local: dict[Phase, float] = dict.fromkeys(plans, 0.0)
     read = dict(local)
@@ -60,7 +62,21 @@ def place(
         tuple(layout.nodes(rank) for rank in range(layout.n_ranks)),
         {phase: local[phase] / read[phase] if read[phase] else 1.0 for phase in plans},
         kv_bytes_per_slot(model, teams=layout.teams) / kv_bytes_per_slot(model),
+        shares,
     )
+
+
+def _rank_shares(layout: RankLayout) -> dict[Phase, tuple[float, ...]]:
+    """Those that are not in proportion to threads."""
+    from phasewise.serving.ranks.rank_teams import TABLES
+
+    told: dict[Phase, tuple[float, ...]] = {}
+    for phase in layout.plans:
+        weights, threads = layout.division(0).shares(TABLES[phase]), layout.teams[TABLES[phase]]
+        own = tuple(weight / sum(weights) for weight in weights)
+        if own != tuple(n / sum(threads) for n in threads):
+            told[phase] = own
+    return told
 
 
 def _owned(layout: RankLayout, panels: int) -> Iterator[tuple[int, int, int]]:
@@ -73,10 +89,11 @@ def _owned(layout: RankLayout, panels: int) -> Iterator[tuple[int, int, int]]:
 def _read(layout: RankLayout, phase: Phase, panels: int) -> Iterator[tuple[int, int, int]]:
     """Each rank that reads panels in a phase, and which."""
     from phasewise.cython_kernels.division import share
+    from phasewise.serving.ranks.rank_teams import TABLES
 
-    teams = [len(rank.cores) for rank in layout.plans[phase].ranks]
-    for rank in range(len(teams)):
-        yield rank, *share(panels, teams, rank)
+    weights = layout.division(0).shares(TABLES[phase])
+    for rank in range(len(weights)):
+        yield rank, *share(panels, weights, rank)
 
 
 def _meeting(

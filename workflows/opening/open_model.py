@@ -61,11 +61,11 @@ class OpenModel:
     """The requested storage of its weights."""
 
     def memory(self) -> MemoryPlacement | None:
-        """The NUMA nodes of its weights; None on a machine of one."""
-        from phasewise.topology import read_memory_nodes
+        """The NUMA nodes of its weights, and unequal shares of ranks; None where there is nothing to tell."""
+        from phasewise.serving.ranks.rank_layout import RankLayout
         from phasewise.workflows.opening.memory_placement import place
 
-        return place(self.model, self.plans, read_memory_nodes())
+        return place(self.model, RankLayout.here(self.plans))
 
     def explain(self, prefill_rows: int, decode_rows: int, kv_format: str = "auto") -> list[ScheduleUse]:
         """The schedule of every product and of attention, for steps of up to this many rows in each phase."""

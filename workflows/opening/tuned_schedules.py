@@ -15,6 +15,7 @@ from phasewise.cython_kernels.division import columns, head_share, share
 from phasewise.cython_kernels.schedules import RowRange, ScheduleLookup
 from phasewise.kerneldb.location import locate
 from phasewise.serving.models.forward import attention_problem, tuned_attention
+from phasewise.serving.ranks.core_weights import weights_here
 from phasewise.topology import Machine
 from phasewise.tuner.lookup import ScheduleTable
 from phasewise.tuner.plans import Phase, ServicePlan, machine_key
@@ -124,10 +125,10 @@ def explain(
     shapes = [(names, whole, _storage_of(whole, storage)) for names, whole in _shapes(model)]
     for phase, plan, lookup, sequences in _by_load(plans, lookups):
         own: list[ScheduleUse] = []
-        threads = tuple(len(rank.cores) for rank in plan.ranks)
+        threads, weights = len(plan.ranks[0].cores), weights_here(plan)
         for names, whole, stored in shapes:
             arithmetic = lookups["prefill"].arithmetic(whole)
-            weight = columns(whole, *share(whole.panels, threads, 0))
+            weight = columns(whole, *share(whole.panels, weights, 0))
             if weight is None:
                 continue  # fewer panels than threads
             ranges: Sequence[RowRange] = lookup.products(weight, max(most_rows.values()))
@@ -135,9 +136,9 @@ def explain(
                 arithmetic = (own_path, arithmetic[1])
                 ranges = [RowRange(most_rows[phase], None, "prompts in tiles: the default")]
             cut = _cut(ranges, most_rows[phase])
-            product_uses = [_product_use(phase, names, weight, arithmetic, threads[0], rows) for rows in cut]
+            product_uses = [_product_use(phase, names, weight, arithmetic, threads, rows) for rows in cut]
             own += [replace(use, storage=stored[0], storage_why=stored[1]) for use in product_uses]
-        heads = head_share(model.config.n_heads, model.config.n_kv_heads, threads, 0)
+        heads = head_share(model.config.n_heads, model.config.n_kv_heads, weights, 0)
         if heads.n_kv_heads and tuned_attention(model, kv_format) is not None:
             problem = attention_problem(model, heads, kv_format)
             ranges = lookup.attention(*problem, max(most_rows.values()))

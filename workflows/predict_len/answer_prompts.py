@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phasewise._words import counted
+from phasewise.workflows.opening.kept_cores import KeptCores
 from phasewise.workflows.predict_len.collect import AnswerLog, Settings, answers
 from phasewise.workflows.predict_len.inputs import message_prompt, read_prompts
 from phasewise.workflows.predict_len.settings import CollectWish
@@ -78,7 +79,7 @@ def _answer_all(
         report("the log's last line was not whole and is dropped")
     lengths: list[int] = []
     try:
-        for ended in answers(opened.engine, fitting, settings):
+        for ended in KeptCores(report).between(answers(opened.engine, fitting, settings)):
             if ended.error is not None:
                 raise ended.error
             log.write(ended)

@@ -398,14 +398,15 @@ def _perplexity(
     from phasewise.workflows.evaluate.figures import perplexity
     from phasewise.workflows.evaluate.scorer import Scorer, losses_of
     from phasewise.workflows.evaluate.texts import Chunk
+    from phasewise.workflows.opening.kept_cores import KeptCores
     from phasewise.workflows.opening.open_model import Weights, open_model
 
-    opened = open_model(model, Weights("bf16"), report=report)
+    opened, cores = open_model(model, Weights("bf16"), report=report), KeptCores(report)
     pieces = windows(opened.model, read_text(text), EVALUATION_TOKENS)
     losses = []
     with Scorer(opened, max(map(len, pieces))) as scorer:
         chunks = [Chunk(piece) for piece in pieces if len(piece) > 1]
-        for number, piece_losses in enumerate(losses_of(scorer, chunks), 1):
+        for number, piece_losses in enumerate(cores.between(losses_of(scorer, chunks)), 1):
             losses.append(piece_losses)
             progress(
                 f"perplexity of {told_as or opened.model.name}: {number} of {counted(len(chunks), 'window')}"

@@ -21,6 +21,7 @@ from phasewise.serving.engine.receipts import (
 )
 from phasewise.serving.errors import StepFailed
 from phasewise.workflows.errors import WorkflowError
+from phasewise.workflows.opening.kept_cores import KeptCores
 from phasewise.workflows.opening.open_model import NATIVE, OpenModel, Weights, open_model
 from phasewise.workflows.opening.refusals import check_settings
 from phasewise.workflows.report import Report, silent
@@ -125,7 +126,8 @@ def replay_files(
     check_settings(model, weights, report=report)
     opened = open_model(model, weights, threads, db, report, ranks)
     with _Replayer(opened, signer=trusted_signer) as replayer:
-        return [replayer.verdict(source, receipt) for source, receipt in read]
+        verdicts = (replayer.verdict(source, receipt) for source, receipt in read)
+        return [*KeptCores(report).between(verdicts)]
 
 
 def replay_receipts(

@@ -1,11 +1,13 @@
 """Plans for the cores that are left, or that have come, while an engine runs (`serving.engine.core_watch`).
 
-An instance of a pool keeps to its own cores, so that none takes those of another one.
+An instance of a pool keeps to its own cores, so that none takes those of another one, and to its share of a
+cgroup quota.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -22,18 +24,18 @@ if TYPE_CHECKING:
 
 
 def watch_of_instance(
-    own: Plans, opened: OpenModel, weights: Weights, db: str | None, *, in_one_rank: bool
+    own: Plans, opened: OpenModel, weights: Weights, db: str | None, *, n_others: int, in_one_rank: bool
 ) -> CoreWatch:
     """The watch over the cores of an instance of a pool. own: its plans, of which some cores may have been
-    gone when it was opened. One of several ranks stays as it is, which the watch tells: other instances have
-    mapped its keys and values.
+    gone when it was opened. n_others: cores of the server's other instances. One of several ranks stays as it
+    is, which the watch tells: other instances have mapped its keys and values.
     """
     from phasewise.serving.engine.core_watch import CoreWatch
     from phasewise.serving.errors import RanksError
     from phasewise.topology.process_limits import read_limits
 
     def plans_on(machine: Machine) -> Plans:
-        return {phase: cores_left(plan, machine) for phase, plan in own.items()}
+        return plans_left(own, machine, n_others)
 
     def stay() -> CorePlans:
         raise RanksError("an instance of several ranks takes others only when the server is started again")
@@ -42,10 +44,21 @@ def watch_of_instance(
     return CoreWatch(opened.plans, read_limits, replan)
 
 
-def cores_left(plan: ServicePlan, machine: Machine) -> ServicePlan:
+def plans_left(own: Plans, machine: Machine, n_others: int) -> Plans:
+    """What is left of an instance's plans (`cores_left`), on as many cores as its share of a quota pays for.
+    n_others: cores of the server's other instances.
+    """
+    n_own = len(frozenset().union(*(plan.all_cores for plan in own.values())))
+    most = machine.cores_paid(n_own, n_others)
+    return {phase: cores_left(plan, machine, most) for phase, plan in own.items()}
+
+
+def cores_left(plan: ServicePlan, machine: Machine, most: int | None = None) -> ServicePlan:
     """The plan without cores that are gone, and without ranks that had no others. Where nothing is left of
     it, one rank takes as many of the other cores as it had. Bands whose ranks are then others than the
     plan's are left out.
+
+    most: cores of all ranks together, which lose their last ones in turns; None: any number.
     """
     from phasewise.tuner.plans import ServicePlan, nodes_of, pus_by_preference, rank_on
 
@@ -54,7 +67,7 @@ def cores_left(plan: ServicePlan, machine: Machine) -> ServicePlan:
     def ranks_left(own: ServicePlan) -> tuple[RankCores, ...]:
         kept = [tuple(core for core in rank.cores if core in allowed) for rank in own.ranks]
         kept = [cores for cores in kept if cores] or [pus_by_preference(machine)[: len(own.cores)]]
-        return tuple(rank_on(machine, cores) for cores in kept)
+        return tuple(rank_on(machine, cores) for cores in _at_most(kept, most))
 
     left = ServicePlan(plan.phase, ranks_left(plan), plan.source)
     for sequences, band in zip(plan.starts, plan.each[1:], strict=True):
@@ -62,6 +75,13 @@ def cores_left(plan: ServicePlan, machine: Machine) -> ServicePlan:
         if nodes_of(ranks) == nodes_of(left.ranks):
             left = left.with_band(sequences, ranks)
     return left
+
+
+def _at_most(ranks: Sequence[tuple[int, ...]], most: int | None) -> list[tuple[int, ...]]:
+    """The first core of each rank, the second of each, and so on, until there are so many."""
+    turns = sorted((place, rank) for rank, cores in enumerate(ranks) for place in range(len(cores)))
+    n_of = Counter(rank for _, rank in turns[:most])
+    return [cores[: n_of[rank]] for rank, cores in enumerate(ranks) if n_of[rank]]
 
 
 def replanned(

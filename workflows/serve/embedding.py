@@ -155,10 +155,12 @@ def open_for(
     accelerators: Accelerators = Accelerators(),  # noqa: B008 (frozen)
     *,
     is_canonical: bool = False,
+    other_cores: int = 0,
 ) -> OpenEmbedding:
     """Workers of the plan, ready. Those of accelerators that cannot start are left out, as `report` is told.
 
-    is_canonical: they compute with the same bits on every CPU.
+    is_canonical: they compute with the same bits on every CPU. other_cores: those of a language model beside
+    them.
     """
     from phasewise.serving.embedding.open_embedding import open_embedding
 
@@ -171,6 +173,7 @@ def open_for(
         is_canonical=is_canonical,
         commands=accelerators.commands,
         report=report,
+        other_cores=other_cores,
     )
 
 
@@ -245,6 +248,16 @@ def cores_of_embeddings(settings: Embeddings, n_cores: int) -> int:
     return settings.embed_cores or _default_share(n_cores)
 
 
+def cores_beside(settings: Embeddings) -> int:
+    """Cores that embeddings have beside a language model here; 0: none are asked for."""
+    from phasewise.topology import read_machine
+    from phasewise.tuner.plans import default_thread_count
+
+    if settings.embed_model is None:
+        return 0
+    return cores_of_embeddings(settings, default_thread_count(read_machine()))
+
+
 def _default_share(n_cores: int) -> int:
     return max(1, n_cores // 4)
 
@@ -277,5 +290,11 @@ def open_beside(
     room = EmbeddingRoom(machine, {*taken, *free[:-own]})
     plan = plan_for(model, room, on, accelerators, report, db)
     return open_for(
-        model, settings.embed_model, plan, report, accelerators, is_canonical=weights.is_canonical
+        model,
+        settings.embed_model,
+        plan,
+        report,
+        accelerators,
+        is_canonical=weights.is_canonical,
+        other_cores=len(taken),
     )

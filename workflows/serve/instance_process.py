@@ -43,7 +43,8 @@ class InstanceSpec:
 
     plans: of both phases, as far as their cores are there; None: those of its host's database that use
     `cores` cores which no other instance of `node` has, else one rank on as many that are free. node: an id;
-    what has it shares cores and memory. The size is what was planned for the node, and shrinks where less
+    what has it shares cores and memory. other_cores: those of the server's other instances on this host, with
+    which it shares a cgroup quota. The size is what was planned for the node, and shrinks where less
     memory is free. db: URL or file of the tuning database.
     """
 
@@ -56,6 +57,7 @@ class InstanceSpec:
     cores: int | None = None
     node: str = ""
     prefixes: PrefixSettings | None = None
+    other_cores: int = 0
 
     def tell(self, orders: Orders) -> bytes:
         """The line that `main` reads."""
@@ -69,6 +71,7 @@ class InstanceSpec:
             "cores": self.cores,
             "node": self.node,
             "prefixes": None if self.prefixes is None else asdict(self.prefixes),
+            "other_cores": self.other_cores,
         }
         return json.dumps({"spec": spec_fields, "orders": asdict(orders)}).encode()
 
@@ -165,7 +168,9 @@ def _open(spec: InstanceSpec, stack: ExitStack) -> OpenEngine:
     )
     if spec.pinned:
         in_one_rank = engine.engine.ranks.moves_in_place
-        engine.engine.cores = watch_of_instance(own, opened, spec.weights, spec.db, in_one_rank=in_one_rank)
+        engine.engine.cores = watch_of_instance(
+            own, opened, spec.weights, spec.db, n_others=spec.other_cores, in_one_rank=in_one_rank
+        )
     return engine
 
 
@@ -183,15 +188,20 @@ def _own_plans(spec: InstanceSpec, machine: Machine, stack: ExitStack) -> dict[P
 
 
 def _open_model(own: Mapping[Phase, ServicePlan], spec: InstanceSpec, machine: Machine) -> OpenModel:
-    """On what is left of the instance's own cores: those of other instances are in use."""
+    """On what is left of the instance's own cores, as far as its share of a quota goes: those of other
+    instances are in use.
+    """
     from phasewise.workflows.opening.open_model import open_under
-    from phasewise.workflows.serve.core_plans import cores_left
+    from phasewise.workflows.serve.core_plans import plans_left
 
-    plans: Mapping[Phase, ServicePlan] = own
+    plans, report = own, logging.getLogger(__name__).warning
     if spec.pinned:
-        plans = {phase: cores_left(plan, machine) for phase, plan in own.items()}
+        plans = plans_left(own, machine, spec.other_cores)
+    for phase, plan in plans.items():
+        if len(plan.cores) < len(own[phase].cores):
+            report(f"fewer cores than planned are left, or a CPU quota pays for fewer: {plan.describe()}")
     keep_to(_own_cores(plans.values(), spec.pinned))
-    return open_under(plans, spec.model, spec.weights, spec.db, machine, logging.getLogger(__name__).warning)
+    return open_under(plans, spec.model, spec.weights, spec.db, machine, report)
 
 
 def _plans_on_free_cores(

@@ -143,6 +143,7 @@ def open_sized(model: SizedModel, settings: ServeSettings, stack: ExitStack, rep
     """Its engine or its pools, which `stack` closes."""
     from phasewise.serving.engine.engine_thread import EngineThread
     from phasewise.serving.engine.open_engine import ModelText
+    from phasewise.workflows.serve.embedding import cores_beside
     from phasewise.workflows.serve.idle_tuning import host_that_tunes
     from phasewise.workflows.serve.instance_process import InstanceSpec
     from phasewise.workflows.serve.length_estimator import open_predictor
@@ -154,7 +155,8 @@ def open_sized(model: SizedModel, settings: ServeSettings, stack: ExitStack, rep
     text = ModelText(opened.model, allow_special=settings.accepting.allow_special)
     predictor = open_predictor(running.predictor, opened.model.name, report, text.tokenizer.decode)
     prefixes = settings.prefixes.for_engines()
-    spec = InstanceSpec(model.ref, settings.weights, size, None, db, prefixes=prefixes)
+    beside = cores_beside(settings.embeddings) if settings.pools.cluster is None else 0
+    spec = InstanceSpec(model.ref, settings.weights, size, None, db, prefixes=prefixes, other_cores=beside)
     wanted = KvWanted(settings.kv.kv_budget_bytes, running.context_tokens)
     pooled = (
         stack.enter_context(open_pools(settings.pools, opened, text, spec, wanted.context_tokens, report))

@@ -132,6 +132,11 @@ class PlannedInstance:
     role: Role
     plans: Mapping[Phase, ServicePlan]
 
+    @property
+    def cores(self) -> frozenset[int]:
+        """Those of both phases."""
+        return frozenset().union(*(plan.all_cores for plan in self.plans.values()))
+
     def describe(self) -> str:
         """A line for people."""
         from phasewise.tuner.plans import list_cores
@@ -270,7 +275,8 @@ def open_pools(
 ) -> Iterator[OpenPools | None]:
     """The instances on this host that `pools` asks for, which start with it; None: one engine serves alone.
 
-    spec: of an instance, but for its cores and its share of the size. Raises UsageError, PlanError.
+    spec: of an instance, but for its cores and its share of the size; `other_cores`: of what is no instance.
+    Raises UsageError, PlanError.
     """
     from phasewise.topology import read_machine
 
@@ -284,16 +290,24 @@ def open_pools(
         return
     size = _that_hold(spec.size, opened.model, instances)
     spec = replace(spec, size=share_of(size, len(instances), asked_context))
-    with _local_front(spec, instances, pools) as host:
+    cores = frozenset().union(*(instance.cores for instance in instances))
+    with _local_front(instance_specs(spec, instances), instances, pools) as host:
         lines = [instance.describe() for instance in instances]
-        plans = [plan for instance in instances for plan in instance.plans.values()]
-        cores = frozenset().union(*(plan.all_cores for plan in plans))
         yield OpenPools(opened.model, text, spec.size, host, lines, cores, instances)
+
+
+def instance_specs(spec: InstanceSpec, instances: Sequence[PlannedInstance]) -> list[InstanceSpec]:
+    """That of each instance: its plans, and the cores of the others."""
+    n_all = spec.other_cores + sum(len(instance.cores) for instance in instances)
+    return [
+        replace(spec, plans=tuple(instance.plans.values()), other_cores=n_all - len(instance.cores))
+        for instance in instances
+    ]
 
 
 @contextmanager
 def _local_front(
-    spec: InstanceSpec, instances: Sequence[PlannedInstance], pools: Pools
+    specs: Sequence[InstanceSpec], instances: Sequence[PlannedInstance], pools: Pools
 ) -> Iterator[OpenHost]:
     """Over instances on this host. Their sockets lie in a folder that ends with it."""
     from phasewise.cluster.real.front import Front
@@ -305,8 +319,7 @@ def _local_front(
             f"ipc://{folder}/front", lambda index, life: f"ipc://{folder}/kv-{index}-{life}", pools
         )
         roles: list[Role] = [instance.role for instance in instances]
-        tells = [replace(spec, plans=tuple(instance.plans.values())).tell for instance in instances]
-        launcher = LocalInstances(MODULE, tells)
+        launcher = LocalInstances(MODULE, [spec.tell for spec in specs])
         yield lambda deliver, on_lost: Front(roles, launcher, settings, deliver, on_lost)
 
 

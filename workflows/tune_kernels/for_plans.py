@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from phasewise.cython_kernels.packing import PANEL
 from phasewise.serving.models.forward import attention_problem, tuned_attention
+from phasewise.serving.ranks.core_weights import weights_here
 from phasewise.topology import Machine, placement_signature
 from phasewise.tuner.plans import Phase, ServicePlan, list_cores
 from phasewise.workflows.tune_kernels.rounds import Round, Shape, plan_rounds, shapes_of
@@ -46,7 +47,7 @@ def kernel_rounds(
     by_placement: dict[tuple[object, ...], tuple[ServicePlan, dict[Phase, tuple[int, ...]]]] = {}
     for plan in plans:
         cores = plan.ranks[0].cores
-        key = (placement_signature(machine, cores), tuple(len(rank.cores) for rank in plan.ranks))
+        key = (placement_signature(machine, cores), weights_here(plan))
         first, phases = by_placement.setdefault(key, (plan, {}))
         phases.setdefault(plan.phase, first.ranks[0].cores)
     return [_round(model, machine, plan, phases, most_rows) for plan, phases in by_placement.values()]
@@ -63,21 +64,21 @@ def _round(
     if len(plan.ranks) == 1:
         (only,) = plan_rounds(machine, phases, whole, most_rows, tuned_attention(model))
         return KernelRound(only, 1)
-    teams = tuple(len(rank.cores) for rank in plan.ranks)
-    shapes = tuple(dict.fromkeys(part for shape in whole for part in _parts(shape, teams)))
-    (only,) = plan_rounds(machine, phases, shapes, most_rows, _attention_of_a_rank(model, teams))
+    weights = weights_here(plan)
+    shapes = tuple(dict.fromkeys(part for shape in whole for part in _parts(shape, weights)))
+    (only,) = plan_rounds(machine, phases, shapes, most_rows, _attention_of_a_rank(model, weights))
     tasks = tuple(replace(task, group=_in_default_arithmetic(task.group)) for task in only.tasks)
     return KernelRound(replace(only, tasks=tasks), len(plan.ranks))
 
 
-def _attention_of_a_rank(model: PackedModel, teams: tuple[int, ...]) -> tuple[str, int, int] | None:
+def _attention_of_a_rank(model: PackedModel, weights: tuple[int, ...]) -> tuple[str, int, int] | None:
     """With as many heads as the rank that has most."""
     from phasewise.cython_kernels.division import head_share
 
     if tuned_attention(model) is None:
         return None
     config = model.config
-    shares = [head_share(config.n_heads, config.n_kv_heads, teams, rank) for rank in range(len(teams))]
+    shares = [head_share(config.n_heads, config.n_kv_heads, weights, rank) for rank in range(len(weights))]
     return attention_problem(model, max(shares, key=lambda own: own.n_heads))
 
 
@@ -87,12 +88,12 @@ def _in_default_arithmetic(group: Group) -> Group:
     return replace(group, arithmetics=(own,), kernels={own.compute_path: group.kernels[own.compute_path]})
 
 
-def _parts(shape: Shape, teams: tuple[int, ...]) -> Iterator[Shape]:
+def _parts(shape: Shape, weights: tuple[int, ...]) -> Iterator[Shape]:
     """The part of one weight that each rank computes, in whole panels."""
     from phasewise.cython_kernels.division import share
 
     panels = -(-shape.n // PANEL)
-    for rank in range(len(teams)):
-        begin, end = share(panels, teams, rank)
+    for rank in range(len(weights)):
+        begin, end = share(panels, weights, rank)
         if end > begin:
             yield replace(shape, n=min(shape.n, end * PANEL) - begin * PANEL)

@@ -68,6 +68,11 @@ class Served:
         said = [match[1] for line in self.lines if (match := re.search(pattern, line))]
         return tuple(sorted(parse_cores(said[-1].strip().replace(" | ", ",")))) if said else None
 
+    def told_by_instances(self) -> dict[str, str]:
+        """The cores of each instance's newest plan for decode that it has told after a change."""
+        pattern = r"(.*): the cores of this process have changed: decode: 1 rank on cores? ([\d,\-]+)"
+        return {match[1]: match[2] for line in self.lines if (match := re.search(pattern, line))}
+
     def get(self, path: str) -> str:
         """Also what it says with an error, as /ready does while ranks are opened."""
         try:
@@ -197,8 +202,12 @@ class Limits:
             (CPUS / f"cpu{cpu}/online").write_text("1")
 
 
-def _answers_go_on(n_changes: int, *flags: str) -> Figures:
+def _let_groups_be_limited() -> None:
     Path("/sys/fs/cgroup/cgroup.subtree_control").write_text("+cpuset +cpu")
+
+
+def _answers_go_on(n_changes: int, *flags: str) -> Figures:
+    _let_groups_be_limited()
     random, took_s, words = Random(SEED), list[float](), list[str]()
     with serving(*flags) as server, own_cgroup(server.process.pid, [*ALL]) as group:
         limits = Limits(group)
@@ -239,3 +248,41 @@ def answers_go_on_while_cores_come_and_go() -> Figures:
 @check(CHANGING.name)
 def two_ranks_follow_too() -> Figures:
     return _answers_go_on(-(-int(os.environ[N_CHANGES]) // RANKS_SHARE), "--ranks", "2")
+
+
+@check(CHANGING.name)
+def instances_divide_a_quota() -> Figures:
+    """Two of two cores each have a thread each under a quota of two CPUs, and both of theirs without one."""
+    _let_groups_be_limited()
+    with (
+        serving("--mixed-pool", "0-1", "--mixed-pool", "2-3") as server,
+        own_cgroup(server.process.pid, [*ALL]) as group,
+    ):
+        for pid in _descendants(server.process.pid):
+            group.add(pid)
+        wanted = {prompt: server.answer(prompt) for prompt in PROMPTS}
+        with Clients(server) as clients:
+            for quota, told in ((2, {"0", "2"}), (None, {"0-1", "2-3"})):
+                group.set_quota(quota)
+                until(
+                    lambda told=told: set(server.told_by_instances().values()) == told,  # type: ignore[misc]
+                    f"not on {told}",
+                    server,
+                )
+                n_answers = clients.n_answers
+                until(lambda n=n_answers: clients.n_answers > n, "no answers", server)  # type: ignore[misc]
+    for prompt, texts in clients.texts.items():
+        assert set(texts) <= {wanted[prompt]}, prompt
+    return {"answers": clients.n_answers, "instances": sorted(server.told_by_instances())}
+
+
+def _descendants(pid: int) -> list[int]:
+    parent_of = {
+        int(folder.name): int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+        for folder in Path("/proc").iterdir()
+        if folder.name.isdigit()
+    }
+    family = [pid]
+    for own in family:
+        family += [child for child, parent in parent_of.items() if parent == own]
+    return family

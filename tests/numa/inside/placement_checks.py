@@ -23,8 +23,9 @@ from phasewise.serving.loaders import load_model
 from phasewise.serving.models.packed_model import ModelConfig, PackedModel
 from phasewise.serving.ranks.open_ranks import KvSettings, LocalRanks, RankOptions, Ranks, open_ranks
 from phasewise.serving.ranks.process_ranks import ProcessRanks
+from phasewise.serving.ranks.rank_layout import RankLayout
 from phasewise.serving.ranks.shared_weights import panels_by_node
-from phasewise.topology import Kind, read_machine, read_memory_nodes
+from phasewise.topology import Kind, read_machine
 from phasewise.tuner.doctor import Host
 from phasewise.tuner.doctor.placement import computing_processes
 from phasewise.tuner.plans import PHASES, Phase, ServicePlan, rank_on
@@ -37,6 +38,8 @@ MODEL = "MODEL"
 """The variable that names the file of a model, which four ranks divide by KV heads."""
 SHARED = "SHARED"
 """The same of one with fewer KV heads than nodes."""
+LAYERS = "LAYERS"
+"""The same of one of which a rank's share of a weight has few pages."""
 
 PROMPT = [5, 7, 11, 13, 2, 3, 40, 41]
 N_STEPS = 4
@@ -88,10 +91,11 @@ def tokens_of_one(name: str = MODEL) -> list[int]:
 
 
 def numa_maps(pid: int | str, name: str) -> dict[int, int]:
-    """Bytes by node of what a process has touched in files of this name."""
-    by_node: Counter[int] = Counter()
+    """Bytes by node of what a process has touched in files of this name, and in its own pages among them."""
+    by_node, is_within = Counter[int](), False
     for line in Path(f"/proc/{pid}/numa_maps").read_text().splitlines():
-        if name in line:
+        is_within = name in line or (is_within and "file=" not in line and "anon=1 " in line)
+        if is_within:
             size = re.search(r"kernelpagesize_kB=(\d+)", line)
             for node, pages in re.findall(r"\bN(\d+)=(\d+)", line):
                 by_node[int(node)] += int(pages) * 1024 * (int(size[1]) if size else 4)
@@ -157,7 +161,7 @@ def _assert_ranks_are_local(nodes: tuple[int, ...], name: str = MODEL) -> Figure
 
 def _assert_told(cores: Cores, by_node: Mapping[int, int], name: str = MODEL) -> None:
     """`--explain` tells the bytes of each node within a tenth."""
-    told = place(model(name), plans(cores), read_memory_nodes())
+    told = place(model(name), RankLayout.here(plans(cores)))
     assert told is not None
     assert set(told.bytes_by_node) <= set(by_node)
     for node, n_bytes in told.bytes_by_node.items():
@@ -192,6 +196,11 @@ def four_ranks_are_local() -> Figures:
 @check(FOUR_NODES.name)
 def four_ranks_that_share_kv_heads_are_local() -> Figures:
     return _assert_ranks_are_local((0, 1, 2, 3), SHARED)
+
+
+@check(FOUR_NODES.name)
+def four_ranks_of_small_layers_are_local() -> Figures:
+    return _assert_ranks_are_local((0, 1, 2, 3), LAYERS)
 
 
 def _assert_one_rank_lies_on(cores: tuple[int, ...], nodes: tuple[int, ...]) -> Figures:

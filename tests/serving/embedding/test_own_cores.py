@@ -67,7 +67,7 @@ class Allowed:
 
     def follow(self, own: Sequence[int], every_s: float = 0.0) -> tuple[OnOwnCores, MovedEmbedder]:
         following = OnOwnCores(
-            lambda cores: cast("Embedder", MovedEmbedder(cores)), own, self.look, self.machine, every_s
+            lambda cores: cast("Embedder", MovedEmbedder(cores)), own, 0, self.look, self.machine, every_s
         )
         return following, cast("MovedEmbedder", following.embedder)
 
@@ -137,12 +137,23 @@ def test_where_no_own_core_is_left_the_highest_are_taken(left: tuple[int, ...]) 
     assert cores_now((20, 21), machine) == left[-2:]
 
 
+@pytest.mark.parametrize(
+    ("quota", "n_others", "expected"),
+    [(None, 6, (4, 5, 6, 7)), (8.0, 4, (4, 5, 6, 7)), (4.0, 4, (4, 5)), (4.0, 12, (4,)), (0.5, 0, (4,))],
+)
+def test_a_worker_keeps_to_its_share_of_a_quota(
+    quota: float | None, n_others: int, expected: tuple[int, ...]
+) -> None:
+    machine = replace(xeon(), cpu_quota=quota)
+    assert cores_now((4, 5, 6, 7), machine, n_others) == expected
+
+
 @pytest.mark.skipif(len(CPUS) < 2, reason="needs two CPUs")
 def test_no_bit_of_a_vector_depends_on_where_its_worker_has_moved(tmp_path: Path) -> None:
     model = load_model(str(write_encoder(tmp_path / "bert", "bert")), "int8", tmp_path)
     machine, allowed = read_machine(), Allowed(read_machine(), *CPUS[:2])
     following = OnOwnCores(
-        lambda cores: Embedder(model, cores, most_threads=2), CPUS[:2], allowed.look, allowed.machine, 0.0
+        lambda cores: Embedder(model, cores, most_threads=2), CPUS[:2], 0, allowed.look, allowed.machine, 0.0
     )
     wanted = following.embed(INPUTS).tobytes()
     for cores in (CPUS[1:2], CPUS[:2], CPUS[:1], CPUS[:2]):

@@ -46,8 +46,9 @@ class Ranks:
         schedules: Sequence[Sequence[ScheduleLookup]] = (),
         ring_slots: int = 0,
         kv_format: str = AUTO,
+        weights: Teams = (),
     ) -> None:
-        self.teams, self.kv_format = teams, kv_format
+        self.teams, self.kv_format, self.weights = teams, kv_format, weights
         self.ring_slots = ring_slots
         self.endings: dict[int, BaseException | None] = {}
         self._memory: mmap.mmap | None = None
@@ -66,7 +67,7 @@ class Ranks:
         capacity = Capacity(
             SLOTS, STEP_TOKENS, 16, STEP_TOKENS, own, self.kv_format, ring_slots=self.ring_slots
         )
-        division = Division(self.teams, rank)
+        division = Division(self.teams, rank, self.weights)
         return build_program(model, capacity, None, schedules, division, self._share)
 
     def _share(self, size: int) -> memoryview:
@@ -167,11 +168,14 @@ def test_the_other_ranks_follow_the_first_ones_instruction_set(isa_name: str) ->
     kind=st.sampled_from(("f32", "q4")),
     k_parts=st.sampled_from((1, 3)),
     seed=st.integers(0, 1000),
+    is_weighed=st.booleans(),
 )
 def test_a_change_of_ranks_at_every_step_changes_nothing(
-    sizes: tuple[list[int], list[int]], kind: str, k_parts: int, seed: int
+    sizes: tuple[list[int], list[int]], kind: str, k_parts: int, seed: int, is_weighed: bool
 ) -> None:
-    """Any table for any step, chunks of a prompt included; each rank with schedules of its own."""
+    """Any table for any step, chunks of a prompt included; each rank with schedules of its own, and weighed
+    by its threads or as cores of several kinds would be: some have nothing then.
+    """
     model, rng = make_model("separate-parts", kind), np.random.default_rng(seed)
     teams = tuple(map(tuple, sizes))
     schedules = [
@@ -179,7 +183,8 @@ def test_a_change_of_ranks_at_every_step_changes_nothing(
     ]
     single = Machine(model, schedules=[DefaultSchedules(k_parts)])
     ids, done = random_ids(200, model), 0
-    with ranks(model, teams, schedules) as many:
+    weights = tuple(tuple(int(rng.integers(1, 60)) for _ in team) for team in teams) if is_weighed else ()
+    with ranks(model, teams, schedules, 0, AUTO, weights) as many:
         while done < len(ids):
             count = int(rng.choice((1, 1, 2, 8, 9, 40)))
             step = [sliced(ids[done : done + count], done, 70)]

@@ -10,14 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phasewise.cython_kernels import division
 from phasewise.cython_kernels._native import Team
+from phasewise.cython_kernels.division import share, weights
+from phasewise.cython_kernels.errors import TeamError
 from phasewise.cython_kernels.limit_loops import MemberRates
 from phasewise.serving.batch import Batch, SequenceSlice
-from phasewise.serving.ranks import rank_teams
-from phasewise.serving.ranks.core_weights import FULL, weigh_by_kind, weights
-from phasewise.serving.ranks.open_ranks import KvSettings, LocalRanks, RankOptions
+from phasewise.serving.ranks import rank_layout, rank_teams
+from phasewise.serving.ranks.core_weights import FULL, weigh_by_kind, weights_of_ranks
+from phasewise.serving.ranks.open_ranks import KvSettings, LocalRanks, RankOptions, open_ranks
 from phasewise.topology import CpuKind
-from phasewise.tuner.plans import PHASES, RankCores, ServicePlan
+from phasewise.tuner.plans import PHASES, Phase, RankCores, ServicePlan
 from tests.support.models.reference_forward import tiny_config, tiny_model
 from tests.support.tiers import examples
 
@@ -74,10 +77,69 @@ def test_without_memory_to_read_all_get_equal_shares(caplog: pytest.LogCaptureFi
 @given(rates=st.lists(st.floats(0, 1e13), min_size=1, max_size=40))
 def test_weights_are_in_proportion_and_never_zero(rates: list[float]) -> None:
     most = max(rates)
-    for own, rate in zip(weights(rates), rates, strict=True):
+    for own, rate in zip(weights(rates, FULL), rates, strict=True):
         assert 1 <= own <= FULL
         if most > 0:
             assert abs(own - FULL * rate / most) <= 1
+
+
+def of_ranks(
+    phase: Phase, ranks: Sequence[Sequence[int]], kinds: Sequence[CpuKind], rates: MemberRates | Exception
+) -> tuple[int, ...]:
+    def measure(_cores: Sequence[int]) -> MemberRates:
+        if isinstance(rates, Exception):
+            raise rates
+        return rates
+
+    return weights_of_ranks(phase, ranks, kinds, measure)
+
+
+def test_ranks_weigh_what_their_cores_do_together() -> None:
+    """Two fast cores beside three slow ones, which read half as much and compute a fifth of it."""
+    rates = MemberRates((8e9, 8e9, 4e9, 4e9, 5e9), (100e9, 100e9, 20e9, 20e9, 20e9))
+    ranks = ((0, 1), (4, 5, 6))
+
+    assert of_ranks("decode", ranks, (LITTLE, BIG), rates) == (40, 30)
+    assert of_ranks("prefill", ranks, (LITTLE, BIG), rates) == (40, 12)
+    assert share(70, of_ranks("decode", ranks, (LITTLE, BIG), rates), 1) == (40, 70)
+
+
+@pytest.mark.parametrize("kinds", [(), (LITTLE,), (LITTLE, BIG)], ids=["none", "one", "two"])
+def test_ranks_of_alike_cores_weigh_as_many_as_they_are(kinds: tuple[CpuKind, ...]) -> None:
+    """And are not measured; nor is one rank alone, which divides nothing."""
+    assert of_ranks("decode", ((4,), (5, 6)), kinds, RuntimeError("it was measured")) == (1, 2)
+    assert of_ranks("decode", ((0, 4),), kinds, RuntimeError("it was measured")) == (2,)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), TeamError("cannot pin")], ids=repr)
+def test_ranks_that_cannot_be_measured_have_shares_by_threads(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert of_ranks("decode", ((0,), (4, 5)), (LITTLE, BIG), error) == (1, 2)
+    assert "by threads" in caplog.text
+
+
+@examples(100)
+@given(
+    sizes=st.lists(st.integers(1, 8), min_size=1, max_size=6),
+    paces=st.tuples(st.floats(0.1, 10), st.floats(0.1, 10)),
+    count=st.integers(1, 3000),
+)
+def test_shares_of_ranks_are_theirs_within_a_step(
+    sizes: list[int], paces: tuple[float, float], count: int
+) -> None:
+    """Every panel is one rank's; a rank's part is that of its cores' paces, to half a step of each core."""
+    kinds = [core % 2 for size in sizes for core in range(size)]
+    rates = [paces[kind] for kind in kinds]
+    own_weights = division.weights_of_ranks(sizes, rates)
+    ends = [share(count, own_weights, rank) for rank in range(len(sizes))]
+
+    assert [begin for begin, _ in ends] == [0, *(end for _, end in ends[:-1])]
+    assert ends[-1][1] == count
+    steps = [division.RANK_STEPS * rate / max(rates) for rate in rates]
+    of_each = iter(steps)
+    for weight, size in zip(own_weights, sizes, strict=True):
+        assert abs(weight - sum(next(of_each) for _ in range(size))) <= size
 
 
 @pytest.mark.skipif(len(CPUS) < 2, reason="needs two CPUs")
@@ -100,3 +162,30 @@ def test_answers_are_the_same_on_cores_of_two_kinds(monkeypatch: pytest.MonkeyPa
 
     two = CpuKind("slow", CPUS[1:2]), CpuKind("fast", CPUS[:1])
     assert logits(two) == logits(())
+
+
+@pytest.mark.skipif(len(CPUS) < 2, reason="needs two CPUs")
+@pytest.mark.parametrize("weighed_as", [(20, 5), (5, 20), (1, 60)], ids=str)
+def test_answers_of_ranks_are_the_same_however_they_are_weighed(
+    weighed_as: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks in processes on cores of this machine, planted as unequal; the last case leaves one of them
+    without heads.
+    """
+    model = tiny_model(tiny_config(n_heads=8, n_kv_heads=4, hidden=128, ffn=176))
+    batches = (
+        Batch("prefill", (SequenceSlice([*range(1, 40)], 0, 0, True),)),
+        Batch("decode", (SequenceSlice([7], 39, 0, True),)),
+    )
+
+    def logits(*cores: tuple[int, ...]) -> list[bytes]:
+        plans = {phase: ServicePlan(phase, tuple(map(RankCores, cores))) for phase in PHASES}
+        ranks = open_ranks(model, plans, RankOptions(KvSettings(200), 100, 2))
+        try:
+            return [ranks.forward(batch).tobytes() for batch in batches]
+        finally:
+            ranks.close()
+
+    wanted = logits(CPUS[:1])
+    monkeypatch.setattr(rank_layout, "weights_here", lambda _plan: weighed_as)
+    assert logits(CPUS[:1], CPUS[1:2]) == wanted

@@ -6,7 +6,7 @@ import gc
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NoReturn
+from typing import NoReturn, cast
 
 import numpy as np
 import pytest
@@ -16,8 +16,9 @@ from phasewise.cython_kernels.packing import PackedWeight
 from phasewise.serving.errors import CoresMoved, RanksError
 from phasewise.serving.loaders import load_model
 from phasewise.serving.models.packed_model import PackedModel
-from phasewise.serving.ranks import open_ranks, own_weights, process_ranks
+from phasewise.serving.ranks import own_weights, process_ranks, rank_layout
 from phasewise.serving.ranks.own_weights import weights_near
+from phasewise.serving.ranks.process_ranks import ProcessRanks
 from phasewise.topology import MemoryNodes
 from tests.serving.ranks.test_ranks_processes import ONE, TWO, opened, plans, token_by_token
 from tests.support.models.tiny_models import TinyShape, write_tiny_gguf
@@ -38,8 +39,7 @@ def in_file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture
 def two_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (open_ranks, process_ranks):
-        monkeypatch.setattr(module, "read_memory_nodes", lambda: TWO_NODES)
+    monkeypatch.setattr(rank_layout, "read_memory_nodes", lambda: TWO_NODES)
 
 
 def _answer(model: PackedModel, teams: tuple[int, ...]) -> np.ndarray:
@@ -61,6 +61,29 @@ def test_a_copy_computes_the_same_bits(
     monkeypatch.undo()
 
     assert np.array_equal(there, _answer(in_file, ONE))
+
+
+@pytest.mark.many
+@pytest.mark.usefixtures("two_nodes")
+@pytest.mark.parametrize(
+    ("prefill", "decode"), [(ONE, TWO), ((2,), (1, 1, 1, 1)), ((1, 1, 1), TWO), (TWO, (1, 2, 1))], ids=str
+)
+def test_prefill_finds_what_decode_s_ranks_have_copied(
+    in_file: PackedModel,
+    prefill: tuple[int, ...],
+    decode: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its ranks have other panels, of pages that two ranks of decode have parts of; and after a restart."""
+    ranks = opened(in_file, prefill, decode)
+    there = token_by_token(ranks, ("decode", "prefill"))
+    cast("ProcessRanks", ranks).reopen()
+    again = token_by_token(ranks, ("decode", "prefill"))
+    ranks.close()
+    monkeypatch.undo()
+
+    assert np.array_equal(there, _answer(in_file, ONE))
+    assert np.array_equal(again, there)
 
 
 def test_a_copy_has_every_array_and_none_of_the_file(in_file: PackedModel) -> None:

@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phasewise.topology import Kind, Machine, NumaDistances, read_lstopo
+from phasewise.topology import CpuKind, Kind, Machine, NumaDistances, read_lstopo
 from phasewise.tuner.config.hidden import HiddenResource, read_hidden
 from phasewise.tuner.config.modelled import ModelledEvaluator
-from phasewise.tuner.config.rates import LineLatency, MachineRates, default_rates
+from phasewise.tuner.config.rates import CoreShare, LineLatency, MachineRates, default_rates
 from phasewise.tuner.config.sharing import ReadSharing, fair_rates
 from phasewise.tuner.config.steps import Step
 from phasewise.tuner.errors import EvaluationError
@@ -262,6 +262,29 @@ def test_a_rank_of_three_times_the_threads_computes_three_times_the_columns() ->
     assert together == pytest.approx(step_ns(evaluator, on(machine, range(20)), PREFILL), rel=1e-6)
 
 
+@pytest.mark.parametrize("step", [DECODE, PREFILL], ids=["decode", "prefill"])
+def test_a_rank_of_slower_cores_has_so_much_less(step: Step) -> None:
+    """Two ranks of as many threads, one of a kind that does half: both are done together, with three quarters
+    of the pace of two fast ones. Without kinds each would have a half, and the fast one wait.
+    """
+    fast, slow = range(16), range(20, 36)
+    plain = replace(xeon(), kinds=())
+    machine = replace(plain, kinds=(CpuKind("slow", tuple(slow)), CpuKind("fast", tuple(fast))))
+    shape = replace(
+        llama_2_7b(), hidden=6144, n_heads=48, n_kv_heads=48, ffn=16 * 3 * 256, vocab=16 * 3 * 512
+    )
+    rates = replace(only_meetings(), flops_per_core=1e9, latency=LineLatency(0, 0, 0, 0))
+    half = {pu: CoreShare(0.5, 0.5) for pu in slow}
+    both = on(machine, fast, slow)
+
+    alike = step_ns(ModelledEvaluator(machine, shape, rates), both, step)
+    told = step_ns(ModelledEvaluator(machine, shape, replace(rates, core_share=half)), both, step)
+    untold = step_ns(ModelledEvaluator(plain, shape, replace(rates, core_share=half)), both, step)
+
+    assert told == pytest.approx(alike * 4 / 3, rel=1e-3)
+    assert untold == pytest.approx(alike * 2, rel=1e-3)
+
+
 def test_the_slowest_rank_decides() -> None:
     """Three KV heads on two ranks: one holds twice as much, and the other waits."""
     machine = xeon()
@@ -293,6 +316,26 @@ def test_ranks_that_share_a_kv_head_read_all_of_it(n_kv_heads: int, share: float
     assert of_context_ns(on(machine, first, second)) == pytest.approx(
         share * of_context_ns(on(machine, first)), rel=1e-3
     )
+
+
+def test_few_rows_take_as_long_as_they_were_measured() -> None:
+    """Eight rows at a quarter of the pace last as long as 32, and so do all between; from there on
+    nothing changes.
+    """
+    machine, shape = xeon(), llama_2_7b()
+    rates = replace(only_meetings(), flops_per_core=1e9, latency=LineLatency(0, 0, 0, 0))
+    few = ModelledEvaluator(machine, shape, replace(rates, few_rows_share=0.25))
+    plain = ModelledEvaluator(machine, shape, rates)
+    cores = on(machine, range(20))
+
+    def of(evaluator: ModelledEvaluator, sequences: int) -> float:
+        return step_ns(evaluator, cores, Step("decode", 1, sequences))
+
+    scores = 4 * shape.n_heads * shape.head_dim * shape.n_layers / 20
+    products = of(plain, 1) - scores
+    for sequences, at_full_pace in ((1, 4), (2, 8), (8, 32), (16, 32), (32, 32), (64, 64)):
+        wanted = at_full_pace * products + sequences * scores
+        assert of(few, sequences) == pytest.approx(wanted, rel=1e-6)
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
