@@ -20,6 +20,8 @@ from benchmarks.papers import (
     searches,
     sparamx,
     splitwise,
+    unequal,
+    windows,
     windve,
     windve_devices,
 )
@@ -46,6 +48,9 @@ FIGURES = (
     Figure("Sandwich, Fig. 8: searches for kernels", searches.searches, ("format", "n", "k", "m", "search")),
     Figure("Sandwich, Table 1: parts of the plan left out in turn", ladder.ladder, ("rung",)),
     Figure("Sandwich, Tables 2 and 3: rules off in turn", sandwich.plans, ("machine", "phase", "rules")),
+    Figure("Sandwich, Table 2 on described machines", sandwich.top_k, ("machine", "phase")),
+    Figure("Sandwich, Table 3: sizes of the window", windows.windows, ("machine", "window")),
+    Figure("Sandwich, Fig. 3 with unequal numbers", unequal.unequal_plans, ("machines", "phase")),
     Figure("Sandwich, section 4: numbers of TopoTrees", sandwich.trees, ("machine", "pus", "levels")),
     Figure("Splitwise, Table IV, Figs. 12 to 20, VI-E", splitwise.splitwise, ("design",)),
     Figure("Splitwise's own simulator beside ours", splitwise.splitwise_sim, ("cell", "requests")),

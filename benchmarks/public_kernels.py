@@ -5,8 +5,9 @@
 
 The folders are checkouts; nothing of them is kept. For each function: how many statements it is, or the line
 that was refused. What was raised is lowered to AVX2 (from NEON too) and to portable C, and held against the
-C that the low level prints, on drawn bytes, bit for bit. NEON originals run under qemu-aarch64 where this
-machine is no Arm. Prints a Markdown table. The seed draws the functions of VOLK.
+original on drawn bytes, bit for bit: VOLK's own source as it is compiled, of the others the C that the low
+level prints. NEON originals run under qemu-aarch64 where this machine is no Arm. Prints a Markdown table.
+The seed draws the functions of VOLK.
 """
 
 from __future__ import annotations
@@ -22,14 +23,16 @@ from typer import Option
 
 from benchmarks.harness import Yielded, commands
 from phasewise.ir.build import built, chosen
+from phasewise.ir.c_text import c_type
 from phasewise.ir.errors import UserKernelError
+from phasewise.ir.nodes import FunctionDefinition
 from phasewise.ir.printing import printed_c
 from phasewise.ir.raising.parse import parse_file
 from phasewise.ir.raising.raise_file import raise_file
 from phasewise.ir.reading import read
 from phasewise.ir.running.checking import Program, check, in_folder
 from phasewise.ir.targets import TARGETS
-from phasewise.ir.types import Pointer
+from phasewise.ir.types import Pointer, Void
 
 DOTS = """q4_0_q8_0 q4_1_q8_1 q5_0_q8_0 q5_1_q8_1 q8_0_q8_0 q2_K_q8_K q3_K_q8_K q4_K_q8_K q5_K_q8_K q6_K_q8_K
 iq4_nl_q8_0 iq4_xs_q8_K q1_0_q8_0 mxfp4_q8_0 nvfp4_q8_0 tq1_0_q8_K tq2_0_q8_K iq2_xxs_q8_K iq2_xs_q8_K
@@ -80,11 +83,12 @@ their inputs, which XNNPACK's callers allow."""
 VOLK_FUNCTION = re.compile(
     r"static inline \w+\s+(volk_\w+?_(?:generic|[au]_(?:sse|avx)\w*|neon(?:v8)?))\s*\(", re.ASCII
 )
+_AVX2 = ("SSE", "SSE2", "SSE3", "SSSE3", "SSE4_1", "SSE4_2", "64", "AVX", "AVX2", "FMA")
 VOLK_DEFINES = {
     "portable": (),
     "neon": ("NEON", "NEONV8"),
-    "avx2": ("SSE", "SSE2", "SSE3", "SSSE3", "SSE4_1", "AVX", "AVX2", "FMA"),
-    "avx512": ("SSE", "SSE2", "SSE3", "SSSE3", "SSE4_1", "AVX", "AVX2", "FMA", "AVX512F", "AVX512DQ"),
+    "avx2": _AVX2,
+    "avx512": (*_AVX2, "AVX512F", "AVX512DQ", "AVX512BW"),
 }
 
 
@@ -101,6 +105,8 @@ class Public:
     described: str
     include: tuple[Path, ...] = ()
     define: tuple[str, ...] = ()
+    is_alone: bool = False
+    """Its source can be compiled by itself."""
 
 
 def kernels(
@@ -131,7 +137,9 @@ def drawn_of_volk(volk: Path, count: int, seed: int, folder: Path) -> Iterator[P
     """Functions of VOLK, each in a source that includes what VOLK's own build includes before it."""
     headers = sorted((volk / "kernels/volk").glob("*.h"))
     every = [(file, name) for file in headers for name in VOLK_FUNCTION.findall(file.read_text())]
-    include = (volk / "include", volk / "kernels", volk / "kernels/volk/asm")
+    (folder / "volk").mkdir()
+    (folder / "volk/volk.h").touch()  # which VOLK's build writes: declarations of all functions
+    include = (volk / "include", volk / "kernels", volk / "kernels/volk/asm", folder)
     for file, name in random.Random(seed).sample(every, min(count, len(every))):
         isa = next((isa for isa in ("neon", "avx512") if isa in name), "avx2")
         isa = "portable" if name.endswith("generic") else isa
@@ -139,7 +147,7 @@ def drawn_of_volk(volk: Path, count: int, seed: int, folder: Path) -> Iterator[P
         first = ("math.h", "volk/volk_common.h", "volk/volk_complex.h", f"volk/{file.name}")
         source.write_text("".join(f"#include <{header}>\n" for header in first))
         define = tuple(f"LV_HAVE_{part}" for part in ("GENERIC", *VOLK_DEFINES[isa]))
-        yield Public("VOLK", isa, source, name, MANY_POINTS, include, define)
+        yield Public("VOLK", isa, source, name, MANY_POINTS, include, define, is_alone=True)
 
 
 def raised(kernel: Public) -> str:
@@ -151,14 +159,16 @@ def raised(kernel: Public) -> str:
 
 
 def points_of(text: str) -> str:
-    """Descriptions of a function of VOLK's: room for two numbers a point and more behind each pointer."""
+    """Descriptions of a function of VOLK's: room for two numbers a point and more behind each pointer, in
+    whole cache lines, since half of the functions ask for buffers that are aligned.
+    """
     lines = []
     for name, of in read(text).args:
         if isinstance(of, Pointer):
-            lines.append(f'    describe("{name}", count=2 * num_points + 64)\n')
+            lines.append(f'    describe("{name}", count=(2 * num_points + 127) // 64 * 64)\n')
         elif name == "num_points":
             lines.insert(0, f'    describe("{name}", least=1, most=99)\n')
-    return "".join(lines) if "num_points" in "".join(lines[:1]) else ""
+    return "".join(lines) if 'describe("num_points"' in "".join(lines[:1]) else ""
 
 
 def compared(kernel: Public, text: str, cases: int) -> str:
@@ -168,14 +178,39 @@ def compared(kernel: Public, text: str, cases: int) -> str:
     with in_folder() as name:
         folder = Path(name)
         source = folder / "original.c"
-        source.write_text(printed_c(low))
+        source.write_text(called_as_it_stands(kernel, low) if kernel.is_alone else printed_c(low))
         home = TARGETS.get(kernel.isa, TARGETS["avx2"])
-        original = Program(function, [source], folder, home)
+        folders = [flag for folder in kernel.include for flag in ("-I", str(folder))]
+        flags = [*folders, *(f"-D{macro}" for macro in kernel.define)] if kernel.is_alone else []
+        original = Program(function, [source], folder, home, flags)
         for target in ("avx2", "portable"):
             lowered = folder / f"lowered-{target}.c"
             lowered.write_text(built(text, {}, TARGETS[target]).file(TARGETS[target]))
             check(original, Program(function, [lowered], folder, TARGETS[target]), function, cases)
     return "bits equal on avx2 and portable"
+
+
+def called_as_it_stands(kernel: Public, low: FunctionDefinition) -> str:
+    """A source that includes the author's and calls his function; complex arguments come as two numbers."""
+    author = f"{kernel.function}_of_the_author"
+    given, passed = [], []
+    for name, of in low.args:
+        if isinstance(of, Pointer):
+            given.append(f"void *{name}")
+            passed.append(name)
+            continue
+        given.append(c_type(of, name))
+        is_second = name.endswith("_im") and passed and passed[-1] == f"{name[:-3]}_re"
+        if is_second:
+            passed[-1] = f"__builtin_complex({passed[-1]}, {name})"
+        else:
+            passed.append(name)
+    is_void = isinstance(low.result, Void)
+    head = f"{c_type(low.result, kernel.function)}({', '.join(given)})"
+    return (
+        f'#define {kernel.function} {author}\n#include "{kernel.file}"\n#undef {kernel.function}\n'
+        f"{head} {{ {'' if is_void else 'return '}{author}({', '.join(passed)}); }}\n"
+    )
 
 
 def public_kernels(

@@ -54,6 +54,11 @@ X86_TYPES: dict[str, Type] = {
     for suffix, elem in (("", F32), ("d", F64), ("i", BITS))
 }
 X86_TYPES["__m64"] = Vec(BITS, 8)
+MASK_TYPES: dict[str, Vec] = {
+    f"__mmask{64 // elem.size}": Vec(elem, 64 // elem.size) for elem in (I8, I16, I32, I64)
+}
+"""Masks of 512 bits, as the comparisons that they come from: all bits of a lane, or none."""
+X86_TYPES |= MASK_TYPES
 X86_NAMES = {of: name for name, of in X86_TYPES.items()}
 NEON_TYPES: dict[str, Type] = {
     f"{word}{8 * elem.size}x{lanes}_t": Vec(elem, lanes)
@@ -69,7 +74,7 @@ NEON_TYPES |= {"float16x4_t": Vec(U16, 4), "float16x8_t": Vec(U16, 8), "float16_
 NEON_TYPES |= {
     f"{name.removesuffix('_t')}x{many}_t": Array(of, many)
     for name, of in list(NEON_TYPES.items())
-    if isinstance(of, Vec) and of.size == 16
+    if isinstance(of, Vec)
     for many in (2, 3, 4)
 }
 NEON_NAMES = {of: name for name, of in reversed(NEON_TYPES.items()) if not name.startswith("float16")}
@@ -240,11 +245,26 @@ def unpacked(elem: Scalar, which: int) -> Build:
     return lambda a: shuffled(as_elem(a[0], elem), as_elem(a[1], elem), places)
 
 
-def neighbours(a: Sequence[ir.Expr], elem: Scalar) -> ir.Expr:
+def neighbours(a: Sequence[ir.Expr], elem: Scalar, op: str = "+") -> ir.Expr:
+    """Each lane with the next one; of vectors below sixteen bytes too."""
     first, second = as_elem(a[0], elem), as_elem(a[1], elem)
     group = 2 * (16 // elem.size)
+    if size_of(first) < 16:
+        both = joined(first, second)
+        even, odd = (permuted(both, range(start, lanes_of(both), 2)) for start in (0, 1))
+        return binary(op, even, odd)
     even = shuffled(first, second, range(0, group, 2))
-    return binary("+", even, shuffled(first, second, range(1, group, 2)))
+    return binary(op, even, shuffled(first, second, range(1, group, 2)))
+
+
+def saturated(e: ir.Expr, to: Scalar) -> ir.Expr:
+    """Lanes of half the width or less, the nearest where one does not fit."""
+    wide, bits = ir.vec(e).elem, 8 * to.size
+    low, high = (-(1 << bits - 1), (1 << bits - 1) - 1) if to.is_signed else (0, (1 << bits) - 1)
+    bounded = call("min", (e, constant(wide, [high] * lanes_of(e))))
+    if wide.is_signed:
+        bounded = call("max", (bounded, constant(wide, [low] * lanes_of(e))))
+    return call("narrow", (bounded,), of=to)
 
 
 def element(p: ir.Expr) -> ir.Expr:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from phasewise.ir import nodes as ir
 from phasewise.ir.types import (
     F32,
+    F64,
     I32,
     I64,
     SCALARS,
@@ -32,9 +33,20 @@ from phasewise.ir.types import (
 LIBRARY = (
     *("sqrtf", "expf", "fabsf", "floorf", "ceilf", "fmaf", "logf", "powf", "cosf", "sinf", "tanhf"),
     *("fmaxf", "fminf", "rintf", "nearbyintf", "truncf", "roundf", "copysignf", "fmodf", "tanf", "asinf"),
-    *("acosf", "atanf", "atan2f", "log2f", "log10f", "exp2f"),
+    *("acosf", "atanf", "atan2f", "log2f", "log10f", "exp2f", "hypotf", "sinhf", "coshf", "log1pf", "expm1f"),
 )
 """Functions of C's library on float32 that kernels may call."""
+
+LIBRARY_F64 = {f"{name[:-1]}_f64": name[:-1] for name in LIBRARY}
+"""The same on float64: by their name here, what C calls them."""
+
+COMPLEX = {
+    f"{name}_{part}": f"static inline float {name}_{part}(float a, float b, float c, float d) "
+    f"{{ return __{part}__(__builtin_complex(a, b) {op} __builtin_complex(c, d)); }}"
+    for name, op in (("times", "*"), ("over", "/"))
+    for part in ("real", "imag")
+}
+"""Parts of C's products and quotients of complex numbers, with its rules for infinities: their C by name."""
 
 REDUCTIONS = ("reduce_add", "reduce_max", "reduce_min")
 ORDERS = ("halves", "pairs", "halves_pairs")
@@ -152,6 +164,13 @@ def _element(given: Operands) -> Type:
 
 def _library(given: Operands) -> Type:
     _need(all(isinstance(arg, Scalar) for arg in given.types), f"{given.name} takes numbers")
+    return F64 if given.name in LIBRARY_F64 else F32
+
+
+def _complex(given: Operands) -> Type:
+    _need(
+        all(arg == F32 for arg in given.types), "complex numbers of float32 alone are multiplied and divided"
+    )
     return F32
 
 
@@ -269,10 +288,15 @@ def _dot(given: Operands) -> Type:
     return sums
 
 
+_SUFFIXES = ("f", "_f64")
+_FUNCTIONS = tuple(name[:-1] for name in LIBRARY)
+_OF_TWO = ("pow", "fmax", "fmin", "copysign", "fmod", "atan2", "hypot")
+
 OPERATIONS: dict[str, Operation] = {
-    **dict.fromkeys(LIBRARY, Operation(1, _library)),
-    **dict.fromkeys(("powf", "fmaxf", "fminf", "copysignf", "fmodf", "atan2f"), Operation(2, _library)),
-    "fmaf": Operation(3, _library),
+    **{f"{name}{suffix}": Operation(1, _library) for name in _FUNCTIONS for suffix in _SUFFIXES},
+    **{f"{name}{suffix}": Operation(2, _library) for name in _OF_TWO for suffix in _SUFFIXES},
+    **dict.fromkeys(COMPLEX, Operation(4, _complex)),
+    **{f"fma{suffix}": Operation(3, _library) for suffix in _SUFFIXES},
     # one vector in, the same type out; `nearest` rounds halves to even
     **dict.fromkeys(
         ("abs", "sqrt", "nearest", "floor", "ceil", "trunc"), Operation(1, _same, is_lanewise=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from phasewise.ir import nodes as ir
 from phasewise.ir.c_text import c_type, compared, number, struct_text, wrapped
+from phasewise.ir.operations import COMPLEX, LIBRARY_F64
 from phasewise.ir.raising.intrinsics import register_name
 from phasewise.ir.types import (
     F16,
@@ -144,11 +145,15 @@ class _Printer:
         args = [self.expr(arg) for arg in e.args]
         if e.name == "__clear":
             return f"memset({args[0]}, 0, sizeof {args[0]})"
+        if e.name == "__mask":
+            return args[0]
         if e.name == "__bits":
             to, of = self.type(e.type), self.type(e.args[0].type)
             name = f"{to}_of_{of}".replace(" ", "_")
             self.extra[name] = _BITS.format(to=to, of=of, name=name)
             return f"{name}({args[0]})"
+        if e.name in COMPLEX:
+            self.extra[e.name] = COMPLEX[e.name]
         if e.name == "_mm_prefetch":
             return f"_mm_prefetch((const char *)({args[0]}), _MM_HINT_T0)"
-        return f"{e.name}({', '.join(args)})"
+        return f"{LIBRARY_F64.get(e.name, e.name)}({', '.join(args)})"

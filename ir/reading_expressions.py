@@ -169,6 +169,8 @@ class TextExpressions:
         return ir.Var(self._types[name], name)
 
     def _unary(self, op: ast.unaryop, operand: ast.expr) -> ir.Expr:
+        if isinstance(op, ast.USub) and isinstance(operand, ast.Constant) and operand.value == 1 << 31:
+            return ir.integer(-(1 << 31))
         a = self._expr(operand)
         if isinstance(op, ast.USub) and isinstance(a, ir.Const):
             return ir.Const(a.type, -a.value)

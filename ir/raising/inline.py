@@ -7,7 +7,7 @@ from itertools import count
 
 from phasewise.ir import nodes as ir
 from phasewise.ir.errors import SourceError
-from phasewise.ir.types import Pointer
+from phasewise.ir.types import VOID, Array, Pointer, pointee
 
 MAX_STATEMENTS = 20_000
 
@@ -136,13 +136,20 @@ class _Inliner(ir.Rewriter):
         self, helper: ir.FunctionDefinition, args: tuple[ir.Expr, ...]
     ) -> tuple[ir.Body, ir.Expr | None]:
         """The helper's statements with names of their own, and its value."""
+        helper = self._with_one_return(helper)
         by: dict[str, ir.Expr] = {}
         before: list[ir.Stmt] = []
-        changed = ir.assigned(helper.body)
+        changed = ir.assigned(helper.body) | _changed_registers(helper.body)
+        addressed = {variable.name for given in args if (variable := _address_of(given))}
         for (name, of), given in zip(helper.args, args, strict=True):
             is_kept = isinstance(given, ir.Var | ir.Const) or self._closed or _is_place(given)
+            is_kept = _address_of(given) is not None or (is_kept and not ir.used(given) & addressed)
             if name not in changed and is_kept:
                 by[name] = given
+            elif isinstance(of, Array):
+                raise SourceError(
+                    self._path, self._line, f"`{helper.name}` takes registers that are no variable"
+                )
             else:
                 own = ir.Var(of, self._fresh(name))
                 before.append(ir.Declare(own.name, of, given, self._line))
@@ -150,20 +157,98 @@ class _Inliner(ir.Rewriter):
         for node in ir.walk_body(helper.body):
             if isinstance(node, ir.Declare):
                 by[node.name] = ir.Var(node.type, self._fresh(node.name))
-        returns = [node for node in ir.walk_body(helper.body) if isinstance(node, ir.Return)]
         last = _last(helper.body)
-        if len(returns) > 1 or (returns and returns[0] is not last):
-            raise SourceError(
-                self._path, helper.line, f"helper `{helper.name}` returns before its end; not in the subset"
-            )
-        copied = ir.Substitute(by).body(helper.body)
-        copied = self.body(_without_last(copied) if returns else copied)
+        copied = _Dereferenced().body(ir.Substitute(by).body(helper.body))
+        copied = self.body(_without_last(copied) if isinstance(last, ir.Return) else copied)
         value: ir.Expr | None = None
         if isinstance(last, ir.Return) and last.value is not None:
             self._before.append([])
-            value = self.expr(ir.Substitute(by).expr(last.value))
+            value = self.expr(_Dereferenced().expr(ir.Substitute(by).expr(last.value)))
             copied = (*copied, *self._before.pop())
         return (*before, *copied), value
+
+    def _with_one_return(self, helper: ir.FunctionDefinition) -> ir.FunctionDefinition:
+        """The helper; one that returns early gives its value to a variable instead."""
+        if all(node is _last(helper.body) for node in _returns(helper.body)):
+            return helper
+        result = ir.Var(helper.result, f"{helper.name}_result")
+        body = _assigned_at_end(helper.body, result)
+        if body is None:
+            raise SourceError(
+                self._path, helper.line, f"helper `{helper.name}` returns before its end; not in the subset"
+            )
+        if helper.result == VOID:
+            return replace(helper, body=body)
+        declared = ir.Declare(result.name, result.type, None, helper.line)
+        return replace(helper, body=(declared, *body, ir.Return(result, helper.line)))
+
+
+def _changed_registers(body: ir.Body) -> set[str]:
+    """Names of the sets of registers that get values one by one."""
+    targets = [node.target for node in ir.walk_body(body) if isinstance(node, ir.Assign)]
+    bases = [target.base for target in targets if isinstance(target, ir.Index)]
+    return {base.name for base in bases if isinstance(base, ir.Var) and isinstance(base.type, Array)}
+
+
+def _address_of(e: ir.Expr) -> ir.Var | None:
+    """The variable that a pointer leads to, if it is the address of one; const may have been added."""
+    while isinstance(e, ir.Cast) and isinstance(e.type, Pointer) and pointee(e.a.type) == e.type.to:
+        e = e.a
+    is_variable = isinstance(e, ir.AddressOf) and isinstance(e.a, ir.Var) and not isinstance(e.a.type, Array)
+    return e.a if is_variable else None  # type: ignore[union-attr, return-value]
+
+
+class _Dereferenced(ir.Rewriter):
+    """What a pointer to a variable leads to is the variable."""
+
+    def leave(self, e: ir.Expr) -> ir.Expr:
+        variable = _address_of(e.base) if isinstance(e, ir.Index) and _is_zero(e.index) else None
+        return e if variable is None else variable
+
+
+def _is_zero(e: ir.Expr) -> bool:
+    return isinstance(e, ir.Const) and e.value == 0
+
+
+def _returns(part: object) -> list[ir.Return]:
+    nodes = ir.walk_body(part) if isinstance(part, tuple) else ir.walk(part)
+    return [node for node in nodes if isinstance(node, ir.Return)]
+
+
+def _assigned_at_end(body: ir.Body, result: ir.Var) -> ir.Body | None:
+    """A body whose returns are assignments: what stands behind an `if` that returns is in its other branch.
+
+    None where a loop returns, or where both branches may go on.
+    """
+    for at, statement in enumerate(body):
+        rest = body[at + 1 :]
+        match statement:
+            case ir.Return(value, line):
+                return (*body[:at], *((ir.Assign(result, value, line),) if value is not None else ()))
+            case ir.BlockStatement(inner) if _returns(inner):
+                return _assigned_at_end((*body[:at], *inner, *rest), result)
+            case ir.If(_, then, otherwise) if _returns((*then, *otherwise)):
+                if rest and not _ends(then) and not _ends(otherwise):
+                    return None
+                branches = [_assigned_at_end((*branch, *rest), result) for branch in (then, otherwise)]
+                if branches[0] is None or branches[1] is None:
+                    return None
+                return (*body[:at], replace(statement, then=branches[0], otherwise=branches[1]))
+            case _ if _returns(statement):
+                return None
+    return body
+
+
+def _ends(body: ir.Body) -> bool:
+    """True if a body always returns."""
+    match body[-1] if body else None:
+        case ir.Return():
+            return True
+        case ir.BlockStatement(inner):
+            return _ends(inner)
+        case ir.If(_, then, otherwise):
+            return _ends(then) and _ends(otherwise)
+    return False
 
 
 def _is_place(e: ir.Expr) -> bool:

@@ -11,24 +11,28 @@ from phasewise.ir.builders import (
     Table,
     alike,
     called,
+    constant,
     element,
     half,
     joined,
     lane,
+    lanes_of,
     load,
     neighbours,
     number,
     permuted,
     pointer_to,
     reading,
+    saturated,
     shift,
     shuffled,
-    size_of,
     splat,
     store,
     unpacked,
+    zero,
 )
 from phasewise.ir.operations import Mistyped, as_elem, binary, call, unary
+from phasewise.ir.raising.intrinsics_estimates import put_estimates
 from phasewise.ir.types import (
     F32,
     F64,
@@ -65,6 +69,7 @@ def neon() -> Table:
         _neon_halves(table, suffix, elem)
     _neon_floats(table)
     _neon_dots(table)
+    put_estimates(table)
     return table
 
 
@@ -85,8 +90,7 @@ def _neon_plain(table: Table, q: str, suffix: str, reg: Vec) -> None:
     if elem.is_float:
         put("div", alike(elem, "/"))
     for name in ("min", "max"):
-        if not elem.is_float:  # of floats these give NaN where one is; none of the operations does
-            put(name, called(name, elem))
+        put(name, _extreme(name, elem) if elem.is_float else called(name, elem))
     put("abs", called("abs", elem))
     put("neg", lambda a: unary("-", a[0]))
     mask = Vec(unsigned, reg.lanes)
@@ -102,7 +106,7 @@ def _neon_plain(table: Table, q: str, suffix: str, reg: Vec) -> None:
     put_as("lane", "st1", lambda a: store(elem)((a[0], permuted(a[1], (number(a[2]),)))), VOID)
     put_as("dup", "ld1", lambda a: splat(elem, reg.lanes)([element(pointer_to(a[0], elem))]))
     put_as("lane", "get", lane(elem), elem)
-    put_as("lane", "set", lambda a: call("with_lane", (a[1], a[0]), (number(a[2]),)))
+    put_as("lane", "set", _with_lane)
     put_as("n", "mul", lambda a: binary("*", a[0], splat(elem, reg.lanes)(a[1:])))
     put("mla", lambda a: binary("+", a[0], binary("*", a[1], a[2])))
     put("mls", lambda a: binary("-", a[0], binary("*", a[1], a[2])))
@@ -115,14 +119,23 @@ def _neon_plain(table: Table, q: str, suffix: str, reg: Vec) -> None:
             put("rhadd", called("avg", elem))
         put("qsub", called("sub_sat", elem))
         put("mvn", lambda a: unary("~", a[0]))
+        put("tst", lambda a: as_elem(binary("!=", binary("&", a[0], a[1]), _zeros(reg)), unsigned), mask)
+        put_as("n", "sra", lambda a: binary("+", a[0], shift(">>", elem)(a[1:])))
     for other, to in NEON_ELEMS:
         if other != suffix:
             table.put(f"vreinterpret{q}_{other}_{suffix}", Vec(to, reg.size // to.size), reading(to))
+    if not q and reg.lanes > 1:
+        put("padd", lambda a: neighbours(a, elem))
+        for name, of_group in (("rev16", 2), ("rev32", 4), ("rev64", 8)):
+            if elem.size < of_group:
+                put(name, _reversed_in(of_group // elem.size))
     if q:
+        for name, of_group in (("rev16", 2), ("rev32", 4), ("rev64", 8)):
+            if elem.size < of_group:
+                put(name, _reversed_in(of_group // elem.size))
         put("addv", lambda a: call("reduce_add", (a[0],), (1,) if elem.is_float else ()), elem)
-        if not elem.is_float:
-            put("maxv", called("reduce_max", elem), elem)
-            put("minv", called("reduce_min", elem), elem)
+        for name in ("max", "min"):
+            put(f"{name}v", _extreme_of_all(name) if elem.is_float else called(f"reduce_{name}", elem), elem)
         put("padd", lambda a: neighbours(a, elem))
         group = 16 // elem.size
         put("zip1", unpacked(elem, 0))
@@ -130,6 +143,59 @@ def _neon_plain(table: Table, q: str, suffix: str, reg: Vec) -> None:
         put("uzp1", lambda a: shuffled(a[0], a[1], range(0, 2 * group, 2)))
         put("uzp2", lambda a: shuffled(a[0], a[1], range(1, 2 * group, 2)))
         put("ext", lambda a: shuffled(a[0], a[1], [number(a[2]) + i for i in range(group)]))
+
+
+def _zeros(of: Vec) -> ir.Expr:
+    return zero(of.elem, of.lanes)
+
+
+def _reversed_in(lanes: int) -> Build:
+    """Lanes of each group in the other order."""
+    return lambda a: permuted(
+        a[0], [i // lanes * lanes + lanes - 1 - i % lanes for i in range(lanes_of(a[0]))]
+    )
+
+
+def _extreme(name: str, elem: Scalar) -> Build:
+    """Arm's: what is no number stays, and of two zeros the positive one is the larger."""
+    bits = SCALARS[f"i{8 * elem.size}"]
+
+    def build(given: Sequence[ir.Expr]) -> ir.Expr:
+        a, b = given
+        first, second = (a, b) if name == "max" else (b, a)
+        both = as_elem(binary("&" if name == "max" else "|", as_elem(a, bits), as_elem(b, bits)), elem)
+        unequal = call("select", (binary(">", second, first), b, binary("+", a, b)))
+        unequal = call("select", (binary(">", first, second), a, unequal))
+        return call("select", (binary("==", a, b), both, unequal))
+
+    return build
+
+
+def _extreme_of_all(name: str) -> Build:
+    def build(a: Sequence[ir.Expr]) -> ir.Expr:
+        rest = a[0]
+        while lanes_of(rest) > 1:
+            rest = _extreme(name, ir.vec(rest).elem)((half("lo", rest), half("hi", rest)))
+        return call("lane", (rest,), (0,))
+
+    return build
+
+
+def _with_lane(a: Sequence[ir.Expr]) -> ir.Expr:
+    """One lane replaced; of numbers that are known, numbers again."""
+    value, register, at = a[0], a[1], number(a[2])
+    known = _numbers(register)
+    if known is None or not isinstance(value, ir.Const):
+        return call("with_lane", (register, value), (at,))
+    return constant(ir.vec(register).elem, [*known[:at], value.value, *known[at + 1 :]])
+
+
+def _numbers(e: ir.Expr) -> list[int | float] | None:
+    """The lanes of a register of numbers that are known."""
+    if ir.is_call(e, "vector"):
+        return [each.value for each in e.numbers if isinstance(each, ir.Const)]
+    is_splat = ir.is_call(e, "splat") and isinstance(e.args[0], ir.Const)
+    return [e.args[0].value] * lanes_of(e) if is_splat else None  # type: ignore[attr-defined]
 
 
 def _bit_select(a: Sequence[ir.Expr], elem: Scalar, bits: Scalar) -> ir.Expr:
@@ -158,17 +224,25 @@ def _neon_halves(table: Table, suffix: str, elem: Scalar) -> None:
         f"vmull_high_{suffix}", to, lambda a: binary("*", wider(half("hi", a[0])), wider(half("hi", a[1])))
     )
     table.put(f"vmlal_{suffix}", to, lambda a: binary("+", a[0], binary("*", wider(a[1]), wider(a[2]))))
+    table.put(f"vmlsl_{suffix}", to, lambda a: binary("-", a[0], binary("*", wider(a[1]), wider(a[2]))))
+    table.put(f"vsubl_{suffix}", to, lambda a: binary("-", wider(a[0]), wider(a[1])))
+    table.put(f"vshll_n_{suffix}", to, lambda a: shift("<<", wide)((wider(a[0]), a[1])))
     table.put(f"vaddl_{suffix}", to, lambda a: binary("+", wider(a[0]), wider(a[1])))
     narrow_suffix = f"{suffix[0]}{16 * elem.size}"
     table.put(f"vmovn_{narrow_suffix}", small, lambda a: call("narrow", (a[0],), of=elem))
+    table.put(f"vqmovn_{narrow_suffix}", small, lambda a: saturated(a[0], elem))
+    table.put(f"vshrn_n_{narrow_suffix}", small, lambda a: call("narrow", (shift(">>", wide)(a),), of=elem))
+    if elem.is_signed:
+        unsigned = SCALARS[f"u{8 * elem.size}"]
+        name = f"vqmovun_{narrow_suffix}"
+        table.put(name, Vec(unsigned, small.lanes), lambda a: saturated(a[0], unsigned))
 
     def pairs(e: ir.Expr) -> ir.Expr:
         """Neighbours added, wide."""
-        low, high = wider(half("lo", e)), wider(half("hi", e))
-        if size_of(low) < 16:
-            raise Mistyped("pairs of eight bytes are not in the subset")
-        return neighbours((low, high), wide)
+        return neighbours((wider(half("lo", e)), wider(half("hi", e))), wide)
 
+    if small.lanes > 1:
+        table.put(f"vpaddl_{suffix}", Vec(wide, 8 // wide.size), lambda a: pairs(a[0]))
     table.put(f"vpaddlq_{suffix}", Vec(wide, 16 // wide.size), lambda a: pairs(a[0]))
     table.put(f"vpadalq_{suffix}", Vec(wide, 16 // wide.size), lambda a: binary("+", a[0], pairs(a[1])))
 
@@ -185,6 +259,20 @@ def _neon_floats(table: Table) -> None:
         table.put(f"vcvt{q}_f32_s32", reg, lambda a: call("convert", (a[0],), of=F32))
         table.put(f"vcvtn{q}_s32_f32", Vec(I32, lanes), called("nearest_i32", F32))
         table.put(f"vcvt{q}_s32_f32", Vec(I32, lanes), called("trunc_i32", F32))
+        table.put(f"vcvt{q}_f32_u32", reg, lambda a: call("convert", (a[0],), of=F32))
+        table.put(f"vcvt{q}_u32_f32", Vec(U32, lanes), lambda a: _to_u32(a[0]))
+        table.put(f"vcvtn{q}_u32_f32", Vec(U32, lanes), lambda a: _to_u32(call("nearest", (a[0],))))
+        table.put(f"vrecps{q}_f32", reg, _step(2.0, 1.0))
+        table.put(f"vrsqrts{q}_f32", reg, _step(3.0, 0.5))
+        table.put(f"vrndi{q}_f32", reg, called("nearest", F32))
+    for q, lanes in (("", 8), ("q", 16)):
+        table.put(f"vcnt{q}_u8", Vec(U8, lanes), _bits_set)
+        table.put(f"vrbit{q}_u8", Vec(U8, lanes), _bits_reversed)
+    table.put("vaddv_u8", U8, called("reduce_add", U8))
+    table.put("vfmaq_f64", Vec(F64, 2), lambda a: call("fma", (a[1], a[2], a[0])))
+    table.put("vcvt_f64_f32", Vec(F64, 2), lambda a: call("convert", (a[0],), of=F64))
+    table.put("vcvt_high_f64_f32", Vec(F64, 2), lambda a: call("convert", (half("hi", a[0]),), of=F64))
+    table.put("vcvt_f32_f64", Vec(F32, 2), lambda a: call("convert", (a[0],), of=F32))
     for q, lanes in (("", 4), ("q", 8)):
         table.put(f"vld1{q}_f16", Vec(U16, lanes), load(U16, lanes))
         table.put(f"vst1{q}_f16", VOID, store(U16))
@@ -193,6 +281,52 @@ def _neon_floats(table: Table) -> None:
     table.put("vget_high_f16", Vec(U16, 4), lambda a: half("hi", a[0]))
     table.put("vcvt_f32_f16", Vec(F32, 4), lambda a: call("from_f16", (a[0],)))
     table.put("vcvt_f16_f32", Vec(U16, 4), lambda a: call("to_f16", (a[0],)))
+
+
+_NIBBLES = ((1, 0x55), (2, 0x33), (4, 0x0F))
+"""Shifts and masks that part neighbours of one bit, of two and of four."""
+
+
+def _bits_set(a: Sequence[ir.Expr]) -> ir.Expr:
+    e = a[0]
+    for by, kept in _NIBBLES:
+        mask = constant(U8, [kept] * lanes_of(e))
+        e = binary("+", binary("&", e, mask), binary("&", binary(">>", e, ir.integer(by)), mask))
+    return e
+
+
+def _bits_reversed(a: Sequence[ir.Expr]) -> ir.Expr:
+    e = a[0]
+    for by, kept in _NIBBLES:
+        mask = constant(U8, [kept] * lanes_of(e))
+        low = binary("<<", binary("&", e, mask), ir.integer(by))
+        e = binary("|", low, binary("&", binary(">>", e, ir.integer(by)), mask))
+    return e
+
+
+def _to_u32(e: ir.Expr) -> ir.Expr:
+    """Toward zero; what is below zero or no number becomes 0, what is too large the largest."""
+    lanes = lanes_of(e)
+    top = constant(F32, [2.0**32] * lanes)
+    inside = binary("&", binary(">=", e, zero(F32, lanes)), binary("<", e, top))
+    number_inside = as_elem(call("select", (inside, e, zero(F32, lanes))), F32)
+    whole = call("convert", (number_inside,), of=U32)
+    return call("select", (binary(">=", e, top), constant(U32, [2**32 - 1] * lanes), whole))
+
+
+def _step(start: float, factor: float) -> Build:
+    """A step of Newton's method, (start - a b) factor; zero times infinity counts as zero."""
+
+    def build(a: Sequence[ir.Expr]) -> ir.Expr:
+        lanes = lanes_of(a[0])
+        step = call("fma", (unary("-", a[0]), a[1], constant(F32, [start] * lanes)))
+        step = step if factor == 1.0 else binary("*", step, constant(F32, [factor] * lanes))
+        product = binary("*", a[0], a[1])
+        is_number = binary("&", binary("==", a[0], a[0]), binary("==", a[1], a[1]))
+        is_special = binary("&", binary("!=", product, product), is_number)
+        return call("select", (is_special, constant(F32, [start * factor] * lanes), step))
+
+    return build
 
 
 def _fused_with_number(lanes: int) -> Build:
@@ -227,13 +361,14 @@ def _created(elem: Scalar) -> Build:
 def is_below_16(e: ir.Expr) -> bool:
     """True if a mask, or a shift of bytes, keeps every lane below 16."""
     if isinstance(e, ir.Binary) and e.op == "&":
-        return any(_is_small_splat(side) for side in (e.a, e.b))
+        return any(_is_small(side) for side in (e.a, e.b))
+    if _is_small(e):
+        return True
     if isinstance(e, ir.Binary) and e.op == ">>" and isinstance(e.type, Vec):
         return e.type.elem == U8 and isinstance(e.b, ir.Const) and e.b.value >= 4
     return ir.is_call(e, "bits") and is_below_16(e.args[0])
 
 
-def _is_small_splat(e: ir.Expr) -> bool:
-    if not isinstance(e, ir.CallExpression) or e.name != "splat":
-        return False
-    return isinstance(e.args[0], ir.Const) and 0 <= e.args[0].value < 16
+def _is_small(e: ir.Expr) -> bool:
+    known = _numbers(e)
+    return known is not None and all(0 <= value < 16 for value in known)

@@ -19,6 +19,7 @@ from phasewise.ir.builders import (
     half,
     imm4,
     joined,
+    lanes_of,
     load,
     neighbours,
     number,
@@ -26,6 +27,7 @@ from phasewise.ir.builders import (
     permuted,
     pointer_to,
     reading,
+    saturated,
     shift,
     shuffled,
     size_of,
@@ -35,6 +37,7 @@ from phasewise.ir.builders import (
     zero,
 )
 from phasewise.ir.operations import REDUCTIONS, Mistyped, as_elem, binary, call, cast, unary
+from phasewise.ir.raising.intrinsics_masks import compared, put_masks
 from phasewise.ir.types import (
     BITS,
     F32,
@@ -67,23 +70,10 @@ def x86() -> Table:
         _x86_shuffles(table, prefix, size)
     _x86_halves(table)
     _x86_scalars(table)
+    _x86_doubles(table)
+    _x86_estimates(table)
+    put_masks(table)
     return table
-
-
-COMPARED = {
-    0: "==", 1: "<", 2: "<=", 4: "!=", 13: ">=", 14: ">", 16: "==", 17: "<", 18: "<=", 20: "!=",
-    29: ">=", 30: ">",
-}  # fmt: skip
-
-
-def _compared(elem: Scalar) -> Build:
-    def build(a: Sequence[ir.Expr]) -> ir.Expr:
-        op = COMPARED.get(number(a[2]))
-        if op is None:
-            raise Mistyped(f"comparison {number(a[2])} has no operation")
-        return binary(op, as_elem(a[0], elem), as_elem(a[1], elem))
-
-    return build
 
 
 def _as(elem: Scalar, build: Build) -> Build:
@@ -137,7 +127,9 @@ def _x86_float_builders(elem: Scalar, lanes: int) -> dict[str, Build]:
         "fnmsub": _fused(True, True),
         "fmaddsub": lambda a: call("fma", (a[0], a[1], flipped(a[2], True))),
         "addsub": lambda a: binary("+", a[0], flipped(a[1], True)),
-        "cmp": _as(elem, _compared(elem)),
+        "cmp": _as(elem, compared(elem)),
+        "cmpord": _as(elem, lambda a: compared(elem)((*a, ir.integer(7)))),
+        "cmpunord": _as(elem, lambda a: compared(elem)((*a, ir.integer(3)))),
         "blendv": lambda a: call("select", (as_elem(a[2], mask), a[1], a[0])),
         "set1": splat(elem, lanes),
         "setzero": lambda a: zero(elem, lanes),
@@ -325,9 +317,9 @@ def _x86_shuffles(table: Table, prefix: str, size: int) -> None:
     put("shufflehi_epi16", lambda a: dup((0, 1, 2, 3, *(4 + i for i in imm4(number(a[1])))), I16)(a))
     put("shuffle_epi8", lambda a: call("lookup", (as_elem(a[0], I8), as_elem(a[1], I8))))
     put("alignr_epi8", lambda a: _aligned(a[0], a[1], number(a[2])))
-    for name in ("srli_si128", "bsrli_epi128", "bsrli_si128"):
+    for name in (f"srli_si{8 * size}", "bsrli_epi128", f"bsrli_si{8 * size}"):
         put(name, lambda a: _aligned(zero(I8, size_of(a[0])), a[0], number(a[1])))
-    for name in ("slli_si128", "bslli_epi128", "bslli_si128"):
+    for name in (f"slli_si{8 * size}", "bslli_epi128", f"bslli_si{8 * size}"):
         put(name, lambda a: _aligned(a[0], zero(I8, size_of(a[0])), 16 - number(a[1])))
     for suffix, elem, of in (
         ("ps", F32, ps),
@@ -343,6 +335,26 @@ def _x86_shuffles(table: Table, prefix: str, size: int) -> None:
     put("hadd_pd", lambda a: neighbours(a, F64), _register(F64, size))
     put("hadd_epi32", lambda a: neighbours(a, I32))
     put("hadd_epi16", lambda a: neighbours(a, I16))
+    put("hsub_ps", lambda a: neighbours(a, F32, "-"), ps)
+    put("hsub_epi32", lambda a: neighbours(a, I32, "-"))
+    put("hsub_epi16", lambda a: neighbours(a, I16, "-"))
+    put("dp_ps", _dot_of_four, ps)
+    put(
+        "permutevar_ps", lambda a: permuted(a[0], [i & ~3 | at & 3 for i, at in enumerate(_places(a[1]))]), ps
+    )
+
+
+def _dot_of_four(a: Sequence[ir.Expr]) -> ir.Expr:
+    """Products chosen by the number's upper bits, summed by pairs, where the lower bits say."""
+    imm = number(a[2])
+
+    def chosen(e: ir.Expr, bits: int) -> ir.Expr:
+        mask = [-(bits >> lane % 4 & 1) for lane in range(lanes_of(e))]
+        return as_elem(binary("&", as_elem(e, I32), constant(I32, mask)), F32)
+
+    products = chosen(binary("*", a[0], a[1]), imm >> 4)
+    pairs = binary("+", products, dup((1, 0, 3, 2), F32)([products]))
+    return chosen(binary("+", pairs, dup((2, 3, 0, 1), F32)([pairs])), imm)
 
 
 def _shuffle_ps(a: Sequence[ir.Expr]) -> ir.Expr:
@@ -386,8 +398,16 @@ def _x86_halves(table: Table) -> None:
     table.put("_mm256_broadcastsi128_si256 _mm_broadcastsi128_si256", bits32, lambda a: joined(a[0], a[0]))
     table.put("_mm256_permute4x64_epi64", bits32, lambda a: permuted(as_elem(a[0], I64), imm4(number(a[1]))))
     table.put("_mm256_permute4x64_pd", Vec(F64, 4), lambda a: permuted(a[0], imm4(number(a[1]))))
-    table.put("_mm256_permutevar8x32_epi32", bits32, lambda a: permuted(as_elem(a[0], I32), _places(a[1])))
-    table.put("_mm256_permutevar8x32_ps", Vec(F32, 8), lambda a: permuted(a[0], _places(a[1])))
+    table.put("_mm256_permutevar8x32_epi32", bits32, lambda a: permuted(as_elem(a[0], I32), _places(a[1], 7)))
+    table.put("_mm256_permutevar8x32_ps", Vec(F32, 8), lambda a: permuted(a[0], _places(a[1], 7)))
+    for suffix, elem in (("ps", F32), ("epi32", I32)):
+        of = _register(F32 if elem == F32 else BITS, 64)
+        table.put(f"_mm512_permutexvar_{suffix}", of, _permuted_by_first(elem))
+        table.put(f"_mm512_permutex2var_{suffix}", of, _permuted_of_two(elem))
+    for wide, narrow in ((I32, I8), (I32, I16), (I16, I8), (I64, I32), (I64, I16)):
+        small = _register(BITS, max(16, 64 * narrow.size // wide.size))
+        name = f"_mm512_cvtsepi{8 * wide.size}_epi{8 * narrow.size}"
+        table.put(name, small, _saturating(wide, narrow, small.size))
     for size, prefix in ((16, "_mm_"), (32, "_mm256_"), (64, "_mm512_")):
         table.put(f"{prefix}broadcastss_ps", _register(F32, size), _splat_of(_lane_0, size // 4))
         table.put(f"{prefix}broadcast_ss", _register(F32, size), _splat_of(element, size // 4))
@@ -395,6 +415,53 @@ def _x86_halves(table: Table) -> None:
     for name in REDUCTIONS:
         table.put(f"_mm512_{name}_ps", F32, called(name, F32))
         table.put(f"_mm512_{name}_epi32", I32, called(name, I32))
+
+
+def _permuted_by_first(elem: Scalar) -> Build:
+    return lambda a: permuted(as_elem(a[1], elem), _places(a[0], 15))
+
+
+def _permuted_of_two(elem: Scalar) -> Build:
+    return lambda a: permuted(joined(as_elem(a[0], elem), as_elem(a[2], elem)), _places(a[1], 31))
+
+
+def _saturating(wide: Scalar, narrow: Scalar, size: int) -> Build:
+    return lambda a: padded(saturated(as_elem(a[0], wide), narrow), size)
+
+
+def _x86_doubles(table: Table) -> None:
+    """Between floats of the two sizes."""
+    for prefix, size in (("_mm_", 16), ("_mm256_", 32), ("_mm512_", 64)):
+        lanes = size // 8
+        table.put(f"{prefix}cvtps_pd", Vec(F64, lanes), _as_double(F32, lanes))
+        table.put(f"{prefix}cvtepi32_pd", Vec(F64, lanes), _as_double(I32, lanes))
+        to_f32 = Vec(F32, max(4, lanes))
+        table.put(f"{prefix}cvtpd_ps", to_f32, lambda a: padded(call("convert", (a[0],), of=F32), 16))
+        table.put(f"{prefix}set_pd1", Vec(F64, lanes), splat(F64, lanes))
+    for name, lanes in (("_mm_load1_pd", 2), ("_mm_load_pd1", 2), ("_mm256_broadcast_sd", 4)):
+        table.put(name, Vec(F64, lanes), _splat_at(F64, lanes))
+    table.put("_mm_load1_ps _mm_load_ps1", Vec(F32, 4), _splat_at(F32, 4))
+    table.put("_mm_storel_pd", VOID, lambda a: call("store", (pointer_to(a[0], F64), half("lo", a[1]))))
+    table.put("_mm_storeh_pd", VOID, lambda a: call("store", (pointer_to(a[0], F64), half("hi", a[1]))))
+    for name in REDUCTIONS:
+        table.put(f"_mm512_{name}_pd", F64, called(name, F64))
+
+
+def _as_double(elem: Scalar, lanes: int) -> Build:
+    return lambda a: call("convert", (first_lanes(a[0], elem, lanes),), of=F64)
+
+
+def _splat_at(elem: Scalar, lanes: int) -> Build:
+    return lambda a: call("splat", (element(pointer_to(a[0], elem)),), (lanes,))
+
+
+def _x86_estimates(table: Table) -> None:
+    def refused(a: Sequence[ir.Expr]) -> ir.Expr:
+        raise Mistyped("is an estimate: processors differ in its bits")
+
+    for prefix, size in (("_mm_", 16), ("_mm256_", 32), ("_mm512_", 64)):
+        for name in ("rcp", "rsqrt", "rcp14", "rsqrt14"):
+            table.put(f"{prefix}{name}_ps", _register(F32, size), refused)
 
 
 def _splat_of(number_of: Callable[[ir.Expr], ir.Expr], lanes: int) -> Build:
@@ -423,11 +490,11 @@ def _chosen_halves(a: Sequence[ir.Expr]) -> ir.Expr:
     return joined(chosen(imm & 15), chosen(imm >> 4 & 15))
 
 
-def _places(e: ir.Expr) -> list[int]:
+def _places(e: ir.Expr, most: int = -1) -> list[int]:
     vector = as_elem(e, I32)
     if not isinstance(vector, ir.CallExpression) or vector.name != "vector":
         raise Mistyped("takes places that are known when compiling")
-    return [number(known_number) & 7 for known_number in vector.numbers]
+    return [number(known_number) & most for known_number in vector.numbers]
 
 
 def _x86_scalars(table: Table) -> None:
@@ -465,8 +532,34 @@ def _x86_scalars(table: Table) -> None:
     table.put("_mm_movelh_ps", m128, lambda a: shuffled(a[0], a[1], (0, 1, 4, 5)))
     table.put("_cvtsh_ss", F32, lambda a: call("from_f16", (cast(U16, a[0]),)))
     table.put("_cvtss_sh", U16, lambda a: call("to_f16", (a[0],)))
+    table.put("_mm_storeh_pi", VOID, lambda a: call("store", (pointer_to(a[0], F32), half("hi", a[1]))))
+    table.put("_mm_loadl_pi", m128, lambda a: joined(load(F32, 2)(a[1:]), half("hi", a[0])))
+    table.put("_mm_loadh_pi", m128, lambda a: joined(half("lo", a[0]), load(F32, 2)(a[1:])))
+    table.put("_mm_set_pi16", Vec(BITS, 8), _set(I16, 4, is_reversed=True))
+    table.put(
+        "_mm_cvtpi16_ps",
+        m128,
+        lambda a: call("convert", (call("widen", (as_elem(a[0], I16),), of=I32),), of=F32),
+    )
     table.put("_mm_storel_pi", VOID, lambda a: call("store", (pointer_to(a[0], F32), half("lo", a[1]))))
+    for word, of in (("32", U32), ("64", U64)):
+        table.put(f"_mm_popcnt_u{word}", I64 if word == "64" else I32, _bits_set(of))
     table.put("_mm_prefetch __builtin_prefetch", VOID, lambda a: call("prefetch", (a[0],)))
+
+
+def _bits_set(of: Scalar) -> Build:
+    """The number of bits that are set, by sums of neighbours of one bit, two and four."""
+    ones = (1 << 8 * of.size) // 255
+
+    def build(a: Sequence[ir.Expr]) -> ir.Expr:
+        e = cast(of, a[0])
+        for by, kept in ((1, 0x55), (2, 0x33), (4, 0x0F)):
+            mask = ir.Const(of, ones * kept)
+            e = binary("+", binary("&", e, mask), binary("&", binary(">>", e, ir.integer(by)), mask))
+        count = binary(">>", binary("*", e, ir.Const(of, ones)), ir.integer(8 * of.size - 8))
+        return cast(I64 if of == U64 else I32, count)
+
+    return build
 
 
 def _extracted(elem: Scalar, of: Scalar) -> Build:

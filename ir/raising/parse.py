@@ -7,9 +7,7 @@ guessed: a construct that has no line here is refused with its file, line and na
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tree_sitter import Node
@@ -19,11 +17,16 @@ from phasewise.ir.errors import SourceError
 from phasewise.ir.operations import (
     binary,
     decayed,
+    unary,
 )
-from phasewise.ir.raising.parse_expressions import SourceExpressions
+from phasewise.ir.raising.complex_numbers import is_complex
+from phasewise.ir.raising.parse_compound import APART, CompoundValues
 from phasewise.ir.raising.parse_source import Source, described_node, is_const_node, needed
 from phasewise.ir.raising.preprocess import Expanded, guess_isa, preprocess, read_source
 from phasewise.ir.types import (
+    I32,
+    U8,
+    U64,
     VOID,
     Array,
     Pointer,
@@ -34,7 +37,6 @@ from phasewise.ir.types import (
     pointee,
 )
 
-_LOAD_APART = re.compile(r"vld2q_([suf](?:8|16|32|64))")
 MAX_NESTING = 150
 MAX_NODES = 200_000
 """Most nodes of one function: its tree is walked in Python."""
@@ -122,13 +124,14 @@ _UNSUPPORTED = {
 }
 
 
-class _Body(SourceExpressions):
+class _Body(CompoundValues):
     """One function's statements."""
 
     def read(self, node: Node) -> ir.FunctionDefinition:
         source = self.source
         declarator = node.child_by_field_name("declarator")
         is_const = is_const_node(node)
+        self.body_text = source.text(node)
         self.result = source.type_of(node.child_by_field_name("type"), node)
         while declarator is not None and declarator.type != "function_declarator":
             if declarator.type == "pointer_declarator":
@@ -136,13 +139,15 @@ class _Body(SourceExpressions):
             declarator = declarator.child_by_field_name("declarator")
         if declarator is None:
             raise source.refuse(node, "no function of the subset")
+        if isinstance(self.result, Struct):
+            raise source.refuse(node, "a result that is a struct or a complex number is not in the subset")
         args = []
         parameters = declarator.child_by_field_name("parameters")
         for child in parameters.named_children if parameters else ():
             args += self._argument(child)
         body = node.child_by_field_name("body")
         assert body is not None
-        statements = self.block(body)
+        statements = (*self._arguments_in_memory(source.line(node)), *self.block(body))
         return ir.FunctionDefinition(
             name=self.name,
             args=tuple(args),
@@ -167,8 +172,11 @@ class _Body(SourceExpressions):
                 return []
             raise self._refuse(node, "an argument without a name")
         name, of, _ = self.source.declared(base, declarator, is_const_node(node))
-        if isinstance(of, Array):
+        is_by_value = isinstance(of, Array) and isinstance(of.of, Vec) and declarator.type == "identifier"
+        if isinstance(of, Array) and not is_by_value:
             of = Pointer(of.of, is_const_node(node))
+        if is_complex(of):
+            return [(part.name, part.type) for part in self._new_pair(name, of)]
         if isinstance(of, Struct):
             raise self._refuse(node, f"argument `{name}` is a struct, not a pointer to one")
         self._note(of)
@@ -218,21 +226,21 @@ class _Body(SourceExpressions):
                     otherwise = next(
                         (child for child in otherwise.named_children if child.type != "comment"), None
                     )
-                condition = self.expr(needed(node, "condition"))
-                return [
-                    ir.If(
-                        condition, self._as_body(needed(node, "consequence")), self._as_body(otherwise), line
-                    )
-                ]
+                before, condition = self._asked_before(needed(node, "condition"), line)
+                then = self._as_body(needed(node, "consequence"))
+                return [*before, ir.If(condition, then, self._as_body(otherwise), line)]
             case "for_statement":
                 return self._for(node, line)
             case "while_statement":
-                return [
-                    ir.While(self.expr(needed(node, "condition")), self._as_body(needed(node, "body")), line)
-                ]
+                before, condition = self._asked_before(needed(node, "condition"), line)
+                body = self._as_body(needed(node, "body"))
+                if not before:
+                    return [ir.While(condition, body, line)]
+                leave = ir.If(unary("!", condition), (ir.Leave("break", line),), (), line)
+                return [ir.While(ir.integer(1), (*before, leave, *body), line)]
             case "do_statement":
                 body = self._as_body(needed(node, "body"))
-                return [ir.While(self.expr(needed(node, "condition")), body, line, is_after=True)]
+                return [ir.While(self.condition(needed(node, "condition")), body, line, is_after=True)]
             case "break_statement":
                 return [ir.Leave("break", line)]
             case "continue_statement":
@@ -242,6 +250,17 @@ class _Body(SourceExpressions):
             case _:
                 what = _UNSUPPORTED.get(node.type, described_node(node))
                 raise self._refuse(node, f"{what} is not in the subset")
+
+    def _asked_before(self, node: Node, line: int) -> tuple[list[ir.Stmt], ir.Expr]:
+        """A condition; with `i++` in it, it is computed before i grows."""
+        self._after = []
+        condition = self.condition(node)
+        after, self._after = self._after, None
+        if not after:
+            return [], condition
+        truth = ir.Var(I32, self._unique("is_true"))
+        value = ir.Ternary(I32, condition, ir.integer(1), ir.integer(0))
+        return [ir.Declare(truth.name, I32, value, line), *after], truth
 
     def _for(self, node: Node, line: int) -> list[ir.Stmt]:
         self.scopes.append({})
@@ -253,7 +272,7 @@ class _Body(SourceExpressions):
         update = node.child_by_field_name("update")
         loop = ir.For(
             tuple(first),
-            ir.integer(1) if condition is None else self.expr(condition),
+            ir.integer(1) if condition is None else self.condition(condition),
             tuple(self._effect(update) if update is not None else ()),
             self._as_body(needed(node, "body")),
             line,
@@ -274,6 +293,10 @@ class _Body(SourceExpressions):
             name, of, value = self.source.declared(base, declarator, is_const)
             if isinstance(of, Array) and isinstance(of.of, Vec) and value is not None:
                 statements += self._registers_declared(name, of, value, line, declarator)
+            elif is_complex(of):
+                statements += self._complex_declared(name, of, value, line)
+            elif isinstance(of, Array) and is_complex(of.of) and value is not None:
+                statements += self._complex_listed(name, of, value, line, declarator)
             else:
                 statements.append(self._declared(name, of, value, line, is_const, declarator))
         return statements
@@ -295,81 +318,6 @@ class _Body(SourceExpressions):
             of = _as_const_as(init, of)
             init = self._convert(init, of, value)
         return ir.Declare(self._new(name, of).name, of, init, line, is_const=is_const)
-
-    def _registers_declared(
-        self, name: str, of: Array, value: Node, line: int, declarator: Node
-    ) -> list[ir.Stmt]:
-        declared = self._array(name, of, None, line, False, declarator)
-        return [declared, *self._registers(ir.Var(of, declared.name), value, line)]
-
-    def _registers(self, target: ir.Expr, value: Node, line: int) -> list[ir.Stmt]:
-        """Values of several registers, one by one: from a list, or from a load of several."""
-        of = target.type
-        assert isinstance(of, Array)
-        if value.type == "initializer_list":
-            values = self._listed(value, of)
-        else:
-            values = self._loaded_together(value, of)
-        return [
-            ir.Assign(ir.Index(of.of, target, ir.integer(i)), item, line) for i, item in enumerate(values)
-        ]
-
-    def _lanes_listed(self, node: Node, of: Vec) -> ir.Expr:
-        """A NEON register of the lanes in a list; lanes that are not there are zero."""
-        word = "q" if of.size == 16 else ""
-        suffix = of.elem.name.replace("i", "s")
-        names = [f"vdup{word}_n_{suffix}", f"vset{word}_lane_{suffix}"]
-        values = [self._converted(child, of.elem) for child in node.named_children if child.type != "comment"]
-        if any(name not in self.source.intrinsics for name in names) or len(values) > of.lanes:
-            raise self._refuse(node, "a list of lanes is not in the subset here")
-        register: ir.Expr = ir.CallExpression(of, names[0], (ir.zero(of.elem),))
-        for lane, value in enumerate(values):
-            if not (isinstance(value, ir.Const) and value.value == 0):
-                register = ir.CallExpression(of, names[1], (value, register, ir.integer(lane)))
-        return register
-
-    def _listed(self, node: Node, of: Array) -> list[ir.Expr]:
-        """The elements of a list of registers; `{0}` is zero everywhere."""
-        inner = [child for child in node.named_children if child.type != "comment"]
-        if len(inner) == 1 and inner[0].type == "initializer_list":
-            return self._listed(inner[0], of)
-        if len(inner) == 1 and self._text(inner[0]) == "0":
-            assert isinstance(of.of, Vec)
-            suffix = of.of.elem.name.replace("i", "s")
-            zero = "_mm256_setzero_si256" if of.of.elem.name == "bits" else f"vdupq_n_{suffix}"
-            args = () if of.of.elem.name == "bits" else (ir.integer(0),)
-            return [ir.CallExpression(of.of, zero, args)] * of.count
-        return [self._converted(item, of.of) for item in inner]
-
-    def _loaded_together(self, node: Node, of: Array) -> list[ir.Expr]:
-        called = self._text(node.child_by_field_name("function"))
-        if apart := _LOAD_APART.fullmatch(called):
-            return self._loaded_apart(apart[1], node, of)
-        name, _, many = called.rpartition("_x")
-        intrinsic = self.source.intrinsics.get(name)
-        if (
-            intrinsic is None
-            or intrinsic.result != of.of
-            or many != str(of.count)
-            or not isinstance(of.of, Vec)
-        ):
-            raise self._refuse(node, f"{self._quoted(node)} where {of.count} registers are needed")
-        return self._loaded_in_a_row(name, node, of)
-
-    def _loaded_in_a_row(self, name: str, node: Node, of: Array) -> list[ir.Expr]:
-        assert isinstance(of.of, Vec)
-        (place,) = self._arguments(node)
-        starts = [ir.integer(i * of.of.lanes) for i in range(of.count)]
-        places = [self._typed(partial(binary, "+", place, start), node) for start in starts]
-        return [ir.CallExpression(of.of, name, (each,)) for each in places]
-
-    def _loaded_apart(self, suffix: str, node: Node, of: Array) -> list[ir.Expr]:
-        """Two NEON registers of every other element each: those of even places, and of odd ones."""
-        load = self.source.intrinsics.get(f"vld1q_{suffix}")
-        if load is None or load.result != of.of or of.count != 2:
-            raise self._refuse(node, f"{self._quoted(node)} where {of.count} registers are needed")
-        both = tuple(self._loaded_in_a_row(f"vld1q_{suffix}", node, of))
-        return [ir.CallExpression(of.of, f"vuzp{half}q_{suffix}", both) for half in (1, 2)]
 
     def _effect(self, node: Node) -> list[ir.Stmt]:
         """An expression that stands alone."""
@@ -401,6 +349,8 @@ class _Body(SourceExpressions):
             return self._memcpy(node, line)
         if name in ("memset", "__builtin_memset"):
             return self._memset(node, line)
+        if (apart := APART.fullmatch(name)) and apart[1] == "st":
+            return self._stored_together(int(apart[2]), apart[3], apart[4], node, line)
         if name == "__builtin_prefetch" and name not in self.source.intrinsics:
             return []  # a hint; instruction sets that have the operation keep it
         if name in ("_mm256_zeroupper", "_mm256_zeroall", "_mm_sfence", "_mm_empty"):
@@ -418,7 +368,7 @@ class _Body(SourceExpressions):
         target, value = _pointee(to), _pointee(of)
         n_bytes = size.value if isinstance(size, ir.Const) else -1
         if target is None or value is None or target.type.size != n_bytes:
-            raise self._refuse(node, "memcpy of other than one number")
+            return self._copied_bytes(to, of, size, node, line)
         if value.type.size != n_bytes:
             value = ir.Index(
                 target.type,
@@ -437,41 +387,65 @@ class _Body(SourceExpressions):
         element = to.type.of
         is_simple = isinstance(element, Scalar) and n_bytes % element.size == 0 and n_bytes <= to.type.size
         if not is_simple or n_bytes > 64 * element.size or not isinstance(decayed(of.type), Pointer):
-            raise self._refuse(node, "memcpy to an array of other than a few whole elements")
+            return self._copied_bytes(to, of, ir.Const(U64, n_bytes), node, line)
         source = ir.Cast(Pointer(element, True), of)
         return [
             ir.Assign(ir.Index(element, to, ir.integer(i)), ir.Index(element, source, ir.integer(i)), line)
             for i in range(n_bytes // element.size)
         ]
 
+    def _copied_bytes(self, to: ir.Expr, of: ir.Expr, size: ir.Expr, node: Node, line: int) -> list[ir.Stmt]:
+        if isinstance(pointee(of.type), Vec):
+            raise self._refuse(node, "memcpy of registers is not in the subset")
+        source = ir.Cast(Pointer(U8, True), of)
+        return self._byte_by_byte(to, lambda at: ir.Index(U8, source, at), size, node, line)
+
+    def _byte_by_byte(
+        self, to: ir.Expr, value: Callable[[ir.Var], ir.Expr], size: ir.Expr, node: Node, line: int
+    ) -> list[ir.Stmt]:
+        memory = decayed(to.type)
+        if not isinstance(memory, Pointer) or memory.is_const or isinstance(memory.to, Vec):
+            raise self._refuse(node, f"{self._quoted(node)} writes to what is no memory of numbers")
+        at = ir.Var(U64, self._unique("byte"))
+        assign = ir.Assign(ir.Index(U8, ir.Cast(Pointer(U8), to), at), value(at), line)
+        step = ir.Assign(at, binary("+", at, ir.Const(U64, 1)), line)
+        condition = binary("<", at, self._convert(size, U64, node))
+        start = ir.Declare(at.name, U64, ir.Const(U64, 0), line)
+        return [ir.For((start,), condition, (step,), (assign,), line)]
+
     def _memset(self, node: Node, line: int) -> list[ir.Stmt]:
         to, value, size = self._arguments(node)
-        while isinstance(to, ir.Cast):
-            to = to.a
-        ok = isinstance(to.type, Array) and isinstance(value, ir.Const) and value.value == 0
-        if not ok or not isinstance(size, ir.Const) or size.value != to.type.size:
-            raise self._refuse(node, "memset of other than a whole array to zero")
-        assert isinstance(to, ir.Var)
-        assert isinstance(to.type, Array)
-        return [ir.Do(ir.CallExpression(VOID, "__clear", (to,)), line)]
+        array = to
+        while isinstance(array, ir.Cast):
+            array = array.a
+        if not isinstance(value, ir.Const):
+            raise self._refuse(node, "memset to what is not known when compiling")
+        is_whole = isinstance(array, ir.Var) and isinstance(size, ir.Const) and size.value == array.type.size
+        is_of_numbers = isinstance(array.type, Array) and isinstance(array.type.of, Scalar)
+        if is_whole and is_of_numbers and value.value == 0:
+            return [ir.Do(ir.CallExpression(VOID, "__clear", (array,)), line)]
+        byte = ir.Const(U8, int(value.value) & 255)
+        return self._byte_by_byte(to, lambda at: byte, size, node, line)
 
     def _assignment(self, node: Node, line: int) -> list[ir.Stmt]:
         right = needed(node, "right")
         before: list[ir.Stmt] = []
         op = self._text(needed(node, "operator"))
         target = self.expr(needed(node, "left"))
-        if not isinstance(target, ir.Var | ir.Index | ir.Member):
+        if not isinstance(target, ir.Var | ir.Index | ir.Member) and not is_complex(target.type):
             raise self._refuse(node, f"{self._quoted(node)} assigns to what is no variable")
         if op == "=" and right.type == "assignment_expression":
             before = self._effect(right)
             right = needed(right, "left")
         if op == "=" and isinstance(target.type, Array):
             return self._registers(target, right, line)
-        if op == "=":
-            return [*before, ir.Assign(target, self._converted(right, target.type), line)]
         value = self.expr(right)
-        combined = self._typed(lambda: binary(op[:-1], target, value), node)
-        return [ir.Assign(target, self._convert(combined, target.type, node), line)]
+        if op != "=":
+            value = self._operated(op[:-1], target, value, node)
+        value = self._convert(value, target.type, node)
+        if is_complex(target.type):
+            return [*before, *self._complex_assigned(target, value, line)]
+        return [*before, ir.Assign(target, value, line)]
 
 
 def _as_const_as(value: ir.Expr, of: Type) -> Type:

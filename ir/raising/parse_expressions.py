@@ -12,10 +12,12 @@ from tree_sitter import Node
 from phasewise._words import counted
 from phasewise.ir import nodes as ir
 from phasewise.ir.arithmetic import integer_result
+from phasewise.ir.builders import MASK_TYPES
 from phasewise.ir.errors import SourceError
 from phasewise.ir.operations import (
     COMPARISONS,
     LIBRARY,
+    LIBRARY_F64,
     LOGICAL,
     OPERATIONS,
     ORDERS,
@@ -25,6 +27,8 @@ from phasewise.ir.operations import (
     fitting,
     unary,
 )
+from phasewise.ir.raising import complex_numbers
+from phasewise.ir.raising.complex_numbers import is_complex
 from phasewise.ir.raising.intrinsics_neon import NEON_ELEMS
 from phasewise.ir.raising.parse_source import Source, described_node, is_const_node, needed
 from phasewise.ir.types import (
@@ -47,7 +51,7 @@ from phasewise.ir.types import (
     spelled,
 )
 
-_TAKEN_BY_TEXT = frozenset(keyword.kwlist) | set(OPERATIONS) | set(SCALARS) | set(ORDERS)
+_TAKEN_BY_TEXT = frozenset(keyword.kwlist) | {*OPERATIONS, *SCALARS, *ORDERS, "inf", "nan", "zeros"}
 """Names that mean something in the text of the high level."""
 _LIKE_A_PARAMETER = re.compile(r"[A-Z][A-Z0-9_]*")
 
@@ -58,12 +62,13 @@ class SourceExpressions:
     def __init__(self, source: Source, name: str) -> None:
         self.source = source
         self.name = name
-        self.scopes: list[dict[str, ir.Var]] = [{}]
+        self.scopes: list[dict[str, ir.Expr]] = [{}]
         self.taken: set[str] = set()
         self.helpers: dict[str, ir.FunctionDefinition] = {}
         self.structs: dict[str, Struct] = {}
         self.tables: dict[str, ir.Declare] = {}
         self.result: Type = VOID
+        self.body_text = ""
         self._after: list[ir.Stmt] | None = None
         """The list that takes `i++` within the statement at hand; None: it may not be there."""
 
@@ -97,16 +102,27 @@ class SourceExpressions:
 
     def _new(self, name: str, of: Type) -> ir.Var:
         """A variable; one that hides another gets a name of its own."""
+        variable = ir.Var(of, self._unique(name))
+        self.scopes[-1][name] = variable
+        return variable
+
+    def _new_pair(self, name: str, of: Type) -> tuple[ir.Var, ir.Var]:
+        """A complex variable: two of numbers."""
+        elem = complex_numbers.element_of(of)
+        re, im = (ir.Var(elem, self._unique(f"{name}_{part}")) for part in ("re", "im"))
+        self.scopes[-1][name] = complex_numbers.pair(re, im)
+        return re, im
+
+    def _unique(self, name: str) -> str:
         plain = f"{name.lower()}_" if name in _TAKEN_BY_TEXT or _LIKE_A_PARAMETER.fullmatch(name) else name
         unique, n = plain, 1
         while unique in self.taken:
             n += 1
             unique = f"{plain}_{n}"
         self.taken.add(unique)
-        self.scopes[-1][name] = ir.Var(of, unique)
-        return self.scopes[-1][name]
+        return unique
 
-    def _look_up(self, name: str) -> ir.Var | None:
+    def _look_up(self, name: str) -> ir.Expr | None:
         return next((scope[name] for scope in reversed(self.scopes) if name in scope), None)
 
     def _array(
@@ -122,7 +138,8 @@ class SourceExpressions:
             inner = of.of.size // innermost(of).size
             of = Array(of.of, len(values) // inner)
         n_all = of.size // innermost(of).size
-        if not isinstance(innermost(of), Scalar) and not isinstance(of.of, Vec):
+        self._note(of)
+        if not isinstance(innermost(of), Scalar) and not isinstance(of.of, Vec) and not is_complex(of.of):
             raise self._refuse(declarator, f"`{name}`: arrays of {spelled(of.of)} are not in the subset")
         if len(values) > n_all:
             raise self._refuse(declarator, f"`{name}` has {counted(n_all, 'element')}, not {len(values)}")
@@ -156,6 +173,12 @@ class SourceExpressions:
 
     def _convert(self, value: ir.Expr, to: Type, node: Node) -> ir.Expr:
         """As C converts it without a cast."""
+        if is_complex(value.type) or is_complex(to):
+            return self._typed(lambda: complex_numbers.converted(value, to), node)
+        if value.type == to:
+            return value
+        if _is_mask(to) and isinstance(value, ir.Const):
+            return ir.CallExpression(to, "__mask", (value,))
         given = decayed(value.type)
         if given == to:
             return value if value.type == to or isinstance(value.type, Array) else replace(value, type=to)
@@ -177,6 +200,12 @@ class SourceExpressions:
             return make()
         except Mistyped as error:
             raise self._refuse(node, str(error)) from None
+
+    def condition(self, node: Node) -> ir.Expr:
+        value = self.expr(node)
+        if not isinstance(decayed(value.type), Scalar | Pointer):
+            raise self._refuse(node, f"{spelled(value.type)} as a condition")
+        return value
 
     def expr(self, node: Node) -> ir.Expr:
         match node.type:
@@ -226,6 +255,8 @@ class SourceExpressions:
         argument, operator = needed(node, "argument"), needed(node, "operator")
         whole = node
         while whole.parent is not None and whole.type not in ("declaration", "expression_statement"):
+            if whole.parent.type in ("if_statement", "while_statement"):
+                break
             whole = whole.parent
         target = self.expr(argument)
         names = _identifiers(whole, self.source)
@@ -239,6 +270,8 @@ class SourceExpressions:
 
     def _identifier(self, node: Node) -> ir.Expr:
         name = self._text(node)
+        if name == complex_numbers.IMAGINARY_UNIT:
+            return complex_numbers.imaginary_unit()
         variable = self._look_up(name)
         if variable is not None:
             return variable
@@ -277,18 +310,25 @@ class SourceExpressions:
     def _binary(self, node: Node) -> ir.Expr:
         op = self._text(needed(node, "operator"))
         a, b = self.expr(needed(node, "left")), self.expr(needed(node, "right"))
-        if isinstance(a.type, Vec) or isinstance(b.type, Vec):
+        return _folded(op, a, b, self._operated(op, a, b, node))
+
+    def _operated(self, op: str, a: ir.Expr, b: ir.Expr, node: Node) -> ir.Expr:
+        is_of_masks = a.type == b.type and _is_mask(a.type) and op in "&|^"
+        if not is_of_masks and (isinstance(a.type, Vec) or isinstance(b.type, Vec)):
             raise self._refuse(node, f"{op} between registers; write the intrinsic")
-        operation = self._typed(lambda: binary(op, a, b), node)
-        return _folded(op, a, b, operation)
+        if is_complex(a.type) or is_complex(b.type):
+            return self._typed(lambda: complex_numbers.operated(op, a, b), node)
+        return self._typed(lambda: binary(op, a, b), node)
 
     def _unary(self, node: Node) -> ir.Expr:
         op = self._text(needed(node, "operator"))
         a = self.expr(needed(node, "argument"))
         if op == "+":
             return a
-        if isinstance(a.type, Vec):
+        if isinstance(a.type, Vec) and not (_is_mask(a.type) and op == "~"):
             raise self._refuse(node, f"{op} of a register; write the intrinsic")
+        if is_complex(a.type):
+            return self._typed(lambda: complex_numbers.negated(op, a), node)
         operation = self._typed(lambda: unary(op, a), node)
         if isinstance(a, ir.Const) and isinstance(operation.type, Scalar):
             value = {"-": -a.value, "!": int(not a.value)}.get(op)
@@ -304,6 +344,8 @@ class SourceExpressions:
         given = decayed(value.type)
         if to == VOID:
             return value
+        if is_complex(to) or is_complex(given) or _is_mask(to):
+            return self._convert(value, to, node)
         if isinstance(to, Scalar) and isinstance(given, Scalar):
             return (
                 ir.Const(to, fitting(value.value, to)) if isinstance(value, ir.Const) else ir.Cast(to, value)
@@ -328,7 +370,7 @@ class SourceExpressions:
         return base
 
     def _conditional(self, node: Node) -> ir.Expr:
-        condition = self.expr(needed(node, "condition"))
+        condition = self.condition(needed(node, "condition"))
         a, b = self.expr(needed(node, "consequence")), self.expr(needed(node, "alternative"))
         if isinstance(a.type, Scalar) and isinstance(b.type, Scalar):
             of: Type = common(a.type, b.type)
@@ -358,6 +400,8 @@ class SourceExpressions:
             return self._element(a, ir.integer(0), node)
         if isinstance(a, ir.Index) and isinstance(a.type, Scalar | Struct):
             return self._typed(lambda: binary("+", a.base, a.index), node)
+        if is_complex(a.type):
+            raise self._refuse(node, f"the address of the complex variable {self._quoted(node)}")
         return ir.AddressOf(Pointer(a.type), a)
 
     def _field(self, node: Node) -> ir.Expr:
@@ -390,18 +434,27 @@ class SourceExpressions:
         if function.type != "identifier":
             raise self._refuse(node, f"a call of `{name[:40]}`: function pointers are not in the subset")
         args = self._arguments(node)
-        if name in ("__builtin_inff", "__builtin_nanf"):
-            return ir.Const(F32, float("inf" if name.endswith("inff") else "nan"))
+        if name in ("__builtin_inff", "__builtin_huge_valf", "__builtin_nanf"):
+            return ir.Const(F32, float("nan" if name.endswith("nanf") else "inf"))
         intrinsic = self.source.intrinsics.get(name)
         if intrinsic is not None:
             return ir.CallExpression(intrinsic.result, name, tuple(args))
         if name in _ABS:
             return self._absolute(args[0], node)
+        if name.startswith("__generic_"):
+            name = self._of_its_type(name.removeprefix("__generic_"), args, node)
         library = name.removeprefix("__builtin_")
+        if library in complex_numbers.FUNCTIONS:
+            return self._typed(lambda: complex_numbers.function_of(library, args), node)
+        if library in _CLASSES and len(args) == 1:
+            return self._typed(lambda: _CLASSES[library](args[0]), node)
         if library in LIBRARY:
             return ir.CallExpression(F32, library, tuple(self._convert(arg, F32, node) for arg in args))
         if name in self.source.names.functions:
             return self._helper(name, args, node)
+        of_double = f"{library}_f64"
+        if of_double in LIBRARY_F64:
+            return ir.CallExpression(F64, of_double, tuple(self._convert(arg, F64, node) for arg in args))
         if library in ("lrintf", "llrintf"):
             (whole,) = (self._convert(arg, F32, node) for arg in args)
             return ir.Cast(I64, ir.CallExpression(F32, "rintf", (whole,)))
@@ -409,11 +462,21 @@ class SourceExpressions:
             raise self._refuse(node, f"intrinsic `{name}` is not in the table of {self.source.expanded.isa}")
         raise self._refuse(node, f"`{name}` is not defined here")
 
+    def _of_its_type(self, name: str, args: list[ir.Expr], node: Node) -> str:
+        """The function that <tgmath.h> takes for these arguments: of float32, where all of them are."""
+        elements = [complex_numbers.element_of(arg.type) for arg in args if is_complex(arg.type)]
+        if elements and f"{name}f" in complex_numbers.FUNCTIONS and set(elements) == {F32}:
+            return f"{name}f"
+        if elements:
+            raise self._refuse(node, f"`{name}` of a complex number is not in the subset")
+        return f"{name}f" if all(arg.type == F32 for arg in args) else name
+
     def _absolute(self, a: ir.Expr, node: Node) -> ir.Expr:
         return ir.Ternary(a.type, self._typed(lambda: binary("<", a, ir.integer(0)), node), unary("-", a), a)
 
     def _helper(self, name: str, args: list[ir.Expr], node: Node) -> ir.Expr:
         helper = self.source.function(name)
+        args = complex_numbers.flat(args)
         if len(args) != len(helper.args):
             raise self._refuse(
                 node, f"`{name}` takes {counted(len(helper.args), 'argument')}, not {len(args)}"
@@ -426,6 +489,10 @@ class SourceExpressions:
             self.tables[table.name] = table
         converted = [self._convert(arg, of, node) for arg, (_, of) in zip(args, helper.args, strict=True)]
         return ir.CallExpression(helper.result, name, tuple(converted))
+
+
+def _is_mask(of: Type) -> bool:
+    return of in MASK_TYPES.values()
 
 
 def _identifiers(node: Node, source: Source) -> list[str]:
@@ -451,6 +518,19 @@ def _is_lazy(node: Node, whole: Node) -> bool:
 
 
 _ABS = ("abs", "labs")
+_INFINITY = ir.Const(F32, float("inf"))
+
+
+def _is_infinite(a: ir.Expr) -> ir.Expr:
+    return binary("||", binary("==", a, _INFINITY), binary("==", a, ir.Const(F32, float("-inf"))))
+
+
+_CLASSES: dict[str, Callable[[ir.Expr], ir.Expr]] = {
+    "isnan": lambda a: binary("!=", a, a),
+    "isinf": _is_infinite,
+    "isfinite": lambda a: binary("==", binary("-", a, a), ir.Const(F32, 0.0)),
+}
+"""C's macros that classify a float; each is true or false."""
 _OTHER_INTRINSICS = ("_cvtsh_ss",)
 
 
@@ -459,18 +539,20 @@ def _looks_like_neon(name: str) -> bool:
 
 
 def _literal(source: Source, node: Node) -> ir.Const:
-    text = source.text(node).lower().replace("'", "")
+    written = source.text(node).lower().replace("'", "")
+    text = written.lstrip("+-")  # the grammar leaves a sign before a hexadecimal float to the number
+    sign = -1 if written.startswith("-") else 1
     is_hex = text.startswith("0x")
     try:
         if (not is_hex and (set(text) & set(".ef"))) or "p" in text:
             is_f32 = text.endswith("f")
             number = text.rstrip("fl") if not is_hex else text.rstrip("l").removesuffix("f")
-            value = float.fromhex(number) if is_hex else float(number)
+            value = sign * (float.fromhex(number) if is_hex else float(number))
             return ir.Const(F32, fitting(value, F32)) if is_f32 else ir.Const(F64, value)
         digits = text.rstrip("ul")
         suffix = text[len(digits) :]
         is_octal = not is_hex and len(digits) > 1 and digits[0] == "0" and digits[1:].isdigit()
-        value_i = int(digits, 8) if is_octal else int(digits, 0)
+        value_i = sign * (int(digits, 8) if is_octal else int(digits, 0))
     except (ValueError, OverflowError):
         raise source.refuse(node, f"`{text[:40]}` is no number of the subset") from None
     wanted = [

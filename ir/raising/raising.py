@@ -4,15 +4,27 @@ its line."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 from phasewise.ir import nodes as ir
-from phasewise.ir.builders import pointer_to, target
+from phasewise.ir.builders import Intrinsic, pointer_to, target
 from phasewise.ir.errors import SourceError
-from phasewise.ir.operations import LIBRARY, Mistyped, as_elem, binary, call, cast, unary
+from phasewise.ir.operations import (
+    COMPLEX,
+    LIBRARY,
+    LIBRARY_F64,
+    Mistyped,
+    as_elem,
+    binary,
+    call,
+    cast,
+    unary,
+)
 from phasewise.ir.raising import intrinsics
 from phasewise.ir.raising.inline import inlined
+from phasewise.ir.raising.intrinsics_masks import mask_of
 from phasewise.ir.raising.intrinsics_neon import is_below_16
 from phasewise.ir.raising.lanes import lanes_named
 from phasewise.ir.raising.reductions import recognised
@@ -53,7 +65,10 @@ class _Raiser:
         self._line = function.line
         self._n_loops: dict[str, int] = {}
         self._constants: dict[str, ir.Expr] = {}
-        """Values of registers that are declared const."""
+        """Values of registers that get one value."""
+        self._known: dict[str, ir.Expr] = {}
+        """Those of them that are numbers alone."""
+        self._once = _given_once(function.body)
         self._declared: set[str] = {name for name, _ in function.args}
 
     def function(self) -> ir.FunctionDefinition:
@@ -85,8 +100,10 @@ class _Raiser:
                 return self._do(what, line)
             case ir.For():
                 return self._for(statement)
-            case ir.While(condition, body, line, is_after):
-                return (ir.While(self.expr(condition), self._body(body), line, is_after),)
+            case ir.While(is_after=True):
+                return self._asked_after(statement)
+            case ir.While(condition, body, line):
+                return (ir.While(self.expr(condition), self._body(body), line),)
             case ir.If(condition, then, otherwise, line):
                 test = self.expr(condition)
                 if isinstance(test, ir.Const):
@@ -103,6 +120,16 @@ class _Raiser:
             case _:
                 raise AssertionError(statement)
 
+    def _asked_after(self, loop: ir.While) -> ir.Body:
+        """`do .. while`: the high level asks before a turn, so the loop is one without end that is left."""
+        if _has_continue(loop.body):
+            raise self._refuse("`continue` in a `do` loop is not in the subset")
+        body, condition = self._body(loop.body), self.expr(loop.condition)
+        if isinstance(condition, ir.Const) and not condition.value and not _has_leave(loop.body, "break"):
+            return body
+        leave = ir.If(unary("!", condition), (ir.Leave("break", loop.line),), (), loop.line)
+        return (ir.While(ir.integer(1), (*body, leave), loop.line),)
+
     def _declare(self, declaration: ir.Declare) -> ir.Body:
         if isinstance(declaration.type, Array):
             array = declaration.type
@@ -118,16 +145,24 @@ class _Raiser:
             return ()  # its type is that of what is first assigned
         value = self.expr(declaration.value)
         value = self._as(value, of) if not (isinstance(of, Vec) and of.elem == BITS) else value
-        if declaration.is_const and isinstance(of, Vec):
-            self._constants[declaration.name] = ir.Substitute(self._constants).expr(value)
+        if isinstance(of, Vec):
+            self._remember(declaration.name, value, declaration.is_const)
         self._types[declaration.name] = value.type if isinstance(of, Vec) else of
         return (replace(declaration, type=self._types[declaration.name], value=value),)
+
+    def _remember(self, name: str, value: ir.Expr, is_const: bool) -> None:
+        """The value of a register that gets no other one."""
+        if is_const or name in self._once:
+            self._constants[name] = ir.Substitute(self._constants).expr(value)
+            if not ir.used(self._constants[name]):
+                self._known[name] = self._constants[name]
 
     def _assign(self, target: ir.Expr, value: ir.Expr, line: int) -> ir.Body:
         new = self.expr(value)
         if isinstance(target, ir.Var):
             if target.name not in self._types:
                 self._types[target.name] = new.type
+                self._remember(target.name, new, is_const=False)
                 return (ir.Declare(target.name, new.type, new, line),)
             of = self._types[target.name]
             return (ir.Assign(ir.Var(of, target.name), self._as(new, of), line),)
@@ -324,21 +359,25 @@ class _Raiser:
             assert isinstance(to, Scalar)
             given = self.expr(e.args[0])
             return given if given.type == to else call("bits", (given,), of=to)
-        if e.name.endswith(("broadcast_ss", "_dup_f32")):
+        if e.name == "__mask":
+            (value,) = e.args
+            assert isinstance(value, ir.Const)
+            return mask_of(int(value.value), ir.vec(e))
+        if e.name.endswith(_BROADCASTS):
             inner = e.args[0]
             while isinstance(inner, ir.Cast):
                 inner = inner.a
-            if isinstance(inner, ir.AddressOf) and isinstance(e.type, Vec) and inner.a.type == F32:
+            if isinstance(inner, ir.AddressOf) and isinstance(e.type, Vec) and inner.a.type == e.type.elem:
                 return call("splat", (self.expr(inner.a),), (e.type.lanes,))
         args = tuple(self.expr(arg) for arg in e.args)
-        if e.name in LIBRARY:
+        if e.name in LIBRARY or e.name in COMPLEX or e.name in LIBRARY_F64:
             return call(e.name, args)
         intrinsic = self._table[e.name]
         if e.name.startswith("vqtbl1q_") and is_below_16(ir.Substitute(self._constants).expr(args[1])):
             looked_up = call("lookup", (as_elem(args[0], I8), as_elem(args[1], I8)))
             return as_elem(looked_up, I8 if e.name.endswith("s8") else U8)
         try:
-            operation = intrinsic.build(args)
+            operation = self._built(intrinsic, args)
         except (AssertionError, IndexError):
             raise self._refuse(f"`{e.name}` with these arguments is not in the subset") from None
         if (
@@ -348,6 +387,31 @@ class _Raiser:
         ):
             operation = as_elem(operation, intrinsic.result.elem)
         return operation
+
+    def _built(self, intrinsic: Intrinsic, args: tuple[ir.Expr, ...]) -> ir.Expr:
+        """The operation; with the numbers of registers in their place where it asks for numbers."""
+        try:
+            return intrinsic.build(args)
+        except Mistyped:
+            known = tuple(ir.Substitute(self._known).expr(arg) for arg in args)
+            if known == args:
+                raise
+            return intrinsic.build(known)
+
+
+_BROADCASTS = ("broadcast_ss", "_dup_f32", "load1_ps", "load_ps1", "broadcast_sd", "load1_pd")
+"""Intrinsics that read one number by its address."""
+
+
+def _given_once(body: ir.Body) -> set[str]:
+    """Names of the variables that get a value in one place."""
+    counts: Counter[str] = Counter()
+    for node in ir.walk_body(body):
+        if isinstance(node, ir.Declare) and node.value is not None:
+            counts[node.name] += 1
+        elif isinstance(node, ir.Assign) and isinstance(node.target, ir.Var):
+            counts[node.target.name] += 1
+    return {name for name, count in counts.items() if count == 1}
 
 
 def _memory_type(of: Type) -> Type:
@@ -403,14 +467,18 @@ def _counts_down_unsigned(assignment: ir.Assign) -> bool:
 
 def _has_continue(body: ir.Body) -> bool:
     """True if a `continue` belongs to this loop, not to one within it."""
+    return _has_leave(body, "continue")
+
+
+def _has_leave(body: ir.Body, word: str) -> bool:
     for statement in body:
         match statement:
-            case ir.Leave(word="continue"):
+            case ir.Leave(word=own) if own == word:
                 return True
             case ir.If(then=then, otherwise=otherwise):
-                if _has_continue(then) or _has_continue(otherwise):
+                if _has_leave(then, word) or _has_leave(otherwise, word):
                     return True
             case ir.BlockStatement(body=inner):
-                if _has_continue(inner):
+                if _has_leave(inner, word):
                     return True
     return False

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phasewise.ir.errors import ToolError
-from phasewise.ir.operations import LIBRARY
+from phasewise.ir.operations import LIBRARY, LIBRARY_F64
 from phasewise.ir.running.limited import ChildLimits, run
 
-PURE = frozenset((*LIBRARY, "memcpy", "memset", "memmove"))
+PURE = frozenset((*LIBRARY, *LIBRARY_F64.values(), "memcpy", "memset", "memmove"))
 LIBRARIES = frozenset(("libm.so.6", "libc.so.6"))
 PAGE_BYTES = 4096
 

@@ -114,8 +114,17 @@ def tuned(cost: Cost) -> Cost:
     return of
 
 
-def top_k_losses(result: Walked, cost: Cost, ks: Sequence[int]) -> dict[int, float]:
-    """By k: how much worse, with tuned kernels, the best of the first k is than the best of all tried."""
-    final = tuned(cost)
+def erring(cost: Cost, modelled_over_timed: Sequence[float], draw: str) -> Cost:
+    """The time of a configuration whose modelled cost errs as one of these, by the draw and its key."""
+
+    def of(configuration: Configuration) -> float:
+        digest = hashlib.blake2b(f"{draw} {configuration.key}".encode(), digest_size=8).digest()
+        return cost(configuration) / modelled_over_timed[int.from_bytes(digest) % len(modelled_over_timed)]
+
+    return of
+
+
+def top_k_losses(result: Walked, final: Cost, ks: Sequence[int]) -> dict[int, float]:
+    """By k: how much worse, in the end, the best of the first k is than the best of all tried."""
     best_ms = min(final(configuration) for configuration, _ in result.scored.values())
     return {k: min(final(configuration) for configuration in result.top(k)) / best_ms - 1 for k in ks}

@@ -12,7 +12,9 @@ from functools import cache
 from random import Random
 
 from phasewise.kerneldb.records import Problem, Sample, Schedule
-from phasewise.tuner.search.protocol import Search, T, drive
+from phasewise.tuner.search.group import Group
+from phasewise.tuner.search.model import model_schedule
+from phasewise.tuner.search.protocol import Search, T, TimingBatch, drive
 from phasewise.tuner.search.space import Arithmetic, Caches, MicroKernel, ScheduleSpace, pieces
 
 KERNELS = tuple(
@@ -162,3 +164,47 @@ def space_of(
 def shortfall(landscape: Landscape, problem: Problem, chosen: Schedule, best: Schedule) -> float:
     """The share by which `chosen` is slower than `best`, without noise; 0.03 is three per cent."""
     return landscape.cost_ns(problem, chosen) / landscape.cost_ns(problem, best) - 1
+
+
+def group_of(
+    n: int = 576, k: int = 576, threads: int = 2, arithmetics: tuple[Arithmetic, ...] = (PLAIN,)
+) -> Group:
+    """A weight whose default schedule is the model's for the tallest wide kernel."""
+
+    def default(m: int) -> Schedule:
+        space = group.space(m, arithmetics[0])
+        return model_schedule(space, max(space.kernels, key=lambda kernel: (kernel.mr, kernel.panels)))
+
+    group = Group(
+        format="f32",
+        n=n,
+        k=k,
+        threads=threads,
+        arithmetics=arithmetics,
+        kernels={arithmetic.compute_path: KERNELS for arithmetic in arithmetics},
+        caches=Caches(48 << 10, 1 << 20),
+        weight_bits=32,
+        default=default,
+    )
+    return group
+
+
+@dataclass
+class GroupBench:
+    """Times asks on a landscape; remembers them, as a store does."""
+
+    group: Group
+    landscape: Landscape
+    stored: dict[tuple[int, Schedule, int], Sample] = field(default_factory=dict)
+    asks: list[TimingBatch] = field(default_factory=list)
+    timed: int = 0
+
+    def __call__(self, ask: TimingBatch) -> list[Sample]:
+        self.asks.append(ask)
+        problem = self.group.space(ask.m, PLAIN).problem
+        keys = [(ask.m, schedule, take) for schedule, take in zip(ask.schedules, ask.takes, strict=True)]
+        for key in keys:
+            if key not in self.stored:
+                self.timed += 1
+                self.stored[key] = self.landscape.sample(problem, *key[1:])
+        return [self.stored[key] for key in keys]

@@ -4,70 +4,25 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from phasewise.kerneldb.records import Sample, Schedule
-from phasewise.tuner.search.group import Group, ScheduleCache, adopted, m_grid, tune_group
-from phasewise.tuner.search.model import model_schedule
+from phasewise.tuner.search.group import ScheduleCache, adopted, m_grid, tune_group
 from phasewise.tuner.search.options import SearchOptions
 from phasewise.tuner.search.protocol import TimingBatch, drive
-from phasewise.tuner.search.space import Arithmetic, Caches, MicroKernel, fitting, kernel_of
-from tests.support.machines.landscapes import KERNELS, PLAIN, Landscape
+from phasewise.tuner.search.space import Arithmetic, MicroKernel, fitting, kernel_of
+from tests.support.machines.landscapes import KERNELS, PLAIN, GroupBench, Landscape, group_of
 from tests.support.tiers import examples
 
 OPTIONS = SearchOptions()
 SPLIT = Arithmetic("fma", 2)
 
 
-def group_of(
-    n: int = 576, k: int = 576, threads: int = 2, arithmetics: tuple[Arithmetic, ...] = (PLAIN,)
-) -> Group:
-    """A weight whose default schedule is the model's for the tallest wide kernel."""
-
-    def default(m: int) -> Schedule:
-        space = group.space(m, arithmetics[0])
-        return model_schedule(space, max(space.kernels, key=lambda kernel: (kernel.mr, kernel.panels)))
-
-    group = Group(
-        format="f32",
-        n=n,
-        k=k,
-        threads=threads,
-        arithmetics=arithmetics,
-        kernels={arithmetic.compute_path: KERNELS for arithmetic in arithmetics},
-        caches=Caches(48 << 10, 1 << 20),
-        weight_bits=32,
-        default=default,
-    )
-    return group
-
-
-@dataclass
-class Bench:
-    """Times asks on a landscape; remembers them, as a store does."""
-
-    group: Group
-    landscape: Landscape
-    stored: dict[tuple[int, Schedule, int], Sample] = field(default_factory=dict)
-    asks: list[TimingBatch] = field(default_factory=list)
-    timed: int = 0
-
-    def __call__(self, ask: TimingBatch) -> list[Sample]:
-        self.asks.append(ask)
-        problem = self.group.space(ask.m, PLAIN).problem
-        keys = [(ask.m, schedule, take) for schedule, take in zip(ask.schedules, ask.takes, strict=True)]
-        for key in keys:
-            if key not in self.stored:
-                self.timed += 1
-                self.stored[key] = self.landscape.sample(problem, *key[1:])
-        return [self.stored[key] for key in keys]
-
-
-def schedules_of(bench: Bench, m: int) -> list[Schedule]:
+def schedules_of(bench: GroupBench, m: int) -> list[Schedule]:
     return [schedule for ask in bench.asks if ask.m == m for schedule in ask.schedules]
 
 
@@ -86,7 +41,7 @@ def test_the_grid_of_m_is_every_m_of_the_window_and_then_even_ratios_to_the_end(
 def test_every_m_gets_a_schedule_that_is_no_slower_than_the_default(seed: int, noise: float) -> None:
     group, landscape = group_of(), Landscape(seed, noise)
 
-    outcome = drive(tune_group(group, m_grid(512, OPTIONS), OPTIONS), Bench(group, landscape))
+    outcome = drive(tune_group(group, m_grid(512, OPTIONS), OPTIONS), GroupBench(group, landscape))
 
     for m, schedule in outcome.best.items():
         space = group.space(m, PLAIN)
@@ -99,7 +54,7 @@ def test_every_m_gets_a_schedule_that_is_no_slower_than_the_default(seed: int, n
 
 def test_larger_m_reuse_the_slice_and_cost_next_to_nothing() -> None:
     group = group_of()
-    bench = Bench(group, Landscape(1))
+    bench = GroupBench(group, Landscape(1))
 
     outcome = drive(tune_group(group, m_grid(2048, OPTIONS), OPTIONS), bench)
 
@@ -112,17 +67,17 @@ def test_a_fixed_slice_that_is_the_default_is_reused_too() -> None:
     group = replace(group_of(n=16, k=32, threads=1), kernels={"fma": (MicroKernel(1, 1),)})
     options = replace(OPTIONS, reuse_from=1, steady=1)
 
-    outcome = drive(tune_group(group, (1, 1_000, 1_001), options), Bench(group, Landscape(1)))
+    outcome = drive(tune_group(group, (1, 1_000, 1_001), options), GroupBench(group, Landscape(1)))
 
     assert len(outcome.best) == 3
 
 
 def test_a_stored_search_is_replayed_without_a_single_new_timing() -> None:
     group, ms = group_of(), m_grid(64, OPTIONS)
-    first = Bench(group, Landscape(2, 0.05))
+    first = GroupBench(group, Landscape(2, 0.05))
     outcome = drive(tune_group(group, ms, OPTIONS), first)
 
-    again = Bench(group, Landscape(3, 0.3), stored=dict(first.stored))
+    again = GroupBench(group, Landscape(3, 0.3), stored=dict(first.stored))
 
     assert drive(tune_group(group, ms, OPTIONS), again) == outcome
     assert again.timed == 0
@@ -131,24 +86,24 @@ def test_a_stored_search_is_replayed_without_a_single_new_timing() -> None:
 def test_an_interrupted_search_ends_where_an_undisturbed_one_does() -> None:
     """A resumed search needs only what was stored: cut it off after every N batches."""
     group, ms = group_of(), m_grid(20, OPTIONS)
-    undisturbed = drive(tune_group(group, ms, OPTIONS), Bench(group, Landscape(4, 0.05)))
+    undisturbed = drive(tune_group(group, ms, OPTIONS), GroupBench(group, Landscape(4, 0.05)))
     stored: dict[tuple[int, Schedule, int], Sample] = {}
 
     for asks in (1, 10, 50, 51, 120):
-        bench = Bench(group, Landscape(4, 0.05), stored=stored)
+        bench = GroupBench(group, Landscape(4, 0.05), stored=stored)
         search = tune_group(group, ms, OPTIONS)
         ask = next(search)
         for _ in range(asks):
             ask = search.send(bench(ask))
         search.close()
-    resumed = drive(tune_group(group, ms, OPTIONS), Bench(group, Landscape(4, 0.05), stored=stored))
+    resumed = drive(tune_group(group, ms, OPTIONS), GroupBench(group, Landscape(4, 0.05), stored=stored))
 
     assert resumed == undisturbed
 
 
 def test_no_sample_answers_twice() -> None:
     group = group_of(arithmetics=(PLAIN, SPLIT))
-    bench = Bench(group, Landscape(5, 0.05))
+    bench = GroupBench(group, Landscape(5, 0.05))
 
     drive(tune_group(group, m_grid(32, OPTIONS), OPTIONS), bench)
 
@@ -159,7 +114,7 @@ def test_no_sample_answers_twice() -> None:
 def test_all_schedules_of_a_group_are_of_one_arithmetic() -> None:
     group = group_of(n=64, k=8192, threads=8, arithmetics=(PLAIN, Arithmetic("fma", 8)))
 
-    outcome = drive(tune_group(group, (1, 2, 4, 8), OPTIONS), Bench(group, Landscape(1)))
+    outcome = drive(tune_group(group, (1, 2, 4, 8), OPTIONS), GroupBench(group, Landscape(1)))
 
     arithmetics = {(schedule.compute_path, schedule.k_parts) for schedule in outcome.best.values()}
     assert arithmetics == {("fma", outcome.arithmetic.k_parts)}
@@ -171,14 +126,14 @@ def test_k_is_split_where_columns_leave_threads_idle_and_not_for_little() -> Non
     narrow = group_of(n=64, k=8192, threads=8, arithmetics=(PLAIN, parts))
     wide = group_of(n=1024, k=1024, threads=8, arithmetics=(PLAIN, parts))
 
-    assert drive(tune_group(narrow, (1, 2), OPTIONS), Bench(narrow, Landscape(1))).arithmetic == parts
-    assert drive(tune_group(wide, (1, 2), OPTIONS), Bench(wide, Landscape(1))).arithmetic == PLAIN
+    assert drive(tune_group(narrow, (1, 2), OPTIONS), GroupBench(narrow, Landscape(1))).arithmetic == parts
+    assert drive(tune_group(wide, (1, 2), OPTIONS), GroupBench(wide, Landscape(1))).arithmetic == PLAIN
 
 
 def test_after_the_window_only_its_winners_and_new_kernels_are_screened() -> None:
     options = replace(OPTIONS, window=4, reuse_from=1_000_000)
     group = group_of()
-    bench = Bench(group, Landscape(6))
+    bench = GroupBench(group, Landscape(6))
 
     drive(tune_group(group, (8, 9, 10, 11, 12, 13), options), bench)
 
@@ -191,9 +146,9 @@ def test_a_second_group_profits_from_the_first() -> None:
     """The cache carries schedules from group to group; they are asked for in the first batch."""
     cache = ScheduleCache()
     first, second = group_of(n=960), group_of(n=576)
-    tuned = drive(tune_group(first, (4, 8), OPTIONS), Bench(first, Landscape(7)))
+    tuned = drive(tune_group(first, (4, 8), OPTIONS), GroupBench(first, Landscape(7)))
     cache.add(first, tuned)
-    bench = Bench(second, Landscape(7))
+    bench = GroupBench(second, Landscape(7))
 
     drive(tune_group(second, (4, 8), OPTIONS, cache), bench)
 
@@ -203,7 +158,7 @@ def test_a_second_group_profits_from_the_first() -> None:
 def test_a_lucky_first_sample_does_not_win() -> None:
     """The fastest few are timed again, side by side, and the mean of both takes decides."""
     group = group_of()
-    bench = Bench(group, Landscape(8))
+    bench = GroupBench(group, Landscape(8))
     lucky = next(tune_group(group, (1,), OPTIONS)).schedules[-1]
 
     def flattered(ask: TimingBatch) -> list[Sample]:
