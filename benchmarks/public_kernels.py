@@ -83,7 +83,7 @@ their inputs, which XNNPACK's callers allow."""
 VOLK_FUNCTION = re.compile(
     r"static inline \w+\s+(volk_\w+?_(?:generic|[au]_(?:sse|avx)\w*|neon(?:v8)?))\s*\(", re.ASCII
 )
-_AVX2 = ("SSE", "SSE2", "SSE3", "SSSE3", "SSE4_1", "SSE4_2", "64", "AVX", "AVX2", "FMA")
+_AVX2 = ("MMX", "SSE", "SSE2", "SSE3", "SSSE3", "SSE4_1", "SSE4_2", "64", "AVX", "AVX2", "FMA")
 VOLK_DEFINES = {
     "portable": (),
     "neon": ("NEON", "NEONV8"),

@@ -185,13 +185,15 @@ def plans(structures: int = 20, first_seed: int = 0, ablation: bool = True) -> Y
         yield {"machine": machine.name, "phase": phase} | {f"k={k}": 100 * loss for k, loss in losses.items()}
 
 
-MODELLED_OVER_TIMED = "1.01,0.99,0.75,1.02,0.35,0.74,0.92,0.74,0.79,1.12,0.17,0.77"
-"""The steps of notes/0003-service-plans.md, by `benchmarks/modelled_steps.py`."""
+MODELLED_OVER_TIMED: Mapping[Phase, Sequence[float]] = {
+    "prefill": (1.01, 0.99, 0.75, 0.92, 0.74, 0.79),
+    "decode": (1.02, 0.35, 0.74, 1.12, 0.17, 0.77),
+}
+"""The steps of notes/0003-service-plans.md, by `benchmarks/modelled_steps.py`, one and two ranks."""
 
 
 def top_k(
     machines: Annotated[list[Path], Argument(help="lstopo XML files")],
-    errors: Annotated[str, Option(help="modelled over timed, one drawn for each plan")] = MODELLED_OVER_TIMED,
     draws: Annotated[int, Option(help="of the errors of all plans")] = 100,
 ) -> Yielded:
     """Table 2 on described machines: by how much the best of the first k is worse than the best of all tried.
@@ -200,7 +202,6 @@ def top_k(
     not made up: each plan's time is the modelled one over a ratio that was measured, drawn anew in each draw.
     Nothing is measured here. Llama 2 7B in bf16; rates as `tune-config` takes them for a described machine.
     """
-    measured = [float(part) for part in errors.split(",")]
     for file in machines:
         machine = read_lstopo(file)
         shape = llama_2_7b()
@@ -210,7 +211,8 @@ def top_k(
             cost = planted.step_cost(evaluator, phase)
             result = walked(space, cost, Rules())
             losses = [
-                top_k_losses(result, erring(cost, measured, f"{seed} {phase}"), KS) for seed in range(draws)
+                top_k_losses(result, erring(cost, MODELLED_OVER_TIMED[phase], f"{seed}"), KS)
+                for seed in range(draws)
             ]
             yield {"machine": file.name, "phase": phase, "asked": result.evaluations} | {
                 f"k = {k}: % (90 % of draws)": _mean_and_ninth([100 * loss[k] for loss in losses]) for k in KS
