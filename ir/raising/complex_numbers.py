@@ -81,7 +81,7 @@ def operated(op: str, a: ir.Expr, b: ir.Expr) -> ir.Expr:
     build = _BY_OPERATOR.get(op)
     if build is None:
         raise Mistyped(f"{op} of complex numbers is not in the subset")
-    return build(*(_side(e, elem) for e in (a, b)), elem)
+    return build(_side(a, elem), _side(b, elem), elem)
 
 
 _Side = tuple[ir.Expr, ir.Expr | None]

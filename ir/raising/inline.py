@@ -199,7 +199,7 @@ def _address_of(e: ir.Expr) -> ir.Var | None:
 
 
 class _Dereferenced(ir.Rewriter):
-    """What a pointer to a variable leads to is the variable."""
+    """The variable in place of its address, taken back by a pointer."""
 
     def leave(self, e: ir.Expr) -> ir.Expr:
         variable = _address_of(e.base) if isinstance(e, ir.Index) and _is_zero(e.index) else None

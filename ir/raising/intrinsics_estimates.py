@@ -50,7 +50,7 @@ def _taken_apart(x: ir.Expr) -> tuple[ir.Expr, ir.Expr, ir.Expr]:
 
 
 def _finished(x: ir.Expr, size: ir.Expr, bits: ir.Expr) -> ir.Expr:
-    """What is no number stays none; infinity becomes a zero of its sign."""
+    """Not a number stays none; infinity becomes a zero of its sign."""
     own = as_elem(x, I32)
     bits = _if(_with("==", size, _INFINITY), _with("&", own, _SIGN), bits)
     return as_elem(_if(_with(">", size, _INFINITY), _with("|", own, _QUIET), bits), F32)
@@ -66,7 +66,7 @@ def _reciprocal(a: Sequence[ir.Expr]) -> ir.Expr:
     less = binary("-", _same(253, x), exponent)
     once, twice = _with("|", _with(">>", estimate, 1), 1 << 22), _with("|", _with(">>", estimate, 2), 1 << 21)
     estimate = _if(_with("==", less, 0), once, _if(_with("<", less, 0), twice, estimate))
-    bits = binary("|", _with("<<", call("max", (less, _same(0, x))), 23), estimate)
+    bits: ir.Expr = binary("|", _with("<<", call("max", (less, _same(0, x))), 23), estimate)
     bits = _if(_with("<", size, 1 << 21), _same(_INFINITY, x), bits)
     return _finished(x, size, binary("|", bits, _with("&", as_elem(x, I32), _SIGN)))
 
@@ -79,7 +79,7 @@ def _reciprocal_root(a: Sequence[ir.Expr]) -> ir.Expr:
     of_odd = _with("+", _with("<<", _with(">>", fraction, 16), 1), 257)
     nine_bits = _if(_with("==", _with("&", exponent, 1), 0), of_even, of_odd)
     ratio = binary("/", _same(2.0**28, x, F32), call("convert", (nine_bits,), of=F32))
-    root = call("trunc_i32", (call("sqrt", (ratio,)),))
+    root: ir.Expr = call("trunc_i32", (call("sqrt", (ratio,)),))
     next_root = _with("+", root, 1)
     is_too_large = _with(">=", binary("*", nine_bits, binary("*", root, root)), 1 << 28)
     is_too_small = _with("<", binary("*", nine_bits, binary("*", next_root, next_root)), 1 << 28)

@@ -194,8 +194,10 @@ def _numbers(e: ir.Expr) -> list[int | float] | None:
     """The lanes of a register of numbers that are known."""
     if ir.is_call(e, "vector"):
         return [each.value for each in e.numbers if isinstance(each, ir.Const)]
-    is_splat = ir.is_call(e, "splat") and isinstance(e.args[0], ir.Const)
-    return [e.args[0].value] * lanes_of(e) if is_splat else None  # type: ignore[attr-defined]
+    match e:
+        case ir.CallExpression(name="splat", args=(ir.Const(value=value),)):
+            return [value] * lanes_of(e)
+    return None
 
 
 def _bit_select(a: Sequence[ir.Expr], elem: Scalar, bits: Scalar) -> ir.Expr:
@@ -319,7 +321,7 @@ def _step(start: float, factor: float) -> Build:
 
     def build(a: Sequence[ir.Expr]) -> ir.Expr:
         lanes = lanes_of(a[0])
-        step = call("fma", (unary("-", a[0]), a[1], constant(F32, [start] * lanes)))
+        step: ir.Expr = call("fma", (unary("-", a[0]), a[1], constant(F32, [start] * lanes)))
         step = step if factor == 1.0 else binary("*", step, constant(F32, [factor] * lanes))
         product = binary("*", a[0], a[1])
         is_number = binary("&", binary("==", a[0], a[0]), binary("==", a[1], a[1]))

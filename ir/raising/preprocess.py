@@ -150,7 +150,7 @@ _OWN = {
     "tgmath": _COMPLEX_HEADER
     + "".join(f"#define {name}(...) __generic_{name}(__VA_ARGS__)\n" for name in _GENERIC.split()),
 }
-"""What single headers define beside the rest."""
+"""Definitions of single headers beside the rest."""
 _SYSTEM = """assert complex ctype errno fenv float inttypes limits locale malloc math memory pthread setjmp
 signal stdalign stdarg stdatomic stdbool stddef stdint stdio stdlib string strings tgmath time uchar wchar
 unistd fcntl sched sys/mman sys/types sys/stat sys/time"""
