@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.papers.speed_accuracy import DENSE, KeptPoints, Point, picture
+from benchmarks.pruning_table import method_options
+from phasewise.workflows.prune.masks import Pattern
+from phasewise.workflows.prune.run import PruneSettings
 
 SETTINGS = {"model": "tiny", "choices": ["a.jsonl"], "questions": None}
 
@@ -62,3 +65,18 @@ def test_every_method_s_line_begins_with_the_model_that_is_not_pruned() -> None:
     assert len(whole) == 2
     assert len({line.split()[0] for line in whole}) == 1
     assert all(name in svg for name in ("magnitude", "wanda", DENSE))
+
+
+@pytest.mark.parametrize(
+    "method", ["magnitude", "wanda", "sparsegpt", "magnitude+recover", "sparsegpt+recover"]
+)
+def test_prune_is_given_a_text_where_it_reads_one_and_nowhere_else(method: str, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    name, _, recover = method.partition("+")
+
+    options = method_options(method, text, 512)
+
+    settings = PruneSettings("model", tmp_path, Pattern(0.5), name, text, recover=bool(recover))  # type: ignore[arg-type]
+    assert options[:2] == ["--method", name]
+    assert ("--calibration" in options) == settings.reads_inputs
+    assert ("--recover" in options) == settings.recover

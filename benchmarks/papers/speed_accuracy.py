@@ -17,7 +17,7 @@ from typer import Option
 from benchmarks.harness import Model, Rounds, Yielded, in_turns, listed, machine, note, ratios
 from benchmarks.papers.ladder import Rung, speeds_of
 from benchmarks.perplexity import english_text
-from benchmarks.pruning_table import perplexity, prune
+from benchmarks.pruning_table import RECOVERED, method_options, perplexity, prune
 from phasewise._files import write_file
 from phasewise.serving.engine.throughput import Workload
 from phasewise.workflows.evaluate.run import evaluate
@@ -26,7 +26,6 @@ from phasewise.workflows.line_chart import Chart, Panel, draw_chart
 from phasewise.workflows.opening.open_model import Weights, open_model
 
 DENSE = "not pruned"
-RECOVERED = "+recover"
 METHODS = f"magnitude,wanda,sparsegpt{RECOVERED}"
 
 
@@ -89,10 +88,8 @@ class Bench:
         out, text = self.folder / f"{method}-{zeros:g}", self.folder / "calibrating.txt"
         whole = english_text()
         text.write_text(whole[len(whole) // 2 :], encoding="utf-8")  # the first half is measured
-        arguments = [self.model, "-o", str(out), "--sparsity", f"{zeros:g}"]
-        arguments += ["--method", method.removesuffix(RECOVERED)]
-        arguments += ["--calibration", str(text), "--calibration-tokens", str(self.calibration_tokens)]
-        prune([*arguments, "--recover"] if method.endswith(RECOVERED) else arguments)
+        options = method_options(method, text, self.calibration_tokens)
+        prune([self.model, "-o", str(out), "--sparsity", f"{zeros:g}", *options])
         return out
 
     def measure(self, zeros: float, method: str) -> Point:
