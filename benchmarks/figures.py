@@ -19,6 +19,7 @@ from benchmarks.papers import (
     sandwich,
     searches,
     sparamx,
+    speed_accuracy,
     splitwise,
     unequal,
     windows,
@@ -59,6 +60,11 @@ FIGURES = (
     Figure("WindVE, equations 5 and 6: a day's cost", windve.windve_cost, ("table", "devices")),
     Figure("WindVE, Tables I and II in real time", windve_devices.windve_devices, ("table", "devices")),
     Figure("SparAMX, Table 2: sparse products", sparamx.sparse_products, ("layer", "contestant")),
+    Figure(
+        "SparAMX, Fig. 10: decoding speed against accuracy",
+        speed_accuracy.speed_accuracy,
+        ("zeros", "method"),
+    ),
 )
 
 app = commands(__doc__, *(figure.measure for figure in FIGURES))

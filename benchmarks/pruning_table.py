@@ -29,6 +29,15 @@ from phasewise.workflows.evaluate.texts import windows
 from phasewise.workflows.opening.open_model import Weights, open_model
 
 METHODS = ("magnitude", "wanda", "sparsegpt")
+RECOVERED = "+recover"
+
+
+def method_options(method: str, text: Path, calibration_tokens: int) -> list[str]:
+    """Options of `phasewise prune` for `METHOD` or `METHOD+recover`; what reads none gets no text."""
+    options = ["--method", method.removesuffix(RECOVERED)]
+    if method != "magnitude":
+        options += ["--calibration", str(text), "--calibration-tokens", str(calibration_tokens)]
+    return [*options, "--recover"] if method.endswith(RECOVERED) else options
 
 
 def prune(arguments: list[str]) -> tuple[float, float]:
@@ -67,9 +76,8 @@ def pruning_table(
         calibrating.write_text(text[len(text) // 2 :], encoding="utf-8")
         for sparsity, method in itertools.product(listed(sparsities), listed(methods)):
             out = Path(folder, f"{sparsity.replace(':', '-')}-{method}")
-            arguments = [model, "-o", str(out), "--sparsity", sparsity, "--method", method]
-            arguments += ["--calibration", str(calibrating), "--calibration-tokens", str(calibration_tokens)]
-            seconds, gb = prune(arguments)
+            options = method_options(method, calibrating, calibration_tokens)
+            seconds, gb = prune([model, "-o", str(out), "--sparsity", sparsity, *options])
             perplexity_text = f"{perplexity(str(out), tokens):.2f}" if tokens else None
             yield {
                 "zeros": sparsity,
