@@ -4,7 +4,7 @@
 
 The first tokens of workflows/evaluate/alice.txt are measured (as bf16, in windows of 512), its second half
 calibrates, so that no method has seen what it is judged by. Seconds and GB are those of the `phasewise
-prune` command: wall clock, and the most memory that the process held.
+prune` command: wall clock, and the most memory that the process held. `--recover` is given to that command.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ def pruning_table(
     methods: str = ",".join(METHODS),
     tokens: Annotated[int, Option(help="measured; 0: time and memory alone")] = 4096,
     calibration_tokens: int = 8192,
+    recover: Annotated[bool, Option("--recover", help="fit the weights that are kept")] = False,
 ) -> Yielded:
     text = english_text()
     if tokens:
@@ -69,6 +70,7 @@ def pruning_table(
             out = Path(folder, f"{sparsity.replace(':', '-')}-{method}")
             arguments = [model, "-o", str(out), "--sparsity", sparsity, "--method", method]
             arguments += ["--calibration", str(calibrating), "--calibration-tokens", str(calibration_tokens)]
+            arguments += ["--recover"] * recover
             seconds, gb = prune(arguments)
             perplexity_text = f"{perplexity(str(out), tokens):.2f}" if tokens else None
             yield {
