@@ -3,8 +3,8 @@
     TORCH_PYTHON benchmarks/torch_layers.py --layers q_proj --rows 1,8 --zeros 0.5
 
 A gain over torch's bf16 says little where that does not read memory at its rate: so every row has its GB/s,
-and a gain over torch's float32 as well. `call` is what a layer takes beside its product: a pool of Python's
-threads, and tensors made into rows.
+and a gain over torch's float32 as well. What a layer takes beside its product, on the same
+threads: Python, and tensors of one type made into another.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from typer import Option
 
 from benchmarks.harness import Rounds, Threads, Yielded, commands, in_turns, listed, numbers, seconds_of
 from benchmarks.papers.sparamx import COLD_BYTES, SHAPES
+from phasewise.cython_kernels._native import OpenMPProduct
 from phasewise.torch import PackedLinear
-from phasewise.torch.packed_linear import multiply, stored
+from phasewise.torch.packed_linear import stored
+from phasewise.torch.shared_threads import torch_team
 from phasewise.tuner.weights import copies_of
 
 LEAST_CALLS = 3
@@ -78,7 +80,13 @@ def in_dtype(linear: Any, dtype: Any) -> Callable[[Any], Any]:
 
 
 def product_of(weight: Any) -> Callable[[Any], Any]:
-    return lambda x: multiply(x.numpy(), weight, 1)
+    product = OpenMPProduct(torch_team(), weight)
+
+    def call(x: Any) -> None:
+        y = torch.empty(len(x), product.n)
+        product.multiply(x.data_ptr(), 0, y.data_ptr(), len(x), False)
+
+    return call
 
 
 def turn(calls: list[Callable[[Any], Any]], x: Any) -> Callable[[], float]:

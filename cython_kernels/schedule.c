@@ -48,6 +48,7 @@ enum {
     BYTE_PASS_INPUTS = 2048,    /* BLOCK_ROWS rows of such a pass stay in an L2 of 1 MiB */
     BLOCK_ROWS = 256,
     BLOCK_PANELS = 16,
+    PLANE_PASS_INPUTS = 1024,    /* of blocks on the tile unit: both planes of a panel, 34 KiB, stay in L1 */
     TILE_BLOCK_PANELS = 32, /* of the tile unit: wider blocks read rows from beyond L2 less often */
     STREAM_ROWS = 8, /* up to here the weights' arrival is the limit, not arithmetic */
     STREAM_AHEAD_BYTES = 2048,
@@ -88,6 +89,9 @@ static int in_tiles(const pw_weight *w) {
     int32_t path = path_in_use(w);
     return path == PW_BF16_TILE || path == PW_INT8_TILE;
 }
+
+/* Whether a micro-kernel of so many rows is the tile unit's: vectors have none (gemm_blockwise.c). */
+static int in_planes(const pw_weight *w, int32_t mr) { return path_in_use(w) == PW_INT8_BLOCK && mr > STREAM_ROWS; }
 
 /* Float16 is staged in half the bytes of float32. */
 static int64_t dense_pass_inputs(const pw_weight *w) {
@@ -161,9 +165,10 @@ pw_schedule pw_default_schedule(const pw_weight *w, int64_t m, int32_t threads) 
         s.block_k = (int32_t)pass_inputs(k, eighths > 8 ? strip_inputs : BYTE_PASS_INPUTS);
         block_panels = TILE_BLOCK_PANELS;
     }
+    if (in_planes(w, mr)) s.block_k = (int32_t)pass_inputs(k, PLANE_PASS_INPUTS);
     s.block_n = (int32_t)(block_panels * PW_PANEL);
     s.prefetch_bytes = m > STREAM_ROWS && w->kind >= PW_Q8 ? GROUPS_AHEAD_BYTES : STREAM_AHEAD_BYTES;
-    if (groups_arrive_from_afar(w, m) || (m > STREAM_ROWS && in_tiles(w))) s.prefetch_bytes = FAR_GROUPS_BYTES;
+    if (groups_arrive_from_afar(w, m) || (m > STREAM_ROWS && (in_tiles(w) || in_planes(w, mr)))) s.prefetch_bytes = FAR_GROUPS_BYTES;
     stream_from_afar(w, m, &s);
     if (pw_active()->gemm.reads_blocks(w, m)) {
         s.prefetch_bytes = FAR_BYTES;

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import gguf
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -117,6 +118,25 @@ def test_a_random_file_has_weights_of_the_type_that_was_asked_for(
 
 
 # ---- the harness -----------------------------------------------------------------------------------------
+
+
+def test_a_directory_of_bytes_has_the_models_weights_to_half_a_step(tmp_path: Path) -> None:
+    pytest.importorskip("phasewise.cython_kernels._native", reason="the kernels are not built")
+    packing = importlib.import_module("phasewise.cython_kernels.packing")
+    loaders = importlib.import_module("phasewise.serving.loaders")
+    script = importlib.import_module("benchmarks.w8a8_directory")
+    plain, out = write_tiny_gguf(tmp_path / "tiny.gguf"), tmp_path / "bytes"
+
+    list(script.w8a8_directory(str(plain), out))
+
+    exact, rounded = (
+        loaders.load_model(str(path), weight_format, tmp_path / "cache").weights["layers.0.down"]
+        for path, weight_format in ((plain, "f32"), (out, "native"))
+    )
+    assert (rounded.kind, rounded.group) == ("q8", packing.COLUMN_GROUP)
+    values = packing.unpack(exact)
+    steps = np.abs(values).max(axis=1, keepdims=True) / 127
+    assert (np.abs(packing.unpack(rounded) - values) <= 0.501 * steps).all()
 
 
 def test_turns_alternate_and_warm_ups_are_left_out() -> None:

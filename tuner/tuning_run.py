@@ -452,7 +452,9 @@ class _Run:
         return True
 
     def _switch(self, task: Task, best: Mapping[int, Schedule], deadline_s: float) -> bool:
-        """True if the weight now uses the arithmetic of `best`: it does if that gains over all m together."""
+        """True if the weight now uses the arithmetic of `best`: it does if that gains over all m together and
+        the fewest rows do not lose.
+        """
         ledger = self._tools.ledger
         if all(_is_judged(task.problem(m), schedule, ledger) for m, schedule in best.items()):
             return False
@@ -464,7 +466,8 @@ class _Run:
                 return False
             duels[m] = incumbent, comparison
         log_gain = sum(math.log(comparison.gain) for _, comparison in duels.values()) / len(duels)
-        gains = log_gain > math.log1p(self._tools.options.switch_gain)
+        options, (_, fewest_rows) = self._tools.options, duels[min(duels)]
+        gains = log_gain > math.log1p(options.switch_gain) and fewest_rows.gain >= options.fewest_rows_keep
         for m, (incumbent, comparison) in duels.items():
             problem = task.problem(m)
             if gains:

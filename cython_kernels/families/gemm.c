@@ -74,6 +74,11 @@ static const tile_table *tiles_of(arithmetic kernels, const pw_weight *w) {
     case IN_BLOCKS: return &ISA(block_tiles)[w->kind];
     case BLOCKWISE: return &ISA(blockwise_tiles)[w->kind];
     case STAGED_BLOCKWISE: return &ISA(staged_blockwise_tiles)[w->kind];
+#ifdef PW_AMX
+    case BLOCKWISE_TILE: return &ISA(blockwise_amx_tiles)[w->kind];
+#else
+    case BLOCKWISE_TILE: return &no_tiles;
+#endif
     default: return tiles[kernels];
     }
 }
@@ -130,6 +135,13 @@ static arithmetic arithmetic_of(const pw_weight *w) {
     return path == PW_FMA ? BF16_FMA : path == PW_BF16_DOT ? BF16_DOT : BF16_TILE;
 }
 
+/* Blocks whose sub-scales apply in integers have tiles of the unit for more rows than AVX-512 has tiles for: the same bits, so
+ * that a schedule chooses by its number of rows. */
+enum { BLOCKWISE_VECTOR_ROWS = 8 };
+static arithmetic in_tile_of(arithmetic a, const pw_weight *w, int64_t mr) {
+    return a == BLOCKWISE && mr > BLOCKWISE_VECTOR_ROWS && (*tiles_of(BLOCKWISE_TILE, w))[1][1] ? BLOCKWISE_TILE : a;
+}
+
 /* Whose micro-kernels read the weights once they are staged; all others read them as they are. */
 static arithmetic staged_as(arithmetic a, const pw_weight *w) {
     if (a == IN_BLOCKS) a = pw_arithmetic_kind(w->kind) == PW_Q4 ? Q4 : w->group == 16 ? Q8_GROUP16 : Q8_GROUP32;
@@ -160,7 +172,7 @@ static int64_t inputs_of_step(arithmetic a, const pw_weight *w) {
 }
 
 static int64_t row_bytes_of_step(arithmetic a, const pw_weight *w) {
-    if (a == BLOCKWISE) return BLOCKWISE_ROW_BYTES;
+    if (a == BLOCKWISE || a == BLOCKWISE_TILE) return BLOCKWISE_ROW_BYTES;
     if (a == IN_BLOCKS) return inputs_of_step(a, w) / w->group * group_block_bytes(pw_arithmetic_kind(w->kind), w->group);
     if (is_grouped(a)) return group_block_bytes(w->kind, w->group);
     if (a == Q8_COLUMN || a == Q8_COLUMN_TILE) return PW_K_MULTIPLE * Q8_ACTIVATION_BYTES;
@@ -433,6 +445,7 @@ static int64_t staged_step_bytes(arithmetic a, const pw_weight *w) {
     if (a == QUANT_AS_F32) return inputs * VECTOR_ROW_BYTES;
     if (a >= ARITHMETICS) return inputs * VECTOR_ROW_BYTES / 2;
     if (a == BLOCKWISE) return staged_block_bytes(pw_block_format_of(w->kind));
+    if (a == BLOCKWISE_TILE) return planes_bytes(pw_block_format_of(w->kind));
     if (a == IN_BLOCKS) return inputs / w->group * 3 * VECTOR_ROW_BYTES + inputs * PW_PANEL;
     if (a == BF16_FMA) return 2 * VECTOR_ROW_BYTES;
     if (a == BF16_AS_F16 || a == F16_WIDENED) return VECTOR_ROW_BYTES;
@@ -472,6 +485,7 @@ static walk plan_walk(const pw_weight *w, const pw_schedule *s, int32_t part, in
     k.arithmetic = arithmetic_of(w);
     k.block_rows = clamp(s->block_m, 1, INT32_MAX);
     k.staged = staging_pays(k.arithmetic, w, at_most(k.block_rows, rows), clamp(s->mr, 1, MAX_MR));
+    if (k.staged) k.arithmetic = in_tile_of(k.arithmetic, w, s->mr);
     k.kernels = k.staged ? staged_as(k.arithmetic, w) : k.arithmetic;
     k.tiles = tiles_of(k.kernels, w);
     int64_t staged_bytes = staged_step_bytes(k.arithmetic, w);
@@ -562,6 +576,7 @@ static tile_size dense_size(arithmetic a, int64_t m) {
 
 static tile_size size_for(arithmetic a, int64_t m) {
     if (a == BF16_TILE || a == QUANT_AS_BF16_TILE || a == Q8_COLUMN_TILE) return (tile_size){32, 2};
+    if (a == BLOCKWISE_TILE) return (tile_size){32, 1};
     if (a == STAGED_BLOCKWISE) return (tile_size){BLOCKWISE_MOST_MR, 1};
     tile_size size = {COLUMN_MR, COLUMN_PANELS};
     if (a == BF16_EVEN_ODD || a == QUANT_AS_BF16_EVEN_ODD) size = (tile_size){EVEN_ODD_MR, EVEN_ODD_PANELS};
@@ -573,13 +588,13 @@ static tile_size size_for(arithmetic a, int64_t m) {
 int32_t ISA(reads_blocks)(const pw_weight *w, int64_t m) { return arithmetic_of(w) == IN_BLOCKS && m <= most_block_rows(w); }
 
 int32_t ISA(has_tile)(const pw_weight *w, int32_t mr, int32_t panels) {
-    arithmetic a = arithmetic_of(w), kernels = a >= IN_BLOCKS ? staged_as(a, w) : a;
+    arithmetic a = in_tile_of(arithmetic_of(w), w, mr), kernels = a >= IN_BLOCKS ? staged_as(a, w) : a;
     return mr >= 1 && mr <= MAX_MR && panels >= 1 && panels <= MAX_TILE_PANELS && (*tiles_of(kernels, w))[mr][panels];
 }
 
 /* Few rows stream weights through as many panels at once as their tile has; more share out evenly among large tiles. */
 void ISA(best_tile)(const pw_weight *w, int64_t m, int32_t *mr, int32_t *panels) {
-    arithmetic a = arithmetic_of(w);
+    arithmetic a = in_tile_of(arithmetic_of(w), w, m);
     tile_size size = {BLOCK_MR, 1};
     if (!ISA(reads_blocks)(w, m)) size = size_for(a == IN_BLOCKS || a == BLOCKWISE ? staged_as(a, w) : a, m);
     *panels = size.panels;

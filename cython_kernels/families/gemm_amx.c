@@ -5,7 +5,8 @@
  * gemm_dense.h holds with room, and a row's result does not depend on the rows beside it.
  *
  * q8 with a scale a column (group 0): tdpbsud, signed activations times unsigned weights, 64 inputs at a time, exact in
- * int32. The float step is that of gemm_quant.c, so the bits are those of the vector kernels.
+ * int32. The float step is that of gemm_quant.c, so the bits are those of the vector kernels. Blocks whose sub-scales apply
+ * in integers are in gemm_blockwise.c.
  *
  * q8 and q4 with groups stay with the AVX-512 tiles. A group of 32 is one tile product, but its dots leave the tile unit
  * by memory to meet their scales, and neither products nor tile stores overlap 512-bit arithmetic: 62 cycles for

@@ -12,7 +12,7 @@
  * for 256 inputs, where groups of 32 or 16 have their own (gemm_quant.c).
  *
  * A few rows meet the blocks in registers. For more, a pass stages what integers need: codes as bytes, sub-scales as
- * words. Both give the same bits. */
+ * words; for the tile unit their products. All give the same bits. */
 #include "families/gemm_blocks.h"
 #include "families/gemm_quant.h"
 
@@ -194,6 +194,93 @@ PW_INLINE void blockwise_tile(const tile_call *t, int kind, int is_staged, int m
     end_sums(t, acc, mr, np * VECTORS);
 }
 
+#ifdef PW_AMX
+/* ---- on the tile unit ---------------------------------------------------------------------------------------------
+ * A code less the zero point, times its sub-scale, has 16 bits at most (8064 is the largest, of q6_k). It is staged as two
+ * planes of bytes, a low one and a signed high one, or as one where it fits. The unit multiplies either by the rows' bytes: the
+ * sums are D = low + 256 high, exact. From there on a row is a tile of vectors of its own, of codes whose zero point is 0. */
+
+enum { PLANE_TILE_BYTES = TILE_ROWS * TILE_ROW_BYTES };
+
+typedef int32_t plane_sums[2][MAX_MR][PW_PANEL]; /* low, high */
+
+PW_INLINE pw_block_format without_zero(pw_block_format f) {
+    f.zero_point = 0;
+    return f;
+}
+
+PW_INLINE panel_block planes_at(pw_block_format f, const uint8_t *p) {
+    const uint8_t *pairs = p + planes_of(f) * STAGED_CODES_BYTES;
+    staged_block staged = {.codes = p, .pairs = pairs, .tops = pairs + f.inputs / f.group / 2 * VECTOR_ROW_BYTES};
+    return (panel_block){.is_staged = 1, .staged = staged};
+}
+
+PW_INLINE void multiply_planes(const tile_call *t, const uint8_t *rows, const uint8_t *plane, plane_sums out, int two) {
+    int lower = t->mr > TILE_ROWS;
+    TILE_ZERO(0);
+    TILE_ZERO(1);
+    TILE_ZERO(2);
+    TILE_ZERO(3);
+    for (int64_t at = 0; at < PW_BLOCK_INPUTS; at += TILE_ROW_BYTES, plane += PLANE_TILE_BYTES) {
+        TILE_LOAD(6, plane, TILE_ROW_BYTES);
+        if (two) TILE_LOAD(7, plane + STAGED_CODES_BYTES, TILE_ROW_BYTES);
+        TILE_LOAD_ONCE(4, rows + at, t->row_bytes);
+        TILE_DOT_INT8(0, 4, 6);
+        if (two) TILE_DOT_SIGNED(1, 4, 7);
+        if (!lower) continue;
+        TILE_LOAD_ONCE(5, rows + TILE_ROWS * t->row_bytes + at, t->row_bytes);
+        TILE_DOT_INT8(2, 5, 6);
+        if (two) TILE_DOT_SIGNED(3, 5, 7);
+    }
+    TILE_STORE(0, out[0], sizeof out[0][0]);
+    if (two) TILE_STORE(1, out[1], sizeof out[1][0]);
+    if (!lower) return;
+    TILE_STORE(2, out[0][TILE_ROWS], sizeof out[0][0]);
+    if (two) TILE_STORE(3, out[1][TILE_ROWS], sizeof out[1][0]);
+}
+
+PW_INLINE void finish_planes(pw_block_format f, const uint8_t *block, const tile_call *t, const uint8_t *rows,
+                             plane_sums sums, vf *acc) {
+    panel_block b = planes_at(f, block);
+    for (int r = 0; r < t->mr; ++r, rows += t->row_bytes) {
+        blockwise_sums total, correction;
+        PW_UNROLL for (int v = 0; v < VECTORS; ++v) {
+            total[0][v] = vi_load(sums[0][r] + v * LANES);
+            if (planes_of(f) == 2) total[0][v] = vi_add(total[0][v], vi_shl(vi_load(sums[1][r] + v * LANES), 8));
+        }
+        blockwise_corrections(without_zero(f), &b, &rows, correction, 1);
+        blockwise_finish(without_zero(f), &b, &rows, total, correction, acc + r * VECTORS, 1);
+    }
+}
+
+/* Up to 32 rows times one panel. Their number is no constant: row by row, not unrolled. */
+PW_INLINE void plane_tile(const tile_call *t, int kind) {
+    pw_block_format f = pw_block_format_of(kind);
+    const uint8_t *rows = t->rows, *block = t->values;
+    vf acc[MAX_MR * VECTORS];
+    plane_sums sums __attribute__((aligned(64)));
+    tiles_begin(t->mr > TILE_ROWS ? TILE_ROWS : t->mr, t->mr > TILE_ROWS ? t->mr - TILE_ROWS : 1);
+    for (int r = 0; r < t->mr; ++r) {
+        for (int v = 0; v < VECTORS; ++v) {
+            acc[r * VECTORS + v] = t->partial ? v_load(t->partial + r * t->partial_stride + v * LANES) : v_zero();
+        }
+        __builtin_prefetch(t->out + r * t->out_stride, 1);
+    }
+    for (int64_t b = 0; b < t->steps; ++b, rows += BLOCKWISE_ROW_BYTES, block += planes_bytes(f)) {
+        multiply_planes(t, rows, block, sums, planes_of(f) == 2);
+        finish_planes(f, block, t, rows, sums, acc);
+        ask_ahead_of_group(&t->next, NULL, 0, 1, b);
+    }
+    for (int r = 0; r < t->mr; ++r) {
+        float *out = t->out + r * t->out_stride;
+        for (int v = 0; v < VECTORS; ++v, out += LANES) {
+            vf sum = acc[r * VECTORS + v];
+            v_store(out, t->add ? v_add(v_load(out), sum) : sum);
+        }
+    }
+}
+#endif
+
 #define BLOCKWISE_KINDS(X) X(Q2_K) X(Q3_K) X(Q4_K) X(Q5_K) X(Q6_K) X(IQ4_XS)
 
 /* Rows of tiles of one panel: as the blocks are, and staged. Few, because each is compiled for every kind. */
@@ -223,18 +310,40 @@ const tile_table ISA(staged_blockwise_tiles)[PW_KINDS] = {
     BLOCKWISE_KINDS(KIND)
 #undef KIND
 };
+#ifdef PW_AMX
+#define KIND(kind) \
+    static void planes_##kind(const tile_call *t) { plane_tile(t, PW_##kind); }
+BLOCKWISE_KINDS(KIND)
+#undef KIND
+const tile_table ISA(blockwise_amx_tiles)[PW_KINDS] = {
+#define KIND(kind) [PW_##kind] = {[1 ... MAX_MR] = {[1] = planes_##kind}},
+    BLOCKWISE_KINDS(KIND)
+#undef KIND
+};
+#endif
 
 /* ---- staging ------------------------------------------------------------------------------------------------------ */
 
 typedef void stage_block(const uint8_t *block, uint8_t *out);
 
+/* Pairs, and behind them the scales of the block. */
+PW_INLINE void stage_pairs(pw_block_format f, const panel_block *b, uint8_t *pairs) {
+    block_tops tops;
+    load_tops(f, &b->parts, &tops);
+    float *scales = (float *)(void *)(pairs + f.inputs / f.group / 2 * VECTOR_ROW_BYTES);
+    PW_UNROLL for (int v = 0; v < VECTORS; ++v) {
+        for (int64_t p = 0; p < f.inputs / f.group / 2; ++p) {
+            vi_store(pairs + p * VECTOR_ROW_BYTES + v * VECTOR_BYTES, blockwise_pair(f, b, p, v));
+        }
+        v_store(scales + v * LANES, tops.scales[v]);
+        if (pw_has_mins(f)) v_store(scales + PW_PANEL + v * LANES, tops.mins[v]);
+    }
+}
+
 PW_INLINE void stage_block_of(int kind, const uint8_t *from, uint8_t *out) {
     pw_block_format f = pw_block_format_of(kind);
     panel_block b = {.parts = parts_of(f, from)};
-    block_tops tops;
-    load_tops(f, &b.parts, &tops);
-    uint8_t *words = out + STAGED_CODES_BYTES, *pairs = words + f.inputs / f.group * VECTOR_ROW_BYTES;
-    float *scales = (float *)(void *)(pairs + f.inputs / f.group / 2 * VECTOR_ROW_BYTES);
+    uint8_t *words = out + STAGED_CODES_BYTES;
     for (int64_t slot = 0; slot < f.inputs / PW_K_MULTIPLE; ++slot) {
         PW_UNROLL for (int i = 0; i < QUADS * VECTORS; ++i) {
             uint8_t *codes = out + (slot * QUADS + i / VECTORS) * VECTOR_ROW_BYTES + i % VECTORS * VECTOR_BYTES;
@@ -245,12 +354,8 @@ PW_INLINE void stage_block_of(int kind, const uint8_t *from, uint8_t *out) {
         for (int64_t g = 0; g < f.inputs / f.group; ++g) {
             vi_store(words + g * VECTOR_ROW_BYTES + v * VECTOR_BYTES, blockwise_word(f, &b, g, v));
         }
-        for (int64_t p = 0; p < f.inputs / f.group / 2; ++p) {
-            vi_store(pairs + p * VECTOR_ROW_BYTES + v * VECTOR_BYTES, blockwise_pair(f, &b, p, v));
-        }
-        v_store(scales + v * LANES, tops.scales[v]);
-        if (pw_has_mins(f)) v_store(scales + PW_PANEL + v * LANES, tops.mins[v]);
     }
+    stage_pairs(f, &b, words + f.inputs / f.group * VECTOR_ROW_BYTES);
 }
 
 #define KIND(kind) static void stage_##kind(const uint8_t *from, uint8_t *out) { stage_block_of(PW_##kind, from, out); }
@@ -263,13 +368,55 @@ static stage_block *const block_stagers[PW_KINDS] = {
 #undef KIND
 };
 
-void ISA(stage_blockwise)(tile_call *t, const pw_weight *w, uint8_t *bytes) {
+#ifdef PW_AMX
+/* A quad's codes times sub-scales: the low bytes, and the high ones to the next plane. */
+PW_INLINE void stage_quad(pw_block_format f, vi codes, vi word, uint8_t *low) {
+    vi first = vi_set1(0x00FF00FF), second = vi_set1((int32_t)0xFF00FF00), zeros = vi_set1(f.zero_point * 0x00010001);
+    vi even = scaled_halves(vi_and(codes, first), zeros, word);
+    vi odd = scaled_halves(vi_and(vi_shr(codes, 8), first), zeros, word);
+    vi_store(low, vi_or(vi_and(even, first), vi_shl(vi_and(odd, first), 8)));
+    if (planes_of(f) == 1) return;
+    vi_store(low + STAGED_CODES_BYTES, vi_or(vi_and(vi_shr(even, 8), first), vi_and(odd, second)));
+}
+
+PW_INLINE void stage_planes_of(int kind, const uint8_t *from, uint8_t *out) {
+    pw_block_format f = pw_block_format_of(kind);
+    panel_block b = {.parts = parts_of(f, from)};
+    int quads = f.group / 4;
+    for (int64_t slot = 0; slot < f.inputs / PW_K_MULTIPLE; ++slot) {
+        PW_UNROLL for (int i = 0; i < QUADS * VECTORS; ++i) {
+            int quad = i / VECTORS, v = i % VECTORS;
+            vi sub = sub_scale(f, &b, slot * (QUADS / quads) + quad / quads, v);
+            vi word = vi_or(vi_and(sub, vi_set1(0xFFFF)), vi_shl(sub, 16));
+            uint8_t *low = out + (slot * QUADS + quad) * VECTOR_ROW_BYTES + v * VECTOR_BYTES;
+            stage_quad(f, code_quad(f, &b.parts, slot, quad, v), word, low);
+        }
+    }
+    stage_pairs(f, &b, out + planes_of(f) * STAGED_CODES_BYTES);
+}
+
+#define KIND(kind) \
+    static void stage_planes_##kind(const uint8_t *from, uint8_t *out) { stage_planes_of(PW_##kind, from, out); }
+BLOCKWISE_KINDS(KIND)
+#undef KIND
+
+static stage_block *const plane_stagers[PW_KINDS] = {
+#define KIND(kind) [PW_##kind] = stage_planes_##kind,
+    BLOCKWISE_KINDS(KIND)
+#undef KIND
+};
+#else
+static stage_block *const plane_stagers[PW_KINDS];
+#endif
+
+void ISA(stage_blockwise)(tile_call *t, const pw_weight *w, uint8_t *bytes, int in_planes) {
     pw_block_format f = pw_block_format_of(w->kind);
-    int64_t to_bytes = staged_block_bytes(f);
+    int64_t to_bytes = in_planes ? planes_bytes(f) : staged_block_bytes(f);
+    stage_block *stage = in_planes ? plane_stagers[w->kind] : block_stagers[w->kind];
     for (int64_t panel = 0; panel < t->panels; ++panel) {
         const uint8_t *from = t->values + panel * t->panel_bytes;
         for (int64_t step = 0; step < t->steps; ++step, from += pw_block_bytes(f)) {
-            block_stagers[w->kind](from, bytes + (panel * t->steps + step) * to_bytes);
+            stage(from, bytes + (panel * t->steps + step) * to_bytes);
         }
     }
     t->values = bytes;

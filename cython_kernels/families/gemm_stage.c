@@ -285,7 +285,8 @@ void ISA(stage)(arithmetic a, tile_call *t, const pw_weight *w, uint8_t *bytes) 
     case QUANT_AS_BF16_TILE:
     case QUANT_AS_BF16_EVEN_ODD: stage_widened(t, w, WIDEN_TO_BF16, bytes); break;
     case IN_BLOCKS: stage_blocks(t, w, bytes); break;
-    case BLOCKWISE: ISA(stage_blockwise)(t, w, bytes); break;
+    case BLOCKWISE: ISA(stage_blockwise)(t, w, bytes, 0); break;
+    case BLOCKWISE_TILE: ISA(stage_blockwise)(t, w, bytes, 1); break;
     case Q8_GROUP32:
     case Q8_GROUP16:
     case Q4: stage_groups(t, w, bytes); break;

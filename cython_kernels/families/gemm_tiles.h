@@ -133,7 +133,7 @@ typedef tile_kernel *tile_table[MAX_MR + 1][MAX_TILE_PANELS + 1];
  * Blocks that are not unpacked have a table for each kind. */
 typedef enum {
     F32, BF16_FMA, F16_WIDENED, F16_FMA, BF16_AS_F16, BF16_DOT, BF16_TILE, BF16_EVEN_ODD, Q8_GROUP32, Q8_GROUP16, Q8_COLUMN,
-    Q8_COLUMN_TILE, Q4, IN_BLOCKS, BLOCKWISE, STAGED_BLOCKWISE, ARITHMETICS,
+    Q8_COLUMN_TILE, Q4, IN_BLOCKS, BLOCKWISE, STAGED_BLOCKWISE, BLOCKWISE_TILE, ARITHMETICS,
     QUANT_AS_F32 = ARITHMETICS, QUANT_AS_BF16_DOT, QUANT_AS_BF16_TILE, QUANT_AS_BF16_EVEN_ODD
 } arithmetic;
 
@@ -148,10 +148,11 @@ extern const tile_table ISA(sparse_bf16_fma_tiles), ISA(sparse_bf16_dot_tiles); 
 extern const tile_table ISA(sparse_q8_tiles), ISA(sparse_q8g16_tiles), ISA(sparse_q8c_tiles);
 extern const tile_table ISA(block_tiles)[PW_KINDS];                                      /* gemm_blocks.c */
 extern const tile_table ISA(blockwise_tiles)[PW_KINDS], ISA(staged_blockwise_tiles)[PW_KINDS]; /* gemm_blockwise.c */
+extern const tile_table ISA(blockwise_amx_tiles)[PW_KINDS];
 
 /* gemm_stage.c: puts what a call reads into `bytes`, as the kernels of an arithmetic that is staged read it. */
 void ISA(stage)(arithmetic a, tile_call *t, const pw_weight *w, uint8_t *bytes);
-void ISA(stage_blockwise)(tile_call *t, const pw_weight *w, uint8_t *bytes); /* gemm_blockwise.c */
+void ISA(stage_blockwise)(tile_call *t, const pw_weight *w, uint8_t *bytes, int in_planes); /* gemm_blockwise.c */
 
 enum { STAGED_BYTES = 64 << 10 };
 
@@ -166,6 +167,12 @@ enum { BLOCKWISE_MR = 4, BLOCKWISE_MOST_MR = LANES == 16 ? 8 : 4, STAGED_CODES_B
 PW_INLINE int64_t staged_block_bytes(pw_block_format f) {
     int64_t groups = f.inputs / f.group;
     return STAGED_CODES_BYTES + (groups + groups / 2 + 2) * VECTOR_ROW_BYTES;
+}
+
+/* For the tile unit codes times sub-scales are staged, as planes of bytes. A byte holds what halves of a byte make. */
+PW_INLINE int planes_of(pw_block_format f) { return f.scaling == PW_SUPER_HALVES ? 1 : 2; }
+PW_INLINE int64_t planes_bytes(pw_block_format f) {
+    return planes_of(f) * STAGED_CODES_BYTES + (f.inputs / f.group / 2 + 2) * VECTOR_ROW_BYTES;
 }
 
 /* Fewer rows than TALL_MR stream weights. More come in several tiles, and their inputs are worth asking for, a few

@@ -18,6 +18,7 @@
 #define TILE_ZERO(t) __asm__ volatile("tilezero %%tmm" #t ::)
 #define TILE_DOT_BF16(c, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
 #define TILE_DOT_INT8(c, a, b) __asm__ volatile("tdpbsud %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::) /* signed a */
+#define TILE_DOT_SIGNED(c, a, b) __asm__ volatile("tdpbssd %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::) /* and b */
 
 /* Two vectors of float32 as pairs of bf16, to nearest even; subnormals are zero, as in the tile unit. */
 #define PW_BF16_PAIRS 1
@@ -26,6 +27,11 @@ PW_INLINE vi bf16_pairs(vf even, vf odd) {
                                              8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
     __m512i halves = (__m512i)_mm512_cvtne2ps_pbh(odd, even);
     return _mm512_permutexvar_epi16(_mm512_loadu_si512(interleaved), halves);
+}
+
+/* Of both halves of a lane: (codes - zeros) subs, as far as 16 bits go. */
+PW_INLINE vi scaled_halves(vi codes, vi zeros, vi subs) {
+    return _mm512_mullo_epi16(_mm512_sub_epi16(codes, zeros), subs);
 }
 
 #include "simd/tiles.h"

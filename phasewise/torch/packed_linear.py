@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import cache
 from typing import Any, Literal, Self
 
 import numpy as np
 import torch
 
 from phasewise.cython_kernels import _native, packing, sparse
+from phasewise.cython_kernels._native import OpenMPProduct
 from phasewise.cython_kernels.packing import PackedWeight
+from phasewise.torch.shared_threads import multiply, torch_team
 
 Storage = Literal["auto", "sparse", "dense"]
 WeightFormat = Literal["native", "bf16", "int8"]
@@ -28,7 +28,8 @@ class PackedLinear(torch.nn.Module):
     """y = x W^T + b for inference, on any leading dimensions; x float32, float16 or bfloat16, y like x.
 
     bfloat16 weights stay so; others become float32, or what `weight_format` says: `bf16`, `int8`. Sums are
-    float32. It cannot be trained: gradients and `train()` raise RuntimeError.
+    float32, on the threads of torch's own operations. It cannot be trained: gradients and `train()` raise
+    RuntimeError.
     """
 
     def __init__(self, weight: PackedWeight, bias: torch.Tensor | None = None) -> None:
@@ -73,11 +74,9 @@ class PackedLinear(torch.nn.Module):
             raise ValueError(
                 f"x is {x.dtype} {tuple(x.shape)}: a float tensor [..., {self.in_features}] expected"
             )
-        rows = x.detach().reshape(-1, self.in_features).to(torch.float32).contiguous().numpy()
-        y = torch.from_numpy(multiply(rows, self._weight, torch.get_num_threads()))
-        if self.bias is not None:
-            y += self.bias
-        return y.to(x.dtype).reshape(*x.shape[:-1], self.out_features)
+        product = OpenMPProduct(torch_team(), self._weight)
+        bias = None if self.bias is None else self.bias.to(torch.float32)
+        return multiply(product, x.detach().to(torch.float32), bias).to(x.dtype)
 
     def train(self, mode: bool = True) -> Self:
         if mode:
@@ -148,30 +147,6 @@ def stored(weight: PackedWeight, storage: Storage) -> PackedWeight:
     if storage == "auto" and (not expands or sparse.density(weight) > 1 - WORTH_ZEROS):
         return weight
     return sparse.to_sparse(weight)
-
-
-def multiply(x: Any, weight: PackedWeight, threads: int) -> Any:
-    """float32 [m, k] times a packed weight, float32 [m, n]; the GIL is released in the product."""
-    y = np.empty((x.shape[0], weight.n), np.float32)
-    if x.shape[0] == 0:
-        return y
-    prepared = _native.prepare_rows(x, weight)
-    schedule = _native.default_schedule(weight, x.shape[0], threads)
-    shares = [_native.share(weight, x.shape[0], thread, schedule) for thread in range(threads)]
-    if threads == 1:
-        _native.gemm_share(prepared, weight, y, schedule=schedule)
-        return y
-
-    def work(share: tuple[tuple[int, int], tuple[int, int]]) -> None:
-        _native.gemm_share(prepared, weight, y, rows=share[0], panels=share[1], schedule=schedule)
-
-    list(_pool(threads).map(work, shares))
-    return y
-
-
-@cache
-def _pool(threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads, thread_name_prefix="phasewise")
 
 
 def unpacked(layer: PackedLinear) -> torch.nn.Linear:

@@ -24,17 +24,19 @@ _FUNCTIONS = ("GOMP_parallel", "omp_get_thread_num")
 _held: list[OpenMPProduct] = []
 
 
-@cache
 def torch_team() -> OpenMPTeam:
-    """As many threads as torch says when it is first asked. TeamError where its build has no OpenMP library
-    that others find.
-    """
+    """As many threads as torch says now. TeamError where its build has no OpenMP library that others find."""
+    return _team(torch.get_num_threads())
+
+
+@cache
+def _team(threads: int) -> OpenMPTeam:
     loaded = ctypes.CDLL(None)
     try:
         addresses = [ctypes.cast(getattr(loaded, name), ctypes.c_void_p).value or 0 for name in _FUNCTIONS]
     except AttributeError as error:
         raise TeamError(f"this build of PyTorch has loaded no OpenMP library: {error}") from None
-    return OpenMPTeam(torch.get_num_threads(), *addresses)
+    return OpenMPTeam(threads, *addresses)
 
 
 def hold(
@@ -62,6 +64,11 @@ def _packed_linear(x: torch.Tensor, bias: torch.Tensor | None, number: int) -> t
         raise ValueError(f"x is {x.dtype} {tuple(x.shape)}: bfloat16 or float32 [..., {product.k}] expected")
     if bias is not None and (bias.dtype != x.dtype or bias.shape != (product.n,)):
         raise ValueError(f"a bias of {bias.dtype} {tuple(bias.shape)}: {x.dtype} [{product.n}] expected")
+    return multiply(product, x, bias)
+
+
+def multiply(product: OpenMPProduct, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x W^T + bias for x [..., k] and a bias [n] of one type, bfloat16 or float32, in that type."""
     rows, y = x.contiguous(), x.new_empty((*x.shape[:-1], product.n))
     bias = None if bias is None else bias.contiguous()
     product.multiply(

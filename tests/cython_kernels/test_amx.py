@@ -39,6 +39,8 @@ from tests.support.kernels.gemm_reference import (
 
 TILED = ("bf16", "q8 column")
 INT8_DOT, INT8_TILE = map(_native.path_names().index, ("int8_dot", "int8_tile"))
+INT8_BLOCK = _native.path_names().index("int8_block")
+WITH_SUBS = tuple(fmt for fmt, block in BLOCKS.items() if block.has_subs)
 BF16_TILE = _native.path_names().index("bf16_tile")
 AS_BF16 = (*(fmt for fmt in FORMATS if fmt not in ("f32", "f16")), "q3_k", "q4_k", "q6_k", "iq4_xs", "mxfp4")
 """Formats whose weights tiles multiply as bf16."""
@@ -148,6 +150,47 @@ def rows_of(special: str, m: int, k: int, rng: np.random.Generator) -> Array:
         x[rng.random((m, k)) < 2 / k] = rng.choice([np.inf, -np.inf])
         x[m // 2] = np.float32(3e38)  # sums overflow
     return x
+
+
+@pytest.mark.parametrize("fmt", WITH_SUBS)
+@pytest.mark.parametrize("k_parts", [1, 2])
+def test_blocks_on_tiles_have_the_bits_of_vectors(multiply: Product, fmt: str, k_parts: int) -> None:
+    """Codes times sub-scales are exact on either; by any walk, and by every instruction set that is here."""
+    rng = np.random.default_rng(8)
+    walks = (
+        Walk(mr=9, block_k=256),
+        Walk(mr=16, block_k=4096),
+        Walk(mr=23, block_m=30, block_n=32),
+        Walk(mr=32, panels=2, block_k=512),
+    )
+    for n, blocks, m in ((1, 1, 9), (17, 3, 16), (40, 9, 33), (75, 2, 70)):
+        w = weight_of(fmt, n, 256 * blocks, rng)
+        x = rng.standard_normal((m, w.k), dtype=np.float32)
+        x[0] = np.where(rng.random(w.k) < 0.5, -1, 1)  # the largest bytes
+        x[m // 2, 7] = np.inf
+        wanted = multiply(w, x, Walk(mr=8), path=INT8_BLOCK, k_parts=k_parts)
+        for walk in walks:
+            tiles = multiply(w, x, walk, path=INT8_BLOCK, k_parts=k_parts)
+            assert np.array_equal(bits(tiles), bits(wanted)), walk
+        for name in isa.usable():
+            here = product_here(name, w, x, Walk(mr=8), "int8_block", k_parts)
+            assert np.array_equal(bits(here), bits(wanted)), name
+
+
+@pytest.mark.slow
+def test_blocks_of_more_than_eight_rows_are_the_units(program: str) -> None:
+    """A schedule chooses by the rows of its micro-kernel, and a few rows meet the blocks as they are."""
+    rng = np.random.default_rng(9)
+    w = weight_of("q4_k", 20, 256, rng)
+    x = rng.standard_normal((24, 256), dtype=np.float32)
+    without = ["env", "FORBID_TILES=1", program, "amx"]
+
+    product(without, w, x, Walk(mr=8), INT8_BLOCK)
+    product(without, w, x[:4], Walk(mr=32), INT8_BLOCK)
+    with pytest.raises(subprocess.CalledProcessError) as fault:
+        product(without, w, x, Walk(mr=9), INT8_BLOCK)
+
+    assert fault.value.returncode == 4
 
 
 @pytest.mark.slow

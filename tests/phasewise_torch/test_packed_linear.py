@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -89,13 +90,14 @@ def test_other_threads_run_while_a_layer_multiplies() -> None:
 
 def test_as_many_threads_work_as_torch_says(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = PackedLinear.from_linear(linear(256, 64, 0.5, torch.bfloat16))
-    real, seen = packed_linear.multiply, []
+    real, seen = packed_linear.torch_team, []
 
-    def multiply(x: Any, weight: Any, threads: int) -> Any:
-        seen.append(threads)
-        return real(x, weight, threads)
+    def torch_team() -> Any:
+        team = real()
+        seen.append(team.threads)
+        return team
 
-    monkeypatch.setattr(packed_linear, "multiply", multiply)
+    monkeypatch.setattr(packed_linear, "torch_team", torch_team)
     before = torch.get_num_threads()
     try:
         for threads in (1, 3):
@@ -105,6 +107,27 @@ def test_as_many_threads_work_as_torch_says(monkeypatch: pytest.MonkeyPatch) -> 
         torch.set_num_threads(before)
 
     assert seen == [1, 3]
+
+
+def test_no_thread_is_started() -> None:
+    """Once torch's own are there, as many are as before."""
+    layer = PackedLinear.from_linear(linear(256, 64, 0.5, torch.bfloat16))
+    torch.randn(512, 512) @ torch.randn(512, 512)
+    before = len(list(Path("/proc/self/task").iterdir()))
+
+    for rows in (1, 2, 64):
+        layer(torch.randn(rows, 64))
+
+    assert len(list(Path("/proc/self/task").iterdir())) == before
+
+
+def test_a_layer_moved_to_another_type_keeps_its_sums_in_float32() -> None:
+    """`model.to(dtype)` changes a bias with all other buffers; the packed weight stays."""
+    layer = PackedLinear.from_linear(linear(40, 64, 0.5, torch.bfloat16))
+    x = torch.randn(3, 64)
+    expected = layer(x)
+
+    assert torch.equal(copy.deepcopy(layer).to(torch.bfloat16)(x), expected)
 
 
 def test_storages_and_threads_give_the_same_bits() -> None:

@@ -36,13 +36,11 @@ def weights() -> dict[str, Any]:
 def team(threads: int) -> OpenMPTeam:
     """As torch's, of so many threads."""
     before = torch.get_num_threads()
-    shared_threads.torch_team.cache_clear()
     try:
         torch.set_num_threads(threads)
         return shared_threads.torch_team()
     finally:
         torch.set_num_threads(before)
-        shared_threads.torch_team.cache_clear()
 
 
 def product(by: OpenMPProduct, x: Any, bias: Any) -> Any:

@@ -309,6 +309,46 @@ def test_all_rows_of_a_weight_use_one_arithmetic(database: str, share: float, wi
     assert run_on(SyntheticMachine(with_other(share)), database, tasks).duels == 0
 
 
+def in_both_phases(answers: float, prompts: float) -> synthetic_machine.Cost:
+    """OTHER's speed, as a share of PLAIN's: of one row, of the most rows; the others as fast."""
+
+    def cost(problem: Problem, schedule: Schedule) -> int:
+        speed = {min(MS): answers, max(MS): prompts}.get(problem.m, 1.0)
+        plain = plain_cost(problem, schedule)
+        return round(plain / speed if schedule.compute_path == OTHER.compute_path else plain)
+
+    return cost
+
+
+@pytest.mark.parametrize(
+    ("answers", "prompts", "winner"),
+    [(0.975, 1.8, OTHER), (1.0, 1.8, OTHER), (0.9, 4.0, PLAIN), (0.25, 4.0, PLAIN)],
+)
+def test_an_arithmetic_of_both_phases_must_not_slow_answers(
+    database: str, answers: float, prompts: float, winner: Arithmetic
+) -> None:
+    tasks = [task_of(arithmetics=(PLAIN, OTHER))]
+    outcome = run_on(SyntheticMachine(in_both_phases(answers, prompts)), database, tasks)
+
+    assert {gain.schedule.compute_path for gain in outcome.gains} == {winner.compute_path}
+
+
+def test_duels_say_whether_answers_are_slower(database: str) -> None:
+    """Samples of a search said that they are not."""
+
+    class Liar(SyntheticMachine):
+        def duel(self, problem: Problem, incumbent: Schedule, candidate: Schedule) -> synthetic_machine.Duel:
+            self.cost = in_both_phases(0.9, 4.0)
+            try:
+                return super().duel(problem, incumbent, candidate)
+            finally:
+                self.cost = in_both_phases(1.0, 4.0)
+
+    outcome = run_on(Liar(in_both_phases(1.0, 4.0)), database, [task_of(arithmetics=(PLAIN, OTHER))])
+
+    assert {gain.schedule.compute_path for gain in outcome.gains} == {PLAIN.compute_path}
+
+
 def test_rows_tuned_later_follow_the_arithmetic_of_the_weight(database: str) -> None:
     arithmetics = (PLAIN, OTHER)
     run_on(SyntheticMachine(with_other(0.5)), database, [task_of(ms=(1, 2), arithmetics=arithmetics)])

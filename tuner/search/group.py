@@ -16,8 +16,9 @@ Which m: all up to sigma, where one row more can mean another micro-kernel, then
 an m between two of them differs from the nearer by at most an eighth and uses its schedule.
 
 Before all that the arithmetic is chosen, once: it decides the bits of results, so that it must be the same
-for every m. A few m are probed on default-like schedules. The default arithmetic stays unless another one is
-clearly faster over all of them, since a difference of two per cent is not worth other bits.
+for every m, and so in both phases. A few m are probed on default-like schedules. The default arithmetic stays
+unless another one is clearly faster over all of them, since a difference of two per cent is not worth other
+bits, and none is taken by which the fewest rows lose: what prompts gain does not make up for slow answers.
 """
 
 from __future__ import annotations
@@ -219,25 +220,35 @@ def _settle(
 
 
 def _choose_arithmetic(group: Group, ms: Sequence[int], options: SearchOptions) -> _Products[Arithmetic]:
-    """The way of computing whose best probes are fastest, in the geometric mean over a few m."""
+    """The way of computing whose best probes are fastest, in the geometric mean over a few m, of those that
+    are fast enough for the fewest rows.
+    """
     default = group.arithmetics[0]
     if len(group.arithmetics) == 1:
         return default
     probed = _spread(ms, options.probes)
     log_ns = dict.fromkeys(group.arithmetics, 0.0)
+    fewest_ns: dict[Arithmetic, float] = {}
     for m in probed:
         probes = {arithmetic: _probes(group, m, arithmetic) for arithmetic in group.arithmetics}
         samples: dict[Schedule, Sample] = {}
         yield from _at(m, referenced(_each(probes.values()), samples, options.batch))
         for arithmetic, schedules in probes.items():
-            log_ns[arithmetic] += math.log(min(cost(samples[probe]) for probe in schedules)) / len(probed)
+            best_ns = min(cost(samples[probe]) for probe in schedules)
+            fewest_ns.setdefault(arithmetic, best_ns)
+            log_ns[arithmetic] += math.log(best_ns) / len(probed)
 
     def handicapped(arithmetic: Arithmetic) -> float:
         split = options.split_gain if arithmetic.k_parts != default.k_parts else 0.0
         other = options.switch_gain if arithmetic != default else 0.0
         return log_ns[arithmetic] + math.log1p(max(split, other))
 
-    return min(group.arithmetics, key=handicapped)
+    fast_enough = [
+        arithmetic
+        for arithmetic in group.arithmetics
+        if options.fewest_rows_keep * fewest_ns[arithmetic] <= fewest_ns[default]
+    ]
+    return min(fast_enough, key=handicapped)
 
 
 def _each(batches: Iterable[list[Schedule]]) -> Search[list[Sample]]:

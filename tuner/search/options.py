@@ -53,4 +53,6 @@ class SearchOptions:
     switch_gain: float = 0.02
     """Another way of computing than the default one must be faster by this share, .."""
     split_gain: float = 0.05
-    """.. and by this one if it sums k in another number of parts."""
+    """.. and by this one if it sums k in another number of parts. The gain is that over all m together, .."""
+    fewest_rows_keep: float = 0.97
+    """.. and the fewest rows, those of an answer, must keep this share of their speed."""

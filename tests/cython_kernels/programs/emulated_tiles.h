@@ -30,6 +30,13 @@ PW_INLINE vi bf16_pairs(vf even, vf odd) {
     return pairs;
 }
 
+/* vpsubw and vpmullw. */
+PW_INLINE vi scaled_halves(vi codes, vi zeros, vi subs) {
+    vu low = ((vu)codes - (vu)zeros) * (vu)subs & 0xFFFF;
+    vu high = (((vu)codes >> 16) - ((vu)zeros >> 16)) * ((vu)subs >> 16) << 16;
+    return (vi)(low | high);
+}
+
 typedef struct {
     int rows, row_bytes;
     uint8_t data[16][64];
@@ -47,6 +54,7 @@ static void tile_fault(const char *what) {
 static void emulated_configure(const void *config) {
     const uint8_t *bytes = config;
     if (!emulated_tiles_granted) tile_fault("used without permission");
+    if (getenv("FORBID_TILES")) tile_fault("used by what a test expects to use vectors");
     if (bytes[0] != 1 || bytes[1] != 0) tile_fault("not palette 1 from row 0");
     for (int i = 2; i < 16; ++i) {
         if (bytes[i]) tile_fault("reserved bytes are set");
@@ -109,7 +117,7 @@ static void emulated_dot_bf16(int ci, int ai, int bi) {
     }
 }
 
-static void emulated_dot_int8(int ci, int ai, int bi) {
+static void emulated_dot_int8(int ci, int ai, int bi, int is_signed) {
     emulated_tile *c = tile_of(ci), *a = tile_of(ai), *b = tile_of(bi);
     shapes_must_meet(c, a, b);
     for (int m = 0; m < c->rows; ++m) {
@@ -117,7 +125,8 @@ static void emulated_dot_int8(int ci, int ai, int bi) {
             uint32_t sum;
             memcpy(&sum, c->data[m] + 4 * n, sizeof sum);
             for (int i = 0; i < a->row_bytes; ++i) {
-                sum += (uint32_t)((int8_t)a->data[m][i] * b->data[i / 4][4 * n + i % 4]);
+                uint8_t weight = b->data[i / 4][4 * n + i % 4];
+                sum += (uint32_t)((int8_t)a->data[m][i] * (is_signed ? (int8_t)weight : weight));
             }
             memcpy(c->data[m] + 4 * n, &sum, sizeof sum);
         }
@@ -137,6 +146,7 @@ __attribute__((destructor)) static void everything_was_given_back(void) {
 #define TILE_STORE(t, p, stride) emulated_store(t, p, stride)
 #define TILE_ZERO(t) emulated_zero(t)
 #define TILE_DOT_BF16(c, a, b) emulated_dot_bf16(c, a, b)
-#define TILE_DOT_INT8(c, a, b) emulated_dot_int8(c, a, b)
+#define TILE_DOT_INT8(c, a, b) emulated_dot_int8(c, a, b, 0)
+#define TILE_DOT_SIGNED(c, a, b) emulated_dot_int8(c, a, b, 1)
 
 #include "simd/tiles.h"
