@@ -1,11 +1,12 @@
 """Number of inputs at once that a host embeds within an SLO: by WindVE's line, and by trying.
 
-    python benchmarks/embedding_depths.py MODEL WAY [WAY ..] [--format int8] [--tokens 75] [--slo 1,2]
+    python benchmarks/embedding_depths.py MODEL WAY [WAY ..] [--tokens 75] [--slo 1,2] [--task 1]
 
 WAY: cores of each instance, `0,1` for one instance of two cores, `0+1` for two of one core each. For every
 way a line is fitted through the times of five loads, and loads around its depth are tried (the best of three
 rounds of each). Inputs go through the production queues to worker processes, without HTTP. At the end: what
-the queues' own decision costs an input.
+the queues' own decision costs an input. --task: the number of the task that inputs are for, of a model that
+has some.
 """
 
 from __future__ import annotations
@@ -35,12 +36,15 @@ def plan_of(way: str) -> EmbeddingPlan:
     return EmbeddingPlan(tuple(Instance(f"cpu:{index}", own) for index, own in enumerate(cores)))
 
 
-async def depths(client: EmbeddingClient, tokens: int, slos_s: list[float]) -> list[tuple[int, int]]:
+async def depths(
+    client: EmbeddingClient, tokens: int, slos_s: list[float], task: int
+) -> list[tuple[int, int]]:
     """(predicted, tried) for each SLO."""
     client.attach(asyncio.get_running_loop())
 
     async def once(n: int) -> float:
-        inputs = [Tokens([1000 + (index + j) % 20000 for j in range(tokens)]) for index in range(n)]
+        ids = [[1000 + (index + j) % 20000 for j in range(tokens)] for index in range(n)]
+        inputs = [Tokens(own, task=task) for own in ids]
         began = time.perf_counter()
         await asyncio.gather(*(client.embed([text_tokens]) for text_tokens in inputs))
         return time.perf_counter() - began
@@ -78,11 +82,12 @@ def embedding_depths(
     weights: Annotated[str, Option("--format")] = "int8",
     tokens: int = 75,
     slo: Annotated[str, Option(help="seconds")] = "1,2",
+    task: int = 0,
 ) -> Yielded:
     loaded, slos_s = load_model(model, weights), [float(text) for text in listed(slo)]
     for way in ways:
         with open_embedding(loaded, model, loaded.format, plan_of(way)) as opened:
-            taken = asyncio.run(depths(opened.client, tokens, slos_s))
+            taken = asyncio.run(depths(opened.client, tokens, slos_s, task))
         for slo_s, (predicted, tried) in zip(slos_s, taken, strict=True):
             row = {"model": loaded.name, "format": loaded.format, "cores": way, "SLO, s": slo_s}
             yield row | {"tokens": tokens, "by the line": predicted, "tried": tried}

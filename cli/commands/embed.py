@@ -46,6 +46,15 @@ def embed(
             " without it the model's default prompt, if it has one",
         ),
     ] = None,
+    task: Annotated[
+        str | None,
+        typer.Option(
+            "--task",
+            metavar="TASK",
+            help="one of the model's tasks, where it has some: of jina v3 retrieval.query, retrieval.passage,"
+            " separation, classification and text-matching",
+        ),
+    ] = None,
     encoding_format: Annotated[
         Encoding,
         typer.Option(
@@ -71,7 +80,7 @@ def embed(
     is_canonical = arithmetic == "canonical"
     with open_embedder(model, weight_format, threads, note, is_canonical=is_canonical) as opened:
         computed, n_tokens = opened.vectors(
-            inputs, truncate=truncate, dimensions=dimensions, input_type=input_type
+            inputs, truncate=truncate, dimensions=dimensions, input_type=input_type, task=task
         )
         vectors = in_precision(computed, encoding_format)
         if output == "npy":

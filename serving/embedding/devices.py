@@ -9,8 +9,9 @@ from __future__ import annotations
 import ctypes
 import shlex
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -86,34 +87,38 @@ def rank_of(device: str) -> int:
 def instance_cores(
     machine: Machine, n_instances: int, taken: Collection[int] = (), n_cores: int | None = None
 ) -> list[tuple[int, ...]]:
-    """Cores for each CPU instance: from the high end, none across NUMA nodes where that can be, none that
-    is taken.
+    """Cores for each CPU instance: from the high end, never across NUMA nodes, none that is taken.
 
     The paper's section IV-D: frameworks run on cores with low numbers, and an instance should not cross
-    nodes. taken: PUs that others compute on. n_cores: of all instances, the highest ones; None: all that are
-    left. ValueError where there are fewer cores than instances, or than asked for.
+    nodes. Fewer instances than nodes have a whole node each; more divide the nodes so that they are as large
+    as each other as nearly as that goes. taken: PUs that others compute on. n_cores: of all instances, the
+    highest ones; None: all that are left. ValueError where there are fewer cores than instances, or than
+    asked for.
     """
-    usable = free_cores(machine, taken)
-    if n_cores is not None:
-        if n_cores > len(usable):
-            raise ValueError(f"{counted(n_cores, 'core')} for embeddings: {len(usable)} are there for them")
-        usable = usable[-n_cores:]
+    usable = highest_cores(machine, taken, n_cores)
+    if n_cores is not None and n_cores > len(usable):
+        raise ValueError(f"{counted(n_cores, 'core')} for embeddings: {len(usable)} are there for them")
     if not 1 <= n_instances <= len(usable):
         raise ValueError(
             f"{counted(n_instances, 'instance')} of at least one core each: "
             f"{counted(len(usable), 'core')} {plural(len(usable), 'is', 'are')} there for them"
         )
-    by_node = _by_node(machine, usable)
-    if n_instances <= len(by_node):  # whole nodes, the highest first
-        return [tuple(node) for node in sorted(by_node, key=max, reverse=True)[:n_instances]]
-    share, extra = divmod(len(usable), n_instances)
-    ordered = usable[::-1]
-    groups, start = [], 0
-    for instance in range(n_instances):
-        end = start + share + (instance < extra)
-        groups.append(tuple(sorted(ordered[start:end])))
+    nodes = cores_by_node(machine, usable)[:n_instances]
+    counts = [1] * len(nodes)
+    for _ in range(n_instances - len(nodes)):
+        fullest = max(range(len(nodes)), key=lambda node: len(nodes[node]) / counts[node])
+        counts[fullest] += 1
+    return [own for node, count in zip(nodes, counts, strict=True) for own in _shares(node, count)]
+
+
+def _shares(cores: Sequence[int], count: int) -> Iterator[tuple[int, ...]]:
+    """As many each, and one more for the first, in their order."""
+    share, extra = divmod(len(cores), count)
+    start = 0
+    for number in range(count):
+        end = start + share + (number < extra)
+        yield tuple(sorted(cores[start:end]))
         start = end
-    return groups
 
 
 def free_cores(machine: Machine, taken: Collection[int]) -> list[int]:
@@ -122,12 +127,23 @@ def free_cores(machine: Machine, taken: Collection[int]) -> list[int]:
     return sorted(core[0] for core in cores if not set(core).intersection(taken))
 
 
-def _by_node(machine: Machine, cores: list[int]) -> list[list[int]]:
-    nodes: dict[int | None, list[int]] = {}
-    for core in cores:
-        nodes.setdefault(_node_of(machine, core), []).append(core)
-    return list(nodes.values())
+def highest_cores(machine: Machine, taken: Collection[int] = (), n_cores: int | None = None) -> list[int]:
+    """The highest `n_cores` free cores, or fewer where fewer are free; None: all. Those of one NUMA node go
+    before those of the next, whatever their numbers.
+    """
+    ordered = [core for node in cores_by_node(machine, free_cores(machine, taken)) for core in node]
+    return sorted(ordered[:n_cores])
 
 
-def _node_of(machine: Machine, pu: int) -> int | None:
-    return next((node.os_index for node in machine.nodes(Kind.NUMA) if pu in node.cpus), None)
+def cores_by_node(machine: Machine, cores: Collection[int]) -> list[list[int]]:
+    """Those of each NUMA node, the highest node and the highest cores first; of one L3 together."""
+    tops = [
+        {pu: max(part.cpus) for part in machine.nodes(kind) if part.cpus for pu in part.cpus}
+        for kind in (Kind.NUMA, Kind.L3)
+    ]
+
+    def place(core: int) -> tuple[int, ...]:
+        return (*(top.get(core, -1) for top in tops), core)
+
+    ordered = sorted(cores, key=place, reverse=True)
+    return [list(own) for _, own in groupby(ordered, key=lambda core: place(core)[0])]

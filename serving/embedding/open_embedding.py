@@ -11,7 +11,7 @@ from typing import Self
 
 from phasewise.serving.embedding.client import EmbeddingClient
 from phasewise.serving.embedding.devices import Command, rank_of
-from phasewise.serving.embedding.encoder.input_tokens import EncoderText
+from phasewise.serving.embedding.encoder.input_tokens import EncoderText, names_of_tasks
 from phasewise.serving.embedding.lane import Start
 from phasewise.serving.embedding.plan import EmbeddingPlan
 from phasewise.serving.embedding.queues import DeviceQueue, QueueManager
@@ -51,6 +51,15 @@ def width_of(model: PackedModel) -> int:
     return 1 if model.config.scores else model.config.hidden
 
 
+def check_commands(model: PackedModel, commands: Mapping[str, Command]) -> None:
+    """ModelError where workers of the user's own would not be told what the model has to know."""
+    if commands and names_of_tasks(model):
+        raise ModelError(
+            f"{model.name} has tasks, which a worker of one's own ({', '.join(commands)}) is not told: leave"
+            " out --embed-device"
+        )
+
+
 def open_embedding(
     model: PackedModel,
     ref: str,
@@ -74,6 +83,7 @@ def open_embedding(
         raise ModelError(
             f"{model.name} is no embedding model: its files say nothing about pooling (modules.json)"
         )
+    check_commands(model, commands)
     n_cores = sum(len(instance.cores) for instance in plan.instances if instance.is_cpu) + other_cores
     specs = [
         WorkerSpec(

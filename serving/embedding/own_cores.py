@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from phasewise.serving.embedding.devices import free_cores
+from phasewise.serving.embedding.devices import highest_cores
 from phasewise.serving.embedding.encoder.embedder import Embedder, Floats
 from phasewise.serving.embedding.encoder.input_tokens import Tokens
 from phasewise.serving.errors import RanksError
@@ -30,8 +30,9 @@ def cores_now(own: Sequence[int], machine: Machine, n_others: int = 0) -> tuple[
     more than their share of a quota pays for. n_others: cores of all else that computes for the server.
     """
     allowed = frozenset(machine.allowed_pus)
-    kept = tuple(core for core in own if core in allowed) or tuple(free_cores(machine, ())[-len(own) :])
-    return kept[: machine.cores_paid(len(own), n_others)]
+    kept = tuple(core for core in own if core in allowed)
+    now = kept or tuple(highest_cores(machine, n_cores=len(own)))
+    return now[: machine.cores_paid(len(own), n_others)]
 
 
 class OnOwnCores:

@@ -2,7 +2,8 @@
 
     frame      bytes of what follows the batch (4), kind (1), batch (8), then by kind:
     EMBED 1    inputs (4); of each its tokens (4), and those before a pair's second text (4; all ones: one
-               text); all tokens (int32)
+               text); all tokens (int32); where one of the inputs is for a task of the model, the task of
+               each (4; 0: none)
     VECTORS 2  inputs (4), width (4), float32
     FAILED 3   one line of text
     READY 4    JSON: at least {"protocol": 1}
@@ -86,7 +87,8 @@ def inputs_to_bytes(inputs: Sequence[Tokens]) -> bytes:
         for encoded in inputs
     )
     tokens = np.fromiter((token for encoded in inputs for token in encoded.ids), np.int32)
-    return _COUNT.pack(len(inputs)) + heads + tokens.tobytes()
+    tasks = np.fromiter((encoded.task for encoded in inputs), np.uint32)
+    return _COUNT.pack(len(inputs)) + heads + tokens.tobytes() + (tasks.tobytes() if tasks.any() else b"")
 
 
 def inputs_from_bytes(body: bytes) -> list[Tokens]:
@@ -95,16 +97,19 @@ def inputs_from_bytes(body: bytes) -> list[Tokens]:
         (count,) = _COUNT.unpack_from(body)
         start = _COUNT.size + count * _PAIR.size
         heads = list(_PAIR.iter_unpack(body[_COUNT.size : start]))
-        tokens = np.frombuffer(body[start:], np.int32)
+        end = start + 4 * sum(n for n, _ in heads)
+        tokens = np.frombuffer(body[start:end], np.int32)
+        tasks = np.frombuffer(body[end:], np.uint32).tolist() or [0] * len(heads)
     except (struct.error, ValueError) as error:
         raise ProtocolError(f"inputs that cannot be read: {error}") from error
-    if len(heads) != count or sum(n for n, _ in heads) != len(tokens):
+    if not len(heads) == len(tasks) == count or sum(n for n, _ in heads) != len(tokens):
         raise ProtocolError(
             f"{count} inputs with {counted(len(tokens), 'token')} in all, which do not fit together"
         )
     inputs, offset = [], 0
-    for n, second in heads:
-        inputs.append(Tokens(tokens[offset : offset + n].tolist(), None if second == _ONE_TEXT else second))
+    for (n, second), task in zip(heads, tasks, strict=True):
+        own = tokens[offset : offset + n].tolist()
+        inputs.append(Tokens(own, None if second == _ONE_TEXT else second, task))
         offset += n
     return inputs
 

@@ -22,6 +22,7 @@ from phasewise.serving.embedding.protocol import Floats
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.families.gte import THEIR_GTE
 from phasewise.serving.loaders.families.jina_bert import JINA_BERT
+from phasewise.serving.loaders.families.jina_v3 import JINA_V3
 from phasewise.serving.loaders.fetching.resolve import cache_root, locate
 from phasewise.serving.loaders.formats.model_directory import ModelDirectory
 from phasewise.serving.models.encoding import Embedding
@@ -130,7 +131,7 @@ def _what_it_gives(path: Path, device: str) -> _Gives:
         if source.embedding is None:
             raise ModelError(f"{path} is no embedding model")
         model_type = (ModelDirectory(path).json("config.json") or {}).get("model_type")
-        if source.config.architecture == JINA_BERT.name or model_type == THEIR_GTE:
+        if source.config.architecture in (JINA_BERT.name, JINA_V3.name) or model_type == THEIR_GTE:
             raise ModelError(
                 f"{device} cannot run {path}: transformers has {source.config.architecture} models only with"
                 " code from beside their weights; --no-embed-accelerators leaves it to the CPU"

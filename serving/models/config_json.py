@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from phasewise.serving.models.encoding import Encoder, encoder_to_json
+from phasewise.serving.models.encoding import encoder_from_json, encoder_to_json
 from phasewise.serving.models.experts import experts_from_json, experts_to_json
 from phasewise.serving.models.factors import NO_FACTORS, factors_from_json
 from phasewise.serving.models.halves import BOTH_HALVES, halves_from_json, halves_to_json
@@ -97,7 +97,7 @@ def config_from_json(fields: Mapping[str, Any]) -> ModelConfig:
     values["ffn_widths"] = tuple(values.get("ffn_widths", ()))
     values["halves"] = halves_from_json(values.get("halves"))
     values["factors"] = factors_from_json(values.get("factors"))
-    values["encoder"] = None if values["encoder"] is None else Encoder(**values["encoder"])
+    values["encoder"] = None if values["encoder"] is None else encoder_from_json(values["encoder"])
     values["eos_token_ids"] = tuple(values["eos_token_ids"])
     rope = rope_from_json(values.pop("rope"))
     if rope is None:

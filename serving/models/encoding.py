@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from phasewise.serving.errors import ModelError
@@ -11,6 +12,29 @@ from phasewise.serving.errors import ModelError
 MOST_POSITIONS = 1 << 26
 POOLINGS = ("mean", "first", "last")
 PAIR_PLACES = ("{instruction}", "{query}", "{document}")
+_MOST_TASKS, _MOST_TASK_RANKS, _MOST_TASK_SCALE = 64, 1 << 10, 1e6
+
+
+@dataclass(frozen=True)
+class EncoderTasks:
+    """The tasks that texts may be embedded for. Each has a low-rank adapter of every product of the layers
+    and of the embeddings of tokens and segments: W + scale B A.
+    """
+
+    names: tuple[str, ...]
+    rank: int
+    scale: float
+
+    def __post_init__(self) -> None:
+        sane = all(isinstance(name, str) and 0 < len(name) <= 256 for name in self.names)
+        if not sane or not 1 <= len(self.names) <= _MOST_TASKS or len(set(self.names)) < len(self.names):
+            raise ModelError(f"the tasks {self.names!r:.120}: 1 to {_MOST_TASKS} different names expected")
+        if type(self.rank) is not int or not 1 <= self.rank <= _MOST_TASK_RANKS // len(self.names):
+            raise ModelError(
+                f"tasks with adapters of rank {self.rank!r:.40}: 1 to {_MOST_TASK_RANKS} in all can run"
+            )
+        if not math.isfinite(self.scale) or abs(self.scale) > _MOST_TASK_SCALE:
+            raise ModelError(f"the tasks' adapters are scaled by {self.scale!r:.40}")
 
 
 @dataclass(frozen=True)
@@ -39,6 +63,7 @@ class Encoder:
     """True if a cross-encoder's head is out(N(gelu(dense(row)))), else out(tanh(dense(row)))."""
     distances: bool = False
     """True if scores of attention fall with the distance of their positions (ALiBi)."""
+    tasks: EncoderTasks | None = None
 
 
 @dataclass(frozen=True)
@@ -76,8 +101,16 @@ class Embedding:
 
 
 def encoder_to_json(encoder: Encoder) -> dict[str, Any]:
-    fields = dict(vars(encoder))
-    for rare in ("pre_norms", "norm_head", "distances"):
+    fields = asdict(encoder)
+    for rare in ("pre_norms", "norm_head", "distances", "tasks"):
         if not fields[rare]:
             del fields[rare]
     return fields
+
+
+def encoder_from_json(fields: Mapping[str, Any]) -> Encoder:
+    """The value of `encoder_to_json`."""
+    tasks = fields.get("tasks")
+    if tasks is None:
+        return Encoder(**fields)
+    return Encoder(**{**fields, "tasks": EncoderTasks(**{**tasks, "names": tuple(tasks["names"])})})

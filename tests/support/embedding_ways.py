@@ -18,7 +18,7 @@ import numpy as np
 
 from phasewise.cython_kernels import isa
 from phasewise.serving.embedding.encoder.embedder import Embedder
-from phasewise.serving.embedding.encoder.input_tokens import Tokens
+from phasewise.serving.embedding.encoder.input_tokens import Tokens, names_of_tasks
 from phasewise.serving.embedding.open_embedding import open_embedding
 from phasewise.serving.embedding.plan import EmbeddingPlan, Instance
 from phasewise.serving.loaders import load_model
@@ -52,7 +52,11 @@ def asked(folder: Path, name: str, weight_format: str, n_inputs: int = N_INPUTS)
     assert model.embedding is not None
     rng, most = random.Random(41), model.embedding.max_tokens
     lengths = [round(most ** (index / (n_inputs - 1))) for index in range(n_inputs)]
-    inputs = [Tokens([rng.randrange(5, model.config.vocab_size) for _ in range(n)]) for n in lengths]
+    n_tasks, vocab_size = len(names_of_tasks(model)), model.config.vocab_size
+    inputs = [
+        Tokens([rng.randrange(5, vocab_size) for _ in range(n)], task=index % (n_tasks + 1))
+        for index, n in enumerate(lengths)
+    ]
     return Asked(path, model, tuple(rng.sample(inputs, n_inputs)))
 
 

@@ -40,13 +40,15 @@ class OpenEmbedder:
         truncate: bool = False,
         dimensions: int | None = None,
         input_type: str | None = None,
+        task: str | None = None,
     ) -> tuple[npt.NDArray[np.float32], int]:
         """float32 [texts, dimensions] in the texts' order, and how many tokens they had.
 
         truncate: texts that are too long lose their end, else ContextLengthExceeded. dimensions: of each
         vector that many numbers, with length 1 again. input_type: "query", "document" or one of the model's
-        prompts, which is put before each text; None: its default one. WorkflowError where it has not as many
-        numbers or no such prompt, or for a cross-encoder; StepFailed where values are not numbers.
+        prompts, which is put before each text; None: its default one. task: one of the model's tasks, in
+        place of these. WorkflowError where it has not as many numbers or no such prompt or task, or for a
+        cross-encoder; StepFailed where values are not numbers.
         """
         import numpy as np
 
@@ -62,15 +64,16 @@ class OpenEmbedder:
             raise WorkflowError(
                 f"{self.model.name} makes vectors of {width} numbers; {dimensions} are too many"
             )
+        if input_type is not None and task is not None:
+            raise WorkflowError("an input type and a task say the same: give one of them")
         try:
-            self.text.prompt_of(input_type)
+            self.text.kind_of(input_type, task)
         except ValueError as error:
-            raise WorkflowError(f"the kind of input {error}") from error
+            raise WorkflowError(f"the {'kind of input' if task is None else 'task'} {error}") from error
         runs, n_tokens = [], 0
         for start in range(0, len(texts), BATCH_INPUTS):
-            tokens = self.text.tokens(
-                texts[start : start + BATCH_INPUTS], truncate=truncate, input_type=input_type
-            )
+            batch = texts[start : start + BATCH_INPUTS]
+            tokens = self.text.tokens(batch, truncate=truncate, input_type=input_type, task=task)
             runs.append(self.embedder.embed(tokens))
             n_tokens += sum(len(input_tokens.ids) for input_tokens in tokens)
         whole = np.concatenate(runs)

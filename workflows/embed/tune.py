@@ -106,6 +106,7 @@ def tune_embed(
 ) -> TunedEmbedding:
     """Measure, choose and keep a plan. WorkflowError where no device answers one input within the SLO."""
     from phasewise.kerneldb.location import locate
+    from phasewise.serving.embedding.open_embedding import check_commands
     from phasewise.serving.embedding.plan import EmbeddingPlan, Instance
     from phasewise.serving.loaders import load_model
     from phasewise.topology import read_machine
@@ -114,6 +115,7 @@ def tune_embed(
     model = load_model(ref, weight_format, report=report)
     if model.embedding is None:
         raise WorkflowError(f"{model.name} is no embedding model")
+    check_commands(model, accelerators.commands)
     machine = read_machine()
     length = min(tokens, model.embedding.max_tokens)
     probing = _Probing(model, ref, slo_s, length, accelerators.commands)
@@ -270,7 +272,7 @@ async def _probe(
 
     async def seconds(n: int) -> float:
         """The median over rounds of the slowest instance's time for a batch of n inputs."""
-        body = _batch(n, probing.length)
+        body = _batch(n, probing)
         times = []
         for _ in range(ROUNDS):
             began = time.perf_counter()
@@ -279,7 +281,7 @@ async def _probe(
         return sorted(times)[len(times) // 2]
 
     async def keep_busy(worker: WorkerProcess, n: int) -> None:
-        body = _batch(n, probing.length)
+        body = _batch(n, probing)
         while True:
             await worker.embed(body)
 
@@ -292,8 +294,11 @@ async def _probe(
             task.cancel()
 
 
-def _batch(n: int, length: int) -> bytes:
-    from phasewise.serving.embedding.encoder.input_tokens import Tokens
+def _batch(n: int, probing: _Probing) -> bytes:
+    """n inputs, for a task where the model has some: then they take longer."""
+    from phasewise.serving.embedding.encoder.input_tokens import Tokens, names_of_tasks
     from phasewise.serving.embedding.protocol import inputs_to_bytes
 
-    return inputs_to_bytes([Tokens([1 + (7 * i + j) % 90 for j in range(length)]) for i in range(n)])
+    task = min(1, len(names_of_tasks(probing.model)))
+    ids = [[1 + (7 * i + j) % 90 for j in range(probing.length)] for i in range(n)]
+    return inputs_to_bytes([Tokens(own, task=task) for own in ids])

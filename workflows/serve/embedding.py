@@ -56,10 +56,9 @@ class EmbeddingRoom:
     @property
     def cores(self) -> list[int]:
         """UsageError where there are too few."""
-        from phasewise.serving.embedding.devices import free_cores
+        from phasewise.serving.embedding.devices import highest_cores
 
-        free = free_cores(self.machine, self.taken)
-        return free if self.threads is None else free[-self.threads :]
+        return highest_cores(self.machine, self.taken, self.threads)
 
     def cut(self, n_instances: int) -> list[tuple[int, ...]]:
         """The cores of each instance. UsageError where there are too few."""
@@ -120,19 +119,17 @@ def _instances(
     room: EmbeddingRoom, settings: Embeddings, planned: tuple[Instance, ...]
 ) -> tuple[Instance, ...]:
     """Instances on the cores that are there: accelerators of a plan, and its CPU instances cut to them."""
+    from phasewise.serving.embedding.devices import cores_by_node
     from phasewise.serving.embedding.plan import Instance
     from phasewise.serving.embedding.queues import Depth
-    from phasewise.topology import Kind
 
     on_cpus = [instance for instance in planned if instance.is_cpu]
     others = [instance for instance in planned if not instance.is_cpu]
     if planned and not on_cpus:
         cut: list[tuple[int, ...]] = []
     else:
-        allowed = frozenset(room.machine.allowed_pus)
-        nodes = [node for node in room.machine.nodes(Kind.NUMA) if allowed.intersection(node.cpus)]
-        n_default = 1 if room.taken else max(1, len(nodes))
-        cut = room.cut(settings.embed_instances or n_default)
+        n_nodes = len(cores_by_node(room.machine, room.cores))
+        cut = room.cut(settings.embed_instances or max(1, n_nodes))
     n_planned = sum(len(instance.cores) for instance in on_cpus)
     held = sum((instance.depth for instance in on_cpus), Depth(0, 0))
     front = (min(room.cores),)
@@ -271,13 +268,13 @@ def open_beside(
     stored plan's devices and depths, as far as these cores go. UsageError where there are too few, or the
     model is no embedding model.
     """
-    from phasewise.serving.embedding.devices import free_cores
+    from phasewise.serving.embedding.devices import highest_cores
     from phasewise.topology import read_machine
     from phasewise.tuner.plans import default_thread_count
 
     assert settings.embed_model is not None
     machine = read_machine()
-    free = free_cores(machine, taken)
+    free = highest_cores(machine, taken)
     own = settings.embed_cores or min(_default_share(default_thread_count(machine)), max(1, len(free)))
     if own > len(free):
         raise UsageError(
@@ -287,7 +284,7 @@ def open_beside(
     model = load_embedding_model(settings.embed_model, weights, report)
     on = _devices_for(settings, weights)
     accelerators = on.accelerators()
-    room = EmbeddingRoom(machine, {*taken, *free[:-own]})
+    room = EmbeddingRoom(machine, {*taken, *set(free).difference(highest_cores(machine, taken, own))})
     plan = plan_for(model, room, on, accelerators, report, db)
     return open_for(
         model,

@@ -16,6 +16,7 @@ from phasewise.serving.embedding.encoder.arithmetic import CANONICAL, FASTEST, S
 from phasewise.serving.embedding.encoder.encoder_program import build_row_program
 from phasewise.serving.embedding.encoder.input_tokens import Tokens
 from phasewise.serving.embedding.encoder.pooling import pooled, score
+from phasewise.serving.embedding.encoder.task_adapters import task_adapters
 from phasewise.serving.errors import ModelError, RanksError
 from phasewise.serving.models.encoding import Embedding
 from phasewise.serving.models.forward import Capacity
@@ -25,7 +26,7 @@ from phasewise.serving.ranks.rank_teams import TABLES, keeping_affinity, open_te
 Floats = npt.NDArray[np.float32]
 
 STEP_TOKENS = 512
-"""Rows that pass through the model at once, or as many as its longest input has."""
+"""Rows that pass through the model at once; an input that has more goes through it alone."""
 MOST_SEQUENCES = 128
 _PANEL = 16  # slots of keys that lie together
 
@@ -49,7 +50,7 @@ class _Slice:
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """A program, what it leaves, and how many tokens it takes at once."""
+    """A program, what it leaves, and how many tokens of several inputs go through it at once."""
 
     program: Program
     rows: Floats
@@ -90,11 +91,12 @@ class Embedder:
         most = self.embedding.max_tokens
         try:
             defaults = CANONICAL if is_canonical else FASTEST
-            self._way = self._build(schedules or (defaults,), max(step_tokens, most))
+            self._added = task_adapters(model)
+            self._way = self._build(schedules or (defaults,), step_tokens, most)
             self._short: _Way | None = None
             short = for_short_inputs(defaults, model.weights.values())
             if schedules is None and short is not None:
-                self._short = self._build((short,), min(most, SHORT_TOKENS) * MOST_SEQUENCES)
+                self._short = self._build((short,), SHORT_TOKENS * MOST_SEQUENCES, SHORT_TOKENS)
         except BaseException:
             self._team.close()
             raise
@@ -102,8 +104,9 @@ class Embedder:
     def _open_team(self, cores: Sequence[int]) -> Team:
         return open_teams({TABLES["prefill"]: tuple(cores)}, self._pinned)[TABLES["prefill"]]
 
-    def _build(self, schedules: tuple[ScheduleLookup, ...], step_tokens: int) -> _Way:
-        program = build_row_program(self.model, self._capacity(step_tokens), schedules)
+    def _build(self, schedules: tuple[ScheduleLookup, ...], step_tokens: int, longest: int) -> _Way:
+        capacity = self._capacity(max(step_tokens, longest))
+        program = build_row_program(self.model, capacity, schedules, self._added)
         return _Way(program, np.asarray(program), step_tokens)
 
     def _capacity(self, tokens: int) -> Capacity:
@@ -127,8 +130,8 @@ class Embedder:
         return self.model.config.scores
 
     def embed(self, inputs: Sequence[Tokens]) -> Floats:
-        """float32 [inputs, width], in their order. ValueError for a token that is not in the vocabulary, or
-        an input that is empty or too long.
+        """float32 [inputs, width], in their order. ValueError for a token that is not in the vocabulary, a
+        task that the model has not, or an input that is empty or too long.
         """
         for index, tokens in enumerate(inputs):
             if not 1 <= len(tokens.ids) <= self.embedding.max_tokens:
@@ -154,7 +157,7 @@ class Embedder:
     def _run(self, way: _Way, inputs: Sequence[Tokens], places: Sequence[int], out: Floats) -> None:
         slices, base = [], 0
         for tokens in inputs:
-            slices.append(_Slice(tokens.ids, base, tokens.second))
+            slices.append(_Slice(tokens.ids, base, tokens.second, adapter=tokens.task))
             base += -(-len(tokens.ids) // _PANEL) * _PANEL
         way.program.run(
             self._team,

@@ -4,6 +4,7 @@
 An encoder's layer is h = N(h + A(h)), h = N(h + F(h)). Products add to the stream, and a row operation adds
 their biases while it normalises. With `pre_norms` it is h = h + A(N(h)), h = h + F(N(h)), and normalised rows
 lie apart from the stream. After the last layer's keys and values only rows that are wanted are computed.
+Inputs that are for a task have its low-rank products on top of all others (`task_adapters`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from phasewise.cython_kernels._native import Program
 from phasewise.cython_kernels.errors import KernelError
 from phasewise.cython_kernels.exact import power
 from phasewise.cython_kernels.schedules import ScheduleLookup
+from phasewise.serving.embedding.encoder.task_adapters import EMBED, TaskAdapters
 from phasewise.serving.errors import ModelError
 from phasewise.serving.models.arena import rounded
 from phasewise.serving.models.encoding import Encoder
@@ -34,16 +36,23 @@ from phasewise.serving.processes.memory import check_memory
 
 
 def build_row_program(
-    model: PackedModel, capacity: Capacity, schedules: tuple[ScheduleLookup, ...] = ()
+    model: PackedModel,
+    capacity: Capacity,
+    schedules: tuple[ScheduleLookup, ...] = (),
+    added: TaskAdapters | None = None,
 ) -> Program:
-    """A sealed program whose outputs are hidden rows [logit_rows, hidden]. ModelError where it cannot be."""
+    """A sealed program whose outputs are hidden rows [logit_rows, hidden]. ModelError where it cannot be.
+
+    added: `task_adapters` of the model.
+    """
     if model.config.encoder is None:
         return build_program(model, capacity, check_memory, schedules, gives="rows")
     try:
         program = open_program(model, capacity, None, PATIENCE_S, "rows")
-        linears = Linears(program, schedules, max(capacity.step_tokens, capacity.logit_rows), None)
-        arena = _lay_out(model, model.config.encoder, capacity)
-        _add_embedding(program, model, arena)
+        most_rows = max(capacity.step_tokens, capacity.logit_rows)
+        linears = Linears(program, schedules, most_rows, None, () if added is None else added.adapters)
+        arena = _lay_out(model, model.config.encoder, capacity, 0 if added is None else added.stride)
+        _add_embedding(linears, model, arena, added)
         for layer in range(model.config.n_layers):
             _Layer(linears, model, model.config.encoder, layer, arena).add()
         schedule_attention(program, model, capacity, schedules, None)
@@ -74,23 +83,27 @@ class _Arena:
     """The same once they are whole, one behind the other."""
 
 
-def _lay_out(model: PackedModel, encoder: Encoder, capacity: Capacity) -> _Arena:
+def _lay_out(model: PackedModel, encoder: Encoder, capacity: Capacity, table_stride: int) -> _Arena:
     config, tokens = model.config, capacity.step_tokens
     stride, qkv_stride = rounded(config.hidden), rounded(config.q_rows + 2 * config.kv_rows)
     mixed_stride, up_stride = rounded(config.q_rows), rounded(config.n_into_ffn * config.ffn)
     inner = tokens * stride
     mixed = inner + tokens * qkv_stride
     rows = max(tokens, capacity.logit_rows)
-    normed = max(mixed + tokens * mixed_stride, inner + rows * up_stride)
+    normed = max(mixed + tokens * mixed_stride, inner + rows * up_stride, inner + tokens * table_stride)
     tail = normed + (rows * stride if encoder.pre_norms else 0)
     out = tail + capacity.logit_rows * stride
     return _Arena(stride, inner, qkv_stride, mixed, mixed_stride, up_stride, normed, tail, out)
 
 
-def _add_embedding(program: Program, model: PackedModel, arena: _Arena) -> None:
-    config, vectors = model.config, model.vectors
+def _add_embedding(linears: Linears, model: PackedModel, arena: _Arena, added: TaskAdapters | None) -> None:
+    config, vectors, program = model.config, model.vectors, linears.program
     positions, segments = vectors.get("positions"), vectors.get("segments")
     program.embed(weight_of(model, "embed"), 0, arena.stride, positions=positions, segments=segments)
+    if added is not None:
+        place = arena.inner, added.stride
+        program.embed(added.table, *place)
+        linears.add([(added.nothing, 0)], {"source": "rows"}, place, (0, arena.stride), EMBED, add=True)
     program.layernorm(config.hidden, 0, arena.stride, 0, arena.stride, *_norm(model, "embed_norm"))
 
 
@@ -144,7 +157,8 @@ class _Layer:
         reads = (
             self._normed("attn_norm", stream, "every") if self.encoder.pre_norms and self.layer else stream
         )
-        self.linears.add(qkv_parts(self.model, self.layer), {"source": "rows"}, reads, qkv)
+        parts = qkv_parts(self.model, self.layer)
+        self.linears.add(parts, {"source": "rows"}, reads, qkv, f"{self.name}.qkv")
         self.linears.program.attend(
             0,
             *qkv,
@@ -154,16 +168,15 @@ class _Layer:
             kind=config.kinds.index(config.kind_of(self.layer)),
             slopes=slopes_of(config.n_heads) if self.encoder.distances else None,
         )
-        residual = stream if gathered else None
-        self.linears.add(
-            self._part("o"), {"source": "rows"}, mixed, after, add=True, rows=rows, residual=residual
-        )
+        how: dict[str, Any] = {"add": True, "rows": rows, "residual": stream if gathered else None}
+        self.linears.add(self._part("o"), {"source": "rows"}, mixed, after, f"{self.name}.o", **how)
 
     def _add_feed_forward(self, reads: Place, after: Place, rows: Rows) -> None:
         inner = self.arena.inner, self.arena.up_stride
         into = into_ffn_parts(self.model, self.name, self.model.config.ffn)
-        self.linears.add(into, {"source": "rows"}, reads, inner, rows=rows)
-        self.linears.add(self._part("down"), self._reads_inner(), inner, after, add=True, rows=rows)
+        self.linears.add(into, {"source": "rows"}, reads, inner, f"{self.name}.up", rows=rows)
+        down = f"{self.name}.down"
+        self.linears.add(self._part("down"), self._reads_inner(), inner, after, down, add=True, rows=rows)
 
     def _normed(self, norm: str, source: Place, rows: Rows) -> Place:
         """Rows of the stream, normalised into a place of their own."""

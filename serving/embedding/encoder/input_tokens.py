@@ -13,15 +13,28 @@ from phasewise.serving.text.tokenizer import TextCutter
 
 Text = str | tuple[str, str]
 
-_NAMES_OF = {"query": ("query",), "document": ("document", "passage", "corpus")}
-"""Kinds of inputs, and the names that models give to their prompts."""
+_NAMES_OF = {
+    "query": ("query", "retrieval.query"),
+    "document": ("document", "passage", "corpus", "retrieval.passage"),
+}
+"""Kinds of inputs, and the names that models give to their prompts and tasks."""
 
 
 class Tokens(NamedTuple):
-    """One input. `second`: tokens before those of a pair's second text; None: one text."""
+    """One input. `second`: tokens before those of a pair's second text; None: one text. `task`: the number of
+    the task that it is for, from 1 on; 0: none.
+    """
 
     ids: list[int]
     second: int | None = None
+    task: int = 0
+
+
+class InputKind(NamedTuple):
+    """The prompt before texts, and the number of the task that they are for."""
+
+    prompt: str
+    task: int
 
 
 class EncoderText:
@@ -33,6 +46,7 @@ class EncoderText:
         self._embedding: Embedding = model.embedding
         self._prompts = dict(model.embedding.prompts)
         self._has_segments = model.config.encoder is not None and model.config.encoder.segments
+        self._tasks = names_of_tasks(model)
         self.max_tokens = model.embedding.max_tokens
         self.vocab_size = model.config.vocab_size
         self._most_characters = self.max_tokens * self._cutter.longest_token
@@ -43,23 +57,31 @@ class EncoderText:
         template = self._embedding.pair_template
         return template is not None and PAIR_PLACES[0] in template
 
-    def prompt_of(self, input_type: str | None) -> str:
-        """The prompt before a text: of queries, of documents, or of a prompt by its name; of None the
-        model's default. ValueError, saying why, for another name.
+    def kind_of(self, input_type: str | None, task: str | None = None) -> InputKind:
+        """The kind of queries, of documents, or of a prompt by its name; of None the model's default. A
+        prompt that is named as a task comes with it. ValueError, saying why, for another name or task.
 
         As sentence-transformers' encode_query and encode_document have it: a model without such a prompt
         takes texts of these kinds as they are.
         """
+        if task is not None:
+            if task not in self._tasks:
+                names = ", ".join(self._tasks) or "it has none"
+                raise ValueError(f"{task!r:.80} is no task of this model: {names}")
+            return self._named(task)
         if input_type is None:
             default = self._embedding.default_prompt
-            return "" if default is None else self._prompts[default]
+            return InputKind("", 0) if default is None else self._named(default)
         for name in _NAMES_OF.get(input_type, (input_type,)):
             if name in self._prompts:
-                return self._prompts[name]
+                return self._named(name)
         if input_type in _NAMES_OF:
-            return ""
+            return InputKind("", 0)
         names = ", ".join(dict.fromkeys((*_NAMES_OF, *self._prompts)))
         raise ValueError(f"{input_type!r:.80} is no kind of input of this model: {names}")
+
+    def _named(self, name: str) -> InputKind:
+        return InputKind(self._prompts[name], self._tasks.index(name) + 1 if name in self._tasks else 0)
 
     def tokens(
         self,
@@ -67,15 +89,16 @@ class EncoderText:
         *,
         truncate: bool = False,
         input_type: str | None = None,
+        task: str | None = None,
         instruction: str | None = None,
     ) -> list[Tokens]:
         """Tokens of every input, with those that the model wants around it.
 
         ContextLengthExceeded for the first that is too long, unless it is to be truncated: then the longer
         of a pair loses tokens at its end until both fit, and of one written by a template the document.
-        input_type: `prompt_of`; pairs have no prompt. instruction: of pairs by a template.
+        input_type, task: `kind_of`; pairs have no prompt. instruction: of pairs by a template.
         """
-        prompt = self.prompt_of(input_type)
+        prompt, number = self.kind_of(input_type, task)
         shaped = [self._shaped(text, index, prompt, truncate=truncate) for index, text in enumerate(texts)]
         template = self._embedding.pair_template
         if template is not None:
@@ -84,7 +107,7 @@ class EncoderText:
         for index, (ids, _) in enumerate(encoded):
             if len(ids) > self.max_tokens:
                 raise too_long(index, len(ids), self.max_tokens)
-        return [Tokens(ids, second if self._has_segments else None) for ids, second in encoded]
+        return [Tokens(ids, second if self._has_segments else None, number) for ids, second in encoded]
 
     def _templated(
         self, template: str, pairs: Sequence[Text], instruction: str | None, *, truncate: bool
@@ -117,6 +140,12 @@ class EncoderText:
                 raise ContextLengthExceeded.beyond(self.max_tokens, asked, "input")
             parts = tuple(part[: self._most_characters] for part in parts)
         return parts[0] if len(parts) == 1 else (parts[0], parts[1])
+
+
+def names_of_tasks(model: PackedModel) -> tuple[str, ...]:
+    """The tasks of a model, as `Tokens.task` numbers them; none of most."""
+    tasks = None if model.config.encoder is None else model.config.encoder.tasks
+    return () if tasks is None else tasks.names
 
 
 _PLACE = re.compile("|".join(map(re.escape, PAIR_PLACES)))

@@ -20,7 +20,13 @@ from pydantic import ConfigDict, Discriminator, Field, Tag
 from pydantic_core import to_json
 
 from phasewise.serving.embedding.client import Asker, EmbeddingClient
-from phasewise.serving.embedding.encoder.input_tokens import EncoderText, Text, Tokens, too_long
+from phasewise.serving.embedding.encoder.input_tokens import (
+    EncoderText,
+    InputKind,
+    Text,
+    Tokens,
+    too_long,
+)
 from phasewise.serving.embedding.encoder.pooling import PRECISIONS, Precision, truncated
 from phasewise.serving.errors import QueueFull, ServingError
 from phasewise.serving.http.errors import bad_request, from_engine, other_purpose, unknown_model
@@ -61,7 +67,7 @@ Input = Annotated[
 
 
 class EmbeddingRequest(Strict):
-    """OpenAI's; `truncate`, `input_type` and the formats of few bits are extensions."""
+    """OpenAI's; `truncate`, `input_type`, `task` and the formats of few bits are extensions."""
 
     model: str
     input: Input
@@ -75,6 +81,11 @@ class EmbeddingRequest(Strict):
         None,
         description='"query", "document" or the name of one of the model\'s prompts, which is put before each'
         " text; absent: the model's default prompt, if it has one",
+    )
+    task: Annotated[str, Field(max_length=256)] | None = Field(
+        None,
+        description="one of the model's tasks, where it has some: of jina v3 retrieval.query,"
+        " retrieval.passage, separation, classification and text-matching, as in Jina's API; absent: none",
     )
     truncate: bool = Field(False, description="cut inputs that are too long; else they are refused")
 
@@ -244,18 +255,15 @@ class EmbeddingRoutes:
         given: Any = body.input
         self._refuse_too_large(body)
         is_text = isinstance(given, str) or isinstance(given[0], str)
-        if body.input_type is not None:
-            self._check_input_type(body.input_type, is_text=is_text)
+        task = self._checked_kind(body, is_text=is_text).task
 
         def cut() -> list[Tokens]:
+            how: dict[str, Any] = {"truncate": body.truncate}
             if is_text:
                 texts = [given] if isinstance(given, str) else given
-                return self.model.text.tokens(texts, truncate=body.truncate, input_type=body.input_type)
+                return self.model.text.tokens(texts, **how, input_type=body.input_type, task=body.task)
             ids: Any = [given] if isinstance(given[0], int) else given
-            return [
-                self._token_ids(index, input_ids, truncate=body.truncate)
-                for index, input_ids in enumerate(ids)
-            ]
+            return [self._token_ids(index, own, **how)._replace(task=task) for index, own in enumerate(ids)]
 
         inputs = await self._prepared(request, _characters(given), cut)
         vectors = await self._vectors(request, inputs)
@@ -320,13 +328,17 @@ class EmbeddingRoutes:
         request.scope[_CAME_S] = None if connection is None else connection.came_s()
         return body
 
-    def _check_input_type(self, input_type: str, *, is_text: bool) -> None:
-        if not is_text:
+    def _checked_kind(self, body: EmbeddingRequest, *, is_text: bool) -> InputKind:
+        """The kind of the inputs. Token ids are taken as they are, but for their task."""
+        if body.input_type is not None and not is_text:
             raise bad_request("token ids are taken as they are: input_type goes with texts", "input_type")
+        if body.input_type is not None and body.task is not None:
+            raise bad_request("input_type and task say the same: give one of them", "task")
+        name = "input_type" if body.task is None else "task"
         try:
-            self.model.text.prompt_of(input_type)
+            return self.model.text.kind_of(body.input_type, body.task)
         except ValueError as error:
-            raise bad_request(f"input_type is {error}", "input_type") from error
+            raise bad_request(f"{name} is {error}", name) from error
 
     def _check_model(self, name: str) -> None:
         if name in self._generating:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from phasewise.serving.loaders.families.bert import (
     EncoderFamily,
     encoder_config,
 )
+from phasewise.serving.loaders.families.jina_v3 import instructions_of
 from phasewise.serving.loaders.formats.hf_config import field
 from phasewise.serving.loaders.formats.model_directory import ModelDirectory
 from phasewise.serving.loaders.formats.safetensors_file import Shards, tensor_of
@@ -124,4 +126,7 @@ def encoder_embedding(directory: ModelDirectory, config: ModelConfig) -> Embeddi
                 f"config.json has classifier_pooling = {named!r:.60}; {', '.join(SCORE_POOLINGS)} can run"
             )
         return Embedding(SCORE_POOLINGS[named], False, embedding.max_tokens, embedding.lower_case)
+    if config.encoder.tasks is not None:
+        own = instructions_of(directory.json("config.json") or {}, config.encoder.tasks)
+        return replace(embedding, prompts=tuple({**dict(embedding.prompts), **dict(own)}.items()))
     return embedding

@@ -9,7 +9,7 @@ import numpy as np
 
 from phasewise._words import counted
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.encoders.encoder_layout import SEGMENTS
+from phasewise.serving.loaders.encoders.encoder_layout import SEGMENTS, task_shapes
 from phasewise.serving.loaders.forms import Rows
 from phasewise.serving.loaders.source import SourceTensor
 from phasewise.serving.models.packed_model import ModelConfig
@@ -55,6 +55,8 @@ def adapted(
     ModelError where a tensor is there twice or has no use.
     """
     by_name: dict[str, SourceTensor] = {}
+    tasks = None if config.encoder is None else config.encoder.tasks
+    of_tasks = {} if tasks is None else task_shapes(config, tasks)
     for name, tensor in tensors:
         if name in by_name:
             raise ModelError(f"{what} has the tensor for {name} twice")
@@ -65,6 +67,8 @@ def adapted(
             tensor = _two_segments(tensor, where)
         elif name in ("score_dense", "score_out"):
             tensor = flattened(tensor, 0, config.hidden if name == "score_dense" else 1, where)
+        elif name in of_tasks:
+            tensor = _stack(tensor, of_tasks[name], where)
         by_name[name] = tensor
     return by_name
 
@@ -74,3 +78,14 @@ def _two_segments(tensor: SourceTensor, where: str) -> SourceTensor:
     if len(tensor.shape) == 1 or tensor.shape[0] == 1:
         return padded(flattened(tensor, 0, 1, where), SEGMENTS)
     return flattened(tensor, 0, SEGMENTS, where)
+
+
+def _stack(tensor: SourceTensor, shape: tuple[int, int, int], where: str) -> SourceTensor:
+    """Matrices of tasks as one vector."""
+    if tensor.shape != shape or tensor.form.is_quantised:
+        raise ModelError(
+            f"{where} is {tensor.type_name} {tensor.shape}: plain numbers {shape} expected of its tasks"
+        )
+    count, n_rows, width = shape
+    flat = replace(tensor, shape=(count * n_rows, width))
+    return flattened(flat, 0, count * n_rows, where)

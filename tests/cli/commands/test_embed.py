@@ -12,7 +12,9 @@ import pytest
 
 from phasewise.serving.embedding.encoder.pooling import as_int8
 from tests.cli import command
+from tests.support.models import encoder_models
 from tests.support.models.encoder_models import HIDDEN, MAX_TOKENS, poison_weights, write_encoder
+from tests.support.models.jina_v3_reference import plain_vectors
 
 pytest.importorskip(
     "phasewise.serving.engine.open_engine", reason="the kernels are not built", exc_type=ImportError
@@ -97,6 +99,24 @@ def test_kinds_of_input_and_vectors_of_fewer_bits(tmp_path: Path) -> None:
     assert small["vectors"][0] == as_int8(vectors(as_query)[0]).tolist()
     assert (bits.dtype, bits.shape) == (np.uint8, (1, HIDDEN // 8))
     assert "'sts' is no kind of input" in invoke(prompting, "a", "--input-type", "sts").refusal
+
+
+def test_a_task_is_one_of_the_model_s(model: Path, tmp_path: Path) -> None:
+    tasking = write_encoder(tmp_path / "v3", "jina-v3")
+    texts = list(encoder_models.TEXTS)
+
+    for task in (None, *encoder_models.TASKS):
+        asked = [] if task is None else ["--task", task]
+        got = vectors(as_json(tasking, *asked, "-", stdin="\n".join(texts) + "\n"))
+        assert np.abs(got - plain_vectors(texts, task)).max() <= 1e-4
+    assert "the task 'sts' is no task of this model: retrieval.query" in (
+        invoke(tasking, "a", "--task", "sts").refusal
+    )
+    assert (
+        "the task 'sts' is no task of this model: it has none" in invoke(model, "a", "--task", "sts").refusal
+    )
+    both = invoke(tasking, "a", "--task", "separation", "--input-type", "query")
+    assert "give one of them" in both.refusal
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,8 @@ from phasewise.serving.embedding.depth import LatencyLine
 from phasewise.topology import read_machine
 from tests.cli import command
 from tests.support.modelled_device import command as modelled_device
-from tests.support.models.encoder_models import HIDDEN, write_encoder
+from tests.support.models.encoder_models import HIDDEN, TASKS, write_encoder
+from tests.support.models.jina_v3_reference import plain_vectors
 from tests.support.servers.rude_clients import until
 from tests.support.servers.served_command import own_places, serving
 
@@ -114,6 +115,28 @@ def test_vectors_and_chat_from_one_server_whose_cores_are_divided(
     own = {int(core) for core in said.split("on cores ")[1].split(" ")[0].split(",")}
     assert own == {max(read_machine().allowed_pus)} or len(own) == max(1, N_CORES // 4)
     assert "prefill: 1 rank on core" in said
+
+
+def test_a_task_is_asked_for_alone_and_beside_a_language_model(
+    tiny: Path, environment: dict[str, str], tmp_path: Path
+) -> None:
+    """Vectors of each task by its definition, whichever way the model is served."""
+    if N_CORES < 2:
+        pytest.skip("needs two CPUs")
+    model = write_encoder(tmp_path / "v3", "jina-v3")
+    for arguments in ((model,), (tiny, "--embed-model", model)):
+        with serving(arguments[0], environment, "--port", 0, *arguments[1:]) as server:
+            body = {"model": "v3", "input": "the cat sat"}
+            bare, *by_task = (
+                httpx.post(f"{server.url}/v1/embeddings", json={**body, **task}, timeout=60)
+                for task in ({}, *({"task": task} for task in TASKS))
+            )
+            unknown = httpx.post(f"{server.url}/v1/embeddings", json={**body, "task": "x"}, timeout=60)
+            assert server.end(signal.SIGTERM) == 0
+
+        for task, answer in zip((None, *TASKS), (bare, *by_task), strict=True):
+            assert np.abs(vector(answer) - plain_vectors(["the cat sat"], task)[0]).max() <= 1e-4
+        assert (unknown.status_code, unknown.json()["error"]["param"]) == (400, "task")
 
 
 def test_a_worker_that_is_killed_is_replaced_and_the_server_stays(

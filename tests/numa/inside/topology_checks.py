@@ -8,7 +8,9 @@ import shutil
 import subprocess
 from pathlib import Path
 
+from phasewise.serving.embedding.devices import free_cores, highest_cores, instance_cores
 from phasewise.topology import Kind, Machine, read_lstopo, read_machine
+from phasewise.workflows.serve.embedding import EmbeddingRoom
 from tests.numa.checks import Figures, check
 from tests.numa.machines import EIGHTY_CPUS, FOUR_NODES, MACHINES, MEMORY_ONLY, NO_MEMORY, ONLINE
 from tests.numa.virtual_machine import VirtualMachine
@@ -74,3 +76,26 @@ def topology_has_holes() -> Figures:
     cores = [core.cpus for core in machine.nodes(Kind.CORE)]
     assert cores == [own for own in pairs if own], cores
     return _as_lstopo(machine)
+
+
+@check(FOUR_NODES.name, MEMORY_ONLY.name, NO_MEMORY.name, EIGHTY_CPUS.name)
+def embeddings_have_the_highest_cores_and_cross_no_node() -> Figures:
+    """A default plan, a share beside a language model, and every number of instances."""
+    if os.environ["MACHINE"] == EIGHTY_CPUS.name:
+        switch_on()
+    machine = read_machine()
+    nodes = [set(node.cpus) for node in machine.nodes(Kind.NUMA) if node.cpus]
+    free = free_cores(machine, ())
+    for n_cores in range(1, len(free) + 1):
+        usable = set(highest_cores(machine, n_cores=n_cores))
+        assert len(usable) == n_cores
+        assert min(usable) > max(set(free) - usable, default=-1), "nodes are numbered in order here"
+        for n_instances in range(1, n_cores + 1):
+            instances = instance_cores(machine, n_instances, n_cores=n_cores)
+            assert len(instances) == n_instances
+            for own in instances:
+                assert any(node.issuperset(own) for node in nodes), (n_cores, n_instances, own)
+    (alone,) = instance_cores(machine, 1)
+    assert set(alone) == set(free) & max(nodes, key=max)
+    beside = EmbeddingRoom(machine, free[: -max(1, len(free) // 4)])
+    return {"alone": alone, "beside a language model": beside.cut(1)}

@@ -24,7 +24,7 @@ from phasewise.serving.embedding.encoder.pooling import PRECISIONS, Precision, t
 from phasewise.serving.http.http_settings import HttpLimits
 from phasewise.serving.http.routes import embeddings
 from phasewise.serving.http.transport.connection import Connection
-from tests.support.models.encoder_models import MAX_TOKENS, write_encoder
+from tests.support.models.encoder_models import MAX_TOKENS, TASKS, write_encoder
 from tests.support.servers.fake_embedding import (
     POISON,
     WIDTH,
@@ -58,6 +58,14 @@ def prompting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddingSer
     settings = json.loads(path.read_text(encoding="utf-8"))
     settings["prompts"]["bare"] = ""
     path.write_text(json.dumps(settings), encoding="utf-8")
+    with embedding_server(folder) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def tasking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddingServer]:
+    """A model with tasks."""
+    folder = write_encoder(tmp_path_factory.mktemp("tasks") / "m", "jina-v3")
     with embedding_server(folder) as running:
         yield running
 
@@ -156,6 +164,34 @@ def test_kinds_of_input_that_a_model_does_not_have_are_refused(
         vectors(post(server, input="a", input_type="query")).tobytes()
         == vectors(post(server, input="a")).tobytes()
     )
+
+
+def test_a_task_reaches_the_worker_with_its_instruction(tasking: EmbeddingServer) -> None:
+    """As in Jina's API. Token ids have no instruction put before them."""
+    seen = tasking.workers[0].tasks
+    for number, (task, instruction) in enumerate(TASKS.items(), 1):
+        of_text = post(tasking, input="the cat", task=task)
+        assert seen.pop() == number
+        bare = post(tasking, input=f"{instruction}the cat")
+        assert seen.pop() == 0
+        assert vectors(of_text).tobytes() == vectors(bare).tobytes()  # of the fake: of the ids alone
+        assert post(tasking, input=[[5, 6], [7]], task=task).status_code == 200
+        assert [seen.pop(), seen.pop()] == [number, number]
+
+
+def test_tasks_that_a_model_does_not_have_are_refused(
+    tasking: EmbeddingServer, server: EmbeddingServer
+) -> None:
+    unknown = post(tasking, input="a", task="clustering")
+    both = post(tasking, input="a", task="separation", input_type="query")
+    none = post(server, input="a", task="separation")
+
+    assert {each.status_code for each in (unknown, both, none)} == {400}
+    assert {error_of(each)["param"] for each in (unknown, both, none)} == {"task"}
+    assert error_of(unknown)["message"] == (
+        f"task is 'clustering' is no task of this model: {', '.join(TASKS)}"
+    )
+    assert error_of(none)["message"] == "task is 'separation' is no task of this model: it has none"
 
 
 def test_an_instruction_reaches_the_model_that_takes_one(

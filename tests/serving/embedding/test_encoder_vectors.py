@@ -19,10 +19,12 @@ from phasewise.serving.loaders.fetching.registry import KNOWN, is_here, known_pa
 from phasewise.serving.loaders.fetching.resolve import cache_root
 from phasewise.serving.models.packed_model import PackedModel
 from tests.support.models.encoder_gguf_files import GGUF_OF, write_encoder_gguf
-from tests.support.models.encoder_models import CASES, PAIRS, TEXTS, write_encoder
+from tests.support.models.encoder_models import CASES, PAIRS, TASKS, TEXTS, write_encoder
+from tests.support.models.jina_v3_reference import NAME as JINA_V3
+from tests.support.models.jina_v3_reference import plain_vectors
 
 REFERENCE = np.load(Path(__file__).resolve().parents[2] / "data" / "reference" / "embeddings.npz")
-VECTORS = [name for name, case in CASES.items() if case.pooling is not None]
+VECTORS = [name for name, case in CASES.items() if case.pooling is not None and name != JINA_V3]
 SCORES = [name for name, case in CASES.items() if case.pooling is None]
 MINILM = KNOWN["all-minilm-l6-v2"]
 LEAST_COSINE = {"f32": 0.99999, "bf16": 0.999, "int8": 0.999}
@@ -47,8 +49,9 @@ def embedded(
     threads: int = 1,
     step_tokens: int = 1024,
     input_type: str | None = None,
+    task: str | None = None,
 ) -> np.ndarray:
-    tokens = EncoderText(model).tokens(texts, input_type=input_type)
+    tokens = EncoderText(model).tokens(texts, input_type=input_type, task=task)
     with Embedder(model, range(threads), pinned=False, step_tokens=step_tokens) as embedder:
         return embedder.embed(tokens)
 
@@ -83,6 +86,44 @@ def test_prompts_are_those_of_sentence_transformers(models: Path, name: str) -> 
     assert cosines(REFERENCE[f"{name} query"], REFERENCE[f"{name} document"]).min() < LEAST_COSINE["f32"]
 
 
+@pytest.mark.parametrize("task", [None, *TASKS])
+def test_vectors_of_a_task_are_those_of_its_definition(models: Path, task: str | None) -> None:
+    """Its adapter on every product and embedding, its instruction before the text; without one neither."""
+    texts = CASES[JINA_V3].texts
+    got, wanted = embedded(opened(models, JINA_V3), texts, task=task), plain_vectors(texts, task)
+
+    assert cosines(got, wanted).min() >= LEAST_COSINE["f32"]
+    assert np.abs(got - wanted).max() <= 2e-5 * np.abs(wanted).max()
+    other = plain_vectors(texts, None if task is not None else "separation")
+    assert cosines(wanted, other).max() < 0.99
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("weight_format", ["bf16", "int8"])
+def test_smaller_formats_of_tasks_stay_near(models: Path, task: str, weight_format: str) -> None:
+    texts = CASES[JINA_V3].texts
+    got = embedded(opened(models, JINA_V3, weight_format), texts, task=task)
+
+    assert cosines(got, plain_vectors(texts, task)).min() >= RANDOM_INT8
+
+
+@pytest.mark.parametrize("weight_format", ["f32", "int8"])
+def test_a_task_has_the_same_bits_beside_all_others(models: Path, weight_format: str) -> None:
+    """Inputs of every task and of none in one batch, in any order, in small steps, on one thread or three."""
+    model = opened(models, JINA_V3, weight_format)
+    text = EncoderText(model)
+    inputs = [each for task in (None, *TASKS) for each in text.tokens(CASES[JINA_V3].texts, task=task)]
+    with Embedder(model, (0,), pinned=False) as embedder:
+        alone = np.concatenate([embedder.embed([each]) for each in inputs])
+    with Embedder(model, range(3), pinned=False) as embedder:
+        among = embedder.embed([*inputs, *reversed(inputs)])
+    with Embedder(model, range(2), pinned=False, step_tokens=1) as embedder:
+        small = embedder.embed(inputs)
+
+    assert among[: len(inputs)].tobytes() == alone.tobytes() == small.tobytes()
+    assert among[len(inputs) :][::-1].tobytes() == alone.tobytes()
+
+
 @pytest.mark.parametrize("which", isa.usable())
 def test_vectors_agree_on_every_instruction_set(models: Path, which: str) -> None:
     with isa.using(which):
@@ -99,6 +140,7 @@ def test_vectors_agree_on_every_instruction_set(models: Path, which: str) -> Non
         "nomic-bert",
         "modernbert",
         "jina-bert",
+        "jina-v3",
         "gte-new",
         "qwen3",
         "qwen3-reranker",

@@ -14,7 +14,13 @@ from phasewise.serving.loaders import load_model
 from phasewise.serving.loaders.encoders.reranker import INSTRUCTION, QWEN3_TEMPLATE, pair_template
 from phasewise.serving.models.forward import Capacity, build_program
 from phasewise.serving.models.packed_model import PackedModel
-from tests.support.models.encoder_models import LONG_CONTEXT, RERANK_TEMPLATE, words, write_encoder
+from tests.support.models.encoder_models import (
+    LONG_CONTEXT,
+    RERANK_TEMPLATE,
+    TASKS,
+    words,
+    write_encoder,
+)
 
 SETTINGS = "config_sentence_transformers.json"
 
@@ -49,6 +55,28 @@ def test_a_model_without_prompts_takes_both_kinds_as_they_are(tmp_path: Path) ->
 
     assert text.tokens(["a"], input_type="query") == text.tokens(["a"], input_type="document")
     assert text.tokens(["a"], input_type="query") == text.tokens(["a"])
+
+
+def test_a_task_is_its_instruction_and_its_number(tmp_path: Path) -> None:
+    """By its own name, as a kind of input, or as the kind that it is known by."""
+    text = EncoderText(load_model(str(write_encoder(tmp_path / "m", "jina-v3")), "f32", tmp_path / "cache"))
+
+    for number, (name, instruction) in enumerate(TASKS.items(), 1):
+        (asked,) = text.tokens(["the cat"], task=name)
+        assert asked == text.tokens([instruction + "the cat"])[0]._replace(task=number)
+        assert text.tokens(["the cat"], input_type=name) == [asked]
+    assert text.tokens(["a"], input_type="query") == text.tokens(["a"], task="retrieval.query")
+    assert text.tokens(["a"], input_type="document") == text.tokens(["a"], task="retrieval.passage")
+    assert text.tokens(["a"])[0].task == 0
+    with pytest.raises(ValueError, match=r"^'cluster' is no task of this model: retrieval.query, [^\n]+$"):
+        text.tokens(["a"], task="cluster")
+
+
+def test_a_model_without_tasks_says_so(tmp_path: Path) -> None:
+    text = EncoderText(with_prompts(tmp_path / "m", {"prompts": {"query": "one "}}))
+
+    with pytest.raises(ValueError, match=r"^'query' is no task of this model: it has none$"):
+        text.tokens(["a"], task="query")
 
 
 @pytest.mark.parametrize(

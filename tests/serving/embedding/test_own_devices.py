@@ -29,7 +29,7 @@ from phasewise.serving.embedding.open_embedding import OpenEmbedding, open_embed
 from phasewise.serving.embedding.plan import EmbeddingPlan, Instance
 from phasewise.serving.embedding.queues import UNLIMITED, Depth
 from phasewise.serving.embedding.worker_process import WorkerProcess
-from phasewise.serving.errors import QueueFull, RanksError
+from phasewise.serving.errors import ModelError, QueueFull, RanksError
 from phasewise.serving.loaders import load_model
 from phasewise.topology import read_machine
 from tests.support.modelled_device import command, vector_of
@@ -271,6 +271,13 @@ def test_a_worker_that_is_none_is_left_out_in_one_line(directory: Path, program:
     (line,) = said
     assert reason in line
     assert "the others embed without it" in line
+
+
+def test_a_model_with_tasks_refuses_workers_that_are_not_told_them(tmp_path: Path) -> None:
+    folder = write_encoder(tmp_path / "v3", "jina-v3")
+
+    with pytest.raises(ModelError, match=r"^v3 has tasks, [^\n]*exec:0[^\n]*leave out --embed-device$"):
+        opened(folder, [Instance("exec:0", CORE)], {"exec:0": (sys.executable, str(SAMPLE))})
 
 
 def test_vectors_of_another_width_are_never_given_to_a_client(directory: Path) -> None:

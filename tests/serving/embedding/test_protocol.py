@@ -25,7 +25,10 @@ from tests.support.tiers import examples
 
 inputs = st.lists(
     st.builds(
-        Tokens, st.lists(st.integers(0, 1 << 22), min_size=1, max_size=9), st.none() | st.integers(0, 9)
+        Tokens,
+        st.lists(st.integers(0, 1 << 22), min_size=1, max_size=9),
+        st.none() | st.integers(0, 9),
+        st.integers(0, 2),
     ),
     max_size=9,
 )

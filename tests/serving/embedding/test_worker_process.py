@@ -23,7 +23,7 @@ from phasewise.serving.embedding.worker_process import WorkerProcess
 from phasewise.serving.errors import RanksError
 from phasewise.serving.loaders import load_model
 from phasewise.topology import read_machine
-from tests.support.models.encoder_models import TEXTS, write_encoder
+from tests.support.models.encoder_models import TASKS, TEXTS, write_encoder
 
 pytestmark = pytest.mark.slow
 
@@ -65,6 +65,27 @@ def test_a_worker_gives_the_vectors_of_the_engine_and_says_when_it_is_killed(dir
 
     assert worker.facts["device"] == "cpu:0"
     assert got.tobytes() == own_vectors(directory).tobytes()
+
+
+def test_a_worker_is_told_the_task_of_each_input(tmp_path: Path) -> None:
+    folder = write_encoder(tmp_path / "v3", "jina-v3")
+    model = load_model(str(folder), "f32", tmp_path / "cache")
+    text = EncoderText(model)
+    tokens = [each for task in (None, *TASKS) for each in text.tokens(TEXTS, task=task)]
+    with Embedder(model, CORE, pinned=False) as embedder:
+        wanted = embedder.embed(tokens)
+    worker = start_worker(spec(folder))
+
+    async def use() -> np.ndarray:
+        await worker.attach()
+        return await asyncio.wait_for(worker.embed(inputs_to_bytes(tokens)), 60)
+
+    try:
+        got = asyncio.run(use())
+    finally:
+        worker.close()
+
+    assert got.tobytes() == wanted.tobytes()
 
 
 def test_a_worker_that_cannot_start_says_why(tmp_path: Path) -> None:

@@ -54,6 +54,8 @@ class EncoderCase:
 
 
 LONG_CONTEXT, LONG_TOKENS = 352, 320
+PIECES_TOKENS = 640
+"""At least as many as XLM-R's kind of vocabulary cuts `LONG` into."""
 SIZES = {
     "hidden_size": HIDDEN,
     "intermediate_size": FFN,
@@ -77,6 +79,15 @@ _MODERNBERT = {
     "cls_token_id": 2,
     "sep_token_id": 3,
 }
+TASKS = {
+    "retrieval.query": "the cat? ",
+    "retrieval.passage": "at dog. ",
+    "separation": "",
+    "classification": "",
+    "text-matching": "",
+}
+"""jina v3's tasks, and texts in the place of its instructions, of words that the tiny tokenizer knows."""
+TASK_RANK, TASK_ALPHA = 3, 2.0
 CASES: dict[str, EncoderCase] = {
     "bert": EncoderCase("bert", "BertModel", "mean", {"layer_norm_eps": 1e-12}),
     "bert-cls": EncoderCase(
@@ -170,6 +181,29 @@ CASES: dict[str, EncoderCase] = {
             "rope_scaling": {"type": "ntk", "factor": 8.0},
         },
         max_tokens=LONG_TOKENS,
+    ),
+    "jina-v3": EncoderCase(
+        "xlm-roberta",
+        "XLMRobertaModel",
+        "mean",
+        {
+            "position_embedding_type": "rotary",
+            "rotary_emb_base": 20000.0,
+            "max_position_embeddings": PIECES_TOKENS + 2,
+            "layer_norm_eps": 1e-5,
+            "type_vocab_size": 1,
+            "pad_token_id": 1,
+            "emb_pooler": None,
+            "truncate_dim": None,
+            "use_flash_attn": True,
+            "load_trained_adapters": True,
+            "lora_adaptations": [*TASKS],
+            "lora_rank": TASK_RANK,
+            "lora_alpha": TASK_ALPHA,
+            "lora_dropout_p": 0.0,
+            "task_instructions": dict(TASKS),
+        },
+        max_tokens=PIECES_TOKENS,
     ),
     "qwen3-reranker": EncoderCase(
         "qwen3",
@@ -308,6 +342,8 @@ def _shapes(name: str) -> dict[str, tuple[int, ...]]:
         return shapes | _norm("embeddings.LayerNorm") | _gte_shapes()
     if name == "jina-bert":
         return shapes | _norm("embeddings.LayerNorm") | _jina_shapes()
+    if name == "jina-v3":
+        return _jina_v3_shapes(n_tokens)
     shapes |= {
         "embeddings.position_embeddings.weight": (f["max_position_embeddings"], HIDDEN),
         **_norm("embeddings.LayerNorm"),
@@ -383,6 +419,36 @@ def _jina_shapes() -> dict[str, tuple[int, ...]]:
             f"{stem}.mlp.gated_layers.weight": (2 * FFN, HIDDEN),
             **_linear(f"{stem}.mlp.wo", HIDDEN, FFN),
             **_norm(f"{stem}.mlp.layernorm"),
+        }
+    return shapes
+
+
+def _jina_v3_shapes(n_tokens: int) -> dict[str, tuple[int, ...]]:
+    """As torch's parametrisations store what tasks change: A B is added to embeddings, B A to products."""
+    count = len(TASKS)
+
+    def adapted(name: str, n: int, k: int, *, is_embedding: bool = False) -> dict[str, tuple[int, ...]]:
+        stem = f"roberta.{name}.parametrizations.weight"
+        a, b = ((n, TASK_RANK), (TASK_RANK, k)) if is_embedding else ((TASK_RANK, k), (n, TASK_RANK))
+        shapes: dict[str, tuple[int, ...]] = {f"{stem}.original": (n, k)}
+        shapes |= {f"{stem}.0.lora_A": (count, *a), f"{stem}.0.lora_B": (count, *b)}
+        return shapes if is_embedding else shapes | {f"roberta.{name}.bias": (n,)}
+
+    shapes = {
+        **adapted("embeddings.word_embeddings", n_tokens, HIDDEN, is_embedding=True),
+        **adapted("embeddings.token_type_embeddings", 1, HIDDEN, is_embedding=True),
+        **_norm("roberta.emb_ln"),
+        **adapted("pooler.dense", HIDDEN, HIDDEN),
+    }
+    for layer in range(LAYERS):
+        stem = f"encoder.layers.{layer}"
+        shapes |= {
+            **adapted(f"{stem}.mixer.Wqkv", 3 * HIDDEN, HIDDEN),
+            **adapted(f"{stem}.mixer.out_proj", HIDDEN, HIDDEN),
+            **adapted(f"{stem}.mlp.fc1", FFN, HIDDEN),
+            **adapted(f"{stem}.mlp.fc2", HIDDEN, FFN),
+            **_norm(f"roberta.{stem}.norm1"),
+            **_norm(f"roberta.{stem}.norm2"),
         }
     return shapes
 

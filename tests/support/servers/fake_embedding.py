@@ -54,6 +54,7 @@ class FakeWorker:
     gate: asyncio.Event | None = None
     n_batches: int = 0
     seen: list[list[int]] = field(default_factory=list)
+    tasks: list[int] = field(default_factory=list)
     closed: bool = False
     _lost: asyncio.Event | None = None
 
@@ -65,6 +66,7 @@ class FakeWorker:
         self.n_batches += 1
         inputs = inputs_from_bytes(body)
         self.seen += [tokens.ids for tokens in inputs]
+        self.tasks += [tokens.task for tokens in inputs]
         if self.n_batches == self.dies_at:
             self.die()
         if self.gate is not None:
