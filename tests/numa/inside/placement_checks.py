@@ -65,6 +65,7 @@ def plans(cores: Cores) -> dict[Phase, ServicePlan]:
 @contextmanager
 def running(cores: Cores, name: str = MODEL) -> Iterator[Ranks]:
     """Ranks that have computed, with all of their memory touched."""
+    gc.collect()  # ranks of a check before, whose memory would be counted too
     ranks = open_ranks(model(name), plans(cores), RankOptions(KV, 64, 2))
     try:
         yield ranks
