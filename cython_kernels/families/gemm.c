@@ -14,7 +14,7 @@
 #include "families/gemm_expand.h"
 #include "families/gemm_tiles.h"
 
-enum { BLOCK_FLOATS = 1 << 17, STAGED_ROWS = 64, MOST_AHEAD_BYTES = 1 << 16, SPARSE_HELD_MR = 8 };
+enum { BLOCK_FLOATS = 1 << 17, STAGED_ROWS = 64, MOST_AHEAD_BYTES = 1 << 16, SPARSE_HELD_MR = 8, BLOCKWISE_VECTOR_ROWS = 8 };
 
 static const tile_table no_tiles;
 
@@ -74,11 +74,7 @@ static const tile_table *tiles_of(arithmetic kernels, const pw_weight *w) {
     case IN_BLOCKS: return &ISA(block_tiles)[w->kind];
     case BLOCKWISE: return &ISA(blockwise_tiles)[w->kind];
     case STAGED_BLOCKWISE: return &ISA(staged_blockwise_tiles)[w->kind];
-#ifdef PW_AMX
     case BLOCKWISE_TILE: return &ISA(blockwise_amx_tiles)[w->kind];
-#else
-    case BLOCKWISE_TILE: return &no_tiles;
-#endif
     default: return tiles[kernels];
     }
 }
@@ -137,7 +133,6 @@ static arithmetic arithmetic_of(const pw_weight *w) {
 
 /* Blocks whose sub-scales apply in integers have tiles of the unit for more rows than AVX-512 has tiles for: the same bits, so
  * that a schedule chooses by its number of rows. */
-enum { BLOCKWISE_VECTOR_ROWS = 8 };
 static arithmetic in_tile_of(arithmetic a, const pw_weight *w, int64_t mr) {
     return a == BLOCKWISE && mr > BLOCKWISE_VECTOR_ROWS && (*tiles_of(BLOCKWISE_TILE, w))[1][1] ? BLOCKWISE_TILE : a;
 }

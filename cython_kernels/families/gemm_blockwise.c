@@ -320,6 +320,8 @@ const tile_table ISA(blockwise_amx_tiles)[PW_KINDS] = {
     BLOCKWISE_KINDS(KIND)
 #undef KIND
 };
+#else
+const tile_table ISA(blockwise_amx_tiles)[PW_KINDS]; /* none */
 #endif
 
 /* ---- staging ------------------------------------------------------------------------------------------------------ */
