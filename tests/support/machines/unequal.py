@@ -75,7 +75,7 @@ def space_of(machine: Machine, slow: tuple[int, ...] = ()) -> ConfigSpace:
 
 
 def searched(space: ConfigSpace, cost: Cost) -> tuple[dict[str, Scored], dict[str, Scored]]:
-    """What the walk over equal parts asked for, and all that a search did, with its costs."""
+    """All that the walk over equal parts asked for, and all that a search did, with its costs."""
     scored: dict[str, Scored] = {}
 
     def answer(ask: CandidateBatch) -> list[float]:
