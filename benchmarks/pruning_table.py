@@ -4,7 +4,8 @@
 
 The first tokens of workflows/evaluate/alice.txt are measured (as bf16, in windows of 512), its second half
 calibrates, so that no method has seen what it is judged by. Seconds and GB are those of the `phasewise
-prune` command: wall clock, and the most memory that the process held. `METHOD+recover` fits the weights that are kept.
+prune` command: wall clock, and the most memory that the process held. `METHOD+recover` fits the weights that
+are kept.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def weights(rates: Sequence[float], full: int) -> list[int]:
 
 
 def weights_of_ranks(sizes: Sequence[int], rates: Sequence[float]) -> tuple[int, ...]:
-    """What ranks of so many cores weigh. rates: of the kind of each core, rank by rank."""
+    """The weights of ranks of so many cores. rates: of the kind of each core, rank by rank."""
     own = iter(weights(rates, RANK_STEPS))
     return tuple(sum(next(own) for _ in range(size)) for size in sizes)
 

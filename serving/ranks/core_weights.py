@@ -57,7 +57,7 @@ def weights_of_ranks(
     kinds: Sequence[CpuKind],
     measure: Callable[[Sequence[int]], MemberRates] = rates_of_pus,
 ) -> tuple[int, ...]:
-    """What each rank on these cores weighs: the sum over its cores, when reading in decode and when computing
+    """The weight of each rank on these cores: the sum over its cores, when reading in decode and when computing
     in prefill. As many as its cores where these are alike, or cannot be measured.
     """
     cores, sizes = [*chain(*ranks)], tuple(map(len, ranks))
