@@ -72,7 +72,7 @@ def cache_of(layers: Layers) -> Any:
 
 
 def kept(x: torch.Tensor, form: Form, share: float) -> torch.Tensor:
-    """What a form keeps of one layer's keys or values."""
+    """The numbers that a form keeps of one layer's keys or values."""
     return torch.from_numpy(rounded(pruned(x, share).numpy(), form.kv_format))
 
 

@@ -34,7 +34,7 @@ Forms = Annotated[str, Option(help="formats of keys and values, and shares of ze
 
 @dataclass(frozen=True)
 class Form:
-    """What a prefix is kept as: a format of the engine's, or a bitmap and the kept numbers in one."""
+    """The form of a prefix: a format of the engine's, or a bitmap and the kept numbers in one."""
 
     kv_format: str
     zeros: tuple[float, float] | None = None

@@ -57,8 +57,8 @@ def weights_of_ranks(
     kinds: Sequence[CpuKind],
     measure: Callable[[Sequence[int]], MemberRates] = rates_of_pus,
 ) -> tuple[int, ...]:
-    """The weight of each rank on these cores: the sum over its cores, when reading in decode and when computing
-    in prefill. As many as its cores where these are alike, or cannot be measured.
+    """The weight of each rank on these cores: the sum over its cores, when reading in decode and when
+    computing in prefill. As many as its cores where these are alike, or cannot be measured.
     """
     cores, sizes = [*chain(*ranks)], tuple(map(len, ranks))
     numbers = kinds_of(cores, kinds)
