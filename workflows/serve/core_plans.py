@@ -45,8 +45,8 @@ def watch_of_instance(
 
 
 def plans_left(own: Plans, machine: Machine, n_others: int) -> Plans:
-    """The plans of an instance, without the cores that went (`cores_left`), on as many cores as its share of a
-    quota pays for. n_others: cores of the server's other instances.
+    """The plans of an instance, without the cores that went (`cores_left`), on as many cores as its share of
+    a quota pays for. n_others: cores of the server's other instances.
     """
     n_own = len(frozenset().union(*(plan.all_cores for plan in own.values())))
     most = machine.cores_paid(n_own, n_others)
