@@ -180,8 +180,8 @@ def continued(
 
 
 def equal(ours: list[SampledToken], theirs: Sequence[int]) -> str:
-    """How many tokens are equal before the first that is not, and how far ours was ahead of the second best
-    there, as a difference of log-probabilities.
+    """The number of tokens that are equal before the first that is not, and how far ours was ahead of the
+    second best there, as a difference of log-probabilities.
     """
     for count, (own, their) in enumerate(zip(ours, theirs, strict=True)):
         if own.token_id != their:

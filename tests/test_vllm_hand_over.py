@@ -30,7 +30,7 @@ PANEL = 16
 
 
 class Slots:
-    """Where the first sequence of each step lies."""
+    """The place of the first sequence of the latest step."""
 
     def __init__(self) -> None:
         self.base = 0
