@@ -90,12 +90,20 @@ class Engine(Protocol):
 class Worker:
     """An engine in a process of its own, asked for one timing at a time."""
 
-    def __init__(self, command: list[str]) -> None:
+    def __init__(self, command: list[str], environment: Mapping[str, str] | None = None) -> None:
+        """environment: set beside what this process has."""
         self._program = command[0]
         self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by close)
         pipe = subprocess.PIPE
         try:
-            self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self._said, text=True)
+            self.process = subprocess.Popen(
+                command,
+                stdin=pipe,
+                stdout=pipe,
+                stderr=self._said,
+                text=True,
+                env={**os.environ, **(environment or {})},
+            )
         except OSError as error:
             raise LeftOut(f"{command[0]} does not start: {error.strerror}") from None
         self._answer()

@@ -7,6 +7,7 @@ each are replaced; a layer that we do not take goes through vLLM's as before.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeAlias
@@ -30,6 +31,14 @@ INT8_ZERO_POINT = 128
 
 Read: TypeAlias = Callable[[Any], PackedWeight | None]
 """A layer's loaded weight, packed; None: it stays vLLM's. ValueError: the same, and why."""
+
+_taken: dict[int, str] = {}
+"""The layers that this process multiplies for, by the numbers of their weights."""
+
+
+def taken_layers() -> str:
+    """A digest of them: steps that vLLM has compiled have the numbers in them."""
+    return hashlib.sha256(repr(sorted(_taken.items())).encode()).hexdigest()[:16]
 
 
 def take_over(weight_format: WeightFormat) -> None:
@@ -68,7 +77,9 @@ def replace_methods(method: Any, read: Read, *, keeps_weight: bool) -> None:
             process(self, layer)
             return
         path, k_parts, schedules = row_schedules(packed)
-        setattr(layer, NUMBER, hold(packed, path, k_parts, schedules, getattr(layer, NUMBER, None)))
+        number = hold(packed, path, k_parts, schedules, getattr(layer, NUMBER, None))
+        setattr(layer, NUMBER, number)
+        _taken[number] = f"{_name(layer)} {packed.n} x {packed.k}"
         if not keeps_weight:
             empty = torch.empty(0, dtype=layer.weight.dtype)
             layer.weight = torch.nn.Parameter(empty, requires_grad=False)
@@ -88,8 +99,12 @@ def _read(read: Read, layer: Any) -> PackedWeight | None:
     try:
         return read(layer)
     except ValueError as error:
-        logger.warning("%s stays vLLM's: %s", getattr(layer, "prefix", "") or type(layer).__name__, error)
+        logger.warning("%s stays vLLM's: %s", _name(layer), error)
         return None
+
+
+def _name(layer: Any) -> str:
+    return getattr(layer, "prefix", "") or type(layer).__name__
 
 
 def _plain(layer: Any, weight_format: WeightFormat) -> PackedWeight | None:

@@ -35,10 +35,13 @@ def register() -> None:
     if not current_platform.is_cpu():
         logger.warning("%s is set, and vLLM does not run on CPUs here: nothing is replaced", VARIABLE)
         return
-    # vLLM keeps compiled models under a name made of these: one compiled without us calls other products.
-    envs.environment_variables[VARIABLE] = lambda: f"{weight_format}, phasewise {__version__}"
-    from phasewise.vllm.methods import take_over
+    from phasewise.vllm.methods import take_over, taken_layers
 
+    # vLLM keeps compiled models under a name made of these, and asks for it when weights are loaded: one that
+    # was compiled without us, or for other layers, calls other products.
+    envs.environment_variables[VARIABLE] = lambda: (
+        f"{weight_format}, phasewise {__version__}, {taken_layers()}"
+    )
     take_over(weight_format)
 
 

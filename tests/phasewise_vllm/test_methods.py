@@ -12,8 +12,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.slow
 
-from phasewise.torch import packed_linear  # noqa: E402
-from phasewise.vllm import plugin  # noqa: E402
+from phasewise.torch import packed_linear, shared_threads  # noqa: E402
+from phasewise.vllm import methods, plugin  # noqa: E402
 from tests.support import stand_in_vllm  # noqa: E402
 from tests.support.stand_in_vllm import layer_of, stand_in  # noqa: E402
 
@@ -78,11 +78,24 @@ def test_methods_are_replaced_once(vllm: SimpleNamespace) -> None:
     assert vllm.linear.apply is once
 
 
-def test_compiled_models_are_kept_apart(vllm: SimpleNamespace) -> None:
-    """vLLM hashes these variables into the name of what it has compiled."""
-    variables = sys.modules["vllm.envs"].environment_variables
+def test_compiled_models_are_kept_apart(vllm: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM hashes these variables into the name of what it has compiled, in which weights have numbers: the
+    same layers in the same order have the same name, and no others.
+    """
+    named = sys.modules["vllm.envs"].environment_variables["PHASEWISE_VLLM"]
+    layers = [layer_of(drawn(16, 32), prefix=name) for name in "ab"]
 
-    assert variables["PHASEWISE_VLLM"]().startswith("native, phasewise ")
+    def after(*order: int) -> str:
+        monkeypatch.setattr(methods, "_taken", {})
+        monkeypatch.setattr(shared_threads, "_held", [])
+        for index in order:
+            layer = layer_of(layers[index].weight.data.clone(), prefix=layers[index].prefix)
+            vllm.linear().process_weights_after_loading(layer)
+        return str(named())
+
+    assert named().startswith("native, phasewise ")
+    assert len({after(), after(0), after(1), after(0, 1), after(1, 0)}) == 5
+    assert after(0, 1) == after(0, 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -1,7 +1,7 @@
 """The plugin in vLLM, unmodified: its server answers as it does without, within the rounding of its numbers.
 
-Each server is a process of `python -m vllm.entrypoints.openai.api_server` (what `vllm serve` runs), eager,
-so that nothing is compiled. Needs vLLM for CPUs in this interpreter: `make test-vllm`.
+Each server is a process of `python -m vllm.entrypoints.openai.api_server` (what `vllm serve` runs): eager, or
+with steps that PyTorch compiles. Needs vLLM for CPUs in this interpreter: `make test-vllm`.
 """
 
 from __future__ import annotations
@@ -157,6 +157,16 @@ def test_a_checkpoint_of_compressed_tensors(tmp_path: Path) -> None:
     said = compare(tmp_path / "m", tmp_path, "native", "--enforce-eager")
 
     assert {kind for *_, kind in shapes_told(said)} == {"int8c", "bf16"}
+
+
+def test_a_server_whose_steps_are_compiled(tmp_path: Path) -> None:
+    """As it is by default."""
+    folder = write_tiny_hf(tmp_path / "m", dtype="bfloat16", shape=SHAPE)
+
+    said = compare(folder, tmp_path, "native")
+
+    assert "saved AOT compiled function" in said
+    assert {kind for *_, kind in shapes_told(said)} == {"bf16"}
 
 
 def test_a_wrong_value_ends_the_server_with_a_line(tmp_path: Path) -> None:
