@@ -150,8 +150,10 @@ class Boundary:
         is_canonical: bool,
         commands: Any,
         report: Any,
+        other_cores: int,
     ) -> Any:
         del report
+        self.keep("cores beside embeddings", other_cores)
         opened = (model.name, model.format, ref, str(weight_format), dict(commands), plan, is_canonical)
         self.keep("embedding", opened)
         text = _Opened(max_tokens=64)

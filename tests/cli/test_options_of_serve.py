@@ -426,6 +426,7 @@ def test_embeddings_beside_pools_have_cores_that_no_pool_has(places: Places, bou
     run = boundary.serve(places.model, *pools, "--embed-model", places.encoder, "--no-embed-accelerators")
     (embedding,) = only(run, "embedding")
     assert [instance["cores"] for instance in embedding[-2]["instances"]] == [[38, 39]]  # type: ignore[index]
+    assert only(run, "cores beside embeddings") == [38]
 
     full = boundary.serve(places.model, "--mixed-pool", "0-39", "--embed-model", places.encoder)
     assert full.exit_code == 2

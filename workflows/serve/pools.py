@@ -275,22 +275,25 @@ def open_pools(
 ) -> Iterator[OpenPools | None]:
     """The instances on this host that `pools` asks for, which start with it; None: one engine serves alone.
 
-    spec: of an instance, but for its cores and its share of the size; `other_cores`: of what is no instance.
-    Raises UsageError, PlanError.
+    spec: of an instance, but for its cores and its share of the size; `other_cores`: those of what is no
+    instance, as far as they are left. Raises UsageError, PlanError.
     """
+    from phasewise.serving.embedding.devices import free_cores
     from phasewise.topology import read_machine
 
     if pools.prompt or pools.token or pools.mixed:
         raise UsageError(
             "--prompt, --token and --mixed are for --cluster; on this host use --prompt-pool CORES"
         )
-    instances = planned_instances(pools, read_machine(), opened.plans, report)
+    machine = read_machine()
+    instances = planned_instances(pools, machine, opened.plans, report)
     if not instances:
         yield None
         return
     size = _that_hold(spec.size, opened.model, instances)
     spec = replace(spec, size=share_of(size, len(instances), asked_context))
     cores = frozenset().union(*(instance.cores for instance in instances))
+    spec = replace(spec, other_cores=min(spec.other_cores, len(free_cores(machine, cores))))
     with _local_front(instance_specs(spec, instances), instances, pools) as host:
         lines = [instance.describe() for instance in instances]
         yield OpenPools(opened.model, text, spec.size, host, lines, cores, instances)

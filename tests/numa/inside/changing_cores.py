@@ -260,6 +260,7 @@ def instances_divide_a_quota() -> Figures:
     ):
         for pid in _descendants(server.process.pid):
             group.add(pid)
+        until(lambda: json.loads(server.get("/ready"))["status"] == "running", "not ready", server, START_S)
         wanted = {prompt: server.answer(prompt) for prompt in PROMPTS}
         with Clients(server) as clients:
             for quota, told in ((2, {"0", "2"}), (None, {"0-1", "2-3"})):
