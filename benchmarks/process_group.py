@@ -1,6 +1,7 @@
 """Collectives of torch.distributed: the backend `phasewise` beside gloo, on the same cores, in turns.
 
     PHASEWISE_PEERS_PYTHON=/opt/peers/venv/bin/python python benchmarks/process_group.py --ranks 2,4,8
+    PHASEWISE_PEERS_PYTHON=/opt/vllm/bin/python python benchmarks/process_group.py --vllm
 
 Bytes are those of the message; of an all_gather, of what each rank gathers. A round's time is the median over
 its calls of the slowest rank; rows have the medians of the rounds. More ranks than cores share them in turns.
@@ -12,9 +13,12 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
+from typing import Annotated
+
+from typer import Option
 
 from benchmarks.bench_allreduce import size_bytes
 from benchmarks.harness import Rounds, Spread, Yielded, commands, in_turns, listed, note, numbers, ratios
@@ -22,19 +26,21 @@ from phasewise.workflows.bench.allreduce.processes import RankError, RankProcess
 
 WORKER = Path(__file__).with_name("peers") / "process_group_rank.py"
 BACKENDS = ("phasewise", "gloo")
+OF_VLLM = ("all_reduce", "all_gather")
+"""The collectives of tensors that vLLM's communicator over shared memory has."""
 BYTES_A_ROUND = 64 << 20
 MOST_TIMES = 200
 LEAST_TIMES = 3
 
 
 @contextmanager
-def opened(ranks: int) -> Iterator[Mapping[str, RankProcesses]]:
+def opened(ranks: int, backends: Sequence[str]) -> Iterator[Mapping[str, RankProcesses]]:
     """The ranks of every backend, in the peers' interpreter; those that are not asked wait for their line."""
     python = os.environ.get("PHASEWISE_PEERS_PYTHON") or sys.executable
     cores = sorted(os.sched_getaffinity(0))
     with ExitStack() as stack:
         groups = {}
-        for backend in BACKENDS:
+        for backend in backends:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="group-"))
             commands_of_ranks = [
                 [python, str(WORKER), folder, str(rank), str(ranks), str(cores[rank % len(cores)]), backend]
@@ -51,15 +57,17 @@ def times_a_round(size: int) -> int:
 def measured(groups: Mapping[str, RankProcesses], act: str, size: int, rounds: int) -> dict[str, object]:
     """Microseconds of each backend, and how many times as fast ours is."""
     times = times_a_round(size)
+    asked = {name: ranks for name, ranks in groups.items() if name != "vllm" or act in OF_VLLM}
     taken = in_turns(
         {
             backend: lambda ranks=ranks: statistics.median(ranks.system(act).time(size // 4, times)) / 1e3
-            for backend, ranks in groups.items()
+            for backend, ranks in asked.items()
         },
         rounds,
     )
     row: dict[str, object] = {f"{backend}, us": Spread.of(us) for backend, us in taken.items()}
-    return row | {"gloo / phasewise": ratios(taken["gloo"], taken["phasewise"])}
+    own = taken.pop("phasewise")
+    return row | {f"{other} / phasewise": ratios(us, own) for other, us in taken.items()}
 
 
 def process_group(
@@ -67,10 +75,12 @@ def process_group(
     sizes: str = "4K,64K,1M,4M,16M,64M",
     acts: str = "all_reduce,all_gather,broadcast",
     rounds: Rounds = 5,
+    vllm: Annotated[bool, Option("--vllm", help="beside vLLM's communicator too")] = False,
 ) -> Yielded:
+    backends = (*BACKENDS, "vllm") if vllm else BACKENDS
     for count in numbers(ranks):
         try:
-            with opened(count) as groups:
+            with opened(count, backends) as groups:
                 for act in listed(acts):
                     for size in listed(sizes):
                         note(f"{count} ranks, {act}, {size}")
