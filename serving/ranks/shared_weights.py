@@ -138,6 +138,7 @@ def places_in_segment(model: PackedModel, of_weights: int = ALIGNMENT) -> Places
         name: _weight_place(weight, [reserve(array, of_weights) for array in weight.arrays])
         for name, weight in model.weights.items()
     }
+    end = -(-end // of_weights) * of_weights  # no vector shares a page with a weight
     vectors = {
         name: ArrayPlace.of(vector, reserve(vector, ALIGNMENT)) for name, vector in model.vectors.items()
     }

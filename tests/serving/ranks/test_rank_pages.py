@@ -65,13 +65,17 @@ def same(ours: PackedWeight, theirs: PackedWeight, begin: int, end: int) -> bool
 def test_ranks_in_any_order_leave_every_panel_to_all(
     kinds: list[str], shares: list[int], order: Random, seed: int
 ) -> None:
-    """Each rank maps the copy by itself, as processes do; one that comes later finds all panels."""
+    """Each rank maps the copy by itself, as processes do; one that comes later finds all panels. Vectors stay."""
     source = weights_of(kinds, seed)
-    places = places_in_segment(replace(tiny_model(tiny_config()), weights=source, vectors={}), PAGE)
+    norm = np.arange(1, 100, dtype=np.float32)
+    places = places_in_segment(
+        replace(tiny_model(tiny_config()), weights=source, vectors={"norm": norm}), PAGE
+    )
     first = Segment.create(places.n_bytes, "test")
     try:
         mapped = [first, *(Segment(first.fd, first.n_bytes) for _ in shares)]
-        views = [places.views(each)[0] for each in mapped]
+        views, vectors = zip(*map(places.views, mapped), strict=True)
+        vectors[0]["norm"][...] = norm
         ranks = [*range(1, len(shares))]
         order.shuffle(ranks)
         for rank in (0, *ranks):
@@ -81,6 +85,7 @@ def test_ranks_in_any_order_leave_every_panel_to_all(
             for rank, view in enumerate(views[:-1]):
                 own = Division((tuple(shares),) * 2, rank).panels(weight, 1)
                 assert same(view[name], weight, *own)
+        assert all((each["norm"] == norm).all() for each in vectors)
     finally:
         first.close()
 
