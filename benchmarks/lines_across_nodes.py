@@ -48,8 +48,10 @@ def widths_of(model: str) -> tuple[Widths, int | None]:
     if model in SHAPES:
         shape = SHAPES[model]
         return Widths(shape.layers, shape.hidden, shape.hidden, shape.ffn), None
-    known = shape_of_reference(model, "native")
-    return Widths(known.n_layers, known.hidden, known.n_heads * known.head_dim, known.ffn), known.weight_bytes
+    reference = shape_of_reference(model, "native")
+    return Widths(
+        reference.n_layers, reference.hidden, reference.n_heads * reference.head_dim, reference.ffn
+    ), reference.weight_bytes
 
 
 def lines_across_nodes(

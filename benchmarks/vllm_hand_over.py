@@ -161,12 +161,12 @@ def continued(
     seconds until they are in the block.
     """
     engine, share = opened.engine, opened.engine.ranks.kv_share
-    *known, last = request.prompt_token_ids
+    *before, last = request.prompt_token_ids
     assert request.max_tokens is not None
-    engine.expect(replace(request, prompt_token_ids=tuple(known), max_tokens=request.max_tokens + 1))
+    engine.expect(replace(request, prompt_token_ids=tuple(before), max_tokens=request.max_tokens + 1))
     (placed,) = engine.step().placed
     codec = Codec(share.shape, opened.model.config.vocab_size, opened.size.limits.context_length, MODEL_HASH)
-    receiver, name, n_known = Receiver(codec, share.memory), request.request_id, len(known)
+    receiver, name, n_known = Receiver(codec, share.memory), request.request_id, len(before)
     receiver.await_kv(name, 1, n_known, placed.placement)
     began = time.perf_counter()
     for message in frames_of(codec, name, keys[:, :n_known], values[:, :n_known]):

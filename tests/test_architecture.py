@@ -244,7 +244,12 @@ HOMES: dict[str, tuple[str, ...]] = {
     "starlette": ("serving.http",),
     "h11": ("serving.http",),
     "llguidance": ("serving.grammar.guides",),
-    "tree_sitter": ("ir.raising.parse", "ir.raising.parse_source", "ir.raising.parse_expressions"),
+    "tree_sitter": (
+        "ir.raising.parse",
+        "ir.raising.parse_compound",
+        "ir.raising.parse_expressions",
+        "ir.raising.parse_source",
+    ),
     "tree_sitter_c": ("ir.raising.parse_source",),
     "aiohttp": ("loadtest",),
     "ray": ("cluster.real.ray_connection",),

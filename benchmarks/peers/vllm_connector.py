@@ -26,16 +26,16 @@ def places(block_size: int, head_dim: int, dtype: torch.dtype) -> tuple[torch.Te
     """The places of a block's keys, and of its values, within their halves: [block_size, head_dim]."""
     count = block_size * head_dim
     numbers = torch.arange(count).reshape(block_size, 1, head_dim)
-    found = [torch.zeros(count, dtype=torch.long) for _ in range(2)]
+    counts = [torch.zeros(count, dtype=torch.long) for _ in range(2)]
     for unit in (1, DIGIT, DIGIT * DIGIT):
         digits = (numbers // unit % DIGIT).to(dtype)
         block = torch.zeros(1, 1, 2 * block_size, head_dim, dtype=dtype)
         halves = block.chunk(2, dim=2)
         isa = _get_attn_isa(dtype, block_size, head_dim)
         ops.cpu_attn_reshape_and_cache(digits, digits.clone(), *halves, torch.arange(block_size), isa)
-        for own, half in zip(found, halves, strict=True):
+        for own, half in zip(counts, halves, strict=True):
             own += half.reshape(-1).long() * unit
-    keys, values = (torch.argsort(own).reshape(block_size, head_dim) for own in found)
+    keys, values = (torch.argsort(own).reshape(block_size, head_dim) for own in counts)
     return keys, values
 
 

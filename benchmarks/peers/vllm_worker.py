@@ -23,10 +23,10 @@ def start_as_vllms_workers_are(threads: int) -> None:
     """Start this program anew as vLLM starts a worker: the one OpenMP library of PyTorch for its own products
     too, and a core for each thread. In one process vLLM does neither.
     """
-    found = importlib.util.find_spec("torch")
-    if found is None or found.origin is None or "GOMP_CPU_AFFINITY" in os.environ:
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None or "GOMP_CPU_AFFINITY" in os.environ:
         return
-    torch = Path(found.origin).parent
+    torch = Path(spec.origin).parent
     libraries = [*torch.parent.glob("torch.libs/libgomp*.so*"), *torch.glob("lib/libgomp*.so*")]
     if libraries:
         os.environ["LD_PRELOAD"] = str(libraries[0])

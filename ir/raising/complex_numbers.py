@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from phasewise._words import counted
 from phasewise.ir import nodes as ir
 from phasewise.ir.operations import Mistyped, binary, call, cast, decayed, unary
 from phasewise.ir.types import F32, F64, I8, I16, I32, I64, Scalar, Struct, Type, common, promoted
@@ -97,11 +98,11 @@ def _side(e: ir.Expr, elem: Scalar) -> _Side:
 
 def _plain(op: str, a: ir.Expr, b: ir.Expr, elem: Scalar) -> ir.Expr:
     if op == "*" and elem.is_float:
-        for one, other in ((a, b), (b, a)):
-            if isinstance(one, ir.Const) and one.value == 1:
+        for factor, other in ((a, b), (b, a)):
+            if isinstance(factor, ir.Const) and factor.value == 1:
                 return other
-            if isinstance(one, ir.Const) and isinstance(other, ir.Const):
-                return ir.Const(elem, one.value * other.value)
+            if isinstance(factor, ir.Const) and isinstance(other, ir.Const):
+                return ir.Const(elem, factor.value * other.value)
     return cast(elem, binary(op, a, b))
 
 
@@ -157,7 +158,7 @@ def function_of(name: str, args: list[ir.Expr]) -> ir.Expr:
     """A function on complex numbers, of a number too."""
     n_arguments, build = FUNCTIONS[name]
     if len(args) != n_arguments:
-        raise Mistyped(f"takes {n_arguments} arguments, not {len(args)}")
+        raise Mistyped(f"takes {counted(n_arguments, 'argument')}, not {len(args)}")
     if n_arguments == 2:
         return build(args[0], args[1])
     return build(*parts(converted(args[0], complex_of(args[0]))))

@@ -220,20 +220,20 @@ def _assigned_at_end(body: ir.Body, result: ir.Var) -> ir.Body | None:
 
     None where a loop returns, or where both branches may go on.
     """
-    for at, statement in enumerate(body):
-        rest = body[at + 1 :]
+    for index, statement in enumerate(body):
+        rest = body[index + 1 :]
         match statement:
             case ir.Return(value, line):
-                return (*body[:at], *((ir.Assign(result, value, line),) if value is not None else ()))
+                return (*body[:index], *((ir.Assign(result, value, line),) if value is not None else ()))
             case ir.BlockStatement(inner) if _returns(inner):
-                return _assigned_at_end((*body[:at], *inner, *rest), result)
+                return _assigned_at_end((*body[:index], *inner, *rest), result)
             case ir.If(_, then, otherwise) if _returns((*then, *otherwise)):
                 if rest and not _ends(then) and not _ends(otherwise):
                     return None
                 branches = [_assigned_at_end((*branch, *rest), result) for branch in (then, otherwise)]
                 if branches[0] is None or branches[1] is None:
                     return None
-                return (*body[:at], replace(statement, then=branches[0], otherwise=branches[1]))
+                return (*body[:index], replace(statement, then=branches[0], otherwise=branches[1]))
             case _ if _returns(statement):
                 return None
     return body

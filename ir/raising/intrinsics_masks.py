@@ -120,6 +120,6 @@ def _classified(elem: Scalar) -> Build:
         is_whole = which & 0x81 in (0, 0x81) and which & 6 in (0, 6) and not which & 0x60
         if not tests or not is_whole:
             raise Mistyped(f"the classes {which:#x} are not in the subset")
-        return reduce(lambda one, other: binary("|", one, other), tests)
+        return reduce(lambda test, other: binary("|", test, other), tests)
 
     return build

@@ -183,11 +183,11 @@ def _extreme_of_all(name: str) -> Build:
 
 def _with_lane(a: Sequence[ir.Expr]) -> ir.Expr:
     """One lane replaced; of numbers that are known, numbers again."""
-    value, register, at = a[0], a[1], number(a[2])
-    known = _numbers(register)
-    if known is None or not isinstance(value, ir.Const):
-        return call("with_lane", (register, value), (at,))
-    return constant(ir.vec(register).elem, [*known[:at], value.value, *known[at + 1 :]])
+    value, register, lane = a[0], a[1], number(a[2])
+    numbers = _numbers(register)
+    if numbers is None or not isinstance(value, ir.Const):
+        return call("with_lane", (register, value), (lane,))
+    return constant(ir.vec(register).elem, [*numbers[:lane], value.value, *numbers[lane + 1 :]])
 
 
 def _numbers(e: ir.Expr) -> list[int | float] | None:
@@ -372,5 +372,5 @@ def is_below_16(e: ir.Expr) -> bool:
 
 
 def _is_small(e: ir.Expr) -> bool:
-    known = _numbers(e)
-    return known is not None and all(0 <= value < 16 for value in known)
+    numbers = _numbers(e)
+    return numbers is not None and all(0 <= value < 16 for value in numbers)

@@ -339,9 +339,7 @@ def _x86_shuffles(table: Table, prefix: str, size: int) -> None:
     put("hsub_epi32", lambda a: neighbours(a, I32, "-"))
     put("hsub_epi16", lambda a: neighbours(a, I16, "-"))
     put("dp_ps", _dot_of_four, ps)
-    put(
-        "permutevar_ps", lambda a: permuted(a[0], [i & ~3 | at & 3 for i, at in enumerate(_places(a[1]))]), ps
-    )
+    put("permutevar_ps", lambda a: permuted(a[0], [i & ~3 | j & 3 for i, j in enumerate(_places(a[1]))]), ps)
 
 
 def _dot_of_four(a: Sequence[ir.Expr]) -> ir.Expr:

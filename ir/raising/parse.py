@@ -398,7 +398,7 @@ class _Body(CompoundValues):
         if isinstance(pointee(of.type), Vec):
             raise self._refuse(node, "memcpy of registers is not in the subset")
         source = ir.Cast(Pointer(U8, True), of)
-        return self._byte_by_byte(to, lambda at: ir.Index(U8, source, at), size, node, line)
+        return self._byte_by_byte(to, lambda place: ir.Index(U8, source, place), size, node, line)
 
     def _byte_by_byte(
         self, to: ir.Expr, value: Callable[[ir.Var], ir.Expr], size: ir.Expr, node: Node, line: int
@@ -406,11 +406,11 @@ class _Body(CompoundValues):
         memory = decayed(to.type)
         if not isinstance(memory, Pointer) or memory.is_const or isinstance(memory.to, Vec):
             raise self._refuse(node, f"{self._quoted(node)} writes to what is no memory of numbers")
-        at = ir.Var(U64, self._unique("byte"))
-        assign = ir.Assign(ir.Index(U8, ir.Cast(Pointer(U8), to), at), value(at), line)
-        step = ir.Assign(at, binary("+", at, ir.Const(U64, 1)), line)
-        condition = binary("<", at, self._convert(size, U64, node))
-        start = ir.Declare(at.name, U64, ir.Const(U64, 0), line)
+        place = ir.Var(U64, self._unique("byte"))
+        assign = ir.Assign(ir.Index(U8, ir.Cast(Pointer(U8), to), place), value(place), line)
+        step = ir.Assign(place, binary("+", place, ir.Const(U64, 1)), line)
+        condition = binary("<", place, self._convert(size, U64, node))
+        start = ir.Declare(place.name, U64, ir.Const(U64, 0), line)
         return [ir.For((start,), condition, (step,), (assign,), line)]
 
     def _memset(self, node: Node, line: int) -> list[ir.Stmt]:
@@ -425,7 +425,7 @@ class _Body(CompoundValues):
         if is_whole and is_of_numbers and value.value == 0:
             return [ir.Do(ir.CallExpression(VOID, "__clear", (array,)), line)]
         byte = ir.Const(U8, int(value.value) & 255)
-        return self._byte_by_byte(to, lambda at: byte, size, node, line)
+        return self._byte_by_byte(to, lambda _place: byte, size, node, line)
 
     def _assignment(self, node: Node, line: int) -> list[ir.Stmt]:
         right = needed(node, "right")

@@ -60,7 +60,7 @@ class CompoundValues(SourceExpressions):
         zero = ir.zero(complex_numbers.element_of(of.of))
         listed += [complex_numbers.pair(zero, zero)] * (of.count - len(listed))
         places = [ir.Index(of.of, ir.Var(of, declared.name), ir.integer(i)) for i in range(of.count)]
-        assigned = [self._complex_assigned(at, e, line) for at, e in zip(places, listed, strict=True)]
+        assigned = [self._complex_assigned(to, e, line) for to, e in zip(places, listed, strict=True)]
         return [declared, *(statement for both in assigned for statement in both)]
 
     def _complex_assigned(self, target: ir.Expr, value: ir.Expr, line: int) -> list[ir.Stmt]:
@@ -204,6 +204,6 @@ class CompoundValues(SourceExpressions):
         lanes = 16 // of.of.elem.size
         stores = []
         for i, row in enumerate(rows):
-            at = self._typed(partial(binary, "+", place, ir.integer(i * lanes)), node)
-            stores.append(ir.Do(self._intrinsic(f"vst1q_{suffix}", (at, row), node), line))
+            target = self._typed(partial(binary, "+", place, ir.integer(i * lanes)), node)
+            stores.append(ir.Do(self._intrinsic(f"vst1q_{suffix}", (target, row), node), line))
         return [*stores]

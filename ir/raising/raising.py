@@ -393,10 +393,10 @@ class _Raiser:
         try:
             return intrinsic.build(args)
         except Mistyped:
-            known = tuple(ir.Substitute(self._known).expr(arg) for arg in args)
-            if known == args:
+            numbers = tuple(ir.Substitute(self._known).expr(arg) for arg in args)
+            if numbers == args:
                 raise
-            return intrinsic.build(known)
+            return intrinsic.build(numbers)
 
 
 _BROADCASTS = ("broadcast_ss", "_dup_f32", "load1_ps", "load_ps1", "broadcast_sd", "load1_pd")

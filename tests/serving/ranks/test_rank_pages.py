@@ -65,7 +65,9 @@ def same(ours: PackedWeight, theirs: PackedWeight, begin: int, end: int) -> bool
 def test_ranks_in_any_order_leave_every_panel_to_all(
     kinds: list[str], shares: list[int], order: Random, seed: int
 ) -> None:
-    """Each rank maps the copy by itself, as processes do; one that comes later finds all panels. Vectors stay."""
+    """Each rank maps the copy by itself, as processes do; one that comes later finds all panels.
+    Vectors stay.
+    """
     source = weights_of(kinds, seed)
     norm = np.arange(1, 100, dtype=np.float32)
     places = places_in_segment(
