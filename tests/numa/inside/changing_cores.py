@@ -97,6 +97,7 @@ class Served:
     def is_running_on(self, cores: tuple[int, ...]) -> bool:
         """True once both phases run on these cores, and it has told so."""
         ready = json.loads(self.get("/ready"))
+        assert "status" in ready, ready
         threads = {"prefill": len(cores), "decode": len(cores)}
         if ready["status"] != "running" or ready.get("threads") != threads:
             return False
