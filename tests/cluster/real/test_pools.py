@@ -120,7 +120,8 @@ def test_requests_that_are_given_up_leave_nothing_behind(model: Path) -> None:
                 server.front.send(Abort(name))
         server.wait_until(server.is_empty, "instances hold keys and values of requests that were given up")
         assert not server.failures
-        assert not server.front.counts.failed
+        # On a busy host the prompts of one round may want the blocks of those given up before.
+        assert set(server.front.counts.failed) <= {"preempted"}
 
 
 def test_an_instance_warns_of_a_request_by_its_traceparent(

@@ -106,8 +106,9 @@ static pw_program *open_program(int n_ranks, int32_t rank) {
     program->n_ranks = n_ranks;
     program->rank = rank;
     program->patience_ns = PW_GROUP_FOREVER;
-    program->divisions[0] = pw_division_of(n_ranks, n_ranks == 1 ? one : three, rank);
-    program->divisions[1] = pw_division_of(n_ranks == 1 ? 1 : 2, n_ranks == 1 ? one : two, rank);
+    const int32_t *of_three = n_ranks == 1 ? one : three, *of_two = n_ranks == 1 ? one : two;
+    program->divisions[0] = pw_division_of(n_ranks, of_three, of_three, rank);
+    program->divisions[1] = pw_division_of(n_ranks == 1 ? 1 : 2, of_two, of_two, rank);
     add_ops(program);
     return program;
 }

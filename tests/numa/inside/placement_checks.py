@@ -9,6 +9,7 @@ import logging
 import mmap
 import os
 import re
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -47,6 +48,8 @@ KV = KvSettings(2048, touched=True)
 LEAST_LOCAL = 0.95
 MOST_UNEVEN = 0.10
 MOST_MEMORY = 1.1
+RELEASED_WITHIN_S = 60.0
+"""A thread may hold what is closed until its next turn."""
 
 Cores = tuple[tuple[int, ...], ...]
 
@@ -64,14 +67,17 @@ def plans(cores: Cores) -> dict[Phase, ServicePlan]:
 
 @contextmanager
 def running(cores: Cores, name: str = MODEL) -> Iterator[Ranks]:
-    """Ranks that have computed, with all of their memory touched."""
-    gc.collect()  # ranks of a check before, whose memory would be counted too
+    """Ranks that have computed, all of their memory touched, and none of a check before."""
+    until_s = time.monotonic() + RELEASED_WITHIN_S
+    while left := numa_maps("self", "memfd:phasewise-weights"):
+        gc.collect()
+        assert time.monotonic() < until_s, left
+        time.sleep(0.05)
     ranks = open_ranks(model(name), plans(cores), RankOptions(KV, 64, 2))
     try:
         yield ranks
     finally:
         ranks.close()
-        gc.collect()
 
 
 def tokens(ranks: Ranks) -> list[int]:
