@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import get_args
 
@@ -71,8 +72,7 @@ def weighed_team(cores: Sequence[int]) -> Team:
     """
     team = Team(cores)
     if len(cores) > 1 and (kinds := read_core_kinds()):
-        with keeping_affinity():
-            weigh_by_kind(team, cores, kinds)
+        _on_a_thread_that_ends(lambda: weigh_by_kind(team, cores, kinds))
     return team
 
 
@@ -93,6 +93,14 @@ def tell_moved(planned: Sequence[int], seen: Sequence[int]) -> None:
     )
 
 
+def _on_a_thread_that_ends(call: Callable[[], None]) -> None:
+    """A call that runs an engine's team. The team borrows the thread, and gives it its former affinity back
+    when it is closed: of a process's first thread that would undo a `taskset` in between.
+    """
+    with ThreadPoolExecutor(1) as beside:
+        beside.submit(call).result()
+
+
 @contextmanager
 def keeping_affinity() -> Iterator[None]:
     """A thread that runs a step is pinned; afterwards the calling thread may run where it could before."""
@@ -110,7 +118,6 @@ def touch_memory(program: Program, teams: Mapping[int, Team]) -> None:
     """
     team = teams.get(TABLES["decode"]) or teams[TABLES["prefill"]]
     try:
-        with keeping_affinity():
-            program.touch(team)
+        _on_a_thread_that_ends(lambda: program.touch(team))
     except ProgramError as error:
         raise RanksError(str(error)) from error

@@ -128,12 +128,14 @@ def test_answers_go_on_while_cores_go_and_come(
             assert set(texts) <= {wanted[prompt]}
 
 
-def test_an_idle_server_follows_its_cores(roomy: Path, environment: dict[str, str]) -> None:
-    """Flags are kept as far as the cores go."""
-    with serving(roomy, environment, "--port", 0, "--threads", 2, exec_anew=True) as server:
-        for cores in (CORES[1:], CORES):
+@pytest.mark.parametrize("flag", ["--threads", "--ranks"])
+def test_an_idle_server_follows_its_cores(roomy: Path, environment: dict[str, str], flag: str) -> None:
+    """Also before it has computed anything. Flags are kept as far as the cores go."""
+    with serving(roomy, environment, "--port", 0, flag, 2, exec_anew=True) as server:
+        for cores in (CORES[:1], CORES, CORES[1:], CORES):
             os.sched_setaffinity(server.process.pid, cores)
             wait_for_threads(server, len(cores))
             assert counted(server, "threads") == len(cores)
+            assert os.sched_getaffinity(server.process.pid) == set(cores)
         assert answer(server, "a")
     assert any(f"decode: 1 rank on core {CORES[1]} (flag)" in line for line in server.lines)
