@@ -18,10 +18,8 @@ ENCODERS_BY_GGUF = {family.gguf: family for family in reversed(ENCODERS) if fami
 
 def encoder_of_hf(fields: Mapping[str, Any]) -> EncoderFamily | None:
     """The family of config.json's fields; None where it describes no encoder."""
-    family, positions = (
-        ENCODERS_BY_HF.get(str(fields.get("model_type"))),
-        fields.get("position_embedding_type"),
-    )
+    family = ENCODERS_BY_HF.get(str(fields.get("model_type")))
+    positions = fields.get("position_embedding_type")
     if family is BERT and positions in JINA_BERT.position_kinds:
         return JINA_BERT
     if family is ROBERTA and positions in JINA_V3.position_kinds:
