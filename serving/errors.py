@@ -15,6 +15,7 @@ ServingError
 from __future__ import annotations
 
 import errno
+import mmap
 from typing import ClassVar
 
 _OUT_OF_MEMORY = "there is not enough memory: raise `ulimit -v`, or free some"
@@ -28,11 +29,15 @@ _SHORTAGES = {
 }
 _UNMAPPED = ("failed to map segment", "Cannot allocate memory", "error return without exception set")
 """The words of the linker and Python where a library does not fit."""
+_SCARCE_BYTES = 8 << 20
+"""Less than modules and their libraries need."""
 
 
 def shortage_of(error: BaseException | None) -> str | None:
     """The shortage of the system, in one line, where that is what an error comes of; else
     None."""
+    if error is not None and _memory_is_exhausted():
+        return _OUT_OF_MEMORY  # an import then fails with any error, such as an unknown codec
     while error is not None:
         if isinstance(error, MemoryError):
             return _OUT_OF_MEMORY
@@ -44,6 +49,14 @@ def shortage_of(error: BaseException | None) -> str | None:
             return _OUT_OF_MEMORY
         error = error.__cause__ or error.__context__
     return None
+
+
+def _memory_is_exhausted() -> bool:
+    try:
+        mmap.mmap(-1, _SCARCE_BYTES).close()
+    except (OSError, MemoryError):
+        return True
+    return False
 
 
 class ServingError(Exception):

@@ -36,7 +36,7 @@ from phasewise.cython_kernels import _native, packing, sparse
 from phasewise.cython_kernels._native import watch_mapping
 from phasewise.cython_kernels.division import columns
 from phasewise.cython_kernels.packing import PACKING_VERSION, PANEL, Array, PackedWeight
-from phasewise.serving.errors import ModelError
+from phasewise.serving.errors import ModelError, shortage_of
 from phasewise.serving.loaders.forms import Rows, WeightForm, check_finite, convert_rows, pack_rows
 from phasewise.serving.loaders.layout import (
     VectorPlan,
@@ -179,7 +179,9 @@ def read_packed(
         if checksum and _checksum(_slots(fields), mapped) != fields["content_hash"]:
             return None
         return model
-    except Exception:  # a head may say anything, and be wrong in every way there is
+    except Exception as error:  # a head may say anything, and be wrong in every way there is
+        if shortage_of(error) is not None:
+            raise  # the file may be whole
         return None
 
 

@@ -47,6 +47,21 @@ def test_nothing_else_is_taken_for_one(name: str) -> None:
     assert shortage_of(chained(BUGS[name])) is None
 
 
+def test_any_error_is_one_where_no_memory_is_left() -> None:
+    """Imports fail in words of their own then, such as "unknown encoding: idna"."""
+    program = """
+import re, resource, sys
+from phasewise.serving.errors import shortage_of
+error = LookupError("unknown encoding: idna")
+before = shortage_of(error)
+in_use = int(re.search(r"VmSize:\\s+(\\d+)", open("/proc/self/status").read())[1]) << 10
+resource.setrlimit(resource.RLIMIT_AS, (in_use + (2 << 20), resource.RLIM_INFINITY))
+print(before, shortage_of(error), sep="; ")
+"""
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert said.startswith("None; there is not enough memory")
+
+
 @pytest.mark.parametrize("name", [*SHORTAGES, *BUGS])
 def test_logs_and_threads_keep_tracebacks_for_bugs_alone(
     name: str, capsys: pytest.CaptureFixture[str]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -217,6 +218,26 @@ def test_a_full_disk_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(ModelError, match="No space left"):
         load_model(str(source), "native", tmp_path / "cache")
     assert not list((tmp_path / "cache" / "packed").iterdir())
+
+
+def test_a_file_that_cannot_be_mapped_for_want_of_memory_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is whole: making it anew, or blaming the disk, would help nobody."""
+    model = str(write_tiny_gguf(tmp_path / "m.gguf"))
+    load_model(model, "native", tmp_path)
+    before = packed_path(tmp_path).stat()
+
+    def no_memory(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    with monkeypatch.context() as patched:
+        patched.setattr("phasewise.serving.loaders.packed_file.mmap.mmap", no_memory)
+        with pytest.raises(OSError, match="Cannot allocate memory"):
+            load_model(model, "native", tmp_path)
+
+    load_model(model, "native", tmp_path)
+    assert packed_path(tmp_path).stat().st_ino == before.st_ino
 
 
 def test_progress_is_told_only_while_packing(tmp_path: Path) -> None:
