@@ -9,25 +9,24 @@ Every round starts each server for a number of clients, warms it up, lets the cl
 random prompts of 128, and ends it; so a drift of the machine meets all. Prompt caches are off on all sides;
 with `--defaults` ours has no option but its port, format and threads. Ratios are taken round by round. In the
 last round each server is also asked for the highest rate that keeps the promises of Sandwich's smallest model
-(section 8.3: P90 of TTFT 200 ms, of TPOT 100 ms), and of looser ones, as many times as long as `--slo-scale`
-says (their Fig. 9 and 12), in a few short probes each:
+(section 8.3: P90 of TTFT 200 ms, of TPOT 100 ms), or others (`--slo`), and of looser ones, as many times as
+long as `--slo-scale` says (their Fig. 12), in a few short probes each:
 
     python benchmarks/serve_peers.py ... --rounds 1 --clients 8 --slo-scale 2,4,8 --formats native,bf16
+    python benchmarks/serve_peers.py ... --model FILE --clients 8 --slo ttft:2000,tpot:280 --slo-scale 1,2,4
 
 Each search begins where the one before, at a tighter promise, ended. The ratio is to the best peer of all.
 """
 
 from __future__ import annotations
 
-import json
 import signal
-import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from typer import Option
 
@@ -44,22 +43,28 @@ from benchmarks.harness import (
     numbers,
     ratios,
 )
-from benchmarks.peers.servers import NotServing, Server, llama_cpp, phasewise, running, vllm
+from benchmarks.peers.servers import (
+    Fields,
+    NotServing,
+    Server,
+    bench_serve,
+    llama_cpp,
+    phasewise,
+    running,
+    vllm,
+)
+from phasewise.loadtest.arrivals import LatencySlo, parse_slo
 
 N_INPUT = 128
 CONTEXT = 256
 LEAST_WAVES, MOST_REQUESTS = 2, 64
 
-TTFT_MS, TPOT_MS = 200, 100
-SLO = f"ttft:{TTFT_MS},tpot:{TPOT_MS}"
+SLO = "ttft:200,tpot:100"
 PROBE_S, MOST_PROBES, VOTES = 6.0, 8, 3
 LONGER_THAN_TTFT = 4
 """A probe lasts at least this many promised TTFTs: a queue that breaks it must have time to grow."""
 START_SHARE = 0.6
 """The first probe's rate, over the throughput of the closed loop."""
-
-Fields = Mapping[str, Any]
-"""The fields that `phasewise bench serve -o json` prints."""
 
 
 @dataclass(frozen=True)
@@ -73,19 +78,12 @@ class Load:
         """Many clients ask fewer times than `waves`, but at least LEAST_WAVES times."""
         return max(LEAST_WAVES * clients, min(MOST_REQUESTS, self.waves * clients))
 
+    def lengths(self) -> list[str]:
+        return ["--input-len", str(N_INPUT), "--output-len", str(self.n_output)]
+
 
 def bench(url: str, server: Server, load: Load, *options: str) -> Fields:
-    """`phasewise bench serve` in a process of its own, as a user would run it."""
-    command = [
-        *(sys.executable, "-m", "phasewise", "bench", "serve", url, "-o", "json", "--ignore-eos"),
-        *("--input-len", str(N_INPUT), "--output-len", str(load.n_output), *options),
-        *("--extra-body", json.dumps(dict(server.body))),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise NotServing(f"{server.name}: {' '.join(command)}\n{done.stderr}")
-    fields: Fields = json.loads(done.stdout)
-    return fields
+    return bench_serve(url, server, *load.lengths(), *options)
 
 
 def closed_loop(url: str, server: Server, load: Load, clients: int, number: int) -> Fields:
@@ -101,19 +99,19 @@ def closed_loop(url: str, server: Server, load: Load, clients: int, number: int)
     return fields
 
 
-def goodput(url: str, server: Server, load: Load, scale: float, start: float) -> float | None:
-    """The highest rate that keeps the promises, `scale` times as long. start: the first probe's rate."""
-    probe_s = max(PROBE_S, LONGER_THAN_TTFT * scale * TTFT_MS / 1e3)
+def goodput(url: str, server: Server, load: Load, slo: LatencySlo, start: float) -> float | None:
+    """The highest rate that keeps the promises. start: the first probe's rate."""
+    probe_s = max(PROBE_S, LONGER_THAN_TTFT * (slo.ttft_ms or 0.0) / 1e3)
     fields = bench(
         url,
         server,
         load,
-        *("--find-rate", "--goodput", SLO, "--slo-scale", str(scale), "--warmup", "2"),
+        *("--find-rate", "--goodput", slo.describe(), "--warmup", "2"),
         *("--rate", f"{max(0.05, start):.3f}", "-n", "100", "--votes", str(VOTES)),
         *("--probe", f"{probe_s:.1f}", "--most-probes", str(MOST_PROBES)),
     )
     rate: float | None = fields["goodput_rate"]
-    note(f"{server.name}, promises times {scale:g}: {rate} requests/s")
+    note(f"{server.name}, {slo.describe()}: {rate} requests/s")
     return rate
 
 
@@ -124,21 +122,22 @@ class Tally:
         self.load = load
         self.runs: dict[tuple[str, int], dict[int, Fields]] = defaultdict(dict)
         """By server and clients, of each round."""
-        self.rates: dict[tuple[str, float], float | None] = {}
-        """By server and scale of the promises."""
+        self.rates: dict[tuple[str, LatencySlo], float | None] = {}
+        """By server and promises."""
 
     def visit(
-        self, server: Server, group: Sequence[int], number: int, scales: Sequence[float], threads: int
+        self, server: Server, group: Sequence[int], number: int, slos: Sequence[LatencySlo], threads: int
     ) -> None:
-        """One start of a server: each number of clients, then a search for each scale of the promises."""
+        """One start of a server: each number of clients, then a search for each of the promises, tight
+        ones first."""
         with running(server, max(group), CONTEXT, threads) as url:
             start = 0.0
             for clients in group:
                 fields = closed_loop(url, server, self.load, clients, number)
                 self.runs[server.name, clients][number] = fields
                 start = max(start, START_SHARE * fields["request_throughput"])
-            for scale in sorted(scales):
-                rate = self.rates[server.name, scale] = goodput(url, server, self.load, scale, start)
+            for slo in slos:
+                rate = self.rates[server.name, slo] = goodput(url, server, self.load, slo, start)
                 start = rate or start
 
     def loads(self, servers: Sequence[Server], clients: int) -> Iterator[Row]:
@@ -173,18 +172,17 @@ class Tally:
         ]
         return ratios(*zip(*pairs, strict=True)) if pairs else "no answer"
 
-    def goodputs(self, servers: Sequence[Server], scales: Sequence[float]) -> Iterator[Row]:
-        """A row a server: the highest rate that kept each scale's promises; ours by the best peer's."""
+    def goodputs(self, servers: Sequence[Server], slos: Sequence[LatencySlo]) -> Iterator[Row]:
+        """A row a server: the highest rate that kept each of the promises; ours by the best peer's."""
         for server in servers:
             row: dict[str, object] = {"requests/s; P90 within": server.name}
-            for scale in sorted(scales):
-                rate = self.rates.get((server.name, scale))
-                peers = [self.rates.get((peer.name, scale)) or 0.0 for peer in servers if not peer.is_ours]
+            for slo in slos:
+                rate = self.rates.get((server.name, slo))
+                peers = [self.rates.get((peer.name, slo)) or 0.0 for peer in servers if not peer.is_ours]
                 best = max(peers, default=0.0)
                 by_best = f" ({rate / best:.2f}x)" if server.is_ours and rate and best else ""
-                cell = "none" if (server.name, scale) in self.rates else "not asked"
-                column = f"TTFT {scale * TTFT_MS:g}, TPOT {scale * TPOT_MS:g} ms"
-                row[column] = cell if rate is None else f"{rate:.2f}{by_best}"
+                cell = "none" if (server.name, slo) in self.rates else "not asked"
+                row[slo.describe()] = cell if rate is None else f"{rate:.2f}{by_best}"
             yield row
 
 
@@ -201,7 +199,8 @@ def serve_peers(
     output_len: Annotated[int, Option(help="tokens of an answer")] = 64,
     waves: Annotated[int, Option(min=1, help="requests of a client, where there are few")] = 4,
     defaults: Annotated[bool, Option("--defaults", help="ours by its default settings")] = False,
-    slo_scale: Annotated[str, Option(help=f"of {SLO}; empty: no search")] = "1",
+    slo: Annotated[str, Option(help="promises of P90, as `bench serve` has them")] = SLO,
+    slo_scale: Annotated[str, Option(help="factors of --slo; empty: no search")] = "1",
 ) -> Yielded:
     if gguf and llama_server is None:
         raise SystemExit("--gguf needs --llama-server, the program that serves it")
@@ -213,20 +212,21 @@ def serve_peers(
     if vllm_python is not None and vllm_model is not None:
         servers.append(vllm(vllm_python, vllm_model, threads))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no server is left behind
-    counts, scales = numbers(clients), [float(text) for text in listed(slo_scale)]
+    counts = numbers(clients)
+    slos = [parse_slo(slo).scaled(by) for by in sorted(float(text) for text in listed(slo_scale))]
     tally = Tally(Load(output_len, waves))
     for number in range(rounds):
         for group in [counts] if all(server.is_kept for server in servers) else [[count] for count in counts]:
             for server in servers if number % 2 == 0 else servers[::-1]:
-                asked = scales if number == rounds - 1 and max(counts) in group else []
+                asked = slos if number == rounds - 1 and max(counts) in group else []
                 try:
                     tally.visit(server, group, number, asked, threads)
                 except NotServing as error:  # the others are still worth their time
                     note(str(error))
     for count in counts:
         yield from tally.loads(servers, count)
-    if scales:
-        yield from tally.goodputs(servers, scales)
+    if slos:
+        yield from tally.goodputs(servers, slos)
 
 
 app = commands(__doc__, serve_peers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -13,12 +14,16 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tests.soak.served_process import free_port
 
 READY_S = 300.0
 END_S = 20.0
 LOG_LINES = 15
+
+Fields = Mapping[str, Any]
+"""The fields that `phasewise bench serve -o json` prints."""
 
 
 class NotServing(Exception):
@@ -79,6 +84,20 @@ def vllm(python: str, folder: Path, threads: int) -> Server:
         "VLLM_LOGGING_LEVEL": "WARNING",
     }
     return Server("vLLM bf16", command, environment=environment)
+
+
+def bench_serve(url: str, server: Server, *options: str) -> Fields:
+    """`phasewise bench serve` in a process of its own, as a user would run it. NotServing where it fails."""
+    command = [
+        *(sys.executable, "-m", "phasewise", "bench", "serve", url, "-o", "json", "--ignore-eos"),
+        *options,
+        *("--extra-body", json.dumps(dict(server.body))),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise NotServing(f"{server.name}: {' '.join(command)}\n{done.stderr}")
+    fields: Fields = json.loads(done.stdout)
+    return fields
 
 
 @contextlib.contextmanager
