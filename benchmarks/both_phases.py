@@ -17,10 +17,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from benchmarks.harness import MODEL, Model, Row, Yielded, commands
-from benchmarks.modelled_steps import TURNS, rates_here
-from phasewise.serving.ranks.rank_teams import keeping_affinity
+from benchmarks.modelled_steps import TURNS, Rates, modelled_ns, rates_here
 from phasewise.topology import Kind, Machine, read_machine
-from phasewise.tuner.config.modelled import ModelledEvaluator
 from phasewise.tuner.config.sharing import ReadSharing
 from phasewise.tuner.config.steps import ModelShape, Step
 from phasewise.tuner.plans import RankCores, default_plan, rank_on
@@ -31,7 +29,6 @@ from tests.support.machines import planted as machines
 
 if TYPE_CHECKING:
     from phasewise.tuner.config.hidden import HiddenResource
-    from phasewise.tuner.config.rates import MachineRates
 
 REQUESTS = ((512, 128), (128, 128), (128, 512))
 """Tokens of a prompt and of its answer."""
@@ -46,17 +43,16 @@ class Modelled:
 
     machine: Machine
     shape: ModelShape
-    rates: MachineRates
+    rates: Rates
     hidden: Sequence[HiddenResource] = ()
 
     def step_s(self, ranks: Ranks, step: Step) -> float:
-        evaluator = ModelledEvaluator(self.machine, self.shape, self.rates, self.hidden)
-        with evaluator.open(Configuration(ranks), step.phase) as timer:
-            return timer(step) / 1e9
+        configuration = Configuration(ranks)
+        return modelled_ns(self.machine, self.shape, self.rates, configuration, step, self.hidden) / 1e9
 
     def slowed(self, ranks: Ranks, others: Ranks, busy_s: float) -> float:
         """The factor by which ranks read more slowly while `others` read all weights once in `busy_s`."""
-        sharing = ReadSharing(self.machine, self.rates, self.hidden)
+        sharing = ReadSharing(self.machine, self.rates.many, self.hidden)
         alone, together = sharing.rank_bytes_per_s(ranks), sharing.rank_bytes_per_s((*ranks, *others))
         reading = min(1.0, self.shape.weight_bytes / sum(together[len(ranks) :]) / busy_s)
         return 1 + reading * (sum(alone) / sum(together[: len(ranks)]) - 1)
@@ -114,13 +110,13 @@ def rows_of(name: str, modelled: Modelled) -> Iterator[Row]:
 
 def planted() -> Yielded:
     for case in (machines.saturated(), machines.epyc(), machines.kunpeng()):
-        yield from rows_of(case.name, Modelled(case.machine, case.shape, case.rates, case.hidden))
+        rates = Rates(case.rates, case.rates)
+        yield from rows_of(case.name, Modelled(case.machine, case.shape, rates, case.hidden))
 
 
 def here(model: Model = MODEL) -> Yielded:
     machine, packed = read_machine(), open_model(model).model
-    with keeping_affinity():
-        rates = rates_here(packed, machine, default_plan(machine, "decode").cores, TURNS)
+    rates = rates_here(packed, machine, default_plan(machine, "decode").cores, TURNS)
     yield from rows_of(machine.cpu.name or "here", Modelled(machine, shape_of_model(packed), rates))
 
 

@@ -16,7 +16,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, get_args
 
@@ -26,10 +26,9 @@ from benchmarks.harness import Broken, Rounds, Yielded, commands, note
 from phasewise.cython_kernels import _native
 from phasewise.kerneldb.records import Problem
 from phasewise.serving.models.forward import tuned_attention
-from phasewise.serving.ranks.rank_teams import keeping_affinity
 from phasewise.topology import Machine, read_machine
 from phasewise.tuner.attention import TeamAttention, default_attention
-from phasewise.tuner.config.modelled import FEW_ROWS, ModelledEvaluator
+from phasewise.tuner.config.modelled import ModelledEvaluator
 from phasewise.tuner.config.rates import LineLatency, MachineRates, default_rates
 from phasewise.tuner.config.steps import Step
 from phasewise.tuner.plans import Phase, default_plan
@@ -42,6 +41,8 @@ from phasewise.workflows.tune_config.measured_evaluator import MeasuredEvaluator
 if TYPE_CHECKING:
     from phasewise.cython_kernels.packing import PackedWeight
     from phasewise.serving.models.packed_model import PackedModel
+    from phasewise.tuner.config.hidden import HiddenResource
+    from phasewise.tuner.config.steps import ModelShape
 
 STEPS = (
     "decode:1x1@64",
@@ -52,6 +53,7 @@ STEPS = (
     "prefill:512x1@0",
 )
 BOUND = 0.15
+FEW_ROWS = 8
 MANY_ROWS = 512
 TURNS = 21
 ROUNDS = 2000
@@ -126,20 +128,30 @@ def line_ns(cores: Sequence[int], turns: int) -> float:
         team.close()
 
 
-def rates_here(model: PackedModel, machine: Machine, cores: Sequence[int], turns: int) -> MachineRates:
+@dataclass(frozen=True)
+class Rates:
+    """Of steps of up to FEW_ROWS rows, whose products reach less of the arithmetic, and of all others."""
+
+    few: MachineRates
+    many: MachineRates
+
+    def of(self, step: Step) -> MachineRates:
+        return self.few if step.rows <= FEW_ROWS else self.many
+
+
+def rates_here(model: PackedModel, machine: Machine, cores: Sequence[int], turns: int) -> Rates:
     """The paces of this machine's cores with the weights of a model."""
     weights = largest_products(model)
-    n_bytes, flops = weights[0].nbytes, 2.0 * MANY_ROWS * weights[0].n * weights[0].k
+    n_bytes, flops_a_row = weights[0].nbytes, 2.0 * weights[0].n * weights[0].k / len(cores)
     alone_ns, together_ns = (product_ns(some, weights, 1, turns) for some in (cores[:1], cores))
     few_ns, many_ns = (product_ns(cores, weights, rows, turns) for rows in (FEW_ROWS, MANY_ROWS))
     prepared_ns = product_ns(cores, weights, MANY_ROWS, turns, prepare=True) - many_ns
     rates = replace(
         default_rates(machine),
-        flops_per_core=flops / many_ns * 1e9 / len(cores),
+        flops_per_core=flops_a_row * MANY_ROWS / many_ns * 1e9,
         core_read_bytes_per_s=n_bytes / alone_ns * 1e9,
         numa_read_bytes_per_s=n_bytes / together_ns * 1e9,
         latency=LineLatency(l3_ns=line_ns(cores, turns)),
-        few_rows_share=min(1.0, FEW_ROWS / MANY_ROWS * many_ns / few_ns),
     )
     if prepared_ns > 0:
         per_core = 4.0 * MANY_ROWS * weights[0].k / prepared_ns * 1e9 / len(cores)
@@ -147,7 +159,21 @@ def rates_here(model: PackedModel, machine: Machine, cores: Sequence[int], turns
     problem = tuned_attention(model)
     if problem is not None:
         rates = replace(rates, attention_flops_per_core=attention_flops(cores, problem, turns) / len(cores))
-    return rates
+    few = min(rates.flops_per_core, flops_a_row * FEW_ROWS / few_ns * 1e9)
+    return Rates(replace(rates, flops_per_core=few), rates)
+
+
+def modelled_ns(
+    machine: Machine,
+    shape: ModelShape,
+    rates: Rates,
+    configuration: Configuration,
+    step: Step,
+    hidden: Sequence[HiddenResource] = (),
+) -> float:
+    evaluator = ModelledEvaluator(machine, shape, rates.of(step), hidden)
+    with evaluator.open(configuration, step.phase) as timer:
+        return timer(step)
 
 
 def modelled_steps(
@@ -163,30 +189,26 @@ def modelled_steps(
     for ref in models:
         name, _, weight_format = ref.partition("@")
         model = open_model(name, Weights(weight_format or "native")).model
-        with keeping_affinity():
-            rates = rates_here(model, machine, default_plan(machine, "decode").cores, rounds)
+        rates = rates_here(model, machine, default_plan(machine, "decode").cores, rounds)
         note(f"{ref}: {rates}")
-        modelled = ModelledEvaluator(machine, shape_of_model(model), rates)
+        told_ns = partial(modelled_ns, machine, shape_of_model(model), rates)
         measured = MeasuredEvaluator(model, machine, Room.for_steps(steps))
         for n_ranks in map(int, ranks.split(",")):
             for phase in get_args(Phase):
                 configuration = Configuration(default_plan(machine, phase, ranks=n_ranks).ranks)
                 own = [each for each in steps if each.phase == phase]
-                with (
-                    measured.open(configuration, phase) as timed,
-                    modelled.open(configuration, phase) as told,
-                ):
+                with measured.open(configuration, phase) as timed:
                     for each in own:
-                        batch = timed.batch(each)
-                        is_ns, told_ns = least(partial(timed.call_ns, batch), rounds), told(each)
-                        off.append((told_ns / is_ns - 1, f"{ref}, {n_ranks} ranks, {each.describe()}"))
+                        is_ns = least(partial(timed.call_ns, timed.batch(each)), rounds)
+                        said_ns = told_ns(configuration, each)
+                        off.append((said_ns / is_ns - 1, f"{ref}, {n_ranks} ranks, {each.describe()}"))
                         yield {
                             "model": ref,
                             "ranks": n_ranks,
                             "step": each.describe(),
                             "timed, ms": is_ns / 1e6,
-                            "modelled, ms": told_ns / 1e6,
-                            "modelled over timed": told_ns / is_ns,
+                            "modelled, ms": said_ns / 1e6,
+                            "modelled over timed": said_ns / is_ns,
                         }
     median = statistics.median(abs(distance) for distance, _ in off)
     worst, where = max(off, key=lambda each: abs(each[0]))

@@ -22,7 +22,6 @@ from phasewise.serving.engine.engine_size import EngineSize
 from phasewise.serving.engine.messages import Answer, Submit
 from phasewise.serving.engine.open_engine import open_engine
 from phasewise.serving.prefix_store.opening import PrefixSettings
-from phasewise.serving.ranks.rank_teams import keeping_affinity
 from phasewise.serving.sampling.sampling import GREEDY
 from phasewise.workflows.opening.open_model import OpenModel, open_model
 
@@ -33,12 +32,9 @@ def answered(
     loaded: OpenModel, size: EngineSize, prompt: tuple[int, ...], folder: str
 ) -> tuple[float, list[int], int]:
     """Seconds to the first token, all tokens, and how many of the prompt were read."""
-    with (
-        keeping_affinity(),
-        open_engine(
-            loaded.model, loaded.plans, size, schedules=loaded.schedules, prefixes=PrefixSettings(folder)
-        ) as opened,
-    ):
+    with open_engine(
+        loaded.model, loaded.plans, size, schedules=loaded.schedules, prefixes=PrefixSettings(folder)
+    ) as opened:
         started_ns, first_ns, tokens, n_read = time.perf_counter_ns(), 0, [], 0
         opened.engine.submit(Submit("a", prompt, ANSWER_TOKENS, GREEDY, ignore_eos=True))
         while opened.engine.has_work:

@@ -33,7 +33,6 @@ from phasewise.serving.engine.engine_size import EngineSize
 from phasewise.serving.engine.messages import Answer, Submit
 from phasewise.serving.engine.open_engine import open_engine
 from phasewise.serving.pools.opening import open_pool
-from phasewise.serving.ranks.rank_teams import keeping_affinity
 from phasewise.serving.ranks.ranks_contract import KvSettings
 from phasewise.serving.sampling.sampling import SamplingParams
 from phasewise.serving.scheduling.scheduler_terms import SchedulerLimits
@@ -153,10 +152,7 @@ def run_policy(loaded: OpenModel, replay: Replay, policy: str, number: int, n_wa
     )
     size = EngineSize(limits, KvSettings(replay.n_slots), policy)
     pool = open_pool(policy, replay.n_slots, replay.settings)
-    with (
-        keeping_affinity(),
-        open_engine(loaded.model, loaded.plans, size, schedules=loaded.schedules, pool=pool) as opened,
-    ):
+    with open_engine(loaded.model, loaded.plans, size, schedules=loaded.schedules, pool=pool) as opened:
         engine = opened.engine
         (estimates,) = replay.estimates.values()
         engine.ranks = EndingRanks(engine.ranks, replay, engine.vocabulary.end_token_ids)

@@ -114,7 +114,6 @@ class Model:
         from phasewise.serving.engine.messages import Submit
         from phasewise.serving.engine.one_answer import OneAnswer
         from phasewise.serving.engine.open_engine import ModelText, open_engine
-        from phasewise.serving.ranks.rank_teams import keeping_affinity
         from phasewise.serving.sampling.sampling import SamplingParams
         from phasewise.workflows.opening.drafts import find_drafts
 
@@ -126,10 +125,7 @@ class Model:
         size = EngineSize.for_one(opened.model, len(prompt_ids), max_tokens, kv_format)
         sampling = SamplingParams(temperature, top_k, top_p, seed=seed)
         answer = OneAnswer(Submit("generate", prompt_ids, max_tokens, sampling, tuple(stop)))
-        with (
-            keeping_affinity(),
-            open_engine(opened.model, opened.plans, size, text, opened.schedules, drafts=drafts) as engine,
-        ):
+        with open_engine(opened.model, opened.plans, size, text, opened.schedules, drafts=drafts) as engine:
             for piece in answer.pieces(engine.engine):
                 if on_text is not None:
                     on_text(piece)

@@ -16,7 +16,6 @@ from phasewise.cython_kernels.schedules import RowRange, ScheduleLookup
 from phasewise.serving.engine.throughput import Workload, measure
 from phasewise.serving.errors import RanksError
 from phasewise.serving.ranks.open_ranks import STEP_TOKENS, KvSettings, RankOptions, open_ranks
-from phasewise.serving.ranks.rank_teams import keeping_affinity
 from phasewise.topology import Machine, read_machine
 from phasewise.tuner.plans import PHASES, Phase, RankCores, ServicePlan, default_plan, rank_on
 from phasewise.workflows.opening.open_model import OpenModel, Weights, open_model
@@ -147,7 +146,7 @@ def speeds_of(opened: OpenModel, rung: Rung, workloads: Mapping[str, Workload]) 
     slots = max((workload.kv_slots for workload in workloads.values()), default=16)
     kv = KvSettings(slots, states=n_sequences)
     options = RankOptions(kv, STEP_TOKENS, n_sequences, rung.lookups)
-    with keeping_affinity(), closing(open_ranks(opened.model, rung.plans, options)) as ranks:
+    with closing(open_ranks(opened.model, rung.plans, options)) as ranks:
         return {
             name: measure(ranks, workload, opened.model.config.vocab_size, STEP_TOKENS, 1).samples_ts[0]
             for name, workload in workloads.items()

@@ -25,11 +25,13 @@ typedef struct {
     cpu_set_t sets[MAX_CPUS / CPU_SETSIZE];
 } cpu_mask;
 
-/* A thread that has been member 0 of open teams, and where it might run before. */
+/* A thread that has been member 0 of open teams: the CPU that one of them has pinned it to, and where it might run
+ * before. */
 typedef struct borrowed {
     struct borrowed *next;
     pid_t thread;
     int teams;
+    int cpu; /* -1: not yet */
     cpu_mask home;
 } borrowed;
 
@@ -121,10 +123,15 @@ void pw_team_barrier_beyond(pw_team *team, int index, void (*meet)(void *), void
 
 /* ---- pinning ---------------------------------------------------------------------------------------------------- */
 
-static int pin_thread(pid_t thread, int cpu) {
+static cpu_mask mask_of(int cpu) {
     cpu_mask mask;
     memset(&mask, 0, sizeof mask);
     CPU_SET_S(cpu, sizeof mask, mask.sets);
+    return mask;
+}
+
+static int pin_thread(pid_t thread, int cpu) {
+    cpu_mask mask = mask_of(cpu);
     return sched_setaffinity(thread, sizeof mask, mask.sets);
 }
 
@@ -140,7 +147,7 @@ static borrowed *borrow_thread(pid_t thread) {
     while (found && found->thread != thread) found = found->next;
     if (!found && (found = calloc(1, sizeof *found))) {
         found->thread = thread;
-        sched_getaffinity(thread, sizeof found->home, found->home.sets);
+        found->cpu = -1;
         found->next = borrowed_threads;
         borrowed_threads = found;
     }
@@ -149,7 +156,16 @@ static borrowed *borrow_thread(pid_t thread) {
     return found;
 }
 
-/* Gives a thread its former affinity back once no team needs it. The thread may have ended. */
+/* False: somebody has given the thread another affinity than a team did, e.g. by taskset; `now` is that one. */
+static bool is_as_pinned(const borrowed *caller, cpu_mask *now) {
+    memset(now, 0, sizeof *now);
+    if (sched_getaffinity(caller->thread, sizeof *now, now->sets) < 0 || caller->cpu < 0) return false;
+    cpu_mask pinned = mask_of(caller->cpu);
+    return CPU_EQUAL_S(sizeof pinned, pinned.sets, now->sets);
+}
+
+/* Gives a thread its former affinity back once no team needs it, unless it has got another one meanwhile. The thread
+ * may have ended. */
 static void return_thread(borrowed *caller) {
     if (!caller) return;
     pthread_mutex_lock(&borrowed_lock);
@@ -157,31 +173,33 @@ static void return_thread(borrowed *caller) {
         borrowed **link = &borrowed_threads;
         while (*link != caller) link = &(*link)->next;
         *link = caller->next;
-        if (syscall(SYS_tgkill, getpid(), caller->thread, 0) == 0)
+        cpu_mask now;
+        if (syscall(SYS_tgkill, getpid(), caller->thread, 0) == 0 && is_as_pinned(caller, &now))
             sched_setaffinity(caller->thread, sizeof caller->home, caller->home.sets);
         free(caller);
     }
     pthread_mutex_unlock(&borrowed_lock);
 }
 
-/* Where the calling thread was pinned last; teams of one thread may want it in different places in turn. */
-static _Thread_local int pinned_cpu = -1;
 static _Thread_local pid_t own_id;
 
-/* A CPU may be taken away under an open team: it went offline, or out of the cpuset. Its thread then runs where the
- * kernel has put it, and `misplaced` counts, until whoever opened the team opens another one. */
+/* Teams of one thread may want it in different places in turn. A CPU may be taken away under an open team: it went
+ * offline, or out of the cpuset. Its thread then runs where the kernel has put it, and `misplaced` counts, until
+ * whoever opened the team opens another one. */
 static int take_caller(pw_team *team) {
     if (!team->pinned) return PW_TEAM_OK;
     if (own_id == 0) own_id = (pid_t)syscall(SYS_gettid);
     if (!team->caller || team->caller->thread != own_id) {
         return_thread(team->caller);
         team->caller = borrow_thread(own_id);
-        pinned_cpu = -1;
+        if (!team->caller) return PW_TEAM_NO_MEMORY;
     }
+    borrowed *caller = team->caller;
     int cpu = team->members[0].cpu;
-    if (pinned_cpu == cpu && sched_getcpu() == cpu) return PW_TEAM_OK;
-    if (!team->caller) return PW_TEAM_NO_MEMORY;
-    pinned_cpu = pin_thread(0, cpu) == 0 ? cpu : -1;
+    if (caller->cpu == cpu && sched_getcpu() == cpu) return PW_TEAM_OK;
+    cpu_mask now;
+    if (!is_as_pinned(caller, &now)) caller->home = now;
+    if (pin_thread(0, cpu) == 0) caller->cpu = cpu;
     return PW_TEAM_OK;
 }
 
@@ -295,9 +313,7 @@ static int start_member(member *self) {
     sigset_t all, before;
     pthread_attr_init(&attributes);
     if (self->cpu >= 0) {
-        cpu_mask mask;
-        memset(&mask, 0, sizeof mask);
-        CPU_SET_S(self->cpu, sizeof mask, mask.sets);
+        cpu_mask mask = mask_of(self->cpu);
         pthread_attr_setaffinity_np(&attributes, sizeof mask, mask.sets);
     }
     sigfillset(&all); /* signals are for the interpreter's own threads */

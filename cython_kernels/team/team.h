@@ -1,9 +1,10 @@
 /* A team of threads that run one task together: one thread per core of a plan, pinned.
  *
  * The thread that calls pw_team_run takes part as member 0. It is pinned on its first call and stays pinned until the
- * last team that borrowed it is closed; its former affinity is then restored. Between tasks the other members spin for
- * a bounded time and then sleep on a futex, so an idle team costs nothing. A CPU that goes away while a team is open
- * stops nothing: its thread runs wherever the kernel puts it.
+ * last team that borrowed it is closed; its former affinity is then restored, or that which somebody else has given it
+ * meanwhile (taskset). Between tasks the other members spin for a bounded time and then sleep on a futex, so an idle
+ * team costs nothing. A CPU that goes away while a team is open stops nothing: its thread runs wherever the kernel puts
+ * it.
  *
  * A team belongs to the process that opened it: threads do not survive fork(), so in a child pw_team_run fails and
  * pw_team_close only frees memory. */

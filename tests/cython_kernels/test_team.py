@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
 
 import pytest
 from hypothesis import given
@@ -128,6 +129,24 @@ def test_the_caller_gets_its_affinity_back_after_the_last_team() -> None:
     second.close()
 
     assert os.sched_getaffinity(0) == before
+
+
+@pytest.mark.skipif(len(ALLOWED) < 2, reason="needs two CPUs")
+@pytest.mark.parametrize("again", [False, True], ids=["it computes no more", "it is pinned again"])
+def test_an_affinity_that_the_caller_was_given_meanwhile_stays(again: bool) -> None:
+    """As `taskset` gives it; a team that runs afterwards gives that one back."""
+    before, given_cpus = os.sched_getaffinity(0), set(ALLOWED[1:])
+    with closing(Team(ALLOWED[:1])) as team, closing(Team(ALLOWED[:1])) as other:
+        for each in (team, other):
+            each.barriers(1)
+        os.sched_setaffinity(0, given_cpus)
+        if again:
+            other.barriers(1)
+            assert os.sched_getaffinity(0) == {ALLOWED[0]}
+    after = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, before)
+
+    assert after == given_cpus
 
 
 def test_a_team_serves_one_thread_after_another() -> None:

@@ -5,10 +5,9 @@ A step is a row of ops, as the executor runs it: five in a layer (q/k/v, attenti
 head. No sum over inputs is cut: a rank computes columns of a product, or heads, in proportion to its threads,
 and after each op everybody meets. More ranks than KV heads divide the query heads of one, and each reads its
 own copy of it. So an op lasts as long as its slowest rank: the longer of its multiplies at its cores' pace,
-which is another for products of a few rows, and of its bytes at what its cores read while all other ranks
-read too (`sharing`). Before a product rows are prepared (normalised, rounded): a single row by every thread
-for itself, several divided between threads, who then meet once more. What others computed of a row comes from
-their caches.
+and of its bytes at what its cores read while all other ranks read too (`sharing`). Before a product rows are
+prepared (normalised, rounded): a single row by every thread for itself, several divided between threads, who
+then meet once more. What others computed of a row comes from their caches.
 
 Cores may be unlike each other (`MachineRates.core_share`). Those of several kinds divide what a rank reads by
 the rates of their kinds, as `serving.ranks.core_weights` does, and ranks their columns and heads by the sums
@@ -44,7 +43,6 @@ if TYPE_CHECKING:
 
 PANEL = 16  # columns of a weight that are computed together
 OWN_ROWS = 8  # up to here each of several ranks prepares all rows for itself (PW_OWN_ROWS)
-FEW_ROWS = 8  # up to here a product may be slower than its arithmetic (`MachineRates.few_rows_share`)
 FLOAT_BYTES = 4  # of an activation
 
 
@@ -78,8 +76,7 @@ class ModelledEvaluator:
             raise EvaluationError(
                 f"{counted(len(ranks), 'rank')} cannot divide the {heads}: ask for fewer ranks"
             )
-        limits, meetings, rates = self._rank_limits(ranks, phase), self._meetings(ranks), self._rates
-        yield _Steps(self._shape, limits, meetings, rates.few_rows_share).step_ns
+        yield _Steps(self._shape, self._rank_limits(ranks, phase), self._meetings(ranks)).step_ns
 
     def _rank_limits(self, ranks: Sequence[RankCores], phase: Phase) -> list[_Rank]:
         where, rates = self._sharing.where, self._rates
@@ -149,7 +146,6 @@ class _Op:
 
     of: int
     flops: float
-    """Operations, or as many at the full pace as take as long."""
     read_bytes: float
     inputs: float = 0.0
     """Floats of a row that a product prepares; 0: it is no product."""
@@ -205,7 +201,6 @@ class _Steps:
     shape: ModelShape
     ranks: Sequence[_Rank]
     meetings: _Meetings
-    few_rows_share: float
 
     def step_ns(self, step: Step) -> float:
         """One step of all ranks."""
@@ -234,8 +229,8 @@ class _Steps:
         return self._product(self.shape.vocab, self.shape.hidden, step.sequences)
 
     def _product(self, columns: int, inputs: int, rows: int) -> _Op:
-        weights, at_full_pace = columns * inputs, max(rows, min(rows, FEW_ROWS) / self.few_rows_share)
-        return _Op(-(-columns // PANEL), 2 * at_full_pace * weights, self._bytes_of_weight * weights, inputs)
+        weights = columns * inputs
+        return _Op(-(-columns // PANEL), 2.0 * rows * weights, self._bytes_of_weight * weights, inputs)
 
     @property
     def _bytes_of_weight(self) -> float:

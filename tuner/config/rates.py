@@ -62,8 +62,6 @@ class MachineRates:
     latency: LineLatency = LineLatency()
     attention_flops_per_core: float | None = None
     """Operations of scores and values, which no quantised product computes; None: as of products."""
-    few_rows_share: float = 1.0
-    """Share of `flops_per_core` that products of up to 8 rows reach."""
     row_bytes_per_s: float = 8e9
     """The rate at which one core normalises and rounds the float32 inputs of a product."""
     op_ns: float = 500.0
@@ -73,7 +71,7 @@ class MachineRates:
 
     def __post_init__(self) -> None:
         names = ("flops_per_core", "core_read_bytes_per_s", "remote_node_share", "remote_package_share")
-        for name in (*names, "row_bytes_per_s", "few_rows_share"):
+        for name in (*names, "row_bytes_per_s"):
             _check_rate(name, getattr(self, name))
         optional = ("l3_read_bytes_per_s", "numa_read_bytes_per_s", "link_read_bytes_per_s")
         for name in (*optional, "attention_flops_per_core"):

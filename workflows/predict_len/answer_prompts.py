@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,12 +48,10 @@ def collect_lengths(
     }
 
 
-@contextmanager
-def _engine(ref: str, wish: CollectWish, report: Report) -> Iterator[OpenEngine]:
+def _engine(ref: str, wish: CollectWish, report: Report) -> OpenEngine:
     from phasewise.serving.engine.engine_size import EngineSize
     from phasewise.serving.engine.open_engine import open_engine
     from phasewise.serving.ranks.rank_layout import teams_of
-    from phasewise.serving.ranks.rank_teams import keeping_affinity
     from phasewise.workflows.opening.open_model import Weights, open_model
 
     opened_model = open_model(ref, Weights(wish.weight_format), wish.threads, wish.db, report)
@@ -61,11 +59,7 @@ def _engine(ref: str, wish: CollectWish, report: Report) -> Iterator[OpenEngine]
         report(plan.describe())
     teams = teams_of(opened_model.plans)
     size = EngineSize.for_many(opened_model.model, wish.sequences, None, None, teams=teams)
-    with (
-        keeping_affinity(),
-        open_engine(opened_model.model, opened_model.plans, size, schedules=opened_model.schedules) as opened,
-    ):
-        yield opened
+    return open_engine(opened_model.model, opened_model.plans, size, schedules=opened_model.schedules)
 
 
 def _answer_all(

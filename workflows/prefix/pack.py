@@ -70,7 +70,6 @@ def pack_prefix(
     from phasewise.serving.engine.open_engine import ModelText, open_engine
     from phasewise.serving.prefix_store.pack_file import MOST_TOKENS
     from phasewise.serving.ranks.rank_layout import teams_of
-    from phasewise.serving.ranks.rank_teams import keeping_affinity
 
     read = _read(beginning)
     try:
@@ -88,7 +87,7 @@ def pack_prefix(
         raise WorkflowError(
             f"the beginning has {counted(len(token_ids), 'token')}, and a pack of this model 1 to {most}"
         )
-    with keeping_affinity(), open_engine(opened.model, opened.plans, size, text, opened.schedules) as engine:
+    with open_engine(opened.model, opened.plans, size, text, opened.schedules) as engine:
         report(f"computing {counted(len(token_ids), 'token')}")
         facts, records = _computed(engine, token_ids)
     from phasewise.serving.prefix_store.pack_file import pack_head

@@ -52,18 +52,12 @@ class Engines:
         kv = replace(size.kv, touched=True)
         return replace(size, limits=limits, kv=kv, kv_policy=way.kv_policy, tpot_ms=way.tpot_ms)
 
-    @contextmanager
-    def engine(self, way: ServerWay) -> Iterator[OpenEngine]:
-        """One engine, on the calling thread's cores again afterwards. ServingError."""
+    def engine(self, way: ServerWay) -> OpenEngine:
+        """One engine; use it in `with`. ServingError."""
         from phasewise.serving.engine.open_engine import open_engine
-        from phasewise.serving.ranks.rank_teams import keeping_affinity
 
         model = self.models[way.plans]
-        with (
-            keeping_affinity(),
-            open_engine(model.model, model.plans, self.size(way), schedules=model.schedules) as opened,
-        ):
-            yield opened
+        return open_engine(model.model, model.plans, self.size(way), schedules=model.schedules)
 
     @contextmanager
     def host(

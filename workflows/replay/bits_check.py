@@ -124,27 +124,25 @@ def computed(model: PackedModel, kv_format: str, core: int, path: str = _CANONIC
     from phasewise.cython_kernels.schedules import PathOfBf16
     from phasewise.serving.batch import Batch, SequenceSlice
     from phasewise.serving.ranks.open_ranks import KvSettings, LocalRanks, RankOptions
-    from phasewise.serving.ranks.rank_teams import keeping_affinity
     from phasewise.tuner.plans import PHASES, Phase, RankCores, ServicePlan
 
     ids = tuple(7 * position % _VOCAB for position in range(1, _TOKENS + 1))
     plans: dict[Phase, ServicePlan] = {phase: ServicePlan(phase, (RankCores((core,)),)) for phase in PHASES}
     first = _TOKENS - _DECODED
-    with keeping_affinity():
-        schedules = dict.fromkeys(PHASES, PathOfBf16(path))
-        options = RankOptions(KvSettings(2 * 64, kv_format), 64, 1, schedules=schedules)
-        ranks = LocalRanks(model, plans, options)
-        try:
-            rows = ranks.all_logits(Batch("prefill", (SequenceSlice(ids, 0, 0, True),))).copy()
-            ranks.forward(Batch("prefill", (SequenceSlice(ids[:first], 0, 64, True),)))
-            is_one = True
-            for position in range(first, _TOKENS):
-                alone = ranks.forward(
-                    Batch("decode", (SequenceSlice(ids[position : position + 1], position, 64, True),))
-                )
-                is_one = is_one and alone[0].tobytes() == rows[position].tobytes()
-        finally:
-            ranks.close()
+    schedules = dict.fromkeys(PHASES, PathOfBf16(path))
+    options = RankOptions(KvSettings(2 * 64, kv_format), 64, 1, schedules=schedules)
+    ranks = LocalRanks(model, plans, options)
+    try:
+        rows = ranks.all_logits(Batch("prefill", (SequenceSlice(ids, 0, 0, True),))).copy()
+        ranks.forward(Batch("prefill", (SequenceSlice(ids[:first], 0, 64, True),)))
+        is_one = True
+        for position in range(first, _TOKENS):
+            alone = ranks.forward(
+                Batch("decode", (SequenceSlice(ids[position : position + 1], position, 64, True),))
+            )
+            is_one = is_one and alone[0].tobytes() == rows[position].tobytes()
+    finally:
+        ranks.close()
     return hashlib.sha256(rows.tobytes()).hexdigest()[:_DIGITS], is_one
 
 

@@ -227,12 +227,10 @@ def _open_engine(
     prefixes: PrefixSettings | None,
 ) -> OpenEngine:
     from phasewise.serving.engine.open_engine import open_engine
-    from phasewise.serving.ranks.rank_teams import keeping_affinity
 
-    with keeping_affinity():
-        return open_engine(
-            opened.model, opened.plans, size, text, opened.schedules, drafts=drafts, prefixes=prefixes
-        )
+    return open_engine(
+        opened.model, opened.plans, size, text, opened.schedules, drafts=drafts, prefixes=prefixes
+    )
 
 
 def _budgets(models: Sequence[OpenModel], kv: KeysAndValues) -> list[int | None]:

@@ -20,7 +20,6 @@ from phasewise.cython_kernels.errors import KernelError
 from phasewise.serving.batch import Batch, SequenceSlice
 from phasewise.serving.errors import ServingError
 from phasewise.serving.ranks.open_ranks import STEP_TOKENS, KvSettings, RankOptions, open_ranks
-from phasewise.serving.ranks.rank_teams import keeping_affinity
 from phasewise.tuner import timing
 from phasewise.tuner.conditions import Watch, is_disturbed
 from phasewise.tuner.config.steps import EvaluatorKind, Step, StepTimer
@@ -153,7 +152,7 @@ class MeasuredEvaluator:
 
     @contextmanager
     def _opened(self, plan: ServicePlan) -> Iterator[Clock]:
-        with keeping_affinity(), _one_line():
+        with _one_line():
             check_fits(plan, self._machine)
             plans: dict[Phase, ServicePlan] = {phase: default_plan(self._machine, phase) for phase in PHASES}
             plans[plan.phase] = plan

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,6 @@ from phasewise.kerneldb.hints import Hint, counts_told, waiting_hints
 from phasewise.kerneldb.records import MachineKey, Measurement, Problem
 from phasewise.kerneldb.shipped import shipped_measurements
 from phasewise.kerneldb.store import Store
-from phasewise.serving.ranks.rank_teams import keeping_affinity
 from phasewise.topology import Machine
 from phasewise.tuner.first_duels import in_order_of_worth
 from phasewise.tuner.ledger import Ledger, Scope
@@ -106,7 +104,6 @@ def work_of(tuning_round: Round) -> Callable[[Problem], float]:
     return work
 
 
-@keeping_affinity()
 def _fight(
     waiting: _Waiting,
     machine: Machine,
@@ -114,10 +111,8 @@ def _fight(
     budget_s: float,
     lock: MeasurementLock,
 ) -> HintsOutcome:
-    everywhere = os.sched_getaffinity(0)
     cores = waiting.round.cores
     with evaluator_on(cores, machine, lock, budget_s) as native:
-        os.sched_setaffinity(0, everywhere)  # the team has just put this thread on its first core
         evaluator: ScheduleEvaluator = OnFirstCore(native, cores[0])
         scope = Scope(waiting.machine, kernel_abi(waiting.family), __version__)
         tools = Tools(evaluator, Ledger(store, scope), lock=lock)

@@ -26,7 +26,6 @@ from phasewise.kerneldb.records import MachineKey, Problem, Sample, Schedule
 from phasewise.kerneldb.store import Store, open_store
 from phasewise.serving.errors import ServingError
 from phasewise.serving.processes.parents import end_with_parent
-from phasewise.serving.ranks.rank_teams import keeping_affinity
 from phasewise.serving.ranks.rank_worker import FOR_THE_ENGINE
 from phasewise.topology import Machine, read_machine
 from phasewise.tuner.errors import TunerError
@@ -237,13 +236,10 @@ def _tune_in_slices(
 
 
 @contextmanager
-@keeping_affinity()
 def _evaluator(
     tuning_round: Round, machine: Machine, stops: Callable[[], int], lock: MeasurementLock
 ) -> Iterator[Undisturbed]:
-    everywhere = os.sched_getaffinity(0)
     with evaluator_on(tuning_round.cores, machine, lock, math.inf) as native:
-        os.sched_setaffinity(0, everywhere)  # the team has just put this thread on its first core
         yield Undisturbed(OnFirstCore(native, tuning_round.cores[0]), stops)
 
 

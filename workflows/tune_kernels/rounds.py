@@ -19,7 +19,7 @@ from phasewise.cython_kernels._native import kernel_abi
 from phasewise.kerneldb.records import MachineKey, Problem, Sample, Schedule, StorageDuel
 from phasewise.kerneldb.store import Store
 from phasewise.serving.ranks.open_ranks import ALL_LOGITS_ROWS
-from phasewise.serving.ranks.rank_teams import keeping_affinity, weighed_team
+from phasewise.serving.ranks.rank_teams import weighed_team
 from phasewise.topology import Machine
 from phasewise.tuner.attention import attention_group
 from phasewise.tuner.ledger import Ledger, Scope
@@ -188,7 +188,6 @@ def _tasks(machine: Machine, cores: tuple[int, ...], shapes: Sequence[Shape], ro
         yield Task(group, m_grid(most_rows, SearchOptions()))
 
 
-@keeping_affinity()
 def tune_round(
     tuning_round: Round,
     machine: Machine,
@@ -200,7 +199,6 @@ def tune_round(
 ) -> TunedRound:
     """Tune a round for at most `budget_s`, the measuring of its limits included."""
     started_s = time.monotonic()
-    everywhere = os.sched_getaffinity(0)
     total_bytes = cold_bytes(machine)
     with lock.turn(budget_s):
         roofline = measure_roofline(
@@ -212,7 +210,6 @@ def tune_round(
     attention: TuningOutcome | None = None
     with evaluator_on(tuning_round.cores, machine, lock, deadline_s - time.monotonic()) as native:
         evaluator = OnFirstCore(native, tuning_round.cores[0])
-        os.sched_setaffinity(0, everywhere)  # the team has just put this thread on its first core
         worths = tuning_round.worths(lambda problem: bound_s(tuning_round, roofline, problem))
         tools = Tools(
             evaluator,

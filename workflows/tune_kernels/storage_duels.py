@@ -11,7 +11,6 @@ from phasewise.cython_kernels import sparse
 from phasewise.cython_kernels._native import kernel_abi
 from phasewise.kerneldb.records import Measurement, Origin, Problem, Schedule, StorageDuel
 from phasewise.serving.ranks.open_ranks import ALL_LOGITS_ROWS
-from phasewise.serving.ranks.rank_teams import keeping_affinity
 from phasewise.tuner.lookup import ScheduleTable
 from phasewise.tuner.measurement_lock import MeasurementLock
 from phasewise.tuner.native import default_schedule, paths_of
@@ -65,7 +64,6 @@ def _rows(tuning_round: Round, is_head: bool) -> Iterator[int]:
         yield min(most, ALL_LOGITS_ROWS) if is_head else most
 
 
-@keeping_affinity()
 def fight_storage_duels(
     problems: Sequence[Problem],
     tuning_round: Round,

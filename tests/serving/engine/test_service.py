@@ -26,7 +26,6 @@ from phasewise.serving.http.http_settings import HttpLimits, RequestFacts  # noq
 from phasewise.serving.http.transport.listening import TcpAddress  # noqa: E402
 from phasewise.serving.loaders import load_model  # noqa: E402
 from phasewise.serving.pools.contract import Estimate  # noqa: E402
-from phasewise.serving.ranks.rank_teams import keeping_affinity  # noqa: E402
 from phasewise.serving.service import Predictor, ServiceSettings, run_service  # noqa: E402
 from phasewise.topology import read_machine  # noqa: E402
 from phasewise.tuner.plans import default_plan  # noqa: E402
@@ -41,7 +40,7 @@ def opened(tmp_path: Path) -> Iterator[start.OpenEngine]:
     machine = read_machine()
     plans = {phase: default_plan(machine, phase) for phase in ("prefill", "decode")}
     size = EngineSize.for_many(model, 4, None, 64 << 20)
-    with keeping_affinity(), start.open_engine(model, plans, size) as engine:
+    with start.open_engine(model, plans, size) as engine:
         yield engine
 
 

@@ -318,26 +318,6 @@ def test_ranks_that_share_a_kv_head_read_all_of_it(n_kv_heads: int, share: float
     )
 
 
-def test_few_rows_take_as_long_as_they_were_measured() -> None:
-    """Eight rows at a quarter of the pace last as long as 32, and so do all between; from there on
-    nothing changes.
-    """
-    machine, shape = xeon(), llama_2_7b()
-    rates = replace(only_meetings(), flops_per_core=1e9, latency=LineLatency(0, 0, 0, 0))
-    few = ModelledEvaluator(machine, shape, replace(rates, few_rows_share=0.25))
-    plain = ModelledEvaluator(machine, shape, rates)
-    cores = on(machine, range(20))
-
-    def of(evaluator: ModelledEvaluator, sequences: int) -> float:
-        return step_ns(evaluator, cores, Step("decode", 1, sequences))
-
-    scores = 4 * shape.n_heads * shape.head_dim * shape.n_layers / 20
-    products = of(plain, 1) - scores
-    for sequences, at_full_pace in ((1, 4), (2, 8), (8, 32), (16, 32), (32, 32), (64, 64)):
-        wanted = at_full_pace * products + sequences * scores
-        assert of(few, sequences) == pytest.approx(wanted, rel=1e-6)
-
-
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_a_step_never_gets_shorter_with_more_work(phase: str) -> None:
     machine = xeon()
