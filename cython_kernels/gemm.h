@@ -16,6 +16,8 @@
 
 enum { PW_PANEL = 16, PW_K_MULTIPLE = 32, PW_BLOCK_INPUTS = 256, PW_MAX_K_PARTS = 64 };
 enum { PW_MOST_TILE = 32 }; /* no micro-kernel has more rows or more panels */
+/* Of panels and sums in L1: rows that the tile unit loads pass through without driving out so much. */
+enum { PW_TILE_L1_BYTES = 40 << 10 };
 
 /* How weights and activations meet. Names: pw_path_name. A path that an ISA lacks is its default one for the kind. */
 typedef enum {
@@ -78,7 +80,8 @@ typedef struct {
     int32_t mr, panels;           /* micro-kernel: rows x panels of 16 */
     int32_t block_m;              /* rows that meet a panel block before the next one is taken */
     int32_t block_n;              /* columns, of whole panels, that stay in L2 while the rows pass */
-    int32_t block_k;              /* inputs per pass, so that a tile's weights stay in L1 */
+    int32_t block_k;              /* inputs per pass, so that a tile's weights stay in L1; dense bf16 on the tile unit: if they
+                                   * do not, its part sums do */
     int32_t prefetch_bytes;       /* how far ahead of a panel's reads its lines are asked for; 0: not at all */
     int32_t threads_m, threads_n; /* over rows and over panels */
     int32_t threads_k;            /* 1, or the weight's k_parts: each part has threads of its own */

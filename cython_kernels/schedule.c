@@ -44,7 +44,6 @@ enum {
     L1_WEIGHT_BYTES = 28 << 10, /* a tile's weights in one pass over k, of 32 or 48 KiB */
     L2_WEIGHT_BYTES = 384 << 10,
     DENSE_PASS_INPUTS = 768,    /* dense weights come from L2 fast enough; longer passes store sums less often */
-    TILE_STRIP_BYTES = 40 << 10, /* of weights, two panels in L1, which rows pass through without driving them out */
     BYTE_PASS_INPUTS = 2048,    /* BLOCK_ROWS rows of such a pass stay in an L2 of 1 MiB */
     BLOCK_ROWS = 256,
     BLOCK_PANELS = 16,
@@ -161,7 +160,7 @@ pw_schedule pw_default_schedule(const pw_weight *w, int64_t m, int32_t threads) 
     if (m > STREAM_ROWS && w->kind < PW_Q8) s.block_k = (int32_t)pass_inputs(k, dense_pass_inputs(w));
     if (m > STREAM_ROWS && bytes_arrive_from_l2(w, m)) s.block_k = (int32_t)pass_inputs(k, BYTE_PASS_INPUTS);
     if (m > STREAM_ROWS && in_tiles(w)) {
-        int64_t strip_inputs = TILE_STRIP_BYTES * 8 / (PW_PANEL * panels * eighths);
+        int64_t strip_inputs = PW_TILE_L1_BYTES * 8 / (PW_PANEL * panels * eighths);
         s.block_k = (int32_t)pass_inputs(k, eighths > 8 ? strip_inputs : BYTE_PASS_INPUTS);
         block_panels = TILE_BLOCK_PANELS;
     }

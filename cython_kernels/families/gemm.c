@@ -5,6 +5,7 @@
  * the last pass of a part keeps its float32 sums in `partial`, and at the end of a part adds them to `total`: storing
  * and loading a float32 is exact, so passes do not change results. Error bounds: gemm_dense.h, gemm_quant.c. Sums of P
  * parts round P - 1 times more, 2^-24 of the sum each: within the same bounds, since the chains are shorter by as much.
+ * On the tile unit a long pass outgrows L1: it is cut again, for a few tiles of rows, whose sums stay there (run_held).
  *
  * A sparse weight is expanded by the tile itself (gemm_sparse.c) where one tile has all rows and an instruction expands;
  * otherwise a pass expands its panels first (gemm_expand.h): from there on they are dense.
@@ -15,6 +16,7 @@
 #include "families/gemm_tiles.h"
 
 enum { BLOCK_FLOATS = 1 << 17, STAGED_ROWS = 64, MOST_AHEAD_BYTES = 1 << 16, SPARSE_HELD_MR = 8, BLOCKWISE_VECTOR_ROWS = 8 };
+enum { HELD_TILES = 4 }; /* of rows: their sums are 16 KiB */
 
 static const tile_table no_tiles;
 
@@ -154,31 +156,6 @@ static arithmetic staged_as(arithmetic a, const pw_weight *w) {
     }
 }
 
-static int is_grouped(arithmetic a) {
-    return a == Q8_GROUP32 || a == Q8_GROUP16 || a == Q4 || (a >= IN_BLOCKS && a < ARITHMETICS);
-}
-
-/* Inputs and bytes of a prepared row that one step of a pass takes. */
-static int64_t inputs_of_step(arithmetic a, const pw_weight *w) {
-    if (pw_in_blocks(w->kind)) return pw_block_format_of(w->kind).inputs;
-    if (a == F32 || a == F16_WIDENED) return 1;
-    if (a == BF16_FMA || a == BF16_AS_F16 || a == BF16_DOT) return 2;
-    return a == Q8_GROUP16 ? w->group : PW_K_MULTIPLE;
-}
-
-static int64_t row_bytes_of_step(arithmetic a, const pw_weight *w) {
-    if (a == BLOCKWISE || a == BLOCKWISE_TILE) return BLOCKWISE_ROW_BYTES;
-    if (a == IN_BLOCKS) return inputs_of_step(a, w) / w->group * group_block_bytes(pw_arithmetic_kind(w->kind), w->group);
-    if (is_grouped(a)) return group_block_bytes(w->kind, w->group);
-    if (a == Q8_COLUMN || a == Q8_COLUMN_TILE) return PW_K_MULTIPLE * Q8_ACTIVATION_BYTES;
-    return inputs_of_step(a, w) * (a == F32 || a == BF16_FMA || a == F16_WIDENED || a == QUANT_AS_F32 ? 4 : 2);
-}
-
-/* Where the fields of a prepared row with one scale begin. */
-static int64_t row_values_bytes(arithmetic a, int64_t k) {
-    return a == BF16_AS_F16 ? 2 * pw_padded_k(k) : column_values_bytes(k);
-}
-
 /* A product, and its schedule clamped to what exists. */
 typedef struct {
     const pw_weight *w;
@@ -196,6 +173,8 @@ typedef struct {
     int staged;                     /* several tiles of rows meet the same panels, which are unpacked once for them */
     int sparse;                     /* a pass expands its panels first (gemm_expand.h), */
     int expands_in_tile;            /* or its tiles do */
+    int stores_sums;                /* of a whole block, from pass to pass or part to part */
+    int64_t held_rows, held_steps;  /* run_held; 0: a strip's pass is not cut again */
 } walk;
 
 /* One pass over k, and where it lies in its part of k. */
@@ -204,11 +183,6 @@ typedef struct {
     int64_t scales_at; /* bytes from a panel's first scale */
     int begins_part, ends_part, first_part, last_part;
 } pass;
-
-/* The first of the fewest parts of at most `most`, all nearly equal: a short last tile would be slower by the row. */
-static int64_t fair_part(int64_t count, int64_t most) {
-    return count <= most ? count : pieces(count, pieces(count, most));
-}
 
 /* The largest existing tile with at most these rows and panels; 1 x 1 always exists. */
 static tile_kernel *largest_tile(const tile_table *table, int *mr, int *np) {
@@ -286,7 +260,7 @@ static void first_call(const walk *k, pw_range panels, const pass *p, tile_call 
 /* A tile of panels in one pass over a block of rows. */
 typedef struct {
     const pass *pass;
-    pw_range rows, panels;
+    pw_range rows, panels, block; /* block: the rows that share out asking for what comes next */
     int64_t index, count;   /* this one of the pass's strips */
     int64_t bytes_a_row;    /* of a panel: what each of the rows asks for ahead */
     float *partial, *total; /* [row of the block][column of the tile] */
@@ -304,12 +278,12 @@ static lookahead stream(const walk *k, const tile_call *t) {
  * what the next pass reads of the rows: a row or two each. Quantised tiles ask for those of the next tile instead. */
 static lookahead look_ahead(const walk *k, const lookahead *next_strip, const tile_call *t, const strip *s,
                             int64_t row) {
-    int64_t rows = s->rows.end - s->rows.begin, done = row - s->rows.begin;
+    int64_t rows = s->block.end - s->block.begin, done = row - s->block.begin;
     int64_t steps = s->pass->steps.end - s->pass->steps.begin;
     lookahead next = {.values = next_strip->values + done * s->bytes_a_row, .panel_bytes = next_strip->panel_bytes,
                       .far = is_far(k->prefetch_bytes)};
     next.values_step = pieces(t->mr * s->bytes_a_row, t->steps);
-    if (s->pass->ends_part && s->pass->last_part) return next;
+    if (k->held_rows || (s->pass->ends_part && s->pass->last_part)) return next;
     int64_t asked = s->index * rows / s->count + done / s->count; /* of the pass's rows, before this tile */
     next.rows_ahead = (asked - done) * t->row_bytes + steps * k->step_row_bytes;
     return next;
@@ -335,7 +309,7 @@ static void run_tile(const walk *k, tile_kernel *kernel, tile_call *t, const str
 static void run_tiles(const walk *k, const strip *s, tile_call *t) {
     uint8_t bytes[STAGED_BYTES] __attribute__((aligned(64)));
     const lookahead next_strip = {.values = t->values + t->panels * t->panel_bytes, .panel_bytes = t->panel_bytes};
-    int several = s->rows.end - s->rows.begin > k->mr && t->steps > 0 && k->prefetch_bytes;
+    int several = s->block.end - s->block.begin > k->mr && t->steps > 0 && k->prefetch_bytes;
     int dense = k->kernels <= BF16_DOT, in_tiles = k->kernels == BF16_TILE || k->kernels == Q8_COLUMN_TILE;
     int unpacked = k->staged && pw_in_blocks(k->w->kind);
     int asked = several && (dense || in_tiles || unpacked) && s->index > 0; /* by the last strip */
@@ -373,6 +347,7 @@ static void expand(const walk *k, const strip *s, tile_call *t, uint8_t *bytes) 
 static void run_strip(const walk *k, const strip *s, tile_call *t) {
     uint8_t expanded[EXPANDED_BYTES] __attribute__((aligned(64)));
     first_call(k, s->panels, s->pass, t);
+    if (k->held_rows && !s->pass->ends_part) t->prefetch_jump = 0; /* what follows in the panels is read next */
     if (k->expands_in_tile) {
         t->sparse = k->w;
         t->first_panel = s->panels.begin;
@@ -382,25 +357,54 @@ static void run_strip(const walk *k, const strip *s, tile_call *t) {
     run_tiles(k, s, t);
 }
 
+static int64_t bytes_a_row(const walk *k, const pass *p, pw_range rows) {
+    return pieces((p->steps.end - p->steps.begin) * k->step_value_bytes, rows.end - rows.begin);
+}
+
+/* A strip's pass cut again, for some rows at a time. */
+static void run_held(const walk *k, const strip *whole, tile_call *t) {
+    const pass *p = whole->pass;
+    int64_t most = fair_part(p->steps.end - p->steps.begin, k->held_steps);
+    int64_t columns = (whole->panels.end - whole->panels.begin) * PW_PANEL;
+    pass part = *p;
+    strip s = *whole;
+    s.pass = &part;
+    for (s.rows.end = whole->rows.begin; s.rows.end < whole->rows.end;) {
+        s.rows = (pw_range){s.rows.end, at_most(s.rows.end + k->held_rows, whole->rows.end)};
+        int64_t at = k->stores_sums ? (s.rows.begin - whole->rows.begin) * columns : 0;
+        s.partial = whole->partial + at;
+        s.total = whole->total + at;
+        part.steps.end = p->steps.begin;
+        do {
+            part.begins_part = p->begins_part && part.steps.end == p->steps.begin;
+            part.steps = (pw_range){part.steps.end, at_most(part.steps.end + most, p->steps.end)};
+            part.ends_part = p->ends_part && part.steps.end == p->steps.end;
+            s.bytes_a_row = bytes_a_row(k, &part, s.block);
+            run_strip(k, &s, t);
+        } while (part.steps.end < p->steps.end);
+    }
+}
+
 /* One pass over a block, whose sums lie tile of panels by tile of panels. */
 static void block_pass(const walk *k, const pass *p, pw_range rows, pw_range panels, float *partial, float *total) {
     tile_call t = {.row_bytes = k->x->row_bytes, .ends_part = p->ends_part, .top_exponent = k->w->top_exponent};
-    strip s = {.pass = p, .rows = rows, .count = pieces(panels.end - panels.begin, k->panels)};
-    if (!k->sparse && !k->expands_in_tile) s.bytes_a_row = pieces((p->steps.end - p->steps.begin) * k->step_value_bytes, rows.end - rows.begin);
+    strip s = {.pass = p, .rows = rows, .block = rows, .count = pieces(panels.end - panels.begin, k->panels)};
+    if (!k->sparse && !k->expands_in_tile) s.bytes_a_row = bytes_a_row(k, p, rows);
     for (int64_t panel = panels.begin; panel < panels.end; panel = s.panels.end, ++s.index) {
         int mr = 1, np = (int)at_most(k->panels, panels.end - panel);
         largest_tile(k->tiles, &mr, &np);
-        int64_t at = (rows.end - rows.begin) * (panel - panels.begin) * PW_PANEL;
+        int64_t at = k->stores_sums ? (rows.end - rows.begin) * (panel - panels.begin) * PW_PANEL : 0;
         s.panels = (pw_range){panel, panel + np};
         s.partial = partial + at;
         s.total = total + at;
-        run_strip(k, &s, &t);
+        if (k->held_rows) run_held(k, &s, &t);
+        else run_strip(k, &s, &t);
     }
 }
 
 /* A block of rows times a block of panels, all that the call computes of k. An empty part is zero. */
 static void block(const walk *k, pw_range rows, pw_range panels) {
-    float partial[BLOCK_FLOATS], total[BLOCK_FLOATS];
+    float partial[BLOCK_FLOATS] __attribute__((aligned(64))), total[BLOCK_FLOATS] __attribute__((aligned(64)));
     for (int32_t i = k->first_part; i < k->end_part; ++i) {
         pw_range part = part_steps(k, i);
         pass p = {.steps = {part.begin, part.begin}, .first_part = i == k->first_part, .last_part = i + 1 == k->end_part};
@@ -434,19 +438,6 @@ static int staging_pays(arithmetic a, const pw_weight *w, int64_t rows, int64_t 
     return is_grouped(a) && rows > (a == Q4 ? 3 : 2) * mr;
 }
 
-/* Bytes that a step of one panel takes staged. */
-static int64_t staged_step_bytes(arithmetic a, const pw_weight *w) {
-    int64_t inputs = pw_in_blocks(w->kind) ? inputs_of_step(a, w) : PW_K_MULTIPLE;
-    if (a == QUANT_AS_F32) return inputs * VECTOR_ROW_BYTES;
-    if (a >= ARITHMETICS) return inputs * VECTOR_ROW_BYTES / 2;
-    if (a == BLOCKWISE) return staged_block_bytes(pw_block_format_of(w->kind));
-    if (a == BLOCKWISE_TILE) return planes_bytes(pw_block_format_of(w->kind));
-    if (a == IN_BLOCKS) return inputs / w->group * 3 * VECTOR_ROW_BYTES + inputs * PW_PANEL;
-    if (a == BF16_FMA) return 2 * VECTOR_ROW_BYTES;
-    if (a == BF16_AS_F16 || a == F16_WIDENED) return VECTOR_ROW_BYTES;
-    return 3 * VECTOR_ROW_BYTES + (a == Q4 && stages_nibbles() ? PW_K_MULTIPLE * PW_PANEL : 0);
-}
-
 /* Panels for a few rows are expanded into L1, and one strip's at a time, so that each panel is one stream of memory. */
 static void fit_expansion(walk *k, int64_t rows) {
     int streams = rows <= k->mr;
@@ -472,6 +463,14 @@ static int expand_in_tiles(walk *k, int64_t rows) {
     k->block_rows = at_most(k->block_rows, mr);
     while (!(*table)[mr][k->panels]) --k->panels;
     return mr < rows;
+}
+
+/* Dense bf16 alone: what is staged or expanded would be so anew for each few rows. */
+static void hold_sums(walk *k, int64_t rows) {
+    int64_t step_bytes = k->panels * k->step_value_bytes, sums = HELD_TILES * k->mr * k->panels * VECTOR_ROW_BYTES;
+    if (rows <= k->mr || k->block_steps * step_bytes <= PW_TILE_L1_BYTES) return;
+    k->held_rows = HELD_TILES * k->mr;
+    k->held_steps = (PW_TILE_L1_BYTES - sums) / step_bytes;
 }
 
 static walk plan_walk(const pw_weight *w, const pw_schedule *s, int32_t part, int64_t rows) {
@@ -502,10 +501,12 @@ static walk plan_walk(const pw_weight *w, const pw_schedule *s, int32_t part, in
     if (k.sparse) fit_expansion(&k, rows);
     if (cut) k.block_steps = k.steps;
     if (k.arithmetic == BF16_AS_F16 && k.block_steps < k.steps) k.block_steps = whole_folds(k.block_steps);
-    if (k.block_steps < k.steps || w->k_parts > 1) {
+    k.stores_sums = k.block_steps < k.steps || w->k_parts > 1;
+    if (k.stores_sums) {
         k.block_rows = at_most(k.block_rows, BLOCK_FLOATS / (k.panels * PW_PANEL));
         k.block_panels = at_most(k.block_panels, BLOCK_FLOATS / (k.block_rows * k.panels * PW_PANEL) * k.panels);
     }
+    if (k.arithmetic == BF16_TILE && !k.sparse && !k.expands_in_tile) hold_sums(&k, at_most(k.block_rows, rows));
     k.prefetch_bytes = clamp(s->prefetch_bytes, 0, MOST_AHEAD_BYTES);
     return k;
 }

@@ -16,6 +16,11 @@ PW_INLINE int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
 PW_INLINE int64_t pieces(int64_t count, int64_t size) { return (count + size - 1) / size; }
 PW_INLINE int64_t clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
 
+/* The first of the fewest parts of at most `most`, all nearly equal: a short last tile would be slower by the row. */
+PW_INLINE int64_t fair_part(int64_t count, int64_t most) {
+    return count <= most ? count : pieces(count, pieces(count, most));
+}
+
 #ifndef PW_FMA_ROUNDS_ONCE
 #define PW_FMA_ROUNDS_ONCE 0
 #endif
@@ -173,6 +178,44 @@ PW_INLINE int64_t staged_block_bytes(pw_block_format f) {
 PW_INLINE int planes_of(pw_block_format f) { return f.scaling == PW_SUPER_HALVES ? 1 : 2; }
 PW_INLINE int64_t planes_bytes(pw_block_format f) {
     return planes_of(f) * STAGED_CODES_BYTES + (f.inputs / f.group / 2 + 2) * VECTOR_ROW_BYTES;
+}
+
+PW_INLINE int is_grouped(arithmetic a) {
+    return a == Q8_GROUP32 || a == Q8_GROUP16 || a == Q4 || (a >= IN_BLOCKS && a < ARITHMETICS);
+}
+
+/* Inputs and bytes of a prepared row that one step of a pass takes. */
+PW_INLINE int64_t inputs_of_step(arithmetic a, const pw_weight *w) {
+    if (pw_in_blocks(w->kind)) return pw_block_format_of(w->kind).inputs;
+    if (a == F32 || a == F16_WIDENED) return 1;
+    if (a == BF16_FMA || a == BF16_AS_F16 || a == BF16_DOT) return 2;
+    return a == Q8_GROUP16 ? w->group : PW_K_MULTIPLE;
+}
+
+PW_INLINE int64_t row_bytes_of_step(arithmetic a, const pw_weight *w) {
+    if (a == BLOCKWISE || a == BLOCKWISE_TILE) return BLOCKWISE_ROW_BYTES;
+    if (a == IN_BLOCKS) return inputs_of_step(a, w) / w->group * group_block_bytes(pw_arithmetic_kind(w->kind), w->group);
+    if (is_grouped(a)) return group_block_bytes(w->kind, w->group);
+    if (a == Q8_COLUMN || a == Q8_COLUMN_TILE) return PW_K_MULTIPLE * Q8_ACTIVATION_BYTES;
+    return inputs_of_step(a, w) * (a == F32 || a == BF16_FMA || a == F16_WIDENED || a == QUANT_AS_F32 ? 4 : 2);
+}
+
+/* Where the fields of a prepared row with one scale begin. */
+PW_INLINE int64_t row_values_bytes(arithmetic a, int64_t k) {
+    return a == BF16_AS_F16 ? 2 * pw_padded_k(k) : column_values_bytes(k);
+}
+
+/* Bytes that a step of one panel takes staged. */
+PW_INLINE int64_t staged_step_bytes(arithmetic a, const pw_weight *w) {
+    int64_t inputs = pw_in_blocks(w->kind) ? inputs_of_step(a, w) : PW_K_MULTIPLE;
+    if (a == QUANT_AS_F32) return inputs * VECTOR_ROW_BYTES;
+    if (a >= ARITHMETICS) return inputs * VECTOR_ROW_BYTES / 2;
+    if (a == BLOCKWISE) return staged_block_bytes(pw_block_format_of(w->kind));
+    if (a == BLOCKWISE_TILE) return planes_bytes(pw_block_format_of(w->kind));
+    if (a == IN_BLOCKS) return inputs / w->group * 3 * VECTOR_ROW_BYTES + inputs * PW_PANEL;
+    if (a == BF16_FMA) return 2 * VECTOR_ROW_BYTES;
+    if (a == BF16_AS_F16 || a == F16_WIDENED) return VECTOR_ROW_BYTES;
+    return 3 * VECTOR_ROW_BYTES + (a == Q4 && stages_nibbles() ? PW_K_MULTIPLE * PW_PANEL : 0);
 }
 
 /* Fewer rows than TALL_MR stream weights. More come in several tiles, and their inputs are worth asking for, a few

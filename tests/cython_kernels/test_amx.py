@@ -12,9 +12,12 @@ import os
 import platform
 import subprocess
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from phasewise.cython_kernels import _native, isa, packing, sparse
 from phasewise.cython_kernels.blocks import BLOCKS
@@ -27,6 +30,7 @@ from tests.support.kernels.cross import (
     link_emulated,
     product,
     product_here,
+    told_product,
 )
 from tests.support.kernels.gemm_reference import (
     DENSITIES,
@@ -36,6 +40,7 @@ from tests.support.kernels.gemm_reference import (
     pruned,
     random_blocks,
 )
+from tests.support.tiers import examples
 
 TILED = ("bf16", "q8 column")
 INT8_DOT, INT8_TILE = map(_native.path_names().index, ("int8_dot", "int8_tile"))
@@ -123,6 +128,66 @@ def test_sparse_storage_changes_no_bit(multiply: Product, fmt: str) -> None:
             wanted = multiply(w, x, walk, k_parts=2)
             products = multiply(sparse.to_sparse(w), x, walk, k_parts=2)
             assert np.array_equal(products, wanted, equal_nan=True)
+
+
+@pytest.mark.parametrize("k_parts", [1, 2])
+def test_passes_that_outgrow_l1_have_the_bits_of_rows_alone(multiply: Product, k_parts: int) -> None:
+    walks = [
+        Walk(mr, panels, block_m, 512, block_k)
+        for mr, panels, block_m, block_k in ((32, 2, 256, 4096), (32, 2, 70, 672), (17, 1, 150, 1312))
+    ]
+    assert_no_walk_changes_a_bit(multiply, "bf16", walks, m=150, k_parts=k_parts, k=1380)
+
+
+@examples(40)
+@given(
+    n=st.integers(1, 90),
+    k=st.integers(600, 2000),
+    m=st.one_of(st.integers(1, 40), st.integers(1, 280)),
+    mr=st.integers(1, 32),
+    panels=st.sampled_from((1, 2)),
+    block_m=st.integers(1, 400),
+    block_n=st.integers(16, 128),
+    block_k=st.integers(650, 2500),
+    loop_order=st.sampled_from(("nm", "mn")),
+    k_parts=st.sampled_from((1, 1, 2, 3)),
+    threads=st.integers(1, 3),
+    seed=st.integers(0, 99),
+)
+@pytest.mark.slow
+def test_passes_that_outgrow_l1_have_the_bits_of_others(
+    program: str, n: int, k: int, m: int, k_parts: int, threads: int, seed: int, **walk: Any
+) -> None:
+    """Part sums then stay in L1, for a few tiles of rows: with few rows and many, any k, several threads."""
+    rng = np.random.default_rng(seed)
+    w, x = make_weight("bf16", n, k, rng), rng.standard_normal((m, k), dtype=np.float32)
+    by_blocks = Walk(mr=32, panels=2, block_m=256, block_n=512, block_k=512)
+
+    wanted = product([program, "amx"], w, x, by_blocks, BF16_TILE, k_parts)
+    got = product([program, "amx", str(threads)], w, x, Walk(**walk), BF16_TILE, k_parts)
+
+    assert np.array_equal(bits(got), bits(wanted))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("walk", "rows", "columns"),
+    [
+        (Walk(mr=32, panels=2, block_m=256, block_n=512, block_k=512), 256, 160),
+        (Walk(mr=32, panels=2, block_m=256, block_n=512, block_k=4096), 4 * 32, 32),
+        (Walk(mr=16, panels=1, block_m=256, block_n=512, block_k=4096), 4 * 16, 16),
+    ],
+)
+def test_part_sums_are_those_of_a_block_or_of_four_tiles_of_rows(
+    program: str, walk: Walk, rows: int, columns: int
+) -> None:
+    rng = np.random.default_rng(10)
+    w, x = make_weight("bf16", 160, 1300, rng), rng.standard_normal((300, 1300), dtype=np.float32)
+    command = ["env", "SHOW_SUMS=1", program, "amx"]
+
+    _, said = told_product(command, w, x, walk, BF16_TILE)
+
+    assert int(said) == rows * columns * 4
 
 
 def weight_of(fmt: str, n: int, k: int, rng: np.random.Generator) -> PackedWeight:

@@ -1,12 +1,25 @@
-/* One product by the kernels named in argv[1], for a machine that is not this one: operands on stdin, y on stdout.
- * stdin: int32 kind, group, zero_point, scale_bytes, has_mins, path, top_exponent, k_parts, mr, panels, block_m, block_n, block_k;
- * int64 n, k, m, and the bytes of values, of scales and of offsets (0: dense); then values, scales, mins, offsets,
+/* One product by the kernels named in argv[1], on a team of argv[2] threads if it is there, for a machine that is not this
+ * one: operands on stdin, y on stdout.
+ * stdin: int32 kind, group, zero_point, scale_bytes, has_mins, path, top_exponent, k_parts, mr, panels, block_m, block_n, block_k,
+ * loop_order; int64 n, k, m, and the bytes of values, of scales and of offsets (0: dense); then values, scales, mins, offsets,
  * x float32 [m][k].
  * stdout: y float32 [m][n]. Exit status 3: those kernels do not run here. */
 #include <stdio.h>
 #include <stdlib.h>
 
 #include "dispatch.h"
+#include "team/product.h"
+
+typedef struct {
+    pw_product product;
+    pw_schedule schedule;
+    pw_crew crew;
+} shared_product;
+
+static void multiply(void *context, int member) {
+    const shared_product *s = context;
+    pw_multiply(&s->product, &s->schedule, &s->crew, member);
+}
 
 static void *read_bytes(size_t bytes) {
     void *place = malloc(bytes ? bytes : 1);
@@ -15,8 +28,9 @@ static void *read_bytes(size_t bytes) {
 }
 
 int main(int argc, char **argv) {
-    if (argc != 2 || pw_select(argv[1])) return 3;
-    int32_t *fields = read_bytes(13 * sizeof(int32_t));
+    if (argc < 2 || pw_select(argv[1])) return 3;
+    int threads = argc > 2 ? atoi(argv[2]) : 1;
+    int32_t *fields = read_bytes(14 * sizeof(int32_t));
     int64_t *sizes = read_bytes(6 * sizeof(int64_t));
     int64_t n = sizes[0], k = sizes[1], m = sizes[2];
     pw_weight w = {.kind = fields[0], .group = fields[1], .zero_point = fields[2], .scale_bytes = fields[3],
@@ -36,8 +50,18 @@ int main(int argc, char **argv) {
     if (!prepared || !y) return 1;
     rows.rows = prepared;
     pw_schedule schedule = {.mr = fields[8], .panels = fields[9], .block_m = fields[10], .block_n = fields[11],
-                            .block_k = fields[12], .prefetch_bytes = 512, .threads_m = 1, .threads_n = 1, .threads_k = 1};
+                            .block_k = fields[12], .loop_order = fields[13], .prefetch_bytes = 512, .threads_m = 1,
+                            .threads_n = threads, .threads_k = 1};
     kernels->prepare_rows(&form, k, x, k, (pw_range){0, m}, prepared);
-    kernels->gemm(&w, &rows, (pw_range){0, m}, (pw_range){0, pw_panels(n)}, -1, y, n, PW_STORE, &schedule);
+    char message[256];
+    pw_team *team = threads > 1 ? pw_team_open(threads, NULL, NULL, 100, message, sizeof message) : NULL;
+    pw_ticket *tickets = aligned_alloc(sizeof(pw_ticket), (size_t)threads * sizeof(pw_ticket));
+    if (!tickets || (threads > 1 && !team)) return 1;
+    pw_clear_tickets(tickets, threads, 1, 0);
+    shared_product shared = {{.weight = &w, .x = rows, .rows = m, .y = y, .ldy = n, .epilogue = PW_STORE}, schedule,
+                             {.team = team, .threads = threads, .kernels = kernels, .tickets = tickets, .most_regions = threads}};
+    if (!team) multiply(&shared, 0);
+    else if (pw_team_run(team, multiply, &shared)) return 1;
+    if (team) pw_team_close(team);
     return fwrite(y, sizeof(float), (size_t)(m * n), stdout) == (size_t)(m * n) ? 0 : 1;
 }

@@ -18,6 +18,7 @@ import pytest
 
 from phasewise.cython_kernels import _native, isa
 from phasewise.cython_kernels.packing import KINDS, PackedWeight
+from phasewise.kerneldb.records import LOOP_ORDERS
 from tests.support.kernels.gemm_reference import Array, expected, make_weight
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -105,6 +106,7 @@ class Walk:
     block_m: int = 64
     block_n: int = 128
     block_k: int = 128
+    loop_order: str = "nm"
 
 
 Product = Callable[..., Array]
@@ -115,25 +117,33 @@ def product(
     command: list[str], w: PackedWeight, x: Array, walk: Walk, path: int = -1, k_parts: int = 1
 ) -> Array:
     """y float32 [m, n] by one_product.c, run as `command`."""
+    return told_product(command, w, x, walk, path, k_parts)[0]
+
+
+def told_product(
+    command: list[str], w: PackedWeight, x: Array, walk: Walk, path: int = -1, k_parts: int = 1
+) -> tuple[Array, str]:
+    """The same, and what the program says on stderr."""
     scales = b"" if w.scales is None else w.scales.tobytes()
     scale_bytes = 0 if w.scales is None else w.scales.itemsize
     fields = (KINDS.index(w.kind), w.group, w.zero_point, scale_bytes, w.mins is not None)
     fields = (*fields, path, w.top_exponent, k_parts)
     blocks = (walk.mr, walk.panels, walk.block_m, walk.block_n, walk.block_k)
+    order = LOOP_ORDERS.index(walk.loop_order)
     offsets = b"" if w.offsets is None else w.offsets.tobytes()
     sizes = (w.n, w.k, x.shape[0], w.values.nbytes, len(scales), len(offsets))
     mins = b"" if w.mins is None else w.mins.tobytes()
-    head = struct.pack("<13i6q", *fields, *blocks, *sizes)
+    head = struct.pack("<14i6q", *fields, *blocks, order, *sizes)
     operands = head + w.values.tobytes() + scales + mins + offsets + x.tobytes()
     run = subprocess.run(command, input=operands, capture_output=True, check=True)
-    return np.frombuffer(run.stdout, dtype=np.float32).reshape(x.shape[0], w.n)
+    return np.frombuffer(run.stdout, dtype=np.float32).reshape(x.shape[0], w.n), run.stderr.decode()
 
 
 def product_here(
     isa_name: str, w: PackedWeight, x: Array, walk: Walk, path: str | None = None, k_parts: int = 1
 ) -> Array:
     """The same by an instruction set of this machine."""
-    schedule: dict[str, Any] = asdict(walk) | {"prefetch_bytes": 512, "loop_order": "nm"}
+    schedule: dict[str, Any] = asdict(walk) | {"prefetch_bytes": 512}
     schedule |= {"threads_m": 1, "threads_n": 1, "threads_k": 1}
     with isa.using(isa_name):
         return np.asarray(_native.gemm(x, w, schedule=schedule, path=path, k_parts=k_parts))
@@ -157,11 +167,11 @@ def assert_bound(
 
 
 def assert_no_walk_changes_a_bit(
-    multiply: Product, fmt: str, walks: Iterable[Walk], m: int = 37, k_parts: int = 1
+    multiply: Product, fmt: str, walks: Iterable[Walk], m: int = 37, k_parts: int = 1, k: int = 352
 ) -> None:
     rng = np.random.default_rng(4)
-    w = make_weight(fmt, 80, 352, rng)
-    x = rng.standard_normal((m, 352), dtype=np.float32)
+    w = make_weight(fmt, 80, k, rng)
+    x = rng.standard_normal((m, k), dtype=np.float32)
     row_by_row = multiply(w, x, Walk(mr=1), k_parts=k_parts)
     for walk in walks:
         assert np.array_equal(multiply(w, x, walk, k_parts=k_parts), row_by_row)

@@ -74,6 +74,18 @@ def test_only_schedules_of_the_space_are_proposed(name: str, space: ScheduleSpac
         assert space.holds(schedule)
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_a_search_times_passes_over_all_inputs(seed: int) -> None:
+    """Whatever tile leads: on a tile unit a pass that outgrows L1 is another loop (families/gemm.c)."""
+    space = space_of(512, 2048, 2048, kernels=(MicroKernel(32, 2), MicroKernel(16, 2)))
+    evaluate = Evaluator(Landscape(seed), space.problem)
+
+    chosen = evaluate.drive(sandwich(space, OPTIONS))
+
+    kernel = kernel_of(chosen)
+    assert 2048 in {schedule.block_k for schedule in evaluate.asked if kernel_of(schedule) == kernel}
+
+
 @examples(60)
 @given(space=spaces(), seed=st.integers(0, 1000))
 def test_roller_scales_up_on_one_thread_and_out_over_all(space: ScheduleSpace, seed: int) -> None:

@@ -1,0 +1,164 @@
+"""Products of bf16 on a tile unit by count: cycles of loops over blocks, in millions. None is measured here.
+
+    python benchmarks/tile_counts.py --shape "2048,2048;8192,2048;2048,8192" --m 512
+
+A load, a store, a line and a step take what was measured (benchmarks/notes/0008-tiles.md). Of what waits for
+lines from beyond L2, and for L2 to take sums, half goes on beside the products as far as one operand of them
+is in L1; nothing where both come from L2. A line is still in a cache where no more was touched since than it
+holds. The loops:
+
+- `by blocks`: a pass over k meets all of a block, whose sums wait in L2 for the next pass; today's default;
+- `by blocks, best`: the same with the blocks of the least count;
+- `no cut of k`: no sums wait, and both operands come from L2;
+- `a strip a block`: blocks of two panels, whose sums are in L1;
+- `sums in L1, best`: a pass is cut anew for 128 rows of two panels at a time, whose sums stay in L1.
+
+Rows that no tile asks for ahead, in the last loop, are waited for whole.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import asdict, astuple, dataclass, replace
+from typing import Annotated
+
+from typer import Option
+
+from benchmarks.harness import Yielded, commands, shapes
+
+PEAK_FLOPS, FLOPS_A_PRODUCT, PRODUCT = 3.81e12, 2 * 16 * 16 * 32, 16
+LOAD_L1, LOAD_L2, STORE_L1, STORED_LINE_L2 = 9, 22, 17.5, 14
+STEP_L1, STEP_L2 = 74, 98
+"""Four products with their loads: one operand in L1, none."""
+HZ = PEAK_FLOPS / FLOPS_A_PRODUCT * PRODUCT
+FAR_LINE = 64 / 19.0e9 * HZ
+"""From beyond L2, at the rate of reads."""
+TILE, STRIP = 32, 32
+"""Rows of four tiles of sums, columns of two panels."""
+LINES = TILE * STRIP * 4 // 64
+HELD_ROWS = 4 * TILE
+L1, L2 = 40 << 10, int(1.4e6)
+"""What a strip and its sums may take where rows pass through; what a core reads at L2's rate."""
+MOST_SUMS = 1 << 17
+HIDDEN = 0.5
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A loop: rows, columns and inputs of a block, the order of blocks, and the rows whose sums stay."""
+
+    rows: int
+    columns: int
+    inputs: int
+    order: str = "nm"
+    held: int = 0
+
+
+@dataclass(frozen=True)
+class Cycles:
+    """Of one product, by cause."""
+
+    steps: float
+    sums: float
+    result: float
+    weights: float
+    rows: float
+
+
+def count(n: int, k: int, m: int, b: Blocks) -> Cycles:
+    """The cycles of y[m][n] = x W^T over k inputs. No block is larger than the product."""
+    tiles, passes = m // TILE * (n // STRIP), -(-k // b.inputs)
+    pass_k = k / passes  # nearly equal
+    sums_bytes = b.rows * b.columns * 4 if passes > 1 else 0
+    in_l1, cuts = _in_l1(b, pass_k)
+    first = TILE / min(b.held or b.rows, b.rows)  # the share of tiles that bring a strip into L1
+    from_l2 = first if in_l1 else 1.0
+    shown = 1 - HIDDEN * (1 - from_l2)
+    steps = tiles * k / 32 * (STEP_L1 + (STEP_L2 - STEP_L1) * from_l2)
+
+    touched = sums_bytes + 2 * pass_k * (b.rows + b.columns)
+    if 2 * pass_k * b.columns + sums_bytes <= L1:
+        outer = 4 * (LOAD_L1 + STORE_L1)
+    elif touched <= L2:
+        outer = 4 * LOAD_L2 + LINES * STORED_LINE_L2 * shown
+    else:
+        outer = 2 * LINES * FAR_LINE * shown
+    inner = 4 * (LOAD_L1 + STORE_L1) * (cuts - 1)
+    sums = tiles * ((passes - 1) * outer + passes * inner)
+
+    weights, rows = _far_bytes(n, k, m, b, sums_bytes, pass_k)
+    rows_shown = 1 if b.held else shown  # which no tile asks for there
+    far = [bytes_ / 64 * FAR_LINE for bytes_ in (m * n * 4, weights, rows)]
+    return Cycles(steps, sums, far[0], far[1] * shown, far[2] * rows_shown)
+
+
+def _in_l1(b: Blocks, pass_k: float) -> tuple[bool, int]:
+    """Whether a strip stays in L1, and in how many parts its pass is taken."""
+    if not b.held:
+        return 2 * STRIP * pass_k <= L1, 1
+    room = L1 - min(b.held, b.rows) * STRIP * 4
+    return True, -(-int(2 * STRIP * pass_k) // room)
+
+
+def _far_bytes(n: int, k: int, m: int, b: Blocks, sums_bytes: int, pass_k: float) -> tuple[float, float]:
+    """Weights and rows that come from beyond L2."""
+    weights, rows = 2.0 * n * k, 2.0 * m * k
+    row_blocks, column_blocks = -(-m // b.rows), -(-n // b.columns)
+    of_block = sums_bytes + 2 * k * (b.rows + b.columns)
+    if b.order == "nm":
+        again_w = row_blocks if of_block > L2 else 1
+        again_x = column_blocks if sums_bytes + 2 * k * (m + b.columns) > L2 else 1
+    else:
+        again_w = row_blocks if sums_bytes + 2 * k * (n + b.rows) > L2 else 1
+        again_x = column_blocks if of_block > L2 else 1
+    if 2 * pass_k * (b.rows + STRIP) + b.rows * STRIP * 4 > L2:
+        again_x *= b.columns // STRIP  # a block's rows do not stay from strip to strip
+    return weights * again_w, rows * again_x
+
+
+def _halves(size: int, unit: int) -> list[int]:
+    """A size, its half, its quarter and so on, of whole units."""
+    return [(size >> i) // unit * unit for i in range(size.bit_length()) if size >> i >= unit]
+
+
+def _choices(columns: int, k: int, m: int, held: int, orders: tuple[str, ...]) -> Iterator[Blocks]:
+    """Blocks whose sums have room; a loop that holds sums has passes that outgrow L1."""
+    inputs = sorted({*_halves(k, 128), *(size for size in (640, 384, 192) if size < k)})
+    axes = (_halves(m, TILE), _halves(columns, STRIP), inputs, orders)
+    for rows, columns, block_k, order in itertools.product(*axes):
+        fits = block_k == k or rows * columns <= MOST_SUMS
+        if fits and (not held or 2 * STRIP * block_k > L1):
+            yield Blocks(rows, columns, block_k, order, held)
+
+
+def tile_counts(
+    shape: Annotated[str, Option(help="n,k;n,k;...")] = "2048,2048;8192,2048;2048,8192",
+    m: int = 512,
+    most_columns: Annotated[int, Option(help="of a block, as pieces of a team's region have")] = 1 << 20,
+) -> Yielded:
+    for n, k in shapes(shape):
+        least, most = n * k * m / (16 * 16 * 32) * PRODUCT, min(n, most_columns)
+        orders = ("nm", "mn") if most == n else ("nm",)
+
+        def total(b: Blocks, n: int = n, k: int = k) -> float:
+            return sum(astuple(count(n, k, m, b)))
+
+        default = Blocks(min(256, m), min(512, most), -(-k // -(-k // 640) // 32) * 32)
+        loops = {
+            "by blocks": default,
+            "by blocks, best": min(_choices(most, k, m, 0, orders), key=total),
+            "no cut of k": replace(default, inputs=k),
+            "a strip a block": Blocks(min(256, m), STRIP, 128, "mn"),
+            "sums in L1, best": min(_choices(most, k, m, HELD_ROWS, orders), key=total),
+        }
+        for name, b in loops.items():
+            row = {"n": n, "k": k, "loop": name, "blocks": f"{b.rows}x{b.columns}x{b.inputs} {b.order}"}
+            millions = {cause: round(c / 1e6, 2) for cause, c in asdict(count(n, k, m, b)).items()}
+            yield row | millions | {"% of the peak": round(100 * least / total(b), 1)}
+
+
+app = commands(__doc__, tile_counts)
+
+if __name__ == "__main__":
+    app()
