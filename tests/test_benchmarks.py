@@ -18,6 +18,8 @@ from benchmarks import compare, random_gguf
 from benchmarks.figures import FIGURES
 from benchmarks.harness import Broken, Spread, in_turns, ratios, show
 from benchmarks.one_arithmetic import LEAST_ROUNDS, timed_turns
+from benchmarks.papers import sparamx
+from benchmarks.peers import sparamx_layers
 from phasewise._version import SCHEMA_VERSION
 from tests.support import ROOT
 from tests.support.models.tiny_models import write_tiny_gguf
@@ -247,3 +249,73 @@ def test_a_llama_bench_that_fails_or_says_nonsense_ends_in_one_line(llama_bench:
 def test_what_is_no_test_is_refused(text: str) -> None:
     with pytest.raises(SystemExit, match="is no test"):
         compare.Test.parse(text)
+
+
+# ---- the paper's own kernels -----------------------------------------------------------------------------
+
+AMX = set(sparamx_layers.NEEDED_FLAGS)
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """The files of SparAMX's repository that are asked for, which import what no interpreter has."""
+    for module in sparamx_layers.MODULES:
+        path = tmp_path.joinpath(sparamx_layers.FOLDER, *module.split(".")).with_suffix(".py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("import a_module_that_nobody_has\n")
+    return tmp_path
+
+
+def test_sparamx_s_layers_have_the_shapes_of_our_figure() -> None:
+    assert sparamx_layers.SHAPES == sparamx.SHAPES
+
+
+def test_sparamx_s_layers_need_their_files_and_a_cpu_with_amx(checkout: Path) -> None:
+    assert sparamx_layers.obstacle(checkout, AMX) is None
+    for flag in AMX:
+        assert f"no {flag}" in (sparamx_layers.obstacle(checkout, AMX - {flag}) or "")
+
+    missing = checkout / sparamx_layers.FOLDER / "layer" / "sparse_linear.py"
+    missing.unlink()
+    assert (sparamx_layers.obstacle(checkout, AMX) or "").startswith(f"{missing} is missing")
+
+
+LOADS = "from benchmarks.peers.sparamx_layers import Path, sys, their_layers; their_layers(Path(sys.argv[1]))"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["benchmarks/peers/sparamx_layers.py"], ["-c", LOADS]],
+    ids=["on this CPU", "on a CPU with AMX"],
+)
+def test_sparamx_s_layers_are_refused_in_one_line_where_they_cannot_run(
+    command: list[str], checkout: Path
+) -> None:
+    done = subprocess.run(
+        [sys.executable, *command, str(checkout)], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    assert "SparAMX's" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--rows", "17"], "--rows 17"),
+        (["--rows", "0"], "--rows 0"),
+        (["--shapes", "lm_head"], "--shapes lm_head"),
+        (["--shapes", "k_proj", "--threads", "3"], "--threads 3"),
+        (["--zeros", "1"], "--zeros"),
+        (["--rounds", "0"], "--rounds"),
+        (["--threads", "0"], "--threads"),
+    ],
+)
+def test_options_that_sparamx_s_layers_have_no_form_for_are_refused(options: list[str], said: str) -> None:
+    assert said in (sparamx_layers.unfit(sparamx_layers.options_of(["CHECKOUT", *options])) or "")
+
+
+def test_options_that_sparamx_s_layers_have_a_form_for_are_taken() -> None:
+    options = ["CHECKOUT", "--rows", "1,16,32", "--threads", "32"]
+
+    assert sparamx_layers.unfit(sparamx_layers.options_of(options)) is None
