@@ -202,6 +202,18 @@ def _use(installed: InstalledSlot) -> SlotUse:
     return SlotUse(installed)
 
 
+def unused_because(installed: InstalledSlot) -> str:
+    """The reason why no process here would use it, as far as it shows without a call; "": there is none."""
+    problem = _without_duel(installed)
+    if problem:
+        return problem
+    try:
+        os.close(library_of(installed))
+    except SlotError as error:
+        return str(error)
+    return ""
+
+
 def _without_duel(installed: InstalledSlot) -> str:
     """Why there is no duel that counts here; "": there is."""
     if installed.isa != isa_active():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,13 @@ pytest.importorskip(
     "phasewise.cython_kernels._native", reason="the kernels are not built", exc_type=ImportError
 )
 
-from phasewise.cython_kernels.user_slots.installed import InstalledSlot, installed_slots, write_record
+from phasewise.cython_kernels.isa import active
+from phasewise.cython_kernels.user_slots.installed import (
+    InstalledSlot,
+    installed_slots,
+    processor,
+    write_record,
+)
 from tests.cli import command
 from tests.ir.samples import HOME, text_of, why_not
 from tests.support.kernels.slot_cheats import true_text
@@ -68,11 +75,32 @@ def test_what_is_in_a_slot_goes_by_its_slot() -> None:
 
 @pytest.mark.usefixtures("none_left")
 def test_what_lost_its_duel_is_listed_as_not_used() -> None:
-    write_record([MINE])
+    write_record([replace(MINE, isa=active(), processor=processor())])
     text = command.text_of("kernels", "list")
     write_record([])
 
-    assert "mine abababab  not used: 0.90 times the built-in's speed" in text
+    assert text.startswith("gelu"), "no line says that there are no kernels"
+    assert "mine abababab  not used: the duel did not prove it faster (0.90 times the built-in's" in text
+
+
+@pytest.mark.usefixtures("none_left")
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"isa": "none"}, "it was compared with kernels of none"),
+        ({"processor": "none"}, "its duel was fought on another kind of processor"),
+        ({}, "cannot be read (No such file or directory); install it again"),
+    ],
+)
+def test_what_won_its_duel_is_listed_as_used_only_where_it_is(changed: dict[str, str], why: str) -> None:
+    """On this kind of processor, with these kernels, and while the cache has its library."""
+    won = {"isa": active(), "processor": processor(), "is_faster": True}
+    write_record([replace(MINE, **(won | changed))])
+    text = command.text_of("kernels", "list")
+    write_record([])
+
+    assert "not used: " in text
+    assert why in text
 
 
 @pytest.mark.parametrize("words", [(), ("mine", "--slot", "gelu")])
