@@ -130,4 +130,6 @@ def test_a_pack_needs_one_beginning_that_fits(model: Path, tmp_path: Path) -> No
     assert run("--system", "a", "--text-file", long).exit_code == 2
     assert "list of tools" in run("--tools", tools).refusal
     assert "1 to 3999" in run("--text-file", long).refusal
+    long.write_text("x" * 9)
+    assert "too few to keep any: a pack holds keys and values of 16 tokens" in run("--text-file", long).stderr
     assert not pack.exists()
