@@ -175,6 +175,26 @@ def test_any_bytes_are_lines_with_a_fault_each(
 
 
 @pytest.mark.slow
+@pytest.mark.smoke
+def test_what_is_said_of_other_servers_does_not_keep_the_batch_s_own_from_answering(tmp_path: Path) -> None:
+    """Keys of the configuration file, and variables by which `serve` serves something else."""
+    model, keys, config = write_tiny_gguf(tmp_path / "m.gguf"), tmp_path / "keys", tmp_path / "config.toml"
+    requests, answers = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    body = {"model": "m", "prompt": "a", "max_tokens": 2}
+    requests.write_text(json.dumps({"custom_id": "a", "url": "/v1/completions", "body": body}))
+    keys.write_text("sesame\n")
+    keys.chmod(0o600)
+    config.write_text(f'[serve]\napi_key_file = "{keys}"\n')
+    others = {"PHASEWISE_CLUSTER": "auto", "PHASEWISE_MODELS": str(tmp_path), "PHASEWISE_ALSO": "nobody"}
+    environment = {"PHASEWISE_CONFIG": str(config), "XDG_CACHE_HOME": str(tmp_path / "cache"), **others}
+
+    command = [sys.executable, "-m", "phasewise", "batch", str(requests), str(model), "-o", str(answers)]
+    subprocess.run(command, env=os.environ | environment, check=True, timeout=120)
+
+    assert [answer["response"]["status_code"] for answer in answers_in(answers)] == [200]
+
+
+@pytest.mark.slow
 def test_a_killed_batch_answers_every_line_once(tmp_path: Path) -> None:
     """The command itself, with a model: killed at any moment, it leaves no server and goes on."""
     model = write_tiny_gguf(tmp_path / "m.gguf")
