@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -11,11 +14,13 @@ pytest.importorskip(
     "phasewise.cython_kernels._native", reason="the kernels are not built", exc_type=ImportError
 )
 
+from phasewise.cython_kernels.errors import SlotError
 from phasewise.cython_kernels.isa import active
 from phasewise.cython_kernels.user_slots.installed import (
     InstalledSlot,
     installed_slots,
     processor,
+    record_path,
     write_record,
 )
 from tests.cli import command
@@ -61,6 +66,26 @@ def test_a_kernel_is_installed_listed_and_removed(kernel: Path) -> None:
     assert ("in use" in text) == fields["is_faster"]
     assert fields["digest"][:8] in text
     assert command.fields_of("kernels", "list")["installed"] == []
+
+
+@pytest.mark.usefixtures("none_left")
+def test_a_record_that_cannot_be_written_is_one_line_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_record([MINE])
+
+    def full(_descriptor: int, *_arguments: object) -> NoReturn:
+        os.close(_descriptor)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr("phasewise.cython_kernels.user_slots.installed.os.fdopen", full)
+        with pytest.raises(SlotError, match=r"slots\.json cannot be written: No space left on device"):
+            write_record([])
+
+    assert installed_slots() == [MINE]
+    assert [path.name for path in record_path().parent.glob("*slots.json*")] == ["slots.json"]
+    write_record([])
 
 
 @pytest.mark.usefixtures("none_left")
