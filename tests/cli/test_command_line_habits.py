@@ -167,7 +167,10 @@ def test_a_key_is_the_option_s_flag_and_reaches_it(tmp_path: Path) -> None:
     code, told = phasewise("tune-config", "smollm2-135m-instruct", "--dry-run", config=config)
 
     assert code == 2
-    assert "'soon'" in told
+    assert "'soon'; the configuration file says so" in " ".join(told.split())
+    _, of_flag = phasewise("tune-config", "smollm2-135m-instruct", "--budget", "late", config=config)
+    assert "'late'" in of_flag
+    assert "configuration file" not in of_flag
 
 
 @pytest.mark.parametrize(
