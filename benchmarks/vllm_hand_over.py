@@ -211,21 +211,21 @@ def equal(ours: Sequence[Place], theirs: Sequence[Place]) -> int:
     return next((n for n, (own, their) in pairs if own.token != their.token), len(ours))
 
 
-def parting(ours: Sequence[Place], theirs: Sequence[Place]) -> str:
-    """The leads of the two tokens where the answers part, in either; and by how much that of the likeliest
-    token over the second differs between the two at the places before: that is arithmetic alone.
+def compared(ours: Sequence[Place], theirs: Sequence[Place]) -> str:
+    """By how much the lead of the likeliest token over the second differs between the two where their answers
+    are equal: that is arithmetic alone. Where they part, the leads of the two tokens there, in either.
     """
     n_equal = equal(ours, theirs)
-    own, their = ours[n_equal], theirs[n_equal]
-    leads = own.lead(own.token, their.token), their.lead(their.token, own.token)
     moved = list[float]()
     for here, there in zip(ours[:n_equal], theirs[:n_equal], strict=True):
         first, second = list(here.likeliest)[:2]
         moved.append(abs(here.lead(first, second) - there.lead(first, second)))
-    return (
-        f"after {n_equal}; the chosen token leads by {leads[0]:.3g} and by {leads[1]:.3g}, {sum(leads):.3g}"
-        f" together; leads before differ by {Spread.of(moved) if moved else 'none'}"
-    )
+    text = f"leads differ by {Spread.of(moved)} at {n_equal} places" if moved else "no place is equal"
+    if n_equal == len(ours):
+        return text
+    own, their = ours[n_equal], theirs[n_equal]
+    leads = own.lead(own.token, their.token), their.lead(their.token, own.token)
+    return f"{text}; then the chosen tokens lead by {leads[0]:.3g} and by {leads[1]:.3g}"
 
 
 # ---- commands --------------------------------------------------------------------------------------------
@@ -265,8 +265,7 @@ def run(
                 "phasewise alone = vLLM": (own, theirs),
             }
             for name, pair in pairs.items():
-                if equal(*pair) < answer:
-                    yield f"{length} tokens, {name}: parted {parting(*pair)}"
+                yield f"{length} tokens, {name}: {compared(*pair)}"
             yield {
                 "prompt": length,
                 **{name: f"{equal(*pair)} of {answer}" for name, pair in pairs.items()},

@@ -97,6 +97,25 @@ def test_answers_are_in_the_order_of_their_lines(busy: Busy, tmp_path: Path) -> 
     assert sorted(busy.seen) == list(range(100))
 
 
+def test_an_interrupt_waits_for_no_answer(busy: Busy, tmp_path: Path) -> None:
+    """What is on its way is asked again by the next run."""
+    requests, answers = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    requests.write_text("\n".join([line("quick", 0), line("slow", 1)]))
+    busy.slow = {0: 0.3, 1: 600}
+
+    def interrupted(_result: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        answer_batch(requests, answers, busy.url, concurrency=2, progress=interrupted)
+
+    senders = [thread for thread in threading.enumerate() if thread.name.startswith("phasewise-batch")]
+    for thread in senders:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in senders)
+    assert [answer["custom_id"] for answer in answers_in(answers)] == ["quick"]
+
+
 @pytest.mark.parametrize("n_there", [0, 1, 7, 20])
 def test_a_batch_goes_on_behind_what_is_answered(busy: Busy, tmp_path: Path, n_there: int) -> None:
     """Half a line at the end of the answers is what a kill left: it is asked again."""
