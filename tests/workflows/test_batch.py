@@ -98,7 +98,7 @@ def test_answers_are_in_the_order_of_their_lines(busy: Busy, tmp_path: Path) -> 
 
 
 def test_an_interrupt_waits_for_no_answer(busy: Busy, tmp_path: Path) -> None:
-    """What is on its way is asked again by the next run."""
+    """A request that is on its way is asked again by the next run."""
     requests, answers = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     requests.write_text("\n".join([line("quick", 0), line("slow", 1)]))
     busy.slow = {0: 0.3, 1: 600}
