@@ -14,6 +14,7 @@ counts what a link would carry.
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import tempfile
 import time
@@ -21,13 +22,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from typer import Argument, BadParameter, Option
 
-from benchmarks.harness import Threads, Yielded, commands, numbers
+from benchmarks.harness import Spread, Threads, Yielded, commands, numbers
 from phasewise.cluster.real.handing_over.frames import Codec, Frame, FrameKind, runs_of
 from phasewise.cluster.real.handing_over.receiver import Receiver
 from phasewise.cython_kernels.kv_formats import kv_slot_bytes
@@ -44,7 +45,8 @@ SHAPES = {"smollm2-135m-instruct": KvShape(30, 3, 64, "bf16"), "8 B": KvShape(32
 FORMATS = {"float32": "f32", "bfloat16": "bf16"}
 """Our format, of weights and of keys and values, that has the numbers of vLLM's dtype."""
 MODEL_HASH = b"m" * 32
-GREEDY_OF_TWO = SamplingParams(temperature=0.0, top_logprobs=2)
+GREEDY = SamplingParams(temperature=0.0, top_logprobs=20)
+"""With as many of the likeliest tokens as vLLM tells."""
 
 Array = npt.NDArray[Any]
 
@@ -115,13 +117,19 @@ class Vllm:
         said: dict[str, Any] = json.loads(line)
         return said
 
-    def compute(self, prompt: tuple[int, ...], n_answer: int) -> tuple[list[int], dict[str, Array]]:
+    def compute(self, prompt: tuple[int, ...], n_answer: int) -> tuple[list[Place], dict[str, Array]]:
         """Its answer, and what its connector kept of the prompt."""
         assert self._process.stdin is not None
         print(json.dumps({"prompt": prompt, "n_answer": n_answer}), file=self._process.stdin, flush=True)
         said = self._line()
         with np.load(said["file"]) as kept:
-            return said["answer"], dict(kept)
+            return [_place(*place) for place in zip(said["answer"], said["likeliest"], strict=True)], dict(
+                kept
+            )
+
+
+def _place(token: int, likeliest: dict[str, float]) -> Place:
+    return Place(token, {int(name): logprob for name, logprob in likeliest.items()})
 
 
 @contextmanager
@@ -179,15 +187,45 @@ def continued(
     return tokens[1:], took_s
 
 
-def equal(ours: list[SampledToken], theirs: Sequence[int]) -> str:
-    """The number of tokens that are equal before the first that is not, and how far ours was ahead of the
-    second best there, as a difference of log-probabilities.
+# ---- answers beside answers ------------------------------------------------------------------------------
+
+
+class Place(NamedTuple):
+    """A token of an answer, and the log-probabilities of the likeliest ones of its place, the first first."""
+
+    token: int
+    likeliest: dict[int, float]
+
+    def lead(self, token: int, over: int) -> float:
+        """The log-probability of `token` less that of `over`; infinite if one is not among the likeliest."""
+        return self.likeliest.get(token, -math.inf) - self.likeliest.get(over, -math.inf)
+
+
+def places_of(tokens: Sequence[SampledToken]) -> list[Place]:
+    return [Place(token.token_id, dict(token.top)) for token in tokens]
+
+
+def equal(ours: Sequence[Place], theirs: Sequence[Place]) -> int:
+    """The number of tokens before the first that is another one."""
+    pairs = enumerate(zip(ours, theirs, strict=True))
+    return next((n for n, (own, their) in pairs if own.token != their.token), len(ours))
+
+
+def compared(ours: Sequence[Place], theirs: Sequence[Place]) -> str:
+    """By how much the lead of the likeliest token over the second differs between the two where their answers
+    are equal: that is arithmetic alone. Where they part, the leads of the two tokens there, in either.
     """
-    for count, (own, their) in enumerate(zip(ours, theirs, strict=True)):
-        if own.token_id != their:
-            lead = own.top[0][1] - own.top[1][1]
-            return f"{count} of {len(ours)}, lead {lead:.2g}"
-    return f"{len(ours)} of {len(ours)}"
+    n_equal = equal(ours, theirs)
+    moved = list[float]()
+    for here, there in zip(ours[:n_equal], theirs[:n_equal], strict=True):
+        first, second = list(here.likeliest)[:2]
+        moved.append(abs(here.lead(first, second) - there.lead(first, second)))
+    text = f"leads differ by {Spread.of(moved)} at {n_equal} places" if moved else "no place is equal"
+    if n_equal == len(ours):
+        return text
+    own, their = ours[n_equal], theirs[n_equal]
+    leads = own.lead(own.token, their.token), their.lead(their.token, own.token)
+    return f"{text}; then the chosen tokens lead by {leads[0]:.3g} and by {leads[1]:.3g}"
 
 
 # ---- commands --------------------------------------------------------------------------------------------
@@ -217,14 +255,20 @@ def run(
         for number, length in enumerate(asked):
             prompt = tuple(ids[number * max(asked) :][:length])
             theirs, kept = vllm.compute(prompt, answer)
-            request = Submit(f"r{number}", prompt, answer, GREEDY_OF_TWO, ignore_eos=True)
-            own = answer_to(opened, replace(request, request_id=f"own{number}", cache_space="own"))
+            request = Submit(f"r{number}", prompt, answer, GREEDY, ignore_eos=True)
+            own = places_of(answer_to(opened, replace(request, request_id=f"own{number}", cache_space="own")))
             tokens, took_s = continued(opened, request, kept["keys"], kept["values"])
+            handed_over = places_of(tokens)
+            pairs = {
+                "handed over = vLLM": (handed_over, theirs),
+                "= phasewise alone": (handed_over, own),
+                "phasewise alone = vLLM": (own, theirs),
+            }
+            for name, pair in pairs.items():
+                yield f"{length} tokens, {name}: {compared(*pair)}"
             yield {
                 "prompt": length,
-                "handed over = vLLM": equal(tokens, theirs),
-                "= phasewise alone": equal(tokens, [token.token_id for token in own]),
-                "phasewise alone = vLLM": equal(own, theirs),
+                **{name: f"{equal(*pair)} of {answer}" for name, pair in pairs.items()},
                 "vLLM's keys": str(kept["order"][0]),
                 "values": str(kept["order"][1]),
                 "MB": kept["keys"].nbytes * 2 / 1e6 / (1 if dtype == "float32" else 2),

@@ -48,6 +48,9 @@ class GroupedCommand(TyperCommand):
             return list(super().parse_args(ctx, args))
         except typer.BadParameter as error:
             error.message = error.message.removeprefix("Value error, ")  # Typer's validator's words
+            wrong: Any = getattr(error, "param", None)
+            if wrong is not None and _source(ctx, wrong) == "DEFAULT_MAP":
+                error.message += "; the configuration file says so (phasewise config show)"
             raise
 
     def invoke(self, ctx: Any) -> Any:
@@ -140,6 +143,12 @@ def _name(parameter: Any) -> str:
     if not isinstance(parameter, TyperOption):
         return str(parameter.make_metavar(None)) if parameter.metavar is None else str(parameter.metavar)
     return next((flag for flag in parameter.opts if flag.startswith("--")), parameter.opts[0])
+
+
+def _source(ctx: Any, parameter: Any) -> str:
+    """The kind of place that a value comes from, in the words of the library; empty where none is known."""
+    source = ctx.get_parameter_source(parameter.name)
+    return "" if source is None else str(source.name)
 
 
 def _written(ctx: Any, parameter: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,24 +29,43 @@ def read_config(path: Path, command: Any) -> dict[str, Any]:
 
 def defaults_of(values: Mapping[str, Any], command: Any) -> dict[str, Any]:
     """The values of a checked file as click's default map, which goes by the parameters' own names."""
-    children, names = getattr(command, "commands", {}), _keys(command)
-    return {
-        names.get(key, key): defaults_of(value, children[key]) if isinstance(value, dict) else value
-        for key, value in values.items()
-    }
+    children, keys = getattr(command, "commands", {}), _keys(command)
+    defaults: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            defaults[key] = defaults_of(value, children[key])
+        else:
+            defaults[keys[key].name] = keys[key].default(value)
+    return defaults
 
 
-def _keys(command: Any) -> dict[str, str]:
-    """By key of the file, the parameter's name: an option's key is its flag, `kv_budget` for --kv-budget."""
-    keys = {
-        parameter.name: parameter.name
-        for parameter in command.params
-        if not parameter.opts[0].startswith("-")
-    }
+@dataclass(frozen=True)
+class _Key:
+    """A key of the file: the parameter `name`. turns_off: true means that the parameter is false, as the flag
+    --no-resume does. is_list: the parameter takes several values.
+    """
+
+    name: str
+    turns_off: bool
+    is_list: bool
+
+    def default(self, value: Any) -> Any:
+        if self.turns_off:
+            return not value
+        return [value] if self.is_list and not isinstance(value, list) else value
+
+
+def _keys(command: Any) -> dict[str, _Key]:
+    """An option's key is its flag, `kv_budget` for --kv-budget; an argument's is its name."""
+    keys = {}
     for parameter in command.params:
+        is_list = getattr(parameter, "multiple", False) or parameter.nargs == -1
+        if not parameter.opts[0].startswith("-"):
+            keys[parameter.name] = _Key(parameter.name, turns_off=False, is_list=is_list)
         for flag in (*parameter.opts, *parameter.secondary_opts):
             if flag.startswith("--"):
-                keys[flag[2:].replace("-", "_")] = parameter.name
+                turns_off = flag in parameter.secondary_opts
+                keys[flag[2:].replace("-", "_")] = _Key(parameter.name, turns_off, is_list)
     return keys
 
 
@@ -63,4 +83,6 @@ def unknown_key(values: Mapping[str, Any], command: Any, where: str = "") -> str
                 return wrong
         elif key not in options:
             return f"{full_key} is no option{meant(key.replace('-', '_'), options)}"
+        elif options[key].turns_off and not isinstance(value, bool):
+            return f"{full_key} is true or false, not {value!r:.40}"
     return None

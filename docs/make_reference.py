@@ -57,7 +57,7 @@ def section(path: str, command: Any) -> str:
     lines = [f"## {path}", "", f"`{path} {' '.join(usage)}`", "", _paragraphs(command.help or "")]
     shown = [parameter for parameter in command.params if parameter.name != "help"]
     research = [parameter for parameter in shown if getattr(parameter, "hidden", False)]
-    rows = [_row(parameter, _names(parameter)) for parameter in shown if parameter not in research]
+    rows = [_row(parameter, _with_unit(parameter)) for parameter in shown if parameter not in research]
     if rows:
         lines += ["", "| parameter | meaning | default | environment |", "|---|---|---|---|", *rows]
     if research:
@@ -76,15 +76,23 @@ def _names(parameter: Any) -> str:
     return ", ".join(parameter.opts + parameter.secondary_opts)
 
 
+def _with_unit(parameter: Any) -> str:
+    """The names with what the value is in, as help shows it: `--tpot MS`. Words with bars are choices."""
+    metavar = parameter.metavar or ""
+    is_unit = parameter.param_type_name == "option" and metavar and "|" not in metavar
+    return f"{_names(parameter)} {metavar}" if is_unit else _names(parameter)
+
+
 def _row(parameter: Any, names: str) -> str:
-    meaning = " ".join((getattr(parameter, "help", None) or "").split())
+    meaning = " ".join((getattr(parameter, "help", None) or "").split()).replace("|", r"\|")
     default = parameter.default
     shown = (
         ""
-        if default is None or callable(default) or parameter.param_type_name == "argument"
+        if default in (None, "") or callable(default) or parameter.param_type_name == "argument"
         else f"`{getattr(default, 'value', default)}`"
     )
-    environment = parameter.envvar or ""
+    variables = parameter.envvar or ()
+    environment = variables if isinstance(variables, str) else ", ".join(variables)
     return f"| `{names}` | {meaning} | {shown} | {environment} |".replace("  ", " ")
 
 

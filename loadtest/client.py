@@ -129,7 +129,7 @@ class LoadClient:
                     await _refusal(outcome, response)
         except (TimeoutError, OSError, ValueError, aiohttp.ClientError) as error:
             if outcome.failure is None and not stream.is_finished:
-                outcome.failure, outcome.error = _kind(error), _why(error)
+                outcome.failure, outcome.error = _kind(error), why(error)
         stream.close()
         return outcome
 
@@ -168,7 +168,7 @@ class LoadClient:
                 listed = await _json(response)
                 status = response.status
         except (TimeoutError, OSError, ValueError, aiohttp.ClientError) as error:
-            raise LoadTestError(f"{where} does not answer: {_why(error)}") from error
+            raise LoadTestError(f"{where} does not answer: {why(error)}") from error
         cards = listed.get("data") if isinstance(listed, dict) else None
         if status != 200 or not isinstance(cards, list):
             raise LoadTestError(f"{where} lists no models (status {status}): name one with --model")
@@ -231,15 +231,15 @@ async def _refusal(outcome: RequestOutcome, response: aiohttp.ClientResponse) ->
         else FailureKind.rejected
     )
     outcome.retry_after_s = _retry_after_s(response.headers.get("Retry-After"))
-    outcome.error = f"status {status}: {_reason(await response.content.read(4096))}"[:MAX_ERROR_CHARS]
+    outcome.error = f"status {status}: {reason_in(await response.content.read(4096))}"[:MAX_ERROR_CHARS]
 
 
-def _reason(body: bytes) -> str:
+def reason_in(body: bytes) -> str:
     """The message of an error in OpenAI's shape, else the body itself."""
     text = body.decode("utf-8", "replace")
     with suppress(ValueError, TypeError, KeyError, RecursionError):
         text = str(json.loads(text)["error"]["message"])
-    return " ".join(text.split())
+    return " ".join(text.split())[:MAX_ERROR_CHARS]
 
 
 def _retry_after_s(text: str | None) -> float | None:
@@ -261,7 +261,8 @@ def _kind(error: Exception) -> FailureKind:
             return FailureKind.garbage
 
 
-def _why(error: Exception) -> str:
+def why(error: Exception) -> str:
+    """The reason of an error that a request ended by, on one line."""
     if isinstance(error, ssl.SSLError):
         return f"TLS: {error.reason}"
     if isinstance(error, OSError) and error.errno == errno.ECONNREFUSED:

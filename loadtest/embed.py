@@ -18,7 +18,15 @@ from typing import Any
 import aiohttp
 
 from phasewise.loadtest.arrivals import RequestPace
-from phasewise.loadtest.client import CONNECT_S, KEEP_ALIVE_S, LoadTestError, Target, open_client
+from phasewise.loadtest.client import (
+    CONNECT_S,
+    KEEP_ALIVE_S,
+    LoadTestError,
+    Target,
+    open_client,
+    reason_in,
+    why,
+)
 
 _WORDS = (
     *("time", "people", "way", "water", "day", "man", "world", "life", "hand", "part", "place", "week"),
@@ -42,12 +50,13 @@ class EmbedTarget:
 
 @dataclass(frozen=True)
 class EmbedOutcome:
-    """One request, as its sender saw it. `status` 0: no answer."""
+    """One request, as its sender saw it. `status` 0: no answer. `error`: why it failed, else ""."""
 
     latency_s: float
     status: int
     tokens: int
     inputs: int
+    error: str = ""
 
 
 @dataclass(frozen=True)
@@ -64,6 +73,8 @@ class EmbedFigures:
     latency_ms: dict[str, float]
     within_slo: float | None = None
     """Share of the answers with vectors that came within the SLO."""
+    first_error: str | None = None
+    """Why the first of those that failed did; None where none did."""
 
 
 def texts_of_lengths(lengths: Sequence[int], seed: int) -> list[str]:
@@ -114,9 +125,10 @@ class EmbedClient:
             ) as response:
                 raw = await response.read()
                 tokens = _tokens_in(raw) if response.status == 200 else 0
-                return EmbedOutcome(time.perf_counter() - began, response.status, tokens, len(texts))
-        except (TimeoutError, OSError, aiohttp.ClientError):
-            return EmbedOutcome(time.perf_counter() - began, 0, 0, len(texts))
+                error = "" if response.status in (200, 429) else f"status {response.status}: {reason_in(raw)}"
+                return EmbedOutcome(time.perf_counter() - began, response.status, tokens, len(texts), error)
+        except (TimeoutError, OSError, aiohttp.ClientError) as error:
+            return EmbedOutcome(time.perf_counter() - began, 0, 0, len(texts), why(error))
 
 
 def _tokens_in(raw: bytes) -> int:
@@ -190,12 +202,18 @@ async def highest_concurrency(
     rounds: int = 3,
     report: Callable[[int, float], None] = lambda _c, _s: None,
 ) -> int:
-    """The most queries at once of which all are answered within the SLO in every round; 0: not even one."""
+    """The most queries at once of which all are answered within the SLO in every round; 0: not even one.
+
+    LoadTestError where a query alone fails, and not because the server is busy.
+    """
 
     async def longest_s(concurrency: int) -> float:
         worst = 0.0
         for _ in range(rounds):
             outcomes = await asyncio.gather(*(client.send([query]) for query in text(concurrency)))
+            error = next((outcome.error for outcome in outcomes if outcome.error), "")
+            if error and concurrency == 1:
+                raise LoadTestError(f"not even one query is answered: {error}")
             if any(outcome.status != 200 for outcome in outcomes):
                 return float("inf")
             worst = max(worst, *(outcome.latency_s for outcome in outcomes))
@@ -230,6 +248,7 @@ def figures(outcomes: Sequence[EmbedOutcome], seconds: float, slo_s: float | Non
         tokens_per_s=sum(outcome.tokens for outcome in good) / seconds if seconds > 0 else 0.0,
         latency_ms={f"p{p}": _percentile(latencies, p) for p in PERCENTILES},
         within_slo=_share_within(good, slo_s),
+        first_error=next((outcome.error for outcome in outcomes if outcome.error), None),
     )
 
 

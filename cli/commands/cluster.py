@@ -55,7 +55,9 @@ def drain(
     undo: Annotated[
         bool, typer.Option("--undo", help="let it take requests again; start it anew where it has stopped")
     ] = False,
-    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="wait until it has stopped")] = True,
+    wait: Annotated[
+        bool, typer.Option("--wait/--no-wait", help="wait until it has stopped, or with --undo until it runs")
+    ] = True,
     as_json: JsonOption = False,
 ) -> None:
     """Drain an instance, or all instances of a node.

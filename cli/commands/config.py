@@ -48,7 +48,7 @@ def set_value(
 
     path = config_path()
     *tables, key = name.split(".")
-    changed: Any = {key: 0}
+    changed: Any = {key: True if value is None else _parsed(value)}
     for table in reversed(tables):
         changed = {table: changed}
     wrong = unknown_key(changed, context.find_root().command)

@@ -123,16 +123,16 @@ def generate(
 
 
 def _prompt(text: str | None, prompt: str | None, file: Path | None) -> str:
-    if "-" in (text, prompt):
-        return read_stdin()
     is_given = not (text is None and prompt is None and file is None)
-    return prompt_from(text, prompt, file, None if is_given or sys.stdin.isatty() else read_stdin())
+    chosen = prompt_from(text, prompt, file, None if is_given or sys.stdin.isatty() else read_stdin())
+    return read_stdin() if chosen == "-" and is_given and file is None else chosen
 
 
 def _summary(generated: Generated) -> str:
     answer = generated.answer
     parts = [
-        f"{len(answer.request.prompt_token_ids)} prompt tokens, first token after {answer.ttft_ms:.0f} ms",
+        f"{counted(len(answer.request.prompt_token_ids), 'prompt token')}, first token after "
+        f"{answer.ttft_ms:.0f} ms",
         f"{counted(answer.n_generated, 'token')}",
     ]
     if answer.tokens_per_second is not None:

@@ -29,7 +29,7 @@ EXIT_DAMAGED = 3
 
 PathsArgument = Annotated[
     list[Path],
-    typer.Argument(metavar="PATH...", help="packs, and folders of serve --prefix-cache"),
+    typer.Argument(metavar="PATH", help="packs, and folders of serve --prefix-cache"),
 ]
 
 

@@ -27,7 +27,7 @@ EXIT_REFUSED = 3
 def replay(
     receipts: Annotated[
         list[Path],
-        typer.Argument(metavar="RECEIPT...", help="files with receipts, or with answers that have some"),
+        typer.Argument(metavar="RECEIPT", help="files with receipts, or with answers that have some"),
     ],
     model: Annotated[
         str,

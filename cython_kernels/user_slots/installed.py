@@ -13,6 +13,7 @@ import os
 import re
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -118,7 +119,7 @@ def _is_whole(installed: InstalledSlot) -> bool:
 
 
 def write_record(slots: Sequence[InstalledSlot]) -> None:
-    """Replace the record whole. OSError."""
+    """Replace the record whole. SlotError."""
     path = record_path()
     values: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
@@ -128,14 +129,19 @@ def write_record(slots: Sequence[InstalledSlot]) -> None:
 
 
 def write_own(path: Path, content: bytes) -> None:
-    """A file that its user alone may write, in a folder of the same kind, whole or not at all. OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    """A file that its user alone may write, in a folder of the same kind, whole or not at all. SlotError."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.unlink(missing_ok=True)
-    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content)
-    beside.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        beside.unlink(missing_ok=True)
+        descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+        beside.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            beside.unlink()
+        raise SlotError(f"{path} cannot be written: {error.strerror}") from None
 
 
 def processor() -> str:
@@ -200,6 +206,18 @@ def _use(installed: InstalledSlot) -> SlotUse:
     fill_from(installed.slot, descriptor)
     _descriptors[installed.slot] = descriptor
     return SlotUse(installed)
+
+
+def unused_because(installed: InstalledSlot) -> str:
+    """The reason why no process here would use it, as far as it shows without a call; "": there is none."""
+    problem = _without_duel(installed)
+    if problem:
+        return problem
+    try:
+        os.close(library_of(installed))
+    except SlotError as error:
+        return str(error)
+    return ""
 
 
 def _without_duel(installed: InstalledSlot) -> str:

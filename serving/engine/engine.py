@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from phasewise._words import counted
 from phasewise.serving.batch import Batch
 from phasewise.serving.drafts.contract import Draft, Drafter
 from phasewise.serving.engine.given_so_far import GivenSoFar
@@ -30,7 +29,7 @@ from phasewise.serving.engine.prompt_scores import forward_scored
 from phasewise.serving.errors import CoresMoved, RankLost, RanksError, RequestError, ServingError, StepFailed
 from phasewise.serving.ranks.ranks_contract import Ranks
 from phasewise.serving.sampling.sampling import SampledToken, sample_rows, sample_run
-from phasewise.serving.scheduling.pacing import PROMPT_SHARE, Pacing
+from phasewise.serving.scheduling.pacing import Pacing
 from phasewise.serving.scheduling.request import TokenOut
 from phasewise.serving.scheduling.scheduler import Scheduler
 from phasewise.serving.scheduling.shadow import UNBOUNDED, ShadowRoom
@@ -101,7 +100,6 @@ class Engine:
         self._unplaced: set[str] = set()
         """Expected requests that `Delivery.placed` has not named yet."""
         self._pool_stats: tuple[int, PoolStats] | None = None
-        self._has_told_pace = False
         self._progress = PromptProgress()
 
     @property
@@ -391,17 +389,6 @@ class Engine:
         if self.pacing is None:
             return
         self.pacing.observe(stats.phase, stats.n_tokens, stats.duration_ns, n_in_shadow)
-        if not (self.pacing.is_kept or self._has_told_pace):
-            self._has_told_pace = True
-            log.warning(
-                "a decode step of %s takes %.0f ms, more than the %.0f ms per token that --tpot "
-                "promises: prompts get %.0f %% of the time while they wait; promise more, or let fewer "
-                "answers run (--max-sequences)",
-                counted(stats.n_sequences, "answer"),
-                stats.duration_ns / 1e6,
-                self.pacing.promise_ns / 1e6,
-                100 * PROMPT_SHARE,
-            )
 
     def _drafts(self, batch: Batch) -> list[Draft]:
         """A draft for each slice of a decode batch."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Literal, Protocol
 
+from phasewise._words import counted
 from phasewise.serving.engine.engine import Engine
 from phasewise.serving.engine.engine_host import EngineState
 from phasewise.serving.engine.fingerprint import Fingerprint
@@ -26,6 +27,7 @@ from phasewise.serving.engine.messages import (
     Expect,
     Failure,
     Message,
+    StepStats,
     Submit,
 )
 from phasewise.serving.errors import (
@@ -38,6 +40,7 @@ from phasewise.serving.errors import (
     Stopping,
 )
 from phasewise.serving.processes.restarts import Restarts
+from phasewise.serving.scheduling.pacing import PROMPT_SHARE
 
 log = logging.getLogger(__name__)
 
@@ -96,6 +99,7 @@ class EngineThread:
             queue.SimpleQueue()
         )
         self._stopping = threading.Event()
+        self._has_told_pace = False
         self._is_idle = False
         """True if the newest turn could compute nothing: only a message can change that."""
         self._thread = threading.Thread(target=self._run, name="phasewise-engine", daemon=True)
@@ -197,7 +201,25 @@ class EngineThread:
             delivery = self._engine.step()
         self.n_turns += 1
         self._is_idle = delivery.stats is None
+        if delivery.stats is not None and not self._has_told_pace:
+            self._tell_pace(delivery.stats)
         return delivery
+
+    def _tell_pace(self, stats: StepStats) -> None:
+        """Once, where a decode step alone takes longer than a server's --tpot promises."""
+        pacing = self._engine.pacing
+        if pacing is None or pacing.is_kept:
+            return
+        self._has_told_pace = True
+        log.warning(
+            "a decode step of %s takes %.0f ms, more than the %.0f ms per token that --tpot promises: "
+            "prompts get %.0f %% of the time while they wait; promise more, or let fewer answers run "
+            "(--max-sequences)",
+            counted(stats.n_sequences, "answer"),
+            stats.duration_ns / 1e6,
+            pacing.promise_ns / 1e6,
+            100 * PROMPT_SHARE,
+        )
 
     def _take_messages(self) -> bool:
         """Handle what has arrived, waiting for it while there is nothing to compute. False: stop."""

@@ -16,7 +16,7 @@ from phasewise.serving.engine.live_request import Vocabulary
 from phasewise.serving.engine.maintenance import Maintenance
 from phasewise.serving.engine.stored_prefixes import StoredPrefixes, shape_of
 from phasewise.serving.errors import RequestError
-from phasewise.serving.models.forward import kv_bytes_by_reach
+from phasewise.serving.models.forward import check_generates, kv_bytes_by_reach
 from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.pools.arena import aligned
 from phasewise.serving.pools.contract import KvPool, PoolSettings
@@ -46,10 +46,12 @@ _LEAST_ANSWER_TOKENS = 256
 class ModelText:
     """Text to tokens and back, as one model has it.
 
-    allow_special: texts of control tokens in a conversation's contents become these tokens.
+    allow_special: texts of control tokens in a conversation's contents become these tokens. ModelError for an
+    encoder.
     """
 
     def __init__(self, model: PackedModel, *, allow_special: bool = False) -> None:
+        check_generates(model)
         self._model = model
         self.allow_special = allow_special
         self.tokenizer = Tokenizer.from_json(model.tokenizer_json, model.config)

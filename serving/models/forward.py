@@ -108,6 +108,14 @@ def kv_bytes_by_reach(model: PackedModel, kv_format: str = AUTO, teams: Teams = 
     return sum(bytes_of.values()) - windowed, windowed
 
 
+def check_generates(model: PackedModel) -> None:
+    """ModelError for an encoder, which has no next tokens."""
+    if model.config.encoder is not None:
+        raise ModelError(
+            f"{model.name} is an encoder and generates no text: `phasewise embed` makes vectors of it"
+        )
+
+
 def build_program(
     model: PackedModel,
     capacity: Capacity,
@@ -133,10 +141,7 @@ def build_program(
     """
     try:
         config = model.config
-        if config.encoder is not None:
-            raise ModelError(
-                f"{model.name} is an encoder and generates no text: `phasewise embed` makes vectors of it"
-            )
+        check_generates(model)
         if gives == "logits" and config.last_row_scores:
             raise ModelError(
                 f"{model.name} scores pairs of texts and generates no text: serve it for /v1/rerank"

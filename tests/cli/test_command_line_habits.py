@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from phasewise.cli.config_file import defaults_of
 from phasewise.serving.loaders.fetching.hub import folder_of
 from tests.cli import command
+from tests.cli.command_options import commands
 
 
 def phasewise(*arguments: str, config: Path | None = None) -> tuple[int, str]:
@@ -112,6 +115,7 @@ def test_the_shell_completes_names_of_models_and_files(
         ("[serv]\nport = 1\n", "[serv] is no command; did you mean serve?"),
         ("[bench.run]\nn-tokens = 1\n", "bench.run.n-tokens is no option"),
         ("port = 1\n", "port is no option"),
+        ('[tune-config]\nno_resume = "yes"\n', "tune-config.no_resume is true or false, not 'yes'"),
         pytest.param("a = " + "[" * 50_000, "cannot be read", id="lists without end"),
         pytest.param("a = " + "{a=" * 20_000, "cannot be read", id="tables without end"),
     ],
@@ -163,7 +167,30 @@ def test_a_key_is_the_option_s_flag_and_reaches_it(tmp_path: Path) -> None:
     code, told = phasewise("tune-config", "smollm2-135m-instruct", "--dry-run", config=config)
 
     assert code == 2
-    assert "'soon'" in told
+    assert "'soon'; the configuration file says so" in " ".join(told.split())
+    _, of_flag = phasewise("tune-config", "smollm2-135m-instruct", "--budget", "late", config=config)
+    assert "'late'" in of_flag
+    assert "configuration file" not in of_flag
+
+
+@pytest.mark.parametrize(
+    ("line", "flags"),
+    [
+        ("no_embed_accelerators = true", ["--no-embed-accelerators"]),
+        ("no_embed_accelerators = false", ["--embed-accelerators"]),
+        ("embed_accelerators = false", ["--no-embed-accelerators"]),
+        ('allowed_host = "here.example"', ["--allowed-host", "here.example"]),
+        ('allowed_host = ["here.example", "there"]', ["--allowed-host=here.example", "--allowed-host=there"]),
+    ],
+)
+def test_a_line_says_what_its_flag_says(line: str, flags: list[str]) -> None:
+    """A flag that turns something off, and one value of an option that takes several."""
+    values = defaults_of({"serve": tomllib.loads(line)}, command.tree())["serve"]
+    serve = commands()["serve"]
+
+    by_file = serve.make_context("serve", ["model"], default_map=values).params
+    assert by_file == serve.make_context("serve", ["model", *flags]).params
+    assert by_file != serve.make_context("serve", ["model"]).params or flags == ["--embed-accelerators"]
 
 
 def test_an_option_that_no_command_has_is_not_set(tmp_path: Path) -> None:

@@ -62,12 +62,13 @@ POLICY = ("--buckets", "--window", "--refresh-every", "--fixed-buckets")
 BENCH_KV = {
     **{flag: [flag, "17"] for flag in (*POLICY, "--prompt-tokens", "--seed", "--max-sequences")},
     **{flag: [flag, "0.3"] for flag in ("--alpha", "--tau", "--reserve")},
+    "--column": ["--column", "tokens"],
     "--order": ["--order", "shortest"],
 }
 HANDED = {
     "generate": Handing(
         "phasewise.workflows.generate.run.generate_text",
-        ["m", "-p", "x"],
+        ["m", "-p", "x", "--temperature", "1"],
         {
             "--tile-prompts": ["--tile-prompts"],
             "--arithmetic": ["--arithmetic", "blocks"],
@@ -186,7 +187,7 @@ HANDED = {
             "--votes": ["--votes", "5"],
         },
     ),
-    "bench kv": Handing("phasewise.workflows.bench.kv.replay.replay_policies", ["fixed:8/8"], BENCH_KV),
+    "bench kv": Handing("phasewise.workflows.bench.kv.replay.replay_policies", ["lengths.csv"], BENCH_KV),
     "bench run": Handing(
         "phasewise.workflows.opening.open_model.open_model",
         ["m"],
@@ -334,10 +335,10 @@ def cells() -> Iterator[tuple[str, Way, str]]:
 def test_the_table_names_commands_and_options_that_there_are() -> None:
     for command, way, flag in cells():
         offered = set(options_of(command))
-        assert flag in {*offered, "MODEL"}, command  # MODEL: the argument
+        assert flag in {*offered, "MODEL"}, command  # MODEL, TRACE: arguments
         for conditions in (way.when, way.unless):
             flags = {re.split("[=~]", condition)[0] for condition in conditions}
-            assert not flags or flags & {*offered, "MODEL"}, command
+            assert not flags or flags & {*offered, "MODEL", "TRACE"}, command
 
 
 def in_this_way(way: Way, flag: str) -> dict[str, GivenOption]:
@@ -385,15 +386,24 @@ def test_each_cell_of_the_table_is_refused_by_name_and_left_out_where_it_stands_
         "tune-kernels m --isa avx2",
         "tune-config m --dry-run --emit vllm",
         "tune-config m --slo ttft=1s",
+        "tune-config m --rehearse log --verbose",
+        "tune-config m --rehearse log --machine m.xml",
+        "tune-config m --emit numactl --cores 0-3",
+        "generate m -p x --seed 3",
         "prune m -o out --calibration text",
         "bench serve http://127.0.0.1:9 --votes 3",
         "bench serve http://127.0.0.1:9 --save-detailed",
+        "bench serve http://127.0.0.1:9 --over-offline --slo ttft=1s --duration 30",
         "bench embed http://127.0.0.1:9 --find --slo 1s -c 3",
+        "bench embed http://127.0.0.1:9 --find --slo 1s --inputs 3",
+        "bench embed http://127.0.0.1:9 --rate 3 --plot x.svg",
         "bench kv fixed:8/8 --policies static --alpha 0.3",
+        "bench kv fixed:8/8 --prompt-tokens 9",
         "bench run m --wide -o json",
         "kernels emit k.kir -D A=1",
         "models inspect m --format int8",
         "db show --json --wide",
+        "report --json --no-measure",
     ],
 )
 def test_a_flag_without_effect_is_wrong_usage_and_the_command_does_not_begin(line: str) -> None:

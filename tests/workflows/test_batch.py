@@ -97,6 +97,25 @@ def test_answers_are_in_the_order_of_their_lines(busy: Busy, tmp_path: Path) -> 
     assert sorted(busy.seen) == list(range(100))
 
 
+def test_an_interrupt_waits_for_no_answer(busy: Busy, tmp_path: Path) -> None:
+    """A request that is on its way is asked again by the next run."""
+    requests, answers = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    requests.write_text("\n".join([line("quick", 0), line("slow", 1)]))
+    busy.slow = {0: 0.3, 1: 600}
+
+    def interrupted(_result: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        answer_batch(requests, answers, busy.url, concurrency=2, progress=interrupted)
+
+    senders = [thread for thread in threading.enumerate() if thread.name.startswith("phasewise-batch")]
+    for thread in senders:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in senders)
+    assert [answer["custom_id"] for answer in answers_in(answers)] == ["quick"]
+
+
 @pytest.mark.parametrize("n_there", [0, 1, 7, 20])
 def test_a_batch_goes_on_behind_what_is_answered(busy: Busy, tmp_path: Path, n_there: int) -> None:
     """Half a line at the end of the answers is what a kill left: it is asked again."""
@@ -172,6 +191,26 @@ def test_any_bytes_are_lines_with_a_fault_each(
     read = list(read_requests(path))
     assert len(read) == sum(bool(piece.strip()) for piece in data.split(b"\n"))
     assert all(request.fault for request in read)
+
+
+@pytest.mark.slow
+@pytest.mark.smoke
+def test_what_is_said_of_other_servers_does_not_keep_the_batch_s_own_from_answering(tmp_path: Path) -> None:
+    """Keys of the configuration file, and variables by which `serve` serves something else."""
+    model, keys, config = write_tiny_gguf(tmp_path / "m.gguf"), tmp_path / "keys", tmp_path / "config.toml"
+    requests, answers = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    body = {"model": "m", "prompt": "a", "max_tokens": 2}
+    requests.write_text(json.dumps({"custom_id": "a", "url": "/v1/completions", "body": body}))
+    keys.write_text("sesame\n")
+    keys.chmod(0o600)
+    config.write_text(f'[serve]\napi_key_file = "{keys}"\n')
+    others = {"PHASEWISE_CLUSTER": "auto", "PHASEWISE_MODELS": str(tmp_path), "PHASEWISE_ALSO": "nobody"}
+    environment = {"PHASEWISE_CONFIG": str(config), "XDG_CACHE_HOME": str(tmp_path / "cache"), **others}
+
+    command = [sys.executable, "-m", "phasewise", "batch", str(requests), str(model), "-o", str(answers)]
+    subprocess.run(command, env=os.environ | environment, check=True, timeout=120)
+
+    assert [answer["response"]["status_code"] for answer in answers_in(answers)] == [200]
 
 
 @pytest.mark.slow

@@ -5,10 +5,12 @@ from __future__ import annotations
 import http.client
 import itertools
 import json
+import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import local
@@ -91,6 +93,7 @@ class _Senders:
         self._endpoint = endpoint
         self._concurrency = concurrency
         self._own = local()
+        self._connections: list[http.client.HTTPConnection] = []
         self._threads = ThreadPoolExecutor(concurrency, thread_name_prefix="phasewise-batch")
         self._is_over = False
 
@@ -99,6 +102,9 @@ class _Senders:
 
     def __exit__(self, *_error: object) -> None:
         self._is_over = True
+        for connection in self._connections:  # nobody waits for the answers that are on their way
+            with suppress(OSError, AttributeError):  # it has no socket before and after an answer
+                connection.sock.shutdown(socket.SHUT_RDWR)
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def answers(self, lines: Iterator[BatchLine]) -> Iterator[Json]:
@@ -143,6 +149,7 @@ class _Senders:
         connection: http.client.HTTPConnection | None = getattr(self._own, "connection", None)
         if connection is None:
             connection = self._own.connection = self._endpoint.connect()
+            self._connections.append(connection)
         return connection
 
 

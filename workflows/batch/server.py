@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -28,6 +29,9 @@ from phasewise.workflows.serve.embedding import makes_vectors
 _LOOK_EVERY_S = 0.1
 _END_S = 30.0
 _NO_PROMISE_MS = 60_000
+_API_KEY = "PHASEWISE_API_KEY"
+_OTHER_WAYS = {"PHASEWISE_ALSO", "PHASEWISE_CLUSTER", "PHASEWISE_EMBED_MODEL", "PHASEWISE_MODELS"}
+"""Variables by which a server would serve something else than the batch's model alone."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +136,8 @@ def endpoint_of(server: str | OwnServer, key: str | None, report: Report) -> Ite
         yield endpoint
         return
     command = server.command(report)
+    key = secrets.token_hex(16)  # whatever the configuration file says of keys
+    environment = {name: value for name, value in os.environ.items() if name not in _OTHER_WAYS}
     with tempfile.TemporaryDirectory(prefix="phasewise-batch-") as folder:
         path = Path(folder) / "socket"
         words = [sys.executable, "-m", "phasewise", "serve", *command, "--unix-socket", str(path)]
@@ -139,6 +145,7 @@ def endpoint_of(server: str | OwnServer, key: str | None, report: Report) -> Ite
             words,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
+            env={**environment, _API_KEY: key},
             preexec_fn=end_with_parent,
             process_group=0,  # Ctrl-C is the batch's, which ends the server in order
         )

@@ -46,12 +46,12 @@ class ChatSession:
         weights = Weights(weight_format, lora=None if lora is None else [lora])
         check_settings(model, weights, kv_format, report)
         loaded = open_model(model, weights, threads, db, report)
+        self._text = ModelText(loaded.model)
         if loaded.model.chat_template is None:
             raise WorkflowError(f"{loaded.model.name} has no chat template: use generate instead")
         hint_at_tuning(model, db, report)
         teams = teams_of(loaded.plans)
         size = EngineSize.for_many(loaded.model, 1, context_tokens, None, kv_format, teams=teams)
-        self._text = ModelText(loaded.model)
         self._opened = open_engine(loaded.model, loaded.plans, size, self._text, loaded.schedules)
         self._cores = KeptCores(report)
         self._ids = map(str, itertools.count())

@@ -69,7 +69,7 @@ class OpenEmbedder:
         try:
             self.text.kind_of(input_type, task)
         except ValueError as error:
-            raise WorkflowError(f"the {'kind of input' if task is None else 'task'} {error}") from error
+            raise WorkflowError(str(error)) from error
         runs, n_tokens = [], 0
         for start in range(0, len(texts), BATCH_INPUTS):
             batch = texts[start : start + BATCH_INPUTS]

@@ -106,8 +106,10 @@ def find_drafts(
         return DraftSource(recorded_ns=recorded, n_tokens=n_tokens)
     from phasewise.serving.errors import ModelError
     from phasewise.serving.loaders import load_model
+    from phasewise.serving.models.forward import check_generates
 
     draft = load_model(name, "native", report=report)
+    check_generates(draft)
     if draft.config.state is not None:
         raise ModelError(
             f"{draft.name} has layers that keep a state, and cannot draft: name a model with attention"

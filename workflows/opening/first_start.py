@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from phasewise._words import counted
 from phasewise.kerneldb.errors import KernelDbError
 from phasewise.workflows.errors import UsageError
 from phasewise.workflows.report import Report
@@ -70,9 +71,8 @@ def pull_what_fits(remote: Remote, db: str | None, seconds: float, report: Repor
         report(f"nothing is pulled, and the start goes on: {error}")
         return
     if pulled.taken.read:
-        report(
-            f"{redacted(remote.remote)}: {pulled.taken.added} rows added, {pulled.taken.known} known already"
-        )
+        added = f"{counted(pulled.taken.added, 'row')} added"
+        report(f"{redacted(remote.remote)}: {added}, {pulled.taken.known} known already")
 
 
 def fight_first(

@@ -49,6 +49,10 @@ class Judged:
 
 def judge_predictions(logs: Sequence[Path], wish: EvalWish, report: Report = silent) -> Judged:
     """Every method learnt from the same answers, judged by others. PredictorError, UsageError."""
+    if wish.folds is not None and (wish.predictor is not None or wish.drift):
+        raise UsageError("--folds trains anew for each fold: leave --predictor and --drift out")
+    if wish.drift and len(logs) < 2:
+        raise UsageError("--drift needs two logs or more")
     answer_logs, name, tokens = read_logs(logs, wish.model, report)
     ours = None if wish.predictor is None else load_predictor(wish.predictor)
     encoder = _encoder_of(
@@ -58,8 +62,6 @@ def judge_predictions(logs: Sequence[Path], wish: EvalWish, report: Report = sil
         answer_logs = [log._replace(examples=encoder.read_all(log.examples)) for log in answer_logs]
     reads = None if encoder is None else encoder.ref
     if wish.folds is not None:
-        if ours is not None or wish.drift:
-            raise UsageError("--folds trains anew for each fold: leave --predictor and --drift out")
         examples = {str(path): log.examples for path, log in zip(logs, answer_logs, strict=True)}
         reports = judge_by_folds(examples, name, wish, reads, report)
         return Judged(name, Split(1 / wish.folds, wish.seed), reports)
@@ -68,8 +70,6 @@ def judge_predictions(logs: Sequence[Path], wish: EvalWish, report: Report = sil
     learnt = halves[0][0] if wish.drift else [example for kept, _ in halves for example in kept]
     rivals = _rivals(learnt, name, wish, ours, reads, report)
     if wish.drift:
-        if len(answer_logs) < 2:
-            raise UsageError("--drift needs two logs or more")
         after = strangers(learnt, [example for log in answer_logs[1:] for example in log.examples])
         title = f"{', '.join(map(str, logs[1:]))} after {logs[0]}"
         return Judged(name, chosen, [report_drift(title, halves[0][1], after, rivals)])

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phasewise._files import read_input
-from phasewise.workflows.errors import WorkflowError
+from phasewise.workflows.errors import UsageError, WorkflowError
 
 if TYPE_CHECKING:
     from phasewise.serving.prefix_store.folder import PrefixFolder
@@ -64,10 +64,15 @@ def verify_prefixes(paths: Sequence[Path]) -> list[CheckedPrefixes]:
 
 def remove_prefixes(path: Path, identity: str | None = None) -> int:
     """Remove a pack, or the records of a folder; where `identity` begins an id, those of that one alone.
-    The number of files. Raises as `list_prefixes`."""
+    The number of files. UsageError for an empty `identity` and for one of a pack; else as `list_prefixes`.
+    """
     from phasewise.serving.prefix_store.pack_file import Pack
 
+    if identity == "":
+        raise UsageError("--id is empty: name what `phasewise prefix list` shows, or leave it out")
     if not path.is_dir():
+        if identity is not None:
+            raise UsageError(f"--id has no effect: {path} is no folder; leave it out to remove a pack")
         Pack.open(path).close()  # and nothing else is removed
         try:
             path.unlink()

@@ -68,6 +68,7 @@ def pack_prefix(
     """Compute the beginning and write it to `path`. UsageError, WorkflowError, ModelError, ServingError."""
     from phasewise.serving.engine.engine_size import EngineSize
     from phasewise.serving.engine.open_engine import ModelText, open_engine
+    from phasewise.serving.pools.contract import ALIGNMENT
     from phasewise.serving.prefix_store.pack_file import MOST_TOKENS
     from phasewise.serving.ranks.rank_layout import teams_of
 
@@ -90,6 +91,11 @@ def pack_prefix(
     with open_engine(opened.model, opened.plans, size, text, opened.schedules) as engine:
         report(f"computing {counted(len(token_ids), 'token')}")
         facts, records = _computed(engine, token_ids)
+    if not records:
+        raise WorkflowError(
+            f"the beginning has {counted(len(token_ids), 'token')}, too few to keep any: a pack holds keys "
+            f"and values of {ALIGNMENT} tokens at a time"
+        )
     from phasewise.serving.prefix_store.pack_file import pack_head
 
     data = b"".join([pack_head(facts), *records])

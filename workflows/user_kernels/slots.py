@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from phasewise._words import counted
 from phasewise.cython_kernels._native import SLOT_LONGEST, slot_length_is_checked
 from phasewise.cython_kernels.isa import active
 from phasewise.cython_kernels.user_slots.installed import (
@@ -65,7 +66,7 @@ def install(kernel: Path, slot: str, on: Installing) -> InstalledSlot:
     text = read_text(kernel)
     own = slot_kernel(text, str(kernel), slot, active(), on.choice, on.store, on.core_sig)
     if own.n_shapes:
-        on.report(f"{own.function.name}: parameters of {own.n_shapes} tuned shapes")
+        on.report(f"{own.function.name}: parameters of {counted(own.n_shapes, 'tuned shape')}")
     seed = secrets.randbits(63)
     with in_folder() as name, SlotProcess(on.core) as process:
         library = slot_library(own, Path(name))

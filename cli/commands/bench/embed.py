@@ -15,6 +15,7 @@ from phasewise.cli.present import (
     check_target,
     fail,
     note,
+    on_one_line,
     owns_stdout,
     print_json,
     say,
@@ -228,9 +229,13 @@ def _line(load: dict[str, Any]) -> str:
     )
     ms = load["latency_ms"]
     promise = "" if load["within_slo"] is None else f", {percent(load['within_slo'], 1)} within the SLO"
+    counts = f"{how}: {load['ok']} answered, {load['busy']} busy, {load['failed']} failed"
+    if load["first_error"] is not None:
+        counts += f" ({on_one_line(load['first_error'])})"
+    if not load["ok"]:
+        return counts
     return (
-        f"{how}: {load['ok']} answered, {load['busy']} busy, {load['failed']} failed;"
-        f" {load['texts_per_s']:.1f} texts/s, {load['tokens_per_s']:.0f} tokens/s;"
+        f"{counts}; {load['texts_per_s']:.1f} texts/s, {load['tokens_per_s']:.0f} tokens/s;"
         f" P50 {ms['p50']:.1f}, P90 {ms['p90']:.1f}, P99 {ms['p99']:.1f} ms{promise}"
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -24,10 +25,11 @@ from phasewise.cli.options import (
     SparseOption,
     TilePromptsOption,
 )
-from phasewise.cli.present import note, note_plans, say
+from phasewise.cli.present import EXIT_INTERRUPTED, note, note_plans, say
 from phasewise.workflows.bench.run_settings import CACHE_TYPES, BenchRunning, BenchTests
 
 if TYPE_CHECKING:
+    from phasewise.serving.engine.throughput import Workload
     from phasewise.workflows.bench.model_speed import ModelRow
     from phasewise.workflows.opening.open_model import OpenModel
 
@@ -175,18 +177,11 @@ def run(
     llama-bench's field names. Its flags about GPUs, and others that cannot be
     followed here, are refused by name, except with the values that hold here
     anyway (-ngl 0, -fa 1, -mmp 1, -ub 512). With --lora the sequences have the
-    adapters in turn.
+    adapters in turn. Ctrl-C prints the rows that are measured.
     """
     from phasewise.cli.commands.bench.run_text import FORMATS
     from phasewise.cli.row_forms import written
-    from phasewise.tuner.measurement_lock import user_lock
-    from phasewise.workflows.bench.model_speed import (
-        Timing,
-        bench_rows,
-        check_context,
-        counting,
-        open_ranks,
-    )
+    from phasewise.workflows.bench.model_speed import check_context
     from phasewise.workflows.opening.open_model import Weights, open_model
     from phasewise.workflows.opening.refusals import check_settings
 
@@ -211,17 +206,34 @@ def run(
             if explain:
                 _explain(opened, tests, formats)
             opened_models.append(opened)
-    timing = Timing(running.repetitions, int(not running.no_warmup), running.batch_tokens)
     rows: list[ModelRow] = []
-    with user_lock(note).turn():
-        for opened in opened_models:
-            for cache_format in formats:
-                with (
-                    open_ranks(opened, workloads, cache_format, max(running.batch_tokens)) as ranks,
-                    counting(running.counters) as counters,
-                ):
-                    rows += bench_rows(ranks, workloads, timing, note, counters)
+    try:
+        rows.extend(_measured(opened_models, formats, workloads, running))
+    except KeyboardInterrupt:
+        if not rows:
+            raise
+        say(written(FORMATS, output, rows, wide=wide), end="")
+        raise typer.Exit(EXIT_INTERRUPTED) from None
     say(written(FORMATS, output, rows, wide=wide), end="")
+
+
+def _measured(
+    opened_models: Sequence[OpenModel],
+    formats: Sequence[str],
+    workloads: Sequence[Workload],
+    running: BenchRunning,
+) -> Iterator[ModelRow]:
+    from phasewise.tuner.measurement_lock import user_lock
+    from phasewise.workflows.bench.model_speed import Timing, bench_rows, counting, open_ranks
+
+    timing = Timing(running.repetitions, int(not running.no_warmup), running.batch_tokens)
+    with user_lock(note).turn():
+        for opened, cache_format in product(opened_models, formats):
+            with (
+                open_ranks(opened, workloads, cache_format, max(running.batch_tokens)) as ranks,
+                counting(running.counters) as counters,
+            ):
+                yield from bench_rows(ranks, workloads, timing, note, counters)
 
 
 def _with_small_batches(tests: BenchTests, running: BenchRunning) -> tuple[BenchTests, BenchRunning]:

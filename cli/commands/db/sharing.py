@@ -225,7 +225,8 @@ def verify(
         left = sum(build.unverified for build in store.stats().builds)
         n_plans = sum(not plan.origin.verified for plan in plans_in_use(store).values())
     if left:
-        note(f"{left} imported rows are of other machines or builds, undecided, or not among the best {top}")
+        rows_left = counted(left, "imported row")
+        note(f"{rows_left} left: of other machines or builds, undecided, or not among the best {top}")
     if n_plans:
         note(
             f"{counted(n_plans, 'plan')} imported: in use on such machines until `tune-config` measures there"
@@ -279,7 +280,7 @@ def gc(
     counts = [counted(count, table.replace("_", " ")) for table, count in garbage.deleted.items() if count]
     say(f"{'would delete' if dry_run else 'deleted'} {', '.join(counts) or 'nothing'}")
     for build, winners in garbage.spared.items():
-        say(f"{build} stays: {counted(winners, 'winner')} of it wait to be timed again by tune-kernels")
+        say(f"{build} stays until tune-kernels has timed {counted(winners, 'winner')} of it again")
     if garbage.hints:
         kept = "would keep" if dry_run else "kept"
         say(f"{kept} {counted(garbage.hints, 'imported winner')} of other builds as hints")

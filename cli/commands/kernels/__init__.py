@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from phasewise._words import counted
 from phasewise.cli.command_app import CommandApp
 from phasewise.cli.options import DbOption, DefineOption, IncludeOption, JsonOption
 from phasewise.cli.present import note, print_json, say, write_target
@@ -140,7 +141,7 @@ def emit(
     if header:
         write_target(header, header_text)
     _put(text, output)
-    note(f"{n_shapes} tuned shapes")
+    note(counted(n_shapes, "tuned shape"))
 
 
 @app.command("install")
@@ -224,7 +225,8 @@ def list_(db: DbOption = None, as_json: JsonOption = False) -> None:
             {"kernels": listed_fields(promotions), "installed": [slot_fields(own) for own in installed]}
         )
     else:
-        say("\n".join([listed_text(promotions), *(slot_text(own) for own in installed)]))
+        tuned = [listed_text(promotions)] if promotions or not installed else []
+        say("\n".join([*tuned, *(slot_text(own) for own in installed)]))
 
 
 @app.command("show")

@@ -57,7 +57,7 @@ def listed_text(promotions: Sequence[UserPromotion]) -> str:
     rows = listed_fields(promotions)
     if not rows:
         return "no kernels; tune one: phasewise tune-kernels --kernel KERNEL.kir --shapes .."
-    return "\n".join(f"{row['name']:20} {row['shapes']:3} shapes  {row['key']}" for row in rows)
+    return "\n".join(f"{row['name']:20} {counted(row['shapes'], 'shape'):>10}  {row['key']}" for row in rows)
 
 
 def slot_fields(installed: InstalledSlot) -> dict[str, Any]:
@@ -65,14 +65,12 @@ def slot_fields(installed: InstalledSlot) -> dict[str, Any]:
     return asdict(installed)
 
 
-def slot_text(installed: InstalledSlot) -> str:
-    """One line: what is in a slot, and whether it is used."""
-    own = installed
-    verdict = (
-        f"in use, {own.gain:.2f} times as fast as the built-in"
-        if own.is_faster
-        else f"not used: {own.gain:.2f} times the built-in's speed, not proven faster"
-    )
+def slot_text(own: InstalledSlot) -> str:
+    """One line: what is in a slot, and whether it is used here."""
+    from phasewise.cython_kernels.user_slots.installed import unused_because
+
+    problem = unused_because(own)
+    verdict = f"not used: {problem}" if problem else f"in use, {own.gain:.2f} times as fast as the built-in"
     return f"{own.slot:14} {own.kernel} {own.digest[:8]}  {verdict}"
 
 

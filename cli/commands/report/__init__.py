@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from phasewise.cli.options import DbOption, JsonOption
-from phasewise.cli.present import note, owns_stdout, print_json, write_target
+from phasewise.cli.present import check_target, note, owns_stdout, print_json, write_target
 
 DEFAULT_PAGE = Path("phasewise-report.html")
 
@@ -50,6 +50,7 @@ def report(
 
     target = output if output is not None or as_json else DEFAULT_PAGE
     is_stdout = owns_stdout(target, as_json)
+    check_target(target)
     contents = report_of(db, measure=not no_measure and target is not None, report=note)
     if target is not None:
         write_target(target, page(contents, __version__, time.time()))

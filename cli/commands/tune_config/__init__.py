@@ -151,7 +151,6 @@ def tune_config(
 
     wish = wish_of(model, settings)
     if rehearse is not None:
-        _check_rehearsal(settings, emit, dry_run=dry_run)
         _rehearse(rehearse, wish, started_s, as_json)
         return
     if emit is not None and wish.resume and not dry_run and _emit_stored(wish, emit, as_json):
@@ -167,28 +166,6 @@ def tune_config(
     _print_found(result, emit, as_json, verbose=verbose)
     if result.end == "interrupted":
         raise typer.Exit(EXIT_INTERRUPTED)
-
-
-_NOT_REHEARSED = (
-    *("phase", "trace", "lengths", "concurrency", "hidden", "hints", "cores", "ranks", "top_k"),
-    *("storage", "resume"),
-)
-"""Settings of a search; a rehearsal does not search."""
-
-
-def _check_rehearsal(settings: TuneConfigSettings, emit: EmitChoice | None, *, dry_run: bool) -> None:
-    """UsageError for an option that a rehearsal cannot follow, before anything is opened."""
-    from phasewise.workflows.errors import UsageError
-
-    unlike = [
-        name for name in _NOT_REHEARSED if getattr(settings, name) != getattr(TuneConfigSettings(), name)
-    ]
-    if settings.machine is not None and settings.evaluator != "modelled":
-        unlike.append("machine")
-    unlike += [name for name, is_given in (("emit", emit is not None), ("dry_run", dry_run)) if is_given]
-    if unlike:
-        flag = "--no-resume" if unlike[0] == "resume" else f"--{unlike[0].replace('_', '-')}"
-        raise UsageError(f"--rehearse searches no plans: leave {flag} out")
 
 
 def _rehearse(log: Path, wish: Wish, started_s: float, as_json: bool) -> None:

@@ -7,7 +7,9 @@ import io
 import json
 import os
 import sqlite3
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -17,7 +19,7 @@ import pytest
 from phasewise.cli.commands.bench.llama_bench import FOREIGN
 from phasewise.cli.commands.bench.run_text import as_md
 from phasewise.tuner.machine_limits import PIECES
-from phasewise.workflows.bench.model_speed import ModelRow
+from phasewise.workflows.bench.model_speed import ModelRow, bench_rows
 from tests.cli import command
 from tests.support.models.tiny_models import write_tiny_gguf
 
@@ -64,6 +66,22 @@ def test_every_form_has_every_row(tiny: Path) -> None:
     assert [name in table for name in ("pp8 ", "tg4 ", "pp8 x2", "tg4 x2")] == [True] * 4
     assert len(list(csv.DictReader(io.StringIO(bench(tiny, "-o", "csv"))))) == 4
     assert len([json.loads(line) for line in bench(tiny, "-o", "jsonl").splitlines()]) == 4
+
+
+@pytest.mark.parametrize("n_rows", [0, 2])
+def test_an_interrupt_prints_the_rows_that_are_measured(
+    tiny: Path, n_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*arguments: Any) -> Iterator[ModelRow]:
+        yield from islice(bench_rows(*arguments), n_rows)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("phasewise.workflows.bench.model_speed.bench_rows", interrupted)
+    done = command.run("bench", "run", tiny, "-p", "8", "-n", "4", "-npl", "1,2", "-r", "1", "-o", "jsonl")
+
+    assert done.exit_code == 130
+    measured = [json.loads(line) for line in done.stdout.splitlines()]
+    assert asked(measured, "n_prompt", "n_gen", "n_sequences") == [(8, 0, 1), (0, 4, 1)][:n_rows]
 
 
 def test_sql_is_a_script_that_sqlite_runs(tiny: Path) -> None:

@@ -70,6 +70,16 @@ def test_the_highest_concurrency_is_the_depth(server: EmbeddingServer) -> None:
     assert bench(server.url, "--find", "--slo", "0.001s", "--lengths", 3)["highest_concurrency"] == 0
 
 
+def test_the_reason_of_a_failure_is_told(server: EmbeddingServer) -> None:
+    done = invoke(server.url, "-n", 3, "-c", 1, "--lengths", 3, "--model", "nobody")
+    (load,) = bench(server.url, "-n", 3, "-c", 1, "--lengths", 3, "--model", "nobody")["loads"]
+    search = invoke(server.url, "--find", "--slo", "5s", "--lengths", 3, "--model", "nobody")
+
+    assert load["first_error"].startswith("status 404: ")
+    assert done.stdout == f"1 client: 0 answered, 0 busy, 3 failed ({load['first_error']})\n"
+    assert search.refusal.endswith(f"not even one query is answered: {load['first_error']}")
+
+
 @pytest.mark.slow
 def test_a_day_is_told_by_its_parts(server: EmbeddingServer, tmp_path: Path) -> None:
     """Nothing is sent in a part without queries, and what is refused is in the part in which it was sent."""

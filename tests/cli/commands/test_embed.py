@@ -15,6 +15,7 @@ from tests.cli import command
 from tests.support.models import encoder_models
 from tests.support.models.encoder_models import HIDDEN, MAX_TOKENS, poison_weights, write_encoder
 from tests.support.models.jina_v3_reference import plain_vectors
+from tests.support.models.tiny_models import write_tiny_gguf
 
 pytest.importorskip(
     "phasewise.serving.engine.open_engine", reason="the kernels are not built", exc_type=ImportError
@@ -101,6 +102,25 @@ def test_kinds_of_input_and_vectors_of_fewer_bits(tmp_path: Path) -> None:
     assert "'sts' is no kind of input" in invoke(prompting, "a", "--input-type", "sts").refusal
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("generate", "MODEL", "-p", "a"),
+        ("chat", "MODEL"),
+        ("generate", "TEXTS", "-p", "a", "--draft", "MODEL"),
+        ("prefix", "pack", "MODEL", "-o", "OUT", "--text-file", __file__),
+    ],
+)
+def test_a_command_for_texts_says_that_an_encoder_makes_vectors(
+    model: Path, tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    places = {"MODEL": model, "TEXTS": write_tiny_gguf(tmp_path / "m.gguf"), "OUT": tmp_path / "pack"}
+    done = command.run(*(places.get(word, word) for word in words), stdin="hello\n")
+
+    assert done.exit_code == 1
+    assert "bert is an encoder and generates no text: `phasewise embed` makes vectors of it" in done.stderr
+
+
 def test_a_task_is_one_of_the_model_s(model: Path, tmp_path: Path) -> None:
     tasking = write_encoder(tmp_path / "v3", "jina-v3")
     texts = list(encoder_models.TEXTS)
@@ -109,12 +129,10 @@ def test_a_task_is_one_of_the_model_s(model: Path, tmp_path: Path) -> None:
         asked = [] if task is None else ["--task", task]
         got = vectors(as_json(tasking, *asked, "-", stdin="\n".join(texts) + "\n"))
         assert np.abs(got - plain_vectors(texts, task)).max() <= 1e-4
-    assert "the task 'sts' is no task of this model: retrieval.query" in (
+    assert "'sts' is no task of this model: retrieval.query" in (
         invoke(tasking, "a", "--task", "sts").refusal
     )
-    assert (
-        "the task 'sts' is no task of this model: it has none" in invoke(model, "a", "--task", "sts").refusal
-    )
+    assert "'sts' is no task of this model: it has none" in invoke(model, "a", "--task", "sts").refusal
     both = invoke(tasking, "a", "--task", "separation", "--input-type", "query")
     assert "give one of them" in both.refusal
 

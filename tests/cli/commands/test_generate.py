@@ -115,7 +115,10 @@ def test_every_format_runs(tiny: Path, weight_format: str) -> None:
     assert fields["plan"]["decode"]["source"] == "flag"
 
 
-@pytest.mark.parametrize("arguments", [("hello", "-p", "hello"), ("-p", "a", "--top-p", 7)])
+@pytest.mark.parametrize(
+    "arguments",
+    [("hello", "-p", "hello"), ("-", "-p", "hello"), ("-", "-f", "file"), ("-p", "a", "--top-p", 7)],
+)
 def test_two_prompts_and_a_share_above_one_are_wrong_usage(tiny: Path, arguments: tuple[object, ...]) -> None:
     told = invoke(tiny, *arguments).usage_error
 

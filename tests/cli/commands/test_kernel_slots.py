@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -10,7 +14,15 @@ pytest.importorskip(
     "phasewise.cython_kernels._native", reason="the kernels are not built", exc_type=ImportError
 )
 
-from phasewise.cython_kernels.user_slots.installed import InstalledSlot, installed_slots, write_record
+from phasewise.cython_kernels.errors import SlotError
+from phasewise.cython_kernels.isa import active
+from phasewise.cython_kernels.user_slots.installed import (
+    InstalledSlot,
+    installed_slots,
+    processor,
+    record_path,
+    write_record,
+)
 from tests.cli import command
 from tests.ir.samples import HOME, text_of, why_not
 from tests.support.kernels.slot_cheats import true_text
@@ -57,6 +69,26 @@ def test_a_kernel_is_installed_listed_and_removed(kernel: Path) -> None:
 
 
 @pytest.mark.usefixtures("none_left")
+def test_a_record_that_cannot_be_written_is_one_line_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_record([MINE])
+
+    def full(_descriptor: int, *_arguments: object) -> NoReturn:
+        os.close(_descriptor)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr("phasewise.cython_kernels.user_slots.installed.os.fdopen", full)
+        with pytest.raises(SlotError, match=r"slots\.json cannot be written: No space left on device"):
+            write_record([])
+
+    assert installed_slots() == [MINE]
+    assert [path.name for path in record_path().parent.glob("*slots.json*")] == ["slots.json"]
+    write_record([])
+
+
+@pytest.mark.usefixtures("none_left")
 def test_what_is_in_a_slot_goes_by_its_slot() -> None:
     write_record([MINE])
 
@@ -68,11 +100,32 @@ def test_what_is_in_a_slot_goes_by_its_slot() -> None:
 
 @pytest.mark.usefixtures("none_left")
 def test_what_lost_its_duel_is_listed_as_not_used() -> None:
-    write_record([MINE])
+    write_record([replace(MINE, isa=active(), processor=processor())])
     text = command.text_of("kernels", "list")
     write_record([])
 
-    assert "mine abababab  not used: 0.90 times the built-in's speed" in text
+    assert text.startswith("gelu"), "no line says that there are no kernels"
+    assert "mine abababab  not used: the duel did not prove it faster (0.90 times the built-in's" in text
+
+
+@pytest.mark.usefixtures("none_left")
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"isa": "none"}, "it was compared with kernels of none"),
+        ({"processor": "none"}, "its duel was fought on another kind of processor"),
+        ({}, "cannot be read (No such file or directory); install it again"),
+    ],
+)
+def test_what_won_its_duel_is_listed_as_used_only_where_it_is(changed: dict[str, str], why: str) -> None:
+    """On this kind of processor, with these kernels, and while the cache has its library."""
+    won = {"isa": active(), "processor": processor(), "is_faster": True}
+    write_record([replace(MINE, **(won | changed))])
+    text = command.text_of("kernels", "list")
+    write_record([])
+
+    assert "not used: " in text
+    assert why in text
 
 
 @pytest.mark.parametrize("words", [(), ("mine", "--slot", "gelu")])

@@ -148,7 +148,13 @@ def test_eval_by_folds_judges_every_answer_once(log: Path) -> None:
     }
     assert methods["ours"]["block_tokens"] <= methods["S3"]["block_tokens"]
     assert len(evaluation["logs"][0]["calibration"]["coverage"]) == 9
-    assert invoke("eval", log, "--folds", 3, "--drift").exit_code in (1, 2)
+
+
+@pytest.mark.parametrize(
+    "words", [("--folds", 3, "--drift"), ("--folds", 3, "--predictor", "p"), ("--drift",)]
+)
+def test_what_eval_cannot_combine_is_refused_before_a_log_is_read(words: tuple[object, ...]) -> None:
+    assert words[0 if "--folds" in words else -1] in invoke("eval", "no-log.jsonl", *words).usage_error
 
 
 def test_eval_compares_methods_at_their_own_points_and_at_equal_memory(log: Path) -> None:

@@ -100,8 +100,12 @@ def test_list_verify_and_rm_tell_what_is_there(model: Path, tmp_path: Path) -> N
     assert after_damage.exit_code == 3
     assert [len(place["damaged"]) for place in json.loads(after_damage.stdout)["checked"]] == [1]
     assert command.run("prefix", "rm", folder, "--id", "ffff").stdout == "0 files removed\n"
+    assert "--id is empty" in command.run("prefix", "rm", folder, "--id", "").usage_error
+    assert len(list(folder.glob("*.kv"))) == listed[1]["n_blocks"]
     assert command.run("prefix", "rm", folder, "--id", listed[1]["id"]).exit_code == 0
     assert list(folder.glob("*.kv")) == []
+    assert "--id has no effect" in command.run("prefix", "rm", pack, "--id", listed[0]["id"]).usage_error
+    assert pack.exists()
     assert command.run("prefix", "rm", pack).exit_code == 0
     assert not pack.exists()
 
@@ -126,4 +130,6 @@ def test_a_pack_needs_one_beginning_that_fits(model: Path, tmp_path: Path) -> No
     assert run("--system", "a", "--text-file", long).exit_code == 2
     assert "list of tools" in run("--tools", tools).refusal
     assert "1 to 3999" in run("--text-file", long).refusal
+    long.write_text("x" * 9)
+    assert "too few to keep any: a pack holds keys and values of 16 tokens" in run("--text-file", long).stderr
     assert not pack.exists()

@@ -245,3 +245,15 @@ def test_an_absent_database_is_told(tmp_path: Path) -> None:
 def test_the_command_writes_the_page(db: Path, tmp_path: Path) -> None:
     command.text_of("report", "--db", db, "-o", tmp_path / "r.html", "--no-measure")
     assert (tmp_path / "r.html").read_text(encoding="utf-8").startswith("<!doctype html>")
+
+
+def test_a_page_that_cannot_be_written_is_refused_before_anything_is_measured(
+    db: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "phasewise.workflows.machine_report.facts.report_of", lambda *_, **__: pytest.fail("it measures")
+    )
+    done = command.run("report", "--db", db, "-o", tmp_path / "none" / "r.html")
+
+    assert done.exit_code == 2
+    assert "r.html cannot be written: No such file or directory" in done.stderr
