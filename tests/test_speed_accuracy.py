@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from benchmarks.papers.speed_accuracy import DENSE, KeptPoints, Point, picture
+from benchmarks.papers.speed_accuracy import DENSE, KeptPoints, Point, Quality, picture
 from benchmarks.pruning_table import method_options
 from phasewise.workflows.prune.masks import Pattern
 from phasewise.workflows.prune.run import PruneSettings
@@ -20,31 +21,55 @@ class Measured:
 
     def __init__(self) -> None:
         self.asked: list[tuple[float, str]] = []
+        self.timed: list[list[str]] = []
 
-    def __call__(self, zeros: float, method: str) -> Point:
+    def quality(self, zeros: float, method: str) -> Quality:
         self.asked.append((zeros, method))
         if zeros == 0.9:
             raise KeyboardInterrupt
-        return Point(zeros, method, 100 / (1 - zeros), 1 / (1 - zeros), 20 + zeros, None)
+        return Quality(zeros, method, 20 + zeros, None)
+
+    def speeds(self, points: Sequence[Quality]) -> list[Point]:
+        self.timed.append([point.name for point in points])
+        return [
+            Point(point.zeros, point.method, point.perplexity, None, 100 / (1 - point.zeros), 1.0)
+            for point in points
+        ]
 
 
 def test_a_point_is_measured_once_and_kept_through_an_interrupt(tmp_path: Path) -> None:
     first, again = Measured(), Measured()
     kept = KeptPoints(tmp_path / "points.json", SETTINGS)
-    points = [kept.take(0.0, DENSE, first), kept.take(0.5, "wanda", first)]
+    points = [kept.take(0.0, DENSE, first.quality), kept.take(0.5, "wanda", first.quality)]
     with pytest.raises(KeyboardInterrupt):
-        kept.take(0.9, "wanda", first)
+        kept.take(0.9, "wanda", first.quality)
 
     reopened = KeptPoints(tmp_path / "points.json", SETTINGS)
 
-    assert [reopened.take(point.zeros, point.method, again) for point in points] == points
+    assert [reopened.take(point.zeros, point.method, again.quality) for point in points] == points
     assert again.asked == []
-    assert reopened.take(0.5, "magnitude", again).method == "magnitude"
+    assert reopened.take(0.5, "magnitude", again.quality).method == "magnitude"
     assert again.asked == [(0.5, "magnitude")]
 
 
+def test_speeds_are_measured_together_and_only_where_they_are_missing(tmp_path: Path) -> None:
+    measure = Measured()
+    kept = KeptPoints(tmp_path / "points.json", SETTINGS)
+    qualities = [kept.take(0.0, DENSE, measure.quality), kept.take(0.5, "wanda", measure.quality)]
+    points = kept.timed(qualities, measure.speeds)
+
+    reopened = KeptPoints(tmp_path / "points.json", SETTINGS)
+    again = [reopened.take(point.zeros, point.method, measure.quality) for point in points]
+    another = reopened.take(0.7, "wanda", measure.quality)
+
+    assert again == points
+    assert reopened.timed(again, measure.speeds) == points
+    assert reopened.timed([another, *again], measure.speeds)[1:] == points
+    assert measure.timed == [[f"{DENSE} 0", "wanda 0.5"], ["wanda 0.7"]]
+
+
 def test_points_of_other_settings_are_refused(tmp_path: Path) -> None:
-    KeptPoints(tmp_path / "points.json", SETTINGS).take(0.0, DENSE, Measured())
+    KeptPoints(tmp_path / "points.json", SETTINGS).take(0.0, DENSE, Measured().quality)
 
     with pytest.raises(SystemExit, match="other settings"):
         KeptPoints(tmp_path / "points.json", SETTINGS | {"questions": 5})
@@ -53,12 +78,12 @@ def test_points_of_other_settings_are_refused(tmp_path: Path) -> None:
 def test_every_method_s_line_begins_with_the_model_that_is_not_pruned() -> None:
     measure = Measured()
     shares = (0.3, 0.5, 0.7)
-    points = [
-        measure(0.0, DENSE),
-        *(measure(share, name) for share in shares for name in ("magnitude", "wanda")),
+    qualities = [
+        measure.quality(0.0, DENSE),
+        *(measure.quality(share, name) for share in shares for name in ("magnitude", "wanda")),
     ]
 
-    svg = picture(points, "a model", "perplexity", lambda point: point.perplexity)
+    svg = picture(measure.speeds(qualities), "a model", "perplexity", lambda point: point.perplexity)
 
     lines = re.findall(r'<polyline points="([^"]+)" fill="none" stroke="#', svg)
     whole = [line for line in lines if len(line.split()) == 1 + len(shares)]
