@@ -39,7 +39,7 @@ TILE, STRIP = 32, 32
 LINES = TILE * STRIP * 4 // 64
 HELD_ROWS = 4 * TILE
 L1, L2 = 40 << 10, int(1.4e6)
-"""What a strip and its sums may take where rows pass through; what a core reads at L2's rate."""
+"""Bytes that a strip and its sums may take where rows pass through; bytes that a core reads at L2's rate."""
 MOST_SUMS = 1 << 17
 HIDDEN = 0.5
 
@@ -94,7 +94,7 @@ def count(n: int, k: int, m: int, b: Blocks) -> Cycles:
 
 
 def _in_l1(b: Blocks, pass_k: float) -> tuple[bool, int]:
-    """Whether a strip stays in L1, and in how many parts its pass is taken."""
+    """True where a strip stays in L1, and the number of parts that its pass is taken in."""
     if not b.held:
         return 2 * STRIP * pass_k <= L1, 1
     room = L1 - min(b.held, b.rows) * STRIP * 4

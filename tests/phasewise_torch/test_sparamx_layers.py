@@ -18,9 +18,9 @@ class Dense(torch.nn.Linear):  # type: ignore[misc]
 
     @classmethod
     def from_linear(cls, linear: Any) -> Any:
-        made = cls(K, N, bias=False, dtype=torch.bfloat16)
-        made.load_state_dict(linear.state_dict())
-        return made
+        layer = cls(K, N, bias=False, dtype=torch.bfloat16)
+        layer.load_state_dict(linear.state_dict())
+        return layer
 
     def forward(self, x: Any) -> Any:
         assert x.ndim == 2

@@ -50,8 +50,10 @@ def report(
 
     target = output if output is not None or as_json else DEFAULT_PAGE
     is_stdout = owns_stdout(target, as_json)
-    check_target(target)
-    contents = report_of(db, measure=not no_measure and target is not None, report=note)
+    measure = not no_measure and target is not None
+    if measure:
+        check_target(target)
+    contents = report_of(db, measure=measure, report=note)
     if target is not None:
         write_target(target, page(contents, __version__, time.time()))
     if as_json:
