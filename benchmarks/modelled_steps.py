@@ -130,7 +130,9 @@ def line_ns(cores: Sequence[int], turns: int) -> float:
 
 @dataclass(frozen=True)
 class Rates:
-    """Of steps of up to FEW_ROWS rows, whose products reach less of the arithmetic, and of all others."""
+    """Rates of this machine. few: for steps of up to FEW_ROWS rows, whose products do less in a second. many:
+    for all other steps.
+    """
 
     few: MachineRates
     many: MachineRates

@@ -43,16 +43,7 @@ from benchmarks.harness import (
     numbers,
     ratios,
 )
-from benchmarks.peers.servers import (
-    Fields,
-    NotServing,
-    Server,
-    bench_serve,
-    llama_cpp,
-    phasewise,
-    running,
-    vllm,
-)
+from benchmarks.peers.servers import Fields, NotServing, Server, bench_serve, others, phasewise, running
 from phasewise.loadtest.arrivals import LatencySlo, parse_slo
 
 N_INPUT = 128
@@ -202,15 +193,9 @@ def serve_peers(
     slo: Annotated[str, Option(help="promises of P90, as `bench serve` has them")] = SLO,
     slo_scale: Annotated[str, Option(help="factors of --slo; empty: no search")] = "1",
 ) -> Yielded:
-    if gguf and llama_server is None:
-        raise SystemExit("--gguf needs --llama-server, the program that serves it")
-    if (vllm_python is None) != (vllm_model is None):
-        raise SystemExit("--vllm and --vllm-model belong together")
     own = ["--threads", str(threads)] if defaults else []
     servers = [phasewise(model, weight_format, *own) for weight_format in listed(formats)]
-    servers += [llama_cpp(llama_server or "", path) for path in gguf or []]
-    if vllm_python is not None and vllm_model is not None:
-        servers.append(vllm(vllm_python, vllm_model, threads))
+    servers += others(llama_server, gguf or [], vllm_python, vllm_model, threads)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no server is left behind
     counts = numbers(clients)
     slos = [parse_slo(slo).scaled(by) for by in sorted(float(text) for text in listed(slo_scale))]

@@ -23,16 +23,7 @@ import numpy as np
 from typer import Option
 
 from benchmarks.harness import Model, Rounds, Threads, Yielded, commands, listed, note
-from benchmarks.peers.servers import (
-    Fields,
-    NotServing,
-    Server,
-    bench_serve,
-    llama_cpp,
-    phasewise,
-    running,
-    vllm,
-)
+from benchmarks.peers.servers import Fields, NotServing, Server, bench_serve, others, phasewise, running
 from phasewise.loadtest.arrivals import LatencySlo, parse_slo
 
 CONTEXT = 4096
@@ -40,7 +31,7 @@ GOAL = 90
 
 
 def scales(fields: Fields, slo: LatencySlo) -> list[float]:
-    """Of each request; infinite where it failed."""
+    """The scale of each request; infinite where the request failed."""
     asked = zip(
         *(fields[name] for name in ("ttfts", "latencies", "output_lens", "errors")),
         strict=True,
@@ -68,13 +59,10 @@ def slo_scales(
     rounds: Rounds = 2,
     threads: Threads = 2,
 ) -> Yielded:
-    if (vllm_python is None) != (vllm_model is None):
-        raise SystemExit("--vllm and --vllm-model belong together")
     promises = parse_slo(slo)
     servers = [phasewise(model, weight_format) for weight_format in listed(formats)]
-    servers += [llama_cpp(llama_server, Path(model))] if llama_server else []
-    if vllm_python is not None and vllm_model is not None:
-        servers.append(vllm(vllm_python, vllm_model, threads))
+    served = [Path(model)] if llama_server else []
+    servers += others(llama_server, served, vllm_python, vllm_model, threads)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no server is left behind
     runs: dict[str, list[Fields]] = defaultdict(list)
     for number in range(rounds):

@@ -57,7 +57,7 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Cycles:
-    """Of one product, by cause."""
+    """Cycles that one product takes, by cause."""
 
     steps: float
     sums: float

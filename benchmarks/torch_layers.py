@@ -19,7 +19,7 @@ import torch
 from typer import Option
 
 from benchmarks.harness import Rounds, Threads, Yielded, commands, in_turns, listed, numbers, seconds_of
-from benchmarks.papers.sparamx import COLD_BYTES, SHAPES
+from benchmarks.peers.sparamx_layers import COLD_BYTES, SHAPES
 from phasewise.cython_kernels._native import OpenMPProduct
 from phasewise.torch import PackedLinear
 from phasewise.torch.packed_linear import stored

@@ -12,7 +12,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from phasewise.cli.present import note
-from phasewise.workflows.unused_options import SAYS_WHAT_IS_UNUSED, GivenOption, unused_options, ways_text
+from phasewise.workflows.option_ways import GivenOption
+from phasewise.workflows.unused_options import SAYS_WHAT_IS_UNUSED, unused_options, ways_text
 
 MOST_USED = "Most used"
 OTHER_OPTIONS = "Options"

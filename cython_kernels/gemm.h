@@ -16,7 +16,7 @@
 
 enum { PW_PANEL = 16, PW_K_MULTIPLE = 32, PW_BLOCK_INPUTS = 256, PW_MAX_K_PARTS = 64 };
 enum { PW_MOST_TILE = 32 }; /* no micro-kernel has more rows or more panels */
-/* Of panels and sums in L1: rows that the tile unit loads pass through without driving out so much. */
+/* Bytes of panels and sums that stay in L1 while the tile unit loads rows through it. */
 enum { PW_TILE_L1_BYTES = 40 << 10 };
 
 /* How weights and activations meet. Names: pw_path_name. A path that an ISA lacks is its default one for the kind. */

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,6 +84,24 @@ def vllm(python: str, folder: Path, threads: int) -> Server:
         "VLLM_LOGGING_LEVEL": "WARNING",
     }
     return Server("vLLM bf16", command, environment=environment)
+
+
+def others(
+    llama_server: str | None,
+    ggufs: Sequence[Path],
+    vllm_python: str | None,
+    vllm_model: Path | None,
+    threads: int,
+) -> list[Server]:
+    """llama.cpp's servers and vLLM's, as the options of a benchmark name them."""
+    if ggufs and llama_server is None:
+        raise SystemExit("--gguf needs --llama-server, the program that serves it")
+    if (vllm_python is None) != (vllm_model is None):
+        raise SystemExit("--vllm and --vllm-model belong together")
+    servers = [llama_cpp(llama_server, path) for path in ggufs] if llama_server is not None else []
+    if vllm_python is not None and vllm_model is not None:
+        servers.append(vllm(vllm_python, vllm_model, threads))
+    return servers
 
 
 def bench_serve(url: str, server: Server, *options: str) -> Fields:

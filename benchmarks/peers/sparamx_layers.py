@@ -97,7 +97,7 @@ def their_layers(checkout: Path) -> tuple[Any, Any]:
 
 
 class Contestant(NamedTuple):
-    """Copies of a layer, so many that they exceed every cache, which take turns."""
+    """Copies of a layer take turns. Together they are larger than every cache."""
 
     copies: Sequence[Callable[[Any], Any]]
     n_bytes: int  # of the weight of one copy

@@ -184,8 +184,8 @@ static void return_thread(borrowed *caller) {
 static _Thread_local pid_t own_id;
 
 /* Teams of one thread may want it in different places in turn. A CPU may be taken away under an open team: it went
- * offline, or out of the cpuset. Its thread then runs where the kernel has put it, and `misplaced` counts, until
- * whoever opened the team opens another one. */
+ * offline, or out of the cpuset. Its thread then runs where the kernel puts it, and `misplaced` counts such threads until
+ * the team is closed. */
 static int take_caller(pw_team *team) {
     if (!team->pinned) return PW_TEAM_OK;
     if (own_id == 0) own_id = (pid_t)syscall(SYS_gettid);

@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from phasewise.workflows.unused_options import WAYS, GivenOption, Way, unused_options
+from phasewise.workflows.option_ways import GivenOption, Way
+from phasewise.workflows.unused_options import WAYS, unused_options
 from tests.cli.command import run, text_of
 from tests.cli.command_options import commands, flag_of, options_of
 from tests.cli.opened_by_serve import plain
