@@ -194,14 +194,22 @@ class BatchStore:
         """Those that are not over, of all owners, the oldest first."""
         return self._batches("NOT is_over", ())[::-1]
 
-    def update(self, batch: StoredBatch, *, is_over: bool = False, **changed: Any) -> StoredBatch:
-        """Change fields of a batch. is_over: nothing of it changes any more."""
+    def update(
+        self, batch: StoredBatch, *, among: tuple[str, ...], is_over: bool = False, **changed: Any
+    ) -> StoredBatch:
+        """Change fields of a batch whose status is one of `among` by now; else leave it. Returns it as it is.
+
+        A cancel and the runner change a status at the same time: neither may undo the other's.
+        is_over: nothing of it changes any more.
+        """
         with self._transaction() as db:
             now = self.batch(batch.owner, batch.id)
+            if now.fields["status"] not in among:
+                return now
             fields = {**now.fields, **changed}
             query = "UPDATE batches SET fields = ?, is_over = is_over OR ? WHERE id = ?"
             db.execute(query, (json.dumps(fields), is_over, batch.id))
-        return self.batch(batch.owner, batch.id)
+            return self.batch(batch.owner, batch.id)
 
     def answer(self, batch_id: str, number: int, line: bytes, *, is_good: bool) -> None:
         """Keep the answer to a line. The first one stays."""
@@ -223,14 +231,18 @@ class BatchStore:
             rows = db.execute("SELECT number FROM answers WHERE batch_id = ?", (batch_id,))
             return {number for (number,) in rows}
 
-    def finish(self, batch: StoredBatch, **changed: Any) -> StoredBatch:
+    def finish(self, batch: StoredBatch, status: str) -> StoredBatch:
         """Write the answers to an output and an error file, in the order of the lines, and end the batch.
 
+        status: of its end; a batch that is being cancelled ends as `cancelled` whatever it is.
         A process that ends in the middle leaves files that nobody knows, which the next start removes.
         """
         counts = {"n_completed": batch.n_completed, "n_failed": batch.n_failed}
         ids: dict[str, str | None] = {}
+        now_s = int(time.time())
         with self._transaction() as db:
+            if self.batch(batch.owner, batch.id).fields["status"] == "cancelling":
+                status = "cancelled"
             for is_good, name in ((True, "output_file_id"), (False, "error_file_id")):
                 query = "SELECT line FROM answers WHERE batch_id = ? AND is_good = ? ORDER BY number"
                 rows = db.execute(query, (batch.id, is_good)).fetchall()
@@ -248,7 +260,9 @@ class BatchStore:
                 db.execute("INSERT INTO files VALUES (?, ?, ?, ?, ?, ?)", row)
             db.execute("DELETE FROM answers WHERE batch_id = ?", (batch.id,))
             self._n_taken += counts["n_completed"] + counts["n_failed"]  # the ends of lines
-            return self.update(batch, is_over=True, **ids, **counts, **changed)
+            instants = {"finalizing_at": now_s, f"{status}_at": now_s}
+            ends = ("in_progress", "cancelling")
+            return self.update(batch, among=ends, is_over=True, status=status, **instants, **ids, **counts)
 
     # ---- the database ------------------------------------------------------------------------------------
 

@@ -124,6 +124,11 @@ class BatchRunner:
 
     async def _run(self, store: BatchStore, batch: StoredBatch) -> None:
         """From where it is to its end, or to that of the server."""
+        batch = await asyncio.to_thread(
+            store.batch, batch.owner, batch.id
+        )  # it may have ended since the look
+        if batch.fields["status"] not in ("validating", "in_progress", "cancelling"):
+            return
         if batch.fields["status"] == "validating":
             begun = await self._kept(partial(self._validate, store, batch))
             if begun is None:
@@ -149,20 +154,20 @@ class BatchRunner:
         how = "completed" if is_whole else "cancelled" if self._cancelled[batch.id].is_set() else "expired"
         if how != "completed":
             await self._kept(partial(self._give_up_rest, store, batch, how))
-        now_s = int(time.time())
-        instants = {"finalizing_at": now_s, f"{how}_at": now_s}
-        await self._kept(partial(store.finish, batch, status=how, **instants))
+        await self._kept(partial(store.finish, batch, how))
 
     def _validate(self, store: BatchStore, batch: StoredBatch) -> StoredBatch | None:
         """Count its lines. None: it has failed."""
         n_lines = sum(1 for _ in islice(self._lines(store, batch), MOST_LINES + 1))
         now_s = int(time.time())
         if 0 < n_lines <= MOST_LINES:
-            return store.update(batch, status="in_progress", in_progress_at=now_s, n_lines=n_lines)
+            store.update(batch, among=("validating", "cancelling"), in_progress_at=now_s, n_lines=n_lines)
+            return store.update(batch, among=("validating",), status="in_progress")
         message = "the file has no line" if not n_lines else f"the file has more than {MOST_LINES} lines"
         error = {"code": "invalid_file", "message": message, "param": "input_file_id", "line": None}
         errors = {"object": "list", "data": [error]}
-        store.update(batch, is_over=True, status="failed", failed_at=now_s, errors=errors)
+        either = ("validating", "cancelling")
+        store.update(batch, among=either, is_over=True, status="failed", failed_at=now_s, errors=errors)
         return None
 
     def _lines(self, store: BatchStore, batch: StoredBatch) -> Iterator[BatchLine]:

@@ -102,11 +102,12 @@ def add_batches(app: FastAPI, runner: BatchRunner, bodies: BodyReader) -> None:
         refuse_other_types(request)
         kept = await store()
         batch = await _on_disk(partial(kept.batch, _owner(request), batch_id))
-        if batch.fields["status"] in ("validating", "in_progress"):
-            begin = partial(kept.update, batch, status="cancelling", cancelling_at=int(time.time()))
-            batch = await _on_disk(begin)
+        running, now_s = ("validating", "in_progress"), int(time.time())
+        begin = partial(kept.update, batch, among=running, status="cancelling", cancelling_at=now_s)
+        batch = await _on_disk(begin)
+        if batch.fields["status"] == "cancelling":
             runner.wake()
-        elif batch.fields["status"] not in ("cancelling", "cancelled"):
+        elif batch.fields["status"] != "cancelled":
             raise ApiError(409, f"the batch is {batch.fields['status']} already", code="batch_over")
         return _shown(batch)
 

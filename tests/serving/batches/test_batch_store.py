@@ -59,7 +59,7 @@ def test_bytes_add_up_whatever_comes_and_goes(
                         store.answer(batch.id, number % 5, b"y" * (size // 10), is_good=size % 2 == 0)
                 case "finish":
                     for batch in store.unfinished()[:1]:
-                        store.finish(batch, status="completed")
+                        store.finish(batch, "completed")
                 case _:
                     store.close()
                     store = BatchStore(folder, 1000)
@@ -76,7 +76,7 @@ def test_the_first_answer_of_a_line_stays_and_files_are_in_the_order_of_lines(tm
     for number, line, is_good in ((3, b"c", True), (1, b"a", True), (1, b"b", True), (2, b"bad", False)):
         store.answer(batch.id, number, line, is_good=is_good)
 
-    batch = store.finish(store.batch("o", batch.id), status="completed")
+    batch = store.finish(store.batch("o", batch.id), "completed")
 
     assert (batch.n_completed, batch.n_failed) == (2, 1)
     output, error = (batch.fields[f"{name}_file_id"] for name in ("output", "error"))
@@ -85,6 +85,23 @@ def test_the_first_answer_of_a_line_stays_and_files_are_in_the_order_of_lines(tm
     assert store.unfinished() == []
     with pytest.raises(BatchStoreError):
         store.file("another", output)
+    store.close()
+
+
+def test_a_status_moves_only_from_where_it_is_and_a_cancel_stays(tmp_path: Path) -> None:
+    """A cancel comes between any two steps of the runner, whose record of the batch is an older one."""
+    store = BatchStore(tmp_path, 10_000)
+    before = store.add_batch("o", kept(store, 10).id, {**FIELDS, "status": "validating"})
+
+    assert store.update(before, among=("validating",), status="cancelling").fields["status"] == "cancelling"
+    later = store.update(before, among=("validating",), status="in_progress", n_lines=7)
+    assert (later.fields["status"], later.fields["n_lines"]) == ("cancelling", 3), "nothing of it changed"
+    ended = store.finish(before, "completed")
+    assert ended.fields["status"] == "cancelled"
+    assert {name for name in ended.fields if name.endswith("_at")} == {"finalizing_at", "cancelled_at"}
+    again = store.update(before, among=("validating", "in_progress"), status="cancelling")
+    assert again == ended, "what has ended cannot be cancelled"
+    assert store.unfinished() == []
     store.close()
 
 

@@ -17,8 +17,10 @@ import openai
 import pytest
 from fastapi import Request
 
+from phasewise.serving.batches.lines import read_line
 from phasewise.serving.http.http_settings import HttpLimits
 from phasewise.serving.http.requests.upload import read_form
+from phasewise.serving.http.routes import batch_runner
 from tests.support.servers.fake_server import FakeServer, fake_server
 
 LIMITS = HttpLimits(api_keys=("one", "two"))
@@ -165,6 +167,32 @@ def test_a_batch_is_cancelled_and_what_was_not_answered_says_so(server: FakeServ
     assert {fault["error"]["code"] for fault in faults} == {"batch_cancelled"}
     server.wait_until_idle()
     assert client.batches.cancel(batch.id).status == "cancelled"
+
+
+def test_a_batch_that_is_cancelled_while_it_is_read_is_cancelled(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, may_go = threading.Event(), threading.Event()
+
+    def read_slowly(*of_line: Any) -> Any:
+        begun.set()
+        assert may_go.wait(60)
+        return read_line(*of_line)
+
+    monkeypatch.setattr(batch_runner, "read_line", read_slowly)
+    client = client_of(server)
+    batch = begin(client, line("a") + line("b"))
+    assert begun.wait(60)
+    assert client.batches.cancel(batch.id).status == "cancelling"
+    may_go.set()
+    batch = ended(client, batch.id)
+
+    assert (batch.status, batch.request_counts.total) == ("cancelled", 2)
+    faults = read(client, batch.error_file_id)
+    assert [(fault["custom_id"], fault["error"]["code"]) for fault in faults] == [
+        ("a", "batch_cancelled"),
+        ("b", "batch_cancelled"),
+    ]
 
 
 def test_a_batch_expires(server: FakeServer) -> None:
