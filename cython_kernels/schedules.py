@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from phasewise.cython_kernels.packing import COLUMN_GROUP, PackedWeight
+from phasewise.cython_kernels.packing import COLUMN_GROUP, DENSE_KINDS, PackedWeight
 
 CANONICAL = "canonical"
 """The choice of arithmetic by which every weight's products have the same bits on every CPU."""
@@ -40,13 +40,14 @@ class RowRange:
 
 
 def canonical_path(weight: PackedWeight) -> str:
-    """The first path of the instruction set in use whose bits every CPU gives: by the default path of those
-    that have no dots of 16 bits.
+    """The default path of CPUs without dots of 16 bits or a tile unit, or one of its bits: every CPU gives
+    them.
     """
     from phasewise.cython_kernels._native import compute_paths
 
-    paths = compute_paths(weight.kind, weight.group)
-    return next(path for path in paths if path not in OF_ONE_INSTRUCTION_SET)
+    shared = "fma" if weight.kind in DENSE_KINDS else "int8_dot"
+    default = compute_paths(weight.kind, weight.group)[0]
+    return default if SAME_BITS.get(default) == shared else shared
 
 
 def path_on_tiles(weight: PackedWeight) -> str | None:
@@ -109,10 +110,15 @@ class ScheduleLookup:
 
 
 @dataclass(frozen=True)
-class PathOfBf16(ScheduleLookup):
-    """Nothing is tuned, and weights of bf16 are multiplied by a named path."""
+class CanonicalBut(ScheduleLookup):
+    """Nothing is tuned: weights that have the named path are multiplied by it, all others by what every CPU
+    shares. None: all by that.
+    """
 
-    path: str
+    path: str | None
 
     def arithmetic(self, weight: PackedWeight) -> tuple[str | None, int]:
-        return (self.path if weight.kind == "bf16" else None), 1
+        from phasewise.cython_kernels._native import compute_paths
+
+        is_own = self.path in compute_paths(weight.kind, weight.group)
+        return (self.path if is_own else canonical_path(weight)), 1

@@ -16,7 +16,7 @@ from phasewise.topology import read_machine
 from phasewise.workflows.bench.model_speed import MAX_BATCH_TOKENS, open_ranks
 from phasewise.workflows.opening.open_model import Weights, open_model
 
-LARGEST = (Workload(MAX_BATCH_TOKENS, 0, 1), Workload(0, 256, 8))
+LARGEST = (Workload(MAX_BATCH_TOKENS, 0, 1), Workload(0, 256, 32))
 
 
 def main() -> None:

@@ -105,9 +105,9 @@ int32_t ISA(path_of)(int32_t kind, int32_t group, int32_t path) {
     if (kind == PW_BF16 && path == PW_F16_FMA && (*tiles[BF16_AS_F16])[1][1]) return path;
     if (has_dense_path(path)) return path;
     if (kind == PW_BF16) return default_bf16_path();
-    if (path == PW_INT8_BLOCK && pw_has_subs(kind)) return path;
-    int has_tile = kind == PW_Q8 && group == 0 && (*tiles[Q8_COLUMN_TILE])[1][1];
-    return has_tile && path != PW_INT8_DOT ? PW_INT8_TILE : PW_INT8_DOT;
+    if (path == PW_INT8_DOT) return path;
+    if (pw_has_subs(kind) && (path == PW_INT8_BLOCK || ISA(blockwise_amx_tiles)[kind][1][1])) return PW_INT8_BLOCK;
+    return kind == PW_Q8 && group == 0 && (*tiles[Q8_COLUMN_TILE])[1][1] ? PW_INT8_TILE : PW_INT8_DOT;
 }
 
 static arithmetic quant_arithmetic(const pw_weight *w) {

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.models.rope import LongScaling
 
 if TYPE_CHECKING:
+    from phasewise.cython_kernels.packing import PackedWeight
     from phasewise.cython_kernels.schedules import ScheduleLookup
     from phasewise.serving.sampling.sampling_defaults import SamplingDefaults
     from phasewise.tuner.plans import Phase
@@ -59,6 +61,10 @@ class Fingerprint:
     """The adapter's content hash; empty: the model alone."""
     defaults: str = ""
     """The assumptions where a request states nothing; a receipt states everything."""
+    paths: str = field(default="", compare=False)
+    """For people: the compute paths of all products, that of most of them first. No component, since
+    `arithmetic` has a digest of them.
+    """
 
     @property
     def has_one_arithmetic(self) -> bool:
@@ -71,7 +77,7 @@ class Fingerprint:
 
     def differences(self, other: Fingerprint) -> list[str]:
         """The components in which they differ, the servers' defaults apart."""
-        names = [component.name for component in fields(self) if component.name != "defaults"]
+        names = [part.name for part in fields(self) if part.compare and part.name != "defaults"]
         return [name for name in names if getattr(self, name) != getattr(other, name)]
 
     @property
@@ -118,6 +124,7 @@ def fingerprint_of(
         arithmetic=f"{ARITHMETIC_VERSION}/{arithmetic_of(model, schedules)}",
         sampler=f"{SAMPLER_VERSION}/{_numpy_probe()}",
         context=positions if is_long else None,
+        paths=_paths(model, schedules),
     )
 
 
@@ -145,15 +152,27 @@ def arithmetic_of(model: PackedModel, schedules: Mapping[Phase, ScheduleLookup] 
     """
     lookup = schedules["prefill"] if schedules else None
     products, own_paths = [], set()
-    for name, weight in model.products().items():
-        path, n_parts = (None, 1) if lookup is None else lookup.arithmetic(weight)
-        path = path or compute_paths(weight.kind, weight.group)[0]
+    for name, weight, path, n_parts in _products(model, lookup):
         if lookup is not None and (own := lookup.own_path(weight)) is not None:
             own_paths.add(own)
         products.append((name, weight.kind, weight.group, SAME_BITS.get(path, path), n_parts))
     used = own_paths | {path for _, _, _, path, _ in products}
     where = isa_active() if used & OF_ONE_INSTRUCTION_SET else _EVERY
     return f"{where}/{digest_of(sorted(products))[:_DIGITS]}" + (f"/{_TILES}" if own_paths else "")
+
+
+def _products(
+    model: PackedModel, lookup: ScheduleLookup | None
+) -> Iterator[tuple[str, PackedWeight, str, int]]:
+    """Name, weight, compute path and number of k parts of every product of a phase."""
+    for name, weight in model.products().items():
+        path, n_parts = (None, 1) if lookup is None else lookup.arithmetic(weight)
+        yield name, weight, path or compute_paths(weight.kind, weight.group)[0], n_parts
+
+
+def _paths(model: PackedModel, schedules: Mapping[Phase, ScheduleLookup] | None) -> str:
+    products = _products(model, schedules["prefill"] if schedules else None)
+    return ", ".join(path for path, _ in Counter(path for _, _, path, _ in products).most_common())
 
 
 @cache
@@ -169,6 +188,7 @@ def _numpy_probe() -> str:
 @lru_cache(maxsize=64)
 def _told(fingerprint: Fingerprint) -> str:
     components = asdict(fingerprint)
+    del components["paths"]
     if not fingerprint.adapter:  # as it was before there were adapters
         del components["adapter"]
     return f"fp_{digest_of(components)[:_DIGITS]}"

@@ -79,6 +79,7 @@ class Receipt:
         fields: dict[str, Any] = _receipt.dump_python(self, mode="json")
         if not self.signature:
             del fields["signature"]
+        del fields["fingerprint"]["paths"]
         if not self.fingerprint.adapter:  # as receipts were before there were adapters
             del fields["fingerprint"]["adapter"]
         return fields

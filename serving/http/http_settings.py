@@ -87,6 +87,12 @@ class ServedModel:
         return None if fingerprint is None else fingerprint.arithmetic
 
     @property
+    def arithmetic_paths(self) -> str | None:
+        """The compute paths of its products, that of most of them first: `int8_block, fma`."""
+        fingerprint = self.fingerprint()
+        return None if fingerprint is None else fingerprint.paths
+
+    @property
     def model_id(self) -> str:
         return self.names[0]
 

@@ -37,6 +37,14 @@ def test_every_known_result_is_this_machines() -> None:
     assert set(bits_known.KNOWN) == set(KV_FORMATS)
 
 
+def test_blocks_have_one_result_on_every_instruction_set_and_it_is_not_that_of_groups() -> None:
+    model, core = bits_check.known_model(bits_check.BLOCK_KINDS), read_machine().allowed_pus[0]
+    for name in isa.usable():
+        with isa.using(name):
+            assert bits_check.of_blocks() == bits_known.KNOWN_OF_BLOCKS
+            assert bits_check.computed(model, "f32", core)[0] != bits_known.KNOWN_OF_BLOCKS
+
+
 def test_bf16_weights_are_known_by_both_arithmetics() -> None:
     """Of each instruction set with dots of 16 bits; here as many as it has."""
     for name in isa.usable():
@@ -52,9 +60,17 @@ def test_bf16_weights_are_known_by_both_arithmetics() -> None:
 
 @pytest.mark.soak
 def test_emulated_dots_give_what_is_known(tmp_path: Path) -> None:
-    """The whole program on a CPU with dots of bf16, of float16 and with tiles, by both arithmetics."""
+    """The whole program on a CPU with dots of bf16, of float16 and with tiles, by each arithmetic; K-quants
+    have integers for 256 inputs by default where tiles multiply them.
+    """
     assert emulated_native.known(tmp_path) == {
-        name: {**of_dots, "fma": bits_known.KNOWN_OF_BF16}
+        name: {
+            **of_dots,
+            "fma": bits_known.KNOWN_OF_BF16,
+            "every": bits_known.KNOWN["f32"],
+            "int8_block": bits_known.KNOWN_OF_BLOCKS,
+            "default of q4_k": "int8_block" if name == "amx" else "int8_dot",
+        }
         for name, of_dots in bits_known.KNOWN_OF_DOTS.items()
     }
 

@@ -11,7 +11,8 @@ ArithmeticChoice = Literal["tuned", "canonical", "groups", "blocks", "tiles"]
 """`canonical`: every weight by the arithmetic that all CPUs share, whatever was tuned. `tiles`: bf16 and
 quantised weights by that of the tile unit, in both phases. Else of K-quants:
 sub-scales apply in float32 for every 16 or 32 inputs (`groups`), or in integers for 256 (`blocks`);
-`tuned`: as `tune-kernels` found faster, and `groups` where it has not run."""
+`tuned`: as `tune-kernels` found faster; where it has not run, `blocks` with a tile unit and `groups` without.
+"""
 ARITHMETIC_CHOICES: tuple[ArithmeticChoice, ...] = get_args(ArithmeticChoice)
 
 PATHS: Mapping[ArithmeticChoice, str] = {"groups": "int8_dot", "blocks": "int8_block"}

@@ -13,7 +13,13 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from phasewise._words import counted
-from phasewise.workflows.replay.bits_known import KNOWN, KNOWN_OF_BF16, KNOWN_OF_DOTS, SPECIFIED
+from phasewise.workflows.replay.bits_known import (
+    KNOWN,
+    KNOWN_OF_BF16,
+    KNOWN_OF_BLOCKS,
+    KNOWN_OF_DOTS,
+    SPECIFIED,
+)
 from phasewise.workflows.report import Report, silent
 
 if TYPE_CHECKING:
@@ -27,6 +33,8 @@ BUDGET_S = 60.0
 """Cores that have had no turn by then are not checked, which is said."""
 KINDS = ("q4_k", "q6_k", "q8", "q4", "f32")
 """The kind of each layer's weights, of those that give the same bits everywhere."""
+BLOCK_KINDS, BLOCK_PATH = ("q4_k", "q6_k"), "int8_block"
+"""Weights that have a second arithmetic, the same everywhere (`--arithmetic blocks`), and its path."""
 _WIDTH, _HEAD, _VOCAB = 256, 64, 320
 _TOKENS, _DECODED = 48, 8
 _DIGITS = 16
@@ -60,12 +68,14 @@ def check_bits(report: Report = silent) -> list[BitsOutcome]:
     from phasewise.cython_kernels import isa
     from phasewise.topology import read_machine
 
-    cores, model, of_bf16 = read_machine().allowed_pus, known_model(KINDS), known_model(("bf16",))
+    cores, model = read_machine().allowed_pus, known_model(KINDS)
+    of_bf16, of_blocks = known_model(("bf16",)), known_model(BLOCK_KINDS)
     outcomes, until_s = [], time.monotonic() + BUDGET_S
     for name in isa.usable():
         with isa.using(name):
             outcomes += [_outcome(model, kv_format, KNOWN[kv_format], cores[0]) for kv_format in KNOWN]
             outcomes += _outcomes_of_bf16(of_bf16, cores[0])
+            outcomes.append(_outcome(of_blocks, "f32", KNOWN_OF_BLOCKS, cores[0], BLOCK_PATH))
     done = 1
     for core in cores[1:]:
         if time.monotonic() > until_s:
@@ -96,7 +106,7 @@ def _outcomes_of_bf16(model: PackedModel, core: int) -> Iterator[BitsOutcome]:
 def _outcome(
     model: PackedModel, kv_format: str, expected: str | None, core: int, path: str = _CANONICAL_PATH
 ) -> BitsOutcome:
-    """path: of bf16 weights."""
+    """path: of the weights that have it."""
     from phasewise.cython_kernels import isa
 
     (digest, is_one), problem = computed(model, kv_format, core, path), None
@@ -119,9 +129,9 @@ def _told_kinds(model: PackedModel) -> str:
 def computed(model: PackedModel, kv_format: str, core: int, path: str = _CANONICAL_PATH) -> tuple[str, bool]:
     """A digest of the logits after each token of a prompt; and whether tokens one by one give the same.
 
-    path: of bf16 weights.
+    path: of the weights that have it; all others, and all by `fma`, have the arithmetic of every CPU.
     """
-    from phasewise.cython_kernels.schedules import PathOfBf16
+    from phasewise.cython_kernels.schedules import CanonicalBut
     from phasewise.serving.batch import Batch, SequenceSlice
     from phasewise.serving.ranks.open_ranks import KvSettings, LocalRanks, RankOptions
     from phasewise.tuner.plans import PHASES, Phase, RankCores, ServicePlan
@@ -129,7 +139,7 @@ def computed(model: PackedModel, kv_format: str, core: int, path: str = _CANONIC
     ids = tuple(7 * position % _VOCAB for position in range(1, _TOKENS + 1))
     plans: dict[Phase, ServicePlan] = {phase: ServicePlan(phase, (RankCores((core,)),)) for phase in PHASES}
     first = _TOKENS - _DECODED
-    schedules = dict.fromkeys(PHASES, PathOfBf16(path))
+    schedules = dict.fromkeys(PHASES, CanonicalBut(None if path == _CANONICAL_PATH else path))
     options = RankOptions(KvSettings(2 * 64, kv_format), 64, 1, schedules=schedules)
     ranks = LocalRanks(model, plans, options)
     try:
@@ -230,6 +240,13 @@ def known_now() -> dict[str, str]:
 
     core, model = read_machine().allowed_pus[0], known_model(KINDS)
     return {kv_format: computed(model, kv_format, core)[0] for kv_format in KNOWN}
+
+
+def of_blocks() -> str:
+    """For `bits_known.py`: KNOWN_OF_BLOCKS, by the instruction set in use."""
+    from phasewise.topology import read_machine
+
+    return computed(known_model(BLOCK_KINDS), "f32", read_machine().allowed_pus[0], BLOCK_PATH)[0]
 
 
 def of_bf16() -> dict[str, str]:

@@ -17,6 +17,11 @@ KNOWN: Mapping[str, str] = {
 }
 """By the format of keys and values, of weights of `bits_check.KINDS`."""
 
+KNOWN_OF_BLOCKS = "ad3acb72f79cefbb"
+"""The result of K-quants by `--arithmetic blocks`, on every CPU, and by default where a tile unit multiplies
+them. `bits_check.of_blocks` gives it.
+"""
+
 KNOWN_OF_BF16 = "19113e673134f290"
 """The result of bf16 weights by `--arithmetic canonical`, on every CPU."""
 

@@ -50,6 +50,7 @@ class ListedModel:
             card["default_sampling"] = self.served.sampling.to_json()
             card["system_fingerprint"] = self.served.system_fingerprint
             card["arithmetic"] = self.served.arithmetic
+            card["arithmetic_paths"] = self.served.arithmetic_paths
             if self.served.parent:
                 card["parent"] = self.served.parent
         return card

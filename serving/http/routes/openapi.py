@@ -269,6 +269,7 @@ def _answers() -> Json:
         "default_sampling": sampling,
         "system_fingerprint": _or_null(_TEXT),
         "arithmetic": _or_null(_TEXT),
+        "arithmetic_paths": _or_null(_TEXT),
         "parent": _TEXT,  # of adapters
     }
     usage = _object(

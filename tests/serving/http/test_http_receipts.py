@@ -71,6 +71,7 @@ def test_models_and_responses_have_the_fingerprint(server: FakeServer) -> None:
     (card,) = show(server, "/v1/models").json()["data"]
     assert card["system_fingerprint"] == FINGERPRINT.told()
     assert card["arithmetic"] == FINGERPRINT.arithmetic
+    assert card["arithmetic_paths"] == FINGERPRINT.paths
     assert show(server, "/v1/models/alias").json() == card
     headers = {"Authorization": "Bearer one"}
     asked = {"model": "fake", "input": "xyz", "max_output_tokens": 3}

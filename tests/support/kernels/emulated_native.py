@@ -1,7 +1,7 @@
 """The whole extension with dots of 16 bits emulated: `python -m tests.support.kernels.emulated_native`.
 
-Prints KNOWN_OF_DOTS of `workflows/replay/bits_known.py`, and the results of `--arithmetic canonical`: what
-`doctor --bits` finds on CPUs that have such dots. Compiling takes some minutes.
+Prints KNOWN_OF_DOTS of `workflows/replay/bits_known.py`, and the results of the arithmetics that all CPUs
+share: what `doctor --bits` finds on CPUs that have such dots. Compiling takes some minutes.
 """
 
 from __future__ import annotations
@@ -49,8 +49,12 @@ assert isa.active() == sys.argv[2], isa.active()
 """
 _KNOWN = """
 import json
+from phasewise.cython_kernels._native import compute_paths
 from phasewise.workflows.replay import bits_check
-print(json.dumps(bits_check.of_bf16()))
+every = bits_check.known_now()["f32"]
+default_of_q4_k = compute_paths("q4_k")[0]
+known = {"every": every, "int8_block": bits_check.of_blocks(), "default of q4_k": default_of_q4_k}
+print(json.dumps(known | bits_check.of_bf16()))
 """
 
 
@@ -87,7 +91,9 @@ def run(isa: str, extension: Path, program: str) -> str:
 
 
 def known(folder: Path) -> Mapping[str, Mapping[str, str]]:
-    """By instruction set and compute path, the results of bf16 weights."""
+    """By instruction set and compute path, the results of bf16 weights; those of K-quants by blocks, and of
+    the weights of all CPUs; and the default path of Q4_K.
+    """
     with ThreadPoolExecutor() as pool:
         futures = {name: pool.submit(run, name, extension, _KNOWN) for name, extension in built(folder)}
         return {name: json.loads(future.result()) for name, future in futures.items()}
