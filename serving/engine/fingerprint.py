@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
@@ -50,8 +50,8 @@ class Fingerprint:
     weight_format: str
     kv_format: str
     arithmetic: str
-    """Version, `every` or the instruction set where a weight's path depends on it, and a digest of the
-    compute path of every weight: `2/every/0123...`.
+    """Version, place and a digest of the compute path of every weight: `2/every/0123...`. The place: `every`,
+    `tiles` (a tile unit, or vectors that add as one does), or an instruction set whose rounding is its own.
     """
     sampler: str
     """Version, and a digest of the sums and drawn numbers that numpy gives it here."""
@@ -157,8 +157,13 @@ def arithmetic_of(model: PackedModel, schedules: Mapping[Phase, ScheduleLookup] 
             own_paths.add(own)
         products.append((name, weight.kind, weight.group, SAME_BITS.get(path, path), n_parts))
     used = own_paths | {path for _, _, _, path, _ in products}
-    where = isa_active() if used & OF_ONE_INSTRUCTION_SET else _EVERY
-    return f"{where}/{digest_of(sorted(products))[:_DIGITS]}" + (f"/{_TILES}" if own_paths else "")
+    return f"{_place_of(used)}/{digest_of(sorted(products))[:_DIGITS]}" + (f"/{_TILES}" if own_paths else "")
+
+
+def _place_of(paths: Set[str]) -> str:
+    """`tiles` for the sums of the tile unit, which some CPUs repeat in vectors."""
+    own = paths & OF_ONE_INSTRUCTION_SET
+    return _EVERY if not own else "tiles" if own == {"bf16_tile"} else isa_active()
 
 
 def _products(

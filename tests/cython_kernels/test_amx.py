@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phasewise.cython_kernels import _native, isa, packing, sparse
-from phasewise.cython_kernels.blocks import BLOCKS
+from phasewise.cython_kernels.blocks import BLOCKS, BlockRows
 from phasewise.cython_kernels.packing import PackedWeight
 from tests.support.kernels.cross import (
     Product,
@@ -47,7 +47,7 @@ INT8_DOT, INT8_TILE = map(_native.path_names().index, ("int8_dot", "int8_tile"))
 INT8_BLOCK = _native.path_names().index("int8_block")
 WITH_SUBS = tuple(fmt for fmt, block in BLOCKS.items() if block.has_subs)
 BF16_TILE = _native.path_names().index("bf16_tile")
-AS_BF16 = (*(fmt for fmt in FORMATS if fmt not in ("f32", "f16")), "q3_k", "q4_k", "q6_k", "iq4_xs", "mxfp4")
+AS_BF16 = (*(fmt for fmt in FORMATS if fmt not in ("f32", "f16")), *BLOCKS)
 """Formats whose weights tiles multiply as bf16."""
 SHAPES = (
     (1, 1, 1, Walk()),
@@ -190,14 +190,24 @@ def test_part_sums_are_those_of_a_block_or_of_four_tiles_of_rows(
     assert int(said) == rows * columns * 4
 
 
-def weight_of(fmt: str, n: int, k: int, rng: np.random.Generator) -> PackedWeight:
+def weight_of(fmt: str, n: int, k: int, rng: np.random.Generator, *, is_tiny: bool = False) -> PackedWeight:
+    """is_tiny: with values around 2^-126 where its numbers can be so small, else with subnormal scales."""
     if fmt in BLOCKS:
-        return packing.pack_blocks(random_blocks(fmt, n, -(-k // 256) * 256, rng))
-    return make_weight(fmt, n, k, rng)
+        inputs = BLOCKS[fmt].inputs
+        rows = random_blocks(fmt, n, -(-k // inputs) * inputs, rng)
+        return packing.pack_blocks(tiny_blocks(rows, rng) if is_tiny else rows)
+    w = make_weight(fmt, n, k, rng)
+    return tiny(w, rng) if is_tiny else w
+
+
+def tiny_blocks(rows: BlockRows, rng: np.random.Generator) -> BlockRows:
+    if rows.format.scaling == "exponent":
+        return replace(rows, scales=rng.integers(0, 9, rows.scales.shape, dtype=np.uint8))
+    small = np.float16(2.0**-15)
+    return replace(rows, scales=rows.scales * small, mins=None if rows.mins is None else rows.mins * small)
 
 
 def tiny(w: PackedWeight, rng: np.random.Generator) -> PackedWeight:
-    """The weight with values around 2^-126, where its numbers can be so small."""
     if w.kind == "bf16":
         rows = rng.standard_normal((w.n, w.k)) * np.exp2(rng.integers(-134, -118, (w.n, w.k)))
         return packing.pack_dense(rows.astype(np.float32), "bf16")
@@ -269,9 +279,7 @@ def test_vectors_add_as_the_tile_unit_does(program: str, fmt: str, special: str)
     if not names:
         pytest.skip("this CPU has no arithmetic of tiles in vectors")
     for n, k, m in ((1, 1, 1), (17, 33, 3), (40, 352, 2), (75, 577, 13)):
-        w = weight_of(fmt, n, k, rng)
-        if special == "tiny weights":
-            w = tiny(w, rng)
+        w = weight_of(fmt, n, k, rng, is_tiny=special == "tiny weights")
         x = rows_of(special, m, w.k, rng)
         for k_parts in (1, 2):
             wanted = product([program, "amx"], w, x, Walk(mr=32, panels=2), BF16_TILE, k_parts)

@@ -1,7 +1,8 @@
-"""The same requests in every way of computing them: `python -m tests.support.ways [MODEL]`.
+"""The same requests in every way of computing them: `python -m tests.support.ways [MODEL [ARITHMETIC]]`.
 
 Prints a markdown table: in how many of them every token, text and log-probability is what it is when each
 request is computed alone, equal in every bit. MODEL: a GGUF file or a directory; none: a tiny random model.
+ARITHMETIC: as `--arithmetic` has it; ways that start processes of their own are left out then.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from phasewise.serving.loaders import load_model
 from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.prefix_store.opening import PrefixSettings
 from phasewise.serving.sampling.sampling import SampledToken, SamplingParams
-from phasewise.tuner.plans import PHASES, RankCores, ServicePlan
+from phasewise.tuner.lookup import ScheduleTable
+from phasewise.tuner.plans import PHASES, Phase, RankCores, ServicePlan
+from phasewise.workflows.opening.arithmetic_choice import ARITHMETIC_CHOICES, PATHS, ArithmeticChoice
 from tests.support.servers.fake_engine import run_all
 from tests.support.servers.pools import PoolServer, Told, plans_of, pools, tiny_model
 
@@ -50,6 +53,13 @@ class Asked:
     path: Path
     model: PackedModel
     requests: tuple[Submit, ...]
+    arithmetic: ArithmeticChoice = "tuned"
+
+    @property
+    def schedules(self) -> dict[Phase, ScheduleTable]:
+        """Nothing is tuned but the arithmetic."""
+        table = ScheduleTable().asked(self.arithmetic, PATHS.get(self.arithmetic))
+        return dict.fromkeys(PHASES, table)
 
     def size(self, slots: int = ROOMY_SLOTS, policy: str = "odma", **limits: Any) -> EngineSize:
         """Room for all requests, or for a few of them."""
@@ -64,6 +74,8 @@ class Way(NamedTuple):
 
     name: str
     compute: Callable[[Asked], Answers]
+    has_arithmetic: bool = True
+    """False where it starts processes whose arithmetic is the default one."""
 
 
 def drawn_requests(vocab_size: int, seed: int = 41) -> tuple[Submit, ...]:
@@ -94,7 +106,7 @@ def opened(asked: Asked, size: EngineSize, n_threads: int = 2, **settings: Any) 
     """On a rank of so many threads."""
     cores = RankCores(tuple(range(n_threads)))
     plans = {phase: ServicePlan(phase, (cores,)) for phase in PHASES}
-    return open_engine(asked.model, plans, size, pinned=False, **settings)
+    return open_engine(asked.model, plans, size, pinned=False, schedules=asked.schedules, **settings)
 
 
 def alone(asked: Asked) -> Answers:
@@ -158,7 +170,7 @@ def from_disk(asked: Asked) -> Answers:
 
 def two_ranks(asked: Asked) -> Answers:
     plans = {plan.phase: plan for plan in plans_of(2)}
-    with open_engine(asked.model, plans, asked.size(), pinned=False) as engine:
+    with open_engine(asked.model, plans, asked.size(), pinned=False, schedules=asked.schedules) as engine:
         return answers_of(engine, asked.requests)
 
 
@@ -266,9 +278,9 @@ WAYS = (
     Way("two ranks", two_ranks),
     Way("workers lost again and again", after_losses),
     Way("prompts from disk", from_disk),
-    Way("prompt and token pools", pooled("shm")),
-    Way("pools, KV over TCP", pooled("tcp")),
-    Way("instances lost one after the other", after_lost_instances),
+    Way("prompt and token pools", pooled("shm"), has_arithmetic=False),
+    Way("pools, KV over TCP", pooled("tcp"), has_arithmetic=False),
+    Way("instances lost one after the other", after_lost_instances, has_arithmetic=False),
     Way("paged KV under pressure", together(slots=TIGHT_SLOTS, policy="paged")),
     Way("static KV under pressure", together(slots=TIGHT_SLOTS, policy="static")),
     Way("scored in one prefill", scored),
@@ -282,10 +294,12 @@ def lower_ways() -> Iterator[Way]:
         yield Way(f"{name} for {isa.active()}", lower(name))
 
 
-def rows(path: Path, ways: Sequence[Way]) -> Iterator[tuple[str, int, int]]:
+def rows(
+    path: Path, ways: Sequence[Way], arithmetic: ArithmeticChoice = "tuned"
+) -> Iterator[tuple[str, int, int]]:
     """Of each way its name, and how many requests are equal in every bit, and how many are not."""
     model = load_model(str(path), "native")
-    asked = Asked(path, model, drawn_requests(model.config.vocab_size))
+    asked = Asked(path, model, drawn_requests(model.config.vocab_size), arithmetic)
     wanted = alone(asked)
     assert len(wanted) == N_REQUESTS
     for way in ways:
@@ -294,13 +308,22 @@ def rows(path: Path, ways: Sequence[Way]) -> Iterator[tuple[str, int, int]]:
         yield way.name, n_equal, N_REQUESTS - n_equal
 
 
+def _choice_of(word: str) -> ArithmeticChoice:
+    for choice in ARITHMETIC_CHOICES:
+        if choice == word:
+            return choice
+    raise SystemExit(f"{word} is none of {', '.join(ARITHMETIC_CHOICES)}")
+
+
 def main() -> None:
     """Print the table."""
     with tempfile.TemporaryDirectory(prefix="pw-") as folder:
         path = Path(sys.argv[1]) if len(sys.argv) > 1 else tiny_model(Path(folder))
+        arithmetic = _choice_of(sys.argv[2] if len(sys.argv) > 2 else "tuned")
+        ways = [way for way in WAYS if way.has_arithmetic or arithmetic == "tuned"]
         os.environ.setdefault("XDG_CACHE_HOME", folder)
         print("| way | equal | unequal |\n|---|---|---|")
-        for name, n_equal, n_unequal in rows(path, (*WAYS, *lower_ways())):
+        for name, n_equal, n_unequal in rows(path, (*ways, *lower_ways()), arithmetic):
             print(f"| {name} | {n_equal} | {n_unequal} |", flush=True)
 
 

@@ -193,7 +193,8 @@ def test_a_fingerprint_names_the_choice(
 
     Dots(monkeypatch, name, *own)
 
-    assert told(model, "tuned").split("/")[1] == name
+    place = "tiles" if own[0] == "bf16_tile" else name  # vectors of other CPUs have its bits
+    assert told(model, "tuned").split("/")[1] == place
     assert told(model, "canonical") == everywhere
 
 
@@ -238,7 +239,7 @@ def test_a_model_computes_the_same_by_tiles_in_any_phase_and_on_any_threads(
     assert not np.array_equal(others, whole)
     assert np.abs(others - whole).max() <= 0.1 * np.abs(others).max()
     tuned, in_tiles = told(model, "tuned"), told(model, "tiles")
-    assert in_tiles.split("/")[1] == isa.active()
+    assert in_tiles.split("/")[1] == "tiles"
     assert (in_tiles == tuned) == (types == {"": "BF16"} and isa.active() == "amx")
     assert not in_tiles.endswith("prompts by tiles")
 

@@ -124,9 +124,7 @@ class BatchRunner:
 
     async def _run(self, store: BatchStore, batch: StoredBatch) -> None:
         """From where it is to its end, or to that of the server. It may have ended since the look."""
-        batch = await asyncio.to_thread(
-            store.batch, batch.owner, batch.id
-        )
+        batch = await asyncio.to_thread(store.batch, batch.owner, batch.id)
         if batch.fields["status"] not in ("validating", "in_progress", "cancelling"):
             return
         if batch.fields["status"] == "validating":

@@ -11,6 +11,9 @@ import pytest
 pytest.importorskip(
     "phasewise.serving.engine.open_engine", reason="the kernels are not built", exc_type=ImportError
 )
+from phasewise.cython_kernels.schedules import has_tiles_arithmetic
+from phasewise.workflows.opening.arithmetic_choice import ArithmeticChoice
+from tests.support.models.tiny_models import TinyShape, tiny_gguf
 from tests.support.servers.pools import tiny_model
 from tests.support.ways import N_REQUESTS, WAYS, Way, drawn_requests, rows
 
@@ -37,6 +40,27 @@ def test_some_ways_give_the_same_bits(path: Path) -> None:
 @pytest.mark.slow
 def test_every_way_gives_the_same_bits(path: Path) -> None:
     assert counted(path, WAYS) == {way.name: (N_REQUESTS, 0) for way in WAYS}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arithmetic", ["blocks", "tiles"])
+def test_an_arithmetic_of_both_phases_gives_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arithmetic: ArithmeticChoice
+) -> None:
+    """Prompts in cuts, kept and stored prefixes, drafts, scores: of K-quants and bytes, in one process."""
+    if arithmetic == "tiles" and not has_tiles_arithmetic():
+        pytest.skip("this CPU has no arithmetic of tiles")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    shape = TinyShape(context_length=4096, hidden=256, ffn=512, head_dim=64)
+    path = tmp_path / "tiny.gguf"
+    path.write_bytes(
+        tiny_gguf(types={"": "Q4_K", "attn_v": "Q6_K", "ffn_up": "Q8_0"}, shape=shape).to_bytes()
+    )
+    ways = tuple(way for way in WAYS if way.has_arithmetic)
+
+    counts = {name: found for name, *found in rows(path, ways, arithmetic)}
+
+    assert counts == {way.name: [N_REQUESTS, 0] for way in ways}
 
 
 def test_what_is_unequal_is_counted(path: Path) -> None:
