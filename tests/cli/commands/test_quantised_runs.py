@@ -49,3 +49,11 @@ def test_one_rank_and_two_answer_alike(tmp_path: Path, name: str) -> None:
     ]
     assert answers[0] == answers[1]
     assert len(set(answers[0])) > 1
+
+
+def test_pruned_bytes_answer_alike_dense_and_sparse(tmp_path: Path) -> None:
+    write_quantised_hf(tmp_path / "m", CASES["w8a8-pruned"])
+    asked = ("generate", tmp_path / "m", "-p", "hello", "-n", 12, "--ignore-eos")
+    answers = [command.fields_of(*asked, "--sparse", mode)["token_ids"] for mode in ("never", "always")]
+    assert answers[0] == answers[1]
+    assert len(set(answers[0])) > 1

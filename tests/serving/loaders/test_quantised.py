@@ -14,11 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phasewise.cython_kernels import sparse
 from phasewise.cython_kernels.packing import unpack
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders import load_model
 from phasewise.serving.loaders.quantised.numbers import IntegerWeight, significant_bits
 from phasewise.serving.loaders.quantised.scheme import quantisation_of
+from phasewise.serving.loaders.storage import StorageChoice
 from tests.support.models.quantised_models import CASES, Case, file_of, write_quantised_hf
 from tests.support.models.tiny_models import TinyShape
 from tests.support.tiers import examples
@@ -61,6 +63,22 @@ def test_bytes_with_rows_of_bytes_have_one_scale_a_column(tmp_path: Path) -> Non
     write_quantised_hf(tmp_path / "m", CASES["w8a8"])
     weight = load_model(str(tmp_path / "m"), "native", tmp_path).weights["layers.0.qkv"]
     assert (weight.kind, weight.group, weight.mins) == ("q8", 0, None)
+
+
+def test_pruned_bytes_with_one_scale_a_column_are_stored_sparse_and_are_the_same_numbers(
+    tmp_path: Path,
+) -> None:
+    write_quantised_hf(tmp_path / "m", CASES["w8a8-pruned"])
+    dense, stored = (
+        load_model(str(tmp_path / "m"), "native", tmp_path, storage=StorageChoice(mode))
+        for mode in ("never", "always")
+    )
+    for name in ("layers.0.qkv", "layers.0.gate_up"):
+        weight = stored.weights[name]
+        assert (weight.kind, weight.group) == ("q8", 0)
+        assert sparse.density(weight) == pytest.approx(0.4, abs=0.05)
+        assert weight.nbytes < dense.weights[name].nbytes
+        assert np.array_equal(unpack(weight), unpack(dense.weights[name]))
 
 
 def test_scales_that_float16_does_not_hold_are_float32(tmp_path: Path) -> None:

@@ -98,9 +98,12 @@ def pack_quantized(
     return make
 
 
-def int_quantized(dtype: str, *, zeros: bool = False) -> Maker:
+def int_quantized(dtype: str, *, zeros: bool = False, kept: float = 1.0) -> Maker:
+    """zeros: there are zero points. kept: the share of the codes that are not 0."""
+
     def make(rng: np.random.Generator, n: int, k: int) -> Made:
         codes = rng.integers(-128, 128, (n, k)).astype(np.int8)
+        codes[rng.random((n, k)) >= kept] = 0
         stored, scales = floats(rng, dtype, (n, 1), 0.004)
         zero = rng.integers(-100, 100, (n, 1)).astype(np.int8) if zeros else np.zeros((n, 1), np.int8)
         parts: Parts = {"weight": ("I8", codes), "weight_scale": (dtype, stored)}
@@ -266,6 +269,9 @@ CASES: dict[str, Case] = {
     "w3a16": Case(pack_quantized(3, 32, "F16"), compressed("pack-quantized", _integers(3, 32)), "q4"),
     "w8a16": Case(pack_quantized(8, 32, "BF16"), compressed("pack-quantized", _integers(8, 32)), "q8"),
     "w8a8": Case(int_quantized("BF16"), compressed("int-quantized", _integers(8, None), _BYTE_ROWS), "q8"),
+    "w8a8-pruned": Case(
+        int_quantized("BF16", kept=0.4), compressed("int-quantized", _integers(8, None), _BYTE_ROWS), "q8"
+    ),
     "w8a8-zeros": Case(
         int_quantized("BF16", zeros=True),
         compressed("int-quantized", _integers(8, None, symmetric=False), _BYTE_ROWS),
