@@ -58,9 +58,9 @@ def test_an_arithmetic_of_both_phases_gives_the_same_bits(
     )
     ways = tuple(way for way in WAYS if way.has_arithmetic)
 
-    counts = {name: found for name, *found in rows(path, ways, arithmetic)}
+    counts = {name: (n_equal, n_unequal) for name, n_equal, n_unequal in rows(path, ways, arithmetic)}
 
-    assert counts == {way.name: [N_REQUESTS, 0] for way in ways}
+    assert counts == {way.name: (N_REQUESTS, 0) for way in ways}
 
 
 def test_what_is_unequal_is_counted(path: Path) -> None:
