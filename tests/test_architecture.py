@@ -6,6 +6,7 @@ import ast
 import re
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -264,21 +265,49 @@ def _sources() -> Iterator[tuple[str, Path]]:
             yield ".".join(part for part in parts if part != "__init__"), path
 
 
+@dataclass
+class Contents:
+    """The parts of a file that the tests below ask for."""
+
+    imports: list[str] = field(default_factory=list)
+    called: set[str] = field(default_factory=set)
+    """Names of functions."""
+    classes: list[str] = field(default_factory=list)
+    """The module's own."""
+    functions: list[tuple[str, int, int]] = field(default_factory=list)
+    """Name, lines, parameters."""
+    of_lines: list[int] = field(default_factory=list)
+    """Lines of texts that stand alone and begin with "Of "."""
+
+
 @cache
-def _imports(path: Path) -> tuple[str, ...]:
-    """The imports of a file. Several tests ask, and reading all files takes seconds."""
-    return tuple(_imports_of(path))
-
-
-def _imports_of(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            if node.level:  # a process of another interpreter, which has no phasewise
+def contents(path: Path) -> Contents:
+    """Each file is parsed and walked once: several tests ask, and all files take seconds."""
+    tree, those = ast.parse(path.read_text(encoding="utf-8")), Contents()
+    those.classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import():
+                those.imports += [alias.name for alias in node.names]
+            case ast.ImportFrom(level=0):
+                those.imports += [f"{node.module}.{alias.name}" for alias in node.names]
+            case ast.ImportFrom():  # a process of another interpreter, which has no phasewise
                 assert path.parent.name == "peer_worker", f"{path}: relative import; write phasewise.<room>"
-                continue
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            case ast.Call(func=ast.Name(id=name)):
+                those.called.add(name)
+            case ast.FunctionDef(args=args) | ast.AsyncFunctionDef(args=args):
+                n_parameters = len(args.posonlyargs) + len(args.args) + len(args.kwonlyargs)
+                n_lines = (node.end_lineno or 0) - node.lineno + 1
+                those.functions.append((node.name, n_lines, n_parameters))
+            case ast.Expr(value=ast.Constant(value=str(text))) if text.lstrip().startswith("Of "):
+                those.of_lines.append(node.lineno)
+            case _:
+                pass
+    return those
+
+
+def _imports(path: Path) -> list[str]:
+    return contents(path).imports
 
 
 def _under(module: str, prefix: str) -> bool:
@@ -324,11 +353,7 @@ def test_nothing_below_the_command_line_prints() -> None:
     """Except workers, whose stdout is a pipe to the process that started them."""
     for module, path in SOURCES:
         if _under(module, "workflows") and not _under(module, "workflows.bench"):
-            calls = (
-                node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)
-            )
-            names = {func.id for func in calls if isinstance(func, ast.Name)}
-            assert "print" not in names, f"{module} prints"
+            assert "print" not in contents(path).called, f"{module} prints"
 
 
 def test_libraries_stay_in_their_room() -> None:
@@ -371,21 +396,15 @@ def test_public_classes_have_one_name() -> None:
     """A class that two rooms could mean by one word is hard to search for."""
     homes: dict[str, list[str]] = {}
     for module, path in SOURCES:
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                homes.setdefault(node.name, []).append(module)
+        for name in contents(path).classes:
+            if not name.startswith("_"):
+                homes.setdefault(name, []).append(module)
     assert not {name: modules for name, modules in homes.items() if len(modules) > 1}
 
 
 def test_docstrings_name_what_they_describe() -> None:
     """A docstring that begins with "Of" can be read only with the name above it."""
-    broken = [
-        f"{path.relative_to(ROOT)}:{node.lineno}"
-        for _, path in SOURCES
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        if isinstance(node.value.value, str) and node.value.value.lstrip().startswith("Of ")
-    ]
+    broken = [f"{path.relative_to(ROOT)}:{line}" for _, path in SOURCES for line in contents(path).of_lines]
     assert not broken
 
 
@@ -424,23 +443,14 @@ def test_modules_are_short() -> None:
     assert not {name: n for name, n in lengths.items() if n > MOST_LINES}
 
 
-def _functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield node
-
-
 def test_functions_are_short_and_have_few_parameters() -> None:
     """80 lines and 12 parameters; typer needs a parameter for each option of a command."""
     broken = []
     for module, path in SOURCES:
-        for function in _functions(path):
-            args = function.args
-            n_parameters = len(args.posonlyargs) + len(args.args) + len(args.kwonlyargs)
-            n_lines = (function.end_lineno or 0) - function.lineno + 1
+        for name, n_lines, n_parameters in contents(path).functions:
             is_wide = n_parameters > MOST_PARAMETERS and not _under(module, "cli.commands")
             if is_wide or n_lines > MOST_FUNCTION_LINES:
-                broken.append(f"{module}.{function.name}: {n_lines} lines, {n_parameters} parameters")
+                broken.append(f"{module}.{name}: {n_lines} lines, {n_parameters} parameters")
     assert not broken
 
 
