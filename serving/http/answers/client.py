@@ -41,19 +41,33 @@ _ALTERNATIVE_BYTES = 112
 """A log-probability of a token that was not chosen: two numbers in a tuple."""
 
 
+class Reader(Protocol):
+    """The connection of a client that reads an answer as it comes."""
+
+    @property
+    def is_behind(self) -> bool:
+        """True if it has yet to take what was written to it."""
+        ...
+
+    def cut(self) -> None:
+        """Drop it, and what it has not read."""
+        ...
+
+
 class AnswerStream:
     """The pieces of one HTTP answer.
 
-    `most_unread`: most pieces that may wait here; with one more the stream closes itself and calls
-    `on_overflow`. None: the reader always keeps up.
+    `most_unread`: most pieces that may wait here for a reader that is behind; with one more the stream closes
+    itself and cuts it. Pieces that wait for this process's own turn are no fault of the reader's.
+    `reader`: None for an answer that is sent whole.
     """
 
     def __init__(
         self,
         client: EngineClient,
         requests: Sequence[Submit],
-        most_unread: int | None = None,
-        on_overflow: Callable[[], None] = lambda: None,
+        most_unread: int = 0,
+        reader: Reader | None = None,
         owner: str = "",
         *,
         tells_progress: bool = False,
@@ -73,7 +87,7 @@ class AnswerStream:
         self._something = asyncio.Event()
         """Cleared only while a task waits in `take`."""
         self._most_unread = most_unread
-        self._on_overflow = on_overflow
+        self._reader = reader
         self.at_once: Callable[[Iterable[Out]], bool] | None = None
         """Offered what has come while a task waits in `take`; True: it has passed all of it on."""
         self.closed = self._is_refused = False
@@ -93,9 +107,10 @@ class AnswerStream:
                 self._arrived.pop()  # its reader is behind
         else:
             self.has_begun = True
-        if self._most_unread is not None and len(self._arrived) >= self._most_unread:
+        reader = self._reader
+        if reader is not None and len(self._arrived) >= self._most_unread and reader.is_behind:
             self.close()
-            self._on_overflow()
+            reader.cut()
             return
         self._arrived.append(out)
         if isinstance(out, Answer):
@@ -105,11 +120,11 @@ class AnswerStream:
 
     def refuse(self, error: RequestError) -> None:
         """End it: its reader is told, or cut off where an answer has begun to be sent."""
-        if self._most_unread is None:
+        if self._reader is None:
             self.give_way(error)
         else:
             self.close()
-            self._on_overflow()
+            self._reader.cut()
 
     def give_way(self, error: ServingError) -> None:
         """End it, its places free at once: its reader is told the error."""
@@ -152,7 +167,7 @@ class AnswerStream:
             if isinstance(out, Answer) and out.finish_reason is not None:
                 self._open.discard(out.request_id)
             pieces.append((self._index[out.request_id], out))
-        if self._most_unread is not None:
+        if self._reader is not None:
             self._release()
         return pieces
 
@@ -256,27 +271,22 @@ class EngineClient:
         self,
         requests: Sequence[Submit],
         facts: Sequence[RequestFacts],
-        on_overflow: Callable[[], None] | None = None,
+        reader: Reader | None = None,
         owner: str = "",
         *,
         tells_progress: bool = False,
     ) -> AnswerStream:
         """Send requests to the engine, `facts` being what is known of each. QueueFull: not now.
 
-        on_overflow: their reader may be slow; called when it is too far behind, and all is aborted.
+        reader: of an answer that is sent as it comes; where it is too far behind, it is cut and all aborted.
         owner: the client whose share of all places they take, and whose turn they wait for. Requests in
         shadow take no places: there are as many of them as whoever sends batches lets be.
         """
         in_shadow = requests[0].in_shadow
         if not in_shadow:
             self._find_places(len(requests), owner)
-        if on_overflow is None:
-            stream = AnswerStream(self, requests, owner=owner)
-        else:
-            most_unread = self._limits.max_pieces_unread * len(requests)
-            stream = AnswerStream(
-                self, requests, most_unread, on_overflow, owner, tells_progress=tells_progress
-            )
+        most_unread = self._limits.max_pieces_unread * len(requests)
+        stream = AnswerStream(self, requests, most_unread, reader, owner, tells_progress=tells_progress)
         stream.in_shadow = in_shadow
         if in_shadow:
             self._n_in_shadow += len(requests)

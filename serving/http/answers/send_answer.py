@@ -36,12 +36,21 @@ async def respond(client: EngineClient, reply: Reply, request: Request) -> Respo
     return await _whole(client, reply, request)
 
 
+class _UnseenReader:
+    """The application is called by another server, which does not say how far its client has read."""
+
+    is_behind = True
+
+    def cut(self) -> None:
+        """Its stream ends, and that is all."""
+
+
 async def _streamed(client: EngineClient, reply: Reply, request: Request) -> Response:
     connection = connection_of(request.scope)
     stream = client.open(
         reply.requests,
         reply.facts,
-        connection.cut if connection else lambda: None,
+        connection or _UnseenReader(),
         client_of(request.scope).name,
         tells_progress=reply.tells_progress,
     )

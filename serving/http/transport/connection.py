@@ -97,6 +97,11 @@ class Connection(asyncio.BufferedProtocol):
     def _is_in_exchange(self) -> bool:
         return self._exchange is not None and not self._exchange.is_complete
 
+    @property
+    def is_behind(self) -> bool:
+        """True if the client has yet to take what was written."""
+        return not self.writable.is_set()
+
     def cut(self) -> None:
         """The reader is too slow: what it has not read is dropped."""
         self._others.observer.slow_reader_cut()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import pytest
 
@@ -68,12 +69,10 @@ def test_what_was_sent_is_not_held(kind: type[CompletionRendering | ChatRenderin
 
 @pytest.mark.parametrize("most", [1, 7, 50])
 def test_no_more_is_held_than_may_be_unread(most: int) -> None:
-    overflows: list[int] = []
+    reader = FakeReader(is_behind=True)
 
     async def offer() -> list[int]:
-        stream = AnswerStream(
-            EngineClient(lambda message: None, HttpLimits()), [REQUEST], most, lambda: overflows.append(1)
-        )
+        stream = AnswerStream(EngineClient(lambda message: None, HttpLimits()), [REQUEST], most, reader)
         held = []
         for scored_piece in scored_pieces(60):
             stream.put(scored_piece)
@@ -84,4 +83,29 @@ def test_no_more_is_held_than_may_be_unread(most: int) -> None:
 
     assert held[:most] == list(range(1, most + 1))
     assert set(held[most:]) == {0}
-    assert overflows == [1]
+    assert reader.n_cut == 1
+
+
+def test_a_reader_that_has_taken_all_is_not_cut_for_what_it_was_not_offered() -> None:
+    """Pieces come faster than this process passes them on: that is no fault of the reader's."""
+    reader = FakeReader(is_behind=False)
+
+    async def offer() -> int:
+        stream = AnswerStream(EngineClient(lambda message: None, HttpLimits()), [REQUEST], 7, reader)
+        for scored_piece in scored_pieces(60):
+            stream.put(scored_piece)
+        return len(await stream.take())
+
+    assert asyncio.run(offer()) == 60
+    assert reader.n_cut == 0
+
+
+@dataclass
+class FakeReader:
+    """Counts how often it is cut."""
+
+    is_behind: bool
+    n_cut: int = 0
+
+    def cut(self) -> None:
+        self.n_cut += 1
