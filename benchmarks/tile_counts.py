@@ -1,6 +1,7 @@
 """Products of bf16 on a tile unit by count: cycles of loops over blocks, in millions. None is measured here.
 
     python benchmarks/tile_counts.py --shape "2048,2048;8192,2048;2048,8192" --m 512
+    python benchmarks/tile_counts.py --step
 
 A load, a store, a line and a step take what was measured (benchmarks/notes/0008-tiles.md). Of what waits for
 lines from beyond L2, and for L2 to take sums, half goes on beside the products as far as one operand of them
@@ -42,6 +43,7 @@ L1, L2 = 40 << 10, int(1.4e6)
 """Bytes that a strip and its sums may take where rows pass through; bytes that a core reads at L2's rate."""
 MOST_SUMS = 1 << 17
 HIDDEN = 0.5
+BY_BLOCKS = "by blocks"
 
 
 @dataclass(frozen=True)
@@ -132,30 +134,91 @@ def _choices(columns: int, k: int, m: int, held: int, orders: tuple[str, ...]) -
             yield Blocks(rows, columns, block_k, order, held)
 
 
+def loops_of(n: int, k: int, m: int, most_columns: int) -> dict[str, Blocks]:
+    """A loop of each kind, with the blocks of the least count where its name says so."""
+    most = min(n, most_columns)
+    orders = ("nm", "mn") if most == n else ("nm",)
+
+    def total(b: Blocks) -> float:
+        return sum(astuple(count(n, k, m, b)))
+
+    default = Blocks(min(256, m), min(512, most), -(-k // -(-k // 640) // 32) * 32)
+    return {
+        BY_BLOCKS: default,
+        "by blocks, best": min(_choices(most, k, m, 0, orders), key=total),
+        "no cut of k": replace(default, inputs=k),
+        "a strip a block": Blocks(min(256, m), STRIP, 128, "mn"),
+        "sums in L1, best": min(_choices(most, k, m, HELD_ROWS, orders), key=total),
+    }
+
+
+def share_of_peak(n: int, k: int, m: int, b: Blocks) -> float:
+    return n * k * m / (16 * 16 * 32) * PRODUCT / sum(astuple(count(n, k, m, b)))
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a step of 512 rows of 1.07 B (BF16) on two cores, as it was timed; and the product of one of
+    both threads, with the widest block that a team's pieces leave it.
+    """
+
+    name: str
+    measured_ms: float
+    n: int = 0
+    k: int = 0
+    most_columns: int = 0
+
+
+STEP_ROWS = 512
+STEP_PARTS = (
+    Part("gate and up", 190, 8192, 2048, 1344),
+    Part("down", 107, 1024, 8192, 160),
+    Part("queries, keys, values", 36, 1536, 2048, 256),
+    Part("attention's output", 27, 1024, 2048, 160),
+    Part("attention", 71),
+    Part("all else", 28 + 8 + 9.5 + 12),
+)
+STEP_SHARE = 0.4 * 346 / 488
+"""Of the tile peak: by the products' operations, 346 ms would be 40 %."""
+
+
+def step_rows() -> Yielded:
+    """The step by the best loop for each product; then with attention on tiles at a third of its time."""
+    counted_ms = {part.name: part.measured_ms for part in STEP_PARTS}
+    for part in STEP_PARTS:
+        row: dict[str, object] = {"part": part.name, "measured, ms": part.measured_ms}
+        if part.n:
+            loops = loops_of(part.n, part.k, STEP_ROWS, part.most_columns)
+            shares = {name: share_of_peak(part.n, part.k, STEP_ROWS, b) for name, b in loops.items()}
+            best = max(shares, key=shares.__getitem__)
+            counted_ms[part.name] *= shares[BY_BLOCKS] / shares[best]
+            row |= {
+                "default by count, %": round(100 * shares[BY_BLOCKS], 1),
+                "best by count, %": round(100 * shares[best], 1),
+                "loop": best,
+            }
+        yield row | {"by count, ms": round(counted_ms[part.name], 1)}
+    measured, total = sum(part.measured_ms for part in STEP_PARTS), sum(counted_ms.values())
+    on_tiles = total - counted_ms["attention"] * 2 / 3
+    for name, ms in (("the step", total), ("the step, attention on tiles", on_tiles)):
+        share = round(100 * STEP_SHARE * measured / ms, 1)
+        yield {"part": name, "measured, ms": measured, "by count, ms": round(ms, 1), "% of the peak": share}
+
+
 def tile_counts(
     shape: Annotated[str, Option(help="n,k;n,k;...")] = "2048,2048;8192,2048;2048,8192",
     m: int = 512,
     most_columns: Annotated[int, Option(help="of a block, as pieces of a team's region have")] = 1 << 20,
+    step: Annotated[bool, Option("--step", help="the whole step whose parts were timed")] = False,
 ) -> Yielded:
+    if step:
+        yield from step_rows()
+        return
     for n, k in shapes(shape):
-        least, most = n * k * m / (16 * 16 * 32) * PRODUCT, min(n, most_columns)
-        orders = ("nm", "mn") if most == n else ("nm",)
-
-        def total(b: Blocks, n: int = n, k: int = k) -> float:
-            return sum(astuple(count(n, k, m, b)))
-
-        default = Blocks(min(256, m), min(512, most), -(-k // -(-k // 640) // 32) * 32)
-        loops = {
-            "by blocks": default,
-            "by blocks, best": min(_choices(most, k, m, 0, orders), key=total),
-            "no cut of k": replace(default, inputs=k),
-            "a strip a block": Blocks(min(256, m), STRIP, 128, "mn"),
-            "sums in L1, best": min(_choices(most, k, m, HELD_ROWS, orders), key=total),
-        }
-        for name, b in loops.items():
+        for name, b in loops_of(n, k, m, most_columns).items():
             row = {"n": n, "k": k, "loop": name, "blocks": f"{b.rows}x{b.columns}x{b.inputs} {b.order}"}
             millions = {cause: round(c / 1e6, 2) for cause, c in asdict(count(n, k, m, b)).items()}
-            yield row | millions | {"% of the peak": round(100 * least / total(b), 1)}
+            yield row | millions | {"% of the peak": round(100 * share_of_peak(n, k, m, b), 1)}
 
 
 app = commands(__doc__, tile_counts)
