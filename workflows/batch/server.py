@@ -19,6 +19,7 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from phasewise.serving.processes.parents import end_with_parent
+from phasewise.workflows.config_file import config_path, config_text
 from phasewise.workflows.errors import UsageError, WorkflowError
 from phasewise.workflows.opening.drafts import check_draft
 from phasewise.workflows.opening.open_model import Weights
@@ -30,8 +31,8 @@ _LOOK_EVERY_S = 0.1
 _END_S = 30.0
 _NO_PROMISE_MS = 60_000
 _API_KEY = "PHASEWISE_API_KEY"
-_OTHER_WAYS = {"PHASEWISE_ALSO", "PHASEWISE_CLUSTER", "PHASEWISE_EMBED_MODEL", "PHASEWISE_MODELS"}
-"""Variables by which a server would serve something else than the batch's model alone."""
+_OTHER_WAYS = ("also", "cluster", "embed_model", "models", "pools")
+"""Options by which a server would serve something else than the batch's model on this machine alone."""
 
 
 @dataclass(frozen=True)
@@ -137,8 +138,8 @@ def endpoint_of(server: str | OwnServer, key: str | None, report: Report) -> Ite
         return
     command = server.command(report)
     key = secrets.token_hex(16)  # whatever the configuration file says of keys
-    environment = {name: value for name, value in os.environ.items() if name not in _OTHER_WAYS}
     with tempfile.TemporaryDirectory(prefix="phasewise-batch-") as folder:
+        environment = _environment(Path(folder))
         path = Path(folder) / "socket"
         words = [sys.executable, "-m", "phasewise", "serve", *command, "--unix-socket", str(path)]
         child = subprocess.Popen(
@@ -155,6 +156,27 @@ def endpoint_of(server: str | OwnServer, key: str | None, report: Report) -> Ite
             yield endpoint
         finally:
             _end(child)
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    """Variables for the batch's own server: those of all servers here, with their configuration file, but for
+    other ways of serving.
+    """
+    import tomlkit
+
+    variables = {f"PHASEWISE_{key.upper()}" for key in _OTHER_WAYS}
+    environment = {name: value for name, value in os.environ.items() if name not in variables}
+    path = config_path()
+    if path.exists():
+        document = tomlkit.parse(config_text(path))
+        table = document.get("serve")
+        if isinstance(table, dict):
+            for key in _OTHER_WAYS:
+                table.pop(key, None)
+        own = folder / "config.toml"
+        own.write_text(tomlkit.dumps(document), encoding="utf-8")
+        environment["PHASEWISE_CONFIG"] = str(own)
+    return environment
 
 
 def _await_ready(endpoint: Endpoint, child: subprocess.Popen[bytes]) -> None:
