@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from phasewise._words import counted
 from phasewise.cli.commands.bench.options import DAILY, DAY, Table
 from phasewise.cli.option_sets import opt, option_set, spread
 from phasewise.cli.present import EXIT_INTERRUPTED
@@ -128,14 +129,15 @@ def serve(
     """Load a server of the OpenAI API and measure what its clients see: TTFT, TPOT, ITL, end to end, goodput.
 
     Without --rate and --trace, --concurrency clients (8) send their next
-    request when they have their answer. Failed requests are counted by kind.
+    request when they have their answer. Failed requests are counted by kind;
+    where all have failed, the exit code is 1.
 
     Fields have the names and the meaning of vLLM's bench serve. Ctrl-C
     prints what was measured.
     """
     from phasewise.cli.commands.bench.serve_progress import load_progress
     from phasewise.cli.commands.bench.serve_text import FORMATS, draw_report
-    from phasewise.cli.present import check_target, note, owns_stdout, say, write_target
+    from phasewise.cli.present import check_target, fail, note, owns_stdout, say, write_target
     from phasewise.loadtest.assemble import load_test_of
     from phasewise.loadtest.session import run_load_test
 
@@ -152,3 +154,6 @@ def serve(
             write_target(plot, picture)
     if report.was_stopped:
         raise typer.Exit(EXIT_INTERRUPTED)
+    outcomes = report.measured.outcomes
+    if outcomes and not any(outcome.is_complete for outcome in outcomes):
+        fail(f"none of {counted(len(outcomes), 'request')} was answered; the results say why", 1)
