@@ -146,6 +146,7 @@ def embed(
         print_json(report)
     elif not owns_stdout(plot):
         _say_found(report)
+    _fail_unless_answered(report["loads"])
 
 
 async def _closed(
@@ -171,6 +172,12 @@ def _texts(file: Path | None, lengths: str, seed: int) -> Callable[[int], list[s
         return texts_of_lengths(lengths_of(lengths, count, seed), seed)
 
     return texts
+
+
+def _fail_unless_answered(loads: list[dict[str, Any]]) -> None:
+    """End the process where no request of any load was; a search has no loads, and says so itself."""
+    if loads and not any(load["ok"] for load in loads):
+        fail(f"none of {counted(sum(load['requests'] for load in loads), 'request')} was answered", 1)
 
 
 def _say_found(report: dict[str, Any]) -> None:

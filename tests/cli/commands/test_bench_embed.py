@@ -71,11 +71,13 @@ def test_the_highest_concurrency_is_the_depth(server: EmbeddingServer) -> None:
 
 
 def test_the_reason_of_a_failure_is_told(server: EmbeddingServer) -> None:
-    done = invoke(server.url, "-n", 3, "-c", 1, "--lengths", 3, "--model", "nobody")
-    (load,) = bench(server.url, "-n", 3, "-c", 1, "--lengths", 3, "--model", "nobody")["loads"]
+    asked = (server.url, "-n", 3, "-c", 1, "--lengths", 3, "--model", "nobody")
+    done = invoke(*asked)
+    (load,) = bench(*asked, exit_code=1)["loads"]
     search = invoke(server.url, "--find", "--slo", "5s", "--lengths", 3, "--model", "nobody")
 
     assert load["first_error"].startswith("status 404: ")
+    assert (done.exit_code, done.stderr) == (1, "phasewise: none of 3 requests was answered\n")
     assert done.stdout == f"1 client: 0 answered, 0 busy, 3 failed ({load['first_error']})\n"
     assert search.refusal.endswith(f"not even one query is answered: {load['first_error']}")
 
