@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import typer
 
 from phasewise._words import meant
 from phasewise.cli.present import fail
@@ -53,6 +55,20 @@ class _Key:
         if self.turns_off:
             return not value
         return [value] if self.is_list and not isinstance(value, list) else value
+
+
+def wrong_value(tables: Sequence[str], key: str, value: Any, command: Any) -> str | None:
+    """The fault that the command behind `tables` would find in a value of a key that it has; None: none."""
+    for table in tables:
+        command = command.commands[table]
+    of_key = _keys(command)[key]
+    parameter = next(parameter for parameter in command.params if parameter.name == of_key.name)
+    context = command.make_context(command.name, [], resilient_parsing=True)
+    try:
+        parameter.process_value(context, of_key.default(value))
+    except typer.BadParameter as error:
+        return f"{'.'.join((*tables, key))} cannot be {value!r:.40}: {error.message}"
+    return None
 
 
 def _keys(command: Any) -> dict[str, _Key]:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from phasewise.cli.command_app import CommandApp
-from phasewise.cli.config_file import read_config, unknown_key
+from phasewise.cli.config_file import read_config, unknown_key, wrong_value
 from phasewise.cli.options import JsonOption
 from phasewise.cli.present import fail, note, print_json, say, write_target
 from phasewise.workflows.config_file import config_path, config_text
@@ -51,10 +51,13 @@ def set_value(
     changed: Any = {key: True if value is None else _parsed(value)}
     for table in reversed(tables):
         changed = {table: changed}
-    wrong = unknown_key(changed, context.find_root().command)
+    command = context.find_root().command
+    wrong = unknown_key(changed, command)
+    if wrong is None and value is not None:
+        wrong = wrong_value(tables, key, _parsed(value), command)
     if wrong is not None:
         fail(wrong, EXIT_USAGE)
-    read_config(path, context.find_root().command)
+    read_config(path, command)
     document = tomlkit.parse(config_text(path) if path.exists() else b"")
     section: Any = document
     for table in tables:

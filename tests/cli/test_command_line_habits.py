@@ -193,6 +193,41 @@ def test_a_line_says_what_its_flag_says(line: str, flags: list[str]) -> None:
     assert by_file != serve.make_context("serve", ["model"]).params or flags == ["--embed-accelerators"]
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("serve.port", "abc", "valid integer"),
+        ("serve.port", "70000", "less than or equal to 65535"),
+        ("serve.log_level", "loud", "is not one of"),
+        ("bench.run.repetitions", "0", "greater than or equal to 1"),
+        ("serve.no_prefix_reuse", "perhaps", "valid boolean"),
+    ],
+)
+def test_a_value_that_the_option_would_refuse_is_not_set(
+    tmp_path: Path, name: str, value: str, said: str
+) -> None:
+    config = tmp_path / "config.toml"
+    config.write_text("", encoding="utf-8")
+
+    code, told = phasewise("config", "set", name, value, config=config)
+
+    assert code == 2
+    assert said in told
+    assert name in told
+    assert len(told.splitlines()) == 1
+    assert config.read_text(encoding="utf-8") == ""
+
+
+@pytest.mark.parametrize(("name", "value"), [("serve.port", "9000"), ("serve.also", "a.gguf")])
+def test_a_value_that_it_takes_is_set(tmp_path: Path, name: str, value: str) -> None:
+    """One value of an option that takes several, too."""
+    config = tmp_path / "config.toml"
+    config.write_text("", encoding="utf-8")
+
+    assert phasewise("config", "set", name, value, config=config)[0] == 0
+    assert str(tomllib.loads(config.read_text(encoding="utf-8"))["serve"][name.split(".")[1]]) == value
+
+
 def test_an_option_that_no_command_has_is_not_set(tmp_path: Path) -> None:
     config = tmp_path / "config.toml"
     config.write_text("", encoding="utf-8")
