@@ -20,6 +20,8 @@ OTHER_OPTIONS = "Options"
 HEADINGS_IN_ORDER = {MOST_USED: -1, OTHER_OPTIONS: 1}
 """Places of headings that do not stand where their first option does."""
 EXIT_USAGE = 2
+TYPER_WORDS = "Value error, "
+"""Typer's validator puts them before the reason why a value is refused."""
 
 
 def _replaced(args: list[str], pairs: dict[str, dict[str, list[str]]]) -> list[str]:
@@ -48,7 +50,7 @@ class GroupedCommand(TyperCommand):
         try:
             return list(super().parse_args(ctx, args))
         except typer.BadParameter as error:
-            error.message = error.message.removeprefix("Value error, ")  # Typer's validator's words
+            error.message = error.message.removeprefix(TYPER_WORDS)
             wrong: Any = getattr(error, "param", None)
             if wrong is not None and _source(ctx, wrong) == "DEFAULT_MAP":
                 error.message += "; the configuration file says so (phasewise config show)"

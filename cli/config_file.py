@@ -10,6 +10,7 @@ from typing import Any
 import typer
 
 from phasewise._words import meant
+from phasewise.cli.command_app import TYPER_WORDS
 from phasewise.cli.present import fail
 from phasewise.workflows.config_file import read_toml
 
@@ -67,7 +68,7 @@ def wrong_value(tables: Sequence[str], key: str, value: Any, command: Any) -> st
     try:
         parameter.process_value(context, of_key.default(value))
     except typer.BadParameter as error:
-        return f"{'.'.join((*tables, key))} cannot be {value!r:.40}: {error.message}"
+        return f"{'.'.join((*tables, key))} cannot be {value!r:.40}: {error.message.removeprefix(TYPER_WORDS)}"
     return None
 
 
