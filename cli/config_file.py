@@ -68,7 +68,8 @@ def wrong_value(tables: Sequence[str], key: str, value: Any, command: Any) -> st
     try:
         parameter.process_value(context, of_key.default(value))
     except typer.BadParameter as error:
-        return f"{'.'.join((*tables, key))} cannot be {value!r:.40}: {error.message.removeprefix(TYPER_WORDS)}"
+        reason = error.message.removeprefix(TYPER_WORDS)
+        return f"{'.'.join((*tables, key))} cannot be {value!r:.40}: {reason}"
     return None
 
 

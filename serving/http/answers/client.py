@@ -41,7 +41,7 @@ _ALTERNATIVE_BYTES = 112
 """A log-probability of a token that was not chosen: two numbers in a tuple."""
 
 
-class Reader(Protocol):
+class AnswerReader(Protocol):
     """The connection of a client that reads an answer as it comes."""
 
     @property
@@ -67,7 +67,7 @@ class AnswerStream:
         client: EngineClient,
         requests: Sequence[Submit],
         most_unread: int = 0,
-        reader: Reader | None = None,
+        reader: AnswerReader | None = None,
         owner: str = "",
         *,
         tells_progress: bool = False,
@@ -271,7 +271,7 @@ class EngineClient:
         self,
         requests: Sequence[Submit],
         facts: Sequence[RequestFacts],
-        reader: Reader | None = None,
+        reader: AnswerReader | None = None,
         owner: str = "",
         *,
         tells_progress: bool = False,
