@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from phasewise.workflows.opening.tuned_schedules import ScheduleUse
 
 
+_CELL_CHARS = 16
+"""Of a weight's names and of its shape. More are wrapped, so that a row stays within 80 columns."""
+
+
 def uses_fields(uses: Iterable[ScheduleUse]) -> list[dict[str, Any]]:
     """One JSON object for each entry."""
     return [asdict(use) for use in uses]
@@ -61,13 +65,12 @@ def uses_text(
     for load in dict.fromkeys((use.phase, use.from_sequences) for use in uses):
         rows = [
             (
-                use.used_for,
+                use.used_for.replace("layers.*.", ""),
                 _problem(use),
                 _rows(use),
                 _arithmetic(use),
                 _tile_and_grid(use.schedule),
                 _source(use),
-                use.storage,
             )
             for use in uses
             if (use.phase, use.from_sequences) == load
@@ -76,15 +79,13 @@ def uses_text(
             load_words(*load),
             "format n x k",
             "rows",
-            "computed by",
+            "by",
             "tile, grid",
             "schedule",
-            "storage",
         )
-        tables.append(tabulate(rows, headers=headers, tablefmt="plain"))
-    tables += dict.fromkeys(
-        f"{_problem(use)}: {use.storage}\n  {use.storage_why}" for use in uses if use.storage_why
-    )
+        widths = [_CELL_CHARS, _CELL_CHARS, *([None] * (len(headers) - 2))]
+        tables.append(tabulate(rows, headers=headers, tablefmt="plain", maxcolwidths=widths))
+    tables += dict.fromkeys(_storage(use) for use in uses if use.storage_why or use.storage != "dense")
     if slots:
         tables.append("\n".join(["kernels of your own:", *(f"  {use.describe()}" for use in slots)]))
     if memory is not None:
@@ -92,6 +93,11 @@ def uses_text(
     if drafts is not None:
         tables.append(_rule_text(drafts))
     return "\n".join(tables)
+
+
+def _storage(use: ScheduleUse) -> str:
+    """A weight that could be stored in either way, and why it is as it is; all others are dense."""
+    return f"{_problem(use)}: {use.storage}" + (f"\n  {use.storage_why}" if use.storage_why else "")
 
 
 def _memory_text(memory: MemoryPlacement) -> str:
