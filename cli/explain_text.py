@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 _CELL_CHARS = 16
-"""Of a weight's names and of its shape. More are wrapped, so that a row stays within 80 columns."""
+"""More of a weight's names, and of its shape, are wrapped, so that a row stays within 80 columns."""
 
 
 def uses_fields(uses: Iterable[ScheduleUse]) -> list[dict[str, Any]]:

@@ -26,7 +26,7 @@ class DayPart:
     rate: float
     figures: EmbedFigures
     cpu_share: float | None
-    """Busy time of all CPUs of this machine; None where the server is elsewhere."""
+    """Busy time of all CPUs of this machine; None where the server is elsewhere, or no time has passed."""
 
 
 class CpuTimes:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
+from phasewise._files import write_file
 from phasewise.serving.processes.parents import end_with_parent
 from phasewise.workflows.config_file import config_path, config_text
 from phasewise.workflows.errors import UsageError, WorkflowError
@@ -174,7 +175,7 @@ def _environment(folder: Path) -> dict[str, str]:
             for key in _OTHER_WAYS:
                 table.pop(key, None)
         own = folder / "config.toml"
-        own.write_text(tomlkit.dumps(document), encoding="utf-8")
+        write_file(own, tomlkit.dumps(document))
         environment["PHASEWISE_CONFIG"] = str(own)
     return environment
 
