@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from phasewise.cython_kernels import isa
+from phasewise.cython_kernels.schedules import has_tiles_arithmetic
 from phasewise.serving.drafts.opening import DraftSource
 from phasewise.serving.engine.engine_size import EngineSize
 from phasewise.serving.engine.messages import Answer, Submit
@@ -29,7 +30,12 @@ from phasewise.serving.prefix_store.opening import PrefixSettings
 from phasewise.serving.sampling.sampling import SampledToken, SamplingParams
 from phasewise.tuner.lookup import ScheduleTable
 from phasewise.tuner.plans import PHASES, Phase, RankCores, ServicePlan
-from phasewise.workflows.opening.arithmetic_choice import ARITHMETIC_CHOICES, PATHS, ArithmeticChoice
+from phasewise.workflows.opening.arithmetic_choice import (
+    ARITHMETIC_CHOICES,
+    PATHS,
+    ArithmeticChoice,
+    check_arithmetic,
+)
 from tests.support.servers.fake_engine import run_all
 from tests.support.servers.pools import PoolServer, Told, plans_of, pools, tiny_model
 
@@ -287,11 +293,14 @@ WAYS = (
 )
 
 
-def lower_ways() -> Iterator[Way]:
-    """Instruction sets below the one in use, the nearest first."""
+def lower_ways(arithmetic: ArithmeticChoice) -> Iterator[Way]:
+    """Instruction sets below the one in use that have the arithmetic, the nearest first."""
     names = isa.usable()
     for name in reversed(names[: names.index(isa.active())]):
-        yield Way(f"{name} for {isa.active()}", lower(name))
+        with isa.using(name):
+            has_it = arithmetic != "tiles" or has_tiles_arithmetic()
+        if has_it:
+            yield Way(f"{name} for {isa.active()}", lower(name))
 
 
 def rows(
@@ -311,6 +320,7 @@ def rows(
 def _choice_of(word: str) -> ArithmeticChoice:
     for choice in ARITHMETIC_CHOICES:
         if choice == word:
+            check_arithmetic(choice)
             return choice
     raise SystemExit(f"{word} is none of {', '.join(ARITHMETIC_CHOICES)}")
 
@@ -323,7 +333,7 @@ def main() -> None:
         ways = [way for way in WAYS if way.has_arithmetic or arithmetic == "tuned"]
         os.environ.setdefault("XDG_CACHE_HOME", folder)
         print("| way | equal | unequal |\n|---|---|---|")
-        for name, n_equal, n_unequal in rows(path, (*ways, *lower_ways()), arithmetic):
+        for name, n_equal, n_unequal in rows(path, (*ways, *lower_ways(arithmetic)), arithmetic):
             print(f"| {name} | {n_equal} | {n_unequal} |", flush=True)
 
 

@@ -292,6 +292,7 @@ def test_a_model_computes_the_same_by_blocks_in_any_phase_and_on_any_threads(tmp
     for threads, cut in ((1, 1), (2, len(TOKENS)), (2, 3)):
         assert np.array_equal(logits(model, "blocks", threads, cut), whole)
     groups = logits(model, "groups", 1, len(TOKENS))
-    assert np.array_equal(groups, logits(model, "tuned", 1, len(TOKENS)))
+    default = whole if compute_paths("q4_k")[0] == "int8_block" else groups
+    assert np.array_equal(default, logits(model, "tuned", 1, len(TOKENS)))
     assert not np.array_equal(groups, whole)
     assert np.abs(groups - whole).max() <= 0.1 * np.abs(groups).max()
