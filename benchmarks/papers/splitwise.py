@@ -20,11 +20,12 @@ import numpy as np
 from typer import Argument, Option
 
 from benchmarks.harness import Broken, Row, Yielded, note
+from benchmarks.papers.splitwise_profile import characterization, share_within
 from phasewise.cluster.simulated.arrivals import poisson
 from phasewise.cluster.simulated.kv_transfer import Prompt, transfer
 from phasewise.cluster.simulated.metrics import TABLE_VI, Summary, broken, summarise
 from phasewise.cluster.simulated.provision import highest_rate
-from phasewise.cluster.simulated.simulate import ClusterSpec, MachineType, MachineUse, Pool, simulate
+from phasewise.cluster.simulated.simulate import ClusterSpec, MachineType, Pool, simulate
 from phasewise.cluster.simulated.simulated_requests import Arrival
 from phasewise.cluster.simulated.spec_file import (
     DEFAULT_MODEL,
@@ -266,12 +267,7 @@ def batches(asked: Asked) -> Iterator[Row]:
                     "requests/s": rate,
                     "pool": role,
                     "busy": f"{busy_s / (len(own) * simulated.end_s):.0%}",
-                } | {f"at most {most}": f"{_share(own, most, busy_s):.0%}" for most in TOKENS_OF_STEPS}
-
-
-def _share(uses: Sequence[MachineUse], most: int, busy_s: float) -> float:
-    within_s = sum(sum(s for tokens, s in use.occupancy_s.items() if tokens <= most) for use in uses)
-    return within_s / busy_s if busy_s else 0.0
+                } | {f"at most {most}": f"{share_within(own, most, busy_s):.0%}" for most in TOKENS_OF_STEPS}
 
 
 TRAIN_SHARE, SPLITS = 0.8, 20
@@ -426,6 +422,9 @@ PARTS: dict[str, Callable[[Asked], Iterator[Row]]] = {
     "fig20a": other_trace,
     "fig20b": other_model,
     "cells": given_cells,
+    "characterization": lambda asked: characterization(
+        asked.catalogue["h100"], asked.question.lengths, asked.question.duration_s, asked.perf_model
+    ),
 }
 
 
@@ -449,7 +448,7 @@ def splitwise(
     ] = None,
     rate: Annotated[float, Option(help="of part cells: at this rate alone; 0: the highest")] = 0.0,
 ) -> Yielded:
-    """The paper's results beside ours: Table IV, Figs. 12 to 20, and section VI-E.
+    """The paper's results beside ours: Figs. 3 to 8, Table IV, Figs. 12 to 20, and section VI-E.
 
         python benchmarks/figures.py splitwise --trace code=CODE.csv --trace conv=CONV.csv \\
             --perf-model PERF.csv --part fig12
