@@ -35,8 +35,18 @@ def test_every_figure_has_its_rows_and_they_are_of_the_trace_and_the_profile(pro
     rates = [float(text) for text in str(told["tokens/s of 1 to 64 sequences over 1"]).split(", ")]
     assert rates == sorted(rates)
     assert rates[0] == 1
-    few, many = (float(str(told[f"keys and values of {n} tokens, GB"])) for n in (1500, 96000))
-    assert many == pytest.approx(64 * few)
+
+
+def test_memory_is_the_weights_and_a_sequences_bytes_for_each(profile: Path) -> None:
+    kind = MachineCatalogue(DEFAULT_MODEL)["h100"]
+    rows = [row for row in characterization(kind, LENGTHS, 20.0, profile) if row["figure"] == "7"]
+
+    one, many, most = (float(str(row["ours"])) for row in rows)
+    sequence = 1500 * kind.kv_bytes_per_token / 1e9
+    weights = kind.weight_bytes / 1e9
+    assert one - weights == pytest.approx(sequence)
+    assert many - weights == pytest.approx(64 * sequence)
+    assert weights + most * sequence <= kind.memory_bytes / 1e9 < weights + (most + 1) * sequence
 
 
 def test_a_share_grows_with_its_bound_up_to_all_of_the_time() -> None:
@@ -47,5 +57,6 @@ def test_a_share_grows_with_its_bound_up_to_all_of_the_time() -> None:
     shares = [share_within(uses, most, busy_s) for most in (0, 1, 20, 2048, 1 << 30)]
 
     assert shares == sorted(shares)
-    assert (shares[0], shares[-1]) == (0, pytest.approx(1))
+    assert shares[0] == 0
+    assert shares[-1] == pytest.approx(1)
     assert share_within((), 20, 0.0) == 0

@@ -37,9 +37,7 @@ def characterization(kind: MachineType, lengths: Lengths, duration_s: float, pro
     yield from _active_tokens(kind, lengths, duration_s)
     yield from _latencies(kind.steps, lengths)
     yield from _throughput(kind.steps)
-    for tokens in (CONTEXT_TOKENS, 64 * CONTEXT_TOKENS):
-        n_bytes = tokens * kind.kv_bytes_per_token
-        yield _row("7", f"keys and values of {tokens} tokens, GB", "grows with tokens", n_bytes / 1e9)
+    yield from _memory(kind)
     yield from _power(profile)
 
 
@@ -87,6 +85,16 @@ def _throughput(steps: StepTimes) -> Iterator[Row]:
     gains = {n: n / steps.decode_s(n, n * CONTEXT_TOKENS) for n in BATCHES}
     told = ", ".join(f"{gains[n] / gains[1]:.1f}" for n in BATCHES)
     yield _row("6b", "tokens/s of 1 to 64 sequences over 1", "grows until 64", told)
+
+
+def _memory(kind: MachineType) -> Iterator[Row]:
+    """Bytes by count, of weights, keys and values: a profile has times and power alone."""
+    for n in (1, 64):
+        n_bytes = kind.weight_bytes + n * CONTEXT_TOKENS * kind.kv_bytes_per_token
+        what = f"weights, keys and values of {n} x {CONTEXT_TOKENS} tokens, GB"
+        yield _row("7", what, "grows with tokens", n_bytes / 1e9)
+    what = f"sequences of {CONTEXT_TOKENS} tokens that fit in {kind.memory_bytes / 1e9:.0f} GB"
+    yield _row("7", what, "runs out at 64 (III-D)", kind.kv_slots // CONTEXT_TOKENS)
 
 
 def _power(profile: Path) -> Iterator[Row]:
