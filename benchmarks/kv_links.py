@@ -79,7 +79,8 @@ def receive(host: str, keys: Keys | None, shape: KvShape, n_tokens: int, pipe: C
         pipe.send(endpoint)
         while True:
             epoch = pipe.recv()
-            receiver.await_kv("r", epoch, n_tokens, placement_of(n_tokens))
+            receiver.expect("r", epoch, n_tokens)
+            receiver.await_kv("r", placement_of(n_tokens))
             pipe.send("ready")
             arrived = None
             while arrived is None:

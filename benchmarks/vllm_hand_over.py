@@ -175,7 +175,8 @@ def continued(
     (placed,) = engine.step().placed
     codec = Codec(share.shape, opened.model.config.vocab_size, opened.size.limits.context_length, MODEL_HASH)
     receiver, name, n_known = Receiver(codec, share.memory), request.request_id, len(before)
-    receiver.await_kv(name, 1, n_known, placed.placement)
+    receiver.expect(name, 1, n_known)
+    receiver.await_kv(name, placed.placement)
     began = time.perf_counter()
     for message in frames_of(codec, name, keys[:, :n_known], values[:, :n_known]):
         assert receiver.take(message) is None

@@ -83,22 +83,14 @@ def embed(
             inputs, truncate=truncate, dimensions=dimensions, input_type=input_type, task=task
         )
         vectors = in_precision(computed, encoding_format)
-        if output == "npy":
-            _write_npy(vectors)
-        elif output == "csv":
-            for vector in vectors:
-                say(",".join(f"{number:.9g}" for number in vector.tolist()))
-        else:
-            print_json(
-                {
-                    "model": opened.model.name,
-                    "format": opened.model.format,
-                    "dimensions": computed.shape[1],
-                    "encoding_format": encoding_format,
-                    "prompt_tokens": n_tokens,
-                    "vectors": [[_shown(number) for number in vector] for vector in vectors.tolist()],
-                }
-            )
+        about = {
+            "model": opened.model.name,
+            "format": opened.model.format,
+            "dimensions": computed.shape[1],
+            "encoding_format": encoding_format,
+            "prompt_tokens": n_tokens,
+        }
+        _print_vectors(vectors, output, about)
 
 
 def _texts(given: list[str], file: Path | None) -> list[str]:
@@ -111,6 +103,18 @@ def _texts(given: list[str], file: Path | None) -> list[str]:
     if not given:
         raise typer.BadParameter("nothing to embed: give texts, --file, or - to read stdin")
     return given
+
+
+def _print_vectors(vectors: npt.NDArray[Any], form: VectorForm, about: dict[str, Any]) -> None:
+    """`about`: what JSON says before the vectors."""
+    if form == "npy":
+        _write_npy(vectors)
+    elif form == "csv":
+        for vector in vectors:
+            say(",".join(f"{number:.9g}" for number in vector.tolist()))
+    else:
+        shown = [[_shown(number) for number in vector] for vector in vectors.tolist()]
+        print_json({**about, "vectors": shown})
 
 
 def _shown(number: float) -> float:

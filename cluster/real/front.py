@@ -164,7 +164,8 @@ class Front:
     @property
     def pids(self) -> dict[int, int]:
         """Processes of the instances that are ready, by place."""
-        return {member.index: member.ready.pid for member in self._members if member.ready is not None}
+        readies = ((member.index, member.ready) for member in self._members)
+        return {index: ready.pid for index, ready in readies if ready is not None}
 
     @property
     def roles(self) -> tuple[Role, ...]:
@@ -186,9 +187,8 @@ class Front:
 
     def fingerprint(self, model: str = "") -> Fingerprint | None:
         """The fingerprint that all instances share; None before the first of them is ready."""
-        return next(
-            (member.ready.identity.fingerprint for member in self._members if member.ready is not None), None
-        )
+        readies = (member.ready for member in self._members)
+        return next((ready.identity.fingerprint for ready in readies if ready is not None), None)
 
     def start(self) -> None:
         self._thread.start()

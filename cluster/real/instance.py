@@ -120,8 +120,6 @@ class _Instance:
             len(parts_of(self._share.shape.state_bytes)),
         )
         self._posts = _Posts(sockets)
-        self._expected: dict[str, tuple[int, int]] = {}
-        """Epoch and length of the prompts that others compute."""
         self._traces: dict[str, str] = {}
         """The `traceparent` of the requests that brought one."""
         self._guides = GuideThread(opened.text.guide_compiler())
@@ -193,7 +191,7 @@ class _Instance:
             self._traces[asked.request_id] = asked.trace
             log.info("takes request %s, traceparent %s: %s", asked.request_id, asked.trace, take.part)
         if take.part == "answer":
-            self._expected[asked.request_id] = take.epoch, asked.n_known_tokens
+            self._receiver.expect(asked.request_id, take.epoch, asked.n_known_tokens)
         if asked.guide is None:
             self._begin(take, None)
             return
@@ -218,7 +216,6 @@ class _Instance:
         """Nothing is read or written for it any more when `Dropped` is said."""
         self._sender.cancel(request_id)
         self._receiver.forget(request_id)
-        self._expected.pop(request_id, None)
         self._traces.pop(request_id, None)
         self._guides.forget(request_id)
         self._thread.send(Abort(request_id))
@@ -255,7 +252,6 @@ class _Instance:
                 self._put(HandOverFailed(error.request_id, error.reason, str(error)))
                 continue
             if arrived is not None:
-                self._expected.pop(arrived.request_id, None)
                 self._thread.send(arrived)
 
     # ---- what is told, from any thread -------------------------------------------------------------------
@@ -271,9 +267,7 @@ class _Instance:
         """On the engine's thread. Where ranks are lost this instance ends, and its front says what becomes of
         its requests: those that have not begun run again."""
         for placed in delivery.placed:
-            expected = self._expected.get(placed.request_id)
-            if expected is not None:
-                self._receiver.await_kv(placed.request_id, *expected, placed.placement)
+            self._receiver.await_kv(placed.request_id, placed.placement)
         answers = tuple(out for out in delivery.outs if isinstance(out, Answer))
         failed = (out for out in delivery.outs if isinstance(out, Failure))
         failures = tuple(out for out in failed if not isinstance(out.error, RanksError))

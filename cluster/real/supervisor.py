@@ -159,27 +159,30 @@ class InstanceMember:
         return "given up" if self.is_given_up else "starting"
 
     def facts(self, pool: Role) -> dict[str, object]:
-        """For people and scripts. pool: the one that it is in now."""
-        fingerprint = self.ready.identity.fingerprint if self.ready else None
+        """For people and scripts. pool: the one that it is in now. From any thread: an instance may be lost
+        while they are read.
+        """
+        ready, load = self.ready, self.load
+        fingerprint = ready.identity.fingerprint if ready else None
         return {
             "index": self.index,
             "name": self.name,
             "role": self.role,
             "pool": pool,
             "state": self.state,
-            "problem": "" if self.ready else self.problem,
-            "pid": self.ready.pid if self.ready else None,
+            "problem": "" if ready else self.problem,
+            "pid": ready.pid if ready else None,
             "format": fingerprint.weight_format if fingerprint else None,
             "kv_format": fingerprint.kv_format if fingerprint else None,
-            "kv_bytes": self.ready.kv_bytes if self.ready else 0,
-            "cpus": list(self.ready.cpus) if self.ready else [],
+            "kv_bytes": ready.kv_bytes if ready else 0,
+            "cpus": list(ready.cpus) if ready else [],
             "restarts": max(0, self.life - 1),
-            "running": self.load.n_running if self.load else 0,
-            "waiting": self.load.n_waiting if self.load else 0,
-            "kv_slots_used": self.load.kv_slots_used if self.load else 0,
-            "kv_slots": self.ready.kv_slots if self.ready else 0,
+            "running": load.n_running if load else 0,
+            "waiting": load.n_waiting if load else 0,
+            "kv_slots_used": load.kv_slots_used if load else 0,
+            "kv_slots": ready.kv_slots if ready else 0,
             "handing_over": self.n_handing_over,
-            "plans": list(self.ready.plans) if self.ready else [],
+            "plans": list(ready.plans) if ready else [],
         }
 
 

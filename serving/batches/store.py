@@ -14,7 +14,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,10 +34,14 @@ CREATE TABLE IF NOT EXISTS answers (
     PRIMARY KEY (batch_id, number)) WITHOUT ROWID;
 """
 _VERSION = 1
+MOST_UNFINISHED = 64
+"""Batches of one owner that are not over."""
 
 
 class BatchStoreError(ServingError):
-    """The store cannot do it. `kind`: which answer that is: `missing`, `in_use`, `full`, `elsewhere`."""
+    """The store cannot do it. `kind`: which answer that is: `missing`, `in_use`, `full`, `too_many`,
+    `elsewhere`.
+    """
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -141,7 +145,7 @@ class BatchStore:
             for (batch_id,) in db.execute(query, (file_id,)):
                 raise BatchStoreError("in_use", f"batch {batch_id} reads this file: cancel the batch first")
             db.execute("DELETE FROM files WHERE id = ?", (file_id,))
-            self.path_of(file_id).unlink(missing_ok=True)
+        self.path_of(file_id).unlink(missing_ok=True)
         self.give_back(file.n_bytes)
 
     def take(self, n_bytes: int) -> None:
@@ -170,10 +174,15 @@ class BatchStore:
     # ---- batches -----------------------------------------------------------------------------------------
 
     def add_batch(self, owner: str, input_id: str, fields: Json) -> StoredBatch:
-        """BatchStoreError where its input is no file of this owner's."""
+        """BatchStoreError where its input is no file of this owner's, or too many are not over."""
         batch_id = f"batch_{secrets.token_hex(12)}"
         with self._transaction() as db:
             self.file(owner, input_id)
+            query = "SELECT count(*) FROM batches WHERE owner = ? AND NOT is_over"
+            (n_unfinished,) = db.execute(query, (owner,)).fetchone()
+            if n_unfinished >= MOST_UNFINISHED:
+                message = f"{n_unfinished} batches of yours are not over, and no more may be"
+                raise BatchStoreError("too_many", message)
             fields = {"id": batch_id, **fields}
             row = (batch_id, owner, int(time.time()), False, input_id, json.dumps(fields))
             db.execute("INSERT INTO batches VALUES (?, ?, ?, ?, ?, ?)", row)
@@ -212,12 +221,15 @@ class BatchStore:
             return self.batch(batch.owner, batch.id)
 
     def answer(self, batch_id: str, number: int, line: bytes, *, is_good: bool) -> None:
-        """Keep the answer to a line. The first one stays."""
+        """Keep the answer to a line. The first one stays; of a batch that is over by now, none is kept."""
         self.take(len(line))
+        query = (
+            "INSERT OR IGNORE INTO answers SELECT ?, ?, ?, ? "
+            "WHERE EXISTS (SELECT 1 FROM batches WHERE id = ? AND NOT is_over)"
+        )
         try:
             with self._transaction() as db:
-                row = (batch_id, number, is_good, line)
-                n_new = db.execute("INSERT OR IGNORE INTO answers VALUES (?, ?, ?, ?)", row).rowcount
+                n_new = db.execute(query, (batch_id, number, is_good, line, batch_id)).rowcount
         except BaseException:
             n_new = 0
             raise
@@ -237,6 +249,16 @@ class BatchStore:
         status: of its end; a batch that is being cancelled ends as `cancelled` whatever it is.
         A process that ends in the middle leaves files that nobody knows, which the next start removes.
         """
+        files: list[NewFile] = []
+        try:
+            return self._finish(batch, status, files)
+        except BaseException:
+            for file in files:
+                file.drop()
+            raise
+
+    def _finish(self, batch: StoredBatch, status: str, files: list[NewFile]) -> StoredBatch:
+        """`finish`. files: gets those that it begins."""
         counts = {"n_completed": batch.n_completed, "n_failed": batch.n_failed}
         ids: dict[str, str | None] = {}
         now_s = int(time.time())
@@ -251,6 +273,7 @@ class BatchStore:
                 if not rows:
                     continue
                 file = NewFile(self, is_counted=False)
+                files.append(file)
                 for (line,) in rows:
                     file.write(line + b"\n")
                 file.finish()
@@ -259,10 +282,11 @@ class BatchStore:
                 row = (file.id, batch.owner, int(time.time()), filename, "batch_output", file.n_bytes)
                 db.execute("INSERT INTO files VALUES (?, ?, ?, ?, ?, ?)", row)
             db.execute("DELETE FROM answers WHERE batch_id = ?", (batch.id,))
-            self._n_taken += counts["n_completed"] + counts["n_failed"]  # the ends of lines
             instants = {"finalizing_at": now_s, f"{status}_at": now_s}
             ends = ("in_progress", "cancelling")
-            return self.update(batch, among=ends, is_over=True, status=status, **instants, **ids, **counts)
+            ended = self.update(batch, among=ends, is_over=True, status=status, **instants, **ids, **counts)
+        self.give_back(-counts["n_completed"] - counts["n_failed"])  # the ends of lines are taken too
+        return ended
 
     # ---- the database ------------------------------------------------------------------------------------
 
@@ -358,6 +382,7 @@ class NewFile:
 
     def drop(self) -> None:
         with self._lock:
-            self._file.close()
+            with suppress(OSError):  # what is still to be written does not fit
+                self._file.close()
             self._path.unlink(missing_ok=True)
             self._store.give_back(self.n_taken)

@@ -171,8 +171,10 @@ class EngineThread:
     def _work(self) -> None:
         self.state = "running"
         self._deliver(Delivery((), None, self._engine.load()))
-        while self._take_messages():
+        while True:
             try:
+                if not self._take_messages():
+                    break
                 self._move_cores()
                 self._deliver(self._turn())
                 if self._checks:
@@ -270,8 +272,13 @@ class EngineThread:
                 raise self.lost
             take(request)
         except ServingError as error:
-            refusal = Failure(request.request_id, error)
-            self._deliver(Delivery((refusal,), None, self._engine.load()))
+            self._refuse(request, error)
+        except Exception as error:
+            self._refuse(request, StepFailed(f"the engine failed: {error}"))
+            raise
+
+    def _refuse(self, request: Submit, error: ServingError) -> None:
+        self._deliver(Delivery((Failure(request.request_id, error),), None, self._engine.load()))
 
     # ---- cores that come and go --------------------------------------------------------------------------
 

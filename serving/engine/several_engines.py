@@ -62,6 +62,8 @@ class SeveralEngines:
         self._turns = Turns()
         self._deliver = deliver
         self._loads: dict[str, EngineLoad] = {}
+        self._changing = threading.Lock()
+        """Held while a load changes and the sum is delivered: the newest sum is delivered last."""
         self._hosts: Mapping[str, EngineHost] = {
             name: opens_one(partial(self._deliver_of, name), on_lost, self._turns)
             for name, opens_one in opens.items()
@@ -128,8 +130,9 @@ class SeveralEngines:
     def _deliver_of(self, name: str, delivery: Delivery) -> None:
         """On the thread of one engine."""
         stats = None if delivery.stats is None else delivery.stats._replace(model=name)
-        self._loads[name] = delivery.load
-        self._deliver(delivery._replace(stats=stats, load=_sum(dict(self._loads))))
+        with self._changing:
+            self._loads[name] = delivery.load
+            self._deliver(delivery._replace(stats=stats, load=_sum(dict(self._loads))))
 
 
 class ChangingEngines(SeveralEngines):
@@ -143,7 +146,6 @@ class ChangingEngines(SeveralEngines):
         self._has_started = False
         self._n_replaced_before = self._n_rerun_before = self._n_continued_before = self._n_moves_before = 0
         """By engines that were taken out."""
-        self._changing = threading.Lock()
 
     @property
     def state(self) -> EngineState:
@@ -159,19 +161,23 @@ class ChangingEngines(SeveralEngines):
 
     @property
     def n_ranks_replaced(self) -> int:
-        return self._n_replaced_before + super().n_ranks_replaced
+        with self._changing:
+            return self._n_replaced_before + super().n_ranks_replaced
 
     @property
     def n_requests_rerun(self) -> int:
-        return self._n_rerun_before + super().n_requests_rerun
+        with self._changing:
+            return self._n_rerun_before + super().n_requests_rerun
 
     @property
     def n_answers_continued(self) -> int:
-        return self._n_continued_before + super().n_answers_continued
+        with self._changing:
+            return self._n_continued_before + super().n_answers_continued
 
     @property
     def n_core_moves(self) -> int:
-        return self._n_moves_before + super().n_core_moves
+        with self._changing:
+            return self._n_moves_before + super().n_core_moves
 
     def fingerprint(self, model: str = "") -> Fingerprint | None:
         """None where the model has gone."""
@@ -196,11 +202,11 @@ class ChangingEngines(SeveralEngines):
         with self._changing:
             self._hosts = {other: each for other, each in self._hosts.items() if other != name}
             self._loads.pop(name, None)
-        self._n_replaced_before += host.n_ranks_replaced
-        self._n_rerun_before += host.n_requests_rerun
-        self._n_continued_before += host.n_answers_continued
-        self._n_moves_before += host.n_core_moves
-        self._deliver(Delivery((), None, _sum(dict(self._loads))))
+            self._n_replaced_before += host.n_ranks_replaced
+            self._n_rerun_before += host.n_requests_rerun
+            self._n_continued_before += host.n_answers_continued
+            self._n_moves_before += host.n_core_moves
+            self._deliver(Delivery((), None, _sum(dict(self._loads))))
 
 
 def _sum(by_model: Mapping[str, EngineLoad]) -> EngineLoad:

@@ -247,7 +247,6 @@ SHOWN_ELSEWHERE = {
     ("db show", "--wide"): "commands/test_db.py",
     ("tune-embed", "--json"): "test_every_command.py",
     ("bench embed", "--seed"): "commands/test_bench_embed.py",
-    ("predict-len train", "--verbose"): "commands/test_predict_len.py",
 }
 """Options whose test works without the command's name: the file beside this one that has it."""
 

@@ -15,6 +15,7 @@ import pytest
 from phasewise.cli.shortages import _thread_ended, _ToStderr
 from phasewise.serving.errors import shortage_of
 from tests.support.models.tiny_models import write_tiny_gguf
+from tests.support.servers.rude_clients import until
 
 SHORTAGES = {
     "memory": MemoryError(),
@@ -85,26 +86,25 @@ def test_logs_and_threads_keep_tracebacks_for_bugs_alone(
 @pytest.mark.parametrize("limit_mib", [60, 200, 260, 320, 360])
 def test_a_server_that_is_given_too_little_memory_has_no_traceback(tmp_path: Path, limit_mib: int) -> None:
     """It serves, with less than usual, or ends; a library may still abort in its own words."""
-    model = write_tiny_gguf(tmp_path / "tiny.gguf")
+    model, told = write_tiny_gguf(tmp_path / "tiny.gguf"), tmp_path / "told"
     limit = limit_mib << 20
     command = [sys.executable, "-m", "phasewise", "serve", str(model), "--port", "0"]
-    process = subprocess.Popen(
-        command,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={
-            "PHASEWISE_CACHE": str(tmp_path),
-            "HOME": str(tmp_path),
-            "PATH": "",
-            "PYTHONPATH": ":".join(sys.path),
-        },
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
-    )
-    try:
-        _, said = process.communicate(timeout=6)
-    except subprocess.TimeoutExpired:
-        process.terminate()
-        _, said = process.communicate(timeout=60)
+    with told.open("w") as stderr:
+        process = subprocess.Popen(
+            command,
+            stderr=stderr,
+            env={
+                "PHASEWISE_CACHE": str(tmp_path),
+                "HOME": str(tmp_path),
+                "PATH": "",
+                "PYTHONPATH": ":".join(sys.path),
+            },
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
+        )
+    until(lambda: process.poll() is not None or "listening on" in told.read_text(), "it does neither")
+    process.terminate()
+    process.wait(60)
+    said = told.read_text()
 
     assert "Traceback" not in said
     assert said

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,12 +20,13 @@ pytest.importorskip("phasewise.cython_kernels._native", reason="the kernels are 
 from phasewise.kerneldb import shipped
 from phasewise.kerneldb.records import Problem, Sample, Schedule
 from phasewise.kerneldb.store import open_store
+from phasewise.serving.engine.core_watch import CorePlans, CoreWatch
 from phasewise.topology import read_machine
 from phasewise.tuner.measurement_lock import NoLock
 from phasewise.tuner.plans import machine_key
 from phasewise.tuner.timing import Duel
 from phasewise.workflows.opening.open_model import NATIVE, OpenModel, open_model
-from phasewise.workflows.serve.idle_tuning import IdleTuning
+from phasewise.workflows.serve.idle_tuning import IdleTuning, holds_lock, reschedule_under
 from phasewise.workflows.tune_kernels.idle_process import (
     IdleTask,
     Undisturbed,
@@ -176,6 +180,73 @@ def test_the_process_is_stopped_at_once_and_ends_with_the_server(
     thread.join(ENOUGH_S)
     assert paused.is_set()
     _wait_for(lambda: _state(pids[0]) in ("Z", None))  # the engine's thread has ended
+
+
+HOLDS = """
+import fcntl, signal, sys, time
+went_on = []
+signal.signal(signal.SIGCONT, lambda *_: went_on.append(True))
+with open(sys.argv[1], "w") as file:
+    fcntl.lockf(file, fcntl.LOCK_EX)
+    print("held", flush=True)
+    while not went_on:
+        time.sleep(0.001)
+    fcntl.lockf(file, fcntl.LOCK_UN)
+    print("free", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_process_that_is_stopped_holds_no_lock(
+    opened: OpenModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever else writes to the database would wait for it as long as requests come."""
+    command = [sys.executable, "-c", HOLDS, str(tmp_path / "file")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        assert holds_lock(process.pid)
+        tuning = IdleTuning(IdleTask("m", NATIVE, opened.plans, None, os.getpid()), lambda _: None)
+        monkeypatch.setattr(tuning, "_start", lambda: process)
+        tuning.go_on()
+
+        tuning.pause()
+
+        assert process.stdout.readline() == "free\n"
+        _wait_for(lambda: _state(process.pid) == "T")
+        assert not holds_lock(process.pid)
+        tuning.go_on()
+        _wait_for(lambda: _state(process.pid) != "T")
+        process.kill()
+
+
+def test_schedules_of_plans_that_were_left_meanwhile_are_not_used(opened: OpenModel) -> None:
+    """The engine may move to other cores while they are looked up on another thread."""
+    cores, called = CoreWatch(opened.plans, lambda: 0, lambda: CorePlans({})), list[str]()
+    plans = cores.plans
+    reschedule_under(plans, cores, lambda: called.append("stayed"))
+    reschedule_under(plans, None, lambda: called.append("unwatched"))
+    cores.moved(CorePlans(dict(plans)))
+    reschedule_under(plans, cores, lambda: called.append("moved"))
+    assert called == ["stayed", "unwatched"]
+
+
+def test_a_process_that_cannot_be_started_is_tried_again_and_ends_nothing(
+    opened: OpenModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuning = IdleTuning(IdleTask("m", NATIVE, opened.plans, None, os.getpid()), lambda _: None)
+    n_tries = 0
+
+    def fail() -> Any:
+        nonlocal n_tries
+        n_tries += 1
+        raise BlockingIOError("no process more")
+
+    monkeypatch.setattr(tuning, "_start", fail)
+    for _ in range(2):
+        tuning.go_on()
+        tuning.pause()
+    assert n_tries == 2
 
 
 def _child() -> int:

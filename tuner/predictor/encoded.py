@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -44,6 +44,17 @@ USEFUL = 0.98
 """A predictor whose error on unseen prompts is a larger share of a constant's has learnt too little."""
 ONLINE_RATE = 0.1
 ONLINE_WINDOW = 256
+
+
+@dataclass(frozen=True)
+class KernelFit:
+    """A choice of the kernel's width and ridge, and its mean error on folds of prompts that its fits had not
+    seen.
+    """
+
+    width: float
+    ridge: float
+    error_tokens: float
 
 
 @dataclass(frozen=True)
@@ -145,12 +156,17 @@ def learnt_too_little(predictor: EncodedPredictor) -> str:
 
 
 def train_encoded(
-    examples: Sequence[Example], model_name: str, encoder: str, seed: int = 0
+    examples: Sequence[Example],
+    model_name: str,
+    encoder: str,
+    seed: int = 0,
+    report: Callable[[KernelFit], None] = lambda _: None,
 ) -> EncodedPredictor:
     """A predictor of these answers' lengths, whose facts have vectors. PredictorError where there are too
     few.
 
-    Of more than MOST_EXAMPLES as many are drawn, by their prompts.
+    Of more than MOST_EXAMPLES as many are drawn, by their prompts. `report` is called for every width and
+    ridge that is tried.
     """
     chosen = sorted(examples, key=lambda example: place_of(example, seed, b"encoded"))[:MOST_EXAMPLES]
     folds = np.array([int(place_of(example, seed, b"fold") * FOLDS) for example in chosen])
@@ -162,7 +178,7 @@ def train_encoded(
     x = np.stack([features(example.facts) for example in chosen])
     tokens = np.array([example.output_tokens for example in chosen], np.float64)
     y = np.log(np.maximum(tokens, 1))
-    width, ridge, told = _choose(x, y, tokens, folds)
+    width, ridge, told = _choose(x, y, tokens, folds, report)
     errors = np.sort(y - told)
     levels = np.array(LEVELS) * (len(errors) + 1)
     residuals = errors[np.clip(np.ceil(levels).astype(int) - 1, 0, len(errors) - 1)].astype(np.float32)
@@ -193,7 +209,11 @@ def train_encoded(
 
 
 def _choose(
-    x: Doubles, y: Doubles, tokens: Doubles, folds: npt.NDArray[np.int64]
+    x: Doubles,
+    y: Doubles,
+    tokens: Doubles,
+    folds: npt.NDArray[np.int64],
+    report: Callable[[KernelFit], None],
 ) -> tuple[float, float, Doubles]:
     """The width and ridge with the least mean error in tokens on unseen folds, and what those fits said."""
     best: tuple[float, float, float, Doubles] | None = None
@@ -209,6 +229,7 @@ def _choose(
                     square, y[seen] - middle
                 )
             error = float(np.abs(np.exp(told + np.median(y - told)) - tokens).mean())
+            report(KernelFit(width, ridge, error))
             if best is None or error < best[0]:
                 best = (error, width, ridge, told)
     assert best is not None

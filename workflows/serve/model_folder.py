@@ -7,7 +7,7 @@ Hugging Face directory by its own. Requests choose among these names; none becom
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -76,6 +76,7 @@ def _told_as_ours() -> Iterator[None]:
 
 def model_folder(settings: ServeSettings, report: Report) -> ModelFolder:
     """The folder of `--models`. UsageError where it is none, or two models have one name."""
+    from phasewise.serving.errors import ModelError
     from phasewise.serving.folder_service import ModelFolder
     from phasewise.serving.processes.memory import available_bytes
     from phasewise.workflows.opening.drafts import check_draft
@@ -99,7 +100,9 @@ def model_folder(settings: ServeSettings, report: Report) -> ModelFolder:
         report(f"models in memory take at most {budget / (1 << 20):.0f} MiB together")
 
     def measure(name: str) -> _FolderModel:
-        path = dict(reversed(list(_models_in(folder))))[name]
+        path = dict(reversed(list(_models_in(folder)))).get(name)
+        if path is None:
+            raise ModelError(f"it has just gone from {folder}")
         with _told_as_ours():
             return _FolderModel(name, _sized(path, settings, budget, report), settings, report)
 
@@ -150,6 +153,9 @@ def _file_of(path: Path) -> ModelFile:
     from phasewise.serving.loaders.formats.gguf_parts import part_paths
 
     files = list(path.glob("*.safetensors")) if path.is_dir() else part_paths(path)
-    sizes = [file.stat() for file in files if file.exists()]
+    sizes = []
+    for file in files:
+        with suppress(OSError):  # it may go while the folder is listed
+            sizes.append(file.stat())
     modified_s = max((stat.st_mtime for stat in sizes), default=0)
     return ModelFile(sum(stat.st_size for stat in sizes), int(modified_s))

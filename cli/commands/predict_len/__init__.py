@@ -131,11 +131,13 @@ def train_command(
     ] = 0.0,
     encoder: EncoderOption = "auto",
     seed: SeedOption = 0,
-    verbose: Annotated[bool, typer.Option("--verbose", help="report every epoch on stderr")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="report every epoch on stderr; with an encoder every fit")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Train a predictor of the lengths that logs hold, and keep it for `serve --predictor auto`."""
-    from phasewise.cli.commands.predict_len.text import epoch_line
+    from phasewise.cli.commands.predict_len.text import epoch_line, fit_line
     from phasewise.tuner.predictor.encoded import learnt_too_little, train_encoded
     from phasewise.tuner.predictor.facts import held_out
     from phasewise.tuner.predictor.files import AnyPredictor, save_predictor
@@ -143,6 +145,7 @@ def train_command(
     from phasewise.workflows.predict_len.compare import Split, with_split
     from phasewise.workflows.predict_len.inputs import predictor_file, read_logs
     from phasewise.workflows.predict_len.prompt_vectors import find_encoder_to_learn
+    from phasewise.workflows.report import silent
 
     owns_stdout(output, as_json)
     check_target(output)
@@ -150,18 +153,15 @@ def train_command(
     kept, _ = held_out([example for log in parsed_logs for example in log.examples], split, seed)
     text_of = None if tokens is None else tokens.text
     reader = find_encoder_to_learn(encoder, kept, len(kept), text_of, note)
+    tell = note if verbose else silent
     predictor: AnyPredictor
     if reader is not None:
-        predictor = train_encoded(reader.read_all(kept), name, reader.ref, seed)
+        examples = reader.read_all(kept)
+        predictor = train_encoded(examples, name, reader.ref, seed, lambda fit: tell(fit_line(fit)))
         if not predictor.is_useful:
             note(f"warning: {learnt_too_little(predictor)}")
     else:
-        predictor = train(
-            kept,
-            name,
-            TrainOptions(seed=seed),
-            (lambda epoch: note(epoch_line(epoch))) if verbose else lambda _: None,
-        )
+        predictor = train(kept, name, TrainOptions(seed=seed), lambda epoch: tell(epoch_line(epoch)))
     path = predictor_file(output, name)
     save_predictor(with_split(predictor, Split(split, seed)), path)
     if as_json:

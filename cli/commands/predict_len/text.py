@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING
 
 from tabulate import tabulate
 
-from phasewise._words import counted, percent
+from phasewise._words import counted, number, percent
 from phasewise.cli.present import on_one_line
 
 if TYPE_CHECKING:
+    from phasewise.tuner.predictor.encoded import KernelFit
     from phasewise.tuner.predictor.evaluate import Calibration
     from phasewise.tuner.predictor.train import Epoch
     from phasewise.workflows.predict_len.compare import LogReport
@@ -20,6 +21,14 @@ def epoch_line(epoch: Epoch) -> str:
     return (
         f"network {epoch.member + 1}, epoch {epoch.number}: "
         f"loss {epoch.loss:.3f}, unseen {epoch.unseen_loss:.3f}"
+    )
+
+
+def fit_line(fit: KernelFit) -> str:
+    """The error of one width and ridge of the kernel over an encoder's vectors."""
+    return (
+        f"width {number(fit.width)}, ridge {number(fit.ridge)}: "
+        f"mean error {fit.error_tokens:.1f} tokens on unseen prompts"
     )
 
 

@@ -1,7 +1,7 @@
 """The side that answers: takes frames into blocks of its own, and says when a request has all of them.
 
-`take` runs on the thread that receives, `await_kv` and `forget` on others. A frame is written under the lock
-that `forget` takes, so that nothing is written to a block after it was given up.
+`take` and `expect` run on the thread that receives, `await_kv` on the engine's, `forget` on both. A frame is
+written under the lock that `forget` takes, so that nothing is written to a block after it was given up.
 """
 
 from __future__ import annotations
@@ -51,6 +51,8 @@ class Receiver:
         self._memory = memory
         self._n_parts = len(parts_of(memory.state_bytes))
         self._lock = threading.Lock()
+        self._expected: dict[str, tuple[int, int]] = {}
+        """Epoch and length of the prompts that others compute, until all of one is here or it is given up."""
         self._awaited: dict[str, _Awaited] = {}
         self.refused: Counter[str] = Counter()
         """Frames that were thrown away, by reason."""
@@ -59,15 +61,25 @@ class Receiver:
     def n_awaited(self) -> int:
         return len(self._awaited)
 
-    def await_kv(self, request_id: str, epoch: int, n_prompt: int, placement: Placement) -> None:
-        """Accept frames of this attempt, and refuse those of earlier ones from now on."""
+    def expect(self, request_id: str, epoch: int, n_prompt: int) -> None:
+        """Another instance computes this prompt, whose block is yet to be found."""
         with self._lock:
-            stored = [0] * self._memory.n_layers
-            self._awaited[request_id] = _Awaited(epoch, n_prompt, placement, stored)
+            self._expected[request_id] = epoch, n_prompt
+
+    def await_kv(self, request_id: str, placement: Placement) -> None:
+        """Accept frames of this attempt, and refuse those of earlier ones from now on. Nothing happens for a
+        request that is not expected, or was given up.
+        """
+        with self._lock:
+            expected = self._expected.get(request_id)
+            if expected is not None:
+                stored = [0] * self._memory.n_layers
+                self._awaited[request_id] = _Awaited(*expected, placement, stored)
 
     def forget(self, request_id: str) -> None:
-        """Nothing is written for it once this returns."""
+        """Nothing is written for it once this returns, wherever its block is found."""
         with self._lock:
+            self._expected.pop(request_id, None)
             self._awaited.pop(request_id, None)
 
     def take(self, parts: Sequence[bytes | memoryview]) -> Arrived | None:
@@ -114,7 +126,7 @@ class Receiver:
             )
         if frame.kind is FrameKind.END and awaited.n_parts < self._n_parts:
             raise FrameError("incomplete", f"an end after {awaited.n_parts} of {self._n_parts} of a state")
-        del self._awaited[frame.request_id]
+        del self._awaited[frame.request_id], self._expected[frame.request_id]
         return Arrived(frame.request_id, _logits(data))
 
     def _store(self, frame: Frame, awaited: _Awaited, data: memoryview) -> None:

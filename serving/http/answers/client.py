@@ -231,6 +231,8 @@ class EngineClient:
         self._wakeup: LoopWakeup | None = None
         self._observers: list[Observer] = []
         self._prompts = PromptWork()
+        self._has_ended = False
+        """True once every answer was told that the server is stopping: nothing would end another one."""
         self.load: EngineLoad | None = None
         """The engine's, as it said last."""
 
@@ -276,12 +278,14 @@ class EngineClient:
         *,
         tells_progress: bool = False,
     ) -> AnswerStream:
-        """Send requests to the engine, `facts` being what is known of each. QueueFull: not now.
+        """Send requests to the engine, `facts` being what is known of each. QueueFull: not now; Stopping.
 
         reader: of an answer that is sent as it comes; where it is too far behind, it is cut and all aborted.
         owner: the client whose share of all places they take, and whose turn they wait for. Requests in
         shadow take no places: there are as many of them as whoever sends batches lets be.
         """
+        if self._has_ended:
+            raise Stopping("the server is stopping")
         in_shadow = requests[0].in_shadow
         if not in_shadow:
             self._find_places(len(requests), owner)
@@ -359,6 +363,7 @@ class EngineClient:
 
     def end_everything(self) -> None:
         """Tell every answer in progress that the server is stopping, unless the engine has told it more."""
+        self._has_ended = True
         self._route_delivered()
         self._route(
             tuple(Failure(request_id, Stopping("the server is stopping")) for request_id in self._streams),

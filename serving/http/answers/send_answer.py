@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from fastapi import Request
@@ -92,12 +93,21 @@ async def _body(client: EngineClient, reply: Reply, request: Request) -> bytes:
     try:
         choices = await _choices(client, reply, request)
     except RankLost:  # nothing of it was sent, so it may run again, from the start
-        choices = await _choices(client, reply, request)
+        choices = await _choices(client, _renamed(reply), request)
     n_scored = sum(len(choice.tokens) for choice in choices if choice.tokens and choice.tokens[0].top)
     n_scored += sum(len(choice.prompt) for choice in choices if choice.prompt is not None)
     if n_scored > _TOKENS_WORTH_A_THREAD:
         return await asyncio.to_thread(_written, reply, choices)
     return _written(reply, choices)
+
+
+def _renamed(reply: Reply) -> Reply:
+    """The same requests by other names: pieces of the first run that are still on their way, of choices that
+    were not lost, are of no answer then.
+    """
+    return replace(
+        reply, requests=[replace(asked, request_id=f"{asked.request_id}-again") for asked in reply.requests]
+    )
 
 
 async def _choices(client: EngineClient, reply: Reply, request: Request) -> list[Choice]:

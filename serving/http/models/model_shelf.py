@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -159,7 +160,8 @@ class ModelShelf:
 
     def release(self, name: str, keep_s: float | None = None) -> None:
         """The answer is sent. keep_s: as its request asks, in place of the server's."""
-        self.room.end(name, time.monotonic(), self.keep_s if keep_s is None else keep_s)
+        kept_s = self.keep_s if keep_s is None else keep_s
+        self.room.end(name, time.monotonic(), 0.0 if name in self._lost else kept_s)
         self._freed.set()
         self._look()
 
@@ -217,9 +219,10 @@ class ModelShelf:
             for resident in leaving:
                 resident.is_leaving = True
             await self._when_unused([resident.name for resident in leaving])
-        loop = asyncio.get_running_loop()
+        loop, has_given_up = asyncio.get_running_loop(), threading.Event()
 
         def on_lost() -> None:
+            has_given_up.set()
             with suppress(RuntimeError):  # the loop has closed
                 loop.call_soon_threadsafe(self._lose, name)
 
@@ -233,6 +236,8 @@ class ModelShelf:
         self.room.enter(name, n_bytes, time.monotonic(), self.keep_s)
         self._loaded[name] = loaded
         self._failed.pop(name, None)
+        if has_given_up.is_set():  # before it was known here
+            self._lose(name)
         self.counts.loads += 1
         self.counts.load_seconds += took_s
         self._report(f"{name} is loaded, in {took_s:.1f} s: {_mib(n_bytes)}")
@@ -273,9 +278,12 @@ class ModelShelf:
             await self._freed.wait()
 
     async def _unload(self, name: str) -> None:
-        """Its bytes count until they are given back."""
+        """Its bytes count until they are given back. It is gone then, even where its end went wrong."""
         self.room.residents[name].is_leaving = True
-        await self._on_worker(lambda: self._loaded.pop(name).close())
+        try:
+            await self._on_worker(lambda: self._loaded.pop(name).close())
+        except Exception as error:
+            log.error("the model %s did not end in order", name, exc_info=error)
         self.room.leave(name)
         self._lost.discard(name)
         self.counts.unloads += 1

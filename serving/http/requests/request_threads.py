@@ -132,22 +132,22 @@ class Preparation:
 
 
 async def while_there(request: Request, work: Awaitable[Made], patience: Patience | None = None) -> Made:
-    """Return the result of `work`; where the client closes its connection before, ClientLeft, and `patience`
-    ends.
+    """Return the result of `work`; where the client closes its connection before, ClientLeft. `patience` ends
+    then, and where the wait is cancelled.
     """
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_left(request))
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            if patience is not None:
-                patience.end()
             raise ClientLeft
         return working.result()
     finally:
         leaving.cancel()
         if not working.done():
             working.cancel()
+            if patience is not None:
+                patience.end()
 
 
 async def _left(request: Request) -> None:

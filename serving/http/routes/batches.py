@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ from typing import TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, JSONResponse, Response
+from starlette.types import Receive, Scope, Send
 
 from phasewise.serving.batches.lines import GENERATING, Json
 from phasewise.serving.batches.store import BatchStore, BatchStoreError, StoredBatch, StoredFile
@@ -24,8 +26,6 @@ from phasewise.serving.http.routes.middleware import client_of
 PATHS = frozenset({"/v1/files", "/v1/batches"})
 MOST_FILE_BYTES = 200 << 20
 """OpenAI's own limit."""
-MOST_UNFINISHED = 64
-"""Batches of one owner that are not over."""
 _MOST_LISTED = 10_000
 _LISTED = 20
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
@@ -49,8 +49,25 @@ def _refusal(error: BatchStoreError) -> ApiError:
             return ApiError(409, str(error), code="file_in_use")
         case "full":
             return ApiError(507, str(error), code="insufficient_storage")
+        case "too_many":
+            return ApiError(429, str(error), code="too_many_batches", retry_after_s=60)
         case _:
             return ApiError(503, str(error), code="no_batches", retry_after_s=60)
+
+
+class _KeptFile(FileResponse):
+    """A file that may be deleted meanwhile: 404 before its first byte, and all of it after that."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            descriptor = await asyncio.to_thread(os.open, self.path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise ApiError(404, "the file has just been deleted", code="not_found") from None
+        try:
+            self.path = f"/proc/self/fd/{descriptor}"
+            await super().__call__(scope, receive, send)
+        finally:
+            os.close(descriptor)
 
 
 def add_batches(app: FastAPI, runner: BatchRunner, bodies: BodyReader) -> None:
@@ -74,10 +91,6 @@ def add_batches(app: FastAPI, runner: BatchRunner, bodies: BodyReader) -> None:
             raise bad_request(
                 "input_file_id names a file that was not sent with purpose batch", "input_file_id"
             )
-        unfinished = [batch for batch in await _on_disk(kept.unfinished) if batch.owner == owner]
-        if len(unfinished) >= MOST_UNFINISHED:
-            message = f"{MOST_UNFINISHED} batches of yours are not over, and no more may be"
-            raise ApiError(429, message, code="too_many_batches", retry_after_s=60)
         fields = _new_batch(body, int(time.time()), window_s)
         batch = await _on_disk(partial(kept.add_batch, owner, source.id, fields))
         runner.wake()
@@ -157,7 +170,7 @@ def _add_files(app: FastAPI, runner: BatchRunner) -> None:
         """The bytes of a file."""
         kept = await store()
         file = await _on_disk(partial(kept.file, _owner(request), file_id))
-        return FileResponse(kept.path_of(file.id), media_type="application/octet-stream")
+        return _KeptFile(kept.path_of(file.id), media_type="application/octet-stream")
 
     @app.delete("/v1/files/{file_id}")
     async def delete_file(request: Request, file_id: str) -> Json:

@@ -23,16 +23,21 @@ def on_hangup(
     if not opens and read is None:
         return None
 
+    in_turn = threading.Lock()
+
     def hang_up() -> None:
         for reopen in opens:
             reopen()
         if read is not None:
-            threading.Thread(target=_replace, args=(keys, read), name="phasewise-keys", daemon=True).start()
+            asked = (keys, read, in_turn)
+            threading.Thread(target=_replace, args=asked, name="phasewise-keys", daemon=True).start()
 
     return hang_up
 
 
-def _replace(keys: ApiKeys, read: ReadKeys) -> None:
-    now = read()
-    if now is not None:
-        keys.replace(now)
+def _replace(keys: ApiKeys, read: ReadKeys, in_turn: threading.Lock) -> None:
+    """One at a time: of two hangups, what the first has read never replaces what the second has."""
+    with in_turn:
+        now = read()
+        if now is not None:
+            keys.replace(now)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import lzma
+import re
 import signal
 import time
 from dataclasses import replace
@@ -13,9 +14,11 @@ from typing import Any
 
 import pytest
 
+from phasewise.tuner.predictor.encoded import RIDGES, WIDTHS
 from phasewise.workflows.predict_len.kept_scores import name_of
 from phasewise.workflows.predict_len.prompt_vectors import find_encoder_to_learn
 from tests.cli import command
+from tests.support.models.encoder_models import write_encoder
 from tests.support.models.length_examples import made_up, write_log
 from tests.support.models.stand_in_hub import serving
 from tests.support.models.tiny_models import tiny_gguf
@@ -136,6 +139,30 @@ def test_the_same_log_gives_the_same_file(log: Path, tmp_path: Path) -> None:
         assert invoke("train", log, "-o", tmp_path / name).exit_code == 0
 
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+@pytest.mark.parametrize("reads", ["tokens", "texts"])
+def test_verbose_tells_the_losses_and_changes_no_bit_of_the_file(
+    log: Path, tmp_path: Path, reads: str
+) -> None:
+    """By tokens alone a line for each epoch; by an encoder one for each width and ridge of the kernel."""
+    rows = [{**row, "prompt": f"the cat sat on {number}"} for number, row in enumerate(lines_of(log))]
+    log.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    encoder = "none" if reads == "tokens" else write_encoder(tmp_path / "bert", "bert")
+    train = ("train", log, "--encoder", encoder)
+
+    quiet = invoke(*train, "-o", tmp_path / "quiet")
+    verbose = invoke(*train, "-o", tmp_path / "verbose", "--verbose")
+
+    line = re.compile(
+        r"network \d, epoch \d+: loss \d+\.\d+, unseen \d+\.\d+"
+        if reads == "tokens"
+        else r"width 0\.\d, ridge [\d.]+: mean error \d+\.\d tokens on unseen prompts"
+    )
+    told = [shown for shown in verbose.stderr.splitlines() if line.fullmatch(shown)]
+    assert len(told) >= 5 if reads == "tokens" else len(told) == len(WIDTHS) * len(RIDGES)
+    assert line.search(quiet.stderr) is None
+    assert (tmp_path / "quiet").read_bytes() == (tmp_path / "verbose").read_bytes()
 
 
 @pytest.mark.slow

@@ -93,7 +93,8 @@ def test_what_is_sent_is_stored(
 ) -> None:
     """Whatever the placements on both sides, and wherever the prompt's steps end."""
     given, taken = Side(kv_format, 1, latent=latent), Side(kv_format, latent=latent)
-    taken.receiver.await_kv("r@7", 7, 200, target)
+    taken.receiver.expect("r@7", 7, 200)
+    taken.receiver.await_kv("r@7", target)
 
     arrived = [taken.receiver.take(parts) for parts in frames_of(given, source, 200, cut)]
 
@@ -113,7 +114,8 @@ STATEFUL = Placement(64, 208, state=1)
 def test_a_state_is_stored_with_keys_and_values(state_bytes: int) -> None:
     given, taken = Side(seed=1, state_bytes=state_bytes), Side(state_bytes=state_bytes)
     target = TABLE._replace(state=2)
-    taken.receiver.await_kv("r@7", 7, 200, target)
+    taken.receiver.expect("r@7", 7, 200)
+    taken.receiver.await_kv("r@7", target)
     before = taken.raw.copy()
 
     arrived = [taken.receiver.take(parts) for parts in frames_of(given, STATEFUL, 200, 64)]
@@ -131,7 +133,8 @@ def test_a_state_that_is_not_whole_ends_the_hand_over(spoil: str) -> None:
     size = 2 * PART_BYTES
     given, taken = Side(seed=1, state_bytes=size), Side(state_bytes=size)
     target = CONTIGUOUS if spoil == "no place" else STATEFUL
-    taken.receiver.await_kv("r@7", 7, 200, target)
+    taken.receiver.expect("r@7", 7, 200)
+    taken.receiver.await_kv("r@7", target)
     frames = frames_of(given, STATEFUL, 200, 200)
     assert len(frames) == LAYERS + 2 + 1
     told = FrameKind.END, "r@7", 7
@@ -158,7 +161,8 @@ def test_a_state_that_is_not_whole_ends_the_hand_over(spoil: str) -> None:
 @pytest.mark.parametrize("spoil", ["swap", "drop", "repeat", "end early"])
 def test_frames_out_of_order_end_the_hand_over(spoil: str) -> None:
     given, taken = Side(seed=1), Side()
-    taken.receiver.await_kv("r@7", 7, 200, CONTIGUOUS)
+    taken.receiver.expect("r@7", 7, 200)
+    taken.receiver.await_kv("r@7", CONTIGUOUS)
     frames = frames_of(given, CONTIGUOUS, 200, 64)
     if spoil == "swap":
         frames[1], frames[2] = frames[2], frames[1]
@@ -194,7 +198,8 @@ def test_frames_out_of_order_end_the_hand_over(spoil: str) -> None:
 def test_a_frame_of_nothing_that_is_awaited_is_counted_and_thrown_away(change: str, reason: str) -> None:
     """The hand-over that is under way goes on."""
     given, taken = Side(seed=1), Side()
-    taken.receiver.await_kv("r@7", 7, 200, CONTIGUOUS)
+    taken.receiver.expect("r@7", 7, 200)
+    taken.receiver.await_kv("r@7", CONTIGUOUS)
     frames = frames_of(given, CONTIGUOUS, 200, 200)
     header, name, data = frames[0]
     strange = {
@@ -217,7 +222,8 @@ def test_a_frame_of_nothing_that_is_awaited_is_counted_and_thrown_away(change: s
 
 def test_nothing_is_stored_after_a_request_was_given_up() -> None:
     given, taken = Side(seed=1), Side()
-    taken.receiver.await_kv("r@7", 7, 200, CONTIGUOUS)
+    taken.receiver.expect("r@7", 7, 200)
+    taken.receiver.await_kv("r@7", CONTIGUOUS)
     frames = frames_of(given, CONTIGUOUS, 200, 64)
     assert taken.receiver.take(frames[0]) is None
     taken.receiver.forget("r@7")
@@ -247,7 +253,8 @@ def test_ten_thousand_spoiled_frames_change_nothing_outside_the_block_that_is_aw
 
     for _ in range(10_000):
         if taken.receiver.n_awaited == 0:
-            taken.receiver.await_kv("r@7", 7, 200, STATEFUL)
+            taken.receiver.expect("r@7", 7, 200)
+            taken.receiver.await_kv("r@7", STATEFUL)
         try:
             taken.receiver.take(_spoiled(draw, draw.choice(whole)))
         except ReceiveFailed:
@@ -278,3 +285,18 @@ def _spoiled(draw: random.Random, parts: list[bytes]) -> list[bytes]:
         case _:
             return [bytes(header), bytes(data), bytes(name)][: draw.randrange(4)]
     return [bytes(header), bytes(name), bytes(data)]
+
+
+def test_a_block_that_is_found_for_a_request_that_was_given_up_takes_nothing() -> None:
+    """The engine tells the block on its own thread while the front's `Drop` is heard on another."""
+    given, taken = Side(seed=1), Side()
+    before = taken.raw.copy()
+    taken.receiver.expect("r@7", 7, 200)
+    taken.receiver.forget("r@7")
+
+    taken.receiver.await_kv("r@7", CONTIGUOUS)
+
+    assert taken.receiver.n_awaited == 0
+    assert [taken.receiver.take(parts) for parts in frames_of(given, CONTIGUOUS, 200, 200)] == [None] * 3
+    assert taken.receiver.refused["stale"] == 3
+    assert np.array_equal(taken.raw, before)

@@ -53,7 +53,8 @@ def hand_over(giving: OpenEngine, taking: OpenEngine, request: Submit, *, shared
     try:
         taking.engine.expect(request)
         (placed,) = taking.engine.step().placed
-        receiver.await_kv(request.request_id, 1, len(PROMPT), placed.placement)
+        receiver.expect(request.request_id, 1, len(PROMPT))
+        receiver.await_kv(request.request_id, placed.placement)
 
         def post(parts: list[bytes]) -> bool:
             messages.put([bytes(part) for part in parts])

@@ -12,7 +12,9 @@ pytest.importorskip(
 )
 from phasewise.cluster.real.front import DrainPlace
 from phasewise.cluster.real.instance_messages import Aim, Drop, PromptBegun, Stop, Take
+from phasewise.cluster.real.supervisor import InstanceMember
 from phasewise.serving.engine.messages import Answer, Submit
+from phasewise.serving.processes.restarts import Restarts
 from tests.support.servers.scripted_instances import (
     FINGERPRINT,
     IDENTITY,
@@ -192,3 +194,28 @@ def test_a_format_of_another_name_is_no_difference_and_other_numbers_are() -> No
         second.ready(identity=named)
         server.wait_until_state("running")
         assert [member["format"] for member in server.front.members()] == ["native", "bf16"]
+
+
+class _Fading:
+    """The facts of an instance that is lost once they are looked at."""
+
+    identity = IDENTITY
+    pid, kv_bytes, kv_slots = 7, 8, 9
+    cpus, plans = (0,), ("decode: one core",)
+
+    def __init__(self, member: InstanceMember) -> None:
+        self._member = member
+
+    def __bool__(self) -> bool:
+        self._member.ready = self._member.load = None
+        return True
+
+
+def test_an_instance_that_is_lost_while_its_facts_are_read_breaks_nothing() -> None:
+    """Other threads read them: for metrics, receipts, and people."""
+    member = InstanceMember(0, "mixed", Restarts(), life=1)
+    member.ready = _Fading(member)  # type: ignore[assignment]
+
+    facts = member.facts("mixed")
+
+    assert (facts["pid"], facts["kv_slots"], facts["plans"]) == (7, 9, ["decode: one core"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phasewise.serving.batches.lines import BatchLine, read_line
-from phasewise.serving.batches.store import BatchStore, BatchStoreError, StoredFile
+from phasewise.serving.batches.store import MOST_UNFINISHED, BatchStore, BatchStoreError, StoredFile
 
 FIELDS: dict[str, Any] = {"status": "in_progress", "n_lines": 3}
 actions = st.lists(
@@ -145,3 +147,78 @@ def test_a_file_is_dropped_while_a_thread_writes_it(tmp_path: Path) -> None:
 
     whole = kept(store, 1 << 20)  # all of the room is there again
     assert [path.name for path in tmp_path.rglob("file-*")] == [whole.id]
+
+
+def test_an_answer_that_comes_after_the_end_of_its_batch_takes_no_room(tmp_path: Path) -> None:
+    """Its thread was on the way to the store when the batch was cancelled."""
+    store = BatchStore(tmp_path, 1000)
+    batch = store.add_batch("o", kept(store, 10).id, FIELDS)
+    store.answer(batch.id, 1, b"in time", is_good=True)
+    batch = store.finish(batch, "cancelled")
+
+    store.answer(batch.id, 2, b"late", is_good=True)
+
+    assert store.answered(batch.id) == set()
+    assert store.batch("o", batch.id).n_completed == 1
+    assert store._n_taken == store._count_bytes() == 10 + len(b"in time\n")
+    store.close()
+
+
+def test_clients_that_ask_at_once_have_no_batch_more_than_they_may(tmp_path: Path) -> None:
+    store = BatchStore(tmp_path, 1000)
+    source = kept(store, 10)
+    for _ in range(MOST_UNFINISHED - 1):
+        store.add_batch("o", source.id, FIELDS)
+
+    def add(owner: str) -> str:
+        try:
+            return store.add_batch(owner, source.id, FIELDS).owner
+        except BatchStoreError as error:
+            return error.kind
+
+    with ThreadPoolExecutor(4) as clients:
+        outcomes = sorted(clients.map(add, ["o"] * 4))
+
+    assert outcomes == ["o", "too_many", "too_many", "too_many"]
+    store.finish(store.unfinished()[0], "completed")
+    assert add("o") == "o"
+    store.close()
+
+
+def test_a_batch_that_finds_no_room_for_its_files_leaves_none_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is tried again and again: each time would cost the full disk one more."""
+    store = BatchStore(tmp_path, 1000)
+    batch = store.add_batch("o", kept(store, 10).id, FIELDS)
+    for number, is_good in ((1, True), (2, False)):
+        store.answer(batch.id, number, b"a line", is_good=is_good)
+    before = {path.name for path in tmp_path.glob("file-*")}, store._n_taken
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", _no_room)
+        for _ in range(3):
+            with pytest.raises(BatchStoreError, match="No space left"):
+                store.finish(batch, "completed")
+            assert ({path.name for path in tmp_path.glob("file-*")}, store._n_taken) == before
+
+    assert store.finish(batch, "completed").fields["status"] == "completed"
+    assert store._n_taken == store._count_bytes()
+    store.close()
+
+
+def test_a_file_that_does_not_fit_on_the_disk_goes_and_its_bytes_come_back(tmp_path: Path) -> None:
+    """Also where the disk says so when the file is closed."""
+    store = BatchStore(tmp_path, 1000)
+    file = store.begin_file()
+    file._file = open("/dev/full", "wb")  # noqa: SIM115
+    file.write(b"x" * 10)
+
+    file.drop()
+
+    assert store._n_taken == 0
+    assert not list(tmp_path.glob("file-*"))
+    store.close()
+
+
+def _no_room(_descriptor: int) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

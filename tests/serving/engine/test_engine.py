@@ -380,6 +380,25 @@ def test_a_bug_between_steps_fails_what_is_in_progress_and_no_more(monkeypatch: 
         assert text_of(listener.wait_for("s")) == "bcdef"
 
 
+@pytest.mark.parametrize("what", ["act", "submit"])
+def test_a_bug_while_messages_are_taken_ends_no_more_than_one_between_steps(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever asked is told, and those that ask later are answered."""
+    engine = make_engine()
+    with running(engine) as (thread, listener):
+        if what == "act":
+            thread.between_steps(lambda: 1 / 0)  # type: ignore[arg-type, return-value]
+        else:
+            with monkeypatch.context() as patch:
+                patch.setattr(engine, "submit", lambda _: 1 / 0)
+                thread.send(ask("r"))
+                assert isinstance(listener.wait_for("r")[-1], Failure)
+        thread.send(ask("s"))
+        assert text_of(listener.wait_for("s")) == "bcdef"
+        assert thread.is_alive
+
+
 def test_an_abort_frees_the_slots_while_others_go_on() -> None:
     ranks, aborted = FakeRanks(), threading.Event()
     engine = make_engine(ranks)

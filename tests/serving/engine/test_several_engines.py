@@ -20,7 +20,7 @@ import pytest
 from phasewise.serving.engine.engine import Engine
 from phasewise.serving.engine.engine_host import Deliver
 from phasewise.serving.engine.engine_thread import EngineThread
-from phasewise.serving.engine.messages import Abort, Answer, Delivery, Submit
+from phasewise.serving.engine.messages import Abort, Answer, Delivery, EngineLoad, Submit
 from phasewise.serving.engine.several_engines import SeveralEngines, Turns
 from phasewise.serving.errors import RanksError
 from phasewise.serving.sampling.sampling import GREEDY
@@ -173,3 +173,39 @@ def test_each_model_has_a_fingerprint_of_its_own() -> None:
 
 def _thread_of(engine: Engine, deliver: Deliver, on_lost: Callable[[], None], turn: Turns) -> EngineThread:
     return EngineThread(engine, deliver, on_lost, turn=turn)
+
+
+def test_the_newest_sum_of_loads_is_delivered_last() -> None:
+    """A thread that has added up waits before it delivers, and another engine tells its load meanwhile."""
+    told: list[Delivery] = []
+    deliver_of: dict[str, Deliver] = {}
+    is_inside, is_later = threading.Event(), threading.Event()
+
+    def open_one(name: str, deliver: Deliver, on_lost: Callable[[], None], turn: Turns) -> EngineThread:
+        deliver_of[name] = deliver
+        return EngineThread(make_engine(), deliver, on_lost, turn=turn)
+
+    def deliver(delivery: Delivery) -> None:
+        if not is_inside.is_set():
+            is_inside.set()
+            is_later.wait(0.2)  # the other would be through by then, where it does not wait
+        told.append(delivery)
+
+    def of_the_other() -> None:
+        deliver_of["other"](loaded(3))
+        is_later.set()
+
+    SeveralEngines({name: partial(open_one, name) for name in ("one", "other")}, deliver, lambda: None)
+    first = threading.Thread(target=lambda: deliver_of["one"](loaded(2)))
+    first.start()
+    assert is_inside.wait(60)
+    second = threading.Thread(target=of_the_other)
+    second.start()
+    first.join()
+    second.join()
+
+    assert [delivery.load.n_running for delivery in told] == [2, 5]
+
+
+def loaded(n_running: int) -> Delivery:
+    return Delivery((), None, EngineLoad(0, n_running, 0, 64))

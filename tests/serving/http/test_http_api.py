@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import threading
 import time
@@ -365,10 +366,12 @@ def test_too_many_requests_are_told_to_come_back() -> None:
         with pytest.raises(openai.BadRequestError):
             api.completions.create(model="fake", prompt="a", n=3)
         server.ranks.before_step = lambda: time.sleep(0.01)
+        began_s = time.monotonic()
         stream = api.completions.create(model="fake", prompt="a", max_tokens=400, stream=True, n=2)
         with pytest.raises(openai.RateLimitError) as caught:
             api.completions.create(model="fake", prompt="a")
-        assert caught.value.response.headers["Retry-After"] == "1"
+        age_s = time.monotonic() - began_s  # of what is in progress, at the most
+        assert 1 <= int(caught.value.response.headers["Retry-After"]) <= max(1, math.ceil(age_s))
         stream.close()
         server.ranks.before_step = lambda: None
         server.wait_until_idle()

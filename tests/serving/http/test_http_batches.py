@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import io
 import json
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -303,7 +304,7 @@ def test_others_get_their_answers_while_a_batch_fills_the_server(server: FakeSer
     said = client.completions.create(model="fake", prompt="hello", max_tokens=5)
 
     assert said.choices[0].finish_reason == "length"
-    assert server.engine.scheduler.n_in_shadow, "it is done before the batch"
+    assert client.batches.retrieve(batch.id).status == "in_progress", "it is done before the batch"
     assert server.client.n_live == 0
     text = httpx.get(f"{server.url}/metrics", headers={"Authorization": "Bearer one"}).text
     assert "phasewise_ttft_seconds_count 1.0" in text
@@ -335,3 +336,28 @@ def test_the_bytes_of_a_file_are_written_beside_the_event_loop() -> None:
 
     assert (form.filename, written) == ("f", b"abc")
     assert threading.get_ident() not in writers
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+def test_a_file_that_is_deleted_while_it_is_asked_for_is_missing_or_whole(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, is_open: bool
+) -> None:
+    client, lines = client_of(server), line("a") * 1000
+    file_id = client.files.create(file=("in.jsonl", io.BytesIO(lines)), purpose="batch").id
+    opened = os.open
+
+    def deletes(path: Any, *flags: Any, **more: Any) -> int:
+        is_asked_for = str(path).endswith(file_id)
+        if is_asked_for and not is_open:
+            os.unlink(path)
+        descriptor = opened(path, *flags, **more)
+        if is_asked_for and is_open:
+            os.unlink(path)
+        return descriptor
+
+    monkeypatch.setattr(os, "open", deletes)
+    if is_open:
+        assert client.files.content(file_id).read() == lines
+    else:
+        with pytest.raises(openai.NotFoundError):
+            client.files.content(file_id)

@@ -230,3 +230,27 @@ def test_without_a_name_the_only_model_answers() -> None:
             assert httpx.get(f"{server.url}/tokenizer_info").status_code == status
             asked = httpx.get(f"{server.url}/tokenizer_info", params={"model": "a"})
             assert json.loads(asked.text) == {"bos_token": None, "eos_token": None}
+
+
+def test_a_model_that_is_lost_before_it_is_known_to_be_loaded_is_loaded_anew() -> None:
+    with fake_folder({"a": 10}, 20) as server:
+        server.folder.lost_at_once.add("a")
+        server.complete("a", "a", 1)  # it gets what the lost engine says
+        until(lambda: server.shelf.counts.unloads == 1, "it stays, though it is lost")
+
+        assert server.complete("a", "a", 3).json()["choices"][0]["text"] == said_by("a", "a", 3)
+        assert server.shelf.counts.loads == 2
+
+
+def test_a_model_whose_end_goes_wrong_gives_its_room_to_others() -> None:
+    def fail() -> None:
+        raise ValueError("its chore had failed")
+
+    with fake_folder({"a": 10, "b": 10}, 10) as server:
+        server.complete("a", "a", 1)
+        server.folder.after_close = fail
+        answer = server.complete("b", "b", 3)
+        server.folder.after_close = lambda: None
+
+        assert answer.json()["choices"][0]["text"] == said_by("b", "b", 3)
+        assert server.states() == {"a": "unloaded", "b": "loaded"}

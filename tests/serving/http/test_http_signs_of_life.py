@@ -251,7 +251,7 @@ def test_events_tell_the_progress_of_a_prompt_to_its_end(path: str) -> None:
     chat = [{"role": "user", "content": long}]
     fields: dict[str, object] = {"prompt": long} if path == "/v1/completions" else {"messages": chat}
     with fake_server() as server:
-        server.ranks.before_step = lambda: threading.Event().wait(0.02)
+        server.ranks.before_step = lambda: until(lambda: _has_taken_all(server), "it is not taken")
         plain = httpx.post(f"{server.url}{path}", json=body(path, **fields)).text
         asked = body(path, **fields, return_progress=True, n=2, cache_salt="another")
         told = httpx.post(f"{server.url}{path}", json=asked)
@@ -268,6 +268,12 @@ def test_events_tell_the_progress_of_a_prompt_to_its_end(path: str) -> None:
     assert times == sorted(times)
     first_word = next(index for index, chunk in enumerate(chunks) if has_text(chunk))
     assert not any("prompt_progress" in chunk for chunk in chunks[first_word:])
+
+
+def _has_taken_all(server: FakeServer) -> bool:
+    """Of the progress that waits for its reader the newest alone is kept."""
+    client = server.client
+    return not (client._delivered or any(stream._arrived for stream in [*client._streams.values()]))
 
 
 def has_text(chunk: dict[str, Any]) -> bool:

@@ -73,6 +73,9 @@ class FakeModel:
             return EngineThread(self.engine, deliver, lost, restarts, turn=turn)
 
         folder.host.put(self.name, thread, on_lost)
+        if self.name in folder.lost_at_once:
+            folder.lost_at_once.remove(self.name)
+            on_lost()
         return self
 
     def close(self) -> None:
@@ -81,6 +84,7 @@ class FakeModel:
         folder.host.take_out(self.name)
         folder.open_bytes -= self.n_bytes
         del folder.opened[self.name]
+        folder.after_close()
 
 
 @dataclass
@@ -91,6 +95,9 @@ class FakeFolder:
     host: ChangingEngines = field(init=False)
     before_open: Callable[[str], object] = lambda _name: None
     before_measure: Callable[[], object] = lambda: None
+    after_close: Callable[[], object] = lambda: None
+    lost_at_once: set[str] = field(default_factory=set)
+    """Models whose engines give up, once, before anybody knows that they are open."""
     opened: dict[str, FakeModel] = field(default_factory=dict)
     open_bytes: int = 0
     most_bytes: int = 0

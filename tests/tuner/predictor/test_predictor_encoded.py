@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from phasewise.tuner.errors import PredictorError
-from phasewise.tuner.predictor.encoded import EncodedPredictor, features, train_encoded
+from phasewise.tuner.predictor.encoded import (
+    RIDGES,
+    WIDTHS,
+    EncodedPredictor,
+    KernelFit,
+    features,
+    train_encoded,
+)
 from phasewise.tuner.predictor.facts import Example, PromptFacts
 from phasewise.tuner.predictor.files import load_predictor, save_predictor
 from phasewise.tuner.predictor.live import LiveEstimator
@@ -72,6 +80,16 @@ def test_what_meaning_does_not_tell_is_not_useful() -> None:
     nothing = train_encoded(examples(200, 4, told=False), "m", "encoder")
 
     assert not nothing.is_useful
+
+
+def test_every_fit_is_told_and_the_one_with_the_least_error_is_taken(trained: EncodedPredictor) -> None:
+    fits: list[KernelFit] = []
+    told = train_encoded(examples(300, 1), "m", "encoder", report=fits.append)
+    least = min(fits, key=lambda fit: fit.error_tokens)
+
+    assert [(fit.width, fit.ridge) for fit in fits] == [*product(WIDTHS, RIDGES)]
+    assert (told.trained_on["width"], told.trained_on["ridge"]) == (least.width, least.ridge)
+    assert told.weights.tobytes() == trained.weights.tobytes()
 
 
 def test_few_answers_are_refused() -> None:

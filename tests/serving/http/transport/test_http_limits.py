@@ -15,10 +15,11 @@ import httpx
 import pytest
 
 from phasewise.serving.http.http_settings import HttpLimits
+from phasewise.serving.http.transport import connection
 from phasewise.serving.http.transport.listening import TcpAddress, tls_context
 from tests.serving.http.transport.test_http_connections import metric
 from tests.support.servers.fake_server import FakeServer, fake_server
-from tests.support.servers.rude_clients import completion, connect, read_to_end, until
+from tests.support.servers.rude_clients import ENOUGH_S, completion, connect, read_to_end, until
 
 MIB = 1 << 20
 TLS = Path(__file__).parents[3] / "data" / "tls"
@@ -67,8 +68,11 @@ def test_a_wrong_key_before_a_large_body_is_told(locked: FakeServer) -> None:
     assert answer.headers["connection"] == "close"
 
 
-def test_over_tls_a_client_that_still_sends_reads_its_refusal_and_the_connection_ends() -> None:
+def test_over_tls_a_client_that_still_sends_reads_its_refusal_and_the_connection_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """TLS cannot close one half: the server reads on for a while, until the client has closed."""
+    monkeypatch.setattr(connection, "_LINGER_S", ENOUGH_S)  # a busy machine's client takes its time
     context = tls_context(TLS / "cert.pem", TLS / "key.pem")
     trusting = ssl.create_default_context(cafile=TLS / "cert.pem")
     place = TcpAddress("127.0.0.1", 0, secure=True)

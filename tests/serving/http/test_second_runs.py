@@ -1,0 +1,100 @@
+"""An answer that is sent whole and runs again: what is left of its first run is no part of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import pytest
+from fastapi import Request
+from starlette.types import Message as AsgiMessage
+
+from phasewise.serving.engine.messages import Abort, Answer, Delivery, EngineLoad, Failure, Message, Submit
+from phasewise.serving.errors import RankLost, Stopping
+from phasewise.serving.http.answers.client import EngineClient
+from phasewise.serving.http.answers.openai_objects import Choice, CompletionRendering, Form, Reply
+from phasewise.serving.http.answers.send_answer import respond
+from phasewise.serving.http.answers.sse_events import Events
+from phasewise.serving.http.http_settings import HttpLimits, RequestFacts, ServedModel
+from tests.support.servers.fake_engine import END, VOCAB_SIZE, encode, piece
+
+LOAD = EngineLoad(0, 0, 0, 64)
+MODEL = ServedModel(("m",), 0, 500, VOCAB_SIZE, frozenset({END}), encode, piece, None)
+FACTS = RequestFacts((1,), 0.0, 4, 1, None)
+
+
+async def _stays() -> AsgiMessage:
+    await asyncio.Event().wait()
+    raise AssertionError("nobody sets it")
+
+
+def request_of_one_that_stays() -> Request:
+    return Request({"type": "http", "method": "POST", "path": "/", "headers": []}, _stays)
+
+
+def reply_of(n_choices: int) -> Reply:
+    """Its body is the texts of its choices, with a `|` between two."""
+    rendering = CompletionRendering("id", MODEL)
+
+    def whole(choices: Sequence[Choice]) -> bytes:
+        return "|".join(choice.text for choice in choices).encode()
+
+    requests = [Submit(f"c-0-{index}", (1,), 4) for index in range(n_choices)]
+    form = Form(whole, lambda: Events(reply_of(n_choices)))
+    return Reply(requests, [FACTS] * n_choices, n_choices, rendering, False, False, form=form)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not holds():
+            await asyncio.sleep(0)
+
+
+def test_pieces_of_the_first_run_are_no_part_of_the_second() -> None:
+    """One of two choices is lost. A piece of the other is on its way while both are sent anew."""
+    sent: list[Message] = []
+
+    def submitted() -> list[str]:
+        return [message.request_id for message in sent if isinstance(message, Submit)]
+
+    def deliver(client: EngineClient, *outs: Answer | Failure) -> None:
+        client.deliver(Delivery(outs, None, LOAD))
+
+    async def answered() -> bytes:
+        client = EngineClient(sent.append, HttpLimits())
+        client.attach(asyncio.get_running_loop())
+        try:
+            answering = asyncio.ensure_future(respond(client, reply_of(2), request_of_one_that_stays()))
+            await until(lambda: len(submitted()) == 2)
+            deliver(client, Answer("c-0-1", "old", (), 1, 0))
+            deliver(client, Failure("c-0-0", RankLost("an instance was lost")))
+            await until(lambda: len(submitted()) == 4)
+            assert Abort("c-0-1") in sent
+            deliver(client, Answer("c-0-1", "late", (), 2, 0))
+            for name in submitted()[2:]:
+                deliver(client, Answer(name, "new", (), 1, 0, "length"))
+            return bytes((await answering).body)
+        finally:
+            client.close()
+
+    assert asyncio.run(answered()) == b"new|new"
+
+
+def test_nothing_is_sent_once_all_were_told_that_the_server_stops() -> None:
+    """Nobody would tell it a second time."""
+    sent: list[Message] = []
+
+    async def asks() -> None:
+        client = EngineClient(sent.append, HttpLimits())
+        client.attach(asyncio.get_running_loop())
+        try:
+            answering = asyncio.ensure_future(respond(client, reply_of(1), request_of_one_that_stays()))
+            client.end_everything()  # before its task has begun
+            with pytest.raises(Stopping):
+                await answering
+            assert (client.n_answers, client.n_live) == (0, 0)
+        finally:
+            client.close()
+
+    asyncio.run(asks())
+    assert sent == []
