@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -33,7 +34,8 @@ SMALL = [
 
 @pytest.fixture(scope="module")
 def prover() -> Iterator[ConfinedProcess]:
-    process = ConfinedProcess("grammar", TOKENS.as_told(), BOUNDS)
+    in_any_time = replace(BOUNDS, seconds=60.0)
+    process = ConfinedProcess("grammar", TOKENS.as_told(), in_any_time)
     yield process
     process.close()
 
