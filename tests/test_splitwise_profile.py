@@ -41,10 +41,10 @@ def test_memory_is_the_weights_and_a_sequences_bytes_for_each(profile: Path) -> 
     kind = MachineCatalogue(DEFAULT_MODEL)["h100"]
     rows = [row for row in characterization(kind, LENGTHS, 20.0, profile) if row["figure"] == "7"]
 
-    one, many, most = (float(str(row["ours"])) for row in rows)
+    single, many, most = (float(str(row["ours"])) for row in rows)
     sequence = 1500 * kind.kv_bytes_per_token / 1e9
     weights = kind.weight_bytes / 1e9
-    assert one - weights == pytest.approx(sequence)
+    assert single - weights == pytest.approx(sequence)
     assert many - weights == pytest.approx(64 * sequence)
     assert weights + most * sequence <= kind.memory_bytes / 1e9 < weights + (most + 1) * sequence
 

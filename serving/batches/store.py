@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from phasewise._words import counted
 from phasewise.serving.batches.lines import Json
 from phasewise.serving.errors import ServingError
 
@@ -181,7 +182,7 @@ class BatchStore:
             query = "SELECT count(*) FROM batches WHERE owner = ? AND NOT is_over"
             (n_unfinished,) = db.execute(query, (owner,)).fetchone()
             if n_unfinished >= MOST_UNFINISHED:
-                message = f"{n_unfinished} batches of yours are not over, and no more may be"
+                message = f"{counted(n_unfinished, 'batch')} of yours are not over, and no more may be"
                 raise BatchStoreError("too_many", message)
             fields = {"id": batch_id, **fields}
             row = (batch_id, owner, int(time.time()), False, input_id, json.dumps(fields))
