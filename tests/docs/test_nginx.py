@@ -180,7 +180,7 @@ def test_an_answer_that_has_begun_ends_with_its_connection(tmp_path: Path) -> No
         held = threading.Event()
         for server in behind.servers:
             server.ranks.before_step = lambda own=server: len(own.ranks.batches) < 4 or held.wait(60)  # type: ignore[misc]
-        body = {**BODY, "max_tokens": 40, "stream": True}
+        body = {**BODY, "max_tokens": 400, "stream": True}
         pieces: list[str] = []
         with (
             contextlib.suppress(httpx.TransportError),
