@@ -141,6 +141,15 @@ def expected_of_scaled(p: Problem) -> tuple[np.ndarray, np.ndarray]:
     return want, bound + pair_error(p)
 
 
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
+def test_a_chunk_that_no_row_sees_changes_nothing(kv_format: str) -> None:
+    """Two rows so far apart that their windows leave a chunk between them."""
+    p = problem(2, 16, 2 * CHUNK + 26, window=3, seed=2)
+    assert p.last[0] < CHUNK < 2 * CHUNK <= p.first[1]
+    alone = [p.rows(slice(r, r + 1)).run(kv_format=kv_format) for r in range(2)]
+    assert np.array_equal(np.concatenate(alone), p.run(kv_format=kv_format))
+
+
 @pytest.mark.many
 @pytest.mark.parametrize("dim", DIMS)
 def test_every_edge_keeps_the_bound(dim: int) -> None:
