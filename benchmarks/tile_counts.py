@@ -179,7 +179,7 @@ STEP_PARTS = (
     Part("all else", 28 + 8 + 9.5 + 12),
 )
 STEP_SHARE = 0.4 * 346 / 488
-"""Of the tile peak: by the products' operations, 346 ms would be 40 %."""
+"""The timed step's share of the tile peak: the same operations in 346 ms would have 40 % of it."""
 
 
 def step_rows() -> Yielded:

@@ -40,8 +40,8 @@ class RowRange:
 
 
 def canonical_path(weight: PackedWeight) -> str:
-    """The default path of CPUs without dots of 16 bits or a tile unit, or one of its bits: every CPU gives
-    them.
+    """The default path of CPUs without dots of 16 bits or a tile unit, whose bits every CPU gives; or the
+    default here, where that has the same bits.
     """
     from phasewise.cython_kernels._native import compute_paths
 

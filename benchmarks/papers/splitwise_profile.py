@@ -20,13 +20,13 @@ RATE = 2.0
 PROMPT_TOKENS = (512, 1024, 1536, 2048, 3072, 4096, 8192)
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 CONTEXT_TOKENS = 1500
-"""Of each sequence of a batch: the code trace's median prompt."""
+"""Tokens before each sequence of a batch: the code trace's median prompt."""
 BATCH_CONTEXTS = (512, CONTEXT_TOKENS)
 POWER_OF = {"model": "llama2-70b", "hardware": "a100-80gb", "tensor_parallel": "8"}
 
 
 def share_within(uses: Sequence[MachineUse], most_tokens: int, busy_s: float) -> float:
-    """The share of a busy time that was spent in steps of at most so many tokens."""
+    """The share of the busy time that steps of at most `most_tokens` tokens took."""
     within_s = sum(sum(s for tokens, s in use.occupancy_s.items() if tokens <= most_tokens) for use in uses)
     return within_s / busy_s if busy_s else 0.0
 

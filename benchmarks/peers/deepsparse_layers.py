@@ -33,7 +33,7 @@ THREADS = 2
 
 
 def layer(path: Path, n: int, k: int, rows: int, zeros: float, seed: int, *, is_int8: bool) -> None:
-    """A file with one product of so many rows, k inputs to n outputs."""
+    """A file with one product: `rows` rows of k inputs, n outputs each."""
     rng = np.random.default_rng(seed)
     w = rng.standard_normal((k, n), dtype=np.float32)
     w[rng.random((k, n), dtype=np.float32) < zeros] = 0

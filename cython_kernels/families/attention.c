@@ -231,7 +231,7 @@ void ISA(attend_chunk)(const pw_kv_head *head, const pw_queries *queries, int64_
     int widens = head->format == PW_KV_INT4 || (head->format != PW_KV_F32 && queries->rows > ATTEND_ROWS);
     if (widens && all.begin < all.end)
         data = widened(head, data, all.end - all.begin, keys, values);
-    else if (widens) data.format = PW_KV_F32; /* no row sees any of it: nothing is multiplied, as float32 */
+    else if (widens) data.format = PW_KV_F32; /* no row sees any of it, and int4 has no tiles of its own */
     for (int row = 0; row < queries->rows; row += most) {
         int rows = queries->rows - row < most ? queries->rows - row : most;
         attend_tile(head, queries, row, rows, chunk, origin, &data, scratch + LEAD, out);

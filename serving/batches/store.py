@@ -35,6 +35,9 @@ CREATE TABLE IF NOT EXISTS answers (
     PRIMARY KEY (batch_id, number)) WITHOUT ROWID;
 """
 _VERSION = 1
+CANCELLABLE = ("validating", "in_progress")
+"""Statuses of a batch that has not ended and is not being cancelled."""
+UNFINISHED = (*CANCELLABLE, "cancelling")
 MOST_UNFINISHED = 64
 """Batches of one owner that are not over."""
 
@@ -284,8 +287,9 @@ class BatchStore:
                 db.execute("INSERT INTO files VALUES (?, ?, ?, ?, ?, ?)", row)
             db.execute("DELETE FROM answers WHERE batch_id = ?", (batch.id,))
             instants = {"finalizing_at": now_s, f"{status}_at": now_s}
-            ends = ("in_progress", "cancelling")
-            ended = self.update(batch, among=ends, is_over=True, status=status, **instants, **ids, **counts)
+            ended = self.update(
+                batch, among=UNFINISHED, is_over=True, status=status, **instants, **ids, **counts
+            )
         self.give_back(-counts["n_completed"] - counts["n_failed"])  # the ends of lines are taken too
         return ended
 

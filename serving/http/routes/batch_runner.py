@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 from starlette.types import ASGIApp, Message, Scope
 
 from phasewise.serving.batches.lines import BatchLine, answered, faulty, given_up, read_line, written
-from phasewise.serving.batches.store import BatchStore, BatchStoreError, StoredBatch
+from phasewise.serving.batches.store import UNFINISHED, BatchStore, BatchStoreError, StoredBatch
 from phasewise.serving.http.lifecycle import Lifecycle
 from phasewise.serving.http.routes.middleware import shadow_scope
 
@@ -125,7 +125,7 @@ class BatchRunner:
     async def _run(self, store: BatchStore, batch: StoredBatch) -> None:
         """From where it is to its end, or to that of the server. It may have ended since the look."""
         batch = await asyncio.to_thread(store.batch, batch.owner, batch.id)
-        if batch.fields["status"] not in ("validating", "in_progress", "cancelling"):
+        if batch.fields["status"] not in UNFINISHED:
             return
         if batch.fields["status"] == "validating":
             begun = await self._kept(partial(self._validate, store, batch))
@@ -159,13 +159,12 @@ class BatchRunner:
         n_lines = sum(1 for _ in islice(self._lines(store, batch), MOST_LINES + 1))
         now_s = int(time.time())
         if 0 < n_lines <= MOST_LINES:
-            store.update(batch, among=("validating", "cancelling"), in_progress_at=now_s, n_lines=n_lines)
+            store.update(batch, among=UNFINISHED, in_progress_at=now_s, n_lines=n_lines)
             return store.update(batch, among=("validating",), status="in_progress")
         message = "the file has no line" if not n_lines else f"the file has more than {MOST_LINES} lines"
         error = {"code": "invalid_file", "message": message, "param": "input_file_id", "line": None}
         errors = {"object": "list", "data": [error]}
-        either = ("validating", "cancelling")
-        store.update(batch, among=either, is_over=True, status="failed", failed_at=now_s, errors=errors)
+        store.update(batch, among=UNFINISHED, is_over=True, status="failed", failed_at=now_s, errors=errors)
         return None
 
     def _lines(self, store: BatchStore, batch: StoredBatch) -> Iterator[BatchLine]:

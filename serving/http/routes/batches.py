@@ -15,7 +15,7 @@ from fastapi.responses import FileResponse, JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from phasewise.serving.batches.lines import GENERATING, Json
-from phasewise.serving.batches.store import BatchStore, BatchStoreError, StoredBatch, StoredFile
+from phasewise.serving.batches.store import CANCELLABLE, BatchStore, BatchStoreError, StoredBatch, StoredFile
 from phasewise.serving.http.errors import ApiError, bad_request
 from phasewise.serving.http.requests.batch_schemas import BatchRequest
 from phasewise.serving.http.requests.body import BodyReader, refuse_other_types
@@ -115,8 +115,8 @@ def add_batches(app: FastAPI, runner: BatchRunner, bodies: BodyReader) -> None:
         refuse_other_types(request)
         kept = await store()
         batch = await _on_disk(partial(kept.batch, _owner(request), batch_id))
-        running, now_s = ("validating", "in_progress"), int(time.time())
-        begin = partial(kept.update, batch, among=running, status="cancelling", cancelling_at=now_s)
+        now_s = int(time.time())
+        begin = partial(kept.update, batch, among=CANCELLABLE, status="cancelling", cancelling_at=now_s)
         batch = await _on_disk(begin)
         if batch.fields["status"] == "cancelling":
             runner.wake()

@@ -384,7 +384,7 @@ def test_a_bug_between_steps_fails_what_is_in_progress_and_no_more(monkeypatch: 
 def test_a_bug_while_messages_are_taken_ends_no_more_than_one_between_steps(
     what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever asked is told, and those that ask later are answered."""
+    """The request that waited is told; later requests are answered."""
     engine = make_engine()
     with running(engine) as (thread, listener):
         if what == "act":

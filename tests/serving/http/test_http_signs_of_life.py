@@ -271,7 +271,7 @@ def test_events_tell_the_progress_of_a_prompt_to_its_end(path: str) -> None:
 
 
 def _has_taken_all(server: FakeServer) -> bool:
-    """Of the progress that waits for its reader the newest alone is kept."""
+    """Only the newest progress waits for its reader."""
     client = server.client
     return not (client._delivered or any(stream._arrived for stream in [*client._streams.values()]))
 
