@@ -21,6 +21,8 @@ from phasewise.serving.errors import ServingError
 SCHEMA_VERSION = 1
 MAX_INSTANCES = 256
 MAX_BYTES = 1 << 20
+DEFAULT_SLO_S = 1.0
+"""The promised time of an answer where no plan says another: the paper's first (section V)."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +43,10 @@ class Instance:
 
 @dataclass(frozen=True)
 class EmbeddingPlan:
-    """`slo_s`: what the depths promise; None: they promise nothing."""
+    """`slo_s`: the promised time of an answer; None: a plan of an earlier version that promises none."""
 
     instances: tuple[Instance, ...]
-    slo_s: float | None = None
+    slo_s: float | None = DEFAULT_SLO_S
     source: str = "default"
 
     def only(self, keeps: Callable[[Instance], bool]) -> EmbeddingPlan:
