@@ -380,19 +380,6 @@ WAYS: Mapping[str, tuple[Way, ...]] = {
         Way("with --root", ("--db",), when=("--root",)),
     ),
     "tune-config": (
-        Way(
-            "with --rehearse",
-            (*_SEARCHING, "--phase", "--hidden", "--resume", "--emit", "--dry-run"),
-            when=("--rehearse",),
-            instead="a rehearsal searches no plans; leave that out",
-        ),
-        Way(
-            "with --rehearse of this machine",
-            ("--machine",),
-            when=("--rehearse",),
-            unless=("--evaluator=modelled",),
-            instead="add --evaluator modelled, or leave that out",
-        ),
         Way("with --dry-run", ("--emit", "--verbose"), when=("--dry-run",)),
         Way(
             "with --emit, without --no-resume",

@@ -386,8 +386,6 @@ def test_each_cell_of_the_table_is_refused_by_name_and_left_out_where_it_stands_
         "tune-kernels m --isa avx2",
         "tune-config m --dry-run --emit vllm",
         "tune-config m --slo ttft=1s",
-        "tune-config m --rehearse log --verbose",
-        "tune-config m --rehearse log --machine m.xml",
         "tune-config m --emit numactl --cores 0-3",
         "generate m -p x --seed 3",
         "prune m -o out --calibration text",
