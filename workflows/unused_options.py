@@ -55,7 +55,7 @@ _DIVIDING = ("--split-above", "--overflow-above", "--repurpose-after", "--kv-tra
 _EMBEDDING = ("--embed-cores", "--embed-instances", "--embed-accelerators", "--embed-device", "--embed-cpu")
 _BELIEVING = ("--remote-digest", "--remote-signers")
 _REMOTE = ("--remote", *_BELIEVING)
-_KEEPING = ("--prefix-cache", "--prefix-cache-bytes", "--prefix-pack")
+_KEEPING = ("--prefix-cache", "--prefix-cache-bytes")
 _BATCHES = ("--batch-dir", "--batch-bytes")
 _GENERATING = (
     *("--max-sequences", "--max-waiting", "--max-prompt", "--max-sequences-per-key", "--allow-special"),

@@ -283,12 +283,6 @@ _PREFIXES = option_set(
         metavar="BYTES",
         written="8G",
     ),
-    prefix_pack=opt(
-        "a beginning of prompts that phasewise prefix pack computed [repeatable]",
-        kind=list[Path] | None,
-        envvar="PHASEWISE_PREFIX_PACK",
-        metavar="FILE",
-    ),
 )
 
 _ANSWERING = option_set(

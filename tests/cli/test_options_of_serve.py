@@ -25,7 +25,6 @@ from tests.support.machines.stored_plans import keep_embedding_plan, keep_plan
 from tests.support.models.adapters import drawn_pairs, write_peft
 from tests.support.models.encoder_models import write_encoder
 from tests.support.models.tiny_models import TinyShape, tiny_gguf, tiny_weights
-from tests.support.prefix_packs import write_pack
 
 TLS = Path(__file__).parents[1] / "data" / "tls"
 
@@ -165,7 +164,6 @@ def samples(places: Places) -> Mapping[str, tuple[list[object], list[object]]]:
         "--prefix-cache-bytes": one(
             "--prefix-cache-bytes", "1G", beside=["--prefix-cache", here / "prefixes"]
         ),
-        "--prefix-pack": one("--prefix-pack", write_pack(here / "pack", range(20))),
         "--temperature": one("--temperature", 0.1),
         "--top-p": one("--top-p", 0.1),
         "--min-p": one("--min-p", 0.2),
