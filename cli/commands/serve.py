@@ -24,7 +24,6 @@ from phasewise.cli.options import (
     RanksOption,
     SparseOption,
     ThreadsOption,
-    TilePromptsOption,
     parse_bytes,
     parse_time,
 )
@@ -175,7 +174,6 @@ _WEIGHTS = option_set(
         "--checksum",
         envvar="PHASEWISE_CHECKSUM",
     ),
-    tile_prompts=TilePromptsOption,
     arithmetic=ArithmeticOption,
     lora=LoraOption,
 )

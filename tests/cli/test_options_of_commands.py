@@ -71,7 +71,6 @@ HANDED = {
         "phasewise.workflows.generate.run.generate_text",
         ["m", "-p", "x", "--temperature", "1"],
         {
-            "--tile-prompts": ["--tile-prompts"],
             "--arithmetic": ["--arithmetic", "blocks"],
             "--min-p": ["--min-p", "0.2"],
             **SAMPLING,
@@ -85,7 +84,6 @@ HANDED = {
             "--sparse": ["--sparse", "always"],
             "--threads": ["--threads", "2"],
             "--ranks": ["--ranks", "2"],
-            "--tile-prompts": ["--tile-prompts"],
             "--db": ["--db", "x.db"],
         },
     ),
@@ -174,7 +172,7 @@ HANDED = {
     "bench run": Handing(
         "phasewise.workflows.opening.open_model.open_model",
         ["m"],
-        {"--tile-prompts": ["--tile-prompts"], "--arithmetic": ["--arithmetic", "blocks"]},
+        {"--arithmetic": ["--arithmetic", "blocks"]},
     ),
     "bench kernels": Handing(
         "phasewise.workflows.bench.kernels.kernel_rows",

@@ -117,7 +117,7 @@ def serve_model(
 
     check_arithmetic(settings.weights.arithmetic)  # before anything opens
     if settings.pools.cluster is not None:
-        check_pools(settings.pools.on_nodes, settings.weights)
+        check_pools(settings.pools.on_nodes)
     limits = http_limits(settings.listening, settings.accepting, report)
     tls = tls_of(settings.listening, report)
     with ExitStack() as stack:
