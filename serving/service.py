@@ -216,7 +216,7 @@ def observers_of(model: OtherModel, log: LengthLog | None, stack: ExitStack) -> 
     """Observers of the lengths of a model's answers; `stack` ends them."""
     if log is not None:
         put = partial(log.put, model.opened.model.name)
-        yield LengthObserver(put, model.names[0], keeps_tokens=True)
+        yield LengthObserver(put, model.names[0])
     if model.predictor is not None:
         yield LengthObserver(stack.enter_context(_learning(model.predictor)), model.names[0])
 

@@ -166,7 +166,6 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "serving.http": (
         "serving.http",
         "serving.batches",
-        "serving.drafts.logged_lookup",
         "serving.embedding",
         "serving.engine",
         "serving.sampling",

@@ -24,7 +24,6 @@ from phasewise.cli.options import (
     RanksOption,
     SparseOption,
     ThreadsOption,
-    TilePromptsOption,
     parse_bytes,
     parse_time,
 )
@@ -175,7 +174,6 @@ _WEIGHTS = option_set(
         "--checksum",
         envvar="PHASEWISE_CHECKSUM",
     ),
-    tile_prompts=TilePromptsOption,
     arithmetic=ArithmeticOption,
     lora=LoraOption,
 )
@@ -282,12 +280,6 @@ _PREFIXES = option_set(
         envvar="PHASEWISE_PREFIX_CACHE_BYTES",
         metavar="BYTES",
         written="8G",
-    ),
-    prefix_pack=opt(
-        "a beginning of prompts that phasewise prefix pack computed [repeatable]",
-        kind=list[Path] | None,
-        envvar="PHASEWISE_PREFIX_PACK",
-        metavar="FILE",
     ),
 )
 

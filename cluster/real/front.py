@@ -134,7 +134,6 @@ class Front:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stopping = threading.Event()
         self._host = host_name()
-        self._has_one_arithmetic = True
         """As the instances' fingerprints say, which all agree."""
         self._thread = threading.Thread(target=self._run, name="phasewise-front", daemon=True)
 
@@ -327,9 +326,7 @@ class Front:
 
     def _run_again(self, attempt: Attempt, error: ServingError, *, whole: bool = False) -> None:
         """After what was given out of its answer, unless it cannot, or ran too often."""
-        again = attempt.given.after(
-            error, has_one_arithmetic=self._has_one_arithmetic, n_places=len(self._members)
-        )
+        again = attempt.given.after(error, n_places=len(self._members))
         if not isinstance(again, GivenSoFar):
             self._end(attempt, again)
             return
@@ -397,7 +394,6 @@ class Front:
                 self._give_up(f"instance {member.name} does not fit: {problem}")
             self._bury(member, problem)
             return
-        self._has_one_arithmetic = ready.identity.fingerprint.has_one_arithmetic
         if not member.is_draining:
             self._router.back(member.index, ready.kv_slots)
         if self.lost is None and self._supervisor.has_started:

@@ -295,12 +295,7 @@ def _logged(entry: Mapping[str, Any]) -> RequestLengths | None:
     if arrived_s is not None and (type(arrived_s) not in (int, float) or not 0 <= arrived_s < 1e12):
         raise TraceError(f"arrived_at_s must be Unix seconds, not {arrived_s!r:.40}")
     arrived_s = None if arrived_s is None else float(arrived_s)
-    lookup = entry.get("lookup", "")
-    if not (isinstance(lookup, str) and re.fullmatch(r"(?:00|[1-9a-z][0-9a-f])*", lookup)):
-        raise TraceError(f"lookup must have two digits for each token of an answer, not {lookup!r:.40}")
-    if len(lookup) > 2 * output:
-        raise TraceError(f"lookup tells of {len(lookup) // 2} tokens, but the answer has {output}")
-    return RequestLengths(prompt, output, arrived_s, lookup=lookup) if prompt and output else None
+    return RequestLengths(prompt, output, arrived_s) if prompt and output else None
 
 
 HUMAN, MODEL = ("human", "user"), ("gpt", "assistant", "chatgpt", "bing", "bard")

@@ -1,13 +1,13 @@
 """Logs of answers' lengths: JSON lines, one for each answer, by `predict-len collect` or by the server.
 
-{"schema_version": 2, "model": .., "prompt_token_ids": [..], "temperature": .., "max_tokens": ..,
+{"schema_version": 3, "model": .., "prompt_token_ids": [..], "temperature": .., "max_tokens": ..,
  "n_messages": .., "system_prompt_id": .., "output_tokens": .., "finish_reason": "stop" or "length",
- "arrived_at_s": .., "at_s": .., "lookup": .., "drafted_tokens": .., "accepted_tokens": ..}
+ "arrived_at_s": .., "at_s": .., "drafted_tokens": .., "accepted_tokens": ..}
 
 A line may have "prompt", a text, instead of token ids; then a tokenizer is needed. Only "output_tokens" and
-one of these two must be there. "lookup" says which drafts the answer would have accepted
-(`serving.drafts.logged_lookup`), the last two which it did; lines of version 1 have none of the three. A log
-may come from a stranger: sizes and types are checked, and an error names the file and the line.
+one of these two must be there. The last two say how many drafts the answer had and accepted; lines of
+version 1 have neither, and those of version 2 a "lookup" that nothing reads. A log may come from a stranger:
+sizes and types are checked, and an error names the file and the line.
 """
 
 from __future__ import annotations

@@ -96,7 +96,6 @@ def find_drafts(
     from phasewise.serving.drafts.opening import DraftSource, check_vocabularies
 
     if name is not None and name.startswith(EAGLE3):
-        _check_prompts(opened)
         return DraftSource(_eagle_of(opened, name, report), _recorded_ns(opened, db), n_tokens)
     if name is None or name in (AUTO, HEAD):
         head = _head_of(opened, report, is_named=name == HEAD)
@@ -126,10 +125,6 @@ def _head_of(opened: OpenModel, report: Report, *, is_named: bool) -> PackedMode
     from phasewise.serving.loaders import load_head
 
     model = opened.model
-    if is_named:
-        _check_prompts(opened)
-    elif _has_own_prompts(opened):
-        return None
     try:
         head = load_head(model, model.format, report=report)
     except ModelError as error:
@@ -156,22 +151,6 @@ def _eagle_of(opened: OpenModel, name: str, report: Report) -> PackedModel:
     check_feeds(opened.model.config, head.config.drafts)
     drafted_tokens(head)
     return head
-
-
-def _has_own_prompts(opened: OpenModel) -> bool:
-    """True if prompts are computed in another way than answers, so that a head would read other rows."""
-    prefill = opened.schedules["prefill"]
-    return any(prefill.own_path(weight) for weight in opened.model.products().values())
-
-
-def _check_prompts(opened: OpenModel) -> None:
-    from phasewise.serving.errors import ModelError
-
-    if _has_own_prompts(opened):
-        raise ModelError(
-            "a head reads rows of prompts as answers have them, and --tile-prompts computes those of"
-            f" {opened.model.name} in another way: leave either out"
-        )
 
 
 def _recorded_ns(opened: OpenModel, db: str | None) -> dict[int, float]:

@@ -38,12 +38,10 @@ def schedules_for(
     plans: Plans,
     report: Report = silent,
     *,
-    tile_prompts: bool = False,
     arithmetic: ArithmeticChoice = "tuned",
 ) -> Mapping[Phase, ScheduleTable]:
     """The schedules in use on each plan's cores with this build of the kernels; none without a database.
 
-    tile_prompts: prefill multiplies quantised weights as bf16 on the tile unit, where there is one.
     arithmetic: for both phases.
     """
     cores = {own.ranks[0].cores: None for plan in plans.values() for own in plan.each}
@@ -52,10 +50,7 @@ def schedules_for(
     path = PATHS.get(arithmetic)
 
     def of_plan(plan: ServicePlan) -> ScheduleTable:
-        in_tiles = tile_prompts and plan.phase == "prefill"
-        first, *bands = (
-            tables[own.ranks[0].cores].asked(arithmetic, path, in_tiles=in_tiles) for own in plan.each
-        )
+        first, *bands = (tables[own.ranks[0].cores].asked(arithmetic, path) for own in plan.each)
         return first.with_bands(bands) if bands else first
 
     return {phase: of_plan(plan) for phase, plan in plans.items()}
@@ -132,9 +127,6 @@ def explain(
             if weight is None:
                 continue  # fewer panels than threads
             ranges: Sequence[RowRange] = lookup.products(weight, max(most_rows.values()))
-            if (own_path := lookup.own_path(whole)) is not None:
-                arithmetic = (own_path, arithmetic[1])
-                ranges = [RowRange(most_rows[phase], None, "prompts in tiles: the default")]
             cut = _cut(ranges, most_rows[phase])
             product_uses = [_product_use(phase, names, weight, arithmetic, threads, rows) for rows in cut]
             own += [replace(use, storage=stored[0], storage_why=stored[1]) for use in product_uses]

@@ -207,8 +207,6 @@ class _Replayer:
                 f"another {name} ({getattr(theirs, name)!s:.60}, here {getattr(ours, name)!s:.60})"
                 for name in differing
             )
-        if not ours.has_one_arithmetic:
-            return "prompts and answers have arithmetics of their own with --tile-prompts"
         ids = (*receipt.prompt_token_ids, *receipt.token_ids)
         if min(ids) < 0 or max(ids) >= config.vocab_size:
             return f"its token ids must be 0 to {config.vocab_size - 1}"

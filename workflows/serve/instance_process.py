@@ -93,7 +93,7 @@ def _read(text: bytes) -> tuple[InstanceSpec, Orders]:
             "weights": Weights(**spec_fields["weights"]),
             "size": EngineSize.from_json(spec_fields["size"]),
         },
-        prefixes=None if prefixes is None else PrefixSettings.from_json(prefixes),
+        prefixes=None if prefixes is None else PrefixSettings(**prefixes),
         plans=None if plans is None else tuple(ServicePlan.from_json(plan, "flag") for plan in plans),
     )
     keys = orders.pop("keys")

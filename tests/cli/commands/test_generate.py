@@ -201,7 +201,6 @@ def test_a_head_in_the_files_drafts_unless_it_is_left_out(tmp_path: Path) -> Non
     assert plain["drafts"] is None
     assert by_itself["drafts"]["accepted"] + by_itself["drafts"]["rejected"] > 0
     assert "--draft off" in invoke(*asked).stderr
-    assert "tile-prompts" in invoke(*asked, "--draft", "mtp", "--tile-prompts").stderr
 
 
 def test_a_head_that_is_not_there_is_one_line(tiny: Path) -> None:
