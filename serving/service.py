@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 from phasewise._words import counted
+from phasewise.kerneldb.start_reads import n_without_database
 from phasewise.serving.embedding.open_embedding import OpenEmbedding
 from phasewise.serving.embedding_service import BothClients
 from phasewise.serving.embedding_service import served as served_embeddings
@@ -281,6 +282,10 @@ def gauges_of(
     models: Callable[[], ModelCounts | None] = lambda: None,
 ) -> Gauges:
     """The gauges of a server's metrics. models: counts of those that come and go."""
+
+    def without_database() -> int:
+        return n_without_database() + sum(own.without_database for own in host.instances())
+
     lines, lengths = logs
     energy = PhaseEnergy(EnergyCounters())
     client.observe(energy)
@@ -292,6 +297,7 @@ def gauges_of(
         n_requests_rerun=lambda: host.n_requests_rerun,
         n_answers_continued=lambda: host.n_answers_continued,
         n_core_moves=lambda: host.n_core_moves,
+        n_without_database=without_database,
         threads=host.threads,
         n_lengths_lost=lambda: lengths.n_lost if lengths else 0,
         n_access_lines_lost=lambda: lines.n_lost,

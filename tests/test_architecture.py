@@ -220,7 +220,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "tuner.topotree": ("tuner.topotree", "tuner.plans", "tuner.errors", "topology"),
     "tuner.search": ("tuner.search", "kerneldb.records", "topology"),
     "ir": ("ir", "_files"),
-    "kerneldb": ("kerneldb", "topology", "migrations", "_places"),
+    "kerneldb": ("kerneldb", "topology", "migrations", "_files", "_places"),
     "kerneldb.records": ("kerneldb.errors",),
     "migrations": ("kerneldb.models",),
     "migrations.versions": (),

@@ -396,8 +396,8 @@ class Front:
             return
         if not member.is_draining:
             self._router.back(member.index, ready.kv_slots)
-        if self.lost is None and self._supervisor.has_started:
-            self.state = "running"
+        if self.lost is None and (self._supervisor.has_started or self.state == "replacing"):
+            self.state = "replacing" if self._lacks_a_pool else "running"
             self._tell()
         waiting = list(self._waiting.values())
         self._waiting.clear()
@@ -508,7 +508,7 @@ class Front:
         self._router.leave(member.index)
         for ended in self._supervisor.ended():
             self._writes_no_more(ended)
-        if self.state == "running" and not self._router.has_machines:
+        if self.state == "running" and self._lacks_a_pool:
             self.state = "replacing"
         if self._supervisor.is_hopeless:
             self._give_up(str(lost))
@@ -539,6 +539,13 @@ class Front:
             return
         member.is_draining = True
         self._router.leave(member.index)
+
+    @property
+    def _lacks_a_pool(self) -> bool:
+        """True if no instance of a pool runs, and one of them was not drained."""
+        places = [*zip(self._members, self._router.roles, strict=True)]
+        wanted = {pool for member, pool in places if not member.has_left}
+        return bool(wanted - {pool for member, pool in places if member.ready is not None})
 
     def _has_requests(self, member: InstanceMember) -> bool:
         held = [*(attempt.assignment for attempt in self._attempts.values()), *self._leaving.values()]

@@ -161,14 +161,14 @@ def _recorded_ns(opened: OpenModel, db: str | None) -> dict[int, float]:
     location = locate(db)
     if location.is_absent:
         return {}
-    from phasewise.kerneldb.store import open_store
+    from phasewise.kerneldb.start_reads import open_start_reads
     from phasewise.topology import read_machine
     from phasewise.tuner.config.recorded import configurations
     from phasewise.tuner.topotree import Configuration
 
     machine, plan = read_machine(), opened.plans["decode"]
-    with open_store(db) as store:
-        rows = store.step_times(
+    with open_start_reads(db) as reads:
+        rows = reads.step_times(
             machine_key(machine), model_key(opened.model.name, opened.model.format), "decode"
         )
     timed = [

@@ -17,7 +17,7 @@ from phasewise.kerneldb.location import locate
 from phasewise.serving.models.forward import attention_problem, tuned_attention
 from phasewise.serving.ranks.core_weights import weights_here
 from phasewise.topology import Machine
-from phasewise.tuner.lookup import ScheduleTable
+from phasewise.tuner.lookup import ScheduleStore, ScheduleTable
 from phasewise.tuner.plans import Phase, ServicePlan, machine_key
 from phasewise.tuner.weights import format_name
 from phasewise.workflows.opening.arithmetic_choice import PATHS, ArithmeticChoice
@@ -25,7 +25,6 @@ from phasewise.workflows.report import Report, silent
 
 if TYPE_CHECKING:
     from phasewise.cython_kernels.packing import PackedWeight
-    from phasewise.kerneldb.store import Store
     from phasewise.serving.loaders.storage import StorageChoice
     from phasewise.serving.models.packed_model import PackedModel
 
@@ -60,13 +59,15 @@ def _tables(
     db: str | os.PathLike[str] | None, machine: Machine, cores: Iterable[tuple[int, ...]], report: Report
 ) -> dict[tuple[int, ...], ScheduleTable]:
     """The schedules of each rank's cores."""
-    from phasewise.kerneldb.store import open_store
+    from phasewise.kerneldb.start_reads import open_start_reads
 
-    with open_store(db, report) as store:
-        return {rank_cores: read_schedules(store, machine, rank_cores, report) for rank_cores in cores}
+    with open_start_reads(db, report) as reads:
+        return {rank_cores: read_schedules(reads, machine, rank_cores, report) for rank_cores in cores}
 
 
-def read_schedules(store: Store, machine: Machine, cores: Sequence[int], report: Report) -> ScheduleTable:
+def read_schedules(
+    store: ScheduleStore, machine: Machine, cores: Sequence[int], report: Report
+) -> ScheduleTable:
     """The schedules in use on such cores with this build of the kernels, of those that can run here."""
     from phasewise.tuner.lookup import read_table
     from phasewise.tuner.native import is_default_for

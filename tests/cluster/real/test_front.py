@@ -469,3 +469,23 @@ def test_at_the_end_every_request_is_told() -> None:
 
         assert isinstance(out, Failure)
         assert not isinstance(out.error, StepFailed)
+
+
+def test_it_is_ready_while_every_pool_has_an_instance_and_takes_requests_all_the_time() -> None:
+    """Pools of two and of one: what is lost is told until the pool's first instance is there again."""
+    with scripted_front(("prompt", "token", "token")) as server:
+        prompt, *tokens = running(server, 3)
+        assert server.front.state == "running"
+        tokens[0].ended = "it was killed by SIGKILL"
+        first = server.launcher.next()
+        assert server.front.state == "running"
+        tokens[1].ended = "it was killed by SIGKILL"
+        server.wait_until_state("replacing")
+        second = server.launcher.next()
+        first.ready()
+        server.wait_until_state("running")
+        prompt.ended = "it was killed by SIGKILL"
+        server.wait_until_state("replacing")
+        second.ready()
+        server.launcher.next().ready()
+        server.wait_until_state("running")
