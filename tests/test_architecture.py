@@ -244,6 +244,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "fastapi": ("serving.http",),
     "starlette": ("serving.http",),
     "h11": ("serving.http",),
+    "python_multipart": ("serving.http",),
     "llguidance": ("serving.grammar.guides",),
     "tree_sitter": (
         "ir.raising.parse",
