@@ -229,8 +229,9 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "cython_kernels": ("cython_kernels", "_places"),
 }
 
-COMMON = ("_words",)
-"""Rules for numbers in sentences; it imports nothing. For every room that imports others or itself."""
+COMMON = ("_json", "_words")
+"""The reader of JSON, and rules for numbers in sentences; they import nothing. For every room that imports
+others or itself."""
 
 # Libraries with one home.
 HOMES: dict[str, tuple[str, ...]] = {

@@ -141,7 +141,7 @@ def test_names_come_from_files_and_a_folder_that_is_none_is_refused(
 
 
 def hostile_entries(place: Path) -> None:
-    """What a stranger may put beside a model: each would be listed, or looked at, and none can be served."""
+    """Create files that a stranger may put beside a model: none of them can be served."""
     raw = os.fsencode(place)
     for name in (b"caf\xe9.gguf", b"\xff\xfe.gguf"):
         Path(os.fsdecode(raw + b"/" + name)).write_bytes(b"GGUF")

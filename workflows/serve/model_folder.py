@@ -32,7 +32,7 @@ KV_SHARE = 0.25
 """The most of the budget that one model takes for keys and values, where --kv-budget names none."""
 
 _LAST_SECOND = 253_402_300_799
-"""Of the year 9999, the last that dates have. Files may have any time."""
+"""The last second of the year 9999, and of the dates that there are. Files may have any time."""
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ class FormReader:
         self._write = write
         self._n_parts = 0
         self._name = ""
-        """Of the part that is being read."""
+        """The name of the part that is being read."""
         self._disposition = self._header = self._header_value = self._value = b""
         self._parser = MultipartParser(
             boundary,
