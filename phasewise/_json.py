@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 MOST_DEPTH = 200
 """Levels of lists and objects, as the reader of requests has them."""
@@ -21,15 +22,25 @@ _MOST_DIGITS = 310
 _TOLD_CHARACTERS = 40
 
 
-def read_json(text: str | bytes, *, unique_keys: bool = False) -> Any:
-    """The value of `text`. unique_keys: an object that has a key twice is refused."""
+Pairs = list[tuple[str, Any]]
+
+
+def read_json(
+    text: str | bytes,
+    *,
+    object_of: Callable[[Pairs], Any] | None = None,
+    constant_of: Callable[[str], Any] | None = None,
+) -> Any:
+    """The value of `text`. object_of: makes an object of its pairs. constant_of: makes a value of `NaN`,
+    `Infinity` and `-Infinity`, which are refused without it.
+    """
     try:
         value = json.loads(
             text,
-            parse_constant=_refuse_constant,
+            parse_constant=constant_of or _refuse_constant,
             parse_float=_finite,
             parse_int=_whole,
-            object_pairs_hook=_with_unique_keys if unique_keys else None,
+            object_pairs_hook=object_of,
         )
     except RecursionError:
         raise _too_deep() from None
@@ -53,7 +64,7 @@ def is_flood(raw: bytes) -> bool:
     return False
 
 
-def _refuse_constant(name: str) -> None:
+def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number of JSON")
 
 
@@ -73,17 +84,23 @@ def _whole(text: str) -> int | float:
     return value if -(1 << 63) <= value < 1 << 64 else _finite(text)
 
 
-def _with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def with_unique_keys(pairs: Pairs) -> dict[str, Any]:
+    """For `object_of`: an object that has a key twice is refused."""
     fields = dict(pairs)
     if len(fields) != len(pairs):
         raise ValueError("an object has the same key twice")
     return fields
 
 
+def infinity_of(name: str) -> float:
+    """For `constant_of`: infinities, as Python's programs write them, and nothing else."""
+    return float(name) if name.endswith("Infinity") else _refuse_constant(name)
+
+
 def _refuse_depth(value: Any) -> None:
     """Level by level: to print a value, or to write it again, takes a call for each level."""
     level = [value]
-    for _ in range(MOST_DEPTH + 1):
+    for _ in range(MOST_DEPTH):
         level = [
             inner
             for outer in level
@@ -98,3 +115,7 @@ def _refuse_depth(value: Any) -> None:
 
 def _too_deep() -> ValueError:
     return ValueError(f"it is nested deeper than {MOST_DEPTH} levels")
+
+
+DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite, parse_int=_whole)
+"""For a text that goes on behind its value. Its depth is not looked at."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from phasewise._json import read_json
 from phasewise.serving.errors import ServingError
 from phasewise.serving.prefix_store.blocks import (
     BLOCK_TOKENS,
@@ -196,7 +197,7 @@ def _facts(path: Path, descriptor: int) -> tuple[PackFacts, int]:
     if len(body) != n_described + 4 * n_tokens or hashlib.sha256(body).digest() != digest:
         raise PackError(f"the prefix pack {path} is damaged: its description is not as it was written")
     try:
-        told = json.loads(body[:n_described])
+        told = read_json(body[:n_described])
         shape = RecordShape(told["layers"], told["slot_bytes"], told.get("state_bytes", 0))
         model, identity = told["model"], told["identity"]
         is_good = (
@@ -209,7 +210,7 @@ def _facts(path: Path, descriptor: int) -> tuple[PackFacts, int]:
             and type(shape.state_bytes) is int
             and 0 <= shape.state_bytes <= _MOST_STATE_BYTES
         )
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         is_good = False
     if not is_good:
         raise PackError(f"the prefix pack {path} is damaged: its description cannot be understood")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phasewise._files import check_writable, read_input, write_file
+from phasewise._json import read_json
 from phasewise._words import counted
 from phasewise.workflows.errors import UsageError, WorkflowError
 from phasewise.workflows.opening.open_model import Weights, open_model
@@ -139,8 +139,8 @@ def _read(beginning: Beginning) -> _Read:
     tools = None
     if beginning.tools is not None:
         try:
-            tools = json.loads(_text(beginning.tools))
-        except (ValueError, RecursionError) as error:
+            tools = read_json(_text(beginning.tools))
+        except ValueError as error:
             raise WorkflowError(f"{beginning.tools} is no JSON: {str(error)[:100]}") from None
         if not isinstance(tools, list):
             raise WorkflowError(f"{beginning.tools} has no list of tools, as requests to the API have one")
