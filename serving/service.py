@@ -161,7 +161,8 @@ def run_service(
         further = [stack.enter_context(opened_beside(other, settings, host)) for other in others]
         surroundings = Surroundings(settings.cors_origins, access, settings.page)
         folder, most_bytes = settings.batch_dir, settings.batch_bytes
-        batches = BatchRunner(folder, most_bytes, opened.size.limits.max_sequences, life, report)
+        n_at_once, most_line_bytes = opened.size.limits.max_sequences, settings.limits.max_body_bytes
+        batches = BatchRunner(folder, most_bytes, n_at_once, most_line_bytes, life, report)
         stack.callback(batches.close)
         own = _served(opened, settings, guides, host)
         adapted = with_adapters(own, opened.model.adapters, names)

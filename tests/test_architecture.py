@@ -228,8 +228,9 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "cython_kernels": ("cython_kernels", "_places"),
 }
 
-COMMON = ("_words",)
-"""Rules for numbers in sentences; it imports nothing. For every room that imports others or itself."""
+COMMON = ("_json", "_words")
+"""The reader of JSON, and rules for numbers in sentences; they import nothing. For every room that imports
+others or itself."""
 
 # Libraries with one home.
 HOMES: dict[str, tuple[str, ...]] = {
@@ -243,6 +244,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "fastapi": ("serving.http",),
     "starlette": ("serving.http",),
     "h11": ("serving.http",),
+    "python_multipart": ("serving.http",),
     "llguidance": ("serving.grammar.guides",),
     "tree_sitter": (
         "ir.raising.parse",

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, TypeAlias, get_args
 
+from phasewise._json import read_json
 from phasewise._words import counted, number, plural
 from phasewise.kerneldb.location import locate
 from phasewise.kerneldb.records import MachineKey, PlanRecord
@@ -302,8 +303,8 @@ def _placed_ranks(ranks: Any) -> list[tuple[int, ...]]:
 
 def _parsed(text: str) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return read_json(text)
+    except ValueError:
         raise PlanError("the plan is not JSON") from None
 
 

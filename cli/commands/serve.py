@@ -435,7 +435,7 @@ _BATCHES = option_set(
         envvar="PHASEWISE_BATCH_DIR",
     ),
     batch_bytes=opt(
-        "most bytes of all files of batches and their answers; 0: no batches are taken",
+        "most bytes of all files of batches, their answers and records; 0: no batches are taken",
         parser=parse_bytes,
         metavar="BYTES",
         envvar="PHASEWISE_BATCH_BYTES",

@@ -51,6 +51,7 @@ class ApiError(Exception):
         retry_after_s: int | None = None,
         closes: bool = False,
     ) -> None:
+        message = message.encode(errors="backslashreplace").decode()  # names of files may be any bytes
         super().__init__(message)
         self.status = status
         self.message = message if len(message) <= _MOST_MESSAGE else f"{message[:_MOST_MESSAGE]}..."

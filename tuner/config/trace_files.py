@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import lzma
 import math
 import os
@@ -29,6 +28,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple, TextIO, TypeAlias
 
 from phasewise._files import open_input
+from phasewise._json import DECODER, read_json
 from phasewise._words import counted
 from phasewise.tuner.config.lengths import BLOCK_TOKENS, MAX_REQUESTS, RequestLengths, Trace, whole_tokens
 from phasewise.tuner.errors import TraceError
@@ -40,7 +40,6 @@ MAX_REASON_CHARS = 200
 MAX_TURNS = 64
 READ_CHARS = 1 << 16
 """The bytes read of a list of conversations before its next entry is looked for."""
-_DECODER = json.JSONDecoder()
 
 CHARS_A_TOKEN = 4.0
 """Characters per token of English text, for conversations that state no token counts."""
@@ -228,10 +227,10 @@ def _next_entry(text: str, rest: TextIO, where: str, *, may_end: bool) -> tuple[
         try:
             if may_end and text.startswith("]"):
                 return None, text
-            value, end = _DECODER.raw_decode(text)
+            value, end = DECODER.raw_decode(text)
             if after := text[end:].lstrip():
                 return _Parsed(value), after
-        except (ValueError, RecursionError):
+        except ValueError:
             pass
         more = rest.read(n_read)
         if not more:
@@ -243,8 +242,8 @@ def _next_entry(text: str, rest: TextIO, where: str, *, may_end: bool) -> tuple[
 
 def _parsed(text: str, where: str) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return read_json(text)
+    except ValueError:
         raise TraceError(f"{where}: not JSON") from None
 
 

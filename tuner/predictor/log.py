@@ -13,7 +13,6 @@ sizes and types are checked, and an error names the file and the line.
 from __future__ import annotations
 
 import io
-import json
 import lzma
 import math
 import os
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from phasewise._files import open_input
+from phasewise._json import read_json
 from phasewise.tuner.errors import PredictorError
 from phasewise.tuner.predictor.facts import MAX_ANSWER_TOKENS, Example, PromptFacts
 
@@ -98,8 +98,8 @@ def _opened(path: Path) -> Iterator[IO[str]]:
 
 def _row(line: str) -> dict[str, Any]:
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
+        row = read_json(line)
+    except ValueError:
         raise PredictorError("not JSON") from None
     if not isinstance(row, dict):
         raise PredictorError("a JSON object is expected")

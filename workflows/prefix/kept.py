@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phasewise._files import read_input
+from phasewise._json import read_json
 from phasewise.workflows.errors import UsageError, WorkflowError
 
 if TYPE_CHECKING:
@@ -113,9 +113,9 @@ def _described(path: Path, identity: str) -> tuple[str | None, dict[str, Any]]:
     from phasewise.serving.prefix_store.folder import IDENTITY_SUFFIX
 
     try:
-        told = json.loads(read_input(path / f"{identity}{IDENTITY_SUFFIX}", _MOST_DESCRIBED))
+        told = read_json(read_input(path / f"{identity}{IDENTITY_SUFFIX}", _MOST_DESCRIBED))
         model, parts = told["model"], told["identity"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None, {}
     return (model if isinstance(model, str) else None), (parts if isinstance(parts, dict) else {})
 

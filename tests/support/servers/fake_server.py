@@ -159,7 +159,7 @@ def fake_server(
     )
     surroundings = surroundings or Surroundings()
     said: list[str] = []
-    runner = BatchRunner(batch_dir, batch_bytes, max_sequences, life, said.append)
+    runner = BatchRunner(batch_dir, batch_bytes, max_sequences, limits.max_body_bytes, life, said.append)
     app = create_app(model(served), client, limits, life, metrics, surroundings, embeddings, batches=runner)
     with address or TcpAddress("127.0.0.1", 0) as place:
         service = Service(app, client, life, connections, said.append, on_start=lambda: runner.begin(app))
