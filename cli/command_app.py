@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
@@ -13,7 +12,7 @@ from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from phasewise.cli.present import note
 from phasewise.workflows.option_ways import GivenOption
-from phasewise.workflows.unused_options import SAYS_WHAT_IS_UNUSED, unused_options, ways_text
+from phasewise.workflows.unused_options import SAYS_WHAT_IS_UNUSED, unused_options
 
 MOST_USED = "Most used"
 OTHER_OPTIONS = "Options"
@@ -102,11 +101,9 @@ class GroupedCommand(TyperCommand):
     def format_options(self, ctx: Any, formatter: Any) -> None:
         groups: dict[str, list[tuple[str, str]]] = {}
         arguments: list[tuple[str, str]] = []
-        unseen: set[str] = set()
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
             if record is None:
-                unseen.update(parameter.opts)
                 continue
             if isinstance(parameter, TyperOption):
                 groups.setdefault(parameter.rich_help_panel or OTHER_OPTIONS, []).append(record)
@@ -118,18 +115,6 @@ class GroupedCommand(TyperCommand):
         for heading in sorted(groups, key=lambda panel: HEADINGS_IN_ORDER.get(panel, 0)):
             with formatter.section(heading):
                 formatter.write_dl(groups[heading])
-        if ways := ways_text(_path(ctx), unseen):
-            with formatter.section("Without effect, and therefore refused"):
-                for where, flags in ways:
-                    formatter.write(_filled(f"{where}:", 2, formatter.width))
-                    formatter.write(_filled(flags, 6, formatter.width))
-
-
-def _filled(text: str, indent: int, width: int) -> str:
-    """Lines in which no option is broken at its hyphens."""
-    space = " " * indent
-    lines = textwrap.wrap(text, width, initial_indent=space, subsequent_indent=space, break_on_hyphens=False)
-    return "".join(f"{line}\n" for line in lines)
 
 
 def _path(ctx: Any) -> str:
