@@ -98,6 +98,7 @@ def section(path: str, command: Any) -> str:
     context = typer.Context(command, info_name=path)
     usage = [re.sub(r"[{}]", "", piece) for piece in command.collect_usage_pieces(context)]
     lines = [f"## {path}", "", f"`{path} {' '.join(usage)}`", "", _paragraphs(command.help or "")]
+    lines += ["", "```console", *(f"$ {example}" for example in command.examples), "```"]
     shown = [parameter for parameter in command.params if parameter.name != "help"]
     research = [parameter for parameter in shown if getattr(parameter, "hidden", False)]
     rows = [_row(parameter, _with_unit(parameter)) for parameter in shown if parameter not in research]

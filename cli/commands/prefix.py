@@ -23,7 +23,12 @@ from phasewise.cli.options import (
 )
 from phasewise.cli.present import note, on_one_line, print_json, say
 
-app = CommandApp(help="Compute the beginning of prompts once, and see what a server keeps of them.")
+HELP = """Compute the beginning of prompts once, and see what a server keeps of them.
+
+$ phasewise prefix pack model.gguf --system 'Be brief.' -o brief.pack
+$ phasewise prefix list brief.pack"""
+
+app = CommandApp(help=HELP)
 
 EXIT_DAMAGED = 3
 
@@ -66,9 +71,12 @@ def pack(
 ) -> None:
     """Compute a system prompt with its tools once, for serve --prefix-pack.
 
+    $ phasewise prefix pack model.gguf --system 'Be brief.' -o brief.pack
+    $ phasewise prefix pack model.gguf --system-file rules.txt -o rules.pack
+
     A server takes the pack where it would compute the same bits: the same
     model, weight format, KV format and arithmetic, on any CPU whose
-    arithmetic is that (docs/arithmetic.md). Whoever can read the pack can
+    arithmetic is that (docs/arithmetic.md). A reader of the pack can
     tell the prompt from it.
     """
     from phasewise.workflows.opening.open_model import Weights
@@ -92,7 +100,11 @@ def pack(
 
 @app.command("list")
 def list_(paths: PathsArgument, as_json: JsonOption = False) -> None:
-    """Say what packs and folders hold, by model and arithmetic."""
+    """Say what packs and folders hold, by model and arithmetic.
+
+    $ phasewise prefix list brief.pack
+    $ phasewise prefix list kept --json
+    """
     from phasewise.workflows.prefix.kept import list_prefixes
 
     prefixes = list_prefixes(paths)
@@ -114,6 +126,9 @@ def list_(paths: PathsArgument, as_json: JsonOption = False) -> None:
 @app.command()
 def verify(paths: PathsArgument, as_json: JsonOption = False) -> None:
     """Read every record and compare its digest.
+
+    $ phasewise prefix verify kept
+    $ phasewise prefix verify brief.pack kept
 
     The exit code is 0 if all are whole, and 3 if any is damaged. A server
     reads past damaged ones anyway, and computes what they held.
@@ -142,7 +157,11 @@ def rm(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Remove a pack, or what a folder keeps. A server that uses it goes on."""
+    """Remove a pack, or what a folder keeps. A server that uses it goes on.
+
+    $ phasewise prefix rm brief.pack
+    $ phasewise prefix rm kept --id 0f3a
+    """
     from phasewise.workflows.prefix.kept import remove_prefixes
 
     n_removed = remove_prefixes(path, identity)

@@ -26,7 +26,7 @@ def advice(path: str, paths: Collection[str]) -> str:
         return "the model of this server makes vectors and no text: POST /v1/embeddings, or /v1/rerank"
     if asked in _OF_VECTORS:
         return (
-            "no embedding model is served here: start another server for one, phasewise serve EMBEDDING_MODEL; "
+            "no embedding model is served here: start a server for one, phasewise serve EMBEDDING_MODEL; "
             "a server of one language model also takes --embed-model"
         )
     if asked == "":
