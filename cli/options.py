@@ -41,7 +41,9 @@ PhaseChoice = Literal["prefill", "decode", "both"]
 """The phase that the tuned products are for."""
 
 
-EMBED_DEVICE_HELP = "also embed on the accelerator behind this worker of yours (help embeddings) [repeatable]"
+EMBED_DEVICE_HELP = (
+    "also embed on the accelerator of this worker program (phasewise help embeddings) [repeatable]"
+)
 
 UNITS_S = {"": 1, "s": 1, "m": 60, "h": 3600}
 

@@ -64,8 +64,9 @@ VERSION = 1
 
 MAX_ROWS = 10_000_000
 MAX_LINE_BYTES = 4 * 2**20
-MAX_SKIPPED_BYTES = 256 * 2**20
 """Twice a row with as many and as long samples as a record may have."""
+MAX_SKIPPED_BYTES = 256 * 2**20
+"""Most bytes of a longer line that are read past; a device, say, gives zeros without end."""
 
 ROWS_AT_ONCE = 2000
 """Are appended in one transaction, so that other writers need not wait long."""

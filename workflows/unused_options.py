@@ -1,4 +1,4 @@
-"""Options that a way of running a command cannot follow. One table: refusals, help and tests read it.
+"""Options that a way of running a command cannot follow. One table: refusals, a page and tests read it.
 
 An option that is given by its flag is refused by name before anything opens. One that comes from a variable
 or from the configuration file stands for many runs: where a run cannot follow it, it is left out.
@@ -6,7 +6,7 @@ or from the configuration file stands for many runs: where a run cannot follow i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -126,10 +126,17 @@ _SERVE = (
                 "--routing",
                 *_DIVIDING,
             ),
-            *("--embed-model", *_EMBEDDING, *_REMOTE, *_BATCHES),
+            *(*_REMOTE, *_BATCHES),
         ),
         when=("--models",),
         instead="models come and go one by one, on the cores of this process; leave that out",
+    ),
+    Way(
+        "with --models",
+        ("--embed-model", *_EMBEDDING),
+        when=("--models",),
+        instead="a folder serves models that generate text; start another server for the embedding model, "
+        "phasewise serve EMBEDDING_MODEL, and leave that out",
     ),
     Way(
         "without --models",
@@ -479,9 +486,3 @@ WAYS: Mapping[str, tuple[Way, ...]] = {
     ),
 }
 """By command, the ways in their order: an option that one leaves out is not set for those after it."""
-
-
-def ways_text(command: str, unseen: Collection[str] = ()) -> list[tuple[str, str]]:
-    """For help: each way of the command, and what it refuses, without the flags that help does not show."""
-    ways = WAYS.get(command, ())
-    return [(way.where, ", ".join(flag for flag in way.refuses if flag not in unseen)) for way in ways]

@@ -64,6 +64,9 @@ def evaluate(
 ) -> None:
     """Measure the quality of MODEL as it runs: perplexity, divergence, accuracy.
 
+    $ phasewise eval smollm2-135m-instruct --chunks 4
+    $ phasewise eval model.gguf --format int8 --against f32
+
     Perplexity is measured as by llama-perplexity, and with --against what its
     --kl-divergence prints: divergence from a reference, how often both find
     the same next token likeliest, how probabilities differ. Questions are

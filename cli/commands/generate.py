@@ -81,6 +81,9 @@ def generate(
 ) -> None:
     """Continue a text, or with --chat answer a message.
 
+    $ phasewise generate smollm2-135m-instruct -p 'The capital of France is'
+    $ phasewise generate model.gguf --chat -p 'What is a cache?' --temperature 0.7
+
     The text goes to stdout as it is made, one line of times to stderr.
 
     The prompt is taken as it is, as by llama.cpp's -p. Special tokens written

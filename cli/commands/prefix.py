@@ -15,7 +15,12 @@ from phasewise.cli.options import (
 )
 from phasewise.cli.present import note, on_one_line, print_json, say
 
-app = CommandApp(help="See what servers keep of the beginnings of prompts.")
+HELP = """See what servers keep of the beginnings of prompts.
+
+$ phasewise prefix list kept
+$ phasewise prefix verify kept"""
+
+app = CommandApp(help=HELP)
 
 EXIT_DAMAGED = 3
 
@@ -27,7 +32,11 @@ PathsArgument = Annotated[
 
 @app.command("list")
 def list_(paths: PathsArgument, as_json: JsonOption = False) -> None:
-    """Say what folders hold, by model and arithmetic."""
+    """Say what folders hold, by model and arithmetic.
+
+    $ phasewise prefix list kept
+    $ phasewise prefix list kept --json
+    """
     from phasewise.workflows.prefix.kept import list_prefixes
 
     prefixes = list_prefixes(paths)
@@ -49,6 +58,9 @@ def list_(paths: PathsArgument, as_json: JsonOption = False) -> None:
 @app.command()
 def verify(paths: PathsArgument, as_json: JsonOption = False) -> None:
     """Read every record and compare its digest.
+
+    $ phasewise prefix verify kept
+    $ phasewise prefix verify kept --json
 
     The exit code is 0 if all are whole, and 3 if any is damaged. A server
     reads past damaged ones anyway, and computes what they held.

@@ -71,8 +71,10 @@ LogFormat = Literal["text", "json"]
 """The form of their lines."""
 
 KvTransferOption = Literal["auto", "shm", "tcp"]
-RoutingOption = Literal["prefix", "load", "round-robin"]
 """The way of keys and values from one instance to another."""
+
+RoutingOption = Literal["prefix", "load", "round-robin"]
+"""The rule that chooses the instance for a prompt."""
 
 _LISTENING = option_set(
     Listening,
@@ -233,7 +235,7 @@ _COMING = option_set(
         metavar="BYTES",
     ),
     keep_alive=opt(
-        "unload a model that was not used for so long; 0: at once",
+        "time without a request after which a model is unloaded; 0: at once",
         "--keep-alive",
         parser=parse_time,
         envvar="PHASEWISE_KEEP_ALIVE",
@@ -408,8 +410,8 @@ _REMOTE = option_set(
     Remote,
     "What was learnt elsewhere",
     remote=opt(
-        "a folder or an address, as for db pull: pull what fits cores like these, and fight over its "
-        "best schedules for at most a minute before requests are taken",
+        "a folder or an address, as for db pull: pull the schedules for cores like these, and compare the "
+        "best with those in use for at most a minute before requests are taken",
         metavar="REMOTE",
         envvar="PHASEWISE_REMOTE",
     ),
@@ -512,6 +514,9 @@ def serve(
     explain: ExplainOption = False,
 ) -> None:
     """Serve MODEL, or the models of a folder, through the OpenAI API.
+
+    $ phasewise serve smollm2-135m-instruct
+    $ phasewise serve model.gguf --host 0.0.0.0 --api-key-file keys --context 8192
 
     Completions and chat, or embeddings and reranking where MODEL is made
     for that; /v1/models, /health, /ready, and /metrics for

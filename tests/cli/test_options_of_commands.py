@@ -19,7 +19,7 @@ import pytest
 
 from phasewise.workflows.option_ways import GivenOption, Way
 from phasewise.workflows.unused_options import WAYS, unused_options
-from tests.cli.command import run, text_of
+from tests.cli.command import run
 from tests.cli.command_options import commands, flag_of, options_of
 from tests.cli.opened_by_serve import plain
 from tests.support.models.tiny_models import write_tiny_gguf
@@ -401,19 +401,14 @@ def test_variables_of_other_runs_are_no_error_and_say_nothing(tmp_path: Path) ->
     assert run("topo", "--trees", "--json", env=standing).exit_code == 0
 
 
-def test_help_lists_the_table() -> None:
-    for command in WAYS:
-        listed = text_of(*command.split(), "-h", env=QUIET).partition(
-            "Without effect, and therefore refused:"
-        )[2]
-        hidden = {
-            flag_of(parameter)
-            for parameter in commands()[command].params
-            if getattr(parameter, "hidden", False)
-        }
-        for way in WAYS[command]:
-            assert way.where in " ".join(listed.split())
-            assert all(flag in listed for flag in way.refuses if flag not in hidden)
+@pytest.mark.parametrize(("command", "way"), [(command, way) for command, way, _ in cells()])
+def test_what_a_refusal_advises_is_not_refused_itself(command: str, way: Way) -> None:
+    """In the same run, without the option that was refused."""
+    for advised in re.findall(r"(?:add|use|give) (--[a-z-]+)", way.instead):
+        given = in_this_way(way, way.refuses[0])
+        del given[way.refuses[0]]
+        given[advised] = GivenOption("x", is_set=True, by_flag=True)
+        unused_options(command, given, lambda: bool(way.makes_vectors))
 
 
 OF_OTHER_PROGRAMS = {

@@ -131,7 +131,7 @@ def _sized(path: Path, settings: ServeSettings, budget: int | None, report: Repo
 
     weights, running = settings.weights, settings.running
     if makes_vectors(str(path), weights.weight_format, report):
-        raise ModelError("it makes vectors and no text; serve it by itself, or with --embed-model")
+        raise ModelError("it makes vectors, and a folder serves text: give it a server of its own")
     check_settings(str(path), weights, settings.kv.kv_format, report)
     opened = open_model(str(path), weights, running.threads, settings.db, report, running.ranks)
     kv_bytes = settings.kv.kv_budget_bytes

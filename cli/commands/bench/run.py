@@ -170,6 +170,9 @@ def run(
 ) -> None:
     """Time prefill (-p) and decode (-n) of models. llama-bench's command lines run here too.
 
+    $ phasewise bench run smollm2-135m-instruct
+    $ phasewise bench run model.gguf -p 512 -n 0 -t 1,2 -o csv
+
     Each test is run for every model, number of threads, format of keys and
     values, batch size, number of sequences and depth. The rows have
     llama-bench's field names. Its flags about GPUs, and others that cannot be

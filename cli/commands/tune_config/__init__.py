@@ -60,16 +60,16 @@ _SETTINGS = option_set(
     ),
     slo=opt("with goodput: latencies that a request must keep to count", metavar="ttft=MS,tpot=MS"),
     concurrency=opt(
-        "sequences that decode together; of several, e.g. 1,8,32, decode gets cores for each, in use from"
-        " that many on",
+        "sequences that decode together; for a list, e.g. 1,8,32, decode gets cores for each number, in use"
+        " from that number on",
         kind=str,
         metavar="N[,N..]",
         parser=parse_numbers,
         written="1",
     ),
     budget_s=opt(
-        "wall clock of the command, e.g. 90s, 15m, 1h; what has begun then is ended: reading and packing the"
-        " model, and the timing of one plan",
+        "time that the command may take, e.g. 90s, 15m, 1h; work in progress is finished: reading and packing"
+        " the model, and the timing of one plan",
         "--budget",
         metavar="TIME",
         parser=parse_budget,
@@ -113,11 +113,14 @@ def tune_config(
     ] = False,
     verbose: Annotated[
         bool,
-        typer.Option("--verbose", help="also tell the trees of the search (words: docs/guide/glossary.md)"),
+        typer.Option("--verbose", help="also print the trees of the search (terms: docs/guide/glossary.md)"),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Find on which cores, and in how many ranks, each phase runs best.
+
+    $ phasewise tune-config smollm2-135m-instruct
+    $ phasewise tune-config model.gguf --lengths fixed:512/64 --concurrency 1,8
 
     A configuration is a choice of cores and ranks (processes that share a
     model's weights). Those that the machine's tree of cores and caches allows
