@@ -176,7 +176,7 @@ def _conversation(text: ModelText, read: _Read, words: str, tool_format: str) ->
     from pydantic import ValidationError
 
     from phasewise.serving.http.requests.calls import conversation_of
-    from phasewise.serving.http.requests.schemas import ChatRequest
+    from phasewise.serving.http.requests.chat_schemas import ChatRequest
     from phasewise.serving.tools.dialect import dialect_of
 
     system = [] if read.system is None else [{"role": "system", "content": read.system}]
