@@ -347,9 +347,14 @@ class ChatRequest(GenerationRequest):
                 )
             self._left_out.add(f"content.{part.type}")
             part.text = "" if message.role == "assistant" else part.stand_in
+        if message.content is None:
+            return
         if message.role in SYSTEM_ROLES:
-            message.content = _BILLING.sub("", message.text)
-        elif message.content is not None:
+            parts = message.content if isinstance(message.content, list) else ()
+            for part in parts:
+                part.text = _BILLING.sub("", part.text or "")
+            message.content = message.text if parts else _BILLING.sub("", message.text)
+        else:
             message.content = message.text
 
     def unsupported(self) -> str | None:

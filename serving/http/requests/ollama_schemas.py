@@ -63,6 +63,10 @@ class OllamaOptions(OpenRequest):
     frequency_penalty: Penalty | None = None
 
 
+_SAME_NAMES = set(OllamaOptions.model_fields) - {"num_predict", "repeat_penalty"}
+"""Options that a chat request has under the same names."""
+
+
 class OllamaFunction(Strict):
     name: FunctionName
     arguments: Any = None
@@ -141,7 +145,7 @@ class _Asked(AnswerRequest):
         return {
             "model": self.model,
             "stream": self.stream is not False,
-            **options.model_dump(exclude={"num_predict", "repeat_penalty"}, exclude_none=True),
+            **options.model_dump(include=_SAME_NAMES, exclude_none=True),
             "repetition_penalty": options.repeat_penalty,
             "response_format": _format(self.format),
             "max_tokens": options.num_predict if (options.num_predict or 0) > 0 else MOST_INT,
@@ -159,7 +163,7 @@ class OllamaGenerateRequest(_Asked):
     raw: bool = Field(False, description="the prompt as it is, without the model's template")
 
 
-class OllamaShowRequest(Strict):
+class OllamaShowRequest(OpenRequest):
     model: str = Field(description="or `name`, as older clients have it")
 
     @model_validator(mode="before")

@@ -281,6 +281,6 @@ class CompletionRequest(GenerationRequest):
         return super().unsupported()
 
 
-class DetokenizeRequest(Strict):
+class DetokenizeRequest(OpenRequest):
     model: str | None = None
     tokens: Annotated[list[int], Field(fail_fast=True)]

@@ -323,15 +323,6 @@ def test_no_route_takes_from_a_page_what_it_may_send_unasked(server: FakeServer)
             assert answer.status_code in (403, 415), path
 
 
-@pytest.mark.parametrize("kind", ["application/octet-stream", "text/plain", ""])
-def test_a_body_of_any_type_is_json_where_no_page_sends_it(server: FakeServer, kind: str) -> None:
-    """litellm's client of Ollama calls it application/octet-stream."""
-    body = json.dumps({"model": "fake", "messages": [{"role": "user", "content": "a"}], "stream": False})
-    for path in ("/api/chat", "/v1/chat/completions"):
-        answer = httpx.post(f"{server.url}{path}", content=body, headers={"Content-Type": kind})
-        assert answer.status_code == 200, (path, answer.text)
-
-
 def test_no_route_answers_for_a_host_of_another(server: FakeServer) -> None:
     for method in ("GET", "POST"):
         for path in routes(server, method):

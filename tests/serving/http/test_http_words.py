@@ -137,7 +137,6 @@ def test_a_wrong_path_has_one_sentence_that_helps(server: FakeServer, path: str,
 @pytest.mark.parametrize(
     ("path", "says"),
     [
-        ("/", "POST /v1/embeddings"),
         ("/v1/chat/completions", "makes vectors and no text: POST /v1/embeddings"),
         ("/v1/responses", "makes vectors and no text"),
         ("/api/embedding", "/openapi.json"),
