@@ -29,7 +29,7 @@ from phasewise.serving.engine.receipts import SignReceipt
 from phasewise.serving.errors import ContextLengthExceeded
 from phasewise.serving.grammar.guides import GuideCompiler
 from phasewise.serving.http.answers.client import EngineClient
-from phasewise.serving.http.http_settings import HttpLimits, RequestFacts, ServedModel
+from phasewise.serving.http.http_settings import HttpLimits, ModelFacts, RequestFacts, ServedModel
 from phasewise.serving.http.length_log import LengthLog
 from phasewise.serving.http.lifecycle import Lifecycle
 from phasewise.serving.http.monitoring.access_log import NOT_LOGGED, Logging, open_log
@@ -343,6 +343,12 @@ def _served(
         fingerprint=fingerprint,
         gives_receipts=settings.receipts,
         sign_receipt=settings.sign_receipt,
+        facts=ModelFacts(
+            config.architecture,
+            sum(weight.n * weight.k for weight in opened.model.weights.values()),
+            opened.model.weight_bytes,
+            opened.model.format,
+        ),
     )
 
 
@@ -409,7 +415,7 @@ def _length_check(opened: Served) -> Callable[[str], None]:
     def check(text: str) -> None:
         if len(text) > context * longest:
             asked = f", but the prompt has {counted(len(text), 'character')}"
-            raise ContextLengthExceeded.beyond(context, asked, "prompt")
+            raise ContextLengthExceeded.beyond(context, asked, "prompt", (-(-len(text) // longest), context))
 
     return check
 

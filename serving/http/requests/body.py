@@ -11,6 +11,8 @@ from starlette.requests import ClientDisconnect
 
 from phasewise._json import MOST_CONTAINERS, MOST_VALUES, is_flood
 from phasewise.serving.http.errors import ApiError, bad_request, from_validation
+from phasewise.serving.http.monitoring.access_log import note_ignored
+from phasewise.serving.http.requests.schemas import OpenRequest
 from phasewise.serving.http.transport.connection import connection_of
 from phasewise.serving.http.transport.rested_thread import RestedThread
 from phasewise.serving.http.transport.unfinished import UnfinishedBodies, UnfinishedBody
@@ -48,8 +50,12 @@ class BodyReader:
             await self._read_limited(request, body)
             request.scope[_N_BYTES] = body.n_bytes
             if body.n_bytes <= _WORTH_A_THREAD_BYTES:
-                return _checked(body.whole(), model)
-            return await self._checked_beside(body, model)
+                given = _checked(body.whole(), model)
+            else:
+                given = await self._checked_beside(body, model)
+            if isinstance(given, OpenRequest):
+                note_ignored(request.scope, given.ignored())
+            return given
         finally:
             body.end()
 
@@ -117,20 +123,15 @@ def _refuse_ended(body: UnfinishedBody) -> None:
         raise ApiError(503, message, code="bodies_too_large", closes=True)
 
 
-_OF_CURL = "application/x-www-form-urlencoded"
 _OF_BROWSERS = {"origin", "sec-fetch-site"}
 
 
 def refuse_other_types(request: Request) -> None:
-    """ApiError for what is not JSON: a page of another origin may post a form or plain text without asking,
-    and no JSON (CSRF).
-
-    Without Content-Type, or with the one that `curl -d` sends, the body is taken for JSON, unless a browser
-    sends it: that names its origin.
+    """ApiError for what a browser sends that is not JSON: a page of another origin may post a form or plain
+    text without asking, and no JSON (CSRF). Browsers name their origin; who does not means JSON.
     """
-    given = request.headers.get("content-type")
-    kind = (given or "").partition(";")[0].strip().lower()
-    if (given is None or kind == _OF_CURL) and not _OF_BROWSERS & set(request.headers):
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if not _OF_BROWSERS & set(request.headers):
         return
     if kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json")):
         return

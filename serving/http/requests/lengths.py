@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from phasewise.serving.engine.messages import Answer, DraftCounts, Failure, StepStats, Submit
 from phasewise.serving.http.http_settings import RequestFacts, ServedModel
-from phasewise.serving.http.requests.schemas import ChatRequest, CompletionRequest, GenerationRequest
+from phasewise.serving.http.requests.chat_schemas import SYSTEM_ROLES, ChatRequest
+from phasewise.serving.http.requests.schemas import CompletionRequest, GenerationRequest
 
-_SYSTEM_ROLES = frozenset({"system", "developer"})
 _ID_BYTES = 8
 
 
@@ -105,7 +105,7 @@ def _text(body: GenerationRequest, index: int) -> str | None:
 def _conversation(body: GenerationRequest) -> tuple[int, str | None]:
     if not isinstance(body, ChatRequest):
         return 1, None
-    texts = [message.text for message in body.messages if message.role in _SYSTEM_ROLES]
+    texts = [message.text for message in body.messages if message.role in SYSTEM_ROLES]
     if not texts:
         return len(body.messages), None
     digest = hashlib.blake2b("\n".join(texts).encode(), digest_size=_ID_BYTES)
