@@ -134,7 +134,6 @@ class Front:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stopping = threading.Event()
         self._host = host_name()
-        """As the instances' fingerprints say, which all agree."""
         self._thread = threading.Thread(target=self._run, name="phasewise-front", daemon=True)
 
     @property
