@@ -3,7 +3,8 @@ test fell how often.
 
     python -m tests.races [--times 10] [--load 8] [arguments of pytest]
 
-Without a file among the arguments, it takes all such files. What each fall said is kept in build/races. Exit code 1 where a test fell.
+Without a file among the arguments, it takes all such files. What each fall said is kept in build/races.
+Exit code 1 where a test fell.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ STARTS_OTHERS = re.compile(
 
 def files_with_races() -> Sequence[str]:
     """The test files that start threads, processes or servers, as paths below the root."""
-    found = sorted((ROOT / "tests").rglob("test_*.py"))
-    return [str(path.relative_to(ROOT)) for path in found if STARTS_OTHERS.search(path.read_text())]
+    test_files = sorted((ROOT / "tests").rglob("test_*.py"))
+    return [str(path.relative_to(ROOT)) for path in test_files if STARTS_OTHERS.search(path.read_text())]
 
 
 def _spin(parent_pid: int) -> None:
@@ -84,20 +85,20 @@ def main(given: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--times", type=int, default=10, help="runs")
     parser.add_argument("--load", type=int, default=8, help="processes that spin meanwhile")
-    known, arguments = parser.parse_known_args(given)
+    options, arguments = parser.parse_known_args(given)
     if not any((ROOT / argument.partition("::")[0]).exists() for argument in arguments):
         arguments += files_with_races()
     KEPT.mkdir(parents=True, exist_ok=True)
     fallen = Counter[str]()
-    with load_of(known.load):
-        for number in range(1, known.times + 1):
+    with load_of(options.load):
+        for number in range(1, options.times + 1):
             names = run_once(number, arguments)
             fallen.update(names)
-            print(f"run {number} of {known.times}: {len(names)} fell", file=sys.stderr, flush=True)
+            print(f"run {number} of {options.times}: {len(names)} fell", file=sys.stderr, flush=True)
     for name, n in fallen.most_common():
-        print(f"{n} of {known.times}  {name}")
+        print(f"{n} of {options.times}  {name}")
     if not fallen:
-        print(f"none fell in {known.times} runs")
+        print(f"none fell in {options.times} runs")
     return 1 if fallen else 0
 
 

@@ -39,7 +39,7 @@ def test_a_test_that_falls_now_and_then_is_named_with_its_number_of_falls(
 
 
 def test_files_that_start_what_runs_beside_them_are_found() -> None:
-    found = races.files_with_races()
+    files = races.files_with_races()
 
-    assert "tests/serving/http/transport/test_http_end.py" in found
-    assert "tests/serving/test_sampling.py" not in found
+    assert "tests/serving/http/transport/test_http_end.py" in files
+    assert "tests/serving/test_sampling.py" not in files
