@@ -305,8 +305,8 @@ def test_a_prompt_of_which_its_instance_never_reports_is_computed_elsewhere() ->
     """It lives, has nothing to do, and says nothing of the prompt. One that is busy is waited for."""
     with scripted_front(hand_over_s=0.3) as server:
         prompt, token = running(server)
-        divided(server, prompt, token)
         prompt.say(Beat(1, True, 0))
+        divided(server, prompt, token)
         assert token.hears_nothing(0.7)
         prompt.say(Beat(1, False, 0))
 
@@ -353,12 +353,15 @@ def test_each_of_several_instances_may_end_twice_under_a_request() -> None:
 
 
 def test_an_instance_that_says_nothing_is_dead() -> None:
-    with scripted_front(("mixed",), silent_s=0.2) as server:
+    with scripted_front(("mixed",)) as server:
         (instance,) = running(server, 1)
         server.front.send(REQUEST)
         instance.hear(Take)
+        supervisor = server.front._supervisor
+        patient, supervisor._settings = supervisor._settings, replace(supervisor._settings, silent_s=0.2)
 
         other = server.launcher.next()
+        supervisor._settings = patient
         other.ready()
 
         assert instance.orders.name in server.launcher.killed

@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from phasewise.serving.batches.store import BatchStore
 from phasewise.serving.http.http_settings import HttpLimits
 from phasewise.serving.http.requests.upload import read_form
 from tests.support.servers.fake_server import FakeServer, fake_server
-from tests.support.servers.rude_clients import until
+from tests.support.servers.rude_clients import ENOUGH_S, until
 
 LIMITS = HttpLimits(api_keys=("one", "two"))
 ENDPOINT: Any = "/v1/completions"
@@ -156,12 +157,14 @@ def test_a_key_sees_nothing_of_another(server: FakeServer) -> None:
 
 def test_a_batch_is_cancelled_and_what_was_not_answered_says_so(server: FakeServer) -> None:
     client = client_of(server)
-    slow_down(server, 0.02)
+    go_on = threading.Event()
+    server.ranks.before_step = lambda: go_on.wait(ENOUGH_S)
     batch = begin(client, b"".join(line(f"n{index}", max_tokens=100) for index in range(60)))
     with pytest.raises(openai.ConflictError, match="cancel the batch first"):
         client.files.delete(batch.input_file_id)
 
     assert client.batches.cancel(batch.id).status in ("cancelling", "cancelled")
+    go_on.set()
     batch = ended(client, batch.id)
 
     assert batch.status == "cancelled"
@@ -437,12 +440,22 @@ def test_a_batch_goes_on_after_ten_restarts_and_every_line_is_answered_once(tmp_
 def test_others_get_their_answers_while_a_batch_fills_the_server(server: FakeServer) -> None:
     """A batch takes no place of theirs, in no limit."""
     client = client_of(server)
-    slow_down(server, 0.002)
-    batch = begin(client, b"".join(line(f"n{index}", max_tokens=200) for index in range(30)))
-    while not server.engine.scheduler.n_in_shadow:
-        time.sleep(0.005)
+    has_come, is_seen = threading.Event(), threading.Event()
 
-    said = client.completions.create(model="fake", prompt="hello", max_tokens=5)
+    def step() -> None:
+        n_steps = len(server.ranks.batches)
+        assert n_steps < 3 or has_come.wait(ENOUGH_S)
+        assert n_steps < 50 or is_seen.wait(ENOUGH_S), "the batch, of 1500 steps, has not ended by then"
+
+    server.ranks.before_step = step
+    batch = begin(client, b"".join(line(f"n{index}", max_tokens=200) for index in range(30)))
+    until(lambda: server.engine.scheduler.n_in_shadow > 0, "the batch does not begin")
+
+    with ThreadPoolExecutor() as others:
+        asked = others.submit(client.completions.create, model="fake", prompt="hello", max_tokens=5)
+        until(lambda: server.client.n_live == 1, "the other's request does not come")
+        has_come.set()
+        said = asked.result()
 
     assert said.choices[0].finish_reason == "length"
     assert client.batches.retrieve(batch.id).status == "in_progress", "it is done before the batch"
@@ -450,6 +463,7 @@ def test_others_get_their_answers_while_a_batch_fills_the_server(server: FakeSer
     text = httpx.get(f"{server.url}/metrics", headers={"Authorization": "Bearer one"}).text
     assert "phasewise_ttft_seconds_count 1.0" in text
     client.batches.cancel(batch.id)
+    is_seen.set()
     ended(client, batch.id)
 
 
