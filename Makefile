@@ -100,7 +100,8 @@ test-vllm: build $(VENV)/.vllm-$(VLLM)  ## the plugin in vLLM for CPUs; VLLM=VER
 	$(VENV)-vllm/bin/python -m pytest tests/phasewise_vllm $(ARGS)
 
 test-ray: build setup $(VENV)/.ray  ## instances on two nodes of a Ray cluster of this machine
-	PYTHONPATH=$(VENV)/ray $(BIN)/python -m pytest tests/cluster/real/test_ray_cluster.py tests/cluster/real/test_ray_hosts.py $(ARGS)
+	PYTHONPATH=$(VENV)/ray $(BIN)/python -m pytest tests/cluster/real/test_ray_cluster.py tests/cluster/real/test_ray_hosts.py \
+		tests/docs/test_ray_recipe.py $(ARGS)
 
 test-numa: build setup  ## emulated machines of NUMA nodes: placement of memory, topology, cores; needs QEMU, and root
 	$(BIN)/python -m pytest tests/numa -rs $(ARGS)

@@ -50,12 +50,6 @@ def canonical_path(weight: PackedWeight) -> str:
     return default if SAME_BITS.get(default) == shared else shared
 
 
-def path_on_tiles(weight: PackedWeight) -> str | None:
-    """The path on the tile unit of a weight that is multiplied as bf16 there; None where there is no unit."""
-    path = tiles_path(weight)
-    return path if path == _OF_TILES[0] else None
-
-
 def tiles_path(weight: PackedWeight) -> str | None:
     """The path of the tile unit's arithmetic of bf16, on the unit or in vectors; None where there is neither,
     and for what is never multiplied as bf16: f32, f16, and bytes with a scale for a column.
@@ -89,13 +83,6 @@ class ScheduleLookup:
     def bands(self) -> Sequence[ScheduleLookup]:
         """The schedules of the cores of each band that the phase's plan has; of further ones, defaults."""
         return ()
-
-    def own_path(self, weight: PackedWeight) -> str | None:
-        """The compute path by which this phase alone multiplies by the weight; None: the model's arithmetic.
-
-        A token's numbers then depend on the phase that computed it.
-        """
-        return None
 
     def products(self, weight: PackedWeight, max_m: int) -> Sequence[RowRange]:
         """At most MAX_ROW_RANGES, ascending; beyond the last one the default runs."""

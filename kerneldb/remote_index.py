@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from phasewise._json import read_json
 from phasewise.kerneldb.errors import KernelDbError
 from phasewise.kerneldb.records import MAX_TEXT
 
@@ -73,8 +74,8 @@ class RemoteIndex:
 def read_index(content: bytes, name: str) -> RemoteIndex:
     """An index of `to_bytes`. RemoteError, in one line, for anything else."""
     try:
-        return _index(json.loads(content.decode("utf-8")))
-    except (ValueError, RecursionError, KeyError, TypeError) as error:
+        return _index(read_json(content.decode("utf-8")))
+    except (ValueError, KeyError, TypeError) as error:
         raise RemoteError(f"the index of {name} is not one: {error!s:.120}") from None
 
 

@@ -60,6 +60,9 @@ def batch(
 ) -> None:
     """Answer a file of requests in OpenAI's batch form.
 
+    $ phasewise batch requests.jsonl -o answers.jsonl model.gguf
+    $ phasewise batch requests.jsonl -o answers.jsonl --url http://127.0.0.1:8000
+
     Each line of IN.jsonl is {"custom_id": ..., "method": "POST", "url":
     "/v1/chat/completions", "body": {...}}; completions, responses and
     embeddings are taken too. OUT.jsonl gets a line for each, in the same

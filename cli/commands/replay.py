@@ -55,6 +55,9 @@ def replay(
 ) -> None:
     """Confirm that answers are the model's, or name the first token that is not.
 
+    $ phasewise replay answer.json --model smollm2-135m-instruct
+    $ phasewise replay answers/*.json --model model.gguf --signer key.pub
+
     A receipt is what `serve --receipts` gives with an answer. Prompt and
     answer are computed together in one prefill, every token is chosen again
     with the recorded settings and seed, and the digests of the logits are

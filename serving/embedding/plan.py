@@ -7,12 +7,12 @@ written it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from phasewise._json import read_json
 from phasewise._places import user_folder
 from phasewise._words import counted, number, reason_of
 from phasewise.serving.embedding.queues import UNLIMITED, Depth
@@ -101,10 +101,10 @@ def load_plan(path: Path, allowed: frozenset[int]) -> EmbeddingPlan | None:
             raise ServingError(
                 f"the embedding plan {path} is larger than {MAX_BYTES} bytes: it is none of ours"
             )
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = read_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise ServingError(f"the embedding plan {path} cannot be read: {reason_of(error)}") from error
     try:
         if fields["schema_version"] != SCHEMA_VERSION:

@@ -32,6 +32,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from phasewise._json import infinity_of, read_json
 from phasewise.cython_kernels import _native, packing, sparse
 from phasewise.cython_kernels._native import watch_mapping
 from phasewise.cython_kernels.division import columns
@@ -235,7 +236,7 @@ def _checked_head(file: BinaryIO) -> tuple[dict[str, Any], bytes]:
     body = file.read(body_bytes)
     if hashlib.sha256(body).digest() != digest:
         raise ValueError("a damaged head")
-    fields: dict[str, Any] = json.loads(body[:head_bytes])
+    fields: dict[str, Any] = read_json(body[:head_bytes], constant_of=infinity_of)
     fields["file_bytes"] = total
     return fields, body[head_bytes:]
 

@@ -6,7 +6,6 @@ an error, not a signal, and its pages do not count as ours.
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 from collections.abc import Callable, Mapping
@@ -16,6 +15,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from phasewise._json import infinity_of, read_json, with_unique_keys
 from phasewise._words import reason_of
 from phasewise.cython_kernels.blocks import BlockRows
 from phasewise.cython_kernels.packing import COLUMN_GROUP, Array, QuantRows
@@ -175,13 +175,6 @@ def parse_json_list(text: str | bytes, what: str, most: int) -> list[Any]:
 
 def _parsed(text: str | bytes, what: str) -> Any:
     try:
-        return json.loads(text, object_pairs_hook=_unique_keys)
-    except (ValueError, RecursionError) as error:
+        return read_json(text, object_of=with_unique_keys, constant_of=infinity_of)
+    except ValueError as error:
         raise ModelError(f"{what} is not valid JSON: {error}") from error
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    fields = dict(pairs)
-    if len(fields) != len(pairs):
-        raise ValueError("an object has the same key twice")
-    return fields

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phasewise._files import read_input
+from phasewise._json import read_json
 from phasewise._words import counted
 from phasewise.serving.engine.receipts import (
     MOST_RECEIPT_BYTES,
@@ -67,10 +67,10 @@ def read_receipts(path: Path) -> list[Receipt | ReceiptError]:
     One that cannot be read stands there as its error. WorkflowError for a file without any.
     """
     try:
-        data = json.loads(read_input(path, MOST_RECEIPT_BYTES))
+        data = read_json(read_input(path, MOST_RECEIPT_BYTES))
     except OSError as error:
         raise WorkflowError(f"{path} cannot be read: {error.strerror or error}") from None
-    except (ValueError, RecursionError):
+    except ValueError:
         raise WorkflowError(f"{path} is not JSON: give a receipt, or an answer that has some") from None
     entries = list(_in_data(data))
     if not entries:
@@ -207,8 +207,6 @@ class _Replayer:
                 f"another {name} ({getattr(theirs, name)!s:.60}, here {getattr(ours, name)!s:.60})"
                 for name in differing
             )
-        if not ours.has_one_arithmetic:
-            return "prompts and answers have arithmetics of their own with --tile-prompts"
         ids = (*receipt.prompt_token_ids, *receipt.token_ids)
         if min(ids) < 0 or max(ids) >= config.vocab_size:
             return f"its token ids must be 0 to {config.vocab_size - 1}"

@@ -88,6 +88,9 @@ def embed(
 ) -> None:
     """Load an embeddings server, and print texts/s, tokens/s and latencies.
 
+    $ phasewise bench embed http://127.0.0.1:8000 -n 64 -c 8
+    $ phasewise bench embed http://127.0.0.1:8000 --find --slo 1s
+
     -c clients each wait for their answer before they send the next request;
     with --rate requests are sent without waiting, with --daily by a day's
     curve, each part of which is told by itself. --find searches for the

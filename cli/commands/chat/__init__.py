@@ -59,6 +59,9 @@ def chat(
 ) -> None:
     """Talk to MODEL. /help lists the commands; Ctrl-C ends an answer, Ctrl-D the conversation.
 
+    $ phasewise chat smollm2-135m-instruct
+    $ echo 'Why is the sky blue?' | phasewise chat model.gguf --temperature 0
+
     Answers are sampled as the model's files say. A message of several lines
     stands between two lines of three quotes. Where stdin is no terminal, each
     of its lines is a message and only the answers go to stdout.

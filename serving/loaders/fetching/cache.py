@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from phasewise._json import read_json
 from phasewise._words import meant
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.fetching.registry import KNOWN_ON_HUB, TEMPORARY
@@ -64,7 +64,7 @@ def _stored(root: Path) -> Iterator[StoredModel]:
             yield _stored_in(folder, folder.name, True)
     for folder in _folders(root / "models" / "hub"):
         try:
-            name = str(json.loads((folder / ".whole").read_text(encoding="utf-8"))["name"])
+            name = str(read_json((folder / ".whole").read_text(encoding="utf-8"))["name"])
             yield _stored_in(folder, name, True)
         except (OSError, ValueError, KeyError, TypeError):
             yield _stored_in(folder, folder.name.replace("--", "/", 1).replace("@", ":"), False)
