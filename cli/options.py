@@ -123,8 +123,7 @@ ArithmeticOption = Annotated[
         help="how weights are multiplied. canonical: with the same bits on every CPU; bf16 is slower on one"
         " with dots of 16 bits. groups, blocks: K-quants meet activations with a scale for 16 or 32 inputs"
         " or for 256 (often faster, a little less exact; the default where there is a tile unit). tiles:"
-        " prompts and answers by the sums of the tile"
-        " unit (AMX), which AVX-512 repeats in vectors: faster prompts, slower answers."
+        " prompts and answers by the sums of the tile unit (AMX): faster prompts, slower answers."
         " tuned: what tune-kernels found faster",
     ),
 ]

@@ -50,7 +50,7 @@ class Fingerprint:
     kv_format: str
     arithmetic: str
     """Version, place and a digest of the compute path of every weight: `2/every/0123...`. The place: `every`,
-    `tiles` (a tile unit, or vectors that add as one does), or an instruction set whose rounding is its own.
+    `tiles` (a tile unit), or an instruction set whose rounding is its own.
     """
     sampler: str
     """Version, and a digest of the sums and drawn numbers that numpy gives it here."""
@@ -154,7 +154,7 @@ def arithmetic_of(model: PackedModel, schedules: Mapping[Phase, ScheduleLookup] 
 
 
 def _place_of(paths: Set[str]) -> str:
-    """`tiles` for the sums of the tile unit, which some CPUs repeat in vectors."""
+    """`tiles` for the sums of the tile unit."""
     own = paths & OF_ONE_INSTRUCTION_SET
     return _EVERY if not own else "tiles" if own == {"bf16_tile"} else isa_active()
 
