@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from phasewise._files import read_file
 from phasewise._places import user_folder
 from phasewise._words import counted, number, reason_of
 from phasewise.serving.embedding.queues import UNLIMITED, Depth
@@ -95,11 +96,7 @@ def load_plan(path: Path, allowed: frozenset[int]) -> EmbeddingPlan | None:
     on the `allowed` cores.
     """
     try:
-        if path.stat().st_size > MAX_BYTES:
-            raise ServingError(
-                f"the embedding plan {path} is larger than {MAX_BYTES} bytes: it is none of ours"
-            )
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = json.loads(read_file(path, MAX_BYTES))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:

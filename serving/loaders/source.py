@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from phasewise._files import open_regular
 from phasewise._words import reason_of
 from phasewise.cython_kernels.blocks import BlockRows
 from phasewise.cython_kernels.packing import COLUMN_GROUP, Array, QuantRows
@@ -37,9 +37,7 @@ class SourceFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            if not stat.S_ISREG(os.stat(path).st_mode):  # before opening: a pipe would wait for a writer
-                raise ModelError(f"{path} is not a regular file")
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._fd = open_regular(path)
         except (OSError, ValueError) as error:
             raise ModelError(f"{path} cannot be opened: {reason_of(error)}") from error
         self.size = os.fstat(self._fd).st_size
