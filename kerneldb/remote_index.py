@@ -60,8 +60,13 @@ class RemoteIndex:
     bundles: tuple[Bundle, ...] = ()
 
     def with_bundles(self, more: Iterable[Bundle]) -> RemoteIndex:
-        """The next index, with these too; the same one where it has them all."""
+        """The next index, with these too; the same one where it has them all. RemoteError for too many."""
         bundles = tuple(sorted({*self.bundles, *more}))
+        if bundles != self.bundles and (self.serial >= MAX_SERIAL or len(bundles) > MAX_BUNDLES):
+            raise RemoteError(
+                f"the index has serial {self.serial} and {len(bundles)} bundles, and can have no more than "
+                f"serial {MAX_SERIAL} and {MAX_BUNDLES} bundles: begin a new remote"
+            )
         return self if bundles == self.bundles else RemoteIndex(self.serial + 1, bundles)
 
     def to_bytes(self) -> bytes:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from phasewise._files import open_regular
 from phasewise._words import counted
 from phasewise.serving.batches.lines import Json
 from phasewise.serving.errors import ServingError
@@ -111,7 +112,7 @@ class BatchStore:
         self._most_bytes = most_bytes
         self._lock = threading.RLock()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._claim = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._claim = open_regular(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(self._claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -119,7 +120,7 @@ class BatchStore:
             message = f"another server has its batches in {folder}: give each server its own --batch-dir"
             raise BatchStoreError("elsewhere", message) from None
         path = folder / "batches.sqlite"
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+        os.close(open_regular(path, os.O_RDWR | os.O_CREAT, 0o600))
         self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
         self._db.execute("PRAGMA journal_mode=WAL")
         (version,) = self._db.execute("PRAGMA user_version").fetchone()

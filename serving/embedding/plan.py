@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from phasewise._files import read_file
 from phasewise._json import read_json
 from phasewise._places import user_folder
 from phasewise._words import counted, number, reason_of
@@ -97,11 +98,7 @@ def load_plan(path: Path, allowed: frozenset[int]) -> EmbeddingPlan | None:
     on the `allowed` cores.
     """
     try:
-        if path.stat().st_size > MAX_BYTES:
-            raise ServingError(
-                f"the embedding plan {path} is larger than {MAX_BYTES} bytes: it is none of ours"
-            )
-        fields = read_json(path.read_text(encoding="utf-8"))
+        fields = read_json(read_file(path, MAX_BYTES))
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:

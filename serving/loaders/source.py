@@ -7,7 +7,6 @@ an error, not a signal, and its pages do not count as ours.
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from phasewise._files import open_regular
 from phasewise._json import infinity_of, read_json, with_unique_keys
 from phasewise._words import reason_of
 from phasewise.cython_kernels.blocks import BlockRows
@@ -37,9 +37,7 @@ class SourceFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            if not stat.S_ISREG(os.stat(path).st_mode):  # before opening: a pipe would wait for a writer
-                raise ModelError(f"{path} is not a regular file")
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._fd = open_regular(path)
         except (OSError, ValueError) as error:
             raise ModelError(f"{path} cannot be opened: {reason_of(error)}") from error
         self.size = os.fstat(self._fd).st_size

@@ -87,6 +87,14 @@ def _pipe_for_a_journal(file: Path) -> None:
     os.mkfifo(f"{file}-journal")
 
 
+def _pipe_for_a_log(file: Path) -> None:
+    os.mkfifo(f"{file}-wal")
+
+
+def _pipe_for_a_logs_index(file: Path) -> None:
+    os.mkfifo(f"{file}-shm")
+
+
 def _of_a_future_program(file: Path) -> None:
     import sqlite3
 
@@ -96,7 +104,17 @@ def _of_a_future_program(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "spoil", [_garbage, _torn, _directory, _pipe, _pipe_for_a_journal, _of_a_future_program]
+    "spoil",
+    [
+        _garbage,
+        _torn,
+        _directory,
+        _pipe,
+        _pipe_for_a_journal,
+        _pipe_for_a_log,
+        _pipe_for_a_logs_index,
+        _of_a_future_program,
+    ],
 )
 def test_a_file_that_cannot_be_read_costs_a_line_and_the_last_reads_hold(
     spoil: Callable[[Path], None], tmp_path: Path

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from phasewise._files import cut_broken_line, open_input
+from phasewise._files import cut_broken_line, open_file, open_input
 from phasewise._json import read_json
 from phasewise.serving.batches.lines import BatchLine, Json, read_lines, written
 from phasewise.workflows.errors import WorkflowError
@@ -37,7 +37,9 @@ class AnswersFile:
 
     def ids_there(self) -> Iterator[str | None]:
         """The ids of the answers that are there, in their order. WorkflowError for a file of other lines."""
-        with self._path.open("rb") as file:
+        if not self._path.is_file():
+            return
+        with open_file(self._path) as file:
             for number, raw in enumerate(file, 1):
                 try:
                     custom_id = read_json(raw)["custom_id"]
