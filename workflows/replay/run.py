@@ -244,7 +244,7 @@ class _Replayer:
         )
 
     def _computed(self, given: GivenReceipt, receipt: Receipt) -> tuple[list[str], int | None]:
-        """The differences that the model shows, and the number of the first token that it would not choose."""
+        """The differences that the model shows, and the number of the first token that it does not choose."""
         replaying, sampler = self._replayed(receipt)
         problems = _differences(receipt, replaying)
         text = self._text_of(receipt) if receipt.settings.stop else ""
