@@ -274,7 +274,7 @@ FILES: dict[str, tuple[Callable[[Path], Path], Callable[[Path], object]]] = {
         _texts('{"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "p", "max_tokens": 3}}'),
         lambda path: read_line(1, path.read_bytes(), set()),
     ),
-    "receipt": (_texts(json.dumps(RECEIPT.to_json())), read_receipts),
+    "receipt": (_texts(json.dumps(RECEIPT.to_json())), lambda path: [*read_receipts(path)]),
 }
 
 

@@ -50,8 +50,8 @@ def read_lines(file: BinaryIO, most_bytes: int, urls: Collection[str] = URLS) ->
 def read_line(number: int, raw: bytes, seen: set[str], urls: Collection[str] = URLS) -> BatchLine:
     """The request of a line, or its fault. seen: the ids of the lines before; its own is added."""
     if is_flood(raw):
-        fault = f"it has more than {MOST_VALUES} values or {MOST_CONTAINERS} lists and objects"
-        return BatchLine(number, None, fault=fault)
+        many = f"it has more than {MOST_VALUES} values or {MOST_CONTAINERS} lists and objects"
+        return BatchLine(number, None, fault=many)
     try:
         given = read_json(raw)
     except ValueError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from fastapi import Request
 from python_multipart.exceptions import FormParserError
@@ -139,7 +140,7 @@ async def read_form(request: Request, write: Callable[[bytes], None], most_bytes
             raise ApiError(
                 413, f"the file is larger than {most_bytes} bytes", code="file_too_large", closes=True
             )
-        await thread.run(lambda piece=piece: reader.feed(piece))
+        await thread.run(partial(reader.feed, piece))
     if not reader.is_over:
         raise _no_form("it ends before its last boundary")
     return reader.form

@@ -14,7 +14,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from functools import partial
@@ -237,7 +237,7 @@ class BatchRunner:
             await self._kept(partial(store.update, batch, among=("validating",), status="in_progress"))
         await self._feed(store, batch, await asyncio.to_thread(store.answered, batch.id))
 
-    async def _pieces(self, store: BatchStore, batch: StoredBatch) -> AsyncIterator[list[BatchLine]]:
+    async def _pieces(self, store: BatchStore, batch: StoredBatch) -> AsyncGenerator[list[BatchLine], None]:
         """Its lines but for empty ones, some at a time. _Unreadable: there are too many, or reading them
         failed twice.
         """
