@@ -62,11 +62,11 @@ def test_no_help_has_words_that_one_reads_twice(path: str) -> None:
 def groups(node: Any = None, path: str = "") -> dict[str, Any]:
     """Each command that has subcommands, by its name, the root's empty."""
     node = node or command.tree()
-    found = {path: node}
+    below = {path: node}
     for name in node.commands:
         if hasattr(node.commands[name], "commands"):
-            found |= groups(node.commands[name], f"{path} {name}".strip())
-    return found
+            below |= groups(node.commands[name], f"{path} {name}".strip())
+    return below
 
 
 @pytest.mark.parametrize("path", [*groups(), *commands()])

@@ -153,6 +153,9 @@ def test_several_replicas_take_no_batches(pod: Object, container: Object) -> Non
     assert of_kind("Deployment")["spec"]["replicas"] > 1
     assert of_kind("InferenceService")["spec"]["predictor"]["minReplicas"] > 1
     assert option(container, "batch-bytes") == "0"
+    with fake_server(batch_bytes=0) as server:
+        refused = httpx.get(f"{server.url}/v1/batches")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_batches")
 
 
 @PODS

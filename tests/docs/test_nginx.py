@@ -69,7 +69,7 @@ def behind_nginx(
         port = free_port()
         conf, n_upstreams = re.subn(
             r"(    server 10\.0\.0\.\d+:8000 (.*)\n)+",
-            lambda found: "".join(f"server 127.0.0.1:{own} {found[2]}\n" for own in ports),
+            lambda upstream: "".join(f"server 127.0.0.1:{own} {upstream[2]}\n" for own in ports),
             CONF,
         )
         assert n_upstreams == 2
