@@ -34,7 +34,7 @@ class RequestFacts(NamedTuple):
 
 
 class ModelFacts(NamedTuple):
-    """What listings say of a model's weights. `family`: the architecture, as its file names it."""
+    """A model's weights, as listings have them. `family`: the architecture, as its file names it."""
 
     family: str = ""
     n_parameters: int = 0

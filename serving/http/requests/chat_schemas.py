@@ -188,7 +188,7 @@ class FunctionTool(Strict):
 
 
 class Tool(Strict):
-    """Of type `function`, or `custom`: a function of one text. Tools that a server would run are left out."""
+    """A `function`, or a `custom` tool: a function of one text. Those that a server runs are left out."""
 
     type: Annotated[str, Field(min_length=1, max_length=64)]
     function: FunctionTool | None = None

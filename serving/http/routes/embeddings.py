@@ -304,6 +304,8 @@ class EmbeddingRoutes:
             dimensions=asked.dimensions,
             input_type=asked.prompt_name,
             truncate=bool(asked.truncate),
+            encoding_format=None,
+            task=None,
         )
         vectors, _ = await self._embedded(request, body)
         return _json(await asyncio.to_thread(lambda: [_numbers(vector) for vector in vectors]))
@@ -467,7 +469,7 @@ def add_routes(app: FastAPI, routes: EmbeddingRoutes) -> None:
 
     @app.post("/", include_in_schema=False)
     async def hub(request: Request) -> Response:
-        """What clients of Hugging Face's hub ask an endpoint: the one that fits the model."""
+        """Vectors or scores, whichever the model makes, for clients of Hugging Face's hub."""
         return await (routes.rerank(request) if routes.model.scores else routes.tei_embed(request))
 
 

@@ -1,4 +1,4 @@
-"""What agents send that a server of one model cannot run or read: it is left out and named, in every API."""
+"""Agents' requests: parts that this server cannot run or read are left out and named, in every API."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def anthropic(running: Running, *messages: Any, **fields: Any) -> httpx.Response
 
 @pytest.fixture
 def prompts(ranks: ScriptedRanks) -> list[str]:
-    """What the model is shown, answer by answer; it says "ok"."""
+    """The prompts that the model is shown, answer by answer; it says "ok"."""
     seen: list[str] = []
 
     def script(prompt: str) -> str:
@@ -247,14 +247,19 @@ def test_so_it_is_in_the_other_apis(running: Running, prompts: list[str]) -> Non
         return [ask, {"role": "assistant", "content": [call]}, {"role": "user", "content": [block]}]
 
     document = {"type": "document", "title": "Plan", "source": {"type": "text", "data": "first this"}}
-    found = {
+    hit = {
         "type": "search_result",
         "title": "T",
         "source": "u",
         "content": [{"type": "text", "text": "hit"}],
     }
     reference = {"type": "tool_reference", "tool_name": "grep"}
-    held = ((IMAGE["messages"], "left out"), (document, "first this"), (found, "hit"), (reference, "grep"))
+    held = (
+        (IMAGE["messages"], "left out"),
+        (document, "first this"),
+        (hit, "hit"),
+        (reference, "grep"),
+    )
     for part, says in held:
         answer = anthropic(running, *result([{"type": "text", "text": "see"}, part]))
         assert answer.status_code == 200, answer.text
