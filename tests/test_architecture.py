@@ -85,7 +85,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "serving.scheduling.client_turns",
         "serving.errors",
     ),
-    "serving.tools": ("serving.tools", "serving.grammar", "serving.errors"),
+    "serving.tools": ("serving.tools", "serving.text", "serving.grammar", "serving.errors"),
     "serving.sampling": ("serving.sampling", "serving.grammar", "serving.errors", "cython_kernels"),
     "serving.models": ("serving.models", "serving.sampling", "serving.errors", "cython_kernels", "_files"),
     "serving.loaders": (

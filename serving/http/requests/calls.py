@@ -100,17 +100,17 @@ def reading_of(body: ChatRequest, model: ServedModel, request: Submit) -> Answer
         return None
     dialect = model.dialect
     tools = _shown_tools(body)
-    names = frozenset(tool.name for tool in tools) if tools else None
+    functions = {tool.name: tool.parameters or {} for tool in tools} if tools else None
     in_thought = dialect.opens_thought(request.prompt_token_ids, model.piece)
     calls_are_held = bool(tools) and request.guide is not None
 
     def reader() -> Reader:
-        inner = dialect.reader(names, in_thought=in_thought, calls_are_held=calls_are_held)
+        inner = dialect.reader(functions, in_thought=in_thought, calls_are_held=calls_are_held)
         return AsAsked(inner, body.asked_names, body.customs) if body.asked_names or body.customs else inner
 
     return AnswerReading(
         reader,
-        lambda: dialect.format.call_id(uuid.uuid4().hex),
+        lambda: dialect.call_id(uuid.uuid4().hex),
     )
 
 
@@ -139,14 +139,13 @@ def _for_template(message: ChatMessage, dialect: Dialect) -> dict[str, Any]:
     out: dict[str, Any] = {**(message.model_extra or {}), "role": role, "content": message.text}
     if message.reasoning_content:
         out["reasoning_content"] = message.reasoning_content
-        if dialect.is_channelled:
-            out["thinking"] = message.reasoning_content
+        out["thinking" if dialect.is_channelled else dialect.turn.thought_field] = message.reasoning_content
     if message.tool_call_id is not None:
-        out["tool_call_id"] = dialect.format.known_id(message.tool_call_id)
+        out["tool_call_id"] = dialect.known_id(message.tool_call_id)
     if message.tool_calls:
         out["tool_calls"] = [
             {
-                "id": dialect.format.known_id(call.id),
+                "id": dialect.known_id(call.id),
                 "type": "function",
                 "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
             }

@@ -34,7 +34,6 @@ from phasewise.serving.http.requests.schemas import (
 from phasewise.serving.sampling.sampling import SamplingParams
 from phasewise.serving.sampling.sampling_defaults import SamplingDefaults
 from phasewise.serving.sandbox.confined import Abandoned, Patience
-from phasewise.serving.tools import thinking
 from phasewise.serving.tools.gpt_oss import ANSWER_BEGINS
 from phasewise.serving.tools.tool_format import json_rule
 
@@ -341,8 +340,8 @@ def begun_late(
     if dialect.thinks:
         return ThoughtGuide(
             guide,
-            thinking.OPENING.encode(),
-            thinking.CLOSING.encode(),
+            dialect.thought[0].encode(),
+            dialect.thought[1].encode(),
             model.piece,
             is_open=dialect.opens_thought(prompt, model.piece),
             opening_token=dialect.think_token,
