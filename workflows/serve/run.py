@@ -26,8 +26,6 @@ from phasewise.workflows.serve.opened_models import OpenedModel, open_models
 from phasewise.workflows.serve.settings import Answering, Prefixes, ServeSettings
 
 if TYPE_CHECKING:
-    import ssl
-
     from phasewise.serving.embedding_service import EmbeddingSettings
     from phasewise.serving.engine.engine import Engine
     from phasewise.serving.engine.engine_host import OpenHost
@@ -37,6 +35,7 @@ if TYPE_CHECKING:
     from phasewise.serving.http.length_log import LengthLog
     from phasewise.serving.http.monitoring.access_log import Level, Logging
     from phasewise.serving.http.monitoring.live import MachineFacts
+    from phasewise.serving.http.transport.listening import TlsContext
     from phasewise.serving.sampling.sampling_defaults import SamplingDefaults
     from phasewise.serving.service import OtherModel, ServiceSettings
     from phasewise.workflows.opening.drafts import DraftRule
@@ -219,7 +218,7 @@ def _prefix_lines(prefixes: Prefixes) -> Iterator[str]:
 def _embedding_settings(
     ref: str,
     limits: HttpLimits,
-    tls: ssl.SSLContext | None,
+    tls: TlsContext | None,
     settings: ServeSettings,
     report: Report,
     name: str,
@@ -291,7 +290,7 @@ def _service_settings(
     others: Sequence[OpenedModel],
     settings: ServeSettings,
     limits: HttpLimits,
-    tls: ssl.SSLContext | None,
+    tls: TlsContext | None,
     length_log: LengthLog | None,
     sign_receipt: SignReceipt | None,
     report: Report,
