@@ -34,7 +34,7 @@ BUSY_TIMEOUT_S = 15.0
 """The time to wait for another writer, which holds the lock for milliseconds, or seconds to upgrade."""
 
 LOOK_AGAIN_S = 0.0003
-"""True if another writer is done."""
+"""The time between two attempts to take the lock that another writer holds."""
 
 LEAST_ROOM_BYTES = 64 << 10
 """Free bytes that the file system needs before a database is opened for writing: SQLite adds 32 KiB and a

@@ -72,8 +72,10 @@ LogFormat = Literal["text", "json"]
 """The form of their lines."""
 
 KvTransferOption = Literal["auto", "shm", "tcp"]
-RoutingOption = Literal["prefix", "load", "round-robin"]
 """The way of keys and values from one instance to another."""
+
+RoutingOption = Literal["prefix", "load", "round-robin"]
+"""The choice of an instance for each prompt."""
 
 _LISTENING = option_set(
     Listening,

@@ -89,7 +89,7 @@ def document(*, generates: bool, embeds: bool) -> Json:
             "/health": _get("health", "Whether the engine can still answer", _answer(_ref("Status")), 503),
             "/ready": _get("ready", "Whether requests should be sent here", _answer(_ref("Ready")), 503),
             "/metrics": _get("metrics", "Metrics in Prometheus's text format", _text("text/plain")),
-            "/v1/models": _get("list_models", "The one model that is served", _answer(_ref("ModelList"))),
+            "/v1/models": _get("list_models", "The models that are served", _answer(_ref("ModelList"))),
             "/v1/models/{name}": {
                 **_get("show_model", "The model, by its id or name", _answer(_ref("Model")), 404),
                 "parameters": [_NAME],
