@@ -227,15 +227,18 @@ def test_a_model_with_tasks_refuses_workers_that_are_not_told_them(tmp_path: Pat
         opened(folder, [Instance("exec:0", CORE)], {"exec:0": (sys.executable, str(SAMPLE))})
 
 
-def test_vectors_of_another_width_are_never_given_to_a_client(directory: Path) -> None:
+def test_vectors_of_another_width_are_never_given_to_a_client(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     program = SAMPLE.read_text().replace('spec["width"]', "7")
     embedding = opened(directory, [Instance("exec:0", CORE)], {"exec:0": (sys.executable, "-c", program)})
 
     async def use(client: EmbeddingClient) -> None:
-        with pytest.raises(RanksError, match="vectors of 7 numbers for 48"):
+        with pytest.raises(RanksError, match=r"exec:0 was lost$"):
             await once(client, 1)
 
     run(embedding, use)
+    assert "vectors of 7 numbers for 48" in caplog.text
 
 
 @pytest.mark.parametrize("text", ["python3 x.py", "exec:", "exec:  ", "exec:'x", "exec:/no/such/program x"])

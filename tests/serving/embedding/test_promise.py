@@ -222,7 +222,7 @@ def test_an_accelerator_without_a_depth_learns_one_and_the_cpu_gets_the_rest() -
     devices = [ModelledLane(name, 0.0, 0.02 / 60) for name in ("exec:0", "cpu:0")]
 
     async def main() -> None:
-        client, _ = client_over(devices, Noise(0.0), random.Random(0), 60.0, [UNLIMITED, UNLIMITED])
+        client, _ = client_over(devices, Noise(0.0), random.Random(0), None, [UNLIMITED, UNLIMITED])
         client.attach(asyncio.get_running_loop())
         await asyncio.sleep(0)
         accelerator, cpu = client.lanes()
