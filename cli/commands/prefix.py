@@ -157,7 +157,7 @@ def rm(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Remove a pack, or what a folder keeps. A server that uses it goes on.
+    """Remove a pack, or what a folder keeps. A server that uses it keeps running.
 
     $ phasewise prefix rm brief.pack
     $ phasewise prefix rm kept --id 0f3a
