@@ -55,14 +55,13 @@ _DIVIDING = ("--split-above", "--overflow-above", "--repurpose-after", "--kv-tra
 _EMBEDDING = ("--embed-cores", "--embed-instances", "--embed-accelerators", "--embed-device", "--embed-cpu")
 _BELIEVING = ("--remote-digest", "--remote-signers")
 _REMOTE = ("--remote", *_BELIEVING)
-_KEEPING = ("--prefix-cache", "--prefix-cache-bytes", "--prefix-pack")
+_KEEPING = ("--prefix-cache", "--prefix-cache-bytes")
 _BATCHES = ("--batch-dir", "--batch-bytes")
 _GENERATING = (
     *("--max-sequences", "--max-waiting", "--max-prompt", "--max-sequences-per-key", "--allow-special"),
     *(
         "--ranks",
         "--sparse",
-        "--tile-prompts",
         "--lora",
         "--context",
         "--predictor",
@@ -103,32 +102,12 @@ _OF_K_QUANTS = Way(
     makes_vectors=True,
     instead="vectors are computed by --arithmetic tuned or canonical",
 )
-_CANONICAL = Way(
-    "with --arithmetic canonical",
-    ("--tile-prompts",),
-    when=("--arithmetic=canonical",),
-    instead="tiles round bf16 in their own way; leave either out",
-)
-
-_IN_TILES = Way(
-    "with --arithmetic tiles",
-    ("--tile-prompts",),
-    when=("--arithmetic=tiles",),
-    instead="prompts and answers are multiplied in tiles there; leave that out",
-)
 
 _WITHOUT_DRAFTS = Way(
     "without --draft",
     ("--draft-tokens",),
     unless=("--draft",),
     instead="nothing is drafted; add --draft lookup, or leave that out",
-)
-
-_HEAD_IN_TILES = Way(
-    "with a head that drafts",
-    ("--tile-prompts",),
-    when=("--draft=mtp", "--draft~eagle3:"),
-    instead="a head reads rows of prompts and of answers, which have one arithmetic then; leave either out",
 )
 
 _SERVE = (
@@ -167,28 +146,11 @@ _SERVE = (
     ),
     Way("where MODEL makes vectors and generates no text", _GENERATING, makes_vectors=True),
     _OF_K_QUANTS,
-    _CANONICAL,
-    _IN_TILES,
-    _HEAD_IN_TILES,
     Way(
         "with --arithmetic canonical",
         ("--embed-accelerators", "--embed-device"),
         when=("--arithmetic=canonical",),
         instead="accelerators round in their own ways, and CPUs embed alone; leave that out",
-    ),
-    Way(
-        "with --tile-prompts",
-        ("--receipts",),
-        when=("--tile-prompts",),
-        instead="prompts and answers have arithmetics of their own there, so that no prefill can check an "
-        "answer; leave either out",
-    ),
-    Way(
-        "with --tile-prompts",
-        _KEEPING,
-        when=("--tile-prompts",),
-        instead="prompts and answers have arithmetics of their own there, so that no step can check what was "
-        "kept; leave either out",
     ),
     Way(
         "with a model that drafts",
@@ -345,9 +307,6 @@ WAYS: Mapping[str, tuple[Way, ...]] = {
         _WITHOUT_DRAFTS,
     ),
     "generate": (
-        _CANONICAL,
-        _IN_TILES,
-        _HEAD_IN_TILES,
         _WITHOUT_DRAFTS,
         Way(
             "without --temperature",
@@ -357,8 +316,6 @@ WAYS: Mapping[str, tuple[Way, ...]] = {
         ),
     ),
     "eval": (
-        _CANONICAL,
-        _IN_TILES,
         Way(
             "where questions alone are asked",
             ("--context", "--chunks"),
@@ -387,19 +344,6 @@ WAYS: Mapping[str, tuple[Way, ...]] = {
         Way("with --root", ("--db",), when=("--root",)),
     ),
     "tune-config": (
-        Way(
-            "with --rehearse",
-            (*_SEARCHING, "--phase", "--hidden", "--resume", "--emit", "--dry-run"),
-            when=("--rehearse",),
-            instead="a rehearsal searches no plans; leave that out",
-        ),
-        Way(
-            "with --rehearse of this machine",
-            ("--machine",),
-            when=("--rehearse",),
-            unless=("--evaluator=modelled",),
-            instead="add --evaluator modelled, or leave that out",
-        ),
         Way("with --dry-run", ("--emit", "--verbose"), when=("--dry-run",)),
         Way(
             "with --emit, without --no-resume",
@@ -507,7 +451,7 @@ WAYS: Mapping[str, tuple[Way, ...]] = {
         ),
         Way("with --file", ("--lengths",), when=("--file",)),
     ),
-    "bench run": (_TABLE, _CANONICAL, _IN_TILES),
+    "bench run": (_TABLE,),
     "bench allreduce": (_TABLE,),
     "bench kernels": (_TABLE,),
     "bench kv": (

@@ -21,7 +21,6 @@ from phasewise.cli.options import (
     RanksOption,
     SparseOption,
     ThreadsOption,
-    TilePromptsOption,
 )
 from phasewise.cli.present import EXIT_INTERRUPTED, note, on_one_line, print_json, say
 from phasewise.cli.status_line import status_line
@@ -55,7 +54,6 @@ _SETTINGS = option_set(
     sparse=SparseOption,
     threads=ThreadsOption,
     ranks=RanksOption,
-    tile_prompts=TilePromptsOption,
     arithmetic=ArithmeticOption,
 )
 

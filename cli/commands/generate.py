@@ -25,7 +25,6 @@ from phasewise.cli.options import (
     RanksOption,
     SparseOption,
     ThreadsOption,
-    TilePromptsOption,
 )
 from phasewise.cli.present import note, print_json, read_stdin, write_text
 from phasewise.workflows.generate.answer_settings import AnswerSettings, SamplingChoice, prompt_from
@@ -55,7 +54,6 @@ _SETTINGS = option_set(
     sparse=SparseOption,
     threads=ThreadsOption,
     ranks=RanksOption,
-    tile_prompts=TilePromptsOption,
     arithmetic=ArithmeticOption,
     lora=OneLoraOption,
     draft=DraftOption,

@@ -24,7 +24,6 @@ from phasewise.cli.options import (
     RanksOption,
     SparseOption,
     ThreadsOption,
-    TilePromptsOption,
     parse_bytes,
     parse_time,
 )
@@ -177,7 +176,6 @@ _WEIGHTS = option_set(
         "--checksum",
         envvar="PHASEWISE_CHECKSUM",
     ),
-    tile_prompts=TilePromptsOption,
     arithmetic=ArithmeticOption,
     lora=LoraOption,
 )
@@ -284,12 +282,6 @@ _PREFIXES = option_set(
         envvar="PHASEWISE_PREFIX_CACHE_BYTES",
         metavar="BYTES",
         written="8G",
-    ),
-    prefix_pack=opt(
-        "a beginning of prompts that phasewise prefix pack computed [repeatable]",
-        kind=list[Path] | None,
-        envvar="PHASEWISE_PREFIX_PACK",
-        metavar="FILE",
     ),
 )
 
@@ -445,7 +437,7 @@ _BATCHES = option_set(
         envvar="PHASEWISE_BATCH_DIR",
     ),
     batch_bytes=opt(
-        "most bytes of all files of batches and their answers; 0: no batches are taken",
+        "most bytes of all files of batches, their answers and records; 0: no batches are taken",
         parser=parse_bytes,
         metavar="BYTES",
         envvar="PHASEWISE_BATCH_BYTES",

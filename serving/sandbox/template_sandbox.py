@@ -23,7 +23,7 @@ from jinja2 import nodes
 from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
 from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEnvironment, modifies_known_mutable
 from jinja2.visitor import NodeTransformer
 
 from phasewise._words import counted
@@ -49,7 +49,9 @@ class RefusedError(jinja2.TemplateRuntimeError):
 class Budget:
     """The budget that one rendering has left. `with budget:` makes it the one that pays."""
 
-    def __init__(self) -> None:
+    def __init__(self, given: object = None) -> None:
+        """given: lists and dicts of the conversation, which the template may not change."""
+        self._given = given
         self._steps = MAX_STEPS
         self._chars = MAX_MADE_CHARS
         self._deadline_s = time.monotonic() + MAX_SECONDS
@@ -65,6 +67,20 @@ class Budget:
         self._chars -= chars
         if self._chars < 0 or chars > MAX_OUTPUT_CHARS:
             raise SpentError("it wrote too much")
+
+    def is_own(self, value: object) -> bool:
+        """True of a list or a dict that the template has made itself."""
+        return id(value) not in self._given_ids
+
+    @functools.cached_property
+    def _given_ids(self) -> frozenset[int]:
+        ids, left = set(), [self._given]
+        while left:
+            value = left.pop()
+            if isinstance(value, Mapping | list | tuple):
+                ids.add(id(value))
+                left += value.values() if isinstance(value, Mapping) else value
+        return frozenset(ids)
 
     def __enter__(self) -> Budget:
         self._token = _BUDGET.set(self)
@@ -245,6 +261,8 @@ def _before_call(function: object, args: tuple[Any, ...]) -> None:
     text, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
     if name in _REFUSED_METHODS:
         raise SpentError(f"it calls {name}(), which templates may not")
+    if isinstance(text, list | dict):
+        _BUDGET.get().step(len(text) // 64 + sum(len(arg) for arg in args if hasattr(arg, "__len__")))
     if not isinstance(text, str):
         return
     _weigh(args)
@@ -298,6 +316,10 @@ def _tojson(
     )
 
 
+def _from_json(text: object) -> Any:
+    return json.loads(text) if isinstance(text, str | bytes) else text
+
+
 def _strftime_now(pattern: str) -> str:
     if len(pattern) > 256 or re.search(r"%[-_0^#+]*\d{3}", pattern):
         raise SpentError("it formats the time to a width that is not allowed")
@@ -308,18 +330,38 @@ def _raise_exception(message: object) -> NoReturn:
     raise RefusedError(str(message)[:1000])
 
 
-_BEFORE_FILTER: dict[str, Callable[..., None]] = {"replace": _make_replaced, "indent": _make_indented}
+def _make_cut(items: object, number: object = 1, *_: object, **__: object) -> None:
+    if isinstance(number, int):
+        _BUDGET.get().step(max(number, 0))
+
+
+def _make_centered(_text: object, width: object = 80) -> None:
+    if isinstance(width, int):
+        _BUDGET.get().make(max(width, 0))
+
+
+def _make_sum_of(items: Any, attribute: object = None, start: object = 0) -> None:
+    """Lists and texts are joined with `+` in a loop, which pays for each."""
+    if not isinstance(start, int | float):
+        raise SpentError("it sums what are not numbers")
+
+
+_BEFORE_FILTER: dict[str, Callable[..., None]] = {
+    "replace": _make_replaced,
+    "indent": _make_indented,
+    "batch": _make_cut,
+    "slice": _make_cut,
+    "center": _make_centered,
+    "sum": _make_sum_of,
+}
 _LOOKS_ONLY = frozenset(
     {"abs", "attr", "count", "d", "default", "dictsort", "first", "float", "groupby", "int", "items", "join"}
     | {"last", "length", "list", "map", "max", "min", "reject", "rejectattr", "reverse", "round", "select"}
     | {"selectattr", "sort", "unique", "_counted", "_joined"}
 )
 """Filters that write nothing out, or weigh it themselves."""
-_LEFT_OUT = frozenset(
-    {"batch", "center", "filesizeformat", "forceescape", "pprint", "random", "slice", "sum", "truncate"}
-    | {"urlencode", "urlize", "wordcount", "wordwrap", "xmlattr"}
-)
-"""No template of a model needs these, and some can make much of little."""
+_LEFT_OUT = frozenset({"random", "urlize", "xmlattr"})
+"""No template of a model needs these."""
 
 
 def _paid(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -367,11 +409,17 @@ class _Environment(ImmutableSandboxedEnvironment):
         )
         for name in _LEFT_OUT:
             self.filters.pop(name, None)
-        self.filters |= {"tojson": _tojson, "join": _join, "format": _format}
+        self.filters |= {"tojson": _tojson, "join": _join, "format": _format, "from_json": _from_json}
         self.filters |= {"_counted": _counted, "_joined": _joined}
         self.filters = {name: _paid(name, function) for name, function in self.filters.items()}
         del self.globals["lipsum"]
         self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Lists and dicts that a template has made itself may be changed."""
+        return SandboxedEnvironment.is_safe_attribute(self, obj, attr, value) and (
+            _BUDGET.get().is_own(obj) or not modifies_known_mutable(obj, attr)
+        )
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """An operator, after paying for what it makes."""

@@ -17,6 +17,7 @@ from phasewise.serving.sandbox.confined import (
 )
 from phasewise.serving.text.chat_template import ChatTemplateError
 from phasewise.serving.text.tokenizer import Tokenizer
+from phasewise.serving.text.turn_form import TurnForm
 
 BOUNDS = Bounds(seconds=2.0, memory_bytes=256 << 20, start_s=30.0)
 """Bounds of rendering one conversation. An ordinary one takes less than a millisecond."""
@@ -70,6 +71,13 @@ class Conversations:
             raise ModelError(str(error)) from error
         except ConfinedError as error:
             raise ModelError(f"the model's chat template cannot be read: {error}; give another") from error
+
+    def turn_form(self) -> TurnForm:
+        """The form in which the template writes turns; nothing is known of one that takes too long."""
+        try:
+            return TurnForm.from_json(self._long.ask(b"null"))
+        except ConfinedError:
+            return TurnForm()
 
     def write(self, conversation: Conversation, patience: Patience | None = None) -> ChatPrompt:
         """The prompt of a conversation, with what opens the answer. Raises ChatTemplateError.

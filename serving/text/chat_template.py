@@ -15,6 +15,8 @@ from phasewise.serving.sandbox.template_sandbox import (
     SpentError,
     compile_template,
 )
+from phasewise.serving.text.turn_analysis import form_of
+from phasewise.serving.text.turn_form import TurnForm
 
 Message = Mapping[str, Any]
 
@@ -37,6 +39,23 @@ class ChatTemplate:
             reason = " ".join(str(error).split())[:200] or type(error).__name__
             raise ModelError(f"the model's chat template cannot be read: {reason}; give another") from error
         self._special_tokens = dict(special_tokens)
+        self._source = source
+
+    def turn_form(self) -> TurnForm:
+        """The form of the turns that it writes, found by some tens of renderings."""
+
+        def write(
+            messages: Sequence[Message],
+            tools: Sequence[Message],
+            opens: bool,
+            variables: Mapping[str, Any],
+        ) -> str | None:
+            try:
+                return self.render(messages, opens, tools or None, variables)
+            except ChatTemplateError:
+                return None
+
+        return form_of(write, self._source)
 
     def render(
         self,
@@ -58,7 +77,7 @@ class ChatTemplate:
             **(variables or {}),
         }
         try:
-            with Budget() as budget:
+            with Budget(names) as budget:
                 return _gather(self._template.generate(**names), budget)
         except RefusedError as error:
             raise ChatTemplateError(

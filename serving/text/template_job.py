@@ -13,7 +13,10 @@ from phasewise.serving.text.control_texts import ControlTexts
 
 
 def prepare(told: bytes) -> Callable[[bytes], bytes]:
-    """The job: a `chat.Conversation` in; out the mark (0 or 3 bytes) behind its length, and the text."""
+    """The job: a `chat.Conversation` in; out the mark (0 or 3 bytes) behind its length, and the text.
+
+    null in: out the form of the template's turns.
+    """
     settings = json.loads(told)
     try:
         template = ChatTemplate(settings["source"], settings["special_tokens"])
@@ -22,8 +25,11 @@ def prepare(told: bytes) -> Callable[[bytes], bytes]:
     control_texts = ControlTexts(settings["control_texts"])
 
     def render(request: bytes) -> bytes:
+        asked = json.loads(request)
+        if asked is None:
+            return template.turn_form().to_json()
         try:
-            given, mark = control_texts.broken(json.loads(request))
+            given, mark = control_texts.broken(asked)
             text = template.render(
                 given["messages"], tools=given["tools"] or None, variables=given["variables"]
             )

@@ -7,7 +7,7 @@ Each is a message of its own, a call for example
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from phasewise.serving.tools.parts import (
     Begun,
@@ -44,17 +44,20 @@ class GptOss(ToolFormat):
     """See the module."""
 
     name = "gpt-oss"
-    control_texts = (CHANNEL, MESSAGE, START, CONSTRAIN, *ENDS)
-    only_first = False
 
-    def fits(self, template: str) -> bool:
-        return CHANNEL in template and MESSAGE in template
+    @property
+    def only_first(self) -> bool:
+        return False
+
+    @property
+    def marks(self) -> Sequence[str]:
+        return (CHANNEL, MESSAGE, START, CONSTRAIN, *ENDS)
 
     def triggers(self, functions: Sequence[Function]) -> tuple[str, ...]:
         return (f"{CHANNEL}commentary {_CALLED}",)
 
-    def reader(self, names: frozenset[str], *, is_held: bool = False) -> Reader:
-        return _ChannelReader(names, is_held=is_held)
+    def reader(self, functions: Collection[str], *, is_held: bool = False) -> Reader:
+        return _ChannelReader(frozenset(functions), is_held=is_held)
 
     def grammar(self, wanted: Wanted, control: Mapping[str, int]) -> str:
         """One call: its end ends the turn."""

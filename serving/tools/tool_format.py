@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -36,25 +36,26 @@ class Wanted(NamedTuple):
 
 
 class ToolFormat(Protocol):
-    """The form in which one family of models writes calls."""
+    """The form in which a model writes calls."""
 
     name: str
-    """For `--tool-format`."""
-    control_texts: tuple[str, ...]
-    """Control tokens whose text the reader wants to see."""
-    only_first: bool
-    """True if calls are the whole answer, and never follow text."""
 
-    def fits(self, template: str) -> bool:
-        """True if a chat template writes this format."""
+    @property
+    def only_first(self) -> bool:
+        """True if calls are the whole answer, and never follow text."""
+        ...
+
+    @property
+    def marks(self) -> Sequence[str]:
+        """Texts in which control tokens may stand that the reader wants to see."""
         ...
 
     def triggers(self, functions: Sequence[Function]) -> tuple[str, ...]:
         """Texts of which each begins a call."""
         ...
 
-    def reader(self, names: frozenset[str], *, is_held: bool = False) -> Reader:
-        """A reader of calls of functions with these names.
+    def reader(self, functions: Collection[str], *, is_held: bool = False) -> Reader:
+        """A reader of calls of these functions: their names, or a mapping from these to schemas of arguments.
 
         is_held: calls keep `grammar`, so that their arguments are given out as they come.
         """
@@ -66,14 +67,6 @@ class ToolFormat(Protocol):
         `control`: ids of control tokens by their texts. RequestError where a schema is too large.
         """
         ...
-
-    def call_id(self, serial: str) -> str:
-        """An id of the form that the template takes, made from a random text of hexadecimal digits."""
-        return f"call_{serial[:24]}"
-
-    def known_id(self, given: str) -> str:
-        """An id from a conversation in the form that the template takes; equal ids stay equal."""
-        return given
 
 
 _KEPT = {
@@ -127,14 +120,3 @@ def rules_of_calls(
         rules.append((f"{name}_{number}", written(function, f"arguments_{number}")))
         rules.append((f"arguments_{number}", arguments_rule(function)))
     return rules
-
-
-def json_call(function: Function, arguments: str, key: str = "arguments") -> str:
-    """A call as a JSON object: its name, and its arguments under `key`."""
-    head = literal(f'{{"name": "{function.name}", "{key}": ')
-    return f'{head} {arguments} "}}"'
-
-
-def repeated(rule: str, separator: str, most: int) -> str:
-    """From one to `most` times `rule`."""
-    return rule if most == 1 else f"{rule} ({separator} {rule}){{0,{most - 1}}}"

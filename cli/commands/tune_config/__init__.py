@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -109,14 +108,6 @@ def tune_config(
             "no search unless --no-resume, or an --evaluator that stores none, asks for it"
         ),
     ] = None,
-    rehearse: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="LOG",
-            help="in place of a search: the last hour of a server's --length-log, or of a trace with "
-            "arrivals, simulated under other settings of the server",
-        ),
-    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="show what would be searched; measure nothing")
     ] = False,
@@ -142,20 +133,11 @@ def tune_config(
 
     With --evaluator modelled nothing is timed or stored: --machine may
     describe hardware that is not here, and MODEL may be a lone config.json.
-
-    With --rehearse LOG no plan is searched: drafts by lookup and their
-    length, pools, promised time per token, KV policy, largest step and stored
-    or default plans are tried on simulated time with this machine's step
-    times, the best is proposed with its gain, and one run of the real engine
-    checks that gain.
     """
     started_s = time.monotonic()
     from phasewise.workflows.tune_config.subject import check_weights, open_subject, wish_of
 
     wish = wish_of(model, settings)
-    if rehearse is not None:
-        _rehearse(rehearse, wish, started_s, as_json)
-        return
     if emit is not None and wish.resume and not dry_run and _emit_stored(wish, emit, as_json):
         return
     check_weights(wish)
@@ -169,21 +151,6 @@ def tune_config(
     _print_found(result, emit, as_json, verbose=verbose)
     if result.end == "interrupted":
         raise typer.Exit(EXIT_INTERRUPTED)
-
-
-def _rehearse(log: Path, wish: Wish, started_s: float, as_json: bool) -> None:
-    from phasewise.cli.commands.tune_config.rehearsal_text import rehearsal_text
-    from phasewise.tuner.measurement_lock import user_lock
-    from phasewise.workflows.rehearse.json import rehearsal_fields
-    from phasewise.workflows.rehearse.run import rehearse
-    from phasewise.workflows.tune_config.subject import check_weights
-
-    check_weights(wish)
-    rehearsal = rehearse(log, wish, started_s, user_lock(note), note)
-    if as_json:
-        print_json(rehearsal_fields(rehearsal))
-    else:
-        say(rehearsal_text(rehearsal))
 
 
 def _run(wish: Wish, subject: Subject, started_s: float, *, verbose: bool) -> Found:

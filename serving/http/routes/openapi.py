@@ -16,6 +16,7 @@ from pydantic.json_schema import models_json_schema
 
 from phasewise.serving.engine.receipts import SCHEMA_VERSION
 from phasewise.serving.http.requests.batch_schemas import BatchRequest
+from phasewise.serving.http.requests.chat_schemas import ChatRequest, TokenizeRequest
 from phasewise.serving.http.requests.message_schemas import CountTokensRequest, MessagesRequest
 from phasewise.serving.http.requests.ollama_schemas import (
     OllamaChatRequest,
@@ -23,12 +24,7 @@ from phasewise.serving.http.requests.ollama_schemas import (
     OllamaShowRequest,
 )
 from phasewise.serving.http.requests.response_schemas import ResponsesRequest
-from phasewise.serving.http.requests.schemas import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-)
+from phasewise.serving.http.requests.schemas import CompletionRequest, DetokenizeRequest
 from phasewise.serving.http.routes.batches_openapi import batch_answers, batch_paths
 from phasewise.serving.http.routes.embedding_openapi import embedding_answers, embedding_paths
 from phasewise.serving.http.routes.embeddings import BODIES as EMBEDDING_BODIES

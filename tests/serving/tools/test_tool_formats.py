@@ -12,14 +12,16 @@ import pytest
 from phasewise.serving.errors import ServingError
 from phasewise.serving.tools.dialect import FORMATS, Dialect, dialect_of
 from phasewise.serving.tools.parts import Begun, Call, Part, Piece, Reader, Reasoning, Text
-from tests.support.models.tool_templates import NAMES, TEMPLATES, Pair, pairs
+from tests.support.models.tool_templates import FUNCTIONS, NAMES, TEMPLATES, Pair, pairs, turn_form
 
 PAIRS = pairs()
 
 
 @cache
 def dialect(name: str, extra: str = "") -> Dialect:
-    return dialect_of(TEMPLATES[name] + extra, lambda _text: None, frozenset())
+    turn = turn_form(name)
+    turn = turn._replace(thought=("<think>", "</think>")) if extra else turn
+    return dialect_of(TEMPLATES[name], lambda _text: None, frozenset(), turn=turn)
 
 
 def read(reader: Reader, pieces: Iterable[str]) -> list[Part]:
@@ -61,7 +63,7 @@ def in_bytes(text: str, n_bytes: int) -> list[str]:
 
 
 def fresh(pair: Pair, *, calls_are_held: bool = False) -> Reader:
-    return dialect(pair.format).reader(NAMES, in_thought=False, calls_are_held=calls_are_held)
+    return dialect(pair.format).reader(FUNCTIONS, in_thought=False, calls_are_held=calls_are_held)
 
 
 def test_there_are_two_hundred_pairs_of_all_formats() -> None:
@@ -72,7 +74,7 @@ def test_there_are_two_hundred_pairs_of_all_formats() -> None:
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_template_tells_its_format(name: str) -> None:
     template_dialect = dialect(name)
-    assert template_dialect.format.name == name.removesuffix("-named")
+    assert template_dialect.format.name == ("gpt-oss" if name == "gpt-oss" else "template")
     assert template_dialect.knows_tools
     assert dialect_of("{{ messages }}", lambda _text: None, frozenset()).format.name == "hermes"
     assert not dialect_of("{{ messages }}", lambda _text: None, frozenset()).knows_tools
@@ -244,7 +246,7 @@ def test_half_a_surrogate_pair_in_arguments_can_be_sent() -> None:
 
 @pytest.mark.parametrize("is_open", [False, True])
 def test_thoughts_come_apart_whether_the_prompt_or_the_answer_begins_them(is_open: bool) -> None:
-    thinking = dialect_of("<think>", lambda _text: None, frozenset())
+    thinking = dialect("hermes")
     answer = ("" if is_open else "<think>") + "\nHmm, </thin k> so.\n</think>\n\nYes.\n"
     for pieces in ([answer], list(answer)):
         parts = read(thinking.reader(None, in_thought=is_open), pieces)
@@ -254,7 +256,7 @@ def test_thoughts_come_apart_whether_the_prompt_or_the_answer_begins_them(is_ope
 
 
 def test_no_call_is_looked_for_within_thoughts() -> None:
-    thinking = dialect_of("<think><tool_call>", lambda _text: None, frozenset())
+    thinking = dialect("hermes")
     call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     parts = read(thinking.reader(NAMES, in_thought=False), [f"<think>{call}</think>{call}"])
     assert parts == [Reasoning(call), Call("f", "{}")]

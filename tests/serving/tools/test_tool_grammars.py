@@ -17,7 +17,7 @@ from phasewise.serving.grammar.late_guides import CallGuide, ThoughtGuide
 from phasewise.serving.tools.dialect import Dialect, dialect_of
 from phasewise.serving.tools.parts import Begun, Call, Piece, Reasoning, parsed
 from phasewise.serving.tools.tool_format import Function, Wanted
-from tests.support.models.tool_templates import TEMPLATES
+from tests.support.models.tool_templates import TEMPLATES, turn_form
 from tests.support.tiers import n_examples
 
 END = 256
@@ -45,7 +45,7 @@ def compiler() -> Iterator[GuideCompiler]:
 
 
 def dialect(name: str) -> Dialect:
-    return dialect_of(TEMPLATES[name], CONTROL.get, SPECIAL)
+    return dialect_of(TEMPLATES[name], CONTROL.get, SPECIAL, turn=turn_form(name))
 
 
 def schema(draw: random.Random, depth: int = 0) -> dict[str, Any]:
@@ -108,13 +108,14 @@ def test_required_calls_keep_drawn_schemas(compiler: GuideCompiler) -> None:
         if said is None:
             continue
         n_ended += 1
-        reader = dialect(name).reader(frozenset({"f", "g.h-i"}), in_thought=False)
+        schemas = {"f": wanted, "g.h-i": {}}
+        reader = dialect(name).reader(schemas, in_thought=False)
         parts = [*reader.feed(said.decode("utf-8", "replace")), *reader.finish()]
         calls = [part for part in parts if isinstance(part, Call)]
         assert len(calls) == 1, (name, said)
         if calls[0].name == "f" and b"\xef\xbf\xbd" not in said:
             jsonschema_rs.validate(wanted, json.loads(calls[0].arguments))
-        streamed = dialect(name).reader(frozenset({"f", "g.h-i"}), in_thought=False, calls_are_held=True)
+        streamed = dialect(name).reader(schemas, in_thought=False, calls_are_held=True)
         given = [*streamed.feed(said.decode("utf-8", "replace")), *streamed.finish()]
         begun, *pieces = [part for part in given if not isinstance(part, Reasoning)]
         assert isinstance(begun, Begun)

@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from phasewise.serving.text.chat_template import ChatTemplate
+from phasewise.serving.text.turn_form import TurnForm
 from phasewise.serving.tools.parts import Call, Part, Reasoning, Text, written
 
 HERMES = """{%- if tools %}{{- '<|im_start|>system\\n<tools>' }}
@@ -65,6 +66,55 @@ GPT_OSS = """{%- if tools %}{{- tools | tojson }}{%- endif %}
 {%- else %}{{- '<|channel|>final<|message|>' + message.content + '<|return|>' }}{%- endif %}{%- endif %}{%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}"""
 
+_HEAD = """{%- if tools %}{{- '<|im_start|>system\\n' + (tools | tojson) + '<|im_end|>\\n' }}{%- endif %}
+{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' }}
+{%- if message.reasoning_content %}{{- '<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' }}{%- endif %}
+{{- message.content }}"""
+_TAIL = """{{- '<|im_end|>\\n' }}{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+
+PARAMETERS = (
+    _HEAD
+    + """{%- for call in message.tool_calls or [] %}{{- '\\n<tool_call>\\n<function=' + call.function.name + '>' }}
+{%- for key, value in call.function.arguments.items() %}{{- '\\n<parameter=' + key + '>\\n' }}
+{{- value if value is string else value | tojson }}{{- '\\n</parameter>' }}{%- endfor %}
+{{- '\\n</function>\\n</tool_call>' }}{%- endfor %}"""
+    + _TAIL
+)
+
+SECTION_OF_PARAMETERS = (
+    _HEAD
+    + """{%- if message.tool_calls %}{{- '\\n<x:calls>' }}{%- for call in message.tool_calls %}
+{{- '\\n<invoke name="' + call.function.name + '">' }}{%- for key, value in call.function.arguments.items() %}
+{{- '\\n<parameter name="' + key + '" string="' + ('true' if value is string else 'false') + '">' }}
+{{- value if value is string else value | tojson }}{{- '</parameter>' }}{%- endfor %}{{- '\\n</invoke>' }}{%- endfor %}
+{{- '\\n</x:calls>' }}{%- endif %}"""
+    + _TAIL
+)
+
+KEYS_AND_VALUES = (
+    _HEAD
+    + """{%- for call in message.tool_calls or [] %}{{- '<call>' + call.function.name }}
+{%- for key, value in call.function.arguments.items() %}{{- '<arg_key>' + key + '</arg_key><arg_value>' }}
+{{- value if value is string else value | tojson }}{{- '</arg_value>' }}{%- endfor %}{{- '</call>' }}{%- endfor %}"""
+    + _TAIL
+)
+
+NUMBERED = (
+    _HEAD
+    + """{%- if message.tool_calls %}{{- '<|calls|>' }}{%- for call in message.tool_calls %}
+{{- '<|call|>functions.' + call.function.name + ':' ~ loop.index0 ~ '<|args|>' + (call.function.arguments | tojson) }}
+{{- '<|/call|>' }}{%- endfor %}{{- '<|/calls|>' }}{%- endif %}"""
+    + _TAIL
+)
+
+NAME_IS_KEY = (
+    _HEAD
+    + """{%- if message.tool_calls %}{{- '<|tools|>[' }}{%- for call in message.tool_calls %}
+{%- if not loop.first %}{{- ', ' }}{%- endif %}{{- '{"' + call.function.name + '": ' + (call.function.arguments | tojson) + '}' }}
+{%- endfor %}{{- ']<|/tools|>' }}{%- endif %}"""
+    + _TAIL
+)
+
 ENDS = ("<|im_end|>\n", "<|eot_id|>", "<|eot|>", "</s>", "<|call|>", "<|return|>")
 
 TEMPLATES = {
@@ -74,6 +124,11 @@ TEMPLATES = {
     "mistral": MISTRAL_LIST,
     "mistral-named": MISTRAL_NAMED,
     "gpt-oss": GPT_OSS,
+    "parameters": PARAMETERS,
+    "section-of-parameters": SECTION_OF_PARAMETERS,
+    "keys-and-values": KEYS_AND_VALUES,
+    "numbered": NUMBERED,
+    "name-is-key": NAME_IS_KEY,
 }
 NAMES = frozenset({"get_weather", "search-web", "f", "set.value"})
 _ARGUMENTS: list[dict[str, Any]] = [
@@ -93,6 +148,18 @@ _ARGUMENTS: list[dict[str, Any]] = [
 ]
 
 
+_TYPES = {str: "string", bool: "boolean", int: "number", float: "number", list: "array", dict: "object"}
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        key: {"type": ["string", "null"] if value is None else _TYPES[type(value)]}
+        for arguments in _ARGUMENTS
+        for key, value in arguments.items()
+    },
+}
+FUNCTIONS = dict.fromkeys(sorted(NAMES), SCHEMA)
+
+
 class Pair(NamedTuple):
     """An answer as a model of a format would write it, and what it says."""
 
@@ -108,7 +175,8 @@ def pairs() -> list[Pair]:
 
 def _pairs_of(name: str) -> list[Pair]:
     only_calls = name in ("llama3-json", "pythonic")
-    thoughts = ("", "Let me see.\n\nWhat is <asked>?") if name in ("hermes", "gpt-oss") else ("",)
+    thinks = name not in ("llama3-json", "pythonic", "mistral", "mistral-named")
+    thoughts = ("", "Let me see.\n\nWhat is <asked>?") if thinks else ("",)
     texts = ("",) if only_calls else ("", "I look it up: 1 < 2 & [3].")
     pairs = []
     for (index, arguments), text, thought in itertools.product(enumerate(_ARGUMENTS), texts, thoughts):
@@ -125,6 +193,12 @@ def _pairs_of(name: str) -> list[Pair]:
         pairs.append(_pair(name, text, thought, calls))
     plain = ("Hello.", "Use {braces} and [lists](x)", "a\n\nb < c > d")
     return pairs + [_pair(name, text, thoughts[-1], []) for text in plain]
+
+
+@cache
+def turn_form(name: str) -> TurnForm:
+    """The form that is derived from one of them."""
+    return _template(name).turn_form()
 
 
 @cache

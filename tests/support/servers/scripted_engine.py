@@ -49,7 +49,7 @@ def scripted_server(
     ranks = ScriptedRanks(opening)
     written = ChatTemplate(template, {"bos_token": "<s>", "eos_token": "</s>"})
     guides = GuideCompiler(TokenView(VOCAB_SIZE, frozenset({END}), frozenset({END}), piece, encode))
-    dialect = dialect_of(template, lambda _text: None, frozenset())
+    dialect = dialect_of(template, lambda _text: None, frozenset(), turn=written.turn_form())
 
     def encode_chat(chat: Conversation, _patience: Patience) -> list[int]:
         return encode(written.render(chat.messages, tools=chat.tools or None, variables=chat.variables))

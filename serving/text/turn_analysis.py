@@ -1,0 +1,468 @@
+"""Finds the form of a template's turns.
+
+It looks at what the template writes around sentinels, with and without thoughts, text and calls.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from phasewise.serving.text.turn_form import (
+    ID,
+    INDEX,
+    KEY,
+    NAME,
+    ArgumentForm,
+    Around,
+    CallForm,
+    Kind,
+    TurnForm,
+)
+
+Write = Callable[
+    [Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]], bool, Mapping[str, Any]], str | None
+]
+"""Messages, tools, whether an answer is opened, variables -> the prompt; None where the template refuses."""
+
+_USER, _TEXT, _THOUGHT = "qusertextq", "qsaidtextq", "qthoughttextq"
+_NAMES, _KEYS, _VALUES = (
+    ("qfirstnameq", "qsecondnameq"),
+    ("qakeyq", "qbkeyq"),
+    ("qfirstvalueq", "qlastvalueq"),
+)
+_IDS = ("qcallid01", "qcallid02")
+_QUOTED = f"{_VALUES[0]}\"'\n\\{_VALUES[1]}"
+_NUMBER = 771258
+_FIELDS = ("reasoning_content", "thinking", "reasoning", "thought")
+_ON: tuple[Mapping[str, Any], ...] = ({}, {"enable_thinking": True, "thinking": True})
+_TAG = re.compile(r"<[^<>\n]{0,80}>|\[[^\[\]\n]{1,40}\]")
+_TOKENS = re.compile(r"<[^<>\d\n]{0,80}>|\d+|\D")
+_THINKS = re.compile(r"(?i)([<\[])/?([\w:]*think\w*)([>\]])")
+
+
+def tool(name: str) -> dict[str, Any]:
+    """A function as a conversation describes it, whose parameters are those of the sentinels."""
+    properties = {key: {"type": "string", "description": "d"} for key in _KEYS}
+    parameters = {"type": "object", "properties": properties, "required": [*_KEYS]}
+    return {"type": "function", "function": {"name": name, "description": "d", "parameters": parameters}}
+
+
+_TOOLS = tuple(map(tool, _NAMES))
+
+
+class _Turn(NamedTuple):
+    """The text from the user's last word on, where the answer begins in it, and what opens another there."""
+
+    text: str
+    start: int
+    opened: str
+
+
+class _Writer:
+    def __init__(self, write: Write) -> None:
+        self._write = write
+        self.text_arguments = False
+
+    def turn(self, variables: Mapping[str, Any] | None = None, **message: Any) -> _Turn | None:
+        question = {"role": "user", "content": _USER}
+        turn = {"role": "assistant", "content": "", **message}
+        full = self._write([question, turn], _TOOLS, False, variables or {})
+        prompt = self._write([question], _TOOLS, True, variables or {})
+        if full is None or prompt is None or _USER not in prompt or _USER not in full:
+            return None
+        asked = prompt.rindex(_USER) + len(_USER)
+        opening = prompt[asked:]
+        if self._write([question], _TOOLS, False, variables or {}) == prompt and _TAG.search(opening):
+            full = full.removesuffix(opening)  # it opens an answer whatever is asked
+        start = n_shared(full, prompt)
+        begin = max(0, _whole_tags(full, start) - asked)
+        return _Turn(full[asked:], begin, prompt[asked + begin :]) if start >= asked else None
+
+    def calls(self, arguments: Mapping[str, Any], n_calls: int, **message: Any) -> _Turn | None:
+        given = json.dumps(arguments) if self.text_arguments else arguments
+        calls = [
+            {"id": call_id, "type": "function", "function": {"name": name, "arguments": given}}
+            for call_id, name in list(zip(_IDS, _NAMES, strict=True))[:n_calls]
+        ]
+        return self.turn(tool_calls=calls, **message)
+
+
+def form_of(write: Write, source: str) -> TurnForm:
+    """The form of the turns that a template writes. `source`: its text."""
+    writer = _Writer(write)
+    plain = writer.turn(content=_TEXT)
+    field, thought = _thought(writer, plain, source)
+    text, end = _text(plain, thought)
+    call, end_of_calls = _calls(writer, plain, thought, text)
+    ends = tuple(dict.fromkeys(mark.strip() for mark in (end, end_of_calls) if mark.strip()))
+    return TurnForm(call, thought, text, ends, field, text_arguments=writer.text_arguments)
+
+
+# Thoughts and text
+
+
+def _thought(writer: _Writer, plain: _Turn | None, source: str) -> tuple[str, Around]:
+    arguments = dict(zip(_KEYS, _VALUES, strict=True))
+    for variables in _ON:
+        for field in _FIELDS:
+            for turn in (
+                writer.turn(variables, content=_TEXT, **{field: _THOUGHT}),
+                writer.calls(arguments, 1, **{field: _THOUGHT}),
+            ):
+                marks = _around_thought(turn.text, plain) if turn and _THOUGHT in turn.text else None
+                if turn is not None and marks is not None:
+                    return field, (marks[0] or turn.opened, marks[1])
+    return _FIELDS[0], _thought_in_text(writer, source)
+
+
+def _around_thought(text: str, plain: _Turn | None) -> Around | None:
+    before, behind = text.split(_THOUGHT, 1)
+    mirrored = _mirrored(before, behind)
+    if mirrored is not None or _TEXT not in behind:
+        return mirrored
+    # Marks that do not mirror each other: what the turn has more than one without thoughts.
+    between = behind[: behind.index(_TEXT)]
+    said = plain.text[: plain.text.index(_TEXT)] if plain is not None and _TEXT in plain.text else ""
+    head = _whole_tags(before, n_shared(before, said))
+    head = min(head, plain.start) if plain is not None else head
+    rest = said[head:] if said.startswith(before[:head]) else ""
+    closing = between.removesuffix(rest) if rest.strip() and between.endswith(rest) else between
+    return (before[head:], closing) if closing.strip() else None
+
+
+def _mirrored(before: str, behind: str) -> Around | None:
+    """Marks with a word in common: `<think>` and `</think>`, `<|open|>think<|sep|>` and `<|close|>...`."""
+    tags = list(_TAG.finditer(behind))
+    if not tags or behind[: tags[0].start()].strip():
+        return None
+    middle = behind[tags[0].end() : tags[1].start()] if len(tags) > 1 else ""
+    for n_tags, said in ((1, tags[0][0]), (2, middle)):
+        for word in sorted(re.findall(r"[^\W_]+", said), key=len, reverse=True):
+            n_before = max(0, before.rfind(word, max(0, len(before) - 80)))
+            begun = max(before.rfind("<", 0, n_before), before.rfind("[", 0, n_before))
+            if begun >= 0 and len(_TAG.findall(before, begun)) == n_tags:
+                return before[begun:], behind[: tags[n_tags - 1].end()]
+    return None
+
+
+def _thought_in_text(writer: _Writer, source: str) -> Around:
+    """Marks of thoughts that a template leaves out of old turns: it knows them by name."""
+    marks = dict.fromkeys((m[1] + m[2] + m[3], f"{m[1]}/{m[2]}{m[3]}") for m in _THINKS.finditer(source))
+    for opening, closing in marks:
+        turn = writer.turn(content=f"{opening}\n{_THOUGHT}\n{closing}\n\n{_TEXT}")
+        if turn is not None and _TEXT in turn.text and _THOUGHT not in turn.text:
+            return opening, closing
+    return next((pair for pair in marks if pair[1] in source), ("", ""))
+
+
+def _text(plain: _Turn | None, thought: Around) -> tuple[Around, str]:
+    """The marks around text, and what ends a turn behind it."""
+    if plain is None or _TEXT not in plain.text[plain.start :]:
+        return ("", ""), ""
+    place = plain.text.index(_TEXT, plain.start)
+    before, behind = plain.text[plain.start : place], plain.text[place + len(_TEXT) :]
+    before = _behind(before, thought[1])
+    tags = list(_TAG.finditer(behind))
+    if before.strip() and len(tags) > 1:
+        n_tags = max(1, min(len(_TAG.findall(before)), len(tags) - 1))
+        cut = tags[n_tags - 1].end()
+        return (before, behind[:cut]), behind[cut:]
+    return (before if before.strip() else "", ""), behind
+
+
+def _behind(text: str, mark: str) -> str:
+    """The text behind the last place of a mark, if it has one."""
+    place = text.rfind(mark.strip()) if mark.strip() else -1
+    return text if place < 0 else text[place + len(mark.strip()) :]
+
+
+# Calls
+
+
+def _calls(
+    writer: _Writer, plain: _Turn | None, thought: Around, text: Around
+) -> tuple[CallForm | None, str]:
+    """Their form and what ends a turn with calls."""
+    arguments = dict(zip(_KEYS, _VALUES, strict=True))
+    single = _first_written(writer, arguments, 1)
+    if single is None:
+        writer.text_arguments = True
+        single = _first_written(writer, arguments, 1)
+    if single is None:
+        writer.text_arguments = False
+        return None, ""
+    double = _first_written(writer, arguments, 2)
+    turn = double if double is not None and _NAMES[1] in double.text else single
+    body = turn.text
+    place = body.index(_NAMES[0], turn.start)
+    before = _behind(body[turn.start : place], thought[1])
+    if _TEXT in before:
+        before = _behind(before, _TEXT).removeprefix(text[1])
+    elif text[0].strip():
+        before = _behind(before, text[0])
+        before = _behind(before, text[1]) if text[1].strip() else before
+    spans = list(_spans(body, place, arguments)) or list(_tagged_spans(body, place))
+    if not spans:
+        return None, ""
+    is_json = spans[0].is_json
+    pieces = _pieces(body, before, spans, plain)
+    end = _shared_end(pieces.behind, plain)
+    section_end = pieces.behind.removesuffix(end) if end else pieces.behind
+    if not pieces.section_opening.strip():
+        end, section_end = section_end + end, ""
+    call = CallForm((pieces.section_opening, section_end), pieces.opening, pieces.closing, pieces.separator)
+    if is_json:
+        return _with_keys(call, body, turn.start, arguments, spans), end
+    return _with_argument(writer, call, body, spans), end
+
+
+def _first_written(writer: _Writer, arguments: Mapping[str, Any], n_calls: int) -> _Turn | None:
+    for content in ("", None, _TEXT):
+        turn = writer.calls(arguments, n_calls, content=content)
+        written = turn is not None and turn.text.find(_NAMES[0], turn.start) >= 0
+        if turn is not None and written and all(value in turn.text for value in _VALUES):
+            return turn
+    return None
+
+
+class _Span(NamedTuple):
+    """Where the name of a call, and its arguments, begin and end; `marks`: places of keys and values."""
+
+    name: int
+    begin: int
+    end: int
+    is_json: bool
+
+
+def _spans(body: str, place: int, arguments: Mapping[str, Any]) -> Iterator[_Span]:
+    """Calls whose arguments are a JSON object."""
+    decoder = json.JSONDecoder()
+    for name in _NAMES:
+        place = body.find(name, place)
+        key_at = body.find(_KEYS[0], place)
+        if place < 0 or key_at < 0:
+            return
+        begin = body.find("{", place)
+        while 0 <= begin < key_at:
+            try:
+                value, end = decoder.raw_decode(body, begin)
+            except ValueError:
+                value, end = None, 0
+            if value == arguments:
+                yield _Span(place, begin, end, True)
+                place = end
+                break
+            begin = body.find("{", begin + 1)
+        else:
+            return
+
+
+def _tagged_spans(body: str, place: int) -> Iterator[_Span]:
+    """Calls whose arguments are written one by one: the span from the first key to the last value's end."""
+    for name in _NAMES:
+        place = body.find(name, place)
+        begin = body.find(_KEYS[0], place)
+        last = body.find(_VALUES[1], begin)
+        if min(place, begin, last) < 0:
+            return
+        yield _Span(place, begin, last + len(_VALUES[1]), False)
+        place = last
+
+
+class _Pieces(NamedTuple):
+    section_opening: str
+    opening: str
+    closing: str
+    separator: str
+    behind: str
+
+
+def _pieces(body: str, before: str, spans: Sequence[_Span], plain: _Turn | None) -> _Pieces:
+    """What stands around calls and between them."""
+    first = spans[0]
+    head = _pattern(body[first.name : first.begin])
+    behind = _pattern(body[spans[-1].end :])
+    if len(spans) == 1:
+        end = _shared_end(behind, plain)
+        closing = behind.removesuffix(end) if end else behind
+        return _Pieces("", _pattern(before) + head, closing, "", end)
+    second = spans[1]
+    head = _aligned(head, _pattern(body[second.name : second.begin]))
+    between = _pattern(body[first.end : second.name])
+    opening = _shared(_pattern(before), between, from_end=True)
+    opening = opening[len(opening) - min(len(opening), len(between)) :]
+    rest = between[: len(between) - len(opening)]
+    closing = _shared(rest, behind)
+    section = _pattern(before)[: len(_pattern(before)) - len(opening)]
+    section = section if section.strip() else ""
+    behind = behind[len(closing) :]
+    return _Pieces(section, opening + head, closing, rest[len(closing) :], behind)
+
+
+def _pattern(text: str) -> str:
+    """With names and ids of both calls replaced."""
+    for name in _NAMES:
+        text = text.replace(name, NAME)
+    for call_id in _IDS:
+        text = text.replace(call_id, ID)
+    return text
+
+
+def _aligned(left: str, right: str) -> str:
+    """Two equal texts but for the numbers in them."""
+    ours, theirs = _TOKENS.findall(left), _TOKENS.findall(right)
+    if len(ours) != len(theirs):
+        return left
+    return "".join(a if a == b else INDEX for a, b in zip(ours, theirs, strict=True))
+
+
+def _shared(left: str, right: str, *, from_end: bool = False) -> str:
+    """The longest beginning (or end) of both; numbers in it may differ."""
+    ours, theirs = _TOKENS.findall(left), _TOKENS.findall(right)
+    if from_end:
+        ours.reverse()
+        theirs.reverse()
+    out: list[str] = []
+    for a, b in zip(ours, theirs, strict=False):
+        if a != b and not (a.isdigit() and b.isdigit()):
+            break
+        out.append(a if a == b else INDEX)
+    return "".join(reversed(out) if from_end else out)
+
+
+def _shared_end(behind: str, plain: _Turn | None) -> str:
+    """The end of a turn with calls that a turn of text has too, from the beginning of a tag on."""
+    if plain is None or _TEXT not in plain.text:
+        return ""
+    said = plain.text[plain.text.rindex(_TEXT) + len(_TEXT) :]
+    shared = said[len(said) - n_shared(behind[::-1], said[::-1]) :]
+    if len(shared) == len(said):
+        return shared
+    tag = _TAG.search(shared)
+    return shared[tag.start() :] if tag else ""
+
+
+def _with_keys(
+    call: CallForm, body: str, start: int, arguments: Mapping[str, Any], spans: Sequence[_Span]
+) -> CallForm:
+    """The call with the keys of its JSON, where the name stands in JSON too."""
+    decoder = json.JSONDecoder()
+    for begin in (match.start() for match in re.finditer(r"[{\[]", body[: spans[0].name])):
+        if begin < start:
+            continue
+        try:
+            value, end = decoder.raw_decode(body, begin)
+        except ValueError:
+            continue
+        keys = _keys(value, arguments) if end >= spans[0].end else None
+        if keys is not None:
+            n_head = spans[0].name - begin
+            lead = (call.section[0] + call.opening).split(NAME)[0]
+            is_list = isinstance(value, list)
+            tail = (
+                call.section[1].lstrip().removeprefix("]") if is_list else call.closing[end - spans[0].end :]
+            )
+            return call._replace(keys=keys, lead=lead[: len(lead) - n_head], tail=tail.strip())
+    return call
+
+
+def _keys(value: Any, arguments: Mapping[str, Any]) -> tuple[str, str] | None:
+    if isinstance(value, list):
+        return next((keys for item in value if (keys := _keys(item, arguments))), None)
+    if not isinstance(value, dict):
+        return None
+    if value.get(_NAMES[0]) == arguments:
+        return "", ""
+    name = next((key for key, item in value.items() if item == _NAMES[0]), None)
+    given = next((key for key, item in value.items() if item == arguments), None)
+    if name is not None and given is not None:
+        return name, given
+    return next((keys for item in value.values() if (keys := _keys(item, arguments))), None)
+
+
+# Arguments that are written one by one
+
+
+def _with_argument(writer: _Writer, call: CallForm, body: str, spans: Sequence[_Span]) -> CallForm | None:
+    """The call with the form of one argument: `opening` of the call ends where the first one begins."""
+    first = spans[0]
+    middle = body[first.begin : first.end]
+    key, value = middle.find(_VALUES[0]), middle.find(_KEYS[1])
+    if min(key, value) < 0 or key > value:
+        return None
+    string_opening = _keyed(middle[len(_KEYS[0]) : key])
+    between = _keyed(middle[key + len(_VALUES[0]) : value])
+    lead = call.opening[call.opening.rindex(NAME) + 1 :]
+    opening = _shared(lead, between, from_end=True)
+    rest = between[: len(between) - len(opening)]
+    behind = _keyed(body[first.end :])
+    closing = _shared(rest, behind)
+    call = call._replace(
+        opening=call.opening[: len(call.opening) - len(opening)],
+        closing=_keyed(call.closing).removeprefix(closing),
+    )
+    values: dict[Kind, Around] = {"string": (string_opening, closing)}
+    examples: dict[Kind, Any] = {
+        "number": _NUMBER, "boolean": True, "object": {"qinnerq": _NUMBER}, "array": [_NUMBER]
+    }  # fmt: skip
+    for kind, example in examples.items():
+        values[kind] = _around_value(writer, example, rest[len(closing) :] + opening) or values["string"]
+    argument = ArgumentForm(opening, rest[len(closing) :], values, is_raw=True)
+    argument = _with_quotes(writer, argument)
+    return call._replace(argument=argument)
+
+
+def _keyed(text: str) -> str:
+    for key in _KEYS:
+        text = text.replace(key, KEY)
+    return text
+
+
+def _around_value(writer: _Writer, value: Any, following: str) -> Around | None:
+    """What stands around a value that is no string. `following`: up to the next key."""
+    turn = writer.calls({_KEYS[0]: value, _KEYS[1]: _VALUES[1]}, 1)
+    turn = turn if turn is not None and _KEYS[1] in turn.text else None
+    turn = turn or writer.calls({_KEYS[0]: value, _KEYS[1]: _VALUES[1]}, 1, content=_TEXT)
+    if turn is None:
+        return None
+    begin = turn.text.find(_KEYS[0], turn.start)
+    end = turn.text.find(_KEYS[1], begin)
+    written = _keyed(turn.text[begin + len(_KEYS[0]) : end]) if 0 <= begin < end else ""
+    if not written.endswith(following):
+        return None
+    written = written[: len(written) - len(following)]
+    match = re.search(r"[{\[][^<]*[}\]]" if isinstance(value, dict | list) else r"(?i)true|771258", written)
+    if match is None:
+        return None
+    return written[: match.start()], written[match.end() :]
+
+
+def _with_quotes(writer: _Writer, argument: ArgumentForm) -> ArgumentForm:
+    """Whether strings are written as they are: else they are values of JSON like any other."""
+    for content in ("", _TEXT):
+        turn = writer.calls({_KEYS[0]: _QUOTED, _KEYS[1]: _VALUES[1]}, 1, content=content)
+        if turn is not None and _VALUES[0] in turn.text:
+            break
+    if turn is None or _QUOTED in turn.text:
+        return argument
+    opening, closing = argument.values["string"]
+    stripped = opening.rstrip("\"'"), closing.lstrip("\"'")
+    return argument._replace(values={**argument.values, "string": stripped}, is_raw=False)
+
+
+def _whole_tags(text: str, end: int) -> int:
+    """`end`, or where the tag begins that it stands in."""
+    begun = max(text.rfind("<", max(0, end - 60), end), text.rfind("[", max(0, end - 60), end))
+    if begun < 0:
+        return end
+    tag = _TAG.match(text, begun)
+    return begun if tag is not None and tag.end() > end else end
+
+
+def n_shared(left: str, right: str) -> int:
+    """Length of the longest beginning of both."""
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((number for number, (a, b) in pairs if a != b), min(len(left), len(right)))

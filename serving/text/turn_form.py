@@ -1,0 +1,143 @@
+"""The form in which a chat template writes what a model answers: thoughts, text and calls.
+
+A pattern is text in which `NAME`, `ID`, `INDEX` and `KEY` stand for what differs from call to call.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+NAME, ID, INDEX, KEY = "\ue000", "\ue001", "\ue002", "\ue003"
+_SHOWN = {NAME: "NAME", ID: "ID", INDEX: "INDEX", KEY: "KEY"}
+
+Around = tuple[str, str]
+"""The patterns before and behind something."""
+Kind = Literal["string", "number", "boolean", "object", "array"]
+
+
+class ArgumentForm(NamedTuple):
+    """One argument that is no member of a JSON object: `opening`, its key, and its value within `values`.
+
+    is_raw: strings are written as they are, else as JSON. `separator` stands between two arguments.
+    """
+
+    opening: str
+    separator: str
+    values: Mapping[Kind, Around]
+    is_raw: bool
+
+
+class CallForm(NamedTuple):
+    """Calls: `section` around all of them, each from `opening` to its arguments and then to `closing`.
+
+    `argument`: None where arguments are a JSON object. `keys`: of the name and of the arguments where a call
+    is a JSON object, empty where the name is the key; `lead` and `tail`: what stands around the JSON of all
+    calls or of each.
+    """
+
+    section: Around
+    opening: str
+    closing: str
+    separator: str
+    argument: ArgumentForm | None = None
+    keys: tuple[str, str] | None = None
+    lead: str = ""
+    tail: str = ""
+
+
+class TurnForm(NamedTuple):
+    """All of it. `thought` and `text`: the marks around them; ("", "") where there are none.
+
+    `thought_field`: the field of a message in which the template looks for thoughts. `ids`: what it takes as
+    the id of a call. text_arguments: it takes the arguments of calls as text alone. `ends`: what ends a turn.
+    `lacks`: the shapes of conversations that it refuses or drops (see `conversation_shapes`).
+    """
+
+    call: CallForm | None = None
+    thought: Around = ("", "")
+    text: Around = ("", "")
+    ends: tuple[str, ...] = ()
+    thought_field: str = "reasoning_content"
+    ids: Literal["any", "nine characters", "name and number"] = "any"
+    text_arguments: bool = False
+    lacks: tuple[str, ...] = ()
+
+    def to_json(self) -> bytes:
+        """For another process."""
+        return json.dumps(self).encode()
+
+    @classmethod
+    def from_json(cls, text: bytes) -> TurnForm:
+        """The form that `to_json` has written."""
+        form = cls(*_tuples(json.loads(text)))
+        if form.call is None:
+            return form
+        call = CallForm(*form.call)
+        argument = None if call.argument is None else ArgumentForm(*call.argument)
+        return form._replace(call=call._replace(argument=argument))
+
+    def told(self) -> dict[str, str]:
+        """In words, for people: an example of each part."""
+        out = {"thoughts": "…".join(self.thought)} if self.thought[1] else {}
+        if self.call is not None:
+            out["calls"] = _example(self.call)
+        return out
+
+
+def _tuples(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _tuples(item) for key, item in value.items()}
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def _example(call: CallForm) -> str:
+    arguments = "{…}"
+    if call.argument is not None:
+        before, behind = call.argument.values["string"]
+        arguments = f"{call.argument.opening}KEY{before}…{behind}"
+    text = f"{call.section[0]}{call.opening}{arguments}{call.closing}{call.section[1]}"
+    for sign, word in _SHOWN.items():
+        text = text.replace(sign, word)
+    return text
+
+
+def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
+    """The types that a value may have; none: any. `root`: the schema that has the definitions."""
+    if not isinstance(schema, Mapping) or depth > 8:
+        return frozenset()
+    reference = schema.get("$ref")
+    if isinstance(reference, str):
+        target: Any = root
+        for part in reference.removeprefix("#").strip("/").split("/"):
+            target = target.get(part) if isinstance(target, Mapping) else None
+        return types_of(target, root, depth + 1)
+    for key in ("anyOf", "oneOf", "allOf"):
+        options = schema.get(key)
+        if isinstance(options, list) and options:
+            each = [types_of(option, root, depth + 1) for option in options]
+            return frozenset().union(*each) if all(each) else frozenset()
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if isinstance(values, list) and "type" not in schema:
+        return frozenset(map(type_of, values))
+    stated = schema.get("type")
+    names = stated if isinstance(stated, list) else [stated]
+    return frozenset("number" if name == "integer" else name for name in names if isinstance(name, str))
+
+
+def type_of(value: object) -> str:
+    """The name of a value's type in JSON schemas; integers are numbers."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "boolean"
+        case int() | float():
+            return "number"
+        case str():
+            return "string"
+        case list() | tuple():
+            return "array"
+        case _:
+            return "object"

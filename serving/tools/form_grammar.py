@@ -1,0 +1,216 @@
+"""Grammars of calls in the form in which a model's template writes them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from phasewise.serving.text.turn_form import ID, INDEX, KEY, NAME, ArgumentForm, CallForm, Kind, types_of
+from phasewise.serving.tools.tool_format import (
+    Function,
+    Wanted,
+    arguments_rule,
+    grammar_of,
+    json_rule,
+    literal,
+)
+
+_NEWLINES = re.compile(r"[\r\n]")
+_ANY = r"(.|\n)*"
+_DEFINITIONS = ("$defs", "definitions")
+_LINES = re.compile(r"(\s*\n\s*)")
+_SIGNS = {ID: "ID", INDEX: "INDEX"}
+_KINDS: tuple[Kind, ...] = ("string", "number", "boolean", "object", "array")
+_UNKEPT = re.compile(r"\\[bBAZzGKkpP\d]|\(\?|[\^$]")
+"""What a pattern may not have within it to be held where strings are written as they are."""
+
+
+def grammar_of_calls(form: CallForm, wanted: Wanted, control: Mapping[str, int]) -> str:
+    """Lark for one call or more, from the mark on that opens them."""
+    return _Grammar(form, control).of(wanted)
+
+
+class _Grammar:
+    def __init__(self, form: CallForm, control: Mapping[str, int]) -> None:
+        self._form = form
+        marks = sorted(control, key=len, reverse=True)
+        self._control = control
+        self._marks = re.compile("|".join(map(re.escape, [*marks, ID, INDEX])))
+        self._rules: list[tuple[str, str]] = [
+            ("SPACE", r"/[ \n]{1,2}/"), ("ID", "/[A-Za-z0-9]{9}/"), ("INDEX", "/[0-9]{1,4}/")
+        ]  # fmt: skip
+
+    def of(self, wanted: Wanted) -> str:
+        form, names = self._form, range(len(wanted.functions))
+        self._rules.append(("call", " | ".join(f"call_{number}" for number in names)))
+        for number, function in enumerate(wanted.functions):
+            self._call(f"call_{number}", function)
+        opening, closing = form.section[0].lstrip(), form.section[1]
+        first = "call"
+        if not opening:
+            first = "first"
+            self._rules.append(("first", " | ".join(f"first_{number}" for number in names)))
+        between = self._spelled(form.separator)
+        more = "" if wanted.most_calls == 1 else f"({between} call){{0,{wanted.most_calls - 1}}}"
+        end = self._spelled(closing)
+        return grammar_of(f"{self._spelled(opening)} {first} {more} {end}", self._rules, wanted)
+
+    def _spelled(self, pattern: str, *, keep_end: bool = False, keep_start: bool = False) -> str:
+        """Lark for a pattern. Line ends within may be left out, but for those that touch a value."""
+        out: list[str] = []
+        pieces = _LINES.split(pattern)
+        for number, piece in enumerate(pieces):
+            is_edge = (keep_start and not "".join(pieces[:number])) or (
+                keep_end and not "".join(pieces[number + 1 :])
+            )
+            if number % 2 and not is_edge:
+                out.append("SPACE?")
+                continue
+            position = 0
+            for mark in self._marks.finditer(piece):
+                out += [literal(piece[position : mark.start()])] if mark.start() > position else []
+                out.append(_SIGNS.get(mark[0]) or f"<[{self._control[mark[0]]}]>")
+                position = mark.end()
+            out += [literal(piece[position:])] if position < len(piece) else []
+        return " ".join(out)
+
+    def _call(self, name: str, function: Function) -> None:
+        form = self._form
+        opening = form.opening.replace(NAME, function.name)
+        if form.argument is None:
+            body = f"arguments_{name}"
+            self._rules.append((body, arguments_rule(function)))
+        else:
+            body = self._arguments(name, function, form.argument)
+        tail = f"{body} {self._spelled(form.closing)}"
+        self._rules.append((name, f"{self._spelled(opening)} {tail}"))
+        if not form.section[0].lstrip():
+            self._rules.append((f"first{name[4:]}", f"{self._spelled(opening.lstrip())} {tail}"))
+
+    # Arguments that are written one by one
+
+    def _arguments(self, name: str, function: Function, argument: ArgumentForm) -> str:
+        """The arguments in the order of the schema."""
+        schema = dict(function.parameters)
+        json_rule(schema or {"type": "object"}, lenient=True)  # its size, as a whole
+        properties = schema.get("properties")
+        properties = properties if isinstance(properties, Mapping) else {}
+        required = schema.get("required")
+        needed = set(required) if isinstance(required, list) else set()
+        keys = [key for key in properties if not _NEWLINES.search(key)]
+        for index, key in enumerate(keys):
+            value = properties[key] if isinstance(properties[key], Mapping) else {}
+            self._rules.append(
+                (f"{name}_{index}", self._argument(f"{name}_{index}", key, value, schema, function, argument))
+            )
+        separator = self._spelled(argument.separator)
+        for index in range(len(keys)):
+            self._rules.append(
+                (f"{name}_after_{index}", _following(name, index + 1, keys, needed, separator))
+            )
+        return _first(name, keys, needed)
+
+    def _argument(
+        self,
+        name: str,
+        key: str,
+        schema: Mapping[str, Any],
+        root: Mapping[str, Any],
+        function: Function,
+        argument: ArgumentForm,
+    ) -> str:
+        types = types_of(schema, root) or frozenset(("string",))
+        options: list[str] = []
+        seen: set[tuple[str, str, str]] = set()
+        for kind in _KINDS:
+            if kind not in types and not (kind == "object" and "null" in types):
+                continue
+            before, behind = (text.replace(KEY, key) for text in argument.values[kind])
+            is_raw = kind == "string" and argument.is_raw
+            body = f"{name}_{kind}"
+            shape = (before, behind, kind if is_raw else "")
+            if shape in seen:
+                continue
+            seen.add(shape)
+            head = self._spelled(argument.opening + key + before, keep_end=True)
+            if is_raw:
+                options.append(f"{head} {self._text(body, behind, schema)}")
+            else:
+                shared = {part: root[part] for part in _DEFINITIONS if part in root}
+                rule = json_rule(
+                    {**shared, **_without_strings(schema, argument)}, lenient=not function.is_strict
+                )
+                self._rules.append((body, rule))
+                options.append(f"{head} {body} {self._spelled(behind, keep_start=True)}")
+        return " | ".join(options)
+
+    def _text(self, name: str, behind: str, schema: Mapping[str, Any]) -> str:
+        """A string as it is, and what stands behind it."""
+        end = self._spelled(behind, keep_start=True)
+        values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+        if isinstance(values, list) and values:
+            texts = [literal(value) for value in values if isinstance(value, str)]
+            return f"({' | '.join(texts)}) {end}" if texts else end
+        begin = self._marks.search(behind)
+        plain = behind if begin is None else behind[: begin.start()]
+        pattern = _pattern_of(schema)
+        if plain:
+            sign = re.escape(plain.lstrip("\n")[:1] or plain[:1]) if len(plain.strip()) == 1 else ""
+            if pattern or sign:
+                body = pattern or rf"[^{sign}\\\n]*"
+                self._rules.append((name.upper(), f"/{body}/"))
+                return f"{name.upper()} {end}"
+            self._rules.append((f"{name}[suffix={literal(plain)}]", r"/(.|\n)*/"))
+            rest = self._spelled(behind[len(plain) :])
+            return f"{name} {rest}"
+        self._rules.append((name.upper(), "/" + (pattern or _ANY) + "/"))
+        return f"{name.upper()} {end}"
+
+
+def _pattern_of(schema: Mapping[str, Any]) -> str:
+    """A pattern of a string's own, as far as it can be held."""
+    pattern, most = schema.get("pattern"), schema.get("maxLength")
+    if isinstance(pattern, str):
+        inner = pattern.removeprefix("^").removesuffix("$")
+        if not _UNKEPT.search(inner) and pattern.startswith("^") and pattern.endswith("$"):
+            return inner.replace("/", r"\/")
+    if isinstance(most, int) and 0 <= most <= 256:
+        least = schema.get("minLength")
+        least = least if isinstance(least, int) and 0 <= least <= most else 0
+        return f"[^<]{{{least},{most}}}"
+    return ""
+
+
+def _without_strings(schema: Mapping[str, Any], argument: ArgumentForm) -> dict[str, Any]:
+    """The values that are no strings, where strings have a form of their own."""
+    out = dict(schema)
+    if argument.is_raw:
+        if isinstance(out.get("type"), list):
+            out["type"] = [name for name in out["type"] if name != "string"]
+        if isinstance(out.get("enum"), list):
+            out["enum"] = [value for value in out["enum"] if not isinstance(value, str)]
+        for key in ("anyOf", "oneOf"):
+            if isinstance(out.get(key), list):
+                out[key] = [option for option in out[key] if types_of(option, schema) != {"string"}]
+    return out
+
+
+def _following(name: str, index: int, keys: Sequence[str], needed: set[str], separator: str) -> str:
+    """What may follow an argument: the next one, or what may follow that where it may be left out."""
+    if index == len(keys):
+        return '""'
+    given = f"{separator} {name}_{index} {name}_after_{index}"
+    return given if keys[index] in needed else f"{given} | {name}_after_{index}"
+
+
+def _first(name: str, keys: Sequence[str], needed: set[str]) -> str:
+    """The arguments from the first that is there."""
+    options = []
+    for index, key in enumerate(keys):
+        options.append(f"{name}_{index} {name}_after_{index}")
+        if key in needed:
+            break
+    else:
+        options.append('""')
+    return f"({' | '.join(options)})"

@@ -1,0 +1,107 @@
+"""A model's own template defines how its turns are read: what it writes for a turn is read as that turn."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phasewise.serving.text.turn_form import TurnForm
+from phasewise.serving.tools.parts import Call
+from tests.support.models.template_turns import FUNCTIONS, TURNS, Model, Turn, read, turn_of
+from tests.support.models.tool_templates import TEMPLATES
+from tests.support.tiers import examples
+
+SHARED = Path(os.environ.get("PHASEWISE_SHARED_DATA") or Path(__file__).parents[4] / "shared/data")
+UNREADABLE = {
+    # Text where the prompt has opened thoughts, and text in the channel of thoughts.
+    ("NVIDIA-Nemotron-Nano-v2.jinja", "text and call"),
+    ("openai-gpt-oss-120b.jinja", "text and call"),
+}
+_ARGUMENTS = st.fixed_dictionaries(
+    {"city": st.text(st.characters(exclude_categories=["Cs"], exclude_characters="<>"), max_size=20)},
+    optional={"days": st.integers(-99, 99), "on": st.booleans(), "unit": st.sampled_from(["C", "F°"])},
+)
+_DRAWN = st.builds(
+    Turn,
+    thought=st.sampled_from(["", "Let me see: is 1 < 2?"]),
+    text=st.sampled_from(["", "I look it up: 1 < 2."]),
+    calls=st.lists(st.tuples(st.sampled_from(sorted(FUNCTIONS)), _ARGUMENTS), min_size=1, max_size=3).map(
+        tuple
+    ),
+)
+
+
+@cache
+def model(source: str) -> Model:
+    return Model(source)
+
+
+def trimmed(turn: Turn) -> Turn:
+    return turn._replace(thought=turn.thought.strip(), text=turn.text.strip())
+
+
+def is_read_back(of: Model, turn: Turn) -> bool | None:
+    """None where the template does not write the turn, or where nothing marks its calls within text."""
+    if of.dialect.format.only_first and turn.text and turn.calls:
+        return None
+    written = of.written(turn)
+    if written is None:
+        return None
+    whole, cut = (read(of.reader(written), pieces) for pieces in ([written.answer], written.answer))
+    assert trimmed(turn_of(whole)) == trimmed(turn_of(cut)), written
+    return trimmed(turn_of(whole)) == trimmed(turn)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_every_turn_of_a_template_of_ours_is_read_back(name: str) -> None:
+    results = [is_read_back(model(TEMPLATES[name]), turn) for turn in TURNS.values()]
+    assert False not in results
+    assert True in results
+
+
+@examples(60)
+@given(name=st.sampled_from([name for name in TEMPLATES if name != "gpt-oss"]), turn=_DRAWN)
+def test_drawn_turns_are_read_back(name: str, turn: Turn) -> None:
+    of = model(TEMPLATES[name])
+    calls = turn.calls[:1] if name == "gpt-oss" else turn.calls
+    assert is_read_back(of, turn._replace(calls=calls)) is not False
+
+
+@pytest.mark.skipif(not (SHARED / "templates").is_dir(), reason="no reference data: publishers' templates")
+def test_every_turn_of_publishers_templates_is_read_back() -> None:
+    failed, n_written = set(), 0
+    for path in sorted((SHARED / "templates").glob("*.jinja")):
+        of = model(path.read_text())
+        for kind, turn in TURNS.items():
+            result = is_read_back(of, turn)
+            n_written += result is not None
+            if result is False:
+                failed.add((path.name, kind))
+    assert failed <= UNREADABLE
+    assert n_written >= 284
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_malformed_call_and_an_unknown_name_are_text(name: str) -> None:
+    of = model(TEMPLATES[name])
+    written = of.written(TURNS["call"])
+    assert written is not None
+    unknown = written.answer.replace("get_weather", "get_whether")
+    for end in range(1, len(written.answer)):
+        for answer in (written.answer[:end], written.answer[:end] + " ?? " + written.answer[end:]):
+            parts = read(of.reader(written), [answer])
+            assert turn_of(read(of.reader(written), answer)) == turn_of(parts)
+            assert all(isinstance(arguments, dict) for _, arguments in turn_of(parts).calls)
+    assert not [part for part in read(of.reader(written), [unknown]) if isinstance(part, Call)]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_form_goes_to_another_process_and_comes_back(name: str) -> None:
+    form = model(TEMPLATES[name]).turn
+    assert TurnForm.from_json(form.to_json()) == form
+    assert form.told()
