@@ -19,7 +19,7 @@ MEETS_OUTSIDE := tests/kerneldb/test_store.py tests/kerneldb/test_portable.py te
 	tests/serving/text/test_chat.py tests/serving/grammar/test_guides.py tests/serving/text/test_tokenizer.py tests/serving/http/test_http_api.py \
 	tests/serving/http/transport/test_http_connections.py tests/serving/http/transport/test_http_framing.py tests/serving/http/test_http_refusals.py \
 	tests/topology/test_topology_lstopo.py tests/cli/test_main.py tests/cli/commands/test_bench_serve_servers.py \
-	tests/tuner/config/test_search_study.py::test_a_study_finds_what_the_walk_finds
+	tests/serving/engine/test_sockets.py tests/tuner/config/test_search_study.py::test_a_study_finds_what_the_walk_finds
 KERNEL_SOURCES := $(shell find cython_kernels -name "*.[ch]" ! -name _native.c -o -name "*.pyx" -o -name "*.pxi")
 
 .PHONY: help setup build test test-all test-races test-lowest test-torch test-vllm test-ray test-numa test-soak test-cores test-arm test-asan fuzz-asan lint demo bench hints compare docs release-notes wheel wheels dist check-reproducible check-systems check-image site clean

@@ -224,7 +224,7 @@ def verify(
     schedule stays unverified, and the next run measures it again.
 
     Only rows of machines and kernels like these can be verified. What was measured is kept at once: the
-    command goes on where it was interrupted.
+    command continues where it was interrupted.
     """
     from phasewise.kerneldb.upkeep import plans_in_use
     from phasewise.topology import read_machine
@@ -272,13 +272,12 @@ def gc(
     $ phasewise db gc --dry-run
     $ phasewise db gc --keep 4
 
-    A build whose winners wait to be timed again by `tune-kernels` stays, and is
-    told. Of what was imported, the newest winner of a product stays as a hint.
+    A build whose winners `tune-kernels` has yet to time again is kept, and a line says so. Of imported
+    rows, the newest winner of a product is kept as a hint.
 
-    Of a schedule that lost, one timing stays, with the least, the quartiles and
-    the largest of its samples. `tune-kernels` does so by itself, keeping 16, where
-    more than 100,000 timings are of this kind of machine.
-    A later `tune-kernels` measures anew what it needs of them. Rows of other machines' kernels stay.
+    Of a schedule that lost, one timing is kept, with the least, the quartiles and the largest of its
+    samples. `tune-kernels` does this by itself, for all but 16, where more than 100,000 timings are of this
+    kind of machine, and measures again what it needs later. Rows of other machines' kernels are kept.
     """
     from phasewise.cython_kernels._native import kernel_abis
     from phasewise.kerneldb.upkeep import collect_garbage

@@ -143,7 +143,7 @@ def tune_kernels(
     of an earlier release or another compiler, imported ones, and those that
     the package brings for such cores.
 
-    Every timing is kept at once: interrupted, killed or out of budget, the same command goes on where it
+    Every timing is kept at once: interrupted, killed or out of budget, the same command continues where it
     was, and a finished one times nothing. A schedule comes into use only after a comparison that proves it
     faster than the one before.
 
