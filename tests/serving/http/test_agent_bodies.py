@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +57,16 @@ def test_every_body_is_one_request(asked: AgentBody) -> None:
     assert "billing" not in str([message.text for message in chat.messages])
 
 
+@cache
+def compiled(source: str) -> ChatTemplate:
+    return ChatTemplate(source, SPECIAL)
+
+
 def written(source: str, asked: AgentBody) -> str | None:
     """The prompt; None where the template says that it takes no such conversation."""
     chat = conversation_of(chat_of(asked), dialect_of(source, lambda _text: None, frozenset()))
-    template = ChatTemplate(source, SPECIAL)
     try:
-        return template.render(chat.messages, tools=chat.tools or None, variables=chat.variables)
+        return compiled(source).render(chat.messages, tools=chat.tools or None, variables=chat.variables)
     except ChatTemplateError as error:
         if "refuses this conversation" in str(error):
             return None
