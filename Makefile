@@ -22,7 +22,7 @@ MEETS_OUTSIDE := tests/kerneldb/test_store.py tests/kerneldb/test_portable.py te
 	tests/serving/engine/test_sockets.py tests/tuner/config/test_search_study.py::test_a_study_finds_what_the_walk_finds
 KERNEL_SOURCES := $(shell find cython_kernels -name "*.[ch]" ! -name _native.c -o -name "*.pyx" -o -name "*.pxi")
 
-.PHONY: help setup build test test-all test-races test-lowest test-torch test-vllm test-ray test-numa test-soak test-cores test-arm test-asan fuzz-asan lint demo bench hints compare docs release-notes wheel wheels dist check-reproducible check-systems check-image site clean
+.PHONY: help setup build test test-all test-races test-lowest test-torch test-vllm test-ray test-agents test-numa test-soak test-cores test-arm test-asan fuzz-asan lint demo bench hints compare docs release-notes wheel wheels dist check-reproducible check-systems check-image site clean
 
 help:              ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 10
@@ -101,6 +101,22 @@ test-torch: build setup $(VENV)/.torch  ## phasewise.torch and what is compared 
 
 test-vllm: build $(VENV)/.vllm-$(VLLM)  ## the plugin in vLLM for CPUs; VLLM=VERSION names another
 	$(VENV)-vllm/bin/python -m pytest tests/phasewise_vllm $(ARGS)
+
+# Each is installed by itself: one that cannot be is said, and its tests are skipped.
+AGENTS_OF_NODE := @openai/codex @qwen-code/qwen-code opencode-ai @mariozechner/pi-coding-agent @continuedev/cli cline \
+	openai @anthropic-ai/sdk ollama
+AGENTS_OF_PYTHON := aider-chat mini-swe-agent litellm lm-eval
+$(VENV)/.agents:
+	@mkdir -p $(VENV)/agents && test -x $(VENV)/agents/python/bin/pip || $(PYTHON) -m venv $(VENV)/agents/python
+	@for name in $(AGENTS_OF_NODE); do npm install --silent --no-audit --no-fund --prefix $(VENV)/agents $$name \
+		|| echo "$$name cannot be installed here"; done
+	@for name in $(AGENTS_OF_PYTHON); do $(VENV)/agents/python/bin/pip install -q $$name \
+		|| echo "$$name cannot be installed here"; done
+	@touch $@
+
+test-agents: build setup $(VENV)/.agents  ## coding agents and client libraries from npm and PyPI, on a scripted model
+	PHASEWISE_AGENTS=$(VENV)/agents PHASEWISE_NODE_MODULES=$(abspath $(VENV)/agents/node_modules) \
+		$(BIN)/python -m pytest --tier=all tests/agents tests/serving/http/test_js_client.py -rs $(ARGS)
 
 test-ray: build setup $(VENV)/.ray  ## instances on two nodes of a Ray cluster of this machine
 	PYTHONPATH=$(VENV)/ray $(BIN)/python -m pytest tests/cluster/real/test_ray_cluster.py tests/cluster/real/test_ray_hosts.py \
