@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from phasewise.serving.text.conversation_shapes import THOUGHTS, Write, shapes_lacked, takes_any_id
 from phasewise.serving.text.turn_form import (
     ID,
     INDEX,
@@ -22,11 +23,6 @@ from phasewise.serving.text.turn_form import (
     TurnForm,
 )
 
-Write = Callable[
-    [Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]], bool, Mapping[str, Any]], str | None
-]
-"""Messages, tools, whether an answer is opened, variables -> the prompt; None where the template refuses."""
-
 _USER, _TEXT, _THOUGHT = "qusertextq", "qsaidtextq", "qthoughttextq"
 _NAMES, _KEYS, _VALUES = (
     ("qfirstnameq", "qsecondnameq"),
@@ -36,7 +32,6 @@ _NAMES, _KEYS, _VALUES = (
 _IDS = ("qcallid01", "qcallid02")
 _QUOTED = f"{_VALUES[0]}\"'\n\\{_VALUES[1]}"
 _NUMBER = 771258
-_FIELDS = ("reasoning_content", "thinking", "reasoning", "thought")
 _ON: tuple[Mapping[str, Any], ...] = ({}, {"enable_thinking": True, "thinking": True})
 _TAG = re.compile(r"<[^<>\n]{0,80}>|\[[^\[\]\n]{1,40}\]")
 _TOKENS = re.compile(r"<[^<>\d\n]{0,80}>|\d+|\D")
@@ -97,8 +92,10 @@ def form_of(write: Write, source: str) -> TurnForm:
     field, thought = _thought(writer, plain, source)
     text, end = _text(plain, thought)
     call, end_of_calls = _calls(writer, plain, thought, text)
+    lacks = shapes_lacked(write, _TOOLS)
     ends = tuple(dict.fromkeys(mark.strip() for mark in (end, end_of_calls) if mark.strip()))
-    return TurnForm(call, thought, text, ends, field, text_arguments=writer.text_arguments)
+    ids = "any" if takes_any_id(write, _TOOLS, lacks) else "nine characters"
+    return TurnForm(call, thought, text, ends, field, ids, lacks)
 
 
 # Thoughts and text
@@ -107,7 +104,7 @@ def form_of(write: Write, source: str) -> TurnForm:
 def _thought(writer: _Writer, plain: _Turn | None, source: str) -> tuple[str, Around]:
     arguments = dict(zip(_KEYS, _VALUES, strict=True))
     for variables in _ON:
-        for field in _FIELDS:
+        for field in THOUGHTS:
             for turn in (
                 writer.turn(variables, content=_TEXT, **{field: _THOUGHT}),
                 writer.calls(arguments, 1, **{field: _THOUGHT}),
@@ -115,7 +112,7 @@ def _thought(writer: _Writer, plain: _Turn | None, source: str) -> tuple[str, Ar
                 marks = _around_thought(turn.text, plain) if turn and _THOUGHT in turn.text else None
                 if turn is not None and marks is not None:
                     return field, (marks[0] or turn.opened, marks[1])
-    return _FIELDS[0], _thought_in_text(writer, source)
+    return THOUGHTS[0], _thought_in_text(writer, source)
 
 
 def _around_thought(text: str, plain: _Turn | None) -> Around | None:

@@ -189,7 +189,7 @@ def _conversation(text: ModelText, read: _Read, words: str, tool_format: str) ->
         raise WorkflowError(f"the tools are not those of the API: {place}: {first['msg']}") from None
     tokenizer = text.tokenizer
     template = text.chat_template or ""
-    turn = text.conversations.turn_form() if text.has_template else None
+    turn = text.conversations.turn if text.has_template else None
     dialect = dialect_of(template, tokenizer.id_of, tokenizer.special_ids, tool_format, turn)
     conversation = conversation_of(body, dialect)
     return tokenizer.encode_marked(*text.conversations.write(conversation))
