@@ -212,7 +212,7 @@ def _calls(
         end, section_end = section_end + end, ""
     call = CallForm((pieces.section_opening, section_end), pieces.opening, pieces.closing, pieces.separator)
     if is_json:
-        return _with_keys(call, body, turn.start, arguments, spans), end
+        return _with_keys(call, body, before, arguments, spans), end
     return _with_argument(writer, call, body, spans), end
 
 
@@ -226,7 +226,7 @@ def _first_written(writer: _Writer, arguments: Mapping[str, Any], n_calls: int) 
 
 
 class _Span(NamedTuple):
-    """Where the name of a call, and its arguments, begin and end; `marks`: places of keys and values."""
+    """Where the name of a call, and its arguments, begin and end."""
 
     name: int
     begin: int
@@ -235,26 +235,32 @@ class _Span(NamedTuple):
 
 
 def _spans(body: str, place: int, arguments: Mapping[str, Any]) -> Iterator[_Span]:
-    """Calls whose arguments are a JSON object."""
-    decoder = json.JSONDecoder()
+    """Calls whose arguments are a JSON object, or the text of one as a JSON string."""
     for name in _NAMES:
         place = body.find(name, place)
-        key_at = body.find(_KEYS[0], place)
-        if place < 0 or key_at < 0:
+        key_place = body.find(_KEYS[0], place)
+        if min(place, key_place) < 0:
             return
-        begin = body.find("{", place)
-        while 0 <= begin < key_at:
-            try:
-                value, end = decoder.raw_decode(body, begin)
-            except ValueError:
-                value, end = None, 0
-            if value == arguments:
-                yield _Span(place, begin, end, True)
+        for begin in (mark.start() for mark in re.finditer(r'"(?=\{)|\{', body[place:key_place])):
+            value, end = _decoded(body, place + begin)
+            if _is_json_of(arguments, value):
+                yield _Span(place, place + begin, end, True)
                 place = end
                 break
-            begin = body.find("{", begin + 1)
         else:
             return
+
+
+def _decoded(body: str, begin: int) -> tuple[Any, int]:
+    """The JSON value at a place, and its end; None where there is none."""
+    try:
+        return json.JSONDecoder().raw_decode(body, begin)
+    except ValueError:
+        return None, 0
+
+
+def _is_json_of(arguments: Mapping[str, Any], value: Any) -> bool:
+    return value == arguments or (isinstance(value, str) and _decoded(value, 0)[0] == arguments)
 
 
 def _tagged_spans(body: str, place: int) -> Iterator[_Span]:
@@ -343,26 +349,19 @@ def _shared_end(behind: str, plain: _Turn | None) -> str:
 
 
 def _with_keys(
-    call: CallForm, body: str, start: int, arguments: Mapping[str, Any], spans: Sequence[_Span]
+    call: CallForm, body: str, before: str, arguments: Mapping[str, Any], spans: Sequence[_Span]
 ) -> CallForm:
     """The call with the keys of its JSON, where the name stands in JSON too."""
-    decoder = json.JSONDecoder()
-    for begin in (match.start() for match in re.finditer(r"[{\[]", body[: spans[0].name])):
-        if begin < start:
-            continue
-        try:
-            value, end = decoder.raw_decode(body, begin)
-        except ValueError:
-            continue
-        keys = _keys(value, arguments) if end >= spans[0].end else None
+    name_place, given_end = spans[0].name, spans[0].end
+    for begin in range(name_place - len(before), name_place):
+        value, end = _decoded(body, begin) if body[begin] in "{[" else (None, 0)
+        keys = _keys(value, arguments) if end >= given_end else None
         if keys is not None:
-            n_head = spans[0].name - begin
-            lead = (call.section[0] + call.opening).split(NAME)[0]
-            is_list = isinstance(value, list)
-            tail = (
-                call.section[1].lstrip().removeprefix("]") if is_list else call.closing[end - spans[0].end :]
-            )
-            return call._replace(keys=keys, lead=lead[: len(lead) - n_head], tail=tail.strip())
+            lead = _pattern(before[: len(before) - (name_place - begin)])
+            tail = call.closing.removeprefix(_pattern(body[given_end:end]))
+            if isinstance(value, list):
+                tail = call.section[1].lstrip().removeprefix("]")
+            return call._replace(keys=keys, lead=lead, tail=tail.strip())
     return call
 
 
@@ -371,10 +370,10 @@ def _keys(value: Any, arguments: Mapping[str, Any]) -> tuple[str, str] | None:
         return next((keys for item in value if (keys := _keys(item, arguments))), None)
     if not isinstance(value, dict):
         return None
-    if value.get(_NAMES[0]) == arguments:
+    if _is_json_of(arguments, value.get(_NAMES[0])):
         return "", ""
     name = next((key for key, item in value.items() if item == _NAMES[0]), None)
-    given = next((key for key, item in value.items() if item == arguments), None)
+    given = next((key for key, item in value.items() if _is_json_of(arguments, item)), None)
     if name is not None and given is not None:
         return name, given
     return next((keys for item in value.values() if (keys := _keys(item, arguments))), None)

@@ -164,6 +164,10 @@ class Dialect:
             reader = ThinkingReader(reader, *self.thought, is_open=in_thought)
         return Trimmed(reader)
 
+    def told(self) -> dict[str, str]:
+        """What was derived, for people: the name of the format, and how thoughts and calls are written."""
+        return {"format": self.format.name, **self.turn.told()}
+
     def call_id(self, serial: str) -> str:
         """An id of the form that the template takes, made from a random text of hexadecimal digits."""
         if self.turn.ids == "nine characters":
