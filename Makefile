@@ -22,7 +22,7 @@ MEETS_OUTSIDE := tests/kerneldb/test_store.py tests/kerneldb/test_portable.py te
 	tests/tuner/config/test_search_study.py::test_a_study_finds_what_the_walk_finds
 KERNEL_SOURCES := $(shell find cython_kernels -name "*.[ch]" ! -name _native.c -o -name "*.pyx" -o -name "*.pxi")
 
-.PHONY: help setup build test test-all test-lowest test-torch test-vllm test-ray test-numa test-soak test-cores test-arm test-asan fuzz-asan lint demo bench hints compare docs release-notes wheel wheels dist check-reproducible check-systems check-image site clean
+.PHONY: help setup build test test-all test-races test-lowest test-torch test-vllm test-ray test-numa test-soak test-cores test-arm test-asan fuzz-asan lint demo bench hints compare docs release-notes wheel wheels dist check-reproducible check-systems check-image site clean
 
 help:              ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 10
@@ -59,6 +59,9 @@ test: build setup  ## the quick tier of the tests: make test ARGS="-k rmsnorm"
 
 test-all: build setup    ## all tests but the soak; with TIER=rest what `make test` has left out
 	$(BIN)/python -m pytest --tier=$(TIER) $(WORKERS) $(ARGS)
+
+test-races: build setup  ## tests that start threads, processes or servers, again and again under load: TIMES=10 LOAD=8 FILES="..."
+	$(BIN)/python -m tests.races --times $(or $(TIMES),10) --load $(or $(LOAD),8) --tier=quick $(WORKERS) $(ARGS) $(FILES)
 
 # Libraries that lie beside the environment, so that no other test sees them; `make others` installs them ahead.
 $(VENV)/.lowest: $(VENV)/.tools setup.cfg tests/lowest_versions.py
@@ -100,7 +103,8 @@ test-vllm: build $(VENV)/.vllm-$(VLLM)  ## the plugin in vLLM for CPUs; VLLM=VER
 	$(VENV)-vllm/bin/python -m pytest tests/phasewise_vllm $(ARGS)
 
 test-ray: build setup $(VENV)/.ray  ## instances on two nodes of a Ray cluster of this machine
-	PYTHONPATH=$(VENV)/ray $(BIN)/python -m pytest tests/cluster/real/test_ray_cluster.py tests/cluster/real/test_ray_hosts.py $(ARGS)
+	PYTHONPATH=$(VENV)/ray $(BIN)/python -m pytest tests/cluster/real/test_ray_cluster.py tests/cluster/real/test_ray_hosts.py \
+		tests/docs/test_ray_recipe.py $(ARGS)
 
 test-numa: build setup  ## emulated machines of NUMA nodes: placement of memory, topology, cores; needs QEMU, and root
 	$(BIN)/python -m pytest tests/numa -rs $(ARGS)

@@ -24,6 +24,7 @@ from typer import Option
 from benchmarks.harness import MODEL, Yielded, commands
 from benchmarks.serve_split import PATIENCE_S, SPLIT, Load, Pools, pools
 from benchmarks.simulated_server import LENGTHS, MAX_SEQUENCES
+from benchmarks.timed_steps import timed_steps
 from phasewise.cluster.routing import Limits
 from phasewise.cluster.simulated.arrivals import poisson
 from phasewise.cluster.simulated.kv_transfer import Link
@@ -35,7 +36,6 @@ from phasewise.cluster.simulated.steps import PromptPart, StepTimes
 from phasewise.serving.engine.engine_size import EngineSize
 from phasewise.serving.engine.open_engine import open_engine
 from phasewise.workflows.opening.open_model import open_model
-from phasewise.workflows.rehearse.timed_steps import timed_steps
 
 PERCENTILES = (50, 90, 99)
 TRAINED = 0.8

@@ -26,6 +26,7 @@ from typer import Option
 
 from benchmarks.harness import MODEL, Threads, Yielded, commands
 from benchmarks.peers.servers import phasewise, running
+from benchmarks.timed_steps import timed_steps
 from phasewise.cluster.simulated.arrivals import poisson
 from phasewise.cluster.simulated.kv_transfer import Link
 from phasewise.cluster.simulated.metrics import summarise
@@ -35,7 +36,6 @@ from phasewise.cluster.simulated.simulated_requests import Arrival
 from phasewise.serving.engine.engine_size import EngineSize
 from phasewise.serving.engine.open_engine import open_engine
 from phasewise.workflows.opening.open_model import open_model
-from phasewise.workflows.rehearse.timed_steps import timed_steps
 
 MAX_SEQUENCES = 16
 LENGTHS = [(64, 24), (160, 48), (300, 16), (480, 64), (700, 32), (1100, 40), (96, 120), (220, 12)]

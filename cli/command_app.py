@@ -1,25 +1,31 @@
-"""Typer apps whose help is plain text: options under headings, choices whole, no markup."""
+"""Typer apps whose help is plain text: examples first, options under headings, choices and flags whole."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
-import textwrap
+import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar, get_args
 
 import typer
-from typer.core import TyperCommand, TyperGroup, TyperOption
+from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
 from phasewise.cli.present import note
 from phasewise.workflows.option_ways import GivenOption
-from phasewise.workflows.unused_options import SAYS_WHAT_IS_UNUSED, unused_options, ways_text
+from phasewise.workflows.unused_options import SAYS_WHAT_IS_UNUSED, unused_options
 
 MOST_USED = "Most used"
 OTHER_OPTIONS = "Options"
 HEADINGS_IN_ORDER = {MOST_USED: -1, OTHER_OPTIONS: 1}
 """Places of headings that do not stand where their first option does."""
 EXIT_USAGE = 2
+NOUNS: dict[Any, str] = {int: "N", Path: "FILE"}
+"""By type: what help calls the value of an option that names none itself; else the last word of its flag."""
+EXAMPLE = "$ "
+"""A line of a command's docstring that begins so is an example, which help shows first."""
+HYPHEN, KEPT_HYPHEN = "-", "\N{NON-BREAKING HYPHEN}"
 TYPER_WORDS = "Value error, "
 """Typer's validator puts them before the reason why a value is refused."""
 
@@ -35,7 +41,69 @@ def _replaced(args: list[str], pairs: dict[str, dict[str, list[str]]]) -> list[s
     return replaced
 
 
-class GroupedCommand(TyperCommand):
+class _WholeWords(typer.Context.formatter_class):  # type: ignore[misc]
+    """Breaks lines at spaces alone, so that a flag stays in one piece."""
+
+    def write_usage(self, prog: str, args: str = "", prefix: str | None = None) -> None:
+        super().write_usage(_kept(prog), _kept(args), prefix)
+
+    def write_text(self, text: str) -> None:
+        super().write_text(_kept(text))
+
+    def write_dl(self, rows: Any, col_max: int = 30, col_spacing: int = 2) -> None:
+        super().write_dl([(_kept(name), _kept(text)) for name, text in rows], col_max, col_spacing)
+
+    def getvalue(self) -> str:
+        return str(super().getvalue()).replace(KEPT_HYPHEN, HYPHEN)
+
+
+def _kept(text: str) -> str:
+    return text.replace(HYPHEN, KEPT_HYPHEN)
+
+
+class _WithExamples:
+    """The help of a command or a group: usage, examples, what it does, its options."""
+
+    examples: tuple[str, ...]
+    help: str | None
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        paragraphs = inspect.cleandoc(self.help or "").split("\n\n")
+        shown = [text for text in paragraphs if text.startswith(EXAMPLE)]
+        self.examples = tuple(line.removeprefix(EXAMPLE) for text in shown for line in text.splitlines())
+        self.help = "\n\n".join(text for text in paragraphs if text not in shown)
+        for parameter in getattr(self, "params", ()):
+            _name_value(parameter)
+
+    def get_help(self, ctx: Any) -> str:
+        formatter = _WholeWords(width=ctx.terminal_width, max_width=ctx.max_content_width)
+        self.format_help(ctx, formatter)  # type: ignore[attr-defined]
+        return formatter.getvalue().rstrip("\n")
+
+    def format_help_text(self, ctx: Any, formatter: Any) -> None:
+        if self.examples:
+            with formatter.section("Examples"):
+                for example in self.examples:
+                    formatter.write(f"  {example}\n")
+        super().format_help_text(ctx, formatter)  # type: ignore[misc]
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return [re.sub("[{}]", "", piece) for piece in super().collect_usage_pieces(ctx)]  # type: ignore[misc]
+
+
+def _name_value(parameter: Any) -> None:
+    """Give an option the noun of its value, where it has none and takes no choice."""
+    kind = parameter.type_descriptor
+    if not isinstance(parameter, TyperOption) or parameter.is_flag or kind.is_choice:
+        return
+    if parameter.metavar is None:
+        types = (kind.annotation, *get_args(kind.annotation))  # of a list, what it holds
+        last_word = parameter.opts[-1].rpartition("-")[2].upper()
+        parameter.metavar = next((NOUNS[each] for each in types if each in NOUNS), last_word)
+
+
+class GroupedCommand(_WithExamples, TyperCommand):
     """A command whose options are listed under the headings (`rich_help_panel`) that they were given."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -102,34 +170,30 @@ class GroupedCommand(TyperCommand):
     def format_options(self, ctx: Any, formatter: Any) -> None:
         groups: dict[str, list[tuple[str, str]]] = {}
         arguments: list[tuple[str, str]] = []
-        unseen: set[str] = set()
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
             if record is None:
-                unseen.update(parameter.opts)
                 continue
-            if isinstance(parameter, TyperOption):
-                groups.setdefault(parameter.rich_help_panel or OTHER_OPTIONS, []).append(record)
+            name, meaning = record
+            if isinstance(parameter, TyperArgument):
+                arguments.append((str(parameter.metavar), _in_words(meaning)))
             else:
-                arguments.append(record)
+                panel = parameter.rich_help_panel or OTHER_OPTIONS
+                groups.setdefault(panel, []).append((name, _in_words(meaning)))
         if arguments:
             with formatter.section("Arguments"):
                 formatter.write_dl(arguments)
         for heading in sorted(groups, key=lambda panel: HEADINGS_IN_ORDER.get(panel, 0)):
             with formatter.section(heading):
                 formatter.write_dl(groups[heading])
-        if ways := ways_text(_path(ctx), unseen):
-            with formatter.section("Without effect, and therefore refused"):
-                for where, flags in ways:
-                    formatter.write(_filled(f"{where}:", 2, formatter.width))
-                    formatter.write(_filled(flags, 6, formatter.width))
 
 
-def _filled(text: str, indent: int, width: int) -> str:
-    """Lines in which no option is broken at its hyphens."""
-    space = " " * indent
-    lines = textwrap.wrap(text, width, initial_indent=space, subsequent_indent=space, break_on_hyphens=False)
-    return "".join(f"{line}\n" for line in lines)
+def _in_words(meaning: str) -> str:
+    """An option's help, whose bounds are numbers as people write them: `1 to 512`."""
+    text, bracket, rest = meaning.rpartition("  [")
+    rest = re.sub(r"(?<![\d.])(-?\d+)\.0(?=[;\]]|<=)", r"\1", rest)
+    rest = re.sub(r"(\S+)<=x<=([^];]+)", r"\1 to \2", rest)
+    return text + bracket + re.sub(r"x>=([^];]+)", r"at least \1", rest)
 
 
 def _path(ctx: Any) -> str:
@@ -162,7 +226,11 @@ def _written(ctx: Any, parameter: Any) -> str:
     return f"{_name(parameter).lstrip('-').replace('-', '_')} of the configuration file"
 
 
-class GroupedCommands(TyperGroup):
+class CommandGroup(_WithExamples, TyperGroup):
+    """A command of subcommands."""
+
+
+class GroupedCommands(CommandGroup):
     """A command whose subcommands are listed under headings, in the order of `headings`."""
 
     headings: ClassVar[dict[str, dict[str, Any]]]
@@ -172,9 +240,12 @@ class GroupedCommands(TyperGroup):
         width = max(len(name) for names in self.headings.values() for name in names)
         for heading, names in self.headings.items():
             with formatter.section(heading):
-                limit = formatter.width - 6 - width
-                told = [(name, self.commands[name].get_short_help_str(limit)) for name in names]
+                told = [(name, _first_paragraph(self.commands[name])) for name in names]
                 formatter.write_dl([(name.ljust(width), text) for name, text in told])
+
+
+def _first_paragraph(command: Any) -> str:
+    return " ".join(str(command.help).partition("\n\n")[0].split())
 
 
 class CommandApp(typer.Typer):
@@ -186,7 +257,7 @@ class CommandApp(typer.Typer):
             rich_markup_mode=None,
             pretty_exceptions_enable=False,
             context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-            **settings,
+            **{"cls": CommandGroup, **settings},
         )
 
     def command(self, name: str | None = None, **settings: Any) -> Callable[[Any], Any]:

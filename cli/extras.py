@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 EXTRAS = {
-    "aiohttp": "bench",
     "tree_sitter": "kernels",
     "tree_sitter_c": "kernels",
-    "zmq": "pools",
     "ray": "ray",
     "cryptography": "sign",
     "gguf": "quantise",

@@ -104,6 +104,9 @@ def root(
 ) -> None:
     """Serve LLMs on CPUs with two execution plans, one for prefill and one for decode.
 
+    $ phasewise chat smollm2-135m-instruct
+    $ phasewise serve model.gguf --port 8000
+
     Data goes to stdout, progress to stderr. Exit codes: 0 done, 1 failed (one line on stderr says why),
     2 wrong usage, 130 interrupted. Options come from the flag, then PHASEWISE_* variables, then
     the configuration file, then the default.

@@ -41,7 +41,9 @@ PhaseChoice = Literal["prefill", "decode", "both"]
 """The phase that the tuned products are for."""
 
 
-EMBED_DEVICE_HELP = "also embed on the accelerator behind this worker of yours (help embeddings) [repeatable]"
+EMBED_DEVICE_HELP = (
+    "also embed on the accelerator of this worker program (phasewise help embeddings) [repeatable]"
+)
 
 UNITS_S = {"": 1, "s": 1, "m": 60, "h": 3600}
 
@@ -113,15 +115,6 @@ RanksOption = Annotated[
         "[default: the plan's]",
     ),
 ]
-TilePromptsOption = Annotated[
-    bool,
-    typer.Option(
-        "--tile-prompts",
-        envvar="PHASEWISE_TILE_PROMPTS",
-        help="multiply prompts by quantised weights as bf16 on the tile unit (AMX): faster prefill, but the"
-        " same prompt may then get another answer when part of it is cached or after a preemption",
-    ),
-]
 ArithmeticOption = Annotated[
     Arithmetic,
     typer.Option(
@@ -130,8 +123,7 @@ ArithmeticOption = Annotated[
         help="how weights are multiplied. canonical: with the same bits on every CPU; bf16 is slower on one"
         " with dots of 16 bits. groups, blocks: K-quants meet activations with a scale for 16 or 32 inputs"
         " or for 256 (often faster, a little less exact; the default where there is a tile unit). tiles:"
-        " prompts and answers by the sums of the tile"
-        " unit (AMX), which AVX-512 repeats in vectors: prompts as fast as by --tile-prompts, answers slower."
+        " prompts and answers by the sums of the tile unit (AMX): faster prompts, slower answers."
         " tuned: what tune-kernels found faster",
     ),
 ]

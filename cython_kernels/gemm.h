@@ -24,8 +24,7 @@ typedef enum {
     PW_FMA,       /* float32 multiply-adds of widened weights */
     PW_F16_FMA,   /* float16 multiply-adds over short chains, those summed in float32 */
     PW_BF16_DOT,  /* pairs of bf16, summed in float32 */
-    PW_BF16_TILE, /* the same on the tile unit, */
-    PW_BF16_EVEN_ODD, /* and the tile unit's sums in vectors */
+    PW_BF16_TILE, /* the same on the tile unit */
     PW_INT8_DOT,  /* bytes times rows quantised to bytes, exact in int32 within a group */
     PW_INT8_TILE,
     PW_INT8_BLOCK, /* bytes times rows with one scale for 256 inputs: sub-scales of blocks apply in integers */

@@ -70,7 +70,7 @@ static int32_t path_in_use(const pw_weight *w) { return pw_active()->gemm.path_o
 static int64_t value_eighths(const pw_weight *w, int64_t m) {
     int32_t path = path_in_use(w);
     if (w->kind >= PW_Q8 && path == PW_FMA) return 32;
-    if (w->kind >= PW_Q8 && (path == PW_BF16_DOT || path == PW_BF16_TILE || path == PW_BF16_EVEN_ODD)) return 16;
+    if (w->kind >= PW_Q8 && (path == PW_BF16_DOT || path == PW_BF16_TILE)) return 16;
     int nibbles = w->kind >= PW_Q4;
     return nibbles ? (m > STREAM_ROWS ? 8 : 4) : 32 / pw_inputs_of_row(w->kind);
 }
@@ -195,8 +195,8 @@ void pw_share(const pw_schedule *s, const pw_weight *w, int64_t m, int32_t threa
 }
 
 const char *pw_path_name(int path) {
-    static const char *const names[PW_PATHS] = {"fma", "f16_fma", "bf16_dot", "bf16_tile", "bf16_even_odd", "int8_dot",
-                                                 "int8_tile", "int8_block"};
+    static const char *const names[PW_PATHS] = {"fma",      "f16_fma",   "bf16_dot", "bf16_tile",
+                                                 "int8_dot", "int8_tile", "int8_block"};
     return path >= 0 && path < PW_PATHS ? names[path] : NULL;
 }
 

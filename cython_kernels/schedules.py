@@ -17,13 +17,11 @@ CANONICAL = "canonical"
 """The choice of arithmetic by which every weight's products have the same bits on every CPU."""
 TILES = "tiles"
 """The choice by which quantised and bf16 weights have the arithmetic of the tile unit in both phases."""
-OF_ONE_INSTRUCTION_SET = frozenset({"bf16_dot", "bf16_tile", "bf16_even_odd", "f16_fma"})
+OF_ONE_INSTRUCTION_SET = frozenset({"bf16_dot", "bf16_tile", "f16_fma"})
 """Compute paths that round by an instruction's own rules. All others give the same bits on every CPU."""
-_OF_TILES = ("bf16_tile", "bf16_even_odd")
-SAME_BITS = {"int8_tile": "int8_dot", "bf16_even_odd": "bf16_tile"}
+_ON_TILES = "bf16_tile"
+SAME_BITS = {"int8_tile": "int8_dot"}
 """Paths that are another one, bit for bit."""
-ASKED_ONLY = frozenset({"bf16_even_odd"})
-"""Paths that are taken for their bits and never for their speed: no search looks at them."""
 MAX_ROW_RANGES = 64
 """Ranges that one weight may have (PW_MAX_ROW_RANGES)."""
 
@@ -50,29 +48,23 @@ def canonical_path(weight: PackedWeight) -> str:
     return default if SAME_BITS.get(default) == shared else shared
 
 
-def path_on_tiles(weight: PackedWeight) -> str | None:
-    """The path on the tile unit of a weight that is multiplied as bf16 there; None where there is no unit."""
-    path = tiles_path(weight)
-    return path if path == _OF_TILES[0] else None
-
-
 def tiles_path(weight: PackedWeight) -> str | None:
-    """The path of the tile unit's arithmetic of bf16, on the unit or in vectors; None where there is neither,
-    and for what is never multiplied as bf16: f32, f16, and bytes with a scale for a column.
+    """The path of the tile unit's arithmetic of bf16; None where there is no unit, and for what is never
+    multiplied as bf16: f32, f16, and bytes with a scale for a column.
     """
     if weight.kind in ("f32", "f16") or (weight.kind == "q8" and weight.group == COLUMN_GROUP):
         return None
     from phasewise.cython_kernels._native import compute_paths
 
     paths = compute_paths(weight.kind, weight.group)
-    return next((path for path in _OF_TILES if path in paths), None)
+    return _ON_TILES if _ON_TILES in paths else None
 
 
 def has_tiles_arithmetic() -> bool:
-    """True if the instruction set in use multiplies bf16 on a tile unit, or adds as one does."""
+    """True if the instruction set in use multiplies bf16 on a tile unit."""
     from phasewise.cython_kernels._native import compute_paths
 
-    return any(path in compute_paths("bf16") for path in _OF_TILES)
+    return _ON_TILES in compute_paths("bf16")
 
 
 class ScheduleLookup:
@@ -89,13 +81,6 @@ class ScheduleLookup:
     def bands(self) -> Sequence[ScheduleLookup]:
         """The schedules of the cores of each band that the phase's plan has; of further ones, defaults."""
         return ()
-
-    def own_path(self, weight: PackedWeight) -> str | None:
-        """The compute path by which this phase alone multiplies by the weight; None: the model's arithmetic.
-
-        A token's numbers then depend on the phase that computed it.
-        """
-        return None
 
     def products(self, weight: PackedWeight, max_m: int) -> Sequence[RowRange]:
         """At most MAX_ROW_RANGES, ascending; beyond the last one the default runs."""

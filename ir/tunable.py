@@ -15,9 +15,10 @@ from phasewise.ir.transforms import transformed
 from phasewise.ir.types import Vec
 
 WIDEN, UNROLL = (1, 2, 4), (1, 2, 4, 8)
+"""Factors of `widen` and of `unroll` that are tried."""
 MAX_CHOICES = 500
 COPYING = ("unroll", "apart")
-"""Widths that a loop may have behind `widen`."""
+"""Transformations of a loop that repeat its body."""
 
 
 def with_parameters(text: str, where: str = "kernel") -> str:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 import os
+import secrets
 import sqlite3
 import stat
 import textwrap
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,12 @@ from sqlalchemy import Connection, Engine, ExceptionContext, create_engine, even
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, OperationalError
 from sqlalchemy.pool import ConnectionPoolEntry, QueuePool, StaticPool
 
+from phasewise._files import open_file
 from phasewise.kerneldb.errors import (
     BusyDatabaseError,
     DamagedDatabaseError,
     DatabaseFullError,
+    DatabaseNameError,
     ForeignDatabaseError,
     KernelDbError,
     ReadOnlyDatabaseError,
@@ -34,7 +37,7 @@ BUSY_TIMEOUT_S = 15.0
 """The time to wait for another writer, which holds the lock for milliseconds, or seconds to upgrade."""
 
 LOOK_AGAIN_S = 0.0003
-"""True if another writer is done."""
+"""Pause between two attempts to get the write lock."""
 
 LEAST_ROOM_BYTES = 64 << 10
 """Free bytes that the file system needs before a database is opened for writing: SQLite adds 32 KiB and a
@@ -42,6 +45,8 @@ log.
 """
 
 _SQLITE_MAGIC = b"SQLite format 3\0"
+COPY_SUFFIX = ".before-upgrade"
+_OWN_FILES = ("-journal", "-wal", "-shm")
 _WRITES = "sqlite_writes"
 _STEPS = "sqlite_steps"
 
@@ -154,11 +159,13 @@ def _server_engine(url: str, name: str) -> Engine:
     try:
         return create_engine(url, **_JSON, pool_pre_ping=True, connect_args=server_limits(url))
     except NoSuchModuleError as error:
-        raise KernelDbError(f"database {name} is of an unknown kind: {error}") from None
+        raise DatabaseNameError(f"database {name} is of an unknown kind: {error}") from None
     except ArgumentError:
-        raise KernelDbError(f"{name} is not a database URL: write e.g. postgresql://user@host/name") from None
+        raise DatabaseNameError(
+            f"{name} is not a database URL: write e.g. postgresql://user@host/name"
+        ) from None
     except ImportError as error:
-        raise KernelDbError(
+        raise DatabaseNameError(
             f"database {name} needs a driver (for PostgreSQL: pip install 'phasewise[postgres]'): {error}"
         ) from None
 
@@ -273,12 +280,21 @@ def check_file(file: Path) -> bool:
         status = file.stat()
         if not stat.S_ISREG(status.st_mode):
             raise ForeignDatabaseError(f"database {file} is not a file")
+        check_beside(file)
         head = b"" if _is_open_here(status) else _head(file)
     except OSError as error:
         raise KernelDbError(f"database {file} cannot be read: {error.strerror}") from None
     if head and head != _SQLITE_MAGIC:
         raise ForeignDatabaseError(f"{file} is not a database; name another with --db, or move it away")
     return os.access(file, os.W_OK) and os.access(file.parent, os.W_OK | os.X_OK)
+
+
+def check_beside(file: Path) -> None:
+    """Refuses a pipe or a device in the place of one of SQLite's own files: it would open and wait for it."""
+    for ending in _OWN_FILES:
+        own = Path(f"{file}{ending}")
+        if os.path.lexists(own) and not own.is_file():
+            raise ForeignDatabaseError(f"database {file} cannot be opened: {own} is not a file; move it away")
 
 
 def has_room(file: Path) -> bool:
@@ -291,7 +307,7 @@ def has_room(file: Path) -> bool:
 
 
 def _head(file: Path) -> bytes:
-    with file.open("rb") as stream:
+    with open_file(file) as stream:
         return stream.read(len(_SQLITE_MAGIC))
 
 
@@ -322,10 +338,49 @@ def make_room(location: Location) -> None:
             f"the directory {folder} for the database cannot be created ({error.strerror}): "
             "name another database with --db"
         ) from None
+    check_beside(location.file)
     if not os.path.isdir(folder):
         raise KernelDbError(f"database {location.file} cannot be created: there is no directory {folder}")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ReadOnlyDatabaseError(f"database {location.file} cannot be created: {folder} is not writable")
+
+
+def copy_beside(file: Path) -> Path:
+    """The copy: what is committed, as one whole file with the database's mode. There is one of each database,
+    of its last upgrade. KernelDbError where it cannot be made. The caller holds the write lock.
+    """
+    copy = file.with_name(file.name + COPY_SUFFIX)
+    temporary = file.with_name(f".phasewise-{secrets.token_hex(8)}")
+    try:
+        os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        _copy_whole(file, temporary)
+        there = os.stat(file)
+        if (there.st_uid, there.st_gid) != (os.geteuid(), os.getegid()):
+            with suppress(PermissionError):
+                os.chown(temporary, there.st_uid, there.st_gid)
+        os.chmod(temporary, there.st_mode & 0o777)
+        os.replace(temporary, copy)
+    except (OSError, sqlite3.Error) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise KernelDbError(
+            f"database {file} has to be upgraded, and cannot be copied to {copy} before ({why}): "
+            "make room, or name another database with --db"
+        ) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+    return copy
+
+
+def _copy_whole(source: Path, target: Path) -> None:
+    """By SQLite, which knows what of the write-ahead log is committed."""
+    uri = f"{source.as_uri()}?mode=ro"
+    with closing(sqlite3.connect(uri, uri=True)) as old, closing(sqlite3.connect(target)) as new:
+        old.backup(new)
+    descriptor = os.open(target, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager

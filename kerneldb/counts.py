@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 Report = Callable[[str], None]
 
+ABSENT = "absent tables"
+"""Key of a session's `info`: the tables that an older schema has not."""
+
 
 @dataclass(frozen=True)
 class Key:
@@ -160,11 +163,16 @@ def promoted_keys(session: Session, verified: bool, *where: ColumnElement[bool])
     }
 
 
+def has_table(session: Session, model: type[Base]) -> bool:
+    """False where the database's schema is older than the table."""
+    return model.__tablename__ not in session.info.get(ABSENT, ())
+
+
 def table_sizes(session: Session, measurements: int) -> dict[str, int]:
     """Rows by table; those of measurements are counted already."""
     sizes = {MeasurementRow.__tablename__: measurements}
     for name, table in Base.metadata.tables.items():
-        if name not in sizes:
+        if name not in sizes and name not in session.info.get(ABSENT, ()):
             sizes[name] = session.scalar(select(func.count()).select_from(table)) or 0
     return dict(sorted(sizes.items()))
 
@@ -176,8 +184,9 @@ def stats(session: Session, report: Report, revision: str, file_bytes: int | Non
     for core, placement, abi, count, verified in session.execute(queries.counts_by_build()):
         machines[core, placement] += count
         builds.setdefault(abi, Counter()).update({True: verified, False: count - verified})
-    for abi in session.scalars(select(StepTimeRow.kernel_abi).distinct()):
-        builds.setdefault(abi, Counter())
+    if has_table(session, StepTimeRow):
+        for abi in session.scalars(select(StepTimeRow.kernel_abi).distinct()):
+            builds.setdefault(abi, Counter())
     plans, step_times = _by_machine(session, ServicePlanRow), _by_machine(session, StepTimeRow)
     return StoreStats(
         revision,
@@ -192,6 +201,8 @@ def stats(session: Session, report: Report, revision: str, file_bytes: int | Non
 
 
 def _by_machine(session: Session, model: type[ServicePlanRow | StepTimeRow]) -> Counter[tuple[Any, ...]]:
+    if not has_table(session, model):
+        return Counter()
     key = (model.core_sig, model.placement_sig)
     counted = session.execute(select(*key, func.count()).group_by(*key))
     return Counter({(core, placement): count for core, placement, count in counted})
@@ -211,11 +222,15 @@ def machines(session: Session) -> set[MachineKey]:
             *(MeasurementRow, PromotionRow, StorageDuelRow),
             *(ServicePlanRow, StepTimeRow, PredictorScoreRow),
         )
+        if has_table(session, model)
         for core, placement in session.execute(select(model.core_sig, model.placement_sig).distinct())
     }
     users = (UserKernelTimingRow, UserKernelPromotionRow)
     keys |= {
-        (core, SINGLE_CORE) for model in users for core in session.scalars(select(model.core_sig).distinct())
+        (core, SINGLE_CORE)
+        for model in users
+        if has_table(session, model)
+        for core in session.scalars(select(model.core_sig).distinct())
     }
     return {machine for key in keys if isinstance(machine := made(MachineKey, *key), MachineKey)}
 

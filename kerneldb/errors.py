@@ -2,8 +2,9 @@
 
 KernelDbError                the base: one clear line for the user, exit code 1
 ├── RecordError              a value that no record may hold (also a ValueError)
+├── DatabaseNameError        what is given names no database that can be opened
 ├── DatabaseTooNewError      written by a newer phasewise; nothing was touched
-├── DatabaseTooOldError      on a server, of an older schema, which only `db upgrade` may change
+├── DatabaseTooOldError      of an older schema: read where this program can, and not changed
 ├── ForeignDatabaseError     a database, or a file, that is not ours
 ├── DamagedDatabaseError     ours, but its bytes or rows make no sense
 ├── ReadOnlyDatabaseError    a write was asked for where only reading is possible
@@ -27,12 +28,16 @@ class RecordError(KernelDbError, ValueError):
     """A value outside the bounds of its record. The message names the field, the value and the bounds."""
 
 
+class DatabaseNameError(KernelDbError):
+    """No file, no URL, or a URL of a kind for which there is no driver."""
+
+
 class DatabaseTooNewError(KernelDbError):
     """The schema is of a revision that this program does not know."""
 
 
 class DatabaseTooOldError(KernelDbError):
-    """Other hosts use the database too: it is upgraded when somebody asks for that."""
+    """It cannot be changed, or is on a server that other hosts use: those are upgraded by `db upgrade`."""
 
 
 class ForeignDatabaseError(KernelDbError):

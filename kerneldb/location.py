@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phasewise._places import user_folder
-from phasewise.kerneldb.errors import KernelDbError
+from phasewise.kerneldb.errors import DatabaseNameError
 
 FILE_NAME = "phasewise.db"
 MEMORY_URL = "sqlite://"
@@ -65,14 +65,14 @@ def locate(db: str | os.PathLike[str] | None) -> Location:
         return Location(default_file(), None, is_default=True)
     text = os.fspath(db)
     if not text or "\0" in text:
-        raise KernelDbError("the database name is empty or has a NUL in it: give a file or a URL")
+        raise DatabaseNameError("the database name is empty or has a NUL in it: give a file or a URL")
     sqlite = _SQLITE_URL.fullmatch(text)
     if text == ":memory:" or (sqlite and sqlite[1] in (None, "", ":memory:")):
         return Location(None, MEMORY_URL)
     if sqlite:
         return Location(Path(sqlite[1]).absolute(), None)
     if text.startswith(("sqlite:", "sqlite+")):
-        raise KernelDbError(
+        raise DatabaseNameError(
             f"database {redacted(text)}: for SQLite give the path of a file, without parameters"
         )
     if "://" in text:
@@ -80,4 +80,4 @@ def locate(db: str | os.PathLike[str] | None) -> Location:
     try:
         return Location(Path(text).expanduser().absolute(), None)
     except RuntimeError:
-        raise KernelDbError(f"database {text}: there is no home directory of that user") from None
+        raise DatabaseNameError(f"database {text}: there is no home directory of that user") from None

@@ -64,8 +64,9 @@ VERSION = 1
 
 MAX_ROWS = 10_000_000
 MAX_LINE_BYTES = 4 * 2**20
-MAX_SKIPPED_BYTES = 256 * 2**20
 """Twice a row with as many and as long samples as a record may have."""
+MAX_SKIPPED_BYTES = 256 * 2**20
+"""Most bytes of a longer line that are read past; a device, say, gives zeros without end."""
 
 ROWS_AT_ONCE = 2000
 """Are appended in one transaction, so that other writers need not wait long."""
@@ -201,7 +202,7 @@ def too_many(count: int) -> str:
 
 def _row_lines(groups: Iterable[Iterable[Row]]) -> Iterator[str]:
     for group in groups:
-        lines = {_row_line(row): _place_of(row) for row in group}
+        lines = {row_line(row): _place_of(row) for row in group}
         yield from sorted(lines, key=lambda line: (lines[line], line))
 
 
@@ -229,7 +230,8 @@ def _numbers_of(problem: Problem | UserProblem) -> tuple[Any, ...]:
     return astuple(problem)
 
 
-def _row_line(row: Row) -> str:
+def row_line(row: Row) -> str:
+    """The line of a row, without its end."""
     word = _WORDS[type(row)]
     content = f'{{"{word}":{row_text(row)}}}'
     digest = f'"sha256":"{_digest_of(content)}"'
@@ -449,6 +451,11 @@ def _no_constant(name: str) -> None:
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_without_repeats, parse_constant=_no_constant)
+
+
+def read_row(line: bytes) -> Row:
+    """The row of a line, unverified. ValueError or RecursionError where it holds none."""
+    return _timing_as_written(line) or _row(_parsed(line), line)
 
 
 def _row(content: dict[str, Any], line: bytes) -> Row:

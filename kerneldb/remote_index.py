@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from phasewise._json import read_json
 from phasewise.kerneldb.errors import KernelDbError
 from phasewise.kerneldb.records import MAX_TEXT
 
@@ -59,8 +60,13 @@ class RemoteIndex:
     bundles: tuple[Bundle, ...] = ()
 
     def with_bundles(self, more: Iterable[Bundle]) -> RemoteIndex:
-        """The next index, with these too; the same one where it has them all."""
+        """The next index, with these too; the same one where it has them all. RemoteError for too many."""
         bundles = tuple(sorted({*self.bundles, *more}))
+        if bundles != self.bundles and (self.serial >= MAX_SERIAL or len(bundles) > MAX_BUNDLES):
+            raise RemoteError(
+                f"the index has serial {self.serial} and {len(bundles)} bundles, and can have no more than "
+                f"serial {MAX_SERIAL} and {MAX_BUNDLES} bundles: begin a new remote"
+            )
         return self if bundles == self.bundles else RemoteIndex(self.serial + 1, bundles)
 
     def to_bytes(self) -> bytes:
@@ -73,8 +79,8 @@ class RemoteIndex:
 def read_index(content: bytes, name: str) -> RemoteIndex:
     """An index of `to_bytes`. RemoteError, in one line, for anything else."""
     try:
-        return _index(json.loads(content.decode("utf-8")))
-    except (ValueError, RecursionError, KeyError, TypeError) as error:
+        return _index(read_json(content.decode("utf-8")))
+    except (ValueError, KeyError, TypeError) as error:
         raise RemoteError(f"the index of {name} is not one: {error!s:.120}") from None
 
 

@@ -54,6 +54,18 @@ def is_newer(revision: str | None) -> bool:
     return revision is not None and revision not in REVISIONS
 
 
+def is_readable(revision: str) -> bool:
+    """True if this program reads the rows of a schema of its own or of an older one: none since then broke
+    with what they mean.
+    """
+    return revision in REVISIONS and not set(REVISIONS[REVISIONS.index(revision) + 1 :]) & set(BREAKING)
+
+
+def absent_tables(connection: Connection) -> frozenset[str]:
+    """The tables of this program's schema that the database has not."""
+    return frozenset(Base.metadata.tables) - set(inspect(connection).get_table_names())
+
+
 def read_revision(connection: Connection, name: str) -> str | None:
     """The revision of our tables, None where there are no tables at all. It is none of REVISIONS where the
     database is newer than this program and states that this program may read it.

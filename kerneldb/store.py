@@ -6,6 +6,7 @@ Promises that every backend keeps (tests/kerneldb/test_store.py runs them on eac
 - A row that breaks its record's bounds is skipped and reported, and does not hide the good ones.
 - Several processes may read and write at once. A `Store` itself belongs to one thread at a time.
 - A newer schema is read where the database states that this program may; else refused, nothing touched.
+- An older one is read too where it cannot be upgraded: what it has no table for has no rows.
 - SQLite is copied beside itself before its schema is upgraded; a server's is upgraded when that is asked for.
 """
 
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from sqlalchemy import Delete, Engine, delete, func, select, text
 from sqlalchemy.orm import Session
 
-from phasewise.kerneldb import connect, counts, queries, row_groups, summaries
+from phasewise.kerneldb import connect, counts, queries, row_groups, schema, summaries
 from phasewise.kerneldb.counts import Key, KeyCount, ProgramCount, StoreStats, TimedKey
 from phasewise.kerneldb.errors import (
     DatabaseFullError,
@@ -66,8 +67,7 @@ from phasewise.kerneldb.rows import (
     row_of,
     rows_of,
 )
-from phasewise.kerneldb.schema import HEAD, SchemaChange, is_newer, read_revision, upgrade
-from phasewise.kerneldb.schema_copy import copy_beside
+from phasewise.kerneldb.schema import SchemaChange
 from phasewise.kerneldb.summaries import Summarised, batched
 from phasewise.kerneldb.user_kernels import UserPromotion, UserTiming
 
@@ -99,7 +99,7 @@ def open_store(
 ) -> Iterator[Store]:
     """Open the database that `db` names (see `locate`), creating it, or upgrading a file, where needed.
 
-    upgrades_server: a server's database of an older schema is upgraded; else it is refused.
+    upgrades_server: a server's database of an older schema is upgraded; else it is only read.
     `report` gets one line for each thing worth a remark: an upgrade, a read-only database, a row skipped.
     Raises KernelDbError, in one clear line, when the database cannot be used.
     """
@@ -138,52 +138,57 @@ class Store:
         self._write_engine = connect.for_writing(engine)
         self._file = location.file
         self._report = report
+        self._absent_tables: frozenset[str] = frozenset()
         with connect.clear_errors(self.name):
             self.schema_change = self._prepare(upgrades_server)
 
     def _prepare(self, upgrades_server: bool) -> SchemaChange:
         """Check the revision; create or upgrade. Only then are Alembic and the write lock needed."""
         with self._engine.connect() as connection:
-            before = read_revision(connection, self.name)
-        if before is not None and is_newer(before):
+            before = schema.read_revision(connection, self.name)
+        if before is not None and schema.is_newer(before):
             return self._only_read(before)
         if not self.writable:
-            if before != HEAD:
-                state = f"has schema {before}, older than {HEAD}," if before else "is empty"
-                raise ReadOnlyDatabaseError(f"database {self.name} {state} and cannot be written")
+            if before is None:
+                raise ReadOnlyDatabaseError(f"database {self.name} is empty and cannot be written")
+            if before != schema.HEAD:
+                return self._only_read(before)
             self._report(f"{self._obstacle}: it is used, and nothing new is kept")
-            return SchemaChange(HEAD, HEAD)
-        if before == HEAD:
-            return SchemaChange(HEAD, HEAD)
+            return SchemaChange(schema.HEAD, schema.HEAD)
+        if before == schema.HEAD:
+            return SchemaChange(schema.HEAD, schema.HEAD)
         if self._engine.dialect.name == "sqlite" and before is None:
             connect.use_write_ahead_log(self._engine)
         if before is not None and self._file is None and not upgrades_server:
-            raise DatabaseTooOldError(
-                f"database {self.name} has schema {before}, older than this phasewise's {HEAD}: "
-                "dump it, then run `phasewise db upgrade` with the same --db"
-            )
-        copies: list[Path] = []
+            return self._only_read(before, "; dump it, then run `phasewise db upgrade` with the same --db")
+        copies, files = list[Path](), [] if self._file is None else [self._file]
         with self._write_engine.begin() as connection:
-            change = upgrade(connection, self.name, lambda: copies.extend(self._copy()))
-        if is_newer(change.after):  # by another process, since it was looked at
+            change = schema.upgrade(
+                connection, self.name, lambda: copies.extend(map(connect.copy_beside, files))
+            )
+        if schema.is_newer(change.after):  # by another process, since it was looked at
             return self._only_read(change.after)
-        if change.before not in (None, HEAD):
+        if change.before not in (None, schema.HEAD):
             kept = "".join(f"; {copy} is what it was" for copy in copies)
             self._report(f"database {self.name} upgraded from schema {change.before} to {change.after}{kept}")
         return change
 
-    def _only_read(self, revision: str) -> SchemaChange:
-        """A newer program has upgraded the database, and states that it can be read."""
-        self._obstacle = DatabaseTooNewError(
-            f"database {self.name} has schema {revision}, newer than this phasewise's {HEAD}"
-        )
+    def _only_read(self, revision: str, remedy: str = "") -> SchemaChange:
+        """A newer program states that the database can be read, or none since an older one broke with it."""
+        has = f"database {self.name} has schema {revision}"
+        if schema.is_newer(revision):
+            self._obstacle = DatabaseTooNewError(f"{has}, newer than this phasewise's {schema.HEAD}")
+            advice = "; upgrade phasewise"
+        else:
+            self._obstacle = DatabaseTooOldError(f"{has}, older than this phasewise's {schema.HEAD}{remedy}")
+            advice = ""
+            if not schema.is_readable(revision):
+                raise self._obstacle
+            with self._engine.connect() as connection:
+                self._absent_tables = schema.absent_tables(connection)
         self.writable = False
-        self._report(f"{self._obstacle}: it is read, and nothing new is kept; upgrade phasewise")
+        self._report(f"{self._obstacle}: it is read, and nothing new is kept{advice}")
         return SchemaChange(revision, revision)
-
-    def _copy(self) -> Iterator[Path]:
-        if self._file is not None:
-            yield copy_beside(self._file)
 
     def add_measurements(self, measurements: Iterable[Measurement]) -> None:
         """Append all or none."""
@@ -483,6 +488,8 @@ class Store:
         self, record: type[Shared], wanted: Callable[[MachineKey], bool] = lambda _: True
     ) -> Iterator[list[Any]]:
         """All rows of machines that are wanted, the rows of a key (`row_groups`) at a time, in key order."""
+        if self._lacks(record):
+            return
         with self._reading() as session:
             groups = row_groups.conditions(session, record, wanted, self._tell)
         shared, model = SharedRecords(), KEPT[record].model
@@ -540,25 +547,36 @@ class Store:
 
     @contextmanager
     def _reading(self) -> Iterator[Session]:
-        with connect.clear_errors(self.name), Session(self._engine) as session:
+        info = {counts.ABSENT: self._absent_tables}
+        with connect.clear_errors(self.name), Session(self._engine, info=info) as session:
             yield session
+
+    def _lacks(self, record: type) -> bool:
+        """True if the schema is older than the record's table."""
+        return KEPT[record].model.__tablename__ in self._absent_tables
 
     def _records(self, record: type[T], *where: ColumnExpressionArgument[bool]) -> list[T]:
         """The rows of these conditions that keep their record's bounds, oldest first."""
         return [*self._read(record, rows_of(record).where(*where).order_by(KEPT[record].model.id))]
 
     def _read(self, record: type[T], query: AnySelect) -> Iterator[T]:
+        if self._lacks(record):
+            return iter(())
         with self._reading() as session:
             rows: Sequence[AnyRow] = session.execute(query).all()
         return self._built(record, rows)
 
     def _first(self, record: type[T], query: AnySelect) -> T | None:
         """The first row that keeps its record's bounds."""
+        if self._lacks(record):
+            return None
         with self._reading() as session:
             return next(self._built(record, session.execute(query.execution_options(yield_per=1))), None)
 
     def _streamed(self, record: type[T], *where: ColumnExpressionArgument[bool]) -> Iterator[T]:
         """All rows, few of them in memory; the database is being read until the last one is taken."""
+        if self._lacks(record):
+            return
         query = rows_of(record).where(*where).order_by(KEPT[record].model.id)
         with self._reading() as session:
             yield from self._built(record, session.execute(query.execution_options(yield_per=ROWS_AT_ONCE)))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+from phasewise._json import read_json
 from phasewise.loadtest.arrivals import LatencySlo, RequestPace, instants_of, parse_slo, repeated, scaled
 from phasewise.loadtest.client import LoadTestError, Target, base_of
 from phasewise.loadtest.rate_search import RateSearch
@@ -138,8 +138,8 @@ def _body_fields(asking: Asking) -> dict[str, Any]:
         fields["ignore_eos"] = True
     if asking.extra_body is not None:
         try:
-            more = json.loads(asking.extra_body)
-        except (ValueError, RecursionError):
+            more = read_json(asking.extra_body)
+        except ValueError:
             more = None
         if not isinstance(more, dict):
             raise LoadSettingsError(f"--extra-body {asking.extra_body!r:.60} is no JSON object")

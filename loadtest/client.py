@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
+from phasewise._json import read_json
 from phasewise.loadtest.energy import Energy, energy_in
 from phasewise.loadtest.outcome import FailureKind, RequestOutcome
 from phasewise.loadtest.stream import MAX_ERROR_CHARS, StreamReader
@@ -215,10 +216,7 @@ async def open_client(target: Target, *, keeps_text: bool = False) -> AsyncItera
 
 async def _json(response: aiohttp.ClientResponse) -> Any:
     """A small JSON body. Raises ValueError where the body is no JSON."""
-    try:
-        return json.loads(await response.content.read(MAX_BODY_BYTES))
-    except RecursionError:
-        raise ValueError("JSON that is too deep") from None
+    return read_json(await response.content.read(MAX_BODY_BYTES))
 
 
 async def _refusal(outcome: RequestOutcome, response: aiohttp.ClientResponse) -> None:
@@ -237,8 +235,8 @@ async def _refusal(outcome: RequestOutcome, response: aiohttp.ClientResponse) ->
 def reason_in(body: bytes) -> str:
     """The message of an error in OpenAI's shape, else the body itself."""
     text = body.decode("utf-8", "replace")
-    with suppress(ValueError, TypeError, KeyError, RecursionError):
-        text = str(json.loads(text)["error"]["message"])
+    with suppress(ValueError, TypeError, KeyError):
+        text = str(read_json(text)["error"]["message"])
     return " ".join(text.split())[:MAX_ERROR_CHARS]
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import aiohttp
 
+from phasewise._json import read_json
 from phasewise.loadtest.arrivals import RequestPace
 from phasewise.loadtest.client import (
     CONNECT_S,
@@ -135,7 +136,7 @@ def _tokens_in(raw: bytes) -> int:
     """The usage, which servers write at one end or the other: the vectors between are not parsed."""
     start = raw.rfind(b'"usage"')
     try:
-        usage = json.loads(raw[start + 8 : raw.index(b"}", start) + 1].decode()) if start >= 0 else {}
+        usage = read_json(raw[start + 8 : raw.index(b"}", start) + 1].decode()) if start >= 0 else {}
         return int(usage.get("prompt_tokens", 0))
     except (ValueError, AttributeError):
         return 0

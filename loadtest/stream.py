@@ -6,9 +6,9 @@ reason.
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
+from phasewise._json import read_json
 from phasewise.loadtest.outcome import FailureKind, RequestOutcome
 
 MAX_LINE_BYTES = 4 << 20
@@ -65,8 +65,8 @@ class StreamReader:
             self._is_done = True
             return
         try:
-            event = json.loads(data)
-        except (ValueError, RecursionError):
+            event = read_json(data)
+        except ValueError:
             self._fail(FailureKind.garbage, f"an event that is not JSON: {data[:60]!r}")
             return
         if not isinstance(event, dict):

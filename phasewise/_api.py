@@ -153,7 +153,7 @@ def open_model(
     ref: a known name such as `smollm2-135m-instruct`, a GGUF file, a Hugging Face directory or a hub name.
     weight_format: native, f32, bf16, int8 or int4. threads: cores of each phase. db: URL or file of the
     tuning database. If None, and how weights are stored: PHASEWISE_FORMAT, _THREADS, _DB, _SPARSE,
-    _TILE_PROMPTS and _ARITHMETIC, then [generate], then as the commands do. Raises ModelError, PlanError,
+    and _ARITHMETIC, then [generate], then as the commands do. Raises ModelError, PlanError,
     KernelDbError, and UsageError for a variable that says what cannot be.
     """
     from phasewise.serving.models.sparse_mode import SPARSE_MODES
@@ -164,7 +164,6 @@ def open_model(
     weights = Weights(
         weight_format or standing.text("format") or "native",
         cast("SparseMode", standing.text("sparse", SPARSE_MODES) or "auto"),
-        tile_prompts=standing.flag("tile_prompts") and arithmetic != "canonical",  # as the commands do
         arithmetic=arithmetic,
     )
     db = db or standing.text("db")

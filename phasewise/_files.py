@@ -26,6 +26,32 @@ FIRST_BYTE_S = 10.0
 """Seconds that a pipe has for its first byte."""
 
 
+def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
+    """A descriptor of a regular file. OSError, at once, for anything else that a stranger may have put there,
+    such as a pipe.
+    """
+    descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK, mode)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file", os.fspath(path))
+        os.set_blocking(descriptor, True)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def open_file(path: str | os.PathLike[str]) -> BinaryIO:
+    """A regular file to read, as `open_regular`."""
+    return os.fdopen(open_regular(path), "rb")
+
+
+def read_file(path: str | os.PathLike[str], most_bytes: int) -> bytes:
+    """The bytes of a regular file, whole. OSError too where there are more than `most_bytes`."""
+    with open_file(path) as file:
+        return _bounded(file, most_bytes, path)
+
+
 def open_input(path: str | os.PathLike[str]) -> BinaryIO:
     """A file, a device or a pipe to read. OSError for a directory, and for a pipe that nobody writes into."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK)
@@ -45,7 +71,11 @@ def open_input(path: str | os.PathLike[str]) -> BinaryIO:
 def read_input(path: str | os.PathLike[str], most_bytes: int) -> bytes:
     """The bytes of what `open_input` opens, whole. OSError too where there is more than `most_bytes`."""
     with open_input(path) as file:
-        data = file.read(most_bytes + 1)
+        return _bounded(file, most_bytes, path)
+
+
+def _bounded(file: BinaryIO, most_bytes: int, path: str | os.PathLike[str]) -> bytes:
+    data = file.read(most_bytes + 1)
     if len(data) > most_bytes:
         most = f"{most_bytes >> 20} MiB" if most_bytes >= 1 << 20 else f"{most_bytes} bytes"
         raise OSError(errno.EFBIG, f"it is larger than {most}", os.fspath(path))

@@ -80,10 +80,17 @@ class RequestError(ServingError):
 class ContextLengthExceeded(RequestError):
     """Prompt and answer need more positions than the model, or the KV pool, has."""
 
+    sizes: tuple[int, int] | None = None
+    """The tokens that are needed, at least, and the most that there may be; None: unknown."""
+
     @classmethod
-    def beyond(cls, most_tokens: int, asked: str, param: str | None = None) -> ContextLengthExceeded:
+    def beyond(
+        cls, most_tokens: int, asked: str, param: str | None = None, sizes: tuple[int, int] | None = None
+    ) -> ContextLengthExceeded:
         """In the words that clients of OpenAI look for. `asked`: what is longer, as the sentence goes on."""
-        return cls(f"this model's maximum context length is {most_tokens} tokens{asked}", param)
+        error = cls(f"This model's maximum context length is {most_tokens} tokens{asked}", param)
+        error.sizes = sizes
+        return error
 
 
 def check_context(most_tokens: int, n_prompt: int, n_answer: int, whose: str = "") -> None:
@@ -92,7 +99,9 @@ def check_context(most_tokens: int, n_prompt: int, n_answer: int, whose: str = "
     n_needed = n_prompt + n_answer
     if n_needed > most_tokens:
         asked = f"{n_needed} are asked for: {n_prompt} in the prompt and {n_answer} for the answer"
-        raise ContextLengthExceeded.beyond(most_tokens, f"{whose}, but {asked}", "prompt")
+        raise ContextLengthExceeded.beyond(
+            most_tokens, f"{whose}, but {asked}", "prompt", (n_needed, most_tokens)
+        )
 
 
 class QueueFull(ServingError):

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 from phasewise._words import counted
+from phasewise.kerneldb.start_reads import n_without_database
 from phasewise.serving.embedding.open_embedding import OpenEmbedding
 from phasewise.serving.embedding_service import BothClients
 from phasewise.serving.embedding_service import served as served_embeddings
@@ -28,7 +29,7 @@ from phasewise.serving.engine.receipts import SignReceipt
 from phasewise.serving.errors import ContextLengthExceeded
 from phasewise.serving.grammar.guides import GuideCompiler
 from phasewise.serving.http.answers.client import EngineClient
-from phasewise.serving.http.http_settings import HttpLimits, RequestFacts, ServedModel
+from phasewise.serving.http.http_settings import HttpLimits, ModelFacts, RequestFacts, ServedModel
 from phasewise.serving.http.length_log import LengthLog
 from phasewise.serving.http.lifecycle import Lifecycle
 from phasewise.serving.http.monitoring.access_log import NOT_LOGGED, Logging, open_log
@@ -160,7 +161,8 @@ def run_service(
         further = [stack.enter_context(opened_beside(other, settings, host)) for other in others]
         surroundings = Surroundings(settings.cors_origins, access, settings.page)
         folder, most_bytes = settings.batch_dir, settings.batch_bytes
-        batches = BatchRunner(folder, most_bytes, opened.size.limits.max_sequences, life, report)
+        n_at_once, most_line_bytes = opened.size.limits.max_sequences, settings.limits.max_body_bytes
+        batches = BatchRunner(folder, most_bytes, n_at_once, most_line_bytes, life, report)
         stack.callback(batches.close)
         own = _served(opened, settings, guides, host)
         adapted = with_adapters(own, opened.model.adapters, names)
@@ -216,7 +218,7 @@ def observers_of(model: OtherModel, log: LengthLog | None, stack: ExitStack) -> 
     """Observers of the lengths of a model's answers; `stack` ends them."""
     if log is not None:
         put = partial(log.put, model.opened.model.name)
-        yield LengthObserver(put, model.names[0], keeps_tokens=True)
+        yield LengthObserver(put, model.names[0])
     if model.predictor is not None:
         yield LengthObserver(stack.enter_context(_learning(model.predictor)), model.names[0])
 
@@ -281,6 +283,10 @@ def gauges_of(
     models: Callable[[], ModelCounts | None] = lambda: None,
 ) -> Gauges:
     """The gauges of a server's metrics. models: counts of those that come and go."""
+
+    def without_database() -> int:
+        return n_without_database() + sum(own.without_database for own in host.instances())
+
     lines, lengths = logs
     energy = PhaseEnergy(EnergyCounters())
     client.observe(energy)
@@ -292,6 +298,7 @@ def gauges_of(
         n_requests_rerun=lambda: host.n_requests_rerun,
         n_answers_continued=lambda: host.n_answers_continued,
         n_core_moves=lambda: host.n_core_moves,
+        n_without_database=without_database,
         threads=host.threads,
         n_lengths_lost=lambda: lengths.n_lost if lengths else 0,
         n_access_lines_lost=lambda: lines.n_lost,
@@ -336,6 +343,12 @@ def _served(
         fingerprint=fingerprint,
         gives_receipts=settings.receipts,
         sign_receipt=settings.sign_receipt,
+        facts=ModelFacts(
+            config.architecture,
+            sum(weight.n * weight.k for weight in opened.model.weights.values()),
+            opened.model.weight_bytes,
+            opened.model.format,
+        ),
     )
 
 
@@ -403,7 +416,7 @@ def _length_check(opened: Served) -> Callable[[str], None]:
     def check(text: str) -> None:
         if len(text) > context * longest:
             asked = f", but the prompt has {counted(len(text), 'character')}"
-            raise ContextLengthExceeded.beyond(context, asked, "prompt")
+            raise ContextLengthExceeded.beyond(context, asked, "prompt", (-(-len(text) // longest), context))
 
     return check
 

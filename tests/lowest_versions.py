@@ -6,7 +6,7 @@ import configparser
 import re
 from pathlib import Path
 
-EXTRAS = ("postgres", "bench", "kernels", "pools", "sign")
+EXTRAS = ("postgres", "kernels", "sign")
 SETUP = Path(__file__).resolve().parent.parent / "setup.cfg"
 
 

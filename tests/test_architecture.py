@@ -73,7 +73,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "serving.errors": (),
     "serving.batch": ("tuner.plans",),
-    "serving.batches": ("serving.batches", "serving.errors"),
+    "serving.batches": ("serving.batches", "serving.errors", "_files"),
     "serving.processes": ("serving.processes", "serving.errors"),
     "serving.sandbox": ("serving.sandbox", "serving.processes", "serving.errors"),
     "serving.text": ("serving.text", "serving.sandbox", "serving.errors"),
@@ -87,7 +87,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "serving.tools": ("serving.tools", "serving.text", "serving.grammar", "serving.errors"),
     "serving.sampling": ("serving.sampling", "serving.grammar", "serving.errors", "cython_kernels"),
-    "serving.models": ("serving.models", "serving.sampling", "serving.errors", "cython_kernels"),
+    "serving.models": ("serving.models", "serving.sampling", "serving.errors", "cython_kernels", "_files"),
     "serving.loaders": (
         "serving.loaders",
         "serving.models",
@@ -96,6 +96,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "serving.processes",
         "serving.errors",
         "cython_kernels",
+        "_files",
         "_places",
         "_safetensors",
         "_words",
@@ -166,7 +167,6 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "serving.http": (
         "serving.http",
         "serving.batches",
-        "serving.drafts.logged_lookup",
         "serving.embedding",
         "serving.engine",
         "serving.sampling",
@@ -221,7 +221,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "tuner.topotree": ("tuner.topotree", "tuner.plans", "tuner.errors", "topology"),
     "tuner.search": ("tuner.search", "kerneldb.records", "topology"),
     "ir": ("ir", "_files"),
-    "kerneldb": ("kerneldb", "topology", "migrations", "_places"),
+    "kerneldb": ("kerneldb", "topology", "migrations", "_files", "_places"),
     "kerneldb.records": ("kerneldb.errors",),
     "migrations": ("kerneldb.models",),
     "migrations.versions": (),
@@ -229,8 +229,9 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "cython_kernels": ("cython_kernels", "_places"),
 }
 
-COMMON = ("_words",)
-"""Rules for numbers in sentences; it imports nothing. For every room that imports others or itself."""
+COMMON = ("_json", "_words")
+"""The reader of JSON, and rules for numbers in sentences; they import nothing. For every room that imports
+others or itself."""
 
 # Libraries with one home.
 HOMES: dict[str, tuple[str, ...]] = {
@@ -244,6 +245,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "fastapi": ("serving.http",),
     "starlette": ("serving.http",),
     "h11": ("serving.http",),
+    "python_multipart": ("serving.http",),
     "llguidance": ("serving.grammar.guides",),
     "tree_sitter": (
         "ir.raising.parse",

@@ -300,7 +300,7 @@ OTHER_WRITERS = {
     "cython_kernels.user_slots.library": "a file in memory",
     "phasewise.torch.distributed": "memory of a group, which has no name",
     "cython_kernels.user_slots.process": "a child's streams are pointed at /dev/null",
-    "kerneldb.schema_copy": "a copy of a database, which SQLite makes",
+    "kerneldb.connect": "a copy of a database, which SQLite makes",
     "serving.processes.line_log": "appends lines to a log, and follows no link",
     "serving.sandbox.confined_process": "pipes, and the process's own figures in /proc",
     "serving.text.tokenizer_job": "stderr is pointed at /dev/null while a library is asked",

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from phasewise._files import open_file
 from phasewise.topology.cpusets import mask_of, parse_list
 
+_MAX_FILE_BYTES = 4 << 20
 MAX_ANCESTORS = 64
 
 
@@ -131,6 +133,7 @@ def _mount(root: Path, controller: str | None) -> _Mount | None:
 
 def _read(path: Path) -> str | None:
     try:
-        return path.read_text(encoding="utf-8", errors="replace").strip()
+        with open_file(path) as file:
+            return file.read(_MAX_FILE_BYTES).decode("utf-8", "replace").strip()
     except OSError:
         return None

@@ -13,6 +13,7 @@ from functools import reduce
 from operator import or_
 from pathlib import Path
 
+from phasewise._files import open_file
 from phasewise.topology.cpuinfo import parse_cpuinfo
 from phasewise.topology.cpusets import cpus_of, mask_of, parse_kernel_mask, parse_list
 from phasewise.topology.errors import TopologyError
@@ -302,7 +303,7 @@ def _number(path: Path) -> int | None:
 def _text(path: Path) -> str | None:
     """A small file's text without its newline; None if absent or unreadable, which is common in sysfs."""
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             data = file.read(MAX_FILE_BYTES)
     except OSError:
         return None

@@ -24,7 +24,7 @@ from functools import cached_property
 from typing import Literal, Protocol, TypeAlias
 
 from phasewise.cython_kernels.blocks import BLOCKS
-from phasewise.cython_kernels.packing import DENSE_KINDS, PackedWeight
+from phasewise.cython_kernels.packing import PackedWeight
 from phasewise.cython_kernels.schedules import (
     CANONICAL,
     MAX_ROW_RANGES,
@@ -33,7 +33,6 @@ from phasewise.cython_kernels.schedules import (
     RowRange,
     ScheduleLookup,
     canonical_path,
-    path_on_tiles,
     tiles_path,
 )
 from phasewise.kerneldb.records import MachineKey, Measurement, Problem, Schedule
@@ -126,7 +125,6 @@ class ScheduleTable(ScheduleLookup):
         self.asked_choice = ""
         """`--arithmetic`; empty: nothing is asked."""
         self._asked_path: str | None = None
-        self.in_tiles = False
         self._bands: tuple[ScheduleTable, ...] = ()
 
     @property
@@ -144,15 +142,14 @@ class ScheduleTable(ScheduleLookup):
         """True if any schedule is in use; else every product runs by the kernels' own."""
         return bool(self._weights)
 
-    def asked(self, choice: str, path: str | None, *, in_tiles: bool = False) -> ScheduleTable:
+    def asked(self, choice: str, path: str | None) -> ScheduleTable:
         """The same schedules where `--arithmetic choice` is asked for.
 
         path: of weights with sub-scales; None leaves it to the schedules. `canonical` is of all weights,
         `tiles` of all but f32, f16 and bytes with a scale for a column.
-        in_tiles: quantised weights are multiplied as bf16 on the tile unit, where there is one.
         """
         other = copy.copy(self)
-        other.asked_choice, other._asked_path, other.in_tiles = choice, path, in_tiles
+        other.asked_choice, other._asked_path = choice, path
         return other
 
     def arithmetic_of(self, key: WeightKey) -> Arithmetic | None:
@@ -187,10 +184,6 @@ class ScheduleTable(ScheduleLookup):
         """Compute path (None: the default one) and number of k parts; the same whatever the storage."""
         path = self._path_for(weight)
         return self._tuned_arithmetic(weight) if path is None else (path, 1)
-
-    def own_path(self, weight: PackedWeight) -> str | None:
-        """On a CPU without tiles prompts are multiplied as answers are, by what is tuned for these."""
-        return path_on_tiles(weight) if self.in_tiles and weight.kind not in DENSE_KINDS else None
 
     def products(self, weight: PackedWeight, max_m: int) -> list[RowRange]:
         """Ranges for products of 1 to `max_m` rows; kept, since a model has many weights and few shapes."""

@@ -19,7 +19,6 @@ import numpy.typing as npt
 
 from phasewise.cython_kernels import _native, packing
 from phasewise.cython_kernels.packing import PackedWeight
-from phasewise.cython_kernels.schedules import ASKED_ONLY
 from phasewise.kerneldb.records import MAX_K_PARTS, PANEL_COLUMNS, Comparison, Problem, Sample, Schedule
 from phasewise.topology import Kind, Machine
 from phasewise.tuner import timing
@@ -101,7 +100,7 @@ def numeric_error(weight_format: str, n: int, k: int, arithmetic: Arithmetic) ->
 
 def arithmetics(weight_format: str, n: int, k: int, threads: int) -> tuple[Arithmetic, ...]:
     """The ways of computing such a weight that keep its format's accuracy, the default one first."""
-    default, *others = (Arithmetic(path) for path in paths_of(weight_format) if path not in ASKED_ONLY)
+    default, *others = (Arithmetic(path) for path in paths_of(weight_format))
     if split_format(weight_format)[1] is not None:
         return (default,)  # sparse weights are computed as dense ones are: see lookup.py
     if threads > 1:

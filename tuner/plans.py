@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, TypeAlias, get_args
 
+from phasewise._json import read_json
 from phasewise._words import counted, number, plural
 from phasewise.kerneldb.location import locate
 from phasewise.kerneldb.records import MachineKey, PlanRecord
@@ -302,8 +303,8 @@ def _placed_ranks(ranks: Any) -> list[tuple[int, ...]]:
 
 def _parsed(text: str) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return read_json(text)
+    except ValueError:
         raise PlanError("the plan is not JSON") from None
 
 
@@ -506,7 +507,7 @@ def plans_for(
 ) -> Mapping[Phase, ServicePlan]:
     """`resolve_plans` with the database that `--db` names, opened only if it can matter; never created.
 
-    KernelDbError if the database exists and cannot be used.
+    DatabaseNameError if `db` can name no database.
     """
     location = locate(db)
     is_flagged = threads is not None or ranks is not None
@@ -515,10 +516,10 @@ def plans_for(
             report(f"there is no database at {location.name} yet: default plans are used")
         return resolve_plans(None, machine, model, threads, report, ranks, default)
     # SQLAlchemy takes a quarter of a second to load, which a start without a database need not pay.
-    from phasewise.kerneldb.store import open_store
+    from phasewise.kerneldb.start_reads import open_start_reads
 
-    with open_store(db, report) as store:
-        return resolve_plans(store, machine, model, None, report, default=default)
+    with open_start_reads(db, report) as reads:
+        return resolve_plans(reads, machine, model, None, report, default=default)
 
 
 def parse_cores(text: str) -> tuple[int, ...]:

@@ -14,10 +14,6 @@ from phasewise._toml import parse_toml
 from phasewise._words import reason_of
 from phasewise.workflows.errors import UsageError, WorkflowError
 
-_TRUE = frozenset({"1", "true", "t", "yes", "y", "on"})
-_FALSE = frozenset({"0", "false", "f", "no", "n", "off"})
-
-
 MAX_BYTES = 1 << 20
 
 
@@ -78,13 +74,6 @@ class StandingOptions:
         if not (text.isascii() and text.isdecimal() and len(text) < 10 and int(text) > 0):
             raise UsageError(f"{self._place(key)} is {value!r:.40}, not a whole number from 1 on")
         return int(text)
-
-    def flag(self, key: str) -> bool:
-        """False where nothing is said; UsageError for what is neither true nor false."""
-        value = str(self._value(key) or "false").lower()
-        if value not in _TRUE | _FALSE:
-            raise UsageError(f"{self._place(key)} is {value!r:.40}, neither true nor false")
-        return value in _TRUE
 
     def _value(self, key: str) -> Any:
         return os.environ.get(_variable(key)) or self.table.get(key)

@@ -1,4 +1,4 @@
-"""Options that a way of running a command cannot follow. One table: refusals, help and tests read it.
+"""Options that a way of running a command cannot follow. One table: refusals, a page and tests read it.
 
 An option that is given by its flag is refused by name before anything opens. One that comes from a variable
 or from the configuration file stands for many runs: where a run cannot follow it, it is left out.
@@ -6,7 +6,7 @@ or from the configuration file stands for many runs: where a run cannot follow i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -55,14 +55,13 @@ _DIVIDING = ("--split-above", "--overflow-above", "--repurpose-after", "--kv-tra
 _EMBEDDING = ("--embed-cores", "--embed-instances", "--embed-accelerators", "--embed-device", "--embed-cpu")
 _BELIEVING = ("--remote-digest", "--remote-signers")
 _REMOTE = ("--remote", *_BELIEVING)
-_KEEPING = ("--prefix-cache", "--prefix-cache-bytes", "--prefix-pack")
+_KEEPING = ("--prefix-cache", "--prefix-cache-bytes")
 _BATCHES = ("--batch-dir", "--batch-bytes")
 _GENERATING = (
     *("--max-sequences", "--max-waiting", "--max-prompt", "--max-sequences-per-key", "--allow-special"),
     *(
         "--ranks",
         "--sparse",
-        "--tile-prompts",
         "--lora",
         "--context",
         "--predictor",
@@ -103,32 +102,12 @@ _OF_K_QUANTS = Way(
     makes_vectors=True,
     instead="vectors are computed by --arithmetic tuned or canonical",
 )
-_CANONICAL = Way(
-    "with --arithmetic canonical",
-    ("--tile-prompts",),
-    when=("--arithmetic=canonical",),
-    instead="tiles round bf16 in their own way; leave either out",
-)
-
-_IN_TILES = Way(
-    "with --arithmetic tiles",
-    ("--tile-prompts",),
-    when=("--arithmetic=tiles",),
-    instead="prompts and answers are multiplied in tiles there; leave that out",
-)
 
 _WITHOUT_DRAFTS = Way(
     "without --draft",
     ("--draft-tokens",),
     unless=("--draft",),
     instead="nothing is drafted; add --draft lookup, or leave that out",
-)
-
-_HEAD_IN_TILES = Way(
-    "with a head that drafts",
-    ("--tile-prompts",),
-    when=("--draft=mtp", "--draft~eagle3:"),
-    instead="a head reads rows of prompts and of answers, which have one arithmetic then; leave either out",
 )
 
 _SERVE = (
@@ -147,10 +126,17 @@ _SERVE = (
                 "--routing",
                 *_DIVIDING,
             ),
-            *("--embed-model", *_EMBEDDING, *_REMOTE, *_BATCHES),
+            *(*_REMOTE, *_BATCHES),
         ),
         when=("--models",),
         instead="models come and go one by one, on the cores of this process; leave that out",
+    ),
+    Way(
+        "with --models",
+        ("--embed-model", *_EMBEDDING),
+        when=("--models",),
+        instead="a folder serves models that generate text; start another server for the embedding model, "
+        "phasewise serve EMBEDDING_MODEL, and leave that out",
     ),
     Way(
         "without --models",
@@ -160,28 +146,11 @@ _SERVE = (
     ),
     Way("where MODEL makes vectors and generates no text", _GENERATING, makes_vectors=True),
     _OF_K_QUANTS,
-    _CANONICAL,
-    _IN_TILES,
-    _HEAD_IN_TILES,
     Way(
         "with --arithmetic canonical",
         ("--embed-accelerators", "--embed-device"),
         when=("--arithmetic=canonical",),
         instead="accelerators round in their own ways, and CPUs embed alone; leave that out",
-    ),
-    Way(
-        "with --tile-prompts",
-        ("--receipts",),
-        when=("--tile-prompts",),
-        instead="prompts and answers have arithmetics of their own there, so that no prefill can check an "
-        "answer; leave either out",
-    ),
-    Way(
-        "with --tile-prompts",
-        _KEEPING,
-        when=("--tile-prompts",),
-        instead="prompts and answers have arithmetics of their own there, so that no step can check what was "
-        "kept; leave either out",
     ),
     Way(
         "with a model that drafts",
@@ -338,9 +307,6 @@ WAYS: Mapping[str, tuple[Way, ...]] = {
         _WITHOUT_DRAFTS,
     ),
     "generate": (
-        _CANONICAL,
-        _IN_TILES,
-        _HEAD_IN_TILES,
         _WITHOUT_DRAFTS,
         Way(
             "without --temperature",
@@ -350,8 +316,6 @@ WAYS: Mapping[str, tuple[Way, ...]] = {
         ),
     ),
     "eval": (
-        _CANONICAL,
-        _IN_TILES,
         Way(
             "where questions alone are asked",
             ("--context", "--chunks"),
@@ -380,19 +344,6 @@ WAYS: Mapping[str, tuple[Way, ...]] = {
         Way("with --root", ("--db",), when=("--root",)),
     ),
     "tune-config": (
-        Way(
-            "with --rehearse",
-            (*_SEARCHING, "--phase", "--hidden", "--resume", "--emit", "--dry-run"),
-            when=("--rehearse",),
-            instead="a rehearsal searches no plans; leave that out",
-        ),
-        Way(
-            "with --rehearse of this machine",
-            ("--machine",),
-            when=("--rehearse",),
-            unless=("--evaluator=modelled",),
-            instead="add --evaluator modelled, or leave that out",
-        ),
         Way("with --dry-run", ("--emit", "--verbose"), when=("--dry-run",)),
         Way(
             "with --emit, without --no-resume",
@@ -500,7 +451,7 @@ WAYS: Mapping[str, tuple[Way, ...]] = {
         ),
         Way("with --file", ("--lengths",), when=("--file",)),
     ),
-    "bench run": (_TABLE, _CANONICAL, _IN_TILES),
+    "bench run": (_TABLE,),
     "bench allreduce": (_TABLE,),
     "bench kernels": (_TABLE,),
     "bench kv": (
@@ -535,9 +486,3 @@ WAYS: Mapping[str, tuple[Way, ...]] = {
     ),
 }
 """By command, the ways in their order: an option that one leaves out is not set for those after it."""
-
-
-def ways_text(command: str, unseen: Collection[str] = ()) -> list[tuple[str, str]]:
-    """For help: each way of the command, and what it refuses, without the flags that help does not show."""
-    ways = WAYS.get(command, ())
-    return [(way.where, ", ".join(flag for flag in way.refuses if flag not in unseen)) for way in ways]

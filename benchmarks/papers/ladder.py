@@ -45,9 +45,6 @@ class WholeSums(ScheduleLookup):
         path, _ = self._tuned.arithmetic(weight)
         return path, 1
 
-    def own_path(self, weight: PackedWeight) -> str | None:
-        return self._tuned.own_path(weight)
-
     def products(self, weight: PackedWeight, max_m: int) -> Sequence[RowRange]:
         _, k_parts = self._tuned.arithmetic(weight)
         return [self._whole(rows, k_parts) for rows in self._tuned.products(weight, max_m)]

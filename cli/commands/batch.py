@@ -60,15 +60,15 @@ def batch(
 ) -> None:
     """Answer a file of requests in OpenAI's batch form.
 
-    Each line of IN.jsonl is {"custom_id": ..., "method": "POST", "url":
-    "/v1/chat/completions", "body": {...}}; completions, responses and
-    embeddings are taken too. OUT.jsonl gets a line for each, in the same
-    order: the answer, or why there is none. A batch that was stopped goes on
-    where it stopped if the same command is given again.
+    $ phasewise batch requests.jsonl -o answers.jsonl model.gguf
+    $ phasewise batch requests.jsonl -o answers.jsonl --url http://127.0.0.1:8000
 
-    MODEL is served for as long as the batch takes, behind a socket of its
-    own. For pools, clusters and all else that `serve` can, start a server and
-    give its --url; its API key is PHASEWISE_API_KEY.
+    Each line of IN.jsonl is {"custom_id": ..., "method": "POST", "url": "/v1/chat/completions", "body":
+    {...}}; completions, responses and embeddings are taken too. OUT.jsonl gets a line for each, in the same
+    order: the answer, or why there is none. The same command continues a batch that was stopped.
+
+    MODEL is served for the batch alone, behind a socket of its own. For pools, clusters and the rest of
+    `serve`, start a server and give its --url; its API key is PHASEWISE_API_KEY.
 
     The exit code is 0 if every line was answered, and 3 if some were refused.
     """

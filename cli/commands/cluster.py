@@ -15,7 +15,12 @@ from phasewise.cli.present import note, on_one_line, print_json, say, say_words
 if TYPE_CHECKING:
     from phasewise.workflows.cluster_status import ClusterStatus
 
-app = CommandApp(help="Instances on a Ray cluster.")
+HELP = """Instances on a Ray cluster.
+
+$ phasewise cluster status
+$ phasewise cluster drain token-1"""
+
+app = CommandApp(help=HELP)
 
 WATCH_S = 2.0
 _CLEAR = "\x1b[H\x1b[2J"
@@ -36,13 +41,21 @@ def cluster() -> None:
 
 @app.command("status")
 def status(cluster: ClusterOption = "auto", watch: WatchOption = False, as_json: JsonOption = False) -> None:
-    """Show the cluster's nodes, and the servers on it with their instances."""
+    """Show the cluster's nodes, and the servers on it with their instances.
+
+    $ phasewise cluster status
+    $ phasewise cluster status --cluster 10.0.0.1:6379 --watch
+    """
     _show(cluster, watch, _status_json if as_json else _say_status)
 
 
 @app.command("metrics")
 def metrics(cluster: ClusterOption = "auto", watch: WatchOption = False, as_json: JsonOption = False) -> None:
-    """Show the load of each instance, and of each pool."""
+    """Show the load of each instance, and of each pool.
+
+    $ phasewise cluster metrics
+    $ phasewise cluster metrics --json
+    """
     _show(cluster, watch, _metrics_json if as_json else _say_metrics)
 
 
@@ -61,6 +74,9 @@ def drain(
     as_json: JsonOption = False,
 ) -> None:
     """Drain an instance, or all instances of a node.
+
+    $ phasewise cluster drain token-1
+    $ phasewise cluster drain token-1 --undo
 
     It gets no new requests, and stops when those that it has are answered.
     Its place stays empty until --undo. The last instance that takes

@@ -15,14 +15,23 @@ from phasewise.cli.options import JsonOption
 from phasewise.cli.present import fail, note, print_json, say, write_target
 from phasewise.workflows.config_file import config_path, config_text
 
-app = CommandApp(help="The configuration file: defaults of options, by command.")
+HELP = """The configuration file: defaults of options, by command.
+
+$ phasewise config show
+$ phasewise config set serve.port 9000"""
+
+app = CommandApp(help=HELP)
 
 EXIT_FAILURE, EXIT_USAGE = 1, 2
 
 
 @app.command()
 def show(context: typer.Context, as_json: JsonOption = False) -> None:
-    """Print the file's path and its values."""
+    """Print the file's path and its values.
+
+    $ phasewise config show
+    $ phasewise config show --json
+    """
     path = config_path()
     values = read_config(path, context.find_root().command)
     if as_json:
@@ -43,7 +52,11 @@ def set_value(
         str | None, typer.Argument(metavar="VALUE", help="a TOML value or a text; none: remove the option")
     ] = None,
 ) -> None:
-    """Set the default of an option in the file, keeping the rest of the file as it is."""
+    """Set the default of an option in the file, keeping the rest of the file as it is.
+
+    $ phasewise config set serve.port 9000
+    $ phasewise config set bench.run.repetitions 3
+    """
     import tomlkit
 
     path = config_path()

@@ -70,7 +70,10 @@ def embed(
     arithmetic: VectorArithmeticOption = "tuned",
     threads: ThreadsOption = None,
 ) -> None:
-    """Print a vector of each TEXT by an embedding MODEL.
+    """Print the vector of each TEXT, computed by an embedding MODEL.
+
+    $ phasewise embed all-minilm-l6-v2 'The cat sat.' 'A dog barked.'
+    $ phasewise embed all-minilm-l6-v2 --file texts.txt -o npy > vectors.npy
 
     The vectors go to stdout: one JSON object, a NumPy file, or a line of
     numbers for each text. MODEL's files say how the vectors of a

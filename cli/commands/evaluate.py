@@ -21,7 +21,6 @@ from phasewise.cli.options import (
     RanksOption,
     SparseOption,
     ThreadsOption,
-    TilePromptsOption,
 )
 from phasewise.cli.present import EXIT_INTERRUPTED, note, on_one_line, print_json, say
 from phasewise.cli.status_line import status_line
@@ -55,7 +54,6 @@ _SETTINGS = option_set(
     sparse=SparseOption,
     threads=ThreadsOption,
     ranks=RanksOption,
-    tile_prompts=TilePromptsOption,
     arithmetic=ArithmeticOption,
 )
 
@@ -65,6 +63,9 @@ def evaluate(
     model: ModelArgument, settings: EvalSettings, db: DbOption = None, as_json: JsonOption = False
 ) -> None:
     """Measure the quality of MODEL as it runs: perplexity, divergence, accuracy.
+
+    $ phasewise eval smollm2-135m-instruct --chunks 4
+    $ phasewise eval model.gguf --format int8 --against f32
 
     Perplexity is measured as by llama-perplexity, and with --against what its
     --kl-divergence prints: divergence from a reference, how often both find

@@ -25,7 +25,6 @@ from phasewise.cli.options import (
     RanksOption,
     SparseOption,
     ThreadsOption,
-    TilePromptsOption,
 )
 from phasewise.cli.present import note, print_json, read_stdin, write_text
 from phasewise.workflows.generate.answer_settings import AnswerSettings, SamplingChoice, prompt_from
@@ -55,7 +54,6 @@ _SETTINGS = option_set(
     sparse=SparseOption,
     threads=ThreadsOption,
     ranks=RanksOption,
-    tile_prompts=TilePromptsOption,
     arithmetic=ArithmeticOption,
     lora=OneLoraOption,
     draft=DraftOption,
@@ -82,6 +80,9 @@ def generate(
     as_json: JsonOption = False,
 ) -> None:
     """Continue a text, or with --chat answer a message.
+
+    $ phasewise generate smollm2-135m-instruct -p 'The capital of France is'
+    $ phasewise generate model.gguf --chat -p 'What is a cache?' --temperature 0.7
 
     The text goes to stdout as it is made, one line of times to stderr.
 

@@ -29,7 +29,11 @@ def help_topic(
         ),
     ] = None,
 ) -> None:
-    """Print a page of the guide, or the help of a command; without TOPIC the names of all pages."""
+    """Print a page of the guide, or the help of a command; without TOPIC the names of all pages.
+
+    $ phasewise help
+    $ phasewise help tuning
+    """
     from phasewise.cli.guide_text import list_text, page_text, titles
 
     root = context.find_root()

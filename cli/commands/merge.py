@@ -27,6 +27,9 @@ def merge(
 ) -> None:
     """Merge an adapter into MODEL and write a Hugging Face directory.
 
+    $ phasewise merge model --lora adapter -o merged
+    $ phasewise merge org/name --lora adapter.gguf -o merged --dtype f32
+
     MODEL is a Hugging Face directory or a hub name; a GGUF file is refused,
     because its weights are rounded already. Each weight is W + scale B A,
     rounded once. To serve an adapter no merging is needed: serve --lora.

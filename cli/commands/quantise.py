@@ -39,6 +39,9 @@ def quantise(
 ) -> None:
     """Write MODEL's weights in fewer bits as a GGUF file, which llama.cpp reads too.
 
+    $ phasewise quantise model -o model.Q4_K.gguf
+    $ phasewise quantise model.F16.gguf -o model.Q8_0.gguf --format q8_0
+
     MODEL is a Hugging Face directory, or a GGUF file in F32, F16 or BF16. The
     file appears when it is whole and has been read back; the same arguments
     give the same bytes. What a format costs: phasewise eval FILE --against

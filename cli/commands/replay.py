@@ -27,7 +27,10 @@ EXIT_REFUSED = 3
 def replay(
     receipts: Annotated[
         list[Path],
-        typer.Argument(metavar="RECEIPT", help="files with receipts, or with answers that have some"),
+        typer.Argument(
+            metavar="RECEIPT",
+            help="files with receipts, with answers, or with lines of them",
+        ),
     ],
     model: Annotated[
         str,
@@ -55,12 +58,17 @@ def replay(
 ) -> None:
     """Confirm that answers are the model's, or name the first token that is not.
 
+    $ phasewise replay answer.json --model smollm2-135m-instruct
+    $ phasewise replay answers/*.json --model model.gguf --signer key.pub
+
     A receipt is what `serve --receipts` gives with an answer. Prompt and
     answer are computed together in one prefill, every token is chosen again
     with the recorded settings and seed, and the digests of the logits are
-    compared. With --signer every receipt must also be signed by that key.
+    compared; so is the text of an answer with its tokens. With --signer every
+    receipt must also be signed by that key.
 
-    The exit code is 0 if every receipt is confirmed, and 3 if any is refused.
+    Each receipt is judged by itself, by the name of its file. The exit code
+    is 0 if every receipt is confirmed, and 3 if any is refused.
     """
     from phasewise.workflows.opening.open_model import Weights
     from phasewise.workflows.replay.run import replay_files

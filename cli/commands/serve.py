@@ -24,7 +24,6 @@ from phasewise.cli.options import (
     RanksOption,
     SparseOption,
     ThreadsOption,
-    TilePromptsOption,
     parse_bytes,
     parse_time,
 )
@@ -72,8 +71,10 @@ LogFormat = Literal["text", "json"]
 """The form of their lines."""
 
 KvTransferOption = Literal["auto", "shm", "tcp"]
-RoutingOption = Literal["prefix", "load", "round-robin"]
 """The way of keys and values from one instance to another."""
+
+RoutingOption = Literal["prefix", "load", "round-robin"]
+"""The rule that chooses the instance for a prompt."""
 
 _LISTENING = option_set(
     Listening,
@@ -175,7 +176,6 @@ _WEIGHTS = option_set(
         "--checksum",
         envvar="PHASEWISE_CHECKSUM",
     ),
-    tile_prompts=TilePromptsOption,
     arithmetic=ArithmeticOption,
     lora=LoraOption,
 )
@@ -235,7 +235,7 @@ _COMING = option_set(
         metavar="BYTES",
     ),
     keep_alive=opt(
-        "unload a model that was not used for so long; 0: at once",
+        "time without a request after which a model is unloaded; 0: at once",
         "--keep-alive",
         parser=parse_time,
         envvar="PHASEWISE_KEEP_ALIVE",
@@ -282,12 +282,6 @@ _PREFIXES = option_set(
         envvar="PHASEWISE_PREFIX_CACHE_BYTES",
         metavar="BYTES",
         written="8G",
-    ),
-    prefix_pack=opt(
-        "a beginning of prompts that phasewise prefix pack computed [repeatable]",
-        kind=list[Path] | None,
-        envvar="PHASEWISE_PREFIX_PACK",
-        metavar="FILE",
     ),
 )
 
@@ -416,8 +410,8 @@ _REMOTE = option_set(
     Remote,
     "What was learnt elsewhere",
     remote=opt(
-        "a folder or an address, as for db pull: pull what fits cores like these, and fight over its "
-        "best schedules for at most a minute before requests are taken",
+        "a folder or an address, as for db pull: pull the schedules for cores like these, and compare the "
+        "best with those in use for at most a minute before requests are taken",
         metavar="REMOTE",
         envvar="PHASEWISE_REMOTE",
     ),
@@ -443,7 +437,7 @@ _BATCHES = option_set(
         envvar="PHASEWISE_BATCH_DIR",
     ),
     batch_bytes=opt(
-        "most bytes of all files of batches and their answers; 0: no batches are taken",
+        "most bytes of all files of batches, their answers and records; 0: no batches are taken",
         parser=parse_bytes,
         metavar="BYTES",
         envvar="PHASEWISE_BATCH_BYTES",
@@ -520,6 +514,9 @@ def serve(
     explain: ExplainOption = False,
 ) -> None:
     """Serve MODEL, or the models of a folder, through the OpenAI API.
+
+    $ phasewise serve smollm2-135m-instruct
+    $ phasewise serve model.gguf --host 0.0.0.0 --api-key-file keys --context 8192
 
     Completions and chat, or embeddings and reranking where MODEL is made
     for that; /v1/models, /health, /ready, and /metrics for

@@ -39,6 +39,9 @@ def tune_embed(
 ) -> None:
     """Find how many inputs this host can embed at once within --slo, and how.
 
+    $ phasewise tune-embed all-minilm-l6-v2
+    $ phasewise tune-embed all-minilm-l6-v2 --format int8 --slo 500ms
+
     Measures each accelerator, then one, two, four and more instances of
     MODEL on the CPU while the accelerators work, and keeps the plan that
     `serve` then uses: devices, cores, and how much each queue may hold.

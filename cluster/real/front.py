@@ -134,8 +134,6 @@ class Front:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stopping = threading.Event()
         self._host = host_name()
-        self._has_one_arithmetic = True
-        """As the instances' fingerprints say, which all agree."""
         self._thread = threading.Thread(target=self._run, name="phasewise-front", daemon=True)
 
     @property
@@ -327,9 +325,7 @@ class Front:
 
     def _run_again(self, attempt: Attempt, error: ServingError, *, whole: bool = False) -> None:
         """After what was given out of its answer, unless it cannot, or ran too often."""
-        again = attempt.given.after(
-            error, has_one_arithmetic=self._has_one_arithmetic, n_places=len(self._members)
-        )
+        again = attempt.given.after(error, n_places=len(self._members))
         if not isinstance(again, GivenSoFar):
             self._end(attempt, again)
             return
@@ -397,11 +393,10 @@ class Front:
                 self._give_up(f"instance {member.name} does not fit: {problem}")
             self._bury(member, problem)
             return
-        self._has_one_arithmetic = ready.identity.fingerprint.has_one_arithmetic
         if not member.is_draining:
             self._router.back(member.index, ready.kv_slots)
-        if self.lost is None and self._supervisor.has_started:
-            self.state = "running"
+        if self.lost is None and (self._supervisor.has_started or self.state == "replacing"):
+            self.state = "replacing" if self._lacks_a_pool else "running"
             self._tell()
         waiting = list(self._waiting.values())
         self._waiting.clear()
@@ -512,7 +507,7 @@ class Front:
         self._router.leave(member.index)
         for ended in self._supervisor.ended():
             self._writes_no_more(ended)
-        if self.state == "running" and not self._router.has_machines:
+        if self.state == "running" and self._lacks_a_pool:
             self.state = "replacing"
         if self._supervisor.is_hopeless:
             self._give_up(str(lost))
@@ -543,6 +538,13 @@ class Front:
             return
         member.is_draining = True
         self._router.leave(member.index)
+
+    @property
+    def _lacks_a_pool(self) -> bool:
+        """True if no instance of a pool runs, and one of them was not drained."""
+        places = [*zip(self._members, self._router.roles, strict=True)]
+        wanted = {pool for member, pool in places if not member.has_left}
+        return bool(wanted - {pool for member, pool in places if member.ready is not None})
 
     def _has_requests(self, member: InstanceMember) -> bool:
         held = [*(attempt.assignment for attempt in self._attempts.values()), *self._leaving.values()]

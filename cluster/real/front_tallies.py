@@ -59,6 +59,7 @@ def instance_states(
             tally.hand_over_bytes,
             tally.reports_refused,
             _info(member, place),
+            member.n_without_database,
         )
         for member, pool, counts, tally, place in told
     ]

@@ -86,10 +86,10 @@ def host_name() -> str:
     return f"{boot}/{os.readlink('/proc/self/ns/pid')}/{os.getuid()}"
 
 
-def run_instance(opened: OpenEngine, orders: Orders) -> int:
+def run_instance(opened: OpenEngine, orders: Orders, n_without_database: int = 0) -> int:
     """Compute for the front until it says Stop (0), or the engine is lost (its exit code)."""
     with Sockets(orders.keys) as sockets:
-        return _Instance(opened, orders, sockets).run()
+        return _Instance(opened, orders, sockets, n_without_database).run()
 
 
 def say_cannot_start(orders: Orders, message: str) -> None:
@@ -102,8 +102,9 @@ def say_cannot_start(orders: Orders, message: str) -> None:
 class _Instance:
     """The state of one process."""
 
-    def __init__(self, opened: OpenEngine, orders: Orders, sockets: Sockets) -> None:
+    def __init__(self, opened: OpenEngine, orders: Orders, sockets: Sockets, n_without_database: int) -> None:
         self._opened = opened
+        self._n_without_database = n_without_database
         self._orders = orders
         self._sockets = sockets
         engine = opened.engine
@@ -349,6 +350,7 @@ class _Instance:
             opened.kv_bytes,
             tuple(sorted({core for plan in opened.plans.values() for core in plan.all_cores})),
             sum(weight.is_sparse for weight in opened.model.weights.values()),
+            self._n_without_database,
         )
 
 

@@ -161,6 +161,8 @@ class Ready:
     """Those that its threads are pinned to."""
     n_sparse_weights: int = 0
     """Weights that it stores sparse."""
+    n_without_database: int = 0
+    """Times that it has gone on without the tuning database."""
     kind: Literal["ready"] = "ready"
 
 

@@ -121,6 +121,8 @@ class InstanceMember:
     load: EngineLoad | None = None
     refused: dict[str, int] = field(default_factory=dict)
     n_handing_over: int = 0
+    n_without_database: int = 0
+    """Times that its lives went on without the tuning database."""
     due_s: float | None = 0.0
     """When to launch the next one; None: it runs, or the place is given up or left."""
     is_given_up: bool = False
@@ -278,6 +280,7 @@ class Supervisor:
             member.is_given_up = True
             return problem
         member.ready, member.problem = ready, ""
+        member.n_without_database += ready.n_without_database
         member.turned_s = member.heard_s
         log.info("instance %s runs as process %d: %s", member.name, ready.pid, "; ".join(ready.plans))
         return None

@@ -8,52 +8,25 @@ with stand-ins for tokens, and moves the clock by what the step-time model says.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Never, Protocol
+from typing import Protocol
 
-from phasewise.cluster.simulated.simulated_requests import Arrival
 from phasewise.cluster.simulated.steps import PromptPart, StepTimes
 from phasewise.cluster.simulated.timeline import Timeline
-from phasewise.serving.batch import Batch, SequenceSlice
+from phasewise.serving.batch import Batch
 from phasewise.serving.pools.contract import PoolSettings
 from phasewise.serving.pools.opening import DEFAULT_POLICY, open_pool
 from phasewise.serving.scheduling.held_prefixes import HeldPrefixes, HeldReport
 from phasewise.serving.scheduling.pacing import DEFAULT_TPOT_MS, Pacing
 from phasewise.serving.scheduling.request import Request
 from phasewise.serving.scheduling.scheduler import Scheduler
-from phasewise.serving.scheduling.scheduler_terms import DraftRoom, SchedulerLimits
+from phasewise.serving.scheduling.scheduler_terms import SchedulerLimits
 
 REFRESH_S = 0.5
 """Simulated seconds between two times that a pool learns, as `serving.engine.maintenance` has it."""
 
 TOKEN = 0
 """Stands for every token of an answer."""
-
-
-class Drafted(Protocol):
-    """A draft: as many of its tokens are `TOKEN` from the first on as are right."""
-
-    @property
-    def token_ids(self) -> Sequence[int]: ...
-
-
-class SimulatedDrafter(Protocol):
-    """The drafter of a machine; `serving.drafts.contract.Drafter` says more."""
-
-    def observe(self, batch: Batch, duration_ns: int) -> None:
-        """Note the time of a decode step."""
-
-    def draft(self, batch: Batch, rooms: Sequence[DraftRoom], samplers: Sequence[Never]) -> Sequence[Drafted]:
-        """For each slice of a decode batch a draft of at most its room."""
-        ...
-
-    def ended(self, request_id: str) -> None:
-        """Forget what is known of a request."""
-
-
-OpenDrafter = Callable[[Mapping[str, Arrival]], SimulatedDrafter]
-"""Makes a machine's drafter, from the arrivals by the ids of their requests."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +36,6 @@ class EngineSettings:
     limits: SchedulerLimits
     kv_slots: int
     tpot_ms: float = DEFAULT_TPOT_MS
-    kv_policy: str = DEFAULT_POLICY
     tells_prefixes: bool = False
 
 
@@ -95,7 +67,6 @@ class ProductionMachine:
         settings: EngineSettings,
         timeline: Timeline,
         listener: Listener,
-        drafter: SimulatedDrafter | None = None,
     ) -> None:
         """The prefixes that it holds are told where `settings.tells_prefixes`."""
         self.index = index
@@ -105,10 +76,9 @@ class ProductionMachine:
         self._steps = steps
         self._timeline = timeline
         self._listener = listener
-        self._drafter = drafter
         limits = settings.limits
         pool_settings = PoolSettings(longest_request=limits.context_length)
-        pool = open_pool(settings.kv_policy, settings.kv_slots, pool_settings)
+        pool = open_pool(DEFAULT_POLICY, settings.kv_slots, pool_settings)
         self.scheduler = Scheduler(pool, limits)
         self._held = HeldPrefixes(self.scheduler, "") if settings.tells_prefixes else None
         self._pacing = Pacing(round(settings.tpot_ms * 1e6), limits.max_batch_tokens)
@@ -141,12 +111,6 @@ class ProductionMachine:
         self.scheduler.acknowledge(request_id)
         self._wake()
 
-    def tokens_of(self, request_id: str, piece: SequenceSlice) -> list[int]:
-        """The tokens that a step gives a sequence: its drafts that are right, and the token after them."""
-        drafted = piece.token_ids[len(piece.token_ids) - piece.n_drafted :] if piece.n_drafted else ()
-        n_right = next((n for n, token_id in enumerate(drafted) if token_id != TOKEN), len(drafted))
-        return [TOKEN] * (n_right + 1)
-
     def _wake(self) -> None:
         if not self._is_computing:
             self._step()
@@ -154,8 +118,6 @@ class ProductionMachine:
     def _step(self) -> None:
         scheduler = self.scheduler
         paced = self._pacing.pace(scheduler.n_answering, is_all_shadow=scheduler.is_all_shadow)
-        if self._drafter is not None:
-            paced = paced._replace(rows=None)  # drafts fill the rows of a step by themselves
         batch = scheduler.next_batch(*paced)
         if batch is None:
             self.scheduler.take_copies()
@@ -167,9 +129,6 @@ class ProductionMachine:
             for name in batch.request_ids:
                 self._listener.prompt_step_begins(name)
         self._tell_granted()
-        if self._drafter is not None and batch.phase == "decode":
-            drafts = self._drafter.draft(batch, scheduler.draft_rooms(batch), ())
-            batch = scheduler.extend(batch, [draft.token_ids for draft in drafts])
         cost_s = self._cost_s(batch)
         self._timeline.at(now_s + cost_s, lambda: self._end(batch, cost_s))
 
@@ -178,26 +137,15 @@ class ProductionMachine:
             return self._steps.prompts_s(
                 PromptPart(len(piece.token_ids), piece.start) for piece in batch.slices
             )
-        steps, since, n_sequences = self._steps, self._since_prefill, len(batch.slices)
-        plain_s = steps.decode_s(n_sequences, sum(piece.start + 1 for piece in batch.slices), since)
-        if batch.n_tokens == n_sequences:
-            return plain_s
-        context = sum(len(piece.token_ids) * (piece.start + 1) for piece in batch.slices)
-        extra_s = steps.drafted_row_s * (batch.n_tokens - n_sequences)
-        return max(plain_s, steps.decode_s(batch.n_tokens, context, since) + extra_s)
+        context = sum(piece.start + 1 for piece in batch.slices)
+        return self._steps.decode_s(len(batch.slices), context, self._since_prefill)
 
     def _end(self, batch: Batch, cost_s: float) -> None:
         self._is_computing = False
         self.busy_s += cost_s
         self.occupancy_s[batch.n_tokens] += cost_s
-        runs = [
-            self.tokens_of(name, piece)
-            for name, piece in zip(batch.request_ids, batch.slices, strict=True)
-            if piece.wants_logits
-        ]
+        runs = [[TOKEN] for piece in batch.slices if piece.wants_logits]
         outs = self.scheduler.commit_runs(batch, runs)
-        if self._drafter is not None and batch.phase == "decode":
-            self._drafter.observe(batch, round(cost_s * 1e9))
         self._pacing.observe(batch.phase, batch.n_tokens, round(cost_s * 1e9), batch.n_in_shadow)
         if batch.phase == "prefill":
             self._since_prefill = 0
@@ -209,8 +157,6 @@ class ProductionMachine:
                 if piece.wants_logits:
                     self._listener.prompt_computed(name)
         for out in outs:
-            if self._drafter is not None and out.finish_reason is not None:
-                self._drafter.ended(out.request_id)
             self._listener.token_made(out.request_id, out.n_generated, is_last=out.finish_reason is not None)
         if self._timeline.now_s - self._refreshed_s >= REFRESH_S:
             self._refreshed_s = self._timeline.now_s

@@ -17,8 +17,7 @@ SETTLED = 8
 
 
 class TimedStep(NamedTuple):
-    """`sequences` of `context` tokens each took `tokens` new ones, in `seconds`. In a decode step those after
-    the first were drafts."""
+    """`sequences` of `context` tokens each took `tokens` new ones, in `seconds`."""
 
     phase: str
     tokens: int
@@ -39,9 +38,9 @@ def steps_of(timed: Iterable[TimedStep]) -> StepTimes:
     """
     rows = list(timed)
     prefill = [row for row in rows if row.phase == "prefill"]
-    decode = [row for row in rows if row.phase == "decode"]
+    decode = [row for row in rows if row.phase == "decode" and row.tokens == 1]
     for phase, readings in (("prefill", prefill), ("decode", decode)):
-        if not any(row.phase == "prefill" or row.tokens == 1 for row in readings):
+        if not readings:
             raise ClusterError(f"no {phase} step was timed: time steps of both phases first")
     by_tokens = _prefill_curve(prefill)
     pair_s = _positive_median(
@@ -49,8 +48,6 @@ def steps_of(timed: Iterable[TimedStep]) -> StepTimes:
         for row in prefill
         if row.context
     )
-    drafted = [row for row in decode if row.tokens > 1]
-    decode = [row for row in decode if row.tokens == 1]
     early = [row for row in decode if row.since_prefill < SETTLED]
     settled = [row for row in decode if row.since_prefill >= SETTLED] or decode
     context_s = _context_s(settled)
@@ -64,18 +61,7 @@ def steps_of(timed: Iterable[TimedStep]) -> StepTimes:
         prefill_context_s=pair_s,
         rows_at_once=STEP_TOKENS,
     )
-    extra_s = _drafted_row_s([row for row in drafted if row.since_prefill >= SETTLED] or drafted, steps)
-    return replace(steps, after_prefill_s=_after_prefill_s(early, steps), drafted_row_s=extra_s)
-
-
-def _drafted_row_s(rows: Sequence[TimedStep], plain: StepTimes) -> float:
-    """The time of a drafted row beyond that of another sequence's."""
-    beyond = [
-        (row.seconds - plain.decode_s(n_rows, n_rows * row.context)) / (n_rows - row.sequences)
-        for row in rows
-        for n_rows in [row.tokens * row.sequences]
-    ]
-    return median(beyond) if beyond else 0.0
+    return replace(steps, after_prefill_s=_after_prefill_s(early, steps))
 
 
 def _prefill_curve(rows: Sequence[TimedStep]) -> Curve:

@@ -16,7 +16,7 @@ from phasewise._words import counted
 from phasewise.cluster.errors import ClusterError
 from phasewise.cluster.routing import POLICIES, Ask, Limits, Policy, Role, Router
 from phasewise.cluster.simulated.kv_transfer import Link, Prompt, transfer
-from phasewise.cluster.simulated.machines import EngineSettings, OpenDrafter, ProductionMachine
+from phasewise.cluster.simulated.machines import EngineSettings, ProductionMachine
 from phasewise.cluster.simulated.simulated_requests import PREFIX_BLOCK_TOKENS, Arrival, Life
 from phasewise.cluster.simulated.splitwise_sim import (
     BYTES_PER_GIB,
@@ -28,7 +28,6 @@ from phasewise.cluster.simulated.splitwise_sim import (
 from phasewise.cluster.simulated.steps import StepTimes
 from phasewise.cluster.simulated.timeline import Timeline
 from phasewise.serving.errors import RequestError
-from phasewise.serving.pools.opening import DEFAULT_POLICY
 from phasewise.serving.scheduling.held_prefixes import HeldReport
 from phasewise.serving.scheduling.pacing import DEFAULT_TPOT_MS
 from phasewise.serving.scheduling.prefix_keys import block_keys
@@ -65,11 +64,6 @@ class MachineType:
     max_batch_tokens: int = DEFAULT_BATCH_TOKENS
     max_sequences: int = DEFAULT_SEQUENCES
     tpot_ms: float = DEFAULT_TPOT_MS
-    kv_policy: str = DEFAULT_POLICY
-    drafts: OpenDrafter | None = None
-    """Makes what drafts tokens of answers; None: nothing does."""
-    context_tokens: int | None = None
-    """Tokens of the longest request that it takes; None: that of the trace."""
 
     @property
     def kv_slots(self) -> int:
@@ -205,16 +199,8 @@ class ProductionCluster:
         self._timeline = Timeline()
         self._kinds = [kind for _, kind in spec.machines]
         longest = max(arrival.prompt_tokens + arrival.output_tokens for arrival in arrivals)
-        by_id = {str(index): arrival for index, arrival in enumerate(arrivals)}
         self._machines = [
-            ProductionMachine(
-                index,
-                kind.steps,
-                _settings(kind, longest, spec),
-                self._timeline,
-                self,
-                None if kind.drafts is None else kind.drafts(by_id),
-            )
+            ProductionMachine(index, kind.steps, _settings(kind, longest, spec), self._timeline, self)
             for index, kind in enumerate(self._kinds)
         ]
         self._router = Router(
@@ -223,7 +209,7 @@ class ProductionCluster:
             spec.limits.repurpose_after_requests,
         )
         self._link_free_s = [0.0] * len(self._machines)
-        self._lives = {request_id: Life(arrival) for request_id, arrival in by_id.items()}
+        self._lives = {str(index): Life(arrival) for index, arrival in enumerate(arrivals)}
         self._going: dict[str, _Going] = {}
 
     def run(self) -> Simulation:
@@ -352,12 +338,9 @@ def _settings(kind: MachineType, longest: int, spec: ClusterSpec) -> EngineSetti
             f"but a request of the trace has {longest}"
         )
     limits = SchedulerLimits(
-        kind.context_tokens or longest,
-        kind.max_batch_tokens,
-        kind.max_sequences,
-        prefix_reuse=spec.prefix_reuse,
+        longest, kind.max_batch_tokens, kind.max_sequences, prefix_reuse=spec.prefix_reuse
     )
-    return EngineSettings(limits, kind.kv_slots, kind.tpot_ms, kind.kv_policy, spec.tells_prefixes)
+    return EngineSettings(limits, kind.kv_slots, kind.tpot_ms, spec.tells_prefixes)
 
 
 def _token_ids(arrival: Arrival, *, reuse: bool) -> tuple[int, ...]:

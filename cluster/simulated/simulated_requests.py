@@ -19,8 +19,6 @@ class Arrival(NamedTuple):
     """
     client: str = ""
     """Clients share a machine; requests of one are first come, first served."""
-    lookup: str = ""
-    """The drafts that its answer would have accepted, as `RequestLengths.lookup`."""
 
 
 PREFIX_BLOCK_TOKENS = 512

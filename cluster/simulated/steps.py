@@ -88,8 +88,6 @@ class StepTimes:
     mixed_factor: float = MIXED_FACTOR
     after_prefill_s: tuple[float, ...] = ()
     """The extra time of the first decode steps after a prefill step, by their number since it."""
-    drafted_row_s: float = 0.0
-    """For each drafted row, beyond what as many sequences more would take; below 0: less."""
     rows_at_once: int | None = None
     """The most prompt tokens that are computed at once: larger steps go in pieces of so many. None: all."""
 

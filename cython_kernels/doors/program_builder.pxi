@@ -282,16 +282,6 @@ cdef class ProgramBuilder:
             raise ProgramError("no linear op reads this weight")
         self.kept.append(rows)
 
-    def set_path(self, int32_t op, int32_t part, path, int32_t table=0):
-        """Steps of one table compute part `part` of a linear op, or experts, by a compute path of their own.
-
-        The same row then has other bits under the other table. Where the ISA in use lacks the path, it is its default.
-        """
-        if self.sealed:
-            raise ProgramError("a sealed program takes no other paths")
-        self._check_part(op, part, table)
-        pw_program_path(self.program, table, op, part, path_number(path))
-
     cdef int _check_part(self, int32_t op, int32_t part, int32_t table) except -1:
         if not (0 <= op < self.program.n_ops and self.program.ops[op].code in (PW_LINEAR, PW_EXPERTS, PW_HEADS)
                 and 0 <= part < self.program.ops[op].n_parts and 0 <= table < PW_SCHEDULE_TABLES):

@@ -191,7 +191,6 @@ cdef extern from "program/program.h" nogil:
     int32_t pw_program_kind(pw_program *program, pw_attention_kind kind)
     void pw_program_close(pw_program *program)
     bint pw_program_add(pw_program *program, const pw_op *op)
-    void pw_program_path(pw_program *program, int32_t table, int32_t op, int32_t part, int32_t path)
     bint pw_program_schedule(pw_program *program, int32_t table, int32_t op, int32_t part, int32_t count,
                              const pw_row_range *ranges)
     pw_division pw_division_of(int32_t ranks, const int32_t *threads, const int32_t *weights, int32_t rank)

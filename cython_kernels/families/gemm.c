@@ -43,11 +43,6 @@ static const tile_table *const tiles[ARITHMETICS] = {
     [BF16_TILE] = &no_tiles,
     [Q8_COLUMN_TILE] = &no_tiles,
 #endif
-#ifdef PW_FLUSH_WORDS
-    [BF16_EVEN_ODD] = &ISA(even_odd_tiles),
-#else
-    [BF16_EVEN_ODD] = &no_tiles,
-#endif
     [Q8_GROUP32] = &ISA(q8_tiles),
     [Q8_GROUP16] = &ISA(q8g16_tiles),
     [Q8_COLUMN] = &ISA(q8c_tiles),
@@ -97,7 +92,7 @@ static int32_t default_bf16_path(void) {
 
 static int has_dense_path(int32_t path) {
     return path == PW_FMA || (path == PW_BF16_DOT && (*tiles[BF16_DOT])[1][1]) ||
-           (path == PW_BF16_TILE && (*tiles[BF16_TILE])[1][1]) || (path == PW_BF16_EVEN_ODD && (*tiles[BF16_EVEN_ODD])[1][1]);
+           (path == PW_BF16_TILE && (*tiles[BF16_TILE])[1][1]);
 }
 
 int32_t ISA(path_of)(int32_t kind, int32_t group, int32_t path) {
@@ -115,7 +110,6 @@ static arithmetic quant_arithmetic(const pw_weight *w) {
     if (path == PW_FMA) return QUANT_AS_F32;
     if (path == PW_BF16_DOT) return QUANT_AS_BF16_DOT;
     if (path == PW_BF16_TILE) return QUANT_AS_BF16_TILE;
-    if (path == PW_BF16_EVEN_ODD) return QUANT_AS_BF16_EVEN_ODD;
     if (path == PW_INT8_TILE) return Q8_COLUMN_TILE;
     if (path == PW_INT8_BLOCK) return BLOCKWISE;
     if (pw_in_blocks(w->kind)) return IN_BLOCKS;
@@ -129,7 +123,6 @@ static arithmetic arithmetic_of(const pw_weight *w) {
     if (w->kind >= PW_Q8) return quant_arithmetic(w);
     int32_t path = ISA(path_of)(PW_BF16, 0, w->path);
     if (path == PW_F16_FMA) return BF16_AS_F16;
-    if (path == PW_BF16_EVEN_ODD) return BF16_EVEN_ODD;
     return path == PW_FMA ? BF16_FMA : path == PW_BF16_DOT ? BF16_DOT : BF16_TILE;
 }
 
@@ -145,7 +138,6 @@ static arithmetic staged_as(arithmetic a, const pw_weight *w) {
     switch (a) {
     case QUANT_AS_BF16_DOT: return BF16_DOT;
     case QUANT_AS_BF16_TILE: return BF16_TILE;
-    case QUANT_AS_BF16_EVEN_ODD: return BF16_EVEN_ODD;
     case QUANT_AS_F32:
     case F16_WIDENED:
     case BF16_FMA: return F32;
@@ -575,8 +567,7 @@ static tile_size size_for(arithmetic a, int64_t m) {
     if (a == BLOCKWISE_TILE) return (tile_size){32, 1};
     if (a == STAGED_BLOCKWISE) return (tile_size){BLOCKWISE_MOST_MR, 1};
     tile_size size = {COLUMN_MR, COLUMN_PANELS};
-    if (a == BF16_EVEN_ODD || a == QUANT_AS_BF16_EVEN_ODD) size = (tile_size){EVEN_ODD_MR, EVEN_ODD_PANELS};
-    else if (a != Q8_COLUMN) size = is_grouped(a) ? quant_size(a, m) : dense_size(a, m);
+    if (a != Q8_COLUMN) size = is_grouped(a) ? quant_size(a, m) : dense_size(a, m);
     if (m <= 2) size.panels = STREAM_PANELS;
     return size;
 }

@@ -175,8 +175,8 @@ PW_INLINE vi rounded_bf16(vf x) {
     return vi_and(vi_add(bits, vi_add(vi_set1(0x7FFF), odd)), vi_set1((int32_t)0xFFFF0000));
 }
 
-#ifndef PW_FLUSH_WORDS
-PW_INLINE vf v_without_subnormals(vf x) { return x; } /* the paths that these words are for have their own way with them */
+#ifndef PW_SUBNORMAL_WORDS
+PW_INLINE vf v_without_subnormals(vf x) { return x; }
 #endif
 
 #ifndef PW_BF16_PAIRS
@@ -282,8 +282,7 @@ void ISA(stage)(arithmetic a, tile_call *t, const pw_weight *w, uint8_t *bytes) 
 #endif
     case QUANT_AS_F32: stage_widened(t, w, WIDEN_TO_F32, bytes); break;
     case QUANT_AS_BF16_DOT: stage_widened(t, w, WIDEN_TO_PAIRS, bytes); break;
-    case QUANT_AS_BF16_TILE:
-    case QUANT_AS_BF16_EVEN_ODD: stage_widened(t, w, WIDEN_TO_BF16, bytes); break;
+    case QUANT_AS_BF16_TILE: stage_widened(t, w, WIDEN_TO_BF16, bytes); break;
     case IN_BLOCKS: stage_blocks(t, w, bytes); break;
     case BLOCKWISE: ISA(stage_blockwise)(t, w, bytes, 0); break;
     case BLOCKWISE_TILE: ISA(stage_blockwise)(t, w, bytes, 1); break;

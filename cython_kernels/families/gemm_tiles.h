@@ -34,9 +34,6 @@ PW_INLINE vi dot_at(vi acc, vi w, const uint8_t *x) {
     return acc;
 }
 #endif
-#ifndef PW_FLUSH_WORDS
-enum { EVEN_ODD_MR = 1, EVEN_ODD_PANELS = 1 };
-#endif
 #define PW_HIDE(x) __asm__("" : "+r"(x))
 #define FLOAT_BIAS 12582912.0f /* integers around its bits, read as floats, are the integers around it */
 enum { FLOAT_BIAS_BITS = 0x4B400000 };
@@ -137,16 +134,15 @@ typedef tile_kernel *tile_table[MAX_MR + 1][MAX_TILE_PANELS + 1];
 /* The ways that a product is computed: a table of micro-kernels each, or what quantised weights are unpacked to first.
  * Blocks that are not unpacked have a table for each kind. */
 typedef enum {
-    F32, BF16_FMA, F16_WIDENED, F16_FMA, BF16_AS_F16, BF16_DOT, BF16_TILE, BF16_EVEN_ODD, Q8_GROUP32, Q8_GROUP16, Q8_COLUMN,
+    F32, BF16_FMA, F16_WIDENED, F16_FMA, BF16_AS_F16, BF16_DOT, BF16_TILE, Q8_GROUP32, Q8_GROUP16, Q8_COLUMN,
     Q8_COLUMN_TILE, Q4, IN_BLOCKS, BLOCKWISE, STAGED_BLOCKWISE, BLOCKWISE_TILE, ARITHMETICS,
-    QUANT_AS_F32 = ARITHMETICS, QUANT_AS_BF16_DOT, QUANT_AS_BF16_TILE, QUANT_AS_BF16_EVEN_ODD
+    QUANT_AS_F32 = ARITHMETICS, QUANT_AS_BF16_DOT, QUANT_AS_BF16_TILE
 } arithmetic;
 
 extern const tile_table ISA(f32_tiles), ISA(bf16_fma_tiles), ISA(bf16_dot_tiles);        /* gemm_f32.c, gemm_bf16.c */
 extern const tile_table ISA(f16_widened_tiles);                                          /* gemm_f32.c */
 extern const tile_table ISA(f16_tiles), ISA(bf16_as_f16_tiles);                          /* gemm_f16.c */
 extern const tile_table ISA(bf16_amx_tiles), ISA(q8c_amx_tiles);                         /* gemm_amx.c */
-extern const tile_table ISA(even_odd_tiles);                                             /* gemm_even_odd.c */
 extern const tile_table ISA(sparse_bf16_amx_tiles), ISA(sparse_q8c_amx_tiles);
 extern const tile_table ISA(q8_tiles), ISA(q8g16_tiles), ISA(q4_tiles), ISA(q8c_tiles);  /* gemm_quant.c */
 extern const tile_table ISA(sparse_bf16_fma_tiles), ISA(sparse_bf16_dot_tiles);          /* gemm_sparse.c */

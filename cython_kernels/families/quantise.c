@@ -17,7 +17,7 @@ static row_layout layout_of(const pw_form *form) {
     if (form->kind == PW_F32) return ROW_F32;
     if (path == PW_FMA) return form->kind == PW_BF16 ? ROW_ROUNDED_F32 : ROW_PADDED_F32;
     if (path == PW_F16_FMA) return ROW_F16;
-    if (path == PW_BF16_DOT || path == PW_BF16_TILE || path == PW_BF16_EVEN_ODD) return ROW_BF16;
+    if (path == PW_BF16_DOT || path == PW_BF16_TILE) return ROW_BF16;
     return form->group ? ROW_GROUPS : ROW_BYTES;
 }
 

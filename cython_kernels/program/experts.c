@@ -154,7 +154,7 @@ static void prepare_row(const pw_run *run, const pw_op *op, int64_t row, int64_t
         run->kernels->ops.rmsnorm(op->k, x, op->norm, op->eps, normed);
         x = normed;
     }
-    run->kernels->gemm.prepare_rows(&op->preparations[run->table].forms[0], op->k, x, 0, (pw_range){0, 1}, scratch);
+    run->kernels->gemm.prepare_rows(&op->preparation.forms[0], op->k, x, 0, (pw_range){0, 1}, scratch);
     for (int32_t i = 0; i < op->experts.chosen; ++i)
         memcpy(program->pairs + routes->pair[row * op->experts.chosen + i] * bytes, scratch, (size_t)bytes);
 }
@@ -171,7 +171,7 @@ static void prepare_pair(const pw_run *run, const pw_op *op, int64_t pair, float
     }
     if (op->source == PW_FROM_GATE) ops->gates[op->gate](op->k, x, x + op->k, scratch);
     else ops->activations[op->gate](op->k, x, NULL, scratch);
-    run->kernels->gemm.prepare_rows(&op->preparations[run->table].forms[0], op->k, scratch, 0, (pw_range){pair, pair + 1}, program->pairs);
+    run->kernels->gemm.prepare_rows(&op->preparation.forms[0], op->k, scratch, 0, (pw_range){pair, pair + 1}, program->pairs);
 }
 
 static bool prepare(pw_run *run, const pw_op *op, int member, int64_t bytes) {
@@ -198,7 +198,6 @@ static void multiply(const pw_run *run, const pw_op *op, int32_t e, pw_range pan
     float *y = program->arena + op->out + first * op->out_stride - before * PW_PANEL;
     pw_range all = {0, rows}, own = {before + panels.begin, before + panels.end};
     pw_weight stack = op->parts[0].weight;
-    stack.path = op->preparations[run->table].paths[0];
     run->kernels->gemm.gemm(&stack, &x, all, own, -1, y, op->out_stride, PW_STORE, &schedule);
 }
 
@@ -206,7 +205,7 @@ void pw_run_experts(pw_run *run, const pw_op *op, int member) {
     const pw_program *program = run->program;
     const pw_routes *routes = &program->routes;
     if (rows_of_op(run, op) == 0) return;
-    int64_t bytes = run->kernels->gemm.row_bytes(&op->preparations[run->table].forms[0], op->k);
+    int64_t bytes = run->kernels->gemm.row_bytes(&op->preparation.forms[0], op->k);
     if (!prepare(run, op, member, bytes)) return;
     pw_range own = pw_share_of(run->division, pw_panels(op->experts.n));
     int64_t panels = own.end - own.begin, wanted = PIECES_PER_THREAD * (int64_t)run->threads;

@@ -6,7 +6,7 @@ enum { PIECES_PER_THREAD = 6 };
 /* Prepared rows lie head by head. */
 static void prepare(const pw_run *run, const pw_op *op, pw_range heads, int64_t rows, int64_t bytes, int member) {
     const pw_program *program = run->program;
-    const pw_form *form = &op->preparations[run->table].forms[0];
+    const pw_form *form = &op->preparation.forms[0];
     int64_t count = heads.end - heads.begin, all = rows * count;
     for (int64_t i = all * member / run->threads; i < all * (member + 1) / run->threads; ++i) {
         int64_t row = i / count, head = heads.begin + i % count;
@@ -26,14 +26,13 @@ static void multiply(const pw_run *run, const pw_op *op, int64_t head, pw_range 
     float *y = program->arena + op->out + head * op->heads.n - before * PW_PANEL;
     pw_range all = {0, rows}, own = {before + panels.begin, before + panels.end};
     pw_weight stack = op->parts[0].weight;
-    stack.path = op->preparations[run->table].paths[0];
     run->kernels->gemm.gemm(&stack, &x, all, own, -1, y, op->out_stride, PW_STORE, &schedule);
 }
 
 void pw_run_heads(pw_run *run, const pw_op *op, int member) {
     const pw_program *program = run->program;
     int64_t rows = program->step.n_tokens;
-    int64_t bytes = run->kernels->gemm.row_bytes(&op->preparations[run->table].forms[0], op->k);
+    int64_t bytes = run->kernels->gemm.row_bytes(&op->preparation.forms[0], op->k);
     pw_range heads = pw_share_of(run->division, op->heads.count);
     int64_t count = heads.end - heads.begin;
     prepare(run, op, heads, rows, bytes, member);

@@ -63,7 +63,7 @@ void pw_run_layer_inputs(pw_run *run, const pw_op *op, int member) {
 static void prepare_row(const pw_run *run, const pw_op *op, int64_t row, float *scratch, char *const *prepared) {
     const float *x = pw_op_input(run, op, row, scratch);
     if (op->tap) memcpy(op->tap + row * op->k, x, sizeof(float) * (size_t)op->k);
-    const pw_preparation *preparation = &op->preparations[run->table];
+    const pw_preparation *preparation = &op->preparation;
     for (int32_t i = 0; i < preparation->count; ++i)
         run->kernels->gemm.prepare_rows(&preparation->forms[i], op->k, x, 0, (pw_range){row, row + 1}, prepared[i]);
 }
@@ -73,7 +73,7 @@ static pw_product product_of(const pw_run *run, const pw_op *op, int index, int6
     const pw_program *program = run->program;
     const pw_column_share *share = &op->shares[run->table][index];
     pw_product p = {.weight = &share->weight, .rows = rows, .ldy = op->out_stride};
-    const pw_preparation *preparation = &op->preparations[run->table];
+    const pw_preparation *preparation = &op->preparation;
     const pw_form *form = &preparation->forms[preparation->form_of[index]];
     p.x = (pw_activations){prepared, run->kernels->gemm.row_bytes(form, op->k)};
     p.y = program->arena + op->out + share->column;
@@ -141,5 +141,5 @@ void pw_run_linear(pw_run *run, const pw_op *op, int member) {
     if (by == BY_RANK) pw_team_barrier(run->team, member);
     if (by == BY_ALL_RANKS && !pw_meet(run, member)) return;
     for (int i = 0; i < op->n_parts; ++i)
-        multiply_part(run, op, adapted, i, rows, member, prepared[op->preparations[run->table].form_of[i]]);
+        multiply_part(run, op, adapted, i, rows, member, prepared[op->preparation.form_of[i]]);
 }

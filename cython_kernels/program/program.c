@@ -181,14 +181,10 @@ static int32_t form_index(pw_preparation *preparation, pw_form form) {
     return preparation->count++;
 }
 
-static void find_forms(pw_op *op, int32_t table) {
-    pw_preparation *preparation = &op->preparations[table];
-    preparation->count = 0;
-    for (int32_t i = 0; i < op->n_parts; ++i) {
-        pw_form form = pw_form_of(&op->parts[i].weight);
-        form.path = preparation->paths[i];
-        preparation->form_of[i] = form_index(preparation, form);
-    }
+static void find_forms(pw_op *op) {
+    op->preparation.count = 0;
+    for (int32_t i = 0; i < op->n_parts; ++i)
+        op->preparation.form_of[i] = form_index(&op->preparation, pw_form_of(&op->parts[i].weight));
 }
 
 /* A layer has the heads of its kind; one with a window keeps rings where there is room for them. */
@@ -215,19 +211,8 @@ bool pw_program_add(pw_program *program, const pw_op *op) {
     if (op->code == PW_ATTEND) place_layer(program, op);
     if (op->experts.count > program->experts.count) program->experts.count = op->experts.count;
     if (op->experts.chosen > program->experts.chosen) program->experts.chosen = op->experts.chosen;
-    for (int32_t table = 0; table < PW_SCHEDULE_TABLES; ++table) {
-        for (int32_t i = 0; i < added->n_parts; ++i)
-            added->preparations[table].paths[i] = added->parts[i].weight.path;
-        find_forms(added, table);
-    }
+    find_forms(added);
     return true;
-}
-
-void pw_program_path(pw_program *program, int32_t table, int32_t op, int32_t part, int32_t path) {
-    pw_op *changed = &program->ops[op];
-    changed->preparations[table].paths[part] = path;
-    changed->shares[table][part].weight.path = path;
-    find_forms(changed, table);
 }
 
 bool pw_program_schedule(pw_program *program, int32_t table, int32_t op, int32_t part, int32_t count,
@@ -241,7 +226,7 @@ bool pw_program_schedule_attention(pw_program *program, int32_t table, int32_t c
 
 /* ---- memory ----------------------------------------------------------------------------------------------------- */
 
-/* The largest prepared row of any op under any table: the ISA may be changed between steps. */
+/* The largest prepared row of any op: the ISA may be changed between steps. */
 static void measure_rows(const pw_program *program, int64_t *row_bytes, int64_t *row_floats) {
     *row_bytes = *row_floats = 0;
     for (int32_t i = 0; i < program->n_ops; ++i) {
@@ -252,20 +237,17 @@ static void measure_rows(const pw_program *program, int64_t *row_bytes, int64_t 
         int64_t heads = op->code == PW_HEADS ? op->heads.count : 1; /* all of a row are prepared side by side */
         int64_t read = op->code == PW_EXPERTS && op->source == PW_FROM_GATE ? 2 * op->k : op->k; /* with biases added */
         *row_floats = larger(*row_floats, pw_padded_k(read));
-        for (int32_t table = 0; table < PW_SCHEDULE_TABLES; ++table)
-            for (int32_t form = 0; form < op->preparations[table].count; ++form)
-                for (int isa = 0; isa < pw_usable_count(); ++isa)
-                    *row_bytes = larger(
-                        *row_bytes, heads * pw_usable(isa)->gemm.row_bytes(&op->preparations[table].forms[form], op->k));
+        for (int32_t form = 0; form < op->preparation.count; ++form)
+            for (int isa = 0; isa < pw_usable_count(); ++isa)
+                *row_bytes =
+                    larger(*row_bytes, heads * pw_usable(isa)->gemm.row_bytes(&op->preparation.forms[form], op->k));
     }
     *row_bytes = aligned(*row_bytes);
 }
 
 static int32_t most_forms(const pw_program *program) {
     int32_t most = 1;
-    for (int32_t i = 0; i < program->n_ops; ++i)
-        for (int32_t table = 0; table < PW_SCHEDULE_TABLES; ++table)
-            most = (int32_t)larger(most, program->ops[i].preparations[table].count);
+    for (int32_t i = 0; i < program->n_ops; ++i) most = (int32_t)larger(most, program->ops[i].preparation.count);
     return most;
 }
 

@@ -50,9 +50,8 @@ typedef struct {
     int64_t column;
 } pw_part;
 
-/* How the rows of an op are prepared for its weights by one table: weights of equal form share prepared rows. */
+/* How the rows of an op are prepared for its weights: weights of equal form share prepared rows. */
 typedef struct {
-    int32_t paths[PW_MAX_PARTS]; /* by which each weight is computed; its own unless pw_program_path says otherwise */
     int32_t count;
     pw_form forms[PW_MAX_PARTS];
     int32_t form_of[PW_MAX_PARTS]; /* of each weight: index into forms */
@@ -163,7 +162,7 @@ typedef struct {
     int32_t n_parts;
     pw_part parts[PW_MAX_PARTS];
     pw_column_share shares[PW_SCHEDULE_TABLES][PW_MAX_PARTS]; /* of linear ops */
-    pw_preparation preparations[PW_SCHEDULE_TABLES];
+    pw_preparation preparation;
     int64_t k;
     int64_t group;                        /* of PW_LAYER_INPUTS: numbers that are normalised together */
     int64_t in, in_stride, out, out_stride;
@@ -332,10 +331,6 @@ void pw_program_close(pw_program *program);
 
 /* A copy of `op` is appended; its forms are worked out here. False without memory. */
 bool pw_program_add(pw_program *program, const pw_op *op);
-
-/* Lets one table compute a weight of a linear op, or of experts, by a path of its own: prompts by another arithmetic than
- * single tokens. Before the program is sealed. */
-void pw_program_path(pw_program *program, int32_t table, int32_t op, int32_t part, int32_t path);
 
 /* Gives a weight of a linear op the schedules of one table: `count` ranges, copied, in place of those it had. They
  * change no result. False without memory. */

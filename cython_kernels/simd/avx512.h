@@ -156,18 +156,8 @@ PW_INLINE vf bf16_dot(vf acc, vi w, vi a) {
 }
 #endif
 
-/* From begin to end subnormals are zero, in and out, as in the tile unit. A compiler may move arithmetic out of between: put
- * a call there (gemm_even_odd.c). */
-#define PW_FLUSH_WORDS 1
-enum { FLUSHING = 0x8040 }; /* DAZ and FTZ of MXCSR */
-PW_INLINE uint32_t flush_begin(void) {
-    uint32_t before, flushing;
-    __asm__ volatile("stmxcsr %0" : "=m"(before)::"memory");
-    flushing = before | FLUSHING;
-    __asm__ volatile("ldmxcsr %0" ::"m"(flushing) : "memory");
-    return before;
-}
-PW_INLINE void flush_end(uint32_t before) { __asm__ volatile("ldmxcsr %0" ::"m"(before) : "memory"); }
+/* Subnormals as zeros, as vdpbf16ps reads them; rounding to bf16 would make some of them normal. */
+#define PW_SUBNORMAL_WORDS 1
 PW_INLINE vf v_without_subnormals(vf x) {
     return _mm512_mask_and_ps(x, _mm512_fpclass_ps_mask(x, 0x20), x, _mm512_set1_ps(-0.0f));
 }
@@ -200,9 +190,6 @@ PW_INLINE vi f16_from_bf16(vi w, vi less) {
     F16_TILES(X, of) PW_ROWS_5(X, 5, of) PW_ROWS_4(X, 6, of) PW_ROWS_3(X, 7, of) PW_ROWS_2(X, 8, of)
 #define F16_TILES(X, of...) PW_ROWS_30(X, 1, of) PW_ROWS_14(X, 2, of) PW_ROWS_9(X, 3, of) PW_ROWS_6(X, 4, of)
 #define QUANT_TILES(X, of...) PW_ROWS_8(X, 1, of) PW_ROWS_6(X, 2, of) PW_ROWS_4(X, 3, of) PW_ROWS_3(X, 4, of)
-/* Tiles of two chains each, whose sums are in memory. */
-#define EVEN_ODD_TILES(X, of...) PW_ROWS_12(X, 1, of) PW_ROWS_6(X, 2, of) PW_ROWS_4(X, 3, of) PW_ROWS_3(X, 4, of)
-enum { EVEN_ODD_MR = 6, EVEN_ODD_PANELS = 2 };
 /* Tiles of one int32 sum each. */
 #define COLUMN_TILES(X, of...) PW_ROWS_8(X, 1, of) PW_ROWS_12(X, 2, of) PW_ROWS_8(X, 3, of) PW_ROWS_6(X, 4, of)
 enum { COLUMN_MR = 8, COLUMN_PANELS = 3 };

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from phasewise._json import read_json
 from phasewise._places import cache_folder, user_folder
 from phasewise.cython_kernels._native import SLOTS, isa_active, slot_recheck, slots_filled
 from phasewise.cython_kernels.errors import SlotError
@@ -96,11 +97,11 @@ def installed_slots() -> list[InstalledSlot]:
     except OSError as error:
         raise SlotError(f"{path} cannot be read: {error.strerror}") from None
     try:
-        record = json.loads(content)
+        record = read_json(content)
         slots = [InstalledSlot(**values) for values in record["slots"]]
         if record["schema_version"] != SCHEMA_VERSION or not all(map(_is_whole, slots)):
             raise ValueError
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except (ValueError, TypeError, KeyError):
         raise SlotError(f"{path} is not as `phasewise kernels install` writes it: delete it") from None
     return sorted(slots, key=lambda installed: SLOTS.index(installed.slot))
 

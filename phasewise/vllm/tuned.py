@@ -42,13 +42,13 @@ def _lookup() -> ScheduleLookup:
     try:
         if locate(database).is_absent:
             return ScheduleLookup()
-        from phasewise.kerneldb.store import open_store
+        from phasewise.kerneldb.start_reads import open_start_reads
         from phasewise.workflows.opening.tuned_schedules import read_schedules
 
         machine = read_machine()
         cores = cores_of(torch_team().observed_cpus(), machine)
-        with open_store(database, logger.info) as store:
-            return read_schedules(store, machine, cores, logger.info)
+        with open_start_reads(database, logger.warning) as reads:
+            return read_schedules(reads, machine, cores, logger.info)
     except KernelDbError as error:
         logger.warning("the default schedules are used: %s", error)
         return ScheduleLookup()

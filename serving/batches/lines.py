@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO
+
+from phasewise._json import MOST_CONTAINERS, MOST_VALUES, is_flood, read_json
 
 Json = dict[str, Any]
 
 GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 URLS = frozenset({*GENERATING, "/v1/embeddings"})
 _MOST_ID_CHARACTERS = 512
+_SKIPPED_AT_ONCE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -25,12 +29,33 @@ class BatchLine:
     fault: str | None = None
 
 
+def read_lines(file: BinaryIO, most_bytes: int, urls: Collection[str] = URLS) -> Iterator[BatchLine | None]:
+    """The requests of a file, a line each; None for an empty line.
+
+    A line longer than `most_bytes` is not held: it is skipped, and its fault says so.
+    """
+    seen: set[str] = set()
+    for number in itertools.count(1):
+        raw = file.readline(most_bytes + 1)
+        if not raw:
+            return
+        if len(raw) > most_bytes and not raw.endswith(b"\n"):
+            while (piece := file.readline(_SKIPPED_AT_ONCE_BYTES)) and not piece.endswith(b"\n"):
+                pass
+            yield BatchLine(number, None, fault=f"it is longer than {most_bytes} bytes")
+        else:
+            yield read_line(number, raw, seen, urls) if raw.strip() else None
+
+
 def read_line(number: int, raw: bytes, seen: set[str], urls: Collection[str] = URLS) -> BatchLine:
     """The request of a line, or its fault. seen: the ids of the lines before; its own is added."""
+    if is_flood(raw):
+        many = f"it has more than {MOST_VALUES} values or {MOST_CONTAINERS} lists and objects"
+        return BatchLine(number, None, fault=many)
     try:
-        given = json.loads(raw)
-    except (ValueError, RecursionError):
-        return BatchLine(number, None, fault="it is not JSON")
+        given = read_json(raw)
+    except ValueError as error:
+        return BatchLine(number, None, fault=f"it is not JSON: {error}")
     if not isinstance(given, dict):
         return BatchLine(number, None, fault="it is no JSON object")
     custom_id = given.get("custom_id")
@@ -42,7 +67,7 @@ def read_line(number: int, raw: bytes, seen: set[str], urls: Collection[str] = U
     seen.add(custom_id)
     if fault is not None:
         return BatchLine(number, custom_id, fault=fault)
-    return BatchLine(number, custom_id, given["url"], json.dumps(given["body"]).encode())
+    return BatchLine(number, custom_id, given["url"], written(given["body"]))
 
 
 def _fault_of(given: Json, urls: Collection[str]) -> str | None:
@@ -79,9 +104,9 @@ def _line_of(line: BatchLine, response: Json | None, error: Json | None) -> Json
     }
 
 
-def written(answer: Json) -> bytes:
-    """The bytes of a line of answers, without its end."""
+def written(value: Json) -> bytes:
+    """The bytes of a line of answers, without its end, or of a request's body."""
     try:
-        return json.dumps(answer, ensure_ascii=False).encode()
+        return json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:  # half a surrogate pair, in an id
-        return json.dumps(answer).encode()
+        return json.dumps(value).encode()

@@ -1,7 +1,8 @@
 """Files and batches of a server, in SQLite: what a restart must not lose. Every call is a transaction.
 
 Promises: a line is answered once, whatever ends the process and when. A file or batch is seen by its owner
-alone. All files and answers together take no more than `most_bytes`.
+alone. All files, answers and rows together take no more than `most_bytes`. Memory holds a page of a list, and
+one answer of a batch that ends.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import os
 import secrets
 import sqlite3
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from phasewise._files import open_regular
 from phasewise._words import counted
 from phasewise.serving.batches.lines import Json
 from phasewise.serving.errors import ServingError
@@ -33,6 +36,10 @@ CREATE TABLE IF NOT EXISTS batches (
 CREATE TABLE IF NOT EXISTS answers (
     batch_id TEXT NOT NULL, number INTEGER NOT NULL, is_good INTEGER NOT NULL, line BLOB NOT NULL,
     PRIMARY KEY (batch_id, number)) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS files_of_owner ON files (owner);
+CREATE INDEX IF NOT EXISTS batches_of_owner ON batches (owner);
+CREATE INDEX IF NOT EXISTS batches_by_age ON batches (is_over, created_s);
+CREATE INDEX IF NOT EXISTS answers_by_kind ON answers (batch_id, is_good);
 """
 _VERSION = 1
 CANCELLABLE = ("validating", "in_progress")
@@ -40,11 +47,21 @@ CANCELLABLE = ("validating", "in_progress")
 UNFINISHED = (*CANCELLABLE, "cancelling")
 MOST_UNFINISHED = 64
 """Batches of one owner that are not over."""
+KEPT_DAYS = 60
+"""Days from the beginning of a batch to the end of its record: its window is 30 days at most."""
+ENDS_AS = "ends_as"
+"""The field of a batch whose answers are being written to its files: the status of its end."""
+BROKEN_READS = "n_broken_reads"
+"""The field of a batch that counts the last readings of its lines that failed, or ended with the process."""
+_ROW_BYTES = 512
+"""The bytes of a row beside its texts."""
+_BATCH_BYTES = f"length(fields) + {_ROW_BYTES}"
+_DROPPED_AT_ONCE = 500
 
 
 class BatchStoreError(ServingError):
     """The store cannot do it. `kind`: which answer that is: `missing`, `in_use`, `full`, `too_many`,
-    `elsewhere`.
+    `unfinished`, `stopped`, `elsewhere`.
     """
 
     def __init__(self, kind: str, message: str) -> None:
@@ -64,8 +81,19 @@ class StoredFile:
 
 
 @dataclass(frozen=True)
+class Page:
+    """A part of a list: `limit` entries behind the one called `after`, the newest first unless ascending."""
+
+    limit: int
+    after: str | None = None
+    is_ascending: bool = False
+
+
+@dataclass(frozen=True)
 class StoredBatch:
-    """A batch. `fields`: its JSON object, as OpenAI's API shows it, but for `request_counts`."""
+    """A batch. `fields`: its JSON object, as OpenAI's API shows it, but for `request_counts`, and with what
+    the runner keeps of it.
+    """
 
     id: str
     owner: str
@@ -84,7 +112,7 @@ class BatchStore:
         self._most_bytes = most_bytes
         self._lock = threading.RLock()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._claim = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._claim = open_regular(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(self._claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -92,7 +120,7 @@ class BatchStore:
             message = f"another server has its batches in {folder}: give each server its own --batch-dir"
             raise BatchStoreError("elsewhere", message) from None
         path = folder / "batches.sqlite"
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+        os.close(open_regular(path, os.O_RDWR | os.O_CREAT, 0o600))
         self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
         self._db.execute("PRAGMA journal_mode=WAL")
         (version,) = self._db.execute("PRAGMA user_version").fetchone()
@@ -101,8 +129,10 @@ class BatchStore:
             raise BatchStoreError("elsewhere", f"{path} is of another version of phasewise")
         self._db.executescript(_SCHEMA)
         self._db.execute(f"PRAGMA user_version={_VERSION}")
+        self._n_taken = 0
         self._drop_strays()
         self._n_taken = self._count_bytes()
+        self._expire()
 
     def close(self) -> None:
         with self._lock:
@@ -120,6 +150,7 @@ class BatchStore:
         try:
             file.finish()
             with self._transaction() as db:
+                self.take(_ROW_BYTES)
                 row = (file.id, owner, int(time.time()), filename, purpose, file.n_bytes)
                 db.execute("INSERT INTO files VALUES (?, ?, ?, ?, ?, ?)", row)
         except BaseException:
@@ -134,9 +165,15 @@ class BatchStore:
             raise BatchStoreError("missing", f"there is no file {file_id[:80]!r} of yours here")
         return files[0]
 
-    def files(self, owner: str) -> list[StoredFile]:
-        """The newest first."""
-        return self._files("owner = ?", (owner,))
+    def files(self, owner: str, page: Page, purpose: str | None = None) -> tuple[list[StoredFile], bool]:
+        """A page of them, and whether there are more. BatchStoreError where `after` is none of them."""
+        columns, further = "id, created_s, filename, purpose, n_bytes", ""
+        values: tuple[str, ...] = (owner,)
+        if purpose is not None:
+            further, values = " AND purpose = ?", (owner, purpose)
+        with self._transaction():
+            rows, has_more = self._page("files", columns, further, values, page)
+        return [StoredFile(*row) for row in rows], has_more
 
     def path_of(self, file_id: str) -> Path:
         return self._folder / file_id
@@ -145,12 +182,12 @@ class BatchStore:
         """BatchStoreError where there is none, or a batch that is not over reads it."""
         with self._transaction() as db:
             file = self.file(owner, file_id)
-            query = "SELECT id FROM batches WHERE input_id = ? AND NOT is_over"
+            query = "SELECT id FROM batches WHERE input_id = ? AND is_over = 0"
             for (batch_id,) in db.execute(query, (file_id,)):
                 raise BatchStoreError("in_use", f"batch {batch_id} reads this file: cancel the batch first")
             db.execute("DELETE FROM files WHERE id = ?", (file_id,))
         self.path_of(file_id).unlink(missing_ok=True)
-        self.give_back(file.n_bytes)
+        self.give_back(file.n_bytes + _ROW_BYTES)
 
     def take(self, n_bytes: int) -> None:
         """Count so many bytes more. BatchStoreError where they are too many."""
@@ -158,8 +195,8 @@ class BatchStore:
             if self._n_taken + n_bytes > self._most_bytes:
                 raise BatchStoreError(
                     "full",
-                    f"files of batches take {self._n_taken} of {self._most_bytes} bytes, and {n_bytes} more "
-                    "do not fit: delete files, or raise --batch-bytes",
+                    f"files and batches take {self._n_taken} of {self._most_bytes} bytes, and {n_bytes} more "
+                    "do not fit: delete some, or raise --batch-bytes",
                 )
             self._n_taken += n_bytes
 
@@ -169,26 +206,30 @@ class BatchStore:
             self._n_taken -= n_bytes
 
     def _count_bytes(self) -> int:
-        """The bytes of all files, and of answers that are in no file yet."""
+        """The bytes of all files, of answers that are in no file yet, and of rows."""
         with self._transaction() as db:
-            (files,) = db.execute("SELECT coalesce(sum(n_bytes), 0) FROM files").fetchone()
+            (files,) = db.execute(f"SELECT coalesce(sum(n_bytes + {_ROW_BYTES}), 0) FROM files").fetchone()
+            (batches,) = db.execute(f"SELECT coalesce(sum({_BATCH_BYTES}), 0) FROM batches").fetchone()
             (answers,) = db.execute("SELECT coalesce(sum(length(line)), 0) FROM answers").fetchone()
-        return int(files) + int(answers)
+        return int(files) + int(batches) + int(answers)
 
     # ---- batches -----------------------------------------------------------------------------------------
 
     def add_batch(self, owner: str, input_id: str, fields: Json) -> StoredBatch:
         """BatchStoreError where its input is no file of this owner's, or too many are not over."""
         batch_id = f"batch_{secrets.token_hex(12)}"
+        self._expire()
         with self._transaction() as db:
             self.file(owner, input_id)
-            query = "SELECT count(*) FROM batches WHERE owner = ? AND NOT is_over"
+            query = "SELECT count(*) FROM batches WHERE owner = ? AND is_over = 0"
             (n_unfinished,) = db.execute(query, (owner,)).fetchone()
             if n_unfinished >= MOST_UNFINISHED:
                 message = f"{counted(n_unfinished, 'batch')} of yours are not over, and no more may be"
                 raise BatchStoreError("too_many", message)
             fields = {"id": batch_id, **fields}
-            row = (batch_id, owner, int(time.time()), False, input_id, json.dumps(fields))
+            told = json.dumps(fields)
+            self.take(len(told) + _ROW_BYTES)
+            row = (batch_id, owner, int(time.time()), False, input_id, told)
             db.execute("INSERT INTO batches VALUES (?, ?, ?, ?, ?, ?)", row)
         return StoredBatch(batch_id, owner, input_id, fields, 0, 0)
 
@@ -199,13 +240,37 @@ class BatchStore:
             raise BatchStoreError("missing", f"there is no batch {batch_id[:80]!r} of yours here")
         return batches[0]
 
-    def batches(self, owner: str) -> list[StoredBatch]:
-        """The newest first."""
-        return self._batches("owner = ?", (owner,))
+    def batches(self, owner: str, page: Page) -> tuple[list[StoredBatch], bool]:
+        """A page of them, and whether there are more. BatchStoreError where `after` is none of them."""
+        with self._transaction():
+            rows, has_more = self._page("batches", "id, owner, input_id, fields", "", (owner,), page)
+            return [self._batch_of(*row) for row in rows], has_more
+
+    def delete_batch(self, owner: str, batch_id: str) -> None:
+        """Its record; its files stay. BatchStoreError where there is none, or it is not over."""
+        with self._transaction() as db:
+            self.batch(owner, batch_id)
+            if not self._drop_batches("id = ? AND is_over = 1", (batch_id,), db):
+                raise BatchStoreError("unfinished", f"batch {batch_id} is not over: cancel it first")
+
+    def _expire(self) -> None:
+        """Drop the records of batches that have been over for long."""
+        with self._transaction() as db:
+            began_before_s = int(time.time()) - KEPT_DAYS * 86_400
+            self._drop_batches("is_over = 1 AND created_s < ?", (began_before_s,), db)
+
+    def _drop_batches(self, where: str, values: tuple[str | int, ...], db: sqlite3.Connection) -> int:
+        """Drop some records within a transaction, and return their number."""
+        query = f"SELECT count(*), coalesce(sum({_BATCH_BYTES}), 0) FROM batches WHERE {where}"
+        n_batches, n_bytes = db.execute(query, values).fetchone()
+        if n_batches:
+            db.execute(f"DELETE FROM batches WHERE {where}", values)
+            self.give_back(int(n_bytes))
+        return int(n_batches)
 
     def unfinished(self) -> list[StoredBatch]:
         """Those that are not over, of all owners, the oldest first."""
-        return self._batches("NOT is_over", ())[::-1]
+        return self._batches("is_over = 0", ())[::-1]
 
     def update(
         self, batch: StoredBatch, *, among: tuple[str, ...], is_over: bool = False, **changed: Any
@@ -219,17 +284,39 @@ class BatchStore:
             now = self.batch(batch.owner, batch.id)
             if now.fields["status"] not in among:
                 return now
-            fields = {**now.fields, **changed}
-            query = "UPDATE batches SET fields = ?, is_over = is_over OR ? WHERE id = ?"
-            db.execute(query, (json.dumps(fields), is_over, batch.id))
+            self._change(batch.id, changed, db)
+            db.execute("UPDATE batches SET is_over = is_over OR ? WHERE id = ?", (is_over, batch.id))
             return self.batch(batch.owner, batch.id)
 
+    def begin_reading(self, batch: StoredBatch) -> int:
+        """Note that lines of a batch are about to be read; until `end_reading` the end of the process counts
+        as broken by them. Returns how many readings in a row did not end before.
+        """
+        with self._transaction() as db:
+            n_broken = int(self.batch(batch.owner, batch.id).fields.get(BROKEN_READS, 0))
+            self._change(batch.id, {BROKEN_READS: n_broken + 1}, db)
+        return n_broken
+
+    def end_reading(self, batch: StoredBatch) -> None:
+        """Lines of it were read, and broke nothing."""
+        with self._transaction() as db:
+            self._change(batch.id, {BROKEN_READS: 0}, db)
+
+    def _change(self, batch_id: str, changed: Json, db: sqlite3.Connection) -> None:
+        """Change fields of a batch within a transaction. What that adds is not refused: a batch must end."""
+        (before,) = db.execute("SELECT fields FROM batches WHERE id = ?", (batch_id,)).fetchone()
+        after = json.dumps({**json.loads(before), **changed})
+        db.execute("UPDATE batches SET fields = ? WHERE id = ?", (after, batch_id))
+        self.give_back(len(before) - len(after))
+
     def answer(self, batch_id: str, number: int, line: bytes, *, is_good: bool) -> None:
-        """Keep the answer to a line. The first one stays; of a batch that is over by now, none is kept."""
+        """Keep the answer to a line. The first one stays; of a batch that is over by now, or whose files are
+        being written, none is kept.
+        """
         self.take(len(line))
         query = (
-            "INSERT OR IGNORE INTO answers SELECT ?, ?, ?, ? "
-            "WHERE EXISTS (SELECT 1 FROM batches WHERE id = ? AND NOT is_over)"
+            "INSERT OR IGNORE INTO answers SELECT ?, ?, ?, ? WHERE EXISTS (SELECT 1 FROM batches "
+            f"WHERE id = ? AND is_over = 0 AND json_extract(fields, '$.{ENDS_AS}') IS NULL)"
         )
         try:
             with self._transaction() as db:
@@ -247,51 +334,92 @@ class BatchStore:
             rows = db.execute("SELECT number FROM answers WHERE batch_id = ?", (batch_id,))
             return {number for (number,) in rows}
 
-    def finish(self, batch: StoredBatch, status: str) -> StoredBatch:
+    def finish(
+        self, batch: StoredBatch, status: str, stop: threading.Event | None = None, **changed: Any
+    ) -> StoredBatch:
         """Write the answers to an output and an error file, in the order of the lines, and end the batch.
 
-        status: of its end; a batch that is being cancelled ends as `cancelled` whatever it is.
+        status: of its end; a batch that is being cancelled ends as `cancelled` whatever it is, and one whose
+        end was begun before as it was then. stop: BatchStoreError once it is set, from another thread.
         A process that ends in the middle leaves files that nobody knows, which the next start removes.
         """
-        files: list[NewFile] = []
+        stop = stop or threading.Event()
+        with self._transaction() as db:
+            now = self.batch(batch.owner, batch.id)
+            if now.fields["status"] not in (*UNFINISHED, "finalizing"):
+                return now
+            is_cancelled = now.fields["status"] == "cancelling"
+            status = now.fields.get(ENDS_AS) or ("cancelled" if is_cancelled else status)
+            begun: Json = {ENDS_AS: status, "finalizing_at": int(time.time()), **changed}
+            self._change(batch.id, begun if is_cancelled else {**begun, "status": "finalizing"}, db)
+        files = {True: NewFile(self, is_counted=False), False: NewFile(self, is_counted=False)}
         try:
-            return self._finish(batch, status, files)
+            counts = self._write_answers(batch.id, files, stop)
+            for is_good, n_lines in counts.items():
+                if n_lines:
+                    files[is_good].finish()
+                else:
+                    files[is_good].drop()
+            ended = self._end(now, status, files, counts)
         except BaseException:
-            for file in files:
+            for file in files.values():
                 file.drop()
             raise
-
-    def _finish(self, batch: StoredBatch, status: str, files: list[NewFile]) -> StoredBatch:
-        """`finish`. files: gets those that it begins."""
-        counts = {"n_completed": batch.n_completed, "n_failed": batch.n_failed}
-        ids: dict[str, str | None] = {}
-        now_s = int(time.time())
-        with self._transaction() as db:
-            if self.batch(batch.owner, batch.id).fields["status"] == "cancelling":
-                status = "cancelled"
-            for is_good, name in ((True, "output_file_id"), (False, "error_file_id")):
-                query = "SELECT line FROM answers WHERE batch_id = ? AND is_good = ? ORDER BY number"
-                rows = db.execute(query, (batch.id, is_good)).fetchall()
-                counts["n_completed" if is_good else "n_failed"] = len(rows)
-                ids[name] = None
-                if not rows:
-                    continue
-                file = NewFile(self, is_counted=False)
-                files.append(file)
-                for (line,) in rows:
-                    file.write(line + b"\n")
-                file.finish()
-                ids[name] = file.id
-                filename = f"{batch.id}_{name.removesuffix('_file_id')}.jsonl"
-                row = (file.id, batch.owner, int(time.time()), filename, "batch_output", file.n_bytes)
-                db.execute("INSERT INTO files VALUES (?, ?, ?, ?, ?, ?)", row)
-            db.execute("DELETE FROM answers WHERE batch_id = ?", (batch.id,))
-            instants = {"finalizing_at": now_s, f"{status}_at": now_s}
-            ended = self.update(
-                batch, among=UNFINISHED, is_over=True, status=status, **instants, **ids, **counts
-            )
-        self.give_back(-counts["n_completed"] - counts["n_failed"])  # the ends of lines are taken too
+        self._drop_answers(batch.id, stop)
         return ended
+
+    def _write_answers(
+        self, batch_id: str, files: dict[bool, NewFile], stop: threading.Event
+    ) -> dict[bool, int]:
+        """Write each answer to the file of its kind; return their numbers. Others use the store meanwhile."""
+        counts, number = {True: 0, False: 0}, -1
+        query = (
+            "SELECT number, is_good, line FROM answers WHERE batch_id = ? AND number > ? "
+            "ORDER BY number LIMIT 1"
+        )
+        while True:
+            with self._transaction() as db:
+                row = db.execute(query, (batch_id, number)).fetchone()
+            if row is None:
+                return counts
+            if stop.is_set():
+                raise BatchStoreError("stopped", f"batch {batch_id} ends at the next start")
+            number, is_good = row[0], bool(row[1])
+            files[is_good].write(row[2] + b"\n")
+            counts[is_good] += 1
+
+    def _end(
+        self, batch: StoredBatch, status: str, files: dict[bool, NewFile], counts: dict[bool, int]
+    ) -> StoredBatch:
+        """The files are there: the batch is over."""
+        now_s = int(time.time())
+        ids: dict[str, str | None] = {}
+        with self._transaction() as db:
+            for is_good, name in ((True, "output"), (False, "error")):
+                file = files[is_good]
+                ids[f"{name}_file_id"] = file.id if counts[is_good] else None
+                if counts[is_good]:
+                    filename = f"{batch.id}_{name}.jsonl"
+                    row = (file.id, batch.owner, now_s, filename, "batch_output", file.n_bytes)
+                    db.execute("INSERT INTO files VALUES (?, ?, ?, ?, ?, ?)", row)
+                    # Their bytes are taken already, the ends of their lines apart.
+                    self.give_back(-counts[is_good] - _ROW_BYTES)
+            told = {"status": status, f"{status}_at": now_s, **ids}
+            n_lines = {"n_completed": counts[True], "n_failed": counts[False]}
+            self._change(batch.id, {**told, **n_lines}, db)
+            db.execute("UPDATE batches SET is_over = 1 WHERE id = ?", (batch.id,))
+            return self.batch(batch.owner, batch.id)
+
+    def _drop_answers(self, batch_id: str, stop: threading.Event) -> None:
+        """Those of a batch that is over: they are in its files, and count no more."""
+        query = (
+            "DELETE FROM answers WHERE batch_id = ?1 AND number IN "
+            f"(SELECT number FROM answers WHERE batch_id = ?1 LIMIT {_DROPPED_AT_ONCE})"
+        )
+        n_dropped = _DROPPED_AT_ONCE
+        while n_dropped == _DROPPED_AT_ONCE and not stop.is_set():
+            with self._transaction() as db:
+                n_dropped = db.execute(query, (batch_id,)).rowcount
 
     # ---- the database ------------------------------------------------------------------------------------
 
@@ -302,12 +430,14 @@ class BatchStore:
             if self._db.in_transaction:
                 yield self._db
                 return
+            n_taken = self._n_taken
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 yield self._db
                 self._db.execute("COMMIT")
             except BaseException as error:
                 self._db.rollback()
+                self._n_taken = n_taken
                 if isinstance(error, sqlite3.OperationalError | OSError):
                     raise disk_refuses(self._folder, error) from None
                 raise
@@ -334,9 +464,33 @@ class BatchStore:
             counts = n_good, n_all - n_good
         return StoredBatch(batch_id, owner, input_id, fields, *counts)
 
+    def _page(
+        self, table: str, columns: str, further: str, values: tuple[str, ...], page: Page
+    ) -> tuple[list[Any], bool]:
+        """Rows of an owner's, within a transaction, and whether there are more. values: the owner first."""
+        order, sign, since = ("ASC", ">", 0) if page.is_ascending else ("DESC", "<", sys.maxsize)
+        if page.after is not None:
+            query = f"SELECT rowid FROM {table} WHERE owner = ?{further} AND id = ?"
+            row = self._db.execute(query, (*values, page.after)).fetchone()
+            if row is None:
+                raise BatchStoreError("missing", f"there is nothing called {page.after[:80]!r} to list after")
+            (since,) = row
+        query = (
+            f"SELECT {columns} FROM {table} WHERE owner = ?{further} AND rowid {sign} ? "
+            f"ORDER BY rowid {order} LIMIT ?"
+        )
+        rows = self._db.execute(query, (*values, since, page.limit + 1)).fetchall()
+        return rows[: page.limit], len(rows) > page.limit
+
     def _drop_strays(self) -> None:
-        """Files whose writing was cut off."""
+        """Files whose writing was cut off, and answers that are in files."""
         with self._transaction() as db:
+            query = (
+                "SELECT DISTINCT batch_id FROM answers "
+                "WHERE batch_id NOT IN (SELECT id FROM batches WHERE is_over = 0)"
+            )
+            for (batch_id,) in db.execute(query).fetchall():
+                self._drop_answers(batch_id, threading.Event())
             file_ids = {name for (name,) in db.execute("SELECT id FROM files")}
         for path in self._folder.glob("file-*"):
             if path.name not in file_ids:

@@ -6,8 +6,7 @@ do not pay, and drafting begins again when the text begins to repeat itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Sequence
 
 from phasewise.serving.batch import Batch
 from phasewise.serving.drafts.agreement import Agreement
@@ -27,85 +26,52 @@ _KIND_OF = [
 _LEAST_CHANCE = 0.02  # of a draft and all before it, for it to be thought of
 
 
-def saw_after(agreement: Agreement, n_matched: int, *, right: bool) -> None:
-    """A token came after a match of so many; after none nothing was expected."""
-    if n_matched:
-        agreement.saw(_KIND_OF[n_matched], right=right)
+class RequestLookup:
+    """Index of one request's tokens as far as they were read, and how often it was like its own past."""
 
-
-def chances_after(n_matched: int, most: int, agreement: Agreement) -> list[float]:
-    """Chances of the next drafts after a match of so many tokens, each with all before it."""
-    chance, chances = 1.0, []
-    if n_matched:
-        for n in range(n_matched, n_matched + min(most, MOST_DRAFTED)):
-            chance *= agreement.rate(_KIND_OF[n])
-            if chance < _LEAST_CHANCE:
-                break
-            chances.append(chance)
-    return chances
-
-
-class RequestLookup(Protocol):
-    """Index of one request's tokens, in which beginnings are looked up."""
-
-    @property
-    def n_matched(self) -> int:
-        """Tokens of the match at the end; 0: there is none."""
-        ...
-
-    def read(self, sequence: LiveSequence) -> None:
-        """The tokens that are new of it."""
-        ...
-
-    def chances(self, most: int) -> list[float]:
-        """Chances of the next drafts, each with all before it."""
-        ...
-
-    def following(self, most: int) -> tuple[int, ...]:
-        """So many drafts."""
-        ...
-
-
-class LiveLookup:
-    """One request's tokens as far as they were read, and how often it was like its own past."""
-
-    def __init__(self, _request_id: str, agreement: Agreement) -> None:
+    def __init__(self, agreement: Agreement) -> None:
         self.repeats = Repeats()
         self.agreement = agreement
 
     @property
     def n_matched(self) -> int:
+        """Tokens of the match at the end; 0: there is none."""
         return self.repeats.n_matched
 
     def read(self, sequence: LiveSequence) -> None:
+        """Take the tokens that are new of it."""
         repeats = self.repeats
         n_prompt = len(sequence.request.prompt_token_ids)
         if len(repeats) == 0:
             repeats.extend(sequence.token_ids)
             return
         for token_id in sequence.generated[len(repeats) - n_prompt :]:
-            saw_after(self.agreement, repeats.n_matched, right=token_id == repeats.expected)
+            if repeats.n_matched:  # after no match nothing was expected
+                self.agreement.saw(_KIND_OF[repeats.n_matched], right=token_id == repeats.expected)
             repeats.push(token_id)
 
     def chances(self, most: int) -> list[float]:
-        return chances_after(self.repeats.n_matched, most, self.agreement)
+        """Chances of the next drafts, each with all before it."""
+        chance, chances, n_matched = 1.0, [], self.n_matched
+        if n_matched:
+            for n in range(n_matched, n_matched + min(most, MOST_DRAFTED)):
+                chance *= self.agreement.rate(_KIND_OF[n])
+                if chance < _LEAST_CHANCE:
+                    break
+                chances.append(chance)
+        return chances
 
     def following(self, most: int) -> tuple[int, ...]:
+        """That many drafts."""
         return self.repeats.following(most)
 
 
 class LookupDrafter(DraftMemory[RequestLookup]):
     """A Drafter without a model. `most_rows`: of one step. n_tokens: as `DraftSource.n_tokens`."""
 
-    def __init__(
-        self,
-        costs: StepCosts,
-        most_rows: int,
-        n_tokens: int | None = None,
-        begun: Callable[[str, Agreement], RequestLookup] = LiveLookup,
-    ) -> None:
+    def __init__(self, costs: StepCosts, most_rows: int, n_tokens: int | None = None) -> None:
         agreement = Agreement(_FIRST_RATES)
-        super().__init__(costs, lambda request_id: begun(request_id, agreement.of_request()))
+        super().__init__(costs, lambda _request_id: RequestLookup(agreement.of_request()))
         self._most_rows = most_rows
         self._n_tokens = n_tokens
 

@@ -25,7 +25,7 @@ from phasewise.serving.embedding.encoder.pooling import check_numbers
 from phasewise.serving.embedding.lane import Input, Lane, LaneState, SentBatch, Start, Worker
 from phasewise.serving.embedding.pace import KEPT
 from phasewise.serving.embedding.protocol import Floats, inputs_to_bytes
-from phasewise.serving.embedding.queues import Depth, QueueManager
+from phasewise.serving.embedding.queues import UNLIMITED, Depth, QueueManager
 from phasewise.serving.embedding.turns import InputTurns
 from phasewise.serving.engine.engine_host import EngineState
 from phasewise.serving.errors import QueueFull, RanksError, ServingError, StepFailed, Stopping
@@ -59,9 +59,9 @@ class EmbeddingClient:
         self, manager: QueueManager, workers: Sequence[tuple[Start, Worker]], slo_s: float | None = None
     ) -> None:
         self._manager = manager
-        self._slo_s = math.inf if slo_s is None else slo_s
+        self._is_planned = any(queue.depth != UNLIMITED for queue in manager.queues)
         self._lanes = [
-            Lane.over(queue, start, worker, self._slo_s)
+            Lane.over(queue, start, worker, math.inf if slo_s is None else slo_s)
             for queue, (start, worker) in zip(manager.queues, workers, strict=True)
         ]
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -79,7 +79,7 @@ class EmbeddingClient:
 
     @property
     def state(self) -> EngineState:
-        if not self._tasks:
+        if not self._tasks or any(lane.is_unmeasured and lane.queue.is_up for lane in self._lanes):
             return "starting"
         if any(lane.queue.is_up for lane in self._lanes):
             return "running"
@@ -183,7 +183,7 @@ class EmbeddingClient:
     def _heed(self, asker: Asker, now_s: float) -> float:
         """When this client's request is to be answered; devices hold what they compute by then."""
         arrived_s = now_s if asker.arrived_s is None else asker.arrived_s
-        end_s = arrived_s + self._slo_s * (1 - KEPT)
+        end_s = arrived_s + max(lane.slo_s for lane in self._lanes) * (1 - KEPT)
         for lane in self._lanes:
             lane.heed(now_s, end_s)
         return end_s
@@ -193,8 +193,8 @@ class EmbeddingClient:
         it takes longer never is.
         """
         lane = self._lanes[place]
-        is_alone = lane.queue.inputs == n_inputs
-        return math.inf if is_alone and lane.end_of_all(now_s) > end_s else end_s
+        is_alone = lane.queue.inputs == n_inputs and lane.end_of_all(now_s) > end_s
+        return math.inf if is_alone or lane.is_unmeasured else end_s
 
     def _join(self, pending: Input, place: int, now_s: float) -> None:
         """The input waits for this device, behind all others of its client."""
@@ -268,6 +268,15 @@ class EmbeddingClient:
         """Send batches until the worker is lost."""
         lane = self._lanes[index]
         await lane.worker.attach()
+        if lane.is_unmeasured:
+            try:
+                async with asyncio.timeout(lane.patience_s):
+                    await lane.measure(stretches=not self._is_planned)
+            except (TimeoutError, RanksError):
+                lane.worker.end_now()
+            except ServingError as error:
+                log.warning("%s was not timed: %s", lane.queue.name, error)
+                lane.is_measured = True
         lost = asyncio.ensure_future(lane.worker.lost())
         batches: set[asyncio.Task[None]] = set()
         try:

@@ -5,18 +5,23 @@ holds will have been computed. The caller gives the time.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from phasewise.serving.embedding.depth import line_through
 from phasewise.serving.embedding.encoder.input_tokens import Tokens
 from phasewise.serving.embedding.lateness import FIRST_SHARE, Lateness
-from phasewise.serving.embedding.pace import KEPT, UNPROMISED_S, DevicePace, LearntDepth
-from phasewise.serving.embedding.protocol import Floats
+from phasewise.serving.embedding.pace import KEPT, DevicePace, LearntDepth
+from phasewise.serving.embedding.plan import DEFAULT_SLO_S
+from phasewise.serving.embedding.protocol import Floats, inputs_to_bytes
 from phasewise.serving.embedding.queues import UNLIMITED, Depth, DeviceQueue
 from phasewise.serving.embedding.turns import InputTurns
 from phasewise.serving.processes.restarts import Restarts
+
+log = logging.getLogger(__name__)
 
 BATCHES_AHEAD = 2
 BATCH_TOKENS = 2048
@@ -26,7 +31,11 @@ BATCH_SHARE = 0.1
 LEAST_BATCH_S = 0.02
 """A batch of a CPU takes this long at the least, where there is enough: it costs a millisecond to send."""
 FIRST_DEPTH = Depth(BATCHES_AHEAD * BATCH_INPUTS, BATCHES_AHEAD * BATCH_TOKENS)
-"""The depth of an accelerator that has none, until its first batch has ended."""
+"""The depth of an accelerator that has none, until its first batch has ended, where no time is promised."""
+PROBE_TOKENS, PROBE_INPUTS = 32, 16
+"""The larger of two batches whose times are a device's first line; nothing more is accepted before."""
+LONG_INPUT_TOKENS, LEAST_INPUTS = 512, 3
+"""Without a plan the promise is at least the time in which this many such inputs are computed."""
 LEAST_PATIENCE_S = {"accelerator": 8.0, "cpu": 60.0}
 """A worker on a CPU may have to wait for other programs; an accelerator is its worker's own."""
 FIRST_PATIENCE_S = 120.0
@@ -103,7 +112,7 @@ class Lane:
     slo_s: float
     pace: DevicePace
     learnt: LearntDepth | None
-    """None where the plan has a depth, or the device is a CPU."""
+    """None where the plan has a depth, or a CPU promises nothing."""
     placed: Lateness
     """Errors of what was forecast when inputs came."""
     sent: Lateness
@@ -115,6 +124,8 @@ class Lane:
     """The oldest first."""
     free_at_s: float = 0.0
     """When the worker was last known to have ended a batch."""
+    is_measured: bool = False
+    """True once two batches were timed for a first depth, where no plan has one."""
     n_batches: int = 0
     n_inputs: int = 0
     n_restarts: int = 0
@@ -122,14 +133,47 @@ class Lane:
     @classmethod
     def over(cls, queue: DeviceQueue, start: Start, worker: Worker, slo_s: float) -> Lane:
         learnt, planned_s_per_token = None, 0.0
-        if queue.is_accelerator and queue.depth == UNLIMITED:
-            learnt = LearntDepth(FIRST_DEPTH, min(slo_s, UNPROMISED_S))
+        is_promised = math.isfinite(slo_s)
+        if queue.depth == UNLIMITED and (queue.is_accelerator or is_promised):
+            first = Depth(PROBE_INPUTS, PROBE_INPUTS * PROBE_TOKENS) if is_promised else FIRST_DEPTH
+            learnt = LearntDepth(first, slo_s if is_promised else DEFAULT_SLO_S)
             queue.depth = learnt.depth
-        elif math.isfinite(slo_s):
+        elif is_promised:
             usable_s = max(0.0, slo_s * (1 - KEPT - FIRST_SHARE) - queue.batch_s)
             planned_s_per_token = ALMOST * usable_s / queue.depth.tokens
         pace = DevicePace(queue.batch_s, planned_s_per_token)
         return cls(queue, start, worker, slo_s, pace, learnt, Lateness(slo_s), Lateness(slo_s))
+
+    @property
+    def is_unmeasured(self) -> bool:
+        """True if it promises a time and nothing is known of its own."""
+        return self.learnt is not None and math.isfinite(self.slo_s) and not self.is_measured
+
+    async def measure(self, *, stretches: bool) -> None:
+        """Time two batches of made-up tokens: the line through them is the first depth (section IV-B2).
+
+        stretches: the promise becomes longer where a few long inputs take longer. RanksError, StepFailed.
+        """
+        assert self.learnt is not None
+        loop, points = asyncio.get_running_loop(), list[tuple[int, float]]()
+        for n_inputs in (1, 1, PROBE_INPUTS):  # the first reads the weights from disk
+            body, began_s = inputs_to_bytes([Tokens([0] * PROBE_TOKENS)] * n_inputs), loop.time()
+            await self.worker.embed(body)
+            points.append((n_inputs * PROBE_TOKENS, loop.time() - began_s))
+        line = line_through(*points[1:])
+        self.queue.batch_s = self.pace.batch_s = line.beta_s
+        for tokens, seconds in points[1:]:
+            self.pace.computed(tokens, seconds)
+        if stretches:
+            least_s = LEAST_INPUTS * line.seconds(LONG_INPUT_TOKENS)
+            if least_s > self.slo_s:
+                self.slo_s = least_s
+                log.info("%s is slow: answers are promised within %.1f s", self.queue.name, least_s)
+            self.placed, self.sent = Lateness(self.slo_s), Lateness(self.slo_s)
+        self.learnt = LearntDepth(self.learnt.depth, self.slo_s)
+        self.learnt.computed(PROBE_INPUTS, PROBE_INPUTS * PROBE_TOKENS)
+        self.queue.depth = self.learnt.depth_at(self.pace.s_per_token)
+        self.is_measured = True
 
     # ---- forecasts ---------------------------------------------------------------------------------------
 
@@ -210,10 +254,10 @@ class Lane:
         """The depth of a plan was measured in one batch; a CPU gains nothing by long ones."""
         if self.queue.is_accelerator:
             return self.queue.depth if self.learnt is None else Depth(BATCH_INPUTS, BATCH_TOKENS)
-        if self.pace.planned_s_per_token == 0:
+        s_per_token = self.pace.planned_s_per_token or self.pace.s_per_token
+        if s_per_token == 0 or math.isinf(self.slo_s):
             return Depth(BATCH_INPUTS, BATCH_TOKENS)
-        within_s = max(LEAST_BATCH_S, BATCH_SHARE * self.slo_s)
-        within = int(within_s / self.pace.planned_s_per_token)
+        within = int(max(LEAST_BATCH_S, BATCH_SHARE * self.slo_s) / s_per_token)
         return Depth(BATCH_INPUTS, min(BATCH_TOKENS, max(1, within)))
 
     @property
@@ -249,12 +293,12 @@ class Lane:
         """An answer has been written, `writing_s` after its last vector was computed."""
         if math.isfinite(pending.end_s) and math.isfinite(pending.computed_s) and not pending.tries:
             end_s = pending.computed_s + writing_s
-            self.placed.seen(pending.batch, end_s - pending.placed_end_s)
-            self.sent.seen(pending.batch, end_s - pending.sent_end_s)
+            self.placed.seen(pending.batch, end_s - pending.placed_end_s, end_s)
+            self.sent.seen(pending.batch, end_s - pending.sent_end_s, end_s)
 
     def refused(self, pending: Input, now_s: float) -> None:
         """An input that was placed would be late."""
-        self.placed.seen(self.n_batches, self.end_of(pending.size, now_s) - pending.placed_end_s)
+        self.placed.seen(self.n_batches, self.end_of(pending.size, now_s) - pending.placed_end_s, now_s)
 
 
 @dataclass(frozen=True)

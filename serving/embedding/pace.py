@@ -24,10 +24,6 @@ KEPT = 0.1
 """The share of a promised time that is kept for the client: its network and its reading."""
 MARGIN = 0.3
 """The share of the promised time that a learnt depth leaves unused."""
-UNPROMISED_S = 1.0
-"""The time within which an accelerator computes what it holds where no plan promises one: what would wait
-longer goes to the CPU.
-"""
 OVERDUE = 20
 """A worker whose batch takes this many times as long as its batches of late does not answer any more."""
 
@@ -72,7 +68,7 @@ class DevicePace:
 
 
 class LearntDepth:
-    """The depth of an accelerator that no plan knows, from its first batches on (section IV-B2, equation 11).
+    """The depth of a device that no plan knows, from its first batches on (section IV-B2, equation 11).
 
     `first`: before any batch has ended. `within_s`: the time in which it is to compute what it holds.
     """
@@ -87,7 +83,7 @@ class LearntDepth:
         self._sizes.append((inputs, tokens))
 
     def depth_at(self, s_per_token: float) -> Depth:
-        """Inputs and tokens that are computed in time, of inputs as long as those of late."""
+        """Inputs and tokens that are computed in time, of inputs as long as recent ones."""
         if s_per_token > 0 and self._sizes:
             held_tokens = self._within_s / s_per_token
             tokens_each = sum(tokens for _, tokens in self._sizes) / sum(inputs for inputs, _ in self._sizes)

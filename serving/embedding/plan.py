@@ -7,12 +7,13 @@ written it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from phasewise._files import read_file
+from phasewise._json import read_json
 from phasewise._places import user_folder
 from phasewise._words import counted, number, reason_of
 from phasewise.serving.embedding.queues import UNLIMITED, Depth
@@ -21,6 +22,8 @@ from phasewise.serving.errors import ServingError
 SCHEMA_VERSION = 1
 MAX_INSTANCES = 256
 MAX_BYTES = 1 << 20
+DEFAULT_SLO_S = 1.0
+"""The promised time of an answer where no plan says another: the paper's first (section V)."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +44,10 @@ class Instance:
 
 @dataclass(frozen=True)
 class EmbeddingPlan:
-    """`slo_s`: what the depths promise; None: they promise nothing."""
+    """`slo_s`: the promised time of an answer; None: a plan of an earlier version that promises none."""
 
     instances: tuple[Instance, ...]
-    slo_s: float | None = None
+    slo_s: float | None = DEFAULT_SLO_S
     source: str = "default"
 
     def only(self, keeps: Callable[[Instance], bool]) -> EmbeddingPlan:
@@ -95,14 +98,10 @@ def load_plan(path: Path, allowed: frozenset[int]) -> EmbeddingPlan | None:
     on the `allowed` cores.
     """
     try:
-        if path.stat().st_size > MAX_BYTES:
-            raise ServingError(
-                f"the embedding plan {path} is larger than {MAX_BYTES} bytes: it is none of ours"
-            )
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = read_json(read_file(path, MAX_BYTES))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise ServingError(f"the embedding plan {path} cannot be read: {reason_of(error)}") from error
     try:
         if fields["schema_version"] != SCHEMA_VERSION:

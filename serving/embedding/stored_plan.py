@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from phasewise._json import read_json
 from phasewise.serving.embedding.plan import EmbeddingPlan, fields_of, plan_of
 from phasewise.serving.errors import ServingError
 from phasewise.topology import Machine, TopologyError, places_of, pus_at
@@ -60,8 +61,8 @@ def stored_places(text: str) -> list[list[int]]:
 
 def _fields(text: str) -> dict[str, Any]:
     try:
-        fields = json.loads(text)
-    except (ValueError, RecursionError):
+        fields = read_json(text)
+    except ValueError:
         raise ServingError("it is no plan of embedding: not JSON") from None
     if not isinstance(fields, dict) or fields.get("format") != FORMAT or "pus" not in fields:
         raise ServingError("it is no plan of embedding that this phasewise reads")

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import socket
 import subprocess
@@ -14,6 +13,7 @@ import sys
 import time
 from typing import Any
 
+from phasewise._json import read_json
 from phasewise.serving.embedding.protocol import (
     HEAD,
     PROTOCOL_VERSION,
@@ -87,9 +87,9 @@ class WorkerProcess:
     def _facts_of(self, body: bytes) -> dict[str, Any]:
         """The facts of a worker that speaks this protocol. RanksError."""
         try:
-            facts = json.loads(body)
+            facts = read_json(body)
             version = facts["protocol"]
-        except (ValueError, RecursionError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError):
             facts, version = {}, None
         if version != PROTOCOL_VERSION:
             self.kill()

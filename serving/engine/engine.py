@@ -231,7 +231,6 @@ class Engine:
 
         Requests that are divided with another engine end too: it must be told.
         """
-        has_one_arithmetic = self.fingerprint is None or self.fingerprint.has_one_arithmetic
         divided = {*self._prompts, *self.scheduler.awaiting_kv}
         lives = tuple(live for name, live in self._live.items() if name not in divided)
         self._clear()
@@ -239,7 +238,7 @@ class Engine:
         for live in lives:
             if isinstance(lost, CoresMoved):
                 live.given.was_computed = False  # nothing that it did
-            given = live.given.after(lost, has_one_arithmetic=has_one_arithmetic)
+            given = live.given.after(lost)
             if not isinstance(given, GivenSoFar):
                 failures.append(Failure(live.message.request_id, given))
                 continue
@@ -258,9 +257,6 @@ class Engine:
         if to is None:
             return
         assert self.cores is not None
-        is_safe = self.fingerprint is None or self.fingerprint.has_one_arithmetic
-        if not (self.ranks.moves_in_place or is_safe):
-            raise RanksError("with --tile-prompts no answer that has begun can go on in ranks opened again")
         try:
             self.ranks.move(to.plans, to.schedules)
         except CoresMoved:

@@ -103,9 +103,8 @@ class EngineSize:
             )
         if kv_shared and model.config.has_mixed_heads:
             raise ServingError(
-                f"{model.name} has heads of several sizes, which pools do not hand over and packs do not"
-                " hold:"
-                " serve it without pools, --cluster, --prefix-cache and --prefix-pack"
+                f"{model.name} has heads of several sizes, which pools do not hand over and prefix caches do "
+                "not hold: serve it without pools, --cluster and --prefix-cache"
             )
         states = _n_states(model, max_sequences, budget)
         budget -= states * model.config.state_bytes

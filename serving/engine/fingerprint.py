@@ -34,7 +34,6 @@ ARITHMETIC_VERSION = 2
 SAMPLER_VERSION = 2
 """Raised whenever equal logits, settings and seed may choose another token."""
 _DIGITS = 24
-_TILES = "prompts by tiles"
 _EVERY = "every"
 
 
@@ -51,7 +50,7 @@ class Fingerprint:
     kv_format: str
     arithmetic: str
     """Version, place and a digest of the compute path of every weight: `2/every/0123...`. The place: `every`,
-    `tiles` (a tile unit, or vectors that add as one does), or an instruction set whose rounding is its own.
+    `tiles` (a tile unit), or an instruction set whose rounding is its own.
     """
     sampler: str
     """Version, and a digest of the sums and drawn numbers that numpy gives it here."""
@@ -65,11 +64,6 @@ class Fingerprint:
     """For people: the compute paths of all products, that of most of them first. No component, since
     `arithmetic` has a digest of them.
     """
-
-    @property
-    def has_one_arithmetic(self) -> bool:
-        """True if a token's numbers are the same whichever phase computes it."""
-        return not self.arithmetic.endswith(_TILES)
 
     def told(self) -> str:
         """The short form, OpenAI's `system_fingerprint`."""
@@ -148,20 +142,19 @@ def digest_of(value: Any) -> str:
 def arithmetic_of(model: PackedModel, schedules: Mapping[Phase, ScheduleLookup] | None) -> str:
     """On which instruction sets the bits are these, and by which path every weight is multiplied.
 
-    All phases of a model share one path, but for tiles.
+    All phases of a model share one path.
     """
     lookup = schedules["prefill"] if schedules else None
-    products, own_paths = [], set()
-    for name, weight, path, n_parts in _products(model, lookup):
-        if lookup is not None and (own := lookup.own_path(weight)) is not None:
-            own_paths.add(own)
-        products.append((name, weight.kind, weight.group, SAME_BITS.get(path, path), n_parts))
-    used = own_paths | {path for _, _, _, path, _ in products}
-    return f"{_place_of(used)}/{digest_of(sorted(products))[:_DIGITS]}" + (f"/{_TILES}" if own_paths else "")
+    products = [
+        (name, weight.kind, weight.group, SAME_BITS.get(path, path), n_parts)
+        for name, weight, path, n_parts in _products(model, lookup)
+    ]
+    used = {path for _, _, _, path, _ in products}
+    return f"{_place_of(used)}/{digest_of(sorted(products))[:_DIGITS]}"
 
 
 def _place_of(paths: Set[str]) -> str:
-    """`tiles` for the sums of the tile unit, which some CPUs repeat in vectors."""
+    """`tiles` for the sums of the tile unit."""
     own = paths & OF_ONE_INSTRUCTION_SET
     return _EVERY if not own else "tiles" if own == {"bf16_tile"} else isa_active()
 

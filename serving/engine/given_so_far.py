@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from phasewise.serving.engine.logit_chain import n_digests
 from phasewise.serving.engine.messages import Answer, GivenOut, Submit
-from phasewise.serving.errors import RankLost, ServingError
+from phasewise.serving.errors import ServingError
 from phasewise.serving.processes.restarts import MOST_RERUNS
 
 _NOTHING = GivenOut()
@@ -52,13 +52,10 @@ class GivenSoFar:
         if self._n_cached is None:
             self._n_cached = answer.n_cached
 
-    def after(
-        self, lost: ServingError, *, has_one_arithmetic: bool, n_places: int = 1
-    ) -> GivenSoFar | ServingError:
+    def after(self, lost: ServingError, n_places: int = 1) -> GivenSoFar | ServingError:
         """The same request as it goes on, or the error that it ends with.
 
-        has_one_arithmetic: a token's numbers do not depend on the phase that computes it. n_places: engines
-        that it may run on, each of which may be lost for another reason.
+        n_places: engines that it may run on, each of which may be lost for another reason.
         """
         n_reruns = 0 if self._token_ids else self.n_reruns
         if self.was_computed and n_reruns >= MOST_RERUNS * n_places:
@@ -66,11 +63,6 @@ class GivenSoFar:
         n_reruns += self.was_computed
         if not self.has_begun:
             return GivenSoFar(self.request, n_reruns)
-        if not has_one_arithmetic:
-            return RankLost(
-                f"{lost}; the answer had begun, and with --tile-prompts none can go on: "
-                "what was generated would have other numbers as a prompt"
-            )
         before = self.request.given or _NOTHING
         token_ids = before.token_ids + tuple(self._token_ids)
         digests = (*before.logit_digests, *self._logit_digests)[: n_digests(len(token_ids))]

@@ -58,3 +58,5 @@ class InstanceState(NamedTuple):
     """Reports of prefixes that could not be true."""
     info: InstanceInfo | None
     """None: it does not run."""
+    without_database: int = 0
+    """Times that it went on without the tuning database, of all its starts."""

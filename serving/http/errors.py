@@ -30,8 +30,6 @@ from phasewise.serving.http.wrong_paths import advice
 
 RETRY_AFTER_S = 1
 _MOST_MESSAGE = 600
-_PARTS_OF = frozenset({"content", "output"})
-"""Fields that consist of parts, each with a type."""
 _MOST_NAME = 80  # of what the sender wrote and we repeat
 
 
@@ -51,6 +49,7 @@ class ApiError(Exception):
         retry_after_s: int | None = None,
         closes: bool = False,
     ) -> None:
+        message = message.encode(errors="backslashreplace").decode()  # names of files may be any bytes
         super().__init__(message)
         self.status = status
         self.message = message if len(message) <= _MOST_MESSAGE else f"{message[:_MOST_MESSAGE]}..."
@@ -58,6 +57,10 @@ class ApiError(Exception):
         self.code = code
         self.retry_after_s = retry_after_s
         self.closes = closes
+
+    def words(self, path: str) -> str:
+        """The message, as the API that `path` belongs to has it."""
+        return self.message
 
     def body(self) -> dict[str, Any]:
         kind = _TYPE_OF_STATUS.get(self.status, "invalid_request_error")
@@ -81,6 +84,7 @@ class ApiError(Exception):
             headers["WWW-Authenticate"] = "Bearer"
         if self.closes:
             headers["Connection"] = "close"
+        self.message = self.words(path)
         if path.startswith(_ANTHROPIC_PATHS):
             return JSONResponse(self.anthropic_body(), self.status, headers)
         body = self.ollama_body() if path.startswith(_OLLAMA_PATHS) else self.body()
@@ -92,6 +96,27 @@ class ApiError(Exception):
         lines = [f"HTTP/1.1 {self.status} ".encode(), b"connection: close"]
         lines += [name + b": " + value for name, value in answer.raw_headers if name != b"connection"]
         return b"\r\n".join(lines) + b"\r\n\r\n" + bytes(answer.body)
+
+
+class PromptTooLong(ApiError):
+    """A prompt that leaves no room for an answer, in the words by which clients of each API know it."""
+
+    def __init__(self, error: ContextLengthExceeded) -> None:
+        super().__init__(400, str(error), param=error.param, code="context_length_exceeded")
+        said = str(error) if error.sizes is None else "{} tokens > {} maximum".format(*error.sizes)
+        self._sizes = f": {said}"
+
+    def words(self, path: str) -> str:
+        if path.startswith(_ANTHROPIC_PATHS):
+            return f"prompt is too long{self._sizes}"
+        if path.startswith(_OLLAMA_PATHS):
+            return f"the input length exceeds the context length{self._sizes}"
+        if path.startswith(_RESPONSES_PATHS):
+            return (
+                "Your input exceeds the context window of this model. Please adjust your input and try again."
+                f" {self.message}"
+            )
+        return self.message
 
 
 class ClientLeft(Exception):
@@ -107,6 +132,7 @@ _TYPE_OF_STATUS = {
 }
 _ANTHROPIC_PATHS = "/v1/messages"
 _OLLAMA_PATHS = "/api/"
+_RESPONSES_PATHS = "/v1/responses"
 _ANTHROPIC_TYPE_OF_STATUS = {
     401: "authentication_error",
     404: "not_found_error",
@@ -176,9 +202,6 @@ def _said_of(first: ErrorDetails, path: list[str], error: ValidationError) -> st
     """The fault at `path`, in the sender's words rather than those of the library that checks."""
     name = path[-1] if path else ""
     match first["type"]:
-        case "literal_error" if name == "type" and _PARTS_OF.intersection(path):
-            given = str(error.errors(include_url=False)[0]["input"])[:_MOST_NAME]
-            return f"this server reads text alone, and a part of type {given!r} is none; leave it out"
         case "union_tag_invalid" if name in _SHAPES:
             return f"it must be {_SHAPES[name]}"
         case "union_tag_invalid":
@@ -194,7 +217,7 @@ def from_engine(error: Exception) -> ApiError:
         case ApiError():
             return error
         case ContextLengthExceeded():
-            return bad_request(str(error), error.param, "context_length_exceeded")
+            return PromptTooLong(error)
         case RequestError():
             return bad_request(str(error), error.param)
         case QueueFull():

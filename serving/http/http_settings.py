@@ -33,6 +33,15 @@ class RequestFacts(NamedTuple):
     text: str | None = None
 
 
+class ModelFacts(NamedTuple):
+    """A model's weights, as listings have them. `family`: the architecture, as its file names it."""
+
+    family: str = ""
+    n_parameters: int = 0
+    n_bytes: int = 0
+    format: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class ServedModel:
     """`names`: names that a request may use; the first is the model's id. `created_s`: Unix time.
@@ -73,6 +82,7 @@ class ServedModel:
     """The name of the adapter that it is of its `parent`; empty: a model of its own."""
     parent: str = ""
     """The id of the model that the adapter belongs to."""
+    facts: ModelFacts = field(default_factory=ModelFacts)
 
     @property
     def system_fingerprint(self) -> str | None:

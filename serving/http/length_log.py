@@ -1,6 +1,4 @@
-"""The opt-in log of prompts and how long their answers became: JSON lines for `predict-len` to learn from,
-and for `tune-config --rehearse` to run again.
-"""
+"""The opt-in log of prompts and how long their answers became: JSON lines for `predict-len` to learn from."""
 
 from __future__ import annotations
 
@@ -9,12 +7,11 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from phasewise.serving.drafts.logged_lookup import looked_up
 from phasewise.serving.http.requests.lengths import RealisedLength
 from phasewise.serving.processes.line_log import LineLog
 
-SCHEMA_VERSION = 2
-"""2: `lookup`, and where drafts are on `drafted_tokens` and `accepted_tokens`."""
+SCHEMA_VERSION = 3
+"""2: `lookup`, and where drafts are on `drafted_tokens` and `accepted_tokens`; 3: `lookup` is gone."""
 
 
 class LengthLog(LineLog):
@@ -29,7 +26,6 @@ class LengthLog(LineLog):
 
 
 def _written(model_name: str, length: RealisedLength) -> bytes:
-    """On the log's own thread: it looks through prompt and answer."""
     facts, drafts = length.facts, length.drafts
     fields = {
         "schema_version": SCHEMA_VERSION,
@@ -43,7 +39,6 @@ def _written(model_name: str, length: RealisedLength) -> bytes:
         "finish_reason": length.finish_reason,
         "arrived_at_s": round(length.arrived_at_s, 3),
         "at_s": round(length.at_s, 3),
-        "lookup": looked_up(facts.token_ids, length.token_ids).text(),
     }
     if drafts is not None:
         fields |= {"drafted_tokens": drafts.drafted, "accepted_tokens": drafts.accepted}

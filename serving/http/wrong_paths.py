@@ -25,7 +25,10 @@ def advice(path: str, paths: Collection[str]) -> str:
     if asked in _OF_TEXT:
         return "the model of this server makes vectors and no text: POST /v1/embeddings, or /v1/rerank"
     if asked in _OF_VECTORS:
-        return "no embedding model is served here: serve one, or add it with --embed-model"
+        return (
+            "no embedding model is served here: start a server for one, phasewise serve EMBEDDING_MODEL; "
+            "a server of one language model also takes --embed-model"
+        )
     if asked == "":
         main = "/v1/chat/completions" if "/v1/chat/completions" in paths else "/v1/embeddings"
         return f"this server has no page: POST {main}; {_DOCUMENT}"

@@ -32,6 +32,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from phasewise._files import open_file
+from phasewise._json import infinity_of, read_json
 from phasewise.cython_kernels import _native, packing, sparse
 from phasewise.cython_kernels._native import watch_mapping
 from phasewise.cython_kernels.division import columns
@@ -162,7 +164,7 @@ def read_packed(
     checksum that they were written with.
     """
     try:
-        with target.open("rb") as file:
+        with open_file(target) as file:
             status = os.fstat(file.fileno())
             fields, text = _checked_head(file)
             if fields["identity"] != identity or not _is_ours_alone(status):
@@ -205,7 +207,7 @@ def _is_ours_alone(status: os.stat_result) -> bool:
 def read_head(target: Path) -> dict[str, Any] | None:
     """The head of a packed file, without its arrays; None if it is not whole."""
     try:
-        with target.open("rb") as file:
+        with open_file(target) as file:
             return _checked_head(file)[0]
     except Exception:  # as in `read_packed`
         return None
@@ -235,7 +237,7 @@ def _checked_head(file: BinaryIO) -> tuple[dict[str, Any], bytes]:
     body = file.read(body_bytes)
     if hashlib.sha256(body).digest() != digest:
         raise ValueError("a damaged head")
-    fields: dict[str, Any] = json.loads(body[:head_bytes])
+    fields: dict[str, Any] = read_json(body[:head_bytes], constant_of=infinity_of)
     fields["file_bytes"] = total
     return fields, body[head_bytes:]
 

@@ -6,9 +6,7 @@ an error, not a signal, and its pages do not count as ours.
 
 from __future__ import annotations
 
-import json
 import os
-import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,6 +14,8 @@ from typing import Any, Self
 
 import numpy as np
 
+from phasewise._files import open_regular
+from phasewise._json import infinity_of, read_json, with_unique_keys
 from phasewise._words import reason_of
 from phasewise.cython_kernels.blocks import BlockRows
 from phasewise.cython_kernels.packing import COLUMN_GROUP, Array, QuantRows
@@ -37,9 +37,7 @@ class SourceFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            if not stat.S_ISREG(os.stat(path).st_mode):  # before opening: a pipe would wait for a writer
-                raise ModelError(f"{path} is not a regular file")
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._fd = open_regular(path)
         except (OSError, ValueError) as error:
             raise ModelError(f"{path} cannot be opened: {reason_of(error)}") from error
         self.size = os.fstat(self._fd).st_size
@@ -175,13 +173,6 @@ def parse_json_list(text: str | bytes, what: str, most: int) -> list[Any]:
 
 def _parsed(text: str | bytes, what: str) -> Any:
     try:
-        return json.loads(text, object_pairs_hook=_unique_keys)
-    except (ValueError, RecursionError) as error:
+        return read_json(text, object_of=with_unique_keys, constant_of=infinity_of)
+    except ValueError as error:
         raise ModelError(f"{what} is not valid JSON: {error}") from error
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    fields = dict(pairs)
-    if len(fields) != len(pairs):
-        raise ValueError("an object has the same key twice")
-    return fields

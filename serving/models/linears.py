@@ -69,11 +69,8 @@ class Linears:
         for table, lookup in enumerate(self.lookups):
             for part, (whole, _) in enumerate(parts):
                 weight = whole if self.division is None else self.division.weight(whole, table)
-                if options.get("rows", "every") != "every" or not self._own_path(
-                    op, part, table, lookup, whole
-                ):
-                    self._schedule(op, part, table, lookup, weight)
-                    self._place(op, part, table, weight)
+                self._schedule(op, part, table, lookup, weight)
+                self._place(op, part, table, weight)
 
     def add_experts(
         self,
@@ -90,9 +87,8 @@ class Linears:
         kind = options.pop("source")
         op = self.program.experts(experts, stack, kind, *source, *target, **options)
         for table, lookup in enumerate(self.lookups):
-            if rows != "every" or not self._own_path(op, 0, table, lookup, expert):
-                self._schedule(op, 0, table, lookup, expert)
-                self._place(op, 0, table, expert)
+            self._schedule(op, 0, table, lookup, expert)
+            self._place(op, 0, table, expert)
 
     def add_heads(
         self,
@@ -107,20 +103,12 @@ class Linears:
         arithmetic = self._arithmetic(head)
         op = self.program.heads(stack, count, *source, *target, step, arithmetic=arithmetic)
         for table, lookup in enumerate(self.lookups):
-            if not self._own_path(op, 0, table, lookup, head):
-                self._schedule(op, 0, table, lookup, head)
-                self._place(op, 0, table, head)
+            self._schedule(op, 0, table, lookup, head)
+            self._place(op, 0, table, head)
 
     def _place(self, op: int, part: int, table: int, weight: PackedWeight | None) -> None:
         if weight is not None:
             self.placed.append(PlacedProduct(op, part, table, weight, self._arithmetic(weight)))
-
-    def _own_path(self, op: int, part: int, table: int, lookup: ScheduleLookup, weight: PackedWeight) -> bool:
-        """True if a phase computes the weight by a path of its own, for which no schedule was tuned."""
-        path = lookup.own_path(weight)
-        if path is not None:
-            self.program.set_path(op, part, path, table)
-        return path is not None
 
     def _schedule(
         self, op: int, part: int, table: int, lookup: ScheduleLookup, weight: PackedWeight | None

@@ -7,6 +7,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from phasewise._files import open_regular
 from phasewise.cython_kernels._native import drop_mapped
 
 
@@ -33,7 +34,7 @@ class MappedFile:
     def open_again(self) -> int | None:
         """A descriptor of the same file; None if another one has its name by now."""
         try:
-            fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            fd = open_regular(self.path)
         except OSError:
             return None
         status = os.fstat(fd)

@@ -1,9 +1,10 @@
-"""ODMA's buckets: their bounds follow the answers of late (Zou et al., section III), and blocks climb them.
+"""ODMA's buckets: their bounds follow recent answers (Zou et al., section III), and blocks climb them.
 
 An estimate of uncertainty u counts 1 + alpha u times, and the smallest bucket that holds it is its request's.
-The large bucket takes requests without an estimate, those whose u exceeds tau, and answers that outgrow their
-bucket. It has no one size: it hands out a quantile of what answers of late became that were as long as this
-one is already, so that a high max_tokens that few answers reach costs nothing.
+A request without an estimate is expected to get as long as the recent answers that lasted as long as this one
+has, on average, and no longer than its max_tokens. The large bucket takes requests whose u exceeds tau, and
+answers that outgrow every bound. It has no one size: it hands out a quantile of the recent answers that were
+as long as this one is already, so that a high max_tokens that few answers reach costs nothing.
 
 A request of a bucket begins with a block for the smallest bound, and gets the next larger one when it is
 full, up to its own: a block is as long as it has to be by then, not as long as it will have to be. The pool
@@ -42,7 +43,7 @@ class LearntSizes:
     @property
     def large_bound(self) -> int:
         lengths = self._learnt.lengths
-        return lengths[-1] if lengths else self._settings.longest_request
+        return max(lengths[-1], self.bounds[-1]) if lengths else self._settings.longest_request
 
     @property
     def reserve_share(self) -> float:
@@ -85,6 +86,12 @@ class LearntSizes:
             "refreshes": self._refreshes,
         }
 
+    def _typical(self, demand: Demand, needed: int) -> float | None:
+        """Mean of recent answers of at least `needed` tokens, at most what the request may become; None where
+        no recent answer was as long."""
+        mean = self._learnt.mean_outlived(needed)
+        return None if mean is None else min(mean, demand.most_tokens - demand.prompt_tokens)
+
     def _expected(self, demand: Demand) -> float | None:
         """The estimate, as much longer as it is unsure; None where it is none."""
         estimate = demand.estimate
@@ -105,7 +112,10 @@ class LearntSizes:
             whole = self._large(max(needed, math.ceil(expected or 0)))
         if not self._settings.climbs:
             return _limited(demand, whole, whole, bucket)
-        end = math.ceil(expected or bounds.mean_outlived(needed) or whole)
+        typical = self._typical(demand, needed)
+        if expected is None and demand.estimate is None and typical is not None:
+            bucket = bounds.bucket_for(typical)
+        end = math.ceil(expected or typical or whole)
         rung = bounds.bucket_for(needed)
         block = whole if rung is None else bounds.buckets[rung]
         return _limited(demand, block if expected is None else min(block, end), end, bucket)

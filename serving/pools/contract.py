@@ -113,7 +113,8 @@ class PoolStats(NamedTuple):
     overflows: int = 0
     """Requests that outgrew their first block."""
     to_large: int = 0
-    """Requests that began in the large bucket: no estimate, one too unsure, or longer than every bound."""
+    """Requests that began in the large bucket: too unsure, or expected to become longer than
+    every bound."""
     estimated: int = 0
     """Requests with an estimate that ended by themselves."""
     mispredicted: int = 0

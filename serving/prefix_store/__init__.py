@@ -1,1 +1,1 @@
-"""Keys and values of prompts' beginnings on disk: in a folder that servers share, and in packs."""
+"""Keys and values of prompts' beginnings on disk, in a folder that servers share."""

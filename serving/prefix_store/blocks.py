@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import json
 import math
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from phasewise._words import counted
 from phasewise.serving.pools.arena import aligned
@@ -100,6 +101,11 @@ class RecordShape:
         return max(self.record_bytes(BLOCK_TOKENS), self.record_bytes(0))
 
 
+def identity_digest(identity: Mapping[str, Any]) -> bytes:
+    """32 bytes for the components of an identity."""
+    return hashlib.sha256(json.dumps(identity, sort_keys=True, separators=(",", ":")).encode()).digest()
+
+
 @dataclass(frozen=True, slots=True)
 class BlockNames:
     """Names of one identity. key: secret where names must tell nothing; identity: 32 bytes, a digest of all
@@ -119,6 +125,15 @@ class BlockNames:
         for begin in range(0, len(token_ids) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
             blocks.append(self.after(name, begin, tuple(token_ids[begin : begin + BLOCK_TOKENS])))
             name = blocks[-1].name
+        return blocks
+
+    def all_blocks(self, token_ids: Sequence[int], space: str) -> list[PrefixBlock]:
+        """The blocks of all whole panels of a sequence: full ones, and one that is not."""
+        blocks = self.whole_blocks(token_ids, space)
+        n_full = len(blocks) * BLOCK_TOKENS
+        for end in tails(n_full, len(token_ids))[:1]:
+            parent = blocks[-1].name if blocks else self.root(space)
+            blocks.append(self.after(parent, n_full, tuple(token_ids[n_full:end])))
         return blocks
 
     def after(self, parent: bytes, begin: int, token_ids: tuple[int, ...]) -> PrefixBlock:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from phasewise.serving.errors import ServingError
-from phasewise.serving.prefix_store.blocks import RecordShape
+from phasewise.serving.prefix_store.blocks import RecordShape, identity_digest
 from phasewise.serving.prefix_store.folder import PrefixFolder
-from phasewise.serving.prefix_store.pack_file import Pack, identity_digest
 from phasewise.serving.prefix_store.store import PrefixStore
 
 LEAST_BLOCKS = 4
@@ -20,17 +18,10 @@ LEAST_BLOCKS = 4
 
 @dataclass(frozen=True, slots=True)
 class PrefixSettings:
-    """The folder that beginnings of prompts are kept in (None: none is), and packs that are read. Paths of
-    the host that computes."""
+    """The folder that beginnings of prompts are kept in, a path of the host that computes."""
 
-    folder: str | None = None
+    folder: str
     limit_bytes: int = 8 << 30
-    packs: tuple[str, ...] = ()
-
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> PrefixSettings:
-        """The settings that `dataclasses.asdict` wrote."""
-        return cls(**{**fields, "packs": tuple(fields["packs"])})
 
 
 def open_store(
@@ -38,25 +29,14 @@ def open_store(
 ) -> PrefixStore:
     """A store for a model's keys and values of this identity and shape; start it, and close it.
 
-    ServingError for a folder that cannot be used, and for a pack that is damaged or of another identity.
+    ServingError for a folder that cannot be used.
     """
-    with ExitStack() as opened:
-        packs = []
-        for path in settings.packs:
-            pack = Pack.open(Path(path))
-            opened.callback(pack.close)
-            pack.refuse_other(identity, shape)
-            pack.check()
-            packs.append(pack)
-        folder = None
-        if settings.folder is not None:
-            if settings.limit_bytes < LEAST_BLOCKS * shape.most_bytes:
-                least = -(-LEAST_BLOCKS * shape.most_bytes >> 20)
-                raise ServingError(
-                    f"a prefix cache of {settings.limit_bytes} bytes is too small: a block of this model has "
-                    f"{shape.most_bytes}; --prefix-cache-bytes {least}M is the least"
-                )
-            folder = PrefixFolder.open(Path(settings.folder), settings.limit_bytes)
-            folder.describe_identity(identity_digest(identity), model, identity)
-        opened.pop_all()
-    return PrefixStore(identity_digest(identity), shape, folder, packs)
+    if settings.limit_bytes < LEAST_BLOCKS * shape.most_bytes:
+        least = -(-LEAST_BLOCKS * shape.most_bytes >> 20)
+        raise ServingError(
+            f"a prefix cache of {settings.limit_bytes} bytes is too small: a block of this model has "
+            f"{shape.most_bytes}; --prefix-cache-bytes {least}M is the least"
+        )
+    folder = PrefixFolder.open(Path(settings.folder), settings.limit_bytes)
+    folder.describe_identity(identity_digest(identity), model, identity)
+    return PrefixStore(identity_digest(identity), shape, folder)

@@ -17,7 +17,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple
 
 from phasewise._words import counted
@@ -38,7 +37,6 @@ from phasewise.serving.prefix_store.blocks import (
 from phasewise.serving.prefix_store.copying import ComputedRows, KvRows, copied
 from phasewise.serving.prefix_store.folder import PrefixFolder
 from phasewise.serving.prefix_store.kept_beginnings import KeptBeginnings
-from phasewise.serving.prefix_store.pack_file import Pack, blocks_of
 
 MOST_JOBS = 1024
 """Sequences that wait to be written; the one that waits longest is given up."""
@@ -89,18 +87,8 @@ class Restored:
     rows: KvRows
     n_tokens: int = 0
     names: list[bytes] = field(default_factory=list)
-    """Names of the folder's records that are in it."""
+    """Names of the records that are in it."""
     is_cancelled: bool = False
-
-
-class _Found(NamedTuple):
-    """A block, and the reader of its record."""
-
-    block: PrefixBlock
-    naming: BlockNames
-    read_into: Callable[[memoryview], int]
-    name: bytes | None
-    """The name of the folder's record; None: it is of a pack."""
 
 
 class _Job(NamedTuple):
@@ -112,15 +100,12 @@ class _Job(NamedTuple):
 
 
 class PrefixStore:
-    """Over a folder, packs, or both. identity: the digest of all that decides the bits."""
+    """Over a folder. identity: the digest of all that decides the bits."""
 
-    def __init__(
-        self, identity: bytes, shape: RecordShape, folder: PrefixFolder | None, packs: Sequence[Pack]
-    ) -> None:
+    def __init__(self, identity: bytes, shape: RecordShape, folder: PrefixFolder) -> None:
         self.shape = shape
         self.folder = folder
-        self._packs = packs
-        self._naming = None if folder is None else BlockNames(folder.key, identity)
+        self._naming = BlockNames(folder.key, identity)
         self._on_restored: Callable[[], None] = lambda: None
         self.kept = KeptBeginnings(lambda token_ids, space: _end(self._blocks_in_folder(token_ids, space)))
         """Keys of records that this engine wrote to the folder."""
@@ -137,11 +122,10 @@ class PrefixStore:
         self._refused = Counter[str]()
         self._rests_until = 0.0
         self._is_busy = False
-        self._threads = [threading.Thread(target=self._read, name="phasewise-prefix-reader", daemon=True)]
-        if folder is not None:
-            self._threads.append(
-                threading.Thread(target=self._write, name="phasewise-prefix-writer", daemon=True)
-            )
+        self._threads = [
+            threading.Thread(target=self._read, name="phasewise-prefix-reader", daemon=True),
+            threading.Thread(target=self._write, name="phasewise-prefix-writer", daemon=True),
+        ]
 
     def start(self) -> None:
         """The threads run on the CPUs of the caller."""
@@ -166,17 +150,13 @@ class PrefixStore:
         ):
             pass
         self._to_write.clear()
-        for pack in self._packs:
-            pack.close()
-        self._packs, self._threads = (), []
+        self._threads = []
 
     # ---- on the engine's thread --------------------------------------------------------------------------
 
     def find(self, token_ids: tuple[int, ...], space: str) -> int:
         """The number of the first of these tokens that can be read, but never all of them."""
-        usable = token_ids[:-1]
-        in_packs = max((pack.n_stored(usable) for pack in self._packs), default=0)
-        return max(in_packs, _end(self._blocks_in_folder(usable, space)))
+        return _end(self._blocks_in_folder(token_ids[:-1], space))
 
     def restore(self, restored: Restored) -> None:
         """Read the beginning of a request into its block."""
@@ -216,17 +196,14 @@ class PrefixStore:
         log.warning(
             "a prefix of %s in %s was refused: a row that was computed again is another one",
             counted(restored.n_tokens, "token"),
-            "a pack" if self.folder is None or not restored.names else self.folder.path,
+            self.folder.path,
         )
         self._refused["row"] += 1
-        if self.folder is not None:
-            for name in restored.names:
-                self.folder.remove(name)
+        for name in restored.names:
+            self.folder.remove(name)
 
     def keep(self, computed: ComputedRows, rows: KvRows, token_s: float) -> None:
         """Write what is not kept yet, later. token_s: time to compute a token of a prompt."""
-        if self.folder is None:
-            return
         with self._changed:
             self._to_write.append(_Job(computed, rows, token_s))
             self._changed.notify_all()
@@ -245,9 +222,9 @@ class PrefixStore:
             counts["tokens"],
             counts["read"],
             counts["written"],
-            0 if folder is None else folder.n_evicted,
+            folder.n_evicted,
             counts["failed"],
-            0 if folder is None else folder.n_bytes,
+            folder.n_bytes,
             dict(self._refused),
         )
 
@@ -267,24 +244,22 @@ class PrefixStore:
             self._on_restored()
 
     def _fill(self, restored: Restored, buffer: memoryview) -> None:
-        for location in self._found(restored.token_ids[:-1], restored.space):
+        for block in self._blocks_in_folder(restored.token_ids[:-1], restored.space):
             try:
-                n_bytes = location.read_into(buffer)
-                held = read_record(location.naming, self.shape, location.block, buffer[:n_bytes])
+                n_bytes = self.folder.read_into(block.name, buffer)
+                held = read_record(self._naming, self.shape, block, buffer[:n_bytes])
             except FileNotFoundError:
                 return  # evicted meanwhile
             except (BadRecord, OSError) as error:
-                self._not_believed(location, error)
+                self._not_believed(block, error)
                 return
             self._counts["read"] += n_bytes
             with self._filling:
                 if restored.is_cancelled or self._closing_at is not None:
                     return
-                self._put(restored, location.block, held)
-            if location.name is not None:
-                restored.names.append(location.name)
-                assert self.folder is not None
-                self.folder.touch(location.name)
+                self._put(restored, block, held)
+            restored.names.append(block.name)
+            self.folder.touch(block.name)
 
     def _put(self, restored: Restored, block: PrefixBlock, held: memoryview) -> None:
         """With states a beginning is of no use before the state at its end is there."""
@@ -300,35 +275,16 @@ class PrefixStore:
         if not self.shape.state_bytes:
             restored.n_tokens = block.end
 
-    def _not_believed(self, location: _Found, error: BadRecord | OSError) -> None:
+    def _not_believed(self, block: PrefixBlock, error: BadRecord | OSError) -> None:
         reason = error.reason if isinstance(error, BadRecord) else "unreadable"
         self._refused[reason] += 1
         log.warning("a record of a prefix was refused, and what it holds is computed: %s", error)
-        if location.name is not None and self.folder is not None:
-            self.folder.remove(location.name)
-
-    def _found(self, usable: tuple[int, ...], space: str) -> list[_Found]:
-        """All blocks of the beginning, of the pack or the folder that has most of it."""
-        blocks = self._blocks_in_folder(usable, space)
-        pack = max(self._packs, key=lambda pack: pack.n_stored(usable), default=None)
-        if pack is not None and pack.n_stored(usable) >= _end(blocks):
-            naming, n_stored = pack.facts.naming, pack.n_stored(usable)
-            return [
-                _Found(block, naming, partial(pack.read_into, number), None)
-                for number, block in enumerate(pack.blocks)
-                if block.end <= n_stored
-            ]
-        folder, own = self.folder, self._naming
-        if folder is None or own is None:
-            return []
-        return [_Found(block, own, partial(folder.read_into, block.name), block.name) for block in blocks]
+        self.folder.remove(block.name)
 
     def _blocks_in_folder(self, usable: tuple[int, ...], space: str) -> list[PrefixBlock]:
         """The blocks of a beginning that the folder has, with states those up to the last. A block is there
         where a later one is, or the reader finds that it is not."""
         folder, naming = self.folder, self._naming
-        if folder is None or naming is None:
-            return []
         blocks = naming.whole_blocks(usable, space)
         low, high = 0, len(blocks)
         while low < high:
@@ -368,8 +324,6 @@ class PrefixStore:
     def _write_behind(self, job: _Job, buffer: memoryview, is_over: Callable[[], bool]) -> bool:
         """Write the blocks that the folder has not. False: it was over before that."""
         folder, naming = self.folder, self._naming
-        if folder is None or naming is None:
-            return True
         if time.monotonic() < self._rests_until:
             self._counts["failed"] += 1
             return True
@@ -405,9 +359,8 @@ class PrefixStore:
     def _worth_keeping(self, computed: ComputedRows, token_s: float) -> Iterator[tuple[PrefixBlock, float]]:
         """Blocks of a sequence, each with the seconds that it saves. Where there are states, they save the
         time since the one before, and what leads to them is worth as much."""
-        assert self._naming is not None
         if not self.shape.state_bytes:
-            for block in blocks_of(self._naming, self._to_keep(computed), computed.space):
+            for block in self._naming.all_blocks(self._to_keep(computed), computed.space):
                 yield block, token_s * block.n_tokens
             return
         ends, before = [state.n_tokens for state in computed.states if state.is_there], 0

@@ -20,7 +20,6 @@ class WrittenSchedules(ScheduleLookup):
     arithmetics: Mapping[str, tuple[str | None, int]]
     by_weight: Mapping[str, Sequence[RowRange]]
     by_attention: Mapping[str, Sequence[RowRange]]
-    own_paths: Mapping[str, str]
 
     @classmethod
     def of(
@@ -39,14 +38,10 @@ class WrittenSchedules(ScheduleLookup):
             {key: lookup.arithmetic(weight) for key, weight in weights.items()},
             {key: lookup.products(weight, max_m) for key, weight in weights.items()},
             {_attention_key(*shape): lookup.attention(*shape, max_m) for shape in shapes},
-            {key: path for key, weight in weights.items() if (path := lookup.own_path(weight)) is not None},
         )
 
     def arithmetic(self, weight: PackedWeight) -> tuple[str | None, int]:
         return self.arithmetics.get(_weight_key(weight), (None, 1))
-
-    def own_path(self, weight: PackedWeight) -> str | None:
-        return self.own_paths.get(_weight_key(weight))
 
     def products(self, weight: PackedWeight, max_m: int) -> Sequence[RowRange]:
         return self.by_weight.get(_weight_key(weight), ())
@@ -64,7 +59,6 @@ class WrittenSchedules(ScheduleLookup):
             {key: (path, k_parts) for key, (path, k_parts) in fields["arithmetics"].items()},
             {key: _row_ranges(ranges) for key, ranges in fields["by_weight"].items()},
             {key: _row_ranges(ranges) for key, ranges in fields["by_attention"].items()},
-            dict(fields["own_paths"]),
         )
 
 

@@ -14,6 +14,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from phasewise._json import read_json
 from phasewise.serving.text.gguf_vocab import PRE_TOKENIZERS
 
 MOST_GROWTH = 8.0
@@ -109,13 +110,13 @@ def risk_of(text: str) -> str | None:
     A text that is no tokenizer.json at all has no risk: reading it will say what is wrong.
     """
     try:
-        fields = json.loads(text, object_pairs_hook=_without_doubles)
+        fields = read_json(text, object_of=_without_doubles)
         if not isinstance(fields, dict):
             return None
         _check(fields)
     except _Risky as risk:
         return str(risk)
-    except (ValueError, RecursionError):
+    except ValueError:
         return None
     except (TypeError, KeyError, AttributeError):  # a field of another kind than it has in a tokenizer.json
         return "a part is not described as such parts are"
@@ -260,7 +261,7 @@ def _without_doubles(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
 
 def without_programs(text: str) -> str:
     """The vocabulary alone, and the kind of its decoder: enough to turn tokens into text."""
-    fields = json.loads(text)
+    fields = read_json(text)
     decoders = _types_in(fields.get("decoder"))
     kept = next((kind for kind in _DECODERS if kind in decoders), None)
     emptied: dict[str, Json] = dict.fromkeys(("normalizer", "pre_tokenizer", "post_processor"))

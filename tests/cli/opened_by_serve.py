@@ -172,7 +172,7 @@ class Boundary:
         drafts: Any = None,
         prefixes: Any = None,
     ) -> Any:
-        multiplied = {phase: (lookup.in_tiles, lookup.asked_choice) for phase, lookup in schedules.items()}
+        multiplied = {phase: lookup.asked_choice for phase, lookup in schedules.items()}
         drafter = None if drafts is None else "lookup" if drafts.model is None else drafts.model.name
         if drafts is not None and drafts.n_tokens is not None:
             drafter = f"{drafter}, {drafts.n_tokens} tokens"

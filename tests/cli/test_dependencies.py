@@ -79,7 +79,7 @@ def test_what_an_extra_has_is_no_dependency() -> None:
     required = _names(settings["options"]["install_requires"])
 
     for module, extra in EXTRAS.items():
-        distribution = {"zmq": "pyzmq"}.get(module, module.replace("_", "-"))
+        distribution = module.replace("_", "-")
         assert distribution not in required
         assert distribution in _names(settings["options.extras_require"][extra])
 
@@ -88,10 +88,7 @@ def test_what_an_extra_has_is_no_dependency() -> None:
 @pytest.mark.parametrize(
     ("module", "extra", "arguments"),
     [
-        ("aiohttp", "bench", ["bench", "serve", "http://127.0.0.1:9"]),
-        ("aiohttp", "bench", ["bench", "embed", "http://127.0.0.1:9"]),
         ("tree_sitter", "kernels", ["kernels", "raise", "ir/samples/rmsnorm.c", "--function", "rmsnorm"]),
-        ("zmq", "pools", ["serve", "MODEL", "--port", "0", "--prompt-pool", "0", "--token-pool", "1"]),
         pytest.param(
             *(
                 "ray",

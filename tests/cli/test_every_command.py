@@ -1,12 +1,15 @@
-"""Help of every command: plain text within 80 columns, without colours, and no words that one reads twice."""
+"""Help of every command: examples first, nouns for values, whole lines of 80 columns, no words read twice."""
 
 from __future__ import annotations
 
 import re
+import shlex
 from functools import cache
+from typing import Any
 
 import pytest
 
+from phasewise.cli.command_app import GroupedCommand
 from tests.cli import command
 from tests.cli.command_options import commands
 
@@ -16,6 +19,7 @@ READ_TWICE = (
     r"\b[0-9.]+e[+-][0-9]",  # a number with an exponent
     r"\b1 [a-z]+[^s\W]s\b",  # a plural of one
     r"\.{4,}|\[\[",  # an argument's name with dots of its own
+    r"\bwhoever\b|\bof late\b|\bso long\b|without effect, and therefore refused",
     r"\bshare the work\b|\bwhat can be made of it\b|\bstays in use\b|\btake part in the last run\b",
 )
 """Words of a help text that a reader stumbles over."""
@@ -53,3 +57,65 @@ def test_no_help_has_words_that_one_reads_twice(path: str) -> None:
     text = " ".join(help_of(path).split())
 
     assert [match[0] for words in READ_TWICE for match in re.finditer(words, text)] == []
+
+
+def groups(node: Any = None, path: str = "") -> dict[str, Any]:
+    """Each command that has subcommands, by its name, the root's empty."""
+    node = node or command.tree()
+    below = {path: node}
+    for name in node.commands:
+        if hasattr(node.commands[name], "commands"):
+            below |= groups(node.commands[name], f"{path} {name}".strip())
+    return below
+
+
+@pytest.mark.parametrize("path", [*groups(), *commands()])
+def test_help_begins_with_two_examples(path: str) -> None:
+    explained = groups().get(path) or commands()[path]
+    usage, heading, *lines = [line for line in help_of(path).splitlines() if line]
+
+    assert usage.startswith("Usage: ")
+    assert heading == "Examples:"
+    assert len(explained.examples) == len(set(explained.examples)) == 2
+    assert lines[:2] == [f"  {example}" for example in explained.examples]
+
+
+@pytest.mark.parametrize(("path", "example"), [(p, e) for p, c in commands().items() for e in c.examples])
+def test_an_example_is_a_run_of_its_command(path: str, example: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The line is parsed, none of its options is refused, and nothing runs."""
+    monkeypatch.setattr("phasewise.workflows.serve.embedding.makes_vectors", lambda *_: "embed" in path)
+    _, _, line = example.rpartition("| ")
+    program, *words = shlex.split(re.sub(r" [<>] \S+$", "", line))
+    begun: list[Any] = []
+    monkeypatch.setattr(GroupedCommand, "invoke", lambda self, ctx: begun.append((self, ctx)))
+    done = command.run(*words, env={"PHASEWISE_CONFIG": "/dev/null"})
+
+    assert program == "phasewise"
+    assert done.exit_code == 0, done
+    ((run, context),) = begun
+    assert run.callback.__code__ is commands()[path].callback.__code__
+    run._leave_out_unused(context)
+
+
+@pytest.mark.parametrize("path", commands())
+def test_values_have_nouns_and_bounds_are_numbers(path: str) -> None:
+    text = help_of(path)
+
+    assert (
+        re.findall(r"<(?:int|float|str|path|bool)(?: range)?>|\b(?:list|tuple)\[|<=|>=|\d\.0[\];]", text)
+        == []
+    )
+    usage = text.split("\n\n")[0]
+    assert not re.search(r"[{}]", usage)
+    for parameter in commands()[path].params:
+        values = parameter.metavar
+        assert values is None or re.search(r"[A-Z]|[|]", values), (parameter.opts, values)
+
+
+@pytest.mark.parametrize("path", [*groups(), *commands()])
+def test_no_line_of_a_help_is_cut(path: str) -> None:
+    """Neither a sentence, by an ellipsis, nor a flag, at its hyphens."""
+    lines = help_of(path).splitlines()
+
+    assert [line for line in lines if re.search(r"[a-z]\.\.\.$", line)] == []
+    assert [line for line in lines if re.search(r"[\w-]-$", line)] == []

@@ -19,7 +19,7 @@ import pytest
 
 from phasewise.workflows.option_ways import GivenOption, Way
 from phasewise.workflows.unused_options import WAYS, unused_options
-from tests.cli.command import run, text_of
+from tests.cli.command import run
 from tests.cli.command_options import commands, flag_of, options_of
 from tests.cli.opened_by_serve import plain
 from tests.support.models.tiny_models import write_tiny_gguf
@@ -71,28 +71,9 @@ HANDED = {
         "phasewise.workflows.generate.run.generate_text",
         ["m", "-p", "x", "--temperature", "1"],
         {
-            "--tile-prompts": ["--tile-prompts"],
             "--arithmetic": ["--arithmetic", "blocks"],
             "--min-p": ["--min-p", "0.2"],
             **SAMPLING,
-        },
-    ),
-    "prefix pack": Handing(
-        "phasewise.workflows.prefix.pack.pack_prefix",
-        ["m", "-o", "out"],
-        {
-            "--system": ["--system", "text"],
-            "--system-file": ["--system-file", "file"],
-            "--tools": ["--tools", "file"],
-            "--text-file": ["--text-file", "file"],
-            "--tool-format": ["--tool-format", "hermes"],
-            "--format": ["--format", "int8"],
-            "--sparse": ["--sparse", "always"],
-            "--arithmetic": ["--arithmetic", "blocks"],
-            "--kv-format": ["--kv-format", "int8"],
-            "--context": ["--context", "512"],
-            "--threads": ["--threads", "1"],
-            "--db": ["--db", "other.db"],
         },
     ),
     "eval": Handing(
@@ -103,7 +84,6 @@ HANDED = {
             "--sparse": ["--sparse", "always"],
             "--threads": ["--threads", "2"],
             "--ranks": ["--ranks", "2"],
-            "--tile-prompts": ["--tile-prompts"],
             "--db": ["--db", "x.db"],
         },
     ),
@@ -192,7 +172,7 @@ HANDED = {
     "bench run": Handing(
         "phasewise.workflows.opening.open_model.open_model",
         ["m"],
-        {"--tile-prompts": ["--tile-prompts"], "--arithmetic": ["--arithmetic", "blocks"]},
+        {"--arithmetic": ["--arithmetic", "blocks"]},
     ),
     "bench kernels": Handing(
         "phasewise.workflows.bench.kernels.kernel_rows",
@@ -386,8 +366,6 @@ def test_each_cell_of_the_table_is_refused_by_name_and_left_out_where_it_stands_
         "tune-kernels m --isa avx2",
         "tune-config m --dry-run --emit vllm",
         "tune-config m --slo ttft=1s",
-        "tune-config m --rehearse log --verbose",
-        "tune-config m --rehearse log --machine m.xml",
         "tune-config m --emit numactl --cores 0-3",
         "generate m -p x --seed 3",
         "prune m -o out --calibration text",
@@ -423,19 +401,14 @@ def test_variables_of_other_runs_are_no_error_and_say_nothing(tmp_path: Path) ->
     assert run("topo", "--trees", "--json", env=standing).exit_code == 0
 
 
-def test_help_lists_the_table() -> None:
-    for command in WAYS:
-        listed = text_of(*command.split(), "-h", env=QUIET).partition(
-            "Without effect, and therefore refused:"
-        )[2]
-        hidden = {
-            flag_of(parameter)
-            for parameter in commands()[command].params
-            if getattr(parameter, "hidden", False)
-        }
-        for way in WAYS[command]:
-            assert way.where in " ".join(listed.split())
-            assert all(flag in listed for flag in way.refuses if flag not in hidden)
+@pytest.mark.parametrize(("command", "way"), [(command, way) for command, way, _ in cells()])
+def test_what_a_refusal_advises_is_not_refused_itself(command: str, way: Way) -> None:
+    """In the same run, without the option that was refused."""
+    for advised in re.findall(r"(?:add|use|give) (--[a-z-]+)", way.instead):
+        given = in_this_way(way, way.refuses[0])
+        del given[way.refuses[0]]
+        given[advised] = GivenOption("x", is_set=True, by_flag=True)
+        unused_options(command, given, lambda: bool(way.makes_vectors))
 
 
 OF_OTHER_PROGRAMS = {

@@ -25,7 +25,6 @@ from tests.support.machines.stored_plans import keep_embedding_plan, keep_plan
 from tests.support.models.adapters import drawn_pairs, write_peft
 from tests.support.models.encoder_models import write_encoder
 from tests.support.models.tiny_models import TinyShape, tiny_gguf, tiny_weights
-from tests.support.prefix_packs import write_pack
 
 TLS = Path(__file__).parents[1] / "data" / "tls"
 
@@ -141,7 +140,6 @@ def samples(places: Places) -> Mapping[str, tuple[list[object], list[object]]]:
         "--sparse": one("--sparse", "always"),
         "--lora": one("--lora", f"poet={here / 'adapter'}"),
         "--checksum": one("--checksum"),
-        "--tile-prompts": one("--tile-prompts"),
         "--arithmetic": one("--arithmetic", "canonical"),
         "--threads": one("--threads", 3),
         "--ranks": one("--ranks", 2),
@@ -165,7 +163,6 @@ def samples(places: Places) -> Mapping[str, tuple[list[object], list[object]]]:
         "--prefix-cache-bytes": one(
             "--prefix-cache-bytes", "1G", beside=["--prefix-cache", here / "prefixes"]
         ),
-        "--prefix-pack": one("--prefix-pack", write_pack(here / "pack", range(20))),
         "--temperature": one("--temperature", 0.1),
         "--top-p": one("--top-p", 0.1),
         "--min-p": one("--min-p", 0.2),
@@ -273,7 +270,7 @@ def test_every_option_acts_or_is_refused_by_name_before_anything_opens(
     assert refusals <= {flag for serve_way in WAYS["serve"] for flag in (*serve_way.refuses, *serve_way.when)}
 
 
-OF_WEIGHTS = (("--tile-prompts",), ("--arithmetic", "canonical"), ("--arithmetic", "tiles"), ("--checksum",))
+OF_WEIGHTS = (("--arithmetic", "canonical"), ("--arithmetic", "tiles"), ("--checksum",))
 
 
 def followed(run: Run, flag: str, choice: str) -> list[bool]:
@@ -283,11 +280,8 @@ def followed(run: Run, flag: str, choice: str) -> list[bool]:
         loads = [load for load in run.opened.get("loaded", ()) if load[0] != "schedules"]
         return [*(load[2] for load in loads), *(weights["checksum"] for weights in specs)]
     engines = [engine[6] for engine in run.opened.get("engine", ())]
-    if flag == "--tile-prompts":
-        in_tiles = [(engine["prefill"][0], engine["decode"][0]) == (True, False) for engine in engines]
-        return [*in_tiles, *(weights["tile_prompts"] for weights in specs)]
     embeddings = [embedding[-1] for embedding in run.opened.get("embedding", ()) if choice == "canonical"]
-    choices = [engine[phase][1] == choice for engine in engines for phase in PHASES]
+    choices = [engine[phase] == choice for engine in engines for phase in PHASES]
     return [*choices, *(weights["arithmetic"] == choice for weights in specs), *embeddings]
 
 
@@ -337,8 +331,8 @@ def test_vectors_have_no_arithmetic_of_k_quants(places: Places, boundary: Bounda
 
 
 def test_the_arithmetic_of_all_cpus_is_of_cpus_without_tiles(places: Places, boundary: Boundary) -> None:
-    """Neither accelerators nor tiles follow it: each is refused by name."""
-    for flag in ("--tile-prompts", "--embed-accelerators", "--embed-device=exec:true"):
+    """No accelerator follows it: each is refused by name."""
+    for flag in ("--embed-accelerators", "--embed-device=exec:true"):
         run = boundary.serve(places.model, "--embed-model", places.encoder, "--arithmetic", "canonical", flag)
         assert (run.exit_code, run.opened) == (2, {})
         assert f"{flag.partition('=')[0]} has no effect with --arithmetic canonical" in run.said
@@ -450,14 +444,14 @@ def test_a_gpu_embeds_beside_a_language_model_too_unless_it_is_told_not_to(
 
 def test_each_of_several_models_follows_what_is_said_of_models(places: Places, boundary: Boundary) -> None:
     lookup = ("--draft", "lookup", "--predictor", "auto")
-    flags = (*lookup, "--tile-prompts", "--arithmetic", "blocks", "--kv-format", "int8")
+    flags = (*lookup, "--arithmetic", "blocks", "--kv-format", "int8")
     run = boundary.serve(places.model, "--also", places.other, *flags)
     engines = only(run, "engine")
     assert len(engines) == 2
     for _name, _format, _adapters, _plans, size, _special, multiplied, drafter, _ in engines:  # type: ignore[misc]
         assert drafter == "lookup"
         assert size["kv"]["format"] == "int8"
-        assert multiplied == {"prefill": [True, "blocks"], "decode": [False, "blocks"]}
+        assert multiplied == {"prefill": "blocks", "decode": "blocks"}
     assert only(run, "predictor") == [["auto", "tiny"], ["auto", "other"]]
     ((_names, _sampling, predictor),) = only(run, "others")[0]  # type: ignore[misc]
     assert predictor is not None
@@ -506,7 +500,6 @@ def test_pools_of_a_file_have_their_own_weights_budgets_and_labels(
         (("--cluster", "auto", "--prompt", "1x2@", "--token", "1x2"), "a label is a name like big"),
         (("--cluster", "auto", "--prompt", "1x2"), "add --token"),
         (("--cluster", "auto", "--mixed", "1001x1"), "at most 1000"),
-        (("--cluster", "auto", "--pools", "TILES"), "prompts by tiles have other bits"),
         (("--cluster", "auto", "--pools", "INT8"), "int8 holds other numbers than the server's native"),
     ],
 )
@@ -515,7 +508,7 @@ def test_pools_that_cannot_be_are_refused_by_name(
 ) -> None:
     """Nothing is placed; but for the numbers of a format, which the model's files tell, nothing is opened."""
     mixed = 'role = "mixed"\ninstances = 1\ncores = 2\n'
-    own = {"FILE": "", "TILES": "tile_prompts = true", "INT8": 'format = "int8"'}
+    own = {"FILE": "", "INT8": 'format = "int8"'}
     line = own.get(arguments[-1], "") if "FILE" not in arguments else ""
     path = pools_file(places, mixed + line)
     run = boundary.serve(places.model, *(path if word in own else word for word in arguments))

@@ -23,7 +23,6 @@ WAYS = {
     "chat": ("chat", "MODEL"),
     "eval": ("eval", "MODEL"),
     "bench run": ("bench", "run", "MODEL", "-p", "8", "-n", "0"),
-    "prefix pack": ("prefix", "pack", "MODEL", "-o", "FOLDER/pack", "--system", "be kind"),
     "batch": ("batch", "FOLDER/in.jsonl", "-o", "FOLDER/out.jsonl", "MODEL"),
     "serve": ("serve", "MODEL", "--port", "0"),
     "serve --also": ("serve", "OTHER", "--also", "MODEL", "--port", "0"),

@@ -100,7 +100,6 @@ WALK = (
     Step("merge", "hf --lora no-such-adapter -o merged", exits=(1,)),
     Step("quantise", "hf --format q8_0 -o quantised.gguf", exits=(0, 1)),
     Step("eval", "m.gguf --text prompts.txt", exits=(0, 1)),
-    Step("prefix pack", "m.gguf --text-file prompts.txt -o prompts.pack", exits=(0, 1)),
     Step("prefix list", "no-such.pack", exits=(0, 1)),
     Step("prefix verify", "no-such.pack", exits=(0, 1, 3)),
     Step("prefix rm", "no-such.pack", exits=(0, 1)),

@@ -1,6 +1,8 @@
 """The README and every page of docs/guide work as written: `console` blocks run, in order, in one shell.
 
-Three things differ from a reader's terminal: directories of its own for cache, data and configuration; a
+README and the first hour run in an environment that is installed by the README's own lines, without extras;
+the other pages run the checkout. Three things differ from a reader's terminal: directories of its own for
+cache, data and configuration; a
 free port in place of 8000; and a configuration file that cuts the tuning budgets to seconds. An HTML comment
 before a block may say `<!-- not run: REASON -->`, `<!-- test: COMMAND -->` for what a reader would have at
 hand (a file from elsewhere), or `<!-- file: NAME -->` for a block that a reader saves under that name. Where
@@ -33,6 +35,22 @@ CONFIG = '[tune-kernels]\nbudget = "2s"\n[tune-config]\nbudget = "12s"\n'
 PAGE_TIMEOUT_S = 400
 TIMED_OUT = 124
 MARK = "-- the end of a section --"
+INSTALLS = re.compile(r"^\$ ((?:python3 -m venv|.*pip install \.).*?)(?: {2,}#.*)?$", re.M)
+FIRST_PAGES = ("README.md", "first-hour.md")
+NOT_COPIED = (".*", "build", "dist", "*.egg-info", "__pycache__", "*.so", "_native.c")
+WITHOUT_INDEX = re.compile(
+    "No matching distribution found|Temporary failure in name resolution|ConnectionError"
+)
+NEEDS_EXTRA = {
+    "kernels": r"phasewise kernels raise|--against \S+\.c\b",
+    "quantise": r"phasewise quantise",
+    "sign": r"--receipt-key|--signer ",
+    "postgres": r"postgresql",
+    "ray": r"--cluster|ray start|phasewise cluster",
+    "cuda": r"--embed-accelerators",
+    "vllm": r"PHASEWISE_VLLM=",
+}
+"""By extra: what needs it, in a block of a page."""
 
 BLOCK = re.compile(
     r"(?:<!-- (?P<directive>not run|test|file): (?P<value>.*?) -->\n)?```(?P<language>\w*)\n(?P<body>.*?)```",
@@ -93,9 +111,27 @@ def test_every_link_of_a_page_leads_to_a_file() -> None:
             assert (path.parent / target).exists(), f"{path.name} links to {target}"
 
 
+@pytest.mark.parametrize("extra", NEEDS_EXTRA)
+def test_a_page_names_an_extra_before_what_needs_it(extra: str) -> None:
+    named = 0
+    for path in pages():
+        text = path.read_text()
+        for block in re.finditer(r"```console\n.*?```", text, re.S):
+            if needing := re.search(NEEDS_EXTRA[extra], block[0]):
+                before = text[: block.start() + needing.start()]
+                assert f"phasewise[{extra}]" in before, f"{path.name}: {block[0]}"
+                named += 1
+    assert named or extra == "cuda"
+    first = [path for path in pages() if path.name in FIRST_PAGES]
+    assert len(first) == len(FIRST_PAGES)
+    assert not any(re.search(NEEDS_EXTRA[extra], path.read_text()) for path in first)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("path", pages(), ids=lambda path: path.stem)
-def test_a_page_works_as_written(path: Path, tmp_path: Path, guide_cache: Path) -> None:
+def test_a_page_works_as_written(
+    path: Path, tmp_path: Path, guide_cache: Path, request: pytest.FixtureRequest
+) -> None:
     parts = sections(path.read_text())
     script = "\n".join(
         "\n".join([*commands(text), f"{{ echo; echo {MARK}; }} 2> /dev/null"]) for text, _ in parts
@@ -103,12 +139,14 @@ def test_a_page_works_as_written(path: Path, tmp_path: Path, guide_cache: Path) 
     if not any(list(commands(text)) for text, _ in parts):
         pytest.skip(f"{path.name} has no commands of its own")
     script = script.replace("8000", str(_free_port()))
+    first = path.name in FIRST_PAGES
+    programs = request.getfixturevalue("installed") if first else Path(sys.executable).parent
     config = tmp_path / "config" / "phasewise" / "config.toml"
     config.parent.mkdir(parents=True)
     config.write_text(CONFIG)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PHASEWISE_")}
     environment |= {
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PATH": f"{programs}:{os.environ['PATH']}",
         "XDG_CACHE_HOME": str(guide_cache),
         "XDG_DATA_HOME": str(tmp_path / "data"),
         "XDG_CONFIG_HOME": str(tmp_path / "config"),
@@ -173,6 +211,31 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The programs of an environment that the README's lines make, in a copy of this tree."""
+    home = tmp_path_factory.mktemp("home")
+    shutil.copytree(ROOT, home / "clone", symlinks=True, ignore=shutil.ignore_patterns(*NOT_COPIED))
+    lines = INSTALLS.findall((ROOT / "README.md").read_text())
+    assert [line.split()[0] for line in lines] == ["python3", "PHASEWISE_ISA_BUILD=native"]
+    output = home / "output.txt"
+    with output.open("wb") as written:
+        code = subprocess.run(
+            ["bash", "-exc", "\n".join(lines)],
+            cwd=home / "clone",
+            env={**os.environ, "HOME": str(home), "PIP_QUIET": "1"},
+            stdout=written,
+            stderr=subprocess.STDOUT,
+            check=False,
+        ).returncode
+    said = output.read_text(errors="replace")
+    if code and WITHOUT_INDEX.search(said):
+        pytest.skip("no index of packages answers, which an installation needs")
+    assert code == 0, said[-3000:]
+    yield home / "phasewise" / "bin"
+    shutil.rmtree(home)
 
 
 @pytest.fixture(scope="module")

@@ -148,6 +148,17 @@ def test_serve_has_its_options(pod: Object, container: Object) -> None:
 
 
 @PODS
+def test_several_replicas_take_no_batches(pod: Object, container: Object) -> None:
+    """Of which one pod alone would know, as long as it lives."""
+    assert of_kind("Deployment")["spec"]["replicas"] > 1
+    assert of_kind("InferenceService")["spec"]["predictor"]["minReplicas"] > 1
+    assert option(container, "batch-bytes") == "0"
+    with fake_server(batch_bytes=0) as server:
+        refused = httpx.get(f"{server.url}/v1/batches")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_batches")
+
+
+@PODS
 def test_it_is_the_user_of_the_image_and_has_whole_cores(pod: Object, container: Object) -> None:
     (user,) = re.findall(r"^USER (\d+)$", CONTAINER, re.M)
     rights = {**pod.get("securityContext", {}), **container["securityContext"]}

@@ -15,6 +15,8 @@ import httpx
 import openai
 import pytest
 
+from phasewise.serving.http.http_settings import HttpLimits
+from phasewise.serving.http.routes.batches import MOST_FILE_BYTES
 from phasewise.serving.http.routes.middleware import client_of
 from tests.soak.served_process import free_port
 from tests.support.servers.fake_server import FakeServer, fake_server
@@ -22,7 +24,7 @@ from tests.support.servers.rude_clients import until
 
 ROOT = Path(__file__).parents[2]
 CONF = (ROOT / "deploy" / "nginx.conf").read_text()
-AROUND = """daemon off; pid {folder}/pid; error_log {folder}/error.log; worker_processes 1;
+AROUND = """user root; daemon off; pid {folder}/pid; error_log {folder}/error.log; worker_processes 1;
 events {{ worker_connections 256; }}
 http {{ access_log off; {places} include {folder}/phasewise.conf; }}
 """
@@ -53,14 +55,24 @@ class Behind:
 
 
 @contextlib.contextmanager
-def behind_nginx(folder: Path, n_servers: int = 3) -> Iterator[Behind]:
+def behind_nginx(
+    folder: Path, n_servers: int = 3, limits: HttpLimits | None = None, batch_bytes: int = 0
+) -> Iterator[Behind]:
     with contextlib.ExitStack() as stack:
-        servers = [stack.enter_context(fake_server()) for _ in range(n_servers)]
+        servers = [
+            stack.enter_context(
+                fake_server(limits, batch_dir=folder / f"batches {n}", batch_bytes=batch_bytes)
+            )
+            for n in range(n_servers)
+        ]
         ports = [server.url.rpartition(":")[2] for server in servers]
         port = free_port()
-        lines = "".join(f"server 127.0.0.1:{own} max_fails=1 fail_timeout=2s;\n" for own in ports)
-        conf = re.sub(r"(    server 10\.0\.0\.\d+:8000 max_fails=1 fail_timeout=2s;\n)+", lines, CONF)
-        assert lines in conf
+        conf, n_upstreams = re.subn(
+            r"(    server 10\.0\.0\.\d+:8000 (.*)\n)+",
+            lambda upstream: "".join(f"server 127.0.0.1:{own} {upstream[2]}\n" for own in ports),
+            CONF,
+        )
+        assert n_upstreams == 2
         assert "listen 80;" in conf
         (folder / "phasewise.conf").write_text(conf.replace("listen 80;", f"listen 127.0.0.1:{port};"))
         places = "".join(f"{name}_temp_path {folder}/{name}; " for name in PLACES)
@@ -144,8 +156,9 @@ def test_counts_of_one_server_are_not_given_out_as_those_of_all(tmp_path: Path) 
 
 def test_it_retries_only_what_has_computed_nothing() -> None:
     """Without nginx, too: what it says to do."""
-    (retried,) = re.findall(r"proxy_next_upstream (.*);", CONF)
+    retried, of_batches = re.findall(r"proxy_next_upstream (.*);", CONF)
 
+    assert of_batches == "off"
     assert set(retried.split()) == {"error", "http_503", "non_idempotent"}
     assert "proxy_buffering off;" in CONF
 
@@ -161,6 +174,18 @@ def test_openais_client_keeps_its_cookie(tmp_path: Path) -> None:
 
     assert all(len(servers) == 1 for servers in servers_of)
     assert len(set().union(*servers_of)) > 1
+
+
+@needs_nginx
+def test_a_client_finds_its_stored_response(tmp_path: Path) -> None:
+    """By its cookie, or by the session that it names."""
+    with behind_nginx(tmp_path) as behind:
+        for headers in ({}, {"X-Session-Id": "one"}):
+            with openai.OpenAI(
+                base_url=f"{behind.url}/v1", api_key="any", max_retries=0, default_headers=headers
+            ) as client:
+                answer = client.responses.create(model="fake", input="a", max_output_tokens=2)
+                assert all(client.responses.retrieve(answer.id).id == answer.id for _ in range(4))
 
 
 def answering(behind: Behind, client: openai.OpenAI) -> int:
@@ -197,6 +222,72 @@ def test_an_answer_that_has_begun_ends_with_its_connection(tmp_path: Path) -> No
     assert pieces
     assert not any("[DONE]" in piece for piece in pieces)
     assert not other.ranks.batches
+
+
+KEYS = tuple(f"key of client {n}" for n in range(4))
+LINE = b'{"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a"}}\n'
+
+
+def reaches(client: openai.OpenAI, file_id: str) -> bool:
+    """False where the server of the client's files is away. NotFoundError where another one answers."""
+    try:
+        return client.files.content(file_id).read().startswith(LINE)
+    except openai.InternalServerError:
+        return False
+
+
+def has_file(url: str, key: str, file_id: str) -> bool:
+    return httpx.get(f"{url}/v1/files/{file_id}", headers={"x-api-key": key}).status_code == 200
+
+
+@needs_nginx
+@pytest.mark.parametrize("asks_for_keys", [True, False])
+def test_files_and_batches_are_found_where_they_lie_and_wait_for_their_server(
+    tmp_path: Path, asks_for_keys: bool
+) -> None:
+    """By every request, in either header of the key; also a file beyond the limit of other bodies."""
+    large = LINE + b" " * HttpLimits().max_body_bytes
+    limits = HttpLimits(api_keys=KEYS if asks_for_keys else ())
+    with behind_nginx(tmp_path, limits=limits, batch_bytes=1 << 30) as behind:
+        files: dict[str, str] = {}
+        lies_on: dict[str, int] = {}
+        clients = {
+            key: openai.OpenAI(base_url=f"{behind.url}/v1", api_key=key, max_retries=0) for key in KEYS
+        }
+        for key, client in clients.items():
+            files[key] = client.files.create(file=("line.jsonl", LINE), purpose="batch").id
+            for _ in range(4):
+                assert reaches(client, files[key])
+                assert has_file(behind.url, key, files[key])
+            (lies_on[key],) = (
+                index for index, server in enumerate(behind.servers) if has_file(server.url, key, files[key])
+            )
+            batch = client.batches.create(
+                input_file_id=files[key], endpoint="/v1/completions", completion_window="1h"
+            )
+            until(
+                lambda client=client, batch=batch: client.batches.retrieve(batch.id).status == "completed",  # type: ignore[misc]
+                "a batch does not end",
+            )
+        assert client.files.create(file=("lines.jsonl", large), purpose="batch").bytes == len(large)
+        leaving = behind.servers[lies_on[key]]
+        leaving.server.end(at_once=True)
+        until(lambda: leaving.server.has_ended, "it does not end")
+        away = {key for key, client in clients.items() if not reaches(client, files[key])}
+        again = {key for key, client in clients.items() if not reaches(client, files[key])}
+        for client in clients.values():
+            client.close()
+
+    assert away == again == {each for each in KEYS if lies_on[each] == lies_on[key]}
+
+
+def test_a_body_is_as_large_as_the_server_takes() -> None:
+    limits = HttpLimits()
+    (most_mib,) = re.findall(r"client_max_body_size (\d+)m; # --max-body\n", CONF)
+    (file_mib,) = re.findall(r"client_max_body_size (\d+)m; # a file of 200 MiB in its form\n", CONF)
+
+    assert int(most_mib) << 20 == limits.max_body_bytes
+    assert int(file_mib) << 20 >= MOST_FILE_BYTES + (1 << 16)
 
 
 def test_without_keys_all_clients_are_one() -> None:

@@ -98,12 +98,10 @@ def test_a_model_is_opened_as_the_variables_and_the_configuration_file_say(
     assert opened.weight_format == "int8"
     assert {len(plan.cores) for plan in opened.plans.values()} == {1}
     monkeypatch.setenv("PHASEWISE_FORMAT", "bf16")
-    monkeypatch.setenv("PHASEWISE_TILE_PROMPTS", "1")
     monkeypatch.setenv("PHASEWISE_ARITHMETIC", "blocks")
     opened = phasewise.open_model(tiny)
     assert opened.weight_format == "bf16"
-    prefill = opened._opened.schedules["prefill"]
-    assert (prefill.in_tiles, prefill.asked_choice) == (True, "blocks")
+    assert {table.asked_choice for table in opened._opened.schedules.values()} == {"blocks"}
     assert phasewise.open_model(tiny, weight_format="f32").weight_format == "f32"
 
 
@@ -145,7 +143,6 @@ def test_the_database_is_the_variable_s(tiny: str, tmp_path: Path, monkeypatch: 
         ("THREADS", "none"),
         ("THREADS", "0"),
         ("SPARSE", "often"),
-        ("TILE_PROMPTS", "maybe"),
         ("CONFIG", "/no"),
     ],
 )

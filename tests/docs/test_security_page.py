@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 
+from phasewise._json import MOST_CONTAINERS, MOST_VALUES
 from phasewise.serving.grammar import grammar_limits, guides
 from phasewise.serving.http.http_settings import HttpLimits
-from phasewise.serving.http.requests import body, response_schemas, schemas
 from phasewise.serving.http.requests import request_threads as preparation
+from phasewise.serving.http.requests import response_schemas, schemas
 from phasewise.serving.http.routes import embeddings
 from phasewise.serving.text import chat
 from tests.soak.hostile import ROWS
@@ -47,8 +48,7 @@ def test_its_limits_are_those_of_the_code() -> None:
     told, ours = limits(), HttpLimits()
     expected = {
         "body of a request": (
-            f"{ours.max_body_bytes // MIB} MiB; {body._MOST_VALUES:,} values, "
-            f"{body._MOST_CONTAINERS:,} lists and objects"
+            f"{ours.max_body_bytes // MIB} MiB; {MOST_VALUES:,} values, {MOST_CONTAINERS:,} lists and objects"
         ),
         "bodies that have not come whole, together": (
             f"{ours.max_unfinished_bytes // MIB} MiB; the one that began first makes room"

@@ -22,8 +22,10 @@ from phasewise.kerneldb.errors import (
     DatabaseTooOldError,
     ForeignDatabaseError,
     KernelDbError,
+    ReadOnlyDatabaseError,
 )
 from phasewise.kerneldb.models import Base
+from phasewise.kerneldb.rows import KEPT
 from phasewise.kerneldb.store import open_store
 from tests.support.machines.kerneldb_examples import (
     MACHINE,
@@ -87,7 +89,6 @@ def _add_revision(
     monkeypatch.setattr(schema, "_alembic_config", with_one_more)
     monkeypatch.setattr(schema, "REVISIONS", (*schema.REVISIONS, revision))
     monkeypatch.setattr(schema, "HEAD", revision)
-    monkeypatch.setattr(store, "HEAD", revision)
 
 
 def test_the_revisions_are_those_of_the_migration_files() -> None:
@@ -219,7 +220,6 @@ def as_program_of(patch: pytest.MonkeyPatch, revision: str, folder: Path) -> Non
     patch.setattr(schema, "_alembic_config", with_fewer)
     patch.setattr(schema, "REVISIONS", revisions)
     patch.setattr(schema, "HEAD", revision)
-    patch.setattr(store, "HEAD", revision)
 
 
 @pytest.mark.parametrize(("older", "newer"), [*pairwise(schema.REVISIONS)])
@@ -346,8 +346,11 @@ def test_a_servers_database_is_changed_by_db_upgrade_alone_and_an_older_host_goe
         opened.add_plan(PLAN)
     with monkeypatch.context() as patch:
         _add_revision(patch, tmp_path)
-        with pytest.raises(DatabaseTooOldError, match="run `phasewise db upgrade`"), open_store(url):
-            pass
+        with open_store(url, said.append) as opened:
+            assert opened.plans() == [PLAN]
+            with pytest.raises(DatabaseTooOldError, match="run `phasewise db upgrade`"):
+                opened.add_plan(PLAN)
+        assert "it is read, and nothing new is kept" in said.pop()
         with open_store(url, said.append, upgrades_server=True) as opened:
             assert opened.schema_change == schema.SchemaChange(before, "9999")
             opened.add_plan(PLAN)
@@ -360,6 +363,41 @@ def test_a_servers_database_is_changed_by_db_upgrade_alone_and_an_older_host_goe
     assert "it is read, and nothing new is kept" in said[1]
     with open_store(url, said.append, upgrades_server=True) as opened:
         assert opened.schema_change.after == "9999"
+
+
+@pytest.mark.parametrize("revision", schema.REVISIONS)
+def test_an_older_schema_that_cannot_be_upgraded_is_read(
+    revision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every read of a store and every count, from the newest revision that broke with older rows on. What the
+    schema has no table for has no rows; nothing can be written, and the file stays as it is."""
+    file, said = Path(shutil.copy(FIXTURES / f"{revision}.db", tmp_path)), list[str]()
+    monkeypatch.setattr(store.connect, "check_file", lambda _: False)  # as of a file of another user
+    before = file.read_bytes()
+    if revision < schema.BREAKING[-1]:
+        with pytest.raises(DatabaseTooOldError), open_store(file):
+            pass
+        return
+    with open_store(file, said.append) as opened:
+        assert opened.plans() == [PLAN]
+        assert opened.newest_plan(PLAN.origin.machine, PLAN.model_key, PLAN.phase) == PLAN
+        assert opened.measurements(PROBLEM, MACHINE, MEASUREMENT.kernel_abi) == [MEASUREMENT]
+        assert opened.promoted_measurements() == [MEASUREMENT]
+        assert [*opened.all_storage_duels()] == ([STORAGE_DUEL] if revision >= "0005" else [])
+        assert [*opened.all_step_times()] == ([STEP_TIME] if revision >= "0003" else [])
+        assert opened.predictor_scores() == ([PREDICTOR_SCORE] if revision >= "0007" else [])
+        assert opened.user_promotions() == ([USER_PROMOTION] if revision >= "0004" else [])
+        for record in KEPT:
+            assert all(group for group in opened.grouped(record))
+        stats = opened.stats()
+        assert stats.revision == revision
+        assert stats.rows["service_plan"] == 1
+        assert MACHINE in opened.machines()
+        assert opened.plan_machines()
+        with pytest.raises((DatabaseTooOldError, ReadOnlyDatabaseError), match="nothing can be added"):
+            opened.add_plan(PLAN)
+    assert len(said) == 1
+    assert file.read_bytes() == before
 
 
 def test_a_draft_of_a_revision_imports_and_has_the_warnings(

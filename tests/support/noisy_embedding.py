@@ -18,7 +18,7 @@ from phasewise.serving.embedding.encoder.input_tokens import Tokens
 from phasewise.serving.embedding.lateness import FIRST_SHARE
 from phasewise.serving.embedding.pace import KEPT
 from phasewise.serving.embedding.protocol import Floats, inputs_from_bytes
-from phasewise.serving.embedding.queues import CPU_RANK, Depth, DeviceQueue, QueueManager
+from phasewise.serving.embedding.queues import CPU_RANK, UNLIMITED, Depth, DeviceQueue, QueueManager
 from phasewise.serving.errors import QueueFull
 from tests.support.simulated_loop import SimulatedLoop, run_simulated
 
@@ -141,10 +141,21 @@ class Overload:
 
 
 def overload(
-    devices: list[ModelledLane], noise: Noise, *, seed: int, slo_s: float, seconds: float, times: float = 3.0
+    devices: list[ModelledLane],
+    noise: Noise,
+    *,
+    seed: int,
+    slo_s: float,
+    seconds: float,
+    times: float = 3.0,
+    is_planned: bool = True,
 ) -> Overload:
-    """So many times as many requests as the devices can compute, at random (Poisson)."""
-    return run_simulated(_overload(devices, noise, random.Random(seed), slo_s, seconds, times))
+    """`times` as many requests as the devices can compute, at random (Poisson).
+
+    is_planned: False for devices whose depths no plan knows.
+    """
+    depths = None if is_planned else [UNLIMITED] * len(devices)
+    return run_simulated(_overload(devices, noise, random.Random(seed), slo_s, seconds, times, depths))
 
 
 def client_over(
@@ -173,10 +184,11 @@ async def _overload(
     slo_s: float,
     seconds: float,
     times: float,
+    depths: Sequence[Depth] | None,
 ) -> Overload:
     loop = asyncio.get_running_loop()
     assert isinstance(loop, SimulatedLoop)
-    client, workers = client_over(devices, noise, rng, slo_s)
+    client, workers = client_over(devices, noise, rng, slo_s, depths)
     client.attach(loop)
     await asyncio.sleep(0)
     latencies_s, refused_s = list[float](), list[float]()

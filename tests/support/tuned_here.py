@@ -48,7 +48,7 @@ def in_use(row: Measurement) -> Promotion:
     return Promotion(row.problem, row.sample.schedule, None, WON, row.kernel_abi, row.origin)
 
 
-def keep_in_use(db: Path, rows: Sequence[Measurement]) -> None:
+def keep_in_use(db: Path | str, rows: Sequence[Measurement]) -> None:
     """The rows and the promotions of their schedules."""
     with open_store(db) as store:
         for row in rows:

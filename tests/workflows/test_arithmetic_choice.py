@@ -39,18 +39,17 @@ from phasewise.workflows.opening.arithmetic_choice import (
     check_arithmetic,
 )
 from phasewise.workflows.opening.tuned_schedules import explain
-from phasewise.workflows.replay import bits_check, bits_known
 
 WIDE = TinyShape(hidden=256, ffn=512, head_dim=64)
 TOKENS = [5, 9, 200, 31, 77, 12]
 
 
-def lookup(choice: ArithmeticChoice, *tuned: Measurement, in_tiles: bool = False) -> ScheduleTable:
-    return ScheduleTable(tuned).asked(choice, PATHS.get(choice), in_tiles=in_tiles)
+def lookup(choice: ArithmeticChoice, *tuned: Measurement) -> ScheduleTable:
+    return ScheduleTable(tuned).asked(choice, PATHS.get(choice))
 
 
-def lookups(choice: ArithmeticChoice, tile_prompts: bool) -> dict[Phase, ScheduleTable]:
-    return {phase: lookup(choice, in_tiles=tile_prompts and phase == "prefill") for phase in PHASES}
+def lookups(choice: ArithmeticChoice) -> dict[Phase, ScheduleTable]:
+    return {phase: lookup(choice) for phase in PHASES}
 
 
 def tuned_to(path: str, weight: PackedWeight, parts: int = 1) -> Measurement:
@@ -110,7 +109,7 @@ def weight_paths(weight: PackedWeight) -> tuple[str, ...]:
 @pytest.mark.parametrize("name", isa.usable())
 @pytest.mark.parametrize("kind", [*BLOCKS, *KINDS])
 def test_tiles_is_the_units_arithmetic_whatever_was_tuned(kind: str, name: str) -> None:
-    """On the unit or in vectors, in one part; f32 and f16 weights have what they had."""
+    """In one part; f32 and f16 weights have what they had."""
     weight = blank_weight({"q8": "int8", "q4": "int4"}.get(kind, kind), 64, 512)
     with isa.using(name):
         tuned = [
@@ -123,20 +122,7 @@ def test_tiles_is_the_units_arithmetic_whatever_was_tuned(kind: str, name: str) 
     if kind in ("f32", "f16") or not has_any:
         assert arithmetics == before
     else:
-        assert {(SAME_BITS.get(str(path), path), parts) for path, parts in arithmetics} == {("bf16_tile", 1)}
-
-
-@pytest.mark.parametrize("name", isa.usable())
-@pytest.mark.parametrize("kind", [*BLOCKS, *KINDS])
-def test_prompts_in_tiles_need_a_tile_unit(kind: str, name: str) -> None:
-    """Elsewhere they are multiplied as answers are: by one arithmetic, and by what was tuned for it."""
-    weight = blank_weight({"q8": "int8", "q4": "int4"}.get(kind, kind), 64, 512)
-    with isa.using(name):
-        for choice in ("tuned", "blocks"):
-            table = ScheduleTable(()).asked(choice, PATHS.get(choice), in_tiles=True)
-            own = table.own_path(weight)
-            has_unit = "bf16_tile" in weight_paths(weight) and kind not in packing.DENSE_KINDS
-            assert own == ("bf16_tile" if has_unit else None)
+        assert arithmetics == {("bf16_tile", 1)}
 
 
 def test_a_choice_that_a_cpu_cannot_follow_is_refused_by_name() -> None:
@@ -145,7 +131,7 @@ def test_a_choice_that_a_cpu_cannot_follow_is_refused_by_name() -> None:
             if has_tiles_arithmetic():
                 check_arithmetic("tiles")
                 continue
-            with pytest.raises(UsageError, match=f"--arithmetic tiles: {name} has neither"):
+            with pytest.raises(UsageError, match=f"--arithmetic tiles: {name} has no tile unit"):
                 check_arithmetic("tiles")
             for choice in ARITHMETIC_CHOICES[:-1]:
                 check_arithmetic(choice)
@@ -193,7 +179,7 @@ def test_a_fingerprint_names_the_choice(
 
     Dots(monkeypatch, name, *own)
 
-    place = "tiles" if own[0] == "bf16_tile" else name  # vectors of other CPUs have its bits
+    place = "tiles" if own[0] == "bf16_tile" else name
     assert told(model, "tuned").split("/")[1] == place
     assert told(model, "canonical") == everywhere
 
@@ -203,13 +189,11 @@ def told(model: PackedModel, choice: ArithmeticChoice) -> str:
     return fingerprint.fingerprint_of(model, "int16", schedules, 256).arithmetic
 
 
-def logits(
-    model: PackedModel, choice: ArithmeticChoice, threads: int, cut: int, tile_prompts: bool = False
-) -> np.ndarray:
+def logits(model: PackedModel, choice: ArithmeticChoice, threads: int, cut: int) -> np.ndarray:
     """After the last token: `cut` of them as a prompt, the others one by one."""
     machine = read_machine()
     plans = {phase: default_plan(machine, phase, threads=threads) for phase in PHASES}
-    options = RankOptions(KvSettings(64), 64, max_sequences=1, schedules=lookups(choice, tile_prompts))
+    options = RankOptions(KvSettings(64), 64, max_sequences=1, schedules=lookups(choice))
     ranks = LocalRanks(model, plans, options)
     try:
         all_logits = ranks.all_logits(Batch("prefill", (SequenceSlice(TOKENS[:cut], 0, 0, True),)))
@@ -241,15 +225,12 @@ def test_a_model_computes_the_same_by_tiles_in_any_phase_and_on_any_threads(
     tuned, in_tiles = told(model, "tuned"), told(model, "tiles")
     assert in_tiles.split("/")[1] == "tiles"
     assert (in_tiles == tuned) == (types == {"": "BF16"} and isa.active() == "amx")
-    assert not in_tiles.endswith("prompts by tiles")
 
 
 @pytest.mark.parametrize("choice", ["tuned", "blocks", "tiles"])
-@pytest.mark.parametrize("tile_prompts", [False, True])
-def test_what_explain_says_of_the_phases_is_what_they_compute(
-    tmp_path: Path, choice: ArithmeticChoice, tile_prompts: bool
+def test_explain_names_one_path_of_both_phases_and_they_compute_alike(
+    tmp_path: Path, choice: ArithmeticChoice
 ) -> None:
-    """Equal paths where a token has the same logits in both. Prompts in tiles need a unit to change it."""
     if choice == "tiles" and not has_tiles_arithmetic():
         pytest.skip("this CPU has no arithmetic of tiles")
     path = tmp_path / "tiny.gguf"
@@ -257,30 +238,13 @@ def test_what_explain_says_of_the_phases_is_what_they_compute(
     model = load_model(str(path), "native", tmp_path)
     plans = {phase: default_plan(read_machine(), phase, threads=1) for phase in PHASES}
     rows = {phase: len(TOKENS) for phase in PHASES}
-    uses = explain(model, plans, lookups(choice, tile_prompts), rows, "int16", StorageChoice())
+    uses = explain(model, plans, lookups(choice), rows, "int16", StorageChoice())
     paths = {
         phase: {use.used_for: use.compute_path for use in uses if use.phase == phase} for phase in PHASES
     }
 
-    whole = logits(model, choice, 1, len(TOKENS), tile_prompts)
-    one_by_one = logits(model, choice, 1, 1, tile_prompts)
-
-    assert (paths["prefill"] == paths["decode"]) == np.array_equal(whole, one_by_one)
-    if isa.active() != "amx":
-        assert np.array_equal(whole, logits(model, choice, 1, len(TOKENS)))
-        assert paths["prefill"] == paths["decode"]
-
-
-def test_vectors_give_the_known_bits_of_the_tile_unit() -> None:
-    """The digest of an emulated unit, over a model of bf16 weights."""
-    model = bits_check.known_model(("bf16",))
-    for name in isa.usable():
-        with isa.using(name):
-            if "bf16_even_odd" in compute_paths("bf16"):
-                digest, is_one = bits_check.computed(
-                    model, "f32", read_machine().allowed_pus[0], "bf16_even_odd"
-                )
-                assert (digest, is_one) == (bits_known.KNOWN_OF_DOTS["amx"]["bf16_tile"], True)
+    assert paths["prefill"] == paths["decode"]
+    assert np.array_equal(logits(model, choice, 1, len(TOKENS)), logits(model, choice, 1, 1))
 
 
 def test_a_model_computes_the_same_by_blocks_in_any_phase_and_on_any_threads(tmp_path: Path) -> None:

@@ -58,7 +58,6 @@ def test_the_guide_s_file_is_read(tmp_path: Path) -> None:
         ('[[pool]]\nrole = "mixed"\ninstances = 1\ncores = 1\nlabel = "a b"', "a label is a name"),
         ('[[pool]]\nrole = "mixed"\ninstances = 1\ncores = 1\nformat = "q9"', "format must be one of native"),
         ('[[pool]]\nrole = "mixed"\ninstances = 1\ncores = 1\nsparse = "yes"', "sparse must be one of auto"),
-        ('[[pool]]\nrole = "mixed"\ninstances = 1\ncores = 1\ntile_prompts = 1', "must be true or false"),
         ('[[pool]]\nrole = "mixed"\ninstances = 1\ncores = 1\nkv_budget = "-1"', "kv_budget must be bytes"),
         ('[[pool]]\nrole = "mixed"\ninstances = 1\ncores = 1\nkv_budget = 1.5', "kv_budget must be bytes"),
     ],

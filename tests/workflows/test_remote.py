@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import hashlib
 import http.server
 import json
+import os
 import random
 import re
 import ssl
@@ -27,6 +29,7 @@ from phasewise.kerneldb.portable import KINDS, Row, export_lines, groups_of, imp
 from phasewise.kerneldb.records import PlanRecord, PredictorScore, StepTime
 from phasewise.kerneldb.remote_index import (
     MAX_BUNDLE_BYTES,
+    MAX_INDEX_BYTES,
     NAME,
     Bundle,
     RemoteError,
@@ -35,7 +38,9 @@ from phasewise.kerneldb.remote_index import (
 )
 from phasewise.kerneldb.store import open_store
 from phasewise.workflows.database import remote as remote_module
+from phasewise.workflows.database import remote_files
 from phasewise.workflows.database.remote import Leaving, preview, pull, push
+from phasewise.workflows.database.remote_files import identity_of
 from phasewise.workflows.database.signed_index import Trust, sign
 from tests.support.machines.kerneldb_examples import (
     MEASUREMENT,
@@ -294,6 +299,10 @@ def test_an_index_without_end_is_refused(tmp_path: Path, remote: Path) -> None:
     (remote / NAME).symlink_to("/dev/zero")
 
     _refuses(tmp_path, remote, Trust(digest="0" * 64), "it is none of ours")
+    (remote / NAME).unlink()
+    with (remote / NAME).open("wb") as file:
+        file.truncate(MAX_INDEX_BYTES + 1)
+    _refuses(tmp_path, remote, Trust(digest="0" * 64), "it is none of ours")
 
 
 @pytest.mark.many
@@ -493,3 +502,129 @@ def test_cores_like_these_are_pulled_and_others_left(
     assert pull(str(remote), there, pinned(remote)).taken.added == 1
     with open_store(there) as store:
         assert [row.sample.schedule for row in store.all_measurements()] == [SCHEDULE]
+
+
+# ---- what a stranger may have put there --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [NAME, f"{NAME}.sig", "bundle", ".phasewise-lock"])
+def test_a_pipe_in_a_remote_holds_nobody_up(
+    tmp_path: Path, pushed: tuple[Path, Bundle], name: str, keys: tuple[Path, Path, Path]
+) -> None:
+    """A pull and a push end with one line; nothing is added."""
+    remote, bundle = pushed
+    trust = Trust(allowed_signers=keys[2]) if name.endswith(".sig") else pinned(remote)
+    place = remote / (bundle.path if name == "bundle" else name)
+    place.unlink(missing_ok=True)
+    os.mkfifo(place)
+    mine = str(tmp_path / "a.db")
+    if name != ".phasewise-lock":
+        with pytest.raises(RemoteError, match="not a regular file"):
+            pull(str(remote), str(tmp_path / "new.db"), trust, every_core=True)
+        assert not (tmp_path / "new.db").exists()
+    if name != "bundle":
+        with pytest.raises(RemoteError, match="not a regular file"):
+            push(str(remote), mine, ALSO, trust)
+    else:
+        push(str(remote), mine, ALSO, trust)
+        assert pull(str(remote), str(tmp_path / "new.db"), pinned(remote), every_core=True).taken.read
+
+
+def test_a_push_waits_for_another_one_and_not_for_ever(
+    tmp_path: Path, remote: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says so at once; given up, nothing was written."""
+    mine, said = database(tmp_path / "a.db", ROWS), list[str]()
+    push(str(remote), mine, ALSO, Trust())
+    before = {path: path.read_bytes() for path in remote.rglob("*") if path.is_file()}
+    with (remote / ".phasewise-lock").open("r+b") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        monkeypatch.setattr(remote_files, "LOCK_S", 0.0)
+        with pytest.raises(RemoteError, match="held by another push"):
+            push(str(remote), mine, ALSO, Trust(), report=said.append)
+        assert {path: path.read_bytes() for path in before} == before
+        monkeypatch.setattr(remote_files, "LOCK_S", 600.0)
+
+        def let_go(line: str) -> None:
+            said.append(line)
+            if "waiting for it" in line:
+                fcntl.flock(other, fcntl.LOCK_UN)
+
+        push(str(remote), mine, ALSO, Trust(), report=let_go)
+    assert sum("waiting for it" in line for line in said) == 2
+
+
+# ---- one remote, however it is written ---------------------------------------------------------------------
+
+
+def test_an_older_index_is_a_replay_however_the_folder_is_written(
+    tmp_path: Path, keys: tuple[Path, Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And another folder of the same name is another remote."""
+    key, _, signers = keys
+    trust = Trust(allowed_signers=signers)
+    monkeypatch.chdir(tmp_path)
+    remote = tmp_path / "r3"
+    (remote / "bundles").mkdir(parents=True)
+    signed(RemoteIndex(7), key, remote)
+    pull("r3", str(tmp_path / "a.db"), trust)
+    signed(RemoteIndex(6), key, remote)
+    (tmp_path / "link").symlink_to("r3")
+    for written in ("r3", "./r3", "r3/", "r3//.", str(remote), f"{tmp_path}/x/../r3", "link"):
+        with pytest.raises(RemoteError, match="older"):
+            pull(written, str(tmp_path / "a.db"), trust)
+    other = tmp_path / "elsewhere" / "r3"
+    (other / "bundles").mkdir(parents=True)
+    signed(RemoteIndex(6), key, other)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    pull("r3", str(tmp_path / "a.db"), trust)
+
+
+@pytest.mark.parametrize(
+    ("written", "other"),
+    [
+        ("https://h.example/a", "https://H.Example:443/a/"),
+        ("https://h.example/a/b", "HTTPS://h.example//a/./c/../b#x"),
+        ("https://h.example/a%20b", "https://h.example./a b"),
+        ("hf://datasets/Org/name", "hf://datasets/Org//name/"),
+    ],
+)
+def test_an_address_is_one_remote_however_it_is_written(written: str, other: str) -> None:
+    assert identity_of(written) == identity_of(other)
+    assert identity_of(written) != identity_of(f"{written}x")
+    assert identity_of("hf://datasets/Org/name") != identity_of("hf://datasets/org/name")
+
+
+@given(st.sampled_from([0, 2**53 - 1, 2**53]), st.integers(0, 3))
+@examples(20)
+def test_whatever_a_push_writes_can_be_read(serial: int, n_more: int) -> None:
+    """At the bound of serials a push is refused, before anything is written."""
+    index = RemoteIndex(serial)
+    more = [Bundle("core", f"{number:064x}", 1, 1) for number in range(n_more)]
+    if serial == 2**53 and more:
+        with pytest.raises(RemoteError, match="begin a new remote"):
+            index.with_bundles(more)
+    else:
+        assert read_index(index.with_bundles(more).to_bytes(), "r").bundles == tuple(sorted(more))
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "gone", "a directory's link"])
+def test_a_push_repairs_what_is_damaged(tmp_path: Path, pushed: tuple[Path, Bundle], damage: str) -> None:
+    remote, bundle = pushed
+    place, said = remote / bundle.path, list[str]()
+    content = place.read_bytes()
+    if damage == "cut":
+        place.write_bytes(content[:-1])
+    elif damage == "changed":
+        place.write_bytes(b"x" + content[1:])
+    else:
+        place.unlink()
+        if damage != "gone":
+            place.symlink_to(tmp_path)
+    mine = str(tmp_path / "a.db")
+
+    push(str(remote), mine, ALSO, pinned(remote), report=said.append)
+
+    assert place.read_bytes() == content
+    assert any("put there anew" in line for line in said)
+    pull_all(remote, str(tmp_path / "new.db"), pinned(remote))

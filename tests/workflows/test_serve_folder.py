@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 from pathlib import Path
@@ -137,3 +138,52 @@ def test_names_come_from_files_and_a_folder_that_is_none_is_refused(
     (tmp_path / "twice" / "config.json").write_text("{}")
     with pytest.raises(UsageError, match="both called twice"):
         model_folder(ServeSettings(coming=Residency(tmp_path)), lambda _line: None)
+
+
+def hostile_entries(place: Path) -> None:
+    """Create files that a stranger may put beside a model: none of them can be served."""
+    raw = os.fsencode(place)
+    for name in (b"caf\xe9.gguf", b"\xff\xfe.gguf"):
+        Path(os.fsdecode(raw + b"/" + name)).write_bytes(b"GGUF")
+    (place / os.fsdecode(b"dir\xe9")).mkdir()
+    (place / os.fsdecode(b"dir\xe9") / "config.json").write_text("{}")
+    (place / "cut.gguf").write_bytes(tiny_gguf(shape=TinyShape(context_length=256)).to_bytes()[:5000])
+    (place / "empty.gguf").touch()
+    (place / "future.gguf").write_bytes(b"GGUF")
+    os.utime(place / "future.gguf", (1 << 40, 1 << 40))
+    (place / "part-00001-of-00512.gguf").write_bytes(b"GGUF")
+    os.mkfifo(place / "pipe.gguf")
+    (place / "loop.gguf").symlink_to(place / "loop.gguf")
+    (place / "gone.gguf").symlink_to(place / "nowhere")
+    (place / "folder.gguf").mkdir()
+    (place / ("l" * 250)).mkdir()
+    (place / "wrong").mkdir()
+    (place / "wrong" / "config.json").write_text('{"model_type": "llama", "hidden_size": 1' + "0" * 400 + "}")
+    (place / "piped").mkdir()
+    (place / "piped" / "config.json").write_text('{"model_type": "llama"}')
+    os.mkfifo(place / "piped" / "model.safetensors")
+
+
+def test_a_file_that_cannot_be_served_hides_no_other(environment: dict[str, str], tmp_path: Path) -> None:
+    """Listings stay as they are, and who names such a file is told what is wrong with it."""
+    hostile_entries(tmp_path)
+    plain = {"tokenizer.chat_template": None}
+    data = tiny_gguf(shape=TinyShape(context_length=256), metadata=plain).to_bytes()
+    (tmp_path / "good.gguf").write_bytes(data)
+    with serving(None, environment, "--models", tmp_path, "--kv-budget", KV) as server:
+        listed = httpx.get(f"{server.url}/v1/models", timeout=TIMEOUT_S)
+        names = [card["id"] for card in listed.json()["data"]]
+        assert (listed.status_code, "good" in names, "cut" in names) == (200, True, True)
+        for path in ("/api/tags", "/api/ps", "/metrics"):
+            assert httpx.get(f"{server.url}{path}", timeout=TIMEOUT_S).status_code == 200
+        for name in names:
+            status = 200 if name == "good" else 503
+            body = {"model": name, "prompt": "abc", "max_tokens": 2}
+            for route in ("/v1/completions", "/api/generate"):
+                answer = httpx.post(f"{server.url}{route}", json=body | {"stream": False}, timeout=TIMEOUT_S)
+                assert answer.status_code == status, (name, answer.text)
+                assert "\n" not in str(answer.json().get("error"))
+        assert httpx.get(f"{server.url}/v1/models", timeout=TIMEOUT_S).status_code == 200
+        assert any("not UTF-8" in line for line in server.lines)
+        assert not any("Traceback" in line for line in server.lines)
+        assert server.end(signal.SIGTERM) == 0

@@ -22,7 +22,7 @@ from tests.support.engine_sizes import engine_size
 from tests.support.machines.paper_machines import xeon
 from tests.support.models.tiny_models import write_tiny_gguf
 
-WEIGHTS = Weights("int8", "never", checksum=True, tile_prompts=True, arithmetic="blocks")
+WEIGHTS = Weights("int8", "never", checksum=True, arithmetic="blocks")
 ORDERS = Orders("", "", "")
 
 
@@ -53,15 +53,13 @@ def test_weights_reach_the_instance_s_loader_and_its_engine_whole(
         return open_under(plans, ref, weights, *rest)
 
     def running(*arguments: Any, **_named: Any) -> None:
-        multiplied.append(
-            {phase: (lookup.in_tiles, lookup.asked_choice) for phase, lookup in arguments[4].items()}
-        )
+        multiplied.append({phase: lookup.asked_choice for phase, lookup in arguments[4].items()})
 
     monkeypatch.setattr("phasewise.workflows.opening.open_model.open_under", opening)
     monkeypatch.setattr("phasewise.serving.engine.open_engine.open_engine", running)
     serve_instance._open(spec, ExitStack())
     assert opened == [WEIGHTS]
-    assert multiplied == [{"prefill": (True, "blocks"), "decode": (False, "blocks")}]
+    assert multiplied == [{"prefill": "blocks", "decode": "blocks"}]
 
 
 @pytest.mark.parametrize("is_told", [True, False])

@@ -9,13 +9,13 @@ active PUs saturate it, each further active one costs the fraction `lost_per_ext
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from dataclasses import dataclass
 from typing import Any
 
 from phasewise._files import read_input
+from phasewise._json import read_json
 from phasewise._words import number
 from phasewise.topology import Machine
 from phasewise.tuner.errors import EvaluationError
@@ -62,8 +62,8 @@ def read_hidden(path: str | os.PathLike[str], machine: Machine) -> tuple[HiddenR
     except OSError as error:
         raise EvaluationError(f"{name}: {error.strerror or error}") from None
     try:
-        entries = json.loads(content)
-    except (ValueError, RecursionError):
+        entries = read_json(content)
+    except ValueError:
         raise EvaluationError(f"{name} is not JSON: a list of hidden resources expected") from None
     if not isinstance(entries, list) or len(entries) > MAX_RESOURCES:
         raise EvaluationError(f"{name} must hold a list of at most {MAX_RESOURCES} hidden resources")

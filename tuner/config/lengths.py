@@ -26,7 +26,6 @@ MAX_REQUESTS = 1_000_000
 class RequestLengths:
     """The lengths of one request; `arrival_s` counts from the trace's first, None where none is stated.
 
-    `lookup`: which drafts its answer would have accepted, as a length log tells it; empty: that is not known.
     `blocks`: what its prompt begins with, in blocks of `block_tokens`: equal numbers are equal tokens.
     """
 
@@ -35,7 +34,6 @@ class RequestLengths:
     arrival_s: float | None = None
     blocks: tuple[int, ...] = ()
     block_tokens: int = BLOCK_TOKENS
-    lookup: str = ""
 
     def __post_init__(self) -> None:
         for name in ("prompt_tokens", "output_tokens"):

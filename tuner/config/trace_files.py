@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import lzma
 import math
 import os
@@ -29,6 +28,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple, TextIO, TypeAlias
 
 from phasewise._files import open_input
+from phasewise._json import DECODER, read_json
 from phasewise._words import counted
 from phasewise.tuner.config.lengths import BLOCK_TOKENS, MAX_REQUESTS, RequestLengths, Trace, whole_tokens
 from phasewise.tuner.errors import TraceError
@@ -40,7 +40,6 @@ MAX_REASON_CHARS = 200
 MAX_TURNS = 64
 READ_CHARS = 1 << 16
 """The bytes read of a list of conversations before its next entry is looked for."""
-_DECODER = json.JSONDecoder()
 
 CHARS_A_TOKEN = 4.0
 """Characters per token of English text, for conversations that state no token counts."""
@@ -228,10 +227,10 @@ def _next_entry(text: str, rest: TextIO, where: str, *, may_end: bool) -> tuple[
         try:
             if may_end and text.startswith("]"):
                 return None, text
-            value, end = _DECODER.raw_decode(text)
+            value, end = DECODER.raw_decode(text)
             if after := text[end:].lstrip():
                 return _Parsed(value), after
-        except (ValueError, RecursionError):
+        except ValueError:
             pass
         more = rest.read(n_read)
         if not more:
@@ -243,8 +242,8 @@ def _next_entry(text: str, rest: TextIO, where: str, *, may_end: bool) -> tuple[
 
 def _parsed(text: str, where: str) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return read_json(text)
+    except ValueError:
         raise TraceError(f"{where}: not JSON") from None
 
 
@@ -295,12 +294,7 @@ def _logged(entry: Mapping[str, Any]) -> RequestLengths | None:
     if arrived_s is not None and (type(arrived_s) not in (int, float) or not 0 <= arrived_s < 1e12):
         raise TraceError(f"arrived_at_s must be Unix seconds, not {arrived_s!r:.40}")
     arrived_s = None if arrived_s is None else float(arrived_s)
-    lookup = entry.get("lookup", "")
-    if not (isinstance(lookup, str) and re.fullmatch(r"(?:00|[1-9a-z][0-9a-f])*", lookup)):
-        raise TraceError(f"lookup must have two digits for each token of an answer, not {lookup!r:.40}")
-    if len(lookup) > 2 * output:
-        raise TraceError(f"lookup tells of {len(lookup) // 2} tokens, but the answer has {output}")
-    return RequestLengths(prompt, output, arrived_s, lookup=lookup) if prompt and output else None
+    return RequestLengths(prompt, output, arrived_s) if prompt and output else None
 
 
 HUMAN, MODEL = ("human", "user"), ("gpt", "assistant", "chatgpt", "bing", "bard")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from phasewise._files import open_file
 from phasewise.kerneldb.product_counts import ProductCounts, ShippedCounts
 from phasewise.topology import Machine
 from phasewise.topology.cpusets import parse_list
@@ -82,7 +83,7 @@ class Host:
     def text(self, path: str) -> str | None:
         """A file's text without its last newline; None if absent or unreadable."""
         try:
-            with (self.root / path).open("rb") as file:
+            with open_file(self.root / path) as file:
                 data = file.read(MAX_FILE_BYTES)
         except OSError:
             return None

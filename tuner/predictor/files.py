@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from phasewise._files import read_input, write_file
+from phasewise._json import read_json
 from phasewise._places import user_folder
 from phasewise._safetensors import LENGTH_BYTES, entries_of, header_bytes
 from phasewise._safetensors import METADATA_KEY as TABLES_METADATA
@@ -79,7 +80,7 @@ def load_predictor(path: str | os.PathLike[str]) -> AnyPredictor:
         raise PredictorError(f"no predictor {path}: make one with `phasewise predict-len train`") from None
     except OSError as error:
         raise PredictorError(f"predictor {path} cannot be read: {error.strerror or error}") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise PredictorError(
             f"predictor {path} is no safetensors file that can be read: it {error}"
         ) from None
@@ -112,8 +113,8 @@ def _parts_of(data: bytes) -> tuple[Any, dict[str, npt.NDArray[Any]]]:
     """
     start = LENGTH_BYTES + header_bytes(data[:LENGTH_BYTES], len(data))
     try:
-        table = json.loads(data[LENGTH_BYTES:start])
-    except (ValueError, RecursionError):
+        table = read_json(data[LENGTH_BYTES:start])
+    except ValueError:
         table = None
     if not isinstance(table, dict):
         raise ValueError("has no table of tensors")
@@ -185,7 +186,7 @@ def _encoded(about: dict[str, Any], arrays: dict[str, npt.NDArray[Any]]) -> Enco
 
 def _about(metadata: dict[str, str] | None) -> dict[str, Any]:
     try:
-        about = json.loads((metadata or {})[METADATA_KEY])
+        about = read_json((metadata or {})[METADATA_KEY])
         version = about["schema_version"]
         if about["kind"] != KIND or not isinstance(about["model"], str):
             raise ValueError
@@ -193,7 +194,7 @@ def _about(metadata: dict[str, str] | None) -> dict[str, Any]:
             raise ValueError
         if not 1 <= about["members"] <= MAX_MEMBERS:
             raise ValueError
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError):
         raise _Unfit("does not say that it is a length predictor") from None
     if version != SCHEMA_VERSION:
         raise _Unfit(f"has schema version {version!r:.20}; this phasewise reads {SCHEMA_VERSION}")

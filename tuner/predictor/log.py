@@ -1,19 +1,18 @@
 """Logs of answers' lengths: JSON lines, one for each answer, by `predict-len collect` or by the server.
 
-{"schema_version": 2, "model": .., "prompt_token_ids": [..], "temperature": .., "max_tokens": ..,
+{"schema_version": 3, "model": .., "prompt_token_ids": [..], "temperature": .., "max_tokens": ..,
  "n_messages": .., "system_prompt_id": .., "output_tokens": .., "finish_reason": "stop" or "length",
- "arrived_at_s": .., "at_s": .., "lookup": .., "drafted_tokens": .., "accepted_tokens": ..}
+ "arrived_at_s": .., "at_s": .., "drafted_tokens": .., "accepted_tokens": ..}
 
 A line may have "prompt", a text, instead of token ids; then a tokenizer is needed. Only "output_tokens" and
-one of these two must be there. "lookup" says which drafts the answer would have accepted
-(`serving.drafts.logged_lookup`), the last two which it did; lines of version 1 have none of the three. A log
-may come from a stranger: sizes and types are checked, and an error names the file and the line.
+one of these two must be there. The last two say how many drafts the answer had and accepted; lines of
+version 1 have neither, and those of version 2 a "lookup" that nothing reads. A log may come from a stranger:
+sizes and types are checked, and an error names the file and the line.
 """
 
 from __future__ import annotations
 
 import io
-import json
 import lzma
 import math
 import os
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from phasewise._files import open_input
+from phasewise._json import read_json
 from phasewise.tuner.errors import PredictorError
 from phasewise.tuner.predictor.facts import MAX_ANSWER_TOKENS, Example, PromptFacts
 
@@ -98,8 +98,8 @@ def _opened(path: Path) -> Iterator[IO[str]]:
 
 def _row(line: str) -> dict[str, Any]:
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
+        row = read_json(line)
+    except ValueError:
         raise PredictorError("not JSON") from None
     if not isinstance(row, dict):
         raise PredictorError("a JSON object is expected")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from phasewise._files import read_input
+from phasewise._json import read_json
 from phasewise.tuner.errors import ProbeError
 from phasewise.tuner.probe.clusters import Matrix
 from phasewise.tuner.probe.groups import ClusterLevel, GroupHint, LevelEvidence, Source
@@ -95,10 +95,10 @@ def read_groups(path: Path) -> tuple[GroupHint, ...]:
     none.
     """
     try:
-        fields = json.loads(read_input(path, MAX_FILE_BYTES))
+        fields = read_json(read_input(path, MAX_FILE_BYTES))
     except OSError as error:
         raise ProbeError(f"{path} cannot be read: {error.strerror or error}") from error
-    except (ValueError, RecursionError):
+    except ValueError:
         raise ProbeError(f"{path} is not JSON: write it by `phasewise topo --probe --json`") from None
     groups = fields.get("groups") if isinstance(fields, dict) else None
     if not isinstance(groups, list):

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from phasewise._files import cut_broken_line, open_input
-from phasewise.serving.batches.lines import BatchLine, Json, read_line, written
+from phasewise._files import cut_broken_line, open_file, open_input
+from phasewise._json import read_json
+from phasewise.serving.batches.lines import BatchLine, Json, read_lines, written
 from phasewise.workflows.errors import WorkflowError
 
 _MOST_LINE_BYTES = 64 << 20
@@ -19,16 +19,11 @@ _MOST_LINE_BYTES = 64 << 20
 
 def read_requests(path: Path) -> Iterator[BatchLine]:
     """The requests of a file; a line that holds none is given with its fault. WorkflowError: no such file."""
-    seen: set[str] = set()
     try:
         with open_input(path) as file:
-            number = 0
-            while raw := file.readline(_MOST_LINE_BYTES + 1):
-                number += 1
-                if len(raw) > _MOST_LINE_BYTES:
-                    raise WorkflowError(f"{path}: line {number} is larger than {_MOST_LINE_BYTES >> 20} MiB")
-                if raw.strip():
-                    yield read_line(number, raw, seen)
+            for line in read_lines(file, _MOST_LINE_BYTES):
+                if line is not None:
+                    yield line
     except OSError as error:
         raise WorkflowError(f"{path} cannot be read: {error.strerror or error}") from None
 
@@ -42,11 +37,13 @@ class AnswersFile:
 
     def ids_there(self) -> Iterator[str | None]:
         """The ids of the answers that are there, in their order. WorkflowError for a file of other lines."""
-        with self._path.open("rb") as file:
+        if not self._path.is_file():
+            return
+        with open_file(self._path) as file:
             for number, raw in enumerate(file, 1):
                 try:
-                    custom_id = json.loads(raw)["custom_id"]
-                except (ValueError, RecursionError, KeyError, TypeError):
+                    custom_id = read_json(raw)["custom_id"]
+                except (ValueError, KeyError, TypeError):
                     raise _other_file(self._path, number) from None
                 yield custom_id
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import itertools
-import json
 import socket
 import time
 from collections import deque
@@ -16,6 +15,7 @@ from pathlib import Path
 from threading import local
 from typing import Any
 
+from phasewise._json import read_json
 from phasewise._words import counted
 from phasewise.serving.batches.lines import BatchLine, Json, answered, faulty
 from phasewise.workflows.batch.requests_file import open_answers, read_requests
@@ -155,6 +155,6 @@ class _Senders:
 
 def _read(body: bytes) -> Any:
     try:
-        return json.loads(body)
-    except (ValueError, RecursionError):
+        return read_json(body)
+    except ValueError:
         return body.decode("utf-8", "replace")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from phasewise._files import cut_broken_line
+from phasewise._json import read_json
 from phasewise._version import SCHEMA_VERSION
 from phasewise._words import multiple, percent
 from phasewise.workflows.errors import WorkflowError
@@ -151,7 +152,7 @@ def _low_and_middle(shares: Sequence[float]) -> tuple[float, float] | None:
 
 def rows_from_json(text: str) -> list[KernelRow]:
     """The rows in a JSON array, or in one JSON object per line."""
-    rows = json.loads(text) if text.lstrip().startswith("[") else map(json.loads, text.splitlines())
+    rows = read_json(text) if text.lstrip().startswith("[") else map(read_json, text.splitlines())
     names = [field.name for field in fields(KernelRow)]
     return [KernelRow(**{name: row[name] for name in names}) for row in rows]
 

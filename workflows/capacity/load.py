@@ -4,13 +4,13 @@ times that a tuning database has or that are modelled."""
 from __future__ import annotations
 
 import io
-import json
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from phasewise._files import open_input
+from phasewise._json import read_json
 from phasewise.cluster.errors import ClusterError
 from phasewise.cluster.simulated.arrivals import Draw, poisson
 from phasewise.cluster.simulated.recorded_steps import TimedStep, steps_of
@@ -87,7 +87,7 @@ def _block_ids(lines: Iterable[str], path: str) -> dict[int, tuple[int, ...]]:
     prefixes: dict[int, tuple[int, ...]] = {}
     served = 0
     for line in lines:
-        entry = json.loads(line) if line.strip() else None
+        entry = read_json(line) if line.strip() else None
         if not isinstance(entry, dict) or not (entry.get("input_length") and entry.get("output_length")):
             continue
         ids = entry.get("hash_ids", [])

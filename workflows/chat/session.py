@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from phasewise._words import counted
@@ -25,6 +25,19 @@ Message = dict[str, Any]
 
 LEAST_ANSWER_TOKENS = 16
 """A conversation that leaves less room than this is too long."""
+MOST_ANSWER_TOKENS = 4096
+"""The length of an answer at which it is cut where no other limit is given."""
+MOST_REPEATED_TOKENS, LONGEST_PERIOD = 256, 64
+"""An answer whose last 256 tokens repeat the same 64 or fewer does not come to an end by itself."""
+
+
+def repeats_itself(token_ids: Sequence[int]) -> bool:
+    """True where the last MOST_REPEATED_TOKENS are copies of those before them, a short period apart."""
+    if len(token_ids) < MOST_REPEATED_TOKENS + LONGEST_PERIOD:
+        return False
+    last = token_ids[-MOST_REPEATED_TOKENS:]
+    ends = (len(token_ids) - period for period in range(1, LONGEST_PERIOD + 1))
+    return any(token_ids[end - MOST_REPEATED_TOKENS : end] == last for end in ends)
 
 
 class ChatSession:
@@ -83,7 +96,8 @@ class ChatSession:
     ) -> Iterator[str]:
         """Say `text` and stream the answer. `is_interrupted` ends it after a token; its beginning is kept.
 
-        An empty text comes after each step of the prompt: `progress` tells how far it is.
+        max_tokens: None: MOST_ANSWER_TOKENS, or until it only repeats itself. An empty text comes after each
+        step of the prompt: `progress` tells how far it is.
         ContextLengthExceeded, the conversation unchanged, where it leaves no room for an answer.
         """
         asked = [*self.messages, {"role": "user", "content": text}]
@@ -93,7 +107,7 @@ class ChatSession:
             raise ContextLengthExceeded(
                 f"the conversation has {counted(len(prompt_ids), 'token')}, the context {self.context_tokens}"
             )
-        most = room if max_tokens is None else min(room, max_tokens)
+        most = min(room, MOST_ANSWER_TOKENS if max_tokens is None else max_tokens)
         params = sampling.params(self.defaults)
         request = Submit(next(self._ids), prompt_ids, most, params, adapter=self._adapter)
         answer = OneAnswer(request)
@@ -103,7 +117,7 @@ class ChatSession:
             for piece in answer.pieces(engine, with_steps=True):
                 self.progress = answer.progress
                 yield piece
-                if is_interrupted():
+                if is_interrupted() or (max_tokens is None and repeats_itself(answer.token_ids)):
                     break
         finally:
             self.progress = None

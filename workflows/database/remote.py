@@ -17,7 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import BinaryIO
 
-from phasewise._files import write_file
+from phasewise._files import read_file, write_file
 from phasewise._places import user_folder
 from phasewise._words import counted
 from phasewise.kerneldb.location import locate
@@ -89,10 +89,16 @@ def push(
     files = RemoteFiles(remote)
     with TemporaryDirectory(prefix="phasewise-") as folder, existing_store(db, report) as store:
         bundles = _write_bundles(store, leaving, Path(folder), report)
-        with files.locked():
+        with files.locked(report):
             before = _read_index(files, trust if key or trust.is_given else None) or RemoteIndex()
             index = before.with_bundles(bundles)
             pushed = Pushed(bundles, [bundle for bundle in bundles if bundle not in before.bundles], index)
+            for bundle in before.bundles:
+                if not files.has(bundle):
+                    repair = (
+                        "it is put there anew" if bundle in bundles else "push it from where its rows are"
+                    )
+                    report(f"{files.name}/{bundle.path} is missing or damaged: {repair}")
             for bundle in bundles:
                 files.add(bundle, Path(folder) / bundle.sha256)
             content = index.to_bytes()
@@ -212,12 +218,12 @@ def pull(
     index = _read_index(files, trust)
     if index is None:
         raise RemoteError(f"{files.name} is no remote: it has no {NAME}")
-    seen = _Serials(remote)
+    seen = _Serials(files.identity)
     if trust.digest is None:
         seen.check(index.serial, files.name)
     core = None if every_core else core_signature_here()
     bundles = tuple(bundle for bundle in index.bundles if core in (None, bundle.core))
-    into = _Serials(f"{remote} {locate(db).name} {hashlib.sha256(index.to_bytes()).hexdigest()}")
+    into = _Serials(f"{files.identity} {locate(db).name} {hashlib.sha256(index.to_bytes()).hexdigest()}")
     if limits.only_news and into.is_known() and not locate(db).is_absent:
         return Pulled((), Taken(0, 0))
     if left := [bundle for bundle in bundles if bundle.bytes > limits.bundle_bytes]:
@@ -282,6 +288,9 @@ def _read_index(files: RemoteFiles, trust: Trust | None) -> RemoteIndex | None:
     return read_index(content, files.name)
 
 
+MOST_SERIALS_BYTES = 4 << 20
+
+
 class _Serials:
     """The newest serial that was pulled of each remote: an older index is a replay, or a remote gone back."""
 
@@ -312,7 +321,7 @@ class _Serials:
 
     def _read(self) -> defaultdict[str, int]:
         try:
-            stored = json.loads(self._file.read_text())
+            stored = json.loads(read_file(self._file, MOST_SERIALS_BYTES))
         except (OSError, ValueError):
             stored = {}
         entries = stored.items() if isinstance(stored, dict) else ()

@@ -6,31 +6,50 @@ the driver that it needs for it.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import math
 import os
+import posixpath
 import shutil
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import IO, Any, BinaryIO
+from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
-from phasewise._files import write_file
+from phasewise._files import open_file, open_regular, write_file
 from phasewise._words import counted
 from phasewise.kerneldb.location import redacted
 from phasewise.kerneldb.remote_index import Bundle, RemoteError
+from phasewise.workflows.report import Report, silent
 
 TIMEOUT_S = 30
+LOCK_S = 60.0
+"""A push waits no longer for another one."""
+_LOOK_AGAIN_S = 0.05
 _CHUNK_BYTES = 1 << 20
 _LOCK = ".phasewise-lock"
 _HTTPS = "https://"
 _REFUSED = ("http", "ftp", "file", "local")
 """Schemes of addresses that anybody on the way could change, and of folders."""
+
+
+def identity_of(remote: str) -> str:
+    """One text for all ways to write the same remote: a folder's real path, or a normalised address."""
+    if "://" not in remote:
+        return os.path.realpath(os.path.expanduser(remote))
+    address = urlsplit(remote)
+    path = posixpath.normpath(f"/{quote(unquote(address.path))}").lstrip("/")
+    host = address.netloc
+    if address.scheme.lower() == "https":
+        host = host.lower().removesuffix(":443").removesuffix(".")
+    return urlunsplit((address.scheme.lower(), host, path, address.query, ""))
 
 
 class RemoteFiles:
@@ -39,6 +58,7 @@ class RemoteFiles:
     def __init__(self, remote: str, seconds: float = math.inf) -> None:
         """seconds: after which reads are given up."""
         self.name = redacted(remote)
+        self.identity = identity_of(remote)
         self._seconds, self._deadline_s = seconds, time.monotonic() + seconds
         self._url = remote.rstrip("/") if "://" in remote else None
         if remote.partition("://")[0] in _REFUSED and self._url is not None:
@@ -89,7 +109,7 @@ class RemoteFiles:
                 with _open(f"{self._url}/{path}", max(0.1, min(TIMEOUT_S, left_s))) as answer:
                     yield answer
             else:
-                with (self._folder / path).open("rb") as stream:
+                with open_file(self._folder / path) as stream:
                     yield stream
         except FileNotFoundError:
             yield None
@@ -98,24 +118,45 @@ class RemoteFiles:
                 raise RemoteError(f"{self.name}/{path} cannot be read: HTTP {error.code}") from None
             yield None
         except (OSError, ValueError) as error:
+            if getattr(error, "errno", None) == errno.EINVAL:  # as `open_regular` says it
+                raise RemoteError(f"{self.name}/{path} is not a regular file: it is none of ours") from None
             why = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
             raise RemoteError(f"{self.name}/{path} cannot be read: {why!s:.120}") from None
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Alone among pushes to a folder; it is made where it is not there."""
+    def locked(self, report: Report = silent) -> Iterator[None]:
+        """Alone among pushes to a folder; it is made where it is not there. Waits LOCK_S for another push."""
         if self._url is not None:
             raise RemoteError(f"{self.name} is only read: push to the folder that it is served from")
         try:
             (self._folder / "bundles").mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(self._folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            descriptor = open_regular(self._folder / _LOCK, os.O_RDWR | os.O_CREAT)
         except OSError as error:
             raise RemoteError(f"{self.name} cannot be written: {error.strerror}") from None
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            self._lock(descriptor, report)
             yield
         finally:
             os.close(descriptor)
+
+    def _lock(self, descriptor: int, report: Report) -> None:
+        deadline_s, is_told = time.monotonic() + LOCK_S, False
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except OSError as error:
+                if error.errno not in (errno.EAGAIN, errno.EACCES, errno.EINTR):
+                    raise RemoteError(f"{self.name} cannot be locked: {error.strerror}") from None
+            if not is_told:
+                report(f"another push writes {self.name}: waiting for it, {LOCK_S:.0f} s at most ...")
+                is_told = True
+            if time.monotonic() > deadline_s:
+                raise RemoteError(
+                    f"{self.name} is held by another push for {LOCK_S:.0f} s ({_LOCK}): nothing was written; "
+                    "push again when that one has ended"
+                )
+            time.sleep(_LOOK_AGAIN_S)
 
     def write(self, path: str, content: bytes) -> None:
         """The whole file or none of it."""
@@ -124,10 +165,17 @@ class RemoteFiles:
         except OSError as error:
             raise RemoteError(f"{self.name}/{path} cannot be written: {error.strerror}") from None
 
+    def has(self, bundle: Bundle) -> bool:
+        """True if the bundle is there and is what its name says."""
+        with suppress(RemoteError), open(os.devnull, "wb") as nowhere:
+            self.fetch(bundle, nowhere)
+            return True
+        return False
+
     def add(self, bundle: Bundle, content: Path) -> None:
-        """Put a bundle there, by a link to a finished file or a copy; one that is there is the same."""
+        """Put a bundle there, unless the same bytes are there already."""
         target = self._folder / bundle.path
-        if target.exists():
+        if self.has(bundle):
             return
         try:
             with (

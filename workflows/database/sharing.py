@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, BinaryIO
 
-from phasewise._files import open_input
+from phasewise._files import open_file, open_input
 from phasewise.kerneldb.errors import ExportFileError, ForeignDatabaseError, KernelDbError
 from phasewise.kerneldb.location import locate, redacted
 from phasewise.kerneldb.portable import (
@@ -207,7 +207,7 @@ def _is_export(other: str) -> bool:
     path = Path(other)
     if not path.is_file():
         return False
-    with path.open("rb") as stream:
+    with open_file(path) as stream:
         return stream.read(1) == b"{"
 
 

@@ -45,10 +45,10 @@ def kept_plan(db: str | None, model: PackedModel, machine: Machine, report: Repo
 
     record = None
     if not locate(db).is_absent:
-        from phasewise.kerneldb.store import open_store
+        from phasewise.kerneldb.start_reads import open_start_reads
 
-        with open_store(db, report) as store:
-            record = store.newest_plan(machine_key(machine), model_key(model.name, model.format), PHASE)
+        with open_start_reads(db, report) as reads:
+            record = reads.newest_plan(machine_key(machine), model_key(model.name, model.format), PHASE)
     if record is None:
         return _moved_plan(db, model, machine, report)
     try:

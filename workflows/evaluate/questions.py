@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from phasewise._json import read_json
 from phasewise._words import counted
 from phasewise.workflows.errors import WorkflowError
 from phasewise.workflows.evaluate.texts import read_text
@@ -83,8 +83,8 @@ def _json_rows(path: Path, text: str) -> Iterator[tuple[int, Fields]]:
         if not line.strip():
             continue
         try:
-            fields = json.loads(line)
-        except (ValueError, RecursionError) as error:
+            fields = read_json(line)
+        except ValueError as error:
             raise WorkflowError(f"{path}:{number}: a line of JSON expected: {error}") from None
         if not isinstance(fields, dict):
             raise WorkflowError(f"{path}:{number}: a JSON object expected, not {type(fields).__name__}")

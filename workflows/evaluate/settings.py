@@ -29,7 +29,6 @@ class EvalSettings:
     sparse: SparseMode = "auto"
     threads: int | None = None
     ranks: int | None = None
-    tile_prompts: bool = False
     arithmetic: ArithmeticChoice = "tuned"
 
     @property
@@ -39,6 +38,4 @@ class EvalSettings:
 
     @property
     def weights(self) -> Weights:
-        return Weights(
-            self.weight_format, self.sparse, tile_prompts=self.tile_prompts, arithmetic=self.arithmetic
-        )
+        return Weights(self.weight_format, self.sparse, arithmetic=self.arithmetic)

@@ -61,7 +61,6 @@ class AnswerSettings:
     sparse: SparseMode = "auto"
     threads: int | None = None
     ranks: int | None = None
-    tile_prompts: bool = False
     arithmetic: ArithmeticChoice = "tuned"
     lora: str | None = None
     """The adapter that answers: a path, or NAME=PATH."""
@@ -75,7 +74,6 @@ class AnswerSettings:
         return Weights(
             self.weight_format,
             self.sparse,
-            tile_prompts=self.tile_prompts,
             arithmetic=self.arithmetic,
             lora=None if self.lora is None else [self.lora],
         )

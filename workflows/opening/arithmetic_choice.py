@@ -27,6 +27,5 @@ def check_arithmetic(choice: ArithmeticChoice) -> None:
 
     if not has_tiles_arithmetic():
         raise UsageError(
-            f"--arithmetic tiles: {isa.active()} has neither a tile unit nor vectors that add as one does: "
-            "use a CPU with AVX-512 or AMX, or leave that out"
+            f"--arithmetic tiles: {isa.active()} has no tile unit: use a CPU with AMX, or leave that out"
         )

@@ -96,7 +96,6 @@ def find_drafts(
     from phasewise.serving.drafts.opening import DraftSource, check_vocabularies
 
     if name is not None and name.startswith(EAGLE3):
-        _check_prompts(opened)
         return DraftSource(_eagle_of(opened, name, report), _recorded_ns(opened, db), n_tokens)
     if name is None or name in (AUTO, HEAD):
         head = _head_of(opened, report, is_named=name == HEAD)
@@ -126,10 +125,6 @@ def _head_of(opened: OpenModel, report: Report, *, is_named: bool) -> PackedMode
     from phasewise.serving.loaders import load_head
 
     model = opened.model
-    if is_named:
-        _check_prompts(opened)
-    elif _has_own_prompts(opened):
-        return None
     try:
         head = load_head(model, model.format, report=report)
     except ModelError as error:
@@ -158,22 +153,6 @@ def _eagle_of(opened: OpenModel, name: str, report: Report) -> PackedModel:
     return head
 
 
-def _has_own_prompts(opened: OpenModel) -> bool:
-    """True if prompts are computed in another way than answers, so that a head would read other rows."""
-    prefill = opened.schedules["prefill"]
-    return any(prefill.own_path(weight) for weight in opened.model.products().values())
-
-
-def _check_prompts(opened: OpenModel) -> None:
-    from phasewise.serving.errors import ModelError
-
-    if _has_own_prompts(opened):
-        raise ModelError(
-            "a head reads rows of prompts as answers have them, and --tile-prompts computes those of"
-            f" {opened.model.name} in another way: leave either out"
-        )
-
-
 def _recorded_ns(opened: OpenModel, db: str | None) -> dict[int, float]:
     """Nanoseconds of decode steps by rows, of the plan in use, at the shortest context that was timed."""
     from phasewise.kerneldb.location import locate
@@ -182,14 +161,14 @@ def _recorded_ns(opened: OpenModel, db: str | None) -> dict[int, float]:
     location = locate(db)
     if location.is_absent:
         return {}
-    from phasewise.kerneldb.store import open_store
+    from phasewise.kerneldb.start_reads import open_start_reads
     from phasewise.topology import read_machine
     from phasewise.tuner.config.recorded import configurations
     from phasewise.tuner.topotree import Configuration
 
     machine, plan = read_machine(), opened.plans["decode"]
-    with open_store(db) as store:
-        rows = store.step_times(
+    with open_start_reads(db) as reads:
+        rows = reads.step_times(
             machine_key(machine), model_key(opened.model.name, opened.model.format), "decode"
         )
     timed = [

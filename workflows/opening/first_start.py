@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -88,15 +89,21 @@ def fight_first(
 
     plans: each set of plans that it runs by, one for each instance.
     """
-    from phasewise.kerneldb.store import open_store
+    from phasewise.kerneldb.start_reads import open_start_reads
     from phasewise.tuner.measurement_lock import user_lock
     from phasewise.workflows.opening.open_model import schedules_under
     from phasewise.workflows.tune_kernels.hints import fight_hints
 
     deadline_s, lock = time.monotonic() + seconds, user_lock(report)
     rounds = [tuning_round for own in plans for tuning_round in _rounds(opened, own, machine)]
-    with open_store(db, report) as store, lock.working(seconds):
-        done = fight_hints(rounds, machine, store, deadline_s - time.monotonic(), lock, report)
+    with open_start_reads(db, report) as reads, lock.working(seconds):
+        if reads.store is None:
+            return opened
+        try:
+            done = fight_hints(rounds, machine, reads.store, deadline_s - time.monotonic(), lock, report)
+        except KernelDbError as error:
+            report(f"hints are fought over no more, and the start goes on: {error}")
+            return opened
     if not any(outcome.promoted for outcome in done):
         return opened
     return replace(opened, schedules=schedules_under(opened.plans, weights, db, machine, report))
@@ -105,11 +112,11 @@ def fight_first(
 def products_of(
     opened: OpenModel, plans: Sequence[Plans], db: str | None, machine: Machine
 ) -> ProductCounts | None:
-    """Numbers of products of the model: tuned, imported, verified; None where there is no database."""
+    """Numbers of products of the model: tuned, imported, verified; None where no database can be read."""
     from phasewise.cython_kernels._native import kernel_abis
     from phasewise.kerneldb.location import locate
     from phasewise.kerneldb.product_counts import count_products
-    from phasewise.kerneldb.store import open_store
+    from phasewise.kerneldb.start_reads import open_start_reads
     from phasewise.topology import core_signature
     from phasewise.tuner.plans import machine_key
 
@@ -122,8 +129,10 @@ def products_of(
         for task in (*tuning_round.tasks, *([tuning_round.attention] if tuning_round.attention else []))
         for problem in task.problems
     }
-    with open_store(db) as store:
-        return count_products(store, core_signature(machine), kernel_abis(), products)
+    with suppress(KernelDbError), open_start_reads(db) as reads:
+        if reads.store is not None:
+            return count_products(reads.store, core_signature(machine), kernel_abis(), products)
+    return None
 
 
 def _rounds(opened: OpenModel, plans: Plans, machine: Machine) -> Sequence[Round]:

@@ -29,15 +29,13 @@ class Weights:
 
     weight_format: one of `serving.models.packed_model.FORMATS`. sparse: which weights are stored sparse.
     checksum: read the
-    packed file whole, and make it anew where it is not as it was written. tile_prompts: prefill multiplies
-    quantised weights as bf16 on the tile unit, where there is one. arithmetic: how weights are multiplied.
-    lora: adapters that requests may have on top, NAME=PATH each.
+    packed file whole, and make it anew where it is not as it was written. arithmetic: how weights are
+    multiplied. lora: adapters that requests may have on top, NAME=PATH each.
     """
 
     weight_format: str = "native"
     sparse: SparseMode = "auto"
     checksum: bool = False
-    tile_prompts: bool = False
     arithmetic: ArithmeticChoice = "tuned"
     lora: Sequence[str] | None = None
 
@@ -145,6 +143,5 @@ def schedules_under(
         machine,
         plans,
         report,
-        tile_prompts=weights.tile_prompts,
         arithmetic=weights.arithmetic,
     )

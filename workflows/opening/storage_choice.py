@@ -31,13 +31,13 @@ def storage_choice(
     if mode != "auto" or locate(db).is_absent or any(len(plan.ranks) > 1 for plan in plans.values()):
         return StorageChoice(mode)
     from phasewise.cython_kernels._native import kernel_abi
-    from phasewise.kerneldb.store import open_store
+    from phasewise.kerneldb.start_reads import open_start_reads
     from phasewise.tuner.plans import machine_key
     from phasewise.tuner.storage import read_storage_table
 
     keys = [machine_key(machine, own.ranks[0].cores) for plan in plans.values() for own in plan.each]
-    with open_store(db, report) as store:
-        table = read_storage_table(store, keys, kernel_abi("gemm"))
+    with open_start_reads(db, report) as reads:
+        table = read_storage_table(reads, keys, kernel_abi("gemm"))
     return _measured_choice(table) if table else StorageChoice(mode)
 
 

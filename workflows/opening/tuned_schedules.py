@@ -17,7 +17,7 @@ from phasewise.kerneldb.location import locate
 from phasewise.serving.models.forward import attention_problem, tuned_attention
 from phasewise.serving.ranks.core_weights import weights_here
 from phasewise.topology import Machine
-from phasewise.tuner.lookup import ScheduleTable
+from phasewise.tuner.lookup import ScheduleStore, ScheduleTable
 from phasewise.tuner.plans import Phase, ServicePlan, machine_key
 from phasewise.tuner.weights import format_name
 from phasewise.workflows.opening.arithmetic_choice import PATHS, ArithmeticChoice
@@ -25,7 +25,6 @@ from phasewise.workflows.report import Report, silent
 
 if TYPE_CHECKING:
     from phasewise.cython_kernels.packing import PackedWeight
-    from phasewise.kerneldb.store import Store
     from phasewise.serving.loaders.storage import StorageChoice
     from phasewise.serving.models.packed_model import PackedModel
 
@@ -38,12 +37,10 @@ def schedules_for(
     plans: Plans,
     report: Report = silent,
     *,
-    tile_prompts: bool = False,
     arithmetic: ArithmeticChoice = "tuned",
 ) -> Mapping[Phase, ScheduleTable]:
     """The schedules in use on each plan's cores with this build of the kernels; none without a database.
 
-    tile_prompts: prefill multiplies quantised weights as bf16 on the tile unit, where there is one.
     arithmetic: for both phases.
     """
     cores = {own.ranks[0].cores: None for plan in plans.values() for own in plan.each}
@@ -52,10 +49,7 @@ def schedules_for(
     path = PATHS.get(arithmetic)
 
     def of_plan(plan: ServicePlan) -> ScheduleTable:
-        in_tiles = tile_prompts and plan.phase == "prefill"
-        first, *bands = (
-            tables[own.ranks[0].cores].asked(arithmetic, path, in_tiles=in_tiles) for own in plan.each
-        )
+        first, *bands = (tables[own.ranks[0].cores].asked(arithmetic, path) for own in plan.each)
         return first.with_bands(bands) if bands else first
 
     return {phase: of_plan(plan) for phase, plan in plans.items()}
@@ -65,13 +59,15 @@ def _tables(
     db: str | os.PathLike[str] | None, machine: Machine, cores: Iterable[tuple[int, ...]], report: Report
 ) -> dict[tuple[int, ...], ScheduleTable]:
     """The schedules of each rank's cores."""
-    from phasewise.kerneldb.store import open_store
+    from phasewise.kerneldb.start_reads import open_start_reads
 
-    with open_store(db, report) as store:
-        return {rank_cores: read_schedules(store, machine, rank_cores, report) for rank_cores in cores}
+    with open_start_reads(db, report) as reads:
+        return {rank_cores: read_schedules(reads, machine, rank_cores, report) for rank_cores in cores}
 
 
-def read_schedules(store: Store, machine: Machine, cores: Sequence[int], report: Report) -> ScheduleTable:
+def read_schedules(
+    store: ScheduleStore, machine: Machine, cores: Sequence[int], report: Report
+) -> ScheduleTable:
     """The schedules in use on such cores with this build of the kernels, of those that can run here."""
     from phasewise.tuner.lookup import read_table
     from phasewise.tuner.native import is_default_for
@@ -132,9 +128,6 @@ def explain(
             if weight is None:
                 continue  # fewer panels than threads
             ranges: Sequence[RowRange] = lookup.products(weight, max(most_rows.values()))
-            if (own_path := lookup.own_path(whole)) is not None:
-                arithmetic = (own_path, arithmetic[1])
-                ranges = [RowRange(most_rows[phase], None, "prompts in tiles: the default")]
             cut = _cut(ranges, most_rows[phase])
             product_uses = [_product_use(phase, names, weight, arithmetic, threads, rows) for rows in cut]
             own += [replace(use, storage=stored[0], storage_why=stored[1]) for use in product_uses]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from phasewise._json import read_json
 from phasewise.tuner.errors import PredictorError
 from phasewise.tuner.predictor.files import default_file
 from phasewise.tuner.predictor.log import Log, lines_of, read_log
@@ -71,8 +71,8 @@ def _prompt_of(line: str, where: str) -> str:
     if not line.lstrip().startswith("{"):
         return line.rstrip("\r\n")
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
+        row = read_json(line)
+    except ValueError:
         raise PredictorError(f"{where}: not JSON, though it begins like it") from None
     for name in PROMPT_FIELDS:
         if isinstance(row.get(name), str):

@@ -1,1 +1,1 @@
-"""Packs of prompts' beginnings, and folders that keep them: `phasewise prefix`."""
+"""Folders that keep prompts' beginnings: `phasewise prefix`."""

@@ -1,8 +1,7 @@
-"""Packs and folders that keep beginnings of prompts: what is in them, whether it is whole, and its end."""
+"""Folders that keep beginnings of prompts: what is in them, whether it is whole, and its end."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phasewise._files import read_input
+from phasewise._json import read_json
 from phasewise.workflows.errors import UsageError, WorkflowError
 
 if TYPE_CHECKING:
@@ -20,11 +20,9 @@ _MOST_DESCRIBED = 1 << 16
 
 @dataclass(frozen=True)
 class KeptPrefixes:
-    """The part of a pack or a folder that is of one model under one arithmetic. id: the identity's digest."""
+    """The part of a folder that is of one model under one arithmetic. id: the identity's digest."""
 
     path: str
-    kind: str
-    """`pack` or `folder`."""
     id: str
     model: str | None
     kv_format: str | None
@@ -39,7 +37,7 @@ class KeptPrefixes:
 
 @dataclass(frozen=True)
 class CheckedPrefixes:
-    """A pack or folder whose records were read. damaged: names of files, or why the pack cannot be used."""
+    """A folder whose records were read. damaged: names of files."""
 
     path: str
     n_records: int
@@ -50,35 +48,21 @@ class CheckedPrefixes:
 
 
 def list_prefixes(paths: Sequence[Path]) -> list[KeptPrefixes]:
-    """The contents of packs and folders. WorkflowError, ServingError for what is neither."""
-    prefixes: list[KeptPrefixes] = []
-    for path in paths:
-        prefixes += _in_folder(path) if path.is_dir() else [_in_pack(path)]
-    return prefixes
+    """The contents of folders. WorkflowError, ServingError for what is none."""
+    return [prefix for path in paths for prefix in _in_folder(path)]
 
 
 def verify_prefixes(paths: Sequence[Path]) -> list[CheckedPrefixes]:
     """Read all records and compare their digests. Raises as `list_prefixes`."""
-    return [_check_folder(path) if path.is_dir() else _check_pack(path) for path in paths]
+    return [_check_folder(path) for path in paths]
 
 
 def remove_prefixes(path: Path, identity: str | None = None) -> int:
-    """Remove a pack, or the records of a folder; where `identity` begins an id, those of that one alone.
-    The number of files. UsageError for an empty `identity` and for one of a pack; else as `list_prefixes`.
+    """Remove the records of a folder; where `identity` begins an id, those of that one alone. The number of
+    files. UsageError for an empty `identity`; else as `list_prefixes`.
     """
-    from phasewise.serving.prefix_store.pack_file import Pack
-
     if identity == "":
         raise UsageError("--id is empty: name what `phasewise prefix list` shows, or leave it out")
-    if not path.is_dir():
-        if identity is not None:
-            raise UsageError(f"--id has no effect: {path} is no folder; leave it out to remove a pack")
-        Pack.open(path).close()  # and nothing else is removed
-        try:
-            path.unlink()
-        except OSError as error:
-            raise WorkflowError(f"{path} cannot be removed: {error.strerror}") from None
-        return 1
     folder, n_removed = _folder(path), 0
     for name, _ in folder.kept():
         head = None
@@ -98,27 +82,6 @@ def _folder(path: Path) -> PrefixFolder:
     return PrefixFolder.open(path, 0)
 
 
-def _in_pack(path: Path) -> KeptPrefixes:
-    from phasewise.serving.prefix_store.pack_file import Pack, identity_digest
-
-    pack = Pack.open(path)
-    try:
-        facts = pack.facts
-        return KeptPrefixes(
-            str(path),
-            "pack",
-            identity_digest(facts.identity).hex()[:16],
-            facts.model,
-            _told(facts.identity, "kv_format"),
-            _told(facts.identity, "arithmetic"),
-            len(pack.blocks),
-            len(facts.token_ids),
-            path.stat().st_size,
-        )
-    finally:
-        pack.close()
-
-
 def _in_folder(path: Path) -> list[KeptPrefixes]:
     folder = _folder(path)
     blocks: dict[str, list[tuple[int, int]]] = {}
@@ -133,7 +96,6 @@ def _in_folder(path: Path) -> list[KeptPrefixes]:
         prefixes.append(
             KeptPrefixes(
                 str(path),
-                "folder",
                 identity[:16],
                 model,
                 _told(parts, "kv_format"),
@@ -151,9 +113,9 @@ def _described(path: Path, identity: str) -> tuple[str | None, dict[str, Any]]:
     from phasewise.serving.prefix_store.folder import IDENTITY_SUFFIX
 
     try:
-        told = json.loads(read_input(path / f"{identity}{IDENTITY_SUFFIX}", _MOST_DESCRIBED))
+        told = read_json(read_input(path / f"{identity}{IDENTITY_SUFFIX}", _MOST_DESCRIBED))
         model, parts = told["model"], told["identity"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None, {}
     return (model if isinstance(model, str) else None), (parts if isinstance(parts, dict) else {})
 
@@ -161,19 +123,6 @@ def _described(path: Path, identity: str) -> tuple[str | None, dict[str, Any]]:
 def _told(parts: Any, name: str) -> str | None:
     value = parts.get(name)
     return value if isinstance(value, str) else None
-
-
-def _check_pack(path: Path) -> CheckedPrefixes:
-    from phasewise.serving.prefix_store.pack_file import Pack, PackError
-
-    pack = Pack.open(path)
-    try:
-        pack.check()
-    except PackError as error:
-        return CheckedPrefixes(str(path), len(pack.blocks), [str(error)])
-    finally:
-        pack.close()
-    return CheckedPrefixes(str(path), len(pack.blocks), [])
 
 
 def _check_folder(path: Path) -> CheckedPrefixes:

@@ -6,10 +6,10 @@ tokenizer's own tokens on a text of many scripts is taken; where none does, the 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from phasewise._json import read_json
 from phasewise.serving.errors import ModelError
 from phasewise.serving.text.gguf_tokens import TokenKind
 from phasewise.serving.text.gguf_vocab import tokenizer_from_gguf
@@ -38,7 +38,7 @@ Keys = Mapping[str, Any]
 def vocabulary_keys(source: ModelSource) -> dict[str, Any]:
     """Keys and plain values. WorkflowError where GGUF files have no such tokenizer."""
     text = source.tokenizer_json()
-    document = json.loads(text)
+    document = read_json(text)
     tokenizer = Tokenizer.from_json(text, source.config)
     keys = _tokens(document, source)
     keys |= _specials(source, tokenizer)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import json
+import io
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from phasewise._files import read_input
+from phasewise._files import open_input
+from phasewise._json import read_json
 from phasewise._words import counted
 from phasewise.serving.engine.receipts import (
     MOST_RECEIPT_BYTES,
@@ -19,11 +21,11 @@ from phasewise.serving.engine.receipts import (
     ends_wrongly,
     read_receipt,
 )
-from phasewise.serving.errors import StepFailed
-from phasewise.workflows.errors import WorkflowError
+from phasewise.serving.errors import ServingError
 from phasewise.workflows.opening.kept_cores import KeptCores
 from phasewise.workflows.opening.open_model import NATIVE, OpenModel, Weights, open_model
 from phasewise.workflows.opening.refusals import check_settings
+from phasewise.workflows.replay.said_text import says_its_tokens
 from phasewise.workflows.report import Report, silent
 
 if TYPE_CHECKING:
@@ -34,6 +36,10 @@ if TYPE_CHECKING:
     from phasewise.serving.ranks.ranks_contract import Ranks
     from phasewise.serving.sampling.sampling import Sampler
 
+Json = dict[str, Any]
+
+_MOST_RECEIPTS = 100_000
+_NO_RECEIPT = 'it has no receipt: a request gets one with "receipt": true'
 _ROWS_AT_ONCE = 64
 """Rows of logits that are held at a time."""
 
@@ -61,41 +67,86 @@ class ReceiptVerdict:
         return {**asdict(self), "problems": list(self.problems), "is_confirmed": self.is_confirmed}
 
 
-def read_receipts(path: Path) -> list[Receipt | ReceiptError]:
-    """The receipts of a file: one, a list of them as `/v1/receipts/{id}` gives it, or those of an answer.
+@dataclass(frozen=True)
+class GivenReceipt:
+    """A receipt of a file, or why it cannot be read, and the choice of an answer that it stands in."""
 
-    One that cannot be read stands there as its error. WorkflowError for a file without any.
+    source: str
+    receipt: Receipt | ReceiptError
+    choice: Json | None = None
+
+
+def read_receipts(path: Path) -> Iterator[GivenReceipt]:
+    """The receipts of a file: one, a list of them as `/v1/receipts/{id}` gives it, those of an answer, or of
+    a batch's lines of answers. A file or a line that cannot be read is given as its error.
     """
+    n_given = 0
+    for source, document in _documents(path):
+        entries = [document] if isinstance(document, ReceiptError) else _in_document(document)
+        for fields, choice in ((entry if isinstance(entry, tuple) else (entry, None)) for entry in entries):
+            n_given += 1
+            if n_given > _MOST_RECEIPTS:
+                yield GivenReceipt(source, ReceiptError(f"it is beyond the {_MOST_RECEIPTS} of one file"))
+                return
+            yield GivenReceipt(source, _read(fields), choice)
+    if not n_given:
+        yield GivenReceipt(str(path), ReceiptError(_NO_RECEIPT))
+
+
+def _documents(path: Path) -> Iterator[tuple[str, Any]]:
+    """The JSON values of a file, whole or one in each line, with their places; an error in place of one."""
     try:
-        data = json.loads(read_input(path, MOST_RECEIPT_BYTES))
+        with open_input(path) as file:
+            data = b"" if path.suffix == ".jsonl" else file.read(MOST_RECEIPT_BYTES + 1)
+            value = _parsed(data)
+            if path.suffix != ".jsonl" and (b"\n" not in data.strip() or not isinstance(value, ReceiptError)):
+                yield str(path), value
+                return
+            lines = file if path.suffix == ".jsonl" else io.BytesIO(data)
+            for number in itertools.count(1):
+                raw = lines.readline(MOST_RECEIPT_BYTES + 1)
+                if not raw:
+                    return
+                if raw.strip():
+                    yield f"{path}:{number}", _parsed(raw)
+                if len(raw) > MOST_RECEIPT_BYTES:
+                    return
     except OSError as error:
-        raise WorkflowError(f"{path} cannot be read: {error.strerror or error}") from None
-    except (ValueError, RecursionError):
-        raise WorkflowError(f"{path} is not JSON: give a receipt, or an answer that has some") from None
-    entries = list(_in_data(data))
-    if not entries:
-        raise WorkflowError(f'{path} has no receipt: a request gets one with "receipt": true')
-    return [_read(entry) for entry in entries]
+        yield str(path), ReceiptError(f"it cannot be read: {error.strerror or error}")
 
 
-def _in_data(data: Any) -> Iterator[Any]:
-    if isinstance(data, list):
-        yield from data
-    elif isinstance(data, dict) and isinstance(data.get("data"), list):
-        yield from data["data"]
-    elif isinstance(data, dict) and isinstance(data.get("choices"), list):
+def _parsed(data: bytes) -> Any:
+    if len(data) > MOST_RECEIPT_BYTES:
+        return ReceiptError(f"it is larger than {MOST_RECEIPT_BYTES >> 20} MiB")
+    try:
+        return read_json(data)
+    except ValueError as error:
+        return ReceiptError(f"it is not JSON, as receipts and answers are: {error}")
+
+
+def _in_document(document: Any) -> Iterator[Any]:
+    """The receipts in a value, those of an answer each with its choice."""
+    if isinstance(document, list):
+        yield from document
+    elif isinstance(document, dict) and isinstance(document.get("data"), list):
+        yield from document["data"]
+    elif isinstance(document, dict) and isinstance(document.get("choices"), list):
         yield from (
-            choice["receipt"]
-            for choice in data["choices"]
+            (choice["receipt"], choice)
+            for choice in document["choices"]
             if isinstance(choice, dict) and "receipt" in choice
         )
+    elif isinstance(document, dict) and "response" in document:
+        answer = document["response"].get("body") if isinstance(document["response"], dict) else None
+        if isinstance(answer, dict) and "choices" in answer:
+            yield from _in_document(answer)
     else:
-        yield data
+        yield document
 
 
 def _read(fields: Any) -> Receipt | ReceiptError:
     try:
-        return read_receipt(fields)
+        return fields if isinstance(fields, ReceiptError) else read_receipt(fields)
     except ReceiptError as error:
         return error
 
@@ -114,19 +165,17 @@ def replay_files(
     """Check all receipts of some files against `model`, in their order.
 
     signer: a file with the key that must have signed each of them; None: signatures are not looked at.
-    Raises WorkflowError for a file without receipts, ReceiptError for one without a key, and what
-    `open_model` raises.
+    Each is judged by itself. Raises ReceiptError for a file without a key, and what `open_model` raises.
     """
     trusted_signer = None
     if signer is not None:
         from phasewise.workflows.receipt_keys import known_signer
 
         trusted_signer = known_signer(signer)
-    read = [(str(path), receipt) for path in paths for receipt in read_receipts(path)]
     check_settings(model, weights, report=report)
     opened = open_model(model, weights, threads, db, report, ranks)
     with _Replayer(opened, signer=trusted_signer) as replayer:
-        verdicts = (replayer.verdict(source, receipt) for source, receipt in read)
+        verdicts = (replayer.verdict(given) for path in paths for given in read_receipts(path))
         return [*KeptCores(report).between(verdicts)]
 
 
@@ -135,7 +184,7 @@ def replay_receipts(
 ) -> list[ReceiptVerdict]:
     """Check receipts against an opened model. pinned: as in `RankOptions`."""
     with _Replayer(opened, pinned=pinned) as replayer:
-        return [replayer.verdict(receipt.request_id, receipt) for receipt in receipts]
+        return [replayer.verdict(GivenReceipt(receipt.request_id, receipt)) for receipt in receipts]
 
 
 class _Replayer:
@@ -171,10 +220,11 @@ class _Replayer:
             self._known_guides = self._text.guide_compiler()
         return self._known_guides
 
-    def verdict(self, source: str, receipt: Receipt | ReceiptError) -> ReceiptVerdict:
+    def verdict(self, given: GivenReceipt) -> ReceiptVerdict:
         """Everything that is wrong with it. What is another model's is not computed."""
+        receipt = given.receipt
         if isinstance(receipt, ReceiptError):
-            return ReceiptVerdict(source, "", 0, (str(receipt),))
+            return ReceiptVerdict(given.source, "", 0, (str(receipt),))
         problems, first = receipt.contradictions(), None
         unsigned = None if self._signer is None else self._signer.refusal(receipt)
         problems += [] if unsigned is None else [unsigned]
@@ -183,17 +233,27 @@ class _Replayer:
             problems.append(refusal)
         else:
             try:
-                replaying, sampler = self._replayed(receipt)
-            except StepFailed as error:  # a model with damaged weights confirms nothing
-                problems.append(str(error))
-                return ReceiptVerdict(source, receipt.request_id, len(receipt.token_ids), tuple(problems))
-            problems += _differences(receipt, replaying)
-            if replaying.first_token is not None:
-                first = replaying.first_token + 1
-            text = self._text_of(receipt) if receipt.settings.stop else ""
-            wrong = ends_wrongly(receipt, self._ends, text, is_cut_short=sampler.cut_short)
-            problems += [wrong] if wrong is not None and first is None else []
-        return ReceiptVerdict(source, receipt.request_id, len(receipt.token_ids), tuple(problems), first)
+                found_wrong, first = self._computed(given, receipt)
+                problems += found_wrong
+            except (ServingError, ValueError, ArithmeticError, LookupError, MemoryError) as error:
+                # A model with damaged weights confirms nothing, nor do settings that no server takes.
+                problems.append(f"it cannot be computed again: {str(error) or type(error).__name__}")
+                self._close_ranks()
+        return ReceiptVerdict(
+            given.source, receipt.request_id, len(receipt.token_ids), tuple(problems), first
+        )
+
+    def _computed(self, given: GivenReceipt, receipt: Receipt) -> tuple[list[str], int | None]:
+        """The differences that the model shows, and the number of the first token that it does not choose."""
+        replaying, sampler = self._replayed(receipt)
+        problems = _differences(receipt, replaying)
+        text = self._text_of(receipt) if receipt.settings.stop else ""
+        wrong = ends_wrongly(receipt, self._ends, text, is_cut_short=sampler.cut_short)
+        if wrong is not None and replaying.first_token is None:
+            problems.append(wrong)
+        if given.choice is not None and not says_its_tokens(given.choice, receipt, self._text, self._ends):
+            problems.append("the text of the answer is not that of its tokens")
+        return problems, None if replaying.first_token is None else replaying.first_token + 1
 
     def _cannot_check(self, receipt: Receipt) -> str | None:
         """Why the model here cannot tell; None: it can."""
@@ -207,11 +267,11 @@ class _Replayer:
                 f"another {name} ({getattr(theirs, name)!s:.60}, here {getattr(ours, name)!s:.60})"
                 for name in differing
             )
-        if not ours.has_one_arithmetic:
-            return "prompts and answers have arithmetics of their own with --tile-prompts"
         ids = (*receipt.prompt_token_ids, *receipt.token_ids)
         if min(ids) < 0 or max(ids) >= config.vocab_size:
             return f"its token ids must be 0 to {config.vocab_size - 1}"
+        if any(not 0 <= token_id < config.vocab_size for token_id in receipt.settings.sampling.logit_bias):
+            return f"its logit_bias must be of token ids 0 to {config.vocab_size - 1}"
         if len(ids) > config.context_length:
             return f"it has {counted(len(ids), 'token')}, more than the context of {config.context_length}"
         if receipt.settings.sampling.seed is None and not receipt.settings.sampling.is_greedy:
@@ -243,7 +303,8 @@ class _Replayer:
 
             compiled = self._guides.compile(settings.guide.grammar)
             guide = begun_guide(settings.guide, compiled, self._guides.tokens).fresh()
-        sampler = Sampler(settings.sampling, prompt, self._found.model.config.vocab_size, guide)
+        sampling = replace(settings.sampling, top_logprobs=None)  # they are told beside tokens
+        sampler = Sampler(sampling, prompt, self._found.model.config.vocab_size, guide)
         replaying = Replaying(receipt, sampler)
         ids = (*prompt, *receipt.token_ids[:-1])
         ranks, adapter = self._open_ranks(receipt, len(ids)), self._adapter(receipt.fingerprint)

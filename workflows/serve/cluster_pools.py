@@ -32,7 +32,7 @@ SparseName = Literal["auto", "always", "never"]
 _NAME = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
 _LABEL = re.compile(rf"(?:(?:{_NAME}/)?{_NAME}=)?{_NAME}")
 _COUNTED = re.compile(r"([1-9][0-9]{0,3})x([1-9][0-9]{0,3})(?:@(.*))?")
-_FIELDS = ("role", "instances", "cores", "label", "format", "sparse", "tile_prompts", "kv_budget")
+_FIELDS = ("role", "instances", "cores", "label", "format", "sparse", "kv_budget")
 _ROLES: tuple[Role, ...] = ("prompt", "token", "mixed")
 
 
@@ -40,8 +40,7 @@ _ROLES: tuple[Role, ...] = ("prompt", "token", "mixed")
 class ClusterPool:
     """Instances of one role and kind. label: `KEY=VALUE` of their nodes; None: any node.
 
-    weight_format, sparse, tile_prompts: None: as the server's. kv_bytes: of each instance; None: its share of
-    its node's.
+    weight_format, sparse: None: as the server's. kv_bytes: of each instance; None: its share of its node's.
     """
 
     role: Role
@@ -50,7 +49,6 @@ class ClusterPool:
     label: str | None = None
     weight_format: str | None = None
     sparse: SparseName | None = None
-    tile_prompts: bool | None = None
     kv_bytes: int | None = None
 
     def weights(self, server: Weights) -> Weights:
@@ -109,20 +107,13 @@ def pools_of_file(path: str) -> list[ClusterPool]:
     return [_pool(fields, f"{where}, pool {number}") for number, fields in enumerate(pools, 1)]
 
 
-def check_pools(pools: Sequence[ClusterPool], server: Weights) -> None:
-    """UsageError where pools together are too many, or differ in what changes the bits of answers."""
+def check_pools(pools: Sequence[ClusterPool]) -> None:
+    """UsageError where pools together are too many."""
     n_instances = sum(pool.instances for pool in pools)
     if n_instances > MAX_INSTANCES:
         raise UsageError(
             f"{counted(n_instances, 'instance')} are too many: a server has at most {MAX_INSTANCES}"
         )
-    for pool in pools:
-        if pool.tile_prompts is not None and pool.tile_prompts != server.tile_prompts:
-            raise UsageError(
-                f"tile_prompts of the {pool.role} pool is {str(pool.tile_prompts).lower()}, and the server's "
-                "is not: prompts by tiles have other bits, so that an answer would depend on the pool that "
-                "computes it; give --tile-prompts to the server, or leave it out everywhere"
-            )
 
 
 def check_same_numbers(ref: str, pools: Sequence[ClusterPool], server: Weights) -> None:
@@ -153,9 +144,6 @@ def _pool(fields: Any, where: str) -> ClusterPool:
     label = fields.get("label")
     if label is not None and not isinstance(label, str):
         raise UsageError(f"{where}: label must be text, not {label!r:.40}")
-    tiles = fields.get("tile_prompts")
-    if tiles is not None and not isinstance(tiles, bool):
-        raise UsageError(f"{where}: tile_prompts must be true or false, not {tiles!r:.40}")
     return ClusterPool(
         role,
         _whole(fields, "instances", MAX_INSTANCES, where),
@@ -163,7 +151,6 @@ def _pool(fields: Any, where: str) -> ClusterPool:
         None if label is None else _label(label, where),
         _choice(fields, "format", _formats(), where),
         _choice(fields, "sparse", get_args(SparseName), where),
-        tiles,
         _bytes(fields.get("kv_budget"), where),
     )
 

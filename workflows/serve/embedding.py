@@ -79,13 +79,13 @@ def plan_for(
     db: str | None = None,
 ) -> EmbeddingPlan:
     """The flags' plan, else the stored one, else a default: every accelerator, and one instance for each NUMA
-    node, which promise no time.
+    node, which learn their depths.
 
     Of a stored plan the accelerators that are here keep their depths, and one that it does not know learns
     its own. Beside a language model its CPU instances are cut to the cores that are left, and hold less by as
     much. db: where plans are kept. UsageError where there are too few cores, or no device is left.
     """
-    from phasewise.serving.embedding.plan import EmbeddingPlan, Instance
+    from phasewise.serving.embedding.plan import DEFAULT_SLO_S, EmbeddingPlan, Instance
     from phasewise.workflows.embed.kept_plan import kept_plan
 
     is_flagged = settings.embed_instances is not None or room.threads is not None
@@ -111,7 +111,7 @@ def plan_for(
         if not plan.instances:
             raise UsageError("--no-embed-cpu: there is no accelerator here; name one with --embed-device")
     if not plan.instances:
-        plan = replace(plan, instances=_instances(room, settings, ()), slo_s=None, source="default")
+        plan = replace(plan, instances=_instances(room, settings, ()), slo_s=DEFAULT_SLO_S, source="default")
     return plan
 
 

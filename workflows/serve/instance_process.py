@@ -93,7 +93,7 @@ def _read(text: bytes) -> tuple[InstanceSpec, Orders]:
             "weights": Weights(**spec_fields["weights"]),
             "size": EngineSize.from_json(spec_fields["size"]),
         },
-        prefixes=None if prefixes is None else PrefixSettings.from_json(prefixes),
+        prefixes=None if prefixes is None else PrefixSettings(**prefixes),
         plans=None if plans is None else tuple(ServicePlan.from_json(plan, "flag") for plan in plans),
     )
     keys = orders.pop("keys")
@@ -128,6 +128,7 @@ def main() -> int:
         spec, orders = run(_read, text)
     logging.basicConfig(level=logging.WARNING, format=f"{orders.name}: %(message)s")
     from phasewise.cluster.real.instance import run_instance, say_cannot_start
+    from phasewise.kerneldb.start_reads import n_without_database
 
     with ExitStack() as stack:
         try:
@@ -137,7 +138,7 @@ def main() -> int:
                 logging.getLogger(__name__).exception("the instance cannot start")
             say_cannot_start(orders, str(error) or type(error).__name__)
             return 1
-        return run_instance(opened, orders)
+        return run_instance(opened, orders, n_without_database())
 
 
 def _is_expected(error: Exception) -> bool:

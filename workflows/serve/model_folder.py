@@ -6,6 +6,7 @@ Hugging Face directory by its own. Requests choose among these names; none becom
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -29,6 +30,9 @@ SHARE_OF_FREE_MEMORY = 0.75
 """The budget of all models where none is named."""
 KV_SHARE = 0.25
 """The most of the budget that one model takes for keys and values, where --kv-budget names none."""
+
+_LAST_SECOND = 253_402_300_799
+"""The last second of the year 9999, and of the dates that there are. Files may have any time."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,10 @@ def model_folder(settings: ServeSettings, report: Report) -> ModelFolder:
             raise UsageError(f"--models {folder}: {paths[name].name} and {path.name} are both called {name}")
         paths[name] = path
     report(f"{counted(len(paths), 'model')} in {folder}, loaded when requests name them")
+    with suppress(OSError):
+        for path in folder.iterdir():
+            if not _is_text(path.name):
+                report(f"{path.name!r} is left out: its name is not UTF-8, so no request can name it")
     budget = coming.models_memory
     if budget is None and (free := available_bytes()) is not None:
         budget = int(free * SHARE_OF_FREE_MEMORY)
@@ -123,7 +131,7 @@ def _sized(path: Path, settings: ServeSettings, budget: int | None, report: Repo
 
     weights, running = settings.weights, settings.running
     if makes_vectors(str(path), weights.weight_format, report):
-        raise ModelError("it makes vectors and no text; serve it by itself, or with --embed-model")
+        raise ModelError("it makes vectors, and a folder serves text: give it a server of its own")
     check_settings(str(path), weights, settings.kv.kv_format, report)
     opened = open_model(str(path), weights, running.threads, settings.db, report, running.ranks)
     kv_bytes = settings.kv.kv_budget_bytes
@@ -134,28 +142,44 @@ def _sized(path: Path, settings: ServeSettings, budget: int | None, report: Repo
 
 def _models_in(folder: Path) -> Iterator[tuple[str, Path]]:
     """By their names; a later one of the same name than one before it is not reached."""
-    from phasewise.serving.loaders.formats.gguf_parts import part_paths, stem_of
-
     try:
         paths = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
     except OSError:
         return
     for path in paths:
+        name = _name_of(path)
+        if name is not None:
+            yield name, path
+
+
+def _name_of(path: Path) -> str | None:
+    """The name that requests use; None: no model, or one that cannot be looked at or named."""
+    from phasewise.serving.loaders.formats.gguf_parts import part_paths, stem_of
+
+    if not _is_text(path.name):
+        return None
+    try:
         if path.suffix == ".gguf" and path.is_file():
-            if part_paths(path)[0] == path:
-                yield stem_of(path.name), path
-        elif (path / "config.json").is_file():
-            yield path.name, path
+            return stem_of(path.name) if part_paths(path)[0] == path else None
+        return path.name if (path / "config.json").is_file() else None
+    except OSError:
+        return None
+
+
+def _is_text(name: str) -> bool:
+    """False for a name of other bytes than UTF-8."""
+    return name.encode(errors="replace") == os.fsencode(name)
 
 
 def _file_of(path: Path) -> ModelFile:
     from phasewise.serving.http.models.model_shelf import ModelFile
     from phasewise.serving.loaders.formats.gguf_parts import part_paths
 
-    files = list(path.glob("*.safetensors")) if path.is_dir() else part_paths(path)
-    sizes = []
+    files, sizes = part_paths(path), []
+    with suppress(OSError):  # a directory that cannot be read
+        files = list(path.glob("*.safetensors")) if path.is_dir() else files
     for file in files:
         with suppress(OSError):  # it may go while the folder is listed
             sizes.append(file.stat())
     modified_s = max((stat.st_mtime for stat in sizes), default=0)
-    return ModelFile(sum(stat.st_size for stat in sizes), int(modified_s))
+    return ModelFile(sum(stat.st_size for stat in sizes), int(min(max(modified_s, 0), _LAST_SECOND)))

@@ -54,7 +54,7 @@ def open_ray_pools(
 
     assert pools.cluster is not None
     asked = pools.on_nodes
-    check_pools(asked, spec.weights)
+    check_pools(asked)
     check_same_numbers(spec.model, asked, spec.weights)
     each = [pool for pool in asked for _ in range(pool.instances)]
     instances = [WantedInstance(pool.role, pool.cores, pool.label) for pool in each]

@@ -117,7 +117,7 @@ def serve_model(
 
     check_arithmetic(settings.weights.arithmetic)  # before anything opens
     if settings.pools.cluster is not None:
-        check_pools(settings.pools.on_nodes, settings.weights)
+        check_pools(settings.pools.on_nodes)
     limits = http_limits(settings.listening, settings.accepting, report)
     tls = tls_of(settings.listening, report)
     with ExitStack() as stack:
@@ -200,25 +200,20 @@ def _beside_embeddings(settings: ServeSettings, report: Report) -> ServeSettings
 
 
 def _check_prefixes(settings: ServeSettings) -> None:
-    """ServingError for a folder that cannot be used and a file that is no pack, if this host reads them."""
+    """ServingError for a folder that cannot be used, if this host reads it."""
     from phasewise.serving.prefix_store.folder import PrefixFolder
-    from phasewise.serving.prefix_store.pack_file import Pack
 
     prefixes = settings.prefixes
     if settings.pools.cluster is not None:
         return
     if prefixes.prefix_cache is not None:
         PrefixFolder.open(prefixes.prefix_cache, prefixes.prefix_cache_bytes)
-    for path in prefixes.prefix_pack or ():
-        Pack.open(path).close()
 
 
 def _prefix_lines(prefixes: Prefixes) -> Iterator[str]:
     if prefixes.prefix_cache is not None:
         most = counted(prefixes.prefix_cache_bytes >> 20, "MiB", "MiB")
         yield f"prefix cache: beginnings of prompts are kept in {prefixes.prefix_cache}, at most {most}"
-    for path in prefixes.prefix_pack or ():
-        yield f"prefix pack: {path}"
 
 
 def _embedding_settings(

@@ -102,26 +102,23 @@ class KeysAndValues:
 
 @dataclass(frozen=True)
 class Prefixes:
-    """Beginnings of prompts that outlive the server: a folder for them (None: none is kept), and packs."""
+    """Beginnings of prompts that outlive the server: a folder for them; None: none is kept."""
 
     prefix_cache: Path | None = None
     prefix_cache_bytes: int = 8 << 30
-    prefix_pack: Sequence[Path] | None = None
 
     @property
     def is_asked(self) -> bool:
         """True if a prompt's beginning may come from disk."""
-        return self.prefix_cache is not None or bool(self.prefix_pack)
+        return self.prefix_cache is not None
 
     def for_engines(self) -> PrefixSettings | None:
         """The settings of engines, here and on other hosts; None where nothing is asked for."""
         from phasewise.serving.prefix_store.opening import PrefixSettings
 
-        if not self.is_asked:
+        if self.prefix_cache is None:
             return None
-        folder = None if self.prefix_cache is None else str(self.prefix_cache.absolute())
-        packs = tuple(str(path.absolute()) for path in self.prefix_pack or ())
-        return PrefixSettings(folder, self.prefix_cache_bytes, packs)
+        return PrefixSettings(str(self.prefix_cache.absolute()), self.prefix_cache_bytes)
 
 
 @dataclass(frozen=True)

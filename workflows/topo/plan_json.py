@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from phasewise._files import read_input
+from phasewise._json import read_json
 from phasewise.topology import Machine
 from phasewise.tuner.errors import PlanError
 from phasewise.tuner.plans import (
@@ -66,12 +66,12 @@ def read_plans(path: Path, machine: Machine) -> Plans:
     except OSError as error:
         raise PlanError(f"plans {path} cannot be read: {error.strerror or error}") from None
     try:
-        plans = _plans(json.loads(text))
+        plans = _plans(read_json(text))
         for plan in plans.values():
             foreign = sorted(plan.all_cores.difference(machine.tree.cpus))
             if foreign:
                 raise PlanError(f"the {plan.phase} plan names PU {foreign[0]}, which is not there")
-    except (PlanError, ValueError, RecursionError) as error:
+    except (PlanError, ValueError) as error:
         raise PlanError(f"{path}: {error}") from None
     return plans
 

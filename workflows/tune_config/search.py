@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from phasewise._files import read_input
 from phasewise._words import counted, number
 from phasewise.kerneldb.location import MEMORY_URL, Location, locate
 from phasewise.tuner.config.loads import BAND_RULES
@@ -130,7 +131,8 @@ def search(
 def _answers_digest(subject: Subject, wish: Wish) -> str:
     """Digest of all that an evaluator's answers depend on besides machine, model and requests."""
     from phasewise.cython_kernels._native import kernel_abi
+    from phasewise.tuner.config.hidden import MAX_FILE_BYTES
 
-    hidden = wish.hidden_file.read_bytes() if wish.hidden_file else b""
+    hidden = read_input(wish.hidden_file, MAX_FILE_BYTES) if wish.hidden_file else b""
     what = kernel_abi("gemm") if wish.evaluator == "measured" else f"{subject.shape} {subject.machine}"
     return hashlib.sha256(what.encode() + hidden).hexdigest()[:12]

@@ -12,7 +12,12 @@ from phasewise.cli.commands.bench.machine import machine
 from phasewise.cli.commands.bench.run import run
 from phasewise.cli.commands.bench.serve import serve
 
-app = CommandApp(help="Measure speeds and the machine's limits.")
+HELP = """Measure speeds and the machine's limits.
+
+$ phasewise bench run smollm2-135m-instruct
+$ phasewise bench serve http://127.0.0.1:8000 --concurrency 8"""
+
+app = CommandApp(help=HELP)
 for command in (serve, embed, machine, allreduce, kv, kernels):
     app.command(command.__name__)(command)
 app.command("run", cls=LlamaBenchCommand)(run)

@@ -32,6 +32,9 @@ def allreduce(
 ) -> None:
     """Time the all-reduces over shared memory beside plain copying by the same cores, in turns.
 
+    $ phasewise bench allreduce --ranks 2,4
+    $ phasewise bench allreduce --sizes 4K,1M -o csv
+
     One process per rank, pinned to a core of its own. Before each all-reduce every rank writes its message
     anew, which is not timed. GB/s: bytes of one message over the time. Copying: every rank copies one
     message.

@@ -88,10 +88,11 @@ def embed(
 ) -> None:
     """Load an embeddings server, and print texts/s, tokens/s and latencies.
 
-    -c clients each wait for their answer before they send the next request;
-    with --rate requests are sent without waiting, with --daily by a day's
-    curve, each part of which is told by itself. --find searches for the
-    most clients that are all answered within --slo.
+    $ phasewise bench embed http://127.0.0.1:8000 -n 64 -c 8
+    $ phasewise bench embed http://127.0.0.1:8000 --find --slo 1s
+
+    Each of -c clients waits for its answer before it sends the next request; with --rate requests are sent
+    without waiting, with --daily by a day's curve. --find: the most clients that are answered within --slo.
     """
     from phasewise.loadtest.arrivals import RequestPace
     from phasewise.loadtest.client import base_of
@@ -118,7 +119,6 @@ def embed(
     instants_s = [] if curve is None else curve.arrivals_s(day, seed)
     name = model or asyncio.run(find_model(base, api_key))
     target = EmbedTarget(base, name, api_key, encoding=encoding, inputs_each=inputs)
-
     texts = _texts(file, lengths, seed)
 
     async def run(client: EmbedClient) -> dict[str, Any]:

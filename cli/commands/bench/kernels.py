@@ -82,6 +82,9 @@ def kernels(
 ) -> None:
     """Time matrix products beside the machine's limits and beside every peer that is installed, in turns.
 
+    $ phasewise bench kernels --shape llama-3-8b --m 1,64
+    $ phasewise bench kernels --format int4,int8 --shape 4096,4096 --peers none
+
     Peers run under the interpreter that PHASEWISE_PEERS_PYTHON names, or this one. Named shapes:
     smollm2-135m, llama-1.3b, llama-3-8b. A run with --rows may be killed and started again; it
     prints all rows of the grid.

@@ -92,6 +92,9 @@ def kv(
 ) -> None:
     """Replay lengths of requests against KV policies, through the scheduler and the pools, without a model.
 
+    $ phasewise bench kv lognormal:200,0.8/100,0.8
+    $ phasewise bench kv requests.jsonl --policies odma,paged --slots 16384
+
     live/reserved: share of the reserved slots that hold a token, averaged over time.
 
     live/pool: share of all slots that hold a token, averaged over the time in which requests wait.

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 def machine(threads: ThreadsOption = None, as_json: JsonOption = False) -> None:
     """Measure this machine's limits: peak multiply rates and read bandwidth, on one core and on all.
 
+    $ phasewise bench machine
+    $ phasewise bench machine --threads 2 --json
+
     Then reads of memory in pieces, scattered beside in order, on all: where
     scattered ones are nearly as fast, pages of keys and values cost nothing
     (serve: kv_policy = "auto").

@@ -23,7 +23,6 @@ from phasewise.cli.options import (
     KvFormatOption,
     LoraOption,
     SparseOption,
-    TilePromptsOption,
 )
 from phasewise.cli.present import EXIT_INTERRUPTED, note, note_plans, say
 from phasewise.workflows.bench.run_settings import CACHE_TYPES, BenchRunning, BenchTests
@@ -164,13 +163,15 @@ def run(
     weight_format: FormatOption = "native",
     kv_format: KvFormatOption = "auto",
     sparse: SparseOption = "auto",
-    tile_prompts: TilePromptsOption = False,
     arithmetic: ArithmeticOption = "tuned",
     lora: LoraOption = None,
     db: DbOption = None,
     explain: ExplainOption = False,
 ) -> None:
     """Time prefill (-p) and decode (-n) of models. llama-bench's command lines run here too.
+
+    $ phasewise bench run smollm2-135m-instruct
+    $ phasewise bench run model.gguf -p 512 -n 0 -t 1,2 -o csv
 
     Each test is run for every model, number of threads, format of keys and
     values, batch size, number of sequences and depth. The rows have
@@ -193,7 +194,7 @@ def run(
     if not workloads:
         raise typer.BadParameter("nothing to measure: give -p, -n or -pg, and at least one sequence")
     formats = running.kv_formats(kv_format)
-    weights = Weights(weight_format, sparse, tile_prompts=tile_prompts, arithmetic=arithmetic, lora=lora)
+    weights = Weights(weight_format, sparse, arithmetic=arithmetic, lora=lora)
     workloads = [replace(workload, n_adapters=len(lora or ())) for workload in workloads]
     opened_models = []
     for name, cache_format in product(names, formats):

@@ -128,6 +128,9 @@ def serve(
 ) -> None:
     """Load a server of the OpenAI API and measure what its clients see: TTFT, TPOT, ITL, end to end, goodput.
 
+    $ phasewise bench serve http://127.0.0.1:8000 --concurrency 8
+    $ phasewise bench serve http://127.0.0.1:8000 --find-rate --slo tpot=200ms
+
     Without --rate and --trace, --concurrency clients (8) send their next
     request when they have their answer. Failed requests are counted by kind;
     where all have failed, the exit code is 1.

@@ -72,6 +72,9 @@ def provision(
 ) -> None:
     """Find the smallest cluster for a rate, or the fastest one for a budget, that keeps its promises.
 
+    $ phasewise provision lognormal:1500,0.8/30,0.8 --rate 6 --minimise machines
+    $ phasewise provision trace.csv --cost 100 --design mixed:h100,split:h100/h100
+
     With --rate each design's cheapest cluster is found; with --cost or --power its highest rate. Clusters are
     judged by simulation (phasewise simulate): those near the border between numbers of machines that keep
     the promises and numbers that do not, and every neighbour of the answer. Exit code 1 if no design has an

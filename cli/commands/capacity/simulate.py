@@ -62,6 +62,9 @@ def simulate(
 ) -> None:
     """Simulate a cluster: latencies, slowdowns, utilisation, batch sizes and KV transfers of a trace.
 
+    $ phasewise simulate lognormal:1500,0.8/30,0.8 --pools mixed=4*h100 --rate 6
+    $ phasewise simulate trace.csv --pools prompt=3*h100,token=1*h100 --slo table6
+
     Every machine runs the scheduler, KV pool and pacing of phasewise serve; only the time of a step is
     modelled. The same input gives the same output. Machine types a100, h100 and h100-capped are built in;
     a cluster file may describe others. See docs/guide/planning-capacity.md.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from phasewise._words import counted
+from phasewise.cli.commands.chat.answer_lines import WordWrap, speed_line
 from phasewise.cli.commands.chat.prompt_bar import PromptBar
 from phasewise.cli.commands.chat.slash_commands import (
     HELP,
@@ -46,7 +48,13 @@ def chat(
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="system message")] = None,
     n_tokens: Annotated[
         int | None,
-        typer.Option("-n", "--n-tokens", min=1, metavar="N", help="most tokens of an answer"),
+        typer.Option(
+            "-n",
+            "--n-tokens",
+            min=1,
+            metavar="N",
+            help="most tokens of an answer [default: 4096, or until it only repeats itself]",
+        ),
     ] = None,
     context: Annotated[
         int | None, typer.Option(min=32, metavar="N", help="most tokens of the conversation")
@@ -58,6 +66,9 @@ def chat(
     db: DbOption = None,
 ) -> None:
     """Talk to MODEL. /help lists the commands; Ctrl-C ends an answer, Ctrl-D the conversation.
+
+    $ phasewise chat smollm2-135m-instruct
+    $ echo 'Why is the sky blue?' | phasewise chat model.gguf --temperature 0
 
     Answers are sampled as the model's files say. A message of several lines
     stands between two lines of three quotes. Where stdin is no terminal, each
@@ -119,17 +130,22 @@ def _answer(session: ChatSession, message: str, sampling: SamplingChoice, n_toke
     """Stream one answer; Ctrl-C ends it between two tokens and keeps what there is."""
     from phasewise.serving.errors import RequestError
 
+    wrap = WordWrap(shutil.get_terminal_size().columns - 1) if sys.stdout.isatty() else None
     try:
         with _until_interrupted() as is_interrupted, PromptBar() as bar:
             for piece in session.answer(message, sampling, n_tokens, is_interrupted):
                 bar.show(session.progress)
-                write_text(piece)
+                write_text(piece if wrap is None else wrap.shown(piece))
     except RequestError as error:
         note(f"{error}; /clear begins a new one")
         return
-    write_text("\n")
+    write_text("\n" if wrap is None else wrap.rest() + "\n")
     if session.last.finish_reason == "length":
         note(f"cut at {counted(session.last.n_generated, 'token')}")
+    elif session.last.finish_reason is None and not is_interrupted():
+        note("ended, since it only repeats itself: -n N lets it go on for N tokens")
+    if sys.stderr.isatty() and session.last.n_generated:
+        note(speed_line(session.last))
 
 
 @contextlib.contextmanager

@@ -20,7 +20,12 @@ from phasewise.workflows.database.listing import ListedSchedules, Section
 if TYPE_CHECKING:
     from phasewise.kerneldb.records import PlanRecord, PredictorScore
 
-app = CommandApp(help="The tuning database: plans, schedules, measurements.")
+HELP = """The tuning database: plans, schedules, measurements.
+
+$ phasewise db show
+$ phasewise db export --in-use > tuned.jsonl"""
+
+app = CommandApp(help=HELP)
 app.command("export")(db_sharing.export)
 app.command("import")(db_sharing.import_)
 app.command("merge")(db_sharing.merge)
@@ -37,7 +42,11 @@ PhaseName = Literal["prefill", "decode"]
 
 @app.command()
 def path(db: DbOption = None, as_json: JsonOption = False) -> None:
-    """Print the file or URL of the database that the other commands would use."""
+    """Print the file or URL of the database that the other commands would use.
+
+    $ phasewise db path
+    $ phasewise db path --json
+    """
     name, exists = _where(db)
     if as_json:
         print_json({"database": name, "exists": exists})
@@ -59,6 +68,9 @@ def show(
     as_json: JsonOption = False,
 ) -> None:
     """List the service plans, and for each problem the schedule in use, or the best one known.
+
+    $ phasewise db show
+    $ phasewise db show --phase decode --m 1
 
     A summary comes first. Of each kind of schedule the first dozen are
     printed, of predictors' scores the newest dozen; --wide prints all, --json
@@ -113,7 +125,11 @@ def _contents(
 
 @app.command()
 def stats(db: DbOption = None, as_json: JsonOption = False) -> None:
-    """Count the rows by table, machine and build of the kernels; say the file's size and its schema."""
+    """Count the rows by table, machine and build of the kernels; say the file's size and its schema.
+
+    $ phasewise db stats
+    $ phasewise db stats --db other.db
+    """
     name, exists = _where(db)
     fields: dict[str, Any] = {"database": name, "exists": False}
     if exists is False:
@@ -133,6 +149,9 @@ def stats(db: DbOption = None, as_json: JsonOption = False) -> None:
 @app.command()
 def upgrade(db: DbOption = None, as_json: JsonOption = False) -> None:
     """Bring the database to this program's schema, creating it if there is none.
+
+    $ phasewise db upgrade
+    $ phasewise db upgrade --db new.db
 
     A file is upgraded by any command that opens it, and copied to
     NAME.before-upgrade before. A server's database is upgraded by this command
@@ -188,6 +207,9 @@ def set_plan(
     as_json: JsonOption = False,
 ) -> None:
     """Append a plan for one phase of MODEL on this machine; from now on it is the one in use.
+
+    $ phasewise db set-plan model.gguf --phase decode --cores 0-3
+    $ phasewise db set-plan model.gguf --phase prefill --cores 0-3 --cores 4-7
 
     With --from N only the cores for N sequences and more change; those of more bands than that go.
     A MODEL that is not known here is refused: no server would look its plan up.

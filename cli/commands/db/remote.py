@@ -74,6 +74,9 @@ def push(
 ) -> None:
     """Add this database's rows to REMOTE, a bundle for each kind of core, and print what to pin.
 
+    $ phasewise db push fleet --dry-run
+    $ phasewise db push fleet --sign ~/.ssh/id_ed25519 --allowed-signers signers
+
     A signature vouches for the whole index: where REMOTE has one already, it is
     checked by --digest or --allowed-signers first. Rows whose names hold this
     host's, the user's or a path stay here.
@@ -131,6 +134,9 @@ def pull(
     as_json: JsonOption = False,
 ) -> None:
     """Import what REMOTE has for cores like these, unverified: schedules wait for `db verify`.
+
+    $ phasewise db pull fleet --allowed-signers signers
+    $ phasewise db pull https://example.org/fleet --allowed-signers signers --all
 
     It is believed by --digest or --allowed-signers, and refused whole, in one
     line, where anything in it was changed, is too large or makes no sense.

@@ -72,6 +72,9 @@ def export(
 ) -> None:
     """Print all schedules, their timings and promotions, and plans, as JSON lines, to be shared.
 
+    $ phasewise db export > tuned.jsonl
+    $ phasewise db export --in-use --signature here --no-plans > winners.jsonl
+
     Scores of length predictors are among them. The same rows give the same
     bytes. There are no host names in it. Plans name places of the topology, so
     that they fit like machines whose cores have other numbers.
@@ -119,6 +122,9 @@ def import_(
 ) -> None:
     """Add the rows of FILE that are not there yet, unverified: unused until `db verify` measures them.
 
+    $ phasewise db import tuned.jsonl
+    $ phasewise db import - --db other.db < tuned.jsonl
+
     A damaged line, or one that no kernel could run, is refused and reported; the other lines are imported.
     The exit code is 1 if any line was refused.
     """
@@ -132,6 +138,9 @@ def import_(
 
 def merge(other: OtherArgument, db: DbOption = None, as_json: JsonOption = False) -> None:
     """Add the timings and promotions of another database that are not in this one yet, unverified.
+
+    $ phasewise db merge other.db
+    $ phasewise db merge tuned.jsonl --json
 
     Its scores of predictors come too, and its step times: `tune-config
     --evaluator recorded` replays them.
@@ -160,6 +169,9 @@ def _print_imported(imported: Imported, as_json: bool) -> None:
 
 def diff(other: OtherArgument, db: DbOption = None, as_json: JsonOption = False) -> None:
     """Compare what this and another database prefer: schedules, plans, storages, users' kernels.
+
+    $ phasewise db diff other.db
+    $ phasewise db diff tuned.jsonl --json
 
     Scores of predictors too. Of step times it compares which steps were timed.
     The exit code is 1 if they differ.
@@ -202,6 +214,9 @@ def verify(
     as_json: JsonOption = False,
 ) -> None:
     """Measure the best imported schedules on this machine, and use those that are proven faster.
+
+    $ phasewise db verify
+    $ phasewise db verify --top 1
 
     The rule is that of `tune-kernels`: in pairs of timings against what is in
     use here, the interval of the gain must lie above 1. Where it holds 1 and is
@@ -253,6 +268,9 @@ def gc(
     as_json: JsonOption = False,
 ) -> None:
     """Delete the rows of earlier builds of this machine's kernels; with --keep summarise slow schedules.
+
+    $ phasewise db gc --dry-run
+    $ phasewise db gc --keep 4
 
     A build whose winners wait to be timed again by `tune-kernels` stays, and is
     told. Of what was imported, the newest winner of a product stays as a hint.

@@ -46,6 +46,9 @@ def doctor(
 ) -> None:
     """Find what keeps this host from its limit: quotas, clocks, pages, placement, unused instruction sets.
 
+    $ phasewise doctor
+    $ phasewise doctor --decode smollm2-135m-instruct
+
     Each finding has its evidence (file and value), what it means, and a remedy; the severest come first.
     Nothing is changed. The exit code is 0 whatever is found, unless --strict is given. With --bits, which
     takes a minute at most, it is 1 if any bit is wrong: the build is broken, or a core is.

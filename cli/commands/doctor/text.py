@@ -123,7 +123,7 @@ def _reads_fields(reads: PieceReads) -> dict[str, Any]:
 _REFERENCE = {
     True: "the reference build's, so that timings of released wheels are for them",
     False: "not the reference build's, so that timings of released wheels are hints here, timed first",
-    None: "of a checkout, which does not know the names of the reference build's",
+    None: "built in a checkout, which has no list of the reference build's to compare them with",
 }
 
 

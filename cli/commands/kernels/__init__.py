@@ -15,7 +15,12 @@ from phasewise.cli.command_app import CommandApp
 from phasewise.cli.options import DbOption, DefineOption, IncludeOption, JsonOption
 from phasewise.cli.present import note, print_json, say, write_target
 
-app = CommandApp(help="Kernels written in C: raise, lower, check, emit, install.")
+HELP = """Kernels written in C: raise, lower, check, emit, install.
+
+$ phasewise kernels raise dot.c --function dot_f32 -o dot.kir
+$ phasewise kernels check dot.kir --against dot.c"""
+
+app = CommandApp(help=HELP)
 
 SourceArgument = Annotated[Path, typer.Argument(metavar="FILE.c", help="C file with intrinsics")]
 KernelArgument = Annotated[
@@ -50,6 +55,9 @@ def raise_(
 ) -> None:
     """Raise a C function to the text of the high level.
 
+    $ phasewise kernels raise dot.c --function dot_f32
+    $ phasewise kernels raise dot.c --function dot_f32 --tunable -o dot.kir
+
     What is outside the supported C is refused with its file, line and name. Comment lines in FILE.c such as
     `@arg x count=n low=-1 high=1` describe the arguments to `check` and `tune-kernels`.
     """
@@ -67,7 +75,11 @@ def lower(
     output: OutOption = None,
     settings: SetOption = None,
 ) -> None:
-    """Lower a kernel's text to C for an instruction set."""
+    """Lower a kernel's text to C for an instruction set.
+
+    $ phasewise kernels lower dot.kir --isa avx512
+    $ phasewise kernels lower dot.kir --isa neon --set UNROLL=2 -o dot.c
+    """
     from phasewise.workflows.user_kernels.files import lowered
 
     _put(lowered(kernel, isa, parse_settings(settings)), output)
@@ -93,8 +105,11 @@ def check(
 ) -> None:
     """Compare a kernel's results with its original's, on drawn arguments.
 
-    Each argument lies between two pages of memory that stop whoever touches
-    them. Bits must be equal; where the text says `reassociate()`, differences
+    $ phasewise kernels check dot.kir --against dot.c
+    $ phasewise kernels check dot.kir --against dot.c --isa avx2 --cases 100
+
+    Each argument lies between two pages of memory that no access survives.
+    Bits must be equal; where the text says `reassociate()`, differences
     must stay below the bound that is printed. Everything runs in processes
     with limits. NEON runs under qemu-aarch64 where this machine is no Arm.
     """
@@ -125,6 +140,9 @@ def emit(
     db: DbOption = None,
 ) -> None:
     """Write one C file with the tuned variants and a choice among them by shape. It builds without phasewise.
+
+    $ phasewise kernels emit dot.kir -o dot.c --header dot.h
+    $ phasewise kernels emit dot.kir --against original.c
 
     The parameters come from the database, where `tune-kernels --kernel` put them for this very text and
     machine.
@@ -162,6 +180,9 @@ def install(
 ) -> None:
     """Let the engine compute with a kernel of your own.
 
+    $ phasewise kernels install norm.kir --slot rms_norm
+    $ phasewise kernels install norm.kir --slot rms_norm --length 2048
+
     It is compiled here, with the parameters that `tune-kernels --kernel` found
     or those of --set. It has to give the bits of the built-in function, at
     every length and for every kind of number, in a process with limits; then
@@ -197,7 +218,11 @@ def remove(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Compute with the built-in function again, from the next start on."""
+    """Compute with the built-in function again, from the next start on.
+
+    $ phasewise kernels remove norm
+    $ phasewise kernels remove --slot rms_norm
+    """
     from phasewise.cli.commands.kernels.text import slot_fields
     from phasewise.workflows.user_kernels.slots import remove
 
@@ -212,7 +237,11 @@ def remove(
 
 @app.command("list")
 def list_(db: DbOption = None, as_json: JsonOption = False) -> None:
-    """List the kernels that the database has parameters for, and those that are installed."""
+    """List the kernels that the database has parameters for, and those that are installed.
+
+    $ phasewise kernels list
+    $ phasewise kernels list --json
+    """
     from phasewise.cli.commands.kernels.text import listed_fields, listed_text, slot_fields, slot_text
     from phasewise.cython_kernels.user_slots.installed import installed_slots
     from phasewise.kerneldb.store import open_store
@@ -237,7 +266,11 @@ def show(
     db: DbOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the parameters in use for each shape of a kernel, and what they gained."""
+    """Show the parameters in use for each shape of a kernel, and what they gained.
+
+    $ phasewise kernels show dot_f32
+    $ phasewise kernels show dot_f32 --json
+    """
     from phasewise.cli.commands.kernels.text import shown_fields, shown_text
     from phasewise.ir.errors import UserKernelError
     from phasewise.kerneldb.store import open_store

@@ -18,7 +18,12 @@ if TYPE_CHECKING:
     from phasewise.serving.loaders.inspection import Inspection, WeightDensity
     from phasewise.serving.models.packed_model import ModelConfig
 
-app = CommandApp(help="Fetch models, list and remove them, look inside one.")
+HELP = """Fetch models, list and remove them, look inside one.
+
+$ phasewise models list
+$ phasewise models inspect model.gguf"""
+
+app = CommandApp(help=HELP)
 
 LABEL_COLUMNS = 16
 NAME_COLUMNS = 22
@@ -36,7 +41,10 @@ def pull(
     ],
     as_json: JsonOption = False,
 ) -> None:
-    """Fetch MODEL into the cache and print where it lies. What is there and whole is kept.
+    """Fetch MODEL into the cache and print its path. A whole copy that is there is kept.
+
+    $ phasewise pull smollm2-135m-instruct
+    $ phasewise pull org/name-GGUF:Q4_K_M
 
     An interrupted download goes on where it ended. Sizes and digests are checked.
     """
@@ -61,7 +69,11 @@ def pull(
 
 @app.command("list")
 def list_models(as_json: JsonOption = False) -> None:
-    """List the known models, those that are here, and what is packed from them and others."""
+    """List the known models, those that are here, and what is packed from them and others.
+
+    $ phasewise models list
+    $ phasewise models list --json
+    """
     from phasewise.serving.loaders.fetching.resolve import cache_root
     from phasewise.serving.loaders.inspection import known_models, packed_models, stored
 
@@ -88,7 +100,11 @@ def remove(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Remove a fetched MODEL and what is packed from it. Files of your own are never removed."""
+    """Remove a fetched MODEL and what is packed from it. Files of your own are never removed.
+
+    $ phasewise models rm smollm2-135m-instruct
+    $ phasewise models rm model.gguf --packed
+    """
     from phasewise.serving.loaders.fetching import cache
     from phasewise.serving.loaders.fetching.resolve import cache_root
 
@@ -106,7 +122,11 @@ def prune(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Remove what no start will use: packed files without their model, parts of downloads, left-overs."""
+    """Remove what no start will use: packed files without their model, parts of downloads, left-overs.
+
+    $ phasewise models prune --dry-run
+    $ phasewise models prune --packed
+    """
     from phasewise.serving.loaders.fetching import cache
     from phasewise.serving.loaders.fetching.resolve import cache_root
 
@@ -133,6 +153,9 @@ def inspect(
     as_json: JsonOption = False,
 ) -> None:
     """Show the shape of MODEL, its tensors by type, and the memory that each weight format takes.
+
+    $ phasewise models inspect smollm2-135m-instruct
+    $ phasewise models inspect model.gguf --density --format int8
 
     With --density, for each weight under --format: the share of its numbers
     that are not zero, its bytes stored dense and sparse, and from which share

@@ -14,7 +14,12 @@ from phasewise.cli.options import DbOption, FormatOption, JsonOption, ModelArgum
 from phasewise.cli.present import check_target, note, owns_stdout, print_json, read_stdin, say
 from phasewise.workflows.predict_len.settings import TIMED_CALLS, CollectWish, EvalWish
 
-app = CommandApp(help="Predict how long answers will be.")
+HELP = """Predict how long answers will be.
+
+$ phasewise predict-len train log.jsonl
+$ phasewise predict-len predict model.gguf -p 'Write a poem.'"""
+
+app = CommandApp(help=HELP)
 
 LogsArgument = Annotated[
     list[Path],
@@ -99,6 +104,9 @@ def collect(
 ) -> None:
     """Have MODEL answer prompts, and append to a log how long the answers became.
 
+    $ phasewise predict-len collect model.gguf prompts.txt -o log.jsonl
+    $ phasewise predict-len collect model.gguf prompts.jsonl -o log --limit 200
+
     Each answer is logged as soon as it has ended. Interrupted, the same
     command goes on with the prompts that have no answer yet. `serve
     --length-log` writes the same log of real requests.
@@ -136,7 +144,11 @@ def train_command(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Train a predictor of the lengths that logs hold, and keep it for `serve --predictor auto`."""
+    """Train a predictor of the lengths that logs hold, and keep it for `serve --predictor auto`.
+
+    $ phasewise predict-len train log.jsonl
+    $ phasewise predict-len train log.jsonl -o lengths.safetensors --split 0.2
+    """
     from phasewise.cli.commands.predict_len.text import epoch_line, fit_line
     from phasewise.tuner.predictor.encoded import learnt_too_little, train_encoded
     from phasewise.tuner.predictor.facts import held_out
@@ -176,6 +188,9 @@ def train_command(
 @spread(wish=_EVAL)
 def evaluate(logs: LogsArgument, wish: EvalWish, as_json: JsonOption = False) -> None:
     """Judge predictors by answers to prompts that they did not learn from.
+
+    $ phasewise predict-len eval log.jsonl
+    $ phasewise predict-len eval new.jsonl --predictor lengths.safetensors
 
     Three ways to choose the size of a request's KV block are compared, as
     each would be used, and once more at the same mean size. Ours predicts a
@@ -222,7 +237,11 @@ def predict(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Predict how long MODEL's answer to a message will be."""
+    """Predict how long MODEL's answer to a message will be.
+
+    $ phasewise predict-len predict model.gguf -p 'Write a poem.'
+    $ phasewise predict-len predict model.gguf -p - --json < question.txt
+    """
     from phasewise.workflows.predict_len.judge import predict_length
 
     message = read_stdin() if prompt == "-" else prompt

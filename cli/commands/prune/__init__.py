@@ -65,6 +65,9 @@ def prune(
 ) -> None:
     """Set a share of MODEL's weights to zero and write a Hugging Face directory.
 
+    $ phasewise prune smollm2-135m-instruct -o pruned --sparsity 0.6
+    $ phasewise prune model -o pruned --method wanda --calibration text.txt
+
     The weights of its linear layers are read as bf16. The directory appears
     when it is whole; the same arguments give the same bytes.
     """

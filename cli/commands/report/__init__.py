@@ -32,7 +32,10 @@ def report(
     db: DbOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Tell what tuning is worth, and write a page of what is known of this machine.
+    """Print what tuning gained, and write a page about this machine.
+
+    $ phasewise report
+    $ phasewise report -o machine.html --no-measure
 
     Printed: gains over the default schedules with their intervals, by kind of
     machine, format and rows; a whole model's tokens/s before and after, where

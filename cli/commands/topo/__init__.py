@@ -70,6 +70,9 @@ def topo(
 ) -> None:
     """Show the machine: packages, memory, caches, cores and PUs, and what of it may be used.
 
+    $ phasewise topo
+    $ phasewise topo --plan smollm2-135m-instruct
+
     Other views: --trees, --tree, --plan, --plan-file. --probe measures what cores share.
     """
     _check_one_view(trees, notation, plan, plan_file, probe)

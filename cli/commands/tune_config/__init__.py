@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -61,16 +60,16 @@ _SETTINGS = option_set(
     ),
     slo=opt("with goodput: latencies that a request must keep to count", metavar="ttft=MS,tpot=MS"),
     concurrency=opt(
-        "sequences that decode together; of several, e.g. 1,8,32, decode gets cores for each, in use from"
-        " that many on",
+        "sequences that decode together; for a list, e.g. 1,8,32, decode gets cores for each number, in use"
+        " from that number on",
         kind=str,
         metavar="N[,N..]",
         parser=parse_numbers,
         written="1",
     ),
     budget_s=opt(
-        "wall clock of the command, e.g. 90s, 15m, 1h; what has begun then is ended: reading and packing the"
-        " model, and the timing of one plan",
+        "time that the command may take, e.g. 90s, 15m, 1h; work in progress is finished: reading and packing"
+        " the model, and the timing of one plan",
         "--budget",
         metavar="TIME",
         parser=parse_budget,
@@ -109,24 +108,19 @@ def tune_config(
             "no search unless --no-resume, or an --evaluator that stores none, asks for it"
         ),
     ] = None,
-    rehearse: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="LOG",
-            help="in place of a search: the last hour of a server's --length-log, or of a trace with "
-            "arrivals, simulated under other settings of the server",
-        ),
-    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="show what would be searched; measure nothing")
     ] = False,
     verbose: Annotated[
         bool,
-        typer.Option("--verbose", help="also tell the trees of the search (words: docs/guide/glossary.md)"),
+        typer.Option("--verbose", help="also print the trees of the search (terms: docs/guide/glossary.md)"),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Find on which cores, and in how many ranks, each phase runs best.
+
+    $ phasewise tune-config smollm2-135m-instruct
+    $ phasewise tune-config model.gguf --lengths fixed:512/64 --concurrency 1,8
 
     A configuration is a choice of cores and ranks (processes that share a
     model's weights). Those that the machine's tree of cores and caches allows
@@ -139,20 +133,11 @@ def tune_config(
 
     With --evaluator modelled nothing is timed or stored: --machine may
     describe hardware that is not here, and MODEL may be a lone config.json.
-
-    With --rehearse LOG no plan is searched: drafts by lookup and their
-    length, pools, promised time per token, KV policy, largest step and stored
-    or default plans are tried on simulated time with this machine's step
-    times, the best is proposed with its gain, and one run of the real engine
-    checks that gain.
     """
     started_s = time.monotonic()
     from phasewise.workflows.tune_config.subject import check_weights, open_subject, wish_of
 
     wish = wish_of(model, settings)
-    if rehearse is not None:
-        _rehearse(rehearse, wish, started_s, as_json)
-        return
     if emit is not None and wish.resume and not dry_run and _emit_stored(wish, emit, as_json):
         return
     check_weights(wish)
@@ -166,21 +151,6 @@ def tune_config(
     _print_found(result, emit, as_json, verbose=verbose)
     if result.end == "interrupted":
         raise typer.Exit(EXIT_INTERRUPTED)
-
-
-def _rehearse(log: Path, wish: Wish, started_s: float, as_json: bool) -> None:
-    from phasewise.cli.commands.tune_config.rehearsal_text import rehearsal_text
-    from phasewise.tuner.measurement_lock import user_lock
-    from phasewise.workflows.rehearse.json import rehearsal_fields
-    from phasewise.workflows.rehearse.run import rehearse
-    from phasewise.workflows.tune_config.subject import check_weights
-
-    check_weights(wish)
-    rehearsal = rehearse(log, wish, started_s, user_lock(note), note)
-    if as_json:
-        print_json(rehearsal_fields(rehearsal))
-    else:
-        say(rehearsal_text(rehearsal))
 
 
 def _run(wish: Wish, subject: Subject, started_s: float, *, verbose: bool) -> Found:

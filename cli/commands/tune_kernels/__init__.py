@@ -80,7 +80,7 @@ BudgetOption = Annotated[
     str,
     typer.Option(
         metavar="TIME",
-        help="wall clock of the command, e.g. 90s, 10m, 1h; what has begun then is ended: a batch of"
+        help="time that the command may take, e.g. 90s, 10m, 1h; work in progress is finished: a batch of"
         " timings, and the comparison of the whole model",
     ),
 ]
@@ -135,6 +135,9 @@ def tune_kernels(
     as_json: JsonOption = False,
 ) -> None:
     """Tune the products of MODEL, or of --shapes, on this machine.
+
+    $ phasewise tune-kernels smollm2-135m-instruct
+    $ phasewise tune-kernels model.gguf --phase decode --budget 2m
 
     Schedules that won elsewhere are timed first, for a minute at most: those
     of an earlier release or another compiler, imported ones, and those that

@@ -157,4 +157,6 @@ def placed(template: str, texts: Mapping[str, str]) -> str:
 
 
 def too_long(index: int, n_tokens: int, most: int) -> ContextLengthExceeded:
-    return ContextLengthExceeded.beyond(most, f", but input {index} has {n_tokens}", "input")
+    return ContextLengthExceeded.beyond(
+        most, f", but input {index} has {n_tokens}", "input", (n_tokens, most)
+    )

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 from phasewise.serving.engine.messages import Answer, DraftCounts, Evidence, Failure, Progress, Submit
 from phasewise.serving.engine.receipts import FinishReason
+from phasewise.serving.http.answers.as_asked import CustomCall
 from phasewise.serving.http.answers.scoring import NOT_SCORED, Echo, Scoring, text_offsets
 from phasewise.serving.http.errors import ApiError
 from phasewise.serving.http.http_settings import RequestFacts, ServedModel
@@ -146,6 +147,8 @@ class Reply:
     """The form in which it is written out; None: as choices of a completion or a chat."""
     receipt: Callable[[Submit, Evidence, FinishReason], Json] | None = None
     """Makes and keeps the receipt of a choice that has ended; None where none is asked for."""
+    clamped: int | None = None
+    """The tokens that there is room for, where an answer of more was asked for."""
 
     def with_receipt(self, index: int, said: Json, ended: Answer | Choice) -> Json:
         """The choice as it is said, and its receipt where it has ended and shall have one."""
@@ -206,10 +209,13 @@ class _ReadChoice:
                     said["reasoning_content"] = said.get("reasoning_content", "") + thought
                 case Text(text=words):
                     said["content"] = said.get("content", "") + words
+                case CustomCall(name=name, arguments=given):
+                    custom = {"name": name, "input": given}
+                    said.setdefault("tool_calls", []).append(self._called("custom", custom))
                 case Call(name=name, arguments=arguments):
-                    said.setdefault("tool_calls", []).append(self._called(name, arguments))
+                    said.setdefault("tool_calls", []).append(self._function(name, arguments))
                 case Begun(name=name):
-                    said.setdefault("tool_calls", []).append(self._called(name, ""))
+                    said.setdefault("tool_calls", []).append(self._function(name, ""))
                 case Piece(text=piece):
                     self._add_arguments(said.setdefault("tool_calls", []), piece)
         return said
@@ -218,14 +224,12 @@ class _ReadChoice:
         """Why the choice ended: with calls, where it ended by itself and has some."""
         return "tool_calls" if reason == "stop" and self._n_calls else reason
 
-    def _called(self, name: str, arguments: str) -> Json:
+    def _function(self, name: str, arguments: str) -> Json:
+        return self._called("function", {"name": name, "arguments": arguments})
+
+    def _called(self, kind: str, called: Json) -> Json:
         self._n_calls += 1
-        return {
-            "index": self._n_calls - 1,
-            "id": self._call_id(),
-            "type": "function",
-            "function": {"name": name, "arguments": arguments},
-        }
+        return {"index": self._n_calls - 1, "id": self._call_id(), "type": kind, kind: called}
 
     def _add_arguments(self, calls: list[Json], piece: str) -> None:
         """To the call that has begun last, which another delta may have begun."""

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from phasewise.serving.engine.messages import Answer
+from phasewise.serving.http.answers.as_asked import CustomCall
 from phasewise.serving.http.answers.openai_objects import Choice, Json
 from phasewise.serving.http.answers.part_events import KnownBefore, PartEvents
 from phasewise.serving.http.answers.sse_events import encode
 from phasewise.serving.http.errors import ApiError
-from phasewise.serving.http.requests.response_schemas import ResponsesRequest
+from phasewise.serving.http.requests.chat_schemas import INPUT
+from phasewise.serving.http.requests.response_schemas import ResponsesRequest, flat_name
 from phasewise.serving.tools.parts import Begun, Call, Part, Piece, Reasoning, Text
 
 _ARGUMENTS = "response.function_call_arguments"
+_INPUT = "response.custom_tool_call_input"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +35,8 @@ class Responding(KnownBefore):
     system_fingerprint: str | None
     count: Callable[[str], int]
     keep: Callable[[Json, str], None]
+    namespaces: Mapping[str, tuple[str, str]]
+    """The namespace and own name of each function that has one."""
 
     def call_id(self) -> str:
         return self.reading.call_id() if self.reading else f"call_{uuid.uuid4().hex[:24]}"
@@ -38,13 +44,18 @@ class Responding(KnownBefore):
 
 @dataclass
 class _Item:
-    """One item of the output. `kind`: what its text is."""
+    """One item of the output. `kind`: what its text is. `called`: the fields that name what it calls."""
 
     kind: type[Part]
     item_id: str
     call_id: str = ""
     name: str = ""
     text: str = ""
+    namespace: str | None = None
+
+    @property
+    def calls(self) -> bool:
+        return issubclass(self.kind, Call)
 
     def to_json(self, status: str) -> Json:
         if self.kind is Reasoning:
@@ -56,13 +67,15 @@ class _Item:
                 "content": content,
                 "status": status,
             }
-        if self.kind is Call:
+        if self.calls:
+            is_custom, text = self.kind is CustomCall, "" if status == "in_progress" else self.text
             return {
                 "id": self.item_id,
-                "type": "function_call",
+                "type": "custom_tool_call" if is_custom else "function_call",
                 "call_id": self.call_id,
                 "name": self.name,
-                "arguments": self.text if status != "in_progress" else "",
+                **({} if self.namespace is None else {"namespace": self.namespace}),
+                "input" if is_custom else "arguments": text,
                 "status": status,
             }
         content = [_text_part(self.text)] if status != "in_progress" else []
@@ -74,22 +87,28 @@ class _Item:
             "status": status,
         }
 
+    def as_called(self) -> Json:
+        """The call in a message of a chat."""
+        name = flat_name(self.namespace, self.name)
+        text = json.dumps({INPUT: self.text}) if self.kind is CustomCall else self.text
+        return {"id": self.call_id, "type": "function", "function": {"name": name, "arguments": text}}
+
 
 @dataclass
 class _Output:
     """The output so far, of parts in their order; adjacent text is one item."""
 
-    call_id: Callable[[], str]
+    facts: Responding
     items: list[_Item] = field(default_factory=list)
 
     def add(self, part: Part) -> tuple[_Item, bool]:
         """The item that the part belongs to, and whether it is new."""
         if isinstance(part, Call):
-            item = self._begin(part.name)
+            item = self._begin(type(part), part.name)
             item.text = part.arguments
             return item, True
         if isinstance(part, Begun):
-            return self._begin(part.name), True
+            return self._begin(Call, part.name), True
         last = self.items[-1] if self.items else None
         if last is not None and (isinstance(part, Piece) or last.kind is type(part)):
             last.text += part.text
@@ -99,8 +118,11 @@ class _Output:
         self.items.append(item)
         return item, True
 
-    def _begin(self, name: str) -> _Item:
-        item = _Item(Call, f"fc_{uuid.uuid4().hex}", self.call_id(), name)
+    def _begin(self, kind: type[Call], name: str) -> _Item:
+        prefix = "ctc" if kind is CustomCall else "fc"
+        namespace, own = self.facts.namespaces.get(name, (None, name))
+        item_id = f"{prefix}_{uuid.uuid4().hex}"
+        item = _Item(kind, item_id, self.facts.call_id(), own, namespace=namespace)
         self.items.append(item)
         return item
 
@@ -109,11 +131,7 @@ class _Output:
         out: Json = {"role": "assistant", "content": self._joined(Text)}
         if thought := self._joined(Reasoning):
             out["reasoning_content"] = thought
-        calls = [
-            {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": item.text}}
-            for item in self.items
-            if item.kind is Call
-        ]
+        calls = [item.as_called() for item in self.items if item.calls]
         return {**out, "tool_calls": calls} if calls else out
 
     def reasoning(self) -> str:
@@ -126,7 +144,7 @@ class _Output:
 def whole(responding: Responding, choices: Sequence[Choice]) -> bytes:
     """The response as one object."""
     (choice,) = choices
-    output = _Output(responding.call_id)
+    output = _Output(responding)
     for part in responding.parts(choice):
         output.add(part)
     written = encode(_Response(responding).ended(output, choice))
@@ -141,7 +159,7 @@ class ResponseEvents(PartEvents):
         super().__init__(responding)
         self._responding = responding
         self._response = _Response(responding)
-        self._output = _Output(responding.call_id)
+        self._output = _Output(responding)
         self._n_events = 0
         self._open: _Item | None = None
 
@@ -177,9 +195,11 @@ class ResponseEvents(PartEvents):
             place = len(self._output.items) - 1
             added = item.to_json("in_progress")
             out.append(self._event("response.output_item.added", output_index=place, item=added))
-            if item.kind is not Call:
+            if not item.calls:
                 out.append(self._event("response.content_part.added", **self._place(), part=_part(item, "")))
         match part:
+            case CustomCall(arguments=given):
+                out.append(self._event(f"{_INPUT}.delta", **self._called_at(item), delta=given))
             case Call(arguments=piece) | Piece(text=piece):
                 out.append(self._event(f"{_ARGUMENTS}.delta", **self._called_at(item), delta=piece))
             case Reasoning():
@@ -199,12 +219,14 @@ class ResponseEvents(PartEvents):
             out.append(
                 self._event("response.output_text.done", **self._place(item), text=item.text, logprobs=[])
             )
+        if item.kind is CustomCall:
+            out.append(self._event(f"{_INPUT}.done", **self._called_at(item), input=item.text))
         if item.kind is Call:
             where = self._called_at(item)
             out.append(self._event(f"{_ARGUMENTS}.done", **where, name=item.name, arguments=item.text))
         if item.kind is Reasoning:
             out.append(self._event("response.reasoning_text.done", **self._place(item), text=item.text))
-        if item.kind is not Call:
+        if not item.calls:
             out.append(
                 self._event("response.content_part.done", **self._place(item), part=_part(item, item.text))
             )
@@ -249,7 +271,10 @@ class _Response:
             "top_p": responding.sampling["top_p"],
             "text": {"format": {"type": "text"}} | given.get("text", {}),
             "tool_choice": given.get("tool_choice", "auto"),
-            "tools": [{"parameters": None, "strict": False, **tool} for tool in given.get("tools", ())],
+            "tools": [
+                {"parameters": None, "strict": False, **tool} if tool["type"] == "function" else tool
+                for tool in given.get("tools", ())
+            ],
             "truncation": body.truncation or "disabled",
             "error": None,
             "incomplete_details": None,

@@ -260,7 +260,8 @@ class ModelShelf:
         line = " ".join(f"the model {name} could not be loaded: {told}".split())
         self.counts.failures += 1
         self._report(line)
-        failure = ApiError(500, line, param="model", code="model_not_loaded")
+        again_s = math.ceil(FAILED_S)
+        failure = ApiError(503, line, param="model", code="model_not_loaded", retry_after_s=again_s)
         self._failed[name] = (time.monotonic() + FAILED_S, failure)
         for waiter in self._waiting.pop(name, []):
             if not waiter.done():

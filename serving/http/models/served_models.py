@@ -91,7 +91,7 @@ class KeptModels:
 
     async def listed(self) -> Sequence[ListedModel]:
         return [
-            ListedModel(model.model_id, model.names, model.created_s, 0, None, model)
+            ListedModel(model.model_id, model.names, model.created_s, model.facts.n_bytes, None, model)
             for model in self._models
         ]
 

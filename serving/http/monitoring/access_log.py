@@ -10,7 +10,7 @@ import json
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -34,6 +34,7 @@ _QUIET_PATHS = frozenset({"/health", "/ready", "/metrics", "/live"})
 """Asked for again and again: only in a log of level debug."""
 _TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 """W3C's Trace Context, version 00."""
+_MOST_NAMED = 16
 _GIVEN_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 
@@ -101,6 +102,13 @@ def record_of(scope: Scope) -> Record | None:
     """The record of a request; None where the application is called without the layer that makes one."""
     record: Record | None = scope.get(_RECORD)
     return record
+
+
+def note_ignored(scope: Scope, names: Iterable[str]) -> None:
+    """Have the log and the answer's header name what its body has and this server does not read."""
+    record = record_of(scope)
+    if record is not None:
+        record.ignored = tuple(sorted({*record.ignored, *names})[:_MOST_NAMED])
 
 
 def trace_of(scope: Scope) -> str:
@@ -203,7 +211,10 @@ class NameRequests:
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = refused_status(scope) or message["status"]
-                MutableHeaders(raw=message["headers"]).append("X-Request-Id", request_id)
+                headers = MutableHeaders(raw=message["headers"])
+                headers.append("X-Request-Id", request_id)
+                if record.ignored:
+                    headers.append("X-Ignored-Fields", ",".join(record.ignored))
             await send(message)
 
         try:

@@ -60,6 +60,7 @@ class Gauges:
     n_requests_rerun: Callable[[], int] = lambda: 0
     n_answers_continued: Callable[[], int] = lambda: 0
     n_core_moves: Callable[[], int] = lambda: 0
+    n_without_database: Callable[[], int] = lambda: 0
     threads: Callable[[], Mapping[str, int]] = dict
     """Threads of each phase, as they run now; nothing where instances compute."""
     n_lengths_lost: Callable[[], int] = lambda: 0
@@ -248,6 +249,8 @@ class _Read(Collector):
         yield _count("requests_rerun", "requests run again from their beginning", gauges.n_requests_rerun())
         continued = gauges.n_answers_continued()
         yield _count("answers_continued", "begun answers that went on after a loss", continued)
+        without = "starts, of instances too, that went on without the tuning database"
+        yield _count("starts_without_database", without, gauges.n_without_database())
         yield from _threads(gauges)
         yield _gauge("python_blocks", "blocks of memory that Python has given out", sys.getallocatedblocks())
         malloc_bytes = malloc_bytes_in_use()

@@ -106,11 +106,12 @@ async function answer() {
       }
       const choice = event.choices[0];
       if (choice) {
-        if (!first) {
+        // The answer begins with its first text: an event without any comes before the prompt is computed.
+        if (!first && (choice.delta.content || choice.delta.reasoning_content)) {
           progress(null);
           byId("status").textContent = "";
+          first = performance.now();
         }
-        first = first || performance.now();
         said.content += choice.delta.content || "";
         said.thought += choice.delta.reasoning_content || "";
         reason = choice.finish_reason || reason;
@@ -119,8 +120,9 @@ async function answer() {
       if (event.usage) status(event.usage, began, first, reason);
     }
   } catch (error) {
-    if (error.name === "AbortError") byId("status").textContent = "stopped";
-    else failed(error.message);
+    const isStopped = error.name === "AbortError";
+    byId("status").textContent = isStopped ? "stopped" : "";
+    if (!isStopped) failed(`${error.message}. Regenerate asks again.`);
   }
   running = null;
   progress(null);
@@ -146,6 +148,7 @@ function progress(prompt) {
 }
 
 function status(usage, began, first, reason) {
+  first = first || performance.now();
   const seconds = (performance.now() - first) / 1000;
   const rate = usage.completion_tokens > 1 ? (usage.completion_tokens - 1) / seconds : 0;
   const cut = reason === "length" ? ", cut at the limit of tokens" : "";

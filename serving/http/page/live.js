@@ -26,7 +26,7 @@ async function tick() {
     try {
       draw(await (await ask("/live")).json());
     } catch (error) {
-      byId("live-state").textContent = `no answer: ${error.message}`;
+      byId("live-state").textContent = error.message;
       last = null;
     }
   }
@@ -92,7 +92,13 @@ function rows(id, values) {
 async function facts() {
   if (hasFacts) return;
   hasFacts = true;
-  const found = await (await ask("/live/machine")).json();
+  let found;
+  try {
+    found = await (await ask("/live/machine")).json();
+  } catch {
+    hasFacts = false; // the state above says why; the next look asks again
+    return;
+  }
   if (found.machine_svg) {
     byId("machine").src = URL.createObjectURL(new Blob([found.machine_svg], { type: "image/svg+xml" }));
   }

@@ -9,10 +9,23 @@ export function useKey(given) {
 
 export class KeyNeeded extends Error {}
 
+const AWAY = "the server does not answer: it has ended, or the network is away";
+const ENDED = "the connection ended before the answer did";
+
+// What is fetched or read, or an error in words: a browser's own say "Failed to fetch" or "network error".
+async function orAway(asked, words) {
+  try {
+    return await asked;
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new Error(words);
+  }
+}
+
 export async function ask(path, options = {}) {
   const headers = { ...(options.headers || {}) };
   if (key) headers.Authorization = `Bearer ${key}`;
-  const answer = await fetch(path, { ...options, headers });
+  const answer = await orAway(fetch(path, { ...options, headers }), AWAY);
   if (answer.status === 401) throw new KeyNeeded(await reason(answer));
   if (!answer.ok) throw new Error(await reason(answer));
   return answer;
@@ -37,8 +50,8 @@ export async function* chatEvents(body, signal) {
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let pending = "";
   for (;;) {
-    const { value, done } = await reader.read();
-    if (done) return;
+    const { value, done } = await orAway(reader.read(), ENDED);
+    if (done) throw new Error(ENDED);
     const events = (pending + value).split("\n\n");
     pending = events.pop();
     for (const event of events) {

@@ -8,11 +8,14 @@ from pydantic import Field
 
 from phasewise.serving.http.requests.schemas import Strict
 
+_Key = Annotated[str, Field(max_length=64)]
+_Value = Annotated[str, Field(max_length=512)]
+
 
 class BatchRequest(Strict):
-    """A batch to begin. `metadata`: up to 16 texts, given back."""
+    """A batch to begin. `metadata`: up to 16 texts, given back, within OpenAI's bounds."""
 
     input_file_id: Annotated[str, Field(min_length=1, max_length=64)]
     endpoint: str
     completion_window: Annotated[str, Field(max_length=16)] = "24h"
-    metadata: Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max_length=16)] | None = None
+    metadata: Annotated[dict[_Key, _Value], Field(max_length=16)] | None = None

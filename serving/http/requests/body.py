@@ -9,7 +9,10 @@ from fastapi import Request
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 
+from phasewise._json import MOST_CONTAINERS, MOST_VALUES, is_flood
 from phasewise.serving.http.errors import ApiError, bad_request, from_validation
+from phasewise.serving.http.monitoring.access_log import note_ignored
+from phasewise.serving.http.requests.schemas import OpenRequest
 from phasewise.serving.http.transport.connection import connection_of
 from phasewise.serving.http.transport.rested_thread import RestedThread
 from phasewise.serving.http.transport.unfinished import UnfinishedBodies, UnfinishedBody
@@ -24,9 +27,6 @@ _DISCARD_UP_TO_BYTES = (
     64 * 1024 * 1024
 )  # read on past the limit so far, so that the sender gets to see the answer
 
-_MOST_VALUES = 160 * 1024  # token ids of a long context
-_MOST_CONTAINERS = 64 * 1024
-_COUNTED_AT_ONCE_BYTES = 256 * 1024
 _WORTH_A_THREAD_BYTES = 256 * 1024
 """Checking a larger body takes milliseconds; on a thread Python's lock goes round between its steps."""
 
@@ -50,8 +50,12 @@ class BodyReader:
             await self._read_limited(request, body)
             request.scope[_N_BYTES] = body.n_bytes
             if body.n_bytes <= _WORTH_A_THREAD_BYTES:
-                return _checked(body.whole(), model)
-            return await self._checked_beside(body, model)
+                given = _checked(body.whole(), model)
+            else:
+                given = await self._checked_beside(body, model)
+            if isinstance(given, OpenRequest):
+                note_ignored(request.scope, given.ignored())
+            return given
         finally:
             body.end()
 
@@ -97,7 +101,12 @@ def n_bytes_of(request: Request) -> int:
 
 
 def _checked(raw: bytes, model: type[Body]) -> Body:
-    _refuse_floods(raw)
+    if is_flood(raw):
+        raise bad_request(
+            f"the body has more than {MOST_VALUES} values or {MOST_CONTAINERS} lists and objects; "
+            "send less at a time",
+            code="too_many_values",
+        )
     try:
         raw.decode()
     except UnicodeDecodeError as error:
@@ -114,20 +123,15 @@ def _refuse_ended(body: UnfinishedBody) -> None:
         raise ApiError(503, message, code="bodies_too_large", closes=True)
 
 
-_OF_CURL = "application/x-www-form-urlencoded"
 _OF_BROWSERS = {"origin", "sec-fetch-site"}
 
 
 def refuse_other_types(request: Request) -> None:
-    """ApiError for what is not JSON: a page of another origin may post a form or plain text without asking,
-    and no JSON (CSRF).
-
-    Without Content-Type, or with the one that `curl -d` sends, the body is taken for JSON, unless a browser
-    sends it: that names its origin.
+    """ApiError for what a browser sends that is not JSON: a page of another origin may post a form or plain
+    text without asking, and no JSON (CSRF). Browsers name their origin; who does not means JSON.
     """
-    given = request.headers.get("content-type")
-    kind = (given or "").partition(";")[0].strip().lower()
-    if (given is None or kind == _OF_CURL) and not _OF_BROWSERS & set(request.headers):
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if not _OF_BROWSERS & set(request.headers):
         return
     if kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json")):
         return
@@ -141,21 +145,3 @@ def refuse_other_types(request: Request) -> None:
 
 def _no_one() -> None:
     """To wake: a body that came by another way than a connection of ours."""
-
-
-def _refuse_floods(raw: bytes) -> None:
-    """Every value of JSON costs far more than its bytes, and nothing else runs while JSON is read.
-
-    Signs inside of texts are counted too; a text with that many of them is longer than any context.
-    """
-    n_values = n_containers = 0
-    for start in range(0, len(raw), _COUNTED_AT_ONCE_BYTES):
-        end = start + _COUNTED_AT_ONCE_BYTES
-        n_values += raw.count(b",", start, end)
-        n_containers += raw.count(b"[", start, end) + raw.count(b"{", start, end)
-        if n_values >= _MOST_VALUES or n_containers > _MOST_CONTAINERS:
-            raise bad_request(
-                f"the body has more than {_MOST_VALUES} values or {_MOST_CONTAINERS} lists and objects; "
-                "send less at a time",
-                code="too_many_values",
-            )

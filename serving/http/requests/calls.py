@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import json
 import uuid
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from phasewise.serving.engine.messages import Submit
+from phasewise.serving.http.answers.as_asked import AsAsked
 from phasewise.serving.http.answers.openai_objects import AnswerReading
 from phasewise.serving.http.errors import bad_request
 from phasewise.serving.http.http_settings import ServedModel
-from phasewise.serving.http.requests.schemas import ChatMessage, ChatRequest, NamedChoice, Tool
+from phasewise.serving.http.requests.chat_schemas import (
+    ChatMessage,
+    ChatRequest,
+    FunctionTool,
+    NamedChoice,
+)
 from phasewise.serving.text.chat import Conversation
 from phasewise.serving.tools.dialect import Dialect
-from phasewise.serving.tools.parts import parsed
+from phasewise.serving.tools.parts import Reader, parsed
 from phasewise.serving.tools.tool_format import MOST_CALLS, Function, Wanted
 from phasewise.serving.tools.written_tools import written_out
 
@@ -26,8 +33,8 @@ _OWN_VARIABLES = frozenset(
 
 def check_tools(body: ChatRequest) -> None:
     """ApiError where tools and the choice among them do not go together."""
-    names = [tool.function.name for tool in body.tools or ()]
-    twice = next((name for index, name in enumerate(names) if name in names[:index]), None)
+    names = Counter(function.name for function in body.functions)
+    twice = next((name for name, number in names.items() if number > 1), None)
     if twice is not None:
         raise bad_request(f"tools has the function {twice} twice", "tools")
     choice = body.tool_choice
@@ -68,10 +75,10 @@ def called_by(body: ChatRequest) -> Called | None:
     choice = body.tool_choice
     functions = tuple(
         Function(
-            tool.function.name,
-            tool.function.parameters or {},
-            tool.function.description or "",
-            bool(tool.function.strict),
+            tool.name,
+            tool.parameters or {},
+            tool.description or "",
+            bool(tool.strict),
         )
         for tool in tools
     )
@@ -93,11 +100,16 @@ def reading_of(body: ChatRequest, model: ServedModel, request: Submit) -> Answer
         return None
     dialect = model.dialect
     tools = _shown_tools(body)
-    functions = {tool.function.name: tool.function.parameters or {} for tool in tools} if tools else None
+    functions = {tool.name: tool.parameters or {} for tool in tools} if tools else None
     in_thought = dialect.opens_thought(request.prompt_token_ids, model.piece)
     calls_are_held = bool(tools) and request.guide is not None
+
+    def reader() -> Reader:
+        inner = dialect.reader(functions, in_thought=in_thought, calls_are_held=calls_are_held)
+        return AsAsked(inner, body.asked_names, body.customs) if body.asked_names or body.customs else inner
+
     return AnswerReading(
-        lambda: dialect.reader(functions, in_thought=in_thought, calls_are_held=calls_are_held),
+        reader,
         lambda: dialect.call_id(uuid.uuid4().hex),
     )
 
@@ -113,12 +125,12 @@ def conversation_of(body: ChatRequest, dialect: Dialect) -> Conversation:
 
 def n_tool_characters(body: ChatRequest) -> int:
     """The number of characters that the tools add to a prompt, more or less."""
-    return sum(len(json.dumps(tool.function.parameters)) for tool in body.tools or ())
+    return sum(len(json.dumps(function.parameters)) for function in body.functions)
 
 
-def _shown_tools(body: ChatRequest) -> Sequence[Tool]:
+def _shown_tools(body: ChatRequest) -> Sequence[FunctionTool]:
     """Tools that the model is told of: none where it may call none."""
-    return () if body.tool_choice == "none" else body.tools or ()
+    return () if body.tool_choice == "none" else body.functions
 
 
 def _for_template(message: ChatMessage, dialect: Dialect) -> dict[str, Any]:
@@ -142,13 +154,15 @@ def _for_template(message: ChatMessage, dialect: Dialect) -> dict[str, Any]:
     return out
 
 
-def _arguments(text: str) -> Any:
-    value = parsed(text or "{}")
-    return value if isinstance(value, dict) else text
+def _arguments(given: Any) -> dict[str, Any]:
+    """The object that templates take. Arguments that are none, as of a call that was cut: as `_raw` in it."""
+    value = parsed(given) if isinstance(given, str) else given
+    if isinstance(value, dict):
+        return value
+    return {"_raw": given} if value is not None or (isinstance(given, str) and given.strip()) else {}
 
 
-def _tool_for_template(tool: Tool) -> dict[str, Any]:
-    function = tool.function
+def _tool_for_template(function: FunctionTool) -> dict[str, Any]:
     out: dict[str, Any] = {"name": function.name, "description": function.description or ""}
     out["parameters"] = function.parameters or {"type": "object", "properties": {}}
     return {"type": "function", "function": out}

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from phasewise.serving.engine.messages import Answer, DraftCounts, Failure, StepStats, Submit
 from phasewise.serving.http.http_settings import RequestFacts, ServedModel
-from phasewise.serving.http.requests.schemas import ChatRequest, CompletionRequest, GenerationRequest
+from phasewise.serving.http.requests.chat_schemas import SYSTEM_ROLES, ChatRequest
+from phasewise.serving.http.requests.schemas import CompletionRequest, GenerationRequest
 
-_SYSTEM_ROLES = frozenset({"system", "developer"})
 _ID_BYTES = 8
 
 
@@ -24,8 +24,6 @@ class RealisedLength(NamedTuple):
     finish_reason: str
     arrived_at_s: float
     at_s: float
-    token_ids: tuple[int, ...] = ()
-    """The answer's, where they were asked for."""
     drafts: DraftCounts | None = None
     """None where drafts are off."""
 
@@ -33,25 +31,21 @@ class RealisedLength(NamedTuple):
 class _Sent(NamedTuple):
     facts: RequestFacts
     arrived_at_s: float
-    token_ids: list[int]
 
 
 class LengthObserver:
     """Tells `learn` of each answer of `model` that ends by itself; of those that fail or are left, nothing is
-    known. model: its id, as `Submit.model` has it. keeps_tokens: those of answers are told too.
+    known. model: its id, as `Submit.model` has it.
     """
 
-    def __init__(
-        self, learn: Callable[[RealisedLength], None], model: str, *, keeps_tokens: bool = False
-    ) -> None:
+    def __init__(self, learn: Callable[[RealisedLength], None], model: str) -> None:
         self._learn = learn
         self._model = model
-        self._keeps_tokens = keeps_tokens
         self._sent: dict[str, _Sent] = {}
 
     def sent(self, request: Submit, facts: RequestFacts) -> None:
         if request.model == self._model:
-            self._sent[request.request_id] = _Sent(facts, time.time(), [])
+            self._sent[request.request_id] = _Sent(facts, time.time())
 
     def delivered(self, outs: Sequence[Answer | Failure], stats: StepStats | None) -> None:
         for out in outs:
@@ -61,12 +55,10 @@ class LengthObserver:
             sent = self._sent.get(out.request_id)
             if sent is None:
                 continue
-            if self._keeps_tokens:
-                sent.token_ids.extend(token.token_id for token in out.tokens)
             if out.finish_reason is not None:
                 del self._sent[out.request_id]
                 ended = (out.n_generated, out.finish_reason, sent.arrived_at_s, time.time())
-                self._learn(RealisedLength(sent.facts, *ended, tuple(sent.token_ids), out.drafts))
+                self._learn(RealisedLength(sent.facts, *ended, out.drafts))
 
     def forgotten(self, request_id: str) -> None:
         self._sent.pop(request_id, None)
@@ -113,7 +105,7 @@ def _text(body: GenerationRequest, index: int) -> str | None:
 def _conversation(body: GenerationRequest) -> tuple[int, str | None]:
     if not isinstance(body, ChatRequest):
         return 1, None
-    texts = [message.text for message in body.messages if message.role in _SYSTEM_ROLES]
+    texts = [message.text for message in body.messages if message.role in SYSTEM_ROLES]
     if not texts:
         return len(body.messages), None
     digest = hashlib.blake2b("\n".join(texts).encode(), digest_size=_ID_BYTES)

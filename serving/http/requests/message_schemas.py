@@ -1,6 +1,6 @@
 """The requests of Anthropic's Messages API (`/v1/messages`), and the chat request that each means.
 
-Images, documents, tools that run on the server, and answers that the client has begun are refused by name.
+Answers that the client has begun are refused.
 """
 
 from __future__ import annotations
@@ -9,27 +9,31 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from phasewise.serving.http.errors import bad_request
+from phasewise.serving.http.requests.chat_schemas import (
+    MOST_TOOLS,
+    ChatRequest,
+    FunctionName,
+    joined,
+    parts_kind,
+)
 from phasewise.serving.http.requests.schemas import (
     MOST_INT,
     MOST_MESSAGES,
     MOST_PARTS,
-    MOST_TOOLS,
     AnswerRequest,
     AnswerTokens,
-    ChatRequest,
-    FunctionName,
+    Json,
     StopTexts,
     Strict,
     TopP,
-    kind_of,
 )
 
-Json = dict[str, Any]
-
 Id = Annotated[str, Field(min_length=1, max_length=256)]
+_BETWEEN = "\n\n"
+"""The text between two blocks of a message."""
 
 
 class TextBlock(Strict):
@@ -42,23 +46,39 @@ class ThinkingBlock(Strict):
     thinking: str
 
 
-class RedactedBlock(Strict):
-    """Thoughts that another server has encrypted: nothing that a model could read."""
-
-    type: Literal["redacted_thinking"]
-
-
 class CallBlock(Strict):
     type: Literal["tool_use"]
     id: Id
     name: FunctionName
-    input: dict[str, Any]
+    input: Any = None
+
+
+class OtherBlock(Strict):
+    """An image, a document, a call of a tool that runs on another server, and the like."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Annotated[str, Field(min_length=1, max_length=64)]
+
+
+def _block_kind(value: object) -> str:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", "")
+    return str(kind) if kind in ("text", "thinking", "tool_use", "tool_result") else "other"
 
 
 Texts = Annotated[
     Annotated[str, Tag("str")]
-    | Annotated[list[TextBlock], Field(fail_fast=True, max_length=MOST_PARTS), Tag("list of dict")],
-    Discriminator(kind_of),
+    | Annotated[
+        list[
+            Annotated[
+                Annotated[TextBlock, Tag("text")] | Annotated[OtherBlock, Tag("other")],
+                Discriminator(lambda value: "text" if _block_kind(value) == "text" else "other"),
+            ]
+        ],
+        Field(fail_fast=True, max_length=MOST_PARTS),
+        Tag("list of dict"),
+    ],
+    Discriminator(parts_kind),
 ]
 
 
@@ -70,7 +90,12 @@ class ResultBlock(Strict):
 
 
 Block = Annotated[
-    TextBlock | ThinkingBlock | RedactedBlock | CallBlock | ResultBlock, Field(discriminator="type")
+    Annotated[TextBlock, Tag("text")]
+    | Annotated[ThinkingBlock, Tag("thinking")]
+    | Annotated[CallBlock, Tag("tool_use")]
+    | Annotated[ResultBlock, Tag("tool_result")]
+    | Annotated[OtherBlock, Tag("other")],
+    Discriminator(_block_kind),
 ]
 
 
@@ -79,17 +104,17 @@ class Message(Strict):
     content: Annotated[
         Annotated[str, Tag("str")]
         | Annotated[list[Block], Field(fail_fast=True, max_length=MOST_PARTS), Tag("list of dict")],
-        Discriminator(kind_of),
+        Discriminator(parts_kind),
     ]
 
 
-class ClientTool(Strict):
-    """A tool that the client runs. Those that Anthropic's servers run have other types."""
+class MessagesTool(Strict):
+    """A tool that the client runs. Those that Anthropic describes or runs have other types."""
 
-    type: Literal["custom"] | None = None
-    name: FunctionName
+    type: Annotated[str, Field(max_length=64)] | None = None
+    name: FunctionName | None = None
     description: str | None = None
-    input_schema: dict[str, Any]
+    input_schema: dict[str, Any] | None = None
     strict: bool | None = None
 
 
@@ -126,7 +151,7 @@ class CountTokensRequest(AnswerRequest):
     model: str
     messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)]
     system: Texts | None = None
-    tools: Annotated[list[ClientTool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
+    tools: Annotated[list[MessagesTool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = Field(None, description="without it the model does not think first")
 
@@ -153,6 +178,7 @@ def chat_of(body: CountTokensRequest) -> ChatRequest:
     fields = _prompt_of(body)
     if isinstance(body, MessagesRequest):
         fields |= {
+            "max_tokens": body.max_tokens,
             "temperature": body.temperature,
             "top_p": body.top_p,
             "top_k": body.top_k,
@@ -171,7 +197,7 @@ def _prompt_of(body: CountTokensRequest) -> Json:
             "has begun; end with a message of the user",
             "messages",
         )
-    messages = [{"role": "system", "content": _text(body.system)}] if body.system else []
+    messages = [{"role": "system", "content": _content(body.system)}] if body.system else []
     for message in body.messages:
         messages += _of_assistant(message) if message.role == "assistant" else _of_others(message)
     return {
@@ -208,55 +234,68 @@ def _blocks(message: Message) -> Sequence[Any]:
 def _of_assistant(message: Message) -> list[Json]:
     """One message: its thoughts, its text and its calls."""
     out: Json = {"role": "assistant"}
-    texts, thoughts, calls = [], [], []
+    said: list[Json] = []
+    thoughts, calls = [], []
     for block in _blocks(message):
         match block:
-            case TextBlock():
-                texts.append(block.text)
             case ThinkingBlock():
                 thoughts.append(block.thinking)
             case CallBlock():
                 called = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
-                calls.append({"id": block.id, "type": "function", "function": called})
+                calls.append({"id": block.id, "function": called})
             case ResultBlock():
                 raise bad_request("messages: a tool_result is the user's, not the assistant's", "messages")
-    if texts or not calls:
-        out["content"] = "".join(texts)
+            case OtherBlock(type="redacted_thinking"):
+                """Thoughts that another server has encrypted: nothing that a model could read."""
+            case _:
+                said.append(block.model_dump())
+    if said or not calls:
+        out["content"] = joined(said)
     if thoughts:
         out["reasoning_content"] = "".join(thoughts)
     return [{**out, "tool_calls": calls} if calls else out]
 
 
 def _of_others(message: Message) -> Iterator[Json]:
-    """The results of tools, each a message, and the texts between them."""
-    texts: list[str] = []
+    """The results of tools, each a message, and what stands between them."""
+    said: list[Json] = []
     for block in _blocks(message):
         match block:
-            case TextBlock():
-                texts.append(block.text)
             case ResultBlock():
-                if texts:
-                    yield {"role": message.role, "content": "\n\n".join(texts)}
-                    texts = []
-                said = _text(block.content or "")
-                said = f"Error: {said}" if block.is_error else said
-                yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": said}
-            case _:
+                if said:
+                    yield {"role": message.role, "content": joined(said, _BETWEEN)}
+                    said = []
+                result = _content(block.content or "")
+                if block.is_error:
+                    result = joined([{"type": "text", "text": "Error: "}, *_parts(result)])
+                yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": result}
+            case ThinkingBlock() | CallBlock():
                 raise bad_request(
                     f"messages: a {block.type} block is the assistant's, not the user's", "messages"
                 )
-    if texts or not message.content:
-        yield {"role": message.role, "content": "\n\n".join(texts)}
+            case _:
+                said.append(block.model_dump())
+    if said or not message.content:
+        yield {"role": message.role, "content": joined(said, _BETWEEN)}
 
 
-def _text(content: str | Sequence[TextBlock]) -> str:
-    return content if isinstance(content, str) else "\n\n".join(block.text for block in content)
+def _parts(content: str | list[Json]) -> list[Json]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
-def _tool(tool: ClientTool) -> Json:
+def _content(content: str | Sequence[TextBlock | OtherBlock]) -> str | list[Json]:
+    if isinstance(content, str):
+        return content
+    return joined([block.model_dump() for block in content], _BETWEEN)
+
+
+def _tool(tool: MessagesTool) -> Json:
+    if tool.type not in (None, "custom"):
+        return {"type": tool.type}
+    if tool.name is None or tool.input_schema is None:
+        raise bad_request("tools: each needs a name and an input_schema", "tools")
     function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
-    stated = {name: value for name, value in function.items() if value is not None}
-    return {"type": "function", "function": stated | ({} if tool.strict is None else {"strict": tool.strict})}
+    return {"type": "function", "function": {**function, "strict": tool.strict}}
 
 
 def _choice(choice: ToolChoice | None) -> Json:

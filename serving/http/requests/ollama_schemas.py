@@ -1,12 +1,11 @@
 """The requests of Ollama's API (`/api/chat`, `/api/generate`, `/api/show`), and the requests that they mean.
 
-Images, suffixes and templates of a request's own are refused by name; `num_ctx` says nothing here, nor
-`keep_alive` of models that stay.
+Suffixes and templates of a request's own are refused by name; `num_ctx` says nothing here, nor `keep_alive`
+of models that stay.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import deque
@@ -15,32 +14,41 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
-from phasewise.serving.http.errors import bad_request
+from phasewise.serving.http.requests.chat_schemas import (
+    MOST_CALLS,
+    MOST_TOOLS,
+    ChatRequest,
+    FunctionName,
+    Tool,
+    joined,
+)
 from phasewise.serving.http.requests.schemas import (
     MOST_INT,
     MOST_MESSAGES,
-    MOST_TOOLS,
+    MOST_PARTS,
     AnswerRequest,
-    ChatRequest,
     CompletionRequest,
-    FunctionName,
+    Json,
     MinP,
+    OpenRequest,
     Penalty,
     RepetitionPenalty,
     StopTexts,
     Strict,
     Temperature,
-    Tool,
     TopP,
+    few_names,
 )
-
-Json = dict[str, Any]
 
 _LEVELS = ("low", "medium", "high")
 
 
-class OllamaOptions(Strict):
+class OllamaOptions(OpenRequest):
     """Those that change an answer here; others are ignored."""
+
+    without_effect = frozenset(
+        {"num_ctx", "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "use_mmap", "numa"}
+    )
 
     temperature: Temperature | None = None
     top_k: Annotated[int, Field(ge=-1, le=MOST_INT)] | None = None
@@ -55,9 +63,13 @@ class OllamaOptions(Strict):
     frequency_penalty: Penalty | None = None
 
 
+_SAME_NAMES = set(OllamaOptions.model_fields) - {"num_predict", "repeat_penalty"}
+"""Options that a chat request has under the same names."""
+
+
 class OllamaFunction(Strict):
     name: FunctionName
-    arguments: dict[str, Any] = Field(default_factory=dict)
+    arguments: Any = None
 
 
 class OllamaCall(Strict):
@@ -70,7 +82,8 @@ class OllamaMessage(Strict):
     role: Literal["system", "user", "assistant", "tool"]
     content: str = ""
     thinking: str | None = None
-    tool_calls: Annotated[list[OllamaCall], Field(fail_fast=True, max_length=128)] | None = None
+    tool_calls: Annotated[list[OllamaCall], Field(fail_fast=True, max_length=MOST_CALLS)] | None = None
+    images: Annotated[list[str], Field(fail_fast=True, max_length=MOST_PARTS)] | None = None
 
 
 def _seconds(text: str | float) -> float:
@@ -121,11 +134,10 @@ class _Asked(AnswerRequest):
         """True if the answer is a stream."""
         return self.stream is not False
 
-    @property
-    def most_tokens(self) -> int | None:
-        """The most tokens of the answer; None: as many as the context holds."""
-        asked = self.options.num_predict if self.options else None
-        return asked if asked is not None and asked > 0 else None
+    def ignored(self) -> tuple[str, ...]:
+        """With options: `options.NAME`."""
+        options = self.options.ignored() if self.options else ()
+        return few_names((*super().ignored(), *(f"options.{name}" for name in options)))
 
     def common(self) -> Json:
         """The fields that chats and completions share."""
@@ -133,9 +145,10 @@ class _Asked(AnswerRequest):
         return {
             "model": self.model,
             "stream": self.stream is not False,
-            **options.model_dump(exclude={"num_predict", "repeat_penalty"}, exclude_none=True),
+            **options.model_dump(include=_SAME_NAMES, exclude_none=True),
             "repetition_penalty": options.repeat_penalty,
             "response_format": _format(self.format),
+            "max_tokens": options.num_predict if (options.num_predict or 0) > 0 else MOST_INT,
         }
 
 
@@ -150,7 +163,7 @@ class OllamaGenerateRequest(_Asked):
     raw: bool = Field(False, description="the prompt as it is, without the model's template")
 
 
-class OllamaShowRequest(Strict):
+class OllamaShowRequest(OpenRequest):
     model: str = Field(description="or `name`, as older clients have it")
 
     @model_validator(mode="before")
@@ -162,8 +175,6 @@ class OllamaShowRequest(Strict):
 def chat_of(body: OllamaChatRequest) -> ChatRequest:
     """The chat request that a request means. ApiError where there is none."""
     body.refuse_unsupported()
-    if any((message.model_extra or {}).get("images") for message in body.messages or ()):
-        raise bad_request("messages: this server reads text alone; leave images out", "messages")
     out = {**body.common(), **_thinking(body.think), "messages": list(_messages(body.messages or ()))}
     return ChatRequest.of({**out, "tools": body.tools or None})
 
@@ -183,7 +194,9 @@ def _messages(messages: Sequence[OllamaMessage]) -> Iterator[Json]:
     """Calls have no ids in this API: results belong to them in their order."""
     open_calls: deque[str] = deque()
     for number, message in enumerate(messages):
-        out: Json = {"role": message.role, "content": message.content}
+        images = [{"type": "image"} for _ in message.images or ()]
+        content = joined([{"type": "text", "text": message.content}, *images])
+        out: Json = {"role": message.role, "content": content}
         if message.thinking:
             out["reasoning_content"] = message.thinking
         if message.role == "tool" and open_calls:
@@ -192,14 +205,13 @@ def _messages(messages: Sequence[OllamaMessage]) -> Iterator[Json]:
             ids = [f"call_{number}_{index}" for index in range(len(message.tool_calls))]
             open_calls = deque(ids)
             out["tool_calls"] = [
-                {"id": call_id, "function": {"name": call.function.name, "arguments": _written(call)}}
+                {
+                    "id": call_id,
+                    "function": {"name": call.function.name, "arguments": call.function.arguments},
+                }
                 for call_id, call in zip(ids, message.tool_calls, strict=True)
             ]
         yield out
-
-
-def _written(call: OllamaCall) -> str:
-    return json.dumps(call.function.arguments, ensure_ascii=False)
 
 
 def _thinking(think: bool | str | None) -> Json:
@@ -214,4 +226,30 @@ def _format(wanted: str | Json | None) -> Json | None:
         return None
     if isinstance(wanted, str):
         return {"type": "json_object"}
-    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": wanted}}
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": closed(wanted)}}
+
+
+_APPLICATORS = frozenset({"allOf", "anyOf", "oneOf", "if", "then", "else", "$ref", "dependentSchemas"})
+_OPENS = _APPLICATORS | {"additionalProperties", "unevaluatedProperties", "patternProperties"}
+
+
+def closed(schema: Any) -> Any:
+    """A schema whose objects have the properties that it names alone, where it says nothing of others.
+
+    Small models go on with properties of their own until the answer is cut. What several schemas describe
+    together stays open: each would forbid what another asks for.
+    """
+    if not isinstance(schema, dict):
+        return schema
+    out = dict(schema)
+    for name in ("properties", "$defs", "definitions"):
+        if isinstance(schema.get(name), dict):
+            out[name] = {key: closed(each) for key, each in schema[name].items()}
+    for name in ("prefixItems", *(() if "properties" in schema else ("anyOf", "oneOf"))):
+        if isinstance(schema.get(name), list):
+            out[name] = [closed(each) for each in schema[name]]
+    if "items" in schema:
+        out["items"] = closed(schema["items"])
+    if schema.get("properties") and not _OPENS & schema.keys():
+        out["additionalProperties"] = False
+    return out

@@ -18,8 +18,9 @@ from phasewise.serving.errors import ServingError
 from phasewise.serving.grammar.guides import Guide, GuideCompiler
 from phasewise.serving.http.errors import ClientLeft, from_engine
 from phasewise.serving.http.http_settings import RequestFacts, ServedModel
-from phasewise.serving.http.monitoring.access_log import trace_of
+from phasewise.serving.http.monitoring.access_log import note_ignored, trace_of
 from phasewise.serving.http.requests.body import n_bytes_of
+from phasewise.serving.http.requests.chat_schemas import ChatRequest
 from phasewise.serving.http.requests.fair_lane import FairLane
 from phasewise.serving.http.requests.lengths import estimated, facts_of
 from phasewise.serving.http.requests.request_to_messages import (
@@ -30,7 +31,7 @@ from phasewise.serving.http.requests.request_to_messages import (
     held_to,
     n_characters,
 )
-from phasewise.serving.http.requests.schemas import ChatRequest, GenerationRequest
+from phasewise.serving.http.requests.schemas import GenerationRequest
 from phasewise.serving.http.routes.middleware import client_of
 from phasewise.serving.sandbox.confined import Abandoned, Patience
 
@@ -64,6 +65,7 @@ class Preparation:
         ClientLeft.
         """
         client, patience, trace = client_of(request.scope), Patience(), trace_of(request.scope)
+        note_ignored(request.scope, body.ignored())
         sender = RequestOrigin(client.cache_space, patience)
 
         def work() -> tuple[list[Submit], list[RequestFacts], HeldTo | None]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from pydantic_core import to_json
 
 from phasewise.serving.engine.messages import Submit
-from phasewise.serving.errors import ContextLengthExceeded, RequestError, ServingError, check_context
+from phasewise.serving.errors import ContextLengthExceeded, RequestError, ServingError
 from phasewise.serving.grammar.guides import ANY_OBJECT, Grammar, Guide, GuideCompiler
 from phasewise.serving.grammar.late_guides import CallGuide, ThoughtGuide
 from phasewise.serving.http.errors import ApiError, bad_request, unknown_model
@@ -23,15 +23,13 @@ from phasewise.serving.http.requests.calls import (
     is_read,
     n_tool_characters,
 )
+from phasewise.serving.http.requests.chat_schemas import ChatRequest, TokenizeRequest
 from phasewise.serving.http.requests.schemas import (
-    ChatRequest,
     CompletionRequest,
-    ContentPart,
     GenerationRequest,
     JsonObjectFormat,
     JsonSchemaFormat,
     StructuredOutputs,
-    TokenizeRequest,
 )
 from phasewise.serving.sampling.sampling import SamplingParams
 from phasewise.serving.sampling.sampling_defaults import SamplingDefaults
@@ -50,7 +48,6 @@ class RequestOrigin:
 
 
 _MOST_CHOICES = 1024
-_DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for completions; a chat answer may fill the context
 
 
 def completion_requests(
@@ -59,7 +56,7 @@ def completion_requests(
     """One message for each choice: prompts in order, the `n` choices of a prompt together."""
     _refuse(body, model)
     _refuse_empty(body)
-    max_tokens = _DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    max_tokens = body.most_tokens
     texts = _prompts(body.prompt)
     if len(texts) * (body.n or 1) > _MOST_CHOICES:
         raise bad_request(f"a request may ask for at most {_MOST_CHOICES} choices in all", "prompt")
@@ -83,7 +80,7 @@ def chat_requests(body: ChatRequest, model: ServedModel, sender: RequestOrigin |
         raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
     sender = sender or RequestOrigin()
     prompt = conversation_tokens(body, model, sender.patience)
-    max_tokens = body.max_completion_tokens or body.max_tokens
+    max_tokens = body.most_tokens
     sampling = _sampling(body, model.sampling, (body.top_logprobs or 0) if body.logprobs else None)
     choices = _choices(
         body,
@@ -99,19 +96,6 @@ def chat_requests(body: ChatRequest, model: ServedModel, sender: RequestOrigin |
     return [replace(choice, shown=shown) for choice in choices]
 
 
-def within_context(requests: Sequence[Submit], most_tokens: int | None, model: ServedModel) -> list[Submit]:
-    """The requests with `most_tokens` each, or with the rest of the context where that is less.
-
-    Agents ask for more tokens than small models have room for.
-    """
-
-    def most(request: Submit) -> int | None:
-        room = model.context_length - len(request.prompt_token_ids)
-        return most_tokens if most_tokens is not None and most_tokens <= room else None
-
-    return [replace(request, max_tokens=most(request)) for request in requests]
-
-
 def _choices(
     body: GenerationRequest,
     request_id: str,
@@ -122,8 +106,13 @@ def _choices(
     space: str,
     prompt_logprobs: int | None,
 ) -> Sequence[Submit]:
-    """The first choice alone computes the numbers of their prompt, where its answer is not streamed."""
-    _refuse_too_long(prompt, max_tokens, model)
+    """The first choice alone computes the numbers of their prompt, where its answer is not streamed.
+
+    An answer of more tokens than the context has room for gets those that there are.
+    """
+    _refuse_too_long(prompt, model)
+    if max_tokens is not None and max_tokens > model.context_length - len(prompt):
+        max_tokens = None
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     first = Submit(
         f"{request_id}-0",
@@ -185,12 +174,17 @@ def _scored(body: CompletionRequest) -> int | None:
     return max(wanted, default=None)
 
 
-def _refuse_too_long(prompt: tuple[int, ...], max_tokens: int | None, model: ServedModel) -> None:
-    most = model.max_prompt_tokens
-    if most is not None and len(prompt) > most:
-        asked = f", of which a prompt may take {most} (--max-prompt), but this prompt has {len(prompt)}"
-        raise ContextLengthExceeded.beyond(model.context_length, asked, "prompt")
-    check_context(model.context_length, len(prompt), max_tokens or 1)
+def _refuse_too_long(prompt: tuple[int, ...], model: ServedModel) -> None:
+    n_prompt, most, context = len(prompt), model.max_prompt_tokens, model.context_length
+    if most is not None and n_prompt > most:
+        asked = f", of which a prompt may take {most} (--max-prompt), but this prompt has {n_prompt}"
+        raise ContextLengthExceeded.beyond(context, asked, "prompt", (n_prompt, most))
+    if n_prompt >= context:
+        asked = (
+            f". However, your messages resulted in {n_prompt} tokens, and an answer takes 1 or more. "
+            "Please reduce the length of the messages."
+        )
+        raise ContextLengthExceeded.beyond(context, asked, "prompt", (n_prompt, context - 1))
 
 
 def _prompts(prompt: str | Sequence[Any]) -> Sequence[str | list[int]]:
@@ -249,7 +243,7 @@ def _tokens_of(body: TokenizeRequest, model: ServedModel, patience: Patience) ->
         raise unknown_model(body.model, model.model_id)
     if body.messages is None:
         return model.encode(body.prompt or "", body.add_special_tokens)
-    chat = ChatRequest.model_construct(messages=body.messages, tools=body.tools)
+    chat = ChatRequest.model_construct(messages=body.messages, tools=body.tools).settle()
     return list(conversation_tokens(chat, model, patience))
 
 
@@ -358,15 +352,9 @@ def begun_late(
 def n_characters(body: GenerationRequest) -> int:
     """The length of a prompt, more or less: tokens count as one character each."""
     if isinstance(body, ChatRequest):
-        return sum(_n_content(message.content) for message in body.messages) + n_tool_characters(body)
+        return sum(len(message.text) for message in body.messages) + n_tool_characters(body)
     assert isinstance(body, CompletionRequest)
     return sum(map(len, _prompts(body.prompt)))
-
-
-def _n_content(content: str | Sequence[ContentPart] | None) -> int:
-    if isinstance(content, str):
-        return len(content)
-    return sum(len(part.text) for part in content or ())
 
 
 def _grammar_field(body: GenerationRequest) -> str:

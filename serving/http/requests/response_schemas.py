@@ -1,27 +1,34 @@
 """The requests that `/v1/responses` accepts, and the chat request that each means.
 
-Conversations of stored responses go on with `previous_response_id` (`ResponseStore`). Built-in tools, images,
-background work and templates stored elsewhere are refused by name.
+Conversations of stored responses go on with `previous_response_id` (`ResponseStore`). Background work and
+templates stored elsewhere are refused by name.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from phasewise.serving.http.errors import ApiError, bad_request
-from phasewise.serving.http.requests.schemas import (
-    MOST_PARTS,
+from phasewise.serving.http.requests.chat_schemas import (
+    INPUT,
     MOST_TOOLS,
+    ChatRequest,
+    Content,
+    ContentPart,
+    FunctionName,
+    joined,
+)
+from phasewise.serving.http.requests.schemas import (
     AnswerRequest,
     AnswerTokens,
     CacheSalt,
-    ChatRequest,
-    FunctionName,
+    Json,
     JsonObjectFormat,
     Strict,
     Temperature,
@@ -29,8 +36,6 @@ from phasewise.serving.http.requests.schemas import (
     TopP,
     kind_of,
 )
-
-Json = dict[str, Any]
 
 MOST_STORED = 1000
 MOST_STORED_CHARACTERS = 32 << 20
@@ -44,51 +49,62 @@ _ENTRY_CHARACTERS = 200
 _MOST_ID = 80  # characters of what is repeated
 
 
-class TextPart(Strict):
-    type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
-    text: str
-
-
-Parts = Annotated[
-    Annotated[str, Tag("str")]
-    | Annotated[list[TextPart], Field(fail_fast=True, max_length=MOST_PARTS), Tag("list of dict")],
-    Discriminator(kind_of),
-]
+CallId = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class MessageItem(Strict):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: Parts
+    content: Content
 
 
 class CallItem(Strict):
-    type: Literal["function_call"]
-    call_id: Annotated[str, Field(min_length=1, max_length=256)]
+    """A call of a function, or of a custom tool, whose `input` is a text."""
+
+    type: Literal["function_call", "custom_tool_call"]
+    call_id: CallId
     name: FunctionName
-    arguments: str
+    namespace: str | None = None
+    arguments: str = ""
+    input: str | None = None
 
 
 class ResultItem(Strict):
-    type: Literal["function_call_output"]
-    call_id: Annotated[str, Field(min_length=1, max_length=256)]
-    output: Parts
+    type: Literal["function_call_output", "custom_tool_call_output"]
+    call_id: CallId
+    output: Content
 
 
 class ReasoningItem(Strict):
     type: Literal["reasoning"]
-    content: Annotated[list[TextPart], Field(fail_fast=True, max_length=MOST_PARTS)] | None = None
+    content: Content | None = None
+
+
+class OtherItem(Strict):
+    """A search, a call of a server's tool, a summary that another server has encrypted: left out."""
+
+    type: Annotated[str, Field(min_length=1, max_length=64)]
 
 
 def _item_kind(value: object) -> str:
-    return str(value.get("type", "message")) if isinstance(value, dict) else "message"
+    kind = value.get("type", "message") if isinstance(value, dict) else getattr(value, "type", "message")
+    return _KIND_OF_ITEM.get(kind, "other") if isinstance(kind, str) else "other"
 
 
+_KIND_OF_ITEM = {
+    "message": "message",
+    "reasoning": "reasoning",
+    "function_call": "call",
+    "custom_tool_call": "call",
+    "function_call_output": "result",
+    "custom_tool_call_output": "result",
+}
 Item = Annotated[
     Annotated[MessageItem, Tag("message")]
-    | Annotated[CallItem, Tag("function_call")]
-    | Annotated[ResultItem, Tag("function_call_output")]
-    | Annotated[ReasoningItem, Tag("reasoning")],
+    | Annotated[CallItem, Tag("call")]
+    | Annotated[ResultItem, Tag("result")]
+    | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[OtherItem, Tag("other")],
     Discriminator(_item_kind),
 ]
 Items = Annotated[list[Item], Field(fail_fast=True, max_length=_MOST_ITEMS)]
@@ -99,19 +115,48 @@ def _input_kind(value: object) -> str:
 
 
 class ResponseTool(Strict):
-    type: Literal["function"]
-    name: FunctionName
+    """A function, a custom tool, or a namespace of such; what a server would run is left out."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Annotated[str, Field(min_length=1, max_length=64)]
+    name: FunctionName | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    format: dict[str, Any] | None = None
+    tools: Annotated[list[ResponseTool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
 
-    def as_chat(self) -> Json:
-        return {"type": "function", "function": self.model_dump(exclude={"type"}, exclude_none=True)}
+    def flat(self) -> list[Json]:
+        """The tools of a chat that it is."""
+        if self.type == "namespace" and self.name is not None:
+            return [each for tool in self.tools or () for each in tool.named(flat_name(self.name, tool.name))]
+        return self.named(self.name)
+
+    def named(self, name: str | None) -> list[Json]:
+        """The tool of a chat that it is, under a name."""
+        fields: Json = {"name": name, "description": self.description}
+        if self.type == "custom":
+            return [{"type": "custom", "custom": {**fields, "format": self.format}}]
+        if self.type == "function":
+            return [
+                {
+                    "type": "function",
+                    "function": {**fields, "parameters": self.parameters, "strict": self.strict},
+                }
+            ]
+        return [{"type": self.type}]
+
+
+def flat_name(namespace: str | None, name: str | None) -> str | None:
+    """The name of a function in the one list of a chat's tools."""
+    return name if namespace is None or name is None else f"{namespace}__{name}"
 
 
 class ResponseNamedChoice(Strict):
-    type: Literal["function"]
+    type: Literal["function", "custom"]
     name: FunctionName
+    namespace: str | None = None
 
 
 class SchemaFormat(Strict):
@@ -172,6 +217,7 @@ def chat_of(body: ResponsesRequest, before: Sequence[Json]) -> ChatRequest:
     """
     body.refuse_unsupported()
     messages = [*before, *messages_of(body.input)]
+    tools = [each for tool in body.tools or () for each in tool.flat()]
     if body.instructions is not None:
         messages.insert(0, {"role": "system", "content": body.instructions})
     fields: Json = {
@@ -181,14 +227,27 @@ def chat_of(body: ResponsesRequest, before: Sequence[Json]) -> ChatRequest:
         "top_p": body.top_p,
         "max_completion_tokens": body.max_output_tokens,
         "stream": body.stream,
-        "tools": [tool.as_chat() for tool in body.tools] if body.tools else None,
+        "tools": tools or None,
         "tool_choice": _choice(body),
         "parallel_tool_calls": body.parallel_tool_calls,
         "reasoning_effort": body.reasoning.effort if body.reasoning else None,
         "response_format": _format(body.text),
         "cache_salt": body.cache_salt,
     }
-    return ChatRequest.of(fields)
+    chat = ChatRequest.of(fields)
+    others = body.input if isinstance(body.input, list) else []
+    chat.leave_out(f"input.{item.type}" for item in others if isinstance(item, OtherItem))
+    return chat
+
+
+def namespaces_of(body: ResponsesRequest) -> dict[str, tuple[str, str]]:
+    """The namespace and the own name of each function in one, by its name in a chat."""
+    return {
+        str(flat_name(space.name, tool.name)): (space.name, tool.name)
+        for space in body.tools or ()
+        for tool in space.tools or ()
+        if space.type == "namespace" and space.name is not None and tool.name is not None
+    }
 
 
 def messages_of(items: str | Sequence[Any]) -> list[Json]:
@@ -201,6 +260,8 @@ def messages_of(items: str | Sequence[Any]) -> list[Json]:
 def _merged(items: Sequence[Any]) -> Iterator[Json]:
     answer: Json | None = None
     for item in items:
+        if isinstance(item, OtherItem):
+            continue
         said = _of_assistant(item)
         if said is None:
             if answer is not None:
@@ -228,29 +289,36 @@ def _whole(answer: Json) -> Json:
 def _of_assistant(item: Any) -> Json | None:
     match item:
         case MessageItem(role="assistant"):
-            return {"content": _text(item.content)}
+            return {"content": _content(item.content)}
         case CallItem():
-            called = {"name": item.name, "arguments": item.arguments}
+            arguments = item.arguments if item.input is None else json.dumps({INPUT: item.input})
+            called = {"name": flat_name(item.namespace, item.name), "arguments": arguments}
             return {"tool_calls": [{"id": item.call_id, "type": "function", "function": called}]}
         case ReasoningItem():
-            return {"reasoning_content": _text(item.content or [])}
+            thought = item.content or ""
+            text = thought if isinstance(thought, str) else "".join(part.text or "" for part in thought)
+            return {"reasoning_content": text}
         case _:
             return None
 
 
 def _of_others(item: Any) -> Json:
     if isinstance(item, ResultItem):
-        return {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
-    return {"role": item.role, "content": _text(item.content)}
+        return {"role": "tool", "tool_call_id": item.call_id, "content": _content(item.output)}
+    return {"role": item.role, "content": _content(item.content)}
 
 
-def _text(parts: str | Sequence[TextPart]) -> str:
-    return parts if isinstance(parts, str) else "".join(part.text for part in parts)
+def _content(content: str | Sequence[ContentPart]) -> str | list[Json]:
+    if isinstance(content, str):
+        return content
+    texts = ({"type": "text", "text": part.text} if part.is_text else part.model_dump() for part in content)
+    return joined(texts)
 
 
 def _choice(body: ResponsesRequest) -> Any:
     if isinstance(body.tool_choice, ResponseNamedChoice):
-        return {"type": "function", "function": {"name": body.tool_choice.name}}
+        choice = body.tool_choice
+        return {"type": "function", "function": {"name": flat_name(choice.namespace, choice.name)}}
     return body.tool_choice
 
 
@@ -354,5 +422,5 @@ def _not_stored(response_id: str) -> ApiError:
 
 def _size(message: Json) -> int:
     calls = message.get("tool_calls", ())
-    texts = (message.get("content"), message.get("reasoning_content"))
-    return _ENTRY_CHARACTERS + sum(len(text or "") for text in texts) + sum(len(str(call)) for call in calls)
+    texts = (str(message.get("content") or ""), message.get("reasoning_content") or "")
+    return _ENTRY_CHARACTERS + sum(map(len, texts)) + sum(len(str(call)) for call in calls)

@@ -10,6 +10,7 @@ mistake of it written down, while all answers wait.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
@@ -21,7 +22,6 @@ from pydantic import (
     Tag,
     ValidationError,
     WithJsonSchema,
-    model_validator,
 )
 
 from phasewise.serving.grammar.grammar_limits import MOST_CHOICES, MOST_TEXT_CHARACTERS
@@ -32,8 +32,6 @@ _MOST_STOPS = 16
 MOST_MESSAGES = 10_000
 MOST_PARTS = 1024
 _MOST_BIASES = 4096
-MOST_TOOLS = 128
-_MOST_CALLS = 128
 MOST_INT = 2**31 - 1
 MOST_LOGPROBS = 20
 
@@ -154,19 +152,35 @@ class StructuredOutputs(Strict):
         return sum(given)
 
 
+Json = dict[str, Any]
+
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _MOST_NAMED = 16
 
 
-class AnswerRequest(Strict):
-    """A request for an answer. It may have fields that are not known here."""
+class OpenRequest(Strict):
+    """A body that may have fields which are not known here: they are ignored, and named in the answer."""
 
     model_config = ConfigDict(extra="allow")
 
-    not_offered: ClassVar[tuple[str, ...]]
+    not_offered: ClassVar[tuple[str, ...]] = ()
     """Fields of the API that would change the answer. Others that are not known here are ignored."""
     without_effect: ClassVar[frozenset[str]] = frozenset()
     """Fields of the API that change no answer here."""
+
+    def ignored(self) -> tuple[str, ...]:
+        """Fields that this server does not know, as a header can name them: a few, each a plain name."""
+        silent = self.without_effect.union(self.not_offered)
+        return few_names(name for name in self.model_extra or () if name not in silent)
+
+
+def few_names(names: Iterable[str]) -> tuple[str, ...]:
+    """Those of `names` that a header can carry, each once."""
+    return tuple(sorted({name for name in names if _PLAIN_NAME.fullmatch(name)})[:_MOST_NAMED])
+
+
+class AnswerRequest(OpenRequest):
+    """A request for an answer."""
 
     def unsupported(self) -> str | None:
         """The name of a field that asks for what is not offered."""
@@ -178,12 +192,6 @@ class AnswerRequest(Strict):
         field = self.unsupported()
         if field is not None:
             raise bad_request(f"{field} is not supported by this server", field, "unsupported_parameter")
-
-    def ignored(self) -> tuple[str, ...]:
-        """Fields that this server does not know, as a header can name them: a few, each a plain name."""
-        silent = self.without_effect.union(self.not_offered)
-        names = (name for name in self.model_extra or () if name not in silent)
-        return tuple(sorted(name for name in names if _PLAIN_NAME.fullmatch(name))[:_MOST_NAMED])
 
 
 class GenerationRequest(AnswerRequest):
@@ -234,6 +242,11 @@ class GenerationRequest(AnswerRequest):
         description="vLLM's: log-probabilities of the prompt's tokens, and of so many likeliest ones",
     )
 
+    @property
+    def most_tokens(self) -> int | None:
+        """The most tokens of an answer; None: as many as the context holds."""
+        return self.max_tokens
+
     @classmethod
     def of(cls, fields: dict[str, Any]) -> Self:
         """The request of those fields that have a value. ApiError where they make none."""
@@ -254,6 +267,11 @@ class CompletionRequest(GenerationRequest):
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     best_of: Annotated[int, Field(ge=1, le=128)] | None = Field(None, description="the same as n, or absent")
 
+    @property
+    def most_tokens(self) -> int:
+        """OpenAI's 16 unless it says something."""
+        return 16 if self.max_tokens is None else self.max_tokens
+
     def unsupported(self) -> str | None:
         """The name of a field that asks for what is not offered."""
         if self.best_of is not None and self.best_of != (self.n or 1):
@@ -263,128 +281,6 @@ class CompletionRequest(GenerationRequest):
         return super().unsupported()
 
 
-class ContentPart(Strict):
-    type: Literal["text"]
-    text: str
-
-
-Content = Annotated[
-    Annotated[str, Tag("str")]
-    | Annotated[list[ContentPart], Field(fail_fast=True, max_length=MOST_PARTS), Tag("list of dict")],
-    Discriminator(kind_of),
-]
-
-
-FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
-
-
-class CalledFunction(Strict):
-    name: FunctionName
-    arguments: str
-
-
-class ToolCall(Strict):
-    id: Annotated[str, Field(min_length=1, max_length=256)]
-    type: Literal["function"] = "function"
-    function: CalledFunction
-
-
-Role = Literal["system", "developer", "user", "assistant", "tool"]
-
-
-class ChatMessage(Strict):
-    """Every role but the assistant's needs a content; the assistant's may have calls in its place."""
-
-    model_config = ConfigDict(extra="allow")
-
-    role: Role
-    content: Content | None = None
-    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True, max_length=_MOST_CALLS)] | None = None
-    tool_call_id: Annotated[str, Field(max_length=256)] | None = None
-    reasoning_content: str | None = Field(None, description="what the model thought before this answer")
-
-    @model_validator(mode="after")
-    def _says_something(self) -> ChatMessage:
-        if self.content is None and not (self.role == "assistant" and self.tool_calls):
-            raise ValueError(f"a message of role {self.role} needs a content")
-        if self.tool_calls and self.role != "assistant":
-            raise ValueError("only messages of role assistant can have tool_calls")
-        return self
-
-    @property
-    def text(self) -> str:
-        """The content as one text."""
-        parts = self.content if isinstance(self.content, list) else []
-        return "".join(part.text for part in parts) if parts else str(self.content or "")
-
-
-class FunctionTool(Strict):
-    name: FunctionName
-    description: str | None = None
-    parameters: dict[str, Any] | None = Field(None, description="a JSON schema of an object")
-    strict: bool | None = Field(
-        None, description="refuse a schema that cannot be kept in every detail, rather than keep what can be"
-    )
-
-
-class Tool(Strict):
-    type: Literal["function"]
-    function: FunctionTool
-
-
-class NamedFunction(Strict):
-    name: FunctionName
-
-
-class NamedChoice(Strict):
-    type: Literal["function"]
-    function: NamedFunction
-
-
-ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("str")] | Annotated[NamedChoice, Tag("dict")],
-    Discriminator(kind_of),
-]
-
-
-class ChatRequest(GenerationRequest):
-    messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)]
-    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
-    tool_choice: ToolChoice | None = Field(None, description="auto unless stated")
-    parallel_tool_calls: bool | None = Field(None, description="false: at most one call in an answer")
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = Field(
-        None, description="an extension: variables for the model's template, such as enable_thinking"
-    )
-    max_completion_tokens: AnswerTokens | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
-    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True, max_length=1)] | None = None
-
-    def unsupported(self) -> str | None:
-        """The name of a field that asks for what is not offered."""
-        return "echo" if (self.model_extra or {}).get("echo") else super().unsupported()
-
-
-class TokenizeRequest(Strict):
-    """vLLM's: a text, or messages with tools."""
-
-    model: str | None = None
-    prompt: str | None = None
-    messages: (
-        Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)] | None
-    ) = None
-    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
-    add_special_tokens: bool = Field(True, description="for a text: the tokens that the model begins with")
-    return_token_strs: bool = False
-
-    @model_validator(mode="after")
-    def _has_one(self) -> TokenizeRequest:
-        if (self.prompt is None) == (self.messages is None):
-            raise ValueError("give prompt or messages, one of the two")
-        return self
-
-
-class DetokenizeRequest(Strict):
+class DetokenizeRequest(OpenRequest):
     model: str | None = None
     tokens: Annotated[list[int], Field(fail_fast=True)]

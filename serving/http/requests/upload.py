@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
-import re
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from email.message import Message
+from functools import partial
 
 from fastapi import Request
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import ClientDisconnect
 
 from phasewise.serving.http.errors import ApiError, bad_request
+from phasewise.serving.http.transport.rested_thread import RestedThread
 
-_MOST_HEAD_BYTES = 8 << 10
+_MOST_HEADERS = 8
+_MOST_HEADER_BYTES = 8 << 10
 _MOST_FIELD_BYTES = 1 << 10
-_MOST_FIELDS = 16
-_BOUNDARY = re.compile(r'boundary=(?:"([^"\r\n]{1,200})"|([^\s;"]{1,200}))', re.ASCII)
+_MOST_PARTS = 16
+_MOST_BOUNDARY_BYTES = 200
+
+logging.getLogger("python_multipart").setLevel(logging.ERROR)  # it warns of every form that it refuses
 
 
 @dataclass
@@ -30,117 +35,100 @@ class UploadForm:
 class FormReader:
     """A form by its bytes: `feed` gives those of the file to `write`."""
 
-    def __init__(self, boundary: str, write: Callable[[bytes], None]) -> None:
+    def __init__(self, boundary: bytes, write: Callable[[bytes], None]) -> None:
         self.form = UploadForm()
         self.is_over = False
-        self._mark = b"\r\n--" + boundary.encode("latin-1", "replace")
         self._write = write
-        self._rest = b"\r\n"  # the first mark has no line before it
-        self._part: str | None = None
-        """The name of the part that is being read; None between two."""
-        self._value = b""
-        self._has_begun = False
+        self._n_parts = 0
+        self._name = ""
+        """The name of the part that is being read."""
+        self._disposition = self._header = self._header_value = self._value = b""
+        self._parser = MultipartParser(
+            boundary,
+            {
+                "on_part_begin": self._begin_part,
+                "on_header_field": self._take_header,
+                "on_header_value": self._take_header_value,
+                "on_header_end": self._end_header,
+                "on_headers_finished": self._name_part,
+                "on_part_data": self._take,
+                "on_part_end": self._end_part,
+                "on_end": self._end,
+            },
+            max_header_count=_MOST_HEADERS,
+            max_header_size=_MOST_HEADER_BYTES,
+        )
 
     def feed(self, piece: bytes) -> None:
         """ApiError for what is no such form."""
-        self._rest += piece
-        while not self.is_over and self._step():
-            pass
+        try:
+            self._parser.write(piece)
+        except FormParserError as error:
+            raise _no_form(str(error)) from None
 
-    def _step(self) -> bool:
-        """Read a part's head, or data up to a mark. False: more bytes are needed."""
-        if self._part is None:
-            return self._read_head() if self._has_begun else self._skip_to_first()
-        offset = self._rest.find(self._mark)
-        if offset < 0:
-            keep = len(self._mark) - 1
-            self._take(self._rest[:-keep])
-            self._rest = self._rest[-keep:]
-            return False
-        self._take(self._rest[:offset])
-        self._rest = self._rest[offset + len(self._mark) :]
-        self._end_part()
-        return True
+    def _begin_part(self) -> None:
+        self._n_parts += 1
+        if self._n_parts > _MOST_PARTS:
+            raise _no_form(f"it has more than {_MOST_PARTS} parts")
+        self._disposition = self._value = b""
 
-    def _skip_to_first(self) -> bool:
-        offset = self._rest.find(self._mark)
-        if offset < 0 and len(self._rest) > _MOST_HEAD_BYTES:
-            raise _no_form("it does not begin with its boundary")
-        if offset < 0:
-            return False
-        self._rest = self._rest[offset + len(self._mark) :]
-        self._has_begun = True
-        return True
+    def _take_header(self, data: bytes, start: int, end: int) -> None:
+        self._header += data[start:end]
 
-    def _read_head(self) -> bool:
-        if self._rest.startswith(b"--"):
-            self.is_over = True
-            return False
-        offset = self._rest.find(b"\r\n\r\n")
-        if offset < 0:
-            if len(self._rest) > _MOST_HEAD_BYTES:
-                raise _no_form("the head of a part is too long")
-            return False
-        names = _disposition(self._rest[:offset])
-        self._rest = self._rest[offset + 4 :]
-        self._part, self._value = names.get("name", ""), b""
-        if self._part == "file":
+    def _take_header_value(self, data: bytes, start: int, end: int) -> None:
+        self._header_value += data[start:end]
+
+    def _end_header(self) -> None:
+        if self._header.lower() == b"content-disposition":
+            self._disposition = self._header_value
+        self._header = self._header_value = b""
+
+    def _name_part(self) -> None:
+        names = parse_options_header(self._disposition)[1]
+        self._name = names.get(b"name", b"").decode("utf-8", "replace")
+        if self._name == "file":
             if self.form.filename is not None:
                 raise _no_form("it has several files")
-            self.form.filename = names.get("filename", "")
-        return True
+            self.form.filename = names.get(b"filename", b"").decode("utf-8", "replace")
 
-    def _take(self, piece: bytes) -> None:
-        if self._part == "file":
-            if piece:
-                self._write(piece)
+    def _take(self, data: bytes, start: int, end: int) -> None:
+        if self._name == "file":
+            self._write(data[start:end])
             return
-        self._value += piece
+        self._value += data[start:end]
         if len(self._value) > _MOST_FIELD_BYTES:
-            raise _no_form(f"its field {self._part!r:.40} is longer than {_MOST_FIELD_BYTES} bytes")
+            raise _no_form(f"its field {self._name[:40]!r} is longer than {_MOST_FIELD_BYTES} bytes")
 
     def _end_part(self) -> None:
-        assert self._part is not None
-        if self._part != "file":
-            self.form.fields[self._part] = self._value.decode("utf-8", "replace")
-            if len(self.form.fields) > _MOST_FIELDS:
-                raise _no_form(f"it has more than {_MOST_FIELDS} fields")
-        self._part = None
+        if self._name != "file":
+            self.form.fields[self._name] = self._value.decode("utf-8", "replace")
 
-
-def _disposition(head: bytes) -> dict[str, str]:
-    for line in head.decode("utf-8", "replace").split("\r\n"):
-        name, _, value = line.partition(":")
-        if name.strip().lower() == "content-disposition":
-            message = Message()
-            message["Content-Disposition"] = value.strip()
-            given = message.get_params(header="content-disposition", unquote=True) or []
-            return {key.lower(): str(text) for key, text in given}
-    return {}
+    def _end(self) -> None:
+        self.is_over = True
 
 
 def _no_form(why: str) -> ApiError:
     return bad_request(f"the body is no multipart/form-data: {why}", code="invalid_form")
 
 
-def boundary_of(request: Request) -> str:
+def boundary_of(request: Request) -> bytes:
     """The boundary of a request's form. ApiError for what has none, or comes from a page elsewhere."""
     _refuse_pages(request)
-    kind = request.headers.get("content-type", "")
-    boundary = _BOUNDARY.search(kind)
-    if not kind.lower().startswith("multipart/form-data") or boundary is None:
+    kind, options = parse_options_header(request.headers.get("content-type"))
+    boundary = options.get(b"boundary", b"")
+    if kind != b"multipart/form-data" or not 0 < len(boundary) <= _MOST_BOUNDARY_BYTES:
         raise ApiError(
             415,
             "a file is sent as multipart/form-data, with the fields purpose and file",
             code="unsupported_media_type",
             closes=True,
         )
-    return boundary[1] or boundary[2]
+    return boundary
 
 
 async def read_form(request: Request, write: Callable[[bytes], None], most_bytes: int) -> UploadForm:
     """The form of a request; a thread gives its file to `write`. ApiError: it is no form, or too large."""
-    reader = FormReader(boundary_of(request), write)
+    reader, thread = FormReader(boundary_of(request), write), RestedThread()
     n_bytes, more = 0, True
     while more:
         message = await request.receive()
@@ -152,7 +140,7 @@ async def read_form(request: Request, write: Callable[[bytes], None], most_bytes
             raise ApiError(
                 413, f"the file is larger than {most_bytes} bytes", code="file_too_large", closes=True
             )
-        await asyncio.to_thread(reader.feed, piece)
+        await thread.run(partial(reader.feed, piece))
     if not reader.is_over:
         raise _no_form("it ends before its last boundary")
     return reader.form

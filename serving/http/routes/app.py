@@ -35,6 +35,7 @@ from phasewise.serving.http.monitoring.live import MachineFacts
 from phasewise.serving.http.monitoring.metrics import Metrics
 from phasewise.serving.http.requests.body import BodyReader
 from phasewise.serving.http.requests.calls import reading_of
+from phasewise.serving.http.requests.chat_schemas import ChatRequest, TokenizeRequest
 from phasewise.serving.http.requests.request_threads import Preparation
 from phasewise.serving.http.requests.request_to_messages import (
     chat_requests,
@@ -48,14 +49,9 @@ from phasewise.serving.http.requests.response_schemas import (
     ResponseStore,
     chat_of,
     messages_of,
+    namespaces_of,
 )
-from phasewise.serving.http.requests.schemas import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    Strict,
-    TokenizeRequest,
-)
+from phasewise.serving.http.requests.schemas import CompletionRequest, DetokenizeRequest, Strict
 from phasewise.serving.http.routes import openapi
 from phasewise.serving.http.routes.batch_runner import BatchRunner
 from phasewise.serving.http.routes.batches import PATHS as BATCH_PATHS
@@ -66,7 +62,14 @@ from phasewise.serving.http.routes.embeddings import add_routes as add_embedding
 from phasewise.serving.http.routes.generation_service import GenerationService, reply_of, response_id_of
 from phasewise.serving.http.routes.messages import PATHS as MESSAGE_PATHS
 from phasewise.serving.http.routes.messages import add_messages
-from phasewise.serving.http.routes.middleware import ApiKeys, CheckHost, CountAnswers, RequireKey, client_of
+from phasewise.serving.http.routes.middleware import (
+    ApiKeys,
+    CheckHost,
+    CountAnswers,
+    NamePaths,
+    RequireKey,
+    client_of,
+)
 from phasewise.serving.http.routes.ollama import PATHS as OLLAMA_PATHS
 from phasewise.serving.http.routes.ollama import add_ollama
 from phasewise.serving.http.routes.page_routes import OPEN_PATHS, add_page
@@ -96,7 +99,10 @@ NamedCard = tuple[tuple[str, ...], Callable[[], dict[str, Any]]]
 """The names that requests may use for a model, and what /v1/models says of it."""
 Cards = Callable[[], Awaitable[list[NamedCard]]]
 """The models as they are now."""
-_EXPOSED = ("X-Request-Id", "X-Ignored-Fields", "X-Step-Over-TPOT", "X-Estimated-TTFT", "Retry-After")
+_EXPOSED = (
+    *("X-Request-Id", "X-Ignored-Fields", "X-Clamped-Max-Tokens"),
+    *("X-Step-Over-TPOT", "X-Estimated-TTFT", "Retry-After"),
+)
 
 
 @dataclass(frozen=True)
@@ -252,6 +258,7 @@ def _layers(
 ) -> list[Middleware]:
     """The layers that every request passes, the outermost first."""
     layers = [
+        Middleware(NamePaths),
         Middleware(NameRequests, log=surroundings.log, name_of=_name_of),
         Middleware(CountAnswers, metrics=metrics, name_of=_name_of),
     ]
@@ -346,8 +353,8 @@ def _add_completions(app: FastAPI, service: GenerationService) -> None:
         requests, facts = await service.preparation.prepare(request, body, completion_requests, model)
         scoring = Scoring(body.prompt_logprobs, echoes_of(body, requests, model))
         rendering = CompletionRendering(response_id_of(requests), model, scoring)
-        reply = service.with_receipts(reply_of(body, requests, facts, rendering), model, request)
-        return await service.answer(reply, request, body.ignored())
+        reply = service.with_receipts(reply_of(body, requests, facts, rendering, model), model, request)
+        return await service.answer(reply, request)
 
 
 def _add_chat(app: FastAPI, service: GenerationService) -> None:
@@ -361,8 +368,8 @@ def _add_chat(app: FastAPI, service: GenerationService) -> None:
             reading = reading_of(body, model, requests[0])
             scoring = Scoring(body.prompt_logprobs)
             rendering = ChatRendering(response_id_of(requests), model, reading, scoring)
-            reply = service.with_receipts(reply_of(body, requests, facts, rendering), model, request)
-            return await service.answer(reply, request, body.ignored())
+            reply = service.with_receipts(reply_of(body, requests, facts, rendering, model), model, request)
+            return await service.answer(reply, request)
 
 
 def _add_responses(app: FastAPI, service: GenerationService) -> None:
@@ -396,11 +403,12 @@ def _add_responses(app: FastAPI, service: GenerationService) -> None:
             system_fingerprint=model.system_fingerprint,
             count=lambda text: len(model.encode(text, False)),
             keep=keep,
+            namespaces=namespaces_of(body),
         )
         form = Form(partial(whole, responding), partial(ResponseEvents, responding))
-        reply = replace(reply_of(chat, requests, facts, ChatRendering("", model)), form=form)
+        reply = replace(reply_of(chat, requests, facts, ChatRendering("", model), model), form=form)
         with naming(_IN_RESPONSES):
-            return await service.answer(reply, request, body.ignored())
+            return await service.answer(reply, request)
 
     @app.get("/v1/responses/{response_id}")
     async def show_response(request: Request, response_id: str) -> Response:

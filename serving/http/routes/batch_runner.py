@@ -2,6 +2,10 @@
 
 A line that has an answer is never sent again; what a restart cuts off is. A server that is busy or starting
 is asked again until the batch's time is over. Where the disk is full the batch waits for room.
+
+Lines are read some at a time, on one thread for all batches, which rests as that of large bodies does. So a
+batch ends between two pieces of its file, and nothing else waits for a large one. A batch fails where reading
+its lines failed twice, by an error or by the end of the server.
 """
 
 from __future__ import annotations
@@ -10,23 +14,27 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, suppress
 from functools import partial
-from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 from starlette.types import ASGIApp, Message, Scope
 
-from phasewise.serving.batches.lines import BatchLine, answered, faulty, given_up, read_line, written
-from phasewise.serving.batches.store import UNFINISHED, BatchStore, BatchStoreError, StoredBatch
+from phasewise.serving.batches.lines import BatchLine, answered, faulty, given_up, read_lines, written
+from phasewise.serving.batches.store import ENDS_AS, UNFINISHED, BatchStore, BatchStoreError, StoredBatch
 from phasewise.serving.http.lifecycle import Lifecycle
 from phasewise.serving.http.routes.middleware import shadow_scope
+from phasewise.serving.http.transport.rested_thread import RestedThread
 
 MOST_LINES = 50_000
 """OpenAI's own limit."""
+_MOST_LINES_IN_FILE = 2 * MOST_LINES
+"""Empty ones too."""
 _READ_AT_ONCE = 64
+_MOST_BROKEN_READS = 2
 _BUSY = (429, 503)
 _MOST_PAUSE_S = 30.0
 _FULL_PAUSE_S = 5.0
@@ -42,23 +50,72 @@ class _Said(NamedTuple):
     body: bytes
 
 
+class _Unreadable(Exception):
+    """A file that is no batch's. Its text says why."""
+
+
+class _LinesOfFile:
+    """The lines of a batch's file, some at a time: in memory are 64, or little more than `most_bytes`."""
+
+    def __init__(self, path: Path, most_bytes: int, url: str) -> None:
+        self._path = path
+        self._most_bytes = most_bytes
+        self._url = url
+        self._file: BinaryIO | None = None
+        self._lines: Iterator[BatchLine | None] = iter(())
+        self._n_lines = self._n_requests = 0
+
+    def some(self) -> list[BatchLine]:
+        """Those that follow; none at the end. _Unreadable where there are too many."""
+        if self._file is None:
+            self._file = self._path.open("rb")
+            self._lines = read_lines(self._file, self._most_bytes, (self._url,))
+        read: list[BatchLine] = []
+        n_bytes = 0
+        for line in self._lines:
+            self._n_lines += 1
+            self._n_requests += line is not None
+            if self._n_requests > MOST_LINES or self._n_lines > _MOST_LINES_IN_FILE:
+                raise _Unreadable(f"the file has more than {MOST_LINES} lines")
+            if line is not None:
+                read.append(line)
+                n_bytes += len(line.body)
+                if len(read) == _READ_AT_ONCE or n_bytes >= self._most_bytes:
+                    break
+        return read
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
 class BatchRunner:
     """All batches of a server. Used on its event loop; the store is opened when it is first wanted.
 
     most_bytes: of the store; 0: this server takes no batches. n_at_once: lines in progress, of all batches.
+    most_line_bytes: as of a request's body.
     """
 
     def __init__(
-        self, folder: Path, most_bytes: int, n_at_once: int, life: Lifecycle, report: Callable[[str], None]
+        self,
+        folder: Path,
+        most_bytes: int,
+        n_at_once: int,
+        most_line_bytes: int,
+        life: Lifecycle,
+        report: Callable[[str], None],
     ) -> None:
         self._folder = folder
         self._most_bytes = most_bytes
+        self._most_line_bytes = most_line_bytes
         self._life = life
         self._report = report
         self._app: ASGIApp | None = None
         self._store: BatchStore | None = None
         self._opening = threading.Lock()
         self._places = asyncio.Semaphore(n_at_once)
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="phasewise-batches")
+        self._reading = RestedThread(self._reader)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._looks: set[asyncio.Task[None]] = set()
         self._cancelled: dict[str, asyncio.Event] = {}
@@ -78,6 +135,7 @@ class BatchRunner:
 
     def close(self) -> None:
         """Once no loop runs any more."""
+        self._reader.shutdown(cancel_futures=True)
         if self._store is not None:
             self._store.close()
 
@@ -125,68 +183,102 @@ class BatchRunner:
     async def _run(self, store: BatchStore, batch: StoredBatch) -> None:
         """From where it is to its end, or to that of the server. It may have ended since the look."""
         batch = await asyncio.to_thread(store.batch, batch.owner, batch.id)
-        if batch.fields["status"] not in UNFINISHED:
-            return
-        if batch.fields["status"] == "validating":
-            begun = await self._kept(partial(self._validate, store, batch))
-            if begun is None:
-                return
-            batch = begun
-        done = await asyncio.to_thread(store.answered, batch.id)
-        feeding = asyncio.ensure_future(self._feed(store, batch, done))
+        stop = threading.Event()
+        try:
+            how = batch.fields.get(ENDS_AS)  # a server ended while the files were written
+            if how is None and batch.fields["status"] in UNFINISHED:
+                how = await self._until_its_end(store, batch)
+            if how is not None:
+                await self._kept(lambda: store.finish(batch, how, stop))
+        except _Unreadable as why:
+            error = {"code": "invalid_file", "message": str(why), "param": "input_file_id", "line": None}
+            errors = {"object": "list", "data": [error]}
+            await self._kept(lambda: store.finish(batch, "failed", stop, errors=errors))
+        finally:
+            stop.set()
+
+    async def _until_its_end(self, store: BatchStore, batch: StoredBatch) -> str | None:
+        """Answer its lines until all have an answer, it is cancelled, or its time is over. Returns the status
+        of its end; None: the server ends.
+        """
+        answering = asyncio.ensure_future(self._answer_all(store, batch))
         cancelling = asyncio.ensure_future(self._cancelled[batch.id].wait())
         left_s = batch.fields["expires_at"] - time.time()
         try:
             await asyncio.wait(
-                (feeding, cancelling), timeout=max(0.0, left_s), return_when=asyncio.FIRST_COMPLETED
+                (answering, cancelling), timeout=max(0.0, left_s), return_when=asyncio.FIRST_COMPLETED
             )
-            if feeding.done():
-                feeding.result()
+            if answering.done():
+                answering.result()
         finally:
-            is_whole = feeding.done()
-            for task in (feeding, cancelling):
+            is_whole = answering.done()
+            for task in (answering, cancelling):
                 task.cancel()
-            await asyncio.gather(feeding, cancelling, return_exceptions=True)
+            await asyncio.gather(answering, cancelling, return_exceptions=True)
         if self._life.is_draining:
-            return
+            return None
         how = "completed" if is_whole else "cancelled" if self._cancelled[batch.id].is_set() else "expired"
         if how != "completed":
-            await self._kept(partial(self._give_up_rest, store, batch, how))
-        await self._kept(partial(store.finish, batch, how))
+            await self._give_up_rest(store, batch, how)
+        return how
 
-    def _validate(self, store: BatchStore, batch: StoredBatch) -> StoredBatch | None:
-        """Count its lines. None: it has failed."""
-        n_lines = sum(1 for _ in islice(self._lines(store, batch), MOST_LINES + 1))
-        now_s = int(time.time())
-        if 0 < n_lines <= MOST_LINES:
-            store.update(batch, among=UNFINISHED, in_progress_at=now_s, n_lines=n_lines)
-            return store.update(batch, among=("validating",), status="in_progress")
-        message = "the file has no line" if not n_lines else f"the file has more than {MOST_LINES} lines"
-        error = {"code": "invalid_file", "message": message, "param": "input_file_id", "line": None}
-        errors = {"object": "list", "data": [error]}
-        store.update(batch, among=UNFINISHED, is_over=True, status="failed", failed_at=now_s, errors=errors)
-        return None
+    async def _answer_all(self, store: BatchStore, batch: StoredBatch) -> None:
+        """Count its lines, unless that is done, and send those that have no answer."""
+        if batch.fields["status"] == "validating":
+            n_lines = 0
+            async with aclosing(self._pieces(store, batch)) as pieces:
+                async for some in pieces:
+                    n_lines += len(some)
+            if not n_lines:
+                raise _Unreadable("the file has no line")
+            now_s = int(time.time())
+            counted = partial(store.update, batch, among=UNFINISHED, in_progress_at=now_s, n_lines=n_lines)
+            await self._kept(counted)
+            await self._kept(partial(store.update, batch, among=("validating",), status="in_progress"))
+        await self._feed(store, batch, await asyncio.to_thread(store.answered, batch.id))
 
-    def _lines(self, store: BatchStore, batch: StoredBatch) -> Iterator[BatchLine]:
-        """Its lines, but for empty ones."""
-        seen: set[str] = set()
-        with store.path_of(batch.input_id).open("rb") as file:
-            for number, raw in enumerate(file, 1):
-                if raw.strip():
-                    yield read_line(number, raw, seen, (batch.fields["endpoint"],))
+    async def _pieces(self, store: BatchStore, batch: StoredBatch) -> AsyncGenerator[list[BatchLine], None]:
+        """Its lines but for empty ones, some at a time. _Unreadable: there are too many, or reading them
+        failed twice.
+        """
+        lines = _LinesOfFile(store.path_of(batch.input_id), self._most_line_bytes, batch.fields["endpoint"])
+
+        def read() -> list[BatchLine]:
+            n_broken = store.begin_reading(batch)
+            try:
+                if n_broken >= _MOST_BROKEN_READS:
+                    raise _Unreadable(_BROKEN)
+                some = lines.some()
+            except (_Unreadable, OSError):
+                store.end_reading(batch)
+                raise
+            except Exception as error:
+                if n_broken + 1 >= _MOST_BROKEN_READS:
+                    raise _Unreadable(_BROKEN) from error
+                raise
+            store.end_reading(batch)
+            return some
+
+        try:
+            while some := await self._kept(read, self._reading.run):
+                yield some
+        finally:
+            self._reader.submit(lines.close)  # behind what is being read
 
     async def _feed(self, store: BatchStore, batch: StoredBatch, done: set[int]) -> None:
         """Send every line that has no answer, as places become free; ends once all have one."""
-        lines = (line for line in self._lines(store, batch) if line.number not in done)
         answering: set[asyncio.Task[None]] = set()
         try:
-            while some := await asyncio.to_thread(lambda: list(islice(lines, _READ_AT_ONCE))):
-                for line in some:
-                    await self._places.acquire()
-                    task = asyncio.ensure_future(self._answer(store, batch, line))
-                    answering.add(task)
-                    task.add_done_callback(lambda _task: self._places.release())
-                    answering = {task for task in answering if not _has_ended(task)}
+            async with aclosing(self._pieces(store, batch)) as pieces:
+                async for some in pieces:
+                    for line in some:
+                        if line.number in done:
+                            continue
+                        await self._places.acquire()
+                        task = asyncio.ensure_future(self._answer(store, batch, line))
+                        answering.add(task)
+                        task.add_done_callback(lambda _task: self._places.release())
+                        answering = {task for task in answering if not _has_ended(task)}
             for task in answering:
                 await task
         finally:
@@ -196,14 +288,18 @@ class BatchRunner:
 
     async def _answer(self, store: BatchStore, batch: StoredBatch, line: BatchLine) -> None:
         """Send a line and keep its answer; unless the server ends before."""
-        answer, is_good = faulty(line), False
-        if line.fault is None:
-            said = await self._send(batch.owner, line)
-            request_id = said.headers.get(b"x-request-id", b"").decode("latin-1")
-            answer = answered(line, said.status, request_id, _json(said.body))
-            is_good = said.status == 200
-        raw = written(answer)
-        await self._kept(partial(store.answer, batch.id, line.number, raw, is_good=is_good))
+        said = None if line.fault is not None else await self._send(batch.owner, line)
+
+        def keep() -> None:
+            if said is None:
+                answer = faulty(line)
+            else:
+                request_id = said.headers.get(b"x-request-id", b"").decode("latin-1")
+                answer = answered(line, said.status, request_id, _json(said.body))
+            is_good = said is not None and said.status == 200
+            store.answer(batch.id, line.number, written(answer), is_good=is_good)
+
+        await self._kept(keep)
 
     async def _send(self, owner: str, line: BatchLine) -> _Said:
         pause_s = 1.0
@@ -238,22 +334,35 @@ class BatchRunner:
         await self._app(scope, receive, send)
         return _Said(started[0]["status"], dict(started[0]["headers"]), b"".join(parts))
 
-    def _give_up_rest(self, store: BatchStore, batch: StoredBatch, how: str) -> None:
+    async def _give_up_rest(self, store: BatchStore, batch: StoredBatch, how: str) -> None:
         """Every line without an answer gets the reason."""
-        done = store.answered(batch.id)
-        for line in self._lines(store, batch):
-            if line.number not in done:
-                why = given_up(
-                    line, f"batch_{how}", f"the batch has {_SAYS[how]} before this line was answered"
-                )
-                store.answer(batch.id, line.number, written(why), is_good=False)
+        done = await asyncio.to_thread(store.answered, batch.id)
+        n_lines = 0
 
-    async def _kept(self, work: Callable[[], Made]) -> Made:
-        """The result of `work` of the store, once there is room for it."""
+        def give_up(some: list[BatchLine]) -> None:
+            for line in some:
+                if line.number not in done:
+                    why = given_up(
+                        line, f"batch_{how}", f"the batch has {_SAYS[how]} before this line was answered"
+                    )
+                    store.answer(batch.id, line.number, written(why), is_good=False)
+
+        async with aclosing(self._pieces(store, batch)) as pieces:
+            async for some in pieces:
+                n_lines += len(some)
+                await self._kept(partial(give_up, some))
+        await self._kept(partial(store.update, batch, among=UNFINISHED, n_lines=n_lines))
+
+    async def _kept(
+        self,
+        work: Callable[[], Made],
+        run: Callable[[Callable[[], Made]], Awaitable[Made]] = asyncio.to_thread,
+    ) -> Made:
+        """The result of `work` of the store on a thread, once there is room for it."""
         has_told = False
         while True:
             try:
-                return await asyncio.to_thread(work)
+                return await run(work)
             except BatchStoreError as error:
                 if error.kind != "full":
                     raise
@@ -263,6 +372,7 @@ class BatchRunner:
                 await asyncio.sleep(_FULL_PAUSE_S)
 
 
+_BROKEN = "reading its lines failed twice, or ended the server: divide the file, or send shorter lines"
 _SAYS = {"expired": "expired", "cancelled": "been cancelled"}
 
 

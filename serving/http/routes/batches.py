@@ -6,7 +6,7 @@ import asyncio
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
@@ -15,7 +15,16 @@ from fastapi.responses import FileResponse, JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from phasewise.serving.batches.lines import GENERATING, Json
-from phasewise.serving.batches.store import CANCELLABLE, BatchStore, BatchStoreError, StoredBatch, StoredFile
+from phasewise.serving.batches.store import (
+    BROKEN_READS,
+    CANCELLABLE,
+    ENDS_AS,
+    BatchStore,
+    BatchStoreError,
+    Page,
+    StoredBatch,
+    StoredFile,
+)
 from phasewise.serving.http.errors import ApiError, bad_request
 from phasewise.serving.http.requests.batch_schemas import BatchRequest
 from phasewise.serving.http.requests.body import BodyReader, refuse_other_types
@@ -27,6 +36,7 @@ PATHS = frozenset({"/v1/files", "/v1/batches"})
 MOST_FILE_BYTES = 200 << 20
 """OpenAI's own limit."""
 _MOST_LISTED = 10_000
+_MOST_BATCHES_LISTED = 100
 _LISTED = 20
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _MOST_WINDOW_S = 30 * 86_400
@@ -47,6 +57,8 @@ def _refusal(error: BatchStoreError) -> ApiError:
             return ApiError(404, str(error), code="not_found")
         case "in_use":
             return ApiError(409, str(error), code="file_in_use")
+        case "unfinished":
+            return ApiError(409, str(error), code="batch_not_over")
         case "full":
             return ApiError(507, str(error), code="insufficient_storage")
         case "too_many":
@@ -100,14 +112,22 @@ def add_batches(app: FastAPI, runner: BatchRunner, bodies: BodyReader) -> None:
     async def list_batches(request: Request) -> Json:
         """The batches of this client, the newest first."""
         kept = await store()
-        batches = await _on_disk(partial(kept.batches, _owner(request)))
-        return _page(request, [(batch.id, partial(_shown, batch)) for batch in batches], _LISTED)
+        page = _page_of(request, _LISTED, _MOST_BATCHES_LISTED)
+        batches, has_more = await _on_disk(partial(kept.batches, _owner(request), page))
+        return _list([_shown(batch) for batch in batches], has_more)
 
     @app.get("/v1/batches/{batch_id}")
     async def show_batch(request: Request, batch_id: str) -> Json:
         """A batch, and its counts so far."""
         kept = await store()
         return _shown(await _on_disk(partial(kept.batch, _owner(request), batch_id)))
+
+    @app.delete("/v1/batches/{batch_id}")
+    async def delete_batch(request: Request, batch_id: str) -> Json:
+        """Keep the record of a batch no longer; its files stay."""
+        kept = await store()
+        await _on_disk(partial(kept.delete_batch, _owner(request), batch_id))
+        return {"id": batch_id, "object": "batch", "deleted": True}
 
     @app.post("/v1/batches/{batch_id}/cancel")
     async def cancel_batch(request: Request, batch_id: str) -> Json:
@@ -154,10 +174,9 @@ def _add_files(app: FastAPI, runner: BatchRunner) -> None:
     async def list_files(request: Request) -> Json:
         """The files of this client, the newest first."""
         kept = await store()
-        files = await _on_disk(partial(kept.files, _owner(request)))
-        wanted = request.query_params.get("purpose")
-        rows = [(file.id, partial(_file, file)) for file in files if wanted in (None, file.purpose)]
-        return _page(request, rows, _MOST_LISTED)
+        page, purpose = _page_of(request, _MOST_LISTED, _MOST_LISTED), request.query_params.get("purpose")
+        files, has_more = await _on_disk(partial(kept.files, _owner(request), page, purpose))
+        return _list([_file(file) for file in files], has_more)
 
     @app.get("/v1/files/{file_id}")
     async def show_file(request: Request, file_id: str) -> Json:
@@ -215,7 +234,7 @@ def _new_batch(body: BatchRequest, now_s: int, window_s: int) -> Json:
 
 
 def _shown(batch: StoredBatch) -> Json:
-    fields = dict(batch.fields)
+    fields = {name: value for name, value in batch.fields.items() if name not in (ENDS_AS, BROKEN_READS)}
     total = fields.pop("n_lines")
     counts = {"total": total, "completed": batch.n_completed, "failed": batch.n_failed}
     return {**fields, "request_counts": counts}
@@ -233,25 +252,21 @@ def _file(file: StoredFile) -> Json:
     }
 
 
-def _page(request: Request, rows: Sequence[tuple[str, Callable[[], Json]]], default: int) -> Json:
-    """A page of a list: `limit` entries behind the one called `after`."""
+def _page_of(request: Request, default: int, most: int) -> Page:
+    """The page of a list that is asked for: `limit` entries behind the one called `after`."""
     asked = request.query_params
     given = asked.get("limit", str(default))
     limit = int(given) if re.fullmatch(r"[0-9]{1,5}", given) else 0
-    if not 1 <= limit <= _MOST_LISTED:
-        raise bad_request(f"limit must be a number from 1 to {_MOST_LISTED}", "limit")
-    if asked.get("order", "desc") == "asc":
-        rows = rows[::-1]
-    ids = [row_id for row_id, _ in rows]
-    after = asked.get("after")
-    if after is not None and after not in ids:
-        raise ApiError(404, f"there is nothing called {after[:80]!r} to list after", param="after")
-    start = 0 if after is None else ids.index(after) + 1
-    data = [make() for _, make in rows[start : start + limit]]
+    if not 1 <= limit <= most:
+        raise bad_request(f"limit must be a number from 1 to {most}", "limit")
+    return Page(limit, asked.get("after"), asked.get("order", "desc") == "asc")
+
+
+def _list(data: list[Json], has_more: bool) -> Json:
     return {
         "object": "list",
         "data": data,
         "first_id": data[0]["id"] if data else None,
         "last_id": data[-1]["id"] if data else None,
-        "has_more": start + limit < len(rows),
+        "has_more": has_more,
     }

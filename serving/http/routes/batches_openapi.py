@@ -36,7 +36,10 @@ def batch_paths(refusals_of: Callable[..., Json]) -> Json:
         **_does("get", "list_batches", "Batches, the newest first", _content("BatchList"), listed),
         **_does("post", "create_batch", "Answer a file of requests", _content("Batch"), sent, begin),
     }
-    batch = _does("get", "show_batch", "How far a batch is", _content("Batch"), refusals)
+    batch: Json = {
+        **_does("get", "show_batch", "How far a batch is", _content("Batch"), refusals),
+        **_does("delete", "delete_batch", "Keep a batch no longer", _content("DeletedBatch"), busy),
+    }
     cancel = _does("post", "cancel_batch", "End a batch", _content("Batch"), busy)
     return {
         "/v1/files": {**files, "parameters": _PAGE},
@@ -79,6 +82,7 @@ def batch_answers() -> Json:
             request_counts=counts,
         ),
         "BatchList": _list("Batch"),
+        "DeletedBatch": _object(id=_TEXT, object={"const": "batch"}, deleted={"const": True}),
     }
 
 

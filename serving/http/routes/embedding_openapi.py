@@ -25,8 +25,9 @@ def embedding_paths(refusals_of: Callable[..., Json]) -> Json:
             ollama_refusals,
         ),
         "/v1/embeddings": _post("embeddings", "Vectors of texts", "EmbeddingRequest", "Embeddings", refusals),
+        "/embed": _post("tei_embed", "The same as TEI does", "TeiEmbedRequest", "TeiVectors", refusals),
         "/v1/rerank": _post("rerank", "Documents by a query", "RerankRequest", "Ranking", refusals),
-        "/rerank": _post("tei_rerank", "The same as TEI does", "TeiRerankRequest", "TeiRanking", refusals),
+        "/rerank": _post("short_rerank", "The same", "RerankRequest", "Ranking", refusals),
     }
 
 
@@ -49,8 +50,13 @@ def embedding_answers() -> Json:
         "Embeddings": _object(
             object={"const": "list"}, data={"type": "array", "items": vector}, model=_TEXT, usage=usage
         ),
-        "Ranking": _object(model=_TEXT, results={"type": "array", "items": ranked}, usage=usage),
-        "TeiRanking": {"type": "array", "items": _object(index=_COUNT, score=_NUMBER)},
+        "Ranking": {
+            "anyOf": [
+                _object(model=_TEXT, results={"type": "array", "items": ranked}, usage=usage),
+                {"type": "array", "items": _object(index=_COUNT, score=_NUMBER)},
+            ]
+        },
+        "TeiVectors": {"type": "array", "items": numbers},
     }
 
 

@@ -1,5 +1,5 @@
-"""`/v1/embeddings`, Ollama's `/api/embed`, `/v1/rerank` and TEI's `/rerank`: bodies in, tokens to the queues
-of all devices, vectors out.
+"""`/v1/embeddings`, `/v1/rerank`, and the same as Ollama and text-embeddings-inference have it: bodies in,
+tokens to the queues of all devices, vectors out.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
-from pydantic import ConfigDict, Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag, model_validator
 from pydantic_core import to_json
 
 from phasewise.serving.embedding.client import Asker, EmbeddingClient
@@ -35,13 +35,15 @@ from phasewise.serving.http.monitoring.access_log import record_of
 from phasewise.serving.http.requests.body import BodyReader
 from phasewise.serving.http.requests.fair_lane import FairLane
 from phasewise.serving.http.requests.request_threads import while_there
-from phasewise.serving.http.requests.schemas import MOST_INT, Strict, kind_of
+from phasewise.serving.http.requests.schemas import MOST_INT, OpenRequest, Strict, kind_of
 from phasewise.serving.http.routes.middleware import client_of
 from phasewise.serving.http.transport.connection import connection_of
 
 Floats = npt.NDArray[np.float32]
 
-PATHS = frozenset({"/v1/embeddings", "/v1/rerank", "/rerank", "/api/embed", "/api/embeddings"})
+PATHS = frozenset(
+    {"/v1/embeddings", "/v1/rerank", "/v2/rerank", "/rerank", "/embed", "/api/embed", "/api/embeddings", "/"}
+)
 MOST_INPUTS = 2048  # OpenAI's
 _LONG_CHARACTERS = 256 * 1024
 _N_ORDINARY = 2
@@ -66,7 +68,7 @@ Input = Annotated[
 ]
 
 
-class EmbeddingRequest(Strict):
+class EmbeddingRequest(OpenRequest):
     """OpenAI's; `truncate`, `input_type`, `task` and the formats of few bits are extensions."""
 
     model: str
@@ -90,8 +92,8 @@ class EmbeddingRequest(Strict):
     truncate: bool = Field(False, description="cut inputs that are too long; else they are refused")
 
 
-class _OllamaBody(Strict):
-    model_config = ConfigDict(extra="allow")
+class _OllamaBody(OpenRequest):
+    without_effect = frozenset({"options"})
 
     model: str
     keep_alive: str | float | None = Field(None, description="ignored: models stay")
@@ -120,42 +122,64 @@ class Document(Strict):
     text: str
 
 
-class RerankRequest(Strict):
-    """Cohere's and Jina's."""
+class TeiEmbedRequest(OpenRequest):
+    """text-embeddings-inference's, and that of clients of Hugging Face's hub."""
 
-    model: str
+    without_effect = frozenset({"truncation_direction"})
+
+    inputs: Input
+    truncate: bool | None = False
+    normalize: Literal[True] | None = Field(True, description="vectors are what the model makes them")
+    prompt_name: Annotated[str, Field(max_length=256)] | None = None
+    dimensions: Annotated[int, Field(ge=1, le=MOST_INT)] | None = None
+
+
+class RerankRequest(OpenRequest):
+    """Cohere's and Jina's, with `documents`, or text-embeddings-inference's, with `texts`."""
+
+    model: str | None = Field(None, description="needs not be named: one reranker is served")
     query: str
-    documents: Annotated[
-        Annotated[Texts, Tag("list of str")]
-        | Annotated[
-            list[Document], Field(fail_fast=True, min_length=1, max_length=MOST_INPUTS), Tag("list of dict")
-        ],
-        Discriminator(kind_of),
-    ]
+    documents: (
+        Annotated[
+            Annotated[Texts, Tag("str")]
+            | Annotated[
+                list[Document], Field(fail_fast=True, min_length=1, max_length=MOST_INPUTS), Tag("dict")
+            ],
+            Discriminator(lambda given: kind_of(given).removeprefix("list of ")),
+        ]
+        | None
+    ) = None
+    texts: Texts | None = None
     top_n: Annotated[int, Field(ge=1, le=MOST_INT)] | None = None
     instruction: str | None = Field(
         None, description="what makes a document fit a query, for models that take it; absent: their own"
     )
     return_documents: bool = False
-    truncate: bool = Field(True, description="cut documents that are too long; else they are refused")
+    return_text: bool = Field(False, description="the same, with `texts`")
+    raw_scores: bool = Field(False, description="with `texts`: scores as they are, not from 0 to 1")
+    truncate: bool | None = Field(
+        None, description="cut what is too long, as `documents` are unless stated; else it is refused"
+    )
 
+    @model_validator(mode="after")
+    def _has_one(self) -> RerankRequest:
+        if (self.documents is None) == (self.texts is None):
+            raise ValueError("give documents or texts, one of the two")
+        return self
 
-class TeiRerankRequest(Strict):
-    """text-embeddings-inference's."""
-
-    query: str
-    texts: Texts
-    raw_scores: bool = False
-    return_text: bool = False
-    truncate: bool = False
+    @property
+    def given(self) -> list[str]:
+        """The texts to be scored."""
+        documents = self.documents or self.texts or []
+        return [document if isinstance(document, str) else document.text for document in documents]
 
 
 BODIES: tuple[type[Strict], ...] = (
     EmbeddingRequest,
     OllamaEmbedRequest,
     OllamaEmbeddingsRequest,
+    TeiEmbedRequest,
     RerankRequest,
-    TeiRerankRequest,
 )
 """The bodies of all routes here."""
 
@@ -271,41 +295,55 @@ class EmbeddingRoutes:
             vectors = [truncated(vector, body.dimensions) for vector in vectors]
         return vectors, sum(len(tokens.ids) for tokens in inputs)
 
+    async def tei_embed(self, request: Request) -> Response:
+        """The vectors alone, as text-embeddings-inference gives them."""
+        asked = await self._read(request, TeiEmbedRequest)
+        body = EmbeddingRequest(
+            model=self.model.model_id,
+            input=asked.inputs,
+            dimensions=asked.dimensions,
+            input_type=asked.prompt_name,
+            truncate=bool(asked.truncate),
+            encoding_format=None,
+            task=None,
+        )
+        vectors, _ = await self._embedded(request, body)
+        return _json(await asyncio.to_thread(lambda: [_numbers(vector) for vector in vectors]))
+
     async def rerank(self, request: Request) -> Response:
-        """Scores from 0 to 1 of documents for a query, the best first."""
+        """Scores of documents for a query, the best first, from 0 to 1 unless asked for as they are."""
         body = await self._read(request, RerankRequest)
-        self._check_model(body.model)
-        texts = [document if isinstance(document, str) else document.text for document in body.documents]
+        texts, is_tei = body.given, body.texts is not None
+        self._check_model(body.model or self.model.model_id)
         if body.instruction is not None and self.model.scores and not self.model.text.takes_instruction:
             raise bad_request(f"{self.model.model_id} takes no instruction", "instruction")
-        how = {"truncate": body.truncate, "instruction": body.instruction}
-        scores, n_tokens = await self._scores(request, body.query, texts, **how)
-        ranked = sorted(enumerate(map(_logistic, scores)), key=lambda pair: -pair[1])
-        results: list[dict[str, Any]] = [
-            {"index": index, "relevance_score": score} for index, score in ranked
+        truncate = not is_tei if body.truncate is None else body.truncate
+        scores, n_tokens = await self._scores(
+            request, body.query, texts, truncate=truncate, instruction=body.instruction
+        )
+        shown = scores if body.raw_scores and is_tei else list(map(_logistic, scores))
+        ranked = sorted(enumerate(shown), key=lambda pair: -pair[1])[: body.top_n]
+        if is_tei:
+            return _json(
+                [
+                    {"index": index, "score": score, **({"text": texts[index]} if body.return_text else {})}
+                    for index, score in ranked
+                ]
+            )
+        results = [
+            {
+                "index": index,
+                "relevance_score": score,
+                **({"document": {"text": texts[index]}} if body.return_documents else {}),
+            }
+            for index, score in ranked
         ]
-        if body.return_documents:
-            for result in results:
-                result["document"] = {"text": texts[result["index"]]}
         return _json(
             {
                 "model": self.model.model_id,
-                "results": results[: body.top_n],
+                "results": results,
                 "usage": {"prompt_tokens": n_tokens, "total_tokens": n_tokens},
             }
-        )
-
-    async def tei_rerank(self, request: Request) -> Response:
-        """The same in TEI's form."""
-        body = await self._read(request, TeiRerankRequest)
-        scores, _ = await self._scores(request, body.query, body.texts, truncate=body.truncate)
-        shown = scores if body.raw_scores else list(map(_logistic, scores))
-        ranked = sorted(enumerate(shown), key=lambda pair: -pair[1])
-        return _json(
-            [
-                {"index": index, "score": score, **({"text": body.texts[index]} if body.return_text else {})}
-                for index, score in ranked
-            ]
         )
 
     def _refuse_too_large(self, body: EmbeddingRequest) -> None:
@@ -417,15 +455,22 @@ def add_routes(app: FastAPI, routes: EmbeddingRoutes) -> None:
         """The vector of one text, in Ollama's earlier form."""
         return await routes.ollama_embeddings(request)
 
+    @app.post("/embed")
+    async def tei_embed(request: Request) -> Response:
+        """Vectors of texts, in the form of text-embeddings-inference."""
+        return await routes.tei_embed(request)
+
     @app.post("/v1/rerank")
+    @app.post("/v2/rerank", include_in_schema=False)
+    @app.post("/rerank")
     async def rerank(request: Request) -> Response:
         """Documents by how well they fit a query."""
         return await routes.rerank(request)
 
-    @app.post("/rerank")
-    async def tei_rerank(request: Request) -> Response:
-        """The same in the form of text-embeddings-inference."""
-        return await routes.tei_rerank(request)
+    @app.post("/", include_in_schema=False)
+    async def hub(request: Request) -> Response:
+        """Vectors or scores, whichever the model makes, for clients of Hugging Face's hub."""
+        return await (routes.rerank(request) if routes.model.scores else routes.tei_embed(request))
 
 
 def _asker(request: Request) -> Asker:

@@ -23,18 +23,7 @@ from phasewise.serving.http.models.served_models import Models
 from phasewise.serving.http.monitoring.access_log import AccessLog, record_of
 from phasewise.serving.http.requests.body import BodyReader
 from phasewise.serving.http.requests.request_threads import Preparation
-from phasewise.serving.http.requests.request_to_messages import (
-    RequestOrigin,
-    chat_requests,
-    completion_requests,
-    within_context,
-)
-from phasewise.serving.http.requests.schemas import (
-    ChatRequest,
-    CompletionRequest,
-    GenerationRequest,
-    Strict,
-)
+from phasewise.serving.http.requests.schemas import MOST_INT, GenerationRequest, Strict
 from phasewise.serving.http.routes.middleware import client_of
 from phasewise.serving.http.transport.connection import connection_of
 
@@ -75,20 +64,18 @@ class GenerationService:
 
         return replace(reply, receipt=make)
 
-    async def answer(self, reply: Reply, request: Request, ignored: tuple[str, ...] = ()) -> Response:
-        """`ignored`: fields of the body that say nothing to this server; the answer's header names them."""
+    async def answer(self, reply: Reply, request: Request) -> Response:
         self.refuse_unless_open()
         ttft_s = self.client.expected_ttft_s(reply.requests[0], client_of(request.scope).name)
         record = record_of(request.scope)
         if record is not None and self.log is not None:
-            record.ignored = ignored
             self.log.expects(record, reply.requests, reply.usage([])["prompt_tokens"])
         try:
             response = await respond(self.client, reply, request)
         except ServingError as error:
             raise from_engine(error) from error
-        if ignored:
-            response.headers["X-Ignored-Fields"] = ",".join(ignored)
+        if reply.clamped is not None:
+            response.headers["X-Clamped-Max-Tokens"] = str(reply.clamped)
         if ttft_s is not None:
             response.headers["X-Estimated-TTFT"] = f"{ttft_s:.1f} s"
         step_ms = self._step_over_tpot_ms(reply.requests[0].model)
@@ -105,26 +92,6 @@ class GenerationService:
         own = load if load is None or load.by_model is None else load.by_model.get(model)
         return 0 if own is None else own.step_over_tpot_ms
 
-    async def prepare_within(
-        self,
-        request: Request,
-        body: ChatRequest | CompletionRequest,
-        most_tokens: int | None,
-        model: ServedModel,
-    ) -> tuple[list[Submit], list[RequestFacts]]:
-        """Messages to the engine for answers of at most `most_tokens`, or as many as the context holds."""
-
-        def make(
-            body: ChatRequest | CompletionRequest, model: ServedModel, sender: RequestOrigin
-        ) -> list[Submit]:
-            if isinstance(body, ChatRequest):
-                requests = chat_requests(body, model, sender)
-            else:
-                requests = completion_requests(body, model, sender)
-            return within_context(requests, most_tokens, model)
-
-        return await self.preparation.prepare(request, body, make, model)
-
     def refuse_unless_open(self) -> None:
         refusal = self.life.refusal()
         if refusal is not None:
@@ -132,9 +99,15 @@ class GenerationService:
 
 
 def reply_of(
-    body: GenerationRequest, requests: list[Submit], facts: list[RequestFacts], rendering: Rendering
+    body: GenerationRequest,
+    requests: list[Submit],
+    facts: list[RequestFacts],
+    rendering: Rendering,
+    model: ServedModel,
 ) -> Reply:
     """The reply to a request that has been prepared."""
+    clamped = [len(asked.prompt_token_ids) for asked in requests if asked.max_tokens is None]
+    has_stated = body.most_tokens not in (None, MOST_INT)
     return Reply(
         requests=requests,
         facts=facts,
@@ -144,6 +117,7 @@ def reply_of(
         include_usage=body.stream_options is not None and body.stream_options.include_usage,
         tells_progress=bool(body.stream) and body.return_progress,
         continuous_usage=body.stream_options is not None and body.stream_options.continuous_usage_stats,
+        clamped=model.context_length - max(clamped) if clamped and has_stated else None,
     )
 
 

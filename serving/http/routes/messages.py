@@ -18,14 +18,13 @@ from phasewise.serving.http.requests.message_schemas import (
     MessagesRequest,
     chat_of,
 )
-from phasewise.serving.http.requests.request_to_messages import conversation_tokens
+from phasewise.serving.http.requests.request_to_messages import chat_requests, conversation_tokens
 from phasewise.serving.http.routes.generation_service import GenerationService, reply_of
 
 PATHS = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
 _NAMES = {
     "prompt": "messages",
     "stop": "stop_sequences",
-    "max_completion_tokens": "max_tokens",
     "response_format": "output_config",
 }
 """The names in these requests of fields of the chat requests that they are made into."""
@@ -41,7 +40,7 @@ def add_messages(app: FastAPI, service: GenerationService) -> None:
         model = await service.models.hold(request, body.model, streams=bool(body.stream))
         with naming(_NAMES):
             chat = await service.bodies.convert(request, lambda: chat_of(body))
-            requests, facts = await service.prepare_within(request, chat, body.max_tokens, model)
+            requests, facts = await service.preparation.prepare(request, chat, chat_requests, model)
         (asked,) = requests
         messaging = Messaging(
             model_id=model.model_id,
@@ -51,9 +50,9 @@ def add_messages(app: FastAPI, service: GenerationService) -> None:
             is_capped=asked.max_tokens is not None,
         )
         form = Form(partial(whole, messaging), partial(MessageEvents, messaging))
-        reply = replace(reply_of(chat, requests, facts, ChatRendering("", model)), form=form)
+        reply = replace(reply_of(chat, requests, facts, ChatRendering("", model), model), form=form)
         with naming(_NAMES):
-            return await service.answer(reply, request, body.ignored())
+            return await service.answer(reply, request)
 
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(request: Request) -> dict[str, Any]:

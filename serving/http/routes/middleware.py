@@ -103,7 +103,8 @@ class RequireKey:
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in self._open_paths or _SHADOW in scope:
+        reads = scope["type"] == "http" and scope["method"] in ("GET", "HEAD")
+        if scope["type"] != "http" or (reads and scope["path"] in self._open_paths) or _SHADOW in scope:
             await self._app(scope, receive, send)
             return
         key = self._key_of(Headers(scope=scope))
@@ -128,6 +129,23 @@ class RequireKey:
         scheme, _, token = headers.get("authorization", "").partition(" ")
         digest = self._keys.digest_of(token.strip())
         return digest if scheme.lower() == "bearer" else None
+
+
+_BELOW_V1 = frozenset(
+    {"chat", "completions", "responses", "messages", "models", "embeddings", "files", "batches", "receipts"}
+)
+
+
+class NamePaths:
+    """Paths of OpenAI's and Anthropic's APIs mean the same without `/v1`, which some clients leave out."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].removeprefix("/").partition("/")[0] in _BELOW_V1:
+            scope["path"] = f"/v1{scope['path']}"
+        await self._app(scope, receive, send)
 
 
 class CheckHost:

@@ -15,10 +15,11 @@ from fastapi.responses import JSONResponse, Response
 from phasewise.serving.http.answers.ollama_lines import MEDIA_TYPE, OllamaAnswering, OllamaLines, whole
 from phasewise.serving.http.answers.openai_objects import ChatRendering, Form
 from phasewise.serving.http.errors import naming
-from phasewise.serving.http.http_settings import ServedModel
+from phasewise.serving.http.http_settings import ModelFacts, ServedModel
 from phasewise.serving.http.models.served_models import ListedModel
 from phasewise.serving.http.models.while_loading import keep_for
 from phasewise.serving.http.requests.calls import reading_of
+from phasewise.serving.http.requests.chat_schemas import ChatRequest
 from phasewise.serving.http.requests.ollama_schemas import (
     OllamaChatRequest,
     OllamaGenerateRequest,
@@ -26,17 +27,17 @@ from phasewise.serving.http.requests.ollama_schemas import (
     chat_of,
     prompt_of,
 )
-from phasewise.serving.http.requests.schemas import ChatRequest, CompletionRequest
+from phasewise.serving.http.requests.request_to_messages import chat_requests, completion_requests
+from phasewise.serving.http.requests.schemas import CompletionRequest
 from phasewise.serving.http.routes.generation_service import GenerationService, reply_of
 
 Json = dict[str, Any]
 
 PATHS = frozenset({"/api/version", "/api/tags", "/api/ps", "/api/show", "/api/chat", "/api/generate"})
-_TEXTS = ("parent_model", "family", "parameter_size", "quantization_level")
-_DETAILS: Json = {"format": "phasewise", "families": [], **dict.fromkeys(_TEXTS, "")}
-"""The fields that clients expect of a model's file. A packed model has no values for most of them."""
-_IN_CHAT = {"prompt": "messages", "response_format": "format", "max_completion_tokens": "options"}
-_IN_GENERATE = {"messages": "prompt", "response_format": "format", "max_completion_tokens": "options"}
+OLLAMA_API = "0.14.0"
+"""The first version of Ollama with all of what is here beside its API: /v1/responses and /v1/messages."""
+_IN_CHAT = {"prompt": "messages", "response_format": "format", "max_tokens": "options"}
+_IN_GENERATE = {"messages": "prompt", "response_format": "format", "max_tokens": "options"}
 """The names in these requests of fields of the requests that they are made into."""
 
 
@@ -45,8 +46,8 @@ def add_ollama(app: FastAPI, service: GenerationService) -> None:
 
     @app.get("/api/version")
     async def show_version() -> Json:
-        """The version of this server."""
-        return {"version": version("phasewise")}
+        """The version of Ollama's API that this one is, and that of this server."""
+        return {"version": OLLAMA_API, "phasewise": version("phasewise")}
 
     @app.get("/api/tags")
     async def tags() -> Json:
@@ -65,10 +66,11 @@ def add_ollama(app: FastAPI, service: GenerationService) -> None:
         model = await _hold(service, request, (await service.read(request, OllamaShowRequest)).model)
         can = ["completion", *(["tools"] if model.dialect.knows_tools else [])]
         return {
-            "details": _DETAILS,
+            "details": _details(model.facts),
             "model_info": {
-                "general.architecture": "phasewise",
-                "phasewise.context_length": model.context_length,
+                "general.architecture": model.facts.family,
+                "general.parameter_count": model.facts.n_parameters,
+                f"{model.facts.family}.context_length": model.context_length,
             },
             "capabilities": [*can, "thinking"] if model.dialect.thinks else can,
             "modified_at": _at(model),
@@ -112,7 +114,10 @@ async def _answer(
 ) -> Response:
     """`meant`: the request that `body` means."""
     meant = meant.model_copy(update={"model": model.model_id})
-    requests, facts = await service.prepare_within(request, meant, body.most_tokens, model)
+    if isinstance(meant, ChatRequest):
+        requests, facts = await service.preparation.prepare(request, meant, chat_requests, model)
+    else:
+        requests, facts = await service.preparation.prepare(request, meant, completion_requests, model)
     (asked,) = requests
     answering = OllamaAnswering(
         model_id=model.model_id,
@@ -122,8 +127,8 @@ async def _answer(
         is_chat=isinstance(body, OllamaChatRequest),
     )
     form = Form(partial(whole, answering), partial(OllamaLines, answering), MEDIA_TYPE)
-    reply = replace(reply_of(meant, requests, facts, ChatRendering("", model)), form=form)
-    return await service.answer(reply, request, body.ignored())
+    reply = replace(reply_of(meant, requests, facts, ChatRendering("", model), model), form=form)
+    return await service.answer(reply, request)
 
 
 async def _hold(
@@ -148,7 +153,21 @@ def _listed(model: ListedModel) -> Json:
         "modified_at": _time(model.created_s),
         "size": model.n_bytes,
         "digest": fingerprint or "",
-        "details": _DETAILS,
+        "details": _details(model.served.facts if model.served else ModelFacts()),
+    }
+
+
+def _details(facts: ModelFacts) -> Json:
+    """The fields that clients expect of a model's file."""
+    n = facts.n_parameters
+    size = f"{n / 1e9:.1f}B" if n >= 1e9 else f"{n / 1e6:.1f}M"
+    return {
+        "format": "phasewise",
+        "parent_model": "",
+        "family": facts.family,
+        "families": [facts.family] if facts.family else [],
+        "parameter_size": size if n else "",
+        "quantization_level": facts.format,
     }
 
 

@@ -16,6 +16,7 @@ from pydantic.json_schema import models_json_schema
 
 from phasewise.serving.engine.receipts import SCHEMA_VERSION
 from phasewise.serving.http.requests.batch_schemas import BatchRequest
+from phasewise.serving.http.requests.chat_schemas import ChatRequest, TokenizeRequest
 from phasewise.serving.http.requests.message_schemas import CountTokensRequest, MessagesRequest
 from phasewise.serving.http.requests.ollama_schemas import (
     OllamaChatRequest,
@@ -23,12 +24,7 @@ from phasewise.serving.http.requests.ollama_schemas import (
     OllamaShowRequest,
 )
 from phasewise.serving.http.requests.response_schemas import ResponsesRequest
-from phasewise.serving.http.requests.schemas import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-)
+from phasewise.serving.http.requests.schemas import CompletionRequest, DetokenizeRequest
 from phasewise.serving.http.routes.batches_openapi import batch_answers, batch_paths
 from phasewise.serving.http.routes.embedding_openapi import embedding_answers, embedding_paths
 from phasewise.serving.http.routes.embeddings import BODIES as EMBEDDING_BODIES
@@ -89,9 +85,11 @@ def document(*, generates: bool, embeds: bool) -> Json:
             "/health": _get("health", "Whether the engine can still answer", _answer(_ref("Status")), 503),
             "/ready": _get("ready", "Whether requests should be sent here", _answer(_ref("Ready")), 503),
             "/metrics": _get("metrics", "Metrics in Prometheus's text format", _text("text/plain")),
-            "/v1/models": _get("list_models", "The one model that is served", _answer(_ref("ModelList"))),
+            "/v1/models": _get(
+                "list_models", "All models and adapters that are served", _answer(_ref("ModelList"))
+            ),
             "/v1/models/{name}": {
-                **_get("show_model", "The model, by its id or name", _answer(_ref("Model")), 404),
+                **_get("show_model", "One of them, by its id or name", _answer(_ref("Model")), 404),
                 "parameters": [_NAME],
             },
             **(_generation_paths() if generates else {}),

@@ -91,7 +91,7 @@ class Connection(asyncio.BufferedProtocol):
         """True if the client has yet to get the rest of an answer."""
         exchange = self._exchange if self._is_in_exchange else None
         owed = exchange is not None and (exchange.has_started or exchange.is_owed)
-        return owed or self.transport.get_write_buffer_size() > 0
+        return owed or self._n_unsent_bytes() > 0
 
     @property
     def _is_in_exchange(self) -> bool:
@@ -151,18 +151,22 @@ class Connection(asyncio.BufferedProtocol):
         self._vouched = self._exchange
 
     def close(self) -> None:
-        """Close once all is written."""
-        self.transport.close()
+        """Close once all is written. Where it closes already, nothing happens: a second close of asyncio's
+        TLS leaves a transport that fails in every call, and cannot be aborted."""
+        if not self.transport.is_closing():
+            self.transport.close()
 
     def abort(self) -> None:
         """Close now: what is not written yet is dropped."""
         self.transport.abort()
 
     def end_after_answer(self) -> None:
-        """Close, once the answer in progress is written."""
+        """Close, once the answer in progress is written, or the refusal of a connection too many."""
         self._ends_after_answer = True
-        if not self._is_in_exchange:
-            self.transport.close()
+        if self._refusal is not None:
+            self.turn_away()
+        elif not self._is_in_exchange:
+            self.close()
 
     # ---- asyncio -----------------------------------------------------------------------------------------
 
@@ -392,8 +396,14 @@ class Connection(asyncio.BufferedProtocol):
         self._clocks.wait_for(self._what_is_awaited())
 
     def _watch_the_reader(self) -> None:
-        seconds, n_left = self._limits.stalled_write_s, self.transport.get_write_buffer_size
-        self._clocks.watch_reader(seconds, n_left, self.cut)
+        self._clocks.watch_reader(self._limits.stalled_write_s, self._n_unsent_bytes, self.cut)
+
+    def _n_unsent_bytes(self) -> int:
+        """Bytes written that the socket has yet to take. asyncio's TLS counts those that it holds itself,
+        and not those of the transport below it."""
+        below = getattr(getattr(self.transport, "_ssl_protocol", None), "_transport", None)
+        n_below: int = below.get_write_buffer_size() if below is not None else 0
+        return self.transport.get_write_buffer_size() + n_below
 
     def _what_is_awaited(self) -> Awaited | None:
         if self.transport.is_closing() or self._linger is not None:
@@ -408,7 +418,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _end_idle(self) -> None:
         """A close waits until all is written."""
-        self.transport.close()
+        self.close()
         self._watch_the_reader()
 
     def _end_late_head(self) -> None:
@@ -452,7 +462,7 @@ class Connection(asyncio.BufferedProtocol):
             return
         is_over = self.conn.their_state in (h11.DONE, h11.MUST_CLOSE, h11.CLOSED) and not self._framing.unread
         if is_over:
-            self.transport.close()
+            self.close()
             return
         self._framing.unread.clear()
         self._n_discarded = 0

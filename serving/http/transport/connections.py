@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -90,6 +91,10 @@ class Connections:
     asyncio's own way, fresh memory for every read, would be 256 KiB. No hole in the heap is so large: each
     comes from above all that is in use, and memory grows with every request.
     """
+
+    def all(self) -> Sequence[HeldConnection]:
+        """Those that are open, and those that are being turned away."""
+        return [*self.open, *self.turned_away]
 
     def add(self, connection: HeldConnection, client: tuple[str, int | None] | None) -> ApiError | None:
         """Count a new connection; why it cannot be held, or None. One that cannot may stay to hear it, for

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from concurrent.futures import Executor
 from typing import TypeVar
 
 Made = TypeVar("Made")
@@ -21,8 +22,10 @@ class RestedThread:
     processor time that the work took, whether or not its client still waits for it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, executor: Executor | None = None) -> None:
+        """executor: where it runs; None: on a thread of the event loop's."""
         self._free = asyncio.Semaphore(1)
+        self._executor = executor
 
     async def run(self, work: Callable[[], Made], before: Callable[[], None] | None = None) -> Made:
         """Return the result of `work`. `before` runs on the loop at its turn; if it raises, the turn passes
@@ -48,7 +51,7 @@ class RestedThread:
             if before is not None:
                 before()
             loop = asyncio.get_running_loop()
-            done = loop.run_in_executor(None, timed)
+            done = loop.run_in_executor(self._executor, timed)
         except BaseException:
             self._free.release()
             raise

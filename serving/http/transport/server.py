@@ -168,11 +168,11 @@ class HttpServer:
         await self._wait_while(lambda: client.n_answers > 0)
         client.end_everything()
         listening.close()
-        for connection in list(connections.open):
+        for connection in connections.all():
             connection.end_after_answer()
         self._until_s = max(self._until_s, time.monotonic() + _LAST_WORDS_S)
         await self._wait_while(self._has_something_to_send)
-        for connection in list(connections.open):
+        for connection in connections.all():
             connection.abort()
         if connections.tasks:
             await asyncio.wait(connections.tasks, timeout=_CANCEL_AFTER_S)
@@ -183,5 +183,5 @@ class HttpServer:
             await asyncio.sleep(_LOOK_EVERY_S)
 
     def _has_something_to_send(self) -> bool:
-        answering = (connection.is_answering for connection in self._service.connections.open)
+        answering = (connection.is_answering for connection in self._service.connections.all())
         return self._service.client.n_answers > 0 or any(answering)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from phasewise._files import read_file
+from phasewise._json import read_json
 from phasewise._words import meant
 from phasewise.serving.errors import ModelError
+from phasewise.serving.loaders.fetching.hub import MOST_WHOLE_BYTES
 from phasewise.serving.loaders.fetching.registry import KNOWN_ON_HUB, TEMPORARY
 from phasewise.serving.loaders.packed_file import STALE_S, read_head
 
@@ -64,7 +66,7 @@ def _stored(root: Path) -> Iterator[StoredModel]:
             yield _stored_in(folder, folder.name, True)
     for folder in _folders(root / "models" / "hub"):
         try:
-            name = str(json.loads((folder / ".whole").read_text(encoding="utf-8"))["name"])
+            name = str(read_json(read_file(folder / ".whole", MOST_WHOLE_BYTES))["name"])
             yield _stored_in(folder, name, True)
         except (OSError, ValueError, KeyError, TypeError):
             yield _stored_in(folder, folder.name.replace("--", "/", 1).replace("@", ":"), False)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import urlsplit
 
+from phasewise._files import open_file
 from phasewise._words import counted
 from phasewise.serving.errors import ModelError
 
@@ -52,7 +53,7 @@ class RemoteFile:
                 f"{self.name}: {counted(n_bytes, 'byte')} came, the hub listed {self.n_bytes}"
             )
         of_git = hashlib.sha1(b"blob %d\0" % n_bytes, usedforsecurity=False)
-        with path.open("rb") as content:
+        with open_file(path) as content:
             digest = hashlib.file_digest(content, "sha256" if self.sha256 else lambda: of_git).hexdigest()
         if digest != (promised := self.sha256 or self.git_sha1):
             kind = "SHA-256" if self.sha256 else "git's SHA-1"
@@ -97,7 +98,7 @@ def fetch_file(file: RemoteFile, target: Path, progress: Progress) -> None:
     part = target.with_name(f".{target.name}.part")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with part.open("a+b") as out:
+        with part.open("a+b") as out:  # which waits for no pipe
             _lock(out, file)
             try:
                 _receive(file, out, progress)

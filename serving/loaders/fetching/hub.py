@@ -16,6 +16,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import quote
 
+from phasewise._files import read_file
+from phasewise._json import read_json
 from phasewise._words import counted
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.fetching.download import (
@@ -37,6 +39,8 @@ MOST_FILES = 10_000
 SPARE_BYTES = 1 << 30
 """Bytes of the disk that are left free."""
 
+MOST_WHOLE_BYTES = 1 << 16
+"""Most bytes of the file that says that a fetched directory is whole."""
 HUB_NAME = re.compile(
     r"(?P<repository>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?::(?P<tag>[A-Za-z0-9][\w.-]{0,63}))?",
     re.ASCII,
@@ -71,7 +75,7 @@ def here(ref: str, root: Path) -> Path | None:
     """The path of a hub name, if it is whole: a GGUF file, or a directory, in our cache or the hub's own."""
     folder = folder_of(ref, root)
     try:
-        main = json.loads((folder / ".whole").read_text(encoding="utf-8"))["main"]
+        main = read_json(read_file(folder / ".whole", MOST_WHOLE_BYTES))["main"]
         path = folder if main is None else folder / main
         return path if path.exists() else None
     except (OSError, ValueError, KeyError, TypeError):
@@ -155,7 +159,7 @@ def _endpoint() -> str:
 def _list(repository: str) -> Listing:
     text = read_url(f"{_endpoint()}/api/models/{repository}?blobs=true", MOST_LISTING_BYTES)
     try:
-        fields = json.loads(text)
+        fields = read_json(text)
         commit, siblings = fields["sha"], fields["siblings"]
         if not _COMMIT.fullmatch(commit) or not isinstance(siblings, list) or len(siblings) > MOST_FILES:
             raise ValueError("no commit, or too many files")
@@ -166,7 +170,7 @@ def _list(repository: str) -> Listing:
             for path in [sibling["rfilename"]]
         }
         return Listing(commit, files, _licence(fields))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DownloadError("the hub's list of its files is not as the hub's interface says") from error
 
 

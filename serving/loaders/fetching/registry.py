@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from phasewise._files import open_file
 from phasewise._words import reason_of
 from phasewise.serving.errors import ModelError
 
@@ -227,5 +228,5 @@ def _copy(source: IO[bytes], target: Path, max_bytes: int) -> None:
 
 
 def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
+    with open_file(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

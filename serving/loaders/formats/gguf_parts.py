@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from bisect import bisect_right
 from collections.abc import Mapping
@@ -33,9 +34,10 @@ def part_paths(path: Path) -> list[Path]:
 
 
 def stem_of(file_name: str) -> str:
-    """The name of a model, by that of its file or of one of its parts."""
+    """The name of a model, by that of its file or of a part of it; bytes that are not UTF-8 as `\\xe9`."""
     match = _PART.fullmatch(file_name)
-    return match["stem"] if match else file_name.removesuffix(".gguf")
+    stem = match["stem"] if match else file_name.removesuffix(".gguf")
+    return os.fsencode(stem).decode(errors="backslashreplace")
 
 
 class GgufFiles:

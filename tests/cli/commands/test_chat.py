@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pty
@@ -10,18 +11,28 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.cells import cell_len
 
+from phasewise.cli.commands.chat.answer_lines import WordWrap, speed_line
 from phasewise.cli.commands.chat.prompt_bar import bar_text
 from phasewise.cli.commands.chat.slash_commands import ChatCommandError, applied_setting, save_conversation
-from phasewise.serving.engine.messages import Progress
+from phasewise.serving.engine.messages import Progress, Submit
 from tests.cli import command
+from tests.support.tiers import examples
 
 pytest.importorskip(
     "phasewise.serving.engine.open_engine", reason="the kernels are not built", exc_type=ImportError
 )
+
+from phasewise.serving.engine.one_answer import OneAnswer
+from phasewise.workflows.chat.session import LONGEST_PERIOD, MOST_REPEATED_TOKENS, repeats_itself
 
 pytestmark = pytest.mark.usefixtures("own_places")
 
@@ -78,6 +89,56 @@ def test_unknown_commands_and_values_are_told(tiny: Path) -> None:
     assert "temperature = 0.5" in result.stderr
 
 
+def shown(pieces: Sequence[str], columns: int) -> str:
+    wrap = WordWrap(columns)
+    return "".join(map(wrap.shown, pieces)) + wrap.rest()
+
+
+TEXTS = st.text(alphabet="ab .\n\u754c`", max_size=120)
+
+
+@given(TEXTS, st.integers(2, 30), st.lists(st.integers(0, 120), max_size=8))
+@examples(200)
+def test_an_answer_is_wrapped_between_words_however_it_is_cut(
+    text: str, columns: int, cuts: list[int]
+) -> None:
+    """Nothing is lost but spaces at the ends of lines, no line that has a choice is too wide, and none of
+    code is broken."""
+    ends = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
+    wrapped = shown([text[begin:end] for begin, end in itertools.pairwise(ends)] or [text], columns)
+
+    assert wrapped == shown(list(text), columns)
+    assert wrapped.split() == text.split()
+    is_code = False
+    for line in wrapped.split("\n"):
+        assert is_code or "```" in line or cell_len(line) <= columns or len(line.split()) == 1
+        is_code ^= line.lstrip().startswith("```")
+
+
+def test_code_keeps_its_lines_and_the_text_around_it_does_not() -> None:
+    code = "```\nfor n in range(10): print(n, n * n)\n```"
+
+    assert shown([f"one two three\n{code}\nfour five six"], 9) == f"one two\nthree\n{code}\nfour five\nsix"
+
+
+@given(st.lists(st.integers(0, 9), max_size=40), st.lists(st.integers(0, 9), min_size=1, max_size=64))
+@examples(50)
+def test_an_answer_that_only_repeats_itself_is_seen(begins: list[int], period: list[int]) -> None:
+    n_repeated = MOST_REPEATED_TOKENS + LONGEST_PERIOD + len(begins) % 7
+    repeated = [*begins, *itertools.islice(itertools.cycle(period), n_repeated)]
+
+    assert repeats_itself(repeated)
+    assert not repeats_itself([*repeated, 10])
+    assert not repeats_itself(repeated[:MOST_REPEATED_TOKENS])
+
+
+def test_the_line_of_an_answer_s_speed() -> None:
+    answer = OneAnswer(Submit("r", (1,)), n_generated=11, first_ns=120_000_000, last_ns=620_000_000)
+
+    assert speed_line(answer) == "11 tokens, the first after 120 ms, then 20.0 tokens/s"
+    assert speed_line(replace(answer, n_generated=1)) == "1 token, the first after 120 ms"
+
+
 @pytest.mark.parametrize("text", ["", "temperature", "colour red", "top_k 0", "temperature nan", "seed x"])
 def test_settings_out_of_range_are_refused(text: str) -> None:
     with pytest.raises(ChatCommandError):
@@ -128,6 +189,7 @@ def test_ctrl_c_ends_the_answer_and_not_the_program(roomy: Path) -> None:
         read_until(b"hello\r\n")  # by the terminal
         assert select.select([parent], [], [], 60)[0]  # the answer has begun
         process.send_signal(signal.SIGINT)
+        read_until(b", the first after ")
         read_until(b"> ")
         os.write(parent, b"/bye\n")
         assert process.wait(60) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -201,8 +202,31 @@ def test_a_head_in_the_files_drafts_unless_it_is_left_out(tmp_path: Path) -> Non
     assert plain["drafts"] is None
     assert by_itself["drafts"]["accepted"] + by_itself["drafts"]["rejected"] > 0
     assert "--draft off" in invoke(*asked).stderr
-    assert "tile-prompts" in invoke(*asked, "--draft", "mtp", "--tile-prompts").stderr
 
 
 def test_a_head_that_is_not_there_is_one_line(tiny: Path) -> None:
     assert "has no head that drafts" in invoke(tiny, "-p", "hello", "--draft", "mtp").stderr
+
+
+# ---- a database that is only there to make it faster -------------------------------------------------------
+
+NO_SERVER = "postgresql+psycopg://phasewise@/name?host=/nonexistent"
+
+
+@pytest.mark.parametrize("draft", ["off", "lookup"])
+def test_a_database_that_is_absent_costs_one_line(draft: str, tiny: Path, tmp_path: Path) -> None:
+    """Of a server and of a file; the answer is that of a start without one."""
+    broken = tmp_path / "broken.db"
+    broken.write_bytes(b"no database" * 999)
+    wanted = run_json(tiny, *DRAWN)["token_ids"]
+
+    for db in (NO_SERVER, broken):
+        answered = command.run_process("generate", tiny, *DRAWN, "--draft", draft, "--json", "--db", db)
+        assert answered.exit_code == 0, answered.output
+        assert json.loads(answered.stdout)["token_ids"] == wanted
+        assert answered.stderr.count("this start goes on with default plans and schedules") == 1
+        assert answered.stderr.count(str(db).partition("?")[0]) == 1
+
+
+def test_what_names_no_database_at_all_is_refused(tiny: Path) -> None:
+    assert "unknown kind" in invoke(tiny, "-p", "x", "--db", "nosuch://host/name").refusal

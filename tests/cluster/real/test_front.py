@@ -255,29 +255,6 @@ def test_an_answer_comes_further_or_ends() -> None:
         assert server.front.n_answers_continued == 6
 
 
-def test_an_answer_that_cannot_go_on_ends_and_says_why() -> None:
-    """An answer whose tokens would have other numbers as a prompt."""
-    tiles = replace(FINGERPRINT, arithmetic=f"{FINGERPRINT.arithmetic}/prompts by tiles")
-    with scripted_front(("mixed", "mixed")) as server:
-        instances = [server.launcher.next() for _ in range(2)]
-        for instance in instances:
-            instance.ready(replace(IDENTITY, fingerprint=tiles))
-        server.wait_until_state("running")
-        server.front.send(REQUEST)
-        name = instances[0].hear(Take).asked.request_id
-        instances[0].tell(Answer(name, "a", (SampledToken(7),), 1, 5))
-        assert isinstance(server.next_out(), Answer)
-        instances[0].ended = "it was killed by SIGKILL"
-
-        out = server.next_out()
-
-        assert isinstance(out, Failure)
-        assert isinstance(out.error, RankLost)
-        assert "mixed-0-1 was lost: it was killed by SIGKILL" in str(out.error)
-        assert "--tile-prompts" in str(out.error)
-        assert instances[1].hears_nothing()
-
-
 def test_a_hand_over_that_fails_is_counted_and_runs_again_as_a_whole() -> None:
     with scripted_front() as server:
         prompt, token, attempt = aimed(server)
@@ -328,8 +305,8 @@ def test_a_prompt_of_which_its_instance_never_reports_is_computed_elsewhere() ->
     """It lives, has nothing to do, and says nothing of the prompt. One that is busy is waited for."""
     with scripted_front(hand_over_s=0.3) as server:
         prompt, token = running(server)
-        divided(server, prompt, token)
         prompt.say(Beat(1, True, 0))
+        divided(server, prompt, token)
         assert token.hears_nothing(0.7)
         prompt.say(Beat(1, False, 0))
 
@@ -376,12 +353,15 @@ def test_each_of_several_instances_may_end_twice_under_a_request() -> None:
 
 
 def test_an_instance_that_says_nothing_is_dead() -> None:
-    with scripted_front(("mixed",), silent_s=0.2) as server:
+    with scripted_front(("mixed",)) as server:
         (instance,) = running(server, 1)
         server.front.send(REQUEST)
         instance.hear(Take)
+        supervisor = server.front._supervisor
+        patient, supervisor._settings = supervisor._settings, replace(supervisor._settings, silent_s=0.2)
 
         other = server.launcher.next()
+        supervisor._settings = patient
         other.ready()
 
         assert instance.orders.name in server.launcher.killed
@@ -492,3 +472,23 @@ def test_at_the_end_every_request_is_told() -> None:
 
         assert isinstance(out, Failure)
         assert not isinstance(out.error, StepFailed)
+
+
+def test_it_is_ready_while_every_pool_has_an_instance_and_takes_requests_all_the_time() -> None:
+    """Pools of two and of one: what is lost is told until the pool's first instance is there again."""
+    with scripted_front(("prompt", "token", "token")) as server:
+        prompt, *tokens = running(server, 3)
+        assert server.front.state == "running"
+        tokens[0].ended = "it was killed by SIGKILL"
+        first = server.launcher.next()
+        assert server.front.state == "running"
+        tokens[1].ended = "it was killed by SIGKILL"
+        server.wait_until_state("replacing")
+        second = server.launcher.next()
+        first.ready()
+        server.wait_until_state("running")
+        prompt.ended = "it was killed by SIGKILL"
+        server.wait_until_state("replacing")
+        second.ready()
+        server.launcher.next().ready()
+        server.wait_until_state("running")

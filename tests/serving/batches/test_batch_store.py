@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -14,12 +15,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phasewise.serving.batches.lines import BatchLine, read_line
-from phasewise.serving.batches.store import MOST_UNFINISHED, BatchStore, BatchStoreError, StoredFile
+from phasewise.serving.batches.lines import BatchLine, read_line, read_lines
+from phasewise.serving.batches.store import (
+    KEPT_DAYS,
+    MOST_UNFINISHED,
+    BatchStore,
+    BatchStoreError,
+    NewFile,
+    Page,
+    StoredFile,
+)
 
+ALL = Page(10_000)
+MOST_BYTES = 10_000
 FIELDS: dict[str, Any] = {"status": "in_progress", "n_lines": 3}
 actions = st.lists(
-    st.tuples(st.sampled_from(["file", "drop", "delete", "answer", "finish", "again"]), st.integers(0, 400)),
+    st.tuples(
+        st.sampled_from(["file", "drop", "delete", "answer", "finish", "forget", "again"]),
+        st.integers(0, 400),
+    ),
     max_size=25,
 )
 
@@ -39,8 +53,8 @@ def test_bytes_add_up_whatever_comes_and_goes(
     tmp_path_factory: pytest.TempPathFactory, done: list[tuple[str, int]]
 ) -> None:
     folder = tmp_path_factory.mktemp("batches")
-    store = BatchStore(folder, 1000)
-    number = 0
+    store = BatchStore(folder, MOST_BYTES)
+    number = n_ended = 0
     for action, size in done:
         with contextlib.suppress(BatchStoreError):  # full, or in use
             match action:
@@ -53,7 +67,7 @@ def test_bytes_add_up_whatever_comes_and_goes(
                     finally:
                         file.drop()
                 case "delete":
-                    for stored in store.files("o")[:1]:
+                    for stored in store.files("o", ALL)[0][:1]:
                         store.delete_file("o", stored.id)
                 case "answer":
                     for batch in store.unfinished()[:1]:
@@ -61,14 +75,18 @@ def test_bytes_add_up_whatever_comes_and_goes(
                         store.answer(batch.id, number % 5, b"y" * (size // 10), is_good=size % 2 == 0)
                 case "finish":
                     for batch in store.unfinished()[:1]:
+                        n_ended += 1
                         store.finish(batch, "completed")
+                case "forget":
+                    for batch in store.batches("o", ALL)[0][-1:]:
+                        store.delete_batch("o", batch.id)
                 case _:
                     store.close()
-                    store = BatchStore(folder, 1000)
+                    store = BatchStore(folder, MOST_BYTES)
         assert store._n_taken == store._count_bytes()
         on_disk = {path.name: path.stat().st_size for path in folder.glob("file-*")}
-        assert on_disk == {stored.id: stored.n_bytes for stored in store.files("o")}
-        assert store._n_taken <= 1000 + 10 * number
+        assert on_disk == {stored.id: stored.n_bytes for stored in store.files("o", ALL)[0]}
+        assert store._n_taken <= MOST_BYTES + 2000 * (1 + number + n_ended)
     store.close()
 
 
@@ -145,13 +163,13 @@ def test_a_file_is_dropped_while_a_thread_writes_it(tmp_path: Path) -> None:
         stop.set()
         writing.result()
 
-    whole = kept(store, 1 << 20)  # all of the room is there again
+    whole = kept(store, (1 << 20) - 1000)  # all of the room is there again
     assert [path.name for path in tmp_path.rglob("file-*")] == [whole.id]
 
 
 def test_an_answer_that_comes_after_the_end_of_its_batch_takes_no_room(tmp_path: Path) -> None:
     """Its thread was on the way to the store when the batch was cancelled."""
-    store = BatchStore(tmp_path, 1000)
+    store = BatchStore(tmp_path, 10_000)
     batch = store.add_batch("o", kept(store, 10).id, FIELDS)
     store.answer(batch.id, 1, b"in time", is_good=True)
     batch = store.finish(batch, "cancelled")
@@ -160,12 +178,13 @@ def test_an_answer_that_comes_after_the_end_of_its_batch_takes_no_room(tmp_path:
 
     assert store.answered(batch.id) == set()
     assert store.batch("o", batch.id).n_completed == 1
-    assert store._n_taken == store._count_bytes() == 10 + len(b"in time\n")
+    assert store._n_taken == store._count_bytes()
+    assert batch.fields["output_file_id"] is not None
     store.close()
 
 
 def test_clients_that_ask_at_once_have_no_batch_more_than_they_may(tmp_path: Path) -> None:
-    store = BatchStore(tmp_path, 1000)
+    store = BatchStore(tmp_path, 1 << 20)
     source = kept(store, 10)
     for _ in range(MOST_UNFINISHED - 1):
         store.add_batch("o", source.id, FIELDS)
@@ -189,17 +208,18 @@ def test_a_batch_that_finds_no_room_for_its_files_leaves_none_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is tried again and again: each time would cost the full disk one more."""
-    store = BatchStore(tmp_path, 1000)
+    store = BatchStore(tmp_path, 10_000)
     batch = store.add_batch("o", kept(store, 10).id, FIELDS)
     for number, is_good in ((1, True), (2, False)):
         store.answer(batch.id, number, b"a line", is_good=is_good)
-    before = {path.name for path in tmp_path.glob("file-*")}, store._n_taken
+    before = {path.name for path in tmp_path.glob("file-*")}
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", _no_room)
         for _ in range(3):
             with pytest.raises(BatchStoreError, match="No space left"):
                 store.finish(batch, "completed")
-            assert ({path.name for path in tmp_path.glob("file-*")}, store._n_taken) == before
+            assert {path.name for path in tmp_path.glob("file-*")} == before
+            assert store._n_taken == store._count_bytes()
 
     assert store.finish(batch, "completed").fields["status"] == "completed"
     assert store._n_taken == store._count_bytes()
@@ -222,3 +242,87 @@ def test_a_file_that_does_not_fit_on_the_disk_goes_and_its_bytes_come_back(tmp_p
 
 def _no_room(_descriptor: int) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@given(st.lists(st.binary(max_size=40), max_size=20), st.integers(1, 60))
+def test_lines_are_read_one_by_one_and_longer_ones_are_skipped(parts: list[bytes], most: int) -> None:
+    data = b"\n".join(parts)
+    read = list(read_lines(io.BytesIO(data), most))
+
+    for number, (line, raw) in enumerate(zip(read, io.BytesIO(data), strict=True), 1):
+        if len(raw.rstrip(b"\n")) > most:
+            assert line == BatchLine(number, None, fault=f"it is longer than {most} bytes")
+        else:
+            assert (line is None) == (not raw.strip())
+            assert line is None or line.number == number
+
+
+def test_pages_of_a_list_are_the_list(tmp_path: Path) -> None:
+    store = BatchStore(tmp_path, 1 << 20)
+    source = kept(store, 1)
+    ids = [store.add_batch("o", source.id, FIELDS).id for _ in range(7)]
+    kept(store, 1, "another")
+    for is_ascending, whole in ((False, ids[::-1]), (True, ids)):
+        for limit in (1, 2, 7, 8):
+            read: list[str] = []
+            has_more, after = True, None
+            while has_more:
+                page, has_more = store.batches("o", Page(limit, after, is_ascending))
+                read += [batch.id for batch in page]
+                after = read[-1]
+                assert len(page) <= limit
+            assert read == whole
+    assert [file.id for file in store.files("o", ALL, "batch")[0]] == [source.id]
+    assert store.files("o", ALL, "batch_output") == ([], False)
+    with pytest.raises(BatchStoreError, match="nothing called"):
+        store.batches("another", Page(1, ids[0]))
+    store.close()
+
+
+def test_records_of_batches_expire(tmp_path: Path) -> None:
+    store = BatchStore(tmp_path, 1 << 20)
+    source = kept(store, 1)
+    over, running, young = (store.add_batch("o", source.id, FIELDS) for _ in range(3))
+    store.finish(over, "completed")
+    store.finish(young, "completed")
+    older = f"UPDATE batches SET created_s = created_s - {KEPT_DAYS * 86_400 + 1} WHERE id != ?"
+    store._db.execute(older, (young.id,))
+
+    new = store.add_batch("o", source.id, FIELDS)
+
+    assert {batch.id for batch in store.batches("o", ALL)[0]} == {running.id, young.id, new.id}
+    assert store._n_taken == store._count_bytes()
+    store.close()
+
+
+def test_others_use_the_store_while_a_batch_ends_and_its_end_can_be_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, stop = BatchStore(tmp_path, 1 << 20), threading.Event()
+    batch = store.add_batch("o", kept(store, 1).id, {**FIELDS, "status": "cancelling"})
+    for number in range(5):
+        store.answer(batch.id, number, b"line %d" % number, is_good=number != 3)
+    write = NewFile.write
+
+    def write_one(file: NewFile, part: bytes) -> None:
+        with ThreadPoolExecutor(1) as other:
+            other.submit(store.answer, batch.id, 9, b"late", is_good=True).result()
+        write(file, part)
+        stop.set()
+
+    monkeypatch.setattr(NewFile, "write", write_one)
+    with pytest.raises(BatchStoreError, match="next start"):
+        store.finish(batch, "cancelled", stop)
+    assert store._n_taken == store._count_bytes()
+    store.close()
+    store = BatchStore(tmp_path, 1 << 20)
+    monkeypatch.setattr(NewFile, "write", write)
+
+    (left,) = store.unfinished()
+    ended = store.finish(left, "completed")
+
+    assert ended.fields["status"] == "cancelled"
+    assert (ended.n_completed, ended.n_failed) == (4, 1)
+    assert store._n_taken == store._count_bytes()
+    assert store._db.execute("SELECT count(*) FROM answers").fetchone() == (0,)
+    store.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 
 import numpy as np
@@ -12,7 +11,6 @@ from hypothesis import strategies as st
 
 from phasewise.serving.batch import Batch
 from phasewise.serving.drafts.contract import Drafter
-from phasewise.serving.drafts.logged_lookup import LoggedAnswer, Looked, drafter_again, looked_up
 from phasewise.serving.drafts.lookup import LookupDrafter
 from phasewise.serving.drafts.model_drafter import ModelDrafter
 from phasewise.serving.drafts.step_costs import StepCosts
@@ -286,36 +284,6 @@ def test_drafts_of_a_stated_length_have_it_and_change_no_token(n_tokens: int) ->
     assert text_of(outs) == text_of(run_all(make_engine(), message)["r"])
     assert max(drafted) == n_tokens
     assert drafted.count(n_tokens) > 1
-
-
-@examples(30)
-@given(seed=st.integers(0, 1 << 20), n_tokens=st.sampled_from([None, 1, 4, 15]))
-def test_drafts_of_a_logged_answer_are_those_that_it_had(seed: int, n_tokens: int | None) -> None:
-    """A log's text has all that they depend on: as many are drafted, and as many of them come."""
-    draw = random.Random(seed)
-    requests = [
-        Request(str(i), tuple(draw.randrange(4) for _ in range(draw.randint(2, 40))), draw.randint(1, 60))
-        for i in range(2)
-    ]
-    live = make_engine(drafter=lookup_drafter(n_tokens), context_length=CONTEXT)
-    tokens = {
-        name: token_ids(outs)
-        for name, outs in run_all(live, *[submit(each_request) for each_request in requests]).items()
-    }
-    logged = {
-        each_request.request_id: LoggedAnswer(
-            Looked.of_text(looked_up(each_request.prompt_token_ids, tokens[each_request.request_id]).text()),
-            tokens[each_request.request_id],
-        )
-        for each_request in requests
-    }
-    again = make_engine(drafter=drafter_again(logged.__getitem__, 64, n_tokens), context_length=CONTEXT)
-    again.drafter._costs = CheapRows()  # type: ignore[union-attr]
-
-    got = run_all(again, *[submit(each_request) for each_request in requests])
-
-    assert {name: token_ids(outs) for name, outs in got.items()} == tokens
-    assert again.load().drafts == live.load().drafts
 
 
 def test_an_answer_that_repeats_itself_is_found_by_lookup() -> None:

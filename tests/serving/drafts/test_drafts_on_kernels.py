@@ -10,7 +10,6 @@ import pytest
 
 from phasewise.cython_kernels import isa
 from phasewise.cython_kernels.kv_formats import KV_FORMATS
-from phasewise.cython_kernels.schedules import ScheduleLookup
 from phasewise.serving.drafts.opening import DraftSource, check_vocabularies
 from phasewise.serving.engine.messages import Answer, Submit
 from phasewise.serving.engine.open_engine import ModelText, open_engine
@@ -20,12 +19,10 @@ from phasewise.serving.loaders import load_model
 from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.pools.opening import POLICIES
 from phasewise.serving.sampling.sampling import GREEDY, SamplingParams
-from phasewise.tuner.plans import PHASES, Phase, RankCores, ServicePlan
+from phasewise.tuner.plans import PHASES, RankCores, ServicePlan
 from tests.serving.engine.test_engine_kernels import plans, tokens
 from tests.serving.models.test_forward import (
-    DefaultSchedules,
     Machine,
-    OwnPath,
     make_model,
     random_ids,
     sliced,
@@ -125,24 +122,6 @@ def answers(
         got = {name: tokens(outs) for name, outs in run_all(opened.engine, *asked).items()}
         counts = opened.engine.load().drafts
     return got, counts.accepted if counts else 0
-
-
-@pytest.mark.parametrize("n_slots", [1024, 192])
-def test_answers_are_the_same_where_prompts_have_a_path_of_their_own(
-    models: Callable[..., PackedModel], n_slots: int
-) -> None:
-    """As under --tile-prompts (decision 0055): drafts are checked in decode steps, whose path is the one of
-    tokens without drafts. With few slots requests wait for each other, and none is preempted."""
-    model, size = models(seed=3, types="Q8_0"), engine_size(192, n_slots, 4, kv_policy="static")
-    schedules: dict[Phase, ScheduleLookup] = {"prefill": OwnPath(1), "decode": DefaultSchedules(1)}
-    runs = []
-    for guess in (None, 0.8):
-        with open_engine(model, plans(), size, schedules=schedules) as opened:
-            if guess is not None:
-                opened.engine.drafter = GuessingDrafter(runs[0], guess, model.config.vocab_size)
-            runs.append({name: tokens(outs) for name, outs in run_all(opened.engine, *requests()).items()})
-
-    assert runs[0] == runs[1]
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import random
 import pytest
 
 from phasewise.serving.embedding.encoder.input_tokens import Tokens
-from phasewise.serving.embedding.queues import Depth
+from phasewise.serving.embedding.queues import UNLIMITED, Depth
 from phasewise.serving.errors import QueueFull
 from tests.support.noisy_embedding import (
     CPU,
@@ -52,6 +52,60 @@ def test_of_a_hundred_answers_ninety_nine_come_in_time(devices: str, noise: str)
         assert outcome.busy >= 0.9, "refusing everything would keep the promise too"
         assert_nothing_is_lost_or_doubled(outcome)
         assert outcome.median_refusal_s <= 0.3, "most are told at once"
+
+
+@pytest.mark.parametrize("noise", ["exact", "all at once", "a pace that halves"])
+def test_devices_without_a_plan_keep_the_promise_too(noise: str) -> None:
+    """From the first request on: their first depths are lines through two batches."""
+    outcome = overload(
+        [CPU, ModelledLane("cpu:1", 0.005, 5e-4)],
+        NOISES[noise],
+        seed=1,
+        slo_s=SLO_S,
+        seconds=SECONDS / 2,
+        is_planned=False,
+    )
+
+    assert outcome.percentile_s(99) <= SLO_S
+    assert outcome.busy >= 0.8, "refusing everything would keep the promise too"
+
+
+def test_without_a_plan_a_slow_model_promises_a_time_in_which_it_can_answer() -> None:
+    """Two inputs of 512 tokens are answered, each of which takes longer than the default promise."""
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        slow = ModelledLane("cpu:0", 0.005, 3.0 / 512)
+        client, _ = client_over([slow], Noise(0.0), random.Random(0), SLO_S, [UNLIMITED])
+        client.attach(loop)
+        await asyncio.sleep(2 * SECONDS)
+        await asyncio.gather(*(client.embed([Tokens([1] * 512)]) for _ in range(2)))
+
+    run_simulated(main())
+
+
+def test_one_stall_is_forgotten_by_a_device_with_little_to_do() -> None:
+    """Its depth is what it was half a minute later, though 128 batches take longer."""
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        client, [worker] = client_over([CPU], Noise(0.0), random.Random(0), SLO_S)
+        client.attach(loop)
+
+        async def ask() -> int:
+            await client.embed([Tokens([1] * LENGTH)])
+            await asyncio.sleep(0.5)
+            return client.lanes()[0].depth.tokens
+
+        before = [await ask() for _ in range(30)][-1]
+        worker.noise = Noise(0.0, stall_chance=1.0, stall_s=0.8)
+        stalled = await ask()
+        worker.noise = Noise(0.0)
+        after = [await ask() for _ in range(60)][-1]
+        assert stalled < before
+        assert after >= before
+
+    run_simulated(main())
 
 
 def test_a_device_whose_time_is_exact_is_never_late() -> None:

@@ -17,7 +17,6 @@ from phasewise.serving.batch import Batch
 from phasewise.serving.drafts.contract import Draft
 from phasewise.serving.engine.answer_text import AnswerText
 from phasewise.serving.engine.engine import Engine
-from phasewise.serving.engine.fingerprint import Fingerprint
 from phasewise.serving.engine.given_so_far import GivenSoFar
 from phasewise.serving.engine.messages import Answer, Failure, GivenOut, Submit
 from phasewise.serving.errors import RankLost, RequestError
@@ -192,7 +191,7 @@ def test_another_engine_goes_on_from_what_was_given_out(
         if not engine.has_work:
             break
         given_out.n_reruns = 0  # the bound has a test of its own
-        again = given_out.after(LOST, has_one_arithmetic=True)
+        again = given_out.after(LOST)
         assert isinstance(again, GivenSoFar)
         given_out = again
 
@@ -291,24 +290,6 @@ def test_only_losses_without_a_new_token_are_counted() -> None:
         ranks.reopen()
         failures.append(engine.recover(LOST).outs)
     assert [len(ended) for ended in failures] == [0] * MOST_RERUNS + [1]
-
-
-def test_where_prompts_have_another_arithmetic_a_begun_answer_ends_and_says_why() -> None:
-    """Requests that had not begun run again."""
-    engine = make_engine(letters())
-    engine.fingerprint = Fingerprint("", "", "", "", "", "", "2/every/00/prompts by tiles", "2/00")
-    engine.submit(Submit("a", tuple(encode("abc")), 9, GREEDY))
-    engine.step()
-    engine.submit(Submit("b", tuple(encode("xyz")), 9, GREEDY))
-
-    (failure,) = engine.recover(LOST).outs
-
-    assert isinstance(failure, Failure)
-    assert failure.request_id == "a"
-    assert isinstance(failure.error, RankLost)
-    assert str(LOST) in str(failure.error)
-    assert "--tile-prompts" in str(failure.error)
-    assert engine.scheduler.request_ids() == ("b",)
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ import threading
 from dataclasses import replace
 
 import pytest
+import zmq
 
-zmq = pytest.importorskip("zmq")
-from phasewise.serving.processes.sockets import HANDSHAKE_MS, Keys, Sockets  # noqa: E402
+from phasewise.serving.processes.sockets import HANDSHAKE_MS, Keys, Sockets
 
 HEARD_MS, NOT_HEARD_MS = 5000, 300
 

@@ -24,14 +24,12 @@ from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.prefix_store.blocks import BlockNames, RecordShape, read_record, write_record
 from phasewise.serving.prefix_store.folder import PrefixFolder
 from phasewise.serving.prefix_store.opening import PrefixSettings
-from phasewise.serving.prefix_store.pack_file import PackError
 from phasewise.serving.prefix_store.store import PrefixStore, StoreCounts
 from phasewise.serving.sampling.sampling import GREEDY, SamplingParams
 from phasewise.tuner.plans import PHASES, RankCores, ServicePlan
 from tests.support.engine_sizes import engine_size
 from tests.support.models.reference_models import write_tiny_case
 from tests.support.models.tiny_models import TinyShape, tiny_gguf
-from tests.support.prefix_packs import write_pack
 from tests.support.servers.pools import PATIENCE_S, plans_of, pools, tiny_model
 from tests.support.tiers import n_examples
 
@@ -64,16 +62,14 @@ def opened(
     kv_format: str = "auto",
     policy: str = "odma",
     n_ranks: int = 1,
-    packs: tuple[str, ...] = (),
 ):
-    """An engine with a store, or without where there is neither folder nor pack."""
+    """An engine with a store, or without where there is no folder."""
     size = engine_size(CONTEXT, 4096, 8, 100, kv_format, policy)
     size = replace(size, kv=replace(size.kv, shared=True))
     plans = {plan.phase: plan for plan in plans_of(n_ranks)}
     if n_ranks == 1:
         plans = {phase: ServicePlan(phase, (RankCores((0,)),)) for phase in PHASES}
-    is_asked = folder is not None or packs
-    settings = PrefixSettings(None if folder is None else str(folder), LIMIT, packs) if is_asked else None
+    settings = None if folder is None else PrefixSettings(str(folder), LIMIT)
     return start.open_engine(model, plans, size, pinned=False, prefixes=settings)
 
 
@@ -263,7 +259,7 @@ def test_a_row_that_is_wrong_under_a_right_digest_is_found(
 def forge(folder: Path, shape: RecordShape) -> int:
     """Turn every row of every record, and write its digest anew as one who knows the key can."""
     kept = PrefixFolder.open(folder, LIMIT)
-    store = PrefixStore(next(iter(heads(kept))).identity, shape, kept, ())
+    store = PrefixStore(next(iter(heads(kept))).identity, shape, kept)
     naming, n_forged = BlockNames(kept.key, next(iter(heads(kept))).identity), 0
     blocks = {block.name: block for block in store._blocks_in_folder(PROMPT, "")}
     for name, block in blocks.items():
@@ -429,22 +425,3 @@ def test_a_kill_at_any_moment_leaves_nothing_wrong(
         with opened(model, folder) as after:
             assert said(ask(after.engine)) == computed
             assert not counts_of(after.engine).refused
-
-
-def test_a_pack_is_read_where_it_holds_and_refused_where_it_is_of_another_arithmetic(
-    model: PackedModel, tmp_path: Path, computed: tuple[object, ...]
-) -> None:
-    """Rows of a pack that are not the model's are found by the row that is computed again."""
-    with opened(model, None) as running:
-        identity = running.fingerprint.of_keys_and_values
-        layers, slot_bytes = running.model.config.n_layers, 0
-    with opened(model, tmp_path / "any") as running:
-        slot_bytes = running.engine.prefixes._store.shape.slot_bytes
-    path = write_pack(tmp_path / "pack", PROMPT, identity, RecordShape(layers, slot_bytes))
-    with opened(model, None, packs=(str(path),)) as running:
-        assert said(ask(running.engine)) == computed
-        assert counts_of(running.engine).refused == {"row": 1}
-    other = {**identity, "arithmetic": "2/avx512/0"}
-    path = write_pack(tmp_path / "pack", PROMPT, other, RecordShape(layers, slot_bytes))
-    with pytest.raises(PackError, match=r"of another arithmetic \(2/avx512/0; here 2/every/"):
-        opened(model, None, packs=(str(path),))

@@ -26,7 +26,7 @@ from tests.support.servers.pools import plans_of, pools, size_of
 pytest.importorskip(
     "phasewise.serving.engine.open_engine", reason="the kernels are not built", exc_type=ImportError
 )
-from phasewise.serving.engine.open_engine import ModelText, open_engine
+from phasewise.serving.engine.open_engine import open_engine
 from tests.serving.engine.test_stored_prefixes import (
     LIMIT,
     PROMPT,
@@ -66,7 +66,6 @@ def opened(
     folder: Path | None,
     policy: str = "odma",
     n_ranks: int = 1,
-    packs: tuple[str, ...] = (),
     states: int = 12,
 ) -> Iterator[object]:
     """An engine whose store has written everything when it is left."""
@@ -75,9 +74,7 @@ def opened(
     plans = {plan.phase: plan for plan in plans_of(n_ranks)}
     if n_ranks == 1:
         plans = {phase: ServicePlan(phase, (RankCores((0,)),)) for phase in PHASES}
-    settings = None
-    if folder is not None or packs:
-        settings = PrefixSettings(None if folder is None else str(folder), LIMIT, packs)
+    settings = None if folder is None else PrefixSettings(str(folder), LIMIT)
     with open_engine(model, plans, size, pinned=False, prefixes=settings) as running:
         yield running.engine
         if running.engine.prefixes is not None:
@@ -194,29 +191,6 @@ def test_a_request_that_leaves_while_it_is_read_holds_nobody_up(model: PackedMod
             after.abort("gone")
             assert said(ask(after, f"r{round_}")) == expected
             after.scheduler.check()
-
-
-def test_a_pack_is_computed_once_and_read_whole(path: Path, model: PackedModel, tmp_path: Path) -> None:
-    from phasewise.workflows.opening.open_model import NATIVE
-    from phasewise.workflows.prefix.pack import Beginning, PackOptions, pack_prefix
-
-    text = tmp_path / "text"
-    text.write_text("You are terse, and you count: " + " ".join(map(str, range(60))))
-    packed = pack_prefix(
-        str(path),
-        Beginning(text_file=text),
-        tmp_path / "pack",
-        PackOptions(NATIVE, context_tokens=CONTEXT, threads=1),
-    )
-    tokens = tuple(ModelText(model).encode(text.read_text(), True))
-    assert len(tokens) == packed.n_tokens > 128
-    with opened(model, None) as alone:
-        expected = said(ask(alone, prompt=(*tokens, *MORE)))
-    with opened(model, None, packs=(str(tmp_path / "pack"),)) as running:
-        again = ask(running, prompt=(*tokens, *MORE))
-
-    assert said(again) == expected
-    assert again.n_cached == len(tokens)
 
 
 @pytest.mark.slow

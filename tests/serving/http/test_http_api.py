@@ -302,11 +302,13 @@ def test_a_failed_step_is_a_server_error_and_the_server_stays_up(
 
 
 def test_a_failure_in_midstream_is_told_in_the_stream(server: FakeServer, api: openai.OpenAI) -> None:
-    server.ranks.before_step = lambda: time.sleep(0.01)
+    n_before, go_on = len(server.ranks.batches), threading.Event()
+    server.ranks.before_step = lambda: len(server.ranks.batches) == n_before or go_on.wait(ENOUGH_S)
     stream = api.completions.create(model="fake", prompt="a", max_tokens=400, stream=True, temperature=0)
     assert next(iter(stream)).choices[0].text == "b"
 
     server.ranks.fail_with = ValueError("boom")
+    go_on.set()
 
     with pytest.raises(openai.APIError, match="boom"):
         list(stream)
@@ -365,7 +367,8 @@ def test_too_many_requests_are_told_to_come_back() -> None:
         api = openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0)
         with pytest.raises(openai.BadRequestError):
             api.completions.create(model="fake", prompt="a", n=3)
-        server.ranks.before_step = lambda: time.sleep(0.01)
+        go_on = threading.Event()
+        server.ranks.before_step = lambda: not server.ranks.batches or go_on.wait(ENOUGH_S)
         began_s = time.monotonic()
         stream = api.completions.create(model="fake", prompt="a", max_tokens=400, stream=True, n=2)
         with pytest.raises(openai.RateLimitError) as caught:
@@ -373,7 +376,7 @@ def test_too_many_requests_are_told_to_come_back() -> None:
         age_s = time.monotonic() - began_s  # of what is in progress, at the most
         assert 1 <= int(caught.value.response.headers["Retry-After"]) <= max(1, math.ceil(age_s))
         stream.close()
-        server.ranks.before_step = lambda: None
+        go_on.set()
         server.wait_until_idle()
         assert api.completions.create(model="fake", prompt="a", n=2, max_tokens=1).choices
         server.wait_until_idle()

@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,13 @@ import openai
 import pytest
 from fastapi import Request
 
+from phasewise.serving.batches import lines as lines_of_batches
 from phasewise.serving.batches.lines import read_line
+from phasewise.serving.batches.store import BatchStore
 from phasewise.serving.http.http_settings import HttpLimits
 from phasewise.serving.http.requests.upload import read_form
-from phasewise.serving.http.routes import batch_runner
 from tests.support.servers.fake_server import FakeServer, fake_server
+from tests.support.servers.rude_clients import ENOUGH_S, until
 
 LIMITS = HttpLimits(api_keys=("one", "two"))
 ENDPOINT: Any = "/v1/completions"
@@ -154,12 +157,14 @@ def test_a_key_sees_nothing_of_another(server: FakeServer) -> None:
 
 def test_a_batch_is_cancelled_and_what_was_not_answered_says_so(server: FakeServer) -> None:
     client = client_of(server)
-    slow_down(server, 0.02)
+    go_on = threading.Event()
+    server.ranks.before_step = lambda: go_on.wait(ENOUGH_S)
     batch = begin(client, b"".join(line(f"n{index}", max_tokens=100) for index in range(60)))
     with pytest.raises(openai.ConflictError, match="cancel the batch first"):
         client.files.delete(batch.input_file_id)
 
     assert client.batches.cancel(batch.id).status in ("cancelling", "cancelled")
+    go_on.set()
     batch = ended(client, batch.id)
 
     assert batch.status == "cancelled"
@@ -180,7 +185,7 @@ def test_a_batch_that_is_cancelled_while_it_is_read_is_cancelled(
         assert may_go.wait(60)
         return read_line(*of_line)
 
-    monkeypatch.setattr(batch_runner, "read_line", read_slowly)
+    monkeypatch.setattr(lines_of_batches, "read_line", read_slowly)
     client = client_of(server)
     batch = begin(client, line("a") + line("b"))
     assert begun.wait(60)
@@ -194,6 +199,145 @@ def test_a_batch_that_is_cancelled_while_it_is_read_is_cancelled(
         ("a", "batch_cancelled"),
         ("b", "batch_cancelled"),
     ]
+
+
+def test_files_that_are_read_for_long_hold_up_neither_requests_nor_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More of them than the event loop has threads. Reading goes on only once the server has ended."""
+    begun, may_go = threading.Event(), threading.Event()
+
+    def read_slowly(*of_line: Any) -> Any:
+        begun.set()
+        assert may_go.wait(60)
+        return read_line(*of_line)
+
+    monkeypatch.setattr(lines_of_batches, "read_line", read_slowly)
+    try:
+        with serving(tmp_path / "b") as server:
+            client = client_of(server)
+            batches = [begin(client, line("a") * 3) for _ in range(40)]
+            assert begun.wait(60)
+            assert {client.batches.cancel(batch.id).status for batch in batches[1::2]} == {"cancelling"}
+            assert len(client.batches.list(limit=100).data) == 40
+            said = client.completions.create(model="fake", prompt="hello", max_tokens=2)
+            assert said.choices[0].finish_reason == "length"
+            server.server.end()
+            server.server.end()  # a second signal
+            until(lambda: server.server.has_ended, "it waits for what is read")
+            may_go.set()
+    finally:
+        may_go.set()
+
+
+def test_a_line_longer_than_a_body_is_refused_unparsed(tmp_path: Path) -> None:
+    limits = HttpLimits(api_keys=("one",), max_body_bytes=2000)
+    long = b'{"custom_id": "long", "body": {"prompt": [' + b"[]," * 2000 + b"[]]}}\n"
+    deep = b'{"custom_id": "deep", "body": {"prompt": ' + b"[" * 300 + b"]" * 300 + b"}}\n"
+    with fake_server(limits, batch_dir=tmp_path, batch_bytes=1 << 20) as server:
+        client = client_of(server)
+        batch = ended(client, begin(client, line("a") + long + deep + line("b")).id)
+
+        assert [answer["custom_id"] for answer in read(client, batch.output_file_id)] == ["a", "b"]
+        faults = [fault["error"]["message"] for fault in read(client, batch.error_file_id)]
+    assert faults[0] == "line 2: it is longer than 2000 bytes"
+    assert faults[1].startswith("line 3: it is not JSON: it is nested deeper")
+
+
+@pytest.mark.parametrize("lines", [b"\n" * 300_000, b" \n" * 300_000, b"[]\n" * 60_000])
+def test_a_file_of_too_many_lines_fails_empty_ones_or_not(tmp_path: Path, lines: bytes) -> None:
+    with serving(tmp_path / "b") as server:
+        client = client_of(server)
+        batch = ended(client, begin(client, lines).id)
+
+    assert (batch.status, batch.errors.data[0].code) == ("failed", "invalid_file")
+
+
+def test_a_batch_that_breaks_two_starts_fails_and_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def breaks(number: int, raw: bytes, *more: Any) -> Any:
+        if b"heavy" in raw:
+            raise MemoryError
+        return read_line(number, raw, *more)
+
+    monkeypatch.setattr(lines_of_batches, "read_line", breaks)
+    with serving(tmp_path / "b") as server:
+        client = client_of(server)
+        heavy = begin(client, line("heavy")).id
+        until(lambda: any(heavy in said for said in server.said), "it is not told")
+        assert client.batches.retrieve(heavy).status == "validating"
+    with serving(tmp_path / "b") as server:
+        client = client_of(server)
+        assert ended(client, begin(client, line("light")).id).status == "completed"
+        batch = ended(client, heavy)
+    assert (batch.status, batch.errors.data[0].code) == ("failed", "invalid_file")
+    assert "failed twice" in batch.errors.data[0].message
+
+
+def test_a_batch_whose_lines_killed_two_servers_is_read_no_more(tmp_path: Path) -> None:
+    with serving(tmp_path / "b") as server:
+        file = client_of(server).files.create(file=("in.jsonl", line("a")), purpose="batch")
+    store = BatchStore(tmp_path / "b", 1 << 20)
+    (owner,) = store._db.execute("SELECT owner FROM files").fetchone()
+    fields = {"status": "validating", "endpoint": ENDPOINT, "expires_at": time.time() + 60, "n_lines": 0}
+    batch = store.add_batch(owner, file.id, {"object": "batch", "input_file_id": file.id, **fields})
+    assert [store.begin_reading(batch) for _ in range(2)] == [0, 1]
+    store.close()
+    headers = {"Authorization": "Bearer one"}
+
+    with serving(tmp_path / "b") as server:
+
+        def has_failed() -> bool:
+            shown = httpx.get(f"{server.url}/v1/batches/{batch.id}", headers=headers).json()
+            assert shown["request_counts"]["completed"] == 0
+            return bool(shown["status"] == "failed")
+
+        until(has_failed, "it is read again")
+
+
+def test_a_batch_has_bounded_metadata_and_its_record_is_deleted(server: FakeServer) -> None:
+    client = client_of(server)
+    largest = {f"{number:064}": "\N{PILE OF POO}" * 512 for number in range(16)}
+    batch = begin(client, line("a"), metadata=largest)
+    assert batch.metadata == largest
+    for metadata in ({"k" * 65: "v"}, {"k": "v" * 513}, {str(number): "" for number in range(17)}):
+        with pytest.raises(openai.BadRequestError, match="metadata"):
+            begin(client, line("a"), metadata=metadata)
+    headers = {"Authorization": "Bearer one"}
+    ended(client, batch.id)
+
+    deleted = httpx.delete(f"{server.url}/v1/batches/{batch.id}", headers=headers)
+
+    assert deleted.json() == {"id": batch.id, "object": "batch", "deleted": True}
+    assert client.batches.list().data == []
+    assert httpx.delete(f"{server.url}/v1/batches/{batch.id}", headers=headers).status_code == 404
+    slow_down(server, 0.02)
+    batch = begin(client, line("b", max_tokens=400))
+    refused = httpx.delete(f"{server.url}/v1/batches/{batch.id}", headers=headers)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "batch_not_over")
+    client.batches.cancel(batch.id)
+    ended(client, batch.id)
+
+
+def test_records_of_batches_count_against_the_bound(tmp_path: Path) -> None:
+    """Each with all of its metadata, until there is no room; a list has a page of them."""
+    metadata = {f"{number:064}": "v" * 512 for number in range(16)}
+    with serving(tmp_path / "b", 100_000) as server:
+        client = client_of(server)
+        file = client.files.create(file=("in.jsonl", line("a")), purpose="batch")
+        given: Any = {"input_file_id": file.id, "endpoint": ENDPOINT, "completion_window": "24h"}
+
+        def fill() -> None:
+            for _ in range(12):
+                client.batches.create(**given, metadata=metadata)
+
+        with pytest.raises(openai.InternalServerError, match="raise --batch-bytes") as refusal:
+            fill()
+        assert refusal.value.status_code == 507
+        assert len(client.batches.list(limit=100).data) < 12
+        with pytest.raises(openai.BadRequestError, match="limit must be a number from 1 to 100"):
+            client.batches.list(limit=101)
 
 
 def test_a_batch_expires(server: FakeServer) -> None:
@@ -296,12 +440,22 @@ def test_a_batch_goes_on_after_ten_restarts_and_every_line_is_answered_once(tmp_
 def test_others_get_their_answers_while_a_batch_fills_the_server(server: FakeServer) -> None:
     """A batch takes no place of theirs, in no limit."""
     client = client_of(server)
-    slow_down(server, 0.002)
-    batch = begin(client, b"".join(line(f"n{index}", max_tokens=200) for index in range(30)))
-    while not server.engine.scheduler.n_in_shadow:
-        time.sleep(0.005)
+    has_come, is_seen = threading.Event(), threading.Event()
 
-    said = client.completions.create(model="fake", prompt="hello", max_tokens=5)
+    def step() -> None:
+        n_steps = len(server.ranks.batches)
+        assert n_steps < 3 or has_come.wait(ENOUGH_S)
+        assert n_steps < 50 or is_seen.wait(ENOUGH_S), "the batch, of 1500 steps, has not ended by then"
+
+    server.ranks.before_step = step
+    batch = begin(client, b"".join(line(f"n{index}", max_tokens=200) for index in range(30)))
+    until(lambda: server.engine.scheduler.n_in_shadow > 0, "the batch does not begin")
+
+    with ThreadPoolExecutor() as others:
+        asked = others.submit(client.completions.create, model="fake", prompt="hello", max_tokens=5)
+        until(lambda: server.client.n_live == 1, "the other's request does not come")
+        has_come.set()
+        said = asked.result()
 
     assert said.choices[0].finish_reason == "length"
     assert client.batches.retrieve(batch.id).status == "in_progress", "it is done before the batch"
@@ -309,6 +463,7 @@ def test_others_get_their_answers_while_a_batch_fills_the_server(server: FakeSer
     text = httpx.get(f"{server.url}/metrics", headers={"Authorization": "Bearer one"}).text
     assert "phasewise_ttft_seconds_count 1.0" in text
     client.batches.cancel(batch.id)
+    is_seen.set()
     ended(client, batch.id)
 
 

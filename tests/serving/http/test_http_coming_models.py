@@ -95,7 +95,8 @@ def test_a_model_that_fails_is_told_in_one_line_and_the_server_lives() -> None:
     with fake_folder(sizes, 20) as server:
         for name, why in (("xylo", "it is damaged beyond repair"), ("large", "raise --models-memory")):
             failed = server.complete(name, "a", 3)
-            assert failed.status_code == 500
+            assert failed.status_code == 503
+            assert int(failed.headers["retry-after"]) >= 1
             error = failed.json()["error"]
             assert error["code"] == "model_not_loaded"
             assert why in error["message"]

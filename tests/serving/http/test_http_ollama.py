@@ -132,7 +132,7 @@ def test_a_schema_is_kept(client: ollama.Client, ranks: ScriptedRanks) -> None:
 @pytest.mark.parametrize(
     ("path", "fields", "named"),
     [
-        ("chat", {"messages": [{"role": "user", "content": "a", "images": ["aGk="]}]}, "images"),
+        ("chat", {"messages": [{"role": "user", "content": "a", "images": ["aGk="]}]}, "image"),
         ("chat", {"messages": [{"role": "robot", "content": "a"}]}, "messages"),
         ("chat", {"options": {"temperature": -1}}, "options"),
         ("chat", {"format": "xml"}, "format"),

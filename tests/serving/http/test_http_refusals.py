@@ -164,9 +164,7 @@ def test_an_unknown_model(server: FakeServer) -> None:
         assert "gpt-9" in error["message"]
 
 
-@pytest.mark.parametrize(
-    ("n_prompt", "max_tokens"), [(CONTEXT, 1), (1, CONTEXT), (100_000, 5), (CONTEXT - 9, 10)]
-)
+@pytest.mark.parametrize(("n_prompt", "max_tokens"), [(CONTEXT, 1), (CONTEXT + 1, 1), (100_000, 5)])
 @pytest.mark.parametrize("stream", [False, True])
 def test_too_long_a_prompt(server: FakeServer, n_prompt: int, max_tokens: int, stream: bool) -> None:
     body = completion(prompt="a" * n_prompt, max_tokens=max_tokens, stream=stream)

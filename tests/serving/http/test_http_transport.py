@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import logging
-import threading
-import time
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from fastapi import FastAPI
 from starlette.types import Message, Receive, Scope, Send
 
 from phasewise.serving.http.http_settings import HttpLimits
-from phasewise.serving.http.transport.connections import Connections
-from phasewise.serving.http.transport.listening import TcpAddress
-from phasewise.serving.http.transport.server import HttpServer, Service
+from tests.support.servers.bare_server import bare_server
 from tests.support.servers.rude_clients import connect, read_to_end
 
 
@@ -40,30 +35,10 @@ class Application(FastAPI):
         await send({"type": "http.response.body"})
 
 
-class Nothing:
-    """Clients, a lifecycle and an observer of a server that counts nothing."""
-
-    n_live = n_answers = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *_arguments: None
-
-
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    nothing: Any = Nothing()
-    with TcpAddress("127.0.0.1", 0) as place:
-        connections = Connections(HttpLimits(keep_alive_s=0.3), nothing)
-        server = HttpServer(Service(Application(), nothing, nothing, connections, lambda _line: None), place)
-        thread = threading.Thread(target=server.run)
-        thread.start()
-        while not server.started:
-            time.sleep(0.005)
-        yield place.url
-        server.end(at_once=True)
-        thread.join(60)
-        assert not connections.open
-        assert not connections.tasks
+    with bare_server(Application(), HttpLimits(keep_alive_s=0.3)) as running:
+        yield running.url
 
 
 def said(url: str, *sent: bytes) -> bytes:

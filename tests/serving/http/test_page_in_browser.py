@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 from collections.abc import Awaitable, Callable, Iterator
@@ -19,6 +20,7 @@ from phasewise.topology.picture import draw_svg
 from tests.support.models.tool_templates import HERMES
 from tests.support.servers.chromium import Page, chromium
 from tests.support.servers.fake_server import FakeServer
+from tests.support.servers.rude_clients import until
 from tests.support.servers.scripted_engine import ScriptedRanks, scripted_server
 
 pytestmark = pytest.mark.slow
@@ -34,8 +36,8 @@ AXE = os.environ.get("PHASEWISE_AXE", "")
 """Path of axe.min.js, from npm's axe-core."""
 
 
-@pytest.fixture(scope="module")
-def running() -> Iterator[tuple[FakeServer, ScriptedRanks]]:
+def paged_server() -> contextlib.AbstractContextManager[tuple[FakeServer, ScriptedRanks]]:
+    """A scripted server with the page, and facts of this machine for its live view."""
     row = {
         "phase": "decode",
         "used_for": "layers.*.qkv",
@@ -45,7 +47,12 @@ def running() -> Iterator[tuple[FakeServer, ScriptedRanks]]:
         "schedule": "tile 1x32, block 1x64x576, grid 1x2x1, nm, prefetch 0",
     }
     facts = MachineFacts(draw_svg(read_machine()), (row,))
-    with scripted_server(HERMES, "<|im_start|>assistant\n", surroundings=Surroundings(page=facts)) as pair:
+    return scripted_server(HERMES, "<|im_start|>assistant\n", surroundings=Surroundings(page=facts))
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[tuple[FakeServer, ScriptedRanks]]:
+    with paged_server() as pair:
         yield pair
 
 
@@ -148,6 +155,13 @@ SEND_IN_SIGHT = """(() => {
   return send.top >= 0 && send.height > 0 && Math.max(send.bottom, stop.bottom) <= innerHeight
     && root.scrollHeight <= innerHeight && root.scrollWidth <= innerWidth;
 })()"""
+SETTINGS_ARE_WHOLE = """(() => {
+  const settings = document.getElementById('settings');
+  const edge = settings.getBoundingClientRect().right;
+  return settings.scrollWidth <= settings.clientWidth
+    && [...settings.querySelectorAll('input, textarea')].every(
+      one => one.getBoundingClientRect().width > 60 && one.getBoundingClientRect().right <= edge);
+})()"""
 NEWEST_IN_SIGHT = f"""(() => {{
   const log = document.getElementById('messages').getBoundingClientRect();
   const newest = {ANSWER}.getBoundingClientRect();
@@ -184,6 +198,7 @@ def test_send_is_in_sight_and_the_newest_message_is_followed(
         assert await page.run(SEND_IN_SIGHT)
         await page.run("document.getElementById('settings').open = true")
         assert await page.run(SEND_IN_SIGHT)
+        assert await page.run(SETTINGS_ARE_WHOLE)
         await page.run("document.getElementById('show-live').click()")
         assert await page.run("document.documentElement.scrollWidth <= innerWidth")
         await page.run("document.getElementById('show-chat').click()")
@@ -193,6 +208,49 @@ def test_send_is_in_sight_and_the_newest_message_is_followed(
         browse(visit)
     finally:
         ranks.before_step = lambda: None
+
+
+ALERT = "[...document.querySelectorAll('[role=alert].message')].at(-1)"
+IN_PHASE = {
+    "prompt": "!document.getElementById('prompt-bar').hidden",
+    "answer": f"{ANSWER}?.innerText.includes('word') && document.getElementById('prompt-bar').hidden"
+    " && document.getElementById('status').textContent === ''",
+}
+
+
+@pytest.mark.parametrize("phase", IN_PHASE)
+def test_a_server_that_is_away_is_told_in_words_and_no_progress_stays(phase: str) -> None:
+    """Its connection breaks while it computes a prompt or an answer; then it ends, and a question follows."""
+    held = threading.Event()
+
+    async def visit(page: Page, server: FakeServer, ranks: ScriptedRanks) -> None:
+        await opened(page, server.url)
+        ranks.script = lambda _prompt: "word " * 600
+        most = 2 if phase == "prompt" else 60
+        ranks.before_step = lambda: len(ranks.batches) >= most and held.wait(60)
+        await ask(page, "a question " * 300)
+        await page.wait(IN_PHASE[phase])
+        for connection in [*server.connections.open]:
+            loop = connection.transport._loop  # a killed server's sockets are closed by the kernel
+            loop.call_soon_threadsafe(connection.transport.abort)
+        await page.wait(f"{IDLE} && {ALERT} !== undefined")
+        assert "ended before the answer did" in await page.run(f"{ALERT}.innerText")
+        assert await page.run("document.getElementById('prompt-bar').hidden")
+        assert await page.run("document.getElementById('status').textContent") == ""
+        held.set()
+        server.server.end(at_once=True)
+        until(lambda: server.server.has_ended, "it does not end")
+        await ask(page, "more")
+        await page.wait(f"{IDLE} && {ALERT}.innerText.includes('the server does not answer')")
+        await page.run("document.getElementById('show-live').click()")
+        await page.wait("document.getElementById('live-state').textContent.includes('does not answer')")
+        page.errors[:] = [error for error in page.errors if "net::" not in error]  # each failed request
+
+    with paged_server() as (server, ranks):
+        try:
+            browse(lambda page: visit(page, server, ranks))
+        finally:
+            held.set()
 
 
 @pytest.mark.parametrize("button", ["send", "again"])

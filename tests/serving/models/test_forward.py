@@ -209,33 +209,6 @@ def test_schedules_that_come_between_steps_change_no_bit(
             assert (machine.logits[:n_rows] == want).all()
 
 
-class OwnPath(DefaultSchedules):
-    """A phase that widens quantised weights to float32, whatever the model's arithmetic is."""
-
-    def own_path(self, weight: PackedWeight) -> str | None:
-        return "fma"
-
-
-@pytest.mark.parametrize("kind", ["q8", "q4"])
-def test_a_phase_with_a_path_of_its_own_is_independent_of_cuts_and_leaves_the_other_phase_alone(
-    kind: str,
-) -> None:
-    model = make_model("separate-parts", kind)
-    ids = random_ids(100, model)
-    want = reference_logits(model, ids)
-    plain = Machine(model, threads=2)
-    own = Machine(model, threads=2, schedules=[OwnPath(1), DefaultSchedules(1)])
-    whole = own.every_row(sliced(ids))
-
-    single = [own.last_rows(sliced([token], i, 500))[0] for i, token in enumerate(ids)]
-    in_the_other = own.program.run(own.team, [sliced(ids, base=200)], every_row=True, table=1)
-
-    assert (np.stack(single) == whole).all()
-    assert (own.logits[:in_the_other] == plain.every_row(sliced(ids, base=200))).all()
-    assert not (whole == plain.every_row(sliced(ids))).all()
-    assert np.linalg.norm(whole - want) <= 0.05 * np.linalg.norm(want)
-
-
 @examples(40)
 @given(
     name=st.sampled_from(("llama", "separate-parts", "odd-sizes")),

@@ -120,6 +120,23 @@ def test_the_large_bucket_takes_the_unsure_the_unknown_and_the_long() -> None:
     assert sizes.next(demand(100, 0), 5 + 901)[::2] == (5 + 990, None)
 
 
+@given(lengths=LENGTHS, most_answer=st.integers(1, 5000))
+def test_without_a_predictor_requests_belong_to_learnt_buckets(lengths: list[int], most_answer: int) -> None:
+    """By the recent answers and max_tokens; the large bucket has what is expected beyond every bound."""
+    sizes = LearntSizes(PoolSettings(6000, refresh_every=1))
+    for length in lengths:
+        sizes.ended(Demand(5, 6000, 5), length)
+    sizes.refresh()
+
+    size = sizes.first(Demand(5, 5 + most_answer, 5))
+
+    expected = min(sum(lengths) / len(lengths), most_answer)
+    holding = [bucket for bucket, bound in enumerate(sizes.bounds) if bound >= expected]
+    assert size.bucket == (holding[0] if holding else None)
+    assert size.end_positions == 5 + math.ceil(expected)
+    assert sizes.large_bound >= sizes.bounds[-1]
+
+
 def test_no_block_is_longer_than_its_request_can_become() -> None:
     sizes = taught()
 

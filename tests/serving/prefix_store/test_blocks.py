@@ -23,7 +23,6 @@ from phasewise.serving.prefix_store.blocks import (
     to_last_state,
     write_record,
 )
-from phasewise.serving.prefix_store.pack_file import blocks_of
 from tests.support.tiers import examples
 
 KEY, OTHER_KEY = b"k" * 32, b"o" * 32
@@ -34,7 +33,7 @@ TOKENS = tuple(random.Random(3).choices(range(1 << 17), k=400))
 def record_of(number: int, seed: int = 5) -> tuple[BlockNames, memoryview, bytes]:
     """A naming, the record of one of its blocks, and the rows in it."""
     naming = BlockNames(KEY, b"i" * 32)
-    block = blocks_of(naming, TOKENS, "s")[number]
+    block = naming.all_blocks(TOKENS, "s")[number]
     rows = random.Random(seed).randbytes(SHAPE.rows_bytes(block.n_tokens))
     return naming, bytes_of(naming, block, rows), rows
 
@@ -46,7 +45,7 @@ def bytes_of(naming: BlockNames, block: PrefixBlock, held: bytes) -> memoryview:
 @pytest.mark.parametrize("number", [0, 1, -1])
 def test_a_record_gives_back_its_rows(number: int) -> None:
     naming, record, rows = record_of(number)
-    block = blocks_of(naming, TOKENS, "s")[number]
+    block = naming.all_blocks(TOKENS, "s")[number]
 
     assert len(record) == SHAPE.record_bytes(block.n_tokens) <= SHAPE.most_bytes
     assert_reads(naming, block, record, rows)
@@ -102,7 +101,7 @@ def test_the_last_state_of_a_beginning_is_found_with_all_that_leads_to_it(
 @given(data=st.data())
 def test_no_changed_byte_is_believed(data: st.DataObject) -> None:
     naming, record, _ = record_of(0)
-    block = blocks_of(naming, TOKENS, "s")[0]
+    block = naming.all_blocks(TOKENS, "s")[0]
     offset = data.draw(st.integers(0, len(record) - 1))
     record[offset] ^= data.draw(st.integers(1, 255))
 
@@ -116,7 +115,7 @@ def test_no_changed_byte_is_believed(data: st.DataObject) -> None:
 @given(length=st.integers(0, 20_000), seed=st.integers(0, 99))
 def test_neither_a_cut_record_nor_noise_is_believed(length: int, seed: int) -> None:
     naming, record, _ = record_of(0)
-    block = blocks_of(naming, TOKENS, "s")[0]
+    block = naming.all_blocks(TOKENS, "s")[0]
     noise = memoryview(random.Random(seed).randbytes(length))
     for wrong in (record[: min(length, len(record) - 1)], noise):
         with pytest.raises(BadRecord):
@@ -127,11 +126,11 @@ def test_neither_a_cut_record_nor_noise_is_believed(length: int, seed: int) -> N
 
 def test_a_record_of_another_block_identity_or_key_is_not_believed() -> None:
     naming, record, _ = record_of(0)
-    block, after, *_ = blocks_of(naming, TOKENS, "s")
+    block, after, *_ = naming.all_blocks(TOKENS, "s")
     for other, wanted in (
         (naming, after._replace(begin=0, end=BLOCK_TOKENS)),
         (naming, block._replace(token_ids=after.token_ids)),
-        (naming, blocks_of(naming, TOKENS, "t")[0]),
+        (naming, naming.all_blocks(TOKENS, "t")[0]),
         (BlockNames(KEY, b"j" * 32), block),
         (BlockNames(OTHER_KEY, naming.identity), block),
     ):
@@ -149,7 +148,7 @@ def test_names_are_equal_where_beginnings_are_and_only_there(
     tokens: list[int], changed: int, space: str
 ) -> None:
     naming = BlockNames(KEY, b"i" * 32)
-    blocks = blocks_of(naming, tokens, space)
+    blocks = naming.all_blocks(tokens, space)
     other = [*tokens]
     if changed < len(other):
         other[changed] += 1
@@ -158,12 +157,12 @@ def test_names_are_equal_where_beginnings_are_and_only_there(
         *range(BLOCK_TOKENS, len(tokens) + 1, BLOCK_TOKENS),
         *([len(tokens) // 16 * 16] if len(tokens) % BLOCK_TOKENS >= 16 else []),
     ]
-    for mine, theirs in zip(blocks, blocks_of(naming, other, space), strict=True):
+    for mine, theirs in zip(blocks, naming.all_blocks(other, space), strict=True):
         assert (mine.name == theirs.name) == (changed >= mine.end)
     strangers = [
-        *blocks_of(naming, tokens, "another"),
-        *blocks_of(BlockNames(OTHER_KEY, naming.identity), tokens, space),
-        *blocks_of(BlockNames(KEY, b"j" * 32), tokens, space),
+        *naming.all_blocks(tokens, "another"),
+        *BlockNames(OTHER_KEY, naming.identity).all_blocks(tokens, space),
+        *BlockNames(KEY, b"j" * 32).all_blocks(tokens, space),
     ]
     assert not {block.name for block in blocks} & {block.name for block in strangers}
 

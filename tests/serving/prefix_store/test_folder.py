@@ -12,7 +12,6 @@ import pytest
 from phasewise.serving.errors import ServingError
 from phasewise.serving.prefix_store.blocks import BLOCK_TOKENS, BlockNames, RecordShape, write_record
 from phasewise.serving.prefix_store.folder import KEY_FILE, PrefixFolder
-from phasewise.serving.prefix_store.pack_file import blocks_of
 
 SHAPE = RecordShape(2, 16)
 ONE = SHAPE.record_bytes(BLOCK_TOKENS)
@@ -22,7 +21,7 @@ def write(folder: PrefixFolder, n_tokens: int, seed: int, seconds: float = 1.0) 
     """Write the full blocks of a sequence that is drawn; their names."""
     naming = BlockNames(folder.key, b"i" * 32)
     tokens = random.Random(seed).choices(range(1 << 17), k=n_tokens)
-    blocks = blocks_of(naming, tokens, "")
+    blocks = naming.all_blocks(tokens, "")
     for block in blocks:
         folder.write(
             block.name, write_record(naming, block, seconds, bytes(SHAPE.rows_bytes(block.n_tokens)))

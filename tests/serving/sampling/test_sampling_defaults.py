@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from phasewise.serving.http.http_settings import ServedModel
+from phasewise.serving.http.requests.chat_schemas import ChatRequest
 from phasewise.serving.http.requests.request_to_messages import chat_requests, completion_requests
-from phasewise.serving.http.requests.schemas import ChatRequest, CompletionRequest
+from phasewise.serving.http.requests.schemas import CompletionRequest
 from phasewise.serving.sampling.sampling_defaults import SamplingDefaults, stated_by_gguf, stated_by_hf
 from tests.support.servers.fake_engine import END, VOCAB_SIZE, encode, piece
 

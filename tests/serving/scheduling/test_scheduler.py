@@ -172,7 +172,7 @@ def test_what_can_never_run_is_refused_with_the_numbers() -> None:
 
     with pytest.raises(ContextLengthExceeded, match=r"48 tokens here \(the KV cache holds no more\), but 51"):
         scheduler.add(request("a", 41, 10))
-    with pytest.raises(ContextLengthExceeded, match="this model's maximum context length is 20 tokens, but"):
+    with pytest.raises(ContextLengthExceeded, match="This model's maximum context length is 20 tokens, but"):
         make(context=20).add(request("a", 20, 1))
     with pytest.raises(RequestError, match="no tokens"):
         scheduler.add(request("a", 0))

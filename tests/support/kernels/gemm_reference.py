@@ -126,7 +126,7 @@ def expected(x: Array, w: PackedWeight, k_parts: int = 1, path: str | None = Non
         return _expected_dense(rounded(x) if w.kind == "bf16" else x, packing.unpack(w))
     if path == "fma":
         return _expected_dense(x, packing.unpack(w))
-    if path in ("bf16_dot", "bf16_tile", "bf16_even_odd"):
+    if path in ("bf16_dot", "bf16_tile"):
         return _expected_dense(rounded(x), rounded(packing.unpack(w)))
     if path == "int8_block" and w.kind in BLOCKS and BLOCKS[w.kind].has_subs:
         return _expected_blocks(x, w)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 import uuid
@@ -33,7 +34,7 @@ def postgres_socket() -> Iterator[Path]:
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, user=as_user, cwd=folder,
         )  # fmt: skip
         stack.callback(server.wait, 20)
-        stack.callback(server.terminate)
+        stack.callback(server.send_signal, signal.SIGINT)  # ends its clients too
         for _ in range(200):
             if subprocess.run([is_ready, "-q", "-h", folder], check=False).returncode == 0:
                 break

@@ -60,8 +60,9 @@ class Page:
 
     async def go(self, url: str) -> None:
         """Load a page, and wait until its first request was answered."""
+        await self.run("window.isLeft = true")  # the page before may be complete, too
         await self.command("Page.navigate", url=url)
-        await self.wait("document.readyState === 'complete'")
+        await self.wait("!window.isLeft && document.readyState === 'complete'")
 
     async def press(self, key: str, code: int, text: str = "", modifiers: int = 0) -> None:
         """A key, down and up."""

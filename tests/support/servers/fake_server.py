@@ -16,6 +16,7 @@ import httpx
 from phasewise.serving.drafts.contract import Drafter
 from phasewise.serving.engine.engine import Engine
 from phasewise.serving.engine.engine_thread import EngineThread
+from phasewise.serving.engine.messages import Message, Submit
 from phasewise.serving.errors import ServingError
 from phasewise.serving.http.answers.client import EngineClient
 from phasewise.serving.http.http_settings import HttpLimits, ServedModel
@@ -28,6 +29,7 @@ from phasewise.serving.http.transport.connections import Connections
 from phasewise.serving.http.transport.listening import Address, TcpAddress
 from phasewise.serving.http.transport.server import HttpServer, Service
 from tests.support.servers.fake_engine import END, VOCAB_SIZE, FakeRanks, encode, make_engine, piece
+from tests.support.servers.rude_clients import ENOUGH_S, until
 
 CONTEXT = 500
 
@@ -54,6 +56,45 @@ class FakeServer:
     metrics: Metrics
     said: list[str]
     app: Any = field(repr=False, default=None)
+    n_submitted: int = 0
+    """Requests that lie in the inbox of the engine's thread, or have lain there."""
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """The engine takes no request and computes nothing meanwhile; then it takes all that have come."""
+        is_between_steps, go_on = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            is_between_steps.set()
+            go_on.wait(ENOUGH_S)
+
+        self.thread.between_steps(hold)
+        assert is_between_steps.wait(ENOUGH_S)
+        try:
+            yield
+        finally:
+            go_on.set()
+
+    @contextlib.contextmanager
+    def loop_held(self) -> Iterator[None]:
+        """The event loop stands still meanwhile: what clients send lies in their sockets, all of it."""
+        stands, go_on = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            stands.set()
+            go_on.wait(ENOUGH_S)
+
+        assert self.server._loop is not None
+        self.server._loop.call_soon_threadsafe(hold)
+        assert stands.wait(ENOUGH_S)
+        try:
+            yield
+        finally:
+            go_on.set()
+
+    def wait_until_submitted(self, n_requests: int) -> None:
+        """Until so many requests have been submitted to the engine since the start."""
+        until(lambda: self.n_submitted >= n_requests, f"{self.n_submitted} of {n_requests} have come")
 
     def post(self, path: str, key: str = "", **fields: Any) -> httpx.Response:
         """The answer to a request for the model `fake`, by the client of `key`."""
@@ -104,7 +145,12 @@ def fake_server(
         ranks, context_length=context, kv_slots=4 * context, max_sequences=max_sequences, drafter=drafter
     )
     limits = limits or HttpLimits()
-    client = EngineClient(lambda message: thread.send(message), limits)
+
+    def send(message: Message) -> None:
+        thread.send(message)
+        running.n_submitted += isinstance(message, Submit)
+
+    client = EngineClient(send, limits)
     thread = EngineThread(engine, client.deliver)
     life = Lifecycle(thread)
     metrics = Metrics(
@@ -130,7 +176,7 @@ def fake_server(
     )
     surroundings = surroundings or Surroundings()
     said: list[str] = []
-    runner = BatchRunner(batch_dir, batch_bytes, max_sequences, life, said.append)
+    runner = BatchRunner(batch_dir, batch_bytes, max_sequences, limits.max_body_bytes, life, said.append)
     app = create_app(model(served), client, limits, life, metrics, surroundings, embeddings, batches=runner)
     with address or TcpAddress("127.0.0.1", 0) as place:
         service = Service(app, client, life, connections, said.append, on_start=lambda: runner.begin(app))

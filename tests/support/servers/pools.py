@@ -148,14 +148,15 @@ def pools(
     prefixes: PrefixSettings | None = None,
     weights: Weights = NATIVE,
     cores: Sequence[int] | None = None,
+    db: str | None = None,
     **settings: object,
 ) -> Iterator[PoolServer]:
-    """Instances of the model at `path`, all ready. settings: of `FrontSettings`.
+    """Instances of the model at `path`, all ready. settings: of `FrontSettings`. db: the tuning database.
 
     cores: the first of each instance, which is pinned to as many as it has ranks; None: none is pinned.
     """
     spec = InstanceSpec(
-        str(path), weights, size or size_of(path), None, pinned=cores is not None, prefixes=prefixes
+        str(path), weights, size or size_of(path), None, db, pinned=cores is not None, prefixes=prefixes
     )
     tells = [replace(spec, plans=plans_of(n_ranks, first)).tell for first in cores or [0] * len(roles)]
     with tempfile.TemporaryDirectory(prefix="pw-") as folder:

@@ -304,3 +304,36 @@ def test_a_trace_is_described_in_a_line() -> None:
         describe((RequestLengths(10, 3), RequestLengths(30, 5)))
         == "2 requests, prompt p50 10 max 30, output p50 3 max 5 tokens"
     )
+
+
+def length_log_line(arrived_s: float | None, prompt: int = 40, output: int = 8, **more: object) -> str:
+    arrived = {} if arrived_s is None else {"arrived_at_s": arrived_s, "at_s": arrived_s + 3}
+    return json.dumps({"prompt_token_ids": [1] * prompt, "output_tokens": output, **arrived, **more}) + "\n"
+
+
+def test_a_length_log_is_a_trace_and_an_older_one_too(tmp_path: Path) -> None:
+    path = tmp_path / "lengths.jsonl"
+    path.write_text(length_log_line(1_700_000_000.5, lookup="00") + length_log_line(1_700_000_002.0, 5, 3))
+    assert [
+        (request.prompt_tokens, request.output_tokens, request.arrival_s) for request in read_trace(path)
+    ] == [(40, 8, 0.0), (5, 3, 1.5)]
+    path.write_text(length_log_line(None, at_s=1_700_000_003.5) + length_log_line(None, at_s=1_700_000_007.0))
+    assert [request.arrival_s for request in read_trace(path)] == [0.0, 3.5]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "no trace"),
+        ("{\n", "row 1: not JSON"),
+        (length_log_line(1.0) + length_log_line(1.0, output_tokens="x"), "row 2: an answer of a length log"),
+        (length_log_line(1.0, arrived_at_s="soon"), "row 1: arrived_at_s must be Unix seconds"),
+        (length_log_line(1.0, output=0), "holds no request"),
+    ],
+)
+def test_a_bad_length_log_is_told_in_one_line(tmp_path: Path, text: str, told: str) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text(text)
+    with pytest.raises(TraceError, match=told) as error:
+        read_trace(path)
+    assert "\n" not in str(error.value)

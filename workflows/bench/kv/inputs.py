@@ -7,6 +7,7 @@ get a stated length), or a log of answers' lengths, written by the server or by 
 from __future__ import annotations
 
 import csv
+import io
 import math
 import random
 import statistics
@@ -15,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
+from phasewise._files import open_input
 from phasewise._words import meant, percent
 from phasewise.serving.pools.arena import aligned
 from phasewise.serving.pools.contract import Estimate
@@ -169,7 +171,7 @@ def _is_length_log(path: str) -> bool:
 def _first_line(path: str) -> str:
     """Empty where the file cannot be read; reading the whole file then raises the error."""
     try:
-        with open(path, encoding="utf-8-sig") as file:
+        with io.TextIOWrapper(open_input(path), encoding="utf-8-sig") as file:
             return file.readline(1 << 22)
     except (OSError, UnicodeDecodeError):
         return ""
@@ -177,7 +179,7 @@ def _first_line(path: str) -> str:
 
 def _column(path: str, selection: TraceSelection) -> TraceRequests:
     try:
-        with open(path, encoding="utf-8-sig", newline="") as file:
+        with io.TextIOWrapper(open_input(path), encoding="utf-8-sig", newline="") as file:
             rows = csv.DictReader(file)
             names = rows.fieldnames or ()
             if selection.column not in names:

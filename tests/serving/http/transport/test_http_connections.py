@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import socket
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 
 import httpx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from phasewise.serving.http.http_settings import HttpLimits
+from phasewise.serving.http.transport.connection_clocks import ConnectionClocks
 from tests.support.servers.fake_server import FakeServer, fake_server
 from tests.support.servers.rude_clients import completion, connect, n_descriptors, read_to_end, until
 
@@ -71,8 +74,10 @@ def test_idle_connections_are_in_nobodys_way(server: FakeServer) -> None:
     ids=["nothing", "half a line", "half a head", "half a body", "nothing more", "half a second one"],
 )
 def test_a_sender_that_takes_too_long_is_cut(hasty: FakeServer, sent: bytes) -> None:
-    with connect(hasty.url) as raw:
+    with hasty.loop_held():  # all that is sent is there when its clock starts
+        raw = connect(hasty.url)
         raw.sendall(sent)
+    with raw:
         said = read_to_end(raw)
 
     if sent.startswith(b"GET"):
@@ -213,19 +218,45 @@ def test_an_answer_that_nobody_fetches_does_not_keep_its_connection(end: str) ->
         until(lambda: not server.connections.open, "it waits for ever")
 
 
-def test_a_slow_reader_that_reads_gets_it_all() -> None:
-    """Over longer than a reader may stand still."""
-    limits, at_a_time = replace(HASTY, stalled_write_s=1.0), 8192
-    with fake_server(limits) as server, connect(server.url, receive_bytes=65536) as slow:
-        whole = completion(max_tokens=490, logprobs=5, n=4, temperature=0)
-        slow.sendall(whole.replace(b"Host: a", b"Host: a\r\nConnection: close"))
-        said = slow.recv(at_a_time)
-        n_bytes = int(said.lower().partition(b"content-length: ")[2].split()[0])
-        while part := slow.recv(at_a_time):
-            said += part
-            time.sleep(1.5 * limits.stalled_write_s * at_a_time / n_bytes)
+@given(taken=st.lists(st.integers(0, 3), min_size=1, max_size=20), n_bytes=st.integers(1, 30))
+def test_a_reader_is_cut_once_it_has_taken_nothing_for_a_while_and_no_slow_one_is(
+    taken: list[int], n_bytes: int
+) -> None:
+    """`taken`: the bytes that a reader takes in each period; one that has taken all is cut no more."""
+    loop = SteppedLoop()
+    clocks, cuts, left = ConnectionClocks(loop), list[float](), n_bytes  # type: ignore[arg-type]
+    clocks.watch_reader(1.0, lambda: left, lambda: cuts.append(loop.now_s))
+    stands_still_s = None
+    for period, n_taken in enumerate(taken, 1):
+        if left and n_taken == 0 and stands_still_s is None:
+            stands_still_s = float(period)
+        left = max(0, left - n_taken)
+        loop.step(1.0)
 
-        assert json.loads(said.partition(b"\r\n\r\n")[2])["usage"]["completion_tokens"] == 4 * 490
+    assert cuts == ([] if stands_still_s is None else [stands_still_s])
+
+
+class SteppedLoop:
+    """The clock of an event loop, as far as a test steps it."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._called: list[tuple[float, Callable[[], None]]] = []
+
+    def call_later(self, seconds: float, call: Callable[[], None]) -> SimpleNamespace:
+        timer = (self.now_s + seconds, call)
+        self._called.append(timer)
+        return SimpleNamespace(cancel=lambda: timer in self._called and self._called.remove(timer))
+
+    def step(self, seconds: float) -> None:
+        """Call what is due within this time."""
+        ends_s = self.now_s + seconds
+        while due := [timer for timer in self._called if timer[0] <= ends_s]:
+            timer = min(due, key=lambda timer: timer[0])
+            self._called.remove(timer)
+            self.now_s = timer[0]
+            timer[1]()
+        self.now_s = ends_s
 
 
 def test_connections_are_counted(server: FakeServer) -> None:

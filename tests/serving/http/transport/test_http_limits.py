@@ -218,9 +218,13 @@ def test_a_page_of_another_host_is_not_answered(local: FakeServer, host: str, pa
 @pytest.mark.parametrize(
     "kind", ["text/plain", "text/plain; a=application/json", "multipart/form-data", "application/jsonp", ""]
 )
-def test_what_a_page_may_post_without_asking_is_not_taken_for_json(server: FakeServer, kind: str) -> None:
+@pytest.mark.parametrize("sender", [{"Origin": "http://evil.example"}, {"Sec-Fetch-Site": "cross-site"}])
+def test_what_a_page_may_post_without_asking_is_not_taken_for_json(
+    server: FakeServer, kind: str, sender: dict[str, str]
+) -> None:
     body = completion(max_tokens=1).partition(b"\r\n\r\n")[2]
-    answer = httpx.post(f"{server.url}/v1/completions", content=body, headers={"Content-Type": kind})
+    headers = {"Content-Type": kind, **sender}
+    answer = httpx.post(f"{server.url}/v1/completions", content=body, headers=headers)
 
     assert (answer.status_code, answer.json()["error"]["code"]) == (415, "unsupported_media_type")
 
@@ -231,6 +235,8 @@ def test_what_a_page_may_post_without_asking_is_not_taken_for_json(server: FakeS
         ({}, 200),
         ({"Origin": "http://evil.example"}, 415),
         ({"Content-Type": "application/x-www-form-urlencoded"}, 200),
+        ({"Content-Type": "application/octet-stream"}, 200),
+        ({"Content-Type": "text/plain"}, 200),
         ({"Origin": "null", "Content-Type": "application/x-www-form-urlencoded"}, 415),
         ({"Sec-Fetch-Site": "same-site", "Content-Type": "application/x-www-form-urlencoded"}, 415),
         ({"Origin": "http://evil.example", "Content-Type": "application/json"}, 200),

@@ -1,0 +1,169 @@
+"""What a start reads of a database, which makes serving faster and is no condition of it.
+
+Each read is kept in a small copy in the cache directory. Where the database cannot be read, a start goes on
+with the copy, and without one as if nothing was tuned.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar, cast
+
+from phasewise._files import read_file, write_file
+from phasewise._places import cache_folder
+from phasewise.kerneldb.errors import DatabaseNameError, KernelDbError
+from phasewise.kerneldb.location import MEMORY_URL, Location, locate
+
+if TYPE_CHECKING:
+    from phasewise.kerneldb.records import MachineKey, Measurement, PlanRecord, StepTime, StorageDuel
+    from phasewise.kerneldb.rows import Shared
+    from phasewise.kerneldb.store import Report, Store
+
+T = TypeVar("T", bound="Shared")
+
+TRY_AGAIN_S = 300.0
+"""A process does not wait again before for a database that it could not read."""
+MOST_COPY_BYTES = 64 << 20
+_VERIFIED, _IMPORTED = b"+", b"-"
+"""How a line of a copy begins, before the row as a file of schedules has it."""
+
+_log = logging.getLogger(__name__)
+_missed_s: dict[Location, float] = {}
+_n_missed = 0
+
+
+def n_without_database() -> int:
+    """Times that this process has gone on without a database that it was to read."""
+    return _n_missed
+
+
+@contextmanager
+def open_start_reads(
+    db: str | os.PathLike[str] | None, report: Report = _log.warning
+) -> Iterator[StartReads]:
+    """Open the database that `db` names for reading at a start, created where it is not there yet.
+
+    `report` gets one line where it cannot be read. DatabaseNameError where `db` can name none.
+    """
+    from phasewise.kerneldb.store import open_store
+
+    location = locate(db)
+    with ExitStack() as stack:
+        if time.monotonic() - _missed_s.get(location, -math.inf) < TRY_AGAIN_S:
+            reads = StartReads(None, location, report)
+        else:
+            try:
+                reads = StartReads(stack.enter_context(open_store(db, report)), location, report)
+            except DatabaseNameError:
+                raise
+            except KernelDbError as error:
+                reads = _missing(location, error, report)
+        yield reads
+
+
+class StartReads:
+    """The reads of a start: of `store`, or of what was last read of the database where there is none."""
+
+    def __init__(self, store: Store | None, location: Location, report: Report) -> None:
+        self.store, self._location, self._report = store, location, report
+
+    def newest_plan(self, machine: MachineKey, model_key: str, phase: str) -> PlanRecord | None:
+        """As `Store.newest_plan`."""
+
+        def read(store: Store) -> list[PlanRecord]:
+            plan = store.newest_plan(machine, model_key, phase)
+            return [] if plan is None else [plan]
+
+        return next(iter(self._rows(read, "plan", machine, model_key, phase)), None)
+
+    def promoted_measurements(self, machine: MachineKey) -> list[Measurement]:
+        """As `Store.promoted_measurements`."""
+        return self._rows(lambda store: store.promoted_measurements(machine), "schedules", machine)
+
+    def storage_duels(self, machine: MachineKey, kernel_abi: str) -> list[StorageDuel]:
+        """As `Store.storage_duels`."""
+        return self._rows(
+            lambda store: store.storage_duels(machine, kernel_abi), "duels", machine, kernel_abi
+        )
+
+    def step_times(self, machine: MachineKey, model_key: str, phase: str) -> list[StepTime]:
+        """As `Store.step_times`."""
+        return self._rows(
+            lambda store: store.step_times(machine, model_key, phase), "steps", machine, model_key, phase
+        )
+
+    def _rows(self, read: Callable[[Store], Sequence[T]], *key: object) -> list[T]:
+        copy = _folder_of(self._location) / hashlib.sha256(repr(key).encode()).hexdigest()[:32]
+        if self.store is not None:
+            try:
+                rows = [*read(self.store)]
+            except KernelDbError as error:
+                self.store = _missing(self._location, error, self._report).store
+            else:
+                if self._location.url != MEMORY_URL:
+                    _keep(copy, rows)
+                return rows
+        return cast("list[T]", _kept(copy))
+
+
+def _missing(location: Location, error: KernelDbError, report: Report) -> StartReads:
+    """Said in one line, and counted."""
+    global _n_missed
+    _n_missed += 1
+    _missed_s[location] = time.monotonic()
+    instead = (
+        "what was last read of it here" if _folder_of(location).is_dir() else "default plans and schedules"
+    )
+    report(f"{error}; this start goes on with {instead}")
+    return StartReads(None, location, report)
+
+
+def _folder_of(location: Location) -> Path:
+    name = str(location.file or location.url)
+    return (
+        cache_folder()
+        / "databases"
+        / hashlib.sha256(name.encode("utf-8", "surrogateescape")).hexdigest()[:32]
+    )
+
+
+def _keep(copy: Path, rows: Sequence[Shared]) -> None:
+    """Written where it says something new. What cannot be kept is not."""
+    from phasewise.kerneldb.portable import row_line
+
+    lines = [
+        (_VERIFIED if row.origin.verified else _IMPORTED) + row_line(row).encode() + b"\n" for row in rows
+    ]
+    data = b"".join(lines)
+    with suppress(OSError):
+        copy.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not copy.exists() or _read(copy) != data:
+            write_file(copy, data)
+
+
+def _kept(copy: Path) -> list[Shared]:
+    """Nothing where there is no copy; without lines that are no rows."""
+    from phasewise.kerneldb.portable import read_row
+
+    rows: list[Shared] = []
+    for line in _read(copy).splitlines(keepends=True):
+        with suppress(ValueError, RecursionError):
+            row = read_row(line[1:])
+            is_verified = line[:1] == _VERIFIED
+            rows.append(replace(row, origin=replace(row.origin, verified=is_verified)))
+    return rows
+
+
+def _read(copy: Path) -> bytes:
+    try:
+        return read_file(copy, MOST_COPY_BYTES)
+    except OSError:
+        return b""

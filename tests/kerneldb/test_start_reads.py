@@ -1,0 +1,209 @@
+"""A start reads the database where it can, else what it read last, else nothing; it is told once."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phasewise.kerneldb import start_reads
+from phasewise.kerneldb.errors import DatabaseNameError
+from phasewise.kerneldb.start_reads import StartReads, n_without_database, open_start_reads
+from phasewise.kerneldb.store import open_store
+from tests.kerneldb.test_schema import FIXTURES
+from tests.support.machines.kerneldb_examples import (
+    MACHINE,
+    MEASUREMENT,
+    PLAN,
+    PROMOTION,
+    STEP_TIME,
+    STORAGE_DUEL,
+)
+from tests.support.machines.kerneldb_server import new_database_url, postgres_socket
+from tests.support.tiers import examples
+
+ABI = STORAGE_DUEL.kernel_abi
+IMPORTED = replace(STEP_TIME, origin=replace(STEP_TIME.origin, verified=False))
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PHASEWISE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(start_reads, "_missed_s", {})
+
+
+def _fill(db: str | Path) -> None:
+    with open_store(db) as store:
+        store.add_plan(PLAN)
+        store.add_measurements([MEASUREMENT])
+        store.add_promotions([PROMOTION])
+        store.add_storage_duels([STORAGE_DUEL])
+        store.add_step_times([STEP_TIME, IMPORTED])
+
+
+def _all_of(reads: StartReads) -> tuple[object, ...]:
+    return (
+        reads.newest_plan(PLAN.origin.machine, PLAN.model_key, PLAN.phase),
+        reads.promoted_measurements(MACHINE),
+        reads.storage_duels(STORAGE_DUEL.origin.machine, ABI),
+        reads.step_times(STEP_TIME.origin.machine, STEP_TIME.model_key, STEP_TIME.step.phase),
+    )
+
+
+NOTHING = (None, [], [], [])
+
+
+def _read(db: str | Path, said: list[str]) -> tuple[object, ...]:
+    with open_start_reads(db, said.append) as reads:
+        return _all_of(reads)
+
+
+def _garbage(file: Path) -> None:
+    file.write_bytes(b"no database at all" * 100)
+
+
+def _torn(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:5000])
+
+
+def _directory(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+def _pipe(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+def _pipe_for_a_journal(file: Path) -> None:
+    os.mkfifo(f"{file}-journal")
+
+
+def _pipe_for_a_log(file: Path) -> None:
+    os.mkfifo(f"{file}-wal")
+
+
+def _pipe_for_a_logs_index(file: Path) -> None:
+    os.mkfifo(f"{file}-shm")
+
+
+def _of_a_future_program(file: Path) -> None:
+    import sqlite3
+
+    with sqlite3.connect(file) as raw:
+        raw.execute("UPDATE phasewise_schema SET version_num = '9999', readable_from = NULL")
+    raw.close()
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        _garbage,
+        _torn,
+        _directory,
+        _pipe,
+        _pipe_for_a_journal,
+        _pipe_for_a_log,
+        _pipe_for_a_logs_index,
+        _of_a_future_program,
+    ],
+)
+def test_a_file_that_cannot_be_read_costs_a_line_and_the_last_reads_hold(
+    spoil: Callable[[Path], None], tmp_path: Path
+) -> None:
+    db, other, said = tmp_path / "x.db", tmp_path / "other.db", list[str]()
+    for file in (db, other):
+        _fill(file)
+    wanted = _read(db, said)
+    assert wanted != NOTHING
+    assert said == []
+    for file in (db, other):
+        spoil(file)
+    before = n_without_database()
+
+    assert _read(db, said) == wanted
+    assert _read(db, said) == wanted  # and it is not waited for again
+    assert len(said) == 1
+    assert "what was last read of it here" in said[0]
+    assert n_without_database() == before + 1
+    assert _read(other, said) == NOTHING
+    assert len(said) == 2
+    assert "default plans and schedules" in said[1]
+    assert all("\n" not in line for line in said)
+
+
+def test_a_server_that_is_stopped_between_two_starts_or_within_one(tmp_path: Path) -> None:
+    said: list[str] = []
+    with ExitStack() as server:
+        url = new_database_url(server.enter_context(postgres_socket()))
+        _fill(url)
+        wanted = _read(url, said)
+        with open_start_reads(url, said.append) as reads:
+            plan = reads.newest_plan(PLAN.origin.machine, PLAN.model_key, PLAN.phase)
+            assert said == []
+            server.close()
+            assert (plan, *_all_of(reads)[1:]) == wanted
+    assert len(said) == 1
+    start_reads._missed_s.clear()  # as in a new process
+
+    assert _read(url, said) == wanted
+    assert _read(url, said) == wanted
+    assert len(said) == 2
+    assert _read(f"{url}&dbname=other", said) == NOTHING
+
+
+def test_what_names_no_database_is_refused(tmp_path: Path) -> None:
+    for name in ("", "nosuch://host/name", "sqlite:///x.db?mode=ro", "http:// not a url"):
+        with pytest.raises(DatabaseNameError), open_start_reads(name):
+            pass
+
+
+def test_a_database_that_is_empty_again_is_read_as_such(tmp_path: Path) -> None:
+    db, said = tmp_path / "x.db", list[str]()
+    _fill(db)
+    _read(db, said)
+    db.unlink()
+    shutil.copy(FIXTURES / "0007.db", db)
+    with open_start_reads(db, said.append) as reads:
+        assert reads.storage_duels(STORAGE_DUEL.origin.machine, "another build") == []
+    start_reads._missed_s.clear()
+    _garbage(db)
+    with open_start_reads(db, said.append) as reads:
+        assert reads.storage_duels(STORAGE_DUEL.origin.machine, "another build") == []
+
+
+@given(data=st.data())
+@examples(60)
+def test_a_copy_that_somebody_changed_gives_rows_or_none(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Whatever is in it, each row is one that the database had."""
+    folder = tmp_path_factory.mktemp("copy")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PHASEWISE_CACHE", str(folder / "cache"))
+        db = folder / "x.db"
+        _fill(db)
+        wanted = _read(db, [])
+        for copy in (folder / "cache" / "databases").rglob("*"):
+            if copy.is_file():
+                content = bytearray(copy.read_bytes())
+                for _ in range(data.draw(st.integers(0, 3))):
+                    content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+                copy.write_bytes(content[: data.draw(st.integers(0, len(content)))])
+        _garbage(db)
+        plan, *lists = _read(db, [])
+        assert plan in (None, wanted[0], replace(PLAN, origin=replace(PLAN.origin, verified=False)))
+        for rows, own in zip(lists, wanted[1:], strict=True):
+            possible = [
+                *own,
+                *(replace(row, origin=replace(row.origin, verified=not row.origin.verified)) for row in own),
+            ]
+            assert all(row in possible for row in rows)

@@ -1,0 +1,106 @@
+"""The text that an answer shows, held against the tokens of its receipt.
+
+A receipt says which tokens the model chose; what a person reads is the text beside it. A chat's answer may be
+divided into thoughts, calls and text, by the format of its model or by one that an operator chose, so each
+way of reading the tokens is tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from phasewise.serving.engine.answer_text import AnswerText
+from phasewise.serving.sampling.sampling import SampledToken
+from phasewise.serving.tools.dialect import FORMATS, dialect_of
+from phasewise.serving.tools.parts import Begun, Call, Piece, Reader, Reasoning, Text
+
+if TYPE_CHECKING:
+    from phasewise.serving.engine.open_engine import ModelText
+    from phasewise.serving.engine.receipts import Receipt
+
+Json = dict[str, Any]
+Shown = tuple[str, str, list[tuple[str, str]]]
+"""Text, thoughts, and the names and arguments of calls."""
+
+
+def says_its_tokens(choice: Json, receipt: Receipt, text: ModelText, ends: frozenset[int]) -> bool:
+    """False where a choice of an answer shows something else than its tokens."""
+    given = _given_text(receipt, text, ends)
+    if "text" in choice:
+        said = choice["text"]
+        if said != given and not (isinstance(said, str) and _is_echo(said, given, receipt, text)):
+            return False
+    reason = choice.get("finish_reason", receipt.finish_reason)
+    if "message" not in choice:
+        return bool(reason == receipt.finish_reason)
+    shown = _shown_by(choice["message"])
+    if shown is None or reason not in (receipt.finish_reason, "tool_calls" if shown[2] else None):
+        return False
+    readers = _readers(shown, receipt, text)
+    return shown == (given, "", []) or any(shown == _read(reader, given) for reader in readers)
+
+
+def _given_text(receipt: Receipt, text: ModelText, ends: frozenset[int]) -> str:
+    """As the server gave it out: up to a stop text, without the end token."""
+    settings, ids = receipt.settings, receipt.token_ids
+    answer = AnswerText(text.open_stream(frozenset(settings.shown)), settings.stop)
+    has_end = ids[-1] in ends and not settings.ignore_eos
+    for token_id in ids[:-1] if has_end else ids:
+        answer.push(SampledToken(token_id))
+        if answer.stopped:
+            break
+    return answer.take(finished=True)[0]
+
+
+def _is_echo(said: str, given: str, receipt: Receipt, text: ModelText) -> bool:
+    """True for the prompt with the answer behind it."""
+    if not said.endswith(given):
+        return False
+    echoed, prompt = said[: len(said) - len(given)], list(receipt.prompt_token_ids)
+    if any(text.encode(echoed, add_special) == prompt for add_special in (True, False)):
+        return True
+    stream = text.open_stream()
+    return echoed == "".join(map(stream.push, prompt)) + stream.flush()
+
+
+def _shown_by(message: Any) -> Shown | None:
+    """None where it is no message."""
+    try:
+        content, thoughts = message.get("content") or "", message.get("reasoning_content") or ""
+        calls = [call["function"] for call in message.get("tool_calls") or ()]
+        called = [(call["name"], call["arguments"]) for call in calls]
+    except (TypeError, KeyError, AttributeError):
+        return None
+    parts = [content, thoughts, *(part for call in called for part in call)]
+    return (content, thoughts, called) if all(isinstance(part, str) for part in parts) else None
+
+
+def _readers(shown: Shown, receipt: Receipt, text: ModelText) -> Iterator[Reader]:
+    """Each way in which a server may have read the answer, by its format and what it was told of calls."""
+    tokenizer = text.tokenizer
+    called = frozenset(name for name, _ in shown[2])
+    for forced in ("auto", *FORMATS):
+        dialect = dialect_of(text.chat_template or "", tokenizer.id_of, tokenizer.special_ids, forced)
+        in_thought = dialect.opens_thought(receipt.prompt_token_ids, tokenizer.piece)
+        for names in {called or None, called}:
+            for is_held in (False, True):
+                yield dialect.reader(names, in_thought=in_thought, calls_are_held=is_held)
+
+
+def _read(reader: Reader, given: str) -> Shown:
+    content, thoughts = "", ""
+    calls: list[tuple[str, str]] = []
+    for part in (*reader.feed(given), *reader.finish()):
+        match part:
+            case Reasoning(text=thought):
+                thoughts += thought
+            case Text(text=words):
+                content += words
+            case Call(name=name, arguments=arguments):
+                calls.append((name, arguments))
+            case Begun(name=name):
+                calls.append((name, ""))
+            case Piece(text=piece) if calls:
+                calls[-1] = (calls[-1][0], calls[-1][1] + piece)
+    return content, thoughts, calls
