@@ -384,7 +384,7 @@ def _adapted_fingerprint(own: ServedModel, content_hash: str) -> Fingerprint | N
 def _dialect(opened: Served, settings: ServiceSettings) -> Dialect:
     tokenizer = opened.text.tokenizer
     template = opened.model.chat_template or ""
-    turn = opened.text.conversations.turn_form() if opened.text.has_template else None
+    turn = opened.text.conversations.turn if opened.text.has_template else None
     return dialect_of(template, tokenizer.id_of, tokenizer.special_ids, settings.tool_format, turn)
 
 

@@ -65,9 +65,10 @@ class AnswerText:
         return text, self._begun(everything=finished and not self.stopped)
 
     def _cut_at_stop(self) -> None:
+        """The stop string that is complete first ends the text, however tokens cut it."""
         places = [(self._held.find(stop), stop) for stop in self._stop if stop in self._held]
         if places:
-            place, self.stop_text = min(places, key=lambda pair: pair[0])
+            place, self.stop_text = min(places, key=lambda pair: (pair[0] + len(pair[1]), pair[0]))
             self._held = self._held[:place]
 
     def _n_ambiguous(self) -> int:

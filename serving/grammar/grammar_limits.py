@@ -74,6 +74,42 @@ def checked_pattern(pattern: str) -> str:
     return pattern
 
 
+_BOUNDARIES = re.compile(r"(\\\\)|\\[bB]")
+_UNHOLDABLE = re.compile(r"\(\?(?:[=!]|<[=!]|P=|>)|(?<!\\)\\[AGZz1-9]|[^(|\[\\]\^|(?<!\\)\$[^)|]")
+_VALUES = frozenset({"enum", "const", "default", "examples"})
+
+
+def holdable(schema: Any) -> Any:
+    """The schema with patterns that the engine of grammars can hold: without words' boundaries, and without
+    those that look around or that are none.
+    """
+    if isinstance(schema, list):
+        return [holdable(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    out = {key: value if key in _VALUES else holdable(value) for key, value in schema.items()}
+    if isinstance(schema.get("pattern"), str):
+        pattern = _BOUNDARIES.sub(r"\1", schema["pattern"])
+        if _can_be_held(pattern):
+            out["pattern"] = pattern
+        else:
+            del out["pattern"]
+    named = out.get("patternProperties")
+    if isinstance(named, dict):
+        out["patternProperties"] = {key: value for key, value in named.items() if _can_be_held(key)}
+    return out
+
+
+def _can_be_held(pattern: str) -> bool:
+    if _UNHOLDABLE.search(pattern):
+        return False
+    try:
+        re.compile(re.sub(r"\\[pP]\{\w+\}", "a", pattern))
+    except (re.error, RecursionError, OverflowError):
+        return False
+    return True
+
+
 def checked_choices(choices: list[str]) -> str:
     """The pattern that allows exactly these texts."""
     if len(choices) > MOST_CHOICES:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -114,7 +114,8 @@ class ThoughtGuide:
     """Free while the model thinks, between the marks `opening` and `closing`; then `inner` holds.
 
     is_open: the prompt has begun the thoughts. opening_token: spells `opening` and may be the first of the
-    answer whatever `inner` says; None: no single token does.
+    answer whatever `inner` says; None: no single token does. ends: tokens that would end the answer within
+    the thoughts, and so may not come there.
     """
 
     def __init__(
@@ -126,11 +127,13 @@ class ThoughtGuide:
         *,
         is_open: bool,
         opening_token: int | None = None,
+        ends: Collection[int] = (),
     ) -> None:
         self._inner = inner
         self._opening, self._closing = opening, closing
         self._piece = piece
         self._opens, self._opening_token = is_open, opening_token
+        self._ends = sorted(ends)
         self._state: Literal["start", "thought", "answer"] = "thought" if is_open else "start"
         self._tail = b""
 
@@ -151,10 +154,12 @@ class ThoughtGuide:
             self._piece,
             is_open=self._opens,
             opening_token=self._opening_token,
+            ends=self._ends,
         )
 
     def forbid(self, logits: npt.NDArray[np.float32]) -> bool:
         if self._state == "thought":
+            logits[self._ends] = -np.inf
             return True
         token = self._opening_token if self._state == "start" and not self._tail else None
         kept = None if token is None else logits[token]
@@ -203,5 +208,6 @@ def begun_guide(recipe: GuideRecipe, guide: Guide, tokens: TokenView) -> Guide:
             piece,
             is_open=marks.is_open,
             opening_token=marks.opening_token,
+            ends=tokens.end_token_ids,
         )
     return guide

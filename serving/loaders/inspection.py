@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -40,14 +41,14 @@ class HeadFacts:
 class Inspection:
     """A model's shape and sizes. `format_bytes`: packed weights, by user-facing format. `state_bytes`: of
     each sequence, beside its keys and values; 0 where no layer keeps a state. `head`: that drafts, where the
-    files have one that is read.
+    files have one that is read. `turns`: how its chat template writes thoughts and calls; None without one.
     """
 
     name: str
     path: Path
     config: ModelConfig
     tokenizer_kind: str
-    has_chat_template: bool
+    turns: Mapping[str, str] | None
     has_bias: bool
     parameters: int
     tensor_types: tuple[TensorType, ...]
@@ -67,7 +68,7 @@ def inspect_source(source: ModelSource, head: ModelSource | None = None) -> Insp
         path=source.path,
         config=source.config,
         tokenizer_kind=source.tokenizer_kind,
-        has_chat_template=source.chat_template is not None,
+        turns=None if source.chat_template is None else _turns(source.chat_template),
         has_bias=has_bias(source.tensors),
         parameters=_parameters(source),
         tensor_types=tuple(sorted(types, key=lambda kind: -kind.file_bytes)),
@@ -75,6 +76,18 @@ def inspect_source(source: ModelSource, head: ModelSource | None = None) -> Insp
         state_bytes=source.config.state_bytes,
         head=None if head is None else HeadFacts(_parameters(head), _format_bytes(head)),
     )
+
+
+def _turns(chat_template: str) -> dict[str, str]:
+    """How a template writes thoughts and calls, in words."""
+    from phasewise.serving.text.chat import Conversations
+
+    conversations = Conversations(chat_template, {}, [])
+    try:
+        conversations.start()
+        return conversations.turn.told()
+    finally:
+        conversations.close()
 
 
 def _parameters(source: ModelSource) -> int:

@@ -312,8 +312,20 @@ def _tojson(
     if indent is not None and not 0 <= indent <= 16:
         raise SpentError("it indents JSON too far")
     return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+        default=_listed,
     )
+
+
+def _listed(value: object) -> list[Any]:
+    """What a filter such as `map` gives, as JSON: a list."""
+    if isinstance(value, Iterator):
+        return list(value)
+    raise TypeError(f"{type(value).__name__} is not JSON")
 
 
 def _from_json(text: object) -> Any:

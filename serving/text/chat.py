@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from phasewise.serving.errors import ModelError
@@ -61,6 +62,8 @@ class Conversations:
                 "most_characters": MOST_CHARACTERS,
             }
         ).encode()
+        self.turn = TurnForm()
+        """The form in which the template writes turns, once it has started."""
         self._short, self._long = (ConfinedProcess("template", told, bounds) for _ in range(2))
 
     def start(self) -> None:
@@ -71,20 +74,15 @@ class Conversations:
             raise ModelError(str(error)) from error
         except ConfinedError as error:
             raise ModelError(f"the model's chat template cannot be read: {error}; give another") from error
-
-    def turn_form(self) -> TurnForm:
-        """The form in which the template writes turns; nothing is known of one that takes too long."""
-        try:
-            return TurnForm.from_json(self._long.ask(b"null"))
-        except ConfinedError:
-            return TurnForm()
+        with suppress(ConfinedError):  # nothing is known of one that takes too long
+            self.turn = TurnForm.from_json(self._short.ask(b"null"))
 
     def write(self, conversation: Conversation, patience: Patience | None = None) -> ChatPrompt:
         """The prompt of a conversation, with what opens the answer. Raises ChatTemplateError.
 
         Abandoned once `patience` ends: the template is stopped.
         """
-        request = json.dumps(conversation._asdict()).encode()
+        request = json.dumps({**conversation._asdict(), "lacks": self.turn.lacks}).encode()
         process = self._short if len(request) <= _LONG_BYTES else self._long
         try:
             answer = process.ask(request, patience)

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from phasewise.serving.text.conversation_shapes import THOUGHTS, Write, shapes_lacked, takes_any_id
 from phasewise.serving.text.turn_form import (
     ID,
     INDEX,
@@ -22,11 +23,6 @@ from phasewise.serving.text.turn_form import (
     TurnForm,
 )
 
-Write = Callable[
-    [Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]], bool, Mapping[str, Any]], str | None
-]
-"""Messages, tools, whether an answer is opened, variables -> the prompt; None where the template refuses."""
-
 _USER, _TEXT, _THOUGHT = "qusertextq", "qsaidtextq", "qthoughttextq"
 _NAMES, _KEYS, _VALUES = (
     ("qfirstnameq", "qsecondnameq"),
@@ -36,7 +32,6 @@ _NAMES, _KEYS, _VALUES = (
 _IDS = ("qcallid01", "qcallid02")
 _QUOTED = f"{_VALUES[0]}\"'\n\\{_VALUES[1]}"
 _NUMBER = 771258
-_FIELDS = ("reasoning_content", "thinking", "reasoning", "thought")
 _ON: tuple[Mapping[str, Any], ...] = ({}, {"enable_thinking": True, "thinking": True})
 _TAG = re.compile(r"<[^<>\n]{0,80}>|\[[^\[\]\n]{1,40}\]")
 _TOKENS = re.compile(r"<[^<>\d\n]{0,80}>|\d+|\D")
@@ -97,8 +92,10 @@ def form_of(write: Write, source: str) -> TurnForm:
     field, thought = _thought(writer, plain, source)
     text, end = _text(plain, thought)
     call, end_of_calls = _calls(writer, plain, thought, text)
+    lacks = shapes_lacked(write, _TOOLS)
     ends = tuple(dict.fromkeys(mark.strip() for mark in (end, end_of_calls) if mark.strip()))
-    return TurnForm(call, thought, text, ends, field, text_arguments=writer.text_arguments)
+    ids = "any" if takes_any_id(write, _TOOLS, lacks) else "nine characters"
+    return TurnForm(call, thought, text, ends, field, ids, lacks)
 
 
 # Thoughts and text
@@ -107,7 +104,7 @@ def form_of(write: Write, source: str) -> TurnForm:
 def _thought(writer: _Writer, plain: _Turn | None, source: str) -> tuple[str, Around]:
     arguments = dict(zip(_KEYS, _VALUES, strict=True))
     for variables in _ON:
-        for field in _FIELDS:
+        for field in THOUGHTS:
             for turn in (
                 writer.turn(variables, content=_TEXT, **{field: _THOUGHT}),
                 writer.calls(arguments, 1, **{field: _THOUGHT}),
@@ -115,7 +112,7 @@ def _thought(writer: _Writer, plain: _Turn | None, source: str) -> tuple[str, Ar
                 marks = _around_thought(turn.text, plain) if turn and _THOUGHT in turn.text else None
                 if turn is not None and marks is not None:
                     return field, (marks[0] or turn.opened, marks[1])
-    return _FIELDS[0], _thought_in_text(writer, source)
+    return THOUGHTS[0], _thought_in_text(writer, source)
 
 
 def _around_thought(text: str, plain: _Turn | None) -> Around | None:
@@ -215,7 +212,7 @@ def _calls(
         end, section_end = section_end + end, ""
     call = CallForm((pieces.section_opening, section_end), pieces.opening, pieces.closing, pieces.separator)
     if is_json:
-        return _with_keys(call, body, turn.start, arguments, spans), end
+        return _with_keys(call, body, before, arguments, spans), end
     return _with_argument(writer, call, body, spans), end
 
 
@@ -229,7 +226,7 @@ def _first_written(writer: _Writer, arguments: Mapping[str, Any], n_calls: int) 
 
 
 class _Span(NamedTuple):
-    """Places of a call's name and arguments, with their ends; `marks`: places of keys and values."""
+    """Places of a call's name and arguments, with their ends."""
 
     name: int
     begin: int
@@ -238,26 +235,32 @@ class _Span(NamedTuple):
 
 
 def _spans(body: str, place: int, arguments: Mapping[str, Any]) -> Iterator[_Span]:
-    """Calls whose arguments are a JSON object."""
-    decoder = json.JSONDecoder()
+    """Calls whose arguments are a JSON object, or the text of one as a JSON string."""
     for name in _NAMES:
         place = body.find(name, place)
-        key_at = body.find(_KEYS[0], place)
-        if place < 0 or key_at < 0:
+        key_place = body.find(_KEYS[0], place)
+        if min(place, key_place) < 0:
             return
-        begin = body.find("{", place)
-        while 0 <= begin < key_at:
-            try:
-                value, end = decoder.raw_decode(body, begin)
-            except ValueError:
-                value, end = None, 0
-            if value == arguments:
-                yield _Span(place, begin, end, True)
+        for begin in (mark.start() for mark in re.finditer(r'"(?=\{)|\{', body[place:key_place])):
+            value, end = _decoded(body, place + begin)
+            if _is_json_of(arguments, value):
+                yield _Span(place, place + begin, end, True)
                 place = end
                 break
-            begin = body.find("{", begin + 1)
         else:
             return
+
+
+def _decoded(body: str, begin: int) -> tuple[Any, int]:
+    """The JSON value at a place, and its end; None where there is none."""
+    try:
+        return json.JSONDecoder().raw_decode(body, begin)
+    except ValueError:
+        return None, 0
+
+
+def _is_json_of(arguments: Mapping[str, Any], value: Any) -> bool:
+    return value == arguments or (isinstance(value, str) and _decoded(value, 0)[0] == arguments)
 
 
 def _tagged_spans(body: str, place: int) -> Iterator[_Span]:
@@ -346,26 +349,19 @@ def _shared_end(behind: str, plain: _Turn | None) -> str:
 
 
 def _with_keys(
-    call: CallForm, body: str, start: int, arguments: Mapping[str, Any], spans: Sequence[_Span]
+    call: CallForm, body: str, before: str, arguments: Mapping[str, Any], spans: Sequence[_Span]
 ) -> CallForm:
     """The call with the keys of its JSON, where the name stands in JSON too."""
-    decoder = json.JSONDecoder()
-    for begin in (match.start() for match in re.finditer(r"[{\[]", body[: spans[0].name])):
-        if begin < start:
-            continue
-        try:
-            value, end = decoder.raw_decode(body, begin)
-        except ValueError:
-            continue
-        keys = _keys(value, arguments) if end >= spans[0].end else None
+    name_place, given_end = spans[0].name, spans[0].end
+    for begin in range(name_place - len(before), name_place):
+        value, end = _decoded(body, begin) if body[begin] in "{[" else (None, 0)
+        keys = _keys(value, arguments) if end >= given_end else None
         if keys is not None:
-            n_head = spans[0].name - begin
-            lead = (call.section[0] + call.opening).split(NAME)[0]
-            is_list = isinstance(value, list)
-            tail = (
-                call.section[1].lstrip().removeprefix("]") if is_list else call.closing[end - spans[0].end :]
-            )
-            return call._replace(keys=keys, lead=lead[: len(lead) - n_head], tail=tail.strip())
+            lead = _pattern(before[: len(before) - (name_place - begin)])
+            tail = call.closing.removeprefix(_pattern(body[given_end:end]))
+            if isinstance(value, list):
+                tail = call.section[1].lstrip().removeprefix("]")
+            return call._replace(keys=keys, lead=lead, tail=tail.strip())
     return call
 
 
@@ -374,10 +370,10 @@ def _keys(value: Any, arguments: Mapping[str, Any]) -> tuple[str, str] | None:
         return next((keys for item in value if (keys := _keys(item, arguments))), None)
     if not isinstance(value, dict):
         return None
-    if value.get(_NAMES[0]) == arguments:
+    if _is_json_of(arguments, value.get(_NAMES[0])):
         return "", ""
     name = next((key for key, item in value.items() if item == _NAMES[0]), None)
-    given = next((key for key, item in value.items() if item == arguments), None)
+    given = next((key for key, item in value.items() if _is_json_of(arguments, item)), None)
     if name is not None and given is not None:
         return name, given
     return next((keys for item in value.values() if (keys := _keys(item, arguments))), None)

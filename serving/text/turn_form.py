@@ -51,8 +51,8 @@ class TurnForm(NamedTuple):
     """All of it. `thought` and `text`: the marks around them; ("", "") where there are none.
 
     `thought_field`: the field of a message in which the template looks for thoughts. `ids`: what it takes as
-    the id of a call. text_arguments: it takes the arguments of calls as text alone. `ends`: what ends a turn.
-    `lacks`: the shapes of conversations that it refuses or drops (see `conversation_shapes`).
+    the id of a call. `ends`: what ends a turn. `lacks`: the shapes of conversations that it refuses or drops
+    (see `conversation_shapes`).
     """
 
     call: CallForm | None = None
@@ -60,8 +60,7 @@ class TurnForm(NamedTuple):
     text: Around = ("", "")
     ends: tuple[str, ...] = ()
     thought_field: str = "reasoning_content"
-    ids: Literal["any", "nine characters", "name and number"] = "any"
-    text_arguments: bool = False
+    ids: Literal["any", "nine characters"] = "any"
     lacks: tuple[str, ...] = ()
 
     def to_json(self) -> bytes:

@@ -142,9 +142,15 @@ class Dialect:
 
     def opens_thought(self, prompt: Sequence[int], piece: Callable[[int], bytes]) -> bool:
         """True if a prompt ends within thoughts."""
+        return self._ends_with(self.thought[0], prompt, piece)
+
+    def closes_thought(self, prompt: Sequence[int], piece: Callable[[int], bytes]) -> bool:
+        """True if a prompt has closed the thoughts of the answer, which has none then."""
+        return self._ends_with(self.thought[1], prompt, piece)
+
+    def _ends_with(self, mark: str, prompt: Sequence[int], piece: Callable[[int], bytes]) -> bool:
         end = b"".join(map(piece, prompt[-_LOOKED_AT_TOKENS:])).decode("utf-8", "replace")
-        opening = self.thought[0]
-        return self.thinks and bool(opening) and end.rstrip().endswith(opening)
+        return self.thinks and bool(mark) and end.rstrip().endswith(mark)
 
     def reader(
         self, functions: Collection[str] | None, *, in_thought: bool, calls_are_held: bool = False
@@ -163,6 +169,10 @@ class Dialect:
         if self.thinks:
             reader = ThinkingReader(reader, *self.thought, is_open=in_thought)
         return Trimmed(reader)
+
+    def told(self) -> dict[str, str]:
+        """What was derived, for people: the name of the format, and how thoughts and calls are written."""
+        return {"format": self.format.name, **self.turn.told()}
 
     def call_id(self, serial: str) -> str:
         """An id of the form that the template takes, made from a random text of hexadecimal digits."""

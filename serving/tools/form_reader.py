@@ -28,6 +28,7 @@ Step = Generator[None, None, bool]
 
 _SPACE = re.compile(r"\s*")
 _BETWEEN = re.compile(r"[\s;,]*")
+_KEY_BEFORE = re.compile(r"\s*[\w.-]{0,128}")
 _DIGITS, _WORD = re.compile(r"\d*"), re.compile(r"[\w.:-]*")
 _SIGNS = re.compile(f"([{NAME}{ID}{INDEX}{KEY}])")
 _LONGEST_KEY = 512
@@ -361,8 +362,7 @@ class TurnReader:
         return bool(form.closing.strip()) and (yield from self._comes(form.closing))
 
     def _key(self, argument: ArgumentForm) -> Generator[None, None, str | None]:
-        words = {before.split()[0] for before, _ in argument.values.values()}
-        sign = min(words, key=len)
+        sign = _sign_of(argument)
         while True:
             place = self._text.find(sign, self._at, self._at + _LONGEST_KEY)
             if place >= 0:
@@ -467,11 +467,21 @@ class TurnReader:
             text for text in (argument.separator.strip() or argument.opening, form.closing) if text.strip()
         ]
         for pattern in patterns:
-            if (yield from self._comes(pattern)):
+            is_bare = pattern is not form.closing and not argument.opening.strip()
+            if (yield from self._comes(pattern)) and (not is_bare or (yield from self._key_comes(argument))):
                 return True
         rest = self._text[begin:].strip()
         is_cut = self._is_held and self._is_final and any(text.strip().startswith(rest) for text in patterns)
         return is_cut or not form.closing.strip()
+
+    def _key_comes(self, argument: ArgumentForm) -> Step:
+        """True if a separator, a key and what stands behind it come: no mark says so before them."""
+        begin, sign = self._at, _sign_of(argument)
+        yield from self._literal(argument.separator)
+        yield from self._space_like(_KEY_BEFORE)
+        is_there = yield from self._word(sign)
+        self._at = begin
+        return is_there
 
     def _balanced(self, form: CallForm, argument: ArgumentForm, schema: Any, root: Mapping[str, Any]) -> Step:
         """A value that nothing closes: up to the next separator or the call's end."""
@@ -552,6 +562,11 @@ class TurnReader:
         self._name = longest
         self._at += len(longest)
         return True
+
+
+def _sign_of(argument: ArgumentForm) -> str:
+    """The shortest mark behind a key."""
+    return min((before.split()[0] for before, _ in argument.values.values()), key=len)
 
 
 def trigger_of(opening: str) -> str:

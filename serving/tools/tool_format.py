@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from phasewise.serving.grammar.grammar_limits import checked_schema
+from phasewise.serving.grammar.grammar_limits import checked_schema, holdable
 from phasewise.serving.tools.parts import Reader
 
 MOST_CALLS = 16
@@ -95,6 +95,7 @@ def arguments_rule(function: Function) -> str:
 def json_rule(schema: Mapping[str, Any], *, lenient: bool) -> str:
     """Lark for JSON that keeps a schema. lenient: leave out what the engine cannot hold answers to."""
     checked_schema(dict(schema))
+    schema = holdable(dict(schema)) if lenient else schema
     own = {key: value for key, value in schema.items() if key != "x-guidance"}
     if "type" not in own and not {"anyOf", "oneOf", "allOf", "$ref", "enum", "const"} & own.keys():
         own["type"] = "object"

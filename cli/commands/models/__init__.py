@@ -216,7 +216,8 @@ def _facts(inspected: Inspection) -> list[tuple[str, str]]:
             "tokenizer",
             f"{inspected.tokenizer_kind}, BOS {config.bos_token_id}, EOS {_listed(config.eos_token_ids)}",
         ),
-        ("chat template", "yes" if inspected.has_chat_template else "none"),
+        ("chat template", "none" if inspected.turns is None else "yes"),
+        *((f"template's {part}", repr(written)) for part, written in (inspected.turns or {}).items()),
         ("parameters", f"{inspected.parameters / 1e6:.1f} M"),
     ]
     if config.state is not None:

@@ -48,6 +48,7 @@ class ListedModel:
         if self.served is not None:
             card["max_model_len"] = self.served.context_length
             card["default_sampling"] = self.served.sampling.to_json()
+            card["turns"] = self.served.dialect.told()
             card["system_fingerprint"] = self.served.system_fingerprint
             card["arithmetic"] = self.served.arithmetic
             card["arithmetic_paths"] = self.served.arithmetic_paths

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import secrets
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -12,11 +13,19 @@ from pydantic_core import to_json
 
 from phasewise.serving.engine.messages import Submit
 from phasewise.serving.errors import ContextLengthExceeded, RequestError, ServingError
-from phasewise.serving.grammar.guides import ANY_OBJECT, Grammar, Guide, GuideCompiler
-from phasewise.serving.grammar.late_guides import CallGuide, ThoughtGuide
+from phasewise.serving.grammar.guides import (
+    ANY_OBJECT,
+    CallMarks,
+    Grammar,
+    Guide,
+    GuideCompiler,
+    ThoughtMarks,
+)
+from phasewise.serving.grammar.late_guides import begun_guide
 from phasewise.serving.http.errors import ApiError, bad_request, unknown_model
 from phasewise.serving.http.http_settings import ServedModel
 from phasewise.serving.http.requests.calls import (
+    Called,
     called_by,
     check_tools,
     conversation_of,
@@ -35,7 +44,7 @@ from phasewise.serving.sampling.sampling import SamplingParams
 from phasewise.serving.sampling.sampling_defaults import SamplingDefaults
 from phasewise.serving.sandbox.confined import Abandoned, Patience
 from phasewise.serving.tools.gpt_oss import ANSWER_BEGINS
-from phasewise.serving.tools.tool_format import json_rule
+from phasewise.serving.tools.tool_format import Function, arguments_rule, json_rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,13 +275,14 @@ class HeldTo(NamedTuple):
     """The grammar that an answer is held to. `field` asks for it. `triggers`: held from the first of these
     texts on.
 
-    is_needed: an answer that cannot be held to it is refused.
+    is_needed: an answer that cannot be held to it is refused. calls: those in it, and the grammar of others.
     """
 
     grammar: Grammar
     field: str
     triggers: tuple[str, ...] = ()
     is_needed: bool = True
+    calls: tuple[Called, Callable[[Called], Grammar]] | None = None
 
 
 def held_to(body: GenerationRequest, model: ServedModel) -> HeldTo | None:
@@ -280,11 +290,12 @@ def held_to(body: GenerationRequest, model: ServedModel) -> HeldTo | None:
     calls = called_by(body) if isinstance(body, ChatRequest) else None
     field = "tools" if calls is not None else _grammar_field(body)
     is_needed = calls is None or not calls.is_auto or body.response_format is not None
+
+    def grammar_of(some: Called) -> Grammar:
+        return Grammar.of_lark(some.lark(model.dialect, _document_rule(body)))
+
     try:
-        if calls is None:
-            grammar = _grammar(body)
-        else:
-            grammar = Grammar.of_lark(calls.lark(model.dialect, _document_rule(body)))
+        grammar = _grammar(body) if calls is None else grammar_of(calls)
     except RequestError as error:
         if is_needed:
             raise bad_request(f"{field}: {error}", field) from error
@@ -298,7 +309,7 @@ def held_to(body: GenerationRequest, model: ServedModel) -> HeldTo | None:
     if model.guides is None:
         raise bad_request(f"{field} is not supported by this server", field, "unsupported_parameter")
     triggers = calls.triggers(model.dialect) if calls is not None and not is_needed else ()
-    return HeldTo(grammar, field, triggers, is_needed)
+    return HeldTo(grammar, field, triggers, is_needed, None if calls is None else (calls, grammar_of))
 
 
 def _document_rule(body: GenerationRequest) -> str:
@@ -318,9 +329,32 @@ def compiled(wanted: HeldTo, guides: GuideCompiler, patience: Patience) -> Guide
     try:
         return guides.compile(wanted.grammar, patience)
     except RequestError as error:
+        with suppress(RequestError):
+            grammar = _loosened(wanted, guides, patience)
+            if grammar is not None:
+                return guides.compile(grammar, patience)
         if not wanted.is_needed:
             return None
         raise bad_request(f"{wanted.field}: {error}", wanted.field) from error
+
+
+def _loosened(wanted: HeldTo, guides: GuideCompiler, patience: Patience) -> Grammar | None:
+    """The same where functions whose schemas cannot be held may have any arguments; None: there are none."""
+    if wanted.calls is None:
+        return None
+    calls, grammar_of = wanted.calls
+
+    def loosened(function: Function) -> Function:
+        try:
+            guides.compile(
+                Grammar.of_lark(f"%llguidance {{}}\nstart: a\na: {arguments_rule(function)}\n"), patience
+            )
+        except RequestError:
+            return function if function.is_strict else replace(function, parameters={})
+        return function
+
+    functions = tuple(map(loosened, calls.functions))
+    return None if functions == calls.functions else grammar_of(replace(calls, functions=functions))
 
 
 def begun_late(
@@ -328,25 +362,26 @@ def begun_late(
 ) -> Guide:
     """The guide as it is for a whole answer, which may think first, and say other things before it calls."""
     assert model.guides is not None
-    dialect, tokens = model.dialect, model.guides.tokens
+    dialect, recipe = model.dialect, guide.recipe
     if wanted.triggers:
-        triggers = [text.encode() for text in wanted.triggers]
-        only_first = dialect.format.only_first
-        guide = CallGuide(guide, triggers, model.piece, tokens.tokens_of, only_first=only_first)
+        triggers = tuple(text.encode() for text in wanted.triggers)
+        recipe = replace(recipe, calls=CallMarks(triggers, dialect.format.only_first))
     if not isinstance(body, ChatRequest):
-        return guide
+        return begun_guide(recipe, guide, model.guides.tokens)
+    is_open = dialect.opens_thought(prompt, model.piece)
     if dialect.is_channelled and wanted.field != "tools":
-        return ThoughtGuide(guide, b"", ANSWER_BEGINS.encode(), model.piece, is_open=True)
-    if dialect.thinks:
-        return ThoughtGuide(
-            guide,
-            dialect.thought[0].encode(),
-            dialect.thought[1].encode(),
-            model.piece,
-            is_open=dialect.opens_thought(prompt, model.piece),
-            opening_token=dialect.think_token,
-        )
-    return guide
+        recipe = replace(recipe, thoughts=ThoughtMarks(b"", ANSWER_BEGINS.encode(), True, None))
+    elif is_open or (dialect.thinks and not _is_without_thoughts(body, prompt, model)):
+        opening, closing = (mark.encode() for mark in dialect.thought)
+        recipe = replace(recipe, thoughts=ThoughtMarks(opening, closing, is_open, dialect.think_token))
+    return begun_guide(recipe, guide, model.guides.tokens)
+
+
+def _is_without_thoughts(body: ChatRequest, prompt: Sequence[int], model: ServedModel) -> bool:
+    """True if a request or its prompt says that the answer has no thoughts."""
+    switches = {"thinking": True, "enable_thinking": True} | (body.chat_template_kwargs or {})
+    is_off = body.reasoning_effort == "none" or False in (switches["thinking"], switches["enable_thinking"])
+    return is_off or model.dialect.closes_thought(prompt, model.piece)
 
 
 def n_characters(body: GenerationRequest) -> int:

@@ -265,6 +265,7 @@ def _answers() -> Json:
     )
     card["properties"] |= {  # of models that generate text
         "default_sampling": sampling,
+        "turns": {"type": "object", "additionalProperties": _TEXT},
         "system_fingerprint": _or_null(_TEXT),
         "arithmetic": _or_null(_TEXT),
         "arithmetic_paths": _or_null(_TEXT),

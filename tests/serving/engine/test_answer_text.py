@@ -52,6 +52,42 @@ def test_text_ends_before_the_first_stop_string(text: str, stop: tuple[str, ...]
         assert bytes(tokens).decode() == "".join(pieces)
 
 
+class PieceStream:
+    """Tokens that stand for pieces of a text."""
+
+    def __init__(self, pieces: list[str]) -> None:
+        self._pieces = pieces
+
+    def push(self, token_id: int) -> str:
+        return self._pieces[token_id]
+
+    def flush(self) -> str:
+        return ""
+
+
+@given(
+    pieces=st.lists(st.text(alphabet="ab€", min_size=1, max_size=6), max_size=8),
+    stop=st.lists(SHORT, max_size=3).map(tuple),
+)
+def test_text_and_the_stop_string_are_the_same_however_tokens_cut_it(
+    pieces: list[str], stop: tuple[str, ...]
+) -> None:
+    outcomes = []
+    for cut in (pieces, list("".join(pieces)), ["".join(pieces)]):
+        answer, text, tokens = AnswerText(PieceStream(cut), stop), "", 0
+        for number in range(len(cut)):
+            answer.push(SampledToken(number))
+            piece, begun = answer.take(finished=number + 1 == len(cut) or answer.stopped)
+            text, tokens = text + piece, tokens + len(begun)
+            if answer.stopped:
+                break
+        outcomes.append((text, answer.stop_text))
+        given_out = "".join(cut[:tokens])
+        assert given_out.startswith(text)
+        assert answer.stopped or tokens == len(cut)
+    assert outcomes[0] == outcomes[1] == outcomes[2]
+
+
 def test_text_is_held_back_only_while_it_may_become_a_stop_string() -> None:
     pieces, _, stopped = feed("xSTaSTOP", ("STOP",))
 

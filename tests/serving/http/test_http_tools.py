@@ -176,6 +176,33 @@ def test_a_held_call_cut_short_before_its_arguments_is_nothing(
     assert (choice["message"]["content"], choice["finish_reason"]) == ("", "length")
 
 
+UNHELD = (
+    {"type": "string", "pattern": r"^\d{3}\b"},
+    {"type": "string", "pattern": "^(?!x)a"},
+    {"type": "string", "pattern": "["},
+    {"type": "integer", "multipleOf": 3, "not": {"const": 3}},
+    {"type": "string", "pattern": r"^\S+$", "maxLength": 65536},
+)
+
+
+@pytest.mark.parametrize("schema", UNHELD)
+def test_a_schema_that_cannot_be_held_disables_no_other(
+    running: tuple[FakeServer, ScriptedRanks], ranks: ScriptedRanks, schema: dict[str, Any]
+) -> None:
+    """Of 8 tools one has it: calls are held all the same, the others by their schemas."""
+    ranks.script = lambda _prompt: "Hello."
+    odd = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    tools = [{"type": "function", "function": {"name": f"f{n}", "parameters": WEATHER}} for n in range(7)]
+    tools.insert(3, {"type": "function", "function": {"name": "odd", "parameters": odd}})
+    named = {"type": "function", "function": {"name": "f6"}}
+    for choice in ("required", named):
+        answer = asked(running, tools=tools, tool_choice=choice, parallel_tool_calls=False)
+        assert answer.status_code == 200, answer.text
+        (call,) = answer.json()["choices"][0]["message"]["tool_calls"]
+        if choice is named:
+            jsonschema_rs.validate(WEATHER, json.loads(call["function"]["arguments"]))
+
+
 def test_what_was_called_and_answered_is_in_the_next_prompt(
     running: tuple[FakeServer, ScriptedRanks], ranks: ScriptedRanks
 ) -> None:

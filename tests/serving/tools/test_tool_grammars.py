@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import jsonschema_rs
@@ -12,8 +13,11 @@ import numpy as np
 import pytest
 
 from phasewise.serving.errors import RequestError
-from phasewise.serving.grammar.guides import Grammar, Guide, GuideCompiler, TokenView
-from phasewise.serving.grammar.late_guides import CallGuide, ThoughtGuide
+from phasewise.serving.grammar.guides import Grammar, Guide, GuideCompiler, ThoughtMarks, TokenView
+from phasewise.serving.grammar.late_guides import CallGuide, ThoughtGuide, begun_guide
+from phasewise.serving.http.http_settings import ServedModel
+from phasewise.serving.http.requests.chat_schemas import ChatRequest
+from phasewise.serving.http.requests.request_to_messages import HeldTo, begun_late
 from phasewise.serving.tools.dialect import Dialect, dialect_of
 from phasewise.serving.tools.parts import Begun, Call, Piece, Reasoning, parsed
 from phasewise.serving.tools.tool_format import Function, Wanted
@@ -191,6 +195,50 @@ def test_thoughts_are_free_and_what_follows_is_held(compiler: GuideCompiler) -> 
             guide.advance(token_id)
         assert guide.forbid(row)
         assert {chr(allowed_id) for allowed_id in np.flatnonzero(np.isfinite(row))} == {"y", "n"}
+
+
+def test_no_thought_that_is_held_ends_the_answer(compiler: GuideCompiler) -> None:
+    """What ends an answer may not come before the mark that closes its thoughts."""
+    held_guide = compiler.compile(Grammar.of_choices(["yes", "no"]))
+    recipe = replace(held_guide.recipe, thoughts=ThoughtMarks(b"<think>", b"</think>", True, None))
+    guide = begun_guide(recipe, held_guide, compiler.tokens).fresh()
+    for token_id in b"hm, 1 </think>":
+        row = np.zeros(len(PIECES), dtype=np.float32)
+        assert guide.forbid(row)
+        assert np.flatnonzero(~np.isfinite(row)).tolist() == [END]
+        guide.advance(token_id)
+    row = np.zeros(len(PIECES), dtype=np.float32)
+    assert guide.forbid(row)
+    assert {chr(allowed_id) for allowed_id in np.flatnonzero(np.isfinite(row))} == {"y", "n"}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "fields", "marks"),
+    [
+        ("hi<think>\n", {}, (True,)),
+        ("hi", {}, (False,)),
+        ("hi<think>\n\n</think>\n\n", {}, ()),
+        ("hi", {"reasoning_effort": "none"}, ()),
+        ("hi", {"chat_template_kwargs": {"enable_thinking": False}}, ()),
+        ("hi<think>", {"chat_template_kwargs": {"enable_thinking": False}}, (True,)),
+    ],
+)
+def test_thoughts_that_are_off_do_not_come(
+    compiler: GuideCompiler, prompt: str, fields: dict[str, Any], marks: tuple[bool, ...]
+) -> None:
+    """A held answer may begin with thoughts where they are not off, and its prompt has not closed them."""
+    model = ServedModel(
+        ("m",), 0, 500, len(PIECES), frozenset({END}), encode, PIECES.__getitem__, None,
+        guides=compiler, dialect=dialect("hermes"),
+    )  # fmt: skip
+    grammar = Grammar.of_choices(["yes"])
+    body = ChatRequest.model_validate(
+        {"model": "m", "messages": [{"role": "user", "content": "hi"}], **fields}
+    )
+    held_guide = compiler.compile(grammar)
+    guide = begun_late(held_guide, HeldTo(grammar, "response_format"), body, list(prompt.encode()), model)
+    thoughts = guide.recipe.thoughts
+    assert (() if thoughts is None else (thoughts.is_open,)) == marks
 
 
 def test_many_large_tools_are_refused_by_their_size() -> None:

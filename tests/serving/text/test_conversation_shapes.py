@@ -1,0 +1,134 @@
+"""Conversations of agents are put in a form that a template takes, where it refuses or drops something."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phasewise.serving.text.chat_template import ChatTemplate
+from phasewise.serving.text.conversation_shapes import shaped
+from phasewise.serving.text.template_job import prepare
+from phasewise.serving.text.turn_form import TurnForm
+from tests.support.models.agent_conversations import CONVERSATIONS, TOOLS
+from tests.support.models.tool_templates import TEMPLATES
+
+SHARED = Path(os.environ.get("PHASEWISE_SHARED_DATA") or Path(__file__).parents[4] / "shared/data")
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
+_TURN = "{{- '<' + m.role + '>' + (m.content or '') + '</>' }}"
+_CALLS = "{%- for c in m.tool_calls or [] %}{{- '<call>' + (c.function | tojson) + '</call>' }}{%- endfor %}"
+_ALL = (
+    "{%- if tools %}{{- tools | tojson }}{%- endif %}{%- for m in messages %}RULE"
+    + _TURN
+    + _CALLS
+    + "{%- endfor %}"
+)
+
+
+def strict(rule: str) -> str:
+    """A template with a rule for each message `m`."""
+    return _ALL.replace("RULE", rule)
+
+
+def refuses(condition: str) -> str:
+    return strict("{%- if " + condition + " %}{{- raise_exception('no') }}{%- endif %}")
+
+
+STRICT = {
+    "a second system text": refuses("m.role == 'system' and not loop.first"),
+    "any system text": refuses("m.role == 'system'"),
+    "neighbours of one role": refuses("not loop.first and m.role == loop.previtem.role and m.role != 'tool'"),
+    "a user behind a result": refuses("m.role == 'user' and not loop.first and loop.previtem.role == 'tool'"),
+    "two calls": refuses("(m.tool_calls or []) | length > 1"),
+    "text beside calls": refuses("m.tool_calls and m.content"),
+    "thoughts beside text and calls": refuses("m.tool_calls and m.content and m.reasoning_content"),
+    "a later system text, silently": "{%- for m in messages %}{%- if m.role != 'system' or loop.first %}"
+    + _TURN
+    + _CALLS
+    + "{%- endif %}{%- endfor %}",
+    "calls, silently": "{%- if tools %}{%- endif %}{%- for m in messages %}" + _TURN + "{%- endfor %}",
+    "arguments as objects": strict(
+        "{%- for c in m.tool_calls or [] %}{{- '' + c.function.arguments }}{%- endfor %}"
+    ),
+    "schemas that leave things out": "{%- for t in tools or [] %}{%- for p in t.function.parameters.properties.values() %}"
+    "{{- p.type + p.description }}{%- endfor %}{%- endfor %}" + _ALL.replace("RULE", ""),
+}
+
+
+class Prompts:
+    """A template as the server uses it."""
+
+    def __init__(self, source: str) -> None:
+        told = {"source": source, "special_tokens": SPECIAL, "control_texts": [], "most_characters": 1 << 20}
+        self._job = prepare(json.dumps(told).encode())
+        self.turn = TurnForm.from_json(self._job(b"null"))
+
+    def __call__(self, messages: list[Any]) -> str:
+        asked = {"messages": messages, "tools": TOOLS, "variables": {}, "lacks": self.turn.lacks}
+        return self._job(json.dumps(asked).encode())[1:].decode()
+
+
+def words(value: object) -> Iterator[str]:
+    yield from (word for word in re.findall(r"mark\w+", str(value)) if not word.startswith("markthought"))
+
+
+@pytest.mark.parametrize("lacked", STRICT)
+def test_a_strict_template_takes_every_conversation_and_drops_no_word(lacked: str) -> None:
+    prompts = Prompts(STRICT[lacked])
+    assert prompts.turn.lacks
+    for name, messages in CONVERSATIONS.items():
+        prompt = prompts(messages)
+        assert [word for word in words(messages) if word not in prompt] == [], name
+
+
+@pytest.mark.parametrize("lacked", STRICT)
+def test_a_prompt_stays_the_beginning_of_the_next_one(lacked: str) -> None:
+    prompts = Prompts(STRICT[lacked])
+    chain = CONVERSATIONS["a chain"]
+    for n_messages in (2, 4, 7, 8):
+        begun, whole = prompts(chain[:n_messages]), prompts(chain)
+        shared = len(os.path.commonprefix([begun, whole]))  # noqa: RUF071
+        last = next(reversed([*words(chain[:n_messages])]))
+        assert shared > begun.index(last), (lacked, n_messages)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_what_a_template_takes_is_left_as_it_is(name: str) -> None:
+    template, prompts = ChatTemplate(TEMPLATES[name], SPECIAL), Prompts(TEMPLATES[name])
+    messages = CONVERSATIONS["a system text"]
+    assert prompts(messages) == template.render(messages, tools=TOOLS)
+
+
+def test_no_change_changes_what_it_is_given() -> None:
+    lacks = Prompts(STRICT["any system text"]).turn.lacks
+    for messages in CONVERSATIONS.values():
+        before = json.dumps(messages)
+        shaped(messages, lacks)
+        assert json.dumps(messages) == before
+
+
+def test_ids_have_the_form_that_a_template_takes() -> None:
+    wants_nine = (
+        "{%- for c in m.tool_calls or [] if c.id | length != 9 %}{{- raise_exception('id') }}{%- endfor %}"
+    )
+    assert Prompts(strict(wants_nine)).turn.ids == "nine characters"
+    assert Prompts(strict("")).turn.ids == "any"
+
+
+@pytest.mark.skipif(not (SHARED / "templates").is_dir(), reason="no reference data: publishers' templates")
+def test_publishers_templates_that_know_tools_take_every_conversation() -> None:
+    n_taken = 0
+    for path in sorted((SHARED / "templates").glob("*.jinja")):
+        source = path.read_text()
+        if not re.search(r"{[%{][^}]*\btools\b", source):
+            continue
+        prompts = Prompts(source)
+        for messages in CONVERSATIONS.values():
+            prompts(messages)
+            n_taken += 1
+    assert n_taken >= 40 * len(CONVERSATIONS)
