@@ -58,6 +58,7 @@ def serve_folder(settings: ServeSettings, report: Report = silent) -> None:
 
     use_one_heap()  # before numpy's threads are there
     check_arithmetic(settings.weights.arithmetic)
+    settings = _for_its_sequences(settings)
     from phasewise.serving.folder_service import run_folder_service
     from phasewise.serving.http.length_log import LengthLog
     from phasewise.serving.http.monitoring.live import MachineFacts
@@ -115,6 +116,7 @@ def serve_model(
     from phasewise.workflows.serve.embedding import makes_vectors, open_beside, serve_embeddings
 
     check_arithmetic(settings.weights.arithmetic)  # before anything opens
+    settings = _for_its_sequences(settings)
     if settings.pools.cluster is not None:
         check_pools(settings.pools.on_nodes)
     limits = http_limits(settings.listening, settings.accepting, report)
@@ -196,6 +198,11 @@ def _beside_embeddings(settings: ServeSettings, report: Report) -> ServeSettings
     if settings.pools.is_asked:
         return settings  # whose cores are named, or planned
     return replace(settings, running=replace(running, threads=threads_beside(embeddings, running.threads)))
+
+
+def _for_its_sequences(settings: ServeSettings) -> ServeSettings:
+    """With weights that are stored for as many sequences as may decode together."""
+    return replace(settings, weights=replace(settings.weights, sequences=settings.accepting.max_sequences))
 
 
 def _check_prefixes(settings: ServeSettings) -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from phasewise._words import counted, percent
+from phasewise._words import counted, percent, proven
 from phasewise.cli.commands.topo.text import core_words
 from phasewise.cli.present import on_one_line, say
 from phasewise.workflows.database.listing import ListedSchedules, Section
@@ -173,10 +173,9 @@ def _schedule_words(schedule: dict[str, Any] | None) -> str:
 def verdict_line(verdict: ScheduleVerdict) -> str:
     """The line of a schedule's measurement, for the progress."""
     comparison = verdict.comparison
-    gain = (
-        f"{comparison.gain:.2f} times as fast as what was in use "
-        f"({comparison.gain_low:.2f} to {comparison.gain_high:.2f})"
-    )
+    low, high = comparison.gain_low, comparison.gain_high
+    ratio = proven(comparison.gain, low, high)
+    gain = f"speed over what was in use: {ratio} ({low:.2f} to {high:.2f})"
     return f"{verdict.problem.describe()}: {gain}; {verdict.outcome}"
 
 
@@ -188,7 +187,8 @@ def print_verdicts(verdicts: Sequence[dict[str, Any]]) -> None:
             "n x k x m": _size(verdict),
             "claimed us": f"{verdict['claimed_ns'] / 1000:.1f}",
             "here us": f"{verdict['measured_ns'] / 1000:.1f}",
-            "gain": f"{verdict['gain']:.2f} ({verdict['gain_low']:.2f}..{verdict['gain_high']:.2f})",
+            "gain": proven(verdict["gain"], verdict["gain_low"], verdict["gain_high"]),
+            "between": f"{verdict['gain_low']:.2f}..{verdict['gain_high']:.2f}",
             "verdict": verdict["outcome"],
         }
         for verdict in verdicts
