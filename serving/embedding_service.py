@@ -97,7 +97,7 @@ def run_embedding_service(
             files,
             app.state.keys,
             settings.read_keys,
-            settings.tls and partial(settings.tls.read_again, report),
+            None if settings.tls is None else partial(settings.tls.read_again, report),
         )
         server = HttpServer(Service(app, client, life, connections, report, hang_up), address, settings.tls)
         client.on_lost = lambda: server.end(at_once=True)

@@ -140,7 +140,7 @@ def run_folder_service(
             reopened_files(lines, settings, log),
             app.state.keys,
             settings.read_keys,
-            settings.tls and partial(settings.tls.read_again, report),
+            None if settings.tls is None else partial(settings.tls.read_again, report),
         )
         service = Service(app, client, life, connections, report, hang_up)
         server = HttpServer(service, address, settings.tls)

@@ -186,7 +186,7 @@ def run_service(
                 reopened_files(lines, settings, log),
                 app.state.keys,
                 settings.read_keys,
-                settings.tls and partial(settings.tls.read_again, report),
+                None if settings.tls is None else partial(settings.tls.read_again, report),
             ),
             partial(batches.begin, app),
         )

@@ -173,8 +173,9 @@ def diff(other: OtherArgument, db: DbOption = None, as_json: JsonOption = False)
     $ phasewise db diff other.db
     $ phasewise db diff tuned.jsonl --json
 
-    Scores of predictors too. Of step times it compares which steps were timed.
-    The exit code is 1 if they differ.
+    Scores of predictors too. A schedule that is in use on one side and
+    imported or only measured on the other is a difference. Of step times it
+    counts those that one side alone has. The exit code is 1 if they differ.
     """
     from phasewise.workflows.database.sharing import compare_databases
 
@@ -190,11 +191,19 @@ def diff(other: OtherArgument, db: DbOption = None, as_json: JsonOption = False)
     plans = database_json.plan_diff_fields(comparison, machines)
     others = database_json.other_diff_fields(comparison, machines)
     if as_json:
-        fields = {"same": comparison.same, "differences": differences, "plans": plans, "others": others}
+        fields = {
+            "same": comparison.same,
+            "differences": differences,
+            "plans": plans,
+            "others": others,
+            "step_times": {"here_alone": comparison.steps_here, "there_alone": comparison.steps_there},
+        }
         print_json({**fields, "machines": database_json.machine_fields(machines)})
     else:
         n_different = len(differences) + len(plans) + len(others)
         say(f"the same: {comparison.same}; different: {n_different}")
+        if comparison.steps_here or comparison.steps_there:
+            say(f"step times: {comparison.steps_here} here alone, {comparison.steps_there} there alone")
         if differences:
             db_text.print_diff(differences)
         if plans:

@@ -121,17 +121,24 @@ def _schedule_line(schedule: dict[str, Any]) -> dict[str, Any]:
 
 
 def print_diff(differences: Sequence[dict[str, Any]]) -> None:
-    """A line for each key that differs."""
-    lines = [
-        {
-            "kernel": _shortened(f"{difference['family']} {difference['format']}", MAX_PATH_CHARS),
-            "n x k x m": _size(difference),
-            "here": _schedule_words(difference["here"]),
-            "there": _schedule_words(difference["there"]),
-        }
-        for difference in differences
-    ]
-    print_table("Schedules that differ", lines)
+    """A line for each key that differs, those of the same standings together."""
+    by_standing: dict[tuple[str | None, str | None], list[dict[str, Any]]] = {}
+    for difference in differences:
+        sides = difference["here_standing"], difference["there_standing"]
+        by_standing.setdefault(sides, []).append(difference)
+    for (here, there), own in by_standing.items():
+        lines = [
+            {
+                "kernel": _shortened(f"{difference['family']} {difference['format']}", MAX_PATH_CHARS),
+                "n x k x m": _size(difference),
+                "here": _schedule_words(difference["here"]),
+                "there": "the same"
+                if difference["here"] == difference["there"]
+                else _schedule_words(difference["there"]),
+            }
+            for difference in own
+        ]
+        print_table(f"Schedules that differ: {here or 'none'} here, {there or 'none'} there", lines)
 
 
 def print_plan_diff(plans: Sequence[dict[str, Any]]) -> None:
@@ -150,7 +157,7 @@ def print_plan_diff(plans: Sequence[dict[str, Any]]) -> None:
 
 
 def print_other_diff(others: Sequence[dict[str, Any]]) -> None:
-    """A line for each storage, step or user's kernel."""
+    """A line for each storage, predictor or user's kernel."""
     lines = [
         {
             "kind": difference["kind"],
