@@ -229,7 +229,7 @@ def _first_written(writer: _Writer, arguments: Mapping[str, Any], n_calls: int) 
 
 
 class _Span(NamedTuple):
-    """Where the name of a call, and its arguments, begin and end; `marks`: places of keys and values."""
+    """Places of a call's name and arguments, with their ends; `marks`: places of keys and values."""
 
     name: int
     begin: int
@@ -281,7 +281,7 @@ class _Pieces(NamedTuple):
 
 
 def _pieces(body: str, before: str, spans: Sequence[_Span], plain: _Turn | None) -> _Pieces:
-    """What stands around calls and between them."""
+    """Text around calls and between them."""
     first = spans[0]
     head = _pattern(body[first.name : first.begin])
     behind = _pattern(body[spans[-1].end :])
@@ -422,7 +422,7 @@ def _keyed(text: str) -> str:
 
 
 def _around_value(writer: _Writer, value: Any, following: str) -> Around | None:
-    """What stands around a value that is no string. `following`: up to the next key."""
+    """Text around a value that is no string. `following`: up to the next key."""
     turn = writer.calls({_KEYS[0]: value, _KEYS[1]: _VALUES[1]}, 1)
     turn = turn if turn is not None and _KEYS[1] in turn.text else None
     turn = turn or writer.calls({_KEYS[0]: value, _KEYS[1]: _VALUES[1]}, 1, content=_TEXT)
@@ -441,7 +441,7 @@ def _around_value(writer: _Writer, value: Any, following: str) -> Around | None:
 
 
 def _with_quotes(writer: _Writer, argument: ArgumentForm) -> ArgumentForm:
-    """Whether strings are written as they are: else they are values of JSON like any other."""
+    """The form, with strings written as they are, or else as values of JSON like any other."""
     for content in ("", _TEXT):
         turn = writer.calls({_KEYS[0]: _QUOTED, _KEYS[1]: _VALUES[1]}, 1, content=content)
         if turn is not None and _VALUES[0] in turn.text:
