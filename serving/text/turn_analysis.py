@@ -437,7 +437,7 @@ def _around_value(writer: _Writer, value: Any, following: str) -> Around | None:
 
 
 def _with_quotes(writer: _Writer, argument: ArgumentForm) -> ArgumentForm:
-    """Whether strings are written as they are: else they are values of JSON like any other."""
+    """The form, with strings written as they are, or else as values of JSON like any other."""
     for content in ("", _TEXT):
         turn = writer.calls({_KEYS[0]: _QUOTED, _KEYS[1]: _VALUES[1]}, 1, content=content)
         if turn is not None and _VALUES[0] in turn.text:

@@ -163,7 +163,7 @@ class TurnReader:
         self._text, self._at = self._text[end:], 0
 
     def _text_from(self, begin: int, least: int) -> None:
-        """What began at `begin` is no call, but text: at least so many characters of it."""
+        """Read on from `begin` as text, not as a call, by at least `least` characters."""
         self._coming.clear()
         self._n_tries += self._is_final
         self._at = begin
