@@ -6,10 +6,10 @@ from typing import Annotated
 
 from pydantic import Field
 
-from phasewise.serving.http.requests.schemas import Strict
+from phasewise.serving.http.requests.schemas import OpenRequest
 
 
-class BatchRequest(Strict):
+class BatchRequest(OpenRequest):
     """A batch to begin. `metadata`: up to 16 texts, given back."""
 
     input_file_id: Annotated[str, Field(min_length=1, max_length=64)]
