@@ -36,7 +36,7 @@ _NAMED = {
     "pi": {"content.image_url"},
     "ollama": {"content.image"},
 }
-"""What the last request of an agent has that cannot be run or read."""
+"""The parts of the last request of an agent that cannot be run or read."""
 
 
 def chat_of(asked: AgentBody) -> ChatRequest:
