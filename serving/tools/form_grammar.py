@@ -197,7 +197,7 @@ def _without_strings(schema: Mapping[str, Any], argument: ArgumentForm) -> dict[
 
 
 def _following(name: str, index: int, keys: Sequence[str], needed: set[str], separator: str) -> str:
-    """What may follow an argument: the next one, or what may follow that where it may be left out."""
+    """Followers of an argument: the next one, or what may follow that where it may be left out."""
     if index == len(keys):
         return '""'
     given = f"{separator} {name}_{index} {name}_after_{index}"
