@@ -122,7 +122,7 @@ def _join_neighbours(messages: Messages) -> Messages:
 
 
 def _join_to_result(messages: Messages) -> Messages:
-    """What a user says right after a tool's result, into that result."""
+    """The words of a user right after a tool's result, into that result."""
     out: Messages = []
     for message in messages:
         if out and out[-1]["role"] == "tool" and message["role"] == "user":
@@ -235,10 +235,8 @@ def _plain_type(value: Any) -> Any:
     if isinstance(stated, list):
         out["type"] = next((name for name in stated if name != "null"), "string")
     if isinstance(stated, str | list):
-        missing = {"object": {"additionalProperties": False}, "array": {"items": {}}}.get(
-            str(out["type"]), {}
-        )
-        out = {"description": "", **missing, **out}
+        left_out = {"object": ("additionalProperties", False), "array": ("items", {})}.get(str(out["type"]))
+        out = {"description": "", **dict([left_out] if left_out else []), **out}
     return out
 
 

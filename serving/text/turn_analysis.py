@@ -94,8 +94,8 @@ def form_of(write: Write, source: str) -> TurnForm:
     call, end_of_calls = _calls(writer, plain, thought, text)
     lacks = shapes_lacked(write, _TOOLS)
     ends = tuple(dict.fromkeys(mark.strip() for mark in (end, end_of_calls) if mark.strip()))
-    ids = "any" if takes_any_id(write, _TOOLS, lacks) else "nine characters"
-    return TurnForm(call, thought, text, ends, field, ids, lacks)
+    has_any_id = takes_any_id(write, _TOOLS, lacks)
+    return TurnForm(call, thought, text, ends, field, "any" if has_any_id else "nine characters", lacks)
 
 
 # Thoughts and text
@@ -226,7 +226,7 @@ def _first_written(writer: _Writer, arguments: Mapping[str, Any], n_calls: int) 
 
 
 class _Span(NamedTuple):
-    """Places of a call's name and arguments, with their ends."""
+    """The places of a call's name, and of its arguments."""
 
     name: int
     begin: int
@@ -284,7 +284,7 @@ class _Pieces(NamedTuple):
 
 
 def _pieces(body: str, before: str, spans: Sequence[_Span], plain: _Turn | None) -> _Pieces:
-    """Text around calls and between them."""
+    """The patterns around calls and between them."""
     first = spans[0]
     head = _pattern(body[first.name : first.begin])
     behind = _pattern(body[spans[-1].end :])
@@ -418,7 +418,7 @@ def _keyed(text: str) -> str:
 
 
 def _around_value(writer: _Writer, value: Any, following: str) -> Around | None:
-    """Text around a value that is no string. `following`: up to the next key."""
+    """The patterns around a value that is no string. `following`: up to the next key."""
     turn = writer.calls({_KEYS[0]: value, _KEYS[1]: _VALUES[1]}, 1)
     turn = turn if turn is not None and _KEYS[1] in turn.text else None
     turn = turn or writer.calls({_KEYS[0]: value, _KEYS[1]: _VALUES[1]}, 1, content=_TEXT)
@@ -437,7 +437,7 @@ def _around_value(writer: _Writer, value: Any, following: str) -> Around | None:
 
 
 def _with_quotes(writer: _Writer, argument: ArgumentForm) -> ArgumentForm:
-    """The form, with strings written as they are, or else as values of JSON like any other."""
+    """The same, told whether strings are written as they are, or as JSON like any other value."""
     for content in ("", _TEXT):
         turn = writer.calls({_KEYS[0]: _QUOTED, _KEYS[1]: _VALUES[1]}, 1, content=content)
         if turn is not None and _VALUES[0] in turn.text:

@@ -171,7 +171,7 @@ class Dialect:
         return Trimmed(reader)
 
     def told(self) -> dict[str, str]:
-        """What was derived, for people: the name of the format, and how thoughts and calls are written."""
+        """The derived form, for people: the name of the format, and how thoughts and calls are written."""
         return {"format": self.format.name, **self.turn.told()}
 
     def call_id(self, serial: str) -> str:

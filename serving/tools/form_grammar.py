@@ -23,7 +23,7 @@ _LINES = re.compile(r"(\s*\n\s*)")
 _SIGNS = {ID: "ID", INDEX: "INDEX"}
 _KINDS: tuple[Kind, ...] = ("string", "number", "boolean", "object", "array")
 _UNKEPT = re.compile(r"\\[bBAZzGKkpP\d]|\(\?|[\^$]")
-"""Parts that a pattern may not have where strings are written as they are."""
+"""What a pattern may not have within it to be held where strings are written as they are."""
 
 
 def grammar_of_calls(form: CallForm, wanted: Wanted, control: Mapping[str, int]) -> str:
@@ -197,7 +197,7 @@ def _without_strings(schema: Mapping[str, Any], argument: ArgumentForm) -> dict[
 
 
 def _following(name: str, index: int, keys: Sequence[str], needed: set[str], separator: str) -> str:
-    """Rules of an argument's successor: the next one, or that one's own where it may be left out."""
+    """Followers of an argument: the next one, or what may follow that where it may be left out."""
     if index == len(keys):
         return '""'
     given = f"{separator} {name}_{index} {name}_after_{index}"

@@ -21,7 +21,7 @@ from phasewise.serving.tools.parts import (
     n_begun,
     parsed,
 )
-from phasewise.serving.tools.values import typed
+from phasewise.serving.tools.values import ValueEnd, typed
 
 Step = Generator[None, None, bool]
 """Reads one thing; True if it was there. It yields while more text must come."""
@@ -88,7 +88,8 @@ class TurnReader:
         opening = "" if form is None else form.section[0] + form.opening
         is_bare = not trigger_of(opening)
         trigger = trigger_of(opening) or ("" if form is None else trigger_of(form.separator))
-        yield from self._space_before(self._marks[0])
+        if self._marks[0] and (yield from self._optional(self._marks[0])):
+            yield from self._space()
         if form is not None and is_bare:
             begin = self._at
             yield from self._tag()
@@ -114,16 +115,6 @@ class TurnReader:
                     self._text_from(0, len(trigger))
             elif not (yield from self._mark(mark[0])):
                 self._take(self._at + len(mark[0]))
-
-    def _space_before(self, mark: str) -> Step:
-        """Leaves the mark out that opens text."""
-        begin = self._at
-        if mark:
-            yield from self._space()
-            if (yield from self._word(mark)):
-                return (yield from self._space())
-        self._at = begin
-        return False
 
     def _tag(self) -> Step:
         """A control token before calls that need none."""
@@ -163,7 +154,7 @@ class TurnReader:
         self._text, self._at = self._text[end:], 0
 
     def _text_from(self, begin: int, least: int) -> None:
-        """Read on from `begin` as text, not as a call, by at least `least` characters."""
+        """Text, and no call, has begun at `begin`: at least so many characters of it."""
         self._coming.clear()
         self._n_tries += self._is_final
         self._at = begin
@@ -206,16 +197,11 @@ class TurnReader:
             is_first = False
             if not is_bare:
                 self._give_out(calls)
-            begin = self._at
-            if form.separator.strip() and not (yield from self._literal(form.separator)):
-                self._at = begin
+            if form.separator.strip() and not (yield from self._optional(form.separator)):
                 break
             if not (yield from self._comes(form.opening)):
-                self._at = begin
                 break
-        begin = self._at
-        is_closed = not form.section[1].strip() or (yield from self._literal(form.section[1]))
-        self._at = self._at if is_closed else begin
+        is_closed = not form.section[1].strip() or (yield from self._optional(form.section[1]))
         if is_closed or not is_bare:
             self._give_out(calls)
         return is_closed or not is_bare or self._is_held
@@ -294,12 +280,9 @@ class TurnReader:
             self._parts += calls
             n_calls += len(calls)
             if form.tail:
-                begin = self._at
-                self._at = self._at if (yield from self._literal(form.tail)) else begin
                 break
-        if n_calls and not form.tail and form.section[1].strip():
-            begin = self._at
-            self._at = self._at if (yield from self._literal(form.section[1])) else begin
+        if n_calls:
+            yield from self._optional(form.tail or form.section[1])
         return n_calls > 0
 
     def _json_calls(self, form: CallForm) -> Generator[None, None, list[Call]]:
@@ -339,12 +322,9 @@ class TurnReader:
         schemas = properties if isinstance(properties, Mapping) else {}
         n_read = 0
         while True:
-            begin = self._at
-            if n_read and argument.separator.strip() and not (yield from self._literal(argument.separator)):
-                self._at = begin
+            if n_read and argument.separator.strip() and not (yield from self._optional(argument.separator)):
                 break
-            if (yield from self._closes(form)) or not (yield from self._literal(argument.opening)):
-                self._at = begin
+            if (yield from self._closes(form)) or not (yield from self._optional(argument.opening)):
                 break
             key = yield from self._key(argument)
             if key is None:
@@ -485,7 +465,7 @@ class TurnReader:
 
     def _balanced(self, form: CallForm, argument: ArgumentForm, schema: Any, root: Mapping[str, Any]) -> Step:
         """A value that nothing closes: up to the next separator or the call's end."""
-        begin, scan = self._at, _ValueEnd(argument, form)
+        begin, scan = self._at, ValueEnd(argument, form)
         while True:
             end = scan.find(self._text, begin)
             if end is not None:
@@ -544,6 +524,13 @@ class TurnReader:
                         return False
         return True
 
+    def _optional(self, pattern: str) -> Step:
+        """The same, or nothing is read."""
+        begin = self._at
+        is_there = yield from self._literal(pattern)
+        self._at = self._at if is_there else begin
+        return is_there
+
     @cached_property
     def _longest_name(self) -> int:
         return max(map(len, self._functions), default=0)
@@ -574,42 +561,3 @@ def trigger_of(opening: str) -> str:
     words = _SIGNS.split(opening)[0].split()
     word = words[0] if words else ""
     return "" if not word.strip("{[(\"'}]);,") or word.startswith(("{", "[{", '["')) else word
-
-
-class _ValueEnd:
-    """Finds the end of a value past brackets and quotes. Linear in the text, which only grows."""
-
-    def __init__(self, argument: ArgumentForm, form: CallForm) -> None:
-        quote = argument.values["string"][1].strip()
-        self._quotes = [quote, '"', "'"] if len(quote) > 1 else ['"', "'"]
-        self._stops = (argument.separator.strip()[:1], form.closing.strip()[:1])
-        self._at, self._depth, self._quote = -1, 0, ""
-
-    def find(self, text: str, start: int) -> int | None:
-        position = max(self._at, start)
-        longest = max(map(len, self._quotes))
-        while position < len(text):
-            if self._quote:
-                if text[position] == "\\" and len(self._quote) == 1:
-                    position += 2
-                    continue
-                if text.startswith(self._quote, position):
-                    position += len(self._quote)
-                    self._quote = ""
-                    continue
-                if len(text) - position < longest and self._quote.startswith(text[position:]):
-                    break
-            else:
-                if self._depth == 0 and text[position] in self._stops:
-                    return position
-                quote = next((quote for quote in self._quotes if text.startswith(quote, position)), "")
-                if not quote and any(quote.startswith(text[position:]) for quote in self._quotes):
-                    break
-                self._depth += (text[position] in "{[(") - (text[position] in "}])")
-                if quote:
-                    self._quote = quote
-                    position += len(quote)
-                    continue
-            position += 1
-        self._at = position
-        return None

@@ -11,6 +11,7 @@ from phasewise.serving.http.requests.schemas import OpenRequest
 _Key = Annotated[str, Field(max_length=64)]
 _Value = Annotated[str, Field(max_length=512)]
 
+
 class BatchRequest(OpenRequest):
     """A batch to begin. `metadata`: up to 16 texts, given back, within OpenAI's bounds."""
 

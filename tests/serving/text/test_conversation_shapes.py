@@ -55,7 +55,8 @@ STRICT = {
     "arguments as objects": strict(
         "{%- for c in m.tool_calls or [] %}{{- '' + c.function.arguments }}{%- endfor %}"
     ),
-    "schemas that leave things out": "{%- for t in tools or [] %}{%- for p in t.function.parameters.properties.values() %}"
+    "schemas that leave things out": "{%- for t in tools or [] %}"
+    "{%- for p in t.function.parameters.properties.values() %}"
     "{{- p.type + p.description }}{%- endfor %}{%- endfor %}" + _ALL.replace("RULE", ""),
 }
 

@@ -198,7 +198,7 @@ def test_thoughts_are_free_and_what_follows_is_held(compiler: GuideCompiler) -> 
 
 
 def test_no_thought_that_is_held_ends_the_answer(compiler: GuideCompiler) -> None:
-    """What ends an answer may not come before the mark that closes its thoughts."""
+    """No token that ends an answer may come before the mark that closes its thoughts."""
     held_guide = compiler.compile(Grammar.of_choices(["yes", "no"]))
     recipe = replace(held_guide.recipe, thoughts=ThoughtMarks(b"<think>", b"</think>", True, None))
     guide = begun_guide(recipe, held_guide, compiler.tokens).fresh()

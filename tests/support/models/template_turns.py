@@ -80,7 +80,7 @@ class Model:
             return None
 
     def written(self, turn: Turn) -> Written | None:
-        """Text of the template for a turn; None where it refuses it, or leaves a part of it out."""
+        """The answer that is a turn; None where the template refuses it, or leaves a part of it out."""
         tried = (
             self._written(turn, as_text=as_text, content=c) for as_text in (False, True) for c in ("", None)
         )
