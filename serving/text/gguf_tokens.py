@@ -33,14 +33,16 @@ class TokenKind(IntEnum):
     BYTE = 6
 
 
-def added_token(token_id: int, content: str, *, special: bool) -> Json:
-    """An entry of `added_tokens`: the token is recognised in text as it stands, and never cut."""
+def added_token(token_id: int, content: str, *, special: bool, rstrip: bool = False) -> Json:
+    """An entry of `added_tokens`: the token is recognised in text as it stands, and never cut.
+    rstrip: spaces behind it go with it.
+    """
     return {
         "id": token_id,
         "content": content,
         "single_word": False,
         "lstrip": False,
-        "rstrip": False,
+        "rstrip": rstrip,
         "normalized": False,
         "special": special,
     }

@@ -249,7 +249,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, object]) -> str:
             return default if token_id is None else token_id
 
         if model == "bert":
-            return gguf_encoder_vocab.word_pieces(vocabulary.tokens, vocabulary.kinds, special)
+            return gguf_encoder_vocab.word_pieces(vocabulary.tokens, vocabulary.kinds, special, metadata)
         scores = _numbers(metadata, "tokenizer.ggml.scores", len(vocabulary.tokens), 0.0)
         return gguf_encoder_vocab.unigram(vocabulary.tokens, scores, special, metadata)
     raise ModelError(
@@ -482,9 +482,18 @@ def _document(vocabulary: _Vocabulary, model: dict[str, Json], *, default_bos: i
 
 
 def _added_tokens(vocabulary: _Vocabulary) -> list[Json]:
-    """Control and unknown tokens, and those that users defined, are recognised in text and never cut."""
+    """Control and unknown tokens, and those that users defined, are recognised in text and never cut. Those
+    of a model that is called Phi 3 take the spaces behind them: so do its publisher's and llama.cpp's.
+    """
+    name = str(vocabulary.metadata.get("general.name", "")).lower()
+    is_phi3 = "phi-3" in name or "phi3" in name
     return [
-        added_token(token_id, token, special=kind != TokenKind.USER_DEFINED)
+        added_token(
+            token_id,
+            token,
+            special=kind != TokenKind.USER_DEFINED,
+            rstrip=is_phi3 and token not in ("<unk>", "<s>", "<|endoftext|>"),
+        )
         for token_id, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.kinds, strict=True))
         if kind in (TokenKind.CONTROL, TokenKind.UNKNOWN, TokenKind.USER_DEFINED)
     ]

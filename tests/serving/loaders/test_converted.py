@@ -158,7 +158,8 @@ def test_a_published_tokenizer_gives_its_tokens_once_converted(name: str, tmp_pa
 
 
 RECORDED = json.loads((FIXTURES / "converted.json").read_text())
-"""By family: the metadata that the converter wrote, without long lists, and each tensor's type and shape."""
+"""By family: the metadata that the converter wrote, without long lists, type and shape of each
+tensor, and values of those that belong to RoPE."""
 ARITHMETIC = (
     *("n_layers", "hidden", "ffn", "n_heads", "n_kv_heads", "head_dim", "vocab_size", "norm_eps", "rope"),
     *("tied_embeddings", "qk_norm", "sliding_window", "activation", "gated", "out_bias", "experts"),
@@ -171,13 +172,14 @@ def test_every_family_that_the_converter_takes_is_recorded() -> None:
 
 @pytest.mark.parametrize("name", RECORDED)
 def test_a_recorded_file_means_what_the_directory_does(name: str, tmp_path: Path) -> None:
-    """Keys and tensors have the names that the converter gives them; the numbers are zeros."""
+    """Keys and tensors have the names that the converter gives them; other numbers are zeros."""
     long_lists = {"tokenizer.ggml.tokens": vocabulary(SHAPE), "tokenizer.ggml.merges": ["t h"]}
     writer, file = GgufWriter(), tmp_path / "recorded.gguf"
     for key, value in {**RECORDED[name]["metadata"], **long_lists}.items():
         writer.add(key, value)
     for tensor, (kind, *shape) in RECORDED[name]["tensors"].items():
-        writer.add_tensor(tensor, np.zeros(shape, np.float32), kind)
+        values = RECORDED[name]["values"].get(tensor, np.zeros(shape))
+        writer.add_tensor(tensor, np.asarray(values, np.float32), kind)
     file.write_bytes(writer.to_bytes())
     directory = write_convertible(tmp_path / name, name, None)
 
@@ -194,5 +196,5 @@ def _shapes(source: ModelSource) -> dict[str, tuple[int, ...]]:
 
 def _rounded(value: object) -> object:
     """GGUF files have float32."""
-    fields = dataclasses.asdict(value) if dataclasses.is_dataclass(value) else {"": value}  # type: ignore[arg-type]
-    return {key: float(np.float32(part)) if isinstance(part, float) else part for key, part in fields.items()}
+    plain = json.dumps(value, default=dataclasses.asdict)  # type: ignore[arg-type]
+    return json.loads(plain, parse_float=lambda text: float(np.float32(text)))

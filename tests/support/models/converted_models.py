@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.support.models.family_cases import FAMILY_CASES, FULL
+from tests.support.models.family_cases import FAMILY_CASES, FULL, SHAPE
 from tests.support.models.family_models import write_family_hf
 
 PRE = "gpt-2"
@@ -21,10 +21,6 @@ CONTROLS = (
 _SIGMOID = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 _ARCHITECTURES = {"kimi_linear": "KimiLinearForCausalLM"}
 NOT_CONVERTED: Mapping[str, str] = {
-    **dict.fromkeys(
-        ("gemma2", "phi3", "phi3-longrope", "phi3-shortrope"), "the converter wants a tokenizer.model"
-    ),
-    **dict.fromkeys(("gemma4", "gemma4-dense", "gemma4-moe"), "the converter wants pieces with merges"),
     "gemma3n": "the converter takes a table of all tokens in each layer for granted",
     "cohere2-biases": "the converter knows no head of its own here",
     "nemotron-h": "the converter takes it for a mixture, which transformers' defaults describe",
@@ -58,10 +54,29 @@ def write_convertible(folder: Path, name: str, architecture: str | None) -> Path
     of_case = architecture or _ARCHITECTURES.get(FAMILY_CASES[name].model_type, "")
     write_family_hf(folder, name, {"architectures": [of_case], **published_fields(name)})
     file = folder / "tokenizer.json"
-    file.write_text(json.dumps(_with_controls(json.loads(file.read_text()))))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
+    document = _with_controls(json.loads(file.read_text()))
+    if name.startswith("gemma4"):
+        document["model"] |= {"byte_fallback": True}
+        document["decoder"] = {"type": "Sequence", "decoders": [document["decoder"]]}
+    file.write_text(json.dumps(document))
+    kind = "GPT2Tokenizer" if name.startswith("phi3") else "PreTrainedTokenizerFast"
+    settings = {"tokenizer_class": kind, "eos_token": "<|im_end|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    if name == "gemma2":
+        (folder / "tokenizer.model").write_bytes(_sentence_pieces())
     return folder
+
+
+def _sentence_pieces() -> bytes:
+    """A model of SentencePiece with a character for each token."""
+    kinds = [("<unk>", 2), ("<s>", 3), ("</s>", 3)]
+    kinds += [(chr(ord("\u4e00") + index), 1) for index in range(SHAPE.vocab_size - len(kinds))]
+    pieces = [b"\x0a" + _counted(text.encode()) + b"\x18" + bytes([kind]) for text, kind in kinds]
+    return b"".join(b"\x0a" + _counted(piece) for piece in pieces)
+
+
+def _counted(content: bytes) -> bytes:
+    return bytes([len(content)]) + content
 
 
 def _with_controls(document: dict[str, Any]) -> dict[str, Any]:
