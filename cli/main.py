@@ -13,7 +13,7 @@ from phasewise._version import __version__
 from phasewise.cli.command_app import CommandApp, GroupedCommands, LazyCommands
 from phasewise.cli.config_file import defaults_of, read_config
 from phasewise.cli.extras import absence_of
-from phasewise.cli.present import EXIT_INTERRUPTED, fail
+from phasewise.cli.present import EXIT_INTERRUPTED, EXIT_READER_LEFT, fail
 from phasewise.cli.shortages import tell_shortages_in_one_line
 from phasewise.serving.errors import shortage_of
 from phasewise.workflows.config_file import config_path
@@ -128,7 +128,7 @@ def main() -> None:
     except BrokenPipeError:
         # The reader of our stdout left (e.g. `| head`): point it elsewhere so that the exit flush is silent.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(EXIT_FAILURE)
+        sys.exit(EXIT_READER_LEFT)
     except Exception as error:
         if isinstance(error, OSError) and error.errno in STDOUT_ERRNOS and error.filename is None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -147,6 +147,8 @@ def _run_to_its_last_line() -> None:
     """Run the command, and write all that it printed before it exits: errors of writing are raised here."""
     try:
         app(prog_name="phasewise")
-    except SystemExit:
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # typer ends with 1 there
+            raise end.__context__ from None
         sys.stdout.flush()
         raise

@@ -102,6 +102,8 @@ def _parameters(chosen: OptionSet) -> list[inspect.Parameter]:
     hints = get_type_hints(chosen.settings)
     parameters = []
     for field in dataclasses.fields(chosen.settings):
+        if field.kw_only:
+            continue
         spec = chosen.fields[field.name]
         default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
         if isinstance(spec, OptionSpec):

@@ -20,6 +20,8 @@ from phasewise._files import check_writable, write_file
 from phasewise._version import SCHEMA_VERSION
 
 EXIT_INTERRUPTED = 130
+EXIT_READER_LEFT = 141
+"""As a shell tells of a program that SIGPIPE ended."""
 """128 + SIGINT, which shells report for Ctrl-C."""
 
 

@@ -29,7 +29,7 @@ def _written(model_name: str, length: RealisedLength) -> bytes:
     facts, drafts = length.facts, length.drafts
     fields = {
         "schema_version": SCHEMA_VERSION,
-        "model": model_name,
+        "model": length.adapter or model_name,
         "prompt_token_ids": facts.token_ids,
         "temperature": facts.temperature,
         "max_tokens": facts.max_tokens,

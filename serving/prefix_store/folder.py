@@ -114,6 +114,10 @@ class PrefixFolder:
         with suppress(OSError):
             os.utime(self._place(name), follow_symlinks=False)
 
+    def count(self) -> None:
+        """Look through it, so that `n_bytes` is what is there before anything is written."""
+        self._n_bytes, self._n_unseen = sum(block.n_bytes for _, block in self.kept()), 0
+
     def remove(self, name: bytes) -> None:
         """It holds nothing that can be used."""
         with suppress(OSError):

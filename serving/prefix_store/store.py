@@ -309,6 +309,8 @@ class PrefixStore:
     def _write(self) -> None:
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOW)
+        with suppress(OSError):
+            self.folder.count()
         buffer = memoryview(bytearray(self.shape.rows_bytes(BLOCK_TOKENS)))
         while True:
             with self._changed:

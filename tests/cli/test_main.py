@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -151,6 +152,21 @@ def test_ctrl_c_is_one_line_and_130() -> None:
 
     assert process.returncode == 130
     assert rest == "phasewise: interrupted\n"
+
+
+@pytest.mark.parametrize("words", [["topo"], ["topo", "--json"], ["--help"]])
+def test_a_reader_that_left_is_told_by_the_exit_code(words: list[str]) -> None:
+    """As of other programs in a pipe; and without a line."""
+    there, here = os.pipe()
+    os.close(there)
+    try:
+        result = subprocess.run(
+            [sys.executable, "-m", "phasewise", *words], stdout=here, stderr=subprocess.PIPE, text=True
+        )
+    finally:
+        os.close(here)
+
+    assert (result.returncode, result.stderr) == (141, "")
 
 
 def test_a_reader_that_leaves_early_gets_no_traceback() -> None:

@@ -9,6 +9,7 @@ dearer the tokens, the less room, always.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -68,6 +69,14 @@ class LengthDistribution:
         lengths = np.concatenate([[0.0], self.bounds])
         reached = np.interp(output_tokens, lengths, np.concatenate([[0.0], np.cumsum(self.shares[:-1])]))
         return np.where(output_tokens >= self.limit, 1.0, reached)
+
+    def quantile(self, share: float) -> int:
+        """The least length that a share of such answers stays within."""
+        lengths = np.concatenate([[0.0], self.bounds])
+        reached = np.concatenate([[0.0], np.cumsum(self.shares[:-1])])
+        if share > reached[-1]:
+            return self.limit
+        return max(1, min(self.limit, math.ceil(float(np.interp(share, reached, lengths)))))
 
     @property
     def mean(self) -> float:

@@ -131,8 +131,8 @@ class ModelRow:
     kv_bytes_per_s: float
     """Bytes of KV that decoding behind a depth reads, in the time that it takes longer than without; 0: not
     known, as where the same test without a depth did not run before."""
-    joules_per_token: float
-    """Energy of the whole machine, by its counters; 0 where they cannot be read, or a test has a depth."""
+    joules_per_token: float | None
+    """Energy of the whole machine, by its counters; None where they cannot be read, or a test has a depth."""
     power_cap_w: float
     """The watts that the packages were held to; 0: none, or it cannot be read."""
     lines_across_nodes: float
@@ -229,7 +229,8 @@ def bench_rows(
             after = opened.steps_and_crossings
             spent_j = energy.total_joules() - before_j
             totals = None if counters is None or workload.n_depth else counters.lap()
-            joules_per_token = 0.0 if workload.n_depth else spent_j / n_tokens  # what lies before costs too
+            is_measured = energy.absence is None and not workload.n_depth  # what lies before costs too
+            joules_per_token = spent_j / n_tokens if is_measured else None
             if not workload.n_depth:
                 without_depth[workload] = timed
             shallow = without_depth.get(replace(workload, n_depth=0)) if _is_deep_decode(workload) else None
@@ -275,7 +276,7 @@ def _row(
     timed: Throughput,
     batch_tokens: int,
     kv_bytes_per_s: float,
-    joules_per_token: float,
+    joules_per_token: float | None,
 ) -> ModelRow:
     model, workload = opened.model, timed.workload
     cores = opened.cores("prefill" if workload.n_prompt else "decode", workload.n_sequences)

@@ -165,15 +165,14 @@ def predict_length(
     encoder = find_encoder(estimator.encoder, report) if isinstance(estimator, EncodedPredictor) else None
     if encoder is not None:
         facts = encoder.read(facts)
-    forecasts = {hold: estimator.forecast(facts, estimator.price(hold)) for hold in SHARES_TOLD}
-    forecast_at_half = forecasts[0.5]
+    forecast, lengths = estimator.forecast(facts, estimator.price(0.5)), estimator.distribution(facts)
     fields: dict[str, Any] = {
         "model": tokens.model_name,
         "prompt_tokens": len(facts.token_ids),
-        "mean_tokens": round(forecast_at_half.mean_tokens, 1),
-        "likely_tokens": forecast_at_half.likely_tokens,
-        "uncertainty": round(forecast_at_half.uncertainty, 4),
-        "room_tokens": {f"{hold:g}": forecast.room_tokens for hold, forecast in forecasts.items()},
+        "mean_tokens": round(forecast.mean_tokens, 1),
+        "likely_tokens": forecast.likely_tokens,
+        "uncertainty": round(forecast.uncertainty, 4),
+        "at_most_tokens": {f"{share:g}": lengths.quantile(share) for share in SHARES_TOLD},
     }
     if timed:
         fields["median_us"] = _median_us(estimator, facts, encoder)

@@ -41,6 +41,7 @@ def estimator_from(
 
     path = default_file(model_name) if text == AUTO else text
     if text == AUTO and not default_file(model_name).exists():
+        report(f"there is no predictor of {model_name} at {path}: answers' lengths are not predicted")
         return None
     predictor = load_predictor(path)
     read: Callable[[PromptFacts], PromptFacts] | None = None

@@ -115,7 +115,7 @@ def _md_row(row: ModelRow, *, is_narrow: bool) -> dict[str, str]:
         "t/s": f"{row.avg_ts:.2f} ± {row.stddev_ts:.2f}",
         "peak": row_forms.limit_cell(row.peak_fraction),
         "bandwidth": row_forms.limit_cell(row.bandwidth_fraction) if is_decode else "",
-        **(_energy(row) if row.joules_per_token else {}),
+        **({} if row.joules_per_token is None else _energy(row, row.joules_per_token)),
         **({} if is_narrow else {"lines across nodes": number(row.lines_across_nodes)}),
     }
 
@@ -129,11 +129,11 @@ FORMATS: dict[str, Callable[..., str]] = {
 }
 
 
-def _energy(row: ModelRow) -> dict[str, str]:
+def _energy(row: ModelRow, joules_per_token: float) -> dict[str, str]:
     """The watts are what `power_w` of a machine for `provision` asks for."""
-    watts = row.joules_per_token * row.avg_ts
+    watts = joules_per_token * row.avg_ts
     cap = {"cap W": number(row.power_cap_w, 4)} if row.power_cap_w else {}
-    return {"J/token": number(row.joules_per_token, 3), "W": number(watts, 3), **cap}
+    return {"J/token": number(joules_per_token, 3), "W": number(watts, 3), **cap}
 
 
 def _scalars(row: ModelRow) -> list[str | int | float]:

@@ -249,6 +249,9 @@ def predict(
     if as_json:
         print_json(fields)
     else:
-        rooms = (f"{tokens} for {percent(float(hold))}" for hold, tokens in fields["room_tokens"].items())
-        told = {**fields, "room_tokens": ", ".join(rooms)}
+        bounds = [
+            f"{percent(float(share))} have at most {tokens}"
+            for share, tokens in fields["at_most_tokens"].items()
+        ]
+        told = {**fields, "at_most_tokens": f"of such answers {', '.join(bounds)}"}
         say("\n".join(f"{name:<14}  {value}" for name, value in told.items()))

@@ -26,11 +26,14 @@ class RealisedLength(NamedTuple):
     at_s: float
     drafts: DraftCounts | None = None
     """None where drafts are off."""
+    adapter: str = ""
+    """The adapter that answered; empty: the model alone."""
 
 
 class _Sent(NamedTuple):
     facts: RequestFacts
     arrived_at_s: float
+    adapter: str
 
 
 class LengthObserver:
@@ -45,7 +48,7 @@ class LengthObserver:
 
     def sent(self, request: Submit, facts: RequestFacts) -> None:
         if request.model == self._model:
-            self._sent[request.request_id] = _Sent(facts, time.time())
+            self._sent[request.request_id] = _Sent(facts, time.time(), request.adapter)
 
     def delivered(self, outs: Sequence[Answer | Failure], stats: StepStats | None) -> None:
         for out in outs:
@@ -58,7 +61,7 @@ class LengthObserver:
             if out.finish_reason is not None:
                 del self._sent[out.request_id]
                 ended = (out.n_generated, out.finish_reason, sent.arrived_at_s, time.time())
-                self._learn(RealisedLength(sent.facts, *ended, out.drafts))
+                self._learn(RealisedLength(sent.facts, *ended, out.drafts, sent.adapter))
 
     def forgotten(self, request_id: str) -> None:
         self._sent.pop(request_id, None)

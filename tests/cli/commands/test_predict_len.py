@@ -88,7 +88,9 @@ def test_train_keeps_the_predictor_where_it_is_found_again(tiny: Path, log: Path
     assert fields["trained_on"]["answers"] == 150
     assert Path(fields["predictor"]).name == "tiny.predictor.safetensors"
     assert 0 <= asked["uncertainty"] <= 1
-    assert all(1 <= room <= 64 for room in asked["room_tokens"].values())
+    bounds = [*asked["at_most_tokens"].values()]
+    assert 1 <= bounds[0] <= bounds[1] <= bounds[2] <= 64
+    assert asked["mean_tokens"] <= bounds[2]
     assert asked["median_us"] > 0
 
 

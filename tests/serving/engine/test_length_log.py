@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from phasewise.serving.engine.messages import DraftCounts, Submit
+from phasewise.serving.engine.messages import Answer, DraftCounts, Submit
 from phasewise.serving.errors import ServingError
 from phasewise.serving.http.http_settings import RequestFacts
 from phasewise.serving.http.length_log import LengthLog
@@ -67,6 +67,20 @@ def test_a_line_tells_the_drafts_of_the_answer(tmp_path: Path, said: list[str]) 
 
     (line,) = lines_of(path)
     assert (line["drafted_tokens"], line["accepted_tokens"]) == (5, 3)
+
+
+def test_an_adapter_answers_under_its_own_name(tmp_path: Path, said: list[str]) -> None:
+    lengths: list[RealisedLength] = []
+    observer = LengthObserver(lengths.append, "fake")
+    for adapter in ("", "terse"):
+        observer.sent(Submit("r", (1,), model="fake", adapter=adapter), LENGTH.facts)
+        observer.delivered([Answer("r", "", (), 1, 5, "stop")], None)
+    path = tmp_path / "lengths.jsonl"
+    with LengthLog(path, said.append) as log:
+        for length in lengths:
+            log.put("fake", length)
+
+    assert [line["model"] for line in lines_of(path)] == ["fake", "terse"]
 
 
 def test_it_is_appended_to(tmp_path: Path, said: list[str]) -> None:
