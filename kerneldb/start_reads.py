@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 T = TypeVar("T", bound="Shared")
 
 TRY_AGAIN_S = 300.0
-"""A process does not wait again before for a database that it could not read."""
+"""Seconds in which a process does not wait again for a database that it could not read."""
 MOST_COPY_BYTES = 64 << 20
 _VERIFIED, _IMPORTED = b"+", b"-"
 """The beginning of a line of a copy, before the row as a file of schedules has it."""

@@ -89,6 +89,20 @@ Own()
     assert "ValueError: told" in ended.stderr
 
 
+def test_an_interrupt_amid_code_of_a_string_ends_with_the_same_exit_code(tmp_path: Path) -> None:
+    """As dataclasses and SQLAlchemy make it: Python would end by SIGINT itself."""
+    script = tmp_path / "interrupted.py"
+    script.write_text(
+        "from phasewise.cli import main\n"
+        "main.app = lambda **_: exec('raise KeyboardInterrupt')\n"
+        "main.main()\n"
+    )
+    command_line = [sys.executable, "-m", "interrupted"]
+    ended = subprocess.run(command_line, capture_output=True, text=True, check=False, cwd=tmp_path)
+
+    assert (ended.returncode, ended.stderr) == (130, "phasewise: interrupted\n")
+
+
 def interrupted_at(second: float, *arguments: object) -> tuple[int, str]:
     """The exit code and stderr of a command that would not end by itself, with SIGINT so long after its first
     line on stderr."""
