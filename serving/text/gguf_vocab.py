@@ -111,7 +111,7 @@ _BEHAVIOURS = {
     **dict.fromkeys((_ODD_DIGITS, _THREE_DIGITS, _ODD_ASCII), "MergedWithPrevious"),
     _THREE_ASCII: "MergedWithNext",
 }
-"""How a pattern divides a text whose matches are no words of their own."""
+"""Division of a text by a pattern whose matches are no words of their own."""
 
 _BY_NAMES: Mapping[str, PreTokenizer] = {
     "gpt-2 phi-2 mpt olmo jais trillion granite-docling jina-es jina-de jina-v2-es jina-v2-de gigachat "
