@@ -46,6 +46,8 @@ class Agent:
     line: Callable[[str, str], list[str]]
     settings: Callable[[str], tuple[Mapping[str, str], Mapping[str, str]]]
     has_tools: bool = True
+    first: Callable[[str], list[str]] | None = None
+    """A command of its own that is run before, by the address of the server."""
 
 
 def _codex(url: str) -> tuple[Mapping[str, str], Mapping[str, str]]:
@@ -115,6 +117,13 @@ AGENTS = [
         _continue,
     ),
     Agent(
+        "cline",
+        "node_modules/.bin/cline",
+        lambda _home, task: ["-P", "openai-compatible", "-m", "fake", task],
+        _openai,
+        first=lambda url: ["auth", "-p", "openai-compatible", "-k", "any", "-m", "fake", "-b", f"{url}/v1"],
+    ),
+    Agent(
         "aider",
         "python/bin/aider",
         lambda _home, task: [
@@ -132,7 +141,7 @@ AGENTS = [
         has_tools=False,
     ),
 ]
-"""Clients that need a terminal, an account or a set-up by hand, as cline and mini-swe-agent do, are not here."""
+"""Those that need a set-up by hand, as mini-swe-agent does, are not here."""
 
 
 def arguments_for(schema: dict[str, Any], note: Path) -> dict[str, Any]:
@@ -142,6 +151,8 @@ def arguments_for(schema: dict[str, Any], note: Path) -> dict[str, Any]:
         kind = schema.get("properties", {}).get(name, {})
         if any(word in name.lower() for word in _READS):
             out[name] = str(note)
+        elif name == "commands":
+            out[name] = [f"cat {note}"]
         elif name in _RUNS:
             out[name] = ["cat", str(note)] if kind.get("type") == "array" else f"cat {note}"
         elif "enum" in kind:
@@ -192,10 +203,19 @@ def begun(agent: Agent, url: str, task: str, note: Path) -> subprocess.Popen[str
     home.mkdir(exist_ok=True)
     own = {"HOME": str(home), "XDG_CONFIG_HOME": str(home / ".config"), "OPENAI_API_KEY": "any", "CI": "1"}
     passed = {name: value for name, value in os.environ.items() if name in ("PATH", "LANG", "SSL_CERT_FILE")}
+    environment = {**passed, **own, **more}
+    if agent.first is not None:
+        subprocess.run(
+            [str(program), *agent.first(url)],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            check=True,
+            timeout=300,
+        )
     return subprocess.Popen(
         [str(program), *agent.line(str(home), task)],
         cwd=note.parent,
-        env={**passed, **own, **more},
+        env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
