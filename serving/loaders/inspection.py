@@ -79,7 +79,7 @@ def inspect_source(source: ModelSource, head: ModelSource | None = None) -> Insp
 
 
 def _turns(chat_template: str) -> dict[str, str]:
-    """How a template writes thoughts and calls, in words."""
+    """The form of a template's thoughts and calls, in words."""
     from phasewise.serving.text.chat import Conversations
 
     conversations = Conversations(chat_template, {}, [])

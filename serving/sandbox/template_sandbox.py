@@ -322,7 +322,7 @@ def _tojson(
 
 
 def _listed(value: object) -> list[Any]:
-    """What a filter such as `map` gives, as JSON: a list."""
+    """An iterator, which a filter such as `map` gives, as JSON: a list."""
     if isinstance(value, Iterator):
         return list(value)
     raise TypeError(f"{type(value).__name__} is not JSON")

@@ -23,7 +23,7 @@ _LINES = re.compile(r"(\s*\n\s*)")
 _SIGNS = {ID: "ID", INDEX: "INDEX"}
 _KINDS: tuple[Kind, ...] = ("string", "number", "boolean", "object", "array")
 _UNKEPT = re.compile(r"\\[bBAZzGKkpP\d]|\(\?|[\^$]")
-"""What a pattern may not have within it to be held where strings are written as they are."""
+"""Parts of patterns that cannot be held where strings are written as they are."""
 
 
 def grammar_of_calls(form: CallForm, wanted: Wanted, control: Mapping[str, int]) -> str:
