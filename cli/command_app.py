@@ -41,7 +41,7 @@ def _replaced(args: list[str], pairs: dict[str, dict[str, list[str]]]) -> list[s
     return replaced
 
 
-class _WholeWords(typer.Context.formatter_class):  # type: ignore[misc]
+class _WholeWords(typer.Context.formatter_class):  # type: ignore[misc, valid-type]
     """Breaks lines at spaces alone, so that a flag stays in one piece."""
 
     def write_usage(self, prog: str, args: str = "", prefix: str | None = None) -> None:
@@ -178,7 +178,7 @@ class GroupedCommand(_WithExamples, TyperCommand):
             if isinstance(parameter, TyperArgument):
                 arguments.append((str(parameter.metavar), _in_words(meaning)))
             else:
-                panel = parameter.rich_help_panel or OTHER_OPTIONS
+                panel = getattr(parameter, "rich_help_panel", None) or OTHER_OPTIONS
                 groups.setdefault(panel, []).append((name, _in_words(meaning)))
         if arguments:
             with formatter.section("Arguments"):

@@ -51,11 +51,12 @@ def opt(
 
 
 def option_set(settings: type, panel: str | None = None, **fields: Any) -> OptionSet:
-    """Options for every field of the dataclass `settings`, under the heading `panel` of `--help`.
+    """Options for every field of the dataclass `settings` but those of keywords alone, under the heading
+    `panel` of `--help`.
 
     TypeError where `fields` are not those of the dataclass, in its order.
     """
-    names = [field.name for field in dataclasses.fields(settings)]
+    names = [field.name for field in dataclasses.fields(settings) if not field.kw_only]
     if names != list(fields):
         raise TypeError(f"{settings.__name__} has the fields {names}, options are {list(fields)}")
     return OptionSet(settings, panel, fields)

@@ -251,7 +251,7 @@ class TextExpressions:
         numbers: tuple[ir.Expr, ...],
         of: Scalar | None,
     ) -> ir.Expr:
-        """Numbers may be parameters: the type is that of their defaults, the names stay."""
+        """Call an operation whose numbers may be parameters: its type is that of their defaults."""
         defaults = tuple(self._known(constant) for constant in numbers)
         operation = call(name, values, defaults, of)
         return operation if defaults == numbers else replace(operation, numbers=numbers)

@@ -111,7 +111,7 @@ def _apart(worker: _Transformer, loop: ir.Steps, how: ir.How) -> Result:
 
 
 def _in_a_row(worker: _Transformer, loop: ir.Steps, how: ir.How, sums: list[Accumulator]) -> Result:
-    """Several turns as one, with these sums for each turn of it."""
+    """Unroll a loop: one turn does several, each with sums of its own (`sums`)."""
     n = worker.count(loop, how)
     if n <= 1:
         return (), loop, ()

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from phasewise._words import percent
 from phasewise.kerneldb.counts import Key
-from phasewise.kerneldb.records import MachineKey, PlanRecord, PredictorScore, StepTime, StorageDuel
+from phasewise.kerneldb.records import MachineKey, PlanRecord, PredictorScore, StorageDuel
 from phasewise.kerneldb.store import Store
 from phasewise.kerneldb.upkeep import (
     AsShared,
@@ -25,7 +25,10 @@ from phasewise.kerneldb.user_kernels import UserPromotion
 
 @dataclass(frozen=True)
 class Difference:
-    """A key whose preferred schedules differ; None on the side that knows nothing of it."""
+    """A key whose preferred schedules differ, or their standing: in use, measured or imported.
+
+    None on the side that knows nothing of it.
+    """
 
     key: Key
     here: Preferred | None
@@ -47,7 +50,6 @@ class OtherKind(StrEnum):
     """A kind of row that is neither a schedule nor a plan."""
 
     STORAGE = "storage"
-    STEP_TIME = "step time"
     PREDICTOR = "predictor"
     USER_KERNEL = "user kernel"
 
@@ -58,8 +60,8 @@ class OtherDifference:
 
     kind: OtherKind
     of: str
-    """E.g. `gemm bf16s8 1536x576, m 8`, a step of a model, a predictor and the answers that judged it, or a
-    user's kernel and its shape.
+    """E.g. `gemm bf16s8 1536x576, m 8`, a predictor and the answers that judged it, or a user's kernel and
+    its shape.
     """
     machine: MachineKey
     kernel_abi: str
@@ -72,14 +74,17 @@ class Diff:
     """The differences between the preferred rows of two databases."""
 
     same: int
-    """Keys whose schedules, storages, step times, scores or parameters are the same."""
+    """Keys whose schedules, storages, scores or parameters are the same."""
     differences: tuple[Difference, ...]
     plans: tuple[PlanDifference, ...] = ()
     others: tuple[OtherDifference, ...] = ()
+    steps_here: int = 0
+    """Steps of models that were timed here alone: which steps a search times is no difference."""
+    steps_there: int = 0
 
 
 def diff(here: Store, there: Store, as_shared: AsShared = lambda plan: plan) -> Diff:
-    """Compare by key. How a row came to be trusted makes no difference; another schedule or plan does.
+    """Compare by key. Another schedule or plan is a difference, and so is one in use on one side alone.
 
     One key at a time: memory goes by keys and by what differs, not by timings.
     """
@@ -89,7 +94,7 @@ def diff(here: Store, there: Store, as_shared: AsShared = lambda plan: plan) -> 
     for key in keys:
         own = preferred_of(here, key, mine[key]) if key in mine else None
         other = preferred_of(there, key, theirs[key]) if key in theirs else None
-        if own and other and own.schedule == other.schedule:
+        if own and other and (own.schedule, own.standing) == (other.schedule, other.standing):
             same += 1
         elif own or other:
             differences.append(Difference(key, own, other))
@@ -97,27 +102,34 @@ def diff(here: Store, there: Store, as_shared: AsShared = lambda plan: plan) -> 
     own_others, other_others = others_in_use(here), others_in_use(there)
     others = tuple(_other_differences(own_others, other_others))
     same += len(own_others.keys() | other_others.keys()) - len(others)
-    return Diff(same, tuple(differences), plans, others)
+    steps, other_steps = _steps_timed(here), _steps_timed(there)
+    alone = len(steps - other_steps), len(other_steps - steps)
+    return Diff(same, tuple(differences), plans, others, *alone)
+
+
+def _steps_timed(store: Store) -> set[tuple[object, ...]]:
+    return {
+        (row.model_key, row.step, row.kernels, row.configuration_key, row.origin.machine, row.kernel_abi)
+        for row in store.all_step_times()
+    }
 
 
 OtherKey: TypeAlias = tuple[OtherKind, str, MachineKey, str]
 
 
 def others_in_use(store: Store) -> dict[OtherKey, str]:
-    """The newest verdict on each storage, predictor and user's kernel, and the steps that were timed.
+    """The newest verdict on each storage, predictor and user's kernel.
 
-    A verdict made there counts before an imported one. Step times scatter, so that only which steps were
-    timed is compared.
+    One made there counts before an imported one, which is said: only scores are used as they come.
     """
     said: dict[OtherKey, tuple[bool, str]] = {}
 
-    def say(
-        row: StorageDuel | StepTime | PredictorScore | UserPromotion, kind: OtherKind, of: str, what: str
-    ) -> None:
+    def say(row: StorageDuel | PredictorScore | UserPromotion, kind: OtherKind, of: str, what: str) -> None:
         build = "" if isinstance(row, PredictorScore) else row.kernel_abi
         key = (kind, of, row.origin.machine, build)
         if row.origin.verified or not said.get(key, (False, ""))[0]:
-            said[key] = (row.origin.verified, what)
+            is_used = row.origin.verified or isinstance(row, PredictorScore)
+            said[key] = (row.origin.verified, what if is_used else f"{what}, imported")
 
     for duel in store.all_storage_duels():
         say(
@@ -126,11 +138,6 @@ def others_in_use(store: Store) -> dict[OtherKey, str]:
             duel.problem.describe(),
             "sparse" if duel.comparison.proves_faster else "dense",
         )
-    for timing in store.all_step_times():
-        step = timing.step
-        size = f"{step.sequences} x {step.tokens} tokens after {step.context}"
-        of = f"{timing.model_key}, {step.phase} of {size}, {timing.kernels}, plan {timing.configuration_key}"
-        say(timing, OtherKind.STEP_TIME, of, "timed")
     for score in store.predictor_scores():
         of = f"{score.model_name}, {score.reads}, {score.judged_by}, answers {score.answers_key}"
         say(score, OtherKind.PREDICTOR, of, f"holds {percent(score.figures.get('accuracy', 0.0), 1)}")

@@ -1,4 +1,4 @@
-"""What a start reads of a database, which makes serving faster and is no condition of it.
+"""Reads of the database at a start, which make serving faster and are no condition of it.
 
 Each read is kept in a small copy in the cache directory. Where the database cannot be read, a start goes on
 with the copy, and without one as if nothing was tuned.
@@ -33,7 +33,7 @@ TRY_AGAIN_S = 300.0
 """A process does not wait again before for a database that it could not read."""
 MOST_COPY_BYTES = 64 << 20
 _VERIFIED, _IMPORTED = b"+", b"-"
-"""How a line of a copy begins, before the row as a file of schedules has it."""
+"""The beginning of a line of a copy, before the row as a file of schedules has it."""
 
 _log = logging.getLogger(__name__)
 _missed_s: dict[Location, float] = {}

@@ -133,7 +133,7 @@ class EmbedClient:
 
 
 def _tokens_in(raw: bytes) -> int:
-    """The usage, which servers write at one end or the other: the vectors between are not parsed."""
+    """Count the prompt tokens by the answer's usage, at its beginning or end; no vector is parsed."""
     start = raw.rfind(b'"usage"')
     try:
         usage = read_json(raw[start + 8 : raw.index(b"}", start) + 1].decode()) if start >= 0 else {}

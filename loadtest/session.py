@@ -105,7 +105,7 @@ class LoadReport:
 
     @property
     def server_over_offline(self) -> float | None:
-        """Part of the rate without promises that is left with them; None where none was found."""
+        """The rate that keeps the promises over the rate without promises; None where no rate keeps them."""
         if self.offline is None or self.found_rate is None or not self.offline.request_rate:
             return None
         return self.found_rate / self.offline.request_rate

@@ -11,6 +11,9 @@ import sys
 def main() -> None:
     """Import the command line and run it; exits with its code."""
     try:
+        from phasewise._interrupts import keep_interrupts
+
+        keep_interrupts()
         from phasewise.cli.main import main as run
     except KeyboardInterrupt:
         print("phasewise: interrupted", file=sys.stderr, flush=True)

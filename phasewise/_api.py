@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from phasewise._interrupts import keep_interrupts
 from phasewise.kerneldb.errors import KernelDbError
 from phasewise.serving.errors import ContextLengthExceeded, ModelError, RequestError
 from phasewise.topology import Machine, read_lstopo
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from phasewise.workflows.opening.arithmetic_choice import ArithmeticChoice
     from phasewise.workflows.tune_config.run import Found
     from phasewise.workflows.tune_kernels.rounds import TunedRound
+
+keep_interrupts()
 
 BOTH: tuple[Phase, ...] = ("prefill", "decode")
 

@@ -16,6 +16,7 @@ import select
 import stat
 import sys
 from contextlib import suppress
+from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO
 
@@ -41,7 +42,7 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: i
     return descriptor
 
 
-def open_file(path: str | os.PathLike[str]) -> BinaryIO:
+def open_file(path: str | os.PathLike[str]) -> BufferedReader:
     """A regular file to read, as `open_regular`."""
     return os.fdopen(open_regular(path), "rb")
 

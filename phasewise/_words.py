@@ -13,6 +13,9 @@ from collections.abc import Iterable
 NOTHING = "-"
 """The mark in place of a number that there is not."""
 
+NO_VERDICT = "no verdict"
+"""The words in place of a measured ratio that may as well be 1."""
+
 MOST_SHARE = 1.15
 """The highest share of a limit that two measurements of one minute give; one above it had too low a limit."""
 
@@ -106,6 +109,11 @@ def multiple(ratio: float, places: int = 2) -> str:
     if not math.isfinite(ratio):
         return NOTHING
     return f"{_unsigned_zero(f'{ratio:.{places if abs(ratio) < 100 else 0}f}')}x"
+
+
+def proven(ratio: float, low: float, high: float, places: int = 2) -> str:
+    """A measured ratio whose interval excludes 1, as `multiple`; else that there is no verdict."""
+    return multiple(ratio, places) if low > 1 or high < 1 else NO_VERDICT
 
 
 def _unsigned_zero(text: str) -> str:

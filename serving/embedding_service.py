@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import ssl
 import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 from phasewise.serving.embedding.client import EmbeddingClient
 from phasewise.serving.embedding.open_embedding import OpenEmbedding
@@ -22,7 +22,7 @@ from phasewise.serving.http.routes.app import ServedEmbeddings, Surroundings, cr
 from phasewise.serving.http.routes.embeddings import EmbeddingModel
 from phasewise.serving.http.routes.hangup import ReadKeys, on_hangup
 from phasewise.serving.http.transport.connections import Connections
-from phasewise.serving.http.transport.listening import Address
+from phasewise.serving.http.transport.listening import Address, TlsContext
 from phasewise.serving.http.transport.server import HttpServer, Service
 from phasewise.serving.processes.headroom import allocator_headroom
 
@@ -35,7 +35,7 @@ class EmbeddingSettings:
 
     names: tuple[str, ...]
     limits: HttpLimits
-    tls: ssl.SSLContext | None = None
+    tls: TlsContext | None = None
     cors_origins: tuple[str, ...] = ()
     logging: Logging = NOT_LOGGED
     read_keys: ReadKeys | None = None
@@ -93,7 +93,12 @@ def run_embedding_service(
             served(opened, settings.names), settings.limits, life, metrics, surroundings
         )
         files = [lines.reopen] if settings.logging.path else []
-        hang_up = on_hangup(files, app.state.keys, settings.read_keys)
+        hang_up = on_hangup(
+            files,
+            app.state.keys,
+            settings.read_keys,
+            None if settings.tls is None else partial(settings.tls.read_again, report),
+        )
         server = HttpServer(Service(app, client, life, connections, report, hang_up), address, settings.tls)
         client.on_lost = lambda: server.end(at_once=True)
         stack.enter_context(allocator_headroom())

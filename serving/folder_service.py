@@ -136,7 +136,12 @@ def run_folder_service(
         connections = Connections(settings.limits, metrics)
         surroundings = Surroundings(settings.cors_origins, access, settings.page)
         app = create_folder_app(shelf, client, settings.limits, life, metrics, surroundings)
-        hang_up = on_hangup(reopened_files(lines, settings, log), app.state.keys, settings.read_keys)
+        hang_up = on_hangup(
+            reopened_files(lines, settings, log),
+            app.state.keys,
+            settings.read_keys,
+            None if settings.tls is None else partial(settings.tls.read_again, report),
+        )
         service = Service(app, client, life, connections, report, hang_up)
         server = HttpServer(service, address, settings.tls)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import ssl
 import sys
 import threading
 import time
@@ -41,7 +40,7 @@ from phasewise.serving.http.routes.app import Surroundings, create_app
 from phasewise.serving.http.routes.batch_runner import BatchRunner
 from phasewise.serving.http.routes.hangup import ReadKeys, on_hangup
 from phasewise.serving.http.transport.connections import Connections
-from phasewise.serving.http.transport.listening import Address
+from phasewise.serving.http.transport.listening import Address, TlsContext
 from phasewise.serving.http.transport.server import HttpServer, Service
 from phasewise.serving.models.low_rank import Adapter
 from phasewise.serving.models.packed_model import PackedModel
@@ -77,7 +76,7 @@ class ServiceSettings:
 
     names: tuple[str, ...]
     limits: HttpLimits
-    tls: ssl.SSLContext | None = None
+    tls: TlsContext | None = None
     max_prompt_tokens: int | None = None
     predictor: Predictor | None = None
     length_log: LengthLog | None = None
@@ -183,7 +182,12 @@ def run_service(
             life,
             connections,
             report,
-            on_hangup(reopened_files(lines, settings, log), app.state.keys, settings.read_keys),
+            on_hangup(
+                reopened_files(lines, settings, log),
+                app.state.keys,
+                settings.read_keys,
+                None if settings.tls is None else partial(settings.tls.read_again, report),
+            ),
             partial(batches.begin, app),
         )
         server = HttpServer(service, address, settings.tls)

@@ -182,7 +182,7 @@ def test_files_of_others_have_one_reader() -> None:
         and re.search(r"\bjson\.(loads?\(|loads,|JSONDecoder)", path.read_text())
     }
 
-    assert paths == _OWN
+    assert paths <= _OWN
 
 
 def _hf_file(name: str) -> tuple[Callable[[Path], Path], Callable[[Path], object]]:

@@ -1,9 +1,10 @@
 """The choice of a weight's storage, by the duels between sparse and dense that a database holds.
 
-A weight has one copy for both phases, so sparse storage is chosen where it is proven faster for the fewest
-rows that were compared (a decode step's) and costs next to nothing for any other number of rows. Duels are
-about random weights of a shape and a density in sixteenths: the time of a product depends on how many
-weights are kept, not on which.
+A weight has one copy for both phases, so storage is chosen by the sequences that are expected to decode
+together: sparse where it is proven faster for some number of them, and proven slower for none. A loss whose
+interval holds 1 is none: the machine was busy. Comparisons of many rows are a prompt's. Duels are about
+random weights of a shape and a density in sixteenths: the time of a product depends on how many weights are
+kept, not on which.
 """
 
 from __future__ import annotations
@@ -12,12 +13,19 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from phasewise._words import counted, proven
 from phasewise.kerneldb.records import MachineKey, StorageDuel
 from phasewise.tuner.errors import TunerError
 from phasewise.tuner.weights import sparse_format
 
 LEAST_GAIN = 0.98
-"""Dense's time / sparse's time that no number of rows may fall below, for a weight to be stored sparse."""
+"""Dense's time / sparse's time that prompts of a server may have: they may cost next to nothing more."""
+
+ROWS_REACH = 2
+"""A comparison tells of up to that many times its rows, where nothing was compared for more."""
+
+PROMPT_ROWS = 64
+"""More rows than that are a prompt's."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +34,7 @@ class StorageVerdict:
 
     is_sparse: bool
     why: str
-    """For people, e.g. `measured: sparse against dense 1.45 x at m=1, 0.99 x at m=512`."""
+    """For people, e.g. `measured: sparse against dense 1.45x at m=1, no verdict at m=512; ..`."""
 
 
 class StorageTable:
@@ -43,22 +51,35 @@ class StorageTable:
         """True if anything was measured."""
         return bool(self._by_weight)
 
-    def verdict(self, dense_format: str, n: int, k: int, density: float) -> StorageVerdict | None:
-        """For a weight of which the share `density` is kept; None where no such weight was compared."""
+    def verdict(
+        self, dense_format: str, n: int, k: int, density: float, sequences: int
+    ) -> StorageVerdict | None:
+        """For a weight of which the share `density` is kept, where up to `sequences` decode together. None
+        where no such weight was compared.
+        """
         try:
             key = (sparse_format(dense_format, density), n, k)
         except TunerError:
             return None
         verdict = self._by_weight.get(key)
-        return None if verdict is None else _verdict(verdict)
+        return None if verdict is None else _verdict(verdict, sequences)
 
 
-def _verdict(duels: Mapping[int, StorageDuel]) -> StorageVerdict:
+def _verdict(duels: Mapping[int, StorageDuel], sequences: int) -> StorageVerdict:
     gains = {m: duels[m].comparison for m in sorted(duels)}
-    is_faster = gains[min(gains)].proves_faster
-    costs_little = all(comparison.gain >= LEAST_GAIN for comparison in gains.values())
-    rates = ", ".join(f"{comparison.gain:.2f} x at m={m}" for m, comparison in gains.items())
-    return StorageVerdict(is_faster and costs_little, f"measured: sparse against dense {rates}")
+    of_decode = {m: gain for m, gain in gains.items() if m <= min(sequences, PROMPT_ROWS)}
+    won = max((gain.gain_low for gain in of_decode.values()), default=0.0)
+    # One sequence decodes for longer than its prompt takes; of several, some are prompts at any time.
+    allowed = 1 / won if sequences == 1 and won > 0 else LEAST_GAIN
+    is_slower = any(gain.gain_high < 1 for gain in of_decode.values()) or any(
+        gain.gain_high < allowed for m, gain in gains.items() if m > PROMPT_ROWS
+    )
+    is_known = ROWS_REACH * max(of_decode, default=0) >= sequences
+    rates = ", ".join(
+        f"{proven(gain.gain, gain.gain_low, gain.gain_high)} at m={m}" for m, gain in gains.items()
+    )
+    why = f"measured: sparse against dense {rates}; for {counted(sequences, 'sequence')} at once"
+    return StorageVerdict(won > 1 and is_known and not is_slower, why)
 
 
 class StorageDuelStore(Protocol):

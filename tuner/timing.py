@@ -34,6 +34,7 @@ MARGINS = {2: 1.6, 3: 1.25}
 """Rounds done: how much slower than the best a schedule may then look to stay in the race."""
 PAIRS = 15
 CONFIDENCE = 0.99  # a tuning run makes a hundred comparisons
+ROUNDS_CONFIDENCE = 0.95
 
 Samples: TypeAlias = tuple[int, ...]
 Take: TypeAlias = Callable[[], Samples]
@@ -123,6 +124,13 @@ def compare(taken: Sequence[tuple[Samples, Samples]], confidence: float = CONFID
     gains = sorted(min(MAX_GAIN, estimate_ns(before) / estimate_ns(after)) for before, after in taken)
     low, high = _sign_test_interval(gains, confidence)
     return Comparison(statistics.median(gains), low, high, confidence, len(gains))
+
+
+def compare_rounds(before_ns: Sequence[int], after_ns: Sequence[int]) -> Comparison:
+    """The same of two systems that took turns, a pair for each round; a run compares a few."""
+    return compare(
+        [((before,), (after,)) for before, after in zip(before_ns, after_ns, strict=False)], ROUNDS_CONFIDENCE
+    )
 
 
 def _sign_test_interval(ordered: Sequence[float], confidence: float) -> tuple[float, float]:

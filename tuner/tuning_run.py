@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
-from phasewise.kerneldb.records import Comparison, Problem, Sample, Schedule
+from phasewise.kerneldb.records import Comparison, Problem, Promotion, Sample, Schedule
 from phasewise.tuner.conditions import is_disturbed, mean_conditions
 from phasewise.tuner.ledger import Ledger, reversed_comparison
 from phasewise.tuner.measurement_lock import MeasurementLock, NoLock
@@ -37,6 +37,7 @@ from phasewise.tuner.search.group import GroupOutcome
 from phasewise.tuner.search.options import SearchOptions
 from phasewise.tuner.search.protocol import TimingBatch
 from phasewise.tuner.search.space import Arithmetic, arithmetic_of
+from phasewise.tuner.standing import MeasuredRatio, ScheduleInUse, in_use_after
 from phasewise.tuner.task_division import Task, TaskDivision
 from phasewise.tuner.timing import Duel
 
@@ -95,6 +96,8 @@ class Gain:
     is_default: bool
     comparison: Comparison
     """The schedule in use, compared with the loser of the last duel."""
+    over_default: MeasuredRatio
+    """By all duels that led to it."""
     pace: float = 1.0
     """Pace of the cores while `tuned_ns` was taken: limits were as much lower in the same seconds."""
 
@@ -518,10 +521,18 @@ def gains_of(task: Task, ledger: Ledger) -> list[Gain]:
                     samples[last.schedule][-1].estimate_ns,
                     last.schedule in defaults,
                     last.comparison,
+                    _over_default(verdicts, defaults),
                     samples[last.schedule][-1].conditions.get("pace", 1.0),
                 )
             )
     return gains
+
+
+def _over_default(verdicts: Sequence[Promotion], defaults: Sequence[Schedule]) -> MeasuredRatio:
+    standing: ScheduleInUse | None = None
+    for won in verdicts:
+        standing = in_use_after(standing, won, lambda _, schedule: schedule in defaults)
+    return MeasuredRatio() if standing is None else standing.gain
 
 
 def _in_use(task: Task, m: int, ledger: Ledger) -> Schedule:

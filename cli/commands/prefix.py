@@ -89,7 +89,11 @@ def rm(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Remove what a folder keeps. A server that uses it goes on."""
+    """Remove what a folder keeps. A server that uses it keeps running.
+
+    $ phasewise prefix rm kept
+    $ phasewise prefix rm kept --id 0f3a
+    """
     from phasewise.workflows.prefix.kept import remove_prefixes
 
     n_removed = remove_prefixes(path, identity)

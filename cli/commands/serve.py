@@ -272,7 +272,7 @@ _PREFIXES = option_set(
     _ENGINE,
     prefix_cache=opt(
         "keep beginnings of prompts in this folder, for the next start and other servers of this host; "
-        "prompts can be told from what it holds [default: none are kept]",
+        "its files reveal prompts [default: none are kept]",
         envvar="PHASEWISE_PREFIX_CACHE",
         metavar="DIR",
     ),

@@ -304,7 +304,7 @@ class RayInstances:
         return self._places[index].waits
 
     def n_joined(self) -> int:
-        """`Launcher.n_joined`."""
+        """Count the nodes that have joined since the start (`Launcher.n_joined`)."""
         return self._n_joined
 
     def place(self, index: int) -> dict[str, object]:

@@ -28,17 +28,17 @@ class Desk:
         self._orders: list[dict[str, Any]] = []
 
     def exchange(self, facts: dict[str, Any]) -> list[dict[str, Any]]:
-        """The server's: take its facts, give it the orders."""
+        """Keep the facts of the server that calls this, and give it the orders that wait."""
         self._facts = facts
         orders, self._orders = self._orders, []
         return orders
 
     def facts(self) -> dict[str, Any]:
-        """Those that were told last; none yet: empty."""
+        """The facts that the server gave last; empty before it gave any."""
         return self._facts
 
     def order(self, order: dict[str, Any]) -> None:
-        """For the server to take."""
+        """Keep an order until the server takes it."""
         self._orders.append(order)
 
 

@@ -89,12 +89,12 @@ class ProductionMachine:
         """Decode steps since the last prefill step; None: there was none."""
 
     def submit(self, request: Request) -> None:
-        """RequestError if it can never run here."""
+        """Queue a request. RequestError if it can never run here."""
         self.scheduler.add(request)
         self._wake()
 
     def expect(self, request: Request) -> None:
-        """RequestError if it can never run here."""
+        """Queue a request whose prompt is computed elsewhere. RequestError if it can never run here."""
         self.scheduler.expect(request)
         self._wake()
 

@@ -88,7 +88,7 @@ class Search:
 
 
 class BestCell(NamedTuple):
-    """The best cell, and how it was found."""
+    """The best numbers of machines that a search found, and the outcome of their simulation."""
 
     cell: Cell
     objective: float

@@ -162,7 +162,7 @@ class PaperMachine:
         self.scheduled_bytes -= n_bytes
 
     def arrive(self, task: _Task) -> None:
-        """A task is ready to run here, or will be when its request's prompt is done here."""
+        """Queue a task that can run here now, or once its request's prompt is done here."""
         tasks = self._tasks.get(task.request)
         if tasks is None:
             insort(self._requests, task.request, key=_arrival_key)

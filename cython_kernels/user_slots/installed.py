@@ -228,7 +228,7 @@ def _without_duel(installed: InstalledSlot) -> str:
     if installed.processor != processor():
         return "its duel was fought on another kind of processor; install it again"
     if not installed.is_faster:
-        return f"the duel did not prove it faster ({installed.gain:.2f} times the built-in's speed)"
+        return "the duel did not prove it faster"
     return ""
 
 

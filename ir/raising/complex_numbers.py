@@ -146,7 +146,7 @@ _BY_OPERATOR = {"+": _sum("+"), "-": _sum("-"), "*": _product, "/": _quotient}
 
 
 def negated(op: str, a: ir.Expr) -> ir.Expr:
-    """`-`, and `~`: the conjugate."""
+    """Negate a complex number (`-`), or conjugate it (`~`)."""
     re, im = parts(a)
     elem = element_of(a.type)
     if op not in "-~":

@@ -56,7 +56,8 @@ def put_masks(table: Table) -> None:
 
 
 def _put_masked(table: Table, name: str, build: Build, of: Vec, bits: Scalar) -> None:
-    """`mask_`: other lanes are the first argument's; `maskz_`: they are zero."""
+    """Add the masked forms of an intrinsic: lanes that are not chosen keep the first argument's value
+    (`mask_`), or are zero (`maskz_`)."""
 
     def kept(a: Sequence[ir.Expr]) -> ir.Expr:
         return _chosen(a[1], build(a[2:]), a[0], bits)

@@ -218,5 +218,5 @@ def _of_numbers(of: Scalar, expected: bytes, got: bytes, scale: bytes) -> float:
 
 
 def in_folder() -> tempfile.TemporaryDirectory[str]:
-    """A folder for programs and cases; it goes with the `with` block."""
+    """Give a folder for programs and cases, which is removed at the end of the `with` block."""
     return tempfile.TemporaryDirectory(prefix="phasewise-kernel-")

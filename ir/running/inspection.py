@@ -57,7 +57,7 @@ class _Segment:
 
 
 def problem_of(library: Path) -> str | None:
-    """Why a library is refused; None: it is not. ToolError where there is no `objdump`."""
+    """The reason to refuse a library; None where there is none. ToolError where there is no `objdump`."""
     try:
         problem = _structure_problem(library.read_bytes())
     except (struct.error, IndexError, ValueError, UnicodeDecodeError):

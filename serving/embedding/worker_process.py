@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import socket
 import subprocess
@@ -29,6 +30,8 @@ from phasewise.serving.embedding.protocol import (
 from phasewise.serving.embedding.worker import WorkerSpec
 from phasewise.serving.errors import RanksError, StepFailed
 from phasewise.serving.processes.secrets import environment_for_children
+
+log = logging.getLogger(__name__)
 
 COMMAND = ("-P", "-m", "phasewise.serving.embedding.worker")
 START_S = 300.0
@@ -78,7 +81,7 @@ class WorkerProcess:
         else:
             reason = "its process has ended"
         if got is None or got.kind is not WorkerFrameKind.READY:
-            said = got.body.decode(errors="replace") if got is not None else reason
+            said = _printable(got.body) if got is not None else reason
             self.kill()
             raise RanksError(f"the embedding worker of {self.spec.device} cannot start: {said}")
         self._socket.setblocking(False)
@@ -148,7 +151,6 @@ class WorkerProcess:
         self.kill()
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
-        reason = ""
         try:
             while True:
                 n_bytes, kind, batch = head_of(await reader.readexactly(HEAD.size))
@@ -156,11 +158,11 @@ class WorkerProcess:
         except (asyncio.IncompleteReadError, OSError):
             pass
         except ProtocolError as error:
-            reason = f": {error}"
+            log.error("the embedding worker of %s does not keep to the protocol: %s", self.spec.device, error)
         finally:
             if self._writer is not None:
                 self._writer.close()  # or the loop would watch a socket that `kill` has closed
-            loss = RanksError(f"the embedding worker of {self.spec.device} was lost{reason}")
+            loss = RanksError(f"the embedding worker of {self.spec.device} was lost")
             for answer in self._answers.values():
                 if not answer.done():
                     answer.set_exception(loss)
@@ -178,9 +180,16 @@ class WorkerProcess:
                     raise ProtocolError(f"vectors of {vectors.shape[1]} numbers for {self.spec.width}")
                 answer.set_result(vectors)
             else:
-                said = got.body[:MOST_SAID_BYTES].decode(errors="replace")
-                answer.set_exception(StepFailed(f"{self.spec.device}: {said}"))
+                log.error("%s failed a batch: %s", self.spec.device, _printable(got.body))
+                failed = f"the embedding worker of {self.spec.device} failed: the server's log says why"
+                answer.set_exception(StepFailed(failed))
         del self._answers[got.batch]
+
+
+def _printable(body: bytes) -> str:
+    """The words of a worker, for a log: one line, whatever its bytes are."""
+    said = body[:MOST_SAID_BYTES].decode(errors="replace")
+    return "".join(character if character.isprintable() else " " for character in said)
 
 
 def _exactly(file: Any, n_bytes: int) -> bytes:

@@ -19,11 +19,14 @@ WORTH_BYTES = {"bf16": 0.9, "q8": 0.7, "q8 column": 0.3}
 So no weight is stored sparse that one row or eight would wait longer for: benchmarks/notes/0009-sparsity.md.
 """
 
+UNMEASURED_SEQUENCES = 8
+"""More sequences than that decode by dense weights where nothing was measured: arithmetic is their limit."""
+
 NEARLY_DENSE = 0.95
 """The kept share of a weight's first rows from which on `auto` looks at no others."""
 
 
-_AUTO, _SPARSE, _DENSE = FILE_SUFFIXES = ("", "-sparse", "-dense")
+_AUTO, _SPARSE, _DENSE, _SERVED = FILE_SUFFIXES = ("", "-sparse", "-dense", "-served")
 """Suffixes of packed files, by how their weights are stored."""
 
 
@@ -42,24 +45,34 @@ Measured = Callable[[WeightForm, int, int, float], StorageDecision | None]
 
 @dataclass(frozen=True)
 class StorageChoice:
-    """The choice of storage. measured: what a tuning database says, asked under `auto`; None: nothing."""
+    """The choice of storage. measured: what a tuning database says, asked under `auto`; None: nothing.
+    sequences: those that are expected to decode together, at most.
+    """
 
     mode: SparseMode = "auto"
     measured: Measured | None = None
+    sequences: int = 1
 
     @property
     def wants_sparse(self) -> bool:
         """True if any weight may be stored sparse on this CPU."""
         return self.mode == "always" or (
-            self.mode == "auto" and (expands_here() or self.measured is not None)
+            self.mode == "auto" and (self._goes_by_bytes or self.measured is not None)
         )
+
+    @property
+    def _goes_by_bytes(self) -> bool:
+        """True if what was not measured is stored sparse where that takes fewer bytes."""
+        return expands_here() and self.sequences <= UNMEASURED_SEQUENCES
 
     @property
     def file_suffix(self) -> str:
         """Suffix of packed files: those of one choice do not replace those of another."""
         if self.mode == "always":
             return _SPARSE
-        return _AUTO if self.wants_sparse else _DENSE
+        if not self.wants_sparse:
+            return _DENSE
+        return _AUTO if self.sequences == 1 else _SERVED
 
     def is_sparse(self, form: WeightForm, n: int, k: int, kept: int | None) -> bool:
         """True if such a weight is stored sparse. kept: how many numbers are not zero; None: nearly all."""
@@ -72,17 +85,23 @@ class StorageChoice:
         if self.mode != "auto":
             return StorageDecision(self.mode == "always", f"--sparse {self.mode}")
         if not self.wants_sparse:
-            return StorageDecision(False, "no instruction expands sparse weights here, nothing was measured")
+            return StorageDecision(False, self._unmeasured)
         if kept is None or kept > NEARLY_DENSE * n * k:
             return StorageDecision(False, "nearly all weights are kept")
         density = kept / (n * k)
         decision = None if self.measured is None else self.measured(form, n, k, density)
         if decision is not None:
             return decision
-        if not expands_here():
+        if not self._goes_by_bytes:
             return StorageDecision(False, "nothing was measured at this shape and density")
         share, most = bytes_share(form, n, k, density), worth_bytes(form)
         return StorageDecision(share <= most, f"bytes: {share:.2f} of dense, sparse up to {most:.2f}")
+
+    @property
+    def _unmeasured(self) -> str:
+        if not expands_here():
+            return "no instruction expands sparse weights here, nothing was measured"
+        return f"nothing was measured for {self.sequences} sequences at once: tune-kernels does"
 
 
 def expands_here() -> bool:

@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from phasewise._files import write_file
 from phasewise._words import counted
 from phasewise.serving.errors import ServingError
 from phasewise.serving.prefix_store.blocks import HEADER_BYTES, NAME_BYTES, Bytes, RecordHead, read_head
@@ -113,7 +112,7 @@ class PrefixFolder:
     def touch(self, name: bytes) -> None:
         """It was read, or would have been."""
         with suppress(OSError):
-            os.utime(self._place(name))
+            os.utime(self._place(name), follow_symlinks=False)
 
     def remove(self, name: bytes) -> None:
         """It holds nothing that can be used."""
@@ -169,8 +168,8 @@ class PrefixFolder:
         """Keep what an identity is made of, for those who list the folder."""
         place = self.path / f"{digest.hex()}{IDENTITY_SUFFIX}"
         with suppress(OSError):
-            if not place.exists():
-                write_file(place, json.dumps({"model": model, "identity": dict(identity)}))
+            if not os.path.lexists(place):
+                _write_once(place, json.dumps({"model": model, "identity": dict(identity)}).encode())
 
     def _place(self, name: bytes) -> str:
         return f"{self.path}/{name.hex()}{SUFFIX}"
@@ -192,7 +191,7 @@ def _key_of(path: Path) -> bytes:
         try:
             descriptor = os.open(place, _READ)
         except FileNotFoundError:
-            _write_key(path, place)
+            _write_once(place, secrets.token_bytes(KEY_BYTES))
             continue
         with os.fdopen(descriptor, "rb") as file:
             key = file.read(KEY_BYTES + 1)
@@ -202,11 +201,14 @@ def _key_of(path: Path) -> bytes:
     raise ServingError(f"{place} is no key of a prefix cache: remove the folder's files, or name another one")
 
 
-def _write_key(path: Path, place: Path) -> None:
-    beside = path / f"{_BESIDE}{os.getpid()}-{secrets.token_hex(4)}"
+def _write_once(place: Path, content: bytes) -> None:
+    """Write a file whole where there is none yet; what is there stays, a link that leads nowhere too."""
+    beside = place.with_name(f"{_BESIDE}{os.getpid()}-{secrets.token_hex(4)}")
     descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(secrets.token_bytes(KEY_BYTES))
-    with suppress(FileExistsError):
-        os.link(beside, place)
-    os.unlink(beside)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+        with suppress(FileExistsError):
+            os.link(beside, place)
+    finally:
+        os.unlink(beside)

@@ -64,6 +64,7 @@ class LineLog:
     def reopen(self) -> None:
         """Go on in a new file of this name, the old one having been moved away."""
         if self.path is not None:
+            self._report(f"the {self._name} is opened anew: {self.path}")
             self._ask("reopen")
 
     def _ask(self, what: MakeLine | Literal["reopen"]) -> None:

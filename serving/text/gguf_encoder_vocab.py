@@ -18,7 +18,12 @@ from phasewise.serving.text.gguf_tokens import SPACE_MARK, TokenKind, added_toke
 _LONGEST_WORD = 100
 
 
-def word_pieces(tokens: Iterable[str], kinds: Iterable[int], special: Callable[[str, int], int]) -> str:
+def word_pieces(
+    tokens: Iterable[str],
+    kinds: Iterable[int],
+    special: Callable[[str, int], int],
+    metadata: Mapping[str, object],
+) -> str:
     """special: (name, default) to the id of a special token."""
     vocabulary: dict[str, int] = {}
     for token_id, (token, kind) in enumerate(zip(tokens, kinds, strict=True)):
@@ -39,6 +44,7 @@ def word_pieces(tokens: Iterable[str], kinds: Iterable[int], special: Callable[[
                 f"the vocabulary has no token {token_id}, which its metadata name; fetch the file again"
             )
     marks = {listed[token_id]: token_id for token_id in (first, last, unknown)}
+    settings = "tokenizer.ggml.normalizer"
     return json.dumps(
         {
             **_document(marks),
@@ -46,8 +52,8 @@ def word_pieces(tokens: Iterable[str], kinds: Iterable[int], special: Callable[[
                 "type": "BertNormalizer",
                 "clean_text": True,
                 "handle_chinese_chars": True,
-                "strip_accents": None,
-                "lowercase": not _has_capitals(listed.values()),
+                "strip_accents": metadata.get(f"{settings}.strip_accents"),
+                "lowercase": bool(metadata.get(f"{settings}.lowercase", not _has_capitals(listed.values()))),
             },
             "pre_tokenizer": {"type": "BertPreTokenizer"},
             "post_processor": _around(listed[first], first, listed[last], last, between=1),

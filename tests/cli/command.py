@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -19,9 +21,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import typer
 from typer.testing import CliRunner
 
+from phasewise.cli.command_app import GroupedCommand
 from phasewise.cli.main import app
 from tests.support.servers.warm import Forked
 
@@ -81,6 +85,23 @@ def run(*arguments: object, stdin: str | bytes | None = None, env: Mapping[str, 
         sys.stdout.flush()
         sys.stderr.flush()
         return Done(exit_code, stdout.getvalue(), stderr.getvalue().decode() + failure)
+
+
+def parsed(line: str) -> Any:
+    """The context of a command line of the shell: its options are read, none is refused, and nothing runs."""
+    alone = line.replace("\\\n", "").rpartition("| ")[2]
+    words = shlex.split(re.sub(r"( \d?[<>]&? ?\S+| &)+$", "", alone))
+    begun: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GroupedCommand, "invoke", lambda _self, context: begun.append(context))
+        done = run(*words[words.index("phasewise") + 1 :], env={"PHASEWISE_CONFIG": "/dev/null"})
+    assert done.exit_code == 0, done
+    (context,) = begun
+    with pytest.MonkeyPatch.context() as patch:
+        model = str(context.params.get("model"))
+        patch.setattr("phasewise.workflows.serve.embedding.makes_vectors", lambda *_: "minilm" in model)
+        context.command._leave_out_unused(context)
+    return context
 
 
 def text_of(*arguments: object, exit_code: int = 0, **options: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phasewise._words import counted, meant, multiple, number, percent, plural
+from phasewise._words import NO_VERDICT, counted, meant, multiple, number, percent, plural, proven
 
 ROOT = Path(__file__).resolve().parents[2]
 TOLD = ("cli", "workflows", "loadtest", "serving", "kerneldb", "ir", "cluster", "topology", "tuner")
@@ -115,3 +116,38 @@ def test_no_text_has_a_rule_of_its_own(rule: str) -> None:
     ]
 
     assert offending == []
+
+
+@given(low=st.floats(0, 4), between=st.floats(0, 1), width=st.floats(0, 4))
+def test_a_measured_ratio_is_told_where_its_interval_excludes_one(
+    low: float, between: float, width: float
+) -> None:
+    high = low + width
+    ratio = low + between * width
+    text = proven(ratio, low, high, 3)
+
+    assert (text == NO_VERDICT) == (low <= 1 <= high)
+    assert text in (NO_VERDICT, multiple(ratio, 3))
+
+
+def test_where_there_is_no_interval_there_is_no_verdict() -> None:
+    assert proven(1.931, 0.0, 1e6) == NO_VERDICT
+    assert proven(math.nan, math.nan, math.nan) == NO_VERDICT
+
+
+def test_no_text_of_a_command_writes_a_ratio_but_by_that_rule() -> None:
+    """`multiple` writes what is exact: of a calculation, or of a gain that is proven already."""
+    exact = {
+        "cli/commands/bench/serve_text.py": 1,  # a rate over another that the same run found
+        "cli/commands/kernels/text.py": 1,  # of a kernel that is in use, since its duel proved it
+        "cli/commands/tune_config/text.py": 1,  # --evaluator modelled and recorded
+        "workflows/machine_report/worth_rows.py": 1,  # the largest of proven gains
+    }
+    calls_by_file: dict[str, int] = {}
+    for folder in ("cli", "workflows"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            text = path.read_text(encoding="utf-8")
+            if calls := len(re.findall(r"\bmultiple\(|(?:gain|ratio|speedup):\.[0-9]f", text)):
+                calls_by_file[str(path.relative_to(ROOT))] = calls
+
+    assert calls_by_file == exact

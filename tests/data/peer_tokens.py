@@ -1,4 +1,4 @@
-"""Token ids and rendered chats as other programs see them.
+"""Token ids, rendered chats, converted files and logits as other programs make them.
 
 Runs in an interpreter that has llama-cpp-python or transformers: one JSON request on standard input, one JSON
 answer on standard output.
@@ -6,6 +6,7 @@ answer on standard output.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from typing import Any
@@ -41,7 +42,54 @@ def transformers_chats(request: dict[str, Any]) -> list[str]:
     ]
 
 
+def transformers_classes(request: dict[str, Any]) -> dict[str, str | None]:
+    """transformers' class for each of `model_types`; None where it has none."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return {kind: MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind) for kind in request["model_types"]}
+
+
+def transformers_logits(request: dict[str, Any]) -> list[list[list[float]]]:
+    """Of the model in `folder`: logits after each of `prompts` and each of its `n_tokens` greedy tokens."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(1)
+    model = AutoModelForCausalLM.from_pretrained(
+        request["folder"], dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    answers = []
+    for prompt in request["prompts"]:
+        ids, rows = list(prompt), []
+        with torch.no_grad():
+            for _ in range(request["n_tokens"]):
+                row = model(torch.tensor([ids])).logits[0, -1]
+                rows.append(row.tolist())
+                ids.append(int(row.argmax()))
+        answers.append(rows)
+    return answers
+
+
+def converted(request: dict[str, Any]) -> None:
+    """The model in `folder` written to `gguf` by the converter of llama.cpp's `source`, with `options` more.
+
+    `pre`: the name of the way of cutting, where the converter would not know the vocabulary; None: it does.
+    """
+    sys.path[:0] = [request["source"], f"{request['source']}/gguf-py"]
+    import convert_hf_to_gguf as converter
+    from conversion.base import TextModel
+
+    if request["pre"] is not None:
+        TextModel.get_vocab_base_pre = lambda *_: request["pre"]
+    sys.argv[1:] = [request["folder"], "--outfile", request["gguf"], *request["options"]]
+    with contextlib.redirect_stdout(sys.stderr):
+        converter.main()
+
+
 QUESTIONS = {
+    "transformers_classes": transformers_classes,
+    "transformers_logits": transformers_logits,
+    "converted": converted,
     "llama_cpp_tokens": llama_cpp_tokens,
     "transformers_tokens": transformers_tokens,
     "transformers_chats": transformers_chats,

@@ -24,6 +24,7 @@ from pathlib import Path
 import platformdirs
 import pytest
 
+from tests.cli.command import parsed
 from tests.support.end_of_session import ending_session, members
 
 ROOT = Path(__file__).parents[2]
@@ -125,6 +126,17 @@ def test_a_page_names_an_extra_before_what_needs_it(extra: str) -> None:
     first = [path for path in pages() if path.name in FIRST_PAGES]
     assert len(first) == len(FIRST_PAGES)
     assert not any(re.search(NEEDS_EXTRA[extra], path.read_text()) for path in first)
+
+
+@pytest.mark.parametrize("path", pages(), ids=lambda path: path.stem)
+def test_a_command_that_is_not_run_has_options_that_are_there(path: Path) -> None:
+    """None of them is refused. It is parsed, with the names that stand for a reader's own files."""
+    for block in BLOCK.finditer(path.read_text()):
+        if block["directive"] == "not run" and block["language"] == "console":
+            for line in re.split(r"^\$ ", block["body"], flags=re.M)[1:]:
+                line = re.sub(r"\[MODEL\]|MODEL\.gguf", "MODEL", line.strip().partition("    #")[0])
+                if re.match(r"(?:\S+=\S+ |~/\S+/)?phasewise ", line):
+                    parsed(line.removeprefix("~/phasewise/bin/"))
 
 
 @pytest.mark.slow

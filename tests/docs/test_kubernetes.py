@@ -154,7 +154,7 @@ def test_several_replicas_take_no_batches(pod: Object, container: Object) -> Non
     assert of_kind("InferenceService")["spec"]["predictor"]["minReplicas"] > 1
     assert option(container, "batch-bytes") == "0"
     with fake_server(batch_bytes=0) as server:
-        refused = httpx.get(f"{server.url}/v1/batches")
+        refused = httpx.get(f"{server.url}/v1/batches", timeout=60)
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_batches")
 
 

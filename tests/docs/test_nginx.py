@@ -237,7 +237,8 @@ def reaches(client: openai.OpenAI, file_id: str) -> bool:
 
 
 def has_file(url: str, key: str, file_id: str) -> bool:
-    return httpx.get(f"{url}/v1/files/{file_id}", headers={"x-api-key": key}).status_code == 200
+    answer = httpx.get(f"{url}/v1/files/{file_id}", headers={"x-api-key": key}, timeout=60)
+    return answer.status_code == 200
 
 
 @needs_nginx

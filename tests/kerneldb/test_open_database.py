@@ -7,7 +7,7 @@ import errno
 import os
 import signal
 import sqlite3
-import stat
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -41,6 +41,15 @@ from tests.support.tiers import examples
 
 
 @pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """A folder that a process without rights can reach: pytest's own every session closes again to others."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        yield Path(folder)
+        os.chmod(folder, 0o755)
+
+
+@pytest.fixture
 def file(tmp_path: Path) -> Path:
     """A good database with one measurement and one plan."""
     path = tmp_path / "good.db"
@@ -48,18 +57,6 @@ def file(tmp_path: Path) -> Path:
         store.add_measurements([MEASUREMENT])
         store.add_plan(PLAN)
     return path
-
-
-@pytest.fixture
-def open_to_all(tmp_path: Path) -> Iterator[Path]:
-    """A directory that a process without rights can reach."""
-    changed = [path for path in (tmp_path, *tmp_path.parents) if not path.stat().st_mode & stat.S_IXOTH]
-    modes = [path.stat().st_mode for path in changed]
-    for path in changed:
-        path.chmod(0o755)
-    yield tmp_path
-    for path, mode in zip(changed, modes, strict=True):
-        path.chmod(mode)
 
 
 def _assert_one_line(error: KernelDbError, *words: object) -> None:
@@ -302,7 +299,7 @@ def _read_as_stranger(path: Path) -> tuple[list[str], int, str]:
 @pytest.mark.parametrize("writer_is_open", [False, True], ids=["at rest", "in use"])
 @pytest.mark.parametrize(("file_mode", "folder_mode"), [(0o444, 0o755), (0o444, 0o777), (0o666, 0o755)])
 def test_a_read_only_database_is_read_with_a_remark(
-    open_to_all: Path, file: Path, file_mode: int, folder_mode: int, writer_is_open: bool
+    tmp_path: Path, file: Path, file_mode: int, folder_mode: int, writer_is_open: bool
 ) -> None:
     """Also while its owner has it open, with rows still in the write-ahead log."""
     with contextlib.ExitStack() as stack:
@@ -311,7 +308,7 @@ def test_a_read_only_database_is_read_with_a_remark(
             stack.enter_context(open_store(file)).add_plan(PLAN)
             rows = 2
         file.chmod(file_mode)
-        open_to_all.chmod(folder_mode)
+        tmp_path.chmod(folder_mode)
         for beside in ("-wal", "-shm"):
             if (path := Path(f"{file}{beside}")).exists():
                 path.chmod(0o644)
@@ -329,11 +326,11 @@ def _append_and_die(path: Path) -> None:
 
 
 @pytest.mark.parametrize("index_is_left", [True, False])
-def test_a_read_only_database_that_was_not_closed_cleanly(open_to_all: Path, index_is_left: bool) -> None:
+def test_a_read_only_database_that_was_not_closed_cleanly(tmp_path: Path, index_is_left: bool) -> None:
     """Readable while the index of its log is there; without it only a writer can recover it."""
-    path = open_to_all / "killed.db"
+    path = tmp_path / "killed.db"
     os.waitpid(_fork(lambda: _append_and_die(path)), 0)
-    for left in open_to_all.iterdir():
+    for left in tmp_path.iterdir():
         left.chmod(0o644)
     if index_is_left:
         assert without_rights(lambda: _read_as_stranger(path))[1] == 1
@@ -345,15 +342,15 @@ def test_a_read_only_database_that_was_not_closed_cleanly(open_to_all: Path, ind
     _assert_one_line(caught.value, path, "not closed cleanly")
 
 
-def test_a_directory_that_cannot_be_written_is_one_clear_line(open_to_all: Path) -> None:
-    open_to_all.chmod(0o555)
+def test_a_directory_that_cannot_be_written_is_one_clear_line(tmp_path: Path) -> None:
+    tmp_path.chmod(0o555)
     with pytest.raises(ReadOnlyDatabaseError) as caught:
-        without_rights(lambda: _read_as_stranger(open_to_all / "new.db"))
+        without_rights(lambda: _read_as_stranger(tmp_path / "new.db"))
 
-    _assert_one_line(caught.value, "cannot be created", open_to_all, "not writable")
+    _assert_one_line(caught.value, "cannot be created", tmp_path, "not writable")
 
 
-def test_a_file_that_cannot_be_read_is_one_clear_line(open_to_all: Path, file: Path) -> None:
+def test_a_file_that_cannot_be_read_is_one_clear_line(tmp_path: Path, file: Path) -> None:
     file.chmod(0o200)
     with pytest.raises(KernelDbError) as caught:
         without_rights(lambda: _read_as_stranger(file))
@@ -361,8 +358,8 @@ def test_a_file_that_cannot_be_read_is_one_clear_line(open_to_all: Path, file: P
     _assert_one_line(caught.value, file, os.strerror(errno.EACCES))
 
 
-def test_an_empty_read_only_file_is_one_clear_line(open_to_all: Path) -> None:
-    path = open_to_all / "empty.db"
+def test_an_empty_read_only_file_is_one_clear_line(tmp_path: Path) -> None:
+    path = tmp_path / "empty.db"
     path.touch(0o444)
     with pytest.raises(ReadOnlyDatabaseError) as caught:
         without_rights(lambda: _read_as_stranger(path))

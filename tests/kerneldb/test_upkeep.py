@@ -30,17 +30,20 @@ from phasewise.kerneldb.upkeep import (
     ScheduleVerdict,
     collect_garbage,
     is_stale,
+    plans_in_use,
     preferred,
     standings,
     tidy,
     verify,
 )
+from phasewise.workflows.database.json import labels, plan_fields
 from tests.support.machines.kerneldb_examples import (
     MACHINE,
     MEASUREMENT,
     ORIGIN,
     OTHER_MACHINE,
     OTHER_SCHEDULE,
+    PLAN,
     PREDICTOR_SCORE,
     PROBLEM,
     PROMOTION,
@@ -164,15 +167,50 @@ class TestPreferred:
 class TestDiff:
     """By key, on schedules."""
 
-    def test_a_database_equals_its_import(self, store: Store) -> None:
-        """In what it would use, although nothing of it is trusted yet."""
+    def test_a_database_prefers_what_its_import_does_and_uses_it(self, store: Store) -> None:
+        """Nothing of the import is in use yet: that is a difference, of the same schedule."""
         store.add_measurements([measured(100, schedule=OTHER_SCHEDULE), measured(200)])
         store.add_promotions([PROMOTION])
         with open_store(":memory:") as other:
             import_rows(other, rows_of(store))
             compared = diff(store, other)
 
-        assert (compared.same, compared.differences) == (1, ())
+            assert diff(store, store).differences == ()
+        (difference,) = compared.differences
+        assert difference.here is not None
+        assert difference.there is not None
+        assert difference.here.schedule == difference.there.schedule
+        assert (difference.here.standing, difference.there.standing) == (
+            PreferenceReason.IN_USE,
+            PreferenceReason.IMPORTED,
+        )
+
+    def test_step_times_are_counted_and_are_no_difference(self, store: Store) -> None:
+        more = [dataclasses.replace(STEP_TIME, configuration_key=f"c{number}") for number in range(17)]
+        store.add_step_times(more)
+        with open_store(":memory:") as other:
+            other.add_step_times([STEP_TIME, *more[:3]])
+            compared = diff(store, other)
+        assert (compared.others, compared.steps_here, compared.steps_there) == ((), 14, 1)
+
+    @given(st.lists(st.tuples(st.booleans(), st.integers(0, 2), st.sampled_from(["decode", "prefill"]))))
+    @examples(40)
+    def test_the_plan_in_use_is_the_same_to_all_that_ask(self, drawn: list[tuple[bool, int, str]]) -> None:
+        """A start, `db show` and `db diff`: the newest made here, else the newest imported."""
+        with open_store(":memory:") as store:
+            for verified, number, phase in drawn:
+                origin = dataclasses.replace(PLAN.origin, verified=verified)
+                store.add_plan(
+                    dataclasses.replace(PLAN, phase=phase, origin=origin, objectives={"n": float(number)})
+                )
+            in_use, plans = plans_in_use(store), store.plans()
+            shown = [*plan_fields(plans, labels(plan.origin.machine for plan in plans))]
+            for phase in ("decode", "prefill"):
+                started = store.newest_plan(PLAN.origin.machine, PLAN.model_key, phase)
+                assert in_use.get((PLAN.model_key, phase, PLAN.origin.machine)) == started
+                own = [fields for fields in shown if fields["phase"] == phase and fields["in_use"]]
+                assert len(own) == (started is not None)
+                assert all(started and fields["verified"] == started.origin.verified for fields in own)
 
     def test_another_schedule_or_none_is_a_difference(self, store: Store) -> None:
         elsewhere = measured(7, kernel_abi="gemm-avx2-0")
@@ -198,7 +236,10 @@ class TestDiff:
         with open_store(":memory:") as other:
             assert {difference.kind for difference in diff(store, other).others} == set(OtherKind)
             import_rows(other, rows_of(store))
-            assert (diff(store, other).others, diff(store, other).same) == ((), 4)
+            imported = {row.kind: (row.here, row.there) for row in diff(store, other).others}
+            assert imported[OtherKind.STORAGE] == ("sparse", "sparse, imported")
+            assert set(imported) == {OtherKind.STORAGE, OtherKind.USER_KERNEL}
+            other.add_user_promotion(USER_PROMOTION)
             other.add_storage_duels([slower])
             (changed,) = diff(store, other).others
             worse = dataclasses.replace(PREDICTOR_SCORE, figures={"accuracy": 0.5})

@@ -162,15 +162,15 @@ def client_over(
     devices: Sequence[ModelledLane],
     noise: Noise,
     rng: random.Random,
-    slo_s: float,
+    slo_s: float | None,
     depths: Sequence[Depth] | None = None,
 ) -> tuple[EmbeddingClient, list[NoisyWorker]]:
-    """A client over workers of these devices. depths: instead of their plans'."""
+    """A client over workers of these devices. slo_s: None promises nothing. depths: not their plans'."""
     workers = [
         NoisyWorker(device.batch_s, device.s_per_token, noise, random.Random(rng.random()))
         for device in devices
     ]
-    queues = [device.queue(slo_s) for device in devices]
+    queues = [device.queue(slo_s or SLO_S) for device in devices]
     for queue, depth in zip(queues, depths or (), strict=depths is not None):
         queue.depth = depth
     starts = [(lambda each=each: each, each) for each in workers]

@@ -32,6 +32,14 @@ def ask(question: str, package: str, **request: Any) -> Any:
     return json.loads(result.stdout)
 
 
+def llama_cpp_source() -> Path:
+    """The folder of llama.cpp's source that PHASEWISE_LLAMA_CPP names; skips the test where there is none."""
+    folder = Path(os.environ.get("PHASEWISE_LLAMA_CPP", "/nowhere"))
+    if not (folder / "src" / "llama-vocab.cpp").is_file():
+        pytest.skip("no source of llama.cpp here; PHASEWISE_LLAMA_CPP names it, as `make test-files` does")
+    return folder
+
+
 @functools.cache
 def _interpreter_with(package: str) -> str | None:
     for interpreter in (sys.executable, os.environ.get("PHASEWISE_PEERS_PYTHON")):

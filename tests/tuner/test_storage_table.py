@@ -1,4 +1,4 @@
-"""Duels between storages choose sparse where it is proven for decode and costs no other number of rows."""
+"""Duels between storages choose by the sequences that are expected, and by proven losses alone."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from phasewise.tuner.storage import StorageTable, read_storage_table
 from phasewise.tuner.weights import blank_weight, format_name, random_weight
 from tests.support.machines.kerneldb_examples import MACHINE, OTHER_MACHINE, STORAGE_DUEL
 
-WIN, TIE, LOSS = Comparison(1.5, 1.4, 1.6, 0.99, 15), Comparison(0.99, 0.9, 1.1, 0.99, 15), Comparison(
-    0.9, 0.8, 1.2, 0.99, 15
-)  # fmt: skip
+WIN, TIE, BUSY, LOSS = (
+    Comparison(gain, low, high, 0.99, 15)
+    for gain, low, high in ((1.42, 1.4, 1.45), (0.99, 0.9, 1.1), (0.88, 0.19, 6.1), (0.88, 0.86, 0.9))
+)
 
 
 def duel(m: int, comparison: Comparison, weight_format: str = "bf16s8") -> StorageDuel:
@@ -25,35 +26,43 @@ def duel(m: int, comparison: Comparison, weight_format: str = "bf16s8") -> Stora
 
 
 @pytest.mark.parametrize(
-    ("comparisons", "is_sparse"),
+    ("comparisons", "sequences", "is_sparse"),
     [
-        ({1: WIN}, True),
-        ({1: WIN, 8: TIE, 512: TIE}, True),
-        ({1: TIE}, False),
-        ({1: LOSS, 512: WIN}, False),
-        ({1: WIN, 512: LOSS}, False),
+        ({1: WIN}, 1, True),
+        ({1: WIN}, 8, False),
+        ({1: WIN, 8: TIE, 512: TIE}, 8, True),
+        ({1: WIN, 8: BUSY, 512: BUSY}, 8, True),
+        ({1: WIN, 8: LOSS, 512: LOSS}, 1, True),
+        ({1: WIN, 8: LOSS, 512: TIE}, 8, False),
+        ({1: WIN, 8: TIE, 16: TIE, 32: LOSS}, 16, True),
+        ({1: WIN, 8: TIE, 16: TIE, 32: LOSS}, 32, False),
+        ({1: WIN, 8: WIN, 512: LOSS}, 8, False),
+        ({1: TIE}, 1, False),
+        ({1: LOSS, 8: WIN}, 8, False),
     ],
 )
-def test_sparse_is_chosen_where_it_is_proven_and_costs_nowhere(
-    comparisons: dict[int, Comparison], is_sparse: bool
+def test_the_expected_rows_and_proven_losses_choose(
+    comparisons: dict[int, Comparison], sequences: int, is_sparse: bool
 ) -> None:
+    """One sequence keeps what it gains, a server is slower for no number of its sequences."""
     verdict = StorageTable(duel(m, comparison) for m, comparison in comparisons.items()).verdict(
-        "bf16", 64, 96, 0.5
+        "bf16", 64, 96, 0.5, sequences
     )
 
     assert verdict is not None
     assert verdict.is_sparse == is_sparse
     assert all(f"m={m}" in verdict.why for m in comparisons)
+    assert "0.19" not in verdict.why
 
 
 def test_only_the_shape_and_sixteenth_that_was_compared_is_known() -> None:
     table = StorageTable([duel(1, WIN)])
 
-    assert table.verdict("bf16", 64, 96, 0.51)
-    assert table.verdict("bf16", 64, 96, 0.56) is None
-    assert table.verdict("bf16", 64, 64, 0.5) is None
-    assert table.verdict("int8", 64, 96, 0.5) is None
-    assert table.verdict("int4", 64, 96, 0.5) is None
+    assert table.verdict("bf16", 64, 96, 0.51, 1)
+    assert table.verdict("bf16", 64, 96, 0.56, 1) is None
+    assert table.verdict("bf16", 64, 64, 0.5, 1) is None
+    assert table.verdict("int8", 64, 96, 0.5, 1) is None
+    assert table.verdict("int4", 64, 96, 0.5, 1) is None
     assert not StorageTable()
 
 
@@ -63,7 +72,7 @@ def test_the_newest_duel_of_these_cores_counts() -> None:
         here = read_storage_table(store, [MACHINE, MACHINE], STORAGE_DUEL.kernel_abi)
         elsewhere = read_storage_table(store, [OTHER_MACHINE], STORAGE_DUEL.kernel_abi)
 
-    verdict = here.verdict("bf16", 64, 96, 0.5)
+    verdict = here.verdict("bf16", 64, 96, 0.5, 1)
     assert verdict is not None
     assert not verdict.is_sparse
     assert not elsewhere

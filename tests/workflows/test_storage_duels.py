@@ -48,7 +48,7 @@ def test_a_model_is_compared_by_its_shapes_densities_and_phases(model: PackedMod
     """Weights that keep nearly everything are not."""
     problems = storage_problems(model, round_of(model, read_machine()))
 
-    assert {problem.m for problem in problems} == {1, 8, 16}
+    assert {problem.m for problem in problems} == {1, 8, 16}, "as far as a step has rows"
     assert {problem.format for problem in problems} == {"bf16s8"}
     assert {(problem.n, problem.k) for problem in problems} == {
         (weight.n, weight.k) for name, weight in model.weights.items() if name.startswith("layers.")
@@ -118,3 +118,35 @@ def test_imported_duels_are_fought_again_once_and_only_possible_ones() -> None:
     assert second == []
     assert kept == first
     assert len(said) == 2 * len(bad)
+
+
+@pytest.mark.parametrize(("sequences", "is_sparse"), [(1, True), (8, False), (32, False)])
+def test_a_whole_tuning_keeps_what_one_sequence_gains_and_a_server_dense(
+    model: PackedModel, tmp_path: Path, sequences: int, is_sparse: bool
+) -> None:
+    """By a planted timer: 1.42 for one row, 0.88 for eight and more, and a prompt between 0.19 and 6.1."""
+    machine, db = read_machine(), str(tmp_path / "tuned.db")
+    planted = {1: Comparison(1.42, 1.4, 1.45, 0.99, 15), 512: Comparison(0.95, 0.19, 6.1, 0.99, 15)}
+    slower = Comparison(0.88, 0.86, 0.9, 0.99, 15)
+    weight = next(weight for name, weight in model.weights.items() if name.startswith("layers."))
+    origin = replace(STORAGE_DUEL.origin, machine=machine_key(machine, CORE))
+    with open_store(db) as store:
+        store.add_storage_duels(
+            replace(
+                STORAGE_DUEL,
+                problem=Problem("gemm", "bf16s8", weight.n, weight.k, m),
+                comparison=planted.get(m, slower),
+                kernel_abi=kernel_abi("gemm"),
+                origin=origin,
+            )
+            for m in (1, 8, 16, 32, 512)
+        )
+    plans = {phase: ServicePlan(phase, (rank_on(machine, CORE),), "default") for phase in PHASES}
+    choice = storage_choice("auto", db, machine, plans, sequences=sequences)
+    unmeasured = storage_choice("auto", str(tmp_path / "none.db"), machine, plans, sequences=sequences)
+
+    stored = load_model(str(tmp_path / "model"), "native", tmp_path / "other cache", storage=choice)
+    alike = [own.is_sparse for own in stored.weights.values() if (own.n, own.k) == (weight.n, weight.k)]
+    assert set(alike) == {is_sparse}
+    assert unmeasured == StorageChoice("auto", sequences=sequences)
+    assert sequences <= 8 or not unmeasured.wants_sparse

@@ -68,9 +68,9 @@ def test_what_is_slower_than_the_original_does_not_come_into_use(
         assert first.gain >= 1
         assert second.choice == first.choice
         assert first.baseline == second.baseline == original.choice
-        assert first.baseline_gain == second.baseline_gain
-        assert (first.baseline_gain > 1) != is_original_kept
-        assert (second.before, second.before_gain) == (first.choice, None)
+        assert first.over_baseline == second.over_baseline
+        assert (first.over_baseline is not None) != is_original_kept
+        assert (second.before, second.over_before) == (first.choice, None)
         assert len(store.user_promotions()) == 1, "no duel is fought twice"
         with open_store(":memory:", silent) as elsewhere:
             import_rows(elsewhere, rows_of(store))

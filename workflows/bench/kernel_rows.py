@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -13,7 +12,9 @@ from typing import TypeAlias
 from phasewise._files import cut_broken_line
 from phasewise._json import read_json
 from phasewise._version import SCHEMA_VERSION
-from phasewise._words import multiple, percent
+from phasewise._words import percent, proven
+from phasewise.tuner import timing
+from phasewise.tuner.standing import MeasuredRatio, mean_of, ratio_of
 from phasewise.workflows.errors import WorkflowError
 
 LARGE_M = 128
@@ -63,15 +64,14 @@ class KernelRow:
     def key(self) -> PointKey:
         return self.format, self.n, self.k, self.m, self.threads
 
-    @property
-    def best_peer_ns(self) -> int | None:
-        return min(self.peers.values(), default=None)
+    def over(self, peer: str) -> MeasuredRatio:
+        """Speed over that of a peer at this point, by rounds in turns."""
+        return ratio_of(timing.compare_rounds(self.peer_samples_ns[peer], self.samples_ns))
 
     @property
-    def speedup(self) -> float | None:
-        """Speed over that of the best peer at this point; None without peers."""
-        best_ns = self.best_peer_ns
-        return None if best_ns is None else best_ns / self.median_ns
+    def speedup(self) -> MeasuredRatio | None:
+        """Speed over that of the best peer; None without peers."""
+        return self.over(min(self.peers, key=self.peers.__getitem__)) if self.peers else None
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,9 @@ class FormatSummary:
     format: str
     points: int
     """Points that a peer computed too."""
-    speedup: float | None
+    speedup: MeasuredRatio | None
     """Geometric mean over the points of the speed over the best peer's."""
-    worst_speedup: float | None
+    worst_speedup: MeasuredRatio | None
     worst_point: str
     peak: tuple[float, float] | None
     """Lowest and median share of the peak, m of 128 and more."""
@@ -96,8 +96,8 @@ class FormatSummary:
 def summary_fields(summary: FormatSummary) -> dict[str, str]:
     """A summary as the columns of a table, in order; empty text where no row applies."""
 
-    def ratio(value: float | None) -> str:
-        return "" if value is None else multiple(value)
+    def ratio(value: MeasuredRatio | None) -> str:
+        return "" if value is None else proven(value.gain, value.low, value.high)
 
     def shares(low_and_middle: tuple[float, float] | None) -> str:
         return "" if low_and_middle is None else f"{percent(low_and_middle[0])}, {percent(low_and_middle[1])}"
@@ -124,12 +124,12 @@ def summarise(rows: Sequence[KernelRow]) -> list[FormatSummary]:
 
 def _summary(name: str, rows: Sequence[KernelRow]) -> FormatSummary:
     speedups = {_point(row): row.speedup for row in rows if row.speedup is not None}
-    worst = min(speedups, key=lambda point: speedups[point], default="")
+    worst = min(speedups, key=lambda point: speedups[point].gain, default="")
     single = [row for row in rows if row.m == 1]
     return FormatSummary(
         format=name,
         points=len(speedups),
-        speedup=math.exp(statistics.fmean(map(math.log, speedups.values()))) if speedups else None,
+        speedup=mean_of(speedups.values()) if speedups else None,
         worst_speedup=speedups.get(worst),
         worst_point=worst,
         peak=_low_and_middle([row.peak_fraction for row in rows if row.m >= LARGE_M]),

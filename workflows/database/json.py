@@ -21,11 +21,10 @@ if TYPE_CHECKING:
 def plan_fields(
     plans: Sequence[PlanRecord], machines: Machines, report: Report = silent
 ) -> list[dict[str, Any]]:
-    """One object a plan, oldest first. `in_use`: the newest verified one of its model, phase and machine."""
-    here = _Here()
-    newest = {
-        (plan.model_key, plan.phase, plan.origin.machine): plan for plan in plans if plan.origin.verified
-    }
+    """One object a plan, oldest first. `in_use`: the one that a start takes, verified or imported."""
+    from phasewise.kerneldb.upkeep import newest_plans
+
+    here, newest = _Here(), newest_plans(plans)
     return [
         {
             "model": plan.model_key,
@@ -191,6 +190,8 @@ def diff_fields(diff: Diff, machines: Machines) -> list[dict[str, Any]]:
             "machine": machines[difference.key.machine],
             "here": difference.here and asdict(difference.here.schedule),
             "there": difference.there and asdict(difference.there.schedule),
+            "here_standing": difference.here and difference.here.standing.value,
+            "there_standing": difference.there and difference.there.standing.value,
         }
         for difference in diff.differences
     ]
@@ -211,7 +212,7 @@ def plan_diff_fields(diff: Diff, machines: Machines) -> list[dict[str, Any]]:
 
 
 def other_diff_fields(diff: Diff, machines: Machines) -> list[dict[str, Any]]:
-    """One object a storage, a step of a model or a user's kernel that differs."""
+    """One object a storage, a predictor or a user's kernel that differs."""
     return [
         {
             "kind": difference.kind.value,

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from phasewise._version import __version__
+from phasewise._words import proven
 from phasewise.cython_kernels import _native
 from phasewise.kerneldb.records import Origin, Problem, Schedule, StorageDuel
 from phasewise.kerneldb.store import Store
@@ -104,7 +105,8 @@ def verdicts(
                 yield from verify(store, here, bench, top, report)
                 for duel in verify_storage_duels(store, here, bench, report):
                     comparison = duel.comparison
-                    span = f"{comparison.gain_low:.3f} to {comparison.gain_high:.3f}"
-                    report(f"{duel.problem.describe()}: {comparison.gain:.3f} x as fast as dense ({span})")
+                    low, high = comparison.gain_low, comparison.gain_high
+                    ratio = f"{proven(comparison.gain, low, high, 3)} ({low:.3f} to {high:.3f})"
+                    report(f"{duel.problem.describe()}: speed over dense: {ratio}")
         finally:
             bench.close()

@@ -55,6 +55,6 @@ def _model_fields(speed: ModelSpeed) -> dict[str, Any]:
         "step": asdict(speed.step),
         "before_tokens_per_s": speed.before_tokens_per_s,
         "after_tokens_per_s": speed.after_tokens_per_s,
-        "gain": speed.gain,
-        "comparison": None if speed.comparison is None else asdict(speed.comparison),
+        "gain": speed.comparison.gain,
+        "comparison": asdict(speed.comparison),
     }

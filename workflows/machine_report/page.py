@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from html import escape
 from typing import TYPE_CHECKING
 
-from phasewise._words import counted, number, percent, share_of_limit
+from phasewise._words import counted, number, percent, proven, share_of_limit
 from phasewise.topology.picture import draw_svg
 from phasewise.topology.svg import FAINT_INK, FONT, INK, SERIES, document, text
 from phasewise.workflows.machine_report.worth_rows import MODEL_COLUMNS, PRODUCT_COLUMNS, worth_by_machine
@@ -139,7 +139,7 @@ def _schedule_cells(facts: ScheduleFacts, roofline: Roofline | None) -> list[str
         f"{facts.flops / 1e9:.1f}" if facts.weight_bytes else "",
         f"{facts.bytes_per_s / 1e9:.1f}" if facts.weight_bytes else "",
         "" if share is None else percent(share),
-        "" if duel is None else f"{duel.gain:.3f}",
+        "" if duel is None else proven(duel.gain, duel.gain_low, duel.gain_high, 3),
         "" if duel is None else f"{duel.gain_low:.3f} to {duel.gain_high:.3f}",
         "" if duel is None else str(duel.pairs),
         words,

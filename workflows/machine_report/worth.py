@@ -2,8 +2,7 @@
 machine, format and rows, and a whole model's speed by default and by tuned schedules.
 
 A product that was tuned and kept the default counts as a gain of exactly 1, so a mean is over all that was
-tried. A schedule may have been taken into use in several steps: its gain is the product of its duels', and so
-are the ends of its interval, which is then wider than it has to be and never too narrow.
+tried. A whole model's gain is that of timings in pairs alone: single ones, of other minutes, make none.
 
 A promotion says who won and who lost, and the default may be either. This program knows which of its own
 kernels on cores like these; elsewhere a first winner that is not proven faster is taken for the default.
@@ -11,18 +10,17 @@ kernels on cores like these; elsewhere a first winner that is not proven faster 
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from phasewise.kerneldb.counts import Key
-from phasewise.kerneldb.records import MAX_GAIN, Comparison
 from phasewise.tuner import timing
+from phasewise.tuner.standing import MeasuredRatio, ScheduleInUse, in_use_after, mean_of
 
 if TYPE_CHECKING:
-    from phasewise.kerneldb.records import MachineKey, Promotion, Schedule, ServedStep, StepTime
+    from phasewise.kerneldb.records import Comparison, MachineKey, Promotion, ServedStep, StepTime
     from phasewise.kerneldb.store import Store
     from phasewise.tuner.lookup import IsDefault
 
@@ -49,8 +47,8 @@ class ProductGains:
     """Geometric mean over all of `products`, as are the ends of the interval."""
     gain_low: float
     gain_high: float
-    most: float
-    """The largest gain of one product."""
+    most: float | None
+    """The largest gain of one product that is proven; None: none is."""
     verified: bool
     """False: measured on the machine that the rows were imported from."""
 
@@ -64,13 +62,9 @@ class ModelSpeed:
     step: ServedStep
     before_tokens_per_s: float
     after_tokens_per_s: float
-    comparison: Comparison | None
-    """None: the two were not timed in pairs of turns."""
+    comparison: Comparison
+    """The gain, over pairs of turns."""
     verified: bool
-
-    @property
-    def gain(self) -> float:
-        return self.after_tokens_per_s / self.before_tokens_per_s
 
 
 @dataclass(frozen=True)
@@ -89,11 +83,7 @@ class Worth:
     @property
     def models_without_gain(self) -> Sequence[ModelSpeed]:
         """Steps whose speed is not shown to be higher: the interval holds 1 or is below it."""
-        return [
-            speed
-            for speed in self.models
-            if (speed.gain if speed.comparison is None else speed.comparison.gain_low) <= 1.0
-        ]
+        return [speed for speed in self.models if not speed.comparison.proves_faster]
 
 
 def worth_of(store: Store, is_default: IsDefault = lambda *_: False) -> Worth:
@@ -102,14 +92,14 @@ def worth_of(store: Store, is_default: IsDefault = lambda *_: False) -> Worth:
     Reads keys from an index, then promotions and step times, a few rows at a time. is_default: True if a
     schedule is the kernels' own for a problem, as far as this program knows.
     """
-    in_use: dict[tuple[Key, bool], _Standing] = {}
+    in_use: dict[tuple[Key, bool], ScheduleInUse] = {}
     newest: dict[tuple[MachineKey, str], str] = {}
     for promotion in store.all_promotions():
         standing_key = (_key_of(promotion), promotion.origin.verified)
-        in_use[standing_key] = _after(in_use.get(standing_key), promotion, is_default)
+        in_use[standing_key] = in_use_after(in_use.get(standing_key), promotion, is_default)
         machine, family = promotion.origin.machine, _kernels_of(promotion.kernel_abi)
         newest[machine, family] = promotion.kernel_abi
-    groups: dict[_Group, list[_Gain]] = defaultdict(list)
+    groups: dict[_Group, list[MeasuredRatio]] = defaultdict(list)
     for timed in store.timed_keys():
         key = timed.key
         family = _kernels_of(key.kernel_abi)
@@ -117,7 +107,7 @@ def worth_of(store: Store, is_default: IsDefault = lambda *_: False) -> Worth:
             continue
         verified = timed.is_verified
         standing = in_use.get((key, verified))
-        gain = _Gain() if standing is None else standing.gain
+        gain = MeasuredRatio() if standing is None else standing.gain
         problem = key.problem
         group = _Group(key.machine, not verified, family, problem.format, _rows_of(problem.m))
         groups[group].append(gain)
@@ -137,38 +127,6 @@ class _Group(NamedTuple):
     """Place in ROWS."""
 
 
-@dataclass(frozen=True)
-class _Gain:
-    """Over the kernels' own schedule."""
-
-    gain: float = 1.0
-    low: float = 1.0
-    high: float = 1.0
-
-    def times(self, won: Comparison) -> _Gain:
-        return _Gain(self.gain * won.gain, self.low * won.gain_low, min(MAX_GAIN, self.high * won.gain_high))
-
-
-class _Standing(NamedTuple):
-    """The schedule in use for a product, and its gain."""
-
-    schedule: Schedule
-    gain: _Gain
-
-
-def _after(before: _Standing | None, won: Promotion, is_default: IsDefault) -> _Standing:
-    """The schedule in use after a duel."""
-    winner, loser, comparison = won.schedule, won.incumbent, won.comparison
-    if is_default(won.problem, winner):
-        return _Standing(winner, _Gain())
-    if before is None:
-        beat_default = loser is None or is_default(won.problem, loser) or comparison.proves_faster
-        return _Standing(winner, _Gain().times(comparison) if beat_default else _Gain())
-    if winner == before.schedule:  # it stays
-        return before
-    return _Standing(winner, before.gain.times(comparison))
-
-
 def _key_of(promotion: Promotion) -> Key:
     return Key(promotion.problem, promotion.origin.machine, promotion.kernel_abi)
 
@@ -182,41 +140,41 @@ def _rows_of(m: int) -> int:
     return next(index for index, (_, last) in enumerate(ROWS) if last is None or m <= last)
 
 
-def _gains_of(group: _Group, gains: Sequence[_Gain]) -> ProductGains:
+def _gains_of(group: _Group, gains: Sequence[MeasuredRatio]) -> ProductGains:
+    mean = mean_of(gains)
     return ProductGains(
         machine=group.machine,
         kernels=group.kernels,
         format=group.format,
         rows=ROWS[group.rows],
         products=len(gains),
-        tuned=sum(gain != _Gain() for gain in gains),
-        gain=_mean(gain.gain for gain in gains),
-        gain_low=_mean(gain.low for gain in gains),
-        gain_high=_mean(gain.high for gain in gains),
-        most=max(gain.gain for gain in gains),
+        tuned=sum(gain != MeasuredRatio() for gain in gains),
+        gain=mean.gain,
+        gain_low=mean.low,
+        gain_high=mean.high,
+        most=max((gain.gain for gain in gains if gain.low > 1), default=None),
         verified=not group.is_imported,
     )
 
 
-def _mean(ratios: Iterable[float]) -> float:
-    logarithms = [math.log(max(ratio, 1e-9)) for ratio in ratios]
-    return math.exp(math.fsum(logarithms) / len(logarithms))
-
-
 def _speeds(rows: Iterable[StepTime]) -> Iterator[ModelSpeed]:
-    """Steps timed by both kinds of schedules: decode of SEQUENCES after the shortest context, and prompts."""
+    """Steps timed in pairs, which have one instant, by both kinds of schedules: decode of SEQUENCES after the
+    shortest context, and prompts.
+    """
     pairs: dict[tuple[object, ...], dict[str, StepTime]] = defaultdict(dict)
     for row in rows:
         step = row.step
         is_alone = step.sequences == 1
         if is_alone if step.phase == "prefill" else step.sequences in SEQUENCES:
-            key = (row.origin.machine, row.model_key, row.configuration_key, step, row.origin.verified)
-            pairs[key][row.kernels] = row
-    chosen: dict[tuple[object, ...], tuple[tuple[float, ...], ModelSpeed]] = {}
+            origin = (row.origin.machine, row.origin.created_at_ms, row.origin.verified)
+            pairs[row.model_key, row.configuration_key, step, origin][row.kernels] = row
+    chosen: dict[tuple[object, ...], tuple[tuple[int, ...], ModelSpeed]] = {}
     for pair in pairs.values():
-        if pair.keys() >= {"default", "tuned"}:
-            before, after = pair["default"], pair["tuned"]
-            speed, rank = _speed_of(before, after), _rank_of(before, after)
+        if pair.keys() < {"default", "tuned"}:
+            continue
+        before, after = pair["default"], pair["tuned"]
+        if len(before.samples_ns) == len(after.samples_ns):
+            speed, rank = _speed_of(before, after), _rank_of(after)
             step = speed.step
             kind = (speed.machine, speed.model_key, step.phase, step.sequences, speed.verified)
             if kind not in chosen or rank > chosen[kind][0]:
@@ -224,15 +182,12 @@ def _speeds(rows: Iterable[StepTime]) -> Iterator[ModelSpeed]:
     yield from (speed for _, speed in sorted(chosen.values(), key=lambda ranked: _place_of(ranked[1])))
 
 
-def _rank_of(before: StepTime, after: StepTime) -> tuple[float, ...]:
-    """Timings in pairs before others, then the longest prompt and the shortest context, then the newest."""
-    at_ms = after.origin.created_at_ms
-    return (before.origin.created_at_ms == at_ms, before.step.tokens, -before.step.context, at_ms)
+def _rank_of(row: StepTime) -> tuple[int, ...]:
+    """The longest prompt and the shortest context, then the newest."""
+    return (row.step.tokens, -row.step.context, row.origin.created_at_ms)
 
 
 def _speed_of(before: StepTime, after: StepTime) -> ModelSpeed:
-    are_pairs = before.origin.created_at_ms == after.origin.created_at_ms
-    are_pairs = are_pairs and len(before.samples_ns) == len(after.samples_ns)
     tokens = before.step.tokens * before.step.sequences
     return ModelSpeed(
         before.origin.machine,
@@ -240,9 +195,7 @@ def _speed_of(before: StepTime, after: StepTime) -> ModelSpeed:
         before.step,
         tokens * 1e9 / before.estimate_ns,
         tokens * 1e9 / after.estimate_ns,
-        timing.compare([((a,), (b,)) for a, b in zip(before.samples_ns, after.samples_ns, strict=True)])
-        if are_pairs
-        else None,
+        timing.compare([((a,), (b,)) for a, b in zip(before.samples_ns, after.samples_ns, strict=True)]),
         before.origin.verified,
     )
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
-from phasewise._words import counted, multiple, number, plural
+from phasewise._words import NOTHING, counted, multiple, number, plural, proven
+from phasewise.tuner.standing import MeasuredRatio, mean_of
 
 if TYPE_CHECKING:
     from phasewise.kerneldb.records import MachineKey
@@ -56,26 +57,20 @@ def _product_row(gains: ProductGains) -> tuple[str, ...]:
     first, last = gains.rows
     rows = f"{first}" if first == last else f"{first} up" if last is None else f"{first}-{last}"
     return (
-        *(gains.kernels, gains.format, rows, f"{gains.tuned}/{gains.products}", f"{gains.gain:.3f}"),
+        *(gains.kernels, gains.format, rows, f"{gains.tuned}/{gains.products}"),
+        proven(gains.gain, gains.gain_low, gains.gain_high, 3),
         f"{gains.gain_low:.3f}-{gains.gain_high:.3f}" if gains.tuned else "none",
-        f"{gains.most:.2f}",
+        NOTHING if gains.most is None else multiple(gains.most),
     )
 
 
 def _model_row(speed: ModelSpeed) -> tuple[str, ...]:
     step = speed.step
     what = f"prompt of {step.tokens}" if step.phase == "prefill" else f"decode x {step.sequences}"
-    comparison = speed.comparison
-    interval = "not in pairs"
-    if comparison is not None:
-        interval = (
-            f"{comparison.gain_low:.3f}-{comparison.gain_high:.3f}"
-            if comparison.gain_low > 0
-            else "too few pairs"
-        )
-    gain = speed.gain if comparison is None else comparison.gain
+    gain, low, high = (getattr(speed.comparison, name) for name in ("gain", "gain_low", "gain_high"))
+    interval = f"{low:.3f}-{high:.3f}" if low > 0 else "too few pairs"
     rates = (number(speed.before_tokens_per_s, 4), number(speed.after_tokens_per_s, 4))
-    return (speed.model_key, what, *rates, f"{gain:.3f}", interval)
+    return (speed.model_key, what, *rates, proven(gain, low, high, 3), interval)
 
 
 def _remarks(
@@ -83,12 +78,13 @@ def _remarks(
 ) -> Iterator[str]:
     count, tuned = sum(gains.products for gains in products), sum(gains.tuned for gains in products)
     if count:
-        weighed = 1.0
-        for gains in products:
-            weighed *= gains.gain ** (gains.products / count)
+        ratios = [MeasuredRatio(gains.gain, gains.gain_low, gains.gain_high) for gains in products]
+        mean = mean_of(
+            ratio for gains, ratio in zip(products, ratios, strict=True) for _ in range(gains.products)
+        )
         yield (
             f"{tuned} of {counted(count, 'product')} run by a tuned schedule, {count - tuned} by the default:"
-            f" {multiple(weighed, 3)} in the mean over all of them."
+            f" {proven(mean.gain, mean.low, mean.high, 3)} in the mean over all of them."
         )
     idle = [
         f"{gains.kernels} {gains.format}, rows {_product_row(gains)[2]}"
@@ -100,7 +96,7 @@ def _remarks(
     even = [
         _model_row(speed)[0] + ", " + _model_row(speed)[1]
         for speed in models
-        if (speed.gain if speed.comparison is None else speed.comparison.gain_low) <= 1.0
+        if not speed.comparison.proves_faster
     ]
     if even:
         yield f"No gain is shown for the whole model: {'; '.join(even)}."

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from phasewise.serving.models.sparse_mode import SparseMode
@@ -30,7 +30,8 @@ class Weights:
     weight_format: one of `serving.models.packed_model.FORMATS`. sparse: which weights are stored sparse.
     checksum: read the
     packed file whole, and make it anew where it is not as it was written. arithmetic: how weights are
-    multiplied. lora: adapters that requests may have on top, NAME=PATH each.
+    multiplied. lora: adapters that requests may have on top, NAME=PATH each. sequences: those that are
+    expected to decode together, at most, by which `auto` chooses.
     """
 
     weight_format: str = "native"
@@ -38,6 +39,7 @@ class Weights:
     checksum: bool = False
     arithmetic: ArithmeticChoice = "tuned"
     lora: Sequence[str] | None = None
+    sequences: int = field(default=1, kw_only=True)
 
     @property
     def is_canonical(self) -> bool:
@@ -115,7 +117,7 @@ def open_under(
 
     check_arithmetic(weights.arithmetic)
     tell_of_own_kernels(report)
-    storage = storage_choice(weights.sparse, db, machine, plans, report)
+    storage = storage_choice(weights.sparse, db, machine, plans, report, weights.sequences)
     model = load_model(ref, weights.weight_format, report=report, checksum=weights.checksum, storage=storage)
     if weights.lora:
         from phasewise.serving.loaders.adapters.load_adapter import with_adapters

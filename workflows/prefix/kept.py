@@ -112,8 +112,11 @@ def _described(path: Path, identity: str) -> tuple[str | None, dict[str, Any]]:
     """The model and the components of an identity, as far as the folder says."""
     from phasewise.serving.prefix_store.folder import IDENTITY_SUFFIX
 
+    place = path / f"{identity}{IDENTITY_SUFFIX}"
+    if place.is_symlink():  # the folder's servers make none
+        return None, {}
     try:
-        told = read_json(read_input(path / f"{identity}{IDENTITY_SUFFIX}", _MOST_DESCRIBED))
+        told = read_json(read_input(place, _MOST_DESCRIBED))
         model, parts = told["model"], told["identity"]
     except (OSError, ValueError, KeyError, TypeError):
         return None, {}

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from phasewise._json import read_json
 from phasewise.serving.errors import ModelError
 from phasewise.serving.text.gguf_tokens import TokenKind
+from phasewise.serving.text.gguf_vocab import PRE_TOKENIZERS as KNOWN
 from phasewise.serving.text.gguf_vocab import tokenizer_from_gguf
 from phasewise.serving.text.tokenizer import Tokenizer
 from phasewise.workflows.errors import WorkflowError
@@ -19,9 +20,7 @@ from phasewise.workflows.errors import WorkflowError
 if TYPE_CHECKING:
     from phasewise.serving.loaders.source import ModelSource
 
-PRE_TOKENIZERS = (
-    "gpt-2", "smollm", "llama-bpe", "qwen2", "dbrx", "tekken", "seed-coder", "deepseek-coder", "default",
-)  # fmt: skip
+PRE_TOKENIZERS = tuple({pre: name for name, pre in reversed(KNOWN.items()) if pre.byte_level}.values())[::-1]
 """One name for each way of cutting that `gguf_vocab` knows."""
 SAMPLE = (
     "\n \n\n \n\n\n \t \t\t \t\n  \n   \n    \n     \n🚀 (normal) 😶‍🌫️ (multiple emojis concatenated) ✅"

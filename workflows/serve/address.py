@@ -12,11 +12,9 @@ from phasewise.workflows.report import Report
 from phasewise.workflows.serve.settings import Accepting, Listening
 
 if TYPE_CHECKING:
-    import ssl
-
     from phasewise.serving.http.http_settings import HttpLimits
     from phasewise.serving.http.routes.hangup import ReadKeys
-    from phasewise.serving.http.transport.listening import Address
+    from phasewise.serving.http.transport.listening import Address, TlsContext
 
 MAX_KEY_FILE_BYTES = 1 << 20
 MAX_KEY_CHARS = 4096
@@ -90,7 +88,7 @@ def _keys_in(path: Path, report: Report) -> list[str]:
     return keys
 
 
-def tls_of(listening: Listening, report: Report) -> ssl.SSLContext | None:
+def tls_of(listening: Listening, report: Report) -> TlsContext | None:
     from phasewise.serving.http.transport.listening import tls_context
 
     certificate, key = listening.tls_cert, listening.tls_key
@@ -110,7 +108,7 @@ def _warn_readable(path: Path, secret: str, report: Report) -> None:
         report(f"warning: everybody on this machine can read the {secret} in {path}; chmod 600 it")
 
 
-def address_of(listening: Listening, tls: ssl.SSLContext | None) -> Address:
+def address_of(listening: Listening, tls: TlsContext | None) -> Address:
     from phasewise.serving.http.transport.listening import TcpAddress, UnixAddress
 
     if listening.unix_socket is not None:

@@ -26,8 +26,6 @@ from phasewise.workflows.serve.opened_models import OpenedModel, open_models
 from phasewise.workflows.serve.settings import Answering, Prefixes, ServeSettings
 
 if TYPE_CHECKING:
-    import ssl
-
     from phasewise.serving.embedding_service import EmbeddingSettings
     from phasewise.serving.engine.engine import Engine
     from phasewise.serving.engine.engine_host import OpenHost
@@ -37,6 +35,7 @@ if TYPE_CHECKING:
     from phasewise.serving.http.length_log import LengthLog
     from phasewise.serving.http.monitoring.access_log import Level, Logging
     from phasewise.serving.http.monitoring.live import MachineFacts
+    from phasewise.serving.http.transport.listening import TlsContext
     from phasewise.serving.sampling.sampling_defaults import SamplingDefaults
     from phasewise.serving.service import OtherModel, ServiceSettings
     from phasewise.workflows.opening.drafts import DraftRule
@@ -59,6 +58,7 @@ def serve_folder(settings: ServeSettings, report: Report = silent) -> None:
 
     use_one_heap()  # before numpy's threads are there
     check_arithmetic(settings.weights.arithmetic)
+    settings = _for_its_sequences(settings)
     from phasewise.serving.folder_service import run_folder_service
     from phasewise.serving.http.length_log import LengthLog
     from phasewise.serving.http.monitoring.live import MachineFacts
@@ -116,6 +116,7 @@ def serve_model(
     from phasewise.workflows.serve.embedding import makes_vectors, open_beside, serve_embeddings
 
     check_arithmetic(settings.weights.arithmetic)  # before anything opens
+    settings = _for_its_sequences(settings)
     if settings.pools.cluster is not None:
         check_pools(settings.pools.on_nodes)
     limits = http_limits(settings.listening, settings.accepting, report)
@@ -199,6 +200,11 @@ def _beside_embeddings(settings: ServeSettings, report: Report) -> ServeSettings
     return replace(settings, running=replace(running, threads=threads_beside(embeddings, running.threads)))
 
 
+def _for_its_sequences(settings: ServeSettings) -> ServeSettings:
+    """With weights that are stored for as many sequences as may decode together."""
+    return replace(settings, weights=replace(settings.weights, sequences=settings.accepting.max_sequences))
+
+
 def _check_prefixes(settings: ServeSettings) -> None:
     """ServingError for a folder that cannot be used, if this host reads it."""
     from phasewise.serving.prefix_store.folder import PrefixFolder
@@ -219,7 +225,7 @@ def _prefix_lines(prefixes: Prefixes) -> Iterator[str]:
 def _embedding_settings(
     ref: str,
     limits: HttpLimits,
-    tls: ssl.SSLContext | None,
+    tls: TlsContext | None,
     settings: ServeSettings,
     report: Report,
     name: str,
@@ -291,7 +297,7 @@ def _service_settings(
     others: Sequence[OpenedModel],
     settings: ServeSettings,
     limits: HttpLimits,
-    tls: ssl.SSLContext | None,
+    tls: TlsContext | None,
     length_log: LengthLog | None,
     sign_receipt: SignReceipt | None,
     report: Report,

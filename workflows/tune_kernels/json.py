@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from phasewise.tuner.standing import mean_of
+
 if TYPE_CHECKING:
     from phasewise.kerneldb.records import StorageDuel
+    from phasewise.tuner.standing import MeasuredRatio
     from phasewise.tuner.task_division import Task
     from phasewise.tuner.tuning_run import Gain
     from phasewise.workflows.tune_kernels.rounds import Shape, TunedRound
@@ -27,9 +29,9 @@ def plan_fields(shape: Shape, task: Task) -> dict[str, Any]:
     }
 
 
-def mean_gain(gains: Sequence[Gain]) -> float:
+def mean_gain(gains: Sequence[Gain]) -> MeasuredRatio:
     """The geometric mean, of untouched ones too."""
-    return math.exp(sum(math.log(gain.default_ns / gain.tuned_ns) for gain in gains) / len(gains))
+    return mean_of(gain.over_default for gain in gains)
 
 
 def tuned_fields(tuned: TunedRound) -> dict[str, Any]:
@@ -52,7 +54,7 @@ def tuned_fields(tuned: TunedRound) -> dict[str, Any]:
             "peak_flops": dict(tuned.roofline.peak_flops),
             "read_bytes_per_s": tuned.roofline.read_bytes_per_s,
         },
-        "mean_gain": mean_gain(outcome.gains) if outcome.gains else None,
+        "mean_gain": asdict(mean_gain(outcome.gains)) if outcome.gains else None,
         "gains": [_gain_fields(tuned, gain) for gain in outcome.gains],
         "storage": [storage_fields(duel) for duel in tuned.storage],
         "attention": [_verdict_fields(gain) for gain in tuned.attention.gains] if tuned.attention else [],
@@ -72,7 +74,9 @@ def _verdict_fields(gain: Gain) -> dict[str, Any]:
         **asdict(gain.problem),
         "default_ns": gain.default_ns,
         "tuned_ns": gain.tuned_ns,
-        "gain": gain.default_ns / gain.tuned_ns,
+        "gain": gain.over_default.gain,
+        "gain_low": gain.over_default.low,
+        "gain_high": gain.over_default.high,
         "is_default": gain.is_default,
         "schedule": asdict(gain.schedule),
         "last_duel": asdict(gain.comparison),

@@ -128,7 +128,8 @@ def change_of_model(
 ) -> list[SpeedChange]:
     """The effect of a run on the model that it was for: tokens per second before and after, in pairs.
 
-    Empty where every product that was tuned keeps the kernels' own schedule. Kept in the database where
+    budget_s: what is left of the run's. Empty where every product that was tuned keeps the kernels' own
+    schedule. Kept in the database where
     nothing was tuned before: then it is the worth of tuning, which `report` tells.
     """
     from phasewise.workflows.opening.tuned_schedules import schedules_for
@@ -136,9 +137,10 @@ def change_of_model(
     if all(gain.is_default for tuned_round in tuned for gain in tuned_round.outcome.gains):
         return []
     after = schedules_for(db, machine, opened.plans)
+    began_s = time.monotonic()
     with lock.turn(budget_s):
-        changes = measured_change(opened, after, BUDGET_SHARE * budget_s, report)
-    if not any(table.is_tuned for table in opened.schedules.values()):
+        changes = measured_change(opened, after, budget_s - (time.monotonic() - began_s), report)
+    if changes and not any(table.is_tuned for table in opened.schedules.values()):
         scope = Scope(machine_key(machine), kernel_abi("gemm"), __version__)
         with open_store(db, report) as store:
             if store.writable:

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from phasewise._words import counted
 from phasewise.kerneldb.records import Origin, ServedStep, StepTime
 from phasewise.serving.engine.throughput import Workload, measure
 from phasewise.tuner import timing
@@ -37,7 +38,6 @@ LEAST_STEPS = 4
 BUDGET_SHARE = 0.1
 """Share of a tuning run's budget."""
 
-LEAST_PAIRS = 3
 MOST_PAIRS = 15
 
 
@@ -64,10 +64,14 @@ def measured_change(
     report: Report = silent,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[SpeedChange]:
-    """Prefill and decode of a model by its schedules and by `schedules`, alternating, for about `budget_s`.
+    """Prefill and decode of a model by its schedules and by `schedules`, alternating, for `budget_s`.
 
-    At least LEAST_PAIRS pairs of each test, whatever the budget. The caller holds the measurement lock.
+    A test for which no pair of turns fits into what is left is not there. The caller holds the measurement
+    lock.
     """
+    if budget_s <= 0:
+        report("the budget leaves no time to compare the whole model before and after")
+        return []
     workloads = _workloads(before.model.config.context_length)
     report("timing the model before and after, in pairs ...")
     changes: list[SpeedChange] = []
@@ -78,8 +82,13 @@ def measured_change(
             for model in (before, replace(before, schedules=schedules))
         ]
         for place, workload in enumerate(workloads):
-            share_s = (end_s - clock()) / (len(workloads) - place)
-            changes.append(_change(workload, sides, before.model.config.vocab_size, share_s, clock))
+            now_s = clock()
+            deadline_s = now_s + (end_s - now_s) / (len(workloads) - place)
+            change = _change(workload, sides, before.model.config.vocab_size, deadline_s, clock)
+            changes += [] if change is None else [change]
+    if len(changes) < len(workloads):
+        left_out = counted(len(workloads) - len(changes), "test")
+        report(f"the budget leaves no time for {left_out} of the whole model before and after")
     return changes
 
 
@@ -93,22 +102,32 @@ def _change(
     workload: Workload,
     sides: Sequence[Forward],
     vocab_size: int,
-    budget_s: float,
+    deadline_s: float,
     clock: Callable[[], float],
-) -> SpeedChange:
-    def turn(side: int, warm_ups: int = 0) -> timing.Samples:
-        return measure(sides[side], workload, vocab_size, MAX_BATCH_TOKENS, 1, warm_ups).samples_ns
+) -> SpeedChange | None:
+    """None where no pair ends before the deadline: each takes as long as the longest before it."""
 
-    for side in (0, 1):
-        turn(side, warm_ups=1)
+    def turn(side: int) -> timing.Samples:
+        return measure(sides[side], workload, vocab_size, MAX_BATCH_TOKENS, 1, 0).samples_ns
+
     taken: list[tuple[timing.Samples, timing.Samples]] = []
-    end_s = clock() + budget_s
-    while len(taken) < LEAST_PAIRS or (len(taken) < MOST_PAIRS and clock() < end_s):
+    began_s, longest_s = clock(), 0.0
+    for side in (0, 1):  # the first turns are warm-ups
+        if clock() + (side + 1) * longest_s >= deadline_s:
+            return None
+        turn(side)
+        longest_s = max(longest_s, clock() - began_s)
+        began_s = clock()
+    while len(taken) < MOST_PAIRS and clock() + 2 * longest_s < deadline_s:
         if len(taken) % 2:
             new, old = turn(1), turn(0)
         else:
             old, new = turn(0), turn(1)
         taken.append((old, new))
+        longest_s = max(longest_s, (clock() - began_s) / 2)
+        began_s = clock()
+    if not taken:
+        return None
     rates = [
         workload.n_tokens * 1e9 / statistics.median(samples[0] for samples in side)
         for side in zip(*taken, strict=True)

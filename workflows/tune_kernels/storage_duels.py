@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from phasewise.serving.models.packed_model import PackedModel
     from phasewise.topology import Machine
 
-DECODE_ROWS = (1, 8)
-"""Rows of the products that decode's duels compare: one sequence, and several."""
+DECODE_ROWS = (1, 8, 16, 32)
+"""Rows of the products that decode's duels compare: one sequence, and as many as servers have."""
 
 MOST_KEPT = 15
 """Sixteenths: of a weight that keeps more, sparse storage saves nothing worth a comparison."""

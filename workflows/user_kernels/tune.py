@@ -26,7 +26,7 @@ from phasewise.ir.running.checking import REASSOCIATED_BOUND, Program, check, in
 from phasewise.ir.running.compiling import compiler_for, emulator_for
 from phasewise.ir.running.timing import TimingProcess, library_of
 from phasewise.ir.targets import IsaTarget
-from phasewise.kerneldb.records import SINGLE_CORE, MachineKey, Origin
+from phasewise.kerneldb.records import SINGLE_CORE, Comparison, MachineKey, Origin
 from phasewise.kerneldb.store import Store
 from phasewise.kerneldb.user_kernels import Choice, UserProblem, UserPromotion, UserTiming
 from phasewise.tuner import timing
@@ -58,12 +58,12 @@ class ShapeOutcome:
     gain_low: float
     baseline: Choice
     """The author's own function where it takes part, else the first parameters."""
-    baseline_gain: float
-    """The gain over the baseline, by a duel; 1 where that is in use."""
+    over_baseline: Comparison | None
+    """With the baseline, by a duel; None where that is in use."""
     before: Choice
     """The choice in use when the run began."""
-    before_gain: float | None
-    """The gain over that, where this run replaced it."""
+    over_before: Comparison | None
+    """With that, where this run replaced it."""
     timed: int
     replayed: int
     default_ns: int | None
@@ -188,7 +188,7 @@ class _Run:
         for choice in self._imported(problem):
             self._settle(problem, self._named(first), choice)
         promotion = self._settle(problem, self._named(first), self._named(best))
-        replaced = promotion.comparison.gain if promotion.incumbent == before != promotion.choice else None
+        replaced = promotion.comparison if promotion.incumbent == before != promotion.choice else None
         promotion, gain = self._beside_baseline(problem, baseline, promotion)
         return ShapeOutcome(
             problem, promotion.choice, promotion.comparison.gain, promotion.comparison.gain_low, baseline,
@@ -198,18 +198,17 @@ class _Run:
 
     def _beside_baseline(
         self, problem: UserProblem, baseline: Choice, promotion: UserPromotion
-    ) -> tuple[UserPromotion, float]:
-        """The choice after a duel with the baseline, unless there was one, and its gain over it."""
+    ) -> tuple[UserPromotion, Comparison | None]:
+        """The choice after a duel with the baseline, unless there was one, and that duel."""
         if promotion.choice == baseline:
-            return promotion, 1.0
+            return promotion, None
         for earlier in reversed(self._promotions(problem)):
             if {earlier.choice, earlier.incumbent} == {promotion.choice, baseline}:
                 is_own = earlier.choice == promotion.choice
-                return promotion, (
-                    earlier.comparison if is_own else reversed_comparison(earlier.comparison)
-                ).gain
+                own = earlier.comparison if is_own else reversed_comparison(earlier.comparison)
+                return promotion, own
         promotion = self._duel(problem, baseline, promotion.choice)
-        return promotion, promotion.comparison.gain if promotion.choice != baseline else 1.0
+        return promotion, promotion.comparison if promotion.choice != baseline else None
 
     def _promotions(self, problem: UserProblem) -> list[UserPromotion]:
         """The promotions here for a problem that are still offered, the newest last."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from phasewise._words import multiple, percent
+from phasewise._words import percent, proven
 from phasewise.cli import row_forms
+from phasewise.tuner.timing import compare_rounds
 from phasewise.workflows.bench.allreduce.compare import AllReduceRow, size_text
 from phasewise.workflows.bench.allreduce.rank import COPY
 
@@ -34,6 +35,11 @@ LAST = ("GB/s", "spread")
 FORMATS: dict[str, Callable[..., str]] = {"md": as_md, "csv": as_csv, "json": as_json}
 
 
+def _over(row: AllReduceRow, first: AllReduceRow) -> str:
+    rounds = compare_rounds(row.samples_ns, first.samples_ns)
+    return proven(rounds.gain, rounds.gain_low, rounds.gain_high)
+
+
 def _md_row(systems: Sequence[AllReduceRow]) -> Mapping[str, str]:
     first = systems[0]
     return {
@@ -43,7 +49,5 @@ def _md_row(systems: Sequence[AllReduceRow]) -> Mapping[str, str]:
         "spread": percent(row_forms.spread(first.samples_ns)),
         "GB/s": f"{first.gbps:.2f}",
         "of copying": percent(first.copy_fraction),
-        **{
-            row.system: multiple(row.median_ns / first.median_ns) for row in systems[1:] if row.system != COPY
-        },
+        **{row.system: _over(row, first) for row in systems[1:] if row.system != COPY},
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from phasewise._words import counted, multiple, percent
+from phasewise._words import counted, percent, proven
 from phasewise.cli import row_forms
 from phasewise.workflows.bench.kernel_rows import KernelRow, summarise, summary_fields
 from phasewise.workflows.line_chart import Chart, Panel, draw_chart
@@ -119,6 +119,11 @@ def _peer_names(rows: Sequence[KernelRow]) -> list[str]:
     return list(dict.fromkeys(peer for row in rows for peer in row.peers))
 
 
+def _over(row: KernelRow, peer: str) -> str:
+    ratio = row.over(peer)
+    return proven(ratio.gain, ratio.low, ratio.high)
+
+
 def _md_row(row: KernelRow, peers: Sequence[str]) -> dict[str, str]:
     return {
         "format": row.format,
@@ -131,6 +136,6 @@ def _md_row(row: KernelRow, peers: Sequence[str]) -> dict[str, str]:
         "GB/s": f"{row.gbps:.1f}",
         "peak": row_forms.limit_cell(row.peak_fraction),
         "bandwidth": row_forms.limit_cell(row.bandwidth_fraction),
-        **{peer: multiple(row.peers[peer] / row.median_ns) if peer in row.peers else "" for peer in peers},
+        **{peer: _over(row, peer) if peer in row.peers else "" for peer in peers},
         "schedule": f"{row.schedule_source}: {schedule_text(row.schedule)}",
     }

@@ -101,7 +101,7 @@ def kv(
 
     final/reserved: share of its block that a request fills at its end.
 
-    A step is one batch of the scheduler. Why requests failed is told on stderr.
+    A step is one batch of the scheduler. Reasons of failed requests go to stderr.
     """
     from phasewise.cli.commands.bench.kv_text import FORMATS
     from phasewise.cli.row_forms import written

@@ -173,8 +173,9 @@ def diff(other: OtherArgument, db: DbOption = None, as_json: JsonOption = False)
     $ phasewise db diff other.db
     $ phasewise db diff tuned.jsonl --json
 
-    Scores of predictors too. Of step times it compares which steps were timed.
-    The exit code is 1 if they differ.
+    Scores of predictors too. A schedule that is in use on one side and
+    imported or only measured on the other is a difference. Of step times it
+    counts those that one side alone has. The exit code is 1 if they differ.
     """
     from phasewise.workflows.database.sharing import compare_databases
 
@@ -190,11 +191,19 @@ def diff(other: OtherArgument, db: DbOption = None, as_json: JsonOption = False)
     plans = database_json.plan_diff_fields(comparison, machines)
     others = database_json.other_diff_fields(comparison, machines)
     if as_json:
-        fields = {"same": comparison.same, "differences": differences, "plans": plans, "others": others}
+        fields = {
+            "same": comparison.same,
+            "differences": differences,
+            "plans": plans,
+            "others": others,
+            "step_times": {"here_alone": comparison.steps_here, "there_alone": comparison.steps_there},
+        }
         print_json({**fields, "machines": database_json.machine_fields(machines)})
     else:
         n_different = len(differences) + len(plans) + len(others)
         say(f"the same: {comparison.same}; different: {n_different}")
+        if comparison.steps_here or comparison.steps_there:
+            say(f"step times: {comparison.steps_here} here alone, {comparison.steps_there} there alone")
         if differences:
             db_text.print_diff(differences)
         if plans:
@@ -224,7 +233,7 @@ def verify(
     schedule stays unverified, and the next run measures it again.
 
     Only rows of machines and kernels like these can be verified. What was measured is kept at once: the
-    command goes on where it was interrupted.
+    command continues where it was interrupted.
     """
     from phasewise.kerneldb.upkeep import plans_in_use
     from phasewise.topology import read_machine
@@ -272,13 +281,12 @@ def gc(
     $ phasewise db gc --dry-run
     $ phasewise db gc --keep 4
 
-    A build whose winners wait to be timed again by `tune-kernels` stays, and is
-    told. Of what was imported, the newest winner of a product stays as a hint.
+    A build whose winners `tune-kernels` has yet to time again is kept, and a line says so. Of imported
+    rows, the newest winner of a product is kept as a hint.
 
-    Of a schedule that lost, one timing stays, with the least, the quartiles and
-    the largest of its samples. `tune-kernels` does so by itself, keeping 16, where
-    more than 100,000 timings are of this kind of machine.
-    A later `tune-kernels` measures anew what it needs of them. Rows of other machines' kernels stay.
+    Of a schedule that lost, one timing is kept, with the least, the quartiles and the largest of its
+    samples. `tune-kernels` does this by itself, for all but 16, where more than 100,000 timings are of this
+    kind of machine, and measures again what it needs later. Rows of other machines' kernels are kept.
     """
     from phasewise.cython_kernels._native import kernel_abis
     from phasewise.kerneldb.upkeep import collect_garbage

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from phasewise._words import counted, percent
+from phasewise._words import counted, percent, proven
 from phasewise.cli.commands.topo.text import core_words
 from phasewise.cli.present import on_one_line, say
 from phasewise.workflows.database.listing import ListedSchedules, Section
@@ -121,17 +121,24 @@ def _schedule_line(schedule: dict[str, Any]) -> dict[str, Any]:
 
 
 def print_diff(differences: Sequence[dict[str, Any]]) -> None:
-    """A line for each key that differs."""
-    lines = [
-        {
-            "kernel": _shortened(f"{difference['family']} {difference['format']}", MAX_PATH_CHARS),
-            "n x k x m": _size(difference),
-            "here": _schedule_words(difference["here"]),
-            "there": _schedule_words(difference["there"]),
-        }
-        for difference in differences
-    ]
-    print_table("Schedules that differ", lines)
+    """A line for each key that differs, those of the same standings together."""
+    by_standing: dict[tuple[str | None, str | None], list[dict[str, Any]]] = {}
+    for difference in differences:
+        sides = difference["here_standing"], difference["there_standing"]
+        by_standing.setdefault(sides, []).append(difference)
+    for (here, there), own in by_standing.items():
+        lines = [
+            {
+                "kernel": _shortened(f"{difference['family']} {difference['format']}", MAX_PATH_CHARS),
+                "n x k x m": _size(difference),
+                "here": _schedule_words(difference["here"]),
+                "there": "the same"
+                if difference["here"] == difference["there"]
+                else _schedule_words(difference["there"]),
+            }
+            for difference in own
+        ]
+        print_table(f"Schedules that differ: {here or 'none'} here, {there or 'none'} there", lines)
 
 
 def print_plan_diff(plans: Sequence[dict[str, Any]]) -> None:
@@ -150,7 +157,7 @@ def print_plan_diff(plans: Sequence[dict[str, Any]]) -> None:
 
 
 def print_other_diff(others: Sequence[dict[str, Any]]) -> None:
-    """A line for each storage, step or user's kernel."""
+    """A line for each storage, predictor or user's kernel."""
     lines = [
         {
             "kind": difference["kind"],
@@ -173,10 +180,9 @@ def _schedule_words(schedule: dict[str, Any] | None) -> str:
 def verdict_line(verdict: ScheduleVerdict) -> str:
     """The line of a schedule's measurement, for the progress."""
     comparison = verdict.comparison
-    gain = (
-        f"{comparison.gain:.2f} times as fast as what was in use "
-        f"({comparison.gain_low:.2f} to {comparison.gain_high:.2f})"
-    )
+    low, high = comparison.gain_low, comparison.gain_high
+    ratio = proven(comparison.gain, low, high)
+    gain = f"speed over what was in use: {ratio} ({low:.2f} to {high:.2f})"
     return f"{verdict.problem.describe()}: {gain}; {verdict.outcome}"
 
 
@@ -188,7 +194,8 @@ def print_verdicts(verdicts: Sequence[dict[str, Any]]) -> None:
             "n x k x m": _size(verdict),
             "claimed us": f"{verdict['claimed_ns'] / 1000:.1f}",
             "here us": f"{verdict['measured_ns'] / 1000:.1f}",
-            "gain": f"{verdict['gain']:.2f} ({verdict['gain_low']:.2f}..{verdict['gain_high']:.2f})",
+            "gain": proven(verdict["gain"], verdict["gain_low"], verdict["gain_high"]),
+            "between": f"{verdict['gain_low']:.2f}..{verdict['gain_high']:.2f}",
             "verdict": verdict["outcome"],
         }
         for verdict in verdicts

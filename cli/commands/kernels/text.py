@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from phasewise._words import counted, multiple
+from phasewise._words import NO_VERDICT, counted, proven
 from phasewise.cli.present import goes_on
 from phasewise.ir.original import is_original
 from phasewise.kerneldb.user_kernels import UserPromotion
 
 if TYPE_CHECKING:
     from phasewise.cython_kernels.user_slots.installed import InstalledSlot
+    from phasewise.kerneldb.records import Comparison
     from phasewise.workflows.user_kernels.files import Checked
     from phasewise.workflows.user_kernels.tune import ShapeOutcome
 
@@ -102,7 +103,7 @@ def shown_text(promotions: Sequence[UserPromotion]) -> str:
     """One line for each shape."""
     return "\n".join(
         f"{promotion.problem.describe():28} {_numbers(promotion.choice):32} "
-        f"{promotion.comparison.gain:6.2f} times as fast as {_numbers(promotion.incumbent)}"
+        f"{_ratio(promotion.comparison)} over {_numbers(promotion.incumbent)}"
         for promotion in newest(promotions)
     )
 
@@ -122,14 +123,17 @@ def tuned_text(outcomes: Sequence[ShapeOutcome], *, resume: bool = True) -> str:
 
 
 def _gain(outcome: ShapeOutcome) -> str:
-    """E.g. `2.40x the author's C (1.14x the choice before)`."""
+    """E.g. `2.40x over the author's C (1.14x over the choice before)`."""
     baseline = "the author's C" if is_original(dict(outcome.baseline)) else "the first parameters"
     if outcome.choice == outcome.baseline:
         return f"{baseline}: nothing proven faster"
-    before = "" if outcome.before_gain is None else f" ({multiple(outcome.before_gain)} the choice before)"
-    return (
-        f"{multiple(outcome.baseline_gain)} {baseline}{'' if outcome.before == outcome.baseline else before}"
-    )
+    before = "" if outcome.over_before is None else f" ({_ratio(outcome.over_before)} over the choice before)"
+    ratio = NO_VERDICT if outcome.over_baseline is None else _ratio(outcome.over_baseline)
+    return f"{ratio} over {baseline}{'' if outcome.before == outcome.baseline else before}"
+
+
+def _ratio(comparison: Comparison) -> str:
+    return proven(comparison.gain, comparison.gain_low, comparison.gain_high)
 
 
 def tuned_fields(outcome: ShapeOutcome) -> dict[str, Any]:
@@ -141,9 +145,9 @@ def tuned_fields(outcome: ShapeOutcome) -> dict[str, Any]:
         "gain": outcome.gain,
         "gain_low": outcome.gain_low,
         "baseline": dict(outcome.baseline),
-        "baseline_gain": outcome.baseline_gain,
+        "baseline_gain": 1.0 if outcome.over_baseline is None else outcome.over_baseline.gain,
         "before": dict(outcome.before),
-        "before_gain": outcome.before_gain,
+        "before_gain": None if outcome.over_before is None else outcome.over_before.gain,
         "default_ns": outcome.default_ns,
         "best_ns": outcome.best_ns,
         "timed": outcome.timed,

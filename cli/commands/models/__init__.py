@@ -46,7 +46,7 @@ def pull(
     $ phasewise pull smollm2-135m-instruct
     $ phasewise pull org/name-GGUF:Q4_K_M
 
-    An interrupted download goes on where it ended. Sizes and digests are checked.
+    The same command resumes an interrupted download. Sizes and digests are checked.
     """
     import time
 

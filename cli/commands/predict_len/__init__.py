@@ -108,7 +108,7 @@ def collect(
     $ phasewise predict-len collect model.gguf prompts.jsonl -o log --limit 200
 
     Each answer is logged as soon as it has ended. Interrupted, the same
-    command goes on with the prompts that have no answer yet. `serve
+    command continues with the prompts that have no answer yet. `serve
     --length-log` writes the same log of real requests.
     """
     from phasewise.workflows.predict_len.answer_prompts import collect_lengths

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from phasewise._words import counted, multiple
+from phasewise._words import counted
 from phasewise.cli.commands.tune_config.text import milliseconds
 from phasewise.cli.commands.tune_kernels.text import where_of
 from phasewise.cli.status_line import StatusLine, status_line
@@ -131,11 +131,7 @@ class _Search:
 
 
 def _cut_words(cut: PrunedTree) -> str:
-    slower = (
-        "cannot run"
-        if cut.cost_ms == math.inf
-        else f"{multiple(cut.cost_ms / cut.parent_cost_ms)} its parent"
-    )
+    slower = "cannot run" if cut.cost_ms == math.inf else "costs more than its parent"
     return f"{_drawn(cut.tree.notation)}  cut with all below it ({_ranks(cut.ranks)}): {slower}"
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from textwrap import fill
 from typing import TYPE_CHECKING
 
-from phasewise._words import counted, multiple, number, plural
+from phasewise._words import NO_VERDICT, counted, multiple, number, plural, proven
 from phasewise.cli.commands.tune_kernels.text import budget_words
 from phasewise.cli.present import goes_on, on_one_line
 from phasewise.tuner.config.references import ALL_CORES, FEWER, PER_NODE, PHYSICAL_CORES, same_cores
@@ -115,7 +115,7 @@ def _phase_lines(result: Found, searched: Searched) -> Iterator[str]:
         yield f"{searched.phase}: not decided"
     yield from _best_lines(searched, verdict, machine)
     yield ""
-    yield _against_table(verdict, machine)
+    yield _against_table(verdict, machine, result.wish.evaluator == "measured")
     yield ""
     yield _verdict_line(verdict, machine, result.wish.evaluator == "measured")
 
@@ -128,7 +128,7 @@ def _rank_lines(plan: ServicePlan) -> Iterator[str]:
         yield f"  and {len(plan.ranks) - MOST_RANKS_SHOWN} more"
 
 
-def _against_table(verdict: PhaseVerdict, machine: Machine) -> str:
+def _against_table(verdict: PhaseVerdict, machine: Machine, is_measured: bool) -> str:
     """A row for each plan, which may be several references."""
     from tabulate import tabulate
 
@@ -142,7 +142,7 @@ def _against_table(verdict: PhaseVerdict, machine: Machine) -> str:
             same[0].append(versus)
         else:
             alike.append([versus])
-    rows = [_against_row(row, machine) for row in alike]
+    rows = [_against_row(row, machine, is_measured) for row in alike]
     headers = ("reference", "plan", "latency", "speed-up", "interval")
     aligned = ("left", "left", "right", "right", "right")
     table = tabulate(rows, headers=headers, disable_numparse=True, colalign=aligned)
@@ -155,7 +155,7 @@ def _short_name(reference: Reference) -> str:
     return SHORT_NAMES.get(reference.name, reference.name)
 
 
-def _against_row(alike: Sequence[Versus], machine: Machine) -> tuple[str, ...]:
+def _against_row(alike: Sequence[Versus], machine: Machine, is_measured: bool) -> tuple[str, ...]:
     first = alike[0]
     name = "\n".join(_short_name(each.reference) for each in alike)
     plan = plan_words(first.reference.plan, machine) if first.reference.plan else "-"
@@ -164,10 +164,11 @@ def _against_row(alike: Sequence[Versus], machine: Machine) -> tuple[str, ...]:
         return name, plan, latency, "same plan", ""
     if first.gain is None:
         return name, plan, latency, "-", ""
-    interval = ""
-    if first.comparison is not None:
-        interval = f"{first.comparison.gain_low:.3f} to {first.comparison.gain_high:.3f}"
-    return name, plan, latency, multiple(first.gain, 3), interval
+    comparison = first.comparison
+    if comparison is None:  # a calculation is exact; single timings have no interval
+        return name, plan, latency, NO_VERDICT if is_measured else multiple(first.gain, 3), ""
+    low, high = comparison.gain_low, comparison.gain_high
+    return name, plan, latency, proven(first.gain, low, high, 3), f"{low:.3f} to {high:.3f}"
 
 
 def _verdict_line(verdict: PhaseVerdict, machine: Machine, is_measured: bool) -> str:

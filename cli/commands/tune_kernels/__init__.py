@@ -143,7 +143,7 @@ def tune_kernels(
     of an earlier release or another compiler, imported ones, and those that
     the package brings for such cores.
 
-    Every timing is kept at once: interrupted, killed or out of budget, the same command goes on where it
+    Every timing is kept at once: interrupted, killed or out of budget, the same command continues where it
     was, and a finished one times nothing. A schedule comes into use only after a comparison that proves it
     faster than the one before.
 
@@ -172,7 +172,7 @@ def tune_kernels(
     if dry_run:
         _print_plan(rounds, budget_s, resume, as_json)
         return
-    tuned, changes = _tune(rounds, machine, db, max(LEAST_S, deadline_s - time.monotonic()), resume, opened)
+    tuned, changes = _tune(rounds, machine, db, deadline_s, resume, opened)
     _print_tuned(tuned, changes, resume, as_json)
     if tuned[-1].is_interrupted:
         raise typer.Exit(EXIT_INTERRUPTED)
@@ -276,7 +276,7 @@ def _tune(
     rounds: list[Round],
     machine: Machine,
     db: str | None,
-    budget_s: float,
+    deadline_s: float,
     resume: bool,
     opened: OpenModel | None,
 ) -> tuple[list[TunedRound], list[SpeedChange]]:
@@ -287,10 +287,12 @@ def _tune(
     note("measuring the limits of these cores ...")
     with progress_on_stderr() as progress:
         model = None if opened is None else opened.model
-        tuned = tune_rounds(rounds, machine, db, budget_s, resume, user_lock(note), note, progress, model)
+        left_s = max(LEAST_S, deadline_s - time.monotonic())
+        tuned = tune_rounds(rounds, machine, db, left_s, resume, user_lock(note), note, progress, model)
     if opened is None or tuned[-1].is_interrupted:
         return tuned, []
-    return tuned, change_of_model(opened, tuned, machine, db, budget_s, user_lock(note), note)
+    left_s = deadline_s - time.monotonic()
+    return tuned, change_of_model(opened, tuned, machine, db, left_s, user_lock(note), note)
 
 
 def _print_plan(rounds: list[Round], budget_s: float, resume: bool, as_json: bool) -> None:

@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from phasewise._words import LOW_LIMIT, NOTHING, counted, multiple, number, percent
+from phasewise._words import LOW_LIMIT, NOTHING, counted, number, percent, proven
 from phasewise.cli.present import goes_on
 from phasewise.cli.status_line import status_line
 from phasewise.workflows.tune_kernels.json import mean_gain, plan_fields, task_name
 
 if TYPE_CHECKING:
+    from phasewise.tuner.standing import MeasuredRatio
     from phasewise.tuner.task_division import Task
     from phasewise.tuner.tuning_run import Gain, TuningProgress
     from phasewise.workflows.tune_kernels.rounds import Round, TunedRound
@@ -93,7 +94,8 @@ def changes_text(changes: Sequence[SpeedChange]) -> str:
         of_answers = counted(change.n_sequences, "sequence")
         of = counted(change.n_tokens, "token") if change.phase == "prefill" else of_answers
         lines.append(f"  {change.phase} of {of}: {rates}")
-        lines.append(f"    ratio within a pair, median: {multiple(comparison.gain, 3)} ({interval})")
+        ratio = proven(comparison.gain, comparison.gain_low, comparison.gain_high, 3)
+        lines.append(f"    ratio within a pair: {ratio} ({interval})")
     return "\n".join(lines)
 
 
@@ -107,7 +109,7 @@ def _attention_table(tuned: TunedRound) -> str | None:
             "m": str(gain.problem.m),
             "default us": f"{gain.default_ns / 1000:.1f}",
             "tuned us": f"{gain.tuned_ns / 1000:.1f}",
-            "gain": multiple(gain.default_ns / gain.tuned_ns),
+            "gain": NOTHING if gain.is_default else _over_default(gain.over_default),
             "schedule": "the default" if gain.is_default else _attention_text(gain),
         }
         for gain in tuned.attention.gains
@@ -127,7 +129,7 @@ def _storage_table(tuned: TunedRound) -> str | None:
         {
             "weight": f"{duel.problem.format} {duel.problem.n}x{duel.problem.k}",
             "m": str(duel.problem.m),
-            "sparse": multiple(duel.comparison.gain),
+            "sparse": proven(duel.comparison.gain, duel.comparison.gain_low, duel.comparison.gain_high),
             "between": f"{duel.comparison.gain_low:.2f} and {duel.comparison.gain_high:.2f}",
         }
         for duel in tuned.storage
@@ -167,10 +169,14 @@ def _row(tuned: TunedRound, gain: Gain) -> dict[str, str]:
         "m": str(gain.problem.m),
         "default us": f"{gain.default_ns / 1000:.1f}",
         "tuned us": f"{gain.tuned_ns / 1000:.1f}",
-        "gain": multiple(gain.default_ns / gain.tuned_ns),
+        "gain": NOTHING if gain.is_default else _over_default(gain.over_default),
         "of limit": _share(tuned.roofline_share(gain)),
         "schedule": "the default" if gain.is_default else schedule_text(gain),
     }
+
+
+def _over_default(gain: MeasuredRatio) -> str:
+    return proven(gain.gain, gain.low, gain.high)
 
 
 def schedule_text(gain: Gain) -> str:
@@ -204,8 +210,8 @@ def _totals_table(tuned: TunedRound) -> str:
         {
             "weight": task_name(task),
             "tuned": f"{sum(not gain.is_default for gain in gains)} of {len(task.ms)}",
-            "gain, mean": multiple(mean_gain(gains)),
-            "most": multiple(max(gain.default_ns / gain.tuned_ns for gain in gains)),
+            "gain, mean": _over_default(mean_gain(gains)),
+            "most": _over_default(max((gain.over_default for gain in gains), key=lambda each: each.low)),
             "of limit, m=1": _share_at(tuned, gains, 1),
             "most m": _share_at(tuned, gains, task.ms[-1]),
         }
@@ -230,7 +236,7 @@ def _verdict_line(gains: Sequence[Gain]) -> str:
         products = counted(len(gains), "product")
         return f"Tuning gained nothing: of {products}, none was proven faster than by the default."
     products = f"{faster} of {counted(len(gains), 'product')}"
-    return f"Faster than by default: {products}; geometric mean of all: {multiple(mean_gain(gains))}."
+    return f"Faster than by default: {products}; geometric mean of all: {_over_default(mean_gain(gains))}."
 
 
 def _run_lines(tuned: TunedRound, resume: bool) -> Iterator[str]:

@@ -162,7 +162,7 @@ class Sender:
                 self._changed.notify()
 
     def lost(self, request_id: str) -> None:
-        """`Outbox.lost`."""
+        """Give up a hand-over whose prompt has lost its block (`Outbox.lost`)."""
         if request_id not in self._jobs:
             return  # all of it was sent already
         self.cancel(request_id)
@@ -255,7 +255,7 @@ class Sender:
         return True
 
     def _stored(self, job: _Job, layer: int) -> int:
-        """Positions of a layer that may be read."""
+        """Count the positions of a layer whose keys and values are stored, and so may be sent."""
         if job.step < 0:
             return job.ready
         step, layers = self._progress()

@@ -1,4 +1,4 @@
-"""SIGHUP at a server: files that it appends to are opened anew, and its API keys are read again."""
+"""SIGHUP at a server: files that it appends to are opened anew, its API keys and certificate read again."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ ReadKeys = Callable[[], tuple[str, ...] | None]
 
 
 def on_hangup(
-    reopened: Iterable[Callable[[], None]], keys: ApiKeys, read: ReadKeys | None
+    reopened: Iterable[Callable[[], None]],
+    keys: ApiKeys,
+    read: ReadKeys | None,
+    read_tls: Callable[[], None] | None = None,
 ) -> Callable[[], None] | None:
     """The function that SIGHUP calls; None where it has nothing to do. reopened: files, which a call opens
-    anew.
+    anew. read_tls: reads the certificate and its key again.
 
-    Keys are read on a thread: their file may be far away.
+    Files are read on a thread: they may be far away.
     """
     opens = tuple(reopened)
-    if not opens and read is None:
+    if not opens and read is None and read_tls is None:
         return None
 
     in_turn = threading.Lock()
@@ -28,16 +31,19 @@ def on_hangup(
     def hang_up() -> None:
         for reopen in opens:
             reopen()
-        if read is not None:
-            asked = (keys, read, in_turn)
+        if read is not None or read_tls is not None:
+            asked = (keys, read, read_tls, in_turn)
             threading.Thread(target=_replace, args=asked, name="phasewise-keys", daemon=True).start()
 
     return hang_up
 
 
-def _replace(keys: ApiKeys, read: ReadKeys, in_turn: threading.Lock) -> None:
+def _replace(
+    keys: ApiKeys, read: ReadKeys | None, read_tls: Callable[[], None] | None, in_turn: threading.Lock
+) -> None:
     """One at a time: of two hangups, what the first has read never replaces what the second has."""
     with in_turn:
-        now = read()
-        if now is not None:
+        if read_tls is not None:
+            read_tls()
+        if read is not None and (now := read()) is not None:
             keys.replace(now)

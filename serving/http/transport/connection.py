@@ -51,6 +51,13 @@ _TCP_INFO_BYTES = 64
 _LAST_DATA_RECEIVED = 52
 """The place of the age of what came last in Linux's tcp_info: milliseconds, a whole number of four bytes."""
 _ASGI_SPEC_VERSION = "2.3"
+_HALF_CLOSED = ApiError(
+    400,
+    "the client closed its side of the connection before the answer came, and counts as gone: keep that side "
+    "open until the answer is there",
+    code="half_closed",
+    closes=True,
+)
 _LATE = ApiError(408, "the head of the request took too long", code="request_timeout")
 
 
@@ -196,8 +203,17 @@ class Connection(asyncio.BufferedProtocol):
         self.writable.set()
 
     def eof_received(self) -> None:
-        """A client that has closed its side counts as gone, and its answer is not sent on."""
-        if self._is_in_exchange:
+        """A client that has closed its side counts as gone, and its answer is not sent on. It may have closed
+        only that side, and is told.
+        """
+        if not self._is_in_exchange:
+            return
+        if self.conn.our_state is h11.SEND_RESPONSE and self.transport.can_write_eof():  # no TLS
+            assert self._exchange is not None
+            self.transport.write(_HALF_CLOSED.raw_response())
+            self._exchange.leave()
+            self._end_idle()
+        else:
             self.transport.abort()
 
     def get_buffer(self, sizehint: int) -> memoryview:

@@ -10,7 +10,7 @@ import resource
 import socket
 import ssl
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -158,7 +158,26 @@ class UnixAddress:
 
 
 class TlsContext(ssl.SSLContext):
-    """Its handshakes answer a client that speaks plain HTTP."""
+    """The certificate of a server, whose handshakes answer a client that speaks plain HTTP."""
+
+    certificate: Path
+    key: Path | None
+
+    def read_again(self, report: Callable[[str], None]) -> None:
+        """Take what the files have now for handshakes to come, and tell; a bad pair changes nothing. From any
+        thread.
+        """
+        try:
+            newer = tls_context(self.certificate, self.key)
+        except (ServingError, OSError) as error:
+            report(f"the TLS certificate stays as it was: {error}")
+            return
+
+        def take_newer(handshake: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
+            handshake.context = newer
+
+        self.sni_callback = take_newer  # called for every handshake, also without a name
+        report(f"TLS certificate read again from {self.certificate}")
 
     def wrap_bio(
         self,
@@ -207,9 +226,10 @@ class _Handshake(ssl.SSLObject):
 TlsContext.sslobject_class = _Handshake
 
 
-def tls_context(certificate: Path, key: Path | None) -> ssl.SSLContext:
+def tls_context(certificate: Path, key: Path | None) -> TlsContext:
     """For a server with this certificate chain. CannotListen, naming the file, where one cannot be used."""
     context = TlsContext(ssl.PROTOCOL_TLS_SERVER)
+    context.certificate, context.key = certificate, key
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["http/1.1"])
 

@@ -37,6 +37,7 @@ from phasewise.serving.models.rope import (
     YarnScaling,
 )
 from phasewise.serving.sampling.sampling_defaults import stated_by_gguf
+from phasewise.serving.text.gguf_tokens import ends_by_text
 
 T = TypeVar("T")
 
@@ -51,9 +52,6 @@ LAYER_NAMES = {
 SCORE_OUT = "cls_output"  # until its rows are one vector
 ROPE_FACTORS = "rope_freqs.weight"
 LONG_FACTORS = {"rope_factors_short.weight": "short_factors", "rope_factors_long.weight": "long_factors"}
-
-# Tokens that end a turn whatever the metadata says: many files name only one of theirs.
-END_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<|eom_id|>", "<|endoftext|>")
 
 
 def open_gguf_model(path: Path, name: str) -> ModelSource:
@@ -319,20 +317,11 @@ def _factors(file: GgufFiles, info: TensorInfo) -> tuple[float, ...]:
 
 
 def _eos_tokens(metadata: Mapping[str, Any]) -> tuple[int, ...]:
-    keys = ("eos_token_id", "eot_token_id", "eom_token_id")
-    named = [field(metadata, f"tokenizer.ggml.{key}", int, None) for key in keys]
-    tokens = field(metadata, "tokenizer.ggml.tokens", list, [])
-    by_text = [tokens.index(text) for text in END_OF_TURN if text in tokens]
-    return tuple(dict.fromkeys(token for token in (*named, *by_text) if token is not None))
-
-
-def _adds_bos(metadata: Mapping[str, Any]) -> bool:
-    """llama.cpp's defaults: SentencePiece vocabularies and Llama 3's begin with BOS unless told otherwise,
-    and Gemma 4's whatever they are told.
-    """
-    kind = metadata.get("tokenizer.ggml.model")
-    by_kind = kind == "llama" or metadata.get("tokenizer.ggml.pre") in ("llama3", "llama-v3", "llama-bpe")
-    return kind == "gemma4" or bool(field(metadata, "tokenizer.ggml.add_bos_token", bool, by_kind))
+    keys = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
+    named = [field(metadata, f"tokenizer.ggml.{key}_token_id", int, None) for key in keys]
+    texts = field(metadata, "tokenizer.ggml.tokens", list, [])
+    by_text = ends_by_text(texts, field(metadata, "tokenizer.ggml.token_type", list, []))
+    return tuple(dict.fromkeys(token for token in (*named, *by_text.values()) if token is not None))
 
 
 def tensor_in(file: GgufFiles, info: TensorInfo) -> SourceTensor:
@@ -359,6 +348,13 @@ def tensor_in(file: GgufFiles, info: TensorInfo) -> SourceTensor:
         return decode_rows(info.type_name, raw, stop - start)
 
     return SourceTensor(info.type_name, shape, info.n_bytes, kind.form, rows)
+
+
+def _adds_bos(metadata: Mapping[str, Any]) -> bool:
+    from phasewise.serving.text.gguf_vocab import adds_bos
+
+    field(metadata, "tokenizer.ggml.add_bos_token", bool, False)
+    return adds_bos(metadata)
 
 
 def _tokenizer_json(metadata: Mapping[str, Any]) -> str:

@@ -70,21 +70,23 @@ def exported(tuned: Path, tmp_path: Path) -> Path:
 
 
 def test_an_import_exports_the_same_bytes_and_prefers_the_same_schedules(
-    exported: Path, tmp_path: Path
+    exported: Path, tuned: Path, tmp_path: Path
 ) -> None:
-    """Although it uses none of them yet."""
+    """It uses none of them yet, which a difference tells."""
     copy = str(tmp_path / "copy.db")
     counts = {"read": 5, "added": 5, "known": 0, "refused": 0}
     assert run_json("import", str(exported), "--db", copy) == {"source": str(exported), **counts}
     assert run("export", "--db", copy) == exported.read_text()
-    assert run_json("diff", copy) == {
-        "same": 3,
-        "differences": [],
-        "plans": [],
-        "others": [],
-        "machines": [],
-    }
-    assert run_json("diff", str(exported))["same"] == 3
+    for other in (copy, str(exported)):
+        fields = run_json("diff", other, exit_code=1)
+        assert (fields["same"], fields["plans"], fields["others"]) == (0, [], [])
+        assert len(fields["differences"]) == 3
+        for difference in fields["differences"]:
+            assert difference["here"] == difference["there"]
+            assert difference["here_standing"] in ("in use", "measured")
+            assert difference["there_standing"] == "imported"
+        assert "in use here, imported there" in run("diff", other, exit_code=1)
+    assert run_json("diff", str(tuned))["same"] == 3
 
     standings = [schedule["standing"] for schedule in run_json("show", "--db", copy)["schedules"]]
     assert standings == ["imported"] * 3

@@ -8,6 +8,7 @@ import math
 import random
 import re
 import socket
+import statistics
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
 from pathlib import Path
@@ -18,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phasewise.kerneldb.location import locate
-from phasewise.kerneldb.records import Comparison, Problem
+from phasewise.kerneldb.records import Comparison, Problem, StepTime
 from phasewise.kerneldb.store import open_store
 from phasewise.topology import read_machine
 from phasewise.tuner.config.storage import StudyFacts, TrialFacts, open_storage, quiet, read_studies
@@ -27,7 +28,7 @@ from phasewise.tuner.roofline import Roofline
 from phasewise.workflows.errors import WorkflowError
 from phasewise.workflows.machine_report.facts import report_of
 from phasewise.workflows.machine_report.page import page
-from phasewise.workflows.machine_report.worth import worth_of
+from phasewise.workflows.machine_report.worth import Worth, worth_of
 from tests.cli import command
 from tests.support.machines.kerneldb_examples import (
     MEASUREMENT,
@@ -171,7 +172,8 @@ def test_every_product_that_was_tried_counts_once(draw: random.Random) -> None:
         within = [gain for problem, gain in products if first <= problem.m <= (last or problem.m)]
         assert len(within) == product.products
         assert product.gain_low <= product.gain <= product.gain_high
-        assert product.most == pytest.approx(max(gain or 1.0 for gain in within))
+        best = max(gain or 1.0 for gain in within)
+        assert product.most == (pytest.approx(best) if best > 1 else None)
         assert (product in worth.nothing_gained) == (not any(within))
 
 
@@ -205,17 +207,45 @@ def test_a_default_that_won_has_gained_nothing(tmp_path: Path) -> None:
         assert product.gain == pytest.approx(promotion.comparison.gain if tuned else 1.0)
 
 
-def test_steps_count_where_both_schedules_were_timed(tmp_path: Path) -> None:
-    tuned = dataclasses.replace(STEP_TIME, kernels="tuned", samples_ns=(4_000_000,), estimate_ns=4_000_000)
-    alone = dataclasses.replace(STEP_TIME, step=dataclasses.replace(STEP_TIME.step, sequences=8))
-    with open_store(tmp_path / "t.db") as store:
-        store.add_step_times([STEP_TIME, tuned, alone])
+def timed(kernels: str, at_ms: int, *samples_ns: int) -> StepTime:
+    origin = dataclasses.replace(STEP_TIME.origin, created_at_ms=at_ms)
+    estimate_ns = round(statistics.median(samples_ns))
+    return dataclasses.replace(
+        STEP_TIME, kernels=kernels, samples_ns=samples_ns, estimate_ns=estimate_ns, origin=origin
+    )
+
+
+@examples(30)
+@given(
+    singles=st.lists(
+        st.tuples(st.sampled_from(["default", "tuned"]), st.integers(0, 9), st.integers(10**6, 10**8)),
+        max_size=12,
+    ),
+    draw=st.randoms(use_true_random=False),
+)
+def test_a_pair_makes_the_gain_whatever_single_timings_stand_beside_it(
+    singles: list[tuple[str, int, int]], draw: random.Random
+) -> None:
+    """Single ones, earlier or later, of one side or of both: they are of other minutes."""
+    pair = [timed("default", 5, *9 * [4_000_000]), timed("tuned", 5, *9 * [2_000_000])]
+    others = [timed(kernels, at_ms, ns) for kernels, at_ms, ns in singles if at_ms != 5]
+    rows = [*pair, *others]
+    draw.shuffle(rows)
+    with TemporaryDirectory() as folder, open_store(Path(folder) / "t.db") as store:
+        store.add_step_times(rows)
         worth = worth_of(store)
-    (model,) = worth.models
-    assert model.comparison is None, "their samples are not pairs"
-    assert model.gain == pytest.approx(4_050_000 / 4_000_000)
-    assert worth.models_without_gain == []
+        alone = worth_of_rows(others)
+    (model,) = [speed for speed in worth.models if speed.comparison.pairs == 9] or worth.models
+    assert (model.comparison.gain, model.comparison.gain_low) == (2.0, 2.0)
+    assert worth.models == [model]
     assert list(worth.unmeasured.values()) == [[4, 8, 16]]
+    assert all(speed.comparison.gain_low == 0 for speed in alone.models), "of one pair nothing is proven"
+
+
+def worth_of_rows(rows: list[StepTime]) -> Worth:
+    with TemporaryDirectory() as folder, open_store(Path(folder) / "t.db") as store:
+        store.add_step_times(rows)
+        return worth_of(store)
 
 
 def test_the_worth_is_printed_in_eighty_columns_and_as_json(db: Path, tmp_path: Path) -> None:

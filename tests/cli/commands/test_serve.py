@@ -226,14 +226,14 @@ def test_a_unix_socket_keys_from_a_file_and_a_log_of_lengths(
             lengths.rename(tmp_path / "old")
             server.process.send_signal(signal.SIGHUP)
             assert client.post("/v1/completions", json=body, headers=bearer).status_code == 200
-            until(lambda: "API keys read again: 2, " in server.lines[-1], "the keys are not read")
+            server.wait_until_said("API keys read again: 2, ")
             keys.write_text("sesame\nnew\n")
             server.process.send_signal(signal.SIGHUP)
             until(lambda: client.get("/v1/models", headers=bearer).status_code == 401, "it is still right")
             assert client.get("/v1/models", headers={"Authorization": "Bearer new"}).status_code == 200
             keys.write_text("# none\n")
             server.process.send_signal(signal.SIGHUP)
-            until(lambda: "stay as they were" in server.lines[-1], "nothing is said")
+            server.wait_until_said("stay as they were")
             assert client.get("/v1/models", headers={"Authorization": "Bearer new"}).status_code == 200
         assert server.end(signal.SIGTERM) == 0
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from phasewise.cli.commands.kernels.text import tuned_text
 from phasewise.ir.original import NAME
+from phasewise.kerneldb.records import Comparison
 from phasewise.kerneldb.user_kernels import Choice, UserProblem
 from phasewise.tuner import timing
 from phasewise.workflows.user_kernels.tune import ShapeOutcome
@@ -27,21 +28,31 @@ def test_a_gain_is_as_fine_as_a_loop_of_calls(call_ns: float, ratio: float, call
     assert timing.compare([(before, after)] * timing.PAIRS).gain == pytest.approx(ratio, rel=2e-3)
 
 
-def outcome(choice: Choice, baseline: Choice, before: Choice, before_gain: float | None) -> ShapeOutcome:
+def fought(gain: float, low: float) -> Comparison:
+    return Comparison(gain, low, 2 * gain, 0.99, 15)
+
+
+def outcome(
+    choice: Choice, baseline: Choice, before: Choice, over_before: Comparison | None, low: float = 2.0
+) -> ShapeOutcome:
     problem = UserProblem("f", "a" * 16, (("n", 64),))
-    gain = 1.0 if choice == baseline else 2.4
+    over_baseline = None if choice == baseline else fought(2.4, low)
     return ShapeOutcome(
-        problem, choice, 1.14, 1.1, baseline, gain, before, before_gain, 5, 3, 1000, 400, True
+        problem, choice, 1.14, 1.1, baseline, over_baseline, before, over_before, 5, 3, 1000, 400, True
     )
 
 
 @pytest.mark.parametrize(
     ("shape_outcome", "said"),
     [
-        (outcome(THIRD, AUTHORS, SECOND, 1.14), "2.40x the author's C (1.14x the choice before)"),
-        (outcome(SECOND, AUTHORS, SECOND, None), "2.40x the author's C  5 timed"),
-        (outcome(SECOND, AUTHORS, AUTHORS, 2.4), "2.40x the author's C  5 timed"),
-        (outcome(SECOND, FIRST, FIRST, 2.4), "2.40x the first parameters  5 timed"),
+        (
+            outcome(THIRD, AUTHORS, SECOND, fought(1.14, 1.1)),
+            "the author's C (1.14x over the choice before)",
+        ),
+        (outcome(SECOND, AUTHORS, SECOND, None), "2.40x over the author's C  5 timed"),
+        (outcome(SECOND, AUTHORS, AUTHORS, fought(2.4, 2.0)), "2.40x over the author's C  5 timed"),
+        (outcome(SECOND, AUTHORS, AUTHORS, None, 0.9), "no verdict over the author's C  5 timed"),
+        (outcome(SECOND, FIRST, FIRST, fought(2.4, 2.0)), "2.40x over the first parameters  5 timed"),
         (outcome(AUTHORS, AUTHORS, AUTHORS, None), "the author's C: nothing proven faster"),
     ],
 )

@@ -3,7 +3,6 @@ an undisturbed engine, and nothing fails."""
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ from phasewise.serving.pools.opening import POLICIES
 from phasewise.serving.processes.restarts import MOST_RERUNS
 from phasewise.workflows.opening.open_model import Weights
 from tests.soak.changing_instances import ROLES, Asked, every_way, roomy, run_changing, undisturbed
-from tests.support.servers.pools import PoolServer, guides_of, pools, tiny_adapters, tiny_model
+from tests.support.servers.pools import PATIENCE_S, PoolServer, guides_of, pools, tiny_adapters, tiny_model
 from tests.support.whole_answers import whole_answer
 
 pytestmark = pytest.mark.slow
@@ -58,7 +57,7 @@ def end_one(server: PoolServer, draw: random.Random, number: signal.Signals) -> 
     if not pids:
         return False
     try:
-        os.kill(pids[draw.choice(answering or list(pids))], number)
+        server.end(pids[draw.choice(answering or list(pids))], number)
     except ProcessLookupError:
         return False
     return True
@@ -82,7 +81,9 @@ def assert_ends_change_nothing(
     )
     size = roomy(model, **kinds)
     weights = Weights(lora=lora)
-    with pools(model, roles, size, n_ranks, most_restarts=100, weights=weights, silent_s=1.5) as server:
+    with pools(
+        model, roles, size, n_ranks, most_restarts=100, weights=weights, silent_s=PATIENCE_S
+    ) as server:
         for request in asked:
             server.front.send(request)
         for moment in moments:

@@ -468,6 +468,45 @@ def test_documents_come_back_by_their_scores(reranker: EmbeddingServer) -> None:
     assert post(reranker, "/rerank", query="cat", texts=[]).status_code == 400
 
 
+def test_one_form_of_rerank_is_at_every_path(reranker: EmbeddingServer) -> None:
+    """Jina's clients ask /rerank, TEI's may ask /v1/rerank; the model needs no name there."""
+    texts = ["a dog", "the cat sat"]
+    jina = {"query": "cat", "documents": texts, "top_n": 1}
+    tei = {"query": "cat", "texts": texts}
+    url = reranker.url
+    answers = [
+        [
+            httpx.post(f"{url}{path}", json=body).json()
+            for path in ("/rerank", "/v1/rerank", "/v2/rerank", "/")
+        ]
+        for body in (jina, tei)
+    ]
+    assert all(answer == answers[0][0] for answer in answers[0])
+    assert all(answer == answers[1][0] for answer in answers[1])
+    assert len(answers[0][0]["results"]) == 1
+    assert answers[0][0]["results"][0]["index"] == answers[1][0][0]["index"]
+    for wrong in ({"query": "cat"}, {**jina, **tei}):
+        assert httpx.post(f"{url}/rerank", json=wrong).status_code == 400
+
+
+def test_vectors_come_as_tei_and_the_hub_have_them(server: EmbeddingServer) -> None:
+    expected = [row["embedding"] for row in post(server, input=["a cat", "two"]).json()["data"]]
+    for path in ("/embed", "/"):
+        many = httpx.post(f"{server.url}{path}", json={"inputs": ["a cat", "two"], "normalize": True})
+        single = httpx.post(f"{server.url}{path}", json={"inputs": "a cat", "truncate": True, "x": 1})
+        assert many.json() == expected
+        assert single.json() == expected[:1]
+        assert single.headers["X-Ignored-Fields"] == "x"
+        assert httpx.post(f"{server.url}{path}", json={"inputs": "a", "normalize": False}).status_code == 400
+
+
+def test_the_page_s_open_path_takes_no_body_without_a_key(tmp_path: Path) -> None:
+    folder = write_encoder(tmp_path / "bert", "bert")
+    with embedding_server(folder, limits=HttpLimits(api_keys=("secret",))) as locked:
+        for path in ("/", "/embed", "/rerank", "/embeddings"):
+            assert httpx.post(f"{locked.url}{path}", json={"inputs": "a"}).status_code == 401
+
+
 @pytest.mark.parametrize("digits", [10, 4299, 4300])
 @pytest.mark.parametrize("body", ['"dimensions":N', '"input":[N]', '"input":[[N]]'])
 def test_integers_of_thousands_of_digits_are_mistakes(

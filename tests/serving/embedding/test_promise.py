@@ -11,6 +11,7 @@ import random
 import pytest
 
 from phasewise.serving.embedding.encoder.input_tokens import Tokens
+from phasewise.serving.embedding.lane import FIRST_DEPTH
 from phasewise.serving.embedding.queues import UNLIMITED, Depth
 from phasewise.serving.errors import QueueFull
 from tests.support.noisy_embedding import (
@@ -183,5 +184,55 @@ def test_depths_follow_a_device_that_becomes_ten_times_as_slow_and_quick_again()
         assert max(slow) <= 0.3 * quick
         assert min(quick_again) >= 0.7 * quick
         assert sum(taken_s <= SLO_S for taken_s in latencies_s) >= 0.97 * len(latencies_s)
+
+    run_simulated(main())
+
+
+def test_a_device_that_slows_down_tenfold_holds_less_before_its_batch_has_ended() -> None:
+    """A batch of 64 inputs takes 0.13 s, and then 1.3 s, where a second is promised."""
+    long = [Tokens([7] * 20) for _ in range(64)]
+    device = ModelledLane("exec:0", 0.0, 0.13 / 64 / 20)
+
+    async def main() -> None:
+        client, (worker,) = client_over([device], Noise(0.0), random.Random(0), 1.0, [Depth(300, 6000)])
+        client.attach(asyncio.get_running_loop())
+        await asyncio.sleep(0)
+        await asyncio.gather(client.embed(long), client.embed(long))
+        before = client.lanes()[0].depth
+        worker.s_per_token *= 10
+        slow = [asyncio.ensure_future(client.embed(long)) for _ in range(2)]
+        await asyncio.sleep(1.0)
+        slow.append(asyncio.ensure_future(client.embed([Tokens([1])])))
+        await asyncio.sleep(0.001)
+        during = client.lanes()[0].depth
+        assert not slow[0].done()
+        await asyncio.gather(*slow, return_exceptions=True)
+        after = client.lanes()[0].depth
+        assert after.tokens < during.tokens < before.tokens
+        worker.s_per_token /= 10
+        for _ in range(20):
+            await asyncio.gather(client.embed(long), return_exceptions=True)
+        assert client.lanes()[0].depth.tokens > after.tokens
+
+    run_simulated(main())
+
+
+def test_an_accelerator_without_a_depth_learns_one_and_the_cpu_gets_the_rest() -> None:
+    """At 20 ms an input some 35 are computed in seven tenths of a second."""
+    devices = [ModelledLane(name, 0.0, 0.02 / 60) for name in ("exec:0", "cpu:0")]
+
+    async def main() -> None:
+        client, _ = client_over(devices, Noise(0.0), random.Random(0), None, [UNLIMITED, UNLIMITED])
+        client.attach(asyncio.get_running_loop())
+        await asyncio.sleep(0)
+        accelerator, cpu = client.lanes()
+        assert accelerator.depth == FIRST_DEPTH
+        long = [Tokens([7] * 60) for _ in range(16)]
+        await client.embed(long)
+        assert client.lanes()[0].depth.inputs == 35
+        await asyncio.gather(*(client.embed(long) for _ in range(8)))
+        accelerator, cpu = client.lanes()
+        assert cpu.n_inputs > 0
+        assert accelerator.n_inputs > 16
 
     run_simulated(main())

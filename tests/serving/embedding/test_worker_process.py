@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +22,7 @@ from phasewise.serving.embedding.protocol import inputs_to_bytes
 from phasewise.serving.embedding.queues import Depth
 from phasewise.serving.embedding.worker import WorkerSpec
 from phasewise.serving.embedding.worker_process import WorkerProcess
-from phasewise.serving.errors import RanksError
+from phasewise.serving.errors import RanksError, StepFailed
 from phasewise.serving.loaders import load_model
 from phasewise.topology import read_machine
 from tests.support.models.encoder_models import TASKS, TEXTS, write_encoder
@@ -110,6 +112,46 @@ def test_signals_that_all_of_a_service_get_are_for_the_front(directory: Path) ->
         worker.close()
 
     assert got.tobytes() == own_vectors(directory).tobytes()
+
+
+HOSTILE = "\x1b[31mkey=\udcffsesame\nanother line"
+WORKER = """
+import json, socket, struct, sys
+link = socket.socket(fileno=int(sys.argv[1])).makefile("rwb")
+head = struct.Struct("<IBQ")
+def send(kind, batch, body):
+    link.write(head.pack(len(body), kind, batch) + body)
+    link.flush()
+send(4, 0, json.dumps({"protocol": 1}).encode())
+n_bytes, _, batch = head.unpack(link.read(head.size))
+link.read(n_bytes)
+send(KIND, batch, HOSTILE)
+link.read(1)
+"""
+
+
+@pytest.mark.parametrize("kind", [2, 3, 4, 199])
+@pytest.mark.smoke
+def test_no_bytes_of_a_worker_reach_a_client(kind: int, caplog: pytest.LogCaptureFixture) -> None:
+    """The words of a failure are for the log of the server, in one printable line."""
+    said = HOSTILE.encode(errors="surrogateescape")
+    script = WORKER.replace("KIND", str(kind)).replace("HOSTILE", repr(said))
+    worker = WorkerProcess(WorkerSpec("exec:0", "", "f32", CORE, command=(sys.executable, "-c", script)))
+    worker.wait_until_ready()
+
+    async def use() -> str:
+        await worker.attach()
+        with pytest.raises((RanksError, StepFailed)) as failure:
+            await asyncio.wait_for(worker.embed(b"a batch"), 60)
+        return str(failure.value)
+
+    told = asyncio.run(use())
+    worker.close()
+
+    assert re.fullmatch(r"the embedding worker of exec:0 (was lost|failed: the server's log says why)", told)
+    (record,) = caplog.records
+    assert "exec:0" in record.getMessage()
+    assert record.getMessage().isprintable()
 
 
 async def restarted(client: EmbeddingClient) -> None:

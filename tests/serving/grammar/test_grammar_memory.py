@@ -23,6 +23,8 @@ from tests.support.servers.fake_engine import END, VOCAB_SIZE, encode, piece
 
 TOKENS = TokenView(VOCAB_SIZE, frozenset({END}), frozenset({END}), piece, encode)
 MIB = 1 << 20
+IN_ANY_TIME = replace(BOUNDS, seconds=60.0)
+"""A busy machine compiles the same grammars."""
 LARGE = [Grammar.of_schema({"type": "integer", "multipleOf": 22_011 + index}) for index in range(12)]
 SMALL = [
     Grammar.of_schema(
@@ -34,8 +36,7 @@ SMALL = [
 
 @pytest.fixture(scope="module")
 def prover() -> Iterator[ConfinedProcess]:
-    in_any_time = replace(BOUNDS, seconds=60.0)
-    process = ConfinedProcess("grammar", TOKENS.as_told(), in_any_time)
+    process = ConfinedProcess("grammar", TOKENS.as_told(), IN_ANY_TIME)
     yield process
     process.close()
 
@@ -70,7 +71,7 @@ def test_what_is_counted_is_what_all_of_them_take(prover: ConfinedProcess, gramm
 
 
 def test_grammars_that_are_kept_are_within_the_bound_here_and_in_an_instance() -> None:
-    front, instance = GuideCompiler(TOKENS), GuideCompiler(TOKENS)
+    front, instance = GuideCompiler(TOKENS, IN_ANY_TIME), GuideCompiler(TOKENS, IN_ANY_TIME)
     try:
         for grammar in LARGE:
             guide = front.compile(grammar)

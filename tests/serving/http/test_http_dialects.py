@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from phasewise.serving.http.errors import ApiError
 from phasewise.serving.http.requests.chat_schemas import ChatRequest, plain_names
 from phasewise.serving.http.requests.ollama_schemas import closed
 from tests.support.models.tool_templates import HERMES
@@ -289,6 +290,43 @@ def test_so_it_is_in_the_other_apis(running: Running, prompts: list[str]) -> Non
     assert (answer.status_code, answer.headers["X-Ignored-Fields"]) == (200, "content.image")
 
 
+_WORDS = st.text("ab[] \n", max_size=5)
+_VALUES = st.recursive(
+    _WORDS | st.none() | st.integers(),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["text", "source", "content", "title", "type"]), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+_KINDS = st.sampled_from(["text", "image_url", "input_audio", "document", "file", "refusal", "x"])
+_PARTS = st.builds(lambda kind, more: {**more, "type": kind}, _KINDS, st.dictionaries(
+    st.sampled_from(["source", "content", "title", "refusal", "data"]), _VALUES, max_size=3
+) | st.fixed_dictionaries({"text": _WORDS}))  # fmt: skip
+_MESSAGES = st.fixed_dictionaries(
+    {
+        "role": st.sampled_from(["system", "user", "assistant", "tool"]),
+        "content": _WORDS | st.lists(_PARTS, max_size=3),
+    }
+)
+
+
+@examples(200)
+@given(st.lists(_MESSAGES, min_size=1, max_size=5))
+def test_whatever_the_parts_are_a_conversation_is_texts_or_refused(messages: list[dict[str, Any]]) -> None:
+    try:
+        body = ChatRequest.of({"model": "m", "messages": messages})
+    except ApiError:
+        return
+    assert all(isinstance(message.content, str) for message in body.messages)
+    kinds = {
+        part["type"] for each in messages if isinstance(each["content"], list) for part in each["content"]
+    }
+    assert set(body.ignored()) == {f"content.{kind}" for kind in kinds - {"text", "refusal"}}
+    again = ChatRequest.of({"model": "m", "messages": [each.model_dump() for each in body.messages]})
+    assert [each.text for each in again.messages] == [each.text for each in body.messages]
+
+
 @pytest.mark.parametrize(
     ("arguments", "shown"),
     [
@@ -446,6 +484,22 @@ def test_ollama_s_version_is_that_of_its_api(running: Running) -> None:
 
 
 # ---- fields that are not known --------------------------------------------------------------------------
+
+
+def test_what_another_server_ran_is_left_out_of_an_answer_s_past(
+    running: Running, prompts: list[str]
+) -> None:
+    ran = [
+        {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "q"}},
+        {"type": "web_search_tool_result", "tool_use_id": "s", "content": []},
+        {"type": "redacted_thinking", "data": "x"},
+        {"type": "text", "text": "I have searched."},
+    ]
+    past = [{"role": "user", "content": []}, {"role": "assistant", "content": ran}]
+    answer = anthropic(running, *past, {"role": "user", "content": "on"})
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["X-Ignored-Fields"] == "content.server_tool_use,content.web_search_tool_result"
+    assert "assistant\nI have searched.<|im_end|>" in prompts[-1]
 
 
 @pytest.mark.parametrize(

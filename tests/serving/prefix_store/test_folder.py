@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import stat
@@ -146,3 +147,20 @@ def test_a_folder_that_cannot_be_used_is_refused_in_one_line(tmp_path: Path) -> 
             PrefixFolder.open(path, 1 << 20)
         assert str(path) in str(refused.value)
         assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("leads_to", ["nothing", "a file", "itself"])
+def test_what_an_identity_is_made_of_is_written_through_no_link(tmp_path: Path, leads_to: str) -> None:
+    folder = PrefixFolder.open(tmp_path / "kept", 8 * ONE)
+    place, target = tmp_path / "kept" / f"{b'd'.hex()}.json", tmp_path / "another's"
+    if leads_to == "a file":
+        target.write_text("as it was")
+    place.symlink_to(place if leads_to == "itself" else target)
+
+    folder.describe_identity(b"d", "model", {"weights": "w"})
+
+    assert place.is_symlink()
+    assert not target.exists() or target.read_text() == "as it was"
+    assert {path.name for path in (tmp_path / "kept").iterdir()} == {"key", place.name}
+    folder.describe_identity(b"e", "model", {"weights": "w"})
+    assert json.loads((tmp_path / "kept" / f"{b'e'.hex()}.json").read_text())["model"] == "model"

@@ -15,6 +15,7 @@ from phasewise.serving.errors import ModelError
 from phasewise.serving.text.chat import BOUNDS, Conversation, Conversations
 from phasewise.serving.text.chat_template import ChatTemplate, ChatTemplateError
 from phasewise.serving.text.control_texts import ControlTexts
+from phasewise.serving.text.gguf_tokens import ends_by_text
 from phasewise.serving.text.tokenizer import Tokenizer, tokenizer_from_gguf
 from tests.support.models.chat_templates import CONVERSATIONS, SPECIAL, TEMPLATES
 from tests.support.models.tiny_vocabs import TINY_VOCABULARIES
@@ -156,3 +157,19 @@ def test_half_a_surrogate_pair_comes_through() -> None:
     assert (
         "\ud800" in conversations("smollm2").write(Conversation([{"role": "user", "content": "\ud800"}])).text
     )
+
+
+def test_answers_end_at_known_texts() -> None:
+    """A thought's end ends no answer where calls have their own; what is normal and has no bars is text."""
+    tokens, normal, control = ["<|end|>", "<|return|>", "<|call|>", "</s>", "<turn|>", "a"], 1, 3
+
+    assert ends_by_text(tokens, [control, control, control, normal, control, normal]).keys() == {
+        "<|return|>",
+        "<|call|>",
+        "<turn|>",
+    }
+    assert ends_by_text(tokens[3:], [control, control, normal]) == {"</s>": 0, "<turn|>": 1}
+    assert ends_by_text(["<|end|>", "</s>", "<|tool_response>"], [control] * 3) == {
+        "<|end|>": 0,
+        "<|tool_response>": 2,
+    }

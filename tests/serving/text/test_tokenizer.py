@@ -259,6 +259,16 @@ def test_a_byte_that_the_vocabulary_lacks_is_dropped_but_stays_a_border() -> Non
     assert [ours.token(token_id) for token_id in ours.encode("e\x00s", add_special=False)] == ["e", "s"]
 
 
+def test_phi_3s_control_tokens_take_the_spaces_behind_them() -> None:
+    """By the model's name, as in llama.cpp."""
+    named = Tokenizer.from_json(
+        tokenizer_from_gguf(sentence_piece_metadata() | {"general.name": "Phi-3 mini"})
+    )
+
+    assert named.encode("<|im_start|>\n a", False) == named.encode("<|im_start|>a", False)
+    assert named.encode("<s>\n a", False) != named.encode("<s>a", False)
+
+
 def _listed(metadata: dict[str, object], key: str) -> list[object]:
     values = metadata[f"tokenizer.ggml.{key}"]
     assert isinstance(values, list)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 
+from phasewise.serving.text.gguf_vocab import PRE_TOKENIZERS, PreTokenizer
 from tests.support.models.mixed_text import CODE, WORDS, mixed_lines
 from tests.support.models.tiny_models import byte_characters
 
@@ -54,8 +55,10 @@ def sentence_piece_metadata(**settings: object) -> dict[str, object]:
     } | {f"tokenizer.ggml.{key}": value for key, value in settings.items()}
 
 
-def merged_pieces_metadata() -> dict[str, object]:
-    """A "gemma4" vocabulary: pieces and merges, of which some join line ends."""
+def merged_pieces_metadata(**settings: object) -> dict[str, object]:
+    """A "gemma4" vocabulary: pieces and merges, of which some join line ends. `settings`: tokenizer.ggml
+    keys.
+    """
     texts = [text.replace(" ", "\u2581").replace("\n", "") for text in _sample()]
     merged = _frequent(texts)
     single = sorted({character for token in merged for character in token} | {"\n"})
@@ -72,7 +75,7 @@ def merged_pieces_metadata() -> dict[str, object]:
         "tokenizer.ggml.eos_token_id": 2,
         "tokenizer.ggml.unknown_token_id": 0,
         "tokenizer.ggml.add_bos_token": False,
-    }
+    } | {f"tokenizer.ggml.{key}": value for key, value in settings.items()}
 
 
 def write_vocabulary(path: Path, metadata: Mapping[str, object]) -> None:
@@ -108,12 +111,15 @@ def _frequent(texts: Iterable[str]) -> list[str]:
     return sorted(ranked, key=lambda string: (len(string), ranked.index(string)))
 
 
-_FAMILIES = (
-    *("default", "gpt-2", "smollm", "llama-bpe", "smaug-bpe", "qwen2", "tekken", "seed-coder"),
-    "deepseek-coder",
-)
+FIRST_NAMES: Mapping[PreTokenizer, str] = {pre: name for name, pre in reversed(PRE_TOKENIZERS.items())}
+"""One name for each way of cutting."""
 TINY_VOCABULARIES: Mapping[str, Callable[[], dict[str, object]]] = {
-    **{pre: partial(byte_level_metadata, pre) for pre in _FAMILIES},
+    **{name: partial(byte_level_metadata, name) for pre, name in FIRST_NAMES.items() if pre.byte_level},
+    **{
+        name: partial(merged_pieces_metadata, model="gpt2", pre=name)
+        for name in ("granite-embed-multi-311m", "sarvam-moe")
+    },
+    "whitespace-words": partial(merged_pieces_metadata, model="whitespace", pre="whitespace"),
     "merged-pieces": merged_pieces_metadata,
     "sentence-pieces": sentence_piece_metadata,
     "sentence-pieces-bare": partial(

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import os
 import queue
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -93,6 +96,14 @@ class PoolServer:
     """The pieces of each request, whole."""
     delivered_s: dict[str, list[float]] = field(default_factory=dict)
     """The times at which each piece reached whoever asked, of `time.monotonic`."""
+    stopped: set[int] = field(default_factory=set)
+    """Processes that hear no more: while a test waits, the front has heard nothing of them for very long."""
+
+    def end(self, pid: int, number: signal.Signals) -> None:
+        """Kill the process of an instance, or stop it; ProcessLookupError where it is gone."""
+        os.kill(pid, number)
+        if number == signal.SIGSTOP:
+            self.stopped.add(pid)
 
     def deliver(self, delivery: Delivery) -> None:
         for out in delivery.outs:
@@ -121,12 +132,16 @@ class PoolServer:
 
     def wait_for(self, n_requests: int) -> None:
         for _ in range(n_requests):
-            self.ended.get(timeout=PATIENCE_S)
+            self.wait_until(lambda: not self.ended.empty(), "a request does not end")
+            self.ended.get()
 
     def wait_until(self, holds: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + PATIENCE_S
         while not holds():
             assert time.monotonic() < deadline, f"{what}: {self.front.members()}"
+            for member in self.front._members if self.stopped else ():
+                if member.ready is not None and member.ready.pid in self.stopped:
+                    member.heard_s = -math.inf
             time.sleep(0.01)
 
     def is_empty(self) -> bool:

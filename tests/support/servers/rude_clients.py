@@ -6,7 +6,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from urllib.parse import urlsplit
 
 ENOUGH_S = 60.0
@@ -26,8 +26,14 @@ def connect(url: str, *, receive_bytes: int | None = None) -> socket.socket:
 
 def completion(**fields: object) -> bytes:
     """A whole request, head and body."""
-    body = json.dumps({"model": "fake", "prompt": "a", "ignore_eos": True, **fields}).encode()
-    return b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+    return request("/v1/completions", {"model": "fake", "prompt": "a", "ignore_eos": True, **fields})
+
+
+def request(path: str, fields: Mapping[str, object]) -> bytes:
+    """A whole POST, head and body."""
+    body = json.dumps(fields).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n"
+    return head.encode() + body
 
 
 def read_to_end(raw: socket.socket) -> bytes:

@@ -29,6 +29,11 @@ class ScriptedRanks(FakeRanks):
         super().__init__(lambda token_id: token_id)
         self.script: Script = lambda _prompt: ""
         self._opening = opening.encode()
+        self.certainty = 1.0
+        """Large: what `script` says is said at any temperature."""
+
+    def _logits(self, wanted: int) -> np.ndarray:
+        return super()._logits(wanted) * np.float32(self.certainty)
 
     def choose_by(self, seen: np.ndarray) -> int:
         text = bytes(int(token_id) for token_id in seen if token_id < END)

@@ -15,6 +15,7 @@ from typing import Any
 
 import openai
 
+from tests.support.servers.rude_clients import until
 from tests.support.servers.warm import Forked
 
 LONG = {"max_tokens": 50_000, "extra_body": {"ignore_eos": True}}
@@ -40,6 +41,10 @@ class Server:
         stream = self.api().completions.create(model="tiny", prompt="a", stream=True, **LONG)  # type: ignore[call-overload]
         next(iter(stream))
         return stream
+
+    def wait_until_said(self, words: str) -> None:
+        """Until one of its lines, since the start, has these words."""
+        until(lambda: any(words in line for line in self.lines), f"{words!r} is not said")
 
     def end(self, number: int) -> int:
         self.process.send_signal(number)
@@ -93,7 +98,7 @@ def serving(
     reader.start()
     try:
         assert ready.wait(120), lines
-        listening = re.match(r"listening on (\S+)", lines[-1])
+        listening = next(filter(None, (re.match(r"listening on (\S+)", line) for line in lines)), None)
         assert listening, lines
         yield Server(process, listening[1], lines)
     finally:

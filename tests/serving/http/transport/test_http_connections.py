@@ -168,6 +168,27 @@ def test_clients_that_leave_take_all_with_them(server: FakeServer, stream: bool,
     until(lambda: n_descriptors() <= before, f"{n_descriptors()} descriptors are open, {before} were")
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/messages", "/api/generate"])
+def test_a_client_that_closes_its_own_side_is_told(server: FakeServer, path: str) -> None:
+    """As `nc` does at the end of its input: it counts as gone, and what it asked for is not computed."""
+    gate = threading.Event()
+    server.ranks.before_step = lambda: gate.wait(60)
+    fields = {"model": "fake", "prompt": "a", "messages": [{"role": "user", "content": "a"}], "max_tokens": 9}
+    body = json.dumps({**fields, "stream": False}).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    with connect(server.url) as raw:
+        raw.sendall(head + body)
+        until(lambda: server.client.n_live == 1, "it is not computed")
+        raw.shutdown(socket.SHUT_WR)
+        said = read_to_end(raw)
+    gate.set()
+    server.wait_until_idle()
+
+    assert said.startswith(b"HTTP/1.1 400 ")
+    assert b"connection: close" in said
+    assert b'"code":"half_closed"' in said
+
+
 def test_a_client_that_leaves_while_it_waits_leaves_the_queue(server: FakeServer) -> None:
     go_on = threading.Event()
     server.ranks.before_step = lambda: go_on.wait(60)

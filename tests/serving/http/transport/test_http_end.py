@@ -73,7 +73,7 @@ CLIENT_HELLO = bytes.fromhex("16030100c8010000c40303")
 
 
 class State(NamedTuple):
-    """What a client does before the server ends. `n_asked`: its requests that the application sees."""
+    """The conduct of a client before the server ends. `n_asked`: its requests that the application sees."""
 
     name: str
     sent: bytes = b""

@@ -1,0 +1,130 @@
+"""Ctrl-C ends every command and the Python API, whatever runs when it comes."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from phasewise.kerneldb.store import open_store
+from tests.cli import command
+from tests.support.tiers import n_examples
+
+pytest.importorskip(
+    "phasewise.serving.engine.open_engine", reason="the kernels are not built", exc_type=ImportError
+)
+
+CALLBACKS = {
+    "a weak reference": """
+class Own: pass
+own = Own()
+kept = weakref.ref(own, lambda _: signal.raise_signal(signal.SIGINT))
+del own
+""",
+    "a finaliser": """
+class Own:
+    def __del__(self): signal.raise_signal(signal.SIGINT)
+Own()
+""",
+    "a callback of C": """
+@ctypes.CFUNCTYPE(None)
+def called(): signal.raise_signal(signal.SIGINT)
+called()
+""",
+    "a generator that is dropped": """
+def own():
+    try: yield
+    finally: signal.raise_signal(signal.SIGINT)
+next(own())
+""",
+    "several in a row": """
+class Own:
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+for _ in range(50): Own()
+""",
+}
+"""Code in which Python drops a KeyboardInterrupt."""
+
+ENDED = """
+import ctypes, signal, sys, threading, time, weakref
+{imported}
+try:
+{body}
+    for _ in range(600): time.sleep(0.1)
+except KeyboardInterrupt:
+    print("ended")
+"""
+
+
+@pytest.mark.parametrize("imported", ["import phasewise; phasewise.read_machine", "keeps"])
+@pytest.mark.parametrize("name", CALLBACKS)
+def test_an_interrupt_that_python_drops_ends_the_program(name: str, imported: str) -> None:
+    """By the Python API, and as commands begin. Nothing is printed of what was dropped."""
+    if imported == "keeps":
+        imported = "from phasewise._interrupts import keep_interrupts; keep_interrupts(); keep_interrupts()"
+    body = "".join(f"    {line}\n" for line in CALLBACKS[name].splitlines())
+    code = ENDED.format(imported=imported, body=body)
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+    assert ended.stdout == "ended\n"
+    assert "KeyboardInterrupt" not in ended.stderr
+
+
+def test_other_errors_in_callbacks_are_told_as_ever() -> None:
+    code = """
+from phasewise._interrupts import keep_interrupts
+keep_interrupts()
+class Own:
+    def __del__(self): raise ValueError("told")
+Own()
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert "ValueError: told" in ended.stderr
+
+
+def interrupted_at(second: float, *arguments: object) -> tuple[int, str]:
+    """The exit code and stderr of a command that would not end by itself, with SIGINT so long after its first
+    line on stderr."""
+    process = command.start(*arguments)
+    assert process.stderr is not None
+    first = process.stderr.readline()
+    time.sleep(second)
+    process.send_signal(signal.SIGINT)
+    _, rest = process.communicate(timeout=120)
+    return process.returncode, first + rest
+
+
+def check_draws(n_draws: int, roomy: Path, db: Path, seed: int) -> None:
+    """Of times up to half a second, the first 140 ms being drawn as often as all others."""
+    rng = random.Random(seed)
+    for _ in range(n_draws):
+        second = rng.uniform(0, 0.14) if rng.random() < 0.5 else rng.uniform(0, 0.5)
+        code, said = interrupted_at(
+            second, "generate", roomy, "-p", "hello", "-n", 1_000_000, "--ignore-eos", "--db", db
+        )
+        assert code == 130, (second, said)
+        assert said.endswith("phasewise: interrupted\n"), (second, said)
+        assert "Traceback" not in said, (second, said)
+
+
+def test_an_interrupt_ends_generate_whenever_it_comes(roomy: Path, tmp_path: Path) -> None:
+    """A part of the draws; the others are of the slow tier."""
+    db = tmp_path / "x.db"
+    with open_store(db):
+        pass  # a start opens and closes it: what SQLAlchemy cleans up has callbacks
+    check_draws(4, roomy, db, seed=1)
+
+
+@pytest.mark.slow
+def test_two_hundred_interrupts_end_generate(roomy: Path, tmp_path: Path) -> None:
+    db = tmp_path / "x.db"
+    with open_store(db):
+        pass
+    check_draws(n_examples(200, soak=1000), roomy, db, seed=2)

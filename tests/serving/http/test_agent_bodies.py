@@ -1,0 +1,110 @@
+"""Requests in the shape that agents send: every API takes them, and every template writes them out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from pydantic import BaseModel
+
+from phasewise.serving.http.requests import message_schemas, ollama_schemas, response_schemas
+from phasewise.serving.http.requests.calls import check_tools, conversation_of
+from phasewise.serving.http.requests.chat_schemas import ChatRequest
+from phasewise.serving.text.chat_template import ChatTemplate, ChatTemplateError
+from phasewise.serving.tools.dialect import dialect_of
+from tests.support.agent_bodies import AgentBody, bodies
+from tests.support.models import chat_templates, tool_templates
+from tests.support.servers.scripted_engine import scripted_server
+
+SHARED = Path("/work/shared/data/templates")
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
+OURS = {**tool_templates.TEMPLATES, **chat_templates.TEMPLATES}
+FORMS: dict[str, tuple[type[BaseModel], Callable[[Any], ChatRequest]]] = {
+    "/v1/chat/completions": (ChatRequest, lambda body: body),
+    "/v1/responses": (response_schemas.ResponsesRequest, partial(response_schemas.chat_of, before=[])),
+    "/v1/messages": (message_schemas.MessagesRequest, message_schemas.chat_of),
+    "/api/chat": (ollama_schemas.OllamaChatRequest, ollama_schemas.chat_of),
+}
+_NAMED = {
+    "codex": {"tools.web_search", "tools.mcp", "content.input_image", "input.web_search_call"},
+    "claude-code": {"tools.web_search_20250305", "content.image"},
+    "qwen-code": {"content.image_url"},
+    "pi": {"content.image_url"},
+    "ollama": {"content.image"},
+}
+"""The parts of the last request of an agent that cannot be run or read."""
+
+
+def chat_of(asked: AgentBody) -> ChatRequest:
+    kind, convert = FORMS[asked.path]
+    return convert(kind.model_validate({"model": "m", **asked.body}, strict=None))
+
+
+@pytest.mark.parametrize("asked", bodies(), ids=lambda asked: asked.agent)
+def test_every_body_is_one_request(asked: AgentBody) -> None:
+    chat = chat_of(asked)
+    check_tools(chat)
+    assert chat.messages[-1].text
+    is_last = len(chat.messages) == max(
+        len(chat_of(each).messages) for each in bodies() if each.agent == asked.agent
+    )
+    if is_last:
+        assert set(chat.ignored()) == _NAMED.get(asked.agent, set())
+    assert "billing" not in str([message.text for message in chat.messages])
+
+
+@cache
+def compiled(source: str) -> ChatTemplate:
+    return ChatTemplate(source, SPECIAL)
+
+
+def written(source: str, asked: AgentBody) -> str | None:
+    """The prompt; None where the template says that it takes no such conversation."""
+    chat = conversation_of(chat_of(asked), dialect_of(source, lambda _text: None, frozenset()))
+    try:
+        return compiled(source).render(chat.messages, tools=chat.tools or None, variables=chat.variables)
+    except ChatTemplateError as error:
+        if "refuses this conversation" in str(error):
+            return None
+        raise
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_every_template_writes_what_was_asked_last(name: str) -> None:
+    for asked in bodies():
+        prompt = written(OURS[name], asked)
+        assert prompt is None or "Read it." in prompt or "List" in prompt, asked.agent
+
+
+_FAILING = {
+    *("CohereForAI-c4ai-command-r-plus-tool_use", "Kimi-K2-Instruct", "Kimi-K2-Thinking"),
+    *("NousResearch-Hermes-2-Pro-Llama-3-8B-tool_use", "NousResearch-Hermes-3-Llama-3.1-8B-tool_use"),
+    *("fireworks-ai-llama-3-firefunction-v2", "llama-cpp-deepseek-r1", "meetkai-functionary-medium-v3.2"),
+}
+"""Templates that no body of some agents can be written with yet."""
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason=f"{SHARED}, templates of published models, is not here")
+def test_no_published_template_fails_on_a_body() -> None:
+    """One that refuses says so itself."""
+    failed = set()
+    for path in sorted(SHARED.glob("*.jinja")):
+        for asked in bodies():
+            try:
+                written(path.read_text(encoding="utf-8"), asked)
+            except ChatTemplateError:
+                failed.add(path.stem)
+    assert failed <= _FAILING
+
+
+def test_a_server_answers_every_body() -> None:
+    with scripted_server(tool_templates.HERMES, "<|im_start|>assistant\n", context=60_000) as (server, ranks):
+        ranks.script = lambda _prompt: "ok"
+        for asked in bodies():
+            answer = httpx.post(f"{server.url}{asked.path}", json={"model": "fake", **asked.body}, timeout=60)
+            assert answer.status_code == 200, (asked.agent, answer.text)
+            assert "ok" in answer.text or '"o"' in answer.text
