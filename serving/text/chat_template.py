@@ -19,6 +19,8 @@ from phasewise.serving.text.turn_analysis import form_of
 from phasewise.serving.text.turn_form import TurnForm
 
 Message = Mapping[str, Any]
+_MOST_FORM_BYTES = 16 * 1024
+"""Marks are short: a form that takes more is none that a model was taught."""
 
 
 class ChatTemplateError(RequestError):
@@ -55,7 +57,8 @@ class ChatTemplate:
             except ChatTemplateError:
                 return None
 
-        return form_of(write, self._source)
+        form = form_of(write, self._source)
+        return form if len(form.to_json()) <= _MOST_FORM_BYTES else TurnForm(lacks=form.lacks)
 
     def render(
         self,

@@ -186,3 +186,45 @@ def test_a_long_conversation_is_no_hostile_one() -> None:
     prompt = ChatTemplate(QWEN_STYLE, SPECIAL).render(turns)
 
     assert prompt.count("word ") == 100_100
+
+
+OWN = "{%- set own = [] %}{%- set named = {} %}{%- for m in messages %}{%- set _ = own.append(m.role) %}"
+OWN += "{%- set _ = named.update({m.role: loop.index}) %}{%- endfor %}"
+
+
+def test_a_template_may_change_lists_and_dicts_of_its_own() -> None:
+    template = ChatTemplate(OWN + "{{- own | join(' ') ~ (named | tojson) }}", {})
+    messages = [{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}]
+    assert template.render(messages) == 'user tool{"user": 1, "tool": 2}'
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["messages.append(1)", "messages[0].update({'a': 1})", "messages[0].calls.pop()", "tools.clear()"],
+)
+def test_a_template_may_not_change_what_it_is_given(change: str) -> None:
+    messages = [{"role": "user", "content": "a", "calls": [1]}]
+    with pytest.raises(ChatTemplateError, match="unsafe"):
+        ChatTemplate("{%- set _ = " + change + " %}", {}).render(messages, tools=[{"a": 1}])
+
+
+@pytest.mark.parametrize(
+    "growth",
+    [
+        "{%- for _ in range(99) %}{%- set _ = own.extend(own) %}{%- set _ = own.append(1) %}{%- endfor %}",
+        "{%- set _ = own.append(own) %}{{- own | tojson }}",
+        "{%- set _ = own.append(own) %}{{- own }}",
+    ],
+)
+def test_lists_that_grow_meet_the_budget(growth: str) -> None:
+    with pytest.raises(ChatTemplateError):
+        ChatTemplate(OWN + growth, {}).render([{"role": "user", "content": "a"}])
+
+
+def test_filters_that_other_engines_have() -> None:
+    source = """{{- ('{"a": [1, 2]}' | from_json).a | sum }} {{ [1, 2, 3] | batch(2) | list | tojson }}"""
+    source += (
+        """ {{ "a b" | wordcount }} {{ "x" | center(5) }} {{ messages | map(attribute="role") | tojson }}"""
+    )
+    rendered = ChatTemplate(source, {}).render([{"role": "user", "content": "a"}])
+    assert rendered == '3 [[1, 2], [3]] 2   x   ["user"]'

@@ -113,6 +113,13 @@ def test_no_change_changes_what_it_is_given() -> None:
         assert json.dumps(messages) == before
 
 
+def test_a_template_that_writes_endless_marks_has_no_form() -> None:
+    long = _ALL.replace("RULE", "{{- 'x' * 100000 }}").replace("<call>", "{{- '<y>' * 100000 }}")
+    turn = Prompts(long).turn
+    assert len(turn.to_json()) < 1 << 14
+    assert turn.call is None
+
+
 def test_ids_have_the_form_that_a_template_takes() -> None:
     wants_nine = (
         "{%- for c in m.tool_calls or [] if c.id | length != 9 %}{{- raise_exception('id') }}{%- endfor %}"
