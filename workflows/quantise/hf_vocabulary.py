@@ -20,7 +20,7 @@ from phasewise.workflows.errors import WorkflowError
 if TYPE_CHECKING:
     from phasewise.serving.loaders.source import ModelSource
 
-PRE_TOKENIZERS = tuple({pre: name for name, pre in reversed(KNOWN.items()) if pre.byte_level}.values())[::-1]
+PRE_TOKENIZERS = tuple({pre: name for name, pre in [*KNOWN.items()][::-1] if pre.byte_level}.values())[::-1]
 """One name for each way of cutting that `gguf_vocab` knows."""
 SAMPLE = (
     "\n \n\n \n\n\n \t \t\t \t\n  \n   \n    \n     \n🚀 (normal) 😶‍🌫️ (multiple emojis concatenated) ✅"

@@ -111,7 +111,7 @@ def _frequent(texts: Iterable[str]) -> list[str]:
     return sorted(ranked, key=lambda string: (len(string), ranked.index(string)))
 
 
-FIRST_NAMES: Mapping[PreTokenizer, str] = {pre: name for name, pre in reversed(PRE_TOKENIZERS.items())}
+FIRST_NAMES: Mapping[PreTokenizer, str] = {pre: name for name, pre in [*PRE_TOKENIZERS.items()][::-1]}
 """One name for each way of cutting."""
 TINY_VOCABULARIES: Mapping[str, Callable[[], dict[str, object]]] = {
     **{name: partial(byte_level_metadata, name) for pre, name in FIRST_NAMES.items() if pre.byte_level},
