@@ -26,6 +26,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEnvironment, modifies_known_mutable
 from jinja2.visitor import NodeTransformer
 
+from phasewise._json import read_json
 from phasewise._words import counted
 
 MAX_SOURCE_CHARS = 1 << 20
@@ -329,7 +330,7 @@ def _listed(value: object) -> list[Any]:
 
 
 def _from_json(text: object) -> Any:
-    return json.loads(text) if isinstance(text, str | bytes) else text
+    return read_json(text) if isinstance(text, str | bytes) else text
 
 
 def _strftime_now(pattern: str) -> str:

@@ -9,6 +9,8 @@ import json
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
+from phasewise._json import read_json
+
 NAME, ID, INDEX, KEY = "\ue000", "\ue001", "\ue002", "\ue003"
 _SHOWN = {NAME: "NAME", ID: "ID", INDEX: "INDEX", KEY: "KEY"}
 
@@ -70,7 +72,7 @@ class TurnForm(NamedTuple):
     @classmethod
     def from_json(cls, text: bytes) -> TurnForm:
         """The form that `to_json` has written."""
-        form = cls(*_tuples(json.loads(text)))
+        form = cls(*_tuples(read_json(text)))
         if form.call is None:
             return form
         call = CallForm(*form.call)

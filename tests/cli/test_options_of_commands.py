@@ -415,9 +415,10 @@ OF_OTHER_PROGRAMS = {
     *("--enforce-eager", "--tensor-parallel-size"),
     *("--cpus", "--cpuset-cpus", "--health-cmd", "--stop-timeout"),
     *("--formats", "--kv-formats", "--help", "--target", "--offline"),
+    *("--auth-type", "--config", "--provider"),
     *("--no-index", "--find-links", "--only", "--kl-divergence", "--address", "--labels"),
 }
-"""Flags in guides of vLLM, of containers, of pip, of Ray, of scripts in the checkout, or of every command."""
+"""Flags in guides of vLLM, of coding agents, of containers, of pip, of Ray, of scripts in the checkout, or of every command."""
 
 
 PAGES = [page for page in sorted((ROOT / "docs" / "guide").glob("*.md")) if "coming-from" not in page.stem]
