@@ -418,7 +418,7 @@ OF_OTHER_PROGRAMS = {
     *("--auth-type", "--config", "--provider"),
     *("--no-index", "--find-links", "--only", "--kl-divergence", "--address", "--labels"),
 }
-"""Flags in guides of vLLM, of coding agents, of containers, of pip, of Ray, of scripts in the checkout, or of every command."""
+"""Flags of vLLM, coding agents, containers, pip, Ray, scripts in the checkout, or of every command."""
 
 
 PAGES = [page for page in sorted((ROOT / "docs" / "guide").glob("*.md")) if "coming-from" not in page.stem]
