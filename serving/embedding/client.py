@@ -79,7 +79,7 @@ class EmbeddingClient:
 
     @property
     def state(self) -> EngineState:
-        if not self._tasks or any(lane.is_unmeasured and lane.queue.is_up for lane in self._lanes):
+        if not self._tasks:
             return "starting"
         if any(lane.queue.is_up for lane in self._lanes):
             return "running"

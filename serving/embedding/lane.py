@@ -33,7 +33,7 @@ LEAST_BATCH_S = 0.02
 FIRST_DEPTH = Depth(BATCHES_AHEAD * BATCH_INPUTS, BATCHES_AHEAD * BATCH_TOKENS)
 """The depth of an accelerator that has none, until its first batch has ended, where no time is promised."""
 PROBE_TOKENS, PROBE_INPUTS = 32, 16
-"""The larger of two batches whose times are a device's first line; nothing more is accepted before."""
+"""The larger of two batches whose times are a device's first line; no more is accepted before."""
 LONG_INPUT_TOKENS, LEAST_INPUTS = 512, 3
 """Without a plan the promise is at least the time in which this many such inputs are computed."""
 LEAST_PATIENCE_S = {"accelerator": 8.0, "cpu": 60.0}

@@ -126,8 +126,8 @@ class ThoughtGuide:
         piece: Callable[[int], bytes],
         *,
         is_open: bool,
+        ends: Collection[int],
         opening_token: int | None = None,
-        ends: Collection[int] = (),
     ) -> None:
         self._inner = inner
         self._opening, self._closing = opening, closing

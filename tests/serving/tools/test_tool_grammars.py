@@ -174,7 +174,9 @@ def test_a_guide_that_begins_late_leaves_all_text_before_the_call_alone(
 def test_thoughts_are_free_and_what_follows_is_held(compiler: GuideCompiler) -> None:
     inner = compiler.compile(Grammar.of_choices(["yes", "no"]))
     for is_open in (True, False):
-        guide = ThoughtGuide(inner, b"<think>", b"</think>", PIECES.__getitem__, is_open=is_open).fresh()
+        guide = ThoughtGuide(
+            inner, b"<think>", b"</think>", PIECES.__getitem__, is_open=is_open, ends=()
+        ).fresh()
         text = b"anything </thin" if is_open else b"<think>anything"
         if not is_open:
             guide = ThoughtGuide(
@@ -183,6 +185,7 @@ def test_thoughts_are_free_and_what_follows_is_held(compiler: GuideCompiler) -> 
                 b"</think>",
                 [*PIECES, b"<think>"].__getitem__,
                 is_open=False,
+                ends=(),
                 opening_token=len(PIECES),
             ).fresh()
             row = np.zeros(len(PIECES) + 1, dtype=np.float32)

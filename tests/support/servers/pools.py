@@ -261,6 +261,7 @@ def mixed_requests(guides: GuideCompiler | None) -> list[Submit]:
             b">",
             guides.tokens.piece,
             is_open=True,
+            ends=guides.tokens.end_token_ids,
         )
         requests.append(Submit("t", prompt(90), 20, SamplingParams(temperature=1.0, seed=5), guide=thinking))
     return requests
