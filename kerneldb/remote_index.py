@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from phasewise._json import read_json
+from phasewise._words import counted
 from phasewise.kerneldb.errors import KernelDbError
 from phasewise.kerneldb.records import MAX_TEXT
 
@@ -64,8 +65,8 @@ class RemoteIndex:
         bundles = tuple(sorted({*self.bundles, *more}))
         if bundles != self.bundles and (self.serial >= MAX_SERIAL or len(bundles) > MAX_BUNDLES):
             raise RemoteError(
-                f"the index has serial {self.serial} and {len(bundles)} bundles, and can have no more than "
-                f"serial {MAX_SERIAL} and {MAX_BUNDLES} bundles: begin a new remote"
+                f"the index has serial {self.serial} and {counted(len(bundles), 'bundle')}, and can have no "
+                f"more than serial {MAX_SERIAL} and {MAX_BUNDLES} bundles: begin a new remote"
             )
         return self if bundles == self.bundles else RemoteIndex(self.serial + 1, bundles)
 

@@ -279,6 +279,7 @@ def test_only_whole_lines_of_a_log_are_kept(content: bytes) -> None:
 OTHER_WRITERS = {
     "cluster.real.ray_connection": "the null device, in place of stderr",
     "phasewise._files": "the one writer",
+    "cli.command_app": "lines of help, in memory",
     "cli.present": "stderr is pointed at /dev/null when its terminal has gone",
     "cli.main": "stdout is pointed at /dev/null when its reader has gone",
     "cli.commands.db.sharing": "as cli.main",

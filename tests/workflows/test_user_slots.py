@@ -151,7 +151,7 @@ def test_what_loses_its_duel_is_kept_and_not_used(places: dict[str, str], tmp_pa
     model = tmp_path / "tiny.gguf"
     write_tiny_gguf(model)
     _, said = tokens(places, model)
-    assert "is not used: the duel did not prove it faster (0.80 times the built-in's speed)" in said
+    assert "is not used: the duel did not prove it faster\n" in f"{said}\n"
 
 
 @pytest.mark.slow

@@ -230,6 +230,8 @@ def _next_entry(text: str, rest: TextIO, where: str, *, may_end: bool) -> tuple[
             value, end = DECODER.raw_decode(text)
             if after := text[end:].lstrip():
                 return _Parsed(value), after
+        except RecursionError:
+            raise TraceError(f"{where}: nested too deeply") from None
         except ValueError:
             pass
         more = rest.read(n_read)

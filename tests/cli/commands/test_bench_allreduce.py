@@ -14,10 +14,13 @@ from phasewise.workflows.bench.allreduce.compare import AllReduceRow
 from tests.cli import command
 
 
-def row(system: str = "rank-shifted", median_ns: int = 1000) -> AllReduceRow:
+def row(
+    system: str = "rank-shifted", median_ns: int = 1000, message_bytes: int = 4096, n_turns: int = 3
+) -> AllReduceRow:
+    """Three samples for each of `n_turns`; six samples prove a ratio."""
     return AllReduceRow(
         ranks=2,
-        message_bytes=4096,
+        message_bytes=message_bytes,
         system=system,
         median_ns=median_ns,
         lowest_ns=900,
@@ -28,12 +31,14 @@ def row(system: str = "rank-shifted", median_ns: int = 1000) -> AllReduceRow:
         core_signature="core",
         placement_signature="placement",
         steal=0.0,
-        samples_ns=[900, 1000, 1200],
+        samples_ns=[median_ns * tenths // 10 for tenths in (9, 10, 12)] * n_turns,
     )
 
 
 def test_the_forms_hold_the_same_rows() -> None:
-    rows = [row(), row("ring", 2500), row("copy", 500)]
+    proven = [row(), row("ring", 2500), row("copy", 500)]
+    few = [row(message_bytes=8192, n_turns=1), row("ring", 2500, 8192, n_turns=1)]
+    rows = [*proven, *few]
 
     read = json.loads(FORMATS["json"](rows))
     assert [{**fields, "cores": tuple(fields["cores"])} for fields in read] == [
@@ -44,11 +49,15 @@ def test_the_forms_hold_the_same_rows() -> None:
         ("rank-shifted", 1000),
         ("ring", 2500),
         ("copy", 500),
+        ("rank-shifted", 1000),
+        ("ring", 2500),
     ]
-    header, _, line = FORMATS["md"](rows).splitlines()
+    header, _, *lines = FORMATS["md"](rows).splitlines()
     assert "rank-shifted, us" in header
-    cells = ["2", "4 KiB", "1.00", "50%", "2.50x", "4.10", "15%"]
-    assert [cell.strip() for cell in line.split("|")[1:-1]] == cells
+    assert [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines] == [
+        ["2", "4 KiB", "1.00", "50%", "2.50x", "4.10", "15%"],
+        ["2", "8 KiB", "1.00", "50%", "no verdict", "4.10", "15%"],
+    ]
 
 
 @pytest.mark.parametrize(

@@ -152,9 +152,10 @@ def test_impossible_grids_are_wrong_usage(arguments: list[str]) -> None:
 
 def test_every_form_has_every_row() -> None:
     rows = [
-        kernel_row(m=1, peers={"torch": 2000}),
+        kernel_row(m=1, peers={"torch": 2000}, n_rounds=6),
         kernel_row(m=8),
-        kernel_row(m=8, weight_format="f32", peers={"mkl": 500}),
+        kernel_row(m=8, weight_format="f32", peers={"mkl": 500}, n_rounds=6),
+        kernel_row(m=4, weight_format="f16", peers={"torch": 4000}, n_rounds=5),
     ]
 
     table = list(csv.DictReader(io.StringIO(as_csv(rows))))
@@ -164,10 +165,22 @@ def test_every_form_has_every_row() -> None:
         ("bf16", "1", "2000", ""),
         ("bf16", "8", "", ""),
         ("f32", "8", "", "500"),
+        ("f16", "4", "4000", ""),
     ]
-    assert as_md(rows, wide=True).count("default: 1x32") == 3
+    assert as_md(rows, wide=True).count("default: 1x32") == 4
+    header, _, *lines = [
+        [cell.strip() for cell in line.split("|")] for line in as_md(rows, wide=True).splitlines()[:6]
+    ]
+    columns = [header.index(peer) for peer in ("torch", "mkl")]
+    assert [[line[column] for column in columns] for line in lines] == [
+        ["2.00x", ""],
+        ["", ""],
+        ["", "0.50x"],
+        ["no verdict", ""],
+    ]
     assert "2.00x" in as_md(rows)
     assert "0.50x" in as_md(rows)
+    assert "4.00x" not in as_md(rows), "five rounds prove nothing"
     assert "worst point" in as_md(rows)
 
 

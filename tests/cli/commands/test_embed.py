@@ -108,13 +108,12 @@ def test_kinds_of_input_and_vectors_of_fewer_bits(tmp_path: Path) -> None:
         ("generate", "MODEL", "-p", "a"),
         ("chat", "MODEL"),
         ("generate", "TEXTS", "-p", "a", "--draft", "MODEL"),
-        ("prefix", "pack", "MODEL", "-o", "OUT", "--text-file", __file__),
     ],
 )
 def test_a_command_for_texts_says_that_an_encoder_makes_vectors(
     model: Path, tmp_path: Path, words: tuple[str, ...]
 ) -> None:
-    places = {"MODEL": model, "TEXTS": write_tiny_gguf(tmp_path / "m.gguf"), "OUT": tmp_path / "pack"}
+    places = {"MODEL": model, "TEXTS": write_tiny_gguf(tmp_path / "m.gguf")}
     done = command.run(*(places.get(word, word) for word in words), stdin="hello\n")
 
     assert done.exit_code == 1

@@ -77,7 +77,12 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "dynamic scaling": ("gte-new", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'; ntk"),
     "a mixed base": ("gte-new", {"rope_scaling": {**NTK, "mixed_b": 0.6}}, "without mixed_b"),
     "scaling by nothing": ("gte-new", {"rope_scaling": {**NTK, "factor": 0}}, "NTK scaling by 0"),
-    "scaling by NaN": ("gte-new", {"rope_scaling": {**NTK, "factor": float("nan")}}, "NTK scaling by nan"),
+    "scaling by NaN": (
+        "gte-new",
+        {"rope_scaling": {**NTK, "factor": float("nan")}},
+        "is not valid JSON: NaN is no number",
+    ),
+    "scaling by infinity": ("gte-new", {"rope_scaling": {**NTK, "factor": INFINITY}}, "NTK scaling by inf"),
     "scaling by truth": ("gte-new", {"rope_scaling": {**NTK, "factor": True}}, "NTK scaling by True"),
     "a base of infinity": ("gte-new", {"rope_theta": INFINITY}, "RoPE"),
     "a task twice": ("jina-v3", {"lora_adaptations": ["a", "a"]}, "1 to 64 different names"),

@@ -152,6 +152,7 @@ def test_sliding_windows_of_mistral_and_qwen() -> None:
 
 
 GELU = {"hidden_act": "gelu_pytorch_tanh"}
+NOT_JSON = "config.json is not valid JSON: NaN is no number of JSON"
 GEMMA4_EXPERTS = {
     "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32,
 }  # fmt: skip
@@ -400,7 +401,8 @@ BAD_CONFIGS = {
     "quantised": ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
     "dynamic": ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "dynamic"),
     "yarn by nothing": ({"rope_scaling": {"type": "yarn", "factor": 0.0}}, "RoPE"),
-    "yarn by NaN": ({"rope_scaling": {"type": "yarn", "factor": float("nan")}}, "RoPE"),
+    "yarn by NaN": ({"rope_scaling": {"type": "yarn", "factor": float("nan")}}, NOT_JSON),
+    "yarn by infinity": ({"rope_scaling": {"type": "yarn", "factor": float("inf")}}, "RoPE"),
     "yarn of a negative context": (
         {"rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": -1}},
         "original context",
@@ -432,6 +434,10 @@ BAD_CONFIGS = {
     ),
     "gemma with a cap of NaN": (
         {"model_type": "gemma2", **GELU, "final_logit_softcapping": float("nan")},
+        NOT_JSON,
+    ),
+    "gemma with a cap of infinity": (
+        {"model_type": "gemma2", **GELU, "final_logit_softcapping": float("inf")},
         "softcapping",
     ),
     "gemma without a window": ({"model_type": "gemma2", **GELU, "sliding_window": 0}, "sliding window"),
@@ -556,6 +562,10 @@ BAD_CONFIGS = {
     "a multiplier of nothing": ({"model_type": "granite", "residual_multiplier": 0.0}, "residual_multiplier"),
     "a multiplier of NaN": (
         {"model_type": "granite", "embedding_multiplier": float("nan")},
+        NOT_JSON,
+    ),
+    "a multiplier of infinity": (
+        {"model_type": "granite", "embedding_multiplier": float("inf")},
         "embedding_multiplier",
     ),
     "logits by nothing": ({"model_type": "granite", "logits_scaling": 0}, "logits_scaling"),
@@ -570,8 +580,13 @@ BAD_CONFIGS = {
     "llama3 without a span": ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, "RoPE"),
     "linear by zero": ({"rope_scaling": {"type": "linear", "factor": 0.0}}, "RoPE"),
     "theta of zero": ({"rope_theta": 0}, "RoPE"),
-    "theta beyond floats": ({"rope_theta": 10**400}, "float expected"),
-    "epsilon NaN": ({"rms_norm_eps": float("nan")}, "epsilon"),
+    "theta beyond floats": (
+        {"rope_theta": 10**400},
+        "not valid JSON: a number of 401 digits is too large",
+    ),
+    "theta of text": ({"rope_theta": "1e4"}, "float expected"),
+    "epsilon NaN": ({"rms_norm_eps": float("nan")}, NOT_JSON),
+    "epsilon of infinity": ({"rms_norm_eps": float("inf")}, "epsilon"),
     "eos outside": ({"eos_token_id": 272}, "outside"),
     "eos of text": ({"eos_token_id": ["</s>"]}, "eos_token_id"),
     "window of nothing": ({"model_type": "mistral", "sliding_window": 0}, "sliding window"),

@@ -437,7 +437,7 @@ def test_a_file_of_hidden_resources_is_read(tmp_path: Path) -> None:
         ([{**ENTRY, "pus": [0, 192]}], "the machine has no PU 192"),
         ([{**ENTRY, "read_gbps": 0}], "read_gbps must be more than 0"),
         ([{**ENTRY, "read_gbps": "15"}], "read_gbps must be a number"),
-        ('[{"pus": [0], "read_gbps": NaN, "lost_per_extra_pu": 0.1}]', "read_gbps must be a number"),
+        ('[{"pus": [0], "read_gbps": NaN, "lost_per_extra_pu": 0.1}]', "is not JSON"),
         ([{**ENTRY, "lost_per_extra_pu": 1.5}], "lost_per_extra_pu must be a number from 0 to 1"),
         ([ENTRY] * 5000, "at most 4096"),
     ],
