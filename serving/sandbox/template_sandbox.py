@@ -373,6 +373,8 @@ _LOOKS_ONLY = frozenset(
     | {"selectattr", "sort", "unique", "_counted", "_joined"}
 )
 """Filters that write nothing out, or weigh it themselves."""
+_CHANGING = ("clear", "pop")
+"""Methods of lists that older versions of Jinja do not know to change them."""
 _LEFT_OUT = frozenset({"random", "urlize", "xmlattr"})
 """No template of a model needs these."""
 
@@ -430,8 +432,9 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         """Lists and dicts that a template has made itself may be changed."""
+        changes = modifies_known_mutable(obj, attr) or (isinstance(obj, list) and attr in _CHANGING)
         return SandboxedEnvironment.is_safe_attribute(self, obj, attr, value) and (
-            _BUDGET.get().is_own(obj) or not modifies_known_mutable(obj, attr)
+            _BUDGET.get().is_own(obj) or not changes
         )
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
