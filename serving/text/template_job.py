@@ -32,7 +32,7 @@ def prepare(told: bytes) -> Callable[[bytes], bytes]:
             return template.turn_form().to_json()
         try:
             given, mark = control_texts.broken(asked)
-            text = _rendered(template, given)
+            text = rendered(template, given)
         except (ChatTemplateError, ValueError) as error:
             raise JobRefused(str(error)) from error
         if len(text) > settings["most_characters"]:
@@ -45,18 +45,25 @@ def prepare(told: bytes) -> Callable[[bytes], bytes]:
     return render
 
 
-def _rendered(template: ChatTemplate, given: Mapping[str, Any]) -> str:
-    """The conversation without the shapes that the template lacks; where it is still refused, without any."""
-    lacks = given["lacks"]
+def rendered(template: ChatTemplate, given: Mapping[str, Any]) -> str:
+    """The conversation without the shapes that the template lacks. Where it is still refused: with an empty
+    list of tools in place of none and without an effort, which few templates know; then without any shape
+    that a template may lack.
+    """
+    lacks, variables = given["lacks"], given["variables"]
     tools = plain_tools(given["tools"]) if "bare schemas" in lacks else given["tools"]
-    try:
-        return template.render(shaped(given["messages"], lacks), True, tools or None, given["variables"])
-    except ChatTemplateError:
-        messages = shaped(given["messages"], LAST_RESORT)
-        if messages == given["messages"]:
-            raise
+    messages = shaped(given["messages"], lacks)
+    fewer = {name: value for name, value in variables.items() if name != "reasoning_effort"}
+    ways = [
+        (messages, tools or None, variables),
+        (messages, tools, fewer),
+        (shaped(given["messages"], LAST_RESORT), plain_tools(tools), fewer),
+    ]
+    first: ChatTemplateError | None = None
+    for way_messages, way_tools, way_variables in ways:
         try:
-            return template.render(messages, True, plain_tools(tools) or None, given["variables"])
-        except ChatTemplateError:
-            pass
-        raise
+            return template.render(way_messages, True, way_tools, way_variables)
+        except ChatTemplateError as error:
+            first = first or error
+    assert first is not None
+    raise first
