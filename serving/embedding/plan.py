@@ -44,10 +44,10 @@ class Instance:
 
 @dataclass(frozen=True)
 class EmbeddingPlan:
-    """`slo_s`: the promised time of an answer; None: a plan of an earlier version that promises none."""
+    """`slo_s`: the promised time of an answer; None: none is promised."""
 
     instances: tuple[Instance, ...]
-    slo_s: float | None = DEFAULT_SLO_S
+    slo_s: float | None = None
     source: str = "default"
 
     def only(self, keeps: Callable[[Instance], bool]) -> EmbeddingPlan:

@@ -94,7 +94,7 @@ def plan_for(
         stored = kept_plan(db, model, room.machine, report)
     if stored is None:
         own = _instances(room, settings, ())
-        stored = EmbeddingPlan(own, source="flags" if is_flagged and not room.taken else "default")
+        stored = EmbeddingPlan(own, DEFAULT_SLO_S, "flags" if is_flagged and not room.taken else "default")
     elif room.taken:
         stored = replace(stored, instances=_instances(room, settings, stored.instances))
     usable = stored.only(lambda instance: instance.is_cpu or instance.device in accelerators.names)

@@ -163,7 +163,7 @@ async def restarted(client: EmbeddingClient) -> None:
 def test_a_killed_worker_loses_nothing_that_was_not_answered(directory: Path, when: str) -> None:
     """Killed while idle, while it computes, and while it hangs: every input is answered, by the next one."""
     model = load_model(str(directory), "f32", directory.parent / "cache")
-    plan = EmbeddingPlan((Instance("cpu:0", CORE, Depth(10_000, 1 << 30)),))
+    plan = EmbeddingPlan((Instance("cpu:0", CORE, Depth(10_000, 1 << 30)),), slo_s=None)
     opened = open_embedding(model, str(directory), "f32", plan, directory.parent / "cache")
     tokens = opened.text.tokens(TEXTS)
 
