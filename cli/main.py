@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 
@@ -121,10 +121,10 @@ def main() -> None:
         _run_to_its_last_line()
     except SystemExit as end:
         if end.code == EXIT_INTERRUPTED:  # how typer ends at Ctrl-C, without a word
-            _end_interrupted()
+            fail("interrupted", EXIT_INTERRUPTED)
         raise
     except KeyboardInterrupt:  # before typer looks for it, or after
-        _end_interrupted()
+        fail("interrupted", EXIT_INTERRUPTED)
     except BrokenPipeError:
         # The reader of our stdout left (e.g. `| head`): point it elsewhere so that the exit flush is silent.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -141,13 +141,6 @@ def main() -> None:
         if shortage is not None:
             fail(shortage, EXIT_FAILURE)
         raise
-
-
-def _end_interrupted() -> NoReturn:
-    exec(
-        ""
-    )  # Python forgets that code of a string was interrupted, after which it would end by SIGINT itself
-    fail("interrupted", EXIT_INTERRUPTED)
 
 
 def _run_to_its_last_line() -> None:

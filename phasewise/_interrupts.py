@@ -2,11 +2,13 @@
 
 An exception that is raised while a weak reference's callback, a `__del__` or a function called by C runs goes
 nowhere: Python only prints it. Libraries have many such callbacks, and a KeyboardInterrupt may come in any.
+One that comes while Python shuts down would end the process by the signal, whatever its exit code is.
 """
 
 from __future__ import annotations
 
 import _thread
+import atexit
 import os
 import signal
 import sys
@@ -50,3 +52,18 @@ def keep_interrupts() -> None:
 
     hook.keeps_interrupts = True  # type: ignore[attr-defined]
     sys.unraisablehook = hook
+
+
+def exit_at_interrupts(exit_code: str | int | None) -> None:
+    """From now on an interrupt ends the process at once with `exit_code`, that of a SystemExit: what is left
+    to do is to wait for threads. Once they have ended, interrupts are ignored. Those that were ignored before
+    still are.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        return
+    code = exit_code if isinstance(exit_code, int) else int(exit_code is not None)
+    signal.signal(signal.SIGINT, lambda *_: os._exit(code))
+    atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
+    exec(
+        ""
+    )  # Python forgets that code of a string was interrupted, after which it would end by SIGINT itself

@@ -91,16 +91,71 @@ Own()
 
 def test_an_interrupt_amid_code_of_a_string_ends_with_the_same_exit_code(tmp_path: Path) -> None:
     """As dataclasses and SQLAlchemy make it: Python would end by SIGINT itself."""
-    script = tmp_path / "interrupted.py"
-    script.write_text(
-        "from phasewise.cli import main\n"
-        "main.app = lambda **_: exec('raise KeyboardInterrupt')\n"
-        "main.main()\n"
-    )
-    command_line = [sys.executable, "-m", "interrupted"]
-    ended = subprocess.run(command_line, capture_output=True, text=True, check=False, cwd=tmp_path)
+    ended = run_as_the_command("lambda **_: exec('raise KeyboardInterrupt')", tmp_path)
 
     assert (ended.returncode, ended.stderr) == (130, "phasewise: interrupted\n")
+
+
+SHUTDOWNS = {
+    "waits for a thread that does not end": """
+def waited_for():
+    threading.main_thread().join()
+    while True:  # one that comes just before Python waits is seen at the next
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.01)
+threading.Thread(target=waited_for).start()
+""",
+    "calls what was registered": "atexit.register(os.kill, os.getpid(), signal.SIGINT)",
+    "takes modules apart": """
+class Own:
+    def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.SIGINT): kill(pid, number)
+signal.own = Own()
+""",
+}
+"""Code that has an interrupt come while Python shuts down and does this."""
+ENDS = {
+    "sys.exit(0)": (0, ""),
+    "sys.exit(7)": (7, ""),
+    "fail('no model', 1)": (1, "phasewise: no model\n"),
+    "signal.raise_signal(signal.SIGINT)": (130, "phasewise: interrupted\n"),
+    "exec('raise KeyboardInterrupt')": (130, "phasewise: interrupted\n"),
+}
+"""How a command ends: its exit code and what is on stderr."""
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("shutdown", SHUTDOWNS)
+def test_an_interrupt_after_a_command_ended_leaves_its_exit_code(
+    shutdown: str, end: str, tmp_path: Path
+) -> None:
+    body = "".join(f"    {line}\n" for line in (*SHUTDOWNS[shutdown].splitlines(), end))
+    ended = run_as_the_command("run", tmp_path, f"def run(**_):\n{body}")
+
+    assert (ended.returncode, ended.stderr) == ENDS[end]
+
+
+def test_a_command_that_ignores_interrupts_does_so_to_its_end(tmp_path: Path) -> None:
+    """As a shell without job control starts one in the background."""
+    before = "signal.signal(signal.SIGINT, signal.SIG_IGN)"
+    ended = run_as_the_command(
+        "lambda **_: (atexit.register(print, 'last'), signal.raise_signal(2), sys.exit(0))", tmp_path, before
+    )
+
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "last\n", "")
+
+
+def run_as_the_command(app: str, folder: Path, before: str = "") -> subprocess.CompletedProcess[str]:
+    """A process whose command line is the Python expression `app`, after the code `before`."""
+    (folder / "interrupted.py").write_text(
+        "import atexit, os, signal, sys, threading, time\n"
+        "from phasewise import __main__\n"
+        "from phasewise.cli import main\n"
+        f"from phasewise.cli.present import fail\n{before}\n"
+        f"main.app = {app}\n"
+        "__main__.main()\n"
+    )
+    command_line = [sys.executable, "-m", "interrupted"]
+    return subprocess.run(command_line, capture_output=True, text=True, check=False, cwd=folder)
 
 
 def interrupted_at(second: float, *arguments: object) -> tuple[int, str]:
