@@ -30,7 +30,9 @@ NEED_TORCH = {"frozen_prefix", "kv_pruning", "torch_layers"}
 ON_HARNESS = [
     name for name in SCRIPTS if "app = commands(" in (ROOT / "benchmarks" / f"{name}.py").read_text()
 ]
-OTHERS = [name for name in SCRIPTS if name not in ON_HARNESS and name not in ("harness", "demo")]
+OTHERS = [
+    name for name in SCRIPTS if name not in ON_HARNESS and name not in ("harness", "demo", "timed_steps")
+]
 SOAKS = (
     *("changing_instances", "changing_nodes", "drawn_schemas", "fairness", "faults", "fuzz_api", "fuzz_http"),
     *("fuzz_models", "health", "hostile", "soak"),
