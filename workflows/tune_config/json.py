@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from phasewise._version import __version__
@@ -156,7 +157,7 @@ def _kernel_fields(results: Found, number: int) -> dict[str, Any]:
         "products": tuned.outcome.products,
         "timed": tuned.outcome.timed,
         "settled": len(gains),
-        "mean_gain": mean_gain(gains) if gains else None,
+        "mean_gain": asdict(mean_gain(gains)) if gains else None,
     }
 
 
