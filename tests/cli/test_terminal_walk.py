@@ -50,7 +50,7 @@ WALK = (
     Step("help", "tuning"),
     Step("models pull", "org/tiny-GGUF:Q4_0"),
     Step("pull", "org/tiny-GGUF:Q4_0"),
-    Step("replay", "no-such-receipt.json --model m.gguf", exits=(0, 1)),
+    Step("replay", "no-such-receipt.json --model m.gguf", exits=(3,)),
     Step("batch", "no-such-requests.jsonl m.gguf -o answers.jsonl", exits=(0, 1)),
     Step("models list"),
     Step("models inspect", "m.gguf"),

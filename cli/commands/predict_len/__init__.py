@@ -250,8 +250,7 @@ def predict(
         print_json(fields)
     else:
         bounds = [
-            f"{percent(float(share))} have at most {tokens}"
-            for share, tokens in fields["at_most_tokens"].items()
+            f"{tokens} in {percent(float(share))}" for share, tokens in fields["at_most_tokens"].items()
         ]
-        told = {**fields, "at_most_tokens": f"of such answers {', '.join(bounds)}"}
+        told = {**fields, "at_most_tokens": f"{', '.join(bounds)} of such answers"}
         say("\n".join(f"{name:<14}  {value}" for name, value in told.items()))
