@@ -120,7 +120,7 @@ ENDS = {
     "signal.raise_signal(signal.SIGINT)": (130, "phasewise: interrupted\n"),
     "exec('raise KeyboardInterrupt')": (130, "phasewise: interrupted\n"),
 }
-"""How a command ends: its exit code and what is on stderr."""
+"""The end of a command: its exit code and what is on stderr."""
 
 
 @pytest.mark.parametrize("end", ENDS)
