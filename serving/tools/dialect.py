@@ -26,7 +26,7 @@ _USES_TOOLS = re.compile(r"{[%{][^}]*\btools\b")
 _LOOKED_AT_TOKENS = 24
 _LONGEST_TOKEN = 48
 _ID_CHARACTERS = 9
-"""The ids of some templates have exactly so many."""
+"""Characters of a call's id in templates that take no other length."""
 
 _JSON_VALUE: Around = ("=", "")
 ROWS: Mapping[str, CallForm] = {

@@ -33,7 +33,7 @@ _DIGITS, _WORD = re.compile(r"\d*"), re.compile(r"[\w.:-]*")
 _SIGNS = re.compile(f"([{NAME}{ID}{INDEX}{KEY}])")
 _LONGEST_KEY = 512
 _MOST_TRIES = 64
-"""Calls that an answer has begun and not finished are looked through again so many times at its end."""
+"""Most passes over the unfinished calls of an answer at its end."""
 
 
 class TurnReader:
@@ -154,7 +154,7 @@ class TurnReader:
         self._text, self._at = self._text[end:], 0
 
     def _text_from(self, begin: int, least: int) -> None:
-        """Text, and no call, has begun at `begin`: at least so many characters of it."""
+        """Take at least `least` characters from `begin` on as text: no call begins there."""
         self._coming.clear()
         self._n_tries += self._is_final
         self._at = begin

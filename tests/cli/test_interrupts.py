@@ -171,7 +171,7 @@ def interrupted_at(second: float, *arguments: object) -> tuple[int, str]:
 
 
 def check_draws(n_draws: int, roomy: Path, db: Path, seed: int) -> None:
-    """Of times up to half a second, the first 140 ms being drawn as often as all others."""
+    """Interrupt at drawn times up to half a second; half of the draws are within the first 140 ms."""
     rng = random.Random(seed)
     for _ in range(n_draws):
         second = rng.uniform(0, 0.14) if rng.random() < 0.5 else rng.uniform(0, 0.5)

@@ -215,7 +215,7 @@ NO_SERVER = "postgresql+psycopg://phasewise@/name?host=/nonexistent"
 
 @pytest.mark.parametrize("draft", ["off", "lookup"])
 def test_a_database_that_is_absent_costs_one_line(draft: str, tiny: Path, tmp_path: Path) -> None:
-    """Of a server and of a file; the answer is that of a start without one."""
+    """A missing server and a missing file change no answer."""
     broken = tmp_path / "broken.db"
     broken.write_bytes(b"no database" * 999)
     wanted = run_json(tiny, *DRAWN)["token_ids"]
