@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phasewise.kerneldb.errors import KernelDbError
 from phasewise.kerneldb.records import MachineKey, Origin, PlanRecord
 from phasewise.kerneldb.store import open_store
 from phasewise.topology import Cpu, CpuKind, Kind, Machine, Node
@@ -313,13 +312,16 @@ def test_no_database_yet_is_the_default_and_creates_none(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_database_that_cannot_be_used_is_an_error_unless_it_is_not_needed(tmp_path: Path) -> None:
+def test_a_file_that_is_no_database_costs_one_line_and_where_it_is_not_needed_none(tmp_path: Path) -> None:
     db = tmp_path / "x.db"
     db.write_text("not a database")
-    with pytest.raises(KernelDbError, match="is not a database"):
-        plans_for(db, PLAIN, MODEL)
+    lines: list[str] = []
 
-    assert plans_for(db, PLAIN, MODEL, threads=1)["decode"].cores == (0,)
+    assert plans_for(db, PLAIN, MODEL, report=lines.append)["decode"].source == "default"
+    assert len(lines) == 1
+    assert "is not a database" in lines[0]
+    assert plans_for(db, PLAIN, MODEL, threads=1, report=lines.append)["decode"].cores == (0,)
+    assert len(lines) == 1
 
 
 @pytest.mark.parametrize(
