@@ -19,8 +19,8 @@ from phasewise.cluster.real.instance_messages import (
     FromInstance,
     Identity,
     Ready,
+    Report,
     ToInstance,
-    Told,
     read_to_instance,
     write,
 )
@@ -68,7 +68,7 @@ class ScriptedInstance:
         progress: Sequence[Progress] = (),
     ) -> None:
         parts = tuple(placed), tuple(computed), tuple(arrived), tuple(progress)
-        self.say(Told(outs, (), None, LOAD, *parts))
+        self.say(Report(outs, (), None, LOAD, *parts))
 
     def place(self, attempt_id: str) -> None:
         self.tell(placed=[Placed(attempt_id, Placement(0, 64))])
