@@ -35,9 +35,9 @@ from phasewise.cluster.real.instance_messages import (
     FromInstance,
     HandOverFailed,
     Heartbeat,
+    InstanceReport,
     PromptBegun,
     Ready,
-    Report,
     SendKvTo,
     Stop,
     ToInstance,
@@ -352,7 +352,7 @@ class Front:
         match message:
             case Ready():
                 self._admit(member, message)
-            case Report():
+            case InstanceReport():
                 self._hear_report(member, message)
             case Heartbeat():
                 member.hear(message)
@@ -393,7 +393,7 @@ class Front:
         for given in waiting:
             self._run_request(given)
 
-    def _hear_load(self, member: InstanceMember, report: Report) -> None:
+    def _hear_load(self, member: InstanceMember, report: InstanceReport) -> None:
         member.load = report.load
         try:
             self._router.tells(member.index, report.load.best_token_ns / 1e9, report.held)
@@ -401,7 +401,7 @@ class Front:
             self._tallies[member.index].reports_refused += 1
             log.warning("instance %s is not believed about prefixes any more: %s", member.name, error)
 
-    def _hear_report(self, member: InstanceMember, report: Report) -> None:
+    def _hear_report(self, member: InstanceMember, report: InstanceReport) -> None:
         self._hear_load(member, report)
         outs: list[Answer | Failure] = []
         for placed in report.placed:

@@ -33,10 +33,10 @@ from phasewise.cluster.real.instance_messages import (
     HandOverFailed,
     Heartbeat,
     Identity,
+    InstanceReport,
     Part,
     PromptBegun,
     Ready,
-    Report,
     SendKvTo,
     Stop,
     Take,
@@ -281,7 +281,7 @@ class _Instance:
         os.eventfd_write(self._wake, 1)
 
     def _tell_failure(self, failure: Failure) -> None:
-        self._put(Report((), (Failed.of(failure),), None, self._opened.engine.load()))
+        self._put(InstanceReport((), (Failed.of(failure),), None, self._opened.engine.load()))
 
     def _deliver(self, delivery: Delivery) -> None:
         """On the engine's thread. Where ranks are lost this instance ends, and its front says what becomes of
@@ -301,7 +301,7 @@ class _Instance:
                 )
             self._sender.cancel(failure.request_id)
             self._receiver.forget(failure.request_id)
-        report = Report(
+        report = InstanceReport(
             answers,
             tuple(map(Failed.of, failures)),
             delivery.stats,

@@ -149,7 +149,7 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class InstanceReport:
     """A `Delivery`."""
 
     answers: tuple[Answer, ...]
@@ -214,7 +214,7 @@ class CannotStart:
     kind: Literal["cannot_start"] = "cannot_start"
 
 
-FromInstance = Ready | Report | PromptBegun | Dropped | HandOverFailed | Heartbeat | CannotStart
+FromInstance = Ready | InstanceReport | PromptBegun | Dropped | HandOverFailed | Heartbeat | CannotStart
 
 _by_kind = Field(discriminator="kind")
 # A token that a guide forbids has the log-probability -inf. Guides themselves are never written or read.

@@ -16,8 +16,8 @@ from phasewise.cluster.real.instance_messages import (
     Dropped,
     HandOverFailed,
     Heartbeat,
+    InstanceReport,
     PromptBegun,
-    Report,
     SendKvTo,
     Take,
 )
@@ -455,7 +455,7 @@ def test_the_progress_of_prompts_and_their_pace_reach_whoever_asked() -> None:
         assert server.progress == [Progress("r", 100, 0, 64, 5)]
         for instance, token_ns in ((prompt, 3e6), (token, 6e6)):
             load = EngineLoad(0, 0, 0, 1024, prompt_token_ns=token_ns)
-            instance.say(Report((), (), None, load))
+            instance.say(InstanceReport((), (), None, load))
         server.wait_until(lambda: server.load is not None and 0 < server.load.prompt_token_ns < 3e6)
         assert server.load is not None
         assert server.load.prompt_token_ns == pytest.approx(2e6)
