@@ -27,9 +27,11 @@ class SendingTimes:
 
 @dataclass(frozen=True)
 class SentLengths:
-    """The number of requests, and their lengths in tokens: fixed, drawn from a distribution, or the
-    trace's. `turns`: of each conversation, whose turns have the lengths of requests in turn; `shared_prefix`:
-    tokens that all of them begin with.
+    """The number of requests, and their lengths in tokens: fixed, drawn from a distribution, or the trace's.
+
+    `turns`: of each conversation, whose turns have the lengths of requests in turn; `shared_prefix`: tokens
+    that all of them begin with. `seed`: of arrivals, lengths and prompts; None: those of seed 0, and prompts
+    that no run has sent before, so that none is in the server's cache.
     """
 
     requests: int | None = None
@@ -40,7 +42,7 @@ class SentLengths:
     turns: int = 1
     shared_prefix: int = 0
     warmup: int = 2
-    seed: int = 0
+    seed: int | None = None
 
 
 @dataclass(frozen=True)

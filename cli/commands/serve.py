@@ -344,7 +344,11 @@ _LOGGED = option_set(
         kind=LogLevel,
         envvar="PHASEWISE_LOG_LEVEL",
     ),
-    log_format=opt("form of its lines", kind=LogFormat, envvar="PHASEWISE_LOG_FORMAT"),
+    log_format=opt(
+        "form of its lines, and of all others that the server writes",
+        kind=LogFormat,
+        envvar="PHASEWISE_LOG_FORMAT",
+    ),
 )
 
 _POOLS = option_set(
@@ -530,8 +534,11 @@ def serve(
     three is given it ends the server as SIGTERM does, unless it is ignored
     (nohup).
     """
+    from phasewise.serving.processes.json_lines import make_stderr_json
     from phasewise.serving.processes.secrets import hide_values_of
 
+    if logged.log_format == "json":
+        make_stderr_json()
     if hide_values_of("--api-key"):
         note(
             "warning: the command line showed the API key to everybody on this machine until now; "

@@ -148,10 +148,6 @@ def main(arguments: Sequence[str], make: Callable[[WorkerSpec], Backend] = _back
         return  # the front has gone
 
 
-if __name__ == "__main__":
-    main(sys.argv[1:])
-
-
 LOOK_S = 0.5
 """Seconds between two looks, each of which reads some small files."""
 
@@ -240,3 +236,7 @@ class OnOwnCores:
         if line != self._said:
             self._said = line
             log.warning("%s", line)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

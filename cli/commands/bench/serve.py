@@ -67,7 +67,9 @@ _LENGTHS = option_set(
     ),
     shared_prefix=opt("tokens that all conversations begin with", min=0, max=1 << 20),
     warmup=opt("requests sent first and not counted", min=0, max=10_000),
-    seed=opt("seed of the arrivals and lengths", min=0, max=1 << 62),
+    seed=opt(
+        "seed of arrivals, lengths and prompts [default: 0, and new prompts for each run]", min=0, max=1 << 62
+    ),
 )
 
 _ASKING = option_set(
