@@ -212,7 +212,7 @@ HANDED = {
     "db verify": Handing(
         "phasewise.workflows.database.verify_schedules.verdicts",
         [],
-        {"--top": ["--top", "9"]},
+        {"--budget": ["--budget", "9s"]},
         {"phasewise.workflows.database.sharing.existing_store": contextlib.nullcontext()},
     ),
     "bench embed": Handing(
