@@ -110,9 +110,7 @@ def test_a_stream_is_in_chunks_for_those_who_know_them(version: str) -> None:
     head = f"POST /v1/completions HTTP/{version}\r\nHost: a\r\nConnection: close\r\n"
     with fake_server() as server, connect(server.url) as raw:
         is_read = threading.Semaphore(1)
-        server.ranks.before_step = lambda: is_read.acquire(
-            timeout=ENOUGH_S
-        )  # each piece by itself
+        server.ranks.before_step = lambda: is_read.acquire(timeout=ENOUGH_S)  # each piece by itself
         raw.sendall(head.encode() + b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
         received, n_pieces = b"", 0
         while part := raw.recv(65536):
