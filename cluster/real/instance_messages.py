@@ -59,6 +59,7 @@ class Asked:
     in_shadow: bool = False
     trace: str = ""
     given: GivenOut | None = None
+    turns: tuple[int, ...] = ()
 
     @property
     def n_known_tokens(self) -> int:
