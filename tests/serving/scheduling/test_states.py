@@ -288,4 +288,4 @@ def test_a_long_chain_of_calls_computes_its_new_tokens_alone(
 
 def _n_shared(left: tuple[int, ...], right: tuple[int, ...]) -> int:
     pairs = enumerate(zip(left, right, strict=False))
-    return next((index for index, (one, other) in pairs if one != other), min(len(left), len(right)))
+    return next((index for index, (mine, theirs) in pairs if mine != theirs), min(len(left), len(right)))
