@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -52,6 +52,7 @@ _JSON_OPTIONS = {
 }
 
 
+@runtime_checkable
 class Guide(Protocol):
     """The place that one answer has reached in its grammar. Used by one thread at a time."""
 

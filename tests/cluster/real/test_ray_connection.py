@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from phasewise.cluster.errors import ClusterError
-from phasewise.cluster.real import ray_connection, ray_greeting
+from phasewise.cluster.real import ray_connection
 from tests.cli.command import run
 
 TLS = Path(__file__).resolve().parents[2] / "data" / "tls"
@@ -83,7 +83,7 @@ OTHERS: dict[str, tuple[Speak, str]] = {
 def surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RAY_USE_TLS", "RAY_AUTH_MODE", "RAY_ADDRESS"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(ray_greeting, "GREETING_S", 0.5)
+    monkeypatch.setattr(ray_connection, "GREETING_S", 0.5)
 
 
 def with_certificates(monkeypatch: pytest.MonkeyPatch) -> None:
