@@ -89,9 +89,8 @@ HANDED = {
     ),
     "quantise": Handing(
         "phasewise.workflows.quantise.run.quantise",
-        ["m", "-o", "out", "--calibration", "text"],
+        ["m", "-o", "out"],
         {
-            "--calibration-tokens": ["--calibration-tokens", "99"],
             "--requantise": ["--requantise"],
         },
     ),
