@@ -119,9 +119,9 @@ class ApiKey(str):
     label: str
 
     def __new__(cls, key: str, label: str) -> ApiKey:
-        made = super().__new__(cls, key)
-        made.label = label
-        return made
+        labelled = super().__new__(cls, key)
+        labelled.label = label
+        return labelled
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from typing import BinaryIO
 
 _MOST_BYTES = 64 * 1024
-"""Of a line; what is longer is several."""
+"""The most bytes of a line; a longer one is written as several."""
 
 
 def make_stderr_json() -> None:
@@ -47,8 +47,8 @@ def as_json(line: bytes, now: datetime) -> bytes:
     level = "error" if message.startswith("phasewise: ") else "info"
     if message.lower().startswith("warning: "):
         level, message = "warning", message[len("warning: ") :]
-    at = now.isoformat(timespec="milliseconds").replace("+00:00", "Z")
-    return json.dumps({"at": at, "level": level, "message": message}).encode() + b"\n"
+    instant = now.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    return json.dumps({"at": instant, "level": level, "message": message}).encode() + b"\n"
 
 
 def copy_lines(lines: BinaryIO, to: BinaryIO) -> None:
