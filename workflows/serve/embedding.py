@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from phasewise._options import MOST_USED, option
 from phasewise._words import counted
 from phasewise.workflows.embed.accelerators import Accelerators, accelerators_here
 from phasewise.workflows.errors import UsageError
 from phasewise.workflows.opening.open_model import Weights, tell_of_own_kernels
+from phasewise.workflows.options import EMBED_DEVICE_HELP
 from phasewise.workflows.report import Report
 
 if TYPE_CHECKING:
@@ -24,19 +26,37 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Embeddings:
-    """Settings of embedding. `embed_model`: beside a language model; None: that alone, or no embeddings.
+    """Settings of embedding."""
 
-    `embed_instances`: processes on the CPU, None for the stored plan's or one for each NUMA node.
-    `embed_cores`: cores for embeddings beside a language model. `embed_device`: accelerators by commands of
-    the user's. `embed_cpu`: the CPU embeds what accelerators cannot hold.
-    """
+    PANEL = "Embeddings"
 
-    embed_model: str | None = None
-    embed_instances: int | None = None
-    embed_cores: int | None = None
-    embed_accelerators: bool = True
-    embed_device: list[str] | None = None
-    embed_cpu: bool = True
+    embed_model: str | None = option(
+        None,
+        "embedding model to serve beside MODEL",
+        envvar="PHASEWISE_EMBED_MODEL",
+        metavar="MODEL",
+        panel=MOST_USED,
+    )
+    embed_instances: int | None = option(
+        None,
+        "embedding processes on the CPU [default: the plan of tune-embed, else one for each NUMA node]",
+        min=1,
+        max=256,
+        metavar="N",
+    )
+    embed_cores: int | None = option(
+        None,
+        "cores for embeddings beside a language model, the highest ones [default: a quarter]",
+        min=1,
+        metavar="N",
+    )
+    embed_accelerators: bool = option(
+        True, "also embed on GPUs, by torch (phasewise[cuda])", "--embed-accelerators/--no-embed-accelerators"
+    )
+    embed_device: list[str] | None = option(None, EMBED_DEVICE_HELP, metavar="exec:COMMAND")
+    embed_cpu: bool = option(
+        True, "embed on the CPU what accelerators cannot hold", "--embed-cpu/--no-embed-cpu"
+    )
 
     def accelerators(self) -> Accelerators:
         """UsageError for a device that is none."""
