@@ -230,8 +230,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
 }
 
 COMMON = ("_json", "_options", "_words")
-"""The reader of JSON, fields that are options, and rules for numbers in sentences: for every room that imports
-others or itself. They import no room."""
+"""The reader of JSON, fields that are options, and rules for numbers in sentences, which import no room: for
+every room that imports others or itself."""
 
 # Libraries with one home.
 HOMES: dict[str, tuple[str, ...]] = {
