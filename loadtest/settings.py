@@ -23,7 +23,9 @@ class SendingTimes:
 
     rate: float | None = option(None, "requests a second", min=1e-3, max=1e5)
     arrivals: Arrivals = option(Arrivals.poisson, "distribution of the intervals between requests at --rate")
-    burstiness: float = option(1.0, "shape of gamma arrivals; 1: Poisson", min=1e-3, max=1e3)
+    burstiness: float = option(
+        1.0, "shape of gamma arrivals; 1: Poisson", min=1e-3, max=1e3, config_only=True
+    )
     concurrency: int | None = option(
         None,
         "clients that each wait for their answer; with --rate or --trace: most requests in flight",
@@ -36,7 +38,11 @@ class SendingTimes:
         metavar="FILE",
     )
     time_scale: float = option(
-        1.0, "factor of the intervals between a trace's arrivals; 0.1: ten times as fast", min=0.0001, max=1e6
+        1.0,
+        "factor of the intervals between a trace's arrivals; 0.1: ten times as fast",
+        min=0.0001,
+        max=1e6,
+        config_only=True,
     )
     duration_s: float | None = option(
         None, "send no request after S seconds", "--duration", metavar="S", min=0.001
@@ -93,7 +99,10 @@ class Asking:
         None, 'fields added to every request body, e.g. {"cache_prompt": false}', metavar="JSON"
     )
     text_prompts: bool = option(
-        False, "send prompts as text even where the server takes token ids", "--text-prompts"
+        False,
+        "send prompts as text even where the server takes token ids",
+        "--text-prompts",
+        config_only=True,
     )
     api_key: str | None = option(
         None,

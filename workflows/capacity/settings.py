@@ -31,6 +31,7 @@ class ClusterInputs:
         "requests",
         "requests: each drawn request has the prompt and the answer of one request of the trace; "
         "columns: prompts and answers are drawn independently",
+        config_only=True,
     )
     seed: int = option(0, "seed of the drawn requests", min=0)
     perf_model: Path | None = option(
@@ -114,7 +115,7 @@ class ProvisionWish:
         kind=Literal["rate"] | None,
     )
     rate_step: float = option(5.0, "distance of the rates that are tried, requests/s", min=0.001)
-    most_rate: float = option(500.0, "highest rate that is tried, requests/s", min=0.001)
+    most_rate: float = option(500.0, "highest rate that is tried, requests/s", min=0.001, config_only=True)
     most: int = option(120, "most machines of each kind", min=1, max=2000)
     machines: Path | None = option(
         None, "TOML file with [machines.NAME] tables of more types", metavar="FILE"

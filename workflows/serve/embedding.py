@@ -43,19 +43,27 @@ class Embeddings:
         min=1,
         max=256,
         metavar="N",
+        config_only=True,
     )
     embed_cores: int | None = option(
         None,
         "cores for embeddings beside a language model, the highest ones [default: a quarter]",
         min=1,
         metavar="N",
+        config_only=True,
     )
     embed_accelerators: bool = option(
-        True, "also embed on GPUs, by torch (phasewise[cuda])", "--embed-accelerators/--no-embed-accelerators"
+        True,
+        "also embed on GPUs, by torch (phasewise[cuda])",
+        "--embed-accelerators/--no-embed-accelerators",
     )
     embed_device: list[str] | None = option(None, EMBED_DEVICE_HELP, metavar="exec:COMMAND")
     embed_cpu: bool = option(
-        True, "embed on the CPU what accelerators cannot hold", "--embed-cpu/--no-embed-cpu"
+        True,
+        "embed on the CPU what accelerators cannot hold",
+        "--embed-cpu/--no-embed-cpu",
+        config_only=True,
+        envvar="PHASEWISE_EMBED_CPU",
     )
 
     def accelerators(self) -> Accelerators:
@@ -129,7 +137,7 @@ def plan_for(
     if not settings.embed_cpu:
         plan = plan.accelerated
         if not plan.instances:
-            raise UsageError("--no-embed-cpu: there is no accelerator here; name one with --embed-device")
+            raise UsageError("embed_cpu = false: there is no accelerator here; name one with --embed-device")
     if not plan.instances:
         plan = replace(plan, instances=_instances(room, settings, ()), slo_s=DEFAULT_SLO_S, source="default")
     return plan
@@ -255,7 +263,7 @@ def threads_beside(settings: Embeddings, threads: int | None) -> int:
     if left < 1 or left + own > n_cores:
         raise UsageError(
             f"{counted(own, 'core')} for embeddings and {max(left, 1)} for the language model: "
-            f"{n_cores} are there; choose fewer with --embed-cores or --threads"
+            f"{n_cores} are there; choose fewer with embed_cores of the configuration file, or with --threads"
         )
     return left
 
@@ -299,7 +307,7 @@ def open_beside(
     if own > len(free):
         raise UsageError(
             f"{counted(own, 'core')} for embeddings: {len(free)} are there that the "
-            "language model does not use; choose fewer for it, or for --embed-cores"
+            "language model does not use; choose fewer for it, or for embed_cores"
         )
     model = load_embedding_model(settings.embed_model, weights, report)
     on = _devices_for(settings, weights)

@@ -58,12 +58,15 @@ class Pools:
         "prefix",
         "what chooses the instance of a prompt; prefix: the work that is left where its beginning is held, "
         "and the queues; load: the queues alone; round-robin: turns",
+        config_only=True,
     )
     split_above: int = option(
         SPLIT_ABOVE_TOKENS,
         "prompts of more tokens are computed in the prompt pool, others where their answers are",
         min=0,
         metavar="N",
+        config_only=True,
+        envvar="PHASEWISE_SPLIT_ABOVE",
     )
     overflow_above: int | None = option(
         None,
@@ -71,12 +74,14 @@ class Pools:
         "computes in 1.34 s, as an H100 does 8192]",
         min=1,
         metavar="N",
+        config_only=True,
     )
     repurpose_after: int = option(
         0,
         "an instance that is given N requests of the other pool's work in a row moves there; 0: never",
         min=0,
         metavar="N",
+        config_only=True,
     )
     cluster: str | None = option(
         None,
@@ -96,7 +101,9 @@ class Pools:
     mixed: str | None = option(None, "with --cluster: instances that compute both", metavar="NxCORES[@LABEL]")
     spread: bool = option(False, "with --cluster: place instances on different nodes", "--spread")
     kv_transfer: Literal["auto", "shm", "tcp"] = option(
-        "auto", "how keys and values go from pool to pool; auto: shared memory on one host, else TCP"
+        "auto",
+        "how keys and values go from pool to pool; auto: shared memory on one host, else TCP",
+        config_only=True,
     )
 
     @property
@@ -138,13 +145,13 @@ class Pools:
         """UsageError for options of what is divided where a file divides nothing."""
         plain = Pools()
         chosen = {
-            "--split-above": self.split_above != plain.split_above,
-            "--repurpose-after": self.repurpose_after != plain.repurpose_after,
-            "--kv-transfer": self.kv_transfer != plain.kv_transfer,
+            "split_above": self.split_above != plain.split_above,
+            "repurpose_after": self.repurpose_after != plain.repurpose_after,
+            "kv_transfer": self.kv_transfer != plain.kv_transfer,
         }
-        flags = ", ".join(flag for flag, is_chosen in chosen.items() if is_chosen)
-        if flags and all(pool.role == "mixed" for pool in pools):
-            raise UsageError(f"{flags}: no effect where all pools of the file are mixed; leave that out")
+        keys = ", ".join(key for key, is_chosen in chosen.items() if is_chosen)
+        if keys and all(pool.role == "mixed" for pool in pools):
+            raise UsageError(f"{keys}: no effect where all pools of the file are mixed; leave that out")
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,7 +91,12 @@ class Accepting:
     )
     max_waiting: int = option(224, "most waiting answers; further requests get 429", min=0, metavar="N")
     max_prompt_tokens: int | None = option(
-        None, "most tokens of a prompt [default: the context length]", "--max-prompt", min=1, metavar="N"
+        None,
+        "most tokens of a prompt [default: the context length]",
+        "--max-prompt",
+        min=1,
+        metavar="N",
+        config_only=True,
     )
     max_body_bytes: int = option(
         4 << 20,
@@ -108,15 +113,22 @@ class Accepting:
         parser=parse_bytes,
         metavar="BYTES",
         written="64M",
+        config_only=True,
+        envvar="PHASEWISE_MAX_UNFINISHED",
     )
     max_connections: int = option(
         8192,
         "most open connections, or fewer if the limit on open files is lower; further ones get 503",
         min=1,
         metavar="N",
+        config_only=True,
     )
     max_connections_per_address: int = option(
-        2048, "most open connections from one address; raise it behind a proxy", min=1, metavar="N"
+        2048,
+        "most open connections from one address; raise it behind a proxy",
+        min=1,
+        metavar="N",
+        config_only=True,
     )
     max_sequences_per_key: int | None = option(
         None,
@@ -124,6 +136,8 @@ class Accepting:
         "[default: three quarters of all]",
         min=1,
         metavar="N",
+        config_only=True,
+        envvar="PHASEWISE_MAX_SEQUENCES_PER_KEY",
     )
     max_response_bytes: int = option(
         64 << 20,
@@ -132,6 +146,7 @@ class Accepting:
         parser=parse_bytes,
         metavar="BYTES",
         written="64M",
+        config_only=True,
     )
     allow_special: bool = option(
         False,
@@ -176,6 +191,7 @@ class Running:
         min=1,
         max=65536,
         metavar="N",
+        config_only=True,
     )
     tpot_ms: float = option(
         100, "longest time per token for running answers", "--tpot", min=0.1, metavar="MS", panel=MOST_USED
@@ -285,6 +301,7 @@ class Prefixes:
         envvar="PHASEWISE_PREFIX_CACHE_BYTES",
         metavar="BYTES",
         written="8G",
+        config_only=True,
     )
 
     @property
@@ -314,6 +331,7 @@ class Answering:
         max=100,
         metavar="T",
         envvar="PHASEWISE_TEMPERATURE",
+        config_only=True,
     )
     top_p: float | None = option(
         None,
@@ -321,15 +339,22 @@ class Answering:
         min=0.001,
         max=1,
         metavar="P",
+        config_only=True,
     )
     min_p: float | None = option(
-        None, "min-p where a request states none [default: the model's, else 0.05]", min=0, max=1, metavar="P"
+        None,
+        "min-p where a request states none [default: the model's, else 0.05]",
+        min=0,
+        max=1,
+        metavar="P",
+        config_only=True,
     )
     tool_format: str = option(
         "auto",
         "how the model writes tool calls; auto: as its chat template does",
         kind=Literal["auto", "hermes", "llama3-json", "pythonic", "mistral", "gpt-oss"],
         envvar="PHASEWISE_TOOL_FORMAT",
+        config_only=True,
     )
     cors_origin: Sequence[str] | None = option(
         None,
@@ -344,7 +369,11 @@ class Answering:
         envvar="PHASEWISE_SERVED_MODEL_NAME",
     )
     no_page: bool = option(
-        False, "serve no page with a chat and a live view at /", "--no-page", envvar="PHASEWISE_NO_PAGE"
+        False,
+        "serve no page with a chat and a live view at /",
+        "--no-page",
+        envvar="PHASEWISE_NO_PAGE",
+        config_only=True,
     )
     receipts: bool = option(
         False,

@@ -66,9 +66,15 @@ class TuneConfigSettings:
     cores: str | None = option(None, "use no CPUs but these, e.g. 0-3,8", metavar="LIST")
     ranks: int | None = option(None, "only plans with N ranks", min=1, max=256)
     top_k: int = option(
-        10, "how many of the best plans get tuned kernels and enter the final comparison", min=1, max=1000
+        10,
+        "how many of the best plans get tuned kernels and enter the final comparison",
+        min=1,
+        max=1000,
+        config_only=True,
     )
-    seed: int = option(0, "seed of the drawn requests and of the order of equal plans", min=0)
+    seed: int = option(
+        0, "seed of the drawn requests and of the order of equal plans", min=0, config_only=True
+    )
     weight_format: str = FORMAT("native")
     db: str | None = DB(None)
     storage: str | None = option(
