@@ -446,6 +446,18 @@ MAY_BE_ASSIGNED = re.compile(
 """Such a name and text that may follow where it gets a value: files without it need not be parsed."""
 
 
+def test_a_module_that_is_a_program_starts_at_its_end() -> None:
+    """What stands behind the start is not there yet when it runs."""
+    starts = 'if __name__ == "__main__":\n'
+    broken = [
+        module
+        for module, path in SOURCES
+        for _, _, after in [path.read_text(encoding="utf-8").partition(f"\n{starts}")]
+        if re.search(r"^\S", after, re.MULTILINE)
+    ]
+    assert not broken
+
+
 def test_modules_are_short() -> None:
     """No source of the product has more than 600 lines; the stub of a compiled module cannot be divided."""
     lengths = {
