@@ -135,10 +135,10 @@ def test_streamed_and_whole_are_equal_and_every_token_has_its_entry(kind: str, d
         st.sampled_from([(), ("STOP",), ("STOPPED", "STOP"), ("STOP", "STOPPED"), ("€",), ("👧", "ab")])
     )
     pieces = pieces_of(tokens, stop, data.draw(st.integers(1, 4)))
-    one, other = streamed_and_whole(kind, tokens, pieces)
+    streamed, whole = streamed_and_whole(kind, tokens, pieces)
 
-    assert one == other
-    text, thoughts, entries = one
+    assert streamed == whole
+    text, thoughts, entries = streamed
     given_out = "".join(piece.text for piece in pieces)
     if kind != "thoughts":
         assert text == given_out
