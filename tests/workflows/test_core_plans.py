@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phasewise.serving.embedding.own_cores import cores_now
+from phasewise.serving.embedding.worker import cores_now
 from phasewise.topology import Machine
 from phasewise.tuner.plans import PHASES, RankCores, ServicePlan, check_fits, default_plan, rank_on
 from phasewise.workflows.opening.open_model import NATIVE
