@@ -15,12 +15,8 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-<<<<<<< HEAD
 from itertools import chain
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
-=======
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, runtime_checkable
->>>>>>> main
 
 import numpy as np
 import numpy.typing as npt
