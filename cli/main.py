@@ -40,7 +40,6 @@ COMMANDS: dict[str, dict[str, str]] = {
         "tune-embed": "tune_embed:tune_embed",
         "predict-len": "predict_len:app",
         "prune": "prune:prune",
-        "merge": "merge:merge",
         "quantise": "quantise:quantise",
     },
     "Planning": {

@@ -21,14 +21,20 @@ import numpy.typing as npt
 
 from phasewise.serving.errors import QueueFull, RequestError, ServingError
 from phasewise.serving.grammar.grammar_limits import checked_choices, checked_pattern, checked_schema
-from phasewise.serving.sandbox.confined import Bounds, ConfinedProcess, JobRefused, Overrun, Patience
+from phasewise.serving.sandbox.confined import (
+    Bounds,
+    ConfinedProcess,
+    JobRefused,
+    Overrun,
+    Patience,
+    Unserved,
+)
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 _MOST_COMPILED = 32
 _MOST_COMPILED_BYTES = 24 << 20
-_TURN_S = 2.0
 _MOST_LARK_CHARACTERS = 256 * 1024
 BOUNDS = Bounds(seconds=1.0, memory_bytes=96 << 20)
 """Limits of one compilation. An everyday schema takes some milliseconds and megabytes."""
@@ -265,7 +271,7 @@ class GuideCompiler:
         """A guide at the beginning of `grammar`, to be copied by `fresh`. Blocks: not for the event loop.
 
         patience: what ends the compilation when it ends. RequestError where the grammar is refused,
-        QueueFull where others' take too long, Abandoned where patience has ended.
+        QueueFull where the machine does not get to it, Abandoned where patience has ended.
         """
         if not self._tokens.end_token_ids:
             raise RequestError("this model names no end token, so its answers cannot be held to a grammar")
@@ -312,9 +318,9 @@ class GuideCompiler:
         """One at a time, so that grammars never take more than one core from answers."""
         self._load()
         try:
-            n_bytes = int(self._prover.ask(json.dumps(grammar).encode(), patience, _TURN_S))
-        except TimeoutError as error:
-            raise QueueFull("grammars of other requests are being compiled; try again later") from error
+            n_bytes = int(self._prover.ask(json.dumps(grammar).encode(), patience))
+        except Unserved as error:
+            raise QueueFull(f"the grammar was not compiled: {error}; try again later", 1) from error
         except JobRefused as error:
             return self._keep(grammar, _Kept(str(error), 0))
         except Overrun as error:

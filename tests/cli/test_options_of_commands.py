@@ -89,9 +89,8 @@ HANDED = {
     ),
     "quantise": Handing(
         "phasewise.workflows.quantise.run.quantise",
-        ["m", "-o", "out", "--calibration", "text"],
+        ["m", "-o", "out"],
         {
-            "--calibration-tokens": ["--calibration-tokens", "99"],
             "--requantise": ["--requantise"],
         },
     ),
@@ -212,7 +211,7 @@ HANDED = {
     "db verify": Handing(
         "phasewise.workflows.database.verify_schedules.verdicts",
         [],
-        {"--top": ["--top", "9"]},
+        {"--budget": ["--budget", "9s"]},
         {"phasewise.workflows.database.sharing.existing_store": contextlib.nullcontext()},
     ),
     "bench embed": Handing(

@@ -102,7 +102,19 @@ def chat_requests(body: ChatRequest, model: ServedModel, sender: RequestOrigin |
         body.prompt_logprobs,
     )
     shown = model.dialect.shown if is_read(body, model) else frozenset()
-    return [replace(choice, shown=shown) for choice in choices]
+    turns = _turns(body, prompt, model)
+    return [replace(choice, shown=shown, turns=turns) for choice in choices]
+
+
+def _turns(body: ChatRequest, prompt: tuple[int, ...], model: ServedModel) -> tuple[int, ...]:
+    """Positions in a prompt where the turn to come begins, the assistant's one before it, and its first one
+    after the user's last: at these the next prompt differs, where a template drops old thoughts."""
+    opening = tuple(model.encode(model.dialect.turn.opening, False)) if model.dialect.turn.opening else ()
+    begins = (place for place, token in enumerate(prompt) if token in opening[:1])
+    starts = [begin for begin in begins if prompt[begin : begin + len(opening)] == opening]
+    roles = [message.role for message in reversed(body.messages)]
+    n_since = roles[: roles.index("user")].count("assistant") if "user" in roles else 0
+    return tuple(sorted({starts[-back] for back in (1, 2, n_since + 1) if back <= len(starts)}))
 
 
 def _choices(
