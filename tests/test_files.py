@@ -37,12 +37,12 @@ from phasewise.serving.errors import ModelError, ServingError
 from phasewise.serving.loaders.source import SourceFile
 from phasewise.serving.processes.line_log import LineLog
 from phasewise.tuner.errors import PredictorError
-from phasewise.workflows.batch.requests_file import open_answers
+from phasewise.workflows.batch.run import open_answers
 from phasewise.workflows.bench.kernel_rows import RowFile
 from phasewise.workflows.embed.run import lines_of
 from phasewise.workflows.errors import WorkflowError
 from phasewise.workflows.evaluate.texts import read_text
-from phasewise.workflows.predict_len.collect import AnswerLog, Settings
+from phasewise.workflows.predict_len.answer_prompts import AnswerLog, Settings
 from tests.support.tiers import examples
 from tests.test_architecture import SOURCES
 
@@ -307,13 +307,13 @@ OTHER_WRITERS = {
     "ir.raising.preprocess": "files in a temporary directory",
     "ir.running.checking": "files in a temporary directory",
     "ir.running.timing": "files in a temporary directory",
-    "workflows.batch.requests_file": "appends answers to a file that it goes on with",
+    "workflows.batch.run": "appends answers to a file that it goes on with",
     "workflows.database.remote": "files in a temporary directory",
     "workflows.database.remote_files": "a remote's bundles, each copied beside its place and renamed",
     "workflows.database.signed_index": "files in a temporary directory",
     "workflows.embed.kept_plan": "a file of an earlier version is renamed",
     "workflows.user_kernels.files": "files in a temporary directory",
-    "workflows.user_kernels.slot_library": "files in a temporary directory",
+    "workflows.user_kernels.slots": "files in a temporary directory",
     "workflows.user_kernels.tune": "files in a temporary directory",
     "cython_kernels.user_slots.installed": "for their user alone, each beside its place and renamed",
     "cython_kernels.user_slots.library": "a file in memory",
@@ -339,7 +339,7 @@ OTHER_WRITERS = {
 
 
 OTHER_READERS = {
-    "cli.guide_text": "a file of the package",
+    "cli.commands.help_topic": "a file of the package",
     "cluster.simulated.spec_file": "a file of the package",
     "cython_kernels.abi": "a file of the package",
     "cython_kernels.user_slots.library": "their user's libraries; follows no link and waits for no pipe",

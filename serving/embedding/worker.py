@@ -107,7 +107,6 @@ def yield_to_the_front() -> None:
 def _cpu_backend(spec: WorkerSpec) -> Backend:
     from pathlib import Path
 
-    from phasewise.serving.embedding.encoder.embedder import Embedder
     from phasewise.serving.loaders import load_model
 
     yield_to_the_front()

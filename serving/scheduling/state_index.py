@@ -215,7 +215,7 @@ class StateIndex:
         return victim.place
 
     def _cost(self, kept: _Kept) -> tuple[bool, int]:
-        """Whether it is needed, and the tokens that are computed again where it is gone."""
+        """The need for a copy, and the tokens that are computed again where it is gone."""
         source = kept.source
         if self._prefixes.placed(source, kept.n_tokens) is None:
             return False, 0

@@ -199,7 +199,7 @@ class Talk:
     the last answer, or none."""
 
     GENERATION = (1, 2, 3)
-    """What opens an answer: two tokens that old answers have before them too, and one that opens thoughts."""
+    """The opening of an answer: two tokens that old answers have before them too, and one of thoughts."""
 
     def __init__(self, shape: str, first: int) -> None:
         self.shape = shape
