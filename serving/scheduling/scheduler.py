@@ -38,9 +38,7 @@ from phasewise.serving.errors import QueueFull
 from phasewise.serving.pools.arena import aligned
 from phasewise.serving.pools.contract import Grant, KvPool, Placement
 from phasewise.serving.scheduling import sequence_states as states
-from phasewise.serving.scheduling.admission import last_to_come, refuse_impossible
-from phasewise.serving.scheduling.admitter import Admitter
-from phasewise.serving.scheduling.prefill_turns import PrefillTurns
+from phasewise.serving.scheduling.admission import Admitter, last_to_come, refuse_impossible
 from phasewise.serving.scheduling.prefixes import PrefixIndex, PrefixSource, chain
 from phasewise.serving.scheduling.request import LiveSequence, Request, TokenOut
 from phasewise.serving.scheduling.scheduler_laws import check_laws
@@ -54,6 +52,7 @@ from phasewise.serving.scheduling.scheduler_terms import (
 )
 from phasewise.serving.scheduling.shadow import UNBOUNDED, ShadowRoom
 from phasewise.serving.scheduling.step_choice import (
+    PrefillTurns,
     answers_in_step,
     batch_of,
     is_all_shadow,
@@ -62,8 +61,7 @@ from phasewise.serving.scheduling.step_choice import (
     running_of,
 )
 from phasewise.serving.scheduling.stored_beginnings import FindStored, StoredBeginnings
-from phasewise.serving.scheduling.waiting_line import WaitingLine
-from phasewise.serving.scheduling.waiting_orders import WAITING_ORDERS
+from phasewise.serving.scheduling.waiting_line import WAITING_ORDERS, WaitingLine
 from phasewise.tuner.plans import Phase
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from phasewise.serving.scheduling.waiting_orders import ARRIVAL
+from phasewise.serving.scheduling.waiting_line import ARRIVAL
 from phasewise.workflows.errors import UsageError
 
 
