@@ -77,7 +77,7 @@ class Receipt:
     logit_digests: tuple[str, ...]
     digest: str = ""
     signature: str = ""
-    """By the server's key, in base64 (`receipt_signing`); empty where it has none."""
+    """By the server's key, in base64 (`Signer`); empty where it has none."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values; `read_receipt` is the inverse."""

@@ -59,7 +59,7 @@ MOST_KEYS = 4096
 
 
 class HeldReport(NamedTuple):
-    """Changes of what an engine holds, by key (`prefix_keys`)."""
+    """Changes of what an engine holds, by key (`block_keys`)."""
 
     number: int
     """1 is the first of an engine's life; each follows the one before."""

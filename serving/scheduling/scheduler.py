@@ -3,9 +3,9 @@
 A step is of one phase, so that each phase keeps its own plan. While answers run and prompts wait the phases
 take turns: one chunk of prompts, one token for every running answer. How large a chunk may be is said by
 `pacing`, which knows the time. Clients take turns at being admitted (`waiting_line`, decision 0039) and
-in each chunk (`prefill_turns`), and a client's own requests are first come, first served, unless another
-policy is chosen (`waiting_orders`). While a client that holds less than its share of places and slots waits,
-others that hold more give way (`client_shares`, decision 0072). Whatever else must be chosen (`admission`),
+in each chunk (`step_choice`), and a client's own requests are first come, first served, unless another
+policy is chosen (`waiting_line`). While a client that holds less than its share of places and slots waits,
+others that hold more give way (`waiting_line`, decision 0072). Whatever else must be chosen (`admission`),
 age chooses: the order of first admissions.
 
 A request is admitted when the pool has room for the tokens it has, not for all it may get; no request

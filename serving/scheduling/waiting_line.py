@@ -195,7 +195,7 @@ class WaitingLine:
 
     A request with k requests of its own client before it, and n other clients, waits for at most
     k + (k + 1) * n requests that were never admitted, however many each of the others has sent, unless its
-    client is passed over because it holds its share of what runs (`client_shares`).
+    client is passed over because it holds its share of what runs.
     Of requests of one client alone `order` chooses the next, and one that it passes over counts by whom.
     """
 
