@@ -61,7 +61,7 @@ ROWS: Mapping[str, CallForm] = {
         lead="[TOOL_CALLS]",
     ),
 }
-"""For `--tool-format`, and for templates that write no calls."""
+"""For `tool_format`, and for templates that write no calls."""
 FORMATS = (*ROWS, "gpt-oss")
 
 

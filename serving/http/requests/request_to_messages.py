@@ -200,7 +200,7 @@ def _scored(body: CompletionRequest) -> int | None:
 def _refuse_too_long(prompt: tuple[int, ...], model: ServedModel) -> None:
     n_prompt, most, context = len(prompt), model.max_prompt_tokens, model.context_length
     if most is not None and n_prompt > most:
-        asked = f", of which a prompt may take {most} (--max-prompt), but this prompt has {n_prompt}"
+        asked = f", of which a prompt may take {most} (max_prompt), but this prompt has {n_prompt}"
         raise ContextLengthExceeded.beyond(context, asked, "prompt", (n_prompt, most))
     if n_prompt >= context:
         asked = (
