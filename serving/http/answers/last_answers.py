@@ -47,7 +47,7 @@ class _LastAnswers(Generic[Value]):
 
     def find(self, client: str, answer_id: str) -> Value | None:
         self._forget_old()
-        kept = self._kept.get(client, {}).get(answer_id)
+        kept = self._kept[client].get(answer_id) if client in self._kept else None
         return None if kept is None else kept[2]
 
     def drop(self, client: str, answer_id: str) -> None:
