@@ -67,6 +67,8 @@ class Submit:
     """The `traceparent` that came with it, for lines of logs; empty: none did."""
     given: GivenOut | None = None
     """The part of the answer that was given out before what computed it was lost; None: nothing was."""
+    turns: tuple[int, ...] = ()
+    """As `scheduling.request.Request.turns`."""
 
     @property
     def known_token_ids(self) -> tuple[int, ...]:

@@ -75,8 +75,8 @@ def test_files_and_modules_that_a_page_names_are_there(page: str) -> None:
 def decisions() -> dict[str, list[str]]:
     """The numbers that each page of docs/decisions replaces, by the page's name."""
     texts = {path.name: path.read_text() for path in (ROOT / "docs/decisions").glob("*.md")}
-    match = {name: re.search(r"^Replaces: (.*)$", text, re.M) for name, text in texts.items()}
-    return {name: numbers[1].split(", ") for name, numbers in match.items() if numbers}
+    replaced = {name: re.search(r"^Replaces: (.*)$", text, re.M) for name, text in texts.items()}
+    return {name: numbers[1].split(", ") for name, numbers in replaced.items() if numbers}
 
 
 def test_each_number_of_a_decision_is_on_one_page_and_the_index_names_it() -> None:
