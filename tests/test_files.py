@@ -353,7 +353,7 @@ OTHER_READERS = {
     "serving.http.routes.page_routes": "a file of the package",
     "serving.loaders.formats.model_directory": "names alone: nothing is opened",
     "serving.prefix_store.folder": "records; follows no link and waits for no pipe",
-    "serving.processes.memory": "the machine's own figures, in /proc and /sys",
+    "serving.processes.headroom": "the machine's own figures, in /proc and /sys",
     "topology.energy": "the machine's own figures, in /proc and /sys",
     "topology.memory_nodes": "the machine's own figures, in /proc and /sys",
     "topology.processor_counters": "the machine's own figures, in /proc and /sys",

@@ -86,7 +86,7 @@ def serve(
     (nohup).
     """
     from phasewise.serving.processes.json_lines import make_stderr_json
-    from phasewise.serving.processes.secrets import hide_values_of
+    from phasewise.serving.processes.sockets import hide_values_of
 
     if logged.log_format == "json":
         make_stderr_json()
