@@ -21,10 +21,10 @@ Plans = Mapping[Phase, ServicePlan]
 LLAMA_CPP_FLAGS: Mapping[Phase, tuple[str, str, str]] = MappingProxyType(
     {"decode": ("-t", "-C", "--cpu-strict"), "prefill": ("-tb", "-Cb", "--cpu-strict-batch")}
 )
-"""Threads, mask, and a CPU of its own for each thread."""
+"""llama.cpp's flags for the number of threads, their CPU mask, and one CPU for each thread."""
 
 LLAMA_CPP_MAX_CPUS = 512
-"""Bits in its masks (GGML_MAX_N_THREADS)."""
+"""CPUs that llama.cpp's masks can name (GGML_MAX_N_THREADS)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,8 @@ def _openmp(plans: Plans, machine: Machine) -> Emitted:
 
 
 def _one_plan(plans: Plans, tool: str) -> tuple[ServicePlan, tuple[str, ...]]:
-    """Decode's where there are two: most of a request's time, and the phase that contention slows."""
+    """The plan to print for a tool that takes one: decode's where both phases have one, because decode takes
+    most of a request's time and suffers from contention."""
     chosen = plans.get("decode") or next(iter(plans.values()))
     other = plans.get("prefill")
     if other is None or other.ranks == chosen.ranks:
@@ -208,4 +209,4 @@ TOOLS: Mapping[str, Callable[[Plans, Machine], Emitted]] = MappingProxyType(
         "kubernetes": _kubernetes,
     }
 )
-"""Whose flags a plan can be printed as."""
+"""The tools whose flags a plan can be printed as."""

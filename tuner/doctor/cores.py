@@ -139,7 +139,7 @@ def heat(host: Host) -> Iterator[Finding]:
 
 
 def _counted(host: Host, name: str, is_slow: Callable[[str], bool]) -> tuple[str, list[int]] | None:
-    """The commonest text among the allowed CPUs' files `name` that are slow, and whose it is."""
+    """The commonest text among the allowed CPUs' files `name` that are slow, and the CPUs that have it."""
     texts = {cpu: host.text(f"{CPU}/cpu{cpu}/{name}") for cpu in host.allowed()}
     slow = {cpu: text for cpu, text in texts.items() if text and is_slow(text)}
     if not slow:

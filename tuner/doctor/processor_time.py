@@ -135,7 +135,8 @@ def _averages(host: Host) -> FindingEvidence | None:
 
 
 def _quota_files(host: Host) -> Iterator[FindingEvidence]:
-    """`quota period` in microseconds, both versions written as the second one writes them."""
+    """The texts of quota files as `quota period` in microseconds, those of cgroup v1 written as v2 writes
+    them."""
     yield from host.cgroup("cpu", "cpu.max", "cpu.max")
     periods = {
         seen.source.rpartition("/")[0]: seen.value

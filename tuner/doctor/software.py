@@ -18,7 +18,8 @@ PROMISED = (
     ("avx512", frozenset({"avx512f", "avx512bw", "avx512vl"})),
     ("avx2", frozenset({"avx2", "fma", "f16c"})),
 )
-"""Kernels, fastest first, and what /proc/cpuinfo lists where a CPU can run them."""
+"""Sets of kernels, fastest first, each with the flags of /proc/cpuinfo that a CPU lists if it can run
+them."""
 
 AMX_MODELS = {
     "143": "Sapphire Rapids",
@@ -30,7 +31,7 @@ AMX_MODELS = {
 
 AMX_KERNEL = (5, 16)
 OLDEST_KERNEL = (5, 3)
-"""pidfd_open, by which a rank's end is noticed; memfd_create came with 3.17."""
+"""The oldest kernel with pidfd_open, by which a rank's end is noticed; memfd_create came with 3.17."""
 
 OSRELEASE = "proc/sys/kernel/osrelease"
 

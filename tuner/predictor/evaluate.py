@@ -25,7 +25,7 @@ from phasewise.tuner.predictor.model import LengthPredictor
 
 Ints = npt.NDArray[np.int64]
 LearnBounds = Callable[[Sequence[int]], Sequence[int]]
-"""Bounds of buckets, ascending, from the realised lengths of late."""
+"""Learns the bounds of buckets, ascending, from the realised lengths of late."""
 
 S3_BUCKETS = 10
 REFRESH_EVERY = 64
@@ -68,7 +68,7 @@ class Score:
 
 
 def score(method: str, examples: Sequence[Example], given: Given) -> Score:
-    """The worth of a method's blocks."""
+    """The score of a method's blocks."""
     lengths, limits = _lengths(examples), np.array([example.facts.limit for example in examples])
     accuracy = float((lengths <= given.blocks).mean())
     return Score(
@@ -101,7 +101,8 @@ class FixedBuckets:
         return _given(examples, np.array(likeliest) + up, [*self.inner_bounds(self.longest), self.longest])
 
     def give_within(self, examples: Sequence[Example], block_tokens: float) -> Given:
-        """All as many whole buckets larger as a mean block allows."""
+        """Buckets larger than the likeliest by one number for all requests, as many as a mean block of
+        `block_tokens` allows."""
         tried = [self.give(examples, up) for up in range(S3_BUCKETS)]
         return max(
             (given for given in tried if given.mean <= block_tokens),
@@ -254,7 +255,8 @@ def told(
     first_lengths: Sequence[int],
     seed: int = 0,
 ) -> Foretold:
-    """By a predictor that learnt from none of these answers. first_lengths: those it learnt from."""
+    """The forecasts of these answers by a predictor that learnt from none of them. first_lengths: those it
+    learnt from."""
     price = predictor.price(hold)
     forecasts = [predictor.forecast(example.facts, price) for example in examples]
     room = np.array([forecast.room_tokens for forecast in forecasts])

@@ -114,7 +114,7 @@ def _read(token_ids: Sequence[int]) -> npt.NDArray[np.uint64]:
 
 
 def _numbered(tokens: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Tokens with their places, as one number each."""
+    """Each token with its place, as one number."""
     return np.array(
         [token * EDGE_TOKENS + place for place, token in enumerate(tokens.tolist())], dtype=np.uint64
     )
@@ -126,7 +126,7 @@ def _rows(region: int, numbers: npt.NDArray[np.uint64]) -> Ints:
 
 
 def _text_number(text: str) -> int:
-    """FNV-1a, 64 bits."""
+    """A hash of the text: FNV-1a, 64 bits."""
     number = 0xCBF29CE484222325
     for byte in text.encode("utf-8", "surrogatepass")[:256]:
         number = (number ^ byte) * 0x100000001B3 % (1 << 64)

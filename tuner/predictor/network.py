@@ -20,7 +20,7 @@ import numpy.typing as npt
 Array = npt.NDArray[np.floating[Any]]
 Ints = npt.NDArray[np.int64]
 Gradient = Mapping[str, tuple[Ints | slice, Array]]
-"""By name: which rows of the weights have one, and it. The other rows' is 0."""
+"""The gradient of each weight by name: the rows that have one, and it. The other rows' is 0."""
 
 HUBER = 0.5
 """Errors of the log length beyond this count linearly."""
@@ -57,7 +57,7 @@ class FeatureBatch:
 
     @property
     def owners(self) -> Ints:
-        """Whose each row is."""
+        """The sample that each row of the bags belongs to."""
         return np.repeat(np.arange(len(self.figures)), np.diff(self.starts))
 
 
@@ -94,7 +94,7 @@ def judge(params: Params, pooled: Array, figures: Array) -> Outputs:
 
 
 def softmax(scores: Array) -> Array:
-    """Along the last axis."""
+    """The probabilities of scores, along the last axis."""
     grown = np.exp(scores - scores.max(axis=-1, keepdims=True))
     shares: Array = grown / grown.sum(axis=-1, keepdims=True)
     return shares

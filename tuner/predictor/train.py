@@ -124,7 +124,7 @@ def _bin_bounds(examples: Sequence[Example], n_bins: int) -> Floats:
 
 
 def _thinned(prices: Sequence[float]) -> Floats:
-    """In order, every k-th of them where they are many."""
+    """The prices in order; every k-th of them where they are many."""
     ordered = np.sort(np.array(prices, np.float32))
     return ordered[:: -(-len(ordered) // MOST_PRICES)]
 
@@ -232,7 +232,7 @@ class _Adam:
         return loss
 
     def params(self) -> Params:
-        """As they are now, to keep."""
+        """The present weights, as a copy to keep."""
         return Params(**{name: array.copy() for name, array in self._now.items()})
 
     def _move(self, name: str, rows: Any, by: npt.NDArray[Any]) -> None:

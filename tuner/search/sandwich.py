@@ -67,7 +67,7 @@ def qualified(ranked: Sequence[Schedule], options: SearchOptions) -> Search[list
 def sandwich_samples(
     space: ScheduleSpace, options: SearchOptions, seeds: Sequence[Schedule] = ()
 ) -> Search[list[Sample]]:
-    """The same search, for everything that it measured, fastest first."""
+    """The search of `sandwich`, which returns the samples of everything that it measured, fastest first."""
     by_schedule: dict[Schedule, Sample] = {}
     yield from referenced(_phases(space, options, seeds), by_schedule, options.batch)
     return sorted(by_schedule.values(), key=cost)
@@ -128,7 +128,8 @@ def _of_each_kernel(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def _start(space: ScheduleSpace, screened: Schedule, seeds: Sequence[Schedule]) -> Schedule:
-    """The start of a kernel's fast start: one tile, or a seed that was the best of its kernel."""
+    """The schedule from which a kernel's fast start begins: one tile, or a seed that was the best of its
+    kernel."""
     return screened if screened in seeds else space.smallest(kernel_of(screened), grid_of(screened))
 
 
@@ -225,7 +226,7 @@ def neighbours(space: ScheduleSpace, schedule: Schedule, distance: int = 1) -> l
 
 
 def _beside(rungs: Sequence[int], value: int, distance: int) -> list[int]:
-    """The rungs so far below and above a value, which need not be one itself."""
+    """The rungs `distance` below and above a value, which need not be a rung itself."""
     below = [rung for rung in rungs if rung < value][-distance:]
     above = [rung for rung in rungs if rung > value][:distance]
     return [side[end] for side, end in ((below, 0), (above, -1)) if len(side) == distance]
