@@ -107,7 +107,6 @@ def yield_to_the_front() -> None:
 def _cpu_backend(spec: WorkerSpec) -> Backend:
     from pathlib import Path
 
-    from phasewise.serving.embedding.encoder.embedder import Embedder
     from phasewise.serving.loaders import load_model
 
     yield_to_the_front()
@@ -146,10 +145,6 @@ def main(arguments: Sequence[str], make: Callable[[WorkerSpec], Backend] = _back
         serve(sock, backend, {"protocol": PROTOCOL_VERSION, "pid": os.getpid(), "device": spec.device})
     except (BrokenPipeError, ConnectionResetError):
         return  # the front has gone
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
 
 
 LOOK_S = 0.5
@@ -240,3 +235,7 @@ class OnOwnCores:
         if line != self._said:
             self._said = line
             log.warning("%s", line)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
