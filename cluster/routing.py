@@ -160,7 +160,8 @@ class Router:
     def __init__(
         self, machines: Iterable[tuple[Role, int]], policy: Policy, repurpose_after_requests: int = 0
     ) -> None:
-        """machines: role, and KV slots that its pool has. repurpose_after_requests: as in `Limits`."""
+        """Make a router. machines: role, and KV slots that its pool has. repurpose_after_requests: as in
+        `Limits`."""
         self.n_repurposed = 0
         self._machines = tuple(
             _Machine(index, role, kv_slots, HeldBlocks(_most_blocks(kv_slots)), pool=role)

@@ -178,14 +178,14 @@ def scales_shape(n: int, k: int, group: int) -> tuple[int, int, int]:
 
 
 def to_bf16(x: Array) -> Array:
-    """float32 to bfloat16 bits (uint16), round to nearest even; NaN stays NaN, infinities stay."""
+    """float32 numbers as bfloat16 bits (uint16), rounded to nearest even; NaN stays NaN, infinities stay."""
     bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
     rounded = ((bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16).astype(np.uint16)
     return np.where(np.isnan(x), np.uint16(0x7FC0), rounded)
 
 
 def from_bf16(bits: Array) -> Array:
-    """bfloat16 bits (uint16) to float32, exactly."""
+    """The float32 numbers of bfloat16 bits (uint16), exactly."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 

@@ -35,7 +35,7 @@ class RowRange:
     """The range's schedule as `_native.default_schedule` gives it, by the names of
     `kerneldb.records.Schedule`; None: the default."""
     why: str
-    """For people: where the schedule comes from."""
+    """The origin of the schedule, in words."""
 
 
 def canonical_path(weight: PackedWeight) -> str:

@@ -45,7 +45,7 @@ def signature(name: str, args: Sequence[tuple[str, Type]], result: Type) -> str:
 
 
 def number(value: int | float, of: Scalar) -> str:
-    """A constant in C."""
+    """The text of a constant in C."""
     if of.is_float:
         suffix = "f" if of == F32 else ""
         if math.isnan(value):

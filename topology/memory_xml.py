@@ -13,7 +13,7 @@ from phasewise.topology.cpusets import cpus_of, parse_hwloc_mask
 from phasewise.topology.tree import MemoryAccess, NumaDistances
 
 MAX_NODES = 1_024
-"""More NUMA nodes than Linux supports: a longer list is a damaged file."""
+"""Most NUMA nodes that are believed, more than Linux supports: a longer list is a damaged file."""
 
 MAX_ENTRIES = 8_192
 MAX_TEXT_CHARS = 8 * MAX_NODES * MAX_NODES

@@ -14,7 +14,7 @@ from phasewise.topology.tree import Machine, Node
 
 
 def places(machine: Machine) -> tuple[int, ...]:
-    """The PU at each place."""
+    """The PUs of a machine in the order of their places."""
     kinds = {cpu: rank for rank, kind in enumerate(machine.kinds) for cpu in kind.cpus}
     _, order = _ordered(machine.tree, frozenset(machine.allowed_pus), kinds)
     return (*order, *sorted(set(machine.allowed_pus).difference(order)))

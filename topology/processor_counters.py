@@ -64,7 +64,7 @@ class Reading:
 
 
 class ThreadCounter(Protocol):
-    """One event of one thread."""
+    """A counter of one event of one thread."""
 
     def read(self) -> Reading: ...
 
@@ -76,7 +76,7 @@ OpenCounter: TypeAlias = Callable[[int, EventCode], ThreadCounter]
 
 
 class KernelCounter:
-    """A descriptor of perf_event_open."""
+    """A counter by a descriptor of perf_event_open."""
 
     def __init__(self, thread: int, event: EventCode) -> None:
         number = _SYSCALLS.get(os.uname().machine)

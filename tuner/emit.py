@@ -60,7 +60,7 @@ def cpu_mask(pus: tuple[int, ...]) -> str:
 
 
 def _llama_cpp(plans: Plans, machine: Machine) -> Emitted:
-    """One set of flags for generation and one for batches."""
+    """llama.cpp's flags: one set for generation and one for batches."""
     flags, notes = [], []
     for phase, (threads, mask, strict) in LLAMA_CPP_FLAGS.items():
         if phase not in plans:
@@ -126,7 +126,7 @@ spec:
 
 
 def _vllm(plans: Plans, machine: Machine) -> Emitted:
-    """A list of CPUs for every rank."""
+    """vLLM's list of CPUs for every rank."""
     plan, notes = _one_plan(plans, "vLLM")
     lists = "|".join(list_cores(sorted(rank.cores)) for rank in plan.ranks)
     text = f"env VLLM_CPU_OMP_THREADS_BIND='{lists}' vllm serve --tensor-parallel-size {len(plan.ranks)}"
@@ -154,7 +154,7 @@ def _taskset(plans: Plans, machine: Machine) -> Emitted:
 
 
 def _openmp(plans: Plans, machine: Machine) -> Emitted:
-    """One place for every thread, so that none moves."""
+    """OpenMP's variables: one place for every thread, so that none moves."""
     plan, notes = _one_plan(plans, "OpenMP")
 
     def line(rank: RankCores) -> str:

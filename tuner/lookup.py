@@ -69,7 +69,7 @@ class ScheduleChoice:
     """The schedule to run; None: the kernels' default."""
     kind: Kind
     why: str
-    """For people, e.g. `neighbour: tuned at m=64`."""
+    """The reason for the schedule in words, e.g. `neighbour: tuned at m=64`."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,10 @@ class ScheduleTable(ScheduleLookup):
     """The schedules in use on one kind of machine, of one build of the kernels."""
 
     def __init__(self, in_use: Iterable[Measurement] = (), is_default: IsDefault = lambda *_: False) -> None:
-        """`in_use`: `Store.promoted_measurements` of one machine key, those of this build of the kernels."""
+        """Make the table of these schedules.
+
+        `in_use`: `Store.promoted_measurements` of one machine key, those of this build of the kernels.
+        """
         rows: dict[WeightKey, list[Measurement]] = {}
         for row in in_use:
             problem = row.problem
@@ -165,7 +168,7 @@ class ScheduleTable(ScheduleLookup):
         )
 
     def choices(self, key: WeightKey, max_m: int) -> list[ScheduleChoice]:
-        """For every m from 1 to `max_m`: ranges of m, ascending, at most MAX_ROW_RANGES.
+        """The choices for every m from 1 to `max_m`: ranges of m, ascending, at most MAX_ROW_RANGES.
 
         Where there would be more, the ranges that differ least in m are joined and run with one of their
         schedules.

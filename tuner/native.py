@@ -137,7 +137,7 @@ def core_caches(machine: Machine, cores: Sequence[int]) -> Caches:
 
 
 def group_of(weight_format: str, n: int, k: int, threads: int, caches: Caches) -> Group:
-    """All that the search needs to know about products with one weight on a team of `threads`."""
+    """The search's view of products with one weight on a team of `threads`."""
     weight = blank_weight(weight_format, n, k)
     ways = arithmetics(weight_format, n, k, threads)
     return Group(
@@ -187,7 +187,7 @@ class NativeEvaluator:
             self._timed(problem, schedule)
 
     def measure(self, problem: Problem, schedules: Sequence[Schedule]) -> list[Sample]:
-        """One sample of each, timed in turns. KernelMismatchError if one gives another result."""
+        """Time schedules in turns: one sample of each. KernelMismatchError if one gives another result."""
         contestants = [self._contestant(problem, schedule) for schedule in schedules]
         self._watch.begin()
         taken, pace = steadily(
@@ -228,10 +228,8 @@ class NativeEvaluator:
     def rounds(
         self, problem: Problem, schedules: Sequence[Schedule], count: int, beside: Sequence[timing.Take] = ()
     ) -> Times:
-        """One short turn of each schedule, and of the systems `beside` them, in `rounds` shuffled rounds.
-
-        Nanoseconds [count, schedules, then systems].
-        """
+        """Time each schedule, and the systems `beside` them, for a short turn in each of `count` shuffled
+        rounds. Nanoseconds [count, schedules, then systems]."""
         contestants = [self._contestant(problem, schedule) for schedule in schedules]
         return shuffled_rounds([*(contestant.take for contestant in contestants), *beside], count)
 
@@ -358,7 +356,7 @@ class _Attention:
 
 
 class _Contestant:
-    """One schedule: checked, and ready for its turns."""
+    """A schedule whose result was checked, ready for its turns."""
 
     def __init__(self, product: _Product | _Attention, schedule: Schedule) -> None:
         started_ns = time.perf_counter_ns()

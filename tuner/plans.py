@@ -266,7 +266,7 @@ def stored_plan(text: str, machine: Machine, source: Source = "database") -> Ser
 
 
 Places: TypeAlias = list[list[int]]
-"""The places of each rank."""
+"""The places of each rank's cores in the machine's topology."""
 
 
 def stored_places(text: str) -> list[tuple[int, Places]] | None:

@@ -34,7 +34,7 @@ class MeasuredRatio:
 
 
 def ratio_of(comparison: Comparison) -> MeasuredRatio:
-    """The ratio of one comparison."""
+    """The gain of one comparison with its interval."""
     return MeasuredRatio().times(comparison)
 
 

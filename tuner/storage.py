@@ -35,14 +35,14 @@ class StorageVerdict:
 
     is_sparse: bool
     why: str
-    """For people, e.g. `measured: sparse against dense 1.45x at m=1, no verdict at m=512; ..`."""
+    """The verdict in words, e.g. `measured: sparse against dense 1.45x at m=1, no verdict at m=512; ..`."""
 
 
 class StorageTable:
     """The newest duel of every weight and number of rows, on one build of the kernels."""
 
     def __init__(self, duels: Iterable[StorageDuel] = ()) -> None:
-        """`duels`: `Store.storage_duels` of the machine keys of each phase."""
+        """Make the table of these duels. `duels`: `Store.storage_duels` of the machine keys of each phase."""
         self._by_weight: dict[tuple[str, int, int], dict[int, StorageDuel]] = {}
         for duel in duels:
             problem = duel.problem

@@ -48,7 +48,7 @@ class Task:
         return self.group.family == "gemm"
 
     def part(self, ms: tuple[int, ...], arithmetic: Arithmetic) -> Task:
-        """Some of its rows, in one of its arithmetics."""
+        """The same task for some of its rows, in one of its arithmetics."""
         return replace(self, group=replace(self.group, arithmetics=(arithmetic,)), ms=ms)
 
 

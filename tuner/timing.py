@@ -38,7 +38,7 @@ ROUNDS_CONFIDENCE = 0.95
 
 Samples: TypeAlias = tuple[int, ...]
 Take: TypeAlias = Callable[[], Samples]
-"""One turn: run the product some times, return nanoseconds a call."""
+"""Runs a product some times in one turn; returns nanoseconds of each call."""
 
 
 @dataclass(frozen=True, slots=True)

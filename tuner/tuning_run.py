@@ -128,7 +128,7 @@ class TuningOutcome:
 
 @dataclass(frozen=True)
 class Tools:
-    """The tools that a run works with."""
+    """The tools of a run: its evaluator, ledger, clock, lock and reports."""
 
     evaluator: ScheduleEvaluator
     ledger: Ledger

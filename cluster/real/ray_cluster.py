@@ -137,7 +137,7 @@ class RayInstances:
 
     @property
     def nodes(self) -> list[str]:
-        """The id of each instance's node."""
+        """The id of the Ray node that each instance has its place on."""
         return [place.node_id for place in self._places]
 
     @property

@@ -202,7 +202,8 @@ def _numbers(e: ir.Expr) -> list[int | float] | None:
 
 
 def _bit_select(a: Sequence[ir.Expr], elem: Scalar, bits: Scalar) -> ir.Expr:
-    """(mask & a) | (~mask & b), bit by bit, as the instruction does."""
+    """Bits of `a` where the mask's are set, else of `b`: (mask & a) | (~mask & b), as the instruction
+    does."""
     mask, if_set, if_clear = (as_elem(e, bits) for e in a)
     return as_elem(binary("|", binary("&", mask, if_set), call("andnot", (mask, if_clear))), elem)
 

@@ -278,7 +278,7 @@ def _x86_moves(table: Table, prefix: str, size: int) -> None:
 
 
 def _register(elem: Scalar, size: int) -> Vec:
-    """A register of `size` bytes."""
+    """The type of a register of `size` bytes."""
     return Vec(elem, size // elem.size)
 
 

@@ -32,7 +32,7 @@ SURVEYED_SECTIONS = 3
 """Number of the fundamental tree's best cross-sections that are surveyed under each grouping."""
 
 FEW = 32
-"""At least this many configurations are evaluated, however small the space is."""
+"""Fewest configurations that are evaluated, however small the space is."""
 
 Group: TypeAlias = tuple[int, tuple[int | None, ...]]
 
@@ -84,7 +84,7 @@ class PrunedTree:
 
 @dataclass(frozen=True)
 class Stopped:
-    """A group that was given up."""
+    """A group of configurations that was given up."""
 
     ranks: int
     numa_nodes: tuple[int | None, ...]
@@ -95,7 +95,7 @@ Decision: TypeAlias = PrunedTree | Stopped
 
 
 class Interest(IntEnum):
-    """The priority of a strand."""
+    """Priorities of strands in the queue, the most urgent first."""
 
     SURVEY = 0
     HOPEFUL = 1
@@ -118,7 +118,7 @@ class _Strand:
 
 @dataclass
 class _Patience:
-    """The patience left for a group."""
+    """The patience left for a group of configurations."""
 
     best_ms: float = math.inf
     misses: int = 0
@@ -173,7 +173,8 @@ class Frontier:
     def next_batch(self, least: Interest) -> list[Candidate]:
         """The next configurations to evaluate, of at least this interest; nothing when all of that is done.
 
-        Without hashing, what was met again since the last batch is asked for once more behind it.
+        Without hashing, configurations that were met again since the last batch are asked for once more,
+        behind the others.
         """
         self._asked = []
         met_twice: list[_Entry] = []

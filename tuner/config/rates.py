@@ -69,7 +69,7 @@ class MachineRates:
     op_ns: float = 500.0
     """Time of an op in one thread beyond its work and the meeting behind it."""
     step_ns: float = 20_000.0
-    """Time of a step beyond its ops."""
+    """Time of a step beyond that of its ops."""
 
     def __post_init__(self) -> None:
         names = ("flops_per_core", "core_read_bytes_per_s", "remote_node_share", "remote_package_share")

@@ -171,7 +171,8 @@ def configuration_of(row: StepTime, machine: Machine) -> Configuration:
 def configurations(
     rows: Iterable[StepTime], machine: Machine, report: Callable[[str], None] = lambda _: None
 ) -> Iterator[tuple[str, StepTime]]:
-    """Each row behind the key of its configuration here; one whose plan is none is told and left out."""
+    """The timed rows, each behind the key of its configuration here; a row whose plan is none is told and
+    left out."""
     for row in rows:
         try:
             yield configuration_of(row, machine).key, row

@@ -75,12 +75,12 @@ class Neighbourhood:
         return {self.node_of(pu) for pu in pus}
 
     def share_l3(self, pus: Sequence[int]) -> bool:
-        """True if one L3 holds them all."""
+        """True if one L3 holds all of these PUs."""
         l3s = set(self.l3s_of(pus))
         return len(l3s) == 1 and None not in l3s
 
     def share_package(self, pus: Sequence[int]) -> bool:
-        """True if one package holds them all."""
+        """True if one package holds all of these PUs."""
         return len({self._package_of.get(pu, 0) for pu in pus}) == 1
 
     def are_neighbours(self, first: int, second: int) -> bool:

@@ -35,7 +35,7 @@ Section: TypeAlias = tuple[int, Partition]
 
 @dataclass(frozen=True)
 class ConfigSpace:
-    """The choices of a search."""
+    """The configurations that a search may choose among, of one machine and one model."""
 
     tree: TopoTree
     """The machine's fundamental tree, from which the space is made."""
@@ -50,7 +50,7 @@ class ConfigSpace:
     uneven: UnevenCores | None = None
     """Cores of the machine that no symmetric tree describes; None: there are none."""
     nodes: tuple[int | None, ...] | None = None
-    """Only configurations of as many ranks on these NUMA nodes (`plans.nodes_of`); None: any."""
+    """The NUMA node of each rank (`plans.nodes_of`) that all configurations must have; None: any."""
 
     def generations(self, seed: int = 0) -> Iterator[list[TopoTree]]:
         """Every grouping once, coarse to fine: those with no latent level, with one, with two, and so on.

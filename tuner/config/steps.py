@@ -90,7 +90,7 @@ class StepEvaluator(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """As much of a model as its speed depends on."""
+    """The sizes of a model on which its speed depends."""
 
     name: str
     n_layers: int

@@ -61,7 +61,7 @@ class StudyKey:
     phase: Phase
     objective: str
     trace: str
-    """A digest of the requests."""
+    """A digest of the trace's requests."""
     evaluator: str
     """The evaluator's kind, and what else its answers depend on, such as the build of the kernels."""
 
@@ -85,7 +85,7 @@ class SearchTask:
 
 @dataclass(frozen=True)
 class SearchSettings:
-    """Settings of a search."""
+    """Settings of a search: its rules, and whether it goes on with an older study."""
 
     rules: Rules = field(default_factory=Rules)
     top_k: int = 10
@@ -224,7 +224,7 @@ class _Search:
             return "interrupted"
 
     def outcome(self, end: End) -> SearchOutcome:
-        """The result so far."""
+        """The result of the search so far."""
         states = [answer.state for answer in self._known.values()]
         complete = [
             (self._candidates[key].configuration, answer.cost_ms)

@@ -30,7 +30,7 @@ from phasewise.tuner.plans import (
 from phasewise.tuner.topotree import Configuration
 
 FEWER_CORES = 1.10
-"""A plan that leaves cores idle must gain more than this: memory may be faster than the rates say."""
+"""The least gain, as a ratio, of a plan that leaves cores idle: memory may be faster than the rates say."""
 OTHER_RANKS = 1.05
 """The least gain of a plan of several ranks, whose processes take longer to start; in prefill, of one
 with other ranks than decode's."""

@@ -53,7 +53,7 @@ class Known:
     cost_ms: float | None
     """Milliseconds; an estimate where the trial was pruned. None: failed."""
     reason: str | None = None
-    """Why it failed, in one line."""
+    """The reason, in one line, why the configuration failed."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,8 @@ class Claim:
     trial_id: int | None
     """The trial's number in the storage; None: a draft, which is stored when it is finished."""
     trial: FrozenTrial
-    """As the storage has it, but for its number: reading it there takes longer than a modelled step."""
+    """The trial as the storage has it, but for its number: reading it there takes longer than a modelled
+    step."""
 
 
 class Trials:

@@ -24,7 +24,7 @@ class RunningPrice:
     """The price to use now. Not for several threads at once."""
 
     def __init__(self, trained: Sequence[float], hold: float, window: int = WINDOW) -> None:
-        """trained: the prices that answers of training could pay. hold: the share of answers to hold."""
+        """Begin with the prices that answers of training could pay. hold: the share of answers to hold."""
         self._hold = hold
         self._window = window
         self._recent: deque[float] = deque(_some(trained, window))  # until as many real ones have ended

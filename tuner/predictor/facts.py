@@ -16,8 +16,11 @@ MAX_ANSWER_TOKENS = 1 << 20
 
 
 class PromptFacts(NamedTuple):
-    """`n_messages`: of the conversation; 1 for a completion. `system_prompt_id`: the same for the same system
-    prompt; None where there is none. `max_tokens`: None where only the context limits the answer."""
+    """The facts of a request before it is answered. `n_messages`: of the conversation; 1 for a completion.
+
+    `system_prompt_id`: the same for the same system prompt; None where there is none. `max_tokens`: None
+    where only the context limits the answer.
+    """
 
     token_ids: Sequence[int]
     temperature: float = 0.0
@@ -52,10 +55,9 @@ class Example:
 
 
 def held_out(examples: Sequence[Example], share: float, seed: int) -> tuple[list[Example], list[Example]]:
-    """(kept, held out): about `share` of the prompts, chosen by the prompt alone, are in the second list.
-
-    So no prompt is ever in both, however often it was asked, and a prompt stays where it is as a log grows.
-    """
+    """The examples kept and those held out: about `share` of the prompts, chosen by the prompt alone, are in
+    the second list. So no prompt is ever in both, however often it was asked, and a prompt stays where it is
+    as a log grows."""
     kept: list[Example] = []
     out: list[Example] = []
     for example in examples:

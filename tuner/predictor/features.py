@@ -75,7 +75,8 @@ def bag_of(facts: PromptFacts, rarity: Floats) -> Bag:
 
 
 def learn_rarity(prompts: Sequence[PromptFacts]) -> Floats:
-    """log((N + 1) / (prompts with the piece + 1)) for each row, bounded: 0 where every prompt has it."""
+    """The rarity of each row's pieces: log((N + 1) / (prompts with the piece + 1)), bounded; 0 where every
+    prompt has it."""
     plain = _rarity(prompts, np.zeros(N_ROWS, np.float32))
     return _rarity(prompts, plain)  # the second time the first and last telling tokens are known
 

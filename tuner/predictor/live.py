@@ -28,7 +28,8 @@ class LiveEstimator:
         hold: float | None = None,
         read: Callable[[PromptFacts], PromptFacts] | None = None,
     ) -> None:
-        """hold: estimates are to hold that share of answers; None: they are means."""
+        """Begin with a trained predictor. hold: estimates are to hold that share of answers; None: they are
+        means."""
         self.predictor = predictor
         self._running = None if hold is None else RunningPrice(predictor.prices.tolist(), hold)
         self._ratio = RunningRatio()

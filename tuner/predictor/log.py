@@ -37,7 +37,7 @@ Encode = Callable[[str, str | None], Sequence[int]]
 
 
 class Log(NamedTuple):
-    """`model_names`: whose answers they are, as far as the lines say."""
+    """The answers that a log states. `model_names`: whose answers they are, as far as the lines say."""
 
     examples: list[Example]
     model_names: frozenset[str]

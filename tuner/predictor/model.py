@@ -53,11 +53,11 @@ class Forecast(NamedTuple):
     likely_tokens: int
     """The length that the length head foretells: a robust guess, seldom far off by a factor."""
     uncertainty: float
-    """0: sure; 1: no idea."""
+    """Uncertainty of the forecast, from 0 (sure) to 1 (no idea)."""
 
     @classmethod
     def of(cls, thought: LengthDistribution, log_length: float, limit: int, price: float) -> Forecast:
-        """log_length: of the likeliest length. price: of a token of room."""
+        """The forecast of a distribution. log_length: of the likeliest length. price: of a token of room."""
         likely = round(min(max(math.exp(min(20.0, log_length)), 1), limit))
         return cls(max(1, thought.room(price)), thought.mean, likely, thought.uncertainty)
 

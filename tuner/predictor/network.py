@@ -101,7 +101,7 @@ def softmax(scores: Array) -> Array:
 
 
 def loss_and_gradient(params: Params, batch: FeatureBatch, targets: Targets) -> tuple[float, Gradient]:
-    """The mean loss, and its gradient."""
+    """The mean loss of a batch, and its gradient by the weights."""
     out = forward(params, batch)
     n = len(out.scores)
     bins_loss, by_scores = _bins_loss(out.scores, targets)
@@ -154,7 +154,7 @@ def _segment_sums(values: Array, starts: Ints) -> Array:
 
 
 def _by_row(rows: Ints, gradients: Array) -> tuple[Ints, Array]:
-    """Each row once, with the sum of what it got; in one order, so that sums have one result."""
+    """Each row once, with the sum of its gradients; summed in one order, so that sums have one result."""
     order = np.argsort(rows, kind="stable")
     ordered = rows[order]
     firsts = np.flatnonzero(np.diff(ordered, prepend=-1))

@@ -153,7 +153,7 @@ class _Samples:
         return len(self.targets.bins)
 
     def pick(self, chosen: npt.NDArray[np.int64], kept: npt.NDArray[np.bool_] | None = None) -> _Samples:
-        """Some samples; of their pieces only those `kept`."""
+        """Some of the samples; of their pieces only those `kept`."""
         whole = self.batch
         lengths = np.diff(whole.starts)[chosen]
         firsts = np.cumsum(lengths) - lengths
@@ -224,7 +224,7 @@ class _Adam:
         self._n_steps = 0
 
     def step(self, samples: _Samples) -> float:
-        """One step downhill; the loss before it."""
+        """Take one step downhill; returns the loss before it."""
         self._n_steps += 1
         loss, gradient = loss_and_gradient(Params(**self._now), samples.batch, samples.targets)
         for name, (rows, by) in gradient.items():

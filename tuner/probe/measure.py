@@ -212,7 +212,8 @@ def _free_bytes(meminfo: Path) -> int:
 
 
 def _interference(buffers: _Buffers, instruments: Instruments, is_over: Deadline) -> Interference:
-    """Each pair reads alone, together, alone: what both lose to each other, free of slow changes of pace."""
+    """The losses of each pair: one reads alone, both together, the other alone, so that slow changes of pace
+    cancel out."""
     pus, n = buffers.pus, len(buffers.pus)
     lost: dict[Pair, list[float]] = defaultdict(list)
     alone: dict[int, list[float]] = defaultdict(list)

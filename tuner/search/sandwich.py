@@ -134,7 +134,7 @@ def _start(space: ScheduleSpace, screened: Schedule, seeds: Sequence[Schedule]) 
 
 
 def fast_start(space: ScheduleSpace, start: Schedule, options: SearchOptions) -> Search[Sample]:
-    """Double the slice along the axes in turn, as long as each gains; the best sample."""
+    """Double the slice along the axes in turn, as long as each gains; returns the best sample."""
     (best,) = yield [start]
     growing = list(AXES)
     while growing:
@@ -170,7 +170,7 @@ def parallel_limit(space: ScheduleSpace, schedule: Schedule, axis: Axis) -> int:
 
 
 def _on_best_grids(space: ScheduleSpace, samples: Sequence[Sample]) -> Search[list[Sample]]:
-    """Each of the slices under every grid of all threads: the fastest of each slice."""
+    """Time each slice under every grid of all threads; returns the fastest sample of each slice."""
     spread = [
         [space.regridded(sample.schedule, grid) for grid in space.grids(kernel_of(sample.schedule))]
         for sample in samples
@@ -190,9 +190,8 @@ def _whole(space: ScheduleSpace, schedule: Schedule, axis: Axis) -> Schedule:
 
 
 def climb(space: ScheduleSpace, start: Sample, options: SearchOptions) -> Search[Sample]:
-    """Move to the best neighbour while one gains, `moves` times at most; without a gain look further, up to
-    `patience` rungs away.
-    """
+    """Move to the best neighbour while one gains, `moves` times at most; without a gain, look further, up to
+    `patience` rungs away. Returns the best sample."""
     best, distance, moves = start, 1, 0
     while distance <= options.patience and moves < options.moves:
         samples = yield neighbours(space, best.schedule, distance)

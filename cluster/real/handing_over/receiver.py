@@ -28,7 +28,7 @@ class _Awaited:
     n_prompt: int
     placement: Placement
     stored: list[int] = field(default_factory=list)
-    """For each layer: the number of positions, from the first on, that are here."""
+    """Positions that have arrived of each layer, from the first on."""
     n_parts: int = 0
     """Parts of its state that have arrived, from the first on."""
     n_frames: int = 0
