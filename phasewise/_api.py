@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from phasewise.tuner.config.study import Event
     from phasewise.tuner.plans import Phase, ServicePlan
     from phasewise.tuner.tuning_run import TuningProgress
-    from phasewise.workflows.opening.arithmetic_choice import ArithmeticChoice
+    from phasewise.workflows.options import ArithmeticChoice
     from phasewise.workflows.tune_config.run import Found
     from phasewise.workflows.tune_kernels.rounds import TunedRound
 
@@ -160,7 +160,7 @@ def open_model(
     KernelDbError, and UsageError for a variable that says what cannot be.
     """
     from phasewise.serving.models.sparse_mode import SPARSE_MODES
-    from phasewise.workflows.opening.arithmetic_choice import ARITHMETIC_CHOICES
+    from phasewise.workflows.options import ARITHMETIC_CHOICES
 
     standing = StandingOptions.of("generate")
     arithmetic = cast("ArithmeticChoice", standing.text("arithmetic", ARITHMETIC_CHOICES) or "tuned")

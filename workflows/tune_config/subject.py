@@ -30,7 +30,7 @@ from phasewise.tuner.plans import (
 from phasewise.tuner.topotree import OperatorLimits, TopoTree, fundamental
 from phasewise.workflows.errors import UsageError
 from phasewise.workflows.opening.model_shape import lone_config, shape_of_model, shape_of_reference
-from phasewise.workflows.opening.suited_default import suited_default
+from phasewise.workflows.opening.open_model import suited_default
 from phasewise.workflows.report import Report, silent
 from phasewise.workflows.tune_config.settings import TuneConfigSettings
 
