@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -18,10 +18,6 @@ from phasewise.cli.present import EXIT_INTERRUPTED
 from phasewise.cli.status_line import StatusLine, status_line
 from phasewise.loadtest.outcome import RequestOutcome
 from phasewise.loadtest.settings import Asking, Promises, SendingTimes, SentLengths
-
-Endpoint = Literal["completions", "chat"]
-"""The route that requests are sent to."""
-
 
 _printed = partial(typer.Option, rich_help_panel="What is printed")
 
