@@ -447,7 +447,7 @@ MAY_BE_ASSIGNED = re.compile(
 
 
 def test_a_module_that_is_a_program_starts_at_its_end() -> None:
-    """What stands behind the start is not there yet when it runs."""
+    """A name behind the start is not there yet when the start runs."""
     starts = 'if __name__ == "__main__":\n'
     broken = [
         module
