@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import textwrap
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -150,9 +149,9 @@ def _model_fields(speed: ModelSpeed) -> dict[str, Any]:
         "machine": _machine_fields(speed.machine),
         "measured_here": speed.verified,
         "model": speed.model_key,
-        "step": asdict(speed.step),
+        "step": speed.step,
         "before_tokens_per_s": speed.before_tokens_per_s,
         "after_tokens_per_s": speed.after_tokens_per_s,
         "gain": speed.comparison.gain,
-        "comparison": asdict(speed.comparison),
+        "comparison": speed.comparison,
     }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -227,7 +226,7 @@ def machine_fields(machine: Machine) -> dict[str, Any]:
     cpu = machine.cpu
     return {
         "source": machine.source,
-        "counts": asdict(machine.counts()),
+        "counts": machine.counts(),
         "signature": {
             "core": core_signature(machine),
             "placement": placement_signature(machine, one_per_core),
@@ -243,8 +242,8 @@ def machine_fields(machine: Machine) -> dict[str, Any]:
         "allowed_pus": list(machine.allowed_pus),
         "cpu_quota": machine.cpu_quota,
         "kinds": [{"name": kind.name, "cpus": list(kind.cpus)} for kind in machine.kinds],
-        "numa_distances": None if machine.distances is None else asdict(machine.distances),
-        "memory_access": [asdict(access) for access in machine.memory],
+        "numa_distances": machine.distances,
+        "memory_access": machine.memory,
         "tree": _node_fields(machine.tree),
     }
 
