@@ -229,9 +229,9 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "cython_kernels": ("cython_kernels", "_places"),
 }
 
-COMMON = ("_json", "_words")
-"""The reader of JSON, and rules for numbers in sentences; they import nothing. For every room that imports
-others or itself."""
+COMMON = ("_json", "_options", "_words")
+"""The reader of JSON, fields that are options, and rules for numbers in sentences, which import no room: for
+every room that imports others or itself."""
 
 # Libraries with one home.
 HOMES: dict[str, tuple[str, ...]] = {
@@ -447,7 +447,7 @@ MAY_BE_ASSIGNED = re.compile(
 
 
 def test_a_module_that_is_a_program_starts_at_its_end() -> None:
-    """What stands behind the start is not there yet when it runs."""
+    """A name behind the start is not there yet when the start runs."""
     starts = 'if __name__ == "__main__":\n'
     broken = [
         module

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from phasewise._options import parse_budget
 from phasewise._words import counted
 from phasewise.cli.commands.db import text as db_text
-from phasewise.cli.options import DbOption, JsonOption, ThreadsOption, parse_budget
+from phasewise.cli.options import DbOption, JsonOption, ThreadsOption
 from phasewise.cli.present import note, print_json, say
 from phasewise.workflows.database import json as database_json
 
