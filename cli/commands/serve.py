@@ -58,7 +58,7 @@ _for_research = partial(opt, hidden=True)
 """Settings to compare ways of doing the same, by the configuration file; the reference lists them."""
 
 
-KvPolicy = Literal["odma", "static", "fixed", "paged", "auto"]
+KvPolicy = Literal["odma", "paged", "auto"]
 """The policy that gives KV slots to requests."""
 
 ToolFormatName = Literal["auto", "hermes", "llama3-json", "pythonic", "mistral", "gpt-oss"]
@@ -256,9 +256,9 @@ _KV = option_set(
         metavar="BYTES",
     ),
     kv_format=KvFormatOption,
-    kv_policy=_for_research(
-        "how KV slots are given to requests: odma, static, fixed, paged; auto: paged where reads of pages "
-        "are measured to be as fast as reads in order, else odma",
+    kv_policy=opt(
+        "how KV slots are given to requests: odma, paged; auto: paged where reads of pages are measured to "
+        "be as fast as reads in order, else odma",
         kind=KvPolicy,
         envvar="PHASEWISE_KV_POLICY",
     ),

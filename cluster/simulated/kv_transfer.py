@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from phasewise.serving.scheduling.scheduler_terms import LAYERWISE_ABOVE_TOKENS
-
 
 @dataclass(frozen=True, slots=True)
 class Link:
@@ -14,9 +12,9 @@ class Link:
 
     bytes_per_s: float
     latency_s: float = 0.0
-    layerwise_above_tokens: int = LAYERWISE_ABOVE_TOKENS
+    layerwise_above_tokens: int = 0
     """A longer prompt is sent layer by layer while it computes, a shorter one when it is done; the paper has
-    512 (VI-A)."""
+    512 (VI-A), `phasewise serve` 0."""
 
     def to(self, other: Link) -> Link:
         """The link between two machines: the slower of their two decides."""

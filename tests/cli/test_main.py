@@ -116,13 +116,18 @@ def test_help_of_serve_begins_with_ten_options() -> None:
     assert len(headings["Most used"]) == 10
 
 
-def test_what_compares_policies_is_in_the_reference_and_in_no_help() -> None:
+def test_what_compares_ways_of_doing_the_same_is_in_the_reference_and_in_no_help() -> None:
     shown = phasewise("serve", "--help").stdout
     reference = _reference_pages().PAGE.read_text(encoding="utf-8")  # type: ignore[attr-defined]
 
-    for line in ("kv_policy", "no_prefix_reuse"):
-        assert f"--{line.replace('_', '-')}" not in shown + reference
-        assert f"| `{line}` |" in reference
+    assert "--no-prefix-reuse" not in shown + reference
+    assert "| `no_prefix_reuse` |" in reference
+
+
+def test_the_policy_of_keys_and_values_is_in_the_help_and_names_what_serves() -> None:
+    words = " ".join(phasewise("serve", "--help").stdout.split())
+
+    assert "--kv-policy <odma|paged|auto>" in words
 
 
 def test_pull_is_models_pull() -> None:

@@ -157,7 +157,7 @@ def samples(places: Places) -> Mapping[str, tuple[list[object], list[object]]]:
         "--tune-idle": one("--tune-idle"),
         "--kv-budget": one("--kv-budget", "8M"),
         "--kv-format": one("--kv-format", "int8"),
-        "--kv-policy": one("--kv-policy", "static"),
+        "--kv-policy": one("--kv-policy", "paged"),
         "--no-prefix-reuse": one("--no-prefix-reuse"),
         "--prefix-cache": one("--prefix-cache", here / "prefixes"),
         "--prefix-cache-bytes": one(
@@ -398,10 +398,10 @@ def test_what_compares_policies_acts_from_the_configuration_file_as_by_its_flag(
     way: str, places: Places, boundary: Boundary, tmp_path: Path
 ) -> None:
     config = tmp_path / "config.toml"
-    config.write_text('[serve]\nkv_policy = "static"\nno_prefix_reuse = true\n')
+    config.write_text('[serve]\nkv_policy = "paged"\nno_prefix_reuse = true\n')
     arguments = ways(places)[way]
     plain = boundary.serve(*arguments)
-    by_flag = boundary.serve(*arguments, "--kv-policy", "static", "--no-prefix-reuse")
+    by_flag = boundary.serve(*arguments, "--kv-policy", "paged", "--no-prefix-reuse")
 
     by_file = boundary.serve(*arguments, PHASEWISE_CONFIG=str(config))
 
