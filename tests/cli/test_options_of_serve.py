@@ -17,6 +17,7 @@ pytest.importorskip(
 )
 
 from phasewise.tuner.plans import PHASES
+from phasewise.workflows.opening.open_model import Weights
 from phasewise.workflows.unused_options import WAYS
 from tests.cli.command_options import options_of
 from tests.cli.opened_by_serve import Boundary, Run
@@ -268,6 +269,18 @@ def test_every_option_acts_or_is_refused_by_name_before_anything_opens(
                 silent.append(flag)
     assert not silent
     assert refusals <= {flag for serve_way in WAYS["serve"] for flag in (*serve_way.refuses, *serve_way.when)}
+
+
+@pytest.mark.parametrize(("options", "sequences"), [((), 32), (("--max-sequences", 3), 3)])
+def test_weights_are_stored_for_as_many_sequences_as_a_server_may_have(
+    places: Places, boundary: Boundary, options: tuple[object, ...], sequences: int
+) -> None:
+    """A command that computes one sequence stores them for that one."""
+    run = boundary.serve(places.model, *options)
+    (stored,) = [load[3] for load in run.opened["loaded"] if load[0] != "schedules"]
+
+    assert stored == ["auto", sequences]
+    assert Weights().sequences == 1
 
 
 OF_WEIGHTS = (("--arithmetic", "canonical"), ("--arithmetic", "tiles"), ("--checksum",))
