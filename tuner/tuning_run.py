@@ -389,7 +389,7 @@ class _Run:
         return [schedule for schedule, take in asked if take >= len(samples.get(schedule, ()))]
 
     def _n_that_fit(self, problem: Problem) -> int:
-        """How many schedules may be timed in turns before the budget is over; one while nothing is known."""
+        """Count the schedules that fit into what the budget leaves; one while no time is known."""
         expected_s = self._pace.timing_s(problem)
         if not expected_s:
             return 1 if expected_s is None else INTERLEAVED

@@ -24,7 +24,7 @@ from phasewise.tuner.roofline import Roofline, peak_kinds
 from phasewise.tuner.timing import Duel
 from phasewise.workflows.opening.open_model import OpenModel, Weights, open_model
 from phasewise.workflows.report import silent
-from phasewise.workflows.tune_kernels.rounds import Bench, TunedRound
+from phasewise.workflows.tune_kernels.rounds import TunedRound, TuningBench
 from phasewise.workflows.tune_kernels.run import change_of_model, rounds_of_model, tune_rounds
 from tests.support.models.tiny_models import TinyShape, write_sparse_hf
 from tests.support.tiers import examples
@@ -49,11 +49,11 @@ class Planted:
     now_s: float = 0.0
 
     @property
-    def bench(self) -> Bench:
+    def bench(self) -> TuningBench:
         def evaluator(cores: Sequence[int], total_bytes: int) -> NativeEvaluator:
             return cast(NativeEvaluator, self)
 
-        return Bench(lambda: self.now_s, evaluator, self.limits, self.model_turn)
+        return TuningBench(lambda: self.now_s, evaluator, self.limits, self.model_turn)
 
     def limits(self, cores: Sequence[int], formats: Iterable[str], total_bytes: int) -> Roofline:
         self.now_s += self.call_s(192, 64, 512)
@@ -70,11 +70,11 @@ class Planted:
         return [self._sample(problem, schedule, CALLS_A_TIMING) for schedule in schedules]
 
     def duel(self, problem: Problem, incumbent: Schedule, candidate: Schedule) -> Duel:
-        old, new = (self._sample(problem, one, 16) for one in (incumbent, candidate))
+        old, new = (self._sample(problem, schedule, 16) for schedule in (incumbent, candidate))
         return Duel(timing.compare([(old.samples_ns, new.samples_ns)] * timing.PAIRS), old, new)
 
     def duel_storages(self, problem: Problem, schedule: Schedule, dense: Schedule) -> Duel:
-        old, new = (self._sample(problem, one, 16) for one in (dense, schedule))
+        old, new = (self._sample(problem, each, 16) for each in (dense, schedule))
         return Duel(self.gains.get(problem.m, BUSY), old, new)
 
     def model_turn(self, ranks: object, workload: Workload, vocab_size: int) -> tuple[int, ...]:

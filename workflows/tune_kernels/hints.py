@@ -21,7 +21,7 @@ from phasewise.tuner.plans import machine_key
 from phasewise.tuner.task_division import Task
 from phasewise.tuner.tuning_run import Hinted, HintsOutcome, ScheduleEvaluator, Tools, settle_hints
 from phasewise.workflows.report import Report
-from phasewise.workflows.tune_kernels.rounds import HERE, Bench, OnFirstCore, Round, evaluator_on
+from phasewise.workflows.tune_kernels.rounds import HERE, OnFirstCore, Round, TuningBench, evaluator_on
 
 MULTIPLY_ADDS_A_BYTE = 16
 """In the time in which a core reads a byte of a weight; only an order follows from it."""
@@ -47,7 +47,7 @@ def fight_hints(
     budget_s: float,
     lock: MeasurementLock,
     report: Report,
-    bench: Bench = HERE,
+    bench: TuningBench = HERE,
 ) -> list[HintsOutcome]:
     """Time what won elsewhere for these products, for at most `budget_s`, and use what a duel proves faster.
 
@@ -110,7 +110,7 @@ def _fight(
     store: Store,
     budget_s: float,
     lock: MeasurementLock,
-    bench: Bench,
+    bench: TuningBench,
 ) -> HintsOutcome:
     cores = waiting.round.cores
     with evaluator_on(cores, machine, lock, budget_s, bench) as native:

@@ -66,7 +66,7 @@ def _model_turn(ranks: Forward, workload: Workload, vocab_size: int) -> Samples:
 
 
 @dataclass(frozen=True)
-class Bench:
+class TuningBench:
     """The clock of a tuning run, and what it times kernels, their limits and a whole model with."""
 
     clock: Callable[[], float] = time.monotonic
@@ -76,7 +76,7 @@ class Bench:
     """Times one turn of a model with so many tokens in its vocabulary."""
 
 
-HERE = Bench()
+HERE = TuningBench()
 
 
 DECODE_ROWS = 64
@@ -229,7 +229,7 @@ def tune_round(
     resume: bool,
     report: Callable[[TuningProgress], None],
     lock: MeasurementLock,
-    bench: Bench = HERE,
+    bench: TuningBench = HERE,
 ) -> TunedRound:
     """Tune a round for at most `budget_s`, the measuring of its limits included."""
     started_s = bench.clock()
@@ -281,7 +281,7 @@ def _attention_s(roofline: Roofline) -> Callable[[Problem], float]:
 
 @contextmanager
 def evaluator_on(
-    cores: Sequence[int], machine: Machine, lock: MeasurementLock, seconds: float, bench: Bench = HERE
+    cores: Sequence[int], machine: Machine, lock: MeasurementLock, seconds: float, bench: TuningBench = HERE
 ) -> Iterator[NativeEvaluator]:
     """An evaluator on the team that an engine has on these cores. Where they are of several kinds they are
     measured when it is opened: in a turn, for which it waits no longer than `seconds`.

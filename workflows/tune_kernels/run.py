@@ -24,10 +24,10 @@ from phasewise.workflows.tune_kernels.for_plans import kernel_rounds
 from phasewise.workflows.tune_kernels.hints import fight_hints
 from phasewise.workflows.tune_kernels.rounds import (
     HERE,
-    Bench,
     Round,
     Shape,
     TunedRound,
+    TuningBench,
     bound_s,
     plan_rounds,
     shapes_of,
@@ -94,7 +94,7 @@ def tune_rounds(
     report: Report,
     progress: Callable[[TuningProgress], None],
     model: PackedModel | None = None,
-    bench: Bench = HERE,
+    bench: TuningBench = HERE,
 ) -> list[TunedRound]:
     """Tune each round within its share of the budget that is left. An interrupted round ends the run.
 
@@ -134,7 +134,7 @@ def change_of_model(
     budget_s: float,
     lock: MeasurementLock,
     report: Report,
-    bench: Bench = HERE,
+    bench: TuningBench = HERE,
 ) -> list[SpeedChange]:
     """The effect of a run on the model that it was for: tokens per second before and after, in pairs.
 

@@ -19,7 +19,7 @@ from phasewise.tuner.config.recorded import key_of_places
 from phasewise.tuner.plans import model_key, placed_json
 from phasewise.workflows.bench.model_speed import open_ranks
 from phasewise.workflows.report import Report, silent
-from phasewise.workflows.tune_kernels.rounds import HERE, Bench
+from phasewise.workflows.tune_kernels.rounds import HERE, TuningBench
 
 if TYPE_CHECKING:
     from phasewise.kerneldb.records import Comparison
@@ -66,7 +66,7 @@ def measured_change(
     schedules: Mapping[Phase, ScheduleTable],
     budget_s: float,
     report: Report = silent,
-    bench: Bench = HERE,
+    bench: TuningBench = HERE,
     least_s: Callable[[Workload], float] = lambda _: 0.0,
 ) -> list[SpeedChange]:
     """Prefill and decode of a model by its schedules and by `schedules`, alternating, for `budget_s`.
@@ -110,7 +110,7 @@ def _change(
     sides: Sequence[Forward],
     vocab_size: int,
     deadline_s: float,
-    bench: Bench,
+    bench: TuningBench,
     longest_s: float,
 ) -> SpeedChange | None:
     """None where no pair ends before the deadline: each turn takes as long as the longest before it.

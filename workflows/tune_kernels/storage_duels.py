@@ -26,7 +26,7 @@ from phasewise.tuner.weights import (
 )
 from phasewise.workflows.opening.tuned_schedules import read_schedules
 from phasewise.workflows.report import silent
-from phasewise.workflows.tune_kernels.rounds import HEADS, HERE, Bench, Round, evaluator_on
+from phasewise.workflows.tune_kernels.rounds import HEADS, HERE, Round, TuningBench, evaluator_on
 
 if TYPE_CHECKING:
     from phasewise.kerneldb.store import Store
@@ -76,7 +76,7 @@ def fight_storage_duels(
     budget_s: float,
     resume: bool,
     lock: MeasurementLock,
-    bench: Bench = HERE,
+    bench: TuningBench = HERE,
     call_s: Callable[[Problem], float] = lambda _: 0.0,
 ) -> list[StorageDuel]:
     """Those of `problems` that the budget allows, each kept at once.
