@@ -116,18 +116,22 @@ def test_help_of_serve_begins_with_ten_options() -> None:
     assert len(headings["Most used"]) == 10
 
 
-def test_what_compares_ways_of_doing_the_same_is_in_the_reference_and_in_no_help() -> None:
+def test_what_compares_policies_is_in_the_reference_and_in_no_help() -> None:
     shown = phasewise("serve", "--help").stdout
     reference = _reference_pages().PAGE.read_text(encoding="utf-8")  # type: ignore[attr-defined]
 
-    assert "--no-prefix-reuse" not in shown + reference
-    assert "| `no_prefix_reuse` |" in reference
+    for line in ("kv_policy", "no_prefix_reuse"):
+        assert f"--{line.replace('_', '-')}" not in shown + reference
+        assert f"| `{line}` |" in reference
 
 
-def test_the_policy_of_keys_and_values_is_in_the_help_and_names_what_serves() -> None:
-    words = " ".join(phasewise("serve", "--help").stdout.split())
+@pytest.mark.parametrize("policy", ["static", "fixed"])
+def test_a_policy_that_is_there_to_be_compared_serves_nobody(policy: str) -> None:
+    done = phasewise("serve", "model.gguf", PHASEWISE_KV_POLICY=policy)
 
-    assert "--kv-policy <odma|paged|auto>" in words
+    assert done.exit_code == 2
+    words = " ".join(done.output.replace("│", " ").split())
+    assert f"'{policy}' is not one of 'odma', 'paged', 'auto'" in words
 
 
 def test_pull_is_models_pull() -> None:

@@ -26,7 +26,7 @@ COMMAND = re.compile(r"(?:benchmarks/([a-z_0-9]+)\.py|tests\.soak\.([a-z_]+))((?
 def named() -> list[tuple[str, str, str]]:
     """(page, module, what follows on its line), each once."""
     mentions = {
-        (path.name, f"benchmarks.{own}" if own else f"tests.soak.{soak}", rest.strip())
+        (str(path.relative_to(ROOT)), f"benchmarks.{own}" if own else f"tests.soak.{soak}", rest.strip())
         for path in PAGES
         for own, soak, rest in COMMAND.findall(path.read_text(encoding="utf-8"))
     }
@@ -76,7 +76,7 @@ def test_every_program_that_a_page_names_is_there_or_listed_as_gone() -> None:
 
 
 def test_no_guide_names_a_program_that_has_gone() -> None:
-    guides = {path.name for path in GUIDES}
+    guides = {str(path.relative_to(ROOT)) for path in GUIDES}
 
     assert not [(page, module) for page, module, _ in named() if page in guides and module in gone()]
 
