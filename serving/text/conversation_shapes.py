@@ -15,6 +15,14 @@ Message = Mapping[str, Any]
 Messages = list[dict[str, Any]]
 Write = Callable[[Sequence[Message], Sequence[Message], bool, Mapping[str, Any]], str | None]
 """Messages, tools, whether an answer is opened, variables -> the prompt; None where the template refuses."""
+_INTRODUCTION = (
+    "You may call one or more functions to assist with the user query.\n\n"
+    "You are provided with function signatures within <tools></tools> XML tags:\n"
+    "<tools>\n{tools}\n</tools>\n\n"
+    "For each function call, return a json object with function name and arguments within "
+    "<tool_call></tool_call> XML tags:\n<tool_call>\n"
+    '{{"name": <function-name>, "arguments": <args-json-object>}}\n</tool_call>'
+)
 THOUGHTS = ("reasoning_content", "thinking", "reasoning", "thought")
 
 
@@ -81,7 +89,7 @@ def _result(number: int) -> dict[str, Any]:
 
 
 def _join_leading(messages: Messages) -> Messages:
-    n_leading = next((n for n, message in enumerate(messages) if message["role"] != "system"), len(messages))
+    n_leading = _n_leading(messages)
     if n_leading < 2:
         return messages
     text = "\n\n".join(str(message["content"]) for message in messages[:n_leading])
@@ -212,9 +220,9 @@ def _calls_as_text(messages: Messages) -> Messages:
     """Calls in the words that models know who were taught no others."""
     out: Messages = []
     for message in messages:
-        calls = message.get("tool_calls") or []
+        calls = [call["function"] for call in message.get("tool_calls") or []]
         said = [
-            json.dumps({key: call["function"][key] for key in ("name", "arguments")}, ensure_ascii=False)
+            json.dumps({key: call[key] for key in ("name", "arguments")}, ensure_ascii=False)
             for call in calls
         ]
         text = "\n".join(
@@ -223,6 +231,32 @@ def _calls_as_text(messages: Messages) -> Messages:
         bare = {key: value for key, value in message.items() if key != "tool_calls"}
         out.append({**bare, "content": text.lstrip("\n")} if calls else message)
     return out
+
+
+def written_out(messages: Sequence[Message], tools: Sequence[Message]) -> Messages:
+    """The conversation of a template that knows no tools: tools, calls and results written out as text, in
+    messages of system, user and assistant. The words are those that Hermes models were trained on.
+    """
+    out: Messages = []
+    for message in _calls_as_text([dict(message) for message in messages]):
+        if message["role"] == "tool":
+            result = f"<tool_response>\n{message['content']}\n</tool_response>"
+            if out and out[-1]["role"] == "user" and out[-1]["content"].startswith("<tool_response>"):
+                out[-1]["content"] += f"\n{result}"  # results of one turn are one message
+                continue
+            message = {"role": "user", "content": result}
+        out.append(message)
+    if tools:
+        shown = _INTRODUCTION.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+        out = _join_leading(
+            [*out[: _n_leading(out)], {"role": "system", "content": shown}, *out[_n_leading(out) :]]
+        )
+    return out
+
+
+def _n_leading(messages: Messages) -> int:
+    """The number of system texts in front."""
+    return next((n for n, message in enumerate(messages) if message["role"] != "system"), len(messages))
 
 
 def _plain_type(value: Any) -> Any:

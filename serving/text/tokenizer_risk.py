@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from phasewise._json import read_json
-from phasewise.serving.text.gguf_vocab import PRE_TOKENIZERS
+from phasewise.serving.text.gguf_vocab import PRE_TOKENIZERS, PUBLISHED_PATTERNS
 
 MOST_GROWTH = 8.0
 """Bytes that one byte of a text may become."""
@@ -29,25 +29,7 @@ _MOST_TOKEN_CHARACTERS = 1024
 _MOST_TEMPLATE_TOKENS = 256
 _MOST_REPLACEMENT_BYTES = 64
 
-_ENDINGS = "'s|'t|'re|'ve|'m|'ll|'d"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_REST = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-_WORDS = rf"(?i:{_ENDINGS})|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+"
-_MARKS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
-_CASED = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+(?i:{_ENDINGS})?"
-    rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*(?i:{_ENDINGS})?"
-)
-KNOWN_PATTERNS = frozenset(
-    {
-        *(pattern for cutter in PRE_TOKENIZERS.values() for pattern in cutter.patterns),
-        rf"{_ENDINGS}| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|\s+(?!\S)|\s+",
-        rf"{_WORDS}|\p{{N}}{{1,3}}|{_MARKS}{_REST}",
-        rf"{_WORDS}|\p{{N}}|{_MARKS}{_REST}",
-        rf"{_CASED}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*{_REST}",
-        rf"{_CASED.replace(f'(?i:{_ENDINGS})?', '')}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*{_REST}",
-    }
-)
+KNOWN_PATTERNS = frozenset(PUBLISHED_PATTERNS).union(*(cutter.patterns for cutter in PRE_TOKENIZERS.values()))
 """Patterns of well-known families, of which each text is cut in time linear in it."""
 
 _CLASS = r"\[\^?(?:\\[pP]\{\^?\w+\}|\\x\{[0-9A-Fa-f]+\}|\\[^pPx]|[^\\\[\]])+\]"

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from phasewise.serving.text.conversation_shapes import THOUGHTS, Write, shapes_lacked, takes_any_id
 from phasewise.serving.text.turn_form import (
+    CHANNELS,
     ID,
     INDEX,
     KEY,
@@ -19,6 +20,7 @@ from phasewise.serving.text.turn_form import (
     ArgumentForm,
     Around,
     CallForm,
+    Ids,
     Kind,
     TurnForm,
 )
@@ -88,14 +90,16 @@ class _Writer:
 def form_of(write: Write, source: str) -> TurnForm:
     """The form of the turns that a template writes. `source`: its text."""
     writer = _Writer(write)
+    lacks = shapes_lacked(write, _TOOLS)
+    ids: Ids = "any" if takes_any_id(write, _TOOLS, lacks) else "nine characters"
+    if all(mark in source for mark in ("<|channel|>", "<|message|>")):
+        return CHANNELS._replace(ids=ids, lacks=lacks)
     plain = writer.turn(content=_TEXT)
     field, thought = _thought(writer, plain, source)
     text, end = _text(plain, thought)
     call, end_of_calls = _calls(writer, plain, thought, text)
-    lacks = shapes_lacked(write, _TOOLS)
     ends = tuple(dict.fromkeys(mark.strip() for mark in (end, end_of_calls) if mark.strip()))
-    has_any_id = takes_any_id(write, _TOOLS, lacks)
-    return TurnForm(call, thought, text, ends, field, "any" if has_any_id else "nine characters", lacks)
+    return TurnForm(call, thought, text, ends, field, ids, lacks)
 
 
 # Thoughts and text

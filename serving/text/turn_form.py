@@ -17,6 +17,8 @@ _SHOWN = {NAME: "NAME", ID: "ID", INDEX: "INDEX", KEY: "KEY"}
 Around = tuple[str, str]
 """The patterns before and behind something."""
 Kind = Literal["string", "number", "boolean", "object", "array"]
+Ids = Literal["any", "nine characters"]
+KINDS: tuple[Kind, ...] = ("string", "number", "boolean", "object", "array")
 
 
 class ArgumentForm(NamedTuple):
@@ -62,8 +64,13 @@ class TurnForm(NamedTuple):
     text: Around = ("", "")
     ends: tuple[str, ...] = ()
     thought_field: str = "reasoning_content"
-    ids: Literal["any", "nine characters"] = "any"
+    ids: Ids = "any"
     lacks: tuple[str, ...] = ()
+
+    @property
+    def is_channelled(self) -> bool:
+        """True if thoughts, calls and text are messages of their own, as `CHANNELS` has them."""
+        return self.call == CHANNELS.call
 
     def to_json(self) -> bytes:
         """For another process."""
@@ -85,6 +92,16 @@ class TurnForm(NamedTuple):
         if self.call is not None:
             out["calls"] = _example(self.call)
         return out
+
+
+CHANNELS = TurnForm(
+    CallForm(("", ""), f"<|channel|>commentary to=functions.{NAME} <|constrain|>json<|message|>", "", ""),
+    ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
+    ("<|channel|>final<|message|>", ""),
+    ("<|return|>", "<|call|>"),
+    "thinking",
+)
+"""The form of gpt-oss, which models write with more freedom than their templates."""
 
 
 def _tuples(value: Any) -> Any:

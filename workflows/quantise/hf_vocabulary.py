@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from phasewise._json import read_json
 from phasewise.serving.errors import ModelError
-from phasewise.serving.text.gguf_tokens import TokenKind
 from phasewise.serving.text.gguf_vocab import PRE_TOKENIZERS as KNOWN
-from phasewise.serving.text.gguf_vocab import tokenizer_from_gguf
+from phasewise.serving.text.gguf_vocab import TokenKind, tokenizer_from_gguf
 from phasewise.serving.text.tokenizer import Tokenizer
 from phasewise.workflows.errors import WorkflowError
 

@@ -47,7 +47,7 @@ def trimmed(turn: Turn) -> Turn:
 
 def is_read_back(of: Model, turn: Turn) -> bool | None:
     """None where the template does not write the turn, or where nothing marks its calls within text."""
-    if of.dialect.format.only_first and turn.text and turn.calls:
+    if of.dialect.only_first and turn.text and turn.calls:
         return None
     written = of.written(turn)
     if written is None:
