@@ -52,6 +52,7 @@ class Asked:
     guide: GuideRecipe | None
     cache_space: str
     client: str
+    ends: frozenset[int] = frozenset()
     shown: frozenset[int] = frozenset()
     receipt: bool = False
     adapter: str = ""

@@ -84,7 +84,7 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     for name in names.split()
 }
 PUBLISHED_PATTERNS: Sequence[str] = _TABLE["published"]
-"""Of well-known families' own tokenizer.json, where llama.cpp cuts by others."""
+"""Patterns of tokenizer.json files of well-known families, which llama.cpp writes otherwise."""
 
 _PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _HIDDEN = tuple(byte for byte in range(256) if byte not in _PRINTABLE)
@@ -306,7 +306,9 @@ def _around(tokens: Mapping[int, str], single: Sequence[_Piece], pair: Sequence[
         return {"SpecialToken": {"id": tokens[what], "type_id": kind}}
 
     around = {key: [piece(*of) for of in pieces] for key, pieces in (("single", single), ("pair", pair))}
-    ids = {text: {"id": text, "ids": [token_id], "tokens": [text]} for token_id, text in tokens.items()}
+    ids: dict[str, Json] = {
+        text: {"id": text, "ids": [token_id], "tokens": [text]} for token_id, text in tokens.items()
+    }
     return _part("TemplateProcessing", **around, special_tokens=ids)
 
 
@@ -513,5 +515,6 @@ def _unigram(vocabulary: _Vocabulary) -> Json:
 
 def _encoded(tokens: Mapping[int, str], first: int, last: int, second: Sequence[_Piece]) -> Json:
     """The marks around one text, and around two. `second`: what stands behind the first of two."""
-    marks, begin = {token_id: tokens[token_id] for token_id in (first, last)}, [(first, 0), ("A", 0)]
+    marks = {token_id: tokens[token_id] for token_id in (first, last)}
+    begin: list[_Piece] = [(first, 0), ("A", 0)]
     return _around(marks, [*begin, (last, 0)], [*begin, *second])

@@ -9,8 +9,6 @@ import json
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
-from phasewise._json import read_json
-
 NAME, ID, INDEX, KEY = "\ue000", "\ue001", "\ue002", "\ue003"
 _SHOWN = {NAME: "NAME", ID: "ID", INDEX: "INDEX", KEY: "KEY"}
 
@@ -79,19 +77,16 @@ class TurnForm(NamedTuple):
     @classmethod
     def from_json(cls, text: bytes) -> TurnForm:
         """The form that `to_json` has written."""
-        form = cls(*_tuples(read_json(text)))
-        if form.call is None:
-            return form
-        call = CallForm(*form.call)
-        argument = None if call.argument is None else ArgumentForm(*call.argument)
-        return form._replace(call=call._replace(argument=argument))
+        from pydantic import TypeAdapter
+
+        return TypeAdapter(cls).validate_json(text)
 
     def told(self) -> dict[str, str]:
         """In words, for people: an example of each part."""
         out = {"thoughts": "…".join(self.thought)} if self.thought[1] else {}
         if self.call is not None:
             out["calls"] = _example(self.call)
-        return out
+        return {**out, "ends": " or ".join(self.ends)} if self.ends else out
 
 
 CHANNELS = TurnForm(
@@ -102,12 +97,6 @@ CHANNELS = TurnForm(
     "thinking",
 )
 """The form of gpt-oss, which models write with more freedom than their templates."""
-
-
-def _tuples(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _tuples(item) for key, item in value.items()}
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def _example(call: CallForm) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from phasewise.serving.errors import ServingError
+from phasewise.serving.text.control_texts import texts_in
 from phasewise.serving.text.turn_form import (
     CHANNELS,
     KINDS,
@@ -22,6 +23,7 @@ from phasewise.serving.tools.form_reader import TurnReader, trigger_of
 from phasewise.serving.tools.parts import PlainReader, Reader, Trimmed
 
 _USES_TOOLS = re.compile(r"{[%{][^}]*\btools\b")
+_TAG = re.compile(r"<[^<>\n]{1,80}>|\[[^\[\]\n]{1,40}\]")
 _LOOKED_AT_TOKENS = 24
 _LONGEST_TOKEN = 48
 _ID_CHARACTERS = 9
@@ -55,7 +57,7 @@ class Dialect:
 
     name: one of FORMATS, or "template". knows_tools: its template shows tools to it; else we write them into
     the conversation. control: ids of the control tokens that stand in its marks, by their texts.
-    think_token: the one that begins thoughts, where one token does.
+    think_token: the one that begins thoughts, where one token does. ends: the tokens that end a turn.
     """
 
     name: str
@@ -63,6 +65,7 @@ class Dialect:
     knows_tools: bool
     control: Mapping[str, int]
     think_token: int | None = None
+    ends: frozenset[int] = frozenset()
 
     @property
     def thinks(self) -> bool:
@@ -174,18 +177,20 @@ def dialect_of(
         name=name,
         turn=turn,
         knows_tools=_USES_TOOLS.search(template) is not None,
-        control={text: id for text, id in _tokens_in(_marks(turn[:3]), id_of) if id in special_ids},
+        control={text: id for text, id in _tokens_in(texts_in(turn[:3]), id_of) if id in special_ids},
         think_token=id_of(opening) if opening else None,
+        ends=frozenset(_ends(turn, id_of)),
     )
 
 
-def _marks(value: object) -> Iterable[str]:
-    """All texts of a form."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping | tuple):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _marks(item)
+def _ends(turn: TurnForm, id_of: Callable[[str], int | None]) -> Iterable[int]:
+    """The tokens with which ends of turns begin, where these are tags that no call or thought has."""
+    within = "".join(texts_in(turn[:3]))
+    for end in turn.ends:
+        tag = _TAG.match(end)
+        token_id = id_of(tag[0]) if tag and tag[0] not in within else None
+        if token_id is not None:
+            yield token_id
 
 
 def _tokens_in(marks: Iterable[str], id_of: Callable[[str], int | None]) -> Iterable[tuple[str, int]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Generator, Mapping
-from functools import cached_property
 from typing import Any
 
 from phasewise.serving.text.turn_form import ID, INDEX, KEY, NAME, ArgumentForm, CallForm, TurnForm, types_of
@@ -29,6 +28,7 @@ Step = Generator[None, None, bool]
 _SPACE = re.compile(r"\s*")
 _BETWEEN = re.compile(r"[\s;,]*")
 _KEY_BEFORE = re.compile(r"\s*[\w.-]{0,128}")
+_CONTROL = re.compile(r"<(?:\|(?:[^|<>\n]{0,36}(?:\|(?:>\s*)?)?)?)?")
 _DIGITS, _WORD = re.compile(r"\d*"), re.compile(r"[\w.:-]*")
 _SIGNS = re.compile(f"([{NAME}{ID}{INDEX}{KEY}])")
 _LONGEST_KEY = 512
@@ -59,12 +59,14 @@ class TurnReader:
         self._functions: Mapping[str, Any] = (
             functions if isinstance(functions, Mapping) else dict.fromkeys(functions)
         )
+        self._longest_name = max(map(len, self._functions), default=0)
         self._ends = [end.strip() for end in turn.ends]
         self._text, self._at, self._is_final = "", 0, False
         self._parts: list[Part] = []
         self._coming: list[Begun | Piece] = []
         """A call that is not certain yet."""
         self._name, self._n_tries, self._has_begun = "", 0, False
+        self._schema: Mapping[str, Any] = {}
         self._steps = self._channels() if turn.is_channelled else self._answer()
 
     def feed(self, text: str) -> list[Part]:
@@ -108,8 +110,11 @@ class TurnReader:
                 self._at = len(trigger) if self._is_bare else 0
                 is_read = yield from self._section(self._at)
                 is_end = not is_read and mark[0] in self._ends and (yield from self._mark(mark[0], closed))
-                if not is_read and not is_end:
-                    self._text_from(0, len(trigger))
+                if not is_read and not is_end:  # no call begins here
+                    self._coming.clear()
+                    self._n_tries += self._is_final
+                    self._at = 0
+                    self._take(len(self._text) if self._n_tries > _MOST_TRIES else len(trigger))
             elif not (yield from self._mark(mark[0], closed)):
                 self._take(self._at + len(mark[0]))
 
@@ -121,9 +126,13 @@ class TurnReader:
             self._at = 0
             return False
         while (end := self._text.find(closing, self._at)) < 0:
-            self._take(len(self._text) - self._n_kept(closing), Reasoning)
             if self._is_final:
+                n_closing = n_begun(self._text, closing)
+                is_mark = n_closing >= len(closing.split()[0])
+                self._take(len(self._text) - is_mark * n_closing, Reasoning)
+                self._at = len(self._text)
                 return True
+            self._take(len(self._text) - self._n_kept(closing), Reasoning)
             yield
         self._take(end, Reasoning)
         self._at = len(closing)
@@ -138,17 +147,12 @@ class TurnReader:
     def _tag(self) -> Step:
         """A control token before calls that need none."""
         yield from self._space()
-        begin = self._at
-        if (yield from self._word("<|")):
-            while (end := self._text.find("|>", self._at, self._at + 40)) < 0:
-                if self._is_final or len(self._text) > self._at + 40:
-                    self._at = begin
-                    return False
-                yield
-            self._at = end + 2
-            yield from self._space()
-            return True
-        return False
+        while (tag := _CONTROL.match(self._text, self._at)) and tag.end() == len(self._text):
+            if self._is_final:
+                break
+            yield
+        self._at = tag.end() if tag and "|>" in tag[0] else self._at
+        return True
 
     def _mark(self, mark: str, closed: str) -> Step:
         """Leaves out the mark that closes text, and one that ends the turn and is the last thing said."""
@@ -172,14 +176,6 @@ class TurnReader:
             self._parts.append(kind(self._text[self._at : end]))
         self._text, self._at = self._text[end:], 0
 
-    def _text_from(self, begin: int, least: int) -> None:
-        """Take at least `least` characters from `begin` on as text: no call begins there."""
-        self._coming.clear()
-        self._n_tries += self._is_final
-        self._at = begin
-        n_taken = len(self._text) if self._n_tries > _MOST_TRIES else max(least, 1)
-        self._take(min(len(self._text), n_taken))
-
     # Messages in channels, as gpt-oss has them
 
     def _channels(self) -> Step:
@@ -187,7 +183,8 @@ class TurnReader:
         is_header = False
         for beginning in _HEADER_BEGINS:
             is_header = is_header or (yield from self._comes(beginning))
-        self._at, kind = 0, Text
+        kind: type[Text] | type[Reasoning] = Text
+        self._at = 0
         while True:
             if is_header:
                 if (header := (yield from self._header())) is None:
@@ -356,8 +353,8 @@ class TurnReader:
                     if (yield from self._json("", is_given=False))
                     else None
                 )
-                found = [self._call_in(item) for item in (value if isinstance(value, list) else [value])]
-                calls = [called for called in found if called is not None] if all(found) else []
+                listed = [self._call_in(item) for item in (value if isinstance(value, list) else [value])]
+                calls = [called for called in listed if called is not None] if all(listed) else []
             if not calls:
                 self._at = begin
                 break
@@ -387,20 +384,18 @@ class TurnReader:
 
     # Arguments that are written one by one
 
-    @property
-    def _schema(self) -> Mapping[str, Any]:
-        """The schema of the arguments of the call at hand."""
-        schema = self._functions[self._name]
-        return schema if isinstance(schema, Mapping) else {}
-
     def _arguments(self, form: CallForm, argument: ArgumentForm) -> Step:
+        schema = self._functions[self._name]
+        self._schema = schema if isinstance(schema, Mapping) else {}
         properties = self._schema.get("properties")
         schemas = properties if isinstance(properties, Mapping) else {}
-        n_read = 0
+        n_read, has_end = 0, bool(form.closing.strip())
         while True:
             if n_read and argument.separator.strip() and not (yield from self._optional(argument.separator)):
                 break
-            if (yield from self._closes(form)) or not (yield from self._optional(argument.opening)):
+            if has_end and (yield from self._comes(form.closing)):
+                break
+            if not (yield from self._optional(argument.opening)):
                 break
             key = yield from self._key(argument)
             if key is None:
@@ -409,13 +404,10 @@ class TurnReader:
             if not (yield from self._argument(form, argument, key, schemas.get(key))):
                 return False
             n_read += 1
-        is_closed = not form.closing.strip() or (yield from self._closes(form))
+        is_closed = not has_end or (yield from self._comes(form.closing))
         if is_closed:
             self._give(Piece("}" if n_read else "{}"))
         return is_closed
-
-    def _closes(self, form: CallForm) -> Step:
-        return bool(form.closing.strip()) and (yield from self._comes(form.closing))
 
     def _key(self, argument: ArgumentForm) -> Generator[None, None, str | None]:
         sign = _sign_of(argument)
@@ -438,7 +430,7 @@ class TurnReader:
             kinds = {kind for kind, pair in argument.values.items() if pair[0] == before}
             is_string = kinds == {"string"} or ("string" in kinds and types == {"string"})
             if behind.strip() and (argument.is_raw or not is_string):
-                yield from self._line_end(before)
+                yield from self._word(before[len(before.rstrip()) :])
                 if kinds == {"string"}:
                     schema = {"type": "string"}
                 elif "string" not in kinds and types == {"string"}:
@@ -455,17 +447,6 @@ class TurnReader:
                 )
             )
         return False
-
-    def _line_end(self, before: str) -> Step:
-        """Leaves out the line end that stands before a value."""
-        space = before[len(before.rstrip()) :]
-        while space and space.startswith(self._text[self._at :]) and self._text[self._at :] != space:
-            if self._is_final:
-                return False
-            yield
-        if space and self._text.startswith(space, self._at):
-            self._at += len(space)
-        return True
 
     def _until(self, form: CallForm, behind: str, schema: Any, *, is_string: bool) -> Step:
         """A value up to its closing mark, behind which the next argument or the call's end comes."""
@@ -590,10 +571,6 @@ class TurnReader:
         is_there = yield from self._literal(pattern)
         self._at = self._at if is_there else begin
         return is_there
-
-    @cached_property
-    def _longest_name(self) -> int:
-        return max(map(len, self._functions), default=0)
 
     def _one_name(self) -> Step:
         """The name of a function; where a call has it twice, the same again."""

@@ -136,10 +136,10 @@ class JsonEnd:
                 self._is_escaped = False
                 position += 1
                 continue
-            found = (_IN_STRING if self._in_string else _OUTSIDE).search(text, position)
-            if found is None:
+            sign_match = (_IN_STRING if self._in_string else _OUTSIDE).search(text, position)
+            if sign_match is None:
                 return None
-            sign, position = found[0], found.end()
+            sign, position = sign_match[0], sign_match.end()
             if sign == "\\":
                 self._is_escaped = self._in_string
             elif sign == '"':

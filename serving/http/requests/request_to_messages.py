@@ -101,7 +101,7 @@ def chat_requests(body: ChatRequest, model: ServedModel, sender: RequestOrigin |
         body.prompt_logprobs,
     )
     shown = model.dialect.shown if is_read(body, model) else frozenset()
-    return [replace(choice, shown=shown) for choice in choices]
+    return [replace(choice, shown=shown, ends=model.dialect.ends) for choice in choices]
 
 
 def _choices(
