@@ -18,8 +18,7 @@ from typing import Literal, NamedTuple, Protocol, get_args
 
 from phasewise.cluster.errors import ClusterError
 from phasewise.cluster.held_blocks import HeldBlocks
-from phasewise.serving.scheduling.held_prefixes import MOST_STORED_BLOCKS, HeldReport
-from phasewise.serving.scheduling.prefix_keys import BLOCK_TOKENS
+from phasewise.serving.scheduling.held_prefixes import BLOCK_TOKENS, MOST_STORED_BLOCKS, HeldReport
 
 AUTHORS_OVERFLOW_TOKENS = 8192
 """The authors' value, of an H100."""
@@ -28,7 +27,8 @@ OVERFLOW_S = 1.34
 
 OWN_TOKEN_COUNTS = 4
 """A prompt's own token, beside one that waits before it: computing what is held elsewhere delays all that
-come after too, the more the busier the machines are. By `benchmarks/prefix_routing.py`, notes 0027."""
+come after too, the more the busier the machines are. Figures: `benchmarks/prefix_routing.py` and
+benchmarks/notes/clusters.md."""
 UNLIKE = 2.0
 """Times as slow, from which on machines are not of one kind."""
 
@@ -53,7 +53,7 @@ class Ask(NamedTuple):
     answer_tokens: int
     """Expected, or the most that it may become."""
     prefix: tuple[int, ...] = ()
-    """Keys of its prompt's whole blocks (`serving.scheduling.prefix_keys`); empty: they do not count."""
+    """Keys of its prompt's whole blocks (`serving.scheduling.held_prefixes`); empty: they do not count."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -398,15 +398,6 @@ WAYS: Mapping[str, tuple[Way, ...]] = {
         ),
         Way("without --calibration", ("--calibration-tokens",), unless=("--calibration",)),
     ),
-    "quantise": (
-        Way(
-            "with --format q8_0 and q4_0",
-            ("--calibration",),
-            when=("--format=q8_0", "--format=q4_0"),
-            instead="they are rounded as by llama.cpp, which weighs nothing; leave that out",
-        ),
-        Way("without --calibration", ("--calibration-tokens",), unless=("--calibration",)),
-    ),
     "bench serve": (
         Way(
             "with --daily",

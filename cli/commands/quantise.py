@@ -13,7 +13,7 @@ from phasewise._words import counted, percent
 from phasewise.cli.options import JsonOption, ModelArgument
 from phasewise.cli.present import on_one_line, print_json, say
 from phasewise.cli.status_line import status_line
-from phasewise.workflows.quantise.settings import CALIBRATION_TOKENS, QuantFormat, QuantiseSettings
+from phasewise.workflows.quantise.settings import QuantFormat, QuantiseSettings
 
 if TYPE_CHECKING:
     from phasewise.workflows.quantise.run import Quantised
@@ -24,32 +24,25 @@ def quantise(
     out: Annotated[Path, typer.Option("-o", "--out", metavar="FILE", help="GGUF file to write; new")],
     quant_format: Annotated[
         QuantFormat, typer.Option("--format", help="type of most matrices in the file")
-    ] = "q4_k",
-    calibration: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="text whose activations weigh the inputs: q4_k and q6_k"),
-    ] = None,
-    calibration_tokens: Annotated[
-        int, typer.Option(min=64, help="tokens of the calibration text")
-    ] = CALIBRATION_TOKENS,
+    ] = "q8_0",
     requantise: Annotated[
         bool, typer.Option("--requantise", help="round weights that are quantised already a second time")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Write MODEL's weights in fewer bits as a GGUF file, which llama.cpp reads too.
+    """Write the weights of MODEL, a GGUF file, in fewer bits as llama.cpp rounds them.
 
-    $ phasewise quantise model -o model.Q4_K.gguf
-    $ phasewise quantise model.F16.gguf -o model.Q8_0.gguf --format q8_0
+    $ phasewise quantise model.F16.gguf -o model.Q8_0.gguf
+    $ phasewise quantise model.F16.gguf -o model.Q4_0.gguf --format q4_0
 
-    MODEL is a Hugging Face directory, or a GGUF file in F32, F16 or BF16. The
-    file appears when it is whole and has been read back; the same arguments
-    give the same bytes. What a format costs: phasewise eval FILE --against
-    MODEL.
+    MODEL is in F32, F16 or BF16. The file appears when it is whole and has
+    been read back; the same arguments give the same bytes. K-quants are
+    written by llama.cpp's llama-quantize. What a format costs: phasewise eval
+    FILE --against MODEL.
     """
     from phasewise.workflows.quantise.run import quantise as run
 
-    settings = QuantiseSettings(model, out, quant_format, calibration, calibration_tokens, requantise)
+    settings = QuantiseSettings(model, out, quant_format, requantise)
     with status_line() as status:
         quantised = run(settings, status.say, lambda line: status.show(lambda: line))
     if as_json:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from phasewise.serving.batch import Batch
 from phasewise.serving.drafts.contract import Draft, Drafter
-from phasewise.serving.engine.given_so_far import GivenSoFar
+from phasewise.serving.engine.answer_text import GivenSoFar
 from phasewise.serving.engine.live_request import LiveRequest, Vocabulary
 from phasewise.serving.engine.messages import (
     Answer,
@@ -24,8 +24,7 @@ from phasewise.serving.engine.messages import (
     StepStats,
     Submit,
 )
-from phasewise.serving.engine.prompt_progress import PromptProgress
-from phasewise.serving.engine.prompt_scores import forward_scored
+from phasewise.serving.engine.prompt_progress import PromptProgress, forward_scored
 from phasewise.serving.errors import CoresMoved, RankLost, RanksError, RequestError, ServingError, StepFailed
 from phasewise.serving.ranks.ranks_contract import Ranks
 from phasewise.serving.sampling.sampling import SampledToken, sample_rows, sample_run
@@ -127,7 +126,7 @@ class Engine:
         self._prompts[message.request_id] = message
         self._progress.expect(message.request_id, len(message.prompt_token_ids))
 
-    def aimed(self, request_id: str) -> None:
+    def kv_target_ready(self, request_id: str) -> None:
         """The engine that answers has a block for it: its keys and values may leave as they are computed.
 
         One that gave its own block away meanwhile is lost. If it waited for another one, two engines could

@@ -6,12 +6,10 @@ Rows that are not turned keep their places behind the others.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 
-from phasewise.cython_kernels.packing import Array
 from phasewise.serving.loaders.forms import Rows
 from phasewise.serving.loaders.source import SourceTensor, take_rows
 from phasewise.serving.models.packed_model import ModelConfig
@@ -24,23 +22,6 @@ def half_split(ours: str, tensor: SourceTensor, config: ModelConfig) -> SourceTe
 
     ours: our name of it; others than those of queries and keys stay as they are.
     """
-    return _reordered(ours, tensor, config, _places_in_file)
-
-
-def interleaved(ours: str, tensor: SourceTensor, config: ModelConfig) -> SourceTensor:
-    """The inverse: a tensor of ours as such a file has it."""
-    return _reordered(ours, tensor, config, lambda turned: np.argsort(_places_in_file(turned)))
-
-
-def _places_in_file(turned: int) -> Array:
-    """Places of a head's turned rows in a file with pairs side by side."""
-    half, i = divmod(np.arange(turned), turned // 2)
-    return 2 * i + half
-
-
-def _reordered(
-    ours: str, tensor: SourceTensor, config: ModelConfig, places_of: Callable[[int], Array]
-) -> SourceTensor:
     match = _TURNED.fullmatch(ours)
     if match is None:
         return tensor
@@ -48,7 +29,8 @@ def _reordered(
     head_dim = max(tensor.shape[0] // n_heads, 1)
     order = np.arange(head_dim)
     turned = min(config.rope.dim, head_dim) // 2 * 2
-    order[:turned] = places_of(turned)
+    half, i = divmod(np.arange(turned), turned // 2)
+    order[:turned] = 2 * i + half
 
     def matrix_rows(start: int, stop: int) -> Rows:
         first = start // head_dim * head_dim

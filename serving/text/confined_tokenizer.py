@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
-from phasewise.serving.errors import ModelError, RequestError
-from phasewise.serving.sandbox.confined import Bounds, ConfinedError, ConfinedProcess, JobRefused
+from phasewise.serving.errors import ModelError, QueueFull, RequestError
+from phasewise.serving.sandbox.confined import Bounds, ConfinedError, ConfinedProcess, JobRefused, Unserved
 
 if TYPE_CHECKING:
     import tokenizers
@@ -23,7 +23,8 @@ Text = str | tuple[str, str]
 class ConfinedTokenizer:
     """Cuts texts by the whole of a tokenizer.json. Any thread may ask; texts take turns.
 
-    ModelError where it cannot be read within the bounds; RequestError for a text that they stop.
+    ModelError where it cannot be read within the bounds; RequestError for a text that they stop, QueueFull
+    where the machine does not get to it.
     """
 
     def __init__(self, text: str, bounds: Bounds = BOUNDS) -> None:
@@ -40,6 +41,8 @@ class ConfinedTokenizer:
             return json.loads(self._process.ask(json.dumps(request).encode()))[0]
         except JobRefused as error:
             raise RequestError(str(error)) from error
+        except Unserved as error:
+            raise QueueFull(f"the text was not cut into tokens: {error}; try again later", 1) from error
         except ConfinedError as error:
             raise RequestError(f"the model's tokenizer was stopped: {error}; send another text") from error
 

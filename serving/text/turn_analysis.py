@@ -99,7 +99,7 @@ def form_of(write: Write, source: str) -> TurnForm:
     lacks = shapes_lacked(write, _TOOLS)
     ids: Ids = "any" if takes_any_id(write, _TOOLS, lacks) else "nine characters"
     if all(mark in source for mark in ("<|channel|>", "<|message|>")):
-        return CHANNELS._replace(ids=ids, lacks=lacks)
+        return CHANNELS._replace(ids=ids, lacks=lacks, opening=_opening(write))
     plain = writer.turn(content=_TEXT)
     field, thought = _thought(writer, plain, source)
     text, end = _text(plain, thought)
@@ -107,7 +107,27 @@ def form_of(write: Write, source: str) -> TurnForm:
     text = _closed_before_calls(writer, call, text)
     marks = (mark.strip() for mark in (end, end_of_calls) if len(mark) <= _LONGEST_END)
     ends = tuple(dict.fromkeys(mark for mark in marks if mark))
-    return TurnForm(call, thought, text, ends, field, ids, lacks)
+    return TurnForm(call, thought, text, ends, field, ids, lacks, _opening(write))
+
+
+def _opening(write: Write) -> str:
+    """The beginning of what opens an answer that an old answer has before it too."""
+    question, answer = {"role": "user", "content": _USER}, {"role": "assistant", "content": _TEXT}
+    openings: list[str] = []
+    ends: list[int] = []
+    for variables in (*_ON, {"enable_thinking": False, "thinking": False}):
+        asked, prompt = (write([question], (), opens, variables) for opens in (False, True))
+        old = write([question, answer, question], (), True, variables)
+        if asked is None or prompt is None or old is None or _TEXT not in old:
+            continue
+        opening = prompt[_whole_tags(prompt, n_shared(asked, prompt)) :]
+        before = old[: old.index(_TEXT)]
+        before = before[before.find(_USER) :]
+        openings.append(opening)
+        ends.append(max(n for n in range(len(opening) + 1) if opening[:n] in before))
+        ends.append(n_shared(opening, openings[0]))
+    whole = [_whole_tags(opening, min(ends)) for opening in openings]
+    return openings[0][: min(whole)].strip() if whole else ""
 
 
 # Thoughts and text

@@ -6,6 +6,7 @@ import hashlib
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from phasewise.serving.errors import ServingError
 from phasewise.serving.text.control_texts import texts_in
@@ -18,7 +19,7 @@ from phasewise.serving.text.turn_form import (
     CallForm,
     TurnForm,
 )
-from phasewise.serving.tools.form_grammar import Function, Wanted, grammar_of_calls
+from phasewise.serving.tools.form_grammar import Function, Wanted, grammar_of_calls, unheld_texts
 from phasewise.serving.tools.form_reader import TurnReader, trigger_of
 from phasewise.serving.tools.parts import PlainReader, Reader, Trimmed
 
@@ -87,6 +88,12 @@ class Dialect:
     def shown(self) -> frozenset[int]:
         """Control tokens that belong to the text of an answer that is read."""
         return frozenset(self.control.values())
+
+    def unheld_texts(self, parameters: Mapping[str, Any]) -> Iterable[str]:
+        """Keywords of a function's schema to which its arguments are not held, because of how they are
+        written."""
+        argument = None if self.turn.call is None else self.turn.call.argument
+        return unheld_texts(parameters) if argument is not None and argument.is_raw else ()
 
     def opens_thought(self, prompt: Sequence[int], piece: Callable[[int], bytes]) -> bool:
         """True if a prompt ends within thoughts."""
@@ -168,7 +175,7 @@ def dialect_of(
         raise ServingError(f"no tool format {forced!r}: give auto, {', '.join(FORMATS)}")
     name = "template"
     if forced == "gpt-oss" or (forced == "auto" and turn.is_channelled):
-        name, turn = "gpt-oss", CHANNELS._replace(ids=turn.ids, lacks=turn.lacks)
+        name, turn = "gpt-oss", CHANNELS._replace(ids=turn.ids, lacks=turn.lacks, opening=turn.opening)
     elif forced != "auto" or turn.call is None:
         name = "hermes" if forced == "auto" else forced
         turn = turn._replace(call=ROWS[name])

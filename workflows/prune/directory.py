@@ -85,13 +85,8 @@ def _umask() -> int:
     return mask
 
 
-def write_texts(
-    source: ModelSource, directory: Path, sparsity: Mapping[str, Any] | None, dtype: str = "bfloat16"
-) -> None:
-    """Config and tokenizer. sparsity: what config.json says of compressed tensors; None: they are dense.
-
-    dtype: that of its tensors.
-    """
+def write_texts(source: ModelSource, directory: Path, sparsity: Mapping[str, Any] | None) -> None:
+    """Config and tokenizer. sparsity: what config.json says of compressed tensors; None: they are dense."""
     if source.path.is_dir():
         theirs = ModelDirectory(source.path)
         config = theirs.json("config.json") or {}
@@ -107,7 +102,7 @@ def write_texts(
             tokenizer["chat_template"] = source.chat_template
         _write_json(directory / "tokenizer_config.json", tokenizer)
     config.pop("quantization_config", None)
-    config |= {"torch_dtype": dtype}
+    config |= {"torch_dtype": "bfloat16"}
     if sparsity is not None:
         config["quantization_config"] = {
             "quant_method": "compressed-tensors",

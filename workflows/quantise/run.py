@@ -1,4 +1,4 @@
-"""Write a model's weights in fewer bits as a GGUF file that llama.cpp reads too, and measure the error."""
+"""Write a GGUF file's weights in fewer bits, as the gguf package rounds them, and measure the error."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +14,16 @@ import numpy as np
 import numpy.typing as npt
 
 from phasewise._words import counted
-from phasewise.serving.loaders import load_model, open_source
+from phasewise.cython_kernels import packing
+from phasewise.cython_kernels.blocks import BlockRows
+from phasewise.serving.loaders import open_source
 from phasewise.serving.loaders.fetching.resolve import Located, cache_root, locate
 from phasewise.serving.loaders.formats.gguf_blocks import BLOCK_TYPES, decode_rows
-from phasewise.serving.loaders.formats.gguf_model import LAYER_NAMES
-from phasewise.serving.loaders.storage import StorageChoice
+from phasewise.serving.loaders.formats.gguf_file import GgufHeader, TensorInfo
+from phasewise.serving.loaders.formats.gguf_parts import GgufFiles, open_gguf
+from phasewise.serving.loaders.forms import Rows, check_finite
 from phasewise.workflows.errors import WorkflowError
-from phasewise.workflows.evaluate.texts import read_text
-from phasewise.workflows.prune.calibration import READERS, gather, windows
-from phasewise.workflows.quantise.hf_metadata import check_read_back
-from phasewise.workflows.quantise.plain_tensors import PlainModel, PlainTensor, as_float32, plain_model
-from phasewise.workflows.quantise.settings import QuantiseSettings
-from phasewise.workflows.quantise.types import FILE_TYPES, WEIGHED, encoded, type_of
+from phasewise.workflows.quantise.settings import QuantFormat, QuantiseSettings
 from phasewise.workflows.report import Report, silent
 
 Array = npt.NDArray[Any]
@@ -33,30 +31,37 @@ Array = npt.NDArray[Any]
 NUMBERS_AT_ONCE = 1 << 20
 PLAIN_TYPES = ("F32", "F16", "BF16")
 QUANTISATION_VERSION = 2
-LEAST_IMPORTANCE = 1e-6
-"""The weight of an input that a text never uses, as a share of the mean."""
+WRITTEN_ANEW = (
+    "general.architecture",
+    "general.file_type",
+    "general.quantization_version",
+    "split.",
+    "GGUF.",
+)
+"""Beginnings of keys that are not copied."""
+FILE_TYPES: Mapping[QuantFormat, int] = {
+    "q4_0": 2, "q4_1": 3, "q8_0": 7, "q5_0": 8, "q5_1": 9, "bf16": 32, "mxfp4": 38,
+}  # fmt: skip
+"""`general.file_type`, as llama.cpp numbers them."""
+KEPT = (
+    "_norm", "ffn_gate_inp", "altup", "laurel", "per_layer_model_proj", "ssm_conv1d", "shortconv.conv",
+)  # fmt: skip
+"""Parts of names of matrices that llama.cpp rounds in no format: norms, routers, taps."""
+LARGEST_HALF = 65504.0
+LARGEST = {name: LARGEST_HALF * n for name, n in (("F16", 1), ("Q4_0", 8), ("Q5_0", 16), ("Q8_0", 127))}
+"""The largest magnitude for which every float16 scale is finite; of types with minima one less level."""
+LARGEST |= {"Q4_1": LARGEST_HALF, "Q5_1": LARGEST_HALF}
 
 
 @dataclass
-class _Tally:
-    """The bytes and errors of all matrices of one type."""
+class TypeFigures:
+    """All tensors of one type. relative_error: the root mean square of errors over that of the numbers."""
 
+    type_name: str
     tensors: int = 0
     weights: int = 0
     n_bytes: int = 0
-    squares: float = 0.0
-    squared_errors: float = 0.0
-
-
-@dataclass(frozen=True)
-class TypeFigures:
-    """Tensors of one type. relative_error: the root mean square of errors over that of the numbers."""
-
-    type_name: str
-    tensors: int
-    weights: int
-    n_bytes: int
-    relative_error: float
+    relative_error: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -67,65 +72,43 @@ class Quantised:
     architecture: str
     n_bytes: int
     weights: int
-    types: tuple[TypeFigures, ...] = field(default_factory=tuple)
+    types: tuple[TypeFigures, ...]
 
 
 def quantise(settings: QuantiseSettings, report: Report = silent, progress: Report = silent) -> Quantised:
-    """Write the file, which appears when it is whole and reads back as the same model.
+    """Write the file, which appears when it is whole and reads back. Raises WorkflowError, ModelError.
 
-    progress: a line for each tensor and each window of a text. Raises WorkflowError, ModelError.
+    progress: a line for each tensor.
     """
     if settings.out.exists():
         raise WorkflowError(f"{settings.out} exists already: name a file that does not")
     located = locate(settings.model, cache_root(), report)
-    with plain_model(located) as model:
-        _refuse_quantised(model, settings)
-        importance = _importance(settings, model, report, progress)
-        with _new_file(settings.out) as temporary:
-            tallies = _write(model, settings, importance, temporary, progress)
-            _check(model, temporary, located)
-    types = tuple(
-        TypeFigures(
-            name,
-            tally.tensors,
-            tally.weights,
-            tally.n_bytes,
-            float(np.sqrt(tally.squared_errors / tally.squares)) if tally.squares else 0.0,
-        )
-        for name, tally in sorted(tallies.items())
-    )
-    n_bytes, weights = sum(kind.n_bytes for kind in types), sum(kind.weights for kind in types)
-    return Quantised(settings.out, model.architecture, n_bytes, weights, types)
-
-
-def _refuse_quantised(model: PlainModel, settings: QuantiseSettings) -> None:
-    rounded = next((tensor for tensor in model.tensors if tensor.source_type not in PLAIN_TYPES), None)
-    if rounded is not None and not settings.requantise:
+    if located.path.is_dir():
         raise WorkflowError(
-            f"{model.name} has {rounded.name} in {rounded.source_type} already: quantise the original, or"
-            " round a second time with --requantise"
+            f"{located.path} is a directory: make a GGUF file of it with llama.cpp's convert_hf_to_gguf.py,"
+            " and quantise that"
         )
+    with open_source(located) as source:  # checks the config and every shape
+        if source.config.encoder is not None:
+            raise WorkflowError(f"{located.name} makes vectors: quantise writes language models")
+    file, header = open_gguf(located.path)
+    with contextlib.closing(file):
+        _refuse_quantised(located.name, header, settings)
+        with _new_file(settings.out) as temporary:
+            types = _write(file, header, settings, temporary, progress)
+            with open_source(Located(located.name, temporary)) as written:
+                written.tokenizer_json()  # ModelError where it cannot be built
+    n_bytes, weights = sum(kind.n_bytes for kind in types), sum(kind.weights for kind in types)
+    return Quantised(settings.out, header.metadata["general.architecture"], n_bytes, weights, types)
 
 
-def _importance(
-    settings: QuantiseSettings, model: PlainModel, report: Report, progress: Report
-) -> Mapping[str, Array]:
-    """The mean square of each input of a matrix over a text, by names in GGUF files; empty without one."""
-    if settings.calibration is None:
-        return {}
-    loaded = load_model(settings.model, "bf16", report=report, storage=StorageChoice("never"))
-    pieces = windows(loaded, read_text(settings.calibration), settings.calibration_tokens)
-    squares = gather(loaded, pieces, "squares", progress).squares
-    readers = {theirs: READERS[ours] for theirs, ours in LAYER_NAMES.items() if ours in READERS}
-    by_name = {}
-    for tensor in model.tensors:
-        prefix, _, rest = tensor.name.partition(".")
-        layer, _, name = rest.partition(".")
-        if prefix == "blk" and name in readers:
-            values = squares[int(layer), readers[name]]
-            mean = float(values.mean()) or 1.0
-            by_name[tensor.name] = (values / mean + LEAST_IMPORTANCE).astype(np.float32)
-    return by_name
+def _refuse_quantised(name: str, header: GgufHeader, settings: QuantiseSettings) -> None:
+    for tensor in header.tensors.values():
+        if tensor.type_name not in PLAIN_TYPES and not settings.requantise:
+            raise WorkflowError(
+                f"{name} has {tensor.name} in {tensor.type_name} already: quantise the original, or round a"
+                " second time with --requantise"
+            )
 
 
 @contextlib.contextmanager
@@ -152,91 +135,99 @@ def _new_file(out: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+def type_of(name: str, shape: tuple[int, ...], quant_format: QuantFormat, *, tied: bool) -> str:
+    """The type of a tensor. What multiplies last carries much of the quality, and has 8 bits at least.
+
+    tied: there is no `output.weight`.
+    """
+    if len(shape) == 1 or not name.endswith(".weight") or any(part in name for part in KEPT):
+        return "F32"
+    if quant_format == "bf16":
+        return "BF16"
+    if shape[-1] % 32:
+        return "F16"
+    is_head = name == ("token_embd.weight" if tied else "output.weight")
+    return "Q8_0" if is_head else quant_format.upper()
+
+
 def _write(
-    model: PlainModel,
-    settings: QuantiseSettings,
-    importance: Mapping[str, Array],
-    path: Path,
-    progress: Report,
-) -> dict[str, _Tally]:
+    file: GgufFiles, header: GgufHeader, settings: QuantiseSettings, path: Path, progress: Report
+) -> tuple[TypeFigures, ...]:
     import gguf
 
-    writer = gguf.GGUFWriter(path, model.architecture)
-    for key, value in model.keys.items():
-        _add_key(writer, key, value, model.key_types.get(key))
+    writer = gguf.GGUFWriter(path, header.metadata["general.architecture"])
+    fields = gguf.GGUFReader(file.path).fields  # for the types of values: ours has checked the file
+    for key, value in header.metadata.items():
+        if not key.startswith(WRITTEN_ANEW):
+            if value == []:
+                raise WorkflowError(
+                    f"the model's {key} is an empty list, which the gguf package cannot write"
+                )
+            types = fields[key].types
+            writer.add_key_value(key, value, types[0], types[-1] if len(types) > 1 else None)
     writer.add_file_type(FILE_TYPES[settings.quant_format])
     writer.add_quantization_version(QUANTISATION_VERSION)
-    tied = not any(tensor.name == "output.weight" for tensor in model.tensors)
-    types = [type_of(tensor.name, tensor.shape, settings.quant_format, tied=tied) for tensor in model.tensors]
-    for tensor, type_name in zip(model.tensors, types, strict=True):
-        kind, n_bytes = gguf.GGMLQuantizationType[type_name], _n_bytes(tensor, type_name)
-        row_bytes = (*tensor.shape[:-1], n_bytes // tensor.n_rows)
-        writer.add_tensor_info(tensor.name, row_bytes, np.dtype(np.uint8), n_bytes, kind)
-    tallies: dict[str, _Tally] = {}
+    tied, infos = "output.weight" not in header.tensors, list(header.tensors.values())
+    names = [type_of(info.name, info.shape, settings.quant_format, tied=tied) for info in infos]
+    for info, type_name in zip(infos, names, strict=True):
+        kind, row_bytes = gguf.GGMLQuantizationType[type_name], _row_bytes(info, type_name)
+        shape = (*info.shape[:-1], row_bytes)
+        writer.add_tensor_info(info.name, shape, np.dtype(np.uint8), _n_rows(info) * row_bytes, kind)
+    figures = {name: TypeFigures(name) for name in sorted(set(names))}
     try:
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for number, (tensor, type_name) in enumerate(zip(model.tensors, types, strict=True), 1):
-            tally = tallies.setdefault(type_name, _Tally())
-            writer.write_tensor_data(_quantised(tensor, type_name, importance.get(tensor.name), tally))
-            progress(f"quantising: {number} of {counted(len(types), 'tensor')}")
+        squares = dict.fromkeys(figures, (0.0, 0.0))
+        for number, (info, type_name) in enumerate(zip(infos, names, strict=True), 1):
+            written, of_numbers, of_errors = _encoded(file, info, type_name)
+            writer.write_tensor_data(written)
+            of_type = figures[type_name]
+            of_type.tensors, of_type.n_bytes = of_type.tensors + 1, of_type.n_bytes + written.nbytes
+            of_type.weights += _n_rows(info) * info.shape[-1]
+            before = squares[type_name]
+            squares[type_name] = before[0] + of_numbers, before[1] + of_errors
+            progress(f"quantising: {number} of {counted(len(infos), 'tensor')}")
     finally:
         writer.close()
-    return tallies
+    for name, (of_numbers, of_errors) in squares.items():
+        figures[name].relative_error = float(np.sqrt(of_errors / of_numbers)) if of_numbers else 0.0
+    return tuple(figures.values())
 
 
-def _n_bytes(tensor: PlainTensor, type_name: str) -> int:
+def _n_rows(info: TensorInfo) -> int:
+    return int(np.prod(info.shape[:-1], dtype=np.int64))
+
+
+def _row_bytes(info: TensorInfo, type_name: str) -> int:
     kind = BLOCK_TYPES[type_name]
-    return tensor.n_rows * tensor.shape[-1] // kind.values * kind.block_bytes
+    return info.shape[-1] // kind.values * kind.block_bytes
 
 
-def _quantised(tensor: PlainTensor, type_name: str, importance: Array | None, tally: _Tally) -> Array:
-    """The bytes of one tensor, some rows at a time; its errors are added to `tally`."""
-    weights = importance if type_name in WEIGHED else None
-    out = np.empty((tensor.n_rows, _n_bytes(tensor, type_name) // tensor.n_rows), np.uint8)
-    step = max(1, NUMBERS_AT_ONCE // tensor.shape[-1])
-    for start in range(0, tensor.n_rows, step):
-        stop = min(tensor.n_rows, start + step)
-        rows = np.ascontiguousarray(tensor.rows(start, stop), np.float32)
-        try:
-            out[start:stop] = encoded(rows, type_name, weights)
-        except OverflowError as error:
-            raise WorkflowError(f"{tensor.name} has {error}: take another --format") from None
-        read = as_float32(decode_rows(type_name, out[start:stop].tobytes(), stop - start), tensor.name)
-        tally.squares += float(np.vdot(rows, rows))
-        tally.squared_errors += float(np.square(read - rows).sum(dtype=np.float64))
-    tally.tensors += 1
-    tally.weights += out.shape[0] * tensor.shape[-1]
-    tally.n_bytes += out.nbytes
-    return out
-
-
-def _add_key(writer: Any, key: str, value: Any, types: tuple[int, int | None] | None) -> None:
-    """A value under the type that it had, else under that of llama.cpp's converter."""
+def _encoded(file: GgufFiles, info: TensorInfo, type_name: str) -> tuple[Array, float, float]:
+    """The bytes of one tensor, some rows at a time; the sums of its numbers' and its errors' squares."""
     import gguf
 
-    kinds = gguf.GGUFValueType
-    if value == []:
-        raise WorkflowError(f"the model's {key} is an empty list, which the gguf package cannot write")
-    if types is not None:
-        sub_type = None if types[1] is None else kinds(types[1])
-        writer.add_key_value(key, value, kinds(types[0]), sub_type)
-    elif isinstance(value, list):
-        writer.add_array(key, value)
-    elif isinstance(value, str):
-        writer.add_string(key, value)
-    elif isinstance(value, bool):
-        writer.add_bool(key, value)
-    elif isinstance(value, float):
-        writer.add_float32(key, value)
-    else:
-        writer.add_uint32(key, value)
+    n_rows, of_numbers, of_errors = _n_rows(info), 0.0, 0.0
+    out = np.empty((n_rows, _row_bytes(info, type_name)), np.uint8)
+    of_file, step = info.n_bytes // n_rows, max(1, NUMBERS_AT_ONCE // info.shape[-1])
+    for start in range(0, n_rows, step):
+        stop = min(n_rows, start + step)
+        raw = file.read(info.offset + start * of_file, (stop - start) * of_file)
+        rows = _as_float32(decode_rows(info.type_name, raw, stop - start), info.name)
+        if np.abs(rows).max(initial=0) > LARGEST.get(type_name, np.inf):
+            raise WorkflowError(f"{info.name} has numbers too large for {type_name}: take another --format")
+        encoded = gguf.quants.quantize(rows, gguf.GGMLQuantizationType[type_name])
+        out[start:stop] = np.ascontiguousarray(encoded).view(np.uint8).reshape(stop - start, -1)
+        read = _as_float32(decode_rows(type_name, out[start:stop].tobytes(), stop - start), info.name)
+        of_numbers += float(np.vdot(rows, rows))
+        of_errors += float(np.square(read - rows).sum(dtype=np.float64))
+    return out, of_numbers, of_errors
 
 
-def _check(model: PlainModel, path: Path, located: Located) -> None:
-    """Read the file as any model; one from a Hugging Face directory must have the same config."""
-    with open_source(Located(located.name, path)) as written:
-        written.tokenizer_json()  # ModelError where it cannot be built
-        if model.config is not None:
-            check_read_back(model.config, written.config, model.name)
+def _as_float32(rows: Rows, what: str) -> Array:
+    """Rows of any type. ModelError, which names `what`, for NaN and infinity."""
+    check_finite(rows, what)
+    if not isinstance(rows, np.ndarray):
+        rows = packing.dequantise(packing.widened(rows) if isinstance(rows, BlockRows) else rows)
+    return np.ascontiguousarray(rows, np.float32)

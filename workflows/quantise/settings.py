@@ -6,20 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-QuantFormat = Literal["q8_0", "q4_0", "q4_k", "q6_k"]
-CALIBRATION_TOKENS = 16384
+QuantFormat = Literal["q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "mxfp4", "bf16"]
 
 
 @dataclass(frozen=True)
 class QuantiseSettings:
-    """A model and the file to be. calibration: a text whose activations weigh the inputs of each matrix.
-
-    requantise: take weights that are quantised already, and round them a second time.
-    """
+    """A GGUF file and the file to be. requantise: round weights that are quantised already once more."""
 
     model: str
     out: Path
     quant_format: QuantFormat
-    calibration: Path | None = None
-    calibration_tokens: int = CALIBRATION_TOKENS
     requantise: bool = False

@@ -2,81 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from dataclasses import fields
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from phasewise.cli.commands.bench.options import Table, WideOption
-from phasewise.cli.option_sets import opt, option_set, spread
-from phasewise.cli.options import KvFormat, parse_bytes
-from phasewise.cli.present import note, say
+from phasewise._words import percent
+from phasewise.cli.commands.bench.options import Form, WideOption
+from phasewise.cli.option_sets import spread
+from phasewise.cli.present import note
+from phasewise.cli.tables import RowTable, show_rows
 from phasewise.workflows.bench.kv.settings import PoolOverrides, ReplayWish, TraceSelection
+
+if TYPE_CHECKING:
+    from phasewise.workflows.bench.kv.replay import KvRow
 
 MAX_PROMPT_TOKENS = 1 << 16
 
 
 WaitingOrder = Literal["arrival", "shortest"]
-"""The names of `waiting_orders.WAITING_ORDERS`."""
+"""The names of `waiting_line.WAITING_ORDERS`."""
 
 TracePart = Literal["all", "first", "second"]
 """The requests of a trace that `bench kv` replays."""
 
 
-_SELECTION = option_set(
-    TraceSelection,
-    "Requests",
-    column=opt("column of a CSV file that holds the lengths of answers; prompts have --prompt-tokens"),
-    prompt_tokens=opt("prompt length of each request of a CSV file", min=1, max=MAX_PROMPT_TOKENS),
-    count=opt("most requests of each trace", "-n", "--count", min=1),
-    part=opt(
-        "all requests, or one of two halves that the seed draws: one to tune settings, one to test",
-        kind=TracePart,
-    ),
-    model=opt("model whose tokens a log's prompts are [default: the one that its lines name]"),
-    seed=opt("seed of samples, halves and errors"),
-)
-
-_WISH = option_set(
-    ReplayWish,
-    "Replay",
-    max_tokens=opt(
-        "limit of answers; or final:SHARE, live:SHARE: the limit at which static allocation "
-        "reaches this utilisation"
-    ),
-    estimate=opt("any of none, exact, constant, error:SIGMA, predictor files", metavar="LIST"),
-    slots=opt("KV slots of the pool", min=16),
-    memory_bytes=opt(
-        "memory for the weights and the KV cache of --model, e.g. 8G, in place of --slots",
-        "--memory",
-        parser=parse_bytes,
-        metavar="BYTES",
-    ),
-    kv_format=opt(
-        "format of the keys and values of --model; auto: two bytes a number, or f32 beside f32 and F16",
-        kind=KvFormat,
-    ),
-    max_sequences=opt("most running requests", min=1),
-    order=opt("admit waiting requests by arrival, or the shortest predicted answer first", kind=WaitingOrder),
-    step_ms=opt("replay arrivals; each step lasts this long [default: all requests wait]", min=0.001),
-    speeds=opt("tokens/s of prefill, and of decode by sequences, e.g. prompt:900,1:108,8:641,copy:200000"),
-    policies=opt("any of odma, odma-whole, static, fixed, paged, paged-16 (slots a page)", metavar="LIST"),
-)
-
-_OVERRIDES = option_set(
-    PoolOverrides,
-    "Policies",
-    n_buckets=opt("odma: most buckets", "--buckets", min=1, max=64),
-    alpha=opt("odma: enlarge an estimate of uncertainty u by the factor 1 + ALPHA u", min=0),
-    tau=opt("odma: ignore predictions whose uncertainty exceeds TAU", min=0, max=1),
-    window=opt("odma: recent answers to learn from", min=16),
-    refresh_every=opt("odma: answers between two updates of the buckets", min=1),
-    reserve_share=opt("odma: share of the slots kept free for growth", "--reserve", min=0, max=0.9),
-    page_slots=opt("paged: KV slots per page", min=16),
-    n_fixed=opt("fixed: number of buckets", "--fixed-buckets", min=1),
-)
-
-
-@spread(selection=_SELECTION, wish=_WISH, overrides=_OVERRIDES)
+@spread
 def kv(
     traces: Annotated[
         list[str],
@@ -87,7 +38,7 @@ def kv(
     selection: TraceSelection,
     wish: ReplayWish,
     overrides: PoolOverrides,
-    output: Annotated[Table, typer.Option("-o", "--output", help="form of the rows")] = "md",
+    output: Annotated[Form, typer.Option("-o", "--output", help="form of the rows")] = "md",
     wide: WideOption = False,
 ) -> None:
     """Replay lengths of requests against KV policies, through the scheduler and the pools, without a model.
@@ -103,11 +54,35 @@ def kv(
 
     A step is one batch of the scheduler. Reasons of failed requests go to stderr.
     """
-    from phasewise.cli.commands.bench.kv_text import FORMATS
-    from phasewise.cli.row_forms import written
-    from phasewise.workflows.bench.kv.replay import replay_policies
+    from phasewise.workflows.bench.kv.replay import KvRow, replay_policies
 
-    say(
-        written(FORMATS, output, replay_policies(traces, selection, wish, overrides, note), wide=wide),
-        end="",
+    rows = replay_policies(traces, selection, wish, overrides, note)
+    table = RowTable([_cells(row) for row in rows], ("policy", "estimate"), form="github")
+    show_rows(
+        output, rows, [field.name for field in fields(KvRow)], lambda: [table if wide else table.narrow(CORE)]
     )
+
+
+CORE = ("policy", "estimate", "at once", "failed", "preemptions", "tokens/s", "live/reserved")
+
+
+def _cells(row: KvRow) -> dict[str, str]:
+    return {
+        "policy": row.policy,
+        "estimate": row.estimate.rsplit("/", 1)[-1][-12:],
+        "live/reserved": percent(row.live_reserved, 1),
+        "live/pool": percent(row.live_pool, 1),
+        "final/reserved": percent(row.final_reserved, 1),
+        "at once": f"{row.mean_running:.1f}",
+        "failed": f"{row.failed}",
+        "migrations": f"{row.migrations}",
+        "slots moved": f"{row.moved_slots}",
+        "preemptions": f"{row.preemptions}",
+        "computed again": f"{row.recomputed_tokens}",
+        "overflows": f"{row.overflows}",
+        "mispredicted": percent(row.mispredicted / row.estimated, 1) if row.estimated else "-",
+        "decode steps": f"{row.decode_steps}",
+        "tokens/step": f"{row.tokens_a_step:.1f}",
+        "steps to first": f"{row.steps_to_first:.1f}",
+        "tokens/s": "-" if row.tokens_per_s is None else f"{row.tokens_per_s:.0f}",
+    }

@@ -365,20 +365,6 @@ def write_tiny_hf(
     return directory
 
 
-def with_merges(directory: Path) -> Path:
-    """A tokenizer with one merge in a directory's tokenizer.json: every published one has some."""
-    path = directory / "tokenizer.json"
-    document = json.loads(path.read_text())
-    document["added_tokens"] = [token for token in document["added_tokens"] if token["id"] != 259]
-    vocabulary = document["model"]["vocab"]
-    document["model"]["vocab"] = {
-        token: token_id for token, token_id in vocabulary.items() if token_id != 259
-    } | {"th": 259}
-    document["model"]["merges"] = ["t h"]
-    path.write_text(json.dumps(document))
-    return directory
-
-
 def write_sparse_hf(directory: Path, shape: TinyShape, zeros: float) -> Path:
     """A directory of bfloat16 weights of which that share is zero in every projection of the layers."""
     write_tiny_hf(directory, "llama", shape=shape)

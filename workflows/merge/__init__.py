@@ -1,1 +1,0 @@
-"""Merging: a model and an adapter as one model."""
