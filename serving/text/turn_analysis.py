@@ -214,10 +214,10 @@ def _behind(text: str, mark: str) -> str:
 def _closed_before_calls(writer: _Writer, call: CallForm | None, text: Around) -> Around:
     """The marks around text, of which there may be one behind it where calls follow."""
     turn = writer.calls(_ARGUMENTS, 1, content=_TEXT) if call else None
-    if call is None or turn is None or _TEXT not in turn.text or "".join(text).strip():
+    if call is None or turn is None or _TEXT not in turn.text or text[1].strip():
         return text
     opening = (call.section[0] + call.opening).partition(NAME)[0]
-    behind = turn.text[turn.text.rindex(_TEXT) + len(_TEXT) :].partition(_NAMES[0])[0]
+    behind = _pattern(turn.text[turn.text.rindex(_TEXT) + len(_TEXT) :].partition(_NAMES[0])[0])
     closing = behind.removesuffix(opening) if opening.strip() else ""
     return (text[0], closing) if closing != behind and closing.strip() else text
 

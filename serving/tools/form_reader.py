@@ -29,9 +29,9 @@ _SPACE = re.compile(r"\s*")
 _BETWEEN = re.compile(r"[\s;,]*")
 _KEY_BEFORE = re.compile(r"\s*[\w.-]{0,128}")
 _CONTROL = re.compile(r"<(?:\|(?:[^|<>\n]{0,36}(?:\|(?:>\s*)?)?)?)?")
+_FIRST_TAG = re.compile(r"<[^<>\s]*>|\S+")
 _DIGITS, _WORD = re.compile(r"\d*"), re.compile(r"[\w.:-]*")
 _SIGNS = re.compile(f"([{NAME}{ID}{INDEX}{KEY}])")
-_LONGEST_KEY = 512
 _MOST_TRIES = 64
 """Most passes over the unfinished calls of an answer at its end."""
 
@@ -39,7 +39,6 @@ _HEADER_BEGINS = ("<|channel|>", "<|start|>", "to=functions.", "<|constrain|>")
 _RECIPIENT = re.compile(r"to=functions\.([A-Za-z0-9_.-]{1,128})")
 _MESSAGE, _MESSAGE_ENDS = "<|message|>", ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
 _LONGEST_HEADER = 512
-"""Messages of gpt-oss."""
 
 
 class TurnReader:
@@ -102,9 +101,10 @@ class TurnReader:
         while True:
             mark = any_mark.search(self._text, self._at)
             self._take(mark.start() if mark else len(self._text) - self._n_kept(*marks))
-            if mark is None:
-                if self._is_final:
-                    return True
+            may_go_on = any(other != self._text and other.startswith(self._text) for other in marks)
+            if mark is None and self._is_final:
+                return True
+            if mark is None or (may_go_on and not self._is_final):
                 yield
             elif mark[0] == trigger:
                 self._at = len(trigger) if self._is_bare else 0
@@ -127,9 +127,9 @@ class TurnReader:
             return False
         while (end := self._text.find(closing, self._at)) < 0:
             if self._is_final:
-                n_closing = n_begun(self._text, closing)
-                is_mark = n_closing >= len(closing.split()[0])
-                self._take(len(self._text) - is_mark * n_closing, Reasoning)
+                n_cut = n_begun(self._text, closing)
+                n_cut = n_cut if n_cut >= len(_FIRST_TAG.findall(closing)[0]) else 0
+                self._take(len(self._text) - n_cut, Reasoning)
                 self._at = len(self._text)
                 return True
             self._take(len(self._text) - self._n_kept(closing), Reasoning)
@@ -412,11 +412,11 @@ class TurnReader:
     def _key(self, argument: ArgumentForm) -> Generator[None, None, str | None]:
         sign = _sign_of(argument)
         while True:
-            place = self._text.find(sign, self._at, self._at + _LONGEST_KEY)
+            place = self._text.find(sign, self._at, self._at + _LONGEST_HEADER)
             if place >= 0:
                 key, self._at = self._text[self._at : place].strip(), place
                 return key
-            if self._is_final or len(self._text) - self._at > _LONGEST_KEY:
+            if self._is_final or len(self._text) - self._at > _LONGEST_HEADER:
                 return None
             yield
 

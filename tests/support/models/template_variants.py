@@ -100,6 +100,22 @@ VARIANTS = {
     "a tag with the name": _chat(
         "{{- '<|im_start|>assistant\\n' + (m.content or '') }}" + _each("{{- '<function=' + c.name + '>' + (c.arguments | tojson) + '</function>' }}") + "{{- '<|eom_id|>' if m.tool_calls else '<|eot_id|>' }}"
     ),
+    "messages of kinds": _chat(
+        "{%- if m.reasoning_content %}{{- '<|begin|>assistant<|think|>' + m.reasoning_content + '<|end|>' }}{%- endif %}"
+        "{%- if m.content %}{{- '<|begin|>assistant<|content|>' + m.content + '<|end|>' }}{%- endif %}"
+        "{%- if m.tool_calls %}{{- '<|begin|>assistant<|tool_calls|>' }}"
+        + _each("{{- '<|call:begin|>' + t.id + '<|call:name|>' + c.name + '<|call:args|>' + (c.arguments | tojson) + '<|call:end|>' }}")
+        + "{{- '<|calls|>' }}{%- endif %}",
+        user="'<|begin|>user<|content|>' + m.content + '<|end|>'", opening="'<|begin|>assistant'",
+    ),
+    "recipients": _chat(
+        "{{- '<|a|>' }}{%- if m.content %}{{- '>>>all\n' + m.content }}{%- endif %}" + _each("{{- '>>>' + c.name + '\n' + (c.arguments | tojson) }}") + "{{- '<|eot_id|>' }}",
+        opening="'<|a|>'",
+    ),
+    "a bare name": _chat(
+        "{%- if m.tool_calls %}" + _each("{{- '<|assistant|>' + c.name + '\n' + (c.arguments | tojson) }}") + "{%- else %}{{- '<|assistant|>\n' + m.content }}{%- endif %}",
+        user="'<|user|>\n' + m.content", opening="'<|assistant|>'",
+    ),
     "an element for each key": _chat(
         "{{- '<|im_start|>assistant\\n' + (m.content or '') }}{%- if m.tool_calls %}{{- '<calls>' }}"
         + _each("{{- '<invoke name=\"' + c.name + '\">' }}{%- for k, v in c.arguments.items() %}{{- '<' + k + '>' + (v if v is string else v | tojson) + '</' + k + '>' }}{%- endfor %}{{- '</invoke>' }}")
