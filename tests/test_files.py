@@ -323,7 +323,7 @@ OTHER_WRITERS = {
     "kerneldb.connect": "a copy of a database, which SQLite makes",
     "serving.processes.line_log": "appends lines to a log, and follows no link",
     "serving.sandbox.confined_process": "pipes, and the process's own figures in /proc",
-    "serving.text.tokenizer_job": "stderr is pointed at /dev/null while a library is asked",
+    "serving.text.confined_tokenizer": "stderr is pointed at /dev/null while a library is asked",
     "serving.prefix_store.folder": "records, each written beside its place and renamed",
     "serving.ranks.kv_share": "a segment of shared memory, by its path in /proc",
     "serving.ranks.rank_instructions": "a pipe to a child",

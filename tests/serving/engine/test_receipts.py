@@ -77,6 +77,8 @@ def asked(path: Path) -> list[Submit]:
     free = SamplingParams(temperature=1.0, seed=8)
     requests.append(Submit("stop", prompt(40, 3), 60, free, stop=("a", "e", "Z")))
     requests.append(Submit("end", prompt(33, 4), 300, SamplingParams(logit_bias={2: 3.0}, seed=1)))
+    own_end = SamplingParams(logit_bias={5: 3.0}, seed=2)
+    requests.append(Submit("own end", prompt(33, 5), 300, own_end, ends=frozenset({5})))
     requests.append(Submit("long", prompt(20, 9) * 3, 100, SamplingParams(temperature=0.0), ignore_eos=True))
     return [replace(request, receipt=True) for request in requests]
 
