@@ -427,7 +427,7 @@ def _is_reading(call: ast.Call) -> bool:
 
 
 def test_no_module_reads_files_in_another_way() -> None:
-    """Readers refuse what a stranger may have put in a file's place, such as a pipe, before they wait."""
+    """A pipe or the like that a stranger put in a file's place is refused before it is waited for."""
     readers = {
         module
         for module, path in SOURCES
