@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -166,7 +165,7 @@ async def _loads(
         pace = RequestPace(rate, most_at_once=int(value) if rate is None else None)
         sent = await send_batches(client, batches, pace, seed)
         of_load = figures(sent.outcomes, batches, sent.duration_s, slo_s)
-        loads.append({"concurrency" if rate is None else "rate": value, **asdict(of_load)})
+        loads.append({"concurrency" if rate is None else "rate": value, **vars(of_load)})
     return loads
 
 
@@ -205,7 +204,7 @@ def _part_fields(part: DayPart) -> dict[str, Any]:
         "begin_h": part.begin_h,
         "rate": part.rate,
         "cpu_share": part.cpu_share,
-        **asdict(part.figures),
+        **vars(part.figures),
     }
 
 
