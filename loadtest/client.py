@@ -33,7 +33,7 @@ STALE_CONNECTIONS = 8
 MAX_BODY_BYTES = 4 << 20
 MAX_RETRY_AFTER_S = 3600.0
 
-Prompt: TypeAlias = str | Sequence[int]
+Prompt: TypeAlias = str | Sequence[int] | Sequence[str]
 
 
 class LoadTestError(Exception):
@@ -54,13 +54,19 @@ class Target:
     timeout_s: float = 600.0
     fields: Mapping[str, Any] = field(default_factory=dict)
     """Fields of every body beside model, prompt and max_tokens."""
+    makes_vectors: bool = False
+    """Its prompts are lists of texts, and its answers vectors, which do not stream."""
 
     @property
     def url(self) -> str:
+        if self.makes_vectors:
+            return f"{self.base}/v1/embeddings"
         return f"{self.base}/v1/{'chat/completions' if self.is_chat else 'completions'}"
 
     def body(self, prompt: Prompt, max_tokens: int, *, streamed: bool = True) -> bytes:
         """The JSON of one request."""
+        if self.makes_vectors:
+            return json.dumps({"model": self.model, "input": prompt, **self.fields}).encode()
         asked: dict[str, Any] = {"model": self.model, "max_tokens": max_tokens}
         if self.is_chat:
             asked["messages"] = [{"role": "user", "content": prompt}]
@@ -121,6 +127,10 @@ class LoadClient:
         limit_s = min(self.target.timeout_s, timeout_s or self.target.timeout_s)
         try:
             async with self._post_again(body, limit_s) as response:
+                if response.status == 200 and self.target.makes_vectors:
+                    outcome.prompt_tokens = _tokens_in(await response.read())
+                    outcome.latency_s = time.perf_counter() - outcome.start_s
+                    return outcome
                 if response.status == 200:
                     async for chunk in response.content.iter_any():
                         stream.feed(chunk, time.perf_counter())
@@ -136,22 +146,16 @@ class LoadClient:
 
     @asynccontextmanager
     async def _post_again(self, body: bytes, limit_s: float) -> AsyncIterator[aiohttp.ClientResponse]:
-        async with AsyncExitStack() as stack:
-            yield await self._begun(stack, body, limit_s)
-
-    async def _begun(self, stack: AsyncExitStack, body: bytes, limit_s: float) -> aiohttp.ClientResponse:
         """Send again where a kept connection proves closed; the next one may be closed too."""
-        response: aiohttp.ClientResponse
-        for _ in range(STALE_CONNECTIONS):
-            try:
-                response = await stack.enter_async_context(self._post(body, limit_s))
-                return response
-            except aiohttp.ClientConnectorError:
-                raise
-            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
-                continue
-        response = await stack.enter_async_context(self._post(body, limit_s))
-        return response
+        async with AsyncExitStack() as stack:
+            for left in range(STALE_CONNECTIONS, -1, -1):
+                try:
+                    response = await stack.enter_async_context(self._post(body, limit_s))
+                    break
+                except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
+                    if left == 0 or isinstance(error, aiohttp.ClientConnectorError):
+                        raise
+            yield response
 
     def _post(self, body: bytes, limit_s: float) -> Any:
         return self._session.post(
@@ -217,6 +221,16 @@ async def open_client(target: Target, *, keeps_text: bool = False) -> AsyncItera
 async def _json(response: aiohttp.ClientResponse) -> Any:
     """A small JSON body. Raises ValueError where the body is no JSON."""
     return read_json(await response.content.read(MAX_BODY_BYTES))
+
+
+def _tokens_in(raw: bytes) -> int:
+    """Count the prompt tokens by the answer's usage, at its beginning or end; no vector is parsed."""
+    start = raw.rfind(b'"usage"')
+    try:
+        usage = read_json(raw[start + 8 : raw.index(b"}", start) + 1].decode()) if start >= 0 else {}
+        return int(usage.get("prompt_tokens", 0))
+    except (ValueError, AttributeError):
+        return 0
 
 
 async def _refusal(outcome: RequestOutcome, response: aiohttp.ClientResponse) -> None:

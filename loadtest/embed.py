@@ -1,5 +1,4 @@
-"""A load of embedding requests against any server of /v1/embeddings: closed loop, open loop, and the paper's
-metric.
+"""A load of embedding requests against any server of /v1/embeddings: texts, figures, and WindVE's metric.
 
 WindVE's metric is the highest concurrency at which every answer comes within the SLO: batches of C queries
 at once, the next when all of the last are answered.
@@ -8,26 +7,21 @@ at once, the next when all of the last are answered.
 from __future__ import annotations
 
 import asyncio
-import json
+import math
 import random
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
 
-import aiohttp
-
-from phasewise._json import read_json
 from phasewise.loadtest.arrivals import RequestPace
-from phasewise.loadtest.client import (
-    CONNECT_S,
-    KEEP_ALIVE_S,
-    LoadTestError,
-    Target,
-    open_client,
-    reason_in,
-    why,
-)
+from phasewise.loadtest.client import LoadClient, LoadTestError, Prompt, Target, open_client
+from phasewise.loadtest.metrics import Measured
+from phasewise.loadtest.outcome import FailureKind, RequestOutcome
+from phasewise.loadtest.send import RequestLoad, run_load
+from phasewise.tuner.config.day import DayCurve
+from phasewise.tuner.config.lengths import RequestLengths
 
 _WORDS = (
     *("time", "people", "way", "water", "day", "man", "world", "life", "hand", "part", "place", "week"),
@@ -35,29 +29,28 @@ _WORDS = (
     *("money", "story", "month", "lot", "right", "study", "book", "eye", "job", "word", "business"),
 )
 PERCENTILES = (50, 90, 99)
+STAT = Path("/proc/stat")
+_IDLE = (3, 4)
+"""Fields of a line of CPU times: idle, and idle while a disk is waited for."""
 
 
 @dataclass(frozen=True)
-class EmbedTarget:
-    """A server and what its requests have in common."""
+class TextBatches:
+    """The prompts of a load (`prompts.Prompts`): `each` texts a request, the last one with what is left."""
 
-    base: str
-    model: str
-    api_key: str | None = field(default=None, repr=False)
-    timeout_s: float = 600.0
-    encoding: str = "float"
-    inputs_each: int = 1
+    texts: Sequence[str]
+    each: int = 1
 
+    def __call__(
+        self, index: int, n_tokens: int, blocks: Sequence[int] = (), block_tokens: int = 1
+    ) -> Prompt:
+        return self.texts[index * self.each : (index + 1) * self.each]
 
-@dataclass(frozen=True)
-class EmbedOutcome:
-    """One request, as its sender saw it. `status` 0: no answer. `error`: why it failed, else ""."""
+    def __len__(self) -> int:
+        return -(-len(self.texts) // self.each)
 
-    latency_s: float
-    status: int
-    tokens: int
-    inputs: int
-    error: str = ""
+    def describe(self) -> str:
+        return f"{len(self.texts)} texts"
 
 
 @dataclass(frozen=True)
@@ -75,7 +68,18 @@ class EmbedFigures:
     within_slo: float | None = None
     """Share of the answers with vectors that came within the SLO."""
     first_error: str | None = None
-    """Why the first of those that failed did; None where none did."""
+    """The error of the first of those that failed; None where none did."""
+
+
+@dataclass(frozen=True)
+class DayPart:
+    """One part of the day. `begin_h`: hours since midnight; `rate`: queries/s that the curve has."""
+
+    begin_h: float
+    rate: float
+    figures: EmbedFigures
+    cpu_share: float | None
+    """Busy time of all CPUs of this machine; None where the server is elsewhere, or no time has passed."""
 
 
 def texts_of_lengths(lengths: Sequence[int], seed: int) -> list[str]:
@@ -90,114 +94,62 @@ def lengths_of(text: str, count: int, seed: int) -> list[int]:
     parts = text.split(":")
     try:
         if parts[0] == "lognormal" and len(parts) == 3:
-            import math
-
             median, sigma = float(parts[1]), float(parts[2])
-            lengths = [round(rng.lognormvariate(math.log(median), sigma)) for _ in range(count)]
-        elif len(parts) == 2:
-            lengths = [rng.randint(int(parts[0]), int(parts[1])) for _ in range(count)]
-        else:
-            lengths = [int(text)] * count
+            return [max(1, round(rng.lognormvariate(math.log(median), sigma))) for _ in range(count)]
+        low, high = (int(part) for part in (parts if len(parts) == 2 else [text, text]))
+        lengths = [rng.randint(low, high) for _ in range(count)]
     except ValueError as error:
         raise LoadTestError(
             f"lengths are written 75, 20:120 or lognormal:75:0.6, not {text!r:.40}"
         ) from error
-    if min(lengths) < 1 and parts[0] != "lognormal":
+    if low < 1:
         raise LoadTestError(f"lengths below 1 in {text!r:.40}")
-    return [max(1, length) for length in lengths]
-
-
-class EmbedClient:
-    """An open session with one server."""
-
-    def __init__(self, session: aiohttp.ClientSession, target: EmbedTarget) -> None:
-        self._session = session
-        self.target = target
-
-    async def send(self, texts: Sequence[str]) -> EmbedOutcome:
-        """One request. Raises nothing but CancelledError."""
-        body = {"model": self.target.model, "input": list(texts), "encoding_format": self.target.encoding}
-        began = time.perf_counter()
-        try:
-            async with self._session.post(
-                f"{self.target.base}/v1/embeddings",
-                data=json.dumps(body).encode(),
-                timeout=aiohttp.ClientTimeout(total=self.target.timeout_s, sock_connect=CONNECT_S),
-            ) as response:
-                raw = await response.read()
-                tokens = _tokens_in(raw) if response.status == 200 else 0
-                error = "" if response.status in (200, 429) else f"status {response.status}: {reason_in(raw)}"
-                return EmbedOutcome(time.perf_counter() - began, response.status, tokens, len(texts), error)
-        except (TimeoutError, OSError, aiohttp.ClientError) as error:
-            return EmbedOutcome(time.perf_counter() - began, 0, 0, len(texts), why(error))
-
-
-def _tokens_in(raw: bytes) -> int:
-    """Count the prompt tokens by the answer's usage, at its beginning or end; no vector is parsed."""
-    start = raw.rfind(b'"usage"')
-    try:
-        usage = read_json(raw[start + 8 : raw.index(b"}", start) + 1].decode()) if start >= 0 else {}
-        return int(usage.get("prompt_tokens", 0))
-    except (ValueError, AttributeError):
-        return 0
-
-
-async def with_client(target: EmbedTarget, use: Callable[[EmbedClient], Awaitable[Any]]) -> Any:
-    """The result of `use` with an open client that has no limit on connections."""
-    headers = {"Content-Type": "application/json"}
-    if target.api_key:
-        headers["Authorization"] = f"Bearer {target.api_key}"
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
-    async with aiohttp.ClientSession(connector=connector, headers=headers) as session:
-        return await use(EmbedClient(session, target))
+    return lengths
 
 
 async def find_model(base: str, api_key: str | None) -> str:
     """The first model that the server lists. LoadTestError where it does not answer or lists none."""
     async with open_client(Target(base, api_key=api_key)) as client:
         cards = await client.models()
-    if not cards or not isinstance(cards[0], dict) or "id" not in cards[0]:
+    if not cards:
         raise LoadTestError(f"{base}/v1/models lists no model: name one with --model")
     return str(cards[0]["id"])
 
 
-async def closed_loop(
-    client: EmbedClient, texts: Sequence[str], concurrency: int
-) -> tuple[list[EmbedOutcome], float]:
-    """Clients that each wait for their answer before they send again; seconds from first to last."""
-    batches = _batches(texts, client.target.inputs_each)
-    waiting = iter(batches)
-    outcomes: list[EmbedOutcome] = []
-
-    async def send_in_turn() -> None:
-        for batch in waiting:
-            outcomes.append(await client.send(batch))  # noqa: PERF401 (shared by all clients)
-
-    began = time.perf_counter()
-    await asyncio.gather(*(send_in_turn() for _ in range(concurrency)))
-    return outcomes, time.perf_counter() - began
+async def send_batches(
+    client: LoadClient, batches: TextBatches, pace: RequestPace, seed: int = 0
+) -> Measured:
+    """Every batch once, at the pace. A client of a closed loop that is refused asks on at once."""
+    load = RequestLoad((RequestLengths(1, 1),) * len(batches), pace, batches, seed, heeds_refusals=False)
+    return await run_load(client, load, asyncio.Event())
 
 
-async def open_loop(
-    client: EmbedClient, texts: Sequence[str], pace: RequestPace, seed: int
-) -> tuple[list[EmbedOutcome], float]:
-    """Requests at their instants, whatever the server does."""
-    batches = _batches(texts, client.target.inputs_each)
-    began = time.perf_counter()
-
-    async def send_at(at_s: float, batch: Sequence[str]) -> EmbedOutcome:
-        await asyncio.sleep(max(0.0, began + at_s - time.perf_counter()))
-        return await client.send(batch)
-
-    instants = pace.arrivals_s(len(batches), seed)
-    outcomes = await asyncio.gather(
-        *(send_at(instant_s, batch) for instant_s, batch in zip(instants, batches, strict=True))
+async def day_of_load(
+    client: LoadClient,
+    batches: TextBatches,
+    curve: DayCurve,
+    instants_s: Sequence[float],
+    day_s: float,
+    slo_s: float | None = None,
+) -> list[DayPart]:
+    """Send a batch at each instant; the parts of the day in order, each with what was sent in it."""
+    measured, shares = await asyncio.gather(
+        send_batches(client, batches, RequestPace(None, instants_s=instants_s)),
+        _cpu_shares(client.target.base, len(curve.rates), day_s),
     )
-    return list(outcomes), time.perf_counter() - began
+    part_s, sent = day_s / len(curve.rates), [list[RequestOutcome]() for _ in curve.rates]
+    for outcome in measured.outcomes:
+        sent[curve.part_of(instants_s[outcome.number], day_s)].append(outcome)
+    return [
+        DayPart(
+            24.0 * index / len(curve.rates), rate, figures(sent[index], batches, part_s, slo_s), shares[index]
+        )
+        for index, rate in enumerate(curve.rates)
+    ]
 
 
 async def highest_concurrency(
-    client: EmbedClient,
+    client: LoadClient,
     text: Callable[[int], Sequence[str]],
     slo_s: float,
     rounds: int = 3,
@@ -211,12 +163,13 @@ async def highest_concurrency(
     async def longest_s(concurrency: int) -> float:
         worst = 0.0
         for _ in range(rounds):
-            outcomes = await asyncio.gather(*(client.send([query]) for query in text(concurrency)))
-            error = next((outcome.error for outcome in outcomes if outcome.error), "")
-            if error and concurrency == 1:
-                raise LoadTestError(f"not even one query is answered: {error}")
-            if any(outcome.status != 200 for outcome in outcomes):
-                return float("inf")
+            bodies = [client.target.body([query], 0) for query in text(concurrency)]
+            outcomes = await asyncio.gather(*(client.send(body, 0) for body in bodies))
+            failed = [outcome for outcome in outcomes if not outcome.is_complete]
+            if failed and concurrency == 1 and failed[0].failure is not FailureKind.overloaded:
+                raise LoadTestError(f"not even one query is answered: {failed[0].error}")
+            if failed:
+                return math.inf
             worst = max(worst, *(outcome.latency_s for outcome in outcomes))
             if worst > slo_s:
                 break
@@ -235,28 +188,29 @@ async def highest_concurrency(
     return low
 
 
-def figures(outcomes: Sequence[EmbedOutcome], seconds: float, slo_s: float | None = None) -> EmbedFigures:
+def figures(
+    outcomes: Sequence[RequestOutcome], batches: TextBatches, seconds: float, slo_s: float | None = None
+) -> EmbedFigures:
     """Figures of a load that took `seconds`."""
-    good = [outcome for outcome in outcomes if outcome.status == 200]
+    good = [outcome for outcome in outcomes if outcome.is_complete]
+    failed = [outcome for outcome in outcomes if not outcome.is_complete]
+    n_busy = sum(outcome.failure is FailureKind.overloaded for outcome in failed)
     latencies = sorted(1e3 * outcome.latency_s for outcome in good)
+    per_s = 1 / seconds if seconds > 0 else 0.0
+    within = None if slo_s is None or not good else sum(ms <= 1e3 * slo_s for ms in latencies) / len(good)
+    errors = (each.error for each in failed if each.failure is not FailureKind.overloaded)
     return EmbedFigures(
         requests=len(outcomes),
         ok=len(good),
-        busy=sum(outcome.status == 429 for outcome in outcomes),
-        failed=sum(outcome.status not in (200, 429) for outcome in outcomes),
+        busy=n_busy,
+        failed=len(failed) - n_busy,
         seconds=seconds,
-        texts_per_s=sum(outcome.inputs for outcome in good) / seconds if seconds > 0 else 0.0,
-        tokens_per_s=sum(outcome.tokens for outcome in good) / seconds if seconds > 0 else 0.0,
+        texts_per_s=sum(len(batches(outcome.number, 0)) for outcome in good) * per_s,
+        tokens_per_s=sum(outcome.prompt_tokens for outcome in good) * per_s,
         latency_ms={f"p{p}": _percentile(latencies, p) for p in PERCENTILES},
-        within_slo=_share_within(good, slo_s),
-        first_error=next((outcome.error for outcome in outcomes if outcome.error), None),
+        within_slo=within,
+        first_error=next(errors, None),
     )
-
-
-def _share_within(good: Sequence[EmbedOutcome], slo_s: float | None) -> float | None:
-    if slo_s is None or not good:
-        return None
-    return sum(outcome.latency_s <= slo_s for outcome in good) / len(good)
 
 
 def _percentile(ordered: Sequence[float], percent: int) -> float:
@@ -265,5 +219,25 @@ def _percentile(ordered: Sequence[float], percent: int) -> float:
     return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
 
 
-def _batches(texts: Sequence[str], each: int) -> list[Sequence[str]]:
-    return [texts[start : start + each] for start in range(0, len(texts), each)]
+async def _cpu_shares(base: str, n_parts: int, day_s: float) -> list[float | None]:
+    """The busy share of this machine's CPUs in each part; None where the server is elsewhere."""
+    if urlsplit(base).hostname not in ("127.0.0.1", "::1", "localhost"):
+        return [None] * n_parts
+    began, last, shares = time.perf_counter(), _cpu_times(), list[float | None]()
+    for part in range(1, n_parts + 1):
+        await asyncio.sleep(max(0.0, began + part * day_s / n_parts - time.perf_counter()))
+        (old_busy, old_whole), last = last, _cpu_times()
+        busy, whole = last
+        shares.append((busy - old_busy) / (whole - old_whole) if whole > old_whole else None)
+    return shares
+
+
+def _cpu_times() -> tuple[int, int]:
+    """Busy and whole times of this machine's CPUs, as Linux counts them; zeros where it does not."""
+    try:
+        with open(STAT, encoding="ascii") as file:
+            times = [int(text) for text in file.readline().split()[1:9]]  # guests are within user times
+    except (OSError, ValueError):
+        return 0, 0
+    whole = sum(times)
+    return whole - sum(times[index] for index in _IDLE), whole

@@ -47,6 +47,8 @@ class RequestOutcome:
     """Tokens of the prompt that the server did not compute again; None: it does not say."""
     turn: int = 0
     """Turns of the conversation before it."""
+    number: int = 0
+    """Place of the request in its load."""
 
     @property
     def is_complete(self) -> bool:

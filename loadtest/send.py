@@ -40,6 +40,8 @@ class RequestLoad:
     duration_s: float | None = None
     """No request is sent later than this after the start."""
     limit_s: Limit = field(default=lambda _tokens: None)
+    heeds_refusals: bool = True
+    """A client of a closed loop that is refused pauses, as the server says."""
     conversations: TurnByTurn | None = None
     """The requests are turns of these, in a closed loop; None: each stands alone."""
 
@@ -128,7 +130,7 @@ class _Running:
                     await self._talk(talks, first, started_s)
                     continue
                 outcome = await self._one(first)
-                if outcome.failure is not None and waiting:
+                if outcome.failure is not None and waiting and self._load.heeds_refusals:
                     await asyncio.sleep(min(outcome.retry_after_s or AFTER_FAILURE_S, MOST_WAIT_S))
 
         await asyncio.gather(*(client() for _ in range(self._load.pace.most_at_once or 1)))
@@ -158,9 +160,10 @@ class _Running:
         prompt = self._load.prompts(
             self._load.first_index + index, request.prompt_tokens, request.blocks, request.block_tokens
         )
-        return await self._sent(self._client.target.body(prompt, request.output_tokens), request)
+        body = self._client.target.body(prompt, request.output_tokens)
+        return await self._sent(body, request, index)
 
-    async def _sent(self, body: bytes, request: RequestLengths) -> RequestOutcome:
+    async def _sent(self, body: bytes, request: RequestLengths, number: int = 0) -> RequestOutcome:
         begun_s = time.perf_counter()
         try:
             outcome = await self._client.send(
@@ -173,6 +176,7 @@ class _Running:
                 )
             )
             raise
+        outcome.number = number
         self.outcomes.append(outcome)
         if self._observe(outcome):
             self._stop.set()

@@ -28,8 +28,8 @@ from phasewise.loadtest.settings import DAILY, DAY
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from phasewise.loadtest.embed import EmbedClient
-    from phasewise.loadtest.embed_day import DayPart
+    from phasewise.loadtest.client import LoadClient
+    from phasewise.loadtest.embed import DayPart, TextBatches
 
 URLArgument = Annotated[str, typer.Argument(metavar="URL", help="the server, e.g. http://127.0.0.1:8000")]
 
@@ -96,17 +96,13 @@ def embed(
     Each of -c clients waits for its answer before it sends the next request; with --rate requests are sent
     without waiting, with --daily by a day's curve. --find: the most clients that are answered within --slo.
     """
-    from phasewise.loadtest.arrivals import RequestPace
-    from phasewise.loadtest.client import base_of
+    from phasewise.loadtest.client import Target, base_of, open_client
     from phasewise.loadtest.embed import (  # fmt: skip
-        EmbedTarget,
-        figures,
+        TextBatches,
+        day_of_load,
         find_model,
         highest_concurrency,
-        open_loop,
-        with_client,
     )
-    from phasewise.loadtest.embed_day import day_of_load
     from phasewise.tuner.config.day import day_curve
 
     slo_s = None if slo is None else parse_budget(slo)
@@ -120,28 +116,29 @@ def embed(
     curve = None if daily is None else day_curve(daily)
     instants_s = [] if curve is None else curve.arrivals_s(day, seed)
     name = model or asyncio.run(find_model(base, api_key))
-    target = EmbedTarget(base, name, api_key, encoding=encoding, inputs_each=inputs)
+    target = Target(base, name, api_key=api_key, fields={"encoding_format": encoding}, makes_vectors=True)
     texts = _texts(file, lengths, seed)
 
-    async def run(client: EmbedClient) -> dict[str, Any]:
-        await client.send(texts(1))  # connections, and what a server does at its first request
+    async def measured(client: LoadClient) -> dict[str, Any]:
+        await client.send(target.body(texts(1), 0), 0)  # connections, and what a first request costs
         if find and slo_s is not None:
             most = await highest_concurrency(
                 client, texts, slo_s, report=lambda c, s: note(f"{c} at once: {1e3 * s:.0f} ms")
             )
             return {"slo_s": slo_s, "highest_concurrency": most, "loads": []}
+        batches = TextBatches(texts((requests if curve is None else len(instants_s)) * inputs), inputs)
         if curve is not None:
-            of_the_day = texts(len(instants_s) * inputs)
-            parts = await day_of_load(client, of_the_day, curve, instants_s, day, slo_s)
+            parts = await day_of_load(client, batches, curve, instants_s, day, slo_s)
             return {"slo_s": slo_s, "day_s": day, "loads": [_part_fields(part) for part in parts]}
-        sent_texts = texts(requests * inputs)
-        if rate is not None:
-            sent = await open_loop(client, sent_texts, RequestPace(rate), seed)
-            return {"slo_s": slo_s, "loads": [{"rate": rate, **vars(figures(*sent, slo_s))}]}
-        return {"slo_s": slo_s, "loads": await _closed(client, sent_texts, concurrency or [32], slo_s)}
+        loads = await _loads(client, batches, rate, concurrency or [32], seed, slo_s)
+        return {"slo_s": slo_s, "loads": loads}
+
+    async def run() -> dict[str, Any]:
+        async with open_client(target) as client:
+            return await measured(client)
 
     report: dict[str, Any] = {"url": base, "model": name, "lengths": lengths, "inputs": inputs}
-    report |= asyncio.run(with_client(target, run))
+    report |= asyncio.run(run())
     if plot is not None:
         write_target(plot, _drawn(report["loads"]))
     if as_json:
@@ -151,15 +148,25 @@ def embed(
     _fail_unless_answered(report["loads"])
 
 
-async def _closed(
-    client: EmbedClient, texts: Sequence[str], concurrency: Sequence[int], slo_s: float | None
+async def _loads(
+    client: LoadClient,
+    batches: TextBatches,
+    rate: float | None,
+    concurrency: Sequence[int],
+    seed: int,
+    slo_s: float | None,
 ) -> list[dict[str, Any]]:
-    from phasewise.loadtest.embed import closed_loop, figures
+    """One load at the rate, or one for each number of clients."""
+    from phasewise.loadtest.arrivals import RequestPace
+    from phasewise.loadtest.embed import figures, send_batches
 
-    return [
-        {"concurrency": clients, **vars(figures(*await closed_loop(client, texts, clients), slo_s))}
-        for clients in concurrency
-    ]
+    loads, values = [], concurrency if rate is None else [rate]
+    for value in values:
+        pace = RequestPace(rate, most_at_once=int(value) if rate is None else None)
+        sent = await send_batches(client, batches, pace, seed)
+        of_load = figures(sent.outcomes, batches, sent.duration_s, slo_s)
+        loads.append({"concurrency" if rate is None else "rate": value, **vars(of_load)})
+    return loads
 
 
 def _texts(file: Path | None, lengths: str, seed: int) -> Callable[[int], list[str]]:
