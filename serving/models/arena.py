@@ -6,9 +6,7 @@ from dataclasses import dataclass
 
 from phasewise.serving.models.linears import Place
 from phasewise.serving.models.packed_model import ModelConfig
-from phasewise.serving.models.programs.latent_program import latent_widths
-from phasewise.serving.models.programs.mixing_rows import MixingRows
-from phasewise.serving.models.programs.state_program import state_widths
+from phasewise.serving.models.parts.mixer import MixingRows
 
 _ROUND_FLOATS = 16  # one cache line: rows of the arena begin on their own
 
@@ -82,25 +80,30 @@ def rounded(floats: int) -> int:
 
 
 def lay_out(config: ModelConfig, tokens: int, logit_rows: int) -> ActivationArena:
-    experts = config.experts
+    experts, layers = config.experts, config.layers
     rows, pairs = max(tokens, logit_rows), experts.chosen if experts else 1
     hidden_stride = rounded(config.hidden)
-    state, latent = state_widths(config), latent_widths(config)
+    widths = [mixer.widths for layer in layers for mixer in layer.mixers]
     plain = 0 if config.latent else config.q_rows
-    own_stride = rounded(max(state.own, latent.own))
-    gates_stride = rounded(max(state.gates, latent.gates))
-    qkv_stride = rounded(max(plain + 2 * config.kv_rows, state.products, latent.products))
-    mixed_stride = rounded(max(plain, state.mixed, latent.mixed))
+    own_stride = rounded(max(width.own for width in widths))
+    gates_stride = rounded(max(width.gates for width in widths))
+    qkv_stride = rounded(max(plain + 2 * config.kv_rows, *(width.products for width in widths)))
+    mixed_stride = rounded(max(plain, *(width.mixed for width in widths)))
     n_inputs = config.layer_inputs.size if config.layer_inputs else 0
     streams = config.streams
     n_low = streams.laurel_rank if streams else 0
-    gate_up_stride = rounded(max(config.n_into_ffn * config.ffn, n_inputs, n_low))
+    dense = [layer.feed_forward for layer in layers if layer.feed_forward]
+    widest = max((part.width for part in dense), default=0)
+    inner = [layer.mixture.expert.inner for layer in layers if layer.mixture] or [
+        part.inner for part in dense
+    ]
+    gate_up_stride = rounded(max(*inner, n_inputs, n_low))
     streams_stride = rounded(config.hidden * streams.count if streams else 0)
     inputs_stride = rounded(n_inputs * config.n_layers)
     router_stride = rounded(experts.count if experts else 0)
     shared = tokens * hidden_stride
     mixed = shared + tokens * qkv_stride
-    given = shared + rows * max(pairs * gate_up_stride, rounded(2 * experts.widest if experts else 0))
+    given = shared + rows * max(pairs * gate_up_stride, rounded(2 * widest if experts else 0))
     router = given + (rows * pairs * hidden_stride if experts else 0)
     own = mixed + tokens * mixed_stride
     gates = own + tokens * own_stride

@@ -6,15 +6,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from phasewise.serving.models.encoding import encoder_from_json, encoder_to_json
-from phasewise.serving.models.experts import experts_from_json, experts_to_json
 from phasewise.serving.models.factors import NO_FACTORS, factors_from_json
 from phasewise.serving.models.halves import BOTH_HALVES, halves_from_json, halves_to_json
-from phasewise.serving.models.latent import latent_from_json, latent_to_json
-from phasewise.serving.models.layer_shapes import heads_from_json, inputs_from_json, streams_from_json
 from phasewise.serving.models.packed_model import LayerKind, ModelConfig
+from phasewise.serving.models.parts.attention import heads_from_json
+from phasewise.serving.models.parts.latent import latent_from_json, latent_to_json
+from phasewise.serving.models.parts.layer_inputs import inputs_from_json
+from phasewise.serving.models.parts.mixture import experts_from_json, experts_to_json
+from phasewise.serving.models.parts.states.state_layers import state_from_json, state_to_json
+from phasewise.serving.models.parts.streams import streams_from_json
 from phasewise.serving.models.query_growth import QueryGrowth
 from phasewise.serving.models.rope import rope_from_json, rope_to_json
-from phasewise.serving.models.state_layers import state_from_json, state_to_json
 
 _OFF = (
     "gated_attention",

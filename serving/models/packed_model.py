@@ -6,6 +6,7 @@ exists has been checked, so the engine may multiply its numbers without fear.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,18 +20,21 @@ from phasewise.cython_kernels.division import Teams, columns, head_copies
 from phasewise.cython_kernels.packing import PANEL, PackedWeight
 from phasewise.serving.errors import ModelError
 from phasewise.serving.models.encoding import MOST_POSITIONS, Embedding, Encoder
-from phasewise.serving.models.experts import STACKS, Experts
 from phasewise.serving.models.factors import NO_FACTORS, ProductFactors
 from phasewise.serving.models.halves import BOTH_HALVES, SingleHalves
 from phasewise.serving.models.heads.kinds import KINDS
-from phasewise.serving.models.latent import STACKS as HEAD_STACKS
-from phasewise.serving.models.latent import LatentAttention
-from phasewise.serving.models.layer_shapes import HeadShape, LayerInputs, Streams
+from phasewise.serving.models.layers import Layer, layers_of
 from phasewise.serving.models.low_rank import Adapter
 from phasewise.serving.models.mapped_file import MappedFile
+from phasewise.serving.models.parts.attention import HeadShape
+from phasewise.serving.models.parts.latent import STACKS as HEAD_STACKS
+from phasewise.serving.models.parts.latent import LatentAttention
+from phasewise.serving.models.parts.layer_inputs import LayerInputs
+from phasewise.serving.models.parts.mixture import STACKS, Experts
+from phasewise.serving.models.parts.states.state_layers import StateLayers
+from phasewise.serving.models.parts.streams import Streams
 from phasewise.serving.models.query_growth import QueryGrowth
 from phasewise.serving.models.rope import RopeSpec
-from phasewise.serving.models.state_layers import StateLayers
 from phasewise.serving.sampling.sampling_defaults import SamplingDefaults
 
 FORMATS = ("native", "f32", "bf16", "int8", "int4")
@@ -47,10 +51,6 @@ LARGEST = {
     "context_length": MOST_POSITIONS,
 }
 MOST_KINDS = 4
-GATE_ACTIVATIONS = ("silu", "gelu_tanh", "clamped_silu", "gelu")
-PLAIN_ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu", "relu2")
-"""Activations of feed-forward layers without a gate; "gelu" is that of the error function, "relu2" the square
-of "relu". The kernels have both lists in cython_kernels/ops.h."""
 
 LAYER_TABLE = "layer_table"
 """The name of the matrix whose rows are looked up alone."""
@@ -165,9 +165,6 @@ class ModelConfig:
             raise ModelError(f"{self.n_heads} attention heads do not divide into {self.n_kv_heads} KV heads")
         if not 0 < self.norm_eps < 1:
             raise ModelError(f"the norm epsilon is {self.norm_eps!r:.80}: a number between 0 and 1 expected")
-        activations = GATE_ACTIVATIONS if self.gated else PLAIN_ACTIVATIONS
-        if self.activation not in activations:
-            raise ModelError(f"activation {self.activation!r:.80} is not one of {', '.join(activations)}")
         if len(self.layer_kinds) not in (0, self.n_layers):
             raise ModelError(
                 f"{counted(self.n_layers, 'layer')} with"
@@ -180,12 +177,8 @@ class ModelConfig:
                 f"{counted(len(self.kinds), 'kind')} of attention in one model; at most {MOST_KINDS} can run"
             )
         self._check_scales()
-        if self.experts is not None:
-            if not self.gated and self.experts.biases:
-                raise ModelError("experts with biases whose feed-forward layers have no gate cannot run")
-            self.experts.check(self.n_layers)
-            if self.experts.own_norms != self.post_norms:
-                raise ModelError("norms behind halves of layers and experts with norms run together alone")
+        if self.experts is not None and self.experts.own_norms != self.post_norms:
+            raise ModelError("norms behind halves of layers and experts with norms run together alone")
         self._check_form()
         if self.state is not None:
             self.state.check(self.n_layers)
@@ -196,6 +189,9 @@ class ModelConfig:
         if self.drafts:
             self._check_head()
         self._check_tokens()
+        parts = [layer.feed_forward for layer in self.layers if layer.feed_forward]
+        if self.ffn_widths and max(part.width for part in parts) > self.ffn:
+            raise ModelError(f"a feed-forward layer is wider than {self.ffn} numbers, the widest")
 
     def _check_latent(self, latent: LatentAttention) -> None:
         latent.check(self.n_kv_heads, self.head_dim)
@@ -227,13 +223,6 @@ class ModelConfig:
 
     def _check_own_layers(self) -> None:
         """Conditions of what layers have of their own."""
-        if self.ffn_widths and (len(self.ffn_widths) != self.n_layers or self.experts is not None):
-            raise ModelError(
-                f"widths of {counted(len(self.ffn_widths), 'feed-forward layer')} of {self.n_layers}"
-            )
-        for width in self.ffn_widths:
-            if type(width) is not int or not 1 <= width <= self.ffn:
-                raise ModelError(f"a feed-forward layer of width {width!r:.80}: 1 to {self.ffn} expected")
         if type(self.shared_kv_layers) is not int or not 0 <= self.shared_kv_layers < self.n_layers:
             raise ModelError(
                 f"layers that read others' keys and values: {self.shared_kv_layers!r:.80} of {self.n_layers}"
@@ -335,22 +324,18 @@ class ModelConfig:
         """True if pairs of texts get one score each, rather than a text its vector."""
         return self.last_row_scores or (self.encoder is not None and self.encoder.scores)
 
+    @functools.cached_property
+    def layers(self) -> tuple[Layer, ...]:
+        """The parts of every layer."""
+        return layers_of(self)
+
+    @property
+    def stream_eps(self) -> float:
+        """Epsilon for norms of the stream, which is kept divided by the residual scale."""
+        return self.norm_eps / self.residual_scale**2
+
     def kind_of(self, layer: int) -> LayerKind:
         return self.layer_kinds[layer] if self.layer_kinds else LayerKind(self.sliding_window, self.rope)
-
-    def experts_of(self, layer: int) -> Experts | None:
-        """The mixture of a layer; None where one feed-forward layer computes every token."""
-        if self.experts is None or layer in self.experts.dense_layers or layer in self.halves.mixing:
-            return None
-        return self.experts
-
-    def ffn_of(self, layer: int) -> int:
-        """The width of the feed-forward layer that every token of a layer goes through; 0: there is none."""
-        if layer in self.halves.mixing:
-            return 0
-        if self.experts is None:
-            return self.ffn_widths[layer] if self.ffn_widths else self.ffn
-        return self.experts.dense_ffn if layer in self.experts.dense_layers else self.experts.shared_ffn
 
     def keeps_state(self, layer: int) -> bool:
         return self.state is not None and layer in self.state.layers
@@ -378,12 +363,6 @@ class ModelConfig:
         if layer < first_shared:
             return layer
         return max(before for before in range(first_shared) if self.kind_of(before) == self.kind_of(layer))
-
-    def qkv_of(self, layer: int) -> str:
-        """The products that a layer's attention reads, by their letters: "qkv" mostly."""
-        if self.kept_by(layer) != layer:
-            return "q"
-        return "qk" if self.heads_of(layer).keys_are_values else "qkv"
 
     def heads_of(self, layer: int) -> HeadShape:
         return self.kind_of(layer).heads or HeadShape(self.n_kv_heads, self.head_dim)
@@ -416,11 +395,6 @@ class ModelConfig:
     def kinds(self) -> tuple[LayerKind, ...]:
         """The different kinds of its layers."""
         return tuple(dict.fromkeys(self.layer_kinds)) or (self.kind_of(0),)
-
-    @property
-    def n_into_ffn(self) -> int:
-        """Weights of a feed-forward layer that read the stream: gate and up, or up alone."""
-        return 2 if self.gated else 1
 
     @property
     def n_logits(self) -> int:
@@ -478,6 +452,13 @@ class PackedModel:
     """The pooling of texts to vectors; None for a model that is not made for that."""
     adapters: tuple[Adapter, ...] = ()
     """Adapters that requests may have on top; a slice names them by their numbers, from 1 on."""
+
+    def weight(self, name: str) -> PackedWeight:
+        """ModelError where there is none of the name."""
+        try:
+            return self.weights[name]
+        except KeyError:
+            raise ModelError(f"{self.name} has no weight {name!r}") from None
 
     def products(self) -> dict[str, PackedWeight]:
         """The arrays that products read, by name: of a stack of experts the first one's weight, elsewhere

@@ -97,7 +97,7 @@ def _shape(name: str, config: ModelConfig, read: Mapping[str, int], kv_element_b
         ffn=config.ffn,
         vocab=config.vocab_size,
         weight_bytes=sum(read.values()) - looked_up,
-        ffn_matrices=config.n_into_ffn + 1,
+        ffn_matrices=3 if config.gated else 2,
         kv_bytes_per_slot=vectors * kv_rows * kv_element_bytes,
         kv_vectors=vectors,
     )

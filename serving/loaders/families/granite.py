@@ -12,7 +12,7 @@ from phasewise.serving.loaders.families.hybrids.mamba import GGUF_MAMBA, MAMBA, 
 from phasewise.serving.loaders.families.llama import GGUF_EXPERTS
 from phasewise.serving.loaders.families.reading import experts_of, must_be_off, positive, state_layer_types
 from phasewise.serving.models.packed_model import LayerKind, ModelConfig
-from phasewise.serving.models.state_layers import MAMBA2, StateLayers
+from phasewise.serving.models.parts.states.state_layers import MAMBA2, StateLayers
 
 
 def _granite(get: Get, config: ModelConfig) -> ModelConfig:

@@ -15,7 +15,7 @@ from phasewise.serving.loaders.families.family import MTP_HEAD, Family, Get, Nam
 from phasewise.serving.loaders.families.llama import GGUF_EXPERTS
 from phasewise.serving.loaders.families.reading import experts_of, must_be_off, state_layer_types
 from phasewise.serving.models.packed_model import ModelConfig
-from phasewise.serving.models.state_layers import DELTA, StateLayers
+from phasewise.serving.models.parts.states.state_layers import DELTA, StateLayers
 
 LINEAR = "linear_attention"
 INTERVAL = 4

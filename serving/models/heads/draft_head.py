@@ -12,7 +12,6 @@ x; a last norm, and a product of its own for tokens that it knows. Its own row i
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,9 +21,9 @@ from phasewise.serving.errors import ModelError
 from phasewise.serving.models.arena import ActivationArena, lay_out
 from phasewise.serving.models.heads.kinds import EAGLE3_NORMED, EAGLES, MTP, tapped_layers
 from phasewise.serving.models.linears import Linears, Place, Rows
-from phasewise.serving.models.model_parts import fused_parts, weight_of
-from phasewise.serving.models.norms import stream_eps
 from phasewise.serving.models.packed_model import ModelConfig, PackedModel
+from phasewise.serving.models.parts.attention import Attention
+from phasewise.serving.models.parts.site import Reading, Site
 
 OFFSETS = "draft_offsets"
 """The vector of what is added to the numbers of a head's logits to get tokens."""
@@ -46,10 +45,8 @@ def head_weights(config: ModelConfig) -> dict[str, tuple[int, int]]:
     hidden = config.hidden
     if config.drafts == MTP:
         return dict.fromkeys(("head_embed", "head_rows"), (hidden, hidden))
-    rows = {"q": config.q_rows, "k": config.kv_rows, "v": config.kv_rows}
     return {
         "head_rows": (hidden, 3 * hidden),
-        **{f"layers.0.embed_{part}": (n, hidden) for part, n in rows.items()},
         "lm_head": (config.n_logits, hidden),
     }
 
@@ -106,34 +103,31 @@ def add_head_input(linears: Linears, model: PackedModel, arena: ActivationArena)
     """The stream of a head, from embeddings of its tokens and the rows that it is given."""
     embedded, stream = (arena.embedded, arena.hidden_stride), (arena.hidden, arena.hidden_stride)
     taken, config, program = (arena.taken, arena.fed_stride), model.config, linears.program
-    program.embed(weight_of(model, "embed"), *embedded, config.embed_scale)
+    program.embed(model.weight("embed"), *embedded, config.embed_scale)
     if config.drafts == MTP:
         for source, part in ((embedded, "head_embed"), (taken, "head_rows")):
-            reads = _normed(model, f"{part}_norm")
-            linears.add([(weight_of(model, part), 0)], reads, source, stream, add=source == taken)
+            reading = Reading(source, model.vectors[f"{part}_norm"], config.stream_eps)
+            weight = [(model.weight(part), 0)]
+            linears.add(weight, reading.options(), source, stream, add=source == taken)
         return
-    linears.add([(weight_of(model, "head_rows"), 0)], {"source": "rows"}, taken, stream)
+    linears.add([(model.weight("head_rows"), 0)], {"source": "rows"}, taken, stream)
     program.adjust(config.hidden, arena.own_rows, arena.hidden_stride, *stream, add=True)
     if config.drafts == EAGLE3_NORMED:
-        norm, eps = model.vectors["head_rows_norm"], stream_eps(config)
+        norm, eps = model.vectors["head_rows_norm"], config.stream_eps
         program.adjust(config.hidden, *stream, *stream, norm=norm, eps=eps)
 
 
 def add_embedding_to_attention(
-    linears: Linears, model: PackedModel, arena: ActivationArena, target: Place
-) -> dict[str, Any]:
+    site: Site, attention: Attention, arena: ActivationArena, target: Place
+) -> Reading:
     """Queries, keys and values of embeddings, to which those of the stream are added; how these read it."""
-    source = arena.embedded, arena.hidden_stride
-    linears.add(
-        fused_parts(model, "layers.0", "embed_"), _normed(model, "layers.0.attn_norm"), source, target
+    stream, model = (arena.hidden, arena.hidden_stride), site.model
+    embeddings = Reading(
+        (arena.embedded, arena.hidden_stride), site.vector("attn_norm"), model.config.stream_eps
     )
-    if model.config.drafts == EAGLE3_NORMED:
-        return {"source": "rows"}
-    return _normed(model, "head_rows_norm")
-
-
-def _normed(model: PackedModel, norm: str) -> dict[str, Any]:
-    return {"source": "norm", "norm": model.vectors[norm], "eps": stream_eps(model.config)}
+    site.add(attention.embedded, embeddings, target)
+    norm = None if model.config.drafts == EAGLE3_NORMED else model.vectors["head_rows_norm"]
+    return Reading(stream, norm, model.config.stream_eps)
 
 
 def add_fed_rows(
@@ -148,7 +142,7 @@ def add_normed_rows(
     linears: Linears, model: PackedModel, arena: ActivationArena, source: Place, rows: Rows
 ) -> None:
     """Rows that a head reads, behind the last norm."""
-    norm, eps = model.vectors["final_norm"], stream_eps(model.config)
+    norm, eps = model.vectors["final_norm"], model.config.stream_eps
     target = arena.fed, arena.fed_stride
     linears.program.adjust(model.config.hidden, *source, *target, norm=norm, rows=rows, eps=eps)
 

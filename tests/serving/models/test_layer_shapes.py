@@ -27,8 +27,10 @@ from phasewise.serving.loaders.formats.gguf_blocks import BLOCK_TYPES
 from phasewise.serving.loaders.formats.gguf_model import field, open_gguf_model
 from phasewise.serving.loaders.formats.hf_config import config_of
 from phasewise.serving.models.config_json import config_from_json, config_to_json
-from phasewise.serving.models.layer_shapes import HeadShape, LayerInputs, Streams
 from phasewise.serving.models.packed_model import LAYER_TABLE, ModelConfig, PackedModel
+from phasewise.serving.models.parts.attention import HeadShape
+from phasewise.serving.models.parts.layer_inputs import LayerInputs
+from phasewise.serving.models.parts.streams import Streams
 from phasewise.serving.models.rope import RopeSpec
 from tests.support.models import family_cases, family_gguf_files
 from tests.support.models import family_models as families

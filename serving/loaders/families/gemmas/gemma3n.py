@@ -36,8 +36,9 @@ from phasewise.serving.loaders.families.reading import (
     positive,
     positive_or_none,
 )
-from phasewise.serving.models.layer_shapes import MOST_STREAMS, LayerInputs, Streams
 from phasewise.serving.models.packed_model import LayerKind, ModelConfig
+from phasewise.serving.models.parts.layer_inputs import LayerInputs
+from phasewise.serving.models.parts.streams import MOST_STREAMS, Streams
 from phasewise.serving.models.rope import RopeSpec
 
 PERIOD = 5

@@ -34,9 +34,11 @@ from phasewise.serving.loaders.families.reading import (
     must_be_off,
     positive_or_none,
 )
-from phasewise.serving.models.experts import MOST_WIDTH, Experts
-from phasewise.serving.models.layer_shapes import HeadShape, LayerInputs
 from phasewise.serving.models.packed_model import LARGEST, LayerKind, ModelConfig
+from phasewise.serving.models.parts.attention import HeadShape
+from phasewise.serving.models.parts.feed_forward import MOST_WIDTH
+from phasewise.serving.models.parts.layer_inputs import LayerInputs
+from phasewise.serving.models.parts.mixture import Experts
 from phasewise.serving.models.rope import FrequencyFactors, RopeSpec, Scaling
 
 PERIOD = 6

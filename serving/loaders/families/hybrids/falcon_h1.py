@@ -15,7 +15,7 @@ from phasewise.serving.loaders.families.hybrids.mamba import GGUF_MAMBA, MAMBA, 
 from phasewise.serving.loaders.families.reading import must_be_off, positive
 from phasewise.serving.models.factors import ProductFactors
 from phasewise.serving.models.packed_model import ModelConfig
-from phasewise.serving.models.state_layers import MAMBA2, StateLayers
+from phasewise.serving.models.parts.states.state_layers import MAMBA2, StateLayers
 
 
 def _falcon(get: Get, config: ModelConfig) -> ModelConfig:

@@ -13,10 +13,10 @@ from phasewise.serving.loaders.families.deepseek import GGUF_LATENT, latent_of_h
 from phasewise.serving.loaders.families.family import Family, Get, HeadParts, Names, OfLayer, OtherForm
 from phasewise.serving.loaders.families.reading import FULL, must_be_off, positive, state_layer_types
 from phasewise.serving.loaders.families.routing import GGUF_ROUTED, hf_dense_layers, routed, routed_gguf
-from phasewise.serving.models.experts import LOGISTIC
-from phasewise.serving.models.latent import LatentAttention
 from phasewise.serving.models.packed_model import LayerKind, ModelConfig
-from phasewise.serving.models.state_layers import KDA, StateLayers
+from phasewise.serving.models.parts.latent import LatentAttention
+from phasewise.serving.models.parts.mixture import LOGISTIC
+from phasewise.serving.models.parts.states.state_layers import KDA, StateLayers
 
 LINEAR = "linear_attention"
 

@@ -14,10 +14,10 @@ from phasewise.serving.loaders.families.hybrids.mamba import GGUF_MAMBA, MAMBA, 
 from phasewise.serving.loaders.families.llama import GGUF_EXPERTS
 from phasewise.serving.loaders.families.reading import must_be_off, positive
 from phasewise.serving.loaders.families.routing import routed
-from phasewise.serving.models.experts import LOGISTIC
 from phasewise.serving.models.halves import SingleHalves
 from phasewise.serving.models.packed_model import LARGEST, LayerKind, ModelConfig
-from phasewise.serving.models.state_layers import MAMBA2, StateLayers
+from phasewise.serving.models.parts.mixture import LOGISTIC
+from phasewise.serving.models.parts.states.state_layers import MAMBA2, StateLayers
 
 STATE, ATTENTION, DENSE, MIXTURE = "linear_attention", "full_attention", "mlp", "moe"
 IN_PATTERNS = {"M": STATE, "*": ATTENTION, "-": DENSE, "E": MIXTURE}

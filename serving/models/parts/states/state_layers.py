@@ -10,9 +10,6 @@ from phasewise.serving.errors import ModelError
 
 SHORT_CONV, DELTA, MAMBA2, KDA = "short_conv", "delta", "mamba2", "kda"
 STATE_KINDS = (SHORT_CONV, DELTA, MAMBA2, KDA)
-KDA_TAPS: tuple[str, ...] = ("q_taps", "k_taps", "v_taps")
-"""Taps of the convolutions of queries, keys and values, which are apart."""
-MOST_TAPS, LARGEST_DIM, MOST_HEADS = 16, 1 << 10, 1 << 12
 
 
 @dataclass(frozen=True)
@@ -59,24 +56,6 @@ class StateLayers:
             raise ModelError(f"layers with a state of kind {self.kind!r} beside attention cannot run")
         if len(layers) == n_layers and not self.beside:
             raise ModelError("a model whose layers all keep a state, and none keys and values, cannot run")
-        sizes = {"taps": (2, MOST_TAPS)}
-        if self.kind != SHORT_CONV:
-            sizes |= dict.fromkeys(("heads", "groups"), (1, MOST_HEADS))
-            sizes |= dict.fromkeys(("key_dim", "value_dim"), (1, LARGEST_DIM))
-        for name, (least, most) in sizes.items():
-            value = getattr(self, name)
-            if type(value) is not int or not least <= value <= most:
-                raise ModelError(
-                    f"layers with a state have {name} = {value!r:.80}: a whole number from {least} to"
-                    f" {most} expected"
-                )
-        if self.kind == KDA and (self.heads != self.groups or self.key_dim != self.value_dim):
-            raise ModelError("layers with a state whose decays are by key have keys and values alike")
-        if self.kind != SHORT_CONV and self.heads % self.groups:
-            raise ModelError(f"{self.heads} value heads do not divide into {self.groups} key heads")
-        groups = self.norm_groups
-        if type(groups) is not int or groups < 0 or (groups and self.values % groups):
-            raise ModelError(f"{self.values} values do not divide into {groups!r:.80} groups of a norm")
 
     @property
     def keys(self) -> int:
@@ -106,71 +85,6 @@ class StateLayers:
     def channels(self, hidden: int) -> int:
         """Channels of the convolution."""
         return hidden if self.kind == SHORT_CONV else 2 * self.keys + self.values
-
-    def out_width(self, hidden: int) -> int:
-        """Numbers of a row that the product back to the stream reads."""
-        return hidden if self.kind == SHORT_CONV else self.values
-
-    def weight_shapes(self, hidden: int) -> dict[str, tuple[int, int]]:
-        """A layer's weights by our names, before fusing, as (outputs, inputs)."""
-        back = {"o": (hidden, self.out_width(hidden))}
-        if self.kind == SHORT_CONV:
-            return {"state_in": (3 * hidden, hidden), **back}
-        if self.beside:
-            return {
-                "state_gate": (self.values, hidden),
-                "state_in": (self.channels(hidden), hidden),
-                "state_time": (self.heads, hidden),
-                "state_o": back["o"],
-            }
-        if self.kind == MAMBA2:
-            return {"state_in": (self.values + self.channels(hidden) + self.heads, hidden), **back}
-        mixed = {
-            "state_q": (self.keys, hidden),
-            "state_k": (self.keys, hidden),
-            "state_v": (self.values, hidden),
-        }
-        if self.kind == KDA:
-            return {
-                **mixed,
-                "state_f_a": (self.key_dim, hidden),
-                "state_g_a": (self.value_dim, hidden),
-                "state_b": (self.heads, hidden),
-                "state_f_b": (self.keys, self.key_dim),
-                "state_g_b": (self.values, self.value_dim),
-                **back,
-            }
-        return {
-            **mixed,
-            "state_gate": (self.values, hidden),
-            "state_b": (self.heads, hidden),
-            "state_a": (self.heads, hidden),
-            **back,
-        }
-
-    def vector_lengths(self, hidden: int) -> dict[str, int]:
-        """A layer's vectors by our names, its norms of the stream apart."""
-        own: dict[str, int] = {"taps": self.channels(hidden) * self.taps}
-        if self.kind == KDA:
-            own = dict.fromkeys(KDA_TAPS, self.keys * self.taps)
-        if self.kind != SHORT_CONV:
-            own |= {"rates": self.heads, "time_offsets": self.keys if self.by_key else self.heads}
-            if self.norm_groups:
-                own["state_scale"] = self.value_dim if self.erases else self.values
-        if self.kind == MAMBA2:
-            own["skips"] = self.heads
-        if self.conv_bias:
-            own["taps_bias"] = self.channels(hidden)
-        return own
-
-    @property
-    def fused_names(self) -> tuple[str, ...]:
-        """Names of a layer's fused weights; what leads back from a state is attention's `o`, or beside it."""
-        if self.beside:
-            return ("state_gate", "state_in", "state_time", "state_o")
-        if self.kind == KDA:
-            return ("state_qkv", "state_fgb", "state_f_b", "state_g_b")
-        return ("state_qkv", "state_gate", "state_ba") if self.kind == DELTA else ("state_in",)
 
     def state_bytes(self, hidden: int) -> int:
         """Bytes of one sequence's state in all layers, as a program lays them out."""

@@ -1,0 +1,218 @@
+"""Mixtures of experts: a router gives each row to some of a layer's feed-forward layers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from phasewise._words import counted
+from phasewise.cython_kernels.packing import PackedWeight
+from phasewise.serving.errors import ModelError
+from phasewise.serving.models.linears import Place, Rows
+from phasewise.serving.models.parts.feed_forward import FeedForward
+from phasewise.serving.models.parts.part import Part, Product
+from phasewise.serving.models.parts.site import Reading, Site
+
+STACKS = (".experts_gate_up", ".experts_down")  # weights of all experts of a layer
+MOST_EXPERTS, MOST_CHOSEN = 1024, 32
+SOFTMAX, LOGISTIC = "softmax", "logistic"
+EXPERT_NORMS = ("router_norm", "experts_norm", "shared_post_norm", "experts_post_norm")
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts in place of the feed-forward layer; `ffn` of the config is one expert's width.
+
+    A router gives every expert a logit; the `chosen` with the largest scores compute a row. Their weights are
+    their scores, or where `normalised` the scores over their sum, times `scale`.
+    """
+
+    count: int
+    chosen: int
+    normalised: bool
+    biases: bool = False
+    """True if the router and the experts' products have biases."""
+    shared_ffn: int = 0
+    """Width of the feed-forward layer that computes every token beside its experts; 0: there is none."""
+    shared_gate: bool = False
+    """True if what that layer gives is multiplied by the logistic of a product of the stream."""
+    scores: str = SOFTMAX
+    """The scores of logits: their softmax, or the logistic of each."""
+    choice_bias: bool = False
+    """True if experts have numbers that are added to their scores where they are chosen, and there alone."""
+    groups: int = 1
+    chosen_groups: int = 1
+    """Experts are of as many groups, one after the other; those of the best groups alone can be chosen."""
+    group_best: int = 1
+    """A group is as good as the sum of so many of its best scores."""
+    scale: float = 1.0
+    dense_layers: tuple[int, ...] = ()
+    """Layers without experts, ascending."""
+    dense_ffn: int = 0
+    """The width of their feed-forward layers."""
+    own_norms: bool = False
+    """True if router and experts read norms of their own, if what experts and the shared layer give is
+    normalised before it is added, each and then their sum, and if the weights of experts have factors."""
+
+
+@dataclass(frozen=True)
+class MixtureRows:
+    """Places of a mixture's rows: logits of experts, what is between their products, and what they give."""
+
+    router: Place
+    inner: Place
+    given: Place
+
+
+@dataclass(frozen=True)
+class Mixture(Part):
+    """The experts of one layer, each of which is a feed-forward layer like `expert`."""
+
+    experts: Experts
+    expert: FeedForward
+
+    def __post_init__(self) -> None:
+        experts, count, chosen = self.experts, self.experts.count, self.experts.chosen
+        if type(count) is not int or not 1 <= count <= MOST_EXPERTS:
+            raise ModelError(
+                f"the model has {count!r:.80} experts: a whole number from 1 to {MOST_EXPERTS} expected"
+            )
+        if type(chosen) is not int or not 1 <= chosen <= min(count, MOST_CHOSEN):
+            raise ModelError(
+                f"{chosen!r:.80} of {count} experts compute a token: "
+                f"from 1 to {min(count, MOST_CHOSEN)} expected"
+            )
+        if experts.scores not in (SOFTMAX, LOGISTIC):
+            raise ModelError(f"scores of experts by {experts.scores!r:.60}: {SOFTMAX} or {LOGISTIC} can run")
+        if experts.biases and not self.expert.gated:
+            raise ModelError("experts with biases whose feed-forward layers have no gate cannot run")
+        if experts.own_norms and (not experts.shared_ffn or experts.biases or experts.shared_gate):
+            raise ModelError("experts with norms of their own run beside a shared one without a gate")
+        if not 1e-6 <= experts.scale <= 1e6:
+            raise ModelError(
+                f"experts are multiplied by {experts.scale!r:.80}: a number from 1e-6 to 1e6 expected"
+            )
+        self._check_groups()
+
+    def _check_groups(self) -> None:
+        experts, groups, chosen = self.experts, self.experts.groups, self.experts.chosen_groups
+        if type(groups) is not int or groups < 1 or experts.count % groups:
+            raise ModelError(f"{experts.count} experts do not divide into {groups!r:.80} groups")
+        if type(chosen) is not int or not 1 <= chosen <= groups:
+            raise ModelError(f"experts of {chosen!r:.80} of {counted(groups, 'group')} can be chosen")
+        of_group = experts.count // groups
+        if not 1 <= experts.group_best <= of_group or experts.chosen > chosen * of_group:
+            raise ModelError(
+                f"{experts.chosen} experts of the best {chosen} groups by their {experts.group_best} best:"
+                f" a group has {of_group}"
+            )
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        hidden, expert = self.expert.hidden, self.expert
+        (into,), numbers = expert.into, range(self.experts.count)
+        into_all = {f"experts.{e}.{part}": rows for e in numbers for part, rows in into.outputs.items()}
+        down_all = {f"experts.{e}.down": hidden for e in numbers}
+        return (
+            Product("router", hidden, {"router": self.experts.count}, is_native=True),
+            Product("experts_gate_up", hidden, into_all, is_stack=True),
+            Product("experts_down", expert.width, down_all, is_stack=True),
+        )
+
+    @property
+    def vectors(self) -> dict[str, int]:
+        experts, hidden, width = self.experts, self.expert.hidden, self.expert.width
+        own = {"choice_bias": experts.count} if experts.choice_bias else {}
+        if experts.own_norms:
+            own |= {**dict.fromkeys(EXPERT_NORMS, hidden), "expert_factors": experts.count}
+        if experts.biases:
+            sizes = {"gate_bias": width, "up_bias": width, "down_bias": hidden}
+            own["router_bias"] = experts.count
+            own |= {f"experts.{e}.{name}": n for e in range(experts.count) for name, n in sizes.items()}
+        return own
+
+    @property
+    def joined(self) -> dict[str, tuple[str, ...]]:
+        if not self.experts.biases:
+            return {}
+        stacks = {"gate_up_bias": ("gate_bias", "up_bias"), "down_bias": ("down_bias",)}
+        numbers = range(self.experts.count)
+        return {
+            whole: tuple(f"experts.{e}.{part}" for e in numbers for part in parts)
+            for whole, parts in stacks.items()
+        }
+
+    def add(self, site: Site, reading: Reading, places: MixtureRows, rows: Rows) -> None:
+        """Routes of rows, and what their experts give."""
+        experts, program, router = self.experts, site.program, places.router
+        routed, own = reading, reading
+        if experts.own_norms:
+            routed = _normed(site, reading, "router_norm", 1 / math.sqrt(self.expert.hidden))
+            own = _normed(site, reading, "experts_norm")
+        site.add(self.products[0], routed, router, rows=rows)
+        if experts.biases:
+            program.adjust(experts.count, *router, *router, bias=site.vector("router_bias"), rows=rows)
+        choice_bias, factors = site.vector("choice_bias"), site.vector("expert_factors")
+        program.route(experts, *router, rows=rows, choice_bias=choice_bias, factors=factors)
+        up, down = (self._stack(site, name) for name in STACKS)
+        site.linears.add_experts(experts, *up, own.options(), own.source, places.inner, rows=rows)
+        between = {**self.expert.between(site), "bias": site.vector("gate_up_bias")}
+        between.pop("sparsity", None)
+        site.linears.add_experts(experts, *down, between, places.inner, places.given, rows=rows)
+
+    def add_sum(self, site: Site, given: Place, stream: Place, rows: Rows) -> None:
+        """The sum of what the experts gave is added to the stream."""
+        bias = site.vector("down_bias")
+        site.program.combine(self.experts, self.expert.hidden, *given, *stream, bias=bias, rows=rows)
+
+    def add_normed_sum(
+        self, site: Site, given: Place, summed: Place, shared: Place, stream: Place, rows: Rows, scale: float
+    ) -> None:
+        """The norm of two norms' sum is added to the stream, all of it times `scale`.
+
+        shared: what the feed-forward layer gave, in place of which the sum comes.
+        """
+        hidden, program = self.expert.hidden, site.program
+        program.combine(self.experts, hidden, *given, *summed, rows=rows, add=False)
+        program.adjust(hidden, *shared, *shared, norm=site.vector("shared_post_norm"), rows=rows)
+        norm = site.vector("experts_post_norm")
+        program.adjust(hidden, *summed, *shared, norm=norm, add=True, rows=rows)
+        norm = site.vector("ffn_post_norm")
+        program.adjust(hidden, *shared, *stream, norm=norm, add=True, rows=rows, scale=scale)
+
+    @staticmethod
+    def _stack(site: Site, name: str) -> tuple[PackedWeight, PackedWeight]:
+        """The weights of all experts, and of the first one."""
+        stack, expert = site.weight(name[1:]), site.model.one_expert(site.name + name)
+        assert expert is not None
+        return stack, expert
+
+
+def _normed(site: Site, reading: Reading, name: str, factor: float = 1.0) -> Reading:
+    """The stream behind a norm of these weights, times `factor`."""
+    weights = site.model.vectors[f"{site.name}.{name}"]
+    return Reading(reading.source, weights * np.float32(factor) if factor != 1 else weights, reading.eps)
+
+
+_LATER = tuple(field for field in fields(Experts) if field.name not in ("biases", "shared_ffn"))
+
+
+def experts_to_json(experts: Experts | None) -> dict[str, Any] | None:
+    """Plain JSON values; what most mixtures lack is not mentioned. `experts_from_json` is the inverse."""
+    if experts is None:
+        return None
+    values = {**vars(experts), "dense_layers": list(experts.dense_layers)}
+    for field in _LATER:
+        if field.default is not MISSING and getattr(experts, field.name) == field.default:
+            del values[field.name]
+    return values
+
+
+def experts_from_json(values: Mapping[str, Any] | None) -> Experts | None:
+    if values is None:
+        return None
+    return Experts(**{**values, "dense_layers": tuple(values.get("dense_layers", ()))})
