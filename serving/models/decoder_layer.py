@@ -73,16 +73,16 @@ class DecoderLayer:
 
     @property
     def stream(self) -> Place:
-        return self.arena.hidden, self.arena.hidden_stride
+        return self.arena.hidden
 
     @property
     def after(self) -> Place:
         """The stream beyond attention."""
-        return (self.arena.tail, self.arena.hidden_stride) if self.last else self.stream
+        return self.arena.tail if self.last else self.stream
 
     @property
     def _branch(self) -> Place:
-        return self.arena.branch, self.arena.branch_stride
+        return self.arena.branch
 
     @property
     def _mixed_rows(self) -> Rows:
@@ -105,7 +105,7 @@ class DecoderLayer:
         """The stream as products read it, normalised where the model does so before its halves."""
         eps = self.config.stream_eps
         if self.config.layer_norms:
-            place = self.arena.normed, self.arena.hidden_stride
+            place = self.arena.normed
             add_layer_norm(self.linears.program, self.model, f"{self.site.name}.{norm}", stream, place, rows)
             return Reading(place, None, eps)
         return Reading(stream, self.site.vector(norm) if self.config.pre_norms else None, eps)
@@ -140,7 +140,7 @@ class DecoderLayer:
         """The rows of the second half: behind attention, or those of attention where both halves read one
         norm."""
         if self.config.parallel:
-            normed = self.arena.normed, self.arena.hidden_stride
+            normed = self.arena.normed
             return Reading(normed), "gathered" if self.last else "every"
         norm = "ffn_norm" if self.layer.mixers else "attn_norm"
         return self._reading(norm, self.after, rows), rows
@@ -153,20 +153,20 @@ class DecoderLayer:
 
     def _add_into(self, part: FeedForward) -> Place:
         """The products of the stream; where their rows are."""
-        inner = self.arena.gate_up, rounded(part.inner)
+        inner = self.arena.gate_up[0], rounded(part.inner)
         reading, taken = self._ffn_reading(self._rows())
         part.add(self.site, reading, inner, taken)
         if part.weighed:
-            gate = self.arena.router, self.arena.router_stride  # rows were routed by what was there
+            gate = self.arena.router  # rows were routed by what was there
             part.add_weight(self.site, reading, inner, gate, taken)
         return inner
 
     def _add_mixture(self, mixture: Mixture) -> None:
         rows, arena, shared = self._rows(), self.arena, self.layer.feed_forward
         places = MixtureRows(
-            router=(arena.router, arena.router_stride),
-            inner=(arena.gate_up, arena.gate_up_stride),
-            given=(arena.given, arena.given_stride),
+            router=arena.router,
+            inner=arena.gate_up,
+            given=arena.given,
         )
         mixture.add(self.site, self._ffn_reading(rows)[0], places, rows)
         if not mixture.experts.own_norms:
@@ -175,7 +175,7 @@ class DecoderLayer:
             mixture.add_sum(self.site, places.given, self.after, rows)
             return
         assert shared is not None
-        inner, summed = self._add_into(shared), (arena.summed, arena.hidden_stride)
+        inner, summed = self._add_into(shared), arena.summed
         self._add_product(shared.down, shared.between(self.site), inner, self._branch, rows=rows)
         scale = self._scale_behind_halves()
         mixture.add_normed_sum(self.site, places.given, summed, self._branch, self.after, rows, scale)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from phasewise.serving.errors import ModelError
@@ -98,19 +98,3 @@ class Embedding:
         """The value of `dataclasses.asdict`, as JSON."""
         prompts = tuple((name, text) for name, text in fields.get("prompts", ()))
         return cls(**{**fields, "prompts": prompts})
-
-
-def encoder_to_json(encoder: Encoder) -> dict[str, Any]:
-    fields = asdict(encoder)
-    for rare in ("pre_norms", "norm_head", "distances", "tasks"):
-        if not fields[rare]:
-            del fields[rare]
-    return fields
-
-
-def encoder_from_json(fields: Mapping[str, Any]) -> Encoder:
-    """The value of `encoder_to_json`."""
-    tasks = fields.get("tasks")
-    if tasks is None:
-        return Encoder(**fields)
-    return Encoder(**{**fields, "tasks": EncoderTasks(**{**tasks, "names": tuple(tasks["names"])})})

@@ -161,7 +161,7 @@ def build_program(
             add_head_input(linears, model, arena)
         else:
             embed_scale = config.embed_scale / config.residual_scale
-            program.embed(model.weight("embed"), arena.hidden, arena.hidden_stride, embed_scale)
+            program.embed(model.weight("embed"), *arena.hidden, embed_scale)
         if config.layer_inputs is not None:
             add_layer_inputs(linears, model, arena)
         if config.streams is not None:
@@ -171,21 +171,21 @@ def build_program(
         for layer in range(config.n_layers):
             kept_as = keeping.get(config.kept_by(layer), 0) if gives == "logits" else 0
             for part in taps.get(layer, ()):
-                add_fed_rows(linears, model, arena, (arena.hidden, arena.hidden_stride), "every", part)
+                add_fed_rows(linears, model, arena, arena.hidden, "every", part)
             DecoderLayer(linears, model, layer, arena, kept_as, is_read).add()
         if gives == "logits":
             add_logits(linears, model, arena, is_read=is_read)
         else:
-            tail = arena.tail, arena.hidden_stride
-            add_final_norm(program, model, tail, (arena.logits, config.hidden))
+            tail = arena.tail
+            add_final_norm(program, model, tail, (arena.logits[0], config.hidden))
         schedule_attention(program, model, capacity, schedules, division)
         if check_memory is not None:
             check_memory(model.name, program.bytes(), capacity.kv_slots)
         if memory is None:
             kv = None if kv_memory is None else kv_memory(program.whole_kv_bytes())
-            program.seal(arena.logits, kv)
+            program.seal(arena.logits[0], kv)
         else:
-            program.seal_shared(arena.logits, memory(program.shared_bytes()))
+            program.seal_shared(arena.logits[0], memory(program.shared_bytes()))
     except KernelError as error:
         raise ModelError(f"{model.name}: {error}") from error
     return program

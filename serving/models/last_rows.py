@@ -23,7 +23,7 @@ def add_logits(linears: Linears, model: PackedModel, arena: ActivationArena, *, 
     those of its own rows that want logits.
     """
     config = model.config
-    stream, tail = (arena.hidden, arena.hidden_stride), (arena.tail, arena.hidden_stride)
+    stream, tail = arena.hidden, arena.tail
     if is_read:
         add_normed_rows(linears, model, arena, stream, "every")
     elif config.drafts == MTP:
@@ -35,10 +35,10 @@ def add_logits(linears: Linears, model: PackedModel, arena: ActivationArena, *, 
     head = model.weight("embed" if config.tied_embeddings else "lm_head")
     if head.n != config.n_logits:
         raise ModelError(f"{model.name} gives {head.n} logits for a vocabulary of {config.n_logits}")
-    logits = (arena.logits, config.n_logits)
+    logits = arena.logits
     rows: Rows = "logits"
     if config.layer_norms:
-        normed = arena.normed, arena.hidden_stride
+        normed = arena.normed
         add_final_norm(linears.program, model, tail, normed, config.logit_scale)
         tail = normed
         reads: dict[str, Any] = {"source": "rows"}

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -132,26 +131,3 @@ def _yarn(
 SCALINGS: dict[str, Callable[..., Scaling]] = {
     kind.__name__: kind for kind in (Llama3Scaling, LinearScaling, FrequencyFactors, YarnScaling, LongScaling)
 }
-
-
-def rope_to_json(rope: RopeSpec | None) -> dict[str, Any] | None:
-    """Plain JSON values; `rope_from_json` is the inverse."""
-    if rope is None:
-        return None
-    scaling = rope.scaling
-    kind = None if scaling is None else {"kind": type(scaling).__name__, **vars(scaling)}
-    return {"theta": rope.theta, "dim": rope.dim, "scaling": kind}
-
-
-def rope_from_json(fields: Mapping[str, Any] | None) -> RopeSpec | None:
-    """KeyError or TypeError for what `rope_to_json` did not write."""
-    if fields is None:
-        return None
-    values, scaling = dict(fields), None
-    if values["scaling"] is not None:
-        own: dict[str, Any] = {
-            key: tuple(value) if isinstance(value, list) else value
-            for key, value in values["scaling"].items()
-        }
-        scaling = SCALINGS[own.pop("kind")](**own)
-    return RopeSpec(values["theta"], values["dim"], scaling)

@@ -101,8 +101,8 @@ def taps_of(config: ModelConfig, kind: str) -> dict[int, list[int]]:
 
 def add_head_input(linears: Linears, model: PackedModel, arena: ActivationArena) -> None:
     """The stream of a head, from embeddings of its tokens and the rows that it is given."""
-    embedded, stream = (arena.embedded, arena.hidden_stride), (arena.hidden, arena.hidden_stride)
-    taken, config, program = (arena.taken, arena.fed_stride), model.config, linears.program
+    embedded, stream = arena.embedded, arena.hidden
+    taken, config, program = arena.taken, model.config, linears.program
     program.embed(model.weight("embed"), *embedded, config.embed_scale)
     if config.drafts == MTP:
         for source, part in ((embedded, "head_embed"), (taken, "head_rows")):
@@ -111,7 +111,7 @@ def add_head_input(linears: Linears, model: PackedModel, arena: ActivationArena)
             linears.add(weight, reading.options(), source, stream, add=source == taken)
         return
     linears.add([(model.weight("head_rows"), 0)], {"source": "rows"}, taken, stream)
-    program.adjust(config.hidden, arena.own_rows, arena.hidden_stride, *stream, add=True)
+    program.adjust(config.hidden, *arena.own_rows, *stream, add=True)
     if config.drafts == EAGLE3_NORMED:
         norm, eps = model.vectors["head_rows_norm"], config.stream_eps
         program.adjust(config.hidden, *stream, *stream, norm=norm, eps=eps)
@@ -121,10 +121,8 @@ def add_embedding_to_attention(
     site: Site, attention: Attention, arena: ActivationArena, target: Place
 ) -> Reading:
     """Queries, keys and values of embeddings, to which those of the stream are added; how these read it."""
-    stream, model = (arena.hidden, arena.hidden_stride), site.model
-    embeddings = Reading(
-        (arena.embedded, arena.hidden_stride), site.vector("attn_norm"), model.config.stream_eps
-    )
+    stream, model = arena.hidden, site.model
+    embeddings = Reading(arena.embedded, site.vector("attn_norm"), model.config.stream_eps)
     site.add(attention.embedded, embeddings, target)
     norm = None if model.config.drafts == EAGLE3_NORMED else model.vectors["head_rows_norm"]
     return Reading(stream, norm, model.config.stream_eps)
@@ -134,7 +132,8 @@ def add_fed_rows(
     linears: Linears, model: PackedModel, arena: ActivationArena, source: Place, rows: Rows, part: int = 0
 ) -> None:
     """Rows that a head reads, as they are, behind as many others as `part` says."""
-    target, config = (arena.fed + part * model.config.hidden, arena.fed_stride), model.config
+    config = model.config
+    target = arena.fed[0] + part * config.hidden, arena.fed[1]
     linears.program.adjust(config.hidden, *source, *target, rows=rows)
 
 
@@ -143,7 +142,7 @@ def add_normed_rows(
 ) -> None:
     """Rows that a head reads, behind the last norm."""
     norm, eps = model.vectors["final_norm"], model.config.stream_eps
-    target = arena.fed, arena.fed_stride
+    target = arena.fed
     linears.program.adjust(model.config.hidden, *source, *target, norm=norm, rows=rows, eps=eps)
 
 
@@ -178,7 +177,7 @@ class FedRows:
     def read(self, n_rows: int) -> RowVectors:
         """The first rows, as the last run left them: [n_rows, width]."""
         rows = np.empty((n_rows, self.width), np.float32)
-        self.program.read_rows(self.arena.fed, self.arena.fed_stride, rows)
+        self.program.read_rows(*self.arena.fed, rows)
         return rows
 
     def write(self, rows: RowVectors) -> None:
@@ -187,6 +186,6 @@ class FedRows:
         if self.has_own_rows:
             is_own, wide = rows.shape[1] == self.hidden, np.zeros((len(rows), 3 * self.hidden), np.float32)
             own = given if is_own else np.zeros((len(rows), self.hidden), np.float32)
-            self.program.write_rows(self.arena.own_rows, self.arena.hidden_stride, own)
+            self.program.write_rows(*self.arena.own_rows, own)
             given = wide if is_own else given
-        self.program.write_rows(self.arena.taken, self.arena.fed_stride, given)
+        self.program.write_rows(*self.arena.taken, given)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -184,7 +183,3 @@ def slopes_of(n_heads: int) -> np.ndarray:
     powers = [power(2.0, -8 * index, lower) for index in range(1, lower + 1)]
     powers += [power(2.0, -4 * index, lower) for index in range(1, 2 * (n_heads - lower), 2)]
     return np.array(powers, np.float32)
-
-
-def heads_from_json(fields: Mapping[str, Any] | None) -> HeadShape | None:
-    return None if fields is None else HeadShape(**fields)

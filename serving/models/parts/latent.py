@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from phasewise.cython_kernels.packing import PackedWeight
 from phasewise.serving.errors import ModelError
@@ -173,15 +171,6 @@ def _stack(site: Site, name: str) -> tuple[PackedWeight, PackedWeight]:
     stack, head = site.weight(name), site.model.one_head(f"{site.name}.{name}")
     assert head is not None
     return stack, head
-
-
-def latent_to_json(latent: LatentAttention | None) -> dict[str, Any] | None:
-    """Plain JSON values; `latent_from_json` is the inverse."""
-    return None if latent is None else dict(vars(latent))
-
-
-def latent_from_json(fields: Mapping[str, Any] | None) -> LatentAttention | None:
-    return None if fields is None else LatentAttention(**fields)
 
 
 def check_kv_format(latent: LatentAttention | None, name: str, kv_format: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -75,11 +75,11 @@ class InputsOfLayer(Part):
         scale: float,
     ) -> None:
         """What it gives is added to each of `targets`, the sum multiplied by `scale`. number: the layer's."""
-        gate, branch = (arena.gate_up, arena.gate_up_stride), (arena.branch, arena.branch_stride)
+        gate, branch = arena.gate_up, arena.branch
         into, out = self.products
         site.linears.add(site.parts(into), {"source": "rows"}, stream, gate, rows=rows)
         reads: dict[str, Any] = {"source": "gate", "gate": self.activation}
-        seconds = arena.inputs + number * self.size, arena.inputs_stride
+        seconds = arena.inputs[0] + number * self.size, arena.inputs[1]
         site.linears.add(site.parts(out), reads, gate, branch, rows=rows, seconds=seconds)
         norm = site.vector("inputs_post_norm")
         for target in targets:
@@ -90,9 +90,9 @@ def add_layer_inputs(linears: Linears, model: PackedModel, arena: ActivationAren
     """Inputs of all layers, from rows of embeddings: (norm(P e / root(hidden)) + root(size) t) / root(2)."""
     config, inputs = model.config, model.config.layer_inputs
     assert inputs is not None
-    place = arena.inputs, arena.inputs_stride
+    place = arena.inputs
     projection = [(model.weight("layer_projection"), 0)]
-    linears.add(projection, {"source": "rows"}, (arena.hidden, arena.hidden_stride), place)
+    linears.add(projection, {"source": "rows"}, arena.hidden, place)
     linears.program.layer_inputs(
         model.weight("layer_table"),
         config.n_layers * inputs.size,
@@ -102,7 +102,3 @@ def add_layer_inputs(linears: Linears, model: PackedModel, arena: ActivationAren
         math.sqrt(inputs.size) * HALF,
         config.stream_eps * config.hidden,  # rows are normalised that were not divided before
     )
-
-
-def inputs_from_json(fields: Mapping[str, Any] | None) -> LayerInputs | None:
-    return None if fields is None else LayerInputs(**fields)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -196,23 +194,3 @@ def _normed(site: Site, reading: Reading, name: str, factor: float = 1.0) -> Rea
     """The stream behind a norm of these weights, times `factor`."""
     weights = site.model.vectors[f"{site.name}.{name}"]
     return Reading(reading.source, weights * np.float32(factor) if factor != 1 else weights, reading.eps)
-
-
-_LATER = tuple(field for field in fields(Experts) if field.name not in ("biases", "shared_ffn"))
-
-
-def experts_to_json(experts: Experts | None) -> dict[str, Any] | None:
-    """Plain JSON values; what most mixtures lack is not mentioned. `experts_from_json` is the inverse."""
-    if experts is None:
-        return None
-    values = {**vars(experts), "dense_layers": list(experts.dense_layers)}
-    for field in _LATER:
-        if field.default is not MISSING and getattr(experts, field.name) == field.default:
-            del values[field.name]
-    return values
-
-
-def experts_from_json(values: Mapping[str, Any] | None) -> Experts | None:
-    if values is None:
-        return None
-    return Experts(**{**values, "dense_layers": tuple(values.get("dense_layers", ()))})

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -76,8 +75,8 @@ class StreamsOfLayer(Part):
 
     def add_before(self, site: Site, arena: ActivationArena, stream: Place, last: bool) -> None:
         """Streams are predicted, and the layer's second way round attention: n + norm(R L n), n = norm(h)."""
-        aside, branch = (arena.aside, arena.hidden_stride), (arena.branch, arena.branch_stride)
-        low, norm = (arena.gate_up, arena.gate_up_stride), site.vector("attn_norm")
+        aside, branch = arena.aside, arena.branch
+        low, norm = arena.gate_up, site.vector("attn_norm")
         self._add_streams(site, arena, "predict", stream, last)
         site.program.adjust(self.hidden, *stream, *aside, norm=norm)
         into, out = self.products
@@ -87,7 +86,7 @@ class StreamsOfLayer(Part):
 
     def add_between(self, site: Site, arena: ActivationArena, after: Place, last: bool) -> None:
         """The mean of both ways, of rows that are gathered behind the last attention."""
-        aside = arena.aside, arena.hidden_stride
+        aside = arena.aside
         if last:
             site.program.adjust(
                 self.hidden, *after, *after, add=True, rows="gathered", residual=aside, scale=HALF
@@ -98,9 +97,8 @@ class StreamsOfLayer(Part):
     def add_behind(self, site: Site, arena: ActivationArena, after: Place, last: bool) -> list[Place]:
         """Streams are corrected by what the halves gave. The places of all but the first one."""
         self._add_streams(site, arena, "correct", after, last)
-        first = arena.last_streams if last else arena.streams
-        numbers = range(1, self.streams.count)
-        return [(first + number * self.hidden, arena.streams_stride) for number in numbers]
+        first, stride = arena.last_streams if last else arena.streams
+        return [(first + number * self.hidden, stride) for number in range(1, self.streams.count)]
 
     def _add_streams(self, site: Site, arena: ActivationArena, mode: str, rows: Place, last: bool) -> None:
         kind: Rows = "logits" if last and mode == "correct" else "every"
@@ -110,10 +108,10 @@ class StreamsOfLayer(Part):
             mode,
             self.hidden,
             streams.count,
-            (arena.streams, arena.streams_stride),
+            arena.streams,
             rows,
             rows,
-            to=(to, arena.streams_stride),
+            to=to,
             rows=kind,
             active=streams.active,
             norm=vectors[f"{site.name}.stream_norm"] * np.float32(1 / self.hidden),
@@ -127,9 +125,9 @@ def add_spread(linears: Linears, model: PackedModel, arena: ActivationArena) -> 
     """The other streams, from rows of embeddings: products as long as these."""
     config, streams = model.config, model.config.streams
     assert streams is not None
-    hidden, place = (arena.hidden, arena.hidden_stride), (arena.streams, arena.streams_stride)
+    hidden, place = arena.hidden, arena.streams
     for number in range(1, streams.count):
-        target = arena.streams + number * config.hidden, arena.streams_stride
+        target = place[0] + number * config.hidden, place[1]
         linears.add([(model.weight(f"stream_in.{number}"), 0)], {"source": "rows"}, hidden, target)
     linears.program.streams("spread", config.hidden, streams.count, place, hidden, hidden)
 
@@ -138,8 +136,8 @@ def add_merge(linears: Linears, model: PackedModel, arena: ActivationArena) -> N
     """The mean of streams behind the last layer, in rows that want logits."""
     config, streams = model.config, model.config.streams
     assert streams is not None
-    tail, place = (arena.tail, arena.hidden_stride), (arena.last_streams, arena.streams_stride)
-    others = arena.merged, arena.streams_stride
+    tail, place = arena.tail, arena.last_streams
+    others = arena.merged
     for number in range(1, streams.count):
         source = place[0] + number * config.hidden, place[1]
         target = others[0] + (number - 1) * config.hidden, others[1]
@@ -148,7 +146,3 @@ def add_merge(linears: Linears, model: PackedModel, arena: ActivationArena) -> N
     linears.program.streams(
         "merge", config.hidden, streams.count, place, tail, tail, to=others, rows="logits"
     )
-
-
-def streams_from_json(fields: Mapping[str, Any] | None) -> Streams | None:
-    return None if fields is None else Streams(**{**fields, "sparsity": tuple(fields["sparsity"])})

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from phasewise.serving.errors import ModelError
 
@@ -96,18 +94,3 @@ class StateLayers:
 
 def _whole_lines(floats: int) -> int:
     return -(-floats // 16) * 16
-
-
-def state_to_json(state: StateLayers | None) -> dict[str, Any] | None:
-    """Plain JSON values; `state_from_json` is the inverse."""
-    if state is None:
-        return None
-    fields = {**vars(state), "layers": list(state.layers)}
-    for name, usual in (("conv_bias", False), ("tiled", False), ("beside", False), ("norm_groups", 1)):
-        if fields[name] == usual:
-            del fields[name]
-    return fields
-
-
-def state_from_json(fields: Mapping[str, Any] | None) -> StateLayers | None:
-    return None if fields is None else StateLayers(**{**fields, "layers": tuple(fields["layers"])})
