@@ -6,48 +6,9 @@ from dataclasses import dataclass
 
 from phasewise.serving.models.linears import Place
 from phasewise.serving.models.packed_model import ModelConfig
-from phasewise.serving.models.parts.mixer import MixingRows
+from phasewise.serving.models.parts.rows import ActivationArena, MixingRows
 
 _ROUND_FLOATS = 16  # one cache line: rows of the arena begin on their own
-
-
-@dataclass(frozen=True, slots=True)
-class ActivationArena:
-    """Places of rows, in floats. Mixers and feed-forward layers take turns in one of them."""
-
-    hidden: Place
-    """The stream."""
-    mixing: MixingRows[Place]
-    gate_up: Place
-    given: Place
-    """The output of experts: of each row, a row for each of its experts."""
-    router: Place
-    normed: Place
-    """Rows of the stream behind a LayerNorm."""
-    branch: Place
-    """The output of a half of a layer, where it is normalised before it is added."""
-    summed: Place
-    """The sum of what experts gave, where it is normalised before it is added."""
-    inputs: Place
-    """Inputs of all layers."""
-    aside: Place
-    """Rows that go round attention."""
-    streams: Place
-    last_streams: Place
-    """Streams behind the last layer, of rows that want logits."""
-    merged: Place
-    """Their products, but the first one's."""
-    tail: Place
-    """Hidden rows of the last layer that want logits, and its feed-forward rows (in place of `gate_up`)."""
-    logits: Place
-    fed: Place
-    """Rows for a head that drafts: behind the last norm, or of three layers one behind the other."""
-    taken: Place
-    """The rows that such a head reads, as far apart."""
-    own_rows: Place
-    """The same: rows of its own, which stand in for what it makes of those."""
-    embedded: Place
-    """The same: embeddings of its tokens."""
 
 
 def rounded(floats: int) -> int:
@@ -92,7 +53,7 @@ def lay_out(config: ModelConfig, tokens: int, logit_rows: int) -> ActivationAren
     given = feeding.take(rows * n_chosen if experts else 0, stride)
     router = feeding.take(rows, rounded(experts.count if experts else 0))
     room = _Room(max(mixing.end, feeding.end))
-    has_branch = config.post_norms or config.out_bias or config.ffn_biases
+    has_branch = config.post_norms or config.out_bias or config.ffn_form.ffn_biases
     normed = room.take(rows if config.layer_norms else 0, stride)
     branch = room.take(rows if has_branch else 0, stride)
     summed = room.take(rows if experts and experts.own_norms else 0, stride)

@@ -3,32 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any, get_args, get_origin, get_type_hints
 
-from phasewise.serving.models.encoding import Encoder
-from phasewise.serving.models.packed_model import LayerKind, ModelConfig
-from phasewise.serving.models.parts.mixture import Experts
-from phasewise.serving.models.parts.states.state_layers import StateLayers
+from phasewise.serving.models.later import LATER
+from phasewise.serving.models.packed_model import ModelConfig
 from phasewise.serving.models.rope import SCALINGS
 
-RARE: dict[type, tuple[str, ...]] = {
-    ModelConfig: (
-        "gated", "halves", "factors", "ffn_widths", "shared_kv_layers", "drafts", "n_drafted", "state",
-        "latent", "query_growth", "layer_inputs", "streams", "gated_attention", "last_row_scores",
-        "layer_norms", "norm_biases", "parallel", "ffn_biases", "value_norms", "layer_scales",
-    ),
-    LayerKind: ("heads",),
-    Encoder: ("pre_norms", "norm_head", "distances", "tasks"),
-    Experts: (
-        "shared_gate", "scores", "choice_bias", "groups", "chosen_groups", "group_best", "scale",
-        "dense_layers", "dense_ffn", "own_norms",
-    ),
-    StateLayers: ("conv_bias", "tiled", "beside", "norm_groups"),
-}  # fmt: skip
-"""Fields that are not mentioned where they have their defaults: files and fingerprints of before others were
-read stay as they are."""
+FLAT = {"ffn_form"}
+"""Fields of a config whose own fields stand beside the config's others."""
 
 
 def config_to_json(config: ModelConfig) -> dict[str, Any]:
@@ -57,19 +41,16 @@ def _plain(value: Any) -> Any:
         return [_plain(entry) for entry in value]
     if not is_dataclass(value):
         return value
-    rare = RARE.get(type(value), ())
     named = {"kind": type(value).__name__} if type(value).__name__ in SCALINGS else {}
     own = [(field, getattr(value, field.name)) for field in fields(value)]
     kept = {
-        field.name: of_field
+        field.name: _plain(of_field)
         for field, of_field in own
-        if not (field.name in rare and of_field == _usual(field))
+        if not (LATER.items() <= field.metadata.items() and of_field == field.default)
     }
-    return {**named, **{name: _plain(of_field) for name, of_field in kept.items()}}
-
-
-def _usual(field: Field[Any]) -> Any:
-    return field.default if field.default is not MISSING else None
+    for name in FLAT & kept.keys():
+        kept |= kept.pop(name)
+    return {**named, **kept}
 
 
 @cache
@@ -88,4 +69,6 @@ def _value(hint: Any, plain: Any) -> Any:
         return plain
     own = dict(plain)
     kind = classes[0] if len(classes) == 1 else SCALINGS[own.pop("kind")]
+    for name in FLAT & _hints(kind).keys():
+        own[name] = {part: own.pop(part) for part in own.keys() & _hints(_hints(kind)[name]).keys()}
     return kind(**{name: _value(_hints(kind)[name], entry) for name, entry in own.items()})

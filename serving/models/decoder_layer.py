@@ -5,18 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from phasewise.serving.models.arena import ActivationArena, rounded
+from phasewise.serving.models.arena import rounded
 from phasewise.serving.models.heads.draft_head import add_embedding_to_attention
 from phasewise.serving.models.layers import Layer
 from phasewise.serving.models.linears import Linears, Place, Rows
 from phasewise.serving.models.norms import add_layer_norm
-from phasewise.serving.models.packed_model import ModelConfig, PackedModel, Vector
+from phasewise.serving.models.packed_model import ModelConfig, PackedModel
 from phasewise.serving.models.parts.attention import Attention
 from phasewise.serving.models.parts.feed_forward import FeedForward
 from phasewise.serving.models.parts.mixer import Mixer
 from phasewise.serving.models.parts.mixture import Mixture, MixtureRows
-from phasewise.serving.models.parts.part import Product
-from phasewise.serving.models.parts.site import Reading, Site
+from phasewise.serving.models.parts.part import Product, Vector
+from phasewise.serving.models.parts.rows import ActivationArena
+from phasewise.serving.models.parts.site import ReadRows, Site
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ class DecoderLayer:
 
     @property
     def site(self) -> Site:
-        return Site(self.linears, self.model, f"layers.{self.number}")
+        return self.model.site(self.linears, f"layers.{self.number}.")
 
     @property
     def last(self) -> bool:
@@ -101,14 +102,14 @@ class DecoderLayer:
         """The same where it is that of the second half's sum: no inputs of the layer come behind it."""
         return 1.0 if self.layer.inputs is not None else self._out_scale()
 
-    def _reading(self, norm: str, stream: Place, rows: Rows) -> Reading:
+    def _reading(self, norm: str, stream: Place, rows: Rows) -> ReadRows:
         """The stream as products read it, normalised where the model does so before its halves."""
         eps = self.config.stream_eps
         if self.config.layer_norms:
             place = self.arena.normed
-            add_layer_norm(self.linears.program, self.model, f"{self.site.name}.{norm}", stream, place, rows)
-            return Reading(place, None, eps)
-        return Reading(stream, self.site.vector(norm) if self.config.pre_norms else None, eps)
+            add_layer_norm(self.linears.program, self.model, self.site.stem + norm, stream, place, rows)
+            return ReadRows(place, None, eps)
+        return ReadRows(stream, self.site.vector(norm) if self.config.pre_norms else None, eps)
 
     def _add_mixers(self, mixers: tuple[Mixer, ...]) -> None:
         """All read the stream before what any gives is added to it."""
@@ -121,33 +122,33 @@ class DecoderLayer:
         for mixer in mixers:
             more: dict[str, Any] = {}
             if isinstance(mixer, Attention) and mixer.of_embeddings:
-                more["behind"] = add_embedding_to_attention(self.site, mixer, self.arena, places.products)
+                more["behind"] = add_embedding_to_attention(self.site, self.model, mixer, self.arena)
             read.append((mixer.back, mixer.add(self.site, reading, places, self.kept_as, rows, **more)))
         *others, (back, mixed) = read
         for product, place in others:
-            self._add_product(product, Reading(place).options(), place, self.stream, add=True)
+            self._add_product(product, ReadRows(place).options(), place, self.stream, add=True)
         self._add_back(
-            back, Reading(mixed).options(), mixed, "attn_post_norm", self.site.vector("o_bias"), rows
+            back, ReadRows(mixed).options(), mixed, "attn_post_norm", self.site.vector("o_bias"), rows
         )
 
     def _add_product(
         self, product: Product, reads: dict[str, Any], source: Place, target: Place, **options: Any
     ) -> None:
-        reader = f"{self.site.name}.{product.reader}"
+        reader = self.site.stem + product.reader
         self.linears.add(self.site.parts(product), reads, source, target, reader, **options)
 
-    def _ffn_reading(self, rows: Rows) -> tuple[Reading, Rows]:
+    def _ffn_reading(self, rows: Rows) -> tuple[ReadRows, Rows]:
         """The rows of the second half: behind attention, or those of attention where both halves read one
         norm."""
         if self.config.parallel:
             normed = self.arena.normed
-            return Reading(normed), "gathered" if self.last else "every"
+            return ReadRows(normed), "gathered" if self.last else "every"
         norm = "ffn_norm" if self.layer.mixers else "attn_norm"
         return self._reading(norm, self.after, rows), rows
 
     def _add_feed_forward(self, part: FeedForward) -> None:
         inner, between = self._add_into(part), part.between(self.site)
-        bias = self.site.vector("down_bias") if part.biases else None
+        bias = self.site.vector("down_bias") if part.form.ffn_biases else None
         scale = self._scale_behind_halves()
         self._add_back(part.down, between, inner, "ffn_post_norm", bias, self._rows(), scale)
 

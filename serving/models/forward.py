@@ -163,9 +163,10 @@ def build_program(
             embed_scale = config.embed_scale / config.residual_scale
             program.embed(model.weight("embed"), *arena.hidden, embed_scale)
         if config.layer_inputs is not None:
-            add_layer_inputs(linears, model, arena)
+            eps = config.stream_eps * config.hidden
+            add_layer_inputs(model.site(linears), config.layer_inputs, config.n_layers, eps, arena)
         if config.streams is not None:
-            add_spread(linears, model, arena)
+            add_spread(model.site(linears), config.streams, config.hidden, arena)
         keeping = {layer: number for number, layer in enumerate(config.attention_layers)}
         is_read, taps = capacity.feeds == MTP, taps_of(config, capacity.feeds)
         for layer in range(config.n_layers):

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 
 from phasewise.serving.errors import ModelError
-from phasewise.serving.models.arena import ActivationArena
 from phasewise.serving.models.heads.draft_head import add_fed_rows, add_normed_rows
 from phasewise.serving.models.heads.kinds import MTP
 from phasewise.serving.models.linears import Linears, Rows
 from phasewise.serving.models.norms import add_final_norm
 from phasewise.serving.models.packed_model import PackedModel
+from phasewise.serving.models.parts.rows import ActivationArena
 from phasewise.serving.models.parts.streams import add_merge
 
 
@@ -31,7 +31,7 @@ def add_logits(linears: Linears, model: PackedModel, arena: ActivationArena, *, 
     elif config.drafts:
         add_fed_rows(linears, model, arena, tail, "logits")
     if config.streams is not None:
-        add_merge(linears, model, arena)
+        add_merge(model.site(linears), config.streams, config.hidden, arena)
     head = model.weight("embed" if config.tied_embeddings else "lm_head")
     if head.n != config.n_logits:
         raise ModelError(f"{model.name} gives {head.n} logits for a vocabulary of {config.n_logits}")

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from phasewise.cython_kernels._native import Program, compute_paths
 from phasewise.cython_kernels.division import Division
 from phasewise.cython_kernels.packing import PANEL, PackedWeight
 from phasewise.cython_kernels.schedules import ScheduleLookup
 from phasewise.serving.models.low_rank import Adapter, behind_zeros
-
-if TYPE_CHECKING:
-    from phasewise.serving.models.parts.mixture import Experts
+from phasewise.serving.models.parts.experts import Experts
 
 Parts = list[tuple[PackedWeight, int]]
 Place = tuple[int, int]  # offset and row stride in the arena

@@ -30,10 +30,10 @@ from phasewise.serving.models.forward import (
 )
 from phasewise.serving.models.layers import Layer
 from phasewise.serving.models.linears import Linears, Place, Rows
-from phasewise.serving.models.packed_model import PackedModel, Vector
-from phasewise.serving.models.parts.mixer import MixingRows
-from phasewise.serving.models.parts.part import Product
-from phasewise.serving.models.parts.site import Reading, Site
+from phasewise.serving.models.packed_model import PackedModel
+from phasewise.serving.models.parts.part import Product, Vector
+from phasewise.serving.models.parts.rows import MixingRows
+from phasewise.serving.models.parts.site import ReadRows, Site
 from phasewise.serving.processes.memory import check_memory
 
 
@@ -138,9 +138,9 @@ class _Layer:
             if last:
                 self._normalise("final_norm", None, after, whole, rows)
         else:
-            self._normalise(f"{self.site.name}.attn_norm", "o_bias", after, after, rows)
+            self._normalise(f"{self.site.stem}attn_norm", "o_bias", after, after, rows)
             self._add_feed_forward(after, after, rows)
-            self._normalise(f"{self.site.name}.ffn_norm", "down_bias", after, whole, rows)
+            self._normalise(f"{self.site.stem}ffn_norm", "down_bias", after, whole, rows)
 
     def _add_attention(self, after: Place, *, gathered: bool) -> None:
         arena, stream, (attention,) = self.arena, (0, self.arena.stride), self.layer.mixers
@@ -149,26 +149,26 @@ class _Layer:
         reads = (
             self._normed("attn_norm", stream, "every") if self.encoder.pre_norms and self.number else stream
         )
-        attention.add(self.site, Reading(reads), MixingRows(qkv, qkv, qkv, mixed), 0, rows)
+        attention.add(self.site, ReadRows(reads), MixingRows(qkv, qkv, qkv, mixed), 0, rows)
         how: dict[str, Any] = {"add": True, "rows": rows, "residual": stream if gathered else None}
         self._add_back(attention.back, {"source": "rows"}, mixed, after, **how)
 
     def _add_feed_forward(self, reads: Place, after: Place, rows: Rows) -> None:
         inner, part = (self.arena.inner, self.arena.up_stride), self.layer.feed_forward
         assert part is not None
-        part.add(self.site, Reading(reads), inner, rows)
+        part.add(self.site, ReadRows(reads), inner, rows)
         self._add_back(part.down, part.between(self.site), inner, after, add=True, rows=rows)
 
     def _add_back(
         self, product: Product, reads: dict[str, Any], source: Place, after: Place, **how: Any
     ) -> None:
-        parts, reader = self.site.parts(product), f"{self.site.name}.{product.reader}"
+        parts, reader = self.site.parts(product), self.site.stem + product.reader
         self.linears.add(parts, reads, source, after, reader, **how)
 
     def _normed(self, norm: str, source: Place, rows: Rows) -> Place:
         """Rows of the stream, normalised into a place of their own."""
         target = self.arena.normed, self.arena.stride
-        self._normalise(f"{self.site.name}.{norm}", None, source, target, rows)
+        self._normalise(f"{self.site.stem}{norm}", None, source, target, rows)
         return target
 
     def _normalise(self, norm: str, bias: str | None, source: Place, target: Place, rows: Rows) -> None:
@@ -183,4 +183,4 @@ class _Layer:
 
     @property
     def site(self) -> Site:
-        return Site(self.linears, self.model, f"layers.{self.number}")
+        return self.model.site(self.linears, f"layers.{self.number}.")

@@ -17,8 +17,8 @@ from phasewise.serving.loaders.families.family import (
 from phasewise.serving.loaders.families.reading import must_be_off, yarn_magnitude
 from phasewise.serving.loaders.families.routing import GGUF_ROUTED, HF_ROUTED, routed_gguf, routed_hf
 from phasewise.serving.models.packed_model import LARGEST, ModelConfig
+from phasewise.serving.models.parts.experts import SOFTMAX
 from phasewise.serving.models.parts.latent import LatentAttention
-from phasewise.serving.models.parts.mixture import SOFTMAX
 from phasewise.serving.models.rope import YarnScaling
 
 NORM_EPS = 1e-6

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from phasewise.serving.models.packed_model import ModelConfig
+from phasewise.serving.models.parts.feed_forward import SILU_GATE, FeedForwardForm
 
 Get = Callable[..., Any]
 """get(key, type, default=None): the file's value if it has that type, the default if it is absent;
@@ -166,10 +167,8 @@ class Family:
     """Fields that config.json may leave out, other than Llama's."""
     global_names: Names = field(default_factory=dict)
     """Names of tensors outside layers, of either format, beside the common ones."""
-    activation: str = "silu"
-    """The activation of the feed-forward layers, of `ACTIVATION_NAMES`."""
-    gated: bool = True
-    """True if feed-forward layers are down(act(gate(x)) * up(x)), else down(act(up(x)))."""
+    ffn_form: FeedForwardForm = SILU_GATE
+    """What feed-forward layers have in common; the activation is one of `ACTIVATION_NAMES`."""
     hf_text_prefixes: tuple[str, ...] = ()
     """The prefix of the names of a language model that is part of a larger one."""
     hf_ignored: tuple[str, ...] = ()

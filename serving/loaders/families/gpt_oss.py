@@ -18,6 +18,7 @@ from phasewise.serving.loaders.families.reading import (
     yarn_magnitude,
 )
 from phasewise.serving.models.packed_model import ModelConfig
+from phasewise.serving.models.parts.feed_forward import FeedForwardForm
 from phasewise.serving.models.rope import RopeSpec, YarnScaling
 
 PERIOD = 2
@@ -26,7 +27,7 @@ LIMIT, ALPHA = 7.0, 1.702  # of the clamped gate: families/rows/elementwise.c
 
 
 def _common(config: ModelConfig) -> ModelConfig:
-    return replace(config, activation="clamped_silu", sinks=True, out_bias=True)
+    return replace(config, ffn_form=FeedForwardForm("clamped_silu"), sinks=True, out_bias=True)
 
 
 def _hf(get: Get, config: ModelConfig) -> ModelConfig:

@@ -77,7 +77,7 @@ GTE = EncoderFamily(
         **EMBEDDING_NAMES,
         **{name: ours for name, ours in BERT.hf_global_names.items() if ours.startswith("score_")},
     },
-    gated=True,
+    has_gate=True,
     positions=False,
     position_kinds=("rope",),
     activations=("gelu",),

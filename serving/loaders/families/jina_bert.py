@@ -41,7 +41,7 @@ JINA_BERT = EncoderFamily(
         "mlp.layernorm.bias": "ffn_norm_bias",
     },
     BERT.hf_global_names,
-    gated=True,
+    has_gate=True,
     positions=False,
     position_kinds=("alibi",),
     activations=("gelu",),

@@ -92,7 +92,7 @@ MODERN_BERT = EncoderFamily(
         "classifier.weight": "score_out",
         "classifier.bias": "score_out_bias",
     },
-    gated=True,
+    has_gate=True,
     positions=False,
     biases=False,
     activations=("gelu", "silu", "gelu_tanh"),

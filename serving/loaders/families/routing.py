@@ -12,8 +12,8 @@ from phasewise.serving.loaders.families.family import Get, Names, TensorCut
 from phasewise.serving.loaders.families.llama import GGUF_EXPERTS
 from phasewise.serving.loaders.families.reading import experts_of, positive
 from phasewise.serving.models.packed_model import ModelConfig
+from phasewise.serving.models.parts.experts import LOGISTIC, SOFTMAX
 from phasewise.serving.models.parts.feed_forward import MOST_WIDTH
-from phasewise.serving.models.parts.mixture import LOGISTIC, SOFTMAX
 
 HF_ROUTED: Names = {
     "mlp.gate.weight": "router",

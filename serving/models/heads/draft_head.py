@@ -18,12 +18,13 @@ import numpy.typing as npt
 
 from phasewise.cython_kernels._native import Program
 from phasewise.serving.errors import ModelError
-from phasewise.serving.models.arena import ActivationArena, lay_out
+from phasewise.serving.models.arena import lay_out
 from phasewise.serving.models.heads.kinds import EAGLE3_NORMED, EAGLES, MTP, tapped_layers
 from phasewise.serving.models.linears import Linears, Place, Rows
 from phasewise.serving.models.packed_model import ModelConfig, PackedModel
 from phasewise.serving.models.parts.attention import Attention
-from phasewise.serving.models.parts.site import Reading, Site
+from phasewise.serving.models.parts.rows import ActivationArena
+from phasewise.serving.models.parts.site import ReadRows, Site
 
 OFFSETS = "draft_offsets"
 """The vector of what is added to the numbers of a head's logits to get tokens."""
@@ -106,7 +107,7 @@ def add_head_input(linears: Linears, model: PackedModel, arena: ActivationArena)
     program.embed(model.weight("embed"), *embedded, config.embed_scale)
     if config.drafts == MTP:
         for source, part in ((embedded, "head_embed"), (taken, "head_rows")):
-            reading = Reading(source, model.vectors[f"{part}_norm"], config.stream_eps)
+            reading = ReadRows(source, model.vectors[f"{part}_norm"], config.stream_eps)
             weight = [(model.weight(part), 0)]
             linears.add(weight, reading.options(), source, stream, add=source == taken)
         return
@@ -118,14 +119,13 @@ def add_head_input(linears: Linears, model: PackedModel, arena: ActivationArena)
 
 
 def add_embedding_to_attention(
-    site: Site, attention: Attention, arena: ActivationArena, target: Place
-) -> Reading:
+    site: Site, model: PackedModel, attention: Attention, arena: ActivationArena
+) -> ReadRows:
     """Queries, keys and values of embeddings, to which those of the stream are added; how these read it."""
-    stream, model = arena.hidden, site.model
-    embeddings = Reading(arena.embedded, site.vector("attn_norm"), model.config.stream_eps)
-    site.add(attention.embedded, embeddings, target)
+    embeddings = ReadRows(arena.embedded, site.vector("attn_norm"), model.config.stream_eps)
+    site.add(attention.embedded, embeddings, arena.mixing.products)
     norm = None if model.config.drafts == EAGLE3_NORMED else model.vectors["head_rows_norm"]
-    return Reading(stream, norm, model.config.stream_eps)
+    return ReadRows(arena.hidden, norm, model.config.stream_eps)
 
 
 def add_fed_rows(

@@ -10,9 +10,10 @@ import numpy as np
 from phasewise.cython_kernels.exact import power
 from phasewise.serving.errors import ModelError
 from phasewise.serving.models.linears import Place, Rows
-from phasewise.serving.models.parts.mixer import Mixer, MixingRows
+from phasewise.serving.models.parts.mixer import Mixer
 from phasewise.serving.models.parts.part import Product
-from phasewise.serving.models.parts.site import Reading, Site
+from phasewise.serving.models.parts.rows import MixingRows
+from phasewise.serving.models.parts.site import ReadRows, Site
 from phasewise.serving.models.query_growth import QueryGrowth
 
 
@@ -55,7 +56,8 @@ class Attention(Mixer):
     value_norms: bool = False
     out_bias: bool = False
     sinks: bool = False
-    gated: bool = False
+    has_gate: bool = False
+    """True if what it gives is multiplied by the logistic of one more product of the stream."""
     factor: float = 1.0
     growth: QueryGrowth | None = None
     context_length: int = 0
@@ -97,7 +99,7 @@ class Attention(Mixer):
     @property
     def products(self) -> tuple[Product, ...]:
         first = (self.embedded,) if self.of_embeddings else ()
-        return (*first, self.into, *((self.gate,) if self.gated else ()), self.back)
+        return (*first, self.into, *((self.gate,) if self.has_gate else ()), self.back)
 
     @property
     def vectors(self) -> dict[str, int]:
@@ -119,26 +121,26 @@ class Attention(Mixer):
 
     @property
     def widths(self) -> MixingRows[int]:
-        own = self.q_rows if self.gated else 0
+        own = self.q_rows if self.has_gate else 0
         return MixingRows(self.q_rows + 2 * self.kv_rows, own, 0, self.q_rows)
 
     def add(
         self,
         site: Site,
-        reading: Reading,
+        reads: ReadRows,
         places: MixingRows[Place],
         kept_as: int,
         rows: Rows,
         *,
-        behind: Reading | None = None,
+        behind: ReadRows | None = None,
     ) -> Place:
         """As `Mixer.add`. behind: how the stream is read where embeddings have left their products."""
         qkv, mixed, program = places.products, places.mixed, site.program
         if behind is None:
-            site.add(self.into, reading, qkv, factor=self.factor)
+            site.add(self.into, reads, qkv, factor=self.factor)
         else:
-            parts, reads = site.parts(self.into), behind.options(self.factor)
-            site.linears.add(parts, reads, behind.source, qkv, f"{site.name}.qkv", add=True)
+            parts, of_stream = site.parts(self.into), behind.options(self.factor)
+            site.linears.add(parts, of_stream, behind.source, qkv, site.stem + "qkv", add=True)
         q_norm, k_norm = (site.vector(f"{part}_norm") for part in "qk")
         if self.whole_qk_norm:
             keys = qkv[0] + self.q_rows, qkv[1]
@@ -163,8 +165,8 @@ class Attention(Mixer):
             slopes=slopes_of(self.n_heads) if self.distances else None,
             **self._growth(),
         )
-        if self.gated:
-            site.add(self.gate, reading, places.own)
+        if self.has_gate:
+            site.add(self.gate, reads, places.own)
             program.gate_rows(self.q_rows, *mixed, *mixed, places.own, gate="logistic")
         return mixed
 

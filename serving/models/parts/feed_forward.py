@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from phasewise.serving.errors import ModelError
+from phasewise.serving.models.later import LATER
 from phasewise.serving.models.linears import Place, Rows
-from phasewise.serving.models.parts.part import Part, Product
-from phasewise.serving.models.parts.site import Reading, Site
+from phasewise.serving.models.parts.part import LayerPart, Product
+from phasewise.serving.models.parts.site import ReadRows, Site
 
 GATE_ACTIVATIONS = ("silu", "gelu_tanh", "clamped_silu", "gelu")
 PLAIN_ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu", "relu2")
@@ -18,15 +19,32 @@ MOST_WIDTH = 1 << 20
 
 
 @dataclass(frozen=True)
-class FeedForward(Part):
+class FeedForwardForm:
+    """What the feed-forward layers of a model have in common."""
+
+    activation: str = "silu"
+    gated: bool = field(default=True, metadata=LATER)
+    """True for down(act(gate(x)) * up(x)), else down(act(up(x)))."""
+    ffn_biases: bool = field(default=False, metadata=LATER)
+    """True if what leads back to the stream has biases, and what reads it where there is no gate."""
+
+    def __post_init__(self) -> None:
+        activations = GATE_ACTIVATIONS if self.gated else PLAIN_ACTIVATIONS
+        if self.activation not in activations:
+            raise ModelError(f"activation {self.activation!r:.80} is not one of {', '.join(activations)}")
+
+
+SILU_GATE = FeedForwardForm()
+"""That of a Llama."""
+
+
+@dataclass(frozen=True)
+class FeedForward(LayerPart):
     """One feed-forward layer: of a layer, of an expert, or the one that experts share."""
 
     hidden: int
     width: int
-    activation: str
-    gated: bool = True
-    biases: bool = False
-    """True if what leads back to the stream has biases, and what reads it where there is no gate."""
+    form: FeedForwardForm
     factors: tuple[float, float] = (1.0, 1.0)
     """Those of gate and up."""
     sparsity: float = 0.0
@@ -40,14 +58,11 @@ class FeedForward(Part):
                 f"a feed-forward layer is {self.width!r:.80} wide: a whole number from 1 to {MOST_WIDTH}"
                 " expected"
             )
-        activations = GATE_ACTIVATIONS if self.gated else PLAIN_ACTIVATIONS
-        if self.activation not in activations:
-            raise ModelError(f"activation {self.activation!r:.80} is not one of {', '.join(activations)}")
 
     @property
     def into(self) -> tuple[Product, ...]:
         """Products that read the stream: apart where each has a factor of its own."""
-        if not self.gated:
+        if not self.form.gated:
             return (Product.alone("up", self.width, self.hidden, reader="up"),)
         outputs = dict.fromkeys(("gate", "up"), self.width)
         if self.factors[0] == self.factors[1]:
@@ -65,30 +80,30 @@ class FeedForward(Part):
 
     @property
     def vectors(self) -> dict[str, int]:
-        if not self.biases:
+        if not self.form.ffn_biases:
             return {}
-        return {"down_bias": self.hidden, **({} if self.gated else {"up_bias": self.width})}
+        return {"down_bias": self.hidden, **({} if self.form.gated else {"up_bias": self.width})}
 
     @property
     def inner(self) -> int:
         """Numbers of a row between its products."""
-        return self.width * (2 if self.gated else 1)
+        return self.width * (2 if self.form.gated else 1)
 
-    def add(self, site: Site, reading: Reading, inner: Place, rows: Rows) -> None:
+    def add(self, site: Site, reads: ReadRows, inner: Place, rows: Rows) -> None:
         """The products of the stream, into rows at `inner`."""
         factors, column = self.factors if len(self.into) > 1 else self.factors[1:], 0
         for product, factor in zip(self.into, factors, strict=True):
-            site.add(product, reading, inner, column, factor, rows)
+            site.add(product, reads, inner, column, factor, rows)
             column += self.width
 
-    def add_weight(self, site: Site, reading: Reading, inner: Place, gate: Place, rows: Rows) -> None:
+    def add_weight(self, site: Site, reads: ReadRows, inner: Place, gate: Place, rows: Rows) -> None:
         """Rows times the logistic of one number each, which their product then is."""
-        site.add(self.products[0], reading, gate, rows=rows)
+        site.add(self.products[0], reads, gate, rows=rows)
         up = inner[0] + self.inner - self.width, inner[1]
         site.program.gate_rows(self.width, *up, *up, gate, rows=rows, one_gate=True)
 
     def between(self, site: Site) -> dict[str, Any]:
         """How the last product reads rows at `inner`."""
-        if not self.gated:
-            return {"source": "activation", "gate": self.activation, "bias": site.vector("up_bias")}
-        return {"source": "gate", "gate": self.activation, "sparsity": self.sparsity}
+        if not self.form.gated:
+            return {"source": "activation", "gate": self.form.activation, "bias": site.vector("up_bias")}
+        return {"source": "gate", "gate": self.form.activation, "sparsity": self.sparsity}

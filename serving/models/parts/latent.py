@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from phasewise.cython_kernels.division import columns
 from phasewise.cython_kernels.packing import PackedWeight
 from phasewise.serving.errors import ModelError
 from phasewise.serving.models.linears import Place, Rows
-from phasewise.serving.models.parts.mixer import Mixer, MixingRows
+from phasewise.serving.models.parts.mixer import Mixer
 from phasewise.serving.models.parts.part import Product
-from phasewise.serving.models.parts.site import Reading, Site
+from phasewise.serving.models.parts.rows import MixingRows
+from phasewise.serving.models.parts.site import ReadRows, Site
 
 MOST_NUMBERS, PANEL = 576, 16
 LARGEST_RANK, LARGEST_DIM = 1 << 15, 1 << 10
@@ -139,22 +141,23 @@ class LatentMixer(Mixer):
             mixed=heads * latent.kv_rank,
         )
 
-    def add(self, site: Site, reading: Reading, places: MixingRows[Place], kept_as: int, rows: Rows) -> Place:
+    def add(self, site: Site, reads: ReadRows, places: MixingRows[Place], kept_as: int, rows: Rows) -> Place:
         latent, linears, heads = self.latent, site.linears, self.n_heads
-        products, queries, vectors = places.products, places.products, site.model.vectors
-        site.add(self.into, reading, products)
+        products = queries = places.products
+        keys, values = site.weight("k_b"), site.weight("v_b")
+        site.add(self.into, reads, products)
         if latent.q_rank:
             queries = places.own
-            normed = Reading(products, vectors[f"{site.name}.q_a_norm"], latent.norm_eps)
+            normed = ReadRows(products, site.needed("q_a_norm"), latent.norm_eps)
             site.add(self.queries, normed, queries)
-        linears.add_heads(heads, *_stack(site, "k_b"), queries, places.gates, latent.query)
+        linears.add_heads(heads, keys, first_head(keys, heads), queries, places.gates, latent.query)
         site.program.attend_latent(
             kept_as,
             *places.gates,
             *places.mixed,
             (*queries, latent.query, latent.key_dim),
             (products[0] + next(iter(self.into.outputs.values())), products[1]),
-            vectors[f"{site.name}.kv_a_norm"],
+            site.needed("kv_a_norm"),
             latent.norm_eps,
             latent.query**-0.5 if self.scale is None else self.scale,
             rows=rows,
@@ -162,15 +165,17 @@ class LatentMixer(Mixer):
             cap=self.cap or 0.0,
         )
         # of rows that want no logits, whatever is there
-        linears.add_heads(heads, *_stack(site, "v_b"), places.mixed, places.gates, latent.kv_rank)
+        linears.add_heads(
+            heads, values, first_head(values, heads), places.mixed, places.gates, latent.kv_rank
+        )
         return places.gates
 
 
-def _stack(site: Site, name: str) -> tuple[PackedWeight, PackedWeight]:
-    """The weights of all heads, and of the first one."""
-    stack, head = site.weight(name), site.model.one_head(f"{site.name}.{name}")
-    assert head is not None
-    return stack, head
+def first_head(stack: PackedWeight, n_heads: int) -> PackedWeight:
+    """The first head's weight of a stack."""
+    first = columns(stack, 0, stack.n // n_heads // PANEL)
+    assert first is not None
+    return first
 
 
 def check_kv_format(latent: LatentAttention | None, name: str, kv_format: str) -> None:

@@ -5,18 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from phasewise.serving.errors import ModelError
-from phasewise.serving.models.linears import Linears, Place, Rows
-from phasewise.serving.models.parts.part import Part, Product
+from phasewise.serving.models.linears import Place, Rows
+from phasewise.serving.models.parts.part import LayerPart, Product
+from phasewise.serving.models.parts.rows import ActivationArena
 from phasewise.serving.models.parts.site import Site
-
-if TYPE_CHECKING:
-    from phasewise.serving.models.arena import ActivationArena
-    from phasewise.serving.models.packed_model import PackedModel
 
 MOST_LAYER_INPUTS = 1 << 14
 HALF = math.sqrt(0.5)
@@ -48,7 +45,7 @@ class LayerInputs:
 
 
 @dataclass(frozen=True)
-class InputsOfLayer(Part):
+class InputsOfLayer(LayerPart):
     """The part of one layer that reads its numbers: norm(W (act(G stream) * inputs))."""
 
     hidden: int
@@ -86,19 +83,21 @@ class InputsOfLayer(Part):
             site.program.adjust(self.hidden, *branch, *target, norm=norm, add=True, rows=rows, scale=scale)
 
 
-def add_layer_inputs(linears: Linears, model: PackedModel, arena: ActivationArena) -> None:
-    """Inputs of all layers, from rows of embeddings: (norm(P e / root(hidden)) + root(size) t) / root(2)."""
-    config, inputs = model.config, model.config.layer_inputs
-    assert inputs is not None
+def add_layer_inputs(
+    site: Site, inputs: LayerInputs, n_layers: int, eps: float, arena: ActivationArena
+) -> None:
+    """Inputs of all layers, from rows of embeddings: (norm(P e / root(hidden)) + root(size) t) / root(2).
+
+    eps: that of the norm, of rows that were not divided before.
+    """
     place = arena.inputs
-    projection = [(model.weight("layer_projection"), 0)]
-    linears.add(projection, {"source": "rows"}, arena.hidden, place)
-    linears.program.layer_inputs(
-        model.weight("layer_table"),
-        config.n_layers * inputs.size,
+    site.linears.add([(site.weight("layer_projection"), 0)], {"source": "rows"}, arena.hidden, place)
+    site.program.layer_inputs(
+        site.weight("layer_table"),
+        n_layers * inputs.size,
         inputs.size,
         *place,
-        model.vectors["layer_inputs_norm"] * np.float32(HALF),
+        site.needed("layer_inputs_norm") * np.float32(HALF),
         math.sqrt(inputs.size) * HALF,
-        config.stream_eps * config.hidden,  # rows are normalised that were not divided before
+        eps,
     )

@@ -8,53 +8,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from phasewise._words import counted
-from phasewise.cython_kernels.packing import PackedWeight
+from phasewise.cython_kernels.division import columns
+from phasewise.cython_kernels.packing import PANEL, PackedWeight
 from phasewise.serving.errors import ModelError
 from phasewise.serving.models.linears import Place, Rows
+from phasewise.serving.models.parts.experts import LOGISTIC, SOFTMAX, Experts
 from phasewise.serving.models.parts.feed_forward import FeedForward
-from phasewise.serving.models.parts.part import Part, Product
-from phasewise.serving.models.parts.site import Reading, Site
+from phasewise.serving.models.parts.part import LayerPart, Product
+from phasewise.serving.models.parts.site import ReadRows, Site
 
 STACKS = (".experts_gate_up", ".experts_down")  # weights of all experts of a layer
 MOST_EXPERTS, MOST_CHOSEN = 1024, 32
-SOFTMAX, LOGISTIC = "softmax", "logistic"
 EXPERT_NORMS = ("router_norm", "experts_norm", "shared_post_norm", "experts_post_norm")
-
-
-@dataclass(frozen=True)
-class Experts:
-    """A mixture of experts in place of the feed-forward layer; `ffn` of the config is one expert's width.
-
-    A router gives every expert a logit; the `chosen` with the largest scores compute a row. Their weights are
-    their scores, or where `normalised` the scores over their sum, times `scale`.
-    """
-
-    count: int
-    chosen: int
-    normalised: bool
-    biases: bool = False
-    """True if the router and the experts' products have biases."""
-    shared_ffn: int = 0
-    """Width of the feed-forward layer that computes every token beside its experts; 0: there is none."""
-    shared_gate: bool = False
-    """True if what that layer gives is multiplied by the logistic of a product of the stream."""
-    scores: str = SOFTMAX
-    """The scores of logits: their softmax, or the logistic of each."""
-    choice_bias: bool = False
-    """True if experts have numbers that are added to their scores where they are chosen, and there alone."""
-    groups: int = 1
-    chosen_groups: int = 1
-    """Experts are of as many groups, one after the other; those of the best groups alone can be chosen."""
-    group_best: int = 1
-    """A group is as good as the sum of so many of its best scores."""
-    scale: float = 1.0
-    dense_layers: tuple[int, ...] = ()
-    """Layers without experts, ascending."""
-    dense_ffn: int = 0
-    """The width of their feed-forward layers."""
-    own_norms: bool = False
-    """True if router and experts read norms of their own, if what experts and the shared layer give is
-    normalised before it is added, each and then their sum, and if the weights of experts have factors."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +32,7 @@ class MixtureRows:
 
 
 @dataclass(frozen=True)
-class Mixture(Part):
+class Mixture(LayerPart):
     """The experts of one layer, each of which is a feed-forward layer like `expert`."""
 
     experts: Experts
@@ -86,7 +51,7 @@ class Mixture(Part):
             )
         if experts.scores not in (SOFTMAX, LOGISTIC):
             raise ModelError(f"scores of experts by {experts.scores!r:.60}: {SOFTMAX} or {LOGISTIC} can run")
-        if experts.biases and not self.expert.gated:
+        if experts.biases and not self.expert.form.gated:
             raise ModelError("experts with biases whose feed-forward layers have no gate cannot run")
         if experts.own_norms and (not experts.shared_ffn or experts.biases or experts.shared_gate):
             raise ModelError("experts with norms of their own run beside a shared one without a gate")
@@ -94,6 +59,8 @@ class Mixture(Part):
             raise ModelError(
                 f"experts are multiplied by {experts.scale!r:.80}: a number from 1e-6 to 1e6 expected"
             )
+        if self.expert.form.ffn_biases or len(self.expert.into) != 1:
+            raise ModelError("experts whose products have biases or factors of their own cannot run")
         self._check_groups()
 
     def _check_groups(self) -> None:
@@ -144,13 +111,13 @@ class Mixture(Part):
             for whole, parts in stacks.items()
         }
 
-    def add(self, site: Site, reading: Reading, places: MixtureRows, rows: Rows) -> None:
+    def add(self, site: Site, reads: ReadRows, places: MixtureRows, rows: Rows) -> None:
         """Routes of rows, and what their experts give."""
         experts, program, router = self.experts, site.program, places.router
-        routed, own = reading, reading
+        routed, own = reads, reads
         if experts.own_norms:
-            routed = _normed(site, reading, "router_norm", 1 / math.sqrt(self.expert.hidden))
-            own = _normed(site, reading, "experts_norm")
+            routed = _normed(site, reads, "router_norm", 1 / math.sqrt(self.expert.hidden))
+            own = _normed(site, reads, "experts_norm")
         site.add(self.products[0], routed, router, rows=rows)
         if experts.biases:
             program.adjust(experts.count, *router, *router, bias=site.vector("router_bias"), rows=rows)
@@ -182,15 +149,25 @@ class Mixture(Part):
         norm = site.vector("ffn_post_norm")
         program.adjust(hidden, *shared, *stream, norm=norm, add=True, rows=rows, scale=scale)
 
-    @staticmethod
-    def _stack(site: Site, name: str) -> tuple[PackedWeight, PackedWeight]:
+    def _stack(self, site: Site, name: str) -> tuple[PackedWeight, PackedWeight]:
         """The weights of all experts, and of the first one."""
-        stack, expert = site.weight(name[1:]), site.model.one_expert(site.name + name)
-        assert expert is not None
-        return stack, expert
+        stack = site.weight(name[1:])
+        return stack, first_expert(stack, self.experts, site.stem + name[1:])
 
 
-def _normed(site: Site, reading: Reading, name: str, factor: float = 1.0) -> Reading:
+def first_expert(stack: PackedWeight, experts: Experts, name: str) -> PackedWeight:
+    """The first expert's weight of a stack. ModelError where experts begin within a panel."""
+    if stack.n % (experts.count * PANEL):
+        raise ModelError(
+            f"a model has {experts.count} experts with {stack.n} outputs in all in {name}:"
+            f" a multiple of {PANEL} for each can run"
+        )
+    first = columns(stack, 0, stack.n // experts.count // PANEL)
+    assert first is not None
+    return first
+
+
+def _normed(site: Site, reads: ReadRows, name: str, factor: float = 1.0) -> ReadRows:
     """The stream behind a norm of these weights, times `factor`."""
-    weights = site.model.vectors[f"{site.name}.{name}"]
-    return Reading(reading.source, weights * np.float32(factor) if factor != 1 else weights, reading.eps)
+    weights = site.needed(name)
+    return ReadRows(reads.source, weights * np.float32(factor) if factor != 1 else weights, reads.eps)

@@ -6,6 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
+Vector = npt.NDArray[np.float32]
+
 
 @dataclass(frozen=True)
 class Product:
@@ -39,7 +44,7 @@ class Product:
             first += rows
 
 
-class Part(ABC):
+class LayerPart(ABC):
     """A part of a layer."""
 
     @property

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -11,14 +12,11 @@ from phasewise.cython_kernels._native import Program
 from phasewise.cython_kernels.packing import PackedWeight
 from phasewise.serving.errors import ModelError
 from phasewise.serving.models.linears import Linears, Parts, Place, Rows
-from phasewise.serving.models.parts.part import Product
-
-if TYPE_CHECKING:
-    from phasewise.serving.models.packed_model import PackedModel, Vector
+from phasewise.serving.models.parts.part import Product, Vector
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class ReadRows:
     """Rows as products read them: as they are, or behind a norm."""
 
     source: Place
@@ -35,29 +33,33 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """One layer of a model. name: "layers.3"."""
+    """One layer of a model, or what is outside of layers. stem: "layers.3.", or nothing."""
 
     linears: Linears
-    model: PackedModel
-    name: str
+    weights: Mapping[str, PackedWeight]
+    vectors: Mapping[str, Vector]
+    stem: str = ""
 
     @property
     def program(self) -> Program:
         return self.linears.program
 
     def vector(self, part: str) -> Vector | None:
-        return self.model.vectors.get(f"{self.name}.{part}")
+        return self.vectors.get(self.stem + part)
+
+    def needed(self, part: str) -> Vector:
+        """A vector that the layer's parts call for."""
+        return self.vectors[self.stem + part]
 
     def weight(self, part: str) -> PackedWeight:
-        name = f"{self.name}.{part}"
         try:
-            return self.model.weights[name]
+            return self.weights[self.stem + part]
         except KeyError:
-            raise ModelError(f"{self.model.name} has no weight {name!r}") from None
+            raise ModelError(f"the model has no weight {self.stem + part!r}") from None
 
     def parts(self, product: Product, column: int = 0) -> Parts:
         """The product's weights and their columns, fused or not."""
-        fused = self.model.weights.get(f"{self.name}.{product.name}")
+        fused = self.weights.get(self.stem + product.name)
         if fused is not None:
             return [(fused, column)]
         return [(self.weight(part), first) for part, first in product.columns(column)]
@@ -65,12 +67,12 @@ class Site:
     def add(
         self,
         product: Product,
-        reading: Reading,
+        reading: ReadRows,
         target: Place,
         column: int = 0,
         factor: float = 1.0,
         rows: Rows = "every",
     ) -> None:
         """A product, to columns of `target` from one on."""
-        reads, reader = reading.options(factor), f"{self.name}.{product.reader}"
+        reads, reader = reading.options(factor), self.stem + product.reader
         self.linears.add(self.parts(product, column), reads, reading.source, target, reader, rows=rows)

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from phasewise._words import counted
 from phasewise.serving.errors import ModelError
-from phasewise.serving.models.linears import Linears, Place, Rows
+from phasewise.serving.models.linears import Place, Rows
 from phasewise.serving.models.parts.layer_inputs import MOST_LAYER_INPUTS
-from phasewise.serving.models.parts.part import Part, Product
-from phasewise.serving.models.parts.site import Reading, Site
-
-if TYPE_CHECKING:
-    from phasewise.serving.models.arena import ActivationArena
-    from phasewise.serving.models.packed_model import PackedModel
+from phasewise.serving.models.parts.part import LayerPart, Product
+from phasewise.serving.models.parts.rows import ActivationArena
+from phasewise.serving.models.parts.site import ReadRows, Site
 
 MOST_STREAMS = 8
 HALF = math.sqrt(0.5)
@@ -51,7 +47,7 @@ class Streams:
 
 
 @dataclass(frozen=True)
-class StreamsOfLayer(Part):
+class StreamsOfLayer(LayerPart):
     """The operations around the halves of one layer."""
 
     streams: Streams
@@ -80,8 +76,8 @@ class StreamsOfLayer(Part):
         self._add_streams(site, arena, "predict", stream, last)
         site.program.adjust(self.hidden, *stream, *aside, norm=norm)
         into, out = self.products
-        site.add(into, Reading(stream, norm, self.norm_eps), low)
-        site.add(out, Reading(low), branch)
+        site.add(into, ReadRows(stream, norm, self.norm_eps), low)
+        site.add(out, ReadRows(low), branch)
         site.program.adjust(self.hidden, *branch, *aside, norm=site.vector("laurel_norm"), add=True)
 
     def add_between(self, site: Site, arena: ActivationArena, after: Place, last: bool) -> None:
@@ -103,7 +99,7 @@ class StreamsOfLayer(Part):
     def _add_streams(self, site: Site, arena: ActivationArena, mode: str, rows: Place, last: bool) -> None:
         kind: Rows = "logits" if last and mode == "correct" else "every"
         to = arena.last_streams if last else arena.streams
-        streams, vectors = self.streams, site.model.vectors
+        streams = self.streams
         site.program.streams(
             mode,
             self.hidden,
@@ -114,35 +110,28 @@ class StreamsOfLayer(Part):
             to=to,
             rows=kind,
             active=streams.active,
-            norm=vectors[f"{site.name}.stream_norm"] * np.float32(1 / self.hidden),
+            norm=site.needed("stream_norm") * np.float32(1 / self.hidden),
             router=site.vector("stream_router"),
             coefficients=site.vector(f"stream_{mode}"),
             scale=site.vector("stream_scale") if streams.scaled and mode == "correct" else None,
         )
 
 
-def add_spread(linears: Linears, model: PackedModel, arena: ActivationArena) -> None:
+def add_spread(site: Site, streams: Streams, hidden: int, arena: ActivationArena) -> None:
     """The other streams, from rows of embeddings: products as long as these."""
-    config, streams = model.config, model.config.streams
-    assert streams is not None
-    hidden, place = arena.hidden, arena.streams
+    rows, place = arena.hidden, arena.streams
     for number in range(1, streams.count):
-        target = place[0] + number * config.hidden, place[1]
-        linears.add([(model.weight(f"stream_in.{number}"), 0)], {"source": "rows"}, hidden, target)
-    linears.program.streams("spread", config.hidden, streams.count, place, hidden, hidden)
+        product = Product.alone(f"stream_in.{number}", hidden, hidden)
+        site.add(product, ReadRows(rows), (place[0] + number * hidden, place[1]))
+    site.program.streams("spread", hidden, streams.count, place, rows, rows)
 
 
-def add_merge(linears: Linears, model: PackedModel, arena: ActivationArena) -> None:
+def add_merge(site: Site, streams: Streams, hidden: int, arena: ActivationArena) -> None:
     """The mean of streams behind the last layer, in rows that want logits."""
-    config, streams = model.config, model.config.streams
-    assert streams is not None
-    tail, place = arena.tail, arena.last_streams
-    others = arena.merged
+    tail, place, others = arena.tail, arena.last_streams, arena.merged
     for number in range(1, streams.count):
-        source = place[0] + number * config.hidden, place[1]
-        target = others[0] + (number - 1) * config.hidden, others[1]
-        product = [(model.weight(f"stream_out.{number}"), 0)]
-        linears.add(product, {"source": "rows"}, source, target, rows="logits")
-    linears.program.streams(
-        "merge", config.hidden, streams.count, place, tail, tail, to=others, rows="logits"
-    )
+        source = place[0] + number * hidden, place[1]
+        target = others[0] + (number - 1) * hidden, others[1]
+        product = Product.alone(f"stream_out.{number}", hidden, hidden)
+        site.add(product, ReadRows(source), target, rows="logits")
+    site.program.streams("merge", hidden, streams.count, place, tail, tail, to=others, rows="logits")

@@ -37,6 +37,7 @@ from phasewise.serving.loaders.families.reading import (
     positive_or_none,
 )
 from phasewise.serving.models.packed_model import LayerKind, ModelConfig
+from phasewise.serving.models.parts.feed_forward import FeedForwardForm
 from phasewise.serving.models.parts.layer_inputs import LayerInputs
 from phasewise.serving.models.parts.streams import MOST_STREAMS, Streams
 from phasewise.serving.models.rope import RopeSpec
@@ -256,6 +257,6 @@ GEMMA3N = Family(
     },
     hf_text_prefixes=TEXT_PREFIXES,
     hf_ignored=OTHER_PARTS,
-    activation="gelu_tanh",
+    ffn_form=FeedForwardForm("gelu_tanh"),
     own_layers=True,
 )

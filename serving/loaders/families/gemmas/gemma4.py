@@ -36,9 +36,9 @@ from phasewise.serving.loaders.families.reading import (
 )
 from phasewise.serving.models.packed_model import LARGEST, LayerKind, ModelConfig
 from phasewise.serving.models.parts.attention import HeadShape
-from phasewise.serving.models.parts.feed_forward import MOST_WIDTH
+from phasewise.serving.models.parts.experts import Experts
+from phasewise.serving.models.parts.feed_forward import MOST_WIDTH, FeedForwardForm
 from phasewise.serving.models.parts.layer_inputs import LayerInputs
-from phasewise.serving.models.parts.mixture import Experts
 from phasewise.serving.models.rope import FrequencyFactors, RopeSpec, Scaling
 
 PERIOD = 6
@@ -269,6 +269,6 @@ GEMMA4 = Family(
     hf_defaults=DEFAULTS_WITH_INPUTS,
     hf_text_prefixes=TEXT_PREFIXES,
     hf_ignored=OTHER_PARTS,
-    activation="gelu_tanh",
+    ffn_form=FeedForwardForm("gelu_tanh"),
     own_layers=True,
 )

@@ -14,8 +14,8 @@ from phasewise.serving.loaders.families.family import Family, Get, HeadParts, Na
 from phasewise.serving.loaders.families.reading import FULL, must_be_off, positive, state_layer_types
 from phasewise.serving.loaders.families.routing import GGUF_ROUTED, hf_dense_layers, routed, routed_gguf
 from phasewise.serving.models.packed_model import LayerKind, ModelConfig
+from phasewise.serving.models.parts.experts import LOGISTIC
 from phasewise.serving.models.parts.latent import LatentAttention
-from phasewise.serving.models.parts.mixture import LOGISTIC
 from phasewise.serving.models.parts.states.state_layers import KDA, StateLayers
 
 LINEAR = "linear_attention"

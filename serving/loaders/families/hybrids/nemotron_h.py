@@ -16,7 +16,8 @@ from phasewise.serving.loaders.families.reading import must_be_off, positive
 from phasewise.serving.loaders.families.routing import routed
 from phasewise.serving.models.halves import SingleHalves
 from phasewise.serving.models.packed_model import LARGEST, LayerKind, ModelConfig
-from phasewise.serving.models.parts.mixture import LOGISTIC
+from phasewise.serving.models.parts.experts import LOGISTIC
+from phasewise.serving.models.parts.feed_forward import FeedForwardForm
 from phasewise.serving.models.parts.states.state_layers import MAMBA2, StateLayers
 
 STATE, ATTENTION, DENSE, MIXTURE = "linear_attention", "full_attention", "mlp", "moe"
@@ -145,8 +146,7 @@ NEMOTRON_H = Family(
     gguf=("nemotron_h", "nemotron_h_moe"),
     from_hf=_nemotron,
     from_gguf=_nemotron_gguf,
-    activation="relu2",
-    gated=False,
+    ffn_form=FeedForwardForm("relu2", gated=False),
     hf_defaults={
         "num_hidden_layers": 1,  # told by their list
         "num_attention_heads": 32,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from phasewise.serving.errors import ModelError
 from phasewise.serving.models.linears import Place
 from phasewise.serving.models.parts.part import Product
-from phasewise.serving.models.parts.site import Reading, Site
+from phasewise.serving.models.parts.site import ReadRows, Site
 from phasewise.serving.models.parts.states.recurrence import Columns, Recurrence
 
 
@@ -75,5 +75,5 @@ class KimiDelta(Delta):
         offset, stride = products
         short = self.channels, self.channels + self.state.key_dim
         for product, column, target in zip(self.low, short, (0, self.state.keys), strict=True):
-            site.add(product, Reading((offset + column, stride)), (offset + target, stride))
+            site.add(product, ReadRows((offset + column, stride)), (offset + target, stride))
         return short[1] + self.state.value_dim

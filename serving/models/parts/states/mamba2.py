@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from phasewise.serving.models.parts.mixer import MixingRows
 from phasewise.serving.models.parts.part import Product
+from phasewise.serving.models.parts.rows import MixingRows
 from phasewise.serving.models.parts.site import Site
 from phasewise.serving.models.parts.states.recurrence import Columns, Recurrence
 

@@ -12,9 +12,10 @@ import numpy as np
 from phasewise.serving.errors import ModelError
 from phasewise.serving.models.factors import ProductFactors
 from phasewise.serving.models.linears import Parts, Place, Rows
-from phasewise.serving.models.parts.mixer import Mixer, MixingRows
+from phasewise.serving.models.parts.mixer import Mixer
 from phasewise.serving.models.parts.part import Product
-from phasewise.serving.models.parts.site import Reading, Site
+from phasewise.serving.models.parts.rows import MixingRows
+from phasewise.serving.models.parts.site import ReadRows, Site
 from phasewise.serving.models.parts.states.state_layers import StateLayers
 
 MOST_TAPS, LARGEST_DIM, MOST_HEADS = 16, 1 << 10, 1 << 12
@@ -69,10 +70,10 @@ class Convolving(Mixer):
     def taps(self, site: Site) -> np.ndarray:
         """[channels, taps]."""
         names = [name for name in self.vectors if name.endswith("taps")]
-        numbers = np.concatenate([site.model.vectors[f"{site.name}.{name}"] for name in names])
+        numbers = np.concatenate([site.needed(name) for name in names])
         return numbers.reshape(self.channels, self.state.taps)
 
-    def add_into(self, site: Site, reading: Reading, target: Place) -> None:
+    def add_into(self, site: Site, reads: ReadRows, target: Place) -> None:
         """One operation for all products that have one factor."""
         own = {"state_gate": self.factors.state_gate, "state_time": self.factors.state_times}
         by_factor: dict[float, Parts] = {}
@@ -81,7 +82,7 @@ class Convolving(Mixer):
             by_factor.setdefault(own.get(product.name, 1.0), []).extend(site.parts(product, column))
             column += sum(product.outputs.values())
         for factor, parts in by_factor.items():
-            site.linears.add(parts, reading.options(factor), reading.source, target)
+            site.linears.add(parts, reads.options(factor), reads.source, target)
 
 
 class Recurrence(Convolving):
@@ -135,10 +136,10 @@ class Recurrence(Convolving):
         del site, products
         return None
 
-    def add(self, site: Site, reading: Reading, places: MixingRows[Place], kept_as: int, rows: Rows) -> Place:
+    def add(self, site: Site, reads: ReadRows, places: MixingRows[Place], kept_as: int, rows: Rows) -> Place:
         state, program, (offset, stride) = self.state, site.program, places.products
         qkv, gate, time = self.begins
-        self.add_into(site, reading, places.products)
+        self.add_into(site, reads, places.products)
         bias = site.vector("taps_bias")
         program.convolve(self.taps(site), offset + qkv, stride, *places.own, bias=bias, silu=True)
         factor_at = self.add_gates(site, places.products)
@@ -147,8 +148,8 @@ class Recurrence(Convolving):
             offset + time,
             stride,
             *places.gates,
-            rates=site.vector("rates"),
-            offsets=site.vector("time_offsets"),
+            rates=site.needed("rates"),
+            offsets=site.needed("time_offsets"),
             normalised=(*places.own, *self.columns[:2]) if state.erases else None,
             eps=NORM_EPS,
             factor_at=factor_at,
@@ -172,7 +173,7 @@ class Recurrence(Convolving):
     def norm(self, site: Site) -> dict[str, Any]:
         """The norm of what is read, before its gate or behind it, and what multiplies it."""
         state, out = self.state, self.factors.state_out
-        scale = site.model.vectors[f"{site.name}.state_scale"] if state.norm_groups else None
+        scale = site.needed("state_scale") if state.norm_groups else None
         return {
             "norm": None if scale is None else scale * np.float32(out),
             "shape": state if state.erases else replace(state, groups=state.norm_groups or 1),

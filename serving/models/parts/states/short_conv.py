@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from phasewise.serving.models.linears import Place, Rows
-from phasewise.serving.models.parts.mixer import MixingRows
 from phasewise.serving.models.parts.part import Product
-from phasewise.serving.models.parts.site import Reading, Site
+from phasewise.serving.models.parts.rows import MixingRows
+from phasewise.serving.models.parts.site import ReadRows, Site
 from phasewise.serving.models.parts.states.recurrence import Convolving
 
 
@@ -24,7 +24,7 @@ class ShortConv(Convolving):
     def widths(self) -> MixingRows[int]:
         return MixingRows(3 * self.hidden, 0, 0, self.hidden)
 
-    def add(self, site: Site, reading: Reading, places: MixingRows[Place], kept_as: int, rows: Rows) -> Place:
-        self.add_into(site, reading, places.products)
+    def add(self, site: Site, reads: ReadRows, places: MixingRows[Place], kept_as: int, rows: Rows) -> Place:
+        self.add_into(site, reads, places.products)
         site.program.convolve(self.taps(site), *places.products, *places.mixed, gates_rows=True)
         return places.mixed

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from phasewise.serving.errors import ModelError
+from phasewise.serving.models.later import LATER
 
 SHORT_CONV, DELTA, MAMBA2, KDA = "short_conv", "delta", "mamba2", "kda"
 STATE_KINDS = (SHORT_CONV, DELTA, MAMBA2, KDA)
@@ -33,12 +34,12 @@ class StateLayers:
     """Heads of queries and keys, each for as many heads of values."""
     key_dim: int = 0
     value_dim: int = 0
-    conv_bias: bool = False
-    tiled: bool = False
+    conv_bias: bool = field(default=False, metadata=LATER)
+    tiled: bool = field(default=False, metadata=LATER)
     """True if head h of values has the queries and keys of h % groups, and neighbours do not share them."""
-    beside: bool = False
+    beside: bool = field(default=False, metadata=LATER)
     """True if these layers have attention too, and both read the same norm; "mamba2" alone."""
-    norm_groups: int = 1
+    norm_groups: int = field(default=1, metadata=LATER)
     """The groups in which what is read is normalised, of "mamba2"; 0: it is not."""
 
     def check(self, n_layers: int) -> None:
