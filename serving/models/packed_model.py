@@ -194,6 +194,8 @@ class ModelConfig:
             self._check_head()
         self._check_tokens()
         parts = [layer.feed_forward for layer in self.layers if layer.feed_forward]
+        if self.layer_inputs is not None:
+            self.layer_inputs.check(self.n_layers, self.vocab_size)
         if self.ffn_widths and max(part.width for part in parts) > self.ffn:
             raise ModelError(f"a feed-forward layer is wider than {self.ffn} numbers, the widest")
 
@@ -225,8 +227,6 @@ class ModelConfig:
             map(self.kind_of, range(first))
         ):
             raise ModelError("layers that read keys and values of others have none of their kind before them")
-        if self.layer_inputs is not None:
-            self.layer_inputs.check(self.n_layers, self.vocab_size)
         if self.streams is not None:
             self.streams.check(self.n_layers)
             if self.layer_inputs is None or self.layer_scales or self.experts or self.residual_scale != 1:

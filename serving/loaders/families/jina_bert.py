@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from phasewise.serving.errors import ModelError
+from phasewise.serving.loaders.cuts import TensorCut
 from phasewise.serving.loaders.families.bert import BERT, EncoderFamily
-from phasewise.serving.loaders.families.family import Get, TensorCut
+from phasewise.serving.loaders.families.family import Get
 from phasewise.serving.models.packed_model import LayerKind, ModelConfig
 
 

@@ -19,7 +19,7 @@ from phasewise.serving.engine.engine_size import EngineSize
 from phasewise.serving.errors import ModelError, ServingError
 from phasewise.serving.loaders import load_model
 from phasewise.serving.loaders.adapters.load_adapter import load_adapter
-from phasewise.serving.loaders.cutting import our_tensors
+from phasewise.serving.loaders.cuts import CutFor, our_tensors
 from phasewise.serving.loaders.families import Family
 from phasewise.serving.loaders.families.gemmas.gemma3n import GEMMA3N
 from phasewise.serving.loaders.families.gemmas.gemma4 import GEMMA4
@@ -299,7 +299,11 @@ def test_streams_of_another_stack_are_refused(tmp_path: Path) -> None:
     flat = replace(stack, shape=(3 * 64, 64))
     for tensor in (flat, replace(stack, shape=(2, 64, 64))):
         with pytest.raises(ModelError, match="3 matrices expected"):
-            list(our_tensors("", "altup_proj.weight", GEMMA3N.global_names, tensor, {}, "a tensor"))
+            list(our_tensors("altup_proj.weight", GEMMA3N.global_names, tensor, CutFor("", {}, "a tensor")))
     quantised = replace(stack, type_name="Q8_0", form=BLOCK_TYPES["Q8_0"].form)
     with pytest.raises(ModelError, match="is Q8_0: plain numbers can run"):
-        list(our_tensors("layers.0.", "altup_router.weight", GEMMA3N.gguf_names, quantised, {}, "a tensor"))
+        list(
+            our_tensors(
+                "altup_router.weight", GEMMA3N.gguf_names, quantised, CutFor("layers.0.", {}, "a tensor")
+            )
+        )

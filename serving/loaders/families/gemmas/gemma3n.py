@@ -12,7 +12,8 @@ from statistics import NormalDist
 import numpy as np
 
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.families.family import Family, Get, Names, OtherForm, TensorCut, TensorShapes
+from phasewise.serving.loaders.cuts import Names, OtherForm, TensorCut
+from phasewise.serving.loaders.families.family import Family, Get, TensorShapes
 from phasewise.serving.loaders.families.gemmas.common import (
     DEFAULTS_WITH_INPUTS,
     GGUF_INPUTS,
