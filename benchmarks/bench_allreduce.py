@@ -17,8 +17,13 @@ from pathlib import Path
 
 from benchmarks.harness import Rounds, Yielded, commands, listed, numbers
 from phasewise.cython_kernels import _native
-from phasewise.workflows.bench.allreduce.compare import AllReduceGrid, all_reduce_rows
-from phasewise.workflows.bench.allreduce.processes import RankError, RankProcesses, System
+from phasewise.workflows.bench.allreduce.compare import (
+    AllReduceGrid,
+    RankError,
+    RankProcesses,
+    System,
+    all_reduce_rows,
+)
 
 WORKER = Path(__file__).with_name("peers") / "process_group_rank.py"
 UNITS = {"K": 1 << 10, "M": 1 << 20}

@@ -22,7 +22,7 @@ from typer import Option
 
 from benchmarks.bench_allreduce import size_bytes
 from benchmarks.harness import Rounds, Spread, Yielded, commands, in_turns, listed, note, numbers, ratios
-from phasewise.workflows.bench.allreduce.processes import RankError, RankProcesses
+from phasewise.workflows.bench.allreduce.compare import RankError, RankProcesses
 
 WORKER = Path(__file__).with_name("peers") / "process_group_rank.py"
 BACKENDS = ("phasewise", "gloo")

@@ -3,7 +3,7 @@
     python benchmarks/tile_counts.py --shape "2048,2048;8192,2048;2048,8192" --m 512
     python benchmarks/tile_counts.py --step
 
-A load, a store, a line and a step take what was measured (benchmarks/notes/0008-tiles.md). Of what waits for
+A load, a store, a line and a step take what was measured (benchmarks/notes/tiles.md). Of what waits for
 lines from beyond L2, and for L2 to take sums, half goes on beside the products as far as one operand of them
 is in L1; nothing where both come from L2. A line is still in a cache where no more was touched since than it
 holds. The loops:

@@ -6,6 +6,7 @@ import importlib
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, ClassVar, get_args
 
@@ -108,6 +109,7 @@ class GroupedCommand(_WithExamples, TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """`--json` and `-o json` mean the same to every command that has one of them."""
+        self._refuse_lines_of_the_file(ctx, args)
         flags = {flag for parameter in self.get_params(ctx) for flag in parameter.opts}
         if "--json" in flags and "-o" not in flags:
             args = _replaced(args, {"-o": {"json": ["--json"], "text": []}})
@@ -123,6 +125,21 @@ class GroupedCommand(_WithExamples, TyperCommand):
             if wrong is not None and _source(ctx, wrong) == "DEFAULT_MAP":
                 error.message += "; the configuration file says so (phasewise config show)"
             raise
+
+    def _refuse_lines_of_the_file(self, ctx: Any, args: list[str]) -> None:
+        """BadParameter for an option that the configuration file alone has."""
+        alone = {
+            flag
+            for parameter in self.get_params(ctx)
+            if getattr(parameter, "hidden", False)
+            for flag in (*parameter.opts, *parameter.secondary_opts)
+        }
+        for flag in (word.partition("=")[0] for word in takewhile(lambda word: word != "--", args)):
+            if flag in alone:
+                line = ".".join([*_path(ctx).split(), flag.lstrip("-").replace("-", "_")])
+                raise typer.BadParameter(
+                    f"{flag} is a line of the configuration file: phasewise config set {line} VALUE", ctx
+                )
 
     def invoke(self, ctx: Any) -> Any:
         """An error that carries `exit_code` 2 is told as wrong usage of the command."""

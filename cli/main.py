@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import sys
+import threading
 from typing import Annotated, Any
 
 import typer
@@ -12,9 +14,7 @@ import typer
 from phasewise._version import __version__
 from phasewise.cli.command_app import CommandApp, GroupedCommands, LazyCommands
 from phasewise.cli.config_file import defaults_of, read_config
-from phasewise.cli.extras import absence_of
-from phasewise.cli.present import EXIT_INTERRUPTED, EXIT_READER_LEFT, fail
-from phasewise.cli.shortages import tell_shortages_in_one_line
+from phasewise.cli.present import EXIT_INTERRUPTED, EXIT_READER_LEFT, fail, note
 from phasewise.serving.errors import shortage_of
 from phasewise.workflows.config_file import config_path
 
@@ -151,3 +151,52 @@ def _run_to_its_last_line() -> None:
             raise end.__context__ from None
         sys.stdout.flush()
         raise
+
+
+EXTRAS = {
+    "tree_sitter": "kernels",
+    "tree_sitter_c": "kernels",
+    "ray": "ray",
+    "cryptography": "sign",
+    "gguf": "quantise",
+}
+"""By the module that is imported."""
+
+
+def absence_of(error: BaseException) -> str | None:
+    """A line that names the extra of a library that is not installed; None for every other error."""
+    module = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    if module not in EXTRAS:
+        return None
+    return f'{module} is not installed, which this needs: pip install "phasewise[{EXTRAS[module]}]"'
+
+
+class _ToStderr(logging.StreamHandler):  # type: ignore[type-arg]
+    """As logging without a handler, but for shortages: of those a traceback tells nothing."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        shortage = shortage_of(record.exc_info[1]) if record.exc_info else None
+        if shortage is None:
+            return super().format(record)
+        said = record.getMessage().splitlines() or [record.name]
+        return f"phasewise: {said[0]}: {shortage}"
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
+
+
+def _thread_ended(ended: threading.ExceptHookArgs) -> None:
+    shortage = shortage_of(ended.exc_value)
+    if shortage is None:
+        threading.__excepthook__(ended)
+    else:
+        note(f"phasewise: {ended.thread.name if ended.thread else 'a thread'}: {shortage}")
+
+
+def tell_shortages_in_one_line() -> None:
+    """From now on, in this process."""
+    threading.excepthook = _thread_ended
+    handler = _ToStderr()
+    handler.setLevel(logging.WARNING)
+    logging.getLogger().addHandler(handler)

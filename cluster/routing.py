@@ -28,7 +28,8 @@ OVERFLOW_S = 1.34
 
 OWN_TOKEN_COUNTS = 4
 """A prompt's own token, beside one that waits before it: computing what is held elsewhere delays all that
-come after too, the more the busier the machines are. By `benchmarks/prefix_routing.py`, notes 0027."""
+come after too, the more the busier the machines are. Figures: `benchmarks/prefix_routing.py` and
+benchmarks/notes/clusters.md."""
 UNLIKE = 2.0
 """Times as slow, from which on machines are not of one kind."""
 

@@ -36,7 +36,7 @@ void pw_cpu_let_expand(int allowed);
 int pw_cpu_request_tiles(void);
 
 /* How a kind of core behaves, as far as default choices depend on it. Every machine can run every choice, and no trait
- * changes a bit of any result (decision 0031). Figures: benchmarks/notes/0002-kernels.md. */
+ * changes a bit of any result (decision 0031). Figures: benchmarks/notes/kernels.md. */
 typedef struct {
     const char *name;
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 
-from phasewise._words import number
+from phasewise._words import WIDEST, is_proven, number
 from phasewise.kerneldb.errors import RecordError
 
 PANEL_COLUMNS = 16
@@ -38,9 +38,6 @@ MAX_GAIN = 1e6
 
 SINGLE_CORE = "1 core"
 """The placement of kernels that one thread runs."""
-
-WIDEST = 1.25
-"""Ratio of the ends of a gain's interval beyond which a comparison that proves nothing was too noisy to."""
 
 LOOP_ORDERS = ("nm", "mn")
 """Outermost first: panel blocks outside row blocks, or the other way round."""
@@ -298,12 +295,21 @@ class Comparison:
     @property
     def proves_faster(self) -> bool:
         """The candidate is faster than the incumbent, beyond doubt of the comparison's confidence."""
-        return self.gain_low > 1.0
+        return self.gain_low > 1.0 and self._is_proven
 
     @property
     def is_undecided(self) -> bool:
-        """The interval holds 1 and is so wide that the timings say little: the machine was busy."""
-        return self.gain_low <= 1.0 <= self.gain_high and self.gain_high > WIDEST * self.gain_low
+        """The interval is so wide that the timings say little: the machine was busy."""
+        return not self._is_proven and self.gain_high > WIDEST * self.gain_low
+
+    @property
+    def proves_slower(self) -> bool:
+        """The candidate is slower than the incumbent, beyond doubt of the comparison's confidence."""
+        return self.gain_high < 1.0 and self._is_proven
+
+    @property
+    def _is_proven(self) -> bool:
+        return is_proven(self.gain, self.gain_low, self.gain_high)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ fastest one measured here, else what was in use where the rows came from, else t
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -29,6 +30,9 @@ from phasewise.kerneldb.records import (
 )
 from phasewise.kerneldb.store import Report, Store
 from phasewise.kerneldb.summaries import KEEP_SCHEDULES, TIDY_ABOVE_ROWS
+
+TRIED = 3
+"""Imported schedules that `verify` measures of each problem."""
 
 
 class PreferenceReason(StrEnum):
@@ -223,6 +227,8 @@ class Here:
     """By family."""
     program_version: str
     now_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000
+    until_ms: float = math.inf
+    """The time, by that clock, from which on no problem is begun."""
 
     def made(self, row: Measurement) -> bool:
         """True if the row is of the kernels that run here."""
@@ -262,10 +268,10 @@ class Candidates:
     in_use_there: Schedule | None
 
 
-def unverified_candidates(store: Store, here: Here, top: int) -> list[Candidates]:
+def unverified_candidates(store: Store, here: Here) -> list[Candidates]:
     """The imported timings worth measuring here: what was in use there, then by estimate.
 
-    The first `top` of each problem, without those that were measured here since. Where one was in use, only
+    The first `TRIED` of each problem, without those that were measured here since. Where one was in use, only
     schedules of its arithmetic are candidates: the products of one weight have to agree in it.
     """
     in_use_there = {
@@ -278,7 +284,7 @@ def unverified_candidates(store: Store, here: Here, top: int) -> list[Candidates
         if here.made(row):
             timings.setdefault(row.problem, []).append(row)
     of_problems = [
-        Candidates(problem, _ranked(rows, in_use_there.get(problem), top), in_use_there.get(problem))
+        Candidates(problem, _ranked(rows, in_use_there.get(problem)), in_use_there.get(problem))
         for problem, rows in timings.items()
     ]
     return sorted(
@@ -287,14 +293,14 @@ def unverified_candidates(store: Store, here: Here, top: int) -> list[Candidates
     )
 
 
-def _ranked(rows: Sequence[Measurement], in_use_there: Schedule | None, top: int) -> tuple[Measurement, ...]:
+def _ranked(rows: Sequence[Measurement], in_use_there: Schedule | None) -> tuple[Measurement, ...]:
     fastest: dict[Schedule, Measurement] = {}
     for row in sorted(rows, key=lambda row: row.sample.estimate_ns):
         schedule = row.sample.schedule
         agrees = in_use_there is None or _arithmetic(schedule) == _arithmetic(in_use_there)
         if agrees and not row.origin.verified:
             fastest.setdefault(schedule, row)
-    best = sorted(fastest.values(), key=lambda row: row.sample.schedule != in_use_there)[:top]
+    best = sorted(fastest.values(), key=lambda row: row.sample.schedule != in_use_there)[:TRIED]
     measured_here = {row.sample.schedule for row in rows if row.origin.verified}
     return tuple(row for row in best if row.sample.schedule not in measured_here)
 
@@ -303,7 +309,7 @@ def _arithmetic(schedule: Schedule) -> tuple[str, int]:
     return schedule.compute_path, schedule.k_parts
 
 
-def verify(store: Store, here: Here, bench: Bench, top: int, report: Report) -> Iterator[ScheduleVerdict]:
+def verify(store: Store, here: Here, bench: Bench, report: Report) -> Iterator[ScheduleVerdict]:
     """Measure the best imported schedules of each problem here, and promote those that win a duel.
 
     What was in use where it came from fights what is in use here, and takes its place where it is proven
@@ -312,7 +318,9 @@ def verify(store: Store, here: Here, bench: Bench, top: int, report: Report) -> 
     was undecided they are not: the next run measures them again.
     `report` gets a line for each schedule that cannot be measured here; it stays unverified.
     """
-    for candidates in unverified_candidates(store, here, top):
+    for candidates in unverified_candidates(store, here):
+        if here.now_ms() >= here.until_ms:
+            return
         measurable = _measurable(candidates, bench, report)
         if measurable.timings:
             yield from _verify_one(store, here, bench, measurable)

@@ -2,69 +2,142 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
+from phasewise._options import option
 from phasewise.loadtest.arrivals import Arrivals
+
+DAILY = (
+    "send a day of requests: diurnal:MEAN,PEAK in requests/s, or a file with a rate for each part of the day"
+)
+DAY = "with --daily: how long the day takes, in seconds"
 
 
 @dataclass(frozen=True)
 class SendingTimes:
-    """When requests are sent: at a rate (requests/s), at a trace's arrivals, by a day's curve, which takes
-    `day_s`, or by clients that wait.
-    """
+    """When requests are sent: at a rate, at a trace's arrivals, by a day's curve, or by clients that wait."""
 
-    rate: float | None = None
-    arrivals: Arrivals = Arrivals.poisson
-    burstiness: float = 1.0
-    concurrency: int | None = None
-    trace: Path | None = None
-    time_scale: float = 1.0
-    duration_s: float | None = None
-    daily: str | None = None
-    day_s: float = 240.0
+    PANEL = "When"
+
+    rate: float | None = option(None, "requests a second", min=1e-3, max=1e5)
+    arrivals: Arrivals = option(Arrivals.poisson, "distribution of the intervals between requests at --rate")
+    burstiness: float = option(
+        1.0, "shape of gamma arrivals; 1: Poisson", min=1e-3, max=1e3, config_only=True
+    )
+    concurrency: int | None = option(
+        None,
+        "clients that each wait for their answer; with --rate or --trace: most requests in flight",
+        min=1,
+        max=10_000,
+    )
+    trace: Path | None = option(
+        None,
+        "arrivals and lengths of an Azure, Mooncake or ShareGPT file; with --rate its lengths only",
+        metavar="FILE",
+    )
+    time_scale: float = option(
+        1.0,
+        "factor of the intervals between a trace's arrivals; 0.1: ten times as fast",
+        min=0.0001,
+        max=1e6,
+        config_only=True,
+    )
+    duration_s: float | None = option(
+        None, "send no request after S seconds", "--duration", metavar="S", min=0.001
+    )
+    daily: str | None = option(None, DAILY, metavar="CURVE")
+    day_s: float = option(240.0, DAY, "--day", metavar="S", min=1.0)
 
 
 @dataclass(frozen=True)
 class SentLengths:
-    """The number of requests, and their lengths in tokens: fixed, drawn from a distribution, or the
-    trace's. `turns`: of each conversation, whose turns have the lengths of requests in turn; `shared_prefix`:
-    tokens that all of them begin with.
-    """
+    """The number of requests, and their lengths: fixed, drawn from a distribution, or the trace's."""
 
-    requests: int | None = None
-    input_len: int | None = None
-    output_len: int | None = None
-    lengths: str | None = None
-    length_scale: float = 1.0
-    turns: int = 1
-    shared_prefix: int = 0
-    warmup: int = 2
-    seed: int = 0
+    PANEL = "What"
+
+    requests: int | None = option(
+        None,
+        "number of requests [default: 100, the trace's, or as many as fit into --duration]",
+        "-n",
+        "--requests",
+        min=1,
+        max=1_000_000,
+    )
+    input_len: int | None = option(None, "tokens of a prompt [default: 128]", min=1, max=1 << 20)
+    output_len: int | None = option(None, "tokens of an answer [default: 64]", min=1, max=1 << 20)
+    lengths: str | None = option(
+        None,
+        "distribution of both lengths, e.g. uniform:1-1024/16-256 or lognormal:220,1.1/160,0.8",
+        metavar="DIST",
+    )
+    length_scale: float = option(1.0, "factor of all lengths", min=1e-4, max=1e4)
+    turns: int = option(
+        1,
+        "turns of a conversation: each prompt is all that was said before, answers too, and its own words",
+        min=1,
+        max=1000,
+    )
+    shared_prefix: int = option(0, "tokens that all conversations begin with", min=0, max=1 << 20)
+    warmup: int = option(2, "requests sent first and not counted", min=0, max=10_000)
+    seed: int = option(0, "seed of the arrivals and lengths", min=0, max=1 << 62)
 
 
 @dataclass(frozen=True)
 class Asking:
-    """The form of a request. `endpoint`: completions or chat. `extra_body`: a JSON object as text."""
+    """The form of a request."""
 
-    endpoint: str = "completions"
-    ignore_eos: bool = False
-    temperature: float = 0.0
-    extra_body: str | None = None
-    text_prompts: bool = False
-    api_key: str | None = field(default=None, repr=False)
-    unix_socket: Path | None = None
-    timeout_s: float = 600.0
+    PANEL = "How it is asked"
+
+    endpoint: str = option(
+        "completions", "route that requests are sent to", kind=Literal["completions", "chat"]
+    )
+    ignore_eos: bool = option(False, "ask for answers of the full length", "--ignore-eos")
+    temperature: float = option(0.0, "0: always choose the likeliest token", min=0, max=100)
+    extra_body: str | None = option(
+        None, 'fields added to every request body, e.g. {"cache_prompt": false}', metavar="JSON"
+    )
+    text_prompts: bool = option(
+        False,
+        "send prompts as text even where the server takes token ids",
+        "--text-prompts",
+        config_only=True,
+    )
+    api_key: str | None = option(
+        None,
+        "key that requests carry",
+        envvar=["PHASEWISE_API_KEY", "OPENAI_API_KEY"],
+        metavar="KEY",
+        repr=False,
+    )
+    unix_socket: Path | None = option(None, "connect through this Unix socket", metavar="PATH")
+    timeout_s: float = option(
+        600.0, "time limit of one request in seconds", "--timeout", metavar="S", min=0.001
+    )
 
 
 @dataclass(frozen=True)
 class Promises:
     """Latency limits, and the search for the highest rate that keeps them."""
 
-    goodput: str | None = None
-    slo_scale: float = 1.0
-    find_rate: bool = False
-    over_offline: bool = False
-    probe_s: float = 20.0
-    most_probes: int = 16
-    votes: int = 3
+    PANEL = "Promises"
+
+    goodput: str | None = option(
+        None, "latency limits, e.g. ttft=2s,tpot=280ms (also e2e)", "--slo", "--goodput", metavar="SLO"
+    )
+    slo_scale: float = option(1.0, "factor of the --slo limits", min=1e-3, max=1e3)
+    find_rate: bool = option(
+        False, "find the highest rate that keeps every --slo limit at P90, starting at --rate", "--find-rate"
+    )
+    over_offline: bool = option(
+        False,
+        "measure the rate without promises first, by --concurrency clients (64), then find the rate that "
+        "keeps them, and print the second over the first",
+        "--over-offline",
+    )
+    probe_s: float = option(20.0, "length of one probe in seconds", "--probe", metavar="S", min=0.1, max=3600)
+    most_probes: int = option(16, "most probes of --find-rate", min=1, max=100)
+    votes: int = option(
+        3, "probes of each rate at which the search would end; the majority decides", min=1, max=9
+    )

@@ -14,6 +14,9 @@ NOTHING = "-"
 """The mark in place of a number that there is not."""
 
 NO_VERDICT = "no verdict"
+
+WIDEST = 1.25
+"""Ratio of the ends of a gain's interval beyond which the machine was too busy for timings to say much."""
 """The words in place of a measured ratio that may as well be 1."""
 
 MOST_SHARE = 1.15
@@ -112,8 +115,21 @@ def multiple(ratio: float, places: int = 2) -> str:
 
 
 def proven(ratio: float, low: float, high: float, places: int = 2) -> str:
-    """A measured ratio whose interval excludes 1, as `multiple`; else that there is no verdict."""
-    return multiple(ratio, places) if low > 1 or high < 1 else NO_VERDICT
+    """A measured ratio that `is_proven`, as `multiple`; else that there is no verdict."""
+    return multiple(ratio, places) if is_proven(ratio, low, high) else NO_VERDICT
+
+
+def is_proven(ratio: float, low: float, high: float) -> bool:
+    """True if a measured ratio's interval excludes 1, a wide one with its longer side on both sides.
+
+    One bad pair in a few stretches one side alone: 1.01 (1.00 to 18.41) says nothing.
+    """
+    if not (low > 1 or 0 < high < 1):
+        return False
+    if high <= WIDEST * low:
+        return True
+    side = max(high / ratio, ratio / low) if low > 0 else math.inf
+    return not 1 / side <= ratio <= side
 
 
 def _unsigned_zero(text: str) -> str:

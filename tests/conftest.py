@@ -45,12 +45,12 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.register_profile("tier", max_examples=n_examples(_DEFAULT_EXAMPLES), deadline=None)
     settings.load_profile("tier")
     config.stash[LEFT_OUT] = Counter()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        _use_own_measurement_lock(config)
+    _use_own_measurement_lock(config)
 
 
 def _use_own_measurement_lock(config: pytest.Config) -> None:
-    """The lock lies in TMPDIR: with a shared one, commands under test wait for other workers'."""
+    """The lock lies in TMPDIR: with a shared one, commands under test wait for those of other processes."""
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # pytest's own files stay there
     folder = tempfile.mkdtemp(prefix="phasewise-tests-")
     os.chmod(folder, 0o755)  # servers that tests start as another user keep their files below it
     os.environ["TMPDIR"] = tempfile.tempdir = folder

@@ -101,14 +101,14 @@ _OWN = frozenset(
         "serving/text/tokenizer_job.py",
         "serving/text/turn_analysis.py",
         "serving/tools/parts.py",
-        "workflows/bench/allreduce/processes.py",
+        "workflows/bench/allreduce/compare.py",
         "workflows/bench/allreduce/rank.py",
         "workflows/bench/peers/peer_worker/__main__.py",
         "workflows/bench/peers/processes.py",
         "workflows/database/remote.py",
         "workflows/serve/instance_process.py",
         "workflows/tune_kernels/idle_process.py",
-        "workflows/user_kernels/slot_process.py",
+        "workflows/user_kernels/slots.py",
     }
 )
 """Files that read by `json` itself: what processes of one server say to each other, files that come with the

@@ -68,11 +68,11 @@ class StorageTable:
 def _verdict(duels: Mapping[int, StorageDuel], sequences: int) -> StorageVerdict:
     gains = {m: duels[m].comparison for m in sorted(duels)}
     of_decode = {m: gain for m, gain in gains.items() if m <= min(sequences, PROMPT_ROWS)}
-    won = max((gain.gain_low for gain in of_decode.values()), default=0.0)
+    won = max((gain.gain_low for gain in of_decode.values() if gain.proves_faster), default=0.0)
     # One sequence decodes for longer than its prompt takes; of several, some are prompts at any time.
     allowed = 1 / won if sequences == 1 and won > 0 else LEAST_GAIN
-    is_slower = any(gain.gain_high < 1 for gain in of_decode.values()) or any(
-        gain.gain_high < allowed for m, gain in gains.items() if m > PROMPT_ROWS
+    is_slower = any(gain.proves_slower for gain in of_decode.values()) or any(
+        gain.proves_slower and gain.gain_high < allowed for m, gain in gains.items() if m > PROMPT_ROWS
     )
     is_known = ROWS_REACH * max(of_decode, default=0) >= sequences
     rates = ", ".join(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -120,9 +121,10 @@ class _Bench:
         db = str(self._folder / "plans.db")
         plan = EmbeddingPlan((*accelerated, *on_cpu))
         keep_plan(db, self._loaded, machine, plan, lambda _line: None)
-        options = ["--db", db, "--no-embed-accelerators", *([] if on_cpu else ["--no-embed-cpu"])]
+        options = ["--db", db, "--no-embed-accelerators"]
         for line, _inputs in devices.values():
             options += ["--embed-device", f"exec:{shlex.join(command(line, self._folder))}"]
+        os.environ["PHASEWISE_EMBED_CPU"] = str(int(bool(on_cpu)))
         with running(phasewise(self._ref, self._loaded.format, *options), 0, 0, 0) as url:
             yield url
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.soak.served_process import free_port
+from tests.support.servers.ports import reserved_port
 
 READY_S = 300.0
 END_S = 20.0
@@ -121,7 +121,7 @@ def bench_serve(url: str, server: Server, *options: str) -> Fields:
 @contextlib.contextmanager
 def running(server: Server, n_clients: int, context: int, threads: int) -> Iterator[str]:
     """Its address, while it runs. NotServing with the end of its log where it does not start."""
-    port = free_port()
+    port = reserved_port()
     command = server.command(port, n_clients, context, threads)
     environment = {**os.environ, **server.environment}
     with tempfile.TemporaryFile("w+") as log:

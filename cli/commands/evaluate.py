@@ -4,23 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
 from phasewise._words import counted, percent
-from phasewise.cli.option_sets import opt, option_set, spread
+from phasewise.cli.option_sets import spread
 from phasewise.cli.options import (
-    ArithmeticOption,
     DbOption,
-    FormatOption,
     JsonOption,
-    KvFormatOption,
     ModelArgument,
-    RanksOption,
-    SparseOption,
-    ThreadsOption,
 )
 from phasewise.cli.present import EXIT_INTERRUPTED, note, on_one_line, print_json, say
 from phasewise.cli.status_line import status_line
@@ -31,34 +24,9 @@ if TYPE_CHECKING:
     from phasewise.workflows.evaluate.run import ChoiceFigures, Evaluation, TextFigures
 
 LABEL_COLUMNS = 26
-_SETTINGS = option_set(
-    EvalSettings,
-    None,
-    text=opt("UTF-8 text to measure the perplexity on [default: one that is shipped]", metavar="FILE"),
-    against=opt(
-        "reference beside which the model is set: a weight format of the same model, e.g. f32, or another "
-        "model of the same vocabulary",
-        metavar="FORMAT|MODEL",
-    ),
-    choices=opt(
-        "multiple-choice questions: JSON lines of HellaSwag, ARC or MMLU as published, MMLU's CSV, or lines "
-        "with question, choices and answer [repeatable]",
-        kind=list[Path] | None,
-        metavar="FILE",
-    ),
-    context=opt("tokens of a chunk of the text; its second half counts", min=8),
-    chunks=opt("read at most N chunks [default: all]", min=1, metavar="N"),
-    questions=opt("ask at most the first N questions of a file [default: all]", min=1, metavar="N"),
-    weight_format=FormatOption,
-    kv_format=KvFormatOption,
-    sparse=SparseOption,
-    threads=ThreadsOption,
-    ranks=RanksOption,
-    arithmetic=ArithmeticOption,
-)
 
 
-@spread(settings=_SETTINGS)
+@spread
 def evaluate(
     model: ModelArgument, settings: EvalSettings, db: DbOption = None, as_json: JsonOption = False
 ) -> None:

@@ -9,22 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from phasewise._words import counted
-from phasewise.cli.option_sets import opt, option_set, spread
+from phasewise.cli.option_sets import spread
 from phasewise.cli.options import (
-    SAMPLING,
-    ArithmeticOption,
     DbOption,
-    DraftOption,
-    DraftTokensOption,
     ExplainOption,
-    FormatOption,
     JsonOption,
-    KvFormatOption,
     ModelArgument,
-    OneLoraOption,
-    RanksOption,
-    SparseOption,
-    ThreadsOption,
 )
 from phasewise.cli.present import note, print_json, read_stdin, write_text
 from phasewise.workflows.generate.answer_settings import AnswerSettings, SamplingChoice, prompt_from
@@ -35,33 +25,8 @@ if TYPE_CHECKING:
     from phasewise.workflows.opening.memory_placement import MemoryPlacement
     from phasewise.workflows.opening.tuned_schedules import ScheduleUse
 
-_SETTINGS = option_set(
-    AnswerSettings,
-    None,
-    n_tokens=opt(
-        "generate at most N tokens [default: 64; with --chat the whole answer]",
-        "-n",
-        "--n-tokens",
-        min=1,
-        metavar="N",
-    ),
-    stop=opt("end the answer before this text [repeatable]", kind=list[str] | None, metavar="TEXT"),
-    ignore_eos=opt("do not end at the end token", "--ignore-eos"),
-    chat=opt("apply the chat template to the prompt: answer it as a message", "--chat"),
-    system=opt("system message, with which --chat is implied", metavar="TEXT"),
-    weight_format=FormatOption,
-    kv_format=KvFormatOption,
-    sparse=SparseOption,
-    threads=ThreadsOption,
-    ranks=RanksOption,
-    arithmetic=ArithmeticOption,
-    lora=OneLoraOption,
-    draft=DraftOption,
-    draft_tokens=DraftTokensOption,
-)
 
-
-@spread(settings=_SETTINGS, sampling=SAMPLING)
+@spread
 def generate(
     model: ModelArgument,
     settings: AnswerSettings,

@@ -7,15 +7,15 @@ from typing import Annotated
 
 import typer
 
+from phasewise._options import parse_budget
 from phasewise.cli.options import (
-    EMBED_DEVICE_HELP,
     DbOption,
     FormatOption,
     JsonOption,
     ModelArgument,
-    parse_budget,
 )
 from phasewise.cli.present import note, print_json, say_words
+from phasewise.workflows.options import EMBED_DEVICE_HELP
 
 
 def tune_embed(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from phasewise.cluster.real.instance_messages import Part, Take
 from phasewise.cluster.routing import Ask, Assignment
 from phasewise.serving.engine.given_so_far import GivenSoFar
 from phasewise.serving.engine.messages import Submit
+from phasewise.serving.sampling.sampling import GREEDY
 
 DEFAULT_ANSWER_TOKENS = 256
 """Expected of an answer of which nothing is known, for routing alone."""
@@ -24,7 +26,7 @@ class Attempt:
     is_expected: bool = False
     """The instance that answers knows of it."""
     is_arrived: bool = False
-    is_aimed: bool = False
+    has_kv_target: bool = False
     computed_s: float | None = None
 
     @property
@@ -49,6 +51,17 @@ class Attempt:
     def tells_progress(self) -> bool:
         """True if its sender has nothing of the answer, and so waits for the prompt."""
         return self.request.given is None
+
+    def take(self, part: Part) -> Take:
+        """Return the message that gives `part` of the request to an instance."""
+        request = replace(self.request, request_id=self.attempt_id, guide=None)
+        if part == "prompt":
+            known_ids = request.known_token_ids
+            request = replace(
+                request, prompt_token_ids=known_ids, given=None, sampling=GREEDY, stop=(), estimate=None
+            )
+        guide = None if part == "prompt" or self.request.guide is None else self.request.guide.recipe
+        return Take(part, request, guide, self.epoch)
 
 
 def is_whole(request: Submit) -> bool:

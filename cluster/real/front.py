@@ -19,7 +19,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import zmq
 
@@ -29,20 +29,18 @@ from phasewise.cluster.real.attempts import Attempt, ask_of, is_whole
 from phasewise.cluster.real.front_tallies import InstanceTally, instance_states, load_together
 from phasewise.cluster.real.instance import host_name
 from phasewise.cluster.real.instance_messages import (
-    Aim,
-    Asked,
-    Beat,
     CannotStart,
     Drop,
     Dropped,
     FromInstance,
     HandOverFailed,
+    Heartbeat,
+    InstanceReport,
     PromptBegun,
     Ready,
+    SendKvTo,
     Stop,
-    Take,
     ToInstance,
-    Told,
     WireError,
     read_from_instance,
     write,
@@ -67,7 +65,6 @@ from phasewise.serving.errors import EngineLost, ServingError, StepFailed, Stopp
 from phasewise.serving.pools.contract import Placement
 from phasewise.serving.processes.restarts import Restarts
 from phasewise.serving.processes.sockets import Sockets, has_input
-from phasewise.serving.sampling.sampling import GREEDY
 from phasewise.serving.scheduling.prefix_keys import block_keys, space_of
 
 TICK_S = 0.1
@@ -270,17 +267,11 @@ class Front:
         self._epoch += 1
         attempt = Attempt(given, self._epoch, assignment)
         self._requests[request.request_id] = self._attempts[attempt.attempt_id] = attempt
-        asked = Asked.of(request, attempt.attempt_id)
-        token = self._members[assignment.token]
         if not attempt.is_divided:
-            self._say(token, Take("whole", asked))
+            self._say(self._members[assignment.token], attempt.take("whole"))
             return
         self.counts.divided += 1
-        known_ids = request.known_token_ids
-        prompt_alone = replace(
-            asked, prompt_token_ids=known_ids, given=None, sampling=GREEDY, stop=(), guide=None, estimate=None
-        )
-        self._say(self._members[assignment.prompt], Take("prompt", prompt_alone, attempt.epoch))
+        self._say(self._members[assignment.prompt], attempt.take("prompt"))
 
     def _prefix_of(self, request: Submit) -> tuple[int, ...]:
         """The keys by which instances say that they hold its beginning; none where that does not count."""
@@ -293,8 +284,7 @@ class Front:
     def _begin_answer(self, attempt: Attempt) -> None:
         """The prompt is being computed, so a block that the other instance keeps for it will be filled."""
         attempt.is_expected = True
-        asked = Asked.of(attempt.request, attempt.attempt_id)
-        self._say(self._members[attempt.assignment.token], Take("answer", asked, attempt.epoch))
+        self._say(self._members[attempt.assignment.token], attempt.take("answer"))
 
     def _abort(self, request_id: str) -> None:
         self._waiting.pop(request_id, None)
@@ -362,10 +352,10 @@ class Front:
         match message:
             case Ready():
                 self._admit(member, message)
-            case Told():
-                self._hear_told(member, message)
-            case Beat():
-                member.beats(message)
+            case InstanceReport():
+                self._hear_report(member, message)
+            case Heartbeat():
+                member.hear(message)
             case PromptBegun(attempt_id):
                 attempt = self._attempts.get(attempt_id)
                 if attempt is not None:
@@ -403,25 +393,25 @@ class Front:
         for given in waiting:
             self._run_request(given)
 
-    def _hear_load(self, member: InstanceMember, told: Told) -> None:
-        member.load = told.load
+    def _hear_load(self, member: InstanceMember, report: InstanceReport) -> None:
+        member.load = report.load
         try:
-            self._router.tells(member.index, told.load.best_token_ns / 1e9, told.held)
+            self._router.tells(member.index, report.load.best_token_ns / 1e9, report.held)
         except ReportRefused as error:
             self._tallies[member.index].reports_refused += 1
             log.warning("instance %s is not believed about prefixes any more: %s", member.name, error)
 
-    def _hear_told(self, member: InstanceMember, told: Told) -> None:
-        self._hear_load(member, told)
+    def _hear_report(self, member: InstanceMember, report: InstanceReport) -> None:
+        self._hear_load(member, report)
         outs: list[Answer | Failure] = []
-        for placed in told.placed:
-            self._aim(member, placed.request_id, placed.placement)
-        for attempt_id in told.computed:
+        for placed in report.placed:
+            self._send_kv_to(member, placed.request_id, placed.placement)
+        for attempt_id in report.computed:
             attempt = self._attempts.get(attempt_id)
             if attempt is not None:
                 attempt.computed_s = member.heard_s
                 self._router.prompt_done(attempt.request_id)
-        for attempt_id in told.arrived:
+        for attempt_id in report.arrived:
             attempt = self._attempts.get(attempt_id)
             if attempt is not None:
                 prompt = self._members[attempt.assignment.prompt]
@@ -431,11 +421,11 @@ class Front:
                 self._say(prompt, Drop(attempt_id))
                 self._router.prompt_done(attempt.request_id)
                 attempt.is_arrived = True
-        for answer in told.answers:
+        for answer in report.answers:
             attempt = self._attempts.get(answer.request_id)
             if attempt is not None and attempt.assignment.token == member.index:
                 outs.append(self._take_answer(attempt, answer, member))
-        for failed in told.failures:
+        for failed in report.failures:
             attempt = self._attempts.get(failed.request_id)
             if attempt is not None:
                 self._forget(attempt)
@@ -443,10 +433,10 @@ class Front:
                 outs.append(failed.to_failure(attempt.request_id))
         progress = tuple(
             prompt._replace(request_id=attempt.request_id)
-            for prompt in told.progress
+            for prompt in report.progress
             if (attempt := self._attempts.get(prompt.request_id)) is not None and attempt.tells_progress
         )
-        self._deliver(Delivery(tuple(outs), told.stats, self._load(), progress=progress))
+        self._deliver(Delivery(tuple(outs), report.stats, self._load(), progress=progress))
 
     def _take_answer(self, attempt: Attempt, answer: Answer, member: InstanceMember) -> Answer:
         attempt.given.add(answer)
@@ -459,7 +449,7 @@ class Front:
         at_ns = answer.at_ns if is_near else time.perf_counter_ns()
         return answer._replace(request_id=attempt.request_id, at_ns=at_ns)
 
-    def _aim(self, token: InstanceMember, attempt_id: str, placement: Placement) -> None:
+    def _send_kv_to(self, token: InstanceMember, attempt_id: str, placement: Placement) -> None:
         attempt = self._attempts.get(attempt_id)
         if attempt is None or token.ready is None or not attempt.is_divided:
             return
@@ -467,9 +457,11 @@ class Front:
         if prompt.ready is None:
             return
         n_prompt = len(attempt.request.known_token_ids)
-        attempt.is_aimed = True
+        attempt.has_kv_target = True
         place = token.ready.place if self._shares_memory(prompt.ready, token.ready) else None
-        self._say(prompt, Aim(attempt_id, attempt.epoch, n_prompt, token.ready.endpoint, placement, place))
+        self._say(
+            prompt, SendKvTo(attempt_id, attempt.epoch, n_prompt, token.ready.endpoint, placement, place)
+        )
 
     def _shares_memory(self, ready: Ready, other: Ready) -> bool:
         transfer = self.settings.kv_transfer
@@ -498,7 +490,7 @@ class Front:
         if attempt.computed_s is None:
             is_lost = now_s - attempt.sent_s > patience_s and prompt.has_nothing
             return ("unreported", f"instance {prompt.name} lost the prompt") if is_lost else None
-        is_late = attempt.is_aimed and now_s - attempt.computed_s > patience_s
+        is_late = attempt.has_kv_target and now_s - attempt.computed_s > patience_s
         return ("timeout", f"nothing came for {number(patience_s)} s") if is_late else None
 
     def _bury(self, member: InstanceMember, why: str) -> None:

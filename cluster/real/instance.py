@@ -1,9 +1,9 @@
 """Instance: an engine in a process of its own, with a role in a pool. It computes what a front sends it.
 
-The main thread owns the sockets and does nothing that takes long: its beats say that the instance lives. The
-engine runs on its thread, as behind HTTP; grammars are compiled on theirs (`guide_thread`); keys and values
-leave on the sender's. An instance whose ranks die ends: its front starts another one and runs again what has
-not been answered.
+The main thread owns the sockets and does nothing that takes long: its heartbeats say that the instance lives.
+The engine runs on its thread, as behind HTTP; grammars are compiled on theirs (`guide_thread`); keys and
+values leave on the sender's. An instance whose ranks die ends: its front starts another one and runs again
+what has not been answered.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import os
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import zmq
@@ -26,28 +25,38 @@ from phasewise.cluster.real.handing_over.links import Post, SharedLink, StreamLi
 from phasewise.cluster.real.handing_over.receiver import ReceiveFailed, Receiver
 from phasewise.cluster.real.handing_over.sender import BlockLink, LinkBroken, Sender
 from phasewise.cluster.real.instance_messages import (
-    Aim,
-    Beat,
     CannotStart,
     Drop,
     Dropped,
     Failed,
     FromInstance,
     HandOverFailed,
+    Heartbeat,
     Identity,
+    InstanceReport,
+    Part,
     PromptBegun,
     Ready,
+    SendKvTo,
     Stop,
     Take,
     ToInstance,
-    Told,
     WireError,
     read_to_instance,
     write,
 )
 from phasewise.cython_kernels._native import KvMemory
 from phasewise.serving.engine.engine_thread import EngineThread
-from phasewise.serving.engine.messages import Abort, Aimed, Answer, Compute, Delivery, Expect, Failure
+from phasewise.serving.engine.messages import (
+    Abort,
+    Answer,
+    Compute,
+    Delivery,
+    Expect,
+    Failure,
+    KvTargetReady,
+    Submit,
+)
 from phasewise.serving.engine.open_engine import OpenEngine
 from phasewise.serving.errors import RanksError, ServingError
 from phasewise.serving.grammar.guide_thread import GuideThread, GuideWanted
@@ -58,7 +67,7 @@ from phasewise.serving.ranks.kv_share import KvPlace, KvShare, map_place
 from phasewise.serving.scheduling.held_prefixes import HeldPrefixes
 from phasewise.serving.scheduling.scheduler_terms import LAYERWISE_ABOVE_TOKENS
 
-BEAT_S = 0.25
+HEARTBEAT_S = 0.25
 STOP_S = 5.0
 MOST_UNSENT_FRAMES = 256
 """Frames that may wait for a slow peer before its hand-overs wait too."""
@@ -131,7 +140,7 @@ class _Instance:
         )
         self._outgoing: deque[FromInstance] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._next_beat_s = 0.0
+        self._next_heartbeat_s = 0.0
         self._is_lost = threading.Event()
         engine.outbox, engine.on_begin = self._sender, self._begun
         engine.ranks.follow(self._sender)
@@ -149,10 +158,10 @@ class _Instance:
             poller.register(source, zmq.POLLIN)
         try:
             while not self._is_lost.is_set():
-                ready = dict(poller.poll(int(BEAT_S * 1000)))
+                ready = dict(poller.poll(int(HEARTBEAT_S * 1000)))
                 if self._wake in ready:
                     os.eventfd_read(self._wake)
-                while control in ready and has_input(control) and not self._is_beat_due:
+                while control in ready and has_input(control) and not self._is_heartbeat_due:
                     if not self._heard(control.recv()):
                         return 0
                 self._take_frames(frames, ready)
@@ -180,35 +189,36 @@ class _Instance:
                 self._take(message)
             case Drop(request_id):
                 self._drop(request_id)
-            case Aim():
-                self._aim(message)
+            case SendKvTo():
+                self._send_kv_to(message)
             case Stop():
                 return False
         return True
 
     def _take(self, take: Take) -> None:
-        asked = take.asked
-        if asked.trace:
-            self._traces[asked.request_id] = asked.trace
-            log.info("takes request %s, traceparent %s: %s", asked.request_id, asked.trace, take.part)
+        request = take.request
+        if request.trace:
+            self._traces[request.request_id] = request.trace
+            log.info("takes request %s, traceparent %s: %s", request.request_id, request.trace, take.part)
         if take.part == "answer":
-            self._receiver.expect(asked.request_id, take.epoch, asked.n_known_tokens)
-        if asked.guide is None:
-            self._begin(take, None)
+            self._receiver.expect(request.request_id, take.epoch, len(request.known_token_ids))
+        if take.guide is None:
+            self._begin(take.part, request)
             return
 
+        def begin(guide: Guide) -> None:
+            self._begin(take.part, replace(request, guide=guide))
+
         def refuse(error: ServingError) -> None:
-            self._tell_failure(Failure(asked.request_id, error))
+            self._tell_failure(Failure(request.request_id, error))
 
-        use = partial(self._begin, take)
-        self._guides.want(GuideWanted(asked.request_id, asked.client, asked.guide, use, refuse))
+        self._guides.want(GuideWanted(request.request_id, request.client, take.guide, begin, refuse))
 
-    def _begin(self, take: Take, guide: Guide | None) -> None:
-        """Here or on the thread of guides."""
-        request = take.asked.to_request(guide)
-        if take.part == "whole":
+    def _begin(self, part: Part, request: Submit) -> None:
+        """Give the request to the engine. Called on the main thread, or on the one that compiles guides."""
+        if part == "whole":
             self._thread.send(request)
-        elif take.part == "prompt":
+        elif part == "prompt":
             self._thread.send(Compute(request))
         else:
             self._thread.send(Expect(request))
@@ -222,22 +232,31 @@ class _Instance:
         self._thread.send(Abort(request_id))
         self._put(Dropped(request_id))
 
-    def _aim(self, aim: Aim) -> None:
+    def _send_kv_to(self, target: SendKvTo) -> None:
         try:
-            link = self._link(aim)
+            link = self._link(target)
         except RanksError as error:
-            self._put(HandOverFailed(aim.request_id, "mapping", str(error)))
+            self._put(HandOverFailed(target.request_id, "mapping", str(error)))
             return
-        self._sender.aim(aim.request_id, link)
-        self._thread.send(Aimed(aim.request_id))
+        self._sender.send_to(target.request_id, link)
+        self._thread.send(KvTargetReady(target.request_id))
 
-    def _link(self, aim: Aim) -> BlockLink:
-        post = self._posts.post(aim.endpoint)
-        if aim.place is None:
-            return StreamLink(aim.request_id, aim.epoch, aim.n_prompt, self._codec, self._memory, post)
-        theirs = self._posts.memory(aim.endpoint, aim.place, self._share)
+    def _link(self, target: SendKvTo) -> BlockLink:
+        post = self._posts.post(target.endpoint)
+        if target.place is None:
+            return StreamLink(
+                target.request_id, target.epoch, target.n_prompt, self._codec, self._memory, post
+            )
+        theirs = self._posts.memory(target.endpoint, target.place, self._share)
         return SharedLink(
-            aim.request_id, aim.epoch, aim.n_prompt, self._codec, self._memory, theirs, aim.placement, post
+            target.request_id,
+            target.epoch,
+            target.n_prompt,
+            self._codec,
+            self._memory,
+            theirs,
+            target.placement,
+            post,
         )
 
     # ---- what other instances send -----------------------------------------------------------------------
@@ -245,7 +264,7 @@ class _Instance:
     def _take_frames(self, frames: zmq.Socket[bytes], ready: dict[object, int]) -> None:
         if frames not in ready:
             return
-        while has_input(frames) and not self._is_beat_due:
+        while has_input(frames) and not self._is_heartbeat_due:
             parts = [frame.buffer for frame in frames.recv_multipart(copy=False)]
             try:
                 arrived = self._receiver.take(parts)
@@ -262,7 +281,7 @@ class _Instance:
         os.eventfd_write(self._wake, 1)
 
     def _tell_failure(self, failure: Failure) -> None:
-        self._put(Told((), (Failed.of(failure),), None, self._opened.engine.load()))
+        self._put(InstanceReport((), (Failed.of(failure),), None, self._opened.engine.load()))
 
     def _deliver(self, delivery: Delivery) -> None:
         """On the engine's thread. Where ranks are lost this instance ends, and its front says what becomes of
@@ -282,7 +301,7 @@ class _Instance:
                 )
             self._sender.cancel(failure.request_id)
             self._receiver.forget(failure.request_id)
-        told = Told(
+        report = InstanceReport(
             answers,
             tuple(map(Failed.of, failures)),
             delivery.stats,
@@ -293,7 +312,7 @@ class _Instance:
             delivery.progress,
             self._held.report(),
         )
-        self._put(told)
+        self._put(report)
 
     def _begun(self, request_id: str) -> None:
         self._put(PromptBegun(request_id))
@@ -311,20 +330,20 @@ class _Instance:
     def _say(self, control: zmq.Socket[bytes]) -> None:
         while self._outgoing:
             control.send(write(self._outgoing.popleft()))
-        if self._is_beat_due:
+        if self._is_heartbeat_due:
             if self._held.has_changed:  # more than one report had room for, and nothing is computed
                 self._thread.between_steps(_nothing)
-            self._next_beat_s = time.monotonic() + BEAT_S
+            self._next_heartbeat_s = time.monotonic() + HEARTBEAT_S
             refused = dict(self._receiver.refused)
             n_handing_over = self._sender.n_jobs + self._receiver.n_awaited
             control.send(
-                write(Beat(self._thread.n_turns, self._thread.is_computing, n_handing_over, refused))
+                write(Heartbeat(self._thread.n_turns, self._thread.is_computing, n_handing_over, refused))
             )
 
     @property
-    def _is_beat_due(self) -> bool:
+    def _is_heartbeat_due(self) -> bool:
         """However much comes, the front hears that this instance lives."""
-        return time.monotonic() >= self._next_beat_s
+        return time.monotonic() >= self._next_heartbeat_s
 
     def _ready(self, endpoint: str) -> Ready:
         opened, codec = self._opened, self._codec

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -13,20 +13,19 @@ from phasewise.serving.engine.messages import (
     Answer,
     EngineLoad,
     Failure,
-    GivenOut,
     Placed,
     Progress,
     StepStats,
     Submit,
 )
 from phasewise.serving.errors import RequestError, ServingError, StepFailed
-from phasewise.serving.grammar.guides import Guide, GuideRecipe
-from phasewise.serving.pools.contract import Estimate, Placement
+from phasewise.serving.grammar.guides import GuideRecipe
+from phasewise.serving.pools.contract import Placement
 from phasewise.serving.ranks.kv_share import KvPlace, KvShape
-from phasewise.serving.sampling.sampling import SamplingParams
 from phasewise.serving.scheduling.held_prefixes import HeldReport
 
 Role = Literal["prompt", "token", "mixed"]
+Part = Literal["whole", "prompt", "answer"]
 MAX_SHOWN = 200
 """Characters of a part of a message that an error shows."""
 
@@ -39,56 +38,16 @@ class WireError(ServingError):
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """A request, as `messages.Submit`; what its guide is made of in place of the guide."""
-
-    request_id: str
-    prompt_token_ids: tuple[int, ...]
-    max_tokens: int | None
-    sampling: SamplingParams
-    stop: tuple[str, ...]
-    ignore_eos: bool
-    estimate: Estimate | None
-    guide: GuideRecipe | None
-    cache_space: str
-    client: str
-    shown: frozenset[int] = frozenset()
-    receipt: bool = False
-    adapter: str = ""
-    prompt_logprobs: int | None = None
-    in_shadow: bool = False
-    trace: str = ""
-    given: GivenOut | None = None
-
-    @property
-    def n_known_tokens(self) -> int:
-        """Tokens whose keys and values an answer needs before it goes on."""
-        return len(self.prompt_token_ids) + (0 if self.given is None else len(self.given.token_ids))
-
-    @classmethod
-    def of(cls, request: Submit, request_id: str) -> Asked:
-        guide = None if request.guide is None else request.guide.recipe
-        return cls(request_id=request_id, guide=guide, **_same_fields(request))
-
-    def to_request(self, guide: Guide | None) -> Submit:
-        return Submit(request_id=self.request_id, guide=guide, **_same_fields(self))
-
-
-def _same_fields(request: Submit | Asked) -> dict[str, Any]:
-    """The fields that both have with the same value."""
-    names = (own.name for own in fields(Asked) if own.name not in ("request_id", "guide"))
-    return {name: getattr(request, name) for name in names}
-
-
-@dataclass(frozen=True, slots=True)
 class Take:
     """Take a request on: all of it, its prompt alone, or its answer alone.
 
-    epoch: which attempt to hand it over.
+    guide: the sources that the instance compiles to the guide of the request, which is sent without it.
+    epoch: the number of the attempt to hand the request over.
     """
 
-    part: Literal["whole", "prompt", "answer"]
-    asked: Asked
+    part: Part
+    request: Submit
+    guide: GuideRecipe | None = None
     epoch: int = 0
     kind: Literal["take"] = "take"
 
@@ -102,7 +61,7 @@ class Drop:
 
 
 @dataclass(frozen=True, slots=True)
-class Aim:
+class SendKvTo:
     """Send keys and values of this prompt to a block of another instance."""
 
     request_id: str
@@ -112,7 +71,7 @@ class Aim:
     placement: Placement
     place: KvPlace | None
     """The memory that the block is in, where both are on one host; None: send frames."""
-    kind: Literal["aim"] = "aim"
+    kind: Literal["send_kv_to"] = "send_kv_to"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +81,7 @@ class Stop:
     kind: Literal["stop"] = "stop"
 
 
-ToInstance = Take | Drop | Aim | Stop
+ToInstance = Take | Drop | SendKvTo | Stop
 
 # ---- from an instance ------------------------------------------------------------------------------------
 
@@ -190,7 +149,7 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class InstanceReport:
     """A `Delivery`."""
 
     answers: tuple[Answer, ...]
@@ -203,7 +162,7 @@ class Told:
     progress: tuple[Progress, ...] = ()
     held: HeldReport | None = None
     """Changes of the prefixes that it holds, since it told them last."""
-    kind: Literal["told"] = "told"
+    kind: Literal["report"] = "report"
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +194,7 @@ class HandOverFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
+class Heartbeat:
     """The instance lives. turns: of its engine; where it has work and they stand still, the engine hangs."""
 
     turns: int
@@ -244,7 +203,7 @@ class Beat:
     """Prompts on their way from here, and blocks that are being filled here."""
     refused: dict[str, int] = field(default_factory=dict)
     """Frames that were thrown away since the start, by reason."""
-    kind: Literal["beat"] = "beat"
+    kind: Literal["heartbeat"] = "heartbeat"
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,12 +214,13 @@ class CannotStart:
     kind: Literal["cannot_start"] = "cannot_start"
 
 
-FromInstance = Ready | Told | PromptBegun | Dropped | HandOverFailed | Beat | CannotStart
+FromInstance = Ready | InstanceReport | PromptBegun | Dropped | HandOverFailed | Heartbeat | CannotStart
 
 _by_kind = Field(discriminator="kind")
-_numbers = ConfigDict(ser_json_inf_nan="constants")  # a token that a guide forbids: log-probability -inf
-_to_instance: TypeAdapter[ToInstance] = TypeAdapter(Annotated[ToInstance, _by_kind], config=_numbers)
-_from_instance: TypeAdapter[FromInstance] = TypeAdapter(Annotated[FromInstance, _by_kind], config=_numbers)
+# A token that a guide forbids has the log-probability -inf. Guides themselves are never written or read.
+_config = ConfigDict(ser_json_inf_nan="constants", arbitrary_types_allowed=True)
+_to_instance: TypeAdapter[ToInstance] = TypeAdapter(Annotated[ToInstance, _by_kind], config=_config)
+_from_instance: TypeAdapter[FromInstance] = TypeAdapter(Annotated[FromInstance, _by_kind], config=_config)
 
 
 def write(message: ToInstance | FromInstance) -> bytes:

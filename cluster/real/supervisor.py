@@ -17,7 +17,7 @@ from typing import Literal, Protocol
 from phasewise._version import __version__
 from phasewise._words import number
 from phasewise.cluster.real.instance import Orders
-from phasewise.cluster.real.instance_messages import Beat, Identity, Ready
+from phasewise.cluster.real.instance_messages import Heartbeat, Identity, Ready
 from phasewise.cluster.routing import Role, Routing
 from phasewise.serving.engine.messages import EngineLoad
 from phasewise.serving.errors import RankLost, RanksError
@@ -117,7 +117,7 @@ class InstanceMember:
     turns: int = -1
     turned_s: float = 0.0
     is_busy: bool = True
-    """By its last beat."""
+    """By its last heartbeat."""
     load: EngineLoad | None = None
     refused: dict[str, int] = field(default_factory=dict)
     n_handing_over: int = 0
@@ -145,11 +145,15 @@ class InstanceMember:
         """True if it says that it holds no request."""
         return not self.is_busy and (self.load is None or not any(self.load[:3]))
 
-    def beats(self, beat: Beat) -> None:
+    def hear(self, heartbeat: Heartbeat) -> None:
         """Take note of what it says of itself; it has just been heard."""
-        self.refused, self.n_handing_over, self.is_busy = beat.refused, beat.n_handing_over, beat.is_busy
-        if beat.turns != self.turns or not beat.is_busy:
-            self.turns, self.turned_s = beat.turns, self.heard_s
+        self.refused, self.n_handing_over, self.is_busy = (
+            heartbeat.refused,
+            heartbeat.n_handing_over,
+            heartbeat.is_busy,
+        )
+        if heartbeat.turns != self.turns or not heartbeat.is_busy:
+            self.turns, self.turned_s = heartbeat.turns, self.heard_s
 
     @property
     def state(self) -> str:

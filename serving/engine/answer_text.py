@@ -84,5 +84,6 @@ class AnswerText:
     def _begun(self, *, everything: bool) -> tuple[SampledToken, ...]:
         tokens, ready = self._tokens, []
         while tokens and (everything or tokens[0][0] < self._n_given):
-            ready.append(tokens.popleft()[1])
+            begin, token = tokens.popleft()
+            ready.append(token if token.logprob is None else token._replace(begin=begin))
         return tuple(ready)

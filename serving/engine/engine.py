@@ -127,7 +127,7 @@ class Engine:
         self._prompts[message.request_id] = message
         self._progress.expect(message.request_id, len(message.prompt_token_ids))
 
-    def aimed(self, request_id: str) -> None:
+    def kv_target_ready(self, request_id: str) -> None:
         """The engine that answers has a block for it: its keys and values may leave as they are computed.
 
         One that gave its own block away meanwhile is lost. If it waited for another one, two engines could

@@ -27,6 +27,7 @@ _KV_BYTES_ALWAYS_WORTH_IT = 1 << 30
 _STATES_SHARE = 0.5
 """The share of a KV budget for states of models whose layers keep such, copies of earlier ones included."""
 _STATES_FOR_ONE = 1 + MOST_DRAFTED
+_LEAST_COPIES = 16
 _LEAST_CONTEXT = 256
 """A server with a shorter context than this, and than the model's, is a mistake."""
 
@@ -149,12 +150,12 @@ class EngineSize:
 
 
 def _n_states(model: PackedModel, max_sequences: int, budget: int) -> int:
-    """Places for states of sequences: one for each, and as many for copies of earlier ones, as far as the
-    budget goes. ServingError where it does not go as far as two."""
+    """Places for states of sequences: one for each, and as many for copies of earlier ones, or at least
+    _LEAST_COPIES, as far as the budget goes. ServingError where it does not go as far as two."""
     each = model.config.state_bytes
     if each == 0:
         return 1
-    n_states = min(2 * max_sequences, int(budget * _STATES_SHARE) // each)
+    n_states = min(max_sequences + max(max_sequences, _LEAST_COPIES), int(budget * _STATES_SHARE) // each)
     if n_states < 2:
         raise ServingError(
             f"a KV budget of {_mib(budget)} is too small for {model.name}, whose sequences keep a state of"

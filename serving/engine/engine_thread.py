@@ -20,12 +20,12 @@ from phasewise.serving.engine.fingerprint import Fingerprint
 from phasewise.serving.engine.instance_state import InstanceState
 from phasewise.serving.engine.messages import (
     Abort,
-    Aimed,
     Arrived,
     Compute,
     Delivery,
     Expect,
     Failure,
+    KvTargetReady,
     Message,
     StepStats,
     Submit,
@@ -257,8 +257,8 @@ class EngineThread:
                 self._take_on(message, self._engine.submit)
             case Compute(request):
                 self._take_on(request, self._engine.compute)
-            case Aimed(request_id):
-                self._engine.aimed(request_id)
+            case KvTargetReady(request_id):
+                self._engine.kv_target_ready(request_id)
             case Expect(request):
                 self._take_on(request, self._engine.expect)
             case Abort(request_id):

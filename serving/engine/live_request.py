@@ -89,6 +89,7 @@ class LiveRequest:
             in_shadow=message.in_shadow,
             adapter=adapter,
             given=() if message.given is None else message.given.token_ids,
+            turns=message.turns,
         )
 
     def evidence(self, run: list[SampledToken], *, has_ended: bool) -> Evidence | None:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from phasewise.serving.grammar.guides import Guide
 from phasewise.serving.pools.contract import Estimate, Placement, PoolStats
 from phasewise.serving.prefix_store.store import StoreCounts
 from phasewise.serving.sampling.sampling import PromptToken, SampledToken, SamplingParams
 from phasewise.serving.scheduling.request import FinishReason
 from phasewise.tuner.plans import Phase
-
-if TYPE_CHECKING:
-    from phasewise.serving.grammar.guides import Guide
 
 
 class GivenOut(NamedTuple):
@@ -69,6 +67,8 @@ class Submit:
     """The `traceparent` that came with it, for lines of logs; empty: none did."""
     given: GivenOut | None = None
     """The part of the answer that was given out before what computed it was lost; None: nothing was."""
+    turns: tuple[int, ...] = ()
+    """As `scheduling.request.Request.turns`."""
 
     @property
     def known_token_ids(self) -> tuple[int, ...]:
@@ -128,13 +128,13 @@ class Arrived:
 
 
 @dataclass(frozen=True, slots=True)
-class Aimed:
+class KvTargetReady:
     """The other instance has a block for a prompt that is computed here."""
 
     request_id: str
 
 
-Message = Submit | Abort | Compute | Aimed | Expect | Arrived
+Message = Submit | Abort | Compute | KvTargetReady | Expect | Arrived
 
 
 class Evidence(NamedTuple):

@@ -76,6 +76,7 @@ def checked_pattern(pattern: str) -> str:
 
 _BOUNDARIES = re.compile(r"(\\\\)|\\[bB]")
 _UNHOLDABLE = re.compile(r"\(\?(?:[=!]|<[=!]|P=|>)|(?<!\\)\\[AGZz1-9]|[^(|\[\\]\^|(?<!\\)\$[^)|]")
+_BY_NAME = frozenset({"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"})
 _VALUES = frozenset({"enum", "const", "default", "examples"})
 
 
@@ -98,6 +99,19 @@ def holdable(schema: Any) -> Any:
     if isinstance(named, dict):
         out["patternProperties"] = {key: value for key, value in named.items() if _can_be_held(key)}
     return out
+
+
+def keywords_of(schema: Any) -> Iterator[str]:
+    """Every keyword in a schema and those within it."""
+    if isinstance(schema, list):
+        for item in schema:
+            yield from keywords_of(item)
+    if isinstance(schema, dict):
+        for key, value in schema.items():
+            yield key
+            if key not in _VALUES:
+                by_name = key in _BY_NAME and isinstance(value, dict)
+                yield from keywords_of(list(value.values()) if by_name else value)
 
 
 def _can_be_held(pattern: str) -> bool:

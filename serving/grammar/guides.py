@@ -7,6 +7,7 @@ a grammar from outside is held to, the compiled grammars kept, and the masks put
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -14,26 +15,35 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from itertools import chain
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from phasewise.serving.errors import QueueFull, RequestError, ServingError
 from phasewise.serving.grammar.grammar_limits import checked_choices, checked_pattern, checked_schema
-from phasewise.serving.sandbox.confined import Bounds, ConfinedProcess, JobRefused, Overrun, Patience
+from phasewise.serving.sandbox.confined import (
+    Bounds,
+    ConfinedProcess,
+    JobRefused,
+    Overrun,
+    Patience,
+    Unserved,
+)
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 _MOST_COMPILED = 32
 _MOST_COMPILED_BYTES = 24 << 20
-_TURN_S = 2.0
 _MOST_LARK_CHARACTERS = 256 * 1024
 BOUNDS = Bounds(seconds=1.0, memory_bytes=96 << 20)
 """Limits of one compilation. An everyday schema takes some milliseconds and megabytes."""
 _STACK_BYTES = 64 * 1024 * 1024  # llguidance follows references by recursion
 _LONGEST_TOKEN_BYTES = 64
+_UNHELD = re.compile(r'"(\w+)"|Unknown (format)|^(oneOf)', re.MULTILINE)
+"""Keywords in llguidance's warnings."""
 
 _LIMITS = {
     "initial_lexer_fuel": 200_000,
@@ -52,6 +62,7 @@ _JSON_OPTIONS = {
 }
 
 
+@runtime_checkable
 class Guide(Protocol):
     """The place that one answer has reached in its grammar. Used by one thread at a time."""
 
@@ -260,11 +271,11 @@ class GuideCompiler:
         with self._first_use:
             self._prover.close()
 
-    def compile(self, grammar: Grammar, patience: Patience | None = None) -> Guide:
+    def compile(self, grammar: Grammar, patience: Patience | None = None) -> MatcherGuide:
         """A guide at the beginning of `grammar`, to be copied by `fresh`. Blocks: not for the event loop.
 
         patience: what ends the compilation when it ends. RequestError where the grammar is refused,
-        QueueFull where others' take too long, Abandoned where patience has ended.
+        QueueFull where the machine does not get to it, Abandoned where patience has ended.
         """
         if not self._tokens.end_token_ids:
             raise RequestError("this model names no end token, so its answers cannot be held to a grammar")
@@ -279,16 +290,16 @@ class GuideCompiler:
             _ = self._tokenizer
         return self._guide(grammar, self._known(grammar) or self._compile_here(grammar, n_bytes))
 
-    def known(self, grammar: Grammar) -> Guide | None:
+    def known(self, grammar: Grammar) -> MatcherGuide | None:
         """The guide of a grammar that was compiled of late; else None, and at once."""
         kept = self._known(grammar)
         return None if kept is None or isinstance(kept.outcome, str) else self._guide(grammar, kept)
 
-    def _guide(self, grammar: Grammar, kept: _Kept) -> Guide:
+    def _guide(self, grammar: Grammar, kept: _Kept) -> MatcherGuide:
         if isinstance(kept.outcome, str):
             raise RequestError(kept.outcome)
         recipe = GuideRecipe(grammar, kept.n_bytes)
-        return _MatcherGuide(recipe, kept.outcome, self._tokens.vocab_size, min(self._tokens.end_token_ids))
+        return MatcherGuide(recipe, kept.outcome, self._tokens.vocab_size, min(self._tokens.end_token_ids))
 
     def _known(self, grammar: Grammar) -> _Kept | None:
         with self._cache_lock:
@@ -311,9 +322,9 @@ class GuideCompiler:
         """One at a time, so that grammars never take more than one core from answers."""
         self._load()
         try:
-            n_bytes = int(self._prover.ask(json.dumps(grammar).encode(), patience, _TURN_S))
-        except TimeoutError as error:
-            raise QueueFull("grammars of other requests are being compiled; try again later") from error
+            n_bytes = int(self._prover.ask(json.dumps(grammar).encode(), patience))
+        except Unserved as error:
+            raise QueueFull(f"the grammar was not compiled: {error}; try again later", 1) from error
         except JobRefused as error:
             return self._keep(grammar, _Kept(str(error), 0))
         except Overrun as error:
@@ -361,7 +372,7 @@ class _Wrapped:
         return self._tokens_of(text.encode() if isinstance(text, str) else text)
 
 
-class _MatcherGuide:
+class MatcherGuide:
     """A `Guide` over a matcher of llguidance."""
 
     def __init__(self, recipe: GuideRecipe, matcher: LLMatcher, vocab_size: int, end_token_id: int) -> None:
@@ -371,8 +382,14 @@ class _MatcherGuide:
         self._mask = np.zeros((vocab_size + 31) // 32, dtype=np.uint32)
         self.end_token_id = end_token_id
 
-    def fresh(self) -> _MatcherGuide:
-        return _MatcherGuide(self.recipe, self._matcher.deep_copy(), self._vocab_size, self.end_token_id)
+    @property
+    def unheld(self) -> frozenset[str]:
+        """Keywords of its schemas that answers are not held to."""
+        told = "\n".join(self._matcher.get_grammar_warnings())
+        return frozenset(filter(None, chain.from_iterable(_UNHELD.findall(told))))
+
+    def fresh(self) -> MatcherGuide:
+        return MatcherGuide(self.recipe, self._matcher.deep_copy(), self._vocab_size, self.end_token_id)
 
     def forbid(self, logits: npt.NDArray[np.float32]) -> bool:
         allowed = _allowed(self._matcher, self._mask, self._vocab_size)

@@ -16,7 +16,7 @@ from phasewise.serving.models.sparse_mode import SparseMode
 WORTH_BYTES = {"bf16": 0.9, "q8": 0.7, "q8 column": 0.3}
 """The largest share of the dense one's bytes that a sparse weight takes where nothing was measured.
 
-So no weight is stored sparse that one row or eight would wait longer for: benchmarks/notes/0009-sparsity.md.
+So no weight is stored sparse that one row or eight would wait longer for: benchmarks/notes/sparse.md.
 """
 
 UNMEASURED_SEQUENCES = 8

@@ -2,8 +2,7 @@
 sequence.
 
 A place is free, belongs to a request, is set aside for a copy that the step under way makes, or holds such a
-copy ("kept"). Copies that were used longest ago give way to requests: they cost nobody a place. Integers
-alone.
+copy ("kept"). Copies give way to requests: they cost nobody a place. Integers alone.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ class StatePlaces:
     def __init__(self, n_places: int, first_slot: int) -> None:
         self.n_places = n_places
         self.first_slot = first_slot
-        self.on_loss: Callable[[int], None] = lambda place: None
-        """Is told of a place that holds no copy any more, because another needs it."""
+        self.give_way: Callable[[], int] | None = None
+        """Chooses the copy that gives way, and forgets it; None: none is kept."""
         self._free = list(range(n_places - 1, -1, -1))
         self._owned: dict[str, int] = {}
         self._set_aside: set[int] = set()
-        self._kept: dict[int, None] = {}  # the one used longest ago first
+        self._kept: set[int] = set()
 
     @property
     def n_spare(self) -> int:
@@ -80,12 +79,12 @@ class StatePlaces:
     def keep(self, place: int) -> None:
         """A copy that the step has written to a place set aside stays there while it can."""
         self._set_aside.remove(place)
-        self._kept[place] = None
+        self._kept.add(place)
 
     def keep_of(self, owner: str) -> int:
         """The state in the place of a request stays there while it can; the request has none any more."""
         place = self._owned.pop(owner)
-        self._kept[place] = None
+        self._kept.add(place)
         return place
 
     def swap(self, owner: str, place: int) -> None:
@@ -99,14 +98,9 @@ class StatePlaces:
         self._set_aside.remove(place)
         self._free.append(place)
 
-    def use(self, place: int) -> None:
-        """A copy is used: it is the last to give way."""
-        del self._kept[place]
-        self._kept[place] = None
-
     def free(self, place: int) -> None:
         """A copy is of no more use."""
-        del self._kept[place]
+        self._kept.remove(place)
         self._free.append(place)
 
     def check(self) -> None:
@@ -116,8 +110,6 @@ class StatePlaces:
             raise StatesError(f"of {counted(self.n_places, 'place')} for states: {sorted(places)}")
 
     def _take(self) -> int | None:
-        if not self._free and self._kept:
-            oldest = next(iter(self._kept))
-            self.free(oldest)
-            self.on_loss(oldest)
+        if not self._free and self._kept and self.give_way is not None:
+            self.free(self.give_way())
         return self._free.pop() if self._free else None

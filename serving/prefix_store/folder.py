@@ -13,16 +13,15 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from phasewise._words import counted
 from phasewise.serving.errors import ServingError
 from phasewise.serving.prefix_store.blocks import HEADER_BYTES, NAME_BYTES, Bytes, RecordHead, read_head
-from phasewise.serving.prefix_store.worth import KeptBlock, to_leave
 
 KEY_FILE = "key"
 KEY_BYTES = 32
@@ -216,3 +215,48 @@ def _write_once(place: Path, content: bytes) -> None:
             os.link(beside, place)
     finally:
         os.unlink(beside)
+
+
+YOUNG_S = 600.0
+"""The age at which a block's worth is half of that of a new one."""
+
+
+class KeptBlock(NamedTuple):
+    """A block in a folder. parent: the name before it; seconds: to compute it; age_s: since it was read."""
+
+    parent: bytes
+    begin: int
+    n_bytes: int
+    seconds: float
+    age_s: float
+
+
+def worth(block: KeptBlock) -> float:
+    """Seconds a byte, by age."""
+    return block.seconds / max(1, block.n_bytes) / (1 + max(0.0, block.age_s) / YOUNG_S)
+
+
+def order_of_leaving(blocks: Mapping[bytes, KeptBlock]) -> list[bytes]:
+    """Names, the least worth first, and what comes after a block before it. Blocks whose beginning is gone
+    leave first of all."""
+    deepest_first = sorted(blocks, key=lambda name: blocks[name].begin, reverse=True)
+    value = {name: worth(block) for name, block in blocks.items()}
+    for name in deepest_first:
+        parent = blocks[name].parent
+        if parent in value:
+            value[parent] = max(value[parent], value[name])
+    reached: dict[bytes, bool] = {}
+    for name in reversed(deepest_first):
+        block = blocks[name]
+        reached[name] = block.begin == 0 or reached.get(block.parent, False)
+    return sorted(deepest_first, key=lambda name: (reached[name], value[name], -blocks[name].begin))
+
+
+def to_leave(blocks: Mapping[bytes, KeptBlock], most_bytes: int) -> Iterable[bytes]:
+    """The names that must leave, so that the others have at most `most_bytes`."""
+    n_bytes = sum(block.n_bytes for block in blocks.values())
+    for name in order_of_leaving(blocks):
+        if n_bytes <= most_bytes:
+            return
+        n_bytes -= blocks[name].n_bytes
+        yield name

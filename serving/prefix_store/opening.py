@@ -35,7 +35,7 @@ def open_store(
         least = -(-LEAST_BLOCKS * shape.most_bytes >> 20)
         raise ServingError(
             f"a prefix cache of {settings.limit_bytes} bytes is too small: a block of this model has "
-            f"{shape.most_bytes}; --prefix-cache-bytes {least}M is the least"
+            f"{shape.most_bytes}; prefix_cache_bytes = '{least}M' is the least"
         )
     folder = PrefixFolder.open(Path(settings.folder), settings.limit_bytes)
     folder.describe_identity(identity_digest(identity), model, identity)

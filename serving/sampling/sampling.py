@@ -106,11 +106,14 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 class SampledToken(NamedTuple):
-    """`logprob` is None unless asked for; `top` holds (token id, log-probability), likeliest first."""
+    """`logprob` is None unless asked for; `top` holds (token id, log-probability), likeliest first. `begin`:
+    the character of the answer at which it begins, told beside its log-probability.
+    """
 
     token_id: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
+    begin: int = 0
 
 
 class PromptToken(NamedTuple):
@@ -324,7 +327,7 @@ def score_rows(
     """
     for row, token_id in zip(logits, token_ids, strict=True):
         _require_finite(float(row.max()))
-        _, logprob, top = _with_logprobs(row, token_id, n_top)
+        _, logprob, top, _ = _with_logprobs(row, token_id, n_top)
         yield PromptToken(token_id, logprob, 1 + int(np.count_nonzero(row > row[token_id])), top)
 
 

@@ -34,7 +34,9 @@ ONE_THREAD = {
 _COMMAND = ("-P", "-m", "phasewise.serving.sandbox.confined_process")
 _HEADER_BYTES = 4
 _CANCEL = (0).to_bytes(_HEADER_BYTES, "little")
-_ANSWERED, _REFUSED, _OVERRUN = b"a", b"r", b"o"
+_ANSWERED, _REFUSED, _OVERRUN, _UNSERVED = b"a", b"r", b"o", b"u"
+_LEAST_SHARE = 1 / 30
+"""The share of a core with which a process is waited for: one that gets less for its whole job is ended."""
 
 
 class ConfinedError(ServingError):
@@ -49,18 +51,33 @@ class Overrun(ConfinedError):
     """The job met a bound: it took too long, or wanted too much memory."""
 
 
+class Unserved(ConfinedError):
+    """The machine did not get to the job, or ended its process: it may be asked again."""
+
+
 class Abandoned(ConfinedError):
     """The caller of the job has left."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Limits of one job. `memory_bytes`: address space beyond what the process has when the job begins."""
+    """Limits of one job. `memory_bytes`: address space beyond what the process has when the job begins.
+
+    Seconds are of processor time, so that a busy machine refuses nothing that an idle one does.
+    """
 
     seconds: float
     memory_bytes: int
     start_s: float = 60.0
-    """Seconds that the process may take to start."""
+    """Seconds that the process may compute to start."""
+
+    @property
+    def wall_s(self) -> float:
+        """The end of a wait for a process that does not compute."""
+        return self.seconds / _LEAST_SHARE
+
+
+_ERRORS: dict[bytes, type[ConfinedError]] = {_REFUSED: JobRefused, _OVERRUN: Overrun, _UNSERVED: Unserved}
 
 
 class Patience:
@@ -105,20 +122,15 @@ class ConfinedProcess:
         with self._turn:
             self._running()
 
-    def ask(self, request: bytes, patience: Patience | None = None, turn_s: float = -1) -> bytes:
+    def ask(self, request: bytes, patience: Patience | None = None) -> bytes:
         """The job's answer. It is killed once `patience` ends.
 
-        turn_s: how long to wait for jobs that came before; -1: as long as it takes. Raises JobRefused,
-        Overrun, Abandoned, and TimeoutError where the turn does not come.
+        Raises JobRefused, Overrun, Unserved and Abandoned.
         """
-        if not self._turn.acquire(timeout=turn_s):
-            raise TimeoutError(f"jobs of others take longer than {number(turn_s)} s")
-        try:
+        with self._turn:
             if patience is not None and patience.ended:
                 raise Abandoned("the caller has left")
             return self._asked(request, patience)
-        finally:
-            self._turn.release()
 
     def close(self) -> None:
         """End the process. A job in progress is not waited for."""
@@ -133,7 +145,7 @@ class ConfinedProcess:
             except (OSError, EOFError) as error:  # the process itself is gone, whatever ended it
                 self.close()
                 if is_last:
-                    raise Overrun("the process that works on such requests was killed; try again") from error
+                    raise Unserved("the process that works on such requests was killed") from error
                 continue
             except ValueError as error:  # its pipes are closed: `close` in another thread
                 raise Abandoned("the process is being ended") from error
@@ -143,7 +155,7 @@ class ConfinedProcess:
             return said
         if patience is not None and patience.ended:
             raise Abandoned("the caller has left")
-        raise (JobRefused if kind == _REFUSED else Overrun)(said.decode("utf-8", "replace"))
+        raise _ERRORS[kind](said.decode("utf-8", "replace"))
 
     def _exchange(self, process: subprocess.Popen[bytes], request: bytes, patience: Patience | None) -> bytes:
         assert process.stdin is not None
@@ -162,7 +174,7 @@ class ConfinedProcess:
         return read_frame(process.stdout)
 
     def _longest_ms(self) -> float:
-        return 1000 * (self._bounds.seconds + 5.0)
+        return 1000 * (self._bounds.wall_s + 5.0)
 
     def _running(self) -> subprocess.Popen[bytes]:
         process = self._process  # of its own: another thread may close this meanwhile
@@ -185,18 +197,19 @@ class ConfinedProcess:
             raise ConfinedError(f"the process for {self._job}s cannot be started: {error}") from error
         assert process.stdin is not None
         assert process.stdout is not None
-        limit = threading.Timer(self._bounds.start_s, process.kill)
+        limit = threading.Timer(self._bounds.start_s / _LEAST_SHARE, process.kill)
         limit.daemon = True
         limit.start()
         try:
-            write_frame(
-                process.stdin.fileno(), json.dumps({"job": self._job, **asdict(self._bounds)}).encode()
-            )
+            settings = {"job": self._job, **asdict(self._bounds), "wall_s": self._bounds.wall_s}
+            write_frame(process.stdin.fileno(), json.dumps(settings).encode())
             write_frame(process.stdin.fileno(), self._told)
             verdict = read_frame(process.stdout)
         except (OSError, EOFError) as error:
             _finish(process)
-            raise Overrun(f"it could not be prepared within {number(self._bounds.start_s)} s") from error
+            raise Overrun(
+                f"it could not be prepared within {number(self._bounds.start_s)} s of processor time"
+            ) from error
         finally:
             limit.cancel()
         if verdict[:1] != _ANSWERED:

@@ -1,14 +1,13 @@
 """The process behind `confined.ConfinedProcess`: `python -m phasewise.serving.sandbox.confined_process`.
 
-Three processes: the server; this one, which has everything loaded and keeps the time; and its child, a fork
-of it, which does the jobs under the kernel's limits. A fork takes milliseconds, so a child that died or grew
+Three processes: the server; this one, which has everything loaded and waits; and its child, a fork of it,
+which does the jobs under the kernel's limits. A fork takes milliseconds, so a child that died or grew
 is replaced at once. Both end with the process that started them. Little is imported here.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import resource
 import select
@@ -31,7 +30,7 @@ _JOBS = {
     "tokenizer": "phasewise.serving.text.tokenizer_job",
 }
 """Modules with a function `prepare(told)`, which loads all that jobs need, or raises JobRefused."""
-_ANSWERED, _REFUSED, _OVERRUN = b"a", b"r", b"o"
+_ANSWERED, _REFUSED, _OVERRUN, _UNSERVED = b"a", b"r", b"o", b"u"
 _HAS_GROWN, _GOES_ON = b"+", b"="
 _FOR_THE_SERVER = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _NICE = 5
@@ -49,10 +48,12 @@ def main() -> int:
     commands, answers = os.dup(0), os.dup(1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # whatever is printed is no answer
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends a process that has had its time
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
     try:
         settings = json.loads(read_frame(commands))
         told = read_frame(commands)
-        _confine(_PREPARING_BYTES)
+        _confine(_PREPARING_BYTES, settings["start_s"])
         try:
             job = import_module(_JOBS[settings["job"]]).prepare(told)
         except JobRefused as error:
@@ -63,7 +64,9 @@ def main() -> int:
             return 1
         _release()
         write_frame(answers, _ANSWERED)
-        _Keeper(job, settings["seconds"], settings["memory_bytes"], commands, answers).serve()
+        _Keeper(
+            job, settings["seconds"], settings["wall_s"], settings["memory_bytes"], commands, answers
+        ).serve()
     except (EOFError, BrokenPipeError):
         pass  # the server has ended
     except Exception as error:
@@ -74,11 +77,14 @@ def main() -> int:
 
 
 class _Keeper:
-    """Hands jobs to a child, and ends a child that takes too long or whose answer is not waited for."""
+    """Hands jobs to a child, and ends a child whose answer is not waited for."""
 
-    def __init__(self, job: Job, seconds: float, memory_bytes: int, commands: int, answers: int) -> None:
+    def __init__(
+        self, job: Job, seconds: float, wall_s: float, memory_bytes: int, commands: int, answers: int
+    ) -> None:
         self._job = job
         self._seconds = seconds
+        self._wall_s = wall_s
         self._memory_bytes = memory_bytes
         self._commands = commands
         self._answers = answers
@@ -96,14 +102,14 @@ class _Keeper:
 
     def _done(self, request: bytes) -> bytes:
         try:
-            return self._child.do(request, self._seconds, self._commands)
+            return self._child.do(request, self._seconds, self._wall_s, self._commands)
         except EOFError:
             self._child.kill()
             raise
         except BrokenPipeError:  # it died while it waited, as of a machine without memory
             self._child.kill()
             self._child = self._forked()
-            return self._child.do(request, self._seconds, self._commands)
+            return self._child.do(request, self._seconds, self._wall_s, self._commands)
 
     def _forked(self) -> _Child:
         requests, for_child = os.pipe()
@@ -131,36 +137,43 @@ class _Child:
         self._answers = answers
         self.has_ended = False
 
-    def do(self, request: bytes, seconds: float, commands: int) -> bytes:
-        """Its verdict on one job; where it does not come to one, it is killed. EOFError: the server ended."""
+    def do(self, request: bytes, seconds: float, wall_s: float, commands: int) -> bytes:
+        """Its verdict on one job; where it does not come to one, it is killed. EOFError: the server ended.
+
+        seconds: of processor time, which the kernel keeps.
+        """
         write_frame(self._requests, request)
         waiting = select.poll()
         for descriptor in (self._answers, commands):
             waiting.register(descriptor, select.POLLIN)
-        ready = [descriptor for descriptor, _ in waiting.poll(1000 * seconds)]
+        ready = [descriptor for descriptor, _ in waiting.poll(1000 * wall_s)]
         if commands in ready:
             read_frame(commands)  # that the caller has left; EOFError where the server has ended
             self.kill()
             return _OVERRUN + b"the caller has left"
         if self._answers not in ready:
             self.kill()
-            return _OVERRUN + f"it takes more than {number(seconds)} s".encode()
+            return _UNSERVED + f"the machine did not get to it within {number(wall_s)} s".encode()
         try:
             answer = read_frame(self._answers)
         except EOFError:
-            self.kill()
+            if self.kill() == signal.SIGPROF:
+                return _OVERRUN + f"it takes more than {number(seconds)} s of processor time".encode()
             return _OVERRUN + b"it needs too much memory"
         if answer[:1] == _HAS_GROWN:
             self.kill()
         return answer[1:]
 
-    def kill(self) -> None:
-        if not self.has_ended:
-            os.kill(self._pid, signal.SIGKILL)
-            os.waitpid(self._pid, 0)
-            self.has_ended = True
-            os.close(self._requests)
-            os.close(self._answers)
+    def kill(self) -> int:
+        """Return the signal that ended it, this one or one before; 0: none, or it is long gone."""
+        if self.has_ended:
+            return 0
+        os.kill(self._pid, signal.SIGKILL)
+        _, status = os.waitpid(self._pid, 0)
+        self.has_ended = True
+        os.close(self._requests)
+        os.close(self._answers)
+        return os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
 
 
 def _work(job: Job, seconds: float, memory_bytes: int, requests: int, answers: int) -> None:
@@ -177,10 +190,7 @@ def _work(job: Job, seconds: float, memory_bytes: int, requests: int, answers: i
             request = read_frame(requests)
         except EOFError:
             return
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        cpu_s = math.ceil(used.ru_utime + used.ru_stime + seconds) + 1
-        _limit(resource.RLIMIT_CPU, cpu_s)
-        _confine(memory_bytes)
+        _confine(memory_bytes, seconds)
         try:
             verdict = _ANSWERED + job(request)
         except JobRefused as error:
@@ -192,8 +202,10 @@ def _work(job: Job, seconds: float, memory_bytes: int, requests: int, answers: i
         write_frame(answers, (_HAS_GROWN if has_grown else _GOES_ON) + verdict)
 
 
-def _confine(n_bytes: int) -> None:
-    """From now on this process may take this many bytes more of address space. Its stack grows within it."""
+def _confine(n_bytes: int, seconds: float) -> None:
+    """From now on this process may take this many bytes more of address space, within which its stack grows,
+    and compute for this many seconds."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     with open("/proc/self/statm") as sizes:
         mapped_bytes = int(sizes.read().split()[0]) * _PAGE_BYTES
     _limit(resource.RLIMIT_AS, mapped_bytes + n_bytes)
@@ -201,6 +213,7 @@ def _confine(n_bytes: int) -> None:
 
 
 def _release() -> None:
+    signal.setitimer(signal.ITIMER_PROF, 0)
     _limit(resource.RLIMIT_AS, resource.RLIM_INFINITY)
 
 

@@ -35,6 +35,8 @@ class Request:
     """The number of the model's adapter that computes it, from 1 on; 0: the model alone."""
     given: tuple[int, ...] = ()
     """Tokens of its answer that were sampled before it came here; `max_tokens` counts them."""
+    turns: tuple[int, ...] = ()
+    """Positions of its prompt where turns of the assistant begin at which a later prompt may differ."""
 
     @property
     def most_tokens(self) -> int:

@@ -527,6 +527,8 @@ class Scheduler:
             sequence.n_reused = n_tokens
         assert self._prefixes is not None
         self._prefixes.brought(sequence.request_id, n_tokens)
+        if self._states is not None:
+            self._states.took_over(sequence.request_id, n_tokens)
         self.counts.prefix_hits += n_tokens > 0
         self.counts.prefix_tokens_reused += n_tokens
 

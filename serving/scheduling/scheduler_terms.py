@@ -14,7 +14,7 @@ MOST_PREEMPTIONS = 3
 
 LAYERWISE_ABOVE_TOKENS = 32
 """A longer prompt is handed over layer by layer while it computes. Shorter prompts are sent when they are
-computed: layer by layer is no faster (benchmarks/notes/0007)."""
+computed: layer by layer is no faster (benchmarks/notes/splitwise.md)."""
 
 DEFAULT_BATCH_TOKENS = 2048
 """Splitwise's knee: more tokens per prefill batch no longer raise throughput."""

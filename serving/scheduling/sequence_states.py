@@ -35,8 +35,13 @@ class SequenceStates:
         if state is not None and 2 * (state.n_coming - state.n_ready) >= len(token_ids) - state.n_ready:
             return None
         prefixes.start(owner, (token_ids, runs), placement, space)
-        self._index.plan(owner, token_ids, runs, space)
+        self._index.plan(owner, sequence.request.turns)
         return (0, []) if state is None else self._index.copies(state, placement)
+
+    def took_over(self, owner: str, n_tokens: int) -> None:
+        """Keys, values and the state of so many tokens of a sequence are brought."""
+        if self._index is not None:
+            self._index.took_over(owner, n_tokens)
 
     def keeps(self, sequence: LiveSequence, n_tokens: int) -> Keeps:
         """The copies that a prefill step of so many tokens makes."""

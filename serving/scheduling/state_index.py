@@ -1,15 +1,19 @@
 """State checkpoints: copies of states, by the tokens that they are after.
 
 A sequence of a model with a state can go on only from a place where its state was kept. Kept are the state
-before a prompt's last token, the states at intervals of a long prompt where a place is free, and the state
 of every sequence that ends or is preempted, at its end, so that the next turn of a conversation computes new
-tokens alone. Keys and values of those tokens must still be where the sequence wrote them (`prefixes`).
-Integers only.
+tokens alone; the states where a prompt's turns begin, because the next prompt may differ there; the state
+before a prompt's last token, and the states at intervals of a long prompt where a place is free. Keys and
+values of those tokens must still be where a sequence wrote them (`prefixes`).
+
+Of the half that was used longest ago the copy gives way whose loss costs the fewest tokens, those between it
+and the copy before it; but first those that a later prompt has gone past. Integers only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from phasewise.serving.batch import KvCopy
@@ -28,10 +32,14 @@ Keeps = tuple[tuple[int, int], ...]
 """Pairs (position, place): `SequenceSlice.keeps`."""
 
 
-class _Kept(NamedTuple):
+@dataclass(slots=True, eq=False)
+class _Kept:
     n_tokens: int
     source: PrefixSource
+    """A sequence with these tokens whose keys and values are there."""
     place: int
+    is_needed: bool
+    """The next prompt of its conversation may differ there: the newest one begins a turn there or ends."""
 
 
 class KeptState:
@@ -63,6 +71,8 @@ class _Plan(NamedTuple):
     source: PrefixSource
     keys: dict[int, Key]
     """By position: where the sequence's state is to be kept."""
+    needed: frozenset[int]
+    """Positions for which other copies give way."""
 
 
 class StateIndex:
@@ -71,25 +81,20 @@ class StateIndex:
     def __init__(self, places: StatePlaces, prefixes: PrefixIndex) -> None:
         self._places = places
         self._prefixes = prefixes
-        self._by_key: dict[Key, _Kept] = {}
+        self._by_key: dict[Key, _Kept] = {}  # the one used longest ago first
         self._key_of: dict[int, Key] = {}  # by place
         self._plans: dict[str, _Plan] = {}
-        places.on_loss = self._lost
+        places.give_way = self._give_way
 
     def find(self, token_ids: tuple[int, ...], runs: tuple[int, ...], space: str) -> KnownState:
         """The best that there is for a sequence of these tokens and this chain; its last token is
         computed."""
         coming = self._coming(token_ids, runs, space)
-        for n_tokens in sorted({key[1] for key in self._by_key if key[1] < len(token_ids)}, reverse=True):
-            kept = self._by_key.get(_key(token_ids, runs, n_tokens, space))
-            if kept is None or kept.source.token_ids[:n_tokens] != token_ids[:n_tokens]:
-                continue
-            placement = self._prefixes.placed(kept.source, n_tokens)
-            if placement is None:
-                self._forget(kept.place)
-                continue
-            self._places.use(kept.place)
-            return KnownState(n_tokens, max(n_tokens, coming), kept, placement)
+        for _, kept in reversed(list(self._passed(token_ids, runs, space, len(token_ids) - 1))):
+            placement = self._prefixes.placed(kept.source, kept.n_tokens)
+            if placement is not None:
+                return KnownState(kept.n_tokens, max(kept.n_tokens, coming), kept, placement)
+            self._forget(kept.place)
         return KnownState(0, coming, None, None)
 
     def copies(self, state: KnownState, target: Placement) -> tuple[int, list[KvCopy]]:
@@ -103,23 +108,36 @@ class StateIndex:
         first = self._places.first_slot
         return state.n_ready, [*copies, KvCopy(first + state.kept.place, first + target.state, 1)]
 
-    def plan(self, owner: str, token_ids: tuple[int, ...], runs: tuple[int, ...], space: str) -> None:
-        """`owner` begins to compute these tokens. After `PrefixIndex.start`."""
+    def plan(self, owner: str, turns: Iterable[int]) -> None:
+        """`owner` begins to compute a sequence, the turns of whose prompt begin there. After
+        `PrefixIndex.start`."""
         source = self._prefixes.source(owner)
         assert source is not None, owner
-        positions = _positions(len(token_ids))
-        self._plans[owner] = _Plan(source, {n: _key(token_ids, runs, n, space) for n in positions})
+        last = len(source.token_ids) - 1
+        needed = frozenset(turn for turn in turns if 0 < turn <= last) or frozenset({last})
+        keys = {n: _key_of(source, n) for n in sorted({*_intervals(last), last, *needed} - {0})}
+        self._plans[owner] = _Plan(source, keys, needed)
+
+    def took_over(self, owner: str, n_tokens: int) -> None:
+        """Keys and values of its first tokens are in the block of `owner`: states that it has passed can be
+        gone on from there. They are used, and most of all those that it was to keep itself."""
+        plan = self._plans[owner]
+        source = plan.source
+        passed = list(self._passed(source.token_ids, source.chain, source.space, n_tokens))
+        for _, kept in passed:
+            kept.source, kept.is_needed = source, kept.n_tokens in plan.needed
+        for key, _ in sorted(passed, key=lambda pair: pair[1].is_needed):
+            self._by_key[key] = self._by_key.pop(key)
 
     def keeps(self, owner: str, begin: int, end: int) -> Keeps:
         """Places, set aside, for the states that a step which computes these positions is to keep."""
         plan, keeps = self._plans.get(owner), []
         if plan is None:
             return ()
-        last = max(plan.keys, default=0)
-        for position in sorted(plan.keys):
-            if not begin < position <= end or plan.keys[position] in self._by_key:
+        for position, key in plan.keys.items():
+            if not begin < position <= end or key in self._by_key:
                 continue
-            if self._places.has_free or (position == last and self._places.n_spare):
+            if self._places.has_free or (position in plan.needed and self._places.n_spare):
                 keeps.append((position, self._places.set_aside()))
         return tuple(keeps)
 
@@ -131,7 +149,7 @@ class StateIndex:
                 self._places.put_back(place)
                 continue
             self._places.keep(place)
-            self._enter(plan.keys[position], _Kept(position, plan.source, place))
+            self._enter(plan.keys[position], _Kept(position, plan.source, place, position in plan.needed))
 
     def ended(self, owner: str, source: PrefixSource | None) -> None:
         """`owner` gives its block back: the state at its end is kept. source: as `PrefixIndex.retire` knows
@@ -139,19 +157,15 @@ class StateIndex:
         self._plans.pop(owner, None)
         if source is None or not source.token_ids:
             return
-        n_tokens = len(source.token_ids)
-        key = _key(source.token_ids, source.chain, n_tokens, source.space)
+        key = _key_of(source, len(source.token_ids))
         if key not in self._by_key:
-            self._enter(key, _Kept(n_tokens, source, self._places.keep_of(owner)))
+            self._enter(key, _Kept(len(source.token_ids), source, self._places.keep_of(owner), True))
 
     def along(self, token_ids: tuple[int, ...], runs: tuple[int, ...], space: str) -> Iterator[KeptState]:
         """The copies of all states that a sequence of these tokens and this chain has passed, whoever made
         them."""
-        for n_tokens in sorted({key[1] for key in self._by_key if key[1] <= len(token_ids)}):
-            key = _key(token_ids, runs, n_tokens, space)
-            kept = self._by_key.get(key)
-            if kept is not None and kept.source.token_ids[:n_tokens] == token_ids[:n_tokens]:
-                yield KeptState(self, key, kept)
+        for key, kept in self._passed(token_ids, runs, space, len(token_ids)):
+            yield KeptState(self, key, kept)
 
     def holds(self, key: Key, kept: _Kept) -> bool:
         """True if this is the copy of that key."""
@@ -183,6 +197,32 @@ class StateIndex:
                     coming = n_tokens
         return coming
 
+    def _passed(
+        self, token_ids: tuple[int, ...], runs: tuple[int, ...], space: str, most: int
+    ) -> Iterator[tuple[Key, _Kept]]:
+        """The states after these tokens, up to so many of them, the shortest first."""
+        for n_tokens in sorted({key[1] for key in self._by_key if key[1] <= most}):
+            key = _key(token_ids, runs, n_tokens, space)
+            kept = self._by_key.get(key)
+            if kept is not None and kept.source.token_ids[:n_tokens] == token_ids[:n_tokens]:
+                yield key, kept
+
+    def _give_way(self) -> int:
+        """The place of the copy that does."""
+        all_kept = list(self._by_key.values())
+        victim = min(all_kept[: -(-len(all_kept) // 2)], key=self._cost)
+        self._lost(victim.place)
+        return victim.place
+
+    def _cost(self, kept: _Kept) -> tuple[bool, int]:
+        """The need for a copy, and the tokens that are computed again where it is gone."""
+        source = kept.source
+        if self._prefixes.placed(source, kept.n_tokens) is None:
+            return False, 0
+        shorter = sorted({key[1] for key in self._by_key if key[1] < kept.n_tokens}, reverse=True)
+        before = next((n for n in shorter if _key_of(source, n) in self._by_key), 0)
+        return kept.is_needed, kept.n_tokens - before
+
     def _enter(self, key: Key, kept: _Kept) -> None:
         self._by_key[key] = kept
         self._key_of[kept.place] = key
@@ -197,12 +237,16 @@ class StateIndex:
         self._prefixes.n_changes += 1
 
 
-def _positions(n_tokens: int) -> Iterable[int]:
-    """Positions of a prompt of so many tokens before which its state is to be kept."""
+def _intervals(last: int) -> Iterable[int]:
+    """Positions up to `last` at which the state of a long prompt is to be kept."""
     every = INTERVAL_TOKENS
-    while (n_tokens - 1) // every > MOST_INTERVALS:
+    while last // every > MOST_INTERVALS:
         every *= 2
-    return sorted({*range(every, n_tokens, every), n_tokens - 1} - {0})
+    return range(every, last + 1, every)
+
+
+def _key_of(source: PrefixSource, n_tokens: int) -> Key:
+    return _key(source.token_ids, source.chain, n_tokens, source.space)
 
 
 def _key(token_ids: tuple[int, ...], runs: tuple[int, ...], n_tokens: int, space: str) -> Key:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from phasewise.serving.errors import ModelError
+from phasewise.serving.errors import ModelError, QueueFull
 from phasewise.serving.sandbox.confined import (
     Bounds,
     ConfinedError,
@@ -15,6 +15,7 @@ from phasewise.serving.sandbox.confined import (
     JobRefused,
     Overrun,
     Patience,
+    Unserved,
 )
 from phasewise.serving.text.chat_template import ChatTemplateError
 from phasewise.serving.text.tokenizer import Tokenizer
@@ -78,7 +79,8 @@ class Conversations:
             self.turn = TurnForm.from_json(self._short.ask(b"null"))
 
     def write(self, conversation: Conversation, patience: Patience | None = None) -> ChatPrompt:
-        """The prompt of a conversation, with what opens the answer. Raises ChatTemplateError.
+        """The prompt of a conversation, with what opens the answer. Raises ChatTemplateError, and QueueFull
+        where the machine does not get to it.
 
         Abandoned once `patience` ends: the template is stopped.
         """
@@ -88,6 +90,8 @@ class Conversations:
             answer = process.ask(request, patience)
         except JobRefused as error:
             raise ChatTemplateError(str(error)) from error
+        except Unserved as error:
+            raise QueueFull(f"the conversation was not written out: {error}; try again later", 1) from error
         except Overrun as error:
             raise ChatTemplateError(f"the model's chat template was stopped: {error}") from error
         n_mark = answer[0]

@@ -6,8 +6,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from phasewise.serving.errors import ModelError, RequestError
-from phasewise.serving.sandbox.confined import Bounds, ConfinedError, ConfinedProcess, JobRefused
+from phasewise.serving.errors import ModelError, QueueFull, RequestError
+from phasewise.serving.sandbox.confined import Bounds, ConfinedError, ConfinedProcess, JobRefused, Unserved
 
 BOUNDS = Bounds(seconds=1.0, memory_bytes=256 << 20, start_s=30.0)
 """Bounds of cutting one text, or one text of a batch."""
@@ -17,7 +17,7 @@ class ConfinedTokenizer:
     """Cuts texts by the whole of a tokenizer.json. Any thread may ask; texts take turns.
 
     ModelError where it cannot be read within the bounds; RequestError for a text that cannot be cut within
-    them.
+    them, QueueFull where the machine does not get to it.
     """
 
     def __init__(self, text: str, bounds: Bounds = BOUNDS) -> None:
@@ -53,5 +53,7 @@ class ConfinedTokenizer:
             return json.loads(self._process.ask(json.dumps(request).encode()))
         except JobRefused as error:
             raise RequestError(str(error)) from error
+        except Unserved as error:
+            raise QueueFull(f"the text was not cut into tokens: {error}; try again later", 1) from error
         except ConfinedError as error:
             raise RequestError(f"the model's tokenizer was stopped: {error}; send another text") from error

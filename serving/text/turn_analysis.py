@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from phasewise.serving.text.conversation_shapes import THOUGHTS, Write, shapes_lacked, takes_any_id
 from phasewise.serving.text.turn_form import (
@@ -95,7 +95,28 @@ def form_of(write: Write, source: str) -> TurnForm:
     lacks = shapes_lacked(write, _TOOLS)
     ends = tuple(dict.fromkeys(mark.strip() for mark in (end, end_of_calls) if mark.strip()))
     has_any_id = takes_any_id(write, _TOOLS, lacks)
-    return TurnForm(call, thought, text, ends, field, "any" if has_any_id else "nine characters", lacks)
+    ids: Literal["any", "nine characters"] = "any" if has_any_id else "nine characters"
+    return TurnForm(call, thought, text, ends, field, ids, lacks, _opening(write))
+
+
+def _opening(write: Write) -> str:
+    """The beginning of what opens an answer that an old answer has before it too."""
+    question, answer = {"role": "user", "content": _USER}, {"role": "assistant", "content": _TEXT}
+    openings: list[str] = []
+    ends: list[int] = []
+    for variables in (*_ON, {"enable_thinking": False, "thinking": False}):
+        asked, prompt = (write([question], (), opens, variables) for opens in (False, True))
+        old = write([question, answer, question], (), True, variables)
+        if asked is None or prompt is None or old is None or _TEXT not in old:
+            continue
+        opening = prompt[_whole_tags(prompt, n_shared(asked, prompt)) :]
+        before = old[: old.index(_TEXT)]
+        before = before[before.find(_USER) :]
+        openings.append(opening)
+        ends.append(max(n for n in range(len(opening) + 1) if opening[:n] in before))
+        ends.append(n_shared(opening, openings[0]))
+    whole = [_whole_tags(opening, min(ends)) for opening in openings]
+    return openings[0][: min(whole)].strip() if whole else ""
 
 
 # Thoughts and text

@@ -54,7 +54,7 @@ class TurnForm(NamedTuple):
 
     `thought_field`: the field of a message in which the template looks for thoughts. `ids`: what it takes as
     the id of a call. `ends`: what ends a turn. `lacks`: the shapes of conversations that it refuses or drops
-    (see `conversation_shapes`).
+    (see `conversation_shapes`). `opening`: what stands before each turn of the assistant, old ones too.
     """
 
     call: CallForm | None = None
@@ -64,6 +64,7 @@ class TurnForm(NamedTuple):
     thought_field: str = "reasoning_content"
     ids: Literal["any", "nine characters"] = "any"
     lacks: tuple[str, ...] = ()
+    opening: str = ""
 
     def to_json(self) -> bytes:
         """For another process."""

@@ -6,6 +6,7 @@ import hashlib
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from phasewise.serving.errors import ServingError
 from phasewise.serving.text.turn_form import (
@@ -15,7 +16,7 @@ from phasewise.serving.text.turn_form import (
     CallForm,
     TurnForm,
 )
-from phasewise.serving.tools.form_grammar import grammar_of_calls
+from phasewise.serving.tools.form_grammar import grammar_of_calls, unheld_texts
 from phasewise.serving.tools.form_reader import TurnReader, trigger_of
 from phasewise.serving.tools.gpt_oss import CHANNEL, MESSAGE, GptOss
 from phasewise.serving.tools.parts import PlainReader, Reader, Trimmed
@@ -60,7 +61,7 @@ ROWS: Mapping[str, CallForm] = {
         lead="[TOOL_CALLS]",
     ),
 }
-"""For `--tool-format`, and for templates that write no calls."""
+"""For `tool_format`, and for templates that write no calls."""
 FORMATS = (*ROWS, "gpt-oss")
 
 
@@ -139,6 +140,12 @@ class Dialect:
     def shown(self) -> frozenset[int]:
         """Control tokens that belong to the text of an answer that is read."""
         return frozenset(self.control.values())
+
+    def unheld_texts(self, parameters: Mapping[str, Any]) -> Iterable[str]:
+        """Keywords of a function's schema to which its arguments are not held, because of how they are
+        written."""
+        argument = self.format.form.argument if isinstance(self.format, WrittenCalls) else None
+        return unheld_texts(parameters) if argument is not None and argument.is_raw else ()
 
     def opens_thought(self, prompt: Sequence[int], piece: Callable[[int], bytes]) -> bool:
         """True if a prompt ends within thoughts."""

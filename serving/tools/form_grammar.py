@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from phasewise.serving.text.turn_form import ID, INDEX, KEY, NAME, ArgumentForm, CallForm, Kind, types_of
@@ -154,7 +154,7 @@ class _Grammar:
             return f"({' | '.join(texts)}) {end}" if texts else end
         begin = self._marks.search(behind)
         plain = behind if begin is None else behind[: begin.start()]
-        pattern = _pattern_of(schema)
+        pattern, _ = _pattern_of(schema)
         if plain:
             sign = re.escape(plain.lstrip("\n")[:1] or plain[:1]) if len(plain.strip()) == 1 else ""
             if pattern or sign:
@@ -168,18 +168,27 @@ class _Grammar:
         return f"{name.upper()} {end}"
 
 
-def _pattern_of(schema: Mapping[str, Any]) -> str:
-    """A pattern of a string's own, as far as it can be held."""
+def unheld_texts(parameters: Mapping[str, Any]) -> Iterator[str]:
+    """Keywords of arguments that are strings without quotes to which they are not held."""
+    properties = parameters.get("properties")
+    for schema in properties.values() if isinstance(properties, Mapping) else ():
+        if isinstance(schema, Mapping) and not {"enum", "const"} & schema.keys():
+            stated = {"pattern", "minLength", "maxLength", "format"} & schema.keys()
+            yield from stated.difference(_pattern_of(schema)[1])
+
+
+def _pattern_of(schema: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
+    """A pattern of a string's own, as far as it can be held, and the keywords that it holds."""
     pattern, most = schema.get("pattern"), schema.get("maxLength")
     if isinstance(pattern, str):
         inner = pattern.removeprefix("^").removesuffix("$")
         if not _UNKEPT.search(inner) and pattern.startswith("^") and pattern.endswith("$"):
-            return inner.replace("/", r"\/")
+            return inner.replace("/", r"\/"), ("pattern",)
     if isinstance(most, int) and 0 <= most <= 256:
         least = schema.get("minLength")
         least = least if isinstance(least, int) and 0 <= least <= most else 0
-        return f"[^<]{{{least},{most}}}"
-    return ""
+        return f"[^<]{{{least},{most}}}", ("minLength", "maxLength")
+    return "", ()
 
 
 def _without_strings(schema: Mapping[str, Any], argument: ArgumentForm) -> dict[str, Any]:

@@ -70,12 +70,44 @@ def tree() -> Any:
     return typer.main.get_command(app)
 
 
+def divided(words: list[str]) -> tuple[list[str], str]:
+    """A command line without options that the configuration file alone has, and the file that has them."""
+    node, path = tree(), list[str]()
+    while words[len(path) :] and words[len(path)] in getattr(node, "commands", {}):
+        node = node.commands[words[len(path)]]
+        path.append(words[len(path)])
+    alone = {
+        flag: parameter.is_flag
+        for parameter in node.params
+        if getattr(parameter, "hidden", False)
+        for flag in (*parameter.opts, *parameter.secondary_opts)
+    }
+    left, lines, rest = list[str](), list[str](), iter(words)
+    for word in rest:
+        if word in alone:
+            value = True if alone[word] else next(rest)
+            lines.append(f"{word.lstrip('-').replace('-', '_')} = {json.dumps(value)}")
+        else:
+            left.append(word)
+    return left, "\n".join([f"[{'.'.join(path)}]", *lines, ""]) if lines else ""
+
+
 def run(*arguments: object, stdin: str | bytes | None = None, env: Mapping[str, str] | None = None) -> Done:
-    """In this process. What is no expected failure is raised."""
+    """In this process. What is no expected failure is raised.
+
+    An option that the configuration file alone has is written there, as if it were one of `arguments`.
+    """
     exit_code, failure = 0, ""
-    with CliRunner().isolation(input=stdin, env=env) as (stdout, stderr, _):
+    words, lines = divided([*map(str, arguments)])
+    with contextlib.ExitStack() as stack:
+        if lines:
+            file = stack.enter_context(tempfile.NamedTemporaryFile("w", suffix=".toml"))
+            file.write(lines)
+            file.flush()
+            env = {**(env or {}), "PHASEWISE_CONFIG": file.name}
+        stdout, stderr, _ = stack.enter_context(CliRunner().isolation(input=stdin, env=env))
         try:
-            tree().main([*map(str, arguments)], prog_name="phasewise")
+            tree().main(words, prog_name="phasewise")
         except SystemExit as end:
             exit_code = int(end.code or 0)
         except Exception as error:

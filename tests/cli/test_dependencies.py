@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from phasewise._places import user_folder
-from phasewise.cli.extras import EXTRAS
+from phasewise.cli.main import EXTRAS
 from tests.support.models.tiny_models import write_tiny_gguf
 from tests.support.servers.served_command import own_places
 

@@ -7,7 +7,9 @@ from functools import cache
 from typing import Any
 
 import pytest
+import typer
 
+from phasewise.cli.config_file import unknown_key
 from tests.cli import command
 from tests.cli.command_options import commands
 
@@ -83,6 +85,22 @@ def test_an_example_is_a_run_of_its_command(path: str, example: str) -> None:
     context = command.parsed(example)
 
     assert context.command.callback.__code__ is commands()[path].callback.__code__
+
+
+@pytest.mark.parametrize("path", commands())
+def test_what_the_configuration_file_alone_has_is_a_line_there_and_no_flag(path: str) -> None:
+    context = commands()[path].make_context(path, [], resilient_parsing=True)
+    for parameter in commands()[path].params:
+        if not getattr(parameter, "hidden", False):
+            continue
+        key = parameter.opts[0].lstrip("-").replace("-", "_")
+        values = {key: parameter.default}
+        for table in reversed(path.split()):
+            values = {table: values}
+        with pytest.raises(typer.BadParameter, match=rf"phasewise config set .*{key} VALUE"):
+            commands()[path].parse_args(context, [f"{parameter.opts[0]}=1"])
+        assert unknown_key(values, command.tree()) is None
+        assert parameter.opts[0] not in help_of(path)
 
 
 @pytest.mark.parametrize("path", commands())

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from phasewise.cli.guide_text import COLUMNS, page_text, titles
+from phasewise.cli.commands.help_topic import COLUMNS, page_text, titles
 from phasewise.cli.main import app
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guide"

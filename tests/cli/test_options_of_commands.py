@@ -211,7 +211,7 @@ HANDED = {
     "db verify": Handing(
         "phasewise.workflows.database.verify_schedules.verdicts",
         [],
-        {"--top": ["--top", "9"]},
+        {"--budget": ["--budget", "9s"]},
         {"phasewise.workflows.database.sharing.existing_store": contextlib.nullcontext()},
     ),
     "bench embed": Handing(
@@ -360,7 +360,6 @@ def test_each_cell_of_the_table_is_refused_by_name_and_left_out_where_it_stands_
         "simulate fixed:8/8 --pools mixed=1*h100 --duration 9",
         "simulate fixed:8/8 --pools mixed=1*h100 --rate 1 --prefix-reuse",
         "simulate fixed:8/8 --pools mixed=1*h100 --rate 1 --db x.db",
-        "provision fixed:8/8 --rate 1 --most-rate 9",
         "tune-kernels --kernel k.kir --shapes n=8 --max-m 3",
         "tune-kernels m --isa avx2",
         "tune-config m --dry-run --emit vllm",
@@ -374,8 +373,6 @@ def test_each_cell_of_the_table_is_refused_by_name_and_left_out_where_it_stands_
         "bench embed http://127.0.0.1:9 --find --slo 1s -c 3",
         "bench embed http://127.0.0.1:9 --find --slo 1s --inputs 3",
         "bench embed http://127.0.0.1:9 --rate 3 --plot x.svg",
-        "bench kv fixed:8/8 --policies static --alpha 0.3",
-        "bench kv fixed:8/8 --prompt-tokens 9",
         "bench run m --wide -o json",
         "kernels emit k.kir -D A=1",
         "models inspect m --format int8",

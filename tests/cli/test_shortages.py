@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from phasewise.cli.shortages import _thread_ended, _ToStderr
+from phasewise.cli.main import _thread_ended, _ToStderr
 from phasewise.serving.errors import shortage_of
 from tests.support.models.tiny_models import write_tiny_gguf
 from tests.support.servers.rude_clients import until

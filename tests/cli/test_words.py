@@ -127,8 +127,31 @@ def test_a_measured_ratio_is_told_where_its_interval_excludes_one(
     ratio = low + between * width
     text = proven(ratio, low, high, 3)
 
-    assert (text == NO_VERDICT) == (low <= 1 <= high)
     assert text in (NO_VERDICT, multiple(ratio, 3))
+    if low <= 1 <= high:
+        assert text == NO_VERDICT
+    elif 0 < high <= 1.25 * low:
+        assert text != NO_VERDICT
+
+
+@pytest.mark.parametrize(
+    ("ratio", "low", "high", "is_told"),
+    [
+        (1.01, 1.001, 18.41, False),
+        (0.99, 0.05, 0.999, False),
+        (1.2, 1.02, 1.5, False),
+        (1.3, 1.1, 1.5, True),
+        (3.0, 2.0, 4.0, True),
+        (0.5, 0.4, 0.6, True),
+        (1.01, 1.001, 1.02, True),
+        (0.5, 0.0, 0.9, False),
+    ],
+)
+def test_a_wide_interval_counts_its_longer_side_on_both_sides(
+    ratio: float, low: float, high: float, is_told: bool
+) -> None:
+    assert (proven(ratio, low, high) != NO_VERDICT) == is_told
+    assert (proven(1 / ratio, 1 / high, 1 / max(low, 1e-9)) != NO_VERDICT) == is_told, "the same turned round"
 
 
 def test_where_there_is_no_interval_there_is_no_verdict() -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -26,6 +25,7 @@ import pytest
 
 from tests.cli.command import parsed
 from tests.support.end_of_session import ending_session, members
+from tests.support.servers.ports import reserved_port
 
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "docs" / "guide"
@@ -150,7 +150,7 @@ def test_a_page_works_as_written(
     )
     if not any(list(commands(text)) for text, _ in parts):
         pytest.skip(f"{path.name} has no commands of its own")
-    script = script.replace("8000", str(_free_port()))
+    script = script.replace("8000", str(reserved_port()))
     first = path.name in FIRST_PAGES
     programs = request.getfixturevalue("installed") if first else Path(sys.executable).parent
     config = tmp_path / "config" / "phasewise" / "config.toml"
@@ -217,12 +217,6 @@ def test_what_a_page_has_started_ends_with_a_test_that_is_killed() -> None:
     while members(session):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,8 @@ import pytest
 from phasewise.serving.http.http_settings import HttpLimits
 from phasewise.serving.http.routes.batches import MOST_FILE_BYTES
 from phasewise.serving.http.routes.middleware import client_of
-from tests.soak.served_process import free_port
 from tests.support.servers.fake_server import FakeServer, fake_server
+from tests.support.servers.ports import reserved_port
 from tests.support.servers.rude_clients import until
 
 ROOT = Path(__file__).parents[2]
@@ -66,7 +66,7 @@ def behind_nginx(
             for n in range(n_servers)
         ]
         ports = [server.url.rpartition(":")[2] for server in servers]
-        port = free_port()
+        port = reserved_port()
         conf, n_upstreams = re.subn(
             r"(    server 10\.0\.0\.\d+:8000 (.*)\n)+",
             lambda upstream: "".join(f"server 127.0.0.1:{own} {upstream[2]}\n" for own in ports),

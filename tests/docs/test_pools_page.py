@@ -30,7 +30,7 @@ def test_its_numbers_are_those_of_the_program() -> None:
     assert stated(r"which blocks of (\d+) tokens it holds") == BLOCK_TOKENS
     assert stated(r"prompts that wait there, and (\w+) times those of its own") == OWN_TOKEN_COUNTS
     assert stated(r"longer than computing it again (\w+) times") == OWN_TOKEN_COUNTS
-    assert stated(r"prompts of more than (\d+) tokens, or than `--split-above`") == SPLIT_ABOVE_TOKENS
+    assert stated(r"prompts of more than (\d+) tokens, or than `split_above`") == SPLIT_ABOVE_TOKENS
     assert stated(r"wait for longer than ([\d.]+) s by the best pace") == OVERFLOW_S
     assert stated(r"divide a (\w+) of what is free on that node") == KV_SHARE_OF_FREE_MEMORY
     assert stated(r"(?:noticed after|says nothing for) ([\d.]+) seconds") == settings.silent_s
@@ -48,9 +48,9 @@ def test_options_that_it_says_are_refused_are() -> None:
     """All of them, and no others."""
     (with_pools,) = re.findall(r"(`--threads`[^:]*) are for one engine: with pools they are refused", PAGE)
     (without,) = re.findall(
-        r"Without pools, (`--routing`.*?) are; where all pools are mixed the last four", PAGE
+        r"Without pools, (`routing`.*?) are left out; where all pools are mixed the last four", PAGE
     )
-    options = re.findall(r"`(--[a-z-]+)`", without)
+    options = [f"--{key.replace('_', '-')}" for key in re.findall(r"`([a-z_]+)`", without)]
 
     assert set(re.findall(r"`(--[a-z-]+)`", with_pools)) == refused("with pools")
     assert set(options) == refused("without pools")

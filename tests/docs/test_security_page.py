@@ -70,9 +70,11 @@ def test_its_limits_are_those_of_the_code() -> None:
             f"{response_schemas.MOST_STORED:,}; {response_schemas.MOST_STORED_CHARACTERS >> 20} Mi; "
             f"{response_schemas.STORED_S:,.0f}"
         ),
-        "compiling a grammar": f"{guides.BOUNDS.seconds:g} s, {guides.BOUNDS.memory_bytes // MIB} MiB",
+        "compiling a grammar": (
+            f"{guides.BOUNDS.seconds:g} s of processor time, {guides.BOUNDS.memory_bytes // MIB} MiB"
+        ),
         "writing a conversation out by the model's template": (
-            f"{chat.BOUNDS.seconds:g} s, {chat.BOUNDS.memory_bytes // MIB} MiB, "
+            f"{chat.BOUNDS.seconds:g} s of processor time, {chat.BOUNDS.memory_bytes // MIB} MiB, "
             f"{chat.MOST_CHARACTERS >> 20} Mi characters"
         ),
         "integers in requests (`max_tokens`, `top_k`)": f"{schemas.MOST_INT:,}",

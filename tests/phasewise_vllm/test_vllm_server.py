@@ -11,7 +11,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -28,6 +27,7 @@ pytestmark = pytest.mark.slow
 
 from tests.support.models.quantised_models import CASES, write_quantised_hf  # noqa: E402
 from tests.support.models.tiny_models import TinyShape, write_tiny_hf  # noqa: E402
+from tests.support.servers.ports import reserved_port  # noqa: E402
 
 SHAPE = TinyShape(n_layers=2, hidden=128, ffn=256, n_heads=2, n_kv_heads=2, head_dim=64, tied=False)
 PROMPTS = [[3 + (7 * i * i + 5 * j) % 256 for i in range(6 + 9 * j)] for j in range(6)]
@@ -42,9 +42,7 @@ PATIENCE_S = 300
 @contextlib.contextmanager
 def served(folder: Path, home: Path, how: str, *options: str) -> Iterator[tuple[str, Path]]:
     """A server's address, and the file of what it says; how: PHASEWISE_VLLM."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = reserved_port()
     log = home / f"{how}.log"
     environment = os.environ | {
         "PHASEWISE_VLLM": how,

@@ -6,7 +6,6 @@ import asyncio
 import atexit
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 
 from tests.soak import raw_http
+from tests.support.servers.ports import reserved_port
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 TINY = "tiny"
@@ -54,7 +54,7 @@ class ServerProcess:
         environment: Mapping[str, str] | None = None,
         before: Sequence[str] = (),
     ) -> None:
-        self.port = free_port()
+        self.port = reserved_port()
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by __exit__)
         command = [*before, *PHASEWISE, "serve", model, "--port", str(self.port), *arguments]
         self.process = subprocess.Popen(
@@ -182,13 +182,6 @@ def leave_no_server() -> None:
     atexit.register(signal.setitimer, signal.ITIMER_REAL, 0)
     for number in (signal.SIGTERM, signal.SIGALRM):
         signal.signal(number, leave)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _kind_of(name: str) -> str:

@@ -14,7 +14,6 @@ import os
 import re
 import shlex
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +26,7 @@ import pytest
 from phasewise.topology import read_machine
 from phasewise.tuner.emit import emit
 from phasewise.tuner.plans import Phase, RankCores, ServicePlan, parse_cores
+from tests.support.servers.ports import reserved_port
 
 PROGRAM = os.environ.get("PHASEWISE_LLAMA_BIN")
 CACHE = Path(os.environ.get("PHASEWISE_CACHE") or Path.home() / ".cache" / "phasewise")
@@ -115,9 +115,7 @@ class Served:
 @contextmanager
 def llama_server(command: list[str]) -> Iterator[tuple[int, int]]:
     """Its process and its port, once it is ready."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = reserved_port()
     process = subprocess.Popen(
         [*command, "--port", str(port)],
         stdin=subprocess.DEVNULL,

@@ -31,10 +31,9 @@ from phasewise.workflows.opening.open_model import NATIVE, OpenModel, open_under
 from phasewise.workflows.report import silent
 from phasewise.workflows.serve.embedding import EmbeddingRoom, Embeddings
 from phasewise.workflows.serve.instance_process import InstanceSpec
-from phasewise.workflows.serve.opened_models import open_models
+from phasewise.workflows.serve.opened_models import open_models, plans_now
 from phasewise.workflows.serve.pools import Pools, open_pools
 from phasewise.workflows.serve.run import _beside_embeddings, _host_of_all
-from phasewise.workflows.serve.server_cores import plans_now
 from phasewise.workflows.serve.settings import KeysAndValues, Running, ServeSettings
 from tests.support.engine_sizes import engine_size
 from tests.support.machines.paper_machines import xeon

@@ -18,8 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phasewise.workflows.batch.requests_file import read_requests
-from phasewise.workflows.batch.run import answer_batch
+from phasewise.workflows.batch.run import answer_batch, read_requests
 from phasewise.workflows.errors import UsageError, WorkflowError
 from tests.support.models.tiny_models import write_tiny_gguf
 from tests.support.tiers import examples

@@ -9,10 +9,12 @@ import pytest
 
 from phasewise.workflows.bench.allreduce.compare import (
     AllReduceGrid,
+    RankError,
+    RankProcesses,
     all_reduce_rows,
+    our_systems,
     size_text,
 )
-from phasewise.workflows.bench.allreduce.processes import RankError, RankProcesses, our_systems
 
 CORES = tuple(sorted(os.sched_getaffinity(0)))
 

@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phasewise.serving.embedding.own_cores import cores_now
+from phasewise.serving.embedding.worker import cores_now
 from phasewise.topology import Machine
 from phasewise.tuner.plans import PHASES, RankCores, ServicePlan, check_fits, default_plan, rank_on
 from phasewise.workflows.opening.open_model import NATIVE
 from phasewise.workflows.serve.core_plans import cores_left, plans_left
 from phasewise.workflows.serve.embedding import Embeddings
 from phasewise.workflows.serve.instance_process import InstanceSpec
+from phasewise.workflows.serve.opened_models import _one_rank, plans_now
 from phasewise.workflows.serve.pools import PlannedInstance, instance_specs
-from phasewise.workflows.serve.server_cores import _one_rank, plans_now
 from phasewise.workflows.serve.settings import Running, ServeSettings
 from tests.support.engine_sizes import engine_size
 from tests.support.machines.paper_machines import epyc, kunpeng, xeon

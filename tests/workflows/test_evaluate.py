@@ -14,10 +14,9 @@ pytest.importorskip(
     "phasewise.serving.engine.open_engine", reason="the kernels are not built", exc_type=ImportError
 )
 from phasewise.workflows.errors import WorkflowError
-from phasewise.workflows.evaluate.answers import answer
 from phasewise.workflows.evaluate.figures import token_losses
 from phasewise.workflows.evaluate.questions import ChoiceQuestion
-from phasewise.workflows.evaluate.run import evaluate, until_interrupted
+from phasewise.workflows.evaluate.run import answer, evaluate, until_interrupted
 from phasewise.workflows.evaluate.scorer import Scorer
 from phasewise.workflows.evaluate.settings import EvalSettings
 from phasewise.workflows.evaluate.texts import Chunk

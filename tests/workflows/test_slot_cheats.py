@@ -15,7 +15,7 @@ pytest.importorskip(
 from phasewise.ir.running.inspection import problem_of
 from phasewise.kerneldb.store import open_store
 from phasewise.workflows.report import silent
-from phasewise.workflows.user_kernels.slot_process import SlotProcess
+from phasewise.workflows.user_kernels.slots import SlotProcess
 from tests.ir.samples import HOME, why_not
 from tests.support.kernels.slot_cheats import (
     TRUE,

@@ -21,7 +21,7 @@ from phasewise.tuner.plans import Phase, ServicePlan, machine_key, rank_on
 from phasewise.tuner.timing import Duel
 from phasewise.workflows.database.verify_schedules import verify_storage_duels
 from phasewise.workflows.opening import tuned_schedules
-from phasewise.workflows.opening.storage_choice import storage_choice
+from phasewise.workflows.opening.open_model import storage_choice
 from phasewise.workflows.tune_kernels.rounds import Round, plan_rounds, shapes_of
 from phasewise.workflows.tune_kernels.storage_duels import fight_storage_duels, storage_problems
 from tests.support.machines.kerneldb_examples import MACHINE, OTHER_SCHEDULE, SCHEDULE, STORAGE_DUEL

@@ -25,8 +25,7 @@ from phasewise.kerneldb.store import open_store
 from phasewise.tuner import timing
 from phasewise.tuner.measurement_lock import NoLock
 from phasewise.workflows.report import silent
-from phasewise.workflows.user_kernels.slot_library import ARGUMENTS, slot_kernel
-from phasewise.workflows.user_kernels.slots import Installing, install, remove
+from phasewise.workflows.user_kernels.slots import ARGUMENTS, Installing, install, remove, slot_kernel
 from tests.ir.samples import HOME, text_of, why_not
 from tests.support import ROOT
 from tests.support.kernels.slot_cheats import true_text

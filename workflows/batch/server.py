@@ -60,7 +60,7 @@ class OwnServer:
             return words
         check_draft(self.draft, report)
         check_settings(self.model, self.weights, self.kv_format, report)
-        words += ["--sparse", self.weights.sparse, "--no-page", "--batch-bytes", "0"]
+        words += ["--sparse", self.weights.sparse, "--batch-bytes", "0"]
         # Nobody waits for a token: prompts and answers take turns by their sizes alone.
         words += ["--tpot", str(_NO_PROMISE_MS), "--max-sequences", str(self.concurrency)]
         words += ["--kv-format", self.kv_format]
@@ -147,7 +147,7 @@ def endpoint_of(server: str | OwnServer, key: str | None, report: Report) -> Ite
             words,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            env={**environment, _API_KEY: key},
+            env={**environment, _API_KEY: key, "PHASEWISE_NO_PAGE": "1"},
             preexec_fn=end_with_parent,
             process_group=0,  # Ctrl-C is the batch's, which ends the server in order
         )

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from phasewise._options import option
 from phasewise.workflows.errors import UsageError
+from phasewise.workflows.options import DB
 from phasewise.workflows.report import Report, silent
 
 if TYPE_CHECKING:
@@ -19,48 +21,117 @@ DB_MACHINE, XML_MACHINE = "db", "xml"
 
 @dataclass(frozen=True)
 class ClusterInputs:
-    """The sources of step times and drawn requests. `reference`: the machine type that slowdowns are of."""
+    """The sources of step times and drawn requests."""
 
-    model: str | None = None
-    duration_s: float = 120.0
-    draw: Literal["requests", "columns"] = "requests"
-    seed: int = 0
-    perf_model: Path | None = None
-    machine_from_db: str | None = None
-    machine_from_xml: str | None = None
-    reference: str = "a100"
-    db: str | None = None
+    model: str | None = option(None, "model whose step times machine types state [default: bloom-176b]")
+    duration_s: float = option(
+        120.0, "with --rate: seconds for which requests are drawn", "--duration", min=1.0
+    )
+    draw: Literal["requests", "columns"] = option(
+        "requests",
+        "requests: each drawn request has the prompt and the answer of one request of the trace; "
+        "columns: prompts and answers are drawn independently",
+        config_only=True,
+    )
+    seed: int = option(0, "seed of the drawn requests", min=0)
+    perf_model: Path | None = option(
+        None,
+        "measured step times in the format of splitwise-sim's data/perf_model.csv, in place of the "
+        "fitted curves of the shipped machine types",
+        metavar="CSV",
+    )
+    machine_from_db: str | None = option(
+        None,
+        "take the step times of the machine type db, which a cluster file describes, from the tuning "
+        "database: the beginning of a core signature, or CORE@PLACEMENT",
+        metavar="SIGNATURE",
+    )
+    machine_from_xml: str | None = option(
+        None,
+        "model the step times of the machine type xml, which a cluster file describes: XML from lstopo "
+        "of a machine that need not exist, and a model, e.g. machine.xml:config.json",
+        metavar="XML:MODEL",
+    )
+    reference: str = option("a100", "machine type whose times slowdowns are relative to", metavar="TYPE")
+    db: str | None = DB(None)
 
 
 @dataclass(frozen=True)
 class SimulationWish:
     """The scheduling and routing of one simulated cluster's machines; `rate`: requests/s to draw."""
 
-    scheduler: str = "production"
-    policy: str | None = None
-    rate: float | None = None
-    prefix_reuse: bool = False
-    slo: str | None = None
+    scheduler: str = option(
+        "production",
+        "production: the scheduler of phasewise serve; paper: mixed batches and routing as in the "
+        "Splitwise authors' simulator (the same as --policy splitwise-sim)",
+        kind=Literal["production", "paper"],
+    )
+    policy: str | None = option(
+        None,
+        "how requests are routed [default: the file's, else splitwise]",
+        kind=Literal["splitwise", "round-robin", "prefix-aware", "splitwise-sim"] | None,
+    )
+    rate: float | None = option(
+        None,
+        "requests/s, drawn anew at exponential intervals with the trace's lengths [default: the "
+        "trace's own arrivals]",
+        min=0.001,
+    )
+    prefix_reuse: bool = option(
+        False, "reuse common beginnings of prompts (Mooncake traces)", "--prefix-reuse"
+    )
+    slo: str | None = option(
+        None,
+        "promises to judge by: table6 (the Splitwise paper's slowdowns), or times such as "
+        "ttft=1.5s,tbt=100ms,e2e.p99=20s (P90 where no percentile is named)",
+        metavar="SLO",
+    )
 
 
 @dataclass(frozen=True)
 class ProvisionWish:
     """The designs that are compared, what limits them, and what is made small or large."""
 
-    design: str = "baseline,split-homogeneous,split-heterogeneous,capped"
-    rate: float | None = None
-    cost: float | None = None
-    power: float | None = None
-    slo: str = "table6"
-    minimise: Literal["cost", "power", "machines"] | None = None
-    maximise: str | None = None
-    rate_step: float = 5.0
-    most_rate: float = 500.0
-    most: int = 120
-    machines: Path | None = None
-    policy: str = "splitwise"
-    embeddings: Path | None = None
-    """A machine that embeds: then a day of queries is provisioned for, and no language model."""
+    design: str = option(
+        "baseline,split-homogeneous,split-heterogeneous,capped",
+        "designs to compare: baseline, split-homogeneous, split-heterogeneous, capped (the six of "
+        "the Splitwise paper), or kinds of your own: mixed:TYPE, split:PROMPT_TYPE/TOKEN_TYPE",
+        metavar="LIST",
+    )
+    rate: float | None = option(None, "rate that the cluster must serve, requests/s", min=0.001)
+    cost: float | None = option(None, "highest cost of the cluster per hour", min=0.0)
+    power: float | None = option(None, "highest power of the cluster in watts", min=0.0)
+    slo: str = option(
+        "table6",
+        "promises: table6, or times such as ttft=1.5s,tbt=100ms (P90 where no percentile is named)",
+        metavar="SLO",
+    )
+    minimise: Literal["cost", "power", "machines"] | None = option(
+        None, "with --rate: what the cluster should have least of [default: cost]"
+    )
+    maximise: str | None = option(
+        None,
+        "with --cost or --power: what it should have most of [default: rate]",
+        kind=Literal["rate"] | None,
+    )
+    rate_step: float = option(5.0, "distance of the rates that are tried, requests/s", min=0.001)
+    most_rate: float = option(500.0, "highest rate that is tried, requests/s", min=0.001, config_only=True)
+    most: int = option(120, "most machines of each kind", min=1, max=2000)
+    machines: Path | None = option(
+        None, "TOML file with [machines.NAME] tables of more types", metavar="FILE"
+    )
+    policy: str = option(
+        "splitwise",
+        "how requests are routed and scheduled",
+        kind=Literal["splitwise", "round-robin", "prefix-aware", "splitwise-sim"],
+    )
+    embeddings: Path | None = option(
+        None,
+        "TOML file with [machine], [accelerator] and [cpu] that embed: TRACE is a day of queries then, "
+        "diurnal:MEAN,PEAK in queries/s or a file with a rate for each hour, and --slo the promised time "
+        "of an answer",
+        metavar="FILE",
+    )
 
     def check(self) -> None:
         """UsageError where these exclude each other."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Protocol
@@ -61,6 +62,8 @@ def verify_storage_duels(
         if obstacle := _storage_obstacle(duel, bench):
             report(f"{problem.describe()}: storages are not compared: {obstacle}")
             continue
+        if here.now_ms() >= here.until_ms:
+            return
         fought = bench.duel_storages(problem, duel.schedule, duel.dense_schedule)
         origin = Origin(here.machine, here.program_version, here.now_ms())
         again = replace(duel, comparison=fought.comparison, origin=origin)
@@ -85,24 +88,26 @@ def _storage_obstacle(duel: StorageDuel, bench: StorageBench) -> str | None:
 def verdicts(
     store: Store,
     machine: Machine,
-    top: int,
+    budget_s: float,
     threads: int | None,
     lock: MeasurementLock,
     report: Report = silent,
 ) -> Iterator[ScheduleVerdict]:
-    """Verify the `top` best imported schedules of each problem, one verdict for each.
+    """Verify the best imported schedules of each problem for at most `budget_s`, one verdict for each.
 
     They are timed, with the machine to this process, on the cores of each phase's default plan, which is
     where imported rows were measured.
     """
+    deadline_s = time.monotonic() + budget_s
+    until_ms = time.time_ns() / 1_000_000 + 1000 * budget_s
     plans = [default_plan(machine, phase, threads) for phase in PHASES]
     for cores in dict.fromkeys(plan.ranks[0].cores for plan in plans):
         abis = {family: _native.kernel_abi(family) for family in FAMILIES}
-        here = Here(machine_key(machine, cores), abis, __version__)
+        here = Here(machine_key(machine, cores), abis, __version__, until_ms=until_ms)
         bench = NativeBench(cores, cold_bytes(machine))
         try:
-            with lock.turn():
-                yield from verify(store, here, bench, top, report)
+            with lock.turn(deadline_s - time.monotonic()):
+                yield from verify(store, here, bench, report)
                 for duel in verify_storage_duels(store, here, bench, report):
                     comparison = duel.comparison
                     low, high = comparison.gain_low, comparison.gain_high

@@ -5,31 +5,43 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from phasewise._options import option
 from phasewise.serving.models.sparse_mode import SparseMode
 from phasewise.workflows.opening.arithmetic_choice import ArithmeticChoice
 from phasewise.workflows.opening.open_model import Weights
+from phasewise.workflows.options import ARITHMETIC, FORMAT, KV_FORMAT, RANKS, SPARSE, THREADS
 
 
 @dataclass(frozen=True)
 class EvalSettings:
-    """The measurements, and the way the model runs.
+    """The measurements, and the way the model runs."""
 
-    against: a weight format of the same model, or another model. context: tokens of
-    a chunk of the text. chunks, questions: at most so many; None: all.
-    """
-
-    text: Path | None = None
-    against: str | None = None
-    choices: list[Path] | None = None
-    context: int = 512
-    chunks: int | None = None
-    questions: int | None = None
-    weight_format: str = "native"
-    kv_format: str = "auto"
-    sparse: SparseMode = "auto"
-    threads: int | None = None
-    ranks: int | None = None
-    arithmetic: ArithmeticChoice = "tuned"
+    text: Path | None = option(
+        None, "UTF-8 text to measure the perplexity on [default: one that is shipped]", metavar="FILE"
+    )
+    against: str | None = option(
+        None,
+        "reference beside which the model is set: a weight format of the same model, e.g. f32, or another "
+        "model of the same vocabulary",
+        metavar="FORMAT|MODEL",
+    )
+    choices: list[Path] | None = option(
+        None,
+        "multiple-choice questions: JSON lines of HellaSwag, ARC or MMLU as published, MMLU's CSV, or lines "
+        "with question, choices and answer [repeatable]",
+        metavar="FILE",
+    )
+    context: int = option(512, "tokens of a chunk of the text; its second half counts", min=8)
+    chunks: int | None = option(None, "read at most N chunks [default: all]", min=1, metavar="N")
+    questions: int | None = option(
+        None, "ask at most the first N questions of a file [default: all]", min=1, metavar="N"
+    )
+    weight_format: str = FORMAT("native")
+    kv_format: str = KV_FORMAT("auto")
+    sparse: SparseMode = SPARSE("auto")
+    threads: int | None = THREADS(None)
+    ranks: int | None = RANKS(None)
+    arithmetic: ArithmeticChoice = ARITHMETIC("tuned")
 
     @property
     def reads_text(self) -> bool:

@@ -8,10 +8,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phasewise._files import read_input
+from phasewise._options import option
 from phasewise.serving.models.sparse_mode import SparseMode
 from phasewise.workflows.errors import UsageError, WorkflowError
 from phasewise.workflows.opening.arithmetic_choice import ArithmeticChoice
 from phasewise.workflows.opening.open_model import Weights
+from phasewise.workflows.options import (
+    ARITHMETIC,
+    DRAFT,
+    DRAFT_TOKENS,
+    FORMAT,
+    KV_FORMAT,
+    ONE_LORA,
+    RANKS,
+    SPARSE,
+    THREADS,
+)
 
 if TYPE_CHECKING:
     from phasewise.serving.sampling.sampling import SamplingParams
@@ -22,14 +34,22 @@ MAX_PROMPT_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class SamplingChoice:
-    """The choice of tokens; None: the default of the caller. The same `seed` gives the same text."""
+    """The choice of tokens; None: the default of the caller."""
 
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
+    PANEL = "How tokens are chosen"
+
+    temperature: float | None = option(None, "0: always choose the likeliest token", min=0.0, max=100.0)
+    top_k: int | None = option(None, "choose among the K likeliest tokens", min=1, metavar="K")
+    top_p: float | None = option(
+        None, "keep the likeliest tokens whose probabilities sum to P", min=0.0, max=1.0, metavar="P"
+    )
+    min_p: float | None = option(
+        None, "drop tokens less likely than P times the likeliest", min=0.0, max=1.0, metavar="P"
+    )
+    repetition_penalty: float | None = option(
+        None, "above 1: make tokens that occurred before less likely", min=0.01, max=100.0
+    )
+    seed: int | None = option(None, "the same seed gives the same text")
 
     def params(self, defaults: SamplingDefaults) -> SamplingParams:
         """These values over `defaults`. RequestError where one is out of its range."""
@@ -49,25 +69,29 @@ class SamplingChoice:
 
 @dataclass(frozen=True)
 class AnswerSettings:
-    """Settings of a run and of the end of its answer. `n_tokens` None: 64; for a message the whole answer."""
+    """Settings of a run and of the end of its answer."""
 
-    n_tokens: int | None = None
-    stop: Sequence[str] | None = None
-    ignore_eos: bool = False
-    chat: bool = False
-    system: str | None = None
-    weight_format: str = "native"
-    kv_format: str = "auto"
-    sparse: SparseMode = "auto"
-    threads: int | None = None
-    ranks: int | None = None
-    arithmetic: ArithmeticChoice = "tuned"
-    lora: str | None = None
-    """The adapter that answers: a path, or NAME=PATH."""
-    draft: str | None = None
-    """The source of drafts, as `workflows.opening.drafts.find_drafts` reads it."""
-    draft_tokens: int | None = None
-    """Tokens of a draft; None: as many as pay."""
+    n_tokens: int | None = option(
+        None,
+        "generate at most N tokens [default: 64; with --chat the whole answer]",
+        "-n",
+        "--n-tokens",
+        min=1,
+        metavar="N",
+    )
+    stop: Sequence[str] | None = option(None, "end the answer before this text [repeatable]", metavar="TEXT")
+    ignore_eos: bool = option(False, "do not end at the end token", "--ignore-eos")
+    chat: bool = option(False, "apply the chat template to the prompt: answer it as a message", "--chat")
+    system: str | None = option(None, "system message, with which --chat is implied", metavar="TEXT")
+    weight_format: str = FORMAT("native")
+    kv_format: str = KV_FORMAT("auto")
+    sparse: SparseMode = SPARSE("auto")
+    threads: int | None = THREADS(None)
+    ranks: int | None = RANKS(None)
+    arithmetic: ArithmeticChoice = ARITHMETIC("tuned")
+    lora: str | None = ONE_LORA(None)
+    draft: str | None = DRAFT(None)
+    draft_tokens: int | None = DRAFT_TOKENS(None)
 
     @property
     def weights(self) -> Weights:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from phasewise._options import option
 from phasewise._words import counted
 from phasewise.kerneldb.errors import KernelDbError
 from phasewise.workflows.errors import UsageError
@@ -39,9 +40,27 @@ Plans = Mapping["Phase", "ServicePlan"]
 class Remote:
     """The remote of a start, and the reason to believe it: a pinned digest of its index, or signers' keys."""
 
-    remote: str | None = None
-    remote_digest: str | None = None
-    remote_signers: Path | None = None
+    PANEL = "What was learnt elsewhere"
+
+    remote: str | None = option(
+        None,
+        "a folder or an address, as for db pull: pull the schedules for cores like these, and compare the "
+        "best with those in use for at most a minute before requests are taken",
+        metavar="REMOTE",
+        envvar="PHASEWISE_REMOTE",
+    )
+    remote_digest: str | None = option(
+        None,
+        "believe the remote's index if it has this digest",
+        metavar="SHA256",
+        envvar="PHASEWISE_REMOTE_DIGEST",
+    )
+    remote_signers: Path | None = option(
+        None,
+        "believe the remote's index if one of these signed it",
+        metavar="FILE",
+        envvar="PHASEWISE_REMOTE_SIGNERS",
+    )
 
     def trust(self) -> Trust:
         """UsageError where there is no reason to believe the remote."""

@@ -5,40 +5,48 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from phasewise._options import option
+from phasewise.kerneldb.location import locate
+from phasewise.serving.loaders.storage import StorageChoice, StorageDecision
 from phasewise.serving.models.sparse_mode import SparseMode
 from phasewise.workflows.opening.arithmetic_choice import ArithmeticChoice, check_arithmetic
+from phasewise.workflows.options import ARITHMETIC, FORMAT, LORA, SPARSE
 from phasewise.workflows.report import Report, silent
 
 if TYPE_CHECKING:
+    from phasewise.serving.loaders.forms import WeightForm
     from phasewise.serving.loaders.storage import StorageChoice
     from phasewise.serving.models.packed_model import PackedModel
+    from phasewise.serving.models.sparse_mode import SparseMode
     from phasewise.topology import Machine
     from phasewise.tuner.lookup import ScheduleTable
     from phasewise.tuner.plans import Phase, ServicePlan
+    from phasewise.tuner.storage import StorageTable
     from phasewise.workflows.opening.memory_placement import MemoryPlacement
     from phasewise.workflows.opening.tuned_schedules import ScheduleUse
 
 
 @dataclass(frozen=True)
 class Weights:
-    """The storage and arithmetic of a model's weights, in every process that computes with them.
+    """The storage and arithmetic of a model's weights, in every process that computes with them."""
 
-    weight_format: one of `serving.models.packed_model.FORMATS`. sparse: which weights are stored sparse.
-    checksum: read the
-    packed file whole, and make it anew where it is not as it was written. arithmetic: how weights are
-    multiplied. lora: adapters that requests may have on top, NAME=PATH each. sequences: those that are
-    expected to decode together, at most, by which `auto` chooses.
-    """
+    PANEL = "Engine and memory"
 
-    weight_format: str = "native"
-    sparse: SparseMode = "auto"
-    checksum: bool = False
-    arithmetic: ArithmeticChoice = "tuned"
-    lora: Sequence[str] | None = None
+    weight_format: str = FORMAT("native")
+    sparse: SparseMode = SPARSE("auto")
+    checksum: bool = option(
+        False,
+        "read the whole packed model at the start, and pack it again if any byte has changed",
+        "--checksum",
+        envvar="PHASEWISE_CHECKSUM",
+    )
+    arithmetic: ArithmeticChoice = ARITHMETIC("tuned")
+    lora: Sequence[str] | None = LORA(None)
     sequences: int = field(default=1, kw_only=True)
 
     @property
@@ -113,7 +121,6 @@ def open_under(
 ) -> OpenModel:
     """A model that runs by these plans, with the schedules in use on their cores. As `open_model`."""
     from phasewise.serving.loaders import load_model
-    from phasewise.workflows.opening.storage_choice import storage_choice
 
     check_arithmetic(weights.arithmetic)
     tell_of_own_kernels(report)
@@ -147,3 +154,39 @@ def schedules_under(
         report,
         arithmetic=weights.arithmetic,
     )
+
+
+def storage_choice(
+    mode: SparseMode,
+    db: str | os.PathLike[str] | None,
+    machine: Machine,
+    plans: Mapping[Phase, ServicePlan],
+    report: Report = silent,
+    sequences: int = 1,
+) -> StorageChoice:
+    """For `--sparse MODE`, where up to `sequences` decode together. Duels are those of the cores of `plans`;
+    ranks of several share weights, so for them nothing was compared.
+    """
+    unmeasured = StorageChoice(mode, sequences=sequences)
+    if mode != "auto" or locate(db).is_absent or any(len(plan.ranks) > 1 for plan in plans.values()):
+        return unmeasured
+    from phasewise.cython_kernels._native import kernel_abi
+    from phasewise.kerneldb.start_reads import open_start_reads
+    from phasewise.tuner.plans import machine_key
+    from phasewise.tuner.storage import read_storage_table
+
+    keys = [machine_key(machine, own.ranks[0].cores) for plan in plans.values() for own in plan.each]
+    with open_start_reads(db, report) as reads:
+        table = read_storage_table(reads, keys, kernel_abi("gemm"))
+    return _measured_choice(table, sequences) if table else unmeasured
+
+
+def _measured_choice(table: StorageTable, sequences: int) -> StorageChoice:
+    from phasewise.tuner.weights import format_of_kind
+
+    def measured(form: WeightForm, n: int, k: int, density: float) -> StorageDecision | None:
+        name = format_of_kind(form.kind, form.group, form.has_mins)
+        verdict = table.verdict(name, n, k, density, sequences)
+        return None if verdict is None else StorageDecision(verdict.is_sparse, verdict.why)
+
+    return StorageChoice("auto", measured, sequences)

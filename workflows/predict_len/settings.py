@@ -5,40 +5,57 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from phasewise._options import named, option
+from phasewise.workflows.options import DB, FORMAT, THREADS
+
 TIMED_CALLS = 200
 """Predictions whose median time `predict-len predict --time` tells."""
+
+TOKENS = named(
+    "model whose tokens the log's prompts are [default: the one that its lines name]",
+    "--model",
+    metavar="MODEL",
+)
+PREDICTOR = named("predictor file [default: the one trained for the model]", "--predictor", metavar="FILE")
+ENCODER = named(
+    "embedding model that reads prompts; auto: all-minilm-l6-v2 where it has been pulled and there"
+    " are 100 answers to learn from, else none",
+    "--encoder",
+    envvar="PHASEWISE_ENCODER",
+    metavar="auto|none|MODEL",
+)
+SEED = named("seed that draws the held-out prompts and the first weights", "--seed", min=0)
 
 
 @dataclass(frozen=True)
 class CollectWish:
-    """The way prompts are answered. `limit`: only the first prompts. `sequences`: answers computed at a
-    time.
-    """
+    """The way prompts are answered."""
 
-    max_tokens: int = 512
-    temperature: float = 0.0
-    limit: int | None = None
-    sequences: int = 32
-    weight_format: str = "native"
-    threads: int | None = None
-    db: str | None = None
+    max_tokens: int = option(512, "generate at most N tokens per answer", min=1)
+    temperature: float = option(0.0, "0: always the likeliest token", min=0.0)
+    limit: int | None = option(None, "use only the first N prompts", min=1)
+    sequences: int = option(32, "answers computed at the same time", min=1, max=512)
+    weight_format: str = FORMAT("native")
+    threads: int | None = THREADS(None)
+    db: str | None = DB(None)
 
 
 @dataclass(frozen=True)
 class EvalWish:
-    """The way predictions are judged.
+    """The way predictions are judged."""
 
-    `split`: share of the prompts held out. `overflow`: share of answers that may outgrow their block.
-    `folds`: judge every prompt, by what the other folds teach. `drift`: train on the first log only.
-    `encoder`: what reads prompts, `prompt_vectors.find_encoder`.
-    """
-
-    predictor: Path | None = None
-    model: str | None = None
-    split: float = 0.3
-    folds: int | None = None
-    overflow: float = 0.005
-    drift: bool = False
-    encoder: str = "auto"
-    seed: int = 0
-    db: str | None = None
+    predictor: Path | None = PREDICTOR(None)  # noqa: RUF009 (a field)
+    model: str | None = TOKENS(None)
+    split: float = option(0.3, "share of the prompts held out", min=0.05, max=0.9)
+    folds: int | None = option(
+        None,
+        "divide the prompts into N parts, and judge each by what the other parts teach, instead of --split",
+        min=2,
+        max=20,
+        metavar="N",
+    )
+    overflow: float = option(0.005, "share of answers that may outgrow their first block", min=0.0, max=0.9)
+    drift: bool = option(False, "train on the first log only, then replay the other logs in order", "--drift")
+    encoder: str = ENCODER("auto")
+    seed: int = SEED(0)
+    db: str | None = DB(None)

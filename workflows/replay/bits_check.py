@@ -8,18 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from phasewise._words import counted
-from phasewise.workflows.replay.bits_known import (
-    KNOWN,
-    KNOWN_OF_BF16,
-    KNOWN_OF_BLOCKS,
-    KNOWN_OF_DOTS,
-    SPECIFIED,
-)
 from phasewise.workflows.report import Report, silent
 
 if TYPE_CHECKING:
@@ -28,6 +21,7 @@ if TYPE_CHECKING:
 
     from phasewise.cython_kernels.packing import PackedWeight
     from phasewise.serving.models.packed_model import PackedModel
+
 
 BUDGET_S = 60.0
 """Cores that have had no turn by then are not checked, which is said."""
@@ -255,3 +249,34 @@ def of_bf16() -> dict[str, str]:
 
     core, model = read_machine().allowed_pus[0], known_model(("bf16",))
     return {path: computed(model, "f32", core, path)[0] for path in paths_of_bf16()}
+
+
+KNOWN: Mapping[str, str] = {
+    "f32": "93aa784c9e72553f",
+    "f16": "fff9e4ea96d293fa",
+    "bf16": "baafbffdabbc84b7",
+    "int8": "5abdb555756b131b",
+    "int4": "3d0c079d5abeca0a",
+    "int16": "ed5422b15f6a4490",
+}
+"""By the format of keys and values, of weights of `bits_check.KINDS`."""
+
+KNOWN_OF_BLOCKS = "ad3acb72f79cefbb"
+"""The result of K-quants by `--arithmetic blocks`, on every CPU, and by default where a tile unit multiplies
+them. `bits_check.of_blocks` gives it.
+"""
+
+KNOWN_OF_BF16 = "19113e673134f290"
+"""The result of bf16 weights by `--arithmetic canonical`, on every CPU."""
+
+KNOWN_OF_DOTS: Mapping[str, Mapping[str, str]] = {
+    "avx512_bf16": {"bf16_dot": "8c1fc1f43ae93e9a"},
+    "avx512_fp16": {"f16_fma": "2cd0203608012e26"},
+    "amx": {"bf16_tile": "b2d32cfe5d078e39"},
+}
+"""Results of bf16 weights by an instruction set's dots, by its name and their path.
+`python -m tests.support.kernels.emulated_native` gives them, by emulated dots.
+"""
+
+SPECIFIED = frozenset({"bf16_dot", "bf16_tile"})
+"""Paths whose rounding is Intel's word, where that of others is IEEE's: other results may be right too."""

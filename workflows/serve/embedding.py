@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from phasewise._options import MOST_USED, option
 from phasewise._words import counted
 from phasewise.workflows.embed.accelerators import Accelerators, accelerators_here
 from phasewise.workflows.errors import UsageError
 from phasewise.workflows.opening.open_model import Weights, tell_of_own_kernels
+from phasewise.workflows.options import EMBED_DEVICE_HELP
 from phasewise.workflows.report import Report
 
 if TYPE_CHECKING:
@@ -24,19 +26,45 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Embeddings:
-    """Settings of embedding. `embed_model`: beside a language model; None: that alone, or no embeddings.
+    """Settings of embedding."""
 
-    `embed_instances`: processes on the CPU, None for the stored plan's or one for each NUMA node.
-    `embed_cores`: cores for embeddings beside a language model. `embed_device`: accelerators by commands of
-    the user's. `embed_cpu`: the CPU embeds what accelerators cannot hold.
-    """
+    PANEL = "Embeddings"
 
-    embed_model: str | None = None
-    embed_instances: int | None = None
-    embed_cores: int | None = None
-    embed_accelerators: bool = True
-    embed_device: list[str] | None = None
-    embed_cpu: bool = True
+    embed_model: str | None = option(
+        None,
+        "embedding model to serve beside MODEL",
+        envvar="PHASEWISE_EMBED_MODEL",
+        metavar="MODEL",
+        panel=MOST_USED,
+    )
+    embed_instances: int | None = option(
+        None,
+        "embedding processes on the CPU [default: the plan of tune-embed, else one for each NUMA node]",
+        min=1,
+        max=256,
+        metavar="N",
+        config_only=True,
+    )
+    embed_cores: int | None = option(
+        None,
+        "cores for embeddings beside a language model, the highest ones [default: a quarter]",
+        min=1,
+        metavar="N",
+        config_only=True,
+    )
+    embed_accelerators: bool = option(
+        True,
+        "also embed on GPUs, by torch (phasewise[cuda])",
+        "--embed-accelerators/--no-embed-accelerators",
+    )
+    embed_device: list[str] | None = option(None, EMBED_DEVICE_HELP, metavar="exec:COMMAND")
+    embed_cpu: bool = option(
+        True,
+        "embed on the CPU what accelerators cannot hold",
+        "--embed-cpu/--no-embed-cpu",
+        config_only=True,
+        envvar="PHASEWISE_EMBED_CPU",
+    )
 
     def accelerators(self) -> Accelerators:
         """UsageError for a device that is none."""
@@ -109,7 +137,7 @@ def plan_for(
     if not settings.embed_cpu:
         plan = plan.accelerated
         if not plan.instances:
-            raise UsageError("--no-embed-cpu: there is no accelerator here; name one with --embed-device")
+            raise UsageError("embed_cpu = false: there is no accelerator here; name one with --embed-device")
     if not plan.instances:
         plan = replace(plan, instances=_instances(room, settings, ()), slo_s=DEFAULT_SLO_S, source="default")
     return plan
@@ -235,7 +263,7 @@ def threads_beside(settings: Embeddings, threads: int | None) -> int:
     if left < 1 or left + own > n_cores:
         raise UsageError(
             f"{counted(own, 'core')} for embeddings and {max(left, 1)} for the language model: "
-            f"{n_cores} are there; choose fewer with --embed-cores or --threads"
+            f"{n_cores} are there; choose fewer with embed_cores of the configuration file, or with --threads"
         )
     return left
 
@@ -279,7 +307,7 @@ def open_beside(
     if own > len(free):
         raise UsageError(
             f"{counted(own, 'core')} for embeddings: {len(free)} are there that the "
-            "language model does not use; choose fewer for it, or for --embed-cores"
+            "language model does not use; choose fewer for it, or for embed_cores"
         )
     model = load_embedding_model(settings.embed_model, weights, report)
     on = _devices_for(settings, weights)

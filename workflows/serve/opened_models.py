@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from phasewise.workflows.report import Report, silent
+from phasewise.workflows.serve.core_plans import replanned
 from phasewise.workflows.serve.settings import KeysAndValues, ServeSettings
 
 if TYPE_CHECKING:
     from phasewise.serving.drafts.opening import DraftSource
+    from phasewise.serving.engine.core_watch import CoreWatch
     from phasewise.serving.engine.engine_host import OpenHost
     from phasewise.serving.engine.engine_size import EngineSize
     from phasewise.serving.engine.open_engine import ModelText, OpenEngine
     from phasewise.serving.prefix_store.opening import PrefixSettings
     from phasewise.serving.service import Predictor, Served
     from phasewise.topology import Machine
+    from phasewise.tuner.plans import DefaultPlan, Phase, ServicePlan
     from phasewise.workflows.opening.open_model import OpenModel, Weights
     from phasewise.workflows.opening.tuned_schedules import ScheduleUse
     from phasewise.workflows.serve.instance_process import InstanceSpec
     from phasewise.workflows.serve.pools import PlannedInstance
+    from phasewise.workflows.serve.settings import ServeSettings
+
+    Plans = Mapping[Phase, ServicePlan]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -149,7 +158,6 @@ def open_sized(model: SizedModel, settings: ServeSettings, stack: ExitStack, rep
     from phasewise.workflows.serve.length_estimator import open_predictor
     from phasewise.workflows.serve.pools import open_pools
     from phasewise.workflows.serve.ray_pools import KvWanted, open_ray_pools
-    from phasewise.workflows.serve.server_cores import watch_of_server
 
     running, db, opened, size = settings.running, settings.db, model.open_model, model.size
     text = ModelText(opened.model, allow_special=settings.accepting.allow_special)
@@ -189,7 +197,6 @@ def _size(
     from phasewise.serving.engine.engine_size import EngineSize
     from phasewise.serving.ranks.rank_layout import teams_of
     from phasewise.workflows.serve.kv_policy import resolved
-    from phasewise.workflows.serve.server_cores import most_threads
 
     running, kv = settings.running, settings.kv
     is_elsewhere = settings.pools.cluster is not None  # whose nodes have memory of their own
@@ -255,3 +262,64 @@ def _budgets(models: Sequence[OpenModel], kv: KeysAndValues) -> list[int | None]
             min(most, int(share * own / sum(per_slot))) for most, own in zip(alone, per_slot, strict=True)
         ]
     return [budget * own // sum(per_slot) for own in per_slot]
+
+
+def most_threads(threads: int | None) -> int:
+    """Threads for which a rank of a server has room: its flag's, else one on every core of the machine."""
+    from phasewise.topology import Kind, read_machine
+
+    machine = read_machine()
+    return threads or len(machine.nodes(Kind.CORE)) or len(machine.allowed_pus)
+
+
+def watch_of_server(
+    opened: OpenModel, ref: str, settings: ServeSettings, *, most: int, in_one_rank: bool
+) -> CoreWatch:
+    """The watch over the cores of an engine that computes both phases.
+
+    most: threads that a rank has room for. in_one_rank: the engine stays one rank.
+    """
+    from phasewise.serving.engine.core_watch import CoreWatch
+    from phasewise.serving.loaders.fetching.resolve import cache_root, locate
+    from phasewise.topology.process_limits import read_limits
+    from phasewise.tuner.plans import model_key
+    from phasewise.workflows.opening.suited_default import suited_default
+
+    name = locate(ref, cache_root(None), silent).name
+    key = model_key(name, settings.weights.weight_format)
+    default = suited_default(ref, settings.weights.weight_format, silent)
+
+    def plans_on(machine: Machine) -> Plans:
+        plans = plans_now(key, settings, machine, default)
+        if in_one_rank:
+            return {phase: _one_rank(plan, machine, most) for phase, plan in plans.items()}
+        return plans
+
+    replan = partial(replanned, opened, plans_on, settings.weights, settings.db)
+    return CoreWatch(opened.plans, read_limits, replan)
+
+
+def plans_now(key: str, settings: ServeSettings, machine: Machine, default: DefaultPlan) -> Plans:
+    """The plans of a server on the cores of `machine`, its flags kept as far as these go."""
+    from phasewise.tuner.plans import default_thread_count, plans_for
+    from phasewise.workflows.serve.embedding import cores_of_embeddings
+
+    running, n_cores = settings.running, default_thread_count(machine)
+    threads, ranks = running.threads, running.ranks
+    if threads is not None:
+        most = len(machine.allowed_pus)
+        if settings.embeddings.embed_model is not None and not settings.pools.is_asked:
+            most = max(1, n_cores - cores_of_embeddings(settings.embeddings, n_cores))
+        threads = min(threads, most)
+    if ranks is not None:
+        ranks = min(ranks, n_cores if threads is None else threads)
+    return plans_for(settings.db, machine, key, threads, _log.warning, ranks, default)
+
+
+def _one_rank(plan: ServicePlan, machine: Machine, most: int) -> ServicePlan:
+    from phasewise.tuner.plans import default_plan, default_thread_count
+
+    if len(plan.ranks) == 1 and len(plan.cores) <= most:
+        return plan.with_bands_that(lambda band: len(band.cores) <= most)
+    threads = min(most, default_thread_count(machine))
+    return replace(default_plan(machine, plan.phase, threads), source="default")

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from phasewise._options import option
 from phasewise._words import counted
 from phasewise.workflows.errors import UsageError
 from phasewise.workflows.serve.cluster_pools import ClusterPool, counted_pool, pools_of_file
@@ -34,32 +35,76 @@ SPLIT_ABOVE_TOKENS = 64
 
 @dataclass(frozen=True)
 class Pools:
-    """The cores that compute prompts, answers or both, each set in an instance of its own.
+    """The cores that compute prompts, answers or both, each set in an instance of its own."""
 
-    Cores are written as taskset does, e.g. `0-11`; `0-11+12-23` are two ranks. `pools`: `off`, or `auto`,
-    which takes the pools from the tuned plans. Prompts of at most `split_above` tokens are computed where
-    their answers are. On a Ray `cluster` (its address, or `auto`) `prompt`, `token` and `mixed` say how many
-    instances of how many cores, e.g. `2x24`, or `2x24@big` on nodes with that label, or `pools` names a file
-    that says it; `spread`: on different nodes. An instance that is given
-    the other pool's work of `repurpose_after` requests in a row moves there for good; 0: never. `routing`:
-    what chooses an instance. More than `overflow_above` tokens of prompts make its queue long; None: as many
-    as it computes in `OVERFLOW_S`.
-    """
+    PANEL = "Pools: instances that compute prompts and answers apart"
 
-    prompt_pool: Sequence[str] | None = None
-    token_pool: Sequence[str] | None = None
-    mixed_pool: Sequence[str] | None = None
-    pools: str = "off"
-    routing: Literal["prefix", "load", "round-robin"] = "prefix"
-    split_above: int = SPLIT_ABOVE_TOKENS
-    overflow_above: int | None = None
-    repurpose_after: int = 0
-    cluster: str | None = None
-    prompt: str | None = None
-    token: str | None = None
-    mixed: str | None = None
-    spread: bool = False
-    kv_transfer: Literal["auto", "shm", "tcp"] = "auto"
+    prompt_pool: Sequence[str] | None = option(
+        None, "an instance on these cores computes prompts [repeatable]; 0-3+4-7: two ranks", metavar="CORES"
+    )
+    token_pool: Sequence[str] | None = option(
+        None, "an instance on these cores computes answers [repeatable]", metavar="CORES"
+    )
+    mixed_pool: Sequence[str] | None = option(
+        None, "an instance on these cores computes both [repeatable]", metavar="CORES"
+    )
+    pools: str = option(
+        "off",
+        "auto: cores that only the tuned prefill plan uses compute prompts, those of the decode plan "
+        "answers; with --cluster: a file FILE.toml of pools",
+        metavar="off|auto|FILE",
+    )
+    routing: Literal["prefix", "load", "round-robin"] = option(
+        "prefix",
+        "what chooses the instance of a prompt; prefix: the work that is left where its beginning is held, "
+        "and the queues; load: the queues alone; round-robin: turns",
+        config_only=True,
+    )
+    split_above: int = option(
+        SPLIT_ABOVE_TOKENS,
+        "prompts of more tokens are computed in the prompt pool, others where their answers are",
+        min=0,
+        metavar="N",
+        config_only=True,
+        envvar="PHASEWISE_SPLIT_ABOVE",
+    )
+    overflow_above: int | None = option(
+        None,
+        "another pool helps where more than N tokens of prompts wait for an instance [default: as many as it "
+        "computes in 1.34 s, as an H100 does 8192]",
+        min=1,
+        metavar="N",
+        config_only=True,
+    )
+    repurpose_after: int = option(
+        0,
+        "an instance that is given N requests of the other pool's work in a row moves there; 0: never",
+        min=0,
+        metavar="N",
+        config_only=True,
+    )
+    cluster: str | None = option(
+        None,
+        "a Ray cluster whose nodes run the instances: its address, or auto",
+        metavar="auto|ADDRESS",
+        envvar="PHASEWISE_CLUSTER",
+    )
+    prompt: str | None = option(
+        None,
+        "with --cluster: instances that compute prompts, e.g. 2x24: two of 24 cores; 2x24@big: on nodes "
+        "with the label phasewise=big",
+        metavar="NxCORES[@LABEL]",
+    )
+    token: str | None = option(
+        None, "with --cluster: instances that compute answers", metavar="NxCORES[@LABEL]"
+    )
+    mixed: str | None = option(None, "with --cluster: instances that compute both", metavar="NxCORES[@LABEL]")
+    spread: bool = option(False, "with --cluster: place instances on different nodes", "--spread")
+    kv_transfer: Literal["auto", "shm", "tcp"] = option(
+        "auto",
+        "how keys and values go from pool to pool; auto: shared memory on one host, else TCP",
+        config_only=True,
+    )
 
     @property
     def is_asked(self) -> bool:
@@ -100,13 +145,13 @@ class Pools:
         """UsageError for options of what is divided where a file divides nothing."""
         plain = Pools()
         chosen = {
-            "--split-above": self.split_above != plain.split_above,
-            "--repurpose-after": self.repurpose_after != plain.repurpose_after,
-            "--kv-transfer": self.kv_transfer != plain.kv_transfer,
+            "split_above": self.split_above != plain.split_above,
+            "repurpose_after": self.repurpose_after != plain.repurpose_after,
+            "kv_transfer": self.kv_transfer != plain.kv_transfer,
         }
-        flags = ", ".join(flag for flag, is_chosen in chosen.items() if is_chosen)
-        if flags and all(pool.role == "mixed" for pool in pools):
-            raise UsageError(f"{flags}: no effect where all pools of the file are mixed; leave that out")
+        keys = ", ".join(key for key, is_chosen in chosen.items() if is_chosen)
+        if keys and all(pool.role == "mixed" for pool in pools):
+            raise UsageError(f"{keys}: no effect where all pools of the file are mixed; leave that out")
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
+from phasewise._options import MOST_USED, option, parse_bytes, parse_time
 from phasewise.serving.scheduling.scheduler_terms import DEFAULT_BATCH_TOKENS, DEFAULT_SEQUENCES
 from phasewise.workflows.opening.first_start import Remote
 from phasewise.workflows.opening.open_model import NATIVE, Weights
+from phasewise.workflows.options import DRAFT, DRAFT_TOKENS, KV_FORMAT, RANKS, THREADS
 from phasewise.workflows.serve.embedding import Embeddings
 from phasewise.workflows.serve.pools import Pools
 
@@ -23,89 +25,284 @@ ALONE = Pools()
 
 @dataclass(frozen=True)
 class Listening:
-    """The address of a server. `unix_socket` replaces host and port; port 0 is any free one.
+    """The address of a server."""
 
-    `allowed_host`: names that requests may address; None: the loopback ones on a loopback address, else any.
-    """
+    PANEL = "Where it listens"
 
-    host: str = "127.0.0.1"
-    port: int = 8000
-    unix_socket: Path | None = None
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
-    allowed_host: Sequence[str] | None = None
+    host: str = option(
+        "127.0.0.1", "address to listen on", envvar="PHASEWISE_HOST", metavar="HOST", panel=MOST_USED
+    )
+    port: int = option(
+        8000,
+        "port to listen on; 0: any free port",
+        min=0,
+        max=65535,
+        envvar="PHASEWISE_PORT",
+        metavar="N",
+        panel=MOST_USED,
+    )
+    unix_socket: Path | None = option(
+        None,
+        "listen on this Unix socket, mode 0660, instead of a port",
+        envvar="PHASEWISE_UNIX_SOCKET",
+        metavar="PATH",
+    )
+    tls_cert: Path | None = option(
+        None, "PEM certificate chain: serve HTTPS", envvar="PHASEWISE_TLS_CERT", metavar="FILE"
+    )
+    tls_key: Path | None = option(
+        None,
+        "the certificate's PEM key [default: in the file of --tls-cert]",
+        envvar="PHASEWISE_TLS_KEY",
+        metavar="FILE",
+    )
+    allowed_host: Sequence[str] | None = option(
+        None,
+        "host name that requests may address [repeatable]; *: any [default: the loopback names if "
+        "the address is a loopback one, else any]",
+        envvar="PHASEWISE_ALLOWED_HOST",
+        metavar="NAME",
+    )
 
 
 @dataclass(frozen=True)
 class Accepting:
-    """The load that a server accepts at a time; it refuses further requests. Sizes in bytes, `drain_s` in
-    seconds.
-    """
+    """The load that a server accepts at a time; it refuses further requests."""
 
-    api_key: Sequence[str] | None = field(default=None, repr=False)
-    api_key_file: Path | None = None
-    max_sequences: int = DEFAULT_SEQUENCES
-    max_waiting: int = 224
-    max_prompt_tokens: int | None = None
-    max_body_bytes: int = 4 << 20
-    max_unfinished_bytes: int = 64 << 20
-    max_connections: int = 8192
-    max_connections_per_address: int = 2048
-    max_sequences_per_key: int | None = None
-    max_response_bytes: int = 64 << 20
-    allow_special: bool = False
-    drain_s: float = 30
+    PANEL = "What it accepts"
+
+    api_key: Sequence[str] | None = option(
+        None,
+        "API key that requests must carry [repeatable]; other users of this machine can see "
+        "command lines, so prefer PHASEWISE_API_KEY or --api-key-file",
+        envvar="PHASEWISE_API_KEY",
+        metavar="KEY",
+        repr=False,
+    )
+    api_key_file: Path | None = option(
+        None,
+        "file with more API keys, one per line; SIGHUP reads it again",
+        envvar="PHASEWISE_API_KEY_FILE",
+        metavar="FILE",
+        panel=MOST_USED,
+    )
+    max_sequences: int = option(
+        DEFAULT_SEQUENCES, "answers computed at the same time", min=1, max=512, metavar="N", panel=MOST_USED
+    )
+    max_waiting: int = option(224, "most waiting answers; further requests get 429", min=0, metavar="N")
+    max_prompt_tokens: int | None = option(
+        None,
+        "most tokens of a prompt [default: the context length]",
+        "--max-prompt",
+        min=1,
+        metavar="N",
+        config_only=True,
+    )
+    max_body_bytes: int = option(
+        4 << 20,
+        "largest request body, e.g. 512K",
+        "--max-body",
+        parser=parse_bytes,
+        metavar="BYTES",
+        written="4M",
+    )
+    max_unfinished_bytes: int = option(
+        64 << 20,
+        "memory for all incomplete request bodies; beyond it the oldest of them is dropped",
+        "--max-unfinished",
+        parser=parse_bytes,
+        metavar="BYTES",
+        written="64M",
+        config_only=True,
+        envvar="PHASEWISE_MAX_UNFINISHED",
+    )
+    max_connections: int = option(
+        8192,
+        "most open connections, or fewer if the limit on open files is lower; further ones get 503",
+        min=1,
+        metavar="N",
+        config_only=True,
+    )
+    max_connections_per_address: int = option(
+        2048,
+        "most open connections from one address; raise it behind a proxy",
+        min=1,
+        metavar="N",
+        config_only=True,
+    )
+    max_sequences_per_key: int | None = option(
+        None,
+        "most answers computed or waiting for one API key, or for one address if no key is set "
+        "[default: three quarters of all]",
+        min=1,
+        metavar="N",
+        config_only=True,
+        envvar="PHASEWISE_MAX_SEQUENCES_PER_KEY",
+    )
+    max_response_bytes: int = option(
+        64 << 20,
+        "most memory of one answer that is not sent yet; a larger answer ends with an error",
+        "--max-response",
+        parser=parse_bytes,
+        metavar="BYTES",
+        written="64M",
+        config_only=True,
+    )
+    allow_special: bool = option(
+        False,
+        "recognise control tokens such as <|im_end|> in chat contents; else they are text",
+        "--allow-special",
+    )
+    drain_s: float = option(
+        30,
+        "time that answers in progress get to finish at shutdown",
+        "--drain",
+        min=0,
+        max=86400,
+        metavar="S",
+    )
 
 
 @dataclass(frozen=True)
 class Running:
-    """The way every model that generates text runs. `predictor`: `auto`, `off` or a file; `tpot_ms`: a
-    promise;
-    `draft`: the source of drafts, as `workflows.opening.drafts.find_drafts` reads it, `draft_tokens` long
-    (None: as long as pays). `also`: further models, which share the memory for keys and values with the
-    first. `tune_idle`: kernels are tuned while no
-    request runs.
-    """
+    """The way every model that generates text runs."""
 
-    threads: int | None = None
-    ranks: int | None = None
-    context_tokens: int | None = None
-    predictor: str = "off"
-    max_batch_tokens: int = DEFAULT_BATCH_TOKENS
-    tpot_ms: float = 100
-    draft: str | None = None
-    draft_tokens: int | None = None
-    also: Sequence[str] | None = None
-    tune_idle: bool = False
+    PANEL = "Engine and memory"
+
+    threads: int | None = THREADS(None, panel=MOST_USED)
+    ranks: int | None = RANKS(None)
+    context_tokens: int | None = option(
+        None,
+        "most tokens of a prompt and its answer together [default: the model's]",
+        "--context",
+        min=1,
+        metavar="N",
+        panel=MOST_USED,
+    )
+    predictor: str = option(
+        "off",
+        "predictor of answer lengths; auto: the one that predict-len trained for the model",
+        envvar="PHASEWISE_PREDICTOR",
+        metavar="auto|off|FILE",
+    )
+    max_batch_tokens: int = option(
+        DEFAULT_BATCH_TOKENS,
+        "most tokens of a prefill step; fewer while answers run",
+        min=1,
+        max=65536,
+        metavar="N",
+        config_only=True,
+    )
+    tpot_ms: float = option(
+        100, "longest time per token for running answers", "--tpot", min=0.1, metavar="MS", panel=MOST_USED
+    )
+    draft: str | None = DRAFT(None)
+    draft_tokens: int | None = DRAFT_TOKENS(None)
+    also: Sequence[str] | None = option(
+        None,
+        "serve this model too, chosen by the requests' model field; the KV budget is divided among all "
+        "[repeatable]",
+        metavar="MODEL",
+        envvar="PHASEWISE_ALSO",
+        panel=MOST_USED,
+    )
+    tune_idle: bool = option(
+        False,
+        "tune MODEL's kernels while no request runs, and none has for 2 s; winners come into use between "
+        "steps, and no answer changes",
+        "--tune-idle",
+        envvar="PHASEWISE_TUNE_IDLE",
+    )
 
 
 @dataclass(frozen=True)
 class Residency:
-    """Models that come and go. `models`: their folder; None: MODEL stays. `models_memory`: bytes of all that
-    are loaded; None: three quarters of what is free. `keep_alive`: seconds that one stays unused.
-    """
+    """Models that come and go."""
 
-    models: Path | None = None
-    models_memory: int | None = None
-    keep_alive: float = 300
+    PANEL = "Models that come and go"
+
+    models: Path | None = option(
+        None,
+        "in place of MODEL: serve the GGUF files and Hugging Face directories of this folder, each "
+        "loaded when a request names it",
+        envvar="PHASEWISE_MODELS",
+        metavar="DIR",
+    )
+    models_memory: int | None = option(
+        None,
+        "most memory of all loaded models, with KV caches, scratch and vocabularies; the least recently "
+        "used one goes first [default: three quarters of the free memory]",
+        "--models-memory",
+        parser=parse_bytes,
+        envvar="PHASEWISE_MODELS_MEMORY",
+        metavar="BYTES",
+    )
+    keep_alive: float = option(
+        300,
+        "time without a request after which a model is unloaded; 0: at once",
+        "--keep-alive",
+        parser=parse_time,
+        envvar="PHASEWISE_KEEP_ALIVE",
+        metavar="TIME",
+        written="5m",
+    )
 
 
 @dataclass(frozen=True)
 class KeysAndValues:
     """The memory for keys and values, and how requests get parts of it."""
 
-    kv_budget_bytes: int | None = None
-    kv_format: str = "auto"
-    kv_policy: str = "odma"
-    no_prefix_reuse: bool = False
+    PANEL = "Engine and memory"
+
+    kv_budget_bytes: int | None = option(
+        None,
+        "memory for keys and values, e.g. 4G, allocated at the start, with --cluster on each node "
+        "[default: a quarter of the free memory]",
+        "--kv-budget",
+        parser=parse_bytes,
+        envvar="PHASEWISE_KV_BUDGET",
+        metavar="BYTES",
+        panel=MOST_USED,
+    )
+    kv_format: str = KV_FORMAT("auto")
+    kv_policy: str = option(
+        "odma",
+        "how KV slots are given to requests: odma, static, fixed, paged; auto: paged where reads of pages "
+        "are measured to be as fast as reads in order, else odma",
+        kind=Literal["odma", "static", "fixed", "paged", "auto"],
+        envvar="PHASEWISE_KV_POLICY",
+        config_only=True,
+    )
+    no_prefix_reuse: bool = option(
+        False,
+        "compute a prompt's beginning again even if its keys and values are still there",
+        "--no-prefix-reuse",
+        config_only=True,
+    )
 
 
 @dataclass(frozen=True)
 class Prefixes:
     """Beginnings of prompts that outlive the server: a folder for them; None: none is kept."""
 
-    prefix_cache: Path | None = None
-    prefix_cache_bytes: int = 8 << 30
+    PANEL = "Engine and memory"
+
+    prefix_cache: Path | None = option(
+        None,
+        "keep beginnings of prompts in this folder, for the next start and other servers of this host; "
+        "its files reveal prompts [default: none are kept]",
+        envvar="PHASEWISE_PREFIX_CACHE",
+        metavar="DIR",
+    )
+    prefix_cache_bytes: int = option(
+        8 << 30,
+        "most bytes of that folder; what saves least time for its bytes leaves",
+        parser=parse_bytes,
+        envvar="PHASEWISE_PREFIX_CACHE_BYTES",
+        metavar="BYTES",
+        written="8G",
+        config_only=True,
+    )
 
     @property
     def is_asked(self) -> bool:
@@ -123,44 +320,119 @@ class Prefixes:
 
 @dataclass(frozen=True)
 class Answering:
-    """The sampling of answers where requests state nothing (None: as the model says), and the reading of
-    them.
+    """The sampling of answers where requests state nothing, and the reading of them."""
 
-    `tool_format`: `auto`, as the model's chat template writes calls, or one of
-    `serving.tools.dialect.FORMATS`. `cors_origin`: pages of these origins may call the server.
-    `served_model_name`: what requests call the model in place of its own name, the first being its id.
-    `no_page`: there is no page at `/`. `receipts`: requests may ask for receipts of their answers, which are
-    signed by the key in `receipt_key`, where there is one.
-    """
+    PANEL = "How it answers"
 
-    temperature: float | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    tool_format: str = "auto"
-    cors_origin: Sequence[str] | None = None
-    served_model_name: Sequence[str] | None = None
-    no_page: bool = False
-    receipts: bool = False
-    receipt_key: Path | None = None
+    temperature: float | None = option(
+        None,
+        "temperature where a request states none [default: the model's, else 0.7]",
+        min=0,
+        max=100,
+        metavar="T",
+        envvar="PHASEWISE_TEMPERATURE",
+        config_only=True,
+    )
+    top_p: float | None = option(
+        None,
+        "top-p where a request states none [default: the model's, else 0.95]",
+        min=0.001,
+        max=1,
+        metavar="P",
+        config_only=True,
+    )
+    min_p: float | None = option(
+        None,
+        "min-p where a request states none [default: the model's, else 0.05]",
+        min=0,
+        max=1,
+        metavar="P",
+        config_only=True,
+    )
+    tool_format: str = option(
+        "auto",
+        "how the model writes tool calls; auto: as its chat template does",
+        kind=Literal["auto", "hermes", "llama3-json", "pythonic", "mistral", "gpt-oss"],
+        envvar="PHASEWISE_TOOL_FORMAT",
+        config_only=True,
+    )
+    cors_origin: Sequence[str] | None = option(
+        None,
+        "origin whose web pages may call the server, e.g. https://chat.example [repeatable]; *: any",
+        metavar="ORIGIN",
+        envvar="PHASEWISE_CORS_ORIGIN",
+    )
+    served_model_name: Sequence[str] | None = option(
+        None,
+        "what requests call MODEL, in place of its own name; the first is its id [repeatable]",
+        metavar="NAME",
+        envvar="PHASEWISE_SERVED_MODEL_NAME",
+    )
+    no_page: bool = option(
+        False,
+        "serve no page with a chat and a live view at /",
+        "--no-page",
+        envvar="PHASEWISE_NO_PAGE",
+        config_only=True,
+    )
+    receipts: bool = option(
+        False,
+        'give a receipt of each answer whose request has "receipt": true; phasewise replay checks it',
+        "--receipts",
+        envvar="PHASEWISE_RECEIPTS",
+    )
+    receipt_key: Path | None = option(
+        None,
+        "file with an Ed25519 key, PEM or OpenSSH, that signs receipts (phasewise[sign])",
+        metavar="FILE",
+        envvar="PHASEWISE_RECEIPT_KEY",
+    )
 
 
 @dataclass(frozen=True)
 class Logged:
     """The log of requests: a line each, on stderr unless `access_log` names a file."""
 
-    access_log: Path | None = None
-    log_level: str = "info"
-    log_format: str = "text"
+    PANEL = "What it logs"
+
+    access_log: Path | None = option(
+        None,
+        "file for the log of requests, a line each; SIGHUP opens it anew [default: stderr]",
+        metavar="FILE",
+        envvar="PHASEWISE_ACCESS_LOG",
+    )
+    log_level: str = option(
+        "info",
+        "debug: every request; info: without health checks; warning: those refused; error: those that failed",
+        kind=Literal["debug", "info", "warning", "error", "off"],
+        envvar="PHASEWISE_LOG_LEVEL",
+    )
+    log_format: str = option(
+        "text", "form of its lines", kind=Literal["text", "json"], envvar="PHASEWISE_LOG_FORMAT"
+    )
 
 
 @dataclass(frozen=True)
 class Batches:
-    """Batches of `/v1/batches`: where their files lie (None: the user's folder of states), and their most
-    bytes (0: none are taken).
-    """
+    """Batches of `/v1/batches`: where their files lie, and their most bytes."""
 
-    batch_dir: Path | None = None
-    batch_bytes: int = 4 << 30
+    PANEL = "Batches"
+
+    batch_dir: Path | None = option(
+        None,
+        "folder of the files and batches of /v1/files and /v1/batches, one server's alone "
+        "[default: $XDG_STATE_HOME/phasewise/batches]",
+        metavar="DIR",
+        envvar="PHASEWISE_BATCH_DIR",
+    )
+    batch_bytes: int = option(
+        4 << 30,
+        "most bytes of all files of batches, their answers and records; 0: no batches are taken",
+        parser=parse_bytes,
+        metavar="BYTES",
+        envvar="PHASEWISE_BATCH_BYTES",
+        written="4G",
+    )
 
 
 NO_BATCHES = Batches(batch_bytes=0)

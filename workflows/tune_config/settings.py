@@ -4,33 +4,80 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
+
+from phasewise._options import option, parse_budget, parse_numbers
+from phasewise.workflows.options import DB, FORMAT
 
 
 @dataclass(frozen=True)
 class TuneConfigSettings:
-    """Requests (`trace` or `lengths`), objective, budget in seconds, and what the search may use.
+    """Requests (`trace` or `lengths`), objective, budget in seconds, and what the search may use."""
 
-    phase: prefill, decode or both. objective: ttft, tpot, e2e or goodput, which needs an `slo`.
-    concurrency: sequences that decode together; each further number is a band of decode's plan. evaluator:
-    measured, modelled or recorded. machine: lstopo XML; hidden, hints: JSON files.
-    """
-
-    phase: str = "both"
-    trace: Path | None = None
-    lengths: str | None = None
-    objective: str = "e2e"
-    slo: str | None = None
-    concurrency: tuple[int, ...] = (1,)
-    budget_s: float = 900.0
-    evaluator: str = "measured"
-    machine: Path | None = None
-    hidden: Path | None = None
-    hints: Path | None = None
-    cores: str | None = None
-    ranks: int | None = None
-    top_k: int = 10
-    seed: int = 0
-    weight_format: str = "native"
-    db: str | None = None
-    storage: str | None = None
-    resume: bool = True
+    phase: str = option("both", "phase to find a plan for", kind=Literal["prefill", "decode", "both"])
+    trace: Path | None = option(
+        None, "requests: Azure csv, ShareGPT json or jsonl, Mooncake jsonl", metavar="FILE"
+    )
+    lengths: str | None = option(
+        None,
+        "tokens of prompts and answers instead of a trace, e.g. fixed:512/64 or uniform:1-1024/16-256",
+        metavar="DIST",
+    )
+    objective: str = option(
+        "e2e",
+        "what plans are ranked by: time to the first token, time per later token, both, or requests/s within"
+        " --slo",
+        kind=Literal["ttft", "tpot", "e2e", "goodput"],
+    )
+    slo: str | None = option(
+        None, "with goodput: latencies that a request must keep to count", metavar="ttft=MS,tpot=MS"
+    )
+    concurrency: tuple[int, ...] = option(
+        (1,),
+        "sequences that decode together; for a list, e.g. 1,8,32, decode gets cores for each number, in use"
+        " from that number on",
+        metavar="N[,N..]",
+        parser=parse_numbers,
+        written="1",
+    )
+    budget_s: float = option(
+        900.0,
+        "time that the command may take, e.g. 90s, 15m, 1h; work in progress is finished: reading and packing"
+        " the model, and the timing of one plan",
+        "--budget",
+        metavar="TIME",
+        parser=parse_budget,
+        written="15m",
+    )
+    evaluator: str = option(
+        "measured",
+        "source of step times: measured here, modelled, or recorded in the database",
+        kind=Literal["measured", "modelled", "recorded"],
+    )
+    machine: Path | None = option(None, "lstopo XML of the machine to plan for", metavar="FILE.xml")
+    hidden: Path | None = option(
+        None,
+        "with --evaluator modelled: resources that cores of the machine share and lstopo does not show",
+        metavar="FILE.json",
+    )
+    hints: Path | None = option(
+        None, "groups of cores that `topo --probe --json` found; they are tried first", metavar="FILE.json"
+    )
+    cores: str | None = option(None, "use no CPUs but these, e.g. 0-3,8", metavar="LIST")
+    ranks: int | None = option(None, "only plans with N ranks", min=1, max=256)
+    top_k: int = option(
+        10,
+        "how many of the best plans get tuned kernels and enter the final comparison",
+        min=1,
+        max=1000,
+        config_only=True,
+    )
+    seed: int = option(
+        0, "seed of the drawn requests and of the order of equal plans", min=0, config_only=True
+    )
+    weight_format: str = FORMAT("native")
+    db: str | None = DB(None)
+    storage: str | None = option(
+        None, "where trials are kept and shared [default: the database]", metavar="URL|FILE"
+    )
+    resume: bool = option(True, "use stored trials; --no-resume searches anew", "--resume/--no-resume")

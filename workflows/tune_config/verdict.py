@@ -263,10 +263,10 @@ def _standing(winner: Finalist, against: Sequence[Versus]) -> tuple[Standing, Se
         fallback = min(timed, key=lambda pair: pair[0], default=(0.0, None))[1]
         return "not compared", fallback or winner.plan
     closest = min(compared, key=lambda versus: versus.gain or 0.0)
-    low = closest.comparison.gain_low if closest.comparison else closest.gain
-    if low is not None and low > 1.0:
+    gain = closest.gain or 0.0
+    if closest.comparison.proves_faster if closest.comparison else gain > 1.0:
         return "faster", winner.plan
-    if closest.gain is not None and closest.gain >= 1.0:
+    if gain >= 1.0:
         return "not slower", winner.plan
     assert closest.reference.plan is not None
     return "reference", closest.reference.plan

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated
 
 import typer
 
-from phasewise.cli.commands.bench.options import Table, WideOption, counts
+from phasewise._words import percent, proven
+from phasewise.cli import row_forms
+from phasewise.cli.commands.bench.options import Table, WideOption
 from phasewise.cli.options import ThreadsOption
 from phasewise.cli.present import note, say
+from phasewise.tuner.timing import compare_rounds
+from phasewise.workflows.bench.allreduce.compare import AllReduceRow, size_text
+from phasewise.workflows.bench.allreduce.rank import COPY
+from phasewise.workflows.bench.run_settings import counts
 
 MAX_MESSAGE_BYTES = 1 << 30
 
@@ -39,7 +45,6 @@ def allreduce(
     anew, which is not timed. GB/s: bytes of one message over the time. Copying: every rank copies one
     message.
     """
-    from phasewise.cli.commands.bench.allreduce_text import FORMATS
     from phasewise.cli.row_forms import written
     from phasewise.topology import read_machine
     from phasewise.tuner.measurement_lock import user_lock
@@ -86,3 +91,45 @@ def _kinds(text: str) -> list[str]:
     if not set(kinds) <= set(_native.ALL_REDUCE_KINDS):
         raise typer.BadParameter(f"--kinds {text!r} is not a list of {', '.join(_native.ALL_REDUCE_KINDS)}")
     return list(dict.fromkeys(kinds))
+
+
+def as_json(rows: Sequence[AllReduceRow]) -> str:
+    """A list of objects, each with the version of our schema."""
+    return row_forms.as_json(rows)
+
+
+def as_csv(rows: Sequence[AllReduceRow]) -> str:
+    """Scalars only, a line for each system."""
+    scalars = row_forms.scalar_names(AllReduceRow)
+    return row_forms.as_csv(scalars, ([getattr(row, name) for name in scalars] for row in rows))
+
+
+def as_md(rows: Sequence[AllReduceRow], *, wide: bool = False) -> str:
+    """A line for each size: the first system, and every other one's time over its."""
+    points = dict.fromkeys((row.ranks, row.message_bytes) for row in rows)
+    lines = [_md_row([row for row in rows if (row.ranks, row.message_bytes) == point]) for point in points]
+    core = [name for name in lines[0] if name not in LAST] + list(LAST) if lines and not wide else ()
+    return row_forms.as_md(lines, core=core)
+
+
+LAST = ("GB/s", "spread")
+"""Columns that a narrow table does without."""
+FORMATS: dict[str, Callable[..., str]] = {"md": as_md, "csv": as_csv, "json": as_json}
+
+
+def _over(row: AllReduceRow, first: AllReduceRow) -> str:
+    rounds = compare_rounds(row.samples_ns, first.samples_ns)
+    return proven(rounds.gain, rounds.gain_low, rounds.gain_high)
+
+
+def _md_row(systems: Sequence[AllReduceRow]) -> Mapping[str, str]:
+    first = systems[0]
+    return {
+        "ranks": str(first.ranks),
+        "bytes": size_text(first.message_bytes),
+        f"{first.system}, us": f"{first.median_ns / 1e3:.2f}",
+        "spread": percent(row_forms.spread(first.samples_ns)),
+        "GB/s": f"{first.gbps:.2f}",
+        "of copying": percent(first.copy_fraction),
+        **{row.system: _over(row, first) for row in systems[1:] if row.system != COPY},
+    }

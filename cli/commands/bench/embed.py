@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from phasewise._options import parse_budget
 from phasewise._words import NOTHING, counted, number, percent
-from phasewise.cli.commands.bench.options import DAILY, DAY
-from phasewise.cli.options import JsonOption, parse_budget
+from phasewise.cli.options import JsonOption
 from phasewise.cli.present import (
     check_target,
     fail,
@@ -22,6 +22,7 @@ from phasewise.cli.present import (
     say_words,
     write_target,
 )
+from phasewise.loadtest.settings import DAILY, DAY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from phasewise.cli.commands.bench.options import Table, WideOption, counts
+from phasewise.cli.commands.bench.options import Table, WideOption
 from phasewise.cli.options import DbOption, ThreadsOption
 from phasewise.cli.present import check_target, note, owns_stdout, say, write_target
+from phasewise.workflows.bench.run_settings import counts
 
 if TYPE_CHECKING:
     from phasewise.workflows.bench.kernels import KernelGrid

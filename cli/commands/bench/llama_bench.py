@@ -10,9 +10,7 @@ from typing import Any
 import typer
 
 from phasewise.cli.command_app import GroupedCommand
-
-LEAST_BATCH_TOKENS = 32
-"""Below it a value of -b is a number of sequences: no prefill step is that small."""
+from phasewise.workflows.bench.run_settings import LIST, PAIR
 
 _NO_GPU = "everything is computed on CPUs"
 _MEANT = "--threads and `taskset` say which cores are used"
@@ -47,9 +45,6 @@ TOLD_ANYWAY = ("-v", "--verbose", "--progress")
 """Flags without a value that ask for what stderr always has."""
 
 _BY_FLAG = {flag: meaning for flags, meaning in FOREIGN.items() for flag in flags}
-LIST, PAIR, MODELS = "LIST", "PP,TG", "MODEL"
-"""Metavars of options that may be given several times, with their values joined."""
-
 _JOINED_BY = {LIST: ",", PAIR: ";"}
 
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from phasewise.cli.commands.bench.llama_bench import LEAST_BATCH_TOKENS, LIST, MODELS, PAIR
-from phasewise.cli.commands.bench.options import CountsValue, WideOption, counts, whole_numbers
-from phasewise.cli.option_sets import opt, option_set, spread
+from phasewise.cli.commands.bench.options import WideOption
+from phasewise.cli.option_sets import spread
 from phasewise.cli.options import (
     ArithmeticOption,
     DbOption,
@@ -25,124 +22,24 @@ from phasewise.cli.options import (
     SparseOption,
 )
 from phasewise.cli.present import EXIT_INTERRUPTED, note, note_plans, say
-from phasewise.workflows.bench.run_settings import CACHE_TYPES, BenchRunning, BenchTests
+from phasewise.workflows.bench.run_settings import (
+    LEAST_BATCH_TOKENS,
+    MODELS,
+    MOST_BATCH_TOKENS,
+    BenchRunning,
+    BenchTests,
+)
 
 if TYPE_CHECKING:
     from phasewise.serving.engine.throughput import Workload
     from phasewise.workflows.bench.model_speed import ModelRow
     from phasewise.workflows.opening.open_model import OpenModel
 
-MOST_BATCH_TOKENS = 1 << 16
-
-
 Output = Literal["md", "csv", "json", "jsonl", "sql"]
 """The form in which the rows of `bench run` are printed."""
 
 
-class PairsValue(tuple[tuple[int, int], ...]):
-    """Lengths of prompts with their answers, as an option's value."""
-
-    __slots__ = ()
-
-
-class NamesValue(tuple[str, ...]):
-    """Formats of keys or of values, as an option's value."""
-
-    __slots__ = ()
-
-
-def _pairs(text: str) -> PairsValue:
-    """`512,128;1024,64` as pairs; `0,0` is none. BadParameter for anything else."""
-    parts = [part.strip() for part in text.split(";") if part.strip()]
-    matches = [re.fullmatch(r"([0-9]{1,7}),([0-9]{1,7})", part) for part in parts]
-    if not all(matches):
-        raise typer.BadParameter(f"{text!r:.60} is no prompt and answer such as 512,128")
-    pairs = [(int(match[1]), int(match[2])) for match in matches if match is not None]
-    return PairsValue(pair for pair in pairs if any(pair))
-
-
-def _cache_types(text: str) -> NamesValue:
-    names = [part.strip() for part in text.split(",") if part.strip()]
-    for name in names:
-        if name not in CACHE_TYPES:
-            raise typer.BadParameter(
-                f"{name!r:.20} is no format of keys and values: {', '.join(CACHE_TYPES)}"
-            )
-    return NamesValue(CACHE_TYPES[name] for name in names)
-
-
-_counts = partial(opt, metavar=LIST, parser=counts)
-_types = partial(opt, metavar=LIST, parser=_cache_types, kind=NamesValue, written="", show_default=False)
-
-_TESTS = option_set(
-    BenchTests,
-    "Tests",
-    prompts=_counts(
-        "prompt lengths in tokens, e.g. 128,512 or 128-512*2; 0: none",
-        "-p",
-        "--n-prompt",
-        kind=CountsValue,
-        written="512",
-    ),
-    n_gen=_counts("decode lengths in tokens; 0: none", "-n", "--n-gen", kind=CountsValue, written="128"),
-    pairs=opt(
-        "a prompt and its answer in one time, e.g. 512,128 [repeatable]",
-        "-pg",
-        kind=PairsValue,
-        metavar=PAIR,
-        parser=_pairs,
-        written="",
-        show_default=False,
-    ),
-    depths=opt(
-        "positions computed before each test and not timed, e.g. 0,4096",
-        "-d",
-        "--n-depth",
-        kind=CountsValue,
-        metavar=LIST,
-        parser=whole_numbers,
-        written="0",
-    ),
-    sequences=_counts(
-        "numbers of sequences computed together", "-npl", "--n-sequences", kind=CountsValue, written="1"
-    ),
-)
-
-_RUNNING = option_set(
-    BenchRunning,
-    "How they are run",
-    batch_tokens=_counts(
-        f"most tokens of a prefill step; a list with a number below {LEAST_BATCH_TOKENS} is taken as"
-        " --n-sequences",
-        "-b",
-        "--batch-size",
-        kind=CountsValue,
-        written="2048",
-    ),
-    threads=_counts(
-        "numbers of cores to use [default: the plan's]",
-        "-t",
-        "--threads",
-        kind=CountsValue,
-        envvar="PHASEWISE_THREADS",
-        written="",
-        show_default=False,
-    ),
-    cache_k=_types(
-        "format of keys, the same as -ctv: f16, bf16, f32, q8_0 (int8), int4", "-ctk", "--cache-type-k"
-    ),
-    cache_v=_types("format of values, the same as -ctk", "-ctv", "--cache-type-v"),
-    repetitions=opt("timed runs of each test", "-r", "--repetitions", min=1, max=1000),
-    no_warmup=opt("do not run each test once before it is timed", "--no-warmup"),
-    counters=opt(
-        "read the processor's counters: instructions a cycle, misses of the last-level cache and of the TLB, "
-        "stalls",
-        "--counters",
-    ),
-)
-
-
-@spread(tests=_TESTS, running=_RUNNING)
+@spread
 def run(
     models: Annotated[
         list[str] | None,

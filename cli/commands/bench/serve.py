@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 import typer
 
 from phasewise._words import counted
-from phasewise.cli.commands.bench.options import DAILY, DAY, Table
-from phasewise.cli.option_sets import opt, option_set, spread
+from phasewise.cli.commands.bench.options import Table
+from phasewise.cli.option_sets import spread
 from phasewise.cli.present import EXIT_INTERRUPTED
 from phasewise.loadtest.settings import Asking, Promises, SendingTimes, SentLengths
 
@@ -20,89 +20,8 @@ Endpoint = Literal["completions", "chat"]
 
 _printed = partial(typer.Option, rich_help_panel="What is printed")
 
-_TIMES = option_set(
-    SendingTimes,
-    "When",
-    rate=opt("requests a second", min=1e-3, max=1e5),
-    arrivals=opt("distribution of the intervals between requests at --rate"),
-    burstiness=opt("shape of gamma arrivals; 1: Poisson", min=1e-3, max=1e3),
-    concurrency=opt(
-        "clients that each wait for their answer; with --rate or --trace: most requests in flight",
-        min=1,
-        max=10_000,
-    ),
-    trace=opt(
-        "arrivals and lengths of an Azure, Mooncake or ShareGPT file; with --rate its lengths only",
-        metavar="FILE",
-    ),
-    time_scale=opt(
-        "factor of the intervals between a trace's arrivals; 0.1: ten times as fast", min=0.0001, max=1e6
-    ),
-    duration_s=opt("send no request after S seconds", "--duration", metavar="S", min=0.001),
-    daily=opt(DAILY, metavar="CURVE"),
-    day_s=opt(DAY, "--day", metavar="S", min=1.0),
-)
 
-_LENGTHS = option_set(
-    SentLengths,
-    "What",
-    requests=opt(
-        "number of requests [default: 100, the trace's, or as many as fit into --duration]",
-        "-n",
-        "--requests",
-        min=1,
-        max=1_000_000,
-    ),
-    input_len=opt("tokens of a prompt [default: 128]", min=1, max=1 << 20),
-    output_len=opt("tokens of an answer [default: 64]", min=1, max=1 << 20),
-    lengths=opt(
-        "distribution of both lengths, e.g. uniform:1-1024/16-256 or lognormal:220,1.1/160,0.8",
-        metavar="DIST",
-    ),
-    length_scale=opt("factor of all lengths", min=1e-4, max=1e4),
-    turns=opt(
-        "turns of a conversation: each prompt is all that was said before, answers too, and its own words",
-        min=1,
-        max=1000,
-    ),
-    shared_prefix=opt("tokens that all conversations begin with", min=0, max=1 << 20),
-    warmup=opt("requests sent first and not counted", min=0, max=10_000),
-    seed=opt("seed of the arrivals and lengths", min=0, max=1 << 62),
-)
-
-_ASKING = option_set(
-    Asking,
-    "How it is asked",
-    endpoint=opt("route that requests are sent to", kind=Endpoint),
-    ignore_eos=opt("ask for answers of the full length", "--ignore-eos"),
-    temperature=opt("0: always choose the likeliest token", min=0, max=100),
-    extra_body=opt('fields added to every request body, e.g. {"cache_prompt": false}', metavar="JSON"),
-    text_prompts=opt("send prompts as text even where the server takes token ids", "--text-prompts"),
-    api_key=opt("key that requests carry", envvar=["PHASEWISE_API_KEY", "OPENAI_API_KEY"], metavar="KEY"),
-    unix_socket=opt("connect through this Unix socket", metavar="PATH"),
-    timeout_s=opt("time limit of one request in seconds", "--timeout", metavar="S", min=0.001),
-)
-
-_PROMISES = option_set(
-    Promises,
-    "Promises",
-    goodput=opt("latency limits, e.g. ttft=2s,tpot=280ms (also e2e)", "--slo", "--goodput", metavar="SLO"),
-    slo_scale=opt("factor of the --slo limits", min=1e-3, max=1e3),
-    find_rate=opt(
-        "find the highest rate that keeps every --slo limit at P90, starting at --rate", "--find-rate"
-    ),
-    over_offline=opt(
-        "measure the rate without promises first, by --concurrency clients (64), then find the rate that "
-        "keeps them, and print the second over the first",
-        "--over-offline",
-    ),
-    probe_s=opt("length of one probe in seconds", "--probe", metavar="S", min=0.1, max=3600),
-    most_probes=opt("most probes of --find-rate", min=1, max=100),
-    votes=opt("probes of each rate at which the search would end; the majority decides", min=1, max=9),
-)
-
-
-@spread(times=_TIMES, lengths=_LENGTHS, asking=_ASKING, promises=_PROMISES)
+@spread
 def serve(
     url: Annotated[str, typer.Argument(metavar="URL", help="the server, e.g. http://127.0.0.1:8000")],
     times: SendingTimes,

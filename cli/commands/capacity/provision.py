@@ -8,9 +8,8 @@ from typing import Annotated, Literal
 import typer
 
 from phasewise.cli.commands.bench.options import WideOption
-from phasewise.cli.commands.capacity.options import INPUTS, RoutingPolicy, TraceArgument
-from phasewise.cli.option_sets import opt, option_set, spread
-from phasewise.cli.options import JsonOption
+from phasewise.cli.option_sets import spread
+from phasewise.cli.options import JsonOption, TraceArgument
 from phasewise.cli.present import check_target, fail, note, owns_stdout, print_json, say, write_target
 from phasewise.workflows.capacity.settings import ClusterInputs, ProvisionWish
 
@@ -23,40 +22,8 @@ Minimised = Literal["cost", "power", "machines"]
 Maximised = Literal["rate"]
 """The quantity that the best cluster for a budget has most of."""
 
-_WISH = option_set(
-    ProvisionWish,
-    None,
-    design=opt(
-        "designs to compare: baseline, split-homogeneous, split-heterogeneous, capped (the six of "
-        "the Splitwise paper), or kinds of your own: mixed:TYPE, split:PROMPT_TYPE/TOKEN_TYPE",
-        metavar="LIST",
-    ),
-    rate=opt("rate that the cluster must serve, requests/s", min=0.001),
-    cost=opt("highest cost of the cluster per hour", min=0.0),
-    power=opt("highest power of the cluster in watts", min=0.0),
-    slo=opt(
-        "promises: table6, or times such as ttft=1.5s,tbt=100ms (P90 where no percentile is named)",
-        metavar="SLO",
-    ),
-    minimise=opt("with --rate: what the cluster should have least of [default: cost]", kind=Minimised | None),
-    maximise=opt(
-        "with --cost or --power: what it should have most of [default: rate]", kind=Maximised | None
-    ),
-    rate_step=opt("distance of the rates that are tried, requests/s", min=0.001),
-    most_rate=opt("highest rate that is tried, requests/s", min=0.001),
-    most=opt("most machines of each kind", min=1, max=2000),
-    machines=opt("TOML file with [machines.NAME] tables of more types", metavar="FILE"),
-    policy=opt("how requests are routed and scheduled", kind=RoutingPolicy),
-    embeddings=opt(
-        "TOML file with [machine], [accelerator] and [cpu] that embed: TRACE is a day of queries then, "
-        "diurnal:MEAN,PEAK in queries/s or a file with a rate for each hour, and --slo the promised time "
-        "of an answer",
-        metavar="FILE",
-    ),
-)
 
-
-@spread(wish=_WISH, inputs=INPUTS)
+@spread
 def provision(
     trace: TraceArgument,
     wish: ProvisionWish,

@@ -7,39 +7,16 @@ from typing import Annotated, Literal
 
 import typer
 
-from phasewise.cli.commands.capacity.options import INPUTS, RoutingPolicy, TraceArgument
-from phasewise.cli.option_sets import opt, option_set, spread
-from phasewise.cli.options import JsonOption
+from phasewise.cli.option_sets import spread
+from phasewise.cli.options import JsonOption, TraceArgument
 from phasewise.cli.present import check_target, note, owns_stdout, print_json, say, write_target
 from phasewise.workflows.capacity.settings import ClusterInputs, SimulationWish
 
 MachineScheduler = Literal["production", "paper"]
 """The scheduler that each machine runs."""
 
-_WISH = option_set(
-    SimulationWish,
-    None,
-    scheduler=opt(
-        "production: the scheduler of phasewise serve; paper: mixed batches and routing as in the "
-        "Splitwise authors' simulator (the same as --policy splitwise-sim)",
-        kind=MachineScheduler,
-    ),
-    policy=opt("how requests are routed [default: the file's, else splitwise]", kind=RoutingPolicy | None),
-    rate=opt(
-        "requests/s, drawn anew at exponential intervals with the trace's lengths [default: the "
-        "trace's own arrivals]",
-        min=0.001,
-    ),
-    prefix_reuse=opt("reuse common beginnings of prompts (Mooncake traces)", "--prefix-reuse"),
-    slo=opt(
-        "promises to judge by: table6 (the Splitwise paper's slowdowns), or times such as "
-        "ttft=1.5s,tbt=100ms,e2e.p99=20s (P90 where no percentile is named)",
-        metavar="SLO",
-    ),
-)
 
-
-@spread(wish=_WISH, inputs=INPUTS)
+@spread
 def simulate(
     trace: TraceArgument,
     pools: Annotated[

@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.cells import cell_len
 
-from phasewise._words import counted
-from phasewise.cli.commands.chat.answer_lines import WordWrap, speed_line
-from phasewise.cli.commands.chat.prompt_bar import PromptBar
-from phasewise.cli.commands.chat.slash_commands import (
-    HELP,
-    ChatCommandError,
-    applied_setting,
-    save_conversation,
-)
+from phasewise._files import write_file
+from phasewise._version import SCHEMA_VERSION
+from phasewise._words import counted, number
 from phasewise.cli.option_sets import spread
 from phasewise.cli.options import (
-    SAMPLING,
     DbOption,
     FormatOption,
     KvFormatOption,
@@ -33,15 +29,19 @@ from phasewise.cli.options import (
     ThreadsOption,
 )
 from phasewise.cli.present import note, write_text
+from phasewise.cli.status_line import StatusLine, status_line
 from phasewise.workflows.generate.answer_settings import SamplingChoice
 
 if TYPE_CHECKING:
+    from phasewise.serving.engine.messages import Progress
+    from phasewise.serving.engine.one_answer import OneAnswer
     from phasewise.workflows.chat.session import ChatSession
+
 
 FENCE = '"""'
 
 
-@spread(sampling=SAMPLING)
+@spread
 def chat(
     model: ModelArgument,
     sampling: SamplingChoice,
@@ -190,3 +190,175 @@ def _obey(line: str, session: ChatSession, sampling: SamplingChoice) -> Sampling
     except ChatCommandError as error:
         note(str(error))
     return sampling
+
+
+_FENCE = "```"
+
+
+class WordWrap:
+    """Text that comes in pieces, with line ends between words. Code between fences keeps its lines.
+
+    A word is held back until it has ended, so that it moves to the next line whole. One that is wider than
+    the terminal is broken by it.
+    """
+
+    def __init__(self, columns: int) -> None:
+        self._columns = columns
+        self._column = 0
+        self._spaces = ""
+        self._word = ""
+        self._line = ""
+        """The line of the text itself, which may fill several of the terminal."""
+        self._is_code = False
+        self._is_wide = False
+        """Within a word that is wider than the terminal: it is shown as it comes."""
+
+    def shown(self, piece: str) -> str:
+        """The part of the text so far that can be shown now."""
+        return "".join(map(self._after, piece))
+
+    def rest(self) -> str:
+        """The last word."""
+        return self._placed()
+
+    def _after(self, sign: str) -> str:
+        if sign == "\n":
+            placed = self._placed() + sign
+            self._is_code ^= self._line.lstrip().startswith(_FENCE)
+            self._column, self._spaces, self._line, self._is_wide = 0, "", "", False
+            return placed
+        self._line += sign
+        if self._is_code:
+            return sign
+        if sign in " \t":
+            placed = self._placed()
+            self._spaces += sign
+            self._is_wide = False
+            return placed
+        if self._is_wide:
+            self._column += cell_len(sign)
+            return sign
+        self._word += sign
+        self._is_wide = cell_len(self._word) >= self._columns
+        return self._placed() if self._is_wide else ""
+
+    def _placed(self) -> str:
+        """The word that was held back, with what stands before it."""
+        word, spaces = self._word, self._spaces
+        if not word:
+            return ""
+        self._word = self._spaces = ""
+        width = cell_len(word)
+        if self._column and self._column + len(spaces) + width > self._columns:
+            self._column = width
+            return f"\n{word}"
+        self._column += len(spaces) + width
+        return spaces + word
+
+
+def speed_line(answer: OneAnswer) -> str:
+    """`48 tokens, the first after 120 ms, then 31.2 tokens/s`."""
+    line = f"{counted(answer.n_generated, 'token')}, the first after {number(round(answer.ttft_ms))} ms"
+    rate = answer.tokens_per_second
+    return line if rate is None else f"{line}, then {rate:.1f} tokens/s"
+
+
+_WIDTH = 24
+
+
+class PromptBar:
+    """A line on stderr from the first step of a prompt to its last; nothing off a terminal."""
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+        self._line: StatusLine | None = None
+
+    def __enter__(self) -> PromptBar:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._end()
+
+    def show(self, progress: Progress | None) -> None:
+        """The prompt by now; None: its answer has begun, and the bar goes."""
+        if progress is None or not sys.stderr.isatty():
+            self._end()
+            return
+        if self._line is None:
+            self._line = self._stack.enter_context(status_line(float("inf")))
+        self._line.show(lambda: bar_text(progress))
+
+    def _end(self) -> None:
+        self._line = None
+        self._stack.close()
+
+
+def bar_text(progress: Progress) -> str:
+    """The bar, the tokens, and the time that is left at the rate so far."""
+    n_full = _WIDTH * progress.n_computed // progress.n_prompt
+    n_done, n_left = progress.n_computed - progress.n_cached, progress.n_prompt - progress.n_computed
+    left_s = progress.took_ns / 1e9 * n_left / max(1, n_done)
+    bar = "#" * n_full + "." * (_WIDTH - n_full)
+    of_all = f"{progress.n_computed} of {counted(progress.n_prompt, 'token')}"
+    return f"prompt [{bar}] {of_all}, {number(round(left_s))} s left"
+
+
+HELP = """\
+/system TEXT      set the system message; without TEXT remove it
+/set NAME VALUE   temperature, top_k, top_p, min_p, repetition_penalty or seed; VALUE `default`: the model's
+/clear            begin a new conversation; the system message stays
+/save FILE        write the conversation as JSON
+/bye              end (also Ctrl-D)
+\"\"\"               begins and ends a message of several lines"""
+
+_KINDS: dict[str, type[float] | type[int]] = {
+    "temperature": float,
+    "top_k": int,
+    "top_p": float,
+    "min_p": float,
+    "repetition_penalty": float,
+    "seed": int,
+}
+_RANGES = {
+    "temperature": (0.0, 100.0),
+    "top_k": (1, 1 << 31),
+    "top_p": (1e-6, 1.0),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.01, 100.0),
+    "seed": (-(1 << 63), (1 << 63) - 1),
+}
+
+
+class ChatCommandError(Exception):
+    """A command that cannot be followed; the message says what to write."""
+
+
+def applied_setting(text: str) -> dict[str, float | int | None]:
+    """`temperature 0.2` as a field of `SamplingChoice` and its value."""
+    name, _, written = text.partition(" ")
+    name = name.replace("-", "_")
+    if name not in _KINDS or not written.strip():
+        raise ChatCommandError(f"write /set NAME VALUE, where NAME is one of {', '.join(_KINDS)}")
+    if written.strip() == "default":
+        return {name: None}
+    low, high = _RANGES[name]
+    try:
+        value = _KINDS[name](written)
+    except ValueError:
+        value = float("nan")
+    if not low <= value <= high:
+        raise ChatCommandError(
+            f"{name} is a number from {number(low)} to {number(high)}, not {written.strip()!r:.40}"
+        )
+    return {name: value}
+
+
+def save_conversation(path: Path, model: str, messages: Sequence[Mapping[str, Any]]) -> None:
+    """Write the conversation as one JSON object. ChatCommandError where that fails."""
+    if not path.name:
+        raise ChatCommandError("write /save FILE")
+    fields = {"schema_version": SCHEMA_VERSION, "model": model, "messages": list(messages)}
+    try:
+        write_file(path, json.dumps(fields, indent=2, ensure_ascii=False) + "\n")
+    except OSError as error:
+        raise ChatCommandError(f"{path} cannot be written: {error.strerror}") from None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from phasewise._options import parse_budget
 from phasewise._words import counted
 from phasewise.cli.commands.db import text as db_text
 from phasewise.cli.options import DbOption, JsonOption, ThreadsOption
@@ -215,9 +216,13 @@ def diff(other: OtherArgument, db: DbOption = None, as_json: JsonOption = False)
 
 
 def verify(
-    top: Annotated[
-        int, typer.Option(min=1, max=1000, help="measure the N best imported schedules of each problem")
-    ] = 3,
+    budget: Annotated[
+        str,
+        typer.Option(
+            metavar="TIME",
+            help="time that the command may take, e.g. 90s, 10m; a product in progress is finished",
+        ),
+    ] = "10m",
     threads: ThreadsOption = None,
     db: DbOption = None,
     as_json: JsonOption = False,
@@ -225,16 +230,19 @@ def verify(
     """Measure the best imported schedules on this machine, and use those that are proven faster.
 
     $ phasewise db verify
-    $ phasewise db verify --top 1
+    $ phasewise db verify --budget 90s
 
-    The rule is that of `tune-kernels`: in pairs of timings against what is in
-    use here, the interval of the gain must lie above 1. Where it holds 1 and is
-    wider than a quarter, there is no verdict, because the machine was busy: the
-    schedule stays unverified, and the next run measures it again.
+    The three best of each product are timed. The rule is that of
+    `tune-kernels`: in pairs of timings against what is in use here, the interval
+    of the gain must lie above 1. Where an interval that is wider than a quarter
+    holds 1, or would with its longer side on both sides of the gain, there is no
+    verdict, because the machine was busy: the schedule stays unverified, and the
+    next run measures it again.
 
     Only rows of machines and kernels like these can be verified. What was measured is kept at once: the
     command continues where it was interrupted.
     """
+    from phasewise.cli.status_line import status_line
     from phasewise.kerneldb.upkeep import plans_in_use
     from phasewise.topology import read_machine
     from phasewise.tuner.measurement_lock import user_lock
@@ -242,15 +250,18 @@ def verify(
     from phasewise.workflows.database.verify_schedules import verdicts
 
     rows: list[dict[str, Any]] = []
-    with existing_store(db, note) as store:
-        for verdict in verdicts(store, read_machine(), top, threads, user_lock(note), note):
+    budget_s = parse_budget(budget)
+    with existing_store(db, note) as store, status_line() as status:
+        lock = user_lock(status.say)
+        for verdict in verdicts(store, read_machine(), budget_s, threads, lock, status.say):
             rows.append(database_json.verdict_fields(verdict))
-            note(db_text.verdict_line(verdict))
+            status.show(lambda: f"{counted(len(rows), 'schedule')} timed")
         left = sum(build.unverified for build in store.stats().builds)
         n_plans = sum(not plan.origin.verified for plan in plans_in_use(store).values())
     if left:
         rows_left = counted(left, "imported row")
-        note(f"{rows_left} left: of other machines or builds, undecided, or not among the best {top}")
+        why = "of other machines or builds, undecided, not among the best, or beyond the budget"
+        note(f"{rows_left} left: {why}")
     if n_plans:
         note(
             f"{counted(n_plans, 'plan')} imported: in use on such machines until `tune-config` measures there"

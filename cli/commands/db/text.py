@@ -7,14 +7,13 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from phasewise._words import counted, percent, proven
+from phasewise._words import counted, number, percent
 from phasewise.cli.commands.topo.text import core_words
 from phasewise.cli.present import on_one_line, say
 from phasewise.workflows.database.listing import ListedSchedules, Section
 
 if TYPE_CHECKING:
     from phasewise.kerneldb.records import MachineKey
-    from phasewise.kerneldb.upkeep import ScheduleVerdict
 
     Machines: TypeAlias = dict[MachineKey, str]
 
@@ -22,6 +21,10 @@ WIDTH = 80
 MAX_MODEL_CHARS = 30
 MAX_SCORED_CHARS = 22
 MAX_KERNEL_CHARS = 18
+MAX_TIMED_CHARS = 14
+MAX_SIZE_CHARS = 14
+MAX_NUMBER_CHARS = 9
+MAX_SPAN_CHARS = 13
 MAX_PATH_CHARS = 12
 MAX_SCHEDULE_CHARS = 23
 MAX_BUILD_CHARS = 40
@@ -177,26 +180,16 @@ def _schedule_words(schedule: dict[str, Any] | None) -> str:
     return _shortened(f"{_tile(schedule)} {_grid(schedule)} {schedule['compute_path']}", MAX_SCHEDULE_CHARS)
 
 
-def verdict_line(verdict: ScheduleVerdict) -> str:
-    """The line of a schedule's measurement, for the progress."""
-    comparison = verdict.comparison
-    low, high = comparison.gain_low, comparison.gain_high
-    ratio = proven(comparison.gain, low, high)
-    gain = f"speed over what was in use: {ratio} ({low:.2f} to {high:.2f})"
-    return f"{verdict.problem.describe()}: {gain}; {verdict.outcome}"
-
-
 def print_verdicts(verdicts: Sequence[dict[str, Any]]) -> None:
     """A line for each schedule that was compared."""
     lines = [
         {
-            "kernel": _shortened(f"{verdict['family']} {verdict['format']}", MAX_KERNEL_CHARS),
-            "n x k x m": _size(verdict),
-            "claimed us": f"{verdict['claimed_ns'] / 1000:.1f}",
-            "here us": f"{verdict['measured_ns'] / 1000:.1f}",
-            "gain": proven(verdict["gain"], verdict["gain_low"], verdict["gain_high"]),
-            "between": f"{verdict['gain_low']:.2f}..{verdict['gain_high']:.2f}",
-            "verdict": verdict["outcome"],
+            "kernel": _shortened(f"{verdict['family']} {verdict['format']}", MAX_TIMED_CHARS),
+            "n x k x m": _shortened(_size(verdict), MAX_SIZE_CHARS),
+            "us there": _shortened(number(verdict["claimed_ns"] / 1000, 4), MAX_NUMBER_CHARS),
+            "us here": _shortened(number(verdict["measured_ns"] / 1000, 4), MAX_NUMBER_CHARS),
+            "speed": _shortened(f"{verdict['gain_low']:.2f}..{verdict['gain_high']:.2f}", MAX_SPAN_CHARS),
+            "verdict": verdict["outcome"].partition(":")[0],
         }
         for verdict in verdicts
     ]

@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from phasewise._words import counted
 from phasewise.cli.options import DbOption, JsonOption
 from phasewise.cli.present import note, print_json, say
+from phasewise.topology.outline import count_words
+from phasewise.tuner.doctor import CHECKS, not_examined
+from phasewise.tuner.doctor.placement import computing_processes
+from phasewise.workflows.serve.kv_policy import policy_for, told
+
+if TYPE_CHECKING:
+    from phasewise.tuner.doctor import Finding, Host
+    from phasewise.tuner.doctor.decode import DecodeFigures
+    from phasewise.tuner.machine_limits import PieceReads
+    from phasewise.workflows.replay.bits_check import BitsOutcome
+
 
 EXIT_FINDINGS = 1
 
@@ -61,7 +76,6 @@ def doctor(
     if decode is not None:
         _explain_decode(decode, db, as_json)
         return
-    from phasewise.cli.commands.doctor.text import doctor_fields, doctor_lines
     from phasewise.tuner.doctor import examine
     from phasewise.workflows.doctor_host import snapshot_host, this_host
 
@@ -77,7 +91,6 @@ def doctor(
 
 
 def _explain_decode(model: str, db: str | None, as_json: bool) -> None:
-    from phasewise.cli.commands.doctor.text import decode_fields, decode_lines
     from phasewise.tuner.doctor.decode import explain_decode
     from phasewise.tuner.measurement_lock import user_lock
     from phasewise.workflows.doctor_decode import decode_figures
@@ -93,7 +106,6 @@ def _explain_decode(model: str, db: str | None, as_json: bool) -> None:
 
 
 def _check_bits(as_json: bool) -> None:
-    from phasewise.cli.commands.doctor.text import bits_fields, bits_lines
     from phasewise.workflows.replay.bits_check import check_bits
 
     outcomes = check_bits(note)
@@ -104,3 +116,162 @@ def _check_bits(as_json: bool) -> None:
             say(line)
     if any(outcome.problem for outcome in outcomes):
         sys.exit(EXIT_FINDINGS)
+
+
+WIDTH = 80
+LABEL_WIDTH = 10
+
+
+def doctor_fields(host: Host, findings: Sequence[Finding]) -> dict[str, Any]:
+    """The JSON that `--json` prints."""
+    return {
+        "source": host.machine.source,
+        "findings": _findings_fields(findings),
+        "checks": list(CHECKS),
+        "not_examined": list(not_examined(host)),
+        "processes": [
+            {"pid": own.pid, "bytes_by_node": own.bytes_by_node, "local_reads": own.local_reads}
+            for own in computing_processes(host)
+        ],
+        "products": None if host.tuned is None else host.tuned.products.by_state(),
+        "shipped": None if host.tuned is None else host.tuned.shipped.brought,
+        "shipped_judged": None if host.tuned is None else host.tuned.shipped.judged,
+        "shipped_in_use": None if host.tuned is None else host.tuned.shipped.in_use,
+        "shipped_kinds": None if host.tuned is None else list(host.tuned.shipped_kinds),
+        "own_kernels": list(host.own_kernels),
+        "reads_in_pieces": None if host.piece_reads is None else _reads_fields(host.piece_reads),
+        "kernels": None
+        if host.build is None
+        else {"names": list(host.build.kernel_abis), "reference": host.build.is_reference},
+    }
+
+
+def doctor_lines(host: Host, findings: Sequence[Finding], encoding: str) -> list[str]:
+    """The whole text in lines of at most 80 characters, all of which `encoding` can write."""
+    lines = _wrap("", f"{host.machine.source}: {count_words(host.machine)}")
+    for fact in _facts(host):
+        lines += _wrap("", fact)
+    lines += _finding_lines(findings)
+    if findings:
+        lines += [
+            "",
+            f"{counted(len(findings), 'finding')} by {counted(len(CHECKS), 'check')}.",
+        ]
+    else:
+        lines += [f"Nothing found that keeps it from its limit ({counted(len(CHECKS), 'check')})."]
+    missing = not_examined(host)
+    if missing:
+        lines += _wrap("", f"Not told here, so not examined: {', '.join(missing)}.")
+    return [line.encode(encoding, "replace").decode(encoding) for line in lines]
+
+
+def decode_fields(figures: DecodeFigures, findings: Sequence[Finding]) -> dict[str, Any]:
+    """The JSON that `--decode --json` prints."""
+    return {"figures": asdict(figures), "findings": _findings_fields(findings)}
+
+
+def decode_lines(figures: DecodeFigures, findings: Sequence[Finding], encoding: str) -> list[str]:
+    """The whole text of `--decode`, as `doctor_lines`."""
+    lines = _wrap("", f"{figures.model} on {counted(figures.n_cores, 'core')}")
+    for fact in figures.describe():
+        lines += _wrap("", fact)
+    return [line.encode(encoding, "replace").decode(encoding) for line in [*lines, *_finding_lines(findings)]]
+
+
+def _findings_fields(findings: Sequence[Finding]) -> list[dict[str, Any]]:
+    return [asdict(finding) | {"severity": finding.severity.name} for finding in findings]
+
+
+def _finding_lines(findings: Sequence[Finding]) -> list[str]:
+    lines: list[str] = []
+    for number, finding in enumerate(findings, start=1):
+        lines += ["", *_wrap(f"{number}. {finding.severity.name}: ", finding.title)]
+        lines += list(_details(finding))
+    return lines
+
+
+def _facts(host: Host) -> Iterator[str]:
+    """The state of what was tuned, and of the kernels that it was tuned for; no finding follows from it."""
+    if host.tuned is not None:
+        yield f"Products of these cores: {host.tuned.products.describe()}."
+        if host.tuned.shipped.brought:
+            yield (
+                f"The package brings {counted(host.tuned.shipped.brought, 'schedule')} for such cores: "
+                "lowest in trust, timed here before any is used. "
+                f"{host.tuned.shipped.judged} of their products were tuned here, and "
+                f"{host.tuned.shipped.in_use} of them are in use."
+            )
+        elif host.tuned.shipped_kinds:
+            kinds = "; ".join(host.tuned.shipped_kinds)
+            yield f"The package brings schedules for {kinds}, but none for such cores."
+    if host.piece_reads is not None:
+        reads = host.piece_reads
+        yield f"Memory: {told(reads.piece_bytes, reads)}, so that kv_policy auto is {policy_for(reads)}."
+    if host.build is not None:
+        yield f"Kernels: {_REFERENCE[host.build.is_reference]}."
+    for own_kernel in host.own_kernels:
+        yield f"Kernel of your own: {own_kernel}."
+    for process in computing_processes(host):
+        yield f"Memory of phasewise's process {process.pid}: {process.describe()}."
+
+
+def _reads_fields(reads: PieceReads) -> dict[str, Any]:
+    return {**asdict(reads), "share": reads.share, "kv_policy": policy_for(reads)}
+
+
+_REFERENCE = {
+    True: "the reference build's, so that timings of released wheels are for them",
+    False: "not the reference build's, so that timings of released wheels are hints here, timed first",
+    None: "built in a checkout, which has no list of the reference build's to compare them with",
+}
+
+
+def bits_fields(outcomes: Sequence[BitsOutcome]) -> dict[str, Any]:
+    """The JSON that `--bits --json` prints."""
+    return {
+        "outcomes": [outcome.to_json() for outcome in outcomes],
+        "problems": sum(outcome.problem is not None for outcome in outcomes),
+    }
+
+
+def bits_lines(outcomes: Sequence[BitsOutcome]) -> list[str]:
+    """A line for each wrong outcome, and what was checked."""
+    lines = [
+        f"wrong: {outcome.isa} on core {outcome.core}, weights in {outcome.weights}, "
+        f"keys and values in {outcome.kv_format}: {outcome.problem}"
+        for outcome in outcomes
+        if outcome.problem is not None
+    ]
+    names = list(dict.fromkeys(outcome.isa for outcome in outcomes))
+    unknown = [
+        f"{outcome.weights} by {outcome.arithmetic} on {outcome.isa}"
+        for outcome in outcomes
+        if not outcome.is_known
+    ]
+    if unknown:
+        lines += [f"no results are known for weights in {', '.join(unknown)}: only compared with each other"]
+    cores = len({outcome.core for outcome in outcomes})
+    return [
+        *lines,
+        f"{counted(len(outcomes), 'computation')} with {', '.join(names)}; {counted(cores, 'core')}",
+        f"{len(lines) - bool(unknown)} wrong" if len(lines) > bool(unknown) else "all bits are right",
+    ]
+
+
+def _details(finding: Finding) -> Iterator[str]:
+    for evidence in finding.evidence:
+        yield from _wrap("   seen in ", f"{evidence.source}: {evidence.value}")
+    yield from _wrap("   means ", finding.meaning)
+    yield from _wrap("   remedy ", finding.remedy)
+
+
+def _wrap(label: str, text: str) -> list[str]:
+    """A paragraph after its label, continued below its own beginning; a path longer than a line is cut."""
+    label = label.ljust(LABEL_WIDTH + 1) if label.startswith(" ") else label
+    return textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent=label,
+        subsequent_indent=" " * len(label) if label.startswith(" ") else "   " if label else "  ",
+        break_on_hyphens=False,
+    )

@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from tabulate import tabulate
 
-from phasewise._words import percent
+from phasewise._words import counted, number, percent
 from phasewise.cli.command_app import CommandApp
-from phasewise.cli.option_sets import opt, option_set, spread
-from phasewise.cli.options import DbOption, FormatOption, JsonOption, ModelArgument, ThreadsOption
-from phasewise.cli.present import check_target, note, owns_stdout, print_json, read_stdin, say
-from phasewise.workflows.predict_len.settings import TIMED_CALLS, CollectWish, EvalWish
+from phasewise.cli.option_sets import info, spread
+from phasewise.cli.options import JsonOption, ModelArgument
+from phasewise.cli.present import check_target, note, on_one_line, owns_stdout, print_json, read_stdin, say
+from phasewise.workflows.predict_len.settings import (
+    ENCODER,
+    PREDICTOR,
+    SEED,
+    TIMED_CALLS,
+    TOKENS,
+    CollectWish,
+    EvalWish,
+)
+
+if TYPE_CHECKING:
+    from phasewise.tuner.predictor.encoded import KernelFit
+    from phasewise.tuner.predictor.evaluate import Calibration
+    from phasewise.tuner.predictor.train import Epoch
+    from phasewise.workflows.predict_len.compare import LogReport
+
 
 HELP = """Predict how long answers will be.
 
@@ -25,68 +41,14 @@ LogsArgument = Annotated[
     list[Path],
     typer.Argument(metavar="LOG", help="JSON lines of `collect` or of `serve --length-log`; .xz too"),
 ]
-TokensOption = Annotated[
-    str | None,
-    typer.Option(
-        "--model",
-        metavar="MODEL",
-        help="model whose tokens the log's prompts are [default: the one that its lines name]",
-    ),
-]
-PredictorOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--predictor", metavar="FILE", help="predictor file [default: the one trained for the model]"
-    ),
-]
-EncoderOption = Annotated[
-    str,
-    typer.Option(
-        "--encoder",
-        envvar="PHASEWISE_ENCODER",
-        metavar="auto|none|MODEL",
-        help="embedding model that reads prompts; auto: all-minilm-l6-v2 where it has been pulled and there"
-        " are 100 answers to learn from, else none",
-    ),
-]
-SeedOption = Annotated[
-    int, typer.Option(min=0, help="seed that draws the held-out prompts and the first weights")
-]
-
-_COLLECT = option_set(
-    CollectWish,
-    None,
-    max_tokens=opt("generate at most N tokens per answer", min=1),
-    temperature=opt("0: always the likeliest token", min=0.0),
-    limit=opt("use only the first N prompts", min=1),
-    sequences=opt("answers computed at the same time", min=1, max=512),
-    weight_format=FormatOption,
-    threads=ThreadsOption,
-    db=DbOption,
-)
-
-_EVAL = option_set(
-    EvalWish,
-    None,
-    predictor=PredictorOption,
-    model=TokensOption,
-    split=opt("share of the prompts held out", min=0.05, max=0.9),
-    folds=opt(
-        "divide the prompts into N parts, and judge each by what the other parts teach, instead of --split",
-        min=2,
-        max=20,
-        metavar="N",
-    ),
-    overflow=opt("share of answers that may outgrow their first block", min=0.0, max=0.9),
-    drift=opt("train on the first log only, then replay the other logs in order", "--drift"),
-    encoder=EncoderOption,
-    seed=SeedOption,
-    db=DbOption,
-)
+TokensOption = Annotated[str | None, info(TOKENS)]
+PredictorOption = Annotated[Path | None, info(PREDICTOR)]
+EncoderOption = Annotated[str, info(ENCODER)]
+SeedOption = Annotated[int, info(SEED)]
 
 
 @app.command()
-@spread(wish=_COLLECT)
+@spread
 def collect(
     model: ModelArgument,
     prompts: Annotated[
@@ -149,7 +111,6 @@ def train_command(
     $ phasewise predict-len train log.jsonl
     $ phasewise predict-len train log.jsonl -o lengths.safetensors --split 0.2
     """
-    from phasewise.cli.commands.predict_len.text import epoch_line, fit_line
     from phasewise.tuner.predictor.encoded import learnt_too_little, train_encoded
     from phasewise.tuner.predictor.facts import held_out
     from phasewise.tuner.predictor.files import AnyPredictor, save_predictor
@@ -185,7 +146,7 @@ def train_command(
 
 
 @app.command("eval")
-@spread(wish=_EVAL)
+@spread
 def evaluate(logs: LogsArgument, wish: EvalWish, as_json: JsonOption = False) -> None:
     """Judge predictors by answers to prompts that they did not learn from.
 
@@ -210,7 +171,6 @@ def evaluate(logs: LogsArgument, wish: EvalWish, as_json: JsonOption = False) ->
     The figures of ours are kept in the tuning database, without prompts and
     paths: `db show` lists them.
     """
-    from phasewise.cli.commands.predict_len.text import report_text
     from phasewise.workflows.predict_len.judge import judge_predictions
     from phasewise.workflows.predict_len.kept_scores import keep_scores
 
@@ -254,3 +214,62 @@ def predict(
         ]
         told = {**fields, "at_most_tokens": f"{', '.join(bounds)} of such answers"}
         say("\n".join(f"{name:<14}  {value}" for name, value in told.items()))
+
+
+def epoch_line(epoch: Epoch) -> str:
+    """One network's loss after one epoch."""
+    return (
+        f"network {epoch.member + 1}, epoch {epoch.number}: "
+        f"loss {epoch.loss:.3f}, unseen {epoch.unseen_loss:.3f}"
+    )
+
+
+def fit_line(fit: KernelFit) -> str:
+    """The error of one width and ridge of the kernel over an encoder's vectors."""
+    return (
+        f"width {number(fit.width)}, ridge {number(fit.ridge)}: "
+        f"mean error {fit.error_tokens:.1f} tokens on unseen prompts"
+    )
+
+
+def report_text(report: LogReport) -> str:
+    """One log's figures, to read."""
+    lines = [f"{on_one_line(report.name)}: {counted(report.n_answers, 'answer')}"]
+    headers = ["accuracy", "overflow", "exact", "block", "used", "at limit"]
+    for point, scores in report.scores.items():
+        rows = [
+            [score.method, percent(score.accuracy, 2), percent(score.overflow, 2), _share(score.exact_bucket),
+             f"{score.block_tokens:.0f}", percent(score.utilisation, 1), percent(score.whole_limit, 1)]
+            for score in scores
+        ]  # fmt: skip
+        table = tabulate(rows, [point, *headers], tablefmt="simple", disable_numparse=True)
+        lines += ["", table, f"ours above S3: {report.points_gained(point):+.2f} points"]
+    if report.calibration is not None:
+        lines += ["", _calibration_text(report.calibration)]
+    return "\n".join(lines)
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else percent(value, 1)
+
+
+def _calibration_text(calibration: Calibration) -> str:
+    rows = [
+        [
+            f"{decile.uncertainty:.2f}",
+            percent(decile.held, 1),
+            f"{decile.room_tokens:.0f}",
+            f"{decile.mean_error_tokens:.0f}",
+        ]
+        for decile in calibration.deciles
+    ]
+    coverage = ", ".join(percent(share) for share in calibration.coverage)
+    return "\n".join(
+        [
+            tabulate(rows, ["uncertainty, by deciles", "held", "room", "mean error"], disable_numparse=True),
+            "answers within the forecast's 10 %, 20 %, .. 90 %:",
+            f"  {coverage}",
+            f"mean error {calibration.mean_error_tokens:.0f} tokens; "
+            f"of a constant {calibration.constant_error_tokens:.0f}",
+        ]
+    )

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from phasewise._words import counted
 from phasewise.cli.options import JsonOption, ModelArgument
 from phasewise.cli.present import print_json, say
+
+if TYPE_CHECKING:
+    from phasewise.workflows.prune.recovery import Recovery
+    from phasewise.workflows.prune.run import Pruned
+
 
 Method = Literal["magnitude", "wanda", "sparsegpt"]
 """The method that chooses weights."""
@@ -71,7 +78,6 @@ def prune(
     The weights of its linear layers are read as bf16. The directory appears
     when it is whole; the same arguments give the same bytes.
     """
-    from phasewise.cli.commands.prune.text import pruned_lines
     from phasewise.cli.status_line import status_line
     from phasewise.workflows.prune.run import PruneSettings, parse_pattern
     from phasewise.workflows.prune.run import prune as run
@@ -97,3 +103,58 @@ def prune(
         return
     for line in pruned_lines(pruned):
         say(line)
+
+
+LABEL_COLUMNS = 22
+
+
+def pruned_lines(pruned: Pruned) -> Iterator[str]:
+    """Labels and values."""
+    facts = [
+        ("written", str(pruned.out)),
+        ("zeros", _share(pruned.pruned_zeros, pruned.pruned_weights, "pruned weights")),
+        *([("zeros of all", _of_all(pruned))] if pruned.kept else []),
+        ("bf16 dense", f"{pruned.dense_bytes / 1e6:.1f} MB"),
+        ("bf16 stored sparse", f"{pruned.sparse_bytes / 1e6:.1f} MB"),
+        ("int8 dense", f"{pruned.int8_bytes / 1e6:.1f} MB"),
+        ("decode, by bytes", f"at most {pruned.decode_bound:.2f} times as fast as bf16 dense"),
+        ("decode on this CPU", _here(pruned)),
+    ]
+    if pruned.recovery is not None:
+        facts += [("outputs differ by", _outputs(pruned.recovery))]
+    if pruned.perplexity_before is not None and pruned.perplexity_after is not None:
+        before = pruned.perplexity_before
+        facts += [("perplexity before", f"{before:.3f}")]
+        if pruned.recovery is not None and pruned.recovery.perplexity_pruned is not None:
+            facts += [("perplexity pruned", _worse(pruned.recovery.perplexity_pruned, before))]
+        facts += [("perplexity after", _worse(pruned.perplexity_after, before))]
+    for label, value in facts:
+        yield f"{label:<{LABEL_COLUMNS}}{value}"
+
+
+def _outputs(recovery: Recovery) -> str:
+    """The mean over weights, before their values were fitted and after."""
+    shares = (
+        f"{100 * recovery.output_error_pruned:.1f} %, recovered {100 * recovery.output_error_recovered:.1f} %"
+    )
+    return f"{shares} (mean of {counted(recovery.n_weights, 'weight')})"
+
+
+def _worse(perplexity: float, before: float) -> str:
+    return f"{perplexity:.3f} ({100 * (perplexity / before - 1):+.1f} %)"
+
+
+def _share(zeros: int, weights: int, of: str) -> str:
+    return f"{100 * zeros / max(1, weights):.1f} % of {weights / 1e6:.1f} M {of}"
+
+
+def _of_all(pruned: Pruned) -> str:
+    """Less than was asked for, because some weights are kept whole."""
+    return f"{_share(pruned.zeros, pruned.weights, 'weights')}: {', '.join(pruned.kept)} kept as is (--skip)"
+
+
+def _here(pruned: Pruned) -> str:
+    """The storage that `--sparse auto` chooses for the zeros."""
+    if pruned.read_chosen_bytes == pruned.read_dense_bytes:
+        return "as fast as dense: --sparse auto stores dense here"
+    return f"at most {pruned.decode_gain_here:.2f} times as fast, as --sparse auto stores them"

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from phasewise.cli.options import DbOption, FormatOption, JsonOption, WeightFormat, parse_budget
+from phasewise._options import parse_budget
+from phasewise.cli.options import DbOption, FormatOption, JsonOption
 from phasewise.cli.present import check_target, note, owns_stdout, print_json, say, write_target
+from phasewise.workflows.options import WeightFormat
 from phasewise.workflows.topo.json import machine_fields
 
 if TYPE_CHECKING:
@@ -113,7 +115,7 @@ def _show_machine(machine: Machine, svg_path: Path | None, as_json: bool) -> Non
 
 
 def _show_trees(machine: Machine, power_of_two: bool, limit: int, as_json: bool) -> None:
-    from phasewise.cli.commands.topo.trees_text import trees_lines
+    from phasewise.cli.commands.topo.text import trees_lines
     from phasewise.tuner.topotree import fundamental
     from phasewise.workflows.topo.trees_json import trees_fields
 
@@ -125,7 +127,7 @@ def _show_trees(machine: Machine, power_of_two: bool, limit: int, as_json: bool)
 
 
 def _show_tree(machine: Machine, notation: str, svg_path: Path | None, as_json: bool) -> None:
-    from phasewise.cli.commands.topo.trees_text import groups_of_tree, one_tree_lines
+    from phasewise.cli.commands.topo.text import groups_of_tree, one_tree_lines
     from phasewise.tuner.topotree import parse
     from phasewise.workflows.topo.trees_json import one_tree_fields
 
@@ -158,7 +160,7 @@ def _plans(
 def _show_plans(
     machine: Machine, plans: Mapping[Phase, ServicePlan], svg_path: Path | None, as_json: bool
 ) -> None:
-    from phasewise.cli.commands.topo.plan_text import plan_lines
+    from phasewise.cli.commands.topo.text import plan_lines
     from phasewise.workflows.topo.machine_facts import picture_groups
     from phasewise.workflows.topo.plan_json import plan_fields
 

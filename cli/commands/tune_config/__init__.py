@@ -8,17 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from phasewise._words import number
-from phasewise.cli.option_sets import opt, option_set, spread
+from phasewise.cli.option_sets import spread
 from phasewise.cli.options import (
-    DbOption,
-    FormatOption,
     JsonOption,
     ModelArgument,
-    PhaseChoice,
-    parse_budget,
-    parse_numbers,
 )
-from phasewise.cli.present import EXIT_INTERRUPTED, note, print_json, say
+from phasewise.cli.present import EXIT_INTERRUPTED, note, print_json, say, write_text
 from phasewise.workflows.tune_config.settings import TuneConfigSettings
 
 if TYPE_CHECKING:
@@ -29,75 +24,12 @@ if TYPE_CHECKING:
     from phasewise.workflows.tune_config.run import Found
     from phasewise.workflows.tune_config.subject import Subject, Wish
 
-MAX_TOP_K = 1000
-
-
-EvaluatorChoice = Literal["measured", "modelled", "recorded"]
-"""The source of step times."""
-
-
-ObjectiveChoice = Literal["ttft", "tpot", "e2e", "goodput"]
-"""The quantity that is made as small, or for goodput as large, as possible."""
-
 
 EmitChoice = Literal["llama.cpp", "vllm", "numactl", "taskset", "openmp", "kubernetes"]
 """Whose flags a plan can be printed as."""
 
 
-_SETTINGS = option_set(
-    TuneConfigSettings,
-    None,
-    phase=opt("phase to find a plan for", kind=PhaseChoice),
-    trace=opt("requests: Azure csv, ShareGPT json or jsonl, Mooncake jsonl", metavar="FILE"),
-    lengths=opt(
-        "tokens of prompts and answers instead of a trace, e.g. fixed:512/64 or uniform:1-1024/16-256",
-        metavar="DIST",
-    ),
-    objective=opt(
-        "what plans are ranked by: time to the first token, time per later token, both, or requests/s within"
-        " --slo",
-        kind=ObjectiveChoice,
-    ),
-    slo=opt("with goodput: latencies that a request must keep to count", metavar="ttft=MS,tpot=MS"),
-    concurrency=opt(
-        "sequences that decode together; for a list, e.g. 1,8,32, decode gets cores for each number, in use"
-        " from that number on",
-        kind=str,
-        metavar="N[,N..]",
-        parser=parse_numbers,
-        written="1",
-    ),
-    budget_s=opt(
-        "time that the command may take, e.g. 90s, 15m, 1h; work in progress is finished: reading and packing"
-        " the model, and the timing of one plan",
-        "--budget",
-        metavar="TIME",
-        parser=parse_budget,
-        written="15m",
-    ),
-    evaluator=opt(
-        "source of step times: measured here, modelled, or recorded in the database", kind=EvaluatorChoice
-    ),
-    machine=opt("lstopo XML of the machine to plan for", metavar="FILE.xml"),
-    hidden=opt(
-        "with --evaluator modelled: resources that cores of the machine share and lstopo does not show",
-        metavar="FILE.json",
-    ),
-    hints=opt("groups of cores that `topo --probe --json` found; they are tried first", metavar="FILE.json"),
-    cores=opt("use no CPUs but these, e.g. 0-3,8", metavar="LIST"),
-    ranks=opt("only plans with N ranks", min=1, max=256),
-    top_k=opt(
-        "how many of the best plans get tuned kernels and enter the final comparison", min=1, max=MAX_TOP_K
-    ),
-    seed=opt("seed of the drawn requests and of the order of equal plans", min=0),
-    weight_format=FormatOption,
-    db=DbOption,
-    storage=opt("where trials are kept and shared [default: the database]", metavar="URL|FILE"),
-    resume=opt("use stored trials; --no-resume searches anew", "--resume/--no-resume"),
-)
-
-
-@spread(settings=_SETTINGS)
+@spread
 def tune_config(
     model: ModelArgument,
     settings: TuneConfigSettings,
@@ -204,10 +136,14 @@ def _emit_stored(wish: Wish, emit: EmitChoice, as_json: bool) -> bool:
 
 
 def _print_emitted(tool: EmitChoice, plans: Mapping[Phase, ServicePlan], machine: Machine) -> None:
-    from phasewise.cli.commands.tune_config.emit_text import print_emitted
+    """These flags alone on stdout, so that a shell can use them; remarks on stderr."""
+    from phasewise.tuner.emit import emit
 
     if plans:
-        print_emitted(tool, plans, machine)
+        emitted = emit(tool, plans, machine)
+        for line in emitted.notes:
+            note(f"# {line}")
+        write_text(emitted.text + "\n")
 
 
 def _emit_fields(tool: EmitChoice, plans: Mapping[Phase, ServicePlan], machine: Machine) -> dict[str, Any]:

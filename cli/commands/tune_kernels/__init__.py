@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from phasewise._options import parse_budget
 from phasewise.cli.options import (
-    WEIGHT_FORMATS,
     DbOption,
     DefineOption,
     IncludeOption,
     JsonOption,
     PhaseChoice,
     ThreadsOption,
-    parse_budget,
     phases_of,
 )
 from phasewise.cli.present import EXIT_INTERRUPTED, note, print_json, say
 from phasewise.workflows.opening.first_start import Remote
+from phasewise.workflows.options import WEIGHT_FORMATS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

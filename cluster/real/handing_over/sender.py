@@ -174,7 +174,7 @@ class Sender:
 
     # ---- on the thread that hears of the other side ------------------------------------------------------
 
-    def aim(self, request_id: str, link: BlockLink) -> None:
+    def send_to(self, request_id: str, link: BlockLink) -> None:
         """The other side has a block, behind `link`."""
         with self._changed:
             self._jobs.setdefault(request_id, _Job(request_id)).link = link

@@ -3,7 +3,7 @@
 An encoder multiplies many rows at a time, so that arithmetic bounds it, not the bytes of weights. Weights of
 eight and four bits are therefore widened where that is faster than integer dot products with quantised rows:
 to bfloat16 for a tile unit, and to float32 on x86 without instructions for integer dot products (VNNI).
-Either is nearer to float32 as well, since rows are not quantised (benchmarks/notes/0010-embeddings.md).
+Either is nearer to float32 as well, since rows are not quantised (benchmarks/notes/embeddings.md).
 
 Of a few tokens the errors of quantised rows do not average out: inputs of at most SHORT_TOKENS have their
 weights widened everywhere (`NEAREST`).

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 from phasewise.serving.engine.messages import Answer, DraftCounts, Evidence, Failure, Progress, Submit
@@ -76,7 +75,7 @@ class Rendering(Protocol):
         """The choice that opens a stream, before any text."""
         ...
 
-    def delta(self, index: int, piece: Answer, n_chars_before: int) -> Json | None:
+    def delta(self, index: int, piece: Answer) -> Json | None:
         """None: there is nothing to say yet."""
         ...
 
@@ -286,9 +285,9 @@ class CompletionRendering(_Fixed):
         echo = self._scoring.echo(index)
         return None if echo is None or echo.has_logprobs else self._choice(index, echo.text, None, None)
 
-    def delta(self, index: int, piece: Answer, n_chars_before: int) -> Json:
+    def delta(self, index: int, piece: Answer) -> Json:
         echo = self._scoring.echo(index)
-        said, text = [self._generated(index, piece.tokens, piece.finish_reason, n_chars_before)], piece.text
+        said, text = [self._generated(index, piece.tokens, piece.finish_reason)], piece.text
         if echo is not None and echo.has_logprobs and piece.prompt is not None:
             said.insert(0, self._echoed(echo, piece.prompt))
             text = echo.text + text
@@ -299,7 +298,7 @@ class CompletionRendering(_Fixed):
 
     def whole(self, index: int, choice: Choice) -> Json:
         echo = self._scoring.echo(index)
-        said, text = [self._generated(index, choice.tokens, choice.finish_reason, 0)], choice.text
+        said, text = [self._generated(index, choice.tokens, choice.finish_reason)], choice.text
         if echo is not None:
             text = echo.text + text
             if echo.has_logprobs and choice.prompt is not None:
@@ -315,21 +314,18 @@ class CompletionRendering(_Fixed):
     def _choice(self, index: int, text: str, logprobs: Json | None, reason: str | None) -> Json:
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
-    def _generated(
-        self, index: int, tokens: Sequence[SampledToken], reason: str | None, n_chars_before: int
-    ) -> Json | None:
+    def _generated(self, index: int, tokens: Sequence[SampledToken], reason: str | None) -> Json | None:
         """Beside an echo every token counts: who scores knows by their number which are the prompt's."""
         echo = self._scoring.echo(index)
         scored = self._scored(tokens, None if echo is not None else reason)
         if not scored:
             return None
-        texts = [self._text(token.token_id) for token in scored]
-        begin = n_chars_before + (len(echo.text) if echo is not None else 0)
+        n_echoed = len(echo.text) if echo is not None else 0
         return {
-            "tokens": texts,
+            "tokens": [self._text(token.token_id) for token in scored],
             "token_logprobs": [token.logprob for token in scored],
             "top_logprobs": [self._top(token.top) for token in scored],
-            "text_offset": list(accumulate(map(len, texts[:-1]), initial=begin)),
+            "text_offset": [n_echoed + token.begin for token in scored],
         }
 
     def _echoed(self, echo: Echo, tokens: Sequence[PromptToken]) -> Json:
@@ -376,7 +372,7 @@ class ChatRendering(_Fixed):
     def opening(self, index: int) -> Json | None:
         return _chat_choice(index, "delta", {"role": "assistant", "content": ""}, None, None)
 
-    def delta(self, index: int, piece: Answer, n_chars_before: int) -> Json | None:
+    def delta(self, index: int, piece: Answer) -> Json | None:
         content: Json = {"content": piece.text} if piece.text else {}
         reason: str | None = piece.finish_reason
         logprobs = self._logprobs(self._scored(piece.tokens, reason))

@@ -24,7 +24,6 @@ class _Said:
     megabytes.
     """
 
-    n_chars: int = 0
     n_generated: int = 0
     n_cached: int = 0
     drafts: DraftCounts | None = None
@@ -68,8 +67,7 @@ class Events:
     def of_text(self, outs: Iterable[Answer | Failure | Progress]) -> bytes | None:
         """The same, quickly, where each has text and nothing else to say; None: ask `of`.
 
-        Nothing is counted: the last piece of a choice tells its tokens, and who wants characters gets no
-        such events.
+        Nothing is counted: the last piece of a choice tells its tokens.
         """
         said: list[str] = []
         for out in outs:
@@ -115,10 +113,9 @@ class Events:
         said = self._said[index]
         delta = None
         if piece.text or piece.tokens or piece.finish_reason or piece.prompt:
-            delta = self._reply.rendering.delta(index, piece, said.n_chars)
+            delta = self._reply.rendering.delta(index, piece)
         if delta is not None:
             delta = self._reply.with_receipt(index, delta, piece)
-        said.n_chars += len(piece.text)
         said.n_generated, said.n_cached, said.drafts = piece.n_generated, piece.n_cached, piece.drafts
         return "" if delta is None else self._event(delta, counted=self._reply.continuous_usage)
 
@@ -130,7 +127,7 @@ class Events:
         return self._reply.usage([Used(said.n_generated, said.n_cached, said.drafts) for said in self._said])
 
     def _frame(self, index: int) -> _Frame:
-        delta = self._reply.rendering.delta(index, Answer("", _A_TEXT, (), 1, 0), 0)
+        delta = self._reply.rendering.delta(index, Answer("", _A_TEXT, (), 1, 0))
         assert delta is not None
         whole = self._event(delta)
         before, _, after = whole.rpartition(encode(_A_TEXT))

@@ -15,7 +15,7 @@ from fastapi import Request
 
 from phasewise.serving.engine.messages import Submit
 from phasewise.serving.errors import ServingError
-from phasewise.serving.grammar.guides import Guide, GuideCompiler
+from phasewise.serving.grammar.guides import GuideCompiler, MatcherGuide
 from phasewise.serving.http.errors import ClientLeft, from_engine
 from phasewise.serving.http.http_settings import RequestFacts, ServedModel
 from phasewise.serving.http.monitoring.access_log import note_ignored, trace_of
@@ -30,6 +30,7 @@ from phasewise.serving.http.requests.request_to_messages import (
     compiled,
     held_to,
     n_characters,
+    tell_unheld,
 )
 from phasewise.serving.http.requests.schemas import GenerationRequest
 from phasewise.serving.http.routes.middleware import client_of
@@ -65,7 +66,6 @@ class Preparation:
         ClientLeft.
         """
         client, patience, trace = client_of(request.scope), Patience(), trace_of(request.scope)
-        note_ignored(request.scope, body.ignored())
         sender = RequestOrigin(client.cache_space, patience)
 
         def work() -> tuple[list[Submit], list[RequestFacts], HeldTo | None]:
@@ -85,12 +85,14 @@ class Preparation:
         lane = self._lane_of(request, body)
         try:
             requests, facts, wanted = await while_there(request, lane.run(client.name, work), patience)
+            guide: MatcherGuide | None = None
             if wanted is not None:
-                guide = await self._guide(request, wanted, client.name, model.guides, patience)
-                if guide is not None:
-                    prompt = requests[0].prompt_token_ids
-                    guide = begun_late(guide, wanted, body, prompt, model)
-                    requests = [replace(submit, guide=guide) for submit in requests]
+                wanted, guide = await self._guide(request, wanted, client.name, model.guides, patience)
+            tell_unheld(body, wanted, guide, model)
+            note_ignored(request.scope, body.ignored())
+            if wanted is not None and guide is not None:
+                begun = begun_late(guide, wanted, body, requests[0].prompt_token_ids, model)
+                requests = [replace(submit, guide=begun) for submit in requests]
         except Abandoned as error:
             raise ClientLeft from error
         except ServingError as error:
@@ -124,11 +126,11 @@ class Preparation:
 
     async def _guide(
         self, request: Request, wanted: HeldTo, client: str, guides: GuideCompiler | None, patience: Patience
-    ) -> Guide | None:
+    ) -> tuple[HeldTo, MatcherGuide | None]:
         assert guides is not None, "held_to refuses"
         guide = guides.known(wanted.grammar)
         if guide is not None:
-            return guide
+            return wanted, guide
         work = self._grammars.run(client, lambda: compiled(wanted, guides, patience))
         return await while_there(request, work, patience)
 

@@ -13,12 +13,14 @@ from pydantic_core import to_json
 
 from phasewise.serving.engine.messages import Submit
 from phasewise.serving.errors import ContextLengthExceeded, RequestError, ServingError
+from phasewise.serving.grammar.grammar_limits import holdable, keywords_of
 from phasewise.serving.grammar.guides import (
     ANY_OBJECT,
     CallMarks,
     Grammar,
     Guide,
     GuideCompiler,
+    MatcherGuide,
     ThoughtMarks,
 )
 from phasewise.serving.grammar.late_guides import begun_guide
@@ -102,7 +104,19 @@ def chat_requests(body: ChatRequest, model: ServedModel, sender: RequestOrigin |
         body.prompt_logprobs,
     )
     shown = model.dialect.shown if is_read(body, model) else frozenset()
-    return [replace(choice, shown=shown) for choice in choices]
+    turns = _turns(body, prompt, model)
+    return [replace(choice, shown=shown, turns=turns) for choice in choices]
+
+
+def _turns(body: ChatRequest, prompt: tuple[int, ...], model: ServedModel) -> tuple[int, ...]:
+    """Positions in a prompt where the turn to come begins, the assistant's one before it, and its first one
+    after the user's last: at these the next prompt differs, where a template drops old thoughts."""
+    opening = tuple(model.encode(model.dialect.turn.opening, False)) if model.dialect.turn.opening else ()
+    begins = (place for place, token in enumerate(prompt) if token in opening[:1])
+    starts = [begin for begin in begins if prompt[begin : begin + len(opening)] == opening]
+    roles = [message.role for message in reversed(body.messages)]
+    n_since = roles[: roles.index("user")].count("assistant") if "user" in roles else 0
+    return tuple(sorted({starts[-back] for back in (1, 2, n_since + 1) if back <= len(starts)}))
 
 
 def _choices(
@@ -186,7 +200,7 @@ def _scored(body: CompletionRequest) -> int | None:
 def _refuse_too_long(prompt: tuple[int, ...], model: ServedModel) -> None:
     n_prompt, most, context = len(prompt), model.max_prompt_tokens, model.context_length
     if most is not None and n_prompt > most:
-        asked = f", of which a prompt may take {most} (--max-prompt), but this prompt has {n_prompt}"
+        asked = f", of which a prompt may take {most} (max_prompt), but this prompt has {n_prompt}"
         raise ContextLengthExceeded.beyond(context, asked, "prompt", (n_prompt, most))
     if n_prompt >= context:
         asked = (
@@ -323,22 +337,42 @@ def _document_rule(body: GenerationRequest) -> str:
             return ""
 
 
-def compiled(wanted: HeldTo, guides: GuideCompiler, patience: Patience) -> Guide | None:
-    """The guide of a grammar. Blocks while it is compiled, until `patience` ends. None: it cannot be, and
-    need not."""
+def compiled(wanted: HeldTo, guides: GuideCompiler, patience: Patience) -> tuple[HeldTo, MatcherGuide | None]:
+    """The guide of a grammar, and what it holds. Blocks while it is compiled, until `patience` ends. None: it
+    cannot be, and need not."""
     try:
-        return guides.compile(wanted.grammar, patience)
+        return wanted, guides.compile(wanted.grammar, patience)
     except RequestError as error:
         with suppress(RequestError):
-            grammar = _loosened(wanted, guides, patience)
-            if grammar is not None:
-                return guides.compile(grammar, patience)
+            loosened = _loosened(wanted, guides, patience)
+            if loosened is not None:
+                return loosened, guides.compile(loosened.grammar, patience)
         if not wanted.is_needed:
-            return None
+            return wanted, None
         raise bad_request(f"{wanted.field}: {error}", wanted.field) from error
 
 
-def _loosened(wanted: HeldTo, guides: GuideCompiler, patience: Patience) -> Grammar | None:
+def tell_unheld(
+    body: GenerationRequest, wanted: HeldTo | None, guide: MatcherGuide | None, model: ServedModel
+) -> None:
+    """Have the answer name what the schemas of its functions say and it is not held to."""
+    if not isinstance(body, ChatRequest) or body.tool_choice == "none":
+        return
+    held = {} if wanted is None or wanted.calls is None else {f.name: f for f in wanted.calls[0].functions}
+    for tool in body.functions:
+        schema, function = tool.parameters or {}, held.get(tool.name)
+        if not schema or (held and function is None):
+            continue
+        if guide is None or function is None or not function.parameters:
+            body.leave_out([f"tools.{tool.name}.parameters"])
+            continue
+        named = {*guide.unheld.intersection(keywords_of(schema)), *model.dialect.unheld_texts(schema)}
+        if not function.is_strict and holdable(schema) != schema:
+            named.add("pattern")
+        body.leave_out(f"tools.{tool.name}.{keyword}" for keyword in named)
+
+
+def _loosened(wanted: HeldTo, guides: GuideCompiler, patience: Patience) -> HeldTo | None:
     """The same where functions whose schemas cannot be held may have any arguments; None: there are none."""
     if wanted.calls is None:
         return None
@@ -353,8 +387,8 @@ def _loosened(wanted: HeldTo, guides: GuideCompiler, patience: Patience) -> Gram
             return function if function.is_strict else replace(function, parameters={})
         return function
 
-    functions = tuple(map(loosened, calls.functions))
-    return None if functions == calls.functions else grammar_of(replace(calls, functions=functions))
+    loose = replace(calls, functions=tuple(map(loosened, calls.functions)))
+    return None if loose == calls else wanted._replace(grammar=grammar_of(loose), calls=(loose, grammar_of))
 
 
 def begun_late(

@@ -154,7 +154,7 @@ class StructuredOutputs(Strict):
 
 Json = dict[str, Any]
 
-_PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _MOST_NAMED = 16
 
 

@@ -6,7 +6,7 @@ answers; this says it. Its schemas of what is taken are those that check it.
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import version
 from typing import Any
 
@@ -71,8 +71,9 @@ def describe(app: FastAPI, *, generates: bool = True, embeds: bool = False) -> N
     app.openapi = lambda: openapi  # type: ignore[method-assign]
 
 
+@cache
 def document(*, generates: bool, embeds: bool) -> Json:
-    """The document of a server that answers, embeds, or both."""
+    """The document of a server that answers, embeds, or both; not to be changed."""
     kinds = [*(_GENERATION if generates else ()), *(EMBEDDING_BODIES if embeds else ())]
     _, bodies = models_json_schema(
         [(kind, "validation") for kind in kinds],

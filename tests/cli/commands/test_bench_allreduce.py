@@ -9,7 +9,7 @@ from dataclasses import asdict
 
 import pytest
 
-from phasewise.cli.commands.bench.allreduce_text import FORMATS
+from phasewise.cli.commands.bench.allreduce import FORMATS
 from phasewise.workflows.bench.allreduce.compare import AllReduceRow
 from tests.cli import command
 

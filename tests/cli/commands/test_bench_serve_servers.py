@@ -51,8 +51,8 @@ def unanswered(url: str, *arguments: str) -> dict[str, Any]:
     return fields
 
 
-def raw(*chunks: bytes, then: float | None = None) -> Script:
-    """Sends bytes as they are, then closes, or first waits."""
+def raw(*chunks: bytes, holds: bool = False) -> Script:
+    """Sends bytes as they are, then closes, or holds the connection."""
 
     async def script(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         if not body.get("stream"):
@@ -60,7 +60,8 @@ def raw(*chunks: bytes, then: float | None = None) -> Script:
         response = await open_stream(request)
         for chunk in chunks:
             await response.write(chunk)
-        await asyncio.sleep(then or 0)
+        if holds:
+            await asyncio.Event().wait()
         return response
 
     return script
@@ -196,26 +197,25 @@ def test_a_trace_is_replayed_in_its_order(tmp_path: Path) -> None:
         (raw(b"data: [1, 2]\n\n"), "garbage"),
         (raw(b"data: " + b"[" * 100_000 + b"\n\n"), "garbage"),
         (raw(b"<html>hello</html>"), "garbage"),
-        (raw(b"x" * (5 << 20), then=30), "garbage"),
+        (raw(b"x" * (5 << 20), holds=True), "garbage"),
         (raw(b'data: {"error": {"message": "out of memory"}}\n\n'), "stream_error"),
         (raw(event(" word")), "broken_stream"),
         (raw(), "broken_stream"),
         (cutting, "broken_stream"),
-        (raw(then=30), "timeout"),
-        (raw(event(" word"), then=30), "timeout"),
+        (raw(holds=True), "timeout"),
+        (raw(event(" word"), holds=True), "timeout"),
         (refusing(503), "http_5xx"),
         (refusing(400), "http_4xx"),
     ],
 )
 def test_every_way_to_fail_is_counted_by_its_kind(script: Script, kind: str) -> None:
-    """And ends: no server can keep the client longer than its timeout."""
-    started_s, timeout_s = time.monotonic(), "0.5" if kind == "timeout" else "15"
+    """No server can keep the client: what is wrong is seen before its timeout, a silent one is left by it."""
+    timeout_s = "0.5" if kind == "timeout" else "15"
     load = ("-n", "3", "--concurrency", "3", "--warmup", "0")
     with scripted_server(script) as server:
         fields = unanswered(server.url, *load, "--timeout", timeout_s)
 
     assert fields["failures"] == {kind: 3}
-    assert time.monotonic() - started_s < 20
 
 
 @pytest.mark.parametrize(
@@ -374,8 +374,7 @@ def test_an_interrupt_prints_what_was_measured() -> None:
     with scripted_server(timed_answer(0.05, 0.0)) as server:
         load = ("-n", 100000, "--concurrency", 2, "--output-len", 2, "--warmup", 0)
         process = command.start("bench", "serve", server.url, "-o", "json", *load, env={"COLUMNS": "80"})
-        deadline_s = time.monotonic() + 30
-        while len(server.streamed) < 6 and time.monotonic() < deadline_s:
+        while len(server.streamed) < 6 and process.poll() is None:
             time.sleep(0.02)
         process.send_signal(signal.SIGINT)
         out, said = process.communicate(timeout=60)

@@ -20,9 +20,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from phasewise.cli.commands.chat.answer_lines import WordWrap, speed_line
-from phasewise.cli.commands.chat.prompt_bar import bar_text
-from phasewise.cli.commands.chat.slash_commands import ChatCommandError, applied_setting, save_conversation
+from phasewise.cli.commands.chat import (
+    ChatCommandError,
+    WordWrap,
+    applied_setting,
+    bar_text,
+    save_conversation,
+    speed_line,
+)
 from phasewise.serving.engine.messages import Progress, Submit
 from tests.cli import command
 from tests.support.tiers import examples

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -11,7 +13,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from phasewise.cli.commands.db import text as db_text
 from phasewise.cython_kernels import _native
 from phasewise.kerneldb.portable import import_rows
 from phasewise.kerneldb.records import (
@@ -25,11 +30,14 @@ from phasewise.kerneldb.records import (
     StepTime,
 )
 from phasewise.kerneldb.store import open_store
+from phasewise.kerneldb.upkeep import ScheduleVerdict
 from phasewise.topology import read_machine
 from phasewise.tuner.plans import machine_key, placed_json, plans_for
+from phasewise.workflows.database import json as database_json
 from phasewise.workflows.database import verify_schedules
 from tests.cli import command
 from tests.support.machines.kerneldb_examples import OTHER_MACHINE, PREDICTOR_SCORE, STEP_TIME
+from tests.support.tiers import examples
 from tests.support.tuned_here import here, in_use, timed
 
 ABI = _native.kernel_abi("gemm")
@@ -255,8 +263,10 @@ def test_verifying_puts_what_passes_into_use(
     copy = str(tmp_path / "copy.db")
     run("import", str(exported), "--db", copy)
     monkeypatch.setattr(verify_schedules, "NativeBench", FakeBench)
-    verification = run_json("verify", "--db", copy)
+    result = invoke("verify", "--db", copy, "--json")
+    verification = json.loads(result.stdout)
 
+    assert "gain" not in result.stderr, "a row is printed once"
     assert [(verdict["block_k"], verdict["promoted"]) for verdict in verification["verdicts"]] == [
         (128, True)
     ]
@@ -372,3 +382,27 @@ def test_what_is_neither_a_database_nor_an_export_is_said_to_be_neither(
     other.write_text("tuned on Monday\n")
 
     assert "notes.txt is neither a database nor a file that" in invoke(command, str(other)).refusal
+
+
+@given(
+    st.sampled_from(["gemm", "attention"]),
+    st.sampled_from(["int4_g32", "bf16s8", "q8_0", "f16"]),
+    st.tuples(*[st.integers(1, 2**31 - 1)] * 3),
+    st.tuples(*[st.integers(1, 10**15)] * 2),
+    st.lists(st.floats(0, 1e6), min_size=3, max_size=3).map(sorted),
+)
+@examples(50)
+def test_each_verdict_is_printed_once_within_80_columns(
+    family: str, form: str, size: tuple[int, int, int], times_ns: tuple[int, int], gains: list[float]
+) -> None:
+    low, gain, high = gains
+    verdict = ScheduleVerdict(
+        Problem(family, form, *size), SCHEDULE, *times_ns, Comparison(gain, low, high, 0.99, 40)
+    )
+
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        db_text.print_verdicts([database_json.verdict_fields(verdict)])
+
+    lines = printed.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert len([line for line in lines if verdict.outcome.partition(":")[0] in line]) == 1

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from phasewise.cli.commands.doctor.text import decode_lines, doctor_fields, doctor_lines
+from phasewise.cli.commands.doctor import decode_lines, doctor_fields, doctor_lines
 from phasewise.kerneldb.product_counts import ProductCounts, ShippedCounts
 from phasewise.tuner.doctor import CHECKS, TunedCounts, examine
 from phasewise.tuner.doctor.decode import DecodeFigures, PhaseFigures, explain_decode

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from phasewise.cli.commands.models.text import DownloadBar
-from phasewise.cli.options import WEIGHT_FORMATS
+from phasewise.cli.commands.models import DownloadBar
 from phasewise.serving.loaders import load_head, load_model
 from phasewise.serving.loaders.fetching.hub import folder_of
 from phasewise.serving.loaders.fetching.registry import KNOWN, known_path
 from phasewise.serving.models.packed_model import FORMATS
+from phasewise.workflows.options import WEIGHT_FORMATS
 from tests.cli import command
 from tests.support.models import family_models as families
 from tests.support.models.head_models import write_with_head

@@ -313,8 +313,10 @@ def test_requests_are_logged_and_answers_sampled_as_the_operator_says(
     roomy: Path, environment: dict[str, str], tmp_path: Path
 ) -> None:
     logged = ("--log-level", "info", "--access-log", tmp_path / "log", "--log-format", "json")
-    sampled = ("--temperature", 0.3, "--min-p", 0.1, "--cors-origin", "https://chat.example")
-    with serving(roomy, environment, "--port", 0, *logged, *sampled) as server:
+    config = tmp_path / "config.toml"
+    config.write_text("[serve]\ntemperature = 0.3\nmin_p = 0.1\n")
+    sampled = {**environment, "PHASEWISE_CONFIG": str(config)}
+    with serving(roomy, sampled, "--port", 0, *logged, "--cors-origin", "https://chat.example") as server:
         httpx.get(f"{server.url}/health")
         (card,) = httpx.get(f"{server.url}/v1/models").json()["data"]
         assert server.end(signal.SIGTERM) == 0

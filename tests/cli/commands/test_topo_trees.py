@@ -11,8 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from phasewise.cli.commands.topo.plan_text import plan_lines
-from phasewise.cli.commands.topo.trees_text import one_tree_lines, trees_lines
+from phasewise.cli.commands.topo.text import one_tree_lines, plan_lines, trees_lines
 from phasewise.kerneldb.records import Origin, PlanRecord
 from phasewise.kerneldb.store import open_store
 from phasewise.topology import Machine, read_lstopo

@@ -395,8 +395,14 @@ def test_interrupted_it_ends_with_130_the_best_so_far_and_goes_on(
 def test_an_empty_budget_ends_the_search_and_the_best_so_far_is_the_plan(
     db: Path, llama: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    machine = write_machine(tmp_path / "machine.xml", 4, 8)
-    with at_every_opening(lambda number: time.sleep(0.15), monkeypatch):
+    machine, now_s = write_machine(tmp_path / "machine.xml", 4, 8), time.monotonic()
+
+    def takes_time(_number: int) -> None:
+        nonlocal now_s
+        now_s += 0.15
+
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    with at_every_opening(takes_time, monkeypatch):
         fields = modelled_fields(llama, machine, "--budget", "2s", "--phase", "decode")
 
     assert fields["end"] == fields["phases"]["decode"]["end"] == "budget"

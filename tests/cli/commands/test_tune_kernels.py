@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from phasewise._options import parse_budget
 from phasewise._words import LOW_LIMIT
-from phasewise.cli.options import parse_budget
 from phasewise.kerneldb.records import Problem, Sample, Schedule
 from phasewise.serving.ranks.rank_teams import weighed_team
 from phasewise.tuner import timing

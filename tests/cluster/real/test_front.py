@@ -11,15 +11,15 @@ pytest.importorskip(
     "phasewise.cluster.real.instance", reason="the kernels are not built", exc_type=ImportError
 )
 from phasewise.cluster.real.instance_messages import (
-    Aim,
-    Beat,
     CannotStart,
     Drop,
     Dropped,
     HandOverFailed,
+    Heartbeat,
+    InstanceReport,
     PromptBegun,
+    SendKvTo,
     Take,
-    Told,
 )
 from phasewise.serving.engine.messages import Abort, Answer, EngineLoad, Failure, GivenOut, Progress, Submit
 from phasewise.serving.errors import EngineLost, RankLost, StepFailed
@@ -51,11 +51,11 @@ def divided(server: ScriptedServer, prompt: ScriptedInstance, token: ScriptedIns
     server.front.send(REQUEST)
     attempt = prompt.hear(Take)
     assert token.hears_nothing()
-    prompt.say(PromptBegun(attempt.asked.request_id))
+    prompt.say(PromptBegun(attempt.request.request_id))
     expected = token.hear(Take)
     assert (attempt.part, expected.part) == ("prompt", "answer")
-    assert attempt.asked.request_id == expected.asked.request_id
-    return attempt.asked.request_id
+    assert attempt.request.request_id == expected.request.request_id
+    return attempt.request.request_id
 
 
 def begins(server: ScriptedServer, instance: ScriptedInstance, attempt: str) -> None:
@@ -64,12 +64,12 @@ def begins(server: ScriptedServer, instance: ScriptedInstance, attempt: str) -> 
     server.wait_until(lambda: server.front._attempts[attempt].given.was_computed)
 
 
-def aimed(server: ScriptedServer) -> tuple[ScriptedInstance, ScriptedInstance, str]:
+def with_kv_target(server: ScriptedServer) -> tuple[ScriptedInstance, ScriptedInstance, str]:
     """The instances of a divided request, and its attempt, which the prompt's knows where to write."""
     prompt, token = running(server)
     attempt = divided(server, prompt, token)
     token.place(attempt)
-    prompt.hear(Aim)
+    prompt.hear(SendKvTo)
     return prompt, token, attempt
 
 
@@ -79,12 +79,12 @@ def test_a_divided_request_from_its_arrival_to_its_end() -> None:
         prompt, token = running(server)
         attempt = divided(server, prompt, token)
         token.place(attempt)
-        aim = prompt.hear(Aim)
+        target = prompt.hear(SendKvTo)
         prompt.tell(computed=[attempt])
         token.tell(Answer(attempt, "a", (), 1, 5), arrived=[attempt])
 
-        assert (aim.request_id, aim.n_prompt, aim.endpoint) == (attempt, 100, token.orders.listen)
-        assert aim.place is not None
+        assert (target.request_id, target.n_prompt, target.endpoint) == (attempt, 100, token.orders.listen)
+        assert target.place is not None
         assert prompt.hear(Drop).request_id == attempt
         first = server.next_out()
         assert isinstance(first, Answer)
@@ -105,14 +105,14 @@ def test_a_request_in_shadow_is_computed_where_it_is_answered() -> None:
 
         taken = token.hear(Take)
 
-        assert (taken.part, taken.asked.in_shadow) == ("whole", True)
+        assert (taken.part, taken.request.in_shadow) == ("whole", True)
         assert server.front._load()[:2] == (0, 0)
         assert server.front._load().n_in_shadow == 1
 
 
 def test_a_block_is_given_back_only_when_the_other_instance_has_stopped_writing() -> None:
     with scripted_front() as server:
-        prompt, token, attempt = aimed(server)
+        prompt, token, attempt = with_kv_target(server)
         server.front.send(Abort("r"))
 
         assert prompt.hear(Drop).request_id == attempt
@@ -124,16 +124,16 @@ def test_a_block_is_given_back_only_when_the_other_instance_has_stopped_writing(
 def test_a_block_is_given_back_when_the_instance_that_may_write_has_ended() -> None:
     """And not before: the process is killed first."""
     with scripted_front() as server:
-        prompt, token, attempt = aimed(server)
+        prompt, token, attempt = with_kv_target(server)
         prompt.ended = "it was killed by SIGKILL"
 
         assert token.hear(Drop).request_id == attempt
         assert prompt.orders.name in server.launcher.killed
         again = token.hear(Take)
         assert again.part == "whole"  # no instance is there that computes prompts
-        assert again.asked.request_id != attempt
+        assert again.request.request_id != attempt
         token.tell(Answer(attempt, "of the first attempt", (), 1, 5))
-        token.tell(Answer(again.asked.request_id, "b", (), 1, 5, "length"))
+        token.tell(Answer(again.request.request_id, "b", (), 1, 5, "length"))
         out = server.next_out()
         assert isinstance(out, Answer)
         assert out.text == "b"
@@ -165,9 +165,9 @@ def test_an_answer_that_has_begun_goes_on_after_what_was_given_out() -> None:
 
         again = prompt.hear(Take)
         assert again.part == "whole"
-        assert again.asked.prompt_token_ids == REQUEST.prompt_token_ids
-        assert again.asked.given == GivenOut((7, 8), 3, 16)
-        name = again.asked.request_id
+        assert again.request.prompt_token_ids == REQUEST.prompt_token_ids
+        assert again.request.given == GivenOut((7, 8), 3, 16)
+        name = again.request.request_id
         prompt.tell(
             Answer(name, "d", (SampledToken(9),), 8, 8, "length", 16), progress=[Progress(name, 102, 0, 9, 5)]
         )
@@ -187,8 +187,8 @@ def test_an_answer_that_goes_on_is_divided_as_any_other() -> None:
         given_out = None
         for n_known in (100, 101, 102):
             attempt = prompt.hear(Take)
-            name = attempt.asked.request_id
-            assert (attempt.part, len(attempt.asked.prompt_token_ids), attempt.asked.given) == (
+            name = attempt.request.request_id
+            assert (attempt.part, len(attempt.request.prompt_token_ids), attempt.request.given) == (
                 "prompt",
                 n_known,
                 None,
@@ -197,10 +197,10 @@ def test_an_answer_that_goes_on_is_divided_as_any_other() -> None:
             server.wait_until(lambda: any(not token.hears_nothing(0.01) for token in tokens))
             (token,) = (token for token in tokens if not token.hears_nothing(0.01))
             expected = token.hear(Take)
-            assert (expected.part, expected.asked.given) == ("answer", given_out)
-            assert expected.asked.prompt_token_ids == REQUEST.prompt_token_ids
+            assert (expected.part, expected.request.given) == ("answer", given_out)
+            assert expected.request.prompt_token_ids == REQUEST.prompt_token_ids
             token.place(name)
-            assert prompt.hear(Aim).n_prompt == n_known
+            assert prompt.hear(SendKvTo).n_prompt == n_known
             prompt.tell(computed=[name])
             token.tell(Answer(name, "x", (SampledToken(n_known),), n_known - 99, 5), arrived=[name])
             assert isinstance(server.next_out(), Answer)
@@ -219,7 +219,7 @@ def test_a_begun_answer_waits_until_an_instance_is_there() -> None:
     with scripted_front(("mixed",)) as server:
         (instance,) = running(server, 1)
         server.front.send(REQUEST)
-        name = instance.hear(Take).asked.request_id
+        name = instance.hear(Take).request.request_id
         instance.tell(Answer(name, "a", (SampledToken(7),), 1, 5))
         assert isinstance(server.next_out(), Answer)
         instance.ended = "it was killed by SIGKILL"
@@ -227,7 +227,7 @@ def test_a_begun_answer_waits_until_an_instance_is_there() -> None:
         server.wait_until_state("replacing")
         other.ready()
 
-        assert other.hear(Take).asked.given == GivenOut((7,), 1)
+        assert other.hear(Take).request.given == GivenOut((7,), 1)
 
 
 def test_an_answer_comes_further_or_ends() -> None:
@@ -238,7 +238,7 @@ def test_an_answer_comes_further_or_ends() -> None:
         (instance,) = running(server, 1)
         server.front.send(REQUEST)
         for number in range(7):
-            name = instance.hear(Take).asked.request_id
+            name = instance.hear(Take).request.request_id
             if number < 5:
                 instance.tell(Answer(name, "a", (SampledToken(7),), 1, 5))
                 assert isinstance(server.next_out(), Answer)
@@ -257,7 +257,7 @@ def test_an_answer_comes_further_or_ends() -> None:
 
 def test_a_hand_over_that_fails_is_counted_and_runs_again_as_a_whole() -> None:
     with scripted_front() as server:
-        prompt, token, attempt = aimed(server)
+        prompt, token, attempt = with_kv_target(server)
         token.say(HandOverFailed(attempt, "sequence", "frame 3 came where 2 was expected"))
 
         prompt.hear(Drop)
@@ -273,8 +273,8 @@ def has_failed(load: EngineLoad | None) -> bool:
 def test_hand_overs_are_counted_where_prometheus_reads_them() -> None:
     """Divided requests, failures by reason, and frames that running instances threw away."""
     with scripted_front() as server:
-        prompt, token, attempt = aimed(server)
-        token.say(Beat(1, False, 0, {"stale": 3}))
+        prompt, token, attempt = with_kv_target(server)
+        token.say(Heartbeat(1, False, 0, {"stale": 3}))
         token.say(HandOverFailed(attempt, "range", "position 900 of a prompt of 100 tokens"))
         prompt.hear(Drop)
         token.hear(Take)
@@ -293,7 +293,7 @@ def test_hand_overs_are_counted_where_prometheus_reads_them() -> None:
 
 def test_a_prompt_that_is_computed_and_never_arrives_is_given_up_in_time() -> None:
     with scripted_front(hand_over_s=0.2) as server:
-        prompt, token, attempt = aimed(server)
+        prompt, token, attempt = with_kv_target(server)
         prompt.tell(computed=[attempt])
 
         assert prompt.hear(Drop).request_id == attempt
@@ -305,10 +305,10 @@ def test_a_prompt_of_which_its_instance_never_reports_is_computed_elsewhere() ->
     """It lives, has nothing to do, and says nothing of the prompt. One that is busy is waited for."""
     with scripted_front(hand_over_s=0.3) as server:
         prompt, token = running(server)
-        prompt.say(Beat(1, True, 0))
+        prompt.say(Heartbeat(1, True, 0))
         divided(server, prompt, token)
         assert token.hears_nothing(0.7)
-        prompt.say(Beat(1, False, 0))
+        prompt.say(Heartbeat(1, False, 0))
 
         prompt.hear(Drop)
         assert token.hear(Take).part == "whole"
@@ -323,7 +323,7 @@ def test_a_request_that_fails_again_and_again_ends() -> None:
         (instance,) = running(server, 1)
         server.front.send(REQUEST)
         for number in range(8):
-            name = instance.hear(Take).asked.request_id
+            name = instance.hear(Take).request.request_id
             if number >= 5:
                 begins(server, instance, name)
             instance.ended = "it was killed by SIGSEGV"
@@ -344,7 +344,7 @@ def test_each_of_several_instances_may_end_twice_under_a_request() -> None:
             server.wait_until(lambda: bool(server.front._requests))
             (attempt,) = server.front._requests.values()
             instance = server.launcher.now[attempt.assignment.token]
-            begins(server, instance, instance.hear(Take).asked.request_id)
+            begins(server, instance, instance.hear(Take).request.request_id)
             instance.ended = "it was killed by SIGSEGV"
             server.launcher.next().ready()
             server.wait_until_state("running")
@@ -377,18 +377,18 @@ def test_requests_wait_while_no_instance_is_there() -> None:
         server.wait_until_state("replacing")
         other.ready()
 
-        assert other.hear(Take).asked.prompt_token_ids == REQUEST.prompt_token_ids
+        assert other.hear(Take).request.prompt_token_ids == REQUEST.prompt_token_ids
 
 
 def test_what_an_earlier_life_says_is_not_heard() -> None:
     with scripted_front(("mixed",)) as server:
         (instance,) = running(server, 1)
         server.front.send(REQUEST)
-        attempt = instance.hear(Take).asked.request_id
+        attempt = instance.hear(Take).request.request_id
         instance.ended = "it was killed by SIGKILL"
         other = server.launcher.next()
         other.ready()
-        again = other.hear(Take).asked.request_id
+        again = other.hear(Take).request.request_id
         instance.tell(Answer(again, "late", (), 1, 5))
         instance.tell(Answer(attempt, "late", (), 1, 5))
         other.tell(Answer(again, "new", (), 1, 5))
@@ -455,7 +455,7 @@ def test_the_progress_of_prompts_and_their_pace_reach_whoever_asked() -> None:
         assert server.progress == [Progress("r", 100, 0, 64, 5)]
         for instance, token_ns in ((prompt, 3e6), (token, 6e6)):
             load = EngineLoad(0, 0, 0, 1024, prompt_token_ns=token_ns)
-            instance.say(Told((), (), None, load))
+            instance.say(InstanceReport((), (), None, load))
         server.wait_until(lambda: server.load is not None and 0 < server.load.prompt_token_ns < 3e6)
         assert server.load is not None
         assert server.load.prompt_token_ns == pytest.approx(2e6)

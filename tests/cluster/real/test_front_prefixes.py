@@ -9,14 +9,14 @@ import pytest
 pytest.importorskip(
     "phasewise.cluster.real.instance", reason="the kernels are not built", exc_type=ImportError
 )
-from phasewise.cluster.real.instance_messages import HandOverFailed, Ready, Take, Told
+from phasewise.cluster.real.instance_messages import HandOverFailed, InstanceReport, Ready, Take
 from phasewise.cython_kernels.kv_formats import kv_slot_bytes
 from phasewise.serving.engine.messages import Answer, EngineLoad, Submit
 from phasewise.serving.http.monitoring.metrics import Gauges, Metrics
 from phasewise.serving.ranks.kv_share import KvPlace
 from phasewise.serving.scheduling.held_prefixes import HeldReport
 from phasewise.serving.scheduling.prefix_keys import BLOCK_TOKENS, block_keys
-from tests.cluster.real.test_front import aimed, running
+from tests.cluster.real.test_front import running, with_kv_target
 from tests.support.servers.metric_lines import instance_infos
 from tests.support.servers.scripted_instances import (
     IDENTITY,
@@ -36,7 +36,7 @@ def holds(
     server: ScriptedServer, instance: ScriptedInstance, keys: tuple[int, ...] = KEYS, number: int = 1
 ) -> None:
     """The instance reports these, and the front has heard it."""
-    instance.say(Told((), (), None, LOAD, held=HeldReport(number, keys)))
+    instance.say(InstanceReport((), (), None, LOAD, held=HeldReport(number, keys)))
     server.wait_until(lambda: server.front._router.n_blocks(instance.index) >= len(keys))
 
 
@@ -46,7 +46,7 @@ def taken_by(server: ScriptedServer, instances: list[ScriptedInstance], request:
     for _ in range(1000):
         for instance in instances:
             if not instance.hears_nothing(0.01):
-                assert instance.hear(Take).asked.prompt_token_ids == request.prompt_token_ids
+                assert instance.hear(Take).request.prompt_token_ids == request.prompt_token_ids
                 return instance.index
     raise AssertionError("nobody was told")
 
@@ -92,7 +92,7 @@ def test_what_an_instance_forgets_or_loses_with_its_life_is_forgotten() -> None:
     with scripted_front(REPLICAS) as server:
         instances = running(server)
         holds(server, instances[1])
-        instances[1].say(Told((), (), None, LOAD, held=HeldReport(2, (), KEYS)))
+        instances[1].say(InstanceReport((), (), None, LOAD, held=HeldReport(2, (), KEYS)))
         server.wait_until(lambda: server.front._router.n_blocks(1) == 0)
         assert taken_by(server, instances, Submit("a", PROMPT, 8)) == 0
 
@@ -100,7 +100,7 @@ def test_what_an_instance_forgets_or_loses_with_its_life_is_forgotten() -> None:
         instances[1].ended = "it was killed by SIGKILL"
         other = server.launcher.next()
         other.ready()
-        other.say(Told((), (), None, LOAD, held=HeldReport(1)))
+        other.say(InstanceReport((), (), None, LOAD, held=HeldReport(1)))
         server.wait_until(lambda: server.front._router.n_blocks(1) == 0)
 
 
@@ -109,10 +109,10 @@ def test_a_report_that_cannot_be_true_is_refused_and_its_instance_goes_on() -> N
     with scripted_front(REPLICAS) as server:
         instances = running(server)
         instances[1].say(
-            Told((), (), None, LOAD, held=HeldReport(1, tuple(range(4000))))
+            InstanceReport((), (), None, LOAD, held=HeldReport(1, tuple(range(4000))))
         )  # room for 16, and 2048 on disk
         server.wait_until(lambda: server.front.instances()[1].reports_refused == 1)
-        instances[1].say(Told((), (), None, LOAD, held=HeldReport(2, KEYS)))
+        instances[1].say(InstanceReport((), (), None, LOAD, held=HeldReport(2, KEYS)))
 
         taken = [taken_by(server, instances, Submit(str(number), PROMPT, 8)) for number in range(2)]
 
@@ -126,9 +126,9 @@ def test_a_report_that_cannot_be_true_is_refused_and_its_instance_goes_on() -> N
 def test_metrics_have_each_instance() -> None:
     """Its queue, slots and tokens as it told them, what was routed to it, and what it handed over."""
     with scripted_front() as server:
-        prompt, token, attempt = aimed(server)
+        prompt, token, attempt = with_kv_target(server)
         load = EngineLoad(3, 2, 640, 1024, prefix_tokens_reused=77, prompt_token_ns=2.5e6)
-        prompt.say(Told((), (), None, load, computed=(attempt,), held=HeldReport(1, KEYS)))
+        prompt.say(InstanceReport((), (), None, load, computed=(attempt,), held=HeldReport(1, KEYS)))
         server.wait_until(lambda: server.front._router.n_blocks(0) == len(KEYS))
         token.tell(Answer(attempt, "a", (), 1, 5), arrived=[attempt])
         server.next_out()
@@ -208,8 +208,8 @@ def test_a_traceparent_goes_with_its_request(caplog: pytest.LogCaptureFixture) -
         prompt, token = running(server)
         server.front.send(Submit("r", tuple(range(100)), 8, trace=trace))
         attempt = prompt.hear(Take)
-        assert attempt.asked.trace == trace
-        prompt.say(HandOverFailed(attempt.asked.request_id, "link", "it broke"))
-        assert token.hear(Take).asked.trace == trace
+        assert attempt.request.trace == trace
+        prompt.say(HandOverFailed(attempt.request.request_id, "link", "it broke"))
+        assert token.hear(Take).request.trace == trace
 
     assert f"a hand-over failed (link): it broke (request r, traceparent {trace})" in caplog.messages

@@ -98,7 +98,7 @@ def test_layers_leave_during_a_step_that_began_before_there_was_a_block(
 
     def after_layer(n_stored: int) -> None:
         if n_stored == 1:
-            sender.aim("p", link)
+            sender.send_to("p", link)
         if n_stored:
             left.extend(link.taken(1))  # while the step goes on
 
@@ -110,7 +110,7 @@ def test_layers_leave_during_a_step_that_began_before_there_was_a_block(
     assert left == [(layer, 0, 40) for layer in range(N_LAYERS)]
     assert link.logits.get(timeout=PATIENCE_S).shape == (257,)
     assert not sender.n_jobs
-    engine.aimed("p")  # what the engine's queue still held
+    engine.kv_target_ready("p")  # what the engine's queue still held
     assert engine.scheduler.acknowledge("p")
     engine.scheduler.check()
 
@@ -121,9 +121,9 @@ def test_a_state_leaves_behind_the_layers_and_once_its_prompt_is_whole(ranks: La
     try:
         engine, link = engine_of(ranks, sender, max_batch_tokens=30), Link()
         engine.compute(PROMPT)
-        sender.aim("p", link)
+        sender.send_to("p", link)
         engine.step()
-        engine.aimed("p")
+        engine.kv_target_ready("p")
         assert link.taken(N_LAYERS) == [(layer, 0, 30) for layer in range(N_LAYERS)]
         assert not link.parts
         engine.step()
@@ -143,11 +143,11 @@ def test_a_block_may_move_between_steps_until_it_is_aimed(ranks: LayeredRanks, s
     engine.step()
     link = Link()
 
-    sender.aim("p", link)
+    sender.send_to("p", link)
 
     assert link.puts.empty()
     assert not sender.rests("p"), "it may be read"
-    engine.aimed("p")
+    engine.kv_target_ready("p")
     assert link.taken(N_LAYERS) == [(layer, 0, 30) for layer in range(N_LAYERS)]
     engine.step()
     assert link.taken(N_LAYERS) == [(layer, 30, 40) for layer in range(N_LAYERS)]
@@ -165,8 +165,8 @@ def test_a_prompt_without_a_block_is_lost_when_it_is_aimed(ranks: LayeredRanks) 
     (held,) = engine.scheduler._running
     engine.scheduler._preempt(held)
 
-    sender.aim("p", Link())
-    engine.aimed("p")
+    sender.send_to("p", Link())
+    engine.kv_target_ready("p")
 
     assert [(request_id, reason) for request_id, reason, _ in failed] == [("p", "preempted")]
     assert not sender.n_jobs
@@ -179,7 +179,7 @@ def test_what_is_given_up_during_its_step_is_not_sent(ranks: LayeredRanks, sende
 
     def after_layer(n_stored: int) -> None:
         if n_stored == 1:
-            sender.aim("p", link)
+            sender.send_to("p", link)
             link.taken(1)
             sender.cancel("p")
 

@@ -20,6 +20,8 @@ from phasewise.serving.engine.messages import Submit
 from phasewise.serving.grammar.guides import Grammar
 from phasewise.serving.sampling.sampling import GREEDY, SamplingParams
 from tests.cluster.real.test_pools import tokens
+from tests.support import ROOT
+from tests.support.servers import gated_instance
 from tests.support.servers.pools import (
     PATIENCE_S,
     PoolServer,
@@ -132,8 +134,12 @@ def test_all_requests_go_on_where_a_rank_is_killed(model: Path, roles: tuple[str
         assert tokens(server.pieces) == whole
 
 
-def test_no_request_ends_anothers_by_its_grammar(model: Path) -> None:
-    """Grammars that take longer, one after the other, than an instance may be silent."""
+def test_an_instance_lives_and_answers_others_while_a_grammar_is_compiled(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long that takes: no request ends another's by its grammar."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv(gated_instance.FOLDER, str(tmp_path))
     guides = guides_of(model)
     numbers = [
         Submit(
@@ -144,14 +150,23 @@ def test_no_request_ends_anothers_by_its_grammar(model: Path) -> None:
             guide=guides.compile_proven(Grammar.of_schema({"type": "integer", "multipleOf": of}), 1),
             client="greedy",
         )
-        for of in range(22_011, 22_051)
+        for of in range(22_011, 22_019)
     ]
     plain = [
         Submit(f"p{salt}", prompt(50, salt), 200, GREEDY, ignore_eos=True, client="other")
         for salt in range(4)
     ]
-    with pools(model, roles=("mixed",), silent_s=1.0) as server:
-        told = server.run([*plain, *numbers])
+    with pools(model, roles=("mixed",), silent_s=PATIENCE_S, module=gated_instance.MODULE) as server:
+        (member,) = server.front._members
+        for number in numbers:
+            server.front.send(number)
+        server.wait_until((tmp_path / "begun").exists, "no grammar is compiled")
+        for _ in range(3):
+            before_s = member.heard_s
+            server.wait_until(lambda: member.heard_s > before_s, "it does not say that it lives")  # noqa: B023 (called at once)
+        server.run(plain)
+        (tmp_path / "open").touch()
+        server.wait_for(len(numbers))
 
         assert server.front.n_ranks_replaced == 0
-        assert all(texts(told)[number.request_id].strip("-").isdigit() for number in numbers)
+        assert all(texts(server.pieces)[number.request_id].strip("-").isdigit() for number in numbers)

@@ -60,12 +60,12 @@ def test_off_loopback_a_token_is_required(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_cluster_that_is_not_there_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before Ray is asked, which would try for minutes; so is a cluster off loopback without a token."""
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        port = closed.getsockname()[1]
-    for address in (f"127.0.0.1:{port}", "127.0.0.1:99999"):
-        with pytest.raises(ClusterError, match="cannot be reached") as refusal:
-            ray_connection._check_listens(address)
-        assert "\n" not in str(refusal.value)
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))  # and nobody listens
+        for address in (f"127.0.0.1:{held.getsockname()[1]}", "127.0.0.1:99999"):
+            with pytest.raises(ClusterError, match="cannot be reached") as refusal:
+                ray_connection._check_listens(address)
+            assert "\n" not in str(refusal.value)
     with socket.create_server(("127.0.0.1", 0)) as there:
         address = f"127.0.0.1:{there.getsockname()[1]}"
         monkeypatch.delenv("RAY_AUTH_MODE", raising=False)

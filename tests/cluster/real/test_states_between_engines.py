@@ -63,9 +63,9 @@ def hand_over(giving: OpenEngine, taking: OpenEngine, request: Submit, *, shared
         own = request.request_id, 1, len(PROMPT), codec, given.memory
         link = SharedLink(*own, taken.memory, placed.placement, post) if shared else StreamLink(*own, post)
         engine.compute(request)
-        sender.aim(request.request_id, link)
+        sender.send_to(request.request_id, link)
         engine.step()  # it has a block
-        engine.aimed(request.request_id)
+        engine.kv_target_ready(request.request_id)
         while engine.scheduler.n_computed(request.request_id) < len(PROMPT):
             engine.step()
         arrived = None

@@ -11,7 +11,7 @@ pytest.importorskip(
     "phasewise.cluster.real.instance", reason="the kernels are not built", exc_type=ImportError
 )
 from phasewise.cluster.real.front import DrainPlace
-from phasewise.cluster.real.instance_messages import Aim, Drop, PromptBegun, Stop, Take
+from phasewise.cluster.real.instance_messages import Drop, PromptBegun, SendKvTo, Stop, Take
 from phasewise.cluster.real.supervisor import InstanceMember
 from phasewise.serving.engine.messages import Answer, Submit
 from phasewise.serving.processes.restarts import Restarts
@@ -49,7 +49,7 @@ def test_streams_go_on_while_an_instance_cannot_be_killed() -> None:
         first, other = running(server, 2)
         server.front.send(REQUEST)
         serving = who_hears((first, other))
-        attempt = serving.hear(Take).asked.request_id
+        attempt = serving.hear(Take).request.request_id
         lost = other if serving is first else first
         server.launcher.kills_wait_for.clear()
         lost.ended = "its node is lost"
@@ -70,16 +70,16 @@ def test_a_block_waits_for_the_end_of_the_instance_that_may_write_to_it() -> Non
     with scripted_front() as server:
         prompt, token = running(server, 2)
         server.front.send(REQUEST)
-        attempt = prompt.hear(Take).asked.request_id
+        attempt = prompt.hear(Take).request.request_id
         prompt.say(PromptBegun(attempt))
         token.hear(Take)
         token.place(attempt)
-        prompt.hear(Aim)
+        prompt.hear(SendKvTo)
         server.launcher.kills_wait_for.clear()
         prompt.ended = "its node is lost"
 
         again = token.hear(Take)
-        assert again.asked.request_id != attempt
+        assert again.request.request_id != attempt
         assert token.hears_nothing(0.4)
         assert server.launcher.launched.empty(), "a new life begins before the old one has ended"
         server.launcher.kills_wait_for.set()
@@ -131,7 +131,7 @@ def test_a_drained_instance_ends_what_it_has_and_stops() -> None:
         server.front.send(REQUEST)
         busy = who_hears(instances)
         (idle,) = (instance for instance in instances if instance is not busy)
-        attempt = busy.hear(Take).asked.request_id
+        attempt = busy.hear(Take).request.request_id
         server.front.send(DrainPlace(busy.index))
         for number in range(4):
             server.front.send(replace(REQUEST, request_id=f"r{number}"))

@@ -15,17 +15,17 @@ from tests.support.tiers import examples
 KINDS = (
     "take",
     "drop",
-    "aim",
+    "send_kv_to",
     "stop",
     "ready",
-    "told",
+    "report",
     "dropped",
     "hand_over_failed",
-    "beat",
+    "heartbeat",
     "cannot_start",
 )
 FIELDS = (
-    "request_id", "part", "asked", "epoch", "n_prompt", "endpoint", "placement", "place", "identity", "pid",
+    "request_id", "part", "request", "epoch", "n_prompt", "endpoint", "placement", "place", "identity", "pid",
     "answers", "failures", "load", "turns", "is_busy", "n_handing_over", "refused", "message",
 )  # fmt: skip
 VALUES = st.recursive(
@@ -61,10 +61,10 @@ def test_drawn_messages(kind: Any, fields: dict[str, Any]) -> None:
         b"[" * 200_000,
         b'{"kind":' * 200_000,
         b'{"kind":"drop","request_id":"\\ud800"}',
-        b'{"kind":"beat","turns":' + b"9" * 200_000 + b',"is_busy":true,"n_handing_over":1}',
-        b'{"kind":"beat","turns":NaN,"is_busy":1e999,"n_handing_over":-Infinity}',
+        b'{"kind":"heartbeat","turns":' + b"9" * 200_000 + b',"is_busy":true,"n_handing_over":1}',
+        b'{"kind":"heartbeat","turns":NaN,"is_busy":1e999,"n_handing_over":-Infinity}',
         b'{"kind":"' + b"x" * 1_000_000 + b'"}',
-        b'{"kind":"beat","turns":1,"is_busy":true,"n_handing_over":1,"refused":{"'
+        b'{"kind":"heartbeat","turns":1,"is_busy":true,"n_handing_over":1,"refused":{"'
         + b"y" * 1_000_000
         + b'":"z"}}',
     ],

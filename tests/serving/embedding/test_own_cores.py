@@ -18,7 +18,7 @@ pytest.importorskip(
 )
 from phasewise.serving.embedding.encoder.embedder import Embedder, Floats
 from phasewise.serving.embedding.encoder.input_tokens import Tokens
-from phasewise.serving.embedding.own_cores import OnOwnCores, cores_now
+from phasewise.serving.embedding.worker import OnOwnCores, cores_now
 from phasewise.serving.errors import RanksError
 from phasewise.serving.loaders import load_model
 from phasewise.topology import Machine, read_machine

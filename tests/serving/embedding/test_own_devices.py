@@ -139,8 +139,11 @@ def test_a_device_that_dies_or_hangs_is_started_again_and_nothing_is_lost(
     directory: Path, tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A hung one is found by its own time of late, ended, and its inputs run again once."""
-    patience_s = 3.0 if how == "hung" else 60.0
-    monkeypatch.setattr(lanes, "LEAST_PATIENCE_S", {"accelerator": patience_s, "cpu": patience_s})
+
+    def wait_at_least(patience_s: float) -> None:
+        monkeypatch.setattr(lanes, "LEAST_PATIENCE_S", {"accelerator": patience_s, "cpu": patience_s})
+
+    wait_at_least(60.0)
     embedding = opened(
         directory,
         [Instance("exec:0", CORE, Depth(1000, 1 << 20))],
@@ -150,8 +153,11 @@ def test_a_device_that_dies_or_hangs_is_started_again_and_nothing_is_lost(
     async def use(client: EmbeddingClient) -> None:
         await asyncio.gather(*(once(client, number) for number in range(20)))  # it has a time of its own now
         (tmp_path / "hang").touch()
+        if how == "hung":
+            wait_at_least(0.1)  # for what is sent before it is started again
         asked = [asyncio.ensure_future(once(client, number)) for number in range(100, 150)]
-        await asyncio.sleep(0.05)
+        await until(lambda: len(client._lanes[0].running) > 0)
+        wait_at_least(60.0)
         if how == "killed":
             os.kill(pid_of(client), signal.SIGKILL)
         await until(lambda: lane(client, "exec:0").n_restarts == 1 or not lane(client, "exec:0").is_up)

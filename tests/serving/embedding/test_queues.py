@@ -39,7 +39,7 @@ def paper(n_queries: int, npu: int, cpu: int, heterogeneous: bool) -> list[str]:
 def test_one_accelerator_and_one_cpu_are_the_papers_algorithm(
     npu: int, cpu: int, n: int, heterogeneous: bool
 ) -> None:
-    """Without its heterogeneous switch the CPU has no queue (`--no-embed-cpu`)."""
+    """Without its heterogeneous switch the CPU has no queue (`embed_cpu = false`)."""
     queues = manager((0, npu), *([(1, cpu)] if heterogeneous else []))
     got = []
     for _ in range(n):

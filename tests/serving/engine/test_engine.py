@@ -418,8 +418,8 @@ def test_an_abort_frees_the_slots_while_others_go_on() -> None:
 
 def test_stopping_ends_what_is_in_progress_with_an_error() -> None:
     ranks = FakeRanks()
-    ranks.before_step = lambda: time.sleep(0.002)
     with running(make_engine(ranks)) as (thread, listener):
+        ranks.before_step = lambda: len(ranks.batches) < 3 or thread._stopping.wait(60)
         thread.send(ask("a", max_tokens=2000))
         listener.wait_for("a", 2)
 

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from phasewise.serving.engine.maintenance import Maintenance
+from phasewise.serving.engine.open_engine import Maintenance
 from phasewise.serving.pools.contract import Demand, PoolSettings
 from phasewise.serving.pools.opening import open_pool
 

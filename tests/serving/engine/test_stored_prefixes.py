@@ -388,7 +388,7 @@ def test_a_limit_below_some_blocks_is_refused(model: PackedModel, folder: Path) 
     size = engine_size(CONTEXT, 4096, 8, 100)
     size = replace(size, kv=replace(size.kv, shared=True))
     plans = {phase: ServicePlan(phase, (RankCores((0,)),)) for phase in PHASES}
-    with pytest.raises(ServingError, match="--prefix-cache-bytes 1M is the least"):
+    with pytest.raises(ServingError, match="prefix_cache_bytes = '1M' is the least"):
         start.open_engine(model, plans, size, prefixes=PrefixSettings(str(folder), 1000))
 
 

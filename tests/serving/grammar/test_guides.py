@@ -15,10 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phasewise.serving.engine.messages import Submit
-from phasewise.serving.errors import RequestError
+from phasewise.serving.errors import QueueFull, RequestError
 from phasewise.serving.grammar.grammar_limits import pattern_weight
 from phasewise.serving.grammar.guides import ANY_OBJECT, Grammar, Guide, GuideCompiler, TokenView
 from phasewise.serving.sampling.sampling import GREEDY, SampledToken, Sampler, SamplingParams, sample_rows
+from phasewise.serving.sandbox.confined import Patience, Unserved
 from phasewise.serving.text.tokenizer import Tokenizer, tokenizer_from_gguf
 from tests.support.models.tiny_vocabs import TINY_VOCABULARIES
 from tests.support.servers.api_bombs import PATTERNS, schema_bombs
@@ -356,6 +357,32 @@ def test_a_compilation_that_is_refused_leaves_nothing_behind(monkeypatch: pytest
         assert grown < 32 << 20
     finally:
         own.close()
+
+
+class ProverOfABusyMachine:
+    """Gets to a job when it is asked for the second time."""
+
+    def __init__(self) -> None:
+        self.n_asked = 0
+
+    def start(self) -> None:
+        pass
+
+    def ask(self, _request: bytes, _patience: Patience | None) -> bytes:
+        self.n_asked += 1
+        if self.n_asked == 1:
+            raise Unserved("the machine did not get to it within 30 s")
+        return b"1"
+
+
+def test_a_grammar_that_a_busy_machine_did_not_compile_is_compiled_when_it_is_asked_again() -> None:
+    own = GuideCompiler(TokenView(VOCAB_SIZE, frozenset({END}), frozenset({END}), piece, encode))
+    vars(own)["_prover"] = ProverOfABusyMachine()
+
+    with pytest.raises(QueueFull, match=r"^the grammar was not compiled: [^\n]+; try again later$"):
+        own.compile(Grammar.of_schema(PERSON))
+
+    assert own.compile(Grammar.of_schema(PERSON)) is not None
 
 
 def _resident_bytes() -> int:

@@ -176,25 +176,33 @@ def test_a_held_call_cut_short_before_its_arguments_is_nothing(
     assert (choice["message"]["content"], choice["finish_reason"]) == ("", "length")
 
 
-UNHELD = (
-    {"type": "string", "pattern": r"^\d{3}\b"},
-    {"type": "string", "pattern": "^(?!x)a"},
-    {"type": "string", "pattern": "["},
-    {"type": "integer", "multipleOf": 3, "not": {"const": 3}},
-    {"type": "string", "pattern": r"^\S+$", "maxLength": 65536},
+UNHELD: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"type": "string", "pattern": r"^\d{3}\b"}, "tools.odd.pattern"),
+    ({"type": "string", "pattern": "^(?!x)a"}, "tools.odd.pattern"),
+    ({"type": "string", "pattern": "["}, "tools.odd.pattern"),
+    ({"type": "string", "format": "a colour"}, "tools.odd.format"),
+    ({"type": "integer", "multipleOf": 3, "not": {"const": 3}}, "tools.odd.not"),
+    ({"type": "array", "uniqueItems": True, "contains": {}}, "tools.odd.contains,tools.odd.uniqueItems"),
+    ({"type": "string", "pattern": r"^\S+$", "maxLength": 65536}, ""),
+    ({"type": "integer", "multipleOf": 7, "minimum": 1, "maximum": 3}, "tools.odd.parameters"),
+    ({"type": "string", "pattern": "^a+$"}, ""),
 )
 
 
-@pytest.mark.parametrize("schema", UNHELD)
-def test_a_schema_that_cannot_be_held_disables_no_other(
-    running: tuple[FakeServer, ScriptedRanks], ranks: ScriptedRanks, schema: dict[str, Any]
+@pytest.mark.parametrize(("schema", "named_fields"), UNHELD)
+def test_a_schema_that_cannot_be_held_disables_no_other_and_is_named(
+    running: tuple[FakeServer, ScriptedRanks], ranks: ScriptedRanks, schema: dict[str, Any], named_fields: str
 ) -> None:
-    """Of 8 tools one has it: calls are held all the same, the others by their schemas."""
+    """Of 8 tools one has it: calls are held all the same, the others by their schemas. The header names what
+    is not held, the first time and when the grammar is known."""
     ranks.script = lambda _prompt: "Hello."
     odd = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
     tools = [{"type": "function", "function": {"name": f"f{n}", "parameters": WEATHER}} for n in range(7)]
     tools.insert(3, {"type": "function", "function": {"name": "odd", "parameters": odd}})
     named = {"type": "function", "function": {"name": "f6"}}
+    for choice in ("required", "required", "auto"):
+        answer = asked(running, tools=tools, tool_choice=choice)
+        assert answer.headers.get("x-ignored-fields", "") == named_fields
     for choice in ("required", named):
         answer = asked(running, tools=tools, tool_choice=choice, parallel_tool_calls=False)
         assert answer.status_code == 200, answer.text

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-import time
 from collections.abc import Iterable
 
 import pytest
@@ -20,7 +19,7 @@ from phasewise.serving.http.http_settings import HttpLimits, ServedModel
 from phasewise.serving.sampling.sampling import SampledToken, SamplingParams
 from tests.support.servers.fake_engine import END, VOCAB_SIZE, encode, piece
 from tests.support.servers.fake_server import fake_server
-from tests.support.servers.rude_clients import connect, read_to_end
+from tests.support.servers.rude_clients import ENOUGH_S, connect
 
 MODEL = ServedModel(('a "model"\0',), 0, 500, VOCAB_SIZE, frozenset({END}), encode, piece, None)
 TEXTS = ["a", ' "b"\\', "\0", "\n\u2028", "é", "\U0001f600", '"text":"\0"', "data: [DONE]\n\n"]
@@ -43,9 +42,9 @@ def said(index: int, text: str, n_generated: int = 1, reason: str | None = None)
 def test_text_alone_makes_the_same_event_quickly(kind: Kind, text: str) -> None:
     pieces = [(0, said(0, text)), (1, said(1, text[::-1]))]
 
-    quick = events_of(kind).of_text([answer for _, answer in pieces])
+    events = events_of(kind)  # both ways: it has the second in which it was made
 
-    assert quick == events_of(kind).of(pieces)
+    assert events.of_text([answer for _, answer in pieces]) == events.of(pieces)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -110,9 +109,16 @@ def test_a_stream_is_in_chunks_for_those_who_know_them(version: str) -> None:
     body = b'{"model": "fake", "prompt": "a", "max_tokens": 26, "temperature": 0, "stream": true}'
     head = f"POST /v1/completions HTTP/{version}\r\nHost: a\r\nConnection: close\r\n"
     with fake_server() as server, connect(server.url) as raw:
-        server.ranks.before_step = lambda: time.sleep(0.002)  # so that each piece goes by itself
+        is_read = threading.Semaphore(1)
+        server.ranks.before_step = lambda: is_read.acquire(timeout=ENOUGH_S)  # each piece by itself
         raw.sendall(head.encode() + b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
-        answer_head, _, rest = read_to_end(raw).partition(b"\r\n\r\n")
+        received, n_pieces = b"", 0
+        while part := raw.recv(65536):
+            received += part
+            while n_pieces < received.count(b"data: "):
+                n_pieces += 1
+                is_read.release()
+        answer_head, _, rest = received.partition(b"\r\n\r\n")
 
     content = rest if version == "1.0" else b"".join(chunks(rest))
     assert (b"chunked" in answer_head) == (version == "1.1")

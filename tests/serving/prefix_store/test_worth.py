@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phasewise.serving.prefix_store.worth import KeptBlock, order_of_leaving, to_leave, worth
+from phasewise.serving.prefix_store.folder import KeptBlock, order_of_leaving, to_leave, worth
 from tests.support.tiers import examples
 
 SECONDS, AGES, SIZES = st.floats(0, 10), st.floats(-5, 1e6), st.integers(1, 1 << 22)

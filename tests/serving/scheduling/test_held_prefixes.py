@@ -135,7 +135,8 @@ def test_long_changes_are_told_in_parts(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_with_states_a_sequence_is_held_up_to_its_last_kept_state() -> None:
-    """At its end, where its conversation goes on; and nothing of it once its places are given to others."""
+    """At its end, where its conversation goes on; and nothing of it once its places are given to others
+    whose states cost more tokens."""
     pool = StatefulPool(
         open_pool("odma", N_SLOTS, PoolSettings(longest_request=500)), StatePlaces(4, N_SLOTS)
     )
@@ -145,7 +146,7 @@ def test_with_states_a_sequence_is_held_up_to_its_last_kept_state() -> None:
 
     assert reported.n_told(answer(request)) == len(answer(request)) // BLOCK_TOKENS
     for number in range(6):
-        reported.run(Request(f"other{number}", tuple(range(1000 * number + 1000, 1000 * number + 1040)), 20))
+        reported.run(Request(f"other{number}", tuple(range(1000 * number + 1000, 1000 * number + 1250)), 20))
     assert reported.n_told(answer(request)) == 0
 
 

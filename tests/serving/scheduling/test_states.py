@@ -192,3 +192,100 @@ def test_a_client_does_not_find_the_states_of_another_space() -> None:
             scheduler.commit(batch, [7 for piece in batch.slices if piece.wants_logits])
 
     assert (scheduler.counts.prefix_hits, scheduler.counts.prefix_tokens_reused) == (1, 99)
+
+
+class Talk:
+    """A conversation by tokens. shape: whose thoughts a prompt has: those after the last question, that of
+    the last answer, or none."""
+
+    GENERATION = (1, 2, 3)
+    """The opening of an answer: two tokens that old answers have before them too, and one of thoughts."""
+
+    def __init__(self, shape: str, first: int) -> None:
+        self.shape = shape
+        self.turns: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
+        self._next = first
+
+    def _fresh(self, n_tokens: int) -> tuple[int, ...]:
+        self._next += n_tokens
+        return tuple(range(self._next - n_tokens, self._next))
+
+    def ask(self, role: str, n_tokens: int) -> None:
+        self.turns.append((role, (), self._fresh(n_tokens)))
+
+    def prompt(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The tokens, and where the turns begin that `Request.turns` names."""
+        roles = [role for role, _, _ in self.turns]
+        last_question = max(index for index, role in enumerate(roles) if role == "user")
+        answers = [index for index, role in enumerate(roles) if role == "assistant"]
+        tokens: list[int] = []
+        starts = []
+        for index, (role, thought, said) in enumerate(self.turns):
+            if role == "assistant":
+                starts.append(len(tokens))
+                has_thought = (self.shape == "question" and index > last_question) or (
+                    self.shape == "answer" and index == answers[-1]
+                )
+                tokens += (*self.GENERATION, *thought, 4) if has_thought else self.GENERATION[:2]
+            tokens += said
+        starts.append(len(tokens))
+        n_since = sum(index > last_question for index in answers)
+        named = {starts[-back] for back in (1, 2, n_since + 1) if back <= len(starts)}
+        return (*tokens, *self.GENERATION), tuple(sorted(named))
+
+    def answer(self, n_thought: int, n_said: int) -> list[int]:
+        turn = "assistant", self._fresh(n_thought), (*self._fresh(n_said), 5)
+        self.turns.append(turn)
+        return [*turn[1], 4, *turn[2]]
+
+
+def _said(scheduler: Scheduler, talk: Talk, name: str, sizes: tuple[int, int]) -> tuple[int, tuple[int, ...]]:
+    """One answer: the tokens of its prompt that were computed, and all its tokens."""
+    prompt, turns = talk.prompt()
+    answer = talk.answer(*sizes)
+    scheduler.add(Request(name, prompt, len(answer), turns=turns))
+    n_computed = n_given = 0
+    while (batch := scheduler.next_batch()) is not None:
+        n_computed += batch.n_tokens if batch.phase == "prefill" else 0
+        n_given += batch.n_logits
+        scheduler.commit(batch, [answer[n_given - 1]] * batch.n_logits)
+    scheduler.check()
+    return n_computed, (*prompt, *answer)
+
+
+@pytest.mark.parametrize("shape", ["question", "answer", "none"])
+@pytest.mark.parametrize(("policy", "n_places", "n_others"), [("odma", 6, 0), ("paged", 40, 1)])
+def test_a_long_chain_of_calls_computes_its_new_tokens_alone(
+    policy: str, shape: str, n_places: int, n_others: int
+) -> None:
+    """At 64,000 tokens, whichever old thoughts a template drops, and beside other conversations: what a
+    prompt shares with one that was computed before is not computed again, the part of a chunk apart."""
+    chunk, context = 512, 90_000
+    rng = random.Random(f"{policy}{shape}{n_places}")
+    slots = 30 * 98_304
+    pool = open_pool(policy, slots, PoolSettings(longest_request=context))
+    limits = SchedulerLimits(context, max_batch_tokens=chunk, max_sequences=1)
+    scheduler = Scheduler(StatefulPool(pool, StatePlaces(n_places, slots)), limits)
+    talks = [Talk(shape, 10 + 1_000_000 * number) for number in range(1 + n_others)]
+    seen: list[list[tuple[int, ...]]] = [[] for _ in talks]
+    for talk in talks:
+        talk.ask("system", 60_000 if talk is talks[0] else 3_000)
+    for question in range(3):
+        for number, talk in enumerate(talks):
+            talk.ask("user", rng.choice([12, 200, 5_000]))
+            for call in range(20 if question == 1 else 3):
+                prompt, _ = talk.prompt()
+                shared = max((_n_shared(prompt, old) for old in seen[number]), default=0)
+                name, sizes = f"{number} {question} {call}", (rng.randint(1, 300), rng.randint(1, 80))
+                n_computed, whole = _said(scheduler, talk, name, sizes)
+
+                assert n_computed <= len(prompt) - shared + chunk, (name, len(prompt), shared)
+                seen[number].append(whole)
+                talk.ask("tool", rng.choice([3, 150, 900]))
+            talk.answer(100, 100)
+    assert len(talks[0].prompt()[0]) > 64_000
+
+
+def _n_shared(left: tuple[int, ...], right: tuple[int, ...]) -> int:
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((index for index, (mine, theirs) in pairs if mine != theirs), min(len(left), len(right)))

@@ -51,9 +51,9 @@ def pipelined_requests(siege: Siege) -> str:
 
 
 def unfinished_bodies(siege: Siege) -> str:
-    """200 bodies of 4 MiB that never end: memory stays within --max-unfinished, and comes back."""
+    """200 bodies of 4 MiB that never end: memory stays within max_unfinished, and comes back."""
     n_senders = 60 if siege.quick else 200
-    with siege.server("--max-unfinished", "64M") as server:
+    with siege.server(environment={"PHASEWISE_MAX_UNFINISHED": "64M"}) as server:
         client = siege.asked(server)
         head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % (4 * MIB)
         for _ in range(5):  # an engine that has answered holds more of its model in memory

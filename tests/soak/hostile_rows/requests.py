@@ -49,13 +49,13 @@ def _took_s(prepare: Asked | None, ask: Asked, n_words: int, attempt: int) -> fl
 
 def many_choices(siege: Siege) -> str:
     """Requests with 128 choices and all log-probabilities: another key finds its place, memory is bounded."""
-    keys = ("--api-key", KEYS[0], "--api-key", KEYS[1], "--max-sequences-per-key", "8")
-    with siege.server(*keys) as server:
+    keys = ("--api-key", KEYS[0], "--api-key", KEYS[1])
+    with siege.server(*keys, environment={"PHASEWISE_MAX_SEQUENCES_PER_KEY": "8"}) as server:
         modest = siege.asked(server, KEYS[1])
         line = siege.under_attack(
             server, _choices, siege.asked(server, KEYS[0]), well_behaved=modest.complete
         )
-    with siege.server(*keys[:4]) as server:
+    with siege.server(*keys) as server:
         greedy, modest = (siege.asked(server, key) for key in KEYS)
         with attacking(_choices, greedy):
             time.sleep(1.0)

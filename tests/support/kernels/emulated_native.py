@@ -1,6 +1,6 @@
 """The whole extension with dots of 16 bits emulated: `python -m tests.support.kernels.emulated_native`.
 
-Prints KNOWN_OF_DOTS of `workflows/replay/bits_known.py`, and the results of the arithmetics that all CPUs
+Prints KNOWN_OF_DOTS of `workflows/replay/bits_check.py`, and the results of the arithmetics that all CPUs
 share: what `doctor --bits` finds on CPUs that have such dots. Compiling takes some minutes.
 """
 

@@ -18,7 +18,7 @@ from phasewise.ir.errors import SourceError
 from phasewise.ir.raising.raise_file import raise_file
 from phasewise.ir.running.compiling import compile_c
 from phasewise.kerneldb.store import Store
-from phasewise.workflows.user_kernels.slot_library import FLAGS, slot_kernel, slot_library, target_for
+from phasewise.workflows.user_kernels.slots import FLAGS, slot_kernel, slot_library, target_for
 
 SAMPLES = Path(__file__).parents[3] / "ir" / "samples" / "slots"
 TRUE = ("rms_norm", "silu_gate")

@@ -164,9 +164,11 @@ def pools(
     weights: Weights = NATIVE,
     cores: Sequence[int] | None = None,
     db: str | None = None,
+    module: str = MODULE,
     **settings: object,
 ) -> Iterator[PoolServer]:
     """Instances of the model at `path`, all ready. settings: of `FrontSettings`. db: the tuning database.
+    module: what each runs.
 
     cores: the first of each instance, which is pinned to as many as it has ranks; None: none is pinned.
     """
@@ -180,7 +182,7 @@ def pools(
             lambda index, life: f"ipc://{folder}/kv-{index}-{life}",
             **settings,  # type: ignore[arg-type]
         )
-        launcher = LocalInstances(MODULE, tells)
+        launcher = LocalInstances(module, tells)
         server = PoolServer(front=None)  # type: ignore[arg-type]
         server.front = Front(
             roles,

@@ -33,6 +33,7 @@ PATIENCE_S = 90.0
 
 
 def main(model: Path) -> dict[str, object]:
+    os.environ["PHASEWISE_SPLIT_ABOVE"] = "8"
     alone = {"--threads": "1"}
     with serving(model, alone) as url:
         whole = answers(url)
@@ -41,7 +42,7 @@ def main(model: Path) -> dict[str, object]:
     try:
         cluster.add_node(**node)
         refusals = refused(model, cluster.address)
-        asked = {"--cluster": cluster.address, "--prompt": "1x1", "--token": "1x1", "--split-above": "8"}
+        asked = {"--cluster": cluster.address, "--prompt": "1x1", "--token": "1x1"}
         with serving(model, asked, "--spread") as url:
             heard = strangers(url, cluster.address)
             with serving(model, asked, "--spread") as other:  # on the same cluster

@@ -6,6 +6,7 @@ Pools of a file on two nodes of a Ray cluster with labels. Prints what it saw as
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -37,6 +38,7 @@ kv_budget = "8M"
 
 
 def main(model: Path) -> dict[str, object]:
+    os.environ["PHASEWISE_SPLIT_ABOVE"] = "8"
     pools = model.parent / "pools.toml"
     pools.write_text(POOLS)
     with serving(model, {"--threads": "1", "--format": "int8"}) as url:
@@ -50,7 +52,6 @@ def main(model: Path) -> dict[str, object]:
         asked = {
             "--cluster": cluster.address,
             "--pools": str(pools),
-            "--split-above": "8",
             "--format": "int8",
         }
         with serving(model, asked) as url:

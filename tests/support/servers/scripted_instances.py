@@ -18,9 +18,9 @@ from phasewise.cluster.real.instance import Orders
 from phasewise.cluster.real.instance_messages import (
     FromInstance,
     Identity,
+    InstanceReport,
     Ready,
     ToInstance,
-    Told,
     read_to_instance,
     write,
 )
@@ -68,7 +68,7 @@ class ScriptedInstance:
         progress: Sequence[Progress] = (),
     ) -> None:
         parts = tuple(placed), tuple(computed), tuple(arrived), tuple(progress)
-        self.say(Told(outs, (), None, LOAD, *parts))
+        self.say(InstanceReport(outs, (), None, LOAD, *parts))
 
     def place(self, attempt_id: str) -> None:
         self.tell(placed=[Placed(attempt_id, Placement(0, 64))])

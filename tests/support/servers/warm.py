@@ -34,7 +34,7 @@ _IMPORTED = (
     "phasewise.serving.service",
     "phasewise.tuner.predictor.live",
     "phasewise.workflows.opening.drafts",
-    "phasewise.workflows.opening.storage_choice",
+    "phasewise.workflows.opening.open_model",
     "phasewise.workflows.opening.tuned_schedules",
     "phasewise.workflows.opening.tuning_hint",
     "phasewise.workflows.serve.instance_process",

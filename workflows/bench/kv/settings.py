@@ -3,61 +3,116 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
+from phasewise._options import option, parse_bytes
 from phasewise.serving.scheduling.waiting_orders import ARRIVAL
 from phasewise.workflows.errors import UsageError
+from phasewise.workflows.options import KvFormat
 
 
 @dataclass(frozen=True)
 class TraceSelection:
     """The requests of a trace that are replayed."""
 
-    column: str | None = None
-    """The column of a CSV file without prompts that holds the lengths of answers."""
-    prompt_tokens: int = 48
-    """Prompt length of each request of such a file."""
-    count: int = 2000
-    part: str = "all"
-    """`all`, or the `first` or `second` half of the requests, drawn with the seed."""
-    model: str | None = None
-    """The model whose tokenizer encodes the prompts of a log that has them as text."""
-    seed: int = 0
+    PANEL = "Requests"
+
+    column: str | None = option(
+        None,
+        "column of a CSV file that holds the lengths of answers; prompts have --prompt-tokens",
+        config_only=True,
+    )
+    prompt_tokens: int = option(
+        48, "prompt length of each request of a CSV file", min=1, max=1 << 16, config_only=True
+    )
+    count: int = option(2000, "most requests of each trace", "-n", "--count", min=1)
+    part: str = option(
+        "all",
+        "all requests, or one of two halves that the seed draws: one to tune settings, one to test",
+        kind=Literal["all", "first", "second"],
+        config_only=True,
+    )
+    model: str | None = option(
+        None, "model whose tokens a log's prompts are [default: the one that its lines name]"
+    )
+    seed: int = option(0, "seed of samples, halves and errors", config_only=True)
 
 
 @dataclass(frozen=True)
 class ReplayWish:
-    """The way requests are replayed; `policies` and `estimate` are lists, `speeds` as `step_times` reads
-    them.
-    """
+    """The way requests are replayed."""
 
-    max_tokens: str = "512"
-    estimate: str = "none"
-    slots: int = 8192
-    memory_bytes: int | None = None
-    """Memory for weights and KV of the selection's model, in place of `slots`."""
-    kv_format: str = "auto"
-    """The format of that model's keys and values."""
-    max_sequences: int = 256
-    order: str = ARRIVAL
-    """The waiting request that is admitted next, of `WAITING_ORDERS`."""
-    step_ms: float | None = None
-    speeds: str | None = None
-    policies: str = "odma,odma-whole,static,fixed,paged,paged-16"
+    PANEL = "Replay"
+
+    max_tokens: str = option(
+        "512",
+        "limit of answers; or final:SHARE, live:SHARE: the limit at which static allocation "
+        "reaches this utilisation",
+    )
+    estimate: str = option(
+        "none", "any of none, exact, constant, error:SIGMA, predictor files", metavar="LIST"
+    )
+    slots: int = option(8192, "KV slots of the pool", min=16)
+    memory_bytes: int | None = option(
+        None,
+        "memory for the weights and the KV cache of --model, e.g. 8G, in place of --slots",
+        "--memory",
+        parser=parse_bytes,
+        metavar="BYTES",
+    )
+    kv_format: str = option(
+        "auto",
+        "format of the keys and values of --model; auto: two bytes a number, or f32 beside f32 and F16",
+        kind=KvFormat,
+        config_only=True,
+    )
+    max_sequences: int = option(256, "most running requests", min=1, config_only=True)
+    order: str = option(
+        ARRIVAL,
+        "admit waiting requests by arrival, or the shortest predicted answer first",
+        kind=Literal["arrival", "shortest"],
+        config_only=True,
+    )
+    step_ms: float | None = option(
+        None,
+        "replay arrivals; each step lasts this long [default: all requests wait]",
+        min=0.001,
+        config_only=True,
+    )
+    speeds: str | None = option(
+        None,
+        "tokens/s of prefill, and of decode by sequences, e.g. prompt:900,1:108,8:641,copy:200000",
+        config_only=True,
+    )
+    policies: str = option(
+        "odma,odma-whole,static,fixed,paged,paged-16",
+        "any of odma, odma-whole, static, fixed, paged, paged-16 (slots a page)",
+        metavar="LIST",
+    )
 
 
 @dataclass(frozen=True)
 class PoolOverrides:
     """Settings of the policies that differ from `PoolSettings`; None: as there."""
 
-    n_buckets: int | None = None
-    alpha: float | None = None
-    tau: float | None = None
-    window: int | None = None
-    refresh_every: int | None = None
-    reserve_share: float | None = None
-    page_slots: int | None = None
-    n_fixed: int | None = None
+    PANEL = "Policies"
+
+    n_buckets: int | None = option(None, "odma: most buckets", "--buckets", min=1, max=64, config_only=True)
+    alpha: float | None = option(
+        None, "odma: enlarge an estimate of uncertainty u by the factor 1 + ALPHA u", min=0, config_only=True
+    )
+    tau: float | None = option(
+        None, "odma: ignore predictions whose uncertainty exceeds TAU", min=0, max=1, config_only=True
+    )
+    window: int | None = option(None, "odma: recent answers to learn from", min=16, config_only=True)
+    refresh_every: int | None = option(
+        None, "odma: answers between two updates of the buckets", min=1, config_only=True
+    )
+    reserve_share: float | None = option(
+        None, "odma: share of the slots kept free for growth", "--reserve", min=0, max=0.9, config_only=True
+    )
+    page_slots: int | None = option(None, "paged: KV slots per page", min=16, config_only=True)
+    n_fixed: int | None = option(None, "fixed: number of buckets", "--fixed-buckets", min=1, config_only=True)
 
     def chosen(self) -> dict[str, Any]:
         """Those that were given. UsageError for a page that is no multiple of 16 slots."""

@@ -1,0 +1,101 @@
+"""Options of commands: a field of a settings dataclass carries what its flag, help and reference say."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, replace
+from typing import Any
+
+from phasewise._words import bytes_of
+
+OPTION = "option"
+"""The key of an `Option` in the metadata of a field."""
+MOST_USED = "Most used"
+"""The heading of `--help` that comes first."""
+
+_UNITS_S = {"": 1, "s": 1, "m": 60, "h": 3600}
+
+
+class OptionError(ValueError):
+    """The text of an option that cannot be read."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True)
+class Option:
+    """The option of a field.
+
+    flags: empty for `--field-name`. kind: its type where the field's own is wider. written: the field's
+    default as a user writes it, where `settings` have a parser. panel: its heading in `--help`; None: that of
+    the class, `PANEL`. config_only: a line of the configuration file, and no flag. settings: bounds, metavar,
+    envvar and parser, by the names that typer has for them.
+    """
+
+    help: str
+    flags: tuple[str, ...] = ()
+    kind: Any = None
+    written: str | None = None
+    panel: str | None = None
+    config_only: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def __call__(self, default: Any = MISSING, *, repr: bool = True, **changed: Any) -> Any:
+        """A field of a dataclass that has this option."""
+        return field(default=default, repr=repr, metadata={OPTION: replace(self, **changed)})
+
+
+def named(
+    help_text: str,
+    *flags: str,
+    kind: Any = None,
+    written: str | None = None,
+    panel: str | None = None,
+    config_only: bool = False,
+    **settings: Any,
+) -> Option:
+    """An option that fields of several classes share."""
+    return Option(help_text, flags, kind, written, panel, config_only, settings)
+
+
+def option(default: Any, help_text: str, *flags: str, repr: bool = True, **settings: Any) -> Any:
+    """A field with an option of its own."""
+    return named(help_text, *flags, **settings)(default, repr=repr)
+
+
+def parse_budget(text: str) -> float:
+    """`90`, `90s`, `1.5m`, `1h` in seconds."""
+    seconds = _seconds(text)
+    if not seconds:
+        raise OptionError(f"a budget is written like 90s, 10m or 1h, not {text!r:.40}")
+    return seconds
+
+
+def parse_time(text: str) -> float:
+    """`0`, `30s`, `5m` or `1h` in seconds."""
+    seconds = _seconds(text)
+    if seconds is None:
+        raise OptionError(f"a time is written like 30s, 5m or 1h, not {text!r:.40}")
+    return seconds
+
+
+def _seconds(text: str) -> float | None:
+    match = re.fullmatch(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*([smh]?)\s*", text)
+    return None if match is None else float(match[1]) * _UNITS_S[match[2]]
+
+
+def parse_numbers(text: str) -> tuple[int, ...]:
+    """`1` or `1,8,32` as numbers."""
+    parts = [part.strip() for part in str(text).split(",")]
+    if not all(re.fullmatch(r"[0-9]{1,9}", part) for part in parts):
+        raise OptionError(f"numbers are written like 1 or 1,8,32, not {text!r:.40}")
+    return tuple(map(int, parts))
+
+
+def parse_bytes(text: str) -> int:
+    """`512M`, `1.5GiB` or `4000000` in bytes, units being powers of 1024."""
+    n_bytes = bytes_of(text)
+    if n_bytes is None:
+        raise OptionError(f"{text!r} is not a size such as 512M or 4GiB")
+    return n_bytes
