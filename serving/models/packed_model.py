@@ -7,12 +7,9 @@ exists has been checked, so the engine may multiply its numbers without fear.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-
-import numpy as np
 
 from phasewise._words import counted
 from phasewise.cython_kernels.division import Teams, head_copies
@@ -254,23 +251,7 @@ class ModelConfig:
         if kind.heads is not None:
             kind.heads.check(self.n_heads, self.n_kv_heads, self.head_dim)
         if kind.rope is not None:
-            self._check_rope(kind.rope, kind.heads.head_dim if kind.heads else self.head_dim)
-
-    def _check_rope(self, rope: RopeSpec, head_dim: int) -> None:
-        if type(rope.dim) is not int or head_dim % 2 or rope.dim % 2 or not 2 <= rope.dim <= head_dim:
-            raise ModelError(f"RoPE over {rope.dim} of {head_dim} head dimensions is not supported")
-        for context_length in (0, 1 << 62):
-            with np.errstate(all="ignore"):
-                try:
-                    inv_freq = rope.inv_freq(context_length)
-                except (ArithmeticError, ValueError):
-                    inv_freq = np.array([math.nan])
-            if inv_freq.shape != (rope.dim // 2,) or not (np.isfinite(inv_freq) & (inv_freq > 0)).all():
-                raise ModelError(f"these RoPE parameters give no usable frequencies: {_brief(rope)}")
-        if not 0 < rope.magnitude < 1e3:
-            raise ModelError(
-                f"the RoPE scaling multiplies by {rope.magnitude!r:.80}: a number from 0 to 1000 expected"
-            )
+            kind.rope.check(kind.heads.head_dim if kind.heads else self.head_dim)
 
     def _check_scales(self) -> None:
         for name in (
@@ -593,8 +574,3 @@ class PackedModel:
         if experts is None or not name.endswith(STACKS):
             return None
         return first_expert(self.weights[name], experts, name)
-
-
-def _brief(rope: RopeSpec) -> str:
-    text = str(rope)
-    return text if len(text) < 200 else f"{text[:200]}..."

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from phasewise.cython_kernels.exact import logarithm, power
+from phasewise.serving.errors import ModelError
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,25 @@ class RopeSpec:
                 return _llama3(plain, self.scaling)
             case YarnScaling():
                 return _yarn(plain, self.theta, self.dim, self.scaling)
+
+    def check(self, head_dim: int) -> None:
+        """ModelError unless heads of so many numbers can be turned so."""
+        if type(self.dim) is not int or head_dim % 2 or self.dim % 2 or not 2 <= self.dim <= head_dim:
+            raise ModelError(f"RoPE over {self.dim} of {head_dim} head dimensions is not supported")
+        for context_length in (0, 1 << 62):
+            with np.errstate(all="ignore"):
+                try:
+                    inv_freq = self.inv_freq(context_length)
+                except (ArithmeticError, ValueError):
+                    inv_freq = np.array([math.nan])
+            if inv_freq.shape != (self.dim // 2,) or not (np.isfinite(inv_freq) & (inv_freq > 0)).all():
+                text = str(self)
+                brief = text if len(text) < 200 else f"{text[:200]}..."
+                raise ModelError(f"these RoPE parameters give no usable frequencies: {brief}")
+        if not 0 < self.magnitude < 1e3:
+            raise ModelError(
+                f"the RoPE scaling multiplies by {self.magnitude!r:.80}: a number from 0 to 1000 expected"
+            )
 
     @property
     def magnitude(self) -> float:
