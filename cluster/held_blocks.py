@@ -11,8 +11,7 @@ from collections.abc import Sequence
 
 from phasewise._words import counted
 from phasewise.cluster.errors import ClusterError
-from phasewise.serving.scheduling.held_prefixes import MOST_KEYS, HeldReport
-from phasewise.serving.scheduling.prefix_keys import KEY_BYTES
+from phasewise.serving.scheduling.held_prefixes import KEY_BYTES, MOST_KEYS, HeldReport
 
 
 class ReportRefused(ClusterError):

@@ -18,8 +18,7 @@ from typing import Literal, NamedTuple, Protocol, get_args
 
 from phasewise.cluster.errors import ClusterError
 from phasewise.cluster.held_blocks import HeldBlocks
-from phasewise.serving.scheduling.held_prefixes import MOST_STORED_BLOCKS, HeldReport
-from phasewise.serving.scheduling.prefix_keys import BLOCK_TOKENS
+from phasewise.serving.scheduling.held_prefixes import BLOCK_TOKENS, MOST_STORED_BLOCKS, HeldReport
 
 AUTHORS_OVERFLOW_TOKENS = 8192
 """The authors' value, of an H100."""
@@ -54,7 +53,7 @@ class Ask(NamedTuple):
     answer_tokens: int
     """Expected, or the most that it may become."""
     prefix: tuple[int, ...] = ()
-    """Keys of its prompt's whole blocks (`serving.scheduling.prefix_keys`); empty: they do not count."""
+    """Keys of its prompt's whole blocks (`serving.scheduling.held_prefixes`); empty: they do not count."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from phasewise.serving.embedding.client import LaneState
 from phasewise.serving.embedding.metrics import EmbeddingMetrics
 from phasewise.serving.embedding.queues import UNLIMITED
-from phasewise.serving.engine.instance_state import InstanceInfo, InstanceState
+from phasewise.serving.engine.engine_host import InstanceInfo, InstanceState
 from phasewise.serving.engine.messages import Answer, DraftCounts, EngineLoad, HandOverCounts, Submit
 from phasewise.serving.http.errors import ApiError
 from phasewise.serving.http.http_settings import RequestFacts

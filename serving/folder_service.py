@@ -12,7 +12,7 @@ from typing import Protocol
 
 from phasewise.serving.engine.several_engines import ChangingEngines, OpenEngineHost
 from phasewise.serving.http.answers.client import EngineClient
-from phasewise.serving.http.http_settings import ServedModel
+from phasewise.serving.http.http_settings import ModelFacts, ServedModel
 from phasewise.serving.http.lifecycle import Lifecycle
 from phasewise.serving.http.models.model_shelf import ModelFile, ModelShelf, ModelsOnDisk
 from phasewise.serving.http.monitoring.access_log import open_log
@@ -50,12 +50,13 @@ class FolderModel(Protocol):
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """A folder of models. `files` and `measure` as of `ModelsOnDisk`. `budget_bytes`: the most of all that
-    are open together; None: what the machine has. `keep_s`: the time that a model stays unused.
+    """A folder of models. `files`, `measure` and `facts` as of `ModelsOnDisk`. `budget_bytes`: the most of
+    all that are open together; None: what the machine has. `keep_s`: the time that a model stays unused.
     """
 
     files: Callable[[], Mapping[str, ModelFile]]
     measure: Callable[[str], FolderModel]
+    facts: Callable[[str], ModelFacts]
     budget_bytes: int | None
     keep_s: float
 
@@ -157,7 +158,8 @@ def _shelf(folder: ModelFolder, bench: _Bench, report: Callable[[str], None]) ->
     def measure(name: str) -> _Measured:
         return _Measured(bench, folder.measure(name))
 
-    return ModelShelf(ModelsOnDisk(folder.files, measure), folder.budget_bytes, folder.keep_s, report)
+    source = ModelsOnDisk(folder.files, measure, folder.facts)
+    return ModelShelf(source, folder.budget_bytes, folder.keep_s, report)
 
 
 def _counts(shelf: ModelShelf) -> ModelCounts:

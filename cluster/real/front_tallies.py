@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from phasewise.cluster.real.supervisor import InstanceMember
 from phasewise.cluster.routing import Router
-from phasewise.serving.engine.instance_state import InstanceInfo, InstanceState
+from phasewise.serving.engine.engine_host import InstanceInfo, InstanceState
 from phasewise.serving.engine.messages import EngineLoad
 from phasewise.serving.engine.stored_prefixes import shape_of
 from phasewise.serving.prefix_store.store import summed
-from phasewise.serving.scheduling.prefix_keys import BLOCK_TOKENS
+from phasewise.serving.scheduling.held_prefixes import BLOCK_TOKENS
 
 
 @dataclass(slots=True)

@@ -24,7 +24,7 @@ from phasewise.cluster.real.instance import Orders
 from phasewise.cluster.real.local_instances import LocalInstances, Tell
 from phasewise.cluster.real.ray_connection import NAMESPACE, the_ray
 from phasewise.cluster.routing import Role
-from phasewise.serving.processes.memory import available_bytes
+from phasewise.serving.processes.headroom import available_bytes
 
 NODE = "{node}"
 """Stands in an address for the node's own."""

@@ -28,9 +28,8 @@ from phasewise.cluster.simulated.splitwise_sim import (
 from phasewise.cluster.simulated.steps import StepTimes
 from phasewise.cluster.simulated.timeline import Timeline
 from phasewise.serving.errors import RequestError
-from phasewise.serving.scheduling.held_prefixes import HeldReport
+from phasewise.serving.scheduling.held_prefixes import HeldReport, block_keys
 from phasewise.serving.scheduling.pacing import DEFAULT_TPOT_MS
-from phasewise.serving.scheduling.prefix_keys import block_keys
 from phasewise.serving.scheduling.request import Request
 from phasewise.serving.scheduling.scheduler_terms import (
     DEFAULT_BATCH_TOKENS,

@@ -252,11 +252,13 @@ def install(app: FastAPI, refused: Callable[[ApiError], None]) -> None:
         path = request.url.path
         paths = {str(getattr(route, "path", "")) for route in app.routes}
         methods = (error.headers or {}).get("Allow", "another")
+        asked = f"{request.method} /" if path == "/" else path[:_MOST_NAME]
+        status = 404 if path == "/" else error.status_code  # with a page too: a POST is for other servers
         what = {
-            404: f"there is no {path[:_MOST_NAME]} here: {advice(path, paths)}",
-            405: f"{request.method} is not allowed on {path[:_MOST_NAME]}: use {methods}",
+            404: f"there is no {asked} here: {advice(path, paths)}",
+            405: f"{request.method} is not allowed on {asked}: use {methods}",
         }
-        response = ApiError(error.status_code, what.get(error.status_code, str(error.detail))).response(path)
+        response = ApiError(status, what.get(status, str(error.detail))).response(path)
         response.headers.update(error.headers or {})
         return response
 

@@ -31,7 +31,7 @@ def advice(path: str, paths: Collection[str]) -> str:
         )
     if asked == "":
         main = "/v1/chat/completions" if "/v1/chat/completions" in paths else "/v1/embeddings"
-        return f"this server has no page: POST {main}; {_DOCUMENT}"
+        return f"POST {main}; {_DOCUMENT}"
     if asked == "/v1":
         return f"it is where the API begins, the base_url of a client: {_DOCUMENT}"
     if path.startswith("/api/") and "/api/chat" in paths:

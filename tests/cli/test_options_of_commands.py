@@ -220,8 +220,8 @@ HANDED = {
 }
 
 SHOWN_ELSEWHERE = {
-    **{(bench, "--wide"): "test_row_forms.py" for bench in ("bench run", "bench allreduce", "bench kv")},
-    ("bench kernels", "--wide"): "test_row_forms.py",
+    **{(bench, "--wide"): "test_tables.py" for bench in ("bench run", "bench allreduce", "bench kv")},
+    ("bench kernels", "--wide"): "test_tables.py",
     ("provision", "--wide"): "commands/test_cluster_commands.py",
     ("db show", "--wide"): "commands/test_db.py",
     ("tune-embed", "--json"): "test_every_command.py",

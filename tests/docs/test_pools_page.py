@@ -8,7 +8,7 @@ from phasewise.cluster.real.supervisor import FrontSettings
 from phasewise.cluster.routing import OVERFLOW_S, OWN_TOKEN_COUNTS
 from phasewise.serving.engine.engine_size import KV_SHARE_OF_FREE_MEMORY
 from phasewise.serving.processes.restarts import MOST_RERUNS
-from phasewise.serving.scheduling.prefix_keys import BLOCK_TOKENS
+from phasewise.serving.scheduling.held_prefixes import BLOCK_TOKENS
 from phasewise.workflows.serve.pools import SPLIT_ABOVE_TOKENS
 from phasewise.workflows.unused_options import WAYS
 from tests.support import ROOT

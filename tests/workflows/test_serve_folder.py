@@ -176,6 +176,11 @@ def test_a_file_that_cannot_be_served_hides_no_other(environment: dict[str, str]
         assert (listed.status_code, "good" in names, "cut" in names) == (200, True, True)
         for path in ("/api/tags", "/api/ps", "/metrics"):
             assert httpx.get(f"{server.url}{path}", timeout=TIMEOUT_S).status_code == 200
+        tags = httpx.get(f"{server.url}/api/tags", timeout=TIMEOUT_S).json()["models"]
+        (unloaded,) = (model for model in tags if model["name"] == "good")
+        assert (unloaded["size"], unloaded["details"]["family"]) == (len(data), "llama")
+        assert unloaded["details"]["parameter_size"].endswith("M")
+        assert unloaded["details"]["quantization_level"] == "F32"
         for name in names:
             status = 200 if name == "good" else 503
             body = {"model": name, "prompt": "abc", "max_tokens": 2}

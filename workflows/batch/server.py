@@ -19,7 +19,7 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from phasewise._files import write_file
-from phasewise.serving.processes.parents import end_with_parent
+from phasewise.serving.processes.behind_others import end_with_parent
 from phasewise.workflows.config_file import config_path, config_text
 from phasewise.workflows.errors import UsageError, WorkflowError
 from phasewise.workflows.opening.drafts import check_draft

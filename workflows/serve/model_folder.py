@@ -6,10 +6,12 @@ Hugging Face directory by its own. Requests choose among these names; none becom
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +24,7 @@ from phasewise.workflows.serve.settings import ServeSettings
 if TYPE_CHECKING:
     from phasewise.serving.engine.several_engines import OpenEngineHost
     from phasewise.serving.folder_service import ModelFolder
+    from phasewise.serving.http.http_settings import ModelFacts
     from phasewise.serving.http.models.model_shelf import ModelFile
     from phasewise.serving.service import OtherModel
     from phasewise.workflows.serve.opened_models import SizedModel
@@ -82,7 +85,7 @@ def model_folder(settings: ServeSettings, report: Report) -> ModelFolder:
     """The folder of `--models`. UsageError where it is none, or two models have one name."""
     from phasewise.serving.errors import ModelError
     from phasewise.serving.folder_service import ModelFolder
-    from phasewise.serving.processes.memory import available_bytes
+    from phasewise.serving.processes.headroom import available_bytes
     from phasewise.workflows.opening.drafts import check_draft
 
     coming = settings.coming
@@ -118,13 +121,38 @@ def model_folder(settings: ServeSettings, report: Report) -> ModelFolder:
         paths = dict(reversed(list(_models_in(folder))))  # of two with one name the first
         return {name: _file_of(paths[name]) for name in sorted(paths)}
 
-    return ModelFolder(files, measure, budget, coming.keep_alive)
+    def facts(name: str) -> ModelFacts:
+        from phasewise.serving.http.http_settings import ModelFacts
+
+        path = dict(reversed(list(_models_in(folder)))).get(name)
+        return ModelFacts() if path is None else _facts_of(path, _file_of(path))
+
+    return ModelFolder(files, measure, facts, budget, coming.keep_alive)
+
+
+@lru_cache(maxsize=1024)
+def _facts_of(path: Path, as_it_is: ModelFile) -> ModelFacts:
+    """Facts that the file says before it is loaded; none of one that cannot be read."""
+    from phasewise.serving.errors import ServingError
+    from phasewise.serving.http.http_settings import ModelFacts
+    from phasewise.serving.loaders import open_source
+    from phasewise.serving.loaders.fetching.resolve import Located
+
+    try:
+        with open_source(Located(path.name, path)) as source:
+            tensors = source.tensors.values()
+            numbers = sum(math.prod(tensor.shape) for tensor in tensors)
+            largest = max(tensors, key=lambda tensor: tensor.n_bytes, default=None)
+            kind = "" if largest is None else largest.type_name
+            return ModelFacts(source.config.architecture, numbers, as_it_is.n_bytes, kind)
+    except (ServingError, OSError):
+        return ModelFacts()
 
 
 def _sized(path: Path, settings: ServeSettings, budget: int | None, report: Report) -> SizedModel:
     from phasewise.serving.engine.engine_size import default_kv_bytes
     from phasewise.serving.errors import ModelError
-    from phasewise.serving.processes.memory import available_bytes
+    from phasewise.serving.processes.headroom import available_bytes
     from phasewise.workflows.opening.open_model import open_model
     from phasewise.workflows.opening.refusals import check_settings
     from phasewise.workflows.serve.embedding import makes_vectors

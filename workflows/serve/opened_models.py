@@ -246,7 +246,7 @@ def _budgets(models: Sequence[OpenModel], kv: KeysAndValues) -> list[int | None]
     """
     from phasewise.serving.engine.engine_size import KV_SHARE_OF_FREE_MEMORY, default_kv_bytes
     from phasewise.serving.models.forward import kv_bytes_per_slot
-    from phasewise.serving.processes.memory import available_bytes
+    from phasewise.serving.processes.headroom import available_bytes
     from phasewise.serving.ranks.rank_layout import teams_of
 
     if len(models) == 1:

@@ -22,6 +22,7 @@ from phasewise.cli.present import (
     say_words,
     write_target,
 )
+from phasewise.cli.tables import RowTable, show
 from phasewise.loadtest.settings import DAILY, DAY
 
 if TYPE_CHECKING:
@@ -185,7 +186,7 @@ def _say_found(report: dict[str, Any]) -> None:
     if "highest_concurrency" in report:
         say(f"{counted(report['highest_concurrency'], 'query')} at once within {number(report['slo_s'])} s")
     if "day_s" in report:
-        say(_day_table(report["loads"]))
+        show(_day_table(report["loads"]))
         return
     for load in report["loads"]:
         say_words(_line(load))
@@ -200,26 +201,27 @@ def _part_fields(part: DayPart) -> dict[str, Any]:
     }
 
 
-def _day_table(loads: list[dict[str, Any]]) -> str:
+def _day_table(loads: list[dict[str, Any]]) -> RowTable:
     """A row for each part of the day; CPUs are this machine's, the load generator's work in them."""
-    from phasewise.cli.row_forms import as_columns
-
-    headers = ["hour", "asked/s", "sent", "answered", "busy", "failed", "P50 ms", "P99 ms", "in SLO", "CPU"]
-    rows = [
+    return RowTable(
         [
-            number(load["begin_h"], 4),
-            f"{load['rate']:.3f}",
-            load["requests"],
-            load["ok"],
-            load["busy"],
-            load["failed"],
-            *(f"{load['latency_ms'][p]:.0f}" if load["ok"] else NOTHING for p in ("p50", "p99")),
-            NOTHING if load["within_slo"] is None else percent(load["within_slo"], 1),
-            NOTHING if load["cpu_share"] is None else percent(load["cpu_share"]),
+            {
+                "hour": number(load["begin_h"], 4),
+                "asked/s": f"{load['rate']:.3f}",
+                "sent": load["requests"],
+                "answered": load["ok"],
+                "busy": load["busy"],
+                "failed": load["failed"],
+                **{
+                    f"{p.upper()} ms": f"{load['latency_ms'][p]:.0f}" if load["ok"] else NOTHING
+                    for p in ("p50", "p99")
+                },
+                "in SLO": NOTHING if load["within_slo"] is None else percent(load["within_slo"], 1),
+                "CPU": NOTHING if load["cpu_share"] is None else percent(load["cpu_share"]),
+            }
+            for load in loads
         ]
-        for load in loads
-    ]
-    return as_columns(headers, rows)
+    )
 
 
 def _fields(of: EmbedFigures) -> dict[str, Any]:

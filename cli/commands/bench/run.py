@@ -21,7 +21,7 @@ from phasewise.cli.options import (
     LoraOption,
     SparseOption,
 )
-from phasewise.cli.present import EXIT_INTERRUPTED, note, note_plans, say
+from phasewise.cli.present import EXIT_INTERRUPTED, note, note_plans
 from phasewise.workflows.bench.run_settings import (
     LEAST_BATCH_TOKENS,
     MODELS,
@@ -77,8 +77,7 @@ def run(
     anyway (-ngl 0, -fa 1, -mmp 1, -ub 512). With --lora the sequences have the
     adapters in turn. Ctrl-C prints the rows that are measured.
     """
-    from phasewise.cli.commands.bench.run_text import FORMATS
-    from phasewise.cli.row_forms import written
+    from phasewise.cli.commands.bench.run_text import show_rows
     from phasewise.workflows.bench.model_speed import check_context
     from phasewise.workflows.opening.open_model import Weights, open_model
     from phasewise.workflows.opening.refusals import check_settings
@@ -110,9 +109,9 @@ def run(
     except KeyboardInterrupt:
         if not rows:
             raise
-        say(written(FORMATS, output, rows, wide=wide), end="")
+        show_rows(output, rows, wide=wide)
         raise typer.Exit(EXIT_INTERRUPTED) from None
-    say(written(FORMATS, output, rows, wide=wide), end="")
+    show_rows(output, rows, wide=wide)
 
 
 def _measured(

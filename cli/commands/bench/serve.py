@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from phasewise._words import counted
-from phasewise.cli.commands.bench.options import Table
+from phasewise.cli.commands.bench.options import Form
 from phasewise.cli.option_sets import spread
 from phasewise.cli.present import EXIT_INTERRUPTED
 from phasewise.loadtest.settings import Asking, Promises, SendingTimes, SentLengths
@@ -31,7 +31,7 @@ def serve(
     model: Annotated[
         str, typer.Option("--model", metavar="NAME", help="model to ask for [default: the first listed]")
     ] = "",
-    output: Annotated[Table, _printed("-o", "--output", help="form of the results")] = "md",
+    output: Annotated[Form, _printed("-o", "--output", help="form of the results")] = "md",
     save_detailed: Annotated[
         bool, _printed("--save-detailed", help="also print every request, in csv and json")
     ] = False,

@@ -12,6 +12,7 @@ import typer
 from phasewise.cli.commands.topo.text import core_words
 from phasewise.cli.options import DbOption, JsonOption
 from phasewise.cli.present import check_target, note, on_one_line, owns_stdout, print_json, say, write_target
+from phasewise.cli.tables import WIDTH, RowTable, show
 from phasewise.workflows.machine_report.worth_rows import MODEL_COLUMNS, PRODUCT_COLUMNS, worth_by_machine
 
 if TYPE_CHECKING:
@@ -75,7 +76,6 @@ def report(
         note(f"report written to {target}")
 
 
-WIDTH = 80
 MAX_WORD_CHARS = 22
 
 
@@ -89,21 +89,17 @@ def print_worth(worth: Worth) -> None:
         say(textwrap.fill(on_one_line(f"{machine_worth.machine.placement_sig}{told}; {core}"), WIDTH))
         say("")
         if machine_worth.models:
-            _print_table(MODEL_COLUMNS, machine_worth.models, ["left", "left"])
+            _show_table(MODEL_COLUMNS, machine_worth.models, 2)
         if machine_worth.products:
-            _print_table(PRODUCT_COLUMNS, machine_worth.products, ["left", "left", "right"])
+            _show_table(PRODUCT_COLUMNS, machine_worth.products, 2)
         for remark in machine_worth.remarks:
             say(textwrap.fill(on_one_line(remark), WIDTH))
         say("")
 
 
-def _print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], aligned: list[str]) -> None:
-    from tabulate import tabulate
-
+def _show_table(columns: Sequence[str], rows: Iterable[Sequence[str]], n_left: int) -> None:
     cells = [[_shortened(on_one_line(cell)) for cell in row] for row in rows]
-    sides = aligned + ["right"] * (len(columns) - len(aligned))
-    say(tabulate(cells, headers=columns, disable_numparse=True, colalign=sides))
-    say("")
+    show(RowTable([dict(zip(columns, row, strict=True)) for row in cells], columns[:n_left]), "")
 
 
 def _shortened(text: str) -> str:

@@ -14,6 +14,7 @@ from phasewise.cli.options import (
     ModelArgument,
 )
 from phasewise.cli.present import EXIT_INTERRUPTED, note, print_json, say, write_text
+from phasewise.cli.tables import show
 from phasewise.workflows.tune_config.settings import TuneConfigSettings
 
 if TYPE_CHECKING:
@@ -106,9 +107,10 @@ def _print_found(result: Found, emit: EmitChoice | None, as_json: bool, *, verbo
         emitted = _emit_fields(emit, plans, result.subject.machine) if emit and plans else {}
         print_json({"dry_run": False, **found_fields(result), **emitted})
     elif emit is None:
-        say(found_text(result, verbose=verbose))
+        show(*found_text(result, verbose=verbose))
     else:
-        note(found_text(result, verbose=verbose))
+        for part in found_text(result, verbose=verbose):
+            note(str(part))
         _print_emitted(emit, plans, result.subject.machine)
 
 

@@ -21,6 +21,7 @@ from phasewise.cli.options import (
     phases_of,
 )
 from phasewise.cli.present import EXIT_INTERRUPTED, note, print_json, say
+from phasewise.cli.tables import show
 from phasewise.workflows.opening.first_start import Remote
 from phasewise.workflows.options import WEIGHT_FORMATS
 
@@ -331,7 +332,7 @@ def _print_tuned(tuned: list[TunedRound], changes: list[SpeedChange], resume: bo
             }
         )
     else:
-        parts = [tuned_text(tuned_round, resume=resume) for tuned_round in tuned] + (
-            [changes_text(changes)] if changes else []
-        )
-        say("\n\n".join(parts))
+        for number, tuned_round in enumerate(tuned):
+            show(*([""] if number else []), *tuned_text(tuned_round, resume=resume))
+        if changes:
+            show("", changes_text(changes))

@@ -34,7 +34,7 @@ from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.models.parts.part import Product, Vector
 from phasewise.serving.models.parts.rows import MixingRows
 from phasewise.serving.models.parts.site import ReadRows, Site
-from phasewise.serving.processes.memory import check_memory
+from phasewise.serving.processes.headroom import check_memory
 
 
 def build_row_program(

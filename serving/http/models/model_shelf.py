@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple, Protocol, TypeVar
 
 from phasewise.serving.errors import ServingError
 from phasewise.serving.http.errors import ApiError, unknown_model
-from phasewise.serving.http.http_settings import ServedModel
+from phasewise.serving.http.http_settings import ModelFacts, ServedModel
 from phasewise.serving.http.models.model_room import ModelRoom
 
 FAILED_S = 5.0
@@ -65,6 +65,8 @@ class ModelsOnDisk:
 
     files: Callable[[], Mapping[str, ModelFile]]
     measure: Callable[[str], MeasuredModel]
+    facts: Callable[[str], ModelFacts] = lambda _name: ModelFacts()
+    """Facts of one that is not in memory, as far as its file says them; on a thread too."""
 
 
 @dataclass(slots=True)
@@ -111,6 +113,11 @@ class ModelShelf:
     async def files(self) -> Mapping[str, ModelFile]:
         """The folder, as it is now."""
         return await asyncio.to_thread(self._source.files)
+
+    async def facts(self, name: str) -> ModelFacts:
+        """Facts of a model of the folder, loaded or not."""
+        served = self.served(name)
+        return await asyncio.to_thread(self._source.facts, name) if served is None else served.facts
 
     def state(self, name: str) -> ModelState:
         """The state of a model of the folder."""

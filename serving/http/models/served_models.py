@@ -12,7 +12,7 @@ from fastapi import Request
 
 from phasewise.serving.http.answers.signs_of_life import minds_signs
 from phasewise.serving.http.errors import bad_request, other_purpose, unknown_model
-from phasewise.serving.http.http_settings import ServedModel
+from phasewise.serving.http.http_settings import ModelFacts, ServedModel
 from phasewise.serving.http.models.model_shelf import ModelShelf, ModelState
 from phasewise.serving.http.models.while_loading import while_loading
 from phasewise.serving.http.routes.embeddings import EmbeddingModel
@@ -71,6 +71,10 @@ class Models(Protocol):
         """All of them."""
         ...
 
+    async def facts(self, model: ListedModel) -> ModelFacts:
+        """Facts of one that is listed, whether it is loaded or not."""
+        ...
+
 
 class KeptModels:
     """Models that stay. embedder: served beside, for other routes."""
@@ -94,6 +98,10 @@ class KeptModels:
             ListedModel(model.model_id, model.names, model.created_s, model.facts.n_bytes, None, model)
             for model in self._models
         ]
+
+    async def facts(self, model: ListedModel) -> ModelFacts:
+        assert model.served is not None, "it stays"
+        return model.served.facts
 
 
 class ComingModels:
@@ -136,3 +144,6 @@ class ComingModels:
             state = shelf.state(name)
             listed.append(ListedModel(name, (name,), file.modified_s, n_bytes, state, served, ends_s))
         return listed
+
+    async def facts(self, model: ListedModel) -> ModelFacts:
+        return await self._shelf.facts(model.model_id)

@@ -23,7 +23,7 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from phasewise.serving.engine.instance_state import InstanceState
+from phasewise.serving.engine.engine_host import InstanceState
 from phasewise.serving.engine.messages import (
     Answer,
     EngineLoad,

@@ -50,6 +50,10 @@ class ContentPart(Strict):
     def is_text(self) -> bool:
         return self.type in ("text", "input_text", "output_text", "refusal")
 
+    def plain(self) -> Json:
+        """It as a part of a chat."""
+        return {"type": "text", "text": self.text} if self.is_text else self.model_dump()
+
     @property
     def stand_in(self) -> str:
         """The text that stands in its place."""
@@ -86,6 +90,11 @@ def joined(parts: Iterable[Json], separator: str = "") -> str | list[Json]:
         return separator.join(part["text"] for part in given)
     spaced = [each for part in given for each in ({"type": "text", "text": separator}, part)]
     return spaced[1:]
+
+
+def content_of(content: str | Iterable[ContentPart], separator: str = "") -> str | list[Json]:
+    """The content of a message of a chat."""
+    return content if isinstance(content, str) else joined((part.plain() for part in content), separator)
 
 
 Content = Annotated[

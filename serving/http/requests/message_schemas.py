@@ -9,13 +9,16 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag
 
 from phasewise.serving.http.errors import bad_request
 from phasewise.serving.http.requests.chat_schemas import (
     MOST_TOOLS,
     ChatRequest,
+    Content,
+    ContentPart,
     FunctionName,
+    content_of,
     joined,
     parts_kind,
 )
@@ -36,11 +39,6 @@ _BETWEEN = "\n\n"
 """The text between two blocks of a message."""
 
 
-class TextBlock(Strict):
-    type: Literal["text"]
-    text: str
-
-
 class ThinkingBlock(Strict):
     type: Literal["thinking"]
     thinking: str
@@ -53,48 +51,23 @@ class CallBlock(Strict):
     input: Any = None
 
 
-class OtherBlock(Strict):
-    """An image, a document, a call of a tool that runs on another server, and the like."""
-
-    model_config = ConfigDict(extra="allow")
-
-    type: Annotated[str, Field(min_length=1, max_length=64)]
+class ResultBlock(Strict):
+    type: Literal["tool_result"]
+    tool_use_id: Id
+    content: Content | None = None
+    is_error: bool = False
 
 
 def _block_kind(value: object) -> str:
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", "")
-    return str(kind) if kind in ("text", "thinking", "tool_use", "tool_result") else "other"
-
-
-Texts = Annotated[
-    Annotated[str, Tag("str")]
-    | Annotated[
-        list[
-            Annotated[
-                Annotated[TextBlock, Tag("text")] | Annotated[OtherBlock, Tag("other")],
-                Discriminator(lambda value: "text" if _block_kind(value) == "text" else "other"),
-            ]
-        ],
-        Field(fail_fast=True, max_length=MOST_PARTS),
-        Tag("list of dict"),
-    ],
-    Discriminator(parts_kind),
-]
-
-
-class ResultBlock(Strict):
-    type: Literal["tool_result"]
-    tool_use_id: Id
-    content: Texts | None = None
-    is_error: bool = False
+    return str(kind) if kind in ("thinking", "tool_use", "tool_result") else "part"
 
 
 Block = Annotated[
-    Annotated[TextBlock, Tag("text")]
-    | Annotated[ThinkingBlock, Tag("thinking")]
+    Annotated[ThinkingBlock, Tag("thinking")]
     | Annotated[CallBlock, Tag("tool_use")]
     | Annotated[ResultBlock, Tag("tool_result")]
-    | Annotated[OtherBlock, Tag("other")],
+    | Annotated[ContentPart, Tag("part")],
     Discriminator(_block_kind),
 ]
 
@@ -150,7 +123,7 @@ class CountTokensRequest(AnswerRequest):
 
     model: str
     messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)]
-    system: Texts | None = None
+    system: Content | None = None
     tools: Annotated[list[MessagesTool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = Field(None, description="without it the model does not think first")
@@ -197,7 +170,7 @@ def _prompt_of(body: CountTokensRequest) -> Json:
             "has begun; end with a message of the user",
             "messages",
         )
-    messages = [{"role": "system", "content": _content(body.system)}] if body.system else []
+    messages = [{"role": "system", "content": content_of(body.system, _BETWEEN)}] if body.system else []
     for message in body.messages:
         messages += _of_assistant(message) if message.role == "assistant" else _of_others(message)
     return {
@@ -224,11 +197,8 @@ def _of_output(wanted: OutputConfig, *, thinks: bool) -> Json:
 
 
 def _blocks(message: Message) -> Sequence[Any]:
-    return (
-        [TextBlock(type="text", text=message.content)]
-        if isinstance(message.content, str)
-        else message.content
-    )
+    said = message.content
+    return [ContentPart(type="text", text=said)] if isinstance(said, str) else said
 
 
 def _of_assistant(message: Message) -> list[Json]:
@@ -245,10 +215,10 @@ def _of_assistant(message: Message) -> list[Json]:
                 calls.append({"id": block.id, "function": called})
             case ResultBlock():
                 raise bad_request("messages: a tool_result is the user's, not the assistant's", "messages")
-            case OtherBlock(type="redacted_thinking"):
+            case ContentPart(type="redacted_thinking"):
                 """Thoughts that another server has encrypted: nothing that a model could read."""
             case _:
-                said.append(block.model_dump())
+                said.append(block.plain())
     if said or not calls:
         out["content"] = joined(said)
     if thoughts:
@@ -265,7 +235,7 @@ def _of_others(message: Message) -> Iterator[Json]:
                 if said:
                     yield {"role": message.role, "content": joined(said, _BETWEEN)}
                     said = []
-                result = _content(block.content or "")
+                result = content_of(block.content or "", _BETWEEN)
                 if block.is_error:
                     result = joined([{"type": "text", "text": "Error: "}, *_parts(result)])
                 yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": result}
@@ -274,19 +244,13 @@ def _of_others(message: Message) -> Iterator[Json]:
                     f"messages: a {block.type} block is the assistant's, not the user's", "messages"
                 )
             case _:
-                said.append(block.model_dump())
+                said.append(block.plain())
     if said or not message.content:
         yield {"role": message.role, "content": joined(said, _BETWEEN)}
 
 
 def _parts(content: str | list[Json]) -> list[Json]:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-
-def _content(content: str | Sequence[TextBlock | OtherBlock]) -> str | list[Json]:
-    if isinstance(content, str):
-        return content
-    return joined([block.model_dump() for block in content], _BETWEEN)
 
 
 def _tool(tool: MessagesTool) -> Json:

@@ -1,28 +1,24 @@
 """The requests that `/v1/responses` accepts, and the chat request that each means.
 
-Conversations of stored responses go on with `previous_response_id` (`ResponseStore`). Background work and
-templates stored elsewhere are refused by name.
+Conversations of stored responses go on with `previous_response_id` (`answers.last_answers`). Background work
+and templates stored elsewhere are refused by name.
 """
 
 from __future__ import annotations
 
 import json
-import time
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
-from phasewise.serving.http.errors import ApiError, bad_request
 from phasewise.serving.http.requests.chat_schemas import (
     INPUT,
     MOST_TOOLS,
     ChatRequest,
     Content,
-    ContentPart,
     FunctionName,
-    joined,
+    content_of,
 )
 from phasewise.serving.http.requests.schemas import (
     AnswerRequest,
@@ -37,18 +33,7 @@ from phasewise.serving.http.requests.schemas import (
     kind_of,
 )
 
-MOST_STORED = 1000
-MOST_STORED_CHARACTERS = 32 << 20
-STORED_S = 3600.0
-"""The limits of responses kept for `previous_response_id`: their number, their size together, and their
-age.
-"""
 _MOST_ITEMS = 10_000
-_ENTRY_CHARACTERS = 200
-"""The bytes that a response, or a message, takes beside its texts, more or less."""
-_MOST_ID = 80  # characters of what is repeated
-
-
 CallId = Annotated[str, Field(min_length=1, max_length=256)]
 
 
@@ -289,7 +274,7 @@ def _whole(answer: Json) -> Json:
 def _of_assistant(item: Any) -> Json | None:
     match item:
         case MessageItem(role="assistant"):
-            return {"content": _content(item.content)}
+            return {"content": content_of(item.content)}
         case CallItem():
             arguments = item.arguments if item.input is None else json.dumps({INPUT: item.input})
             called = {"name": flat_name(item.namespace, item.name), "arguments": arguments}
@@ -304,15 +289,8 @@ def _of_assistant(item: Any) -> Json | None:
 
 def _of_others(item: Any) -> Json:
     if isinstance(item, ResultItem):
-        return {"role": "tool", "tool_call_id": item.call_id, "content": _content(item.output)}
-    return {"role": item.role, "content": _content(item.content)}
-
-
-def _content(content: str | Sequence[ContentPart]) -> str | list[Json]:
-    if isinstance(content, str):
-        return content
-    texts = ({"type": "text", "text": part.text} if part.is_text else part.model_dump() for part in content)
-    return joined(texts)
+        return {"role": "tool", "tool_call_id": item.call_id, "content": content_of(item.output)}
+    return {"role": item.role, "content": content_of(item.content)}
 
 
 def _choice(body: ResponsesRequest) -> Any:
@@ -330,97 +308,3 @@ def _format(text: TextSettings | None) -> Json | None:
             return {"type": "json_schema", "json_schema": {"name": wanted.name, "schema": wanted.schema_}}
         case _:
             return None
-
-
-class _Stored(NamedTuple):
-    """One response, as it was sent, and the conversation up to and with it."""
-
-    at_s: float
-    n_characters: int
-    messages: list[Json]
-    written: str
-
-
-class ResponseStore:
-    """The last responses and their conversations, in memory. A client sees its own alone. On the event
-    loop.
-    """
-
-    def __init__(self) -> None:
-        self._kept: dict[str, OrderedDict[str, _Stored]] = {}
-        """By client; each client's in order of age."""
-        self._n_stored = 0
-        self._n_characters = 0
-
-    def put(self, client: str, response_id: str, messages: list[Json], written: str) -> None:
-        """Keep a response. Where there is no room, the oldest of the client that holds most give way."""
-        self._forget_old()
-        size = _ENTRY_CHARACTERS + len(written) + sum(_size(message) for message in messages)
-        stored = _Stored(time.monotonic(), size, messages, written)
-        self._kept.setdefault(client, OrderedDict())[response_id] = stored
-        self._n_stored += 1
-        self._n_characters += size
-        while self._n_stored > MOST_STORED:
-            self._drop_oldest(max(self._kept, key=lambda owner: len(self._kept[owner])))
-        while self._n_characters > MOST_STORED_CHARACTERS:
-            self._drop_oldest(max(self._kept, key=self._characters_of))
-
-    def conversation(self, client: str, response_id: str) -> list[Json]:
-        """The conversation up to and with this response. ApiError where it is not, or no longer, known."""
-        stored = self._find(client, response_id)
-        if stored is None:
-            raise bad_request(
-                "previous_response_id names a response that is not stored (any more); send the whole "
-                "conversation as input",
-                "previous_response_id",
-                "previous_response_not_found",
-            )
-        return stored.messages
-
-    def response(self, client: str, response_id: str) -> str:
-        """The response as it was sent. ApiError where it is not, or no longer, stored."""
-        stored = self._find(client, response_id)
-        if stored is None:
-            raise _not_stored(response_id)
-        return stored.written
-
-    def delete(self, client: str, response_id: str) -> None:
-        """Forget it. ApiError where it is not, or no longer, stored."""
-        if self._find(client, response_id) is None:
-            raise _not_stored(response_id)
-        self._drop(client, response_id)
-
-    def _find(self, client: str, response_id: str) -> _Stored | None:
-        self._forget_old()
-        kept = self._kept.get(client)
-        return None if kept is None else kept.get(response_id)
-
-    def _forget_old(self) -> None:
-        too_old_s = time.monotonic() - STORED_S
-        for client in list(self._kept):
-            while client in self._kept and next(iter(self._kept[client].values())).at_s < too_old_s:
-                self._drop_oldest(client)
-
-    def _characters_of(self, client: str) -> int:
-        return sum(stored.n_characters for stored in self._kept[client].values())
-
-    def _drop_oldest(self, client: str) -> None:
-        self._drop(client, next(iter(self._kept[client])))
-
-    def _drop(self, client: str, response_id: str) -> None:
-        dropped = self._kept[client].pop(response_id)
-        if not self._kept[client]:
-            del self._kept[client]
-        self._n_stored -= 1
-        self._n_characters -= dropped.n_characters
-
-
-def _not_stored(response_id: str) -> ApiError:
-    message = f"there is no response {response_id[:_MOST_ID]!r} here, or no longer"
-    return ApiError(404, message, param="response_id", code="response_not_found")
-
-
-def _size(message: Json) -> int:
-    calls = message.get("tool_calls", ())
-    texts = (str(message.get("content") or ""), message.get("reasoning_content") or "")
-    return _ENTRY_CHARACTERS + sum(map(len, texts)) + sum(len(str(call)) for call in calls)

@@ -17,6 +17,7 @@ from phasewise.serving.embedding.client import EmbeddingClient
 from phasewise.serving.embedding.metrics import EmbeddingMetrics
 from phasewise.serving.http import errors
 from phasewise.serving.http.answers.client import EngineClient
+from phasewise.serving.http.answers.last_answers import ResponseStore
 from phasewise.serving.http.answers.openai_objects import (
     ChatRendering,
     CompletionRendering,
@@ -46,7 +47,6 @@ from phasewise.serving.http.requests.request_to_messages import (
 )
 from phasewise.serving.http.requests.response_schemas import (
     ResponsesRequest,
-    ResponseStore,
     chat_of,
     messages_of,
     namespaces_of,
@@ -413,13 +413,15 @@ def _add_responses(app: FastAPI, service: GenerationService) -> None:
     @app.get("/v1/responses/{response_id}")
     async def show_response(request: Request, response_id: str) -> Response:
         """A response that is stored here."""
-        written = store.response(client_of(request.scope).name, response_id)
+        written = store.stored(client_of(request.scope).name, response_id).written
         return Response(written, media_type="application/json")
 
     @app.delete("/v1/responses/{response_id}")
     async def forget_response(request: Request, response_id: str) -> dict[str, Any]:
         """Store it no longer."""
-        store.delete(client_of(request.scope).name, response_id)
+        client = client_of(request.scope).name
+        store.stored(client, response_id)
+        store.drop(client, response_id)
         return {"id": response_id, "object": "response", "deleted": True}
 
 

@@ -12,8 +12,8 @@ from phasewise.serving.engine.messages import Evidence, Submit
 from phasewise.serving.engine.receipts import FinishReason, receipt_of
 from phasewise.serving.errors import ServingError
 from phasewise.serving.http.answers.client import EngineClient
+from phasewise.serving.http.answers.last_answers import ReceiptStore
 from phasewise.serving.http.answers.openai_objects import Rendering, Reply
-from phasewise.serving.http.answers.receipt_store import ReceiptStore
 from phasewise.serving.http.answers.send_answer import respond
 from phasewise.serving.http.answers.sse_events import encode
 from phasewise.serving.http.errors import ApiError, from_engine

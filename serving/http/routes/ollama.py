@@ -52,13 +52,13 @@ def add_ollama(app: FastAPI, service: GenerationService) -> None:
     @app.get("/api/tags")
     async def tags() -> Json:
         """The models that are served."""
-        return {"models": [_listed(model) for model in await service.models.listed()]}
+        return {"models": [await _listed(service, model) for model in await service.models.listed()]}
 
     @app.get("/api/ps")
     async def ps() -> Json:
         """Those of them that are loaded."""
         loaded = [model for model in await service.models.listed() if model.served is not None]
-        return {"models": [{**_listed(model), **_running(model)} for model in loaded]}
+        return {"models": [{**await _listed(service, model), **_running(model)} for model in loaded]}
 
     @app.post("/api/show")
     async def show(request: Request) -> Json:
@@ -145,7 +145,7 @@ def _loaded(model: ServedModel, body: OllamaChatRequest | OllamaGenerateRequest,
     return JSONResponse({**head, **said, "done": True, "done_reason": reason})
 
 
-def _listed(model: ListedModel) -> Json:
+async def _listed(service: GenerationService, model: ListedModel) -> Json:
     fingerprint = model.served.system_fingerprint if model.served else None
     return {
         "name": model.model_id,
@@ -153,7 +153,7 @@ def _listed(model: ListedModel) -> Json:
         "modified_at": _time(model.created_s),
         "size": model.n_bytes,
         "digest": fingerprint or "",
-        "details": _details(model.served.facts if model.served else ModelFacts()),
+        "details": _details(await service.models.facts(model)),
     }
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from phasewise.serving.engine.fingerprint import Fingerprint
 from phasewise.serving.engine.receipts import read_receipt
-from phasewise.serving.http.answers.receipt_store import MOST_KEPT, MOST_KEPT_CHARACTERS, ReceiptStore
+from phasewise.serving.http.answers.last_answers import MOST_KEPT, MOST_KEPT_CHARACTERS, ReceiptStore
 from phasewise.serving.http.errors import ApiError
 from phasewise.serving.http.http_settings import HttpLimits, ServedModel
 from tests.support.servers.fake_server import FakeServer, fake_server

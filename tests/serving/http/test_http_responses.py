@@ -11,10 +11,11 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from phasewise.serving.http.answers import last_answers
+from phasewise.serving.http.answers.last_answers import ResponseStore
 from phasewise.serving.http.errors import ApiError
 from phasewise.serving.http.http_settings import HttpLimits
-from phasewise.serving.http.requests import response_schemas
-from phasewise.serving.http.requests.response_schemas import ResponseStore, messages_of
+from phasewise.serving.http.requests.response_schemas import messages_of
 from tests.support.models.tool_templates import HERMES
 from tests.support.servers.fake_server import FakeServer
 from tests.support.servers.scripted_engine import ScriptedRanks, scripted_server
@@ -188,19 +189,19 @@ def test_the_store_keeps_what_its_bounds_allow_and_tells_no_other_client(
     assert store.conversation("me", "1")
     with pytest.raises(ApiError):
         store.conversation("you", "1")
-    for number in range(response_schemas.MOST_STORED):
+    for number in range(last_answers.MOST_KEPT):
         store.put("me", f"n{number}", [], "{}")
     with pytest.raises(ApiError):
         store.conversation("me", "1")
     store.put(
         "me",
         "large",
-        [{"role": "user", "content": "a" * (response_schemas.MOST_STORED_CHARACTERS - 402)}],
+        [{"role": "user", "content": "a" * (last_answers.MOST_KEPT_CHARACTERS - 402)}],
         "{}",
     )
     with pytest.raises(ApiError):
         store.conversation("me", "n999")
-    monkeypatch.setattr(response_schemas, "STORED_S", -1.0)
+    monkeypatch.setattr(last_answers, "STORED_S", -1.0)
     with pytest.raises(ApiError):
         store.conversation("me", "large")
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from phasewise._options import option, parse_bytes
-from phasewise.serving.scheduling.waiting_orders import ARRIVAL
+from phasewise.serving.scheduling.waiting_line import ARRIVAL
 from phasewise.workflows.errors import UsageError
 from phasewise.workflows.options import KvFormat
 
