@@ -1,4 +1,4 @@
-"""How a tensor of a file holds ours: several of them, in another order or in another form.
+"""Tensors of a file that hold ours: several of them, in another order or in another form.
 
 Everything here is a view: rows are read from the file when the packer asks for them.
 """
@@ -29,8 +29,11 @@ _TURNED = re.compile(r"layers\.\d+\.([qk])(_bias)?")
 
 @dataclass(frozen=True)
 class CutFor:
-    """What a tensor is cut for. stem: "layers.3."; shapes: what the config calls for, by our names; what: the
-    tensor, in errors; turns: `ModelConfig.turns`."""
+    """The layer and the config that a tensor is cut for.
+
+    stem: "layers.3.". shapes: those that the config calls for, by our names. what: the tensor, in errors.
+    turns: `ModelConfig.turns`.
+    """
 
     stem: str
     shapes: Shapes

@@ -22,7 +22,7 @@ class Layer:
     hidden: int
     mixers: tuple[Mixer, ...]
     feed_forward: FeedForward | None
-    """What computes every row, beside experts where there are any."""
+    """The layer that computes every row, beside experts where there are any."""
     mixture: Mixture | None
     streams: StreamsOfLayer | None
     inputs: InputsOfLayer | None
@@ -43,7 +43,7 @@ class Layer:
 
     @property
     def attention(self) -> Attention | LatentMixer | None:
-        """What keeps keys and values, or reads those of another layer."""
+        """The mixer that keeps keys and values, or reads those of another layer; None for a state alone."""
         return next((part for part in self.mixers if isinstance(part, Attention | LatentMixer)), None)
 
     def vectors(self, has_bias: bool) -> dict[str, int]:

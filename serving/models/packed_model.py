@@ -409,7 +409,7 @@ def layers_of(config: ModelConfig) -> tuple[Layer, ...]:
 
 
 def _mixers(config: ModelConfig, number: int) -> tuple[Mixer, ...]:
-    """What keeps a state before what keeps keys and values: both read the stream before either is added."""
+    """A state before keys and values: both read the stream before either is added."""
     mixers: list[Mixer] = []
     if config.state is not None and number in config.state.layers:
         mixers.append(_state(config, config.state))
@@ -457,7 +457,7 @@ def _feed_forward(
 
 
 def _dense(config: ModelConfig, number: int) -> FeedForward | None:
-    """What computes every row of a layer."""
+    """The feed-forward layer that computes every row; None where there is none."""
     experts, sparsity = config.experts, config.streams.sparsity[number] if config.streams else 0.0
     if number in config.halves.mixing:
         return None

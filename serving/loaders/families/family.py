@@ -94,7 +94,7 @@ class Family:
     global_names: Names = field(default_factory=dict)
     """Names of tensors outside layers, of either format, beside the common ones."""
     ffn_form: FeedForwardForm = SILU_GATE
-    """What feed-forward layers have in common; the activation is one of `ACTIVATION_NAMES`."""
+    """The form of feed-forward layers; the activation is one of `ACTIVATION_NAMES`."""
     hf_text_prefixes: tuple[str, ...] = ()
     """The prefix of the names of a language model that is part of a larger one."""
     hf_ignored: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""What the mixtures of a model have in common: how many experts there are, and which compute a row."""
+"""The number of experts in the mixtures of a model, and the choice of those that compute a row."""
 
 from __future__ import annotations
 

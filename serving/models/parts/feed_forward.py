@@ -20,7 +20,7 @@ MOST_WIDTH = 1 << 20
 
 @dataclass(frozen=True)
 class FeedForwardForm:
-    """What the feed-forward layers of a model have in common."""
+    """The form of all feed-forward layers of a model."""
 
     activation: str = "silu"
     gated: bool = field(default=True, metadata=LATER)
@@ -103,7 +103,7 @@ class FeedForward(LayerPart):
         site.program.gate_rows(self.width, *up, *up, gate, rows=rows, one_gate=True)
 
     def between(self, site: Site) -> dict[str, Any]:
-        """How the last product reads rows at `inner`."""
+        """Options of the last product, which reads rows at `inner`."""
         if not self.form.gated:
             return {"source": "activation", "gate": self.form.activation, "bias": site.vector("up_bias")}
         return {"source": "gate", "gate": self.form.activation, "sparsity": self.sparsity}

@@ -71,7 +71,7 @@ class InputsOfLayer(LayerPart):
         rows: Rows,
         scale: float,
     ) -> None:
-        """What it gives is added to each of `targets`, the sum multiplied by `scale`. number: the layer's."""
+        """Adds its outputs to each of `targets`, and multiplies the sum by `scale`. number: the layer's."""
         gate, branch = arena.gate_up, arena.branch
         into, out = self.products
         site.linears.add(site.parts(into), {"source": "rows"}, stream, gate, rows=rows)

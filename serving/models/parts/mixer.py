@@ -1,4 +1,4 @@
-"""What mixes the tokens of a sequence: the part of a layer that leads from the stream to rows for `o`."""
+"""The part of a layer that mixes the tokens of a sequence: from the stream to rows for `o`."""
 
 from __future__ import annotations
 

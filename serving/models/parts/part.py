@@ -1,4 +1,4 @@
-"""What every part of a layer says of itself: the tensors that it calls for, and how they are packed."""
+"""The tensors that a part of a layer calls for, and the way in which they are packed."""
 
 from __future__ import annotations
 

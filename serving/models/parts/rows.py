@@ -1,4 +1,4 @@
-"""Where rows of a step lie in its arena."""
+"""Places of the rows of a step in its arena."""
 
 from __future__ import annotations
 

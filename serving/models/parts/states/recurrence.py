@@ -1,4 +1,4 @@
-"""A convolution, and a state that every token changes and reads: what layers that keep one have alike."""
+"""A convolution, and a state that every token changes and reads."""
 
 from __future__ import annotations
 
@@ -107,11 +107,11 @@ class Recurrence(Convolving):
     @property
     @abstractmethod
     def begins(self) -> Columns:
-        """Where the convolution's products, those of the gate and those of time steps begin."""
+        """First columns of the convolution's products, of the gate's and of those of time steps."""
 
     @property
     def columns(self) -> Columns:
-        """Where queries, keys and values of a row of the convolution begin."""
+        """First columns of queries, keys and values in a row of the convolution."""
         return 0, self.state.keys, 2 * self.state.keys
 
     @property
@@ -132,7 +132,7 @@ class Recurrence(Convolving):
         return MixingRows(more, self.channels, state.gates, state.values)
 
     def add_gates(self, site: Site, products: Place) -> int | None:
-        """What follows the convolution before gates are read; where factors begin if not beside the steps."""
+        """Adds operations before the gates. The column of factors; None: beside the steps."""
         del site, products
         return None
 
