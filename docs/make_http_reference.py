@@ -251,6 +251,7 @@ def registry() -> CollectorRegistry:
     metrics.sent(Submit("a", (1,), model="one"), RequestFacts((1,), 0.0, None, 1, None))
     metrics.delivered((Answer("a", "", (), 1, 0, "stop"),), None)
     metrics.refused(ApiError(400, ""))
+    metrics.asked("one", "", "")
     metrics.answered_by_connection(400)
     return metrics.registry
 

@@ -545,3 +545,14 @@ def test_files_form_no_circle() -> None:
         imported = (name if name in paths else name.rpartition(".")[0] for name in names)
         graph[module] = {name for name in imported if name in paths and name != module}
     TopologicalSorter(graph).prepare()  # CycleError names the files of a circle
+
+
+def test_a_module_that_is_run_is_whole_when_it_runs() -> None:
+    """`python -m` runs from above: what stands below `if __name__ == "__main__"` is not there yet."""
+    broken = [
+        module
+        for module, path in SOURCES
+        for node in ast.parse(path.read_text(encoding="utf-8")).body[:-1]
+        if isinstance(node, ast.If) and "__main__" in ast.unparse(node.test)
+    ]
+    assert not broken

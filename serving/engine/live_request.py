@@ -57,7 +57,7 @@ class LiveRequest:
             chain = LogitChain(len(before.token_ids), before.logit_digests)
         sampler = Sampler(message.sampling, message.prompt_token_ids, vocabulary.size, guide, chain)
         text = AnswerText(vocabulary.open_stream(message.shown), message.stop)
-        end_token_ids = frozenset() if message.ignore_eos else vocabulary.end_token_ids
+        end_token_ids = frozenset() if message.ignore_eos else vocabulary.end_token_ids | message.ends
         n_top = message.prompt_logprobs
         scores = None if n_top is None else PromptScores(message.prompt_token_ids, n_top)
         live = cls(given, max_tokens, sampler, text, end_token_ids, adapter, chain, scores=scores)

@@ -43,6 +43,8 @@ class Submit:
     stop: tuple[str, ...] = ()
     """The answer ends before the first of these; none of it is given out."""
     ignore_eos: bool = False
+    ends: frozenset[int] = frozenset()
+    """End tokens beside the model's: those of its chat template."""
     estimate: Estimate | None = None
     """The expected length of the answer; made before the engine's thread sees the request."""
     guide: Guide | None = None

@@ -50,12 +50,17 @@ class AskedSettings:
     """Control tokens whose texts count where stop strings are looked for."""
     guide: GuideRecipe | None
     """The required form of the answer."""
+    ends: tuple[int, ...] = ()
+    """End tokens beside the model's."""
 
     @classmethod
     def of(cls, request: Submit) -> AskedSettings:
         guide = None if request.guide is None else request.guide.recipe
-        shown = tuple(sorted(request.shown))
-        return cls(request.sampling, request.max_tokens, request.stop, request.ignore_eos, shown, guide)
+        shown, ends = tuple(sorted(request.shown)), tuple(sorted(request.ends))
+        return cls(request.sampling, request.max_tokens, request.stop, request.ignore_eos, shown, guide, ends)
+
+    def digest(self) -> str:
+        return digest_of(_as_before(_settings.dump_python(self, mode="json")))
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,7 @@ class Receipt:
         if not self.signature:
             del fields["signature"]
         del fields["fingerprint"]["paths"]
+        _as_before(fields["settings"])
         if not self.fingerprint.adapter:  # as receipts were before there were adapters
             del fields["fingerprint"]["adapter"]
         return fields
@@ -101,7 +107,7 @@ class Receipt:
             wrong.append("the system fingerprint is not that of its components")
         if self.prompt_digest != digest_of(self.prompt_token_ids):
             wrong.append("the digest of the prompt is not that of its tokens")
-        if self.settings_digest != digest_of(_settings.dump_python(self.settings, mode="json")):
+        if self.settings_digest != self.settings.digest():
             wrong.append("the digest of the settings is not that of the settings")
         if len(self.logit_digests) != n_digests(len(self.token_ids)):
             wrong.append(
@@ -114,6 +120,14 @@ class Receipt:
 
 SignReceipt = Callable[[Receipt], Receipt]
 """Gives a receipt its signature."""
+
+
+def _as_before(settings: dict[str, Any]) -> dict[str, Any]:
+    """As receipts were before templates had end tokens, where there are none."""
+    if not settings["ends"]:
+        del settings["ends"]
+    return settings
+
 
 _receipt = TypeAdapter(Receipt)
 _settings = TypeAdapter(AskedSettings)
@@ -133,7 +147,7 @@ def receipt_of(
         request.prompt_token_ids,
         digest_of(request.prompt_token_ids),
         settings,
-        digest_of(_settings.dump_python(settings, mode="json")),
+        settings.digest(),
         evidence.token_ids,
         reason,
         evidence.logit_digests,
@@ -211,7 +225,7 @@ def ends_wrongly(
     text: of the whole answer, read where there are stop texts.
     """
     settings, ids = receipt.settings, receipt.token_ids
-    ends = frozenset() if settings.ignore_eos else end_token_ids
+    ends = frozenset() if settings.ignore_eos else end_token_ids.union(settings.ends)
     early = next((place for place, token_id in enumerate(ids[:-1]) if token_id in ends), None)
     if early is not None:
         return f"the answer goes on after its end token, token {early + 1}"

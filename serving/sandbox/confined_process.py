@@ -26,8 +26,8 @@ Job = Callable[[bytes], bytes]
 
 _JOBS = {
     "grammar": "phasewise.serving.grammar.grammar_job",
-    "template": "phasewise.serving.text.template_job",
-    "tokenizer": "phasewise.serving.text.tokenizer_job",
+    "template": "phasewise.serving.text.chat_template",
+    "tokenizer": "phasewise.serving.text.confined_tokenizer",
 }
 """Modules with a function `prepare(told)`, which loads all that jobs need, or raises JobRefused."""
 _ANSWERED, _REFUSED, _OVERRUN, _UNSERVED = b"a", b"r", b"o", b"u"

@@ -1,13 +1,18 @@
-"""A conversation written out as one prompt, by the template that came with the model."""
+"""A conversation written out as one prompt, by the template that came with the model, and the job of the
+confined process that does it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jinja2
 
+from phasewise._words import counted
 from phasewise.serving.errors import ModelError, RequestError
+from phasewise.serving.sandbox.confined import JobRefused
 from phasewise.serving.sandbox.template_sandbox import (
     MAX_OUTPUT_CHARS,
     Budget,
@@ -15,6 +20,8 @@ from phasewise.serving.sandbox.template_sandbox import (
     SpentError,
     compile_template,
 )
+from phasewise.serving.text.control_texts import ControlTexts
+from phasewise.serving.text.conversation_shapes import LAST_RESORT, plain_tools, shaped
 from phasewise.serving.text.turn_analysis import form_of
 from phasewise.serving.text.turn_form import TurnForm
 
@@ -40,18 +47,12 @@ class ChatTemplate:
         except (jinja2.TemplateError, SyntaxError, RecursionError, MemoryError, ValueError) as error:
             reason = " ".join(str(error).split())[:200] or type(error).__name__
             raise ModelError(f"the model's chat template cannot be read: {reason}; give another") from error
-        self._special_tokens = dict(special_tokens)
-        self._source = source
+        self._special_tokens, self._source = dict(special_tokens), source
 
     def turn_form(self) -> TurnForm:
         """The form of the turns that it writes, found by some tens of renderings."""
 
-        def write(
-            messages: Sequence[Message],
-            tools: Sequence[Message],
-            opens: bool,
-            variables: Mapping[str, Any],
-        ) -> str | None:
+        def write(messages: Any, tools: Any, opens: bool, variables: Mapping[str, Any]) -> str | None:
             try:
                 return self.render(messages, opens, tools or None, variables)
             except ChatTemplateError:
@@ -90,10 +91,9 @@ class ChatTemplate:
             raise ChatTemplateError(f"the model's chat template was stopped: {error}") from error
         except Exception as error:  # a template is a stranger's program, and may fail in any way
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-            message = (
+            raise ChatTemplateError(
                 f"the model's chat template fails on this conversation ({reason}); check roles and contents"
-            )
-            raise ChatTemplateError(message) from error
+            ) from error
 
 
 def _gather(pieces: Iterable[str], budget: Budget) -> str:
@@ -106,3 +106,58 @@ def _gather(pieces: Iterable[str], budget: Budget) -> str:
             raise SpentError("it wrote too much")
         written.append(piece)
     return "".join(written)
+
+
+def prepare(told: bytes) -> Callable[[bytes], bytes]:
+    """The job: a `chat.Conversation` in; out the mark (0 or 3 bytes) behind its length, and the text.
+
+    null in: out the form of the template's turns.
+    """
+    settings = json.loads(told)
+    try:
+        template = ChatTemplate(settings["source"], settings["special_tokens"])
+    except ModelError as error:
+        raise JobRefused(str(error)) from error
+    control_texts = ControlTexts(settings["control_texts"])
+
+    def render(request: bytes) -> bytes:
+        asked = json.loads(request)
+        if asked is None:
+            return template.turn_form().to_json()
+        try:
+            given, mark = control_texts.broken(asked)
+            text = rendered(template, given)
+        except (ChatTemplateError, ValueError) as error:
+            raise JobRefused(str(error)) from error
+        if len(text) > settings["most_characters"]:
+            raise JobRefused(
+                f"the conversation is written out in {counted(len(text), 'character')}, which is too long"
+            )
+        written = mark.encode()
+        return bytes([len(written)]) + written + text.encode("utf-8", "surrogatepass")
+
+    return render
+
+
+def rendered(template: ChatTemplate, given: Mapping[str, Any]) -> str:
+    """The conversation without the shapes that the template lacks. Where it is still refused: with an empty
+    list of tools in place of none and without an effort, which few templates know; then without any shape
+    that a template may lack.
+    """
+    lacks, variables = given["lacks"], given["variables"]
+    tools = plain_tools(given["tools"]) if "bare schemas" in lacks else given["tools"]
+    messages = shaped(given["messages"], lacks)
+    fewer = {name: value for name, value in variables.items() if name != "reasoning_effort"}
+    ways = [
+        (messages, tools or None, variables),
+        (messages, tools, fewer),
+        (shaped(given["messages"], LAST_RESORT), plain_tools(tools), fewer),
+    ]
+    first: ChatTemplateError | None = None
+    for way_messages, way_tools, way_variables in ways:
+        try:
+            return template.render(way_messages, True, way_tools, way_variables)
+        except ChatTemplateError as error:
+            first = first or error
+    assert first is not None
+    raise first

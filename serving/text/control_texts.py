@@ -25,9 +25,9 @@ class ControlTexts:
 
     def broken(self, messages: Any) -> tuple[Any, str]:
         """`messages` with a mark in each control text within them, and the mark: "" where there is none."""
-        if self._beginning is None or not any(map(self._beginning.search, _texts(messages))):
+        if self._beginning is None or not any(map(self._beginning.search, texts_in(messages))):
             return messages, ""
-        used = set().union(*map(set, _texts(messages)))
+        used = set().union(*map(set, texts_in(messages)))
         mark = next((character for character in _MARKS if character not in used), None)
         if mark is None:
             raise ValueError("a conversation with every noncharacter of Unicode cannot be written out")
@@ -44,17 +44,15 @@ class ControlTexts:
         return value
 
 
-def _texts(value: Any) -> Iterable[str]:
+def texts_in(value: Any) -> Iterable[str]:
     """All texts in a value of JSON, names of fields included."""
     if isinstance(value, str):
         yield value
-    elif isinstance(value, list):
+    elif isinstance(value, list | tuple | dict):
         for item in value:
-            yield from _texts(item)
-    elif isinstance(value, dict):
-        yield from value
-        for item in value.values():
-            yield from _texts(item)
+            yield from texts_in(item)
+        if isinstance(value, dict):
+            yield from texts_in(list(value.values()))
 
 
 def _any_of(texts: list[str]) -> str:

@@ -15,28 +15,67 @@ Message = Mapping[str, Any]
 Messages = list[dict[str, Any]]
 Write = Callable[[Sequence[Message], Sequence[Message], bool, Mapping[str, Any]], str | None]
 """Messages, tools, whether an answer is opened, variables -> the prompt; None where the template refuses."""
+_LEFT_OUT: dict[str, dict[str, Any]] = {"object": {"additionalProperties": False}, "array": {"items": {}}}
 THOUGHTS = ("reasoning_content", "thinking", "reasoning", "thought")
+_INTRODUCTION = (
+    "You may call one or more functions to assist with the user query.\n\n"
+    "You are provided with function signatures within <tools></tools> XML tags:\n"
+    "<tools>\n{tools}\n</tools>\n\n"
+    "For each function call, return a json object with function name and arguments within "
+    "<tool_call></tool_call> XML tags:\n<tool_call>\n"
+    '{{"name": <function-name>, "arguments": <args-json-object>}}\n</tool_call>'
+)
 
 
 def shaped(messages: Sequence[Message], lacks: Iterable[str]) -> Messages:
     """The conversation without these shapes."""
     out = [dict(message) for message in messages]
-    for name, change in _CHANGES.items():
+    for name, (change, _) in _SHAPES.items():
         if name in lacks:
             out = change(out)
     return out
 
 
-def plain_tools(tools: Sequence[Message]) -> list[Any]:
-    """The tools with all that schemas may leave out, and one type for each value."""
-    return [_plain_type(tool) for tool in tools]
+def plain_tools(value: Any) -> Any:
+    """Tools with all that schemas may leave out, and one type for each value."""
+    if isinstance(value, list | tuple):
+        return [plain_tools(item) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    out = {key: plain_tools(item) for key, item in value.items()}
+    stated = out.get("type")
+    if isinstance(stated, list):
+        out["type"] = next((name for name in stated if name != "null"), "string")
+    if isinstance(stated, str | list):
+        out = {"description": "", **_LEFT_OUT.get(str(out["type"]), {}), **out}
+    return out
+
+
+def written_out(messages: Sequence[Message], tools: Sequence[Message]) -> Messages:
+    """The conversation of a template that knows no tools: tools, calls and results written out as text, in
+    messages of system, user and assistant. The words are those that Hermes models were trained on.
+    """
+    out: Messages = []
+    for message in _calls_as_text([dict(message) for message in messages]):
+        result = f"<tool_response>\n{message['content']}\n</tool_response>"
+        if message["role"] != "tool":
+            out.append(message)
+        elif out and out[-1]["role"] == "user" and out[-1]["content"].startswith("<tool_response>"):
+            out[-1]["content"] += f"\n{result}"  # results of one turn are one message
+        else:
+            out.append({"role": "user", "content": result})
+    if not tools:
+        return out
+    shown = _INTRODUCTION.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+    n_leading = _n_leading(out)
+    return _join_leading([*out[:n_leading], {"role": "system", "content": shown}, *out[n_leading:]])
 
 
 def shapes_lacked(write: Write, tools: Sequence[Message]) -> tuple[str, ...]:
     """The shapes that a template refuses, or of which it drops a text, and takes once they are changed."""
     lacks: list[str] = []
-    for names in [*zip(_CHANGES), _BOTH]:
-        for probe in _PROBES[names[0]]:
+    for names in [*zip(_SHAPES), _BOTH]:
+        for probe in _SHAPES[names[0]][1]:
             changed = shaped(probe, [*lacks, *names])
             if not _is_taken(write, shaped(probe, lacks), tools) and _is_taken(write, changed, tools):
                 lacks += names
@@ -55,33 +94,24 @@ def takes_any_id(write: Write, tools: Sequence[Message], lacks: Sequence[str]) -
 
 def _is_taken(write: Write, messages: Messages, tools: Sequence[Message]) -> bool:
     text = write(messages, tools, True, {})
-    return text is not None and all(
-        mark in text for mark in _marks(messages) if not mark.startswith(("qthought", "qcallid"))
-    )
+    marks = re.findall(r"q(?:probe|name|value)\w+", json.dumps(messages))
+    return text is not None and all(mark in text for mark in marks)
 
 
-def _marks(value: Any) -> list[str]:
-    return re.findall(r"q(?:probe|name|value|call|thought)\w+", json.dumps(value))
+# What is changed
 
 
-def _said(role: str, number: int, **more: Any) -> dict[str, Any]:
-    return {"role": role, "content": f"qprobe{role}{number}", **more}
+def _without(message: Message, *fields: str) -> dict[str, Any]:
+    return {key: value for key, value in message.items() if key not in fields}
 
 
-def _calls(*numbers: int) -> list[dict[str, Any]]:
-    functions = [(n, {"name": f"qname{n}", "arguments": {"a": f"qvalue{n}"}}) for n in numbers]
-    return [{"id": f"qcallid0{n}", "type": "function", "function": function} for n, function in functions]
-
-
-def _result(number: int) -> dict[str, Any]:
-    return _said("tool", number, tool_call_id=f"qcallid0{number}", name=f"qname{number}")
-
-
-# What is changed, cheapest first
+def _n_leading(messages: Messages) -> int:
+    """The number of system texts in front."""
+    return next((n for n, message in enumerate(messages) if message["role"] != "system"), len(messages))
 
 
 def _join_leading(messages: Messages) -> Messages:
-    n_leading = next((n for n, message in enumerate(messages) if message["role"] != "system"), len(messages))
+    n_leading = _n_leading(messages)
     if n_leading < 2:
         return messages
     text = "\n\n".join(str(message["content"]) for message in messages[:n_leading])
@@ -95,25 +125,22 @@ def _move_later(messages: Messages) -> Messages:
     for message in messages:
         if message["role"] == "system" and any(other["role"] != "system" for other in out):
             waiting += f"{message['content']}\n\n"
-        elif waiting and message["role"] == "user":
-            out.append({**message, "content": f"{waiting}{message['content']}"})
+            continue
+        if waiting and message["role"] == "user":
+            message, waiting = {**message, "content": f"{waiting}{message['content']}"}, ""
+        elif waiting and message["role"] == "assistant":
+            out.append({"role": "user", "content": waiting.rstrip()})
             waiting = ""
-        else:
-            if waiting and message["role"] == "assistant":
-                out.append({"role": "user", "content": waiting.rstrip()})
-                waiting = ""
-            out.append(message)
+        out.append(message)
     return [*out, {"role": "user", "content": waiting.rstrip()}] if waiting else out
 
 
 def _join_neighbours(messages: Messages) -> Messages:
     out: Messages = []
     for message in messages:
-        last = out[-1] if out else None
-        joins = (
-            last is not None and last["role"] == message["role"] and message["role"] in ("user", "assistant")
-        )
-        if last is not None and joins and not (last.get("tool_calls") or message.get("tool_calls")):
+        last = out[-1] if out else {"role": ""}
+        joins = last["role"] == message["role"] and message["role"] in ("user", "assistant")
+        if joins and not (last.get("tool_calls") or message.get("tool_calls")):
             texts = [str(text) for text in (last["content"], message["content"]) if text]
             out[-1] = {**last, **message, "content": "\n\n".join(texts)}
         else:
@@ -156,10 +183,10 @@ def _one_call(messages: Messages) -> Messages:
             continue
         n_results = next((n for n, other in enumerate(left) if other["role"] != "tool"), len(left))
         results, left = left[:n_results], left[n_results:]
-        for number, call in enumerate(calls):
-            bare = {key: value for key, value in message.items() if key not in THOUGHTS}
-            out.append({**(message if not number else {**bare, "content": ""}), "tool_calls": [call]})
+        for call in calls:
+            out.append({**message, "tool_calls": [call]})
             out += [result for result in results if result.get("tool_call_id") == call.get("id")]
+            message = {**_without(message, *THOUGHTS), "content": ""}
         ids = {call.get("id") for call in calls}
         out += [result for result in results if result.get("tool_call_id") not in ids]
     return out
@@ -170,133 +197,87 @@ def _text_before_calls(messages: Messages) -> Messages:
     out: Messages = []
     for message in messages:
         if message.get("tool_calls") and message.get("content"):
-            out.append({key: value for key, value in message.items() if key != "tool_calls"})
-            out.append({**{k: v for k, v in message.items() if k not in THOUGHTS}, "content": ""})
-        else:
-            out.append(message)
+            out.append(_without(message, "tool_calls"))
+            message = {**_without(message, *THOUGHTS), "content": ""}
+        out.append(message)
     return out
 
 
 def _without_thoughts(messages: Messages) -> Messages:
-    return [
-        {key: value for key, value in message.items() if key not in THOUGHTS}
-        if message.get("tool_calls") and message.get("content")
-        else message
-        for message in messages
-    ]
+    return [_without(m, *THOUGHTS) if m.get("tool_calls") and m.get("content") else m for m in messages]
 
 
 def _null_text(messages: Messages) -> Messages:
-    return [
-        {**message, "content": None} if message.get("tool_calls") and not message.get("content") else message
-        for message in messages
-    ]
+    return [{**m, "content": m.get("content") or None} if m.get("tool_calls") else m for m in messages]
 
 
 def _text_arguments(messages: Messages) -> Messages:
+    def changed(call: Message) -> Message:
+        given = call["function"]["arguments"]
+        text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+        return {**call, "function": {**call["function"], "arguments": text}}
+
     return [
-        {**message, "tool_calls": [_text_call(call) for call in message["tool_calls"]]}
-        if message.get("tool_calls")
-        else message
-        for message in messages
+        {**m, "tool_calls": list(map(changed, m["tool_calls"]))} if m.get("tool_calls") else m
+        for m in messages
     ]
-
-
-def _text_call(call: Message) -> dict[str, Any]:
-    function, given = call["function"], call["function"]["arguments"]
-    text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
-    return {**call, "function": {**function, "arguments": text}}
 
 
 def _calls_as_text(messages: Messages) -> Messages:
     """Calls in the words that models know who were taught no others."""
     out: Messages = []
     for message in messages:
-        calls = message.get("tool_calls") or []
-        said = [
-            json.dumps({key: call["function"][key] for key in ("name", "arguments")}, ensure_ascii=False)
-            for call in calls
-        ]
-        text = "\n".join(
-            [str(message["content"] or ""), *(f"<tool_call>\n{call}\n</tool_call>" for call in said)]
-        )
-        bare = {key: value for key, value in message.items() if key != "tool_calls"}
-        out.append({**bare, "content": text.lstrip("\n")} if calls else message)
+        texts = [str(message["content"])] if message.get("content") else []
+        for call in message.get("tool_calls") or []:
+            said = {key: call["function"][key] for key in ("name", "arguments")}
+            texts.append(f"<tool_call>\n{json.dumps(said, ensure_ascii=False)}\n</tool_call>")
+        text = {"content": "\n".join(texts)} if message.get("tool_calls") else {}
+        out.append(_without(message, "tool_calls") | text)
     return out
 
 
-def _plain_type(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_plain_type(item) for item in value]
-    if not isinstance(value, Mapping):
-        return value
-    out = {key: _plain_type(item) for key, item in value.items()}
-    stated = out.get("type")
-    if isinstance(stated, list):
-        out["type"] = next((name for name in stated if name != "null"), "string")
-    if isinstance(stated, str | list):
-        left_out = {"object": ("additionalProperties", False), "array": ("items", {})}.get(str(out["type"]))
-        out = {"description": "", **dict([left_out] if left_out else []), **out}
-    return out
+# What is tried, cheapest change first
 
 
-_ASSISTANT, _USER = _said("assistant", 1), _said("user", 1)
-_CALLED = [_USER, _said("assistant", 2, content="", tool_calls=_calls(1)), _result(1)]
-_CHANGES: dict[str, Callable[[Messages], Messages]] = {
-    "leading systems": _join_leading,
-    "system": _system_to_user,
-    "later systems": _move_later,
-    "empty text beside calls": _null_text,
-    "arguments as objects": _text_arguments,
-    "several calls": _one_call,
-    "thoughts beside text and calls": _without_thoughts,
-    "text beside calls": _text_before_calls,
-    "user after result": _join_to_result,
-    "neighbours": _join_neighbours,
-    "calls": _calls_as_text,
-}
+def _said(role: str, number: int, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": f"qprobe{role}{number}", **more}
+
+
+def _calls(*numbers: int, **more: Any) -> dict[str, Any]:
+    functions = [(n, {"name": f"qname{n}", "arguments": {"a": f"qvalue{n}"}}) for n in numbers]
+    calls = [{"id": f"qcallid0{n}", "type": "function", "function": function} for n, function in functions]
+    return _said("assistant", 2, tool_calls=calls, **more)
+
+
+_ASSISTANT, _USER, _SYSTEM = _said("assistant", 1), _said("user", 1), _said("system", 1)
+_RESULT, _SECOND = (_said("tool", n, tool_call_id=f"qcallid0{n}", name=f"qname{n}") for n in (1, 2))
+_CALLED = [_USER, {**_calls(1), "content": ""}, _RESULT]
+_TEXT_AND_CALL = [_USER, _calls(1), _RESULT, _said("assistant", 3), _said("user", 3)]
+_SHAPES: dict[str, tuple[Callable[[Messages], Messages], list[Messages]]] = {
+    "leading systems": (_join_leading, [[_SYSTEM, _said("system", 2), _USER]]),
+    "system": (_system_to_user, [[_SYSTEM, _USER], [_SYSTEM, *_CALLED]]),
+    "later systems": (_move_later, [[_SYSTEM, _USER, _ASSISTANT, _said("system", 2), _said("user", 2)]]),
+    "empty text beside calls": (_null_text, [_CALLED]),
+    "arguments as objects": (_text_arguments, [_CALLED]),
+    "several calls": (_one_call, [[_USER, {**_calls(1, 2), "content": ""}, _RESULT, _SECOND]]),
+    "thoughts beside text and calls": (
+        _without_thoughts, [[_USER, _calls(1, **dict.fromkeys(THOUGHTS, "qthought")), _RESULT]]
+    ),
+    "text beside calls": (_text_before_calls, [_TEXT_AND_CALL]),
+    "user after result": (_join_to_result, [[*_CALLED, _said("user", 2)]]),
+    "neighbours": (_join_neighbours, [[_USER, _said("user", 2)]]),
+    "calls": (_calls_as_text, [_CALLED]),
+}  # fmt: skip
 LAST_RESORT = (
     *("leading systems", "later systems", "several calls", "thoughts beside text and calls"),
     *("text beside calls", "user after result", "neighbours"),
 )
 """For a conversation that is refused all the same."""
 _BOTH = ("empty text beside calls", "arguments as objects")
-_FINAL = [_said("assistant", 3), _said("user", 3)]
-_PROBES: dict[str, list[Messages]] = {
-    "leading systems": [[_said("system", 1), _said("system", 2), _USER]],
-    "system": [[_said("system", 1), _USER], [_said("system", 1), *_CALLED]],
-    "later systems": [[_said("system", 1), _USER, _ASSISTANT, _said("system", 2), _said("user", 2)]],
-    "empty text beside calls": [_CALLED],
-    "arguments as objects": [_CALLED],
-    "several calls": [
-        [_USER, _said("assistant", 2, content="", tool_calls=_calls(1, 2)), _result(1), _result(2)]
-    ],
-    "thoughts beside text and calls": [
-        [
-            _USER,
-            _said("assistant", 2, tool_calls=_calls(1), **dict.fromkeys(THOUGHTS, "qthought")),
-            _result(1),
-        ]
-    ],
-    "text beside calls": [[_USER, _said("assistant", 2, tool_calls=_calls(1)), _result(1), *_FINAL]],
-    "user after result": [[*_CALLED, _said("user", 2)]],
-    "neighbours": [[_USER, _said("user", 2)]],
-    "calls": [_CALLED],
+_PROPERTIES = {
+    "a": {"type": ["string", "null"]},
+    "b": {"type": "object"},
+    "c": {"type": "array", "items": {"type": "object", "properties": {}}},
 }
-_BARE = [
-    {
-        "type": "function",
-        "function": {
-            "name": "f",
-            "description": "",
-            "parameters": {
-                "type": "object",
-                "properties": {
-                    "a": {"type": ["string", "null"]},
-                    "b": {"type": "object"},
-                    "c": {"type": "array", "items": {"type": "object", "properties": {}}},
-                },
-            },
-        },
-    }
-]
+_PARAMETERS = {"type": "object", "properties": _PROPERTIES}
+_BARE = [{"type": "function", "function": {"name": "f", "description": "", "parameters": _PARAMETERS}}]

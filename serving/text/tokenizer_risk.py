@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from phasewise._json import read_json
-from phasewise.serving.text.gguf_vocab import PRE_TOKENIZERS
+from phasewise.serving.text.gguf_vocab import PRE_TOKENIZERS, PUBLISHED_PATTERNS
 
 MOST_GROWTH = 8.0
 """Bytes that one byte of a text may become."""
@@ -29,25 +29,7 @@ _MOST_TOKEN_CHARACTERS = 1024
 _MOST_TEMPLATE_TOKENS = 256
 _MOST_REPLACEMENT_BYTES = 64
 
-_ENDINGS = "'s|'t|'re|'ve|'m|'ll|'d"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_REST = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-_WORDS = rf"(?i:{_ENDINGS})|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+"
-_MARKS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
-_CASED = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+(?i:{_ENDINGS})?"
-    rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*(?i:{_ENDINGS})?"
-)
-KNOWN_PATTERNS = frozenset(
-    {
-        *(pattern for cutter in PRE_TOKENIZERS.values() for pattern in cutter.patterns),
-        rf"{_ENDINGS}| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|\s+(?!\S)|\s+",
-        rf"{_WORDS}|\p{{N}}{{1,3}}|{_MARKS}{_REST}",
-        rf"{_WORDS}|\p{{N}}|{_MARKS}{_REST}",
-        rf"{_CASED}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*{_REST}",
-        rf"{_CASED.replace(f'(?i:{_ENDINGS})?', '')}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*{_REST}",
-    }
-)
+KNOWN_PATTERNS = frozenset(PUBLISHED_PATTERNS).union(*(cutter.patterns for cutter in PRE_TOKENIZERS.values()))
 """Patterns of well-known families, of which each text is cut in time linear in it."""
 
 _CLASS = r"\[\^?(?:\\[pP]\{\^?\w+\}|\\x\{[0-9A-Fa-f]+\}|\\[^pPx]|[^\\\[\]])+\]"
@@ -60,11 +42,9 @@ _SIMPLE = re.compile(
 _HARMLESS_NORMALIZERS = frozenset({"NFC", "NFD", "NFKC", "NFKD", "Nmt", "Lowercase", "Strip", "StripAccents"})
 """A second time each of them changes nothing."""
 _REPEATABLE = {"BertNormalizer": 5 / 3, "ByteLevel": 2.0}
-"""Changes that these make to a text once more each time: spaces around a character of three bytes, two for
-one.
-"""
+"""They lengthen a text each time: spaces around a character of three bytes, two bytes for one."""
 _HARMLESS_PRE_TOKENIZERS = frozenset(
-    {
+    [
         "ByteLevel",
         "Metaspace",
         "Whitespace",
@@ -74,7 +54,7 @@ _HARMLESS_PRE_TOKENIZERS = frozenset(
         "Digits",
         "CharDelimiterSplit",
         "UnicodeScripts",
-    }
+    ]
 )
 _GROWING_PRE_TOKENIZERS = frozenset({"ByteLevel", "Metaspace"})
 _MOST_GROWING = 2
@@ -111,9 +91,8 @@ def risk_of(text: str) -> str | None:
     """
     try:
         fields = read_json(text, object_of=_without_doubles)
-        if not isinstance(fields, dict):
-            return None
-        _check(fields)
+        if isinstance(fields, dict):
+            _check(fields)
     except _Risky as risk:
         return str(risk)
     except ValueError:
@@ -154,15 +133,12 @@ def _check(fields: Mapping[str, Json]) -> None:
 def _parts(part: Json, inner: str) -> list[Mapping[str, Json]]:
     """The parts of a sequence of sequences, in order."""
     components: list[Mapping[str, Json]] = []
-    left = [] if part is None else [part]
-    seen = 0
+    left, n_seen = [] if part is None else [part], 0
     while left:
         component = left.pop()
-        seen += 1
-        if seen > _MOST_PARTS:
+        n_seen += 1
+        if n_seen > _MOST_PARTS:
             raise _Risky(f"it has more than {_MOST_PARTS} {inner}")
-        if not isinstance(component["type"], str):
-            raise _Risky(f"one of its {inner} has no type")
         if component["type"] == "Sequence":
             left += reversed(component[inner])
         else:
@@ -256,17 +232,13 @@ def _without_doubles(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
     return fields
 
 
-# ---- what is left of a risky one here ---------------------------------------------------------------------
-
-
 def without_programs(text: str) -> str:
-    """The vocabulary alone, and the kind of its decoder: enough to turn tokens into text."""
+    """What is left of a risky one here: the vocabulary, and the kind of decoder, to turn tokens into text."""
     fields = read_json(text)
-    decoders = _types_in(fields.get("decoder"))
-    kept = next((kind for kind in _DECODERS if kind in decoders), None)
-    emptied: dict[str, Json] = dict.fromkeys(("normalizer", "pre_tokenizer", "post_processor"))
-    emptied |= {"truncation": None, "padding": None, "decoder": kept and _DECODERS[kept]}
-    return json.dumps(fields | emptied)
+    decoder = json.dumps(fields.get("decoder"))
+    kept = next((part for kind, part in _DECODERS.items() if f'"type": "{kind}"' in decoder), None)
+    emptied = ("normalizer", "pre_tokenizer", "post_processor", "truncation", "padding")
+    return json.dumps({**fields, **dict.fromkeys(emptied), "decoder": kept})
 
 
 _DECODERS: Mapping[str, Json] = {
@@ -274,20 +246,3 @@ _DECODERS: Mapping[str, Json] = {
     "ByteFallback": {"type": "ByteFallback"},
     "Metaspace": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "never", "split": False},
 }
-
-
-def _types_in(part: Json) -> set[str]:
-    types: set[str] = set()
-
-    def walk(value: Json) -> None:
-        if isinstance(value, dict):
-            if isinstance(value.get("type"), str):
-                types.add(value["type"])
-            for inner in value.values():
-                walk(inner)
-        elif isinstance(value, list):
-            for inner in value:
-                walk(inner)
-
-    walk(part)
-    return types

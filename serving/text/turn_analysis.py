@@ -6,12 +6,14 @@ It looks at what the template writes around sentinels, with and without thoughts
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from phasewise.serving.text.conversation_shapes import THOUGHTS, Write, shapes_lacked, takes_any_id
 from phasewise.serving.text.turn_form import (
+    CHANNELS,
     ID,
     INDEX,
     KEY,
@@ -19,6 +21,7 @@ from phasewise.serving.text.turn_form import (
     ArgumentForm,
     Around,
     CallForm,
+    Ids,
     Kind,
     TurnForm,
 )
@@ -29,9 +32,12 @@ _NAMES, _KEYS, _VALUES = (
     ("qakeyq", "qbkeyq"),
     ("qfirstvalueq", "qlastvalueq"),
 )
+_ARGUMENTS: Mapping[str, Any] = dict(zip(_KEYS, _VALUES, strict=True))
 _IDS = ("qcallid01", "qcallid02")
 _QUOTED = f"{_VALUES[0]}\"'\n\\{_VALUES[1]}"
 _NUMBER = 771258
+_LONGEST_END = 120
+_LONGEST_TURN = 1 << 14
 _ON: tuple[Mapping[str, Any], ...] = ({}, {"enable_thinking": True, "thinking": True})
 _TAG = re.compile(r"<[^<>\n]{0,80}>|\[[^\[\]\n]{1,40}\]")
 _TOKENS = re.compile(r"<[^<>\d\n]{0,80}>|\d+|\D")
@@ -69,6 +75,8 @@ class _Writer:
         if full is None or prompt is None or _USER not in prompt or _USER not in full:
             return None
         asked = prompt.rindex(_USER) + len(_USER)
+        if len(full) - asked > _LONGEST_TURN:
+            return None
         opening = prompt[asked:]
         if self._write([question], _TOOLS, False, variables or {}) == prompt and _TAG.search(opening):
             full = full.removesuffix(opening)  # it opens an answer whatever is asked
@@ -88,14 +96,17 @@ class _Writer:
 def form_of(write: Write, source: str) -> TurnForm:
     """The form of the turns that a template writes. `source`: its text."""
     writer = _Writer(write)
+    lacks = shapes_lacked(write, _TOOLS)
+    ids: Ids = "any" if takes_any_id(write, _TOOLS, lacks) else "nine characters"
+    if all(mark in source for mark in ("<|channel|>", "<|message|>")):
+        return CHANNELS._replace(ids=ids, lacks=lacks, opening=_opening(write))
     plain = writer.turn(content=_TEXT)
     field, thought = _thought(writer, plain, source)
     text, end = _text(plain, thought)
     call, end_of_calls = _calls(writer, plain, thought, text)
-    lacks = shapes_lacked(write, _TOOLS)
-    ends = tuple(dict.fromkeys(mark.strip() for mark in (end, end_of_calls) if mark.strip()))
-    has_any_id = takes_any_id(write, _TOOLS, lacks)
-    ids: Literal["any", "nine characters"] = "any" if has_any_id else "nine characters"
+    text = _closed_before_calls(writer, call, text)
+    marks = (mark.strip() for mark in (end, end_of_calls) if len(mark) <= _LONGEST_END)
+    ends = tuple(dict.fromkeys(mark for mark in marks if mark))
     return TurnForm(call, thought, text, ends, field, ids, lacks, _opening(write))
 
 
@@ -123,27 +134,30 @@ def _opening(write: Write) -> str:
 
 
 def _thought(writer: _Writer, plain: _Turn | None, source: str) -> tuple[str, Around]:
-    arguments = dict(zip(_KEYS, _VALUES, strict=True))
     for variables in _ON:
         for field in THOUGHTS:
             for turn in (
                 writer.turn(variables, content=_TEXT, **{field: _THOUGHT}),
-                writer.calls(arguments, 1, **{field: _THOUGHT}),
+                writer.calls(_ARGUMENTS, 1, **{field: _THOUGHT}),
             ):
                 marks = _around_thought(turn.text, plain) if turn and _THOUGHT in turn.text else None
                 if turn is not None and marks is not None:
-                    return field, (marks[0] or turn.opened, marks[1])
+                    said = turn.text[turn.start : turn.text.index(_THOUGHT)]
+                    opening = said if said.strip() and marks[0].endswith(said) else marks[0]
+                    return field, (opening or turn.opened, marks[1])
     return THOUGHTS[0], _thought_in_text(writer, source)
 
 
 def _around_thought(text: str, plain: _Turn | None) -> Around | None:
     before, behind = text.split(_THOUGHT, 1)
+    said = plain.text if plain is not None and _TEXT in plain.text else _TEXT
     mirrored = _mirrored(before, behind)
-    if mirrored is not None or _TEXT not in behind:
+    is_end = mirrored is not None and mirrored[1].strip() in said[said.rindex(_TEXT) :]
+    if _TEXT not in behind or not (mirrored is None or is_end):
         return mirrored
     # Marks that do not mirror each other: what the turn has more than one without thoughts.
     between = behind[: behind.index(_TEXT)]
-    said = plain.text[: plain.text.index(_TEXT)] if plain is not None and _TEXT in plain.text else ""
+    said = said[: said.index(_TEXT)]
     head = _whole_tags(before, n_shared(before, said))
     head = min(head, plain.start) if plain is not None else head
     rest = said[head:] if said.startswith(before[:head]) else ""
@@ -197,6 +211,17 @@ def _behind(text: str, mark: str) -> str:
     return text if place < 0 else text[place + len(mark.strip()) :]
 
 
+def _closed_before_calls(writer: _Writer, call: CallForm | None, text: Around) -> Around:
+    """The marks around text, of which there may be one behind it where calls follow."""
+    turn = writer.calls(_ARGUMENTS, 1, content=_TEXT) if call else None
+    if call is None or turn is None or _TEXT not in turn.text or text[1].strip():
+        return text
+    opening = (call.section[0] + call.opening).partition(NAME)[0]
+    behind = _pattern(turn.text[turn.text.rindex(_TEXT) + len(_TEXT) :].partition(_NAMES[0])[0])
+    closing = behind.removesuffix(opening) if opening.strip() else ""
+    return (text[0], closing) if closing != behind and closing.strip() else text
+
+
 # Calls
 
 
@@ -204,15 +229,14 @@ def _calls(
     writer: _Writer, plain: _Turn | None, thought: Around, text: Around
 ) -> tuple[CallForm | None, str]:
     """Their form and what ends a turn with calls."""
-    arguments = dict(zip(_KEYS, _VALUES, strict=True))
-    single = _first_written(writer, arguments, 1)
+    single = _first_written(writer, 1)
     if single is None:
         writer.text_arguments = True
-        single = _first_written(writer, arguments, 1)
+        single = _first_written(writer, 1)
     if single is None:
         writer.text_arguments = False
         return None, ""
-    double = _first_written(writer, arguments, 2)
+    double = _first_written(writer, 2)
     turn = double if double is not None and _NAMES[1] in double.text else single
     body = turn.text
     place = body.index(_NAMES[0], turn.start)
@@ -222,7 +246,7 @@ def _calls(
     elif text[0].strip():
         before = _behind(before, text[0])
         before = _behind(before, text[1]) if text[1].strip() else before
-    spans = list(_spans(body, place, arguments)) or list(_tagged_spans(body, place))
+    spans = next(filter(None, (list(_spans(body, place, is_json=j)) for j in (True, False))), [])
     if not spans:
         return None, ""
     is_json = spans[0].is_json
@@ -233,13 +257,13 @@ def _calls(
         end, section_end = section_end + end, ""
     call = CallForm((pieces.section_opening, section_end), pieces.opening, pieces.closing, pieces.separator)
     if is_json:
-        return _with_keys(call, body, before, arguments, spans), end
+        return _with_keys(call, body, before, spans), end
     return _with_argument(writer, call, body, spans), end
 
 
-def _first_written(writer: _Writer, arguments: Mapping[str, Any], n_calls: int) -> _Turn | None:
+def _first_written(writer: _Writer, n_calls: int) -> _Turn | None:
     for content in ("", None, _TEXT):
-        turn = writer.calls(arguments, n_calls, content=content)
+        turn = writer.calls(_ARGUMENTS, n_calls, content=content)
         written = turn is not None and turn.text.find(_NAMES[0], turn.start) >= 0
         if turn is not None and written and all(value in turn.text for value in _VALUES):
             return turn
@@ -255,45 +279,44 @@ class _Span(NamedTuple):
     is_json: bool
 
 
-def _spans(body: str, place: int, arguments: Mapping[str, Any]) -> Iterator[_Span]:
-    """Calls whose arguments are a JSON object, or the text of one as a JSON string."""
+def _spans(body: str, place: int, *, is_json: bool) -> Iterator[_Span]:
+    """Calls whose arguments are a JSON object, or the text of one as a JSON string; or are written one by
+    one, from the first key to the last value's end.
+    """
     for name in _NAMES:
         place = body.find(name, place)
-        key_place = body.find(_KEYS[0], place)
-        if min(place, key_place) < 0:
+        key = body.find(_KEYS[0], place)
+        last = body.find(_VALUES[1], key)
+        if min(place, key, last) < 0:
             return
-        for begin in (mark.start() for mark in re.finditer(r'"(?=\{)|\{', body[place:key_place])):
-            value, end = _decoded(body, place + begin)
-            if _is_json_of(arguments, value):
-                yield _Span(place, place + begin, end, True)
-                place = end
-                break
+        if not is_json:
+            span = key, last + len(_VALUES[1])
         else:
+            begins = [place + mark.start() for mark in re.finditer(r'"(?=\{)|\{', body[place:key])]
+            ends = {begin: end for begin in begins if (end := _end_of(body, begin))}
+            span = next(iter(ends.items()), (0, 0))
+        if not span[1]:
             return
+        yield _Span(place, *span, is_json)
+        place = span[1]
+
+
+def _end_of(body: str, begin: int) -> int:
+    """The end of the JSON at a place, where it is that of the arguments; else 0."""
+    value, end = _decoded(body, begin)
+    return end if _is_json_of(value) else 0
 
 
 def _decoded(body: str, begin: int) -> tuple[Any, int]:
     """The JSON value at a place, and its end; None where there is none."""
     try:
         return json.JSONDecoder().raw_decode(body, begin)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None, 0
 
 
-def _is_json_of(arguments: Mapping[str, Any], value: Any) -> bool:
-    return value == arguments or (isinstance(value, str) and _decoded(value, 0)[0] == arguments)
-
-
-def _tagged_spans(body: str, place: int) -> Iterator[_Span]:
-    """Calls whose arguments are written one by one: the span from the first key to the last value's end."""
-    for name in _NAMES:
-        place = body.find(name, place)
-        begin = body.find(_KEYS[0], place)
-        last = body.find(_VALUES[1], begin)
-        if min(place, begin, last) < 0:
-            return
-        yield _Span(place, begin, last + len(_VALUES[1]), False)
-        place = last
+def _is_json_of(value: Any) -> bool:
+    return value == _ARGUMENTS or (isinstance(value, str) and _decoded(value, 0)[0] == _ARGUMENTS)
 
 
 class _Pieces(NamedTuple):
@@ -327,11 +350,10 @@ def _pieces(body: str, before: str, spans: Sequence[_Span], plain: _Turn | None)
 
 
 def _pattern(text: str) -> str:
-    """With names and ids of both calls replaced."""
-    for name in _NAMES:
-        text = text.replace(name, NAME)
-    for call_id in _IDS:
-        text = text.replace(call_id, ID)
+    """With names, ids and keys replaced."""
+    for sign, words in ((NAME, _NAMES), (ID, _IDS), (KEY, _KEYS)):
+        for word in words:
+            text = text.replace(word, sign)
     return text
 
 
@@ -369,14 +391,12 @@ def _shared_end(behind: str, plain: _Turn | None) -> str:
     return shared[tag.start() :] if tag else ""
 
 
-def _with_keys(
-    call: CallForm, body: str, before: str, arguments: Mapping[str, Any], spans: Sequence[_Span]
-) -> CallForm:
+def _with_keys(call: CallForm, body: str, before: str, spans: Sequence[_Span]) -> CallForm:
     """The call with the keys of its JSON, where the name stands in JSON too."""
     name_place, given_end = spans[0].name, spans[0].end
     for begin in range(name_place - len(before), name_place):
         value, end = _decoded(body, begin) if body[begin] in "{[" else (None, 0)
-        keys = _keys(value, arguments) if end >= given_end else None
+        keys = _keys(value) if end >= given_end else None
         if keys is not None:
             lead = _pattern(before[: len(before) - (name_place - begin)])
             tail = call.closing.removeprefix(_pattern(body[given_end:end]))
@@ -386,18 +406,18 @@ def _with_keys(
     return call
 
 
-def _keys(value: Any, arguments: Mapping[str, Any]) -> tuple[str, str] | None:
+def _keys(value: Any) -> tuple[str, str] | None:
     if isinstance(value, list):
-        return next((keys for item in value if (keys := _keys(item, arguments))), None)
+        return next((keys for item in value if (keys := _keys(item))), None)
     if not isinstance(value, dict):
         return None
-    if _is_json_of(arguments, value.get(_NAMES[0])):
+    if _is_json_of(value.get(_NAMES[0])):
         return "", ""
     name = next((key for key, item in value.items() if item == _NAMES[0]), None)
-    given = next((key for key, item in value.items() if _is_json_of(arguments, item)), None)
+    given = next((key for key, item in value.items() if _is_json_of(item)), None)
     if name is not None and given is not None:
         return name, given
-    return next((keys for item in value.values() if (keys := _keys(item, arguments))), None)
+    return next((keys for item in value.values() if (keys := _keys(item))), None)
 
 
 # Arguments that are written one by one
@@ -410,16 +430,16 @@ def _with_argument(writer: _Writer, call: CallForm, body: str, spans: Sequence[_
     key, value = middle.find(_VALUES[0]), middle.find(_KEYS[1])
     if min(key, value) < 0 or key > value:
         return None
-    string_opening = _keyed(middle[len(_KEYS[0]) : key])
-    between = _keyed(middle[key + len(_VALUES[0]) : value])
+    string_opening = _pattern(middle[len(_KEYS[0]) : key])
+    between = _pattern(middle[key + len(_VALUES[0]) : value])
     lead = call.opening[call.opening.rindex(NAME) + 1 :]
     opening = _shared(lead, between, from_end=True)
     rest = between[: len(between) - len(opening)]
-    behind = _keyed(body[first.end :])
+    behind = _pattern(body[first.end :])
     closing = _shared(rest, behind)
     call = call._replace(
         opening=call.opening[: len(call.opening) - len(opening)],
-        closing=_keyed(call.closing).removeprefix(closing),
+        closing=call.closing.removeprefix(closing),
     )
     values: dict[Kind, Around] = {"string": (string_opening, closing)}
     examples: dict[Kind, Any] = {
@@ -432,12 +452,6 @@ def _with_argument(writer: _Writer, call: CallForm, body: str, spans: Sequence[_
     return call._replace(argument=argument)
 
 
-def _keyed(text: str) -> str:
-    for key in _KEYS:
-        text = text.replace(key, KEY)
-    return text
-
-
 def _around_value(writer: _Writer, value: Any, following: str) -> Around | None:
     """The patterns around a value that is no string. `following`: up to the next key."""
     turn = writer.calls({_KEYS[0]: value, _KEYS[1]: _VALUES[1]}, 1)
@@ -447,7 +461,7 @@ def _around_value(writer: _Writer, value: Any, following: str) -> Around | None:
         return None
     begin = turn.text.find(_KEYS[0], turn.start)
     end = turn.text.find(_KEYS[1], begin)
-    written = _keyed(turn.text[begin + len(_KEYS[0]) : end]) if 0 <= begin < end else ""
+    written = _pattern(turn.text[begin + len(_KEYS[0]) : end]) if 0 <= begin < end else ""
     if not written.endswith(following):
         return None
     written = written[: len(written) - len(following)]
@@ -481,5 +495,4 @@ def _whole_tags(text: str, end: int) -> int:
 
 def n_shared(left: str, right: str) -> int:
     """Length of the longest beginning of both."""
-    pairs = enumerate(zip(left, right, strict=False))
-    return next((number for number, (a, b) in pairs if a != b), min(len(left), len(right)))
+    return len(os.path.commonprefix((left, right)))  # noqa: RUF071

@@ -9,14 +9,14 @@ import json
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
-from phasewise._json import read_json
-
 NAME, ID, INDEX, KEY = "\ue000", "\ue001", "\ue002", "\ue003"
 _SHOWN = {NAME: "NAME", ID: "ID", INDEX: "INDEX", KEY: "KEY"}
 
 Around = tuple[str, str]
 """The patterns before and behind something."""
 Kind = Literal["string", "number", "boolean", "object", "array"]
+Ids = Literal["any", "nine characters"]
+KINDS: tuple[Kind, ...] = ("string", "number", "boolean", "object", "array")
 
 
 class ArgumentForm(NamedTuple):
@@ -62,9 +62,14 @@ class TurnForm(NamedTuple):
     text: Around = ("", "")
     ends: tuple[str, ...] = ()
     thought_field: str = "reasoning_content"
-    ids: Literal["any", "nine characters"] = "any"
+    ids: Ids = "any"
     lacks: tuple[str, ...] = ()
     opening: str = ""
+
+    @property
+    def is_channelled(self) -> bool:
+        """True if thoughts, calls and text are messages of their own, as `CHANNELS` has them."""
+        return self.call == CHANNELS.call
 
     def to_json(self) -> bytes:
         """For another process."""
@@ -73,25 +78,26 @@ class TurnForm(NamedTuple):
     @classmethod
     def from_json(cls, text: bytes) -> TurnForm:
         """The form that `to_json` has written."""
-        form = cls(*_tuples(read_json(text)))
-        if form.call is None:
-            return form
-        call = CallForm(*form.call)
-        argument = None if call.argument is None else ArgumentForm(*call.argument)
-        return form._replace(call=call._replace(argument=argument))
+        from pydantic import TypeAdapter
+
+        return TypeAdapter(cls).validate_json(text)
 
     def told(self) -> dict[str, str]:
         """In words, for people: an example of each part."""
         out = {"thoughts": "…".join(self.thought)} if self.thought[1] else {}
         if self.call is not None:
             out["calls"] = _example(self.call)
-        return out
+        return {**out, "ends": " or ".join(self.ends)} if self.ends else out
 
 
-def _tuples(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _tuples(item) for key, item in value.items()}
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+CHANNELS = TurnForm(
+    CallForm(("", ""), f"<|channel|>commentary to=functions.{NAME} <|constrain|>json<|message|>", "", ""),
+    ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
+    ("<|channel|>final<|message|>", ""),
+    ("<|return|>", "<|call|>"),
+    "thinking",
+)
+"""The form of gpt-oss, which models write with more freedom than their templates."""
 
 
 def _example(call: CallForm) -> str:

@@ -5,120 +5,73 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from phasewise.serving.errors import ServingError
+from phasewise.serving.text.control_texts import texts_in
 from phasewise.serving.text.turn_form import (
+    CHANNELS,
+    KINDS,
     NAME,
     ArgumentForm,
     Around,
     CallForm,
     TurnForm,
 )
-from phasewise.serving.tools.form_grammar import grammar_of_calls, unheld_texts
+from phasewise.serving.tools.form_grammar import Function, Wanted, grammar_of_calls, unheld_texts
 from phasewise.serving.tools.form_reader import TurnReader, trigger_of
-from phasewise.serving.tools.gpt_oss import CHANNEL, MESSAGE, GptOss
 from phasewise.serving.tools.parts import PlainReader, Reader, Trimmed
-from phasewise.serving.tools.thinking import ThinkingReader
-from phasewise.serving.tools.tool_format import Function, ToolFormat, Wanted
 
 _USES_TOOLS = re.compile(r"{[%{][^}]*\btools\b")
+_TAG = re.compile(r"<[^<>\n]{1,80}>|\[[^\[\]\n]{1,40}\]")
 _LOOKED_AT_TOKENS = 24
 _LONGEST_TOKEN = 48
 _ID_CHARACTERS = 9
 """Characters of a call's id in templates that take no other length."""
 
-_JSON_VALUE: Around = ("=", "")
-ROWS: Mapping[str, CallForm] = {
-    "hermes": CallForm(
-        ("", ""),
-        f'<tool_call>\n{{"name": "{NAME}", "arguments": ',
-        "}\n</tool_call>",
-        "\n",
-        keys=("name", "arguments"),
-        lead="<tool_call>",
-        tail="</tool_call>",
+
+def _json_call(section: Around, opening: str, closing: str, separator: str, *marks: str) -> CallForm:
+    """A call that is a JSON object with these keys of its arguments, between marks."""
+    key, *around = marks
+    head = f'{opening}{{"name": "{NAME}", "{key}": '
+    return CallForm(section, head, f"}}{closing}", separator, None, ("name", key), *around)
+
+
+_VALUES = dict.fromkeys(KINDS, ("=", ""))
+ROWS: Mapping[str, CallForm | None] = {
+    "hermes": _json_call(
+        ("", ""), "<tool_call>\n", "\n</tool_call>", "\n", "arguments", "<tool_call>", "</tool_call>"
     ),
-    "llama3-json": CallForm(
-        ("", ""), f'{{"name": "{NAME}", "parameters": ', "}", "; ", keys=("name", "parameters")
-    ),
-    "pythonic": CallForm(
-        ("[", "]"),
-        f"{NAME}(",
-        ")",
-        ", ",
-        ArgumentForm(
-            "", ", ", dict.fromkeys(("string", "number", "boolean", "object", "array"), _JSON_VALUE), False
-        ),
-    ),
-    "mistral": CallForm(
-        ("[TOOL_CALLS][", "]"),
-        f'{{"name": "{NAME}", "arguments": ',
-        "}",
-        ", ",
-        keys=("name", "arguments"),
-        lead="[TOOL_CALLS]",
-    ),
+    "llama3-json": _json_call(("", ""), "", "", "; ", "parameters"),
+    "pythonic": CallForm(("[", "]"), f"{NAME}(", ")", ", ", ArgumentForm("", ", ", _VALUES, False)),
+    "mistral": _json_call(("[TOOL_CALLS][", "]"), "", "", ", ", "arguments", "[TOOL_CALLS]"),
+    "gpt-oss": CHANNELS.call,
 }
-"""For `tool_format`, and for templates that write no calls."""
-FORMATS = (*ROWS, "gpt-oss")
-
-
-@dataclass(frozen=True)
-class WrittenCalls(ToolFormat):
-    """Calls in the form of a template. `text` and `ends`: what is around text, and behind an answer."""
-
-    name: str
-    form: CallForm
-    text: Around = ("", "")
-    ends: tuple[str, ...] = ()
-
-    @property
-    def only_first(self) -> bool:
-        return not trigger_of(self.form.section[0] + self.form.opening)
-
-    @property
-    def marks(self) -> Sequence[str]:
-        form = self.form
-        values = form.argument.values.values() if form.argument else ()
-        argument = (form.argument.opening, form.argument.separator) if form.argument else ()
-        own = (*form.section, form.opening, form.closing, form.separator, *self.text)
-        return (*own, *argument, *(text for pair in values for text in pair))
-
-    def triggers(self, functions: Sequence[Function]) -> tuple[str, ...]:
-        opening = (self.form.section[0] + self.form.opening).lstrip()
-        trigger = trigger_of(opening)
-        if trigger:
-            return (trigger,)
-        return tuple(dict.fromkeys(opening.replace(NAME, function.name) for function in functions))
-
-    def reader(self, functions: Collection[str], *, is_held: bool = False) -> Reader:
-        return TurnReader(self.form, functions, self.text, self.ends, is_held=is_held)
-
-    def grammar(self, wanted: Wanted, control: Mapping[str, int]) -> str:
-        return grammar_of_calls(self.form, wanted, control)
+"""For `--tool-format`, and for templates that write no calls."""
+FORMATS = tuple(ROWS)
 
 
 @dataclass(frozen=True)
 class Dialect:
     """The form in which one model writes calls and thoughts.
 
-    knows_tools: its template shows tools to it; else we write them into the conversation. control: ids of
-    the control tokens that stand in its marks, by their texts. think_token: the one that begins thoughts,
-    where one token does.
+    name: one of FORMATS, or "template". knows_tools: its template shows tools to it; else we write them into
+    the conversation. control: ids of the control tokens that stand in its marks, by their texts.
+    think_token: the one that begins thoughts, where one token does. ends: the tokens that end a turn.
     """
 
-    format: ToolFormat
+    name: str
+    turn: TurnForm
     knows_tools: bool
     control: Mapping[str, int]
-    turn: TurnForm = field(default_factory=TurnForm)
     think_token: int | None = None
+    ends: frozenset[int] = frozenset()
 
     @property
     def thinks(self) -> bool:
         """True if thoughts stand between marks."""
-        return bool(self.turn.thought[1].strip()) and not self.is_channelled
+        return bool(self.turn.thought[1].strip()) and not self.turn.is_channelled
 
     @property
     def thought(self) -> Around:
@@ -127,14 +80,9 @@ class Dialect:
         return opening.strip(), closing.strip()
 
     @property
-    def is_channelled(self) -> bool:
-        """True if answers without calls have to be read too, because thoughts and text come in channels."""
-        return isinstance(self.format, GptOss)
-
-    @property
     def is_plain(self) -> bool:
         """True if answers without tools are nothing but text."""
-        return not self.thinks and not self.is_channelled and not "".join(self.turn.text).strip()
+        return not "".join((self.turn.thought[1], *self.turn.text)).strip()
 
     @property
     def shown(self) -> frozenset[int]:
@@ -144,7 +92,7 @@ class Dialect:
     def unheld_texts(self, parameters: Mapping[str, Any]) -> Iterable[str]:
         """Keywords of a function's schema to which its arguments are not held, because of how they are
         written."""
-        argument = self.format.form.argument if isinstance(self.format, WrittenCalls) else None
+        argument = None if self.turn.call is None else self.turn.call.argument
         return unheld_texts(parameters) if argument is not None and argument.is_raw else ()
 
     def opens_thought(self, prompt: Sequence[int], piece: Callable[[int], bytes]) -> bool:
@@ -167,19 +115,37 @@ class Dialect:
 
         calls_are_held: a grammar holds every call, so that arguments are given out as they come.
         """
-        if self.is_channelled or functions is not None:
-            reader = self.format.reader(functions or (), is_held=calls_are_held)
-        elif "".join(self.turn.text).strip():
-            reader = TurnReader(None, (), self.turn.text, self.turn.ends)
-        else:
-            reader = PlainReader()
-        if self.thinks:
-            reader = ThinkingReader(reader, *self.thought, is_open=in_thought)
-        return Trimmed(reader)
+        if functions is None and self.is_plain:
+            return Trimmed(PlainReader())
+        turn = (
+            self.turn if functions is not None or self.turn.is_channelled else self.turn._replace(call=None)
+        )
+        return Trimmed(TurnReader(turn, functions or (), in_thought=in_thought, is_held=calls_are_held))
+
+    @property
+    def _opening(self) -> str:
+        assert self.turn.call is not None
+        return (self.turn.call.section[0] + self.turn.call.opening).lstrip()
+
+    @property
+    def only_first(self) -> bool:
+        """True if calls are the whole answer, and never follow text."""
+        return not trigger_of(self._opening)
+
+    def triggers(self, functions: Sequence[Function]) -> tuple[str, ...]:
+        """Texts of which each begins a call."""
+        opening = self._opening
+        trigger = opening.partition(NAME)[0] if self.turn.is_channelled else trigger_of(opening)
+        texts = [trigger] if trigger else [opening.replace(NAME, function.name) for function in functions]
+        return tuple(dict.fromkeys(texts))
+
+    def grammar(self, wanted: Wanted) -> str:
+        """The grammar of answers that consist of calls, from the trigger on."""
+        return grammar_of_calls(self.turn, wanted, self.control)
 
     def told(self) -> dict[str, str]:
         """The derived form, for people: the name of the format, and how thoughts and calls are written."""
-        return {"format": self.format.name, **self.turn.told()}
+        return {"format": self.name, **self.turn.told()}
 
     def call_id(self, serial: str) -> str:
         """An id of the form that the template takes, made from a random text of hexadecimal digits."""
@@ -205,17 +171,33 @@ def dialect_of(
     ServingError for another.
     """
     turn = turn or TurnForm()
-    format = _format(template, forced, turn)
-    marks = (*format.marks, *turn.thought, *turn.text)
-    control = {text: id for text, id in _tokens_in(marks, id_of) if id in special_ids}
+    if forced not in ("auto", *FORMATS):
+        raise ServingError(f"no tool format {forced!r}: give auto, {', '.join(FORMATS)}")
+    name = "template"
+    if forced == "gpt-oss" or (forced == "auto" and turn.is_channelled):
+        name, turn = "gpt-oss", CHANNELS._replace(ids=turn.ids, lacks=turn.lacks, opening=turn.opening)
+    elif forced != "auto" or turn.call is None:
+        name = "hermes" if forced == "auto" else forced
+        turn = turn._replace(call=ROWS[name])
     opening = turn.thought[0].strip()
     return Dialect(
-        format=format,
-        knows_tools=_USES_TOOLS.search(template) is not None,
-        control=control,
+        name=name,
         turn=turn,
+        knows_tools=_USES_TOOLS.search(template) is not None,
+        control={text: id for text, id in _tokens_in(texts_in(turn[:3]), id_of) if id in special_ids},
         think_token=id_of(opening) if opening else None,
+        ends=frozenset(_ends(turn, id_of)),
     )
+
+
+def _ends(turn: TurnForm, id_of: Callable[[str], int | None]) -> Iterable[int]:
+    """The tokens with which ends of turns begin, where these are tags that no call or thought has."""
+    within = "".join(texts_in(turn[:3]))
+    for end in turn.ends:
+        tag = _TAG.match(end)
+        token_id = id_of(tag[0]) if tag and tag[0] not in within else None
+        if token_id is not None:
+            yield token_id
 
 
 def _tokens_in(marks: Iterable[str], id_of: Callable[[str], int | None]) -> Iterable[tuple[str, int]]:
@@ -230,15 +212,3 @@ def _tokens_in(marks: Iterable[str], id_of: Callable[[str], int | None]) -> Iter
         token_id = id_of(text)
         if token_id is not None:
             yield text, token_id
-
-
-def _format(template: str, forced: str, turn: TurnForm) -> ToolFormat:
-    if forced not in ("auto", *FORMATS):
-        raise ServingError(f"no tool format {forced!r}: give auto, {', '.join(FORMATS)}")
-    if forced == "gpt-oss" or (forced == "auto" and CHANNEL in template and MESSAGE in template):
-        return GptOss()
-    if forced != "auto":
-        return WrittenCalls(forced, ROWS[forced], turn.text, turn.ends)
-    if turn.call is not None:
-        return WrittenCalls("template", turn.call, turn.text, turn.ends)
-    return WrittenCalls("hermes", ROWS["hermes"], turn.text, turn.ends)

@@ -2,59 +2,115 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from phasewise.serving.text.turn_form import ID, INDEX, KEY, NAME, ArgumentForm, CallForm, Kind, types_of
-from phasewise.serving.tools.tool_format import (
-    Function,
-    Wanted,
-    arguments_rule,
-    grammar_of,
-    json_rule,
-    literal,
+from phasewise.serving.grammar.grammar_limits import checked_schema, holdable
+from phasewise.serving.text.turn_form import (
+    ID,
+    INDEX,
+    KEY,
+    KINDS,
+    NAME,
+    ArgumentForm,
+    CallForm,
+    TurnForm,
+    types_of,
 )
 
+MOST_CALLS = 16
+"""Most calls of one answer that must call: a small model may else begin new calls until its tokens end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A function that may be called. `parameters`: a JSON schema of an object; {}: none are described."""
+
+    name: str
+    parameters: Mapping[str, Any]
+    description: str = ""
+    is_strict: bool = False
+    """True if a schema that cannot be kept in every detail is refused; else it is kept as far as possible."""
+
+
+class Wanted(NamedTuple):
+    """The calls that an answer may have. `or_document`: a rule of Lark for an answer without any."""
+
+    functions: Sequence[Function]
+    most_calls: int = MOST_CALLS
+    or_document: str = ""
+
+
+_KEPT = {
+    "whitespace_pattern": r"( |\n[ \t]{0,32})",
+    "item_separator": ",",
+    "key_separator": ":",
+    "coerce_one_of": True,
+}
 _NEWLINES = re.compile(r"[\r\n]")
 _ANY = r"(.|\n)*"
 _DEFINITIONS = ("$defs", "definitions")
 _LINES = re.compile(r"(\s*\n\s*)")
 _SIGNS = {ID: "ID", INDEX: "INDEX"}
-_KINDS: tuple[Kind, ...] = ("string", "number", "boolean", "object", "array")
 _UNKEPT = re.compile(r"\\[bBAZzGKkpP\d]|\(\?|[\^$]")
 """Parts that a pattern may not have where strings are written as they are."""
 
 
-def grammar_of_calls(form: CallForm, wanted: Wanted, control: Mapping[str, int]) -> str:
-    """Lark for one call or more, from the mark on that opens them."""
-    return _Grammar(form, control).of(wanted)
+def arguments_rule(function: Function) -> str:
+    """Lark for the JSON of its arguments. RequestError where the schema is too large."""
+    return json_rule(function.parameters or {"type": "object"}, lenient=not function.is_strict)
+
+
+def json_rule(schema: Mapping[str, Any], *, lenient: bool) -> str:
+    """Lark for JSON that keeps a schema. lenient: leave out what the engine cannot hold answers to."""
+    checked_schema(dict(schema))
+    schema = holdable(dict(schema)) if lenient else schema
+    own = {key: value for key, value in schema.items() if key != "x-guidance"}
+    if "type" not in own and not {"anyOf", "oneOf", "allOf", "$ref", "enum", "const"} & own.keys():
+        own["type"] = "object"
+    return "%json " + json.dumps({**own, "x-guidance": {**_KEPT, "lenient": lenient}})
+
+
+def grammar_of_calls(turn: TurnForm, wanted: Wanted, control: Mapping[str, int]) -> str:
+    """Llguidance's Lark for one call or more, from the mark on that opens them. `control`: ids of control
+    tokens by their texts. RequestError where a schema is too large.
+    """
+    assert turn.call is not None
+    return _Grammar(turn.call, control).of(wanted, turn)
 
 
 class _Grammar:
     def __init__(self, form: CallForm, control: Mapping[str, int]) -> None:
-        self._form = form
+        self._form, self._control = form, control
         marks = sorted(control, key=len, reverse=True)
-        self._control = control
         self._marks = re.compile("|".join(map(re.escape, [*marks, ID, INDEX])))
         self._rules: list[tuple[str, str]] = [
             ("SPACE", r"/[ \n]{1,2}/"), ("ID", "/[A-Za-z0-9]{9}/"), ("INDEX", "/[0-9]{1,4}/")
         ]  # fmt: skip
 
-    def of(self, wanted: Wanted) -> str:
-        form, names = self._form, range(len(wanted.functions))
+    def of(self, wanted: Wanted, turn: TurnForm) -> str:
+        form, names, most = self._form, range(len(wanted.functions)), wanted.most_calls
         self._rules.append(("call", " | ".join(f"call_{number}" for number in names)))
         for number, function in enumerate(wanted.functions):
             self._call(f"call_{number}", function)
-        opening, closing = form.section[0].lstrip(), form.section[1]
-        first = "call"
+        opening, start = form.section[0].lstrip(), "call"
         if not opening:
-            first = "first"
+            start = "first"
             self._rules.append(("first", " | ".join(f"first_{number}" for number in names)))
-        between = self._spelled(form.separator)
-        more = "" if wanted.most_calls == 1 else f"({between} call){{0,{wanted.most_calls - 1}}}"
-        end = self._spelled(closing)
-        return grammar_of(f"{self._spelled(opening)} {first} {more} {end}", self._rules, wanted)
+        if turn.is_channelled:  # one call: its end ends the turn
+            thought = f"{self._spelled(turn.thought[0])} THOUGHT {self._spelled(turn.thought[1])}"
+            self._rules += [("thought", thought), ("THOUGHT", f"/{_ANY}/")]
+            start, most = f"thought? {start}", 1
+        more = "" if most == 1 else f"({self._spelled(form.separator)} call){{0,{most - 1}}}"
+        start = f"{self._spelled(opening)} {start} {more} {self._spelled(form.section[1])}"
+        if wanted.or_document:
+            start += " | document"
+            self._rules.append(("document", wanted.or_document))
+        lines = ["%llguidance {}", f"start: {start}", *(f"{name}: {body}" for name, body in self._rules)]
+        return "\n".join(lines) + "\n"
 
     def _spelled(self, pattern: str, *, keep_end: bool = False, keep_start: bool = False) -> str:
         """Lark for a pattern. Line ends within may be left out, but for those that touch a value."""
@@ -69,10 +125,10 @@ class _Grammar:
                 continue
             position = 0
             for mark in self._marks.finditer(piece):
-                out += [literal(piece[position : mark.start()])] if mark.start() > position else []
+                out += [json.dumps(piece[position : mark.start()])] if mark.start() > position else []
                 out.append(_SIGNS.get(mark[0]) or f"<[{self._control[mark[0]]}]>")
                 position = mark.end()
-            out += [literal(piece[position:])] if position < len(piece) else []
+            out += [json.dumps(piece[position:])] if position < len(piece) else []
         return " ".join(out)
 
     def _call(self, name: str, function: Function) -> None:
@@ -123,7 +179,7 @@ class _Grammar:
         types = types_of(schema, root) or frozenset(("string",))
         options: list[str] = []
         seen: set[tuple[str, str, str]] = set()
-        for kind in _KINDS:
+        for kind in KINDS:
             if kind not in types and not (kind == "object" and "null" in types):
                 continue
             before, behind = (text.replace(KEY, key) for text in argument.values[kind])
@@ -150,7 +206,7 @@ class _Grammar:
         end = self._spelled(behind, keep_start=True)
         values = schema.get("enum", [schema["const"]] if "const" in schema else None)
         if isinstance(values, list) and values:
-            texts = [literal(value) for value in values if isinstance(value, str)]
+            texts = [json.dumps(value) for value in values if isinstance(value, str)]
             return f"({' | '.join(texts)}) {end}" if texts else end
         begin = self._marks.search(behind)
         plain = behind if begin is None else behind[: begin.start()]
@@ -161,7 +217,7 @@ class _Grammar:
                 body = pattern or rf"[^{sign}\\\n]*"
                 self._rules.append((name.upper(), f"/{body}/"))
                 return f"{name.upper()} {end}"
-            self._rules.append((f"{name}[suffix={literal(plain)}]", r"/(.|\n)*/"))
+            self._rules.append((f"{name}[suffix={json.dumps(plain)}]", r"/(.|\n)*/"))
             rest = self._spelled(behind[len(plain) :])
             return f"{name} {rest}"
         self._rules.append((name.upper(), "/" + (pattern or _ANY) + "/"))

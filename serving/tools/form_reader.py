@@ -5,19 +5,18 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Generator, Mapping
-from functools import cached_property
 from typing import Any
 
-from phasewise.serving.text.turn_form import ID, INDEX, KEY, NAME, ArgumentForm, Around, CallForm, types_of
+from phasewise.serving.text.turn_form import ID, INDEX, KEY, NAME, ArgumentForm, CallForm, TurnForm, types_of
 from phasewise.serving.tools.parts import (
     Begun,
     Call,
     JsonEnd,
     Part,
     Piece,
+    Reasoning,
     Text,
     call,
-    call_of,
     n_begun,
     parsed,
 )
@@ -29,159 +28,237 @@ Step = Generator[None, None, bool]
 _SPACE = re.compile(r"\s*")
 _BETWEEN = re.compile(r"[\s;,]*")
 _KEY_BEFORE = re.compile(r"\s*[\w.-]{0,128}")
+_CONTROL = re.compile(r"<(?:\|(?:[^|<>\n]{0,36}(?:\|(?:>\s*)?)?)?)?")
+_FIRST_TAG = re.compile(r"<[^<>\s]*>|\S+")
 _DIGITS, _WORD = re.compile(r"\d*"), re.compile(r"[\w.:-]*")
 _SIGNS = re.compile(f"([{NAME}{ID}{INDEX}{KEY}])")
-_LONGEST_KEY = 512
 _MOST_TRIES = 64
 """Most passes over the unfinished calls of an answer at its end."""
 
+_HEADER_BEGINS = ("<|channel|>", "<|start|>", "to=functions.", "<|constrain|>")
+_RECIPIENT = re.compile(r"to=functions\.([A-Za-z0-9_.-]{1,128})")
+_MESSAGE, _MESSAGE_ENDS = "<|message|>", ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
+_LONGEST_HEADER = 512
+
 
 class TurnReader:
-    """Reads calls of `functions`, by name with the schemas of their arguments, within text.
+    """Reads thoughts, and then calls of `functions`, names with the schemas of their arguments, within text.
 
-    is_held: a grammar holds every call, so that its arguments are given out as they come, and what is cut
-    within a call's head is nothing. text: the marks around text, which are left out, as `ends` are at the
-    end.
+    in_thought: the prompt has begun the thoughts. is_held: a grammar holds every call, so that its arguments
+    are given out as they come, and what is cut within a call's head is nothing.
     """
 
     def __init__(
-        self,
-        form: CallForm | None,
-        functions: Collection[str],
-        text: Around = ("", ""),
-        ends: Collection[str] = (),
-        *,
-        is_held: bool = False,
+        self, turn: TurnForm, functions: Collection[str], *, in_thought: bool = False, is_held: bool = False
     ) -> None:
-        self._form, self._is_held = form, is_held
+        self._turn, self._in_thought, self._is_held = turn, in_thought, is_held
+        self._form = turn.call or CallForm(("", ""), "", "", "")
+        self._opening = self._form.section[0] + self._form.opening
+        self._is_bare = not trigger_of(self._opening)
         self._functions: Mapping[str, Any] = (
             functions if isinstance(functions, Mapping) else dict.fromkeys(functions)
         )
-        self._marks = [mark.strip() for mark in text]
-        self._ends = [end.strip() for end in ends]
+        self._longest_name = max(map(len, self._functions), default=0)
+        self._ends = [end.strip() for end in turn.ends]
         self._text, self._at, self._is_final = "", 0, False
         self._parts: list[Part] = []
         self._coming: list[Begun | Piece] = []
         """A call that is not certain yet."""
         self._name, self._n_tries, self._has_begun = "", 0, False
-        self._steps = self._answer()
+        self._schema: Mapping[str, Any] = {}
+        self._steps = self._channels() if turn.is_channelled else self._answer()
 
     def feed(self, text: str) -> list[Part]:
         """The parts that are certain now."""
         self._text += text
-        return self._run()
-
-    def finish(self) -> list[Part]:
-        """The rest."""
-        self._is_final = True
-        return self._run()
-
-    def _run(self) -> list[Part]:
         next(self._steps, None)
         parts, self._parts = self._parts, []
         return parts
 
-    # Text, and what stands in it
+    def finish(self) -> list[Part]:
+        """The rest."""
+        self._is_final = True
+        return self.feed("")
+
+    # Thoughts, text, and what stands in it
 
     def _answer(self) -> Step:
-        form = self._form
-        opening = "" if form is None else form.section[0] + form.opening
-        is_bare = not trigger_of(opening)
-        trigger = trigger_of(opening) or ("" if form is None else trigger_of(form.separator))
-        if self._marks[0] and (yield from self._optional(self._marks[0])):
+        if self._turn.thought[1].strip():
+            yield from self._thoughts(*(mark.strip() for mark in self._turn.thought))
+        opened, closed = (mark.strip() for mark in self._turn.text)
+        trigger = trigger_of(self._opening) or trigger_of(self._form.separator)
+        if opened and (yield from self._optional(opened)):
             yield from self._space()
-        if form is not None and is_bare:
+        if self._turn.call is not None and self._is_bare:
             begin = self._at
             yield from self._tag()
-            if (yield from self._section(form, self._at)):
+            if (yield from self._section(self._at)):
                 yield from self._tag()
             else:
                 self._at = begin
-        marks = [mark for mark in (trigger, self._marks[1], *self._ends) if mark]
+        marks = [mark for mark in (trigger, closed, *self._ends) if mark]
         any_mark = re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))) or r"(?!)")
         while True:
             mark = any_mark.search(self._text, self._at)
-            n_kept = 0 if self._is_final else max((n_begun(self._text, mark) for mark in marks), default=0)
-            self._take(mark.start() if mark else max(self._at, len(self._text) - n_kept))
-            if mark is None:
-                if self._is_final:
-                    return True
+            self._take(mark.start() if mark else len(self._text) - self._n_kept(*marks))
+            may_go_on = any(other != self._text and other.startswith(self._text) for other in marks)
+            if mark is None and self._is_final:
+                return True
+            if mark is None or (may_go_on and not self._is_final):
                 yield
-            elif mark[0] == trigger and form is not None:
-                self._at = len(trigger) if is_bare else 0
-                is_read = yield from self._section(form, self._at)
-                is_end = not is_read and mark[0] in self._ends and (yield from self._mark(mark[0]))
-                if not is_read and not is_end:
-                    self._text_from(0, len(trigger))
-            elif not (yield from self._mark(mark[0])):
+            elif mark[0] == trigger:
+                self._at = len(trigger) if self._is_bare else 0
+                is_read = yield from self._section(self._at)
+                is_end = not is_read and mark[0] in self._ends and (yield from self._mark(mark[0], closed))
+                if not is_read and not is_end:  # no call begins here
+                    self._coming.clear()
+                    self._n_tries += self._is_final
+                    self._at = 0
+                    self._take(len(self._text) if self._n_tries > _MOST_TRIES else len(trigger))
+            elif not (yield from self._mark(mark[0], closed)):
                 self._take(self._at + len(mark[0]))
+
+    def _thoughts(self, opening: str, closing: str) -> Step:
+        """Thoughts before an answer, if there are any."""
+        yield from self._space()
+        is_open = (bool(opening) and (yield from self._word(opening))) or (yield from self._comes(closing))
+        if not (is_open or self._in_thought):
+            self._at = 0
+            return False
+        while (end := self._text.find(closing, self._at)) < 0:
+            if self._is_final:
+                n_cut = n_begun(self._text, closing)
+                n_cut = n_cut if n_cut >= len(_FIRST_TAG.findall(closing)[0]) else 0
+                self._take(len(self._text) - n_cut, Reasoning)
+                self._at = len(self._text)
+                return True
+            self._take(len(self._text) - self._n_kept(closing), Reasoning)
+            yield
+        self._take(end, Reasoning)
+        self._at = len(closing)
+        yield from self._space()
+        self._text, self._at = self._text[self._at :], 0
+        return True
+
+    def _n_kept(self, *marks: str) -> int:
+        """Characters at the end that may begin one of these."""
+        return 0 if self._is_final else max((n_begun(self._text, mark) for mark in marks), default=0)
 
     def _tag(self) -> Step:
         """A control token before calls that need none."""
         yield from self._space()
-        begin = self._at
-        if (yield from self._word("<|")):
-            while (end := self._text.find("|>", self._at, self._at + 40)) < 0:
-                if self._is_final or len(self._text) > self._at + 40:
-                    self._at = begin
-                    return False
-                yield
-            self._at = end + 2
-            yield from self._space()
-            return True
-        return False
+        while (tag := _CONTROL.match(self._text, self._at)) and tag.end() == len(self._text):
+            if self._is_final:
+                break
+            yield
+        self._at = tag.end() if tag and "|>" in tag[0] else self._at
+        return True
 
-    def _mark(self, mark: str) -> Step:
+    def _mark(self, mark: str, closed: str) -> Step:
         """Leaves out the mark that closes text, and one that ends the turn and is the last thing said."""
         begin = self._at
         self._at += len(mark)
         yield from self._space()
         while True:
-            rest = self._text[self._at :]
-            end = next((end for end in self._ends if rest.startswith(end)), None)
+            end = next((end for end in self._ends if self._text.startswith(end, self._at)), None)
             if end is None:
                 break
             self._at += len(end)
             yield from self._space()
-        is_last = self._at == len(self._text) or (mark == self._marks[1] and mark not in self._ends)
+        is_last = self._at == len(self._text) or (mark == closed and mark not in self._ends)
         if not is_last:
             self._at = begin
         return is_last
 
-    def _take(self, end: int) -> None:
+    def _take(self, end: int, kind: type[Text] | type[Reasoning] = Text) -> None:
+        end = max(end, self._at)
         if end > self._at:
-            self._parts.append(Text(self._text[self._at : end]))
+            self._parts.append(kind(self._text[self._at : end]))
         self._text, self._at = self._text[end:], 0
 
-    def _text_from(self, begin: int, least: int) -> None:
-        """Take at least `least` characters from `begin` on as text: no call begins there."""
-        self._coming.clear()
-        self._n_tries += self._is_final
-        self._at = begin
-        if self._n_tries > _MOST_TRIES:
-            self._take(len(self._text))
-        else:
-            self._take(min(len(self._text), max(least, 1)))
+    # Messages in channels, as gpt-oss has them
+
+    def _channels(self) -> Step:
+        yield from self._space()
+        is_header = False
+        for beginning in _HEADER_BEGINS:
+            is_header = is_header or (yield from self._comes(beginning))
+        kind: type[Text] | type[Reasoning] = Text
+        self._at = 0
+        while True:
+            if is_header:
+                if (header := (yield from self._header())) is None:
+                    return True
+                called = _RECIPIENT.search(header)
+                kind = Reasoning if "<|channel|>analysis" in header and called is None else Text
+                if called is not None and (yield from self._message_of(called[1])):
+                    yield from self._message(None)
+                    continue
+            if not (yield from self._message(kind)):
+                return True
+            is_header = True
+
+    def _header(self) -> Generator[None, None, str | None]:
+        while (end := self._text.find(_MESSAGE, self._at)) < 0:
+            if len(self._text) - self._at > _LONGEST_HEADER:
+                self._take(len(self._text))
+            if self._is_final:
+                return None  # a header that was cut off says nothing
+            yield
+        header, self._text, self._at = self._text[self._at : end], self._text[end + len(_MESSAGE) :], 0
+        return header
+
+    def _message(self, kind: type[Text] | type[Reasoning] | None) -> Step:
+        """The rest of a message, for `kind`, and its end."""
+        ends = re.compile("|".join(map(re.escape, _MESSAGE_ENDS)))
+        while True:
+            end = ends.search(self._text, self._at)
+            place = end.start() if end else len(self._text) - self._n_kept(*_MESSAGE_ENDS)
+            if kind is None:
+                self._text, self._at = self._text[max(place, self._at) :], 0
+            else:
+                self._take(place, kind)
+            if end or self._is_final:
+                self._at = len(end[0]) if end else 0
+                return end is not None
+            yield
+
+    def _message_of(self, name: str) -> Step:
+        """A call's arguments."""
+        self._name = name
+        yield from self._space()
+        if name not in self._functions or not (yield from self._comes("{")):
+            self._at = 0
+            return False
+        self._give(Begun(name))
+        is_read = yield from self._object()
+        if not self._is_held:
+            yield from self._space()
+            ended = self._at == len(self._text)
+            for end in _MESSAGE_ENDS:
+                ended = ended or (yield from self._comes(end))
+            calls: list[Call] = []
+            is_read = self._called(calls, is_read=is_read and ended)
+            self._parts += calls
+            self._at = self._at if is_read else 0
+        return is_read or self._is_held
 
     # Calls
 
-    def _section(self, form: CallForm, begin: int) -> Step:
+    def _section(self, begin: int) -> Step:
         """All calls that stand together. False: what began is none."""
-        is_bare = not trigger_of(form.section[0] + form.opening)
         self._at, self._has_begun = begin, False
-        if form.keys is not None and not self._is_held:
-            is_read = yield from self._json_section(form)
+        if self._form.keys is not None and not self._is_held:
+            is_read = yield from self._json_section(self._form)
         else:
-            is_read = yield from self._tagged_section(form, is_bare=is_bare)
-        if is_read:
-            return True
-        if self._is_held and (self._is_final or self._has_begun):
+            is_read = yield from self._tagged_section(self._form)
+        if not is_read and self._is_held and (self._is_final or self._has_begun):
             self._at = len(self._text) if self._is_final else self._at
             return True
-        self._at = begin
-        return False
+        self._at = self._at if is_read else begin
+        return is_read
 
-    def _tagged_section(self, form: CallForm, *, is_bare: bool) -> Step:
+    def _tagged_section(self, form: CallForm) -> Step:
         if not (yield from self._literal(form.section[0])):
             return False
         calls: list[Call] = []
@@ -195,20 +272,16 @@ class TurnReader:
                 self._at = begin
                 break
             is_first = False
-            if not is_bare:
-                self._give_out(calls)
+            if not self._is_bare:
+                self._parts += calls
+                calls.clear()
             if form.separator.strip() and not (yield from self._optional(form.separator)):
                 break
             if not (yield from self._comes(form.opening)):
                 break
         is_closed = not form.section[1].strip() or (yield from self._optional(form.section[1]))
-        if is_closed or not is_bare:
-            self._give_out(calls)
-        return is_closed or not is_bare or self._is_held
-
-    def _give_out(self, calls: list[Call]) -> None:
-        self._parts += calls
-        calls.clear()
+        self._parts += calls if is_closed else ()
+        return is_closed or not self._is_bare or self._is_held
 
     def _comes(self, pattern: str) -> Step:
         """True if what comes may begin this pattern."""
@@ -230,13 +303,16 @@ class TurnReader:
         else:
             is_read = yield from self._arguments(form, form.argument)
         is_read = is_read and (yield from self._literal(form.closing))
+        return self._called(calls, is_read=is_read)
+
+    def _called(self, calls: list[Call], *, is_read: bool) -> bool:
+        """False if what has come makes no call; one that is not held goes to `calls`."""
         if self._is_held:
             return is_read
         text = "".join(part.text for part in self._coming if isinstance(part, Piece))
         called = call(self._name, parsed(text)) if is_read else None
         self._coming.clear()
-        if called is not None:
-            calls.append(called)
+        calls += [] if called is None else [called]
         return called is not None
 
     def _give(self, part: Begun | Piece) -> None:
@@ -245,19 +321,17 @@ class TurnReader:
 
     def _object(self) -> Step:
         yield from self._space()
-        if not self._text.startswith("{", self._at):
-            return False
-        return (yield from self._json(JsonEnd(), ""))
+        return self._text.startswith("{", self._at) and (yield from self._json(""))
 
-    def _json(self, end: JsonEnd, stops: str) -> Step:
+    def _json(self, stops: str, *, is_given: bool = True) -> Step:
         """JSON up to its end, or to one of `stops`."""
+        end = JsonEnd()
         while True:
-            rest = self._text[self._at :]
-            n_read = end.push(rest, stops=stops)
-            piece = rest if n_read is None else rest[:n_read]
-            if piece:
-                self._give(Piece(piece))
-            self._at += len(piece)
+            n_read = end.push(self._text[self._at :], stops)
+            place = len(self._text) if n_read is None else self._at + n_read
+            if is_given and place > self._at:
+                self._give(Piece(self._text[self._at : place]))
+            self._at = place
             if n_read is not None or self._is_final:
                 return n_read is not None
             yield
@@ -273,7 +347,14 @@ class TurnReader:
             yield from self._space_like(_BETWEEN if n_calls else _SPACE)
             calls: list[Call] = []
             if self._text[self._at : self._at + 1] in ("{", "["):
-                calls = yield from self._json_calls(form)
+                place = self._at
+                value = (
+                    parsed(self._text[place : self._at])
+                    if (yield from self._json("", is_given=False))
+                    else None
+                )
+                listed = [self._call_in(item) for item in (value if isinstance(value, list) else [value])]
+                calls = [called for called in listed if called is not None] if all(listed) else []
             if not calls:
                 self._at = begin
                 break
@@ -285,129 +366,94 @@ class TurnReader:
             yield from self._optional(form.tail or form.section[1])
         return n_calls > 0
 
-    def _json_calls(self, form: CallForm) -> Generator[None, None, list[Call]]:
-        end, begin = JsonEnd(), self._at
-        while True:
-            n_read = end.push(self._text[self._at :])
-            self._at = len(self._text) if n_read is None else self._at + n_read
-            if n_read is not None or self._is_final:
-                break
-            yield
-        value = None if n_read is None else parsed(self._text[begin : self._at])
-        listed = value if isinstance(value, list) else [value]
-        calls = [self._call_in(item, form) for item in listed]
-        return [called for called in calls if called is not None] if all(calls) else []
-
-    def _call_in(self, value: Any, form: CallForm, depth: int = 0) -> Call | None:
+    def _call_in(self, value: Any, depth: int = 0) -> Call | None:
+        """The call that a value means; None: no call of one of the functions."""
         if not isinstance(value, dict):
             return None
-        name_key, arguments_key = form.keys or ("", "")
+        name_key, arguments_key = self._form.keys or ("", "")
         if not name_key:
             name = next(iter(value), "")
             return call(name, value[name]) if len(value) == 1 and name in self._functions else None
-        names = frozenset(self._functions)
         name_key = name_key if name_key in value else "name"
-        named = {**value, "name": value.get(name_key)}
-        called = call_of(named, names, (arguments_key, "arguments", "parameters"))
-        if called is None and depth == 0:
-            inner = [item for item in value.values() if isinstance(item, dict) and name_key in item]
-            called = self._call_in(inner[0], form, 1) if len(inner) == 1 else None
-        return called
+        name = value.get(name_key)
+        if isinstance(name, str) and name in self._functions:
+            keys = (arguments_key, "arguments", "parameters")
+            return call(name, next((value[key] for key in keys if key in value), {}))
+        inner = [item for item in value.values() if isinstance(item, dict) and name_key in item]
+        return self._call_in(inner[0], 1) if depth == 0 and len(inner) == 1 else None
 
     # Arguments that are written one by one
 
     def _arguments(self, form: CallForm, argument: ArgumentForm) -> Step:
-        root = self._functions[self._name] or {}
-        properties = root.get("properties") if isinstance(root, Mapping) else None
+        schema = self._functions[self._name]
+        self._schema = schema if isinstance(schema, Mapping) else {}
+        properties = self._schema.get("properties")
         schemas = properties if isinstance(properties, Mapping) else {}
-        n_read = 0
+        n_read, has_end = 0, bool(form.closing.strip())
         while True:
             if n_read and argument.separator.strip() and not (yield from self._optional(argument.separator)):
                 break
-            if (yield from self._closes(form)) or not (yield from self._optional(argument.opening)):
+            if has_end and (yield from self._comes(form.closing)):
+                break
+            if not (yield from self._optional(argument.opening)):
                 break
             key = yield from self._key(argument)
             if key is None:
                 return False
             self._give(Piece(f"{', ' if n_read else '{'}{json.dumps(key, ensure_ascii=False)}: "))
-            if not (yield from self._argument(form, argument, key, schemas.get(key), root)):
+            if not (yield from self._argument(form, argument, key, schemas.get(key))):
                 return False
             n_read += 1
-        is_closed = not form.closing.strip() or (yield from self._closes(form))
+        is_closed = not has_end or (yield from self._comes(form.closing))
         if is_closed:
             self._give(Piece("}" if n_read else "{}"))
         return is_closed
 
-    def _closes(self, form: CallForm) -> Step:
-        return bool(form.closing.strip()) and (yield from self._comes(form.closing))
-
     def _key(self, argument: ArgumentForm) -> Generator[None, None, str | None]:
         sign = _sign_of(argument)
         while True:
-            place = self._text.find(sign, self._at, self._at + _LONGEST_KEY)
+            place = self._text.find(sign, self._at, self._at + _LONGEST_HEADER)
             if place >= 0:
                 key, self._at = self._text[self._at : place].strip(), place
                 return key
-            if self._is_final or len(self._text) - self._at > _LONGEST_KEY:
+            if self._is_final or len(self._text) - self._at > _LONGEST_HEADER:
                 return None
             yield
 
-    def _argument(
-        self, form: CallForm, argument: ArgumentForm, key: str, schema: Any, root: Mapping[str, Any]
-    ) -> Step:
+    def _argument(self, form: CallForm, argument: ArgumentForm, key: str, schema: Any) -> Step:
         """One value, with what stands around it."""
-        around = sorted(set(argument.values.values()), key=lambda pair: -len(pair[0]))
-        begin = self._at
-        for before, behind in around:
+        begin, types = self._at, types_of(schema, self._schema)
+        for before, behind in sorted(set(argument.values.values()), key=lambda pair: -len(pair[0])):
             self._at = begin
             if not (yield from self._literal(before.rstrip())):
                 continue
-            behind = behind.replace(KEY, key)
             kinds = {kind for kind, pair in argument.values.items() if pair[0] == before}
-            types = types_of(schema, root)
             is_string = kinds == {"string"} or ("string" in kinds and types == {"string"})
             if behind.strip() and (argument.is_raw or not is_string):
-                yield from self._line_end(before)
-                text_schema = {"type": "string"} if kinds == {"string"} else schema
+                yield from self._word(before[len(before.rstrip()) :])
+                if kinds == {"string"}:
+                    schema = {"type": "string"}
+                elif "string" not in kinds and types == {"string"}:
+                    schema = {}
                 as_string = is_string and argument.is_raw and self._is_held
-                if "string" not in kinds and types == {"string"}:
-                    text_schema = {}
-                return (
-                    yield from self._until(form, argument, behind, text_schema, root, is_string=as_string)
-                )
+                return (yield from self._until(form, behind.replace(KEY, key), schema, is_string=as_string))
             if self._is_held:
                 yield from self._space()
                 stops = (argument.separator.strip() + form.closing.strip())[:1] + form.closing.strip()[:1]
-                return (yield from self._json(JsonEnd(), stops))
-            return (yield from self._balanced(form, argument, schema, root))
+                return (yield from self._json(stops))
+            return (
+                yield from self._balanced(
+                    form, argument, {"type": "object"} if types == {"string"} else schema
+                )
+            )
         return False
 
-    def _line_end(self, before: str) -> Step:
-        """Leaves out the line end that stands before a value."""
-        space = before[len(before.rstrip()) :]
-        while space and space.startswith(self._text[self._at :]) and self._text[self._at :] != space:
-            if self._is_final:
-                return False
-            yield
-        if space and self._text.startswith(space, self._at):
-            self._at += len(space)
-        return True
-
-    def _until(
-        self,
-        form: CallForm,
-        argument: ArgumentForm,
-        behind: str,
-        schema: Any,
-        root: Mapping[str, Any],
-        *,
-        is_string: bool,
-    ) -> Step:
+    def _until(self, form: CallForm, behind: str, schema: Any, *, is_string: bool) -> Step:
         """A value up to its closing mark, behind which the next argument or the call's end comes."""
-        mark = behind.strip()
+        argument, mark = form.argument, behind.strip()
+        assert argument is not None
         space = behind[: len(behind) - len(behind.lstrip())]
-        begin = looked = self._at
-        said = begin
+        begin = looked = said = self._at
         if is_string:
             self._give(Piece('"'))
         while True:
@@ -431,7 +477,7 @@ class TurnReader:
                 self._say(said, end)
                 self._give(Piece('"'))
             else:
-                value = typed(self._text[begin:end], schema, root, argument)
+                value = typed(self._text[begin:end], schema, self._schema, argument)
                 self._give(Piece(json.dumps(value, ensure_ascii=False)))
             return True
 
@@ -463,20 +509,15 @@ class TurnReader:
         self._at = begin
         return is_there
 
-    def _balanced(self, form: CallForm, argument: ArgumentForm, schema: Any, root: Mapping[str, Any]) -> Step:
+    def _balanced(self, form: CallForm, argument: ArgumentForm, schema: Any) -> Step:
         """A value that nothing closes: up to the next separator or the call's end."""
         begin, scan = self._at, ValueEnd(argument, form)
-        while True:
-            end = scan.find(self._text, begin)
-            if end is not None:
-                break
+        while (end := scan.find(self._text, begin)) is None:
             if self._is_final:
                 return False
             yield
-        self._at = end
-        types = types_of(schema, root)
-        text = self._text[begin:end].strip()
-        value = typed(text, {"type": "object"} if types == {"string"} else schema, root, argument)
+        self._at, text = end, self._text[begin:end].strip()
+        value = typed(text, schema, self._schema, argument)
         if value is text and parsed(text) is None and not argument.is_raw:
             return False
         if isinstance(value, str) and value == text and text[:1] not in "\"'":
@@ -530,10 +571,6 @@ class TurnReader:
         is_there = yield from self._literal(pattern)
         self._at = self._at if is_there else begin
         return is_there
-
-    @cached_property
-    def _longest_name(self) -> int:
-        return max(map(len, self._functions), default=0)
 
     def _one_name(self) -> Step:
         """The name of a function; where a call has it twice, the same again."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Any, NamedTuple, Protocol
 
@@ -60,23 +59,6 @@ class Reader(Protocol):
     def finish(self) -> list[Part]:
         """The rest: no more text comes."""
         ...
-
-
-class BufferedReader(ABC):
-    """Keeps the text of which it is not certain yet what it is, in `_buffer`."""
-
-    _buffer = ""
-
-    def feed(self, text: str) -> list[Part]:
-        self._buffer += text
-        return self._drain(final=False)
-
-    def finish(self) -> list[Part]:
-        return self._drain(final=True)
-
-    @abstractmethod
-    def _drain(self, *, final: bool) -> list[Part]:
-        """Take off the buffer what is certain; final: all of it."""
 
 
 class PlainReader:
@@ -138,19 +120,15 @@ class Trimmed:
 
 
 class JsonEnd:
-    """Finds the end of a JSON object or list in a text that grows. Linear in the text, however it is cut.
+    """Finds the end of a JSON object or list in a text that grows. Linear in the text, however it is cut."""
 
-    depth: brackets that are open at its beginning.
-    """
-
-    def __init__(self, depth: int = 0) -> None:
-        self._depth = depth
+    def __init__(self) -> None:
+        self._depth = 0
         self._in_string = self._is_escaped = False
 
-    def push(self, text: str, depth: int = 0, stops: str = "") -> int | None:
-        """Goes on in `text`, up to where no more than `depth` brackets are open; None: that is not in it.
-
-        The place behind the bracket that closes them, or, with none open yet, of one of `stops`.
+    def push(self, text: str, stops: str = "") -> int | None:
+        """Goes on in `text`: the place behind its last bracket, or, with none open yet, of one of `stops`.
+        None: that is not in it.
         """
         position = 0
         while position < len(text):
@@ -166,13 +144,11 @@ class JsonEnd:
                 self._is_escaped = self._in_string
             elif sign == '"':
                 self._in_string = not self._in_string
-            elif self._depth == depth and sign in stops:
+            elif self._depth == 0 and sign in stops:
                 return position - 1
-            elif sign in "{[":
-                self._depth += 1
-            elif sign in "}]":
-                self._depth -= 1
-                if self._depth <= depth:
+            else:
+                self._depth += (sign in "{[") - (sign in "}]")
+                if sign in "}]" and self._depth <= 0:
                     return position
         return None
 
@@ -181,19 +157,6 @@ _MOST_DIGITS = 1000
 """Python refuses to read integers of some thousands of digits."""
 _OUTSIDE = re.compile(r'["{}\[\],)]')
 _IN_STRING = re.compile(r'["\\]')
-
-
-class NamedArguments:
-    """The arguments of a call whose name has been read, as they come: an object alone."""
-
-    def __init__(self) -> None:
-        self._json = JsonEnd()
-
-    def feed(self, text: str) -> tuple[list[Part], int | None]:
-        """Parts, and how much of `text` belongs to them; None: all of it, and more must come."""
-        end = self._json.push(text)
-        piece = text if end is None else text[:end]
-        return [Piece(piece)] if piece else [], end
 
 
 def n_begun(text: str, mark: str) -> int:
@@ -223,19 +186,6 @@ def _integer(text: str) -> int | float:
 
 def _refuse(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
-
-
-def call_of(
-    value: Any, names: frozenset[str], keys: tuple[str, ...] = ("arguments", "parameters")
-) -> Call | None:
-    """The call that an object `{"name": ..., "arguments": {...}}` means; None: none of `names`."""
-    if not isinstance(value, dict):
-        return None
-    name = value.get("name")
-    if not isinstance(name, str) or name not in names:
-        return None
-    arguments: Any = next((value[key] for key in keys if key in value), {})
-    return call(name, arguments)
 
 
 def call(name: str, arguments: Any) -> Call | None:

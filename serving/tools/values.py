@@ -38,8 +38,9 @@ def _value(
     if depth < _MOST_DEPTH and (nested := _nested(text, schema, root, form, depth)) is not None:
         return True, nested
     try:
-        return True, _python(ast.parse(text, mode="eval").body)
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        plain = ast.literal_eval(_Constants().visit(ast.parse(text, mode="eval")))
+        return True, parsed(json.dumps(plain, allow_nan=False))
+    except (SyntaxError, ValueError, TypeError, LookupError, RecursionError, MemoryError):
         pass
     value = parsed(_with_quotes(text, form)) if text[:1] in ("{", "[") else None
     return value is not None, value
@@ -81,29 +82,11 @@ def _with_quotes(text: str, form: ArgumentForm) -> str:
     return "".join(pieces)
 
 
-_CONSTANTS = {"true": True, "false": False, "null": None}
+class _Constants(ast.NodeTransformer):
+    """Names that JSON has for constants of Python."""
 
-
-def _python(node: ast.expr) -> Any:
-    match node:
-        case ast.Name(id=name) if name in _CONSTANTS:
-            return _CONSTANTS[name]
-        case ast.List(elts=items) | ast.Tuple(elts=items):
-            return [_python(item) for item in items]
-        case ast.Dict(keys=keys, values=values):
-            return {_key(key): _python(value) for key, value in zip(keys, values, strict=True)}
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
-            return -number
-        case ast.Constant(value=None | bool() | int() | float() | str() as constant):
-            return constant
-        case _:
-            raise ValueError("not a plain value")
-
-
-def _key(node: ast.expr | None) -> str:
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return node.value
-    raise ValueError("not a text")
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant({"true": True, "false": False, "null": None}[node.id])
 
 
 class ValueEnd:

@@ -158,7 +158,10 @@ HANDED = {
     ),
     "bench serve": Handing(
         "phasewise.loadtest.session.run_load_test",
-        ["http://127.0.0.1:9", "--rate", "3", "--arrivals", "gamma", "--slo", "ttft=1s", "--find-rate"],
+        [
+            "http://127.0.0.1:9",
+            *["--rate", "3", "--arrivals", "gamma", "--slo", "ttft=1s", "--find-rate", "--seed", "1"],
+        ],
         {
             "--arrivals": ["--arrivals", "constant"],
             "--burstiness": ["--burstiness", "3"],

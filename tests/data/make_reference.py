@@ -6,8 +6,9 @@ Runs by hand, in an environment of its own; the tests only read what it leaves. 
 llama.cpp's ids of ten thousand lines for every vocabulary; `model`: greedy tokens and logits of the default
 model in float32; `tiny` and `families`: the same of tiny models of every architecture; `long`: of some of
 them after 8,192 tokens; `chats`: conversations rendered by templates; `perplexity`: of the fixed English
-text. Token ids of the default model come from llama.cpp: transformers' import of a GGUF loses its
-pre-tokenizer.
+text; `converted`: what llama.cpp's converter writes of each family (in the project's environment, with
+PHASEWISE_LLAMA_CPP and PHASEWISE_PEERS_PYTHON as `make test-files` sets them). Token ids of the default model
+come from llama.cpp: transformers' import of a GGUF loses its pre-tokenizer.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from tests.support.models import reference_models as layout  # noqa: E402
 from tests.support.models.mixed_text import mixed_lines  # noqa: E402
 from tests.support.models.token_blocks import N_LINES, block_hashes  # noqa: E402
 
+LONGEST_LIST = 64
 PROMPT_LENGTHS = (
     5, 6, 8, 11, 15, 20, 27, 33, 48, 64, 65, 96, 127, 128, 200, 256, 400, 511, 700, 900,
 )  # fmt: skip
@@ -242,6 +244,40 @@ def make_chats() -> None:
     _write_json("chats.json", rendered)
 
 
+def make_converted(only: str) -> None:
+    """converted.json: by family, the metadata without long lists, type and shape of each tensor, and the
+    values of those that belong to RoPE. Families whose names lack `only` stay as they are."""
+    from phasewise.serving.loaders.formats.gguf_parts import open_gguf
+    from tests.support.models.converted_models import CONVERTED, converted
+
+    path = layout.FIXTURES / "converted.json"
+    recorded: dict[str, Any] = json.loads(path.read_text()) if only else {}
+    for name in (name for name in CONVERTED if only in name):
+        with tempfile.TemporaryDirectory() as folder:
+            _, gguf = converted(name, Path(folder))
+            file, header = open_gguf(gguf)
+            file.close()
+            raw = gguf.read_bytes()
+        told = {key: value for key, value in header.metadata.items() if _is_recorded(key, value)}
+        kinds = {info.name: [info.type_name, *info.shape] for info in header.tensors.values()}
+        values = {
+            info.name: np.frombuffer(raw, np.float32, info.n_bytes // 4, info.offset).tolist()
+            for info in header.tensors.values()
+            if info.name.startswith("rope_")
+        }
+        recorded[name] = {"metadata": told, "values": values, "tensors": kinds}
+        print(name, len(told), "keys", len(kinds), "tensors", file=sys.stderr)
+    listed = [{name: recorded[name]} for name in CONVERTED if name in recorded]
+    lines = (json.dumps(record, separators=(",", ":"))[1:-1] for record in listed)
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def _is_recorded(key: str, value: Any) -> bool:
+    named = ("general.architecture", "general.type", "general.file_type")
+    is_long = isinstance(value, list) and len(value) > LONGEST_LIST
+    return not is_long and (not key.startswith("general.") or key in named)
+
+
 def ids_digest(ids: Sequence[int]) -> str:
     """Tells whether a tokenizer cuts the text as llama.cpp does."""
     return hashlib.sha256(" ".join(map(str, ids)).encode()).hexdigest()
@@ -262,7 +298,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "what", choices=["all", "tokens", "model", "tiny", "families", "long", "chats", "perplexity"]
+        "what",
+        choices=["all", "tokens", "model", "tiny", "families", "long", "chats", "perplexity", "converted"],
     )
     parser.add_argument(
         "--gguf", type=Path, help="the default model; tiny, families, long and chats do without"
@@ -280,6 +317,8 @@ def main() -> None:
         make_long_context()
     if options.what in ("all", "chats"):
         make_chats()
+    if options.what == "converted":
+        make_converted(options.only)
     if options.what in ("all", "model"):
         make_model(options.gguf)
     if options.what in ("all", "perplexity"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 
@@ -74,13 +75,17 @@ def converted(request: dict[str, Any]) -> None:
     """The model in `folder` written to `gguf` by the converter of llama.cpp's `source`, with `options` more.
 
     `pre`: the name of the way of cutting, where the converter would not know the vocabulary; None: it does.
+    `as_it_is`: transformers adds no default to config.json, as where a model's own code reads it.
     """
     sys.path[:0] = [request["source"], f"{request['source']}/gguf-py"]
     import convert_hf_to_gguf as converter
-    from conversion.base import TextModel
+    from conversion.base import ModelBase, TextModel
 
     if request["pre"] is not None:
         TextModel.get_vocab_base_pre = lambda *_: request["pre"]
+    if request.get("as_it_is"):
+        own = json.loads((Path(request["folder"]) / "config.json").read_text())
+        ModelBase.load_hparams = staticmethod(lambda *_, **_more: dict(own))
     sys.argv[1:] = [request["folder"], "--outfile", request["gguf"], *request["options"]]
     with contextlib.redirect_stdout(sys.stderr):
         converter.main()

@@ -45,7 +45,7 @@ def _given_text(receipt: Receipt, text: ModelText, ends: frozenset[int]) -> str:
     """As the server gave it out: up to a stop text, without the end token."""
     settings, ids = receipt.settings, receipt.token_ids
     answer = AnswerText(text.open_stream(frozenset(settings.shown)), settings.stop)
-    has_end = ids[-1] in ends and not settings.ignore_eos
+    has_end = ids[-1] in ends.union(settings.ends) and not settings.ignore_eos
     for token_id in ids[:-1] if has_end else ids:
         answer.push(SampledToken(token_id))
         if answer.stopped:
@@ -80,8 +80,9 @@ def _readers(shown: Shown, receipt: Receipt, text: ModelText) -> Iterator[Reader
     """Each way in which a server may have read the answer, by its format and what it was told of calls."""
     tokenizer = text.tokenizer
     called = frozenset(name for name, _ in shown[2])
+    turn = text.conversations.turn if text.has_template else None
     for forced in ("auto", *FORMATS):
-        dialect = dialect_of(text.chat_template or "", tokenizer.id_of, tokenizer.special_ids, forced)
+        dialect = dialect_of(text.chat_template or "", tokenizer.id_of, tokenizer.special_ids, forced, turn)
         in_thought = dialect.opens_thought(receipt.prompt_token_ids, tokenizer.piece)
         for names in {called or None, called}:
             for is_held in (False, True):

@@ -267,9 +267,9 @@ class KeysAndValues:
     kv_format: str = KV_FORMAT("auto")
     kv_policy: str = option(
         "odma",
-        "how KV slots are given to requests: odma, static, fixed, paged; auto: paged where reads of pages "
-        "are measured to be as fast as reads in order, else odma",
-        kind=Literal["odma", "static", "fixed", "paged", "auto"],
+        "how KV slots are given to requests: odma, paged; auto: paged where reads of pages are measured to "
+        "be as fast as reads in order, else odma",
+        kind=Literal["odma", "paged", "auto"],
         envvar="PHASEWISE_KV_POLICY",
         config_only=True,
     )
@@ -408,7 +408,10 @@ class Logged:
         envvar="PHASEWISE_LOG_LEVEL",
     )
     log_format: str = option(
-        "text", "form of its lines", kind=Literal["text", "json"], envvar="PHASEWISE_LOG_FORMAT"
+        "text",
+        "form of its lines, and of all others that the server writes",
+        kind=Literal["text", "json"],
+        envvar="PHASEWISE_LOG_FORMAT",
     )
 
 

@@ -103,7 +103,7 @@ class EncoderText:
         template = self._embedding.pair_template
         if template is not None:
             return self._templated(template, shaped, instruction, truncate=truncate)
-        encoded = self._cutter.encode(shaped, self.max_tokens if truncate else None)
+        encoded = self._cutter.cut(shaped, self.max_tokens if truncate else None)
         for index, (ids, _) in enumerate(encoded):
             if len(ids) > self.max_tokens:
                 raise too_long(index, len(ids), self.max_tokens)
@@ -118,7 +118,7 @@ class EncoderText:
             assert not isinstance(pair, str)
             whole.append(placed(template, dict(zip(PAIR_PLACES, (own, *pair), strict=True))))
         behind = template.rpartition(PAIR_PLACES[2])[2]
-        encoded = self._cutter.encode([*whole, behind], add_special=False)
+        encoded = self._cutter.cut([*whole, behind], add_special=False)
         tail = encoded.pop()[0]
         texts = []
         for index, (ids, _) in enumerate(encoded):

@@ -268,7 +268,8 @@ class _Fixed:
 
     def _scored(self, tokens: Sequence[SampledToken], reason: str | None) -> list[SampledToken]:
         """The tokens with a log-probability, without the end token: it is no part of the text."""
-        ended = reason == "stop" and tokens and tokens[-1].token_id in self._model.end_token_ids
+        ends = self._model.end_token_ids | self._model.dialect.ends
+        ended = reason == "stop" and tokens and tokens[-1].token_id in ends
         return [token for token in (tokens[:-1] if ended else tokens) if token.logprob is not None]
 
 

@@ -21,10 +21,10 @@ from phasewise.serving.http.requests.chat_schemas import (
     NamedChoice,
 )
 from phasewise.serving.text.chat import Conversation
+from phasewise.serving.text.conversation_shapes import written_out
 from phasewise.serving.tools.dialect import Dialect
+from phasewise.serving.tools.form_grammar import MOST_CALLS, Function, Wanted
 from phasewise.serving.tools.parts import Reader, parsed
-from phasewise.serving.tools.tool_format import MOST_CALLS, Function, Wanted
-from phasewise.serving.tools.written_tools import written_out
 
 _OWN_VARIABLES = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token"}
@@ -60,11 +60,11 @@ class Called:
     def lark(self, dialect: Dialect, document_rule: str) -> str:
         """A grammar of answers with calls; of others too where `document_rule` describes them."""
         document = document_rule if self.is_auto else ""
-        return dialect.format.grammar(Wanted(self.functions, self.most_calls, document), dialect.control)
+        return dialect.grammar(Wanted(self.functions, self.most_calls, document))
 
     def triggers(self, dialect: Dialect) -> tuple[str, ...]:
         """Texts that begin a call."""
-        return dialect.format.triggers(self.functions)
+        return dialect.triggers(self.functions)
 
 
 def called_by(body: ChatRequest) -> Called | None:
@@ -135,11 +135,11 @@ def _shown_tools(body: ChatRequest) -> Sequence[FunctionTool]:
 
 def _for_template(message: ChatMessage, dialect: Dialect) -> dict[str, Any]:
     """As templates want it: the content as one text, the arguments of calls as an object."""
-    role = "system" if message.role == "developer" and not dialect.is_channelled else message.role
+    role = "system" if message.role == "developer" and not dialect.turn.is_channelled else message.role
     out: dict[str, Any] = {**(message.model_extra or {}), "role": role, "content": message.text}
     if message.reasoning_content:
         out["reasoning_content"] = message.reasoning_content
-        out["thinking" if dialect.is_channelled else dialect.turn.thought_field] = message.reasoning_content
+        out[dialect.turn.thought_field] = message.reasoning_content
     if message.tool_call_id is not None:
         out["tool_call_id"] = dialect.known_id(message.tool_call_id)
     if message.tool_calls:

@@ -45,8 +45,7 @@ from phasewise.serving.http.requests.schemas import (
 from phasewise.serving.sampling.sampling import SamplingParams
 from phasewise.serving.sampling.sampling_defaults import SamplingDefaults
 from phasewise.serving.sandbox.confined import Abandoned, Patience
-from phasewise.serving.tools.gpt_oss import ANSWER_BEGINS
-from phasewise.serving.tools.tool_format import Function, arguments_rule, json_rule
+from phasewise.serving.tools.form_grammar import Function, arguments_rule, json_rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +104,7 @@ def chat_requests(body: ChatRequest, model: ServedModel, sender: RequestOrigin |
     )
     shown = model.dialect.shown if is_read(body, model) else frozenset()
     turns = _turns(body, prompt, model)
-    return [replace(choice, shown=shown, turns=turns) for choice in choices]
+    return [replace(choice, shown=shown, turns=turns, ends=model.dialect.ends) for choice in choices]
 
 
 def _turns(body: ChatRequest, prompt: tuple[int, ...], model: ServedModel) -> tuple[int, ...]:
@@ -399,12 +398,12 @@ def begun_late(
     dialect, recipe = model.dialect, guide.recipe
     if wanted.triggers:
         triggers = tuple(text.encode() for text in wanted.triggers)
-        recipe = replace(recipe, calls=CallMarks(triggers, dialect.format.only_first))
+        recipe = replace(recipe, calls=CallMarks(triggers, dialect.only_first))
     if not isinstance(body, ChatRequest):
         return begun_guide(recipe, guide, model.guides.tokens)
     is_open = dialect.opens_thought(prompt, model.piece)
-    if dialect.is_channelled and wanted.field != "tools":
-        recipe = replace(recipe, thoughts=ThoughtMarks(b"", ANSWER_BEGINS.encode(), True, None))
+    if dialect.turn.is_channelled and wanted.field != "tools":
+        recipe = replace(recipe, thoughts=ThoughtMarks(b"", dialect.turn.text[0].encode(), True, None))
     elif is_open or (dialect.thinks and not _is_without_thoughts(body, prompt, model)):
         opening, closing = (mark.encode() for mark in dialect.thought)
         recipe = replace(recipe, thoughts=ThoughtMarks(opening, closing, is_open, dialect.think_token))

@@ -36,7 +36,7 @@ from phasewise.serving.models.rope import (
     YarnScaling,
 )
 from phasewise.serving.sampling.sampling_defaults import stated_by_gguf
-from phasewise.serving.text.gguf_tokens import ends_by_text
+from phasewise.serving.text.gguf_vocab import ends_by_text
 
 T = TypeVar("T")
 

@@ -77,6 +77,8 @@ def asked(path: Path) -> list[Submit]:
     free = SamplingParams(temperature=1.0, seed=8)
     requests.append(Submit("stop", prompt(40, 3), 60, free, stop=("a", "e", "Z")))
     requests.append(Submit("end", prompt(33, 4), 300, SamplingParams(logit_bias={2: 3.0}, seed=1)))
+    own_end = SamplingParams(logit_bias={5: 3.0}, seed=2)
+    requests.append(Submit("own end", prompt(33, 5), 300, own_end, ends=frozenset({5})))
     requests.append(Submit("long", prompt(20, 9) * 3, 100, SamplingParams(temperature=0.0), ignore_eos=True))
     return [replace(request, receipt=True) for request in requests]
 
@@ -206,7 +208,7 @@ def test_scoring_is_generation(path: Path, model: PackedModel, asked: list[Submi
     try:
         for request in scored:
             pieces = [out for out in outs[request.request_id] if isinstance(out, Answer)]
-            generated = [token for piece in pieces for token in piece.tokens]
+            generated = [token._replace(begin=0) for piece in pieces for token in piece.tokens]
             ids = [token.token_id for token in generated]
             start = len(request.prompt_token_ids) - 1
             whole = (*request.prompt_token_ids, *ids[:-1])

@@ -15,8 +15,7 @@ from pydantic import BaseModel
 from phasewise.serving.http.requests import message_schemas, ollama_schemas, response_schemas
 from phasewise.serving.http.requests.calls import check_tools, conversation_of
 from phasewise.serving.http.requests.chat_schemas import ChatRequest
-from phasewise.serving.text.chat_template import ChatTemplate, ChatTemplateError
-from phasewise.serving.text.template_job import rendered
+from phasewise.serving.text.chat_template import ChatTemplate, ChatTemplateError, rendered
 from phasewise.serving.tools.dialect import Dialect, dialect_of
 from tests.support.agent_bodies import AgentBody, bodies
 from tests.support.models import chat_templates, tool_templates

@@ -18,7 +18,10 @@ from hypothesis import strategies as st
 from phasewise.serving.engine.messages import Submit
 from phasewise.serving.http.answers.scoring import text_offsets
 from phasewise.serving.http.http_settings import HttpLimits, ServedModel
-from tests.support.servers.fake_engine import VOCAB_SIZE, next_letter
+from phasewise.serving.http.requests.chat_schemas import ChatRequest
+from phasewise.serving.http.requests.request_to_messages import chat_requests, completion_requests
+from phasewise.serving.http.requests.schemas import CompletionRequest
+from tests.support.servers.fake_engine import END, VOCAB_SIZE, encode, next_letter, piece
 from tests.support.servers.fake_server import CONTEXT, FakeServer, fake_server
 from tests.support.tiers import examples
 
@@ -103,6 +106,18 @@ def test_an_end_token_counts_where_the_prompt_is_echoed() -> None:
         assert choice.logprobs is not None
         assert choice.logprobs.tokens == ["a", "b", "c", "d"]
         assert len(choice.logprobs.token_logprobs or ()) == 4
+
+
+def test_the_tokens_that_end_turns_of_a_template_end_its_answers() -> None:
+    """The file names another end; text that no template wrote has that alone."""
+    model = ServedModel(
+        ("m",), 0, 500, VOCAB_SIZE, frozenset({END}), encode, piece, lambda _chat, _patience: [1]
+    )
+    model = replace(model, dialect=replace(model.dialect, ends=frozenset({7})))
+    chat = ChatRequest.model_validate({"model": "m", "messages": [{"role": "user", "content": "hi"}], "n": 2})
+    text = CompletionRequest.model_validate({"model": "m", "prompt": "hi"})
+    assert [request.ends for request in chat_requests(chat, model)] == [{7}, {7}]
+    assert [request.ends for request in completion_requests(text, model)] == [frozenset()]
 
 
 @pytest.mark.parametrize("scored", [True, False])

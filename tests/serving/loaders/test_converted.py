@@ -8,7 +8,6 @@ import os
 import subprocess
 from contextlib import closing
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +19,13 @@ from phasewise.serving.loaders.formats.gguf_parts import open_gguf
 from phasewise.serving.loaders.source import ModelSource
 from phasewise.serving.text.tokenizer import Tokenizer, tokenizer_from_gguf
 from tests.support.models import family_models as families
-from tests.support.models.converted_models import CONVERTED, PRE, write_convertible
-from tests.support.models.family_cases import FAMILY_CASES, SHAPE
+from tests.support.models.converted_models import (
+    CONVERTED,
+    converted,
+    transformers_classes,
+    write_convertible,
+)
+from tests.support.models.family_cases import ALL_CASES, SHAPE
 from tests.support.models.mixed_text import mixed_lines
 from tests.support.models.reference_models import FIXTURES
 from tests.support.models.tiny_models import GgufWriter, vocabulary
@@ -33,38 +37,12 @@ from tests.support.models.greedy import greedy, local_ranks
 BOUND = 1e-3
 """Largest difference, as a share of the row's largest logit."""
 N_TOKENS = 24
-WITHOUT_HEADS = ("qwen3next", "qwen35", "qwen35moe")
-
-
-@cache
-def _classes() -> dict[str, str | None]:
-    kinds = sorted({case.model_type for case in FAMILY_CASES.values()})
-    classes: dict[str, str | None] = ask("transformers_classes", "transformers", model_types=kinds)
-    return classes
-
-
-def converted(name: str, folder: Path) -> tuple[Path, Path]:
-    """The Hugging Face directory and the GGUF file of a family's tiny model."""
-    source = llama_cpp_source()
-    directory = write_convertible(folder / name, name, _classes()[FAMILY_CASES[name].model_type])
-    file = folder / f"{name}.gguf"
-    options = ["--outtype", "f32", *(["--no-nextn"] if name in WITHOUT_HEADS else [])]
-    ask(
-        "converted",
-        "torch",
-        source=str(source),
-        folder=str(directory),
-        gguf=str(file),
-        pre=PRE,
-        options=options,
-    )
-    return directory, file
 
 
 def answers(file: Path, name: str, cache_dir: Path, weight_format: str = "f32") -> list[np.ndarray]:
     """Logits [N_TOKENS, vocabulary] of each prompt."""
     model = load_model(str(file), weight_format, cache_dir=cache_dir)
-    model = replace(model, config=replace(model.config, context_length=FAMILY_CASES[name].context_length))
+    model = replace(model, config=replace(model.config, context_length=ALL_CASES[name].context_length))
     with closing(local_ranks(model)) as ranks:
         return [greedy(ranks, prompt, N_TOKENS, chunk=64) for prompt in families.family_prompts(name)]
 
@@ -74,7 +52,7 @@ def test_a_converted_family_answers_as_transformers_does(name: str, tmp_path: Pa
     directory, file = converted(name, tmp_path)
     prompts = families.family_prompts(name)
 
-    if _classes()[FAMILY_CASES[name].model_type] is None:  # transformers has no class for it
+    if transformers_classes()[ALL_CASES[name].model_type] is None:  # transformers has no class for it
         expected = answers(directory, name, tmp_path / "cache")
     else:
         asked = {"folder": str(directory), "prompts": prompts, "n_tokens": N_TOKENS}
@@ -95,7 +73,7 @@ def _run(tool: str, *arguments: str | Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_K_M", "Q6_K", "IQ4_XS", "MXFP4_MOE"])
-@pytest.mark.parametrize("name", ["llama-yarn", "gpt-oss", "deepseek3", "qwen35moe"])
+@pytest.mark.parametrize("name", ["llama-wide", "gpt-oss", "deepseek3", "qwen35moe"])
 def test_a_quantised_family_answers_as_its_own_numbers_do(name: str, kind: str, tmp_path: Path) -> None:
     """Those that llama-quantize writes back in F32: to the bit."""
     _, file = converted(name, tmp_path)
@@ -123,7 +101,7 @@ PUBLISHED = {
     "qwen3": ("Qwen3ForCausalLM", "qwen2"),
     "llama3_1": ("LlamaForCausalLM", "llama-bpe"),
     "gptoss": ("GptOssForCausalLM", "gpt-4o"),
-    "deepseek_v3": ("DeepseekV3ForCausalLM", "deepseek-v3"),
+    "deepseek_v3": ("DeepseekV3ForCausalLM", "joyai-llm"),  # cuts as "deepseek-v3" does
 }
 """Tokenizers that @lenml/tokenizer-... carries: the class of their models, the converter's name for them."""
 
@@ -138,7 +116,9 @@ def test_a_published_tokenizer_gives_its_tokens_once_converted(name: str, tmp_pa
     models = Path(folder) / "@lenml" / f"tokenizer-{name}" / "models"
     text = (models / "tokenizer.json").read_text()
     size = max(json.loads(text)["model"]["vocab"].values()) + 4096
-    case = next(case for case in FAMILY_CASES.values() if architecture == _classes()[case.model_type])
+    case = next(
+        case for case in ALL_CASES.values() if architecture == transformers_classes()[case.model_type]
+    )
     fields = {**case.fields, "architectures": [architecture], "vocab_size": size, "scoring_func": "sigmoid"}
     for file in models.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
@@ -185,7 +165,8 @@ def test_a_recorded_file_means_what_the_directory_does(name: str, tmp_path: Path
 
     with open_source(Located("file", file)) as ours, open_source(Located("folder", directory)) as theirs:
         assert _shapes(ours) == _shapes(theirs)
-        for field in ARITHMETIC:
+        # Llama 3's factors of RoPE are written out in GGUF files; the answers of both are compared above.
+        for field in ARITHMETIC if name != "llama3" else {*ARITHMETIC} - {"rope"}:
             assert _rounded(getattr(ours.config, field)) == _rounded(getattr(theirs.config, field)), field
         assert set(theirs.config.eos_token_ids) <= set(ours.config.eos_token_ids)
 

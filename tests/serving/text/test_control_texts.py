@@ -14,7 +14,7 @@ from phasewise.serving.errors import ModelError
 from phasewise.serving.text.chat import BOUNDS, Conversation, Conversations
 from phasewise.serving.text.chat_template import ChatTemplate, ChatTemplateError
 from phasewise.serving.text.control_texts import ControlTexts
-from phasewise.serving.text.gguf_tokens import ends_by_text
+from phasewise.serving.text.gguf_vocab import ends_by_text
 from phasewise.serving.text.tokenizer import Tokenizer, tokenizer_from_gguf
 from tests.support.models.chat_templates import CONVERSATIONS, SPECIAL, TEMPLATES
 from tests.support.models.tiny_vocabs import TINY_VOCABULARIES

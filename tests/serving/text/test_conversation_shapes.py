@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from phasewise.serving.text.chat_template import ChatTemplate
+from phasewise.serving.text.chat_template import ChatTemplate, prepare
 from phasewise.serving.text.conversation_shapes import shaped
-from phasewise.serving.text.template_job import prepare
 from phasewise.serving.text.turn_form import TurnForm
 from tests.support.models.agent_conversations import CONVERSATIONS, TOOLS
 from tests.support.models.tool_templates import TEMPLATES

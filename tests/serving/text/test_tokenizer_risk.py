@@ -161,15 +161,15 @@ def test_a_confined_tokenizer_cuts_as_the_library_does(
     plain.no_truncation()
     plain.no_padding()
     bare = plain.encode(text, add_special_tokens=False)
-    spans = [(token_id, *span) for token_id, span in zip(bare.ids, bare.offsets, strict=True)]
+    spans = [[token_id, *span] for token_id, span in zip(bare.ids, bare.offsets, strict=True)]
 
-    assert confined.encode(text, add_special=True) == plain.encode(text).ids
-    assert confined.encode(text, add_special=False) == bare.ids
-    assert confined.encode_spans(text) == spans
+    assert confined.cut("ids", text, special=True) == plain.encode(text).ids
+    assert confined.cut("ids", text, special=False) == bare.ids
+    assert confined.cut("spans", text, special=False) == spans
     plain.enable_truncation(most, strategy="longest_first")
     for given_text in (text, (text, other)):
         encoding = plain.encode(*([given_text] if isinstance(given_text, str) else given_text))
-        assert [*confined.encode_typed(given_text, most)] == [encoding.ids, encoding.type_ids]
+        assert confined.cut("typed", given_text, special=True, most=most) == [encoding.ids, encoding.type_ids]
 
 
 def test_a_risky_tokenizer_gives_the_tokens_that_its_author_meant() -> None:
@@ -191,7 +191,7 @@ def test_a_risky_tokenizer_gives_the_tokens_that_its_author_meant() -> None:
         assert ours.encode(text, False) == whole.encode(text, add_special_tokens=False).ids
         assert ours.encode_marked(text, "x") == whole.encode(text, add_special_tokens=False).ids
         assert ours.decode(ours.encode(text, False)) == text
-        assert cutter.encode([text]) == [(whole.encode(text).ids, None)]
+        assert cutter.cut([text]) == [(whole.encode(text).ids, None)]
     assert ours.vocab_size == whole.get_vocab_size()
 
 

@@ -51,7 +51,7 @@ def _cutter(path: Path) -> Callable[[str], list[int]]:
     text = tokenizer_from_gguf(header.metadata)
     if header.metadata["tokenizer.ggml.model"] in ("bert", "t5"):
         encoder = TextCutter.from_json(text, Facts())
-        return lambda content: encoder.encode([content], add_special=False)[0][0]
+        return lambda content: encoder.cut([content], add_special=False)[0][0]
     decoder = Tokenizer.from_json(text)
     return lambda content: decoder.encode(content, add_special=False)
 

@@ -11,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phasewise.serving.text.turn_form import TurnForm
+from phasewise.serving.tools.dialect import dialect_of
 from phasewise.serving.tools.parts import Call
 from tests.support.models.template_turns import FUNCTIONS, TURNS, Model, Turn, read, turn_of
+from tests.support.models.template_variants import VARIANTS
 from tests.support.models.tool_templates import TEMPLATES
 from tests.support.tiers import examples
 
@@ -47,7 +49,7 @@ def trimmed(turn: Turn) -> Turn:
 
 def is_read_back(of: Model, turn: Turn) -> bool | None:
     """None where the template does not write the turn, or where nothing marks its calls within text."""
-    if of.dialect.format.only_first and turn.text and turn.calls:
+    if of.dialect.only_first and turn.text and turn.calls:
         return None
     written = of.written(turn)
     if written is None:
@@ -57,9 +59,12 @@ def is_read_back(of: Model, turn: Turn) -> bool | None:
     return trimmed(turn_of(whole)) == trimmed(turn)
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+ALL = {**TEMPLATES, **VARIANTS}
+
+
+@pytest.mark.parametrize("name", ALL)
 def test_every_turn_of_a_template_of_ours_is_read_back(name: str) -> None:
-    results = [is_read_back(model(TEMPLATES[name]), turn) for turn in TURNS.values()]
+    results = [is_read_back(model(ALL[name]), turn) for turn in TURNS.values()]
     assert False not in results
     assert True in results
 
@@ -101,7 +106,43 @@ def test_a_malformed_call_and_an_unknown_name_are_text(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
+def test_the_tokens_that_end_turns_end_answers(name: str) -> None:
+    """Whatever the file calls its end; where a tag of calls is no token of its own, it is none."""
+    of = model(TEMPLATES[name])
+    tags = ("<|im_end|>", "<|eot_id|>", "<|eot|>", "</s>", "<|call|>", "<|return|>", "</tool_call>", "]")
+    dialect = dialect_of(of.source, {tag: n for n, tag in enumerate(tags)}.get, frozenset(), turn=of.turn)
+    ends = {tags[token_id] for token_id in dialect.ends}
+    written = of.written(TURNS["call"])
+    assert written is not None
+    assert len(ends) == 1 or (name == "gpt-oss" and len(ends) == 2)
+    assert any(written.answer.rstrip().endswith(end) for end in ends)
+
+
+_CALLED = "{%- for t in m.tool_calls or [] %}{{- CALL + (t.function.arguments | tojson) }}{%- endfor %}"
+HOSTILE = {
+    "marks that are text": "{{- m.content }}" + _CALLED.replace("CALL", "m.content + t.function.name"),
+    "names for ever": _CALLED.replace("CALL", "(t.function.name + ' ') * 4000"),
+    "deep recursion": "{%- macro f(n) %}{{- '[' + (f(n - 1) if n else '') + ']' }}{%- endmacro %}"
+    "{{- m.content }}{{- f(150) }}",
+    "brackets": "{{- '<' * 4000 + m.content + '[' * 4000 }}"
+    + _CALLED.replace("CALL", "'{' * 3000 + t.function.name + '{' * 3000"),
+    "huge output": "{{- 'x' * 400000 + m.content }}",
+    "many ends": "{{- m.content }}" + _CALLED.replace("CALL", "t.function.name") + "{{- '<a>' * 3000 }}",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_template_has_a_small_form_or_none_and_breaks_no_answer(name: str) -> None:
+    of = Model("{%- for m in messages %}" + HOSTILE[name] + "{%- endfor %}")
+    assert len(of.turn.to_json()) < 1 << 14
+    for answer in ("[" * 2000, "qsaidtextq", "f {}" * 500, '{"name": "f", "arguments": {}}'):
+        whole = read(of.dialect.reader(FUNCTIONS, in_thought=False), [answer])
+        cut = read(of.dialect.reader(FUNCTIONS, in_thought=False), answer)
+        assert turn_of(whole) == turn_of(cut)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
 def test_a_form_goes_to_another_process_and_comes_back(name: str) -> None:
     form = model(TEMPLATES[name]).turn
     assert TurnForm.from_json(form.to_json()) == form
-    assert form.told()
+    assert form.told()["ends"] == " or ".join(form.ends)

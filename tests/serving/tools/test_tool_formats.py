@@ -74,15 +74,15 @@ def test_there_are_two_hundred_pairs_of_all_formats() -> None:
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_template_tells_its_format(name: str) -> None:
     template_dialect = dialect(name)
-    assert template_dialect.format.name == ("gpt-oss" if name == "gpt-oss" else "template")
+    assert template_dialect.name == ("gpt-oss" if name == "gpt-oss" else "template")
     assert template_dialect.knows_tools
-    assert dialect_of("{{ messages }}", lambda _text: None, frozenset()).format.name == "hermes"
+    assert dialect_of("{{ messages }}", lambda _text: None, frozenset()).name == "hermes"
     assert not dialect_of("{{ messages }}", lambda _text: None, frozenset()).knows_tools
 
 
 def test_a_format_can_be_forced() -> None:
     for name in FORMATS:
-        assert dialect_of(TEMPLATES["hermes"], lambda _text: None, frozenset(), name).format.name == name
+        assert dialect_of(TEMPLATES["hermes"], lambda _text: None, frozenset(), name).name == name
     with pytest.raises(ServingError, match="no tool format 'x'"):
         dialect_of("", lambda _text: None, frozenset(), "x")
 

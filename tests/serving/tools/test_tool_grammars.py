@@ -19,8 +19,8 @@ from phasewise.serving.http.http_settings import ServedModel
 from phasewise.serving.http.requests.chat_schemas import ChatRequest
 from phasewise.serving.http.requests.request_to_messages import HeldTo, begun_late
 from phasewise.serving.tools.dialect import Dialect, dialect_of
+from phasewise.serving.tools.form_grammar import Function, Wanted
 from phasewise.serving.tools.parts import Begun, Call, Piece, Reasoning, parsed
-from phasewise.serving.tools.tool_format import Function, Wanted
 from tests.support.models.tool_templates import TEMPLATES, turn_form
 from tests.support.tiers import n_examples
 
@@ -95,7 +95,7 @@ def answer(guide: Guide, draw: np.random.Generator, most: int = 1500) -> bytes |
 
 def held(name: str, functions: list[Function], compiler: GuideCompiler, most_calls: int = 1) -> Guide:
     template_dialect = dialect(name)
-    lark = template_dialect.format.grammar(Wanted(functions, most_calls), template_dialect.control)
+    lark = template_dialect.grammar(Wanted(functions, most_calls))
     return compiler.compile(Grammar.of_lark(lark)).fresh()
 
 
@@ -149,16 +149,16 @@ def test_a_guide_that_begins_late_leaves_all_text_before_the_call_alone(
         dialect(name),
         [Function("f", {"type": "object", "properties": {}, "required": []})],
     )
-    triggers = [trigger.encode() for trigger in template_dialect.format.triggers(functions)]
+    triggers = [trigger.encode() for trigger in template_dialect.triggers(functions)]
     tokens = compiler.tokens
     late = CallGuide(
         held(name, functions, compiler),
         triggers,
         PIECES.__getitem__,
         tokens.tokens_of,
-        only_first=template_dialect.format.only_first,
+        only_first=template_dialect.only_first,
     ).fresh()
-    before = b"\n" if template_dialect.format.only_first else b"some text, <tool {[ "
+    before = b"\n" if template_dialect.only_first else b"some text, <tool {[ "
     free = np.zeros(len(PIECES), dtype=np.float32)
     ids = [CONTROL[text] for text in CONTROL if triggers[0].startswith(text.encode())][:1]
     rest = triggers[0][len(PIECES[ids[0]]) :] if ids else triggers[0]
@@ -249,4 +249,4 @@ def test_many_large_tools_are_refused_by_their_size() -> None:
     functions = [Function(f"f{index}", large) for index in range(128)]
     template_dialect = dialect("hermes")
     with pytest.raises(RequestError, match="all tools"):
-        Grammar.of_lark(template_dialect.format.grammar(Wanted(functions), template_dialect.control))
+        Grammar.of_lark(template_dialect.grammar(Wanted(functions)))

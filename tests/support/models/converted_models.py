@@ -6,11 +6,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tests.support.models.family_cases import FAMILY_CASES, FULL, SHAPE
+from tests.support.models.family_cases import ALL_CASES, FULL, SHAPE
 from tests.support.models.family_models import write_family_hf
+from tests.support.models.hybrid_models import LETTERS
+from tests.support.peers import ask, llama_cpp_source
 
 PRE = "gpt-2"
 """The way of cutting of the tiny vocabulary: the converter would know a published one by its tokens."""
@@ -22,20 +25,42 @@ _SIGMOID = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 _ARCHITECTURES = {"kimi_linear": "KimiLinearForCausalLM"}
 NOT_CONVERTED: Mapping[str, str] = {
     "gemma3n": "the converter takes a table of all tokens in each layer for granted",
-    "cohere2-biases": "the converter knows no head of its own here",
-    "nemotron-h": "the converter takes it for a mixture, which transformers' defaults describe",
+    "cohere2-biases": "llama.cpp has no biases there: the converter refuses those that are not zero",
     "nemotron-h-mixed": "the converter knows no such pattern",
 }
-CONVERTED = tuple(name for name in FAMILY_CASES if name not in NOT_CONVERTED)
+CONVERTED = tuple(name for name in ALL_CASES if name not in NOT_CONVERTED)
+
+
+WITHOUT_HEADS = ("qwen3next", "qwen35", "qwen35moe")
+
+
+@cache
+def transformers_classes() -> dict[str, str | None]:
+    """By kind of model; None where transformers has none."""
+    kinds = sorted({case.model_type for case in ALL_CASES.values()})
+    classes: dict[str, str | None] = ask("transformers_classes", "transformers", model_types=kinds)
+    return classes
+
+
+def converted(name: str, folder: Path) -> tuple[Path, Path]:
+    """The Hugging Face directory and the GGUF file of a family's tiny model."""
+    source = str(llama_cpp_source())
+    directory = write_convertible(folder / name, name, transformers_classes()[ALL_CASES[name].model_type])
+    file = folder / f"{name}.gguf"
+    options = ["--outtype", "f32", *(["--no-nextn"] if name in WITHOUT_HEADS else [])]
+    asked = {"source": source, "folder": str(directory), "gguf": str(file), "pre": PRE, "options": options}
+    asked["as_it_is"] = name == "nemotron-h"  # transformers' defaults describe a mixture
+    ask("converted", "torch", **asked)
+    return directory, file
 
 
 def published_fields(name: str) -> dict[str, Any]:
     """Fields that a published config.json has beside the case's own, or has otherwise."""
-    case = FAMILY_CASES[name]
+    case = ALL_CASES[name]
     fields: dict[str, Any] = {}
-    if name.startswith("granitehybrid"):
+    if case.model_type == "granitemoehybrid":
         kinds = ["attention" if kind == FULL else kind for kind in case.fields["layer_types"]]
-        fields = {"layer_types": kinds, "position_embedding_type": "nope"}
+        fields = {"layer_types": kinds, "position_embedding_type": "rope" if name == "granite4" else "nope"}
     if case.model_type in ("minimax_m2", "deepseek_v3", "glm4_moe_lite"):
         fields = _SIGMOID
     if case.model_type == "kimi_linear":
@@ -46,12 +71,16 @@ def published_fields(name: str) -> dict[str, Any]:
         fields = {"rotary_pct": 1.0}
     if case.model_type == "nemotron_h":
         fields = {"hidden_act": None}
+        if name == "nemotron-h":
+            letters = {kind: letter for letter, kind in LETTERS.items()}
+            pattern = "".join(letters[kind] for kind in case.fields["layers_block_type"])
+            fields["hybrid_override_pattern"] = pattern
     return fields
 
 
 def write_convertible(folder: Path, name: str, architecture: str | None) -> Path:
     """A Hugging Face directory. architecture: transformers' class; None where it has none."""
-    of_case = architecture or _ARCHITECTURES.get(FAMILY_CASES[name].model_type, "")
+    of_case = architecture or _ARCHITECTURES.get(ALL_CASES[name].model_type, "")
     write_family_hf(folder, name, {"architectures": [of_case], **published_fields(name)})
     file = folder / "tokenizer.json"
     document = _with_controls(json.loads(file.read_text()))

@@ -331,3 +331,28 @@ LONG_CASES: dict[str, dict[str, Any]] = {
     },
 }
 """Families with windows and YaRN at a context beyond both: what is changed in their config.json."""
+
+WITHOUT_REFERENCE: dict[str, FamilyCase] = {
+    "llama3": FamilyCase(
+        "llama",
+        "llama",
+        {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+         "high_freq_factor": 4.0, "original_max_position_embeddings": 64}},
+        interleaved=True,
+        unit_norms=True,
+    ),
+    "llama-wide": FamilyCase(
+        "llama", "llama", {"hidden_size": 256, "intermediate_size": 512}, interleaved=True, unit_norms=True
+    ),
+    "qwen2": FamilyCase("qwen2", "qwen2", {"rope_theta": 1e6}, unit_norms=True),
+    "granite4": FamilyCase(
+        "granitemoehybrid",
+        "granitehybrid",
+        {**_GRANITE, **_MAMBA, "layer_types": [FULL] * 4, "num_local_experts": 0,
+         "shared_intermediate_size": 96, "position_embedding_type": "rope"},
+        interleaved=True,
+        unit_norms=True,
+    ),
+}  # fmt: skip
+"""Cases that converted files alone have: transformers answers beside them."""
+ALL_CASES = FAMILY_CASES | WITHOUT_REFERENCE

@@ -14,7 +14,7 @@ import numpy as np
 
 from tests.support.models import gemma_models, hybrid_models, latent_models, tiny_models
 from tests.support.models.family_cases import (
-    FAMILY_CASES,
+    ALL_CASES,
     FULL,
     LONG_CASES,
     N_LONG_PROMPT,
@@ -40,13 +40,13 @@ def long_prompt(name: str) -> list[int]:
 
 def family_weights(name: str) -> Arrays:
     """Every tensor in float32 by the name that published checkpoints give it."""
-    shapes = _shapes(FAMILY_CASES[name])
+    shapes = _shapes(ALL_CASES[name])
     values = {tensor: raw_values(f"{name}/{tensor}", shape) for tensor, shape in shapes.items()}
-    if FAMILY_CASES[name].fields["tie_word_embeddings"]:  # else every token would predict itself
+    if ALL_CASES[name].fields["tie_word_embeddings"]:  # else every token would predict itself
         values["model.embed_tokens.weight"] *= np.float32(0.05)
-    if FAMILY_CASES[name].logit_size != 1:
-        values[_last_norm(FAMILY_CASES[name])] *= np.float32(FAMILY_CASES[name].logit_size)
-    if FAMILY_CASES[name].unit_norms:
+    if ALL_CASES[name].logit_size != 1:
+        values[_last_norm(ALL_CASES[name])] *= np.float32(ALL_CASES[name].logit_size)
+    if ALL_CASES[name].unit_norms:
         values |= {
             tensor: value - 1
             for tensor, value in values.items()
@@ -99,9 +99,10 @@ def _bias_shapes(kind: str, f: Mapping[str, Any], q: int, kv: int) -> dict[str, 
     hidden, shapes = f["hidden_size"], {}
     if f.get("use_qk_norm"):
         shapes |= {f"self_attn.{name}_norm.weight": (f["head_dim"],) for name in "qk"}
-    if f.get("use_bias") or (f.get("attention_bias") and kind in ("glm4", "glm4_moe", "cohere2")):
+    is_biased = f.get("attention_bias") and kind in ("glm4", "glm4_moe", "cohere2")
+    if f.get("use_bias") or is_biased or kind == "qwen2":
         shapes |= {f"self_attn.{part}_proj.bias": (n,) for part, n in (("q", q), ("k", kv), ("v", kv))}
-        shapes |= {} if "glm4" in kind else {"self_attn.o_proj.bias": (hidden,)}
+        shapes |= {} if "glm4" in kind or kind == "qwen2" else {"self_attn.o_proj.bias": (hidden,)}
     if kind == "starcoder2":
         norms = ("input_layernorm", "post_attention_layernorm")
         shapes |= {f"{norm}.bias": (hidden,) for norm in norms}
@@ -266,7 +267,7 @@ def _feed_forward_shapes(kind: str, f: Mapping[str, Any]) -> dict[str, tuple[int
 
 def family_prompts(name: str) -> list[list[int]]:
     """Token ids of a model's prompts."""
-    case = FAMILY_CASES[name]
+    case = ALL_CASES[name]
     return [
         (np.random.PCG64(seed).random_raw(length) % np.uint64(SHAPE.vocab_size)).astype(int).tolist()
         for length, seed in zip(case.prompt_lengths, case.prompt_seeds or case.prompt_lengths, strict=True)
@@ -276,7 +277,7 @@ def family_prompts(name: str) -> list[list[int]]:
 def write_family_hf(folder: Path, name: str, changes: Mapping[str, Any] | None = None) -> Path:
     """A Hugging Face directory in float32; `changes` replace fields of config.json."""
     folder.mkdir(parents=True, exist_ok=True)
-    fields = {**FAMILY_CASES[name].fields, **(changes or {})}
+    fields = {**ALL_CASES[name].fields, **(changes or {})}
     (folder / "config.json").write_text(json.dumps(fields))
     (folder / "tokenizer.json").write_text(tiny_models.tokenizer_json(SHAPE))
     (folder / "tokenizer_config.json").write_text("{}")
