@@ -16,8 +16,8 @@ from typing import Protocol
 import numpy as np
 
 from phasewise.serving.batch import Batch, SequenceSlice
-from phasewise.serving.models.experts import STACKS
 from phasewise.serving.models.packed_model import LAYER_TABLE, ModelConfig, PackedModel
+from phasewise.serving.models.parts.mixture import STACKS
 
 COMPUTE_KIND = {"f32": "f32", "f16": "f32", "bf16": "bf16"}  # all others: int8
 

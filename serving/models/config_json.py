@@ -3,103 +3,72 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import fields, is_dataclass
+from functools import cache
+from typing import Any, get_args, get_origin, get_type_hints
 
-from phasewise.serving.models.encoding import encoder_from_json, encoder_to_json
-from phasewise.serving.models.experts import experts_from_json, experts_to_json
-from phasewise.serving.models.factors import NO_FACTORS, factors_from_json
-from phasewise.serving.models.halves import BOTH_HALVES, halves_from_json, halves_to_json
-from phasewise.serving.models.latent import latent_from_json, latent_to_json
-from phasewise.serving.models.layer_shapes import heads_from_json, inputs_from_json, streams_from_json
-from phasewise.serving.models.packed_model import LayerKind, ModelConfig
-from phasewise.serving.models.query_growth import QueryGrowth
-from phasewise.serving.models.rope import rope_from_json, rope_to_json
-from phasewise.serving.models.state_layers import state_from_json, state_to_json
+from phasewise.serving.models.later import LATER
+from phasewise.serving.models.packed_model import ModelConfig
+from phasewise.serving.models.rope import SCALINGS
 
-_OFF = (
-    "gated_attention",
-    "last_row_scores",
-    "layer_norms",
-    "norm_biases",
-    "parallel",
-    "ffn_biases",
-    "value_norms",
-    "layer_scales",
-)
-USUAL: dict[str, Any] = {
-    "gated": True,
-    "halves": BOTH_HALVES,
-    "factors": NO_FACTORS,
-    "ffn_widths": (),
-    "shared_kv_layers": 0,
-    "drafts": "",
-    "n_drafted": 0,
-    **dict.fromkeys(("state", "latent", "query_growth", "layer_inputs", "streams")),
-    **dict.fromkeys(_OFF, False),
-}
-"""Values that most models have: `config_to_json` does not mention them."""
+FLAT = {"ffn_form"}
+"""Fields of a config whose own fields stand beside the config's others."""
 
 
 def config_to_json(config: ModelConfig) -> dict[str, Any]:
-    """Plain JSON values; `config_from_json` is the inverse.
-
-    What is `USUAL` is not mentioned: files and fingerprints of before others were read stay as they are.
-    """
-    fields = {name: getattr(config, name) for name in ModelConfig.__dataclass_fields__}
-    for name, usual in USUAL.items():
-        if fields[name] == usual:
-            del fields[name]
-    if config.latent is not None:
-        fields["latent"] = latent_to_json(config.latent)
-    if config.state is not None:
-        fields["state"] = state_to_json(config.state)
-    if config.query_growth is not None:
-        fields["query_growth"] = dict(vars(config.query_growth))
-    for name, to_json in (
-        ("halves", halves_to_json),
-        ("factors", vars),
-        ("layer_inputs", vars),
-        ("streams", vars),
-    ):
-        if name in fields:
-            fields[name] = dict(to_json(fields[name]))
+    """Plain JSON values; `config_from_json` is the inverse."""
     kinds = config.kinds if config.layer_kinds else ()
+    values: dict[str, Any] = _plain(config)
     return {
-        **fields,
-        "rope": rope_to_json(config.rope),
-        "experts": experts_to_json(config.experts),
-        "encoder": None if config.encoder is None else encoder_to_json(config.encoder),
-        "kinds": [_kind_to_json(kind) for kind in kinds],
+        **values,
+        "kinds": _plain(kinds),
         "layer_kinds": [kinds.index(kind) for kind in config.layer_kinds],
     }
 
 
-def _kind_to_json(kind: LayerKind) -> dict[str, Any]:
-    own = {} if kind.heads is None else {"heads": dict(vars(kind.heads))}
-    return {"window": kind.window, "rope": rope_to_json(kind.rope), **own}
-
-
-def config_from_json(fields: Mapping[str, Any]) -> ModelConfig:
-    """The config that `config_to_json` wrote; KeyError or TypeError for anything else."""
-    values = dict(fields)
-    kinds = [
-        LayerKind(kind["window"], rope_from_json(kind["rope"]), heads_from_json(kind.get("heads")))
-        for kind in values.pop("kinds")
-    ]
-    values["layer_kinds"] = tuple(kinds[index] for index in values["layer_kinds"])
-    values["experts"] = experts_from_json(values["experts"])
-    values["state"] = state_from_json(values.get("state"))
-    growth = values.get("query_growth")
-    values["query_growth"] = None if growth is None else QueryGrowth(**growth)
-    values["latent"] = latent_from_json(values.get("latent"))
-    values["layer_inputs"] = inputs_from_json(values.get("layer_inputs"))
-    values["streams"] = streams_from_json(values.get("streams"))
-    values["ffn_widths"] = tuple(values.get("ffn_widths", ()))
-    values["halves"] = halves_from_json(values.get("halves"))
-    values["factors"] = factors_from_json(values.get("factors"))
-    values["encoder"] = None if values["encoder"] is None else encoder_from_json(values["encoder"])
-    values["eos_token_ids"] = tuple(values["eos_token_ids"])
-    rope = rope_from_json(values.pop("rope"))
-    if rope is None:
+def config_from_json(values: Mapping[str, Any]) -> ModelConfig:
+    """The config that `config_to_json` wrote; KeyError, TypeError or ModelError for anything else."""
+    own = dict(values)
+    kinds = own.pop("kinds")
+    if own["rope"] is None:
         raise TypeError("a config without RoPE parameters")
-    return ModelConfig(rope=rope, **values)
+    config: ModelConfig = _value(ModelConfig, {**own, "layer_kinds": [kinds[i] for i in own["layer_kinds"]]})
+    return config
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(entry) for entry in value]
+    if not is_dataclass(value):
+        return value
+    named = {"kind": type(value).__name__} if type(value).__name__ in SCALINGS else {}
+    own = [(field, getattr(value, field.name)) for field in fields(value)]
+    kept = {
+        field.name: _plain(of_field)
+        for field, of_field in own
+        if not (LATER.items() <= field.metadata.items() and of_field == field.default)
+    }
+    for name in FLAT & kept.keys():
+        kept |= kept.pop(name)
+    return {**named, **kept}
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def _value(hint: Any, plain: Any) -> Any:
+    """A value of the type from its plain form."""
+    if plain is None:
+        return None
+    if get_origin(hint) is tuple:
+        return tuple(_value(get_args(hint)[0], entry) for entry in plain)
+    classes = [kind for kind in (hint, *get_args(hint)) if isinstance(kind, type) and is_dataclass(kind)]
+    if not classes:
+        return plain
+    own = dict(plain)
+    kind = classes[0] if len(classes) == 1 else SCALINGS[own.pop("kind")]
+    for name in FLAT & _hints(kind).keys():
+        own[name] = {part: own.pop(part) for part in own.keys() & _hints(_hints(kind)[name]).keys()}
+    return kind(**{name: _value(_hints(kind)[name], entry) for name, entry in own.items()})

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from phasewise.serving.errors import ModelError
+from phasewise.serving.models.later import LATER
 
 MOST_POSITIONS = 1 << 26
 POOLINGS = ("mean", "first", "last")
@@ -55,15 +56,15 @@ class Encoder:
     """True for what leads back to the stream, and for what reads it where there is no gate."""
     scores: bool = False
     """True if a head gives a pair of texts one score: a cross-encoder."""
-    pre_norms: bool = False
+    pre_norms: bool = field(default=False, metadata=LATER)
     """True for h = h + A(N(h)), h = h + F(N(h)), norms without biases, and one more after the last layer. The
     first layer's attention reads h as it is.
     """
-    norm_head: bool = False
+    norm_head: bool = field(default=False, metadata=LATER)
     """True if a cross-encoder's head is out(N(gelu(dense(row)))), else out(tanh(dense(row)))."""
-    distances: bool = False
+    distances: bool = field(default=False, metadata=LATER)
     """True if scores of attention fall with the distance of their positions (ALiBi)."""
-    tasks: EncoderTasks | None = None
+    tasks: EncoderTasks | None = field(default=None, metadata=LATER)
 
 
 @dataclass(frozen=True)
@@ -98,19 +99,3 @@ class Embedding:
         """The value of `dataclasses.asdict`, as JSON."""
         prompts = tuple((name, text) for name, text in fields.get("prompts", ()))
         return cls(**{**fields, "prompts": prompts})
-
-
-def encoder_to_json(encoder: Encoder) -> dict[str, Any]:
-    fields = asdict(encoder)
-    for rare in ("pre_norms", "norm_head", "distances", "tasks"):
-        if not fields[rare]:
-            del fields[rare]
-    return fields
-
-
-def encoder_from_json(fields: Mapping[str, Any]) -> Encoder:
-    """The value of `encoder_to_json`."""
-    tasks = fields.get("tasks")
-    if tasks is None:
-        return Encoder(**fields)
-    return Encoder(**{**fields, "tasks": EncoderTasks(**{**tasks, "names": tuple(tasks["names"])})})

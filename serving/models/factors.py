@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
 
 from phasewise.serving.errors import ModelError
 
@@ -39,8 +37,3 @@ class ProductFactors:
 
 
 NO_FACTORS = ProductFactors()
-
-
-def factors_from_json(values: Mapping[str, Any] | None) -> ProductFactors:
-    """`vars` of the factors is the inverse."""
-    return ProductFactors(**(values or {}))

@@ -20,6 +20,7 @@ from phasewise.cython_kernels.schedules import ScheduleLookup
 from phasewise.cython_kernels.user_slots.installed import use_installed
 from phasewise.serving.errors import ModelError
 from phasewise.serving.models.arena import lay_out
+from phasewise.serving.models.decoder_layer import DecoderLayer
 from phasewise.serving.models.heads.draft_head import (
     add_fed_rows,
     add_head_input,
@@ -28,14 +29,12 @@ from phasewise.serving.models.heads.draft_head import (
 )
 from phasewise.serving.models.heads.kinds import MTP
 from phasewise.serving.models.last_rows import add_logits
-from phasewise.serving.models.latent import check_kv_format
 from phasewise.serving.models.linears import Linears, PlacedProduct, with_default_path
-from phasewise.serving.models.model_parts import weight_of
 from phasewise.serving.models.norms import add_final_norm
 from phasewise.serving.models.packed_model import LayerKind, ModelConfig, PackedModel
-from phasewise.serving.models.programs.decoder_layer import DecoderLayer
-from phasewise.serving.models.programs.layer_inputs import add_layer_inputs
-from phasewise.serving.models.programs.stream_program import add_spread
+from phasewise.serving.models.parts.latent import check_kv_format
+from phasewise.serving.models.parts.layer_inputs import add_layer_inputs
+from phasewise.serving.models.parts.streams import add_spread
 
 Gives = Literal["logits", "rows"]
 
@@ -162,31 +161,32 @@ def build_program(
             add_head_input(linears, model, arena)
         else:
             embed_scale = config.embed_scale / config.residual_scale
-            program.embed(weight_of(model, "embed"), arena.hidden, arena.hidden_stride, embed_scale)
+            program.embed(model.weight("embed"), *arena.hidden, embed_scale)
         if config.layer_inputs is not None:
-            add_layer_inputs(linears, model, arena)
+            eps = config.stream_eps * config.hidden
+            add_layer_inputs(model.site(linears), config.layer_inputs, config.n_layers, eps, arena)
         if config.streams is not None:
-            add_spread(linears, model, arena)
+            add_spread(model.site(linears), config.streams, config.hidden, arena)
         keeping = {layer: number for number, layer in enumerate(config.attention_layers)}
         is_read, taps = capacity.feeds == MTP, taps_of(config, capacity.feeds)
         for layer in range(config.n_layers):
             kept_as = keeping.get(config.kept_by(layer), 0) if gives == "logits" else 0
             for part in taps.get(layer, ()):
-                add_fed_rows(linears, model, arena, (arena.hidden, arena.hidden_stride), "every", part)
+                add_fed_rows(linears, model, arena, arena.hidden, "every", part)
             DecoderLayer(linears, model, layer, arena, kept_as, is_read).add()
         if gives == "logits":
             add_logits(linears, model, arena, is_read=is_read)
         else:
-            tail = arena.tail, arena.hidden_stride
-            add_final_norm(program, model, tail, (arena.logits, config.hidden))
+            tail = arena.tail
+            add_final_norm(program, model, tail, (arena.logits[0], config.hidden))
         schedule_attention(program, model, capacity, schedules, division)
         if check_memory is not None:
             check_memory(model.name, program.bytes(), capacity.kv_slots)
         if memory is None:
             kv = None if kv_memory is None else kv_memory(program.whole_kv_bytes())
-            program.seal(arena.logits, kv)
+            program.seal(arena.logits[0], kv)
         else:
-            program.seal_shared(arena.logits, memory(program.shared_bytes()))
+            program.seal_shared(arena.logits[0], memory(program.shared_bytes()))
     except KernelError as error:
         raise ModelError(f"{model.name}: {error}") from error
     return program

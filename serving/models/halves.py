@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from phasewise.serving.errors import ModelError
 
@@ -33,12 +31,3 @@ class SingleHalves:
 
 BOTH_HALVES = SingleHalves()
 """Every layer has both."""
-
-
-def halves_to_json(halves: SingleHalves) -> dict[str, Any]:
-    """Plain JSON values; `halves_from_json` is the inverse."""
-    return {"mixing": list(halves.mixing), "feed_forward": list(halves.feed_forward)}
-
-
-def halves_from_json(fields: Mapping[str, Any] | None) -> SingleHalves:
-    return SingleHalves(**{name: tuple(layers) for name, layers in (fields or {}).items()})

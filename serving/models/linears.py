@@ -10,8 +10,8 @@ from phasewise.cython_kernels._native import Program, compute_paths
 from phasewise.cython_kernels.division import Division
 from phasewise.cython_kernels.packing import PANEL, PackedWeight
 from phasewise.cython_kernels.schedules import ScheduleLookup
-from phasewise.serving.models.experts import Experts
 from phasewise.serving.models.low_rank import Adapter, behind_zeros
+from phasewise.serving.models.parts.experts import Experts
 
 Parts = list[tuple[PackedWeight, int]]
 Place = tuple[int, int]  # offset and row stride in the arena

@@ -24,15 +24,6 @@ from phasewise.cython_kernels.packing import (
 
 Matrix = npt.NDArray[np.float32]
 
-READERS: Mapping[str, tuple[str, ...]] = {
-    "qkv": ("q", "k", "v"),
-    "o": ("o",),
-    "gate_up": ("gate", "up"),
-    "up": ("up",),
-    "down": ("down",),
-}
-"""The weights of a layer that read the same rows, in the order of their outputs."""
-
 
 @dataclass(frozen=True)
 class LowRank:

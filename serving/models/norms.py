@@ -6,12 +6,7 @@ import numpy as np
 
 from phasewise.cython_kernels._native import Program
 from phasewise.serving.models.linears import Place, Rows
-from phasewise.serving.models.packed_model import ModelConfig, PackedModel
-
-
-def stream_eps(config: ModelConfig) -> float:
-    """Epsilon for norms of the stream, which is kept divided by the residual scale."""
-    return config.norm_eps / config.residual_scale**2
+from phasewise.serving.models.packed_model import PackedModel
 
 
 def add_layer_norm(
@@ -28,7 +23,7 @@ def add_layer_norm(
     bias = np.zeros_like(weight)
     if model.config.norm_biases:
         bias = model.vectors[f"{norm}_bias"] * np.float32(factor)
-    eps = stream_eps(model.config)
+    eps = model.config.stream_eps
     program.layernorm(model.config.hidden, *source, *target, weight, bias, rows=rows, eps=eps)
 
 
@@ -39,5 +34,5 @@ def add_final_norm(
     if model.config.layer_norms:
         add_layer_norm(program, model, "final_norm", source, target, "logits", factor)
         return
-    norm, eps = model.vectors["final_norm"] * np.float32(factor), stream_eps(model.config)
+    norm, eps = model.vectors["final_norm"] * np.float32(factor), model.config.stream_eps
     program.adjust(model.config.hidden, *source, *target, norm=norm, rows="logits", eps=eps)

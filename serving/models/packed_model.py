@@ -6,31 +6,42 @@ exists has been checked, so the engine may multiply its numbers without fear.
 
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
-
 from phasewise._words import counted
-from phasewise.cython_kernels.division import Teams, columns, head_copies
-from phasewise.cython_kernels.packing import PANEL, PackedWeight
+from phasewise.cython_kernels.division import Teams, head_copies
+from phasewise.cython_kernels.packing import PackedWeight
 from phasewise.serving.errors import ModelError
 from phasewise.serving.models.encoding import MOST_POSITIONS, Embedding, Encoder
-from phasewise.serving.models.experts import STACKS, Experts
 from phasewise.serving.models.factors import NO_FACTORS, ProductFactors
 from phasewise.serving.models.halves import BOTH_HALVES, SingleHalves
-from phasewise.serving.models.heads.kinds import KINDS
-from phasewise.serving.models.latent import STACKS as HEAD_STACKS
-from phasewise.serving.models.latent import LatentAttention
-from phasewise.serving.models.layer_shapes import HeadShape, LayerInputs, Streams
+from phasewise.serving.models.heads.kinds import EAGLES, KINDS
+from phasewise.serving.models.later import LATER
+from phasewise.serving.models.layers import Layer
+from phasewise.serving.models.linears import Linears
 from phasewise.serving.models.low_rank import Adapter
 from phasewise.serving.models.mapped_file import MappedFile
+from phasewise.serving.models.parts.attention import Attention, HeadShape
+from phasewise.serving.models.parts.experts import Experts
+from phasewise.serving.models.parts.feed_forward import SILU_GATE, FeedForward, FeedForwardForm
+from phasewise.serving.models.parts.latent import STACKS as HEAD_STACKS
+from phasewise.serving.models.parts.latent import LatentAttention, LatentMixer, first_head
+from phasewise.serving.models.parts.layer_inputs import InputsOfLayer, LayerInputs
+from phasewise.serving.models.parts.mixer import Mixer
+from phasewise.serving.models.parts.mixture import STACKS, Mixture, first_expert
+from phasewise.serving.models.parts.part import Vector
+from phasewise.serving.models.parts.site import Site
+from phasewise.serving.models.parts.states.delta import Delta, KimiDelta
+from phasewise.serving.models.parts.states.mamba2 import Mamba2
+from phasewise.serving.models.parts.states.recurrence import Convolving
+from phasewise.serving.models.parts.states.short_conv import ShortConv
+from phasewise.serving.models.parts.states.state_layers import DELTA, KDA, MAMBA2, SHORT_CONV, StateLayers
+from phasewise.serving.models.parts.streams import Streams, StreamsOfLayer
 from phasewise.serving.models.query_growth import QueryGrowth
 from phasewise.serving.models.rope import RopeSpec
-from phasewise.serving.models.state_layers import StateLayers
 from phasewise.serving.sampling.sampling_defaults import SamplingDefaults
 
 FORMATS = ("native", "f32", "bf16", "int8", "int4")
@@ -47,15 +58,9 @@ LARGEST = {
     "context_length": MOST_POSITIONS,
 }
 MOST_KINDS = 4
-GATE_ACTIVATIONS = ("silu", "gelu_tanh", "clamped_silu", "gelu")
-PLAIN_ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu", "relu2")
-"""Activations of feed-forward layers without a gate; "gelu" is that of the error function, "relu2" the square
-of "relu". The kernels have both lists in cython_kernels/ops.h."""
 
 LAYER_TABLE = "layer_table"
 """The name of the matrix whose rows are looked up alone."""
-
-Vector = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,7 @@ class LayerKind:
     """Positions that a token sees, itself included; None: all. Of an encoder half of them on each side."""
     rope: RopeSpec | None
     """None: positions leave no trace in queries and keys."""
-    heads: HeadShape | None = None
+    heads: HeadShape | None = field(default=None, metadata=LATER)
     """None: those of the model."""
 
 
@@ -97,9 +102,7 @@ class ModelConfig:
     add_bos: bool
     layer_kinds: tuple[LayerKind, ...] = ()
     """One for each layer; none: all layers have `rope` and `sliding_window`."""
-    activation: str = "silu"
-    gated: bool = True
-    """True if the feed-forward layer is down(act(gate(x)) * up(x)), else down(act(up(x)))."""
+    ffn_form: FeedForwardForm = SILU_GATE
     pre_norms: bool = True
     post_norms: bool = False
     whole_qk_norm: bool = False
@@ -120,40 +123,38 @@ class ModelConfig:
     logit_cap: float | None = None
     experts: Experts | None = None
     encoder: Encoder | None = None
-    gated_attention: bool = False
+    gated_attention: bool = field(default=False, metadata=LATER)
     """True if what attention gives is multiplied by the logistic of one more product of the stream."""
-    state: StateLayers | None = None
+    state: StateLayers | None = field(default=None, metadata=LATER)
     """Layers that keep a state in place of keys and values."""
-    last_row_scores: bool = False
+    last_row_scores: bool = field(default=False, metadata=LATER)
     """True if a decoder gives a pair of texts one score: the product of the last row with a vector."""
-    layer_norms: bool = False
+    layer_norms: bool = field(default=False, metadata=LATER)
     """True if norms of the stream are LayerNorms."""
-    norm_biases: bool = False
+    norm_biases: bool = field(default=False, metadata=LATER)
     """True if these have biases."""
-    parallel: bool = False
+    parallel: bool = field(default=False, metadata=LATER)
     """True if a layer is h += A(n) + F(n), n = norm(h): both halves read one norm of the same stream."""
-    ffn_biases: bool = False
-    """True if the products of feed-forward layers without a gate have biases."""
-    query_growth: QueryGrowth | None = None
+    query_growth: QueryGrowth | None = field(default=None, metadata=LATER)
     """The growth of queries with their positions."""
-    latent: LatentAttention | None = None
+    latent: LatentAttention | None = field(default=None, metadata=LATER)
     """Attention over one vector of each token; `head_dim` are then the vector's numbers, in one KV head."""
-    halves: SingleHalves = BOTH_HALVES
-    factors: ProductFactors = NO_FACTORS
-    value_norms: bool = False
+    halves: SingleHalves = field(default=BOTH_HALVES, metadata=LATER)
+    factors: ProductFactors = field(default=NO_FACTORS, metadata=LATER)
+    value_norms: bool = field(default=False, metadata=LATER)
     """True if values are normalised by heads, without weights."""
-    layer_scales: bool = False
+    layer_scales: bool = field(default=False, metadata=LATER)
     """True if the stream is multiplied by a number of its own behind each layer."""
-    ffn_widths: tuple[int, ...] = ()
+    ffn_widths: tuple[int, ...] = field(default=(), metadata=LATER)
     """Widths of feed-forward layers where they differ: `ffn` is the largest."""
-    shared_kv_layers: int = 0
+    shared_kv_layers: int = field(default=0, metadata=LATER)
     """The last so many layers read keys and values of the last layer of their kind before them."""
-    layer_inputs: LayerInputs | None = None
-    streams: Streams | None = None
-    drafts: str = ""
+    layer_inputs: LayerInputs | None = field(default=None, metadata=LATER)
+    streams: Streams | None = field(default=None, metadata=LATER)
+    drafts: str = field(default="", metadata=LATER)
     """The kind of a head that drafts, of `heads.kinds.KINDS`: one layer over embeddings of tokens and rows of
     another model. "": no head."""
-    n_drafted: int = 0
+    n_drafted: int = field(default=0, metadata=LATER)
     """Tokens that a head knows as drafts; 0: all of them."""
 
     def __post_init__(self) -> None:
@@ -165,9 +166,6 @@ class ModelConfig:
             raise ModelError(f"{self.n_heads} attention heads do not divide into {self.n_kv_heads} KV heads")
         if not 0 < self.norm_eps < 1:
             raise ModelError(f"the norm epsilon is {self.norm_eps!r:.80}: a number between 0 and 1 expected")
-        activations = GATE_ACTIVATIONS if self.gated else PLAIN_ACTIVATIONS
-        if self.activation not in activations:
-            raise ModelError(f"activation {self.activation!r:.80} is not one of {', '.join(activations)}")
         if len(self.layer_kinds) not in (0, self.n_layers):
             raise ModelError(
                 f"{counted(self.n_layers, 'layer')} with"
@@ -180,12 +178,8 @@ class ModelConfig:
                 f"{counted(len(self.kinds), 'kind')} of attention in one model; at most {MOST_KINDS} can run"
             )
         self._check_scales()
-        if self.experts is not None:
-            if not self.gated and self.experts.biases:
-                raise ModelError("experts with biases whose feed-forward layers have no gate cannot run")
-            self.experts.check(self.n_layers)
-            if self.experts.own_norms != self.post_norms:
-                raise ModelError("norms behind halves of layers and experts with norms run together alone")
+        if self.experts is not None and self.experts.own_norms != self.post_norms:
+            raise ModelError("norms behind halves of layers and experts with norms run together alone")
         self._check_form()
         if self.state is not None:
             self.state.check(self.n_layers)
@@ -196,6 +190,11 @@ class ModelConfig:
         if self.drafts:
             self._check_head()
         self._check_tokens()
+        parts = [layer.feed_forward for layer in self.layers if layer.feed_forward]
+        if self.layer_inputs is not None:
+            self.layer_inputs.check(self.n_layers, self.vocab_size)
+        if self.ffn_widths and max(part.width for part in parts) > self.ffn:
+            raise ModelError(f"a feed-forward layer is wider than {self.ffn} numbers, the widest")
 
     def _check_latent(self, latent: LatentAttention) -> None:
         latent.check(self.n_kv_heads, self.head_dim)
@@ -208,32 +207,14 @@ class ModelConfig:
             raise ModelError(f"latent attention turns {latent.rope_dim} numbers of every layer, no others")
 
     def _check_layers(self) -> None:
-        """Conditions of single halves, states beside attention and factors of products on the others."""
+        """Conditions of single halves and of factors."""
         self.halves.check(self.n_layers)
         self.factors.check()
-        beside = self.state is not None and self.state.beside
         if not self.attention_layers or any(map(self.keeps_state, self.halves.feed_forward)):
             raise ModelError("a model whose layers keep no keys and values cannot run")
-        if not (beside or self.halves != BOTH_HALVES or self.factors != NO_FACTORS):
-            return
-        other_norms = not self.pre_norms or self.post_norms or self.layer_norms or self.parallel
-        if other_norms or self.out_bias or self.gated_attention or self.latent is not None or self.ffn_biases:
-            raise ModelError(
-                "layers of one half, states beside attention or factors of products, with other norms than"
-                " one before each half, biases or gates, cannot run"
-            )
-        if self.factors != NO_FACTORS and self.experts is not None:
-            raise ModelError("factors of products beside experts cannot run")
 
     def _check_own_layers(self) -> None:
         """Conditions of what layers have of their own."""
-        if self.ffn_widths and (len(self.ffn_widths) != self.n_layers or self.experts is not None):
-            raise ModelError(
-                f"widths of {counted(len(self.ffn_widths), 'feed-forward layer')} of {self.n_layers}"
-            )
-        for width in self.ffn_widths:
-            if type(width) is not int or not 1 <= width <= self.ffn:
-                raise ModelError(f"a feed-forward layer of width {width!r:.80}: 1 to {self.ffn} expected")
         if type(self.shared_kv_layers) is not int or not 0 <= self.shared_kv_layers < self.n_layers:
             raise ModelError(
                 f"layers that read others' keys and values: {self.shared_kv_layers!r:.80} of {self.n_layers}"
@@ -243,8 +224,6 @@ class ModelConfig:
             map(self.kind_of, range(first))
         ):
             raise ModelError("layers that read keys and values of others have none of their kind before them")
-        if self.layer_inputs is not None:
-            self.layer_inputs.check(self.n_layers, self.vocab_size)
         if self.streams is not None:
             self.streams.check(self.n_layers)
             if self.layer_inputs is None or self.layer_scales or self.experts or self.residual_scale != 1:
@@ -272,23 +251,7 @@ class ModelConfig:
         if kind.heads is not None:
             kind.heads.check(self.n_heads, self.n_kv_heads, self.head_dim)
         if kind.rope is not None:
-            self._check_rope(kind.rope, kind.heads.head_dim if kind.heads else self.head_dim)
-
-    def _check_rope(self, rope: RopeSpec, head_dim: int) -> None:
-        if type(rope.dim) is not int or head_dim % 2 or rope.dim % 2 or not 2 <= rope.dim <= head_dim:
-            raise ModelError(f"RoPE over {rope.dim} of {head_dim} head dimensions is not supported")
-        for context_length in (0, 1 << 62):
-            with np.errstate(all="ignore"):
-                try:
-                    inv_freq = rope.inv_freq(context_length)
-                except (ArithmeticError, ValueError):
-                    inv_freq = np.array([math.nan])
-            if inv_freq.shape != (rope.dim // 2,) or not (np.isfinite(inv_freq) & (inv_freq > 0)).all():
-                raise ModelError(f"these RoPE parameters give no usable frequencies: {_brief(rope)}")
-        if not 0 < rope.magnitude < 1e3:
-            raise ModelError(
-                f"the RoPE scaling multiplies by {rope.magnitude!r:.80}: a number from 0 to 1000 expected"
-            )
+            kind.rope.check(kind.heads.head_dim if kind.heads else self.head_dim)
 
     def _check_scales(self) -> None:
         for name in (
@@ -314,14 +277,12 @@ class ModelConfig:
             raise ModelError("norms with biases that are no LayerNorms cannot run")
         if self.parallel and not self.layer_norms:
             raise ModelError("layers whose halves read one norm that is no LayerNorm cannot run")
-        if self.parallel and (self.post_norms or not self.pre_norms or self.experts or self.state):
-            raise ModelError(
-                "layers whose halves read one norm, with norms behind them, experts or a state, cannot run"
-            )
-        if self.ffn_biases and (self.gated or self.experts is not None):
-            raise ModelError("feed-forward layers with biases and a gate cannot run")
-        if self.layer_norms and (self.post_norms or self.state is not None or self.experts is not None):
-            raise ModelError("LayerNorms in layers with norms behind them, a state or experts cannot run")
+        if self.parallel and (self.post_norms or not self.pre_norms or self.halves != BOTH_HALVES):
+            raise ModelError("layers of two halves that read one norm have no other norms")
+        if self.layer_norms and (self.post_norms or self.experts is not None):
+            raise ModelError("LayerNorms in layers with norms behind them or experts cannot run")
+        if self.factors != NO_FACTORS and (self.layer_norms or not self.pre_norms):
+            raise ModelError("factors of products that read no plain norm cannot run")
         if self.query_growth is not None:
             self.query_growth.check(self.context_length)
 
@@ -335,22 +296,18 @@ class ModelConfig:
         """True if pairs of texts get one score each, rather than a text its vector."""
         return self.last_row_scores or (self.encoder is not None and self.encoder.scores)
 
+    @functools.cached_property
+    def layers(self) -> tuple[Layer, ...]:
+        """The parts of every layer."""
+        return layers_of(self)
+
+    @property
+    def stream_eps(self) -> float:
+        """Epsilon for norms of the stream, which is kept divided by the residual scale."""
+        return self.norm_eps / self.residual_scale**2
+
     def kind_of(self, layer: int) -> LayerKind:
         return self.layer_kinds[layer] if self.layer_kinds else LayerKind(self.sliding_window, self.rope)
-
-    def experts_of(self, layer: int) -> Experts | None:
-        """The mixture of a layer; None where one feed-forward layer computes every token."""
-        if self.experts is None or layer in self.experts.dense_layers or layer in self.halves.mixing:
-            return None
-        return self.experts
-
-    def ffn_of(self, layer: int) -> int:
-        """The width of the feed-forward layer that every token of a layer goes through; 0: there is none."""
-        if layer in self.halves.mixing:
-            return 0
-        if self.experts is None:
-            return self.ffn_widths[layer] if self.ffn_widths else self.ffn
-        return self.experts.dense_ffn if layer in self.experts.dense_layers else self.experts.shared_ffn
 
     def keeps_state(self, layer: int) -> bool:
         return self.state is not None and layer in self.state.layers
@@ -378,12 +335,6 @@ class ModelConfig:
         if layer < first_shared:
             return layer
         return max(before for before in range(first_shared) if self.kind_of(before) == self.kind_of(layer))
-
-    def qkv_of(self, layer: int) -> str:
-        """The products that a layer's attention reads, by their letters: "qkv" mostly."""
-        if self.kept_by(layer) != layer:
-            return "q"
-        return "qk" if self.heads_of(layer).keys_are_values else "qkv"
 
     def heads_of(self, layer: int) -> HeadShape:
         return self.kind_of(layer).heads or HeadShape(self.n_kv_heads, self.head_dim)
@@ -418,11 +369,6 @@ class ModelConfig:
         return tuple(dict.fromkeys(self.layer_kinds)) or (self.kind_of(0),)
 
     @property
-    def n_into_ffn(self) -> int:
-        """Weights of a feed-forward layer that read the stream: gate and up, or up alone."""
-        return 2 if self.gated else 1
-
-    @property
     def n_logits(self) -> int:
         """Logits of a row."""
         return self.n_drafted or self.vocab_size
@@ -436,27 +382,143 @@ class ModelConfig:
         return self.n_kv_heads * self.head_dim
 
 
+STATE_MIXERS: dict[str, type[Convolving]] = {
+    SHORT_CONV: ShortConv, DELTA: Delta, MAMBA2: Mamba2, KDA: KimiDelta,
+}  # fmt: skip
+
+
+def layers_of(config: ModelConfig) -> tuple[Layer, ...]:
+    """Every layer. ModelError for parts that cannot be, or not together."""
+    _check_dense(config)
+    alike: dict[tuple[object, ...], Layer] = {}
+    layers = []
+    for number in range(config.n_layers):
+        mixers, feed_forward, mixture = _mixers(config, number), _dense(config, number), None
+        if _has_experts(config, number):
+            mixture = _mixture(config)
+        streams = inputs = None
+        if config.streams is not None:
+            streams = StreamsOfLayer(config.streams, config.hidden, config.norm_eps)
+        if config.layer_inputs is not None:
+            inputs = InputsOfLayer(config.hidden, config.layer_inputs.size, config.ffn_form.activation)
+        parts = (mixers, feed_forward, mixture, streams, inputs, _norms(config, number))
+        if parts not in alike:
+            alike[parts] = Layer(config.hidden, *parts, config.layer_scales)
+        layers.append(alike[parts])
+    return tuple(layers)
+
+
+def _mixers(config: ModelConfig, number: int) -> tuple[Mixer, ...]:
+    """A state before keys and values: both read the stream before either is added."""
+    mixers: list[Mixer] = []
+    if config.state is not None and number in config.state.layers:
+        mixers.append(_state(config, config.state))
+    if not config.attends(number):
+        return tuple(mixers)
+    kind, encoder = config.kinds.index(config.kind_of(number)), config.encoder
+    if config.latent is not None:
+        scale, cap = config.attention_scale, config.attention_cap
+        mixers.append(LatentMixer(config.latent, config.hidden, config.n_heads, kind, scale, cap))
+        return tuple(mixers)
+    attention = Attention(
+        config.hidden,
+        config.n_heads,
+        config.heads_of(number),
+        kind,
+        config.kept_by(number) != number,
+        config.attention_scale,
+        config.attention_cap,
+        config.qk_norm,
+        config.whole_qk_norm,
+        config.value_norms,
+        config.out_bias or (encoder is not None and encoder.out_bias),
+        config.sinks,
+        config.gated_attention,
+        config.factors.qkv,
+        config.query_growth,
+        config.context_length if config.query_growth else 0,
+        encoder is not None and encoder.distances,
+        config.drafts in EAGLES,
+    )
+    return (*mixers, attention)
+
+
+def _state(config: ModelConfig, state: StateLayers) -> Convolving:
+    return STATE_MIXERS[state.kind](state, config.hidden, config.factors, config.norm_eps)
+
+
+def _feed_forward(
+    config: ModelConfig, width: int, sparsity: float = 0.0, weighed: bool = False
+) -> FeedForward:
+    form, factors = config.ffn_form, (config.factors.gate, config.factors.up)
+    if config.encoder is not None:
+        form = replace(form, ffn_biases=config.encoder.ffn_biases)
+    return FeedForward(config.hidden, width, form, factors, sparsity, weighed)
+
+
+def _dense(config: ModelConfig, number: int) -> FeedForward | None:
+    """The feed-forward layer that computes every row; None where there is none."""
+    experts, sparsity = config.experts, config.streams.sparsity[number] if config.streams else 0.0
+    if number in config.halves.mixing:
+        return None
+    if experts is None:
+        return _feed_forward(config, config.ffn_widths[number] if config.ffn_widths else config.ffn, sparsity)
+    if number in experts.dense_layers:
+        return _feed_forward(config, experts.dense_ffn)
+    return (
+        _feed_forward(config, experts.shared_ffn, weighed=experts.shared_gate) if experts.shared_ffn else None
+    )
+
+
+def _has_experts(config: ModelConfig, number: int) -> bool:
+    experts = config.experts
+    return experts is not None and number not in (*experts.dense_layers, *config.halves.mixing)
+
+
+def _mixture(config: ModelConfig) -> Mixture:
+    assert config.experts is not None
+    return Mixture(config.experts, _feed_forward(config, config.ffn))
+
+
+def _check_dense(config: ModelConfig) -> None:
+    if config.ffn_widths and (len(config.ffn_widths) != config.n_layers or config.experts is not None):
+        raise ModelError(
+            f"widths of {counted(len(config.ffn_widths), 'feed-forward layer')} of {config.n_layers}"
+        )
+    if config.experts is None:
+        return
+    dense, n_layers = config.experts.dense_layers, config.n_layers
+    if list(dense) != sorted(set(dense)) or (dense and not 0 <= dense[0] <= dense[-1] < n_layers):
+        raise ModelError(f"layers {dense!r:.80} of {n_layers} have no experts")
+    if len(dense) >= n_layers:
+        raise ModelError(f"a mixture of experts in none of {counted(n_layers, 'layer')}")
+
+
+def _norms(config: ModelConfig, number: int) -> tuple[str, ...]:
+    """Norms of the stream before a layer's halves and behind them, with their biases."""
+    if config.encoder is not None:
+        norms = ["attn_norm", "ffn_norm"]
+        if config.encoder.pre_norms:  # the first layer's attention reads the stream as it is
+            return tuple(norms if number else norms[1:])
+        return tuple(f"{norm}{ending}" for norm in norms for ending in ("", "_bias"))
+    norms = []
+    if config.pre_norms:
+        halves = config.halves
+        is_single = config.parallel or number in (*halves.mixing, *halves.feed_forward)
+        norms = ["attn_norm"] if is_single else ["attn_norm", "ffn_norm"]
+    if config.norm_biases:
+        norms += [f"{norm}_bias" for norm in norms]
+    return (*norms, "attn_post_norm", "ffn_post_norm") if config.post_norms else tuple(norms)
+
+
 @dataclass(frozen=True)
 class PackedModel:
     """A model ready to run; weights and vectors are views over a file mapped read-only.
 
-    An encoder's names are in `loaders.encoders.encoder_layout`.
-
-    weights: "embed" [vocab, hidden]; "lm_head" unless tied; per layer i "layers.{i}.qkv" (q, k, v rows),
-    ".o", ".gate_up" (gate rows, then up rows) or, without a gate, ".up", and ".down". Parts whose packed
-    kinds differ stay separate: ".q", ".k", ".v" or ".gate", ".up". With a mixture of experts ".router"
-    [experts, hidden] and, one expert below the other, ".experts_gate_up" (of each expert gate rows, then up
-    rows; up rows alone without a gate) and ".experts_down"; ".gate_up" and ".down" are then the shared
-    expert's, where there is one.
-    vectors, float32: "final_norm"; per layer, as the config says, ".attn_norm", ".ffn_norm",
-    ".attn_post_norm", ".ffn_post_norm", ".qkv_bias", ".q_norm", ".k_norm", ".o_bias", ".sinks" [n_heads],
-    ".router_bias", ".gate_up_bias", ".up_bias", ".down_bias", ".choice_bias" [experts], biases of LayerNorms
-    (".attn_norm_bias"), and of experts with norms of their own ".router_norm", ".experts_norm",
-    ".shared_post_norm", ".experts_post_norm" and ".expert_factors" [experts]. With inputs of layers there are
-    "layer_table", "layer_projection" and "layer_inputs_norm", and in each layer ".inputs_gate", ".inputs_out"
-    and ".inputs_post_norm"; with scales ".out_scale" [1]. Layers with a state have what `state_layers` lists
-    in place of attention's. A head that drafts has "head_embed", "head_rows" [hidden, hidden] and norms
-    before these.
+    weights: "embed" [vocab, hidden]; "lm_head" unless tied; per layer i "layers.{i}." and the products of its
+    parts, fused ("qkv") or, where their packed kinds differ, each part alone ("q"); what is outside layers is
+    in `loaders.layout` and `loaders.encoders.encoder_layout`.
+    vectors, float32: per layer those of its parts, joined where they say so.
     content_hash names the source's content and the format, so equal models hash alike on every machine.
     """
 
@@ -479,6 +541,17 @@ class PackedModel:
     adapters: tuple[Adapter, ...] = ()
     """Adapters that requests may have on top; a slice names them by their numbers, from 1 on."""
 
+    def site(self, linears: Linears, stem: str = "") -> Site:
+        """A layer in a program (stem "layers.3."), or what is outside of layers."""
+        return Site(linears, self.weights, self.vectors, stem)
+
+    def weight(self, name: str) -> PackedWeight:
+        """ModelError where there is none of the name."""
+        try:
+            return self.weights[name]
+        except KeyError:
+            raise ModelError(f"{self.name} has no weight {name!r}") from None
+
     def products(self) -> dict[str, PackedWeight]:
         """The arrays that products read, by name: of a stack of experts the first one's weight, elsewhere
         the weight.
@@ -493,23 +566,11 @@ class PackedModel:
         """The first head's weight of a stack of latent attention; None where `name` is no such stack."""
         if self.config.latent is None or not name.endswith(HEAD_STACKS):
             return None
-        stack = self.weights[name]
-        return columns(stack, 0, stack.n // self.config.n_heads // PANEL)
+        return first_head(self.weights[name], self.config.n_heads)
 
     def one_expert(self, name: str) -> PackedWeight | None:
         """The first expert's weight of a stack; None where `name` is no stack."""
         experts = self.config.experts
         if experts is None or not name.endswith(STACKS):
             return None
-        stack = self.weights[name]
-        if stack.n % (experts.count * PANEL):
-            raise ModelError(
-                f"{self.name} has {experts.count} experts with {stack.n} outputs in all in {name}:"
-                f" a multiple of {PANEL} for each can run"
-            )
-        return columns(stack, 0, stack.n // experts.count // PANEL)
-
-
-def _brief(rope: RopeSpec) -> str:
-    text = str(rope)
-    return text if len(text) < 200 else f"{text[:200]}..."
+        return first_expert(self.weights[name], experts, name)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from phasewise.cython_kernels.exact import logarithm, power
+from phasewise.serving.errors import ModelError
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,25 @@ class RopeSpec:
             case YarnScaling():
                 return _yarn(plain, self.theta, self.dim, self.scaling)
 
+    def check(self, head_dim: int) -> None:
+        """ModelError unless heads of so many numbers can be turned so."""
+        if type(self.dim) is not int or head_dim % 2 or self.dim % 2 or not 2 <= self.dim <= head_dim:
+            raise ModelError(f"RoPE over {self.dim} of {head_dim} head dimensions is not supported")
+        for context_length in (0, 1 << 62):
+            with np.errstate(all="ignore"):
+                try:
+                    inv_freq = self.inv_freq(context_length)
+                except (ArithmeticError, ValueError):
+                    inv_freq = np.array([math.nan])
+            if inv_freq.shape != (self.dim // 2,) or not (np.isfinite(inv_freq) & (inv_freq > 0)).all():
+                text = str(self)
+                brief = text if len(text) < 200 else f"{text[:200]}..."
+                raise ModelError(f"these RoPE parameters give no usable frequencies: {brief}")
+        if not 0 < self.magnitude < 1e3:
+            raise ModelError(
+                f"the RoPE scaling multiplies by {self.magnitude!r:.80}: a number from 0 to 1000 expected"
+            )
+
     @property
     def magnitude(self) -> float:
         """The factor of cosines and sines."""
@@ -132,26 +151,3 @@ def _yarn(
 SCALINGS: dict[str, Callable[..., Scaling]] = {
     kind.__name__: kind for kind in (Llama3Scaling, LinearScaling, FrequencyFactors, YarnScaling, LongScaling)
 }
-
-
-def rope_to_json(rope: RopeSpec | None) -> dict[str, Any] | None:
-    """Plain JSON values; `rope_from_json` is the inverse."""
-    if rope is None:
-        return None
-    scaling = rope.scaling
-    kind = None if scaling is None else {"kind": type(scaling).__name__, **vars(scaling)}
-    return {"theta": rope.theta, "dim": rope.dim, "scaling": kind}
-
-
-def rope_from_json(fields: Mapping[str, Any] | None) -> RopeSpec | None:
-    """KeyError or TypeError for what `rope_to_json` did not write."""
-    if fields is None:
-        return None
-    values, scaling = dict(fields), None
-    if values["scaling"] is not None:
-        own: dict[str, Any] = {
-            key: tuple(value) if isinstance(value, list) else value
-            for key, value in values["scaling"].items()
-        }
-        scaling = SCALINGS[own.pop("kind")](**own)
-    return RopeSpec(values["theta"], values["dim"], scaling)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phasewise.cython_kernels import _native, isa
-from phasewise.serving.models.packed_model import GATE_ACTIVATIONS, PLAIN_ACTIVATIONS
+from phasewise.serving.models.parts.feed_forward import GATE_ACTIVATIONS, PLAIN_ACTIVATIONS
 from tests.support.tiers import examples
 
 SIZES = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 127, 576, 1024, 1025, 4099)

@@ -21,7 +21,7 @@ Array = np.ndarray
 
 @dataclass(frozen=True)
 class Mixture:
-    """As `serving.models.experts.Experts`."""
+    """As `serving.models.parts.experts.Experts`."""
 
     count: int
     chosen: int

@@ -85,6 +85,8 @@ def _shape(name: str, config: ModelConfig, read: Mapping[str, int], kv_element_b
     """read: bytes of every weight. An untied embedding does not count: its rows are only looked up."""
     vectors = 1 if config.latent else 2
     looked_up = (0 if config.tied_embeddings else read["embed"]) + read.get("layer_table", 0)
+    dense = [layer.mixture.expert if layer.mixture else layer.feed_forward for layer in config.layers]
+    matrices = max(sum(len(product.outputs) for product in part.into) for part in dense if part) + 1
     heads = [config.heads_of(layer) for layer in config.attention_layers]
     kv_rows = sum(own.n_kv_heads * own.head_dim for own in heads)
     return ModelShape(
@@ -97,7 +99,7 @@ def _shape(name: str, config: ModelConfig, read: Mapping[str, int], kv_element_b
         ffn=config.ffn,
         vocab=config.vocab_size,
         weight_bytes=sum(read.values()) - looked_up,
-        ffn_matrices=config.n_into_ffn + 1,
+        ffn_matrices=matrices,
         kv_bytes_per_slot=vectors * kv_rows * kv_element_bytes,
         kv_vectors=vectors,
     )

@@ -16,7 +16,6 @@ import numpy as np
 
 from phasewise.cython_kernels._native import Program
 from phasewise.cython_kernels.errors import KernelError
-from phasewise.cython_kernels.exact import power
 from phasewise.cython_kernels.schedules import ScheduleLookup
 from phasewise.serving.embedding.encoder.task_adapters import EMBED, TaskAdapters
 from phasewise.serving.errors import ModelError
@@ -29,9 +28,12 @@ from phasewise.serving.models.forward import (
     open_program,
     schedule_attention,
 )
+from phasewise.serving.models.layers import Layer
 from phasewise.serving.models.linears import Linears, Place, Rows
-from phasewise.serving.models.model_parts import into_ffn_parts, qkv_parts, weight_of
-from phasewise.serving.models.packed_model import PackedModel, Vector
+from phasewise.serving.models.packed_model import PackedModel
+from phasewise.serving.models.parts.part import Product, Vector
+from phasewise.serving.models.parts.rows import MixingRows
+from phasewise.serving.models.parts.site import ReadRows, Site
 from phasewise.serving.processes.headroom import check_memory
 
 
@@ -85,8 +87,9 @@ class _Arena:
 
 def _lay_out(model: PackedModel, encoder: Encoder, capacity: Capacity, table_stride: int) -> _Arena:
     config, tokens = model.config, capacity.step_tokens
+    inner_widths = [layer.feed_forward.inner for layer in config.layers if layer.feed_forward]
     stride, qkv_stride = rounded(config.hidden), rounded(config.q_rows + 2 * config.kv_rows)
-    mixed_stride, up_stride = rounded(config.q_rows), rounded(config.n_into_ffn * config.ffn)
+    mixed_stride, up_stride = rounded(config.q_rows), rounded(max(inner_widths))
     inner = tokens * stride
     mixed = inner + tokens * qkv_stride
     rows = max(tokens, capacity.logit_rows)
@@ -99,7 +102,7 @@ def _lay_out(model: PackedModel, encoder: Encoder, capacity: Capacity, table_str
 def _add_embedding(linears: Linears, model: PackedModel, arena: _Arena, added: TaskAdapters | None) -> None:
     config, vectors, program = model.config, model.vectors, linears.program
     positions, segments = vectors.get("positions"), vectors.get("segments")
-    program.embed(weight_of(model, "embed"), 0, arena.stride, positions=positions, segments=segments)
+    program.embed(model.weight("embed"), 0, arena.stride, positions=positions, segments=segments)
     if added is not None:
         place = arena.inner, added.stride
         program.embed(added.table, *place)
@@ -114,17 +117,6 @@ def _norm(model: PackedModel, name: str) -> tuple[Vector, Vector]:
     return weight, np.zeros_like(weight) if bias is None else bias
 
 
-def slopes_of(n_heads: int) -> Vector:
-    """The loss of each head's scores for each position between (ALiBi, Press et al. 2022): powers of
-    2^(-8 / n) for n heads, n a power of two; of other numbers those of the next lower power, then every
-    other one of the next higher power's.
-    """
-    lower = 1 << (n_heads.bit_length() - 1)
-    powers = [power(2.0, -8 * index, lower) for index in range(1, lower + 1)]
-    powers += [power(2.0, -4 * index, lower) for index in range(1, 2 * (n_heads - lower), 2)]
-    return np.array(powers, np.float32)
-
-
 @dataclass(frozen=True, slots=True)
 class _Layer:
     """Adds the ops of one layer."""
@@ -132,11 +124,11 @@ class _Layer:
     linears: Linears
     model: PackedModel
     encoder: Encoder
-    layer: int
+    number: int
     arena: _Arena
 
     def add(self) -> None:
-        arena, last = self.arena, self.layer == self.model.config.n_layers - 1
+        arena, last = self.arena, self.number == self.model.config.n_layers - 1
         rows: Rows = "logits" if last else "every"
         after = (arena.tail if last else 0, arena.stride)
         whole = (arena.out, self.model.config.hidden) if last else after
@@ -146,62 +138,49 @@ class _Layer:
             if last:
                 self._normalise("final_norm", None, after, whole, rows)
         else:
-            self._normalise(f"{self.name}.attn_norm", "o_bias", after, after, rows)
+            self._normalise(f"{self.site.stem}attn_norm", "o_bias", after, after, rows)
             self._add_feed_forward(after, after, rows)
-            self._normalise(f"{self.name}.ffn_norm", "down_bias", after, whole, rows)
+            self._normalise(f"{self.site.stem}ffn_norm", "down_bias", after, whole, rows)
 
     def _add_attention(self, after: Place, *, gathered: bool) -> None:
-        config, arena, stream = self.model.config, self.arena, (0, self.arena.stride)
+        arena, stream, (attention,) = self.arena, (0, self.arena.stride), self.layer.mixers
         rows: Rows = "gathered" if gathered else "every"
         qkv, mixed = (arena.inner, arena.qkv_stride), (arena.mixed, arena.mixed_stride)
         reads = (
-            self._normed("attn_norm", stream, "every") if self.encoder.pre_norms and self.layer else stream
+            self._normed("attn_norm", stream, "every") if self.encoder.pre_norms and self.number else stream
         )
-        parts = qkv_parts(self.model, self.layer)
-        self.linears.add(parts, {"source": "rows"}, reads, qkv, f"{self.name}.qkv")
-        self.linears.program.attend(
-            0,
-            *qkv,
-            *mixed,
-            bias=self._vector("qkv_bias"),
-            rows=rows,
-            kind=config.kinds.index(config.kind_of(self.layer)),
-            slopes=slopes_of(config.n_heads) if self.encoder.distances else None,
-        )
+        attention.add(self.site, ReadRows(reads), MixingRows(qkv, qkv, qkv, mixed), 0, rows)
         how: dict[str, Any] = {"add": True, "rows": rows, "residual": stream if gathered else None}
-        self.linears.add(self._part("o"), {"source": "rows"}, mixed, after, f"{self.name}.o", **how)
+        self._add_back(attention.back, {"source": "rows"}, mixed, after, **how)
 
     def _add_feed_forward(self, reads: Place, after: Place, rows: Rows) -> None:
-        inner = self.arena.inner, self.arena.up_stride
-        into = into_ffn_parts(self.model, self.name, self.model.config.ffn)
-        self.linears.add(into, {"source": "rows"}, reads, inner, f"{self.name}.up", rows=rows)
-        down = f"{self.name}.down"
-        self.linears.add(self._part("down"), self._reads_inner(), inner, after, down, add=True, rows=rows)
+        inner, part = (self.arena.inner, self.arena.up_stride), self.layer.feed_forward
+        assert part is not None
+        part.add(self.site, ReadRows(reads), inner, rows)
+        self._add_back(part.down, part.between(self.site), inner, after, add=True, rows=rows)
+
+    def _add_back(
+        self, product: Product, reads: dict[str, Any], source: Place, after: Place, **how: Any
+    ) -> None:
+        parts, reader = self.site.parts(product), self.site.stem + product.reader
+        self.linears.add(parts, reads, source, after, reader, **how)
 
     def _normed(self, norm: str, source: Place, rows: Rows) -> Place:
         """Rows of the stream, normalised into a place of their own."""
         target = self.arena.normed, self.arena.stride
-        self._normalise(f"{self.name}.{norm}", None, source, target, rows)
+        self._normalise(f"{self.site.stem}{norm}", None, source, target, rows)
         return target
 
-    def _reads_inner(self) -> dict[str, Any]:
-        activation = self.model.config.activation
-        if self.model.config.gated:
-            return {"source": "gate", "gate": activation}
-        return {"source": "activation", "gate": activation, "bias": self._vector("up_bias")}
-
     def _normalise(self, norm: str, bias: str | None, source: Place, target: Place, rows: Rows) -> None:
-        own = None if bias is None else self._vector(bias)
+        own = None if bias is None else self.site.vector(bias)
         self.linears.program.layernorm(
             self.model.config.hidden, *source, *target, *_norm(self.model, norm), bias=own, rows=rows
         )
 
     @property
-    def name(self) -> str:
-        return f"layers.{self.layer}"
+    def layer(self) -> Layer:
+        return self.model.config.layers[self.number]
 
-    def _part(self, name: str) -> list[Any]:
-        return [(weight_of(self.model, f"{self.name}.{name}"), 0)]
-
-    def _vector(self, name: str) -> Vector | None:
-        return self.model.vectors.get(f"{self.name}.{name}")
+    @property
+    def site(self) -> Site:
+        return self.model.site(self.linears, f"layers.{self.number}.")

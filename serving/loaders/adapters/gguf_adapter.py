@@ -8,7 +8,7 @@ from pathlib import Path
 
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.adapters.low_rank_tensors import Pair, put
-from phasewise.serving.loaders.cutting import our_tensors
+from phasewise.serving.loaders.cuts import CutFor, half_split, our_tensors
 from phasewise.serving.loaders.families import family_of_gguf
 from phasewise.serving.loaders.formats.gguf_file import TensorInfo
 from phasewise.serving.loaders.formats.gguf_model import (
@@ -17,7 +17,6 @@ from phasewise.serving.loaders.formats.gguf_model import (
     tensor_in,
 )
 from phasewise.serving.loaders.formats.gguf_parts import GgufFiles, open_gguf
-from phasewise.serving.loaders.head_rows import half_split
 from phasewise.serving.loaders.layout import shapes_of_all
 from phasewise.serving.models.packed_model import ModelConfig
 
@@ -69,7 +68,7 @@ def _pairs(
         what = f"{file.path} has an adapter of {theirs!r:.120} that"
         scale = alpha / a.shape[0] if alpha else 1.0
         try:
-            renamed = list(our_tensors(f"layers.{layer[1]}.", layer[2], names, b, shapes, what))
+            renamed = list(our_tensors(layer[2], names, b, CutFor(f"layers.{layer[1]}.", shapes, what)))
         except KeyError:
             raise ModelError(f"{what} {family.name} models do not have") from None
         for ours, part in renamed:

@@ -12,7 +12,7 @@ import numpy as np
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.layout import weight_shapes
 from phasewise.serving.loaders.source import SourceTensor
-from phasewise.serving.models.low_rank import READERS, Adapter, LowRank, Matrix, update_of
+from phasewise.serving.models.low_rank import Adapter, LowRank, Matrix, update_of
 from phasewise.serving.models.packed_model import ModelConfig
 
 MOST_RANK = 512
@@ -72,9 +72,10 @@ def parts_of(pairs: Mapping[str, Pair], config: ModelConfig, what: str) -> dict[
     if not pairs:
         raise ModelError(f"{what} changes no weight")
     shapes = weight_shapes(config)
+    adaptable = {weight for columns in _readers(config).values() for weight in columns}
     parts: dict[str, LowRank] = {}
     for ours, pair in pairs.items():
-        if ours.rpartition(".")[2] not in _COLUMNS or ours not in shapes:
+        if ours not in adaptable:
             raise ModelError(
                 f"{what}: {pair.theirs!r:.120} is an adapter of something else than the projections of"
                 " attention and of the feed-forward layer, which alone can run"
@@ -86,31 +87,25 @@ def parts_of(pairs: Mapping[str, Pair], config: ModelConfig, what: str) -> dict[
 def adapter_of(name: str, parts: Mapping[str, LowRank], config: ModelConfig) -> Adapter:
     """The adapter of these weights, as a program reads it."""
     updates = {}
-    for layer in range(config.n_layers):
-        for reader, weights in _readers(config).items():
-            own = [
-                (_column(weight, config, layer), parts[f"layers.{layer}.{weight}"])
-                for weight in weights
-                if f"layers.{layer}.{weight}" in parts
-            ]
-            if own:
-                updates[f"layers.{layer}.{reader}"] = update_of(own)
+    for reader, columns in _readers(config).items():
+        own = [(column, parts[weight]) for weight, column in columns.items() if weight in parts]
+        if own:
+            updates[reader] = update_of(own)
     return Adapter(name, _digest(parts), updates)
 
 
-_COLUMNS = frozenset(weight for weights in READERS.values() for weight in weights)
-
-
-def _readers(config: ModelConfig) -> dict[str, tuple[str, ...]]:
-    left_out = "up" if config.gated else "gate_up"
-    return {reader: weights for reader, weights in READERS.items() if reader != left_out}
-
-
-def _column(weight: str, config: ModelConfig, layer: int) -> int:
-    """The first column of a weight's outputs among those that read the same rows."""
-    width = config.ffn_of(layer)
-    columns = {"k": config.q_rows, "v": config.q_rows + config.kv_rows, "up": width if config.gated else 0}
-    return columns.get(weight, 0)
+def _readers(config: ModelConfig) -> dict[str, dict[str, int]]:
+    """Weights by what reads the same rows, each with the first column of its outputs there."""
+    readers: dict[str, dict[str, int]] = {}
+    for i, layer in enumerate(config.layers):
+        widths: dict[str, int] = {}
+        for product in layer.products:
+            first = widths.get(product.reader, 0)
+            if product.reader:
+                widths[product.reader] = first + sum(product.outputs.values())
+                columns = {f"layers.{i}.{part}": column for part, column in product.columns(first)}
+                readers.setdefault(f"layers.{i}.{product.reader}", {}).update(columns)
+    return readers
 
 
 def _digest(parts: Mapping[str, LowRank]) -> str:

@@ -15,12 +15,11 @@ from typing import Any
 
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.adapters.low_rank_tensors import Pair, put
-from phasewise.serving.loaders.cutting import our_tensors
+from phasewise.serving.loaders.cuts import CutFor, half_split, our_tensors
 from phasewise.serving.loaders.families import FAMILIES, Family
 from phasewise.serving.loaders.formats.hf_model import LAYER_NAMES, layer_place, without_prefix
 from phasewise.serving.loaders.formats.model_directory import ModelDirectory
 from phasewise.serving.loaders.formats.safetensors_file import open_all, tensor_of
-from phasewise.serving.loaders.head_rows import half_split
 from phasewise.serving.loaders.layout import shapes_of_all
 from phasewise.serving.loaders.source import SourceTensor
 from phasewise.serving.models.packed_model import ModelConfig
@@ -126,7 +125,7 @@ def _our_pairs(
             kind = "experts" if stem else "embeddings, or of the head"
             raise ModelError(f"{path} has an adapter of {module!r:.120}: adapters of {kind} cannot run")
         try:
-            renamed = list(our_tensors(stem, name, names, both["B"], shapes, what))
+            renamed = list(our_tensors(name, names, both["B"], CutFor(stem, shapes, what)))
         except KeyError:
             raise ModelError(f"{what} {family.name} models do not have") from None
         for ours, part in renamed:

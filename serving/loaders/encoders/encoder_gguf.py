@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.cutting import our_tensors
+from phasewise.serving.loaders.cuts import CutFor, our_tensors
 from phasewise.serving.loaders.encoders.encoder_tensors import adapted
 from phasewise.serving.loaders.families.bert import (
     GGUF_GLOBAL_NAMES,
@@ -17,7 +17,7 @@ from phasewise.serving.loaders.families.bert import (
     encoder_config,
 )
 from phasewise.serving.loaders.formats.gguf_file import TensorInfo
-from phasewise.serving.loaders.layout import weight_shapes
+from phasewise.serving.loaders.layout import shapes_of_all
 from phasewise.serving.loaders.source import SourceTensor
 from phasewise.serving.models.encoding import Embedding
 from phasewise.serving.models.packed_model import ModelConfig
@@ -103,9 +103,7 @@ def encoder_tensors(
     )
     if "blk.0.ffn_gate.weight" in tensors:
         in_layers |= {"ffn_up.weight": GGUF_NAMES["ffn_up.weight"]}
-    shapes: dict[str, tuple[int, ...]] = dict(weight_shapes(config))
-    for i in range(config.n_layers):
-        shapes |= {f"layers.{i}.{name}_bias": (config.q_rows,) for name in ("q", "k", "v")}
+    shapes = shapes_of_all(config, has_bias=True)
 
     def ours() -> Iterator[tuple[str, SourceTensor]]:
         for theirs, tensor in tensors.items():
@@ -113,7 +111,8 @@ def encoder_tensors(
             stem, key = (f"layers.{match[1]}.", match[2]) if match else ("", theirs)
             where = f"{what} has a tensor {theirs!r:.80} that"
             try:
-                yield from our_tensors(stem, key, in_layers if match else outside, tensor, shapes, where)
+                names = in_layers if match else outside
+                yield from our_tensors(key, names, tensor, CutFor(stem, shapes, where))
             except KeyError:
                 raise ModelError(f"{where} {config.architecture} models do not use") from None
 

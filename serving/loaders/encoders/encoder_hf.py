@@ -10,7 +10,7 @@ from typing import Any
 
 from phasewise._safetensors import TensorEntry
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.cutting import our_tensors
+from phasewise.serving.loaders.cuts import CutFor, our_tensors
 from phasewise.serving.loaders.encoders.embedding_spec import embedding_of
 from phasewise.serving.loaders.encoders.encoder_tensors import adapted
 from phasewise.serving.loaders.families.bert import (
@@ -24,7 +24,7 @@ from phasewise.serving.loaders.families.jina_v3 import instructions_of
 from phasewise.serving.loaders.formats.hf_config import field
 from phasewise.serving.loaders.formats.model_directory import ModelDirectory
 from phasewise.serving.loaders.formats.safetensors_file import Shards, tensor_of
-from phasewise.serving.loaders.layout import weight_shapes
+from phasewise.serving.loaders.layout import shapes_of_all
 from phasewise.serving.loaders.source import SourceFile, SourceTensor
 from phasewise.serving.models.encoding import Embedding
 from phasewise.serving.models.packed_model import ModelConfig
@@ -82,9 +82,7 @@ def encoder_tensors(
 ) -> dict[str, SourceTensor]:
     """Every tensor by our name, as views."""
     scores = config.encoder is not None and config.encoder.scores
-    shapes: dict[str, tuple[int, ...]] = dict(weight_shapes(config))
-    for i in range(config.n_layers):
-        shapes |= {f"layers.{i}.{name}_bias": (config.q_rows,) for name in ("q", "k", "v")}
+    shapes = shapes_of_all(config, has_bias=True)
 
     def ours() -> Iterator[tuple[str, SourceTensor]]:
         for file, entries in opened:
@@ -106,7 +104,7 @@ def encoder_tensors(
         tensor = tensor_of(file, theirs, entry)
         stem, key = (f"layers.{match[1]}.", match[2]) if match else ("", name)
         names = family.hf_names if match else family.hf_global_names
-        yield from our_tensors(stem, key, names, tensor, shapes, what)
+        yield from our_tensors(key, names, tensor, CutFor(stem, shapes, what))
 
     return adapted(ours(), config, family.first_position, str(directory))
 

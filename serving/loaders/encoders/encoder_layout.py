@@ -22,8 +22,8 @@ from phasewise.serving.models.packed_model import ModelConfig
 SEGMENTS = 2
 
 
-def vector_lengths(config: ModelConfig, encoder: Encoder, has_bias: bool) -> dict[str, int]:
-    """Every vector, before fusing. has_bias: queries, keys and values have biases."""
+def vector_lengths(config: ModelConfig, encoder: Encoder) -> dict[str, int]:
+    """Every vector outside layers, before fusing."""
     endings = ("",) if encoder.pre_norms else ("", "_bias")
     outer = ("embed_norm", "final_norm") if encoder.pre_norms else ("embed_norm",)
     lengths = {f"{norm}{ending}": config.hidden for norm in outer for ending in endings}
@@ -35,21 +35,8 @@ def vector_lengths(config: ModelConfig, encoder: Encoder, has_bias: bool) -> dic
         lengths["score_dense"] = config.hidden**2
         lengths["score_norm" if encoder.norm_head else "score_dense_bias"] = config.hidden
         lengths |= {"score_out": config.hidden, "score_out_bias": 1}
-    layer = {f"{norm}{ending}": config.hidden for norm in ("attn_norm", "ffn_norm") for ending in endings}
-    if has_bias:
-        layer |= {"q_bias": config.q_rows, "k_bias": config.kv_rows, "v_bias": config.kv_rows}
-    if encoder.out_bias:
-        layer["o_bias"] = config.hidden
-    if encoder.ffn_biases:
-        layer["down_bias"] = config.hidden
-        if not config.gated:
-            layer["up_bias"] = config.ffn
-    layers = range(config.n_layers)
-    lengths |= {f"layers.{i}.{name}": length for i in layers for name, length in layer.items()}
     if encoder.tasks is not None:
         lengths |= {name: math.prod(shape) for name, shape in task_shapes(config, encoder.tasks).items()}
-    if encoder.pre_norms:
-        del lengths["layers.0.attn_norm"]
     return lengths
 
 

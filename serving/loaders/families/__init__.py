@@ -10,19 +10,7 @@ from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.families.cohere import COHERE2
 from phasewise.serving.loaders.families.deepseek import DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE
 from phasewise.serving.loaders.families.encoders import ENCODERS_BY_GGUF, ENCODERS_BY_HF
-from phasewise.serving.loaders.families.family import (
-    ACTIVATION_NAMES,
-    ColumnCut,
-    Family,
-    HeadParts,
-    HeadStack,
-    LatentTensor,
-    Names,
-    OfLayer,
-    OtherForm,
-    TensorCut,
-    TurnedTail,
-)
+from phasewise.serving.loaders.families.family import ACTIVATION_NAMES, Family
 from phasewise.serving.loaders.families.gemmas.gemma import GEMMA2, GEMMA3
 from phasewise.serving.loaders.families.gemmas.gemma3n import GEMMA3N
 from phasewise.serving.loaders.families.gemmas.gemma4 import GEMMA4
@@ -46,16 +34,7 @@ from phasewise.serving.loaders.families.starcoder import STARCODER2
 __all__ = [
     "ACTIVATION_NAMES",
     "FAMILIES",
-    "ColumnCut",
     "Family",
-    "HeadParts",
-    "HeadStack",
-    "LatentTensor",
-    "Names",
-    "OfLayer",
-    "OtherForm",
-    "TensorCut",
-    "TurnedTail",
     "family_of_gguf",
     "family_of_hf",
 ]

@@ -14,9 +14,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.families.family import Adapt, Get, Names, TensorCut, unchanged
+from phasewise.serving.loaders.cuts import Names, TensorCut
+from phasewise.serving.loaders.families.family import Adapt, Get, unchanged
 from phasewise.serving.models.encoding import Encoder
 from phasewise.serving.models.packed_model import LARGEST, LayerKind, ModelConfig
+from phasewise.serving.models.parts.feed_forward import FeedForwardForm
 from phasewise.serving.models.rope import RopeSpec
 
 HF_ACTIVATIONS = {
@@ -49,7 +51,7 @@ class EncoderFamily:
     hf_global_names: Mapping[str, str]
     first_position: int = 0
     """In safetensors: rows of the position embeddings before a text's first."""
-    gated: bool = False
+    has_gate: bool = False
     positions: bool = True
     biases: bool = True
     gguf_scores: bool = True
@@ -210,7 +212,7 @@ NOMIC_BERT = EncoderFamily(
     _LAYER,
     _NOMIC_NAMES,
     {**EMBEDDING_NAMES, "emb_ln.weight": "embed_norm", "emb_ln.bias": "embed_norm_bias"},
-    gated=True,
+    has_gate=True,
     positions=False,
     biases=False,
     activations=("silu",),
@@ -267,8 +269,7 @@ def encoder_config(
         eos_token_ids=(),
         add_bos=False,
         layer_kinds=kinds,
-        activation=activation,
-        gated=family.gated,
+        ffn_form=FeedForwardForm(activation, family.has_gate),
         encoder=Encoder(
             positions=family.positions,
             segments=bool(get("type_vocab_size", int, 2)),

@@ -5,20 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.families.family import (
-    LAYER_HEAD,
-    Family,
-    Get,
-    HeadParts,
-    HeadStack,
-    Names,
-    TurnedTail,
-)
+from phasewise.serving.loaders.cuts import HeadParts, HeadStack, Names, TurnedTail
+from phasewise.serving.loaders.families.family import LAYER_HEAD, Family, Get
 from phasewise.serving.loaders.families.reading import must_be_off, yarn_magnitude
 from phasewise.serving.loaders.families.routing import GGUF_ROUTED, HF_ROUTED, routed_gguf, routed_hf
-from phasewise.serving.models.experts import SOFTMAX
-from phasewise.serving.models.latent import LatentAttention
 from phasewise.serving.models.packed_model import LARGEST, ModelConfig
+from phasewise.serving.models.parts.experts import SOFTMAX
+from phasewise.serving.models.parts.latent import LatentAttention
 from phasewise.serving.models.rope import YarnScaling
 
 NORM_EPS = 1e-6

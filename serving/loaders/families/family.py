@@ -11,7 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from phasewise.serving.loaders.cuts import ColumnCut, Names
 from phasewise.serving.models.packed_model import ModelConfig
+from phasewise.serving.models.parts.feed_forward import SILU_GATE, FeedForwardForm
 
 Get = Callable[..., Any]
 """get(key, type, default=None): the file's value if it has that type, the default if it is absent;
@@ -24,87 +26,12 @@ TensorShapes = Mapping[str, tuple[int, ...]]
 AdaptByTensors = Callable[[ModelConfig, TensorShapes], ModelConfig]
 
 
-@dataclass(frozen=True)
-class TensorCut:
-    """The division of a file's tensor that holds several of ours: its rows are those of `parts`, one after
-    the other.
-
-    of_experts: the first dimension counts experts, and parts are those of each. stacked: it counts parts.
-    alternating: rows of the parts take turns. transposed: inputs come before outputs. turns: parts take turns
-    in runs of rows, as many as `n_heads` or the `groups` of layers with a state.
-    """
-
-    parts: tuple[str, ...]
-    of_experts: bool = False
-    alternating: bool = False
-    transposed: bool = False
-    turns: str = ""
-    stacked: bool = False
-
-
-@dataclass(frozen=True)
-class ColumnCut:
-    """The division of a file's matrix that reads several inputs one behind the other: its columns are those
-    of `parts`, as many of each."""
-
-    parts: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class OtherForm:
-    """A tensor of another shape than ours: a `vector` of all its numbers, else a matrix of one row.
-
-    negated_exponential: ours are -e^x of its numbers.
-    """
-
-    name: str
-    vector: bool = True
-    negated_exponential: bool = False
-
-
-@dataclass(frozen=True)
-class TurnedTail:
-    """Rows of latent attention whose last ones, of every head or of all, are pairs side by side; ours have
-    the first rows of all pairs, then the second ones."""
-
-    name: str
-    by_head: bool
-
-
-@dataclass(frozen=True)
-class HeadParts:
-    """Rows of every head, of two of ours: `keys`, whose rows are columns of ours, and `values`."""
-
-    keys: str
-    values: str
-
-
-@dataclass(frozen=True)
-class HeadStack:
-    """Matrices of all heads, one below the other."""
-
-    name: str
-
-
-@dataclass(frozen=True)
-class OfLayer:
-    """A tensor that is not the same in all layers: the first of `names` that a layer has."""
-
-    names: tuple[str, ...]
-
-
-LatentTensor = TurnedTail | HeadParts | HeadStack
-
 ACTIVATION_NAMES = {
     "silu": ("silu", "swish"),
     "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new"),
     "relu2": ("relu2",),
 }
 """Activations, and what config.json calls them."""
-
-Names = Mapping[str, str | TensorCut | ColumnCut | OtherForm | OfLayer | LatentTensor]
-"""A file's names of a layer's tensors to ours; "{e}" in both stands for an expert's number."""
-
 
 HEAD_STEM = "head.projection."
 HEAD_NAMES: Names = {
@@ -166,10 +93,8 @@ class Family:
     """Fields that config.json may leave out, other than Llama's."""
     global_names: Names = field(default_factory=dict)
     """Names of tensors outside layers, of either format, beside the common ones."""
-    activation: str = "silu"
-    """The activation of the feed-forward layers, of `ACTIVATION_NAMES`."""
-    gated: bool = True
-    """True if feed-forward layers are down(act(gate(x)) * up(x)), else down(act(up(x)))."""
+    ffn_form: FeedForwardForm = SILU_GATE
+    """The form of feed-forward layers; the activation is one of `ACTIVATION_NAMES`."""
     hf_text_prefixes: tuple[str, ...] = ()
     """The prefix of the names of a language model that is part of a larger one."""
     hf_ignored: tuple[str, ...] = ()

@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.families.family import LAYER_HEAD, Family, Get, TensorCut
+from phasewise.serving.loaders.cuts import TensorCut
+from phasewise.serving.loaders.families.family import LAYER_HEAD, Family, Get
 from phasewise.serving.loaders.families.routing import GGUF_ROUTED, HF_ROUTED, routed_gguf, routed_hf
 from phasewise.serving.models.packed_model import ModelConfig
 

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from phasewise._words import number
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.families.family import Family, Get, TensorCut
+from phasewise.serving.loaders.cuts import TensorCut
+from phasewise.serving.loaders.families.family import Family, Get
 from phasewise.serving.loaders.families.llama import GGUF_EXPERTS
 from phasewise.serving.loaders.families.reading import (
     all_but_every,
@@ -18,6 +19,7 @@ from phasewise.serving.loaders.families.reading import (
     yarn_magnitude,
 )
 from phasewise.serving.models.packed_model import ModelConfig
+from phasewise.serving.models.parts.feed_forward import FeedForwardForm
 from phasewise.serving.models.rope import RopeSpec, YarnScaling
 
 PERIOD = 2
@@ -26,7 +28,7 @@ LIMIT, ALPHA = 7.0, 1.702  # of the clamped gate: families/rows/elementwise.c
 
 
 def _common(config: ModelConfig) -> ModelConfig:
-    return replace(config, activation="clamped_silu", sinks=True, out_bias=True)
+    return replace(config, ffn_form=FeedForwardForm("clamped_silu"), sinks=True, out_bias=True)
 
 
 def _hf(get: Get, config: ModelConfig) -> ModelConfig:

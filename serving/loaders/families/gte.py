@@ -9,8 +9,9 @@ from dataclasses import replace
 
 from phasewise.cython_kernels.exact import power
 from phasewise.serving.errors import ModelError
+from phasewise.serving.loaders.cuts import Names, TensorCut
 from phasewise.serving.loaders.families.bert import BERT, EMBEDDING_NAMES, EncoderFamily, stated_theta
-from phasewise.serving.loaders.families.family import Get, Names, TensorCut
+from phasewise.serving.loaders.families.family import Get
 from phasewise.serving.models.packed_model import ModelConfig
 from phasewise.serving.models.rope import LinearScaling, RopeSpec
 
@@ -77,7 +78,7 @@ GTE = EncoderFamily(
         **EMBEDDING_NAMES,
         **{name: ours for name, ours in BERT.hf_global_names.items() if ours.startswith("score_")},
     },
-    gated=True,
+    has_gate=True,
     positions=False,
     position_kinds=("rope",),
     activations=("gelu",),

@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from phasewise.serving.errors import ModelError
+from phasewise.serving.loaders.cuts import TensorCut
 from phasewise.serving.loaders.families.bert import BERT, EncoderFamily
-from phasewise.serving.loaders.families.family import Get, TensorCut
+from phasewise.serving.loaders.families.family import Get
 from phasewise.serving.models.packed_model import LayerKind, ModelConfig
 
 
@@ -41,7 +42,7 @@ JINA_BERT = EncoderFamily(
         "mlp.layernorm.bias": "ffn_norm_bias",
     },
     BERT.hf_global_names,
-    gated=True,
+    has_gate=True,
     positions=False,
     position_kinds=("alibi",),
     activations=("gelu",),

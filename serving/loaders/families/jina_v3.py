@@ -12,8 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 from phasewise.serving.errors import ModelError
+from phasewise.serving.loaders.cuts import Names, TensorCut
 from phasewise.serving.loaders.families.bert import BERT, EncoderFamily
-from phasewise.serving.loaders.families.family import Get, Names, TensorCut
+from phasewise.serving.loaders.families.family import Get
 from phasewise.serving.models.encoding import EncoderTasks
 from phasewise.serving.models.packed_model import ModelConfig
 from phasewise.serving.models.rope import RopeSpec

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 from phasewise._words import counted
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.families.family import Family, Get, OtherForm
+from phasewise.serving.loaders.cuts import OtherForm
+from phasewise.serving.loaders.families.family import Family, Get
 from phasewise.serving.loaders.families.reading import FULL, must_be_off, state_layer_types
 from phasewise.serving.models.packed_model import LARGEST, ModelConfig
-from phasewise.serving.models.state_layers import SHORT_CONV, StateLayers
+from phasewise.serving.models.parts.states.state_layers import SHORT_CONV, StateLayers
 
 CONV = "conv"
 

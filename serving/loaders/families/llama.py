@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from phasewise.serving.loaders.families.family import Family, Get, Names, TensorCut
+from phasewise.serving.loaders.cuts import Names, TensorCut
+from phasewise.serving.loaders.families.family import Family, Get
 from phasewise.serving.loaders.families.reading import experts_of
 from phasewise.serving.models.packed_model import ModelConfig
 

@@ -9,8 +9,8 @@ from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.families.family import Family, Get
 from phasewise.serving.loaders.families.reading import experts_of
 from phasewise.serving.loaders.families.routing import GGUF_ROUTED, HF_ROUTED, routed_gguf
-from phasewise.serving.models.experts import LOGISTIC
 from phasewise.serving.models.packed_model import ModelConfig
+from phasewise.serving.models.parts.experts import LOGISTIC
 
 STATED = {
     "use_qk_norm": True,

@@ -7,8 +7,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from phasewise.serving.errors import ModelError
+from phasewise.serving.loaders.cuts import TensorCut
 from phasewise.serving.loaders.families.bert import EncoderFamily, stated_theta
-from phasewise.serving.loaders.families.family import Get, TensorCut
+from phasewise.serving.loaders.families.family import Get
 from phasewise.serving.loaders.families.reading import FULL, SLIDING, layer_types
 from phasewise.serving.models.packed_model import LayerKind, ModelConfig
 from phasewise.serving.models.rope import RopeSpec
@@ -92,7 +93,7 @@ MODERN_BERT = EncoderFamily(
         "classifier.weight": "score_out",
         "classifier.bias": "score_out_bias",
     },
-    gated=True,
+    has_gate=True,
     positions=False,
     biases=False,
     activations=("gelu", "silu", "gelu_tanh"),

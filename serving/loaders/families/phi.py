@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from phasewise.serving.loaders.families.family import Family, Get, TensorCut
+from phasewise.serving.loaders.cuts import TensorCut
+from phasewise.serving.loaders.families.family import Family, Get
 from phasewise.serving.models.packed_model import ModelConfig
 
 

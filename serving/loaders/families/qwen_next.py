@@ -11,11 +11,12 @@ from typing import Any
 
 from phasewise._words import counted
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.families.family import MTP_HEAD, Family, Get, Names, OtherForm, TensorCut
+from phasewise.serving.loaders.cuts import Names, OtherForm, TensorCut
+from phasewise.serving.loaders.families.family import MTP_HEAD, Family, Get
 from phasewise.serving.loaders.families.llama import GGUF_EXPERTS
 from phasewise.serving.loaders.families.reading import experts_of, must_be_off, state_layer_types
 from phasewise.serving.models.packed_model import ModelConfig
-from phasewise.serving.models.state_layers import DELTA, StateLayers
+from phasewise.serving.models.parts.states.state_layers import DELTA, StateLayers
 
 LINEAR = "linear_attention"
 INTERVAL = 4

@@ -9,8 +9,8 @@ from phasewise._words import counted
 from phasewise.cython_kernels.exact import logarithm
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.families.family import Get
-from phasewise.serving.models.experts import Experts
 from phasewise.serving.models.packed_model import LayerKind, ModelConfig
+from phasewise.serving.models.parts.experts import Experts
 from phasewise.serving.models.rope import RopeSpec
 
 SLIDING, FULL = "sliding_attention", "full_attention"

@@ -8,11 +8,13 @@ from dataclasses import replace
 
 from phasewise._words import counted
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.families.family import Get, Names, TensorCut
+from phasewise.serving.loaders.cuts import Names, TensorCut
+from phasewise.serving.loaders.families.family import Get
 from phasewise.serving.loaders.families.llama import GGUF_EXPERTS
 from phasewise.serving.loaders.families.reading import experts_of, positive
-from phasewise.serving.models.experts import LOGISTIC, MOST_WIDTH, SOFTMAX
 from phasewise.serving.models.packed_model import ModelConfig
+from phasewise.serving.models.parts.experts import LOGISTIC, SOFTMAX
+from phasewise.serving.models.parts.feed_forward import MOST_WIDTH
 
 HF_ROUTED: Names = {
     "mlp.gate.weight": "router",

@@ -11,6 +11,7 @@ from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.families.family import Family, Get
 from phasewise.serving.loaders.families.reading import must_be_off
 from phasewise.serving.models.packed_model import LayerKind, ModelConfig
+from phasewise.serving.models.parts.feed_forward import FeedForwardForm
 
 PERIOD = 4  # layers between two without RoPE
 
@@ -62,7 +63,6 @@ ARCEE = Family(
     hf=("arcee",),
     gguf=("arcee",),
     hf_defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
-    activation="relu2",
-    gated=False,
+    ffn_form=FeedForwardForm("relu2", gated=False),
     gguf_interleaved_heads=True,
 )

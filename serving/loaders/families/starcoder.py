@@ -7,6 +7,7 @@ from dataclasses import replace
 from phasewise.serving.loaders.families.family import Family, Get
 from phasewise.serving.loaders.families.reading import positive
 from phasewise.serving.models.packed_model import ModelConfig
+from phasewise.serving.models.parts.feed_forward import FeedForwardForm
 
 EPS = 1e-5
 
@@ -18,7 +19,7 @@ def _hf(get: Get, config: ModelConfig) -> ModelConfig:
         layer_norms=True,
         norm_biases=True,
         out_bias=biases,
-        ffn_biases=biases,
+        ffn_form=replace(config.ffn_form, ffn_biases=biases),
         norm_eps=positive(get, "norm_epsilon", EPS),
         sliding_window=get("sliding_window", int),
     )
@@ -29,7 +30,7 @@ def _gguf(get: Get, config: ModelConfig) -> ModelConfig:
         config,
         layer_norms=True,
         norm_biases=True,
-        ffn_biases=config.out_bias,
+        ffn_form=replace(config.ffn_form, ffn_biases=config.out_bias),
         norm_eps=positive(get, "attention.layer_norm_epsilon", EPS),
         sliding_window=get("attention.sliding_window", int) or None,
     )
@@ -65,6 +66,5 @@ STARCODER2 = Family(
         "bos_token_id": 50256,
         "eos_token_id": 50256,
     },
-    activation="gelu_tanh",
-    gated=False,
+    ffn_form=FeedForwardForm("gelu_tanh", gated=False),
 )

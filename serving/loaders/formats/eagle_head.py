@@ -12,7 +12,7 @@ import numpy as np
 from phasewise._safetensors import TensorEntry
 from phasewise._words import counted
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.families.family import ColumnCut, Names
+from phasewise.serving.loaders.cuts import ColumnCut, Names
 from phasewise.serving.loaders.families.llama import LLAMA
 from phasewise.serving.loaders.formats.hf_config import config_of, field
 from phasewise.serving.loaders.formats.hf_model import open_shards, tensors_of

@@ -13,7 +13,7 @@ import numpy as np
 
 from phasewise._words import counted
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.cutting import is_beyond, is_unread, our_tensors
+from phasewise.serving.loaders.cuts import CutFor, half_split, is_beyond, is_unread, our_tensors
 from phasewise.serving.loaders.encoders import encoder_gguf
 from phasewise.serving.loaders.encoders.reranker import gguf_score, gguf_template
 from phasewise.serving.loaders.families import Family, family_of_gguf
@@ -24,7 +24,6 @@ from phasewise.serving.loaders.formats.gguf_blocks import BLOCK_TYPES, decode_ro
 from phasewise.serving.loaders.formats.gguf_file import GgufHeader, TensorInfo
 from phasewise.serving.loaders.formats.gguf_parts import GgufFiles, open_gguf
 from phasewise.serving.loaders.forms import Rows
-from phasewise.serving.loaders.head_rows import half_split
 from phasewise.serving.loaders.layout import shapes_of_all
 from phasewise.serving.loaders.source import ModelSource, SourceTensor
 from phasewise.serving.models.packed_model import ModelConfig
@@ -168,13 +167,10 @@ def tensors_in(
         try:
             renamed = list(
                 our_tensors(
-                    stem,
                     name,
                     names if stem else outside,
                     tensor_in(file, info),
-                    shapes,
-                    what,
-                    config.turns,
+                    CutFor(stem, shapes, what, config.turns),
                 )
             )
         except KeyError:
@@ -230,8 +226,7 @@ def _config(
         bos_token_id=field(metadata, "tokenizer.ggml.bos_token_id", int, None),
         eos_token_ids=_eos_tokens(metadata),
         add_bos=_adds_bos(metadata),
-        activation=family.activation,
-        gated=family.gated,
+        ffn_form=family.ffn_form,
         out_bias="blk.0.attn_output.bias" in infos,
     )
     config = family.from_gguf(get, plain)

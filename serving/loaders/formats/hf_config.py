@@ -56,7 +56,7 @@ def config_of(fields: Fields, generation: Fields, add_bos: bool) -> ModelConfig:
     def get(key: str, kind: Any = None, default: Any = None) -> Any:
         return fields.get(key, default) if kind is None else field(fields, key, kind, default)
 
-    _refuse_what_cannot_run(get, family.activation)
+    _refuse_what_cannot_run(get, family.ffn_form.activation)
     heads, hidden = get("num_attention_heads", int), get("hidden_size", int)
     head_dim = get("head_dim", int, hidden // heads if heads and hidden else None)
     head_dim = get("qk_rope_head_dim", int, head_dim)  # of latent attention, whose families say the rest
@@ -90,8 +90,7 @@ def config_of(fields: Fields, generation: Fields, add_bos: bool) -> ModelConfig:
             dict.fromkeys(_token_ids(fields, "eos_token_id") + _token_ids(generation, "eos_token_id"))
         ),
         add_bos=add_bos,
-        activation=family.activation,
-        gated=family.gated,
+        ffn_form=family.ffn_form,
         out_bias=get("attention_bias", bool, False),
     )
     return family.from_hf(get, plain)

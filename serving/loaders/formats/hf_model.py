@@ -12,12 +12,20 @@ import numpy as np
 
 from phasewise._words import counted
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.cutting import is_beyond, is_unread, one_more, our_tensors
+from phasewise.serving.loaders.cuts import (
+    CutFor,
+    OtherForm,
+    half_split,
+    is_beyond,
+    is_unread,
+    one_more,
+    our_tensors,
+)
 from phasewise.serving.loaders.encoders.embedding_spec import embedding_of, most_tokens
 from phasewise.serving.loaders.encoders.encoder_hf import config_of as encoder_config_of
 from phasewise.serving.loaders.encoders.encoder_hf import encoder_embedding, encoder_tensors
 from phasewise.serving.loaders.encoders.reranker import reranker_of, scoring_embedding, with_score
-from phasewise.serving.loaders.families import Family, OtherForm, family_of_hf
+from phasewise.serving.loaders.families import Family, family_of_hf
 from phasewise.serving.loaders.families.encoders import encoder_of_hf
 from phasewise.serving.loaders.formats.bitmask_tensors import Found, bitmask_tensor, part_of
 from phasewise.serving.loaders.formats.hf_config import config_of, field, quantisation_fields, text_fields
@@ -30,7 +38,6 @@ from phasewise.serving.loaders.formats.safetensors_file import (
     open_all,
     tensor_of,
 )
-from phasewise.serving.loaders.head_rows import half_split
 from phasewise.serving.loaders.layout import BIASES, shapes_of_all
 from phasewise.serving.loaders.quantised.scheme import Quantisation, quantisation_of
 from phasewise.serving.loaders.quantised.tensors import quantised_tensors
@@ -222,7 +229,9 @@ def tensors_of(
         what = f"{directory} has a tensor {theirs!r:.80} that"
         try:
             renamed = list(
-                our_tensors(stem, name, names if stem else outside, tensor, shapes, what, config.turns)
+                our_tensors(
+                    name, names if stem else outside, tensor, CutFor(stem, shapes, what, config.turns)
+                )
             )
         except KeyError:
             if quantisation is not None and _is_zero_bias(name, tensor):

@@ -12,19 +12,19 @@ x; a last norm, and a product of its own for tokens that it knows. Its own row i
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from phasewise.cython_kernels._native import Program
 from phasewise.serving.errors import ModelError
-from phasewise.serving.models.arena import ActivationArena, lay_out
+from phasewise.serving.models.arena import lay_out
 from phasewise.serving.models.heads.kinds import EAGLE3_NORMED, EAGLES, MTP, tapped_layers
 from phasewise.serving.models.linears import Linears, Place, Rows
-from phasewise.serving.models.model_parts import fused_parts, weight_of
-from phasewise.serving.models.norms import stream_eps
 from phasewise.serving.models.packed_model import ModelConfig, PackedModel
+from phasewise.serving.models.parts.attention import Attention
+from phasewise.serving.models.parts.rows import ActivationArena
+from phasewise.serving.models.parts.site import ReadRows, Site
 
 OFFSETS = "draft_offsets"
 """The vector of what is added to the numbers of a head's logits to get tokens."""
@@ -46,10 +46,8 @@ def head_weights(config: ModelConfig) -> dict[str, tuple[int, int]]:
     hidden = config.hidden
     if config.drafts == MTP:
         return dict.fromkeys(("head_embed", "head_rows"), (hidden, hidden))
-    rows = {"q": config.q_rows, "k": config.kv_rows, "v": config.kv_rows}
     return {
         "head_rows": (hidden, 3 * hidden),
-        **{f"layers.0.embed_{part}": (n, hidden) for part, n in rows.items()},
         "lm_head": (config.n_logits, hidden),
     }
 
@@ -104,43 +102,38 @@ def taps_of(config: ModelConfig, kind: str) -> dict[int, list[int]]:
 
 def add_head_input(linears: Linears, model: PackedModel, arena: ActivationArena) -> None:
     """The stream of a head, from embeddings of its tokens and the rows that it is given."""
-    embedded, stream = (arena.embedded, arena.hidden_stride), (arena.hidden, arena.hidden_stride)
-    taken, config, program = (arena.taken, arena.fed_stride), model.config, linears.program
-    program.embed(weight_of(model, "embed"), *embedded, config.embed_scale)
+    embedded, stream = arena.embedded, arena.hidden
+    taken, config, program = arena.taken, model.config, linears.program
+    program.embed(model.weight("embed"), *embedded, config.embed_scale)
     if config.drafts == MTP:
         for source, part in ((embedded, "head_embed"), (taken, "head_rows")):
-            reads = _normed(model, f"{part}_norm")
-            linears.add([(weight_of(model, part), 0)], reads, source, stream, add=source == taken)
+            reading = ReadRows(source, model.vectors[f"{part}_norm"], config.stream_eps)
+            weight = [(model.weight(part), 0)]
+            linears.add(weight, reading.options(), source, stream, add=source == taken)
         return
-    linears.add([(weight_of(model, "head_rows"), 0)], {"source": "rows"}, taken, stream)
-    program.adjust(config.hidden, arena.own_rows, arena.hidden_stride, *stream, add=True)
+    linears.add([(model.weight("head_rows"), 0)], {"source": "rows"}, taken, stream)
+    program.adjust(config.hidden, *arena.own_rows, *stream, add=True)
     if config.drafts == EAGLE3_NORMED:
-        norm, eps = model.vectors["head_rows_norm"], stream_eps(config)
+        norm, eps = model.vectors["head_rows_norm"], config.stream_eps
         program.adjust(config.hidden, *stream, *stream, norm=norm, eps=eps)
 
 
 def add_embedding_to_attention(
-    linears: Linears, model: PackedModel, arena: ActivationArena, target: Place
-) -> dict[str, Any]:
+    site: Site, model: PackedModel, attention: Attention, arena: ActivationArena
+) -> ReadRows:
     """Queries, keys and values of embeddings, to which those of the stream are added; how these read it."""
-    source = arena.embedded, arena.hidden_stride
-    linears.add(
-        fused_parts(model, "layers.0", "embed_"), _normed(model, "layers.0.attn_norm"), source, target
-    )
-    if model.config.drafts == EAGLE3_NORMED:
-        return {"source": "rows"}
-    return _normed(model, "head_rows_norm")
-
-
-def _normed(model: PackedModel, norm: str) -> dict[str, Any]:
-    return {"source": "norm", "norm": model.vectors[norm], "eps": stream_eps(model.config)}
+    embeddings = ReadRows(arena.embedded, site.vector("attn_norm"), model.config.stream_eps)
+    site.add(attention.embedded, embeddings, arena.mixing.products)
+    norm = None if model.config.drafts == EAGLE3_NORMED else model.vectors["head_rows_norm"]
+    return ReadRows(arena.hidden, norm, model.config.stream_eps)
 
 
 def add_fed_rows(
     linears: Linears, model: PackedModel, arena: ActivationArena, source: Place, rows: Rows, part: int = 0
 ) -> None:
     """Rows that a head reads, as they are, behind as many others as `part` says."""
-    target, config = (arena.fed + part * model.config.hidden, arena.fed_stride), model.config
+    config = model.config
+    target = arena.fed[0] + part * config.hidden, arena.fed[1]
     linears.program.adjust(config.hidden, *source, *target, rows=rows)
 
 
@@ -148,8 +141,8 @@ def add_normed_rows(
     linears: Linears, model: PackedModel, arena: ActivationArena, source: Place, rows: Rows
 ) -> None:
     """Rows that a head reads, behind the last norm."""
-    norm, eps = model.vectors["final_norm"], stream_eps(model.config)
-    target = arena.fed, arena.fed_stride
+    norm, eps = model.vectors["final_norm"], model.config.stream_eps
+    target = arena.fed
     linears.program.adjust(model.config.hidden, *source, *target, norm=norm, rows=rows, eps=eps)
 
 
@@ -184,7 +177,7 @@ class FedRows:
     def read(self, n_rows: int) -> RowVectors:
         """The first rows, as the last run left them: [n_rows, width]."""
         rows = np.empty((n_rows, self.width), np.float32)
-        self.program.read_rows(self.arena.fed, self.arena.fed_stride, rows)
+        self.program.read_rows(*self.arena.fed, rows)
         return rows
 
     def write(self, rows: RowVectors) -> None:
@@ -193,6 +186,6 @@ class FedRows:
         if self.has_own_rows:
             is_own, wide = rows.shape[1] == self.hidden, np.zeros((len(rows), 3 * self.hidden), np.float32)
             own = given if is_own else np.zeros((len(rows), self.hidden), np.float32)
-            self.program.write_rows(self.arena.own_rows, self.arena.hidden_stride, own)
+            self.program.write_rows(*self.arena.own_rows, own)
             given = wide if is_own else given
-        self.program.write_rows(self.arena.taken, self.arena.fed_stride, given)
+        self.program.write_rows(*self.arena.taken, given)

@@ -231,7 +231,7 @@ BAD_CONFIGS = {
     ),
     "a shared expert of less than nothing": (
         {"model_type": "granitemoeshared", "shared_intermediate_size": -80},
-        "shared expert is -80 wide",
+        "feed-forward layer is -80 wide",
     ),
     "a shared expert of text": (
         {"model_type": "granitemoeshared", "shared_intermediate_size": "80"},
@@ -239,7 +239,7 @@ BAD_CONFIGS = {
     ),
     "a shared expert as wide as the sea": (
         {"model_type": "granitemoeshared", "shared_intermediate_size": 10**9},
-        "shared expert is 1000000000 wide",
+        "feed-forward layer is 1000000000 wide",
     ),
     "latent vectors of odd panels": ({"model_type": "deepseek_v3", "kv_lora_rank": 40}, "multiples of 16"),
     "latent vectors beyond the kernels": (

@@ -21,9 +21,9 @@ from phasewise.cython_kernels.kv_formats import KV_FORMATS
 from phasewise.serving.batch import Batch, SequenceSlice
 from phasewise.serving.errors import ModelError, RanksError
 from phasewise.serving.loaders import load_model
-from phasewise.serving.models.experts import STACKS
-from phasewise.serving.models.latent import LATENT_KV_FORMATS
 from phasewise.serving.models.packed_model import PackedModel
+from phasewise.serving.models.parts.latent import LATENT_KV_FORMATS
+from phasewise.serving.models.parts.mixture import STACKS
 from phasewise.tuner.lookup import ScheduleTable
 from phasewise.tuner.plans import PHASES, RankCores, ServicePlan
 from tests.support.models import family_cases, family_gguf_files

@@ -19,7 +19,7 @@ from phasewise.serving.engine.engine_size import EngineSize
 from phasewise.serving.errors import ModelError, ServingError
 from phasewise.serving.loaders import load_model
 from phasewise.serving.loaders.adapters.load_adapter import load_adapter
-from phasewise.serving.loaders.cutting import our_tensors
+from phasewise.serving.loaders.cuts import CutFor, our_tensors
 from phasewise.serving.loaders.families import Family
 from phasewise.serving.loaders.families.gemmas.gemma3n import GEMMA3N
 from phasewise.serving.loaders.families.gemmas.gemma4 import GEMMA4
@@ -27,8 +27,11 @@ from phasewise.serving.loaders.formats.gguf_blocks import BLOCK_TYPES
 from phasewise.serving.loaders.formats.gguf_model import field, open_gguf_model
 from phasewise.serving.loaders.formats.hf_config import config_of
 from phasewise.serving.models.config_json import config_from_json, config_to_json
-from phasewise.serving.models.layer_shapes import HeadShape, LayerInputs, Streams
 from phasewise.serving.models.packed_model import LAYER_TABLE, ModelConfig, PackedModel
+from phasewise.serving.models.parts.attention import HeadShape
+from phasewise.serving.models.parts.feed_forward import FeedForwardForm
+from phasewise.serving.models.parts.layer_inputs import LayerInputs
+from phasewise.serving.models.parts.streams import Streams
 from phasewise.serving.models.rope import RopeSpec
 from tests.support.models import family_cases, family_gguf_files
 from tests.support.models import family_models as families
@@ -220,7 +223,7 @@ def gguf_config(family: Family, name: str, metadata: Mapping[str, Any]) -> Model
     plain = config_of(family_cases.FAMILY_CASES["olmo2"].fields, {}, add_bos=False)
     n_layers = family_cases.FAMILY_CASES[name].fields["num_hidden_layers"]
     plain = replace(plain, n_layers=n_layers, head_dim=16, pre_norms=True, post_norms=False, qk_norm=False)
-    plain = replace(plain, whole_qk_norm=False, activation="gelu_tanh", rope=RopeSpec(1e6, 16))
+    plain = replace(plain, whole_qk_norm=False, ffn_form=FeedForwardForm("gelu_tanh"), rope=RopeSpec(1e6, 16))
     return family.from_gguf(get, plain)
 
 
@@ -296,7 +299,11 @@ def test_streams_of_another_stack_are_refused(tmp_path: Path) -> None:
     flat = replace(stack, shape=(3 * 64, 64))
     for tensor in (flat, replace(stack, shape=(2, 64, 64))):
         with pytest.raises(ModelError, match="3 matrices expected"):
-            list(our_tensors("", "altup_proj.weight", GEMMA3N.global_names, tensor, {}, "a tensor"))
+            list(our_tensors("altup_proj.weight", GEMMA3N.global_names, tensor, CutFor("", {}, "a tensor")))
     quantised = replace(stack, type_name="Q8_0", form=BLOCK_TYPES["Q8_0"].form)
     with pytest.raises(ModelError, match="is Q8_0: plain numbers can run"):
-        list(our_tensors("layers.0.", "altup_router.weight", GEMMA3N.gguf_names, quantised, {}, "a tensor"))
+        list(
+            our_tensors(
+                "altup_router.weight", GEMMA3N.gguf_names, quantised, CutFor("layers.0.", {}, "a tensor")
+            )
+        )

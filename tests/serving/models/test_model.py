@@ -18,6 +18,7 @@ from phasewise.serving.models.packed_model import (
     LayerKind,
     ModelConfig,
 )
+from phasewise.serving.models.parts.feed_forward import FeedForwardForm
 from phasewise.serving.models.rope import (
     FrequencyFactors,
     LinearScaling,
@@ -83,7 +84,6 @@ def test_frequencies_fall_and_scaling_never_raises_them(scaling: Scaling | None)
 @pytest.mark.parametrize(
     "changes",
     [
-        {"activation": "relu"},
         {"n_layers": 0},
         {"hidden": 1 << 40},
         {"vocab_size": -1},
@@ -127,3 +127,9 @@ def test_frequencies_fall_and_scaling_never_raises_them(scaling: Scaling | None)
 def test_a_shape_that_no_model_has_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ModelError):
         replace(CONFIG, **changes)
+
+
+@pytest.mark.parametrize(("activation", "gated"), [("relu", True), ("clamped_silu", False)])
+def test_an_activation_of_the_other_kind_is_refused(activation: str, gated: bool) -> None:
+    with pytest.raises(ModelError, match=activation):
+        FeedForwardForm(activation, gated)

@@ -330,10 +330,7 @@ def test_memory_of_windows_is_bounded_by_the_window(windowed: Callable[[str], Pa
     seen_by_all, per_window = kv_bytes_by_reach(model)
     assert seen_by_all > 0
     assert per_window > 0
-    config = model.config
-    longer = PackedModel(
-        **{**vars(model), "config": type(config)(**{**vars(config), "context_length": 1 << 16})}
-    )
+    longer = replace(model, config=replace(model.config, context_length=1 << 16))
 
     single = EngineSize.for_one(longer, 40_000, 1000)
     many = EngineSize.for_many(longer, 4, 1 << 16, 64 << 20)

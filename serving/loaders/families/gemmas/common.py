@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.families.family import Get, Names
+from phasewise.serving.loaders.cuts import Names
+from phasewise.serving.loaders.families.family import Get
 from phasewise.serving.loaders.families.reading import all_but_every
 from phasewise.serving.models.packed_model import ModelConfig
 

@@ -30,6 +30,7 @@ from phasewise.serving.loaders.families.reading import (
     with_windows,
 )
 from phasewise.serving.models.packed_model import ModelConfig
+from phasewise.serving.models.parts.feed_forward import FeedForwardForm
 from phasewise.serving.models.rope import RopeSpec
 
 GEMMA2_PERIOD, GEMMA3_PERIOD = 2, 6
@@ -113,7 +114,7 @@ GEMMA2 = Family(
         "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,
     },
-    activation="gelu_tanh",
+    ffn_form=FeedForwardForm("gelu_tanh"),
     hf_unit_norms=True,
 )
 GEMMA3 = Family(
@@ -137,6 +138,6 @@ GEMMA3 = Family(
         "model.vision_tower.",
         "model.multi_modal_projector.",
     ),
-    activation="gelu_tanh",
+    ffn_form=FeedForwardForm("gelu_tanh"),
     hf_unit_norms=True,
 )

@@ -12,7 +12,8 @@ from statistics import NormalDist
 import numpy as np
 
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.families.family import Family, Get, Names, OtherForm, TensorCut, TensorShapes
+from phasewise.serving.loaders.cuts import Names, OtherForm, TensorCut
+from phasewise.serving.loaders.families.family import Family, Get, TensorShapes
 from phasewise.serving.loaders.families.gemmas.common import (
     DEFAULTS_WITH_INPUTS,
     GGUF_INPUTS,
@@ -36,8 +37,10 @@ from phasewise.serving.loaders.families.reading import (
     positive,
     positive_or_none,
 )
-from phasewise.serving.models.layer_shapes import MOST_STREAMS, LayerInputs, Streams
 from phasewise.serving.models.packed_model import LayerKind, ModelConfig
+from phasewise.serving.models.parts.feed_forward import FeedForwardForm
+from phasewise.serving.models.parts.layer_inputs import LayerInputs
+from phasewise.serving.models.parts.streams import MOST_STREAMS, Streams
 from phasewise.serving.models.rope import RopeSpec
 
 PERIOD = 5
@@ -255,6 +258,6 @@ GEMMA3N = Family(
     },
     hf_text_prefixes=TEXT_PREFIXES,
     hf_ignored=OTHER_PARTS,
-    activation="gelu_tanh",
+    ffn_form=FeedForwardForm("gelu_tanh"),
     own_layers=True,
 )

@@ -9,7 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.families.family import Family, Get, Names, TensorCut, TensorShapes
+from phasewise.serving.loaders.cuts import Names, TensorCut
+from phasewise.serving.loaders.families.family import Family, Get, TensorShapes
 from phasewise.serving.loaders.families.gemmas.common import (
     DEFAULTS_WITH_INPUTS,
     GGUF_INPUTS,
@@ -34,9 +35,11 @@ from phasewise.serving.loaders.families.reading import (
     must_be_off,
     positive_or_none,
 )
-from phasewise.serving.models.experts import MOST_WIDTH, Experts
-from phasewise.serving.models.layer_shapes import HeadShape, LayerInputs
 from phasewise.serving.models.packed_model import LARGEST, LayerKind, ModelConfig
+from phasewise.serving.models.parts.attention import HeadShape
+from phasewise.serving.models.parts.experts import Experts
+from phasewise.serving.models.parts.feed_forward import MOST_WIDTH, FeedForwardForm
+from phasewise.serving.models.parts.layer_inputs import LayerInputs
 from phasewise.serving.models.rope import FrequencyFactors, RopeSpec, Scaling
 
 PERIOD = 6
@@ -267,6 +270,6 @@ GEMMA4 = Family(
     hf_defaults=DEFAULTS_WITH_INPUTS,
     hf_text_prefixes=TEXT_PREFIXES,
     hf_ignored=OTHER_PARTS,
-    activation="gelu_tanh",
+    ffn_form=FeedForwardForm("gelu_tanh"),
     own_layers=True,
 )

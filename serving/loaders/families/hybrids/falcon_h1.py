@@ -10,12 +10,13 @@ from dataclasses import replace
 from typing import Any
 
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.families.family import Family, Get, TensorCut
+from phasewise.serving.loaders.cuts import TensorCut
+from phasewise.serving.loaders.families.family import Family, Get
 from phasewise.serving.loaders.families.hybrids.mamba import GGUF_MAMBA, MAMBA, check_time_steps, mamba_gguf
 from phasewise.serving.loaders.families.reading import must_be_off, positive
 from phasewise.serving.models.factors import ProductFactors
 from phasewise.serving.models.packed_model import ModelConfig
-from phasewise.serving.models.state_layers import MAMBA2, StateLayers
+from phasewise.serving.models.parts.states.state_layers import MAMBA2, StateLayers
 
 
 def _falcon(get: Get, config: ModelConfig) -> ModelConfig:

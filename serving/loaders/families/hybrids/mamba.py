@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.families.family import Get, Names, OtherForm
-from phasewise.serving.models.state_layers import MAMBA2, StateLayers
+from phasewise.serving.loaders.cuts import Names, OtherForm
+from phasewise.serving.loaders.families.family import Get
+from phasewise.serving.models.parts.states.state_layers import MAMBA2, StateLayers
 
 ANY_STEP = ([0.0, float("inf")], [0.0, {"__float__": "Infinity"}])
 """No limit, as JSON with infinities has it and as transformers 5 writes it."""

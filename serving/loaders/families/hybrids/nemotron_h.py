@@ -9,15 +9,17 @@ from typing import Any
 
 from phasewise._words import counted
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.families.family import Family, Get, TensorCut
+from phasewise.serving.loaders.cuts import TensorCut
+from phasewise.serving.loaders.families.family import Family, Get
 from phasewise.serving.loaders.families.hybrids.mamba import GGUF_MAMBA, MAMBA, check_time_steps, mamba_gguf
 from phasewise.serving.loaders.families.llama import GGUF_EXPERTS
 from phasewise.serving.loaders.families.reading import must_be_off, positive
 from phasewise.serving.loaders.families.routing import routed
-from phasewise.serving.models.experts import LOGISTIC
 from phasewise.serving.models.halves import SingleHalves
 from phasewise.serving.models.packed_model import LARGEST, LayerKind, ModelConfig
-from phasewise.serving.models.state_layers import MAMBA2, StateLayers
+from phasewise.serving.models.parts.experts import LOGISTIC
+from phasewise.serving.models.parts.feed_forward import FeedForwardForm
+from phasewise.serving.models.parts.states.state_layers import MAMBA2, StateLayers
 
 STATE, ATTENTION, DENSE, MIXTURE = "linear_attention", "full_attention", "mlp", "moe"
 IN_PATTERNS = {"M": STATE, "*": ATTENTION, "-": DENSE, "E": MIXTURE}
@@ -145,8 +147,7 @@ NEMOTRON_H = Family(
     gguf=("nemotron_h", "nemotron_h_moe"),
     from_hf=_nemotron,
     from_gguf=_nemotron_gguf,
-    activation="relu2",
-    gated=False,
+    ffn_form=FeedForwardForm("relu2", gated=False),
     hf_defaults={
         "num_hidden_layers": 1,  # told by their list
         "num_attention_heads": 32,

@@ -1,0 +1,213 @@
+"""The ops of one layer of a model that generates text, and where in the arena their rows lie."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from phasewise.serving.models.arena import rounded
+from phasewise.serving.models.heads.draft_head import add_embedding_to_attention
+from phasewise.serving.models.layers import Layer
+from phasewise.serving.models.linears import Linears, Place, Rows
+from phasewise.serving.models.norms import add_layer_norm
+from phasewise.serving.models.packed_model import ModelConfig, PackedModel
+from phasewise.serving.models.parts.attention import Attention
+from phasewise.serving.models.parts.feed_forward import FeedForward
+from phasewise.serving.models.parts.mixer import Mixer
+from phasewise.serving.models.parts.mixture import Mixture, MixtureRows
+from phasewise.serving.models.parts.part import Product, Vector
+from phasewise.serving.models.parts.rows import ActivationArena
+from phasewise.serving.models.parts.site import ReadRows, Site
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """Adds the ops of one layer. After the last one's keys and values, only rows that want logits matter.
+
+    With a residual scale r the stream is kept divided by r: halves of a layer are then added as they are, and
+    a norm of the stream is that of what is kept with its epsilon divided by r^2.
+    """
+
+    linears: Linears
+    model: PackedModel
+    number: int
+    arena: ActivationArena
+    kept_as: int
+    """The layer whose place keys and values have."""
+    is_read: bool
+    """True if a head reads the last layer's rows, all of them."""
+
+    def add(self) -> None:
+        layer, arena, site = self.layer, self.arena, self.site
+        if layer.streams is not None:
+            layer.streams.add_before(site, arena, self.stream, self.last)
+        if layer.mixers:
+            self._add_mixers(layer.mixers)
+        if layer.streams is not None:
+            layer.streams.add_between(site, arena, self.after, self.last)
+        if layer.mixture is not None:
+            self._add_mixture(layer.mixture)
+        elif layer.feed_forward is not None:
+            self._add_feed_forward(layer.feed_forward)
+        if layer.inputs is not None:
+            targets = [self.after]
+            if layer.streams is not None:
+                targets = layer.streams.add_behind(site, arena, self.after, self.last)
+            layer.inputs.add(site, arena, self.number, self.after, targets, self._rows(), self._out_scale())
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.model.config
+
+    @property
+    def layer(self) -> Layer:
+        return self.config.layers[self.number]
+
+    @property
+    def site(self) -> Site:
+        return self.model.site(self.linears, f"layers.{self.number}.")
+
+    @property
+    def last(self) -> bool:
+        """True if no row reads another one beyond what mixes them here, or has before."""
+        return self.number >= self.config.last_mixing and not self.is_read
+
+    @property
+    def stream(self) -> Place:
+        return self.arena.hidden
+
+    @property
+    def after(self) -> Place:
+        """The stream beyond attention."""
+        return self.arena.tail if self.last else self.stream
+
+    @property
+    def _branch(self) -> Place:
+        return self.arena.branch
+
+    @property
+    def _mixed_rows(self) -> Rows:
+        """The rows that mixers give."""
+        return "gathered" if self.last else "every"
+
+    def _rows(self) -> Rows:
+        return "logits" if self.last else "every"
+
+    def _out_scale(self) -> float:
+        """The factor of the stream behind the layer."""
+        vector = self.site.vector("out_scale")
+        return 1.0 if vector is None else float(vector[0])
+
+    def _scale_behind_halves(self) -> float:
+        """The same where it is that of the second half's sum: no inputs of the layer come behind it."""
+        return 1.0 if self.layer.inputs is not None else self._out_scale()
+
+    def _reading(self, norm: str, stream: Place, rows: Rows) -> ReadRows:
+        """The stream as products read it, normalised where the model does so before its halves."""
+        eps = self.config.stream_eps
+        if self.config.layer_norms:
+            place = self.arena.normed
+            add_layer_norm(self.linears.program, self.model, self.site.stem + norm, stream, place, rows)
+            return ReadRows(place, None, eps)
+        return ReadRows(stream, self.site.vector(norm) if self.config.pre_norms else None, eps)
+
+    def _add_mixers(self, mixers: tuple[Mixer, ...]) -> None:
+        """All read the stream before what any gives is added to it."""
+        reading, places, rows = (
+            self._reading("attn_norm", self.stream, "every"),
+            self.arena.mixing,
+            self._mixed_rows,
+        )
+        read = []
+        for mixer in mixers:
+            more: dict[str, Any] = {}
+            if isinstance(mixer, Attention) and mixer.of_embeddings:
+                more["behind"] = add_embedding_to_attention(self.site, self.model, mixer, self.arena)
+            read.append((mixer.back, mixer.add(self.site, reading, places, self.kept_as, rows, **more)))
+        *others, (back, mixed) = read
+        for product, place in others:
+            self._add_product(product, ReadRows(place).options(), place, self.stream, add=True)
+        self._add_back(
+            back, ReadRows(mixed).options(), mixed, "attn_post_norm", self.site.vector("o_bias"), rows
+        )
+
+    def _add_product(
+        self, product: Product, reads: dict[str, Any], source: Place, target: Place, **options: Any
+    ) -> None:
+        reader = self.site.stem + product.reader
+        self.linears.add(self.site.parts(product), reads, source, target, reader, **options)
+
+    def _ffn_reading(self, rows: Rows) -> tuple[ReadRows, Rows]:
+        """The rows of the second half: behind attention, or those of attention where both halves read one
+        norm."""
+        if self.config.parallel:
+            normed = self.arena.normed
+            return ReadRows(normed), "gathered" if self.last else "every"
+        norm = "ffn_norm" if self.layer.mixers else "attn_norm"
+        return self._reading(norm, self.after, rows), rows
+
+    def _add_feed_forward(self, part: FeedForward) -> None:
+        inner, between = self._add_into(part), part.between(self.site)
+        bias = self.site.vector("down_bias") if part.form.ffn_biases else None
+        scale = self._scale_behind_halves()
+        self._add_back(part.down, between, inner, "ffn_post_norm", bias, self._rows(), scale)
+
+    def _add_into(self, part: FeedForward) -> Place:
+        """The products of the stream; where their rows are."""
+        inner = self.arena.gate_up[0], rounded(part.inner)
+        reading, taken = self._ffn_reading(self._rows())
+        part.add(self.site, reading, inner, taken)
+        if part.weighed:
+            gate = self.arena.router  # rows were routed by what was there
+            part.add_weight(self.site, reading, inner, gate, taken)
+        return inner
+
+    def _add_mixture(self, mixture: Mixture) -> None:
+        rows, arena, shared = self._rows(), self.arena, self.layer.feed_forward
+        places = MixtureRows(
+            router=arena.router,
+            inner=arena.gate_up,
+            given=arena.given,
+        )
+        mixture.add(self.site, self._ffn_reading(rows)[0], places, rows)
+        if not mixture.experts.own_norms:
+            if shared is not None:  # before what experts give is added: both read the same stream
+                self._add_feed_forward(shared)
+            mixture.add_sum(self.site, places.given, self.after, rows)
+            return
+        assert shared is not None
+        inner, summed = self._add_into(shared), arena.summed
+        self._add_product(shared.down, shared.between(self.site), inner, self._branch, rows=rows)
+        scale = self._scale_behind_halves()
+        mixture.add_normed_sum(self.site, places.given, summed, self._branch, self.after, rows, scale)
+
+    def _add_back(
+        self,
+        product: Product,
+        reads: dict[str, Any],
+        source: Place,
+        norm: str,
+        bias: Vector | None,
+        rows: Rows,
+        scale: float = 1.0,
+    ) -> None:
+        """Add the output of a half of a layer to the stream, after its norm and bias where there are such.
+
+        scale: of all of it, where there is a norm.
+        """
+        residual = self.stream if rows == "gathered" else None
+        if not self.config.post_norms and bias is None:
+            self._add_product(product, reads, source, self.after, add=True, rows=rows, residual=residual)
+            return
+        self._add_product(product, reads, source, self._branch, rows=rows)
+        self.linears.program.adjust(
+            self.config.hidden,
+            *self._branch,
+            *self.after,
+            norm=self.site.vector(norm) if self.config.post_norms else None,
+            bias=bias,
+            add=True,
+            rows=rows,
+            residual=residual,
+            scale=scale,
+        )

@@ -1,0 +1,1 @@
+"""Parts of layers: each says its tensors, its rows in the arena and its operations."""

@@ -1,0 +1,187 @@
+"""Attention over keys and values of the positions before, or of a whole text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from phasewise.cython_kernels.exact import power
+from phasewise.serving.errors import ModelError
+from phasewise.serving.models.linears import Place, Rows
+from phasewise.serving.models.parts.mixer import Mixer
+from phasewise.serving.models.parts.part import Product
+from phasewise.serving.models.parts.rows import MixingRows
+from phasewise.serving.models.parts.site import ReadRows, Site
+from phasewise.serving.models.query_growth import QueryGrowth
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """Heads of a layer's keys and values."""
+
+    n_kv_heads: int
+    head_dim: int
+    keys_are_values: bool = False
+    """True if one product gives keys and values, which differ in their norms, and keys in their positions."""
+
+    def check(self, n_heads: int, n_kv_heads: int, head_dim: int) -> None:
+        """ModelError for heads that a model with so many query heads, and so many of these, cannot have."""
+        for value, most in ((self.n_kv_heads, n_kv_heads), (self.head_dim, head_dim)):
+            if type(value) is not int or not 1 <= value <= most:
+                raise ModelError(
+                    f"a layer has {value!r:.80} KV heads or numbers of a head: 1 to {most} expected"
+                )
+        if n_heads % self.n_kv_heads:
+            raise ModelError(f"{n_heads} attention heads do not divide into {self.n_kv_heads} KV heads")
+
+
+@dataclass(frozen=True)
+class Attention(Mixer):
+    """The attention of one layer. kind: the number of its window and its RoPE among those of the model."""
+
+    hidden: int
+    n_heads: int
+    heads: HeadShape
+    kind: int = 0
+    reads_others: bool = False
+    """True if keys and values are those of a layer before it."""
+    scale: float | None = None
+    """The factor of scores; None: 1 / sqrt(head_dim)."""
+    cap: float | None = None
+    qk_norm: bool = False
+    whole_qk_norm: bool = False
+    """True if norms are over all of a row's queries, and of its keys, rather than over each head."""
+    value_norms: bool = False
+    out_bias: bool = False
+    sinks: bool = False
+    has_gate: bool = False
+    """True if what it gives is multiplied by the logistic of one more product of the stream."""
+    factor: float = 1.0
+    growth: QueryGrowth | None = None
+    context_length: int = 0
+    """Positions for which queries grow."""
+    distances: bool = False
+    """True if scores fall with the distance of their positions (ALiBi)."""
+    of_embeddings: bool = False
+    """True if queries, keys and values have one more product each, of the token's embedding."""
+
+    @property
+    def q_rows(self) -> int:
+        return self.n_heads * self.heads.head_dim
+
+    @property
+    def kv_rows(self) -> int:
+        return self.heads.n_kv_heads * self.heads.head_dim
+
+    @property
+    def into(self) -> Product:
+        """Queries, and the keys and values that the layer keeps."""
+        rows = {"q": self.q_rows, "k": self.kv_rows, "v": self.kv_rows}
+        letters = "q" if self.reads_others else "qk" if self.heads.keys_are_values else "qkv"
+        return Product(letters, self.hidden, {letter: rows[letter] for letter in letters}, reader="qkv")
+
+    @property
+    def embedded(self) -> Product:
+        """The same of embeddings."""
+        outputs = {f"embed_{part}": rows for part, rows in self.into.outputs.items()}
+        return Product("embed_qkv", self.hidden, outputs)
+
+    @property
+    def gate(self) -> Product:
+        return Product.alone("attn_gate", self.q_rows, self.hidden)
+
+    @property
+    def back(self) -> Product:
+        return Product.alone("o", self.hidden, self.q_rows, reader="o")
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        first = (self.embedded,) if self.of_embeddings else ()
+        return (*first, self.into, *((self.gate,) if self.has_gate else ()), self.back)
+
+    @property
+    def vectors(self) -> dict[str, int]:
+        lengths: dict[str, int] = {}
+        if self.qk_norm:
+            rows = {"q": self.q_rows, "k": self.kv_rows}
+            for part in rows.keys() & self.into.outputs.keys():
+                lengths[f"{part}_norm"] = rows[part] if self.whole_qk_norm else self.heads.head_dim
+        if self.out_bias:
+            lengths["o_bias"] = self.hidden
+        if self.sinks:
+            lengths["sinks"] = self.n_heads
+        return lengths
+
+    @property
+    def biases(self) -> dict[str, int]:
+        """Vectors of a model whose queries, keys and values have biases."""
+        return {f"{part}_bias": rows for part, rows in self.into.outputs.items()}
+
+    @property
+    def widths(self) -> MixingRows[int]:
+        own = self.q_rows if self.has_gate else 0
+        return MixingRows(self.q_rows + 2 * self.kv_rows, own, 0, self.q_rows)
+
+    def add(
+        self,
+        site: Site,
+        reads: ReadRows,
+        places: MixingRows[Place],
+        kept_as: int,
+        rows: Rows,
+        *,
+        behind: ReadRows | None = None,
+    ) -> Place:
+        """As `Mixer.add`. behind: how the stream is read where embeddings have left their products."""
+        qkv, mixed, program = places.products, places.mixed, site.program
+        if behind is None:
+            site.add(self.into, reads, qkv, factor=self.factor)
+        else:
+            parts, of_stream = site.parts(self.into), behind.options(self.factor)
+            site.linears.add(parts, of_stream, behind.source, qkv, site.stem + "qkv", add=True)
+        q_norm, k_norm = (site.vector(f"{part}_norm") for part in "qk")
+        if self.whole_qk_norm:
+            keys = qkv[0] + self.q_rows, qkv[1]
+            program.adjust(self.q_rows, *qkv, *qkv, norm=q_norm)
+            program.adjust(self.kv_rows, *keys, *keys, norm=k_norm)
+            q_norm = k_norm = None
+        program.attend(
+            kept_as,
+            *qkv,
+            *mixed,
+            bias=site.vector("qkv_bias"),
+            rows=rows,
+            kind=self.kind,
+            scale=self.scale,
+            cap=self.cap or 0.0,
+            sinks=site.vector("sinks"),
+            q_norm=q_norm,
+            k_norm=k_norm,
+            only_reads=self.reads_others,
+            keys_are_values=self.heads.keys_are_values,
+            v_norm=np.ones(self.heads.head_dim, np.float32) if self.value_norms else None,
+            slopes=slopes_of(self.n_heads) if self.distances else None,
+            **self._growth(),
+        )
+        if self.has_gate:
+            site.add(self.gate, reads, places.own)
+            program.gate_rows(self.q_rows, *mixed, *mixed, places.own, gate="logistic")
+        return mixed
+
+    def _growth(self) -> dict[str, Any]:
+        if self.growth is None:
+            return {}
+        return {"growth": self.growth.factors(self.context_length), "growth_span": self.growth.span}
+
+
+def slopes_of(n_heads: int) -> np.ndarray:
+    """The loss of each head's scores for each position between (ALiBi, Press et al. 2022): powers of
+    2^(-8 / n) for n heads, n a power of two; of other numbers those of the next lower power, then every
+    other one of the next higher power's.
+    """
+    lower = 1 << (n_heads.bit_length() - 1)
+    powers = [power(2.0, -8 * index, lower) for index in range(1, lower + 1)]
+    powers += [power(2.0, -4 * index, lower) for index in range(1, 2 * (n_heads - lower), 2)]
+    return np.array(powers, np.float32)

@@ -1,0 +1,109 @@
+"""Feed-forward layers: down(act(gate(x)) * up(x)), or without a gate down(act(up(x)))."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from phasewise.serving.errors import ModelError
+from phasewise.serving.models.later import LATER
+from phasewise.serving.models.linears import Place, Rows
+from phasewise.serving.models.parts.part import LayerPart, Product
+from phasewise.serving.models.parts.site import ReadRows, Site
+
+GATE_ACTIVATIONS = ("silu", "gelu_tanh", "clamped_silu", "gelu")
+PLAIN_ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu", "relu2")
+"""Activations of feed-forward layers without a gate; "gelu" is that of the error function, "relu2" the square
+of "relu". The kernels have both lists in cython_kernels/ops.h."""
+MOST_WIDTH = 1 << 20
+
+
+@dataclass(frozen=True)
+class FeedForwardForm:
+    """The form of all feed-forward layers of a model."""
+
+    activation: str = "silu"
+    gated: bool = field(default=True, metadata=LATER)
+    """True for down(act(gate(x)) * up(x)), else down(act(up(x)))."""
+    ffn_biases: bool = field(default=False, metadata=LATER)
+    """True if what leads back to the stream has biases, and what reads it where there is no gate."""
+
+    def __post_init__(self) -> None:
+        activations = GATE_ACTIVATIONS if self.gated else PLAIN_ACTIVATIONS
+        if self.activation not in activations:
+            raise ModelError(f"activation {self.activation!r:.80} is not one of {', '.join(activations)}")
+
+
+SILU_GATE = FeedForwardForm()
+"""That of a Llama."""
+
+
+@dataclass(frozen=True)
+class FeedForward(LayerPart):
+    """One feed-forward layer: of a layer, of an expert, or the one that experts share."""
+
+    hidden: int
+    width: int
+    form: FeedForwardForm
+    factors: tuple[float, float] = (1.0, 1.0)
+    """Those of gate and up."""
+    sparsity: float = 0.0
+    """Deviations above their mean at which gates begin to count; 0: all count."""
+    weighed: bool = False
+    """True if what it gives is multiplied by the logistic of one more product of the stream."""
+
+    def __post_init__(self) -> None:
+        if type(self.width) is not int or not 1 <= self.width <= MOST_WIDTH:
+            raise ModelError(
+                f"a feed-forward layer is {self.width!r:.80} wide: a whole number from 1 to {MOST_WIDTH}"
+                " expected"
+            )
+
+    @property
+    def into(self) -> tuple[Product, ...]:
+        """Products that read the stream: apart where each has a factor of its own."""
+        if not self.form.gated:
+            return (Product.alone("up", self.width, self.hidden, reader="up"),)
+        outputs = dict.fromkeys(("gate", "up"), self.width)
+        if self.factors[0] == self.factors[1]:
+            return (Product("gate_up", self.hidden, outputs, reader="gate_up"),)
+        return tuple(Product.alone(part, self.width, self.hidden, reader="gate_up") for part in outputs)
+
+    @property
+    def down(self) -> Product:
+        return Product.alone("down", self.hidden, self.width, reader="down")
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        own = (Product.alone("shared_gate", 1, self.hidden),) if self.weighed else ()
+        return (*own, *self.into, self.down)
+
+    @property
+    def vectors(self) -> dict[str, int]:
+        if not self.form.ffn_biases:
+            return {}
+        return {"down_bias": self.hidden, **({} if self.form.gated else {"up_bias": self.width})}
+
+    @property
+    def inner(self) -> int:
+        """Numbers of a row between its products."""
+        return self.width * (2 if self.form.gated else 1)
+
+    def add(self, site: Site, reads: ReadRows, inner: Place, rows: Rows) -> None:
+        """The products of the stream, into rows at `inner`."""
+        factors, column = self.factors if len(self.into) > 1 else self.factors[1:], 0
+        for product, factor in zip(self.into, factors, strict=True):
+            site.add(product, reads, inner, column, factor, rows)
+            column += self.width
+
+    def add_weight(self, site: Site, reads: ReadRows, inner: Place, gate: Place, rows: Rows) -> None:
+        """Rows times the logistic of one number each, which their product then is."""
+        site.add(self.products[0], reads, gate, rows=rows)
+        up = inner[0] + self.inner - self.width, inner[1]
+        site.program.gate_rows(self.width, *up, *up, gate, rows=rows, one_gate=True)
+
+    def between(self, site: Site) -> dict[str, Any]:
+        """Options of the last product, which reads rows at `inner`."""
+        if not self.form.gated:
+            return {"source": "activation", "gate": self.form.activation, "bias": site.vector("up_bias")}
+        return {"source": "gate", "gate": self.form.activation, "sparsity": self.sparsity}

@@ -1,0 +1,173 @@
+"""Mixtures of experts: a router gives each row to some of a layer's feed-forward layers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from phasewise._words import counted
+from phasewise.cython_kernels.division import columns
+from phasewise.cython_kernels.packing import PANEL, PackedWeight
+from phasewise.serving.errors import ModelError
+from phasewise.serving.models.linears import Place, Rows
+from phasewise.serving.models.parts.experts import LOGISTIC, SOFTMAX, Experts
+from phasewise.serving.models.parts.feed_forward import FeedForward
+from phasewise.serving.models.parts.part import LayerPart, Product
+from phasewise.serving.models.parts.site import ReadRows, Site
+
+STACKS = (".experts_gate_up", ".experts_down")  # weights of all experts of a layer
+MOST_EXPERTS, MOST_CHOSEN = 1024, 32
+EXPERT_NORMS = ("router_norm", "experts_norm", "shared_post_norm", "experts_post_norm")
+
+
+@dataclass(frozen=True)
+class MixtureRows:
+    """Places of a mixture's rows: logits of experts, what is between their products, and what they give."""
+
+    router: Place
+    inner: Place
+    given: Place
+
+
+@dataclass(frozen=True)
+class Mixture(LayerPart):
+    """The experts of one layer, each of which is a feed-forward layer like `expert`."""
+
+    experts: Experts
+    expert: FeedForward
+
+    def __post_init__(self) -> None:
+        experts, count, chosen = self.experts, self.experts.count, self.experts.chosen
+        if type(count) is not int or not 1 <= count <= MOST_EXPERTS:
+            raise ModelError(
+                f"the model has {count!r:.80} experts: a whole number from 1 to {MOST_EXPERTS} expected"
+            )
+        if type(chosen) is not int or not 1 <= chosen <= min(count, MOST_CHOSEN):
+            raise ModelError(
+                f"{chosen!r:.80} of {count} experts compute a token: "
+                f"from 1 to {min(count, MOST_CHOSEN)} expected"
+            )
+        if experts.scores not in (SOFTMAX, LOGISTIC):
+            raise ModelError(f"scores of experts by {experts.scores!r:.60}: {SOFTMAX} or {LOGISTIC} can run")
+        if experts.biases and not self.expert.form.gated:
+            raise ModelError("experts with biases whose feed-forward layers have no gate cannot run")
+        if experts.own_norms and (not experts.shared_ffn or experts.biases or experts.shared_gate):
+            raise ModelError("experts with norms of their own run beside a shared one without a gate")
+        if not 1e-6 <= experts.scale <= 1e6:
+            raise ModelError(
+                f"experts are multiplied by {experts.scale!r:.80}: a number from 1e-6 to 1e6 expected"
+            )
+        if self.expert.form.ffn_biases or len(self.expert.into) != 1:
+            raise ModelError("experts whose products have biases or factors of their own cannot run")
+        self._check_groups()
+
+    def _check_groups(self) -> None:
+        experts, groups, chosen = self.experts, self.experts.groups, self.experts.chosen_groups
+        if type(groups) is not int or groups < 1 or experts.count % groups:
+            raise ModelError(f"{experts.count} experts do not divide into {groups!r:.80} groups")
+        if type(chosen) is not int or not 1 <= chosen <= groups:
+            raise ModelError(f"experts of {chosen!r:.80} of {counted(groups, 'group')} can be chosen")
+        of_group = experts.count // groups
+        if not 1 <= experts.group_best <= of_group or experts.chosen > chosen * of_group:
+            raise ModelError(
+                f"{experts.chosen} experts of the best {chosen} groups by their {experts.group_best} best:"
+                f" a group has {of_group}"
+            )
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        hidden, expert = self.expert.hidden, self.expert
+        (into,), numbers = expert.into, range(self.experts.count)
+        into_all = {f"experts.{e}.{part}": rows for e in numbers for part, rows in into.outputs.items()}
+        down_all = {f"experts.{e}.down": hidden for e in numbers}
+        return (
+            Product("router", hidden, {"router": self.experts.count}, is_native=True),
+            Product("experts_gate_up", hidden, into_all, is_stack=True),
+            Product("experts_down", expert.width, down_all, is_stack=True),
+        )
+
+    @property
+    def vectors(self) -> dict[str, int]:
+        experts, hidden, width = self.experts, self.expert.hidden, self.expert.width
+        own = {"choice_bias": experts.count} if experts.choice_bias else {}
+        if experts.own_norms:
+            own |= {**dict.fromkeys(EXPERT_NORMS, hidden), "expert_factors": experts.count}
+        if experts.biases:
+            sizes = {"gate_bias": width, "up_bias": width, "down_bias": hidden}
+            own["router_bias"] = experts.count
+            own |= {f"experts.{e}.{name}": n for e in range(experts.count) for name, n in sizes.items()}
+        return own
+
+    @property
+    def joined(self) -> dict[str, tuple[str, ...]]:
+        if not self.experts.biases:
+            return {}
+        stacks = {"gate_up_bias": ("gate_bias", "up_bias"), "down_bias": ("down_bias",)}
+        numbers = range(self.experts.count)
+        return {
+            whole: tuple(f"experts.{e}.{part}" for e in numbers for part in parts)
+            for whole, parts in stacks.items()
+        }
+
+    def add(self, site: Site, reads: ReadRows, places: MixtureRows, rows: Rows) -> None:
+        """Routes of rows, and what their experts give."""
+        experts, program, router = self.experts, site.program, places.router
+        routed, own = reads, reads
+        if experts.own_norms:
+            routed = _normed(site, reads, "router_norm", 1 / math.sqrt(self.expert.hidden))
+            own = _normed(site, reads, "experts_norm")
+        site.add(self.products[0], routed, router, rows=rows)
+        if experts.biases:
+            program.adjust(experts.count, *router, *router, bias=site.vector("router_bias"), rows=rows)
+        choice_bias, factors = site.vector("choice_bias"), site.vector("expert_factors")
+        program.route(experts, *router, rows=rows, choice_bias=choice_bias, factors=factors)
+        up, down = (self._stack(site, name) for name in STACKS)
+        site.linears.add_experts(experts, *up, own.options(), own.source, places.inner, rows=rows)
+        between = {**self.expert.between(site), "bias": site.vector("gate_up_bias")}
+        between.pop("sparsity", None)
+        site.linears.add_experts(experts, *down, between, places.inner, places.given, rows=rows)
+
+    def add_sum(self, site: Site, given: Place, stream: Place, rows: Rows) -> None:
+        """The sum of what the experts gave is added to the stream."""
+        bias = site.vector("down_bias")
+        site.program.combine(self.experts, self.expert.hidden, *given, *stream, bias=bias, rows=rows)
+
+    def add_normed_sum(
+        self, site: Site, given: Place, summed: Place, shared: Place, stream: Place, rows: Rows, scale: float
+    ) -> None:
+        """The norm of two norms' sum is added to the stream, all of it times `scale`.
+
+        shared: what the feed-forward layer gave, in place of which the sum comes.
+        """
+        hidden, program = self.expert.hidden, site.program
+        program.combine(self.experts, hidden, *given, *summed, rows=rows, add=False)
+        program.adjust(hidden, *shared, *shared, norm=site.vector("shared_post_norm"), rows=rows)
+        norm = site.vector("experts_post_norm")
+        program.adjust(hidden, *summed, *shared, norm=norm, add=True, rows=rows)
+        norm = site.vector("ffn_post_norm")
+        program.adjust(hidden, *shared, *stream, norm=norm, add=True, rows=rows, scale=scale)
+
+    def _stack(self, site: Site, name: str) -> tuple[PackedWeight, PackedWeight]:
+        """The weights of all experts, and of the first one."""
+        stack = site.weight(name[1:])
+        return stack, first_expert(stack, self.experts, site.stem + name[1:])
+
+
+def first_expert(stack: PackedWeight, experts: Experts, name: str) -> PackedWeight:
+    """The first expert's weight of a stack. ModelError where experts begin within a panel."""
+    if stack.n % (experts.count * PANEL):
+        raise ModelError(
+            f"a model has {experts.count} experts with {stack.n} outputs in all in {name}:"
+            f" a multiple of {PANEL} for each can run"
+        )
+    first = columns(stack, 0, stack.n // experts.count // PANEL)
+    assert first is not None
+    return first
+
+
+def _normed(site: Site, reads: ReadRows, name: str, factor: float = 1.0) -> ReadRows:
+    """The stream behind a norm of these weights, times `factor`."""
+    weights = site.needed(name)
+    return ReadRows(reads.source, weights * np.float32(factor) if factor != 1 else weights, reads.eps)

@@ -1,0 +1,137 @@
+"""Several streams, of which a layer changes one and predicts the others."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from phasewise._words import counted
+from phasewise.serving.errors import ModelError
+from phasewise.serving.models.linears import Place, Rows
+from phasewise.serving.models.parts.layer_inputs import MOST_LAYER_INPUTS
+from phasewise.serving.models.parts.part import LayerPart, Product
+from phasewise.serving.models.parts.rows import ActivationArena
+from phasewise.serving.models.parts.site import ReadRows, Site
+
+MOST_STREAMS = 8
+HALF = math.sqrt(0.5)
+"""The factor of a sum of two."""
+
+
+@dataclass(frozen=True)
+class Streams:
+    """Several streams beside each other (AltUp): layers change the `active` one and predict the others.
+
+    scaled: what inputs of layers multiply has factors of its own. laurel_rank: of the way round attention.
+    sparsity: of each layer how many deviations above their mean gates begin to count; 0: all count.
+    """
+
+    count: int
+    active: int
+    scaled: bool
+    laurel_rank: int
+    sparsity: tuple[float, ...]
+
+    def check(self, n_layers: int) -> None:
+        """ModelError for what cannot run."""
+        if type(self.count) is not int or not 2 <= self.count <= MOST_STREAMS:
+            raise ModelError(f"{self.count!r:.80} streams: 2 to {MOST_STREAMS} expected")
+        if type(self.active) is not int or not 0 <= self.active < self.count:
+            raise ModelError(f"stream {self.active!r:.80} of {self.count} is active")
+        if type(self.laurel_rank) is not int or not 1 <= self.laurel_rank <= MOST_LAYER_INPUTS:
+            raise ModelError(f"a rank of {self.laurel_rank!r:.80} beside attention")
+        if len(self.sparsity) != n_layers or not all(-10 < number < 10 for number in self.sparsity):
+            raise ModelError(f"sparse activations {self.sparsity!r:.80} of {counted(n_layers, 'layer')}")
+
+
+@dataclass(frozen=True)
+class StreamsOfLayer(LayerPart):
+    """The operations around the halves of one layer."""
+
+    streams: Streams
+    hidden: int
+    norm_eps: float
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        rank = self.streams.laurel_rank
+        return Product.alone("laurel_in", rank, self.hidden), Product.alone("laurel_out", self.hidden, rank)
+
+    @property
+    def vectors(self) -> dict[str, int]:
+        count, names = self.streams.count, ("stream_norm", "stream_scale", "laurel_norm")
+        by_streams = {
+            "stream_router": count * self.hidden,
+            "stream_predict": count**3,
+            "stream_correct": count**2,
+        }
+        return {**dict.fromkeys(names, self.hidden), **by_streams}
+
+    def add_before(self, site: Site, arena: ActivationArena, stream: Place, last: bool) -> None:
+        """Streams are predicted, and the layer's second way round attention: n + norm(R L n), n = norm(h)."""
+        aside, branch = arena.aside, arena.branch
+        low, norm = arena.gate_up, site.vector("attn_norm")
+        self._add_streams(site, arena, "predict", stream, last)
+        site.program.adjust(self.hidden, *stream, *aside, norm=norm)
+        into, out = self.products
+        site.add(into, ReadRows(stream, norm, self.norm_eps), low)
+        site.add(out, ReadRows(low), branch)
+        site.program.adjust(self.hidden, *branch, *aside, norm=site.vector("laurel_norm"), add=True)
+
+    def add_between(self, site: Site, arena: ActivationArena, after: Place, last: bool) -> None:
+        """The mean of both ways, of rows that are gathered behind the last attention."""
+        aside = arena.aside
+        if last:
+            site.program.adjust(
+                self.hidden, *after, *after, add=True, rows="gathered", residual=aside, scale=HALF
+            )
+        else:
+            site.program.adjust(self.hidden, *aside, *after, add=True, scale=HALF)
+
+    def add_behind(self, site: Site, arena: ActivationArena, after: Place, last: bool) -> list[Place]:
+        """Streams are corrected by what the halves gave. The places of all but the first one."""
+        self._add_streams(site, arena, "correct", after, last)
+        first, stride = arena.last_streams if last else arena.streams
+        return [(first + number * self.hidden, stride) for number in range(1, self.streams.count)]
+
+    def _add_streams(self, site: Site, arena: ActivationArena, mode: str, rows: Place, last: bool) -> None:
+        kind: Rows = "logits" if last and mode == "correct" else "every"
+        to = arena.last_streams if last else arena.streams
+        streams = self.streams
+        site.program.streams(
+            mode,
+            self.hidden,
+            streams.count,
+            arena.streams,
+            rows,
+            rows,
+            to=to,
+            rows=kind,
+            active=streams.active,
+            norm=site.needed("stream_norm") * np.float32(1 / self.hidden),
+            router=site.vector("stream_router"),
+            coefficients=site.vector(f"stream_{mode}"),
+            scale=site.vector("stream_scale") if streams.scaled and mode == "correct" else None,
+        )
+
+
+def add_spread(site: Site, streams: Streams, hidden: int, arena: ActivationArena) -> None:
+    """The other streams, from rows of embeddings: products as long as these."""
+    rows, place = arena.hidden, arena.streams
+    for number in range(1, streams.count):
+        product = Product.alone(f"stream_in.{number}", hidden, hidden)
+        site.add(product, ReadRows(rows), (place[0] + number * hidden, place[1]))
+    site.program.streams("spread", hidden, streams.count, place, rows, rows)
+
+
+def add_merge(site: Site, streams: Streams, hidden: int, arena: ActivationArena) -> None:
+    """The mean of streams behind the last layer, in rows that want logits."""
+    tail, place, others = arena.tail, arena.last_streams, arena.merged
+    for number in range(1, streams.count):
+        source = place[0] + number * hidden, place[1]
+        target = others[0] + (number - 1) * hidden, others[1]
+        product = Product.alone(f"stream_out.{number}", hidden, hidden)
+        site.add(product, ReadRows(source), target, rows="logits")
+    site.program.streams("merge", hidden, streams.count, place, tail, tail, to=others, rows="logits")

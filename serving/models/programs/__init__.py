@@ -1,1 +1,0 @@
-"""The ops of parts of a layer that not every model has."""
