@@ -35,7 +35,7 @@ class ConfinedTokenizer:
             raise ModelError(f"the tokenizer cannot be read: {error}; fetch the model again") from error
 
     def cut(self, want: Want, text: Text, *, special: bool, most: int | None = None) -> Any:
-        """What `cut` gives for one text."""
+        """The result of `cut` for one text."""
         request = {"want": want, "texts": [text], "special": special, "most": most}
         try:
             return json.loads(self._process.ask(json.dumps(request).encode()))[0]

@@ -98,7 +98,7 @@ class TextCutter:
         return out
 
     def _cut(self, want: Want, texts: Sequence[Text], *, special: bool, most: int | None = None) -> list[Any]:
-        """What `confined_tokenizer.cut` gives. Half a surrogate pair, which has no UTF-8, reads as U+FFFD."""
+        """The result of `confined_tokenizer.cut`. Half a surrogate pair reads as U+FFFD: it has no UTF-8."""
         whole = list(map(_whole, texts))
         if self._confined is not None:
             return [self._confined.cut(want, text, special=special, most=most) for text in whole]

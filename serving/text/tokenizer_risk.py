@@ -233,7 +233,7 @@ def _without_doubles(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
 
 
 def without_programs(text: str) -> str:
-    """What is left of a risky one here: the vocabulary, and the kind of decoder, to turn tokens into text."""
+    """The parts of a risky one that turn tokens into text: its vocabulary and the kind of its decoder."""
     fields = read_json(text)
     decoder = json.dumps(fields.get("decoder"))
     kept = next((part for kind, part in _DECODERS.items() if f'"type": "{kind}"' in decoder), None)
