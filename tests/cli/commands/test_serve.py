@@ -399,7 +399,7 @@ def test_a_database_server_that_is_down_costs_one_line_and_a_count(
         assert answer(server) == wanted
         for instance in _instances_of(server):
             os.kill(instance, signal.SIGKILL)
-            until(lambda gone=instance: gone not in _instances_of(server), "it has ended")
+            until(lambda pid=instance: pid not in _instances_of(server), "it has ended")
             until(lambda: len(_instances_of(server)) == 2, "a new one runs", 120)
             assert answer(server) == wanted
         counted = re.search(
