@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
 import shutil
 import sys
 import textwrap
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from phasewise.tuner.plans import Phase, ServicePlan
 
 from phasewise._files import check_writable, write_file
@@ -73,9 +73,22 @@ def write_text(text: str) -> None:
     sys.stdout.buffer.flush()
 
 
-def print_json(fields: dict[str, Any]) -> None:
-    """One JSON object on stdout, led by the version of its schema."""
-    say(json.dumps({"schema_version": SCHEMA_VERSION, **fields}, indent=2, ensure_ascii=False))
+def print_json(fields: Mapping[str, Any]) -> None:
+    """One JSON object on stdout, led by the version of its schema. Records are objects of their fields."""
+    whole = {"schema_version": SCHEMA_VERSION, **fields}
+    say(json.dumps(whole, indent=2, ensure_ascii=False, default=_as_value))
+
+
+def _as_value(value: Any) -> Any:
+    """A value that JSON has no form for as one that it has."""
+    if dataclasses.is_dataclass(value):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    match value:
+        case Mapping():
+            return dict(value)
+        case Path():
+            return str(value)
+    raise TypeError(f"{type(value).__name__} is not written as JSON")
 
 
 def has_colours(stream: TextIO) -> bool:

@@ -68,7 +68,13 @@ class RowTable:
         from rich.text import Text
 
         table = RichTable(
-            title=Text(self.title) if self.title else None, title_justify="left", box=box.SIMPLE_HEAD
+            title=Text(self.title) if self.title else None,
+            title_justify="left",
+            title_style="bold",
+            box=box.SIMPLE_HEAD,
+            show_edge=False,
+            pad_edge=False,
+            padding=(0, 1, 0, 0),
         )
         for name in self.names:
             justify: Literal["left", "right"] = "left" if name in self.left else "right"

@@ -15,7 +15,7 @@ class Pace:
     """The share of the work that is done, by the weight of its products; replayed ones count as no work."""
 
     def __init__(self, tasks: Sequence[Task], call_s: Callable[[Problem], float]) -> None:
-        """call_s: about how long a product takes."""
+        """call_s: about how many seconds one call of a product takes."""
         self._work = {
             problem: 1.0 + CALLS_A_TIMING * call_s(problem) / SHORTEST_TIMING_S
             for task in tasks
@@ -25,13 +25,18 @@ class Pace:
         self._done = 0.0
         self._timed: set[Problem] = set()
         self._last: Problem | None = None
+        self._times: dict[Problem | None, tuple[float, float]] = {}
+        """Timings and their seconds by problem; under None the work of all and theirs."""
 
     def work_of(self, task: Task) -> float:
-        """About how long it takes, in the shortest timings."""
+        """About how long a task takes, in units of its shortest timings."""
         return sum(self._work[problem] for problem in task.problems)
 
     def reach(self, task: Task, m: int, timed: bool) -> None:
-        """The search of a task asks for m. One m is done when the next is asked for; probes jump about."""
+        """Note that a task's search asks for m.
+
+        One m is done when the next is asked for; probes jump about.
+        """
         problem, before = task.problem(m), task.ms[: task.ms.index(m)][-1:]
         if timed:
             self._timed.add(problem)
@@ -44,8 +49,24 @@ class Pace:
             self._drop(problem)
 
     def left_s(self, timing_s: float) -> float | None:
-        """`timing_s` is what the work so far took; None before the first product is done."""
+        """Seconds that the rest may take, if the work so far took `timing_s`; None before the first product
+        is done."""
         return timing_s * sum(self._left.values()) / self._done if self._done else None
+
+    def time(self, problem: Problem, n_timings: int, seconds: float) -> None:
+        """Count timings that have ended."""
+        for key in (problem, None):
+            n, so_far_s = self._times.get(key, (0.0, 0.0))
+            work = n_timings if key else n_timings * self._work[problem]
+            self._times[key] = n + work, so_far_s + seconds
+
+    def timing_s(self, problem: Problem) -> float | None:
+        """The expected time of one timing: the mean of this problem's, else by its work. None before any."""
+        for key, work in ((problem, 1.0), (None, self._work[problem])):
+            if key in self._times:
+                n, seconds = self._times[key]
+                return work * seconds / n
+        return None
 
     def _drop(self, problem: Problem) -> None:
         work = self._left.pop(problem, 0.0)

@@ -24,11 +24,7 @@ from phasewise.cluster.simulated.kv_transfer import Link
 from phasewise.cluster.simulated.simulate import POLICY_NAMES, ClusterSpec, MachineType, Pool
 from phasewise.cluster.simulated.steps import MAX_POINTS, Curve, ProfileKey, StepTimes
 from phasewise.serving.scheduling.pacing import DEFAULT_TPOT_MS
-from phasewise.serving.scheduling.scheduler_terms import (
-    DEFAULT_BATCH_TOKENS,
-    DEFAULT_SEQUENCES,
-    LAYERWISE_ABOVE_TOKENS,
-)
+from phasewise.serving.scheduling.scheduler_terms import DEFAULT_BATCH_TOKENS, DEFAULT_SEQUENCES
 
 MAX_FILE_BYTES = 1 << 20
 MAX_MACHINES = 10_000
@@ -43,7 +39,7 @@ class StepSources:
 
     profile: Profile | None = None
     timed: Mapping[str, StepTimes] | None = None
-    """By machine type."""
+    """Timed steps by machine type."""
 
 
 class MachineCatalogue:
@@ -63,7 +59,10 @@ class MachineCatalogue:
         self._known: dict[str, MachineType] = {}
 
     def __getitem__(self, name: str) -> MachineType:
-        """ClusterError if there is no such type, or nothing of the model is known on it."""
+        """The machine type of this name.
+
+        ClusterError if there is none, or nothing of the model is known on it.
+        """
         if name not in self._known:
             if name in self._own:
                 table = SpecTable(self._own[name], f"{self._where}, [machines.{name}]")
@@ -95,7 +94,7 @@ class MachineCatalogue:
             link=Link(
                 link.number("bytes_per_s", math.inf, above=0.0),
                 link.number("latency_s", 0.0),
-                link.whole("layerwise_above_tokens", LAYERWISE_ABOVE_TOKENS, least=0),
+                link.whole("layerwise_above_tokens", 0, least=0),
             ),
             cost=table.number("cost", 0.0),
             power_w=table.number("power_w", 0.0),
@@ -176,7 +175,7 @@ def read_machines(
 
 
 def parse_pools(text: str, catalogue: MachineCatalogue) -> tuple[Pool, ...]:
-    """`prompt=27*h100,token=3*a100`: roles, counts and machine types."""
+    """The pools that a text such as `prompt=27*h100,token=3*a100` states: roles, counts and machine types."""
     pools = []
     for part in text.split(","):
         role, _, rest = part.strip().partition("=")
@@ -267,7 +266,7 @@ class SpecTable:
         return [SpecTable(fields, f"{self.where}, {name} {number}") for number, fields in enumerate(value, 1)]
 
     def refuse_others(self) -> None:
-        """A misspelt field would silently mean its default."""
+        """Refuse fields that were not read: a misspelt one would silently mean its default."""
         others = [name for name in self.fields if name not in self._asked]
         if others:
             asked = ", ".join(sorted(self._asked))

@@ -17,6 +17,7 @@ pytest.importorskip(
 )
 
 from phasewise.tuner.plans import PHASES
+from phasewise.workflows.opening.open_model import Weights
 from phasewise.workflows.unused_options import WAYS
 from tests.cli.command_options import options_of
 from tests.cli.opened_by_serve import Boundary, Run
@@ -157,7 +158,7 @@ def samples(places: Places) -> Mapping[str, tuple[list[object], list[object]]]:
         "--tune-idle": one("--tune-idle"),
         "--kv-budget": one("--kv-budget", "8M"),
         "--kv-format": one("--kv-format", "int8"),
-        "--kv-policy": one("--kv-policy", "static"),
+        "--kv-policy": one("--kv-policy", "paged"),
         "--no-prefix-reuse": one("--no-prefix-reuse"),
         "--prefix-cache": one("--prefix-cache", here / "prefixes"),
         "--prefix-cache-bytes": one(
@@ -268,6 +269,18 @@ def test_every_option_acts_or_is_refused_by_name_before_anything_opens(
                 silent.append(flag)
     assert not silent
     assert refusals <= {flag for serve_way in WAYS["serve"] for flag in (*serve_way.refuses, *serve_way.when)}
+
+
+@pytest.mark.parametrize(("options", "sequences"), [((), 32), (("--max-sequences", 3), 3)])
+def test_weights_are_stored_for_as_many_sequences_as_a_server_may_have(
+    places: Places, boundary: Boundary, options: tuple[object, ...], sequences: int
+) -> None:
+    """A command that computes one sequence stores them for that one."""
+    run = boundary.serve(places.model, *options)
+    (stored,) = [load[3] for load in run.opened["loaded"] if load[0] != "schedules"]
+
+    assert stored == ["auto", sequences]
+    assert Weights().sequences == 1
 
 
 def key_of(flag: str) -> str:

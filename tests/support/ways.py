@@ -30,7 +30,7 @@ from phasewise.serving.prefix_store.opening import PrefixSettings
 from phasewise.serving.sampling.sampling import SampledToken, SamplingParams
 from phasewise.tuner.lookup import ScheduleTable
 from phasewise.tuner.plans import PHASES, Phase, RankCores, ServicePlan
-from phasewise.workflows.opening.arithmetic_choice import (
+from phasewise.workflows.options import (
     ARITHMETIC_CHOICES,
     PATHS,
     ArithmeticChoice,
@@ -288,7 +288,6 @@ WAYS = (
     Way("pools, KV over TCP", pooled("tcp"), has_arithmetic=False),
     Way("instances lost one after the other", after_lost_instances, has_arithmetic=False),
     Way("paged KV under pressure", together(slots=TIGHT_SLOTS, policy="paged")),
-    Way("static KV under pressure", together(slots=TIGHT_SLOTS, policy="static")),
     Way("scored in one prefill", scored),
 )
 

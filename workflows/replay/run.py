@@ -23,8 +23,7 @@ from phasewise.serving.engine.receipts import (
 )
 from phasewise.serving.errors import ServingError
 from phasewise.workflows.opening.kept_cores import KeptCores
-from phasewise.workflows.opening.open_model import NATIVE, OpenModel, Weights, open_model
-from phasewise.workflows.opening.refusals import check_settings
+from phasewise.workflows.opening.open_model import NATIVE, OpenModel, Weights, check_settings, open_model
 from phasewise.workflows.replay.said_text import says_its_tokens
 from phasewise.workflows.report import Report, silent
 

@@ -153,8 +153,7 @@ def _sized(path: Path, settings: ServeSettings, budget: int | None, report: Repo
     from phasewise.serving.engine.engine_size import default_kv_bytes
     from phasewise.serving.errors import ModelError
     from phasewise.serving.processes.headroom import available_bytes
-    from phasewise.workflows.opening.open_model import open_model
-    from phasewise.workflows.opening.refusals import check_settings
+    from phasewise.workflows.opening.open_model import check_settings, open_model
     from phasewise.workflows.serve.embedding import makes_vectors
 
     weights, running = settings.weights, settings.running

@@ -28,7 +28,7 @@ from phasewise.loadtest.settings import DAILY, DAY
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from phasewise.loadtest.embed import EmbedClient, EmbedFigures
+    from phasewise.loadtest.embed import EmbedClient
     from phasewise.loadtest.embed_day import DayPart
 
 URLArgument = Annotated[str, typer.Argument(metavar="URL", help="the server, e.g. http://127.0.0.1:8000")]
@@ -137,7 +137,7 @@ def embed(
         sent_texts = texts(requests * inputs)
         if rate is not None:
             sent = await open_loop(client, sent_texts, RequestPace(rate), seed)
-            return {"slo_s": slo_s, "loads": [{"rate": rate, **_fields(figures(*sent, slo_s))}]}
+            return {"slo_s": slo_s, "loads": [{"rate": rate, **vars(figures(*sent, slo_s))}]}
         return {"slo_s": slo_s, "loads": await _closed(client, sent_texts, concurrency or [32], slo_s)}
 
     report: dict[str, Any] = {"url": base, "model": name, "lengths": lengths, "inputs": inputs}
@@ -157,7 +157,7 @@ async def _closed(
     from phasewise.loadtest.embed import closed_loop, figures
 
     return [
-        {"concurrency": clients, **_fields(figures(*await closed_loop(client, texts, clients), slo_s))}
+        {"concurrency": clients, **vars(figures(*await closed_loop(client, texts, clients), slo_s))}
         for clients in concurrency
     ]
 
@@ -197,7 +197,7 @@ def _part_fields(part: DayPart) -> dict[str, Any]:
         "begin_h": part.begin_h,
         "rate": part.rate,
         "cpu_share": part.cpu_share,
-        **_fields(part.figures),
+        **vars(part.figures),
     }
 
 
@@ -222,12 +222,6 @@ def _day_table(loads: list[dict[str, Any]]) -> RowTable:
             for load in loads
         ]
     )
-
-
-def _fields(of: EmbedFigures) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    return asdict(of)
 
 
 def _line(load: dict[str, Any]) -> str:

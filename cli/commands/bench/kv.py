@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,15 +16,6 @@ from phasewise.workflows.bench.kv.settings import PoolOverrides, ReplayWish, Tra
 
 if TYPE_CHECKING:
     from phasewise.workflows.bench.kv.replay import KvRow
-
-MAX_PROMPT_TOKENS = 1 << 16
-
-
-WaitingOrder = Literal["arrival", "shortest"]
-"""The names of `waiting_line.WAITING_ORDERS`."""
-
-TracePart = Literal["all", "first", "second"]
-"""The requests of a trace that `bench kv` replays."""
 
 
 @spread

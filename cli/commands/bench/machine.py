@@ -53,15 +53,11 @@ def machine(threads: ThreadsOption = None, as_json: JsonOption = False) -> None:
 
 
 def _limit_fields(limit: MachineLimits) -> dict[str, object]:
-    from dataclasses import asdict
-
-    return {"n_cores": len(limit.cores), **asdict(limit)}
+    return {"n_cores": len(limit.cores), **vars(limit)}
 
 
 def _piece_fields(reads: PieceReads) -> dict[str, object]:
-    from dataclasses import asdict
-
-    return {**asdict(reads), "share": reads.share}
+    return {**vars(reads), "share": reads.share}
 
 
 def _print_pieces(pieces: list[PieceReads]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -15,13 +15,6 @@ from phasewise.cli.tables import show
 from phasewise.workflows.capacity.settings import ClusterInputs, ProvisionWish
 
 EXIT_FAILURE = 1
-
-
-Minimised = Literal["cost", "power", "machines"]
-"""The quantity that the cheapest cluster has least of."""
-
-Maximised = Literal["rate"]
-"""The quantity that the best cluster for a budget has most of."""
 
 
 @spread

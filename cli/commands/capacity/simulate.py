@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -12,9 +12,6 @@ from phasewise.cli.options import JsonOption, TraceArgument
 from phasewise.cli.present import check_target, note, owns_stdout, print_json, write_target
 from phasewise.cli.tables import show
 from phasewise.workflows.capacity.settings import ClusterInputs, SimulationWish
-
-MachineScheduler = Literal["production", "paper"]
-"""The scheduler that each machine runs."""
 
 
 @spread

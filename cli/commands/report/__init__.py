@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,7 +18,8 @@ from phasewise.workflows.machine_report.worth_rows import MODEL_COLUMNS, PRODUCT
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from phasewise.workflows.machine_report.worth import Worth
+    from phasewise.kerneldb.records import MachineKey
+    from phasewise.workflows.machine_report.worth import ModelSpeed, ProductGains, Worth
 
 
 DEFAULT_PAGE = Path("phasewise-report.html")
@@ -57,7 +58,6 @@ def report(
     """
     from phasewise._version import __version__
     from phasewise.workflows.machine_report.facts import report_of
-    from phasewise.workflows.machine_report.json import worth_fields
     from phasewise.workflows.machine_report.page import page
 
     target = output if output is not None or as_json else DEFAULT_PAGE
@@ -105,3 +105,53 @@ def _show_table(columns: Sequence[str], rows: Iterable[Sequence[str]], n_left: i
 def _shortened(text: str) -> str:
     """The end of a long name tells more than its beginning: a model's has the format."""
     return text if len(text) <= MAX_WORD_CHARS else "..." + text[3 - MAX_WORD_CHARS :]
+
+
+def worth_fields(worth: Worth) -> dict[str, Any]:
+    """All of it. `gain` is over the kernels' own schedules; 1 where the default stayed."""
+    return {
+        "products": [_product_fields(gains) for gains in worth.products],
+        "models": [_model_fields(speed) for speed in worth.models],
+        "nothing_gained": {
+            "products": [_product_fields(gains) for gains in worth.nothing_gained],
+            "models": [_model_fields(speed) for speed in worth.models_without_gain],
+        },
+        "not_measured": [
+            {"machine": _machine_fields(machine), "model": model, "decode_sequences": list(missing)}
+            for (machine, model), missing in worth.unmeasured.items()
+        ],
+    }
+
+
+def _machine_fields(machine: MachineKey) -> dict[str, str]:
+    return {"core": machine.core_sig, "placement": machine.placement_sig}
+
+
+def _product_fields(gains: ProductGains) -> dict[str, Any]:
+    first, last = gains.rows
+    return {
+        "machine": _machine_fields(gains.machine),
+        "measured_here": gains.verified,
+        "kernels": gains.kernels,
+        "format": gains.format,
+        "rows": {"first": first, "last": last},
+        "products": gains.products,
+        "tuned": gains.tuned,
+        "gain": gains.gain,
+        "gain_low": gains.gain_low,
+        "gain_high": gains.gain_high,
+        "most": gains.most,
+    }
+
+
+def _model_fields(speed: ModelSpeed) -> dict[str, Any]:
+    return {
+        "machine": _machine_fields(speed.machine),
+        "measured_here": speed.verified,
+        "model": speed.model_key,
+        "step": speed.step,
+        "before_tokens_per_s": speed.before_tokens_per_s,
+        "after_tokens_per_s": speed.after_tokens_per_s,
+        "gain": speed.comparison.gain,
+        "comparison": speed.comparison,
+    }

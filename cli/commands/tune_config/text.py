@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from phasewise.tuner.config.simulate import Objective
     from phasewise.workflows.tune_config.run import Found
     from phasewise.workflows.tune_config.search import Searched
-    from phasewise.workflows.tune_config.subject import Subject, Wish
+    from phasewise.workflows.tune_config.settings import TuneConfigSettings
+    from phasewise.workflows.tune_config.subject import Subject
     from phasewise.workflows.tune_config.verdict import PhaseVerdict, Versus
 
 SHORT_NAMES = {
@@ -260,7 +261,7 @@ def _band_lines(result: Found) -> Iterator[str]:
             yield f"  from {sequences}: {plan_words(own, result.subject.machine)}"
 
 
-def dry_run_text(wish: Wish, subject: Subject) -> str:
+def dry_run_text(wish: TuneConfigSettings, subject: Subject) -> str:
     """The text of what would be searched and timed."""
     fields = dry_run_fields(wish, subject)
     lines = [

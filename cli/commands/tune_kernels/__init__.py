@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -323,12 +322,11 @@ def _print_tuned(tuned: list[TunedRound], changes: list[SpeedChange], resume: bo
     from phasewise.workflows.tune_kernels.json import tuned_fields
 
     if as_json:
-        of_model = [asdict(change) for change in changes]
         print_json(
             {
                 "dry_run": False,
                 "rounds": [tuned_fields(tuned_round) for tuned_round in tuned],
-                "model": of_model,
+                "model": changes,
             }
         )
     else:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from phasewise.cli.commands.bench.llama_bench import FOREIGN
+from phasewise.cli.commands.bench.run import FOREIGN
 from phasewise.cli.commands.bench.run_text import table_of
 from phasewise.tuner.machine_limits import PIECES
 from phasewise.workflows.bench.model_speed import ModelRow, bench_rows

@@ -66,7 +66,7 @@ def test_the_best_that_progress_told_is_told_with_its_standing(
 def test_references_that_are_one_plan_are_one_row() -> None:
     text = "\n".join(map(str, found_text(found(verdict("reference", None)))))
 
-    assert text.count("2333 ms   same plan") == 1
+    assert len(re.findall(r"2333 ms +same plan", text)) == 1
     assert all(re.search(rf"^{name}\b", text, flags=re.M) for name in WORDS)
 
 

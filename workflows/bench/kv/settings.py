@@ -10,6 +10,9 @@ from phasewise.serving.scheduling.waiting_line import ARRIVAL
 from phasewise.workflows.errors import UsageError
 from phasewise.workflows.options import KvFormat
 
+WaitingOrder = Literal["arrival", "shortest"]
+"""The names of `waiting_line.WAITING_ORDERS`."""
+
 
 @dataclass(frozen=True)
 class TraceSelection:
@@ -70,7 +73,7 @@ class ReplayWish:
     order: str = option(
         ARRIVAL,
         "admit waiting requests by arrival, or the shortest predicted answer first",
-        kind=Literal["arrival", "shortest"],
+        kind=WaitingOrder,
         config_only=True,
     )
     step_ms: float | None = option(
@@ -93,7 +96,7 @@ class ReplayWish:
 
 @dataclass(frozen=True)
 class PoolOverrides:
-    """Settings of the policies that differ from `PoolSettings`; None: as there."""
+    """Settings of the policies that differ from `ComparedSettings`; None: as there."""
 
     PANEL = "Policies"
 
