@@ -6,15 +6,17 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from http import HTTPStatus
 from typing import Any, Protocol
 
 from fastapi import Request
 
 from phasewise.serving.http.answers.signs_of_life import minds_signs
-from phasewise.serving.http.errors import bad_request, other_purpose, unknown_model
+from phasewise.serving.http.errors import ApiError, bad_request, other_purpose, unknown_model
 from phasewise.serving.http.http_settings import ModelFacts, ServedModel
 from phasewise.serving.http.models.model_shelf import ModelShelf, ModelState
 from phasewise.serving.http.models.while_loading import while_loading
+from phasewise.serving.http.monitoring.access_log import note_model
 from phasewise.serving.http.routes.embeddings import EmbeddingModel
 
 LOADING_HEADER = "X-Model-Loading"
@@ -91,6 +93,7 @@ class KeptModels:
             raise other_purpose(str(name), "makes vectors and no text", path)
         if model is None:
             raise unknown_model(str(name), ", ".join(model.model_id for model in self._models))
+        note_model(request.scope, model.engine_id, model.adapter)
         return model
 
     async def listed(self) -> Sequence[ListedModel]:
@@ -118,7 +121,14 @@ class ComingModels:
         own = while_loading(request)
         waits = request.headers.get(LOADING_HEADER) != "refuse"
         every_s = self._every_s if streams and not minds_signs(request) else None
-        return await own.wait(request, self._held(name, own.holds, waits), every_s)
+        try:
+            model = await own.wait(request, self._held(name, own.holds, waits), every_s)
+        except ApiError as error:
+            if error.status != HTTPStatus.NOT_FOUND:
+                note_model(request.scope, name)
+            raise
+        note_model(request.scope, name)
+        return model
 
     async def _held(self, name: str, holds: Any, waits: bool) -> ServedModel:
         model = await self._shelf.hold(name, waits=waits)

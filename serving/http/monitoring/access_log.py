@@ -114,6 +114,13 @@ def record_of(scope: Scope) -> Record | None:
     return record
 
 
+def note_model(scope: Scope, model: str, adapter: str = "") -> None:
+    """Have the log and the counts name the model of a request, one of those that are served."""
+    record = record_of(scope)
+    if record is not None:
+        record.model, record.adapter = model, adapter
+
+
 def note_ignored(scope: Scope, names: Iterable[str]) -> None:
     """Have the log and the answer's header name what its body has and this server does not read."""
     record = record_of(scope)

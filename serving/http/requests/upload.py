@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from urllib.parse import unquote_to_bytes
 
 from fastapi import Request
 from python_multipart.exceptions import FormParserError
@@ -22,6 +24,9 @@ _MOST_PARTS = 16
 _MOST_BOUNDARY_BYTES = 200
 
 logging.getLogger("python_multipart").setLevel(logging.ERROR)  # it warns of every form that it refuses
+
+_ENCODED_NAME = re.compile(rb"filename\*\s*=\s*utf-8'[^']{0,20}'([\w.!#$&+^`|~%-]{1,1024})(?=;|\s|$)", re.I)
+"""As some clients write a name that is not ASCII: `filename*=utf-8''caf%C3%A9.jsonl`."""
 
 
 @dataclass
@@ -89,7 +94,9 @@ class FormReader:
         if self._name == "file":
             if self.form.filename is not None:
                 raise _no_form("it has several files")
-            self.form.filename = names.get(b"filename", b"").decode("utf-8", "replace")
+            encoded = _ENCODED_NAME.search(self._disposition)
+            given = unquote_to_bytes(encoded[1]) if encoded else b""
+            self.form.filename = names.get(b"filename", given).decode("utf-8", "replace")
 
     def _take(self, data: bytes, start: int, end: int) -> None:
         if self._name == "file":

@@ -31,7 +31,7 @@ from phasewise.serving.embedding.encoder.pooling import PRECISIONS, Precision, t
 from phasewise.serving.errors import QueueFull, ServingError
 from phasewise.serving.http.errors import bad_request, from_engine, other_purpose, unknown_model
 from phasewise.serving.http.lifecycle import Lifecycle
-from phasewise.serving.http.monitoring.access_log import record_of
+from phasewise.serving.http.monitoring.access_log import note_model, record_of
 from phasewise.serving.http.requests.body import BodyReader
 from phasewise.serving.http.requests.fair_lane import FairLane
 from phasewise.serving.http.requests.request_threads import while_there
@@ -262,14 +262,14 @@ class EmbeddingRoutes:
     ) -> tuple[list[Floats], int]:
         """Nothing of no text: that is how a client of Ollama loads a model."""
         if not texts:
-            self._check_model(asked.model_id)
+            self._check_model(request, asked.model_id)
             return [], 0
         body = EmbeddingRequest(model=asked.model_id, input=texts, **how)
         return await self._embedded(request, body)
 
     async def _embedded(self, request: Request, body: EmbeddingRequest) -> tuple[list[Floats], int]:
         """Vectors, and the tokens of all inputs."""
-        self._check_model(body.model)
+        self._check_model(request, body.model)
         if self.model.scores:
             raise bad_request(f"{self.model.model_id} is a reranker: use /v1/rerank", "model")
         if body.dimensions is not None and body.dimensions > self.model.width:
@@ -314,7 +314,7 @@ class EmbeddingRoutes:
         """Scores of documents for a query, the best first, from 0 to 1 unless asked for as they are."""
         body = await self._read(request, RerankRequest)
         texts, is_tei = body.given, body.texts is not None
-        self._check_model(body.model or self.model.model_id)
+        self._check_model(request, body.model or self.model.model_id)
         if body.instruction is not None and self.model.scores and not self.model.text.takes_instruction:
             raise bad_request(f"{self.model.model_id} takes no instruction", "instruction")
         truncate = not is_tei if body.truncate is None else body.truncate
@@ -378,11 +378,12 @@ class EmbeddingRoutes:
         except ValueError as error:
             raise bad_request(f"{name} is {error}", name) from error
 
-    def _check_model(self, name: str) -> None:
+    def _check_model(self, request: Request, name: str) -> None:
         if name in self._generating:
             raise other_purpose(name, "generates text and makes no vectors", "/v1/chat/completions")
         if name not in self.model.names:
             raise unknown_model(name, self.model.model_id)
+        note_model(request.scope, self.model.model_id)
 
     def _refuse_unless_open(self) -> None:
         refusal = self._life.refusal()
@@ -414,7 +415,6 @@ class EmbeddingRoutes:
         self._refuse_unless_open()
         record = record_of(request.scope)
         if record is not None:
-            record.model = self.model.model_id
             record.n_prompt = sum(len(tokens.ids) for tokens in inputs)
         try:
             vectors = await while_there(request, self._client.embed(inputs, _asker(request)))

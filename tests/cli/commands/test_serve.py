@@ -21,8 +21,9 @@ import pytest
 from phasewise.workflows.serve.address import address_of
 from phasewise.workflows.serve.settings import Listening
 from tests.cli import command
+from tests.support.machines.kerneldb_server import new_database_url, postgres_socket
 from tests.support.servers.rude_clients import until
-from tests.support.servers.served_command import own_places, serving
+from tests.support.servers.served_command import Server, own_places, serving
 from tests.support.tiers import first_is_smoke
 
 pytest.importorskip(
@@ -365,6 +366,52 @@ def test_the_last_words_of_a_server_that_cannot_start_are_json(
 
     assert last["level"] == "error"
     assert f"{keys} has no key" in last["message"]
+
+
+def _instances_of(server: Server) -> list[int]:
+    """The processes of its instances, by what they run."""
+    pid = server.process.pid
+    children = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+    return [child for child in children if b"instance_process" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("running", [(), ("--prompt-pool", "0", "--token-pool", "1")], ids=["one", "pools"])
+def test_a_database_server_that_is_down_costs_one_line_and_a_count(
+    roomy: Path, environment: dict[str, str], tmp_path: Path, running: tuple[str, ...]
+) -> None:
+    """At the first start without it, and, in pools, for each instance that is killed meanwhile."""
+    body = {"model": "tiny", "prompt": "hello" * 20, "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+
+    def answer(server: Server) -> str:
+        until(lambda: httpx.get(f"{server.url}/ready").status_code == 200, "it is ready", 120)
+        answered = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+        assert answered.status_code == 200, answered.text
+        return str(answered.json()["choices"][0]["text"])
+
+    with postgres_socket() as socket_folder:
+        url = new_database_url(socket_folder)
+        surroundings = environment | {"PHASEWISE_DB": url, "XDG_CACHE_HOME": str(tmp_path)}
+        with serving(roomy, surroundings, "--port", 0, *running) as server:
+            wanted = answer(server)
+            assert not [line for line in server.lines if "database" in line]
+    with serving(roomy, surroundings, "--port", 0, *running) as server:
+        assert answer(server) == wanted
+        for instance in _instances_of(server):
+            os.kill(instance, signal.SIGKILL)
+            until(lambda pid=instance: pid not in _instances_of(server), "it has ended")
+            until(lambda: len(_instances_of(server)) == 2, "a new one runs", 120)
+            assert answer(server) == wanted
+        counted = re.search(
+            r"^phasewise_starts_without_database_total (\d+)", httpx.get(f"{server.url}/metrics").text, re.M
+        )
+        assert server.end(signal.SIGTERM) == 0
+    told = [line for line in server.lines if "database" in line]
+    assert len(told) >= 1
+    assert len(told) == len(set(told)) or running, "one line for each process"
+    assert not [line for line in server.lines if "Traceback" in line]
+    assert counted is not None
+    assert int(counted[1]) >= 1
 
 
 @pytest.mark.slow

@@ -493,6 +493,28 @@ def test_the_bytes_of_a_file_are_written_beside_the_event_loop() -> None:
     assert threading.get_ident() not in writers
 
 
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        (b"filename*=utf-8''caf%C3%A9.jsonl", "caf\xe9.jsonl"),
+        (b"filename*=UTF-8'de'%E2%82%AC%20x.jsonl; size=3", "\u20ac x.jsonl"),
+        (b"filename=\"plain\"; filename*=utf-8''other", "plain"),
+        (b"filename*=iso-8859-1''caf%E9", ""),
+        (b"filename*=utf-8''%FF%ZZ", "\ufffd%ZZ"),
+        (b"filename*" + b"9" * 5000 + b"=x", ""),
+        (b"filename*=utf-8''" + b"a" * 5000, ""),
+        (b"filename*", ""),
+    ],
+)
+def test_a_file_is_called_what_its_form_says(server: FakeServer, written: bytes, name: str) -> None:
+    head = b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--b\r\n'
+    file = b'Content-Disposition: form-data; name="file"; ' + written + b"\r\n\r\nabc\r\n--b--\r\n"
+    headers = {"Authorization": "Bearer one", "Content-Type": "multipart/form-data; boundary=b"}
+    stored = httpx.post(f"{server.url}/v1/files", content=head + file, headers=headers)
+
+    assert (stored.status_code, stored.json()["filename"]) == (200, name)
+
+
 @pytest.mark.parametrize("is_open", [False, True])
 def test_a_file_that_is_deleted_while_it_is_asked_for_is_missing_or_whole(
     server: FakeServer, monkeypatch: pytest.MonkeyPatch, is_open: bool

@@ -240,6 +240,14 @@ def test_a_line_and_the_counters_name_the_key_the_address_and_the_model() -> Non
     assert "secret" not in counted + "".join(told)
 
 
+def test_a_refused_request_names_its_model_unless_that_is_a_stranger_s_word(server: FakeServer) -> None:
+    for named, prompt in (("fake", "a" * 300_000), ("such\nas", "a")):
+        body = {"model": named, "prompt": prompt, "max_tokens": 1}
+        assert 400 <= httpx.post(f"{server.url}/v1/completions", json=body).status_code < 500
+
+    assert [line.get("model") for line in lines(server, 2)] == ["fake", None]
+
+
 def test_labels_of_counters_are_bounded() -> None:
     metrics = Metrics(Gauges())
     for number in range(5000):
