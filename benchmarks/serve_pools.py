@@ -32,11 +32,11 @@ from phasewise.serving.engine.engine import Engine
 from phasewise.serving.engine.engine_size import EngineSize
 from phasewise.serving.engine.messages import Answer, Submit
 from phasewise.serving.engine.open_engine import open_engine
-from phasewise.serving.pools.opening import open_pool
 from phasewise.serving.ranks.ranks_contract import KvSettings
 from phasewise.serving.sampling.sampling import SamplingParams
 from phasewise.serving.scheduling.scheduler_terms import SchedulerLimits
 from phasewise.tuner.errors import TraceError
+from phasewise.workflows.bench.kv.compared import KV_POLICIES
 from phasewise.workflows.bench.kv.replay import Replay, ReplayInputs, replay_of
 from phasewise.workflows.bench.kv.settings import TraceSelection
 from phasewise.workflows.opening.open_model import OpenModel, Weights, open_model
@@ -150,8 +150,8 @@ def run_policy(loaded: OpenModel, replay: Replay, policy: str, number: int, n_wa
     limits = SchedulerLimits(
         replay.settings.longest_request, max_sequences=replay.max_sequences, prefix_reuse=False
     )
-    size = EngineSize(limits, KvSettings(replay.n_slots), policy)
-    pool = open_pool(policy, replay.n_slots, replay.settings)
+    size = EngineSize(limits, KvSettings(replay.n_slots))
+    pool = KV_POLICIES[policy](replay.n_slots, replay.settings)
     with open_engine(loaded.model, loaded.plans, size, schedules=loaded.schedules, pool=pool) as opened:
         engine = opened.engine
         (estimates,) = replay.estimates.values()

@@ -1,6 +1,6 @@
 """Prompt and token pools of real instances beside the same cores undivided, in turns on one host:
 
-    python benchmarks/serve_split.py second-token      # 512-token prompts: layer by layer, serial, one engine
+    python benchmarks/serve_split.py second-token      # 512-token prompts: split, one engine
     python benchmarks/serve_split.py between-tokens    # running answers while 2,000-token prompts arrive
     python benchmarks/serve_split.py saturated --trace AzureLLMInferenceTrace_code.csv
     python benchmarks/serve_split.py ray               # two nodes of a local Ray cluster; its idle cost
@@ -43,8 +43,6 @@ from phasewise.workflows.opening.open_model import Weights
 from phasewise.workflows.serve.instance_process import MODULE, InstanceSpec
 
 PATIENCE_S = 280.0
-SERIAL = 1 << 30
-"""No prompt is so long: all are sent when they are computed."""
 
 
 @dataclass
@@ -143,8 +141,7 @@ def second_token(model: str = MODEL, prompt_tokens: int = 512, rounds: Rounds = 
     with contextlib.ExitStack() as stack:
         fronts = {
             "one engine": stack.enter_context(pools(load.spec, [("mixed", (0,))])),
-            "layer by layer": stack.enter_context(pools(load.spec, SPLIT, layerwise_above_tokens=0)),
-            "serial": stack.enter_context(pools(load.spec, SPLIT, layerwise_above_tokens=SERIAL)),
+            "layer by layer": stack.enter_context(pools(load.spec, SPLIT)),
         }
 
         def once(front: Pools) -> tuple[float, float, list[float]]:

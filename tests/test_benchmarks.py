@@ -26,7 +26,7 @@ from tests.support.models.tiny_models import write_tiny_gguf
 from tests.support.tiers import first_is_smoke
 
 SCRIPTS = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py"))
-NEED_TORCH = {"frozen_prefix", "kv_pruning", "torch_layers"}
+NEED_TORCH = {"torch_layers"}
 ON_HARNESS = [
     name for name in SCRIPTS if "app = commands(" in (ROOT / "benchmarks" / f"{name}.py").read_text()
 ]

@@ -25,6 +25,8 @@ class Pace:
         self._done = 0.0
         self._timed: set[Problem] = set()
         self._last: Problem | None = None
+        self._times: dict[Problem | None, tuple[float, float]] = {}
+        """Timings and their seconds by problem; under None the work of all and theirs."""
 
     def work_of(self, task: Task) -> float:
         """About how long a task takes, in units of its shortest timings."""
@@ -50,6 +52,21 @@ class Pace:
         """Seconds that the rest may take, if the work so far took `timing_s`; None before the first product
         is done."""
         return timing_s * sum(self._left.values()) / self._done if self._done else None
+
+    def time(self, problem: Problem, n_timings: int, seconds: float) -> None:
+        """Count timings that have ended."""
+        for key in (problem, None):
+            n, so_far_s = self._times.get(key, (0.0, 0.0))
+            work = n_timings if key else n_timings * self._work[problem]
+            self._times[key] = n + work, so_far_s + seconds
+
+    def timing_s(self, problem: Problem) -> float | None:
+        """The expected time of one timing: the mean of this problem's, else by its work. None before any."""
+        for key, work in ((problem, 1.0), (None, self._work[problem])):
+            if key in self._times:
+                n, seconds = self._times[key]
+                return work * seconds / n
+        return None
 
     def _drop(self, problem: Problem) -> None:
         work = self._left.pop(problem, 0.0)

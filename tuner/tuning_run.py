@@ -39,13 +39,16 @@ from phasewise.tuner.search.protocol import TimingBatch
 from phasewise.tuner.search.space import Arithmetic, arithmetic_of
 from phasewise.tuner.standing import MeasuredRatio, ScheduleInUse, in_use_after
 from phasewise.tuner.task_division import Task, TaskDivision
-from phasewise.tuner.timing import Duel
+from phasewise.tuner.timing import PAIRS, ROUNDS, Duel
 
 INTERLEAVED = 12
 """Schedules that are timed in turns and then stored together: a killed run loses at most one such batch."""
 
 DUEL_SHARE = 0.1
 """Part of a weight's share of the budget that is kept back for its duels."""
+
+TIMINGS_A_DUEL = 2 * PAIRS // ROUNDS
+"""Timings of one schedule that take as long as a duel."""
 
 HOPELESS = 1.1
 """A hint that takes this many times as long as what is in use is not compared in pairs."""
@@ -371,9 +374,12 @@ class _Run:
         if self._missing(problem, ask):
             ledger.refresh(problem)
         absent = self._missing(problem, ask)
-        for start in range(0, len(absent), INTERLEAVED):
-            if self._is_over(deadline_s) or not self._measure(problem, absent[start : start + INTERLEAVED]):
+        start = 0
+        while start < len(absent):
+            batch = absent[start : start + self._n_that_fit(problem)]
+            if not batch or self._is_over(deadline_s) or not self._measure(problem, batch):
                 return None
+            start += len(batch)
             self._report(number, task, ask.m)
         new = {(problem, *asked) for asked in zip(ask.schedules, ask.takes, strict=True)} - self._answered
         self._replayed += len(new) - len(absent)
@@ -386,15 +392,24 @@ class _Run:
         asked = zip(ask.schedules, ask.takes, strict=True)
         return [schedule for schedule, take in asked if take >= len(samples.get(schedule, ()))]
 
+    def _n_that_fit(self, problem: Problem) -> int:
+        """Count the schedules that fit into what the budget leaves; one while no time is known."""
+        expected_s = self._pace.timing_s(problem)
+        if not expected_s:
+            return 1 if expected_s is None else INTERLEAVED
+        left_s = self._deadline_s - self._tools.clock()
+        return max(0, min(INTERLEAVED, int(left_s / expected_s)))
+
     def _measure(self, problem: Problem, schedules: Sequence[Schedule]) -> bool:
         """Time these schedules and store their samples; False if others were timing until the end of the
         budget."""
-        started_s = self._tools.clock()
+        started_s, working_s = self._tools.clock(), self._working_s()
         self._tools.evaluator.prepare(problem, schedules)
         with self._turn() as is_alone:
             if not is_alone:
                 return False
             samples = self._tools.evaluator.measure(problem, schedules)
+        self._pace.time(problem, len(samples), self._working_s() - working_s)
         self._tools.ledger.add(problem, samples)
         self._timed += len(samples)
         self._timing_s += self._tools.clock() - started_s
@@ -488,13 +503,16 @@ class _Run:
         self, problem: Problem, incumbent: Schedule, candidate: Schedule, deadline_s: float
     ) -> Comparison | None:
         """Fight a duel and store its verdict; None: there is no time for it."""
-        if self._is_over(deadline_s):
+        expected_s = TIMINGS_A_DUEL * (self._pace.timing_s(problem) or 0.0)
+        if self._is_over(deadline_s) or self._tools.clock() + expected_s > self._deadline_s:
             return None
+        working_s = self._working_s()
         self._tools.evaluator.prepare(problem, (incumbent, candidate))
         with self._turn() as is_alone:
             if not is_alone:
                 return None
             fought = self._tools.evaluator.duel(problem, incumbent, candidate)
+        self._pace.time(problem, TIMINGS_A_DUEL, self._working_s() - working_s)
         self._tools.ledger.add(problem, [fought.incumbent, fought.candidate])
         self._duels += 1
         self._laps.append(fought.candidate.conditions)

@@ -249,11 +249,11 @@ _SERVE = (
         instead="nothing is divided; leave that out",
     ),
     Way(
-        "where kv_policy is static, paged or auto",
+        "where kv_policy is paged or auto",
         ("--predictor",),
-        when=("--kv-policy=static", "--kv-policy=paged", "--kv-policy=auto"),
+        when=("--kv-policy=paged", "--kv-policy=auto"),
         unless=_POOLS,
-        instead="only odma and fixed, and pools, place answers by their predicted lengths; leave that out",
+        instead="only odma, and pools, place answers by their predicted lengths; leave that out",
     ),
     Way(
         "where kv_policy is auto",

@@ -143,8 +143,7 @@ def sparse_products(
     copies of random weights that together exceed every cache; scipy has one thread. torch's CSR is MKL's,
     both CSRs are float32 with 32-bit indices. OpenVINO holds int8 weights with a scale per column and is
     told to expect the zeros (`CPU_SPARSE_WEIGHTS_DECOMPRESSION_RATE`), which it heeds where the CPU has AMX.
-    Figures: median time of a product, and the first contestant's over it. DeepSparse, which needs an
-    interpreter of its own, is asked by benchmarks/peers/deepsparse_layers.py.
+    Figures: median time of a product, and the first contestant's over it.
     """
     with contextlib.closing(_native.Team(list(range(THREADS)))) as team:
         for layer in listed(layers):

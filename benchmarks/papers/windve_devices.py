@@ -16,7 +16,6 @@ from typing import Annotated, Any
 
 from typer import Option
 
-from benchmarks.embedding_depths import dispatch_us
 from benchmarks.harness import Model, Yielded, listed
 from benchmarks.papers.windve import PAPER_TOKENS, SLOS_S, TABLES, line_of, with_gain
 from benchmarks.peers.servers import phasewise, running
@@ -79,7 +78,6 @@ def windve_devices(
                         "sum": alone + cpu_alone,
                         "over the sum": with_ours / max(1, alone + cpu_alone),
                     }
-    yield f"a decision of the queues: {dispatch_us():.1f} us an input (asked: less than 100)"
 
 
 class _Bench:

@@ -65,7 +65,6 @@ from phasewise.serving.processes.restarts import Restarts
 from phasewise.serving.processes.sockets import Keys, Sockets, has_input
 from phasewise.serving.ranks.kv_share import KvPlace, KvShare, map_place
 from phasewise.serving.scheduling.held_prefixes import HeldPrefixes
-from phasewise.serving.scheduling.scheduler_terms import LAYERWISE_ABOVE_TOKENS
 
 HEARTBEAT_S = 0.25
 STOP_S = 5.0
@@ -85,7 +84,6 @@ class Orders:
     listen: str
     """The address at which it takes keys and values, e.g. `tcp://10.0.0.2:*`."""
     keys: Keys | None = None
-    layerwise_above_tokens: int = LAYERWISE_ABOVE_TOKENS
 
 
 def host_name() -> str:
@@ -126,7 +124,6 @@ class _Instance:
             self._progress,
             self._begun,
             self._failed_hand_over,
-            orders.layerwise_above_tokens,
             len(parts_of(self._share.shape.state_bytes)),
         )
         self._posts = _Posts(sockets)

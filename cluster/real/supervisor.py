@@ -23,7 +23,6 @@ from phasewise.serving.engine.messages import EngineLoad
 from phasewise.serving.errors import RankLost, RanksError
 from phasewise.serving.processes.restarts import Restarts
 from phasewise.serving.processes.sockets import Keys
-from phasewise.serving.scheduling.scheduler_terms import LAYERWISE_ABOVE_TOKENS
 
 KvTransfer = Literal["auto", "shm", "tcp"]
 
@@ -97,7 +96,6 @@ class FrontSettings:
     split_above_tokens: int = 0
     repurpose_after_requests: int = 0
     kv_transfer: KvTransfer = "auto"
-    layerwise_above_tokens: int = LAYERWISE_ABOVE_TOKENS
     start_s: float = 300.0
     silent_s: float = 2.5
     """Seconds after which an instance that says nothing counts as dead."""
@@ -371,7 +369,6 @@ class Supervisor:
             endpoint,
             settings.listen(member.index, member.life),
             settings.keys,
-            settings.layerwise_above_tokens,
         )
         try:
             self._launcher.launch(member.index, orders)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from phasewise.serving.scheduling.scheduler_terms import LAYERWISE_ABOVE_TOKENS
-
 
 @dataclass(frozen=True, slots=True)
 class Link:
@@ -14,9 +12,9 @@ class Link:
 
     bytes_per_s: float
     latency_s: float = 0.0
-    layerwise_above_tokens: int = LAYERWISE_ABOVE_TOKENS
+    layerwise_above_tokens: int = 0
     """Prompt tokens above which keys and values are sent layer by layer while they are computed; shorter
-    prompts are sent when they are done. The paper has 512 (VI-A)."""
+    prompts are sent when they are done. The paper has 512 (VI-A), `phasewise serve` 0."""
 
     def to(self, other: Link) -> Link:
         """The link between two machines: the slower of their two decides."""

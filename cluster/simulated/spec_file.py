@@ -24,11 +24,7 @@ from phasewise.cluster.simulated.kv_transfer import Link
 from phasewise.cluster.simulated.simulate import POLICY_NAMES, ClusterSpec, MachineType, Pool
 from phasewise.cluster.simulated.steps import MAX_POINTS, Curve, ProfileKey, StepTimes
 from phasewise.serving.scheduling.pacing import DEFAULT_TPOT_MS
-from phasewise.serving.scheduling.scheduler_terms import (
-    DEFAULT_BATCH_TOKENS,
-    DEFAULT_SEQUENCES,
-    LAYERWISE_ABOVE_TOKENS,
-)
+from phasewise.serving.scheduling.scheduler_terms import DEFAULT_BATCH_TOKENS, DEFAULT_SEQUENCES
 
 MAX_FILE_BYTES = 1 << 20
 MAX_MACHINES = 10_000
@@ -98,7 +94,7 @@ class MachineCatalogue:
             link=Link(
                 link.number("bytes_per_s", math.inf, above=0.0),
                 link.number("latency_s", 0.0),
-                link.whole("layerwise_above_tokens", LAYERWISE_ABOVE_TOKENS, least=0),
+                link.whole("layerwise_above_tokens", 0, least=0),
             ),
             cost=table.number("cost", 0.0),
             power_w=table.number("power_w", 0.0),

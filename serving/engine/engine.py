@@ -54,7 +54,6 @@ class Engine:
     `Delivery.placed`, and answers once they have `arrived`. Every token is sampled by the second one.
 
     pacing: how many prompt tokens a step may have; None: as many as the scheduler's limits allow.
-    default_answer_tokens: the most for requests that name none; None: the rest of the context.
     drafter: what drafts tokens of answers; None: nothing does.
     """
 
@@ -64,7 +63,6 @@ class Engine:
         vocabulary: Vocabulary,
         scheduler: Scheduler,
         pacing: Pacing | None = None,
-        default_answer_tokens: int | None = None,
         drafter: Drafter | None = None,
     ) -> None:
         self.ranks = ranks
@@ -87,7 +85,6 @@ class Engine:
         self.pacing = pacing
         self.drafter = drafter
         self._n_drafted = self._n_accepted = 0
-        self._default_answer_tokens = default_answer_tokens
         self._live: dict[str, LiveRequest] = {}  # in order of arrival
         self._prompts: dict[str, Submit] = {}
         """Computed here and answered elsewhere."""
@@ -546,7 +543,7 @@ class Engine:
     def _default_max_tokens(self, n_prompt: int) -> int:
         """`add` judges the prompt."""
         room = min(self.scheduler.limits.context_length, self.scheduler.pool.longest) - n_prompt
-        return max(1, room if self._default_answer_tokens is None else min(room, self._default_answer_tokens))
+        return max(1, room)
 
 
 def _wanting(batch: Batch) -> Iterator[str]:

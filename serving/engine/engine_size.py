@@ -65,7 +65,7 @@ class EngineSize:
         limits = SchedulerLimits(context, most_rows, 1, prefix_reuse=False)
         states = _STATES_FOR_ONE if model.config.state_bytes else 1
         kv = KvSettings(kv_slots, kv_format, rings=_rings_of(model, kv_slots, 1), states=states)
-        return cls(limits, kv, "static")
+        return cls(limits, kv)
 
     @classmethod
     def for_many(

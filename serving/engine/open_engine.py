@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 
 Plans = Mapping[Phase, ServicePlan]
 
-_LEAST_ANSWER_TOKENS = 256
-
 
 class ModelText:
     """Text to tokens and back, as one model has it.
@@ -197,7 +195,8 @@ def open_engine(
         pool = RingedPool(pool, kv.rings)
     if model.config.state is not None:
         pool = StatefulPool(pool, StatePlaces(kv.states, aligned(kv.slots) + kv.ring_slots))
-    engine = Engine(ranks, vocabulary, Scheduler(pool, limits), *_habits(size), drafter)
+    pacing = Pacing(int(size.tpot_ms * 1e6), limits.max_batch_tokens)
+    engine = Engine(ranks, vocabulary, Scheduler(pool, limits), pacing, drafter)
     engine.fingerprint = fingerprint
     if store is not None:
         engine.prefixes = StoredPrefixes(store, ranks, engine.scheduler)
@@ -215,17 +214,6 @@ def _started_store(prefixes: PrefixSettings, fingerprint: Fingerprint, model: Pa
     store = open_store(prefixes, model.name, fingerprint.of_keys_and_values, shape)
     store.start()
     return store
-
-
-def _habits(size: EngineSize) -> tuple[Pacing, int | None]:
-    """The pacing, and how long an answer without a limit may be.
-
-    Where every request gets its whole block at once that is an equal share of the slots; else the context.
-    """
-    pacing = Pacing(int(size.tpot_ms * 1e6), size.limits.max_batch_tokens)
-    if size.kv_policy != "static":
-        return pacing, None
-    return pacing, max(size.kv.slots // size.limits.max_sequences, _LEAST_ANSWER_TOKENS)
 
 
 def _serving(model: PackedModel, context_length: int) -> PackedModel:

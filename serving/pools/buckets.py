@@ -28,9 +28,11 @@ class LearntSizes:
     """Sizes of buckets that `refresh` learns anew from what has ended."""
 
     policy = "odma"
+    squeezes = True
 
     def __init__(self, settings: PoolSettings) -> None:
         self._settings = settings
+        self.reserve_share = settings.reserve_share
         self._news: deque[int] = deque()  # ended, not yet looked at; one thread appends, one pops
         self._lengths = LengthWindow(settings.window)  # refresh's own
         self._learnt = PoolBounds()  # swapped as a whole by refresh
@@ -44,14 +46,6 @@ class LearntSizes:
     def large_bound(self) -> int:
         lengths = self._learnt.lengths
         return max(lengths[-1], self.bounds[-1]) if lengths else self._settings.longest_request
-
-    @property
-    def reserve_share(self) -> float:
-        return self._settings.reserve_share if self._settings.climbs else 0.0
-
-    @property
-    def squeezes(self) -> bool:
-        return self._settings.climbs
 
     def first(self, demand: Demand) -> Size:
         return self._size(demand, demand.held_tokens - demand.prompt_tokens + 1)
@@ -99,26 +93,27 @@ class LearntSizes:
             return None
         return estimate.output_tokens * (1 + self._settings.alpha * estimate.uncertainty)
 
+    def _expected_beyond(self, demand: Demand, needed: int) -> float | None:
+        """The estimate; None once the answer has outgrown it, since it tells nothing any more."""
+        expected = self._expected(demand)
+        return None if expected is not None and expected < needed else expected
+
     def _size(self, demand: Demand, needed: int) -> Size:
         """The block for an answer of at least `needed` tokens."""
         bounds = self._learnt
-        expected = self._expected(demand)
-        if expected is not None and expected < needed:  # it has been outgrown and tells nothing any more
-            expected = None
+        expected = self._expected_beyond(demand, needed)
         bucket = None if expected is None else bounds.bucket_for(expected)
         if bucket is not None:
             whole = bounds.buckets[bucket]
         else:
             whole = self._large(max(needed, math.ceil(expected or 0)))
-        if not self._settings.climbs:
-            return _limited(demand, whole, whole, bucket)
         typical = self._typical(demand, needed)
         if expected is None and demand.estimate is None and typical is not None:
             bucket = bounds.bucket_for(typical)
         end = math.ceil(expected or typical or whole)
         rung = bounds.bucket_for(needed)
         block = whole if rung is None else bounds.buckets[rung]
-        return _limited(demand, block if expected is None else min(block, end), end, bucket)
+        return limited_to(demand, block if expected is None else min(block, end), end, bucket)
 
     def _large(self, at_least: int) -> int:
         """A quantile of the lengths of recent answers at least this long, else twice `at_least`."""
@@ -126,7 +121,7 @@ class LearntSizes:
         return max(2 * at_least, UNLEARNT_ANSWER_TOKENS) if became is None else became
 
 
-def _limited(demand: Demand, answer_tokens: int, end_tokens: int, bucket: int | None) -> Size:
+def limited_to(demand: Demand, answer_tokens: int, end_tokens: int, bucket: int | None) -> Size:
     """No more than the request can ever fill."""
     most = demand.most_tokens
     prompt = demand.prompt_tokens

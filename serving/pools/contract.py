@@ -148,8 +148,6 @@ class PoolSettings:
     """Positions of the longest request that may come: the model's context, or less."""
     n_buckets: int = 8
     """odma: most learnt buckets below the large one."""
-    climbs: bool = True
-    """odma: blocks climb the bounds as answers get longer; False, as in the paper: whole at once."""
     alpha: float = 0.25
     """odma: an estimate of uncertainty u counts 1 + alpha u times."""
     tau: float = 0.98
@@ -159,16 +157,12 @@ class PoolSettings:
     large_level: float = 0.9
     """odma: the large bucket hands out this quantile of the answers that lasted as long as this one has."""
     reserve_share: float = 0.15
-    """odma, climbing: share of the slots that no request is promised: the large bucket's reserve. Less, where
+    """odma: share of the slots that no request is promised: the large bucket's reserve. Less, where
     all that run could not ask for that many more."""
     window: int = 1024
     """odma: realised lengths that the bounds are learnt from."""
     refresh_every: int = 16
     """odma: new realised lengths before bounds are learnt again."""
-    answer_tokens: int | None = None
-    """fixed: longest answer that the buckets, chosen beforehand, are cut from; None: the longest request."""
-    n_fixed: int = 10
-    """fixed: how many buckets of equal width."""
     page_slots: int = KV_CHUNK
     """paged: positions of a page."""
 

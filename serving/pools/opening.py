@@ -8,9 +8,7 @@ from phasewise.serving.errors import ServingError
 from phasewise.serving.pools.buckets import LearntSizes
 from phasewise.serving.pools.contiguous import ContiguousPool
 from phasewise.serving.pools.contract import KvPool, PoolError, PoolSettings
-from phasewise.serving.pools.fixed import FixedSizes
 from phasewise.serving.pools.paged import PagedPool
-from phasewise.serving.pools.static import StaticSizes
 
 DEFAULT_POLICY = "odma"
 
@@ -26,15 +24,6 @@ def _odma(n_slots: int, settings: PoolSettings) -> KvPool:
     return ContiguousPool(n_slots, LearntSizes(settings))
 
 
-def _static(n_slots: int, settings: PoolSettings) -> KvPool:
-    return ContiguousPool(n_slots, StaticSizes(settings.longest_request))
-
-
-def _fixed(n_slots: int, settings: PoolSettings) -> KvPool:
-    longest = settings.answer_tokens or settings.longest_request
-    return ContiguousPool(n_slots, FixedSizes(longest, settings.n_fixed))
-
-
 def _paged(n_slots: int, settings: PoolSettings) -> KvPool:
     if n_slots < settings.page_slots:
         raise ServingError(
@@ -46,7 +35,5 @@ def _paged(n_slots: int, settings: PoolSettings) -> KvPool:
 
 POLICIES: Mapping[str, Callable[[int, PoolSettings], KvPool]] = {
     "odma": _odma,
-    "static": _static,
-    "fixed": _fixed,
     "paged": _paged,
 }

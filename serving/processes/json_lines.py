@@ -14,6 +14,8 @@ import sys
 from datetime import UTC, datetime
 from typing import BinaryIO
 
+from phasewise._json import read_json
+
 _MOST_BYTES = 64 * 1024
 """The most bytes of a line; a longer one is written as several."""
 
@@ -39,9 +41,9 @@ def make_stderr_json() -> None:
 def as_json(line: bytes, now: datetime) -> bytes:
     """The object of a line; a line of the access log is one already."""
     try:
-        if isinstance(json.loads(line), dict):
+        if isinstance(read_json(line), dict):
             return line.rstrip(b"\n") + b"\n"
-    except (ValueError, RecursionError):
+    except ValueError:
         pass
     message = line.decode("utf-8", "backslashreplace").rstrip("\r\n")
     level = "error" if message.startswith("phasewise: ") else "info"

@@ -29,7 +29,7 @@ FIRST_NS = 500_000_000
 """Time of such a step, where fewer tokens fill it well: whoever comes meanwhile waits for its end."""
 
 PROMPT_SHARE = 0.75
-"""Part of the time that prompts get where the promise cannot be kept: `benchmarks/pacing_shares.py`."""
+"""Part of the time that prompts get where the promise cannot be kept: decision 0073."""
 
 LEAST_TOKENS = 16
 _OLD = 0.75  # what a figure keeps of its weight with each new step

@@ -12,10 +12,6 @@ from phasewise.serving.scheduling.waiting_line import ARRIVAL
 MOST_PREEMPTIONS = 3
 """After this many preemptions a request is preempted for the oldest one only, and only once more."""
 
-LAYERWISE_ABOVE_TOKENS = 32
-"""A longer prompt is handed over layer by layer while it computes. Shorter prompts are sent when they are
-computed: layer by layer is no faster (benchmarks/notes/splitwise.md)."""
-
 DEFAULT_BATCH_TOKENS = 2048
 """Splitwise's knee: more tokens per prefill batch no longer raise throughput."""
 DEFAULT_SEQUENCES = 32

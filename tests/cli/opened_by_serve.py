@@ -120,7 +120,8 @@ class Boundary:
 
         def loading(ref: str, format: str, *rest: Any, **more: Any) -> Any:
             storage = more.get("storage")
-            self.keep("loaded", (str(ref), str(format), more.get("checksum"), storage and storage.mode))
+            stored = storage and (storage.mode, storage.sequences)
+            self.keep("loaded", (str(ref), str(format), more.get("checksum"), stored))
             return load(ref, format, *rest, **more)
 
         schedules = tuned_schedules.schedules_for

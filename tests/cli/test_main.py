@@ -125,6 +125,15 @@ def test_what_compares_policies_is_in_the_reference_and_in_no_help() -> None:
         assert f"| `{line}` |" in reference
 
 
+@pytest.mark.parametrize("policy", ["static", "fixed"])
+def test_a_policy_that_is_there_to_be_compared_serves_nobody(policy: str) -> None:
+    done = phasewise("serve", "model.gguf", PHASEWISE_KV_POLICY=policy)
+
+    assert done.exit_code == 2
+    words = " ".join(done.output.replace("│", " ").split())
+    assert f"'{policy}' is not one of 'odma', 'paged', 'auto'" in words
+
+
 def test_pull_is_models_pull() -> None:
     help_texts = {
         phasewise(*command, "--help").stdout.partition("\n")[2] for command in (["pull"], ["models", "pull"])

@@ -19,13 +19,14 @@ PAGES = [
     *sorted((ROOT / "benchmarks" / "notes").glob("*.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
-COMMAND = re.compile(r"(?:benchmarks/([a-z_]+)\.py|tests\.soak\.([a-z_]+))((?: [^`\n#|$\\]+)?)")
+GUIDES = [*(ROOT / "docs" / "guide").glob("*.md"), *(ROOT / "docs").glob("*.md")]
+COMMAND = re.compile(r"(?:benchmarks/([a-z_0-9]+)\.py|tests\.soak\.([a-z_]+))((?: [^`\n#|$\\]+)?)")
 
 
 def named() -> list[tuple[str, str, str]]:
     """(page, module, what follows on its line), each once."""
     mentions = {
-        (path.name, f"benchmarks.{own}" if own else f"tests.soak.{soak}", rest.strip())
+        (str(path.relative_to(ROOT)), f"benchmarks.{own}" if own else f"tests.soak.{soak}", rest.strip())
         for path in PAGES
         for own, soak, rest in COMMAND.findall(path.read_text(encoding="utf-8"))
     }
@@ -56,12 +57,31 @@ def options(module: str) -> set[str] | None:
     return flags | set(getattr(command, "commands", {})) | {"--help"}
 
 
-def test_every_program_that_a_page_names_is_there() -> None:
-    missing = [(page, module) for page, module, _ in named() if importlib.util.find_spec(module) is None]
-    assert not missing
+def gone() -> set[str]:
+    """The programs that notes and decisions name although they have gone, as the README lists them."""
+    text = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    listed = text.partition("### Programs that have gone")[2].partition("as it was:")[2].partition("##")[0]
+    return {f"benchmarks.{name}" for name in re.findall(r"`([a-z_0-9]+)\.py`", listed)}
 
 
-@pytest.mark.parametrize("module", sorted({module for _, module, _ in named()}))
+def is_there(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+def test_every_program_that_a_page_names_is_there_or_listed_as_gone() -> None:
+    missing = {module for _, module, _ in named() if not is_there(module)}
+
+    assert missing == gone()
+    assert not [module for module in gone() if is_there(module)]
+
+
+def test_no_guide_names_a_program_that_has_gone() -> None:
+    guides = {str(path.relative_to(ROOT)) for path in GUIDES}
+
+    assert not [(page, module) for page, module, _ in named() if page in guides and module in gone()]
+
+
+@pytest.mark.parametrize("module", sorted({module for _, module, _ in named()} - gone()))
 def test_every_option_that_a_page_gives_is_one(module: str) -> None:
     offered = options(module)
     for page, own, rest in named():

@@ -288,7 +288,6 @@ WAYS = (
     Way("pools, KV over TCP", pooled("tcp"), has_arithmetic=False),
     Way("instances lost one after the other", after_lost_instances, has_arithmetic=False),
     Way("paged KV under pressure", together(slots=TIGHT_SLOTS, policy="paged")),
-    Way("static KV under pressure", together(slots=TIGHT_SLOTS, policy="static")),
     Way("scored in one prefill", scored),
 )
 

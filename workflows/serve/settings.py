@@ -267,9 +267,9 @@ class KeysAndValues:
     kv_format: str = KV_FORMAT("auto")
     kv_policy: str = option(
         "odma",
-        "how KV slots are given to requests: odma, static, fixed, paged; auto: paged where reads of pages "
-        "are measured to be as fast as reads in order, else odma",
-        kind=Literal["odma", "static", "fixed", "paged", "auto"],
+        "how KV slots are given to requests: odma, paged; auto: paged where reads of pages are measured to "
+        "be as fast as reads in order, else odma",
+        kind=Literal["odma", "paged", "auto"],
         envvar="PHASEWISE_KV_POLICY",
         config_only=True,
     )

@@ -106,7 +106,7 @@ class TuneConfigSettings:
 
     @property
     def goal(self) -> Objective:
-        """What plans are ranked by. UsageError for an SLO that cannot be read."""
+        """The objective by which plans are ranked. UsageError for an SLO that cannot be read."""
         from phasewise.tuner.config.simulate import Objective, parse_slo
         from phasewise.tuner.errors import TraceError
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -22,7 +21,7 @@ from phasewise.tuner.plans import machine_key
 from phasewise.tuner.task_division import Task
 from phasewise.tuner.tuning_run import Hinted, HintsOutcome, ScheduleEvaluator, Tools, settle_hints
 from phasewise.workflows.report import Report
-from phasewise.workflows.tune_kernels.rounds import OnFirstCore, Round, evaluator_on
+from phasewise.workflows.tune_kernels.rounds import HERE, OnFirstCore, Round, TuningBench, evaluator_on
 
 MULTIPLY_ADDS_A_BYTE = 16
 """In the time in which a core reads a byte of a weight; only an order follows from it."""
@@ -48,19 +47,20 @@ def fight_hints(
     budget_s: float,
     lock: MeasurementLock,
     report: Report,
+    bench: TuningBench = HERE,
 ) -> list[HintsOutcome]:
     """Time what won elsewhere for these products, for at most `budget_s`, and use what a duel proves faster.
 
     A batch of timings that has begun then is ended. Nothing is timed, or said, where no hint waits, or where
     the database is only read.
     """
-    deadline_s = time.monotonic() + budget_s
+    deadline_s = bench.clock() + budget_s
     waiting = waiting_of(rounds, machine, store) if store.writable else []
     if not waiting:
         return []
     told = counts_told(hint for group in waiting for hint in group.hints)
     report(f"timing schedules that won elsewhere, {round(budget_s)} s at most: {told} ...")
-    done = [_fight(group, machine, store, deadline_s - time.monotonic(), lock) for group in waiting]
+    done = [_fight(group, machine, store, deadline_s - bench.clock(), lock, bench) for group in waiting]
     timed, promoted = (sum(getattr(outcome, name) for outcome in done) for name in ("timed", "promoted"))
     report(f"{promoted} of {counted(timed, 'product')} that were timed run faster by them, and use them")
     return done
@@ -110,10 +110,11 @@ def _fight(
     store: Store,
     budget_s: float,
     lock: MeasurementLock,
+    bench: TuningBench,
 ) -> HintsOutcome:
     cores = waiting.round.cores
-    with evaluator_on(cores, machine, lock, budget_s) as native:
+    with evaluator_on(cores, machine, lock, budget_s, bench) as native:
         evaluator: ScheduleEvaluator = OnFirstCore(native, cores[0])
         scope = Scope(waiting.machine, kernel_abi(waiting.family), __version__)
-        tools = Tools(evaluator, Ledger(store, scope), lock=lock)
+        tools = Tools(evaluator, Ledger(store, scope), clock=bench.clock, lock=lock)
         return settle_hints(waiting.hinted, tools, budget_s)

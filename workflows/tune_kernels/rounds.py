@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -18,6 +18,7 @@ from phasewise._words import share_of_limit
 from phasewise.cython_kernels._native import kernel_abi
 from phasewise.kerneldb.records import MachineKey, Problem, Sample, Schedule, StorageDuel
 from phasewise.kerneldb.store import Store
+from phasewise.serving.engine.throughput import Forward, Workload, measure
 from phasewise.serving.ranks.open_ranks import ALL_LOGITS_ROWS
 from phasewise.serving.ranks.rank_teams import weighed_team
 from phasewise.topology import Machine
@@ -33,7 +34,7 @@ from phasewise.tuner.search.attention import attention_grid, tune_attention
 from phasewise.tuner.search.group import m_grid
 from phasewise.tuner.search.options import SearchOptions
 from phasewise.tuner.task_division import Task
-from phasewise.tuner.timing import Duel
+from phasewise.tuner.timing import Duel, Samples
 from phasewise.tuner.tuning_run import (
     Gain,
     ScheduleEvaluator,
@@ -48,6 +49,34 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from phasewise.serving.models.packed_model import PackedModel
+
+
+def _native_evaluator(cores: Sequence[int], total_bytes: int) -> NativeEvaluator:
+    return NativeEvaluator(cores, total_bytes, weighed_team)
+
+
+def _limits(cores: Sequence[int], formats: Iterable[str], total_bytes: int) -> Roofline:
+    return measure_roofline(cores, formats, total_bytes)
+
+
+def _model_turn(ranks: Forward, workload: Workload, vocab_size: int) -> Samples:
+    from phasewise.workflows.bench.model_speed import MAX_BATCH_TOKENS
+
+    return measure(ranks, workload, vocab_size, MAX_BATCH_TOKENS, 1, 0).samples_ns
+
+
+@dataclass(frozen=True)
+class TuningBench:
+    """The clock of a tuning run, and what it times kernels, their limits and a whole model with."""
+
+    clock: Callable[[], float] = time.monotonic
+    evaluator: Callable[[Sequence[int], int], NativeEvaluator] = _native_evaluator
+    limits: Callable[[Sequence[int], Iterable[str], int], Roofline] = _limits
+    model_turn: Callable[[Forward, Workload, int], Samples] = _model_turn
+    """Times one turn of a model with so many tokens in its vocabulary."""
+
+
+HERE = TuningBench()
 
 
 DECODE_ROWS = 64
@@ -130,6 +159,10 @@ class TunedRound:
         ends = [outcome.end for outcome in (self.outcome, self.attention) if outcome]
         return "interrupted" in ends
 
+    def arithmetic_s(self, problem: Problem) -> float:
+        """The least time of a product's arithmetic in any format."""
+        return 2 * problem.m * problem.n * problem.k / max(self.roofline.peak_flops.values())
+
     def roofline_share(self, gain: Gain) -> float | None:
         """Share of what the cores could do in the same seconds; 1 is the limit. As `share_of_limit`."""
         bound_ns = bound_s(self.round, self.roofline, gain.problem) * 1e9
@@ -196,19 +229,20 @@ def tune_round(
     resume: bool,
     report: Callable[[TuningProgress], None],
     lock: MeasurementLock,
+    bench: TuningBench = HERE,
 ) -> TunedRound:
     """Tune a round for at most `budget_s`, the measuring of its limits included."""
-    started_s = time.monotonic()
+    started_s = bench.clock()
     total_bytes = cold_bytes(machine)
     with lock.turn(budget_s):
-        roofline = measure_roofline(
+        roofline = bench.limits(
             tuning_round.cores, (shape.format for shape in tuning_round.shapes), total_bytes
         )
     since_ms = 0 if resume else time.time_ns() // 1_000_000
     key, deadline_s = machine_key(machine, tuning_round.cores), started_s + budget_s
     scope = Scope(key, kernel_abi("gemm"), __version__, since_ms)
     attention: TuningOutcome | None = None
-    with evaluator_on(tuning_round.cores, machine, lock, deadline_s - time.monotonic()) as native:
+    with evaluator_on(tuning_round.cores, machine, lock, deadline_s - bench.clock(), bench) as native:
         evaluator = OnFirstCore(native, tuning_round.cores[0])
         worths = tuning_round.worths(lambda problem: bound_s(tuning_round, roofline, problem))
         tools = Tools(
@@ -216,30 +250,44 @@ def tune_round(
             Ledger(store, scope),
             report=report,
             call_s=lambda problem: bound_s(tuning_round, roofline, problem),
+            clock=bench.clock,
             worth=lambda task: worths[tuning_round.tasks.index(task)],
             lock=lock,
             seeds=NearestSchedules(store, key, obstacle),
         )
-        left_s = deadline_s - time.monotonic()
+        left_s = deadline_s - bench.clock()
         outcome = tune(
             tuning_round.tasks, tools, left_s * (1 - ATTENTION_SHARE) if tuning_round.attention else left_s
         )
         if tuning_round.attention and outcome.end != "interrupted":
             own = Scope(key, kernel_abi("attention"), __version__, since_ms)
-            tools = Tools(evaluator, Ledger(store, own), report=report, lock=lock)
-            attention = tune([tuning_round.attention], tools, deadline_s - time.monotonic())
+            tools = Tools(
+                evaluator,
+                Ledger(store, own),
+                report=report,
+                call_s=_attention_s(roofline),
+                clock=bench.clock,
+                lock=lock,
+            )
+            attention = tune([tuning_round.attention], tools, deadline_s - bench.clock())
     return TunedRound(tuning_round, scope.machine, scope.kernel_abi, roofline, outcome, attention)
+
+
+def _attention_s(roofline: Roofline) -> Callable[[Problem], float]:
+    """About how long the attention of some rows takes: each reads those before it."""
+    peak = max(roofline.peak_flops.values())
+    return lambda problem: 4 * problem.n * problem.m**2 / peak
 
 
 @contextmanager
 def evaluator_on(
-    cores: Sequence[int], machine: Machine, lock: MeasurementLock, seconds: float
+    cores: Sequence[int], machine: Machine, lock: MeasurementLock, seconds: float, bench: TuningBench = HERE
 ) -> Iterator[NativeEvaluator]:
     """An evaluator on the team that an engine has on these cores. Where they are of several kinds they are
     measured when it is opened: in a turn, for which it waits no longer than `seconds`.
     """
     with lock.turn(seconds):
-        native = NativeEvaluator(cores, cold_bytes(machine), weighed_team)
+        native = bench.evaluator(cores, cold_bytes(machine))
     with closing(native):
         yield native
 

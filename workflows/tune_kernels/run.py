@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from phasewise._version import __version__
@@ -23,9 +23,12 @@ from phasewise.workflows.report import Report
 from phasewise.workflows.tune_kernels.for_plans import kernel_rounds
 from phasewise.workflows.tune_kernels.hints import fight_hints
 from phasewise.workflows.tune_kernels.rounds import (
+    HERE,
     Round,
     Shape,
     TunedRound,
+    TuningBench,
+    bound_s,
     plan_rounds,
     shapes_of,
     tune_round,
@@ -39,6 +42,7 @@ from phasewise.workflows.tune_kernels.speed_change import (
 from phasewise.workflows.tune_kernels.storage_duels import fight_storage_duels, storage_problems
 
 if TYPE_CHECKING:
+    from phasewise.serving.engine.throughput import Workload
     from phasewise.serving.models.packed_model import PackedModel
     from phasewise.workflows.opening.open_model import OpenModel
 
@@ -90,27 +94,32 @@ def tune_rounds(
     report: Report,
     progress: Callable[[TuningProgress], None],
     model: PackedModel | None = None,
+    bench: TuningBench = HERE,
 ) -> list[TunedRound]:
     """Tune each round within its share of the budget that is left. An interrupted round ends the run.
 
     A part of the budget is kept back for `change_of_model`. model: whose weights, where some are zero, are
     compared stored sparse and dense at the end of each round.
     """
-    deadline_s = time.monotonic() + budget_s * (1 - BUDGET_SHARE)
+    deadline_s = bench.clock() + budget_s * (1 - BUDGET_SHARE)
     done: list[TunedRound] = []
     with open_store(db, report) as store, lock.working(budget_s):
         if resume:
-            fight_hints(rounds, machine, store, min(FIRST_S, FIRST_SHARE * budget_s), lock, report)
+            fight_hints(rounds, machine, store, min(FIRST_S, FIRST_SHARE * budget_s), lock, report, bench)
         for number, tuning_round in enumerate(rounds):
-            share_s = (deadline_s - time.monotonic()) / (len(rounds) - number)
+            share_s = (deadline_s - bench.clock()) / (len(rounds) - number)
             problems = [] if model is None else storage_problems(model, tuning_round)
             duels_s = STORAGE_SHARE * share_s if problems else 0.0
-            done.append(tune_round(tuning_round, machine, store, share_s - duels_s, resume, progress, lock))
+            own_s = share_s - duels_s
+            done.append(tune_round(tuning_round, machine, store, own_s, resume, progress, lock, bench))
             if done[-1].is_interrupted:
                 break
             if problems:
                 report(f"comparing sparse and dense storage: {counted(len(problems), 'product')} ...")
-                duels = fight_storage_duels(problems, tuning_round, machine, store, duels_s, resume, lock)
+                call_s = done[-1].arithmetic_s
+                duels = fight_storage_duels(
+                    problems, tuning_round, machine, store, duels_s, resume, lock, bench, call_s
+                )
                 done[-1] = replace(done[-1], storage=tuple(duels))
         for key in dict.fromkeys(machine_key(machine, tuning_round.cores) for tuning_round in rounds):
             tidy(store, key, report)
@@ -125,6 +134,7 @@ def change_of_model(
     budget_s: float,
     lock: MeasurementLock,
     report: Report,
+    bench: TuningBench = HERE,
 ) -> list[SpeedChange]:
     """The effect of a run on the model that it was for: tokens per second before and after, in pairs.
 
@@ -137,12 +147,27 @@ def change_of_model(
     if all(gain.is_default for tuned_round in tuned for gain in tuned_round.outcome.gains):
         return []
     after = schedules_for(db, machine, opened.plans)
-    began_s = time.monotonic()
+    began_s = bench.clock()
     with lock.turn(budget_s):
-        changes = measured_change(opened, after, budget_s - (time.monotonic() - began_s), report)
+        left_s = budget_s - (bench.clock() - began_s)
+        changes = measured_change(opened, after, left_s, report, bench, partial(_least_s, tuned))
     if changes and not any(table.is_tuned for table in opened.schedules.values()):
         scope = Scope(machine_key(machine), kernel_abi("gemm"), __version__)
         with open_store(db, report) as store:
             if store.writable:
                 keep_changes(store, scope, machine, opened, changes)
     return changes
+
+
+def _least_s(tuned: Sequence[TunedRound], workload: Workload) -> float:
+    """The least time of a turn of the model, by the limits that its run has measured."""
+    phase, rows = ("prefill", workload.n_prompt) if workload.n_prompt else ("decode", workload.n_sequences)
+    n_steps = 1 if workload.n_prompt else workload.n_gen
+    own = next((each for each in tuned if phase in each.round.phases), None)
+    if own is None:
+        return 0.0
+    products = zip(own.round.shapes, own.round.tasks, strict=True)
+    return n_steps * sum(
+        shape.uses * bound_s(own.round, own.roofline, task.problem(min(rows, task.ms[-1])))
+        for shape, task in products
+    )

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 
 from phasewise._words import counted
 from phasewise.kerneldb.records import Origin, ServedStep, StepTime
-from phasewise.serving.engine.throughput import Workload, measure
+from phasewise.serving.engine.throughput import Workload
 from phasewise.tuner import timing
 from phasewise.tuner.config.recorded import key_of_places
 from phasewise.tuner.plans import model_key, placed_json
-from phasewise.workflows.bench.model_speed import MAX_BATCH_TOKENS, open_ranks
+from phasewise.workflows.bench.model_speed import open_ranks
 from phasewise.workflows.report import Report, silent
+from phasewise.workflows.tune_kernels.rounds import HERE, TuningBench
 
 if TYPE_CHECKING:
     from phasewise.kerneldb.records import Comparison
@@ -39,6 +40,9 @@ BUDGET_SHARE = 0.1
 """Share of a tuning run's budget."""
 
 MOST_PAIRS = 15
+
+TURNS_OF_A_TEST = 4
+"""The fewest that tell anything: a warm-up of each side, and a pair."""
 
 
 @dataclass(frozen=True)
@@ -62,12 +66,13 @@ def measured_change(
     schedules: Mapping[Phase, ScheduleTable],
     budget_s: float,
     report: Report = silent,
-    clock: Callable[[], float] = time.monotonic,
+    bench: TuningBench = HERE,
+    least_s: Callable[[Workload], float] = lambda _: 0.0,
 ) -> list[SpeedChange]:
     """Prefill and decode of a model by its schedules and by `schedules`, alternating, for `budget_s`.
 
-    A test for which no pair of turns fits into what is left is not there. The caller holds the measurement
-    lock.
+    A test for which no pair of turns fits into what is left is not there: a turn takes `least_s` at least.
+    The caller holds the measurement lock.
     """
     if budget_s <= 0:
         report("the budget leaves no time to compare the whole model before and after")
@@ -75,16 +80,18 @@ def measured_change(
     workloads = _workloads(before.model.config.context_length)
     report("timing the model before and after, in pairs ...")
     changes: list[SpeedChange] = []
-    end_s = clock() + budget_s
+    end_s = bench.clock() + budget_s
     with ExitStack() as stack:
         sides = [
             stack.enter_context(open_ranks(model, workloads, "auto")).ranks
             for model in (before, replace(before, schedules=schedules))
         ]
         for place, workload in enumerate(workloads):
-            now_s = clock()
+            now_s = bench.clock()
             deadline_s = now_s + (end_s - now_s) / (len(workloads) - place)
-            change = _change(workload, sides, before.model.config.vocab_size, deadline_s, clock)
+            change = _change(
+                workload, sides, before.model.config.vocab_size, deadline_s, bench, least_s(workload)
+            )
             changes += [] if change is None else [change]
     if len(changes) < len(workloads):
         left_out = counted(len(workloads) - len(changes), "test")
@@ -103,17 +110,22 @@ def _change(
     sides: Sequence[Forward],
     vocab_size: int,
     deadline_s: float,
-    clock: Callable[[], float],
+    bench: TuningBench,
+    longest_s: float,
 ) -> SpeedChange | None:
-    """None where no pair ends before the deadline: each takes as long as the longest before it."""
+    """None where no pair ends before the deadline: each turn takes as long as the longest before it.
+
+    longest_s: what the first one takes at least.
+    """
+    clock = bench.clock
 
     def turn(side: int) -> timing.Samples:
-        return measure(sides[side], workload, vocab_size, MAX_BATCH_TOKENS, 1, 0).samples_ns
+        return bench.model_turn(sides[side], workload, vocab_size)
 
     taken: list[tuple[timing.Samples, timing.Samples]] = []
-    began_s, longest_s = clock(), 0.0
+    began_s = clock()
     for side in (0, 1):  # the first turns are warm-ups
-        if clock() + (side + 1) * longest_s >= deadline_s:
+        if clock() + (TURNS_OF_A_TEST - side) * longest_s >= deadline_s:
             return None
         turn(side)
         longest_s = max(longest_s, clock() - began_s)

@@ -16,6 +16,7 @@ from phasewise.tuner.measurement_lock import MeasurementLock
 from phasewise.tuner.native import default_schedule, paths_of
 from phasewise.tuner.plans import machine_key
 from phasewise.tuner.search.space import Arithmetic, arithmetic_of
+from phasewise.tuner.timing import PAIRS
 from phasewise.tuner.weights import (
     SIXTEENTHS,
     blank_weight,
@@ -25,7 +26,7 @@ from phasewise.tuner.weights import (
 )
 from phasewise.workflows.opening.tuned_schedules import read_schedules
 from phasewise.workflows.report import silent
-from phasewise.workflows.tune_kernels.rounds import HEADS, Round, evaluator_on
+from phasewise.workflows.tune_kernels.rounds import HEADS, HERE, Round, TuningBench, evaluator_on
 
 if TYPE_CHECKING:
     from phasewise.kerneldb.store import Store
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
 
 DECODE_ROWS = (1, 8, 16, 32)
 """Rows of the products that decode's duels compare: one sequence, and as many as servers have."""
+
+CALLS_A_DUEL = 4 * PAIRS
+"""Least calls that take as long as a duel, whose products reach half of the limits."""
 
 MOST_KEPT = 15
 """Sixteenths: of a weight that keeps more, sparse storage saves nothing worth a comparison."""
@@ -72,29 +76,41 @@ def fight_storage_duels(
     budget_s: float,
     resume: bool,
     lock: MeasurementLock,
-    clock: Callable[[], float] = time.monotonic,
+    bench: TuningBench = HERE,
+    call_s: Callable[[Problem], float] = lambda _: 0.0,
 ) -> list[StorageDuel]:
     """Those of `problems` that the budget allows, each kept at once.
 
+    A duel is expected to take as long as the longest of as many rows, and as its calls at least. call_s: the
+    least time of a call.
+
     resume: stored ones are not repeated.
     """
-    deadline_s, key, abi = clock() + budget_s, machine_key(machine, tuning_round.cores), kernel_abi("gemm")
+    deadline_s, key, abi = (
+        bench.clock() + budget_s,
+        machine_key(machine, tuning_round.cores),
+        kernel_abi("gemm"),
+    )
     threads = len(tuning_round.cores)
     table = read_schedules(store, machine, tuning_round.cores, silent)
     stored_duels = {duel.problem: duel for duel in store.storage_duels(key, abi)} if resume else {}
     duels: list[StorageDuel] = []
-    with evaluator_on(tuning_round.cores, machine, lock, budget_s) as evaluator:
+    longest_s: dict[int, float] = {}
+    with evaluator_on(tuning_round.cores, machine, lock, budget_s, bench) as evaluator:
         for problem in problems:
             if problem in stored_duels:
                 duels.append(stored_duels[problem])
                 continue
-            if clock() >= deadline_s:
-                break
+            expected_s = max(longest_s.get(problem.m, 0.0), CALLS_A_DUEL * call_s(problem))
+            if bench.clock() + expected_s >= deadline_s:
+                continue
             schedule, dense = schedules_of_duel(problem, table, threads)
-            with lock.turn(deadline_s - clock()) as is_alone:
+            with lock.turn(deadline_s - bench.clock()) as is_alone:
                 if not is_alone:
                     break
+                began_s = bench.clock()
                 fought = evaluator.duel_storages(problem, schedule, dense)
+                longest_s[problem.m] = max(expected_s, bench.clock() - began_s)
             origin = Origin(key, __version__, time.time_ns() // 1_000_000)
             duel = StorageDuel(problem, schedule, dense, fought.comparison, abi, origin)
             of_dense = Problem("gemm", split_format(problem.format)[0], problem.n, problem.k, problem.m)

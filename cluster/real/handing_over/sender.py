@@ -19,7 +19,6 @@ import numpy.typing as npt
 
 from phasewise.serving.batch import SequenceSlice
 from phasewise.serving.pools.contract import Placement
-from phasewise.serving.scheduling.scheduler_terms import LAYERWISE_ABOVE_TOKENS
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +85,6 @@ class Sender:
         progress: Callable[[], tuple[int, int]],
         on_begun: Callable[[str], None],
         on_failed: Callable[[str, str, str], None],
-        layerwise_above_tokens: int = LAYERWISE_ABOVE_TOKENS,
         n_parts: int = 0,
     ) -> None:
         self._n_layers = n_layers
@@ -94,7 +92,6 @@ class Sender:
         self._progress = progress
         self._on_begun = on_begun
         self._on_failed = on_failed
-        self._layerwise_above = layerwise_above_tokens
         self._changed = threading.Condition()
         """Lock of the jobs; a copy is made under it, so that `drop` and `cancel` wait for one copy at
         most."""
@@ -215,7 +212,7 @@ class Sender:
             return False
         if job.logits is not None:
             return True
-        return job.n_prompt > self._layerwise_above and (job.step >= 0 or min(job.sent) < job.ready)
+        return job.step >= 0 or min(job.sent) < job.ready
 
     def _send(self, job: _Job) -> bool:
         """Send what is stored by now, one layer at a time. False: there was nothing to send."""

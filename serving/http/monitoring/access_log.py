@@ -71,7 +71,7 @@ class Record:
     trace: str = ""
     """Its `traceparent`; empty: it brought none."""
     address: str = ""
-    """Where it came from, as the connection has it; empty: a socket file, or a batch."""
+    """The address it came from, as the connection has it; empty: a socket file, or a batch."""
     key: str = ""
     """The label of its API key; empty: it needed none, or has a wrong one."""
     model: str = ""

@@ -113,7 +113,7 @@ def test_a_product_runs_by_what_was_tuned_for_it(db: Path) -> None:
 
 @pytest.mark.usefixtures("fake_peers")
 def test_peers_stand_in_every_row_that_they_can_do() -> None:
-    """What it cannot do is told, once for each format."""
+    """It tells, once for each format, that it cannot do that."""
     done = command.run(*SMALL, "--format", "f32,int8", "--m", "1,7,8", "-o", "json")
     rows = json.loads(done.stdout)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -18,7 +17,7 @@ from phasewise.tuner.ledger import Scope
 from phasewise.tuner.plans import machine_key
 from phasewise.workflows.machine_report.worth import worth_of
 from phasewise.workflows.opening.open_model import OpenModel, open_model
-from phasewise.workflows.tune_kernels.rounds import LEAST_WORTH, Shape, plan_rounds
+from phasewise.workflows.tune_kernels.rounds import LEAST_WORTH, Shape, TuningBench, plan_rounds
 from phasewise.workflows.tune_kernels.speed_change import keep_changes, measured_change
 from tests.support.models.tiny_models import write_tiny_gguf
 from tests.support.tiers import examples
@@ -35,10 +34,10 @@ class Planted:
     def clock(self) -> float:
         return self.now_s
 
-    def measure(self, *_: object) -> SimpleNamespace:
+    def turn(self, *_: object) -> tuple[int]:
         self.now_s += self.turn_s
         self.n_turns += 1
-        return SimpleNamespace(samples_ns=(round(self.turn_s * 1e9) - self.n_turns,))
+        return (round(self.turn_s * 1e9) - self.n_turns,)
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +56,8 @@ def test_the_whole_model_is_compared_within_what_is_left_of_the_budget(
 ) -> None:
     """But for a turn that had begun: nothing is timed whatever the budget."""
     planted = Planted(turn_s)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("phasewise.workflows.tune_kernels.speed_change.measure", planted.measure)
-        changes = measured_change(opened, opened.schedules, budget_s, clock=planted.clock)
+    bench = TuningBench(planted.clock, model_turn=planted.turn)
+    changes = measured_change(opened, opened.schedules, budget_s, bench=bench)
 
     assert planted.now_s <= budget_s + turn_s
     assert len(changes) == 5 or budget_s < 5 * 5 * turn_s, (
@@ -77,7 +75,7 @@ def test_no_time_is_told(opened: OpenModel) -> None:
 def test_a_prompt_and_few_and_many_answers_are_timed_in_pairs(opened: OpenModel) -> None:
     ticks = count(0.0, 0.1)
 
-    changes = measured_change(opened, opened.schedules, 20.0, clock=lambda: next(ticks))
+    changes = measured_change(opened, opened.schedules, 20.0, bench=TuningBench(lambda: next(ticks)))
 
     assert [(change.phase, change.n_sequences) for change in changes] == [
         ("prefill", 1),
@@ -98,7 +96,7 @@ def test_a_prompt_and_few_and_many_answers_are_timed_in_pairs(opened: OpenModel)
 def test_changes_are_kept_as_pairs(opened: OpenModel, tmp_path: Path) -> None:
     machine, ticks = read_machine(), count(0.0, 0.1)
 
-    changes = measured_change(opened, opened.schedules, 60.0, clock=lambda: next(ticks))
+    changes = measured_change(opened, opened.schedules, 60.0, bench=TuningBench(lambda: next(ticks)))
 
     assert [change.n_sequences for change in changes] == [1, 1, 4, 8, 16]
     with open_store(tmp_path / "kept.db") as store:

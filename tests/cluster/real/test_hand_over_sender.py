@@ -76,7 +76,7 @@ def ranks() -> LayeredRanks:
 
 @pytest.fixture
 def sender(ranks: LayeredRanks) -> Iterator[Sender]:
-    sender = Sender(N_LAYERS, lambda: ranks.progress, _ignored, _not_failed, layerwise_above_tokens=0)
+    sender = Sender(N_LAYERS, lambda: ranks.progress, _ignored, _not_failed)
     sender.start()
     yield sender
     sender.stop()
@@ -116,7 +116,7 @@ def test_layers_leave_during_a_step_that_began_before_there_was_a_block(
 
 
 def test_a_state_leaves_behind_the_layers_and_once_its_prompt_is_whole(ranks: LayeredRanks) -> None:
-    sender = Sender(N_LAYERS, lambda: ranks.progress, _ignored, _not_failed, 0, n_parts=3)
+    sender = Sender(N_LAYERS, lambda: ranks.progress, _ignored, _not_failed, n_parts=3)
     sender.start()
     try:
         engine, link = engine_of(ranks, sender, max_batch_tokens=30), Link()

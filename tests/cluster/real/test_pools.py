@@ -48,7 +48,7 @@ def assert_divided_equals_whole(model: Path, n_ranks: int = 1, transfer: str = "
     requests = mixed_requests(guides_of(model))
     with open_alone(model, size, n_ranks) as opened:
         whole = tokens(run_alone(opened, requests))
-    with pools(model, size=size, n_ranks=n_ranks, kv_transfer=transfer, layerwise_above_tokens=200) as server:
+    with pools(model, size=size, n_ranks=n_ranks, kv_transfer=transfer) as server:
         divided = tokens(server.run(requests))
         again = tokens(
             server.run([replace(request, request_id=f"{request.request_id}-2") for request in requests])

@@ -208,7 +208,7 @@ def test_scoring_is_generation(path: Path, model: PackedModel, asked: list[Submi
     try:
         for request in scored:
             pieces = [out for out in outs[request.request_id] if isinstance(out, Answer)]
-            generated = [token for piece in pieces for token in piece.tokens]
+            generated = [token._replace(begin=0) for piece in pieces for token in piece.tokens]
             ids = [token.token_id for token in generated]
             start = len(request.prompt_token_ids) - 1
             whole = (*request.prompt_token_ids, *ids[:-1])

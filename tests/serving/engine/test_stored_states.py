@@ -120,7 +120,7 @@ def test_an_equal_prompt_and_one_that_begins_alike_take_over_what_they_can(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["static", "fixed", "paged"])
+@pytest.mark.parametrize("policy", ["odma", "paged"])
 def test_what_one_pool_or_number_of_ranks_kept_another_reads(
     model: PackedModel, folder: Path, policy: str
 ) -> None:

@@ -266,7 +266,7 @@ def test_a_ring_that_began_with_a_window_has_no_earlier_positions() -> None:
     """The second sequence copies what its next token sees; the third one begins before that."""
     rings = Rings(1 << 14, 128, 128, 60)
     engine = make_engine(
-        WindowRanks(rings), pool=RingedPool(any_pool("fixed", 1024, 620), rings), context_length=620
+        WindowRanks(rings), pool=RingedPool(any_pool("odma", 1024, 620), rings), context_length=620
     )
     first = tuple(range(1, 65))
     for name, prompt, n_answer in (("a", first, 66), ("b", (*first, 99), 1), ("c", (*first[:16], 98), 1)):

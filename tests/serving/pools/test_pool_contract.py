@@ -19,22 +19,23 @@ from phasewise.serving.pools.contract import (
     PoolSettings,
 )
 from phasewise.serving.pools.opening import POLICIES, open_pool
+from phasewise.workflows.bench.kv.compared import KV_POLICIES, ComparedSettings
 from tests.support.tiers import examples
 
 N_SLOTS = 960
 LONGEST_REQUEST = 400
 
 SMALL = {
-    "odma": PoolSettings(LONGEST_REQUEST, refresh_every=4, window=32),
-    "odma-whole": PoolSettings(LONGEST_REQUEST, refresh_every=4, window=32, climbs=False),
-    "static": PoolSettings(LONGEST_REQUEST),
-    "fixed": PoolSettings(LONGEST_REQUEST, answer_tokens=200, n_fixed=4),
-    "paged": PoolSettings(LONGEST_REQUEST, page_slots=32),
+    "odma": ComparedSettings(LONGEST_REQUEST, refresh_every=4, window=32),
+    "odma-whole": ComparedSettings(LONGEST_REQUEST, refresh_every=4, window=32),
+    "static": ComparedSettings(LONGEST_REQUEST),
+    "fixed": ComparedSettings(LONGEST_REQUEST, answer_tokens=200, n_fixed=4),
+    "paged": ComparedSettings(LONGEST_REQUEST, page_slots=32),
 }
 
 
 def opened(name: str, n_slots: int = N_SLOTS) -> KvPool:
-    return open_pool(name.removesuffix("-whole"), n_slots, SMALL[name])
+    return KV_POLICIES[name](n_slots, SMALL[name])
 
 
 class Memory:
@@ -258,9 +259,13 @@ class TestEveryPool:
 
 
 def test_every_policy_is_under_the_contract() -> None:
-    assert {name.removesuffix("-whole") for name in SMALL} == set(POLICIES)
+    assert {*SMALL, "paged-16"} == set(KV_POLICIES)
+
+
+def test_what_serves_is_odma_in_buckets_or_in_pages() -> None:
+    assert set(POLICIES) == {"odma", "paged"}
 
 
 def test_an_unknown_policy_is_named() -> None:
-    with pytest.raises(PoolError, match=r"'buddy'.*odma, static, fixed, paged"):
+    with pytest.raises(PoolError, match=r"'buddy'.*odma, paged$"):
         open_pool("buddy", 64, PoolSettings(64))

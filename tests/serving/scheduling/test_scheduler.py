@@ -61,7 +61,7 @@ def test_a_chunk_is_as_large_as_it_is_told_and_no_larger_than_the_limit() -> Non
 
 
 def test_nobody_overtakes_the_head_of_the_queue() -> None:
-    scheduler = make("static", n_slots=112, context=100)
+    scheduler = make(n_slots=112, context=100)
     scheduler.add(request("a", 50, 10))
     scheduler.add(request("big", 50, 10))
     scheduler.add(request("small", 5, 5))

@@ -270,7 +270,7 @@ def test_reuse_can_be_switched_off() -> None:
 
 def test_what_was_written_over_is_not_believed() -> None:
     """A request that fits nowhere else takes the slots of one that ended; the next finds nothing there."""
-    engine = attentive_engine(kv_slots=160, context_length=160, kv_policy="static", max_sequences=1)
+    engine = attentive_engine(kv_slots=160, context_length=160, kv_policy="paged", max_sequences=1)
     first, other = Request("1", tuple(range(100)), 5), Request("2", tuple(range(100, 220)), 5)
     again = Request("3", first.prompt_token_ids, 5)
 

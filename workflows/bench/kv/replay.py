@@ -17,8 +17,7 @@ from typing import Any
 
 from phasewise._words import counted, percent
 from phasewise.serving.errors import RequestError
-from phasewise.serving.pools.contract import Estimate, KvPool, PoolSettings
-from phasewise.serving.pools.opening import POLICIES, open_pool
+from phasewise.serving.pools.contract import Estimate, KvPool
 from phasewise.serving.scheduling.request import Request
 from phasewise.serving.scheduling.scheduler import Scheduler
 from phasewise.serving.scheduling.scheduler_terms import SchedulerLimits
@@ -26,6 +25,7 @@ from phasewise.serving.scheduling.waiting_line import ARRIVAL
 from phasewise.tuner.config.lengths import MAX_TOKENS, Trace
 from phasewise.tuner.config.trace import describe
 from phasewise.tuner.errors import TraceError
+from phasewise.workflows.bench.kv.compared import KV_POLICIES, UNESTIMATED, ComparedSettings
 from phasewise.workflows.bench.kv.inputs import (
     Estimates,
     estimates_for,
@@ -43,22 +43,6 @@ from phasewise.workflows.bench.kv.step_times import Speeds, speeds_of
 from phasewise.workflows.errors import UsageError
 from phasewise.workflows.report import Report, silent
 
-WHOLE = "odma-whole"
-"""ODMA as in the paper: the block for a request's whole bucket is allocated at once."""
-
-SHORT_PAGES = "paged-16"
-"""Paged, with 16 KV slots a page."""
-
-KV_POLICIES = (*POLICIES, WHOLE, SHORT_PAGES)
-
-UNESTIMATED = ("static", "paged", SHORT_PAGES)
-
-_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    WHOLE: ("odma", {"climbs": False}),
-    SHORT_PAGES: ("paged", {"page_slots": 16}),
-}
-"""The pool's own policy, and the settings that differ."""
-
 GOES_ON, STOPS = 0, 1
 """Token ids: any token of an answer, and the one that ends it."""
 
@@ -72,7 +56,7 @@ class Replay:
     """Estimates by the name of their source."""
     max_tokens: int
     n_slots: int
-    settings: PoolSettings
+    settings: ComparedSettings
     max_sequences: int
     step_s: float | None
     """Length of a step, for requests that arrive by the trace; None: all requests wait from the beginning."""
@@ -128,7 +112,7 @@ def replay_policies(
 def replay_of(
     inputs: ReplayInputs, n_slots: int, max_sequences: int, settings: dict[str, Any], report: Report = silent
 ) -> tuple[Replay, str]:
-    """The replay, and a line of text that describes it. settings: fields of PoolSettings."""
+    """The replay, and a line of text that describes it. settings: fields of ComparedSettings."""
     samples = tuple(
         sample for text in inputs.traces for sample in read_samples(text, inputs.selection, report)
     )
@@ -148,7 +132,7 @@ def replay_of(
         f"{text}: {how_far_off(trace, predicted)}" for text, predicted in estimates.items() if text != "none"
     ]
     story = "; ".join([story_of(trace, limit, inputs.selection.seed), *off])
-    pool = PoolSettings(longest_request=longest, answer_tokens=limit, **settings)
+    pool = ComparedSettings(longest_request=longest, answer_tokens=limit, **settings)
     step_s = None if inputs.step_ms is None else inputs.step_ms / 1000
     return Replay(trace, estimates, limit, n_slots, pool, max_sequences, step_s, inputs.speeds), story
 
@@ -235,10 +219,8 @@ class _Sums:
 def replayed(replay: Replay, policies: Sequence[str]) -> Iterator[KvRow]:
     """One row for each policy (of KV_POLICIES) and each source of estimates that it uses."""
     for policy in policies:
-        own, changed = _VARIANTS.get(policy, (policy, {}))
-        settings = replace(replay.settings, **changed)
         for estimate in replay.estimates if policy not in UNESTIMATED else [None]:
-            pool = open_pool(own, replay.n_slots, settings)
+            pool = KV_POLICIES[policy](replay.n_slots, replay.settings)
             yield _row(policy, estimate, replay, pool)
 
 

@@ -96,7 +96,7 @@ class ReplayWish:
 
 @dataclass(frozen=True)
 class PoolOverrides:
-    """Settings of the policies that differ from `PoolSettings`; None: as there."""
+    """Settings of the policies that differ from `ComparedSettings`; None: as there."""
 
     PANEL = "Policies"
 
