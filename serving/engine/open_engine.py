@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from phasewise.serving.engine.engine_size import EngineSize
 from phasewise.serving.engine.fingerprint import Fingerprint, fingerprint_of
 from phasewise.serving.engine.live_request import Vocabulary
 from phasewise.serving.engine.stored_prefixes import StoredPrefixes, shape_of
-from phasewise.serving.errors import RequestError
+from phasewise.serving.errors import RequestError, ServingError
 from phasewise.serving.models.forward import check_generates, kv_bytes_by_reach
 from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.pools.arena import aligned
@@ -68,6 +69,8 @@ class ModelText:
 
         tokenizer, config = self.tokenizer, self._model.config
         ends = frozenset(config.eos_token_ids)
+        with suppress(ServingError):  # of a template that cannot be used, nothing is known
+            ends |= self.conversations.turn.end_ids(tokenizer.id_of)
         return GuideCompiler(
             TokenView(config.vocab_size, ends, tokenizer.special_ids, tokenizer.piece, tokenizer.encode)
         )
@@ -94,6 +97,11 @@ class ModelText:
         conversations = Conversations(self._model.chat_template, special, control_texts)
         conversations.start()
         return conversations
+
+    def close(self) -> None:
+        """End what writes conversations."""
+        if "conversations" in self.__dict__:
+            self.conversations.close()
 
     def chat_prompt(self, message: str) -> list[int]:
         """Token ids of a conversation that consists of one user message."""

@@ -6,9 +6,13 @@ A pattern is text in which `NAME`, `ID`, `INDEX` and `KEY` stand for what differ
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
+from phasewise.serving.text.control_texts import texts_in
+
+_TAG = re.compile(r"<[^<>\n]{1,80}>|\[[^\[\]\n]{1,40}\]")
 NAME, ID, INDEX, KEY = "\ue000", "\ue001", "\ue002", "\ue003"
 _SHOWN = {NAME: "NAME", ID: "ID", INDEX: "INDEX", KEY: "KEY"}
 
@@ -70,6 +74,13 @@ class TurnForm(NamedTuple):
     def is_channelled(self) -> bool:
         """True if thoughts, calls and text are messages of their own, as `CHANNELS` has them."""
         return self.call == CHANNELS.call
+
+    def end_ids(self, id_of: Callable[[str], int | None]) -> frozenset[int]:
+        """The tokens with which ends of turns begin, where these are tags that no call or thought has."""
+        tags = [tag[0] for end in self.ends if (tag := _TAG.match(end))]
+        within = "".join(texts_in(self[:3]))
+        ids = (id_of(tag) for tag in tags if tag not in within)
+        return frozenset(token_id for token_id in ids if token_id is not None)
 
     def to_json(self) -> bytes:
         """For another process."""

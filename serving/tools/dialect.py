@@ -24,7 +24,6 @@ from phasewise.serving.tools.form_reader import TurnReader, trigger_of
 from phasewise.serving.tools.parts import PlainReader, Reader, Trimmed
 
 _USES_TOOLS = re.compile(r"{[%{][^}]*\btools\b")
-_TAG = re.compile(r"<[^<>\n]{1,80}>|\[[^\[\]\n]{1,40}\]")
 _LOOKED_AT_TOKENS = 24
 _LONGEST_TOKEN = 48
 _ID_CHARACTERS = 9
@@ -186,18 +185,8 @@ def dialect_of(
         knows_tools=_USES_TOOLS.search(template) is not None,
         control={text: id for text, id in _tokens_in(texts_in(turn[:3]), id_of) if id in special_ids},
         think_token=id_of(opening) if opening else None,
-        ends=frozenset(_ends(turn, id_of)),
+        ends=turn.end_ids(id_of),
     )
-
-
-def _ends(turn: TurnForm, id_of: Callable[[str], int | None]) -> Iterable[int]:
-    """The tokens with which ends of turns begin, where these are tags that no call or thought has."""
-    within = "".join(texts_in(turn[:3]))
-    for end in turn.ends:
-        tag = _TAG.match(end)
-        token_id = id_of(tag[0]) if tag and tag[0] not in within else None
-        if token_id is not None:
-            yield token_id
 
 
 def _tokens_in(marks: Iterable[str], id_of: Callable[[str], int | None]) -> Iterable[tuple[str, int]]:

@@ -204,6 +204,8 @@ class _Replayer:
     def __exit__(self, *_error: object) -> None:
         if self._known_guides is not None:
             self._known_guides.close()
+        if "_text" in self.__dict__:
+            self._text.close()
         self._close_ranks()
 
     @cached_property

@@ -104,7 +104,7 @@ def chat_requests(body: ChatRequest, model: ServedModel, sender: RequestOrigin |
     )
     shown = model.dialect.shown if is_read(body, model) else frozenset()
     turns = _turns(body, prompt, model)
-    return [replace(choice, shown=shown, turns=turns, ends=model.dialect.ends) for choice in choices]
+    return [replace(choice, shown=shown, turns=turns) for choice in choices]
 
 
 def _turns(body: ChatRequest, prompt: tuple[int, ...], model: ServedModel) -> tuple[int, ...]:
@@ -146,6 +146,7 @@ def _choices(
         cache_space=_salted(space, body.cache_salt),
         receipt=body.receipt,
         prompt_logprobs=prompt_logprobs,
+        ends=model.dialect.ends,
     )
     other = first if body.stream or max_tokens == 0 else replace(first, prompt_logprobs=None)
     return [first] + [

@@ -108,8 +108,8 @@ def test_an_end_token_counts_where_the_prompt_is_echoed() -> None:
         assert len(choice.logprobs.token_logprobs or ()) == 4
 
 
-def test_the_tokens_that_end_turns_of_a_template_end_its_answers() -> None:
-    """The file names another end; text that no template wrote has that alone."""
+def test_the_tokens_that_end_turns_of_a_template_end_answers() -> None:
+    """The file names another end."""
     model = ServedModel(
         ("m",), 0, 500, VOCAB_SIZE, frozenset({END}), encode, piece, lambda _chat, _patience: [1]
     )
@@ -117,7 +117,7 @@ def test_the_tokens_that_end_turns_of_a_template_end_its_answers() -> None:
     chat = ChatRequest.model_validate({"model": "m", "messages": [{"role": "user", "content": "hi"}], "n": 2})
     text = CompletionRequest.model_validate({"model": "m", "prompt": "hi"})
     assert [request.ends for request in chat_requests(chat, model)] == [{7}, {7}]
-    assert [request.ends for request in completion_requests(text, model)] == [frozenset()]
+    assert [request.ends for request in completion_requests(text, model)] == [{7}]
 
 
 @pytest.mark.parametrize("scored", [True, False])
