@@ -116,7 +116,8 @@ $(VENV)/.agents:
 
 test-agents: build setup $(VENV)/.agents  ## coding agents and client libraries from npm and PyPI, on a scripted model
 	PHASEWISE_AGENTS=$(VENV)/agents PHASEWISE_NODE_MODULES=$(abspath $(VENV)/agents/node_modules) \
-		$(BIN)/python -m pytest --tier=all tests/agents tests/serving/http/test_js_client.py -rs $(ARGS)
+		PHASEWISE_LM_EVAL=$(abspath $(VENV)/agents/python/bin/lm_eval) $(BIN)/python -m pytest --tier=all \
+		tests/agents tests/serving/http/test_js_client.py tests/serving/http/test_lm_eval.py -rs $(ARGS)
 
 # llama.cpp's source, its programs, transformers and published tokenizers, beside this environment.
 LLAMA_CPP ?= 0.3.36

@@ -144,6 +144,33 @@ def _system_to_user(messages: Messages) -> Messages:
     return out
 
 
+def _said_at_all(messages: Messages) -> Messages:
+    """Without answers that say and call nothing."""
+    return [
+        message
+        for message in messages
+        if message["role"] != "assistant" or message.get("content") or message.get("tool_calls")
+    ]
+
+
+def _user_first(messages: Messages) -> Messages:
+    """A word of a user before an answer that comes first."""
+    first = next((n for n, message in enumerate(messages) if message["role"] != "system"), 0)
+    if not messages or messages[first]["role"] != "assistant":
+        return messages
+    return [*messages[:first], {"role": "user", "content": "..."}, *messages[first:]]
+
+
+def _lone_results(messages: Messages) -> Messages:
+    """Results of calls that are not in the conversation, as words of the user."""
+    out: Messages = []
+    for message in messages:
+        has_call = any(each["role"] == "assistant" and each.get("tool_calls") for each in out)
+        is_lone = message["role"] == "tool" and not has_call
+        out.append({"role": "user", "content": message["content"]} if is_lone else message)
+    return out
+
+
 def _one_call(messages: Messages) -> Messages:
     """One call a message, each with its result behind it."""
     out: Messages = []
@@ -248,6 +275,9 @@ _CHANGES: dict[str, Callable[[Messages], Messages]] = {
     "later systems": _move_later,
     "empty text beside calls": _null_text,
     "arguments as objects": _text_arguments,
+    "results without calls": _lone_results,
+    "silent answers": _said_at_all,
+    "answers first": _user_first,
     "several calls": _one_call,
     "thoughts beside text and calls": _without_thoughts,
     "text beside calls": _text_before_calls,
@@ -256,7 +286,8 @@ _CHANGES: dict[str, Callable[[Messages], Messages]] = {
     "calls": _calls_as_text,
 }
 LAST_RESORT = (
-    *("leading systems", "later systems", "several calls", "thoughts beside text and calls"),
+    *("leading systems", "later systems", "results without calls", "silent answers", "answers first"),
+    *("several calls", "thoughts beside text and calls"),
     *("text beside calls", "user after result", "neighbours"),
 )
 """For a conversation that is refused all the same."""
@@ -268,6 +299,9 @@ _PROBES: dict[str, list[Messages]] = {
     "later systems": [[_said("system", 1), _USER, _ASSISTANT, _said("system", 2), _said("user", 2)]],
     "empty text beside calls": [_CALLED],
     "arguments as objects": [_CALLED],
+    "results without calls": [[_result(1), _USER]],
+    "silent answers": [[_USER, _said("assistant", 1, content=""), _said("user", 2)]],
+    "answers first": [[_ASSISTANT, _USER]],
     "several calls": [
         [_USER, _said("assistant", 2, content="", tool_calls=_calls(1, 2)), _result(1), _result(2)]
     ],

@@ -23,7 +23,7 @@ from phasewise.serving.tools.parts import PlainReader, Reader, Trimmed
 from phasewise.serving.tools.thinking import ThinkingReader
 from phasewise.serving.tools.tool_format import Function, ToolFormat, Wanted
 
-_USES_TOOLS = re.compile(r"{[%{][^}]*\btools\b")
+_USES_TOOLS = re.compile(r"{[%{][^}]*\b(?:tools|functions)\b")
 _LOOKED_AT_TOKENS = 24
 _LONGEST_TOKEN = 48
 _ID_CHARACTERS = 9
