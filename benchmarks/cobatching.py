@@ -24,7 +24,7 @@ from typer import Argument, Option
 from benchmarks.harness import Row, Yielded, commands, listed, note
 from phasewise.serving.pools.bounds import learnt
 from phasewise.serving.scheduling.request import LiveSequence
-from phasewise.serving.scheduling.waiting_orders import ARRIVAL, MOST_OVERTAKEN, WAITING_ORDERS
+from phasewise.serving.scheduling.waiting_line import ARRIVAL, MOST_OVERTAKEN, WAITING_ORDERS
 from phasewise.tuner.errors import TraceError
 from phasewise.workflows.bench.kv.replay import KvRow, Replay, ReplayInputs, replay_of, replayed
 from phasewise.workflows.bench.kv.settings import TraceSelection

@@ -22,7 +22,7 @@ from benchmarks.shadow_batches import CONTEXT, PLACES, SLOTS, Lengths, Server, d
 from phasewise.cluster.simulated.machines import EngineSettings, ProductionMachine
 from phasewise.cluster.simulated.steps import StepTimes
 from phasewise.serving.scheduling.scheduler_terms import SchedulerLimits
-from phasewise.serving.scheduling.waiting_orders import WAITING_ORDERS
+from phasewise.serving.scheduling.waiting_line import WAITING_ORDERS
 
 TTFT_S, TPOT_S, KEPT = 2.0, 0.2, 0.9
 STEP = 0.02

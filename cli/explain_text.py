@@ -21,19 +21,9 @@ _CELL_CHARS = 16
 """More of a weight's names, and of its shape, are wrapped, so that a row stays within 80 columns."""
 
 
-def uses_fields(uses: Iterable[ScheduleUse]) -> list[dict[str, Any]]:
-    """One JSON object for each entry."""
-    return [asdict(use) for use in uses]
-
-
 def load_words(phase: str, from_sequences: int) -> str:
     """A phase, or a band of decode's plan, e.g. `decode from 8`."""
     return phase if from_sequences == 1 else f"{phase} from {from_sequences}"
-
-
-def memory_fields(memory: MemoryPlacement | None) -> dict[str, Any] | None:
-    """One JSON object; None on a machine of one NUMA node and one kind of core."""
-    return None if memory is None else asdict(memory)
 
 
 def slots_fields(slots: Iterable[SlotUse]) -> list[dict[str, Any]]:
@@ -41,11 +31,6 @@ def slots_fields(slots: Iterable[SlotUse]) -> list[dict[str, Any]]:
     return [
         {**({} if use.installed is None else asdict(use.installed)), "problem": use.problem} for use in slots
     ]
-
-
-def rule_fields(drafts: DraftRule | None) -> dict[str, Any] | None:
-    """One JSON object; None where nothing is drafted."""
-    return None if drafts is None else asdict(drafts)
 
 
 def uses_text(

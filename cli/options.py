@@ -10,8 +10,7 @@ import typer
 from phasewise.cli.option_sets import info
 from phasewise.serving.models.sparse_mode import SparseMode
 from phasewise.workflows import options
-from phasewise.workflows.opening.arithmetic_choice import ArithmeticChoice
-from phasewise.workflows.options import KvFormat, WeightFormat
+from phasewise.workflows.options import ArithmeticChoice, KvFormat, WeightFormat
 
 if TYPE_CHECKING:
     from phasewise.tuner.plans import Phase

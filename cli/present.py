@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
 import shutil
 import sys
 import textwrap
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from phasewise.tuner.plans import Phase, ServicePlan
 
 from phasewise._files import check_writable, write_file
 from phasewise._version import SCHEMA_VERSION
 
 EXIT_INTERRUPTED = 130
+"""128 + SIGINT, which shells report for Ctrl-C."""
 EXIT_READER_LEFT = 141
 """As a shell tells of a program that SIGPIPE ended."""
-"""128 + SIGINT, which shells report for Ctrl-C."""
+ERROR = "phasewise:"
+"""The beginning of the line of a failure, red on a terminal."""
 
 
 _STEERS = re.compile(
@@ -71,9 +73,27 @@ def write_text(text: str) -> None:
     sys.stdout.buffer.flush()
 
 
-def print_json(fields: dict[str, Any]) -> None:
-    """One JSON object on stdout, led by the version of its schema."""
-    say(json.dumps({"schema_version": SCHEMA_VERSION, **fields}, indent=2, ensure_ascii=False))
+def print_json(fields: Mapping[str, Any]) -> None:
+    """One JSON object on stdout, led by the version of its schema. Records are objects of their fields."""
+    whole = {"schema_version": SCHEMA_VERSION, **fields}
+    say(json.dumps(whole, indent=2, ensure_ascii=False, default=_as_value))
+
+
+def _as_value(value: Any) -> Any:
+    """A value that JSON has no form for as one that it has."""
+    if dataclasses.is_dataclass(value):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    match value:
+        case Mapping():
+            return dict(value)
+        case Path():
+            return str(value)
+    raise TypeError(f"{type(value).__name__} is not written as JSON")
+
+
+def has_colours(stream: TextIO) -> bool:
+    """True if a stream is a terminal that may get colours."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def note(message: str) -> None:
@@ -84,6 +104,8 @@ def note(message: str) -> None:
         if sys.stderr.isatty():
             columns = shutil.get_terminal_size().columns
             text = "\n".join(_fold(line, columns) for line in text.split("\n"))
+            if text.startswith(ERROR) and has_colours(sys.stderr):
+                text = f"\x1b[31m{ERROR}\x1b[0m{text.removeprefix(ERROR)}"
         print(text, file=sys.stderr, flush=True)
     except OSError:  # the terminal has gone: a server ends in order all the same
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (for as long as the process)
@@ -110,7 +132,7 @@ def goes_on(resume: bool) -> str:
 
 def fail(message: str, exit_code: int) -> NoReturn:
     """One line on stderr, then the end."""
-    note("phasewise: " + " ".join(message.split()))
+    note(f"{ERROR} {' '.join(message.split())}")
     sys.exit(exit_code)
 
 

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 
 from phasewise._words import counted
 from phasewise.cluster.errors import ClusterError
-from phasewise.serving.scheduling.held_prefixes import MOST_KEYS, HeldReport
-from phasewise.serving.scheduling.prefix_keys import KEY_BYTES
+from phasewise.serving.scheduling.held_prefixes import KEY_BYTES, MOST_KEYS, HeldReport
 
 
 class ReportRefused(ClusterError):
@@ -50,7 +49,7 @@ class HeldBlocks:
         self._held.update(report.added)
 
     def _mistake(self, report: HeldReport) -> str | None:
-        """In one line, why a report cannot be true."""
+        """The reason, in one line, why a report cannot be true; None: it can."""
         added, removed = set(report.added), set(report.removed)
         if max(len(report.added), len(report.removed)) > MOST_KEYS:
             return f"a report of held prefixes has more than {MOST_KEYS} keys"
@@ -68,11 +67,12 @@ class HeldBlocks:
         return None
 
     def expect(self, keys: Sequence[int]) -> None:
-        """A request that begins with these blocks is on its way to the machine."""
+        """Count the blocks of a request that is on its way to the machine, and begins with them."""
         self._coming.update(keys)
 
     def ended(self, keys: Sequence[int]) -> None:
-        """That request has ended: what is left of it the machine reports itself."""
+        """Take back what `expect` counted for a request that has ended: what is left of it the machine
+        reports itself."""
         self._coming.subtract(keys)
         for key in keys:
             if self._coming[key] <= 0:

@@ -18,29 +18,29 @@ from typing import Literal, NamedTuple, Protocol, get_args
 
 from phasewise.cluster.errors import ClusterError
 from phasewise.cluster.held_blocks import HeldBlocks
-from phasewise.serving.scheduling.held_prefixes import MOST_STORED_BLOCKS, HeldReport
-from phasewise.serving.scheduling.prefix_keys import BLOCK_TOKENS
+from phasewise.serving.scheduling.held_prefixes import BLOCK_TOKENS, MOST_STORED_BLOCKS, HeldReport
 
 AUTHORS_OVERFLOW_TOKENS = 8192
-"""The authors' value, of an H100."""
+"""The authors' value of `Limits.prompt_overflow_tokens`, of an H100."""
 OVERFLOW_S = 1.34
-"""The time that their machine takes for it, by their profile: Llama 2 70B on two H100."""
+"""Seconds that the authors' machine takes for `AUTHORS_OVERFLOW_TOKENS`, by their profile: Llama 2 70B on two
+H100."""
 
 OWN_TOKEN_COUNTS = 4
-"""A prompt's own token, beside one that waits before it: computing what is held elsewhere delays all that
-come after too, the more the busier the machines are. Figures: `benchmarks/prefix_routing.py` and
+"""Weight of a prompt's own tokens beside those that wait before it: computing what is held elsewhere delays
+all that come after too, the more the busier the machines are. Figures: `benchmarks/prefix_routing.py` and
 benchmarks/notes/clusters.md."""
 UNLIKE = 2.0
-"""Times as slow, from which on machines are not of one kind."""
+"""Ratio of two machines' times for a token from which on they are not of one kind."""
 
 Role = Literal["prompt", "token", "mixed"]
 ROLES: tuple[Role, ...] = get_args(Role)
 Routing = Literal["prefix", "load", "round-robin"]
-"""Policies by what they look at, as `phasewise serve --routing` has them."""
+"""Names of the policies, as `phasewise serve --routing` has them."""
 
 
 class Assignment(NamedTuple):
-    """Machines, by index. Where they differ, keys and values go from `prompt` to `token`."""
+    """The machines of a request, by index. Where they differ, keys and values go from `prompt` to `token`."""
 
     prompt: int
     token: int
@@ -52,20 +52,20 @@ class Ask(NamedTuple):
     request_id: str
     prompt_tokens: int
     answer_tokens: int
-    """Expected, or the most that it may become."""
+    """Tokens of the answer: expected, or the most that it may become."""
     prefix: tuple[int, ...] = ()
-    """Keys of its prompt's whole blocks (`serving.scheduling.prefix_keys`); empty: they do not count."""
+    """Keys of its prompt's whole blocks (`serving.scheduling.held_prefixes`); empty: they do not count."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """When a queue is long."""
+    """Limits beyond which a queue is long, and a machine changes its pool."""
 
     prompt_overflow_tokens: int | None = AUTHORS_OVERFLOW_TOKENS
     """Pending prompt tokens of a machine beyond which the next pool is asked; None: as many as it computes in
     `OVERFLOW_S` by what it tells, and the authors' value until it has told anything."""
     split_above_tokens: int = 0
-    """A prompt of which no more is to be computed is computed where its answer is."""
+    """Prompt tokens to be computed up to which a prompt is computed where its answer is."""
     repurpose_after_requests: int = 0
     """A machine that is given the other work of N requests before it is back in its own pool changes
     its pool for good; 0: never."""
@@ -80,31 +80,32 @@ class _Machine:
     kv_slots: int
     blocks: HeldBlocks
     prompt_tokens: int = 0
-    """Tokens to be computed of prompts that are assigned and not done."""
+    """Tokens that are still to be computed of the prompts that were assigned to the machine."""
     n_prompts: int = 0
     n_answers: int = 0
     kv_tokens: int = 0
-    """Positions that its requests hold or will need at their ends."""
+    """Positions that the machine's requests hold or will need at their ends."""
     token_s: float = 0.0
-    """Told: seconds of a prompt's token at its best, whatever else the machine does; 0: not yet."""
+    """Seconds of a prompt's token at its best, as the machine told, whatever else it does; 0: it has not
+    told."""
     is_here: bool = True
-    """False: it has ended, and gets no requests until it is back."""
+    """False after the machine has ended: it gets no requests until it is back."""
     n_foreign: int = 0
-    """Requests of the other kind that it was given since it left its own pool."""
+    """Requests of the other kind that the machine was given since it left its own pool."""
     pool: Role = "mixed"
-    """`role` when it was looked at last."""
+    """The machine's pool when it was looked at last."""
     counts: RoutedCounts = field(default_factory=lambda: RoutedCounts())
 
     @property
     def role(self) -> Role:
-        """The pool that it is in."""
+        """The pool that the machine is in."""
         if self.home == "prompt" and self.n_answers:
             return "mixed"
         return "mixed" if self.home == "token" and self.n_prompts else self.home
 
     @property
     def is_displaced(self) -> bool:
-        """True if it is in the mixed pool and belongs to another one."""
+        """True if the machine is in the mixed pool and belongs to another one."""
         return self.role != self.home
 
     @property
@@ -116,21 +117,21 @@ class _Machine:
         return self.kv_tokens + n_tokens <= self.kv_slots
 
     def n_to_compute(self, ask: Ask) -> int:
-        """Tokens of a prompt that are not there yet: its last one at least."""
+        """Tokens of a prompt that the machine does not hold yet: its last one at least."""
         return max(1, ask.prompt_tokens - self.blocks.n_first(ask.prefix) * BLOCK_TOKENS)
 
 
 @dataclass(slots=True)
 class RoutedCounts:
-    """Work that a machine was given since the start. They never fall."""
+    """Counts of the work that a machine was given since the start. They never fall."""
 
     prompts: int = 0
     prompt_tokens: int = 0
     tokens_expected: int = 0
-    """Those of `prompt_tokens` that it was expected to have already."""
+    """Prompt tokens, of `prompt_tokens`, that the machine was expected to hold already."""
     answers: int = 0
     pool_changes: int = 0
-    """Moves to another pool and back."""
+    """Times that the machine moved to another pool or back."""
 
 
 class _Held(NamedTuple):
@@ -143,11 +144,11 @@ class _Held(NamedTuple):
 
 
 Work = tuple[bool, float]
-"""The order of queues: True where there is no room, then the length."""
+"""A queue by which machines are ordered: True where there is no room, then the length."""
 
 
 class Policy(Protocol):
-    """Chooses; it changes nothing of the machines."""
+    """Chooses the machines of a request; it changes nothing of the machines."""
 
     def choose(self, ask: Ask, machines: Sequence[_Machine]) -> Assignment: ...
 
@@ -158,7 +159,8 @@ class Router:
     def __init__(
         self, machines: Iterable[tuple[Role, int]], policy: Policy, repurpose_after_requests: int = 0
     ) -> None:
-        """machines: role, and KV slots that its pool has. repurpose_after_requests: as in `Limits`."""
+        """Make a router. machines: role, and KV slots that its pool has. repurpose_after_requests: as in
+        `Limits`."""
         self.n_repurposed = 0
         self._machines = tuple(
             _Machine(index, role, kv_slots, HeldBlocks(_most_blocks(kv_slots)), pool=role)
@@ -193,17 +195,26 @@ class Router:
         return len(self._machines[index].blocks)
 
     def leave(self, index: int) -> None:
-        """A machine has ended: it is given no request until it is `back`. Those it had are still counted."""
+        """Note that a machine has ended: it is given no request until it is `back`.
+
+        Those it had are still counted.
+        """
         self._machines[index].is_here = False
 
     def back(self, index: int, kv_slots: int) -> None:
-        """A machine can be given requests (again). One that was started anew reports what it holds anew."""
+        """Note that a machine can be given requests (again).
+
+        One that was started anew reports what it holds anew.
+        """
         machine = self._machines[index]
         machine.is_here, machine.kv_slots, machine.token_s = True, kv_slots, 0.0
         machine.blocks.most = _most_blocks(kv_slots)
 
     def tells(self, index: int, token_s: float, report: HeldReport | None = None) -> None:
-        """A machine tells its pace (`_Machine.token_s`), and changes of what it holds. ReportRefused."""
+        """Note what a machine tells: its pace (`_Machine.token_s`), and changes of what it holds.
+
+        ReportRefused for a report that cannot be true.
+        """
         machine = self._machines[index]
         machine.token_s = token_s if 0 < token_s < math.inf else 0.0
         if report is not None:
@@ -277,7 +288,10 @@ class Router:
         return Assignment(least.index, least.index)
 
     def prompt_done(self, request_id: str) -> None:
-        """Its prompt is computed, and has left the machine that did it. The second time: nothing."""
+        """Note that a request's prompt is computed, and has left the machine that did it.
+
+        A second call does nothing.
+        """
         held = self._held[request_id]
         if held.is_prompt_done:
             return
@@ -290,7 +304,7 @@ class Router:
         self._look(held.assignment)
 
     def finished(self, request_id: str) -> None:
-        """It has ended, for whatever reason, also before its prompt was done."""
+        """Note that a request has ended, for whatever reason, also before its prompt was done."""
         self.prompt_done(request_id)
         held = self._held.pop(request_id)
         machine = self._machines[held.assignment.token]
@@ -405,7 +419,7 @@ def _overflow_tokens(machine: _Machine, limits: Limits) -> float:
 
 
 class RoundRobinPolicy:
-    """Each kind of machine in turn. Mixed machines do both phases of a request."""
+    """Chooses machines of each kind in turn. Mixed machines do both phases of a request."""
 
     def __init__(self) -> None:
         self._prompts, self._tokens = count(), count()
@@ -453,7 +467,7 @@ def _pending_tokens(machine: _Machine) -> int:
 
 
 def _most_blocks(kv_slots: int) -> int:
-    """Those that a machine can hold in memory and on disk."""
+    """Most blocks of prefixes that a machine of so many slots can hold in memory and on disk."""
     return kv_slots // BLOCK_TOKENS + MOST_STORED_BLOCKS
 
 

@@ -1,1 +1,4 @@
-"""C kernels, compiled once per instruction set, and thin doors to them. Imports nothing else of ours."""
+"""C kernels, compiled once per instruction set, and their Python interface.
+
+Imports no other package of ours.
+"""

@@ -35,7 +35,7 @@ FAMILIES = {
         "families/byte_scale.h",
     ),
 }
-"""The families whose schedules are tuned, and their own files."""
+"""The families whose schedules are tuned, each with its own files."""
 
 VOCABULARY = ("isa/*", "simd/*")
 
@@ -72,7 +72,7 @@ def code_flags(flags: Sequence[str]) -> list[str]:
 
 
 def essence(text: str) -> str:
-    """C source without comments, and with one space for any run of white space."""
+    """The text of a C source without comments, and with one space for any run of white space."""
     bare = _COMMENT_OR_TEXT.sub(lambda match: match[0] if match[0].startswith('"') else " ", text)
     return " ".join(bare.split())
 
@@ -91,7 +91,7 @@ def abi_macros(
 
 
 def _sources(kernels: Path, isa: str, compiler: Sequence[str], flags: Sequence[str]) -> dict[str, str]:
-    """The files of ours that the units of an instruction set are made of, as the compiler sees them."""
+    """The source files of an instruction set's units as the compiler sees them, name to text."""
     units = sorted((kernels / "families").glob("*.c"))
     rules = _run([*compiler, *flags, "-MM", "-I", str(kernels), "-include", f"isa/{isa}.h", *map(str, units)])
     paths = {Path(word) for word in rules.replace("\\\n", " ").split() if not word.endswith(":")}

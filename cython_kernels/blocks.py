@@ -97,13 +97,13 @@ class BlockRows:
 
     kind: str
     codes: Array
-    """uint8 [n, k]"""
+    """Codes of the inputs: uint8 [n, k]."""
     scales: Array
-    """float16 [n, k / inputs]; uint8, the exponents, of mxfp4"""
+    """Scales of the blocks: float16 [n, k / inputs]; for mxfp4 the exponents, uint8."""
     mins: Array | None
-    """like scales, or None"""
+    """Minima of the blocks, of the shape and type of `scales`; None where the kind has none."""
     sub_scales: Array | None
-    """uint8 [n, k / group]: above sub_zero"""
+    """Sub-scales of the groups: uint8 [n, k / group], counted from sub_zero."""
     sub_mins: Array | None
 
     def __post_init__(self) -> None:
@@ -133,7 +133,7 @@ class BlockRows:
         return all(bool(np.isfinite(array).all()) for array in (self.scales, self.mins) if array is not None)
 
     def columns(self, start: int, stop: int) -> BlockRows | None:
-        """Some of the inputs of every row; None where that would divide a block."""
+        """Every row's inputs from `start` to `stop`; None where that would divide a block."""
         inputs, n_inputs = self.format.inputs, self.codes.shape[1]
         if start % inputs or stop % inputs:
             return None
@@ -151,7 +151,7 @@ class BlockRows:
         return BlockRows(self.kind, codes, scales, cut(self.mins), *subs)
 
     def taken(self, order: Array) -> BlockRows:
-        """Some of the rows, or all in another order."""
+        """The rows in this order, which may name some of them only."""
 
         def take(array: Array | None) -> Array | None:
             return None if array is None else array[order]
@@ -211,7 +211,7 @@ def scale_values(rows: BlockRows) -> tuple[Array, Array | None]:
 
 
 def looked_up(rows: BlockRows) -> Array:
-    """uint8 [n, k]: what zero_point is taken from."""
+    """Codes by the format's table: uint8 [n, k], from which zero_point is still to be taken."""
     table = rows.format.table
     if table is None:
         return rows.codes
@@ -220,12 +220,12 @@ def looked_up(rows: BlockRows) -> Array:
 
 
 def pack_values(rows: BlockRows) -> Array:
-    """uint8 [P, k / inputs, block bytes]; padded outputs have scale 0."""
+    """Packed values of rows: uint8 [P, k / inputs, block bytes]; padded outputs have scale 0."""
     form, (n, k) = rows.format, rows.codes.shape
     blocks = k // form.inputs
 
     def by_panel(array: Array, each: int) -> Array:
-        """[n, blocks * each] to [P, blocks, each, 16]."""
+        """The array reordered from [n, blocks * each] to [P, blocks, each, 16]."""
         padded = np.pad(array, ((0, -n % PANEL), (0, 0)))
         return padded.reshape(-1, PANEL, blocks, each).transpose(0, 2, 3, 1)
 
@@ -259,7 +259,7 @@ def unpack_values(kind: str, values: Array, n: int) -> BlockRows:
         return taken
 
     def by_row(array: Array) -> Array:
-        """[P, blocks, each, 16] to [n, blocks * each]."""
+        """The array reordered from [P, blocks, each, 16] to [n, blocks * each]."""
         rows: Array = array.transpose(0, 3, 1, 2).reshape(panels * PANEL, -1)[:n]
         return np.ascontiguousarray(rows)
 
@@ -290,7 +290,7 @@ def unpack_values(kind: str, values: Array, n: int) -> BlockRows:
 
 
 def _quads(codes: Array, per_row: int) -> Array:
-    """[P, blocks, inputs, 16] to [P, blocks, rows, quads of a row, 16, 4]."""
+    """Codes reordered from [P, blocks, inputs, 16] to [P, blocks, rows, quads of a row, 16, 4]."""
     panels, blocks, inputs, _ = codes.shape
     quads = codes.reshape(panels, blocks, inputs // (4 * per_row), per_row, 4, PANEL)
     return quads.transpose(0, 1, 2, 3, 5, 4)
@@ -306,7 +306,7 @@ def _packed_quads(codes: Array, bits: int) -> Array:
 
 
 def _from_plane(plane: Array, inputs: int, bits: int) -> Array:
-    """[P, blocks, bytes] to codes [P, blocks, inputs, 16]."""
+    """The codes [P, blocks, inputs, 16] that a plane [P, blocks, bytes] holds."""
     panels, blocks, _ = plane.shape
     rows = plane.reshape(panels, blocks, -1, 1, PANEL, 4)
     shifts = (np.arange(8 // bits, dtype=np.uint8) * bits).reshape(-1, 1, 1)

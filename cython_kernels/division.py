@@ -17,16 +17,17 @@ from phasewise.cython_kernels.packing import PANEL, PackedWeight
 Teams = tuple[tuple[int, ...], ...]
 
 RANK_STEPS = 20
-"""The weight of the fastest core between ranks. Coarse, so that a rank has as many columns after every start,
-by which its schedules are found.
+"""Steps in which ranks' cores are weighed, the fastest core having this weight.
+
+Coarse, so that a rank has as many columns after every start, by which its schedules are found.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """teams: for each table of schedules, the threads of its ranks; rank: which one this process is.
-    weights: what the ranks of each table weigh; (): as many as their threads.
-    """
+    """The teams of a program's ranks, and the rank of this process. teams: for each table of schedules, the
+    threads of its ranks; rank: which one this process is. weights: of the ranks of each table; (): as many as
+    their threads."""
 
     teams: Teams
     rank: int
@@ -41,7 +42,7 @@ class Division:
         return share(packed.panels, self.shares(table), self.rank)
 
     def weight(self, packed: PackedWeight, table: int) -> PackedWeight | None:
-        """These panels as a weight; None: there are none."""
+        """This rank's panels as a weight of their own; None: it has none."""
         return columns(packed, *self.panels(packed, table))
 
     def heads(self, n_heads: int, n_kv_heads: int, table: int) -> HeadShare:
@@ -50,19 +51,21 @@ class Division:
 
 
 def weights(rates: Sequence[float], full: int) -> list[int]:
-    """In proportion to rates, the largest `full` and none zero; where none was measured all are alike."""
+    """Whole weights in proportion to rates, the largest `full` and none zero; all alike where none was
+    measured."""
     most = max(rates)
     return [max(1, round(full * rate / most)) if most > 0 else full for rate in rates]
 
 
 def weights_of_ranks(sizes: Sequence[int], rates: Sequence[float]) -> tuple[int, ...]:
-    """The weights of ranks of so many cores. rates: of the kind of each core, rank by rank."""
+    """Weights of ranks that have `sizes` cores each. rates: of the kind of each core, rank by rank."""
     own = iter(weights(rates, RANK_STEPS))
     return tuple(sum(next(own) for _ in range(size)) for size in sizes)
 
 
 def share(count: int, weights: Sequence[int], rank: int) -> tuple[int, int]:
-    """The share of a rank in `count` panels or heads: (begin, end), empty for a rank that takes no part."""
+    """The range of a rank's panels or heads among `count`: (begin, end), empty for a rank that takes no
+    part."""
     total, before = sum(weights), sum(weights[:rank])
     if rank >= len(weights):
         return 0, 0
@@ -71,13 +74,13 @@ def share(count: int, weights: Sequence[int], rank: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class HeadShare:
-    """A rank's share of attention: KV heads, and of each `queries` of its query heads."""
+    """A rank's share of attention: its KV heads, and `queries` query heads of each of them."""
 
     begin: int
     end: int
     queries: int
     copy: int = 0
-    """The copy of a KV head that it reads, of those that ranks keep which share it."""
+    """The copy of the KV head that the rank reads, of those that ranks keep which share the head."""
     n_sharers: int = 1
 
     @property
@@ -103,7 +106,7 @@ def head_share(n_heads: int, n_kv_heads: int, weights: Sequence[int], rank: int)
 
 
 def head_copies(n_heads: int, n_kv_heads: int, teams: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Copies that are kept of each KV head: as many as ranks share it by the table by which most do."""
+    """The number of copies kept of each KV head: the ranks that share it, by the table by which most do."""
     ranks = [min(len(table), n_heads) for table in teams]
     return tuple(
         max((_sharers(head, n_kv_heads, n) for n in ranks if n > n_kv_heads), default=1)
@@ -116,12 +119,12 @@ def _sharers(head: int, n_kv_heads: int, n_ranks: int) -> int:
 
 
 def _ranks_before(head: int, n_kv_heads: int, n_ranks: int) -> int:
-    """The ranks that share the KV heads before this one."""
+    """The number of ranks that share the KV heads before this one."""
     return -(-head * n_ranks // n_kv_heads)
 
 
 def columns(packed: PackedWeight, begin: int, end: int) -> PackedWeight | None:
-    """A view of some panels; None if there are none."""
+    """A view of the panels from `begin` to `end` of a weight; None if there are none."""
     if begin >= end:
         return None
     return replace(

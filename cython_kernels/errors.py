@@ -6,7 +6,7 @@ from typing import ClassVar
 
 
 class KernelError(Exception):
-    """Base of this room's errors."""
+    """Base of the errors of this package."""
 
     exit_code: ClassVar[int] = 1
 

@@ -45,6 +45,7 @@ def logarithm(x: float) -> float:
 
 @lru_cache(maxsize=4096)
 def power(base: float, numerator: int, denominator: int) -> float:
-    """base to a rational exponent, correctly rounded but for ties that 40 digits do not tell; base > 0."""
+    """The base to a rational exponent, correctly rounded but for ties that 40 digits do not tell; base >
+    0."""
     exponent = _DIGITS.divide(Decimal(numerator), Decimal(denominator))
     return float(_DIGITS.power(Decimal(base), exponent))

@@ -15,23 +15,24 @@ from phasewise.cython_kernels import _native
 
 
 def ladder() -> tuple[str, ...]:
-    """Every name, lowest first, usable here or not."""
+    """The names of all instruction sets, lowest first, usable here or not."""
     return tuple(_native.isa_ladder())
 
 
 def usable() -> tuple[str, ...]:
-    """The names that run on this machine, lowest first; never empty."""
+    """The names of the instruction sets that run on this machine, lowest first; never empty."""
     return tuple(_native.isa_usable())
 
 
 def active() -> str:
-    """The name in use."""
+    """The name of the instruction set in use."""
     return str(_native.isa_active())
 
 
 @contextmanager
 def using(name: str) -> Iterator[None]:
-    """Use `name` within the block, for the whole process; IsaError where it does not run here."""
+    """Use the instruction set `name` within the block, for the whole process; IsaError where it does not run
+    here."""
     before = active()
     _native.isa_select(name)
     try:

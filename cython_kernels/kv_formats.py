@@ -7,8 +7,8 @@ from __future__ import annotations
 from phasewise.cython_kernels import _native
 
 KV_FORMATS: tuple[str, ...] = _native.KV_FORMATS
-"""`f32`, `f16`, `bf16`; `int16` and `int8` with a scale for each key and each value; `int4` with two for
-every 32 numbers."""
+"""Names of the formats: `f32`, `f16`, `bf16`; `int16` and `int8` with a scale for each key and each value;
+`int4` with two for every 32 numbers."""
 
 
 def kv_slot_bytes(kv_format: str, head_dim: int, latent: bool = False) -> int:

@@ -13,21 +13,24 @@ from phasewise.cython_kernels import _native
 KINDS = ("f32", "f16", "bf16", "int8")
 
 PROBE_S = 0.02
-"""Long against a timer tick; a probe is three of them."""
+"""Seconds of one loop of a probe, long against a timer tick; a probe is three loops."""
 PROBE_BYTES = 8 << 20
-"""That each member reads: more than its L2, and all together more than their L3."""
+"""Bytes that each member reads in a probe: more than its L2, and all together more than their L3."""
 
 
 @dataclass(frozen=True)
 class MemberRates:
-    """Rates of each member of a team while all work: bytes that it reads, and operations, a second."""
+    """Bytes and operations a second of each member of a team while all of them work."""
 
     reading: tuple[float, ...]
     computing: tuple[float, ...]
 
 
 def rates_of_members(team: _native.Team) -> MemberRates:
-    """Measured on the calling thread, which the team pins. MemoryError where there is no room to read."""
+    """The rates of a team's members, measured on the calling thread, which the team pins.
+
+    MemoryError where there is no room to read.
+    """
     readers = _native.Readers(team, PROBE_BYTES)
     try:
         readers.rates(range(team.size), PROBE_S)
@@ -47,14 +50,14 @@ def rates_of_pus(pus: Sequence[int]) -> MemberRates:
 
 
 def rates_of_kinds(rates: Sequence[float], kinds: Sequence[int]) -> tuple[float, ...]:
-    """Each member's rate as the median of those of its kind: what disturbs one of them does not move it."""
+    """The median rate of each member's kind: a disturbance of one member does not move it."""
     values, numbers = np.asarray(rates), np.asarray(kinds)
     medians = {kind: float(np.median(values[numbers == kind])) for kind in set(kinds)}
     return tuple(medians[kind] for kind in kinds)
 
 
 def peak(kind: str, rounds: int) -> int:
-    """Multiply-adds of `kind` without memory traffic; returns the operations done. Releases the GIL."""
+    """Run multiply-adds of `kind` without memory traffic; returns the operations done. Releases the GIL."""
     return int(_native.limit_peak(kind, rounds))
 
 

@@ -49,7 +49,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 BLOCK_KINDS: dict[str, Kind] = {kind: kind for kind in KINDS if kind in BLOCKS}
 
 DENSE_KINDS: tuple[Kind, ...] = ("f32", "bf16", "f16")
-"""Plain numbers, without scales."""
+"""The kinds of weights that are plain numbers, without scales."""
 
 _K_INNER = {"f32": 1, "bf16": 2, "f16": 1, "q8": 4, "q4": 8}
 _VALUE_DTYPE: dict[str, npt.DTypeLike] = {
@@ -107,13 +107,15 @@ class PackedWeight:
     scales: Array | None
     mins: Array | None
     top_exponent: int = 0
-    """bf16: the exponent field of the largest magnitude, 0..254, or NOT_FINITE.
+    """The exponent field of a bf16 weight's largest magnitude, 0..254, or NOT_FINITE.
 
-    Of the whole weight, also in a view of some columns."""
+    Of the whole weight, also in a view of some columns.
+    """
     offsets: Array | None = None
-    """Sparse storage (sparse.py): uint32 [P, slots], where in `values` slots begin; None: dense.
+    """Positions in `values` where slots begin, of sparse storage (sparse.py): uint32 [P, slots]; None: dense.
 
-    Of a view of some columns `values` is still the stream of the whole weight."""
+    Of a view of some columns `values` is still the stream of the whole weight.
+    """
 
     @property
     def is_sparse(self) -> bool:
@@ -134,7 +136,7 @@ class PackedWeight:
 
     @property
     def arrays(self) -> list[Array]:
-        """Values, then scales and mins, then offsets, as far as the weight has them."""
+        """The weight's arrays: values, then scales and mins, then offsets, as far as it has them."""
         arrays = (self.values, self.scales, self.mins, self.offsets)
         return [array for array in arrays if array is not None]
 
@@ -148,7 +150,7 @@ def padded_k(k: int) -> int:
 
 
 def groups_of(k: int, group: int) -> int:
-    """Groups that k inputs fall into."""
+    """The number of groups that k inputs fall into."""
     return 1 if group == COLUMN_GROUP else -(-k // group)
 
 
@@ -176,19 +178,20 @@ def scales_shape(n: int, k: int, group: int) -> tuple[int, int, int]:
 
 
 def to_bf16(x: Array) -> Array:
-    """float32 to bfloat16 bits (uint16), round to nearest even; NaN stays NaN, infinities stay."""
+    """float32 numbers as bfloat16 bits (uint16), rounded to nearest even; NaN stays NaN, infinities stay."""
     bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
     rounded = ((bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16).astype(np.uint16)
     return np.where(np.isnan(x), np.uint16(0x7FC0), rounded)
 
 
 def from_bf16(bits: Array) -> Array:
-    """bfloat16 bits (uint16) to float32, exactly."""
+    """The float32 numbers of bfloat16 bits (uint16), exactly."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def pack_dense(w: Array, kind: Kind) -> PackedWeight:
-    """float32 [n, k] to panels of a dense kind (bf16, f16: round to nearest even; too large is infinite)."""
+    """Pack float32 [n, k] to panels of a dense kind (bf16, f16: round to nearest even; too large is
+    infinite)."""
     if kind not in DENSE_KINDS or w.ndim != 2:
         raise ValueError(
             f"dense packing takes a matrix and {', '.join(DENSE_KINDS)}, not {w.ndim} dimensions and {kind}"
@@ -204,14 +207,15 @@ def pack_dense(w: Array, kind: Kind) -> PackedWeight:
 
 
 def thin_shape(kind: Kind, n: int, k: int) -> tuple[int, ...]:
-    """Shape of the values of `pack_thin`."""
+    """Shape of the values that `pack_thin` gives."""
     panels, inner = padded_n(n) // PANEL, _K_INNER[kind]
     steps = -(-k // inner)
     return (panels, steps, PANEL) if kind == "f32" else (panels, steps, PANEL, inner)
 
 
 def pack_thin(w: Array, kind: Kind) -> PackedWeight:
-    """As `pack_dense`, with k padded to a pair at most: of few inputs or outputs, for `add_low_rank`."""
+    """Pack float32 [n, k] as `pack_dense` does, with k padded to a pair at most: few inputs or outputs, for
+    `add_low_rank`."""
     packed = pack_dense(w, kind)
     return replace(packed, values=np.ascontiguousarray(packed.values[:, : thin_shape(kind, *w.shape)[1]]))
 
@@ -222,7 +226,7 @@ def bf16_top_exponent(bits: Array) -> int:
 
 
 def pack_quant(rows: QuantRows) -> PackedWeight:
-    """Quantised rows to q8 or q4 panels; nothing is rounded."""
+    """Pack quantised rows to q8 or q4 panels; nothing is rounded."""
     n, k = rows.q.shape
     if rows.kind == "q8":
         values = _panels(rows.q, 4, rows.zero_point, K_MULTIPLE)
@@ -236,24 +240,22 @@ def pack_quant(rows: QuantRows) -> PackedWeight:
 
 
 def pack_blocks(rows: BlockRows) -> PackedWeight:
-    """Rows of blocks to panels of them; nothing is rounded or multiplied out."""
+    """Pack rows of blocks to panels of blocks; nothing is rounded or multiplied out."""
     form, (n, k) = rows.format, rows.codes.shape
     values = blocks.pack_values(rows)
     return PackedWeight(BLOCK_KINDS[rows.kind], n, k, form.group, form.zero_point, values, None, None)
 
 
 def widened(rows: BlockRows) -> QuantRows:
-    """The same numbers with a byte for each and float32 scales and minima; nothing is rounded."""
+    """The same rows with a byte for each number and float32 scales and minima; nothing is rounded."""
     scales, mins = blocks.scale_values(rows)
     return QuantRows(blocks.looked_up(rows), scales, mins, rows.format.zero_point, rows.format.group, 8)
 
 
 def quantise(w: Array, bits: int, symmetric: bool) -> QuantRows:
-    """float32 [n, k] to groups of 32 along k, float16 scales; q is rounded against the stored scale.
-
-    Symmetric: zero_point 2^(bits-1) and no mins. Otherwise: zero_point 0 and float16 mins.
-    Values must be finite and small enough that a group's scale is a finite float16 (ValueError).
-    """
+    """Quantise float32 [n, k] in groups of 32 along k with float16 scales; q is rounded against the stored
+    scale. Symmetric: zero_point 2^(bits-1) and no mins. Otherwise: zero_point 0 and float16 mins. Values must
+    be finite and small enough that a group's scale is a finite float16 (ValueError)."""
     n, k = w.shape
     group, top = DEFAULT_GROUP, (1 << bits) - 1
     padded = np.pad(np.asarray(w, dtype=np.float32), ((0, 0), (0, -k % group)), mode="edge")
@@ -271,7 +273,7 @@ def quantise(w: Array, bits: int, symmetric: bool) -> QuantRows:
 
 
 def dequantise(rows: QuantRows) -> Array:
-    """float32 [n, k]: scale * (q - zero_point), then + min, each in float32."""
+    """The rows as float32 [n, k]: scale * (q - zero_point), then + min, each in float32."""
     k = rows.q.shape[1]
     group = rows.group or k
     scales = np.repeat(rows.scales.astype(np.float32), group, axis=1)[:, :k]
@@ -293,7 +295,7 @@ def to_dense(weight: PackedWeight) -> PackedWeight:
 
 
 def unpack(p: PackedWeight) -> Array:
-    """float32 [n, k] of a packed weight: what every kernel is measured against."""
+    """The packed weight as float32 [n, k]: the reference for every kernel."""
     if p.is_sparse:
         return unpack(to_dense(p))
     if p.kind in ("f32", "f16"):
@@ -304,7 +306,7 @@ def unpack(p: PackedWeight) -> Array:
 
 
 def unpack_quant(p: PackedWeight) -> QuantRows:
-    """The rows that `pack_quant` was given; of blocks, those that `widened` gives."""
+    """The rows that `pack_quant` was given; for a weight of blocks, those that `widened` gives."""
     if p.kind in BLOCKS:
         return widened(unpack_blocks(p))
     assert p.scales is not None
@@ -339,7 +341,7 @@ def _with_minimum(blocks: Array, bits: int) -> tuple[Array, Array, int]:
 
 
 def _panels(rows: Array, inner: int, fill: int, k_multiple: int) -> Array:
-    """[n, k] to contiguous [P, Kp/inner, 16(, inner)], padded with `fill`."""
+    """The rows [n, k] as contiguous panels [P, Kp/inner, 16(, inner)], padded with `fill`."""
     n, k = rows.shape
     n_pad, k_pad = -n % PANEL, -k % k_multiple
     if n_pad or k_pad:

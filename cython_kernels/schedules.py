@@ -18,12 +18,12 @@ CANONICAL = "canonical"
 TILES = "tiles"
 """The choice by which quantised and bf16 weights have the arithmetic of the tile unit in both phases."""
 OF_ONE_INSTRUCTION_SET = frozenset({"bf16_dot", "bf16_tile", "f16_fma"})
-"""Compute paths that round by an instruction's own rules. All others give the same bits on every CPU."""
+"""Compute paths that round by an instruction's own rules. All other paths give the same bits on every CPU."""
 _ON_TILES = "bf16_tile"
 SAME_BITS = {"int8_tile": "int8_dot"}
-"""Paths that are another one, bit for bit."""
+"""Compute paths whose bits are those of another one, and that other one."""
 MAX_ROW_RANGES = 64
-"""Ranges that one weight may have (PW_MAX_ROW_RANGES)."""
+"""Most ranges of one weight (PW_MAX_ROW_RANGES)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +32,15 @@ class RowRange:
 
     last_m: int
     schedule: Mapping[str, Any] | None
-    """As `_native.default_schedule` gives it, by the names of `kerneldb.records.Schedule`; None: that one."""
+    """The range's schedule as `_native.default_schedule` gives it, by the names of
+    `kerneldb.records.Schedule`; None: the default."""
     why: str
-    """For people: where the schedule comes from."""
+    """The origin of the schedule, in words."""
 
 
 def canonical_path(weight: PackedWeight) -> str:
-    """The default path of CPUs without dots of 16 bits or a tile unit, whose bits every CPU gives; or the
-    default here, where that has the same bits.
-    """
+    """The path whose bits every CPU gives: the default here if it has them, else the default of CPUs without
+    dots of 16 bits or a tile unit."""
     from phasewise.cython_kernels._native import compute_paths
 
     shared = "fma" if weight.kind in DENSE_KINDS else "int8_dot"
@@ -79,26 +79,24 @@ class ScheduleLookup:
 
     @property
     def bands(self) -> Sequence[ScheduleLookup]:
-        """The schedules of the cores of each band that the phase's plan has; of further ones, defaults."""
+        """The lookups of the cores of each band that the phase's plan has; defaults for further bands."""
         return ()
 
     def products(self, weight: PackedWeight, max_m: int) -> Sequence[RowRange]:
-        """At most MAX_ROW_RANGES, ascending; beyond the last one the default runs."""
+        """The ranges of products with a weight, at most MAX_ROW_RANGES, ascending; beyond the last one the
+        default runs."""
         return ()
 
     def attention(self, kv_format: str, n: int, k: int, max_m: int) -> Sequence[RowRange]:
-        """The same for attention, by the rows of a step's longest slice.
-
-        kv_format: `f16` or `f32`; n and k: what all query heads, and all KV heads, have in dimensions.
-        """
+        """The ranges of attention, by the rows of a step's longest slice. kv_format: `f16` or `f32`; n and k:
+        what all query heads, and all KV heads, have in dimensions."""
         return ()
 
 
 @dataclass(frozen=True)
 class CanonicalBut(ScheduleLookup):
-    """Nothing is tuned: weights that have the named path are multiplied by it, all others by what every CPU
-    shares. None: all by that.
-    """
+    """A lookup with nothing tuned: weights that have the named path are multiplied by it, all others by what
+    every CPU shares. None: all by that."""
 
     path: str | None
 

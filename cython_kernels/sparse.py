@@ -36,7 +36,7 @@ def to_sparse(weight: PackedWeight) -> PackedWeight:
 
 
 def kept(weight: PackedWeight) -> int:
-    """Weights that are not zero, padding apart.
+    """The number of weights that are not zero, padding apart.
 
     WeightError where offsets, masks and length of a sparse weight disagree.
     """
@@ -52,7 +52,7 @@ def density(weight: PackedWeight) -> float:
 
 
 def kept_share(weight: PackedWeight) -> float:
-    """About the share of weights that a sparse weight keeps, padding included, from its bytes alone.
+    """The share of weights that a sparse weight keeps, roughly and padding included, from its bytes alone.
 
     Of a view of some columns, their share.
     """
@@ -64,7 +64,8 @@ def kept_share(weight: PackedWeight) -> float:
 
 
 def values_bytes(kind: str, n: int, k: int, kept_share: float) -> float:
-    """About how many bytes a sparse weight takes, scales apart: a bit for each, the kept ones, offsets."""
+    """The bytes that a sparse weight takes, roughly and scales apart: a bit for each weight, the kept ones,
+    offsets."""
     weights = packing.padded_n(n) * packing.padded_k(k)
     element = 2 if kind == "bf16" else 1
     slots = np.prod(packing.offsets_shape(n, k))

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from phasewise.serving.embedding.client import LaneState
 from phasewise.serving.embedding.metrics import EmbeddingMetrics
 from phasewise.serving.embedding.queues import UNLIMITED
-from phasewise.serving.engine.instance_state import InstanceInfo, InstanceState
+from phasewise.serving.engine.engine_host import InstanceInfo, InstanceState
 from phasewise.serving.engine.messages import Answer, DraftCounts, EngineLoad, HandOverCounts, Submit
 from phasewise.serving.http.errors import ApiError
 from phasewise.serving.http.http_settings import RequestFacts
@@ -251,6 +251,7 @@ def registry() -> CollectorRegistry:
     metrics.sent(Submit("a", (1,), model="one"), RequestFacts((1,), 0.0, None, 1, None))
     metrics.delivered((Answer("a", "", (), 1, 0, "stop"),), None)
     metrics.refused(ApiError(400, ""))
+    metrics.asked("one", "", "")
     metrics.answered_by_connection(400)
     return metrics.registry
 

@@ -4,7 +4,8 @@ combinations.md from the table of what goes together. A test fails where one is 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,10 @@ An option is taken from the flag, else from its environment variable, else from 
 
 A flag that has no effect in the way that a command is run is wrong usage: the line names it and the way. A variable or a line of
 the configuration file stands for many runs: where one cannot follow it, it is left out, and `serve` says so in a line.
+"""
+
+SHARED = """
+Options that many commands have; their sections name them behind "Also":
 """
 
 TOGETHER_HEADER = """# What goes together in phasewise serve
@@ -78,6 +83,9 @@ TOGETHER_ELSE = """
 |---|---|---|
 """
 
+SHARED_FROM = 20
+"""Commands that must have the very same option for it to be described once, at the top of the page."""
+
 FOR_RESEARCH = (
     "Lines of the configuration file alone, for what is set once or to compare ways of doing the same:"
 )
@@ -93,17 +101,34 @@ def commands(command: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield from commands(children[name], f"{path} {name}")
 
 
-def section(path: str, command: Any) -> str:
-    """Usage, what it does, and a table of its parameters."""
+def shared_rows(described: Iterable[tuple[str, Any]]) -> list[str]:
+    """The rows that many commands have alike, the most frequent first."""
+    rows = Counter(
+        _row(parameter, _with_unit(parameter))
+        for _, command in described
+        for parameter in command.params
+        if parameter.param_type_name == "option"
+        and parameter.name != "help"
+        and not getattr(parameter, "hidden", False)
+    )
+    return [row for row, count in rows.most_common() if count >= SHARED_FROM]
+
+
+def section(path: str, command: Any, shared: Sequence[str] = ()) -> str:
+    """Usage, what it does, and a table of its parameters; those of `shared` rows are only named."""
     context = typer.Context(command, info_name=path)
     usage = [re.sub(r"[{}]", "", piece) for piece in command.collect_usage_pieces(context)]
     lines = [f"## {path}", "", f"`{path} {' '.join(usage)}`", "", _paragraphs(command.help or "")]
     lines += ["", "```console", *(f"$ {example}" for example in command.examples), "```"]
     shown = [parameter for parameter in command.params if parameter.name != "help"]
     research = [parameter for parameter in shown if getattr(parameter, "hidden", False)]
-    rows = [_row(parameter, _with_unit(parameter)) for parameter in shown if parameter not in research]
+    all_rows = [_row(parameter, _with_unit(parameter)) for parameter in shown if parameter not in research]
+    rows = [row for row in all_rows if row not in shared]
+    also = [row.split(" | ")[0].removeprefix("| ") for row in shared if row in all_rows]
     if rows:
         lines += ["", "| parameter | meaning | default | environment |", "|---|---|---|---|", *rows]
+    if also:
+        lines += ["", f"Also {' and '.join(also)}."]
     if research:
         lines += ["", FOR_RESEARCH, "", "| line | meaning | default | environment |", "|---|---|---|---|"]
         lines += [_row(parameter, _label(parameter)) for parameter in research]
@@ -148,8 +173,11 @@ def _row(parameter: Any, names: str) -> str:
 
 def render() -> str:
     """The whole page."""
-    root = typer.main.get_command(app)
-    return HEADER + "".join("\n" + section(path, command) for path, command in commands(root, "phasewise"))
+    described = list(commands(typer.main.get_command(app), "phasewise"))
+    shared = shared_rows(described)
+    table = [SHARED, "| parameter | meaning | default | environment |", "|---|---|---|---|", *shared, ""]
+    sections = "".join("\n" + section(path, command, shared) for path, command in described)
+    return HEADER + "\n".join(table) + sections
 
 
 def goes_together(flag: str, way: tuple[tuple[str, ...], bool]) -> bool:

@@ -7,7 +7,8 @@ from phasewise.ir.types import Scalar
 
 
 def integer_result(op: str, a: int, b: int, of: Scalar) -> int | None:
-    """`a op b` in a type that both have; None where C defines none: a division by 0, a shift by too much."""
+    """The result of `a op b` in a type that both have; None where C defines none: a division by 0, a shift by
+    too much."""
     value = _exact(op, a, b, 8 * of.size)
     return None if value is None else int(fitting(value, of))
 

@@ -1,6 +1,5 @@
-"""A kernel's text and a choice of its parameters as C for a target; and what names a build for the
-database.
-"""
+"""C of a kernel's text for a target, with a choice of its parameters; and the name of such a build in the
+database."""
 
 from __future__ import annotations
 
@@ -20,14 +19,14 @@ from phasewise.ir.transforms import transformed
 
 
 def target_named(name: str) -> IsaTarget:
-    """SourceError (usage) where there is none of the name."""
+    """The target of this name. SourceError (usage) where there is none."""
     if name not in TARGETS:
         raise SourceError(name, 0, f"is no instruction set; there are {', '.join(TARGETS)}")
     return TARGETS[name]
 
 
 def chosen(text: str, choice: Mapping[str, int], where: str = "kernel") -> ir.FunctionDefinition:
-    """The kernel with these parameters, its loops transformed."""
+    """The kernel of a text with a choice of its parameters, its loops transformed."""
     return transformed(read(text, where, choice), where)
 
 
@@ -40,8 +39,9 @@ def built(
 
 
 def kernel_abi(text: str, target: IsaTarget, compiler: str) -> str:
-    """The parts that must be the same for stored parameters to be used: the kernel, how it is lowered, and
-    the compiler.
+    """The name of a build: a kernel, a target, and a hash of its text, its lowering and the compiler.
+
+    Parameters are stored under this name.
 
     Neither the values that are offered to the search nor the description of arguments are part of it.
     """
@@ -60,6 +60,6 @@ def kernel_abi(text: str, target: IsaTarget, compiler: str) -> str:
 
 
 def compiler_version(compiler: str) -> str:
-    """The first line of `--version`."""
+    """The first line that the compiler prints for `--version`."""
     done = run([compiler, "--version"], ChildLimits(seconds=5))
     return re.sub(r"\s+", " ", done.output.partition("\n")[0]).strip()

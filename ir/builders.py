@@ -1,4 +1,4 @@
-"""Builders of operations from the arguments of intrinsics, and the types of registers."""
+"""Functions that build operations from the arguments of intrinsics, and the types of registers."""
 
 from __future__ import annotations
 
@@ -34,17 +34,18 @@ Build: TypeAlias = Callable[[Sequence[ir.Expr]], ir.Expr]
 
 @dataclass(frozen=True, slots=True)
 class Intrinsic:
-    """`build` makes the operation of raised arguments; vectors that it returns have the result's size."""
+    """An intrinsic's result, and `build`, which makes the operation of raised arguments; vectors that it
+    returns have the result's size."""
 
     result: Type
     build: Build
 
 
 class Table(dict[str, Intrinsic]):
-    """Intrinsics by name."""
+    """A table of intrinsics by name."""
 
     def put(self, names: str, result: Type, build: Build) -> None:
-        """One row; several names, with blanks between them, of intrinsics that do the same."""
+        """Add one row: several names, with blanks between them, of intrinsics that do the same."""
         self.update(dict.fromkeys(names.split(), Intrinsic(result, build)))
 
 
@@ -57,7 +58,7 @@ X86_TYPES["__m64"] = Vec(BITS, 8)
 MASK_TYPES: dict[str, Vec] = {
     f"__mmask{64 // elem.size}": Vec(elem, 64 // elem.size) for elem in (I8, I16, I32, I64)
 }
-"""Masks of 512 bits, as the comparisons that they come from: all bits of a lane, or none."""
+"""Types of 512-bit masks, as the comparisons that they come from: all bits of a lane set, or none."""
 X86_TYPES |= MASK_TYPES
 X86_NAMES = {of: name for name, of in X86_TYPES.items()}
 NEON_TYPES: dict[str, Type] = {
@@ -83,7 +84,7 @@ NEON_NAMES = {of: name for name, of in reversed(NEON_TYPES.items()) if not name.
 
 
 def number(e: ir.Expr) -> int:
-    """An argument that must be known when compiling."""
+    """The value of an argument that must be known when compiling."""
     if not isinstance(e, ir.Const) or not isinstance(e.value, int):
         raise Mistyped("takes a number that is known when compiling")
     return e.value
@@ -124,7 +125,7 @@ def pointer_to(e: ir.Expr, elem: Scalar | None) -> ir.Expr:
 
 
 def first_lanes(e: ir.Expr, elem: Scalar, lanes: int) -> ir.Expr:
-    """The first lanes of a register, read as `elem`."""
+    """The first lanes of a register whose bits are read as `elem`."""
     register = as_elem(e, elem)
     while lanes_of(register) > lanes:
         register = half("lo", register)
@@ -132,7 +133,7 @@ def first_lanes(e: ir.Expr, elem: Scalar, lanes: int) -> ir.Expr:
 
 
 def half(which: str, e: ir.Expr) -> ir.Expr:
-    """A half of a vector; of a concatenation, a part of it."""
+    """One half of a vector; of a concatenation, the part that is this half."""
 
     if ir.is_call(e, "concat"):
         return e.args[which == "hi"]
@@ -146,7 +147,7 @@ def half(which: str, e: ir.Expr) -> ir.Expr:
 
 
 def padded(e: ir.Expr, size: int) -> ir.Expr:
-    """Zeros behind a vector up to a register's size."""
+    """A vector with zeros behind it, up to a register's size."""
     while size_of(e) < size:
         assert isinstance(e.type, Vec)
         e = call("concat", (e, zero(e.type.elem, e.type.lanes)))
@@ -165,19 +166,19 @@ def signs(elem: Scalar, lanes: int, of_even: bool) -> ir.Expr:
 
 
 def flipped(e: ir.Expr, of_even: bool) -> ir.Expr:
-    """Every second lane negated."""
+    """A vector with every second lane negated."""
     elem = ir.vec(e).elem
     mask = signs(elem, ir.vec(e).lanes, of_even)
     return as_elem(binary("^", as_elem(e, ir.vec(mask).elem), mask), elem)
 
 
 def reading(elem: Scalar) -> Build:
-    """The same bits as numbers of another type."""
+    """Builds a reading of the same bits as numbers of another type."""
     return lambda a: a[0] if elem == BITS else as_elem(a[0], elem)
 
 
 def lane(elem: Scalar) -> Build:
-    """A lane of the number that stands behind the register."""
+    """Builds the lane whose number stands behind the register among the arguments."""
     return lambda a: call("lane", (as_elem(a[0], elem),), (number(a[1]),))
 
 
@@ -246,7 +247,7 @@ def unpacked(elem: Scalar, which: int) -> Build:
 
 
 def neighbours(a: Sequence[ir.Expr], elem: Scalar, op: str = "+") -> ir.Expr:
-    """Each lane with the next one; of vectors below sixteen bytes too."""
+    """Each lane added to (or combined by `op` with) the next one; of vectors below sixteen bytes too."""
     first, second = as_elem(a[0], elem), as_elem(a[1], elem)
     group = 2 * (16 // elem.size)
     if size_of(first) < 16:
@@ -258,7 +259,7 @@ def neighbours(a: Sequence[ir.Expr], elem: Scalar, op: str = "+") -> ir.Expr:
 
 
 def saturated(e: ir.Expr, to: Scalar) -> ir.Expr:
-    """Lanes of half the width or less, the nearest where one does not fit."""
+    """Lanes of half the width or less; a number that does not fit becomes the nearest that does."""
     wide, bits = ir.vec(e).elem, 8 * to.size
     low, high = (-(1 << bits - 1), (1 << bits - 1) - 1) if to.is_signed else (0, (1 << bits) - 1)
     bounded = call("min", (e, constant(wide, [high] * lanes_of(e))))
@@ -268,7 +269,7 @@ def saturated(e: ir.Expr, to: Scalar) -> ir.Expr:
 
 
 def element(p: ir.Expr) -> ir.Expr:
-    """The type that a pointer points to."""
+    """The type of what a pointer points to."""
     of = target(p)
     if isinstance(p, ir.Binary) and p.op == "+" and isinstance(p.a.type, Pointer | Array):
         return ir.Index(of, p.a, p.b)

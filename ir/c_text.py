@@ -12,7 +12,8 @@ from phasewise.ir.words import C_NAMES
 
 
 def c_type(of: Type, name: str = "", special: Callable[[Type], str | None] = lambda _: None) -> str:
-    """A declaration of `name`. special: the words for types that have none here, such as registers."""
+    """C's declaration of `name` with a type. special: the words for types that have none here, such as
+    registers."""
     own = special(of)
     if own is not None:
         return f"{own} {name}".rstrip()
@@ -38,13 +39,13 @@ def struct_text(of: Struct, typed: Callable[[Type, str], str] = c_type) -> str:
 
 
 def signature(name: str, args: Sequence[tuple[str, Type]], result: Type) -> str:
-    """The head of a function."""
+    """The head of a C function."""
     given = ", ".join(c_type(of, arg) for arg, of in args) or "void"
     return f"{c_type(result)} {name}({given})".replace("* ", "*")
 
 
 def number(value: int | float, of: Scalar) -> str:
-    """A constant in C."""
+    """The text of a constant in C."""
     if of.is_float:
         suffix = "f" if of == F32 else ""
         if math.isnan(value):
@@ -71,7 +72,7 @@ def number(value: int | float, of: Scalar) -> str:
 
 
 def compared(e: ir.Binary, a: str, b: str, typed: Callable[[Type], str]) -> str:
-    """An operation on two numbers; sides of a comparison are first converted as C converts them."""
+    """C of an operation on two numbers; sides of a comparison are first converted as C converts them."""
     left, right = decayed(e.a.type), decayed(e.b.type)
     if e.op in COMPARISONS and isinstance(left, Scalar) and isinstance(right, Scalar) and left != right:
         shared = common(left, right)
@@ -85,7 +86,7 @@ def is_simple(text: str) -> bool:
 
 
 def wrapped(text: str) -> str:
-    """An operand: in parentheses unless it is a name, a number or closed already."""
+    """An operand of C: in parentheses unless it is a name, a number or closed already."""
     if text.isidentifier() or text.replace(".", "").isalnum():
         return text
     if text[0] == "(" and text[-1] == ")":

@@ -36,13 +36,12 @@ class TunedTarget:
     by_shape: Mapping[Shape, Mapping[str, int]]
     core_sig: str
     original: Original | None = None
-    """For shapes whose choice it is."""
+    """The original function, for the shapes whose choice it is."""
 
 
 def emitted(text: str, tuned: Sequence[TunedTarget], header: str | None, about: str) -> str:
-    """The C file. Where the compiler is told of a tuned target, its variants; else the defaults in portable
-    C.
-    """
+    """The C file of a kernel: its variants for each tuned target of which the compiler is told; else the
+    defaults in portable C."""
     function = read(text)
     plain = built(text, {}, TARGETS["portable"])
     sections = [
@@ -62,7 +61,7 @@ def emitted(text: str, tuned: Sequence[TunedTarget], header: str | None, about: 
 
 
 def about_comment(about: str, tuned: Sequence[TunedTarget]) -> str:
-    """The comment at the top: where it comes from, and with which flags it is fast."""
+    """The comment at the top of a file: where it comes from, and with which flags it is fast."""
     lines = [f"/* {about}"]
     lines += [
         f" * Tuned on {tuned_target.core_sig}: build with -O3 {' '.join(tuned_target.target.flags)}"
@@ -74,7 +73,7 @@ def about_comment(about: str, tuned: Sequence[TunedTarget]) -> str:
 
 
 def emitted_header(text: str, about: str) -> str:
-    """The header: structs and the declaration."""
+    """The header of a kernel: structs and the declaration."""
     function = read(text)
     plain = built(text, {}, TARGETS["portable"])
     guard = f"{function.name.upper()}_H"
@@ -122,9 +121,8 @@ def _variant(text: str, choice: Mapping[str, int], tuned: TunedTarget, name: str
 
 
 def _dispatch(text: str, variants: Sequence[Lowered], numbers: Mapping[Shape, int]) -> str:
-    """The function under its own name: by the product of what differs between shapes, the nearest in
-    ratio.
-    """
+    """C of the function under its own name, which calls the variant of the nearest shape in ratio, by the
+    product of what differs between shapes."""
     function = read(text)
     names = ", ".join(name for name, _ in function.args)
     word = "" if isinstance(function.result, Void) else "return "

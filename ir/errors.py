@@ -21,7 +21,7 @@ class SourceError(UserKernelError):
 
 
 class CheckError(UserKernelError):
-    """A kernel and its original differ, or one touches memory that its description does not give it."""
+    """A kernel and its original differ, or a kernel touches memory that its description does not give it."""
 
 
 class ToolError(UserKernelError):

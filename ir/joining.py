@@ -15,11 +15,11 @@ from phasewise.ir.raising.reductions import without_unused
 from phasewise.ir.types import I32, Vec
 
 MOST = 128
-"""Most that a lane may hold for a pair of products to fit 16 bits."""
+"""Largest value of a lane with which a pair of products fits 16 bits."""
 
 
 def joined(function: ir.FunctionDefinition) -> ir.FunctionDefinition:
-    """The function with four products in one operation, where that changes no bit."""
+    """The function with four products in one operation, wherever that changes no bit."""
     body = _Joiner(function).body(function.body)
     return function if body == function.body else without_unused(replace(function, body=body))
 
@@ -51,13 +51,13 @@ class _Joiner(ir.Rewriter):
         return call("dot_u8i8", (zero, a, b))
 
     def _known(self, e: ir.Expr) -> ir.Expr:
-        """The value of a name that has only one."""
+        """The expression that a name stands for, if it has only one value."""
         while isinstance(e, ir.Var) and e.name in self._values and e.name not in self._changing:
             e = self._values[e.name]
         return e
 
     def _most(self, e: ir.Expr) -> int:
-        """No lane of bytes is larger, read without a sign."""
+        """A bound of the lanes: no lane of bytes, read without a sign, is larger."""
         e = self._known(e)
         match e:
             case ir.CallExpression(name="bits", args=(inner,)) if isinstance(inner.type, Vec):

@@ -1,6 +1,5 @@
-"""Questions of transformations about a loop: what it carries from one turn to the next, how addresses move,
-what it touches.
-"""
+"""Facts of a loop that transformations need: values carried to the next turn, movement of addresses, memory
+touched."""
 
 from __future__ import annotations
 
@@ -11,11 +10,10 @@ from phasewise.ir.operations import binary, call, cast
 from phasewise.ir.types import Array, Pointer, Scalar, Type, Vec
 
 WHOLE = "whole"
-"""Word of `unroll` and `apart`: turns that fill no group of n are not the loop's."""
+"""Word of `unroll` and `apart`: turns that fill no group of n are left to what follows the loop."""
 SUM_ORDERS = ("pairs", "halves", "in_turn")
-"""The order in which sums of turns are added: neighbours; the upper half upon the lower; one after
-another.
-"""
+"""Orders in which the sums of turns are added: neighbours; the upper half upon the lower; one after
+another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,15 +23,18 @@ class Accumulator:
     name: str
     type: Type
     op: str
-    """+, min or max."""
+    """The operator by which it grows: +, min or max."""
 
     @property
     def is_exact(self) -> bool:
-        """True if the order of turns changes no bit. Of floats min and max are not, for NaN and zeros."""
+        """True if the order of turns changes no bit of the result.
+
+        Of floats it does change bits, of min and max too, for NaN and zeros.
+        """
         return not _elem(self.type).is_float
 
     def identity(self, value: ir.Expr) -> ir.Expr:
-        """The first value of a second accumulator; `value`: the first one's."""
+        """The first value of a second accumulator. value: the first value of the first one."""
         if self.op != "+":
             return value
         elem = _elem(self.type)
@@ -48,7 +49,7 @@ class Accumulator:
         return call(self.op, (a, b))
 
     def total(self, parts: list[ir.Expr], order: str) -> ir.Expr:
-        """All of them as one, in an order of SUM_ORDERS."""
+        """All partial results combined to one, in an order of SUM_ORDERS."""
         while len(parts) > 1:
             half = len(parts) // 2
             if order == "in_turn":
@@ -70,7 +71,7 @@ def _elem(of: Type) -> Scalar:
 
 
 def accumulators(loop: ir.Steps) -> tuple[list[Accumulator], list[str]]:
-    """Those of a loop, and the names of what else it carries from turn to turn."""
+    """The accumulators of a loop, and the names of what else it carries from turn to turn."""
     own = {node.name for node in ir.walk_body(loop.body) if isinstance(node, ir.Declare)}
     counted = {node.variable for node in ir.walk_body(loop.body) if isinstance(node, ir.Steps)}
     carried = ir.assigned(loop.body) - own - counted - {loop.variable}
@@ -111,7 +112,8 @@ def _is_read_before_written(body: ir.Body, name: str) -> bool:
 
 
 def _accumulator(body: ir.Body, name: str) -> Accumulator | None:
-    """One operation on it for each assignment, all the same, and no other use."""
+    """The accumulator that a name is in a body, if every assignment does the same one operation on it, and
+    nothing else uses it; else None."""
     ops: set[str] = set()
     of: Type | None = None
     n_uses = 0
@@ -147,9 +149,8 @@ def _combining(value: ir.Expr, name: str) -> str | None:
 
 
 def coefficient(e: ir.Expr, variable: str, changing: set[str]) -> int | None:
-    """By how many (elements, for a pointer) `e` grows when the variable grows by one. None: not by a known
-    number.
-    """
+    """The number of elements by which `e` grows when the variable grows by one; None: not by a known
+    number."""
     match e:
         case ir.Const():
             return 0
@@ -176,7 +177,7 @@ def coefficient(e: ir.Expr, variable: str, changing: set[str]) -> int | None:
 
 
 def moved(e: ir.Expr, loop: ir.Steps, turns: int) -> ir.Expr:
-    """`e` some turns later."""
+    """The expression `e` as it is some turns later."""
     if not turns:
         return e
     return ir.Substitute({loop.variable: later(loop, turns)}).expr(e)
@@ -191,7 +192,7 @@ def later(loop: ir.Steps, turns: int) -> ir.Expr:
 
 
 def times(step: ir.Expr, n: int) -> ir.Expr:
-    """A step, several times; a number if it is one."""
+    """A step taken n times; a number if the step is one."""
     if isinstance(step, ir.Const):
         return ir.Const(step.type, int(step.value) * n)
     assert isinstance(step.type, Scalar)
@@ -199,7 +200,7 @@ def times(step: ir.Expr, n: int) -> ir.Expr:
 
 
 def trip_count(loop: ir.Steps) -> int | None:
-    """The number of turns of a loop between known numbers."""
+    """The number of turns of a loop between known numbers; None of any other."""
     match loop.condition:
         case ir.Binary(op="<" | "<=" as op, a=ir.Var(name=name), b=ir.Const(value=end)) if (
             name == loop.variable
@@ -254,7 +255,7 @@ def leaves_early(body: ir.Body) -> bool:
 
 
 def base_of(p: ir.Expr) -> str | None:
-    """The pointer or array that an address begins with."""
+    """The pointer or array that an address starts from."""
     while True:
         match p:
             case ir.Var(name=name):
@@ -268,7 +269,7 @@ def base_of(p: ir.Expr) -> str | None:
 
 
 def loaded(body: ir.Body) -> list[tuple[str | None, ir.Expr]]:
-    """Addresses that are read, with what they begin with."""
+    """The addresses that a body reads, with the pointer or array that each starts from."""
     addresses: list[tuple[str | None, ir.Expr]] = []
     for node in ir.walk_body(body):
         if ir.is_call(node, "load"):
@@ -283,7 +284,7 @@ def loaded(body: ir.Body) -> list[tuple[str | None, ir.Expr]]:
 
 
 def stored(body: ir.Body) -> list[tuple[str | None, ir.Expr]]:
-    """Addresses that are written."""
+    """The addresses that a body writes."""
     addresses: list[tuple[str | None, ir.Expr]] = []
     for node in ir.walk_body(body):
         if isinstance(node, ir.Do) and ir.is_call(node.call, "store"):
@@ -294,7 +295,7 @@ def stored(body: ir.Body) -> list[tuple[str | None, ir.Expr]]:
 
 
 def renamed(body: ir.Body, suffix: str, keep: set[str] = frozenset()) -> ir.Body:  # type: ignore[assignment]
-    """A copy whose own variables have names of their own."""
+    """A copy of a body whose own variables get this suffix."""
     by: dict[str, ir.Expr] = {}
     for node in ir.walk_body(body):
         if isinstance(node, ir.Declare) and node.name not in keep:

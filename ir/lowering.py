@@ -1,4 +1,4 @@
-"""The high level, its parameters chosen and its loops transformed, as C for one target.
+"""C of the high level for one target, once parameters are chosen and loops transformed.
 
 A vector wider than a register becomes several variables of a register each, a narrower one a smaller
 variable. Lanes keep their places, so every target computes the same sums in the same order.
@@ -31,7 +31,7 @@ class Lowered:
     body: str
 
     def file(self, target: IsaTarget, header: str = "") -> str:
-        """One translation unit."""
+        """The C of one translation unit."""
         return "\n".join([header + includes(target), self.structs, *self.definitions.values(), self.body, ""])
 
 
@@ -40,7 +40,7 @@ def includes(target: IsaTarget) -> str:
 
 
 def own_header(target: IsaTarget) -> str:
-    """The header of the target's intrinsics."""
+    """The header file in which the target's intrinsics are declared."""
     return {"x86": "#include <immintrin.h>\n", "arm": "#include <arm_neon.h>\n"}.get(target.family, "")
 
 
@@ -91,7 +91,7 @@ class _Lowerer(LoweredExpressions):
         return "\n".join([f"static const {c_type(flat, declaration.name)} = {{", *lines, "};"])
 
     def _declare_locals(self) -> None:
-        """All variables at the beginning: those of a loop keep their value after it."""
+        """Declare all variables at the beginning: those of a loop keep their value after it."""
         seen: set[str] = set(self._names)
         for node in ir.walk_body(self._function.body):
             match node:
@@ -211,7 +211,8 @@ class _Lowerer(LoweredExpressions):
         self._loop(plain, f"for ({before};; {after})", loop.condition, loop.body)
 
     def _loop(self, plain: str, endless: str, condition: ir.Expr, body: ir.Body) -> None:
-        """A loop; an `endless` one that asks within itself, where its condition needs lines of its own."""
+        """Write a loop; an `endless` one, which tests within itself, where its condition needs lines of its
+        own."""
         lines, text = self._captured(condition)
         if not lines:
             self._block(plain.format(condition=text), body)

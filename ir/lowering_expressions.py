@@ -1,4 +1,4 @@
-"""Expressions of the high level as C: numbers as one text, vectors as one text for each register."""
+"""C of the high level's expressions: numbers as one text, vectors as one text for each register."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class LoweredExpressions:
         return name
 
     def _captured(self, e: ir.Expr) -> tuple[list[str], str]:
-        """An expression and the lines that it needs before it."""
+        """The C of an expression, and the lines that it needs before it."""
         mine, self._lines = self._lines, []
         text = self._scalar(e)
         lines, self._lines = self._lines, mine
@@ -144,7 +144,8 @@ class LoweredExpressions:
         return name
 
     def _is_punned(self, e: ir.Index | ir.Member) -> bool:
-        """Memory of one type that is read as another, or off its alignment: by memcpy."""
+        """True for memory of one type that is read as another, or off its alignment: it is copied by
+        memcpy."""
         base = e.base
         while isinstance(base, ir.Binary):
             base = base.a
@@ -202,7 +203,10 @@ class LoweredExpressions:
         return f"{name}({self._scalar(a)})"
 
     def _reduced(self, op: str, source: ir.Expr, order: str) -> str:
-        """Halves are whole registers first; pairs meet within a register first."""
+        """C of a reduction to a number.
+
+        Halves are whole registers first; pairs meet within a register first.
+        """
         part, parts = self._part(ir.vec(source)), self._vector(source)
         if order == "pairs":
             values = [f"{self._words.reduction(op, part, order)}({register})" for register in parts]
@@ -333,11 +337,11 @@ class LoweredExpressions:
         return [f"(({word}){wrapped(register)})" for register in parts]
 
     def _bound(self, of: Vec, text: str) -> str:
-        """A name for a register that is used more than once."""
+        """Bind a register that is used more than once to a name; returns the name."""
         return text if is_simple(text) else self._temporary(self._words.type(of), text)
 
     def _take(self, parts: Parts, of: Vec, start: int, count: int) -> str:
-        """Lanes of a vector, whatever registers they are in."""
+        """`count` lanes of a vector from `start` on, whatever registers they are in."""
         part = self._part(of)
         own = self._words.type(Vec(of.elem, count))
         first = start // part.lanes
@@ -425,7 +429,7 @@ class LoweredExpressions:
         return registers
 
     def _computed(self, e: ir.CallExpression, of: Vec) -> Parts:
-        """An operation whose results depend on lanes at the same share of each argument."""
+        """C of an operation of which each part of the result depends on the same part of each argument."""
         n, part = self._n_parts(of), self._part(of)
         sources = [arg.type for arg in e.args]
         vectors = [self._vector(arg) for arg in e.args]
@@ -454,9 +458,8 @@ class LoweredExpressions:
         return registers
 
     def _packed(self, e: ir.CallExpression, of: Vec, vectors: list[Parts]) -> Parts:
-        """Each register of the result has halves of both arguments' groups: groups never leave their sixteen
-        bytes.
-        """
+        """C of a packing operation: each register of the result has halves of both arguments' groups, and
+        groups stay in their sixteen bytes."""
         n, part = self._n_parts(of), self._part(of)
         source = e.args[0].type
         assert isinstance(source, Vec)

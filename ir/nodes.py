@@ -1,4 +1,4 @@
-"""One tree for both levels: expressions that carry their type, statements that carry their line.
+"""The tree of a kernel at both levels: expressions that carry their type, statements that carry their line.
 
 At the low level calls name intrinsics and helpers and loops are C's; at the high level calls name operations
 on vectors (ir/operations.py), loops are `Steps`, and parameters stand for numbers that a search chooses.
@@ -16,7 +16,7 @@ from phasewise.ir.types import I32, Array, Pointer, Scalar, Struct, Type, Vec
 
 @dataclass(frozen=True, slots=True)
 class Const:
-    """A number. Integers are Python's, floats too (of f32: one that float32 has)."""
+    """A constant number. Integers are Python's, floats too (of f32: one that float32 has)."""
 
     type: Type
     value: int | float
@@ -37,7 +37,10 @@ class Unary:
 
 @dataclass(frozen=True, slots=True)
 class Binary:
-    """C's arithmetic and comparisons; on vectors lane by lane. A pointer may be on the left of + and -."""
+    """An operation of C's arithmetic or comparisons; on vectors lane by lane.
+
+    A pointer may be on the left of + and -.
+    """
 
     type: Type
     op: str
@@ -61,7 +64,10 @@ class Cast:
 
 @dataclass(frozen=True, slots=True)
 class CallExpression:
-    """`numbers`: what has to be known when compiling, e.g. lanes, a shift, a pattern."""
+    """A call of an intrinsic, a helper or an operation.
+
+    `numbers`: what has to be known when compiling, e.g. lanes, a shift, a pattern.
+    """
 
     type: Type
     name: str
@@ -70,13 +76,13 @@ class CallExpression:
 
     @property
     def places(self) -> list[int]:
-        """The numbers that are known, as places of lanes."""
+        """The known numbers of the call, as places of lanes."""
         return [int(number.value) for number in self.numbers if isinstance(number, Const)]
 
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """Element of a pointer or an array; also of a set of registers, at the high level."""
+    """An element of a pointer or an array; also of a set of registers, at the high level."""
 
     type: Type
     base: Expr
@@ -103,9 +109,8 @@ Expr: TypeAlias = Const | Var | Unary | Binary | Ternary | Cast | CallExpression
 
 @dataclass(frozen=True, slots=True)
 class Declare:
-    """A variable of the function; without a value its content is not defined, an array is zero or
-    `values`.
-    """
+    """Declaration of a variable of the function; without a value its content is not defined, an array is zero
+    or `values`."""
 
     name: str
     type: Type
@@ -124,7 +129,7 @@ class Assign:
 
 @dataclass(frozen=True, slots=True)
 class Do:
-    """A call for its effect."""
+    """A statement that calls for the effect alone."""
 
     call: Expr
     line: int
@@ -132,7 +137,7 @@ class Do:
 
 @dataclass(frozen=True, slots=True)
 class For:
-    """C's loop, at the low level only."""
+    """C's `for` loop, at the low level only."""
 
     start: tuple[Stmt, ...]
     condition: Expr
@@ -174,7 +179,7 @@ class While:
     body: tuple[Stmt, ...]
     line: int
     is_after: bool = False
-    """The condition is asked after the body."""
+    """True if the condition is tested after the body."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +198,7 @@ class Return:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """`break` or `continue`."""
+    """A statement `break` or `continue`."""
 
     word: str
     line: int
@@ -213,7 +218,7 @@ Body: TypeAlias = tuple[Stmt, ...]
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A number that a search may choose: the first value is the default."""
+    """A number that a search may choose among values: the first one is the default."""
 
     name: str
     values: tuple[int, ...]
@@ -222,20 +227,21 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """The values that callers pass for one argument: how many elements, of which kind. Counts are over other
-    arguments.
+    """The values that callers pass for one argument: how many elements, of which kind.
+
+    Counts are expressions over other arguments.
     """
 
     name: str
     line: int
     count: Expr | None = None
     numbers: tuple[tuple[str, float], ...] = ()
-    """low, high (values); least, most, multiple (of a number)."""
+    """The numbers of the description: low and high of values; least, most and multiple of a number."""
     halves: tuple[str, ...] = ()
     """Fields that hold float16 bits."""
     is_out: bool = False
     alias: str = ""
-    """Another buffer that callers may pass here too, as a whole; empty: none."""
+    """Name of another buffer that callers may pass here too, as a whole; empty: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,14 +304,14 @@ class Rewriter:
         return self.leave(self.inside(e))
 
     def leave(self, e: Expr) -> Expr:
-        """The expression after its parts were rewritten."""
+        """The expression that replaces `e`, whose parts have been rewritten before."""
         return e
 
     def inside(self, e: Expr) -> Expr:
         return self._rebuilt(e)
 
     def _rebuilt(self, node: Node) -> Node:
-        """A node with its parts rewritten, itself where none changes."""
+        """A node with its parts rewritten, or itself where none changes."""
         values = {field.name: getattr(node, field.name) for field in fields(node)}
         new = {name: self._value(value) for name, value in values.items()}
         changed = {name: value for name, value in new.items() if value is not values[name]}
@@ -376,7 +382,7 @@ class StatementRewriter(Rewriter):
 
 
 def assigned(body: Body) -> set[str]:
-    """Names of the variables that a body gives values to."""
+    """The names of the variables to which a body gives values."""
     names: set[str] = set()
     for node in walk_body(body):
         match node:
@@ -396,18 +402,18 @@ PointerLike = (Pointer, Array)
 
 
 def is_call(node: object, *names: str) -> TypeGuard[CallExpression]:
-    """True for a call of one of these."""
+    """True if the node is a call of one of these names."""
     return isinstance(node, CallExpression) and node.name in names
 
 
 def used(part: object) -> set[str]:
-    """Names of the variables in a node, or in a body."""
+    """The names of the variables in a node, or in a body."""
     nodes = walk_body(part) if isinstance(part, tuple) else walk(part)
     return {node.name for node in nodes if isinstance(node, Var)}
 
 
 def vec(e: Expr) -> Vec:
-    """The type of an expression that is a vector."""
+    """The type of a vector expression."""
     assert isinstance(e.type, Vec)
     return e.type
 

@@ -1,7 +1,8 @@
-"""The operations of the high level: names, and the type of a result, given the types of what goes in.
+"""The operations of the high level: names, and the type of a result, given the types of operands.
 
-None names an instruction set, and each says the same for any number of lanes. Those that x86 computes in
-groups of sixteen bytes (`shuffle`, `pack`, `lookup`) do so here too, because that is what authors wrote.
+No operation names an instruction set, and each means the same for any number of lanes. Those that x86
+computes in groups of sixteen bytes (`shuffle`, `pack`, `lookup`) do so here too, because that is what authors
+wrote.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ LIBRARY = (
 """Functions of C's library on float32 that kernels may call."""
 
 LIBRARY_F64 = {f"{name[:-1]}_f64": name[:-1] for name in LIBRARY}
-"""The same on float64: by their name here, what C calls them."""
+"""Functions of C's library on float64: C's names by the names here."""
 
 COMPLEX = {
     f"{name}_{part}": f"static inline float {name}_{part}(float a, float b, float c, float d) "
@@ -46,12 +47,13 @@ COMPLEX = {
     for name, op in (("times", "*"), ("over", "/"))
     for part in ("real", "imag")
 }
-"""Parts of C's products and quotients of complex numbers, with its rules for infinities: their C by name."""
+"""Operations on parts of C's complex products and quotients, with its rules for infinities: their C by
+name."""
 
 REDUCTIONS = ("reduce_add", "reduce_max", "reduce_min")
 ORDERS = ("halves", "pairs", "halves_pairs")
-"""The halving of a reduction: the upper half upon the lower, or neighbours; `halves_pairs`: halves down to
-sixteen bytes, then neighbours."""
+"""Orders in which a reduction halves a vector: the upper half upon the lower, or neighbours; `halves_pairs`:
+halves down to sixteen bytes, then neighbours."""
 
 DOTS = {
     # name: (types of the factors, type of the sums, products in one sum,
@@ -66,7 +68,7 @@ MAX_VECTOR_BYTES = 1024
 
 
 class Mistyped(Exception):
-    """An operation does not take what it was given. The caller adds file and line."""
+    """Raised where an operation does not take its operands. The caller adds file and line."""
 
 
 def _need(condition: bool, text: str) -> None:
@@ -76,7 +78,8 @@ def _need(condition: bool, text: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """Operands of an operation: types of values, known numbers, and the element type that the text names."""
+    """The operands of an operation: types of values, known numbers, and the element type that the text
+    names."""
 
     name: str
     types: list[Type]
@@ -84,7 +87,7 @@ class Operands:
     of: Scalar | None
 
     def number(self, index: int = 0) -> int:
-        """A number that is known before the kernel runs."""
+        """A number among the operands, which is known before the kernel runs."""
         value = self.numbers[index] if index < len(self.numbers) else None
         if not isinstance(value, ir.Const) or not isinstance(value.value, int):
             raise Mistyped("a number that is known before the kernel runs is missing")
@@ -135,15 +138,15 @@ class Operation:
     values: int
     result: Callable[[Operands], Type]
     takes_numbers: bool = False
-    """Numbers that are known when compiling stand behind the values."""
+    """True if numbers that are known when compiling stand behind the values."""
     names_type: bool = False
-    """The text names the type of the result's lanes, as in `widen(v, i32)`."""
+    """True if the text names the type of the result's lanes, as in `widen(v, i32)`."""
     is_effect: bool = False
-    """It stands alone, for what it does to memory."""
+    """True if the operation is a statement of its own, for what it does to memory."""
     moves_lanes: bool = False
-    """It does not work within sixteen bytes."""
+    """True if the operation moves lanes beyond groups of sixteen bytes."""
     is_lanewise: bool = False
-    """Each lane of the result depends on the same lane of what goes in, however many there are."""
+    """True if each lane of the result depends on the same lane of the operands, however many there are."""
 
 
 # ---- types of results ------------------------------------------------------------------------------------
@@ -374,7 +377,8 @@ SHIFTS = ("<<", ">>")
 
 
 def binary(op: str, a: ir.Expr, b: ir.Expr) -> ir.Binary:
-    """C's types for numbers and pointers; vectors meet vectors of their own type, shifts a known number."""
+    """A binary operation with its type: C's types for numbers and pointers; vectors meet vectors of their own
+    type, shifts a known number."""
     return ir.Binary(binary_type(op, a.type, b.type), op, a, b)
 
 
@@ -414,7 +418,7 @@ def binary_type(op: str, a: Type, b: Type) -> Type:
 
 
 def mask_of(elem: Scalar) -> Scalar:
-    """The result of a comparison in each lane: all bits set, or none."""
+    """The type of a comparison's result in each lane: all bits set, or none."""
     return SCALARS[f"i{8 * elem.size}"]
 
 
@@ -427,12 +431,12 @@ def unary(op: str, a: ir.Expr) -> ir.Unary:
 
 
 def decayed(of: Type) -> Type:
-    """An array as the pointer to its first element that C makes of it."""
+    """The type that C makes of an array: the pointer to its first element; any other type itself."""
     return Pointer(of.of) if isinstance(of, Array) else of
 
 
 def cast(of: Type, a: ir.Expr) -> ir.Expr:
-    """`a` as another type, itself where it has the type."""
+    """The expression `a` as another type; itself where it has the type."""
     if a.type == of:
         return a
     if isinstance(a, ir.Const) and isinstance(of, Scalar):
@@ -441,7 +445,7 @@ def cast(of: Type, a: ir.Expr) -> ir.Expr:
 
 
 def fitting(value: int | float, of: Scalar) -> int | float:
-    """A number as C converts it."""
+    """A number converted to a type as C converts it."""
     if of == F32:
         try:
             return float(struct.unpack("f", struct.pack("f", value))[0])
@@ -454,7 +458,7 @@ def fitting(value: int | float, of: Scalar) -> int | float:
 
 
 def as_elem(a: ir.Expr, elem: Scalar) -> ir.Expr:
-    """The same bits with other lanes."""
+    """The expression `a` with the same bits, read as lanes of `elem`."""
     if ir.vec(a).elem == elem:
         return a
     if ir.is_call(a, "bits"):

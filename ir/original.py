@@ -19,7 +19,7 @@ from phasewise.ir.raising.parse import parse_file
 from phasewise.ir.targets import TARGETS, IsaTarget
 
 NAME = "original"
-"""Stands where a parameter's name does; parameters are upper-case."""
+"""Name that stands where a parameter's name does; parameters are upper-case."""
 
 
 @dataclass(frozen=True)
@@ -31,15 +31,15 @@ class Original:
 
     @property
     def choice(self) -> tuple[tuple[str, int], ...]:
-        """The entry that stands for it among choices of parameters."""
+        """The choice of parameters that stands for the original."""
         return ((NAME, self.digest),)
 
     def file(self) -> str:
-        """One translation unit."""
+        """The C of one translation unit with the original."""
         return printed_c(self.function)
 
     def lowered(self, name: str) -> Lowered:
-        """Pieces of a file with other functions; the function is static and called `name`."""
+        """The original as pieces of a file with other functions; the function is static and called `name`."""
         definitions, body = printed_parts(replace(self.function, name=name), is_static=True)
         return Lowered(name, "", "", definitions, body)
 
@@ -48,11 +48,9 @@ def original_of(
     path: Path, kernel: ir.FunctionDefinition, target: IsaTarget,
     include: Sequence[Path] = (), define: Sequence[str] = (),
 ) -> Original:  # fmt: skip
-    """The function of the C file with the kernel's name; folders of its headers, macros that it needs.
-
-    Raises SourceError where it is outside the subset, and UserKernelError where it has other arguments than
-    the kernel or cannot be compiled for `target`.
-    """
+    """The original of a kernel: the function of its name in a C file. include, define: folders of headers and
+    macros that the file needs. Raises SourceError where it is outside the subset, and UserKernelError where
+    it has other arguments than the kernel or cannot be compiled for `target`."""
     function = parse_file(path, kernel.name, None, include, define)
     if (function.args, function.result) != (kernel.args, kernel.result):
         raise UserKernelError(f"{path}: {kernel.name} has other arguments than the kernel")

@@ -1,4 +1,4 @@
-"""The low level as C again: what the parser read, with every conversion written out."""
+"""C of the low level: what the parser read, with every conversion written out."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BITS = """static inline {to} {name}({of} a) {{ {to} x; memcpy(&x, &a, sizeof x)
 
 
 def printed_c(function: ir.FunctionDefinition) -> str:
-    """A file with the function, its helpers, structs and tables."""
+    """A C file with the function, its helpers, structs and tables."""
     own = HEADERS.get(function.source_isa, "#include <immintrin.h>\n")
     head = f"#include <math.h>\n#include <stdint.h>\n#include <string.h>\n{own}"
     printer = _Printer(function.source_isa)
@@ -30,7 +30,8 @@ def printed_c(function: ir.FunctionDefinition) -> str:
 
 
 def printed_parts(function: ir.FunctionDefinition, is_static: bool = False) -> tuple[dict[str, str], str]:
-    """Declarations that the function needs but structs and headers, by name, and the function."""
+    """The declarations that the function needs but structs and headers, by name, and the C of the
+    function."""
     printer = _Printer(function.source_isa)
     tables = {table.name: table for part in (*function.helpers, function) for table in part.tables}
     helpers = {helper.name: printer.function(helper, is_static=True) for helper in function.helpers}
@@ -48,7 +49,8 @@ class _Printer:
         return c_type(of, name, self._element)
 
     def _element(self, of: Type) -> str | None:
-        """Registers and float16, which the text of the high level does not have."""
+        """The text of an element's type, registers and float16 included, which the text of the high level
+        does not have."""
         if isinstance(of, Vec):
             return register_name(self._isa, of) or "?"
         return "__fp16" if of == F16 else None

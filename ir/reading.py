@@ -1,4 +1,4 @@
-"""The text of the high level back into typed statements. Every complaint names the line of the text.
+"""Reader of the high level's text: typed statements. Every complaint names the line of the text.
 
 Python's own parser reads the syntax; the subset that means something here is listed by the branches below.
 Parameters get values first, because the lanes of a vector may depend on them: a kernel is read anew for each
@@ -39,7 +39,7 @@ from phasewise.ir.types import (
 MAX_CHARS = 1 << 20
 MAX_DEPTH = 100
 MAX_SPACE = 100_000
-"""Choices of all parameters together."""
+"""Most choices of all parameters together."""
 TRANSFORMATIONS = {
     "unroll": 1,
     "apart": 1,
@@ -56,8 +56,11 @@ WORDS_BEHIND = {"unroll": (WHOLE,), "apart": (WHOLE, *SUM_ORDERS)}
 
 
 def read(text: str, where: str = "kernel", choice: Mapping[str, int] | None = None) -> ir.FunctionDefinition:
-    """A kernel of its text. With `choice`, these values stand in place of the parameters; else the names
-    stay, and types are those of the defaults. Raises SourceError."""
+    """Read a kernel from its text.
+
+    With `choice`, these values stand in place of the parameters; else the names stay, and types are those of
+    the defaults. Raises SourceError.
+    """
     return _Reader(text, where, choice).function()
 
 
@@ -67,7 +70,7 @@ class _Reader(TextExpressions):
         self._tables: dict[str, ir.Declare] = {}
         self._described: list[ir.Argument] = []
         self._free: set[str] = set()
-        """Parameters of several values."""
+        """The parameters that have several values."""
         self._loops: set[str] = set()
         self._reassociate = False
         self._result: Type = VOID
@@ -209,7 +212,7 @@ class _Reader(TextExpressions):
         )
 
     def _is_header(self, node: ast.stmt) -> bool:
-        """True if a line says something about the kernel and computes nothing; if so it is noted."""
+        """Note a line that describes the kernel and computes nothing; True if it is one."""
         match node:
             case ast.Expr(value=ast.Constant(value=str())) | ast.Pass():
                 return True
@@ -358,7 +361,10 @@ class _Reader(TextExpressions):
         self._types[name] = of
 
     def _fit(self, value: ir.Expr, of: Type, node: ast.AST) -> ir.Expr:
-        """A value where a type is needed. Numbers of the text take it, nothing else is converted."""
+        """A value fitted to the type that is needed.
+
+        Numbers of the text take it, nothing else is converted.
+        """
         if value.type == of:
             return value
         if (
@@ -452,7 +458,7 @@ class _Reader(TextExpressions):
     def _check_order(
         self, name: str, args: list[ast.expr], words: tuple[object, ...], node: ast.expr
     ) -> None:
-        """A parameter may not choose what a loop computes."""
+        """Refuse a parameter that would choose the order of sums, and so what a loop computes."""
         names = {part.id for arg in args for part in ast.walk(arg) if isinstance(part, ast.Name)}
         chosen = [parameter for parameter in names if parameter in self._free]
         if chosen and WHOLE in words:

@@ -1,4 +1,4 @@
-"""Types and expressions of the high level's text, as typed expressions."""
+"""Reader of the high level's types and expressions, which become typed expressions."""
 
 from __future__ import annotations
 
@@ -251,7 +251,7 @@ class TextExpressions:
         numbers: tuple[ir.Expr, ...],
         of: Scalar | None,
     ) -> ir.Expr:
-        """Call an operation whose numbers may be parameters: its type is that of their defaults."""
+        """A call of an operation whose numbers may be parameters: its type is that of their defaults."""
         defaults = tuple(self._known(constant) for constant in numbers)
         operation = call(name, values, defaults, of)
         return operation if defaults == numbers else replace(operation, numbers=numbers)
@@ -291,7 +291,7 @@ _OPERATORS: dict[type[ast.operator], str] = {
 
 
 class Folder(ir.Rewriter):
-    """Arithmetic on known whole numbers, done."""
+    """Computes arithmetic on known whole numbers."""
 
     def __init__(self, by: Mapping[str, ir.Const] | None = None) -> None:
         self._by: Mapping[str, ir.Const] = by or {}

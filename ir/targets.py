@@ -16,15 +16,18 @@ COMMON_FLAGS = (
 
 @dataclass(frozen=True, slots=True)
 class IsaTarget:
-    """`register_bytes` is the widest vector that one variable of the lowered C holds."""
+    """An instruction set as a target.
+
+    `register_bytes` is the widest vector that one variable of the lowered C holds.
+    """
 
     name: str
     family: str
-    """x86, arm or any."""
+    """The family of the instruction set: x86, arm or any."""
     register_bytes: int
     flags: tuple[str, ...]
     macros: tuple[str, ...]
-    """Macros that an emitted file asks for before it uses this set."""
+    """Macros by which an emitted file tests that the compiler is told of this set."""
 
     @property
     def has_vnni(self) -> bool:
@@ -60,11 +63,11 @@ CPU_WORDS = {
     "avx512": ("avx512f", "avx512bw", "avx512vl", "avx512dq"),
     "avx512_vnni": ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni"),
 }
-"""As /proc/cpuinfo names what a set needs."""
+"""Flags of /proc/cpuinfo that a set needs."""
 
 
 def runs_here(name: str, cpu_flags: frozenset[str]) -> bool:
-    """True if an x86 machine with these flags executes the set."""
+    """True if an x86 machine with these flags executes the set `name`."""
     return name in CPU_WORDS and set(CPU_WORDS[name]) <= cpu_flags
 
 

@@ -1,4 +1,7 @@
-"""The high level as text that a person edits: Python's syntax, one construct a line. `printed` writes it."""
+"""The high level as text that a person edits, in Python's syntax, one construct a line.
+
+`printed` writes it.
+"""
 
 from __future__ import annotations
 
@@ -127,7 +130,7 @@ WORDS = {"&&": "and", "||": "or"}
 
 
 def expression(e: ir.Expr) -> str:
-    """One expression; every operation within another one stands in parentheses."""
+    """The text of one expression; every operation within another one stands in parentheses."""
     match e:
         case ir.Const(of, value):
             assert isinstance(of, Scalar)

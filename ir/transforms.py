@@ -65,7 +65,8 @@ class _Transformer(ir.StatementRewriter):
         self._n = 0
 
     def statement(self, statement: ir.Stmt) -> ir.Body:
-        """The outer loop first: what its transformations copy has the inner ones still to be transformed."""
+        """Transform a statement's outer loop first: what its transformations copy has the inner ones still to
+        be transformed."""
         if not isinstance(statement, ir.Steps) or not statement.how:
             return (self.statement_inside(statement),)
         how, loop = statement.how[0], replace(statement, how=statement.how[1:])
@@ -77,7 +78,7 @@ class _Transformer(ir.StatementRewriter):
         return SourceError(self._where, loop.line, f"loop `{loop.name}`: {reason}")
 
     def count(self, loop: ir.Steps, how: ir.How, index: int = 0) -> int:
-        """An argument of a transformation: a number from 1 on."""
+        """The number that is an argument of a transformation, 1 or more."""
         value = how.args[index]
         if not isinstance(value, ir.Const) or not isinstance(value.value, int):
             raise self.refuse(loop, f"{how.name} takes a number that is known before the kernel runs")
@@ -161,7 +162,7 @@ def _in_a_row(worker: _Transformer, loop: ir.Steps, how: ir.How, sums: list[Accu
 
 
 def _expanded(worker: _Transformer, loop: ir.Steps, trips: int) -> ir.Body:
-    """All turns of a loop of known length, one after another."""
+    """All turns of a loop of known length as statements, one after another."""
     assert isinstance(loop.start, ir.Const)
     assert isinstance(loop.step, ir.Const)
     statements: list[ir.Stmt] = []
@@ -223,7 +224,7 @@ def _split(worker: _Transformer, loop: ir.Steps, how: ir.How) -> Result:
 
 
 def _only_loop(worker: _Transformer, loop: ir.Steps, how: str) -> tuple[ir.Body, ir.Steps, ir.Body]:
-    """The statements before and after the one loop that a loop holds."""
+    """The one loop that a loop holds, with the statements before and after it."""
     places = [i for i, statement in enumerate(loop.body) if isinstance(statement, ir.Steps | ir.While)]
     inner = loop.body[places[0]] if len(places) == 1 else None
     if not isinstance(inner, ir.Steps):
@@ -232,7 +233,8 @@ def _only_loop(worker: _Transformer, loop: ir.Steps, how: str) -> tuple[ir.Body,
 
 
 def _check_independent(worker: _Transformer, loop: ir.Steps, how: str) -> None:
-    """Turns may change their order: they carry nothing, and read nothing that another turn writes."""
+    """Refuse a loop whose turns may not change their order: they carry something, or read what another turn
+    writes."""
     own = {node.name for node in ir.walk_body(loop.body) if isinstance(node, ir.Declare)}
     own |= {node.variable for node in ir.walk_body(loop.body) if isinstance(node, ir.Steps)}
     carried = ir.assigned(loop.body) - own - {loop.variable}

@@ -1,4 +1,4 @@
-"""Parameters where a kernel's text has none yet: a first space for the search, that a person edits."""
+"""Parameters for a kernel's text that has none yet: a first space for the search, which a person edits."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def with_parameters(text: str, where: str = "kernel") -> str:
 
 @dataclass(frozen=True)
 class _Change:
-    """A parameter that a loop may have: what it does to the loop's line, and values, the author's first."""
+    """A parameter that a loop may have: its change of the loop's line, and its values, the author's first."""
 
     loop: str
     name: str
     values: tuple[int, ...]
     given: str = ""
-    """A transformation that the line has already, whose number the parameter replaces."""
+    """The transformation that the line has already, whose number the parameter replaces; "": it adds one."""
 
     def is_given(self, value: int) -> bool:
         """True if a value leaves the loop as it is."""
@@ -75,7 +75,7 @@ class _Change:
         )
 
     def may(self, text: str, value: int, where: str) -> bool:
-        """True if the loop takes it."""
+        """True if the loop takes this value of the parameter."""
         try:
             transformed(read(self.in_text(text, str(value)), where, {}), where)
         except SourceError:
@@ -97,7 +97,7 @@ def _changes(loop: ir.Steps, reassociate: bool) -> list[_Change]:
 
 
 def innermost(body: ir.Body) -> list[ir.Steps]:
-    """Loops that hold no loop, in the order of the text."""
+    """The loops that hold no other loop, in the order of the text."""
     loops: list[ir.Steps] = []
     for statement in body:
         inner: list[ir.Steps] = []
@@ -119,7 +119,7 @@ def _is_worth(loop: ir.Steps, function: ir.FunctionDefinition) -> bool:
 
 
 def _declared(text: str, line: str) -> str:
-    """The text with a parameter before the first line of the kernel that is none."""
+    """The text with a parameter before the kernel's first line that is not one."""
     lines = text.splitlines()
     index = next(i for i, kernel_line in enumerate(lines) if kernel_line.startswith("def ")) + 1
     index += sum(1 for _ in itertools.takewhile(_is_first, lines[index:]))

@@ -31,7 +31,7 @@ class Scalar:
 
 @dataclass(frozen=True, slots=True)
 class Vec:
-    """`lanes` numbers, computed with at once."""
+    """A vector type: `lanes` numbers, computed with at once."""
 
     elem: Scalar
     lanes: int
@@ -43,7 +43,7 @@ class Vec:
 
 @dataclass(frozen=True, slots=True)
 class Pointer:
-    """Address of elements in memory that its caller owns; `is_const`: not written through."""
+    """A pointer type: address of elements in memory that its caller owns; `is_const`: not written through."""
 
     to: Type
     is_const: bool = False
@@ -55,7 +55,8 @@ class Pointer:
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """`count` elements in a row: a field of a struct, a table, or memory of the kernel's own."""
+    """An array type: `count` elements in a row, in a field of a struct, a table, or memory of the kernel's
+    own."""
 
     of: Type
     count: int
@@ -67,7 +68,7 @@ class Array:
 
 @dataclass(frozen=True, slots=True)
 class Struct:
-    """Fields in C's layout, without bit fields."""
+    """A struct type: fields in C's layout, without bit fields."""
 
     name: str
     fields: tuple[tuple[str, Type], ...]
@@ -105,7 +106,7 @@ Type: TypeAlias = Scalar | Vec | Pointer | Array | Struct | Void
 
 
 def alignment(of: Type) -> int:
-    """C's alignment in a struct, in bytes."""
+    """The alignment in bytes that C gives a type in a struct."""
     match of:
         case Array(element, _):
             return alignment(element)
@@ -142,12 +143,12 @@ def pointee(of: Type) -> Type | None:
 
 
 def promoted(of: Scalar) -> Scalar:
-    """C's integer promotion."""
+    """The type after C's integer promotion."""
     return I32 if not of.is_float and of.size < 4 else of
 
 
 def common(a: Scalar, b: Scalar) -> Scalar:
-    """C's usual arithmetic conversions."""
+    """The type that C's usual arithmetic conversions give two numbers."""
     for float_type in (F64, F32):
         if float_type in (a, b):
             return float_type
@@ -160,7 +161,7 @@ def common(a: Scalar, b: Scalar) -> Scalar:
 
 
 def spelled(of: Type) -> str:
-    """As the text of the high level writes it."""
+    """The name of a type in the text of the high level."""
     match of:
         case Scalar(name):
             return name

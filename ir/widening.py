@@ -14,12 +14,12 @@ from phasewise.ir.operations import OPERATIONS, call
 from phasewise.ir.types import Scalar, Vec
 
 SMALL_BYTES = 32
-"""Vectors shorter than this stay apart as long as everything that they meet does."""
+"""Bytes below which a vector stays apart as long as all vectors that it meets do."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Turns:
-    """One value of each turn; `is_same`: they are one and the same."""
+    """The values that one expression has in each turn; `is_same`: they are one and the same."""
 
     values: tuple[ir.Expr, ...]
 
@@ -67,7 +67,7 @@ class _Widener:
             self._sum(accumulator)
 
     def _sum(self, accumulator: Accumulator) -> None:
-        """A sum becomes a long one, or one for each turn where it is a number."""
+        """Widen an accumulator: a sum becomes a long one, or one for each turn where it is a number."""
         own, line = ir.Var(accumulator.type, accumulator.name), self._loop.line
         if isinstance(accumulator.type, Scalar):
             copies = [
@@ -168,7 +168,7 @@ class _Widener:
     # ---- values ----
 
     def _stride(self, place: ir.Expr) -> int | None:
-        """Elements between the places of two turns."""
+        """The number of elements between the places of two turns."""
         step = self._loop.step
         by = coefficient(place, self._loop.variable, self._changing)
         return by * int(step.value) if by is not None and isinstance(step, ir.Const) else None
@@ -205,7 +205,7 @@ class _Widener:
         raise ValueError("an array of vectors")
 
     def _each(self, e: ir.Expr) -> _Turns:
-        """A value that every turn computes for itself."""
+        """The values that every turn computes for itself."""
         values: list[ir.Expr] = []
         for i in range(self._n):
             by: dict[str, ir.Expr] = {}
@@ -218,7 +218,7 @@ class _Widener:
         return _Turns(tuple(values))
 
     def _lanewise(self, e: ir.Expr, operands: tuple[ir.Expr, ...]) -> _Turns | _Long:
-        """The same operation on longer vectors."""
+        """The same lane-by-lane operation on longer vectors."""
         values = [self._value(arg) for arg in operands]
         is_short = all(isinstance(value, _Turns) for value in values) and all(
             isinstance(arg.type, Vec) and arg.type.size < SMALL_BYTES for arg in operands
@@ -255,7 +255,7 @@ class _Widener:
 
 
 def _with_operands(e: ir.Expr, old: tuple[ir.Expr, ...], new: list[ir.Expr]) -> ir.Expr:
-    """The operation on other vectors, its result as long as they are."""
+    """The operation on other vectors, its result as long as these are."""
     first_old, first_new = old[0].type, new[0].type
     assert isinstance(first_old, Vec)
     assert isinstance(first_new, Vec)
@@ -279,7 +279,7 @@ def _joined(values: list[ir.Expr]) -> ir.Expr:
 
 
 def _part(e: ir.Expr, index: int, n: int) -> ir.Expr:
-    """The n-th part of a long vector."""
+    """The part with this index of a long vector that has n parts."""
     while n > 1:
         n //= 2
         which = "hi" if index >= n else "lo"

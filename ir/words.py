@@ -1,10 +1,8 @@
-"""The operations in C, for vectors that fit a register of the target: one `static inline` function each.
-
-Arithmetic, comparisons and moves are the vector extensions that gcc and clang share. What they lack is an
-intrinsic of the target, or a loop over lanes where it has none; so every target has every word. Semantics
-are those of cython_kernels/simd: min and max give the second where either is NaN, `v_sum` is the reduction
-in halves.
-"""
+"""The operations as C functions for vectors that fit a register of the target: one `static inline` function
+each. Arithmetic, comparisons and moves are the vector extensions that gcc and clang share. What they lack is
+an intrinsic of the target, or a loop over lanes where it has none; so every target has every word. Semantics
+are those of cython_kernels/simd: min and max give the second where either is NaN, `v_sum` is the reduction in
+halves."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ def vec_name(of: Vec) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """A function of the prelude; `types` are the vectors that it mentions."""
+    """A function of the prelude: its name, its C, and `types`, the vectors that it mentions."""
 
     name: str
     text: str
@@ -44,7 +42,7 @@ def x86_prefix(size: int) -> str:
 
 
 class Words:
-    """Makes words for one target, and remembers which were asked for."""
+    """Makes words for one target, and remembers which of them were asked for."""
 
     def __init__(self, target: IsaTarget) -> None:
         self._target = target
@@ -57,7 +55,7 @@ class Words:
         return name
 
     def make(self, operation: str, result: Vec | Scalar, args: tuple[Vec | Scalar, ...]) -> str:
-        """The name of the function for an operation on vectors of these types."""
+        """Make the word for an operation on vectors of these types; returns the function's name."""
         shapes = [arg for arg in args if isinstance(arg, Vec)]
         key = "_".join(
             dict.fromkeys(vec_name(shape) for shape in (result, *shapes) if isinstance(shape, Vec))
@@ -71,13 +69,13 @@ class Words:
         return name
 
     def paired(self, op: str, of: Vec, a: str, b: str) -> str:
-        """Two registers, reduced lane by lane."""
+        """C that reduces two registers lane by lane."""
         if op == "add" and of.elem.is_float:
             return f"({a} + {b})"
         return f"{self.make(op, of, (of, of))}({a}, {b})"
 
     def reduction(self, op: str, of: Vec, order: str) -> str:
-        """The name of the function that reduces a register to a number."""
+        """Make the word that reduces a register to a number; returns the function's name."""
         word, c = self.type(of), C_NAMES[of.elem.name]
         name = f"{word}_reduce_{op}_{order}"
         if name in self.by_name:
@@ -104,7 +102,8 @@ class Words:
         return name
 
     def quads(self, part: Vec) -> str:
-        """dot_u8i8 without its instruction: even and odd bytes as sixteen bits, so that nothing saturates."""
+        """The C of dot_u8i8 for targets without its instruction: even and odd bytes as sixteen bits, so that
+        nothing saturates."""
         lanes = 4 * part.lanes
         name = f"{self.type(part)}_dot_u8i8"
         words16, u16 = (
@@ -151,7 +150,7 @@ class Words:
         return C_NAMES[of.name] if isinstance(of, Scalar) else self.type(of)
 
     def _general(self, operation: str, result: Vec | Scalar, args: tuple[Vec | Scalar, ...]) -> str | None:
-        """In the extensions alone."""
+        """The C of an operation in the vector extensions alone."""
         if not isinstance(result, Vec):
             return None
         r, u = vec_name(result), self._unsigned(result)
@@ -307,7 +306,7 @@ def _last_lanes(op: str, v: str, lanes: int, elem: Scalar, order: str) -> str:
 
 
 def _m128(of: Vec, letter: str) -> str:
-    """A vector of 8 bytes, or of a register's, as a register of bits."""
+    """C of a vector of 8 bytes, or of a register's, as a register of bits."""
     if of.size > 16:
         return f"({x86_register(Vec(SCALARS['u8'], of.size))}){letter}"
     return f"(__m128i){letter}" if of.size == 16 else f"_mm_cvtsi64_si128((long long){letter})"
@@ -322,7 +321,8 @@ _X86_ROUND = {
 
 
 def _x86_name(operation: str, result: Vec, target: IsaTarget) -> str | None:
-    """The intrinsic without its prefix; None: the extensions, or a loop."""
+    """The x86 intrinsic for an operation, without its prefix; None: it is done by the extensions, or a
+    loop."""
     elem, width = result.elem, 8 * result.elem.size
     suffix = {"f32": "ps", "f64": "pd"}.get(elem.name)
     is_wide = result.size == 64
@@ -372,7 +372,7 @@ def _x86_name(operation: str, result: Vec, target: IsaTarget) -> str | None:
 
 
 Loop: TypeAlias = Callable[[Any, Any], str]
-"""The body of a word, from the types of its result and of its arguments."""
+"""Writes the body of a word, from the types of its result and of its arguments."""
 
 
 def _each(lanes: int, text: str) -> str:
@@ -427,7 +427,7 @@ def _dotted(a: str, b: str, products: int, start: str, is_saturated: bool = Fals
 
 
 def _builtin(name: str, values: str) -> Loop:
-    """A function of the compiler on floats of either size."""
+    """Builds a word that calls the compiler's built-in function of this name on floats of either size."""
     return lambda result, args: _each(
         result.lanes, f"r[i] = __builtin_{name}{'f' if result.elem.name == 'f32' else ''}({values});"
     )
@@ -513,7 +513,7 @@ static inline uint16_t to_f16(float x) {
 
 
 def halves(target: IsaTarget) -> str:
-    """Conversions of one float16: the processor's instruction where the target has one."""
+    """The C that converts one float16: the processor's instruction where the target has one."""
     return {"x86": _X86_HALVES, "arm": _ARM_HALVES}.get(target.family, HALVES)
 
 

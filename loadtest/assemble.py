@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ def load_test_of(
     """
     is_search = promises.find_rate or promises.over_offline
     slo = _slo(promises, needs_one=is_search)
-    instants_s = _day(times, lengths.seed)
+    instants_s = _day(times, lengths.seed or 0)
     requests = _requests(times, lengths, None if instants_s is None else len(instants_s))
     return LoadTest(
         target=Target(
@@ -61,7 +62,8 @@ def load_test_of(
         ),
         requests=requests,
         pace=_pace(requests, times, instants_s, is_search=is_search),
-        seed=lengths.seed,
+        seed=lengths.seed or 0,
+        prompts_seed=secrets.randbits(32) if lengths.seed is None else lengths.seed,
         n_warm_up=lengths.warmup,
         duration_s=times.duration_s,
         slo=slo,
@@ -108,7 +110,7 @@ def _requests(times: SendingTimes, wanted: SentLengths, n_of_a_day: int | None) 
     without_count = DEFAULT_REQUESTS if times.duration_s is None else REQUESTS_OF_A_DURATION
     n_requests = n_of_a_day or wanted.requests or without_count
     if wanted.lengths is not None:
-        return scaled(parse_distribution(wanted.lengths, n_requests, wanted.seed), *scales)
+        return scaled(parse_distribution(wanted.lengths, n_requests, wanted.seed or 0), *scales)
     lengths = RequestLengths(
         wanted.input_len or DEFAULT_INPUT_TOKENS, wanted.output_len or DEFAULT_OUTPUT_TOKENS
     )

@@ -77,7 +77,7 @@ class IdPrompts:
         return ids
 
     def describe(self) -> str:
-        return "random token ids"
+        return f"random token ids of seed {self.seed}"
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,9 @@ class TextPrompts:
 
     def describe(self) -> str:
         if not self.is_measured:
-            return "random words, taken for a token each: the server does not count them"
-        return f"random words, {self.tokens_a_word:.2f} tokens each and {self.added:.0f} around them"
+            return f"random words of seed {self.seed}, taken for a token each: the server does not count them"
+        each, around = f"{self.tokens_a_word:.2f} tokens each", f"{self.added:.0f} around them"
+        return f"random words of seed {self.seed}, {each} and {around}"
 
 
 Count: TypeAlias = Callable[[Prompt], Awaitable[int | None]]

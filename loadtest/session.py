@@ -51,6 +51,7 @@ class LoadTest:
     requests: Trace
     pace: RequestPace
     seed: int = 0
+    prompts_seed: int = 0
     n_warm_up: int = 0
     duration_s: float | None = None
     slo: LatencySlo | None = None
@@ -137,7 +138,7 @@ async def _run(test: LoadTest, report: Report, progress: OpenProgress) -> LoadRe
         requests = _fitting(test.requests, context, report)
         test = replace(test, target=client.target, requests=requests)
         may_use_ids = test.may_use_ids and not test.target.is_chat and test.turns == 1
-        prompts = await calibrated(client.count_prompt, test.seed, may_use_ids=may_use_ids)
+        prompts = await calibrated(client.count_prompt, test.prompts_seed, may_use_ids=may_use_ids)
         report(f"{client.target.model} at {client.target.url}: {prompts.describe()}")
         session = _Session(client, test, prompts, stop, report, progress)
         with stopping_at_interrupt(stop, report):

@@ -81,7 +81,12 @@ class SentLengths:
     )
     shared_prefix: int = option(0, "tokens that all conversations begin with", min=0, max=1 << 20)
     warmup: int = option(2, "requests sent first and not counted", min=0, max=10_000)
-    seed: int = option(0, "seed of the arrivals and lengths", min=0, max=1 << 62)
+    seed: int | None = option(
+        None,
+        "seed of arrivals, lengths and prompts [default: 0, and prompts that no run has sent before]",
+        min=0,
+        max=1 << 62,
+    )
 
 
 @dataclass(frozen=True)

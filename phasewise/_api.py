@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from phasewise.tuner.config.study import Event
     from phasewise.tuner.plans import Phase, ServicePlan
     from phasewise.tuner.tuning_run import TuningProgress
-    from phasewise.workflows.opening.arithmetic_choice import ArithmeticChoice
+    from phasewise.workflows.options import ArithmeticChoice
     from phasewise.workflows.tune_config.run import Found
     from phasewise.workflows.tune_kernels.rounds import TunedRound
 
@@ -160,7 +160,7 @@ def open_model(
     KernelDbError, and UsageError for a variable that says what cannot be.
     """
     from phasewise.serving.models.sparse_mode import SPARSE_MODES
-    from phasewise.workflows.opening.arithmetic_choice import ARITHMETIC_CHOICES
+    from phasewise.workflows.options import ARITHMETIC_CHOICES
 
     standing = StandingOptions.of("generate")
     arithmetic = cast("ArithmeticChoice", standing.text("arithmetic", ARITHMETIC_CHOICES) or "tuned")
@@ -242,27 +242,26 @@ def tune_config(
     each number (`Found.bands`). weight_format, db: None: PHASEWISE_FORMAT and PHASEWISE_DB, then
     [tune-config]. Raises ModelError, PlanError, EvaluationError, TraceError, UsageError.
     """
-    from phasewise.tuner.config.simulate import Objective
     from phasewise.tuner.measurement_lock import user_lock
     from phasewise.workflows.tune_config.loads import tune_loads
-    from phasewise.workflows.tune_config.subject import Wish, check_bands, open_subject
+    from phasewise.workflows.tune_config.settings import TuneConfigSettings
+    from phasewise.workflows.tune_config.subject import open_subject
 
     started_s, standing = time.monotonic(), StandingOptions.of("tune-config")
-    check_bands(concurrency, phases)
-    wish = Wish(
+    wish = TuneConfigSettings(
         model=ref,
         weight_format=weight_format or standing.text("format") or "native",
-        phases=tuple(phases),
-        objective=Objective(concurrency=concurrency[0]),
+        phase="both" if len(set(phases)) > 1 else phases[0],
         budget_s=budget_s,
         evaluator=evaluator,
-        machine_file=machine_file,
-        requests=requests,
+        machine=machine_file,
+        lengths=requests,
         top_k=top_k,
         db=db or standing.text("db"),
         resume=resume,
-        bands=tuple(concurrency[1:]),
+        concurrency=tuple(concurrency),
     )
+    wish.check()
     return tune_loads(wish, open_subject(wish, report), started_s, _Told(report), user_lock(report))
 
 

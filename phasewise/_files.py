@@ -15,6 +15,7 @@ import secrets
 import select
 import stat
 import sys
+import time
 from contextlib import suppress
 from io import BufferedReader
 from pathlib import Path
@@ -24,7 +25,8 @@ _REPLACED_IN_PLACE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY, errno
 """Why a file that may be written cannot be replaced: its directory, or something mounted on it."""
 
 FIRST_BYTE_S = 10.0
-"""Seconds that a pipe has for its first byte."""
+"""Seconds that a pipe has for its first byte, or for somebody who reads it."""
+_LOOK_AGAIN_S = 0.02
 
 
 def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
@@ -75,6 +77,28 @@ def read_input(path: str | os.PathLike[str], most_bytes: int) -> bytes:
         return _bounded(file, most_bytes, path)
 
 
+def open_output(path: str | os.PathLike[str], flags: int, mode: int = 0o666) -> int:
+    """A descriptor of a file, a device or a pipe to write. OSError where nobody reads a pipe.
+
+    flags: those beside `os.O_WRONLY`.
+    """
+    flags |= os.O_WRONLY | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK
+    deadline_s = time.monotonic() + FIRST_BYTE_S
+    while True:
+        try:
+            descriptor = os.open(path, flags, mode)
+            break
+        except OSError as error:
+            if error.errno != errno.ENXIO or not stat.S_ISFIFO(os.stat(path).st_mode):
+                raise
+            if time.monotonic() >= deadline_s:
+                why = f"nobody read this pipe in {FIRST_BYTE_S:g} s"
+                raise TimeoutError(errno.ETIMEDOUT, why, os.fspath(path)) from None
+        time.sleep(_LOOK_AGAIN_S)
+    os.set_blocking(descriptor, True)
+    return descriptor
+
+
 def _bounded(file: BinaryIO, most_bytes: int, path: str | os.PathLike[str]) -> bytes:
     data = file.read(most_bytes + 1)
     if len(data) > most_bytes:
@@ -107,7 +131,7 @@ def write_file(path: Path, data: bytes | str) -> None:
         _write_all(own, content)
         return
     # Opened under the name that was given, so that the system's rules for links of others hold.
-    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOCTTY)
+    descriptor = open_output(path, 0)
     try:
         there = os.fstat(descriptor)
         if not stat.S_ISREG(there.st_mode):
@@ -140,7 +164,8 @@ def cut_broken_line(path: Path) -> bool:
     """
     if not path.is_file():
         return False
-    data = path.read_bytes()
+    with open_file(path) as file:
+        data = file.read()
     if not data or data.endswith(b"\n"):
         return False
     os.truncate(path, data.rfind(b"\n") + 1)

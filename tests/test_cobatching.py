@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from benchmarks.cobatching import BUCKET, ORDERS, SameBucket, cobatching
 from phasewise.serving.pools.contract import Estimate
 from phasewise.serving.scheduling.request import LiveSequence, Request
-from phasewise.serving.scheduling.waiting_line import WaitingLine
-from phasewise.serving.scheduling.waiting_orders import MOST_OVERTAKEN, WAITING_ORDERS
+from phasewise.serving.scheduling.waiting_line import MOST_OVERTAKEN, WAITING_ORDERS, WaitingLine
 from tests.support.tiers import examples
 
 BOUNDS = (16, 64, 256)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import resource
+import socket
 import stat
 import subprocess
 import sys
@@ -14,17 +16,34 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phasewise._files import check_writable, cut_broken_line, write_file
-from phasewise.serving.errors import ModelError
+from phasewise import _files
+from phasewise._files import (
+    check_writable,
+    cut_broken_line,
+    open_file,
+    open_input,
+    open_output,
+    open_regular,
+    read_file,
+    read_input,
+    write_file,
+)
+from phasewise.serving.errors import ModelError, ServingError
 from phasewise.serving.loaders.source import SourceFile
+from phasewise.serving.processes.line_log import LineLog
+from phasewise.tuner.errors import PredictorError
+from phasewise.workflows.batch.run import open_answers
+from phasewise.workflows.bench.kernel_rows import RowFile
 from phasewise.workflows.embed.run import lines_of
 from phasewise.workflows.errors import WorkflowError
 from phasewise.workflows.evaluate.texts import read_text
+from phasewise.workflows.predict_len.answer_prompts import AnswerLog, Settings
 from tests.support.tiers import examples
 from tests.test_architecture import SOURCES
 
@@ -313,7 +332,6 @@ OTHER_WRITERS = {
     "serving.loaders.fetching.registry": "the cache of fetched models",
     "serving.loaders.fetching.download": "the cache of fetched models",
     "tuner.measurement_lock": "a lock in the user's own directory",
-    "workflows.predict_len.answer_prompts": "appends lines to a log",
     "workflows.bench.kernel_rows": "appends lines to a log",
     "workflows.prune.directory": "a directory that is new",
     "workflows.quantise.run": "a GGUF file that is new, of any size, renamed when it is whole",
@@ -321,7 +339,44 @@ OTHER_WRITERS = {
 """Modules that write, or rename, files in a way of their own, and what those are."""
 
 
+OTHER_READERS = {
+    "cli.commands.help_topic": "a file of the package",
+    "cluster.simulated.spec_file": "a file of the package",
+    "cython_kernels.abi": "a file of the package",
+    "cython_kernels.user_slots.library": "their user's libraries; follows no link and waits for no pipe",
+    "ir.running.checking": "files in a temporary directory",
+    "ir.running.inspection": "files in a temporary directory",
+    "kerneldb.connect": "a copy of a database, once SQLite has made it",
+    "kerneldb.reference_build": "a file of the package",
+    "kerneldb.shipped": "a file of the package",
+    "loadtest.embed_day": "the machine's own figures, in /proc and /sys",
+    "phasewise._files": "the readers",
+    "serving.http.routes.page_routes": "a file of the package",
+    "serving.loaders.formats.model_directory": "names alone: nothing is opened",
+    "serving.prefix_store.folder": "records; follows no link and waits for no pipe",
+    "serving.processes.headroom": "the machine's own figures, in /proc and /sys",
+    "topology.energy": "the machine's own figures, in /proc and /sys",
+    "topology.memory_nodes": "the machine's own figures, in /proc and /sys",
+    "topology.processor_counters": "the machine's own figures, in /proc and /sys",
+    "tuner.conditions": "the machine's own figures, in /proc and /sys",
+    "tuner.probe.measure": "the machine's own figures, in /proc and /sys",
+    "workflows.database.remote": "files in a temporary directory",
+    "workflows.database.remote_files": "fetched bundles, and what fsspec opens in limited time",
+    "workflows.database.signed_index": "files in a temporary directory",
+    "workflows.serve.idle_tuning": "the machine's own figures, in /proc and /sys",
+    "workflows.user_kernels.slots": "files in a temporary directory",
+}
+"""Modules that read files in a way of their own, and what those are."""
+
+MAY_WRITE = re.compile(
+    r"\b(open|fdopen|write_text|write_bytes|mkstemp|NamedTemporaryFile|copyfile|copy2?|renames?|replace|move)\("
+)
+"""In every file with such a call: walking through the others would take seconds."""
+
+
 def _is_writing(call: ast.Call) -> bool:
+    if MAY_WRITE.match(f"{getattr(call.func, 'attr', '') or getattr(call.func, 'id', '')}(") is None:
+        return False
     name = ast.unparse(call.func)
     last = name.rpartition(".")[2]
     if isinstance(call.func, ast.Name) and last != "open":
@@ -349,11 +404,123 @@ def test_no_module_writes_files_in_another_way() -> None:
     writers = {
         module
         for module, path in SOURCES
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for source in [path.read_text(encoding="utf-8")]
+        if MAY_WRITE.search(source)
+        for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.Call) and _is_writing(node)
     }
 
     assert writers == set(OTHER_WRITERS)
+
+
+def _is_reading(call: ast.Call) -> bool:
+    name, whole = ast.unparse(call.func), ast.unparse(call)
+    last = name.rpartition(".")[2]
+    if _is_writing(call) or "'/proc/" in whole or "os.devnull" in whole:
+        return False
+    if last in ("read_text", "read_bytes"):
+        return isinstance(call.func, ast.Attribute)
+    modes = [argument.value for argument in call.args if isinstance(argument, ast.Constant)]
+    return name in ("open", "os.open", "np.load", "np.fromfile", "np.memmap") or (
+        last == "open" and any(mode in ("r", "rb", "rt") for mode in modes)
+    )
+
+
+def test_no_module_reads_files_in_another_way() -> None:
+    """What a stranger may have put in a file's place, such as a pipe, is refused before it is waited for."""
+    readers = {
+        module
+        for module, path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and _is_reading(node)
+    }
+
+    assert readers == set(OTHER_READERS)
+
+
+def _fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def _socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(path))
+
+
+def _loop(path: Path) -> None:
+    path.symlink_to(path)
+
+
+PLACED: dict[str, Callable[[Path], None]] = {
+    "a FIFO": _fifo,
+    "a link to a FIFO": lambda path: (_fifo(path.with_name("pipe")), path.symlink_to("pipe"))[1],
+    "a socket": _socket,
+    "a directory": Path.mkdir,
+    "a link to itself": _loop,
+    "a link to a terminal": lambda path: path.symlink_to("/dev/tty"),
+}
+"""All that a stranger can put in the place of a file."""
+
+
+def _append_row(path: Path) -> None:
+    row_file = RowFile(path)
+    row_file.rows.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("phasewise.workflows.bench.kernel_rows.as_line", lambda _row: "{}\n")
+        row_file.add(cast(Any, None))
+
+
+def _append_answers(path: Path) -> None:
+    with open_answers(path):
+        pass
+
+
+def _append_line(path: Path) -> None:
+    with LineLog("log", path, lambda _line: None):
+        pass
+
+
+OPENERS: dict[str, Callable[[Path], object]] = {
+    "open_regular": lambda path: os.close(open_regular(path)),
+    "open_file": lambda path: open_file(path).close(),
+    "read_file": lambda path: read_file(path, 100),
+    "open_input": lambda path: open_input(path).close(),
+    "read_input": lambda path: read_input(path, 100),
+    "open_output": lambda path: os.close(open_output(path, os.O_APPEND)),
+    "write_file": lambda path: write_file(path, b"new"),
+    "cut_broken_line": cut_broken_line,
+    "bench kernels --rows": _append_row,
+    "batch -o": _append_answers,
+    "predict-len collect": lambda path: AnswerLog(path, "model", Settings(1, 0.0, 1)).close(),
+    "serve --access-log": _append_line,
+}
+"""The openers of files whose places a user or a stranger names."""
+
+
+@pytest.mark.parametrize("opener", OPENERS)
+@pytest.mark.parametrize("placed", PLACED)
+def test_no_open_waits_for_what_a_stranger_has_put_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opener: str, placed: str
+) -> None:
+    """It ends, with an OSError or an error in one line where the place is no file."""
+    monkeypatch.setattr(_files, "FIRST_BYTE_S", 0.05)
+    path = tmp_path / "file"
+    PLACED[placed](path)
+    ended: list[BaseException | None] = []
+
+    def run() -> None:
+        try:
+            OPENERS[opener](path)
+        except (OSError, WorkflowError, PredictorError, ServingError) as error:
+            ended.append(error)
+        else:
+            ended.append(None)
+
+    opening = threading.Thread(target=run, daemon=True)
+    opening.start()
+    opening.join(60)
+    assert ended, "it waits for good"
+    assert "\n" not in str(ended[0])
 
 
 @pytest.mark.parametrize("read", [SourceFile, read_text, lines_of], ids=lambda read: read.__name__)

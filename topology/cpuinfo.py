@@ -70,7 +70,7 @@ def cpu_from_fields(fields: Mapping[str, str], architecture: str | None) -> Cpu:
 
 
 def _identity(fields: Mapping[str, str]) -> tuple[str | None, str | None, str | None, str | None]:
-    """Vendor, family, model and a name for people."""
+    """Vendor, family and model of a CPU, and a name for people."""
     name = fields.get("model name")
     if "CPU implementer" in fields:
         code = fields["CPU implementer"].strip()
@@ -83,6 +83,7 @@ def _identity(fields: Mapping[str, str]) -> tuple[str | None, str | None, str | 
 
 
 def _clean(text: str | None) -> str | None:
-    """Printable text on one line: names reach terminals and pictures, and XML comes from strangers."""
+    """The text made printable and put on one line: names reach terminals and pictures, and XML comes from
+    strangers."""
     kept = "".join(char for char in " ".join((text or "").split()) if char.isprintable())
     return kept[:MAX_WORD_CHARS] or None

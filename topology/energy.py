@@ -8,7 +8,8 @@ from pathlib import Path
 
 POWERCAP = Path("/sys/class/powercap")
 _COUNTED = ("package", "dram")
-"""Zones whose energies add up: cores and uncore are parts of a package, and psys has it all once more."""
+"""Zones whose energies are added up; not cores and uncore, which are parts of a package, nor psys, which has
+everything once more."""
 
 
 @dataclass
@@ -20,7 +21,7 @@ class _Zone:
     total_uj: int = 0
 
     def advance(self) -> None:
-        """Count what was used since the last reading, a wrap of the counter included."""
+        """Add the energy used since the last reading, a wrap of the counter included."""
         now_uj = _number_in(self.path / "energy_uj")
         self.total_uj += (now_uj - self.last_uj) % (self.range_uj + 1)
         self.last_uj = now_uj
@@ -45,7 +46,10 @@ class EnergyCounters:
             self.absence = f"{root} has no RAPL counters, as in most virtual machines"
 
     def joules(self) -> dict[str, float]:
-        """By the name of the zone, `package-0` or `package-0 dram`. Empty where nothing can be read."""
+        """Joules by the name of the zone, `package-0` or `package-0 dram`.
+
+        Empty where nothing can be read.
+        """
         try:
             for zone in self._zones:
                 zone.advance()
@@ -54,7 +58,7 @@ class EnergyCounters:
         return {zone.name: zone.total_uj / 1e6 for zone in self._zones}
 
     def total_joules(self) -> float:
-        """All zones together."""
+        """Joules of all zones together."""
         return sum(self.joules().values())
 
 

@@ -1,4 +1,4 @@
-"""Errors while the machine is read."""
+"""Errors that are raised while a machine's description is read."""
 
 from __future__ import annotations
 

@@ -24,7 +24,8 @@ MAX_OBJECTS = 100_000
 MAX_ELEMENT_DEPTH = 128
 MAX_KINDS = 64
 MAX_SIZE_BYTES = 1 << 56
-"""64 PiB: more memory than a 57-bit address space can name is a damaged number."""
+"""Largest size in bytes that is believed, 64 PiB: more than a 57-bit address space can name is a damaged
+number."""
 
 MAX_OS_INDEX = 2**32 - 1
 NO_OS_INDEX = 2**32 - 1
@@ -41,7 +42,10 @@ KINDS = {
     "Core": Kind.CORE,
     "PU": Kind.PU,
 }
-"""Types as version 1 (`Socket`, `Node`) and later ones name them. Devices and plain groups are left out."""
+"""Kind of node by hwloc's type, as version 1 (`Socket`, `Node`) and later ones name it.
+
+Devices and plain groups are left out.
+"""
 
 INSTRUCTION_CACHE = "2"
 """hwloc's `cache_type` of an instruction cache; 0 is unified, 1 data."""
@@ -55,7 +59,7 @@ CPU_FIELDS = {
     "CPUArchitecture": "CPU architecture",
     "CPUPart": "CPU part",
 }
-"""hwloc's names for what /proc/cpuinfo says."""
+"""Fields of /proc/cpuinfo by hwloc's names for them."""
 
 CORE_TYPES = {"IntelAtom": "efficiency", "IntelCore": "performance", "IntelLowPower": "low-power"}
 
@@ -231,7 +235,8 @@ class _Collector:
         return cpu_from_fields(self.fields, self.architecture)
 
     def _kinds(self) -> tuple[CpuKind, ...]:
-        """hwloc lists kinds from the least to the most capable; a single kind says nothing."""
+        """The kinds of core, slowest first. hwloc lists kinds from the least to the most capable; a single
+        kind says nothing."""
         kinds = [kind for kind in self.kinds if kind.mask & self.online]
         if len(kinds) < 2:
             return ()
@@ -242,7 +247,7 @@ class _Collector:
 
 
 def _type_name(attributes: dict[str, str]) -> str:
-    """The type, with version 1's `Cache` and the group that is an Arm cluster spelled out."""
+    """An object's type, with version 1's `Cache` and the group that is an Arm cluster spelled out."""
     name = attributes.get("type", "")
     if name == "Group" and attributes.get("subtype") == "Cluster":
         return "Cluster"
@@ -258,7 +263,7 @@ def _os_index(attributes: dict[str, str]) -> int | None:
 
 
 def _size(attributes: dict[str, str], name: str) -> int | None:
-    """Bytes; None if absent or zero, which is how hwloc writes unknown."""
+    """An attribute as bytes; None if absent or zero, which is how hwloc writes unknown."""
     return _number(attributes, name, MAX_SIZE_BYTES) or None
 
 

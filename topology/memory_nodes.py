@@ -20,7 +20,8 @@ FAR = 255
 
 @dataclass(frozen=True)
 class MemoryNodes:
-    """cpus: of every node that has any. usable: two or more nodes with memory for this process, ascending."""
+    """NUMA nodes. cpus: of every node that has any. usable: two or more nodes with memory for this process,
+    ascending."""
 
     cpus: Mapping[int, frozenset[int]]
     usable: tuple[int, ...]
@@ -32,7 +33,7 @@ class MemoryNodes:
         return tuple(sorted(node for node, own in self.cpus.items() if own & wanted))
 
     def nearest(self, node: int) -> int:
-        """`node` where it has memory, else the nearest that has."""
+        """The nearest node with memory for this process: `node` itself where it has some."""
         return min(self.usable, key=lambda other: (other != node, self._distance(node, other), other))
 
     def _distance(self, first: int, second: int) -> int:
@@ -41,7 +42,8 @@ class MemoryNodes:
 
 
 def memory_nodes(machine: Machine, allowed: frozenset[int] | None = None) -> MemoryNodes | None:
-    """Those of a machine, cut to the nodes that a process may use; None where that leaves no choice."""
+    """The memory nodes of a machine, cut to those that a process may use; None where that leaves no
+    choice."""
     nodes = machine.nodes(Kind.NUMA)
     usable = {
         node.os_index
@@ -55,7 +57,8 @@ def memory_nodes(machine: Machine, allowed: frozenset[int] | None = None) -> Mem
 
 
 def read_memory_nodes(root: Path = Path("/")) -> MemoryNodes | None:
-    """Those of the machine under `root` and of this process; None where none is left or told."""
+    """The memory nodes of the machine under `root` that this process may use; None where none is left or
+    told."""
     try:
         allowed = _allowed(root) & _nodes(root / NODES / "has_memory")
         return memory_nodes(read_machine(root), allowed) if len(allowed) > 1 else None
@@ -68,7 +71,7 @@ def _nodes(path: Path) -> frozenset[int]:
 
 
 def _allowed(root: Path) -> frozenset[int]:
-    """The nodes that the process's cpuset has."""
+    """The NUMA nodes that the process's cpuset has."""
     for line in (root / "proc/self/status").read_text().splitlines():
         name, _, listed = line.partition(":")
         if name == "Mems_allowed_list":

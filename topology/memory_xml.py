@@ -13,7 +13,7 @@ from phasewise.topology.cpusets import cpus_of, parse_hwloc_mask
 from phasewise.topology.tree import MemoryAccess, NumaDistances
 
 MAX_NODES = 1_024
-"""More NUMA nodes than Linux supports: a longer list is a damaged file."""
+"""Most NUMA nodes that are believed, more than Linux supports: a longer list is a damaged file."""
 
 MAX_ENTRIES = 8_192
 MAX_TEXT_CHARS = 8 * MAX_NODES * MAX_NODES
@@ -28,18 +28,18 @@ ATTRIBUTES = {
     "ReadLatency": ("read_ns",),
     "WriteLatency": ("write_ns",),
 }
-"""hwloc's names; bandwidths are MiB/s there, latencies nanoseconds."""
+"""hwloc's names of the attributes that are read; its bandwidths are MiB/s, its latencies nanoseconds."""
 
 
 @dataclass
 class MemoryCollector:
-    """Takes the elements that a parser passes, and gives what they said at the end."""
+    """Collects the elements that a parser passes, and gives their facts at the end."""
 
     _os_of_gp: dict[str, int] = field(default_factory=dict)
     _nodes: list[int] = field(default_factory=list)
     _texts: dict[str, list[str]] = field(default_factory=dict)
     _open: str | None = None
-    """`indexes` or `u64values` while inside one that counts."""
+    """The name of the open element, if it is `indexes` or `u64values` inside one that counts."""
     _by_gp: bool = False
     _ratios: list[float] = field(default_factory=list)
     _is_latency: bool = False
@@ -48,7 +48,7 @@ class MemoryCollector:
     _n_chars: int = 0
 
     def add_node(self, os_index: int, gp_index: str | None) -> None:
-        """A NUMA node of the tree, in document order; other elements may name it by its gp index."""
+        """Take a NUMA node of the tree, in document order; other elements may name it by its gp index."""
         self._nodes.append(os_index)
         if gp_index is not None:
             self._os_of_gp[gp_index] = os_index
@@ -87,7 +87,8 @@ class MemoryCollector:
             self._open = None
 
     def distances(self) -> NumaDistances | None:
-        """None where none were given, they are of one node, or not of the tree's nodes."""
+        """The distances between the tree's nodes; None where the file has none, of several nodes and of this
+        tree."""
         if self._ratios:
             return _square(self._nodes, [round(10 * ratio) for ratio in self._ratios])
         values = [_count(word) for word in "".join(self._texts.get("u64values", ())).split()]
@@ -98,7 +99,7 @@ class MemoryCollector:
         return _square(present, values) if len(present) == len(words) else None
 
     def access(self, online: int) -> tuple[MemoryAccess, ...]:
-        """An entry for each node and set of initiators, in the order given."""
+        """The figures of memory access: an entry for each node and set of initiators, in the order given."""
         entries: dict[tuple[int, int], MemoryAccess] = {}
         for gp_index, value, cpuset, names in self._values:
             node = self._os_of_gp.get(gp_index)

@@ -13,10 +13,10 @@ from phasewise.topology.errors import TopologyError
 from phasewise.topology.tree import Kind, Node
 
 MAX_DEPTH = 24
-"""Real machines need eight levels; the limit bounds the recursion of everything that walks a tree."""
+"""Most levels of a tree, which bounds the recursion of everything that walks it; real machines need eight."""
 
 MAX_MEMBERSHIPS = 2_000_000
-"""Sum over all parts of their CPUs: what nesting costs. 8,192 CPUs at ten levels are 82,000."""
+"""Most CPUs of all parts together, which is what nesting costs. 8,192 CPUs at ten levels are 82,000."""
 
 NESTING_ORDER = {kind: rank for rank, kind in enumerate(Kind)}
 
@@ -111,6 +111,6 @@ def _freeze(place: _Place) -> Node:
 
 
 def _cpu_order(place: _Place) -> tuple[bool, int]:
-    """Ascending by first CPU; memory without CPUs last, by its number."""
+    """Key of the order of parts: ascending by first CPU; memory without CPUs last, by its number."""
     part = place.part
     return (False, first_cpu(part.mask)) if part.mask else (True, part.os_index or 0)

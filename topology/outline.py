@@ -86,7 +86,7 @@ class _Labels:
         return f"{describe(node)}{f', {kind}' if kind else ''}, {pus}"
 
     def pattern(self, node: Node) -> tuple[bool, ...]:
-        """The pattern of a core's allowed PUs."""
+        """True for each of a part's PUs that is allowed, in CPU order."""
         return tuple(cpu in self._allowed for cpu in node.cpus)
 
     def n_barred(self, node: Node) -> int:

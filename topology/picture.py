@@ -66,7 +66,7 @@ class _Box:
 
 @dataclass(frozen=True)
 class _Packing:
-    """Boxes with their places in an outline of this size."""
+    """Boxes placed in an outline of this size."""
 
     placed: tuple[tuple[float, float, _Box], ...]
     width: float
@@ -157,7 +157,8 @@ def _layout(node: Node, title_chars: Mapping[Kind, int]) -> _Box:
 
 
 def _title_chars(machine: Machine) -> dict[Kind, int]:
-    """The longest title of each kind, so that equal parts get equal boxes whatever their numbers."""
+    """Characters of the longest title of each kind, so that equal parts get equal boxes whatever their
+    numbers."""
     longest: dict[Kind, int] = {}
     for node in machine.tree.walk():
         if node.cpus and node.kind is not Kind.PU:
@@ -166,7 +167,7 @@ def _title_chars(machine: Machine) -> dict[Kind, int]:
 
 
 def _title(node: Node) -> str:
-    """`Core 3`, `L3 32M`, `NUMA node 1 · 126G`."""
+    """The title of a node's box: `Core 3`, `L3 32M`, `NUMA node 1 · 126G`."""
     name = KIND_NAMES[node.kind]
     if node.kind in {Kind.L2, Kind.L3, Kind.L4}:
         return f"{name} {format_size(node.size_bytes)}"
@@ -198,7 +199,7 @@ def _pack(boxes: Sequence[_Box]) -> _Packing:
 
 
 def _runs(boxes: Sequence[_Box]) -> list[list[_Box]]:
-    """Neighbours of the same kind together, memory without CPUs apart."""
+    """Runs of neighbours of the same kind; memory without CPUs is apart."""
     runs: list[list[_Box]] = []
     for box in boxes:
         last = runs[-1][-1] if runs else None
@@ -210,7 +211,8 @@ def _runs(boxes: Sequence[_Box]) -> list[list[_Box]]:
 
 
 def _grid(boxes: Sequence[_Box]) -> _Packing:
-    """The prettiest of all numbers of columns; the threads of a core stay in one row, or in two if many."""
+    """The grid with the number of columns that looks best; the threads of a core stay in one row, or in two
+    if many."""
     n = len(boxes)
     if boxes[0].node.kind is Kind.PU:
         return _in_columns(boxes, n if n < 4 else -(-n // 2))
@@ -278,7 +280,7 @@ def _ugliness(width: float, height: float, used: float) -> float:
 
 
 class _Pen:
-    """Collects SVG elements. Text is escaped here and nowhere else."""
+    """Collects SVG elements; it alone escapes text."""
 
     def __init__(self, machine: Machine, groups: Sequence[PuGroup]) -> None:
         self._allowed = frozenset(machine.allowed_pus)
@@ -327,7 +329,7 @@ class _Pen:
         self._elements.append("</g>")
 
     def _swatch(self, x: float, y: float, fills: tuple[str, ...], number: str) -> None:
-        """A PU in the colours of its groups, side by side; without any it is struck through."""
+        """Draw a PU in the colours of its groups, side by side; without any group it is struck through."""
         if fills:
             stripe = PU_WIDTH / len(fills)
             for index, fill in enumerate(fills):

@@ -14,7 +14,7 @@ from phasewise.topology.tree import Machine, Node
 
 
 def places(machine: Machine) -> tuple[int, ...]:
-    """The PU at each place."""
+    """The PUs of a machine in the order of their places."""
     kinds = {cpu: rank for rank, kind in enumerate(machine.kinds) for cpu in kind.cpus}
     _, order = _ordered(machine.tree, frozenset(machine.allowed_pus), kinds)
     return (*order, *sorted(set(machine.allowed_pus).difference(order)))
@@ -29,7 +29,7 @@ def places_of(machine: Machine, pus: Sequence[int]) -> tuple[int, ...]:
 
 
 def pus_at(machine: Machine, wanted: Sequence[int]) -> tuple[int, ...]:
-    """The PUs at these places. TopologyError where there are fewer."""
+    """The PUs at these places. TopologyError where this process has fewer."""
     order = places(machine)
     if beyond := [place for place in wanted if not 0 <= place < len(order)]:
         raise TopologyError(f"there is no place {beyond[0]}: this process may use {len(order)} PUs")

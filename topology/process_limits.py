@@ -16,7 +16,10 @@ MAX_ANCESTORS = 64
 
 @dataclass(frozen=True)
 class ProcessLimits:
-    """`allowed`: a mask of CPUs. `cpu_quota`: CPUs' worth of time, None without a limit."""
+    """Limits of a process. `allowed`: a mask of CPUs.
+
+    `cpu_quota`: CPUs' worth of time, None without a limit.
+    """
 
     allowed: int
     cpu_quota: float | None

@@ -18,13 +18,13 @@ from typing import Protocol, Self, TypeAlias
 
 PROC = Path("/proc")
 MOST_PARANOID = 2
-"""Up to this level of kernel.perf_event_paranoid a process may count itself."""
+"""Highest level of kernel.perf_event_paranoid at which a process may count its own events."""
 
 HARDWARE, SOFTWARE, CACHE, RAW = 0, 1, 3, 4
 """Types of events, as the kernel numbers them."""
 
 _SYSCALLS = {"x86_64": 298, "aarch64": 241}
-"""Numbers of perf_event_open."""
+"""Number of the system call perf_event_open, by architecture."""
 
 _DATA_TLB, _LAST_LEVEL, _READ_MISS = 3, 2, 1 << 16
 _INTELS_STALLS = 0x040004A3
@@ -40,8 +40,9 @@ EventCode: TypeAlias = tuple[int, int]
 
 
 def event_codes(vendor: str | None) -> Mapping[str, Sequence[EventCode]]:
-    """Codes to try by event, the best first. Elsewhere than on Intel's cores the kernel's general
-    cache-misses are those of a nearer cache.
+    """Codes to try for each event, the best first.
+
+    Elsewhere than on Intel's cores the kernel's general cache-misses are those of a nearer cache.
     """
     is_intel = vendor == "GenuineIntel"
     return {
@@ -63,7 +64,7 @@ class Reading:
 
 
 class ThreadCounter(Protocol):
-    """One event of one thread."""
+    """A counter of one event of one thread."""
 
     def read(self) -> Reading: ...
 
@@ -75,7 +76,7 @@ OpenCounter: TypeAlias = Callable[[int, EventCode], ThreadCounter]
 
 
 class KernelCounter:
-    """A descriptor of perf_event_open."""
+    """A counter by a descriptor of perf_event_open."""
 
     def __init__(self, thread: int, event: EventCode) -> None:
         number = _SYSCALLS.get(os.uname().machine)
@@ -109,7 +110,7 @@ class CounterTotals:
     llc_misses: float | None
     dtlb_misses: float | None
     stalls: float | None
-    """Cycles in which no instruction went on."""
+    """Cycles in which no instruction was completed."""
 
     @property
     def instructions_per_cycle(self) -> float:
@@ -127,7 +128,7 @@ class CounterTotals:
 
     @property
     def stalled_share(self) -> float | None:
-        """The part of the cycles in which nothing went on."""
+        """The share of the cycles in which no instruction went on."""
         return None if self.stalls is None or not self.cycles else self.stalls / self.cycles
 
     def _per_thousand(self, count: float | None) -> float | None:
@@ -158,7 +159,7 @@ class ProcessorCounters:
         self.lap()
 
     def lap(self) -> CounterTotals | None:
-        """Counts since the last call; None where nothing is counted."""
+        """Counts of all threads since the last call; None where nothing is counted."""
         if self.absence is not None:
             return None
         now = {event: [counter.read() for counter in own] for event, own in self._counters.items()}
@@ -190,7 +191,10 @@ class ProcessorCounters:
 def _opened(
     threads: Sequence[int], codes: Sequence[EventCode], open_counter: OpenCounter
 ) -> list[ThreadCounter]:
-    """Counters of the first code that the kernel takes. A thread that has ended meanwhile has none."""
+    """Counters of each thread for the first code that the kernel takes.
+
+    A thread that has ended meanwhile has none.
+    """
     refused = OSError(errno.ENOENT, os.strerror(errno.ENOENT))
     for code in codes:
         counters: list[ThreadCounter] = []
@@ -216,7 +220,7 @@ def _counted(before: Reading, after: Reading) -> float:
 
 
 def why_not(error: OSError, proc: Path = PROC) -> str:
-    """The kernel's refusal, with what would change it."""
+    """The reason for which the kernel refused counters, with what would change it."""
     match error.errno:
         case errno.ENOENT | errno.EOPNOTSUPP | errno.ENODEV:
             return "this machine shows no counters of its processor, as most virtual machines"

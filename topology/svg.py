@@ -11,7 +11,7 @@ from xml.sax.saxutils import escape
 
 PAPER, INK, FAINT_INK = "#fbfaf7", "#1f2933", "#52606d"
 SERIES = ("#0072b2", "#d55e00", "#2e7d5b", "#a2488a", "#8a6d00", "#3b4cc0", "#b40426")
-"""Distinct to most colour-blind readers, and dark enough for white text."""
+"""Colours of series: distinct to most colour-blind readers, and dark enough for white text."""
 
 FONT = "system-ui,-apple-system,'Segoe UI','DejaVu Sans',Arial,sans-serif"
 
@@ -28,7 +28,8 @@ _NO_XML = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def escaped(words: str) -> str:
-    """Words from outside as text of a picture: a document with characters that XML forbids is not shown."""
+    """Words from outside as text of a picture, without characters that XML forbids: with them a picture is
+    not shown."""
     return escape(_NO_XML.sub("\ufffd", words))
 
 
@@ -43,11 +44,11 @@ def document(width: float, height: float, style: str, elements: Sequence[str]) -
 
 
 def rect(x: float, y: float, width: float, height: float, look: str) -> str:
-    """A rectangle. look: further attributes, e.g. `fill="none"`."""
+    """An SVG rectangle. look: further attributes, e.g. `fill="none"`."""
     return f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" {look}/>'
 
 
 def text(x: float, y: float, words: str, style: str, look: str | None = None) -> str:
-    """A line of text of a class of the document's style. look: further attributes."""
+    """An SVG line of text, of a class of the document's style. look: further attributes."""
     more = "" if look is None else f" {look}"
     return f'<text class="{style}" x="{x:.1f}" y="{y:.1f}"{more}>{escaped(words)}</text>'

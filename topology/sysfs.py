@@ -26,16 +26,17 @@ CACHE_KINDS = {2: Kind.L2, 3: Kind.L3, 4: Kind.L4}
 SIZE_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 NODES = Path("sys/devices/system/node")
 MAX_FILE_BYTES = 4 << 20
-"""More than any file read here holds; a snapshot may hold anything."""
+"""Most bytes read of a file: more than any file here holds, since a snapshot may hold anything."""
 
 UNKNOWN_IDS = {None, -1, 65_535}
 """The number that the kernel writes as package, die or cluster where the firmware gives none."""
 
 MEGABYTE = 1_000_000
-"""The unit of HMAT bandwidths; latencies are nanoseconds."""
+"""Bytes in the unit of HMAT bandwidths; latencies are nanoseconds."""
 
 ACCESS_CLASSES = ("access1", "access0")
-"""Access of the CPUs nearest to a node's memory; the older kernel's class counts other devices too."""
+"""Folders of a node's memory access, as the CPUs nearest to it have it; the class of older kernels counts
+other devices too."""
 
 HYBRID_UNITS = (("low-power", "cpu_lowpower"), ("efficiency", "cpu_atom"), ("performance", "cpu_core"))
 """Names and PMU devices of Intel's core kinds, slowest first."""
@@ -106,7 +107,7 @@ def _cpu_parts(cpu_root: Path, online: int) -> list[Part]:
 
 
 def _meaningful(parts: list[Part], packages: set[int]) -> list[Part]:
-    """Without the dies and clusters that only repeat a package, an L2 or a core."""
+    """The parts without the dies and clusters that only repeat a package, an L2 or a core."""
     by_kind: dict[Kind, set[int]] = {kind: {p.mask for p in parts if p.kind is kind} for kind in Kind}
     repeats = {
         Kind.DIE: packages,
@@ -189,13 +190,15 @@ def _node_cpus(folder: Path) -> int:
 
 
 def _node_folders(nodes: Path) -> dict[int, Path]:
-    """By number, ascending: the order in which the kernel writes a row of distances."""
+    """The folders of NUMA nodes by number, ascending: the order in which the kernel writes a row of
+    distances."""
     by_number = {path.name[4:]: path for path in nodes.glob("node[0-9]*") if path.name[4:].isdigit()}
     return {int(number): by_number[number] for number in sorted(by_number, key=int)}
 
 
 def _distances(nodes: Path) -> NumaDistances | None:
-    """None with one node, where a node is not rated, or a row is not as long as there are nodes."""
+    """The distances between NUMA nodes; None with one node, where a node is not rated, or a row is not as
+    long as there are nodes."""
     folders = _node_folders(nodes)
     texts = {number: _text(folder / "distance") or "" for number, folder in folders.items()}
     rows = tuple(tuple(int(word) for word in text.split()) for text in texts.values())
@@ -232,7 +235,7 @@ def _megabytes(count: int | None) -> int | None:
 
 
 def _positive(path: Path) -> int | None:
-    """A number above zero, which is how the kernel writes unknown."""
+    """The number in a file, if above zero, which is how the kernel writes unknown; else None."""
     return max(_number(path) or 0, 0) or None
 
 
@@ -286,7 +289,7 @@ def _meminfo_bytes(path: Path, label: str) -> int | None:
 
 
 def _size(path: Path) -> int | None:
-    """Bytes from `32K`, `1M` or a bare number of bytes; None if absent or zero."""
+    """The bytes that a file states as `32K`, `1M` or a bare number; None if absent or zero."""
     text = _text(path)
     if not text:
         return None
@@ -301,7 +304,8 @@ def _number(path: Path) -> int | None:
 
 
 def _text(path: Path) -> str | None:
-    """A small file's text without its newline; None if absent or unreadable, which is common in sysfs."""
+    """The text of a small file without its newline; None if absent or unreadable, which is common in
+    sysfs."""
     try:
         with open_file(path) as file:
             data = file.read(MAX_FILE_BYTES)

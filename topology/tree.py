@@ -65,7 +65,8 @@ class Cpu:
     name: str | None = None
     features: frozenset[str] = frozenset()
     core_override: str | None = None
-    """PHASEWISE_CORE on the running machine: the kernels treat its cores as those of this name."""
+    """The name in PHASEWISE_CORE on the running machine: the kernels treat its cores as those of this
+    name."""
 
 
 @dataclass(frozen=True)
@@ -159,9 +160,8 @@ class Machine:
         )
 
     def cores_paid(self, n_own: int, n_others: int) -> int:
-        """As many of the cores of one of a server's instances, with a thread on each, as its share of the
-        quota pays for, at least one. n_others: cores of the server's other instances.
-        """
+        """Cores that one of a server's instances may use, with a thread on each, by its share of the quota;
+        at least one. n_others: cores of the server's other instances."""
         if self.cpu_quota is None:
             return n_own
         return max(1, min(n_own, int(self.cpu_quota * n_own / (n_own + n_others))))

@@ -30,7 +30,7 @@ KV_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "int8": 1, "int4": 0.625, "int16": 2}
 
 
 def head_dim_of(n: int, k: int) -> int:
-    """A problem does not tell the size of its heads: the largest power of two that fits is taken."""
+    """The largest power of two that fits as the size of a head: a problem does not state the size itself."""
     common = math.gcd(n, k, MOST_HEAD_DIM)
     return max(common, 2)
 
@@ -52,7 +52,7 @@ def attention_group(kv_format: str, n: int, k: int, threads: int, caches: Caches
 
 
 def default_attention(n: int, k: int, m: int, threads: int) -> Schedule:
-    """The kernels' own cut of a slice of m rows, as a record."""
+    """The kernels' own division of a slice of m rows, as a schedule."""
     fields = _native.default_attention(_shape(n, k, 1), m, POSITIONS if m == 1 else m, threads)
     fields["block_m"] = -(-fields["block_m"] // fields["mr"]) * fields["mr"]
     return Schedule(**fields, compute_path=ARITHMETIC.compute_path, k_parts=1)
@@ -108,7 +108,7 @@ class TeamAttention:
         self._expected = self._out.copy()
 
     def run(self, walk: Mapping[str, int | str], calls: int) -> npt.NDArray[np.int64]:
-        """Nanoseconds of each of `calls`, a layer's mean in one pass through all of them."""
+        """Nanoseconds of each of `calls` calls: the mean over layers of one pass through all of them."""
         self._program.set_attention_schedules([(self._m, walk)])
         taken = np.empty(calls, np.int64)
         for call in range(calls):

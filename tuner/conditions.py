@@ -35,28 +35,28 @@ class CpuTicks:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """The machine at one instant."""
+    """Readings of /proc at one instant: ticks of the CPUs, own CPU time, frequency."""
 
     ticks: CpuTicks
     own_s: float
-    """CPU time of this process and of its children, which may be ranks."""
+    """CPU time in seconds of this process and of its children, which may be ranks."""
     mhz: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """Between two looks; shares are of the time of all CPUs looked at."""
+    """The load of the machine between two looks; shares are of the time of all CPUs looked at."""
 
     steal: float
-    """Share that the hypervisor gave to other guests."""
+    """Share of the CPUs' time that the hypervisor gave to other guests."""
     others: float
-    """Share that other processes of this machine took."""
+    """Share of the CPUs' time that other processes of this machine took."""
     mhz: float | None
     pace: float | None = None
     """Pace of the slowest core, as a share of its fastest reading (`yardstick`); None: not looked at."""
 
     def fields(self) -> dict[str, float]:
-        """As the database keeps them."""
+        """The conditions by name, as the database keeps them."""
         shares = {"steal": round(self.steal, 4), "others": round(self.others, 4)}
         if self.mhz is not None:
             shares["mhz"] = round(self.mhz, 1)
@@ -106,7 +106,7 @@ class Watch:
         self._last = self._look()
 
     def begin(self) -> None:
-        """Look, for the next lap to tell about the time since now."""
+        """Look at the machine now; the next `lap` tells about the time from here on."""
         self._last = self._look()
 
     def lap(self) -> Conditions:
@@ -115,7 +115,7 @@ class Watch:
         return between(before, now, os.sysconf("SC_CLK_TCK"))
 
     def _look(self) -> Look:
-        """Without the frequency: reading it takes longest, and only that at the end is told."""
+        """A look without the frequency, which takes longest to read and is told only for the end of a lap."""
         ticks = parse_ticks((self._proc / "stat").read_text(), self._cpus)
         own_s = time.process_time() + children_s(self._proc, os.sysconf("SC_CLK_TCK"))
         return Look(ticks, own_s)
@@ -133,7 +133,7 @@ def children_s(proc: Path, ticks_a_second: int) -> float:
 
 
 def _text(file: Path) -> str:
-    """Empty for a task or a child that has just ended."""
+    """The text of a file; empty for a task or a child that has just ended."""
     try:
         return file.read_text()
     except OSError:
@@ -150,6 +150,6 @@ def is_disturbed(conditions: Mapping[str, float]) -> bool:
 
 
 def mean_conditions(laps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """By name, the mean over the laps that have it."""
+    """The mean of each condition, by name, over the laps that have it."""
     names = dict.fromkeys(name for lap in laps for name in lap)
     return {name: fmean(lap[name] for lap in laps if name in lap) for name in names}

@@ -21,10 +21,10 @@ Plans = Mapping[Phase, ServicePlan]
 LLAMA_CPP_FLAGS: Mapping[Phase, tuple[str, str, str]] = MappingProxyType(
     {"decode": ("-t", "-C", "--cpu-strict"), "prefill": ("-tb", "-Cb", "--cpu-strict-batch")}
 )
-"""Threads, mask, and a CPU of its own for each thread."""
+"""llama.cpp's flags for the number of threads, their CPU mask, and one CPU for each thread."""
 
 LLAMA_CPP_MAX_CPUS = 512
-"""Bits in its masks (GGML_MAX_N_THREADS)."""
+"""CPUs that llama.cpp's masks can name (GGML_MAX_N_THREADS)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ def cpu_mask(pus: tuple[int, ...]) -> str:
 
 
 def _llama_cpp(plans: Plans, machine: Machine) -> Emitted:
-    """One set of flags for generation and one for batches."""
+    """llama.cpp's flags: one set for generation and one for batches."""
     flags, notes = [], []
     for phase, (threads, mask, strict) in LLAMA_CPP_FLAGS.items():
         if phase not in plans:
@@ -126,7 +126,7 @@ spec:
 
 
 def _vllm(plans: Plans, machine: Machine) -> Emitted:
-    """A list of CPUs for every rank."""
+    """vLLM's list of CPUs for every rank."""
     plan, notes = _one_plan(plans, "vLLM")
     lists = "|".join(list_cores(sorted(rank.cores)) for rank in plan.ranks)
     text = f"env VLLM_CPU_OMP_THREADS_BIND='{lists}' vllm serve --tensor-parallel-size {len(plan.ranks)}"
@@ -154,7 +154,7 @@ def _taskset(plans: Plans, machine: Machine) -> Emitted:
 
 
 def _openmp(plans: Plans, machine: Machine) -> Emitted:
-    """One place for every thread, so that none moves."""
+    """OpenMP's variables: one place for every thread, so that none moves."""
     plan, notes = _one_plan(plans, "OpenMP")
 
     def line(rank: RankCores) -> str:
@@ -165,7 +165,8 @@ def _openmp(plans: Plans, machine: Machine) -> Emitted:
 
 
 def _one_plan(plans: Plans, tool: str) -> tuple[ServicePlan, tuple[str, ...]]:
-    """Decode's where there are two: most of a request's time, and the phase that contention slows."""
+    """The plan to print for a tool that takes one: decode's where both phases have one, because decode takes
+    most of a request's time and suffers from contention."""
     chosen = plans.get("decode") or next(iter(plans.values()))
     other = plans.get("prefill")
     if other is None or other.ranks == chosen.ranks:
@@ -208,4 +209,4 @@ TOOLS: Mapping[str, Callable[[Plans, Machine], Emitted]] = MappingProxyType(
         "kubernetes": _kubernetes,
     }
 )
-"""Whose flags a plan can be printed as."""
+"""The tools whose flags a plan can be printed as."""

@@ -18,7 +18,7 @@ from phasewise.tuner.tuning_run import Hinted
 FIRST_S = 60.0
 """The most time that hints get: before a server's start, and at the beginning of a tuning run."""
 FIRST_SHARE = 0.5
-"""And the most of a tuning run's budget."""
+"""Largest share of a tuning run's budget that hints get."""
 
 
 def in_order_of_worth(
@@ -27,10 +27,9 @@ def in_order_of_worth(
     obstacle: Callable[[Problem, Schedule], str | None],
     step_s: Callable[[Problem], float],
 ) -> list[Hinted]:
-    """The hints for these tasks that can run here and are not the default. step_s: of a product, in a step.
-
-    A hint in the default arithmetic is tried alone; others of a weight together, which change all or none.
-    """
+    """The hints for these tasks that can run here and are not the default, those with most seconds at stake
+    first. step_s: seconds that a product takes in a step. A hint in the default arithmetic is tried alone;
+    others of a weight together, which change all or none."""
     hinted = [hint for task in tasks for hint in _hinted(task, hints, obstacle)]
 
     def worth(hint: Hinted) -> tuple[bool, float]:

@@ -26,7 +26,7 @@ from phasewise.kerneldb.store import Store
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """Under what a run's rows are kept, and which older ones it uses."""
+    """The keys under which a run's rows are kept, and the age of rows that it uses."""
 
     machine: MachineKey
     kernel_abi: str
@@ -54,7 +54,10 @@ class Ledger:
         return f"{self._store.name} {machine.core_sig} {machine.placement_sig} {self._scope.kernel_abi}"
 
     def samples(self, problem: Problem) -> Mapping[Schedule, Sequence[Sample]]:
-        """By schedule, oldest first. The first look at a weight reads the rows of all its m, once."""
+        """A problem's samples by schedule, oldest first.
+
+        The first call for a weight reads the rows of all its m, once.
+        """
         weight = replace(problem, m=1)
         if weight not in self._weights_read:
             problems = set(self._samples)
@@ -79,7 +82,7 @@ class Ledger:
         return before[-1]
 
     def _own_verdicts(self, problem: Problem) -> list[Promotion]:
-        """Not those that are too old for the scope."""
+        """A problem's verdicts, without those that are too old for the scope."""
         rows = self.verdicts(problem)
         return [row for row in rows if row.origin.created_at_ms >= self._scope.since_ms]
 
@@ -117,7 +120,10 @@ class Ledger:
     def add_verdict(
         self, problem: Problem, winner: Schedule, loser: Schedule, comparison: Comparison
     ) -> None:
-        """From now on `winner` is in use. `comparison` sets it, as the candidate, against the loser."""
+        """Store that `winner` is in use from now on.
+
+        `comparison` sets it, as the candidate, against the loser.
+        """
         row = Promotion(problem, winner, loser, comparison, self._scope.kernel_abi, self._origin())
         self._store.add_promotions([row])
         self._verdicts.pop(problem, None)

@@ -41,7 +41,7 @@ from phasewise.tuner.weights import dense_format, format_name
 
 Kind = Literal["exact", "neighbour", "default"]
 WeightKey: TypeAlias = tuple[str, str, int, int]
-"""Family, format, n and k."""
+"""The identity of a weight's shape: family, format, n and k."""
 IsDefault: TypeAlias = Callable[[Problem, Schedule], bool]
 """True if a schedule is the kernels' own for a problem; `native.is_default_for` knows."""
 
@@ -66,10 +66,10 @@ class ScheduleChoice:
 
     last_m: int
     schedule: Schedule | None
-    """None: the kernels' default."""
+    """The schedule to run; None: the kernels' default."""
     kind: Kind
     why: str
-    """For people, e.g. `neighbour: tuned at m=64`."""
+    """The reason for the schedule in words, e.g. `neighbour: tuned at m=64`."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class _Weight:
         return ScheduleChoice(m, even_tiles(self.tuned[nearest], m), "neighbour", why)
 
     def _nearest(self, m: int) -> int:
-        """In ratio; the smaller of two that are as near."""
+        """The tuned m nearest in ratio; the smaller of two that are as near."""
         return min(self._around(m), key=lambda tuned: max(tuned / m, m / tuned))
 
     def _around(self, m: int) -> list[int]:
@@ -115,7 +115,10 @@ class ScheduleTable(ScheduleLookup):
     """The schedules in use on one kind of machine, of one build of the kernels."""
 
     def __init__(self, in_use: Iterable[Measurement] = (), is_default: IsDefault = lambda *_: False) -> None:
-        """`in_use`: `Store.promoted_measurements` of one machine key, those of this build of the kernels."""
+        """Make the table of these schedules.
+
+        `in_use`: `Store.promoted_measurements` of one machine key, those of this build of the kernels.
+        """
         rows: dict[WeightKey, list[Measurement]] = {}
         for row in in_use:
             problem = row.problem
@@ -123,7 +126,7 @@ class ScheduleTable(ScheduleLookup):
         self._weights = {key: _weight(of_weight, is_default) for key, of_weight in rows.items()}
         self._ranges: dict[tuple[WeightKey, int], list[RowRange]] = {}
         self.asked_choice = ""
-        """`--arithmetic`; empty: nothing is asked."""
+        """The choice that `--arithmetic` asks for; empty: none is asked for."""
         self._asked_path: str | None = None
         self._bands: tuple[ScheduleTable, ...] = ()
 
@@ -158,14 +161,14 @@ class ScheduleTable(ScheduleLookup):
         return None if weight is None else weight.arithmetic
 
     def choice(self, key: WeightKey, m: int) -> ScheduleChoice:
-        """For exactly m rows."""
+        """The choice for exactly m rows of a weight."""
         weight = self._weights.get(key)
         return (
             ScheduleChoice(m, None, "default", "default: nothing tuned") if weight is None else weight.at(m)
         )
 
     def choices(self, key: WeightKey, max_m: int) -> list[ScheduleChoice]:
-        """For every m from 1 to `max_m`: ranges of m, ascending, at most MAX_ROW_RANGES.
+        """The choices for every m from 1 to `max_m`: ranges of m, ascending, at most MAX_ROW_RANGES.
 
         Where there would be more, the ranges that differ least in m are joined and run with one of their
         schedules.

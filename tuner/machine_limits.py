@@ -85,7 +85,8 @@ class PieceReads:
 def read_in_pieces(
     cores: Sequence[int], piece_bytes: int, total_bytes: int = DEFAULT_READ_BYTES, repeats: int = 3
 ) -> PieceReads:
-    """Both rates by one loop, each core over a buffer of its own; together they have `total_bytes`."""
+    """Rates of reading memory in pieces, in order and scattered, by one loop: each core reads a buffer of its
+    own, together `total_bytes`."""
     share_words = max(2 * piece_bytes, total_bytes // len(cores)) // 8
 
     def rate(scattered: bool) -> float:
@@ -99,7 +100,7 @@ def read_in_pieces(
 
 
 class StreamingRead:
-    """Reading as a limit that stands beside other timings: the same buffers again and again, one a core.
+    """Reads that can be repeated beside other timings: the same buffers again and again, one a core.
 
     Memory changes its pace within a second, so a share of the bandwidth is taken of what was read beside it.
     """
@@ -135,7 +136,7 @@ class StreamingRead:
 
 
 def _pinned_buffer(core: int, size_bytes: int) -> npt.NDArray[np.uint8]:
-    """The calling thread stays on `core`, which touches the buffer that it will read."""
+    """A buffer whose pages `core` has touched; the calling thread stays pinned to that core."""
     os.sched_setaffinity(0, {core})  # 0 is the calling thread
     return np.ones(size_bytes, dtype=np.uint8)
 
@@ -152,7 +153,7 @@ def measure_limits(cores: Sequence[int], read_buffer_bytes: int = DEFAULT_READ_B
 
 
 def _best_rate(prepare: Callable[[], Callable[[], int]], cores: Sequence[int], repeats: int) -> float:
-    """Best of `repeats` of: total work of all cores over the time until the last one is done."""
+    """The best of `repeats` rates: the work of all cores over the time until the last one is done."""
     gate = threading.Barrier(len(cores))
 
     def member(core: int) -> list[tuple[int, int, int]]:

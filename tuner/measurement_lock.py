@@ -37,7 +37,7 @@ TELL_AFTER_S = 1.0
 RING_AGAIN_S = 0.01
 LONGEST_ALARM_S = 1e6
 POLL_S = 0.1
-"""Between two attempts of a thread that cannot have an alarm: any but the main one."""
+"""Seconds between two attempts of a thread that cannot have an alarm: any but the main one."""
 
 PAUSE_S = 0.02
 MOST_COMMAND_CHARS = 100
@@ -281,7 +281,7 @@ class _Notice:
 
     @property
     def due_s(self) -> float:
-        """When to tell it, by `time.monotonic`."""
+        """The instant, by `time.monotonic`, at which the wait is to be reported."""
         return math.inf if self._is_told else self._began_s + TELL_AFTER_S
 
     def tell_if_due(self) -> None:
@@ -300,7 +300,7 @@ class _Notice:
 
 
 def _described(pid: int | None) -> str:
-    """A process by its number and command line; its path and interpreter are left out."""
+    """A process by its number and command line, without its path and interpreter."""
     if pid is None:
         return "another phasewise"
     try:
@@ -315,7 +315,7 @@ def _described(pid: int | None) -> str:
 
 @contextmanager
 def _alarm(notice: _Notice) -> Iterator[None]:
-    """Report a wait inside after a while, and end it with _TimeIsUpError at the deadline."""
+    """Report a wait in the block after a while, and end it with _TimeIsUpError at the deadline."""
     is_waiting = True
 
     def set_timer() -> None:

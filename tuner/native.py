@@ -118,7 +118,7 @@ def paths_of(weight_format: str) -> tuple[str, ...]:
 
 
 def micro_kernels(weight: PackedWeight, path: str) -> tuple[MicroKernel, ...]:
-    """Those that exist on the ISA in use."""
+    """The micro-kernels of a compute path that exist on the ISA in use."""
     return tuple(
         MicroKernel(mr, panels) for mr, panels in _native.micro_kernels(weight.kind, path, weight.group)
     )
@@ -137,7 +137,7 @@ def core_caches(machine: Machine, cores: Sequence[int]) -> Caches:
 
 
 def group_of(weight_format: str, n: int, k: int, threads: int, caches: Caches) -> Group:
-    """All that the search needs to know about products with one weight on a team of `threads`."""
+    """The search's view of products with one weight on a team of `threads`."""
     weight = blank_weight(weight_format, n, k)
     ways = arithmetics(weight_format, n, k, threads)
     return Group(
@@ -187,7 +187,7 @@ class NativeEvaluator:
             self._timed(problem, schedule)
 
     def measure(self, problem: Problem, schedules: Sequence[Schedule]) -> list[Sample]:
-        """One sample of each, timed in turns. KernelMismatchError if one gives another result."""
+        """Time schedules in turns: one sample of each. KernelMismatchError if one gives another result."""
         contestants = [self._contestant(problem, schedule) for schedule in schedules]
         self._watch.begin()
         taken, pace = steadily(
@@ -198,7 +198,7 @@ class NativeEvaluator:
         return [contestant.sample(samples_ns, conditions) for contestant, samples_ns in pairs]
 
     def duel(self, problem: Problem, incumbent: Schedule, candidate: Schedule) -> timing.Duel:
-        """Both, timed in pairs."""
+        """Time an incumbent and a candidate in pairs of turns."""
         return self._fought(*(self._contestant(problem, schedule) for schedule in (incumbent, candidate)))
 
     def _fought(self, old: _Contestant, new: _Contestant) -> timing.Duel:
@@ -212,10 +212,8 @@ class NativeEvaluator:
         )
 
     def duel_storages(self, problem: Problem, schedule: Schedule, dense_schedule: Schedule) -> timing.Duel:
-        """A sparse weight (`problem` names its format), the candidate, against the same weight stored dense.
-
-        KernelMismatchError if their results differ.
-        """
+        """Time a sparse weight (`problem` names its format), as the candidate, against the same weight stored
+        dense. KernelMismatchError if their results differ."""
         self._products, self._weights = {}, None  # before others take memory
         sparse_weight = random_weight(problem.format, problem.n, problem.k)
         dense_weights = _Weights.of(packing.to_dense(sparse_weight), self._total_bytes)
@@ -230,10 +228,8 @@ class NativeEvaluator:
     def rounds(
         self, problem: Problem, schedules: Sequence[Schedule], count: int, beside: Sequence[timing.Take] = ()
     ) -> Times:
-        """One short turn of each schedule, and of the systems `beside` them, in `rounds` shuffled rounds.
-
-        Nanoseconds [count, schedules, then systems].
-        """
+        """Time each schedule, and the systems `beside` them, for a short turn in each of `count` shuffled
+        rounds. Nanoseconds [count, schedules, then systems]."""
         contestants = [self._contestant(problem, schedule) for schedule in schedules]
         return shuffled_rounds([*(contestant.take for contestant in contestants), *beside], count)
 
@@ -299,7 +295,7 @@ class _Weights:
         return cls((format_name(weight), weight.n, weight.k), copies_of(weight, total_bytes))
 
     def turns(self) -> list[PackedWeight]:
-        """The copies, each time from another one on.
+        """The copies in order, each time beginning with another one.
 
         Two products in one race would otherwise follow each other through the copies, and the second would
         find what the first one had just brought into the cache. Golden steps stay apart, however many.
@@ -323,15 +319,15 @@ class _Product:
         """Recent time of one call, for schedules whose result was found right."""
 
     def run(self, walk: Mapping[str, int | str], calls: int) -> npt.NDArray[np.int64]:
-        """Nanoseconds of each call."""
+        """Run the product `calls` times; nanoseconds of each call."""
         return np.asarray(self._native.time(walk, calls))
 
     def result(self) -> npt.NDArray[np.float32]:
-        """Result of the last call."""
+        """The result of the last call."""
         return np.asarray(self._native.result())
 
     def check(self, schedule: Schedule) -> None:
-        """Check the result of the last call."""
+        """Check that the last call gave the expected result."""
         if not np.array_equal(self._native.result(), self._expected):
             raise KernelMismatchError(f"a schedule changes the result of a product: {schedule}")
 
@@ -340,26 +336,27 @@ class _Attention:
     """Attention of some rows, and the result that every schedule must give."""
 
     numeric_error: float | None = None
-    """Not compared here: schedules change no bit, and the tests hold the bound of families/attention.c."""
+    """None: attention is not compared with float64 here; schedules change no bit, and the tests hold the
+    bound of families/attention.c."""
 
     def __init__(self, team: _native.Team, problem: Problem, total_bytes: int) -> None:
         self.problem = problem
         self.call_ns: dict[Schedule, int] = {}
-        """As a product's."""
+        """Recent time of one call, for schedules whose result was found right."""
         self._native = TeamAttention(team, problem, total_bytes)
 
     def run(self, walk: Mapping[str, int | str], calls: int) -> npt.NDArray[np.int64]:
-        """Nanoseconds of each call."""
+        """Run attention `calls` times; nanoseconds of each call."""
         return self._native.run(walk, calls)
 
     def check(self, schedule: Schedule) -> None:
-        """Check the result of the last call."""
+        """Check that the last call gave the expected result."""
         if not self._native.is_right():
             raise KernelMismatchError(f"a schedule changes the result of attention: {schedule}")
 
 
 class _Contestant:
-    """One schedule: checked, and ready for its turns."""
+    """A schedule whose result was checked, ready for its turns."""
 
     def __init__(self, product: _Product | _Attention, schedule: Schedule) -> None:
         started_ns = time.perf_counter_ns()

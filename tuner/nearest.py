@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from phasewise.tuner.lookup import Obstacle
 
 MOST_SEEDS = 2
-"""For one product: of this many kinds of machine, the nearest first."""
+"""Most seeds of one product, each of another kind of machine, the nearest first."""
 
 UNKNOWN = math.log2(1.5)
 _SIZE = re.compile(r"L(1d|2) ([0-9]+)([KM])")
@@ -45,7 +45,8 @@ class CoreFacts:
     vector_bits: float | None = None
     mhz: float | None = None
     bytes_per_ns: float | None = None
-    """The rate of weights, by one thread of a product of one row: the best that was measured."""
+    """Bytes of weights that one core reads in a nanosecond: the best measured of one thread in a product of
+    one row."""
 
 
 class MeasuredStore(Protocol):
@@ -87,7 +88,8 @@ def _weight_bytes(problem: Problem) -> int:
 
 
 def distance(facts: CoreFacts, other: CoreFacts) -> float:
-    """0: the same in all that is known; 1: one figure is twice the other's."""
+    """The distance of two cores: 0 if they are the same in all that is known, 1 if one figure is twice the
+    other's."""
     total = 0.0
     for fact in fields(CoreFacts):
         a, b = getattr(facts, fact.name), getattr(other, fact.name)
@@ -118,7 +120,8 @@ class NearestSchedules:
         self._nearest = sorted(candidates, key=lambda candidate: (candidate[0], repr(candidate[1])))
 
     def __call__(self, problem: Problem) -> Sequence[Schedule]:
-        """The schedules in use there for such a product: of its weight, else of the weight most like it."""
+        """The schedules in use on the nearest kinds for such a product: of its weight, else of the weight
+        most like it."""
         seeds: list[Schedule] = []
         for _, _, rows in self._nearest:
             like = rows.get((problem.family, problem.format, problem.m), [])

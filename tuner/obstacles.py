@@ -20,7 +20,8 @@ MAX_ATTENTION = 1 << 26
 
 
 def obstacle(problem: Problem, schedule: Schedule) -> str | None:
-    """None where the schedule can run and be timed: then kernels take its numbers as they are."""
+    """The reason why a schedule cannot run here; None: it can be timed, and kernels may take its numbers as
+    they are."""
     if problem.family == "attention":
         return _attention_obstacle(problem, schedule)
     if problem.family == "gemm":
@@ -29,7 +30,7 @@ def obstacle(problem: Problem, schedule: Schedule) -> str | None:
 
 
 def abi_of(family: str) -> str | None:
-    """Under which name timings of a kernel family are kept; None for a family that this program lacks."""
+    """The name under which timings of a kernel family are kept; None for a family that this program lacks."""
     try:
         return _native.kernel_abi(family)
     except KeyError:

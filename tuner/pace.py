@@ -15,7 +15,7 @@ class Pace:
     """The share of the work that is done, by the weight of its products; replayed ones count as no work."""
 
     def __init__(self, tasks: Sequence[Task], call_s: Callable[[Problem], float]) -> None:
-        """call_s: about how long a product takes."""
+        """call_s: about how many seconds one call of a product takes."""
         self._work = {
             problem: 1.0 + CALLS_A_TIMING * call_s(problem) / SHORTEST_TIMING_S
             for task in tasks
@@ -27,11 +27,14 @@ class Pace:
         self._last: Problem | None = None
 
     def work_of(self, task: Task) -> float:
-        """About how long it takes, in the shortest timings."""
+        """About how long a task takes, in units of its shortest timings."""
         return sum(self._work[problem] for problem in task.problems)
 
     def reach(self, task: Task, m: int, timed: bool) -> None:
-        """The search of a task asks for m. One m is done when the next is asked for; probes jump about."""
+        """Note that a task's search asks for m.
+
+        One m is done when the next is asked for; probes jump about.
+        """
         problem, before = task.problem(m), task.ms[: task.ms.index(m)][-1:]
         if timed:
             self._timed.add(problem)
@@ -44,7 +47,8 @@ class Pace:
             self._drop(problem)
 
     def left_s(self, timing_s: float) -> float | None:
-        """`timing_s` is what the work so far took; None before the first product is done."""
+        """Seconds that the rest may take, if the work so far took `timing_s`; None before the first product
+        is done."""
         return timing_s * sum(self._left.values()) / self._done if self._done else None
 
     def _drop(self, problem: Problem) -> None:

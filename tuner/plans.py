@@ -38,13 +38,14 @@ Phase = Literal["prefill", "decode"]
 Source = Literal["default", "database", "imported", "flag", "search", "file"]
 Report = Callable[[str], None]
 DefaultPlan: TypeAlias = "Callable[[Machine, Phase], ServicePlan]"
-"""The plan of a phase where the database has none."""
+"""Makes the plan of a phase for which the database has none."""
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
 MAX_RANKS = 256
 MAX_PU = 65_535
 MAX_BANDS = 3
-"""As many as a program has tables of schedules for, beside those of the phases (PW_SCHEDULE_TABLES)."""
+"""Most bands of a plan: a program has as many tables of schedules beside those of the phases
+(PW_SCHEDULE_TABLES)."""
 MAX_BAND_SEQUENCES = 4096
 PLAN_FORMAT, BANDED_FORMAT = 1, 3
 """Versions of the JSON that names cores, without and with bands; a reader refuses versions that it does not
@@ -61,7 +62,7 @@ class RankCores:
 
     cores: tuple[int, ...]
     numa_node: int | None = None
-    """None: the PUs span nodes, or the machine does not say."""
+    """The NUMA node of the rank's memory; None: the PUs span nodes, or the machine does not say."""
 
     def __post_init__(self) -> None:
         if not self.cores:
@@ -127,12 +128,12 @@ class ServicePlan:
 
     @property
     def all_cores(self) -> frozenset[int]:
-        """Every PU that it ever uses."""
+        """Every PU that the plan ever uses, those of its bands included."""
         return frozenset(self.cores).union(*(_cores_of(band.ranks) for band in self.bands))
 
     @property
     def each(self) -> tuple[ServicePlan, ...]:
-        """The plan without its bands, then those of its bands."""
+        """The plan without its bands, then a plan for each band."""
         return tuple(replace(self, ranks=ranks, bands=()) for _, ranks in self._loads)
 
     @property
@@ -213,12 +214,12 @@ def _check_ranks(ranks: Sequence[RankCores]) -> None:
 
 
 def ranks_fields(ranks: Sequence[RankCores]) -> list[dict[str, Any]]:
-    """As JSON values."""
+    """The cores of ranks as JSON values."""
     return [{"cores": list(rank.cores), "numa_node": rank.numa_node} for rank in ranks]
 
 
 def bands_fields(plan: ServicePlan) -> list[dict[str, Any]]:
-    """As JSON values."""
+    """The bands of a plan as JSON values."""
     return [{"sequences": band.sequences, "ranks": ranks_fields(band.ranks)} for band in plan.bands]
 
 
@@ -265,7 +266,7 @@ def stored_plan(text: str, machine: Machine, source: Source = "database") -> Ser
 
 
 Places: TypeAlias = list[list[int]]
-"""The places of each rank."""
+"""The places of each rank's cores in the machine's topology."""
 
 
 def stored_places(text: str) -> list[tuple[int, Places]] | None:
@@ -278,7 +279,7 @@ def stored_places(text: str) -> list[tuple[int, Places]] | None:
 
 
 def is_placed(text: str) -> bool:
-    """True of a plan that names places of the topology."""
+    """True if the text is a plan that names places of the topology."""
     fields = _parsed(text)
     return isinstance(fields, dict) and fields.get("format") in (PLACED_FORMAT, BANDED_PLACED_FORMAT)
 
@@ -309,14 +310,14 @@ def _parsed(text: str) -> Any:
 
 
 def ranks_from(fields: Any) -> tuple[RankCores, ...]:
-    """Those of `ranks_fields`. PlanError."""
+    """The ranks that `ranks_fields` wrote. PlanError for anything else."""
     if not isinstance(fields, list):
         raise PlanError("the ranks of a plan must be a list")
     return tuple(_rank(rank) for rank in fields[: MAX_RANKS + 1])
 
 
 def bands_from(fields: Any) -> tuple[LoadBand, ...]:
-    """Those of `bands_fields`. PlanError."""
+    """The bands that `bands_fields` wrote. PlanError for anything else."""
     _check_bands(fields)
     return tuple(LoadBand(band["sequences"], ranks_from(band["ranks"])) for band in fields)
 
@@ -347,7 +348,7 @@ class PlanSource(Protocol):
 
 
 def model_key(name: str, weight_format: str) -> str:
-    """Under what a model's plans are kept: its name and the format of its weights, e.g. `tinyllama@int4`."""
+    """The key of a model's plans: its name and the format of its weights, e.g. `tinyllama@int4`."""
     return f"{name}@{weight_format}"
 
 
@@ -384,7 +385,8 @@ def default_plan(
 
 
 def _divided(machine: Machine, pus: tuple[int, ...], n_ranks: int) -> tuple[RankCores, ...]:
-    """Ranks of as many PUs each as can be, or one fewer, each with its part of every kind of core."""
+    """Equal ranks of these PUs, some with one PU fewer where they do not divide; each has its part of every
+    kind of core."""
     if n_ranks == 1:
         return (rank_on(machine, pus),)
     if not 1 <= n_ranks <= min(len(pus), MAX_RANKS):
@@ -399,7 +401,7 @@ def _divided(machine: Machine, pus: tuple[int, ...], n_ranks: int) -> tuple[Rank
 
 
 def _places_in_kinds(machine: Machine, pus: Sequence[int]) -> dict[int, float]:
-    """The place of each PU among those of its kind, from 0 to 1."""
+    """The position of each PU among those of its kind, from 0 to 1."""
     speed_of = _speed_of(machine)
     by_kind: dict[int, list[int]] = {}
     for pu in pus:
@@ -408,12 +410,15 @@ def _places_in_kinds(machine: Machine, pus: Sequence[int]) -> dict[int, float]:
 
 
 def _speed_of(machine: Machine) -> dict[int, int]:
-    """The number of each PU's kind, from the slowest; nothing of a PU that no kind names."""
+    """The number of each PU's kind of core, counted from the slowest; PUs that no kind names are left out."""
     return {pu: number for number, kind in enumerate(machine.kinds) for pu in kind.cpus}
 
 
 def default_thread_count(machine: Machine) -> int:
-    """One a core. A quota of 2.5 CPUs runs two pinned threads: a third would get all of them throttled."""
+    """Threads of the default plan: one a core, no more than the cgroup quota pays for.
+
+    A quota of 2.5 CPUs runs two pinned threads: a third would get all of them throttled.
+    """
     cores = len(machine.allowed_cores()) or len(machine.allowed_pus)
     quota = cores if machine.cpu_quota is None else max(1, int(machine.cpu_quota))
     return min(cores, quota)

@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 Times: TypeAlias = Mapping[int, float]
-"""Time by number of rows."""
+"""Time of a product by its number of rows."""
 
 MOST_ROWS = 64
-"""Up to here the laws are asked for: one row more is one more sequence, or one more token of a draft."""
+"""Most rows for which the laws are asked: one row more is one more sequence, or one more token of a draft."""
 
 ALLOWANCE = 0.05
-"""Above a ratio of 1; what two timings of one product differ by on a quiet machine."""
+"""Excess over a ratio of 1 that is allowed: two timings of one product differ by as much on a quiet
+machine."""
 
 
 class Breach(NamedTuple):
@@ -34,12 +35,12 @@ class Breach(NamedTuple):
 
 
 def more_rows_cost_less(times: Times) -> Breach:
-    """The place where a product takes longest beside one with more rows."""
+    """The largest breach of the first law: a product that takes longer than one with more rows."""
     return max(_beside_more(times), default=Breach(0.0, 0, ()))
 
 
 def slower_than_two(times: Times) -> Breach:
-    """The place where a product takes longest beside two that share out its rows."""
+    """The largest breach of the second law: a product that takes longer than two that share out its rows."""
     return max(_beside_two(times), default=Breach(0.0, 0, ()))
 
 

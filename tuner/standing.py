@@ -20,20 +20,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MeasuredRatio:
-    """A gain over the kernels' own schedule, or of another pair, and its interval; exactly 1 for the same."""
+    """A measured gain over the kernels' own schedule, or of one thing over another, with its interval;
+    exactly 1 for the same."""
 
     gain: float = 1.0
     low: float = 1.0
     high: float = 1.0
 
     def times(self, won: Comparison) -> MeasuredRatio:
-        """The gain after one duel more."""
+        """The gain after one more duel was won."""
         high = min(MAX_GAIN, self.high * won.gain_high)
         return MeasuredRatio(self.gain * won.gain, self.low * won.gain_low, high)
 
 
 def ratio_of(comparison: Comparison) -> MeasuredRatio:
-    """The ratio of one comparison."""
+    """The gain of one comparison with its interval."""
     return MeasuredRatio().times(comparison)
 
 

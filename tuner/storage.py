@@ -19,13 +19,14 @@ from phasewise.tuner.errors import TunerError
 from phasewise.tuner.weights import sparse_format
 
 LEAST_GAIN = 0.98
-"""Dense's time / sparse's time that prompts of a server may have: they may cost next to nothing more."""
+"""Least ratio of dense's time to sparse's that a prompt may have: sparse storage may cost prompts next to
+nothing."""
 
 ROWS_REACH = 2
-"""A comparison tells of up to that many times its rows, where nothing was compared for more."""
+"""Factor of rows that a comparison reaches beyond its own, where nothing was compared for more."""
 
 PROMPT_ROWS = 64
-"""More rows than that are a prompt's."""
+"""Most rows of a decode step in a comparison; more rows are a prompt's."""
 
 
 @dataclass(frozen=True)
@@ -34,14 +35,14 @@ class StorageVerdict:
 
     is_sparse: bool
     why: str
-    """For people, e.g. `measured: sparse against dense 1.45x at m=1, no verdict at m=512; ..`."""
+    """The verdict in words, e.g. `measured: sparse against dense 1.45x at m=1, no verdict at m=512; ..`."""
 
 
 class StorageTable:
     """The newest duel of every weight and number of rows, on one build of the kernels."""
 
     def __init__(self, duels: Iterable[StorageDuel] = ()) -> None:
-        """`duels`: `Store.storage_duels` of the machine keys of each phase."""
+        """Make the table of these duels. `duels`: `Store.storage_duels` of the machine keys of each phase."""
         self._by_weight: dict[tuple[str, int, int], dict[int, StorageDuel]] = {}
         for duel in duels:
             problem = duel.problem
@@ -54,9 +55,8 @@ class StorageTable:
     def verdict(
         self, dense_format: str, n: int, k: int, density: float, sequences: int
     ) -> StorageVerdict | None:
-        """For a weight of which the share `density` is kept, where up to `sequences` decode together. None
-        where no such weight was compared.
-        """
+        """The verdict for a weight of which the share `density` is kept, where up to `sequences` decode
+        together. None where no such weight was compared."""
         try:
             key = (sparse_format(dense_format, density), n, k)
         except TunerError:

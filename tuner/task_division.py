@@ -44,11 +44,11 @@ class Task:
 
     @property
     def has_row_laws(self) -> bool:
-        """True of products; attention of one row and of many are computed in unlike ways."""
+        """True of a product; False of attention, whose one row and many are computed in unlike ways."""
         return self.group.family == "gemm"
 
     def part(self, ms: tuple[int, ...], arithmetic: Arithmetic) -> Task:
-        """Some of its rows, in one of its arithmetics."""
+        """The same task for some of its rows, in one of its arithmetics."""
         return replace(self, group=replace(self.group, arithmetics=(arithmetic,)), ms=ms)
 
 
@@ -63,7 +63,7 @@ class TaskDivision:
         self._lock = lock
         self._work_of = work_of
         self._elsewhere: set[str] = set()
-        """The claims of others at some time."""
+        """The claims of other runs that were seen at some time."""
         self._looked_at: set[str] = set()
         self._own: set[str] = set()
         """The tasks that this run has worked at."""
@@ -104,14 +104,14 @@ class TaskDivision:
         return self._work_of(task) / whole if task in ours else 1 / len(waiting)
 
     def is_settled_elsewhere(self, task: Task) -> bool:
-        """True if another run had it since this one began, and has come to a verdict for all its rows."""
+        """True if another run has tuned the task since this run began, and has a verdict for all its rows."""
         settled_ms = self._ledger.settled_ms(task.problems)
         if self._name(task) in self._elsewhere:
             return settled_ms < math.inf
         return self._name(task) not in self._own and self._began_ms <= settled_ms < math.inf
 
     def known(self, task: Task) -> ScheduleCache:
-        """The results of other weights that its search may learn from."""
+        """The results of other weights that the task's search may learn from."""
         begun_ms = self._begun_ms(task)
         others = [other for other in self._tasks if other.problems != task.problems]
         settled = [(self._ledger.settled_ms(other.problems), other) for other in others]
@@ -147,7 +147,7 @@ class TaskDivision:
         return theirs + [task for _, task in sorted(begun, key=lambda pair: pair[0])]
 
     def _begun_ms(self, task: Task) -> float:
-        """When the first of a task's samples was stored; infinite: it is not begun."""
+        """Unix time at which the first of a task's samples was stored; infinite: it is not begun."""
         begun_ms = self._ledger.begun_ms(task.problems)
         return math.inf if begun_ms is None else begun_ms
 

@@ -31,14 +31,14 @@ MIN_SAMPLE_NS = 20_000  # a thousand times the clock's own cost
 MAX_TURN_SAMPLES = 8  # what a turn leaves in the database
 ROUNDS = 5
 MARGINS = {2: 1.6, 3: 1.25}
-"""Rounds done: how much slower than the best a schedule may then look to stay in the race."""
+"""Rounds done, and how much slower than the best a schedule may then look to stay in the race."""
 PAIRS = 15
 CONFIDENCE = 0.99  # a tuning run makes a hundred comparisons
 ROUNDS_CONFIDENCE = 0.95
 
 Samples: TypeAlias = tuple[int, ...]
 Take: TypeAlias = Callable[[], Samples]
-"""One turn: run the product some times, return nanoseconds a call."""
+"""Runs a product some times in one turn; returns nanoseconds of each call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ def _within(margin: float, running: Sequence[int], taken: Sequence[Samples]) -> 
 
 @dataclass(frozen=True)
 class Duel:
-    """Two schedules timed in pairs: what it says, and the samples of each."""
+    """Two schedules timed in pairs: the verdict, and the samples of each."""
 
     comparison: Comparison
     incumbent: Sample
@@ -127,7 +127,7 @@ def compare(taken: Sequence[tuple[Samples, Samples]], confidence: float = CONFID
 
 
 def compare_rounds(before_ns: Sequence[int], after_ns: Sequence[int]) -> Comparison:
-    """The same of two systems that took turns, a pair for each round; a run compares a few."""
+    """The verdict of two systems that took turns, a pair for each round; a run compares a few."""
     return compare(
         [((before,), (after,)) for before, after in zip(before_ns, after_ns, strict=False)], ROUNDS_CONFIDENCE
     )

@@ -42,7 +42,7 @@ from phasewise.tuner.task_division import Task, TaskDivision
 from phasewise.tuner.timing import Duel
 
 INTERLEAVED = 12
-"""Schedules that are timed in turns and then stored together: a killed run loses fewer than that."""
+"""Schedules that are timed in turns and then stored together: a killed run loses at most one such batch."""
 
 DUEL_SHARE = 0.1
 """Part of a weight's share of the budget that is kept back for its duels."""
@@ -57,15 +57,15 @@ class ScheduleEvaluator(Protocol):
     """The evaluator that times schedules; `tuner.native` is the real one."""
 
     def prepare(self, problem: Problem, schedules: Sequence[Schedule]) -> None:
-        """Whatever can be done before these are timed, and without being alone on the machine."""
+        """Prepare the timing of these schedules, as far as that needs no machine to itself."""
         ...
 
     def measure(self, problem: Problem, schedules: Sequence[Schedule]) -> list[Sample]:
-        """One sample of each, in this order, timed in turns."""
+        """Time schedules in turns: one sample of each, in this order."""
         ...
 
     def duel(self, problem: Problem, incumbent: Schedule, candidate: Schedule) -> Duel:
-        """Both, timed in pairs."""
+        """Time an incumbent and a candidate in pairs of turns."""
         ...
 
 
@@ -75,14 +75,15 @@ class TuningProgress:
 
     task: Task
     task_number: int
-    """From 1."""
+    """The number of the present task, from 1."""
     task_count: int
     m: int
     timed: int
-    """Schedules, so far in this run."""
+    """Schedules timed so far in this run."""
     elapsed_s: float
     left_s: float | None
-    """To the end of the work at the pace so far, no more than the budget leaves; None: not known yet."""
+    """Seconds to the end of the work at the pace so far, no more than the budget leaves; None: not known
+    yet."""
 
 
 @dataclass(frozen=True)
@@ -97,9 +98,10 @@ class Gain:
     comparison: Comparison
     """The schedule in use, compared with the loser of the last duel."""
     over_default: MeasuredRatio
-    """By all duels that led to it."""
+    """The gain over the kernels' own schedule, by all duels that led to the schedule."""
     pace: float = 1.0
-    """Pace of the cores while `tuned_ns` was taken: limits were as much lower in the same seconds."""
+    """Pace of the cores while `tuned_ns` was taken, as a share of their best: limits were lower by the same
+    share."""
 
 
 @dataclass(frozen=True)
@@ -121,22 +123,22 @@ class TuningOutcome:
     disturbed: int
     """Laps during which other processes or guests took a noticeable share of the cores."""
     conditions: Mapping[str, float]
-    """Means over all timings."""
+    """Mean conditions over all timings."""
 
 
 @dataclass(frozen=True)
 class Tools:
-    """The tools that a run works with."""
+    """The tools of a run: its evaluator, ledger, clock, lock and reports."""
 
     evaluator: ScheduleEvaluator
     ledger: Ledger
     options: SearchOptions = field(default_factory=SearchOptions)
     report: Callable[[TuningProgress], None] = lambda _: None
     call_s: Callable[[Problem], float] = lambda _: 0.0
-    """About how long a product takes: what the estimate of the time left goes by."""
+    """About how many seconds a call of a product takes, for the estimate of the time left."""
     clock: Callable[[], float] = time.monotonic
     worth: Callable[[Task], float] | None = None
-    """The share of the budget that a task deserves, in any unit; None: as much as it takes."""
+    """The share of the budget that a task deserves, in any unit; None: each task takes what it needs."""
     lock: MeasurementLock = field(default_factory=NoLock)
     seeds: Seeds = lambda _: ()
     """Schedules that a product's search begins with, e.g. of the nearest kinds of machine."""
@@ -156,7 +158,7 @@ def tune(tasks: Sequence[Task], tools: Tools, budget_s: float) -> TuningOutcome:
 
 @dataclass(frozen=True)
 class Hinted:
-    """Schedules that won elsewhere, by m, for products of one weight; of one arithmetic."""
+    """Schedules of one arithmetic that won elsewhere, for products of one weight, by m."""
 
     task: Task
     schedules: Mapping[int, Schedule]
@@ -164,7 +166,7 @@ class Hinted:
 
 @dataclass(frozen=True)
 class HintsOutcome:
-    """The end of schedules that won elsewhere, in numbers of products."""
+    """The result of timing schedules that won elsewhere, in numbers of products."""
 
     asked: int
     timed: int
@@ -204,16 +206,14 @@ class _Run:
         self._division = TaskDivision(tasks, tools.ledger, tools.lock, tools.worth or self._pace.work_of)
         self._timed = self._replayed = self._duels = 0
         self._answered = set[tuple[Problem, Schedule, int]]()
-        """Those of this run: rows that break a law are asked about again with all others."""
+        """Answers that this run got: rows that break a law are asked about again together with all others."""
         self._timing_s = 0.0
         self._waited_s = 0.0
         self._laps: list[Mapping[str, float]] = []
 
     def tune_all(self) -> bool:
-        """False if the budget did not suffice for every task, or another run kept one until it was over.
-
-        A task that its share of the budget cuts short goes on with what the others leave of theirs.
-        """
+        """Tune every task; False if the budget did not suffice for all, or another run kept one until it was
+        over. A task that its share of the budget cuts short goes on with what the others leave of theirs."""
         left, done = self._pass(self._tasks), -1
         while left and self._timed + self._duels > done and self._tools.clock() < self._deadline_s:
             done = self._timed + self._duels
@@ -221,7 +221,7 @@ class _Run:
         return not left
 
     def settle_hint(self, hinted: Hinted) -> bool:
-        """False if there was no time for it, or another run owns the weight."""
+        """Time one weight's hints; False if there was no time for it, or another run owns the weight."""
         if self._tools.clock() >= self._deadline_s:
             return False
         with self._division.take([hinted.task]) as task:
@@ -241,14 +241,16 @@ class _Run:
         return True
 
     def _may_change(self, hinted: Hinted) -> bool:
-        """A weight that has verdicts keeps its arithmetic: hints of another one know only a part of it."""
+        """True if the hint may come into use: a weight that has verdicts keeps its arithmetic, since hints of
+        another know only a part of its rows."""
         ledger, task = self._tools.ledger, hinted.task
         arithmetic = arithmetic_of(next(iter(hinted.schedules.values())))
         has_verdicts = any(ledger.verdicts(task.problem(m)) for m in task.ms)
         return not has_verdicts or arithmetic == _arithmetic_in_use(task, ledger)
 
     def _pass(self, tasks: Sequence[Task]) -> list[Task]:
-        """Each task once, within its share of what is left of the budget; those not complete then."""
+        """Tune each task once, within its share of what is left of the budget; returns those not complete
+        then."""
         waiting, cut = list(tasks), list[Task]()
         while waiting:
             with self._division.take(waiting) as task:
@@ -264,7 +266,8 @@ class _Run:
         return cut + waiting
 
     def _complete(self, task: Task, share: float) -> bool:
-        """By another run, or by this one within its share of what is left; False: that did not suffice."""
+        """Complete a task, here within its share of what is left or by another run; False: the time did not
+        suffice."""
         is_complete = self._division.is_settled_elsewhere(task) or self._tune(task, share)
         if is_complete:
             self._pace.finish(task)
@@ -299,18 +302,19 @@ class _Run:
         return task.part(rows, own) if rows else None
 
     def _search_and_settle(self, number: int, task: Task, search_end_s: float, end_s: float) -> bool:
-        """False if there was no time for all of it; what was found until then is settled."""
+        """Search a task and settle what was found; False if there was no time for all of it."""
         outcome = self._search(number, task, search_end_s)
         best = self._best_so_far(task) if outcome is None else outcome.best
         settled = self._settle(task, best, end_s)
         return outcome is not None and settled
 
     def _working_s(self) -> float:
-        """The clock without waits for others' turns: what they time meanwhile is work spared to this run."""
+        """Seconds so far without waits for others' turns: what others time meanwhile is work spared to this
+        run."""
         return self._tools.clock() - self._waited_s
 
     def _is_over(self, deadline_s: float) -> bool:
-        """A share, which ends by `_working_s`, or the whole budget."""
+        """True if the deadline, by `_working_s`, or the end of the whole budget has passed."""
         return self._working_s() >= deadline_s or self._tools.clock() >= self._deadline_s
 
     @contextmanager
@@ -342,7 +346,7 @@ class _Run:
         )
 
     def _search(self, number: int, task: Task, deadline_s: float) -> GroupOutcome | None:
-        """None if the deadline came first."""
+        """Search a task's products; None if the deadline came first."""
         cache = self._division.known(task)
         for m in task.ms:
             cache.offer(task.group, m, self._tools.seeds(task.problem(m)))
@@ -383,7 +387,8 @@ class _Run:
         return [schedule for schedule, take in asked if take >= len(samples.get(schedule, ()))]
 
     def _measure(self, problem: Problem, schedules: Sequence[Schedule]) -> bool:
-        """False if others were timing until the end of the budget."""
+        """Time these schedules and store their samples; False if others were timing until the end of the
+        budget."""
         started_s = self._tools.clock()
         self._tools.evaluator.prepare(problem, schedules)
         with self._turn() as is_alone:
@@ -416,7 +421,8 @@ class _Run:
     def _fastest(
         self, problem: Problem, arithmetic: Arithmetic, but: Schedule | None = None
     ) -> Schedule | None:
-        """By the first sample of each, as the search saw them; `but` does not count."""
+        """The fastest schedule of a problem by the first sample of each, as the search saw them; `but` does
+        not count."""
         by_schedule = self._tools.ledger.samples(problem)
         costs = {
             schedule: samples[0].estimate_ns
@@ -436,7 +442,7 @@ class _Run:
         return all(settled) and len(best) == len(task.ms)
 
     def _settle_one(self, task: Task, m: int, best: Schedule, deadline_s: float) -> bool:
-        """False if a duel was due and there was no time for it."""
+        """Duel the schedule found for m if need be; False if a duel was due and there was no time for it."""
         problem, ledger = task.problem(m), self._tools.ledger
         incumbent = _in_use(task, m, ledger)
         candidate: Schedule | None = best
@@ -455,9 +461,8 @@ class _Run:
         return True
 
     def _switch(self, task: Task, best: Mapping[int, Schedule], deadline_s: float) -> bool:
-        """True if the weight now uses the arithmetic of `best`: it does if that gains over all m together and
-        the fewest rows do not lose.
-        """
+        """Change the weight to the arithmetic of `best` if that gains over all m together and the fewest rows
+        do not lose; True if it now uses it."""
         ledger = self._tools.ledger
         if all(_is_judged(task.problem(m), schedule, ledger) for m, schedule in best.items()):
             return False
@@ -482,7 +487,7 @@ class _Run:
     def _duel(
         self, problem: Problem, incumbent: Schedule, candidate: Schedule, deadline_s: float
     ) -> Comparison | None:
-        """None: there is no time for it."""
+        """Fight a duel and store its verdict; None: there is no time for it."""
         if self._is_over(deadline_s):
             return None
         self._tools.evaluator.prepare(problem, (incumbent, candidate))
@@ -536,7 +541,7 @@ def _over_default(verdicts: Sequence[Promotion], defaults: Sequence[Schedule]) -
 
 
 def _in_use(task: Task, m: int, ledger: Ledger) -> Schedule:
-    """The last duel's winner, else the default in the arithmetic of the weight."""
+    """The schedule in use for m: the last duel's winner, else the default in the arithmetic of the weight."""
     verdicts = ledger.verdicts(task.problem(m))
     arithmetic = _arithmetic_in_use(task, ledger)
     if verdicts and arithmetic_of(verdicts[-1].schedule) == arithmetic:
@@ -549,7 +554,7 @@ def _in_arithmetic(schedule: Schedule, arithmetic: Arithmetic) -> Schedule:
 
 
 def _arithmetic_in_use(task: Task, ledger: Ledger) -> Arithmetic:
-    """The newest verdict's, the default one where there is none yet."""
+    """The arithmetic of the weight's newest verdict; the default one where there is none yet."""
     newest = [verdicts[-1] for m in task.ms if (verdicts := ledger.verdicts(task.problem(m)))]
     if not newest:
         return task.group.arithmetics[0]

@@ -18,7 +18,7 @@ from phasewise.tuner.errors import TunerError
 
 LEAST_COLD_BYTES = 64 << 20
 MOST_COLD_BYTES = 512 << 20
-"""Bytes of all copies of a weight together; between these bounds, twice the last cache."""
+"""Least and most bytes of all copies of a weight together; between these bounds, twice the last cache."""
 
 LINE = 64
 
@@ -47,7 +47,8 @@ def dense_format(weight: PackedWeight) -> str:
 
 
 def format_of_kind(kind: str, group: int, has_mins: bool) -> str:
-    """`dense_format` of such weights."""
+    """The format's name, as `dense_format` gives it, for weights of a packed kind, a group size, and with or
+    without minima."""
     if kind in packing.DENSE_KINDS or kind in BLOCKS:
         return kind
     bits = "int8" if kind == "q8" else "int4"
@@ -104,7 +105,7 @@ def random_weight(weight_format: str, n: int, k: int, seed: int = 0) -> PackedWe
 
 
 def _random_blocks(weight: PackedWeight, rng: np.random.Generator) -> Array:
-    """Any codes and sub-scales; scales and minima about 0.01."""
+    """Fill a weight of blocks with random codes and sub-scales; scales and minima about 0.01."""
     form = BLOCKS[weight.kind]
     values = rng.integers(0, 256, weight.values.shape, dtype=np.uint8)
     if form.scaling == "exponent":
@@ -163,7 +164,7 @@ def kind_of(weight_format: str) -> packing.Kind:
 
 
 def scale_group_of(weight_format: str) -> int:
-    """The inputs that share a scale in a format: 0 where all of a column do, or there are none."""
+    """The inputs that share a scale in a format; 0 where a whole column shares one, or there are none."""
     weight_format, _ = split_format(weight_format)
     if weight_format in BLOCKS:
         return BLOCKS[weight_format].group
@@ -173,10 +174,10 @@ def scale_group_of(weight_format: str) -> int:
 
 
 def copies_of(weight: PackedWeight, total_bytes: int) -> list[PackedWeight]:
-    """At least one, and together at least `total_bytes`.
+    """Copies of a weight: at least one, and together at least `total_bytes`.
 
-    They follow one another in one piece of memory, each array on a cache line, as in a packed file.
-    numpy asks for huge pages for that much at once; the pages of a mapped file are large too.
+    They follow one another in one piece of memory, each array on a cache line, as in a packed file. numpy
+    asks for huge pages for that much at once; the pages of a mapped file are large too.
     """
     count = -(-total_bytes // weight.nbytes)
     room = np.empty(LINE + count * sum(_lined(array.nbytes) for array in weight.arrays), dtype=np.uint8)
@@ -205,6 +206,6 @@ def _lined(size_bytes: int) -> int:
 
 
 def cold_bytes(machine: Machine) -> int:
-    """The bytes that must be read before a weight's turn comes again, for no cache to hold it."""
+    """The bytes of copies that must be read between two uses of one, so that no cache holds it."""
     caches = [node.size_bytes or 0 for kind in (Kind.L2, Kind.L3, Kind.L4) for node in machine.nodes(kind)]
     return min(MOST_COLD_BYTES, max(LEAST_COLD_BYTES, 2 * max(caches, default=0)))

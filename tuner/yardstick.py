@@ -20,15 +20,16 @@ from phasewise.tuner.conditions import SLOW_PACE
 
 RETRIES = 2
 PAUSE_S = 0.2
-"""Before something is timed again: a neighbour's burst may be over by then."""
+"""Seconds of pause before something is timed again: a neighbour's burst may be over by then."""
 
 LOOP_NS = 200_000
 READINGS = 5
-"""The best of these counts: a timer tick, or a team that still spins, lengthens one."""
+"""Readings of the clock loop, of which the best counts: a timer tick, or a team that still spins, lengthens
+one."""
 
 T = TypeVar("T")
 Work = Callable[[], Sequence[float]]
-"""The fixed piece of work on every core at once: nanoseconds of each."""
+"""Runs the fixed piece of work on every core at once; nanoseconds of each."""
 
 
 class Yardstick:

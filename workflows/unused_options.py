@@ -180,7 +180,7 @@ _SERVE = (
         instead="they are reasons to believe what --remote names; name one, or leave that out",
     ),
     Way("with --unix-socket", ("--host", "--port", "--tls-cert", "--tls-key"), when=("--unix-socket",)),
-    Way("with --log-level off", ("--access-log", "--log-format"), when=("--log-level=off",)),
+    Way("with --log-level off", ("--access-log",), when=("--log-level=off",)),
     Way(
         "without --cluster",
         (*_CLUSTER_POOLS, "--spread"),

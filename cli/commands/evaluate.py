@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import typer
@@ -47,7 +46,7 @@ def evaluate(
     with status_line() as status:
         evaluation = run(model, settings, db, status.say, lambda line: status.show(lambda: line))
     if as_json:
-        print_json(asdict(evaluation))
+        print_json(vars(evaluation))
     else:
         for line in evaluation_lines(evaluation):
             say(line)

@@ -55,7 +55,7 @@ def generate(
     in it are recognised. Without a prompt it is read from stdin, unless that
     is a terminal. Without --temperature the likeliest token is chosen always.
     """
-    from phasewise.cli.explain_text import memory_fields, rule_fields, slots_fields, uses_fields, uses_text
+    from phasewise.cli.explain_text import slots_fields, uses_text
     from phasewise.cython_kernels.user_slots.installed import use_installed
     from phasewise.workflows.generate.run import generate_text
 
@@ -64,10 +64,10 @@ def generate(
     def tell(uses: list[ScheduleUse], memory: MemoryPlacement | None, drafts: DraftRule | None) -> None:
         slots = use_installed()
         explained.update(
-            schedules=uses_fields(uses),
-            memory=memory_fields(memory),
+            schedules=uses,
+            memory=memory,
             user_slots=slots_fields(slots),
-            draft_rule=rule_fields(drafts),
+            draft_rule=drafts,
         )
         note(uses_text(uses, memory, slots, drafts))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -57,9 +56,9 @@ def tune_embed(
         print_json(
             {
                 "database": tuned.database,
-                "plan": asdict(tuned.plan),
-                "accelerators": [asdict(device) for device in tuned.accelerators],
-                "measured": [asdict(cut) for cut in tuned.measured],
+                "plan": tuned.plan,
+                "accelerators": tuned.accelerators,
+                "measured": tuned.measured,
             }
         )
         return

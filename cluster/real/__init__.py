@@ -1,1 +1,1 @@
-"""Real instances behind one front: on this host, on other hosts, on a Ray cluster."""
+"""Real instances behind one front: on this host, on other hosts, or on a Ray cluster."""

@@ -1,4 +1,4 @@
-"""Attempts: requests on their way over instances, and what has been given out of their answers."""
+"""Attempts to compute requests on instances, and the part of each answer that has been given out."""
 
 from __future__ import annotations
 
@@ -7,24 +7,27 @@ from dataclasses import dataclass, field, replace
 
 from phasewise.cluster.real.instance_messages import Part, Take
 from phasewise.cluster.routing import Ask, Assignment
-from phasewise.serving.engine.given_so_far import GivenSoFar
+from phasewise.serving.engine.answer_text import GivenSoFar
 from phasewise.serving.engine.messages import Submit
 from phasewise.serving.sampling.sampling import GREEDY
 
 DEFAULT_ANSWER_TOKENS = 256
-"""Expected of an answer of which nothing is known, for routing alone."""
+"""Tokens that routing expects of an answer of which nothing is known."""
 
 
 @dataclass(slots=True)
 class Attempt:
-    """A request that instances compute. Each time that it runs again it is another attempt."""
+    """One attempt of instances to compute a request.
+
+    Each time that the request runs again is another attempt.
+    """
 
     given: GivenSoFar
     epoch: int
     assignment: Assignment
     sent_s: float = field(default_factory=time.monotonic)
     is_expected: bool = False
-    """The instance that answers knows of it."""
+    """True once the instance that answers knows of the request."""
     is_arrived: bool = False
     has_kv_target: bool = False
     computed_s: float | None = None
@@ -35,7 +38,7 @@ class Attempt:
 
     @property
     def request_id(self) -> str:
-        """The name that its sender knows it by."""
+        """The name by which its sender knows the request."""
         return self.request.request_id
 
     @property
@@ -49,11 +52,11 @@ class Attempt:
 
     @property
     def tells_progress(self) -> bool:
-        """True if its sender has nothing of the answer, and so waits for the prompt."""
+        """True if the sender has nothing of the answer yet, and so waits for the prompt."""
         return self.request.given is None
 
     def take(self, part: Part) -> Take:
-        """Return the message that gives `part` of the request to an instance."""
+        """The message that gives `part` of the request to an instance."""
         request = replace(self.request, request_id=self.attempt_id, guide=None)
         if part == "prompt":
             known_ids = request.known_token_ids
@@ -65,9 +68,8 @@ class Attempt:
 
 
 def is_whole(request: Submit) -> bool:
-    """True if one instance must compute all of it: whoever answers gives out log-probabilities of the prompt,
-    and a request in shadow gives way at once, which a block being sent cannot.
-    """
+    """True if one instance must compute all of the request: whoever answers gives out log-probabilities of
+    the prompt, and a request in shadow gives way at once, which a block being sent cannot."""
     return request.prompt_logprobs is not None or request.in_shadow
 
 

@@ -4,7 +4,7 @@ A thread of its own routes requests (`routing`) and carries what instances say a
 the other; `supervisor` starts their processes and notices those that end or hang. What it promises:
 
 - a request whose instance ends goes on with another one: from its beginning, or after what was given out of
-  its answer (`serving.engine.given_so_far`);
+  its answer (`serving.engine.answer_text`);
 - an instance's block is given to another request only when no other instance can write to it any more: the
   prompt's instance has said `Dropped`, or its process has ended;
 - every hand-over that fails is counted, and its request runs again as a whole, on one instance.
@@ -47,10 +47,9 @@ from phasewise.cluster.real.instance_messages import (
 )
 from phasewise.cluster.real.supervisor import FrontSettings, InstanceMember, Launcher, Supervisor
 from phasewise.cluster.routing import POLICIES, POLICY_OF_ROUTING, Assignment, Limits, Role, Router
-from phasewise.serving.engine.engine_host import Deliver, EngineState
+from phasewise.serving.engine.answer_text import GivenSoFar
+from phasewise.serving.engine.engine_host import Deliver, EngineState, InstanceState
 from phasewise.serving.engine.fingerprint import Fingerprint
-from phasewise.serving.engine.given_so_far import GivenSoFar
-from phasewise.serving.engine.instance_state import InstanceState
 from phasewise.serving.engine.messages import (
     Abort,
     Answer,
@@ -65,7 +64,7 @@ from phasewise.serving.errors import EngineLost, ServingError, StepFailed, Stopp
 from phasewise.serving.pools.contract import Placement
 from phasewise.serving.processes.restarts import Restarts
 from phasewise.serving.processes.sockets import Sockets, has_input
-from phasewise.serving.scheduling.prefix_keys import block_keys, space_of
+from phasewise.serving.scheduling.held_prefixes import block_keys, space_of
 
 TICK_S = 0.1
 """The interval at which the instances' processes are looked at."""
@@ -75,7 +74,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class DrainPlace:
-    """Give the instance of this place no request, and stop it when it has none. undo: take it back."""
+    """Order to give the instance of this place no request, and to stop it when it has none. undo: take the
+    order back."""
 
     index: int
     undo: bool = False
@@ -83,7 +83,7 @@ class DrainPlace:
 
 @dataclass(slots=True)
 class FrontCounts:
-    """Counts since the start. They never fall."""
+    """Counts of a front since its start. They never fall."""
 
     divided: int = 0
     """Requests whose prompts were computed on one instance and answered by another."""
@@ -94,7 +94,7 @@ class FrontCounts:
 
 
 class Front:
-    """`serving.engine.engine_host.EngineHost` over instances with roles."""
+    """An engine host (`serving.engine.engine_host.EngineHost`) made of instances with roles."""
 
     def __init__(
         self,
@@ -125,7 +125,8 @@ class Front:
         self._waiting: dict[str, GivenSoFar] = {}
         """Requests that no instance can take yet."""
         self._leaving: dict[str, Assignment] = {}
-        """Attempts that were given up: the token's instance is told when the prompt's has stopped writing."""
+        """Attempts that were given up: the instance of the answer is told when that of the prompt has stopped
+        writing."""
         self._epoch = 0
         self._inbox: queue.SimpleQueue[Message | DrainPlace] = queue.SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -139,21 +140,21 @@ class Front:
 
     @property
     def n_ranks_replaced(self) -> int:
-        """Instances that had been ready and were started anew."""
+        """Number of instances that had been ready and were started anew."""
         return self._supervisor.n_replaced
 
     @property
     def n_answers_continued(self) -> int:
-        """Answers that had begun on an instance that ended, and went on."""
+        """Number of answers that had begun on an instance that ended, and went on."""
         return self.counts.continued
 
     @property
     def n_core_moves(self) -> int:
-        """Not counted here: each instance follows its own cores, and says so in its log."""
+        """Zero: each instance follows its own cores, and says so in its log."""
         return 0
 
     def threads(self) -> dict[str, int]:
-        """Nothing: instances compute."""
+        """No threads: instances compute."""
         return {}
 
     @property
@@ -173,11 +174,11 @@ class Front:
         return sum((Counter(member.refused) for member in self._members), Counter())
 
     def members(self) -> list[dict[str, object]]:
-        """The facts of every place, for people and scripts."""
+        """The facts of every place of an instance, for people and scripts."""
         return self._supervisor.facts(self._router.roles)
 
     def instances(self) -> list[InstanceState]:
-        """For metrics."""
+        """The state of every instance, for metrics."""
         return instance_states(self._members, self._router, self._tallies, self._supervisor.places)
 
     def fingerprint(self, model: str = "") -> Fingerprint | None:
@@ -189,7 +190,10 @@ class Front:
         self._thread.start()
 
     def send(self, message: Message | DrainPlace) -> None:
-        """From any thread. What comes of it arrives through `deliver`, or is seen in `members`."""
+        """Send a message, from any thread.
+
+        What comes of it arrives through `deliver`, or is seen in `members`.
+        """
         self._inbox.put(message)
         os.eventfd_write(self._wake, 1)
 
@@ -274,7 +278,8 @@ class Front:
         self._say(self._members[assignment.prompt], attempt.take("prompt"))
 
     def _prefix_of(self, request: Submit) -> tuple[int, ...]:
-        """The keys by which instances say that they hold its beginning; none where that does not count."""
+        """The keys by which instances say that they hold the request's beginning; none where it does not
+        count."""
         ready = next((member.ready for member in self._members if member.ready is not None), None)
         if self.settings.routing != "prefix" or ready is None or request.prompt_logprobs is not None:
             return ()
@@ -282,7 +287,8 @@ class Front:
         return block_keys(request.known_token_ids, ready.identity.model_hash, space)
 
     def _begin_answer(self, attempt: Attempt) -> None:
-        """The prompt is being computed, so a block that the other instance keeps for it will be filled."""
+        """Note that the prompt is being computed, so that a block that the other instance keeps for it will
+        be filled."""
         attempt.is_expected = True
         self._say(self._members[attempt.assignment.token], attempt.take("answer"))
 
@@ -294,13 +300,14 @@ class Front:
             self._drop(attempt)
 
     def _forget(self, attempt: Attempt) -> None:
-        """Nothing that instances say of this attempt is heard any more."""
+        """Forget an attempt: nothing that instances say of it is heard any more."""
         del self._requests[attempt.request_id]
         del self._attempts[attempt.attempt_id]
         self._router.finished(attempt.request_id)
 
     def _drop(self, attempt: Attempt) -> None:
-        """Free what it holds on instances: first where its prompt is computed, which may still be writing."""
+        """Free what an attempt holds on instances: first where its prompt is computed, which may still be
+        writing."""
         prompt, token = (self._members[index] for index in attempt.assignment)
         if attempt.is_divided and (prompt.ready is not None or prompt.ending is not None):
             self._leaving[attempt.attempt_id] = attempt.assignment
@@ -314,7 +321,8 @@ class Front:
         self._tell(Failure(attempt.request_id, error))
 
     def _run_again(self, attempt: Attempt, error: ServingError, *, whole: bool = False) -> None:
-        """After what was given out of its answer, unless it cannot, or ran too often."""
+        """Run the request again, after what was given out of its answer, unless it cannot or has run too
+        often."""
         again = attempt.given.after(error, n_places=len(self._members))
         if not isinstance(again, GivenSoFar):
             self._end(attempt, again)
@@ -494,7 +502,8 @@ class Front:
         return ("timeout", f"nothing came for {number(patience_s)} s") if is_late else None
 
     def _bury(self, member: InstanceMember, why: str) -> None:
-        """The instance has ended or is of no use: what it had runs again, and it is started anew."""
+        """Give up an instance that has ended or is of no use: its requests run again, and it is started
+        anew."""
         lost = self._supervisor.end(member, why)
         self._router.leave(member.index)
         for ended in self._supervisor.ended():
@@ -511,7 +520,7 @@ class Front:
                 self._run_again(attempt, lost)
 
     def _writes_no_more(self, member: InstanceMember) -> None:
-        """Its process has ended: the blocks that it was filling are given back."""
+        """Give back the blocks that an instance was filling: its process has ended."""
         for attempt_id, assignment in list(self._leaving.items()):
             if assignment.prompt == member.index:
                 del self._leaving[attempt_id]

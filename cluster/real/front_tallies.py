@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from phasewise.cluster.real.supervisor import InstanceMember
 from phasewise.cluster.routing import Router
-from phasewise.serving.engine.instance_state import InstanceInfo, InstanceState
+from phasewise.serving.engine.engine_host import InstanceInfo, InstanceState
 from phasewise.serving.engine.messages import EngineLoad
 from phasewise.serving.engine.stored_prefixes import shape_of
 from phasewise.serving.prefix_store.store import summed
-from phasewise.serving.scheduling.prefix_keys import BLOCK_TOKENS
+from phasewise.serving.scheduling.held_prefixes import BLOCK_TOKENS
 
 
 @dataclass(slots=True)
@@ -24,7 +24,7 @@ class InstanceTally:
     reports_refused: int = 0
 
     def arrived(self, member: InstanceMember, n_prompt: int, took_s: float) -> None:
-        """Keys and values of a prompt of `member` are where it is answered."""
+        """Count a prompt of `member` whose keys and values have arrived where it is answered."""
         self.hand_overs += 1
         self.hand_over_s += max(0.0, took_s)
         if member.ready is not None:
@@ -38,7 +38,10 @@ def instance_states(
     tallies: Sequence[InstanceTally],
     places: Sequence[Mapping[str, object]],
 ) -> list[InstanceState]:
-    """In the order of their places. Any thread may ask. places: as `Launcher.place` tells them."""
+    """The state of each instance, in the order of their places.
+
+    Any thread may ask. places: as `Launcher.place` tells them.
+    """
     told = zip(members, router.roles, router.counts, tallies, places, strict=True)
     return [
         InstanceState(
@@ -105,6 +108,7 @@ def load_together(loads: Sequence[EngineLoad], n_waiting: int, n_running: int) -
 
 
 def _together_ns(times_ns: Sequence[float]) -> float:
-    """Time a token of those that compute prompts at the same time; 0: none has computed one."""
+    """Nanoseconds a token of several instances that compute prompts at the same time; 0: none has computed
+    one."""
     positive_ns = [time_ns for time_ns in times_ns if time_ns > 0]
     return 1 / sum(1 / time_ns for time_ns in positive_ns) if positive_ns else 0.0

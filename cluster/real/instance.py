@@ -109,7 +109,7 @@ def say_cannot_start(orders: Orders, message: str) -> None:
 
 
 class _Instance:
-    """The state of one process."""
+    """The state of one instance's process."""
 
     def __init__(self, opened: OpenEngine, orders: Orders, sockets: Sockets, n_without_database: int) -> None:
         self._opened = opened
@@ -131,7 +131,7 @@ class _Instance:
         )
         self._posts = _Posts(sockets)
         self._traces: dict[str, str] = {}
-        """The `traceparent` of the requests that brought one."""
+        """The `traceparent` of each request that brought one."""
         self._guides = GuideThread(opened.text.guide_compiler())
         self._held = HeldPrefixes(
             engine.scheduler,
@@ -224,7 +224,7 @@ class _Instance:
             self._thread.send(Expect(request))
 
     def _drop(self, request_id: str) -> None:
-        """Nothing is read or written for it any more when `Dropped` is said."""
+        """Drop a request: when `Dropped` is said, nothing is read or written for it any more."""
         self._sender.cancel(request_id)
         self._receiver.forget(request_id)
         self._traces.pop(request_id, None)
@@ -284,8 +284,11 @@ class _Instance:
         self._put(InstanceReport((), (Failed.of(failure),), None, self._opened.engine.load()))
 
     def _deliver(self, delivery: Delivery) -> None:
-        """On the engine's thread. Where ranks are lost this instance ends, and its front says what becomes of
-        its requests: those that have not begun run again."""
+        """Send the front what the engine delivers; called on the engine's thread.
+
+        Where ranks are lost this instance ends, and its front says what becomes of its requests: those that
+        have not begun run again.
+        """
         for placed in delivery.placed:
             self._receiver.await_kv(placed.request_id, placed.placement)
         answers = tuple(out for out in delivery.outs if isinstance(out, Answer))
@@ -342,7 +345,7 @@ class _Instance:
 
     @property
     def _is_heartbeat_due(self) -> bool:
-        """However much comes, the front hears that this instance lives."""
+        """True if it is time for a heartbeat, which the front hears however many messages come."""
         return time.monotonic() >= self._next_heartbeat_s
 
     def _ready(self, endpoint: str) -> Ready:
@@ -374,12 +377,14 @@ class _Instance:
 
 
 def _nothing() -> None:
-    """Wakes the engine's thread, which tells what it has to tell."""
+    """Do nothing: a call of this wakes the engine's thread, which tells what it has to tell."""
 
 
 class _Posts:
-    """Sockets to other instances, and their memory where it is mapped. A socket is used by one thread at a
-    time: under the sender's lock."""
+    """Sockets to other instances, and the memory of those that is mapped here.
+
+    A socket is used by one thread at a time: under the sender's lock.
+    """
 
     def __init__(self, sockets: Sockets) -> None:
         self._sockets = sockets
@@ -405,7 +410,8 @@ class _Posts:
         return send
 
     def memory(self, endpoint: str, place: KvPlace, share: KvShare) -> KvMemory:
-        """Mapped once; an instance that was started anew has another place."""
+        """The memory of another instance's blocks, mapped once; an instance that was started anew has another
+        place."""
         key = f"{endpoint} {place.path}"
         if key not in self._mapped:
             self._mapped[key] = map_place(place, share.shape)

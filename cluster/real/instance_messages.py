@@ -54,7 +54,10 @@ class Take:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Free what a request holds. The answer is `Dropped`, after which nothing is written for it any more."""
+    """Order to free what a request holds.
+
+    The answer is `Dropped`, after which nothing is written for it any more.
+    """
 
     request_id: str
     kind: Literal["drop"] = "drop"
@@ -62,7 +65,7 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class SendKvTo:
-    """Send keys and values of this prompt to a block of another instance."""
+    """Order to send keys and values of a prompt to a block of another instance."""
 
     request_id: str
     epoch: int
@@ -70,13 +73,13 @@ class SendKvTo:
     endpoint: str
     placement: Placement
     place: KvPlace | None
-    """The memory that the block is in, where both are on one host; None: send frames."""
+    """The memory that the block is in, where both instances are on one host; None: send frames."""
     kind: Literal["send_kv_to"] = "send_kv_to"
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """End."""
+    """Order to end."""
 
     kind: Literal["stop"] = "stop"
 
@@ -92,42 +95,43 @@ class Identity:
 
     version: str
     model_hash: str
-    """SHA-256, in hexadecimal."""
+    """SHA-256 of the model that instances run, in hexadecimal."""
     shape: KvShape
     vocab_size: int
     context_length: int
     fingerprint: Fingerprint
-    """An answer's bits must not depend on the instance that computes it."""
+    """The fingerprint of the model and its arithmetic: an answer's bits must not depend on the instance that
+    computes it."""
     adapters: dict[str, str] = field(default_factory=dict)
-    """Content hashes of its adapters, by name."""
+    """Content hashes of the instance's adapters, by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The instance can be given requests."""
+    """Message of an instance: it can be given requests."""
 
     identity: Identity
     pid: int
     host: str
-    """Equal for two processes that can map each other's memory."""
+    """A key that is equal for two processes that can map each other's memory."""
     kv_slots: int
     endpoint: str
-    """The address at which it takes keys and values."""
+    """The address at which the instance takes keys and values."""
     place: KvPlace
     plans: tuple[str, ...]
     kv_bytes: int = 0
     cpus: tuple[int, ...] = ()
-    """Those that its threads are pinned to."""
+    """The CPUs that the instance's threads are pinned to."""
     n_sparse_weights: int = 0
-    """Weights that it stores sparse."""
+    """Number of weights that the instance stores sparse."""
     n_without_database: int = 0
-    """Times that it has gone on without the tuning database."""
+    """Times that the instance has gone on without the tuning database."""
     kind: Literal["ready"] = "ready"
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A failure, by the name of its class."""
+    """A failure on its way to the front, by the name of its class."""
 
     request_id: str
     error: str
@@ -150,7 +154,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class InstanceReport:
-    """A `Delivery`."""
+    """Message of an instance: what its engine delivers (`Delivery`)."""
 
     answers: tuple[Answer, ...]
     failures: tuple[Failed, ...]
@@ -161,14 +165,16 @@ class InstanceReport:
     arrived: tuple[str, ...] = ()
     progress: tuple[Progress, ...] = ()
     held: HeldReport | None = None
-    """Changes of the prefixes that it holds, since it told them last."""
+    """Changes of the prefixes that the instance holds, since it told them last."""
     kind: Literal["report"] = "report"
 
 
 @dataclass(frozen=True, slots=True)
 class PromptBegun:
-    """The prompt is being computed here: the instance that answers may keep a block for this request, and
-    what ends this one from now on may be the request's work.
+    """Message of an instance: it is computing the prompt.
+
+    The instance that answers may keep a block for this request, and what ends this one from now on may be the
+    request's work.
     """
 
     request_id: str
@@ -177,7 +183,7 @@ class PromptBegun:
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """Nothing of this request is here any more."""
+    """Message of an instance: it holds nothing of this request any more."""
 
     request_id: str
     kind: Literal["dropped"] = "dropped"
@@ -185,7 +191,8 @@ class Dropped:
 
 @dataclass(frozen=True, slots=True)
 class HandOverFailed:
-    """An attempt to hand a request over cannot go on. reason: one word, for a counter."""
+    """Message of an instance: an attempt to hand a request over cannot go on. reason: one word, for a
+    counter."""
 
     request_id: str
     reason: str
@@ -195,20 +202,21 @@ class HandOverFailed:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """The instance lives. turns: of its engine; where it has work and they stand still, the engine hangs."""
+    """Message of an instance: it lives. turns: of its engine; where it has work and they stand still, the
+    engine hangs."""
 
     turns: int
     is_busy: bool
     n_handing_over: int
-    """Prompts on their way from here, and blocks that are being filled here."""
+    """Prompts that are on their way from the instance, and blocks that are being filled there."""
     refused: dict[str, int] = field(default_factory=dict)
-    """Frames that were thrown away since the start, by reason."""
+    """Frames that the instance has thrown away since its start, by reason."""
     kind: Literal["heartbeat"] = "heartbeat"
 
 
 @dataclass(frozen=True, slots=True)
 class CannotStart:
-    """The last words of an instance that has not become ready."""
+    """The last message of an instance that has not become ready."""
 
     message: str
     kind: Literal["cannot_start"] = "cannot_start"
@@ -224,14 +232,14 @@ _from_instance: TypeAdapter[FromInstance] = TypeAdapter(Annotated[FromInstance, 
 
 
 def write(message: ToInstance | FromInstance) -> bytes:
-    """JSON of any message."""
+    """The JSON of a message."""
     if isinstance(message, ToInstance):
         return _to_instance.dump_json(message)
     return _from_instance.dump_json(message)
 
 
 def read_to_instance(raw: bytes) -> ToInstance:
-    """WireError for anything else."""
+    """The message to an instance that this JSON holds; WireError for anything else."""
     try:
         return _to_instance.validate_json(raw)
     except ValidationError as error:
@@ -239,7 +247,7 @@ def read_to_instance(raw: bytes) -> ToInstance:
 
 
 def read_from_instance(raw: bytes) -> FromInstance:
-    """WireError for anything else."""
+    """The message from an instance that this JSON holds; WireError for anything else."""
     try:
         return _from_instance.validate_json(raw)
     except ValidationError as error:

@@ -11,17 +11,17 @@ from collections.abc import Callable, Sequence
 from phasewise._words import ending_of
 from phasewise.cluster.real.instance import Orders
 from phasewise.serving.errors import RanksError
-from phasewise.serving.processes.secrets import environment_for_children
+from phasewise.serving.processes.sockets import environment_for_children
 
 END_S = 3.0
-"""An instance that was told to stop and has not ended by then is killed."""
+"""Seconds after which an instance that was told to stop, and has not ended, is killed."""
 
 Tell = Callable[[Orders], bytes]
-"""The line that one instance is told on its standard input."""
+"""Gives the line that one instance is told on its standard input."""
 
 
 class LocalInstances:
-    """`supervisor.Launcher`: `python -m MODULE` for every instance, which is told the number of this
+    """Launcher of instances on this host: `python -m MODULE` for each, which is told the number of this
     process."""
 
     def __init__(self, module: str, tells: Sequence[Tell]) -> None:
@@ -30,7 +30,7 @@ class LocalInstances:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
 
     def launch(self, index: int, orders: Orders) -> None:
-        """`Launcher.launch`."""
+        """Start an instance's process (`Launcher.launch`)."""
         if not sys.executable:
             raise RanksError("Python does not know its own path (sys.executable)")
         told = os.memfd_create(f"phasewise-instance-{index}")
@@ -49,24 +49,25 @@ class LocalInstances:
             os.close(told)
 
     def waits(self, index: int) -> str | None:
-        """`Launcher.waits`: processes on this host have their places from the start."""
+        """None: processes on this host have their places from the start (`Launcher.waits`)."""
         del index
         return None
 
     def n_joined(self) -> int:
-        """`Launcher.n_joined`: this host is the only one."""
+        """Zero: this host is the only one (`Launcher.n_joined`)."""
         return 0
 
     def place(self, index: int) -> dict[str, object]:
-        """`Launcher.place`: this host."""
+        """Facts of this host, where every instance is (`Launcher.place`)."""
         del index
         return {}
 
     def vacate(self, index: int) -> None:
-        """`Launcher.vacate`: its cores are its own."""
+        """Do nothing: an instance on this host keeps its cores (`Launcher.vacate`)."""
 
     def ended(self, index: int) -> str | None:
-        """`Launcher.ended`."""
+        """The way in which an instance's process has ended, in one line; None while it runs
+        (`Launcher.ended`)."""
         process = self._processes.get(index)
         code = None if process is None else process.poll()
         if process is None or code is None:
@@ -78,21 +79,21 @@ class LocalInstances:
         return self._processes[index].pid
 
     def wait(self, index: int) -> str:
-        """Until the process that was launched last has ended: how."""
+        """Wait until the process that was launched last has ended; returns how, in one line."""
         self._processes[index].wait()
         ended = self.ended(index)
         assert ended is not None
         return ended
 
     def kill(self, index: int) -> None:
-        """`Launcher.kill`."""
+        """Kill an instance's process and wait for its end (`Launcher.kill`)."""
         process = self._processes.get(index)
         if process is not None:
             process.kill()
             process.wait()
 
     def close(self) -> None:
-        """`Launcher.close`."""
+        """End all instances (`Launcher.close`)."""
         for process in self._processes.values():
             try:
                 process.wait(END_S)

@@ -24,20 +24,20 @@ from phasewise.cluster.real.instance import Orders
 from phasewise.cluster.real.local_instances import LocalInstances, Tell
 from phasewise.cluster.real.ray_connection import NAMESPACE, the_ray
 from phasewise.cluster.routing import Role
-from phasewise.serving.processes.memory import available_bytes
+from phasewise.serving.processes.headroom import available_bytes
 
 NODE = "{node}"
-"""Stands in an address for the node's own."""
+"""Word that stands in an address for the node's own address."""
 NODE_ID = "{node_id}"
-"""Stands in what an instance is told for the id of its node."""
+"""Word that stands in what an instance is told for the id of its node."""
 LABEL = "phasewise"
 """The key of the node label that `@NAME` asks for."""
 _NODE_LABEL = "ray.io/node-id"
 
 PLACED_S = 20.0
-"""Places that are not there by then cannot be met."""
+"""Seconds within which a place must be found; one that is not there by then cannot be met."""
 APART_S = 2.0
-"""A node of one's own is waited for so long; then any node will do."""
+"""Seconds for which a node without other instances is waited for; then any node will do."""
 KILL_S = 5.0
 LOOK_S = 1.0
 """The interval at which the cluster's nodes are looked at."""
@@ -59,7 +59,7 @@ class WantedInstance:
 
 
 class InstanceActor:
-    """Starts one instance's process on its node, and tells of its end. Ray makes an actor of it."""
+    """Actor that starts one instance's process on its node, and tells of its end."""
 
     def __init__(self) -> None:
         self._processes: LocalInstances | None = None
@@ -69,7 +69,10 @@ class InstanceActor:
         return str(the_ray().util.get_node_ip_address())
 
     def run(self, module: str, told: bytes) -> str:
-        """Start the process and wait until it has ended: how. It ends with the thread that is here."""
+        """Start the process and wait until it has ended; returns how.
+
+        It ends with the thread that is here.
+        """
         node_id = str(the_ray().get_runtime_context().get_node_id())
         text = told.replace(NODE_ID.encode(), node_id.encode()).replace(NODE.encode(), self.node().encode())
         processes = LocalInstances(module, [lambda _orders: text])
@@ -85,22 +88,25 @@ class InstanceActor:
 
 @dataclass(slots=True)
 class _Place:
-    """The place of one instance, and what runs there. Its own thread starts it, another one may cancel."""
+    """The place of one instance, and its process.
+
+    The place's own thread starts it, another one may cancel.
+    """
 
     wanted: WantedInstance
     group: Any = None
-    """None: it has none, or gave it back."""
+    """The placement group; None: the place has none, or gave it back."""
     node_id: str = ""
     node: str = ""
     """The node's address."""
     is_apart: bool = False
     """True if the group excludes nodes, which it need not."""
     left: str = ""
-    """The node that it was given back on, which is asked last."""
+    """The node that the place was given back on, which is asked last."""
     actor: Any = None
     end: Any = None
     problem: str | None = None
-    """Why the actor could not be started."""
+    """The reason why the actor could not be started."""
     waits: str | None = None
     is_cancelled: threading.Event = field(default_factory=threading.Event)
     starting: threading.Thread | None = None
@@ -118,7 +124,8 @@ class RayInstances:
         self._spread = spread
         self._tells: Sequence[Tell] = ()
         self.server = secrets.token_hex(4)
-        """Part of the actors' names: other servers of the cluster have instances of the same names."""
+        """Part of the actors' names that is this server's own: other servers of the cluster name their
+        instances alike."""
         self._lock = threading.Lock()
         self._places = [_Place(instance) for instance in wanted]
         self._nodes = {str(node["NodeID"]): node for node in self._ray.nodes() if node["Alive"]}
@@ -130,17 +137,18 @@ class RayInstances:
 
     @property
     def nodes(self) -> list[str]:
-        """The id of each instance's node."""
+        """The id of the Ray node that each instance has its place on."""
         return [place.node_id for place in self._places]
 
     @property
     def n_cores_here(self) -> int:
-        """Cores of this process's own node that instances have."""
+        """Cores of this process's own node that instances use."""
         here = str(self._ray.get_runtime_context().get_node_id())
         return sum(place.wanted.cores for place in self._places if place.node_id == here)
 
     def free_bytes(self) -> dict[str, int | None]:
-        """By the ids of the instances' nodes: the memory that is free there, None where none says."""
+        """Bytes of memory that are free on the instances' nodes, by node id; None for one that does not
+        say."""
         strategies = the_ray("util.scheduling_strategies")
         ask = self._ray.remote(available_bytes)
         asked = {
@@ -157,13 +165,13 @@ class RayInstances:
             ) from error
 
     def tell_with(self, tells: Sequence[Tell]) -> None:
-        """The line that each instance is told on its standard input."""
+        """Set the line that each instance is told on its standard input."""
         self._tells = tells
 
     # ---- places ------------------------------------------------------------------------------------------
 
     def _place_all(self) -> None:
-        """All of them, or ClusterError and none."""
+        """Find places for all instances; ClusterError, with no place kept, where that cannot be done."""
         deadline_s = time.monotonic() + PLACED_S
         try:
             for place in self._places:
@@ -185,14 +193,16 @@ class RayInstances:
         )
 
     def _find(self, place: _Place, deadline_s: float) -> bool:
-        """A group for it: apart from the nodes it should not be on if that can be, else anywhere."""
+        """Find a placement group for an instance: apart from the nodes it should not be on if that can be,
+        else anywhere."""
         for apart in filter(None, (self._apart_from(place), {place.left} - {""})):
             if self._wait_for_group(place, apart, time.monotonic() + APART_S):
                 return True
         return self._wait_for_group(place, (), deadline_s)
 
     def _apart_from(self, place: _Place) -> set[str]:
-        """The node that it left, and with `spread` those that have more of our instances than others."""
+        """The nodes to avoid: the one that the place left and, with `spread`, those that have more of our
+        instances than others."""
         apart = {place.left} - {""}
         if self._spread:
             count = Counter(dict.fromkeys(self._nodes, 0))
@@ -232,7 +242,7 @@ class RayInstances:
         place.group = None
 
     def _look(self) -> None:
-        """Note which nodes there are, until closed."""
+        """Note which nodes the cluster has, again and again until closed."""
         while not self._is_closed.wait(LOOK_S):
             with contextlib.suppress(self._ray.exceptions.RayError, ConnectionError, RuntimeError):
                 alive = {str(node["NodeID"]): node for node in self._ray.nodes() if node["Alive"]}
@@ -242,7 +252,7 @@ class RayInstances:
     # ---- what the front asks -----------------------------------------------------------------------------
 
     def launch(self, index: int, orders: Orders) -> None:
-        """`Launcher.launch`: on a thread of its own, since Ray may take long."""
+        """Start an instance's process on a thread of its own, since Ray may take long (`Launcher.launch`)."""
         place = self._places[index]
         place.is_cancelled, place.problem, place.end = threading.Event(), None, None
         place.waits = f"Ray has not started it on {place.node or 'a node'} yet"
@@ -300,7 +310,7 @@ class RayInstances:
         return False
 
     def waits(self, index: int) -> str | None:
-        """`Launcher.waits`."""
+        """The reason why an instance has no place yet, in one line; None: it has one (`Launcher.waits`)."""
         return self._places[index].waits
 
     def n_joined(self) -> int:
@@ -308,7 +318,7 @@ class RayInstances:
         return self._n_joined
 
     def place(self, index: int) -> dict[str, object]:
-        """`Launcher.place`."""
+        """Facts of where an instance runs or is to run (`Launcher.place`)."""
         place = self._places[index]
         return {
             "node": place.node,
@@ -318,7 +328,8 @@ class RayInstances:
         }
 
     def ended(self, index: int) -> str | None:
-        """`Launcher.ended`."""
+        """The way in which an instance's process has ended, in one line; None while it runs
+        (`Launcher.ended`)."""
         place = self._places[index]
         if place.problem is not None or place.end is None:
             return place.problem
@@ -330,7 +341,10 @@ class RayInstances:
             return f"its Ray actor ended: {_last_line(error)}"
 
     def kill(self, index: int) -> None:
-        """`Launcher.kill`. A node that is lost cannot confirm it; no memory is shared with it."""
+        """Kill an instance's process (`Launcher.kill`).
+
+        A node that is lost cannot confirm it; no memory is shared with it.
+        """
         place = self._places[index]
         place.is_cancelled.set()
         if place.starting is not None:
@@ -343,13 +357,13 @@ class RayInstances:
         self._ray.kill(actor)
 
     def vacate(self, index: int) -> None:
-        """`Launcher.vacate`."""
+        """Give an instance's place back (`Launcher.vacate`)."""
         place = self._places[index]
         place.left = place.node_id
         self._give_back(place)
 
     def close(self) -> None:
-        """`Launcher.close`: all at once, since one whose node is lost takes its time."""
+        """End all instances at once, since one whose node is lost takes its time (`Launcher.close`)."""
         self._is_closed.set()
         self._watch.join(KILL_S)  # Ray would start a cluster for one that asks after the connection ended
         with ThreadPoolExecutor(len(self._places)) as pool:
@@ -359,7 +373,8 @@ class RayInstances:
 
 
 def nodes() -> list[dict[str, Any]]:
-    """The nodes of the connected cluster: address, id, cores, their own labels, and if they are alive."""
+    """The nodes of the connected cluster, each with address, id, cores, its own labels, and whether it is
+    alive."""
     return [
         {
             "node": node["NodeManagerAddress"],

@@ -1,4 +1,7 @@
-"""A connection to a Ray cluster that exists: the only door to `ray`. Off loopback it must ask for a token."""
+"""A connection to a Ray cluster that exists: the only module that imports `ray`.
+
+Off loopback it must ask for a token.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +86,8 @@ class OwnStdout:
 
 @contextlib.contextmanager
 def _without_stderr() -> Iterator[None]:
-    """Ray's C++ side writes a line a second to file descriptor 2 while a cluster refuses its token."""
+    """Discard file descriptor 2 for a while: Ray's C++ side writes a line a second to it while a cluster
+    refuses its token."""
     kept = os.dup(2)
     nothing = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 2)
@@ -104,7 +108,10 @@ def the_ray(part: str = "") -> Any:
 
 
 def _check_listens(address: str) -> None:
-    """Ray itself tries for minutes. Where it finds a cluster on its own (`auto`), that one is asked."""
+    """Check that something listens at the address, since Ray itself tries for minutes.
+
+    Where Ray finds a cluster on its own (`auto`), that one is asked.
+    """
     host, _, port = (_found_by_ray() if address == "auto" else address).rpartition(":")
     if not host or "/" in host or not port.isdecimal():
         return
@@ -150,7 +157,7 @@ print("it asks for no token")
 
 
 def _check_asks_for_token(address: str) -> None:
-    """ClusterError where a process without a token is answered as well: this one's own says nothing of that.
+    """Check that a cluster asks for a token: ClusterError where a process without one is answered.
 
     Another process asks, since Ray reads its environment once.
     """
@@ -177,15 +184,16 @@ GREETING_S = 5.0
 _SETTINGS = 4
 _FRAME_HEAD_BYTES = 9
 _OPENING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, _SETTINGS, 0, 0, 0, 0, 0])
-"""The preface of HTTP/2, and a frame of settings without any."""
+"""Bytes that open a connection of HTTP/2: its preface, and an empty frame of settings."""
 _TLS_RECORDS = (0x15, 0x16)
-"""First bytes of an alert and of a handshake."""
+"""First bytes of two kinds of TLS records: of an alert and of a handshake."""
 _CERTIFICATES = "RAY_TLS_SERVER_CERT, RAY_TLS_SERVER_KEY and RAY_TLS_CA_CERT"
 
 
 def check_greets(there: socket.socket, address: str) -> None:
-    """ClusterError, in one line, where no Ray is heard on a connection in GREETING_S, by TLS if that is set
-    here. Takes the connection, and closes it.
+    """Check that Ray answers on a connection within GREETING_S, by TLS if that is set here.
+
+    Takes the connection, and closes it. ClusterError, in one line, where it does not.
     """
     uses_tls = os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
     deadline_s = time.monotonic() + GREETING_S
@@ -220,7 +228,7 @@ def _problem(first: bytes) -> str:
 
 
 def _first_bytes(there: socket.socket, deadline_s: float) -> bytes:
-    """The head of its first frame, or less where it closes. TimeoutError at the deadline."""
+    """The head of the other side's first frame, or less where it closes. TimeoutError at the deadline."""
     first = b""
     while len(first) < _FRAME_HEAD_BYTES:
         left_s = deadline_s - time.monotonic()
@@ -237,7 +245,8 @@ def _first_bytes(there: socket.socket, deadline_s: float) -> bytes:
 
 
 def _context(address: str) -> ssl.SSLContext:
-    """As Ray's own clients: with a certificate, for heads of the cluster's authority; for any host's name."""
+    """The TLS context that Ray's own clients use: with a certificate, for heads of the cluster's authority;
+    for any host's name."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.set_alpn_protocols(["h2"])

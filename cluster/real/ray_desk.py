@@ -21,14 +21,14 @@ _NAME = "server@"
 
 
 class Desk:
-    """Ray makes an actor of it."""
+    """Actor that keeps the facts of a server and the orders to it."""
 
     def __init__(self) -> None:
         self._facts: dict[str, Any] = {}
         self._orders: list[dict[str, Any]] = []
 
     def exchange(self, facts: dict[str, Any]) -> list[dict[str, Any]]:
-        """Keep the facts of the server that calls this, and give it the orders that wait."""
+        """Keep the facts of the server that calls this; returns the orders that wait."""
         self._facts = facts
         orders, self._orders = self._orders, []
         return orders
@@ -62,7 +62,7 @@ class ServerNames:
 
 
 class DeskThread:
-    """Tells a front's facts at its desk, and takes orders to it. Close it before the connection."""
+    """Tells a front's facts at its desk and takes orders from there. Close it before the connection."""
 
     def __init__(self, names: ServerNames, front: Attended) -> None:
         self._names = names

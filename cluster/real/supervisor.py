@@ -31,9 +31,9 @@ log = logging.getLogger(__name__)
 
 
 QUICK_S = 0.005
-"""The front waits so long for the end of a process that is killed, and for the first of several only."""
+"""Seconds that the front waits for the end of a process that is killed, for the first of several only."""
 LEAVE_S = 5.0
-"""A process that was told to stop because its place is given back, and has not ended by then, is killed."""
+"""Seconds after which a process that was told to stop, because its place is given back, is killed."""
 
 
 class Launcher(Protocol):
@@ -41,19 +41,21 @@ class Launcher(Protocol):
     `kill` and `vacate`, which may take long. The others return at once."""
 
     def launch(self, index: int, orders: Orders) -> None:
-        """Start the process of one instance; what comes of it, the instance says itself."""
+        """Start the process of one instance; the instance itself says what comes of it."""
         ...
 
     def waits(self, index: int) -> str | None:
-        """In one line, why the process that was launched last has no place yet; None: it has one."""
+        """The reason, in one line, why the process that was launched last has no place yet; None: it has
+        one."""
         ...
 
     def ended(self, index: int) -> str | None:
-        """In one line, how the process that was launched last has ended; None while it runs."""
+        """The way, in one line, in which the process that was launched last has ended; None while it runs."""
         ...
 
     def n_joined(self) -> int:
-        """Hosts that have joined since the start: what did not fit is tried again."""
+        """Number of hosts that have joined since the start: when it grows, places that did not fit are tried
+        again."""
         ...
 
     def place(self, index: int) -> dict[str, object]:
@@ -61,15 +63,18 @@ class Launcher(Protocol):
         ...
 
     def kill(self, index: int) -> None:
-        """End it at once, also where it is stopped. It cannot write to any memory once this returns."""
+        """End an instance at once, also where it is stopped.
+
+        It cannot write to any memory once this returns.
+        """
         ...
 
     def vacate(self, index: int) -> None:
-        """Give its place back, after `kill`: the next launch looks for another one."""
+        """Give an instance's place back, after `kill`: the next launch looks for another one."""
         ...
 
     def close(self) -> None:
-        """End all of them."""
+        """End all instances."""
         ...
 
 
@@ -83,24 +88,25 @@ class FrontSettings:
 
     endpoint: str
     listen: Callable[[int, int], str]
-    """From an instance's number and the number of its start to an address, e.g. `ipc:///run/x/kv-0-1`."""
+    """Gives an address for an instance's number and the number of its start, e.g. `ipc:///run/x/kv-0-1`."""
     keys: Keys | None = None
     routing: Routing = "prefix"
     overflow_tokens: int | None = None
-    """`routing.Limits.prompt_overflow_tokens`."""
+    """Pending prompt tokens of a machine beyond which the next pool is asked
+    (`routing.Limits.prompt_overflow_tokens`)."""
     split_above_tokens: int = 0
     repurpose_after_requests: int = 0
     kv_transfer: KvTransfer = "auto"
     layerwise_above_tokens: int = LAYERWISE_ABOVE_TOKENS
     start_s: float = 300.0
     silent_s: float = 2.5
-    """An instance that says nothing for so long is dead."""
+    """Seconds after which an instance that says nothing counts as dead."""
     stuck_s: float = 60.0
-    """An engine that has work and makes no turn for so long hangs."""
+    """Seconds after which an engine that has work and makes no turn counts as hanging."""
     hand_over_s: float = 10.0
-    """From the end of a prompt to the arrival of its keys and values."""
+    """Seconds that a hand-over may take from the end of a prompt to the arrival of its keys and values."""
     again_s: float = 60.0
-    """A place that was given up is tried again so much later, and when a host joins."""
+    """Seconds after which a place that was given up is tried again; it is also when a host joins."""
 
 
 @dataclass(slots=True)
@@ -117,22 +123,22 @@ class InstanceMember:
     turns: int = -1
     turned_s: float = 0.0
     is_busy: bool = True
-    """By its last heartbeat."""
+    """True if the instance had work at its last heartbeat."""
     load: EngineLoad | None = None
     refused: dict[str, int] = field(default_factory=dict)
     n_handing_over: int = 0
     n_without_database: int = 0
-    """Times that its lives went on without the tuning database."""
+    """Times that the instances of this place went on without the tuning database."""
     due_s: float | None = 0.0
-    """When to launch the next one; None: it runs, or the place is given up or left."""
+    """The instant at which to launch the next instance; None: one runs, or the place is given up or left."""
     is_given_up: bool = False
     given_up_s: float = 0.0
     problem: str = ""
-    """In one line, why the last life ended; empty: none has."""
+    """The reason, in one line, why the last instance ended; empty: none has."""
     is_draining: bool = False
-    """It is given no request, and stops when it has none."""
+    """True while the instance is given no request, and stops when it has none."""
     has_left: bool = False
-    """It was drained, and has stopped."""
+    """True if the instance was drained and has stopped."""
     ending: Future[None] | None = None
     """Done when the process that was killed last cannot write any more."""
 
@@ -142,11 +148,11 @@ class InstanceMember:
 
     @property
     def has_nothing(self) -> bool:
-        """True if it says that it holds no request."""
+        """True if the instance says that it holds no request."""
         return not self.is_busy and (self.load is None or not any(self.load[:3]))
 
     def hear(self, heartbeat: Heartbeat) -> None:
-        """Take note of what it says of itself; it has just been heard."""
+        """Take note of what the instance says of itself; it has just been heard."""
         self.refused, self.n_handing_over, self.is_busy = (
             heartbeat.refused,
             heartbeat.n_handing_over,
@@ -157,7 +163,7 @@ class InstanceMember:
 
     @property
     def state(self) -> str:
-        """A word or two for people and scripts."""
+        """The instance's state in a word or two, for people and scripts."""
         if self.ready is not None:
             return "draining" if self.is_draining else "running"
         if self.has_left:
@@ -165,8 +171,9 @@ class InstanceMember:
         return "given up" if self.is_given_up else "starting"
 
     def facts(self, pool: Role) -> dict[str, object]:
-        """For people and scripts. pool: the one that it is in now. From any thread: an instance may be lost
-        while they are read.
+        """Facts of the instance, for people and scripts. pool: the one that it is in now.
+
+        From any thread: an instance may be lost while they are read.
         """
         ready, load = self.ready, self.load
         fingerprint = ready.identity.fingerprint if ready else None
@@ -228,7 +235,7 @@ class Supervisor:
         return [self._launcher.place(member.index) for member in self.members]
 
     def facts(self, pools: Sequence[Role]) -> list[dict[str, object]]:
-        """For people and scripts: of every place. pools: the ones that they are in now."""
+        """Facts of every place, for people and scripts. pools: the ones that the instances are in now."""
         facts = []
         for member, pool in zip(self.members, pools, strict=True):
             waits = None if member.ready or member.due_s is not None else self._launcher.waits(member.index)
@@ -237,7 +244,7 @@ class Supervisor:
         return facts
 
     def heard(self, name: str) -> InstanceMember | None:
-        """The instance that has just said something; None: an earlier life."""
+        """The instance of this name, which has just said something; None: it was of an earlier life."""
         member = self._by_name.get(name)
         if member is not None:
             member.heard_s = time.monotonic()
@@ -269,7 +276,7 @@ class Supervisor:
                 yield member
 
     def _try_again(self, now_s: float) -> None:
-        """Places that were given up are due again after a while, and when a host has joined."""
+        """Make places that were given up due again after a while, and when a host has joined."""
         n_joined = self._launcher.n_joined()
         for member in self.members:
             late = now_s - member.given_up_s > self._settings.again_s
@@ -278,7 +285,8 @@ class Supervisor:
         self._n_joined = n_joined
 
     def admit(self, member: InstanceMember, ready: Ready) -> str | None:
-        """Take it in among the others; if not, why it cannot belong to them: it is given up then."""
+        """Take an instance in among the others; returns why it cannot belong to them, if so: it is given up
+        then."""
         problem = self._misfit(member, ready)
         if problem is not None:
             member.is_given_up = True
@@ -290,8 +298,10 @@ class Supervisor:
         return None
 
     def end(self, member: InstanceMember, why: str) -> RankLost:
-        """The instance has ended or is of no use: it is being killed (`ended` tells when it is dead), and due
-        to be started anew unless it is given up or leaves."""
+        """Kill an instance that has ended or is of no use.
+
+        `ended` tells when it is dead; it is started anew unless it is given up or leaves.
+        """
         was_ready, name = member.ready is not None, member.name
         lost = RankLost(f"instance {name} was lost: {why}")
         log.error("%s", lost)
@@ -309,19 +319,19 @@ class Supervisor:
         return lost
 
     def leave(self, member: InstanceMember) -> None:
-        """An instance that was drained, and told to stop: it is killed where it does not."""
+        """Let an instance go that was drained and told to stop: it is killed where it does not."""
         member.has_left, member.due_s, member.problem = True, None, ""
         log.info("instance %s is drained", member.name)
         self._kill(member, LEAVE_S)
 
     def come_back(self, member: InstanceMember) -> None:
-        """Draining is undone: it goes on, or is started anew where it has left."""
+        """Undo the draining of an instance: it goes on, or is started anew where it has left."""
         member.is_draining = False
         if member.has_left:
             member.has_left, member.due_s = False, time.monotonic()
 
     def _kill(self, member: InstanceMember, patience_s: float) -> None:
-        """On a thread aside, after it had its time to end by itself."""
+        """Kill an instance's process on another thread, after `patience_s` in which it may end by itself."""
         self._by_name.pop(member.name, None)
         member.ready, member.load, member.n_handing_over, member.is_busy = None, None, 0, True
         quick_s = QUICK_S if all(other.ending is None for other in self.members) else 0

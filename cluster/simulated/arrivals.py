@@ -13,8 +13,10 @@ from phasewise.cluster.simulated.simulated_requests import Arrival
 MAX_ARRIVALS = 1_000_000
 
 Draw = Literal["requests", "columns"]
-"""`requests`: a prompt keeps its answer. `columns`: prompts and answers are drawn independently, as the
-authors' generator does."""
+"""Ways to draw lengths. `requests`: a prompt keeps its answer.
+
+`columns`: prompts and answers are drawn independently, as the authors' generator does.
+"""
 
 
 def poisson(

@@ -15,8 +15,8 @@ class Link:
     bytes_per_s: float
     latency_s: float = 0.0
     layerwise_above_tokens: int = LAYERWISE_ABOVE_TOKENS
-    """A longer prompt is sent layer by layer while it computes, a shorter one when it is done; the paper has
-    512 (VI-A)."""
+    """Prompt tokens above which keys and values are sent layer by layer while they are computed; shorter
+    prompts are sent when they are done. The paper has 512 (VI-A)."""
 
     def to(self, other: Link) -> Link:
         """The link between two machines: the slower of their two decides."""
@@ -28,7 +28,7 @@ class Link:
 
 
 class Prompt(NamedTuple):
-    """The prompt that is sent, and when it was computed."""
+    """A prompt to send: its length, and when it was computed."""
 
     n_tokens: int
     n_bytes: int
@@ -38,7 +38,7 @@ class Prompt(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """When a link is taken and when the last byte has arrived."""
+    """The instants of a transfer: when the link is taken, and when the last byte has arrived."""
 
     begin_s: float
     link_free_s: float

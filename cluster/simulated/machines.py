@@ -26,12 +26,12 @@ REFRESH_S = 0.5
 """Simulated seconds between two times that a pool learns, as `serving.engine.maintenance` has it."""
 
 TOKEN = 0
-"""Stands for every token of an answer."""
+"""The id that stands for every token of an answer."""
 
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """As `phasewise serve` has them."""
+    """Settings of a machine's engine, as `phasewise serve` has them."""
 
     limits: SchedulerLimits
     kv_slots: int
@@ -40,25 +40,25 @@ class EngineSettings:
 
 
 class Listener(Protocol):
-    """Events of a machine's requests, at the simulated instant at which they happen."""
+    """Hears of events of a machine's requests, at the simulated instant at which they happen."""
 
     def prompt_step_begins(self, request_id: str) -> None:
-        """A step with a part of its prompt, or of what a preemption undid."""
+        """A step begins that computes a part of the request's prompt, or of what a preemption undid."""
 
     def prompt_computed(self, request_id: str) -> None:
-        """All of its prompt is computed."""
+        """All of the request's prompt is computed."""
 
     def token_made(self, request_id: str, n_generated: int, *, is_last: bool) -> None: ...
 
     def block_granted(self, request_id: str) -> None:
-        """An expected request has a block."""
+        """A request that was expected has a block."""
 
     def told(self, index: int, token_s: float, report: HeldReport | None) -> None:
         """A machine tells its pace, and changes of the prefixes that it holds, as instances do."""
 
 
 class ProductionMachine:
-    """One engine. `submit`, `expect`, `arrived` and `acknowledge` come from outside."""
+    """A machine with one engine. `submit`, `expect`, `arrived` and `acknowledge` come from outside."""
 
     def __init__(
         self,
@@ -68,11 +68,11 @@ class ProductionMachine:
         timeline: Timeline,
         listener: Listener,
     ) -> None:
-        """The prefixes that it holds are told where `settings.tells_prefixes`."""
+        """Make an idle machine. The prefixes that it holds are told where `settings.tells_prefixes`."""
         self.index = index
         self.busy_s = 0.0
         self.occupancy_s: dict[int, float] = defaultdict(float)
-        """Seconds by tokens of the step."""
+        """Seconds that steps took, by the tokens of the step."""
         self._steps = steps
         self._timeline = timeline
         self._listener = listener
@@ -99,7 +99,7 @@ class ProductionMachine:
         self._wake()
 
     def arrived(self, request_id: str) -> None:
-        """Keys and values of an expected request are here: its first token is sampled."""
+        """Note that keys and values of an expected request are here: its first token is sampled."""
         self._granted.discard(request_id)
         out = self.scheduler.arrived(request_id, TOKEN)
         assert out is not None, f"{request_id} was aborted"

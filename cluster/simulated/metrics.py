@@ -29,7 +29,7 @@ Seconds = npt.NDArray[np.float64]
 
 
 class Bound(NamedTuple):
-    """A percentile of a metric must stay below a value."""
+    """Promise that a percentile of a metric stays below a value."""
 
     metric: Metric
     percentile: int
@@ -38,7 +38,10 @@ class Bound(NamedTuple):
 
 @dataclass(frozen=True)
 class Slo:
-    """Promises. Bounds are seconds, or, `is_slowdown`, multiples of an idle reference machine's time."""
+    """Promises together.
+
+    Bounds are seconds, or, `is_slowdown`, multiples of an idle reference machine's time.
+    """
 
     name: str
     bounds: tuple[Bound, ...]
@@ -56,7 +59,7 @@ TABLE_VI = Slo(
     ),
     is_slowdown=True,
 )
-"""Splitwise, Table VI: slowdowns against a DGX-A100 without contention."""
+"""The promises of Splitwise's Table VI: slowdowns against a DGX-A100 without contention."""
 
 
 def parse_slo(text: str) -> Slo:
@@ -85,7 +88,7 @@ class RoleUse:
     machine: str
     count: int
     utilisation: float
-    """Share of the time in which a machine computed, mean over machines."""
+    """Share of the time in which a machine of the role computed, mean over machines."""
     occupancy: tuple[tuple[int, float], ...]
     """Tokens of a batch, and the share of busy time that batches of at most that size took (Fig. 17)."""
 
@@ -95,14 +98,14 @@ class Summary:
     """One simulation in figures. Times in seconds."""
 
     n_requests: int
-    """That ended."""
+    """Number of requests that ended."""
     n_unfinished: int
     output_tokens: int
     duration_s: float
     times_s: Mapping[Metric, Mapping[int, float]]
-    """By metric and percentile."""
+    """Seconds of each metric, by metric and percentile."""
     slowdowns: Mapping[Metric, Mapping[int, float]] | None
-    """Against the reference machine; None without one."""
+    """Slowdowns against the reference machine, by metric and percentile; None without one."""
     uses: tuple[RoleUse, ...]
     n_transfers: int
     transfer_s: Mapping[int, float]
@@ -113,7 +116,7 @@ class Summary:
 
 
 def summarise(simulation: Simulation, reference: StepTimes | None) -> Summary:
-    """reference: step times of the machine that slowdowns are told against."""
+    """The summary of a simulation. reference: step times of the machine that slowdowns are told against."""
     lives = simulation.lives
     times = _times(simulation)
     slowdowns: dict[Metric, dict[int, float]] | None = None
@@ -162,7 +165,7 @@ def _times(simulation: Simulation) -> dict[Metric, Seconds]:
 
 
 def _baseline(lives: Sequence[Life], reference: StepTimes) -> dict[Metric, Seconds]:
-    """Each request by itself on the reference machine."""
+    """Times of each request by itself on the reference machine, by metric."""
     prompts = [life.arrival.prompt_tokens for life in lives]
     ttft = np.array([reference.prefill_s(tokens) for tokens in prompts])
     tbt = np.array([reference.decode_s(1, tokens) for tokens in prompts])

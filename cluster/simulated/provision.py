@@ -25,10 +25,10 @@ Objective = Literal["cost", "power", "machines"]
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 
 Cell = tuple[int, ...]
-"""Machines of each axis, one at least."""
+"""A number of machines for each axis of a design, at least one each."""
 
 NEIGHBOURHOOD = 2
-"""Cells in each direction that certify an answer."""
+"""Cells in each direction around an answer that certify it."""
 
 
 class Outcome(NamedTuple):
@@ -44,12 +44,15 @@ Run = Callable[[Cell], Outcome]
 
 @dataclass
 class Search:
-    """Cells that were run, for one design at one rate. `weights`: the objective of a machine on each axis."""
+    """The cells that were run, for one design at one rate.
+
+    `weights`: the objective of a machine on each axis.
+    """
 
     weights: tuple[float, ...]
     run: Run
     most: int
-    """Machines on an axis."""
+    """Most machines on an axis."""
     outcomes: dict[Cell, Outcome] = field(default_factory=dict)
 
     def objective(self, cell: Cell) -> float:
@@ -61,7 +64,8 @@ class Search:
         return self.outcomes[cell]
 
     def is_feasible(self, cell: Cell) -> bool:
-        """By what was run, where that decides it; else by running it."""
+        """True if the cell keeps the promises: inferred from cells that were run, where that decides it, else
+        by running it."""
         implied = self._implied(cell)
         return self.outcome(cell).is_feasible if implied is None else implied
 
@@ -126,7 +130,7 @@ def _none_keeps(search: Search) -> str:
 
 
 def _first_feasible(search: Search, guess: Sequence[float]) -> Cell:
-    """Along a ray through the guess: doubled until feasible, then halved back."""
+    """The first feasible cell along a ray through the guess: doubled until feasible, then halved back."""
 
     def cell(scale: float) -> Cell:
         return tuple(min(search.most, max(1, math.ceil(scale * guessed))) for guessed in guess)
@@ -158,7 +162,11 @@ def _least(search: Search, cell: Callable[[int], Cell], low: int, high: int) -> 
 
 
 def _improved(search: Search, best: Cell) -> Cell:
-    """Every column once: does its dearest cell that is still better keep the promises? If so, how few do?"""
+    """The best cell after one look at every column; `best` where none has a better one.
+
+    Each column is asked once: does its dearest cell that is still better keep the promises? If so, how few
+    machines do?
+    """
     for tokens in _outwards(best[1], search.most):
         prompts = _most_below(search, tokens, search.objective(best))
         if prompts >= 1 and search.is_feasible((prompts, tokens)):
@@ -171,7 +179,7 @@ def _beside(tokens: int, prompts: int) -> Cell:
 
 
 def _outwards(start: int, most: int) -> Iterator[int]:
-    """start, one less, one more, and so on within 1 .. most."""
+    """The numbers from `start` outwards within 1 .. most: start, one less, one more, and so on."""
     yield start
     for step in range(1, most):
         if start - step >= 1:
@@ -226,7 +234,8 @@ def _better_neighbour(search: Search, best: Cell) -> Cell | None:
 
 
 def _further(search: Search, best: Cell, better: Cell) -> Cell:
-    """On in the direction that led from `best` to `better`, in strides that double while they succeed."""
+    """The best cell in the direction that led from `best` to `better`, in strides that double while they
+    succeed."""
     step = [new - old for new, old in zip(better, best, strict=True)]
     stride = 1
     while stride:

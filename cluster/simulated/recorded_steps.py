@@ -13,7 +13,7 @@ from phasewise.cluster.simulated.steps import Curve, StepTimes
 from phasewise.serving.batch import STEP_TOKENS
 
 SETTLED = 8
-"""Decode steps after a prefill step from which on they take what all later ones take."""
+"""Decode steps after a prefill step from which on a step takes what all later ones take."""
 
 
 class TimedStep(NamedTuple):
@@ -65,7 +65,8 @@ def steps_of(timed: Iterable[TimedStep]) -> StepTimes:
 
 
 def _prefill_curve(rows: Sequence[TimedStep]) -> Curve:
-    """By tokens, from steps with nothing before them; else from those with the least before them."""
+    """Seconds of a prefill step by its tokens, from steps with nothing before them; else from those with the
+    least before them."""
     least = min(row.context for row in rows)
     repeats: dict[int, list[float]] = defaultdict(list)
     for row in rows:
@@ -91,7 +92,8 @@ def _context_s(rows: Sequence[TimedStep]) -> float:
 
 
 def _after_prefill_s(rows: Sequence[TimedStep], settled: StepTimes) -> tuple[float, ...]:
-    """For each of the first decode steps after a prefill step: seconds beyond what a settled one takes."""
+    """Extra seconds of each of the first decode steps after a prefill step, beyond what a settled one
+    takes."""
     beyond: dict[int, list[float]] = defaultdict(list)
     for row in rows:
         usual_s = settled.decode_s(row.sequences, row.sequences * row.context)
@@ -100,6 +102,6 @@ def _after_prefill_s(rows: Sequence[TimedStep], settled: StepTimes) -> tuple[flo
 
 
 def _positive_median(values: Iterable[float]) -> float:
-    """Times scatter; nothing gets faster by having more to do."""
+    """The median, at least zero: times scatter, and nothing gets faster by having more to do."""
     numbers = list(values)
     return max(0.0, median(numbers)) if numbers else 0.0

@@ -28,9 +28,8 @@ from phasewise.cluster.simulated.splitwise_sim import (
 from phasewise.cluster.simulated.steps import StepTimes
 from phasewise.cluster.simulated.timeline import Timeline
 from phasewise.serving.errors import RequestError
-from phasewise.serving.scheduling.held_prefixes import HeldReport
+from phasewise.serving.scheduling.held_prefixes import HeldReport, block_keys
 from phasewise.serving.scheduling.pacing import DEFAULT_TPOT_MS
-from phasewise.serving.scheduling.prefix_keys import block_keys
 from phasewise.serving.scheduling.request import Request
 from phasewise.serving.scheduling.scheduler_terms import (
     DEFAULT_BATCH_TOKENS,
@@ -43,7 +42,8 @@ DEFAULT_LIMITS = Limits()
 POLICY_NAMES = (*POLICIES, SPLITWISE_SIM)
 
 PAPER_LINK_BYTES_PER_S = 200.0 * BYTES_PER_GIB
-"""`transfer_bandwidth` of the authors' configuration; bytes, where the links' figures are bits."""
+"""Bytes a second of a link by `transfer_bandwidth` of the authors' configuration; bytes, where the links'
+figures are bits."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class MachineType:
     name: str
     steps: StepTimes
     memory_bytes: int
-    """For weights, keys and values."""
+    """Bytes for weights, keys and values."""
     weight_bytes: int
     kv_bytes_per_token: int
     n_layers: int
@@ -113,13 +113,13 @@ class ClusterSpec:
 
 @dataclass(frozen=True)
 class MachineUse:
-    """The work of one machine."""
+    """The work of one machine in a simulation."""
 
     role: Role
     machine: str
     busy_s: float
     occupancy_s: Mapping[int, float]
-    """Seconds by tokens of the batch."""
+    """Seconds that the machine computed, by tokens of the batch."""
 
 
 @dataclass(frozen=True)
@@ -134,11 +134,11 @@ class Simulation:
     machines: list[MachineUse]
     end_s: float
     n_preemptions: int | None
-    """None where the machine does not count them."""
+    """Number of preemptions; None where the machine does not count them."""
     n_repurposed: int = 0
     """Moves of machines between the prompt and the token pool."""
     n_tokens_reused: int = 0
-    """Tokens of prompts that were taken over, where `prefix_reuse`."""
+    """Tokens of prompts that were taken over from prefixes held, where `prefix_reuse`."""
 
 
 def simulate(spec: ClusterSpec, arrivals: Sequence[Arrival]) -> Simulation:
@@ -186,15 +186,15 @@ class _Going:
         self.life = life
         self.granted_s = math.nan
         self.is_computed = False
-        """True if its prompt's keys and values are all there: a preemption undoes it."""
+        """True if the prompt's keys and values are all there: a preemption undoes it."""
         self.is_sending = False
 
 
 class ProductionCluster:
-    """Several engines behind a router. The `Listener` of each of its machines."""
+    """Several engines behind a router; it is the `Listener` of each of its machines."""
 
     def __init__(self, spec: ClusterSpec, arrivals: Sequence[Arrival], policy: Policy | None = None) -> None:
-        """policy: in place of the one that `spec` names."""
+        """Make the machines of `spec` idle. policy: in place of the one that `spec` names."""
         self._spec = spec
         self._timeline = Timeline()
         self._kinds = [kind for _, kind in spec.machines]
@@ -296,7 +296,8 @@ class ProductionCluster:
             raise ClusterError(f"request {request.request_id} cannot run on {kind}: {error}") from None
 
     def _send(self, request_id: str) -> None:
-        """Its prompt is computed and its block is granted, or one of both is still to come."""
+        """Send a request's keys and values, if its prompt is computed and its block is granted; else one of
+        both is still to come."""
         going = self._going[request_id]
         life = going.life
         if going.is_sending or not going.is_computed or math.isnan(going.granted_s):

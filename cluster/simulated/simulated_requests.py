@@ -18,11 +18,12 @@ class Arrival(NamedTuple):
     tokens after the same beginning. Empty: the prompt begins like no other.
     """
     client: str = ""
-    """Clients share a machine; requests of one are first come, first served."""
+    """The client that sends the request: clients share a machine; requests of one are first come, first
+    served."""
 
 
 PREFIX_BLOCK_TOKENS = 512
-"""As in Mooncake's traces, the one public source of such ids."""
+"""Prompt tokens of a block of prefix ids, as in Mooncake's traces, the one public source of such ids."""
 
 
 @dataclass(slots=True)
@@ -33,11 +34,11 @@ class Life:
     prompt_machine: int = -1
     token_machine: int = -1
     prompt_start_s: float = float("nan")
-    """The first step that computes a part of its prompt begins."""
+    """The instant at which the first step begins that computes a part of the prompt."""
     prompt_end_s: float = float("nan")
-    """The last step that computes a part of its prompt ends."""
+    """The instant at which the last step ends that computes a part of the prompt."""
     kv_arrival_s: float = float("nan")
-    """Its keys and values are on the token machine. NaN where both machines are one."""
+    """The instant at which keys and values are on the token machine. NaN where both machines are one."""
     first_token_s: float = float("nan")
     end_s: float = float("nan")
 
@@ -59,5 +60,5 @@ class Life:
 
     @property
     def transfer_s(self) -> float:
-        """From the end of the prompt to the arrival of its keys and values; NaN where they stayed."""
+        """Seconds from the end of the prompt to the arrival of its keys and values; NaN where they stayed."""
         return self.kv_arrival_s - self.prompt_end_s

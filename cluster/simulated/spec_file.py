@@ -43,7 +43,7 @@ class StepSources:
 
     profile: Profile | None = None
     timed: Mapping[str, StepTimes] | None = None
-    """By machine type."""
+    """Timed steps by machine type."""
 
 
 class MachineCatalogue:
@@ -63,7 +63,10 @@ class MachineCatalogue:
         self._known: dict[str, MachineType] = {}
 
     def __getitem__(self, name: str) -> MachineType:
-        """ClusterError if there is no such type, or nothing of the model is known on it."""
+        """The machine type of this name.
+
+        ClusterError if there is none, or nothing of the model is known on it.
+        """
         if name not in self._known:
             if name in self._own:
                 table = SpecTable(self._own[name], f"{self._where}, [machines.{name}]")
@@ -176,7 +179,7 @@ def read_machines(
 
 
 def parse_pools(text: str, catalogue: MachineCatalogue) -> tuple[Pool, ...]:
-    """`prompt=27*h100,token=3*a100`: roles, counts and machine types."""
+    """The pools that a text such as `prompt=27*h100,token=3*a100` states: roles, counts and machine types."""
     pools = []
     for part in text.split(","):
         role, _, rest = part.strip().partition("=")
@@ -267,7 +270,7 @@ class SpecTable:
         return [SpecTable(fields, f"{self.where}, {name} {number}") for number, fields in enumerate(value, 1)]
 
     def refuse_others(self) -> None:
-        """A misspelt field would silently mean its default."""
+        """Refuse fields that were not read: a misspelt one would silently mean its default."""
         others = [name for name in self.fields if name not in self._asked]
         if others:
             asked = ", ".join(sorted(self._asked))

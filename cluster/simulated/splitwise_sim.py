@@ -43,7 +43,7 @@ class PaperLimits:
 
 @dataclass(frozen=True)
 class PaperMachineType:
-    """The paper's machine's view of itself."""
+    """A machine as the authors' simulator sees it."""
 
     steps: StepTimes
     memory_bytes: int
@@ -53,7 +53,7 @@ class PaperMachineType:
 
 
 class _Request:
-    """A request and what it holds."""
+    """A request, and the memory that it holds."""
 
     __slots__ = ("held_bytes", "life", "prompt", "seq", "token", "transfer_s")
 
@@ -90,7 +90,7 @@ class _Task:
         self.n_tokens = n_tokens
         self.per_iteration = n_tokens if is_prompt else 1
         self.left = 1.0 if is_prompt else float(n_tokens)
-        """Tokens that it is still to generate."""
+        """Tokens that the task is still to generate."""
         self.preemptions = 0
         self.state = _QUEUED
 
@@ -116,7 +116,7 @@ class ClusterScheduler(Protocol):
 
 
 class PaperMachine:
-    """`SplitwiseInstance` of the authors' simulator."""
+    """A machine of the authors' simulator (`SplitwiseInstance`)."""
 
     def __init__(self, index: int, home: str, kind: PaperMachineType, timeline: Timeline) -> None:
         self.index = index
@@ -127,7 +127,7 @@ class PaperMachine:
         self.scheduled_tokens = 0
         self.busy_s = 0.0
         self.occupancy_s: dict[int, float] = defaultdict(float)
-        """Seconds by active tokens of the batch (Fig. 17)."""
+        """Seconds that batches took, by their active tokens (Fig. 17)."""
         self.pending: list[_Task] = []
         self._timeline = timeline
         self._cluster: _Cluster
@@ -185,7 +185,8 @@ class PaperMachine:
                 self._pause()
 
     def transfer_done(self) -> None:
-        """Keys and values have left this machine: what waited for memory may run."""
+        """Free the memory of keys and values that have left this machine: a task that waited for memory may
+        run."""
         if not self.pending:
             return
         limits = self.kind.limits
@@ -342,7 +343,7 @@ class PaperMachine:
 
 
 class _Choice:
-    """A batch while it is put together."""
+    """A batch that is being put together."""
 
     __slots__ = ("_kv", "_limits", "_room", "n_tokens", "requests", "tasks")
 
@@ -375,7 +376,8 @@ class _Choice:
 
 
 class TokenJsq:
-    """`TokenJSQScheduler`: both tasks of a request on the machine with the fewest pending tokens."""
+    """The authors' `TokenJSQScheduler`: both tasks of a request on the machine with the fewest pending
+    tokens."""
 
     def __init__(self, machines: Sequence[PaperMachine]) -> None:
         self._machines = list(machines)
@@ -390,7 +392,8 @@ class TokenJsq:
 
 
 class MixedPool:
-    """`MixedPoolScheduler`: three pools; a machine is mixed from an overflow until it is empty."""
+    """The authors' `MixedPoolScheduler`: three pools; a machine is mixed from an overflow until it is
+    empty."""
 
     def __init__(self, machines: Sequence[PaperMachine], prompt_max_pending_tokens: int = 8192) -> None:
         self._most_pending = prompt_max_pending_tokens
@@ -453,7 +456,7 @@ def _scheduled_bytes(machine: PaperMachine) -> int:
 
 
 class _Cluster:
-    """Requests in, tasks to machines, keys and values between them."""
+    """A simulated cluster: takes requests in, gives tasks to machines, moves keys and values between them."""
 
     def __init__(
         self, timeline: Timeline, scheduler: ClusterScheduler, link_bytes_per_s: Callable[[int, int], float]
@@ -477,7 +480,8 @@ class _Cluster:
         prompt.arrive(request.prompt)
 
     def send(self, request: _Request) -> None:
-        """The prompt is done on one machine; its keys and values go to the other, when that has room."""
+        """Send a request's keys and values from the machine of its prompt to the other one, when that has
+        room."""
         source, target = self._token_machine[request]
         if not target.has_room(request.held_bytes):
             self._timeline.at(self._timeline.now_s + RETRY_S, lambda: self.send(request))

@@ -24,7 +24,7 @@ from phasewise._files import read_input
 from phasewise.cluster.errors import ClusterError
 
 MIXED_FACTOR = 1.1
-"""A batch of prompts and tokens takes 1.1 times as long as prompts alone (the authors' simulator)."""
+"""Factor of the time of a batch of prompts and tokens over that of prompts alone (the authors' simulator)."""
 
 MAX_POINTS = 4096
 MAX_PROFILE_ROWS = 1_000_000
@@ -78,13 +78,13 @@ class StepTimes:
     """Seconds a step, of one model on one machine."""
 
     prefill: Curve
-    """By prompt tokens of the step: of one prompt, from its first token on."""
+    """Seconds of a step by its prompt tokens: of one prompt, from its first token on."""
     decode: Curve
-    """By tokens of context that all sequences of the step read together."""
+    """Seconds of a step by tokens of context that all its sequences read together."""
     decode_sequences: Curve | None = None
-    """By sequences of the step, on top of `decode`."""
+    """Seconds of a step by its sequences, on top of `decode`."""
     prefill_context_s: float = 0.0
-    """For each pair of a prompt token and a token before the step that it attends to."""
+    """Seconds for each pair of a prompt token and a token before the step that it attends to."""
     mixed_factor: float = MIXED_FACTOR
     after_prefill_s: tuple[float, ...] = ()
     """The extra time of the first decode steps after a prefill step, by their number since it."""
@@ -92,11 +92,14 @@ class StepTimes:
     """The most prompt tokens that are computed at once: larger steps go in pieces of so many. None: all."""
 
     def prefill_s(self, n_tokens: int, n_before: int = 0) -> float:
-        """A prefill step of one prompt."""
+        """Seconds of a prefill step of one prompt."""
         return self.prompts_s([PromptPart(n_tokens, n_before)])
 
     def prompts_s(self, prompts: Iterable[PromptPart]) -> float:
-        """A prefill step. Tokens attend to those before them in their own prompts, and to no others."""
+        """Seconds of a prefill step.
+
+        Tokens attend to those before them in their own prompts, and to no others.
+        """
         return sum(map(self._piece_s, pieces(prompts, self.rows_at_once)))
 
     def _piece_s(self, prompts: Sequence[PromptPart]) -> float:
@@ -105,17 +108,16 @@ class StepTimes:
         return _positive(self.prefill.at(n_tokens) + self.prefill_context_s * n_more)
 
     def decode_s(self, n_sequences: int, context_tokens: int, since_prefill: int | None = None) -> float:
-        """A decode step. since_prefill: decode steps between the last prefill step and it; None: many."""
+        """Seconds of a decode step. since_prefill: decode steps between the last prefill step and it; None:
+        many."""
         extra = self.decode_sequences.at(n_sequences) if self.decode_sequences is not None else 0.0
         if since_prefill is not None and since_prefill < len(self.after_prefill_s):
             extra += self.after_prefill_s[since_prefill]
         return _positive(self.decode.at(context_tokens) + extra)
 
     def iteration_s(self, prompt_tokens: int, n_tokens: int) -> float:
-        """An iteration of the paper's machine: `n_tokens` sequences take a token each beside the prompts.
-
-        As `get_iteration_duration` of the authors' simulator.
-        """
+        """Seconds of an iteration of the paper's machine: `n_tokens` sequences take a token each beside the
+        prompts. As `get_iteration_duration` of the authors' simulator."""
         if not n_tokens:
             return _positive(self.prefill.at(prompt_tokens))
         if not prompt_tokens:
@@ -143,12 +145,12 @@ def pieces(prompts: Iterable[PromptPart], most_tokens: int | None) -> Iterator[l
 
 
 def _positive(seconds: float) -> float:
-    """A prolonged line may fall below zero; no step takes no time."""
+    """The seconds, or next to nothing in place of a prolonged line's zero or less."""
     return seconds if seconds > 0 else 1e-9
 
 
 class ProfileKey(NamedTuple):
-    """The rows of a profile that belong together."""
+    """The key by which rows of a profile belong together."""
 
     model: str
     hardware: str

@@ -59,16 +59,14 @@ class InstalledSlot:
 
 @dataclass(frozen=True)
 class SlotUse:
-    """An installed function, and why this process does not use it; "": it does.
-
-    installed: None where the record of all cannot be believed.
-    """
+    """The use of one installed function. problem: why this process does not use it; "": it does. installed:
+    None where the record of all cannot be believed."""
 
     installed: InstalledSlot | None
     problem: str = ""
 
     def describe(self) -> str:
-        """E.g. `rms_norm: my_norm (4f2a91c0) in place of the built-in, 1.12 times as fast`."""
+        """A line such as `rms_norm: my_norm (4f2a91c0) in place of the built-in, 1.12 times as fast`."""
         own = self.installed
         if own is None:
             return f"no installed kernel is used: {self.problem}"
@@ -87,7 +85,7 @@ def library_path(digest: str) -> Path:
 
 
 def installed_slots() -> list[InstalledSlot]:
-    """Those of the record, by slot. SlotError where it is not its user's own, or cannot be read."""
+    """The functions of the record, by slot. SlotError where it is not its user's own, or cannot be read."""
     path = record_path()
     try:
         check_own_folder(path.parent)
@@ -120,7 +118,7 @@ def _is_whole(installed: InstalledSlot) -> bool:
 
 
 def write_record(slots: Sequence[InstalledSlot]) -> None:
-    """Replace the record whole. SlotError."""
+    """Replace the record whole. SlotError where that cannot be done."""
     path = record_path()
     values: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
@@ -130,7 +128,10 @@ def write_record(slots: Sequence[InstalledSlot]) -> None:
 
 
 def write_own(path: Path, content: bytes) -> None:
-    """A file that its user alone may write, in a folder of the same kind, whole or not at all. SlotError."""
+    """Write a file that its user alone may write, in a folder of the same kind, whole or not at all.
+
+    SlotError.
+    """
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -222,7 +223,7 @@ def unused_because(installed: InstalledSlot) -> str:
 
 
 def _without_duel(installed: InstalledSlot) -> str:
-    """Why there is no duel that counts here; "": there is."""
+    """The reason why no duel of the function counts here; "": one does."""
     if installed.isa != isa_active():
         return f"it was compared with kernels of {installed.isa}, not of {isa_active()}; install it again"
     if installed.processor != processor():
@@ -233,7 +234,10 @@ def _without_duel(installed: InstalledSlot) -> str:
 
 
 def library_of(installed: InstalledSlot) -> int:
-    """A descriptor of its library, in sealed memory. SlotError where another content lies there."""
+    """A descriptor of the function's library, in sealed memory.
+
+    SlotError where another content lies there.
+    """
     path = library_path(installed.digest)
     try:
         content = read_own(path, MAX_LIBRARY_BYTES)

@@ -33,7 +33,10 @@ def read_own(path: Path, most_bytes: int) -> bytes:
 
 
 def check_own_folder(folder: Path) -> None:
-    """SlotError where another user could replace what lies in `folder`. OSError."""
+    """Check that no other user could replace what lies in `folder`: SlotError.
+
+    OSError where it cannot be read.
+    """
     _check_owner(folder, folder.stat())
 
 

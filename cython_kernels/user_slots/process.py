@@ -1,7 +1,7 @@
-"""The process that runs a function which nobody believes yet.
+"""The process that runs a function which has not been checked yet.
 
-Commands are JSON, one a line on stdin; each is answered by one line on stdout. `check` calls the function
-in a child of its own, which may end in any way; `time` calls it here, and a fault ends the process.
+Commands are JSON, one a line on stdin; each is answered by one line on stdout. `check` calls the function in
+a child of its own, which may end in any way; `time` calls it here, and a fault ends the process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from phasewise.cython_kernels.errors import KernelError
 from phasewise.cython_kernels.user_slots.library import address_of
 
 WAITS = 4
-"""Seconds of a wall clock for each second of processor time of a check, on a machine that is busy."""
+"""Seconds of waiting allowed for each second of processor time of a check, on a machine that is busy."""
 
 
 def main() -> int:
@@ -62,7 +62,7 @@ def _check(
 def _run_and_end(
     verdict: mmap.mmap, library: str, symbol: str, slot: str, seed: int, every_float: bool, seconds: int
 ) -> None:
-    """In the child. The verdict says `faults` until the check is over."""
+    """Check the function in the child process. The verdict says `faults` until the check is over."""
     try:
         nothing = os.open(os.devnull, os.O_RDWR)
         for stream in range(3):
@@ -95,7 +95,7 @@ def _recheck(slot: str, library: str, symbol: str, seed: int) -> dict[str, Any]:
 def _time(
     slot: str, library: str | None, symbol: str, lengths: list[int], loops: int, calls: int
 ) -> dict[str, Any]:
-    """library: None for the built-in function."""
+    """Time the function on rows of these lengths. library: None for the built-in function."""
     address = 0 if library is None else address_of(library, symbol)
     return {"loop_ns": slot_time(slot, address, np.array(lengths, np.int64), loops, calls)}
 

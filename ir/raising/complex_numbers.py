@@ -25,7 +25,7 @@ def is_complex(of: Type) -> bool:
 
 
 def element_of(of: Type) -> Scalar:
-    """The type of both parts; of a number, its own."""
+    """The type of both parts of a complex type; of a type of numbers, that type."""
     part = of.fields[0][1] if isinstance(of, Struct) else of
     if not isinstance(part, Scalar):
         raise Mistyped("a complex number meets what is no number")
@@ -56,12 +56,12 @@ def parts(e: ir.Expr) -> tuple[ir.Expr, ir.Expr]:
 
 
 def flat(values: list[ir.Expr]) -> list[ir.Expr]:
-    """Arguments, a complex one as two."""
+    """The arguments, each complex one as two."""
     return [part for e in values for part in (parts(e) if is_complex(e.type) else (e,))]
 
 
 def converted(e: ir.Expr, to: Type) -> ir.Expr:
-    """As C converts: a number gets the imaginary part zero, a complex number loses its own."""
+    """A value converted as C does: a number gets the imaginary part zero, a complex number loses its own."""
     if e.type == to:
         return e
     if not is_complex(e.type):
@@ -74,7 +74,7 @@ def converted(e: ir.Expr, to: Type) -> ir.Expr:
 
 
 def operated(op: str, a: ir.Expr, b: ir.Expr) -> ir.Expr:
-    """An operator with a complex number on one side or both."""
+    """The result of an operator with a complex number on one side or both."""
     elems = [
         element_of(e.type) if is_complex(e.type) else promoted(element_of(decayed(e.type))) for e in (a, b)
     ]
@@ -89,7 +89,7 @@ _Side = tuple[ir.Expr, ir.Expr | None]
 
 
 def _side(e: ir.Expr, elem: Scalar) -> _Side:
-    """Both parts; of a number, no imaginary one: C keeps it as it is."""
+    """Both parts of a side; a number has no imaginary one, and C keeps it so."""
     if not is_complex(e.type):
         return cast(elem, e), None
     re, im = parts(e)
@@ -146,7 +146,7 @@ _BY_OPERATOR = {"+": _sum("+"), "-": _sum("-"), "*": _product, "/": _quotient}
 
 
 def negated(op: str, a: ir.Expr) -> ir.Expr:
-    """Negate a complex number (`-`), or conjugate it (`~`)."""
+    """The negated (`-`) or conjugated (`~`) complex number."""
     re, im = parts(a)
     elem = element_of(a.type)
     if op not in "-~":
@@ -155,7 +155,7 @@ def negated(op: str, a: ir.Expr) -> ir.Expr:
 
 
 def function_of(name: str, args: list[ir.Expr]) -> ir.Expr:
-    """A function on complex numbers, of a number too."""
+    """The result of a function on complex numbers, or on a number."""
     n_arguments, build = FUNCTIONS[name]
     if len(args) != n_arguments:
         raise Mistyped(f"takes {counted(n_arguments, 'argument')}, not {len(args)}")
@@ -178,4 +178,7 @@ FUNCTIONS: dict[str, tuple[int, Callable[[ir.Expr, ir.Expr], ir.Expr]]] = {
     "cargf": (1, lambda re, im: call("atan2f", (im, re))),
     "complex": (2, pair),
 }
-"""By name: how many arguments, and what is made of the parts. `complex` is __builtin_complex."""
+"""Functions on complex numbers by name: how many arguments, and what is made of their parts.
+
+`complex` is __builtin_complex.
+"""

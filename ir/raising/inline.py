@@ -1,4 +1,4 @@
-"""Inlining of helpers into their callers, at the low level, so that a loop holds all that it does."""
+"""Inlining of helpers into their callers, at the low level, so that a loop contains all of its work."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ class _Inliner(ir.Rewriter):
         return (*before, *copied), value
 
     def _with_one_return(self, helper: ir.FunctionDefinition) -> ir.FunctionDefinition:
-        """The helper; one that returns early gives its value to a variable instead."""
+        """The helper with one return: one that returns early gives its value to a variable instead."""
         if all(node is _last(helper.body) for node in _returns(helper.body)):
             return helper
         result = ir.Var(helper.result, f"{helper.name}_result")
@@ -184,14 +184,14 @@ class _Inliner(ir.Rewriter):
 
 
 def _changed_registers(body: ir.Body) -> set[str]:
-    """Names of the sets of registers that get values one by one."""
+    """The names of the sets of registers that get values one by one."""
     targets = [node.target for node in ir.walk_body(body) if isinstance(node, ir.Assign)]
     bases = [target.base for target in targets if isinstance(target, ir.Index)]
     return {base.name for base in bases if isinstance(base, ir.Var) and isinstance(base.type, Array)}
 
 
 def _address_of(e: ir.Expr) -> ir.Var | None:
-    """The variable that a pointer leads to, if it is the address of one; const may have been added."""
+    """The variable whose address a pointer is, if it is one; const may have been added."""
     while isinstance(e, ir.Cast) and isinstance(e.type, Pointer) and pointee(e.a.type) == e.type.to:
         e = e.a
     is_variable = isinstance(e, ir.AddressOf) and isinstance(e.a, ir.Var) and not isinstance(e.a.type, Array)
@@ -199,7 +199,7 @@ def _address_of(e: ir.Expr) -> ir.Var | None:
 
 
 class _Dereferenced(ir.Rewriter):
-    """The variable in place of its address, taken back by a pointer."""
+    """Replaces what a pointer leads to by the variable whose address it is."""
 
     def leave(self, e: ir.Expr) -> ir.Expr:
         variable = _address_of(e.base) if isinstance(e, ir.Index) and _is_zero(e.index) else None
@@ -216,10 +216,8 @@ def _returns(part: object) -> list[ir.Return]:
 
 
 def _assigned_at_end(body: ir.Body, result: ir.Var) -> ir.Body | None:
-    """A body whose returns are assignments: what stands behind an `if` that returns is in its other branch.
-
-    None where a loop returns, or where both branches may go on.
-    """
+    """A body whose returns are assignments: statements behind an `if` that returns are put in its other
+    branch. None where a loop returns, or where both branches may go on."""
     for index, statement in enumerate(body):
         rest = body[index + 1 :]
         match statement:

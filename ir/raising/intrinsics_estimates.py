@@ -1,7 +1,5 @@
-"""Arm's estimates of 1 / x and 1 / sqrt(x): the architecture says every bit, by whole numbers of nine bits.
-
-Those of x86 are not here: processors differ in their bits.
-"""
+"""Arm's estimates of 1 / x and 1 / sqrt(x), in whole numbers of nine bits: the architecture defines every
+bit. Those of x86 are not here: processors differ in their bits."""
 
 from __future__ import annotations
 
@@ -39,7 +37,8 @@ def _if(mask: ir.Expr, if_set: ir.Expr, if_clear: ir.Expr) -> ir.Expr:
 
 
 def _taken_apart(x: ir.Expr) -> tuple[ir.Expr, ir.Expr, ir.Expr]:
-    """Bits without their sign; exponent and fraction, also of subnormal numbers as if they were normal."""
+    """The bits of x without their sign, with its exponent and fraction, also of subnormal numbers as if they
+    were normal."""
     size = _with("&", as_elem(x, I32), ~_SIGN)
     is_subnormal = _with("<", size, 1 << 23)
     lifted = as_elem(_if(is_subnormal, _with("*", x, 2.0**_LIFT), x), I32)
@@ -50,14 +49,14 @@ def _taken_apart(x: ir.Expr) -> tuple[ir.Expr, ir.Expr, ir.Expr]:
 
 
 def _finished(x: ir.Expr, size: ir.Expr, bits: ir.Expr) -> ir.Expr:
-    """Not a number stays none; infinity becomes a zero of its sign."""
+    """The estimate for every x: what is not a number stays none, infinity becomes a zero of its sign."""
     own = as_elem(x, I32)
     bits = _if(_with("==", size, _INFINITY), _with("&", own, _SIGN), bits)
     return as_elem(_if(_with(">", size, _INFINITY), _with("|", own, _QUIET), bits), F32)
 
 
 def _reciprocal(a: Sequence[ir.Expr]) -> ir.Expr:
-    """2^19 over nine bits of x, rounded to eight."""
+    """The estimate of 1 / x: 2^19 over nine bits of x, rounded to eight."""
     x = as_elem(a[0], F32)
     size, exponent, fraction = _taken_apart(x)
     nine_bits = _with("+", _with("<<", _with(">>", fraction, 15), 1), 513)
@@ -72,7 +71,8 @@ def _reciprocal(a: Sequence[ir.Expr]) -> ir.Expr:
 
 
 def _reciprocal_root(a: Sequence[ir.Expr]) -> ir.Expr:
-    """The largest b with a b^2 < 2^28 for nine bits a of x or 2 x, whose exponent is then even."""
+    """The estimate of 1 / sqrt(x): the largest b with a b^2 < 2^28 for nine bits a of x or 2 x, whose
+    exponent is then even."""
     x = as_elem(a[0], F32)
     size, exponent, fraction = _taken_apart(x)
     of_even = _with("<<", _with("+", _with("&", _with(">>", fraction, 15), ~1), 257), 1)

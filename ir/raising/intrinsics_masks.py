@@ -20,7 +20,7 @@ _BYTES = 64
 
 
 def compared(elem: Scalar) -> Build:
-    """A comparison that a number chooses, as all bits of a lane."""
+    """Builds a comparison of the kind that a number chooses, as all bits of a lane."""
 
     def build(a: Sequence[ir.Expr]) -> ir.Expr:
         x, y, which = as_elem(a[0], elem), as_elem(a[1], elem), number(a[2])
@@ -38,7 +38,7 @@ def compared(elem: Scalar) -> Build:
 
 
 def put_masks(table: Table) -> None:
-    """Comparisons that give masks, and every operation of 512 bits under one."""
+    """Add the comparisons that give masks, and every operation of 512 bits under a mask."""
     for suffix, elem, bits in (("ps", F32, I32), ("pd", F64, I64), ("epi32", I32, I32), ("epi64", I64, I64)):
         of = Vec(elem if elem.is_float else BITS, _BYTES // (elem.size if elem.is_float else 1))
         names = [name for name in table if name.startswith("_mm512_") and name.endswith(f"_{suffix}")]
@@ -85,7 +85,7 @@ def _put_comparisons(table: Table, suffix: str, elem: Scalar, mask: Vec) -> None
 
 
 def _chosen(mask: ir.Expr, if_set: ir.Expr, if_clear: ir.Expr, bits: Scalar) -> ir.Expr:
-    """Lanes by a mask, which may be a number that is known when compiling."""
+    """Lanes of `if_set` or `if_clear` by a mask, which may be a number that is known when compiling."""
     elem = ir.vec(if_set).elem
     if elem.size != bits.size:
         if_set, elem = as_elem(if_set, bits), bits
@@ -95,7 +95,7 @@ def _chosen(mask: ir.Expr, if_set: ir.Expr, if_clear: ir.Expr, bits: Scalar) -> 
 
 
 def mask_of(value: int, of: Vec) -> ir.Expr:
-    """A number's bits as a mask."""
+    """The mask whose bits are those of a number."""
     return constant(of.elem, [-(value >> lane & 1) for lane in range(of.lanes)])
 
 
@@ -103,7 +103,8 @@ _INFINITIES = {8: float("inf"), 16: float("-inf")}
 
 
 def _classified(elem: Scalar) -> Build:
-    """Both kinds of NaN, both zeros, infinities: the classes that authors ask for together."""
+    """Builds the classification of floats: both kinds of NaN, both zeros, infinities, which authors ask for
+    together."""
 
     def build(a: Sequence[ir.Expr]) -> ir.Expr:
         x, which = as_elem(a[0], elem), number(a[1])

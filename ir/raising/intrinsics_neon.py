@@ -82,7 +82,7 @@ def _neon_plain(table: Table, q: str, suffix: str, reg: Vec) -> None:
         table.put(f"v{name}{q}_{suffix}", of, build)
 
     def put_as(kind: str, name: str, build: Build, of: Type = reg) -> None:
-        """With a word before the suffix: `n`, `lane` or `dup`."""
+        """Add an intrinsic with a word before the suffix: `n`, `lane` or `dup`."""
         table.put(f"v{name}{q}_{kind}_{suffix}", of, build)
 
     for name, op in (("add", "+"), ("sub", "-"), ("mul", "*"), ("and", "&"), ("orr", "|"), ("eor", "^")):
@@ -150,14 +150,15 @@ def _zeros(of: Vec) -> ir.Expr:
 
 
 def _reversed_in(lanes: int) -> Build:
-    """Lanes of each group in the other order."""
+    """Builds a vector whose lanes are reversed within each group."""
     return lambda a: permuted(
         a[0], [i // lanes * lanes + lanes - 1 - i % lanes for i in range(lanes_of(a[0]))]
     )
 
 
 def _extreme(name: str, elem: Scalar) -> Build:
-    """Arm's: what is no number stays, and of two zeros the positive one is the larger."""
+    """Builds Arm's minimum or maximum: what is no number stays, and of two zeros the positive one is the
+    larger."""
     bits = SCALARS[f"i{8 * elem.size}"]
 
     def build(given: Sequence[ir.Expr]) -> ir.Expr:
@@ -182,7 +183,7 @@ def _extreme_of_all(name: str) -> Build:
 
 
 def _with_lane(a: Sequence[ir.Expr]) -> ir.Expr:
-    """One lane replaced; of numbers that are known, numbers again."""
+    """A vector with one lane replaced; of numbers that are known, numbers again."""
     value, register, lane = a[0], a[1], number(a[2])
     numbers = _numbers(register)
     if numbers is None or not isinstance(value, ir.Const):
@@ -191,7 +192,7 @@ def _with_lane(a: Sequence[ir.Expr]) -> ir.Expr:
 
 
 def _numbers(e: ir.Expr) -> list[int | float] | None:
-    """The lanes of a register of numbers that are known."""
+    """The lanes of a register of known numbers."""
     if ir.is_call(e, "vector"):
         return [each.value for each in e.numbers if isinstance(each, ir.Const)]
     match e:
@@ -201,7 +202,8 @@ def _numbers(e: ir.Expr) -> list[int | float] | None:
 
 
 def _bit_select(a: Sequence[ir.Expr], elem: Scalar, bits: Scalar) -> ir.Expr:
-    """(mask & a) | (~mask & b), bit by bit, as the instruction does."""
+    """Bits of `a` where the mask's are set, else of `b`: (mask & a) | (~mask & b), as the instruction
+    does."""
     mask, if_set, if_clear = (as_elem(e, bits) for e in a)
     return as_elem(binary("|", binary("&", mask, if_set), call("andnot", (mask, if_clear))), elem)
 
@@ -240,7 +242,7 @@ def _neon_halves(table: Table, suffix: str, elem: Scalar) -> None:
         table.put(name, Vec(unsigned, small.lanes), lambda a: saturated(a[0], unsigned))
 
     def pairs(e: ir.Expr) -> ir.Expr:
-        """Neighbours added, wide."""
+        """Sums of neighbours, in lanes of twice the width."""
         return neighbours((wider(half("lo", e)), wider(half("hi", e))), wide)
 
     if small.lanes > 1:
@@ -286,7 +288,7 @@ def _neon_floats(table: Table) -> None:
 
 
 _NIBBLES = ((1, 0x55), (2, 0x33), (4, 0x0F))
-"""Shifts and masks that part neighbours of one bit, of two and of four."""
+"""Shifts and masks that separate neighbours of one bit, of two and of four."""
 
 
 def _bits_set(a: Sequence[ir.Expr]) -> ir.Expr:
@@ -307,7 +309,8 @@ def _bits_reversed(a: Sequence[ir.Expr]) -> ir.Expr:
 
 
 def _to_u32(e: ir.Expr) -> ir.Expr:
-    """Toward zero; what is below zero or no number becomes 0, what is too large the largest."""
+    """Floats rounded toward zero to u32; what is below zero or no number becomes 0, what is too large the
+    largest."""
     lanes = lanes_of(e)
     top = constant(F32, [2.0**32] * lanes)
     inside = binary("&", binary(">=", e, zero(F32, lanes)), binary("<", e, top))
@@ -317,7 +320,7 @@ def _to_u32(e: ir.Expr) -> ir.Expr:
 
 
 def _step(start: float, factor: float) -> Build:
-    """A step of Newton's method, (start - a b) factor; zero times infinity counts as zero."""
+    """Builds a step of Newton's method, (start - a b) factor; zero times infinity counts as zero."""
 
     def build(a: Sequence[ir.Expr]) -> ir.Expr:
         lanes = lanes_of(a[0])
@@ -346,7 +349,11 @@ def _neon_dots(table: Table) -> None:
 
 
 def _looked_up(elem: Scalar) -> Build:
-    """Places from 16 on give 0 on Arm; `lookup` sees four bits of a place. So they must be below 16."""
+    """Builds a look-up in a table.
+
+    Places from 16 on give 0 on Arm, while `lookup` sees four bits of a place: so places must be known to be
+    below 16.
+    """
 
     def build(a: Sequence[ir.Expr]) -> ir.Expr:
         if not is_below_16(a[1]):
@@ -361,7 +368,7 @@ def _created(elem: Scalar) -> Build:
 
 
 def is_below_16(e: ir.Expr) -> bool:
-    """True if a mask, or a shift of bytes, keeps every lane below 16."""
+    """True if a mask, or a shift of bytes, keeps every lane of an expression below 16."""
     if isinstance(e, ir.Binary) and e.op == "&":
         return any(_is_small(side) for side in (e.a, e.b))
     if _is_small(e):

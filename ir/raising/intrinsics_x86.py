@@ -77,7 +77,7 @@ def x86() -> Table:
 
 
 def _as(elem: Scalar, build: Build) -> Build:
-    """The value that `build` makes, its bits read as `elem`."""
+    """Builds what `build` does, with its bits read as `elem`."""
     return lambda a: as_elem(build(a), elem)
 
 
@@ -112,7 +112,8 @@ def _x86_floats(table: Table, prefix: str, size: int) -> None:
 
 
 def _x86_float_builders(elem: Scalar, lanes: int) -> dict[str, Build]:
-    """Intrinsics on floats of one size whose result is a register of them, without prefix and suffix."""
+    """Intrinsics on floats of one size whose result is a register of them, by name without prefix and
+    suffix."""
     bits, mask = SCALARS[f"u{8 * elem.size}"], SCALARS[f"i{8 * elem.size}"]
     comparisons = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "neq": "!="}
     return {
@@ -229,7 +230,8 @@ def _x86_integers(table: Table, prefix: str, size: int) -> None:
 
 
 def _bitwise(op: str, elem: Scalar) -> Build:
-    """In the lanes that both sides have, so that no reinterpretation stands between them."""
+    """Builds a bitwise operation in the lanes that both sides have, so that no reinterpretation stands
+    between them."""
 
     def build(a: Sequence[ir.Expr]) -> ir.Expr:
         own = [arg.type.elem for arg in a if isinstance(arg.type, Vec)]
@@ -276,12 +278,12 @@ def _x86_moves(table: Table, prefix: str, size: int) -> None:
 
 
 def _register(elem: Scalar, size: int) -> Vec:
-    """A register of `size` bytes."""
+    """The type of a register of `size` bytes."""
     return Vec(elem, size // elem.size)
 
 
 def _part(e: ir.Expr, index: int, size: int) -> ir.Expr:
-    """The part number `index` of `size` bytes."""
+    """The part of a register that has this index among parts of `size` bytes."""
     parts = size_of(e) // size
     while parts > 1:
         parts //= 2
@@ -343,7 +345,8 @@ def _x86_shuffles(table: Table, prefix: str, size: int) -> None:
 
 
 def _dot_of_four(a: Sequence[ir.Expr]) -> ir.Expr:
-    """Products chosen by the number's upper bits, summed by pairs, where the lower bits say."""
+    """The dot product of four floats: the number's upper bits choose the products, which are summed by pairs;
+    its lower bits choose the lanes of the result."""
     imm = number(a[2])
 
     def chosen(e: ir.Expr, bits: int) -> ir.Expr:
@@ -371,7 +374,7 @@ def _aligned(high: ir.Expr, low: ir.Expr, by: int) -> ir.Expr:
 
 
 def _x86_halves(table: Table) -> None:
-    """Intrinsics that take a register apart, or join two into one."""
+    """Add the intrinsics that take a register apart, or join two into one."""
     for suffix, elem in (("ps", F32), ("pd", F64), ("si256", BITS)):
         small, big = _register(elem, 16), _register(elem, 32)
         table.put(f"_mm256_extractf128_{suffix}", small, _chosen_part(16))
@@ -428,7 +431,7 @@ def _saturating(wide: Scalar, narrow: Scalar, size: int) -> Build:
 
 
 def _x86_doubles(table: Table) -> None:
-    """Between floats of the two sizes."""
+    """Add the conversions between floats of the two sizes."""
     for prefix, size in (("_mm_", 16), ("_mm256_", 32), ("_mm512_", 64)):
         lanes = size // 8
         table.put(f"{prefix}cvtps_pd", Vec(F64, lanes), _as_double(F32, lanes))
@@ -496,7 +499,7 @@ def _places(e: ir.Expr, most: int = -1) -> list[int]:
 
 
 def _x86_scalars(table: Table) -> None:
-    """Intrinsics between vectors and numbers, and those of the lowest lane alone."""
+    """Add the intrinsics between vectors and numbers, and those of the lowest lane alone."""
 
     def lowest(elem: Scalar) -> Build:
         return lambda a: _lane_0(as_elem(a[0], elem))
@@ -574,7 +577,7 @@ def _alone(elem: Scalar) -> Build:
 
 
 def _lowest(op: str) -> Build:
-    """An operation on lane 0; the other lanes are the first argument's."""
+    """Builds an operation on lane 0; the other lanes are the first argument's."""
     return lambda a: call("with_lane", (a[0], binary(op, _lane_0(a[0]), _lane_0(a[1]))), (0,))
 
 

@@ -37,7 +37,7 @@ def lanes_named(function: ir.FunctionDefinition) -> ir.FunctionDefinition:
 
 
 def _one_number(function: ir.FunctionDefinition) -> int | None:
-    """The lanes of all vectors; None: they have several numbers, or operations that move lanes."""
+    """The number of lanes of all vectors; None: they have several numbers, or operations that move lanes."""
     numbers: set[int] = set()
     for node in ir.walk_body(function.body):
         of = getattr(node, "type", None)
@@ -77,13 +77,13 @@ def _has_vectors(statement: ir.Stmt) -> bool:
 
 
 def _vectors_given(body: ir.Body) -> set[str]:
-    """Names of vectors that are assigned to."""
+    """The names of the vectors that a body assigns to."""
     targets = [node.target for node in ir.walk_body(body) if isinstance(node, ir.Assign)]
     return {target.name for target in targets if isinstance(target, ir.Var) and isinstance(target.type, Vec)}
 
 
 def _is_uniform_or_reduced(statement: ir.Stmt, sums: set[str]) -> bool:
-    """Outside of loops vectors are the same in all lanes, or are reduced."""
+    """True if vectors in a statement outside of loops are the same in all lanes, or are reduced."""
     nodes = ir.walk(statement)
     if isinstance(statement, ir.Declare) and isinstance(statement.type, Vec):
         return statement.value is not None and _is_uniform(statement.value)
@@ -123,7 +123,7 @@ def _is_vector_statement(statement: ir.Stmt) -> bool:
 
 
 class _Places(ir.Rewriter):
-    """Takes addresses out of a loop, so that what is left of its variable can be seen."""
+    """Removes addresses from a loop, so that the remaining uses of its variable can be seen."""
 
     def __init__(self, loop: ir.Steps) -> None:
         self._loop = loop
@@ -172,7 +172,7 @@ def _is_sum(before: ir.Body, after: ir.Body, accumulator: Accumulator) -> bool:
 
 
 def _condition(loop: ir.Steps, lanes: int) -> ir.Expr | None:
-    """The condition with the name of the number of lanes, where it keeps a turn within the end."""
+    """The loop's condition with the name of the number of lanes, where it keeps a turn within the end."""
     name = ir.Var(I32, NAME)
     match loop.condition:
         case ir.Binary(

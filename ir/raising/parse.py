@@ -1,9 +1,6 @@
-"""C into the low level. tree-sitter reads the text; what is here gives it types, and refuses what is outside
-the subset.
-
-Only what the asked function reaches is looked at, so that a source may hold anything beside it. Nothing is
-guessed: a construct that has no line here is refused with its file, line and name.
-"""
+"""Parser of C to the low level. tree-sitter reads the text; this module gives it types, and refuses what is
+outside the subset. Only what the asked function reaches is looked at, so that a source may hold anything
+beside it. Nothing is guessed: a construct that has no line here is refused with its file, line and name."""
 
 from __future__ import annotations
 
@@ -63,7 +60,7 @@ def parse_all(expanded: Expanded, path: str) -> dict[str, ir.FunctionDefinition]
 
 
 def parse(expanded: Expanded, function: str, path: str) -> ir.FunctionDefinition:
-    """As `parse_file`, of preprocessed text."""
+    """The function of a preprocessed text, as `parse_file` gives it."""
     source = _Unit(expanded, path)
     if function not in source.names.functions:
         function_names = ", ".join(list(source.names.functions)[:8]) or "none"
@@ -78,7 +75,7 @@ class _Unit(Source):
     """A source whose functions are read as they are asked for."""
 
     def number(self, node: Node) -> int:
-        """A constant expression."""
+        """The value of a constant expression."""
         value = _Body(self, "").expr(node)
         if isinstance(value, ir.Const) and isinstance(value.value, int):
             return value.value
@@ -125,7 +122,7 @@ _UNSUPPORTED = {
 
 
 class _Body(CompoundValues):
-    """One function's statements."""
+    """Reads the statements of one function."""
 
     def read(self, node: Node) -> ir.FunctionDefinition:
         source = self.source
@@ -252,7 +249,7 @@ class _Body(CompoundValues):
                 raise self._refuse(node, f"{what} is not in the subset")
 
     def _asked_before(self, node: Node, line: int) -> tuple[list[ir.Stmt], ir.Expr]:
-        """A condition; with `i++` in it, it is computed before i grows."""
+        """A condition; with `i++` in it, the condition is computed before i grows."""
         self._after = []
         condition = self.condition(node)
         after, self._after = self._after, None
@@ -320,7 +317,7 @@ class _Body(CompoundValues):
         return ir.Declare(self._new(name, of).name, of, init, line, is_const=is_const)
 
     def _effect(self, node: Node) -> list[ir.Stmt]:
-        """An expression that stands alone."""
+        """The statements of an expression that stands alone."""
         line = self._line(node)
         match node.type:
             case "comma_expression":
@@ -359,9 +356,8 @@ class _Body(CompoundValues):
         return [ir.Do(call, line)]
 
     def _memcpy(self, node: Node, line: int) -> list[ir.Stmt]:
-        """The bits of one variable or element as another one: the only use of it that kernels of the subset
-        have.
-        """
+        """The statements of a memcpy: the bits of one variable or element as another one, which is all that
+        kernels of the subset use it for."""
         to, of, size = self._arguments(node)
         if isinstance(to, ir.Var) and isinstance(to.type, Array) and isinstance(size, ir.Const):
             return self._copied_elements(to, of, int(size.value), node, line)
@@ -382,7 +378,7 @@ class _Body(CompoundValues):
         return [ir.Assign(target, ir.CallExpression(target.type, "__bits", (value,)), line)]
 
     def _copied_elements(self, to: ir.Var, of: ir.Expr, n_bytes: int, node: Node, line: int) -> list[ir.Stmt]:
-        """The beginning of an array, from memory of any type."""
+        """The statements that copy the beginning of an array from memory of any type."""
         assert isinstance(to.type, Array)
         element = to.type.of
         is_simple = isinstance(element, Scalar) and n_bytes % element.size == 0 and n_bytes <= to.type.size
@@ -449,9 +445,8 @@ class _Body(CompoundValues):
 
 
 def _as_const_as(value: ir.Expr, of: Type) -> Type:
-    """A pointer's type, to const memory where that is what it begins with: a cast that took const away gave
-    no leave to write.
-    """
+    """The type `of`, to const memory where the value points to such: a cast that took const away allows no
+    writing."""
     given = decayed(value.type)
     if isinstance(of, Pointer) and isinstance(given, Pointer) and given.is_const:
         return Pointer(of.to, True)

@@ -21,7 +21,8 @@ class CompoundValues(SourceExpressions):
     """Declares, loads and stores them part by part."""
 
     def _complex_declared(self, name: str, of: Type, value: Node | None, line: int) -> list[ir.Stmt]:
-        """Two variables; an array of one number where the source takes the address."""
+        """Declare a complex variable: two variables; an array of one number where the source takes the
+        address."""
         init = None if value is None else complex_numbers.parts(self._converted(value, of))
         if self._is_addressed(name):
             return self._in_memory(name, of, complex_numbers.pair(*init) if init else None, line)
@@ -35,7 +36,7 @@ class CompoundValues(SourceExpressions):
         return re.search(rf"&\s*{name}\b", self.body_text) is not None
 
     def _in_memory(self, name: str, of: Type, value: ir.Expr | None, line: int) -> list[ir.Stmt]:
-        """A complex variable as an array of one number."""
+        """Declare a complex variable as an array of one number."""
         self._note(of)
         array = self._new(name, Array(of, 1))
         place = ir.Index(of, array, ir.integer(0))
@@ -44,7 +45,7 @@ class CompoundValues(SourceExpressions):
         return [ir.Declare(array.name, array.type, None, line), *assigned]
 
     def _arguments_in_memory(self, line: int) -> list[ir.Stmt]:
-        """Complex arguments whose address the source takes."""
+        """Declare arrays for complex arguments whose address the source takes."""
         given = [(name, e) for name, e in self.scopes[-1].items() if complex_numbers.is_complex(e.type)]
         copied = [self._in_memory(name, e.type, e, line) for name, e in given if self._is_addressed(name)]
         return [statement for each in copied for statement in each]
@@ -64,7 +65,8 @@ class CompoundValues(SourceExpressions):
         return [declared, *(statement for both in assigned for statement in both)]
 
     def _complex_assigned(self, target: ir.Expr, value: ir.Expr, line: int) -> list[ir.Stmt]:
-        """Both parts; the second one is kept first where the assignment of the first may change it."""
+        """Assign both parts of a complex number; the second one is kept first where the assignment of the
+        first may change it."""
         (to_re, to_im), (re_, im) = complex_numbers.parts(target), complex_numbers.parts(value)
         is_memory = any(isinstance(node, ir.Index | ir.Member) for node in ir.walk(im))
         may_change = to_re.name in ir.used(im) if isinstance(to_re, ir.Var) else is_memory
@@ -84,7 +86,7 @@ class CompoundValues(SourceExpressions):
         return [declared, *self._registers(ir.Var(of, declared.name), value, line)]
 
     def _registers(self, target: ir.Expr, value: Node, line: int) -> list[ir.Stmt]:
-        """Values of several registers, one by one: from a list, or from a load of several."""
+        """Assign several registers one by one: from a list, or from a load of several."""
         of = target.type
         assert isinstance(of, Array)
         if value.type == "initializer_list":
@@ -159,7 +161,8 @@ class CompoundValues(SourceExpressions):
         return ir.CallExpression(intrinsic.result, name, args)
 
     def _loaded_apart(self, n: int, q: str, suffix: str, node: Node, of: Array) -> list[ir.Expr]:
-        """NEON registers of every second, or every fourth, element: each with a first element of its own."""
+        """The NEON registers that a load takes apart: every second, or every fourth, element, each with a
+        first element of its own."""
         if of.count != n:
             raise self._refuse(node, f"{self._quoted(node)} where {of.count} registers are needed")
         whole = self._intrinsic(f"vld1q_{suffix}", (), node).type
@@ -183,7 +186,7 @@ class CompoundValues(SourceExpressions):
         return [first, second, third, fourth]
 
     def _stored_together(self, n: int, q: str, suffix: str, node: Node, line: int) -> list[ir.Stmt]:
-        """NEON registers, stored element by element in turn."""
+        """Store NEON registers element by element in turn."""
         place, registers = self._arguments(node)
         of = registers.type
         if not isinstance(of, Array) or not isinstance(of.of, Vec) or of.count != n or (n == 4 and not q):

@@ -70,7 +70,7 @@ class SourceExpressions:
         self.result: Type = VOID
         self.body_text = ""
         self._after: list[ir.Stmt] | None = None
-        """The list that takes `i++` within the statement at hand; None: it may not be there."""
+        """Statements of `i++` to be done after the statement at hand; None: `i++` may not be there."""
 
     # ---- the source ----
 
@@ -101,13 +101,13 @@ class SourceExpressions:
                 self.structs[name] = of
 
     def _new(self, name: str, of: Type) -> ir.Var:
-        """A variable; one that hides another gets a name of its own."""
+        """Make a variable; one that hides another gets a name of its own."""
         variable = ir.Var(of, self._unique(name))
         self.scopes[-1][name] = variable
         return variable
 
     def _new_pair(self, name: str, of: Type) -> tuple[ir.Var, ir.Var]:
-        """A complex variable: two of numbers."""
+        """Make the variables of a complex variable: two of numbers."""
         elem = complex_numbers.element_of(of)
         re, im = (ir.Var(elem, self._unique(f"{name}_{part}")) for part in ("re", "im"))
         self.scopes[-1][name] = complex_numbers.pair(re, im)
@@ -172,7 +172,7 @@ class SourceExpressions:
         return self._convert(self.expr(node), to, node)
 
     def _convert(self, value: ir.Expr, to: Type, node: Node) -> ir.Expr:
-        """As C converts it without a cast."""
+        """A value converted to a type as C does it without a cast."""
         if is_complex(value.type) or is_complex(to):
             return self._typed(lambda: complex_numbers.converted(value, to), node)
         if value.type == to:
@@ -251,7 +251,8 @@ class SourceExpressions:
                 raise self._refuse(node, f"{described_node(node)} {self._quoted(node)} is not in the subset")
 
     def _counted_after(self, node: Node, after: list[ir.Stmt]) -> ir.Expr:
-        """`i++` in a statement that names i nowhere else: i, which grows behind the statement."""
+        """The variable of an `i++` in a statement that names it nowhere else; it grows behind the
+        statement."""
         argument, operator = needed(node, "argument"), needed(node, "operator")
         whole = node
         while whole.parent is not None and whole.type not in ("declaration", "expression_statement"):
@@ -287,7 +288,7 @@ class SourceExpressions:
         raise self._refuse(node, f"unknown name `{name}`")
 
     def _table(self, name: str, identifier: Node) -> ir.Expr:
-        """A constant of the file."""
+        """Read a constant table of the file."""
         if name not in self.tables:
             node, declarator = self.source.names.tables[name]
             if not is_const_node(node):
@@ -358,7 +359,7 @@ class SourceExpressions:
         raise self._refuse(node, f"a cast of {spelled(given)} to {spelled(to)} is not in the subset")
 
     def _described(self, node: Node) -> Type:
-        """A type name: `const float *`."""
+        """The type that a type name such as `const float *` states."""
         base = self.source.type_of(node.child_by_field_name("type"), node)
         is_const = is_const_node(node)
         declarator = node.child_by_field_name("declarator")
@@ -463,7 +464,8 @@ class SourceExpressions:
         raise self._refuse(node, f"`{name}` is not defined here")
 
     def _of_its_type(self, name: str, args: list[ir.Expr], node: Node) -> str:
-        """The function that <tgmath.h> takes for these arguments: of float32, where all of them are."""
+        """The call of the function that <tgmath.h> chooses for these arguments: of float32, where all of them
+        are."""
         elements = [complex_numbers.element_of(arg.type) for arg in args if is_complex(arg.type)]
         if elements and f"{name}f" in complex_numbers.FUNCTIONS and set(elements) == {F32}:
             return f"{name}f"
@@ -530,7 +532,7 @@ _CLASSES: dict[str, Callable[[ir.Expr], ir.Expr]] = {
     "isinf": _is_infinite,
     "isfinite": lambda a: binary("==", binary("-", a, a), ir.Const(F32, 0.0)),
 }
-"""C's macros that classify a float; each is true or false."""
+"""C's macros that classify a float, each of which is true or false."""
 _OTHER_INTRINSICS = ("_cvtsh_ss",)
 
 
@@ -568,7 +570,7 @@ def _literal(source: Source, node: Node) -> ir.Const:
 
 
 def _folded(op: str, a: ir.Expr, b: ir.Expr, operation: ir.Expr) -> ir.Expr:
-    """A number where both sides are numbers: sizes and indices read better."""
+    """The number where both sides are numbers, since sizes and indices read better so; else the operation."""
     if not (isinstance(a, ir.Const) and isinstance(b, ir.Const) and isinstance(operation.type, Scalar)):
         return operation
     if operation.type.is_float or not isinstance(a.value, int) or not isinstance(b.value, int):

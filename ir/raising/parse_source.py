@@ -83,7 +83,7 @@ class Source(ABC):
         return "" if node is None else self.bytes[node.start_byte : node.end_byte].decode(errors="replace")
 
     def first_error(self) -> SourceError | None:
-        """The place where the text stops being C, if it does."""
+        """The place where the text stops being C; None where it does not."""
         waiting = [self.root]
         while waiting:
             node = waiting.pop()
@@ -149,7 +149,7 @@ class Source(ABC):
     # ---- types ----
 
     def type_of(self, node: Node | None, parent: Node) -> Type:
-        """A type specifier, without its declarator."""
+        """The type that a specifier names, without its declarator."""
         if node is None:
             raise self.refuse(parent, "a declaration without a type")
         match node.type:
@@ -239,7 +239,8 @@ class Source(ABC):
         return fields
 
     def _union_fields(self, node: Node, names: list[str]) -> list[tuple[str, Type]]:
-        """An anonymous union whose first member has the size of the others is taken for that member."""
+        """The fields of an anonymous union, which is taken for its first member where that has the size of
+        the others."""
         body = node.child_by_field_name("body")
         if names or body is None:
             raise self.refuse(node, "unions are not in the subset")
@@ -247,7 +248,7 @@ class Source(ABC):
         return members[0] if members else []
 
     def declared(self, base: Type, node: Node, is_const: bool) -> tuple[str, Type, Node | None]:
-        """Name, type and initial value of a declarator."""
+        """The name, type and initial value of a declarator."""
         match node.type:
             case "identifier" | "field_identifier" | "type_identifier" | "primitive_type":
                 return self.text(node), base, None
@@ -279,7 +280,7 @@ class Source(ABC):
 
     @abstractmethod
     def number(self, node: Node) -> int:
-        """A constant expression."""
+        """The value of a constant expression."""
 
     @abstractmethod
     def function(self, name: str) -> ir.FunctionDefinition:

@@ -35,7 +35,7 @@ MACROS: dict[str, tuple[str, ...]] = {
     "neon": _NEON,
     "neon_dotprod": (*_NEON, "__ARM_FEATURE_DOTPROD"),
 }
-"""Macros that a compiler for the instruction set defines."""
+"""Macros that a compiler for the instruction set defines, by set."""
 
 ALWAYS = (
     "__STDC__=1", "__STDC_VERSION__=201112L", "__GNUC__=12", "__linux__=1", "__LP64__=1", "__CHAR_BIT__=8",
@@ -150,7 +150,7 @@ _OWN = {
     "tgmath": _COMPLEX_HEADER
     + "".join(f"#define {name}(...) __generic_{name}(__VA_ARGS__)\n" for name in _GENERIC.split()),
 }
-"""Definitions of single headers beside the rest."""
+"""Definitions that single headers have beside those of all."""
 _SYSTEM = """assert complex ctype errno fenv float inttypes limits locale malloc math memory pthread setjmp
 signal stdalign stdarg stdatomic stdbool stddef stdint stdio stdlib string strings tgmath time uchar wchar
 unistd fcntl sched sys/mman sys/types sys/stat sys/time"""
@@ -160,7 +160,7 @@ avxintrin avx2intrin"""
 
 @dataclass(frozen=True, slots=True)
 class SourcePlace:
-    """The file and line that a line of the expanded text came from."""
+    """The file and line from which a line of the expanded text came."""
 
     file: str
     line: int
@@ -273,9 +273,8 @@ _PERHAPS_A_CAST = re.compile(
 
 
 def _unambiguous(text: str) -> str:
-    """`(x) + y` and `(__real__(x)) + y` with a sign within the parentheses, since the grammar, which knows no
-    types, would take them for casts.
-    """
+    """The text in which the sign of `(x) + y` and `(__real__(x)) + y` is within the parentheses, since the
+    grammar, which knows no types, would take them for casts."""
     types = _TYPE_WORDS | set(_TYPEDEF.findall(text))
 
     def signed(match: re.Match[str]) -> str:
@@ -292,7 +291,7 @@ _COMPLEX_FIRST = re.compile(r"\b(?:_Complex|complex)\s+(float|double)\b")
 
 
 def _with_complex(text: str) -> str:
-    """Complex numbers as pairs, which they are in memory."""
+    """The text with complex types as pairs, which they are in memory."""
     text = _COMPLEX_FIRST.sub(r"\1 _Complex", text)
     names = sorted({match[1] for match in _COMPLEX.finditer(text)})
     pairs = "".join(f"struct complex_{name} {{ {name} re; {name} im; }}; " for name in names)

@@ -27,7 +27,7 @@ def raise_file(
     define: Sequence[str] = (),
     reassociate: bool = False,
 ) -> str:
-    """The text, with `reassociate()` if asked for.
+    """Raise a C file's function to text of the high level, with `reassociate()` if asked for.
 
     A comment line `@arg x count=n low=-1 high=1` becomes a `describe` line, where `x` is an argument. Raises
     SourceError where the function is outside the subset.

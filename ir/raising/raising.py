@@ -1,6 +1,6 @@
 """From the low level to the high: intrinsics become operations, C's loops become named steps, trees of
-additions become reductions. Bits do not change: what has no operation of the same meaning is refused with
-its line."""
+additions become reductions. Bits do not change: an intrinsic without an operation of the same meaning is
+refused with its line."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from phasewise.ir.types import (
 
 
 def raised(function: ir.FunctionDefinition, path: str | Path = "") -> ir.FunctionDefinition:
-    """The function at the high level."""
+    """The function raised to the high level."""
     flat = inlined(function, str(path))
     return lanes_named(rolled(recognised(_Raiser(flat, str(path)).function())))
 
@@ -67,7 +67,7 @@ class _Raiser:
         self._constants: dict[str, ir.Expr] = {}
         """Values of registers that get one value."""
         self._known: dict[str, ir.Expr] = {}
-        """Those of them that are numbers alone."""
+        """Values of registers that get one value made of numbers alone."""
         self._once = _given_once(function.body)
         self._declared: set[str] = {name for name, _ in function.args}
 
@@ -121,7 +121,7 @@ class _Raiser:
                 raise AssertionError(statement)
 
     def _asked_after(self, loop: ir.While) -> ir.Body:
-        """`do .. while`: the high level asks before a turn, so the loop is one without end that is left."""
+        """A `do .. while` loop as a loop without end that is left: the high level tests before a turn."""
         if _has_continue(loop.body):
             raise self._refuse("`continue` in a `do` loop is not in the subset")
         body, condition = self._body(loop.body), self.expr(loop.condition)
@@ -151,7 +151,7 @@ class _Raiser:
         return (replace(declaration, type=self._types[declaration.name], value=value),)
 
     def _remember(self, name: str, value: ir.Expr, is_const: bool) -> None:
-        """The value of a register that gets no other one."""
+        """Remember the value of a register that gets no other one."""
         if is_const or name in self._once:
             self._constants[name] = ir.Substitute(self._constants).expr(value)
             if not ir.used(self._constants[name]):
@@ -258,7 +258,7 @@ class _Raiser:
     # ---- expressions ----
 
     def _as(self, e: ir.Expr, of: Type) -> ir.Expr:
-        """`e` in the type that a place has."""
+        """The expression `e` in the type that a place has."""
         of = _memory_type(of)
         if isinstance(of, Vec) and isinstance(e.type, Vec):
             return as_elem(e, e.type.elem if of.elem == BITS else of.elem)
@@ -389,7 +389,8 @@ class _Raiser:
         return operation
 
     def _built(self, intrinsic: Intrinsic, args: tuple[ir.Expr, ...]) -> ir.Expr:
-        """The operation; with the numbers of registers in their place where it asks for numbers."""
+        """The operation of an intrinsic; registers of numbers are replaced by the numbers where it asks for
+        these."""
         try:
             return intrinsic.build(args)
         except Mistyped:
@@ -404,7 +405,7 @@ _BROADCASTS = ("broadcast_ss", "_dup_f32", "load1_ps", "load_ps1", "broadcast_sd
 
 
 def _given_once(body: ir.Body) -> set[str]:
-    """Names of the variables that get a value in one place."""
+    """The names of the variables that get a value in one place only."""
     counts: Counter[str] = Counter()
     for node in ir.walk_body(body):
         if isinstance(node, ir.Declare) and node.value is not None:
@@ -415,10 +416,8 @@ def _given_once(body: ir.Body) -> set[str]:
 
 
 def _memory_type(of: Type) -> Type:
-    """Pointers to registers are pointers to bytes here, so are pointers to nothing known.
-
-    float16 is its bits.
-    """
+    """The raised type of memory: pointers to registers, and to nothing known, are pointers to bytes; float16
+    is its bits."""
     if of == F16:
         return U16
     if isinstance(of, Pointer) and isinstance(of.to, Vec):
@@ -429,14 +428,15 @@ def _memory_type(of: Type) -> Type:
 
 
 def _register_scale(of: Type) -> int:
-    """Elements of the raised pointer in a register that a pointer points to; 0: it points to no registers."""
+    """The elements of the raised pointer in one register that the pointer points to; 0: it points to no
+    registers."""
     if not (isinstance(of, Pointer) and isinstance(of.to, Vec)):
         return 0
     return of.to.size if of.to.elem == BITS else of.to.lanes
 
 
 def _bytes(e: ir.Expr, of: Pointer) -> ir.Expr:
-    """A pointer to registers as one to numbers: of bytes where arithmetic may follow."""
+    """A pointer to registers as a pointer to numbers: of bytes where arithmetic may follow."""
     assert isinstance(of.to, Vec)
     elem = U8 if of.to.elem == BITS else of.to.elem
     given = pointee(e.type)

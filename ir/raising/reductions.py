@@ -14,18 +14,18 @@ from phasewise.ir.operations import ORDERS, as_elem, call
 from phasewise.ir.types import Pointer, Scalar, Vec
 
 Tree: TypeAlias = Any
-"""A leaf (name, version, lane), or (operation, tree, tree)."""
+"""A tree of additions: a leaf (name, version, lane), or (operation, tree, tree)."""
 
 OPERATIONS = {"+": "reduce_add", "max": "reduce_max", "min": "reduce_min"}
 
 
 def recognised(function: ir.FunctionDefinition) -> ir.FunctionDefinition:
-    """The function with reductions, without values that nothing uses."""
+    """The function with reductions in place of trees of additions, and without values that nothing uses."""
     return without_unused(replace(function, body=_Recogniser().body(function.body)))
 
 
 def halved(values: list[Tree], order: str, op: str, elem: Scalar) -> Tree:
-    """The tree that an order makes of lanes."""
+    """The tree that a reduction of this order makes of lanes."""
     while len(values) > 1:
         half = len(values) // 2
         is_pairs = order == "pairs" or (order == "halves_pairs" and len(values) * elem.size <= 16)
@@ -37,7 +37,7 @@ def halved(values: list[Tree], order: str, op: str, elem: Scalar) -> Tree:
 
 
 def _node(op: str, a: Tree, b: Tree, elem: Scalar) -> Tree:
-    """min and max of floats tell their sides apart (NaN, zeros); sums do not."""
+    """A node of a tree; its sides are told apart for min and max of floats (NaN, zeros), not for sums."""
     if (op == "+" or not elem.is_float) and repr(b) < repr(a):
         a, b = b, a
     return op, a, b
@@ -103,7 +103,7 @@ class _Recogniser(ir.Rewriter):
         return None
 
     def _lanes(self, e: ir.Expr) -> list[Tree] | None:
-        """The source of each lane; None: something that no reduction does."""
+        """The source of each lane of an expression; None: something that no reduction does."""
         match e:
             case ir.Var(type=Vec() as of, name=name):
                 own = [(name, self._versions.get(name, 0), lane, of) for lane in range(of.lanes)]
@@ -133,7 +133,7 @@ class _Recogniser(ir.Rewriter):
         return None
 
     def _same_width(self, e: ir.Expr, inner: ir.Expr) -> list[Tree] | None:
-        """Lanes of 64 bits that were moved as such, seen in halves."""
+        """The sources of lanes of 64 bits that were moved as such, as lanes of half the width."""
         if (
             not isinstance(e.type, Vec)
             or not isinstance(inner.type, Vec)
@@ -177,7 +177,7 @@ class _Recogniser(ir.Rewriter):
 
 
 def _is_lane_by_lane(lanes: list[Tree]) -> bool:
-    """True if each lane is made of the same lane of other vectors: then trees begin with this one."""
+    """True if each lane is made of the same lane of other vectors: then trees begin with this vector."""
     return all(
         leaf[2] == lane and leaf[3].lanes == len(lanes)
         for lane, tree in enumerate(lanes)
@@ -186,7 +186,7 @@ def _is_lane_by_lane(lanes: list[Tree]) -> bool:
 
 
 def _plain_store(place: ir.Expr, value: ir.Expr) -> ir.Expr | None:
-    """A store of bytes as one of numbers, where the pointer was one to such numbers."""
+    """The store of bytes as one of numbers, where the pointer was one to such numbers; else None."""
     if not (isinstance(place, ir.Cast) and isinstance(place.a.type, Pointer) and isinstance(value.type, Vec)):
         return None
     of = place.a.type.to
@@ -196,7 +196,7 @@ def _plain_store(place: ir.Expr, value: ir.Expr) -> ir.Expr | None:
 
 
 def _unwrapped(e: ir.Expr, of: Vec) -> ir.Expr | None:
-    """`e` without the reinterpretation that it came by, if it had the type."""
+    """The expression `e` without the reinterpretation around it, if it had the type."""
     if e.type == of:
         return e
     return e.args[0] if ir.is_call(e, "bits") and e.args[0].type == of else None

@@ -29,14 +29,13 @@ from phasewise.ir.types import Scalar
 
 
 def rolled(function: ir.FunctionDefinition) -> ir.FunctionDefinition:
-    """The function with loops of one turn for those that hold several alike."""
+    """The function with a loop of one turn for each loop that holds several alike turns."""
     return replace(function, body=_Roller(function.body).body(function.body))
 
 
 def without_whole(function: ir.FunctionDefinition) -> ir.FunctionDefinition:
-    """For texts whose sums may change their order: loops take every turn that they can, where the loop of the
-    rest goes on at whatever index they leave.
-    """
+    """The function with loops that take every turn they can, where the loop of the rest goes on at whatever
+    index they leave; for texts whose sums may change their order."""
     return replace(function, body=_Loosener().body(function.body))
 
 
@@ -95,15 +94,16 @@ def _one_after_another(body: ir.Body, n: int) -> list[ir.Body]:
 
 
 def _side_by_side(body: ir.Body, n: int) -> list[ir.Body]:
-    """Each statement n times; nothing is written, because copies would write in another order."""
+    """The n copies in a body where their statements stand side by side.
+
+    Empty for a body that writes, since copies would write in another order.
+    """
     return [] if any(isinstance(statement, ir.Do) for statement in body) else [body[i::n] for i in range(n)]
 
 
 @dataclass(frozen=True)
 class _Turns:
-    """Variables that correspond in each unrolled iteration (loop rerolling): the first turn's names in each
-    copy.
-    """
+    """The first turn's names for the variables of each copy of an unrolled loop."""
 
     carried: dict[str, tuple[str, ...]]
 
@@ -113,7 +113,7 @@ class _Turns:
 
 
 def _turns(loop: ir.Steps, copies: Sequence[ir.Body], step: int) -> _Turns | None:
-    """None where a copy is not the first one at a later index."""
+    """The correspondence of the copies of a turn; None where a copy is not the first one at a later index."""
     first = copies[0]
     names = [_targets(copy) for copy in copies]
     maps: list[dict[str, str]] = []
@@ -142,7 +142,7 @@ def _turns(loop: ir.Steps, copies: Sequence[ir.Body], step: int) -> _Turns | Non
 
 
 def _targets(body: ir.Body) -> list[str]:
-    """Variables that get a value, in the order of the statements."""
+    """The variables that get a value, in the order of the statements."""
     names = []
     for statement in body:
         if isinstance(statement, ir.Declare):
@@ -153,7 +153,7 @@ def _targets(body: ir.Body) -> list[str]:
 
 
 def _condition_of_one(loop: ir.Steps, ahead: int) -> ir.Expr | None:
-    """A condition that asks for one turn where the loop's asks for all: the same one `ahead` later."""
+    """A condition that tests for one turn where the loop's tests for all: the same one `ahead` later."""
     match loop.condition:
         case ir.Binary(op="<" | "<=", a=a, b=b) if isinstance(a.type, Scalar) and isinstance(b.type, Scalar):
             terms, number = View({}, loop.variable).sum_of(a)
@@ -179,7 +179,7 @@ def _condition_of_one(loop: ir.Steps, ahead: int) -> ir.Expr | None:
 def _in_one(
     body: ir.Body, index: int, loop: ir.Steps, turns: _Turns, n: int, whole: ir.Body
 ) -> ir.Body | None:
-    """The body with the loop of one turn in place of that of n."""
+    """The body with a loop of one turn in place of a loop of n turns."""
     before, after = body[:index], body[index + 1 :]
     words: tuple[str, ...] = ()
     if turns.is_apart:
@@ -206,9 +206,8 @@ def _mentions(body: ir.Body, names: set[str]) -> int:
 def _sums_apart(
     before: ir.Body, loop: ir.Steps, after: ir.Body, turns: _Turns
 ) -> tuple[ir.Body, ir.Body, str] | None:
-    """The statements before and behind the loop without the copies of its sums, and the order of their
-    total.
-    """
+    """The statements before and behind the loop without the copies of its sums, and the order in which these
+    are added up."""
     sums, others = accumulators(loop)
     if others or {each.name for each in sums} != set(turns.carried):
         return None
@@ -224,7 +223,8 @@ def _sums_apart(
 
 
 def _without_beginnings(before: ir.Body, each: Accumulator, copies: Sequence[str]) -> ir.Body | None:
-    """None where a copy does not begin with what `apart` lets it begin with."""
+    """The statements before a loop without the first values of a sum's copies; None where a copy does not
+    begin with what `apart` lets it begin with."""
     values = {statement.name: statement.value for statement in before if isinstance(statement, ir.Declare)}
     first = values.get(each.name)
     own = each.identity(ir.Var(each.type, each.name))
@@ -245,7 +245,8 @@ def _without_beginnings(before: ir.Body, each: Accumulator, copies: Sequence[str
 
 
 def _without_ending(after: ir.Body, each: Accumulator, copies: Sequence[str]) -> tuple[ir.Body, str] | None:
-    """The statements behind the loop, the first sum in place of the total of all, and the order of that."""
+    """The statements behind the loop, with the first sum in place of the total of all, and the order of that
+    total."""
     names = set(copies)
     index = next((i for i, statement in enumerate(after) if _mentions((statement,), names)), None)
     if index is None:
@@ -299,7 +300,7 @@ def _is_total(e: ir.Expr, each: Accumulator, names: set[str]) -> bool:
 
 
 def _is_rest(loop: ir.Steps, other: ir.Stmt) -> bool:
-    """True if a loop takes the turns that one leaves."""
+    """True if a loop takes the turns that another one leaves."""
     if not isinstance(other, ir.Steps) or other.how or len(other.body) != len(loop.body):
         return False
     mine, theirs = _targets(loop.body), _targets(other.body)

@@ -20,20 +20,20 @@ SUMMED = (I32, I64, U64)
 
 @dataclass(frozen=True)
 class View:
-    """The reading of one side: names that stand for others, and a variable that is ahead."""
+    """One of two sides of a comparison: names that stand for others, and a variable that is ahead."""
 
     names: Mapping[str, str] = field(default_factory=dict)
     variable: str = ""
     ahead: int = 0
 
     def key(self, e: ir.Expr) -> Key:
-        """Equal for two expressions that have one value, as far as can be seen."""
+        """A key that is equal for two expressions of one value, as far as can be seen."""
         if _is_summed(e.type):
             return ("sum", e.type, *self._frozen(e))
         return self._whole(e)
 
     def statement(self, statement: ir.Stmt) -> Key:
-        """None where a statement is of a kind that is not compared."""
+        """A key of a statement; None where it is of a kind that is not compared."""
         match statement:
             case ir.Declare(name=name, type=of, value=value, values=()) if not isinstance(of, Array):
                 given = None if value is None else self.key(value)
@@ -45,7 +45,7 @@ class View:
         return None
 
     def sum_of(self, e: ir.Expr) -> tuple[dict[Key, int], int]:
-        """Terms with their factors, and the number that is left; of a pointer in bytes."""
+        """A sum as its terms with their factors, and the number that is left; of a pointer in bytes."""
         match e:
             case ir.Const(value=int(value)):
                 return {}, value
@@ -69,7 +69,7 @@ class View:
         return {self._whole(e): 1}, 0
 
     def _whole(self, e: ir.Expr) -> Key:
-        """A term that is no sum of others."""
+        """A key of a term that is no sum of others."""
         match e:
             case ir.Const(of, value):
                 return ("number", of, repr(value))
@@ -100,7 +100,7 @@ class View:
         return _plus(left, _scaled(right, 1 if op == "+" else -1))
 
     def _place(self, e: ir.Expr) -> tuple[dict[Key, int], int]:
-        """The address of an element or a field."""
+        """A key of the address of an element or a field."""
         match e:
             case ir.Index(of, base, index):
                 inner = self._place(base) if isinstance(base, ir.Index | ir.Member) else self.sum_of(base)

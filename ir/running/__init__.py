@@ -1,1 +1,1 @@
-"""Kernels in processes with limits: drawn arguments, comparison with the original, timing."""
+"""Kernels run in processes with limits: arguments drawn, results compared with the original, calls timed."""

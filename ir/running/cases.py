@@ -20,7 +20,7 @@ DEFAULT_MOST = 512
 MAX_BUFFER_BYTES = 64 << 20
 SPECIAL_SHARE = 0.15
 ALIASED_SHARE = 1 / 3
-"""Share of the calls in which two buffers that may be one are one."""
+"""Share of calls in which two buffers that may be the same one are."""
 
 
 DTYPES = {
@@ -31,7 +31,7 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Case:
-    """One call: a number, or the bytes of a buffer, for each argument.
+    """The arguments of one call: a number, or the bytes of a buffer, for each.
 
     `aliases`: pairs of arguments, in the order of the arguments, that are one buffer; their bytes are equal.
     """
@@ -40,7 +40,7 @@ class Case:
     aliases: tuple[tuple[int, int], ...] = ()
 
     def encoded(self, function: ir.FunctionDefinition, is_at_end: bool) -> bytes:
-        """As harness.py reads it."""
+        """The case as the bytes that harness.py reads."""
         parts = [struct.pack("<Q", is_at_end)]
         earlier = {later: first for first, later in self.aliases}
         shared = {first for first, _ in self.aliases}
@@ -69,7 +69,7 @@ def described(function: ir.FunctionDefinition, where: str = "kernel") -> dict[st
 
 
 def sizes(function: ir.FunctionDefinition) -> list[str]:
-    """The whole numbers among the arguments: what a shape is made of."""
+    """The names of the whole numbers among the arguments: a shape is made of them."""
     return [name for name, of in function.args if isinstance(of, Scalar) and not of.is_float]
 
 
@@ -81,9 +81,10 @@ def draw(
     where: str = "kernel",
     is_plain: bool = False,
 ) -> Case:
-    """A call. `shape` sets numbers; `edge` counts the calls of a run, whose first ones meet the bounds.
+    """Draw the arguments of a call.
 
-    `is_plain`: without zeros and subnormal numbers, which take a processor longer than others do.
+    `shape` sets numbers; `edge` counts the calls of a run, whose first ones meet the bounds. `is_plain`:
+    without zeros and subnormal numbers, which take a processor longer than others do.
     """
     descriptions = described(function, where)
     numbers: dict[str, int | float] = {}
@@ -191,7 +192,7 @@ def _numbers(
 
 
 def magnitudes(case: Case, function: ir.FunctionDefinition) -> Case:
-    """The same call on absolute values: what the parts of a result add up to where nothing cancels."""
+    """The same call on absolute values: the scale of a result where nothing cancels."""
     values: list[int | float | bytes] = []
     described_by = {argument.name: argument for argument in function.described}
     for value, (name, of) in zip(case.values, function.args, strict=True):
@@ -224,7 +225,7 @@ def _absolute_fields(value: bytes, of: Struct, halves: Sequence[str]) -> bytes:
 
 
 def evaluate(e: ir.Expr, numbers: Mapping[str, int | float]) -> int:
-    """A count, of the numbers among the arguments."""
+    """The value of a count, given the numbers among the arguments."""
     match e:
         case ir.Const(value=value):
             return int(value)

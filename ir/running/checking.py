@@ -1,5 +1,6 @@
-"""Does a kernel compute what its original does, and touch nothing else? Both run in limited processes of
-their own.
+"""Comparison of a kernel with its original, and a check that it touches no other memory.
+
+Both run in limited processes of their own.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ RUN_LIMITS = ChildLimits(seconds=60, memory_bytes=8 << 30, file_bytes=1 << 30)
 BATCH_BYTES = 64 << 20
 BATCH_CASES = 2000
 REASSOCIATED_BOUND = 2.0**-14
-"""Sums in another order: the difference allowed, relative to what the original gives for absolute values.
-Twice 2^-24 for each of the at most 512 additions that one lane of a sum of 4096 numbers takes."""
+"""Largest difference allowed where sums have another order, relative to the original's result for absolute
+values. Twice 2^-24 for each of the at most 512 additions that one lane of a sum of 4096 numbers takes."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,9 @@ class Program:
         compile_c([main, *sources], self._path, target, flags)
 
     def run(self, cases: Sequence[Case]) -> list[KernelOutputs]:
-        """All cases, in one process. CheckError where the kernel touches what it was not given, or does not
-        end.
+        """Run all cases, in one process.
+
+        CheckError where the kernel touches what it was not given, or does not end.
         """
         data, out = self._folder / f"{self._name}.in", self._folder / f"{self._name}.out"
         with data.open("wb") as file:
@@ -130,9 +132,10 @@ def check(
     seed: int = 0,
     where: str = "kernel",
 ) -> Verdict:
-    """Call both with the same arguments. Bits must be equal, but for `bound`: then differences stay below it.
+    """Call a kernel and its original with the same arguments.
 
-    Raises CheckError for the first call that differs, naming its numbers.
+    Bits must be equal, but for `bound`: then differences stay below it. Raises CheckError for the first call
+    that differs, naming its numbers.
     """
     rng, done, worst, is_exact = np.random.default_rng(seed), 0, 0.0, True
     while done < n_cases:
@@ -171,7 +174,8 @@ def _told(function: ir.FunctionDefinition, case: Case, difference: float, bound:
 def _difference(
     function: ir.FunctionDefinition, expected: KernelOutputs, got: KernelOutputs, scale: KernelOutputs
 ) -> float:
-    """0.0 for equal bits; infinite where what cannot be close is not equal."""
+    """The largest difference of two results relative to `scale`: 0.0 for equal bits; infinite where what
+    cannot be close is not equal."""
     worst = 0.0
     if not isinstance(function.result, Void):
         assert isinstance(function.result, Scalar)

@@ -1,4 +1,4 @@
-"""C to programs and libraries, each by a compiler in a limited process."""
+"""C compiled to programs and libraries, each by a compiler in a limited process."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def emulator_for(target: IsaTarget) -> list[str]:
 
 
 def missing_tool(target: IsaTarget) -> str | None:
-    """Why nothing of the target can be compiled and run here; None: it can."""
+    """The reason why nothing of the target can be compiled and run here; None: it can."""
     try:
         emulator_for(target)
     except ToolError as error:
@@ -58,8 +58,9 @@ def compile_c(
     is_library: bool = False,
     is_strict: bool = False,
 ) -> Finished:
-    """A program, or a shared library, of C files. `is_strict`: warnings are errors. ToolError with the
-    compiler's words.
+    """Compile C files to a program or a shared library. `is_strict`: warnings are errors.
+
+    ToolError with the compiler's words.
     """
     command = [
         compiler_for(target),

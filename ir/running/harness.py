@@ -223,7 +223,7 @@ def timing_program(function: ir.FunctionDefinition) -> str:
 
 
 def _arguments(function: ir.FunctionDefinition) -> str:
-    """The C that reads the arguments, and the call of a kernel with them."""
+    """The C that reads the arguments, and that of the call of a kernel with them."""
     structs = "\n".join(struct_text(struct) for struct in function.structs)
     reads, values = [], []
     for i, (_, of) in enumerate(function.args):

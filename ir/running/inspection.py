@@ -1,9 +1,8 @@
-"""Reads a library before it is loaded: what it could keep, call or change that a kernel has no need of.
-
-A kernel is arithmetic on its arguments. Its library has no memory that stays writable, nothing that runs
+"""Inspection of a library before it is loaded: what it could keep, call or change that a kernel has no need
+of. A kernel is arithmetic on its arguments. Its library has no memory that stays writable, nothing that runs
 when it is loaded, no import but pure functions, and no instruction that asks for the time, calls the system
-or sets a mode. This reads compiled C; it is no defence against machine code that was written to deceive it.
-"""
+or sets a mode. This reads compiled C; it is no defence against machine code that was written to deceive
+it."""
 
 from __future__ import annotations
 
@@ -29,7 +28,8 @@ _EXECUTABLE, _WRITABLE = 1, 2
 _AT_LOAD = {12: "INIT", 13: "FINI", 25: "INIT_ARRAY", 26: "FINI_ARRAY", 32: "PREINIT_ARRAY", 22: "TEXTREL"}
 _SEARCHES = {15: "RPATH", 29: "RUNPATH", 0x7FFFFFFD: "AUXILIARY", 0x7FFFFFFF: "FILTER"}
 _RELOCATIONS = {62: (1, 6, 7, 8), 183: (257, 1025, 1026, 1027)}
-"""By machine: addresses of its own and of imports; no IRELATIVE, whose function runs when it is loaded."""
+"""Relocations that are allowed, by machine: addresses of its own and of imports; no IRELATIVE, whose function
+runs when it is loaded."""
 
 _FORBIDDEN = re.compile(
     r"(?:rep\w*\s+)?(?:syscall|sysenter|sysret|int|int1|int3|into|iret\w*|hlt|in[bwl]?|out[bwl]?|ins[bwl]|outs[bwl]"
@@ -86,7 +86,7 @@ def _structure_problem(data: bytes) -> str | None:
 
 
 def _whole_pages(end: int) -> int:
-    """As the loader takes away the right to write: pages that are whole."""
+    """The end of the whole pages up to `end`: the loader takes away the right to write by whole pages."""
     return end // PAGE_BYTES * PAGE_BYTES
 
 
@@ -144,7 +144,7 @@ def _dynamic_problem(data: bytes, segments: list[_Segment], machine: int) -> str
 
 
 def instruction_problems(library: Path) -> dict[str, str]:
-    """By the function that has them: instructions that no kernel needs."""
+    """The instructions that no kernel needs, by the function that has them."""
     done = run(["objdump", "-d", "--no-show-raw-insn", str(library)], LIMITS)
     if done.code != 0:
         raise ToolError(f"objdump does not read {library.name}: {done.errors.splitlines()[:1]}")

@@ -28,7 +28,7 @@ class ChildLimits:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The end of a command. A negative code is the signal that ended it."""
+    """A command that has ended. A negative code is the signal that ended it."""
 
     code: int
     output: str
@@ -85,7 +85,7 @@ class LimitedProcess:
         )
 
     def answer_to(self, line: str) -> str:
-        """The answer, its end of line included; "": the process has ended."""
+        """The process's answer to a line, its end of line included; "": the process has ended."""
         assert self._process.stdin
         assert self._process.stdout
         try:
@@ -107,7 +107,8 @@ class LimitedProcess:
 
 
 def _confinement(limits: ChildLimits, core: int | None) -> Callable[[], None]:
-    """The first act of a new process: a session of its own, its core and its limits."""
+    """The function that a new process calls first: it makes a session of its own, and sets its core and its
+    limits."""
 
     def confine() -> None:
         os.setsid()

@@ -1,4 +1,4 @@
-"""The process that times kernels: libraries are loaded there, and one case's arguments lie ready."""
+"""The process that times kernels: it loads their libraries and holds one case's arguments ready."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TimingProcess(LimitedProcess):
         super().__init__([str(program), str(data)], LIMITS, core)
 
     def load(self, library: Path) -> int:
-        """Number of a kernel, for `call_ns`."""
+        """Load a kernel's library; returns the kernel's number, for `call_ns`."""
         return int(self._ask(f"l {library}"))
 
     def use_case(self, number: int) -> None:
@@ -36,7 +36,7 @@ class TimingProcess(LimitedProcess):
         self._ask(f"c {number}")
 
     def call_ns(self, kernel: int, loops: int, calls_a_loop: int) -> list[int]:
-        """Nanoseconds of each loop of calls."""
+        """Time a kernel: nanoseconds of each loop of calls."""
         return [int(word) for word in self._ask(f"t {kernel} {loops} {calls_a_loop}").split()]
 
     def _ask(self, line: str) -> str:
@@ -47,7 +47,7 @@ class TimingProcess(LimitedProcess):
 
 
 def library_of(text: str, name: str, folder: Path, target: IsaTarget) -> Path:
-    """A shared library of one C file."""
+    """Compile one C file to a shared library."""
     source, out = folder / f"{name}.c", folder / f"{name}.so"
     if not out.exists():
         source.write_text(text)

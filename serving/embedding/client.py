@@ -99,6 +99,11 @@ class EmbeddingClient:
         """HTTP answers in progress."""
         return self._n_answers
 
+    @property
+    def promised_s(self) -> float:
+        """The time within which answers are promised; inf: none is."""
+        return max(lane.slo_s for lane in self._lanes)
+
     def lanes(self) -> list[LaneState]:
         now_s = self._now_s()
         return [LaneState.of(lane, now_s) for lane in self._lanes]
@@ -183,18 +188,18 @@ class EmbeddingClient:
     def _heed(self, asker: Asker, now_s: float) -> float:
         """When this client's request is to be answered; devices hold what they compute by then."""
         arrived_s = now_s if asker.arrived_s is None else asker.arrived_s
-        end_s = arrived_s + max(lane.slo_s for lane in self._lanes) * (1 - KEPT)
+        end_s = arrived_s + self.promised_s * (1 - KEPT)
         for lane in self._lanes:
             lane.heed(now_s, end_s)
         return end_s
 
     def _end_on(self, place: int, n_inputs: int, now_s: float, end_s: float) -> float:
         """When so many inputs, which have been placed there, are late: what an idle device has taken though
-        it takes longer never is.
+        it takes longer, or though nothing is known of it yet, never is.
         """
         lane = self._lanes[place]
-        is_alone = lane.queue.inputs == n_inputs and lane.end_of_all(now_s) > end_s
-        return math.inf if is_alone or lane.is_unmeasured else end_s
+        is_alone = lane.queue.inputs == n_inputs
+        return math.inf if is_alone and (lane.is_unmeasured or lane.end_of_all(now_s) > end_s) else end_s
 
     def _join(self, pending: Input, place: int, now_s: float) -> None:
         """The input waits for this device, behind all others of its client."""

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Generic, Protocol, TypeVar
 
-from phasewise.serving.scheduling.client_turns import ClientTurns
+from phasewise.serving.scheduling.waiting_line import ClientTurns
 
 
 class Owned(Protocol):

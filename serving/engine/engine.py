@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from phasewise.serving.batch import Batch
 from phasewise.serving.drafts.contract import Draft, Drafter
-from phasewise.serving.engine.given_so_far import GivenSoFar
+from phasewise.serving.engine.answer_text import GivenSoFar
 from phasewise.serving.engine.live_request import LiveRequest, Vocabulary
 from phasewise.serving.engine.messages import (
     Answer,
@@ -24,8 +24,7 @@ from phasewise.serving.engine.messages import (
     StepStats,
     Submit,
 )
-from phasewise.serving.engine.prompt_progress import PromptProgress
-from phasewise.serving.engine.prompt_scores import forward_scored
+from phasewise.serving.engine.prompt_progress import PromptProgress, forward_scored
 from phasewise.serving.errors import CoresMoved, RankLost, RanksError, RequestError, ServingError, StepFailed
 from phasewise.serving.ranks.ranks_contract import Ranks
 from phasewise.serving.sampling.sampling import SampledToken, sample_rows, sample_run

@@ -16,7 +16,7 @@ from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.pools.arena import aligned
 from phasewise.serving.pools.contract import ALIGNMENT, KV_CHUNK, Rings
 from phasewise.serving.pools.opening import DEFAULT_POLICY
-from phasewise.serving.processes.memory import available_bytes
+from phasewise.serving.processes.headroom import available_bytes
 from phasewise.serving.ranks.ranks_contract import KvSettings
 from phasewise.serving.scheduling.pacing import DEFAULT_TPOT_MS
 from phasewise.serving.scheduling.scheduler_terms import SchedulerLimits

@@ -15,9 +15,8 @@ from typing import Literal, Protocol
 
 from phasewise._words import counted
 from phasewise.serving.engine.engine import Engine
-from phasewise.serving.engine.engine_host import EngineState
+from phasewise.serving.engine.engine_host import EngineState, InstanceState
 from phasewise.serving.engine.fingerprint import Fingerprint
-from phasewise.serving.engine.instance_state import InstanceState
 from phasewise.serving.engine.messages import (
     Abort,
     Arrived,

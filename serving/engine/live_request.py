@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from phasewise.serving.engine.answer_text import AnswerText, TokenStream
-from phasewise.serving.engine.given_so_far import GivenSoFar
+from phasewise.serving.engine.answer_text import AnswerText, GivenSoFar, TokenStream
 from phasewise.serving.engine.logit_chain import LogitChain
 from phasewise.serving.engine.messages import Evidence, Submit
-from phasewise.serving.engine.prompt_scores import PromptScores
+from phasewise.serving.engine.prompt_progress import PromptScores
 from phasewise.serving.sampling.sampling import SampledToken, Sampler
-from phasewise.serving.scheduling.prefix_keys import space_of
+from phasewise.serving.scheduling.held_prefixes import space_of
 from phasewise.serving.scheduling.request import Request
 
 

@@ -8,9 +8,8 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 
-from phasewise.serving.engine.engine_host import Deliver, EngineHost, EngineState
+from phasewise.serving.engine.engine_host import Deliver, EngineHost, EngineState, InstanceState
 from phasewise.serving.engine.fingerprint import Fingerprint
-from phasewise.serving.engine.instance_state import InstanceState
 from phasewise.serving.engine.messages import Delivery, EngineLoad, Message, Submit
 from phasewise.serving.errors import EngineLost
 

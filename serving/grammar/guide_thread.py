@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from phasewise.serving.errors import ServingError, StepFailed
 from phasewise.serving.grammar.guides import Guide, GuideCompiler, GuideRecipe
 from phasewise.serving.grammar.late_guides import begun_guide, guide_of
-from phasewise.serving.scheduling.client_turns import ClientTurns
+from phasewise.serving.scheduling.waiting_line import ClientTurns
 
 log = logging.getLogger(__name__)
 

@@ -112,9 +112,22 @@ class ServedModel:
         return self.parent or self.model_id
 
 
+class ApiKey(str):
+    """An API key with a label for logs and counts, which says nothing of the key."""
+
+    __slots__ = ("label",)
+    label: str
+
+    def __new__(cls, key: str, label: str) -> ApiKey:
+        labelled = super().__new__(cls, key)
+        labelled.label = label
+        return labelled
+
+
 @dataclass(frozen=True, slots=True)
 class HttpLimits:
-    """The load that one server accepts at a time. `api_keys` empty: requests need no key."""
+    """The load that one server accepts at a time. `api_keys` empty: requests need no key. A key without a
+    label is called by its place, `key-1` the first."""
 
     api_keys: tuple[str, ...] = ()
     allowed_hosts: frozenset[str] = frozenset()

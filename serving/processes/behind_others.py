@@ -9,11 +9,24 @@ within a session alone: there the thread's cores are what keeps it out of the wa
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import signal
 import threading
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent() -> None:
+    """The kernel kills this process, also where it is stopped, when the thread that started it ends.
+
+    A parent that had ended before is not noticed: compare `os.getppid()` with what it told of itself.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
 
 NICENESS = 10
 """A core that others want as well is theirs to nine tenths."""

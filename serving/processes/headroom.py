@@ -10,7 +10,73 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from phasewise.serving.errors import RanksError
+
+_CGROUPS = "sys/fs/cgroup"
+
+
+def available_bytes(root: Path = Path("/")) -> int | None:
+    """The least of what the machine and this process's cgroups have left; None where none says."""
+    limits = (_machine_bytes(root), *_cgroup_bytes(root), _old_cgroup_bytes(root))
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def check_memory(name: str, needed: int, kv_slots: int) -> None:
+    """RanksError if fewer bytes than `n_bytes` are free."""
+    left = available_bytes()
+    if left is not None and needed > left:
+        raise RanksError(
+            f"{name}: a KV cache of {kv_slots} slots and its scratch need {needed / 2**20:.0f} MiB, "
+            f"{left / 2**20:.0f} MiB are free: ask for a shorter context or fewer sequences"
+        )
+
+
+def _machine_bytes(root: Path) -> int | None:
+    kib = _fields(root / "proc/meminfo").get("MemAvailable:")
+    return None if kib is None else kib * 1024
+
+
+def _cgroup_bytes(root: Path) -> Iterator[int]:
+    """Bytes left by this process's cgroup (version 2) and by each one above it."""
+    folder, top = root / _CGROUPS / _own_cgroup(root, "0::"), root / _CGROUPS
+    while folder.is_relative_to(top):
+        with suppress(OSError, ValueError):  # no such controller, or "max"
+            limit = int((folder / "memory.max").read_text())
+            # Pages of files can be dropped; what processes and the kernel hold cannot.
+            held = _fields(folder / "memory.stat")
+            yield max(0, limit - held.get("anon", 0) - held.get("kernel", 0) - held.get("shmem", 0))
+        folder = folder.parent
+
+
+def _old_cgroup_bytes(root: Path) -> int | None:
+    """Bytes left by cgroup version 1, which tells the least limit of this group and those above."""
+    own = root / _CGROUPS / "memory" / _own_cgroup(root, ":memory:")
+    told = _fields(own / "memory.stat")
+    limit = told.get("hierarchical_memory_limit")
+    return None if limit is None else max(0, limit - told.get("total_rss", 0) - told.get("total_shmem", 0))
+
+
+def _own_cgroup(root: Path, hierarchy: str) -> str:
+    """The path within a hierarchy, named as in /proc/self/cgroup."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return ""
+    paths = (line.partition(hierarchy) for line in lines)
+    return next((path.lstrip("/") for _, separator, path in paths if separator), "")
+
+
+def _fields(path: Path) -> dict[str, int]:
+    """`name number ...` lines; an absent file has none."""
+    try:
+        lines = [line.split() for line in path.read_text().splitlines()]
+    except OSError:
+        return {}
+    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
+
 
 HEADROOM_BYTES = 16 << 20
 """Free pages that each allocator gets at the start. Without them, 20,000 requests on the default model

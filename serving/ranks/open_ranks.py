@@ -25,11 +25,10 @@ from phasewise.serving.models.heads.draft_head import FedRows
 from phasewise.serving.models.linears import PlacedProduct
 from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.pools.arena import aligned
-from phasewise.serving.processes.memory import check_memory
+from phasewise.serving.processes.headroom import check_memory
 from phasewise.serving.processes.segments import Segment
 from phasewise.serving.ranks.first_rank import ALL_LOGITS_ROWS, FirstRank, Teams, room_for
 from phasewise.serving.ranks.kv_share import KvShape, KvShare
-from phasewise.serving.ranks.own_weights import weights_near
 from phasewise.serving.ranks.rank_layout import RankLayout
 from phasewise.serving.ranks.rank_memory import tell_of_others
 from phasewise.serving.ranks.rank_teams import (
@@ -41,6 +40,7 @@ from phasewise.serving.ranks.rank_teams import (
     touch_memory,
 )
 from phasewise.serving.ranks.ranks_contract import KvSettings, RankOptions, Ranks
+from phasewise.serving.ranks.shared_weights import weights_near
 from phasewise.tuner.plans import Phase, ServicePlan
 
 if TYPE_CHECKING:

@@ -33,7 +33,7 @@ from phasewise.serving.models.forward import (
 from phasewise.serving.models.heads.draft_head import FedRows
 from phasewise.serving.models.packed_model import ModelConfig, PackedModel
 from phasewise.serving.pools.arena import aligned
-from phasewise.serving.processes.memory import check_memory
+from phasewise.serving.processes.headroom import check_memory
 from phasewise.serving.processes.segments import Segment
 from phasewise.serving.ranks.first_rank import FirstRank, Logits, Teams, room_for
 from phasewise.serving.ranks.kv_share import KvShape, KvShare

@@ -23,7 +23,7 @@ from phasewise.serving.errors import ServingError
 from phasewise.serving.models.forward import build_program
 from phasewise.serving.models.low_rank import unflat
 from phasewise.serving.models.packed_model import PackedModel
-from phasewise.serving.processes.parents import end_with_parent
+from phasewise.serving.processes.behind_others import end_with_parent
 from phasewise.serving.processes.segments import Segment
 from phasewise.serving.ranks.rank_instructions import Instructions, Report
 from phasewise.serving.ranks.rank_memory import ByNode, placing

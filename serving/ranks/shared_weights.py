@@ -6,6 +6,7 @@ once.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -16,14 +17,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from phasewise.cython_kernels._native import bytes_by_node, huge_pages_within, own_page
+from phasewise.cython_kernels._native import bytes_by_node, huge_pages_within, own_page, place_on_nodes
 from phasewise.cython_kernels.division import Division
 from phasewise.cython_kernels.packing import SLOT_UNIT, Array, PackedWeight
 from phasewise.serving.models.low_rank import flat, unflat
 from phasewise.serving.models.packed_model import PackedModel
+from phasewise.serving.processes.headroom import available_bytes
 from phasewise.serving.processes.segments import PAGE, Mapped, Segment
 from phasewise.serving.ranks.rank_layout import RankLayout
-from phasewise.serving.ranks.rank_memory import ByNode, placing
+from phasewise.serving.ranks.rank_memory import ByNode, Nodes, placing, warn_of_refusals, warn_of_strays
 from phasewise.serving.ranks.rank_teams import TABLES
 
 Bytes = npt.NDArray[np.uint8]
@@ -327,3 +329,39 @@ def _weight_place(weight: PackedWeight, offsets: list[int]) -> WeightPlace:
 
 def _array_place(fields: Mapping[str, Any]) -> ArrayPlace:
     return ArrayPlace(fields["offset"], tuple(fields["shape"]), fields["dtype"])
+
+
+_log = logging.getLogger(__name__)
+
+
+def weights_near(model: PackedModel, nodes: Nodes, further_bytes: int) -> PackedModel:
+    """`model` with its weights on `nodes`; itself where there are none, or where memory is too short for two.
+
+    further_bytes: of memory that the model needs besides. RanksError where the system grants none.
+    """
+    if not nodes:
+        return model
+    places = places_in_segment(model)
+    left = available_bytes()
+    if left is not None and places.n_bytes + further_bytes > left:
+        _log.warning(
+            "%s: its weights stay where the system has read them, for a copy on NUMA node %s needs %.0f MiB"
+            " more than the %.0f MiB that are free",
+            model.name,
+            ",".join(map(str, nodes)),
+            (places.n_bytes + further_bytes - left) / 2**20,
+            left / 2**20,
+        )
+        return model
+    memory = Mapped.own(places.n_bytes)
+    answer = place_on_nodes(memory.memory, 0, memory.n_bytes, nodes)
+    weights, vectors = places.views(memory)
+    copy_panels(model.weights, weights, None, huge=False)  # `memory` has asked for them
+    for name, vector in model.vectors.items():
+        vectors[name][...] = vector
+    if model.file is not None:
+        model.file.release()
+    warn_of_refusals({0: answer})
+    if answer == 0:
+        warn_of_strays(0, panels_by_node(weights, None), nodes)
+    return replace(model, weights=weights, vectors=vectors, file=None)

@@ -19,7 +19,7 @@ from importlib import import_module
 
 from phasewise._words import number
 from phasewise.serving.errors import shortage_of
-from phasewise.serving.processes.parents import end_with_parent
+from phasewise.serving.processes.behind_others import end_with_parent
 from phasewise.serving.sandbox.confined import JobRefused, read_frame, write_frame
 
 Job = Callable[[bytes], bytes]

@@ -12,14 +12,45 @@ Integers only; called on the engine's thread.
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from hashlib import blake2b
 from itertools import islice
 from typing import NamedTuple, Protocol
 
-from phasewise.serving.scheduling.prefix_keys import BLOCK_TOKENS, block_keys
+from phasewise.serving.pools.contract import ALIGNMENT
 from phasewise.serving.scheduling.prefixes import PrefixSource
 from phasewise.serving.scheduling.scheduler import Scheduler
+
+BLOCK_TOKENS = 4 * ALIGNMENT
+"""Whole panels of keys. Shorter blocks tell more of short prompts and make reports longer."""
+KEY_BYTES = 8
+
+
+def space_of(cache_space: str, adapter_hash: str) -> str:
+    """Prompts that begin alike have the same keys and values in it: of one cache space and adapter."""
+    return f"\0{adapter_hash}/{cache_space}" if adapter_hash else cache_space
+
+
+def block_keys(
+    token_ids: Sequence[int], model_hash: str, space: str, before: tuple[int, ...] = ()
+) -> tuple[int, ...]:
+    """A key for each whole block. before: the keys of the first blocks, where they are known."""
+    keys = list(before)
+    last = before[-1].to_bytes(KEY_BYTES, "big") if before else _digest(f"{model_hash}\0{space}".encode())
+    begin = len(before) * BLOCK_TOKENS
+    n_bytes = BLOCK_TOKENS * 8
+    tokens = array("q", token_ids[begin : len(token_ids) // BLOCK_TOKENS * BLOCK_TOKENS]).tobytes()
+    for start in range(0, len(tokens), n_bytes):
+        last = _digest(last + tokens[start : start + n_bytes])
+        keys.append(int.from_bytes(last, "big"))
+    return tuple(keys)
+
+
+def _digest(data: bytes) -> bytes:
+    return blake2b(data, digest_size=KEY_BYTES).digest()
+
 
 MOST_STORED_BLOCKS = 2048
 """Blocks on disk that are told: those of the sequences that were written last."""
@@ -28,7 +59,7 @@ MOST_KEYS = 4096
 
 
 class HeldReport(NamedTuple):
-    """Changes of what an engine holds, by key (`prefix_keys`)."""
+    """Changes of what an engine holds, by key (`block_keys`)."""
 
     number: int
     """1 is the first of an engine's life; each follows the one before."""

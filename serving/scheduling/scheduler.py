@@ -3,9 +3,9 @@
 A step is of one phase, so that each phase keeps its own plan. While answers run and prompts wait the phases
 take turns: one chunk of prompts, one token for every running answer. How large a chunk may be is said by
 `pacing`, which knows the time. Clients take turns at being admitted (`waiting_line`, decision 0039) and
-in each chunk (`prefill_turns`), and a client's own requests are first come, first served, unless another
-policy is chosen (`waiting_orders`). While a client that holds less than its share of places and slots waits,
-others that hold more give way (`client_shares`, decision 0072). Whatever else must be chosen (`admission`),
+in each chunk (`step_choice`), and a client's own requests are first come, first served, unless another
+policy is chosen (`waiting_line`). While a client that holds less than its share of places and slots waits,
+others that hold more give way (`waiting_line`, decision 0072). Whatever else must be chosen (`admission`),
 age chooses: the order of first admissions.
 
 A request is admitted when the pool has room for the tokens it has, not for all it may get; no request
@@ -38,9 +38,7 @@ from phasewise.serving.errors import QueueFull
 from phasewise.serving.pools.arena import aligned
 from phasewise.serving.pools.contract import Grant, KvPool, Placement
 from phasewise.serving.scheduling import sequence_states as states
-from phasewise.serving.scheduling.admission import last_to_come, refuse_impossible
-from phasewise.serving.scheduling.admitter import Admitter
-from phasewise.serving.scheduling.prefill_turns import PrefillTurns
+from phasewise.serving.scheduling.admission import Admitter, last_to_come, refuse_impossible
 from phasewise.serving.scheduling.prefixes import PrefixIndex, PrefixSource, chain
 from phasewise.serving.scheduling.request import LiveSequence, Request, TokenOut
 from phasewise.serving.scheduling.scheduler_laws import check_laws
@@ -54,6 +52,7 @@ from phasewise.serving.scheduling.scheduler_terms import (
 )
 from phasewise.serving.scheduling.shadow import UNBOUNDED, ShadowRoom
 from phasewise.serving.scheduling.step_choice import (
+    PrefillTurns,
     answers_in_step,
     batch_of,
     is_all_shadow,
@@ -62,8 +61,7 @@ from phasewise.serving.scheduling.step_choice import (
     running_of,
 )
 from phasewise.serving.scheduling.stored_beginnings import FindStored, StoredBeginnings
-from phasewise.serving.scheduling.waiting_line import WaitingLine
-from phasewise.serving.scheduling.waiting_orders import WAITING_ORDERS
+from phasewise.serving.scheduling.waiting_line import WAITING_ORDERS, WaitingLine
 from phasewise.tuner.plans import Phase
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from phasewise.serving.batch import Batch
 from phasewise.serving.scheduling.request import LiveSequence
-from phasewise.serving.scheduling.waiting_orders import ARRIVAL
+from phasewise.serving.scheduling.waiting_line import ARRIVAL
 
 MOST_PREEMPTIONS = 3
 """After this many preemptions a request is preempted for the oldest one only, and only once more."""

@@ -6,13 +6,77 @@ all of a step where nothing else can be computed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from phasewise.serving.batch import Batch, KvCopy, SequenceSlice
 from phasewise.serving.scheduling.request import LiveSequence
 from phasewise.serving.scheduling.sequence_states import SequenceStates
 from phasewise.serving.scheduling.shadow import ShadowRoom
 from phasewise.tuner.plans import Phase
+
+LEAST_TOKENS = 16
+"""The least part of a step: a panel of keys and values."""
+FEW_TOKENS = 64
+"""The tokens of each client beside one that waits for its first tokens: enough to use the weights well."""
+
+
+class PrefillTurns:
+    """Clients that have prompts to compute, in the order of their turns."""
+
+    def __init__(self) -> None:
+        self._order: list[str] = []
+
+    def divide(
+        self, sequences: Iterable[LiveSequence], room: int, starts: Callable[[LiveSequence], bool]
+    ) -> dict[LiveSequence, int]:
+        """Tokens of the next step, at most `room`, by sequence; those without any are left out.
+
+        sequences: with prompts to compute, by age. starts: asked of one before it gets its first tokens;
+        False: it can get none now.
+        """
+        queues: dict[str, list[LiveSequence]] = {}
+        for sequence in sequences:
+            queues.setdefault(sequence.request.client, []).append(sequence)
+        self._order = [client for client in self._order if client in queues]
+        self._order += [client for client in queues if client not in self._order]
+        parts: dict[LiveSequence, int] = {}
+        if not queues:
+            return parts
+        served: list[str] = []
+        part = max(LEAST_TOKENS, room // len(queues))
+        wanted = [sum(sequence.n_pending for sequence in queue) for queue in queues.values()]
+        ending = [n_tokens for n_tokens in wanted if n_tokens <= part]
+        if ending and max(wanted) > part:
+            part = max(FEW_TOKENS, *ending)
+            room = min(room, len(queues) * part)
+        for most in (part, room) if len(queues) > 1 else (room,):
+            for client in self._order:
+                n_tokens = _fill(queues[client], min(most, room), parts, starts)
+                room -= n_tokens
+                if n_tokens and client not in served:
+                    served.append(client)
+        self._order = [client for client in self._order if client not in served] + served
+        return parts
+
+
+def _fill(
+    queue: Iterable[LiveSequence],
+    most: int,
+    parts: dict[LiveSequence, int],
+    starts: Callable[[LiveSequence], bool],
+) -> int:
+    """Give `most` tokens to one client's sequences, in their order. Returns how many they took."""
+    left = most
+    for sequence in queue:
+        if left == 0:
+            break
+        if not (sequence in parts or starts(sequence)):
+            continue
+        n_tokens = min(sequence.n_pending - parts.get(sequence, 0), left)
+        if n_tokens:
+            parts[sequence] = parts.get(sequence, 0) + n_tokens
+            left -= n_tokens
+    return most - left
 
 
 def running_of(running: Iterable[LiveSequence], *, in_shadow: bool) -> list[LiveSequence]:

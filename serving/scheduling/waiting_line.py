@@ -3,12 +3,191 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterator
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import takewhile
+from typing import Generic, TypeVar
 
-from phasewise.serving.scheduling.client_turns import ClientTurns
 from phasewise.serving.scheduling.request import LiveSequence
-from phasewise.serving.scheduling.waiting_orders import WaitingOrder, first_come
+
+Item = TypeVar("Item")
+
+
+class ClientTurns(Generic[Item]):
+    """Each client has a queue in order of arrival. The client at the head gives one item and goes to the end,
+    so an item with k of its own client before it waits for at most k + 1 of each other client, however many
+    they sent.
+    """
+
+    def __init__(self) -> None:
+        self._queues: OrderedDict[str, deque[Item]] = OrderedDict()
+        self._n_items = 0
+
+    def __len__(self) -> int:
+        return self._n_items
+
+    def __iter__(self) -> Iterator[Item]:
+        """Client by client, in the order of their turns."""
+        for queue in self._queues.values():
+            yield from queue
+
+    @property
+    def clients(self) -> tuple[str, ...]:
+        """Clients with items here, in the order of their turns."""
+        return tuple(self._queues)
+
+    @property
+    def longest(self) -> str | None:
+        """The client with most items; None: there are none."""
+        return max(self._queues, key=self.count, default=None)
+
+    def count(self, client: str) -> int:
+        """Items of one client."""
+        return len(self._queues.get(client, ()))
+
+    def head(self, client: str | None = None) -> Item:
+        """The item that `take` gives next. IndexError: there is none."""
+        return self._queues[self._next(client)][0]
+
+    def queue(self, client: str) -> Sequence[Item]:
+        """The items of a client that has some, in the order of arrival."""
+        return self._queues[client]
+
+    def join(self, client: str, item: Item) -> None:
+        """Behind all others of its client."""
+        self._queues.setdefault(client, deque()).append(item)
+        self._n_items += 1
+
+    def take(self, client: str | None = None) -> Item:
+        """Remove the head of `client` (None: of the next), whose turn is over. IndexError: there is none."""
+        client = self._next(client)
+        item = self._queues[client].popleft()
+        self._queues.move_to_end(client)
+        self._took(client)
+        return item
+
+    def take_item(self, client: str, item: Item) -> None:
+        """Remove any item of `client`, whose turn is over. ValueError: it is not here."""
+        self.remove(client, item)
+        if client in self._queues:
+            self._queues.move_to_end(client)
+
+    def take_last(self, client: str) -> Item:
+        """Remove a client's newest item; the client keeps its place. IndexError: there is none."""
+        item = self._queues[self._next(client)].pop()
+        self._took(client)
+        return item
+
+    def remove(self, client: str, item: Item) -> None:
+        """Remove an item that is no longer wanted; its client keeps its place. ValueError: it is not here."""
+        if client not in self._queues:
+            raise ValueError(f"{item} does not wait")
+        self._queues[client].remove(item)
+        self._took(client)
+
+    def _next(self, client: str | None) -> str:
+        if client is None:
+            client = next(iter(self._queues), "")
+        if client not in self._queues:
+            raise IndexError("nothing waits")
+        return client
+
+    def _took(self, client: str) -> None:
+        self._n_items -= 1
+        if not self._queues[client]:
+            del self._queues[client]
+
+
+class ClientShares:
+    """Shares of this moment. running: by age. waiting: clients whose requests wait."""
+
+    def __init__(
+        self, places: int, slots: int, running: Sequence[LiveSequence], waiting: Collection[str]
+    ) -> None:
+        self._running = list(running)
+        clients = {sequence.request.client for sequence in running}.union(waiting)
+        n_clients = max(1, len(clients))
+        self.places = max(1, places // n_clients)
+        self.slots = slots // n_clients
+        self._places = dict.fromkeys(clients, 0)
+        self._slots = dict.fromkeys(clients, 0)
+        for sequence in running:
+            self._count(sequence, 1)
+
+    def gave_way(self, sequence: LiveSequence) -> None:
+        """It is about to leave its block."""
+        self._running.remove(sequence)
+        self._count(sequence, -1)
+
+    def has_nothing(self, client: str) -> bool:
+        """True if nothing runs of it."""
+        return self._places[client] == 0
+
+    def allows(self, sequence: LiveSequence, n_slots: int) -> bool:
+        """True if its client holds no more than its share with this request, which wants `n_slots`."""
+        client = sequence.request.client
+        return self._places[client] < self.places and self._slots[client] + n_slots <= self.slots
+
+    def giver_of_place(self) -> LiveSequence | None:
+        """The request that gives way for a place; None: no client holds more than its share."""
+        return self._youngest(self._greediest(self._places, self.places))
+
+    def giver_of_slots(self) -> LiveSequence | None:
+        """The request that gives way for slots; None: no client holds more than its share."""
+        return self._youngest(self._greediest(self._slots, self.slots))
+
+    def takes_too_much(self, client: str) -> bool:
+        """True if it holds more slots than its share, beside other clients."""
+        return len(self._slots) > 1 and self._slots[client] > self.slots
+
+    def _greediest(self, held: dict[str, int], share: int) -> Iterable[str]:
+        """Clients that hold more than their share, those that hold most before others."""
+        return sorted((client for client in held if held[client] > share), key=lambda client: -held[client])
+
+    def _youngest(self, clients: Iterable[str]) -> LiveSequence | None:
+        for client in clients:
+            own = [sequence for sequence in self._running if sequence.request.client == client]
+            for sequence in reversed(own[1:]):
+                if not sequence.is_pinned:
+                    return sequence
+        return None
+
+    def _count(self, sequence: LiveSequence, sign: int) -> None:
+        assert sequence.placement is not None
+        self._places[sequence.request.client] += sign
+        self._slots[sequence.request.client] += sign * sequence.placement.n_slots
+
+
+WaitingOrder = Callable[[Sequence[LiveSequence]], LiveSequence]
+"""(the requests of one client, in the order of arrival; never empty) -> the one that is next."""
+
+MOST_OVERTAKEN = 16
+"""Requests of its client that came later and may be admitted before a request."""
+
+
+def first_come(requests: Sequence[LiveSequence]) -> LiveSequence:
+    """First come, first served."""
+    return requests[0]
+
+
+def shortest_first(requests: Sequence[LiveSequence]) -> LiveSequence:
+    """Shortest predicted answer first, with a bounded wait: a request that was overtaken MOST_OVERTAKEN times
+    is next. An answer without a prediction counts as long as it may become.
+    """
+    oldest = requests[0]
+    if oldest.n_overtaken >= MOST_OVERTAKEN:
+        return oldest
+    return min(requests, key=_predicted_tokens)
+
+
+def _predicted_tokens(sequence: LiveSequence) -> float:
+    request = sequence.request
+    return request.max_tokens if request.estimate is None else request.estimate.output_tokens
+
+
+ARRIVAL = "arrival"
+WAITING_ORDERS: dict[str, WaitingOrder] = {ARRIVAL: first_come, "shortest": shortest_first}
+"""By the name that users give."""
 
 
 class WaitingLine:
@@ -16,7 +195,7 @@ class WaitingLine:
 
     A request with k requests of its own client before it, and n other clients, waits for at most
     k + (k + 1) * n requests that were never admitted, however many each of the others has sent, unless its
-    client is passed over because it holds its share of what runs (`client_shares`).
+    client is passed over because it holds its share of what runs.
     Of requests of one client alone `order` chooses the next, and one that it passes over counts by whom.
     """
 

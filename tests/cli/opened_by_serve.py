@@ -88,7 +88,7 @@ class Boundary:
         set_ = self._patch.setattr
         set_("phasewise.topology.read_machine", lambda *_: self._machine)
         set_("phasewise.serving.processes.headroom.use_one_heap", lambda: None)
-        set_("phasewise.serving.processes.memory.available_bytes", lambda: 1 << 36)
+        set_("phasewise.serving.processes.headroom.available_bytes", lambda: 1 << 36)
         set_("phasewise.serving.engine.engine_size.available_bytes", lambda: 1 << 36)
         set_("phasewise.serving.http.transport.listening.allow_many_connections", lambda: 1 << 14)
         set_("phasewise.serving.http.transport.listening.TcpAddress", self._tcp)

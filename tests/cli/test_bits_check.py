@@ -17,7 +17,7 @@ from phasewise.cython_kernels import isa
 from phasewise.cython_kernels.kv_formats import KV_FORMATS
 from phasewise.serving.engine.fingerprint import ARITHMETIC_VERSION
 from phasewise.topology import read_machine
-from phasewise.workflows.replay import bits_check, bits_known
+from phasewise.workflows.replay import bits_check
 from tests.support.kernels import emulated_native
 
 
@@ -34,15 +34,15 @@ def test_every_known_result_is_this_machines() -> None:
     assert {outcome.isa for outcome in outcomes if outcome.weights == "bf16"} == set(isa.usable())
     assert {outcome.core for outcome in outcomes} == set(read_machine().allowed_pus)
     assert all(outcome.is_known for outcome in outcomes if outcome.weights != "bf16")
-    assert set(bits_known.KNOWN) == set(KV_FORMATS)
+    assert set(bits_check.KNOWN) == set(KV_FORMATS)
 
 
 def test_blocks_have_one_result_on_every_instruction_set_and_it_is_not_that_of_groups() -> None:
     model, core = bits_check.known_model(bits_check.BLOCK_KINDS), read_machine().allowed_pus[0]
     for name in isa.usable():
         with isa.using(name):
-            assert bits_check.of_blocks() == bits_known.KNOWN_OF_BLOCKS
-            assert bits_check.computed(model, "f32", core)[0] != bits_known.KNOWN_OF_BLOCKS
+            assert bits_check.of_blocks() == bits_check.KNOWN_OF_BLOCKS
+            assert bits_check.computed(model, "f32", core)[0] != bits_check.KNOWN_OF_BLOCKS
 
 
 def test_bf16_weights_are_known_by_both_arithmetics() -> None:
@@ -51,10 +51,10 @@ def test_bf16_weights_are_known_by_both_arithmetics() -> None:
         with isa.using(name):
             digests = bits_check.of_bf16()
         own = {path: digest for path, digest in digests.items() if path != "fma"}
-        assert digests["fma"] == bits_known.KNOWN_OF_BF16
-        assert own.keys() <= bits_known.KNOWN_OF_DOTS.get(name, {}).keys() | bits_known.SPECIFIED
-        assert {path: own[path] for path in own.keys() - bits_known.SPECIFIED} == {
-            path: bits_known.KNOWN_OF_DOTS[name][path] for path in own.keys() - bits_known.SPECIFIED
+        assert digests["fma"] == bits_check.KNOWN_OF_BF16
+        assert own.keys() <= bits_check.KNOWN_OF_DOTS.get(name, {}).keys() | bits_check.SPECIFIED
+        assert {path: own[path] for path in own.keys() - bits_check.SPECIFIED} == {
+            path: bits_check.KNOWN_OF_DOTS[name][path] for path in own.keys() - bits_check.SPECIFIED
         }
 
 
@@ -66,12 +66,12 @@ def test_emulated_dots_give_what_is_known(tmp_path: Path) -> None:
     assert emulated_native.known(tmp_path) == {
         name: {
             **of_dots,
-            "fma": bits_known.KNOWN_OF_BF16,
-            "every": bits_known.KNOWN["f32"],
-            "int8_block": bits_known.KNOWN_OF_BLOCKS,
+            "fma": bits_check.KNOWN_OF_BF16,
+            "every": bits_check.KNOWN["f32"],
+            "int8_block": bits_check.KNOWN_OF_BLOCKS,
             "default of q4_k": "int8_block" if name == "amx" else "int8_dot",
         }
-        for name, of_dots in bits_known.KNOWN_OF_DOTS.items()
+        for name, of_dots in bits_check.KNOWN_OF_DOTS.items()
     }
 
 

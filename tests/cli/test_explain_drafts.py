@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from phasewise.cli.explain_text import rule_fields, uses_text
+from phasewise.cli.explain_text import uses_text
 from phasewise.workflows.opening.drafts import DraftRule, rule_of
 from tests.cli import command
 from tests.support.models.head_models import write_eagle, write_with_head
@@ -20,7 +20,6 @@ HEAD = DraftRule("mtp", "qwen (its head)", 123_456, None, 15, 1.02)
 
 def test_nothing_is_said_where_nothing_drafts() -> None:
     assert rule_of(None) is None
-    assert rule_fields(None) is None
     assert uses_text([]) == ""
 
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
-from phasewise.cli.explain_text import memory_fields, uses_text
+from phasewise.cli.explain_text import uses_text
 from phasewise.workflows.opening.memory_placement import MemoryPlacement
 
 
 def test_one_node_has_nothing_to_tell() -> None:
     assert uses_text([], None) == ""
-    assert memory_fields(None) is None
 
 
 def test_the_text_names_ranks_nodes_and_local_reads() -> None:
@@ -33,7 +32,7 @@ def test_the_text_names_ranks_nodes_and_local_reads() -> None:
     assert uses_text([], copied).splitlines()[7:] == [
         "  keys and values: 1.33 times those of one rank, as ranks share KV heads"
     ]
-    assert memory_fields(placed) == {
+    assert asdict(placed) == {
         "bytes_by_node": {0: 1_000_000, 1: 1_000_000, 2: 2_500_000},
         "rank_nodes": ((0, 1), (2,)),
         "local_reads": {"prefill": 0.25, "decode": 0.5},

@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phasewise.cli import row_forms
 from phasewise.cli.commands.capacity import text as cluster_text
 from phasewise.cli.commands.db import text as db_text
-from phasewise.cli.commands.models import text as models_text
-from phasewise.cli.commands.predict_len import text as predict_len_text
+from phasewise.cli.commands.models import list_text
+from phasewise.cli.commands.predict_len import report_text
 from phasewise.cli.commands.topo.text import topo_lines
 from phasewise.cli.commands.tune_config import text as config_text
 from phasewise.cli.present import on_one_line
+from phasewise.cli.tables import RowTable
 from phasewise.topology.picture import draw_svg
 from phasewise.topology.svg import escaped
 from phasewise.tuner.plans import Phase, ServicePlan, default_plan
@@ -97,13 +97,15 @@ LISTED = ListedSchedules(Counter({Section.IN_USE: 1}), [(Section.IN_USE, SimpleN
 TEXTS = {
     "db show": lambda name: db_text.print_contents(contents(name), LISTED, wide=False),
     "db stats": lambda name: db_text.print_table("t", [{"machine": name, "rows": 1}]),
-    "bench": lambda name: row_forms.as_md([{"model": name, "t/s": "1"}]),
-    "models list": lambda name: models_text.list_text(
+    "bench": lambda name: str(RowTable([{"model": name, "t/s": "1"}])),
+    "models list": lambda name: list_text(
         [{**KNOWN, "path": name}], [{**STORED, "name": name}], [{**PACKED, "name": name}]
     ),
     "tune-config": lambda name: next(config_text._heading(subject(name))),
-    "predict-len": lambda name: predict_len_text.report_text(
-        SimpleNamespace(name=name, n_answers=1, scores={}, calibration=None)  # type: ignore[arg-type]
+    "predict-len": lambda name: next(
+        report_text(
+            SimpleNamespace(name=name, n_answers=1, scores={}, calibration=None)  # type: ignore[arg-type]
+        )
     ),
     "provision": lambda name: cluster_text._provision_row(
         SimpleNamespace(design=SimpleNamespace(name=name), spec=None, reason=None, n_runs=1)  # type: ignore[arg-type]

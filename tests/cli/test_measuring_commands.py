@@ -52,7 +52,7 @@ def add_unverified_schedule(database: Path) -> None:
         ("topo", "--probe", "--budget", "60s"),
         ("tune-kernels", "--shapes", "64,64", "--format", "f32", "--max-m", "1", "--budget", "8s"),
         ("db", "verify"),
-        ("tune-config", "MODEL", "--lengths", "fixed:8/8", "--budget", "8s", "--top-k", "1", "--cores", "0"),
+        ("tune-config", "MODEL", "--lengths", "fixed:8/8", "--budget", "8s", "--cores", "0"),
     ],
     ids=lambda second: " ".join(second[:2]),
 )

@@ -158,7 +158,10 @@ HANDED = {
     ),
     "bench serve": Handing(
         "phasewise.loadtest.session.run_load_test",
-        ["http://127.0.0.1:9", "--rate", "3", "--arrivals", "gamma", "--slo", "ttft=1s", "--find-rate"],
+        [
+            "http://127.0.0.1:9",
+            *["--rate", "3", "--arrivals", "gamma", "--slo", "ttft=1s", "--find-rate", "--seed", "1"],
+        ],
         {
             "--arrivals": ["--arrivals", "constant"],
             "--burstiness": ["--burstiness", "3"],
@@ -220,8 +223,8 @@ HANDED = {
 }
 
 SHOWN_ELSEWHERE = {
-    **{(bench, "--wide"): "test_row_forms.py" for bench in ("bench run", "bench allreduce", "bench kv")},
-    ("bench kernels", "--wide"): "test_row_forms.py",
+    **{(bench, "--wide"): "test_tables.py" for bench in ("bench run", "bench allreduce", "bench kv")},
+    ("bench kernels", "--wide"): "test_tables.py",
     ("provision", "--wide"): "commands/test_cluster_commands.py",
     ("db show", "--wide"): "commands/test_db.py",
     ("tune-embed", "--json"): "test_every_command.py",

@@ -98,7 +98,7 @@ def test_a_folder_of_models_refuses_what_a_model_cannot_have(tmp_path: Path, cac
 
 @pytest.mark.parametrize("kv_format", ["auto", "f32", "f16", "bf16"])
 def test_no_file_is_read_for_settings_that_every_model_can_have(kv_format: str) -> None:
-    from phasewise.workflows.opening.refusals import check_settings
+    from phasewise.workflows.opening.open_model import check_settings
 
     check_settings("/nowhere", NATIVE, kv_format)
     for named in (None, "auto", "off", "lookup", "mtp"):

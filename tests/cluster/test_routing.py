@@ -18,8 +18,7 @@ from phasewise.cluster.routing import (
     Role,
     Router,
 )
-from phasewise.serving.scheduling.held_prefixes import HeldReport
-from phasewise.serving.scheduling.prefix_keys import BLOCK_TOKENS
+from phasewise.serving.scheduling.held_prefixes import BLOCK_TOKENS, HeldReport
 from tests.support.tiers import examples
 
 SPLIT: list[tuple[Role, int]] = [("prompt", 10_000), ("prompt", 10_000), ("token", 10_000), ("token", 10_000)]

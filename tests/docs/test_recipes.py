@@ -11,10 +11,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from phasewise.serving.scheduling import waiting_orders
+from phasewise.serving.scheduling import waiting_line
 from phasewise.serving.scheduling.request import LiveSequence, Request
-from phasewise.serving.scheduling.waiting_line import WaitingLine
-from phasewise.serving.scheduling.waiting_orders import MOST_OVERTAKEN, WAITING_ORDERS
+from phasewise.serving.scheduling.waiting_line import MOST_OVERTAKEN, WAITING_ORDERS, WaitingLine
 from tests.test_architecture import ROOMS
 
 ROOT = Path(__file__).parents[2]
@@ -116,7 +115,7 @@ def code_of(title: str) -> dict[str, Any]:
 
 def test_the_policy_of_the_recipe_keeps_the_laws_of_policies(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a table of its own: the shortest prompt is next, until another was overtaken often enough."""
-    monkeypatch.setattr(waiting_orders, "WAITING_ORDERS", dict(WAITING_ORDERS))
+    monkeypatch.setattr(waiting_line, "WAITING_ORDERS", dict(WAITING_ORDERS))
     line = WaitingLine(code_of("A scheduling policy")["WAITING_ORDERS"]["prompt"])
     long_one = LiveSequence(Request("long", (1,) * 9, 1))
     line.join(long_one)

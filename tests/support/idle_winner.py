@@ -14,7 +14,7 @@ from phasewise._version import __version__
 from phasewise.cython_kernels._native import kernel_abi
 from phasewise.kerneldb.records import Comparison, Measurement, Origin, Promotion, Sample
 from phasewise.kerneldb.store import open_store
-from phasewise.serving.processes.parents import end_with_parent
+from phasewise.serving.processes.behind_others import end_with_parent
 from phasewise.topology import read_machine
 from phasewise.tuner.plans import machine_key
 from phasewise.workflows.opening.open_model import open_under

@@ -30,7 +30,7 @@ from phasewise.serving.prefix_store.opening import PrefixSettings
 from phasewise.serving.sampling.sampling import SampledToken, SamplingParams
 from phasewise.tuner.lookup import ScheduleTable
 from phasewise.tuner.plans import PHASES, Phase, RankCores, ServicePlan
-from phasewise.workflows.opening.arithmetic_choice import (
+from phasewise.workflows.options import (
     ARITHMETIC_CHOICES,
     PATHS,
     ArithmeticChoice,

@@ -32,13 +32,13 @@ from phasewise.tuner.plans import PHASES, Phase, default_plan
 from phasewise.tuner.search.space import Arithmetic
 from phasewise.tuner.weights import blank_weight, format_name
 from phasewise.workflows.errors import UsageError
-from phasewise.workflows.opening.arithmetic_choice import (
+from phasewise.workflows.opening.tuned_schedules import explain
+from phasewise.workflows.options import (
     ARITHMETIC_CHOICES,
     PATHS,
     ArithmeticChoice,
     check_arithmetic,
 )
-from phasewise.workflows.opening.tuned_schedules import explain
 
 WIDE = TinyShape(hidden=256, ffn=512, head_dim=64)
 TOKENS = [5, 9, 200, 31, 77, 12]

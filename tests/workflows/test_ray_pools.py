@@ -116,7 +116,7 @@ def test_an_instance_that_is_placed_anew_takes_no_more_than_half_of_what_is_free
     four = tuple(RankCores((cpu,)) for cpu in range(4))
     (planned,) = sizes(model, Places(["a"], {"a": 1 << 34}), KvWanted(64 << 20, 512))
     for free, ranks in itertools.product((None, 1 << 34, 64 << 20, 4 << 20, 1), (four[:1], four)):
-        monkeypatch.setattr("phasewise.serving.processes.memory.available_bytes", lambda free=free: free)
+        monkeypatch.setattr("phasewise.serving.processes.headroom.available_bytes", lambda free=free: free)
         plans = {phase: ServicePlan(phase, ranks) for phase in PHASES}
         per_slot = kv_bytes_per_slot(model, teams=teams_of(plans))
         own = _size_that_fits(planned, Opened(model, plans))  # type: ignore[arg-type]

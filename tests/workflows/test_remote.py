@@ -485,6 +485,14 @@ def test_a_remote_may_be_what_fsspec_reads(tmp_path: Path, pushed: tuple[Path, B
     assert "\n" not in str(refused.value)
 
 
+def test_a_driver_that_waits_for_good_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_files, "TIMEOUT_S", 0.05)
+    monkeypatch.setattr(remote_files, "_fsspec_file", lambda _url: threading.Event().wait())
+
+    with pytest.raises(RemoteError, match="nothing came in"):
+        pull_all("memory://bucket/remote", str(tmp_path / "there.db"), Trust(digest="0" * 64))
+
+
 @pytest.mark.parametrize("remote", ["http://example.org/x", "ftp://example.org/x", "file:///etc"])
 def test_other_addresses_are_refused(tmp_path: Path, remote: str) -> None:
     with pytest.raises(RemoteError, match="a folder or an https:// address"):

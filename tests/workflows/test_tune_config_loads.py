@@ -24,7 +24,7 @@ from phasewise.workflows.tune_config import loads
 from phasewise.workflows.tune_config.loads import tune_loads
 from phasewise.workflows.tune_config.run import Found, Run, judge, judge_again, plan_to_keep
 from phasewise.workflows.tune_config.settings import TuneConfigSettings
-from phasewise.workflows.tune_config.subject import Subject, Wish, wish_of
+from phasewise.workflows.tune_config.subject import Subject
 from phasewise.workflows.tune_config.verdict import habits_of
 from tests.support.machines import paper_machines, planted
 from tests.workflows.test_tune_config_run import CountingJury, QuietShow, a_run, searched
@@ -60,9 +60,16 @@ def subject_on(machine: Machine) -> Subject:
     )
 
 
-def wish_for(*bands: int, budget_s: float = BUDGET_S, phases: tuple[Any, ...] = ("decode",)) -> Wish:
-    return Wish(
-        "llama", "int8", phases, Objective("tpot"), budget_s, "modelled", hidden_file=Path("x"), bands=bands
+def wish_for(*bands: int, budget_s: float = BUDGET_S, phase: str = "decode") -> TuneConfigSettings:
+    return TuneConfigSettings(
+        model="llama",
+        weight_format="int8",
+        phase=phase,
+        objective="tpot",
+        concurrency=(1, *bands),
+        budget_s=budget_s,
+        evaluator="modelled",
+        hidden=Path("x"),
     )
 
 
@@ -125,7 +132,7 @@ def test_a_band_has_to_beat_the_cores_for_fewer(saturated: planted.Planted) -> N
 def test_a_hidden_resource_that_nothing_saturates_leaves_one_plan_for_all() -> None:
     """All cores are best for every load."""
     machine = paper_machines.xeon()
-    wish = replace(wish_for(8, 32), hidden_file=None)
+    wish = replace(wish_for(8, 32), hidden=None)
 
     told = tune_loads(wish, subject_on(machine), time.monotonic(), Heard(), NoLock())
 
@@ -157,13 +164,13 @@ def test_the_budget_is_divided_and_its_end_is_told(
     budgets, machine = list[float](), paper_machines.xeon()
     plan = ServicePlan("decode", (rank_on(machine, (0, 1)),))
 
-    def tune(wish: Wish, subject: Subject, started_s: float, *_: Any) -> Found:
+    def tune(wish: TuneConfigSettings, subject: Subject, started_s: float, *_: Any) -> Found:
         budgets.append(wish.budget_s)
         empty = replace(subject, below=plan if has_plan else None)
         return Found(wish, empty, (), {}, (), frozenset(), "complete", 1.0, 0, 0)
 
     monkeypatch.setattr(loads, "tune", tune)
-    wish = wish_for(8, 32, budget_s=400.0, phases=("prefill", "decode"))
+    wish = wish_for(8, 32, budget_s=400.0, phase="both")
     told = tune_loads(wish, subject_on(machine), time.monotonic(), Heard(), NoLock())
 
     assert budgets == [pytest.approx(share, abs=5) for share in shares]
@@ -174,7 +181,7 @@ def test_an_interrupted_run_has_no_further_bands(monkeypatch: pytest.MonkeyPatch
     machine = paper_machines.xeon()
     plan, n_runs = ServicePlan("decode", (rank_on(machine, (0, 1)),)), 0
 
-    def tune(wish: Wish, subject: Subject, started_s: float, *_: Any) -> Found:
+    def tune(wish: TuneConfigSettings, subject: Subject, started_s: float, *_: Any) -> Found:
         nonlocal n_runs
         n_runs += 1
         end: Any = "interrupted" if n_runs == 2 else "complete"
@@ -249,20 +256,21 @@ def test_without_a_verdict_the_plan_below_stays() -> None:
 )
 def test_numbers_that_are_no_bands_are_refused(numbers: tuple[int, ...], phase: str, says: str) -> None:
     with pytest.raises(UsageError, match=says):
-        wish_of("m", TuneConfigSettings(concurrency=numbers, phase=phase))
+        TuneConfigSettings(concurrency=numbers, phase=phase).check()
 
 
 def test_the_first_number_is_the_plan_s_and_others_are_bands() -> None:
-    wish = wish_of("m", TuneConfigSettings(concurrency=(4, 16, 64)))
+    wish = TuneConfigSettings(concurrency=(4, 16, 64))
+    wish.check()
 
-    assert (wish.objective.concurrency, wish.bands) == (4, (16, 64))
+    assert (wish.goal.concurrency, wish.bands) == (4, (16, 64))
 
 
 def test_a_budget_that_the_first_number_used_up_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = paper_machines.xeon()
     plan, n_runs = ServicePlan("decode", (rank_on(machine, (0, 1)),)), 0
 
-    def tune(wish: Wish, subject: Subject, started_s: float, *_: Any) -> Found:
+    def tune(wish: TuneConfigSettings, subject: Subject, started_s: float, *_: Any) -> Found:
         nonlocal n_runs
         n_runs += 1
         return Found(wish, replace(subject, below=plan), (), {}, (), frozenset(), "complete", 1.0, 0, 0)

@@ -21,7 +21,8 @@ from phasewise.tuner.plans import Phase, RankCores, ServicePlan, machine_key
 from phasewise.tuner.topotree import Configuration, OperatorLimits
 from phasewise.workflows.tune_config.run import Run, judge, judge_again
 from phasewise.workflows.tune_config.search import Searched
-from phasewise.workflows.tune_config.subject import Subject, Wish
+from phasewise.workflows.tune_config.settings import TuneConfigSettings
+from phasewise.workflows.tune_config.subject import Subject
 from tests.support.machines.paper_machines import xeon
 
 BUDGET_S = 60.0
@@ -81,7 +82,7 @@ def a_run(began_s: float) -> Run:
         trace=(RequestLengths(8, 8),),
         objective=Objective("e2e"),
     )
-    wish = Wish("toy", "f32", ("prefill",), subject.objective, BUDGET_S)
+    wish = TuneConfigSettings(model="toy", weight_format="f32", phase="prefill", budget_s=BUDGET_S)
     return Run(wish, subject, QuietShow(), began_s, NoLock())
 
 

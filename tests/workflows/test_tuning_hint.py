@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from phasewise.workflows.opening.tuning_hint import hint_at_tuning
+from phasewise.workflows.opening.open_model import hint_at_tuning
 
 
 def hints(db: Path, times: int = 1) -> list[str]:

@@ -27,7 +27,7 @@ _DRAWN = re.compile(r"diurnal:([0-9.]{1,12}),([0-9.]{1,12})")
 
 @dataclass(frozen=True)
 class DayCurve:
-    """`rates`: queries/s in each of the equal parts of a day."""
+    """A day in equal parts, each with its rate of queries: `rates`, in queries/s."""
 
     rates: tuple[float, ...]
 
@@ -63,7 +63,7 @@ class DayCurve:
         return arrivals_s
 
     def part_of(self, at_s: float, day_s: float) -> int:
-        """The part of the day of an instant."""
+        """The number of the part of the day in which the instant `at_s` lies."""
         return min(len(self.rates) - 1, int(at_s / day_s * len(self.rates)))
 
 
@@ -105,7 +105,7 @@ def diurnal(mean: float, peak: float) -> DayCurve:
 
 
 def _read(name: str) -> DayCurve:
-    """A file with a rate in each line, or `hour,rate`; a first line of words is passed over."""
+    """Rates read from a file: a rate in each line, or `hour,rate`; a first line of words is passed over."""
     try:
         lines = read_input(name, MAX_FILE_BYTES).decode("utf-8-sig").splitlines()
     except OSError as error:

@@ -32,7 +32,7 @@ SURVEYED_SECTIONS = 3
 """Number of the fundamental tree's best cross-sections that are surveyed under each grouping."""
 
 FEW = 32
-"""At least this many configurations are evaluated, however small the space is."""
+"""Fewest configurations that are evaluated, however small the space is."""
 
 Group: TypeAlias = tuple[int, tuple[int | None, ...]]
 
@@ -44,7 +44,7 @@ class Rules:
     pruning: bool = True
     hashing: bool = True
     patience: int | None = PATIENCE
-    """None: no group is given up."""
+    """Results without improvement after which a group is given up; None: no group is."""
     share: float | None = 0.1
     """Largest share of all configurations to evaluate; at least `FEW` are. None: no limit."""
     seed: int = 0
@@ -63,11 +63,11 @@ class Candidate:
     rival: Configuration | None
     """The parent's configuration at the same cross-section, which this one has to beat."""
     uneven: str = ""
-    """In words, the cores that it has or lacks beside its rival, where no tree has these."""
+    """The cores that it has or lacks beside its rival, in words, where no tree has these cores."""
 
     @property
     def notation(self) -> str:
-        """Its tree's, and the cores that no tree has."""
+        """The tree's notation, followed by the cores that no tree has."""
         return f"{self.tree.notation} | {self.uneven}" if self.uneven else self.tree.notation
 
 
@@ -84,7 +84,7 @@ class PrunedTree:
 
 @dataclass(frozen=True)
 class Stopped:
-    """A group that was given up."""
+    """A group of configurations that was given up."""
 
     ranks: int
     numa_nodes: tuple[int | None, ...]
@@ -95,7 +95,7 @@ Decision: TypeAlias = PrunedTree | Stopped
 
 
 class Interest(IntEnum):
-    """The priority of a strand."""
+    """Priorities of strands in the queue, the most urgent first."""
 
     SURVEY = 0
     HOPEFUL = 1
@@ -105,27 +105,30 @@ class Interest(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class _Strand:
-    """A cross-section of a tree, and by which removal it was reached."""
+    """One cross-section of a tree, and the removal by which it was reached."""
 
     tree: TopoTree
     depth: int
     partition: Partition
     place: int
-    """Place of the grouping within its generation."""
+    """The grouping's place in the order of its generation."""
     interest: Interest
     parent: _Strand | None = None
 
 
 @dataclass
 class _Patience:
-    """The patience left for a group."""
+    """The patience left for a group of configurations."""
 
     best_ms: float = math.inf
     misses: int = 0
     is_stopped: bool = False
 
     def count(self, cost_ms: float, best_of_all_ms: float) -> None:
-        """One more result. Far from the best it counts for several, even if it is the group's best."""
+        """Count one more result.
+
+        One that is far from the best of all counts for several, even if it is the group's best.
+        """
         improves = cost_ms < WORTH * self.best_ms
         if cost_ms > FAR * best_of_all_ms:
             self.misses += FAR_MISSES
@@ -134,7 +137,8 @@ class _Patience:
 
 
 _Entry: TypeAlias = tuple[Interest, float, int, int, int, int, _Strand]
-"""In the queue: interest, parent's cost, the removal's place in the order, the grouping's, a serial."""
+"""A strand in the queue: interest, parent's cost, the removal's place in the order, the grouping's, a serial
+number."""
 
 
 class Frontier:
@@ -169,7 +173,8 @@ class Frontier:
     def next_batch(self, least: Interest) -> list[Candidate]:
         """The next configurations to evaluate, of at least this interest; nothing when all of that is done.
 
-        Without hashing, what was met again since the last batch is asked for once more behind it.
+        Without hashing, configurations that were met again since the last batch are asked for once more,
+        behind the others.
         """
         self._asked = []
         met_twice: list[_Entry] = []
@@ -193,7 +198,7 @@ class Frontier:
         return [self._candidate(strand, configuration) for strand, configuration in self._asked]
 
     def take(self, costs_ms: Sequence[float]) -> None:
-        """The answers to the last batch."""
+        """Take the costs of the last batch, and queue what follows from them."""
         for (strand, configuration), cost_ms in zip(self._asked, costs_ms, strict=True):
             if strand.partition in self._known_ms:
                 continue
@@ -205,7 +210,7 @@ class Frontier:
             self._judge(strand)
 
     def decided(self) -> tuple[Decision, ...]:
-        """Since the last call."""
+        """The decisions since the last call."""
         decided, self._decided = tuple(self._decided), []
         return decided
 
@@ -240,7 +245,10 @@ class Frontier:
         heapq.heappush(self._queue, entry)
 
     def _meet_again(self, strand: _Strand) -> None:
-        """An equal configuration has its answer. Without hashing it is asked for all the same."""
+        """Follow a strand whose configuration was answered before.
+
+        Without hashing it is asked for all the same.
+        """
         if not self._rules.hashing:
             self._repeated.append(strand)
         self._judge(strand)
@@ -265,7 +273,8 @@ class Frontier:
         return False
 
     def _follow(self, strand: _Strand, interest: Interest) -> None:
-        """Go on to the removals; again only if that is of more interest than before."""
+        """Queue the removals of a strand; for a strand followed before, only if the interest is higher
+        now."""
         met = strand.tree.key, strand.partition
         if self._rules.hashing and self._followed.get(met, math.inf) <= interest:
             return
@@ -278,7 +287,8 @@ class Frontier:
                 self._consider(child, removal)
 
     def _is_surveyed(self, strand: _Strand, depth: int) -> bool:
-        """True if a removal at this depth is of the survey: just below what the grouping guesses at."""
+        """True if a removal at this depth belongs to the survey: just below the levels that the grouping
+        guesses."""
         if strand.interest is not Interest.SURVEY or strand.parent is not None:
             return False
         kinds = strand.tree.kinds
@@ -290,7 +300,8 @@ class Frontier:
 
 
 def _removals(tree: TopoTree) -> Iterator[tuple[tuple[int, int], int, TopoTree]]:
-    """The removals of one child or of half of them: place in the order, depth, what is left."""
+    """The removals of one child or of half of the children: place in the order, depth, the tree that is
+    left."""
     for depth, kept in enumerate(tree.kept, start=1):
         for coarse, n in enumerate(dict.fromkeys((1, kept // 2))):
             if 1 <= n < kept:

@@ -25,7 +25,7 @@ MAX_FILE_BYTES = 4 << 20
 MAX_RESOURCES = 4096
 MAX_READ_GBPS = 1e6
 LEAST_SHARE = 0.05
-"""However many PUs crowd it, a resource serves this share of its rate: reads slow down, they do not stop."""
+"""Share of its rate that a resource serves however many PUs crowd it: reads slow down, they do not stop."""
 
 FIELDS = frozenset({"pus", "read_gbps", "lost_per_extra_pu"})
 

@@ -54,7 +54,8 @@ Draw: TypeAlias = Callable[[random.Random], float]
 
 
 def parse_distribution(text: str, count: int, seed: int) -> Trace:
-    """`KIND:PROMPT/OUTPUT`, as the module says; the same requests for the same seed."""
+    """`count` requests of the distribution `KIND:PROMPT/OUTPUT` (see the module); the same for the same
+    seed."""
     kind, _, sides = text.partition(":")
     prompt, separator, output = sides.partition("/")
     if kind not in _DRAWS or not separator:
@@ -72,7 +73,7 @@ def parse_distribution(text: str, count: int, seed: int) -> Trace:
 
 
 def whole_tokens(length: float) -> int:
-    """At least one, and no more than a request may have."""
+    """A length rounded to whole tokens: at least one, and at most what a request may have."""
     return max(1, min(MAX_TOKENS, round(length)))
 
 

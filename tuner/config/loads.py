@@ -13,7 +13,7 @@ from phasewise.tuner.config.frontier import Rules
 from phasewise.tuner.plans import ServicePlan
 
 BAND_RULES = Rules(patience=None, share=0.3)
-"""All configurations are of one group: were it given up, nothing would be left to search. They are few."""
+"""Rules of a search for a band, which never gives up a group: its few configurations are all of one group."""
 
 
 def machine_beside(machine: Machine, plan: ServicePlan) -> Machine:

@@ -106,7 +106,7 @@ class ModelledEvaluator:
         ]
 
     def _weights(self, ranks: Sequence[RankCores], phase: Phase) -> tuple[int, ...]:
-        """In proportion to which ranks divide columns and heads."""
+        """The numbers in proportion to which ranks divide columns and heads."""
         sizes = [len(rank.cores) for rank in ranks]
         if not self._rates.core_share:
             return tuple(sizes)
@@ -142,13 +142,13 @@ class ModelledEvaluator:
 
 @dataclass(frozen=True, slots=True)
 class _Op:
-    """A product, or attention, of one layer. of: the number of panels that ranks divide; 0: heads."""
+    """A product, or attention, of one layer. of: the panels that ranks divide; 0: they divide heads."""
 
     of: int
     flops: float
     read_bytes: float
     inputs: float = 0.0
-    """Floats of a row that a product prepares; 0: it is no product."""
+    """Floats of a row that a product prepares; 0 for an op that is no product."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,11 +156,12 @@ class _Unequal:
     """Factors of a rank's rates for cores that are unlike each other; 1 where they are alike."""
 
     pace: float
-    """For their arithmetic, which is divided in pieces that they take as they come free."""
+    """Factor of the rank's arithmetic, whose pieces go to cores as they come free."""
     slowest: float
-    """For rows, which are divided equally."""
+    """Factor of the rank's preparation of rows, which are divided equally between its cores."""
     evenness: float
-    """For the bytes that they read together: shares are by kind of core, and all wait for the last one."""
+    """Factor of the bytes that its cores read together: shares are by kind of core, and all wait for the last
+    one."""
 
 
 _ALIKE = _Unequal(1.0, 1.0, 1.0)
@@ -176,9 +177,9 @@ class _Rank:
     attention_flops_per_s: float
     read_bytes_per_s: float
     rows_bytes_per_s: float
-    """Floats of rows that are prepared."""
+    """Bytes a second at which the rank prepares rows (float32)."""
     away_bytes_per_s: float
-    """Reads of bytes that other ranks have written."""
+    """Bytes a second at which the rank reads what other ranks have written."""
 
     def compute_ns(self, op: _Op, share: float, read_share: float) -> float:
         pace = self.flops_per_s if op.inputs else self.attention_flops_per_s
@@ -187,10 +188,10 @@ class _Rank:
 
 @dataclass(frozen=True, slots=True)
 class _Meetings:
-    """The time that threads and ranks wait for each other, and what surrounds an op and a step."""
+    """The times that threads and ranks wait for each other, and what surrounds an op and a step."""
 
     team_ns: float
-    """A meeting of the threads of one rank; the largest team's."""
+    """Nanoseconds of a meeting of the threads of one rank: that of the largest team."""
     all_ns: float
     op_ns: float
     step_ns: float
@@ -203,13 +204,13 @@ class _Steps:
     meetings: _Meetings
 
     def step_ns(self, step: Step) -> float:
-        """One step of all ranks."""
+        """Nanoseconds of one step of all ranks."""
         layer_ns = sum(self._op_ns(op, step.rows) for op in self._layer(step))
         return self.shape.n_layers * layer_ns + self._op_ns(self._head(step), step.sequences) + self._ends_ns
 
     @property
     def _ends_ns(self) -> float:
-        """The lookup of embeddings, and what is no op."""
+        """Nanoseconds of the lookup of embeddings, and of what belongs to no op."""
         return self.meetings.all_ns + self.meetings.op_ns + self.meetings.step_ns
 
     def _layer(self, step: Step) -> list[_Op]:
@@ -239,7 +240,7 @@ class _Steps:
         return shape.weight_bytes / (layers + shape.hidden * shape.vocab)
 
     def _op_ns(self, op: _Op, rows: int) -> float:
-        """Until all have met behind the op."""
+        """Nanoseconds of one op, until all have met behind it."""
         slowest_ns = max(
             rank.compute_ns(op, share, read_share) + self._prepared_ns(rank, op, rows, share)
             for rank, (share, read_share) in zip(self.ranks, self._shares(op), strict=True)
@@ -247,7 +248,8 @@ class _Steps:
         return slowest_ns + self._meets_before_ns(op, rows) + self.meetings.all_ns + self.meetings.op_ns
 
     def _prepared_ns(self, rank: _Rank, op: _Op, rows: int, share: float) -> float:
-        """Rows of a product as a rank's threads prepare them, and what of them comes from others."""
+        """Nanoseconds in which a rank's threads prepare a product's rows and read the part that others
+        wrote."""
         workers = rank.threads
         if rows > OWN_ROWS:
             workers = sum(each.threads for each in self.ranks)
@@ -257,7 +259,7 @@ class _Steps:
         return own_ns + (away_ns if len(self.ranks) > 1 else 0.0)
 
     def _meets_before_ns(self, op: _Op, rows: int) -> float:
-        """Once its rows are prepared."""
+        """Nanoseconds of the meeting after a product's rows are prepared."""
         if rows == 1 or not op.inputs:
             return 0.0
         is_for_all = len(self.ranks) > 1 and rows > OWN_ROWS
@@ -278,7 +280,7 @@ class _Steps:
         return [(own.n_heads / shape.n_heads, own.n_kv_heads / shape.n_kv_heads) for own in heads]
 
     def _attention(self, step: Step) -> tuple[float, float]:
-        """Operations and bytes of one layer's scores and values: each new token sees all before it."""
+        """Operations and bytes of one layer's attention: each new token sees all before it."""
         seen = step.tokens * step.context + step.tokens * (step.tokens + 1) // 2
         flops = 4.0 * step.sequences * seen * self.shape.n_heads * self.shape.head_dim
         held = step.sequences * (step.context + step.tokens)
@@ -294,7 +296,8 @@ def _medians(values: Sequence[float], kinds: Sequence[int]) -> list[float]:
 
 
 def _line_ns(where: Neighbourhood, rates: MachineRates, pus: Sequence[int]) -> float:
-    """Between the most distant of these cores, at the pace of the slowest node among theirs."""
+    """Nanoseconds that a cache line takes between the most distant of these cores, by the slowest node among
+    theirs."""
     slowest = min(rates.node_share.get(node, 1.0) for node in where.nodes_of(pus))
     return _even_line_ns(where, rates.latency, pus) / slowest
 

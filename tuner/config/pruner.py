@@ -15,10 +15,12 @@ import optuna
 from phasewise.tuner.config.trials import KEY, RIVAL
 
 MIN_SLICES = 2
-"""Before that, one disturbed timing would decide."""
+"""Slices that are timed before a configuration may be given up: by fewer, one disturbed timing would
+decide."""
 
 HOPELESS = 1.1
-"""So far behind its rival a configuration is not timed to the end; less may be the noise of the machine."""
+"""Ratio to its rival's mean above which a configuration is not timed to the end; less may be the machine's
+noise."""
 
 
 def is_hopeless(own: Mapping[int, float], rival: Mapping[int, float]) -> bool:
@@ -36,7 +38,8 @@ class TransformationTreePruner(optuna.pruners.BasePruner):
         self._rivals: dict[str, optuna.trial.FrozenTrial] = {}
 
     def prune(self, study: optuna.Study, trial: optuna.trial.FrozenTrial) -> bool:
-        """Against the trial of the configuration that this one names as its rival, else the best trial."""
+        """True if the trial is hopeless beside the rival that it names, or, where it names none, beside the
+        best trial."""
         if len(trial.intermediate_values) < MIN_SLICES:
             return False
         rival = self._rival(study, trial.user_attrs.get(RIVAL))

@@ -53,7 +53,8 @@ class MachineRates:
     firmware rates no distances.
     """
     remote_package_share: float = 0.5
-    """As above, in another package."""
+    """Share of `core_read_bytes_per_s` that a core reaches in a node of another package, where the firmware
+    rates no distances."""
     node_share: Mapping[int, float] = field(default_factory=dict)
     """NUMA nodes that are slower than the others, by number: so much of both memory rates, and cache lines
     that take this many times longer."""
@@ -61,13 +62,14 @@ class MachineRates:
     """PUs of cores that are slower than the others: those of another kind, those with a busy neighbour."""
     latency: LineLatency = LineLatency()
     attention_flops_per_core: float | None = None
-    """Operations of scores and values, which no quantised product computes; None: as of products."""
+    """Operations a second of one core in scores and values, which no quantised product computes; None: as in
+    products."""
     row_bytes_per_s: float = 8e9
     """The rate at which one core normalises and rounds the float32 inputs of a product."""
     op_ns: float = 500.0
     """Time of an op in one thread beyond its work and the meeting behind it."""
     step_ns: float = 20_000.0
-    """Time of a step beyond its ops."""
+    """Time of a step beyond that of its ops."""
 
     def __post_init__(self) -> None:
         names = ("flops_per_core", "core_read_bytes_per_s", "remote_node_share", "remote_package_share")

@@ -33,7 +33,7 @@ from phasewise.tuner.plans import (
 from phasewise.tuner.topotree import Configuration
 
 Kernels = Literal["default", "tuned"]
-"""By which schedules the products of a timed step ran."""
+"""The schedules of a timed step's products: the kernels' own, or tuned ones."""
 
 MAX_STEPS_NAMED = 8
 
@@ -95,7 +95,7 @@ def keep(
 
 
 Times = dict[str, dict[Step, StepTime]]
-"""By configuration key."""
+"""The recorded steps of each configuration, by its key."""
 
 
 class RecordedEvaluator:
@@ -171,7 +171,8 @@ def configuration_of(row: StepTime, machine: Machine) -> Configuration:
 def configurations(
     rows: Iterable[StepTime], machine: Machine, report: Callable[[str], None] = lambda _: None
 ) -> Iterator[tuple[str, StepTime]]:
-    """Each row behind the key of its configuration here; one whose plan is none is told and left out."""
+    """The timed rows, each behind the key of its configuration here; a row whose plan is none is told and
+    left out."""
     for row in rows:
         try:
             yield configuration_of(row, machine).key, row
@@ -191,7 +192,7 @@ def _cores_of(configuration: Configuration) -> str:
 
 
 def _named(times: Mapping[Step, StepTime]) -> str:
-    """The recorded steps, the first of many."""
+    """The recorded steps in words, the first few where they are many."""
     names = [step.describe() for step in sorted(times)[:MAX_STEPS_NAMED]]
     more = len(times) - len(names)
     return ", ".join(names) + (f" and {more} more" if more else "")

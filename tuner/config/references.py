@@ -16,21 +16,22 @@ ALL_CORES = "all cores"
 PHYSICAL_CORES = "all physical cores"
 PER_NODE = "one process per NUMA node"
 FEWER = "plan for fewer sequences"
-"""Not a habit: what a band of more sequences has to beat."""
+"""The name of the plan for fewer sequences, which a band for more of them has to beat; it is no habit."""
 
 
 @dataclass(frozen=True)
 class Reference:
-    """A habit, and its plan on one machine."""
+    """One habit of running a server, and its plan on a machine."""
 
     name: str
     plan: ServicePlan | None
     reason: str | None = None
-    """Why there is no plan."""
+    """Why the habit has no plan on this machine."""
 
 
 def references(machine: Machine, phase: Phase, refusal: Callable[[int], str | None]) -> tuple[Reference, ...]:
-    """The three of a machine. refusal(ranks): why the model cannot be split into `ranks` ranks, or None."""
+    """The three habits and their plans on a machine. refusal(ranks): why the model cannot be split into
+    `ranks` ranks, or None."""
     physical = _one_pu_a_core(machine, machine.allowed_pus)
     nodes = _nodes(machine)
     reason = refusal(len(nodes)) if len(nodes) > 1 else None
@@ -62,7 +63,7 @@ def _one_pu_a_core(machine: Machine, pus: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _nodes(machine: Machine) -> list[tuple[int, ...]]:
-    """The PUs of each NUMA node, one a core; everything in one where the machine names no nodes."""
+    """The first PU of each core, by NUMA node; all in one list where the machine names no nodes."""
     allowed = set(machine.allowed_pus)
     own = [tuple(pu for pu in node.cpus if pu in allowed) for node in machine.nodes(Kind.NUMA)]
     nodes = [_one_pu_a_core(machine, pus) for pus in own if pus]

@@ -28,7 +28,7 @@ LOCAL_RATING = 10
 _WHOLE = CoreShare()
 
 _EVEN = 1 + 1e-9
-"""Rounding must not keep a full resource open."""
+"""Factor within which two rates count as equal: rounding must not keep a full resource open."""
 
 
 def fair_rates(demand: Vector, use: Matrix, capacity: Vector) -> Vector:
@@ -75,12 +75,12 @@ class Neighbourhood:
         return {self.node_of(pu) for pu in pus}
 
     def share_l3(self, pus: Sequence[int]) -> bool:
-        """True if one L3 holds them all."""
+        """True if one L3 holds all of these PUs."""
         l3s = set(self.l3s_of(pus))
         return len(l3s) == 1 and None not in l3s
 
     def share_package(self, pus: Sequence[int]) -> bool:
-        """True if one package holds them all."""
+        """True if one package holds all of these PUs."""
         return len({self._package_of.get(pu, 0) for pu in pus}) == 1
 
     def are_neighbours(self, first: int, second: int) -> bool:
@@ -98,7 +98,7 @@ class Neighbourhood:
         return [1 / active[core] for core in cores]
 
     def memory_of(self, rank: RankCores) -> dict[int, float]:
-        """On which NUMA nodes the rank's weights lie, and which share of them."""
+        """The NUMA nodes on which the rank's weights lie, and the share of them on each."""
         if rank.numa_node is not None:
             return {rank.numa_node: 1.0}
         nodes = [self.node_of(pu) for pu in rank.cores]
@@ -172,7 +172,8 @@ class ReadSharing:
     def _memory_limits(
         self, pus: Sequence[int], memories: Sequence[Mapping[int, float]]
     ) -> list[tuple[Vector, float]]:
-        """Each node's memory serves so much, and takes in so much from the others."""
+        """The limits of each node's memory: what it serves to all cores, and what its cores take in from
+        other nodes."""
         limits = []
         homes = np.array([self.where.node_of(pu) for pu in pus])
         for node in sorted({node for memory in memories for node in memory}):

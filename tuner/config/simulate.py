@@ -33,7 +33,8 @@ CHUNK_TOKENS = 512
 """Most prompt tokens of one step: the engine's ranks compute no more rows at once."""
 
 GRID_FACTOR = {"prefill": 4.0, "decode": 8.0}
-"""A decode step grows by what it reads of the context alone, which is linear; a prefill step bends."""
+"""Ratio of neighbouring lengths of the grid, by phase: the time of a decode step is linear in its context,
+that of a prefill step bends."""
 
 EXACT_LENGTHS = 3
 """A trace with no more lengths than this is timed at exactly those."""
@@ -112,14 +113,17 @@ class StepGrid:
 
     phase: Phase
     lengths: tuple[int, ...]
-    """Ascending. Prefill: new tokens, nothing before them; decode: the context of a step."""
+    """The grid's lengths, ascending.
+
+    Prefill: new tokens, nothing before them; decode: the context of a step.
+    """
     sequences: int = 1
     far_context: int = 0
-    """Prefill: what the last chunk of the longest prompt has behind it, 0 where one chunk is enough."""
+    """The context of the last chunk of the longest prompt, in prefill; 0 where one chunk is enough."""
 
     @classmethod
     def of(cls, trace: Trace, objective: Objective, phase: Phase) -> StepGrid:
-        """The same for a trace and any part of it that is asked about later."""
+        """The grid of a trace: the same for the trace and for any part of it that is asked about later."""
         if phase == "decode":
             ends = {end for request in trace for end in (_contexts(request)[0], _contexts(request)[-1])}
             return cls(phase, _points(ends, GRID_FACTOR[phase]), objective.concurrency)
@@ -132,7 +136,7 @@ class StepGrid:
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """All that may be timed, the cheapest first."""
+        """All steps that the grid may ask to be timed, the cheapest first."""
         far = (self._far_step,) if self.far_context else ()
         return (*(self._step(length) for length in self.lengths), *far)
 
@@ -194,7 +198,8 @@ def _prefill_ms(requests: Iterable[RequestLengths], timer: StepTimer, grid: Step
 
 
 def _prompt_ns(chunks: Sequence[tuple[int, int]], timer: StepTimer, grid: StepGrid) -> float:
-    """Attention to what lies before a chunk is linear in both its tokens and its context."""
+    """Nanoseconds of a prompt's chunks: attention to earlier tokens is linear in the chunk's tokens and in
+    its context."""
     alone = sum(float(grid.times_ns([tokens], timer)[0]) for tokens, _ in chunks)
     before = sum(tokens / CHUNK_TOKENS * context for tokens, context in chunks)
     return alone + (before * grid.context_ns(timer) if before else 0.0)
@@ -215,7 +220,8 @@ def _contexts(request: RequestLengths) -> range:
 
 
 def _points(lengths: set[int], factor: float) -> tuple[int, ...]:
-    """Few lengths themselves; else as few as the factor allows from the least to the greatest."""
+    """Points of a grid that cover the lengths: the lengths themselves if they are few, else as few as the
+    factor allows."""
     if len(lengths) <= EXACT_LENGTHS:
         return tuple(sorted(lengths))
     low, high = min(lengths), max(lengths)

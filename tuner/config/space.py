@@ -30,24 +30,27 @@ from phasewise.tuner.topotree import (
 from phasewise.tuner.topotree.configurations import Partition
 
 Section: TypeAlias = tuple[int, Partition]
-"""A depth at which a tree is cut, and what goes together there."""
+"""A depth at which a tree is cut, and the partition that the cut makes."""
 
 
 @dataclass(frozen=True)
 class ConfigSpace:
-    """The choices of a search."""
+    """The configurations that a search may choose among, of one machine and one model."""
 
     tree: TopoTree
-    """The fundamental tree of the machine."""
+    """The machine's fundamental tree, from which the space is made."""
     limits: OperatorLimits
     hints: tuple[TopoTree, ...] = ()
-    """Groupings of it that measurements suggest, best first. They only come sooner; nothing is left out."""
+    """Groupings of the tree that measurements suggest, best first.
+
+    They are asked for sooner; nothing is left out.
+    """
     power_of_two: bool = True
     """Assumption A.3: latent structures hold 2, 4, 8 .. of something."""
     uneven: UnevenCores | None = None
     """Cores of the machine that no symmetric tree describes; None: there are none."""
     nodes: tuple[int | None, ...] | None = None
-    """Only configurations of as many ranks on these NUMA nodes (`plans.nodes_of`); None: any."""
+    """The NUMA node of each rank (`plans.nodes_of`) that all configurations must have; None: any."""
 
     def generations(self, seed: int = 0) -> Iterator[list[TopoTree]]:
         """Every grouping once, coarse to fine: those with no latent level, with one, with two, and so on.
@@ -73,7 +76,7 @@ class ConfigSpace:
         return [(depth, cross_section(tree, depth)) for depth in depths if self._allows(tree, depth)]
 
     def section(self, tree: TopoTree, depth: int) -> Partition | None:
-        """One cross-section; None where the operators do not allow it."""
+        """The cross-section of a tree at one depth; None where the operators do not allow it."""
         return cross_section(tree, depth) if self._allows(tree, depth) else None
 
     def configuration(self, partition: Partition) -> Configuration:
@@ -95,7 +98,7 @@ class ConfigSpace:
         return sum(1 for _ in self.partitions())
 
     def allows(self, configuration: Configuration) -> bool:
-        """True if the model's operators can be divided so."""
+        """True if the model's operators can be divided between the configuration's ranks."""
         return self.limits.allows(len(configuration.ranks))
 
     def _allows(self, tree: TopoTree, depth: int) -> bool:

@@ -66,24 +66,31 @@ class StepTimer(Protocol):
     """Times steps on one open configuration."""
 
     def __call__(self, step: Step) -> float:
-        """Nanoseconds, a robust estimate. EvaluationError, one line, if this step cannot be had here."""
+        """Nanoseconds of one step, a robust estimate.
+
+        EvaluationError, one line, if this step cannot be had here.
+        """
         ...
 
 
 class StepEvaluator(Protocol):
-    """Three kinds keep this contract (tests/tuner/config/test_evaluators.py runs it on each)."""
+    """The contract of evaluators: modelled, measured and recorded (tests/tuner/config/test_evaluators.py runs
+    it on each)."""
 
     @property
     def kind(self) -> EvaluatorKind: ...
 
     def open(self, configuration: Configuration, phase: Phase) -> AbstractContextManager[StepTimer]:
-        """Ready to time steps of `phase`. EvaluationError, one line, if the configuration cannot run here."""
+        """A timer of steps of `phase` on the configuration.
+
+        EvaluationError, one line, if it cannot run here.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """As much of a model as its speed depends on."""
+    """The sizes of a model on which its speed depends."""
 
     name: str
     n_layers: int

@@ -73,7 +73,7 @@ class StudyFacts:
 
     @property
     def best(self) -> TrialFacts | None:
-        """The cheapest that was timed to the end."""
+        """The cheapest trial among those that were timed to the end."""
         complete = [trial for trial in self.trials if trial.state == "complete" and trial.cost_ms is not None]
         return min(complete, key=lambda trial: trial.cost_ms or 0.0, default=None)
 
@@ -126,7 +126,7 @@ def _open_tables(location: Location) -> BaseStorage:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Optuna's own lines and its notices of experimental parts are for programmers."""
+    """Silence Optuna's own lines and its notices of experimental parts, which are for programmers."""
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.CRITICAL)
@@ -137,7 +137,7 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def clear_storage_errors(name: str) -> Iterator[None]:
-    """Errors of Optuna or its driver about the database `name`, as one line."""
+    """Turn errors of Optuna or its driver about the database `name` into a KernelDbError of one line."""
     from optuna.exceptions import StorageInternalError
 
     from phasewise.kerneldb.connect import clear_errors

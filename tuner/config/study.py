@@ -39,10 +39,11 @@ if TYPE_CHECKING:
     from optuna.storages import BaseStorage
 
 SLICES = 5
-"""Slices of a trace. A hopeless configuration is known after two."""
+"""Slices that a trace is cut into. A hopeless configuration is known after two."""
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.01, 0.2
-"""Between two looks whether another process has finished; each pause is twice the last."""
+"""Seconds between two looks whether another process has finished: the first pause, and the longest; each is
+twice the last."""
 
 MAX_NAME_CHARS = 400
 
@@ -60,13 +61,13 @@ class StudyKey:
     phase: Phase
     objective: str
     trace: str
-    """A digest of the requests."""
+    """A digest of the trace's requests."""
     evaluator: str
-    """Its kind, and what else its answers depend on, such as the build of the kernels."""
+    """The evaluator's kind, and what else its answers depend on, such as the build of the kernels."""
 
     @property
     def name(self) -> str:
-        """For people, and different for different keys."""
+        """The study's name in the storage: readable, and different for different keys."""
         digest = hashlib.blake2b(repr(self).encode(), digest_size=6).hexdigest()
         words = f"{self.model} {self.phase} {self.objective} {self.evaluator}"
         return f"{words[:MAX_NAME_CHARS]} {digest}"
@@ -84,7 +85,7 @@ class SearchTask:
 
 @dataclass(frozen=True)
 class SearchSettings:
-    """Settings of a search."""
+    """Settings of a search: its rules, and whether it goes on with an older study."""
 
     rules: Rules = field(default_factory=Rules)
     top_k: int = 10
@@ -101,13 +102,13 @@ class Tried:
     candidate: Candidate
     state: State
     is_replayed: bool
-    """The answer is an older run's, or another process's."""
+    """True if the answer is an older run's, or another process's."""
     cost_ms: float | None
-    """None: it cannot run."""
+    """Mean milliseconds of the trace on the configuration; None: it cannot run."""
     reason: str | None
     best: Scored | None
     evaluations: int
-    """Answers that this process has timed."""
+    """Answers that this process has timed so far."""
     configurations: int
     """Configurations in the whole space."""
 
@@ -128,13 +129,13 @@ class SearchOutcome:
     tried: int
     """Configurations with an answer: evaluations and replayed ones."""
     evaluations: int
-    """Answers that this process has timed, those included that were stopped early."""
+    """Answers that this process has timed, those that were stopped early included."""
     replayed: int
     pruned: int
     """Tried configurations that were stopped early."""
     failed: int
     study: str
-    """Its name in the storage."""
+    """The study's name in the storage."""
     trees_cut: int
     """Trees that lost their descendants at a cross-section."""
     groups_stopped: int
@@ -177,11 +178,11 @@ def run(
 
 
 class _Ended(Exception):
-    """Out of the middle of a batch: there is no time for the rest."""
+    """Raised in the middle of a batch: there is no time for the rest."""
 
 
 class _Search:
-    """One run: the walk's questions, and how they are answered."""
+    """One run of a search: asks the walk's questions and answers them."""
 
     def __init__(
         self,
@@ -205,7 +206,7 @@ class _Search:
         self._groups_stopped = 0
 
     def until(self, stop: Callable[[], bool], lock: MeasurementLock) -> End:
-        """Walk and answer."""
+        """Search until the walk ends or `stop` says so; returns why it ended."""
 
         def answer(ask: CandidateBatch) -> list[float]:
             self._decided(ask.decisions)
@@ -223,7 +224,7 @@ class _Search:
             return "interrupted"
 
     def outcome(self, end: End) -> SearchOutcome:
-        """The result so far."""
+        """The result of the search so far."""
         states = [answer.state for answer in self._known.values()]
         complete = [
             (self._candidates[key].configuration, answer.cost_ms)
@@ -246,7 +247,7 @@ class _Search:
         )
 
     def _answers(self) -> dict[str, Scored]:
-        """All that is known so far."""
+        """All configurations with an answer so far."""
         return {
             key: (candidate.configuration, self._cost(candidate))
             for key, candidate in self._candidates.items()
@@ -262,7 +263,8 @@ class _Search:
     def _answer(
         self, ask: CandidateBatch, stop: Callable[[], bool], lock: MeasurementLock, claims: ExitStack
     ) -> list[float]:
-        """Costs of a batch: what the study holds, what others are timing now, and the rest timed here."""
+        """The costs of a batch: from the study, from processes that are timing them now, and the rest timed
+        here."""
         waiting = {candidate.configuration.key: candidate for candidate in ask.candidates}
         self._candidates.update(waiting)
         pause_s = FIRST_PAUSE_S
@@ -286,10 +288,9 @@ class _Search:
     def _calculate(
         self, free: Sequence[Candidate], stop: Callable[[], bool], lock: MeasurementLock, claims: ExitStack
     ) -> list[Candidate]:
-        """Those that were calculated here: all that no other process of this machine has claimed.
-
-        The claims last until the batch is answered: so long another process may not know the answers yet.
-        """
+        """The costs of the configurations that are calculated here: those that no other process of this
+        machine has claimed. The claims last until the batch is answered: so long another process may not know
+        the answers yet."""
         calculated = []
         for candidate in free:
             if stop():
@@ -333,7 +334,7 @@ class _Search:
         return math.inf if cost_ms is None else cost_ms
 
     def _evaluate(self, claim: Claim, candidate: Candidate) -> None:
-        """Time a configuration, and store what comes of it."""
+        """Time a configuration, and store the result."""
         try:
             self._time(claim, candidate.configuration)
         except EvaluationError as error:
@@ -383,7 +384,7 @@ class _Search:
 def _open_trials(
     storage: BaseStorage, task: SearchTask, settings: SearchSettings, location_name: str
 ) -> Trials:
-    """The study's trials; the study is made if there is none, or none is wanted."""
+    """The trials of the study, which is made if there is none, or if a new one is wanted."""
     import optuna
 
     from phasewise.tuner.config.pruner import TransformationTreePruner
@@ -403,7 +404,7 @@ def _open_trials(
 
 
 def _study_name(storage: BaseStorage, key: StudyKey, resume: bool) -> str:
-    """The newest study of the key, or the next."""
+    """The name of the newest study of the key, or of the next one."""
     taken = {study.study_name for study in storage.get_all_studies()}
     number = 1
     while _numbered(key.name, number + 1) in taken:

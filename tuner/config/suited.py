@@ -30,10 +30,10 @@ from phasewise.tuner.plans import (
 from phasewise.tuner.topotree import Configuration
 
 FEWER_CORES = 1.10
-"""A plan that leaves cores idle must gain more than this: memory may be faster than the rates say."""
+"""The least gain, as a ratio, of a plan that leaves cores idle: memory may be faster than the rates say."""
 OTHER_RANKS = 1.05
-"""So must one of several ranks, whose processes take longer to start; of prefill, one of other ranks than
-decode's."""
+"""The least gain of a plan of several ranks, whose processes take longer to start; in prefill, of one
+with other ranks than decode's."""
 CORES_OF_L3 = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 STEPS: dict[Phase, Step] = {"decode": Step("decode", 1, context=512), "prefill": Step("prefill", 512)}
 
@@ -84,7 +84,8 @@ def suited_plan(
 def _told(
     evaluator: ModelledEvaluator, best: _Candidate, timed: Sequence[tuple[float, _Candidate]], phase: Phase
 ) -> str:
-    """Modelled milliseconds of the best, and of one rank or as many as there may be on all cores."""
+    """A line for people: modelled milliseconds of the best plan, and of one rank or of as many as there may
+    be on all cores."""
     most = max(len(candidate.ranks) for _, candidate in timed)
     rivals = "".join(
         f"; {candidate.words} {_ms(_step_ns(evaluator, candidate, phase))}"
@@ -99,7 +100,7 @@ def _ms(ns: float) -> str:
 
 
 def _step_ns(evaluator: ModelledEvaluator, candidate: _Candidate, phase: Phase) -> float:
-    """Infinite for what cannot be run."""
+    """Modelled nanoseconds of a step on a candidate; infinite for one that cannot be run."""
     try:
         with evaluator.open(Configuration(candidate.ranks), phase) as timer:
             return timer(STEPS[phase])
@@ -139,7 +140,8 @@ def _on_nodes(machine: Machine, phase: Phase, most_ranks: int, of_kind: str) -> 
 def _of_nodes(
     machine: Machine, nodes: Sequence[tuple[int, ...]], n_cores: int | None, most_ranks: int, of_kind: str
 ) -> Iterator[_Candidate]:
-    """With all cores of each L3, or so many. of_kind: words for the cores of one kind; "": all there are."""
+    """A candidate with all cores of each L3, or with `n_cores` of each. of_kind: words for the cores of one
+    kind; "": all there are."""
     threads, n_all = default_thread_count(machine), len(nodes)
     fewer = of_kind + ("" if n_cores is None else f", {n_cores} of each L3's cores")
     for count in range(1, n_all + 1):
@@ -165,7 +167,7 @@ def _of_nodes(
 
 
 def _cores_of_l3(machine: Machine, phase: Phase) -> list[int | None]:
-    """All, then fewer; a prompt wants all."""
+    """The numbers of cores of each L3 to try: all, then, for decode, fewer."""
     if phase == "prefill":
         return [None]
     most = max(len(part) for part in _by_l3(machine, machine.allowed_pus))
@@ -179,7 +181,8 @@ def _some(machine: Machine, pus: tuple[int, ...], n_cores: int | None) -> tuple[
 
 
 def _by_l3(machine: Machine, pus: Sequence[int]) -> list[tuple[int, ...]]:
-    """The first PU of each core of these, by their L3; all in one where the machine names none."""
+    """The first PU of each core among `pus`, by the core's L3; all in one list where the machine names
+    none."""
     chosen = set(pus)
     cores = [own for core in machine.allowed_cores() if (own := [pu for pu in core if pu in chosen])]
     first = {core[0] for core in cores} or chosen

@@ -33,7 +33,8 @@ SAMPLE = 90
 """Requests of a sample without a stated size: as many as the Sandwich paper takes (section 8.1)."""
 
 DEFAULT_TRACE = "lognormal:220,1.1/160,0.8"
-"""Chat: short questions with a long tail, answers of some paragraphs. A stated choice, not a measurement."""
+"""The load that is assumed by default: chat, with short questions with a long tail and answers of some
+paragraphs. It is a stated choice, not a measurement."""
 
 
 def load_trace(text: str, count: int = SAMPLE, seed: int = 0) -> Trace:

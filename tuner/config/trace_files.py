@@ -78,7 +78,8 @@ def _opened(name: str) -> TextIO:
 
 
 Row: TypeAlias = tuple[int, "RequestLengths | None"]
-"""Its number in the file, from 1, and what it asks; None: nothing that can be served, left out."""
+"""A row of a file: its number, from 1, and its request; None: nothing that can be served, so it is left
+out."""
 
 
 def _rows(first: str, rest: TextIO, name: str) -> Iterator[Row]:
@@ -112,7 +113,7 @@ def _checked(rows: Iterator[Row], name: str) -> Trace:
 
 
 def _from_first(requests: Sequence[RequestLengths]) -> Trace:
-    """Arrivals counted from the earliest one."""
+    """The same requests, with arrivals counted from the earliest one."""
     arrivals = [request.arrival_s for request in requests if request.arrival_s is not None]
     if not arrivals:
         return tuple(requests)
@@ -124,7 +125,7 @@ def _from_first(requests: Sequence[RequestLengths]) -> Trace:
 
 
 def _lines(first: str | None, rest: TextIO, name: str) -> Iterator[tuple[int, str]]:
-    """Lines with their numbers in the file, blank ones left out."""
+    """The lines of a file with their numbers, blank ones left out."""
     if first is not None and first.strip():
         yield 1, first
     for number, line in enumerate(iter(lambda: rest.readline(MAX_ROW_CHARS + 1), ""), 2):
@@ -254,7 +255,7 @@ PAIRS = (("input_length", "output_length"), ("prompt_tokens", "output_tokens"))
 
 
 def _entry(entry: Any, where: str) -> RequestLengths | None:
-    """None where there is nothing to serve."""
+    """The request that an entry states; None where it has no prompt or no answer to serve."""
     if isinstance(entry, list) and len(entry) == 2:
         entry = dict(zip(PAIRS[-1], entry, strict=True))
     if not isinstance(entry, dict):

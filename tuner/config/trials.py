@@ -53,7 +53,7 @@ class Known:
     cost_ms: float | None
     """Milliseconds; an estimate where the trial was pruned. None: failed."""
     reason: str | None = None
-    """Why it failed, in one line."""
+    """The reason, in one line, why the configuration failed."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,10 @@ class Claim:
 
     key: str
     trial_id: int | None
-    """None: a draft."""
+    """The trial's number in the storage; None: a draft, which is stored when it is finished."""
     trial: FrozenTrial
-    """As the storage has it, but for its number: reading it there takes longer than a modelled step."""
+    """The trial as the storage has it, but for its number: reading it there takes longer than a modelled
+    step."""
 
 
 class Trials:
@@ -132,7 +133,7 @@ class Trials:
         return claim
 
     def draft(self, entry: TrialEntry) -> Claim:
-        """No other process sees it before it is finished."""
+        """Begin a trial that no other process sees before it is finished."""
         return Claim(entry.key, None, _running(entry))
 
     def _is_late(self, key: str) -> bool:
@@ -141,7 +142,7 @@ class Trials:
         return first is None or not _is_running(first) or first.user_attrs[_CLAIM] != _this_process()
 
     def report(self, claim: Claim, mean_ms: float, slice_number: int) -> bool:
-        """Keep the mean of the slices so far. Whether the study's pruner calls the trial hopeless."""
+        """Store the mean of the slices so far; True if the study's pruner calls the trial hopeless."""
         from optuna.exceptions import UpdateFinishedTrialError
 
         with clear_storage_errors(self._location_name):
@@ -154,13 +155,13 @@ class Trials:
                 return self._study.pruner.prune(self._study, claim.trial)
 
     def complete(self, claim: Claim, cost_ms: float) -> None:
-        """It was timed to the end."""
+        """Store the claimed configuration's cost: it was timed to the end."""
         from optuna.trial import TrialState
 
         self._end(claim, TrialState.COMPLETE, cost_ms)
 
     def prune(self, claim: Claim) -> None:
-        """It was stopped early. What the other slices would have cost is estimated."""
+        """Store that the claimed configuration was stopped early, with an estimate of its whole cost."""
         from optuna.trial import TrialState
 
         own = claim.trial.intermediate_values
@@ -168,13 +169,13 @@ class Trials:
         self._end(claim, TrialState.PRUNED, own[max(own)], {_ESTIMATE: _extrapolated_ms(own, complete)})
 
     def fail(self, claim: Claim, reason: str) -> None:
-        """It cannot run."""
+        """Store that the claimed configuration cannot run."""
         from optuna.trial import TrialState
 
         self._end(claim, TrialState.FAIL, None, {ERROR: reason})
 
     def give_back(self, claim: Claim) -> None:
-        """It was not timed after all, and may be claimed again."""
+        """Give a claim back: the configuration was not timed, and may be claimed again."""
         from optuna.trial import TrialState
 
         if claim.trial_id is not None:
@@ -247,7 +248,7 @@ class Trials:
             self._last_beat = (trial_id, now_s)
 
     def _all(self) -> list[FrozenTrial]:
-        """In the order of their numbers."""
+        """All trials of the study, in the order of their numbers."""
         with clear_storage_errors(self._location_name), only_reading():
             return self._storage.get_all_trials(self._study_id, deepcopy=False)
 
@@ -296,7 +297,7 @@ def _is_running(trial: FrozenTrial) -> bool:
 
 @lru_cache(maxsize=1)
 def _place() -> str:
-    """This boot and these process ids, not readable as either."""
+    """Marks of this boot and of this process's namespace of process ids, neither of them readable."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
     return hashlib.blake2b(f"{boot} {os.readlink('/proc/self/ns/pid')}".encode(), digest_size=8).hexdigest()
 
@@ -316,7 +317,7 @@ def _started(pid: int) -> str | None:
 
 
 def _is_gone(claim: str) -> bool:
-    """True if it was made here, by a process that is no more."""
+    """True if a process of this machine made the claim and has ended."""
     place, _, process = str(claim).partition(" ")
     pid, _, started = process.partition(" ")
     return place == _place() and pid.isdigit() and _started(int(pid)) != started

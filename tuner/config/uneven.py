@@ -23,7 +23,8 @@ from phasewise.tuner.plans import list_cores
 from phasewise.tuner.topotree import Configuration
 
 MOST_STEPS = 64
-"""From one configuration to a better one; each asks for a handful for each rank."""
+"""Most steps from one configuration to a better one; each asks for a handful of configurations for each
+rank."""
 
 Scored: TypeAlias = tuple[Configuration, float]
 Refining: TypeAlias = Generator[CandidateBatch, Sequence[float], tuple[Decision, ...]]
@@ -55,7 +56,7 @@ def _candidate(space: ConfigSpace, configuration: Configuration, rival: Configur
 
 
 def _words(configuration: Configuration, rival: Configuration) -> str:
-    """In which cores it differs from its rival."""
+    """The cores in which a configuration differs from its rival, in words."""
     own, others = _all(configuration), _all(rival)
     lost, gained = sorted(others - own), sorted(own - others)
     parts = [f"without {counted(len(lost), 'core')} {list_cores(lost)}"] if lost else []

@@ -45,20 +45,23 @@ from phasewise.tuner.config.space import ConfigSpace
 __all__ = ["Candidate", "CandidateBatch", "Decision", "PrunedTree", "Rules", "Stopped", "Walk", "walk"]
 
 SURVEYED_GENERATIONS = 2
-"""Groupings without a latent level, and by one."""
+"""Generations that belong to the survey: groupings without a latent level, and with one."""
 
 
 @dataclass(frozen=True)
 class CandidateBatch:
-    """Evaluate these, in any order. The answer is a cost for each, in this order; inf: it cannot run."""
+    """Configurations to evaluate, in any order.
+
+    The answer is a cost for each, in this order; inf: it cannot run.
+    """
 
     candidates: tuple[Candidate, ...]
     decisions: tuple[Decision, ...]
-    """Decisions since the last ask."""
+    """The decisions since the last batch."""
 
 
 Walk: TypeAlias = Generator[CandidateBatch, Sequence[float], tuple[Decision, ...]]
-"""Returns the last decisions."""
+"""Generator of batches; it is sent their costs, and returns the last decisions."""
 
 
 def walk(space: ConfigSpace, rules: Rules) -> Walk:

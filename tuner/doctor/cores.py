@@ -15,11 +15,11 @@ from phasewise.tuner.doctor.host import Host, whole_number
 CPU = "sys/devices/system/cpu"
 THREAD_VARIABLES = ("PHASEWISE_THREADS", "OMP_NUM_THREADS")
 CAPPED = 0.98
-"""A maximum below this share of what the CPU can do is a cap; less is rounding."""
+"""Share of the CPU's own maximum frequency below which a maximum counts as capped; less is rounding."""
 
 
 def siblings(host: Host) -> Iterator[Finding]:
-    """Two hardware threads of a core count as two CPUs."""
+    """Finds second hardware threads of cores that are counted as CPUs."""
     cores = host.cores()
     cpus = [cpu for core in cores for cpu in core]
     if len(cpus) == len(cores):
@@ -44,7 +44,7 @@ def siblings(host: Host) -> Iterator[Finding]:
 
 
 def governor(host: Host) -> Iterator[Finding]:
-    """A frequency governor that saves power."""
+    """Finds a frequency governor that saves power."""
     slow = _counted(host, "cpufreq/scaling_governor", lambda text: text != "performance")
     if slow:
         name, cpus = slow
@@ -59,7 +59,7 @@ def governor(host: Host) -> Iterator[Finding]:
 
 
 def preference(host: Host) -> Iterator[Finding]:
-    """An energy preference that leans to saving; the performance governor overrules it."""
+    """Finds an energy preference that leans to saving; the performance governor overrules it."""
     mild, slow = "balance_performance", ("balance_power", "power")
     commonest = _counted(
         host, "cpufreq/energy_performance_preference", lambda text: text in (mild, *slow) and bool(text)
@@ -81,7 +81,7 @@ def preference(host: Host) -> Iterator[Finding]:
 
 
 def boost(host: Host) -> Iterator[Finding]:
-    """Turbo switched off."""
+    """Finds turbo switched off."""
     for path, off, remedy in (
         (f"{CPU}/intel_pstate/no_turbo", "1", "echo 0"),
         (f"{CPU}/cpufreq/boost", "0", "echo 1"),
@@ -99,7 +99,7 @@ def boost(host: Host) -> Iterator[Finding]:
 
 
 def capped(host: Host) -> Iterator[Finding]:
-    """A maximum frequency below the CPU's own."""
+    """Finds a maximum frequency below the CPU's own."""
     low = []
     for cpu in host.allowed():
         folder = f"{CPU}/cpu{cpu}/cpufreq"
@@ -122,7 +122,7 @@ def capped(host: Host) -> Iterator[Finding]:
 
 
 def heat(host: Host) -> Iterator[Finding]:
-    """Cores that have throttled because they were hot."""
+    """Finds cores that have throttled because they were hot."""
     path = "thermal_throttle/core_throttle_count"
     counts = {cpu: host.number(f"{CPU}/cpu{cpu}/{path}") or 0 for cpu in host.allowed()}
     hot = {cpu: count for cpu, count in counts.items() if count}
@@ -139,7 +139,7 @@ def heat(host: Host) -> Iterator[Finding]:
 
 
 def _counted(host: Host, name: str, is_slow: Callable[[str], bool]) -> tuple[str, list[int]] | None:
-    """The commonest text among the allowed CPUs' files `name` that are slow, and whose it is."""
+    """The commonest text among the allowed CPUs' files `name` that are slow, and the CPUs that have it."""
     texts = {cpu: host.text(f"{CPU}/cpu{cpu}/{name}") for cpu in host.allowed()}
     slow = {cpu: text for cpu, text in texts.items() if text and is_slow(text)}
     if not slow:

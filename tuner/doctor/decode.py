@@ -15,7 +15,7 @@ from phasewise.tuner.doctor.finding import Finding, FindingEvidence, Severity
 from phasewise.tuner.doctor.host import NONE_TUNED
 
 NEAR_LIMIT = 0.7
-"""Share of the bandwidth from which nothing but more of it makes decoding much faster."""
+"""Share of the read bandwidth from which on only more bandwidth makes decoding much faster."""
 
 MUCH_STALLED = 0.5
 LINES_OF_SMALL_PAGES = 256
@@ -29,15 +29,16 @@ class PhaseFigures:
 
     tokens_per_s: float
     limit_share: float
-    """The limit is the peak multiply rate in prefill, the read bandwidth in decode."""
+    """Share of the phase's limit that it reached: of the peak multiply rate in prefill, of the read bandwidth
+    in decode."""
     instructions_per_cycle: float | None = None
     llc_misses_pki: float | None = None
     dtlb_misses_pki: float | None = None
-    """Misses per thousand instructions."""
+    """Misses of the data TLB per thousand instructions."""
     stalled_share: float | None = None
 
     def describe(self, limit: str) -> str:
-        """One line; what is not counted is left out."""
+        """The phase's figures in one line; what is not counted is left out."""
         parts = [f"{number(self.tokens_per_s, 3)} tokens/s, {percent(self.limit_share)} of the {limit}"]
         if self.instructions_per_cycle is not None:
             parts.append(f"{number(self.instructions_per_cycle, 3)} instructions a cycle")
@@ -61,12 +62,12 @@ class DecodeFigures:
     prefill: PhaseFigures
     decode: PhaseFigures
     bytes_per_s: float
-    """Weights, keys and values that decode reads."""
+    """Bytes of weights, keys and values that decode reads in a second."""
     read_limit_bytes_per_s: float
     absence: str | None
     """The reason why nothing is counted, in a line; None where something is."""
     products: ProductCounts = NONE_TUNED
-    """Products of the model, by what the database knows of them."""
+    """The model's products, with what the database knows of their schedules."""
 
     def describe(self) -> Iterator[str]:
         yield f"prefill: {self.prefill.describe('peak')}."

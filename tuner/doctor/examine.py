@@ -37,7 +37,7 @@ CHECKS: Mapping[str, Callable[[Host], Iterator[Finding]]] = {
     "untuned": software.untuned,
     "tuned-before-upgrade": software.set_aside,
 }
-"""By the id of the finding that each may give."""
+"""All checks, by the id of the finding that each may give."""
 
 
 def examine(host: Host) -> tuple[Finding, ...]:

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from phasewise.tuner.machine_limits import PieceReads
 
 MAX_FILE_BYTES = 1 << 20
-"""More than any file here holds; /proc/sys refuses a read of 4 MiB and more."""
+"""Most bytes that are read of a file: more than any file here holds; /proc/sys refuses a read of 4 MiB and
+more."""
 
 MAX_VALUE_CHARS = 160
 
@@ -47,7 +48,7 @@ class TunedCounts:
     shipped: ShippedCounts = NONE_SHIPPED
     """Schedules that the package brings for cores of this kind."""
     shipped_kinds: tuple[str, ...] = ()
-    """All kinds of machine that it brings some for."""
+    """Kinds of machine that the package brings schedules for, all together."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class BuildFacts:
 
     kernel_abis: tuple[str, ...]
     is_reference: bool | None
-    """None: a checkout does not know them."""
+    """True for kernels of the reference build; None: a checkout does not know its names."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class Host:
     tuned: TunedCounts | None = None
     build: BuildFacts | None = None
     conditions: Conditions | None = None
-    """Measured just now; None: only the sums since boot are known."""
+    """The load of the machine, measured just now; None: only the sums since boot are known."""
     piece_reads: PieceReads | None = None
     """Reads of pages of keys, measured just now; None: not measured."""
     refused_calls: Mapping[str, str] | None = None
@@ -90,16 +91,16 @@ class Host:
         return data.partition(b"\0")[0].decode("utf-8", "replace").strip()
 
     def number(self, path: str) -> int | None:
-        """A file that holds one whole number; None for anything else."""
+        """The whole number that a file holds; None for anything else."""
         return whole_number(self.text(path))
 
     def words(self, path: str) -> dict[str, str]:
-        """A file of `name value` or `name: value` lines."""
+        """The values of a file of `name value` or `name: value` lines, by name."""
         pairs = (line.replace(":", " ", 1).split(maxsplit=1) for line in (self.text(path) or "").splitlines())
         return {pair[0]: pair[1] for pair in pairs if len(pair) == 2}
 
     def seen(self, path: str, value: str | None = None) -> FindingEvidence:
-        """A file as evidence: its text, or the part of it that matters."""
+        """A file as evidence of a finding: its whole text, or the part of it that matters."""
         return FindingEvidence(f"/{path}", _shown(self.text(path) or "" if value is None else value))
 
     def cgroup(self, controller: str, name_v2: str, name_v1: str) -> Iterator[FindingEvidence]:

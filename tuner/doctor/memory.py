@@ -28,7 +28,7 @@ SIZES = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
 def huge_pages_denied(host: Host) -> Iterator[Finding]:
-    """Transparent huge pages switched off altogether."""
+    """Finds transparent huge pages switched off altogether."""
     if "[never]" in (host.text(THP) or ""):
         yield Finding(
             "huge-pages-off",
@@ -42,7 +42,7 @@ def huge_pages_denied(host: Host) -> Iterator[Finding]:
 
 
 def huge_pages_reserved(host: Host) -> Iterator[Finding]:
-    """Explicit huge pages that lie unused: memory lost to all else."""
+    """Finds explicit huge pages that lie unused: memory lost to all else."""
     words = host.words("proc/meminfo")
     free, size_kb, total_kb = (
         whole_number(words.get(name, "").split(" ")[0]) or 0
@@ -60,7 +60,7 @@ def huge_pages_reserved(host: Host) -> Iterator[Finding]:
 
 
 def balancing(host: Host) -> Iterator[Finding]:
-    """The kernel moves pages between NUMA nodes by itself."""
+    """Finds a kernel that moves pages between NUMA nodes by itself."""
     path = "proc/sys/kernel/numa_balancing"
     if _n_nodes(host) > 1 and (host.number(path) or 0) > 0:
         yield Finding(
@@ -76,7 +76,7 @@ def balancing(host: Host) -> Iterator[Finding]:
 
 
 def policy_denied(host: Host) -> Iterator[Finding]:
-    """Memory cannot be placed on a node; on one node that changes nothing."""
+    """Finds that memory cannot be placed on a node; on a machine of one node that changes nothing."""
     if _n_nodes(host) < 2:
         return
     if host.refused_calls is not None:
@@ -112,7 +112,7 @@ def _filtered(host: Host) -> tuple[FindingEvidence, ...]:
 
 
 def small_shm(host: Host) -> Iterator[Finding]:
-    """Shared memory as small as container runtimes make it."""
+    """Finds shared memory as small as container runtimes make it."""
     for line in (host.text("proc/self/mountinfo") or "").splitlines():
         head, _, tail = line.partition(" - ")
         fields, options = head.split(), tail.split()
@@ -134,7 +134,7 @@ def small_shm(host: Host) -> Iterator[Finding]:
 
 
 def limited(host: Host) -> Iterator[Finding]:
-    """A cgroup's memory limit below what the machine has."""
+    """Finds a cgroup's memory limit below what the machine has."""
     total = (whole_number(host.words("proc/meminfo").get("MemTotal", "").split(" ")[0]) or 0) << 10
     limits = [
         (size, seen)
@@ -158,7 +158,7 @@ def limited(host: Host) -> Iterator[Finding]:
 
 
 def memlock(host: Host) -> Iterator[Finding]:
-    """Little memory may be locked."""
+    """Finds a small limit of memory that may be locked."""
     for line in (host.text("proc/self/limits") or "").splitlines():
         if line.startswith("Max locked memory"):
             size = whole_number(line.removeprefix("Max locked memory").split()[0])
@@ -177,7 +177,7 @@ def memlock(host: Host) -> Iterator[Finding]:
 
 
 def overcommit(host: Host) -> Iterator[Finding]:
-    """The kernel promises no more memory than it has, and has promised most of it."""
+    """Finds a kernel that promises no more memory than it has, and has promised most of it."""
     path = "proc/sys/vm/overcommit_memory"
     words = host.words("proc/meminfo")
     limit, promised = (
@@ -198,6 +198,6 @@ def overcommit(host: Host) -> Iterator[Finding]:
 
 
 def _n_nodes(host: Host) -> int:
-    """NUMA nodes with CPUs that may be used."""
+    """The number of NUMA nodes with CPUs that may be used."""
     allowed = set(host.allowed())
     return sum(bool(allowed.intersection(node.cpus)) for node in host.machine.nodes(Kind.NUMA))

@@ -15,7 +15,7 @@ from phasewise.tuner.doctor.finding import Finding, FindingEvidence, Severity
 from phasewise.tuner.doctor.host import Host
 
 KERNELS = "cython_kernels/_native"
-"""A mapping that every process has which computes."""
+"""The library by whose mapping a computing process is known."""
 
 MUCH_STRAY = 0.1
 LEAST_BYTES = 64 << 20
@@ -48,7 +48,7 @@ class ProcessMemory:
         return sum(self.bytes_by_node.values())
 
     def describe(self) -> str:
-        """Its bytes by node and its local reads."""
+        """The process's bytes by node and its share of local reads, in words."""
         parts = [f"node {node} {format_memory(n)}" for node, n in sorted(self.bytes_by_node.items())]
         return f"{', '.join(parts)}; {percent(self.local_reads)} of its reads are local"
 
@@ -60,7 +60,7 @@ class ProcessMemory:
 
 
 def computing_processes(host: Host) -> Iterator[ProcessMemory]:
-    """Those of phasewise that can be looked at; none on a machine of one NUMA node."""
+    """The phasewise processes that can be looked at; none on a machine of one NUMA node."""
     nodes = {node.os_index or 0: frozenset(node.cpus) for node in host.machine.nodes(Kind.NUMA)}
     if len(nodes) < 2:
         return
@@ -94,7 +94,8 @@ def remote_memory(host: Host) -> Iterator[Finding]:
 
 
 def _bytes_by_node(maps: str) -> dict[int, int]:
-    """Without files that are not phasewise's own: libraries are shared by all that use them."""
+    """A process's bytes by NUMA node, without files that are not phasewise's own: other processes share
+    libraries."""
     by_node: Counter[int] = Counter()
     for line in maps.splitlines():
         name = next((word for word in line.split() if word.startswith("file=")), None)
@@ -107,7 +108,7 @@ def _bytes_by_node(maps: str) -> dict[int, int]:
 
 
 def _threads_by_node(host: Host, pid: str, nodes: Mapping[int, frozenset[int]]) -> dict[int, int]:
-    """The threads that may run on one CPU alone, counted."""
+    """The number of threads on each node, of those that may run on one CPU alone."""
     by_node: Counter[int] = Counter()
     for task in (host.root / "proc" / pid / "task").glob("[0-9]*"):
         allowed = host.words(f"proc/{pid}/task/{task.name}/status").get("Cpus_allowed_list", "")

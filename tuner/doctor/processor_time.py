@@ -17,11 +17,11 @@ MUCH_THROTTLED = 0.01
 """Share of the scheduler's periods that counts as much throttling."""
 
 SOME_PRESSURE = 5.0
-"""Percent of a minute in which something waited for a CPU."""
+"""Percent of a minute in which something waited for a CPU, from which on that is told."""
 
 
 def quota(host: Host) -> Iterator[Finding]:
-    """A cgroup quota of less time than the allowed cores have."""
+    """Finds a cgroup quota of less time than the allowed cores have."""
     limits = [(cpus, seen) for seen in _quota_files(host) if (cpus := _cpus_of(seen)) is not None]
     if not limits:
         return
@@ -41,7 +41,7 @@ def quota(host: Host) -> Iterator[Finding]:
 
 
 def throttled(host: Host) -> Iterator[Finding]:
-    """Periods in which the group was stopped because its quota was used up."""
+    """Finds periods in which the group was stopped because its quota was used up."""
     for seen in host.cgroup("cpu", "cpu.stat", "cpu.stat"):
         pairs = (line.split() for line in seen.value.splitlines())
         counts = {pair[0]: pair[1] for pair in pairs if len(pair) == 2}
@@ -61,7 +61,7 @@ def throttled(host: Host) -> Iterator[Finding]:
 
 
 def cpuset(host: Host) -> Iterator[Finding]:
-    """CPUs of the machine that this process may not use."""
+    """Finds CPUs of the machine that this process may not use."""
     allowed, online = host.allowed(), host.machine.tree.cpus
     barred = sorted(set(online).difference(allowed))
     if barred:
@@ -82,7 +82,7 @@ def cpuset(host: Host) -> Iterator[Finding]:
 
 
 def steal(host: Host) -> Iterator[Finding]:
-    """Time that the hypervisor gave to other guests."""
+    """Finds time that the hypervisor gave to other guests."""
     now = None if host.conditions is None else host.conditions.steal
     share, when = (host.steal_since_boot(), "since boot") if now is None else (now, "just now")
     if share is not None and share > SOME_STEAL:
@@ -97,7 +97,8 @@ def steal(host: Host) -> Iterator[Finding]:
 
 
 def neighbours(host: Host) -> Iterator[Finding]:
-    """Other processes on the same CPUs: watched where the host is this one, else the kernel's averages."""
+    """Finds other processes on the same CPUs: watched where the host is this one, else by the kernel's
+    averages."""
     shares = _watched(host) if host.conditions is not None else _averages(host)
     if shares is not None:
         yield Finding(
@@ -135,7 +136,8 @@ def _averages(host: Host) -> FindingEvidence | None:
 
 
 def _quota_files(host: Host) -> Iterator[FindingEvidence]:
-    """`quota period` in microseconds, both versions written as the second one writes them."""
+    """The texts of quota files as `quota period` in microseconds, those of cgroup v1 written as v2 writes
+    them."""
     yield from host.cgroup("cpu", "cpu.max", "cpu.max")
     periods = {
         seen.source.rpartition("/")[0]: seen.value

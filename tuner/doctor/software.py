@@ -18,7 +18,8 @@ PROMISED = (
     ("avx512", frozenset({"avx512f", "avx512bw", "avx512vl"})),
     ("avx2", frozenset({"avx2", "fma", "f16c"})),
 )
-"""Kernels, fastest first, and what /proc/cpuinfo lists where a CPU can run them."""
+"""Sets of kernels, fastest first, each with the flags of /proc/cpuinfo that a CPU lists if it can run
+them."""
 
 AMX_MODELS = {
     "143": "Sapphire Rapids",
@@ -30,13 +31,13 @@ AMX_MODELS = {
 
 AMX_KERNEL = (5, 16)
 OLDEST_KERNEL = (5, 3)
-"""pidfd_open, by which a rank's end is noticed; memfd_create came with 3.17."""
+"""The oldest kernel with pidfd_open, by which a rank's end is noticed; memfd_create came with 3.17."""
 
 OSRELEASE = "proc/sys/kernel/osrelease"
 
 
 def forced(host: Host) -> Iterator[Finding]:
-    """PHASEWISE_ISA names less than the machine runs."""
+    """Finds a PHASEWISE_ISA that names less than the machine runs."""
     isa = host.isa
     if isa is not None and isa.forced and isa.active != isa.usable[-1]:
         yield Finding(
@@ -50,7 +51,7 @@ def forced(host: Host) -> Iterator[Finding]:
 
 
 def unused(host: Host) -> Iterator[Finding]:
-    """The CPU lists an instruction set that the kernels cannot use here."""
+    """Finds an instruction set that the CPU lists and the kernels cannot use here."""
     promised = next((name for name, needs in PROMISED if needs <= host.machine.cpu.features), None)
     usable = host.isa.usable if host.isa is not None else _by_kernel(host)
     if promised is None or promised in usable:
@@ -74,7 +75,7 @@ def unused(host: Host) -> Iterator[Finding]:
 
 
 def hidden(host: Host) -> Iterator[Finding]:
-    """A virtual machine whose CPU model has more than the hypervisor shows."""
+    """Finds a virtual machine whose CPU model has more than the hypervisor shows."""
     cpu = host.machine.cpu
     name = AMX_MODELS.get(cpu.model or "") if (cpu.vendor, cpu.family) == ("GenuineIntel", "6") else None
     if name is not None and "amx_tile" not in cpu.features:
@@ -95,7 +96,7 @@ def hidden(host: Host) -> Iterator[Finding]:
 
 
 def old_kernel(host: Host) -> Iterator[Finding]:
-    """A kernel without calls that ranks need."""
+    """Finds a kernel without system calls that ranks need."""
     release = host.text(OSRELEASE)
     version = _version(release or "")
     refused = [
@@ -117,7 +118,7 @@ def old_kernel(host: Host) -> Iterator[Finding]:
 
 
 def untuned(host: Host) -> Iterator[Finding]:
-    """Nothing in the database was found on this kind of machine."""
+    """Finds that the database has no schedule from this kind of machine."""
     tuned = host.tuned
     if tuned is None or (tuned.service_plans and tuned.measurements):
         return
@@ -141,7 +142,7 @@ def untuned(host: Host) -> Iterator[Finding]:
 
 
 def set_aside(host: Host) -> Iterator[Finding]:
-    """Schedules that were in use before an upgrade wait to be timed again."""
+    """Finds schedules that were in use before an upgrade and wait to be timed again."""
     tuned = host.tuned
     if tuned is None or not tuned.products.set_aside:
         return

@@ -17,14 +17,14 @@ from random import Random
 
 WINDOW = 1024
 FEWEST = 64
-"""Answers before means are corrected."""
+"""Finished answers before means are corrected."""
 
 
 class RunningPrice:
     """The price to use now. Not for several threads at once."""
 
     def __init__(self, trained: Sequence[float], hold: float, window: int = WINDOW) -> None:
-        """trained: the prices that answers of training could pay. hold: the share of answers to hold."""
+        """Begin with the prices that answers of training could pay. hold: the share of answers to hold."""
         self._hold = hold
         self._window = window
         self._recent: deque[float] = deque(_some(trained, window))  # until as many real ones have ended
@@ -43,7 +43,8 @@ class RunningPrice:
 
 
 def _some(trained: Sequence[float], window: int) -> list[float]:
-    """As many as the window takes, evenly chosen, in an order that has nothing to do with their size."""
+    """As many of the prices as the window takes, evenly chosen, in an order that has nothing to do with their
+    size."""
     ordered = sorted(trained)
     n = min(window, len(ordered))
     evenly = [ordered[(2 * index + 1) * len(ordered) // (2 * n)] for index in range(n)]
@@ -52,8 +53,10 @@ def _some(trained: Sequence[float], window: int) -> list[float]:
 
 
 class RunningRatio:
-    """The factor for means by which the last answers' would have been right. Not for several threads
-    at once."""
+    """The factor for estimated means by which the means of the last answers would have been right.
+
+    Not for several threads at once.
+    """
 
     def __init__(self, window: int = WINDOW) -> None:
         self._window = window
@@ -63,7 +66,7 @@ class RunningRatio:
 
     @property
     def ratio(self) -> float:
-        """Between a quarter and four, since the worst that it may follow is a few odd answers."""
+        """The factor, between a quarter and four: the worst that it may follow is a few odd answers."""
         if len(self._recent) < FEWEST:
             return 1.0
         return min(4.0, max(0.25, self._became / self._expected))

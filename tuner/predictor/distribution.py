@@ -65,7 +65,7 @@ class LengthDistribution:
         return float(self.shares_within(np.array([output_tokens]))[0])
 
     def shares_within(self, output_tokens: npt.NDArray[Any]) -> Array:
-        """The same of each of several lengths."""
+        """P(length <= n) for each of several lengths, bins being even."""
         lengths = np.concatenate([[0.0], self.bounds])
         reached = np.interp(output_tokens, lengths, np.concatenate([[0.0], np.cumsum(self.shares[:-1])]))
         return np.where(output_tokens >= self.limit, 1.0, reached)

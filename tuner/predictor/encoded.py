@@ -80,21 +80,21 @@ class EncodedPredictor:
         return self.middle + float(kernel(features(facts)[None], self.points, self.width)[0] @ self.weights)
 
     def distribution(self, facts: PromptFacts, correction: float = 0.0) -> LengthDistribution:
-        """All that is thought of the answer's length. correction: is added to its logarithm."""
+        """The distribution of the answer's length. correction: is added to the logarithm of the length."""
         return _distribution(self.log_length(facts) + correction, self.residuals, facts.limit)
 
     def forecast(self, facts: PromptFacts, price: float) -> Forecast:
-        """price: of a token of room."""
+        """The forecast of the answer's length. price: of a token of room."""
         log_length = self.log_length(facts) + float(np.median(self.residuals))
         return Forecast.of(self.distribution(facts), log_length, facts.limit, price)
 
     def price(self, hold: float) -> float:
-        """At which estimates hold a share `hold` of answers like those of training."""
+        """The price at which estimates hold a share `hold` of answers like those of training."""
         return price_holding([*self.prices.tolist()], hold)
 
     @property
     def error_share(self) -> float:
-        """Its mean error on prompts that it had not seen, as a share of a constant's."""
+        """The predictor's mean error on prompts that it had not seen, as a share of a constant's."""
         return float(self.trained_on.get("error_share", 1.0))
 
     @property
@@ -113,7 +113,7 @@ class OnlineCorrection:
         self._recent: deque[tuple[Doubles, float]] = deque(maxlen=ONLINE_WINDOW)
 
     def of(self, facts: PromptFacts) -> float:
-        """To be added to the logarithm of a length."""
+        """The correction for a prompt, to be added to the logarithm of a length."""
         if not self._recent:
             return 0.0
         points = np.stack([point for point, _ in self._recent])
@@ -130,7 +130,7 @@ class OnlineCorrection:
 
 
 def features(facts: PromptFacts) -> Doubles:
-    """[d]: the vector and the prompt's length. PredictorError without a vector."""
+    """The features of a prompt, [d]: its vector and its length. PredictorError without a vector."""
     if facts.vector is None:
         raise PredictorError("a prompt without its encoder's vector")
     vector = np.asarray(facts.vector, np.float64) * VECTOR_SCALE
@@ -139,7 +139,7 @@ def features(facts: PromptFacts) -> Doubles:
 
 
 def kernel(points: Doubles | Floats, other: Doubles | Floats, width: float) -> Doubles:
-    """[n, m] for [n, d] and [m, d]."""
+    """The kernel's values [n, m] for points [n, d] and [m, d]."""
     a, b = points.astype(np.float64), other.astype(np.float64)
     squares = (a * a).sum(axis=1)[:, None] + (b * b).sum(axis=1)[None] - 2 * a @ b.T
     similarity: Doubles = np.exp(-width * np.maximum(squares, 0))
@@ -241,13 +241,14 @@ def _solve(x: Doubles, y: Doubles, width: float, ridge: float) -> Doubles:
 
 
 def _constant_error(tokens: Doubles, folds: npt.NDArray[np.int64]) -> float:
-    """Error of the median of the other folds."""
+    """Mean error in tokens of predicting, in each fold, the median of the other folds."""
     errors = [np.abs(np.median(tokens[folds != fold]) - tokens[folds == fold]) for fold in range(FOLDS)]
     return float(np.concatenate(errors).mean())
 
 
 def _distribution(log_length: float, residuals: Floats, limit: int) -> LengthDistribution:
-    """Between the lengths at the quantiles lie the shares between their levels."""
+    """The distribution around a predicted logarithm: between the lengths at the residuals' quantiles lie the
+    shares between their levels."""
     bounds = np.exp(np.clip(log_length + residuals.astype(np.float64), 0.0, 20.0))
     apart = np.maximum.accumulate(bounds + np.arange(len(bounds)) * 1e-6)
     shares = np.diff([0.0, *LEVELS, 1.0])

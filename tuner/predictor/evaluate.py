@@ -25,7 +25,7 @@ from phasewise.tuner.predictor.model import LengthPredictor
 
 Ints = npt.NDArray[np.int64]
 LearnBounds = Callable[[Sequence[int]], Sequence[int]]
-"""Bounds of buckets, ascending, from the realised lengths of late."""
+"""Learns the bounds of buckets, ascending, from the realised lengths of late."""
 
 S3_BUCKETS = 10
 REFRESH_EVERY = 64
@@ -68,7 +68,7 @@ class Score:
 
 
 def score(method: str, examples: Sequence[Example], given: Given) -> Score:
-    """The worth of a method's blocks."""
+    """The score of a method's blocks for these answers."""
     lengths, limits = _lengths(examples), np.array([example.facts.limit for example in examples])
     accuracy = float((lengths <= given.blocks).mean())
     return Score(
@@ -92,16 +92,17 @@ class FixedBuckets:
 
     @staticmethod
     def inner_bounds(longest: int) -> list[int]:
-        """All bounds but the last one."""
+        """All bounds of the buckets but the last one."""
         return [-(-longest * bucket // S3_BUCKETS) for bucket in range(1, S3_BUCKETS)]
 
     def give(self, examples: Sequence[Example], up: int = 0) -> Given:
-        """`up`: number of buckets above the likeliest one."""
+        """A block for each request: the bucket that is `up` buckets above the likeliest one."""
         likeliest = [int(self.classifier.distribution(example.facts).shares.argmax()) for example in examples]
         return _given(examples, np.array(likeliest) + up, [*self.inner_bounds(self.longest), self.longest])
 
     def give_within(self, examples: Sequence[Example], block_tokens: float) -> Given:
-        """All as many whole buckets larger as a mean block allows."""
+        """Buckets larger than the likeliest by one number for all requests, as many as a mean block of
+        `block_tokens` allows."""
         tried = [self.give(examples, up) for up in range(S3_BUCKETS)]
         return max(
             (given for given in tried if given.mean <= block_tokens),
@@ -111,7 +112,7 @@ class FixedBuckets:
 
 
 def constant(examples: Sequence[Example], block_tokens: float) -> Given:
-    """The same block for everybody."""
+    """A block of the same size for every request."""
     limits = np.array([example.facts.limit for example in examples])
     return Given(np.minimum(max(1, int(block_tokens)), limits))
 
@@ -224,8 +225,10 @@ class Decile:
 
 @dataclass(frozen=True)
 class Calibration:
-    """`coverage`: for each tenth of probability, the share of answers within that quantile of their
-    forecast."""
+    """The quality of forecasts.
+
+    `coverage`: for each tenth of probability, the share of answers within that quantile of their forecast.
+    """
 
     deciles: tuple[Decile, ...]
     coverage: tuple[float, ...]
@@ -254,7 +257,8 @@ def told(
     first_lengths: Sequence[int],
     seed: int = 0,
 ) -> Foretold:
-    """By a predictor that learnt from none of these answers. first_lengths: those it learnt from."""
+    """The forecasts of these answers by a predictor that learnt from none of them. first_lengths: those it
+    learnt from."""
     price = predictor.price(hold)
     forecasts = [predictor.forecast(example.facts, price) for example in examples]
     room = np.array([forecast.room_tokens for forecast in forecasts])
@@ -270,7 +274,7 @@ def told(
 
 
 def calibration(parts: Sequence[Foretold]) -> Calibration:
-    """Calibration: the error of uncertain forecasts, and whether shares are what they say."""
+    """The error of uncertain forecasts, and the true shares of answers beside those that forecasts state."""
     unsure, held, room, error, constant_error, reached = map(np.concatenate, zip(*parts, strict=True))
     deciles = [
         Decile(*(float(x[part].mean()) for x in (unsure, held, room, error)))

@@ -12,12 +12,15 @@ import numpy as np
 import numpy.typing as npt
 
 MAX_ANSWER_TOKENS = 1 << 20
-"""An answer without a limit is taken to have this one."""
+"""Tokens that an answer without a limit is taken to be limited to."""
 
 
 class PromptFacts(NamedTuple):
-    """`n_messages`: of the conversation; 1 for a completion. `system_prompt_id`: the same for the same system
-    prompt; None where there is none. `max_tokens`: None where only the context limits the answer."""
+    """The facts of a request before it is answered. `n_messages`: of the conversation; 1 for a completion.
+
+    `system_prompt_id`: the same for the same system prompt; None where there is none. `max_tokens`: None
+    where only the context limits the answer.
+    """
 
     token_ids: Sequence[int]
     temperature: float = 0.0
@@ -45,17 +48,16 @@ class Example:
 
     @cached_property
     def prompt_key(self) -> bytes:
-        """The same for the same prompt, whatever else was asked of it."""
+        """A key that is the same for the same prompt, whatever else was asked of it."""
         return hashlib.blake2b(
             np.asarray(self.facts.token_ids, dtype="<i8").tobytes(), digest_size=16
         ).digest()
 
 
 def held_out(examples: Sequence[Example], share: float, seed: int) -> tuple[list[Example], list[Example]]:
-    """(kept, held out): about `share` of the prompts, chosen by the prompt alone, are in the second list.
-
-    So no prompt is ever in both, however often it was asked, and a prompt stays where it is as a log grows.
-    """
+    """The examples kept and those held out: about `share` of the prompts, chosen by the prompt alone, are in
+    the second list. So no prompt is ever in both, however often it was asked, and a prompt stays where it is
+    as a log grows."""
     kept: list[Example] = []
     out: list[Example] = []
     for example in examples:
@@ -66,7 +68,8 @@ def held_out(examples: Sequence[Example], share: float, seed: int) -> tuple[list
 def part_of_folds(
     examples: Sequence[Example], fold: int, folds: int, seed: int
 ) -> tuple[list[Example], list[Example]]:
-    """(all others, those of `fold`): a prompt is in one part of `folds`, chosen by it alone."""
+    """The examples outside and inside a fold: a prompt is in one of `folds` parts, chosen by the prompt
+    alone."""
     kept: list[Example] = []
     out: list[Example] = []
     for example in examples:
@@ -75,7 +78,8 @@ def part_of_folds(
 
 
 def place_of(example: Example, seed: int, purpose: bytes) -> float:
-    """From 0 to below 1, evenly over prompts, the same for the same prompt; another for another purpose."""
+    """A number from 0 to below 1, even over prompts, the same for the same prompt; another for another
+    purpose."""
     salt = seed.to_bytes(8, "little")
     drawn = hashlib.blake2b(example.prompt_key, digest_size=6, salt=salt, person=purpose).digest()
     return int.from_bytes(drawn, "little") / (1 << 48)

@@ -75,7 +75,8 @@ def bag_of(facts: PromptFacts, rarity: Floats) -> Bag:
 
 
 def learn_rarity(prompts: Sequence[PromptFacts]) -> Floats:
-    """log((N + 1) / (prompts with the piece + 1)) for each row, bounded: 0 where every prompt has it."""
+    """The rarity of each row's pieces: log((N + 1) / (prompts with the piece + 1)), bounded; 0 where every
+    prompt has it."""
     plain = _rarity(prompts, np.zeros(N_ROWS, np.float32))
     return _rarity(prompts, plain)  # the second time the first and last telling tokens are known
 
@@ -114,7 +115,7 @@ def _read(token_ids: Sequence[int]) -> npt.NDArray[np.uint64]:
 
 
 def _numbered(tokens: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Tokens with their places, as one number each."""
+    """Each token with its place, as one number."""
     return np.array(
         [token * EDGE_TOKENS + place for place, token in enumerate(tokens.tolist())], dtype=np.uint64
     )
@@ -126,7 +127,7 @@ def _rows(region: int, numbers: npt.NDArray[np.uint64]) -> Ints:
 
 
 def _text_number(text: str) -> int:
-    """FNV-1a, 64 bits."""
+    """A hash of the text: FNV-1a, 64 bits."""
     number = 0xCBF29CE484222325
     for byte in text.encode("utf-8", "surrogatepass")[:256]:
         number = (number ^ byte) * 0x100000001B3 % (1 << 64)

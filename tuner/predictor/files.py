@@ -42,7 +42,7 @@ def default_file(model_name: str) -> Path:
 
 
 def save_predictor(predictor: AnyPredictor, path: Path) -> None:
-    """The whole file or none of it; the same predictor gives the same bytes."""
+    """Write the predictor to a file, whole or not at all; the same predictor gives the same bytes."""
     about: dict[str, Any] = {
         "kind": KIND,
         "schema_version": SCHEMA_VERSION,
@@ -64,7 +64,7 @@ def save_predictor(predictor: AnyPredictor, path: Path) -> None:
 
 
 def load_predictor(path: str | os.PathLike[str]) -> AnyPredictor:
-    """PredictorError, one line, for whatever is no predictor of ours."""
+    """The predictor in a file. PredictorError, one line, for whatever is no predictor of ours."""
     try:
         there = os.stat(path)
         if not stat.S_ISREG(there.st_mode):
@@ -91,11 +91,11 @@ def load_predictor(path: str | os.PathLike[str]) -> AnyPredictor:
 
 
 class _Unfit(Exception):
-    """The fault of a file, to follow its name."""
+    """Raised with the fault of a file, in words that follow its name."""
 
 
 def _file_of(arrays: Mapping[str, npt.NDArray[np.float32]], metadata: Mapping[str, str]) -> bytes:
-    """A safetensors file of float32."""
+    """The bytes of a safetensors file of float32 arrays."""
     table: dict[str, Any] = {TABLES_METADATA: dict(metadata)}
     offset = 0
     for name, array in arrays.items():

@@ -16,10 +16,10 @@ MOST_READ = 4096
 
 
 class LiveEstimator:
-    """Estimates, and learns. For any threads.
+    """An estimator that also learns from finished answers.
 
-    read: gives the facts of a prompt their encoder's vector, for a predictor that needs it; it is called by
-    the thread that asks for an estimate.
+    For any threads. read: gives the facts of a prompt their encoder's vector, for a predictor that needs it;
+    it is called by the thread that asks for an estimate.
     """
 
     def __init__(
@@ -28,7 +28,8 @@ class LiveEstimator:
         hold: float | None = None,
         read: Callable[[PromptFacts], PromptFacts] | None = None,
     ) -> None:
-        """hold: estimates are to hold that share of answers; None: they are means."""
+        """Begin with a trained predictor. hold: estimates are to hold that share of answers; None: they are
+        means."""
         self.predictor = predictor
         self._running = None if hold is None else RunningPrice(predictor.prices.tolist(), hold)
         self._ratio = RunningRatio()
@@ -38,7 +39,7 @@ class LiveEstimator:
         self._lock = Lock()
 
     def __call__(self, facts: PromptFacts) -> tuple[float, float]:
-        """(length of the answer, uncertainty)"""
+        """The estimated length of the answer, and its uncertainty."""
         own = self._with_vector(facts)
         with self._lock:
             thought = self._thought(own)
@@ -68,7 +69,8 @@ class LiveEstimator:
         return self.predictor.distribution(facts)
 
     def _with_vector(self, facts: PromptFacts) -> PromptFacts:
-        """Read once: what is asked when a request comes is told again when its answer has ended."""
+        """The facts with their encoder's vector, which is read once: facts that were asked about are observed
+        again when their answer has ended."""
         if self._read is None or facts.vector is not None:
             return facts
         with self._lock:

@@ -29,7 +29,7 @@ from phasewise.tuner.predictor.facts import MAX_ANSWER_TOKENS, Example, PromptFa
 MAX_LINE_CHARS = 16 << 20
 MAX_LINES = 2_000_000
 MAX_CHARS = 256 << 20
-"""In all lines together, unpacked: what they become in memory is ten times that at most."""
+"""Most characters of all lines together, unpacked: what they become in memory is ten times that at most."""
 MAX_TOKEN_ID = 1 << 31
 
 Encode = Callable[[str, str | None], Sequence[int]]
@@ -37,7 +37,7 @@ Encode = Callable[[str, str | None], Sequence[int]]
 
 
 class Log(NamedTuple):
-    """`model_names`: whose answers they are, as far as the lines say."""
+    """The answers that a log states. `model_names`: whose answers they are, as far as the lines say."""
 
     examples: list[Example]
     model_names: frozenset[str]
@@ -63,7 +63,8 @@ def read_log(path: str | os.PathLike[str], encode: Encode | None = None) -> Log:
 
 
 def lines_of(path: str | os.PathLike[str]) -> Iterator[tuple[int, str]]:
-    """Lines with their numbers, blank ones left out; a name that ends in .xz is unpacked on the way."""
+    """The lines of a log with their numbers, blank ones left out; a file whose name ends in .xz is unpacked
+    on the way."""
     name = os.fspath(path)
     try:
         with _opened(Path(path)) as file:
@@ -107,7 +108,7 @@ def _row(line: str) -> dict[str, Any]:
 
 
 def _example(row: dict[str, Any], encode: Encode | None) -> Example | None:
-    """None for an answer that was broken off: it has no length."""
+    """The example that a line states; None for an answer that was broken off: it has no length."""
     output_tokens = _whole(row, "output_tokens", 0, MAX_ANSWER_TOKENS)
     if not output_tokens or row.get("finish_reason", "stop") not in ("stop", "length"):
         return None

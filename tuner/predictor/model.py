@@ -20,7 +20,7 @@ from phasewise.tuner.predictor.network import Outputs, Params, judge, softmax
 Floats = npt.NDArray[np.float32]
 
 FARTHEST = 3.0
-"""Standard deviations: a figure beyond what training saw counts as this far away."""
+"""Standard deviations that count at most: a figure farther from what training saw counts as this far away."""
 
 
 class Scaling(NamedTuple):
@@ -48,16 +48,16 @@ class Forecast(NamedTuple):
     """The forecast of an answer; all lengths within the request's max_tokens."""
 
     room_tokens: int
-    """Is to hold as many answers as was asked for."""
+    """Tokens of room that hold as many answers as was asked for."""
     mean_tokens: float
     likely_tokens: int
-    """The length head's: a robust guess, seldom far off by a factor."""
+    """The length that the length head foretells: a robust guess, seldom far off by a factor."""
     uncertainty: float
-    """0: sure; 1: no idea."""
+    """Uncertainty of the forecast, from 0 (sure) to 1 (no idea)."""
 
     @classmethod
     def of(cls, thought: LengthDistribution, log_length: float, limit: int, price: float) -> Forecast:
-        """log_length: of the likeliest length. price: of a token of room."""
+        """The forecast of a distribution. log_length: of the likeliest length. price: of a token of room."""
         likely = round(min(max(math.exp(min(20.0, log_length)), 1), limit))
         return cls(max(1, thought.room(price)), thought.mean, likely, thought.uncertainty)
 
@@ -80,17 +80,20 @@ class LengthPredictor:
     trained_on: Mapping[str, float] = field(default_factory=dict)
 
     def distribution(self, facts: PromptFacts) -> LengthDistribution:
-        """All that is thought of the answer's length."""
+        """The distribution of the answer's length."""
         return self._read(self._run(facts), facts)
 
     def forecast(self, facts: PromptFacts, price: float) -> Forecast:
-        """price: of a token of room, e.g. `price_holding(self.prices, 0.99)`."""
+        """The forecast of the answer's length. price: of a token of room, e.g.
+
+        `price_holding(self.prices, 0.99)`.
+        """
         outputs = self._run(facts)
         log_length = float(np.mean([out.log_lengths[0] for out in outputs]))
         return Forecast.of(self._read(outputs, facts), log_length, facts.limit, price)
 
     def price(self, hold: float) -> float:
-        """At which estimates hold a share `hold` of answers like those of training."""
+        """The price at which estimates hold a share `hold` of answers like those of training."""
         return price_holding([*self.prices.tolist()], hold)
 
     def _run(self, facts: PromptFacts) -> list[Outputs]:

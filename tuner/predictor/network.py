@@ -20,7 +20,7 @@ import numpy.typing as npt
 Array = npt.NDArray[np.floating[Any]]
 Ints = npt.NDArray[np.int64]
 Gradient = Mapping[str, tuple[Ints | slice, Array]]
-"""By name: which rows of the weights have one, and it. The other rows' is 0."""
+"""The gradient of each weight by name: the rows that have one, and it. The other rows' is 0."""
 
 HUBER = 0.5
 """Errors of the log length beyond this count linearly."""
@@ -57,7 +57,7 @@ class FeatureBatch:
 
     @property
     def owners(self) -> Ints:
-        """Whose each row is."""
+        """The sample that each row of the bags belongs to."""
         return np.repeat(np.arange(len(self.figures)), np.diff(self.starts))
 
 
@@ -94,14 +94,14 @@ def judge(params: Params, pooled: Array, figures: Array) -> Outputs:
 
 
 def softmax(scores: Array) -> Array:
-    """Along the last axis."""
+    """The probabilities of scores, along the last axis."""
     grown = np.exp(scores - scores.max(axis=-1, keepdims=True))
     shares: Array = grown / grown.sum(axis=-1, keepdims=True)
     return shares
 
 
 def loss_and_gradient(params: Params, batch: FeatureBatch, targets: Targets) -> tuple[float, Gradient]:
-    """The mean loss, and its gradient."""
+    """The mean loss of a batch, and its gradient by the weights."""
     out = forward(params, batch)
     n = len(out.scores)
     bins_loss, by_scores = _bins_loss(out.scores, targets)
@@ -154,7 +154,7 @@ def _segment_sums(values: Array, starts: Ints) -> Array:
 
 
 def _by_row(rows: Ints, gradients: Array) -> tuple[Ints, Array]:
-    """Each row once, with the sum of what it got; in one order, so that sums have one result."""
+    """Each row once, with the sum of its gradients; summed in one order, so that sums have one result."""
     order = np.argsort(rows, kind="stable")
     ordered = rows[order]
     firsts = np.flatnonzero(np.diff(ordered, prepend=-1))

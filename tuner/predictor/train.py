@@ -124,7 +124,7 @@ def _bin_bounds(examples: Sequence[Example], n_bins: int) -> Floats:
 
 
 def _thinned(prices: Sequence[float]) -> Floats:
-    """In order, every k-th of them where they are many."""
+    """The prices in order; every k-th of them where they are many."""
     ordered = np.sort(np.array(prices, np.float32))
     return ordered[:: -(-len(ordered) // MOST_PRICES)]
 
@@ -153,7 +153,7 @@ class _Samples:
         return len(self.targets.bins)
 
     def pick(self, chosen: npt.NDArray[np.int64], kept: npt.NDArray[np.bool_] | None = None) -> _Samples:
-        """Some samples; of their pieces only those `kept`."""
+        """Some of the samples; of their pieces only those `kept`."""
         whole = self.batch
         lengths = np.diff(whole.starts)[chosen]
         firsts = np.cumsum(lengths) - lengths
@@ -224,7 +224,7 @@ class _Adam:
         self._n_steps = 0
 
     def step(self, samples: _Samples) -> float:
-        """One step downhill; the loss before it."""
+        """Take one step downhill; returns the loss before it."""
         self._n_steps += 1
         loss, gradient = loss_and_gradient(Params(**self._now), samples.batch, samples.targets)
         for name, (rows, by) in gradient.items():
@@ -232,7 +232,7 @@ class _Adam:
         return loss
 
     def params(self) -> Params:
-        """As they are now, to keep."""
+        """The present weights, as a copy to keep."""
         return Params(**{name: array.copy() for name, array in self._now.items()})
 
     def _move(self, name: str, rows: Any, by: npt.NDArray[Any]) -> None:

@@ -22,7 +22,7 @@ Matrix = npt.NDArray[np.float64]
 """Symmetric, of pairs; NaN where a pair was not measured, and on the diagonal."""
 
 Partition = tuple[tuple[int, ...], ...]
-"""Every index once; clusters ascend, and so do those inside them."""
+"""A division of indices into clusters: every index once; clusters ascend, and so do the indices in them."""
 
 MOST_ALONE = 0.1
 """Share of CPUs that a level may leave alone: disturbed ones, not structure."""
@@ -38,7 +38,7 @@ class DistanceLevel:
 
 
 def cluster_levels(distances: Matrix, gap: float, quantile: float = 0.5) -> tuple[DistanceLevel, ...]:
-    """All levels, the finest first. Empty where nothing stands out.
+    """The levels at which CPUs cluster, the finest first. Empty where nothing stands out.
 
     `quantile`: below one half where disturbances only add to a distance.
     """

@@ -9,18 +9,18 @@ from phasewise.topology import Machine
 from phasewise.tuner.config.rates import CoreShare
 
 Measure = Callable[[Sequence[int]], MemberRates]
-"""The rates of some PUs while all of them work."""
+"""Measures the rates of some PUs while all of them work."""
 
 
 SLOW = 0.75
 """Share of the median pace of its kind: a core below it in all of ROUNDS has a neighbour, or is throttled."""
 ROUNDS = 3
 LEAST_CORES = 3
-"""With fewer of a kind it cannot be said which one is slow."""
+"""Cores of a kind that are needed to say which one is slow."""
 
 
 def slow_pus(machine: Machine, measure: Measure = rates_of_pus) -> tuple[int, ...]:
-    """PUs that are slower than others of their kind whenever one looks, the slowest first."""
+    """PUs that are slower than others of their kind in each of ROUNDS measurements, the slowest first."""
     firsts, kinds = _firsts_by_kind(machine)
     if max(kinds.count(kind) for kind in kinds) < LEAST_CORES:
         return ()
@@ -35,7 +35,8 @@ def slow_pus(machine: Machine, measure: Measure = rates_of_pus) -> tuple[int, ..
 
 
 def measured_shares(machine: Machine, measure: Measure = rates_of_pus) -> dict[int, CoreShare]:
-    """The shares of all allowed PUs of a machine with cores of several kinds; of a kind all have the same."""
+    """The share of each allowed PU of a machine with cores of several kinds; PUs of one kind have the same
+    share."""
     firsts, kinds = _firsts_by_kind(machine)
     if len(set(kinds)) < 2:
         return {}

@@ -24,13 +24,16 @@ LATENCY_GAP = 1.25
 """Ratio of latencies from which on two scales are told apart: twice what a quiet pair scatters."""
 
 LATENCY_QUANTILE = 0.25
-"""Whatever disturbs a line on its way makes it later, never earlier."""
+"""Quantile of latencies that stands for two clusters: low, since a disturbance makes a cache line later,
+never earlier."""
 
 LOST_GAP = 0.1
-"""The same of the share of bandwidth that two readers take from each other."""
+"""Difference from which on two scales are told apart in the share of bandwidth that two readers take from
+each other."""
 
 LEAST_COMPARED = 2 / 3
-"""Least share of the best known PU's comparisons that a PU needs; with fewer it would look alone."""
+"""Least share of the comparisons of the PU with most of them that a PU needs; with fewer it would look
+alone."""
 
 LEAST_AGREEMENT = 0.9
 """Least share of pairs, together in a cluster or a group, that are in both: 1 core in 20 may be misjudged.
@@ -49,7 +52,7 @@ class LevelEvidence:
 
     @property
     def contrast(self) -> float:
-        """The distance of both sides, in gaps of their rule: 1 is just enough."""
+        """The distance between inside and outside, in gaps of the rule: 1 is just enough."""
         if self.source == "latency":
             return math.log(self.between / self.within) / math.log(LATENCY_GAP)
         return (self.within - self.between) / LOST_GAP
@@ -114,7 +117,7 @@ def interference_levels(
 
 
 def _compared(pus: Sequence[int], matrix: Matrix) -> tuple[list[int], Matrix]:
-    """Without the PUs that the time did not suffice for, next to those that were compared most."""
+    """The PUs that were compared often enough beside those compared most, and their part of the matrix."""
     compared = (~np.isnan(matrix)).sum(axis=1)
     measured = np.flatnonzero((compared > 0) & (compared >= LEAST_COMPARED * compared.max(initial=0)))
     return [pus[int(place)] for place in measured], matrix[np.ix_(measured, measured)]

@@ -34,12 +34,11 @@ LATENCY_UNTIL, CACHE_UNTIL, MEMORY_UNTIL = 0.4, 0.65, 0.95
 """Shares of the time after which each measurement ends; what one leaves over, the next one has."""
 
 LATENCY_PASSES, READ_PASSES = 8, 5
-"""The number of times that the pairs are gone through where there is time; a pair's number is the median, or
-the least.
-"""
+"""Most passes over all pairs, of latencies and of reads; a pair's number is the least of its latencies, the
+median of its reads."""
 
 MAX_READERS = 32
-"""Cores compared by bandwidth: a part of a node, whose like the others are (A.1)."""
+"""Most cores that are compared by bandwidth: a part of a node, whose like the others are (A.1)."""
 
 SMALLEST_STREAM_BYTES, LEAST_STREAM_BYTES, MOST_STREAM_BYTES = 16 * MIB, 64 * MIB, 512 * MIB
 MOST_CACHED_BYTES = 32 * MIB
@@ -47,10 +46,11 @@ MEMORY_SHARE = 0.25
 """Share of the free memory that all buffers together may take."""
 
 TOUCHED_BYTES_PER_S, TOUCH_SHARE = 2 << 30, 0.05
-"""Slowest rate at which fresh memory is got; the budget allows for it."""
+"""Slowest rate at which fresh memory is got, and the share of the budget that getting it may take."""
 
 STREAM_S, LEAST_CACHED_S, CACHED_S_PER_BYTE = 0.010, 0.005, 1e-9
-"""The duration of one reading; a cached buffer is to be read ten times or so."""
+"""Seconds of one reading: of a stream, and of a cached buffer at least and for each byte, so that it is read
+ten times or so."""
 
 MAX_SIBLINGS = 4
 SEED = 0
@@ -86,8 +86,9 @@ def probe(
     report: Report = lambda line: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Probe:
-    """Measure, cluster, propose. Ends soon after `budget_s`; with fewer than two cores there is nothing to
-    do.
+    """Measure a machine, cluster its cores and propose groups.
+
+    Ends soon after `budget_s`; with fewer than two cores there is nothing to do.
     """
     began = clock()
     tree = fundamental(machine).tree
@@ -161,7 +162,7 @@ def _fill_latencies(
 
 
 def _siblings_ns(machine: Machine, instruments: Instruments) -> float | None:
-    """Between two PUs of one core, the median over a few cores; None without SMT."""
+    """Nanoseconds between two PUs of one core, the median over a few cores; None without SMT."""
     cores = [core for core in machine.allowed_cores() if len(core) > 1][:MAX_SIBLINGS]
     medians = [median(rounds) for core in cores if (rounds := instruments.one_way_ns(core[0], core[1]))]
     return median(medians) if medians else None
@@ -179,7 +180,8 @@ class _Buffers:
 
 
 def _buffers(machine: Machine, pus: Sequence[int], budget_s: float) -> list[_Buffers]:
-    """Cached reads where the machine says how large its caches are; streams where there is room for more."""
+    """The experiments to make: cached reads where the machine says how large its caches are; streams where
+    there is room for them."""
     readers = tuple(pus[place] for place in _by_node(machine, pus)[0][:MAX_READERS])
     if len(readers) < 2:
         return []
@@ -210,7 +212,8 @@ def _free_bytes(meminfo: Path) -> int:
 
 
 def _interference(buffers: _Buffers, instruments: Instruments, is_over: Deadline) -> Interference:
-    """Each pair reads alone, together, alone: what both lose to each other, free of slow changes of pace."""
+    """The losses of each pair: one reads alone, both together, the other alone, so that slow changes of pace
+    cancel out."""
     pus, n = buffers.pus, len(buffers.pus)
     lost: dict[Pair, list[float]] = defaultdict(list)
     alone: dict[int, list[float]] = defaultdict(list)

@@ -11,11 +11,14 @@ ROUNDS, TRIPS = 15, 50
 """A round of 50 trips takes 5 to 20 µs, long against the clock; the median of 15 forgets an interrupt."""
 
 PATIENCE_S = 0.05
-"""For a pair: a thousand times what it needs. A host that gives less has no number for it."""
+"""Seconds that a pair may take: a thousand times what it needs.
+
+A host that gives less has no number for it.
+"""
 
 
 class NativeInstruments:
-    """See `tuner.probe.measure.Instruments`."""
+    """The instruments of this machine; for their contract see `tuner.probe.measure.Instruments`."""
 
     def one_way_ns(self, first: int, second: int) -> Sequence[float]:
         team = Team((first, second), idle_spin_us=0)

@@ -38,18 +38,17 @@ class Interference:
 
 @dataclass(frozen=True)
 class Probe:
-    """One PU of each core, in the order of rows and columns; what its pairs showed; what is worth trying
-    first.
-    """
+    """The result of a probe: one PU of each core in the order of rows and columns, their pairs' figures, and
+    the groups to try first."""
 
     pus: tuple[int, ...]
     latency_ns: Matrix
     siblings_ns: float | None
-    """Between two PUs of one core; None without SMT."""
+    """Nanoseconds between two PUs of one core; None without SMT."""
     interference: Mapping[Source, Interference]
     levels: tuple[ClusterLevel, ...]
     groups: tuple[GroupHint, ...]
-    """Best first."""
+    """The groups that are worth trying first, the best first."""
     conditions: Mapping[str, float]
     elapsed_s: float
     budget_s: float
@@ -63,7 +62,7 @@ class Probe:
         return _pairs_known(self.latency_ns)
 
     def fields(self) -> dict[str, Any]:
-        """As JSON values. What was not measured is null."""
+        """The probe as JSON values; null where nothing was measured."""
         return {
             "pus": list(self.pus),
             "pairs": self.pairs,
@@ -159,6 +158,6 @@ def _rows(matrix: Matrix) -> list[list[float | None]]:
 
 
 def _pairs_known(matrix: Matrix) -> int:
-    """Both directions of a pair are measured together."""
+    """The number of pairs that were measured; both directions of a pair are measured together."""
     n = len(matrix)
     return sum(not math.isnan(matrix[i, j]) for i in range(n) for j in range(i + 1, n))

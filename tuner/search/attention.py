@@ -15,7 +15,7 @@ from phasewise.tuner.search.options import SearchOptions
 from phasewise.tuner.search.protocol import GroupSearch, TimingBatch, fastest
 
 CHUNK = 128
-"""Positions that attention takes at least (PW_CHUNK)."""
+"""Fewest positions of a piece of attention (PW_CHUNK)."""
 
 PIECE_CHUNKS = (1, 2, 4, 8, 16)
 PIECE_ROWS = (12, 24, 48, 96)
@@ -28,7 +28,7 @@ def attention_grid(max_m: int) -> tuple[int, ...]:
 
 
 def candidates(default: Schedule, m: int) -> Iterator[Schedule]:
-    """The default first, then all others."""
+    """The schedules to time: the default first, then all others."""
     yield default
     if m == 1:
         others = [replace(default, block_k=chunks * CHUNK) for chunks in PIECE_CHUNKS]

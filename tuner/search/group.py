@@ -57,10 +57,11 @@ from phasewise.tuner.search.space import (
 )
 
 PROBED_KERNELS = 4
-"""Besides the default: with fewer, an arithmetic would win by the luck of its schedules."""
+"""Schedules of each arithmetic that are probed besides the default: with fewer, an arithmetic would win by
+luck."""
 
 _Products: TypeAlias = Generator[tuple[int, list[Schedule]], list[Sample], T]
-"""Batches for one m after another."""
+"""Searches one product after another, m by m."""
 
 
 @dataclass(frozen=True)
@@ -72,17 +73,20 @@ class Group:
     k: int
     threads: int
     arithmetics: tuple[Arithmetic, ...]
-    """The default one first. All of one accuracy class: the search looks at speed alone."""
+    """The ways of computing the weight, the default one first.
+
+    All are of one accuracy class: the search looks at speed alone.
+    """
     kernels: Mapping[str, tuple[MicroKernel, ...]]
     """The micro-kernels that exist, by compute path."""
     caches: Caches
     weight_bits: int
     default: Callable[[int], Schedule]
-    """The engine's own schedule for some rows; of its arithmetic only the group's is used."""
+    """Gives the engine's own schedule for a number of rows; of its arithmetic only the group's is used."""
     family: str = "gemm"
 
     def space(self, m: int, arithmetic: Arithmetic) -> ScheduleSpace:
-        """The product of m rows, with every kernel worth a thought."""
+        """The schedules of the product of m rows, with every kernel that may be fast for it."""
         return ScheduleSpace(
             problem=Problem(self.family, self.format, self.n, self.k, m),
             arithmetic=arithmetic,
@@ -99,7 +103,7 @@ class GroupOutcome:
 
     arithmetic: Arithmetic
     best: Mapping[int, Schedule]
-    """By m; in the order searched."""
+    """The fastest schedule of each m, in the order searched."""
     reused: tuple[int, ...]
     """The m that took a fixed slice, without a search of their own."""
 
@@ -114,7 +118,8 @@ class ScheduleCache:
         return self.seeds_by_key.get((group.family, group.format, arithmetic, group.threads, m), [])
 
     def offer(self, group: Group, m: int, schedules: Sequence[Schedule]) -> None:
-        """More seeds, behind those of earlier groups, each for the arithmetic that it has."""
+        """Keep these schedules as seeds for m, behind those of earlier groups, each for the arithmetic that
+        it has."""
         for schedule in schedules:
             arithmetic = Arithmetic(schedule.compute_path, schedule.k_parts)
             key = (group.family, group.format, arithmetic, group.threads, m)
@@ -123,7 +128,8 @@ class ScheduleCache:
                 self.seeds_by_key[key] = [*self.seeds_by_key.get(key, []), seed]
 
     def add(self, group: Group, outcome: GroupOutcome) -> None:
-        """The newest first; of each m the last two groups are kept."""
+        """Keep a group's results as seeds, before those of earlier groups; of each m the last two groups are
+        kept."""
         for m, schedule in outcome.best.items():
             key = (group.family, group.format, outcome.arithmetic, group.threads, m)
             self.seeds_by_key[key] = [schedule, *self.seeds_by_key.get(key, [])][:2]
@@ -256,7 +262,8 @@ def _each(batches: Iterable[list[Schedule]]) -> Search[list[Sample]]:
 
 
 def _probes(group: Group, m: int, arithmetic: Arithmetic) -> list[Schedule]:
-    """The default, and those that the model likes best; threads on parts of k if it can."""
+    """The schedules by which an arithmetic is judged: the default and those that the model likes best;
+    threads on parts of k if it can."""
     space = group.space(m, arithmetic)
     modelled = [
         space.regridded(model_schedule(space, kernel), grid)
@@ -275,7 +282,7 @@ def _spread(ms: Sequence[int], count: int) -> list[int]:
 
 
 def _at(m: int, search: Search[T]) -> _Products[T]:
-    """The search of one product as a part of a group's."""
+    """The search of one product as a part of a group's search."""
 
     def answer(asked: list[Schedule]) -> _Products[list[Sample]]:
         return (yield m, asked)

@@ -65,7 +65,8 @@ def model_schedule(space: ScheduleSpace, kernel: MicroKernel) -> Schedule:
 
 
 def _blocked(space: ScheduleSpace, kernel: MicroKernel, grid: ThreadGrid) -> Schedule:
-    """A tile's weights take half of L1; a block's weights half of L2, its rows a quarter."""
+    """The schedule of a grid with blocks by the size of caches: a tile's weights take half of L1; a block's
+    weights half of L2, its rows a quarter."""
     schedule = space.smallest(kernel, grid)
     inputs = space.region(grid, kernel).inputs
     column_bytes = inputs * space.weight_bits / 8
@@ -89,7 +90,8 @@ def _slices(space: ScheduleSpace, schedule: Schedule) -> int:
 
 
 def _weight_cycles(space: ScheduleSpace, schedule: Schedule) -> float:
-    """Weights come from memory once, and again for each block of rows where a block of them outgrows L2."""
+    """Cycles of reading weights: once from memory, and again for each block of rows where a block of weights
+    outgrows L2."""
     region = space.region(grid_of(schedule), kernel_of(schedule))
     column_bytes = region.inputs * space.weight_bits / 8
     row_blocks, kept_columns = pieces(region.rows, schedule.block_m), region.columns
@@ -100,7 +102,7 @@ def _weight_cycles(space: ScheduleSpace, schedule: Schedule) -> float:
 
 
 def _row_cycles(space: ScheduleSpace, schedule: Schedule) -> float:
-    """Rows are read again by every tile of columns, from L2 where a block of them fits there."""
+    """Cycles of reading rows: again by every tile of columns, from L2 where a block of rows fits there."""
     region = space.region(grid_of(schedule), kernel_of(schedule))
     block_bytes = min(schedule.block_m, region.rows) * region.inputs * 2
     column_tiles = region.columns / schedule.nr

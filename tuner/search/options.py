@@ -16,7 +16,7 @@ class SearchOptions:
     gain: float = 0.01
     """A step of the fast start must be faster by this share, else it is rolled back."""
     fine_gain: float = 0.008
-    """The same for a step of the finetune."""
+    """A step of the finetune must be faster by this share, else it is not taken."""
     keep_within: float = 0.5
     """Micro-kernels and grids slower than the best of their batch by more than this share are dropped."""
     kept_kernels: int = 4
@@ -38,21 +38,27 @@ class SearchOptions:
     steady: int = 3
     """Number of shapes in a row that must confirm the slice before it is fixed."""
     slice_threshold: float = 0.25
-    """A slice confirms the previous ones if each side differs from their average by at most this share, .."""
+    """Share by which each side of a slice may differ from the average of the previous slices and still
+    confirm them."""
     reuse_within: float = 0.03
-    """.. or if theirs is slower by at most this share. The default must not beat a fixed one by more."""
+    """Share by which the previous slice may be slower than the found one and still be confirmed.
+
+    A fixed slice is given up if the default beats it by more.
+    """
     finals: int = 4
-    """The fastest schedules of each m, the better half of twice as many, timed again side by side with the
-    default before one is chosen, .."""
+    """Fastest schedules of each m that are timed again, side by side with the default, before one is chosen:
+    the better half of twice as many."""
     final_laps: int = 3
-    """.. this number of times."""
+    """Times that each of the `finals` is timed again."""
     stay_within: float = 0.01
     """The previous slice is kept if it is slower by at most this share."""
     probes: int = 4
     """The m at which the ways of computing are compared before one is chosen for the group."""
     switch_gain: float = 0.02
-    """Another way of computing than the default one must be faster by this share, .."""
+    """Share by which another way of computing must be faster than the default one, over all m together."""
     split_gain: float = 0.05
-    """.. and by this one if it sums k in another number of parts. The gain is that over all m together, .."""
+    """Share by which another way of computing must be faster, over all m together, if it sums k in another
+    number of parts."""
     fewest_rows_keep: float = 0.97
-    """.. and the fewest rows, those of an answer, must keep this share of their speed."""
+    """Share of their speed that the fewest rows, those of an answer, must keep under another way of
+    computing."""

@@ -16,7 +16,7 @@ from random import Random
 from typing import TypeAlias
 
 Point: TypeAlias = tuple[int, ...]
-"""A value of each parameter."""
+"""A choice: one value for each parameter."""
 PointSearch: TypeAlias = Generator[list[Point], list[int], Point]
 """Asks for points, is sent nanoseconds for each in the same order, returns the best point."""
 
@@ -48,7 +48,7 @@ class _Descent:
         self._left = most_asked(values)
         self.best: Point = tuple(axis_values[0] for axis_values in values)
         self._cost: dict[Point, float] = {}
-        """Relative to the first best one's."""
+        """Time of each point that was answered, relative to the first best one's."""
 
     def run(self) -> Generator[list[Point], list[int], None]:
         yield from self._ask([self.best])
@@ -65,7 +65,7 @@ class _Descent:
                 yield from self._ask(drawn)
 
     def _axes(self) -> list[int]:
-        """Parameters with few values first: they cost least to know."""
+        """Search along one parameter after another, those with few values first: they cost least to know."""
         return sorted(
             (axis for axis, axis_values in enumerate(self._values) if len(axis_values) > 1), key=self._length
         )
@@ -78,7 +78,8 @@ class _Descent:
         return [(*best[:axis], value, *best[axis + 1 :]) for value in self._values[axis]]
 
     def _pairs(self) -> list[Point]:
-        """Two parameters changed together: for each its best value but the present one, seen from here."""
+        """Points with two parameters changed together: for each its best value but the present one, seen from
+        here."""
         changed: list[tuple[int, int]] = []
         for axis in self._axes():
             others = [point for point in self._along(axis) if point != self.best and point in self._cost]

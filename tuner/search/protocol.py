@@ -23,8 +23,10 @@ Answers = TypeVar("Answers")
 PassedOn = TypeVar("PassedOn")
 Taken = TypeVar("Taken")
 Search: TypeAlias = Generator[list[Schedule], list[Sample], T]
-"""One product is searched: asks are lists of schedules, T is what is found (usually a schedule). What is
-asked for again is timed again."""
+"""The search of one product: it yields lists of schedules and returns T, usually a schedule.
+
+What is asked for again is timed again.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +35,14 @@ class TimingBatch:
 
     m: int
     schedules: tuple[Schedule, ...]
-    """All different. The answer is a list of one sample for each, in this order."""
+    """The schedules to time, all different. The answer is a list of one sample for each, in this order."""
     takes: tuple[int, ...]
     """The number of times that each schedule was asked for at this m before. 0 may be answered by the first
     sample that was ever stored, 1 by the second, and so on, so that no sample answers twice."""
 
 
 GroupSearch: TypeAlias = Generator[TimingBatch, list[Sample], T]
-"""The products of one weight over many m are searched, see `group.tune_group`."""
+"""The search of a weight's products over many m: see `group.tune_group`."""
 
 
 def together(searches: Sequence[Search[T]]) -> Search[list[T]]:
@@ -147,5 +149,5 @@ def fastest(samples: Sequence[Sample]) -> Sample:
 
 
 def cost(sample: Sample) -> int:
-    """The quantity that a search makes small."""
+    """The quantity of a sample that a search makes small."""
     return sample.estimate_ns

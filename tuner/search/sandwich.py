@@ -67,7 +67,7 @@ def qualified(ranked: Sequence[Schedule], options: SearchOptions) -> Search[list
 def sandwich_samples(
     space: ScheduleSpace, options: SearchOptions, seeds: Sequence[Schedule] = ()
 ) -> Search[list[Sample]]:
-    """The same search, for everything that it measured, fastest first."""
+    """The search of `sandwich`, which returns the samples of everything that it measured, fastest first."""
     by_schedule: dict[Schedule, Sample] = {}
     yield from referenced(_phases(space, options, seeds), by_schedule, options.batch)
     return sorted(by_schedule.values(), key=cost)
@@ -128,12 +128,13 @@ def _of_each_kernel(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def _start(space: ScheduleSpace, screened: Schedule, seeds: Sequence[Schedule]) -> Schedule:
-    """The start of a kernel's fast start: one tile, or a seed that was the best of its kernel."""
+    """The schedule from which a kernel's fast start begins: one tile, or a seed that was the best of its
+    kernel."""
     return screened if screened in seeds else space.smallest(kernel_of(screened), grid_of(screened))
 
 
 def fast_start(space: ScheduleSpace, start: Schedule, options: SearchOptions) -> Search[Sample]:
-    """Double the slice along the axes in turn, as long as each gains; the best sample."""
+    """Double the slice along the axes in turn, as long as each gains; returns the best sample."""
     (best,) = yield [start]
     growing = list(AXES)
     while growing:
@@ -169,7 +170,7 @@ def parallel_limit(space: ScheduleSpace, schedule: Schedule, axis: Axis) -> int:
 
 
 def _on_best_grids(space: ScheduleSpace, samples: Sequence[Sample]) -> Search[list[Sample]]:
-    """Each of the slices under every grid of all threads: the fastest of each slice."""
+    """Time each slice under every grid of all threads; returns the fastest sample of each slice."""
     spread = [
         [space.regridded(sample.schedule, grid) for grid in space.grids(kernel_of(sample.schedule))]
         for sample in samples
@@ -189,9 +190,8 @@ def _whole(space: ScheduleSpace, schedule: Schedule, axis: Axis) -> Schedule:
 
 
 def climb(space: ScheduleSpace, start: Sample, options: SearchOptions) -> Search[Sample]:
-    """Move to the best neighbour while one gains, `moves` times at most; without a gain look further, up to
-    `patience` rungs away.
-    """
+    """Move to the best neighbour while one gains, `moves` times at most; without a gain, look further, up to
+    `patience` rungs away. Returns the best sample."""
     best, distance, moves = start, 1, 0
     while distance <= options.patience and moves < options.moves:
         samples = yield neighbours(space, best.schedule, distance)
@@ -225,7 +225,7 @@ def neighbours(space: ScheduleSpace, schedule: Schedule, distance: int = 1) -> l
 
 
 def _beside(rungs: Sequence[int], value: int, distance: int) -> list[int]:
-    """The rungs so far below and above a value, which need not be one itself."""
+    """The rungs `distance` below and above a value, which need not be a rung itself."""
     below = [rung for rung in rungs if rung < value][-distance:]
     above = [rung for rung in rungs if rung > value][:distance]
     return [side[end] for side, end in ((below, 0), (above, -1)) if len(side) == distance]

@@ -19,16 +19,20 @@ from phasewise.kerneldb.records import GROUP, LOOP_ORDERS, PANEL_COLUMNS, Proble
 
 Axis = Literal["block_m", "block_n", "block_k"]
 AXES: tuple[Axis, ...] = ("block_k", "block_m", "block_n")
-"""In the order in which a fast start tries them: passes over k are paid for by every tile."""
+"""The axes of a slice in the order in which a fast start tries them; k last, since every tile pays for passes
+over k."""
 
 MAX_PIECES = 96
-"""A region is cut into no more pieces along one axis: below that, loops cost more than slices do."""
+"""Most pieces that a region is cut into along one axis: with more, loops cost more than slices save."""
 
 MIN_PASS_INPUTS = 4 * GROUP
-"""Shorter passes over k spend their time on storing and loading sums."""
+"""Least inputs of a pass over k: shorter ones spend their time on storing and loading sums."""
 
 PREFETCH_BYTES = (0, 1024, 2048, 4096, 16384)
-"""From 8 KiB on a line is asked for into L2 only (families/gemm_tiles.h: ask_for)."""
+"""Distances of the prefetch, in bytes.
+
+From 8 KiB on a line is asked for into L2 only (families/gemm_tiles.h: ask_for).
+"""
 START_PREFETCH_BYTES = 2048
 """The read-ahead at which searches begin: about as far as memory's latency is long, at a core's share of its
 bandwidth.
@@ -43,7 +47,7 @@ class MicroKernel:
     panels: int
 
     def unlike(self, other: MicroKernel) -> float:
-        """0: the same tile; log 2: one of its sides is twice as long."""
+        """The difference of two tiles: 0 if they are the same, log 2 if one side is twice as long."""
         return abs(math.log(self.mr / other.mr)) + abs(math.log(self.panels / other.panels))
 
 
@@ -107,7 +111,8 @@ class ScheduleSpace:
     orders: tuple[str, ...] = LOOP_ORDERS
 
     def grids(self, kernel: MicroKernel) -> list[ThreadGrid]:
-        """Every grid that gives all threads something to do; the largest that there are, if none can."""
+        """Every grid that gives all threads something to do; if none does, the largest grids that there
+        are."""
         row_tiles, panels = pieces(self.problem.m, kernel.mr), pieces(self.problem.n, PANEL_COLUMNS)
         grids = [
             ThreadGrid(m, n, k)
@@ -120,7 +125,8 @@ class ScheduleSpace:
         return [grid for grid in grids if grid.threads == most]
 
     def region(self, grid: ThreadGrid, kernel: MicroKernel) -> Region:
-        """The kernels cut rows between tiles, columns between panels, and k always at the same parts."""
+        """The largest region of one thread under a grid: rows are cut between tiles, columns between panels,
+        and k always at the same parts."""
         groups = pieces(self.problem.k, GROUP)
         row_tiles, panels = pieces(self.problem.m, kernel.mr), pieces(self.problem.n, PANEL_COLUMNS)
         return Region(

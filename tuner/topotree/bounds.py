@@ -14,7 +14,7 @@ def count_grouped(tree: TopoTree, *, power_of_two: bool = True) -> int:
 
 
 def count_groupings_of_levels(tree: TopoTree, *, power_of_two: bool = True) -> tuple[int, ...]:
-    """For each level of a fundamental tree, in how many ways its nodes nest below one parent."""
+    """The number of ways in which the nodes of each level of a fundamental tree nest below one parent."""
     return tuple(len(chains(arity, power_of_two)) for arity in tree.base.arities)
 
 

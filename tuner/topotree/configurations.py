@@ -19,18 +19,19 @@ from phasewise.tuner.topotree.levels import SymmetricMachine
 from phasewise.tuner.topotree.tree import TopoTree
 
 HEAD_LANES = 16
-"""A head that is divided from its neighbours must fill whole panels of 16 outputs."""
+"""Outputs of a panel, 16: a head that is divided from its neighbours must fill whole panels."""
 
 FFN_BLOCK = 32
 """The least inner columns of a feed-forward layer that a rank can have: one block of quantised weights."""
 
 Partition = tuple[tuple[tuple[int, ...], ...], ...]
-"""Per level of the machine its active siblings, by the rank coordinate they belong to."""
+"""A cross-section's division: for each level of the machine, its active siblings by the rank coordinate they
+belong to."""
 
 
 @dataclass(frozen=True, slots=True)
 class OperatorLimits:
-    """Into how many ranks a model's operators can be divided.
+    """The numbers of ranks into which a model's operators can be divided.
 
     The paper divides only where the number of ranks divides that of heads. Ranks here may hold unequal
     numbers of KV heads, each with its query heads, so any number of ranks is allowed by which the largest
@@ -41,7 +42,7 @@ class OperatorLimits:
 
     n_heads: int
     n_kv_heads: int
-    """Heads that are divided whole: over latent vectors those of queries."""
+    """Heads that ranks take whole: those of keys and values, or, over latent vectors, those of queries."""
     head_dim: int
     ffn: int
 
@@ -49,7 +50,7 @@ class OperatorLimits:
         return self.reason(n_ranks) is None
 
     def reason(self, n_ranks: int) -> str | None:
-        """One line that says why the model cannot run in `ranks` ranks; None if it can."""
+        """The reason, in one line, why the model cannot run in `n_ranks` ranks; None if it can."""
         if n_ranks == 1:
             return None
         most = max(self.n_heads, self.n_kv_heads)
@@ -83,15 +84,15 @@ class Configuration:
 
     @cached_property
     def key(self) -> str:
-        """A digest of which PUs form a rank, on whichever machine; the order of ranks does not count."""
+        """A digest of the sets of PUs that form ranks, on whichever machine; the order of ranks does not
+        count."""
         text = repr(sorted(sorted(rank.cores) for rank in self.ranks))
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     @property
     def group(self) -> tuple[int, tuple[int | None, ...]]:
-        """The key of configurations that patience counts together: how many ranks, and the NUMA node of each
-        (None: it spans some).
-        """
+        """The configurations that patience counts together: the number of ranks, and the NUMA node of each
+        (None: it spans some)."""
         return len(self.ranks), tuple(rank.numa_node for rank in self.ranks)
 
     @property

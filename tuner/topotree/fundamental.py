@@ -25,7 +25,7 @@ Shape = tuple[tuple[Kind, int], ...]
 """A symmetric part: the kind and the number of children at each depth, outer first. A PU has none."""
 
 MAX_SHAPES = 32
-"""The number of the largest sizes that a part can be cut down to that are tried; a machine has one or two."""
+"""Most sizes, from the largest, that a part is tried to be cut down to; a machine has one or two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,8 @@ def largest_symmetric_part(node: Node, usable: Iterable[int]) -> tuple[Shape, tu
 
 
 def _kinds_of_cores(machine: Machine) -> list[frozenset[int]]:
-    """The allowed PUs by kind of core, fastest first, so that it wins where two are equally many."""
+    """The allowed PUs by kind of core, fastest first: of two kinds with equally many PUs the fastest is
+    taken."""
     allowed = frozenset(machine.allowed_pus)
     kinds = [allowed & frozenset(kind.cpus) for kind in reversed(machine.kinds)]
     kinds.append(allowed.difference(*kinds))
@@ -100,7 +101,7 @@ def _offers(node: Node, allowed: frozenset[int], offers: dict[int, list[Shape]])
 
 
 def _common(shapes: list[list[Shape]]) -> list[Shape]:
-    """The children's shapes, and what several of them have in common."""
+    """The shapes that the children offer, and those that several children have in common."""
     shapes_of_all = dict.fromkeys(shape for child_shapes in shapes for shape in child_shapes)
     for shape in list(shapes_of_all):
         for other in list(shapes_of_all):
@@ -124,7 +125,7 @@ def _covers(large: Shape, small: Shape) -> bool:
 
 
 def _maximal(shapes: list[Shape]) -> list[Shape]:
-    """Those that are no part of another, the largest first."""
+    """The shapes that are no part of another, the largest first."""
     ranked = sorted(dict.fromkeys(shapes), key=_preference, reverse=True)
     kept: list[Shape] = []
     for shape in ranked:
@@ -144,7 +145,8 @@ def _taken(node: Node, shape: Shape, offers: dict[int, list[Shape]]) -> list[int
 
 
 def _telling(shape: Shape) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Kinds and arities of the levels with several children, single children named with what they are in."""
+    """The kinds and arities of the levels with several children; a level of single
+    children belongs to the one above it."""
     merged: list[tuple[list[str], int]] = []
     for kind, arity in shape:
         if arity > 1:

@@ -37,7 +37,7 @@ class SymmetricMachine:
     arities: tuple[int, ...]
     pus: tuple[int, ...]
     numa_nodes: tuple[int | None, ...]
-    """The NUMA node of each PU."""
+    """The NUMA node of each PU, in tree order."""
 
     @cached_property
     def digest(self) -> bytes:

@@ -43,7 +43,7 @@ class TopoTree:
 
     @cached_property
     def arities(self) -> tuple[int, ...]:
-        """The number of children that each node had before removals, by depth, root first."""
+        """The number of children of a node at each depth before removals, root first."""
         return tuple(arity for chain in self.chains for arity in chain.arities)
 
     @property
@@ -58,7 +58,7 @@ class TopoTree:
 
     @property
     def depth(self) -> int:
-        """That of the deepest nodes."""
+        """The depth of the deepest nodes."""
         return len(self.kept)
 
     @property
@@ -67,7 +67,7 @@ class TopoTree:
 
     @cached_property
     def active(self) -> tuple[tuple[int, ...], ...]:
-        """Per level of the machine the siblings that are active, in tree order."""
+        """The active siblings of each level of the machine, in tree order."""
         return tuple(
             active(chain, kept) for chain, kept in zip(self.chains, self.kept_by_chain(), strict=True)
         )
@@ -139,7 +139,10 @@ class TopoTree:
         return TopoTree(self.base, chains, arities, (*self.groups, (n, t, d)))
 
     def remove(self, n: int, d: int) -> TopoTree:
-        """Without the `n` right-most children at depth `d` of every node above. At least one must stay."""
+        """The tree without the `n` right-most children at depth `d` of every node above.
+
+        At least one must stay.
+        """
         what = f"remove({n},{d})"
         self._check_depth(what, d)
         kept = self.kept[d - 1]
@@ -193,7 +196,8 @@ def active(chain: Chain, kept: tuple[int, ...]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=1 << 16)
 def _telling(kinds: tuple[str, ...], kept: tuple[int, ...]) -> tuple[tuple[str, int], ...]:
-    """The levels where nodes have several children, each under the name of all that it is at once."""
+    """The levels where nodes have several children, each named together with the levels of single children
+    below it."""
     merged: list[tuple[tuple[str, ...], int]] = []
     for kind, count in zip(kinds, kept, strict=True):
         if count > 1:

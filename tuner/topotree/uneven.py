@@ -24,13 +24,13 @@ class UnevenCores:
 
     @classmethod
     def of(cls, machine: Machine, tree_pus: Sequence[int], slow: Pus = ()) -> UnevenCores | None:
-        """None where the tree holds a PU of every core, and none is slow."""
+        """The machine's uneven cores; None where the tree holds a PU of every core, and none is slow."""
         held = set(tree_pus)
         whole = all(held & set(core) for core in machine.allowed_cores())
         return None if whole and not slow else cls(machine, slow)
 
     def neighbours(self, configuration: Configuration) -> Iterator[Configuration]:
-        """Configurations a step away, each once or more often."""
+        """Configurations that are a step away from this one; one may come more than once."""
         parts = [rank.cores for rank in configuration.ranks]
         used = {pu for cores in parts for pu in cores}
         for place, cores in enumerate(parts):
@@ -57,8 +57,9 @@ class UnevenCores:
             yield cores[: len(cores) - count]
 
     def _with_more(self, cores: Pus, used: set[int], *, is_alone: bool) -> Iterator[Pus]:
-        """With some of the free cores of the nodes that it has cores of, or of any if it is the only rank; of
-        one kind at a time, and slow ones only with all others.
+        """A rank's cores and some of the free cores of its nodes, or of any node if it is the only rank.
+
+        Cores of one kind are added at a time, and slow cores only with all others.
         """
         near = {pu for node in self._nodes() if is_alone or not node.isdisjoint(cores) for pu in node}
         for pus in self._kinds():
@@ -68,7 +69,7 @@ class UnevenCores:
             yield (*cores, *free, *(pu for pu in self.slow if pu in near and pu in pus and pu not in used))
 
     def _free(self, pus: Sequence[int], used: set[int]) -> list[int]:
-        """Those of cores of which nothing is used, without the slow ones."""
+        """The PUs among `pus` whose cores are unused and not slow."""
         return [
             pu for pu in pus if pu in self._firsts and pu not in self.slow and not self._is_used(pu, used)
         ]

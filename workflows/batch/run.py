@@ -17,7 +17,7 @@ from pathlib import Path
 from threading import local
 from typing import Any, BinaryIO
 
-from phasewise._files import cut_broken_line, open_file, open_input
+from phasewise._files import cut_broken_line, open_file, open_input, open_output
 from phasewise._json import read_json
 from phasewise._words import counted
 from phasewise.serving.batches.lines import BatchLine, Json, answered, faulty, read_lines, written
@@ -228,7 +228,7 @@ def open_answers(path: Path) -> Iterator[AnswersFile]:
     cannot be written, or another batch writes it.
     """
     try:
-        with path.open("ab") as file:
+        with os.fdopen(open_output(path, os.O_CREAT | os.O_APPEND), "ab") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

@@ -19,12 +19,11 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from phasewise._files import write_file
-from phasewise.serving.processes.parents import end_with_parent
+from phasewise.serving.processes.behind_others import end_with_parent
 from phasewise.workflows.config_file import config_path, config_text
 from phasewise.workflows.errors import UsageError, WorkflowError
 from phasewise.workflows.opening.drafts import check_draft
-from phasewise.workflows.opening.open_model import Weights
-from phasewise.workflows.opening.refusals import check_settings
+from phasewise.workflows.opening.open_model import Weights, check_settings
 from phasewise.workflows.report import Report
 from phasewise.workflows.serve.embedding import makes_vectors
 

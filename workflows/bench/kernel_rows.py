@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TypeAlias
 
-from phasewise._files import cut_broken_line
+from phasewise._files import cut_broken_line, open_file, open_output
 from phasewise._json import read_json
 from phasewise._version import SCHEMA_VERSION
 from phasewise._words import percent, proven
@@ -172,7 +173,10 @@ class RowFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         cut_broken_line(path)
-        text = path.read_text(encoding="utf-8") if path.is_file() else ""
+        text = ""
+        if path.is_file():
+            with open_file(path) as file:
+                text = file.read().decode()
         try:
             self.rows = rows_from_json(text)
         except (KeyError, TypeError, ValueError) as error:
@@ -180,7 +184,7 @@ class RowFile:
 
     def add(self, row: KernelRow) -> None:
         try:
-            with self._path.open("a", encoding="utf-8") as file:
+            with os.fdopen(open_output(self._path, os.O_CREAT | os.O_APPEND), "a", encoding="utf-8") as file:
                 file.write(as_line(row))
         except OSError as error:
             raise WorkflowError(f"{self._path} cannot be written: {error.strerror}") from None

@@ -13,10 +13,13 @@ import math
 import os
 import posixpath
 import shutil
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -202,8 +205,9 @@ class _OnlyHttps(urllib.request.HTTPRedirectHandler):
 class _Driven:
     """A file that a driver of fsspec's has opened. Its errors are of any class, here all OSErrors."""
 
-    def __init__(self, url: str) -> None:
-        """The driver's own timeouts hold."""
+    def __init__(self, url: str, timeout_s: float) -> None:
+        """timeout_s: of each call, whatever the driver waits for."""
+        self._timeout_s = timeout_s
         self._stream = self._driven(lambda: _fsspec_file(url))
 
     def read1(self, n_bytes: int) -> bytes:
@@ -216,8 +220,19 @@ class _Driven:
         self._driven(self._stream.close)
 
     def _driven(self, act: Callable[[], Any]) -> Any:
+        done: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                done.set_result(act())
+            except Exception as error:
+                done.set_exception(error)
+
+        threading.Thread(target=run, name="phasewise-driver", daemon=True).start()
         try:
-            return act()
+            return done.result(self._timeout_s)
+        except FutureTimeout:
+            raise OSError(errno.ETIMEDOUT, f"nothing came in {self._timeout_s:.0f} s") from None
         except OSError:
             raise
         except Exception as error:
@@ -232,7 +247,7 @@ def _fsspec_file(url: str) -> Any:
 
 
 def _open(url: str, timeout_s: float) -> Any:
-    return _open_https(url, timeout_s) if url.startswith(_HTTPS) else _Driven(url)
+    return _open_https(url, timeout_s) if url.startswith(_HTTPS) else _Driven(url, timeout_s)
 
 
 def _open_https(url: str, timeout_s: float) -> Any:

@@ -29,10 +29,9 @@ from phasewise.workflows.evaluate.questions import ChoiceQuestion, QuestionFile,
 from phasewise.workflows.evaluate.scorer import Scorer
 from phasewise.workflows.evaluate.settings import EvalSettings
 from phasewise.workflows.evaluate.texts import TEXT, Chunk, halves, read_text
-from phasewise.workflows.opening.arithmetic_choice import ArithmeticChoice
 from phasewise.workflows.opening.kept_cores import KeptCores
-from phasewise.workflows.opening.open_model import Weights, open_model
-from phasewise.workflows.opening.refusals import check_settings
+from phasewise.workflows.opening.open_model import Weights, check_settings, open_model
+from phasewise.workflows.options import ArithmeticChoice
 from phasewise.workflows.report import Report, silent
 from phasewise.workflows.topo.plan_json import plan_cores
 

@@ -7,9 +7,16 @@ from pathlib import Path
 
 from phasewise._options import option
 from phasewise.serving.models.sparse_mode import SparseMode
-from phasewise.workflows.opening.arithmetic_choice import ArithmeticChoice
 from phasewise.workflows.opening.open_model import Weights
-from phasewise.workflows.options import ARITHMETIC, FORMAT, KV_FORMAT, RANKS, SPARSE, THREADS
+from phasewise.workflows.options import (
+    ARITHMETIC,
+    FORMAT,
+    KV_FORMAT,
+    RANKS,
+    SPARSE,
+    THREADS,
+    ArithmeticChoice,
+)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from phasewise._files import read_input
 from phasewise._options import option
 from phasewise.serving.models.sparse_mode import SparseMode
 from phasewise.workflows.errors import UsageError, WorkflowError
-from phasewise.workflows.opening.arithmetic_choice import ArithmeticChoice
 from phasewise.workflows.opening.open_model import Weights
 from phasewise.workflows.options import (
     ARITHMETIC,
@@ -23,6 +22,7 @@ from phasewise.workflows.options import (
     RANKS,
     SPARSE,
     THREADS,
+    ArithmeticChoice,
 )
 
 if TYPE_CHECKING:

@@ -15,9 +15,7 @@ from phasewise.workflows.errors import UsageError
 from phasewise.workflows.generate.answer_settings import AnswerSettings, SamplingChoice
 from phasewise.workflows.opening.drafts import DraftRule, check_draft, find_drafts, rule_of
 from phasewise.workflows.opening.kept_cores import KeptCores
-from phasewise.workflows.opening.open_model import open_model
-from phasewise.workflows.opening.refusals import check_settings
-from phasewise.workflows.opening.tuning_hint import hint_at_tuning
+from phasewise.workflows.opening.open_model import check_settings, hint_at_tuning, open_model
 from phasewise.workflows.report import Report, silent
 from phasewise.workflows.topo.plan_json import plan_cores
 

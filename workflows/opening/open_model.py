@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from phasewise._options import option
+from phasewise._places import user_folder
 from phasewise.kerneldb.location import locate
 from phasewise.serving.loaders.storage import StorageChoice, StorageDecision
 from phasewise.serving.models.sparse_mode import SparseMode
-from phasewise.workflows.opening.arithmetic_choice import ArithmeticChoice, check_arithmetic
-from phasewise.workflows.options import ARITHMETIC, FORMAT, LORA, SPARSE
+from phasewise.workflows.options import ARITHMETIC, FORMAT, LORA, SPARSE, ArithmeticChoice, check_arithmetic
 from phasewise.workflows.report import Report, silent
 
 if TYPE_CHECKING:
@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from phasewise.serving.models.packed_model import PackedModel
     from phasewise.serving.models.sparse_mode import SparseMode
     from phasewise.topology import Machine
+    from phasewise.tuner.config.rates import MachineRates
     from phasewise.tuner.lookup import ScheduleTable
-    from phasewise.tuner.plans import Phase, ServicePlan
+    from phasewise.tuner.plans import DefaultPlan, Phase, ServicePlan
     from phasewise.tuner.storage import StorageTable
     from phasewise.workflows.opening.memory_placement import MemoryPlacement
     from phasewise.workflows.opening.tuned_schedules import ScheduleUse
@@ -100,7 +101,6 @@ def open_model(
     from phasewise.serving.loaders.fetching.resolve import cache_root, locate
     from phasewise.topology import read_machine
     from phasewise.tuner.plans import model_key, plans_for
-    from phasewise.workflows.opening.suited_default import suited_default
 
     check_arithmetic(weights.arithmetic)
     machine = read_machine()
@@ -190,3 +190,82 @@ def _measured_choice(table: StorageTable, sequences: int) -> StorageChoice:
         return None if verdict is None else StorageDecision(verdict.is_sparse, verdict.why)
 
     return StorageChoice("auto", measured, sequences)
+
+
+def suited_default(ref: str, weight_format: str, report: Report) -> DefaultPlan:
+    """A default for `plans_for` of the model `ref`; `report` is told what it chose, and why."""
+
+    def default(machine: Machine, phase: Phase) -> ServicePlan:
+        from phasewise.tuner.plans import default_plan
+
+        if len(machine.allowed_pus) < 3:
+            return default_plan(machine, phase)
+        from phasewise.serving.errors import ModelError
+        from phasewise.tuner.config.suited import has_choice, suited_plan
+        from phasewise.tuner.errors import EvaluationError
+        from phasewise.workflows.opening.model_shape import shape_of_reference
+
+        if not has_choice(machine):
+            return default_plan(machine, phase)
+        try:
+            shape = shape_of_reference(ref, weight_format, report)
+            suited = suited_plan(machine, phase, shape, _rates(machine))
+        except (EvaluationError, ModelError):  # no model that generates text layer by layer
+            return default_plan(machine, phase)
+        if suited.line:
+            report(suited.line)
+        return suited.plan
+
+    return default
+
+
+def _rates(machine: Machine) -> MachineRates | None:
+    """With what its kinds of cores were measured to do, on the machine that runs; None: as stated."""
+    if not (machine.kinds and machine.is_live):
+        return None
+    from phasewise.tuner.config.rates import default_rates
+    from phasewise.tuner.probe.core_shares import measured_shares
+
+    return default_rates(machine, measured_shares(machine))
+
+
+def check_settings(ref: str, weights: Weights, kv_format: str = "auto", report: Report = silent) -> None:
+    """ModelError for a format of keys and values, or for adapters, that the model `ref` cannot have.
+
+    The head of its files says that, which is read where there is a model that could not have them.
+    """
+    from phasewise.serving.models.latent import LATENT_KV_FORMATS, check_kv_format
+
+    may_have = ("auto", *LATENT_KV_FORMATS)
+    if kv_format in may_have and not weights.lora:
+        return
+    from phasewise.serving.loaders import config_of_model
+    from phasewise.serving.loaders.fetching.resolve import cache_root, locate
+
+    config = config_of_model(ref, weights.weight_format, report=report)
+    if kv_format not in may_have:
+        check_kv_format(config.latent, locate(ref, cache_root(None), report).name, kv_format)
+    if weights.lora:
+        from phasewise.serving.loaders.adapters.load_adapter import check_takes_adapters
+        from phasewise.serving.loaders.adapters.named_paths import named_paths
+
+        for _, path in named_paths(weights.lora):
+            check_takes_adapters(config, path)
+
+
+def hint_at_tuning(model: str, db: str | None, report: Report) -> None:
+    """Report how to tune where there is no tuning database yet and this was not said here before.
+
+    A state file remembers that it was said; where the file cannot be written, nothing is said.
+    """
+    from phasewise.kerneldb.location import locate
+
+    if not locate(db).is_absent:
+        return
+    said = user_folder("state") / "tuning-hint"
+    try:
+        said.parent.mkdir(parents=True, exist_ok=True)
+        said.touch(exist_ok=False)
+    except OSError:
+        return
+    report(f"not tuned for this machine: phasewise tune-kernels {model}, about 4 minutes")

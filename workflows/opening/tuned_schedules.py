@@ -20,7 +20,7 @@ from phasewise.topology import Machine
 from phasewise.tuner.lookup import ScheduleStore, ScheduleTable
 from phasewise.tuner.plans import Phase, ServicePlan, machine_key
 from phasewise.tuner.weights import format_name
-from phasewise.workflows.opening.arithmetic_choice import PATHS, ArithmeticChoice
+from phasewise.workflows.options import PATHS, ArithmeticChoice
 from phasewise.workflows.report import Report, silent
 
 if TYPE_CHECKING:

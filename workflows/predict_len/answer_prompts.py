@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from phasewise._files import cut_broken_line
+from phasewise._files import cut_broken_line, open_output
 from phasewise._words import counted
 from phasewise.serving.engine.messages import Answer, Submit
 from phasewise.serving.sampling.sampling import SamplingParams
@@ -207,6 +207,6 @@ def _opened(path: Path) -> int:
     if str(path) == "-":
         return os.dup(1)
     try:
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        return open_output(path, os.O_CREAT | os.O_APPEND, 0o600)
     except OSError as error:
         raise PredictorError(f"log {path} cannot be written: {error.strerror}") from None

@@ -23,15 +23,14 @@ from phasewise.serving.engine.receipts import (
 )
 from phasewise.serving.errors import ServingError
 from phasewise.workflows.opening.kept_cores import KeptCores
-from phasewise.workflows.opening.open_model import NATIVE, OpenModel, Weights, open_model
-from phasewise.workflows.opening.refusals import check_settings
+from phasewise.workflows.opening.open_model import NATIVE, OpenModel, Weights, check_settings, open_model
 from phasewise.workflows.replay.said_text import says_its_tokens
 from phasewise.workflows.report import Report, silent
 
 if TYPE_CHECKING:
     from phasewise.serving.engine.fingerprint import Fingerprint
     from phasewise.serving.engine.open_engine import ModelText
-    from phasewise.serving.engine.receipt_signing import Signer
+    from phasewise.serving.engine.receipts import Signer
     from phasewise.serving.grammar.guides import GuideCompiler
     from phasewise.serving.ranks.ranks_contract import Ranks
     from phasewise.serving.sampling.sampling import Sampler

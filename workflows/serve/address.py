@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 MAX_KEY_FILE_BYTES = 1 << 20
 MAX_KEY_CHARS = 4096
+LABEL = re.compile(r"# *name: *([A-Za-z0-9_.-]{1,64})")
 
 
 def http_limits(listening: Listening, accepting: Accepting, report: Report) -> HttpLimits:
@@ -68,7 +70,10 @@ def _keys(accepting: Accepting, report: Report) -> tuple[str, ...]:
 
 
 def _keys_in(path: Path, report: Report) -> list[str]:
-    """The keys of a file: one on a line; empty lines and those that begin with # are left out."""
+    """The keys of a file: one on a line; empty lines and those that begin with # are left out, but
+    `# name: LABEL` names the next key."""
+    from phasewise.serving.http.http_settings import ApiKey
+
     try:
         text = read_input(path, MAX_KEY_FILE_BYTES).decode()
     except OSError as error:
@@ -76,8 +81,15 @@ def _keys_in(path: Path, report: Report) -> list[str]:
     except UnicodeDecodeError:
         raise WorkflowError(f"the API key file {path} is not UTF-8 text") from None
     _warn_readable(path, "API keys", report)
-    lines = (line.strip() for line in text.splitlines())
-    keys = [line for line in lines if line and not line.startswith("#")]
+    keys: list[str] = []
+    label = ""
+    for line in (line.strip() for line in text.splitlines()):
+        if line.startswith("#"):
+            named = LABEL.fullmatch(line)
+            label = named[1] if named else ""
+        elif line:
+            keys.append(ApiKey(line, label))
+            label = ""
     if any(len(key) > MAX_KEY_CHARS or not key.isprintable() for key in keys):
         raise WorkflowError(
             f"the API key file {path} has a key that no request can carry: give at most {MAX_KEY_CHARS} "

@@ -15,9 +15,8 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from phasewise.serving.processes.behind_others import behind_others, keep_to
+from phasewise.serving.processes.behind_others import behind_others, end_with_parent, keep_to
 from phasewise.serving.processes.headroom import use_one_heap
-from phasewise.serving.processes.parents import end_with_parent
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -252,7 +251,7 @@ def _size_that_fits(size: EngineSize, opened: OpenModel) -> EngineSize:
     from phasewise.serving.models.forward import kv_bytes_per_slot
     from phasewise.serving.pools.arena import aligned
     from phasewise.serving.pools.contract import ALIGNMENT
-    from phasewise.serving.processes.memory import available_bytes
+    from phasewise.serving.processes.headroom import available_bytes
     from phasewise.serving.ranks.rank_layout import teams_of
 
     per_slot = kv_bytes_per_slot(opened.model, size.kv.format, teams_of(opened.plans))

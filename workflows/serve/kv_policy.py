@@ -72,7 +72,7 @@ def piece_bytes(model: PackedModel, kv_format: str) -> int:
 @cache
 def timed_reads(piece: int, cores: tuple[int, ...]) -> PieceReads | None:
     """Measured once in a process; None where another process measures, or little memory is free."""
-    from phasewise.serving.processes.memory import available_bytes
+    from phasewise.serving.processes.headroom import available_bytes
     from phasewise.tuner.machine_limits import read_in_pieces
     from phasewise.tuner.measurement_lock import user_lock
 

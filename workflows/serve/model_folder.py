@@ -85,7 +85,7 @@ def model_folder(settings: ServeSettings, report: Report) -> ModelFolder:
     """The folder of `--models`. UsageError where it is none, or two models have one name."""
     from phasewise.serving.errors import ModelError
     from phasewise.serving.folder_service import ModelFolder
-    from phasewise.serving.processes.memory import available_bytes
+    from phasewise.serving.processes.headroom import available_bytes
     from phasewise.workflows.opening.drafts import check_draft
 
     coming = settings.coming
@@ -152,9 +152,8 @@ def _facts_of(path: Path, as_it_is: ModelFile) -> ModelFacts:
 def _sized(path: Path, settings: ServeSettings, budget: int | None, report: Report) -> SizedModel:
     from phasewise.serving.engine.engine_size import default_kv_bytes
     from phasewise.serving.errors import ModelError
-    from phasewise.serving.processes.memory import available_bytes
-    from phasewise.workflows.opening.open_model import open_model
-    from phasewise.workflows.opening.refusals import check_settings
+    from phasewise.serving.processes.headroom import available_bytes
+    from phasewise.workflows.opening.open_model import check_settings, open_model
     from phasewise.workflows.serve.embedding import makes_vectors
 
     weights, running = settings.weights, settings.running

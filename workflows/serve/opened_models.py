@@ -76,8 +76,7 @@ def open_models(
     from phasewise.topology import read_machine
     from phasewise.tuner.first_duels import FIRST_S
     from phasewise.workflows.opening.first_start import pull_what_fits
-    from phasewise.workflows.opening.open_model import open_model
-    from phasewise.workflows.opening.refusals import check_settings
+    from phasewise.workflows.opening.open_model import check_settings, open_model
 
     running, deadline_s = settings.running, time.monotonic() + FIRST_S
     for ref, weights in zip(refs, _weights_of(refs, settings), strict=True):
@@ -246,7 +245,7 @@ def _budgets(models: Sequence[OpenModel], kv: KeysAndValues) -> list[int | None]
     """
     from phasewise.serving.engine.engine_size import KV_SHARE_OF_FREE_MEMORY, default_kv_bytes
     from phasewise.serving.models.forward import kv_bytes_per_slot
-    from phasewise.serving.processes.memory import available_bytes
+    from phasewise.serving.processes.headroom import available_bytes
     from phasewise.serving.ranks.rank_layout import teams_of
 
     if len(models) == 1:
@@ -283,7 +282,7 @@ def watch_of_server(
     from phasewise.serving.loaders.fetching.resolve import cache_root, locate
     from phasewise.topology.process_limits import read_limits
     from phasewise.tuner.plans import model_key
-    from phasewise.workflows.opening.suited_default import suited_default
+    from phasewise.workflows.opening.open_model import suited_default
 
     name = locate(ref, cache_root(None), silent).name
     key = model_key(name, settings.weights.weight_format)

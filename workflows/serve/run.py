@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from phasewise._places import user_folder
 from phasewise._words import counted
 from phasewise.workflows.errors import UsageError
-from phasewise.workflows.opening.arithmetic_choice import check_arithmetic
+from phasewise.workflows.options import check_arithmetic
 from phasewise.workflows.report import Report, silent
 from phasewise.workflows.serve.address import (
     address_of,
@@ -112,7 +112,7 @@ def serve_model(
     from phasewise.serving.processes.core_claims import claimed_on_host
     from phasewise.serving.service import run_service
     from phasewise.workflows.opening.drafts import check_draft
-    from phasewise.workflows.opening.tuning_hint import hint_at_tuning
+    from phasewise.workflows.opening.open_model import hint_at_tuning
     from phasewise.workflows.serve.embedding import makes_vectors, open_beside, serve_embeddings
 
     check_arithmetic(settings.weights.arithmetic)  # before anything opens

@@ -408,7 +408,10 @@ class Logged:
         envvar="PHASEWISE_LOG_LEVEL",
     )
     log_format: str = option(
-        "text", "form of its lines", kind=Literal["text", "json"], envvar="PHASEWISE_LOG_FORMAT"
+        "text",
+        "form of its lines, and of all others that the server writes",
+        kind=Literal["text", "json"],
+        envvar="PHASEWISE_LOG_FORMAT",
     )
 
 

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from phasewise.topology import Machine
     from phasewise.workflows.tune_config.run import Found
     from phasewise.workflows.tune_config.search import Searched
-    from phasewise.workflows.tune_config.subject import Subject, Wish
+    from phasewise.workflows.tune_config.settings import TuneConfigSettings
+    from phasewise.workflows.tune_config.subject import Subject
     from phasewise.workflows.tune_config.verdict import Finalist, PhaseVerdict, Versus
 
 
@@ -77,7 +78,7 @@ def settings_fields(results: Found) -> dict[str, Any]:
             "bands": list(wish.bands),
             "cores": wish.cores,
             "hints": [tree.notation for tree in subject.hints],
-            "hidden": None if wish.hidden_file is None else str(wish.hidden_file),
+            "hidden": None if wish.hidden is None else str(wish.hidden),
             "resume": wish.resume,
         },
     }
@@ -173,7 +174,7 @@ def stored_fields(plans: Mapping[Phase, ServicePlan]) -> dict[str, Any]:
     }
 
 
-def dry_run_fields(wish: Wish, subject: Subject) -> dict[str, Any]:
+def dry_run_fields(wish: TuneConfigSettings, subject: Subject) -> dict[str, Any]:
     """As JSON values."""
     from phasewise.tuner.topotree import fundamental
     from phasewise.workflows.tune_config.search import space_of

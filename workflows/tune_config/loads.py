@@ -17,12 +17,15 @@ from phasewise.workflows.tune_config.run import End, tune
 if TYPE_CHECKING:
     from phasewise.tuner.measurement_lock import MeasurementLock
     from phasewise.workflows.tune_config.run import Found, Show
-    from phasewise.workflows.tune_config.subject import Subject, Wish
+    from phasewise.workflows.tune_config.settings import TuneConfigSettings
+    from phasewise.workflows.tune_config.subject import Subject
 
 WORST_FIRST: tuple[End, ...] = ("interrupted", "budget")
 
 
-def tune_loads(wish: Wish, subject: Subject, started_s: float, show: Show, lock: MeasurementLock) -> Found:
+def tune_loads(
+    wish: TuneConfigSettings, subject: Subject, started_s: float, show: Show, lock: MeasurementLock
+) -> Found:
     """`run.tune` for the wish's objective, then for each of its bands, within one budget.
 
     Each phase and each band may take an equal part, and what others leave.
@@ -46,14 +49,13 @@ def tune_loads(wish: Wish, subject: Subject, started_s: float, show: Show, lock:
         )
         own = replace(
             wish,
-            phases=("decode",),
-            bands=(),
-            objective=replace(wish.objective, concurrency=sequences),
+            phase="decode",
+            concurrency=(sequences,),
             budget_s=left_s / (len(wish.bands) - place),
         )
         beside = replace(
             subject,
-            objective=own.objective,
+            objective=own.goal,
             machine=machine_beside(subject.machine, below),
             below=below,
             objectives_below=last.objectives,

@@ -22,7 +22,8 @@ from phasewise.kerneldb.records import Origin, PlanRecord
 from phasewise.tuner.config.study_messages import StudyMessages
 from phasewise.tuner.plans import Phase, ServicePlan, placed_json
 from phasewise.workflows.tune_config.search import Searched, search, study_location
-from phasewise.workflows.tune_config.subject import Subject, Wish
+from phasewise.workflows.tune_config.settings import TuneConfigSettings
+from phasewise.workflows.tune_config.subject import Subject
 from phasewise.workflows.tune_config.verdict import (
     CalculatedJury,
     Finalist,
@@ -95,7 +96,7 @@ class Show(Protocol):
 class Found:
     """All that a run found out."""
 
-    wish: Wish
+    wish: TuneConfigSettings
     subject: Subject
     searched: tuple[Searched, ...]
     verdicts: Mapping[Phase, PhaseVerdict]
@@ -145,7 +146,7 @@ def objectives_of(subject: Subject, verdict: PhaseVerdict | None) -> Mapping[str
 class Run:
     """The results so far."""
 
-    wish: Wish
+    wish: TuneConfigSettings
     subject: Subject
     show: Show
     started_s: float
@@ -163,7 +164,9 @@ class Run:
         return self.started_s + share * self.wish.budget_s
 
 
-def tune(wish: Wish, subject: Subject, started_s: float, show: Show, lock: MeasurementLock) -> Found:
+def tune(
+    wish: TuneConfigSettings, subject: Subject, started_s: float, show: Show, lock: MeasurementLock
+) -> Found:
     """Search, tune kernels, compare and store, within the wish's budget. Ctrl-C ends it early.
 
     started_s: when the command began, by `time.monotonic`. lock: taken while anything is timed.
@@ -216,7 +219,7 @@ def _calculating(run: Run) -> Iterator[StepEvaluator]:
         from phasewise.tuner.config.hidden import read_hidden
         from phasewise.tuner.config.modelled import ModelledEvaluator
 
-        hidden = read_hidden(wish.hidden_file, subject.kept_on) if wish.hidden_file else ()
+        hidden = read_hidden(wish.hidden, subject.kept_on) if wish.hidden else ()
         yield ModelledEvaluator(subject.machine, subject.shape, hidden=hidden)
         return
     from phasewise.kerneldb.store import open_store

@@ -29,7 +29,8 @@ from phasewise.tuner.config.walk import Rules
 from phasewise.tuner.measurement_lock import MeasurementLock
 from phasewise.tuner.plans import Phase, nodes_of
 from phasewise.tuner.topotree import OperatorLimits, UnevenCores, fundamental
-from phasewise.workflows.tune_config.subject import Subject, Wish
+from phasewise.workflows.tune_config.settings import TuneConfigSettings
+from phasewise.workflows.tune_config.subject import Subject
 
 IN_MEMORY = "sqlite://"
 
@@ -57,7 +58,7 @@ class Searched:
     """The number of configurations that could not run for the same reason."""
 
 
-def study_location(wish: Wish) -> Location:
+def study_location(wish: TuneConfigSettings) -> Location:
     """The location of trials: what is only modelled is forgotten unless `--storage` says where."""
     if wish.storage is not None:
         return locate(wish.storage)
@@ -90,7 +91,7 @@ def space_of(subject: Subject) -> ConfigSpace:
 def search(
     subject: Subject,
     phase: Phase,
-    wish: Wish,
+    wish: TuneConfigSettings,
     evaluator: StepEvaluator,
     deadline_s: float,
     report: Callable[[Event], None],
@@ -128,11 +129,11 @@ def search(
     return Searched(phase, outcome, time.monotonic() - started_s, failures)
 
 
-def _answers_digest(subject: Subject, wish: Wish) -> str:
+def _answers_digest(subject: Subject, wish: TuneConfigSettings) -> str:
     """Digest of all that an evaluator's answers depend on besides machine, model and requests."""
     from phasewise.cython_kernels._native import kernel_abi
     from phasewise.tuner.config.hidden import MAX_FILE_BYTES
 
-    hidden = read_input(wish.hidden_file, MAX_FILE_BYTES) if wish.hidden_file else b""
+    hidden = read_input(wish.hidden, MAX_FILE_BYTES) if wish.hidden else b""
     what = kernel_abi("gemm") if wish.evaluator == "measured" else f"{subject.shape} {subject.machine}"
     return hashlib.sha256(what.encode() + hidden).hexdigest()[:12]

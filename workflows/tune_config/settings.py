@@ -1,18 +1,23 @@
-"""Settings of `tune-config`, as its user states them. `subject.wish_of` checks them."""
+"""Settings of `tune-config`, as its user states them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 from phasewise._options import option, parse_budget, parse_numbers
+from phasewise.workflows.errors import UsageError
 from phasewise.workflows.options import DB, FORMAT
+
+if TYPE_CHECKING:
+    from phasewise.tuner.config.simulate import Objective, ObjectiveKind
+    from phasewise.tuner.plans import Phase
 
 
 @dataclass(frozen=True)
 class TuneConfigSettings:
-    """Requests (`trace` or `lengths`), objective, budget in seconds, and what the search may use."""
+    """The model, requests (`trace` or `lengths`), objective, budget, and what the search may use."""
 
     phase: str = option("both", "phase to find a plan for", kind=Literal["prefill", "decode", "both"])
     trace: Path | None = option(
@@ -81,3 +86,51 @@ class TuneConfigSettings:
         None, "where trials are kept and shared [default: the database]", metavar="URL|FILE"
     )
     resume: bool = option(True, "use stored trials; --no-resume searches anew", "--resume/--no-resume")
+    model: str = field(default="", kw_only=True)
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        from phasewise.tuner.plans import PHASES
+
+        return tuple(phase for phase in PHASES if self.phase in ("both", phase))
+
+    @property
+    def bands(self) -> tuple[int, ...]:
+        """Further numbers of sequences that decode together, each with cores of its own."""
+        return self.concurrency[1:]
+
+    @property
+    def requests(self) -> str | None:
+        """A trace file or a distribution; None: the built-in lengths."""
+        return self.lengths if self.trace is None else str(self.trace)
+
+    @property
+    def goal(self) -> Objective:
+        """What plans are ranked by. UsageError for an SLO that cannot be read."""
+        from phasewise.tuner.config.simulate import Objective, parse_slo
+        from phasewise.tuner.errors import TraceError
+
+        try:
+            slo = parse_slo(self.slo) if self.slo else None
+        except TraceError as error:
+            raise UsageError(f"--slo: {error}") from None
+        return Objective(cast("ObjectiveKind", self.objective), slo, self.concurrency[0])
+
+    def check(self) -> None:
+        """UsageError where settings exclude each other, as far as that needs no machine."""
+        from phasewise.tuner.plans import MAX_BAND_SEQUENCES, MAX_BANDS
+
+        if self.trace is not None and self.lengths is not None:
+            raise UsageError("give either --trace or --lengths")
+        if self.trace is not None and not self.trace.is_file():
+            raise UsageError(f"--trace: there is no file {self.trace}")
+        listed = ",".join(map(str, self.concurrency))
+        if not 1 <= len(self.concurrency) <= 1 + MAX_BANDS:
+            raise UsageError(f"--concurrency takes 1 to {1 + MAX_BANDS} numbers, not {len(self.concurrency)}")
+        if not all(1 <= sequences <= MAX_BAND_SEQUENCES for sequences in self.concurrency):
+            raise UsageError(f"--concurrency {listed}: numbers from 1 to {MAX_BAND_SEQUENCES} are meant")
+        if list(self.concurrency) != sorted(set(self.concurrency)):
+            raise UsageError(f"--concurrency {listed}: each number must be more than the one before")
+        if self.bands and "decode" not in self.phases:
+            raise UsageError(f"--concurrency {listed}: bands are decode's, leave --phase prefill out")
+        _ = self.goal

@@ -1,31 +1,24 @@
-"""The subject of a run of `tune-config`: what it is asked for, and what that means on a machine.
-
-A `Wish` is the command line, checked as far as one option can be by itself. `open_subject` makes a
-`Subject` of it: a machine, a model on it, requests and an objective that fit together.
-"""
+"""The subject of a run of `tune-config`: a machine, a model, requests and an objective that fit together."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from phasewise._words import counted
 from phasewise.kerneldb.records import MachineKey
 from phasewise.topology import Machine, read_lstopo, read_machine
-from phasewise.tuner.config.simulate import Objective, ObjectiveKind, StepGrid, parse_slo
-from phasewise.tuner.config.steps import EvaluatorKind, ModelShape
+from phasewise.tuner.config.simulate import Objective, StepGrid
+from phasewise.tuner.config.steps import ModelShape
 from phasewise.tuner.config.study import (
     slice_costs,
 )
 from phasewise.tuner.config.trace import Trace, default_trace, fitted, load_trace
-from phasewise.tuner.errors import EvaluationError, TraceError
+from phasewise.tuner.errors import EvaluationError
 from phasewise.tuner.plans import (
-    MAX_BAND_SEQUENCES,
-    MAX_BANDS,
-    PHASES,
     Phase,
     ServicePlan,
     list_cores,
@@ -37,7 +30,7 @@ from phasewise.tuner.plans import (
 from phasewise.tuner.topotree import OperatorLimits, TopoTree, fundamental
 from phasewise.workflows.errors import UsageError
 from phasewise.workflows.opening.model_shape import lone_config, shape_of_model, shape_of_reference
-from phasewise.workflows.opening.suited_default import suited_default
+from phasewise.workflows.opening.open_model import suited_default
 from phasewise.workflows.report import Report, silent
 from phasewise.workflows.tune_config.settings import TuneConfigSettings
 
@@ -47,32 +40,6 @@ if TYPE_CHECKING:
 
 TRACE_REQUESTS = 64
 """Drawn from a longer trace."""
-
-
-@dataclass(frozen=True)
-class Wish:
-    """The request of a user: the options of `tune-config`, each of them valid by itself."""
-
-    model: str
-    weight_format: str
-    phases: tuple[Phase, ...]
-    objective: Objective
-    budget_s: float
-    evaluator: EvaluatorKind = "measured"
-    machine_file: Path | None = None
-    hidden_file: Path | None = None
-    hints_file: Path | None = None
-    requests: str | None = None
-    """A trace file or a distribution; None: the built-in lengths."""
-    cores: str | None = None
-    ranks: int | None = None
-    top_k: int = 10
-    seed: int = 0
-    db: str | None = None
-    storage: str | None = None
-    resume: bool = True
-    bands: tuple[int, ...] = ()
-    """Further numbers of sequences that decode together, each with cores of its own."""
 
 
 @dataclass(frozen=True)
@@ -127,55 +94,7 @@ class Subject:
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
 
 
-def wish_of(model: str, settings: TuneConfigSettings) -> Wish:
-    """The settings as values, checked as far as that needs no machine. UsageError, TraceError."""
-    if settings.trace is not None and settings.lengths is not None:
-        raise UsageError("give either --trace or --lengths")
-    if settings.trace is not None and not settings.trace.is_file():
-        raise UsageError(f"--trace: there is no file {settings.trace}")
-    phases: tuple[Phase, ...] = tuple(phase for phase in PHASES if settings.phase in ("both", phase))
-    check_bands(settings.concurrency, phases)
-    first, *bands = settings.concurrency
-    try:
-        slo = parse_slo(settings.slo) if settings.slo else None
-    except TraceError as error:
-        raise UsageError(f"--slo: {error}") from None
-    return Wish(
-        model=model,
-        weight_format=settings.weight_format,
-        phases=phases,
-        objective=Objective(cast("ObjectiveKind", settings.objective), slo, first),
-        budget_s=settings.budget_s,
-        evaluator=cast("EvaluatorKind", settings.evaluator),
-        machine_file=settings.machine,
-        hidden_file=settings.hidden,
-        hints_file=settings.hints,
-        requests=settings.lengths if settings.trace is None else str(settings.trace),
-        cores=settings.cores,
-        ranks=settings.ranks,
-        top_k=settings.top_k,
-        seed=settings.seed,
-        db=settings.db,
-        storage=settings.storage,
-        resume=settings.resume,
-        bands=tuple(bands),
-    )
-
-
-def check_bands(concurrency: Sequence[int], phases: Sequence[Phase]) -> None:
-    """UsageError where numbers of sequences are no bands of one plan."""
-    listed = ",".join(map(str, concurrency))
-    if not 1 <= len(concurrency) <= 1 + MAX_BANDS:
-        raise UsageError(f"--concurrency takes 1 to {1 + MAX_BANDS} numbers, not {len(concurrency)}")
-    if not all(1 <= sequences <= MAX_BAND_SEQUENCES for sequences in concurrency):
-        raise UsageError(f"--concurrency {listed}: numbers from 1 to {MAX_BAND_SEQUENCES} are meant")
-    if list(concurrency) != sorted(set(concurrency)):
-        raise UsageError(f"--concurrency {listed}: each number must be more than the one before")
-    if len(concurrency) > 1 and "decode" not in phases:
-        raise UsageError(f"--concurrency {listed}: bands are decode's, leave --phase prefill out")
-
-
-def check_weights(wish: Wish) -> None:
+def check_weights(wish: TuneConfigSettings) -> None:
     """UsageError where steps would be timed of a model that has no weights."""
     if wish.evaluator == "measured" and lone_config(wish.model) is not None:
         raise UsageError(
@@ -183,7 +102,7 @@ def check_weights(wish: Wish) -> None:
         )
 
 
-def open_subject(wish: Wish, report: Report = silent) -> Subject:
+def open_subject(wish: TuneConfigSettings, report: Report = silent) -> Subject:
     """Read the machine, the model and the requests.
 
     Raises PlanError, EvaluationError, TraceError or ModelError where they cannot be read or do not fit
@@ -206,9 +125,9 @@ def open_subject(wish: Wish, report: Report = silent) -> Subject:
         model_key=name,
         limits=limits,
         ranks=wish.ranks,
-        hints=_hints(wish.hints_file, machine),
+        hints=_hints(wish.hints, machine),
         trace=_requests(wish, model),
-        objective=wish.objective,
+        objective=wish.goal,
         model=model,
         slow=_slow(machine, report) if measured else (),
         whole=whole,
@@ -224,21 +143,21 @@ def _slow(machine: Machine, report: Report) -> tuple[int, ...]:
     return slow
 
 
-def _load(wish: Wish, report: Report) -> PackedModel:
+def _load(wish: TuneConfigSettings, report: Report) -> PackedModel:
     from phasewise.serving.loaders import load_model
 
     return load_model(wish.model, wish.weight_format, report=report)
 
 
-def _machine(wish: Wish) -> Machine:
-    if wish.machine_file is None:
+def _machine(wish: TuneConfigSettings) -> Machine:
+    if wish.machine is None:
         return read_machine()
-    described = read_lstopo(wish.machine_file)
+    described = read_lstopo(wish.machine)
     if wish.evaluator == "measured":
         here = read_machine()
         if machine_key(described) != machine_key(here):
             raise EvaluationError(
-                f"{wish.machine_file} describes another machine ({_kind_of(described)}) than this one "
+                f"{wish.machine} describes another machine ({_kind_of(described)}) than this one "
                 f"({_kind_of(here)}), which alone can be measured here: add --evaluator modelled"
             )
         return here
@@ -281,7 +200,7 @@ def _hints(probe_file: Path | None, machine: Machine) -> tuple[TopoTree, ...]:
     return tuple(hint.apply(tree) for hint in read_groups(probe_file))
 
 
-def _requests(wish: Wish, model: PackedModel | None) -> Trace:
+def _requests(wish: TuneConfigSettings, model: PackedModel | None) -> Trace:
     """As many as stand for the trace, no longer than the model's context where its weights are here."""
     if wish.requests is None:
         trace = default_trace(TRACE_REQUESTS, wish.seed)
@@ -290,7 +209,9 @@ def _requests(wish: Wish, model: PackedModel | None) -> Trace:
     return fitted(trace, model.config.context_length) if model else trace
 
 
-def stored_plans(wish: Wish, report: Report = silent) -> tuple[Machine, Mapping[Phase, ServicePlan]]:
+def stored_plans(
+    wish: TuneConfigSettings, report: Report = silent
+) -> tuple[Machine, Mapping[Phase, ServicePlan]]:
     """The machine asked for, and the plans of the wish's phases there: stored ones, else the default ones."""
     machine = _machine(wish)
     shape = shape_of_reference(wish.model, wish.weight_format, report)

@@ -25,7 +25,7 @@ from phasewise.kerneldb.errors import KernelDbError
 from phasewise.kerneldb.records import MachineKey, Problem, Sample, Schedule
 from phasewise.kerneldb.store import Store, open_store
 from phasewise.serving.errors import ServingError
-from phasewise.serving.processes.parents import end_with_parent
+from phasewise.serving.processes.behind_others import end_with_parent
 from phasewise.serving.ranks.rank_worker import FOR_THE_ENGINE
 from phasewise.topology import Machine, read_machine
 from phasewise.tuner.errors import TunerError

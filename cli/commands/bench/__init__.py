@@ -7,9 +7,8 @@ from phasewise.cli.commands.bench.allreduce import allreduce
 from phasewise.cli.commands.bench.embed import embed
 from phasewise.cli.commands.bench.kernels import kernels
 from phasewise.cli.commands.bench.kv import kv
-from phasewise.cli.commands.bench.llama_bench import LlamaBenchCommand
 from phasewise.cli.commands.bench.machine import machine
-from phasewise.cli.commands.bench.run import run
+from phasewise.cli.commands.bench.run import LlamaBenchCommand, run
 from phasewise.cli.commands.bench.serve import serve
 
 HELP = """Measure speeds and the machine's limits.

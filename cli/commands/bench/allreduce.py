@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
 from phasewise._words import percent, proven
-from phasewise.cli import row_forms
-from phasewise.cli.commands.bench.options import Table, WideOption
+from phasewise.cli.commands.bench.options import Form, WideOption
 from phasewise.cli.options import ThreadsOption
-from phasewise.cli.present import note, say
+from phasewise.cli.present import note
+from phasewise.cli.tables import RowTable, scalar_names, show_rows, spread
 from phasewise.tuner.timing import compare_rounds
 from phasewise.workflows.bench.allreduce.compare import AllReduceRow, size_text
 from phasewise.workflows.bench.allreduce.rank import COPY
@@ -33,7 +33,7 @@ def allreduce(
     rounds: Annotated[
         int, typer.Option("-r", "--rounds", min=1, max=1000, help="timed turns of each algorithm and size")
     ] = 15,
-    output: Annotated[Table, typer.Option("-o", "--output", help="form of the rows")] = "md",
+    output: Annotated[Form, typer.Option("-o", "--output", help="form of the rows")] = "md",
     wide: WideOption = False,
 ) -> None:
     """Time the all-reduces over shared memory beside plain copying by the same cores, in turns.
@@ -45,7 +45,6 @@ def allreduce(
     anew, which is not timed. GB/s: bytes of one message over the time. Copying: every rank copies one
     message.
     """
-    from phasewise.cli.row_forms import written
     from phasewise.topology import read_machine
     from phasewise.tuner.measurement_lock import user_lock
     from phasewise.tuner.plans import default_plan
@@ -55,7 +54,7 @@ def allreduce(
     grid = AllReduceGrid(cores, _rank_counts(ranks, len(cores)), _sizes(sizes), _kinds(kinds), rounds)
     with user_lock(note).turn():
         rows = list(all_reduce_rows(grid, report=note))
-    say(written(FORMATS, output, rows, wide=wide), end="")
+    show_rows(output, rows, scalar_names(AllReduceRow), lambda: [table_of(rows, wide=wide)])
 
 
 def _rank_counts(text: str, n_cores: int) -> Sequence[int]:
@@ -93,28 +92,18 @@ def _kinds(text: str) -> list[str]:
     return list(dict.fromkeys(kinds))
 
 
-def as_json(rows: Sequence[AllReduceRow]) -> str:
-    """A list of objects, each with the version of our schema."""
-    return row_forms.as_json(rows)
-
-
-def as_csv(rows: Sequence[AllReduceRow]) -> str:
-    """Scalars only, a line for each system."""
-    scalars = row_forms.scalar_names(AllReduceRow)
-    return row_forms.as_csv(scalars, ([getattr(row, name) for name in scalars] for row in rows))
-
-
-def as_md(rows: Sequence[AllReduceRow], *, wide: bool = False) -> str:
-    """A line for each size: the first system, and every other one's time over its."""
+def table_of(rows: Sequence[AllReduceRow], *, wide: bool) -> RowTable:
+    """A row for each size: the first system, and every other one's time over its."""
     points = dict.fromkeys((row.ranks, row.message_bytes) for row in rows)
-    lines = [_md_row([row for row in rows if (row.ranks, row.message_bytes) == point]) for point in points]
-    core = [name for name in lines[0] if name not in LAST] + list(LAST) if lines and not wide else ()
-    return row_forms.as_md(lines, core=core)
+    table = RowTable(
+        [_cells([row for row in rows if (row.ranks, row.message_bytes) == point]) for point in points],
+        form="github",
+    )
+    return table if wide else table.narrow([*(name for name in table.names if name not in LAST), *LAST])
 
 
 LAST = ("GB/s", "spread")
 """Columns that a narrow table does without."""
-FORMATS: dict[str, Callable[..., str]] = {"md": as_md, "csv": as_csv, "json": as_json}
 
 
 def _over(row: AllReduceRow, first: AllReduceRow) -> str:
@@ -122,13 +111,13 @@ def _over(row: AllReduceRow, first: AllReduceRow) -> str:
     return proven(rounds.gain, rounds.gain_low, rounds.gain_high)
 
 
-def _md_row(systems: Sequence[AllReduceRow]) -> Mapping[str, str]:
+def _cells(systems: Sequence[AllReduceRow]) -> dict[str, str]:
     first = systems[0]
     return {
         "ranks": str(first.ranks),
         "bytes": size_text(first.message_bytes),
         f"{first.system}, us": f"{first.median_ns / 1e3:.2f}",
-        "spread": percent(row_forms.spread(first.samples_ns)),
+        "spread": percent(spread(first.samples_ns)),
         "GB/s": f"{first.gbps:.2f}",
         "of copying": percent(first.copy_fraction),
         **{row.system: _over(row, first) for row in systems[1:] if row.system != COPY},

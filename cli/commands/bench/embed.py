@@ -22,12 +22,13 @@ from phasewise.cli.present import (
     say_words,
     write_target,
 )
+from phasewise.cli.tables import RowTable, show
 from phasewise.loadtest.settings import DAILY, DAY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from phasewise.loadtest.embed import EmbedClient, EmbedFigures
+    from phasewise.loadtest.embed import EmbedClient
     from phasewise.loadtest.embed_day import DayPart
 
 URLArgument = Annotated[str, typer.Argument(metavar="URL", help="the server, e.g. http://127.0.0.1:8000")]
@@ -136,7 +137,7 @@ def embed(
         sent_texts = texts(requests * inputs)
         if rate is not None:
             sent = await open_loop(client, sent_texts, RequestPace(rate), seed)
-            return {"slo_s": slo_s, "loads": [{"rate": rate, **_fields(figures(*sent, slo_s))}]}
+            return {"slo_s": slo_s, "loads": [{"rate": rate, **vars(figures(*sent, slo_s))}]}
         return {"slo_s": slo_s, "loads": await _closed(client, sent_texts, concurrency or [32], slo_s)}
 
     report: dict[str, Any] = {"url": base, "model": name, "lengths": lengths, "inputs": inputs}
@@ -156,7 +157,7 @@ async def _closed(
     from phasewise.loadtest.embed import closed_loop, figures
 
     return [
-        {"concurrency": clients, **_fields(figures(*await closed_loop(client, texts, clients), slo_s))}
+        {"concurrency": clients, **vars(figures(*await closed_loop(client, texts, clients), slo_s))}
         for clients in concurrency
     ]
 
@@ -185,7 +186,7 @@ def _say_found(report: dict[str, Any]) -> None:
     if "highest_concurrency" in report:
         say(f"{counted(report['highest_concurrency'], 'query')} at once within {number(report['slo_s'])} s")
     if "day_s" in report:
-        say(_day_table(report["loads"]))
+        show(_day_table(report["loads"]))
         return
     for load in report["loads"]:
         say_words(_line(load))
@@ -196,36 +197,31 @@ def _part_fields(part: DayPart) -> dict[str, Any]:
         "begin_h": part.begin_h,
         "rate": part.rate,
         "cpu_share": part.cpu_share,
-        **_fields(part.figures),
+        **vars(part.figures),
     }
 
 
-def _day_table(loads: list[dict[str, Any]]) -> str:
+def _day_table(loads: list[dict[str, Any]]) -> RowTable:
     """A row for each part of the day; CPUs are this machine's, the load generator's work in them."""
-    from phasewise.cli.row_forms import as_columns
-
-    headers = ["hour", "asked/s", "sent", "answered", "busy", "failed", "P50 ms", "P99 ms", "in SLO", "CPU"]
-    rows = [
+    return RowTable(
         [
-            number(load["begin_h"], 4),
-            f"{load['rate']:.3f}",
-            load["requests"],
-            load["ok"],
-            load["busy"],
-            load["failed"],
-            *(f"{load['latency_ms'][p]:.0f}" if load["ok"] else NOTHING for p in ("p50", "p99")),
-            NOTHING if load["within_slo"] is None else percent(load["within_slo"], 1),
-            NOTHING if load["cpu_share"] is None else percent(load["cpu_share"]),
+            {
+                "hour": number(load["begin_h"], 4),
+                "asked/s": f"{load['rate']:.3f}",
+                "sent": load["requests"],
+                "answered": load["ok"],
+                "busy": load["busy"],
+                "failed": load["failed"],
+                **{
+                    f"{p.upper()} ms": f"{load['latency_ms'][p]:.0f}" if load["ok"] else NOTHING
+                    for p in ("p50", "p99")
+                },
+                "in SLO": NOTHING if load["within_slo"] is None else percent(load["within_slo"], 1),
+                "CPU": NOTHING if load["cpu_share"] is None else percent(load["cpu_share"]),
+            }
+            for load in loads
         ]
-        for load in loads
-    ]
-    return as_columns(headers, rows)
-
-
-def _fields(of: EmbedFigures) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    return asdict(of)
+    )
 
 
 def _line(load: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from phasewise.cli.commands.bench.options import Table, WideOption
+from phasewise.cli.commands.bench.options import Form, WideOption
 from phasewise.cli.options import DbOption, ThreadsOption
 from phasewise.cli.present import check_target, note, owns_stdout, say, write_target
 from phasewise.workflows.bench.run_settings import counts
@@ -74,7 +74,7 @@ def kernels(
     peers: PeersOption = "auto",
     rounds: RoundsOption = 7,
     cold_mib: ColdMibOption = None,
-    output: Annotated[Table, typer.Option("-o", "--output", help="form of the rows")] = "md",
+    output: Annotated[Form, typer.Option("-o", "--output", help="form of the rows")] = "md",
     wide: WideOption = False,
     plot: PlotOption = None,
     kept: KeptOption = None,
@@ -90,8 +90,8 @@ def kernels(
     smollm2-135m, llama-1.3b, llama-3-8b. A run with --rows may be killed and started again; it
     prints all rows of the grid.
     """
-    from phasewise.cli.commands.bench.kernels_text import FORMATS, draw_rows
-    from phasewise.cli.row_forms import written
+    from phasewise.cli.commands.bench.kernels_text import as_csv, draw_rows, table_of
+    from phasewise.cli.tables import as_json, show
     from phasewise.tuner.measurement_lock import user_lock
     from phasewise.workflows.bench.kernel_rows import KernelRow, PointKey, RowFile
     from phasewise.workflows.bench.kernels import kernel_rows, schedules_of
@@ -112,7 +112,10 @@ def kernels(
                 row_by_key = {**row_by_key, row.key: row}
     rows = [row_by_key[point] for point in grid.points()]
     if not owns_stdout(plot):
-        say(written(FORMATS, output, rows, wide=wide), end="")
+        if output == "md":
+            show(*table_of(rows, wide=wide))
+        else:
+            say(as_csv(rows) if output == "csv" else as_json(rows), end="")
     if plot is not None:
         write_target(plot, draw_rows(rows))
 

@@ -1,25 +1,21 @@
-"""The rows of `phasewise bench kernels` as JSON, CSV, Markdown and as a picture."""
+"""The rows of `phasewise bench kernels` as CSV, as tables and as a picture."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from phasewise._words import counted, percent, proven
-from phasewise.cli import row_forms
+from phasewise.cli import tables
+from phasewise.cli.tables import RowTable, low_limit_lines
 from phasewise.workflows.bench.kernel_rows import KernelRow, summarise, summary_fields
 from phasewise.workflows.line_chart import Chart, Panel, draw_chart
-
-
-def as_json(rows: Sequence[KernelRow]) -> str:
-    """A list of objects, each with the version of our schema."""
-    return row_forms.as_json(rows)
 
 
 def as_csv(rows: Sequence[KernelRow]) -> str:
     """Scalars, the schedule in one cell, and a column of nanoseconds for every peer of the run."""
     peers = _peer_names(rows)
-    scalars = row_forms.scalar_names(KernelRow)
+    scalars = tables.scalar_names(KernelRow)
     lines = (
         [
             *(getattr(row, name) for name in scalars),
@@ -28,31 +24,27 @@ def as_csv(rows: Sequence[KernelRow]) -> str:
         ]
         for row in rows
     )
-    return row_forms.as_csv([*scalars, "schedule", *(f"{peer}_ns" for peer in peers)], lines)
+    return tables.as_csv([*scalars, "schedule", *(f"{peer}_ns" for peer in peers)], lines)
 
 
 CORE = ("format", "n x k", "m", "us", "GFLOP/s", "peak", "bandwidth")
 
 
-def as_md(rows: Sequence[KernelRow], *, wide: bool = False) -> str:
+def table_of(rows: Sequence[KernelRow], *, wide: bool = False) -> Iterator[str | RowTable]:
     """A table of the points, peers as the ratio of our speed to theirs, and a table of the summaries."""
     peers = _peer_names(rows)
-    points = [_md_row(row, peers) for row in rows]
-    table = row_forms.as_md(points, left=("format", "schedule"), core=() if wide else (*CORE, *peers))
-    low = row_forms.low_limit_lines(
-        share for row in rows for share in (row.peak_fraction, row.bandwidth_fraction)
-    )
-    return table + "".join(f"{line}\n" for line in low) + ("\n" + summary_table(rows) if peers else "")
+    table = RowTable([_cells(row, peers) for row in rows], ("format", "schedule"), form="github")
+    yield table if wide else table.narrow((*CORE, *peers))
+    yield from low_limit_lines(share for row in rows for share in (row.peak_fraction, row.bandwidth_fraction))
+    if peers:
+        yield ""
+        yield summary_table(rows)
 
 
-def summary_table(rows: Sequence[KernelRow]) -> str:
-    """The summary of the rows by format, as Markdown."""
-    return row_forms.as_md(
-        [summary_fields(summary) for summary in summarise(rows)], left=("format", "worst point")
-    )
-
-
-FORMATS: dict[str, Callable[..., str]] = {"md": as_md, "csv": as_csv, "json": as_json}
+def summary_table(rows: Sequence[KernelRow]) -> RowTable:
+    """The summary of the rows by format."""
+    summaries = [summary_fields(summary) for summary in summarise(rows)]
+    return RowTable(summaries, ("format", "worst point"), form="github")
 
 
 def schedule_text(schedule: Mapping[str, Any]) -> str:
@@ -124,18 +116,18 @@ def _over(row: KernelRow, peer: str) -> str:
     return proven(ratio.gain, ratio.low, ratio.high)
 
 
-def _md_row(row: KernelRow, peers: Sequence[str]) -> dict[str, str]:
+def _cells(row: KernelRow, peers: Sequence[str]) -> dict[str, str]:
     return {
         "format": row.format,
         "n x k": f"{row.n}x{row.k}",
         "m": str(row.m),
         "threads": str(row.threads),
         "us": f"{row.median_ns / 1e3:.1f}",
-        "spread": percent(row_forms.spread(row.samples_ns)),
+        "spread": percent(tables.spread(row.samples_ns)),
         "GFLOP/s": f"{row.gflops:.0f}",
         "GB/s": f"{row.gbps:.1f}",
-        "peak": row_forms.limit_cell(row.peak_fraction),
-        "bandwidth": row_forms.limit_cell(row.bandwidth_fraction),
+        "peak": tables.limit_cell(row.peak_fraction),
+        "bandwidth": tables.limit_cell(row.bandwidth_fraction),
         **{peer: _over(row, peer) if peer in row.peers else "" for peer in peers},
         "schedule": f"{row.schedule_source}: {schedule_text(row.schedule)}",
     }

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from phasewise._words import counted, percent
 from phasewise.cli.options import JsonOption, ThreadsOption
 from phasewise.cli.present import note, print_json, say
+from phasewise.cli.tables import RowTable, show
 
 if TYPE_CHECKING:
     from phasewise.tuner.machine_limits import MachineLimits, PieceReads
@@ -52,20 +53,14 @@ def machine(threads: ThreadsOption = None, as_json: JsonOption = False) -> None:
 
 
 def _limit_fields(limit: MachineLimits) -> dict[str, object]:
-    from dataclasses import asdict
-
-    return {"n_cores": len(limit.cores), **asdict(limit)}
+    return {"n_cores": len(limit.cores), **vars(limit)}
 
 
 def _piece_fields(reads: PieceReads) -> dict[str, object]:
-    from dataclasses import asdict
-
-    return {**asdict(reads), "share": reads.share}
+    return {**vars(reads), "share": reads.share}
 
 
 def _print_pieces(pieces: list[PieceReads]) -> None:
-    from tabulate import tabulate
-
     rows = [
         [
             counted(reads.piece_bytes, "byte"),
@@ -75,14 +70,10 @@ def _print_pieces(pieces: list[PieceReads]) -> None:
         ]
         for reads in pieces
     ]
-    headers = ["read in pieces of", "in order", "scattered", "share"]
-    aligned = ("left", "right", "right", "right")
-    say(tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True, colalign=aligned))
+    _show(rows, ["read in pieces of", "in order", "scattered", "share"])
 
 
 def _print_limits(limits: list[MachineLimits]) -> None:
-    from tabulate import tabulate
-
     rows: list[list[str]] = [
         [f"{kind} multiply-add", *(f"{limit.peak_flops[kind] / 1e9:.0f} G/s" for limit in limits)]
         for kind in limits[0].peak_flops
@@ -93,5 +84,8 @@ def _print_limits(limits: list[MachineLimits]) -> None:
         f"limit ({limits[0].isa})",
         *(counted(len(limit.cores), "core") for limit in limits),
     ]
-    aligned = ("left", *["right"] * len(limits))
-    say(tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True, colalign=aligned))
+    _show(rows, headers)
+
+
+def _show(rows: list[list[str]], headers: list[str]) -> None:
+    show(RowTable([dict(zip(headers, row, strict=True)) for row in rows], headers[:1], form="github"))

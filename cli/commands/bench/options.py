@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
-Table = Literal["md", "csv", "json"]
+Form = Literal["md", "csv", "json"]
 """The form in which the rows of a benchmark are printed."""
 
 

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from phasewise.cli.command_app import GroupedCommand
 from phasewise.cli.commands.bench.options import WideOption
 from phasewise.cli.option_sets import spread
 from phasewise.cli.options import (
@@ -21,11 +22,13 @@ from phasewise.cli.options import (
     LoraOption,
     SparseOption,
 )
-from phasewise.cli.present import EXIT_INTERRUPTED, note, note_plans, say
+from phasewise.cli.present import EXIT_INTERRUPTED, note, note_plans
 from phasewise.workflows.bench.run_settings import (
     LEAST_BATCH_TOKENS,
+    LIST,
     MODELS,
     MOST_BATCH_TOKENS,
+    PAIR,
     BenchRunning,
     BenchTests,
 )
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
     from phasewise.serving.engine.throughput import Workload
     from phasewise.workflows.bench.model_speed import ModelRow
     from phasewise.workflows.opening.open_model import OpenModel
+
 
 Output = Literal["md", "csv", "json", "jsonl", "sql"]
 """The form in which the rows of `bench run` are printed."""
@@ -77,11 +81,9 @@ def run(
     anyway (-ngl 0, -fa 1, -mmp 1, -ub 512). With --lora the sequences have the
     adapters in turn. Ctrl-C prints the rows that are measured.
     """
-    from phasewise.cli.commands.bench.run_text import FORMATS
-    from phasewise.cli.row_forms import written
+    from phasewise.cli.commands.bench.run_text import show_rows
     from phasewise.workflows.bench.model_speed import check_context
-    from phasewise.workflows.opening.open_model import Weights, open_model
-    from phasewise.workflows.opening.refusals import check_settings
+    from phasewise.workflows.opening.open_model import Weights, check_settings, open_model
 
     tests, running = _with_small_batches(tests, running)
     names = [*(models or ()), *(name for given in more_models or () for name in _model_names(given))]
@@ -110,9 +112,9 @@ def run(
     except KeyboardInterrupt:
         if not rows:
             raise
-        say(written(FORMATS, output, rows, wide=wide), end="")
+        show_rows(output, rows, wide=wide)
         raise typer.Exit(EXIT_INTERRUPTED) from None
-    say(written(FORMATS, output, rows, wide=wide), end="")
+    show_rows(output, rows, wide=wide)
 
 
 def _measured(
@@ -163,3 +165,92 @@ def _explain(opened: OpenModel, tests: BenchTests, formats: list[str]) -> None:
     for kv_format in formats:
         uses = opened.explain(STEP_TOKENS, max(tests.sequences), kv_format)
         note(uses_text(uses, opened.memory(), use_installed()))
+
+
+_NO_GPU = "everything is computed on CPUs"
+_MEANT = "--threads and `taskset` say which cores are used"
+
+FOREIGN: dict[tuple[str, ...], tuple[tuple[str, ...], str]] = {
+    ("-ub", "--ubatch-size"): (("512",), "a step computes 512 rows at once"),
+    ("-ngl", "--n-gpu-layers"): (("0",), _NO_GPU),
+    ("-ncmoe", "--n-cpu-moe"): (("0",), _NO_GPU),
+    ("-sm", "--split-mode"): (("none",), _NO_GPU),
+    ("-mg", "--main-gpu"): (("0",), _NO_GPU),
+    ("-nkvo", "--no-kv-offload"): (("0",), _NO_GPU),
+    ("-dev", "--device"): (("none", "CPU"), _NO_GPU),
+    ("-ts", "--tensor-split"): (("0", "0.00"), _NO_GPU),
+    ("-ot", "--override-tensor", "--override-tensors"): ((), "weights have one kind of memory"),
+    ("-nopo", "--no-op-offload"): (("0",), _NO_GPU),
+    ("-rpc", "--rpc"): ((), "a model runs on one machine"),
+    ("-fa", "--flash-attn"): (("1", "on", "auto"), "attention is always computed block by block"),
+    ("-mmp", "--mmap"): (("1",), "weights are always mapped"),
+    ("-embd", "--embeddings"): (("0",), "`phasewise bench embed` measures embeddings"),
+    ("-C", "--cpu-mask"): (("0x0",), _MEANT),
+    ("--cpu-strict",): (("1",), "threads are always pinned"),
+    ("--poll",): (("0", "50", "100"), "threads always spin first, then sleep"),
+    ("--numa",): (("distribute", "isolate"), "threads are always pinned; for numactl, start it before"),
+    ("--prio",): (("0",), "use `nice` or `chrt`"),
+    ("--delay",): (("0",), "tests follow each other at once"),
+    ("-oe", "--output-err"): (("none",), "-o says the form on stdout; stderr has the progress"),
+    ("-hf", "-hfr", "--hf-repo"): ((), "give the hub name as -m, e.g. -m org/name-GGUF:Q4_K_M"),
+}
+"""By flag: the values that say what holds here anyway, and why others cannot be followed."""
+
+TOLD_ANYWAY = ("-v", "--verbose", "--progress")
+"""Flags without a value that ask for what stderr always has."""
+
+_BY_FLAG = {flag: meaning for flags, meaning in FOREIGN.items() for flag in flags}
+_JOINED_BY = {LIST: ",", PAIR: ";"}
+
+
+class LlamaBenchCommand(GroupedCommand):
+    """`bench run`, whose lists may also be given flag by flag."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        lists = {
+            flag: (parameter.opts[0], _JOINED_BY[parameter.metavar])
+            for parameter in self.get_params(ctx)
+            if parameter.param_type_name == "option" and parameter.metavar in _JOINED_BY
+            for flag in parameter.opts
+        }
+        return super().parse_args(ctx, _joined(_without_foreign(args), lists))
+
+
+def _without_foreign(args: list[str]) -> list[str]:
+    """`args` without flags of llama-bench that say what holds here anyway; wrong usage for its others."""
+    kept: list[str] = []
+    index = 0
+    while index < len(args):
+        flag, has_value, value = args[index].partition("=")
+        index += 1
+        if flag not in _BY_FLAG:
+            kept += [] if args[index - 1] in TOLD_ANYWAY else [args[index - 1]]
+            continue
+        if not has_value:
+            value = args[index] if index < len(args) else ""
+            index += 1
+        holding, why = _BY_FLAG[flag]
+        if not set(value.split(",")) <= set(holding):
+            leave = f" or give {holding[0]}" if holding else ""
+            raise typer.BadParameter(f"{flag} {value}: {why}; leave it out{leave}")
+    return kept
+
+
+def _joined(args: list[str], lists: dict[str, tuple[str, str]]) -> list[str]:
+    """`-p 128 -p 512` as `-p 128,512`."""
+    kept: list[str] = []
+    values: dict[tuple[str, str], list[str]] = {}
+    index = 0
+    while index < len(args):
+        flag, has_value, value = args[index].partition("=")
+        index += 1
+        if flag not in lists or (not has_value and index >= len(args)):
+            kept.append(args[index - 1])
+            continue
+        if not has_value:
+            value = args[index]
+            index += 1
+        values.setdefault(lists[flag], []).append(value)
+    for (flag, between), given in values.items():
+        kept += [flag, between.join(given)]
+    return kept

@@ -4,30 +4,35 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 
 from phasewise._words import counted, number, percent
-from phasewise.cli import row_forms
+from phasewise.cli import tables
+from phasewise.cli.present import say
+from phasewise.cli.tables import RowTable, show
 from phasewise.serving.engine.throughput import Workload
 from phasewise.workflows.bench.model_speed import ModelRow
 
-SCALARS = row_forms.scalar_names(ModelRow)
+SCALARS = tables.scalar_names(ModelRow)
 SQL_TYPES = {"str": "TEXT", "int": "INTEGER", "bool": "INTEGER", "float": "REAL"}
 
 
-def as_json(rows: Sequence[ModelRow]) -> str:
-    """A list of objects, as llama-bench prints, each with the version of our schema."""
-    return row_forms.as_json(rows)
+def show_rows(form: str, rows: Sequence[ModelRow], *, wide: bool) -> None:
+    """The rows in the form that was asked for."""
+    if form == "md":
+        show(*table_of(rows, wide=wide))
+    else:
+        say({"json": tables.as_json, "jsonl": as_jsonl, "csv": as_csv, "sql": as_sql}[form](rows), end="")
 
 
 def as_jsonl(rows: Sequence[ModelRow]) -> str:
-    return "".join(json.dumps(row_forms.json_fields(row)) + "\n" for row in rows)
+    return "".join(json.dumps(tables.json_fields(row)) + "\n" for row in rows)
 
 
 def as_csv(rows: Sequence[ModelRow]) -> str:
     """A header, then every value in double quotes; truth values as 0 and 1."""
-    return row_forms.as_csv(SCALARS, map(_scalars, rows), quoted=True)
+    return tables.as_csv(SCALARS, map(_scalars, rows), quoted=True)
 
 
 def as_sql(rows: Sequence[ModelRow]) -> str:
@@ -47,32 +52,30 @@ VARYING = ("batch", "KV")
 """Columns that are told where their values differ, as llama-bench does."""
 
 
-def as_md(rows: Sequence[ModelRow], *, wide: bool = False) -> str:
+def table_of(rows: Sequence[ModelRow], *, wide: bool = False) -> Iterator[str | RowTable]:
     """llama-bench's table and line of the build, with the shares of the machine's limits behind its columns.
 
     wide: false keeps a terminal's table within 80 columns; a pipe gets all.
     """
     is_narrow = not wide and sys.stdout.isatty()
-    table = [_md_row(row, is_narrow=is_narrow) for row in rows]
-    same = {name for name in VARYING if len({row[name] for row in table}) < 2}
-    if is_narrow and len({row["threads"] for row in table}) < 2:
+    cells = [_cells(row, is_narrow=is_narrow) for row in rows]
+    same = {name for name in VARYING if len({row[name] for row in cells}) < 2}
+    if is_narrow and len({row["threads"] for row in cells}) < 2:
         same.add("threads")
-    told = [{name: cell for name, cell in row.items() if name not in same} for row in table]
-    low = row_forms.low_limit_lines(
+    table = RowTable(
+        [{name: cell for name, cell in row.items() if name not in same} for row in cells],
+        ("model", "backend"),
+        form="github",
+    )
+    yield table.narrow(NARROW) if is_narrow else table
+    yield ""
+    yield from dict.fromkeys(_left_out(row) for row in cells) if is_narrow else ()
+    yield from tables.low_limit_lines(
         share for row in rows for share in (row.peak_fraction, row.bandwidth_fraction)
     )
-    builds = dict.fromkeys(f"{row.build_commit} ({row.isa})" for row in rows)
-    return "\n".join(
-        [
-            row_forms.as_md(told, left=("model", "backend"), core=NARROW if is_narrow else ()),
-            *(dict.fromkeys(_left_out(row) for row in table) if is_narrow else ()),
-            *low,
-            *map(_kv_line, filter(lambda row: row.kv_bytes_per_s, rows)),
-            *map(_counters_line, filter(lambda row: row.instructions_per_cycle, rows)),
-            *(f"build: {build}" for build in builds),
-            "",
-        ]
-    )
+    yield from map(_kv_line, filter(lambda row: row.kv_bytes_per_s, rows))
+    yield from map(_counters_line, filter(lambda row: row.instructions_per_cycle, rows))
+    yield from dict.fromkeys(f"build: {row.build_commit} ({row.isa})" for row in rows)
 
 
 def _kv_line(row: ModelRow) -> str:
@@ -101,7 +104,7 @@ def _left_out(row: Mapping[str, str]) -> str:
     return f"{row['model']}: {row['size']}, {row['params']} params; {row['backend']}, {threads}"
 
 
-def _md_row(row: ModelRow, *, is_narrow: bool) -> dict[str, str]:
+def _cells(row: ModelRow, *, is_narrow: bool) -> dict[str, str]:
     is_decode = row.n_gen and not row.n_prompt
     return {
         "model": row.model_type[-MAX_MODEL_CHARS:] if is_narrow else row.model_type,
@@ -113,20 +116,11 @@ def _md_row(row: ModelRow, *, is_narrow: bool) -> dict[str, str]:
         "KV": row.type_k,
         "test": _test_name(row),
         "t/s": f"{row.avg_ts:.2f} ± {row.stddev_ts:.2f}",
-        "peak": row_forms.limit_cell(row.peak_fraction),
-        "bandwidth": row_forms.limit_cell(row.bandwidth_fraction) if is_decode else "",
+        "peak": tables.limit_cell(row.peak_fraction),
+        "bandwidth": tables.limit_cell(row.bandwidth_fraction) if is_decode else "",
         **({} if row.joules_per_token is None else _energy(row, row.joules_per_token)),
         **({} if is_narrow else {"lines across nodes": number(row.lines_across_nodes)}),
     }
-
-
-FORMATS: dict[str, Callable[..., str]] = {
-    "md": as_md,
-    "csv": as_csv,
-    "json": as_json,
-    "jsonl": as_jsonl,
-    "sql": as_sql,
-}
 
 
 def _energy(row: ModelRow, joules_per_token: float) -> dict[str, str]:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 from phasewise._words import counted
-from phasewise.cli.commands.bench.options import Table
+from phasewise.cli.commands.bench.options import Form
 from phasewise.cli.option_sets import spread
 from phasewise.cli.present import EXIT_INTERRUPTED
+from phasewise.cli.status_line import StatusLine, status_line
+from phasewise.loadtest.outcome import RequestOutcome
 from phasewise.loadtest.settings import Asking, Promises, SendingTimes, SentLengths
-
-Endpoint = Literal["completions", "chat"]
-"""The route that requests are sent to."""
-
 
 _printed = partial(typer.Option, rich_help_panel="What is printed")
 
@@ -31,7 +32,7 @@ def serve(
     model: Annotated[
         str, typer.Option("--model", metavar="NAME", help="model to ask for [default: the first listed]")
     ] = "",
-    output: Annotated[Table, _printed("-o", "--output", help="form of the results")] = "md",
+    output: Annotated[Form, _printed("-o", "--output", help="form of the results")] = "md",
     save_detailed: Annotated[
         bool, _printed("--save-detailed", help="also print every request, in csv and json")
     ] = False,
@@ -57,7 +58,6 @@ def serve(
     Fields have the names and the meaning of vLLM's bench serve. Ctrl-C
     prints what was measured.
     """
-    from phasewise.cli.commands.bench.serve_progress import load_progress
     from phasewise.cli.commands.bench.serve_text import FORMATS, draw_report
     from phasewise.cli.present import check_target, fail, note, owns_stdout, say, write_target
     from phasewise.loadtest.assemble import load_test_of
@@ -79,3 +79,31 @@ def serve(
     outcomes = report.measured.outcomes
     if outcomes and not any(outcome.is_complete for outcome in outcomes):
         fail(f"none of {counted(len(outcomes), 'request')} was answered; the results say why", 1)
+
+
+class LoadProgress:
+    """An observer that counts outcomes."""
+
+    def __init__(self, n_requests: int, status: StatusLine) -> None:
+        self._n_requests = n_requests
+        self._status = status
+        self._n_done = 0
+        self._n_failed = 0
+
+    def __call__(self, outcome: RequestOutcome) -> bool:
+        """Count an outcome; False, since this observer never stops a load."""
+        self._n_done += 1
+        self._n_failed += outcome.failure is not None
+        self._status.show(self._line)
+        return False
+
+    def _line(self) -> str:
+        failed = f", {self._n_failed} failed" if self._n_failed else ""
+        return f"{self._n_done} of {self._n_requests} answered{failed}"
+
+
+@contextmanager
+def load_progress(n_requests: int) -> Iterator[LoadProgress]:
+    """An observer of `n_requests` outcomes; its line is removed at the end."""
+    with status_line(line_every_s=math.inf) as status:
+        yield LoadProgress(n_requests, status)

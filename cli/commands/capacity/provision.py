@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 from phasewise.cli.commands.bench.options import WideOption
 from phasewise.cli.option_sets import spread
 from phasewise.cli.options import JsonOption, TraceArgument
-from phasewise.cli.present import check_target, fail, note, owns_stdout, print_json, say, write_target
+from phasewise.cli.present import check_target, fail, note, owns_stdout, print_json, write_target
+from phasewise.cli.tables import show
 from phasewise.workflows.capacity.settings import ClusterInputs, ProvisionWish
 
 EXIT_FAILURE = 1
-
-
-Minimised = Literal["cost", "power", "machines"]
-"""The quantity that the cheapest cluster has least of."""
-
-Maximised = Literal["rate"]
-"""The quantity that the best cluster for a budget has most of."""
 
 
 @spread
@@ -62,7 +56,7 @@ def provision(
     if as_json:
         print_json(provision_fields(answers, slo))
     elif not owns_stdout(plot):
-        say(provision_text(answers, slo, wide=wide))
+        show(*provision_text(answers, slo, wide=wide))
     if all(answer.spec is None for answer in answers):
         fail(f"no design has an answer: {answers[0].reason}", EXIT_FAILURE)
     if plot is not None:
@@ -80,4 +74,4 @@ def _provision_embeddings(day: str, wish: ProvisionWish, *, as_json: bool) -> No
     if as_json:
         print_json(embedding_fields(answer))
     else:
-        say(embedding_text(answer))
+        show(*embedding_text(answer))

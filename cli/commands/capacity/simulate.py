@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 from phasewise.cli.option_sets import spread
 from phasewise.cli.options import JsonOption, TraceArgument
-from phasewise.cli.present import check_target, note, owns_stdout, print_json, say, write_target
+from phasewise.cli.present import check_target, note, owns_stdout, print_json, write_target
+from phasewise.cli.tables import show
 from phasewise.workflows.capacity.settings import ClusterInputs, SimulationWish
-
-MachineScheduler = Literal["production", "paper"]
-"""The scheduler that each machine runs."""
 
 
 @spread
@@ -56,6 +54,6 @@ def simulate(
     if as_json:
         print_json(simulation_fields(simulated.spec, simulated.summary, simulated.slo))
     elif not owns_stdout(plot):
-        say(simulation_text(simulated.spec, simulated.summary, simulated.slo))
+        show(*simulation_text(simulated.spec, simulated.summary, simulated.slo))
     if plot is not None:
         write_target(plot, occupancy_chart(simulated.summary))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from phasewise._words import counted, number, percent
 from phasewise.cli.present import on_one_line
-from phasewise.cli.row_forms import WIDTH, as_columns
+from phasewise.cli.tables import WIDTH, RowTable
 from phasewise.cluster.simulated.metrics import METRICS, PERCENTILES, Slo, Summary, broken
 
 if TYPE_CHECKING:
@@ -20,24 +20,27 @@ OCCUPANCY_MARKS = (1, 4, 16, 64, 256, 1024, 2048)
 """Batch sizes, in tokens, whose share of busy time the text states."""
 
 
-def simulation_text(spec: ClusterSpec, summary: Summary, slo: Slo | None) -> str:
+def simulation_text(spec: ClusterSpec, summary: Summary, slo: Slo | None) -> list[str | RowTable]:
     """The text of one simulation, for people."""
     rate = summary.n_requests / summary.duration_s if summary.duration_s else 0.0
     tokens = summary.output_tokens / summary.duration_s if summary.duration_s else 0.0
-    parts = [
+    parts: list[str | RowTable] = [
         f"{counted(summary.n_requests, 'request')} in {summary.duration_s:.1f} s on "
         f"{counted(spec.n_machines, 'machine')}, policy {spec.policy}:",
         f"{rate:.2f} requests/s, {tokens:.0f} tokens/s",
-        as_columns(
-            ["", *(f"P{percentile}" for percentile in PERCENTILES)], list(_time_rows(summary)), left=("",)
-        ),
-        as_columns(
-            ["pool", "machine", "count", "busy", *(f"<={mark}" for mark in OCCUPANCY_MARKS)],
+        RowTable(list(_time_rows(summary)), ("",)),
+        RowTable(
             [
-                [use.role, use.machine, use.count, percent(use.utilisation), *_occupancy_cells(use.occupancy)]
+                {
+                    "pool": use.role,
+                    "machine": use.machine,
+                    "count": use.count,
+                    "busy": percent(use.utilisation),
+                    **_occupancy_cells(use.occupancy),
+                }
                 for use in summary.uses
             ],
-            left=("pool", "machine"),
+            ("pool", "machine"),
         ),
         "(columns <=N: share of busy time in batches of at most N tokens)",
     ]
@@ -55,26 +58,27 @@ def simulation_text(spec: ClusterSpec, summary: Summary, slo: Slo | None) -> str
         parts.append(f"preemptions: {summary.n_preemptions}")
     if summary.n_repurposed:
         parts.append(f"machines moved to another pool: {summary.n_repurposed}")
-    parts += _slo_lines(summary, slo)
-    return "\n".join(parts)
+    return [*parts, *_slo_lines(summary, slo)]
 
 
-def _time_rows(summary: Summary) -> Iterable[list[str]]:
+def _time_rows(summary: Summary) -> Iterable[dict[str, str]]:
     for metric in METRICS:
-        yield [f"{metric.upper()}, s", *(number(value, 4) for value in summary.times_s[metric].values())]
+        yield _percentiles(f"{metric.upper()}, s", summary.times_s[metric].values(), 4)
     for metric in METRICS if summary.slowdowns is not None else ():
         assert summary.slowdowns is not None
-        yield [
-            f"{metric.upper()} slowdown",
-            *(number(value, 3) for value in summary.slowdowns[metric].values()),
-        ]
+        yield _percentiles(f"{metric.upper()} slowdown", summary.slowdowns[metric].values(), 3)
 
 
-def _occupancy_cells(occupancy: Sequence[tuple[int, float]]) -> list[str]:
-    cells = []
+def _percentiles(name: str, values: Iterable[float], digits: int) -> dict[str, str]:
+    cells = (number(value, digits) for value in values)
+    return {"": name, **dict(zip((f"P{share}" for share in PERCENTILES), cells, strict=True))}
+
+
+def _occupancy_cells(occupancy: Sequence[tuple[int, float]]) -> dict[str, str]:
+    cells = {}
     for mark in OCCUPANCY_MARKS:
         within = [share for tokens, share in occupancy if tokens <= mark]
-        cells.append(percent(within[-1] if within else 0.0))
+        cells[f"<={mark}"] = percent(within[-1] if within else 0.0)
     return cells
 
 
@@ -111,12 +115,12 @@ DESIGN_COLUMNS = ("design", "machines", "requests/s", "cost/h", "bound used")
 """Columns of a narrow table; `--wide` prints the others too."""
 
 
-def provision_text(answers: Sequence[Provisioned], slo: Slo, *, wide: bool = False) -> str:
+def provision_text(answers: Sequence[Provisioned], slo: Slo, *, wide: bool = False) -> list[str | RowTable]:
     """Each design's answer in a row, for people."""
     rows = [_provision_row(answer) for answer in answers]
     names = list(rows[0]) if wide and rows else DESIGN_COLUMNS
-    cells = [[row[name] for name in names] for row in rows]
-    parts = [f"SLO {slo.name}", as_columns(names, cells, left=("design", "machines"))]
+    table = RowTable([{name: row[name] for name in names} for row in rows], ("design", "machines"))
+    parts: list[str | RowTable] = [f"SLO {slo.name}", table]
     for answer in answers:
         name = on_one_line(answer.design.name)
         if answer.spec is None and answer.reason:
@@ -124,7 +128,7 @@ def provision_text(answers: Sequence[Provisioned], slo: Slo, *, wide: bool = Fal
         if len(answer.frontier) > 1:
             lines = ", ".join("+".join(map(str, cell)) for cell in answer.frontier)
             parts.append(textwrap.fill(f"frontier of {name}: {lines}", WIDTH))
-    return "\n".join(parts)
+    return parts
 
 
 def _provision_row(answer: Provisioned) -> dict[str, str]:
@@ -144,36 +148,33 @@ def _provision_row(answer: Provisioned) -> dict[str, str]:
 DEPLOYED_FOR = {"peak": "the peak (eq. 6)", "mean": "the mean (eq. 5)", "by hour": "each hour"}
 
 
-def embedding_text(answer: EmbeddingDay) -> str:
+def embedding_text(answer: EmbeddingDay) -> list[str | RowTable]:
     """Each way to deploy in a row, for people."""
     day = answer.day
     rows = [
-        [
-            DEPLOYED_FOR[fleet.deployed],
-            "used" if fleet.uses_cpus else "idle",
-            fleet.concurrency,
-            fleet.machines,
-            fleet.accelerators,
-            f"{fleet.cost:.2f}",
-            percent(answer.saved(fleet.deployed), 1) if fleet.uses_cpus else "",
-            counted(fleet.parts_over, "part") if fleet.parts_over else "",
-        ]
+        {
+            "machines for": DEPLOYED_FOR[fleet.deployed],
+            "CPUs": "used" if fleet.uses_cpus else "idle",
+            "each": fleet.concurrency,
+            "machines": fleet.machines,
+            "accelerators": fleet.accelerators,
+            "cost/day": f"{fleet.cost:.2f}",
+            "saved": percent(answer.saved(fleet.deployed), 1) if fleet.uses_cpus else "",
+            "over": counted(fleet.parts_over, "part") if fleet.parts_over else "",
+        }
         for fleet in answer.fleets
     ]
-    headers = ["machines for", "CPUs", "each", "machines", "accelerators", "cost/day", "saved", "over"]
-    return "\n".join(
-        [
-            f"{number(day.mean, 4)} queries/s on average, {number(day.peak, 4)} at the peak, each within "
-            f"{number(answer.slo_s)} s",
-            as_columns(headers, rows, left=("machines for", "CPUs")),
-            textwrap.fill(
-                f"(each: queries at once on one machine; over: of {counted(len(day.rates), 'part')} of the "
-                f"day, those with more than the machines answer in time; without whole machines CPUs save "
-                f"{percent(answer.saved_at_most, 1)})",
-                WIDTH,
-            ),
-        ]
-    )
+    return [
+        f"{number(day.mean, 4)} queries/s on average, {number(day.peak, 4)} at the peak, each within "
+        f"{number(answer.slo_s)} s",
+        RowTable(rows, ("machines for", "CPUs")),
+        textwrap.fill(
+            f"(each: queries at once on one machine; over: of {counted(len(day.rates), 'part')} of the "
+            f"day, those with more than the machines answer in time; without whole machines CPUs save "
+            f"{percent(answer.saved_at_most, 1)})",
+            WIDTH,
+        ),
+    ]
 
 
 def frontier_chart(answers: Sequence[Provisioned]) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from phasewise._words import counted, number, percent
 from phasewise.cli.commands.topo.text import core_words
 from phasewise.cli.present import on_one_line, say
+from phasewise.cli.tables import WIDTH, RowTable, show
 from phasewise.workflows.database.listing import ListedSchedules, Section
 
 if TYPE_CHECKING:
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 
     Machines: TypeAlias = dict[MachineKey, str]
 
-WIDTH = 80
 MAX_MODEL_CHARS = 30
 MAX_SCORED_CHARS = 22
 MAX_KERNEL_CHARS = 18
@@ -224,13 +224,7 @@ def print_stats(fields: dict[str, Any]) -> None:
 
 
 def print_table(title: str, rows: list[dict[str, Any]]) -> None:
-    from tabulate import tabulate
-
-    cells = [{name: on_one_line(value) for name, value in row.items()} for row in rows]
-    say(
-        f"{title}: none" if not rows else f"{title}\n{tabulate(cells, headers='keys', disable_numparse=True)}"
-    )
-    say("")
+    show(RowTable(rows, rows[0].keys(), title) if rows else f"{title}: none", "")
 
 
 def print_machines(machines: list[dict[str, str]]) -> None:

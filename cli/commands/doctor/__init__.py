@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -167,7 +166,7 @@ def doctor_lines(host: Host, findings: Sequence[Finding], encoding: str) -> list
 
 def decode_fields(figures: DecodeFigures, findings: Sequence[Finding]) -> dict[str, Any]:
     """The JSON that `--decode --json` prints."""
-    return {"figures": asdict(figures), "findings": _findings_fields(findings)}
+    return {"figures": figures, "findings": _findings_fields(findings)}
 
 
 def decode_lines(figures: DecodeFigures, findings: Sequence[Finding], encoding: str) -> list[str]:
@@ -179,7 +178,7 @@ def decode_lines(figures: DecodeFigures, findings: Sequence[Finding], encoding: 
 
 
 def _findings_fields(findings: Sequence[Finding]) -> list[dict[str, Any]]:
-    return [asdict(finding) | {"severity": finding.severity.name} for finding in findings]
+    return [vars(finding) | {"severity": finding.severity.name} for finding in findings]
 
 
 def _finding_lines(findings: Sequence[Finding]) -> list[str]:
@@ -216,7 +215,7 @@ def _facts(host: Host) -> Iterator[str]:
 
 
 def _reads_fields(reads: PieceReads) -> dict[str, Any]:
-    return {**asdict(reads), "share": reads.share, "kv_policy": policy_for(reads)}
+    return {**vars(reads), "share": reads.share, "kv_policy": policy_for(reads)}
 
 
 _REFERENCE = {

@@ -189,7 +189,7 @@ def install(
     both are timed in a duel. Every command that runs a model uses it from then
     on, if the duel proved it faster, until `phasewise kernels remove`.
     """
-    from phasewise.cli.commands.kernels.text import slot_fields, slot_text
+    from phasewise.cli.commands.kernels.text import slot_text
     from phasewise.kerneldb.store import open_store
     from phasewise.topology import core_signature, read_machine
     from phasewise.tuner.measurement_lock import user_lock
@@ -203,7 +203,7 @@ def install(
         )  # fmt: skip
         installed = install(kernel, slot, on)
     if as_json:
-        print_json({"installed": slot_fields(installed)})
+        print_json({"installed": installed})
     else:
         say(slot_text(installed))
 
@@ -223,14 +223,13 @@ def remove(
     $ phasewise kernels remove norm
     $ phasewise kernels remove --slot rms_norm
     """
-    from phasewise.cli.commands.kernels.text import slot_fields
     from phasewise.workflows.user_kernels.slots import remove
 
     if (name is None) == (slot is None):
         raise typer.BadParameter("give a NAME or a --slot")
     removed = remove(name, slot)
     if as_json:
-        print_json({"removed": [slot_fields(installed) for installed in removed]})
+        print_json({"removed": removed})
     else:
         say("\n".join(f"{installed.kernel} is out of {installed.slot}" for installed in removed))
 
@@ -242,7 +241,7 @@ def list_(db: DbOption = None, as_json: JsonOption = False) -> None:
     $ phasewise kernels list
     $ phasewise kernels list --json
     """
-    from phasewise.cli.commands.kernels.text import listed_fields, listed_text, slot_fields, slot_text
+    from phasewise.cli.commands.kernels.text import listed_fields, listed_text, slot_text
     from phasewise.cython_kernels.user_slots.installed import installed_slots
     from phasewise.kerneldb.store import open_store
 
@@ -250,9 +249,7 @@ def list_(db: DbOption = None, as_json: JsonOption = False) -> None:
         promotions = store.user_promotions()
     installed = installed_slots()
     if as_json:
-        print_json(
-            {"kernels": listed_fields(promotions), "installed": [slot_fields(own) for own in installed]}
-        )
+        print_json({"kernels": listed_fields(promotions), "installed": installed})
     else:
         tuned = [listed_text(promotions)] if promotions or not installed else []
         say("\n".join([*tuned, *(slot_text(own) for own in installed)]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from phasewise._words import NO_VERDICT, counted, proven
@@ -59,11 +58,6 @@ def listed_text(promotions: Sequence[UserPromotion]) -> str:
     if not rows:
         return "no kernels; tune one: phasewise tune-kernels --kernel KERNEL.kir --shapes .."
     return "\n".join(f"{row['name']:20} {counted(row['shapes'], 'shape'):>10}  {row['key']}" for row in rows)
-
-
-def slot_fields(installed: InstalledSlot) -> dict[str, Any]:
-    """One kernel in a slot."""
-    return asdict(installed)
 
 
 def slot_text(own: InstalledSlot) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -137,10 +136,7 @@ def prune(
 
 def _present(removed: list[Removed], as_json: bool, dry_run: bool) -> None:
     if as_json:
-        fields = [
-            {"path": str(removal.path), "n_bytes": removal.n_bytes, "why": removal.why} for removal in removed
-        ]
-        print_json({"dry_run": dry_run, "removed": fields})
+        print_json({"dry_run": dry_run, "removed": removed})
         return
     say(removed_text(removed, dry_run), end="")
 
@@ -173,7 +169,7 @@ def inspect(
             inspected = inspection.inspect_source(source, head)
         zeros = inspection.densities(source, weight_format) if density else []
     if as_json:
-        counted = {"densities": [asdict(weight) for weight in zeros]} if density else {}
+        counted = {"densities": zeros} if density else {}
         print_json(inspection.to_json(inspected) | counted)
         return
     for label, value in _facts(inspected):

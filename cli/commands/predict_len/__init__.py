@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from tabulate import tabulate
 
 from phasewise._words import counted, number, percent
 from phasewise.cli.command_app import CommandApp
 from phasewise.cli.option_sets import info, spread
 from phasewise.cli.options import JsonOption, ModelArgument
 from phasewise.cli.present import check_target, note, on_one_line, owns_stdout, print_json, read_stdin, say
+from phasewise.cli.tables import RowTable, show
 from phasewise.workflows.predict_len.settings import (
     ENCODER,
     PREDICTOR,
@@ -182,7 +183,8 @@ def evaluate(logs: LogsArgument, wish: EvalWish, as_json: JsonOption = False) ->
         fields = {"model": judged.model_name, **split, **asked}
         print_json({**fields, "logs": [report.fields() for report in judged.reports]})
     else:
-        say("\n\n".join(map(report_text, judged.reports)))
+        for number, report in enumerate(judged.reports):
+            show(*([""] if number else []), *report_text(report))
 
 
 @app.command()
@@ -232,44 +234,47 @@ def fit_line(fit: KernelFit) -> str:
     )
 
 
-def report_text(report: LogReport) -> str:
+def report_text(report: LogReport) -> Iterator[str | RowTable]:
     """One log's figures, to read."""
-    lines = [f"{on_one_line(report.name)}: {counted(report.n_answers, 'answer')}"]
-    headers = ["accuracy", "overflow", "exact", "block", "used", "at limit"]
+    yield f"{on_one_line(report.name)}: {counted(report.n_answers, 'answer')}"
     for point, scores in report.scores.items():
-        rows = [
-            [score.method, percent(score.accuracy, 2), percent(score.overflow, 2), _share(score.exact_bucket),
-             f"{score.block_tokens:.0f}", percent(score.utilisation, 1), percent(score.whole_limit, 1)]
-            for score in scores
-        ]  # fmt: skip
-        table = tabulate(rows, [point, *headers], tablefmt="simple", disable_numparse=True)
-        lines += ["", table, f"ours above S3: {report.points_gained(point):+.2f} points"]
+        yield ""
+        yield RowTable(
+            [
+                {
+                    point: score.method,
+                    "accuracy": percent(score.accuracy, 2),
+                    "overflow": percent(score.overflow, 2),
+                    "exact": "" if score.exact_bucket is None else percent(score.exact_bucket, 1),
+                    "block": f"{score.block_tokens:.0f}",
+                    "used": percent(score.utilisation, 1),
+                    "at limit": percent(score.whole_limit, 1),
+                }
+                for score in scores
+            ],
+            (point,),
+        )
+        yield f"ours above S3: {report.points_gained(point):+.2f} points"
     if report.calibration is not None:
-        lines += ["", _calibration_text(report.calibration)]
-    return "\n".join(lines)
+        yield ""
+        yield from _calibration_text(report.calibration)
 
 
-def _share(value: float | None) -> str:
-    return "" if value is None else percent(value, 1)
-
-
-def _calibration_text(calibration: Calibration) -> str:
-    rows = [
+def _calibration_text(calibration: Calibration) -> Iterator[str | RowTable]:
+    yield RowTable(
         [
-            f"{decile.uncertainty:.2f}",
-            percent(decile.held, 1),
-            f"{decile.room_tokens:.0f}",
-            f"{decile.mean_error_tokens:.0f}",
+            {
+                "uncertainty, by deciles": f"{decile.uncertainty:.2f}",
+                "held": percent(decile.held, 1),
+                "room": f"{decile.room_tokens:.0f}",
+                "mean error": f"{decile.mean_error_tokens:.0f}",
+            }
+            for decile in calibration.deciles
         ]
-        for decile in calibration.deciles
-    ]
-    coverage = ", ".join(percent(share) for share in calibration.coverage)
-    return "\n".join(
-        [
-            tabulate(rows, ["uncertainty, by deciles", "held", "room", "mean error"], disable_numparse=True),
-            "answers within the forecast's 10 %, 20 %, .. 90 %:",
-            f"  {coverage}",
-            f"mean error {calibration.mean_error_tokens:.0f} tokens; "
-            f"of a constant {calibration.constant_error_tokens:.0f}",
-        ]
+    )
+    yield "answers within the forecast's 10 %, 20 %, .. 90 %:"
+    yield f"  {', '.join(percent(share) for share in calibration.coverage)}"
+    yield (
+        f"mean error {calibration.mean_error_tokens:.0f} tokens; "
+        f"of a constant {calibration.constant_error_tokens:.0f}"
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -99,7 +98,7 @@ def prune(
         pruned = run(settings, status.say, lambda line: status.show(lambda: line))
     if as_json:
         gains = {"decode_bound": pruned.decode_bound, "decode_gain_here": pruned.decode_gain_here}
-        print_json({**asdict(pruned), "out": str(pruned.out), **gains})
+        print_json({**vars(pruned), **gains})
         return
     for line in pruned_lines(pruned):
         say(line)

@@ -5,19 +5,21 @@ from __future__ import annotations
 import textwrap
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from phasewise.cli.commands.topo.text import core_words
 from phasewise.cli.options import DbOption, JsonOption
 from phasewise.cli.present import check_target, note, on_one_line, owns_stdout, print_json, say, write_target
+from phasewise.cli.tables import WIDTH, RowTable, show
 from phasewise.workflows.machine_report.worth_rows import MODEL_COLUMNS, PRODUCT_COLUMNS, worth_by_machine
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from phasewise.workflows.machine_report.worth import Worth
+    from phasewise.kerneldb.records import MachineKey
+    from phasewise.workflows.machine_report.worth import ModelSpeed, ProductGains, Worth
 
 
 DEFAULT_PAGE = Path("phasewise-report.html")
@@ -56,7 +58,6 @@ def report(
     """
     from phasewise._version import __version__
     from phasewise.workflows.machine_report.facts import report_of
-    from phasewise.workflows.machine_report.json import worth_fields
     from phasewise.workflows.machine_report.page import page
 
     target = output if output is not None or as_json else DEFAULT_PAGE
@@ -75,7 +76,6 @@ def report(
         note(f"report written to {target}")
 
 
-WIDTH = 80
 MAX_WORD_CHARS = 22
 
 
@@ -89,23 +89,69 @@ def print_worth(worth: Worth) -> None:
         say(textwrap.fill(on_one_line(f"{machine_worth.machine.placement_sig}{told}; {core}"), WIDTH))
         say("")
         if machine_worth.models:
-            _print_table(MODEL_COLUMNS, machine_worth.models, ["left", "left"])
+            _show_table(MODEL_COLUMNS, machine_worth.models, 2)
         if machine_worth.products:
-            _print_table(PRODUCT_COLUMNS, machine_worth.products, ["left", "left", "right"])
+            _show_table(PRODUCT_COLUMNS, machine_worth.products, 2)
         for remark in machine_worth.remarks:
             say(textwrap.fill(on_one_line(remark), WIDTH))
         say("")
 
 
-def _print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], aligned: list[str]) -> None:
-    from tabulate import tabulate
-
+def _show_table(columns: Sequence[str], rows: Iterable[Sequence[str]], n_left: int) -> None:
     cells = [[_shortened(on_one_line(cell)) for cell in row] for row in rows]
-    sides = aligned + ["right"] * (len(columns) - len(aligned))
-    say(tabulate(cells, headers=columns, disable_numparse=True, colalign=sides))
-    say("")
+    show(RowTable([dict(zip(columns, row, strict=True)) for row in cells], columns[:n_left]), "")
 
 
 def _shortened(text: str) -> str:
     """The end of a long name tells more than its beginning: a model's has the format."""
     return text if len(text) <= MAX_WORD_CHARS else "..." + text[3 - MAX_WORD_CHARS :]
+
+
+def worth_fields(worth: Worth) -> dict[str, Any]:
+    """All of it. `gain` is over the kernels' own schedules; 1 where the default stayed."""
+    return {
+        "products": [_product_fields(gains) for gains in worth.products],
+        "models": [_model_fields(speed) for speed in worth.models],
+        "nothing_gained": {
+            "products": [_product_fields(gains) for gains in worth.nothing_gained],
+            "models": [_model_fields(speed) for speed in worth.models_without_gain],
+        },
+        "not_measured": [
+            {"machine": _machine_fields(machine), "model": model, "decode_sequences": list(missing)}
+            for (machine, model), missing in worth.unmeasured.items()
+        ],
+    }
+
+
+def _machine_fields(machine: MachineKey) -> dict[str, str]:
+    return {"core": machine.core_sig, "placement": machine.placement_sig}
+
+
+def _product_fields(gains: ProductGains) -> dict[str, Any]:
+    first, last = gains.rows
+    return {
+        "machine": _machine_fields(gains.machine),
+        "measured_here": gains.verified,
+        "kernels": gains.kernels,
+        "format": gains.format,
+        "rows": {"first": first, "last": last},
+        "products": gains.products,
+        "tuned": gains.tuned,
+        "gain": gains.gain,
+        "gain_low": gains.gain_low,
+        "gain_high": gains.gain_high,
+        "most": gains.most,
+    }
+
+
+def _model_fields(speed: ModelSpeed) -> dict[str, Any]:
+    return {
+        "machine": _machine_fields(speed.machine),
+        "measured_here": speed.verified,
+        "model": speed.model_key,
+        "step": speed.step,
+        "before_tokens_per_s": speed.before_tokens_per_s,
+        "after_tokens_per_s": speed.after_tokens_per_s,
+        "gain": speed.comparison.gain,
+        "comparison": speed.comparison,
+    }

@@ -5,20 +5,22 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from phasewise._options import parse_budget
 from phasewise.cli.options import DbOption, FormatOption, JsonOption
 from phasewise.cli.present import check_target, note, owns_stdout, print_json, say, write_target
+from phasewise.tuner.measurement_lock import MeasurementLock
 from phasewise.workflows.options import WeightFormat
-from phasewise.workflows.topo.json import machine_fields
+from phasewise.workflows.report import Report, silent
 
 if TYPE_CHECKING:
-    from phasewise.topology import Machine
+    from phasewise.topology import Machine, Node
     from phasewise.topology.picture import PuGroup
     from phasewise.tuner.plans import Phase, ServicePlan
+    from phasewise.tuner.probe import Probe
 
 
 def topo(
@@ -144,7 +146,7 @@ def _plans(
 ) -> Mapping[Phase, ServicePlan]:
     """The plans that `serve` would use for the model, with a remark where nothing was tuned."""
     from phasewise.tuner.plans import model_key, plans_for, resolve_plans
-    from phasewise.workflows.opening.suited_default import suited_default
+    from phasewise.workflows.opening.open_model import suited_default
     from phasewise.workflows.topo.plan_json import model_name
 
     if model is None:
@@ -174,7 +176,6 @@ def _show_plans(
 def _show_probe(machine: Machine, budget_s: float, svg_path: Path | None, as_json: bool) -> None:
     from phasewise.cli.commands.topo.probe_text import probe_lines
     from phasewise.tuner.measurement_lock import user_lock
-    from phasewise.workflows.topo.probe import probe_machine
 
     check_target(svg_path)
     probe = probe_machine(machine, budget_s, user_lock(note), note)
@@ -215,3 +216,56 @@ def _machine(input_path: Path | None) -> Machine:
     if str(input_path) == "-":
         return read_lstopo(Path("/dev/stdin"))
     return read_machine(input_path) if input_path.is_dir() else read_lstopo(input_path)
+
+
+def machine_fields(machine: Machine) -> dict[str, Any]:
+    """The JSON that `--json` prints."""
+    from phasewise.topology import core_signature, placement_signature
+
+    one_per_core = [core[0] for core in machine.allowed_cores()]
+    cpu = machine.cpu
+    return {
+        "source": machine.source,
+        "counts": machine.counts(),
+        "signature": {
+            "core": core_signature(machine),
+            "placement": placement_signature(machine, one_per_core),
+        },
+        "cpu": {
+            "architecture": cpu.architecture,
+            "vendor": cpu.vendor,
+            "family": cpu.family,
+            "model": cpu.model,
+            "name": cpu.name,
+        },
+        "isa_features": sorted(cpu.features),
+        "allowed_pus": list(machine.allowed_pus),
+        "cpu_quota": machine.cpu_quota,
+        "kinds": [{"name": kind.name, "cpus": list(kind.cpus)} for kind in machine.kinds],
+        "numa_distances": machine.distances,
+        "memory_access": machine.memory,
+        "tree": _node_fields(machine.tree),
+    }
+
+
+def _node_fields(node: Node) -> dict[str, Any]:
+    """One part of the tree with what is known of it, and the parts inside."""
+    fields: dict[str, Any] = {"kind": node.kind.value, "cpus": list(node.cpus)}
+    for name in ("os_index", "size_bytes", "l1d_bytes", "l1i_bytes", "memory_cache_bytes"):
+        value = getattr(node, name)
+        if value is not None:
+            fields[name] = value
+    if node.children:
+        fields["children"] = [_node_fields(child) for child in node.children]
+    return fields
+
+
+def probe_machine(machine: Machine, budget_s: float, lock: MeasurementLock, report: Report = silent) -> Probe:
+    """Probe for at most `budget_s`; wait for other processes that measure for as long at most."""
+    from phasewise.tuner.probe import probe
+    from phasewise.tuner.probe.native import NativeInstruments
+
+    with lock.turn(budget_s) as is_alone:
+        if not is_alone:
+            report("another phasewise still measures on this machine: the numbers will be disturbed")
+        return probe(machine, budget_s, NativeInstruments(), report)

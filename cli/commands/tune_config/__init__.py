@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -14,6 +15,7 @@ from phasewise.cli.options import (
     ModelArgument,
 )
 from phasewise.cli.present import EXIT_INTERRUPTED, note, print_json, say, write_text
+from phasewise.cli.tables import show
 from phasewise.workflows.tune_config.settings import TuneConfigSettings
 
 if TYPE_CHECKING:
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from phasewise.topology import Machine
     from phasewise.tuner.plans import Phase, ServicePlan
     from phasewise.workflows.tune_config.run import Found
-    from phasewise.workflows.tune_config.subject import Subject, Wish
+    from phasewise.workflows.tune_config.subject import Subject
 
 
 EmitChoice = Literal["llama.cpp", "vllm", "numactl", "taskset", "openmp", "kubernetes"]
@@ -67,9 +69,10 @@ def tune_config(
     describe hardware that is not here, and MODEL may be a lone config.json.
     """
     started_s = time.monotonic()
-    from phasewise.workflows.tune_config.subject import check_weights, open_subject, wish_of
+    from phasewise.workflows.tune_config.subject import check_weights, open_subject
 
-    wish = wish_of(model, settings)
+    wish = replace(settings, model=model)
+    wish.check()
     if emit is not None and wish.resume and not dry_run and _emit_stored(wish, emit, as_json):
         return
     check_weights(wish)
@@ -85,7 +88,7 @@ def tune_config(
         raise typer.Exit(EXIT_INTERRUPTED)
 
 
-def _run(wish: Wish, subject: Subject, started_s: float, *, verbose: bool) -> Found:
+def _run(wish: TuneConfigSettings, subject: Subject, started_s: float, *, verbose: bool) -> Found:
     from phasewise.cli.commands.tune_config.progress import CommandClock, progress_of_search
     from phasewise.tuner.measurement_lock import user_lock
     from phasewise.workflows.tune_config.loads import tune_loads
@@ -106,13 +109,14 @@ def _print_found(result: Found, emit: EmitChoice | None, as_json: bool, *, verbo
         emitted = _emit_fields(emit, plans, result.subject.machine) if emit and plans else {}
         print_json({"dry_run": False, **found_fields(result), **emitted})
     elif emit is None:
-        say(found_text(result, verbose=verbose))
+        show(*found_text(result, verbose=verbose))
     else:
-        note(found_text(result, verbose=verbose))
+        for part in found_text(result, verbose=verbose):
+            note(str(part))
         _print_emitted(emit, plans, result.subject.machine)
 
 
-def _emit_stored(wish: Wish, emit: EmitChoice, as_json: bool) -> bool:
+def _emit_stored(wish: TuneConfigSettings, emit: EmitChoice, as_json: bool) -> bool:
     """Print the plans that the database has, and the default ones: a script is never made to wait. False
     where a plan is asked for that no database keeps.
     """
@@ -153,7 +157,7 @@ def _emit_fields(tool: EmitChoice, plans: Mapping[Phase, ServicePlan], machine: 
     return {"emitted": {"tool": tool, "text": emitted.text, "notes": list(emitted.notes)}}
 
 
-def _print_dry_run(wish: Wish, subject: Subject, as_json: bool) -> None:
+def _print_dry_run(wish: TuneConfigSettings, subject: Subject, as_json: bool) -> None:
     from phasewise.cli.commands.tune_config.text import dry_run_text
     from phasewise.workflows.tune_config.json import dry_run_fields
 

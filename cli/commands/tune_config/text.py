@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from phasewise._words import NO_VERDICT, counted, multiple, number, plural, proven
 from phasewise.cli.commands.tune_kernels.text import budget_words
 from phasewise.cli.present import goes_on, on_one_line
+from phasewise.cli.tables import RowTable
 from phasewise.tuner.config.references import ALL_CORES, FEWER, PER_NODE, PHYSICAL_CORES, same_cores
 from phasewise.tuner.config.trace import describe
 from phasewise.tuner.plans import ServicePlan, list_cores
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
     from phasewise.tuner.config.simulate import Objective
     from phasewise.workflows.tune_config.run import Found
     from phasewise.workflows.tune_config.search import Searched
-    from phasewise.workflows.tune_config.subject import Subject, Wish
+    from phasewise.workflows.tune_config.settings import TuneConfigSettings
+    from phasewise.workflows.tune_config.subject import Subject
     from phasewise.workflows.tune_config.verdict import PhaseVerdict, Versus
 
 SHORT_NAMES = {
@@ -48,16 +50,20 @@ def milliseconds(value: float) -> str:
     return f"{number(value, 3)} ms" if value < 100 else f"{value:.0f} ms"
 
 
-def found_text(result: Found, *, verbose: bool = False) -> str:
+def found_text(result: Found, *, verbose: bool = False) -> Iterator[str | RowTable]:
     """The text at the end of a run, for people. `verbose`: with words of the search."""
-    parts = ["\n".join(_heading(result))]
-    parts += ["\n".join(_phase_lines(result, searched)) for searched in result.searched]
+    yield from _heading(result)
+    for searched in result.searched:
+        yield ""
+        yield from _phase_lines(result, searched)
     for band in result.bands:
         words = f"decode of {band.sequences} sequences at once"
-        parts += [f"{words}\n{'-' * len(words)}"]
-        parts += ["\n".join(_phase_lines(band, searched)) for searched in band.searched]
-    parts.append("\n".join(_run_lines(result, verbose=verbose)))
-    return "\n\n".join(parts)
+        yield from ("", words, "-" * len(words))
+        for searched in band.searched:
+            yield ""
+            yield from _phase_lines(band, searched)
+    yield ""
+    yield from _run_lines(result, verbose=verbose)
 
 
 def _heading(result: Found) -> Iterator[str]:
@@ -92,7 +98,7 @@ def _best_lines(searched: Searched, verdict: PhaseVerdict, machine: Machine) -> 
     yield fill(f"{', '.join(parts)}.", WIDTH)
 
 
-def _phase_lines(result: Found, searched: Searched) -> Iterator[str]:
+def _phase_lines(result: Found, searched: Searched) -> Iterator[str | RowTable]:
     verdict, machine = result.verdicts.get(searched.phase), result.subject.machine
     if verdict is None:
         best = searched.outcome.best
@@ -115,7 +121,7 @@ def _phase_lines(result: Found, searched: Searched) -> Iterator[str]:
         yield f"{searched.phase}: not decided"
     yield from _best_lines(searched, verdict, machine)
     yield ""
-    yield _against_table(verdict, machine, result.wish.evaluator == "measured")
+    yield from _against_table(verdict, machine, result.wish.evaluator == "measured")
     yield ""
     yield _verdict_line(verdict, machine, result.wish.evaluator == "measured")
 
@@ -128,10 +134,8 @@ def _rank_lines(plan: ServicePlan) -> Iterator[str]:
         yield f"  and {len(plan.ranks) - MOST_RANKS_SHOWN} more"
 
 
-def _against_table(verdict: PhaseVerdict, machine: Machine, is_measured: bool) -> str:
-    """A row for each plan, which may be several references."""
-    from tabulate import tabulate
-
+def _against_table(verdict: PhaseVerdict, machine: Machine, is_measured: bool) -> Iterator[str | RowTable]:
+    """A row for each plan, and one for the name of each further reference that it is."""
     alike: list[list[Versus]] = []
     for versus in verdict.against:
         plan = versus.reference.plan
@@ -142,33 +146,35 @@ def _against_table(verdict: PhaseVerdict, machine: Machine, is_measured: bool) -
             same[0].append(versus)
         else:
             alike.append([versus])
-    rows = [_against_row(row, machine, is_measured) for row in alike]
-    headers = ("reference", "plan", "latency", "speed-up", "interval")
-    aligned = ("left", "left", "right", "right", "right")
-    table = tabulate(rows, headers=headers, disable_numparse=True, colalign=aligned)
-    if all(versus.comparison is None for versus in verdict.against):
-        return table
-    return f"{table}\nlatency: of the last run; speed-up: median of pairs of turns, its interval"
+    rows = [row for own in alike for row in _against_rows(own, machine, is_measured)]
+    yield RowTable(rows, ("reference", "plan"))
+    if any(versus.comparison is not None for versus in verdict.against):
+        yield "latency: of the last run; speed-up: median of pairs of turns, its interval"
 
 
 def _short_name(reference: Reference) -> str:
     return SHORT_NAMES.get(reference.name, reference.name)
 
 
-def _against_row(alike: Sequence[Versus], machine: Machine, is_measured: bool) -> tuple[str, ...]:
+def _against_rows(alike: Sequence[Versus], machine: Machine, is_measured: bool) -> Iterator[dict[str, str]]:
     first = alike[0]
-    name = "\n".join(_short_name(each.reference) for each in alike)
-    plan = plan_words(first.reference.plan, machine) if first.reference.plan else "-"
-    latency = "-" if first.latency_ms is None else milliseconds(first.latency_ms)
-    if first.is_same:
-        return name, plan, latency, "same plan", ""
-    if first.gain is None:
-        return name, plan, latency, "-", ""
+    row = {
+        "reference": _short_name(first.reference),
+        "plan": plan_words(first.reference.plan, machine) if first.reference.plan else "-",
+        "latency": "-" if first.latency_ms is None else milliseconds(first.latency_ms),
+        "speed-up": "same plan" if first.is_same else "-",
+        "interval": "",
+    }
     comparison = first.comparison
-    if comparison is None:  # a calculation is exact; single timings have no interval
-        return name, plan, latency, NO_VERDICT if is_measured else multiple(first.gain, 3), ""
-    low, high = comparison.gain_low, comparison.gain_high
-    return name, plan, latency, proven(first.gain, low, high, 3), f"{low:.3f} to {high:.3f}"
+    if not first.is_same and first.gain is not None and comparison is not None:
+        low, high = comparison.gain_low, comparison.gain_high
+        row |= {"speed-up": proven(first.gain, low, high, 3), "interval": f"{low:.3f} to {high:.3f}"}
+    elif not first.is_same and first.gain is not None:
+        # A calculation is exact; single timings have no interval.
+        row["speed-up"] = NO_VERDICT if is_measured else multiple(first.gain, 3)
+    yield row
+    for versus in alike[1:]:
+        yield {**dict.fromkeys(row, ""), "reference": _short_name(versus.reference)}
 
 
 def _verdict_line(verdict: PhaseVerdict, machine: Machine, is_measured: bool) -> str:
@@ -255,7 +261,7 @@ def _band_lines(result: Found) -> Iterator[str]:
             yield f"  from {sequences}: {plan_words(own, result.subject.machine)}"
 
 
-def dry_run_text(wish: Wish, subject: Subject) -> str:
+def dry_run_text(wish: TuneConfigSettings, subject: Subject) -> str:
     """The text of what would be searched and timed."""
     fields = dry_run_fields(wish, subject)
     lines = [

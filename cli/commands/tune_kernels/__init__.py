@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,6 +20,7 @@ from phasewise.cli.options import (
     phases_of,
 )
 from phasewise.cli.present import EXIT_INTERRUPTED, note, print_json, say
+from phasewise.cli.tables import show
 from phasewise.workflows.opening.first_start import Remote
 from phasewise.workflows.options import WEIGHT_FORMATS
 
@@ -322,16 +322,15 @@ def _print_tuned(tuned: list[TunedRound], changes: list[SpeedChange], resume: bo
     from phasewise.workflows.tune_kernels.json import tuned_fields
 
     if as_json:
-        of_model = [asdict(change) for change in changes]
         print_json(
             {
                 "dry_run": False,
                 "rounds": [tuned_fields(tuned_round) for tuned_round in tuned],
-                "model": of_model,
+                "model": changes,
             }
         )
     else:
-        parts = [tuned_text(tuned_round, resume=resume) for tuned_round in tuned] + (
-            [changes_text(changes)] if changes else []
-        )
-        say("\n\n".join(parts))
+        for number, tuned_round in enumerate(tuned):
+            show(*([""] if number else []), *tuned_text(tuned_round, resume=resume))
+        if changes:
+            show("", changes_text(changes))

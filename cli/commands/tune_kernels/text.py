@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from phasewise._words import LOW_LIMIT, NOTHING, counted, number, percent, proven
 from phasewise.cli.present import goes_on
 from phasewise.cli.status_line import status_line
+from phasewise.cli.tables import RowTable
 from phasewise.workflows.tune_kernels.json import mean_gain, plan_fields, task_name
 
 if TYPE_CHECKING:
@@ -73,12 +74,14 @@ def _round_name(tuning_round: Round) -> str:
     return f"{' and '.join(tuning_round.phases)} on cores {list_cores(tuning_round.cores)}"
 
 
-def tuned_text(tuned: TunedRound, *, resume: bool = True) -> str:
+def tuned_text(tuned: TunedRound, *, resume: bool = True) -> Iterator[str | RowTable]:
     """The tables of one round: each weight's products, then the sums. resume: as the run was asked for."""
     tables = [_task_table(tuned, task) for task in tuned.round.tasks]
     tables += [_attention_table(tuned), _storage_table(tuned)]
-    parts = [_round_name(tuned.round), *(table for table in tables if table), *_closing_lines(tuned, resume)]
-    return "\n\n".join(parts)
+    yield _round_name(tuned.round)
+    for part in (*(table for table in tables if table), *_closing_lines(tuned, resume)):
+        yield ""
+        yield part
 
 
 def changes_text(changes: Sequence[SpeedChange]) -> str:
@@ -99,9 +102,7 @@ def changes_text(changes: Sequence[SpeedChange]) -> str:
     return "\n".join(lines)
 
 
-def _attention_table(tuned: TunedRound) -> str | None:
-    from tabulate import tabulate
-
+def _attention_table(tuned: TunedRound) -> RowTable | None:
     if tuned.attention is None or not tuned.attention.gains:
         return None
     rows = [
@@ -115,14 +116,10 @@ def _attention_table(tuned: TunedRound) -> str | None:
         for gain in tuned.attention.gains
     ]
     first = tuned.attention.gains[0].problem
-    return f"attention {first.format} {first.n}x{first.k}\n" + tabulate(
-        rows, headers="keys", disable_numparse=True, colalign=["right"] * 4 + ["left"]
-    )
+    return RowTable(rows, ("schedule",), f"attention {first.format} {first.n}x{first.k}")
 
 
-def _storage_table(tuned: TunedRound) -> str | None:
-    from tabulate import tabulate
-
+def _storage_table(tuned: TunedRound) -> RowTable | None:
     if not tuned.storage:
         return None
     rows = [
@@ -134,9 +131,7 @@ def _storage_table(tuned: TunedRound) -> str | None:
         }
         for duel in tuned.storage
     ]
-    return "speed stored sparse, as against dense\n" + tabulate(
-        rows, headers="keys", disable_numparse=True, colalign=["left"] + ["right"] * 3
-    )
+    return RowTable(rows, ("weight",), "speed stored sparse, as against dense")
 
 
 def _attention_text(gain: Gain) -> str:
@@ -148,16 +143,12 @@ def _attention_text(gain: Gain) -> str:
     )
 
 
-def _task_table(tuned: TunedRound, task: Task) -> str | None:
-    from tabulate import tabulate
-
+def _task_table(tuned: TunedRound, task: Task) -> RowTable | None:
     gains = _gains_of(tuned, task)
     if not gains:
         return None
     rows = [_row(tuned, gain) for gain in gains]
-    return f"{task_name(task)} ({_arithmetic_text(gains[0])})\n" + tabulate(
-        rows, headers="keys", disable_numparse=True, colalign=["right"] * 5 + ["left"]
-    )
+    return RowTable(rows, ("schedule",), f"{task_name(task)} ({_arithmetic_text(gains[0])})")
 
 
 def _gains_of(tuned: TunedRound, task: Task) -> list[Gain]:
@@ -193,8 +184,8 @@ def _arithmetic_text(gain: Gain) -> str:
     return gain.schedule.compute_path + ("" if parts == 1 else f", k in {counted(parts, 'part')}")
 
 
-def _closing_lines(tuned: TunedRound, resume: bool) -> list[str]:
-    lines = []
+def _closing_lines(tuned: TunedRound, resume: bool) -> list[str | RowTable]:
+    lines: list[str | RowTable] = []
     gains = tuned.outcome.gains
     if gains:
         lines += [_totals_table(tuned), _verdict_line(gains)]
@@ -203,9 +194,7 @@ def _closing_lines(tuned: TunedRound, resume: bool) -> list[str]:
     return [*lines, "\n".join(_run_lines(tuned, resume))]
 
 
-def _totals_table(tuned: TunedRound) -> str:
-    from tabulate import tabulate
-
+def _totals_table(tuned: TunedRound) -> RowTable:
     rows = [
         {
             "weight": task_name(task),
@@ -218,7 +207,7 @@ def _totals_table(tuned: TunedRound) -> str:
         for task in tuned.round.tasks
         if (gains := _gains_of(tuned, task))
     ]
-    return tabulate(rows, headers="keys", disable_numparse=True, colalign=["left"] + ["right"] * 5)
+    return RowTable(rows, ("weight",))
 
 
 def _share_at(tuned: TunedRound, gains: Sequence[Gain], m: int) -> str:

@@ -19,10 +19,10 @@ from phasewise.serving.ranks.kv_share import KvShape
 VERSION = 2
 MAGIC = b"PWKV"
 LONGEST_ID = 200
-"""Bytes of a request's id."""
+"""Most bytes of a request's id."""
 
 PART_BYTES = 1 << 20
-"""A state goes in parts of this size and a last one."""
+"""Bytes of each part in which a state is sent; the last part may be shorter."""
 
 _HEADER = struct.Struct("<4sHBBHHHHQIIIIQQ32s")
 HEADER_BYTES = _HEADER.size
@@ -34,11 +34,11 @@ class FrameKind(IntEnum):
     LAYER = 1
     """Keys and values of one layer, for a range of positions."""
     END = 2
-    """The logits, after all layers."""
+    """The logits, sent after all layers."""
     END_SHARED = 3
-    """The logits, after all layers were written into this instance's memory."""
+    """The logits, sent after all layers were written into this instance's memory."""
     STATE = 4
-    """A part of the state after `end`, in the place of a layer its number."""
+    """A part of the state, sent after `end`; the part's number stands in the place of the layer."""
 
 
 class FrameError(Exception):
@@ -51,9 +51,10 @@ class FrameError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """`begin` and `end` are positions of the request, `end` exclusive. `sequence` counts its frames from 0.
+    """A frame on the wire. `begin` and `end` are positions of the request, `end` exclusive.
 
-    epoch: which attempt to hand the request over; frames of an earlier one are of no use any more.
+    `sequence` counts its frames from 0. epoch: which attempt to hand the request over; frames of an earlier
+    one are of no use any more.
     """
 
     kind: FrameKind
@@ -66,7 +67,7 @@ class Frame:
 
 
 def runs_of(begin: int, end: int) -> Sequence[tuple[int, int]]:
-    """(First position, slots) of the runs that a range is moved in: whole panels, cut at `KV_CHUNK`."""
+    """The runs in which a range is moved, as (first position, slots): whole panels, cut at `KV_CHUNK`."""
     first, last = begin // ALIGNMENT * ALIGNMENT, -(-end // ALIGNMENT) * ALIGNMENT
     runs = []
     while first < last:
@@ -77,7 +78,7 @@ def runs_of(begin: int, end: int) -> Sequence[tuple[int, int]]:
 
 
 def parts_of(state_bytes: int) -> Sequence[tuple[int, int]]:
-    """(First byte, bytes) of the parts of a state."""
+    """The parts of a state, as (first byte, bytes)."""
     return [(begin, min(PART_BYTES, state_bytes - begin)) for begin in range(0, state_bytes, PART_BYTES)]
 
 

@@ -14,12 +14,12 @@ from phasewise.cython_kernels._native import KvMemory
 from phasewise.serving.pools.contract import ALIGNMENT, Placement
 
 Post = Callable[[list[bytes]], bool]
-"""Send one message of several parts to the other instance; False: not now."""
+"""Sends one message of several parts to the other instance; False: it cannot now."""
 
 
 @dataclass(slots=True)
 class _Address:
-    """The request, and the attempt to hand it over."""
+    """The request that is handed over, and the number of the attempt."""
 
     request_id: str
     epoch: int
@@ -28,7 +28,7 @@ class _Address:
 
 @dataclass(slots=True)
 class SharedLink(_Address):
-    """Writes into the other instance's memory; only the end is told by a frame."""
+    """Link that writes into the other instance's memory; a frame tells only the end."""
 
     codec: Codec
     memory: KvMemory
@@ -37,7 +37,7 @@ class SharedLink(_Address):
     post: Post
 
     def put(self, layer: int, begin: int, end: int, source: Placement) -> bool:
-        """`Link.put`."""
+        """Write positions of a layer into the other instance's memory (`BlockLink.put`)."""
         runs = runs_of(begin, end)
         if source.table is None and self.target.table is None:
             runs = [(runs[0][0], sum(n_slots for _, n_slots in runs))]
@@ -49,7 +49,7 @@ class SharedLink(_Address):
         return True
 
     def put_state(self, part: int, source: Placement) -> bool:
-        """`Link.put_state`."""
+        """Write a part of the state into the other instance's memory (`BlockLink.put_state`)."""
         if source.state is None or self.target.state is None:
             raise LinkBroken("a block has no place for a state")
         begin, n_bytes = parts_of(self.codec.shape.state_bytes)[part]
@@ -60,14 +60,14 @@ class SharedLink(_Address):
         return True
 
     def finish(self, logits: npt.NDArray[np.float32]) -> bool:
-        """`Link.finish`."""
+        """Send the end, with the logits (`BlockLink.finish`)."""
         end = Frame(FrameKind.END_SHARED, self.request_id, self.epoch, 0, 0, 0, self.n_prompt)
         return _post(self.post, self.codec, end, _wire(logits))
 
 
 @dataclass(slots=True)
 class StreamLink(_Address):
-    """Sends everything in frames."""
+    """Link that sends keys, values, states and the end in frames."""
 
     codec: Codec
     memory: KvMemory
@@ -75,7 +75,7 @@ class StreamLink(_Address):
     n_frames: int = field(default=0)
 
     def put(self, layer: int, begin: int, end: int, source: Placement) -> bool:
-        """`Link.put`."""
+        """Send positions of a layer in frames (`BlockLink.put`)."""
         runs = runs_of(begin, end)
         data = bytearray(self.memory.wire_bytes(ALIGNMENT) // ALIGNMENT * sum(slots for _, slots in runs))
         view, offset = memoryview(data), 0
@@ -87,7 +87,7 @@ class StreamLink(_Address):
         return self._posted(frame, data)
 
     def put_state(self, part: int, source: Placement) -> bool:
-        """`Link.put_state`."""
+        """Send a part of the state in a frame (`BlockLink.put_state`)."""
         if source.state is None:
             raise LinkBroken("a block has no place for a state")
         begin, n_bytes = parts_of(self.codec.shape.state_bytes)[part]
@@ -97,7 +97,7 @@ class StreamLink(_Address):
         return self._posted(frame, data)
 
     def finish(self, logits: npt.NDArray[np.float32]) -> bool:
-        """`Link.finish`."""
+        """Send the end, with the logits (`BlockLink.finish`)."""
         end = Frame(FrameKind.END, self.request_id, self.epoch, self.n_frames, 0, 0, self.n_prompt)
         return self._posted(end, _wire(logits))
 
@@ -108,7 +108,7 @@ class StreamLink(_Address):
 
 
 def _wire(logits: npt.NDArray[np.float32]) -> memoryview:
-    """Little-endian float32, in place where they are."""
+    """The logits as the bytes of little-endian float32, without a copy where they are that already."""
     return logits.astype("<f4", copy=False).data.cast("B")
 
 

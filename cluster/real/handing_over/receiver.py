@@ -1,8 +1,7 @@
-"""The side that answers: takes frames into blocks of its own, and says when a request has all of them.
-
-`take` and `expect` run on the thread that receives, `await_kv` on the engine's, `forget` on both. A frame is
-written under the lock that `forget` takes, so that nothing is written to a block after it was given up.
-"""
+"""The receiving side of a hand-over, which answers: takes frames into its blocks, and says when a request has
+all of them. `take` and `expect` run on the thread that receives, `await_kv` on the engine's, `forget` on
+both. A frame is written under the lock that `forget` takes, so that nothing is written to a block after it
+was given up."""
 
 from __future__ import annotations
 
@@ -23,15 +22,15 @@ from phasewise.serving.pools.contract import ALIGNMENT, Placement
 
 @dataclass(slots=True)
 class _Awaited:
-    """A request whose keys and values may come."""
+    """A request whose keys and values may come from another instance."""
 
     epoch: int
     n_prompt: int
     placement: Placement
     stored: list[int] = field(default_factory=list)
-    """For each layer: the number of positions, from the first on, that are here."""
+    """Positions that have arrived of each layer, from the first on."""
     n_parts: int = 0
-    """Parts of its state that are here, from the first on."""
+    """Parts of its state that have arrived, from the first on."""
     n_frames: int = 0
 
 
@@ -44,7 +43,7 @@ class ReceiveFailed(Exception):
 
 
 class Receiver:
-    """Blocks of `memory` that are being filled."""
+    """Fills blocks of `memory` with the keys and values that other instances send."""
 
     def __init__(self, codec: Codec, memory: KvMemory) -> None:
         self._codec = codec
@@ -62,7 +61,7 @@ class Receiver:
         return len(self._awaited)
 
     def expect(self, request_id: str, epoch: int, n_prompt: int) -> None:
-        """Another instance computes this prompt, whose block is yet to be found."""
+        """Note that another instance computes this prompt, whose block is yet to be found."""
         with self._lock:
             self._expected[request_id] = epoch, n_prompt
 
@@ -77,15 +76,16 @@ class Receiver:
                 self._awaited[request_id] = _Awaited(*expected, placement, stored)
 
     def forget(self, request_id: str) -> None:
-        """Nothing is written for it once this returns, wherever its block is found."""
+        """Give up a request: nothing is written for it once this returns, wherever its block is found."""
         with self._lock:
             self._expected.pop(request_id, None)
             self._awaited.pop(request_id, None)
 
     def take(self, parts: Sequence[bytes | memoryview]) -> Arrived | None:
-        """Take one message; what it completes. ReceiveFailed where it ends the hand-over it belongs to.
+        """Take one message; returns what it completes.
 
-        A message that belongs to none is counted and thrown away.
+        ReceiveFailed where it ends the hand-over it belongs to. A message that belongs to none is counted and
+        thrown away.
         """
         try:
             frame = self._codec.read(parts, self._memory.wire_bytes(ALIGNMENT) // ALIGNMENT)

@@ -1,4 +1,4 @@
-"""The side that computes prompts: follows the steps of its engine and sends every layer as it is stored.
+"""The sending side of a hand-over, which computes prompts: sends every layer as its engine stores it.
 
 A thread of its own copies or sends; the engine's thread notes what it begins, and tells the end. Nothing is
 read from a block after `drop` has returned, and nothing is written into another instance's memory after
@@ -31,7 +31,7 @@ class BlockLink(Protocol):
     """The way to one request's block on another instance. Called by one thread at a time."""
 
     def put(self, layer: int, begin: int, end: int, source: Placement) -> bool:
-        """Bring positions [begin, end) of a layer there. False: not now; LinkBroken: never."""
+        """Bring positions [begin, end) of a layer to the other block. False: not now; LinkBroken: never."""
         ...
 
     def put_state(self, part: int, source: Placement) -> bool:
@@ -39,8 +39,10 @@ class BlockLink(Protocol):
         ...
 
     def finish(self, logits: npt.NDArray[np.float32]) -> bool:
-        """All layers are there, and the state. False: this cannot be told now. The logits are not written to
-        afterwards."""
+        """Tell the other side that all layers and the state are there. False: this cannot be told now.
+
+        The logits are not written to afterwards.
+        """
         ...
 
 
@@ -50,23 +52,23 @@ class LinkBroken(Exception):
 
 @dataclass(slots=True)
 class _Job:
-    """A prompt on its way."""
+    """One prompt on its way to another instance."""
 
     request_id: str
     n_prompt: int = 0
     source: Placement | None = None
-    """None: not begun."""
+    """The prompt's own block; None: it is not begun."""
     link: BlockLink | None = None
-    """None: the other side has no block yet."""
+    """The way to the block on the other side; None: that side has no block yet."""
     ready: int = 0
-    """Positions that are stored in every layer."""
+    """Positions whose keys and values are stored in every layer."""
     step: int = -1
-    """The step that computes [ready, coming)."""
+    """The number of the step that computes positions [ready, coming)."""
     coming: int = 0
     sent: list[int] = field(default_factory=list)
-    """By layer."""
+    """Positions that were sent, by layer."""
     n_parts: int = 0
-    """Parts of its state that are sent: after all layers, and after the step that ends the prompt."""
+    """Parts of its state that were sent: after all layers, and after the step that ends the prompt."""
     logits: npt.NDArray[np.float32] | None = None
 
 
@@ -94,7 +96,8 @@ class Sender:
         self._on_failed = on_failed
         self._layerwise_above = layerwise_above_tokens
         self._changed = threading.Condition()
-        """Holds the jobs; a copy is made under it, so that `drop` and `cancel` wait for one at most."""
+        """Lock of the jobs; a copy is made under it, so that `drop` and `cancel` wait for one copy at
+        most."""
         self._jobs: dict[str, _Job] = {}
         self._by_block: dict[tuple[int, tuple[int, ...] | None], _Job] = {}
         self._is_stopping = False
@@ -108,7 +111,7 @@ class Sender:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends within one copy."""
+        """Stop the sender's thread, which ends within one copy."""
         with self._changed:
             self._is_stopping = True
             self._changed.notify()
@@ -117,7 +120,7 @@ class Sender:
     # ---- on the engine's thread --------------------------------------------------------------------------
 
     def starts(self, request_id: str, placement: Placement, n_prompt: int, n_computed: int) -> None:
-        """`Outbox.starts`."""
+        """Begin to hand a prompt over: its engine has a block for it (`Outbox.starts`)."""
         with self._changed:
             is_new = request_id not in self._jobs
             job = self._jobs.setdefault(request_id, _Job(request_id))
@@ -131,7 +134,7 @@ class Sender:
             self._on_begun(request_id)
 
     def begins(self, slices: Sequence[SequenceSlice], step: int) -> None:
-        """`Follower.begins`."""
+        """Note the slices of a step that begins (`Follower.begins`)."""
         if not self._by_block:
             return
         with self._changed:
@@ -142,7 +145,10 @@ class Sender:
             self._changed.notify()
 
     def rests(self, request_id: str) -> bool:
-        """`Outbox.rests`."""
+        """True if the other side wants what is in the prompt's block, which then stays (`Outbox.rests`).
+
+        False: nothing is read from the block once this returns, until the prompt `starts` again.
+        """
         with self._changed:
             job = self._jobs.get(request_id)
             if job is None or job.source is None:
@@ -154,7 +160,7 @@ class Sender:
             return False
 
     def computed(self, request_id: str, logits: npt.NDArray[np.float32]) -> None:
-        """`Outbox.computed`."""
+        """Note that a prompt is computed, with its logits (`Outbox.computed`)."""
         with self._changed:
             job = self._jobs.setdefault(request_id, _Job(request_id))
             job.ready, job.step, job.logits = job.n_prompt, -1, logits.copy()
@@ -169,13 +175,13 @@ class Sender:
         self._on_failed(request_id, "preempted", "its prompt gave its block to another request")
 
     def drop(self, request_id: str) -> None:
-        """`Outbox.drop`."""
+        """Stop reading a request's block (`Outbox.drop`)."""
         self.cancel(request_id)
 
     # ---- on the thread that hears of the other side ------------------------------------------------------
 
     def send_to(self, request_id: str, link: BlockLink) -> None:
-        """The other side has a block, behind `link`."""
+        """Send a request to the block that the other side has for it, behind `link`."""
         with self._changed:
             self._jobs.setdefault(request_id, _Job(request_id)).link = link
             self._changed.notify()
@@ -212,7 +218,7 @@ class Sender:
         return job.n_prompt > self._layerwise_above and (job.step >= 0 or min(job.sent) < job.ready)
 
     def _send(self, job: _Job) -> bool:
-        """Send what is stored by now, a layer at a time. False: nothing was."""
+        """Send what is stored by now, one layer at a time. False: there was nothing to send."""
         has_sent = False
         for layer in range(self._n_layers):
             with self._changed:

@@ -32,7 +32,7 @@ from phasewise.serving.models.forward import (
 from phasewise.serving.models.linears import Linears, Place, Rows
 from phasewise.serving.models.model_parts import into_ffn_parts, qkv_parts, weight_of
 from phasewise.serving.models.packed_model import PackedModel, Vector
-from phasewise.serving.processes.memory import check_memory
+from phasewise.serving.processes.headroom import check_memory
 
 
 def build_row_program(

@@ -1,4 +1,4 @@
-"""What is known of the last answers: responses that others go on from, and receipts. In memory.
+"""Facts of the last answers: responses that others go on from, and receipts. In memory.
 
 A client sees its own alone. Used on the event loop.
 """
@@ -36,7 +36,7 @@ class _LastAnswers(Generic[Value]):
         return math.inf
 
     def keep(self, client: str, answer_id: str, value: Value, n_characters: int) -> None:
-        """Where there is no room, the oldest of the client that holds most give way."""
+        """The oldest of the client that holds most give way where there is no room."""
         self._forget_old()
         kept = self._kept.setdefault(client, OrderedDict())
         kept[answer_id] = time.monotonic(), _ENTRY_CHARACTERS + n_characters, value

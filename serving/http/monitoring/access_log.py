@@ -70,6 +70,13 @@ class Record:
     ignored: tuple[str, ...] = ()
     trace: str = ""
     """Its `traceparent`; empty: it brought none."""
+    address: str = ""
+    """Where it came from, as the connection has it; empty: a socket file, or a batch."""
+    key: str = ""
+    """The label of its API key; empty: it needed none, or has a wrong one."""
+    model: str = ""
+    """The id of the model that it asked, once it is known; empty: none."""
+    adapter: str = ""
 
     def fields(self) -> dict[str, Any]:
         """As the log has them; what a request has not is left out."""
@@ -80,6 +87,9 @@ class Record:
             "path": self.path,
             "status": self.status,
         }
+        for name in ("address", "key", "model", "adapter"):
+            if value := getattr(self, name):
+                out[name] = value
         if self.n_prompt is not None:
             out |= {"prompt_tokens": self.n_prompt, "cached_tokens": self.n_cached}
             out["output_tokens"] = sum(self.n_generated.values())
@@ -206,6 +216,7 @@ class NameRequests:
         path = self._name_of(scope["path"])
         record = Record(request_id, scope["method"], path, time.perf_counter_ns(), datetime.now(UTC))
         record.trace = trace_of(scope)
+        record.address = scope["client"][0] if scope.get("client") else ""
         scope[_RECORD] = record
 
         async def named(message: Message) -> None:
@@ -245,7 +256,13 @@ def open_log(settings: Logging, report: Callable[[str], None]) -> Iterator[tuple
 def _as_text(fields: dict[str, Any]) -> str:
     """`AT METHOD PATH STATUS id=... name=value ...`"""
     head = f"{fields.pop('at')} {fields.pop('method')} {fields.pop('path')} {fields.pop('status') or 499}"
-    return " ".join([head, *(f"{name}={value}" for name, value in fields.items())])
+    return " ".join([head, *(f"{name}={_in_text(value)}" for name, value in fields.items())])
+
+
+def _in_text(value: object) -> str:
+    """Names of models are those of files: a space or a line break in one ends no field."""
+    text = str(value)
+    return text if text.isprintable() and not re.search('[" ]', text) else json.dumps(text)
 
 
 def _ms(ns: float) -> float:

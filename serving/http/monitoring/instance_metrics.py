@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from phasewise.serving.engine.instance_state import InstanceState
+from phasewise.serving.engine.engine_host import InstanceState
 from phasewise.serving.engine.messages import EngineLoad
 
 LABELS = ("instance", "role")

@@ -23,7 +23,7 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from phasewise.serving.engine.instance_state import InstanceState
+from phasewise.serving.engine.engine_host import InstanceState
 from phasewise.serving.engine.messages import (
     Answer,
     EngineLoad,
@@ -42,6 +42,8 @@ from phasewise.tuner.plans import PHASES
 
 _LATENCY_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 30, 60)
 _PER_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 1)
+_MOST_NAMED = 1000
+"""Models, adapters and keys come and go; a counter with a line for each of them must not grow without end."""
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 
 Family = CounterMetricFamily | GaugeMetricFamily
@@ -93,6 +95,8 @@ class ModelCounts:
 @dataclass(slots=True)
 class _Life:
     labels: Labels
+    of: tuple[str, str]
+    """Model and adapter."""
     sent_ns: int
     in_shadow: bool = False
     first_ns: int | None = None
@@ -123,6 +127,12 @@ class Metrics:
         self._slow = self._counter("slow_readers_cut", "connections closed because their reader stopped")
         self._prompt = self._counter("prompt_tokens", "tokens in prompts", *self._model)
         self._generated = self._counter("generated_tokens", "tokens generated", *self._model)
+        by_key = "requests that a model was asked, by the label of their key"
+        self._asked = self._counter("model_requests", by_key, "model", "adapter", "key")
+        of_model = "tokens of prompts and answers, by model and adapter"
+        self._of_model = self._counter("model_tokens", of_model, "model", "adapter", "kind")
+        self._named: set[tuple[str, ...]] = set()
+        """Labels that those two have: at most `_MOST_NAMED`."""
         self._ttft = self._histograms("ttft_seconds", "time to first token", _LATENCY_S)
         self._tpot = self._histograms("tpot_seconds", "time per token after the first", _PER_TOKEN_S)
         self._itl = self._histograms("itl_seconds", "time between two tokens", _PER_TOKEN_S)
@@ -133,18 +143,23 @@ class Metrics:
 
     def sent(self, request: Submit, facts: RequestFacts) -> None:
         labels = self._labels(request.model)
-        self._lives[request.request_id] = _Life(labels, time.perf_counter_ns(), request.in_shadow)
-        _child(self._prompt, labels).inc(len(request.prompt_token_ids))
+        of = (request.model, request.adapter)
+        self._lives[request.request_id] = _Life(labels, of, time.perf_counter_ns(), request.in_shadow)
+        n_prompt = len(request.prompt_token_ids)
+        _child(self._prompt, labels).inc(n_prompt)
+        self._of_model.labels(*self._bounded(*of, "prompt")).inc(n_prompt)
 
     def delivered(self, outs: Sequence[Answer | Failure], stats: StepStats | None) -> None:
-        generated: dict[Labels, int] = {}
+        generated: dict[tuple[Labels, tuple[str, str]], int] = {}
         for out in outs:
             life = self._lives.get(out.request_id)
             if life is not None:  # else it is no more
-                generated[life.labels] = generated.get(life.labels, 0) + self._piece(out, life)
-        for labels, n_tokens in generated.items():
+                whose = (life.labels, life.of)
+                generated[whose] = generated.get(whose, 0) + self._piece(out, life)
+        for (labels, of), n_tokens in generated.items():
             if n_tokens:
                 _child(self._generated, labels).inc(n_tokens)
+                self._of_model.labels(*self._bounded(*of, "answer")).inc(n_tokens)
         if stats is not None:
             self._step(stats)
 
@@ -153,6 +168,19 @@ class Metrics:
         life = self._lives.pop(request_id, None)
         if life is not None:
             self._ended.labels(*life.labels, "aborted").inc()
+
+    def asked(self, model: str, adapter: str, key: str) -> None:
+        """A request for a model has been answered, or refused after it was read. key: the label."""
+        self._asked.labels(*self._bounded(model, adapter, key)).inc()
+
+    def _bounded(self, *labels: str) -> tuple[str, ...]:
+        """Themselves, or `other` for each beyond those that are counted apart."""
+        if labels in self._named:
+            return labels
+        if len(self._named) >= _MOST_NAMED:
+            return ("other",) * len(labels)
+        self._named.add(labels)
+        return labels
 
     def refused(self, error: ApiError) -> None:
         """An error of ours is being answered."""

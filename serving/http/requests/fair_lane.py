@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import TypeVar
 
 from phasewise.serving.errors import QueueFull
-from phasewise.serving.scheduling.client_turns import ClientTurns
+from phasewise.serving.scheduling.waiting_line import ClientTurns
 
 Made = TypeVar("Made")
 

@@ -23,6 +23,7 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 from starlette.types import ASGIApp, Message, Scope
 
+from phasewise._files import open_file
 from phasewise.serving.batches.lines import BatchLine, answered, faulty, given_up, read_lines, written
 from phasewise.serving.batches.store import ENDS_AS, UNFINISHED, BatchStore, BatchStoreError, StoredBatch
 from phasewise.serving.http.lifecycle import Lifecycle
@@ -68,7 +69,7 @@ class _LinesOfFile:
     def some(self) -> list[BatchLine]:
         """Those that follow; none at the end. _Unreadable where there are too many."""
         if self._file is None:
-            self._file = self._path.open("rb")
+            self._file = open_file(self._path)
             self._lines = read_lines(self._file, self._most_bytes, (self._url,))
         read: list[BatchLine] = []
         n_bytes = 0

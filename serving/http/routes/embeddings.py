@@ -414,6 +414,7 @@ class EmbeddingRoutes:
         self._refuse_unless_open()
         record = record_of(request.scope)
         if record is not None:
+            record.model = self.model.model_id
             record.n_prompt = sum(len(tokens.ids) for tokens in inputs)
         try:
             vectors = await while_there(request, self._client.embed(inputs, _asker(request)))

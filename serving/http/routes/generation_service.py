@@ -68,8 +68,10 @@ class GenerationService:
         self.refuse_unless_open()
         ttft_s = self.client.expected_ttft_s(reply.requests[0], client_of(request.scope).name)
         record = record_of(request.scope)
-        if record is not None and self.log is not None:
-            self.log.expects(record, reply.requests, reply.usage([])["prompt_tokens"])
+        if record is not None:
+            record.model, record.adapter = reply.requests[0].model, reply.requests[0].adapter
+            if self.log is not None:
+                self.log.expects(record, reply.requests, reply.usage([])["prompt_tokens"])
         try:
             response = await respond(self.client, reply, request)
         except ServingError as error:

@@ -12,6 +12,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from phasewise.serving.http.errors import ApiError
+from phasewise.serving.http.monitoring.access_log import record_of
 from phasewise.serving.http.monitoring.metrics import Metrics
 from phasewise.serving.http.transport.connection import refused_status
 
@@ -72,11 +73,17 @@ class ApiKeys:
     """The keys of one server, as digests. They may be replaced while it runs, from any thread."""
 
     def __init__(self, keys: Sequence[str]) -> None:
-        self._digests = _digests_of(keys)
+        self.replace(keys)
 
     def replace(self, keys: Sequence[str]) -> None:
         """Only these are right from now on; requests in progress go on."""
-        self._digests = _digests_of(keys)
+        labels = [getattr(key, "label", "") or f"key-{place}" for place, key in enumerate(keys, start=1)]
+        self._labels = dict(zip(_digests_of(keys), labels, strict=True))
+
+    def label_of(self, digest: str) -> str:
+        """The name of a key in logs and counts, which says nothing of the key; empty where it is none of
+        ours, or no more."""
+        return self._labels.get(bytes.fromhex(digest), "")
 
     def digest_of(self, token: str) -> str | None:
         """The digest of a key; None where it is none of ours.
@@ -84,7 +91,7 @@ class ApiKeys:
         Compares digests, all of them, so that time tells nothing of a key, nor its length.
         """
         given = _digest(token.encode("latin-1", "replace"))
-        matches = [secrets.compare_digest(given, key) for key in self._digests]
+        matches = [secrets.compare_digest(given, key) for key in self._labels]
         return given.hex() if any(matches) else None
 
 
@@ -104,11 +111,16 @@ class RequireKey:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         reads = scope["type"] == "http" and scope["method"] in ("GET", "HEAD")
-        if scope["type"] != "http" or (reads and scope["path"] in self._open_paths) or _SHADOW in scope:
+        if scope["type"] != "http" or (reads and scope["path"] in self._open_paths):
+            await self._app(scope, receive, send)
+            return
+        if _SHADOW in scope:
+            self._note(scope, scope[_SHADOW])
             await self._app(scope, receive, send)
             return
         key = self._key_of(Headers(scope=scope))
         if key is not None:
+            self._note(scope, key)
             await self._app({**scope, _CLIENT: key}, receive, send)
             return
         headers = Headers(scope=scope)
@@ -121,6 +133,11 @@ class RequireKey:
         error = ApiError(401, message, code="invalid_api_key", closes=True)
         self._metrics.refused(error)
         await error.response(scope["path"])(scope, receive, send)
+
+    def _note(self, scope: Scope, digest: str) -> None:
+        record = record_of(scope)
+        if record is not None:
+            record.key = self._keys.label_of(digest)
 
     def _key_of(self, headers: Headers) -> str | None:
         """The digest of the request's key, in either API's header; None where it is none of ours."""
@@ -210,6 +227,10 @@ class CountAnswers:
             if not has_started:
                 count(500)
             raise
+        finally:
+            record = record_of(scope)
+            if record is not None and record.model:
+                self._metrics.asked(record.model, record.adapter, record.key)
 
 
 def _digests_of(keys: Sequence[str]) -> tuple[bytes, ...]:

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from phasewise.cli.commands.bench.llama_bench import FOREIGN
-from phasewise.cli.commands.bench.run_text import as_md
+from phasewise.cli.commands.bench.run import FOREIGN
+from phasewise.cli.commands.bench.run_text import table_of
 from phasewise.tuner.machine_limits import PIECES
 from phasewise.workflows.bench.model_speed import ModelRow, bench_rows
 from tests.cli import command
@@ -195,8 +195,8 @@ def test_the_table_tells_counters_where_they_were_read(tiny: Path) -> None:
     row = ModelRow(**{name: value for name, value in fields.items() if name != "schema_version"})
     counted = replace(row, instructions_per_cycle=0.7, llc_misses_pki=12.345, stalled_share=0.71)
 
-    assert "IPC" not in as_md([row])
-    assert "tg4: IPC 0.7, 71% stalled; misses PKI: LLC 12.3\n" in as_md([counted])
+    assert "IPC" not in "\n".join(map(str, table_of([row])))
+    assert "tg4: IPC 0.7, 71% stalled; misses PKI: LLC 12.3" in list(table_of([counted]))
 
 
 def test_what_llama_bench_has_and_holds_here_anyway_is_taken(tiny: Path) -> None:

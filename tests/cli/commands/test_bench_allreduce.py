@@ -9,7 +9,8 @@ from dataclasses import asdict
 
 import pytest
 
-from phasewise.cli.commands.bench.allreduce import FORMATS
+from phasewise.cli.commands.bench.allreduce import table_of
+from phasewise.cli.tables import as_csv, as_json, scalar_names
 from phasewise.workflows.bench.allreduce.compare import AllReduceRow
 from tests.cli import command
 
@@ -40,11 +41,14 @@ def test_the_forms_hold_the_same_rows() -> None:
     few = [row(message_bytes=8192, n_turns=1), row("ring", 2500, 8192, n_turns=1)]
     rows = [*proven, *few]
 
-    read = json.loads(FORMATS["json"](rows))
+    read = json.loads(as_json(rows))
     assert [{**fields, "cores": tuple(fields["cores"])} for fields in read] == [
         {"schema_version": 1, **asdict(r)} for r in rows
     ]
-    lines = list(csv.DictReader(io.StringIO(FORMATS["csv"](rows))))
+    names = scalar_names(AllReduceRow)
+    lines = list(
+        csv.DictReader(io.StringIO(as_csv(names, ([getattr(row, name) for name in names] for row in rows))))
+    )
     assert [(line["system"], int(line["median_ns"])) for line in lines] == [
         ("rank-shifted", 1000),
         ("ring", 2500),
@@ -52,7 +56,7 @@ def test_the_forms_hold_the_same_rows() -> None:
         ("rank-shifted", 1000),
         ("ring", 2500),
     ]
-    header, _, *lines = FORMATS["md"](rows).splitlines()
+    header, _, *lines = str(table_of(rows, wide=False)).splitlines()
     assert "rank-shifted, us" in header
     assert [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines] == [
         ["2", "4 KiB", "1.00", "50%", "2.50x", "4.10", "15%"],

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -13,11 +14,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-from phasewise.cli.commands.bench.kernels_text import as_csv, as_json, as_md, draw_rows
+from phasewise.cli.commands.bench.kernels_text import as_csv, draw_rows, table_of
+from phasewise.cli.tables import as_json
 from phasewise.cython_kernels import _native
 from phasewise.kerneldb.records import Problem, Schedule
 from phasewise.topology import read_machine
-from phasewise.workflows.bench.kernel_rows import rows_from_json
+from phasewise.workflows.bench.kernel_rows import KernelRow, rows_from_json
 from phasewise.workflows.bench.peers import processes as kernel_peers
 from phasewise.workflows.bench.peers.processes import NAMES, PeerError, opened_peers
 from tests.cli import command
@@ -57,6 +59,10 @@ for line in sys.stdin:
         answer = {"setting": "only", "ns": 1000, "error": 0.0}
     print(json.dumps(answer), flush=True)
 """
+
+
+def text_of(rows: Sequence[KernelRow], **options: bool) -> str:
+    return "\n".join(map(str, table_of(rows, **options)))
 
 
 @pytest.fixture
@@ -107,9 +113,13 @@ def test_a_product_runs_by_what_was_tuned_for_it(db: Path) -> None:
 
 @pytest.mark.usefixtures("fake_peers")
 def test_peers_stand_in_every_row_that_they_can_do() -> None:
-    rows = json.loads(bench("--format", "f32,int8", "--m", "1,7,8", "-o", "json"))
+    """What it cannot do is told, once for each format."""
+    done = command.run(*SMALL, "--format", "f32,int8", "--m", "1,7,8", "-o", "json")
+    rows = json.loads(done.stdout)
 
     present = [name for name in NAMES if name != "mkl"]
+    for name in present:
+        assert done.stderr.count(f"peer {name} has no int8: its columns are empty there") == 1
     for r in rows:
         can = r["format"] == "f32" and r["m"] != 7
         assert r["peers"] == (dict.fromkeys(present, 1000) if can else {})
@@ -167,9 +177,9 @@ def test_every_form_has_every_row() -> None:
         ("f32", "8", "", "500"),
         ("f16", "4", "4000", ""),
     ]
-    assert as_md(rows, wide=True).count("default: 1x32") == 4
+    assert text_of(rows, wide=True).count("default: 1x32") == 4
     header, _, *lines = [
-        [cell.strip() for cell in line.split("|")] for line in as_md(rows, wide=True).splitlines()[:6]
+        [cell.strip() for cell in line.split("|")] for line in text_of(rows, wide=True).splitlines()[:6]
     ]
     columns = [header.index(peer) for peer in ("torch", "mkl")]
     assert [[line[column] for column in columns] for line in lines] == [
@@ -178,14 +188,14 @@ def test_every_form_has_every_row() -> None:
         ["", "0.50x"],
         ["no verdict", ""],
     ]
-    assert "2.00x" in as_md(rows)
-    assert "0.50x" in as_md(rows)
-    assert "4.00x" not in as_md(rows), "five rounds prove nothing"
-    assert "worst point" in as_md(rows)
+    assert "2.00x" in text_of(rows)
+    assert "0.50x" in text_of(rows)
+    assert "4.00x" not in text_of(rows), "five rounds prove nothing"
+    assert "worst point" in text_of(rows)
 
 
 def test_without_peers_there_is_no_table_of_them() -> None:
-    table = as_md([kernel_row(m=1), kernel_row(m=8)])
+    table = text_of([kernel_row(m=1), kernel_row(m=8)])
 
     assert "worst point" not in table
     assert "\n\n" not in table

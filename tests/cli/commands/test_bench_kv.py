@@ -12,8 +12,8 @@ from typing import Any, get_args
 
 import pytest
 
-from phasewise.cli.commands.bench.kv import WaitingOrder
-from phasewise.serving.scheduling.waiting_orders import WAITING_ORDERS
+from phasewise.serving.scheduling.waiting_line import WAITING_ORDERS
+from phasewise.workflows.bench.kv.settings import WaitingOrder
 from tests.cli import command
 from tests.support.models.tiny_models import TinyShape, hf_config
 from tests.support.tiers import first_is_smoke

@@ -6,6 +6,7 @@ import asyncio
 import csv
 import io
 import json
+import re
 import signal
 import socket
 import time
@@ -135,6 +136,24 @@ def test_the_same_seed_sends_the_same_load() -> None:
             sent.append([body["prompt"] for body in server.streamed])
 
     assert sent[0] == sent[1] != sent[2]
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["--text-prompts"], ["--endpoint", "chat"], ["--turns", "2", "--shared-prefix", "20"]]
+)
+def test_without_a_seed_each_run_sends_prompts_that_no_other_has_sent(arguments: list[str]) -> None:
+    """A second run meets nothing of the first in the server's cache; the seed that gave them is told."""
+    told, sent = [], []
+    with scripted_server() as server:
+        for _ in range(2):
+            told.append(bench(server.url, "-n", "5", "--concurrency", "1", *arguments)["prompts"])
+            sent.append([str(prompt_of(body)) for body in server.streamed[sum(map(len, sent)) :]])
+
+    assert not {prompt[:40] for prompt in sent[0]} & {prompt[:40] for prompt in sent[1]}
+    first, second = (re.search(r" of seed \d+", text) for text in told)
+    assert first
+    assert second
+    assert first[0] != second[0]
 
 
 def test_what_is_asked_is_in_every_body() -> None:

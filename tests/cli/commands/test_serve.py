@@ -325,6 +325,48 @@ def test_requests_are_logged_and_answers_sampled_as_the_operator_says(
     assert (line["path"], line["status"]) == ("/v1/models", 200)
 
 
+@pytest.mark.parametrize(
+    "running",
+    [
+        pytest.param((), id="one engine"),
+        pytest.param(("--ranks", 2), id="ranks", marks=pytest.mark.slow),
+        pytest.param(("--prompt-pool", "0", "--token-pool", "1"), id="pools", marks=pytest.mark.slow),
+    ],
+)
+def test_every_line_of_a_server_is_json_where_its_log_is(
+    roomy: Path, environment: dict[str, str], running: tuple[object, ...]
+) -> None:
+    """Its start, its warnings, its requests, the words of ranks and instances, and its end."""
+    environment = environment | {"PHASEWISE_LOG_LEVEL": "info"}
+    arguments = ("--port", 0, "--host", "0.0.0.0", "--log-format", "json", *running)
+    with serving(roomy, environment, *arguments) as server:
+        url = server.url.replace("0.0.0.0", "127.0.0.1")
+        until(lambda: httpx.get(f"{url}/ready").status_code == 200, "it is ready")
+        body = {"model": "tiny", "prompt": "a", "max_tokens": 2}
+        assert httpx.post(f"{url}/v1/completions", json=body).status_code == 200
+        assert server.end(signal.SIGTERM) == 0
+    objects = [json.loads(line) for line in server.lines]
+
+    assert all(isinstance(each, dict) and "at" in each for each in objects)
+    assert any(each.get("message") == "stopping" for each in objects)
+    assert any(each.get("level") == "warning" for each in objects)
+    (asked,) = [each for each in objects if each.get("path") == "/v1/completions"]
+    assert (asked["model"], asked["address"]) == ("tiny", "127.0.0.1")
+
+
+def test_the_last_words_of_a_server_that_cannot_start_are_json(
+    roomy: Path, environment: dict[str, str], tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys"
+    keys.touch()
+    arguments = ("serve", roomy, "--log-format", "json", "--api-key-file", keys)
+    _, said = command.start(*arguments, env=environment).communicate()
+    *_, last = map(json.loads, said.splitlines())
+
+    assert last["level"] == "error"
+    assert f"{keys} has no key" in last["message"]
+
+
 @pytest.mark.slow
 def test_an_open_address_without_keys_is_warned_of(roomy: Path, environment: dict[str, str]) -> None:
     for host, keys, n_warnings in (("0.0.0.0", {}, 1), ("0.0.0.0", {"PHASEWISE_API_KEY": "k"}, 0)):

@@ -128,7 +128,7 @@ def test_answers_go_on_while_cores_go_and_come(
             assert set(texts) <= {wanted[prompt]}
 
 
-@pytest.mark.parametrize("flag", ["--threads", "--ranks"])
+@pytest.mark.parametrize("flag", ["--threads", pytest.param("--ranks", marks=pytest.mark.slow)])
 def test_an_idle_server_follows_its_cores(roomy: Path, environment: dict[str, str], flag: str) -> None:
     """Also before it has computed anything. Flags are kept as far as the cores go."""
     with serving(roomy, environment, "--port", 0, flag, 2, exec_anew=True) as server:

@@ -57,21 +57,21 @@ def test_the_best_that_progress_told_is_told_with_its_standing(
     told = found(phase_verdict)
     best = found_fields(told)["best_found"]["prefill"]
 
-    assert milliseconds(1702.0) in found_text(told)
+    assert milliseconds(1702.0) in "\n".join(map(str, found_text(told)))
     assert (best["search_ms"], best["standing"]) == (1702.0, standing)
     if phase_verdict is not None:
-        assert standing in found_text(told).replace("\n", " ")
+        assert standing in "\n".join(map(str, found_text(told))).replace("\n", " ")
 
 
 def test_references_that_are_one_plan_are_one_row() -> None:
-    text = found_text(found(verdict("reference", None)))
+    text = "\n".join(map(str, found_text(found(verdict("reference", None)))))
 
-    assert text.count("2333 ms   same plan") == 1
+    assert len(re.findall(r"2333 ms +same plan", text)) == 1
     assert all(re.search(rf"^{name}\b", text, flags=re.M) for name in WORDS)
 
 
 def test_without_time_to_compare_no_plan_is_told_as_decided() -> None:
-    text = found_text(found(verdict("not compared", None, BEST)))
+    text = "\n".join(map(str, found_text(found(verdict("not compared", None, BEST)))))
 
     assert "prefill: not decided" in text
     assert "No time was left to compare; the plan in use is unchanged." in text

@@ -29,7 +29,7 @@ def test_a_gain_is_as_fine_as_a_loop_of_calls(call_ns: float, ratio: float, call
 
 
 def fought(gain: float, low: float) -> Comparison:
-    return Comparison(gain, low, 2 * gain, 0.99, 15)
+    return Comparison(gain, low, gain**2 / low, 0.99, 15)
 
 
 def outcome(

@@ -14,8 +14,7 @@ from phasewise.cython_kernels.kv_formats import kv_slot_bytes
 from phasewise.serving.engine.messages import Answer, EngineLoad, Submit
 from phasewise.serving.http.monitoring.metrics import Gauges, Metrics
 from phasewise.serving.ranks.kv_share import KvPlace
-from phasewise.serving.scheduling.held_prefixes import HeldReport
-from phasewise.serving.scheduling.prefix_keys import BLOCK_TOKENS, block_keys
+from phasewise.serving.scheduling.held_prefixes import BLOCK_TOKENS, HeldReport, block_keys
 from tests.cluster.real.test_front import running, with_kv_target
 from tests.support.servers.metric_lines import instance_infos
 from tests.support.servers.scripted_instances import (

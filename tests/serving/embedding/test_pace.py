@@ -38,10 +38,14 @@ def test_what_is_held_is_computed_within_the_promise(
 
     lane.heed(7.0, 7.0 + slo_s * (1 - KEPT))
 
-    held_s = batch_s + lane.queue.share * depth * lane.pace.s_per_token
+    def seconds(tokens: float) -> float:
+        n_batches = max(1, math.ceil(tokens / lane.most_in_batch.tokens - 1e-6))
+        return n_batches * batch_s + tokens * lane.pace.s_per_token
+
+    held_s = seconds(lane.queue.share * depth)
     assert 0 <= lane.queue.share <= 1
     assert held_s <= usable_s * (1 + 1e-6) or lane.queue.share == 0
-    if batch_s + depth * s_per_token <= usable_s * (1 - 1e-6):
+    if seconds(depth) <= usable_s * (1 - 1e-6):
         assert lane.queue.share == 1
 
 

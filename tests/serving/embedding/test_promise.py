@@ -11,7 +11,8 @@ import random
 import pytest
 
 from phasewise.serving.embedding.encoder.input_tokens import Tokens
-from phasewise.serving.embedding.lane import FIRST_DEPTH
+from phasewise.serving.embedding.lane import FIRST_DEPTH, PROBE_INPUTS
+from phasewise.serving.embedding.protocol import Floats
 from phasewise.serving.embedding.queues import UNLIMITED, Depth
 from phasewise.serving.errors import QueueFull
 from tests.support.noisy_embedding import (
@@ -81,6 +82,84 @@ def test_without_a_plan_a_slow_model_promises_a_time_in_which_it_can_answer() ->
         client.attach(loop)
         await asyncio.sleep(2 * SECONDS)
         await asyncio.gather(*(client.embed([Tokens([1] * 512)]) for _ in range(2)))
+
+    run_simulated(main())
+
+
+@pytest.mark.parametrize("n_at_once", [20, 60, 150, 400])
+@pytest.mark.parametrize("device", [ModelledLane("cpu:0", batch_s, 2e-4) for batch_s in (0.0, 0.005, 0.04)])
+def test_of_many_at_once_each_is_answered_in_time_or_refused_at_once(
+    device: ModelledLane, n_at_once: int
+) -> None:
+    """A device that no plan knows is measured first; what its batches take beside their tokens counts for
+    each of them."""
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        client, _ = client_over([device], Noise(0.0), random.Random(0), SLO_S, [UNLIMITED])
+        client.attach(loop)
+        await asyncio.sleep(SECONDS)
+        for _ in range(3):
+            began_s, taken_s, refused_s = loop.time(), list[float](), list[float]()
+
+            async def ask(began_s: float, taken_s: list[float], refused_s: list[float]) -> None:
+                try:
+                    await client.embed([Tokens([1] * LENGTH)])
+                except QueueFull:
+                    refused_s.append(loop.time() - began_s)
+                else:
+                    taken_s.append(loop.time() - began_s)
+
+            await asyncio.gather(*(ask(began_s, taken_s, refused_s) for _ in range(n_at_once)))
+            assert max(taken_s) <= SLO_S
+            told_later = sum(taken > 0 for taken in refused_s)
+            assert told_later <= 0.1 * len(taken_s), "no batch is quite full"
+            assert not refused_s or max(taken_s) >= 0.5 * SLO_S, "refusing everything would do it too"
+
+    run_simulated(main())
+
+
+def test_what_comes_before_a_device_is_known_is_answered_in_time_or_refused() -> None:
+    """All but what found it idle: that is answered, however long it takes."""
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        client, _ = client_over([CPU], Noise(0.0), random.Random(0), SLO_S, [UNLIMITED])
+        client.attach(loop)
+        long = [Tokens([1] * 1024) for _ in range(PROBE_INPUTS // 2)]
+
+        async def ask(tokens: Tokens) -> float:
+            try:
+                await client.embed([tokens])
+            except QueueFull:
+                return 0.0
+            return loop.time()
+
+        first, *others = await asyncio.gather(*map(ask, long))
+        assert first > 0
+        assert max(others) <= SLO_S + first
+
+    run_simulated(main())
+
+
+def test_a_busy_moment_at_the_start_makes_no_promise_longer() -> None:
+    """The first large batch takes ten times as long as each after it."""
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        client, [worker] = client_over([CPU], Noise(0.0), random.Random(0), SLO_S, [UNLIMITED])
+        embed = worker.embed
+        n_batches = iter(range(1000))
+
+        async def stalled(body: bytes) -> Floats:
+            vectors = await embed(body)
+            await asyncio.sleep(3.0 if next(n_batches) == 2 else 0.0)
+            return vectors
+
+        worker.embed = stalled  # type: ignore[method-assign]
+        client.attach(loop)
+        await asyncio.sleep(SECONDS)
+        assert client.promised_s == SLO_S
 
     run_simulated(main())
 

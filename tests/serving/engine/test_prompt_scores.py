@@ -19,7 +19,7 @@ from phasewise.serving.drafts.opening import DraftSource
 from phasewise.serving.engine.engine_size import EngineSize
 from phasewise.serving.engine.messages import Answer, Submit
 from phasewise.serving.engine.open_engine import OpenEngine, open_engine
-from phasewise.serving.engine.prompt_scores import PromptScores
+from phasewise.serving.engine.prompt_progress import PromptScores
 from phasewise.serving.errors import RankLost, StepFailed
 from phasewise.serving.loaders import load_model
 from phasewise.serving.sampling.sampling import PromptToken, SampledToken, SamplingParams

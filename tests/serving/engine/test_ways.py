@@ -12,7 +12,7 @@ pytest.importorskip(
     "phasewise.serving.engine.open_engine", reason="the kernels are not built", exc_type=ImportError
 )
 from phasewise.cython_kernels.schedules import has_tiles_arithmetic
-from phasewise.workflows.opening.arithmetic_choice import ArithmeticChoice
+from phasewise.workflows.options import ArithmeticChoice
 from tests.support.models.tiny_models import TinyShape, tiny_gguf
 from tests.support.servers.pools import tiny_model
 from tests.support.ways import N_REQUESTS, WAYS, Way, drawn_requests, rows

@@ -6,15 +6,19 @@ import json
 import re
 import uuid
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 
 import httpx
 import openai
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from phasewise.serving.errors import ServingError
-from phasewise.serving.http.http_settings import HttpLimits
-from phasewise.serving.http.monitoring.access_log import AccessLog, Logging, open_log
+from phasewise.serving.http.http_settings import ApiKey, HttpLimits
+from phasewise.serving.http.monitoring.access_log import AccessLog, Logging, Record, open_log
+from phasewise.serving.http.monitoring.metrics import Gauges, Metrics
 from phasewise.serving.http.routes.app import Surroundings
 from phasewise.serving.scheduling.pacing import Pacing
 from tests.support.servers.fake_server import FakeServer, fake_server
@@ -71,9 +75,9 @@ def test_a_traceparent_is_in_the_line_of_its_request(server: FakeServer) -> None
     """One that is none is left out; the request is answered."""
     trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     hostile = ("", "00-" + "0" * 32 + trace[35:], "ff" + trace[2:], trace + "-x", trace.upper(), "x" * 5000)
-    for given in (trace, *hostile):
+    for brought in (trace, *hostile):
         body = {"model": "fake", "prompt": "a", "max_tokens": 1}
-        answer = httpx.post(f"{server.url}/v1/completions", json=body, headers={"traceparent": given})
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, headers={"traceparent": brought})
         assert answer.status_code == 200
     told = [line.get("traceparent") for line in lines(server, 1 + len(hostile))]
     assert told == [trace, *[None] * len(hostile)]
@@ -211,6 +215,52 @@ def test_a_wrong_key_is_told_from_a_missing_one() -> None:
     assert (missing.status_code, wrong.status_code) == (401, 401)
     assert "is needed" in missing.json()["error"]["message"]
     assert "is wrong" in wrong.json()["error"]["message"]
+
+
+def test_a_line_and_the_counters_name_the_key_the_address_and_the_model() -> None:
+    """By labels: no key is in either, right or wrong."""
+    keys = ("secret-of-first", ApiKey("secret-of-alice", "alice"))
+    told: list[str] = []
+    surroundings = Surroundings(log=AccessLog(told.append, as_json=True))
+    body = {"model": "fake", "prompt": "abc", "max_tokens": 2}
+    with fake_server(HttpLimits(api_keys=keys), surroundings=surroundings) as server:
+        for key in (*keys, "secret-that-is-wrong"):
+            bearer = {"Authorization": f"Bearer {key}"}
+            httpx.post(f"{server.url}/v1/completions", json=body, headers=bearer)
+        server.wait_until_idle()
+        counted = httpx.get(f"{server.url}/metrics", headers={"x-api-key": keys[0]}).text
+    lines = [json.loads(line) for line in told if "completions" in line]
+
+    assert [line.get("key") for line in lines] == ["key-1", "alice", None]
+    assert [line.get("model") for line in lines] == ["fake", "fake", None]
+    assert {line["address"] for line in lines} == {"127.0.0.1"}
+    for key in ("key-1", "alice"):
+        assert f'phasewise_model_requests_total{{adapter="",key="{key}",model="fake"}} 1.0' in counted
+    assert re.search(r'phasewise_model_tokens_total{adapter="",kind="answer",model="fake"} 4.0', counted)
+    assert "secret" not in counted + "".join(told)
+
+
+def test_labels_of_counters_are_bounded() -> None:
+    metrics = Metrics(Gauges())
+    for number in range(5000):
+        metrics.asked(f"model {number}", "", "")
+    lines = [line for line in metrics.exposition().decode().splitlines() if "model_requests_total{" in line]
+
+    assert len(lines) <= 1001
+    assert sum(float(line.rpartition(" ")[2]) for line in lines) == 5000
+
+
+@given(st.text(max_size=20))
+def test_no_name_ends_a_field_of_a_line(name: str) -> None:
+    """The names of models are those of files."""
+    lines: list[str] = []
+    record = Record("id", "POST", "/v1/completions", 0, datetime.now(UTC), model=name, adapter=name)
+    AccessLog(lines.append).ended(record)
+
+    (line,) = lines
+    assert line.isprintable()
+    names = re.findall(r' (\w+)=(?:"(?:[^"\\]|\\.)*"|[^ "]*)(?= |$)', line)
+    assert names == ["id", *(["model", "adapter"] if name else []), "total_ms"]
 
 
 def test_cached_tokens_are_told(server: FakeServer) -> None:

@@ -16,9 +16,9 @@ from phasewise.cython_kernels.packing import PackedWeight
 from phasewise.serving.errors import CoresMoved, RanksError
 from phasewise.serving.loaders import load_model
 from phasewise.serving.models.packed_model import PackedModel
-from phasewise.serving.ranks import own_weights, process_ranks, rank_layout
-from phasewise.serving.ranks.own_weights import weights_near
+from phasewise.serving.ranks import process_ranks, rank_layout, shared_weights
 from phasewise.serving.ranks.process_ranks import ProcessRanks
+from phasewise.serving.ranks.shared_weights import weights_near
 from phasewise.topology import MemoryNodes
 from tests.serving.ranks.test_ranks_processes import ONE, TWO, opened, plans, token_by_token
 from tests.support.models.tiny_models import TinyShape, write_tiny_gguf
@@ -118,7 +118,7 @@ def test_no_nodes_no_copy(in_file: PackedModel) -> None:
 def test_too_little_memory_leaves_the_file_mapped(
     in_file: PackedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(own_weights, "available_bytes", lambda: in_file.weight_bytes)
+    monkeypatch.setattr(shared_weights, "available_bytes", lambda: in_file.weight_bytes)
     with caplog.at_level(logging.WARNING):
         assert weights_near(in_file, (0, 1), 64 << 20) is in_file
 

@@ -14,7 +14,7 @@ from phasewise.cython_kernels.errors import ProgramError
 from phasewise.serving.batch import Batch, SequenceSlice
 from phasewise.serving.errors import ModelError, RanksError
 from phasewise.serving.models.packed_model import PackedModel
-from phasewise.serving.processes.memory import available_bytes
+from phasewise.serving.processes.headroom import available_bytes
 from phasewise.serving.ranks.open_ranks import KvSettings, LocalRanks, RankOptions
 from phasewise.serving.ranks.rank_teams import TABLES, touch_memory
 from phasewise.tuner.plans import Phase, RankCores, ServicePlan

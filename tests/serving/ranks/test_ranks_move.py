@@ -98,7 +98,8 @@ def test_pinned_threads_are_seen_on_the_cores_they_have_moved_to(model: PackedMo
     assert os.sched_getaffinity(0) == before
 
 
-@pytest.mark.parametrize("to", [ONE, (2,), (2, 1), (1, 1, 1, 1)], ids=str)
+@pytest.mark.many
+@pytest.mark.parametrize("to", [(2, 1), ONE, (2,), (1, 1, 1, 1)], ids=str)
 def test_ranks_of_processes_are_opened_again_by_other_plans(
     model: PackedModel, wanted: np.ndarray, to: tuple[int, ...]
 ) -> None:

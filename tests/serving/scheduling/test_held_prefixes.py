@@ -13,8 +13,12 @@ from phasewise.serving.pools.state_places import StatePlaces
 from phasewise.serving.pools.states import StatefulPool
 from phasewise.serving.prefix_store.kept_beginnings import MOST_KEPT, KeptBeginnings
 from phasewise.serving.scheduling import held_prefixes
-from phasewise.serving.scheduling.held_prefixes import MOST_STORED_BLOCKS, HeldPrefixes
-from phasewise.serving.scheduling.prefix_keys import BLOCK_TOKENS, block_keys
+from phasewise.serving.scheduling.held_prefixes import (
+    BLOCK_TOKENS,
+    MOST_STORED_BLOCKS,
+    HeldPrefixes,
+    block_keys,
+)
 from phasewise.serving.scheduling.prefixes import chain
 from phasewise.serving.scheduling.request import Request
 from phasewise.serving.scheduling.scheduler import Scheduler

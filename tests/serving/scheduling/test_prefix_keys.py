@@ -9,7 +9,7 @@ import sys
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phasewise.serving.scheduling.prefix_keys import BLOCK_TOKENS, block_keys, space_of
+from phasewise.serving.scheduling.held_prefixes import BLOCK_TOKENS, block_keys, space_of
 
 TOKENS = tuple(range(5 * BLOCK_TOKENS + 7))
 
@@ -45,7 +45,7 @@ def test_models_adapters_and_spaces_have_no_key_in_common() -> None:
 def test_every_process_has_the_same_keys() -> None:
     """Whatever the seed of Python's hashes."""
     code = (
-        "from phasewise.serving.scheduling.prefix_keys import block_keys;"
+        "from phasewise.serving.scheduling.held_prefixes import block_keys;"
         "print(block_keys(range(200), 'model', 'space'))"
     )
     said = {

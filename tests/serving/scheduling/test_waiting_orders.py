@@ -10,8 +10,12 @@ from hypothesis import strategies as st
 
 from phasewise.serving.pools.contract import Estimate
 from phasewise.serving.scheduling.request import LiveSequence, Request
-from phasewise.serving.scheduling.waiting_line import WaitingLine
-from phasewise.serving.scheduling.waiting_orders import MOST_OVERTAKEN, WAITING_ORDERS, shortest_first
+from phasewise.serving.scheduling.waiting_line import (
+    MOST_OVERTAKEN,
+    WAITING_ORDERS,
+    WaitingLine,
+    shortest_first,
+)
 from tests.support.tiers import examples
 
 

@@ -63,7 +63,7 @@ class FakeRanks:
 
     kv_bytes_per_slot = 16
 
-    def __init__(self, successor: Callable[[int], int] = next_letter, kv_slots: int = 1 << 20) -> None:
+    def __init__(self, successor: Callable[[int], int] = next_letter, kv_slots: int = 1 << 14) -> None:
         self.successor = successor
         self.batches: list[Batch] = []
         self.fail_with: Exception | None = None
@@ -169,7 +169,10 @@ def make_engine(
     vocabulary = Vocabulary(VOCAB_SIZE, frozenset({END}), ByteStream)
     if pool is None:
         pool = open_pool(kv_policy, kv_slots, PoolSettings(longest_request=context_length))
-    return Engine(ranks or FakeRanks(), vocabulary, Scheduler(pool, limits), drafter=drafter)
+    ranks = ranks or FakeRanks()
+    if len(ranks.kv) < pool.n_slots:
+        ranks.kv = np.full(pool.n_slots, -1, dtype=np.int64)
+    return Engine(ranks, vocabulary, Scheduler(pool, limits), drafter=drafter)
 
 
 def run_all(engine: Engine, *messages: Submit, max_steps: int = 10_000) -> dict[str, list[Answer | Failure]]:

@@ -90,7 +90,7 @@ def serving(
         with open(said, encoding="utf-8") as stderr:
             for line in stderr:
                 lines.append(line.rstrip("\n"))
-                if line.startswith("listening on"):
+                if "listening on " in line:
                     ready.set()
         ready.set()
 
@@ -98,7 +98,7 @@ def serving(
     reader.start()
     try:
         assert ready.wait(120), lines
-        listening = next(filter(None, (re.match(r"listening on (\S+)", line) for line in lines)), None)
+        listening = next(filter(None, (re.search(r'listening on ([^\s"]+)', line) for line in lines)), None)
         assert listening, lines
         yield Server(process, listening[1], lines)
     finally:

@@ -36,7 +36,7 @@ _IMPORTED = (
     "phasewise.workflows.opening.drafts",
     "phasewise.workflows.opening.open_model",
     "phasewise.workflows.opening.tuned_schedules",
-    "phasewise.workflows.opening.tuning_hint",
+    "workflows.opening.open_model",
     "phasewise.workflows.serve.instance_process",
     "phasewise.workflows.serve.length_estimator",
     "phasewise.workflows.serve.run",

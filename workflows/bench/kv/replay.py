@@ -22,7 +22,7 @@ from phasewise.serving.pools.opening import POLICIES, open_pool
 from phasewise.serving.scheduling.request import Request
 from phasewise.serving.scheduling.scheduler import Scheduler
 from phasewise.serving.scheduling.scheduler_terms import SchedulerLimits
-from phasewise.serving.scheduling.waiting_orders import ARRIVAL
+from phasewise.serving.scheduling.waiting_line import ARRIVAL
 from phasewise.tuner.config.lengths import MAX_TOKENS, Trace
 from phasewise.tuner.config.trace import describe
 from phasewise.tuner.errors import TraceError

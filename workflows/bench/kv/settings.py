@@ -6,9 +6,12 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from phasewise._options import option, parse_bytes
-from phasewise.serving.scheduling.waiting_orders import ARRIVAL
+from phasewise.serving.scheduling.waiting_line import ARRIVAL
 from phasewise.workflows.errors import UsageError
 from phasewise.workflows.options import KvFormat
+
+WaitingOrder = Literal["arrival", "shortest"]
+"""The names of `waiting_line.WAITING_ORDERS`."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ class ReplayWish:
     order: str = option(
         ARRIVAL,
         "admit waiting requests by arrival, or the shortest predicted answer first",
-        kind=Literal["arrival", "shortest"],
+        kind=WaitingOrder,
         config_only=True,
     )
     step_ms: float | None = option(

@@ -61,6 +61,8 @@ class Peer:
     def __init__(self, name: str, cores: Sequence[int], report: Report = silent) -> None:
         self.name = name
         self._report = report
+        self._lacking: set[str] = set()
+        """Formats of which it has been told that they are left out."""
         self._process = subprocess.Popen(
             [_interpreter(), *WORKER, name, ",".join(map(str, cores))],
             stdin=subprocess.PIPE,
@@ -83,11 +85,15 @@ class Peer:
         on.
         """
         if cell.format not in self._formats:
+            if cell.format not in self._lacking:
+                self._lacking.add(cell.format)
+                self._report(f"peer {self.name} has no {cell.format}: its columns are empty there")
             return None
         answer: dict[str, Any]
         try:
             answer = self._ask(asdict(cell))
         except PeerError as error:
+            self._lacking.update(self._formats)  # it is told once
             self._formats = ()
             answer = {"refused": f"{error}; it is left out from here on"}
         if "refused" in answer:

@@ -1,0 +1,185 @@
+"""Rows as a table, JSON or CSV. On a terminal rich draws tables, in colours that mean something; in a pipe
+tabulate writes them.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import re
+import shutil
+import statistics
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal
+
+from phasewise._version import SCHEMA_VERSION
+from phasewise._words import LOW_LIMIT, NO_VERDICT, NOTHING, percent, share_of_limit
+from phasewise.cli.present import has_colours, on_one_line, say
+
+if TYPE_CHECKING:
+    import rich.table
+    from _typeshed import DataclassInstance
+
+WIDTH = 80
+"""Characters of a terminal's line that tables fit into."""
+_EMPTY = ("", NOTHING, "none")
+_SCALARS = frozenset({"str", "int", "float", "bool"})
+LIMITS = frozenset({"peak", "bandwidth", "of limit", "of limit, m=1", "most m", "of copying"})
+"""Columns of shares of a measured limit."""
+FAR, NEAR = 0.4, 0.7
+"""Shares of a limit: below the first a cell is red, from the second on it is green."""
+
+
+@dataclass(frozen=True)
+class RowTable:
+    """Rows with the same columns, of which `left` are aligned to the left. form: `github` is Markdown."""
+
+    rows: Sequence[Mapping[str, object]]
+    left: Collection[str] = ()
+    title: str = ""
+    form: Literal["simple", "github"] = "simple"
+
+    def __str__(self) -> str:
+        import tabulate
+
+        tabulate.MIN_PADDING = 0  # a column is as wide as its cells
+        text = tabulate.tabulate(
+            [list(map(on_one_line, row.values())) for row in self.rows],
+            headers=list(map(on_one_line, self.names)),
+            tablefmt=self.form,
+            disable_numparse=True,
+            colalign=["left" if name in self.left else "right" for name in self.names],
+        )
+        return f"{self.title}\n{text}" if self.title else text
+
+    @property
+    def names(self) -> list[str]:
+        """The columns."""
+        return list(self.rows[0]) if self.rows else []
+
+    def drawn(self) -> rich.table.Table:
+        """The table as rich draws it, which fits the terminal."""
+        from rich import box
+        from rich.table import Table as RichTable
+        from rich.text import Text
+
+        table = RichTable(
+            title=Text(self.title) if self.title else None,
+            title_justify="left",
+            title_style="bold",
+            box=box.SIMPLE_HEAD,
+            show_edge=False,
+            pad_edge=False,
+            padding=(0, 1, 0, 0),
+        )
+        for name in self.names:
+            justify: Literal["left", "right"] = "left" if name in self.left else "right"
+            table.add_column(Text(on_one_line(name)), justify=justify, overflow="fold")
+        for row in self.rows:
+            table.add_row(*(Text(on_one_line(cell), style_of(name, str(cell))) for name, cell in row.items()))
+        return table
+
+    def narrow(self, core: Sequence[str]) -> RowTable:
+        """Only the columns of `core` that say something in a row, and as many as fit into 80 characters."""
+        names: list[str] = []
+        for name in core:
+            if any(row.get(name, "") not in _EMPTY for row in self.rows):
+                tried = self._with([*names, name])
+                if len(str(tried).splitlines()[-1]) > WIDTH:
+                    continue
+                names.append(name)
+        return self._with(names)
+
+    def _with(self, names: Sequence[str]) -> RowTable:
+        rows = [{name: row[name] for name in names} for row in self.rows]
+        return RowTable(rows, self.left, self.title, self.form)
+
+
+def style_of(column: str, cell: str) -> str:
+    """The colour of a cell: a share of a limit, a gain or a loss, no verdict; none for what is only told."""
+    if cell in (NO_VERDICT, NOTHING):
+        return "dim"
+    number = re.fullmatch(r"(\d+(?:\.\d+)?)(x?)(%?)", cell)
+    if number is None:
+        return ""
+    if column in LIMITS and number[3]:
+        share = float(number[1]) / 100
+        return "red" if share < FAR else "green" if share >= NEAR else "yellow"
+    if number[2]:
+        return "green" if float(number[1]) > 1 else "red" if float(number[1]) < 1 else ""
+    return ""
+
+
+def show(*parts: str | RowTable) -> None:
+    """Texts and tables on stdout, one below the other."""
+    draws = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+    for part in parts:
+        if isinstance(part, RowTable) and part.rows and draws:
+            from rich.console import Console
+
+            system: Any = "auto" if has_colours(sys.stdout) else None
+            Console(color_system=system, width=shutil.get_terminal_size().columns).print(part.drawn())
+        else:
+            say(part)
+
+
+def show_rows(
+    form: str,
+    rows: Sequence[DataclassInstance],
+    names: Sequence[str],
+    table: Callable[[], Iterable[str | RowTable]],
+) -> None:
+    """The rows of a benchmark in the form that was asked for. names: fields of CSV. table: for people."""
+    if form == "json":
+        say(as_json(rows), end="")
+    elif form == "csv":
+        say(as_csv(names, ([getattr(row, name) for name in names] for row in rows)), end="")
+    else:
+        show(*table())
+
+
+def json_fields(row: DataclassInstance) -> dict[str, Any]:
+    """A row's fields, led by the version of our schema."""
+    return {"schema_version": SCHEMA_VERSION, **asdict(row)}
+
+
+def as_json(rows: Iterable[DataclassInstance]) -> str:
+    """A list of objects, each with the version of our schema."""
+    return json.dumps([json_fields(row) for row in rows], indent=2) + "\n"
+
+
+def scalar_names(kind: type[DataclassInstance]) -> list[str]:
+    """The fields that fit into a cell, in their order. `kind`'s annotations are texts."""
+    return [field.name for field in fields(kind) if field.type in _SCALARS]
+
+
+def as_csv(names: Iterable[str], lines: Iterable[Iterable[object]], *, quoted: bool = False) -> str:
+    """A header and the lines. quoted: every value in double quotes, the header not."""
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerow(names)
+    body = csv.writer(out, quoting=csv.QUOTE_ALL if quoted else csv.QUOTE_MINIMAL, lineterminator="\n")
+    body.writerows(lines)
+    return out.getvalue()
+
+
+def limit_cell(share: float) -> str:
+    """A share of a measured limit in a cell, `-` where the limit was measured too low."""
+    told = share_of_limit(share)
+    return NOTHING if told is None else percent(told)
+
+
+def low_limit_lines(shares: Iterable[float]) -> list[str]:
+    """The line under a table in which a share is not told."""
+    return [LOW_LIMIT] if any(share_of_limit(share) is None for share in shares) else []
+
+
+def spread(samples: Sequence[int]) -> float:
+    """Half the distance between the quartiles, over the median."""
+    if len(samples) < 2:
+        return 0.0
+    low, middle, high = statistics.quantiles(samples, n=4)
+    return (high - low) / 2 / middle
