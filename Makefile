@@ -105,7 +105,7 @@ test-vllm: build $(VENV)/.vllm-$(VLLM)  ## the plugin in vLLM for CPUs; VLLM=VER
 # Each is installed by itself: one that cannot be is said, and its tests are skipped.
 AGENTS_OF_NODE := @openai/codex @qwen-code/qwen-code opencode-ai @mariozechner/pi-coding-agent @continuedev/cli cline \
 	openai @anthropic-ai/sdk ollama
-AGENTS_OF_PYTHON := aider-chat mini-swe-agent litellm lm-eval
+AGENTS_OF_PYTHON := aider-chat mini-swe-agent litellm lm-eval[api]
 $(VENV)/.agents:
 	@mkdir -p $(VENV)/agents && test -x $(VENV)/agents/python/bin/pip || $(PYTHON) -m venv $(VENV)/agents/python
 	@for name in $(AGENTS_OF_NODE); do npm install --silent --no-audit --no-fund --prefix $(VENV)/agents $$name \
