@@ -105,7 +105,7 @@ test-vllm: build $(VENV)/.vllm-$(VLLM)  ## the plugin in vLLM for CPUs; VLLM=VER
 # Each is installed by itself: one that cannot be is said, and its tests are skipped.
 AGENTS_OF_NODE := @openai/codex @qwen-code/qwen-code opencode-ai @mariozechner/pi-coding-agent @continuedev/cli cline \
 	openai @anthropic-ai/sdk ollama
-AGENTS_OF_PYTHON := aider-chat mini-swe-agent litellm lm-eval
+AGENTS_OF_PYTHON := aider-chat mini-swe-agent litellm lm-eval[api]
 $(VENV)/.agents:
 	@mkdir -p $(VENV)/agents && test -x $(VENV)/agents/python/bin/pip || $(PYTHON) -m venv $(VENV)/agents/python
 	@for name in $(AGENTS_OF_NODE); do npm install --silent --no-audit --no-fund --prefix $(VENV)/agents $$name \
@@ -116,7 +116,8 @@ $(VENV)/.agents:
 
 test-agents: build setup $(VENV)/.agents  ## coding agents and client libraries from npm and PyPI, on a scripted model
 	PHASEWISE_AGENTS=$(VENV)/agents PHASEWISE_NODE_MODULES=$(abspath $(VENV)/agents/node_modules) \
-		$(BIN)/python -m pytest --tier=all tests/agents tests/serving/http/test_js_client.py -rs $(ARGS)
+		PHASEWISE_LM_EVAL=$(abspath $(VENV)/agents/python/bin/lm_eval) $(BIN)/python -m pytest --tier=all \
+		tests/agents tests/serving/http/test_js_client.py tests/serving/http/test_lm_eval.py -rs $(ARGS)
 
 # llama.cpp's source, its programs, transformers and published tokenizers, beside this environment.
 LLAMA_CPP ?= 0.3.36

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
 import jinja2
@@ -61,6 +62,12 @@ class ChatTemplate:
         form = form_of(write, self._source)
         return form if len(form.to_json()) <= _MOST_FORM_BYTES else TurnForm(lacks=form.lacks)
 
+    def _older_names(self, tools: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+        """What templates of Fireworks look at in place of `tools`; others mean other things by that."""
+        if "datetime" not in self._source:
+            return {}
+        return {"functions": json.dumps(tools, indent=2), "datetime": datetime.now().strftime("%b %d %Y")}
+
     def render(
         self,
         messages: Sequence[Message],
@@ -78,6 +85,7 @@ class ChatTemplate:
             "tools": tools,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
+            **self._older_names(tools or ()),
             **(variables or {}),
         }
         try:

@@ -171,6 +171,33 @@ def _system_to_user(messages: Messages) -> Messages:
     return out
 
 
+def _said_at_all(messages: Messages) -> Messages:
+    """Without answers that say and call nothing."""
+    return [
+        message
+        for message in messages
+        if message["role"] != "assistant" or message.get("content") or message.get("tool_calls")
+    ]
+
+
+def _user_first(messages: Messages) -> Messages:
+    """A word of a user before an answer that comes first."""
+    first = next((n for n, message in enumerate(messages) if message["role"] != "system"), 0)
+    if not messages or messages[first]["role"] != "assistant":
+        return messages
+    return [*messages[:first], {"role": "user", "content": "..."}, *messages[first:]]
+
+
+def _lone_results(messages: Messages) -> Messages:
+    """Results of calls that are not in the conversation, as words of the user."""
+    out: Messages = []
+    for message in messages:
+        has_call = any(each["role"] == "assistant" and each.get("tool_calls") for each in out)
+        is_lone = message["role"] == "tool" and not has_call
+        out.append({"role": "user", "content": message["content"]} if is_lone else message)
+    return out
+
+
 def _one_call(messages: Messages) -> Messages:
     """One call a message, each with its result behind it."""
     out: Messages = []
@@ -259,6 +286,9 @@ _SHAPES: dict[str, tuple[Callable[[Messages], Messages], list[Messages]]] = {
     "later systems": (_move_later, [[_SYSTEM, _USER, _ASSISTANT, _said("system", 2), _said("user", 2)]]),
     "empty text beside calls": (_null_text, [_CALLED]),
     "arguments as objects": (_text_arguments, [_CALLED]),
+    "results without calls": (_lone_results, [[_RESULT, _USER]]),
+    "silent answers": (_said_at_all, [[_USER, {**_ASSISTANT, "content": ""}, _said("user", 2)]]),
+    "answers first": (_user_first, [[_ASSISTANT, _USER]]),
     "several calls": (_one_call, [[_USER, {**_calls(1, 2), "content": ""}, _RESULT, _SECOND]]),
     "thoughts beside text and calls": (
         _without_thoughts, [[_USER, _calls(1, **dict.fromkeys(THOUGHTS, "qthought")), _RESULT]]
@@ -269,7 +299,8 @@ _SHAPES: dict[str, tuple[Callable[[Messages], Messages], list[Messages]]] = {
     "calls": (_calls_as_text, [_CALLED]),
 }  # fmt: skip
 LAST_RESORT = (
-    *("leading systems", "later systems", "several calls", "thoughts beside text and calls"),
+    *("leading systems", "later systems", "results without calls", "silent answers", "answers first"),
+    *("several calls", "thoughts beside text and calls"),
     *("text beside calls", "user after result", "neighbours"),
 )
 """For a conversation that is refused all the same."""

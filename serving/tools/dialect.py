@@ -23,7 +23,7 @@ from phasewise.serving.tools.form_grammar import Function, Wanted, grammar_of_ca
 from phasewise.serving.tools.form_reader import TurnReader, trigger_of
 from phasewise.serving.tools.parts import PlainReader, Reader, Trimmed
 
-_USES_TOOLS = re.compile(r"{[%{][^}]*\btools\b")
+_USES_TOOLS = re.compile(r"{[%{][^}]*\b(?:tools|functions)\b")
 _LOOKED_AT_TOKENS = 24
 _LONGEST_TOKEN = 48
 _ID_CHARACTERS = 9

@@ -48,6 +48,13 @@ class Agent:
     has_tools: bool = True
     first: Callable[[str], list[str]] | None = None
     """A command of its own that is run before, by the address of the server."""
+    last: str = ""
+    """The call by which the model ends its work, where an answer alone does not."""
+
+
+def _call(name: str, arguments: Mapping[str, Any]) -> str:
+    """As the template of the scripted model has it."""
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
 def _codex(url: str) -> tuple[Mapping[str, str], Mapping[str, str]]:
@@ -83,6 +90,11 @@ def _continue(url: str) -> tuple[Mapping[str, str], Mapping[str, str]]:
     model = {"name": "fake", "provider": "openai", "model": "fake", "apiBase": f"{url}/v1", "apiKey": "any"}
     config = {"name": "local", "version": "0.0.1", "schema": "v1", "models": [{**model, "roles": ["chat"]}]}
     return {"config.yaml": json.dumps(config)}, {}
+
+
+def _mini(url: str) -> tuple[Mapping[str, str], Mapping[str, str]]:
+    own = {"MSWEA_CONFIGURED": "true", "MSWEA_COST_TRACKING": "ignore_errors"}
+    return {}, {**_openai(url)[1], **own}
 
 
 AGENTS = [
@@ -140,8 +152,14 @@ AGENTS = [
         _openai,
         has_tools=False,
     ),
+    Agent(
+        "mini-swe-agent",
+        "python/bin/mini",
+        lambda _home, task: ["-m", "openai/fake", "-t", task, "-y", "-l", "0", "--exit-immediately"],
+        _mini,
+        last=_call("bash", {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"}),
+    ),
 ]
-"""Those that need a set-up by hand, as mini-swe-agent does, are not here."""
 
 
 def arguments_for(schema: dict[str, Any], note: Path) -> dict[str, Any]:
@@ -170,8 +188,7 @@ def reader_of(prompt: str, note: Path) -> str | None:
         for tool in tools:
             required = tool["parameters"].get("required", ())
             if any(word in tool["name"].lower() for word in words) and required:
-                called = {"name": tool["name"], "arguments": arguments_for(tool["parameters"], note)}
-                return f"<tool_call>\n{json.dumps(called)}\n</tool_call>"
+                return _call(tool["name"], arguments_for(tool["parameters"], note))
     return None
 
 
@@ -245,7 +262,7 @@ by_name = pytest.mark.parametrize("agent", AGENTS, ids=lambda agent: agent.name)
 @by_name
 def test_a_greeting(served: tuple[FakeServer, ScriptedRanks], agent: Agent, note: Path) -> None:
     server, ranks = served
-    ranks.script = lambda _prompt: "Good morning to you."
+    ranks.script = lambda _prompt: f"Good morning to you.{agent.last}"
     assert "Good morning to you" in ended(begun(agent, server.url, "Say hello", note))
 
 
@@ -258,7 +275,7 @@ def test_a_file_is_read(served: tuple[FakeServer, ScriptedRanks], agent: Agent, 
     def script(prompt: str) -> str:
         turns = prompt.rpartition("<|im_start|>tool\n")[2] if "<|im_start|>tool\n" in prompt else ""
         if SECRET in turns:
-            return f"It says {SECRET[::-1]}."
+            return f"It says {SECRET[::-1]}.{agent.last}"
         return "No." if turns else reader_of(prompt, note) or "No."
 
     ranks.script = script
@@ -334,3 +351,40 @@ def test_a_library_for_node_streams_a_call(
     (call,) = json.loads(ran.stdout)
     assert "patch" in json.dumps(call)
     assert "+a" in json.dumps(call)
+
+
+_LITELLM = """
+import json, sys, litellm
+function = {"name": "patch", "parameters": {"type": "object", "properties": {"input": {"type": "string"}}}}
+asked = {"messages": [{"role": "user", "content": "hi"}], "tools": [{"type": "function", "function": function}]}
+for model, base in (("openai/fake", "/v1"), ("ollama_chat/fake", ""), ("anthropic/fake", "")):
+    for stream in (False, True):
+        got = litellm.completion(model, api_base=sys.argv[1] + base, api_key="any", stream=stream, **asked)
+        got = litellm.stream_chunk_builder(list(got)) if stream else got
+        call = got.choices[0].message.tool_calls[0].function
+        print(model, stream, call.name, json.loads(call.arguments))
+try:
+    litellm.completion("openai/fake", [{"role": "user", "content": "a" * 500_000}], api_base=sys.argv[1] + "/v1", api_key="any")
+except litellm.ContextWindowExceededError:
+    print("too long")
+"""
+
+
+def test_litellm_calls_by_each_api_and_knows_a_prompt_that_is_too_long(
+    served: tuple[FakeServer, ScriptedRanks],
+) -> None:
+    server, ranks = served
+    python = FOLDER / "python/bin/python"
+    if not (python.parent / "litellm").exists():
+        pytest.skip("litellm could not be installed here")
+    ranks.script = lambda _prompt: _call("patch", {"input": "+a"})
+    ran = subprocess.run(
+        [str(python), "-c", _LITELLM, server.url], capture_output=True, text=True, timeout=300, check=False
+    )
+    said = [
+        f"{model} {stream} patch {{'input': '+a'}}"
+        for model in ("openai/fake", "ollama_chat/fake", "anthropic/fake")
+        for stream in (False, True)
+    ]
+    told = [line for line in ran.stdout.splitlines() if line in said or line == "too long"]
+    assert told == [*said, "too long"], ran.stdout + ran.stderr[-2000:]

@@ -260,3 +260,102 @@ def bodies() -> list[AgentBody]:
         *_ollama_agent(),
         *_chats("mcp", _chat_turns("An agent.", "List."), tools=_functions(*(f"server:{name}" for name in _TOOLS))),
     ]  # fmt: skip
+
+
+def variants() -> list[AgentBody]:
+    """Single requests with what agents and gateways send beside or in place of the usual."""
+    call = _call("call_1", "shell", '{"command": "ls"}')
+    asked: Json = {"role": "user", "content": "Read it."}
+    result: Json = {"role": "tool", "tool_call_id": "call_1", "content": "one.py"}
+    turns: list[list[Json]] = [
+        [{"role": "assistant", "content": None}],
+        [{"role": "assistant", "content": "", "refusal": None, "tool_calls": []}],
+        [
+            {
+                "role": "assistant",
+                "content": [],
+                "reasoning_details": [{"type": "reasoning.text", "text": "hm"}],
+            }
+        ],
+        [
+            {"role": "assistant", "content": None, "tool_calls": [{**call, "id": "", "index": 0}]},
+            {**result, "tool_call_id": ""},
+        ],
+        [result],
+        [{"role": "system", "content": "later"}, {"role": "user", "content": "and"}],
+    ]
+    hello: Json = {"role": "user", "content": "List the files."}
+    chats: list[Json] = [{"messages": [hello, *turn, asked]} for turn in turns]
+    chats.append({"messages": [{"role": "assistant", "content": "How can I help?"}, asked]})
+    choices: list[Any] = [
+        "any",
+        {"type": "auto"},
+        {"type": "none"},
+        {"type": "required"},
+        {"type": "function", "name": "shell"},
+        {
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "shell"}}]},
+        },
+        {"type": "mcp", "server_label": "docs"},
+    ]
+    chats += [{"messages": [asked], "tool_choice": choice} for choice in choices]
+    chats.append(
+        {
+            "messages": [asked],
+            "reasoning_effort": "max",
+            "thinking": {"type": "enabled"},
+            "prompt_cache_key": "0",
+        }
+    )
+    tools = _functions("shell", "read")
+    out = [AgentBody("variant", "/v1/chat/completions", {"tools": tools, **chat}) for chat in chats]
+    own = [
+        {"type": "function", "name": "shell", "parameters": _SHELL},
+        {"type": "local_shell"},
+        {"type": "shell"},
+    ]
+    responses: list[Json] = [
+        {
+            "tool_choice": {
+                "type": "allowed_tools",
+                "mode": "required",
+                "tools": [{"type": "function", "name": "shell"}],
+            }
+        },
+        {"tool_choice": {"type": "web_search_preview"}},
+        {"tool_choice": {"type": "custom", "name": "shell"}},
+        {"reasoning": {"effort": "max"}, "max_tool_calls": 5, "text": {"verbosity": "low"}},
+        {
+            "input": [
+                {"type": "function_call_output", "call_id": "c", "output": ""},
+                _item("user", "Read it."),
+            ]
+        },
+    ]
+    base: Json = {"input": [_item("user", "Read it.")], "tools": own, "store": False}
+    out += [AgentBody("variant", "/v1/responses", {**base, **fields}) for fields in responses]
+    blocks: list[Json] = [{"type": "tool_result", "tool_use_id": "t", "content": None, "is_error": None}]
+    messages: list[Json] = [
+        {"messages": [asked], "mcp_servers": [{"type": "url", "url": "http://127.0.0.1:1", "name": "docs"}]},
+        {"messages": [hello, {"role": "assistant", "content": []}, asked]},
+        {
+            "messages": [
+                hello,
+                {"role": "assistant", "content": [
+                    {"type": "thinking", "thinking": "hm", "signature": "s"},
+                    {"type": "redacted_thinking", "data": "zz"},
+                    {"type": "tool_use", "id": "t", "name": "shell", "input": {}, "cache_control": {"type": "ephemeral"}},
+                ]},
+                {"role": "user", "content": [*blocks, {"type": "text", "text": "Read it."}]},
+            ],
+            "output_config": {"effort": "max"},
+            "thinking": {"type": "adaptive"},
+        },
+    ]  # fmt: skip
+    claude = [{"name": "shell", "input_schema": {"type": "object"}, "cache_control": {"type": "ephemeral"}}]
+    out += [
+        AgentBody("variant", "/v1/messages", {"max_tokens": 9, "tools": claude, **body}) for body in messages
+    ]
+    ollama = [{"role": "developer", "content": "Be brief."}, {"role": "assistant", "content": None}, asked]
+    return [*out, AgentBody("variant", "/api/chat", {"messages": ollama, "think": "max", "tools": tools})]

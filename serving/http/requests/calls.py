@@ -164,7 +164,7 @@ def _arguments(given: Any) -> dict[str, Any]:
 
 def _tool_for_template(function: FunctionTool) -> dict[str, Any]:
     out: dict[str, Any] = {"name": function.name, "description": function.description or ""}
-    out["parameters"] = function.parameters or {"type": "object", "properties": {}}
+    out["parameters"] = {"type": "object", "properties": {}, **(function.parameters or {})}
     return {"type": "function", "function": out}
 
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import ConfigDict, Discriminator, Field, PrivateAttr, Tag, model_validator
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, PrivateAttr, Tag, model_validator
 
 from phasewise.serving.http.errors import bad_request
 from phasewise.serving.http.requests.schemas import (
@@ -144,7 +144,7 @@ _ONE_TEXT: Json = {
 
 
 class ToolCall(Strict):
-    id: Annotated[str, Field(min_length=1, max_length=256)]
+    id: Annotated[str, Field(max_length=256)]
     type: Literal["function", "custom"] = "function"
     function: CalledFunction
 
@@ -156,7 +156,7 @@ SYSTEM_ROLES = frozenset({"system", "developer"})
 
 
 class ChatMessage(Strict):
-    """Messages of users and of the system need a content."""
+    """Messages of users and of the system need a content; one of the assistant may say nothing."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -168,8 +168,7 @@ class ChatMessage(Strict):
 
     @model_validator(mode="after")
     def _says_something(self) -> ChatMessage:
-        says = self.tool_calls or self.reasoning_content is not None
-        if self.content is None and self.role != "tool" and not (self.role == "assistant" and says):
+        if self.content is None and self.role not in ("tool", "assistant"):
             raise ValueError(f"a message of role {self.role} needs a content")
         if self.tool_calls and self.role != "assistant":
             raise ValueError("only messages of role assistant can have tool_calls")
@@ -265,10 +264,37 @@ def _newest_of_user(messages: list[ChatMessage]) -> range:
     return range(begin, end)
 
 
+def _plain_choice(given: Any) -> Any:
+    """A choice as other servers write it, in OpenAI's words."""
+    choice = given
+    if isinstance(given, dict) and isinstance(given.get("type"), str):
+        kind, name = given["type"], given.get("name")
+        if kind in ("function", "custom"):
+            return {**given, kind: {"name": name}} if name is not None and kind not in given else given
+        choice = kind
+    return "required" if choice == "any" else choice
+
+
 ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("str")] | Annotated[NamedChoice, Tag("dict")],
     Discriminator(kind_of),
+    BeforeValidator(_plain_choice),
 ]
+Effort = Annotated[
+    Literal["none", "minimal", "low", "medium", "high", "xhigh"],
+    BeforeValidator(lambda given: "xhigh" if given == "max" else given),
+]
+"""How hard a model thinks; `max` is the most that templates know."""
+
+
+_CHOICES = frozenset({"function", "custom", "auto", "any", "none", "required"})
+
+
+def _name_of_tool(tool: Any) -> Any:
+    """The name of a tool, or of a function that a request names."""
+    given = tool if isinstance(tool, dict) else {}
+    inner = given.get("function", given.get("custom"))
+    return inner.get("name") if isinstance(inner, dict) else given.get("name", given.get("type"))
 
 
 class ChatRequest(GenerationRequest):
@@ -276,7 +302,7 @@ class ChatRequest(GenerationRequest):
     tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
     tool_choice: ToolChoice | None = Field(None, description="auto unless stated")
     parallel_tool_calls: bool | None = Field(None, description="false: at most one call in an answer")
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: Effort | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = Field(
         None, description="an extension: variables for the model's template, such as enable_thinking"
     )
@@ -317,6 +343,24 @@ class ChatRequest(GenerationRequest):
     def ignored(self) -> tuple[str, ...]:
         """With tools and parts of contents that are left out: `tools.TYPE`, `content.TYPE`."""
         return few_names((*super().ignored(), *self._left_out))
+
+    @model_validator(mode="before")
+    @classmethod
+    def _allowed(cls, given: Any) -> Any:
+        """Keeps of the tools those that `allowed_tools` names; a tool that a server runs cannot be chosen."""
+        choice = given.get("tool_choice") if isinstance(given, dict) else None
+        kind = choice.get("type") if isinstance(choice, dict) else None
+        if not isinstance(choice, dict) or kind in _CHOICES:
+            return given
+        if kind != "allowed_tools":
+            return {**given, "tool_choice": "auto", f"tool_choice.{kind}": choice}
+        allowed = choice.get("allowed_tools", choice)
+        listed = allowed.get("tools") if isinstance(allowed, dict) else None
+        if not isinstance(listed, list) or not isinstance(given.get("tools"), list):
+            raise ValueError("tool_choice: allowed_tools needs tools")
+        names = [_name_of_tool(tool) for tool in listed]
+        tools = [tool for tool in given["tools"] if _name_of_tool(tool) in names]
+        return {**given, "tools": tools, "tool_choice": allowed.get("mode", "auto")}
 
     @model_validator(mode="after")
     def _settled(self) -> Self:

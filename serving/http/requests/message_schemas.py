@@ -17,6 +17,7 @@ from phasewise.serving.http.requests.chat_schemas import (
     ChatRequest,
     Content,
     ContentPart,
+    Effort,
     FunctionName,
     content_of,
     joined,
@@ -55,7 +56,7 @@ class ResultBlock(Strict):
     type: Literal["tool_result"]
     tool_use_id: Id
     content: Content | None = None
-    is_error: bool = False
+    is_error: bool | None = None
 
 
 def _block_kind(value: object) -> str:
@@ -109,14 +110,14 @@ class OutputFormat(Strict):
 
 
 class OutputConfig(Strict):
-    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    effort: Effort | None = None
     format: OutputFormat | None = None
 
 
 class CountTokensRequest(AnswerRequest):
     """The prompt of a request. The tokens that it would have are counted."""
 
-    not_offered = ("container", "mcp_servers", "output_format", "receipt", "fallbacks")
+    not_offered = ("output_format", "receipt", "fallbacks")
     without_effect = frozenset(
         {"service_tier", "context_management", "inference_geo", "betas", "cache_control"}
     )
@@ -192,7 +193,7 @@ def _of_output(wanted: OutputConfig, *, thinks: bool) -> Json:
         named = {"name": "answer", "schema": wanted.format.schema_}
         out["response_format"] = {"type": "json_schema", "json_schema": named}
     if thinks and wanted.effort is not None:
-        out["reasoning_effort"] = "xhigh" if wanted.effort == "max" else wanted.effort
+        out["reasoning_effort"] = wanted.effort
     return out
 
 

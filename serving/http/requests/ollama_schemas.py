@@ -18,7 +18,9 @@ from phasewise.serving.http.requests.chat_schemas import (
     MOST_CALLS,
     MOST_TOOLS,
     ChatRequest,
+    Effort,
     FunctionName,
+    Role,
     Tool,
     joined,
 )
@@ -39,8 +41,6 @@ from phasewise.serving.http.requests.schemas import (
     TopP,
     few_names,
 )
-
-_LEVELS = ("low", "medium", "high")
 
 
 class OllamaOptions(OpenRequest):
@@ -79,8 +79,8 @@ class OllamaCall(Strict):
 class OllamaMessage(Strict):
     model_config = ConfigDict(extra="allow")
 
-    role: Literal["system", "user", "assistant", "tool"]
-    content: str = ""
+    role: Role
+    content: str | None = None
     thinking: str | None = None
     tool_calls: Annotated[list[OllamaCall], Field(fail_fast=True, max_length=MOST_CALLS)] | None = None
     images: Annotated[list[str], Field(fail_fast=True, max_length=MOST_PARTS)] | None = None
@@ -117,7 +117,7 @@ class _Asked(AnswerRequest):
     stream: bool | None = Field(None, description="true unless stated")
     format: Literal["", "json"] | dict[str, Any] | None = Field(None, description="json, or a schema")
     options: OllamaOptions | None = None
-    think: bool | Literal["low", "medium", "high"] | None = None
+    think: bool | Effort | None = None
     keep_alive: KeepAlive | None = Field(
         None,
         description="with --models: how long the model stays unused, in seconds or as 5m; 0: not at all, "
@@ -195,7 +195,7 @@ def _messages(messages: Sequence[OllamaMessage]) -> Iterator[Json]:
     open_calls: deque[str] = deque()
     for number, message in enumerate(messages):
         images = [{"type": "image"} for _ in message.images or ()]
-        content = joined([{"type": "text", "text": message.content}, *images])
+        content = joined([{"type": "text", "text": message.content or ""}, *images])
         out: Json = {"role": message.role, "content": content}
         if message.thinking:
             out["reasoning_content"] = message.thinking
@@ -218,7 +218,7 @@ def _thinking(think: bool | str | None) -> Json:
     if think is None:
         return {}
     out: Json = {"chat_template_kwargs": dict.fromkeys(("enable_thinking", "thinking"), bool(think))}
-    return {**out, "reasoning_effort": think} if think in _LEVELS else out
+    return {**out, "reasoning_effort": think} if isinstance(think, str) else out
 
 
 def _format(wanted: str | Json | None) -> Json | None:

@@ -17,6 +17,7 @@ from phasewise.serving.http.requests.chat_schemas import (
     MOST_TOOLS,
     ChatRequest,
     Content,
+    Effort,
     FunctionName,
     content_of,
 )
@@ -30,7 +31,6 @@ from phasewise.serving.http.requests.schemas import (
     Temperature,
     TextFormat,
     TopP,
-    kind_of,
 )
 
 _MOST_ITEMS = 10_000
@@ -138,12 +138,6 @@ def flat_name(namespace: str | None, name: str | None) -> str | None:
     return name if namespace is None or name is None else f"{namespace}__{name}"
 
 
-class ResponseNamedChoice(Strict):
-    type: Literal["function", "custom"]
-    name: FunctionName
-    namespace: str | None = None
-
-
 class SchemaFormat(Strict):
     type: Literal["json_schema"]
     name: Annotated[str, Field(min_length=1, max_length=256)]
@@ -158,29 +152,24 @@ class TextSettings(Strict):
 
 
 class ReasoningSettings(Strict):
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    effort: Effort | None = None
     summary: str | None = None
 
 
 class ResponsesRequest(AnswerRequest):
-    not_offered = ("background", "conversation", "prompt", "max_tool_calls", "top_logprobs", "receipt")
+    not_offered = ("background", "conversation", "prompt", "top_logprobs", "receipt")
     without_effect = frozenset(
         {"user", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
-        | {"include", "stream_options"}
+        | {"include", "stream_options", "max_tool_calls"}
     )
 
     model: str
     input: Annotated[Annotated[str, Tag("str")] | Annotated[Items, Tag("list")], Discriminator(_input_kind)]
     instructions: str | None = None
     tools: Annotated[list[ResponseTool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
-    tool_choice: (
-        Annotated[
-            Annotated[Literal["none", "auto", "required"], Tag("str")]
-            | Annotated[ResponseNamedChoice, Tag("dict")],
-            Discriminator(kind_of),
-        ]
-        | None
-    ) = None
+    tool_choice: str | dict[str, Any] | None = Field(
+        None, description="`none`, `auto`, `required`, or an object with the name of a function"
+    )
     parallel_tool_calls: bool | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
@@ -213,7 +202,7 @@ def chat_of(body: ResponsesRequest, before: Sequence[Json]) -> ChatRequest:
         "max_completion_tokens": body.max_output_tokens,
         "stream": body.stream,
         "tools": tools or None,
-        "tool_choice": _choice(body),
+        "tool_choice": _choice(body.tool_choice),
         "parallel_tool_calls": body.parallel_tool_calls,
         "reasoning_effort": body.reasoning.effort if body.reasoning else None,
         "response_format": _format(body.text),
@@ -293,11 +282,12 @@ def _of_others(item: Any) -> Json:
     return {"role": item.role, "content": content_of(item.content)}
 
 
-def _choice(body: ResponsesRequest) -> Any:
-    if isinstance(body.tool_choice, ResponseNamedChoice):
-        choice = body.tool_choice
-        return {"type": "function", "function": {"name": flat_name(choice.namespace, choice.name)}}
-    return body.tool_choice
+def _choice(choice: str | Json | None) -> Any:
+    named = [choice, *choice.get("tools", ())] if isinstance(choice, dict) else []
+    for tool in named:
+        if isinstance(tool, dict) and isinstance(tool.get("name"), str):
+            tool["name"] = flat_name(tool.get("namespace"), tool["name"])
+    return choice
 
 
 def _format(text: TextSettings | None) -> Json | None:

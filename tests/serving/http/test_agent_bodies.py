@@ -17,7 +17,7 @@ from phasewise.serving.http.requests.calls import check_tools, conversation_of
 from phasewise.serving.http.requests.chat_schemas import ChatRequest
 from phasewise.serving.text.chat_template import ChatTemplate, ChatTemplateError, rendered
 from phasewise.serving.tools.dialect import Dialect, dialect_of
-from tests.support.agent_bodies import AgentBody, bodies
+from tests.support.agent_bodies import AgentBody, bodies, variants
 from tests.support.models import chat_templates, tool_templates
 from tests.support.servers.scripted_engine import scripted_server
 
@@ -73,7 +73,7 @@ def written(source: str, asked: AgentBody) -> str:
 
 @pytest.mark.parametrize("name", OURS)
 def test_every_template_writes_what_was_asked_last(name: str) -> None:
-    for asked in bodies():
+    for asked in [*bodies(), *variants()]:
         prompt = written(OURS[name], asked)
         assert "Read it." in prompt or "List" in prompt, asked.agent
 
@@ -82,14 +82,28 @@ def test_every_template_writes_what_was_asked_last(name: str) -> None:
 def test_every_published_template_takes_every_body() -> None:
     failed = set()
     for path in sorted((SHARED / "templates").glob("*.jinja")):
-        for asked in bodies():
+        for asked in [*bodies(), *variants()]:
             try:
                 written(path.read_text(encoding="utf-8"), asked)
             except ChatTemplateError:
                 failed.add((path.stem, asked.agent))
-    assert {name for name, _ in failed} <= {"fireworks-ai-llama-3-firefunction-v2"}, (
-        "it has variables of its own"
-    )
+    assert not failed
+
+
+def test_of_allowed_tools_no_other_is_shown() -> None:
+    (asked,) = (each for each in variants() if "allowed_tools" in each.body.get("tool_choice", {}))
+    chat = chat_of(asked)
+
+    assert [function.name for function in chat.functions] == ["shell"]
+    assert chat.tool_choice == "auto"
+
+
+def test_a_choice_of_a_tool_that_a_server_runs_is_named() -> None:
+    """It is none here: the model chooses."""
+    (asked,) = (each for each in variants() if "mcp" in str(each.body.get("tool_choice")))
+    chat = chat_of(asked)
+
+    assert (chat.tool_choice, "tool_choice.mcp" in chat.ignored()) == ("auto", True)
 
 
 def test_a_server_answers_every_body() -> None:

@@ -191,7 +191,6 @@ def _of_user(*blocks: Any) -> Any:
         ({"max_tokens": None}, "max_tokens"),
         ({"stop_sequences": [""]}, "stop_sequences"),
         ({"temperature": 1.5}, "temperature"),
-        ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
         ({"model": "claude-none"}, "claude-none"),
     ],
 )  # fmt: skip
