@@ -143,6 +143,10 @@ class GroupedCommand(_WithExamples, TyperCommand):
 
     def invoke(self, ctx: Any) -> Any:
         """An error that carries `exit_code` 2 is told as wrong usage of the command."""
+        if ctx.params.get("log_format") == "json":  # before the first line that a server writes
+            from phasewise.serving.processes.json_lines import make_stderr_json
+
+            make_stderr_json()
         try:
             self._leave_out_unused(ctx)
             return super().invoke(ctx)

@@ -85,11 +85,8 @@ def serve(
     three is given it ends the server as SIGTERM does, unless it is ignored
     (nohup).
     """
-    from phasewise.serving.processes.json_lines import make_stderr_json
     from phasewise.serving.processes.sockets import hide_values_of
 
-    if logged.log_format == "json":
-        make_stderr_json()
     if hide_values_of("--api-key"):
         note(
             "warning: the command line showed the API key to everybody on this machine until now; "
