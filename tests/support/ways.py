@@ -257,7 +257,11 @@ def scored(asked: Asked) -> Answers:
             assert isinstance(piece, Answer)
             assert piece.prompt is not None
             tokens = piece.prompt[-ANSWER_TOKENS:]
-            said = tuple(SampledToken(token.token_id, token.logprob, token.top) for token in tokens)
+            begins = [token.begin for token in generated[name][0]]
+            said = tuple(
+                SampledToken(token.token_id, token.logprob, token.top, begin)
+                for token, begin in zip(tokens, begins, strict=True)
+            )
             answers[name] = said, generated[name][1]
     return answers
 

@@ -48,7 +48,10 @@ def requests() -> list[Submit]:
 
 def generated(opened: OpenEngine, requests: list[Submit]) -> dict[str, list[SampledToken]]:
     outs = run_all(opened.engine, *requests)
-    return {name: [token for out in pieces for token in _answer(out).tokens] for name, pieces in outs.items()}
+    return {
+        name: [token._replace(begin=0) for out in pieces for token in _answer(out).tokens]
+        for name, pieces in outs.items()
+    }
 
 
 def _answer(out: object) -> Answer:
