@@ -18,7 +18,7 @@ from phasewise.serving.http.http_settings import HttpLimits
 from phasewise.serving.http.lifecycle import Lifecycle
 from phasewise.serving.http.monitoring.access_log import NOT_LOGGED, Logging, open_log
 from phasewise.serving.http.monitoring.metrics import Gauges, Metrics
-from phasewise.serving.http.routes.app import ServedEmbeddings, Surroundings, create_embedding_app
+from phasewise.serving.http.routes.app import ServedEmbeddings, ServerContext, create_embedding_app
 from phasewise.serving.http.routes.embeddings import EmbeddingModel
 from phasewise.serving.http.routes.hangup import ReadKeys, on_hangup
 from phasewise.serving.http.transport.connections import Connections
@@ -88,7 +88,7 @@ def run_embedding_service(
         )
         metrics = Metrics(gauges)
         connections = Connections(settings.limits, metrics)
-        surroundings = Surroundings(settings.cors_origins, log)
+        surroundings = ServerContext(settings.cors_origins, log)
         app = create_embedding_app(
             served(opened, settings.names), settings.limits, life, metrics, surroundings
         )

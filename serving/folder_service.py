@@ -17,7 +17,7 @@ from phasewise.serving.http.lifecycle import Lifecycle
 from phasewise.serving.http.models.model_shelf import ModelFile, ModelShelf, ModelsOnDisk
 from phasewise.serving.http.monitoring.access_log import open_log
 from phasewise.serving.http.monitoring.metrics import Metrics, ModelCounts
-from phasewise.serving.http.routes.app import Surroundings, create_folder_app
+from phasewise.serving.http.routes.app import ServerContext, create_folder_app
 from phasewise.serving.http.routes.hangup import on_hangup
 from phasewise.serving.http.transport.connections import Connections
 from phasewise.serving.http.transport.listening import Address
@@ -90,11 +90,11 @@ class _Bench:
             served = stack.enter_context(opened_beside(model, self._settings, self._host))
             for observer in observers_of(model, self._settings.length_log, stack):
                 self._client.observe(observer)
-                stack.callback(self._client.leave_alone, observer)
+                stack.callback(self._client.remove_observer, observer)
             self._host.put(model.names[0], opens_host, on_lost)
             stack.callback(self._host.take_out, model.names[0])
             gc.collect()
-            gc.freeze()  # as of the start: `service.settled`
+            gc.freeze()  # as of the start: `service.gc_frozen`
             return _Loaded(served, stack.pop_all())
 
 
@@ -135,7 +135,7 @@ def run_folder_service(
         )
         metrics = Metrics(gauges, None)
         connections = Connections(settings.limits, metrics)
-        surroundings = Surroundings(settings.cors_origins, access, settings.page)
+        surroundings = ServerContext(settings.cors_origins, access, settings.page)
         app = create_folder_app(shelf, client, settings.limits, life, metrics, surroundings)
         hang_up = on_hangup(
             reopened_files(lines, settings, log),

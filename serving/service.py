@@ -36,7 +36,7 @@ from phasewise.serving.http.monitoring.energy import PhaseEnergy
 from phasewise.serving.http.monitoring.live import MachineFacts
 from phasewise.serving.http.monitoring.metrics import Gauges, Metrics, ModelCounts
 from phasewise.serving.http.requests.lengths import LengthObserver, RealisedLength
-from phasewise.serving.http.routes.app import Surroundings, create_app
+from phasewise.serving.http.routes.app import ServerContext, create_app
 from phasewise.serving.http.routes.batch_runner import BatchRunner
 from phasewise.serving.http.routes.hangup import ReadKeys, on_hangup
 from phasewise.serving.http.transport.connections import Connections
@@ -48,7 +48,7 @@ from phasewise.serving.pools.contract import Estimate
 from phasewise.serving.processes.headroom import allocator_headroom
 from phasewise.serving.processes.line_log import LineLog
 from phasewise.serving.sampling.sampling_defaults import SamplingDefaults
-from phasewise.serving.sandbox.confined import Patience
+from phasewise.serving.sandbox.confined import CancelToken
 from phasewise.serving.text.chat import Conversation
 from phasewise.serving.tools.dialect import Dialect, dialect_of
 from phasewise.topology.energy import EnergyCounters
@@ -158,7 +158,7 @@ def run_service(
         names = {name for other in (first, *others) for name in other.names}
         names |= set() if embedding is None else {embedding.model.name}
         further = [stack.enter_context(opened_beside(other, settings, host)) for other in others]
-        surroundings = Surroundings(settings.cors_origins, access, settings.page)
+        surroundings = ServerContext(settings.cors_origins, access, settings.page)
         folder, most_bytes = settings.batch_dir, settings.batch_bytes
         n_at_once, most_line_bytes = opened.size.limits.max_sequences, settings.limits.max_body_bytes
         batches = BatchRunner(folder, most_bytes, n_at_once, most_line_bytes, life, report)
@@ -199,7 +199,7 @@ def run_service(
 
 def run_to_the_end(server: HttpServer, host: EngineHost, close: Callable[[], None]) -> bool:
     """Serve until a signal; then `close`, unless the last step takes too long: False."""
-    with allocator_headroom(), settled():
+    with allocator_headroom(), gc_frozen():
         host.start()
         try:
             server.run()
@@ -249,7 +249,7 @@ def reopened_files(
 
 
 @contextmanager
-def settled() -> Iterator[None]:
+def gc_frozen() -> Iterator[None]:
     """Freeze the objects of the start: they stay until the end, so no collection of cycles need look at them.
 
     One that does (a vocabulary alone is some 100,000 objects) takes 40 to 100 ms, and nothing else runs in
@@ -399,12 +399,12 @@ def _bounded(opened: Served) -> Callable[[str, bool], list[int]]:
     return encode
 
 
-def _chat_encoder(opened: Served) -> Callable[[Conversation, Patience], list[int]]:
+def _chat_encoder(opened: Served) -> Callable[[Conversation, CancelToken], list[int]]:
     """The template is read beforehand: one that cannot be is told at the start."""
     conversations, check = opened.text.conversations, _length_check(opened)
 
-    def encode(conversation: Conversation, patience: Patience) -> list[int]:
-        prompt = conversations.write(conversation, patience)
+    def encode(conversation: Conversation, cancel: CancelToken) -> list[int]:
+        prompt = conversations.write(conversation, cancel)
         check(prompt.text)
         return opened.text.tokenizer.encode_marked(*prompt)
 

@@ -65,9 +65,9 @@ class Fingerprint:
     `arithmetic` has a digest of them.
     """
 
-    def told(self) -> str:
+    def short(self) -> str:
         """The short form, OpenAI's `system_fingerprint`."""
-        return _told(self)
+        return _short(self)
 
     def differences(self, other: Fingerprint) -> list[str]:
         """The components in which they differ, the servers' defaults apart."""
@@ -184,7 +184,7 @@ def _numpy_probe() -> str:
 
 
 @lru_cache(maxsize=64)
-def _told(fingerprint: Fingerprint) -> str:
+def _short(fingerprint: Fingerprint) -> str:
     components = asdict(fingerprint)
     del components["paths"]
     if not fingerprint.adapter:  # as it was before there were adapters

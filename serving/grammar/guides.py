@@ -25,10 +25,10 @@ from phasewise.serving.errors import QueueFull, RequestError, ServingError
 from phasewise.serving.grammar.grammar_limits import checked_choices, checked_pattern, checked_schema
 from phasewise.serving.sandbox.confined import (
     Bounds,
+    CancelToken,
     ConfinedProcess,
     JobRefused,
     Overrun,
-    Patience,
     Unserved,
 )
 
@@ -271,15 +271,15 @@ class GuideCompiler:
         with self._first_use:
             self._prover.close()
 
-    def compile(self, grammar: Grammar, patience: Patience | None = None) -> MatcherGuide:
+    def compile(self, grammar: Grammar, cancel: CancelToken | None = None) -> MatcherGuide:
         """A guide at the beginning of `grammar`, to be copied by `fresh`. Blocks: not for the event loop.
 
-        patience: what ends the compilation when it ends. RequestError where the grammar is refused,
-        QueueFull where the machine does not get to it, Abandoned where patience has ended.
+        cancel: ends the compilation when it ends. RequestError where the grammar is refused,
+        QueueFull where the machine does not get to it, Abandoned where `cancel` has ended.
         """
         if not self._tokens.end_token_ids:
             raise RequestError("this model names no end token, so its answers cannot be held to a grammar")
-        return self._guide(grammar, self._known(grammar) or self._compile_checked(grammar, patience))
+        return self._guide(grammar, self._known(grammar) or self._compile_checked(grammar, cancel))
 
     def compile_proven(self, grammar: Grammar, n_bytes: int) -> Guide:
         """The same where another process has compiled this grammar within its bounds before, to `n_bytes`.
@@ -318,11 +318,11 @@ class GuideCompiler:
     def _kept_bytes(self) -> int:
         return sum(kept.n_bytes + len(grammar.text) for grammar, kept in self._cache.items())
 
-    def _compile_checked(self, grammar: Grammar, patience: Patience | None) -> _Kept:
+    def _compile_checked(self, grammar: Grammar, cancel: CancelToken | None) -> _Kept:
         """One at a time, so that grammars never take more than one core from answers."""
         self._load()
         try:
-            n_bytes = int(self._prover.ask(json.dumps(grammar).encode(), patience))
+            n_bytes = int(self._prover.ask(json.dumps(grammar).encode(), cancel))
         except Unserved as error:
             raise QueueFull(f"the grammar was not compiled: {error}; try again later", 1) from error
         except JobRefused as error:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from phasewise.serving.sampling.sampling_defaults import SamplingDefaults
-from phasewise.serving.sandbox.confined import Patience
+from phasewise.serving.sandbox.confined import CancelToken
 from phasewise.serving.tools.dialect import Dialect, dialect_of
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class ServedModel:
     """(text, whether to add the model's own opening tokens) -> token ids."""
     piece: Callable[[int], bytes]
     """The bytes that a token adds to a text; they may end within a character."""
-    encode_chat: Callable[[Conversation, Patience], list[int]] | None
+    encode_chat: Callable[[Conversation, CancelToken], list[int]] | None
     max_prompt_tokens: int | None = None
     """Longer prompts are refused; None: only `context_length` limits them."""
     estimate: Callable[[RequestFacts], Estimate] | None = None
@@ -88,7 +88,7 @@ class ServedModel:
     def system_fingerprint(self) -> str | None:
         """The short form."""
         fingerprint = self.fingerprint()
-        return None if fingerprint is None else fingerprint.told()
+        return None if fingerprint is None else fingerprint.short()
 
     @property
     def arithmetic(self) -> str | None:

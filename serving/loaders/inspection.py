@@ -85,7 +85,7 @@ def _turns(chat_template: str) -> dict[str, str]:
     conversations = Conversations(chat_template, {}, [])
     try:
         conversations.start()
-        return conversations.turn.told()
+        return conversations.turn.describe()
     finally:
         conversations.close()
 

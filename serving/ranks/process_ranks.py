@@ -170,7 +170,7 @@ class ProcessRanks:
             _tell_of_memory(layout, {0: answer, **answers}, copied)
             if self._model.file is not None and setup.shared.source is not None:
                 self._model.file.release()
-            self._setup = replace(setup, shared=setup.shared.settled())
+            self._setup = replace(setup, shared=setup.shared.without_source())
 
     @property
     def first_rank(self) -> FirstRank:

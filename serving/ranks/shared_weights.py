@@ -171,7 +171,7 @@ class SharedWeights:
     adapters: Holding | None = None
     """None: the model has none."""
 
-    def settled(self) -> SharedWeights:
+    def without_source(self) -> SharedWeights:
         """As ranks that are started anew on the same layout find them: every panel is in its place."""
         return replace(self, source=None, copied_bytes=0, by_node={})
 

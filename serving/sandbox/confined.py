@@ -80,8 +80,8 @@ class Bounds:
 _ERRORS: dict[bytes, type[ConfinedError]] = {_REFUSED: JobRefused, _OVERRUN: Overrun, _UNSERVED: Unserved}
 
 
-class Patience:
-    """A client's wait for a job. Any thread may end it, and the job with it."""
+class CancelToken:
+    """Cancels a job whose client no longer waits. Any thread may end it, and the job with it."""
 
     def __init__(self) -> None:
         self.ended = False
@@ -122,26 +122,26 @@ class ConfinedProcess:
         with self._turn:
             self._running()
 
-    def ask(self, request: bytes, patience: Patience | None = None) -> bytes:
-        """The job's answer. It is killed once `patience` ends.
+    def ask(self, request: bytes, cancel: CancelToken | None = None) -> bytes:
+        """The job's answer. It is killed once `cancel` ends.
 
         Raises JobRefused, Overrun, Unserved and Abandoned.
         """
         with self._turn:
-            if patience is not None and patience.ended:
+            if cancel is not None and cancel.ended:
                 raise Abandoned("the caller has left")
-            return self._asked(request, patience)
+            return self._asked(request, cancel)
 
     def close(self) -> None:
         """End the process. A job in progress is not waited for."""
         self._process = None
         self._end()
 
-    def _asked(self, request: bytes, patience: Patience | None) -> bytes:
+    def _asked(self, request: bytes, cancel: CancelToken | None) -> bytes:
         for is_last in (False, True):
             process = self._running()
             try:
-                verdict = self._exchange(process, request, patience)
+                verdict = self._exchange(process, request, cancel)
             except (OSError, EOFError) as error:  # the process itself is gone, whatever ended it
                 self.close()
                 if is_last:
@@ -153,18 +153,20 @@ class ConfinedProcess:
         kind, said = verdict[:1], verdict[1:]
         if kind == _ANSWERED:
             return said
-        if patience is not None and patience.ended:
+        if cancel is not None and cancel.ended:
             raise Abandoned("the caller has left")
         raise _ERRORS[kind](said.decode("utf-8", "replace"))
 
-    def _exchange(self, process: subprocess.Popen[bytes], request: bytes, patience: Patience | None) -> bytes:
+    def _exchange(
+        self, process: subprocess.Popen[bytes], request: bytes, cancel: CancelToken | None
+    ) -> bytes:
         assert process.stdin is not None
         assert process.stdout is not None
         write_frame(process.stdin.fileno(), request)
         waiting = select.poll()
         waiting.register(process.stdout, select.POLLIN)
-        if patience is not None:
-            waiting.register(patience, select.POLLIN)
+        if cancel is not None:
+            waiting.register(cancel, select.POLLIN)
         answers = process.stdout.fileno()
         ready = [descriptor for descriptor, _ in waiting.poll(self._longest_ms())]
         if answers not in ready:  # abandoned, or the process that should have kept the time does not

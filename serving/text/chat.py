@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 from phasewise.serving.errors import ModelError, QueueFull
 from phasewise.serving.sandbox.confined import (
     Bounds,
+    CancelToken,
     ConfinedError,
     ConfinedProcess,
     JobRefused,
     Overrun,
-    Patience,
     Unserved,
 )
 from phasewise.serving.text.chat_template import ChatTemplateError
@@ -78,16 +78,16 @@ class Conversations:
         with suppress(ConfinedError):  # nothing is known of one that takes too long
             self.turn = TurnForm.from_json(self._short.ask(b"null"))
 
-    def write(self, conversation: Conversation, patience: Patience | None = None) -> ChatPrompt:
+    def write(self, conversation: Conversation, cancel: CancelToken | None = None) -> ChatPrompt:
         """The prompt of a conversation, with what opens the answer. Raises ChatTemplateError, and QueueFull
         where the machine does not get to it.
 
-        Abandoned once `patience` ends: the template is stopped.
+        Abandoned once `cancel` ends: the template is stopped.
         """
         request = json.dumps({**conversation._asdict(), "lacks": self.turn.lacks}).encode()
         process = self._short if len(request) <= _LONG_BYTES else self._long
         try:
-            answer = process.ask(request, patience)
+            answer = process.ask(request, cancel)
         except JobRefused as error:
             raise ChatTemplateError(str(error)) from error
         except Unserved as error:

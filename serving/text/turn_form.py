@@ -93,7 +93,7 @@ class TurnForm(NamedTuple):
 
         return TypeAdapter(cls).validate_json(text)
 
-    def told(self) -> dict[str, str]:
+    def describe(self) -> dict[str, str]:
         """In words, for people: an example of each part."""
         out = {"thoughts": "…".join(self.thought)} if self.thought[1] else {}
         if self.call is not None:

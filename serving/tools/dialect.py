@@ -142,9 +142,9 @@ class Dialect:
         """The grammar of answers that consist of calls, from the trigger on."""
         return grammar_of_calls(self.turn, wanted, self.control)
 
-    def told(self) -> dict[str, str]:
+    def describe(self) -> dict[str, str]:
         """The derived form, for people: the name of the format, and how thoughts and calls are written."""
-        return {"format": self.name, **self.turn.told()}
+        return {"format": self.name, **self.turn.describe()}
 
     def call_id(self, serial: str) -> str:
         """An id of the form that the template takes, made from a random text of hexadecimal digits."""

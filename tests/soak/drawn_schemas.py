@@ -30,7 +30,7 @@ import httpx
 from phasewise.serving.errors import ContextLengthExceeded, ModelError, RequestError
 from phasewise.serving.grammar.guides import BOUNDS, Grammar, TokenView
 from phasewise.serving.http.http_settings import ServedModel
-from phasewise.serving.sandbox.confined import Bounds, ConfinedError, ConfinedProcess, Overrun, Patience
+from phasewise.serving.sandbox.confined import Bounds, CancelToken, ConfinedError, ConfinedProcess, Overrun
 from phasewise.serving.text.chat import Conversation, Conversations
 from phasewise.serving.text.chat_template import ChatTemplateError
 from tests.soak.health_probe import watching_health
@@ -247,8 +247,8 @@ def try_templates(n: int, seed: int, seconds: float, bound_s: float) -> Seen:
     seen, end_s, rng = Seen(bounds), time.monotonic() + seconds, random.Random(seed)
     template: list[Conversations] = []
 
-    def encode_chat(chat: Conversation, patience: Patience) -> list[int]:
-        text = template[0].write(chat, patience).text
+    def encode_chat(chat: Conversation, cancel: CancelToken) -> list[int]:
+        text = template[0].write(chat, cancel).text
         if len(text) > _CONTEXT:
             raise ContextLengthExceeded("the context cannot hold that", "messages")
         return encode(text)

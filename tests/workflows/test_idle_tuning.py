@@ -29,7 +29,7 @@ from phasewise.workflows.opening.open_model import NATIVE, OpenModel, open_model
 from phasewise.workflows.serve.idle_tuning import IdleTuning, holds_lock, reschedule_under
 from phasewise.workflows.tune_kernels.idle_process import (
     IdleTask,
-    Undisturbed,
+    UninterruptedEvaluator,
     of_its_arithmetic,
     tune_in_idle_time,
 )
@@ -88,7 +88,7 @@ def test_a_timing_that_was_stopped_is_taken_again() -> None:
         stops[0] += number in (1, 2, 4)
 
     evaluator = _Evaluator(interrupt)
-    undisturbed = Undisturbed(evaluator, lambda: stops[0])  # type: ignore[arg-type]
+    undisturbed = UninterruptedEvaluator(evaluator, lambda: stops[0])  # type: ignore[arg-type]
     problem = Problem("gemm", "bf16", 16, 32, 1)
     schedule = Schedule(1, 1, 1, 16, 32, 1, 1, 1, "fma", 1, 0, "nm")
 

@@ -96,7 +96,7 @@ class Stops:
 
 
 @dataclass(frozen=True)
-class Undisturbed:
+class UninterruptedEvaluator:
     """An evaluator of whole timings: one during which the process was stopped is repeated."""
 
     evaluator: ScheduleEvaluator
@@ -118,7 +118,7 @@ class Undisturbed:
                 return taken
 
 
-class Polite(NoLock):
+class YieldingLock(NoLock):
     """Waits while another process of this user measures. It holds no lock: it may be stopped for long."""
 
     def __init__(self, lock: FileLock) -> None:
@@ -238,9 +238,9 @@ def _tune_in_slices(
 @contextmanager
 def _evaluator(
     tuning_round: Round, machine: Machine, stops: Callable[[], int], lock: MeasurementLock
-) -> Iterator[Undisturbed]:
+) -> Iterator[UninterruptedEvaluator]:
     with evaluator_on(tuning_round.cores, machine, lock, math.inf) as native:
-        yield Undisturbed(OnFirstCore(native, tuning_round.cores[0]), stops)
+        yield UninterruptedEvaluator(OnFirstCore(native, tuning_round.cores[0]), stops)
 
 
 def run_task(task: IdleTask, stops: Callable[[], int], tell: Callable[[int], None], report: Report) -> None:
@@ -253,7 +253,7 @@ def run_task(task: IdleTask, stops: Callable[[], int], tell: Callable[[int], Non
     ]
     with open_store(task.db, report) as store:
         if store.writable:
-            tune_in_idle_time(rounds, machine, store, stops, tell, Polite(user_lock()))
+            tune_in_idle_time(rounds, machine, store, stops, tell, YieldingLock(user_lock()))
 
 
 def main() -> int:

@@ -265,7 +265,7 @@ class EngineClient:
         """`observer` sees all that is sent and delivered, on the event loop. From any thread."""
         self._observers = [*self._observers, observer]
 
-    def leave_alone(self, observer: Observer) -> None:
+    def remove_observer(self, observer: Observer) -> None:
         """`observer` sees no more. From any thread, one at a time with `observe`."""
         self._observers = [other for other in self._observers if other is not observer]
 

@@ -50,7 +50,7 @@ class ListedModel:
         if self.served is not None:
             card["max_model_len"] = self.served.context_length
             card["default_sampling"] = self.served.sampling.to_json()
-            card["turns"] = self.served.dialect.told()
+            card["turns"] = self.served.dialect.describe()
             card["system_fingerprint"] = self.served.system_fingerprint
             card["arithmetic"] = self.served.arithmetic
             card["arithmetic_paths"] = self.served.arithmetic_paths
@@ -78,7 +78,7 @@ class Models(Protocol):
         ...
 
 
-class KeptModels:
+class ResidentModels:
     """Models that stay. embedder: served beside, for other routes."""
 
     def __init__(self, models: Sequence[ServedModel], embedder: EmbeddingModel | None = None) -> None:
@@ -107,7 +107,7 @@ class KeptModels:
         return model.served.facts
 
 
-class ComingModels:
+class OnDemandModels:
     """Models of a folder. every_s: between signs of life of streams."""
 
     def __init__(self, shelf: ModelShelf, every_s: float) -> None:

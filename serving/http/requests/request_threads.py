@@ -24,17 +24,17 @@ from phasewise.serving.http.requests.chat_schemas import ChatRequest
 from phasewise.serving.http.requests.fair_lane import FairLane
 from phasewise.serving.http.requests.lengths import estimated, facts_of
 from phasewise.serving.http.requests.request_to_messages import (
-    HeldTo,
     RequestOrigin,
-    begun_late,
+    RequiredGrammar,
     compiled,
+    delay_guide,
     held_to,
     n_characters,
     tell_unheld,
 )
 from phasewise.serving.http.requests.schemas import GenerationRequest
 from phasewise.serving.http.routes.middleware import client_of
-from phasewise.serving.sandbox.confined import Abandoned, Patience
+from phasewise.serving.sandbox.confined import Abandoned, CancelToken
 
 Body = TypeVar("Body", bound=GenerationRequest)
 Made = TypeVar("Made")
@@ -65,10 +65,10 @@ class Preparation:
         """Messages to `model` that `make` makes of `body`, with what is known of each. ApiError, or
         ClientLeft.
         """
-        client, patience, trace = client_of(request.scope), Patience(), trace_of(request.scope)
-        sender = RequestOrigin(client.cache_space, patience)
+        client, cancel, trace = client_of(request.scope), CancelToken(), trace_of(request.scope)
+        sender = RequestOrigin(client.cache_space, cancel)
 
-        def work() -> tuple[list[Submit], list[RequestFacts], HeldTo | None]:
+        def work() -> tuple[list[Submit], list[RequestFacts], RequiredGrammar | None]:
             requests = [
                 replace(
                     submit,
@@ -84,14 +84,14 @@ class Preparation:
 
         lane = self._lane_of(request, body)
         try:
-            requests, facts, wanted = await while_there(request, lane.run(client.name, work), patience)
+            requests, facts, wanted = await while_there(request, lane.run(client.name, work), cancel)
             guide: MatcherGuide | None = None
             if wanted is not None:
-                wanted, guide = await self._guide(request, wanted, client.name, model.guides, patience)
+                wanted, guide = await self._guide(request, wanted, client.name, model.guides, cancel)
             tell_unheld(body, wanted, guide, model)
             note_ignored(request.scope, body.ignored())
             if wanted is not None and guide is not None:
-                begun = begun_late(guide, wanted, body, requests[0].prompt_token_ids, model)
+                begun = delay_guide(guide, wanted, body, requests[0].prompt_token_ids, model)
                 requests = [replace(submit, guide=begun) for submit in requests]
         except Abandoned as error:
             raise ClientLeft from error
@@ -100,17 +100,17 @@ class Preparation:
         return requests, facts
 
     async def tokenize(
-        self, request: Request, make: Callable[[Patience], Made], *, is_text: bool = False
+        self, request: Request, make: Callable[[CancelToken], Made], *, is_text: bool = False
     ) -> Made:
         """The result of `make`, which writes out a conversation or a text as tokens, in the lanes of prompts.
         ApiError, or ClientLeft.
         """
         lane = self._texts if is_text else self._conversations
         lane = self._long if n_bytes_of(request) > _LONG_CHARACTERS else lane
-        patience = Patience()
-        work = lane.run(client_of(request.scope).name, lambda: make(patience))
+        cancel = CancelToken()
+        work = lane.run(client_of(request.scope).name, lambda: make(cancel))
         try:
-            return await while_there(request, work, patience)
+            return await while_there(request, work, cancel)
         except Abandoned as error:
             raise ClientLeft from error
         except ServingError as error:
@@ -125,18 +125,23 @@ class Preparation:
         return self._conversations if isinstance(body, ChatRequest) else self._texts
 
     async def _guide(
-        self, request: Request, wanted: HeldTo, client: str, guides: GuideCompiler | None, patience: Patience
-    ) -> tuple[HeldTo, MatcherGuide | None]:
+        self,
+        request: Request,
+        wanted: RequiredGrammar,
+        client: str,
+        guides: GuideCompiler | None,
+        cancel: CancelToken,
+    ) -> tuple[RequiredGrammar, MatcherGuide | None]:
         assert guides is not None, "held_to refuses"
         guide = guides.known(wanted.grammar)
         if guide is not None:
             return wanted, guide
-        work = self._grammars.run(client, lambda: compiled(wanted, guides, patience))
-        return await while_there(request, work, patience)
+        work = self._grammars.run(client, lambda: compiled(wanted, guides, cancel))
+        return await while_there(request, work, cancel)
 
 
-async def while_there(request: Request, work: Awaitable[Made], patience: Patience | None = None) -> Made:
-    """Return the result of `work`; where the client closes its connection before, ClientLeft. `patience` ends
+async def while_there(request: Request, work: Awaitable[Made], cancel: CancelToken | None = None) -> Made:
+    """Return the result of `work`; where the client closes its connection before, ClientLeft. `cancel` ends
     then, and where the wait is cancelled.
     """
     working = asyncio.ensure_future(work)
@@ -150,8 +155,8 @@ async def while_there(request: Request, work: Awaitable[Made], patience: Patienc
         leaving.cancel()
         if not working.done():
             working.cancel()
-            if patience is not None:
-                patience.end()
+            if cancel is not None:
+                cancel.end()
 
 
 async def _left(request: Request) -> None:

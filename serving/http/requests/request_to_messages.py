@@ -44,7 +44,7 @@ from phasewise.serving.http.requests.schemas import (
 )
 from phasewise.serving.sampling.sampling import SamplingParams
 from phasewise.serving.sampling.sampling_defaults import SamplingDefaults
-from phasewise.serving.sandbox.confined import Abandoned, Patience
+from phasewise.serving.sandbox.confined import Abandoned, CancelToken
 from phasewise.serving.tools.form_grammar import Function, arguments_rule, json_rule
 
 
@@ -53,7 +53,7 @@ class RequestOrigin:
     """The facts of a sender that preparing a request needs: which prompts it may reuse, and its wait."""
 
     cache_space: str = ""
-    patience: Patience = field(default_factory=Patience)
+    cancel: CancelToken = field(default_factory=CancelToken)
     """Ends when the client leaves."""
 
 
@@ -89,7 +89,7 @@ def chat_requests(body: ChatRequest, model: ServedModel, sender: RequestOrigin |
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
     sender = sender or RequestOrigin()
-    prompt = conversation_tokens(body, model, sender.patience)
+    prompt = conversation_tokens(body, model, sender.cancel)
     max_tokens = body.most_tokens
     sampling = _sampling(body, model.sampling, (body.top_logprobs or 0) if body.logprobs else None)
     choices = _choices(
@@ -234,9 +234,9 @@ def check_token_ids(ids: Sequence[int], model: ServedModel, param: str = "tokens
         raise bad_request(f"token ids must be 0 to {model.vocab_size - 1}", param)
 
 
-def tokenized(body: TokenizeRequest, model: ServedModel, patience: Patience) -> bytes:
-    """JSON with the tokens of a text or a conversation, which is written until `patience` ends."""
-    ids = _tokens_of(body, model, patience)
+def tokenized(body: TokenizeRequest, model: ServedModel, cancel: CancelToken) -> bytes:
+    """JSON with the tokens of a text or a conversation, which is written until `cancel` ends."""
+    ids = _tokens_of(body, model, cancel)
     out: dict[str, Any] = {"count": len(ids), "max_model_len": model.context_length, "tokens": ids}
     if body.return_token_strs:
         out["token_strs"] = [model.piece(token_id).decode("utf-8", "replace") for token_id in ids]
@@ -261,31 +261,31 @@ def _spelled(token_ids: Collection[int], model: ServedModel) -> str | None:
     return None
 
 
-def _tokens_of(body: TokenizeRequest, model: ServedModel, patience: Patience) -> list[int]:
+def _tokens_of(body: TokenizeRequest, model: ServedModel, cancel: CancelToken) -> list[int]:
     if body.model is not None and body.model not in model.names:
         raise unknown_model(body.model, model.model_id)
     if body.messages is None:
         return model.encode(body.prompt or "", body.add_special_tokens)
     chat = ChatRequest.model_construct(messages=body.messages, tools=body.tools).settle()
-    return list(conversation_tokens(chat, model, patience))
+    return list(conversation_tokens(chat, model, cancel))
 
 
-def conversation_tokens(body: ChatRequest, model: ServedModel, patience: Patience) -> tuple[int, ...]:
-    """Its token ids; the template writes the opening tokens itself, until `patience` ends."""
+def conversation_tokens(body: ChatRequest, model: ServedModel, cancel: CancelToken) -> tuple[int, ...]:
+    """Its token ids; the template writes the opening tokens itself, until `cancel` ends."""
     check_tools(body)
     if model.encode_chat is None:
         raise bad_request(
             f"{model.model_id} has no chat template: use /v1/completions", "messages", "no_chat_template"
         )
     try:
-        return tuple(model.encode_chat(conversation_of(body, model.dialect), patience))
+        return tuple(model.encode_chat(conversation_of(body, model.dialect), cancel))
     except (ContextLengthExceeded, Abandoned):
         raise
     except ServingError as error:
         raise ApiError(400, str(error), param="messages") from error
 
 
-class HeldTo(NamedTuple):
+class RequiredGrammar(NamedTuple):
     """The grammar that an answer is held to. `field` asks for it. `triggers`: held from the first of these
     texts on.
 
@@ -299,7 +299,7 @@ class HeldTo(NamedTuple):
     calls: tuple[Called, Callable[[Called], Grammar]] | None = None
 
 
-def held_to(body: GenerationRequest, model: ServedModel) -> HeldTo | None:
+def held_to(body: GenerationRequest, model: ServedModel) -> RequiredGrammar | None:
     """The required form of the answer; None where it may be anything. ApiError where that cannot be."""
     calls = called_by(body) if isinstance(body, ChatRequest) else None
     field = "tools" if calls is not None else _grammar_field(body)
@@ -323,7 +323,9 @@ def held_to(body: GenerationRequest, model: ServedModel) -> HeldTo | None:
     if model.guides is None:
         raise bad_request(f"{field} is not supported by this server", field, "unsupported_parameter")
     triggers = calls.triggers(model.dialect) if calls is not None and not is_needed else ()
-    return HeldTo(grammar, field, triggers, is_needed, None if calls is None else (calls, grammar_of))
+    return RequiredGrammar(
+        grammar, field, triggers, is_needed, None if calls is None else (calls, grammar_of)
+    )
 
 
 def _document_rule(body: GenerationRequest) -> str:
@@ -337,23 +339,25 @@ def _document_rule(body: GenerationRequest) -> str:
             return ""
 
 
-def compiled(wanted: HeldTo, guides: GuideCompiler, patience: Patience) -> tuple[HeldTo, MatcherGuide | None]:
-    """The guide of a grammar, and what it holds. Blocks while it is compiled, until `patience` ends. None: it
+def compiled(
+    wanted: RequiredGrammar, guides: GuideCompiler, cancel: CancelToken
+) -> tuple[RequiredGrammar, MatcherGuide | None]:
+    """The guide of a grammar, and what it holds. Blocks while it is compiled, until `cancel` ends. None: it
     cannot be, and need not."""
     try:
-        return wanted, guides.compile(wanted.grammar, patience)
+        return wanted, guides.compile(wanted.grammar, cancel)
     except RequestError as error:
         with suppress(RequestError):
-            loosened = _loosened(wanted, guides, patience)
+            loosened = _loosened(wanted, guides, cancel)
             if loosened is not None:
-                return loosened, guides.compile(loosened.grammar, patience)
+                return loosened, guides.compile(loosened.grammar, cancel)
         if not wanted.is_needed:
             return wanted, None
         raise bad_request(f"{wanted.field}: {error}", wanted.field) from error
 
 
 def tell_unheld(
-    body: GenerationRequest, wanted: HeldTo | None, guide: MatcherGuide | None, model: ServedModel
+    body: GenerationRequest, wanted: RequiredGrammar | None, guide: MatcherGuide | None, model: ServedModel
 ) -> None:
     """Have the answer name what the schemas of its functions say and it is not held to."""
     if not isinstance(body, ChatRequest) or body.tool_choice == "none":
@@ -372,7 +376,7 @@ def tell_unheld(
         body.leave_out(f"tools.{tool.name}.{keyword}" for keyword in named)
 
 
-def _loosened(wanted: HeldTo, guides: GuideCompiler, patience: Patience) -> HeldTo | None:
+def _loosened(wanted: RequiredGrammar, guides: GuideCompiler, cancel: CancelToken) -> RequiredGrammar | None:
     """The same where functions whose schemas cannot be held may have any arguments; None: there are none."""
     if wanted.calls is None:
         return None
@@ -381,7 +385,7 @@ def _loosened(wanted: HeldTo, guides: GuideCompiler, patience: Patience) -> Held
     def loosened(function: Function) -> Function:
         try:
             guides.compile(
-                Grammar.of_lark(f"%llguidance {{}}\nstart: a\na: {arguments_rule(function)}\n"), patience
+                Grammar.of_lark(f"%llguidance {{}}\nstart: a\na: {arguments_rule(function)}\n"), cancel
             )
         except RequestError:
             return function if function.is_strict else replace(function, parameters={})
@@ -391,8 +395,8 @@ def _loosened(wanted: HeldTo, guides: GuideCompiler, patience: Patience) -> Held
     return None if loose == calls else wanted._replace(grammar=grammar_of(loose), calls=(loose, grammar_of))
 
 
-def begun_late(
-    guide: Guide, wanted: HeldTo, body: GenerationRequest, prompt: Sequence[int], model: ServedModel
+def delay_guide(
+    guide: Guide, wanted: RequiredGrammar, body: GenerationRequest, prompt: Sequence[int], model: ServedModel
 ) -> Guide:
     """The guide as it is for a whole answer, which may think first, and say other things before it calls."""
     assert model.guides is not None

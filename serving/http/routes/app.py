@@ -29,7 +29,7 @@ from phasewise.serving.http.errors import naming, unknown_model
 from phasewise.serving.http.http_settings import HttpLimits, ServedModel
 from phasewise.serving.http.lifecycle import Lifecycle
 from phasewise.serving.http.models.model_shelf import ModelShelf
-from phasewise.serving.http.models.served_models import ComingModels, KeptModels, Models
+from phasewise.serving.http.models.served_models import Models, OnDemandModels, ResidentModels
 from phasewise.serving.http.models.while_loading import HoldModels
 from phasewise.serving.http.monitoring.access_log import AccessLog, NameRequests
 from phasewise.serving.http.monitoring.live import MachineFacts
@@ -106,7 +106,7 @@ _EXPOSED = (
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class ServerContext:
     """The surroundings of an application's routes. `cors_origins`: pages of these may call it; `*`: any."""
 
     cors_origins: tuple[str, ...] = ()
@@ -129,7 +129,7 @@ def create_app(
     limits: HttpLimits,
     life: Lifecycle,
     metrics: Metrics,
-    surroundings: Surroundings = Surroundings(),
+    surroundings: ServerContext = ServerContext(),
     embeddings: ServedEmbeddings | None = None,
     others: Sequence[ServedModel] = (),
     batches: BatchRunner | None = None,
@@ -137,7 +137,7 @@ def create_app(
     """The application that serves one model and perhaps others, and may embed with another. Clients must be
     attached to the loop that runs it.
     """
-    kept = KeptModels((model, *others), None if embeddings is None else embeddings.model)
+    kept = ResidentModels((model, *others), None if embeddings is None else embeddings.model)
     app = _generating_app(kept, client, limits, life, metrics, surroundings)
     if batches is not None:
         add_batches(app, batches, app.state.bodies)
@@ -156,10 +156,10 @@ def create_folder_app(
     limits: HttpLimits,
     life: Lifecycle,
     metrics: Metrics,
-    surroundings: Surroundings = Surroundings(),
+    surroundings: ServerContext = ServerContext(),
 ) -> FastAPI:
     """The application that serves models which come and go."""
-    models = ComingModels(shelf, limits.sign_of_life_s)
+    models = OnDemandModels(shelf, limits.sign_of_life_s)
     app = _generating_app(models, client, limits, life, metrics, surroundings, [Middleware(HoldModels)])
     _add_models(app, [_cards_of(models)])
     openapi.describe(app, embeds=False)
@@ -172,7 +172,7 @@ def _generating_app(
     limits: HttpLimits,
     life: Lifecycle,
     metrics: Metrics,
-    surroundings: Surroundings,
+    surroundings: ServerContext,
     inner: Sequence[Middleware] = (),
 ) -> FastAPI:
     """With every route that generates text. inner: layers within all others."""
@@ -199,7 +199,7 @@ def create_embedding_app(
     limits: HttpLimits,
     life: Lifecycle,
     metrics: Metrics,
-    surroundings: Surroundings = Surroundings(),
+    surroundings: ServerContext = ServerContext(),
 ) -> FastAPI:
     """The application that embeds, and does nothing else."""
     app = _new_app(limits, life, metrics, surroundings)
@@ -212,7 +212,7 @@ def _new_app(
     limits: HttpLimits,
     life: Lifecycle,
     metrics: Metrics,
-    surroundings: Surroundings,
+    surroundings: ServerContext,
     inner: Sequence[Middleware] = (),
 ) -> FastAPI:
     """With what every application has; `app.state.bodies` reads bodies, `app.state.keys` are its API keys."""
@@ -254,7 +254,7 @@ def _add_embeddings(
 
 
 def _layers(
-    limits: HttpLimits, metrics: Metrics, surroundings: Surroundings, keys: ApiKeys
+    limits: HttpLimits, metrics: Metrics, surroundings: ServerContext, keys: ApiKeys
 ) -> list[Middleware]:
     """The layers that every request passes, the outermost first."""
     layers = [

@@ -485,7 +485,7 @@ def _asker(request: Request) -> Asker:
 def _vouch(request: Request) -> None:
     connection = connection_of(request.scope)
     if connection is not None:
-        connection.vouch()
+        connection.mark_answered()
 
 
 def _vouch_if_busy(request: Request, error: ServingError) -> None:

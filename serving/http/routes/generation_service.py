@@ -83,7 +83,7 @@ class GenerationService:
             response.headers["X-Step-Over-TPOT"] = f"{step_ms} ms"
         connection = connection_of(request.scope)
         if connection is not None:
-            connection.vouch()
+            connection.mark_answered()
         return response
 
     def _step_over_tpot_ms(self, model: str) -> int:

@@ -79,7 +79,7 @@ class Connection(asyncio.BufferedProtocol):
         self._allowance = others.loop_share.allowance(time.perf_counter())
         self._exchange: Exchange | None = None
         """The newest request."""
-        self._vouched: Exchange | None = None
+        self._answered_exchange: Exchange | None = None
         """The last request that the engine has answered."""
         self._has_answered = False
         self._ends_after_answer = False
@@ -152,10 +152,10 @@ class Connection(asyncio.BufferedProtocol):
         if self._exchange is not None:
             self._exchange.wake()
 
-    def vouch(self) -> None:
+    def mark_answered(self) -> None:
         """The engine has answered a request of this connection: it may use more of the loop's time."""
-        self._allowance.vouch()
-        self._vouched = self._exchange
+        self._allowance.mark_answered()
+        self._answered_exchange = self._exchange
 
     def close(self) -> None:
         """Close once all is written. Where it closes already, nothing happens: a second close of asyncio's
@@ -388,7 +388,7 @@ class Connection(asyncio.BufferedProtocol):
     def _has_spent(self, exchange: Exchange, seconds: float) -> None:
         """A request has ended, after `seconds` of the loop's time."""
         exchange.at_end()
-        if exchange is not self._vouched:
+        if exchange is not self._answered_exchange:
             self._allowance.spend(max(0.0, seconds - REQUEST_S))
 
     def _read_or_pause(self) -> None:

@@ -104,7 +104,7 @@ class Allowance:
         self._balance_s = burst_s
         self._updated_s = now_s
 
-    def vouch(self) -> None:
+    def mark_answered(self) -> None:
         """The engine has answered: a larger allowance from now on."""
         if self.standing is UNKNOWN:
             self._share.forget(self)

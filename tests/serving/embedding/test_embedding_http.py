@@ -377,10 +377,10 @@ def test_a_client_that_comes_while_all_is_full_is_read_as_one_that_is_answered(
     """Else its next request, which is accepted, would be read late."""
     vouched: list[Connection] = []
 
-    def vouch(connection: Connection) -> None:
+    def mark_answered(connection: Connection) -> None:
         vouched.append(connection)
 
-    monkeypatch.setattr(Connection, "vouch", vouch)
+    monkeypatch.setattr(Connection, "mark_answered", mark_answered)
     folder = write_encoder(tmp_path / "bert", "bert")
     with (
         embedding_server(folder, depths=[(2, 1000)]) as running,

@@ -19,7 +19,7 @@ from phasewise.serving.errors import QueueFull, RequestError
 from phasewise.serving.grammar.grammar_limits import pattern_weight
 from phasewise.serving.grammar.guides import ANY_OBJECT, Grammar, Guide, GuideCompiler, TokenView
 from phasewise.serving.sampling.sampling import GREEDY, SampledToken, Sampler, SamplingParams, sample_rows
-from phasewise.serving.sandbox.confined import Patience, Unserved
+from phasewise.serving.sandbox.confined import CancelToken, Unserved
 from phasewise.serving.text.tokenizer import Tokenizer, tokenizer_from_gguf
 from tests.support.models.tiny_vocabs import TINY_VOCABULARIES
 from tests.support.servers.api_bombs import PATTERNS, schema_bombs
@@ -368,7 +368,7 @@ class ProverOfABusyMachine:
     def start(self) -> None:
         pass
 
-    def ask(self, _request: bytes, _patience: Patience | None) -> bytes:
+    def ask(self, _request: bytes, _cancel: CancelToken | None) -> bytes:
         self.n_asked += 1
         if self.n_asked == 1:
             raise Unserved("the machine did not get to it within 30 s")

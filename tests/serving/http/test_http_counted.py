@@ -13,7 +13,7 @@ from phasewise.serving.engine.messages import Answer, Submit
 from phasewise.serving.http.http_settings import RequestFacts
 from phasewise.serving.http.monitoring.access_log import AccessLog
 from phasewise.serving.http.monitoring.metrics import Gauges, Metrics
-from phasewise.serving.http.routes.app import Surroundings
+from phasewise.serving.http.routes.app import ServerContext
 from tests.support.servers.fake_server import fake_server
 from tests.support.servers.rude_clients import connect, read_to_end, until
 
@@ -34,7 +34,7 @@ class Observed:
 
     def __init__(self) -> None:
         self.lines: list[str] = []
-        self.surroundings = Surroundings(log=AccessLog(self.lines.append, "debug", as_json=True))
+        self.surroundings = ServerContext(log=AccessLog(self.lines.append, "debug", as_json=True))
 
     def logged(self) -> list[tuple[str, int | None]]:
         return [(line["path"], line["status"]) for line in map(json.loads, self.lines)]

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from phasewise.serving.http.http_settings import HttpLimits
-from phasewise.serving.sandbox.confined import Bounds, Patience
+from phasewise.serving.sandbox.confined import Bounds, CancelToken
 from phasewise.serving.text.chat import Conversation, Conversations
 from tests.support.servers.fake_engine import encode
 from tests.support.servers.fake_server import FakeServer, fake_server
@@ -144,9 +144,9 @@ def test_a_template_ends_with_the_wait_of_its_client() -> None:
     conversations.start()
     has_begun = threading.Event()
 
-    def encode_chat(chat: Conversation, patience: Patience) -> list[int]:
+    def encode_chat(chat: Conversation, cancel: CancelToken) -> list[int]:
         has_begun.set()
-        return encode(conversations.write(chat, patience).text)
+        return encode(conversations.write(chat, cancel).text)
 
     def body(content: str) -> dict[str, Any]:
         return {"model": "fake", "messages": [{"role": "user", "content": content}], "max_tokens": 2}

@@ -15,7 +15,7 @@ import pytest
 from phasewise.serving.errors import RanksError
 from phasewise.serving.http.http_settings import HttpLimits, RequestFacts, ServedModel
 from phasewise.serving.http.monitoring.access_log import AccessLog
-from phasewise.serving.http.routes.app import Surroundings
+from phasewise.serving.http.routes.app import ServerContext
 from phasewise.serving.pools.contract import Estimate
 from tests.support.servers.fake_server import FakeServer, fake_server
 from tests.support.servers.rude_clients import completion, connect, read_to_end, until
@@ -119,7 +119,7 @@ def test_what_is_not_finished_in_time_is_told(hurried: bool) -> None:
 def test_what_the_drain_cuts_off_is_an_error_in_the_log_and_the_metrics(n: int) -> None:
     lines: list[str] = []
     log = AccessLog(lines.append, "info", as_json=True)
-    with fake_server(HttpLimits(drain_s=0.2), surroundings=Surroundings(log=log)) as server:
+    with fake_server(HttpLimits(drain_s=0.2), surroundings=ServerContext(log=log)) as server:
         gate = Gate(server)
         gate.shut(after_steps=3)
         with connect(server.url) as stream, connect(server.url) as whole:

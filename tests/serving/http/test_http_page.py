@@ -11,7 +11,7 @@ import pytest
 
 from phasewise.serving.http.http_settings import HttpLimits
 from phasewise.serving.http.monitoring.live import MachineFacts
-from phasewise.serving.http.routes.app import Surroundings
+from phasewise.serving.http.routes.app import ServerContext
 from phasewise.serving.http.routes.page_routes import OPEN_PATHS, POLICY
 from tests.support.servers.fake_server import FakeServer, fake_server
 
@@ -21,7 +21,7 @@ FACTS = MachineFacts("<svg xmlns='http://www.w3.org/2000/svg'/>", ({"phase": "de
 @pytest.fixture(scope="module")
 def server() -> Iterator[FakeServer]:
     limits = HttpLimits(api_keys=("right",))
-    with fake_server(limits, surroundings=Surroundings(page=FACTS)) as running:
+    with fake_server(limits, surroundings=ServerContext(page=FACTS)) as running:
         yield running
 
 

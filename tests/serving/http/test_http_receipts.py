@@ -48,11 +48,11 @@ def events(response: httpx.Response) -> list[dict[str, object]]:
 
 @pytest.mark.parametrize("path", PATHS)
 def test_every_answer_and_every_event_has_the_fingerprint(server: FakeServer, path: str) -> None:
-    assert ask(server, path).json()["system_fingerprint"] == FINGERPRINT.told()
+    assert ask(server, path).json()["system_fingerprint"] == FINGERPRINT.short()
     usage = {"include_usage": True}
     said = events(ask(server, path, stream=True, stream_options=usage))
     assert len(said) > 2
-    assert {event["system_fingerprint"] for event in said} == {FINGERPRINT.told()}
+    assert {event["system_fingerprint"] for event in said} == {FINGERPRINT.short()}
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -69,14 +69,14 @@ def test_one_fingerprint_and_one_seeded_request_give_the_same_bytes(server: Fake
 
 def test_models_and_responses_have_the_fingerprint(server: FakeServer) -> None:
     (card,) = show(server, "/v1/models").json()["data"]
-    assert card["system_fingerprint"] == FINGERPRINT.told()
+    assert card["system_fingerprint"] == FINGERPRINT.short()
     assert card["arithmetic"] == FINGERPRINT.arithmetic
     assert card["arithmetic_paths"] == FINGERPRINT.paths
     assert show(server, "/v1/models/alias").json() == card
     headers = {"Authorization": "Bearer one"}
     asked = {"model": "fake", "input": "xyz", "max_output_tokens": 3}
     answer = httpx.post(f"{server.url}/v1/responses", json=asked, headers=headers).json()
-    assert answer["system_fingerprint"] == FINGERPRINT.told()
+    assert answer["system_fingerprint"] == FINGERPRINT.short()
     refused = httpx.post(f"{server.url}/v1/responses", json=asked | {"receipt": True}, headers=headers)
     assert refused.status_code == 400
     assert "receipt" in refused.json()["error"]["message"]

@@ -19,7 +19,7 @@ from phasewise.serving.errors import ServingError
 from phasewise.serving.http.http_settings import ApiKey, HttpLimits
 from phasewise.serving.http.monitoring.access_log import AccessLog, Logging, Record, open_log
 from phasewise.serving.http.monitoring.metrics import Gauges, Metrics
-from phasewise.serving.http.routes.app import Surroundings
+from phasewise.serving.http.routes.app import ServerContext
 from phasewise.serving.scheduling.pacing import Pacing
 from tests.support.servers.fake_server import FakeServer, fake_server
 
@@ -30,7 +30,7 @@ PAGE = "https://chat.example"
 @pytest.fixture(scope="module")
 def server() -> Iterator[FakeServer]:
     log = AccessLog(LINES.append, "debug", as_json=True)
-    with fake_server(surroundings=Surroundings((PAGE,), log)) as running:
+    with fake_server(surroundings=ServerContext((PAGE,), log)) as running:
         yield running
 
 
@@ -116,7 +116,7 @@ def test_refusals_and_unknown_paths_have_their_lines(server: FakeServer) -> None
 def test_levels(level: str, n: int) -> None:
     written: list[str] = []
     log = AccessLog(written.append, level)  # type: ignore[arg-type]
-    with fake_server(surroundings=Surroundings((), log)) as server:
+    with fake_server(surroundings=ServerContext((), log)) as server:
         httpx.get(f"{server.url}/health")
         httpx.get(f"{server.url}/v1/models")
         httpx.get(f"{server.url}/nowhere")
@@ -221,7 +221,7 @@ def test_a_line_and_the_counters_name_the_key_the_address_and_the_model() -> Non
     """By labels: no key is in either, right or wrong."""
     keys = ("secret-of-first", ApiKey("secret-of-alice", "alice"))
     told: list[str] = []
-    surroundings = Surroundings(log=AccessLog(told.append, as_json=True))
+    surroundings = ServerContext(log=AccessLog(told.append, as_json=True))
     body = {"model": "fake", "prompt": "abc", "max_tokens": 2}
     with fake_server(HttpLimits(api_keys=keys), surroundings=surroundings) as server:
         for key in (*keys, "secret-that-is-wrong"):

@@ -14,7 +14,7 @@ import pytest
 
 from phasewise.serving.http.http_settings import HttpLimits
 from phasewise.serving.http.monitoring.live import MachineFacts
-from phasewise.serving.http.routes.app import Surroundings
+from phasewise.serving.http.routes.app import ServerContext
 from phasewise.topology import read_machine
 from phasewise.topology.picture import draw_svg
 from tests.support.models.tool_templates import HERMES
@@ -47,7 +47,7 @@ def paged_server() -> contextlib.AbstractContextManager[tuple[FakeServer, Script
         "schedule": "tile 1x32, block 1x64x576, grid 1x2x1, nm, prefetch 0",
     }
     facts = MachineFacts(draw_svg(read_machine()), (row,))
-    return scripted_server(HERMES, "<|im_start|>assistant\n", surroundings=Surroundings(page=facts))
+    return scripted_server(HERMES, "<|im_start|>assistant\n", surroundings=ServerContext(page=facts))
 
 
 @pytest.fixture(scope="module")
@@ -311,7 +311,7 @@ def test_the_live_view_shows_what_the_engine_does(
 
 
 def test_comments_in_a_stream_are_no_part_of_the_answer() -> None:
-    facts = Surroundings(page=MachineFacts())
+    facts = ServerContext(page=MachineFacts())
     limits = HttpLimits(sign_of_life_s=0.02)
     with scripted_server(HERMES, "<|im_start|>assistant\n", surroundings=facts, limits=limits) as (
         server,
@@ -342,7 +342,7 @@ def test_errors_of_the_server_are_told(running: tuple[FakeServer, ScriptedRanks]
 
 
 def test_a_key_is_asked_for_and_kept_in_the_tab() -> None:
-    facts = Surroundings(page=MachineFacts())
+    facts = ServerContext(page=MachineFacts())
     limits = HttpLimits(api_keys=("right",))
     with scripted_server(HERMES, "<|im_start|>assistant\n", surroundings=facts, limits=limits) as (
         server,

@@ -12,14 +12,14 @@ from starlette.types import Message
 from phasewise.serving.http.errors import ClientLeft
 from phasewise.serving.http.requests.fair_lane import FairLane
 from phasewise.serving.http.requests.request_threads import while_there
-from phasewise.serving.sandbox.confined import Patience
+from phasewise.serving.sandbox.confined import CancelToken
 from tests.support.servers.rude_clients import ENOUGH_S
 
 
 @pytest.mark.parametrize("how", ["the client leaves", "the wait is cancelled"])
 def test_work_that_nobody_waits_for_is_told_to_end(how: str) -> None:
     """A batch that is cancelled cancels its requests: their grammars need not be compiled."""
-    patience, begun = Patience(), threading.Event()
+    cancel, begun = CancelToken(), threading.Event()
 
     async def scene() -> None:
         left, lane = asyncio.Event(), FairLane("work", 1, 10)
@@ -35,7 +35,7 @@ def test_work_that_nobody_waits_for_is_told_to_end(how: str) -> None:
 
         ended = threading.Event()
         waiting = asyncio.ensure_future(
-            while_there(Request({"type": "http"}, receive), lane.run("a", work), patience)
+            while_there(Request({"type": "http"}, receive), lane.run("a", work), cancel)
         )
         assert await loop.run_in_executor(None, begun.wait, ENOUGH_S)
         if how == "the client leaves":
@@ -44,7 +44,7 @@ def test_work_that_nobody_waits_for_is_told_to_end(how: str) -> None:
             waiting.cancel()
         with pytest.raises(ClientLeft if how == "the client leaves" else asyncio.CancelledError):
             await waiting
-        assert patience.ended
+        assert cancel.ended
         ended.set()
         lane.close()
 

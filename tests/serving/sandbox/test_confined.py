@@ -16,10 +16,10 @@ from phasewise.serving.grammar.guides import TokenView
 from phasewise.serving.sandbox.confined import (
     Abandoned,
     Bounds,
+    CancelToken,
     ConfinedProcess,
     JobRefused,
     Overrun,
-    Patience,
     Unserved,
 )
 from tests.support.servers.fake_engine import END, VOCAB_SIZE, encode, piece
@@ -145,14 +145,14 @@ def test_a_job_that_wants_too_much_memory_is_ended(started: list[ConfinedProcess
 
 
 def test_a_job_ends_with_the_wait_for_it(started: list[ConfinedProcess]) -> None:
-    process, patience = opened(started, ROOMY), Patience()
-    threading.Timer(0.2, patience.end).start()
+    process, cancel = opened(started, ROOMY), CancelToken()
+    threading.Timer(0.2, cancel.end).start()
 
     with pytest.raises(Abandoned):
-        process.ask(ENDLESS, patience)
+        process.ask(ENDLESS, cancel)
 
     with pytest.raises(Abandoned):
-        process.ask(HARMLESS, patience)
+        process.ask(HARMLESS, cancel)
     assert int(process.ask(HARMLESS)) >= 0
 
 
@@ -186,12 +186,12 @@ def test_nothing_is_left_of_it(started: list[ConfinedProcess]) -> None:
 
 
 def test_only_one_job_runs_at_a_time(started: list[ConfinedProcess]) -> None:
-    process, patience = opened(started, ROOMY), Patience()
+    process, cancel = opened(started, ROOMY), CancelToken()
     told: list[bytes] = []
 
     def wait() -> None:
         with pytest.raises(Abandoned):
-            process.ask(ENDLESS, patience)
+            process.ask(ENDLESS, cancel)
 
     first = threading.Thread(target=wait)
     first.start()
@@ -199,7 +199,7 @@ def test_only_one_job_runs_at_a_time(started: list[ConfinedProcess]) -> None:
     second = threading.Thread(target=lambda: told.append(process.ask(HARMLESS)))
     second.start()
     assert not told
-    patience.end()
+    cancel.end()
     first.join()
     second.join()
     assert int(told[0]) >= 0

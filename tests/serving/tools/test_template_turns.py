@@ -145,4 +145,4 @@ def test_a_hostile_template_has_a_small_form_or_none_and_breaks_no_answer(name: 
 def test_a_form_goes_to_another_process_and_comes_back(name: str) -> None:
     form = model(TEMPLATES[name]).turn
     assert TurnForm.from_json(form.to_json()) == form
-    assert form.told()["ends"] == " or ".join(form.ends)
+    assert form.describe()["ends"] == " or ".join(form.ends)

@@ -17,7 +17,7 @@ from phasewise.serving.grammar.guides import Grammar, Guide, GuideCompiler, Thou
 from phasewise.serving.grammar.late_guides import CallGuide, ThoughtGuide, begun_guide
 from phasewise.serving.http.http_settings import ServedModel
 from phasewise.serving.http.requests.chat_schemas import ChatRequest
-from phasewise.serving.http.requests.request_to_messages import HeldTo, begun_late
+from phasewise.serving.http.requests.request_to_messages import RequiredGrammar, delay_guide
 from phasewise.serving.tools.dialect import Dialect, dialect_of
 from phasewise.serving.tools.form_grammar import Function, Wanted
 from phasewise.serving.tools.parts import Begun, Call, Piece, Reasoning, parsed
@@ -239,7 +239,9 @@ def test_thoughts_that_are_off_do_not_come(
         {"model": "m", "messages": [{"role": "user", "content": "hi"}], **fields}
     )
     held_guide = compiler.compile(grammar)
-    guide = begun_late(held_guide, HeldTo(grammar, "response_format"), body, list(prompt.encode()), model)
+    guide = delay_guide(
+        held_guide, RequiredGrammar(grammar, "response_format"), body, list(prompt.encode()), model
+    )
     thoughts = guide.recipe.thoughts
     assert (() if thoughts is None else (thoughts.is_open,)) == marks
 

@@ -23,7 +23,7 @@ from phasewise.serving.http.http_settings import HttpLimits, ServedModel
 from phasewise.serving.http.lifecycle import Lifecycle
 from phasewise.serving.http.monitoring.metrics import Gauges, Metrics
 from phasewise.serving.http.requests.body import BodyReader
-from phasewise.serving.http.routes.app import ServedEmbeddings, Surroundings, create_app
+from phasewise.serving.http.routes.app import ServedEmbeddings, ServerContext, create_app
 from phasewise.serving.http.routes.batch_runner import BatchRunner
 from phasewise.serving.http.transport.connections import Connections
 from phasewise.serving.http.transport.listening import Address, TcpAddress
@@ -133,7 +133,7 @@ def fake_server(
     max_sequences: int = 4,
     ranks: FakeRanks | None = None,
     context: int = CONTEXT,
-    surroundings: Surroundings | None = None,
+    surroundings: ServerContext | None = None,
     drafter: Drafter | None = None,
     embeddings: ServedEmbeddings | None = None,
     batch_dir: Path = Path(),
@@ -174,7 +174,7 @@ def fake_server(
         piece,
         (lambda chat, _patience: encode(render_chat(chat.messages))) if has_template else None,
     )
-    surroundings = surroundings or Surroundings()
+    surroundings = surroundings or ServerContext()
     said: list[str] = []
     runner = BatchRunner(batch_dir, batch_bytes, max_sequences, limits.max_body_bytes, life, said.append)
     app = create_app(model(served), client, limits, life, metrics, surroundings, embeddings, batches=runner)

@@ -10,8 +10,8 @@ import numpy as np
 
 from phasewise.serving.grammar.guides import GuideCompiler, TokenView
 from phasewise.serving.http.http_settings import HttpLimits, ServedModel
-from phasewise.serving.http.routes.app import Surroundings
-from phasewise.serving.sandbox.confined import Patience
+from phasewise.serving.http.routes.app import ServerContext
+from phasewise.serving.sandbox.confined import CancelToken
 from phasewise.serving.text.chat import Conversation
 from phasewise.serving.text.chat_template import ChatTemplate
 from phasewise.serving.tools.dialect import dialect_of
@@ -47,7 +47,7 @@ def scripted_server(
     template: str,
     opening: str,
     context: int = 4000,
-    surroundings: Surroundings | None = None,
+    surroundings: ServerContext | None = None,
     limits: HttpLimits | None = None,
 ) -> Iterator[tuple[FakeServer, ScriptedRanks]]:
     """A server of a model with this chat template, whose prompts end with `opening`."""
@@ -56,7 +56,7 @@ def scripted_server(
     guides = GuideCompiler(TokenView(VOCAB_SIZE, frozenset({END}), frozenset({END}), piece, encode))
     dialect = dialect_of(template, lambda _text: None, frozenset(), turn=written.turn_form())
 
-    def encode_chat(chat: Conversation, _patience: Patience) -> list[int]:
+    def encode_chat(chat: Conversation, _cancel: CancelToken) -> list[int]:
         return encode(written.render(chat.messages, tools=chat.tools or None, variables=chat.variables))
 
     def model(served: ServedModel) -> ServedModel:

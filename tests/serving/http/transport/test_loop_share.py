@@ -16,7 +16,7 @@ def used_s(n_connections: int, seconds: float, standing: Standing) -> float:
     for _ in range(n_connections):
         new_allowance = share.allowance(0.0)
         if standing is VOUCHED:
-            new_allowance.vouch()
+            new_allowance.mark_answered()
         free_at[new_allowance] = 0.0
     used, now_s = 0.0, 0.0
     while now_s < seconds:
