@@ -1,4 +1,4 @@
-"""The compiled extension: Cython doors over C kernels, each kernel source compiled once per instruction set.
+"""The compiled extension: Cython bindings over C kernels, each kernel source compiled once per instruction set.
 
 PHASEWISE_ISA_BUILD chooses the instruction sets: `all` (the default), `native` (portable C and the highest
 that this machine runs), names separated by commas, or `none` (an editable install, whose extension is
@@ -85,7 +85,7 @@ class build_kernels(build_ext):
         if is_same_choice and not self.force and not newer_group([*ext.sources, *ext.depends], target):
             return
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-            others = [pool.submit(self.compile_source, ext, source) for source in ext.sources]  # doors first
+            others = [pool.submit(self.compile_source, ext, source) for source in ext.sources]  # bindings first
             units = [(isa, unit) for isa in reversed(isas) for unit in UNITS]
             reference = isas[0] if ISA_BUILD == "native" and len(isas) > 1 else None
             kernels = [
@@ -149,7 +149,7 @@ class build_kernels(build_ext):
     def compile_source(self, ext: Extension, source: str) -> str:
         if not source.endswith("_native.c"):
             return self.compile_with(ext, source, ext.extra_compile_args)
-        # The doors check and call: at -O3 gcc spends twice the time on them, and no call is faster.
+        # The bindings check and call: at -O3 gcc spends twice the time on them, and no call is faster.
         flags = [*ext.extra_compile_args, "-O1"]
         if not ext.py_limited_api:
             return self.compile_with(ext, source, flags)
@@ -220,7 +220,7 @@ native = Extension(
         ),
     ],
     include_dirs=[str(KERNELS)],
-    depends=["setup.py", *files_like("*.h", "*/*.h", "doors/*.pxi", "isa/*.json"), *UNITS, *FAMILIES],
+    depends=["setup.py", *files_like("*.h", "*/*.h", "bindings/*.pxi", "isa/*.json"), *UNITS, *FAMILIES],
     define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")],
     extra_compile_args=[*COMMON_FLAGS, *ISA_FLAGS["portable"]],
     extra_link_args=["-pthread"],

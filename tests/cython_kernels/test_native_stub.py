@@ -84,7 +84,7 @@ def test_classes_have_what_the_stub_says() -> None:
 @pytest.mark.parametrize("name", sorted(name for name in public(CLASSES) if not CLASSES[name].bases))
 def test_classes_are_made_from_what_the_stub_says(name: str) -> None:
     """By the sources: Python cannot ask an extension class for the parameters of `__cinit__`."""
-    sources = "\n".join(path.read_text() for path in sorted(KERNELS.glob("doors/*.pxi")))
+    sources = "\n".join(path.read_text() for path in sorted(KERNELS.glob("bindings/*.pxi")))
     match = re.search(
         rf"^cdef class {name}\b.*?^    def __cinit__\(self, (.*?)\):", sources, re.DOTALL | re.MULTILINE
     )

@@ -61,11 +61,11 @@ print(json.dumps(known | bits_check.of_bf16()))
 def built(folder: Path) -> Iterator[tuple[str, Path]]:
     """Of each instruction set its name, and the extension of a machine that has it emulated."""
     pic = ("-fPIC", "-fvisibility=hidden")
-    doors, units = folder / "doors", folder / "units"
-    for subfolder in (doors, units):
+    bindings, units = folder / "bindings", folder / "units"
+    for subfolder in (bindings, units):
         subfolder.mkdir()
     include = f"-I{sysconfig.get_path('include')}"
-    common = compile_all("gcc", [KERNELS / "_native.c"], doors, *pic, "-O1", "-w", include)
+    common = compile_all("gcc", [KERNELS / "_native.c"], bindings, *pic, "-O1", "-w", include)
     common += compile_all("gcc", common_sources(), units, *pic)
     common += compile_isa("gcc", KERNELS / "isa" / "portable.h", folder, *pic)
     for emulated in EMULATED:
