@@ -1,4 +1,4 @@
-"""The compiled extension: Cython bindings over C kernels, each kernel source compiled once per instruction set.
+"""The compiled extension: Cython bindings over C kernels, each kernel source compiled once for each ISA.
 
 PHASEWISE_ISA_BUILD chooses the instruction sets: `all` (the default), `native` (portable C and the highest
 that this machine runs), names separated by commas, or `none` (an editable install, whose extension is
@@ -85,7 +85,7 @@ class build_kernels(build_ext):
         if is_same_choice and not self.force and not newer_group([*ext.sources, *ext.depends], target):
             return
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-            others = [pool.submit(self.compile_source, ext, source) for source in ext.sources]  # bindings first
+            others = [pool.submit(self.compile_source, ext, source) for source in ext.sources]
             units = [(isa, unit) for isa in reversed(isas) for unit in UNITS]
             reference = isas[0] if ISA_BUILD == "native" and len(isas) > 1 else None
             kernels = [

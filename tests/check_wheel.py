@@ -100,7 +100,7 @@ def check(python: str, scratch: Path) -> None:
     needed = sources("*.py", "*.pyx", "*.pxi", "*.[ch]", "*.json", "*.mako")
     missing = [name for name in needed if not (unpacked / name).exists()]
     assert not missing, f"{sdist.name} lacks {missing}"
-    shutil.copytree(tree / "build", unpacked / "build")  # the objects, so that only the bindings compile again
+    shutil.copytree(tree / "build", unpacked / "build")  # the objects: only the bindings compile again
     run(
         pip,
         "wheel",
