@@ -64,8 +64,8 @@ def replay(
     A receipt is what `serve --receipts` gives with an answer. Prompt and
     answer are computed together in one prefill, every token is chosen again
     with the recorded settings and seed, and the digests of the logits are
-    compared; so is the text of an answer with its tokens. With --signer every
-    receipt must also be signed by that key.
+    compared; so are the text and the usage of an answer with its tokens. With
+    --signer every receipt must also be signed by that key.
 
     Each receipt is judged by itself, by the name of its file. The exit code
     is 0 if every receipt is confirmed, and 3 if any is refused.

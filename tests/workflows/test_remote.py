@@ -493,7 +493,20 @@ def test_a_driver_that_waits_for_good_is_given_up(tmp_path: Path, monkeypatch: p
         pull_all("memory://bucket/remote", str(tmp_path / "there.db"), Trust(digest="0" * 64))
 
 
-@pytest.mark.parametrize("remote", ["http://example.org/x", "ftp://example.org/x", "file:///etc"])
+@pytest.mark.parametrize(
+    "remote",
+    [
+        "http://example.org/x",
+        "HTTP://example.org/x",
+        "ftp://example.org/x",
+        "file:///etc",
+        "File:///etc",
+        "://etc",
+        "simplecache::http://example.org/x",
+        "blockcache::file:///etc",
+        "hf://a::file:///etc",
+    ],
+)
 def test_other_addresses_are_refused(tmp_path: Path, remote: str) -> None:
     with pytest.raises(RemoteError, match="a folder or an https:// address"):
         pull_all(remote, str(tmp_path / "x.db"), Trust(digest="0" * 64))
@@ -594,7 +607,13 @@ def test_an_older_index_is_a_replay_however_the_folder_is_written(
         ("https://h.example/a", "https://H.Example:443/a/"),
         ("https://h.example/a/b", "HTTPS://h.example//a/./c/../b#x"),
         ("https://h.example/a%20b", "https://h.example./a b"),
+        ("https://h.example/a", "https://h.example:/a"),
+        ("https://h.example/a", "https://h.example:0443/a"),
+        ("https://h.example:8443/a", "https://h.example.:08443/a"),
+        ("https://h.example/a", "https://%68.example/a"),
+        ("https://b\u00fccher.example/a", "https://xn--bcher-kva.example/a"),
         ("hf://datasets/Org/name", "hf://datasets/Org//name/"),
+        ("hf://datasets/Org/name", "HF://datasets/Org/name"),
     ],
 )
 def test_an_address_is_one_remote_however_it_is_written(written: str, other: str) -> None:
@@ -636,3 +655,19 @@ def test_a_push_repairs_what_is_damaged(tmp_path: Path, pushed: tuple[Path, Bund
     assert place.read_bytes() == content
     assert any("put there anew" in line for line in said)
     pull_all(remote, str(tmp_path / "new.db"), pinned(remote))
+
+
+def test_a_directory_in_a_bundle_s_place_is_told_and_nothing_is_left_beside_it(
+    tmp_path: Path, pushed: tuple[Path, Bundle]
+) -> None:
+    remote, bundle = pushed
+    place = remote / bundle.path
+    place.unlink()
+    (place / "theirs").mkdir(parents=True)
+    before = sorted(remote.rglob("*"))
+
+    with pytest.raises(RemoteError, match="cannot be written") as refused:
+        push(str(remote), str(tmp_path / "a.db"), ALSO, pinned(remote))
+
+    assert "\n" not in str(refused.value)
+    assert sorted(remote.rglob("*")) == before

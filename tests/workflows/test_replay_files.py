@@ -146,6 +146,59 @@ def test_an_answer_that_shows_something_else_than_its_tokens_is_refused(
         assert last[str(file)].problems == ("the text of the answer is not that of its tokens",), file.name
 
 
+USAGES: dict[str, Json | list[int] | str] = {
+    "fewer tokens": {"completion_tokens": 1},
+    "more tokens": {"completion_tokens": 10**30},
+    "another prompt": {"prompt_tokens": 7777},
+    "another total": {"total_tokens": 0},
+    "a true count as a float": {"total_tokens": 1.5},
+    "no count": {"completion_tokens": None},
+    "more from the cache than there is": {"prompt_tokens_details": {"cached_tokens": 7777}},
+    "fewer than none": {"prompt_tokens_details": {"cached_tokens": -1}},
+    "more accepted than generated": {"completion_tokens_details": {"accepted_prediction_tokens": 7777}},
+    "details of another kind": {"prompt_tokens_details": [1]},
+    "a list": [1],
+    "a text": "much",
+}
+
+
+@pytest.mark.parametrize("change", USAGES)
+def test_an_answer_whose_usage_is_not_the_count_of_its_tokens_is_refused(
+    model: Path, answers: dict[str, Json], tmp_path: Path, change: str
+) -> None:
+    files = []
+    for name, answer in answers.items():
+        usage = USAGES[change]
+        changed = {**answer, "usage": {**answer["usage"], **usage} if isinstance(usage, dict) else usage}
+        files.append(written(tmp_path, f"{name}.json", changed))
+
+    verdicts = judged(model, *files)
+
+    said = ("the usage of the answer is not the count of its tokens",)
+    assert [verdict.problems for verdict in verdicts] == [said] * len(verdicts)
+
+
+def test_the_tokens_of_a_prompt_count_once_for_all_its_choices(
+    model: Path, answers: dict[str, Json], tmp_path: Path
+) -> None:
+    """As for two prompts, where the prompts are equal; what is without a usage states none."""
+    two = answers["two"]
+    n_prompt, n_generated = two["usage"]["prompt_tokens"], two["usage"]["completion_tokens"]
+    totals = {
+        n: {"prompt_tokens": n * n_prompt, "total_tokens": n * n_prompt + n_generated} for n in (1, 2, 3)
+    }
+    files = [
+        written(tmp_path, f"{n}.json", {**two, "usage": {**two["usage"], **counts}})
+        for n, counts in totals.items()
+    ]
+    without = {name: value for name, value in two.items() if name != "usage"}
+    files.append(written(tmp_path, "without.json", without))
+
+    verdicts = judged(model, *files)
+
+    assert [verdict.is_confirmed for verdict in verdicts] == [True] * 4 + [False] * 2 + [True] * 2
+
+
 def forged(receipt: Json, **settings: Any) -> Json:
     """With other settings, and digests that fit them. Sampling's are named by `sampling`."""
     fields = copy.deepcopy(receipt)

@@ -12,6 +12,7 @@ import hashlib
 import math
 import os
 import posixpath
+import secrets
 import shutil
 import threading
 import time
@@ -22,9 +23,8 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import IO, Any, BinaryIO
-from urllib.parse import quote, unquote, urlsplit, urlunsplit
+from urllib.parse import SplitResult, quote, unquote, urlsplit, urlunsplit
 
 from phasewise._files import open_file, open_regular, write_file
 from phasewise._words import counted
@@ -39,8 +39,10 @@ _LOOK_AGAIN_S = 0.05
 _CHUNK_BYTES = 1 << 20
 _LOCK = ".phasewise-lock"
 _HTTPS = "https://"
-_REFUSED = ("http", "ftp", "file", "local")
+_REFUSED = ("", "http", "ftp", "file", "local")
 """Schemes of addresses that anybody on the way could change, and of folders."""
+_CHAIN = "::"
+"""Between two addresses of fsspec, one of which reads the other: it would hide a refused scheme."""
 
 
 def identity_of(remote: str) -> str:
@@ -49,10 +51,16 @@ def identity_of(remote: str) -> str:
         return os.path.realpath(os.path.expanduser(remote))
     address = urlsplit(remote)
     path = posixpath.normpath(f"/{quote(unquote(address.path))}").lstrip("/")
-    host = address.netloc
-    if address.scheme.lower() == "https":
-        host = host.lower().removesuffix(":443").removesuffix(".")
-    return urlunsplit((address.scheme.lower(), host, path, address.query, ""))
+    host = _https_host(address) if address.scheme == "https" else address.netloc
+    return urlunsplit((address.scheme, host, path, address.query, ""))
+
+
+def _https_host(address: SplitResult) -> str:
+    """ValueError for a port that is none."""
+    host, port = unquote(address.hostname or "").lower().removesuffix("."), address.port
+    with suppress(UnicodeError):
+        host = host.encode("idna").decode("ascii")
+    return host if port in (None, 443) else f"{host}:{port}"
 
 
 class RemoteFiles:
@@ -61,10 +69,15 @@ class RemoteFiles:
     def __init__(self, remote: str, seconds: float = math.inf) -> None:
         """seconds: after which reads are given up."""
         self.name = redacted(remote)
-        self.identity = identity_of(remote)
         self._seconds, self._deadline_s = seconds, time.monotonic() + seconds
-        self._url = remote.rstrip("/") if "://" in remote else None
-        if remote.partition("://")[0] in _REFUSED and self._url is not None:
+        scheme, mark, rest = remote.partition("://")
+        self._url = f"{scheme.lower()}{mark}{rest.rstrip('/')}" if mark else None
+        try:
+            self.identity = identity_of(remote)
+        except ValueError as error:
+            raise RemoteError(f"{self.name} is no address: {error}") from None
+        is_chain = scheme.lower() != "https" and _CHAIN in remote
+        if mark and (scheme.strip().lower() in _REFUSED or is_chain):
             raise RemoteError(
                 f"{self.name}: a remote is a folder or an https:// address of static files, or another that "
                 "fsspec reads, such as hf:// or s3://"
@@ -180,15 +193,12 @@ class RemoteFiles:
         target = self._folder / bundle.path
         if self.has(bundle):
             return
+        begun = target.with_name(f".phasewise-{secrets.token_hex(8)}")
         try:
-            with (
-                content.open("rb") as source,
-                NamedTemporaryFile(dir=target.parent, prefix=".phasewise-", delete=False) as file,
-            ):
-                shutil.copyfileobj(source, file, _CHUNK_BYTES)
-            os.chmod(file.name, 0o644)
-            os.replace(file.name, target)
+            shutil.copyfile(content, begun)
+            begun.replace(target)
         except OSError as error:
+            begun.unlink(missing_ok=True)
             what = counted(bundle.rows, "row")
             raise RemoteError(
                 f"{self.name}: a bundle of {what} cannot be written: {error.strerror}"

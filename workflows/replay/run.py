@@ -25,6 +25,7 @@ from phasewise.serving.errors import ServingError
 from phasewise.workflows.opening.kept_cores import KeptCores
 from phasewise.workflows.opening.open_model import NATIVE, OpenModel, Weights, check_settings, open_model
 from phasewise.workflows.replay.said_text import says_its_tokens
+from phasewise.workflows.replay.usage import usage_counts_its_tokens
 from phasewise.workflows.report import Report, silent
 
 if TYPE_CHECKING:
@@ -68,11 +69,15 @@ class ReceiptVerdict:
 
 @dataclass(frozen=True)
 class GivenReceipt:
-    """A receipt of a file, or why it cannot be read, and the choice of an answer that it stands in."""
+    """A receipt of a file, or why it cannot be read, and the choice of an answer that it stands in.
+
+    has_true_usage: False where the answer states other counts of tokens than its receipts have.
+    """
 
     source: str
     receipt: Receipt | ReceiptError
     choice: Json | None = None
+    has_true_usage: bool = True
 
 
 def read_receipts(path: Path) -> Iterator[GivenReceipt]:
@@ -82,12 +87,13 @@ def read_receipts(path: Path) -> Iterator[GivenReceipt]:
     n_given = 0
     for source, document in _documents(path):
         entries = [document] if isinstance(document, ReceiptError) else _in_document(document)
-        for fields, choice in ((entry if isinstance(entry, tuple) else (entry, None)) for entry in entries):
+        for entry in entries:
             n_given += 1
             if n_given > _MOST_RECEIPTS:
                 yield GivenReceipt(source, ReceiptError(f"it is beyond the {_MOST_RECEIPTS} of one file"))
                 return
-            yield GivenReceipt(source, _read(fields), choice)
+            fields, choice, has_true_usage = entry if isinstance(entry, tuple) else (entry, None, True)
+            yield GivenReceipt(source, _read(fields), choice, has_true_usage)
     if not n_given:
         yield GivenReceipt(str(path), ReceiptError(_NO_RECEIPT))
 
@@ -124,14 +130,17 @@ def _parsed(data: bytes) -> Any:
 
 
 def _in_document(document: Any) -> Iterator[Any]:
-    """The receipts in a value, those of an answer each with its choice."""
+    """The receipts in a value, those of an answer each with its choice and whether the answer's usage
+    counts its tokens.
+    """
     if isinstance(document, list):
         yield from document
     elif isinstance(document, dict) and isinstance(document.get("data"), list):
         yield from document["data"]
     elif isinstance(document, dict) and isinstance(document.get("choices"), list):
+        has_true_usage = usage_counts_its_tokens(document)
         yield from (
-            (choice["receipt"], choice)
+            (choice["receipt"], choice, has_true_usage)
             for choice in document["choices"]
             if isinstance(choice, dict) and "receipt" in choice
         )
@@ -254,6 +263,8 @@ class _Replayer:
             problems.append(wrong)
         if given.choice is not None and not says_its_tokens(given.choice, receipt, self._text, self._ends):
             problems.append("the text of the answer is not that of its tokens")
+        if not given.has_true_usage:
+            problems.append("the usage of the answer is not the count of its tokens")
         return problems, None if replaying.first_token is None else replaying.first_token + 1
 
     def _cannot_check(self, receipt: Receipt) -> str | None:

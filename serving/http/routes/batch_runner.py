@@ -72,7 +72,7 @@ class _LinesOfFile:
             self._file = open_file(self._path)
             self._lines = read_lines(self._file, self._most_bytes, (self._url,))
         read: list[BatchLine] = []
-        n_bytes = 0
+        begins_at = self._file.tell()
         for line in self._lines:
             self._n_lines += 1
             self._n_requests += line is not None
@@ -80,8 +80,7 @@ class _LinesOfFile:
                 raise _Unreadable(f"the file has more than {MOST_LINES} lines")
             if line is not None:
                 read.append(line)
-                n_bytes += len(line.body)
-                if len(read) == _READ_AT_ONCE or n_bytes >= self._most_bytes:
+                if len(read) == _READ_AT_ONCE or self._file.tell() - begins_at >= self._most_bytes:
                     break
         return read
 

@@ -204,11 +204,11 @@ class Connection(asyncio.BufferedProtocol):
 
     def eof_received(self) -> None:
         """A client that has closed its side counts as gone, and its answer is not sent on. It may have closed
-        only that side, and is told.
+        only that side, and is told; over TLS where it said so, since what ends without is a truncation.
         """
         if not self._is_in_exchange:
             return
-        if self.conn.our_state is h11.SEND_RESPONSE and self.transport.can_write_eof():  # no TLS
+        if self.conn.our_state is h11.SEND_RESPONSE:
             assert self._exchange is not None
             self.transport.write(_HALF_CLOSED.raw_response())
             self._exchange.leave()

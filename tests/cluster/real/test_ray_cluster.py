@@ -244,8 +244,11 @@ def test_unlike_pools_on_labelled_nodes(tmp_path: Path) -> None:
 @pytest.mark.skipif(not HAS_RAY, reason="Ray is not installed (extra ray)")
 def test_a_server_on_two_nodes(tmp_path: Path) -> None:
     """`serve --cluster`: the answers of one engine, also while an instance is killed and replaced, after
-    strangers were at its ports, and beside another server on the same cluster."""
-    seen = seen_by("tests.support.servers.ray_serve", tmp_path)
+    strangers were at its ports, and beside another server on the same cluster; all of it while nobody listens
+    where the tuning database should be."""
+    (tmp_path / "down").mkdir()
+    database = f"postgresql+psycopg://phasewise@/none?host={tmp_path / 'down'}"
+    seen = seen_by("tests.support.servers.ray_serve", tmp_path, PHASEWISE_DB=database)
     print(f"replaced {seen['replaced_s']:.2f} s after its requests were answered")
 
     assert seen["first"] == seen["again"] == seen["whole"]
@@ -260,6 +263,9 @@ def test_a_server_on_two_nodes(tmp_path: Path) -> None:
     divided = re.search(r"^phasewise_hand_overs_total (\d+)", seen["metrics"], re.MULTILINE)
     assert divided is not None
     assert int(divided[1]) > 0
+    without = re.search(r"^phasewise_starts_without_database_total (\d+)", seen["metrics"], re.MULTILINE)
+    assert without is not None
+    assert int(without[1]) >= 3, "the two instances, and the one that took the place of a killed one"
     says = {
         "placement": "cannot place instances",
         "token": "start Ray and phasewise with RAY_AUTH_MODE=token",

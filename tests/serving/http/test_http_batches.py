@@ -24,6 +24,7 @@ from phasewise.serving.batches.lines import read_line
 from phasewise.serving.batches.store import BatchStore
 from phasewise.serving.http.http_settings import HttpLimits
 from phasewise.serving.http.requests.upload import read_form
+from phasewise.serving.http.routes.batch_runner import _LinesOfFile
 from tests.support.servers.fake_server import FakeServer, fake_server
 from tests.support.servers.rude_clients import ENOUGH_S, until
 
@@ -242,6 +243,29 @@ def test_a_line_longer_than_a_body_is_refused_unparsed(tmp_path: Path) -> None:
         faults = [fault["error"]["message"] for fault in read(client, batch.error_file_id)]
     assert faults[0] == "line 2: it is longer than 2000 bytes"
     assert faults[1].startswith("line 3: it is not JSON: it is nested deeper")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        line("a", prompt="b" * 1500) * 40,
+        (b"[" + b"0," * 750 + b"\n") * 40,
+        (b" " * 1500 + b"0\n") * 40,
+        (b"0" * 2500 + b"\n") * 40,
+    ],
+    ids=["requests", "no JSON", "spaces", "too long"],
+)
+def test_lines_are_read_few_bytes_at_a_time_whatever_they_are(tmp_path: Path, content: bytes) -> None:
+    """A batch ends, and the thread rests, between two pieces of a file: no piece may be long."""
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(content)
+    lines = _LinesOfFile(path, 2000, ENDPOINT)
+
+    pieces = [len(some) for some in iter(lines.some, [])]
+    lines.close()
+
+    assert sum(pieces) == 40
+    assert max(pieces) <= 2
 
 
 @pytest.mark.parametrize("lines", [b"\n" * 300_000, b" \n" * 300_000, b"[]\n" * 60_000])

@@ -133,8 +133,14 @@ def strangers(url: str, address: str) -> dict[int, list[str]]:
                 if name:
                     false.setsockopt_string(zmq.IDENTITY, name)
                 false.connect(f"tcp://{node_of(address)}:{port}")
-                for raw in (write(Stop()), write(CannotStart("a stranger says so")), b"{", bytes(1 << 16)):
-                    false.send(raw, zmq.NOBLOCK)
+                with contextlib.suppress(zmq.Again):  # it was turned away before it had said all
+                    for raw in (
+                        write(Stop()),
+                        write(CannotStart("a stranger says so")),
+                        b"{",
+                        bytes(1 << 16),
+                    ):
+                        false.send(raw, zmq.NOBLOCK)
                 time.sleep(0.2)
                 false.close()
         by_port[port] = answers(url)
@@ -188,7 +194,12 @@ def new_prompt_instance(address: str, old_pid: int) -> bool:
 
 
 def refused(model: Path, address: str) -> dict[str, tuple[int, str]]:
-    """Exit code and stderr of commands whose wishes cannot be met, by what is wrong."""
+    """Exit code and stderr of commands whose wishes cannot be met, by what is wrong: of them alone, so without
+    a setting that has no effect here, and without a database that is down.
+    """
+    beside = {
+        name: os.environ[name] for name in os.environ.keys() - {"PHASEWISE_SPLIT_ABOVE", "PHASEWISE_DB"}
+    }
     command = [*PHASEWISE, "serve", str(model), "--port", "0", "--cluster"]
     wrong = {
         "placement": ([*command, address, "--mixed", "1x64"], {}),
@@ -198,7 +209,7 @@ def refused(model: Path, address: str) -> dict[str, tuple[int, str]]:
     outcomes = {}
     for name, (asked, changes) in wrong.items():
         done = subprocess.run(
-            asked, capture_output=True, text=True, timeout=120, check=False, env={**os.environ, **changes}
+            asked, capture_output=True, text=True, timeout=120, check=False, env={**beside, **changes}
         )
         outcomes[name] = done.returncode, done.stderr
     return outcomes

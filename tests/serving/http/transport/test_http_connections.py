@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
@@ -16,9 +18,11 @@ from hypothesis import strategies as st
 
 from phasewise.serving.http.http_settings import HttpLimits
 from phasewise.serving.http.transport.connection_clocks import ConnectionClocks
+from phasewise.serving.http.transport.listening import TcpAddress, tls_context
 from tests.support.servers.fake_server import FakeServer, fake_server
 from tests.support.servers.rude_clients import completion, connect, n_descriptors, read_to_end, until
 
+TLS = Path(__file__).parents[3] / "data" / "tls"
 HASTY = HttpLimits(
     header_s=0.3, body_s=0.3, keep_alive_s=0.3, stalled_write_s=0.3, max_header_bytes=4096, max_connections=64
 )
@@ -186,6 +190,42 @@ def test_a_client_that_closes_its_own_side_is_told(server: FakeServer, path: str
 
     assert said.startswith(b"HTTP/1.1 400 ")
     assert b"connection: close" in said
+    assert b'"code":"half_closed"' in said
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+def test_a_client_that_closes_its_own_side_of_tls_is_told(stream: bool, version: ssl.TLSVersion) -> None:
+    trusting = ssl.create_default_context(cafile=TLS / "cert.pem")
+    trusting.maximum_version = version
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = trusting.wrap_bio(incoming, outgoing, server_hostname="127.0.0.1")
+    gate = threading.Event()
+    context = tls_context(TLS / "cert.pem", TLS / "key.pem")
+    with (
+        fake_server(address=TcpAddress("127.0.0.1", 0, secure=True), tls=context) as server,
+        connect(server.url) as raw,
+    ):
+        server.ranks.before_step = lambda: gate.wait(60)
+        while True:
+            try:
+                client.do_handshake()
+                break
+            except ssl.SSLWantReadError:
+                raw.sendall(outgoing.read())
+                incoming.write(raw.recv(65536))
+        client.write(completion(max_tokens=9, stream=stream))
+        raw.sendall(outgoing.read())
+        until(lambda: server.client.n_live == 1, "it is not computed")
+        with pytest.raises(ssl.SSLWantReadError):
+            client.unwrap()  # its word that it sends no more
+        raw.sendall(outgoing.read())
+        incoming.write(read_to_end(raw))
+        said = client.read(65536)
+        gate.set()
+        server.wait_until_idle()
+
+    assert said.startswith(b"HTTP/1.1 400 ")
     assert b'"code":"half_closed"' in said
 
 
