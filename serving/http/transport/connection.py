@@ -131,7 +131,7 @@ class Connection(asyncio.BufferedProtocol):
         return True
 
     def came_s(self) -> float:
-        """When the last bytes of the client came to this machine, by the loop's clock: they may have waited
+        """The time at which the client's last bytes came to this machine, by the loop's clock: they may have waited
         for long to be read. Where the kernel does not tell, now.
         """
         link = self.transport.get_extra_info("socket")
