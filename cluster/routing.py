@@ -467,7 +467,7 @@ def _pending_tokens(machine: _Machine) -> int:
 
 
 def _most_blocks(kv_slots: int) -> int:
-    """Most blocks of prefixes that a machine of so many slots can hold in memory and on disk."""
+    """Most blocks of prefixes that a machine with this number of slots can hold in memory and on disk."""
     return kv_slots // BLOCK_TOKENS + MOST_STORED_BLOCKS
 
 

@@ -36,7 +36,7 @@ TRIED = 3
 
 
 class PreferenceReason(StrEnum):
-    """Why a timing is the preferred one of its key."""
+    """The reason that a timing is the preferred one of its key."""
 
     IN_USE = "in use"
     MEASURED = "measured"
@@ -207,7 +207,7 @@ class Bench(Protocol):
     """The instrument that measures here: the tuner's evaluator, handed in by the command line."""
 
     def obstacle(self, problem: Problem, schedule: Schedule) -> str | None:
-        """Why this cannot be measured here; None where it can. A stranger's row may ask for anything."""
+        """The obstacle to measuring this here; None where there is none. A row may be a stranger's."""
 
     def measure(self, problem: Problem, schedules: Sequence[Schedule]) -> Sequence[Sample]:
         """Interleaved timings, one for each schedule and in their order, of results that were checked."""

@@ -1,4 +1,4 @@
-"""When the requests of a load are sent: arrivals drawn with a seed, taken from a trace, or a closed loop.
+"""The times of the requests of a load: arrivals drawn with a seed, taken from a trace, or a closed loop.
 
 Arrivals follow vLLM's benchmark: gaps are gamma distributed with shape B (burstiness) and mean 1/rate, so
 B = 1 is a Poisson process and larger B is steadier; they are scaled so that the last request comes at n/rate.
@@ -29,7 +29,7 @@ class Arrivals(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RequestPace:
-    """When requests are sent. Without `rate` and `instants_s` each client waits for its answer first.
+    """The times of requests. Without `rate` and `instants_s` each client waits for its answer first.
 
     rate: requests/s. instants_s: arrivals of a trace or a day, as `origin` says, in seconds; `rate` does not
     apply to them. most_at_once: most requests in flight, None for no limit; in a closed loop the number of

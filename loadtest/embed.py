@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from phasewise._words import counted
 from phasewise.loadtest.arrivals import RequestPace
 from phasewise.loadtest.client import LoadClient, LoadTestError, Prompt, Target, open_client
 from phasewise.loadtest.metrics import Measured
@@ -50,7 +51,7 @@ class TextBatches:
         return -(-len(self.texts) // self.each)
 
     def describe(self) -> str:
-        return f"{len(self.texts)} texts"
+        return counted(len(self.texts), "text")
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class FailureKind(StrEnum):
-    """Why a request has no whole answer."""
+    """The reason that a request has no whole answer."""
 
     refused = "refused"
     """No connection could be made."""

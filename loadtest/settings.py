@@ -17,7 +17,7 @@ DAY = "with --daily: how long the day takes, in seconds"
 
 @dataclass(frozen=True)
 class SendingTimes:
-    """When requests are sent: at a rate, at a trace's arrivals, by a day's curve, or by clients that wait."""
+    """The times of requests: at a rate, at a trace's arrivals, by a day's curve, or by clients that wait."""
 
     PANEL = "When"
 

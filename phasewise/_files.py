@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 _REPLACED_IN_PLACE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY, errno.EXDEV, errno.ENOTSUP)
-"""Why a file that may be written cannot be replaced: its directory, or something mounted on it."""
+"""Errors of a writable file that cannot be replaced: its directory, or something mounted on it."""
 
 FIRST_BYTE_S = 10.0
 """Seconds that a pipe has for its first byte, or for somebody who reads it."""

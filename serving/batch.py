@@ -61,7 +61,7 @@ class Batch(NamedTuple):
     phase: Phase
     slices: tuple[SequenceSlice, ...]
     request_ids: tuple[str, ...] = ()
-    """Whose each slice is, in the same order. For the scheduler and the sampler; ranks do not read it."""
+    """The request of each slice, in the same order. Ranks do not read it."""
     copies: tuple[KvCopy, ...] = ()
     """Done in this order before anything is computed; by the engine, through `Ranks.copy_kv`."""
     n_in_shadow: int = 0

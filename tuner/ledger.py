@@ -68,11 +68,11 @@ class Ledger:
         return self._samples.setdefault(problem, {})
 
     def begun_ms(self, problems: Sequence[Problem]) -> int | None:
-        """When any process stored the first sample of any problem of one weight; None: there is none."""
+        """The time of the first stored sample of any problem of one weight; None: there is none."""
         return self._store.begun_ms(problems, *self._key, self._scope.since_ms)
 
     def settled_ms(self, problems: Sequence[Problem]) -> float:
-        """When the last of these got its first verdict; infinite: not all have one."""
+        """The time at which the last of these got its first verdict; infinite: not all have one."""
         firsts = (next(iter(self._own_verdicts(problem)), None) for problem in problems)
         return max((first.origin.created_at_ms if first else math.inf for first in firsts), default=math.inf)
 

@@ -51,7 +51,7 @@ REPEAT_FROM = 128
 """A schedule tuned for at least this many rows serves any larger m that has no nearer one."""
 NEIGHBOURS = ", and its neighbours"
 Obstacle: TypeAlias = Callable[[Problem, Schedule], str | None]
-"""Why a schedule cannot run here, None where it can; `obstacles.obstacle` knows."""
+"""The reason that a schedule cannot run here, None where it can; `obstacles.obstacle` knows."""
 
 MOST_TOLD = 5
 """Most rows that are left out by name."""

@@ -68,8 +68,9 @@ class Attempt:
 
 
 def is_whole(request: Submit) -> bool:
-    """True if one instance must compute all of the request: whoever answers gives out log-probabilities of
-    the prompt, and a request in shadow gives way at once, which a block being sent cannot."""
+    """True if one instance must compute all of the request: the one that answers also gives out the prompt's
+    log-probabilities, and a request in shadow gives way at once, which a block being sent cannot.
+    """
     return request.prompt_logprobs is not None or request.in_shadow
 
 

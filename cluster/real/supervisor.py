@@ -402,7 +402,7 @@ class Supervisor:
 
 
 def _difference(name: str, ours: Identity, theirs: Identity) -> str | None:
-    """Why an instance cannot hand requests over to instance `name`, of identity `ours`; None: it can.
+    """The obstacle to handing requests over to instance `name`, of identity `ours`; None: it can.
 
     The name of a format is no difference: where the numbers and their arithmetic are the same, so are bits.
     """

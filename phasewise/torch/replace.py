@@ -65,7 +65,7 @@ def _obstacle(
     min_sparsity: float,
     skip: Collection[str],
 ) -> str | None:
-    """Why a layer stays; None: it does not."""
+    """The reason that a layer stays; None: it does not."""
     if name in skip or name.rpartition(".")[2] in skip:
         return "it is to be skipped"
     if type(module) is not torch.nn.Linear:

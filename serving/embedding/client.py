@@ -186,7 +186,7 @@ class EmbeddingClient:
         return vectors
 
     def _heed(self, asker: Asker, now_s: float) -> float:
-        """When this client's request is to be answered; devices hold what they compute by then."""
+        """The time by which this client's request is to be answered."""
         arrived_s = now_s if asker.arrived_s is None else asker.arrived_s
         end_s = arrived_s + self.promised_s * (1 - KEPT)
         for lane in self._lanes:
@@ -194,7 +194,7 @@ class EmbeddingClient:
         return end_s
 
     def _end_on(self, place: int, n_inputs: int, now_s: float, end_s: float) -> float:
-        """When so many inputs, which have been placed there, are late: what an idle device has taken though
+        """The time at which these placed inputs are late: what an idle device has taken though
         it takes longer, or though nothing is known of it yet, never is.
         """
         lane = self._lanes[place]

@@ -74,10 +74,10 @@ class Input:
     owner: str = ""
     """The client that it came from."""
     end_s: float = math.inf
-    """When its answer would be later than promised; what a lost worker had is answered at any time."""
+    """The time from which its answer is late; what a lost worker had is answered at any time."""
     tries: int = 0
     placed_end_s: float = math.inf
-    """When it was to be computed, as forecast when it came."""
+    """The time at which it was to be computed, as forecast when it came."""
     sent_end_s: float = math.inf
     """The same, as forecast when it was sent to the worker."""
     computed_s: float = math.inf
@@ -123,7 +123,7 @@ class Lane:
     running: dict[asyncio.Task[None], SentBatch] = field(default_factory=dict)
     """The oldest first."""
     free_at_s: float = 0.0
-    """When the worker was last known to have ended a batch."""
+    """The time at which the worker last ended a batch, as far as known."""
     is_measured: bool = False
     """True once two batches were timed for a first depth, where no plan has one."""
     n_batches: int = 0
@@ -192,11 +192,11 @@ class Lane:
         return self.pace.s_per_token if first is None else self.pace.unfinished(first[1], now_s - first[0])
 
     def end_of(self, tokens: int, now_s: float) -> float:
-        """When `tokens` more would have been computed, if they were sent now."""
+        """The time at which `tokens` more are computed, if they are sent now."""
         return now_s + self._running_left_s(now_s) + self._seconds(tokens, now_s)
 
     def end_of_all(self, now_s: float) -> float:
-        """When all that is held will have been computed."""
+        """The time at which all inputs held are computed."""
         return self.end_of(self._waiting_tokens, now_s)
 
     def is_late(self, tokens: int, now_s: float, end_s: float) -> bool:

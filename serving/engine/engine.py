@@ -547,6 +547,6 @@ class Engine:
 
 
 def _wanting(batch: Batch) -> Iterator[str]:
-    """Whose slices want logits."""
+    """The requests whose slices want logits."""
     pieces = zip(batch.request_ids, batch.slices, strict=True)
     return (name for name, piece in pieces if piece.wants_logits)

@@ -86,7 +86,7 @@ class EngineHost(Protocol):
 
     @property
     def lost(self) -> EngineLost | None:
-        """Why nothing is computed any more; None while there is hope."""
+        """The reason that nothing is computed any more; None while the engine can go on."""
         ...
 
     @property

@@ -89,7 +89,7 @@ class EngineThread:
         self._checks = bool(os.environ.get(CHECK))
         self.state: EngineState = "starting"
         self.lost: EngineLost | None = None
-        """Why nothing is computed any more; None while there is hope."""
+        """The reason that nothing is computed any more; None while there is hope."""
         self.n_turns = 0
         """Turns of the engine so far: where there is work and this stands still, the engine hangs."""
         self.n_ranks_replaced = 0

@@ -155,7 +155,7 @@ class Answer(NamedTuple):
     n_generated: int
     """Tokens generated so far, held back ones included."""
     at_ns: int
-    """When the newest of them was chosen, on `time.perf_counter_ns`."""
+    """The time at which the newest of them was chosen, on `time.perf_counter_ns`."""
     finish_reason: FinishReason | None = None
     n_cached: int = 0
     """Tokens of the prompt whose keys and values were reused."""

@@ -220,7 +220,7 @@ class Replaying:
 def ends_wrongly(
     receipt: Receipt, end_token_ids: frozenset[int], text: str, *, is_cut_short: bool
 ) -> str | None:
-    """Why the answer cannot have ended as the receipt says; None: it can.
+    """The reason that the answer cannot have ended as the receipt says; None: it can.
 
     text: of the whole answer, read where there are stop texts.
     """
@@ -267,7 +267,7 @@ class Signer:
         self._key = _public(data, name)
 
     def refusal(self, receipt: Receipt) -> str | None:
-        """Why the receipt is not this signer's; None: it is."""
+        """The reason that the receipt is not this signer's; None: it is."""
         if not receipt.signature:
             return "it is not signed"
         try:

@@ -81,7 +81,7 @@ class WorkerProcesses:
 
     @property
     def lost(self) -> str | None:
-        """Why these ranks are of no more use; None while all is well."""
+        """The reason that these ranks are of no more use; None while all is well."""
         return self._outcome.lost
 
     @property

@@ -134,7 +134,7 @@ class LiveSequence:
         return Demand(held, most, len(self.request.prompt_token_ids), self.request.estimate)
 
     def finish_reason(self) -> FinishReason | None:
-        """Why it ends with the token sampled last; None while it goes on."""
+        """The reason that it ends with the token sampled last; None while it goes on."""
         if self.generated and self.generated[-1] in self.request.stop_token_ids:
             return "stop"
         return "length" if len(self.generated) >= self.request.max_tokens else None

@@ -63,7 +63,7 @@ class ChatTemplate:
         return form if len(form.to_json()) <= _MOST_FORM_BYTES else TurnForm(lacks=form.lacks)
 
     def _older_names(self, tools: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-        """What templates of Fireworks look at in place of `tools`; others mean other things by that."""
+        """Templates of Fireworks read this in place of `tools`; others give it another meaning."""
         if "datetime" not in self._source:
             return {}
         return {"functions": json.dumps(tools, indent=2), "datetime": datetime.now().strftime("%b %d %Y")}

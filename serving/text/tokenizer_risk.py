@@ -81,11 +81,11 @@ class Growth(NamedTuple):
 
 
 class _Risky(Exception):
-    """Why a part is not harmless."""
+    """The reason that a part is not harmless."""
 
 
 def risk_of(text: str) -> str | None:
-    """Why the tokenizer may not run in this process, in a few words; None: nothing speaks against it.
+    """The reason that the tokenizer may not run in this process, in a few words; None: it may.
 
     A text that is no tokenizer.json at all has no risk: reading it will say what is wrong.
     """

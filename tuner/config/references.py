@@ -26,7 +26,7 @@ class Reference:
     name: str
     plan: ServicePlan | None
     reason: str | None = None
-    """Why the habit has no plan on this machine."""
+    """The reason that the habit has no plan on this machine."""
 
 
 def references(machine: Machine, phase: Phase, refusal: Callable[[int], str | None]) -> tuple[Reference, ...]:

@@ -307,7 +307,7 @@ def _this_process() -> str:
 
 
 def _started(pid: int) -> str | None:
-    """When a process began, in the kernel's ticks since boot; None if there is none, or only its remains."""
+    """The start of a process, in the kernel's ticks since boot; None if there is none or its remains."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2]
     except OSError:

@@ -147,7 +147,7 @@ def kernel(points: Doubles | Floats, other: Doubles | Floats, width: float) -> D
 
 
 def learnt_too_little(predictor: EncodedPredictor) -> str:
-    """Why a predictor that is not useful is not used, in one line."""
+    """The reason that a predictor that is not useful is not used, in one line."""
     return (
         f"on prompts that it had not seen the predictor erred by {predictor.error_share:.2f} of what a"
         f" constant does (at most {number(USEFUL)} is useful):"

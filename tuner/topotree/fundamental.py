@@ -18,7 +18,7 @@ from phasewise.tuner.topotree.levels import SymmetricMachine, preferred
 from phasewise.tuner.topotree.tree import TopoTree, whole
 
 Reason = Literal["hybrid", "asymmetric", "smt"]
-"""Why a PU is left out: another kind of core; a part of the machine unlike the others; a thread of a core
+"""The reason that a PU is left out: another kind of core; a part unlike the others; a thread of a core
 in the tree where other cores have no second one."""
 
 Shape = tuple[tuple[Kind, int], ...]

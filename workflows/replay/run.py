@@ -268,7 +268,7 @@ class _Replayer:
         return problems, None if replaying.first_token is None else replaying.first_token + 1
 
     def _cannot_check(self, receipt: Receipt) -> str | None:
-        """Why the model here cannot tell; None: it can."""
+        """The reason that the model here cannot tell; None: it can."""
         config, theirs = self._found.model.config, receipt.fingerprint
         try:
             ours = self._fingerprint(theirs)

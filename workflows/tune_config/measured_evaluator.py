@@ -122,7 +122,7 @@ class MeasuredEvaluator:
         self._lock = lock or NoLock()
         self.tally = Tally()
         self.deadline_s = math.inf
-        """When it stops waiting for another process that measures, by `time.monotonic`."""
+        """The time at which it stops waiting for another process that measures, by `time.monotonic`."""
 
     @contextmanager
     def open(self, configuration: Configuration, phase: Phase) -> Iterator[Clock]:

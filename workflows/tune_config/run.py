@@ -160,7 +160,7 @@ class Run:
     end: End = "complete"
 
     def deadline_s(self, share: float = 1.0) -> float:
-        """When this share of the budget is spent."""
+        """The time at which this share of the budget is spent."""
         return self.started_s + share * self.wish.budget_s
 
 

@@ -51,7 +51,7 @@ class Finalist:
     search_ms: float | None
     final_ms: float | None = None
     reason: str | None = None
-    """Why it has no final cost."""
+    """The reason that it has no final cost."""
 
     @property
     def cost_ms(self) -> float:
@@ -70,7 +70,7 @@ class Versus:
     """The gain of the winner."""
     comparison: Comparison | None = None
     reason: str | None = None
-    """Why there is no gain."""
+    """The reason that there is no gain."""
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 EmitChoice = Literal["llama.cpp", "vllm", "numactl", "taskset", "openmp", "kubernetes"]
-"""Whose flags a plan can be printed as."""
+"""The program whose flags a plan can be printed as."""
 
 
 @spread

@@ -48,7 +48,7 @@ class Messaging(KnownBefore):
         }
 
     def ending(self, choice: Choice, *, has_called: bool) -> Json:
-        """Why the answer ended."""
+        """The reason that the answer ended."""
         if choice.finish_reason == "length":
             reason = "max_tokens" if self.is_capped else "model_context_window_exceeded"
         elif choice.stop_text is not None:

@@ -34,7 +34,7 @@ class Choice:
     stop_text: str | None = None
     first_ns: int = 0
     last_ns: int = 0
-    """When its first and its newest token were chosen, on `time.perf_counter_ns`."""
+    """The time at which its first and its newest token were chosen, on `time.perf_counter_ns`."""
     prompt: tuple[PromptToken, ...] | None = None
 
     def add(self, piece: Answer) -> None:
@@ -220,7 +220,7 @@ class _ReadChoice:
         return said
 
     def reason(self, reason: str | None) -> str | None:
-        """Why the choice ended: with calls, where it ended by itself and has some."""
+        """The reason that the choice ended: with calls, where it ended by itself and has some."""
         return "tool_calls" if reason == "stop" and self._n_calls else reason
 
     def _function(self, name: str, arguments: str) -> Json:

@@ -284,7 +284,7 @@ Effort = Annotated[
     Literal["none", "minimal", "low", "medium", "high", "xhigh"],
     BeforeValidator(lambda given: "xhigh" if given == "max" else given),
 ]
-"""How hard a model thinks; `max` is the most that templates know."""
+"""The effort of thoughts; `max` is the most that templates know."""
 
 
 _CHOICES = frozenset({"function", "custom", "auto", "any", "none", "required"})

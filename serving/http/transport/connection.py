@@ -131,8 +131,8 @@ class Connection(asyncio.BufferedProtocol):
         return True
 
     def came_s(self) -> float:
-        """When the last bytes of the client came to this machine, by the loop's clock: they may have waited
-        for long to be read. Where the kernel does not tell, now.
+        """The time at which the client's last bytes came to this machine, by the loop's clock. They may have
+        waited long to be read. Now where the kernel does not say.
         """
         link = self.transport.get_extra_info("socket")
         try:

@@ -88,7 +88,7 @@ class _Active:
     """Those of one standing that divide its rate."""
 
     recent: OrderedDict[Allowance, float] = field(default_factory=OrderedDict)
-    """When each was charged last; oldest first."""
+    """The time at which each was charged last; oldest first."""
     waiting: set[Allowance] = field(default_factory=set)
     """They have used up what they had."""
 

@@ -80,7 +80,7 @@ class HttpServer:
         self._stopping = asyncio.Event()
         self._ends_at_start = False
         self._until_s = 0.0
-        """When waiting ends, on `time.monotonic`."""
+        """The time at which waiting ends, on `time.monotonic`."""
 
     def end(self, *, at_once: bool = False) -> None:
         """As a signal does; from any thread. at_once: as two of them."""

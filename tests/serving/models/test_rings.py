@@ -189,7 +189,7 @@ class WindowRanks(AttentiveRanks):
     """The next token depends on all tokens, and on those of a window, which are read through the ring."""
 
     def __init__(self, rings: Rings) -> None:
-        super().__init__(successor=lambda token_id: token_id, kv_slots=1 << 15)
+        super().__init__(successor=lambda token_id: token_id)
         self.rings = rings
 
     def forward(self, batch: Batch) -> np.ndarray:

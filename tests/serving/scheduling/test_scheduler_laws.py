@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterable
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phasewise.serving.batch import Batch, KvCopy
 from phasewise.serving.engine.engine import Engine
 from phasewise.serving.engine.messages import Answer, Submit
-from phasewise.serving.pools.contract import Estimate
+from phasewise.serving.pools.contract import (
+    KV_CHUNK,
+    Demand,
+    Estimate,
+    Grant,
+    KvPool,
+    Placement,
+    PoolSettings,
+    Rings,
+)
+from phasewise.serving.pools.opening import open_pool
+from phasewise.serving.pools.rings import RingedPool
+from phasewise.serving.pools.state_places import StatePlaces
+from phasewise.serving.pools.states import StatefulPool
+from phasewise.serving.pools.wrapped import WrappedPool
 from phasewise.serving.sampling.sampling import GREEDY
 from phasewise.serving.scheduling.request import Request
 from phasewise.serving.scheduling.scheduler import Scheduler
-from phasewise.serving.scheduling.scheduler_terms import MOST_PREEMPTIONS
+from phasewise.serving.scheduling.scheduler_terms import MOST_PREEMPTIONS, SchedulerLimits
+from tests.support.restless_pool import RestlessPool
 from tests.support.scheduled import POLICIES, Turns, any_pool, make
 from tests.support.servers.fake_engine import END, AttentiveRanks, make_engine, run_all, text_of
 from tests.support.tiers import examples
@@ -58,7 +77,7 @@ def submit(request: Request) -> Submit:
 
 
 def attentive_engine(**options: object) -> Engine:
-    ranks = AttentiveRanks(successor=lambda token_id: token_id, kv_slots=4096)
+    ranks = AttentiveRanks(successor=lambda token_id: token_id)
     sizes = {"kv_slots": N_SLOTS, "context_length": CONTEXT} | options
     return make_engine(ranks, **sizes)  # type: ignore[arg-type]
 
@@ -119,11 +138,192 @@ def test_answers_under_load_are_those_of_the_request_alone(
         assert answer == (expected[: len(answer)] if request.request_id in aborted else expected)
 
 
+class NotedPool(WrappedPool):
+    """A pool that keeps the placements it has given, and lets none reach beyond its slots."""
+
+    def __init__(self, pool: KvPool) -> None:
+        super().__init__(pool)
+        self.given: dict[Placement, frozenset[int]] = {}
+        """All there ever were, each with its slots."""
+        self.to_copy: set[Placement] = set()
+        """Those that requests have had since copies were carried out last."""
+
+    @property
+    def rings(self) -> Rings | None:
+        return self._pool.rings
+
+    @property
+    def states(self) -> StatePlaces | None:
+        return self._pool.states
+
+    def reserve(self, owner: str, demand: Demand) -> Grant | None:
+        grant = self._pool.reserve(owner, demand)
+        return None if grant is None else self._dressed_grant(owner, grant)
+
+    def release(self, owner: str, answer_tokens: int | None = None) -> None:
+        self._pool.release(owner, answer_tokens)
+
+    def check(self) -> None:
+        self._pool.check()
+
+    def carry_out(self, copies: Iterable[KvCopy]) -> None:
+        """Each goes from one placement to another."""
+        for source, target, n_slots in copies:
+            states = self.states
+            if states is not None and source >= states.first_slot:
+                assert n_slots == 1
+                assert source - states.first_slot < states.n_places
+                assert target - states.first_slot in {placement.state for placement in self.to_copy}
+                continue
+            sources, targets = ({*range(first, first + n_slots)} for first in (source, target))
+            assert any(sources <= slots for slots in self.given.values()), (source, n_slots)
+            assert any(targets <= self.given[placement] for placement in self.to_copy), (target, n_slots)
+        self.to_copy = set(self.placements().values())
+
+    def _dressed(self, owner: str, placement: Placement) -> Placement:
+        if placement not in self.given:
+            length = placement.n_slots if placement.table is None else KV_CHUNK
+            blocks = [(first, length) for first in placement.table or (placement.base,)]
+            assert all(0 <= first <= self.n_slots - length for first, length in blocks), placement
+            if placement.ring is not None and self.rings is not None:
+                begin, end = placement.ring[0], sum(placement.ring)
+                assert self.rings.first_slot <= begin < end <= self.rings.first_slot + self.rings.n_slots
+                blocks.append(placement.ring)
+            assert self.states is None or placement.state in range(self.states.n_places)
+            self.given[placement] = frozenset(
+                slot for first, length in blocks for slot in range(first, first + length)
+            )
+        self.to_copy.add(placement)
+        return placement
+
+
+def noted_pool(policy: str, beside: str, lessons: Iterable[int]) -> NotedPool:
+    """A small pool that learns soon. lessons: lengths of answers that it has seen. beside: what its
+    placements have beside slots."""
+    settings = PoolSettings(longest_request=N_SLOTS, refresh_every=2, window=32)
+    pool = RestlessPool(N_SLOTS) if policy == "restless" else open_pool(policy, N_SLOTS, settings)
+    for n_answer in lessons:
+        assert pool.reserve("lesson", Demand(1 + n_answer, 1 + n_answer, 1)) is not None
+        pool.release("lesson", n_answer)
+    pool.refresh()
+    if beside == "rings":
+        pool = RingedPool(pool, Rings(N_SLOTS, 3 * KV_CHUNK, KV_CHUNK, 60))
+    elif beside == "states":
+        pool = StatefulPool(pool, StatePlaces(5, N_SLOTS))
+    return NotedPool(pool)
+
+
+class DrawnTraffic:
+    """Requests for a scheduler: new ones, conversations that go on, several choices of one prompt."""
+
+    def __init__(self, scheduler: Scheduler, rng: random.Random) -> None:
+        self.scheduler, self.rng = scheduler, rng
+        self.tokens: dict[str, tuple[int, ...]] = {}
+        self.ended: list[tuple[int, ...]] = [()]
+
+    def arrive(self) -> None:
+        rng = self.rng
+        begin = rng.choice(self.ended)[: rng.randrange(N_SLOTS - 100)]
+        prompt = (*begin, *rng.choices(range(1, 4), k=rng.choice([1, 3, 20, 90])))
+        room = N_SLOTS - len(prompt)
+        most = min(room, rng.choice([1, 20, 90, N_SLOTS]))  # up to the last slot, as without max_tokens
+        for _ in range(rng.choice([1, 1, 3])):
+            name = str(len(self.tokens))
+            request = Request(
+                name,
+                prompt,
+                most,
+                frozenset({0}),
+                estimate=rng.choice([None, Estimate(rng.randrange(1, 200), rng.random())]),
+                cache_space=rng.choice(["", "", "other"]),
+                client=rng.choice("ab"),
+                in_shadow=rng.random() < 0.2,
+                takes_over=rng.random() < 0.9,
+                turns=tuple(sorted(rng.sample(range(len(prompt)), min(2, len(prompt))))),
+            )
+            self.tokens[name] = prompt
+            self.scheduler.add(request)
+
+    def drafted(self, batch: Batch) -> Batch:
+        rooms = self.scheduler.draft_rooms(batch)
+        drafts = [[1] * self.rng.randint(0, max(0, min(4, room.most))) for room in rooms]
+        return self.scheduler.extend(batch, drafts)
+
+    def commit(self, batch: Batch) -> None:
+        rng, runs = self.rng, []
+        for piece in batch.slices:
+            if piece.wants_logits:
+                n_right = rng.randint(0, piece.n_drafted)
+                runs.append((*[1] * n_right, rng.randrange(40)))
+        for out in self.scheduler.commit_runs(batch, runs):
+            self.tokens[out.request_id] += (out.token_id,)
+            if out.finish_reason is not None:
+                self.ended.append(self.tokens[out.request_id])
+
+    def abort(self) -> None:
+        names = self.scheduler.request_ids()
+        if names:
+            self.scheduler.abort(self.rng.choice(names))
+
+
+@pytest.mark.parametrize("beside", ["nothing", "rings", "states"])
+@pytest.mark.parametrize("policy", POLICIES)
+@examples(15)
+@given(
+    lessons=st.lists(st.integers(1, 200), max_size=24),
+    sequences=st.integers(1, 8),
+    seed=st.integers(0, 1 << 32),
+)
+def test_copies_lie_within_placements_and_placements_within_the_pool(
+    policy: str, beside: str, lessons: list[int], sequences: int, seed: int
+) -> None:
+    """Whatever arrives, ends, is aborted between its placement and its copies or drafted, and whenever bounds
+    are learnt."""
+    rng, pool = random.Random(seed), noted_pool(policy, beside, lessons)
+    scheduler = Scheduler(pool, SchedulerLimits(N_SLOTS, max_batch_tokens=64, max_sequences=sequences))
+    traffic = DrawnTraffic(scheduler, rng)
+    for _ in range(120):
+        if rng.random() < 0.3:
+            traffic.arrive()
+        batch = scheduler.next_batch(rng.choice([None, 0, 7, 33]), rng.choice([None, None, 2]))
+        if rng.random() < 0.1:
+            traffic.abort()
+        if rng.random() < 0.3:
+            pool.refresh()
+        pool.carry_out(scheduler.take_copies() if batch is None else batch.copies)
+        if batch is None:
+            continue
+        if batch.phase == "decode" and rng.random() < 0.5:
+            batch = traffic.drafted(batch)
+        placed = pool.placements()
+        for name, piece in zip(batch.request_ids, batch.slices, strict=True):
+            if name in placed:
+                assert (piece.table or piece.slot_base) == (placed[name].table or placed[name].base)
+                assert piece.start + len(piece.token_ids) <= placed[name].n_slots
+        if rng.random() < 0.03:
+            scheduler.discard(batch)
+        else:
+            traffic.commit(batch)
+        if rng.random() < 0.01:
+            scheduler.clear()
+        scheduler.check()
+
+
+@pytest.mark.parametrize("n_slots", [N_SLOTS, 1 << 15])
+def test_fake_ranks_hold_the_slots_of_their_pool_and_no_others(n_slots: int) -> None:
+    """So that the laws here see a copy that goes beyond a pool of any size."""
+    ranks = attentive_engine(kv_slots=n_slots).ranks
+    ranks.copy_kv(0, n_slots - 16, 16)
+    for source, target in ((n_slots - 15, 0), (0, n_slots - 15), (-16, 16), (16, -16)):
+        with pytest.raises(AssertionError):
+            ranks.copy_kv(source, target, 16)
+
+
 class HalfDone(AttentiveRanks):
     """Ranks that fail at one copy, when some of its step's copies were made."""
 
     def __init__(self, fails_at: int) -> None:
-        super().__init__(successor=lambda token_id: token_id, kv_slots=4096)
+        super().__init__(successor=lambda token_id: token_id)
         self.copies_left = fails_at
 
     def copy_kv(self, source_slot: int, target_slot: int, n_slots: int) -> None:

@@ -147,7 +147,7 @@ def test_a_template_that_cannot_be_read_is_told_at_the_start(source: str) -> Non
 
 def test_a_conversation_that_the_template_refuses_says_why() -> None:
     with pytest.raises(ChatTemplateError, match="roles must alternate"):
-        conversations("mistral").write(Conversation([{"role": "assistant", "content": "I begin"}]))
+        conversations("mistral").write(Conversation([{"role": "critic", "content": "I begin"}]))
 
 
 def test_half_a_surrogate_pair_comes_through() -> None:

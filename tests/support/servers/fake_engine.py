@@ -105,6 +105,8 @@ class FakeRanks:
         return np.concatenate(rows)
 
     def copy_kv(self, source_slot: int, target_slot: int, n_slots: int) -> None:
+        for first in (source_slot, target_slot):
+            assert 0 <= first <= len(self.kv) - n_slots, (source_slot, target_slot, n_slots, len(self.kv))
         self.kv[target_slot : target_slot + n_slots] = self.kv[source_slot : source_slot + n_slots]
 
     def watch(self, on_loss: Callable[[], object]) -> None:
@@ -170,8 +172,8 @@ def make_engine(
     if pool is None:
         pool = open_pool(kv_policy, kv_slots, PoolSettings(longest_request=context_length))
     ranks = ranks or FakeRanks()
-    if len(ranks.kv) < pool.n_slots:
-        ranks.kv = np.full(pool.n_slots, -1, dtype=np.int64)
+    n_slots = pool.rings.first_slot + pool.rings.n_slots if pool.rings else pool.n_slots
+    ranks.kv = np.full(n_slots, -1, dtype=np.int64)  # what lies beyond the pool is not there
     return Engine(ranks, vocabulary, Scheduler(pool, limits), drafter=drafter)
 
 

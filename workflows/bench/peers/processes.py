@@ -73,7 +73,7 @@ class Peer:
         )
         hello = self._read()
         self.absent: str | None = hello.get("absent")
-        """Why the peer cannot run here; None: it can."""
+        """The reason that the peer cannot run here; None: it can."""
         self._formats: Sequence[str] = hello.get("formats", ())
         if self.absent is None:
             report(f"peer {name} {hello['version']}")
