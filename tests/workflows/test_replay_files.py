@@ -174,6 +174,8 @@ def test_an_answer_whose_usage_is_not_the_count_of_its_tokens_is_refused(
 
     verdicts = judged(model, *files)
 
+    (tmp_path / "beside.json").write_text(json.dumps({**changed, "choices": [*changed["choices"], {}]}))
+    verdicts += judged(model, tmp_path / "beside.json")
     said = ("the usage of the answer is not the count of its tokens",)
     assert [verdict.problems for verdict in verdicts] == [said] * len(verdicts)
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from phasewise._files import read_input
+from phasewise._files import read_file
 from phasewise._json import read_json
 from phasewise.workflows.errors import UsageError, WorkflowError
 
@@ -116,7 +116,7 @@ def _described(path: Path, identity: str) -> tuple[str | None, dict[str, Any]]:
     if place.is_symlink():  # the folder's servers make none
         return None, {}
     try:
-        told = read_json(read_input(place, _MOST_DESCRIBED))
+        told = read_json(read_file(place, _MOST_DESCRIBED))
         model, parts = told["model"], told["identity"]
     except (OSError, ValueError, KeyError, TypeError):
         return None, {}

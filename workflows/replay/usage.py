@@ -16,7 +16,7 @@ def usage_counts_its_tokens(answer: Json) -> bool:
     """
     choices, usage = answer["choices"], answer.get("usage")
     try:
-        if usage is None or not all("text" in choice or "message" in choice for choice in choices):
+        if usage is None or not any("text" in choice or "message" in choice for choice in choices):
             return True
         receipts = [choice["receipt"] for choice in sorted(choices, key=lambda choice: int(choice["index"]))]
         prompts = [receipt["prompt_token_ids"] for receipt in receipts]

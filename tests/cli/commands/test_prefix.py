@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,25 @@ def test_list_verify_and_rm_tell_what_is_there(model: Path, tmp_path: Path) -> N
     assert len(list(folder.glob("*.kv"))) == kept["n_blocks"]
     assert command.run("prefix", "rm", folder, "--id", kept["id"]).exit_code == 0
     assert list(folder.glob("*.kv")) == []
+
+
+def test_a_pipe_where_an_identity_is_described_is_not_read(model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "kept"
+    with opened(open_model(str(model)).model, folder) as server:
+        server.engine.submit(Submit("a", tuple(range(3, 203)), 4, GREEDY, ignore_eos=True))
+        finish(server.engine)
+    (place,) = folder.glob("*.json")
+    content = place.read_bytes()
+    place.unlink()
+    os.mkfifo(place)
+    pipe = os.open(place, os.O_RDWR)
+    os.write(pipe, content)
+
+    (kept,) = json.loads(command.run("prefix", "list", folder, "--json").stdout)["prefixes"]
+
+    assert kept["model"] is None
+    assert os.read(pipe, len(content)) == content
+    os.close(pipe)
 
 
 def test_what_is_no_folder_of_prefixes_is_refused_in_one_line(tmp_path: Path) -> None:

@@ -194,12 +194,11 @@ def new_prompt_instance(address: str, old_pid: int) -> bool:
 
 
 def refused(model: Path, address: str) -> dict[str, tuple[int, str]]:
-    """Exit code and stderr of commands whose wishes cannot be met, by what is wrong: of them alone, so without
-    a setting that has no effect here, and without a database that is down.
+    """Exit code and stderr of commands whose wishes cannot be met, by what is wrong. They have no setting
+    that is without effect, and no database that is down: of both a line would say so.
     """
-    beside = {
-        name: os.environ[name] for name in os.environ.keys() - {"PHASEWISE_SPLIT_ABOVE", "PHASEWISE_DB"}
-    }
+    aside = {"PHASEWISE_SPLIT_ABOVE", "PHASEWISE_DB"}
+    beside = {name: value for name, value in os.environ.items() if name not in aside}
     command = [*PHASEWISE, "serve", str(model), "--port", "0", "--cluster"]
     wrong = {
         "placement": ([*command, address, "--mixed", "1x64"], {}),
