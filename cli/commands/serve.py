@@ -85,7 +85,7 @@ def serve(
     three is given it ends the server as SIGTERM does, unless it is ignored
     (nohup).
     """
-    from phasewise.serving.processes.sockets import hide_values_of
+    from phasewise.serving.processes.secrets import hide_values_of
 
     if hide_values_of("--api-key"):
         note(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from phasewise._words import ending_of
 from phasewise.cluster.real.instance import Orders
 from phasewise.serving.errors import RanksError
-from phasewise.serving.processes.sockets import environment_for_children
+from phasewise.serving.processes.secrets import environment_for_children
 
 END_S = 3.0
 """Seconds after which an instance that was told to stop, and has not ended, is killed."""

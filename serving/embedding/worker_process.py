@@ -29,7 +29,7 @@ from phasewise.serving.embedding.protocol import (
 )
 from phasewise.serving.embedding.worker import WorkerSpec
 from phasewise.serving.errors import RanksError, StepFailed
-from phasewise.serving.processes.sockets import environment_for_children
+from phasewise.serving.processes.secrets import environment_for_children
 
 log = logging.getLogger(__name__)
 

@@ -7,63 +7,11 @@ start, and hands both to its instances; a peer without them is not heard.
 
 from __future__ import annotations
 
-import ctypes
 import hmac
-import os
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
-
-SECRET_VARIABLES = frozenset({"PHASEWISE_API_KEY", "PHASEWISE_DB"})
-"""Child processes need none of them. A database's URL may have a password in it."""
-
-_ARG_START, _ARG_END = 48 - 3, 49 - 3
-"""Fields of /proc/PID/stat (proc(5) counts from 1), of those after the command's name."""
-
-
-def environment_for_children(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """`environment` without secrets."""
-    return {name: value for name, value in environment.items() if name not in SECRET_VARIABLES}
-
-
-def hide_values_of(option: str) -> bool:
-    """Overwrite what follows `option` in the command line that `ps` shows; whether there was anything.
-
-    Linux shows the memory that the arguments lie in, which is this process's own. Until now everybody on the
-    machine could read them.
-    """
-    try:
-        start, end = _argument_memory()
-        shown = Path("/proc/self/cmdline").read_bytes()
-    except (OSError, ValueError, IndexError):  # no Linux, no /proc, or an emulator's, which tells less
-        return False
-    if not start or end - start != len(shown):
-        return False
-    spans = list(_values(shown, os.fsencode(option)))
-    for offset, n_bytes in spans:
-        ctypes.memset(start + offset, ord("*"), n_bytes)
-    return bool(spans)
-
-
-def _values(arguments: bytes, option: bytes) -> Iterator[tuple[int, int]]:
-    """(Offset, length) of each value of `--option VALUE` and `--option=VALUE`, arguments ending in NUL."""
-    offset, is_value = 0, False
-    for argument in arguments.split(b"\0"):
-        if is_value:
-            yield offset, len(argument)
-        elif argument.startswith(option + b"="):
-            yield offset + len(option) + 1, len(argument) - len(option) - 1
-        is_value = not is_value and argument == option
-        offset += len(argument) + 1
-
-
-def _argument_memory() -> tuple[int, int]:
-    after_name = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
-    return int(after_name[_ARG_START]), int(after_name[_ARG_END])
-
 
 MOST_MESSAGE_BYTES = 256 << 20
 LINGER_MS = 500

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from phasewise._words import ending_of
 from phasewise.serving.errors import RanksError
 from phasewise.serving.processes.behind_others import keep_to
-from phasewise.serving.processes.sockets import environment_for_children
+from phasewise.serving.processes.secrets import environment_for_children
 from phasewise.serving.ranks.rank_instructions import Instructions, Report
 from phasewise.serving.ranks.rank_memory import ByNode
 from phasewise.serving.ranks.rank_teams import keeping_affinity

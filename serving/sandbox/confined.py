@@ -20,7 +20,7 @@ from typing import IO, Literal
 
 from phasewise._words import number
 from phasewise.serving.errors import ServingError
-from phasewise.serving.processes.sockets import environment_for_children
+from phasewise.serving.processes.secrets import environment_for_children
 
 JobName = Literal["grammar", "template", "tokenizer"]
 

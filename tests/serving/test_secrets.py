@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from phasewise.serving.processes.sockets import hide_values_of
+from phasewise.serving.processes.secrets import hide_values_of
 
 
 @pytest.mark.parametrize("stat", [b"", b"7 (phase) wise) S 0 0", b"7 (x) R " + b"x " * 60])

@@ -31,7 +31,7 @@ from phasewise.workflows.report import Report, silent
 if TYPE_CHECKING:
     from phasewise.serving.engine.fingerprint import Fingerprint
     from phasewise.serving.engine.open_engine import ModelText
-    from phasewise.serving.engine.receipts import Signer
+    from phasewise.serving.engine.receipt_signing import Signer
     from phasewise.serving.grammar.guides import GuideCompiler
     from phasewise.serving.ranks.ranks_contract import Ranks
     from phasewise.serving.sampling.sampling import Sampler

@@ -102,7 +102,7 @@ class IdleTuning:
                     process.send_signal(signal.SIGSTOP)
 
     def _start(self) -> subprocess.Popen[str]:
-        from phasewise.serving.processes.sockets import environment_for_children
+        from phasewise.serving.processes.secrets import environment_for_children
         from phasewise.serving.sandbox.confined import ONE_THREAD
         from phasewise.workflows.tune_kernels.idle_process import MODULE
 
