@@ -14,6 +14,7 @@ import os
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -130,6 +131,8 @@ class _Instance:
         self._traces: dict[str, str] = {}
         """The `traceparent` of each request that brought one."""
         self._guides = GuideThread(opened.text.guide_compiler())
+        with suppress(ServingError):  # a model without a template that can be used
+            opened.text.conversations.close()  # its ends of turns are known; the front writes conversations
         self._held = HeldPrefixes(
             engine.scheduler,
             self._codec.model_hash.hex(),
