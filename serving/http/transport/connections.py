@@ -79,6 +79,8 @@ class Connections:
     open: set[HeldConnection] = field(default_factory=set)
     turned_away: dict[HeldConnection, None] = field(default_factory=dict)
     """Connections too many that have yet to be told so, or to leave, the oldest first; not among `open`."""
+    is_over: bool = False
+    """True once no more may come: asyncio may still make one that it has accepted before."""
     n_by_address: Counter[str] = field(default_factory=Counter)
     """Open connections; those of a Unix socket have no address."""
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)
@@ -98,7 +100,10 @@ class Connections:
 
     def add(self, connection: HeldConnection, client: tuple[str, int | None] | None) -> ApiError | None:
         """Count a new connection; why it cannot be held, or None. One that cannot may stay to hear it, for
-        as long as few others come."""
+        as long as few others come. After the end it is closed."""
+        if self.is_over:
+            connection.abort()
+            return None
         refusal = self._refusal(connection, client)
         if refusal is not None:
             self.turned_away[connection] = None

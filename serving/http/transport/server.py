@@ -168,6 +168,7 @@ class HttpServer:
         await self._wait_while(lambda: client.n_answers > 0)
         client.end_everything()
         listening.close()
+        connections.is_over = True
         for connection in connections.all():
             connection.end_after_answer()
         self._until_s = max(self._until_s, time.monotonic() + _LAST_WORDS_S)

@@ -35,12 +35,13 @@ class Application(FastAPI):
     def __init__(self) -> None:
         super().__init__()
         self.n_begun = 0
+        self.loop: asyncio.AbstractEventLoop | None = None
         self._ends: asyncio.Event | None = None
 
     n_live = n_answers = 0
 
-    def attach(self, _loop: asyncio.AbstractEventLoop) -> None:
-        self._ends = asyncio.Event()
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop, self._ends = loop, asyncio.Event()
 
     def end_everything(self) -> None:
         assert self._ends is not None
@@ -152,6 +153,11 @@ class Ending(contextlib.ExitStack):
             return raw
         return self.enter_context(self._trusting.wrap_socket(raw, server_hostname="localhost"))
 
+    def begin_tls(self, raw: socket.socket) -> ssl.SSLSocket:
+        """Its handshake is the caller's."""
+        link = self._trusting.wrap_socket(raw, server_hostname="localhost", do_handshake_on_connect=False)
+        return self.enter_context(link)
+
 
 def assert_owed(said: bytes, n_bytes: int, why: object) -> None:
     head, _, body = said.partition(b"\r\n\r\n")
@@ -212,3 +218,49 @@ def test_a_connection_too_many_reads_its_refusal(is_tls: bool, sent: bytes) -> N
         ending.server.end()
 
         assert read_to_end(too_many).startswith(b"HTTP/1.1 503")
+
+
+N_TURNS = 16
+"""Turns of the event loop: more than a connection takes from its accept to the end of its handshake."""
+
+
+class Latecomer:
+    """A client that connects on the server's own loop, and goes on once in each turn of it. The server is
+    ended in the turn `ends_in`."""
+
+    def __init__(self, ending: Ending, ends_in: int, *, shakes_hands: bool) -> None:
+        self._ending, self._ends_in, self._shakes_hands = ending, ends_in, shakes_hands
+        assert ending.app.loop is not None
+        self._loop = ending.app.loop
+        self._loop.call_soon_threadsafe(self._connect)
+
+    def _connect(self) -> None:
+        self.link = self._ending.connect(shakes_hands=False)
+        self.link.setblocking(False)
+        if self._shakes_hands:
+            self.link = self._ending.begin_tls(self.link)
+        self._go_on(0)
+
+    def _go_on(self, turn: int) -> None:
+        if isinstance(self.link, ssl.SSLSocket):
+            with contextlib.suppress(OSError):  # it has to wait, or has been closed
+                self.link.do_handshake()
+        if turn == self._ends_in:
+            self._ending.server.server.end()
+        if turn < N_TURNS:
+            self._loop.call_soon(self._go_on, turn + 1)
+
+
+@pytest.mark.parametrize(
+    ("is_tls", "shakes_hands"),
+    [(False, False), (True, False), (True, True)],
+    ids=["plain", "tls, silent", "tls, handshake"],
+)
+@pytest.mark.parametrize("ends_in", range(N_TURNS))
+def test_a_connection_that_comes_as_the_server_ends_is_not_held(
+    is_tls: bool, shakes_hands: bool, ends_in: int
+) -> None:
+    """Whatever the turn of the event loop is in which asyncio accepts it and tells of it."""
+    with Ending(is_tls) as ending:
+        Latecomer(ending, ends_in, shakes_hands=shakes_hands)
+        ending.server.join()
