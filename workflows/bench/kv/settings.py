@@ -67,7 +67,6 @@ class ReplayWish:
         "auto",
         "format of the keys and values of --model; auto: two bytes a number, or f32 beside f32 and F16",
         kind=KvFormat,
-        config_only=True,
     )
     max_sequences: int = option(256, "most running requests", min=1, config_only=True)
     order: str = option(
