@@ -49,7 +49,7 @@ def tune_idle(
         databases = {name: Path(folder) / f"{number}.db" for number, name in enumerate(kinds)}
         for block in range(blocks):
             for name in list(kinds) if block % 2 == 0 else [*kinds][::-1]:
-                options = (*kinds[name], "--db", str(databases[name]), "--no-prefix-reuse")
+                options = (*kinds[name], "--db", str(databases[name]))
                 server = phasewise(model, "native", *options)
                 with running(server, 1, CONTEXT, THREADS) as url:
                     own = _block(url, requests + WARM_UPS, dice)

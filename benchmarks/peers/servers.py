@@ -48,7 +48,7 @@ def phasewise(model: str, weight_format: str, *options: str) -> Server:
     """This project's server; `weight_format` as `--format` has it."""
 
     def command(port: int, n_clients: int, context: int, threads: int) -> list[str]:
-        sizes = ["--max-sequences", str(n_clients), "--context", str(context), "--no-prefix-reuse"]
+        sizes = ["--max-sequences", str(n_clients), "--context", str(context)]
         own = [sys.executable, "-m", "phasewise", "serve", model, "--format", weight_format]
         return [*own, "--port", str(port), *(options or ["--threads", str(threads), *sizes])]
 
