@@ -12,7 +12,10 @@ import atexit
 import os
 import signal
 import sys
+import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 AGAIN_S = 0.002
@@ -52,6 +55,33 @@ def keep_interrupts() -> None:
 
     hook.keeps_interrupts = True  # type: ignore[attr-defined]
     sys.unraisablehook = hook
+
+
+@contextmanager
+def remembered_interrupts() -> Iterator[Callable[[], None]]:
+    """Yield a function that raises KeyboardInterrupt where one came and was cleared on its way, as code in C
+    may do; long loops call it. Interrupts are left as they are outside of the main thread, and where the
+    process handles them in its own way.
+    """
+    seen: list[bool] = []
+
+    def interrupt(*_: object) -> None:
+        seen.append(True)
+        raise KeyboardInterrupt
+
+    def check() -> None:
+        if seen:
+            raise KeyboardInterrupt
+
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield check
+        return
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def exit_at_interrupts(exit_code: str | int | None) -> None:

@@ -46,6 +46,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "topology",
         "cython_kernels",
         "_files",
+        "_interrupts",
         "_places",
         "_toml",
         "_version",

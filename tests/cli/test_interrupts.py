@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from phasewise._interrupts import remembered_interrupts
 from phasewise.kerneldb.store import open_store
 from tests.cli import command
 from tests.support.tiers import n_examples
@@ -184,16 +186,26 @@ def check_draws(n_draws: int, roomy: Path, db: Path, seed: int) -> None:
 
 
 def test_an_interrupt_ends_generate_whenever_it_comes(roomy: Path, tmp_path: Path) -> None:
-    """A part of the draws; the others are of the slow tier."""
+    """A part of the draws; the others are a soak."""
     db = tmp_path / "x.db"
     with open_store(db):
         pass  # a start opens and closes it: what SQLAlchemy cleans up has callbacks
     check_draws(4, roomy, db, seed=1)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_two_hundred_interrupts_end_generate(roomy: Path, tmp_path: Path) -> None:
     db = tmp_path / "x.db"
     with open_store(db):
         pass
     check_draws(n_examples(200, soak=1000), roomy, db, seed=2)
+
+
+def test_an_interrupt_that_is_cleared_on_its_way_is_raised_by_the_next_look() -> None:
+    with remembered_interrupts() as check:
+        check()
+        with contextlib.suppress(KeyboardInterrupt):  # as code in C that clears errors
+            signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            check()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

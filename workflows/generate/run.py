@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from phasewise._interrupts import remembered_interrupts
 from phasewise.serving.engine.engine_size import EngineSize
 from phasewise.serving.engine.messages import Submit
 from phasewise.serving.engine.one_answer import OneAnswer
@@ -82,32 +83,34 @@ def generate_text(
 
     Raises ModelError, PlanError, KernelDbError, RequestError, ContextLengthExceeded and UsageError.
     """
-    stop = tuple(settings.stop or ())
-    if "" in stop:
-        raise UsageError("a stop text must not be empty")
-    params = sampling.params(GREEDY)
-    check_draft(settings.draft, report)
-    check_settings(model, settings.weights, settings.kv_format, report)
-    loaded = open_model(model, settings.weights, settings.threads, db, report, settings.ranks)
-    for plan in loaded.plans.values():
-        report(plan.describe())
-    hint_at_tuning(model, db, report)
-    drafts = find_drafts(settings.draft, loaded, db, report, settings.draft_tokens)
-    text = ModelText(loaded.model)
-    prompt_ids = tuple(_prompt_ids(text, prompt, settings))
-    n_tokens = _most_tokens(settings, len(prompt_ids), loaded.model.config.context_length)
-    size = EngineSize.for_one(loaded.model, len(prompt_ids), n_tokens, settings.kv_format)
-    if explain is not None:
-        rows = size.limits.max_batch_tokens, size.limits.max_sequences
-        explain(loaded.explain(*rows, settings.kv_format), loaded.memory(), rule_of(drafts))
-    adapter = loaded.model.adapters[0].name if loaded.model.adapters else ""
-    request = Submit("generate", prompt_ids, n_tokens, params, stop, settings.ignore_eos, adapter=adapter)
-    answer, cores = OneAnswer(request), KeptCores(report)
-    with open_engine(loaded.model, loaded.plans, size, text, loaded.schedules, drafts=drafts) as opened:
-        for piece in answer.pieces(opened.engine):
-            on_text(piece)
-        cores.tell_changes()
-        return _generated(answer, opened, n_tokens)
+    with remembered_interrupts() as check_interrupts:
+        stop = tuple(settings.stop or ())
+        if "" in stop:
+            raise UsageError("a stop text must not be empty")
+        params = sampling.params(GREEDY)
+        check_draft(settings.draft, report)
+        check_settings(model, settings.weights, settings.kv_format, report)
+        loaded = open_model(model, settings.weights, settings.threads, db, report, settings.ranks)
+        for plan in loaded.plans.values():
+            report(plan.describe())
+        hint_at_tuning(model, db, report)
+        drafts = find_drafts(settings.draft, loaded, db, report, settings.draft_tokens)
+        text = ModelText(loaded.model)
+        prompt_ids = tuple(_prompt_ids(text, prompt, settings))
+        n_tokens = _most_tokens(settings, len(prompt_ids), loaded.model.config.context_length)
+        size = EngineSize.for_one(loaded.model, len(prompt_ids), n_tokens, settings.kv_format)
+        if explain is not None:
+            rows = size.limits.max_batch_tokens, size.limits.max_sequences
+            explain(loaded.explain(*rows, settings.kv_format), loaded.memory(), rule_of(drafts))
+        adapter = loaded.model.adapters[0].name if loaded.model.adapters else ""
+        request = Submit("generate", prompt_ids, n_tokens, params, stop, settings.ignore_eos, adapter=adapter)
+        answer, cores = OneAnswer(request), KeptCores(report)
+        with open_engine(loaded.model, loaded.plans, size, text, loaded.schedules, drafts=drafts) as opened:
+            for piece in answer.pieces(opened.engine):
+                on_text(piece)
+                check_interrupts()
+            cores.tell_changes()
+            return _generated(answer, opened, n_tokens)
 
 
 def _prompt_ids(text: ModelText, prompt: str, settings: AnswerSettings) -> list[int]:
