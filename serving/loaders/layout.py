@@ -82,8 +82,9 @@ def vector_lengths(config: ModelConfig, has_bias: bool) -> dict[str, int]:
     if config.encoder is not None:
         lengths = encoder_layout.vector_lengths(config, config.encoder)
     else:
-        norms = ("final_norm", "final_norm_bias") if config.norm_biases else ("final_norm",)
-        lengths = dict.fromkeys(norms, config.hidden)
+        lengths = {"final_norm": config.hidden}
+        if config.norm_biases:
+            lengths["final_norm_bias"] = config.hidden
     if config.drafts:
         lengths |= head_vectors(config)
     if config.last_row_scores:

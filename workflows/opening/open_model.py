@@ -20,9 +20,7 @@ from phasewise.workflows.report import Report, silent
 
 if TYPE_CHECKING:
     from phasewise.serving.loaders.forms import WeightForm
-    from phasewise.serving.loaders.storage import StorageChoice
     from phasewise.serving.models.packed_model import PackedModel
-    from phasewise.serving.models.sparse_mode import SparseMode
     from phasewise.topology import Machine
     from phasewise.tuner.config.rates import MachineRates
     from phasewise.tuner.lookup import ScheduleTable

@@ -64,7 +64,7 @@ class FeedForward(LayerPart):
         """Products that read the stream: apart where each has a factor of its own."""
         if not self.form.gated:
             return (Product.alone("up", self.width, self.hidden, reader="up"),)
-        outputs = dict.fromkeys(("gate", "up"), self.width)
+        outputs = {"gate": self.width, "up": self.width}
         if self.factors[0] == self.factors[1]:
             return (Product("gate_up", self.hidden, outputs, reader="gate_up"),)
         return tuple(Product.alone(part, self.width, self.hidden, reader="gate_up") for part in outputs)
