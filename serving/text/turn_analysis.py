@@ -85,7 +85,7 @@ class _Writer:
         return _Turn(full[asked:], begin, prompt[asked + begin :]) if start >= asked else None
 
     def calls(
-        self, arguments: Mapping[str, Any], n_calls: int = 1, *texts: str | None, **message: Any
+        self, arguments: Mapping[str, Any], n_calls: int = 1, /, *texts: str | None, **message: Any
     ) -> _Turn | None:
         """Calls beside the first of these texts (else none, or any) beside which the template writes them,
         their arguments as an object or as its text.
