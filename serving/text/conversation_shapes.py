@@ -74,11 +74,11 @@ def written_out(messages: Sequence[Message], tools: Sequence[Message]) -> Messag
 def shapes_lacked(write: Write, tools: Sequence[Message]) -> tuple[str, ...]:
     """The shapes that a template refuses, or of which it drops a text, and takes once they are changed."""
     lacks: list[str] = []
-    for names in [*zip(_SHAPES), _BOTH]:
-        for probe in _SHAPES[names[0]][1]:
-            changed = shaped(probe, [*lacks, *names])
+    for name, (_, probes) in _SHAPES.items():
+        for probe in probes:
+            changed = shaped(probe, [*lacks, name])
             if not _is_taken(write, shaped(probe, lacks), tools) and _is_taken(write, changed, tools):
-                lacks += names
+                lacks.append(name)
     if write([_USER], _BARE, True, {}) is None and write([_USER], plain_tools(_BARE), True, {}) is not None:
         lacks.append("bare schemas")
     return tuple(lacks)
@@ -110,12 +110,20 @@ def _n_leading(messages: Messages) -> int:
     return next((n for n, message in enumerate(messages) if message["role"] != "system"), len(messages))
 
 
+def _joined(messages: Messages, joins: Callable[[Messages, Message], bool]) -> Messages:
+    """With the text of a message in the one before, where it `joins` those before it."""
+    out: Messages = []
+    for message in messages:
+        if out and joins(out, message):
+            texts = [str(text) for text in (out[-1]["content"], message["content"]) if text]
+            out[-1] = {**out[-1], **message, "role": out[-1]["role"], "content": "\n\n".join(texts)}
+        else:
+            out.append(message)
+    return out
+
+
 def _join_leading(messages: Messages) -> Messages:
-    n_leading = _n_leading(messages)
-    if n_leading < 2:
-        return messages
-    text = "\n\n".join(str(message["content"]) for message in messages[:n_leading])
-    return [{**messages[0], "content": text}, *messages[n_leading:]]
+    return _joined(messages, lambda out, m: len(out) == 1 and out[0]["role"] == m["role"] == "system")
 
 
 def _move_later(messages: Messages) -> Messages:
@@ -136,27 +144,16 @@ def _move_later(messages: Messages) -> Messages:
 
 
 def _join_neighbours(messages: Messages) -> Messages:
-    out: Messages = []
-    for message in messages:
-        last = out[-1] if out else {"role": ""}
-        joins = last["role"] == message["role"] and message["role"] in ("user", "assistant")
-        if joins and not (last.get("tool_calls") or message.get("tool_calls")):
-            texts = [str(text) for text in (last["content"], message["content"]) if text]
-            out[-1] = {**last, **message, "content": "\n\n".join(texts)}
-        else:
-            out.append(message)
-    return out
+    def joins(out: Messages, message: Message) -> bool:
+        calls = out[-1].get("tool_calls") or message.get("tool_calls")
+        return out[-1]["role"] == message["role"] and message["role"] in ("user", "assistant") and not calls
+
+    return _joined(messages, joins)
 
 
 def _join_to_result(messages: Messages) -> Messages:
     """The words of a user right after a tool's result, into that result."""
-    out: Messages = []
-    for message in messages:
-        if out and out[-1]["role"] == "tool" and message["role"] == "user":
-            out[-1] = {**out[-1], "content": f"{out[-1]['content']}\n\n{message['content']}"}
-        else:
-            out.append(message)
-    return out
+    return _joined(messages, lambda out, m: out[-1]["role"] == "tool" and m["role"] == "user")
 
 
 def _system_to_user(messages: Messages) -> Messages:
@@ -234,10 +231,6 @@ def _without_thoughts(messages: Messages) -> Messages:
     return [_without(m, *THOUGHTS) if m.get("tool_calls") and m.get("content") else m for m in messages]
 
 
-def _null_text(messages: Messages) -> Messages:
-    return [{**m, "content": m.get("content") or None} if m.get("tool_calls") else m for m in messages]
-
-
 def _text_arguments(messages: Messages) -> Messages:
     def changed(call: Message) -> Message:
         given = call["function"]["arguments"]
@@ -284,7 +277,6 @@ _SHAPES: dict[str, tuple[Callable[[Messages], Messages], list[Messages]]] = {
     "leading systems": (_join_leading, [[_SYSTEM, _said("system", 2), _USER]]),
     "system": (_system_to_user, [[_SYSTEM, _USER], [_SYSTEM, *_CALLED]]),
     "later systems": (_move_later, [[_SYSTEM, _USER, _ASSISTANT, _said("system", 2), _said("user", 2)]]),
-    "empty text beside calls": (_null_text, [_CALLED]),
     "arguments as objects": (_text_arguments, [_CALLED]),
     "results without calls": (_lone_results, [[_RESULT, _USER]]),
     "silent answers": (_said_at_all, [[_USER, {**_ASSISTANT, "content": ""}, _said("user", 2)]]),
@@ -304,7 +296,6 @@ LAST_RESORT = (
     *("text beside calls", "user after result", "neighbours"),
 )
 """For a conversation that is refused all the same."""
-_BOTH = ("empty text beside calls", "arguments as objects")
 _PROPERTIES = {
     "a": {"type": ["string", "null"]},
     "b": {"type": "object"},

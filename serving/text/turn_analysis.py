@@ -253,8 +253,7 @@ def _calls(
     for is_json in (True, False):
         if spans := list(_spans(body, place, is_json=is_json)):
             call, end = _around_calls(body, before, spans, plain)
-            make = _with_keys if is_json else _with_argument
-            return make(writer, call, body, before, spans), end
+            return call if is_json else _with_argument(writer, call, body, spans), end
     return None, ""
 
 
@@ -290,20 +289,12 @@ def _spans(body: str, place: int, *, is_json: bool) -> Iterator[_Span]:
 
 def _end_of(body: str, begin: int) -> int:
     """The end of the JSON at a place, where it is that of the arguments; else 0."""
-    value, end = _decoded(body, begin)
-    return end if _is_json_of(value) else 0
-
-
-def _decoded(body: str, begin: int) -> tuple[Any, int]:
-    """The JSON value at a place, and its end; None where there is none."""
     try:
-        return json.JSONDecoder().raw_decode(body, begin)
+        value, end = json.JSONDecoder().raw_decode(body, begin)
+        value = json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
-        return None, 0
-
-
-def _is_json_of(value: Any) -> bool:
-    return value == _ARGUMENTS or (isinstance(value, str) and _decoded(value, 0)[0] == _ARGUMENTS)
+        return 0
+    return end if value == _ARGUMENTS else 0
 
 
 def _around_calls(
@@ -363,41 +354,10 @@ def _shared_end(behind: str, plain: _Turn | None) -> str:
     return shared[tag.start() :] if tag else ""
 
 
-def _with_keys(_: _Writer, call: CallForm, body: str, before: str, spans: Sequence[_Span]) -> CallForm | None:
-    """The call with the keys of its JSON, where the name stands in JSON too."""
-    name_place, given_end = spans[0].name, spans[0].end
-    for begin in range(name_place - len(before), name_place):
-        value, end = _decoded(body, begin) if body[begin] in "{[" else (None, 0)
-        keys = _keys(value) if end >= given_end else None
-        if keys is not None:
-            lead = _pattern(before[: len(before) - (name_place - begin)])
-            tail = call.closing.removeprefix(_pattern(body[given_end:end]))
-            if isinstance(value, list):
-                tail = call.section[1].lstrip().removeprefix("]")
-            return call._replace(keys=keys, lead=lead, tail=tail.strip())
-    return call
-
-
-def _keys(value: Any) -> tuple[str, str] | None:
-    if isinstance(value, list):
-        return next((keys for item in value if (keys := _keys(item))), None)
-    if not isinstance(value, dict):
-        return None
-    if _is_json_of(value.get(_NAMES[0])):
-        return "", ""
-    name = next((key for key, item in value.items() if item == _NAMES[0]), None)
-    given = next((key for key, item in value.items() if _is_json_of(item)), None)
-    if name is not None and given is not None:
-        return name, given
-    return next((keys for item in value.values() if (keys := _keys(item))), None)
-
-
 # Arguments that are written one by one
 
 
-def _with_argument(
-    writer: _Writer, call: CallForm, body: str, _: str, spans: Sequence[_Span]
-) -> CallForm | None:
+def _with_argument(writer: _Writer, call: CallForm, body: str, spans: Sequence[_Span]) -> CallForm | None:
     """The call with the form of one argument: `opening` of the call ends where the first one begins."""
     first = spans[0]
     middle = body[first.begin : first.end]

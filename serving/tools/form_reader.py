@@ -7,7 +7,17 @@ import re
 from collections.abc import Collection, Generator, Mapping
 from typing import Any
 
-from phasewise.serving.text.turn_form import ID, INDEX, KEY, NAME, ArgumentForm, CallForm, TurnForm, types_of
+from phasewise.serving.text.turn_form import (
+    ID,
+    INDEX,
+    KEY,
+    NAME,
+    ArgumentForm,
+    CallForm,
+    JsonForm,
+    TurnForm,
+    types_of,
+)
 from phasewise.serving.tools.parts import (
     Begun,
     Call,
@@ -53,7 +63,7 @@ class TurnReader:
     ) -> None:
         self._turn, self._in_thought, self._is_held = turn, in_thought, is_held
         self._form = turn.call or CallForm(("", ""), "", "", "")
-        self._opening = self._form.section[0] + self._form.opening
+        self._opening, self._json_form = self._form.section[0] + self._form.opening, self._form.json
         self._is_bare = not trigger_of(self._opening)
         self._functions: Mapping[str, Any] = (
             functions if isinstance(functions, Mapping) else dict.fromkeys(functions)
@@ -237,8 +247,8 @@ class TurnReader:
     def _section(self, begin: int) -> Step:
         """All calls that stand together. False: what began is none."""
         self._at, self._has_begun = begin, False
-        if self._form.keys is not None and not self._is_held:
-            is_read = yield from self._json_section(self._form)
+        if self._json_form is not None and not self._is_held:
+            is_read = yield from self._json_section(self._json_form)
         else:
             is_read = yield from self._tagged_section(self._form)
         if not is_read and self._is_held and (self._is_final or self._has_begun):
@@ -328,7 +338,7 @@ class TurnReader:
 
     # Calls that are JSON as a whole
 
-    def _json_section(self, form: CallForm) -> Step:
+    def _json_section(self, form: JsonForm) -> Step:
         if not (yield from self._literal(form.lead)):
             return False
         n_calls = 0
@@ -339,31 +349,33 @@ class TurnReader:
             is_json = self._text[place : place + 1] in ("{", "[")
             if is_json and (yield from self._json(is_given=False)):
                 value = parsed(self._text[place : self._at])
-                calls = [self._call_in(item) for item in (value if isinstance(value, list) else [value])]
+                calls = [
+                    self._call_in(item, *form.keys)
+                    for item in (value if isinstance(value, list) else [value])
+                ]
             if not calls or None in calls:
                 self._at = begin
                 break
             self._parts += filter(None, calls)
             n_calls += len(calls)
         if n_calls:
-            yield from self._optional(form.tail or form.section[1])
+            yield from self._optional(form.tail or self._form.section[1])
         return n_calls > 0
 
-    def _call_in(self, value: Any, depth: int = 0) -> Call | None:
+    def _call_in(self, value: Any, name_key: str, key: str, depth: int = 0) -> Call | None:
         """The call that a value means; None: no call of one of the functions."""
         if not isinstance(value, dict):
             return None
-        name_key, arguments_key = self._form.keys or ("", "")
         if not name_key:
             name = next(iter(value), "")
             return call(name, value[name]) if len(value) == 1 and name in self._functions else None
         name_key = name_key if name_key in value else "name"
         name = value.get(name_key)
         if isinstance(name, str) and name in self._functions:
-            keys = (arguments_key, "arguments", "parameters")
+            keys = (key, "arguments", "parameters")
             return call(name, next((value[key] for key in keys if key in value), {}))
         inner = [item for item in value.values() if isinstance(item, dict) and name_key in item]
-        return self._call_in(inner[0], 1) if depth == 0 and len(inner) == 1 else None
+        return self._call_in(inner[0], name_key, key, 1) if depth == 0 and len(inner) == 1 else None
 
     # Arguments that are written one by one
 
