@@ -6,6 +6,7 @@ that a prompt stays the beginning of the next one.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -170,11 +171,7 @@ def _system_to_user(messages: Messages) -> Messages:
 
 def _said_at_all(messages: Messages) -> Messages:
     """Without answers that say and call nothing."""
-    return [
-        message
-        for message in messages
-        if message["role"] != "assistant" or message.get("content") or message.get("tool_calls")
-    ]
+    return [m for m in messages if m["role"] != "assistant" or m.get("content") or m.get("tool_calls")]
 
 
 def _user_first(messages: Messages) -> Messages:
@@ -187,12 +184,12 @@ def _user_first(messages: Messages) -> Messages:
 
 def _lone_results(messages: Messages) -> Messages:
     """Results of calls that are not in the conversation, as words of the user."""
-    out: Messages = []
-    for message in messages:
-        has_call = any(each["role"] == "assistant" and each.get("tool_calls") for each in out)
-        is_lone = message["role"] == "tool" and not has_call
-        out.append({"role": "user", "content": message["content"]} if is_lone else message)
-    return out
+    first = next(
+        (n for n, m in enumerate(messages) if m["role"] == "assistant" and m.get("tool_calls")), None
+    )
+    return [
+        {"role": "user", "content": m["content"]} if m["role"] == "tool" else m for m in messages[:first]
+    ] + (messages[first:] if first is not None else [])
 
 
 def _one_call(messages: Messages) -> Messages:
@@ -201,17 +198,16 @@ def _one_call(messages: Messages) -> Messages:
     left = list(messages)
     while left:
         message = left.pop(0)
-        calls = message.get("tool_calls") or []
-        if len(calls) < 2:
+        if len(calls := message.get("tool_calls") or []) < 2:
             out.append(message)
             continue
-        n_results = next((n for n, other in enumerate(left) if other["role"] != "tool"), len(left))
-        results, left = left[:n_results], left[n_results:]
+        results = list(itertools.takewhile(lambda other: other["role"] == "tool", left))
+        left = left[len(results) :]
+        ids = [call.get("id") for call in calls]
         for call in calls:
             out.append({**message, "tool_calls": [call]})
             out += [result for result in results if result.get("tool_call_id") == call.get("id")]
             message = {**_without(message, *THOUGHTS), "content": ""}
-        ids = {call.get("id") for call in calls}
         out += [result for result in results if result.get("tool_call_id") not in ids]
     return out
 
@@ -232,15 +228,11 @@ def _without_thoughts(messages: Messages) -> Messages:
 
 
 def _text_arguments(messages: Messages) -> Messages:
-    def changed(call: Message) -> Message:
-        given = call["function"]["arguments"]
-        text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
-        return {**call, "function": {**call["function"], "arguments": text}}
-
-    return [
-        {**m, "tool_calls": list(map(changed, m["tool_calls"]))} if m.get("tool_calls") else m
-        for m in messages
-    ]
+    out = json.loads(json.dumps(messages))
+    for function in (call["function"] for m in out for call in m.get("tool_calls") or []):
+        if not isinstance(function["arguments"], str):
+            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+    return out  # type: ignore[no-any-return]
 
 
 def _calls_as_text(messages: Messages) -> Messages:
