@@ -97,7 +97,7 @@ def growth_of(part: Json, name: str = "normalizer", inner: str = "normalizers") 
     """The factor by which a part, or a sequence, can lengthen a text. Raises what `risk_of` catches."""
     growth, n_seen = Growth(), 0
     left = [] if part is None else [part]
-    known = _HARMLESS[name, inner].split()
+    kinds = _HARMLESS[name, inner].split()
     while left:
         component = left.pop()
         kind, n_seen = component["type"], n_seen + 1
@@ -105,7 +105,7 @@ def growth_of(part: Json, name: str = "normalizer", inner: str = "normalizers") 
             raise _Risky(f"it has more than {_MOST_PARTS} {inner}")
         if kind == "Sequence":
             left += reversed(component[inner])
-        elif kind not in known:
+        elif kind not in kinds:
             raise _Risky(f"its {name} {kind!r:.40} is not known")
         else:
             growth = growth.then(_growth_of_one(component, kind))

@@ -507,11 +507,11 @@ class TurnReader:
         """A value that nothing closes: up to the next separator or the call's end."""
         begin, quote = self._at, argument.values["string"][1].strip()
         scan = ValueEnd(_stops(form, argument), ([quote] if len(quote) > 1 else []) + ['"', "'"])
-        while not (found := scan.find(self._text, begin))[1]:
+        while not (reached := scan.find(self._text, begin))[1]:
             if self._is_final:
                 return False
             yield
-        self._at, text = found[0], self._text[begin : found[0]].strip()
+        self._at, text = reached[0], self._text[begin : reached[0]].strip()
         value = typed(text, schema, self._schema, argument)
         if value is text and parsed(text) is None and not argument.is_raw:
             return False

@@ -139,16 +139,16 @@ class ValueEnd:
         while self._at < end:
             escape = r"|\\" if len(self._quote) == 1 else ""
             pattern = re.compile(re.escape(self._quote) + escape) if self._quote else self._signs
-            found = pattern.search(text, self._at, end)
-            self._at, sign = (found.end(), found[0]) if found else (end, "")
+            match = pattern.search(text, self._at, end)
+            self._at, sign = (match.end(), match[0]) if match else (end, "")
             if self._quote:
                 self._at += sign == "\\"
                 self._quote = "" if sign == self._quote else self._quote
             elif sign in self._quotes:
                 self._quote = sign
-            elif found and not self._depth and sign in self._stops:
-                return found.start(), True
-            elif found:
+            elif match and not self._depth and sign in self._stops:
+                return match.start(), True
+            elif match:
                 self._depth += (sign in self._open) - (sign in self._close)
                 if sign in self._close and self._depth <= 0:
                     return self._at, True
