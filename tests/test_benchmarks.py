@@ -34,8 +34,8 @@ OTHERS = [
     name for name in SCRIPTS if name not in ON_HARNESS and name not in ("harness", "demo", "timed_steps")
 ]
 SOAKS = (
-    *("changing_instances", "changing_nodes", "drawn_schemas", "fairness", "faults", "fuzz_api", "fuzz_http"),
-    *("fuzz_models", "health", "hostile", "soak"),
+    *("changing_instances", "changing_nodes", "faults", "fuzz_api", "fuzz_http", "fuzz_models", "hostile"),
+    "soak",
 )
 
 FAKE = """#!{python}

@@ -32,6 +32,8 @@ PERSON = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
+
+
 SIZES = ["small", "medium", "a/b\n", 'é"x"', "(a|b)*"]
 
 

@@ -8,13 +8,18 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import httpx
 import openai
 import pytest
 
-from phasewise.serving.http.http_settings import HttpLimits
-from tests.support.servers.fake_engine import END, next_letter
+from phasewise.serving.engine.fingerprint import Fingerprint
+from phasewise.serving.http.http_settings import HttpLimits, ServedModel
+from phasewise.serving.http.models.served_models import ListedModel
+from phasewise.serving.models.low_rank import Adapter
+from phasewise.serving.service import with_adapters
+from tests.support.servers.fake_engine import END, VOCAB_SIZE, encode, next_letter, piece
 from tests.support.servers.fake_server import CONTEXT, FakeServer, fake_server
 from tests.support.servers.rude_clients import ENOUGH_S, completion, connect, until
 
@@ -397,3 +402,70 @@ def test_the_openapi_document_describes_the_bodies(server: FakeServer) -> None:
     assert body["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/CompletionRequest"}
     assert "prompt" in document["components"]["schemas"]["CompletionRequest"]["properties"]
     assert CONTEXT == 500
+
+
+FINGERPRINT = Fingerprint("a" * 64, "b" * 64, "c" * 64, "", "native", "f16", "1/portable/0", "1/0")
+
+
+MODEL = ServedModel(("tiny",), 0, 500, VOCAB_SIZE, frozenset({END}), encode, piece, None)
+
+
+ADAPTERS = (Adapter("poet", "a" * 64, {}), Adapter("fake", "b" * 64, {}))
+
+
+def test_adapters_are_named_by_their_model_and_alone_where_that_is_clear() -> None:
+    own = replace(MODEL, names=("tiny", "models/tiny"), fingerprint=lambda: FINGERPRINT)
+    poet, fake = with_adapters(own, ADAPTERS, {"tiny", "models/tiny", "fake"})
+
+    assert poet.names == ("tiny:poet", "models/tiny:poet", "poet")
+    assert fake.names == ("tiny:fake", "models/tiny:fake")
+    assert (poet.engine_id, poet.adapter, poet.parent) == ("tiny", "poet", "tiny")
+    cards = [ListedModel(model.model_id, model.names, 0, 0, None, model).card() for model in (poet, own)]
+    assert cards[0]["parent"] == "tiny"
+    assert "parent" not in cards[1]
+
+
+def test_each_adapter_has_a_fingerprint_of_its_own() -> None:
+    own = replace(MODEL, names=("tiny",), fingerprint=lambda: FINGERPRINT)
+    told = {model.system_fingerprint for model in (own, *with_adapters(own, ADAPTERS, {"tiny"}))}
+
+    assert len(told) == 3
+
+
+PROMPT = list(range(5, 25)) * 10
+
+
+"""200 tokens."""
+
+
+ALIGNED = 16
+
+
+"""Keys and values are taken over in panels of so many."""
+
+
+@pytest.mark.parametrize("fields", [{}, {"logprobs": 5}, {"best_of": 4}, {"echo": True, "logprobs": 2}])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_choices_share_the_prefill_of_their_prompt(path: str, fields: dict[str, object]) -> None:
+    is_chat = path.endswith("chat/completions")
+    if is_chat and fields:
+        fields = {"logprobs": True, "top_logprobs": 5}
+    prompt = {"messages": [{"role": "user", "content": "a" * 200}]} if is_chat else {"prompt": PROMPT}
+    with fake_server(max_sequences=8) as server:
+        alone = server.n_computed(path, max_tokens=4, **prompt, cache_salt="one")  # type: ignore[arg-type]
+        four = server.n_computed(path, max_tokens=4, n=4, **prompt, **fields, cache_salt="four")  # type: ignore[arg-type]
+
+    assert alone >= 200
+    assert four <= alone + 3 * ALIGNED
+
+
+def test_log_probabilities_of_tokens_compute_nothing_more() -> None:
+    with fake_server() as server:
+        steps = []
+        for fields in ({}, {"logprobs": 20}):
+            before = len(server.ranks.batches)
+            salt = f"salt {len(steps)}"
+            server.n_computed("/v1/completions", prompt=PROMPT, max_tokens=9, cache_salt=salt, **fields)
+            steps.append([(batch.phase, batch.n_tokens) for batch in server.ranks.batches[before:]])
+
+    assert steps[0] == steps[1]
