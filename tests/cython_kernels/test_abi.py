@@ -13,8 +13,6 @@ from phasewise.cython_kernels import _native, isa
 from phasewise.cython_kernels.abi import FAMILIES, VOCABULARY, abi_macros, essence, kernel_abi
 
 KERNELS = Path(__file__).resolve().parents[2] / "cython_kernels"
-
-
 SOURCES = {
     "isa/avx2.h": '#include "simd/avx2.h"',
     "simd/avx2.h": "typedef float vf;",
@@ -24,11 +22,7 @@ SOURCES = {
     "families/rows/rmsnorm.c": "int h(void) { return 1; }",
     "ops.h": "int op;",
 }
-
-
 FLAGS = ["-O3", "-mavx2"]
-
-
 UNTUNED = (
     "families/rows/activations.c",
     "families/rows/elementwise.c",
@@ -43,8 +37,6 @@ UNTUNED = (
     "families/slots.h",
     "families/table.c",
 )
-
-
 """Files that no schedule steers."""
 
 
@@ -127,8 +119,6 @@ def _append(file: Path, text: str) -> None:
 
 
 INCLUDE = re.compile(r'^#include "(?:\w+/)?(\w+)\.h"', re.MULTILINE)
-
-
 LAYERS = ("division", "program", "run", "attend", "executor", "orders")
 
 

@@ -20,14 +20,10 @@ SHAPE = {
     "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "head_dim": 8, "hidden": 16, "ffn": 24, "vocab": 20,
     "window": 0, "norm_eps": 1e-5,
 }  # fmt: skip
-
-
 ROOM = {
     "kv_slots": 30, "max_tokens": 8, "max_slices": 2, "max_logit_rows": 2, "kv_format": "f16",
     "max_threads": 1,
 }  # fmt: skip
-
-
 ANGLES = np.ones(4)
 
 
@@ -222,8 +218,6 @@ ROOM_FOR_TWO = {
     "kv_slots": 30, "max_tokens": 8, "max_slices": 2, "max_logit_rows": 2, "kv_format": "f16",
     "max_threads": 2,
 }  # fmt: skip
-
-
 TWO_RANKS = ((1, 1), (1, 1))
 
 

@@ -249,8 +249,6 @@ assert team.barriers(5) == 0
 
 
 MOST_WEIGHT = 1_000_000
-
-
 drawn_weights = st.lists(st.integers(1, MOST_WEIGHT), min_size=1, max_size=80)
 
 

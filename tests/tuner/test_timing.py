@@ -44,8 +44,6 @@ from phasewise.tuner.yardstick import RETRIES, CoreLoops, Yardstick, steadily
 from tests.support.tiers import examples
 
 NS = st.integers(1, 10**12)
-
-
 MANY_NS = st.lists(NS, min_size=1, max_size=60)
 
 
@@ -173,8 +171,6 @@ cpu10 1 1 1 1 1 1 1 1 0 0
 
 ctxt 7
 """
-
-
 CPUINFO = """processor\t: 0
 model name\t: A
 cpu MHz\t\t: 2300.000

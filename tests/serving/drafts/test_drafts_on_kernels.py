@@ -41,8 +41,6 @@ from tests.support.servers.fake_server import FakeServer, fake_server
 from tests.support.tiers import isas
 
 PROMPTS = ["a", "hello there", "To be, or not to be", "0123456789" * 9]
-
-
 TWO_RANKS = {phase: ServicePlan(phase, (RankCores((0,)), RankCores((1,)))) for phase in PHASES}
 
 

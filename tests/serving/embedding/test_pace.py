@@ -140,8 +140,6 @@ def test_a_share_is_of_both_depths_and_one_input_always_has_room() -> None:
 
 # Table III, "linear regression": depths under 1 s and 2 s.
 TABLE3 = {"V100": (40, 96), "Xeon": (8, 20), "Atlas": (84, 195), "Kunpeng": (2, 15)}
-
-
 BETA_S = {"V100": 0.286, "Xeon": 0.333, "Atlas": 0.243, "Kunpeng": 0.846}
 
 

@@ -174,11 +174,7 @@ def test_more_instances_than_nodes_divide_each_node_by_itself() -> None:
 
 
 HERE = machine_of([2, 4])
-
-
 TWIN = machine_of([2, 4], [7, 3, 5, 1, 0, 6, 2, 4])
-
-
 STORED = EmbeddingPlan(
     (Instance("cpu:0", (4, 5), Depth(9, 700)), Instance("cuda:0", (0,), Depth(20, 999))), 0.5, "x"
 )

@@ -74,8 +74,6 @@ def test_copies_of_heads_that_ranks_share_are_counted(model: PackedModel) -> Non
 glibc = pytest.mark.skipif(
     not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="not glibc's malloc, or too old"
 )
-
-
 _ASK = """
 import contextlib, ctypes, sys, threading
 from phasewise.serving.processes.headroom import allocator_headroom, use_one_heap
@@ -88,8 +86,6 @@ libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
 libc.malloc.argtypes = [ctypes.c_size_t]
 """
-
-
 _LOAD = """
 with {context}:
     before = resident()
@@ -98,8 +94,6 @@ with {context}:
         ctypes.memset(libc.malloc(n), 1, n)
     print(resident() - before)
 """
-
-
 _THREAD = """
 {first}
 found = []

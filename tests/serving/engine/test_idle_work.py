@@ -134,8 +134,6 @@ def test_bounds_are_learnt_beside_a_pool_in_use() -> None:
 
 
 Place = tuple[int, int, frozenset[int]]
-
-
 """A thread, its niceness and its cores."""
 
 

@@ -33,8 +33,6 @@ from tests.support.servers.rude_clients import completion, connect, until
 LENGTH = RealisedLength(
     RequestFacts((1, 2, 3), 0.7, 64, 2, "abcd"), 9, "stop", 1_699_999_999.5, 1_700_000_000.25
 )
-
-
 Open = Callable[[Path, Callable[[str], None]], "contextmanager[tuple[LineLog, Callable[[], None]]]"]
 
 

@@ -190,8 +190,6 @@ compiler = GuideCompiler(tokens)
 is_loading, load = threading.Event(), guides.open_tokenizer
 guides.open_tokenizer = lambda tokens: (is_loading.set(), load(tokens))[1]
 """
-
-
 ENDINGS = {
     "a server that has just begun": """
 text = SimpleNamespace(guide_compiler=lambda: compiler)
@@ -221,20 +219,10 @@ def test_a_process_ends_while_a_grammar_is_loaded(ending: str) -> None:
 
 
 TOKENS = TokenView(VOCAB_SIZE, frozenset({END}), frozenset({END}), piece, encode)
-
-
 MIB = 1 << 20
-
-
 IN_ANY_TIME = replace(BOUNDS, seconds=60.0)
-
-
 """A busy machine compiles the same grammars."""
-
-
 LARGE = [Grammar.of_schema({"type": "integer", "multipleOf": 22_011 + index}) for index in range(12)]
-
-
 SMALL = [
     Grammar.of_schema(
         {"type": "object", "properties": {f"k{index}_{key}": {"pattern": "[a-z]{20}"} for key in range(40)}}

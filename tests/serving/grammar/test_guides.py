@@ -32,8 +32,6 @@ PERSON = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
-
-
 SIZES = ["small", "medium", "a/b\n", 'é"x"', "(a|b)*"]
 
 

@@ -216,11 +216,7 @@ def test_an_ended_connection_divides_nothing() -> None:
 
 
 WORK_S = 0.02
-
-
 CLOCK_S = 0.002
-
-
 """The event loop's clock may ring this much early."""
 
 

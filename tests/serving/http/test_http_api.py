@@ -405,11 +405,7 @@ def test_the_openapi_document_describes_the_bodies(server: FakeServer) -> None:
 
 
 FINGERPRINT = Fingerprint("a" * 64, "b" * 64, "c" * 64, "", "native", "f16", "1/portable/0", "1/0")
-
-
 MODEL = ServedModel(("tiny",), 0, 500, VOCAB_SIZE, frozenset({END}), encode, piece, None)
-
-
 ADAPTERS = (Adapter("poet", "a" * 64, {}), Adapter("fake", "b" * 64, {}))
 
 
@@ -433,14 +429,8 @@ def test_each_adapter_has_a_fingerprint_of_its_own() -> None:
 
 
 PROMPT = list(range(5, 25)) * 10
-
-
 """200 tokens."""
-
-
 ALIGNED = 16
-
-
 """Keys and values are taken over in panels of so many."""
 
 

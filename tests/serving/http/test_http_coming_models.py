@@ -21,8 +21,6 @@ from tests.support.servers.rude_clients import completion, connect, until
 from tests.support.tiers import n_examples
 
 FOUR = {"a": 10, "b": 10, "c": 10, "d": 10}
-
-
 QUICK = HttpLimits(sign_of_life_s=0.05)
 
 

@@ -32,11 +32,7 @@ from tests.support.tiers import examples
 from tests.topology.test_energy import write_zone
 
 PATH = "/v1/completions"
-
-
 CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
-
-
 BROKEN = {
     "size": b"5\r\nhello\r\nzz\r\n",
     "longer": b"3\r\nhello\r\n",

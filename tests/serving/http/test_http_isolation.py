@@ -24,8 +24,6 @@ from tests.support.servers.rude_clients import ENOUGH_S, connect, request, until
 from tests.support.tiers import examples
 
 PROMPT = "a prompt that no other client must learn " * 8
-
-
 KEYS = ("first key", "second key")
 
 
@@ -159,8 +157,6 @@ def test_a_template_ends_with_the_wait_of_its_client() -> None:
 
 
 MOST = 24
-
-
 OF_PLACES = ("one", "two", "three", "newcomer")
 
 

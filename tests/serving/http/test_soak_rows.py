@@ -31,8 +31,6 @@ FAULTS = [
     "instance_killed",
     "disk_full",
 ]
-
-
 ATTACKS = ["schemas_that_explode", "templates_that_burn", "turns_in_contents"]
 
 

@@ -41,14 +41,8 @@ from tests.support.servers.rude_clients import ENOUGH_S, connect
 from tests.support.tiers import examples
 
 MODEL = ServedModel(('a "model"\0',), 0, 500, VOCAB_SIZE, frozenset({END}), encode, piece, None)
-
-
 TEXTS = ["a", ' "b"\\', "\0", "\n\u2028", "é", "\U0001f600", '"text":"\0"', "data: [DONE]\n\n"]
-
-
 KINDS = [CompletionRendering, ChatRendering]
-
-
 Kind = type[CompletionRendering | ChatRendering]
 
 
@@ -193,8 +187,6 @@ def test_the_loop_runs_after_every_wake_up() -> None:
 
 
 FAKE = ServedModel(("fake",), 0, 500, VOCAB_SIZE, frozenset({END}), encode, piece, None)
-
-
 REQUEST = Submit("one", (1, 2))
 
 
@@ -288,11 +280,7 @@ class FakeReader:
 
 
 FORMS = ("completion", "chat", "thoughts")
-
-
 DIALECT = dialect_of("", lambda _text: None, frozenset(), turn=TurnForm(thought=("<think>", "</think>")))
-
-
 PARTS = [
     "<think>",
     "</think>",

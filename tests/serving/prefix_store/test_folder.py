@@ -25,8 +25,6 @@ from phasewise.serving.prefix_store.folder import (
 from tests.support.tiers import examples
 
 SHAPE = RecordShape(2, 16)
-
-
 ONE = SHAPE.record_bytes(BLOCK_TOKENS)
 
 

@@ -23,8 +23,6 @@ from phasewise.tuner.plans import MAX_BANDS, LoadBand, Phase, RankCores, Service
 from tests.support.models.reference_forward import reference_logits, tiny_config, tiny_model
 
 CPUS = tuple(sorted(os.sched_getaffinity(0)))
-
-
 MODEL = tiny_model(tiny_config())
 
 
@@ -237,23 +235,11 @@ def test_a_container_of_the_first_kind_is_asked_too(tmp_path: Path) -> None:
 
 
 ALLOWED = sorted(os.sched_getaffinity(0))
-
-
 MOST = 6
-
-
 """Sequences that decode together."""
-
-
 LOADS = (1, 3, 2, 6, 1, 4, 5, 3)
-
-
 """So many of them take a token in each step."""
-
-
 Sizes = tuple[int, ...]
-
-
 BANDS: tuple[tuple[int, Sizes], ...] = ((2, (2,)), (4, (1,)), (6, (3,)))
 
 

@@ -268,8 +268,6 @@ def test_every_rank_has_its_memory_at_the_start_and_when_started_anew(
 
 
 ALLOWED = sorted(os.sched_getaffinity(0))
-
-
 BOTH: tuple[Phase, Phase] = ("decode", "prefill")
 
 

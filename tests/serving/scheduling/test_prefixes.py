@@ -41,11 +41,7 @@ from phasewise.serving.scheduling.scheduler_terms import SchedulerLimits
 from tests.support.scheduled import POLICIES, Turns, make
 
 TOKENS = tuple(range(200))
-
-
 BLOCK = Placement(0, 256)
-
-
 ELSEWHERE = Placement(512, 256)
 
 
@@ -252,8 +248,6 @@ def test_every_process_has_the_same_keys() -> None:
 
 
 MODEL = "model"
-
-
 N_SLOTS = 1008
 
 

@@ -25,8 +25,6 @@ from tests.support.scheduled import POLICIES, Turns, make, request
 from tests.support.tiers import examples
 
 CLIENTS = "abcd"
-
-
 steps = st.lists(st.sampled_from([*CLIENTS, "take", "preempt", "remove"]), max_size=60)
 
 

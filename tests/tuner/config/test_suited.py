@@ -43,8 +43,6 @@ from tests.support.tiers import examples, n_examples
 HWLOC = (
     Path(os.environ.get("PHASEWISE_SHARED_DATA") or Path(__file__).parents[4] / "shared" / "data") / "hwloc"
 )
-
-
 PLANTED = {"epyc": epyc(), "kunpeng": kunpeng(), "xeon": xeon()}
 
 
@@ -278,8 +276,6 @@ def test_plans_are_the_same_whatever_the_order_of_their_cores() -> None:
 
 
 SEEDS = 25
-
-
 HYBRID = Path(__file__).parents[2] / "data/topology/lstopo_hybrid.xml"
 
 

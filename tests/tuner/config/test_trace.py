@@ -28,19 +28,13 @@ from phasewise.tuner.config.trace import (
 from phasewise.tuner.errors import TraceError
 
 SHARED = Path(os.environ.get("PHASEWISE_SHARED_DATA") or Path(__file__).parents[4] / "shared" / "data")
-
-
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46.6805900,374,44
 2023-11-16 18:15:50.9951690,396,109"""
-
-
 MOONCAKE = [
     {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47]},
     {"timestamp": 30535, "input_length": 6472, "output_length": 26, "hash_ids": []},
 ]
-
-
 SHAREGPT = [
     {
         "id": "a",
@@ -54,11 +48,7 @@ SHAREGPT = [
     {"id": "b", "conversations": [{"from": "gpt", "value": "nobody asked"}]},
     {"id": "c", "conversations": []},
 ]
-
-
 lengths = st.integers(1, 100_000)
-
-
 traces = st.lists(st.builds(RequestLengths, lengths, lengths), min_size=1, max_size=40).map(tuple)
 
 

@@ -18,21 +18,11 @@ from phasewise.tuner.doctor.decode import DecodeFigures, PhaseFigures, explain_d
 from tests.support.machines.fake_host import CGROUP, CPU, FLAGS, MEMINFO, MOUNTS, Plant, clean_host, found_in
 
 LADDER = ("portable", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx")
-
-
 V1_MOUNTS = """31 23 0:27 / /sys/fs/cgroup/cpu,cpuacct rw - cgroup cgroup rw,cpu,cpuacct
 32 23 0:28 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory"""
-
-
 V1_CGROUPS = "3:cpu,cpuacct:/job\n2:memory:/job"
-
-
 V1_CPU = "sys/fs/cgroup/cpu,cpuacct/job"
-
-
 FILTERED = "Cpus_allowed_list:\t0-3\nCapEff:\t00000000a80425fb\nSeccomp:\t2"
-
-
 LOCKED = "Max locked memory         65536                65536                bytes"
 
 
@@ -417,25 +407,13 @@ def test_kernel_settings_of_the_running_host_are_read() -> None:
 
 
 PREFILL = PhaseFigures(1200.0, 0.8, 2.5, 0.2, 0.01, 0.1)
-
-
 SLOW = PhaseFigures(40.0, 0.3, 0.6, 20.0, 0.001, 0.8)
-
-
 FIGURES = DecodeFigures("a-model", 4, PREFILL, SLOW, 6e9, 20e9, None)
-
-
 shares = st.floats(0, 1)
-
-
 rates = st.one_of(st.none(), st.floats(0, 1e3))
-
-
 phases = st.builds(
     PhaseFigures, st.floats(0.01, 1e6), st.floats(0, 2), rates, rates, rates, st.one_of(st.none(), shares)
 )
-
-
 any_figures = st.builds(
     DecodeFigures,
     st.just("a-model"),

@@ -193,8 +193,6 @@ def test_every_prompt_is_in_one_fold_alone(n_folds: int, seed: int) -> None:
 
 
 shares = st.lists(st.floats(0.001, 1), min_size=2, max_size=12)
-
-
 prices = st.floats(0, 0.2)
 
 

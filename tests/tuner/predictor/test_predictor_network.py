@@ -27,8 +27,6 @@ from phasewise.tuner.predictor.train import TrainOptions, train
 from tests.support.models.length_examples import KINDS, made_up
 
 N_ROWS, WIDTH, FIGURES, HIDDEN, BINS, SAMPLES = 12, 3, 2, 5, 6, 4
-
-
 QUICK = TrainOptions(members=2, epochs=12, learning_rate=0.02)
 
 

@@ -166,8 +166,6 @@ def test_a_hint_of_another_machine_is_refused_by_the_tree() -> None:
 
 
 GAP = math.log(1.25)
-
-
 QUANTILE = 0.25
 
 

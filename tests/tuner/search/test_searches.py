@@ -28,8 +28,6 @@ from tests.support.searches.roller import remembered, roller
 from tests.support.tiers import examples
 
 OPTIONS = SearchOptions()
-
-
 SEARCHES: dict[str, Callable[[ScheduleSpace], Search[Schedule]]] = {
     "sandwich": lambda space: sandwich(space, OPTIONS),
     "roller": roller,
@@ -37,8 +35,6 @@ SEARCHES: dict[str, Callable[[ScheduleSpace], Search[Schedule]]] = {
     "random": lambda space: random(space, 50),
     "exhaustive": exhaustive,
 }
-
-
 SMALL = (
     space_of(8, 576, 1536, kernels=FEW_KERNELS),
     space_of(16, 576, 1536, kernels=FEW_KERNELS, k_parts=2),
@@ -47,8 +43,6 @@ SMALL = (
     space_of(128, 576, 576, threads=4, kernels=FEW_KERNELS),
     space_of(128, 1152, 2304, threads=32, kernels=FEW_KERNELS),
 )
-
-
 """Between 9 and 54 thousand schedules each. The last one is the shape of the paper's figure 2."""
 
 
@@ -378,8 +372,6 @@ SPACES = (
     ((1, 2, 4, 8), (1, 2, 3, 4, 6, 8), (0, 128, 256, 512, 1024), (1, 2, 4)),
     ((1, 2), (1, 2, 4, 8, 16), (0, 1), (16, 32, 64, 128, 256), (1, 2, 4, 8, 16)),
 )
-
-
 WITHIN = 0.03
 
 

@@ -236,11 +236,7 @@ def test_tree_and_left_out_are_all_that_is_allowed(allowed: set[int]) -> None:
 
 
 SHARED = Path(os.environ.get("PHASEWISE_SHARED_DATA") or Path(__file__).parents[4] / "shared" / "data")
-
-
 FILES = sorted((SHARED / "hwloc").glob("*.xml"))
-
-
 needs_files = pytest.mark.skipif(
     not FILES, reason=f"no machines in {SHARED}/hwloc: set PHASEWISE_SHARED_DATA to have them"
 )

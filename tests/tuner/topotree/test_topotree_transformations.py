@@ -191,8 +191,6 @@ def test_what_cannot_be_is_refused_in_one_line(notation: str, names: str) -> Non
 
 
 DEFAULT_MODEL = OperatorLimits(n_heads=9, n_kv_heads=3, head_dim=64, ffn=1536)
-
-
 WIDE = OperatorLimits(n_heads=64, n_kv_heads=64, head_dim=128, ffn=11008)
 
 

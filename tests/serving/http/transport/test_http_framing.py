@@ -22,11 +22,7 @@ from tests.support.servers.fake_server import FakeServer, fake_server
 from tests.support.servers.rude_clients import completion, connect
 
 MAX_HEAD = 16 * 1024
-
-
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n"
-
-
 CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
 
 
@@ -62,8 +58,6 @@ def read(parts: list[bytes]) -> list[tuple[bytes, bytes]]:
 
 
 bodies = st.binary(max_size=200)
-
-
 messages = st.one_of(
     st.builds(lambda body: (sized(body), body), bodies),
     st.builds(
@@ -88,8 +82,6 @@ def test_bytes_mean_the_same_however_they_come(sent: list[tuple[bytes, bytes]], 
 
 
 LONG_URL = b"GET /" + b"a" * 60_000
-
-
 REFUSED = {
     "both framings": (POST + b"Content-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 400),
     "both, the other way round": (POST + b"Transfer-Encoding:chunked\r\ncontent-length:\t3\r\n\r\nabc", 400),
@@ -182,17 +174,9 @@ def test_one_piece_is_a_bounded_piece_of_work() -> None:
 
 
 TLS = Path(__file__).parents[3] / "data" / "tls"
-
-
 ASYNCIO_READS_BYTES = 256 * 1024
-
-
 """Bytes of a read of asyncio where the protocol gives it no buffer."""
-
-
 PADDING = 300_000
-
-
 """More than one read takes, in a field that is not read."""
 
 

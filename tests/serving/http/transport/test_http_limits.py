@@ -29,14 +29,8 @@ from tests.support.servers.fake_server import FakeServer, fake_server
 from tests.support.servers.rude_clients import ENOUGH_S, completion, connect, read_to_end, until
 
 MIB = 1 << 20
-
-
 TLS = Path(__file__).parents[3] / "data" / "tls"
-
-
 LARGE = {"model": "fake", "prompt": "a", "user": "x" * 3 * MIB}
-
-
 CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
@@ -272,8 +266,6 @@ def test_limits_may_be_replaced_one_at_a_time() -> None:
 
 
 TIMES = 20
-
-
 LARGE_BODY = b"x" * (3 << 20)
 
 
