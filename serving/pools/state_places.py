@@ -31,7 +31,7 @@ class KeptCopy(Protocol):
 
 
 class StatePlaces:
-    """Places for states, and the owner of each. first_slot: the number by which copies name the first place."""
+    """Places for states, and the owner of each. first_slot: the number of the first place."""
 
     def __init__(self, n_places: int, first_slot: int) -> None:
         self.n_places = n_places
@@ -82,7 +82,7 @@ class StatePlaces:
         self._kept.add(place)
 
     def keep_of(self, owner: str) -> int:
-        """Keep the state in a request's place, until the place is needed; the request has no place any more."""
+        """Keep the state at a request's place, until the place is needed; the request then has none."""
         place = self._owned.pop(owner)
         self._kept.add(place)
         return place
