@@ -282,21 +282,8 @@ class FakeReader:
 FORMS = ("completion", "chat", "thoughts")
 DIALECT = dialect_of("", lambda _text: None, frozenset(), turn=TurnForm(thought=("<think>", "</think>")))
 PARTS = [
-    "<think>",
-    "</think>",
-    "</thi",
-    "a",
-    "b",
-    "STOP",
-    "STOPPED",
-    "ST",
-    "é",
-    "€",
-    "👩‍👩‍👧",
-    "🏳️‍🌈",
-    "😀",
-    "\n",
-    " ",
+    *("<think>", "</think>", "</thi", "a", "b", "STOP", "STOPPED", "ST", "é", "€", "👩‍👩‍👧", "🏳️‍🌈", "😀"),
+    *("\n", " "),
 ]
 
 

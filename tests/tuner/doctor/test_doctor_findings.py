@@ -286,16 +286,8 @@ def test_the_severest_come_first(tmp_path: Path) -> None:
         Plant(computing(7, {0: 40_000}, pinned=()), shape=(4, 1, 2)),
     ],
     ids=[
-        "mbind on one node",
-        "balancing of one node",
-        "ample quota",
-        "ample memory",
-        "ample commit",
-        "EPP",
-        "shm",
-        "memory where its cores are",
-        "memory by turns",
-        "little memory elsewhere",
+        *("mbind on one node", "balancing of one node", "ample quota", "ample memory", "ample commit"),
+        *("EPP", "shm", "memory where its cores are", "memory by turns", "little memory elsewhere"),
         "threads that may run anywhere",
     ],
 )
