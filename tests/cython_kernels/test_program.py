@@ -15,6 +15,7 @@ from phasewise.cython_kernels import packing
 from phasewise.cython_kernels._native import Program, Team
 from phasewise.cython_kernels.division import Division, columns, share
 from phasewise.cython_kernels.errors import GroupFailed, ProgramError, WeightError
+from phasewise.serving.batch import SequenceSlice
 
 SHAPE = {
     "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "head_dim": 8, "hidden": 16, "ffn": 24, "vocab": 20,
@@ -25,6 +26,8 @@ ROOM = {
     "max_threads": 1,
 }  # fmt: skip
 ANGLES = np.ones(4)
+TOKEN = SequenceSlice((1,), 0, 0, wants_logits=True)
+NEXT_TOKEN = SequenceSlice((2,), 1, 0, wants_logits=True)
 
 
 def resident_bytes() -> int:
@@ -143,29 +146,18 @@ def test_only_a_sealed_program_runs_and_it_takes_no_more_ops() -> None:
 
 
 def test_a_team_larger_than_the_program_is_refused() -> None:
-    class Slice:
-        token_ids, start, slot_base, wants_logits = (1,), 0, 0, True
-        table, n_drafted, ring, adapter = None, 0, None, 0
-
     built = program()
     built.embed(weight(20, 16), 0, 16)
     built.linear([(weight(20, 16), 0)], "rows", 0, 16, 128, 20, rows="gathered")
     built.seal(128)
 
     with pytest.raises(ValueError, match="fewer threads"):
-        built.run(Team(None, members=2), [Slice()])
-    assert built.run(Team(None, members=1), [Slice()]) == 1
+        built.run(Team(None, members=2), [TOKEN])
+    assert built.run(Team(None, members=1), [TOKEN]) == 1
     assert np.asarray(built)[0].tolist() == [16.0] * 20
 
 
 def test_touched_memory_is_there_and_keeps_what_it_held() -> None:
-    class First:
-        token_ids, start, slot_base, wants_logits = (1,), 0, 0, True
-        table, n_drafted, ring, adapter = None, 0, None, 0
-
-    class Second(First):
-        token_ids, start = (2,), 1
-
     def built() -> Program:
         attention_program = program(kv_slots=1 << 20)
         attention_program.embed(weight(20, 16), 0, 16)
@@ -176,14 +168,14 @@ def test_touched_memory_is_there_and_keeps_what_it_held() -> None:
         return attention_program
 
     team, plain, touched = Team(None, members=1), built(), built()
-    plain.run(team, [First()])
-    touched.run(team, [First()])
+    plain.run(team, [TOKEN])
+    touched.run(team, [TOKEN])
     before = resident_bytes()
     touched.touch(team)
 
     assert resident_bytes() - before > 0.9 * touched.bytes() > 20 << 20
-    plain.run(team, [Second()])
-    touched.run(team, [Second()])
+    plain.run(team, [NEXT_TOKEN])
+    touched.run(team, [NEXT_TOKEN])
     assert np.asarray(touched)[0].tolist() == np.asarray(plain)[0].tolist()
 
 
@@ -219,11 +211,6 @@ ROOM_FOR_TWO = {
     "max_threads": 2,
 }  # fmt: skip
 TWO_RANKS = ((1, 1), (1, 1))
-
-
-class OneToken:
-    token_ids, start, slot_base, wants_logits, table, n_drafted, ring = (1,), 0, 0, True, None, 0, None
-    adapter = 0
 
 
 def divided(teams: Any = TWO_RANKS, rank: int = 0, patience_s: float = 10.0, vocab: int = 20) -> Program:
@@ -339,9 +326,9 @@ def test_one_rank_shares_nothing() -> None:
     for act in (alone.stop, alone.fail, lambda: alone.observed(0), lambda: alone.serve([None, None])):
         with pytest.raises(ProgramError, match="has one rank"):
             act()
-    assert alone.run(Team(None, members=2), [OneToken()], table=1) == 1
+    assert alone.run(Team(None, members=2), [TOKEN], table=1) == 1
     with pytest.raises(ValueError, match="a team of 2 for rank 0"):
-        alone.run(Team(None, members=2), [OneToken()], table=0)
+        alone.run(Team(None, members=2), [TOKEN], table=0)
 
 
 def test_rank_0_runs_and_the_others_serve() -> None:
@@ -349,7 +336,7 @@ def test_rank_0_runs_and_the_others_serve() -> None:
     team = Team(None, members=1)
 
     with pytest.raises(ProgramError, match="rank 1 serves"):
-        second.run(team, [OneToken()])
+        second.run(team, [TOKEN])
     with pytest.raises(ProgramError, match="rank 0 says when to stop"):
         second.stop()
     for rank, teams in ((first, [team, team]), (second, [team])):
@@ -367,14 +354,14 @@ def test_a_table_that_nobody_runs_is_not_run() -> None:
     first, _ = sealed(teams=((1, 1), ()))
 
     with pytest.raises(ValueError, match=r"a team of 1 for rank 0 of teams \(\)"):
-        first.run(Team(None, members=1), [OneToken()], table=1)
+        first.run(Team(None, members=1), [TOKEN], table=1)
 
 
 def test_a_rank_that_does_not_come_is_not_waited_for_without_end() -> None:
     first, second = sealed(patience_s=0.05)
 
     with pytest.raises(GroupFailed, match="did not arrive in time"):
-        first.run(Team(None, members=1), [OneToken()])
+        first.run(Team(None, members=1), [TOKEN])
     with pytest.raises(GroupFailed, match="failed or ended"):
         second.serve([Team(None, members=1)] * 2)
 
@@ -391,7 +378,7 @@ def test_a_rank_without_a_team_for_a_step_ends_it_for_all() -> None:
     server = threading.Thread(target=serve)
     server.start()
     with pytest.raises(GroupFailed, match="failed or ended"):
-        first.run(Team(None, members=1), [OneToken()])
+        first.run(Team(None, members=1), [TOKEN])
     server.join(60)
     assert failures == ["this rank was not built for the step that rank 0 runs"]
 
