@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import re
 import threading
 import time
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ from phasewise.serving.models.low_rank import Adapter
 from phasewise.serving.service import with_adapters
 from tests.support.servers.fake_engine import END, VOCAB_SIZE, encode, next_letter, piece
 from tests.support.servers.fake_server import CONTEXT, FakeServer, fake_server
-from tests.support.servers.rude_clients import ENOUGH_S, completion, connect, until
+from tests.support.servers.rude_clients import ENOUGH_S
 
 
 @pytest.fixture
@@ -262,36 +261,6 @@ def test_answers_in_parallel_do_not_mix(server: FakeServer, api: openai.OpenAI) 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_frees_its_slots(server: FakeServer, api: openai.OpenAI, stream: bool) -> None:
-    n_before, go_on = len(server.ranks.batches), threading.Event()
-
-    def n_steps() -> int:
-        return len(server.ranks.batches) - n_before
-
-    server.ranks.before_step = lambda: n_steps() < 3 or go_on.wait(ENOUGH_S)
-    with connect(server.url) as client:
-        client.sendall(completion(max_tokens=450, stream=stream))
-        if stream:
-            client.recv(1)
-        until(lambda: n_steps() == 3, "it does not run")
-    until(lambda: server.client.n_live == 0, "it is still waited for")
-    go_on.set()
-
-    server.wait_until_idle()
-    assert n_steps() <= 4
-    metrics = httpx.get(f"{server.url}/metrics").text
-    assert 'phasewise_requests_total{reason="aborted"}' in metrics
-    assert "phasewise_kv_slots_used 0.0" in metrics
-    for name in (
-        "phasewise_python_blocks",
-        "phasewise_malloc_bytes",
-        "process_resident_memory_bytes",
-        "process_open_fds",
-    ):
-        assert float(re.search(rf"^{name} (\S+)$", metrics, re.MULTILINE)[1]) > 0
-
-
-@pytest.mark.parametrize("stream", [False, True])
 def test_a_failed_step_is_a_server_error_and_the_server_stays_up(
     server: FakeServer, api: openai.OpenAI, stream: bool
 ) -> None:
@@ -336,18 +305,12 @@ def test_health_and_metrics(server: FakeServer, api: openai.OpenAI) -> None:
         'phasewise_step_seconds_count{phase="prefill"}',
         "phasewise_requests_waiting 0.0",
         "phasewise_kv_slots 2000.0",
+        "phasewise_python_blocks ",
+        "phasewise_malloc_bytes ",
+        "process_resident_memory_bytes ",
+        "process_open_fds ",
     ):
         assert name in text, name
-
-
-def test_a_dead_engine_is_unhealthy() -> None:
-    with fake_server() as server:
-        server.thread.stop()
-
-        assert httpx.get(f"{server.url}/health").status_code == 503
-        refused = httpx.post(f"{server.url}/v1/completions", json={"model": "fake", "prompt": "a"})
-        assert refused.status_code == 503
-        assert refused.json()["error"]["code"] == "engine_stopped"
 
 
 def test_a_key_is_asked_for_everywhere_but_at_health() -> None:
