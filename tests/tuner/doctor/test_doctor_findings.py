@@ -61,7 +61,7 @@ def _finds(
     shape: tuple[int, int, int] = (4, 1, 1),
     **told: object,
 ) -> Planted:
-    """What a plant must be found as: the finding, its severity, and a part of its evidence."""
+    """A plant and its finding: the name, the severity, and a part of the evidence."""
     return wanted, Severity[severity], Plant(files or {}, shape, told), value
 
 
