@@ -117,9 +117,14 @@ def test_a_new_file_is_what_the_migrations_make_of_none(connection: Connection) 
 
 
 def _schema_of(connection: Connection) -> list[tuple[str, list[str]]]:
-    made = connection.execute(text("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL ORDER BY name"))
+    statements = connection.execute(
+        text("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL ORDER BY name")
+    )
     stated = connection.execute(text(f"SELECT version_num, readable_from FROM {schema.VERSION_TABLE}"))
-    return [*((name, _normal(sql)) for name, sql in made), *((before, [after]) for before, after in stated)]
+    return [
+        *((name, _normal(sql)) for name, sql in statements),
+        *((before, [after]) for before, after in stated),
+    ]
 
 
 def _normal(sql: str) -> list[str]:
