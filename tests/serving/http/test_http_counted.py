@@ -1,4 +1,4 @@
-"""What a server counts and logs, as Prometheus, endpoint pickers and powercap have it."""
+"""Counts and logs of a server, as Prometheus, endpoint pickers and powercap have them."""
 
 from __future__ import annotations
 
