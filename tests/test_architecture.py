@@ -222,8 +222,9 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "ir": ("ir", "_files"),
     "kerneldb": ("kerneldb", "topology", "migrations", "_files", "_places"),
     "kerneldb.records": ("kerneldb.errors",),
-    "migrations": ("kerneldb.models",),
-    "migrations.versions": (),
+    "migrations": ("kerneldb.tables",),
+    "migrations.ddl": (),
+    "migrations.versions": ("migrations.ddl",),
     "topology": ("topology", "_files"),
     "cython_kernels": ("cython_kernels", "_places"),
 }

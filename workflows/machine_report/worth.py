@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from phasewise.kerneldb.counts import Key
+from phasewise.kerneldb.records import Promotion, StepTime
 from phasewise.tuner import timing
 from phasewise.tuner.standing import MeasuredRatio, ScheduleInUse, in_use_after, mean_of
 
 if TYPE_CHECKING:
-    from phasewise.kerneldb.records import Comparison, MachineKey, Promotion, ServedStep, StepTime
+    from phasewise.kerneldb.records import Comparison, MachineKey, ServedStep
     from phasewise.kerneldb.store import Store
     from phasewise.tuner.lookup import IsDefault
 
@@ -94,7 +95,7 @@ def worth_of(store: Store, is_default: IsDefault = lambda *_: False) -> Worth:
     """
     in_use: dict[tuple[Key, bool], ScheduleInUse] = {}
     newest: dict[tuple[MachineKey, str], str] = {}
-    for promotion in store.all_promotions():
+    for promotion in store.stream(Promotion):
         standing_key = (_key_of(promotion), promotion.origin.verified)
         in_use[standing_key] = in_use_after(in_use.get(standing_key), promotion, is_default)
         machine, family = promotion.origin.machine, _kernels_of(promotion.kernel_abi)
@@ -111,7 +112,7 @@ def worth_of(store: Store, is_default: IsDefault = lambda *_: False) -> Worth:
         problem = key.problem
         group = _Group(key.machine, not verified, family, problem.format, _rows_of(problem.m))
         groups[group].append(gain)
-    speeds = list(_speeds(store.all_step_times()))
+    speeds = list(_speeds(store.stream(StepTime)))
     ordered = sorted(groups.items(), key=lambda item: repr(item[0]))
     return Worth([_gains_of(group, gains) for group, gains in ordered], speeds, _unmeasured(speeds))
 

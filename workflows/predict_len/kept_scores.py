@@ -39,7 +39,7 @@ def keep_scores(judged: Judged, wish: EvalWish, report: Report = silent) -> int:
             for log in judged.reports
         ]
         with open_store(wish.db, report) as store:
-            store.add_predictor_scores(scores)
+            store.add(scores)
     except KernelDbError as error:
         report(f"nothing is kept of it: {error}")
         return 0

@@ -17,6 +17,7 @@ from phasewise.ir.reading import read
 from phasewise.ir.running.checking import REASSOCIATED_BOUND, Program, Verdict, check, in_folder
 from phasewise.ir.running.compiling import compiler_for, missing_tool
 from phasewise.ir.targets import TARGETS, IsaTarget, cpu_flags, runs_here
+from phasewise.kerneldb.records import UserPromotion
 from phasewise.kerneldb.store import Store
 
 MAX_TEXT_BYTES = 4 << 20
@@ -113,7 +114,7 @@ def emit(
         abi = kernel_abi(text, target, compiler_for(target))
         by_shape = {
             promotion.problem.shape: dict(promotion.choice)
-            for promotion in store.user_promotions(abi, core_sig)
+            for promotion in store.rows(UserPromotion, kernel_abi=abi, core_sig=core_sig, verified=True)
         }
         n_shapes += len(by_shape)
         original = original_of(against, kernel, target, include, define) if against and by_shape else None

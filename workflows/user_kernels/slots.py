@@ -44,7 +44,7 @@ from phasewise.ir.running.inspection import problem_of
 from phasewise.ir.running.limited import ChildLimits, LimitedProcess
 from phasewise.ir.targets import TARGETS, IsaTarget
 from phasewise.ir.types import F32, I32, I64, Pointer, Type, Void
-from phasewise.kerneldb.records import Comparison
+from phasewise.kerneldb.records import Comparison, UserPromotion
 from phasewise.kerneldb.store import Store
 from phasewise.tuner import timing
 from phasewise.tuner.measurement_lock import MeasurementLock
@@ -205,7 +205,8 @@ def _tuned(
 ) -> dict[tuple[tuple[str, int], ...], dict[str, int]]:
     """Parameters by shape; an author's own C is no part of a text, and is left out."""
     abi = kernel_abi(text, target, compiler_for(target))
-    choices = {own.problem.shape: dict(own.choice) for own in store.user_promotions(abi, core_sig)}
+    promotions = store.rows(UserPromotion, kernel_abi=abi, core_sig=core_sig, verified=True)
+    choices = {own.problem.shape: dict(own.choice) for own in promotions}
     return {shape: choice for shape, choice in choices.items() if not is_original(choice)}
 
 

@@ -147,7 +147,7 @@ def test_the_plan_of_a_model_comes_from_the_database(tmp_path: Path) -> None:
     plan = ServicePlan("decode", (RankCores((1,), 0), RankCores((2,), 1)), "database")
     with open_store(str(database)) as store:
         origin = Origin(machine_key(machine), "1.0", 1_700_000_000_000)
-        store.add_plan(PlanRecord("small@native", "decode", plan.to_json(), origin))
+        store.add([PlanRecord("small@native", "decode", plan.to_json(), origin)])
 
     fields = _fields("--plan", "small", "--input", V2, "--db", database)
     other = _invoke("--plan", "large", "--input", V2, "--db", database)
