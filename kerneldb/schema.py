@@ -225,23 +225,27 @@ def upgrade(
     before = read_revision(connection, name)
     if before is not None and is_newer(before):
         return SchemaChange(before, before)
-    if before is None and connection.dialect.name == "sqlite":
-        _create(connection)
-    elif before != HEAD:
+    if before != HEAD:
         if before is not None:
             before_changing()
-        from alembic import command
-
-        config = _alembic_config()
-        config.attributes["connection"] = connection
-        command.upgrade(config, "head")
-    if before != HEAD:
+        if before is None and connection.dialect.name == "sqlite":
+            _create_file(connection)
+        else:
+            _migrate(connection)
         _state_oldest_reader(connection)
     return SchemaChange(before, HEAD)
 
 
-def _create(connection: Connection) -> None:
-    """The tables of HEAD at once, without Alembic. A test compares them with what the migrations make."""
+def _migrate(connection: Connection) -> None:
+    from alembic import command
+
+    config = _alembic_config()
+    config.attributes["connection"] = connection
+    command.upgrade(config, "head")
+
+
+def _create_file(connection: Connection) -> None:
+    """What all migrations make of an empty file (tests compare the two), in a tenth of the time."""
     METADATA.create_all(connection, checkfirst=False)
     for name in sorted(_GUARDED):
         connection.execute(text(_guard_of(name)))
@@ -261,7 +265,7 @@ def draft_revision(message: str) -> None:
 
     engine = create_engine("sqlite://")
     with engine.connect() as connection:
-        upgrade(connection, "in memory")
+        _migrate(connection)
         config = _alembic_config()
         config.attributes["connection"] = connection
         command.revision(config, message, autogenerate=True, rev_id=f"{len(REVISIONS) + 1:04}")
