@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 
 from phasewise._words import counted
 from phasewise.serving.engine.engine import Engine
-from phasewise.serving.engine.engine_host import EngineState, InstanceState
+from phasewise.serving.engine.engine_host import EngineState, InstanceState, Recoveries
 from phasewise.serving.engine.fingerprint import Fingerprint
 from phasewise.serving.engine.messages import (
     Abort,
@@ -73,10 +73,10 @@ class EngineThread:
         engine: Engine,
         deliver: Callable[[Delivery], None],
         on_lost: Callable[[], None] = lambda: None,
-        restarts: Restarts | None = None,
-        *,
-        ends_on_bugs: bool = False,
         turn: AbstractContextManager[None] | None = None,
+        *,
+        restarts: Restarts | None = None,
+        ends_on_bugs: bool = False,
         idle: IdleWork | None = None,
     ) -> None:
         self._engine = engine
@@ -92,8 +92,8 @@ class EngineThread:
         """The reason that nothing is computed any more; None while there is hope."""
         self.n_turns = 0
         """Turns of the engine so far: where there is work and this stands still, the engine hangs."""
-        self.n_ranks_replaced = 0
-        self.n_requests_rerun = 0
+        self._n_ranks_replaced = 0
+        self._n_requests_rerun = 0
         self._inbox: queue.SimpleQueue[Message | Literal["look", "stop"] | Callable[[], None]] = (
             queue.SimpleQueue()
         )
@@ -108,15 +108,10 @@ class EngineThread:
         """True if it can still answer, now or once its ranks are there again."""
         return self._thread.is_alive() and self.state != "lost"
 
-    @property
-    def n_answers_continued(self) -> int:
-        """Those that had begun when ranks were lost, and went on."""
-        return self._engine.n_continued
-
-    @property
-    def n_core_moves(self) -> int:
-        """Times that the engine has gone on by other plans because its cores had changed."""
-        return 0 if self._engine.cores is None else self._engine.cores.n_moves
+    def recoveries(self) -> Recoveries:
+        """Counts of what went wrong and was mended."""
+        n_moves = 0 if self._engine.cores is None else self._engine.cores.n_moves
+        return Recoveries(self._n_ranks_replaced, self._n_requests_rerun, self._engine.n_continued, n_moves)
 
     def threads(self) -> Mapping[str, int]:
         """Threads of each phase, as it runs now; nothing where no watch is over its cores."""
@@ -311,7 +306,7 @@ class EngineThread:
         delivery = self._engine.recover(loss)
         n_continued = self._engine.n_continued - n_continued_before
         n_again = delivery.load.n_waiting + delivery.load.n_in_shadow - n_continued
-        self.n_requests_rerun += n_again
+        self._n_requests_rerun += n_again
         log.error(
             "%s; %d requests end, %d answers go on, %d requests run again",
             loss,
@@ -332,7 +327,7 @@ class EngineThread:
                 log.error("the ranks cannot be started: %s", error)
                 reason = error.with_traceback(None)  # its frames hold the memory of the ranks that failed
             else:
-                self.n_ranks_replaced += 1
+                self._n_ranks_replaced += 1
                 self.state = "running"
                 log.warning("the ranks were started anew")
                 return

@@ -18,15 +18,13 @@ from typing import TYPE_CHECKING
 from phasewise._words import counted
 from phasewise.workflows.errors import UsageError, WorkflowError
 from phasewise.workflows.report import Report
-from phasewise.workflows.serve.opened_models import open_sized, sized
+from phasewise.workflows.serve.opened_models import open_sized, row_of, sized
 from phasewise.workflows.serve.settings import ServeSettings
 
 if TYPE_CHECKING:
-    from phasewise.serving.engine.several_engines import OpenEngineHost
-    from phasewise.serving.folder_service import ModelFolder
     from phasewise.serving.http.http_settings import ModelFacts
     from phasewise.serving.http.models.model_shelf import ModelFile
-    from phasewise.serving.service import OtherModel
+    from phasewise.serving.model_table import Answers, ModelFolder, ModelRow
     from phasewise.workflows.serve.opened_models import SizedModel
 
 SHARE_OF_FREE_MEMORY = 0.75
@@ -45,27 +43,17 @@ class _FolderModel:
     name: str
     sized: SizedModel
     settings: ServeSettings
+    answers: Answers
     report: Report
 
     @property
     def n_bytes(self) -> int:
         return self.sized.n_bytes
 
-    def open(self, stack: ExitStack) -> tuple[OtherModel, OpenEngineHost]:
-        from phasewise.serving.engine.engine_thread import EngineThread
-        from phasewise.serving.engine.open_engine import OpenEngine
-        from phasewise.serving.service import OtherModel
-
+    def open(self, stack: ExitStack) -> ModelRow:
         with _told_as_ours():
             served = open_sized(self.sized, self.settings, stack, self.report)
-        opened = served.opened
-        assert isinstance(opened, OpenEngine), "pools are refused"
-        answering = self.settings.answering
-        sampling = opened.model.sampling.with_overrides(
-            answering.temperature, answering.top_p, answering.min_p
-        )
-        model = OtherModel(opened, (self.name,), sampling, served.predictor)
-        return model, lambda deliver, on_lost, turn: EngineThread(opened.engine, deliver, on_lost, turn=turn)
+        return row_of(served, (self.name,), self.settings, self.answers)
 
 
 @contextmanager
@@ -81,19 +69,17 @@ def _told_as_ours() -> Iterator[None]:
         raise ModelError(str(error) or type(error).__name__) from error
 
 
-def model_folder(settings: ServeSettings, report: Report) -> ModelFolder:
+def model_folder(settings: ServeSettings, answers: Answers, report: Report) -> ModelFolder:
     """The folder of `--models`. UsageError where it is none, or two models have one name."""
     from phasewise.serving.errors import ModelError
-    from phasewise.serving.folder_service import ModelFolder
+    from phasewise.serving.model_table import ModelFolder
     from phasewise.serving.processes.headroom import available_bytes
-    from phasewise.workflows.opening.drafts import check_draft
 
     coming = settings.coming
     assert coming.models is not None
     folder = coming.models
     if not folder.is_dir():
         raise UsageError(f"--models {folder}: there is no such folder")
-    check_draft(settings.running.draft, report)
     paths: dict[str, Path] = {}
     for name, path in _models_in(folder):
         if name in paths:
@@ -115,7 +101,7 @@ def model_folder(settings: ServeSettings, report: Report) -> ModelFolder:
         if path is None:
             raise ModelError(f"it has just gone from {folder}")
         with _told_as_ours():
-            return _FolderModel(name, _sized(path, settings, budget, report), settings, report)
+            return _FolderModel(name, _sized(path, settings, budget, report), settings, answers, report)
 
     def files() -> Mapping[str, ModelFile]:
         paths = dict(reversed(list(_models_in(folder))))  # of two with one name the first

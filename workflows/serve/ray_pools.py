@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -79,8 +79,10 @@ def open_ray_pools(
         settings = front_settings(f"tcp://{node}:*", lambda index, life: f"tcp://{NODE}:*", pools, Keys.new())
         desks: list[DeskThread] = []
 
-        def host(deliver: Deliver, on_lost: object) -> EngineHost:
-            front = Front([pool.role for pool in each], launcher, settings, deliver, on_lost)  # type: ignore[arg-type]
+        def host(
+            deliver: Deliver, on_lost: Callable[[], None], _turn: AbstractContextManager[None]
+        ) -> EngineHost:
+            front = Front([pool.role for pool in each], launcher, settings, deliver, on_lost)
             desks.append(DeskThread(ServerNames(launcher.server, opened.model.name, node), front))
             return front
 

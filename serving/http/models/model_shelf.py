@@ -115,9 +115,8 @@ class ModelShelf:
         return await asyncio.to_thread(self._source.files)
 
     async def facts(self, name: str) -> ModelFacts:
-        """Facts of a model of the folder, loaded or not."""
-        served = self.served(name)
-        return await asyncio.to_thread(self._source.facts, name) if served is None else served.facts
+        """Facts of a model of the folder that is not loaded."""
+        return await asyncio.to_thread(self._source.facts, name)
 
     def state(self, name: str) -> ModelState:
         """The state of a model of the folder."""

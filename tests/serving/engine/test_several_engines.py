@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,6 @@ from pathlib import Path
 import httpx
 import pytest
 
-from phasewise.serving.engine.engine import Engine
 from phasewise.serving.engine.engine_host import Deliver
 from phasewise.serving.engine.engine_thread import EngineThread
 from phasewise.serving.engine.messages import Abort, Answer, Delivery, EngineLoad, Submit
@@ -57,16 +57,9 @@ def test_a_request_reaches_the_engine_of_its_model_and_loads_add_up() -> None:
     engines = {name: make_engine(rank) for name, rank in ranks.items()}
     engines["up"].pacing, engines["same"].pacing = Pacing(1, 64), Pacing(10**12, 64)
     came: list[Delivery] = []
-    host = SeveralEngines(
-        {
-            name: lambda deliver, on_lost, turn, engine=engine: EngineThread(
-                engine, deliver, on_lost, turn=turn
-            )  # type: ignore[misc]
-            for name, engine in engines.items()
-        },
-        came.append,
-        lambda: None,
-    )
+    host = SeveralEngines(came.append)
+    for name, engine in engines.items():
+        host.put(name, partial(EngineThread, engine))
     host.start()
     for name in engines:
         host.send(Submit(f"r-{name}", (97,), 4, GREEDY, model=name))
@@ -100,14 +93,9 @@ def test_one_engine_that_is_lost_is_a_lost_server() -> None:
     ranks = FakeRanks()
     ranks.reopen_errors = [RanksError("no")] * 100
     lost = threading.Event()
-    host = SeveralEngines(
-        {
-            "a": lambda deliver, on_lost, turn: EngineThread(make_engine(ranks), deliver, on_lost, turn=turn),
-            "b": lambda deliver, on_lost, turn: EngineThread(make_engine(), deliver, on_lost, turn=turn),
-        },
-        lambda _delivery: None,
-        lost.set,
-    )
+    host = SeveralEngines(lambda _delivery: None, lost.set)
+    host.put("a", partial(EngineThread, make_engine(ranks)))
+    host.put("b", partial(EngineThread, make_engine()))
     host.start()
     ranks.lose()
     assert lost.wait(60)
@@ -163,16 +151,13 @@ def test_each_model_has_a_fingerprint_of_its_own() -> None:
     engines = {name: make_engine(FakeRanks()) for name in ("one", "other")}
     for name, engine in engines.items():
         engine.fingerprint = replace(FINGERPRINT, weights=name)
-    opens = {name: partial(_thread_of, engine) for name, engine in engines.items()}
-    host = SeveralEngines(opens, lambda delivery: None, lambda: None)
+    host = SeveralEngines(lambda delivery: None)
+    for name, engine in engines.items():
+        host.put(name, partial(EngineThread, engine))
 
     assert [host.fingerprint(name) for name in engines] == [
         model_engine.fingerprint for model_engine in engines.values()
     ]
-
-
-def _thread_of(engine: Engine, deliver: Deliver, on_lost: Callable[[], None], turn: Turns) -> EngineThread:
-    return EngineThread(engine, deliver, on_lost, turn=turn)
 
 
 def test_the_newest_sum_of_loads_is_delivered_last() -> None:
@@ -181,9 +166,11 @@ def test_the_newest_sum_of_loads_is_delivered_last() -> None:
     deliver_of: dict[str, Deliver] = {}
     is_inside, is_later = threading.Event(), threading.Event()
 
-    def open_one(name: str, deliver: Deliver, on_lost: Callable[[], None], turn: Turns) -> EngineThread:
+    def open_one(
+        name: str, deliver: Deliver, on_lost: Callable[[], None], turn: AbstractContextManager[None]
+    ) -> EngineThread:
         deliver_of[name] = deliver
-        return EngineThread(make_engine(), deliver, on_lost, turn=turn)
+        return EngineThread(make_engine(), deliver, on_lost, turn)
 
     def deliver(delivery: Delivery) -> None:
         if not is_inside.is_set():
@@ -195,7 +182,9 @@ def test_the_newest_sum_of_loads_is_delivered_last() -> None:
         deliver_of["other"](loaded(3))
         is_later.set()
 
-    SeveralEngines({name: partial(open_one, name) for name in ("one", "other")}, deliver, lambda: None)
+    host = SeveralEngines(deliver)
+    for name in ("one", "other"):
+        host.put(name, partial(open_one, name))
     first = threading.Thread(target=lambda: deliver_of["one"](loaded(2)))
     first.start()
     assert is_inside.wait(60)

@@ -13,14 +13,15 @@ import httpx
 
 from phasewise.serving.engine.engine import Engine
 from phasewise.serving.engine.engine_thread import EngineThread
-from phasewise.serving.engine.several_engines import ChangingEngines
+from phasewise.serving.engine.several_engines import SeveralEngines
 from phasewise.serving.errors import ModelError
 from phasewise.serving.http.answers.client import EngineClient
 from phasewise.serving.http.http_settings import HttpLimits, ServedModel
 from phasewise.serving.http.lifecycle import Lifecycle
 from phasewise.serving.http.models.model_shelf import ModelFile, ModelShelf, ModelsOnDisk
+from phasewise.serving.http.models.served_models import ServedModels
 from phasewise.serving.http.monitoring.metrics import Gauges, Metrics
-from phasewise.serving.http.routes.app import create_folder_app
+from phasewise.serving.http.routes.app import Generation, create_app
 from phasewise.serving.http.transport.connections import Connections
 from phasewise.serving.http.transport.listening import TcpAddress
 from phasewise.serving.http.transport.server import HttpServer, Service
@@ -70,7 +71,7 @@ class FakeModel:
 
         def thread(deliver: Any, lost: Any, turn: Any) -> EngineThread:
             restarts = Restarts(most=0) if folder.is_fragile else None
-            return EngineThread(self.engine, deliver, lost, restarts, turn=turn)
+            return EngineThread(self.engine, deliver, lost, turn, restarts=restarts)
 
         folder.host.put(self.name, thread, on_lost)
         if self.name in folder.lost_at_once:
@@ -92,7 +93,7 @@ class FakeFolder:
     """The folder, and what was open of it."""
 
     sizes: dict[str, int]
-    host: ChangingEngines = field(init=False)
+    host: SeveralEngines = field(init=False)
     before_open: Callable[[str], object] = lambda _name: None
     before_measure: Callable[[], object] = lambda: None
     after_close: Callable[[], object] = lambda: None
@@ -150,12 +151,13 @@ def fake_folder(
     limits = limits or HttpLimits()
     folder, lines = FakeFolder(sizes, is_fragile=is_fragile), list[str]()
     client = EngineClient(lambda message: folder.host.send(message), limits)
-    folder.host = ChangingEngines(client.deliver)
+    folder.host = SeveralEngines(client.deliver)
     shelf = ModelShelf(ModelsOnDisk(folder.files, folder.measure), budget, keep_s, lines.append)
     life = Lifecycle(folder.host)
     metrics = Metrics(Gauges(load=lambda: client.load), None)
     connections = Connections(limits, metrics)
-    app = create_folder_app(shelf, client, limits, life, metrics)
+    models = ServedModels((), shelf, limits.sign_of_life_s)
+    app = create_app(limits, life, metrics, generation=Generation(models, client))
     with TcpAddress("127.0.0.1", 0) as place:
         server = HttpServer(Service(app, client, life, connections, lines.append), place)
         web = threading.Thread(target=server.run)
