@@ -9,13 +9,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 from phasewise.kerneldb.start_reads import n_without_database
-from phasewise.serving.engine.engine_host import EngineHost
+from phasewise.serving.engine.engine_host import OWN_CORES, EngineHost
 from phasewise.serving.engine.several_engines import SeveralEngines
 from phasewise.serving.errors import EngineLost
 from phasewise.serving.http.answers.client import EngineClient
@@ -162,7 +162,7 @@ def _computing(
     """
     embedding = [] if table.embedding is None else [table.embedding.opened.client]
     if len(table.models) == 1 and table.folder is None:
-        host = table.models[0].open_host(client.deliver, on_lost, nullcontext())
+        host = table.models[0].open_host(client.deliver, on_lost, OWN_CORES)
         return host, Lifecycle(host), [client, *embedding]
     several = SeveralEngines(client.deliver, on_lost)
     for row in table.models:
@@ -317,13 +317,14 @@ def _gauges(
 class _Loaded:
     """A model in memory, until `stack` closes it."""
 
-    def __init__(self, served: ServedModel, stack: ExitStack) -> None:
+    def __init__(self, served: ServedModel, adapted: Sequence[ServedModel], stack: ExitStack) -> None:
         self.served = served
+        self.adapted = adapted
         self._stack = stack
 
     def close(self) -> None:
         self._stack.close()
-        del self.served
+        del self.served, self.adapted
         gc.unfreeze()
         gc.collect()
         gc.freeze()
@@ -351,7 +352,9 @@ class _Measured:
             stack.callback(self.host.take_out, row.names[0])
             gc.collect()
             gc.freeze()  # as of the start: `gc_frozen`
-            return _Loaded(served, stack.pop_all())
+            adapters = row.opened.model.adapters
+            alone = {adapter.name for adapter in adapters}  # another model may have one of the same name
+            return _Loaded(served, with_adapters(served, adapters, alone), stack.pop_all())
 
 
 def _shelf(
@@ -374,7 +377,7 @@ def _shelf(
         return _Measured(folder.measure(name), host, client, log)
 
     source = ModelsOnDisk(files, measure, folder.facts)
-    return ModelShelf(source, folder.budget_bytes, folder.keep_s, report)
+    return ModelShelf(source, folder.budget_bytes, folder.keep_s, report, client.end_shadows)
 
 
 def _counts(shelf: ModelShelf) -> ModelCounts:

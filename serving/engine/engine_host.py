@@ -5,7 +5,7 @@ instances.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, NamedTuple, Protocol
 
 from phasewise.serving.engine.fingerprint import Fingerprint
@@ -130,7 +130,16 @@ class EngineHost(Protocol):
         ...
 
 
-OpenHost = Callable[[Deliver, Callable[[], None], AbstractContextManager[None]], EngineHost]
-"""Makes a host from `deliver`, `on_lost`, which it calls once it has given up, and the turn that each step
-waits for where engines share cores.
-"""
+class SharedCores(NamedTuple):
+    """The cores of an engine, which others may compute on too."""
+
+    turn: AbstractContextManager[None] = nullcontext()
+    """Entered for each step."""
+    are_others_busy: Callable[[], bool] = lambda: False
+    """True while others compute for requests that are of no batch."""
+
+
+OWN_CORES = SharedCores()
+
+OpenHost = Callable[[Deliver, Callable[[], None], SharedCores], EngineHost]
+"""Makes a host from `deliver`, `on_lost`, which it calls once it has given up, and its cores."""

@@ -14,6 +14,7 @@ from phasewise.serving.engine.engine_host import (
     InstanceState,
     OpenHost,
     Recoveries,
+    SharedCores,
 )
 from phasewise.serving.engine.fingerprint import Fingerprint
 from phasewise.serving.engine.messages import Delivery, EngineLoad, Message, Submit
@@ -55,7 +56,8 @@ class SeveralEngines:
     """An `EngineHost` of several models, by their ids. A request goes to the engine of `Submit.model`.
 
     A model that is put in before the start stays: its engine that is lost for good ends the server. Others
-    are put in and taken out while it runs, from any thread but their own. The load is the sum of all.
+    are put in and taken out while it runs, from any thread but their own. The load is the sum of all. An
+    engine that has requests of batches alone computes while no other has any that are of none.
     """
 
     def __init__(self, deliver: Deliver, on_lost: Callable[[], None] = lambda: None) -> None:
@@ -126,7 +128,8 @@ class SeveralEngines:
         """Requests for this model may be sent from now on. on_lost: of one that may be taken out, which
         starts now; None: of the server, with which the model starts and stays.
         """
-        host = open_host(partial(self._deliver_of, name), on_lost or self._on_lost, self._turns)
+        cores = SharedCores(self._turns, partial(self._are_others_busy, name))
+        host = open_host(partial(self._deliver_of, name), on_lost or self._on_lost, cores)
         with self._changing:
             self._hosts = {**self._hosts, name: host}
         if on_lost is None:
@@ -144,6 +147,11 @@ class SeveralEngines:
             self._loads.pop(name, None)
             self._gone = Recoveries(*map(sum, zip(self._gone, host.recoveries(), strict=True)))
             self._deliver(Delivery((), None, _sum(dict(self._loads))))
+
+    def _are_others_busy(self, name: str) -> bool:
+        """True while another engine has requests that are of no batch."""
+        others = [load for other, load in self._loads.copy().items() if other != name]
+        return any(load.n_waiting or load.n_running for load in others)
 
     def _deliver_of(self, name: str, delivery: Delivery) -> None:
         """On the thread of one engine."""

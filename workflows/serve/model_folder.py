@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from phasewise.serving.http.http_settings import ModelFacts
     from phasewise.serving.http.models.model_shelf import ModelFile
     from phasewise.serving.model_table import Answers, ModelFolder, ModelRow
+    from phasewise.workflows.opening.open_model import Weights
     from phasewise.workflows.serve.opened_models import SizedModel
 
 SHARE_OF_FREE_MEMORY = 0.75
@@ -72,6 +73,7 @@ def _told_as_ours() -> Iterator[None]:
 def model_folder(settings: ServeSettings, answers: Answers, report: Report) -> ModelFolder:
     """The folder of `--models`. UsageError where it is none, or two models have one name."""
     from phasewise.serving.errors import ModelError
+    from phasewise.serving.loaders.adapters.named_paths import named_paths
     from phasewise.serving.model_table import ModelFolder
     from phasewise.serving.processes.headroom import available_bytes
 
@@ -85,6 +87,7 @@ def model_folder(settings: ServeSettings, answers: Answers, report: Report) -> M
         if name in paths:
             raise UsageError(f"--models {folder}: {paths[name].name} and {path.name} are both called {name}")
         paths[name] = path
+    named_paths(settings.weights.lora or ())  # or what is wrong with a name
     report(f"{counted(len(paths), 'model')} in {folder}, loaded when requests name them")
     with suppress(OSError):
         for path in folder.iterdir():
@@ -142,15 +145,36 @@ def _sized(path: Path, settings: ServeSettings, budget: int | None, report: Repo
     from phasewise.workflows.opening.open_model import check_settings, open_model
     from phasewise.workflows.serve.embedding import makes_vectors
 
-    weights, running = settings.weights, settings.running
-    if makes_vectors(str(path), weights.weight_format, report):
+    running = settings.running
+    if makes_vectors(str(path), settings.weights.weight_format, report):
         raise ModelError("it makes vectors, and a folder serves text: give it a server of its own")
+    weights = _with_adapters_that_fit(str(path), settings.weights, report)
     check_settings(str(path), weights, settings.kv.kv_format, report)
     opened = open_model(str(path), weights, running.threads, settings.db, report, running.ranks)
     kv_bytes = settings.kv.kv_budget_bytes
     if kv_bytes is None and budget is not None:
         kv_bytes = min(default_kv_bytes(opened.model, available_bytes()), int(budget * KV_SHARE))
     return sized(str(path), opened, kv_bytes, settings, report)
+
+
+def _with_adapters_that_fit(ref: str, weights: Weights, report: Report) -> Weights:
+    """Each adapter goes with the models of the folder whose shapes it fits."""
+    if not weights.lora:
+        return weights
+    from phasewise.serving.errors import ModelError
+    from phasewise.serving.loaders import config_of_model
+    from phasewise.serving.loaders.adapters.load_adapter import load_adapter
+    from phasewise.serving.loaders.adapters.named_paths import named_path
+
+    config, fitting = config_of_model(ref, weights.weight_format, report=report), list[str]()
+    for given in weights.lora:
+        try:
+            load_adapter(*named_path(given), config)
+        except ModelError as error:
+            report(f"{Path(ref).name} has no adapter {given}: {error}")
+        else:
+            fitting.append(given)
+    return replace(weights, lora=fitting)
 
 
 def _models_in(folder: Path) -> Iterator[tuple[str, Path]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from phasewise.serving.http.monitoring.access_log import Level, Logging
     from phasewise.serving.http.monitoring.live import MachineFacts
     from phasewise.serving.http.transport.listening import TlsContext
-    from phasewise.serving.model_table import Answers, ModelRow, ModelTable
+    from phasewise.serving.model_table import Answers, EmbeddingRow, ModelRow, ModelTable
     from phasewise.serving.service import ServiceSettings
     from phasewise.workflows.opening.drafts import DraftRule
     from phasewise.workflows.opening.memory_placement import MemoryPlacement
@@ -126,9 +126,13 @@ def _that_generates(
 
 def _of_folder(settings: ServeSettings, answers: Answers, stack: ExitStack, report: Report) -> ModelTable:
     from phasewise.serving.model_table import ModelTable
+    from phasewise.topology import read_machine
+    from phasewise.tuner.plans import pus_by_preference
     from phasewise.workflows.serve.model_folder import model_folder
 
-    return ModelTable(folder=model_folder(settings, answers, report))
+    taken = pus_by_preference(read_machine())[: settings.running.threads]
+    embedding = _embedding_row(settings, taken, stack, report)
+    return ModelTable(folder=model_folder(settings, answers, report), embedding=embedding)
 
 
 def _of_models(
@@ -139,22 +143,31 @@ def _of_models(
     report: Report,
 ) -> ModelTable:
     """The first has the names of --served-model-name."""
-    from phasewise.serving.model_table import EmbeddingRow, ModelTable
-    from phasewise.serving.processes.core_claims import claimed_on_host
+    from phasewise.serving.model_table import ModelTable
     from phasewise.workflows.opening.open_model import hint_at_tuning
-    from phasewise.workflows.serve.embedding import open_beside
 
     hint_at_tuning(opened[0].spec.model, settings.db, report)
     own = [(each.open_model.model.name, each.spec.model) for each in opened]
     names = [_names(settings, *own[0]), *own[1:]]
     rows = [row_of(each, called, settings, answers) for each, called in zip(opened, names, strict=True)]
+    return ModelTable(rows, embedding=_embedding_row(settings, opened[0].cores, stack, report))
+
+
+def _embedding_row(
+    settings: ServeSettings, taken: Collection[int], stack: ExitStack, report: Report
+) -> EmbeddingRow | None:
+    """The model of --embed-model. taken: PUs of the models that generate text."""
+    from phasewise.serving.model_table import EmbeddingRow
+    from phasewise.serving.processes.core_claims import claimed_on_host
+    from phasewise.workflows.serve.embedding import open_beside
+
     embeddings, weights = settings.embeddings, settings.weights
     if embeddings.embed_model is None:
-        return ModelTable(rows)
-    beside = stack.enter_context(open_beside(embeddings, weights, opened[0].cores, settings.db, report))
+        return None
+    beside = stack.enter_context(open_beside(embeddings, weights, taken, settings.db, report))
     if settings.pools.cluster is not None:
         stack.enter_context(claimed_on_host(core for own in beside.plan.instances for core in own.cores))
-    return ModelTable(rows, embedding=EmbeddingRow(beside, (beside.model.name,)))
+    return EmbeddingRow(beside, (beside.model.name,))
 
 
 def _check_models(refs: Sequence[str], settings: ServeSettings, report: Report) -> None:
@@ -258,7 +271,7 @@ def _service_settings(
         page=None if settings.answering.no_page else MachineFacts(),
         read_keys=reader_of_keys(settings.accepting, report),
         batch_dir=batches.batch_dir or user_folder("state") / "batches",
-        batch_bytes=0 if settings.running.also else batches.batch_bytes,
+        batch_bytes=batches.batch_bytes,
     )
 
 

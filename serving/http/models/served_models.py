@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
@@ -18,6 +18,7 @@ from phasewise.serving.http.models.model_shelf import ModelShelf, ModelState
 from phasewise.serving.http.models.while_loading import while_loading
 from phasewise.serving.http.monitoring.access_log import note_model
 from phasewise.serving.http.routes.embeddings import EmbeddingModel
+from phasewise.serving.http.routes.middleware import client_of
 
 LOADING_HEADER = "X-Model-Loading"
 """`refuse`: a request whose model is not loaded gets 503 at once, and loading begins."""
@@ -100,15 +101,24 @@ class ServedModels:
         if name is None:
             name = await _only_name(shelf)
         own = while_loading(request)
-        waits = request.headers.get(LOADING_HEADER) != "refuse"
+        waits, in_shadow = request.headers.get(LOADING_HEADER) != "refuse", client_of(request.scope).in_shadow
+        base, adapter = name, ""
+        if ":" in name and name not in await shelf.files():
+            base, _, adapter = name.rpartition(":")
+        held = shelf.hold(base, waits=waits, in_shadow=in_shadow)
         every_s = self._every_s if streams and not minds_signs(request) else None
         try:
-            model = await own.wait(request, _held(shelf, name, own.holds, waits), every_s)
+            model = await own.wait(request, _held(held, partial(shelf.release, base), own.holds), every_s)
         except ApiError as error:
             if error.status != HTTPStatus.NOT_FOUND:
-                note_model(request.scope, name)
+                note_model(request.scope, base)
             raise
-        note_model(request.scope, name)
+        if adapter:
+            adapted = shelf.adapted(base)
+            model = next((own for own in adapted if own.adapter == adapter), model)
+            if not model.adapter:
+                raise unknown_model(name, ", ".join(own.model_id for own in (model, *adapted)))
+        note_model(request.scope, model.engine_id, model.adapter)
         return model
 
     async def generates(self, name: str) -> bool:
@@ -133,9 +143,13 @@ class ServedModels:
         return await self.shelf.facts(model.model_id)
 
 
-async def _held(shelf: ModelShelf, name: str, holds: Any, waits: bool) -> ServedModel:
-    model = await shelf.hold(name, waits=waits)
-    holds(partial(shelf.release, name))
+async def _held(
+    held: Awaitable[ServedModel],
+    release: Callable[[float | None], None],
+    holds: Callable[[Callable[[float | None], None]], None],
+) -> ServedModel:
+    model = await held
+    holds(release)
     return model
 
 
@@ -158,4 +172,8 @@ async def _listed(shelf: ModelShelf) -> Sequence[ListedModel]:
             ends_s = since_s + max(resident.used_s + resident.keep_s, time.monotonic())
         state = shelf.state(name)
         listed.append(ListedModel(name, (name,), file.modified_s, n_bytes, state, served, ends_s))
+        listed += [
+            ListedModel(own.model_id, own.names, file.modified_s, n_bytes, state, own, ends_s)
+            for own in shelf.adapted(name)
+        ]
     return listed

@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from phasewise.serving.engine.engine_host import Deliver
+from phasewise.serving.engine.engine_host import Deliver, SharedCores
 from phasewise.serving.engine.engine_thread import EngineThread
 from phasewise.serving.engine.messages import Abort, Answer, Delivery, EngineLoad, Submit
 from phasewise.serving.engine.several_engines import SeveralEngines, Turns
@@ -86,6 +85,38 @@ def test_a_request_reaches_the_engine_of_its_model_and_loads_add_up() -> None:
     assert {delivery.stats.model for delivery in came if delivery.stats is not None} == {"up", "same"}
     assert host.stop()
     assert host.state == "running" or not host.is_alive
+
+
+def test_requests_of_batches_wait_while_another_engine_computes_for_others() -> None:
+    """Not those of others to the same engine. Later nothing is left of any."""
+    came: list[Delivery] = []
+    host = SeveralEngines(came.append)
+    for name in ("batches", "busy"):
+        host.put(name, partial(EngineThread, make_engine(FakeRanks(next_letter))))
+    host.start()
+
+    def steps() -> list[str]:
+        return [delivery.stats.model for delivery in list(came) if delivery.stats is not None]
+
+    def ends() -> set[str]:
+        outs = [out for delivery in list(came) for out in delivery.outs if isinstance(out, Answer)]
+        return {out.request_id for out in outs if out.finish_reason is not None}
+
+    host.send(Submit("long", (97,), 1000, GREEDY, model="busy"))
+    until(lambda: "busy" in steps(), "it does not begin")
+    host.send(Submit("batch", (97,), 8, GREEDY, model="batches", in_shadow=True))
+    until(lambda: ends() == {"long", "batch"}, "they do not end")
+    n_busy = steps().count("busy")
+    assert steps()[:n_busy] == ["busy"] * n_busy
+
+    host.send(Submit("longer", (97,), 1000, GREEDY, model="busy"))
+    until(lambda: steps().count("busy") > n_busy, "it does not begin")
+    host.send(Submit("batch too", (97,), 8, GREEDY, model="batches", in_shadow=True))
+    host.send(Submit("short", (97,), 2, GREEDY, model="batches"))
+    until(lambda: "short" in ends(), "it waits with those of batches")
+    assert "longer" not in ends()
+    until(lambda: "batch too" in ends(), "it does not go on")
+    assert host.stop()
 
 
 @pytest.mark.slow
@@ -167,10 +198,10 @@ def test_the_newest_sum_of_loads_is_delivered_last() -> None:
     is_inside, is_later = threading.Event(), threading.Event()
 
     def open_one(
-        name: str, deliver: Deliver, on_lost: Callable[[], None], turn: AbstractContextManager[None]
+        name: str, deliver: Deliver, on_lost: Callable[[], None], cores: SharedCores
     ) -> EngineThread:
         deliver_of[name] = deliver
-        return EngineThread(make_engine(), deliver, on_lost, turn)
+        return EngineThread(make_engine(), deliver, on_lost, cores)
 
     def deliver(delivery: Delivery) -> None:
         if not is_inside.is_set():

@@ -7,8 +7,8 @@ from dataclasses import replace
 from phasewise.serving.engine.fingerprint import Fingerprint
 from phasewise.serving.http.http_settings import ServedModel
 from phasewise.serving.http.models.served_models import ListedModel
+from phasewise.serving.model_table import with_adapters
 from phasewise.serving.models.low_rank import Adapter
-from phasewise.serving.service import with_adapters
 from tests.support.servers.fake_engine import END, VOCAB_SIZE, encode, piece
 
 FINGERPRINT = Fingerprint("a" * 64, "b" * 64, "c" * 64, "", "native", "f16", "1/portable/0", "1/0")

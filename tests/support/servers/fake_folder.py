@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -22,6 +24,7 @@ from phasewise.serving.http.models.model_shelf import ModelFile, ModelShelf, Mod
 from phasewise.serving.http.models.served_models import ServedModels
 from phasewise.serving.http.monitoring.metrics import Gauges, Metrics
 from phasewise.serving.http.routes.app import Generation, create_app
+from phasewise.serving.http.routes.batch_runner import BatchRunner
 from phasewise.serving.http.transport.connections import Connections
 from phasewise.serving.http.transport.listening import TcpAddress
 from phasewise.serving.http.transport.server import HttpServer, Service
@@ -51,6 +54,7 @@ class FakeModel:
         step = step_of(name)
         self.ranks = FakeRanks(lambda token: ALPHABET[(ALPHABET.find(token) + step) % 26])
         self.engine: Engine = make_engine(self.ranks, context_length=CONTEXT, kv_slots=4 * CONTEXT)
+        self.adapted: list[ServedModel] = []
         self.served = ServedModel(
             (name,),
             1_700_000_000,
@@ -69,11 +73,8 @@ class FakeModel:
         folder.most_bytes = max(folder.most_bytes, folder.open_bytes)
         folder.opened[self.name] = self
 
-        def thread(deliver: Any, lost: Any, turn: Any) -> EngineThread:
-            restarts = Restarts(most=0) if folder.is_fragile else None
-            return EngineThread(self.engine, deliver, lost, turn, restarts=restarts)
-
-        folder.host.put(self.name, thread, on_lost)
+        restarts = Restarts(most=0) if folder.is_fragile else None
+        folder.host.put(self.name, partial(EngineThread, self.engine, restarts=restarts), on_lost)
         if self.name in folder.lost_at_once:
             folder.lost_at_once.remove(self.name)
             on_lost()
@@ -146,20 +147,24 @@ def fake_folder(
     limits: HttpLimits | None = None,
     *,
     is_fragile: bool = False,
+    batch_dir: Path | None = None,
 ) -> Iterator[FolderServer]:
     """sizes: bytes of each model, by name; one that begins with x cannot be loaded."""
     limits = limits or HttpLimits()
     folder, lines = FakeFolder(sizes, is_fragile=is_fragile), list[str]()
     client = EngineClient(lambda message: folder.host.send(message), limits)
     folder.host = SeveralEngines(client.deliver)
-    shelf = ModelShelf(ModelsOnDisk(folder.files, folder.measure), budget, keep_s, lines.append)
+    source = ModelsOnDisk(folder.files, folder.measure)
+    shelf = ModelShelf(source, budget, keep_s, lines.append, client.end_shadows)
     life = Lifecycle(folder.host)
     metrics = Metrics(Gauges(load=lambda: client.load), None)
     connections = Connections(limits, metrics)
     models = ServedModels((), shelf, limits.sign_of_life_s)
-    app = create_app(limits, life, metrics, generation=Generation(models, client))
+    runner = BatchRunner(batch_dir or Path(), 1 << 20 if batch_dir else 0, 4, 1 << 20, life, lines.append)
+    app = create_app(limits, life, metrics, generation=Generation(models, client, runner))
     with TcpAddress("127.0.0.1", 0) as place:
-        server = HttpServer(Service(app, client, life, connections, lines.append), place)
+        begin = partial(runner.begin, app)
+        server = HttpServer(Service(app, client, life, connections, lines.append, on_start=begin), place)
         web = threading.Thread(target=server.run)
         folder.host.start()
         web.start()
@@ -170,6 +175,7 @@ def fake_folder(
         finally:
             server.end(at_once=True)
             web.join(60)
+            runner.close()
             shelf.close()
             folder.host.stop()
             client.close()
