@@ -77,8 +77,8 @@ class SeveralEngines:
     def state(self) -> EngineState:
         """The worst of those that stay."""
         states = {host.state for host in self._staying}
-        idle: EngineState = "running" if self._has_started else "starting"
-        return next((state for state in _WORST_FIRST if state in states), idle)
+        worst: EngineState | None = next((state for state in _WORST_FIRST if state in states), None)
+        return worst or ("running" if self._has_started else "starting")
 
     @property
     def is_alive(self) -> bool:
