@@ -33,7 +33,7 @@ from phasewise.serving.engine.messages import Submit
 from phasewise.serving.engine.open_engine import OpenEngine, open_engine
 from phasewise.serving.http.http_settings import HttpLimits
 from phasewise.serving.http.transport.listening import TcpAddress
-from phasewise.serving.model_table import ModelRow, ModelTable
+from phasewise.serving.model_table import ModelTable, TextRow
 from phasewise.serving.ranks.open_ranks import LocalRanks
 from phasewise.serving.sampling import sampling
 from phasewise.serving.service import ServiceSettings, run_service
@@ -110,7 +110,7 @@ def serve(opened: OpenEngine, n_gen: int, n_sequences: int) -> None:
     command += ["--clients-of", port]
     with address:
         clients = subprocess.Popen(command)
-        table = ModelTable([ModelRow(opened, ("model",), partial(EngineThread, opened.engine))])
+        table = ModelTable([TextRow(opened, ("model",), partial(EngineThread, opened.engine))])
         run_service(table, ServiceSettings(HttpLimits()), address, lambda _line: None)
         clients.wait()
 

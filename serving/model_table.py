@@ -50,7 +50,7 @@ class Served(Protocol):
 
 
 @dataclass(frozen=True)
-class Answers:
+class AnswerPolicy:
     """The way that models answer. `tool_format`: the form of calls, one of `tools.dialect.FORMATS`; auto: as
     the chat template writes them. `receipts`: requests may ask for receipts; `sign_receipt`: None: unsigned.
     """
@@ -62,7 +62,7 @@ class Answers:
 
 
 @dataclass(frozen=True)
-class ModelRow:
+class TextRow:
     """A model that generates text. `names`: what requests may call it, its id first. `open_host`: of what
     computes it. `sampling`: for what requests do not state; None: as the model's files say.
     """
@@ -72,7 +72,7 @@ class ModelRow:
     open_host: OpenHost
     sampling: SamplingDefaults | None = None
     predictor: Predictor | None = None
-    answers: Answers = Answers()
+    answers: AnswerPolicy = AnswerPolicy()
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class FolderModel(Protocol):
         """Bytes of weights, keys and values once it is open."""
         ...
 
-    def open(self, stack: ExitStack) -> ModelRow:
+    def open(self, stack: ExitStack) -> TextRow:
         """Open it; `stack` closes it. Raises ServingError."""
         ...
 
@@ -113,7 +113,7 @@ class ModelFolder:
 class ModelTable:
     """The models of a server: those that stay, those of a folder, which come and go, and one that embeds."""
 
-    models: Sequence[ModelRow] = ()
+    models: Sequence[TextRow] = ()
     folder: ModelFolder | None = None
     embedding: EmbeddingRow | None = None
 
@@ -129,7 +129,7 @@ class ModelTable:
 
 
 @contextmanager
-def served_model(row: ModelRow, host: EngineHost) -> Iterator[ServedModel]:
+def served_model(row: TextRow, host: EngineHost) -> Iterator[ServedModel]:
     """A model as requests see it, until its processes end."""
     with ExitStack() as stack:
         guides = stack.enter_context(closing(_guides(row.opened)))
@@ -138,7 +138,7 @@ def served_model(row: ModelRow, host: EngineHost) -> Iterator[ServedModel]:
         yield _served(row, guides, host)
 
 
-def _served(row: ModelRow, guides: GuideCompiler, host: EngineHost) -> ServedModel:
+def _served(row: TextRow, guides: GuideCompiler, host: EngineHost) -> ServedModel:
     opened, answers = row.opened, row.answers
     config = opened.model.config
     sampling = row.sampling or opened.model.sampling

@@ -29,7 +29,7 @@ from phasewise.serving.http.monitoring.energy import PhaseEnergy
 from phasewise.serving.http.monitoring.live import MachineFacts
 from phasewise.serving.http.monitoring.metrics import Gauges, Metrics, ModelCounts
 from phasewise.serving.http.requests.lengths import LengthObserver, RealisedLength
-from phasewise.serving.http.routes.app import Generation, ServedEmbeddings, ServerContext, create_app
+from phasewise.serving.http.routes.app import ServedEmbeddings, ServerContext, TextGeneration, create_app
 from phasewise.serving.http.routes.batch_runner import BatchRunner
 from phasewise.serving.http.routes.embeddings import EmbeddingModel
 from phasewise.serving.http.routes.hangup import ReadKeys, on_hangup
@@ -39,9 +39,9 @@ from phasewise.serving.http.transport.server import Clients, HttpServer, Service
 from phasewise.serving.model_table import (
     EmbeddingRow,
     FolderModel,
-    ModelRow,
     ModelTable,
     Predictor,
+    TextRow,
     served_model,
     with_adapters,
 )
@@ -136,7 +136,7 @@ def run_service(
             models = ServedModels(served, shelf, limits.sign_of_life_s, embedder)
             batches = _batches(settings, life, report)
             stack.callback(batches.close)
-            generation = Generation(models, client, batches)
+            generation = TextGeneration(models, client, batches)
         app = create_app(limits, life, metrics, surroundings, generation, embeddings)
         hang_up = on_hangup(
             _reopened_files(lines, settings, log),
@@ -228,7 +228,7 @@ def _leave(address: Address, stopped: bool) -> None:
         os._exit(0)
 
 
-def _observe(client: EngineClient, row: ModelRow, log: LengthLog | None, stack: ExitStack) -> None:
+def _observe(client: EngineClient, row: TextRow, log: LengthLog | None, stack: ExitStack) -> None:
     """Have the lengths of a model's answers observed until `stack` ends it."""
     observers: list[LengthObserver] = []
     if log is not None:

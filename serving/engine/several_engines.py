@@ -68,7 +68,7 @@ class SeveralEngines:
         self._hosts: Mapping[str, EngineHost] = {}
         self._staying: list[EngineHost] = []
         self._gone = Recoveries()
-        """Of engines that were taken out."""
+        """The recoveries of engines that were taken out."""
         self._loads: dict[str, EngineLoad] = {}
         self._changing = threading.Lock()
         """Held while a load changes and the sum is delivered: the newest sum is delivered last."""

@@ -128,24 +128,24 @@ def test_what_is_unloaded_gives_its_memory_back(folder: Path, environment: dict[
 def test_names_come_from_files_and_a_folder_that_is_none_is_refused(
     folder: Path, environment: dict[str, str], tmp_path: Path
 ) -> None:
-    from phasewise.serving.model_table import Answers
+    from phasewise.serving.model_table import AnswerPolicy
     from phasewise.workflows.errors import UsageError
     from phasewise.workflows.serve.model_folder import model_folder
     from phasewise.workflows.serve.settings import Residency, ServeSettings
 
     served_folder = model_folder(
-        ServeSettings(coming=Residency(folder, 1 << 30)), Answers(), lambda _line: None
+        ServeSettings(coming=Residency(folder, 1 << 30)), AnswerPolicy(), lambda _line: None
     )
     assert list(served_folder.files()) == list(NAMES)
     assert served_folder.budget_bytes == 1 << 30
     assert all(file.n_bytes > 1000 for file in served_folder.files().values())
     with pytest.raises(UsageError, match="there is no such folder"):
-        model_folder(ServeSettings(coming=Residency(tmp_path / "none")), Answers(), lambda _line: None)
+        model_folder(ServeSettings(coming=Residency(tmp_path / "none")), AnswerPolicy(), lambda _line: None)
     (tmp_path / "twice.gguf").write_bytes(b"x")
     (tmp_path / "twice").mkdir()
     (tmp_path / "twice" / "config.json").write_text("{}")
     with pytest.raises(UsageError, match="both called twice"):
-        model_folder(ServeSettings(coming=Residency(tmp_path)), Answers(), lambda _line: None)
+        model_folder(ServeSettings(coming=Residency(tmp_path)), AnswerPolicy(), lambda _line: None)
 
 
 def test_a_folder_has_embeddings_beside_it_and_takes_batches(

@@ -24,7 +24,7 @@ from phasewise.workflows.serve.settings import ServeSettings
 if TYPE_CHECKING:
     from phasewise.serving.http.http_settings import ModelFacts
     from phasewise.serving.http.models.model_shelf import ModelFile
-    from phasewise.serving.model_table import Answers, ModelFolder, ModelRow
+    from phasewise.serving.model_table import AnswerPolicy, ModelFolder, TextRow
     from phasewise.workflows.opening.open_model import Weights
     from phasewise.workflows.serve.opened_models import SizedModel
 
@@ -44,14 +44,14 @@ class _FolderModel:
     name: str
     sized: SizedModel
     settings: ServeSettings
-    answers: Answers
+    answers: AnswerPolicy
     report: Report
 
     @property
     def n_bytes(self) -> int:
         return self.sized.n_bytes
 
-    def open(self, stack: ExitStack) -> ModelRow:
+    def open(self, stack: ExitStack) -> TextRow:
         with _told_as_ours():
             served = open_sized(self.sized, self.settings, stack, self.report)
         return row_of(served, (self.name,), self.settings, self.answers)
@@ -70,7 +70,7 @@ def _told_as_ours() -> Iterator[None]:
         raise ModelError(str(error) or type(error).__name__) from error
 
 
-def model_folder(settings: ServeSettings, answers: Answers, report: Report) -> ModelFolder:
+def model_folder(settings: ServeSettings, answers: AnswerPolicy, report: Report) -> ModelFolder:
     """The folder of `--models`. UsageError where it is none, or two models have one name."""
     from phasewise.serving.errors import ModelError
     from phasewise.serving.loaders.adapters.named_paths import named_paths

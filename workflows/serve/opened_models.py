@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from phasewise.serving.engine.engine_host import OpenHost
     from phasewise.serving.engine.engine_size import EngineSize
     from phasewise.serving.engine.open_engine import ModelText, OpenEngine
-    from phasewise.serving.model_table import Answers, ModelRow, Predictor, Served
+    from phasewise.serving.model_table import AnswerPolicy, Predictor, Served, TextRow
     from phasewise.serving.prefix_store.opening import PrefixSettings
     from phasewise.serving.sampling.sampling_defaults import SamplingDefaults
     from phasewise.topology import Machine
@@ -71,13 +71,13 @@ class OpenedModel:
 
 
 def row_of(
-    served: OpenedModel, names: tuple[str, ...], settings: ServeSettings, answers: Answers
-) -> ModelRow:
+    served: OpenedModel, names: tuple[str, ...], settings: ServeSettings, answers: AnswerPolicy
+) -> TextRow:
     """The model's row in the table of the server. names: what requests may call it, its id first."""
-    from phasewise.serving.model_table import ModelRow
+    from phasewise.serving.model_table import TextRow
 
     sampling = sampling_of(served.open_model, settings)
-    return ModelRow(served.opened, names, served.host, sampling, served.predictor, answers)
+    return TextRow(served.opened, names, served.host, sampling, served.predictor, answers)
 
 
 def sampling_of(opened: OpenModel, settings: ServeSettings) -> SamplingDefaults:

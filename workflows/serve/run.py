@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from phasewise.serving.http.monitoring.access_log import Level, Logging
     from phasewise.serving.http.monitoring.live import MachineFacts
     from phasewise.serving.http.transport.listening import TlsContext
-    from phasewise.serving.model_table import Answers, EmbeddingRow, ModelRow, ModelTable
+    from phasewise.serving.model_table import AnswerPolicy, EmbeddingRow, ModelTable, TextRow
     from phasewise.serving.service import ServiceSettings
     from phasewise.workflows.opening.drafts import DraftRule
     from phasewise.workflows.opening.memory_placement import MemoryPlacement
@@ -124,7 +124,9 @@ def _that_generates(
     return table, service
 
 
-def _of_folder(settings: ServeSettings, answers: Answers, stack: ExitStack, report: Report) -> ModelTable:
+def _of_folder(
+    settings: ServeSettings, answers: AnswerPolicy, stack: ExitStack, report: Report
+) -> ModelTable:
     from phasewise.serving.model_table import ModelTable
     from phasewise.topology import read_machine
     from phasewise.tuner.plans import pus_by_preference
@@ -138,7 +140,7 @@ def _of_folder(settings: ServeSettings, answers: Answers, stack: ExitStack, repo
 def _of_models(
     opened: Sequence[OpenedModel],
     settings: ServeSettings,
-    answers: Answers,
+    answers: AnswerPolicy,
     stack: ExitStack,
     report: Report,
 ) -> ModelTable:
@@ -275,22 +277,22 @@ def _service_settings(
     )
 
 
-def _answers(settings: ServeSettings) -> Answers:
+def _answers(settings: ServeSettings) -> AnswerPolicy:
     """ReceiptError where --receipt-key names no key."""
-    from phasewise.serving.model_table import Answers
+    from phasewise.serving.model_table import AnswerPolicy
 
     answering, sign_receipt = settings.answering, None
     if answering.receipts and answering.receipt_key is not None:
         from phasewise.workflows.receipt_keys import signing_key
 
         sign_receipt = signing_key(answering.receipt_key)
-    return Answers(
+    return AnswerPolicy(
         settings.accepting.max_prompt_tokens, answering.tool_format, answering.receipts, sign_receipt
     )
 
 
 def _products(
-    opened: Sequence[OpenedModel], rows: Sequence[ModelRow], settings: ServeSettings
+    opened: Sequence[OpenedModel], rows: Sequence[TextRow], settings: ServeSettings
 ) -> Mapping[str, Mapping[str, int]]:
     """Numbers of products of each model by state; none where the model computes on other hosts."""
     from phasewise.topology import read_machine

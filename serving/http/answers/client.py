@@ -418,10 +418,10 @@ class EngineClient:
 
     def end_shadows(self, model: str) -> None:
         """End the answers of batches that a model computes: it has to go, and their lines are sent again."""
-        gone = QueueFull(f"the model {model} makes room for another", 1)
+        refusal = QueueFull(f"the model {model} makes room for another", 1)
         for stream in list(self._answers):
             if stream.in_shadow and stream.model == model:
-                stream.give_way(gone)
+                stream.give_way(refusal)
 
     def _n_too_many_waiting(self, n_new: int) -> int:
         """The number of waiting requests beyond the limit, where the engine has no room even for those that

@@ -123,7 +123,7 @@ class ServedEmbeddings:
 
 
 @dataclass(frozen=True)
-class Generation:
+class TextGeneration:
     """The models that generate text, what answers for them, and the batches of their requests."""
 
     models: ServedModels
@@ -136,7 +136,7 @@ def create_app(
     life: Lifecycle,
     metrics: Metrics,
     surroundings: ServerContext = ServerContext(),
-    generation: Generation | None = None,
+    generation: TextGeneration | None = None,
     embeddings: ServedEmbeddings | None = None,
 ) -> FastAPI:
     """The application of a server which generates text, embeds, or does both. Clients must be attached to the
@@ -161,7 +161,7 @@ async def _nothing(_name: str) -> bool:
 
 
 def _add_generation(
-    app: FastAPI, generation: Generation, life: Lifecycle, metrics: Metrics, surroundings: ServerContext
+    app: FastAPI, generation: TextGeneration, life: Lifecycle, metrics: Metrics, surroundings: ServerContext
 ) -> None:
     """Every route that generates text."""
     client, log = generation.client, surroundings.log

@@ -23,7 +23,7 @@ from phasewise.serving.http.lifecycle import Lifecycle
 from phasewise.serving.http.models.model_shelf import ModelFile, ModelShelf, ModelsOnDisk
 from phasewise.serving.http.models.served_models import ServedModels
 from phasewise.serving.http.monitoring.metrics import Gauges, Metrics
-from phasewise.serving.http.routes.app import Generation, create_app
+from phasewise.serving.http.routes.app import TextGeneration, create_app
 from phasewise.serving.http.routes.batch_runner import BatchRunner
 from phasewise.serving.http.transport.connections import Connections
 from phasewise.serving.http.transport.listening import TcpAddress
@@ -161,7 +161,7 @@ def fake_folder(
     connections = Connections(limits, metrics)
     models = ServedModels((), shelf, limits.sign_of_life_s)
     runner = BatchRunner(batch_dir or Path(), 1 << 20 if batch_dir else 0, 4, 1 << 20, life, lines.append)
-    app = create_app(limits, life, metrics, generation=Generation(models, client, runner))
+    app = create_app(limits, life, metrics, generation=TextGeneration(models, client, runner))
     with TcpAddress("127.0.0.1", 0) as place:
         begin = partial(runner.begin, app)
         server = HttpServer(Service(app, client, life, connections, lines.append, on_start=begin), place)

@@ -24,7 +24,7 @@ from phasewise.serving.http.lifecycle import Lifecycle
 from phasewise.serving.http.models.served_models import ServedModels
 from phasewise.serving.http.monitoring.metrics import Gauges, Metrics
 from phasewise.serving.http.requests.body import BodyReader
-from phasewise.serving.http.routes.app import Generation, ServedEmbeddings, ServerContext, create_app
+from phasewise.serving.http.routes.app import ServedEmbeddings, ServerContext, TextGeneration, create_app
 from phasewise.serving.http.routes.batch_runner import BatchRunner
 from phasewise.serving.http.transport.connections import Connections
 from phasewise.serving.http.transport.listening import Address, TcpAddress
@@ -177,7 +177,7 @@ def fake_server(
     said: list[str] = []
     runner = BatchRunner(batch_dir, batch_bytes, max_sequences, limits.max_body_bytes, life, said.append)
     models = ServedModels([model(served)], embedder=None if embeddings is None else embeddings.model)
-    generation = Generation(models, client, runner)
+    generation = TextGeneration(models, client, runner)
     app = create_app(limits, life, metrics, surroundings, generation, embeddings)
     with address or TcpAddress("127.0.0.1", 0) as place:
         service = Service(app, client, life, connections, said.append, on_start=lambda: runner.begin(app))
