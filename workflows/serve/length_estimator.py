@@ -9,7 +9,7 @@ from phasewise._words import counted
 from phasewise.workflows.report import Report, silent
 
 if TYPE_CHECKING:
-    from phasewise.serving.service import Predictor
+    from phasewise.serving.model_table import Predictor
     from phasewise.tuner.predictor.facts import PromptFacts
     from phasewise.tuner.predictor.live import LiveEstimator
 
@@ -83,8 +83,8 @@ def open_predictor(
     estimator = estimator_from(text, model_name, report=report, text_of=text_of)
     if estimator is None:
         return None
+    from phasewise.serving.model_table import Predictor
     from phasewise.serving.pools.contract import Estimate
-    from phasewise.serving.service import Predictor
     from phasewise.tuner.predictor.facts import PromptFacts
 
     return Predictor(
