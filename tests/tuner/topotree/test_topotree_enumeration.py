@@ -1,9 +1,9 @@
 """Every tree, once: against a naive enumerator, against the paper's bounds, and on real machines in time.
 
-The naive enumerator has nested tuples, transformed literally as the paper defines it. A leaf is a PU; a node is
-the tuple of its children, ascending by their lowest PU. Nothing of it is shared with the code under test:
-closure under the transformations, with the assumptions checked on the tree that results. PHASEWISE_SHARED_DATA
-names the folder of real machines.
+The naive enumerator has nested tuples, transformed literally as the paper defines it. A leaf is a PU; a node
+is the tuple of its children, ascending by their lowest PU. Nothing of it is shared with the code under test:
+closure under the transformations, with the assumptions checked on the tree that results.
+PHASEWISE_SHARED_DATA names the folder of real machines.
 """
 
 from __future__ import annotations
