@@ -13,13 +13,10 @@ from phasewise.workflows import options
 from phasewise.workflows.options import ArithmeticChoice, KvFormat, WeightFormat
 
 if TYPE_CHECKING:
-    from phasewise.tuner.plans import Phase
+    pass
 
 VectorArithmetic = Literal["tuned", "canonical"]
 """The arithmetic of embedding models."""
-
-PhaseChoice = Literal["prefill", "decode", "both"]
-"""The phase that the tuned products are for."""
 
 
 def _complete_model(incomplete: str) -> list[str]:
@@ -79,17 +76,8 @@ ExplainOption = Annotated[
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON object instead of text")]
-IncludeOption = Annotated[
-    list[Path] | None,
-    typer.Option("--include", "-I", metavar="DIR", help="folder with headers of the C file"),
-]
-DefineOption = Annotated[
-    list[str] | None, typer.Option("--define", "-D", metavar="NAME=TEXT", help="macro that the C file needs")
-]
-
-
-def phases_of(choice: PhaseChoice) -> tuple[Phase, ...]:
-    """The phases that `--phase` names, prefill first."""
-    from phasewise.tuner.plans import PHASES
-
-    return tuple(phase for phase in PHASES if choice in ("both", phase))
+Form = Literal["md", "csv", "json"]
+"""The form in which the rows of a benchmark are printed."""
+WideOption = Annotated[bool, typer.Option("--wide", help="print all columns of the table")]
+IncludeOption = Annotated[list[Path] | None, info(options.INCLUDE)]
+DefineOption = Annotated[list[str] | None, info(options.DEFINE)]

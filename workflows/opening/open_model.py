@@ -58,6 +58,15 @@ NATIVE = Weights()
 
 
 @dataclass(frozen=True)
+class ReadWeights(Weights):
+    """Those of a command that computes and ends; it reads no packed model to check it."""
+
+    PANEL = "Options"
+
+    checksum: bool = False
+
+
+@dataclass(frozen=True)
 class OpenModel:
     """A model in memory, and how this machine runs it."""
 

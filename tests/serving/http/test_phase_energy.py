@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phasewise.loadtest.energy import Energy, energy_in
+from phasewise.loadtest.outcome import Energy, energy_in
 from phasewise.serving.engine.messages import StepStats
 from phasewise.serving.http.monitoring.energy import PhaseEnergy
 from phasewise.serving.http.monitoring.metrics import Gauges, Metrics
