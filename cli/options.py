@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from phasewise.cli.option_sets import info
-from phasewise.serving.models.sparse_mode import SparseMode
 from phasewise.workflows import options
-from phasewise.workflows.options import ArithmeticChoice, KvFormat, WeightFormat
+from phasewise.workflows.options import KvFormat, WeightFormat
 
 if TYPE_CHECKING:
     pass
@@ -58,17 +57,11 @@ TraceArgument = Annotated[
     ),
 ]
 FormatOption = Annotated[WeightFormat, info(options.FORMAT)]
-SparseOption = Annotated[SparseMode, info(options.SPARSE)]
 KvFormatOption = Annotated[KvFormat, info(options.KV_FORMAT)]
 ThreadsOption = Annotated[int | None, info(options.THREADS)]
-RanksOption = Annotated[int | None, info(options.RANKS)]
-ArithmeticOption = Annotated[ArithmeticChoice, info(options.ARITHMETIC)]
 VectorArithmeticOption = Annotated[VectorArithmetic, info(options.VECTOR_ARITHMETIC)]
-LoraOption = Annotated[list[str] | None, info(options.LORA)]
 OneLoraOption = Annotated[str | None, info(options.ONE_LORA)]
 DbOption = Annotated[str | None, info(options.DB)]
-DraftOption = Annotated[str | None, info(options.DRAFT)]
-DraftTokensOption = Annotated[int | None, info(options.DRAFT_TOKENS)]
 ExplainOption = Annotated[
     bool,
     typer.Option(

@@ -52,7 +52,9 @@ class ClusterInputs:
         "of a machine that need not exist, and a model, e.g. machine.xml:config.json",
         metavar="XML:MODEL",
     )
-    reference: str = option("a100", "machine type whose times slowdowns are relative to", metavar="TYPE")
+    reference: str = option(
+        "a100", "machine type whose times slowdowns are relative to", metavar="TYPE", config_only=True
+    )
     db: str | None = DB(None)
 
 

@@ -63,6 +63,7 @@ class ReadWeights(Weights):
 
     PANEL = "Options"
 
+    sparse: SparseMode = SPARSE("auto", config_only=True)
     checksum: bool = False
 
 
