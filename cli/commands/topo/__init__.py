@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TopoView:
-    """What is shown of which machine: itself, its trees, plans on it, or what a probe measures."""
+    """A view of a machine: itself, its trees, plans on it, or what a probe measures."""
 
     input_path: Path | None = option(
         None, "lstopo XML file (-: stdin), or folder with a sysfs snapshot", "--input", metavar="FILE"
