@@ -36,8 +36,8 @@ def estimator_from(
     from phasewise.tuner.predictor.encoded import EncodedPredictor, learnt_too_little
     from phasewise.tuner.predictor.files import default_file, load_predictor
     from phasewise.tuner.predictor.live import LiveEstimator
-    from phasewise.workflows.predict_len.prompt_vectors import AUTO as AUTO_ENCODER
-    from phasewise.workflows.predict_len.prompt_vectors import find_encoder
+    from phasewise.workflows.predict_len.inputs import AUTO as AUTO_ENCODER
+    from phasewise.workflows.predict_len.inputs import find_encoder
 
     path = default_file(model_name) if text == AUTO else text
     if text == AUTO and not default_file(model_name).exists():

@@ -326,7 +326,7 @@ def _machine_facts(first: OpenedModel, settings: ServeSettings) -> MachineFacts:
     from phasewise.serving.http.monitoring.live import MachineFacts
     from phasewise.topology import read_machine
     from phasewise.workflows.serve.pools import joined_plans
-    from phasewise.workflows.topo.machine_facts import picture_of_plans, schedule_rows
+    from phasewise.workflows.topo.plan_json import picture_of_plans, schedule_rows
 
     if settings.pools.cluster is not None:
         return MachineFacts()

@@ -35,8 +35,9 @@ from phasewise.workflows.tune_config.verdict import (
     finalists,
     habits_of,
     last_run,
+    verdict_fields,
+    verdict_of,
 )
-from phasewise.workflows.tune_config.verdict_json import verdict_fields, verdict_of
 
 if TYPE_CHECKING:
     from phasewise.kerneldb.location import Location

@@ -49,8 +49,7 @@ from phasewise.kerneldb.store import Store
 from phasewise.tuner import timing
 from phasewise.tuner.measurement_lock import MeasurementLock
 from phasewise.workflows.report import Report, silent
-from phasewise.workflows.user_kernels.files import read_text
-from phasewise.workflows.user_kernels.turns import take_of
+from phasewise.workflows.user_kernels.files import read_text, take_of
 
 LENGTHS = (64, 128, 576, 1024, 1536, 2048, 4096)
 """Rows of a duel where none are named: heads, and the widths of models from 135 M to 8 B."""

@@ -44,8 +44,7 @@ from phasewise.tuner.measurement_lock import MeasurementLock
 from phasewise.tuner.search.parameters import Point, search_parameters
 from phasewise.tuner.search.protocol import drive
 from phasewise.workflows.report import Report
-from phasewise.workflows.user_kernels.shapes import Shape
-from phasewise.workflows.user_kernels.turns import PARTS, take_of
+from phasewise.workflows.user_kernels.files import PARTS, Shape, take_of
 
 CHECKED_CASES = 200
 HOPELESS_NS = 10**15
