@@ -30,6 +30,8 @@ def load_parts(path: Path, config: ModelConfig) -> dict[str, LowRank]:
 
 def check_takes_adapters(config: ModelConfig, path: Path) -> None:
     """ModelError for a model that no adapter can be added to. path: of one, for the error."""
+    if config.encoder is not None:
+        raise ModelError(f"{path}: adapters are for models that generate text")
     why = ""
     if config.state is not None:
         why = "whose layers keep a state"

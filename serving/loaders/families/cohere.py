@@ -55,8 +55,6 @@ def _gguf(get: Get, config: ModelConfig) -> ModelConfig:
 
 COHERE2 = Family(
     "cohere2",
-    hf=("cohere2",),
-    gguf=("cohere2",),
     from_hf=_hf,
     from_gguf=_gguf,
     hf_defaults={

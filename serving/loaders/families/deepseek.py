@@ -8,7 +8,7 @@ from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.cuts import HeadParts, HeadStack, Names, TurnedTail
 from phasewise.serving.loaders.families.family import LAYER_HEAD, Family, Get
 from phasewise.serving.loaders.families.reading import must_be_off, yarn_magnitude
-from phasewise.serving.loaders.families.routing import GGUF_ROUTED, HF_ROUTED, routed_gguf, routed_hf
+from phasewise.serving.loaders.families.routing import routed_gguf, routed_hf
 from phasewise.serving.models.packed_model import LARGEST, ModelConfig
 from phasewise.serving.models.parts.experts import SOFTMAX
 from phasewise.serving.models.parts.latent import LatentAttention
@@ -131,11 +131,10 @@ GGUF_LATENT: Names = {
 DEEPSEEK2 = Family(
     "deepseek2",
     hf=("deepseek_v2",),
-    gguf=("deepseek2",),
     from_hf=_v2,
     from_gguf=_gguf,
-    hf_names={**HF_LATENT, **HF_ROUTED},
-    gguf_names={**GGUF_LATENT, **GGUF_ROUTED},
+    hf_names=HF_LATENT,
+    gguf_names=GGUF_LATENT,
     hf_defaults={"q_lora_rank": 1536, "n_routed_experts": 64, "n_shared_experts": 2, "qk_rope_head_dim": 64},
     more_layers=True,
     gguf_head=True,
@@ -144,8 +143,9 @@ DEEPSEEK2 = Family(
 DEEPSEEK3 = Family(
     "deepseek3",
     hf=("deepseek_v3", "kimi_k2"),
+    gguf=(),
     from_hf=_v3,
-    hf_names={**HF_LATENT, **HF_ROUTED},
+    hf_names=HF_LATENT,
     hf_defaults={
         "max_position_embeddings": 4096,
         "q_lora_rank": 1536,
@@ -166,8 +166,9 @@ DEEPSEEK3 = Family(
 GLM4_MOE_LITE = Family(
     "glm4moelite",
     hf=("glm4_moe_lite",),
+    gguf=(),
     from_hf=_v3,
-    hf_names={**HF_LATENT, **HF_ROUTED},
+    hf_names=HF_LATENT,
     hf_defaults={
         "rms_norm_eps": 1e-5,
         "max_position_embeddings": 202752,

@@ -77,12 +77,13 @@ class Family:
     """One entry of the table. `name` is that of its configs' `architecture`."""
 
     name: str
-    hf: tuple[str, ...] = ()
-    """`model_type` in config.json."""
-    gguf: tuple[str, ...] = ()
-    """`general.architecture` in GGUF metadata."""
+    hf: tuple[str, ...] | None = None
+    """`model_type` in config.json; None: the family's name."""
+    gguf: tuple[str, ...] | None = None
+    """`general.architecture` in GGUF metadata; None: the family's name, (): there are no such files."""
     from_hf: Adapt = unchanged
-    from_gguf: Adapt = unchanged
+    from_gguf: Adapt | None = None
+    """None: `from_hf`, which reads the settings of `names.GGUF_KEYS` in either format."""
     from_gguf_tensors: AdaptByTensors = unchanged_by_tensors
     """Replaces what a GGUF file says by its tensors alone, behind `from_gguf`."""
     hf_names: Names = field(default_factory=dict)

@@ -10,7 +10,7 @@ from phasewise._words import number
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.cuts import TensorCut
 from phasewise.serving.loaders.families.family import Family, Get
-from phasewise.serving.loaders.families.llama import GGUF_EXPERTS
+from phasewise.serving.loaders.families.names import FED
 from phasewise.serving.loaders.families.reading import (
     all_but_every,
     experts_of,
@@ -63,7 +63,6 @@ def _gguf(get: Get, config: ModelConfig) -> ModelConfig:
 GPT_OSS = Family(
     "gpt-oss",
     hf=("gpt_oss",),
-    gguf=("gpt-oss",),
     from_hf=_hf,
     from_gguf=_gguf,
     hf_defaults={
@@ -93,12 +92,8 @@ GPT_OSS = Family(
         "mlp.experts.down_proj_bias": TensorCut(("down_bias",), of_experts=True),
     },
     gguf_names={
-        **GGUF_EXPERTS,
-        "post_attention_norm.weight": "ffn_norm",
         "attn_sinks.weight": "sinks",
         "ffn_gate_inp.bias": "router_bias",
-        "ffn_gate_exps.bias": TensorCut(("gate_bias",), of_experts=True),
-        "ffn_up_exps.bias": TensorCut(("up_bias",), of_experts=True),
-        "ffn_down_exps.bias": TensorCut(("down_bias",), of_experts=True),
+        **{f"ffn_{part}_exps.bias": TensorCut((f"{part}_bias",), of_experts=True) for part in FED},
     },
 )

@@ -65,8 +65,6 @@ def _state(layers: tuple[int, ...], taps: int) -> StateLayers | None:
 
 LFM2 = Family(
     "lfm2",
-    hf=("lfm2",),
-    gguf=("lfm2",),
     from_hf=_lfm2,
     from_gguf=_lfm2_gguf,
     hf_defaults={

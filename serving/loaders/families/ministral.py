@@ -59,7 +59,6 @@ def _gguf(get: Get, config: ModelConfig) -> ModelConfig:
 MISTRAL3 = Family(
     "mistral3",
     hf=("ministral3", "mistral3"),
-    gguf=("mistral3",),
     from_hf=_hf,
     from_gguf=_gguf,
     hf_defaults={

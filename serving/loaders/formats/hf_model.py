@@ -27,6 +27,7 @@ from phasewise.serving.loaders.encoders.encoder_hf import encoder_embedding, enc
 from phasewise.serving.loaders.encoders.reranker import reranker_of, scoring_embedding, with_score
 from phasewise.serving.loaders.families import Family, family_of_hf
 from phasewise.serving.loaders.families.encoders import encoder_of_hf
+from phasewise.serving.loaders.families.names import HF_LAYER, HF_OUTSIDE
 from phasewise.serving.loaders.formats.bitmask_tensors import Found, bitmask_tensor, part_of
 from phasewise.serving.loaders.formats.hf_config import config_of, field, quantisation_fields, text_fields
 from phasewise.serving.loaders.formats.model_directory import ModelDirectory
@@ -51,20 +52,6 @@ from phasewise.serving.models.packed_model import ModelConfig
 from phasewise.serving.sampling.sampling_defaults import stated_by_hf
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-GLOBAL_NAMES = {
-    "model.embed_tokens.weight": "embed",
-    "lm_head.weight": "lm_head",
-    "model.norm.weight": "final_norm",
-}
-LAYER_NAMES = {
-    "self_attn.q_proj.weight": "q", "self_attn.k_proj.weight": "k", "self_attn.v_proj.weight": "v",
-    "self_attn.o_proj.weight": "o", "mlp.gate_proj.weight": "gate", "mlp.up_proj.weight": "up",
-    "mlp.down_proj.weight": "down", "input_layernorm.weight": "attn_norm",
-    "post_attention_layernorm.weight": "ffn_norm", "self_attn.q_proj.bias": "q_bias",
-    "self_attn.k_proj.bias": "k_bias", "self_attn.v_proj.bias": "v_bias",
-    "self_attn.o_proj.bias": "o_bias", "self_attn.q_norm.weight": "q_norm",
-    "self_attn.k_norm.weight": "k_norm",
-}  # fmt: skip
 MAX_SHARDS = 512
 COMPARED_ROWS = 64  # of two matrices that are the same, or not at all
 BLOCKS, SCALES = "_blocks", "_scales"  # of one tensor in MXFP4
@@ -214,7 +201,7 @@ def tensors_of(
     values some. scores: a classifier's head is one of the tensors. n_more: how many layers beyond the model's
     the config states.
     """
-    names, outside = {**LAYER_NAMES, **family.hf_names}, {**GLOBAL_NAMES, **family.global_names}
+    names, outside = {**HF_LAYER, **family.hf_names}, {**HF_OUTSIDE, **family.global_names}
     if scores:
         outside |= {"score.weight": OtherForm("score_out")}
     biased = biases and any(theirs.endswith("q_proj.bias") for _, entries in opened for theirs in entries)

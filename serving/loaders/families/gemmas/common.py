@@ -14,15 +14,6 @@ from phasewise.serving.models.packed_model import ModelConfig
 
 LOCAL_THETA = 10000.0
 """The base of layers with a window."""
-HF_NORMS: dict[str, str] = {
-    "post_attention_layernorm.weight": "attn_post_norm",
-    "pre_feedforward_layernorm.weight": "ffn_norm",
-    "post_feedforward_layernorm.weight": "ffn_post_norm",
-}
-GGUF_NORMS: dict[str, str] = {
-    "post_attention_norm.weight": "attn_post_norm",
-    "post_ffw_norm.weight": "ffn_post_norm",
-}
 DEFAULTS: dict[str, Any] = {
     "head_dim": 256,
     "num_attention_heads": 8,

@@ -14,8 +14,6 @@ from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.families.family import Family, Get
 from phasewise.serving.loaders.families.gemmas.common import (
     DEFAULTS,
-    GGUF_NORMS,
-    HF_NORMS,
     LOCAL_THETA,
     TEXT_PREFIXES,
     as_gemma,
@@ -102,12 +100,8 @@ def _gemma3_gguf(get: Get, config: ModelConfig) -> ModelConfig:
 
 GEMMA2 = Family(
     "gemma2",
-    hf=("gemma2",),
-    gguf=("gemma2",),
     from_hf=_gemma2,
     from_gguf=_gemma2_gguf,
-    hf_names=HF_NORMS,
-    gguf_names=GGUF_NORMS,
     hf_defaults={
         **DEFAULTS,
         "max_position_embeddings": 8192,
@@ -120,11 +114,8 @@ GEMMA2 = Family(
 GEMMA3 = Family(
     "gemma3",
     hf=("gemma3_text", "gemma3"),
-    gguf=("gemma3",),
     from_hf=_gemma3,
     from_gguf=_gemma3_gguf,
-    hf_names=HF_NORMS,
-    gguf_names=GGUF_NORMS,
     hf_defaults={
         **DEFAULTS,
         "vocab_size": 262208,

@@ -12,7 +12,7 @@ from typing import Any
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.cuts import TensorCut
 from phasewise.serving.loaders.families.family import Family, Get
-from phasewise.serving.loaders.families.hybrids.mamba import GGUF_MAMBA, MAMBA, check_time_steps, mamba_gguf
+from phasewise.serving.loaders.families.hybrids.mamba import check_time_steps, mamba_gguf
 from phasewise.serving.loaders.families.reading import must_be_off, positive
 from phasewise.serving.models.factors import ProductFactors
 from phasewise.serving.models.packed_model import ModelConfig
@@ -107,15 +107,7 @@ FALCON_H1 = Family(
         "rms_norm_eps": 1e-5,
     },
     global_names={"model.final_layernorm.weight": "final_norm"},
-    hf_names={
-        **{f"mamba.{name}": ours for name, ours in MAMBA.items()},
-        "mamba.in_proj.weight": _IN,
-        "mamba.out_proj.weight": "state_o",
-        "pre_ff_layernorm.weight": "ffn_norm",
-        "feed_forward.gate_proj.weight": "gate",
-        "feed_forward.up_proj.weight": "up",
-        "feed_forward.down_proj.weight": "down",
-    },
-    gguf_names={**GGUF_MAMBA, "ssm_in.weight": _IN, "ssm_out.weight": "state_o", "ffn_norm": "ffn_norm"},
+    hf_names={"mamba.in_proj.weight": _IN, "pre_ff_layernorm.weight": "ffn_norm"},
+    gguf_names={"ssm_in.weight": _IN, "ffn_norm": "ffn_norm"},
     gguf_optional_state_norm=True,
 )

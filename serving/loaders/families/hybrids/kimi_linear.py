@@ -12,8 +12,9 @@ from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.cuts import HeadParts, Names, OfLayer, OtherForm
 from phasewise.serving.loaders.families.deepseek import GGUF_LATENT, latent_of_hf, with_latent
 from phasewise.serving.loaders.families.family import Family, Get
+from phasewise.serving.loaders.families.names import fed
 from phasewise.serving.loaders.families.reading import FULL, must_be_off, positive, state_layer_types
-from phasewise.serving.loaders.families.routing import GGUF_ROUTED, hf_dense_layers, routed, routed_gguf
+from phasewise.serving.loaders.families.routing import hf_dense_layers, routed, routed_gguf
 from phasewise.serving.models.packed_model import LayerKind, ModelConfig
 from phasewise.serving.models.parts.experts import LOGISTIC
 from phasewise.serving.models.parts.latent import LatentAttention
@@ -122,15 +123,10 @@ _HF: Names = {
     "self_attn.kv_a_proj_with_mqa.weight": "kv_a",
     "self_attn.kv_a_layernorm.weight": "kv_a_norm",
     "self_attn.kv_b_proj.weight": HeadParts("k_b", "v_b"),
-    "block_sparse_moe.gate.weight": "router",
-    "block_sparse_moe.gate.e_score_correction_bias": "choice_bias",
-    "block_sparse_moe.experts.{e}.w1.weight": "experts.{e}.gate",
-    "block_sparse_moe.experts.{e}.w3.weight": "experts.{e}.up",
-    "block_sparse_moe.experts.{e}.w2.weight": "experts.{e}.down",
-    **{f"block_sparse_moe.shared_experts.{part}_proj.weight": part for part in ("gate", "up", "down")},
-    **{f"block_sparse_moe.{part}_proj.weight": part for part in ("gate", "up", "down")},
+    **fed("block_sparse_moe.shared_experts"),
+    **fed("block_sparse_moe"),
 }
-"""No row changes its place: nothing turns it. The last three: dense layers as saved by transformers."""
+"""No row changes its place: nothing turns it. The last: dense layers as saved by transformers."""
 
 KIMI_LINEAR = Family(
     "kimilinear",
@@ -141,7 +137,6 @@ KIMI_LINEAR = Family(
     hf_names=_HF,
     gguf_names={
         **GGUF_LATENT,
-        **GGUF_ROUTED,
         "attn_q.weight": OfLayer(("state_q", "q")),
         "attn_k.weight": "state_k",
         "attn_v.weight": "state_v",
@@ -150,9 +145,6 @@ KIMI_LINEAR = Family(
         **{f"ssm_conv1d_{part}.weight": OtherForm(f"{part}_taps") for part in "qkv"},
         **{f"ssm_{part}.weight": f"state_{part}" for part in ("f_a", "f_b", "g_a", "g_b")},
         "ssm_beta.weight": "state_b",
-        "ssm_a": OtherForm("rates"),
-        "ssm_dt.bias": "time_offsets",
-        "ssm_norm.weight": "state_scale",
     },
     hf_defaults={
         "rms_norm_eps": 1e-5,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.cuts import Names, OtherForm
 from phasewise.serving.loaders.families.family import Get
 from phasewise.serving.models.parts.states.state_layers import MAMBA2, StateLayers
 
@@ -34,23 +33,3 @@ def mamba_gguf(get: Get, layers: tuple[int, ...]) -> StateLayers:
         inner // heads,
         conv_bias=True,
     )
-
-
-MAMBA: Names = {
-    "conv1d.weight": OtherForm("taps"),
-    "conv1d.bias": "taps_bias",
-    "A_log": OtherForm("rates", negated_exponential=True),
-    "dt_bias": "time_offsets",
-    "D": "skips",
-    "norm.weight": "state_scale",
-}
-"""Tensors by what follows "mamba." or "mixer."."""
-
-GGUF_MAMBA: Names = {
-    "ssm_conv1d.weight": OtherForm("taps"),
-    "ssm_conv1d.bias": "taps_bias",
-    "ssm_a": OtherForm("rates"),
-    "ssm_dt.bias": "time_offsets",
-    "ssm_d": OtherForm("skips"),
-    "ssm_norm.weight": OtherForm("state_scale"),
-}

@@ -11,8 +11,8 @@ from phasewise._words import counted
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.cuts import TensorCut
 from phasewise.serving.loaders.families.family import Family, Get
-from phasewise.serving.loaders.families.hybrids.mamba import GGUF_MAMBA, MAMBA, check_time_steps, mamba_gguf
-from phasewise.serving.loaders.families.llama import GGUF_EXPERTS
+from phasewise.serving.loaders.families.hybrids.mamba import check_time_steps, mamba_gguf
+from phasewise.serving.loaders.families.names import fed
 from phasewise.serving.loaders.families.reading import must_be_off, positive
 from phasewise.serving.loaders.families.routing import routed
 from phasewise.serving.models.halves import SingleHalves
@@ -163,24 +163,11 @@ NEMOTRON_H = Family(
     more_layers=True,
     global_names={"model.embeddings.weight": "embed", "model.norm_f.weight": "final_norm"},
     hf_names={
-        **{f"mixer.{name}": ours for name, ours in MAMBA.items()},
         "norm.weight": "attn_norm",
-        "mixer.in_proj.weight": "state_in",
-        "mixer.out_proj.weight": "o",
-        **{f"mixer.{part}_proj.weight": part for part in ("q", "k", "v", "o", "up", "down")},
-        "mixer.gate.weight": "router",
-        "mixer.gate.e_score_correction_bias": "choice_bias",
-        **{f"mixer.experts.{{e}}.{part}_proj.weight": f"experts.{{e}}.{part}" for part in ("up", "down")},
+        **{f"mixer.{part}_proj.weight": part for part in ("q", "k", "v", "o")},
+        **fed("mixer"),
+        **fed("mixer.experts.{e}", "experts.{e}."),
         **{f"mixer.experts.{part}_proj": TensorCut((part,), of_experts=True) for part in ("up", "down")},
-        **{f"mixer.shared_experts.{part}_proj.weight": part for part in ("up", "down")},
-    },
-    gguf_names={
-        **GGUF_EXPERTS,
-        **GGUF_MAMBA,
-        "ssm_in.weight": "state_in",
-        "ssm_out.weight": "o",
-        "exp_probs_b.bias": "choice_bias",
-        "ffn_up_shexp.weight": "up",
-        "ffn_down_shexp.weight": "down",
+        **fed("mixer.shared_experts"),
     },
 )
