@@ -28,20 +28,18 @@ from phasewise.serving.loaders.encoders.reranker import reranker_of, scoring_emb
 from phasewise.serving.loaders.families import Family, family_of_hf
 from phasewise.serving.loaders.families.encoders import encoder_of_hf
 from phasewise.serving.loaders.families.names import HF_LAYER, HF_OUTSIDE
-from phasewise.serving.loaders.formats.bitmask_tensors import Found, bitmask_tensor, part_of
 from phasewise.serving.loaders.formats.hf_config import config_of, field, quantisation_fields, text_fields
 from phasewise.serving.loaders.formats.model_directory import ModelDirectory
 from phasewise.serving.loaders.formats.safetensors_file import (
     READABLE,
     Shards,
     close_all,
-    mxfp4_tensor,
     open_all,
     tensor_of,
 )
 from phasewise.serving.loaders.layout import BIASES, shapes_of_all
 from phasewise.serving.loaders.quantised.scheme import Quantisation, quantisation_of
-from phasewise.serving.loaders.quantised.tensors import quantised_tensors
+from phasewise.serving.loaders.quantised.tensors import made_tensors
 from phasewise.serving.loaders.source import (
     MAX_TOKENIZER_BYTES,
     ModelSource,
@@ -54,7 +52,6 @@ from phasewise.serving.sampling.sampling_defaults import stated_by_hf
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_SHARDS = 512
 COMPARED_ROWS = 64  # of two matrices that are the same, or not at all
-BLOCKS, SCALES = "_blocks", "_scales"  # of one tensor in MXFP4
 BARE = ("layers.", "embed_tokens.", "norm.")
 DERIVED = "self_attn.rotary_emb.inv_freq"  # old checkpoints store what the config implies
 
@@ -245,35 +242,15 @@ def _file_tensors(
     opened: Shards, family: Family, quantisation: Quantisation | None
 ) -> Iterator[tuple[str, SourceTensor]]:
     """Names without what precedes those of the language model; scales with the blocks that they belong to."""
-    used: set[str] = set()
-    if quantisation is not None:
-        quantised, used = quantised_tensors(opened, quantisation)
-        for theirs, tensor in quantised:
-            if not theirs.startswith(family.hf_ignored):
-                yield without_prefix(theirs, family), tensor
-    scales = {
-        theirs.removesuffix(SCALES): (file, entry)
+    made, used = made_tensors(opened, quantisation)
+    plain = (
+        (theirs, tensor_of(file, theirs, entry))
         for file, entries in opened
         for theirs, entry in entries.items()
-        if theirs.endswith(SCALES)
-    }
-    for theirs, parts in _sparse_parts(opened).items():
-        yield without_prefix(theirs, family), bitmask_tensor(theirs, parts)
-    for file, entries in opened:
-        for theirs, entry in entries.items():
-            if (
-                theirs.startswith(family.hf_ignored)
-                or theirs.endswith(SCALES)
-                or part_of(theirs)
-                or theirs in used
-            ):
-                continue
-            stem = theirs.removesuffix(BLOCKS)
-            if stem != theirs and stem in scales:
-                tensor = mxfp4_tensor(file, theirs, entry, *scales[stem])
-                theirs = f"{stem}.mxfp4"
-            else:
-                tensor = tensor_of(file, theirs, entry)
+        if theirs not in used and not theirs.startswith(family.hf_ignored)
+    )
+    for theirs, tensor in (*made, *plain):
+        if not theirs.startswith(family.hf_ignored):
             yield without_prefix(theirs, family), tensor
 
 
@@ -283,16 +260,6 @@ def _is_zero_bias(name: str, tensor: SourceTensor) -> bool:
         return False
     numbers = tensor.rows(0, 1)
     return isinstance(numbers, np.ndarray) and not numbers.any()
-
-
-def _sparse_parts(opened: Shards) -> dict[str, dict[str, Found]]:
-    """Tensors that are parts of sparse matrices, by the name of the matrix and that of the part."""
-    parts: dict[str, dict[str, Found]] = {}
-    for file, entries in opened:
-        for theirs, entry in entries.items():
-            if (place := part_of(theirs)) is not None:
-                parts.setdefault(place[0], {})[place[1]] = file, entry
-    return parts
 
 
 def without_prefix(theirs: str, family: Family) -> str:
