@@ -9,7 +9,7 @@ from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.families.family import Family, Get
 from phasewise.serving.loaders.families.reading import yarn_magnitude
 from phasewise.serving.models.packed_model import ModelConfig
-from phasewise.serving.models.query_growth import QueryGrowth
+from phasewise.serving.models.parts.attention import QueryGrowth
 from phasewise.serving.models.rope import RopeSpec, YarnScaling
 
 OLDER_WINDOW = 4096  # of a Mistral whose config says nothing of it

@@ -14,8 +14,8 @@ from phasewise.serving.loaders.cuts import TensorCut
 from phasewise.serving.loaders.families.family import Family, Get
 from phasewise.serving.loaders.families.hybrids.mamba import check_time_steps, mamba_gguf
 from phasewise.serving.loaders.families.reading import must_be_off, positive
-from phasewise.serving.models.factors import ProductFactors
 from phasewise.serving.models.packed_model import ModelConfig
+from phasewise.serving.models.parts.part import ProductFactors
 from phasewise.serving.models.parts.states.state_layers import MAMBA2, StateLayers
 
 

@@ -15,7 +15,7 @@ from phasewise.serving.loaders.families.hybrids.mamba import check_time_steps, m
 from phasewise.serving.loaders.families.names import fed
 from phasewise.serving.loaders.families.reading import must_be_off, positive
 from phasewise.serving.loaders.families.routing import routed
-from phasewise.serving.models.halves import SingleHalves
+from phasewise.serving.models.layers import SingleHalves
 from phasewise.serving.models.packed_model import LARGEST, LayerKind, ModelConfig
 from phasewise.serving.models.parts.experts import LOGISTIC
 from phasewise.serving.models.parts.feed_forward import FeedForwardForm
