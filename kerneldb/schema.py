@@ -236,13 +236,34 @@ def upgrade(
     if before != HEAD:
         if before is not None:
             before_changing()
-        from alembic import command
-
-        config = _alembic_config()
-        config.attributes["connection"] = connection
-        command.upgrade(config, "head")
+        if before is None and connection.dialect.name == "sqlite":
+            _create_file(connection)
+        else:
+            _migrate(connection)
         _state_oldest_reader(connection)
     return SchemaChange(before, HEAD)
+
+
+def _migrate(connection: Connection) -> None:
+    from alembic import command
+
+    config = _alembic_config()
+    config.attributes["connection"] = connection
+    command.upgrade(config, "head")
+
+
+def _create_file(connection: Connection) -> None:
+    """What all migrations make of an empty file (tests compare the two), in a tenth of the time."""
+    Base.metadata.create_all(connection, checkfirst=False)
+    for name in _GUARDED:
+        connection.execute(text(_guard_of(name)))
+    connection.execute(
+        text(
+            f"CREATE TABLE {VERSION_TABLE} (version_num VARCHAR(32) NOT NULL, "
+            f"CONSTRAINT {VERSION_TABLE}_pkc PRIMARY KEY (version_num))"
+        )
+    )
+    connection.execute(text(f"INSERT INTO {VERSION_TABLE} VALUES (:head)"), {"head": HEAD})
 
 
 def draft_revision(message: str) -> None:
@@ -252,7 +273,7 @@ def draft_revision(message: str) -> None:
 
     engine = create_engine("sqlite://")
     with engine.connect() as connection:
-        upgrade(connection, "in memory")
+        _migrate(connection)
         config = _alembic_config()
         config.attributes["connection"] = connection
         command.revision(config, message, autogenerate=True, rev_id=f"{len(REVISIONS) + 1:04}")

@@ -29,7 +29,7 @@ class LengthWindow:
             del self._sorted[bisect_left(self._sorted, self._recent.popleft())]
 
     def frozen(self) -> tuple[int, ...]:
-        """In order of size."""
+        """The lengths in order of size, as a copy."""
         return tuple(self._sorted)
 
 
@@ -39,7 +39,7 @@ class PoolBounds(NamedTuple):
     buckets: tuple[int, ...] = ()
     """Longest answers of the buckets, ascending, multiples of the alignment. None learnt yet: empty."""
     lengths: tuple[int, ...] = ()
-    """Those they were learnt from, in order of size."""
+    """The lengths that the bounds were learnt from, in order of size."""
     sums: tuple[int, ...] = ()
     """Prefix sums: `sums[i]` is the sum of the first i lengths."""
 
@@ -49,13 +49,13 @@ class PoolBounds(NamedTuple):
         return index if index < len(self.buckets) else None
 
     def outlived(self, answer_tokens: int, level: float) -> int | None:
-        """Quantile `level` of the answers that were at least so long; None where no recent one was."""
+        """Quantile `level` of the recent answers of at least `answer_tokens`; None where there are none."""
         start = bisect_left(self.lengths, answer_tokens)
         n_longer = len(self.lengths) - start
         return self.lengths[start + _rank(n_longer, level)] if n_longer else None
 
     def mean_outlived(self, answer_tokens: int) -> float | None:
-        """Mean of the answers that were at least so long; None where no recent one was."""
+        """Mean length of the recent answers of at least `answer_tokens`; None where there are none."""
         start = bisect_left(self.lengths, answer_tokens)
         n_longer = len(self.lengths) - start
         return (self.sums[-1] - self.sums[start]) / n_longer if n_longer else None

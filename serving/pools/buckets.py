@@ -87,7 +87,7 @@ class LearntSizes:
         return None if mean is None else min(mean, demand.most_tokens - demand.prompt_tokens)
 
     def _expected(self, demand: Demand) -> float | None:
-        """The estimate, as much longer as it is unsure; None where it is none."""
+        """The estimated length, increased by its uncertainty; None without an estimate."""
         estimate = demand.estimate
         if estimate is None or estimate.uncertainty > self._settings.tau:
             return None
@@ -99,7 +99,7 @@ class LearntSizes:
         return None if expected is not None and expected < needed else expected
 
     def _size(self, demand: Demand, needed: int) -> Size:
-        """The block for an answer of at least `needed` tokens."""
+        """The size of a block for an answer of at least `needed` tokens."""
         bounds = self._learnt
         expected = self._expected_beyond(demand, needed)
         bucket = None if expected is None else bounds.bucket_for(expected)
@@ -122,7 +122,7 @@ class LearntSizes:
 
 
 def limited_to(demand: Demand, answer_tokens: int, end_tokens: int, bucket: int | None) -> Size:
-    """No more than the request can ever fill."""
+    """A length, limited to what the request can ever fill."""
     most = demand.most_tokens
     prompt = demand.prompt_tokens
     return Size(min(most, prompt + answer_tokens), min(most, prompt + end_tokens), bucket)

@@ -74,14 +74,14 @@ class Sizes(Protocol):
         ...
 
     def ended(self, demand: Demand, answer_tokens: int) -> None:
-        """A request ended by itself."""
+        """Learn from a request that ended by itself."""
 
     def refresh(self) -> bool:
         """As KvPool.refresh."""
         ...
 
     def counts(self) -> dict[str, Any]:
-        """Fields of PoolStats that these sizes count."""
+        """The fields of PoolStats that these sizes maintain."""
         ...
 
 
@@ -90,18 +90,18 @@ class _Holding:
     block: Block
     size: Size
     bounds: tuple[int, ...]
-    """Bounds of the buckets at the time the block was taken."""
+    """The buckets' bounds at the time that the block was taken."""
     demand: Demand
     is_pinned: bool = False
 
     @property
     def n_to_come(self) -> int:
-        """Positions beyond the block that are thought to be needed."""
+        """The positions beyond the block that are expected to be needed."""
         return max(0, self.size.end_positions - self.block.n_slots)
 
     @property
     def n_at_most_to_come(self) -> int:
-        """Positions beyond the block that could ever be needed."""
+        """The most positions beyond the block that can be needed."""
         return max(0, self.demand.most_tokens - self.block.n_slots)
 
 
@@ -222,7 +222,9 @@ class ContiguousPool:
         return promised <= self.n_slots - min(self.n_slots * self._sizes.reserve_share, max(0, at_most))
 
     def _enlarge(self, owner: str, held: _Holding, n_positions: int) -> tuple[Move, ...] | None:
-        """In place if the slots behind are free, else by moving; as long as wanted, else the shortest."""
+        """Enlarge a block in place if the slots behind it are free, else move it; to the wanted length, else
+        the shortest.
+        """
         size = self._sizes.next(held.demand, n_positions)
         moves = self._longer(owner, held, self._possible(size, n_positions))
         if moves is None:
@@ -255,7 +257,7 @@ class ContiguousPool:
         return (Move(owner, Placement(*block), KvCopy(before.base, block.base, before.n_slots)),)
 
     def _squeezed(self, owner: str, held: _Holding, n_positions: int) -> tuple[Move, ...] | None:
-        """A longer block for `held` where others have made way."""
+        """Move other blocks together until `held` can have a longer one."""
         owners, blocks = self._in_order()
         needed = aligned(n_positions) - held.block.n_slots
         shifts = enlarged(blocks, self.n_slots, owners.index(owner), needed)
@@ -270,7 +272,7 @@ class ContiguousPool:
         )
 
     def _opened(self, n_positions: int) -> tuple[tuple[Move, ...], Block | None]:
-        """A new block where others have made way for it."""
+        """Move other blocks together until a new block fits."""
         owners, blocks = self._in_order()
         gap = opened(blocks, self.n_slots, aligned(n_positions))
         if gap is None:
@@ -285,7 +287,7 @@ class ContiguousPool:
         return moves, block
 
     def _in_order(self) -> tuple[list[str], list[Block]]:
-        """Owners and their blocks, by place."""
+        """Owners and their blocks, in the order of their places."""
         held = sorted((holding.block, owner) for owner, holding in self._held.items())
         return [owner for _, owner in held], [block for block, _ in held]
 

@@ -32,13 +32,13 @@ class Freed:
         return tuple(self._parts)
 
     def add(self, base: int, end: int, time: int) -> None:
-        """Slots that were taken are free again."""
+        """Add slots that were given back."""
         self._parts.insert(bisect_left(self._parts, (base,)), FreePart(base, end, time))
         if len(self._parts) > MOST_PARTS:
             self._join()
 
     def remove(self, base: int, end: int) -> None:
-        """These are taken."""
+        """Remove slots that are taken."""
         first = bisect_left(self._parts, (base + 1,)) - 1
         last = bisect_left(self._parts, (end,))
         cut = self._parts[first:last]
@@ -77,7 +77,7 @@ class Freed:
         return any(part.time == NEVER_USED and part.end - part.base >= n_slots for part in self._parts)
 
     def _join(self) -> None:
-        """Make two neighbours one, those that are worth least apart."""
+        """Join two neighbouring parts, those of the least value."""
         pairs = [
             (max(left.time, right.time), index)
             for index, (left, right) in enumerate(zip(self._parts, self._parts[1:], strict=False))

@@ -42,12 +42,12 @@ class Shelves:
         return slot
 
     def keep(self, bucket: Bucket, block: Block) -> None:
-        """`block` waits for the next request of this bucket."""
+        """Shelve a block for the next request of this bucket."""
         self._idle.setdefault((bucket, block.n_slots), deque()).append((block, self.arena.now()))
         self._n_idle_slots += block.n_slots
 
     def clear(self) -> None:
-        """All idle blocks go back to the arena."""
+        """Give all idle blocks back to the arena."""
         for idle in self._idle.values():
             for block, time in idle:
                 self.arena.give(block, time)
@@ -55,12 +55,12 @@ class Shelves:
         self._n_idle_slots = 0
 
     def blocks(self) -> Iterator[Block]:
-        """Those that wait."""
+        """The idle blocks."""
         for idle in self._idle.values():
             yield from (block for block, _ in idle)
 
     def largest_free(self) -> int:
-        """The longest block that could be taken now."""
+        """The length of the longest block that can be taken now."""
         longest = run = end = 0
         for block in sorted([*self.arena.gaps(), *self.blocks()]):
             run = run + block.n_slots if block.base == end else block.n_slots

@@ -84,12 +84,12 @@ def _end_before(blocks: Sequence[Block], index: int) -> int:
 
 
 def _sums(blocks: Sequence[Block]) -> list[int]:
-    """Slots of the first none, one, two ... of them."""
+    """Running sums of the blocks' slots, from 0 on."""
     return [0, *accumulate(block.n_slots for block in blocks)]
 
 
 def _packed(blocks: Sequence[Block], end: int) -> tuple[list[Shift], int]:
-    """Each as low as it can lie above `end`; and where the last one then ends."""
+    """Each block as low as it can lie above `end`, and the end of the last."""
     shifts = []
     for block in blocks:
         if block.base != end:

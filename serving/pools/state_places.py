@@ -31,7 +31,7 @@ class KeptCopy(Protocol):
 
 
 class StatePlaces:
-    """All places, and whose each is. first_slot: by which copies name the first of them."""
+    """Places for states, and the owner of each. first_slot: the number of the first place."""
 
     def __init__(self, n_places: int, first_slot: int) -> None:
         self.n_places = n_places
@@ -45,7 +45,7 @@ class StatePlaces:
 
     @property
     def n_spare(self) -> int:
-        """Places that could be set aside now."""
+        """The number of places that can be set aside now."""
         return len(self._free) + len(self._kept)
 
     @property
@@ -53,7 +53,7 @@ class StatePlaces:
         return bool(self._free)
 
     def give(self, owner: str) -> int | None:
-        """A place for a request; None where requests have all."""
+        """Give a request a place; None where requests have all."""
         place = self._take()
         if place is not None:
             self._owned[owner] = place
@@ -63,13 +63,13 @@ class StatePlaces:
         return self._owned[owner]
 
     def return_of(self, owner: str) -> None:
-        """The request has ended: its place is free, unless it was kept."""
+        """Free the place of a request that has ended, unless its state is kept there."""
         place = self._owned.pop(owner, None)
         if place is not None:
             self._free.append(place)
 
     def set_aside(self) -> int:
-        """A place for a copy. StatesError where none is spare."""
+        """Set a place aside for a copy. StatesError where none is spare."""
         place = self._take()
         if place is None:
             raise StatesError("no place for a copy of a state is spare")
@@ -77,34 +77,34 @@ class StatePlaces:
         return place
 
     def keep(self, place: int) -> None:
-        """A copy that the step has written to a place set aside stays there while it can."""
+        """Keep the copy that a step has written to a place set aside, until the place is needed."""
         self._set_aside.remove(place)
         self._kept.add(place)
 
     def keep_of(self, owner: str) -> int:
-        """The state in the place of a request stays there while it can; the request has none any more."""
+        """Keep the state at a request's place, until the place is needed; the request then has none."""
         place = self._owned.pop(owner)
         self._kept.add(place)
         return place
 
     def swap(self, owner: str, place: int) -> None:
-        """The request goes on from a copy that was set aside; its own place is free."""
+        """Make a copy that was set aside the state of the request; its former place is free."""
         self._set_aside.remove(place)
         self._free.append(self._owned[owner])
         self._owned[owner] = place
 
     def put_back(self, place: int) -> None:
-        """A place that was set aside is not needed."""
+        """Free a place that was set aside and is not needed."""
         self._set_aside.remove(place)
         self._free.append(place)
 
     def free(self, place: int) -> None:
-        """A copy is of no more use."""
+        """Free the place of a copy that is of no more use."""
         self._kept.remove(place)
         self._free.append(place)
 
     def check(self) -> None:
-        """StatesError unless every place is one thing."""
+        """StatesError unless every place has exactly one use."""
         places = [*self._free, *self._owned.values(), *self._set_aside, *self._kept]
         if sorted(places) != list(range(self.n_places)):
             raise StatesError(f"of {counted(self.n_places, 'place')} for states: {sorted(places)}")

@@ -8,14 +8,14 @@ from phasewise.serving.pools.contract import Grant, KvPool, Move, Placement, Poo
 
 
 class WrappedPool(ABC):
-    """Passes a KvPool's calls on to the pool within, and dresses the placements that come back."""
+    """A KvPool that passes calls on to an inner pool and adds rings or states to its placements."""
 
     def __init__(self, pool: KvPool) -> None:
         self._pool = pool
 
     @abstractmethod
     def _dressed(self, owner: str, placement: Placement) -> Placement:
-        """A placement of the pool within, with the owner's own beside it."""
+        """A placement of the inner pool with the owner's ring or state added."""
 
     @property
     def n_slots(self) -> int:

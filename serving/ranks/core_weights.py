@@ -32,7 +32,7 @@ def weigh_by_kind(
     kinds: Sequence[CpuKind],
     measure: Callable[[Team], MemberRates] = rates_of_members,
 ) -> None:
-    """Weigh the members of a team on `cores` where these are of several kinds; else all have the same."""
+    """Weigh the members of a team by the kinds of `cores`; cores of one kind weigh the same."""
     numbers = kinds_of(cores, kinds)
     if len(set(numbers)) < 2:
         return
@@ -84,6 +84,6 @@ def _weights_here(phase: Phase, ranks: tuple[tuple[int, ...], ...]) -> tuple[int
 
 
 def kinds_of(cores: Sequence[int], kinds: Sequence[CpuKind]) -> list[int]:
-    """The number of each core's kind; that behind the last for a core of none."""
+    """The number of each core's kind; a core of no known kind has the number behind the last."""
     by_core = {cpu: number for number, kind in enumerate(kinds) for cpu in kind.cpus}
     return [by_core.get(core, len(kinds)) for core in cores]

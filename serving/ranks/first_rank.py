@@ -72,7 +72,7 @@ class Teams:
         return self._last_tables.get(phase, TABLES[phase])
 
     def note(self, phase: Phase, table: int) -> None:
-        """A step of the phase runs by this table now."""
+        """Record the table by which a step of the phase runs now."""
         self._last_tables[phase] = table
 
     @property
@@ -81,7 +81,7 @@ class Teams:
         return max(team.size for team in self.by_table.values())
 
     def take_turn(self, team: Team) -> Team | None:
-        """`team` runs next; the team that ran last, if it is another one."""
+        """Let `team` run next, after the team that ran last, if that is another one."""
         last, self._last = self._last, team
         return None if last is team else last
 
@@ -91,7 +91,7 @@ class Teams:
         return sum(team.passed * team.crossings for team in set(self.by_table.values()))
 
     def change(self, by_table: Mapping[int, Team], starts: Sequence[int]) -> None:
-        """Other teams run from now on; the threads of these end."""
+        """Replace the teams; the threads of the former ones end."""
         former, self.by_table, self._last = self.by_table, by_table, None
         self._starts, self._last_tables = starts, {}
         for team in former.values():

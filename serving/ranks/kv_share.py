@@ -27,7 +27,7 @@ class KvShape:
     latent: bool = False
     """True if one vector is the key and the value of a token."""
     state_bytes: int = 0
-    """Bytes of the state that a sequence has beside them."""
+    """Bytes of a sequence's state beside its keys and values."""
 
     @classmethod
     def of(cls, config: ModelConfig, kv_format: str) -> KvShape:
@@ -89,7 +89,7 @@ class KvShare:
 
 
 def map_place(place: KvPlace, shape: KvShape) -> KvMemory:
-    """The other process's keys and values. RanksError where this process cannot map them."""
+    """Map the other process's keys and values. RanksError where this process cannot."""
     try:
         fd = os.open(place.path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:

@@ -169,13 +169,13 @@ class LocalRanks(FirstRank):
 
 
 def _lookups_of_all_tables(schedules: Mapping[Phase, ScheduleLookup] | None) -> list[ScheduleLookup]:
-    """Also of tables that no plan has yet, which other plans may have later."""
+    """The lookups of all tables, also of those that no plan has yet but later plans may have."""
     lookups = lookups_by_table(schedules)
     return lookups and [*lookups, *[ScheduleLookup()] * (MOST_TABLES - len(lookups))]
 
 
 def _of_only_rank(plans: Mapping[Phase, ServicePlan]) -> dict[int, tuple[int, ...]]:
-    """The cores of each table."""
+    """The cores of the only rank, by table."""
     return {table: _only_rank(plan) for table, plan in plans_by_table(plans).items()}
 
 

@@ -82,7 +82,7 @@ class _Setup:
 
 @dataclass
 class _Listener:
-    """The receiver of a loss. Outlives the processes that are lost."""
+    """Receives the loss of a rank; it outlives the processes."""
 
     on_loss: Callable[[], None] = lambda: None
 
@@ -121,7 +121,7 @@ class ProcessRanks:
         self._moves_to: tuple[RankLayout, Mapping[Phase, ScheduleLookup] | None] | None = None
 
     def _share(self, layout: RankLayout) -> SharedWeights:
-        """The weights for ranks so divided; those of before are let go."""
+        """Share the weights among ranks divided like this, and let go of the former ones."""
         self._weights_life.close()
         return self._weights_life.enter_context(share_weights(self._model, layout))
 
@@ -179,7 +179,7 @@ class ProcessRanks:
 
     @property
     def kv_bytes_per_slot(self) -> int:
-        """Those of all copies. RanksError after `close`."""
+        """Bytes of one position's keys and values in all copies. RanksError after `close`."""
         return kv_bytes_per_slot(self._model, self.kv_format, self._layout.teams)
 
     @property
@@ -297,7 +297,7 @@ class ProcessRanks:
 
     @property
     def _layout(self) -> RankLayout:
-        """RanksError after `close`."""
+        """The layout of the ranks. RanksError after `close`."""
         if self._setup is None:
             raise RanksError("the ranks have been closed")
         return self._setup.layout
@@ -307,7 +307,7 @@ class ProcessRanks:
             raise RanksError(f"these ranks are those of process {self._owner}: open others after a fork")
 
     def _check_places(self, table: int) -> None:
-        """Threads of every rank; the first one looks after its own."""
+        """Check the cores on which threads of the other ranks run; the first rank checks its own."""
         if self._layout.n_ranks > 1 and self._first.program.misplaced(table):
             self._warned = True
             seen = [cpu for cpus in self._first.program.observed(table) for cpu in cpus]
@@ -442,7 +442,7 @@ def _tell_of_memory(
 
 
 def _end(owner: int, program: Program, workers: WorkerProcesses) -> None:
-    """A fork's copy of the ranks ends nothing."""
+    """End the processes; in a forked copy of this process do nothing."""
     if os.getpid() == owner:
         if workers.pids:
             program.stop()

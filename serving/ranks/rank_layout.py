@@ -22,7 +22,7 @@ def teams_of(plans: Mapping[Phase, ServicePlan]) -> Teams:
 
 
 def _by_rank(plans: Mapping[Phase, ServicePlan], of_ranks: Callable[[ServicePlan], tuple[int, ...]]) -> Teams:
-    """Numbers of the ranks of each table; none of one that no plan has."""
+    """The ranks' numbers by table; none for a table that no plan has."""
     by_table = plans_by_table(plans)
     n_tables = max(len(PHASES), *(table + 1 for table in by_table))
     return tuple(of_ranks(by_table[table]) if table in by_table else () for table in range(n_tables))
@@ -103,7 +103,7 @@ class RankLayout:
         return tuple(sorted({self.memory.nearest(node) for node in home}))
 
     def home(self, rank: int) -> tuple[int, ...]:
-        """The NUMA nodes of these cores, whether they have memory or not."""
+        """The NUMA nodes of these cores, also those without memory."""
         roles = self._roles(rank)
         role = roles.get("decode") or roles["prefill"]
         if role.numa_node is not None:

@@ -64,7 +64,7 @@ def stray_bytes(by_node: ByNode, nodes: Nodes) -> int:
 
 
 def warn_of_strays(rank: int, by_node: ByNode | None, nodes: Nodes) -> None:
-    """A warning where a rank's weights found no room on its nodes. by_node: None: it is not told."""
+    """Warn where a rank's weights found no room on its nodes. by_node: None: the system does not tell."""
     total = sum((by_node or {}).values())
     stray = stray_bytes(by_node or {}, nodes)
     if stray > STRAY_SHARE * total:
@@ -80,7 +80,7 @@ def warn_of_strays(rank: int, by_node: ByNode | None, nodes: Nodes) -> None:
 
 
 def tell_of_others(rank: int, home: Nodes, nodes: Nodes) -> None:
-    """A warning where a rank's cores are at home on nodes without memory. nodes: those that serve instead."""
+    """Warn where a rank's cores are on nodes without memory. nodes: those that serve instead."""
     bare = sorted(set(home) - set(nodes))
     if bare:
         _log.warning(

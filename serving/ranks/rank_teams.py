@@ -77,7 +77,7 @@ def weighed_team(cores: Sequence[int]) -> Team:
 
 
 def tell_if_moved(team: Team) -> bool:
-    """True, and a warning, where a thread of the team was seen on another core than its own."""
+    """Warn, and return True, where a thread of the team was seen on another core than its own."""
     if not team.misplaced():
         return False
     tell_moved(team.cpus or (), team.observed_cpus())
@@ -85,7 +85,7 @@ def tell_if_moved(team: Team) -> bool:
 
 
 def tell_moved(planned: Sequence[int], seen: Sequence[int]) -> None:
-    """A warning."""
+    """Warn that a thread runs on another core than its own."""
     _log.warning(
         "threads planned for cores %s were seen on %s: another program or a cpuset moves them",
         list_cores(planned),
@@ -112,9 +112,8 @@ def keeping_affinity() -> Iterator[None]:
 
 
 def touch_memory(program: Program, teams: Mapping[int, Team]) -> None:
-    """All that a program runs in is there from now on, near the cores that decode, or those that prefill.
-
-    RanksError where the system has not what it granted.
+    """Touch all memory of a program, near the cores that decode, or those that prefill. RanksError where the
+    system lacks memory that it has granted.
     """
     team = teams.get(TABLES["decode"]) or teams[TABLES["prefill"]]
     try:

@@ -36,7 +36,7 @@ FOR_THE_ENGINE = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclass(frozen=True)
 class WorkerRank:
-    """Ready to serve."""
+    """A rank in a process of its own, ready to serve."""
 
     program: Program
     teams: Sequence[Team | None]
@@ -72,7 +72,7 @@ def main() -> int:
 
 
 def open_rank(told: Instructions) -> WorkerRank:
-    """Map, copy what is this rank's to copy, and build."""
+    """Map the weights, copy the panels that are this rank's to copy, and build the program."""
     isa_select(told.isa)
     take_over(told.user_slots)
     with placing(told.nodes) as policy_errno:
@@ -98,7 +98,7 @@ def open_rank(told: Instructions) -> WorkerRank:
 
 
 def _model(told: Instructions) -> PackedModel:
-    """Over the arrays that all ranks share; what only the engine needs of a model is left out."""
+    """The model over the arrays that all ranks share, without what only the engine needs."""
     copies = told.weights_source is not None
     weights, vectors = told.weights.places.views(_mapped(told.weights, writable=copies))
     if told.weights_source is not None:

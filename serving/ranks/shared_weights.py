@@ -269,7 +269,7 @@ def copy_panels(
 
 
 def _page_offset(array: Bytes, place: int) -> int:
-    """Bytes of its page before a byte."""
+    """The number of bytes from the beginning of a byte's page to it."""
     return (array.ctypes.data + place) % PAGE
 
 

@@ -48,7 +48,7 @@ class _Worker:
 
 @dataclass(slots=True)
 class _Outcome:
-    """The findings of the thread, for the callers."""
+    """Findings of the watching thread, for the callers."""
 
     settled: threading.Event = field(default_factory=threading.Event)
     """All are ready, or something is lost."""
@@ -81,12 +81,12 @@ class WorkerProcesses:
 
     @property
     def lost(self) -> str | None:
-        """The reason that these ranks are of no more use; None while all is well."""
+        """The reason that these ranks can compute no more; None while all work."""
         return self._outcome.lost
 
     @property
     def pids(self) -> dict[int, int]:
-        """By rank."""
+        """The processes' ids, by rank."""
         return {worker.rank: worker.process.pid for worker in self._workers}
 
     @property
@@ -145,7 +145,7 @@ class WorkerProcesses:
             _end(self._workers)
 
     def _watch(self) -> None:
-        """Until `close`, whatever happens to the workers."""
+        """Watch the workers until `close`."""
         deadline = time.monotonic() + self._start_s
         with selectors.DefaultSelector() as waiting:
             waiting.register(self._closing, selectors.EVENT_READ)
@@ -165,7 +165,7 @@ class WorkerProcesses:
                         self._bury(key.data)
 
     def _hear(self, worker: _Worker) -> bool:
-        """Take what a worker has said. False: it has died, or said that it cannot start."""
+        """Read a worker's message. False: it has died, or said that it cannot start."""
         assert worker.process.stdout is not None
         said = os.read(worker.process.stdout.fileno(), 1 << 16)
         worker.said += said
@@ -180,12 +180,12 @@ class WorkerProcesses:
         self._lose(f"{late} did not start within {self._start_s:.0f} s")
 
     def _bury(self, worker: _Worker) -> None:
-        """A worker has ended, or is about to. One that ends in peace has felt that the group failed."""
+        """Record the end of a worker. One that ended with status 0 has noticed that the group failed."""
         words = _last_words(worker)
         self._lose(words, followed=worker.process.poll() == 0)
 
     def _lose(self, reason: str, followed: bool = False) -> None:
-        """The first reason is the one that counts: others follow from it."""
+        """Record the first reason of a loss: later ones follow from it."""
         outcome = self._outcome
         first = outcome.lost is None
         if first or (outcome.followed and not followed):
@@ -196,7 +196,7 @@ class WorkerProcesses:
 
 
 def _nothing_more() -> None:
-    """In place of what would keep the closed ranks' memory alive."""
+    """Replace what would keep the closed ranks' memory alive."""
 
 
 def _start(told: Instructions) -> _Worker:
@@ -234,7 +234,7 @@ def _last_words(worker: _Worker) -> str:
 
 
 def _end(workers: Sequence[_Worker]) -> None:
-    """Leave no process behind."""
+    """Kill the processes that are left."""
     deadline = time.monotonic() + END_S
     for worker in workers:
         try:

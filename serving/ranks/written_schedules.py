@@ -25,9 +25,7 @@ class WrittenSchedules(ScheduleLookup):
     def of(
         cls, lookup: ScheduleLookup, division: Division, table: int, model: PackedModel, capacity: Capacity
     ) -> WrittenSchedules:
-        """The schedules that `lookup`, that of a table, has for a whole model, and for a rank's part of
-        it.
-        """
+        """The schedules of a table's `lookup` for a whole model, and for a rank's part of it."""
         parts = [division.weight(weight, table) for weight in model.weights.values()]
         whole_and_parts = [*model.products().values(), *(part for part in parts if part is not None)]
         weights = {_weight_key(weight): weight for weight in whole_and_parts}
@@ -73,7 +71,7 @@ def _row_ranges(fields: Sequence[Mapping[str, Any]]) -> tuple[RowRange, ...]:
 
 
 def _weight_key(weight: PackedWeight) -> str:
-    """Its format and shape: lookups know no more of a weight."""
+    """A weight's format and shape: all that lookups know of it."""
     scales = "" if weight.scales is None else weight.scales.dtype.str
     mins = weight.mins is not None
     return f"{weight.kind} {weight.group} {weight.zero_point} {scales} {mins} {weight.n} {weight.k}"

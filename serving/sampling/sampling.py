@@ -366,7 +366,7 @@ def _greedy_rows(logits: npt.NDArray[np.float32]) -> list[SampledToken]:
 
 
 def _copied(logits: FloatVector) -> FloatVector:
-    """A copy that may be changed, until the next one."""
+    """A copy of a row that may be changed, until the next call."""
     copy = _scratch.row("logits", logits.size)
     np.copyto(copy, logits)
     return copy
@@ -452,7 +452,7 @@ def _below_largest(values: FloatVector, n: int) -> np.float32:
 
 
 def _at_least(values: FloatVector, least: np.float32, n: int) -> TokenIds:
-    """The `n` places, ascending, of the values from `least` up; among equals at the border the first stay."""
+    """The places, ascending, of the `n` values from `least` up; among equals at the border the first stay."""
     places = np.flatnonzero(values >= least)
     if places.size > n:
         at_border = np.flatnonzero(values[places] == least)

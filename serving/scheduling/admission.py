@@ -17,7 +17,7 @@ from phasewise.serving.scheduling.waiting_line import ClientShares, WaitingLine
 
 
 def refuse_impossible(request: Request, limits: SchedulerLimits, pool: KvPool) -> None:
-    """RequestError for one that can never run."""
+    """RequestError for a request that can never run."""
     if not request.prompt_token_ids:
         raise RequestError("the prompt has no tokens", "prompt")
     if request.max_tokens < 1:
@@ -85,12 +85,12 @@ def held_in_vain(running: Sequence[LiveSequence]) -> LiveSequence | None:
 
 
 def demand_of(sequence: LiveSequence) -> Demand:
-    """The slots that it needs to run."""
+    """The slots that a request needs to run."""
     return sequence.demand(in_full=sequence.n_preempted >= MOST_PREEMPTIONS)
 
 
 def is_held(sequence: LiveSequence) -> bool:
-    """True if it is a prompt that is computed, and waits for its hand-over."""
+    """True if the request is a prompt that is computed and waits for its hand-over."""
     return sequence.request.prefill_only and not sequence.n_pending
 
 
@@ -140,7 +140,7 @@ class Admitter:
         self._admit_in_shadow(place)
 
     def _admit_in_shadow(self, place: Place) -> None:
-        """Into the room that is left; clients of which nothing runs come first."""
+        """Admit requests in shadow to the room that is left; clients of which nothing runs come first."""
         while len(self._shadow_waiting):
             running = self._own(in_shadow=True)
             sequence, _ = next_to_admit(self._shadow_waiting, running, self.shares(in_shadow=True))
@@ -163,7 +163,7 @@ class Admitter:
         return running_of(self._running, in_shadow=in_shadow)
 
     def line_of(self, sequence: LiveSequence) -> WaitingLine:
-        """The line in which it waits."""
+        """The line in which a request waits."""
         return self._shadow_waiting if sequence.request.in_shadow else self._waiting
 
     def _has_place(self, running: Sequence[LiveSequence]) -> bool:
@@ -181,7 +181,9 @@ class Admitter:
         return ClientShares(self._limits.max_sequences, self._pool.n_slots, running, waiting)
 
     def _gives_way(self, shares: ClientShares, preempt: Preempt, giver: LiveSequence | None) -> bool:
-        """Preempted for another client's share, which is not counted against it. False: there is none."""
+        """Preempt `giver` for another client's share, which is not counted against it. False: there is no
+        giver.
+        """
         if giver is None:
             return False
         shares.gave_way(giver)

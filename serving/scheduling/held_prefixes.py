@@ -29,7 +29,9 @@ KEY_BYTES = 8
 
 
 def space_of(cache_space: str, adapter_hash: str) -> str:
-    """Prompts that begin alike have the same keys and values in it: of one cache space and adapter."""
+    """The hash of a cache space and an adapter: prompts within it that begin alike have the same keys and
+    values.
+    """
     return f"\0{adapter_hash}/{cache_space}" if adapter_hash else cache_space
 
 
@@ -84,7 +86,7 @@ class Stored(Protocol):
 
 
 class HeldPrefixes:
-    """Over the scheduler of one engine, whose model has this hash. stored: what it wrote to its folder."""
+    """The prefixes held by the scheduler of one engine. stored: the prefixes written to its folder."""
 
     def __init__(self, scheduler: Scheduler, model_hash: str, stored: Stored | None = None) -> None:
         self._scheduler = scheduler
@@ -128,7 +130,7 @@ class HeldPrefixes:
         return self._scheduler.n_prefix_changes + (0 if self._stored is None else self._stored.n_changes)
 
     def _look(self) -> None:
-        """Take note of what is held now. What has not changed costs little."""
+        """Note what is held now; a sequence that has not changed costs little."""
         before, self._keys = self._keys, {}
         for source, n_tokens in self._all():
             n_blocks, own = n_tokens // BLOCK_TOKENS, before.pop(source, ())
@@ -153,7 +155,7 @@ class HeldPrefixes:
                 del self._n_holders[key]
 
     def _all(self) -> Iterator[tuple[PrefixSource | StoredBeginning, int]]:
-        """In memory and on disk, each with the number of its first tokens."""
+        """Sequences held in memory and on disk, each with the number of its first tokens that are held."""
         yield from self._scheduler.held_prefixes()
         n_left = MOST_STORED_BLOCKS * BLOCK_TOKENS
         for beginning in () if self._stored is None else reversed(self._stored.now()):
@@ -163,5 +165,5 @@ class HeldPrefixes:
 
 
 def _some(keys: Iterable[int]) -> tuple[int, ...]:
-    """Not more than a report has room for."""
+    """At most as many changes as a report has room for."""
     return tuple(islice(keys, MOST_KEYS))

@@ -53,7 +53,7 @@ class PacedStep(NamedTuple):
 
 @dataclass(slots=True)
 class _Cost:
-    """Time of steps of one size, the newer the more."""
+    """The time of steps of one size; newer steps weigh more."""
 
     ns: float = 0.0
     n_seen: int = 0
@@ -87,7 +87,7 @@ class Pacing:
         self._shadow = ShadowPacing()
 
     def observe(self, phase: Phase, n_tokens: int, duration_ns: int, n_in_shadow: int = 0) -> None:
-        """A step of this many tokens took this long. n_in_shadow: its slices that had what others left."""
+        """Learn that a step of this many tokens took this long. n_in_shadow: its slices in shadow."""
         if phase == "prefill":
             self._shadow.observe_prompts(duration_ns, in_shadow=n_in_shadow > 0)
             self._prefill_ns = _OLD * self._prefill_ns + duration_ns
@@ -112,12 +112,12 @@ class Pacing:
 
     @property
     def is_kept(self) -> bool:
-        """True if decode steps of late leave the promise any time."""
+        """True if recent decode steps leave time within the promised time per token."""
         return self._decode_ns <= self.promise_ns
 
     @property
     def over_promise_ns(self) -> int:
-        """The time of a decode step of late, where that alone is longer than the promise; else 0."""
+        """The time of a recent decode step where it alone is longer than the promise; else 0."""
         return 0 if self.is_kept else round(self._decode_ns)
 
     def prompt_token_ns(self, n_answering: int) -> float:
@@ -147,7 +147,7 @@ class Pacing:
         return step._replace(shadow=self._shadow.room(self._costs_ns(), n_answering, self._token_ns()))
 
     def _token_ns(self) -> float:
-        """Time of a prompt's token."""
+        """The time of one token of a prompt."""
         return max(1.0, self._prefill_ns / max(1.0, self._prefill_tokens))
 
     def _costs_ns(self) -> dict[int, float]:
@@ -177,7 +177,9 @@ class Pacing:
         return int(ns * self._prefill_tokens / max(self._prefill_ns, 1.0))
 
     def _efficient_tokens(self) -> int:
-        """The smallest chunk whose tokens cost little more than in the best, or half of one not tried yet."""
+        """The smallest chunk whose time per token is close to the best, or half of a size that was not tried
+        yet.
+        """
         best_ns = min(cost.ns for cost in self._chunks.values())
         size = min(size for size, cost in self._chunks.items() if cost.ns <= _WORSE * best_ns)
         smaller = self._chunks.get(size - 1)
@@ -185,9 +187,8 @@ class Pacing:
         return (1 << size >> (2 if is_unknown else 1)) if size > 5 else LEAST_TOKENS
 
     def _best_rows(self, n_answering: int) -> int | None:
-        """The rows with which answers get most tokens a second; None: all that there are.
-
-        Some numbers of rows below all are tried from time to time, and whatever was seen of late counts.
+        """The number of rows with which answers get most tokens a second; None: all. Some smaller numbers are
+        tried from time to time, and recent steps count.
         """
         whole = self._like(n_answering)
         if n_answering < 2 or whole is None:
@@ -203,7 +204,9 @@ class Pacing:
         return best if is_better and self._is_newer(whole, n_checked_after) else None
 
     def _like(self, n_answering: int) -> int | None:
-        """The rows of a step with all answers, or with about as many where that was never seen."""
+        """The rows of a step that stands for this many answers: as many, or nearly as many where no such step
+        was seen.
+        """
         if n_answering in self._rows:
             return n_answering
         near = [rows for rows in self._rows if 3 * n_answering <= 4 * rows and 3 * rows <= 4 * n_answering]
@@ -213,8 +216,9 @@ class Pacing:
         return rows / self._rows[rows].ns
 
     def _is_known(self, rows: int, fastest_ns: float) -> bool:
-        """True if such a step was seen of late. The longer the step, the more rarely it is tried: tries must
-        not cost more than they can win."""
+        """True if such a step was seen recently. Longer steps are tried more rarely: tries must not cost more
+        than they can gain.
+        """
         cost = self._rows.get(rows)
         if cost is None:
             return False
@@ -226,7 +230,7 @@ class Pacing:
 
 
 def _tried_below(n_answering: int) -> Iterator[int]:
-    """Powers of two and the middles between them, the largest first."""
+    """Powers of two and the middles between them, below a limit, the largest first."""
     for size in reversed(range((n_answering - 1).bit_length())):
         if size and 3 << size - 1 < n_answering:
             yield 3 << size - 1

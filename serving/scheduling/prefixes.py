@@ -26,7 +26,7 @@ RUN_TOKENS = ALIGNMENT
 
 
 class PrefixError(AssertionError):
-    """A sequence is remembered that is not where it is said to be: a bug."""
+    """A sequence is not where the index has it: a bug."""
 
 
 class Match(NamedTuple):
@@ -35,7 +35,7 @@ class Match(NamedTuple):
     n_ready: int
     """Tokens that can be copied now."""
     source: Placement | None
-    """From there; None where nothing is ready."""
+    """The sequence to copy from; None where nothing is ready."""
     n_coming: int
     """Tokens that a running sequence will have computed soon; at least `n_ready`."""
 
@@ -58,7 +58,9 @@ class PrefixSource:
     """Tokens up to the last that was ever stored, drafts included: in a ring they took the places of earlier
     ones."""
     ring_begin: int = 0
-    """Positions before were not copied into its ring: what it began with saw none of them."""
+    """The first position that its ring has had: earlier ones were not copied into it, since no later token
+    sees them.
+    """
 
 
 class Computed:
@@ -66,7 +68,7 @@ class Computed:
     reader asks it after it has read, and believes what it read only then."""
 
     states: tuple[KeptCopy, ...] = ()
-    """Copies of its states."""
+    """Copies of the sequence's states."""
 
     def __init__(self, index: PrefixIndex, source: PrefixSource) -> None:
         self._index = index
@@ -111,18 +113,20 @@ class PrefixIndex:
 
     @property
     def sources(self) -> tuple[PrefixSource, ...]:
-        """Every sequence that is known."""
+        """Every sequence that the index knows."""
         return (*self._live.values(), *self._retired)
 
     def n_held(self, source: PrefixSource) -> int:
-        """The first tokens of a sequence that can be taken over now; with rings, by who wants all of them."""
+        """The number of first tokens that can be taken over now; with rings by a sequence that begins with
+        all of them.
+        """
         n_there = self._n_there(source, source.n_ready)
         if self._rings is not None and n_there and not self._is_in_ring(source, n_there, n_there):
             return 0
         return n_there
 
     def find(self, token_ids: tuple[int, ...], runs: tuple[int, ...], space: str = "") -> Match:
-        """The best that `space` has for a sequence of these tokens and this `chain`."""
+        """The longest match in `space` for a sequence of these tokens and this `chain`."""
         best = NOTHING
         for n_runs in range(min(len(runs), (len(token_ids) - 1) // RUN_TOKENS), 0, -1):
             n_tokens = n_runs * RUN_TOKENS
@@ -148,7 +152,9 @@ class PrefixIndex:
         placement: Placement,
         space: str = "",
     ) -> None:
-        """`owner` begins to write a block: what was there is gone. sequence: its tokens and their chain."""
+        """`owner` begins to write a block: its former contents are gone. sequence: its tokens and their
+        chain.
+        """
         self._serial += 1
         token_ids, runs = sequence
         source = PrefixSource(self._serial, space, token_ids, runs, placement, 0)
@@ -158,13 +164,13 @@ class PrefixIndex:
         self._enter(source, 0)
 
     def overwritten(self, placement: Placement) -> None:
-        """A block is written from elsewhere, by an owner that is not known here: what was there is gone."""
+        """A block is written by an owner that is not in the index: its former contents are gone."""
         self._serial += 1
         self.n_changes += 1
         self._stamp(PrefixSource(self._serial, "", (), (), placement, 0))
 
     def moved(self, owner: str, placement: Placement) -> None:
-        """`owner` has a larger block; its keys and values are in it, or will be before they are read."""
+        """`owner` has a larger block, into which its keys and values are copied before they are read."""
         source = self._live.get(owner)
         if source is not None:
             source.placement = placement
@@ -178,38 +184,40 @@ class PrefixIndex:
             source.n_ready = n_ready
 
     def brought(self, owner: str, n_tokens: int) -> None:
-        """Keys and values of the first `n_tokens` are copied; into a ring, those that the next token sees."""
+        """Note that keys and values of the first `n_tokens` are copied; into a ring, those that the next
+        token sees.
+        """
         source = self._live.get(owner)
         if source is not None:
             source.n_ready = n_tokens
             source.ring_begin = max(0, n_tokens - self._rings.window) if self._rings else 0
 
     def wrote(self, owner: str, n_tokens: int) -> None:
-        """Keys and values of `owner` were stored up to there, drafts included."""
+        """Note up to which position keys and values of `owner` were stored, drafts included."""
         source = self._live.get(owner)
         if source is not None:
             source.n_written = max(source.n_written, n_tokens)
 
     def report_to(self, listener: list[Computed]) -> None:
-        """Prompts that are whole and sequences that end are added to `listener`, which others empty."""
+        """Append computed prompts and ended sequences to `listener` from now on; its reader empties it."""
         self._listener = listener
 
     def completed(self, owner: str) -> None:
-        """All of the prompt of `owner` has keys and values."""
+        """Note that the whole prompt of `owner` has keys and values."""
         source = self._live.get(owner)
         if source is not None:
             self.n_changes += 1
             self._note(source)
 
     def holds(self, source: PrefixSource, placement: Placement, begin: int, end: int) -> bool:
-        """True if positions [begin, end) of `source` are where they were."""
+        """True if positions [begin, end) of `source` were not overwritten."""
         if source.n_ready < end or source.placement._replace(state=None) != placement._replace(state=None):
             return False
         panels = (placement.slot(position) // RUN_TOKENS for position in range(begin, end, RUN_TOKENS))
         return all(self._stamps[panel] == source.serial for panel in panels)
 
     def source(self, owner: str) -> PrefixSource | None:
-        """The sequence of `owner`, while it runs."""
+        """The sequence of `owner` while it runs."""
         return self._live.get(owner)
 
     def placed(self, source: PrefixSource, n_tokens: int) -> Placement | None:
@@ -259,7 +267,7 @@ class PrefixIndex:
         self._n_retired_tokens = 0
 
     def clear(self) -> None:
-        """Keys and values are lost."""
+        """Forget everything: keys and values are lost."""
         self.n_changes += 1
         for source in (*self._live.values(), *self._retired):
             source.n_ready = 0
@@ -383,7 +391,7 @@ def _ring_copies(
 
 
 def _cut(placement: Placement, other: Placement, n_tokens: int) -> list[tuple[int, int]]:
-    """The place of the first tokens: by runs of KV_CHUNK where either is placed by a table."""
+    """The place of a sequence's first tokens, cut into runs of KV_CHUNK where either placement is a table."""
     if placement.table is None and other.table is None:
         return [(placement.base, placement.base + n_tokens)]
     if placement.table is not None:
@@ -403,7 +411,7 @@ def _pieces(placement: Placement, n_tokens: int) -> list[tuple[int, int]]:
 
 
 def _joined(copies: list[KvCopy]) -> list[KvCopy]:
-    """Neighbours made one, where source and target both go on."""
+    """Join neighbouring copies where both source and target continue."""
     joined: list[KvCopy] = []
     for copy in copies:
         if joined:

@@ -85,7 +85,7 @@ class LiveSequence:
 
     @property
     def age(self) -> int:
-        """Age of a request that was admitted: `admission`."""
+        """The age of an admitted request, by its serial of admission."""
         assert self.admission is not None, f"{self} was never admitted"
         return self.admission
 
@@ -123,7 +123,7 @@ class LiveSequence:
         return (*prompt[start:], *answer)
 
     def begin_again(self) -> None:
-        """Nothing of it has keys and values any more."""
+        """Forget what was computed: the request has no keys and values any more."""
         self.n_computed, self.has_started, self.runs = 0, False, None
         self.is_restored = self.has_looked = False
 

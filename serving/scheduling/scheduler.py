@@ -200,14 +200,16 @@ class Scheduler:
         return sequence.placement
 
     def reads_from(self, find: FindStored) -> StoredBeginnings:
-        """A store has beginnings of prompts from now on."""
+        """Read beginnings of prompts from a store from now on."""
         assert self._prefixes is not None, "without prefix reuse nothing is taken over"
         along = None if self._states is None else self._states.copies_along
         self._stored = StoredBeginnings(find, self._prefixes, along)
         return self._stored
 
     def restored(self, request_id: str, n_tokens: int) -> None:
-        """Its first tokens have keys and values now; 0: none have. One that was aborted is no mistake."""
+        """Note that a store has filled the first tokens of a request's block; 0: none. A request that was
+        aborted meanwhile is ignored.
+        """
         sequence = self._live.get(request_id)
         if sequence is None or not sequence.is_restored:
             return
@@ -366,8 +368,9 @@ class Scheduler:
         return sequence is not None
 
     def finish(self, request_id: str, answer_tokens: int) -> None:
-        """The answer is whole, with this many tokens, for a reason that token ids do not show. One that has
-        ended is no mistake."""
+        """End a request whose answer is whole with this many tokens, for a reason that token ids do not show.
+        A request that has ended is ignored.
+        """
         sequence = self._live.get(request_id)
         if sequence is not None:
             self._end(sequence, answer_tokens)
@@ -424,7 +427,7 @@ class Scheduler:
         sequence.is_pinned = False
 
     def _accept(self, sequence: LiveSequence, grant: Grant) -> None:
-        """Take note of where everybody lies now. What they have written is copied with the next batch."""
+        """Record where all requests lie now. What they have written is copied with the next batch."""
         self.n_pool_changes += 1
         sequence.placement = grant.placement
         for owner, placement, (source, target, _) in grant.moves:
@@ -454,9 +457,8 @@ class Scheduler:
         return self._fly("decode", going_on) if going_on else None
 
     def _grow(self, sequence: LiveSequence) -> None:
-        """Room for its next token, taken from the request that was admitted last, perhaps from itself.
-
-        It has none yet where the others' blocks are all pinned.
+        """Make room for a request's next token; where no slots are free, preempt requests, the newest first,
+        perhaps itself. It gets none yet where all others' blocks are pinned.
         """
         while sequence.placement is not None:
             grant = self.pool.grow(sequence.request_id, sequence.n_tokens)
@@ -494,7 +496,9 @@ class Scheduler:
         return self._fly("prefill", pieces) if pieces else None
 
     def _start(self, sequence: LiveSequence) -> bool:
-        """Begin to write its block, with keys and values that others have computed. False: they soon will."""
+        """Begin to write a request's block with keys and values that others have computed. False: they soon
+        will have.
+        """
         if self._prefixes is not None:
             if sequence.runs is None:
                 sequence.runs = chain(sequence.token_ids, space=sequence.request.cache_space)

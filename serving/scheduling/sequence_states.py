@@ -133,7 +133,7 @@ def take_over(
 
 
 def held(prefixes: PrefixIndex, states: SequenceStates | None) -> Iterator[tuple[PrefixSource, int]]:
-    """Sequences that others can take over, each with the number of its first tokens that they can."""
+    """Sequences that can be taken over, each with the number of its first tokens that are there."""
     for source in prefixes.sources:
         yield source, prefixes.n_held(source) if states is None else states.n_kept(source)
 
@@ -184,9 +184,8 @@ def leave(
     *,
     is_computed: bool,
 ) -> None:
-    """A sequence is about to give its block back, of which others may take over what it has computed.
-
-    is_computed: no step of it is under way.
+    """Keep what a sequence has computed as it gives its block back, for others to take over. is_computed: no
+    step of it is under way.
     """
     if prefixes is None:
         return

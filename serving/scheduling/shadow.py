@@ -37,7 +37,9 @@ NO_ROOM = ShadowRoom(0, 0)
 
 
 class ShadowPacing:
-    """Learns what gaps would be without shadows, and tells the room that they leave."""
+    """Learns how long gaps between tokens are without requests in shadow, and tells the room that is left for
+    these.
+    """
 
     def __init__(self) -> None:
         self._mean_ns = self._mean_real_ns = 0.0
@@ -46,7 +48,7 @@ class ShadowPacing:
         self._saved_ns = 0.0
 
     def observe_prompts(self, duration_ns: int, *, in_shadow: bool) -> None:
-        """A prefill step took this long."""
+        """Learn that a prefill step took this long."""
         if in_shadow:
             self._shadow_ns += duration_ns
         else:

@@ -36,10 +36,12 @@ Keeps = tuple[tuple[int, int], ...]
 class _Kept:
     n_tokens: int
     source: PrefixSource
-    """A sequence with these tokens whose keys and values are there."""
+    """A sequence that begins with the copy's tokens and has keys and values for them."""
     place: int
     is_needed: bool
-    """The next prompt of its conversation may differ there: the newest one begins a turn there or ends."""
+    """True if the next prompt of the conversation may differ from here: its newest prompt begins a turn here,
+    or ends.
+    """
 
 
 class KeptState:
@@ -52,7 +54,7 @@ class KeptState:
 
     @property
     def is_there(self) -> bool:
-        """True if nothing has taken its place."""
+        """True if the copy was not overwritten."""
         return self._index.holds(self._key, self._kept)
 
 
@@ -64,7 +66,7 @@ class KnownState(NamedTuple):
     """Tokens that a running sequence will have kept a state after; at least `n_ready`."""
     kept: _Kept | None
     placement: Placement | None
-    """From there keys and values are copied."""
+    """The block that keys and values are copied from."""
 
 
 class _Plan(NamedTuple):
@@ -87,8 +89,9 @@ class StateIndex:
         places.give_way = self._give_way
 
     def find(self, token_ids: tuple[int, ...], runs: tuple[int, ...], space: str) -> KnownState:
-        """The best that there is for a sequence of these tokens and this chain; its last token is
-        computed."""
+        """The latest kept state for a sequence of these tokens and this chain; its last token is always
+        computed.
+        """
         coming = self._coming(token_ids, runs, space)
         for _, kept in reversed(list(self._passed(token_ids, runs, space, len(token_ids) - 1))):
             placement = self._prefixes.placed(kept.source, kept.n_tokens)
@@ -109,8 +112,9 @@ class StateIndex:
         return state.n_ready, [*copies, KvCopy(first + state.kept.place, first + target.state, 1)]
 
     def plan(self, owner: str, turns: Iterable[int]) -> None:
-        """`owner` begins to compute a sequence, the turns of whose prompt begin there. After
-        `PrefixIndex.start`."""
+        """Decide where states of `owner` are kept; assistant turns of its prompt begin at `turns`. Call after
+        `PrefixIndex.start`.
+        """
         source = self._prefixes.source(owner)
         assert source is not None, owner
         last = len(source.token_ids) - 1
@@ -142,7 +146,7 @@ class StateIndex:
         return tuple(keeps)
 
     def computed(self, owner: str, keeps: Keeps) -> None:
-        """The step has kept these. An owner that has gone has nothing to keep."""
+        """Record the copies that a step has made. Copies of an owner that is gone are dropped."""
         plan = self._plans.get(owner)
         for position, place in keeps:
             if plan is None or plan.keys[position] in self._by_key:
@@ -168,7 +172,7 @@ class StateIndex:
             yield KeptState(self, key, kept)
 
     def holds(self, key: Key, kept: _Kept) -> bool:
-        """True if this is the copy of that key."""
+        """True if the index has this copy under that key."""
         return self._by_key.get(key) is kept
 
     def n_kept(self, source: PrefixSource) -> int:
@@ -182,7 +186,7 @@ class StateIndex:
             self._forget(place)
 
     def clear(self) -> None:
-        """All states are lost."""
+        """Forget all states: they are lost."""
         for place in list(self._key_of):
             self._forget(place)
         self._plans.clear()
@@ -200,7 +204,7 @@ class StateIndex:
     def _passed(
         self, token_ids: tuple[int, ...], runs: tuple[int, ...], space: str, most: int
     ) -> Iterator[tuple[Key, _Kept]]:
-        """The states after these tokens, up to so many of them, the shortest first."""
+        """Kept states of these tokens, up to a number of tokens, the shortest first."""
         for n_tokens in sorted({key[1] for key in self._by_key if key[1] <= most}):
             key = _key(token_ids, runs, n_tokens, space)
             kept = self._by_key.get(key)
@@ -208,7 +212,7 @@ class StateIndex:
                 yield key, kept
 
     def _give_way(self) -> int:
-        """The place of the copy that does."""
+        """The place of the copy that is given up for a new one."""
         all_kept = list(self._by_key.values())
         victim = min(all_kept[: -(-len(all_kept) // 2)], key=self._cost)
         self._lost(victim.place)

@@ -80,7 +80,7 @@ def _fill(
 
 
 def running_of(running: Iterable[LiveSequence], *, in_shadow: bool) -> list[LiveSequence]:
-    """Those in shadow, or the others."""
+    """The running requests in shadow, or those that are not."""
     return [sequence for sequence in running if sequence.request.in_shadow == in_shadow]
 
 
@@ -110,7 +110,7 @@ def answers_in_step(
 
 
 def _in_turn(running: Iterable[LiveSequence], most_rows: int | None) -> list[LiveSequence]:
-    """Those first that got no token for longest."""
+    """Answers in the order of their last token, the longest ago first."""
     answering = [sequence for sequence in running if not sequence.is_prefilling]
     if most_rows is None or most_rows >= len(answering):
         return answering

@@ -33,7 +33,9 @@ class WantedBeginning(NamedTuple):
 
 
 class StoredBeginnings:
-    """Between one scheduler and a store. copies_along: of states of a sequence; None: there are none."""
+    """Asks a store for the beginnings of a scheduler's prompts. copies_along: of states of a sequence; None:
+    there are none.
+    """
 
     def __init__(
         self, find: FindStored, prefixes: PrefixIndex, copies_along: CopiesAlong | None = None

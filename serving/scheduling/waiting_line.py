@@ -33,7 +33,7 @@ class ClientTurns(Generic[Item]):
 
     @property
     def clients(self) -> tuple[str, ...]:
-        """Clients with items here, in the order of their turns."""
+        """Clients that have items, in the order of their turns."""
         return tuple(self._queues)
 
     @property
@@ -42,7 +42,7 @@ class ClientTurns(Generic[Item]):
         return max(self._queues, key=self.count, default=None)
 
     def count(self, client: str) -> int:
-        """Items of one client."""
+        """The number of one client's items."""
         return len(self._queues.get(client, ()))
 
     def head(self, client: str | None = None) -> Item:
@@ -115,12 +115,12 @@ class ClientShares:
             self._count(sequence, 1)
 
     def gave_way(self, sequence: LiveSequence) -> None:
-        """It is about to leave its block."""
+        """Count the request out: it is about to give its block back."""
         self._running.remove(sequence)
         self._count(sequence, -1)
 
     def has_nothing(self, client: str) -> bool:
-        """True if nothing runs of it."""
+        """True if no request of the client runs."""
         return self._places[client] == 0
 
     def allows(self, sequence: LiveSequence, n_slots: int) -> bool:
@@ -137,7 +137,7 @@ class ClientShares:
         return self._youngest(self._greediest(self._slots, self.slots))
 
     def takes_too_much(self, client: str) -> bool:
-        """True if it holds more slots than its share, beside other clients."""
+        """True if the client holds more slots than its share, beside other clients."""
         return len(self._slots) > 1 and self._slots[client] > self.slots
 
     def _greediest(self, held: dict[str, int], share: int) -> Iterable[str]:
@@ -243,7 +243,7 @@ class WaitingLine:
         self._turns.join(sequence.request.client, sequence)
 
     def rejoin(self, sequence: LiveSequence) -> None:
-        """A request that was preempted."""
+        """Add a request that was preempted."""
         insort(self._preempted, sequence, key=lambda preempted: preempted.age)
 
     def take(self, sequence: LiveSequence) -> None:

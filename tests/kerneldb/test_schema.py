@@ -24,7 +24,6 @@ from phasewise.kerneldb.errors import (
     KernelDbError,
     ReadOnlyDatabaseError,
 )
-from phasewise.kerneldb.models import Base
 from phasewise.kerneldb.rows import KEPT
 from phasewise.kerneldb.store import open_store
 from tests.support.machines.kerneldb_examples import (
@@ -101,22 +100,37 @@ def test_the_revisions_are_those_of_the_migration_files() -> None:
     assert scripts.get_heads() == [schema.HEAD]
 
 
-def test_the_migrations_name_constraints_as_the_models_do(connection: Connection) -> None:
-    """SQLite keeps the statement of each table: built from the models it reads the same, comments aside."""
-    schema.upgrade(connection, "in memory")
-    query = text("SELECT name, sql FROM sqlite_master WHERE type IN ('table', 'index') AND sql IS NOT NULL")
-    migrated = {name: _normal(sql) for name, sql in connection.execute(query) if name != schema.VERSION_TABLE}
+def test_a_new_file_is_what_the_migrations_make_of_none(connection: Connection) -> None:
+    """The statement of each table and index, but for comments and the order of columns; triggers and the
+    statement of the revision in every letter.
+    """
+    schema._migrate(connection)
+    schema._state_oldest_reader(connection)
+    migrated = _schema_of(connection)
     engine = create_engine("sqlite://")
     with engine.begin() as other:
-        Base.metadata.create_all(other)
-        modelled = {name: _normal(sql) for name, sql in other.execute(query)}
+        assert schema.upgrade(other, "in memory") == schema.SchemaChange(None, schema.HEAD)
+        created = _schema_of(other)
     engine.dispose()
 
-    assert migrated == modelled
+    assert created == migrated
+
+
+def _schema_of(connection: Connection) -> list[tuple[str, list[str]]]:
+    statements = connection.execute(
+        text("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL ORDER BY name")
+    )
+    stated = connection.execute(text(f"SELECT version_num, readable_from FROM {schema.VERSION_TABLE}"))
+    return [
+        *((name, _normal(sql)) for name, sql in statements),
+        *((before, [after]) for before, after in stated),
+    ]
 
 
 def _normal(sql: str) -> list[str]:
-    return sorted(part.strip() for part in " ".join(sql.split()).replace(")", "").split(","))
+    return sorted(
+        part.strip() for part in " ".join(sql.split()).replace("( ", "(").replace(")", "").split(",")
+    )
 
 
 def test_a_migration_imports_nothing_of_ours() -> None:

@@ -166,8 +166,8 @@ class HttpServer:
         """Answers in progress end by themselves, or are told; what they say is sent to those who read."""
         client, connections = self._service.client, self._service.connections
         await self._wait_while(lambda: client.n_answers > 0)
+        await _stop_accepting(listening)
         client.end_everything()
-        listening.close()
         connections.is_over = True
         for connection in connections.all():
             connection.end_after_answer()
@@ -186,3 +186,13 @@ class HttpServer:
     def _has_something_to_send(self) -> bool:
         answering = (connection.is_answering for connection in self._service.connections.all())
         return self._service.client.n_answers > 0 or any(answering)
+
+
+async def _stop_accepting(listening: asyncio.Server) -> None:
+    """What was accepted becomes a connection first: asyncio holds a socket open, and tells nobody, where the
+    server closes between the two.
+    """
+    for listener in listening.sockets:
+        asyncio.get_running_loop().remove_reader(listener)
+    await asyncio.sleep(0)
+    listening.close()

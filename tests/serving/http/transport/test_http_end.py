@@ -250,6 +250,12 @@ class Latecomer:
         if turn < N_TURNS:
             self._loop.call_soon(self._go_on, turn + 1)
 
+    def read_to_end(self) -> None:
+        """Return once the server's end of TCP is closed."""
+        with socket.socket(fileno=self.link.detach()) as raw:
+            raw.settimeout(ENOUGH_S)
+            read_to_end(raw)
+
 
 @pytest.mark.parametrize(
     ("is_tls", "shakes_hands"),
@@ -262,5 +268,6 @@ def test_a_connection_that_comes_as_the_server_ends_is_not_held(
 ) -> None:
     """Whatever the turn of the event loop is in which asyncio accepts it and tells of it."""
     with Ending(is_tls) as ending:
-        Latecomer(ending, ends_in, shakes_hands=shakes_hands)
+        late = Latecomer(ending, ends_in, shakes_hands=shakes_hands)
         ending.server.join()
+        late.read_to_end()
