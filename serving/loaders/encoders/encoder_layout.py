@@ -1,5 +1,5 @@
-"""The tensors that an encoder's config calls for, by our names, beside those that `layout` knows of decoders; and
-those of files as such.
+"""The tensors that an encoder's config calls for, by our names, beside those that `layout` knows of
+decoders; and those of its files as such.
 
 Weights are a decoder's. Vectors: "embed_norm", "positions" [context, hidden] and "segments" [2, hidden] row
 by row where the config has them, with `pre_norms` "final_norm"; per layer "attn_norm", "ffn_norm" and biases.
