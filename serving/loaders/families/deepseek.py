@@ -80,20 +80,22 @@ def with_latent(config: ModelConfig, latent: LatentAttention, weight: float) -> 
     )
 
 
-def _gguf(get: Get, config: ModelConfig) -> ModelConfig:
-    n_layers = config.n_layers - get("nextn_predict_layers", int, 0)
+def latent_of_gguf(get: Get, norm_eps: float) -> LatentAttention:
+    """Latent attention of GGUF metadata, whose lengths of keys are those of latent vectors where there are
+    others."""
     turned = get("rope.dimension_count", int, 64)
-    absorbed = get("attention.key_length_mla", int)
-    keys = get("attention.key_length", int, 0) if absorbed is None else absorbed
-    values = get("attention.value_length", int, 0)
-    latent = LatentAttention(
+    return LatentAttention(
         kv_rank=get("attention.kv_lora_rank", int, 0),
         rope_dim=turned,
-        key_dim=keys - turned,
-        value_dim=get("attention.value_length_mla", int, values),
+        key_dim=get("attention.key_length_mla", int, get("attention.key_length", int, 0)) - turned,
+        value_dim=get("attention.value_length_mla", int, get("attention.value_length", int, 0)),
         q_rank=get("attention.q_lora_rank", int, 0),
-        norm_eps=config.norm_eps,
+        norm_eps=norm_eps,
     )
+
+
+def _gguf(get: Get, config: ModelConfig) -> ModelConfig:
+    n_layers = config.n_layers - get("nextn_predict_layers", int, 0)
     if get("attention.temperature_scale", float, 0.0):
         raise ModelError("the GGUF metadata gives a temperature of attention, which cannot run")
     weight = get("rope.scaling.yarn_log_multiplier", float, 0.0) / 0.1  # as the converter writes it
@@ -104,7 +106,7 @@ def _gguf(get: Get, config: ModelConfig) -> ModelConfig:
         magnitude = scaling.magnitude / yarn_magnitude(scaling.factor, 1.0)
         config = replace(config, rope=replace(config.rope, scaling=replace(scaling, magnitude=magnitude)))
     config = replace(config, n_layers=n_layers)
-    return with_latent(routed_gguf(get, config), latent, weight)
+    return with_latent(routed_gguf(get, config), latent_of_gguf(get, config.norm_eps), weight)
 
 
 HF_LATENT: Names = {

@@ -60,6 +60,15 @@ LAYER_HEAD = {
 """A head as the layer behind the last one, as DeepSeek has it, with copies of the model's embeddings."""
 
 
+TEXT_PREFIXES = ("language_model.", "model.language_model.")
+"""Beginnings of the names of a language model that is part of a larger one."""
+
+
+def other_parts(*names: str) -> tuple[str, ...]:
+    """Beginnings of the names of such a model's other parts."""
+    return tuple(f"{prefix}{name}." for prefix in ("", "model.") for name in names)
+
+
 def unchanged(get: Get, config: ModelConfig) -> ModelConfig:
     """The config of a Llama."""
     del get

@@ -9,10 +9,16 @@ from dataclasses import replace
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.cuts import TensorCut
 from phasewise.serving.loaders.families.family import Family, Get
-from phasewise.serving.loaders.families.hybrids.mamba import check_time_steps, mamba_gguf
-from phasewise.serving.loaders.families.reading import experts_of, must_be_off, positive, state_layer_types
+from phasewise.serving.loaders.families.hybrids.mamba import mamba_gguf, mamba_hf
+from phasewise.serving.loaders.families.reading import (
+    experts_of,
+    headless_layers,
+    must_be_off,
+    positive,
+    state_layer_types,
+)
 from phasewise.serving.models.packed_model import LayerKind, ModelConfig
-from phasewise.serving.models.parts.states.state_layers import MAMBA2, StateLayers
+from phasewise.serving.models.parts.states.state_layers import StateLayers
 
 
 def _granite(get: Get, config: ModelConfig) -> ModelConfig:
@@ -37,22 +43,8 @@ def _moe(get: Get, config: ModelConfig) -> ModelConfig:
 
 
 def _hybrid(get: Get, config: ModelConfig) -> ModelConfig:
-    must_be_off(get, "mamba_proj_bias", "attention_bias")
-    check_time_steps(get, "time_step_limit")
-    heads = get("mamba_n_heads", int, 128)
-    inner = get("mamba_expand", int, 2) * config.hidden
-    if not heads or inner % heads or get("mamba_d_head") not in (None, "auto", inner // heads):
-        raise ModelError(f"config.json has {heads} mamba heads for {inner} numbers, which they do not divide")
-    state = StateLayers(
-        MAMBA2,
-        _state_layers(get, config),
-        get("mamba_d_conv", int, 4),
-        heads,
-        get("mamba_n_groups", int, 1),
-        get("mamba_d_state", int, 256),
-        inner // heads,
-        get("mamba_conv_bias", bool, True),
-    )
+    must_be_off(get, "attention_bias")
+    state = mamba_hf(get, _state_layers(get, config), get("mamba_expand", int, 2) * config.hidden)
     kind = get("position_embedding_type", str)
     if kind not in (None, "rope", "nope"):
         raise ModelError(f"config.json has position_embedding_type = {kind!r:.60}: rope or none can run")
@@ -76,10 +68,7 @@ def _with_states(config: ModelConfig, state: StateLayers, *, rope: bool) -> Mode
 
 
 def _hybrid_gguf(get: Get, config: ModelConfig) -> ModelConfig:
-    stated = get("attention.head_count_kv")
-    if not isinstance(stated, list):
-        raise ModelError(f"the GGUF metadata gives attention.head_count_kv = {stated!r:.60}: a list expected")
-    state = mamba_gguf(get, tuple(layer for layer, number in enumerate(stated) if number == 0))
+    state = mamba_gguf(get, headless_layers(get, config.n_layers))
     config = _moe(get, config) if get("expert_count", int, 0) else _granite(get, config)
     return _with_states(config, state, rope=get("rope.scaling.finetuned", bool, True))
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.families.family import Family, Get
+from phasewise.serving.loaders.families.family import TEXT_PREFIXES, Family, Get, other_parts
 from phasewise.serving.loaders.families.reading import yarn_magnitude
 from phasewise.serving.models.packed_model import ModelConfig
 from phasewise.serving.models.parts.attention import QueryGrowth
@@ -68,12 +68,7 @@ MISTRAL3 = Family(
         "rms_norm_eps": 1e-5,
         "max_position_embeddings": 262144,
     },
-    hf_text_prefixes=("language_model.", "model.language_model."),
-    hf_ignored=(
-        "vision_tower.",
-        "multi_modal_projector.",
-        "model.vision_tower.",
-        "model.multi_modal_projector.",
-    ),
+    hf_text_prefixes=TEXT_PREFIXES,
+    hf_ignored=other_parts("vision_tower", "multi_modal_projector"),
     gguf_interleaved_heads=True,
 )

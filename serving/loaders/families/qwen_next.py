@@ -13,6 +13,7 @@ from phasewise._words import counted
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.cuts import Names, OtherForm, TensorCut
 from phasewise.serving.loaders.families.family import MTP_HEAD, Family, Get
+from phasewise.serving.loaders.families.hybrids.mamba import state_gguf
 from phasewise.serving.loaders.families.names import fed
 from phasewise.serving.loaders.families.reading import experts_of, must_be_off, state_layer_types
 from phasewise.serving.models.packed_model import ModelConfig
@@ -66,19 +67,7 @@ def _dense_gguf(get: Get, config: ModelConfig, *, tiled: bool = True) -> ModelCo
     """tiled: the order of heads that llama.cpp's converter makes of Qwen 3.5's."""
     config = replace(config, n_layers=config.n_layers - get("nextn_predict_layers", int, 0))
     layers = _recurrent_layers(get, config.n_layers)
-    heads, inner = get("ssm.time_step_rank", int, 0), get("ssm.inner_size", int, 0)
-    if not heads or inner % heads:
-        raise ModelError(f"the GGUF metadata gives {inner} values for {heads} heads of layers with a state")
-    state = StateLayers(
-        DELTA,
-        layers,
-        get("ssm.conv_kernel", int, 4),
-        heads,
-        get("ssm.group_count", int, 0),
-        get("ssm.state_size", int, 0),
-        inner // heads,
-        tiled=tiled,
-    )
+    state = replace(state_gguf(get, DELTA, layers), tiled=tiled)
     return replace(config, qk_norm=True, gated_attention=True, state=state if layers else None)
 
 

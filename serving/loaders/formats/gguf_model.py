@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -48,11 +49,11 @@ LONG_FACTORS = {"rope_factors_short.weight": "short_factors", "rope_factors_long
 def open_gguf_model(path: Path, name: str) -> ModelSource:
     """Read the header of the file at `path`, and of the other parts where it is one. Close the result."""
     file, header = open_gguf(path)
-    try:
-        return _source(file, header, name)
-    except BaseException:
-        file.close()
-        raise
+    with ExitStack() as stack:
+        stack.callback(file.close)
+        source = _source(file, header, name)
+        stack.pop_all()
+    return source
 
 
 def _source(file: GgufFiles, header: GgufHeader, name: str) -> ModelSource:

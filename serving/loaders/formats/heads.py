@@ -21,12 +21,11 @@ from phasewise.serving.loaders.families.family import HEAD_NAMES, HEAD_STEM
 from phasewise.serving.loaders.families.llama import LLAMA
 from phasewise.serving.loaders.formats import gguf_model
 from phasewise.serving.loaders.formats.gguf_file import GgufHeader, TensorInfo, open_gguf
-from phasewise.serving.loaders.formats.hf_config import config_of, field, quantisation_fields, text_fields
-from phasewise.serving.loaders.formats.hf_model import open_shards, tensors_of
+from phasewise.serving.loaders.formats.hf_config import config_of, field
+from phasewise.serving.loaders.formats.hf_model import opened_shards, tensors_of
 from phasewise.serving.loaders.formats.model_directory import ModelDirectory
-from phasewise.serving.loaders.formats.safetensors_file import Shards, close_all, renamed
+from phasewise.serving.loaders.formats.safetensors_file import renamed
 from phasewise.serving.loaders.forms import F32
-from phasewise.serving.loaders.quantised.scheme import quantisation_of
 from phasewise.serving.loaders.source import ModelSource, SourceFile, SourceTensor
 from phasewise.serving.models.heads.draft_head import OFFSETS, head_config
 from phasewise.serving.models.heads.kinds import EAGLE3, EAGLE3_NORMED, tapped_layers
@@ -118,19 +117,11 @@ def _beside(path: Path, stack: ExitStack) -> Head | None:
         return None
     whole = config_of(fields, directory.json("generation_config.json") or {}, False)
     beginnings = {theirs.replace("{n}", str(whole.n_layers)): ours for theirs, ours in family.hf_head.items()}
-    opened = [(file, renamed(entries, beginnings)) for file, entries in _opened(directory, stack)]
+    opened = [(file, renamed(entries, beginnings)) for file, entries in opened_shards(directory, stack)]
     if not any(name.startswith(HEAD_STEM) for _, entries in opened for name in entries):
         return None
-    stated, config = text_fields(fields, family), head_config(whole)
-    biases = not family.hf_biases or field(stated, family.hf_biases, bool, False)
-    quantisation = quantisation_of(quantisation_fields(stated.get), directory.json("quantize_config.json"))
-    return config, tensors_of(opened, _alone(family), config, path, quantisation, biases=biases)
-
-
-def _opened(directory: ModelDirectory, stack: ExitStack) -> Shards:
-    opened = open_shards(directory)
-    stack.callback(close_all, opened)
-    return opened
+    config = head_config(whole)
+    return config, tensors_of(opened, _alone(family), config, directory, fields)
 
 
 def _eagle(path: Path, model: ModelConfig, stack: ExitStack) -> Head:
@@ -139,10 +130,10 @@ def _eagle(path: Path, model: ModelConfig, stack: ExitStack) -> Head:
     if fields is None:
         raise ModelError(f"{path} has no config.json: a directory with a head of EAGLE-3 expected")
     config = _eagle_config(fields, model, path)
-    own = [(file, _by_our_names(entries)) for file, entries in _opened(directory, stack)]
+    own = [(file, _by_our_names(entries)) for file, entries in opened_shards(directory, stack)]
     offsets = [(file, entries.pop("d2t")) for file, entries in own if "d2t" in entries]
     family = replace(LLAMA, hf_names=_EAGLE_LAYER, global_names=_EAGLE_OUTSIDE)
-    tensors = tensors_of(own, family, config, path, None, biases=False)
+    tensors = tensors_of(own, family, config, directory, {})
     return config, {**tensors, OFFSETS: _offsets(offsets, config, path)}
 
 

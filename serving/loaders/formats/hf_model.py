@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -72,8 +73,8 @@ def open_hf_model(path: Path, name: str) -> ModelSource:
         config = encoder_config_of(encoder, fields)
     else:
         config = config_of(fields, generation, bool(tokenizer_config.get("add_bos_token")))
-    opened = open_shards(directory)
-    try:
+    with ExitStack() as stack:
+        opened = opened_shards(directory, stack)
         if encoder is not None:
             tensors = encoder_tensors(opened, encoder, config, path)
             embedding: Embedding | None = encoder_embedding(directory, config)
@@ -88,20 +89,7 @@ def open_hf_model(path: Path, name: str) -> ModelSource:
                 config = replace(config, tied_embeddings=True)
             if config.tied_embeddings and _has_own_head(opened, family):
                 config = replace(config, tied_embeddings=False)
-            stated = text_fields(fields, family)
-            quantisation = quantisation_of(
-                quantisation_fields(stated.get), directory.json("quantize_config.json")
-            )
-            tensors = tensors_of(
-                opened,
-                family,
-                config,
-                path,
-                quantisation,
-                scores=reranker is not None,
-                biases=not family.hf_biases or field(stated, family.hf_biases, bool, False),
-                n_more=field(stated, "num_nextn_predict_layers", int, 0),
-            )
+            tensors = tensors_of(opened, family, config, directory, fields, scores=reranker is not None)
             if reranker is not None:
                 config, tensors = with_score(reranker, config, tensors, path)
         return ModelSource(
@@ -112,18 +100,17 @@ def open_hf_model(path: Path, name: str) -> ModelSource:
             tokenizer_json=lambda: directory.text("tokenizer.json", MAX_TOKENIZER_BYTES),
             tokenizer_kind="tokenizer.json",
             chat_template=_chat_template(directory, tokenizer_config),
-            close=lambda: close_all(opened),
+            close=stack.pop_all().close,
             sampling=stated_by_hf(generation),
             embedding=embedding,
         )
-    except BaseException:
-        close_all(opened)
-        raise
 
 
-def open_shards(directory: ModelDirectory) -> Shards:
-    """The weight files of a directory with their tables. The caller closes them."""
-    return open_all(directory, _shards_of(directory))
+def opened_shards(directory: ModelDirectory, stack: ExitStack) -> Shards:
+    """The weight files of a directory with their tables; `stack` closes them."""
+    opened = open_all(directory, _shards_of(directory))
+    stack.callback(close_all, opened)
+    return opened
 
 
 def _shards_of(directory: ModelDirectory) -> list[str]:
@@ -187,17 +174,18 @@ def tensors_of(
     opened: Shards,
     family: Family,
     config: ModelConfig,
-    directory: Path,
-    quantisation: Quantisation | None,
+    directory: ModelDirectory,
+    fields: Mapping[str, Any],
     *,
-    biases: bool,
     scores: bool = False,
-    n_more: int = 0,
 ) -> dict[str, SourceTensor]:
-    """Every tensor of the language model by our name, as views. biases: the config gives queries, keys and
-    values some. scores: a classifier's head is one of the tensors. n_more: how many layers beyond the model's
-    the config states.
+    """Every tensor of the language model by our name, as views. fields: those of config.json. scores: the
+    head of a classifier is one of the tensors.
     """
+    stated = text_fields(fields, family)
+    biases = not family.hf_biases or field(stated, family.hf_biases, bool, False)
+    n_more = field(stated, "num_nextn_predict_layers", int, 0)
+    quantisation = quantisation_of(quantisation_fields(stated.get), directory.json("quantize_config.json"))
     names, outside = {**HF_LAYER, **family.hf_names}, {**HF_OUTSIDE, **family.global_names}
     if scores:
         outside |= {"score.weight": OtherForm("score_out")}
@@ -210,7 +198,7 @@ def tensors_of(
             continue
         if name == DERIVED or (theirs == "lm_head.weight" and config.tied_embeddings):
             continue
-        what = f"{directory} has a tensor {theirs!r:.80} that"
+        what = f"{directory.path} has a tensor {theirs!r:.80} that"
         try:
             renamed = list(
                 our_tensors(
@@ -230,7 +218,7 @@ def tensors_of(
             if ours.endswith(BIASES) and not biases:
                 raise ModelError(f"{what} its config.json has no use for: {family.hf_biases} is not true")
             if ours in tensors:
-                raise ModelError(f"{directory} has the tensor {theirs!r:.80} twice")
+                raise ModelError(f"{directory.path} has the tensor {theirs!r:.80} twice")
             unit = family.hf_unit_norms and ours.endswith("norm")
             if family.hf_interleaved_heads:
                 our_tensor = half_split(ours, our_tensor, config)
@@ -242,14 +230,14 @@ def _file_tensors(
     opened: Shards, family: Family, quantisation: Quantisation | None
 ) -> Iterator[tuple[str, SourceTensor]]:
     """Names without what precedes those of the language model; scales with the blocks that they belong to."""
-    made, used = made_tensors(opened, quantisation)
+    composed, used = made_tensors(opened, quantisation)
     plain = (
         (theirs, tensor_of(file, theirs, entry))
         for file, entries in opened
         for theirs, entry in entries.items()
         if theirs not in used and not theirs.startswith(family.hf_ignored)
     )
-    for theirs, tensor in (*made, *plain):
+    for theirs, tensor in (*composed, *plain):
         if not theirs.startswith(family.hf_ignored):
             yield without_prefix(theirs, family), tensor
 

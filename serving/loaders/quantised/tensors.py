@@ -37,7 +37,7 @@ def made_tensors(
             used |= {theirs for theirs in entries if theirs.rpartition(".")[2] in OF_INPUTS}
         used |= {f"{stem}.{part}" for stem, own in quantised.items() for part in own}
 
-    def made() -> Iterator[tuple[str, SourceTensor]]:
+    def composed() -> Iterator[tuple[str, SourceTensor]]:
         for stem, own in quantised.items():
             assert quantisation is not None
             yield f"{stem}.weight", _quantised(f"{stem}.weight", own, quantisation)
@@ -46,7 +46,7 @@ def made_tensors(
         for stem, own in stacks.items():
             yield f"{stem}.mxfp4", mxfp4_stack(stem, own)
 
-    return made(), used
+    return composed(), used
 
 
 def _quantised(name: str, parts: Parts, quantisation: Quantisation) -> SourceTensor:

@@ -11,11 +11,10 @@ import math
 from dataclasses import replace
 
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.families.family import Family, Get
+from phasewise.serving.loaders.families.family import TEXT_PREFIXES, Family, Get, other_parts
 from phasewise.serving.loaders.families.gemmas.common import (
     DEFAULTS,
     LOCAL_THETA,
-    TEXT_PREFIXES,
     as_gemma,
     number_of,
 )
@@ -123,12 +122,7 @@ GEMMA3 = Family(
         "max_position_embeddings": 131072,
     },
     hf_text_prefixes=TEXT_PREFIXES,
-    hf_ignored=(
-        "vision_tower.",
-        "multi_modal_projector.",
-        "model.vision_tower.",
-        "model.multi_modal_projector.",
-    ),
+    hf_ignored=other_parts("vision_tower", "multi_modal_projector"),
     ffn_form=FeedForwardForm("gelu_tanh"),
     hf_unit_norms=True,
 )

@@ -13,7 +13,7 @@ import numpy as np
 
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.cuts import Names, OtherForm, TensorCut
-from phasewise.serving.loaders.families.family import Family, Get, TensorShapes
+from phasewise.serving.loaders.families.family import TEXT_PREFIXES, Family, Get, TensorShapes
 from phasewise.serving.loaders.families.gemmas.common import (
     DEFAULTS_WITH_INPUTS,
     GGUF_INPUTS,
@@ -21,15 +21,14 @@ from phasewise.serving.loaders.families.gemmas.common import (
     HF_INPUTS,
     LOCAL_THETA,
     OTHER_PARTS,
-    TEXT_PREFIXES,
     as_gemma,
-    gguf_windows,
     number_of,
 )
 from phasewise.serving.loaders.families.reading import (
     FULL,
     SLIDING,
     by_layer,
+    gguf_windows,
     layer_types,
     must_be_off,
     positive,

@@ -10,7 +10,7 @@ from typing import Any
 
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.cuts import Names, TensorCut
-from phasewise.serving.loaders.families.family import Family, Get, TensorShapes
+from phasewise.serving.loaders.families.family import TEXT_PREFIXES, Family, Get, TensorShapes
 from phasewise.serving.loaders.families.gemmas.common import (
     DEFAULTS_WITH_INPUTS,
     GGUF_INPUTS,
@@ -18,9 +18,7 @@ from phasewise.serving.loaders.families.gemmas.common import (
     HF_INPUTS,
     LOCAL_THETA,
     OTHER_PARTS,
-    TEXT_PREFIXES,
     as_gemma,
-    gguf_windows,
     number_of,
 )
 from phasewise.serving.loaders.families.names import stacked
@@ -29,6 +27,7 @@ from phasewise.serving.loaders.families.reading import (
     SLIDING,
     by_layer,
     experts_of,
+    gguf_windows,
     layer_types,
     must_be_off,
     positive_or_none,

@@ -10,10 +10,16 @@ from typing import Any
 from phasewise._words import counted
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.cuts import HeadParts, Names, OfLayer, OtherForm
-from phasewise.serving.loaders.families.deepseek import GGUF_LATENT, latent_of_hf, with_latent
+from phasewise.serving.loaders.families.deepseek import GGUF_LATENT, latent_of_gguf, latent_of_hf, with_latent
 from phasewise.serving.loaders.families.family import Family, Get
 from phasewise.serving.loaders.families.names import fed
-from phasewise.serving.loaders.families.reading import FULL, must_be_off, positive, state_layer_types
+from phasewise.serving.loaders.families.reading import (
+    FULL,
+    headless_layers,
+    must_be_off,
+    positive,
+    state_layer_types,
+)
 from phasewise.serving.loaders.families.routing import hf_dense_layers, routed, routed_gguf
 from phasewise.serving.models.packed_model import LayerKind, ModelConfig
 from phasewise.serving.models.parts.experts import LOGISTIC
@@ -88,19 +94,8 @@ def _with_states(config: ModelConfig, state: StateLayers, latent: LatentAttentio
 
 
 def _kimi_gguf(get: Get, config: ModelConfig) -> ModelConfig:
-    stated = get("attention.head_count_kv")
-    if not isinstance(stated, list):
-        raise ModelError(f"the GGUF metadata gives attention.head_count_kv = {stated!r:.60}: a list expected")
-    turned, heads, dim = get("rope.dimension_count", int, 64), config.n_heads, get("kda.head_dim", int, 128)
-    latent = LatentAttention(
-        kv_rank=get("attention.kv_lora_rank", int, 0),
-        rope_dim=turned,
-        key_dim=get("attention.key_length_mla", int, 0) - turned,
-        value_dim=get("attention.value_length_mla", int, 0),
-        q_rank=get("attention.q_lora_rank", int, 0),
-        norm_eps=config.norm_eps,
-    )
-    layers = tuple(layer for layer, number in enumerate(stated) if number == 0)
+    heads, dim, layers = config.n_heads, get("kda.head_dim", int, 128), headless_layers(get, config.n_layers)
+    latent = latent_of_gguf(get, config.norm_eps)
     state = StateLayers(KDA, layers, get("ssm.conv_kernel", int, 4), heads, heads, dim, dim)
     config = routed_gguf(get, config)
     if config.experts is not None:  # files do not say it

@@ -7,13 +7,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from phasewise._words import counted
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.cuts import TensorCut
 from phasewise.serving.loaders.families.family import Family, Get
 from phasewise.serving.loaders.families.hybrids.mamba import check_time_steps, mamba_gguf
 from phasewise.serving.loaders.families.names import fed
-from phasewise.serving.loaders.families.reading import must_be_off, positive
+from phasewise.serving.loaders.families.reading import listed, must_be_off, positive
 from phasewise.serving.loaders.families.routing import routed
 from phasewise.serving.models.layers import SingleHalves
 from phasewise.serving.models.packed_model import LARGEST, LayerKind, ModelConfig
@@ -101,7 +100,7 @@ def _of_halves(config: ModelConfig, kinds: list[str], state: StateLayers) -> Mod
 def _nemotron_gguf(get: Get, config: ModelConfig) -> ModelConfig:
     n_layers = config.n_layers - get("nextn_predict_layers", int, 0)
     heads, widths = (
-        _by_layer(get, key, config.n_layers) for key in ("attention.head_count_kv", "feed_forward_length")
+        listed(get, key, config.n_layers) for key in ("attention.head_count_kv", "feed_forward_length")
     )
     of_experts = get("expert_count", int, 0)
     feeding = MIXTURE if of_experts else DENSE
@@ -129,16 +128,6 @@ def _nemotron_gguf(get: Get, config: ModelConfig) -> ModelConfig:
         )
     state = mamba_gguf(get, _layers(kinds, STATE))
     return _of_halves(config, kinds, replace(state, norm_groups=state.groups))
-
-
-def _by_layer(get: Get, key: str, n_layers: int) -> list[int]:
-    stated = get(key)
-    if not isinstance(stated, list) or len(stated) != n_layers:
-        raise ModelError(
-            f"the GGUF metadata gives {key} = {stated!r:.60}: one number for each of"
-            f" {counted(n_layers, 'layer')} expected"
-        )
-    return stated
 
 
 NEMOTRON_H = Family(
