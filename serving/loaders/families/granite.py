@@ -44,7 +44,8 @@ def _moe(get: Get, config: ModelConfig) -> ModelConfig:
 
 def _hybrid(get: Get, config: ModelConfig) -> ModelConfig:
     must_be_off(get, "attention_bias")
-    state = mamba_hf(get, _state_layers(get, config), get("mamba_expand", int, 2) * config.hidden)
+    state = mamba_hf(get, (), get("mamba_expand", int, 2) * config.hidden)
+    state = replace(state, layers=_state_layers(get, config))
     kind = get("position_embedding_type", str)
     if kind not in (None, "rope", "nope"):
         raise ModelError(f"config.json has position_embedding_type = {kind!r:.60}: rope or none can run")
