@@ -85,7 +85,7 @@ def _verdict(duels: Mapping[int, StorageDuel], sequences: int) -> StorageVerdict
 class StorageDuelStore(Protocol):
     """The part of a store that `read_storage_table` needs."""
 
-    def storage_duels(self, machine: MachineKey, kernel_abi: str) -> list[StorageDuel]: ...
+    def rows(self, kind: type[StorageDuel], **equal: object) -> list[StorageDuel]: ...
 
 
 def read_storage_table(
@@ -97,4 +97,4 @@ def read_storage_table(
 
 def _duels(store: StorageDuelStore, machines: Iterable[MachineKey], kernel_abi: str) -> Iterator[StorageDuel]:
     for machine in dict.fromkeys(machines):
-        yield from store.storage_duels(machine, kernel_abi)
+        yield from store.rows(StorageDuel, machine=machine, kernel_abi=kernel_abi, verified=True)

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Literal, Protocol
 
 from phasewise._words import counted
-from phasewise.kerneldb.records import MachineKey, Origin, ServedStep, StepTime
+from phasewise.kerneldb.records import Origin, ServedStep, StepTime
 from phasewise.topology import Machine
 from phasewise.tuner.config.steps import EvaluatorKind, Step, StepTimer
 from phasewise.tuner.errors import EvaluationError, PlanError
@@ -62,9 +62,9 @@ class StepTiming(Protocol):
 class StepStore(Protocol):
     """The part of a store that this module needs."""
 
-    def add_step_times(self, timings: list[StepTime]) -> None: ...
+    def add(self, rows: list[StepTime]) -> None: ...
 
-    def step_times(self, machine: MachineKey, model_key: str, phase: str) -> list[StepTime]: ...
+    def rows(self, kind: type[StepTime], **equal: object) -> list[StepTime]: ...
 
 
 def keep(
@@ -91,7 +91,7 @@ def keep(
         origin=Origin(scope.machine, scope.program_version, time.time_ns() // 1_000_000),
         conditions=reading.conditions,
     )
-    store.add_step_times([row])
+    store.add([row])
 
 
 Times = dict[str, dict[Step, StepTime]]
@@ -139,7 +139,8 @@ class RecordedEvaluator:
 
     def _read(self, phase: Phase) -> Times:
         """Keep one reading per key: verified before imported, then newest."""
-        rows = self._store.step_times(machine_key(self._machine), self._model_key, phase)
+        machine = machine_key(self._machine)
+        rows = self._store.rows(StepTime, machine=machine, model_key=self._model_key, phase=phase)
         times: Times = {}
         own = sorted(
             (row for row in rows if row.kernels == self._kernels),

@@ -1,25 +1,34 @@
-"""A search in the manner of Roller: scale up on one core, then scale out (Zhu et al., OSDI 2022).
+"""Searches that a tuner's own is held against: every schedule, drawn ones, and those of MikPoly and Roller.
 
-Roller looks for the slice that one core likes best and repeats it over all cores. It steps evenly, one unit
-of the hardware at a time, and never asks what a slice leaves for the other cores; that is where it falls
-behind on shapes with few slices (Sandwich, section 3.2). Here, over the same candidates as the other
-searches:
+*MikPoly* (Yu et al., ASPLOS 2024): a cost model chooses how micro-kernels fill a shape. It times micro-
+kernels once and then decides for each shape by arithmetic: the product is a number of slices, each costs
+what its micro-kernel was timed at, and the grid takes as many rounds as its busiest core has slices.
+Choosing is free, but the model cannot tell schedules apart that cut a product into equally many slices of
+equal size, and knows nothing of how slices share caches (Sandwich, section 3.2). Here every micro-kernel is
+timed once, on the slice that half fills the caches; all schedules of the space are ranked by the model with
+the kernels' measured rates; the first one is the answer and is timed, but not compared.
 
-- *Scale up.* From the micro-kernels that keep the units busiest, the slice grows one rung at a time along the
-  axis that gains most, timed on one thread.
-- *Scale out.* The few fastest slices are cut over all threads, on the grid that leaves the slowest thread the
-  fewest of them. The faster whole product wins.
+*Roller* (Zhu et al., OSDI 2022): scale up on one core, then scale out. It looks for the slice that one core
+likes best and repeats it over all cores. It steps evenly, one unit of the hardware at a time, and never
+asks what a slice leaves for the other cores; that is where it falls behind on shapes with few slices
+(Sandwich, section 3.2). Here, over the same candidates as the other searches, the slice grows from the
+micro-kernels that keep the units busiest one rung at a time along the axis that gains most, timed on one
+thread; the few fastest slices are then cut over all threads, on the grid that leaves the slowest thread the
+fewest of them, and the faster whole product wins.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
+from random import Random
 
 from phasewise.kerneldb.records import Sample, Schedule
-from phasewise.tuner.search.model import kernel_cycles_per_vector_row
+from phasewise.tuner.search.model import kernel_cycles_per_vector_row, model_schedule, modelled_cycles
 from phasewise.tuner.search.protocol import Search, T, cost, fastest, relayed, together
 from phasewise.tuner.search.space import (
     AXES,
+    START_PREFETCH_BYTES,
     MicroKernel,
     ScheduleSpace,
     ThreadGrid,
@@ -27,6 +36,44 @@ from phasewise.tuner.search.space import (
     pieces,
     resized,
 )
+
+BATCH = 64
+
+
+def exhaustive(space: ScheduleSpace, batch: int = BATCH) -> Search[Schedule]:
+    """Time all of `space.schedules()`, a batch at a time."""
+    best: list[Sample] = []
+    schedules = space.schedules()
+    while asked := list(itertools.islice(schedules, batch)):
+        samples = yield asked
+        best = [fastest([*best, *samples])]
+    return best[0].schedule
+
+
+def mikpoly(space: ScheduleSpace) -> Search[Schedule]:
+    """Search one product: one sample for each micro-kernel, and one of the result."""
+    space = replace(space, prefetches=(START_PREFETCH_BYTES,))  # of which the model knows nothing
+    first = [model_schedule(space, kernel) for kernel in space.kernels]
+    samples = yield first
+    rates = {kernel_of(sample.schedule): _ns_per_modelled_cycle(space, sample) for sample in samples}
+    best = min(
+        space.schedules(),
+        key=lambda schedule: modelled_cycles(space, schedule) * rates[kernel_of(schedule)],
+    )
+    if best not in first:
+        yield [best]
+    return best
+
+
+def _ns_per_modelled_cycle(space: ScheduleSpace, sample: Sample) -> float:
+    return sample.estimate_ns / modelled_cycles(space, sample.schedule)
+
+
+def random(space: ScheduleSpace, count: int, seed: int = 0) -> Search[Schedule]:
+    """Time `count` different schedules of the space (all of a smaller one), in one batch."""
+    schedules = list(space.schedules())
+    drawn = Random(seed).sample(schedules, min(count, len(schedules)))
+    return fastest((yield drawn)).schedule
 
 
 @dataclass(frozen=True)
