@@ -15,7 +15,7 @@ import numpy.typing as npt
 from phasewise._words import counted
 from phasewise.cython_kernels import packing
 from phasewise.cython_kernels.blocks import BlockRows
-from phasewise.serving.loaders.formats.hf_model import GLOBAL_NAMES, LAYER_NAMES
+from phasewise.serving.loaders.families.names import HF_LLAMA, HF_OUTSIDE
 from phasewise.serving.loaders.forms import BF16, INT8
 from phasewise.serving.loaders.storage import StorageChoice, bytes_share
 from phasewise.workflows.errors import WorkflowError
@@ -316,8 +316,8 @@ def theirs_of(ours: str) -> str:
     return f"model.layers.{layer}.{_LAYER[name]}"
 
 
-_GLOBAL = {ours: theirs for theirs, ours in GLOBAL_NAMES.items()}
-_LAYER = {ours: theirs for theirs, ours in LAYER_NAMES.items()}
+_GLOBAL = {ours: theirs for theirs, ours in HF_OUTSIDE.items()}
+_LAYER = {ours: theirs for theirs, ours in HF_LLAMA.items()}
 
 
 def _perplexity_of_values_left(

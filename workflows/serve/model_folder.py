@@ -191,7 +191,7 @@ def _models_in(folder: Path) -> Iterator[tuple[str, Path]]:
 
 def _name_of(path: Path) -> str | None:
     """The name that requests use; None: no model, or one that cannot be looked at or named."""
-    from phasewise.serving.loaders.formats.gguf_parts import part_paths, stem_of
+    from phasewise.serving.loaders.formats.gguf_file import part_paths, stem_of
 
     if not _is_text(path.name):
         return None
@@ -210,7 +210,7 @@ def _is_text(name: str) -> bool:
 
 def _file_of(path: Path) -> ModelFile:
     from phasewise.serving.http.models.model_shelf import ModelFile
-    from phasewise.serving.loaders.formats.gguf_parts import part_paths
+    from phasewise.serving.loaders.formats.gguf_file import part_paths
 
     files, sizes = part_paths(path), []
     with suppress(OSError):  # a directory that cannot be read

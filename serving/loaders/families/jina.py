@@ -1,5 +1,7 @@
-"""jina v3: XLM-R with RoPE, and low-rank adapters of every product and of the embeddings for each task.
+"""jina v2: BERT whose attention falls with the distance (ALiBi), with a gated feed-forward layer. config.json
+calls it "bert", with positions "alibi".
 
+jina v3: XLM-R with RoPE, and low-rank adapters of every product and of the embeddings for each task.
 config.json calls it "xlm-roberta", with positions "rotary", and names the tasks in `lora_adaptations`. A
 tensor that tasks change is stored as torch's parametrisations have it: "NAME.parametrizations.weight" with
 "original", "0.lora_A" and "0.lora_B" behind it, A and B of all tasks.
@@ -16,13 +18,51 @@ from phasewise.serving.loaders.cuts import Names, TensorCut
 from phasewise.serving.loaders.families.bert import BERT, EncoderFamily
 from phasewise.serving.loaders.families.family import Get
 from phasewise.serving.models.encoding import EncoderTasks
-from phasewise.serving.models.packed_model import ModelConfig
+from phasewise.serving.models.packed_model import LayerKind, ModelConfig
 from phasewise.serving.models.rope import RopeSpec
 
 TASKS = "lora_adaptations"
 _INSTRUCTIONS = ("task_instructions", "lora_prompts")  # the latter in files of its first days
 _MOST_CHARACTERS = 1 << 14
 _THETA = 10_000.0
+
+
+def _with_distances(get: Get, config: ModelConfig) -> ModelConfig:
+    del get
+    assert config.encoder is not None
+    encoder = replace(config.encoder, distances=True)
+    return replace(config, encoder=encoder, layer_kinds=(LayerKind(None, None),) * config.n_layers)
+
+
+def _v2_from_hf(get: Get, config: ModelConfig) -> ModelConfig:
+    kind = get("feed_forward_type", str, "original")
+    if kind != "geglu":
+        raise ModelError(f"config.json has feed_forward_type = {kind!r:.60}; geglu can run")
+    return _with_distances(get, config)
+
+
+JINA_BERT = EncoderFamily(
+    "jina-bert",
+    (),
+    "jina-bert-v2",
+    BERT.hf_layer,
+    {
+        **{theirs: ours for theirs, ours in BERT.hf_names.items() if theirs.startswith("attention.")},
+        "mlp.gated_layers.weight": TensorCut(("gate", "up")),
+        "mlp.wo.weight": "down",
+        "mlp.wo.bias": "down_bias",
+        "mlp.layernorm.weight": "ffn_norm",
+        "mlp.layernorm.bias": "ffn_norm_bias",
+    },
+    BERT.hf_global_names,
+    has_gate=True,
+    positions=False,
+    position_kinds=("alibi",),
+    activations=("gelu",),
+    from_hf=_v2_from_hf,
+    from_gguf=_with_distances,
+    gguf_names={"ffn_up.weight": TensorCut(("gate", "up"))},
+)
 
 
 def _from_hf(get: Get, config: ModelConfig) -> ModelConfig:
