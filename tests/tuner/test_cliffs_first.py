@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phasewise.kerneldb.records import Problem, Schedule
-from phasewise.tuner.row_laws import breaking
-from phasewise.tuner.task_division import Task
+from phasewise.tuner.task_division import Task, breaking
 from tests.support.machines.synthetic_machine import (
     MS,
     OTHER,

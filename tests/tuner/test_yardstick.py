@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from phasewise.tuner.conditions import Conditions, is_disturbed
-from phasewise.tuner.yardstick import RETRIES, CoreLoops, Yardstick, steadily
+from phasewise.tuner.native import RETRIES, CoreLoops, Yardstick, steadily
 
 
 def read(*spans_ns: Sequence[float]) -> Yardstick:

@@ -18,7 +18,7 @@ from phasewise.workflows.topo.machine_facts import picture_of_plans
 
 if TYPE_CHECKING:
     from phasewise.tuner.config.storage import StudyFacts
-    from phasewise.tuner.roofline import Roofline
+    from phasewise.tuner.machine_limits import Roofline
     from phasewise.workflows.machine_report.facts import DatabaseReport, ScheduleFacts
     from phasewise.workflows.machine_report.worth import Worth
 

@@ -12,8 +12,8 @@ from typing import Any
 from phasewise._words import counted
 from phasewise.tuner.errors import PredictorError
 from phasewise.tuner.predictor.encoded import EncodedPredictor, learnt_too_little
-from phasewise.tuner.predictor.facts import Example, PromptFacts, part_of_folds
 from phasewise.tuner.predictor.files import AnyPredictor, load_predictor
+from phasewise.tuner.predictor.log import Example, PromptFacts, part_of_folds
 from phasewise.workflows.errors import UsageError
 from phasewise.workflows.predict_len.compare import (
     Fold,

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from phasewise.serving.embedding.encoder.embedder import Embedder
     from phasewise.serving.embedding.encoder.input_tokens import EncoderText
-    from phasewise.tuner.predictor.facts import Example, PromptFacts
+    from phasewise.tuner.predictor.log import Example, PromptFacts
 
 AUTO, NONE = "auto", "none"
 DEFAULT_ENCODER = "all-minilm-l6-v2"

@@ -11,7 +11,7 @@ from phasewise._version import __version__
 from phasewise.ir.build import built, chosen, kernel_abi, target_named
 from phasewise.ir.emit import TunedTarget, emitted, emitted_header
 from phasewise.ir.errors import UserKernelError
-from phasewise.ir.original import original_of
+from phasewise.ir.printing import original_of
 from phasewise.ir.raising.preprocess import guess_isa
 from phasewise.ir.reading import read
 from phasewise.ir.running.checking import REASSOCIATED_BOUND, Program, Verdict, check, in_folder

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phasewise.cli.commands.kernels.text import tuned_text
-from phasewise.ir.original import NAME
+from phasewise.ir.printing import NAME
 from phasewise.kerneldb.records import Comparison
 from phasewise.kerneldb.user_kernels import Choice, UserProblem
 from phasewise.tuner import timing

@@ -16,9 +16,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from phasewise.kerneldb.records import Sample, Schedule
-from phasewise.tuner.search.model import model_schedule, modelled_cycles
 from phasewise.tuner.search.protocol import Search
-from phasewise.tuner.search.space import START_PREFETCH_BYTES, ScheduleSpace, kernel_of
+from phasewise.tuner.search.space import (
+    START_PREFETCH_BYTES,
+    ScheduleSpace,
+    kernel_of,
+    model_schedule,
+    modelled_cycles,
+)
+from tests.support.searches.exhaustive import every_schedule
 
 
 def mikpoly(space: ScheduleSpace) -> Search[Schedule]:
@@ -28,7 +34,7 @@ def mikpoly(space: ScheduleSpace) -> Search[Schedule]:
     samples = yield first
     rates = {kernel_of(sample.schedule): _ns_per_modelled_cycle(space, sample) for sample in samples}
     best = min(
-        space.schedules(),
+        every_schedule(space),
         key=lambda schedule: modelled_cycles(space, schedule) * rates[kernel_of(schedule)],
     )
     if best not in first:

@@ -16,13 +16,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from phasewise.kerneldb.records import Sample, Schedule
-from phasewise.tuner.search.model import kernel_cycles_per_vector_row
 from phasewise.tuner.search.protocol import Search, T, cost, fastest, relayed, together
 from phasewise.tuner.search.space import (
     AXES,
     MicroKernel,
     ScheduleSpace,
     ThreadGrid,
+    kernel_cycles_per_vector_row,
     kernel_of,
     pieces,
     resized,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from phasewise.topology import Kind, Machine, read_lstopo
-from phasewise.tuner.config.uneven import refine
+from phasewise.tuner.config.walk import refine
 from phasewise.tuner.plans import PHASES, Phase, rank_on
 from phasewise.tuner.topotree import Configuration, UnevenCores, fundamental
 from tests.support.machines.paper_machines import epyc, kunpeng, xeon

@@ -7,8 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phasewise.tuner.predictor.calibration import RunningPrice, RunningRatio, price_holding
-from phasewise.tuner.predictor.distribution import LengthDistribution
+from phasewise.tuner.predictor.distribution import (
+    LengthDistribution,
+    RunningPrice,
+    RunningRatio,
+    price_holding,
+)
 
 shares = st.lists(st.floats(0.001, 1), min_size=2, max_size=12)
 prices = st.floats(0, 0.2)

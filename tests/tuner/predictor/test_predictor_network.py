@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from phasewise.tuner.errors import PredictorError
-from phasewise.tuner.predictor.facts import Example, PromptFacts
+from phasewise.tuner.predictor.log import Example, PromptFacts
 from phasewise.tuner.predictor.model import LengthPredictor
 from phasewise.tuner.predictor.network import FeatureBatch, Params, Targets, loss_and_gradient
 from phasewise.tuner.predictor.train import TrainOptions, train

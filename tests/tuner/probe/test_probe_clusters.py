@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from phasewise.tuner.probe.clusters import agreement, cluster_levels, split
+from phasewise.tuner.probe.groups import agreement, cluster_levels, split
 from tests.support.machines.planted_pairs import blocks, measured, nested_latencies
 
 GAP = math.log(1.25)
