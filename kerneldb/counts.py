@@ -3,38 +3,31 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import func, select
-from sqlalchemy.orm import Session
+from sqlalchemy import Connection, func, select
 
 from phasewise.kerneldb import queries
-from phasewise.kerneldb.codec import flat_names
 from phasewise.kerneldb.errors import RecordError
-from phasewise.kerneldb.models import (
-    Base,
-    MeasurementRow,
-    PredictorScoreRow,
-    ProblemRow,
-    PromotionRow,
-    ServicePlanRow,
-    StepTimeRow,
-    StorageDuelRow,
-    UserKernelPromotionRow,
-    UserKernelTimingRow,
+from phasewise.kerneldb.records import (
+    KINDS,
+    SINGLE_CORE,
+    MachineKey,
+    Measurement,
+    PlanRecord,
+    Problem,
+    Row,
+    StepTime,
+    made,
 )
-from phasewise.kerneldb.records import SINGLE_CORE, MachineKey, Problem
-from phasewise.kerneldb.rows import made
+from phasewise.kerneldb.tables import METADATA, PROBLEM, TABLES
 
 if TYPE_CHECKING:
     from sqlalchemy import ColumnElement
 
 Report = Callable[[str], None]
-
-ABSENT = "absent tables"
-"""Key of a session's `info`: the tables that an older schema has not."""
 
 
 @dataclass(frozen=True)
@@ -107,38 +100,42 @@ class StoreStats:
     file_bytes: int | None
 
 
-def problems_by_id(session: Session) -> dict[int, Problem | RecordError]:
+def problems_by_id(connection: Connection) -> dict[int, Problem | RecordError]:
     """Every problem; the reason instead of one that breaks its bounds."""
-    columns = (getattr(ProblemRow, name) for name in flat_names(Problem))
-    return {
-        number: made(Problem, *values) for number, *values in session.execute(select(ProblemRow.id, *columns))
-    }
+    return {number: made(Problem, *values) for number, *values in connection.execute(select(PROBLEM))}
 
 
-def count_by_key(session: Session, report: Report, *where: ColumnElement[bool]) -> Iterator[KeyCount]:
+def count_by_key(connection: Connection, report: Report, *where: ColumnElement[bool]) -> Iterator[KeyCount]:
     """Every key that has measurements, ordered by machine; one that breaks its bounds is reported."""
     counts_by_key: dict[tuple[Any, ...], Counter[bool]] = {}
-    for *columns, verified, count in session.execute(queries.counts_by_key(*where)):
+    for *columns, verified, count in connection.execute(queries.counts_by_key(*where)):
         counts_by_key.setdefault(tuple(columns), Counter())[bool(verified)] += count
-    made_keys = _keys(session, report)
+    made_keys = _keys(connection, report)
     for key_columns, counts in counts_by_key.items():
         key = made_keys(key_columns)
         if key is not None:
             yield KeyCount(key, counts[True], counts[False])
 
 
-def timed_keys(session: Session, report: Report, core_sig: str | None) -> Iterator[TimedKey]:
+def timed_keys(connection: Connection, report: Report, core_sig: str | None) -> Iterator[TimedKey]:
     """As `count_by_key`, without the numbers: what it takes goes by keys, not by measurements."""
-    made_keys = _keys(session, report)
-    for *columns, is_verified, is_imported in session.execute(queries.keys_by_seeking(core_sig)):
+    made_keys = _keys(connection, report)
+    for *columns, is_verified, is_imported in connection.execute(queries.keys_by_seeking(core_sig)):
         key = made_keys(tuple(columns))
         if key is not None:
             yield TimedKey(key, bool(is_verified), bool(is_imported))
 
 
-def _keys(session: Session, report: Report) -> Callable[[tuple[Any, ...]], Key | None]:
+def promoted_keys(connection: Connection, verified: bool, *where: ColumnElement[bool]) -> set[Key]:
+    """The keys with a schedule in use: here, or where it came from. where: conditions on promotions."""
+    made_keys = _keys(connection, lambda _: None)
+    keys = (made_keys(tuple(row)) for row in connection.execute(queries.promoted_keys(verified, *where)))
+    return {key for key in keys if key is not None}
+
+
+def _keys(connection: Connection, report: Report) -> Callable[[tuple[Any, ...]], Key | None]:
     """Makes a key of its columns; None for one that breaks its bounds, which is reported."""
-    problems = problems_by_id(session)
+    problems = problems_by_id(connection)
 
     def made_key(columns: tuple[Any, ...]) -> Key | None:
         core, placement, abi, problem_id = columns
@@ -152,45 +149,35 @@ def _keys(session: Session, report: Report) -> Callable[[tuple[Any, ...]], Key |
     return made_key
 
 
-def promoted_keys(session: Session, verified: bool, *where: ColumnElement[bool]) -> set[Key]:
-    """The keys with a schedule in use: here, or where it came from. where: conditions on promotions."""
-    problems = problems_by_id(session)
-    return {
-        Key(problem, machine, abi)
-        for core, placement, abi, problem_id in session.execute(queries.promoted_keys(verified, *where))
-        if isinstance(problem := problems.get(problem_id), Problem)
-        and isinstance(machine := made(MachineKey, core, placement), MachineKey)
-    }
-
-
-def has_table(session: Session, model: type[Base]) -> bool:
-    """False where the database's schema is older than the table."""
-    return model.__tablename__ not in session.info.get(ABSENT, ())
-
-
-def table_sizes(session: Session, measurements: int) -> dict[str, int]:
-    """Rows by table; those of measurements are counted already."""
-    sizes = {MeasurementRow.__tablename__: measurements}
-    for name, table in Base.metadata.tables.items():
-        if name not in sizes and name not in session.info.get(ABSENT, ()):
-            sizes[name] = session.scalar(select(func.count()).select_from(table)) or 0
-    return dict(sorted(sizes.items()))
-
-
-def stats(session: Session, report: Report, revision: str, file_bytes: int | None) -> StoreStats:
-    """Everything that `db stats` prints, in one pass over each index."""
+def stats(
+    connection: Connection,
+    report: Report,
+    revision: str,
+    file_bytes: int | None,
+    absent_tables: Collection[str],
+) -> StoreStats:
+    """Everything that `db stats` prints, in one pass over each index. absent_tables: of an older schema."""
     machines: Counter[tuple[Any, ...]] = Counter()
     builds: dict[str, Counter[bool]] = {}
-    for core, placement, abi, count, verified in session.execute(queries.counts_by_build()):
+    for core, placement, abi, count, verified in connection.execute(queries.counts_by_build()):
         machines[core, placement] += count
         builds.setdefault(abi, Counter()).update({True: verified, False: count - verified})
-    if has_table(session, StepTimeRow):
-        for abi in session.scalars(select(StepTimeRow.kernel_abi).distinct()):
-            builds.setdefault(abi, Counter())
-    plans, step_times = _by_machine(session, ServicePlanRow), _by_machine(session, StepTimeRow)
+    plans, step_times = Counter[tuple[Any, ...]](), Counter[tuple[Any, ...]]()
+    for kind, counted in ((PlanRecord, plans), (StepTime, step_times)):
+        columns = TABLES[kind].c
+        if kind.kind.table not in absent_tables:
+            key = (columns.core_sig, columns.placement_sig)
+            for *machine, count in connection.execute(select(*key, func.count()).group_by(*key)):
+                counted[tuple(machine)] = count
+            for abi in connection.scalars(select(columns.kernel_abi).distinct()) if kind is StepTime else ():
+                builds.setdefault(abi, Counter())
+    rows = {Measurement.kind.table: machines.total()}
+    for name, table in METADATA.tables.items():
+        if name not in rows and name not in absent_tables:
+            rows[name] = connection.scalar(select(func.count()).select_from(table)) or 0
     return StoreStats(
         revision,
-        table_sizes(session, machines.total()),
+        dict(sorted(rows.items())),
         tuple(_signatures(machines, plans, step_times, report)),
         tuple(
             BuildCount(abi, counts.total(), counts[False])
@@ -198,41 +185,6 @@ def stats(session: Session, report: Report, revision: str, file_bytes: int | Non
         ),
         file_bytes,
     )
-
-
-def _by_machine(session: Session, model: type[ServicePlanRow | StepTimeRow]) -> Counter[tuple[Any, ...]]:
-    if not has_table(session, model):
-        return Counter()
-    key = (model.core_sig, model.placement_sig)
-    counted = session.execute(select(*key, func.count()).group_by(*key))
-    return Counter({(core, placement): count for core, placement, count in counted})
-
-
-def plan_machines(session: Session) -> set[MachineKey]:
-    """The kinds of machine that have plans or step times."""
-    keys = [key for model in (ServicePlanRow, StepTimeRow) for key in _by_machine(session, model)]
-    return {machine for key in keys if isinstance(machine := made(MachineKey, *key), MachineKey)}
-
-
-def machines(session: Session) -> set[MachineKey]:
-    """Every kind of machine that rows are of."""
-    keys = {
-        (core, placement)
-        for model in (
-            *(MeasurementRow, PromotionRow, StorageDuelRow),
-            *(ServicePlanRow, StepTimeRow, PredictorScoreRow),
-        )
-        if has_table(session, model)
-        for core, placement in session.execute(select(model.core_sig, model.placement_sig).distinct())
-    }
-    users = (UserKernelTimingRow, UserKernelPromotionRow)
-    keys |= {
-        (core, SINGLE_CORE)
-        for model in users
-        if has_table(session, model)
-        for core in session.scalars(select(model.core_sig).distinct())
-    }
-    return {machine for key in keys if isinstance(machine := made(MachineKey, *key), MachineKey)}
 
 
 def _signatures(
@@ -249,11 +201,24 @@ def _signatures(
             yield SignatureCount(machine, measurements[key], plans[key], step_times[key])
 
 
-def programs(
-    session: Session, model: type[MeasurementRow | PromotionRow | ServicePlanRow], core_sig: str
-) -> list[ProgramCount]:
+def machines(
+    connection: Connection, absent_tables: Collection[str], kinds: Collection[type[Row]] = KINDS.values()
+) -> set[MachineKey]:
+    """Every kind of machine that rows of these kinds are of."""
+    keys = set[tuple[Any, ...]]()
+    for kind in kinds:
+        columns = TABLES[kind].c
+        if kind.kind.table not in absent_tables:
+            names = ["core_sig"] if kind.kind.on_one_core else ["core_sig", "placement_sig"]
+            found = connection.execute(select(*(columns[name] for name in names)).distinct())
+            keys |= {(*row, SINGLE_CORE)[:2] for row in found}
+    return {machine for key in keys if isinstance(machine := made(MachineKey, *key), MachineKey)}
+
+
+def programs(connection: Connection, kind: type[Row], core_sig: str) -> list[ProgramCount]:
     """The rows of one kind of core by the program that wrote them."""
-    at_ms = model.created_at_ms
-    query = select(model.program_version, func.count(), func.min(at_ms), func.max(at_ms))
-    counted = session.execute(query.where(model.core_sig == core_sig).group_by(model.program_version))
+    columns = TABLES[kind].c
+    program, at_ms = columns.program_version, columns.created_at_ms
+    query = select(program, func.count(), func.min(at_ms), func.max(at_ms))
+    counted = connection.execute(query.where(columns.core_sig == core_sig).group_by(program))
     return [ProgramCount(*row) for row in counted]

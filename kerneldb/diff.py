@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import TypeAlias
 
-from phasewise._words import percent
 from phasewise.kerneldb.counts import Key
-from phasewise.kerneldb.records import MachineKey, PlanRecord, PredictorScore, StorageDuel
+from phasewise.kerneldb.records import KINDS, MachineKey, PlanRecord, Row, StepTime
 from phasewise.kerneldb.store import Store
 from phasewise.kerneldb.upkeep import (
     AsShared,
@@ -20,7 +18,6 @@ from phasewise.kerneldb.upkeep import (
     preferred_of,
     standings,
 )
-from phasewise.kerneldb.user_kernels import UserPromotion
 
 
 @dataclass(frozen=True)
@@ -46,19 +43,11 @@ class PlanDifference:
     there: str | None
 
 
-class OtherKind(StrEnum):
-    """A kind of row that is neither a schedule nor a plan."""
-
-    STORAGE = "storage"
-    PREDICTOR = "predictor"
-    USER_KERNEL = "user kernel"
-
-
 @dataclass(frozen=True)
 class OtherDifference:
     """The verdicts of two databases on anything else; None on the side that knows nothing of it."""
 
-    kind: OtherKind
+    kind: str
     of: str
     """E.g. `gemm bf16s8 1536x576, m 8`, a predictor and the answers that judged it, or a user's kernel and
     its shape.
@@ -110,41 +99,26 @@ def diff(here: Store, there: Store, as_shared: AsShared = lambda plan: plan) -> 
 def _steps_timed(store: Store) -> set[tuple[object, ...]]:
     return {
         (row.model_key, row.step, row.kernels, row.configuration_key, row.origin.machine, row.kernel_abi)
-        for row in store.all_step_times()
+        for row in store.stream(StepTime)
     }
 
 
-OtherKey: TypeAlias = tuple[OtherKind, str, MachineKey, str]
+OtherKey: TypeAlias = tuple[str, str, MachineKey, str]
 
 
 def others_in_use(store: Store) -> dict[OtherKey, str]:
-    """The newest verdict on each storage, predictor and user's kernel.
+    """The newest verdict of rows on each storage, predictor and user's kernel.
 
-    One made there counts before an imported one, which is said: only scores are used as they come.
+    One made there counts before an imported one, which is said where it is not used as it comes.
     """
     said: dict[OtherKey, tuple[bool, str]] = {}
-
-    def say(row: StorageDuel | PredictorScore | UserPromotion, kind: OtherKind, of: str, what: str) -> None:
-        build = "" if isinstance(row, PredictorScore) else row.kernel_abi
-        key = (kind, of, row.origin.machine, build)
-        if row.origin.verified or not said.get(key, (False, ""))[0]:
-            is_used = row.origin.verified or isinstance(row, PredictorScore)
-            said[key] = (row.origin.verified, what if is_used else f"{what}, imported")
-
-    for duel in store.all_storage_duels():
-        say(
-            duel,
-            OtherKind.STORAGE,
-            duel.problem.describe(),
-            "sparse" if duel.comparison.proves_faster else "dense",
-        )
-    for score in store.predictor_scores():
-        of = f"{score.model_name}, {score.reads}, {score.judged_by}, answers {score.answers_key}"
-        say(score, OtherKind.PREDICTOR, of, f"holds {percent(score.figures.get('accuracy', 0.0), 1)}")
-    for row in store.all_user_kernels():
-        if isinstance(row, UserPromotion):
-            chosen = " ".join(f"{name}={value}" for name, value in row.choice)
-            say(row, OtherKind.USER_KERNEL, row.problem.describe(), chosen or "default")
+    for kind in KINDS.values():
+        for row in store.stream(kind) if kind.verdict is not Row.verdict else ():
+            thing, of, what = row.verdict or ("", "", "")
+            key, verified = (thing, of, row.origin.machine, row.build), row.origin.verified
+            if verified or not said.get(key, (False, ""))[0]:
+                is_used = verified or kind.kind.is_used_imported
+                said[key] = (verified, what if is_used else f"{what}, imported")
     return {key: what for key, (_, what) in said.items()}
 
 

@@ -24,38 +24,36 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-import re
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import astuple, dataclass, replace
 from functools import cache, lru_cache
 from itertools import chain, islice
-from operator import attrgetter
-from typing import Any, BinaryIO, TypeAlias, cast
+from typing import Any, BinaryIO, TypeAlias
 
 from phasewise._words import counted
-from phasewise.kerneldb.codec import KEYED, RecordField, as_tuples, parts, shared
 from phasewise.kerneldb.errors import ExportFileError, RecordError
 from phasewise.kerneldb.records import (
+    KINDS,
+    PRIVATE,
     MachineKey,
     Measurement,
     Origin,
+    Part,
     PlanRecord,
-    PredictorScore,
-    Problem,
     Promotion,
+    Row,
     Sample,
     Schedule,
-    StepTime,
-    StorageDuel,
+    is_shared,
+    parts,
+    shared,
+    trusted,
 )
-from phasewise.kerneldb.rows import Shared, Unbuilt
+from phasewise.kerneldb.rows import as_tuples
 from phasewise.kerneldb.store import Store
 from phasewise.kerneldb.summaries import summary_of
-from phasewise.kerneldb.user_kernels import UserProblem, UserPromotion, UserTiming
 
-Row: TypeAlias = Shared
 Refuse: TypeAlias = Callable[[int, str], None]
 """Gets the number of a line, from 1, and why it is not taken."""
 
@@ -74,29 +72,8 @@ ROWS_AT_ONCE = 2000
 ROW_DIGITS = 16
 MAX_REASON_CHARS = 200
 
-KINDS: dict[str, type[Row]] = {
-    "measurement": Measurement,
-    "plan": PlanRecord,
-    "predictor_score": PredictorScore,
-    "promotion": Promotion,
-    "storage_duel": StorageDuel,
-    "step_time": StepTime,
-    "user_timing": UserTiming,
-    "user_promotion": UserPromotion,
-}
-"""The rows of a file, by the word that each line begins with."""
-ALL = frozenset({PlanRecord, PredictorScore, StepTime, UserTiming, UserPromotion})
-"""Rows that name something of their owner: models, or functions."""
-_WORDS = {record: word for word, record in KINDS.items()}
-
-
 BESIDE = (Sample, Origin)
 """Records whose fields stand in a file beside those of the row."""
-
-SHARED = (*KEYED, MachineKey)
-"""Records of words and whole numbers, whose text is kept."""
-
-Write: TypeAlias = Callable[[Any], str]
 
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False)
 
@@ -117,7 +94,7 @@ class Taken:
 def groups_of(
     store: Store,
     wanted: Callable[[MachineKey], bool] = lambda _: True,
-    also: Collection[type[Row]] = ALL,
+    also: Collection[type[Row]] = PRIVATE,
     as_shared: Callable[[PlanRecord], PlanRecord | None] = lambda plan: plan,
 ) -> Iterator[list[Row]]:
     """Every timing, promotion and storage duel of the machines that are wanted, in the order of a file.
@@ -125,20 +102,17 @@ def groups_of(
     also: plans, scores of predictors and step times, which name models, and what is known of users' kernels,
     which names their functions. as_shared: a plan as it goes out, None where it cannot.
     """
-    for _, record in sorted(KINDS.items()):
-        if record in also or record not in ALL:
+    for record in KINDS.values():
+        if record in also or record not in PRIVATE:
             for group in store.grouped(record, wanted):
-                yield (
-                    group
-                    if record is not PlanRecord
-                    else [shown for plan in group if (shown := as_shared(plan)) is not None]
-                )
+                out = [as_shared(row) if isinstance(row, PlanRecord) else row for row in group]
+                yield [row for row in out if row is not None]
 
 
 def in_use_groups(
     store: Store,
     wanted: Callable[[MachineKey], bool] = lambda _: True,
-    also: Collection[type[Row]] = ALL,
+    also: Collection[type[Row]] = PRIVATE,
     as_shared: Callable[[PlanRecord], PlanRecord | None] = lambda plan: plan,
 ) -> Iterator[list[Row]]:
     """As `groups_of`, but only the newest timing and promotion of what is in use, with five samples each.
@@ -170,7 +144,7 @@ def _summarised(row: Measurement) -> Measurement:
 def rows_of(
     store: Store,
     wanted: Callable[[MachineKey], bool] = lambda _: True,
-    also: Collection[type[Row]] = ALL,
+    also: Collection[type[Row]] = PRIVATE,
 ) -> Iterator[Row]:
     """The rows of `groups_of`, one after the other."""
     return chain.from_iterable(groups_of(store, wanted, also))
@@ -208,45 +182,36 @@ def _row_lines(groups: Iterable[Iterable[Row]]) -> Iterator[str]:
 
 def _place_of(row: Row) -> tuple[Any, ...]:
     """The sort key of a row in a file: kind, key, machine, build, then time."""
-    machine, build = row.origin.machine, "" if isinstance(row, Unbuilt) else row.kernel_abi
-    key: tuple[Any, ...]
-    match row:
-        case PlanRecord():
-            key = (row.model_key, row.phase)
-        case PredictorScore():
-            key = (row.model_name, row.answers_key)
-        case StepTime():
-            key = (row.model_key, row.configuration_key, astuple(row.step))
-        case _:
-            key = (_numbers_of(row.problem),)
+    named = (_sorted_by(getattr(row, name)) for name in row.kind.named_by)
+    machine, origin = row.origin.machine, row.origin
     return (
-        *(_WORDS[type(row)], *key, machine.core_sig, machine.placement_sig, build),
-        row.origin.created_at_ms,
+        *(row.kind.word, *named, machine.core_sig, machine.placement_sig, row.build),
+        origin.created_at_ms,
     )
 
 
+def _sorted_by(value: Any) -> Any:
+    return value if isinstance(value, str) else _numbers_of(value)
+
+
 @lru_cache(maxsize=1024)
-def _numbers_of(problem: Problem | UserProblem) -> tuple[Any, ...]:
-    return astuple(problem)
+def _numbers_of(record: Any) -> tuple[Any, ...]:
+    return astuple(record)
 
 
 def row_line(row: Row) -> str:
     """The line of a row, without its end."""
-    word = _WORDS[type(row)]
-    content = f'{{"{word}":{row_text(row)}}}'
+    word, content = row.kind.word, canonical({row.kind.word: fields_of(row)})
     digest = f'"sha256":"{_digest_of(content)}"'
     return f"{content[:-1]},{digest}}}" if word < "sha256" else f"{{{digest},{content[1:]}"
 
 
-def _row_digest(row: Mapping[str, Any]) -> str:
-    return _digest_of(canonical(row))
+def _row_digest(content: Mapping[str, Any]) -> str:
+    return _digest_of(canonical(content))
 
 
 def _digest_of(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:ROW_DIGITS]
-
-
-# ---- a row as text: put together without an encoder, whose start takes longer than a row does --------------
 
 
 def canonical(value: Mapping[str, Any]) -> str:
@@ -254,59 +219,26 @@ def canonical(value: Mapping[str, Any]) -> str:
     return _ENCODER.encode(value)
 
 
-def row_text(row: object) -> str:
-    """The fields of a row. A kernel's build stands beside a row's own fields, whatever record has it."""
-    kind: Any = type(row)
-    return "{" + ",".join([name + write(row) for name, write in _writers(kind)]) + "}"
-
-
-@cache
-def _writers(record: Any) -> tuple[tuple[str, Write], ...]:
-    """For each field of a file, in order, its name as it is written, and what writes it."""
-    return tuple((f'"{name}":', write) for name, write in sorted(_fields(record, ""), key=lambda own: own[0]))
-
-
-def _fields(record: Any, path: str) -> Iterator[tuple[str, Write]]:
-    for part in parts(record):
-        read = attrgetter(path + part.name)
+def fields_of(record: Any) -> dict[str, Any]:
+    """A record as a file has it. A kernel's build stands beside the row's fields, whatever record has it."""
+    fields: dict[str, Any] = {}
+    row: Any = type(record)
+    for part in parts(row):
+        value = getattr(record, part.name)
         if part.record in BESIDE:
-            yield from _fields(part.record, f"{path}{part.name}.")
-        elif part.record is not None:
-            if part.record not in KEYED and any(inner.name == "kernel_abi" for inner in parts(part.record)):
-                yield "kernel_abi", _written_by(attrgetter(f"{path}{part.name}.kernel_abi"), _value_text)
-            yield part.name, _written_by(read, _shared_text if part.record in SHARED else _record_text)
-        elif part.name != "verified":
-            yield part.name, _written_by(read, _value_text)
+            fields |= fields_of(value)
+        elif part.record is None or value is None:
+            fields[part.name] = value
+        else:
+            kind: Any = part.record
+            inner = (_shared_fields if is_shared(kind) else fields_of)(value)
+            fields[part.name] = {name: inner[name] for name in inner if name != "kernel_abi"}
+            fields |= {name: inner[name] for name in inner if name == "kernel_abi"}
+    fields.pop("verified", None)
+    return fields
 
 
-def _written_by(read: Callable[[Any], Any], write: Write) -> Write:
-    return lambda row: write(read(row))
-
-
-def _record_text(record: object) -> str:
-    """Without its kernel's build, which stands beside it."""
-    if record is None:
-        return "null"
-    own = (part.name for part in parts(type(record)) if part.name != "kernel_abi")
-    return "{" + ",".join([f'"{name}":{_value_text(getattr(record, name))}' for name in sorted(own)]) + "}"
-
-
-_shared_text = lru_cache(maxsize=4096)(_record_text)
-_word_text = lru_cache(maxsize=1024)(_ENCODER.encode)
-
-
-def _value_text(value: Any) -> str:
-    kind = type(value)
-    if kind is str:
-        return _word_text(value)
-    if kind is int or (kind is float and math.isfinite(value)):
-        return repr(value)
-    if kind is tuple and set(map(type, value)) == {int}:
-        return repr([*value]).replace(" ", "")
-    if kind is dict:
-        pairs = [f"{_word_text(name)}:{_value_text(value[name])}" for name in sorted(value)]
-        return "{" + ",".join(pairs) + "}"
-    return _ENCODER.encode(value)
+_shared_fields = lru_cache(maxsize=4096)(fields_of)
 
 
 # ---- into a database, and from a file ---------------------------------------------------------------------
@@ -319,14 +251,10 @@ def import_rows(store: Store, rows: Iterable[Row]) -> Taken:
     """
     source = iter(rows)
     read = added = 0
-    while batch := [_unverified(row) for row in islice(source, ROWS_AT_ONCE)]:
+    while batch := [trusted(row, False) for row in islice(source, ROWS_AT_ONCE)]:
         read += len(batch)
         added += store.add_missing(batch)
     return Taken(read, added)
-
-
-def _unverified(row: Row) -> Row:
-    return row if not row.origin.verified else replace(row, origin=replace(row.origin, verified=False))
 
 
 def read_export(stream: BinaryIO, name: str, refuse: Refuse) -> Iterator[Row]:
@@ -346,11 +274,6 @@ def _read_rows(lines: _Lines, refuse: Refuse) -> Iterator[Row]:
             refuse(lines.number, f"the file has more than {MAX_ROWS} rows: the rest is not read")
             return
         try:
-            timing = _timing_as_written(line)
-            if timing is not None:
-                rows += 1
-                yield timing
-                continue
             content = _parsed(line)
             if "rows" in content:
                 _check_end(content, rows, lines, refuse)
@@ -455,7 +378,7 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_without_repeats, parse_constant=_
 
 def read_row(line: bytes) -> Row:
     """The row of a line, unverified. ValueError or RecursionError where it holds none."""
-    return _timing_as_written(line) or _row(_parsed(line), line)
+    return _row(_parsed(line), line)
 
 
 def _row(content: dict[str, Any], line: bytes) -> Row:
@@ -466,124 +389,62 @@ def _row(content: dict[str, Any], line: bytes) -> Row:
     if len(content) != 1 or word not in KINDS:
         raise RecordError("the line holds no row of a kind that this phasewise knows")
     record: Any = KINDS[word]
-    names = _names(record) | (set() if issubclass(record, Unbuilt) else {"kernel_abi"})
-    return cast(Row, _reader(record)(_object(f"a {word.replace('_', ' ')}", content[word], names)))
-
-
-_DIGEST_LAST = re.compile(rb'(.*),"sha256":"[0-9a-f]{16}"}\n', re.DOTALL)
-_DIGEST_FIRST = re.compile(rb'{"sha256":"[0-9a-f]{16}",(.*)}\n', re.DOTALL)
+    fields = _object(f"a {word.replace('_', ' ')}", content[word], _names(record))
+    row: Row = _made(record, fields, fields.get("kernel_abi"))
+    return row
 
 
 def _digest_as_written(line: bytes) -> str | None:
     """The digest of a line that is written as ours are, by its bytes: nothing is written again."""
-    last, first = _DIGEST_LAST.fullmatch(line), _DIGEST_FIRST.fullmatch(line)
-    if last is None and first is None:
+    if line[-30:-19] == b',"sha256":"':
+        body = line[:-30] + b"}"
+    elif line.startswith(b'{"sha256":"'):
+        body = b"{" + line[29:-1]
+    else:
         return None
-    body = last[1] + b"}" if last else b"{" + first[1] + b"}" if first else b""
     return hashlib.sha256(body).hexdigest()[:ROW_DIGITS]
-
-
-_WHOLE, _TEXT, _OBJECT = rb"(0|[1-9][0-9]{0,18})", rb'"([ !#-\[\]-~]*)"', rb"(\{[^{}]*\})"
-_TIMING_FIELDS = {
-    **{"conditions": _OBJECT, "created_at_ms": _WHOLE, "effort_ns": _WHOLE, "estimate_ns": _WHOLE},
-    **{"kernel_abi": _TEXT, "machine": _OBJECT, "numeric_error": rb"([-+.0-9e]+|null)", "problem": _OBJECT},
-    **{"program_version": _TEXT, "samples_ns": rb"\[([1-9][0-9,]*)\]", "schedule": _OBJECT},
-}
-"""As files have them, in this order."""
-_TIMING = re.compile(
-    rb'(\{"measurement":\{'
-    + b",".join(b'"%s":%s' % (name.encode(), form) for name, form in _TIMING_FIELDS.items())
-    + rb'\}),"sha256":"([0-9a-f]{16})"\}\n'
-)
-
-
-def _timing_as_written(line: bytes) -> Measurement | None:
-    """The timing of a line that is written as ours are; None: what the line holds is for `_row` to say.
-
-    Nearly all rows of a file are such. What many of them share is parsed and checked once for each text, and
-    no name can stand twice, as the pattern has each once.
-    """
-    match = _TIMING.fullmatch(line)
-    if match is None:
-        return None
-    body, conditions, *numbers, abi, machine, error, problem, version, samples, schedule, digest = (
-        match.groups()
-    )
-    if hashlib.sha256(body + b"}").hexdigest()[:ROW_DIGITS] != digest.decode() or b",0" in samples:
-        return None
-    try:
-        at_ms, effort_ns, estimate_ns = map(int, numbers)
-        sample = Sample(
-            _shared_of(Sample, "schedule", schedule),
-            tuple(map(int, samples.split(b","))),
-            estimate_ns,
-            _parsed_number(error),
-            effort_ns,
-            _parsed(conditions),
-        )
-        origin = Origin(_shared_of(Origin, "machine", machine), version.decode(), at_ms, verified=False)
-        return Measurement(_shared_of(Measurement, "problem", problem), sample, abi.decode(), origin)
-    except (ValueError, RecursionError):  # of which a RecordError is one
-        return None
-
-
-@lru_cache(maxsize=4096)
-def _shared_of(record: Any, name: str, text: bytes) -> Any:
-    """A field of a record that is a record itself."""
-    part = next(part for part in parts(record) if part.name == name)
-    return _value_reader(part)({name: _parsed(text)})
-
-
-@lru_cache(maxsize=1024)
-def _parsed_number(text: bytes) -> Any:
-    return _DECODER.decode(text.decode())
 
 
 @cache
 def _names(record: Any) -> frozenset[str]:
-    """The fields that a file has of a record."""
-    names: set[str] = set()
-    for part in parts(record):
-        names |= _names(part.record) if part.record in BESIDE else {part.name}
-    return frozenset(names - {"verified", "kernel_abi"})
+    """The fields that a file has of a row; a kernel's build stands beside them, whatever record has it."""
+    inner = [part.record for part in parts(record) if part.record not in (None, *BESIDE)]
+    has_build = "kernel_abi" in (part.name for kind in (record, *inner) for part in parts(kind))
+    return _own_names(record) | ({"kernel_abi"} if has_build else set())
 
 
 @cache
-def _reader(record: Any) -> Callable[[Mapping[str, Any]], Any]:
-    """The function that makes a record of the fields that a file has of it; unverified."""
-    readers = [_value_reader(part) for part in parts(record)]
-    return lambda fields: record(*[read(fields) for read in readers])
+def _own_names(record: Any) -> frozenset[str]:
+    names: set[str] = set()
+    for part in parts(record):
+        names |= _own_names(part.record) if part.record in BESIDE else {part.name}
+    return frozenset(names - {"verified", "kernel_abi"})
 
 
-def _value_reader(part: RecordField) -> Callable[[Mapping[str, Any]], Any]:
-    name, record = part.name, part.record
-    if name == "verified":
-        return lambda _: False
-    if record is None:
-        return lambda fields: as_tuples(value) if type(value := fields.get(name)) is list else value
-    if record in BESIDE:
-        return _reader(record)
-    called = "a schedule" if record is Schedule else f"a {name}"
-    names, fields_of = _names(record), tuple(field.name for field in parts(record))
-    has_build = "kernel_abi" in fields_of
-
-    def read(fields: Mapping[str, Any]) -> Any:
-        value = fields.get(name)
-        if value is None and name == "incumbent":
-            return None
-        inner = _object(called, value, names)
-        if has_build:
-            inner = {"kernel_abi": fields.get("kernel_abi"), **inner}
-        try:
-            return shared(record, *map(inner.get, fields_of))
-        except TypeError:  # a value that no cache can look up: a list, or what the record refuses
-            values = [as_tuples(inner.get(field)) for field in fields_of]
+def _made(record: Any, fields: Mapping[str, Any], build: object) -> Any:
+    """The record of the fields that a file has of it; unverified. build: of the row's kernel."""
+    if is_shared(record):
+        values = [fields[part.name] for part in parts(record)]
         try:
             return shared(record, *values)
-        except TypeError:
+        except TypeError:  # a list, say, which no cache can look up: for the record to refuse
             return record(*values)
+    return record(*[_value(part, fields, build) for part in parts(record)])
 
-    return read
+
+def _value(part: Part, fields: Mapping[str, Any], build: object) -> Any:
+    name, record = part.name, part.record
+    if record is None:
+        if name == "verified":
+            return False
+        return build if name == "kernel_abi" else as_tuples(fields[name])
+    if record in BESIDE:
+        return _made(record, fields, build)
+    value = fields[name]
+    if value is None and part.may_be_none:
+        return None
+    called = "a schedule" if record is Schedule else f"a {name}"
+    return _made(record, _object(called, value, _own_names(record)), build)
 
 
 def _object(what: str, value: object, names: frozenset[str]) -> dict[str, Any]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import asdict, fields
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import is_dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from sqlalchemy import (
+    JSON,
     ColumnElement,
     Delete,
     Select,
@@ -20,51 +21,97 @@ from sqlalchemy import (
     select,
     union,
 )
-from sqlalchemy.orm import aliased
 
-from phasewise.kerneldb.models import (
-    MeasurementRow,
-    PlacedColumns,
-    PredictorScoreRow,
-    ProblemRow,
-    PromotionRow,
-    ScheduleRow,
-    ServicePlanRow,
-    StorageDuelRow,
-)
-from phasewise.kerneldb.records import MachineKey, Problem
+from phasewise.kerneldb.records import MachineKey, Measurement, Problem, Row, flat_parts, flattened, parts
+from phasewise.kerneldb.tables import MEASUREMENT, PROBLEM, PROMOTION, TABLES
 
 if TYPE_CHECKING:
     AnySelect: TypeAlias = Select[*tuple[Any, ...]]
-    Keyed: TypeAlias = type[MeasurementRow | PromotionRow | StorageDuelRow]
+    Condition: TypeAlias = tuple[ColumnElement[bool], ...]
 
-PROBLEM_FIELDS = tuple(field.name for field in fields(Problem))
-WEIGHT_FIELDS = tuple(name for name in PROBLEM_FIELDS if name != "m")
+T = TypeVar("T")
+
 BUILD_FIELDS = ("core_sig", "placement_sig", "kernel_abi")
-PROBLEM_ORDER = tuple(getattr(ProblemRow, name) for name in PROBLEM_FIELDS)
+KEY_FIELDS = (*BUILD_FIELDS, "problem_id")
 
 
-KEYED: dict[str, Any] = {
-    "problem": ProblemRow,
-    "schedule": ScheduleRow,
-    "incumbent": aliased(ScheduleRow),
-    "dense_schedule": aliased(ScheduleRow),
-}
-"""The table that a field with a row of its own is read from."""
+def batched(items: Sequence[T], count: int) -> Iterator[Sequence[T]]:
+    """So many at a time."""
+    for first in range(0, len(items), count):
+        yield items[first : first + count]
 
 
-def joined(query: AnySelect, model: Any, keyed: Sequence[str]) -> AnySelect:
-    """The query of a table's columns, with the rows that its ids name; an incumbent may be none."""
-    query = query.select_from(model)
-    for name in keyed:
-        own = KEYED[name]
-        query = query.join(own, getattr(model, f"{name}_id") == own.id, isouter=name == "incumbent")
-    return query
+def of(kind: type[Row], **equal: object) -> Condition:
+    """Rows of a kind whose fields have these values; a record's flat fields stand for it."""
+    columns, conditions = TABLES[kind].c, list[ColumnElement[bool]]()
+    for name, value in equal.items():
+        if isinstance(value, Problem):
+            conditions.append(columns.problem_id == _problem_ids(value).scalar_subquery())
+        elif is_dataclass(value):
+            conditions += of(kind, **flattened(value))
+        elif name in columns and not isinstance(columns[name].type, JSON):
+            conditions.append(columns[name] == value)
+    return tuple(conditions)
 
 
-def of_best(verified: bool) -> tuple[Any, Any, Any]:
-    """A condition on measurements of a key, and their order: the least estimate, and the older of equals."""
-    return MeasurementRow.verified == verified, MeasurementRow.estimate_ns, MeasurementRow.id
+def of_same_key(row: Row) -> Condition:
+    """Rows of what a row is about, on its kind of machine and of its build."""
+    named = {name: getattr(row, name) for name in row.kind.named_by}
+    return of(type(row), **named, machine=row.origin.machine, kernel_abi=row.build)
+
+
+def naming_columns(kind: Any) -> list[str]:
+    """The columns of what rows are about, the most general first."""
+    named = [part for part in parts(kind) if part.name in kind.kind.named_by]
+    named.sort(key=lambda part: kind.kind.named_by.index(part.name))
+    return [own.name for part in named for own in ((part,) if part.is_flat else flat_parts(part.record))]
+
+
+def of_weight(problem: Problem, machine: MachineKey, kernel_abi: str) -> Condition:
+    """Measurements of the keys that differ in m only."""
+    of_weight = MEASUREMENT.c.problem_id.in_(_problem_ids(problem, but="m"))
+    return (of_weight, *of(Measurement, machine=machine, kernel_abi=kernel_abi))
+
+
+def _problem_ids(problem: Problem, but: str = "") -> AnySelect:
+    same = (PROBLEM.c[name] == value for name, value in flattened(problem).items() if name != but)
+    return select(PROBLEM.c.id).where(*same)
+
+
+@cache
+def measurement_count() -> AnySelect:
+    """The number of measurements of the key that `key_parameters` names.
+
+    Built once: a run asks before every batch, and building takes several times as long as the answer.
+    """
+    same = [column == bindparam(column.name) for column in PROBLEM.c if column.name != "id"]
+    same += [MEASUREMENT.c[name] == bindparam(name) for name in BUILD_FIELDS]
+    return select(func.count()).select_from(MEASUREMENT.join(PROBLEM)).where(*same)
+
+
+def key_parameters(problem: Problem, machine: MachineKey, kernel_abi: str) -> dict[str, Any]:
+    """The bound parameters of one key, for a query that was built before."""
+    return flattened(problem) | flattened(machine) | {"kernel_abi": kernel_abi}
+
+
+def key_of(table: Any) -> tuple[Any, ...]:
+    """The columns that rows must share to be compared, in the order of their index."""
+    return tuple(table.c[name] for name in KEY_FIELDS)
+
+
+def _same_key() -> ColumnElement[bool]:
+    keys = zip(key_of(MEASUREMENT), key_of(PROMOTION), strict=True)
+    return and_(*(mine == theirs for mine, theirs in keys))
+
+
+def _same_schedule() -> Condition:
+    return (
+        MEASUREMENT.c.schedule_id == PROMOTION.c.schedule_id,
+        MEASUREMENT.c.verified == PROMOTION.c.verified,
+    )
+
+
+# ---- what is in use ---------------------------------------------------------------------------------------
 
 
 def promoted_ids(verified: bool, *where: ColumnElement[bool]) -> AnySelect:
@@ -73,15 +120,12 @@ def promoted_ids(verified: bool, *where: ColumnElement[bool]) -> AnySelect:
     A promotion that names a schedule without measurements hides no older one. where: conditions on
     promotions, from which the search goes out.
     """
-    newest = -MeasurementRow.id  # ordered by the id itself, SQLite reads all timings of a schedule for it
-    rank = func.row_number().over(
-        partition_by=key_of(PromotionRow), order_by=(PromotionRow.id.desc(), newest)
-    )
+    newest = -MEASUREMENT.c.id  # ordered by the id itself, SQLite reads all timings of a schedule for it
+    rank = func.row_number().over(partition_by=key_of(PROMOTION), order_by=(PROMOTION.c.id.desc(), newest))
     ranked = (
-        select(MeasurementRow.id, rank.label("rank"))
-        .select_from(PromotionRow)
-        .join(MeasurementRow, and_(_same_key(), *_same_schedule()))
-        .where(PromotionRow.verified == verified, *where)
+        select(MEASUREMENT.c.id, rank.label("rank"))
+        .select_from(PROMOTION.join(MEASUREMENT, and_(_same_key(), *_same_schedule())))
+        .where(PROMOTION.c.verified == verified, *where)
         .subquery()
     )
     return select(ranked.c.id).where(ranked.c.rank == 1)
@@ -90,26 +134,22 @@ def promoted_ids(verified: bool, *where: ColumnElement[bool]) -> AnySelect:
 def promoted_keys(verified: bool, *where: ColumnElement[bool]) -> AnySelect:
     """Keys of which `promoted_ids` has a measurement. where: conditions on promotions."""
     timed = exists().where(_same_key(), *_same_schedule())
-    return select(*key_of(PromotionRow)).where(PromotionRow.verified == verified, timed, *where).distinct()
+    return select(*key_of(PROMOTION)).where(PROMOTION.c.verified == verified, timed, *where).distinct()
 
 
-def _same_schedule() -> tuple[ColumnElement[bool], ...]:
-    return (
-        MeasurementRow.schedule_id == PromotionRow.schedule_id,
-        MeasurementRow.verified == PromotionRow.verified,
-    )
+# ---- counts -----------------------------------------------------------------------------------------------
 
 
 def counts_by_key(*where: ColumnElement[bool]) -> AnySelect:
     """The number of measurements of each key, those that are verified and the others; read from an index."""
-    columns = (*key_of(MeasurementRow), MeasurementRow.verified)
+    columns = (*key_of(MEASUREMENT), MEASUREMENT.c.verified)
     return select(*columns, func.count()).where(*where).group_by(*columns)
 
 
 def counts_by_build() -> AnySelect:
     """The number of measurements of each machine and build, and how many are verified; from an index."""
-    columns = (MeasurementRow.core_sig, MeasurementRow.placement_sig, MeasurementRow.kernel_abi)
-    verified = func.count().filter(MeasurementRow.verified)
+    columns = [MEASUREMENT.c[name] for name in BUILD_FIELDS]
+    verified = func.count().filter(MEASUREMENT.c.verified)
     return select(*columns, func.count(), verified).group_by(*columns)
 
 
@@ -120,23 +160,23 @@ def keys_by_seeking(core_sig: str | None = None) -> AnySelect:
     grouping reads an entry for every measurement. core_sig: of one kind of core.
     """
     keys: Any = None
-    for column in key_of(MeasurementRow):
-        keys = _next_values(keys, column, core_sig)
-    row = aliased(MeasurementRow)
-    same = [getattr(row, column.key) == column for column in keys.c]
-    kinds = (select(row.id).where(*same, row.verified == state).exists() for state in (True, False))
+    for name in KEY_FIELDS:
+        keys = _next_values(keys, name, core_sig)
+    row = MEASUREMENT.alias()
+    same = [row.c[column.key] == column for column in keys.c]
+    kinds = (select(row.c.id).where(*same, row.c.verified == state).exists() for state in (True, False))
     return select(*keys.c, *kinds).where(keys.c.problem_id.is_not(None))
 
 
-def _next_values(keys: Any, column: Any, core_sig: str | None) -> Any:
+def _next_values(keys: Any, name: str, core_sig: str | None) -> Any:
     """The values of one more column behind each of `keys`, ascending; the last is null."""
-    row, name = aliased(MeasurementRow), column.key
+    row = MEASUREMENT.alias()
     names = [] if keys is None else [column.key for column in keys.c]
-    own = () if core_sig is None else (row.core_sig == core_sig,)
+    own = () if core_sig is None else (row.c.core_sig == core_sig,)
 
     def least(behind: Any, *where: Any) -> Any:
-        same = (getattr(row, other) == behind.c[other] for other in names)
-        query = select(func.min(getattr(row, name))).where(*same, *own, *where).correlate(behind)
+        same = (row.c[other] == behind.c[other] for other in names)
+        query = select(func.min(row.c[name])).where(*same, *own, *where).correlate(behind)
         return query.scalar_subquery().label(name)
 
     if keys is None:
@@ -145,47 +185,11 @@ def _next_values(keys: Any, column: Any, core_sig: str | None) -> Any:
         first = select(*keys.c, least(keys)).where(keys.c[names[-1]].is_not(None))
     values = first.cte(f"each_{name}", recursive=True)
     here = values.c[name]
-    beyond = select(*(values.c[other] for other in names), least(values, getattr(row, name) > here))
+    beyond = select(*(values.c[other] for other in names), least(values, row.c[name] > here))
     return values.union_all(beyond.where(here.is_not(None)))
 
 
-def of_machine(model: type[PlacedColumns], machine: MachineKey) -> ColumnElement[bool]:
-    """Rows of one kind of machine."""
-    return and_(model.core_sig == machine.core_sig, model.placement_sig == machine.placement_sig)
-
-
-def of_problem(
-    model: Keyed, problem: Problem, machine: MachineKey, kernel_abi: str
-) -> tuple[ColumnElement[bool], ...]:
-    """Rows of one key."""
-    same = (getattr(ProblemRow, name) == getattr(problem, name) for name in PROBLEM_FIELDS)
-    own = select(ProblemRow.id).where(*same).scalar_subquery()
-    return (model.problem_id == own, of_machine(model, machine), model.kernel_abi == kernel_abi)
-
-
-@cache
-def measurement_count() -> AnySelect:
-    """The number of measurements of the key that `key_parameters` names.
-
-    Built once: a run asks before every batch, and building takes several times as long as the answer.
-    """
-    same = [getattr(ProblemRow, name) == bindparam(name) for name in PROBLEM_FIELDS]
-    same += [getattr(MeasurementRow, name) == bindparam(name) for name in BUILD_FIELDS]
-    return select(func.count()).select_from(MeasurementRow).join(ProblemRow).where(*same)
-
-
-def key_parameters(problem: Problem, machine: MachineKey, kernel_abi: str) -> dict[str, Any]:
-    """The bound parameters of one key, for a query that was built before."""
-    of_build = (machine.core_sig, machine.placement_sig, kernel_abi)
-    return asdict(problem) | dict(zip(BUILD_FIELDS, of_build, strict=True))
-
-
-def of_weight(
-    model: Keyed, problem: Problem, machine: MachineKey, kernel_abi: str
-) -> tuple[ColumnElement[bool], ...]:
-    """Rows of the keys that differ in m only."""
-    same = (getattr(ProblemRow, name) == getattr(problem, name) for name in WEIGHT_FIELDS)
-    return (*same, of_machine(model, machine), model.kernel_abi == kernel_abi)
+# ---- clean-up ---------------------------------------------------------------------------------------------
 
 
 def of_losers(keep: int, *where: ColumnElement[bool]) -> AnySelect:
@@ -193,23 +197,19 @@ def of_losers(keep: int, *where: ColumnElement[bool]) -> AnySelect:
 
     Beside each, its rank among the rows of the schedule: 1 has the least estimate, the older of equals.
     """
-    fastest = func.min(MeasurementRow.estimate_ns)
-    of_schedule = (*key_of(MeasurementRow), MeasurementRow.schedule_id)
+    row = MEASUREMENT.c
+    of_schedule = (*key_of(MEASUREMENT), row.schedule_id)
     place = func.row_number().over(
-        partition_by=key_of(MeasurementRow), order_by=(fastest, MeasurementRow.schedule_id)
+        partition_by=key_of(MEASUREMENT), order_by=(func.min(row.estimate_ns), row.schedule_id)
     )
     ranked = select(*of_schedule, place.label("place")).where(*where).group_by(*of_schedule).subquery()
     columns = [ranked.c[column.key] for column in of_schedule]
-    named = or_(
-        PromotionRow.schedule_id == MeasurementRow.schedule_id,
-        PromotionRow.incumbent_id == MeasurementRow.schedule_id,
-    )
+    named = or_(PROMOTION.c.schedule_id == row.schedule_id, PROMOTION.c.incumbent_id == row.schedule_id)
     rank = func.row_number().over(
-        partition_by=(*of_schedule, MeasurementRow.verified),
-        order_by=(MeasurementRow.estimate_ns, MeasurementRow.id),
+        partition_by=(*of_schedule, row.verified), order_by=(row.estimate_ns, row.id)
     )
     return (
-        select(MeasurementRow.id, rank)
+        select(row.id, rank)
         .join(ranked, and_(*(a == b for a, b in zip(columns, of_schedule, strict=True))))
         .where(ranked.c.place > keep, ~exists().where(_same_key(), named))
     )
@@ -221,22 +221,19 @@ def imported_hints(builds: Collection[str], current_build: str) -> AnySelect:
     Of a product and a kind of machine the newest one; none where that build has a winner of its own, here or
     imported, or timed the schedule here.
     """
-    winner, timed = PromotionRow, aliased(MeasurementRow)
-    place = (MeasurementRow.core_sig, MeasurementRow.placement_sig, MeasurementRow.problem_id)
+    row, timed = MEASUREMENT.c, MEASUREMENT.alias()
+    place = (row.core_sig, row.placement_sig, row.problem_id)
 
-    def of_current(model: Any) -> tuple[ColumnElement[bool], ...]:
-        same = (getattr(model, column.key) == column for column in place)
-        return (*same, model.kernel_abi == current_build)
+    def of_current(table: Any) -> Condition:
+        return (*(table.c[column.key] == column for column in place), table.c.kernel_abi == current_build)
 
-    was_timed = (*of_current(timed), timed.verified, timed.schedule_id == MeasurementRow.schedule_id)
-    rank = func.row_number().over(
-        partition_by=place, order_by=(MeasurementRow.created_at_ms.desc(), MeasurementRow.id.desc())
-    )
+    was_timed = (*of_current(timed), timed.c.verified, timed.c.schedule_id == row.schedule_id)
+    rank = func.row_number().over(partition_by=place, order_by=(row.created_at_ms.desc(), row.id.desc()))
     ranked = (
-        select(MeasurementRow.id, rank.label("rank"))
+        select(row.id, rank.label("rank"))
         .where(
-            MeasurementRow.id.in_(promoted_ids(False, PromotionRow.kernel_abi.in_(builds))),
-            ~exists().where(*of_current(winner)),
+            row.id.in_(promoted_ids(False, PROMOTION.c.kernel_abi.in_(builds))),
+            ~exists().where(*of_current(PROMOTION)),
             ~exists().where(*was_timed),
         )
         .subquery()
@@ -246,53 +243,26 @@ def imported_hints(builds: Collection[str], current_build: str) -> AnySelect:
 
 def without_timing(builds: Collection[str]) -> ColumnElement[bool]:
     """Promotions of these builds whose schedule has no timing of its own trust."""
-    return and_(PromotionRow.kernel_abi.in_(builds), ~exists().where(_same_key(), *_same_schedule()))
+    return and_(PROMOTION.c.kernel_abi.in_(builds), ~exists().where(_same_key(), *_same_schedule()))
 
 
-OLD_BEHIND: dict[Any, tuple[Any, ...]] = {
-    row: (*(getattr(row, name) for name in names), row.verified)
-    for row, names in (
-        (ServicePlanRow, ("model_key", "phase", "core_sig", "placement_sig")),
-        (PredictorScoreRow, ("model_name", "reads", "answers_key", "judged_by")),
-    )
-}
-"""Tables of which the newest rows count, and the columns of which each combination has its own newest."""
-
-
-def old_rows(row: Any, keep: int) -> AnySelect:
-    """Ids of a table's rows behind the `keep` newest of their key and trust."""
-    rank = func.row_number().over(partition_by=OLD_BEHIND[row], order_by=row.id.desc())
-    ranked = select(row.id, rank.label("rank")).subquery()
+def old_rows(kind: type[Row], keep: int) -> AnySelect:
+    """Ids of rows behind the `keep` newest of their key (`Kind.newest_of`) and trust."""
+    columns = TABLES[kind].c
+    key = [columns[name] for name in (*kind.kind.newest_of, "verified")]
+    rank = func.row_number().over(partition_by=key, order_by=columns.id.desc())
+    ranked = select(columns.id, rank.label("rank")).subquery()
     return select(ranked.c.id).where(ranked.c.rank > keep)
 
 
-def delete_unused_problems() -> Delete:
-    """Deletes problems that no measurement, promotion or duel is about."""
-    naming = (MeasurementRow.problem_id, PromotionRow.problem_id, StorageDuelRow.problem_id)
-    return delete(ProblemRow).where(ProblemRow.id.not_in(_named_by(naming)))
-
-
-def delete_unused_schedules() -> Delete:
-    """Deletes schedules that no measurement, promotion or duel names."""
-    naming = (
-        MeasurementRow.schedule_id,
-        PromotionRow.schedule_id,
-        PromotionRow.incumbent_id,
-        StorageDuelRow.schedule_id,
-        StorageDuelRow.dense_schedule_id,
-    )
-    return delete(ScheduleRow).where(ScheduleRow.id.not_in(_named_by(naming)))
-
-
-def _named_by(columns: Sequence[Any]) -> Any:
-    return union(*(select(column).where(column.is_not(None)) for column in columns))
-
-
-def key_of(model: Keyed) -> tuple[Any, ...]:
-    """The columns that rows must share to be compared, in the order of their index."""
-    return (model.core_sig, model.placement_sig, model.kernel_abi, model.problem_id)
-
-
-def _same_key() -> ColumnElement[bool]:
-    keys = zip(key_of(MeasurementRow), key_of(PromotionRow), strict=True)
-    return and_(*(mine == theirs for mine, theirs in keys))
+def delete_unnamed(kind: type) -> Delete:
+    """Deletes problems, or schedules, that no row names."""
+    own = TABLES[kind]
+    naming = [
+        column
+        for table in TABLES.values()
+        for column in table.c
+        if any(key.column.table is own for key in column.foreign_keys)
+    ]
+    named: Any = union(*(select(column).where(column.is_not(None)) for column in naming))
+    return delete(own).where(own.c.id.not_in(named))

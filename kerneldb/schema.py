@@ -12,7 +12,8 @@ from sqlalchemy import Connection, column, inspect, select, table, text
 
 import phasewise.migrations
 from phasewise.kerneldb.errors import DamagedDatabaseError, DatabaseTooNewError, ForeignDatabaseError
-from phasewise.kerneldb.models import Base
+from phasewise.kerneldb.records import KINDS
+from phasewise.kerneldb.tables import METADATA
 
 if TYPE_CHECKING:
     from alembic.config import Config
@@ -63,7 +64,7 @@ def is_readable(revision: str) -> bool:
 
 def absent_tables(connection: Connection) -> frozenset[str]:
     """The tables of this program's schema that the database has not."""
-    return frozenset(Base.metadata.tables) - set(inspect(connection).get_table_names())
+    return frozenset(METADATA.tables) - set(inspect(connection).get_table_names())
 
 
 def read_revision(connection: Connection, name: str) -> str | None:
@@ -121,16 +122,7 @@ def _has_statement(connection: Connection) -> bool:
     return _READABLE_FROM in {facts["name"] for facts in inspect(connection).get_columns(VERSION_TABLE)}
 
 
-_GUARDED = (
-    "measurement",
-    "promotion",
-    "storage_duel",
-    "service_plan",
-    "step_time",
-    "predictor_score",
-    "user_kernel_timing",
-    "user_kernel_promotion",
-)
+_GUARDED = frozenset(record.kind.table for record in KINDS.values())
 _COMPUTES = """
     SELECT CASE WHEN type = 'table' THEN 'virtual table' ELSE type END, name, tbl_name, sql FROM sqlite_master
     WHERE type IN ('view', 'trigger') OR (type = 'table' AND rootpage = 0)
@@ -193,7 +185,7 @@ _VIEWS = """
 
 def _refuse_views(connection: Connection, name: str) -> None:
     """A view or a foreign table with the name of a table of ours can have rows without end."""
-    ours = [VERSION_TABLE, *Base.metadata.tables]
+    ours = [VERSION_TABLE, *METADATA.tables]
     view = connection.scalar(text(_VIEWS), {"names": ours})
     if view is not None:
         raise ForeignDatabaseError(
@@ -213,7 +205,7 @@ def _refuse_foreign_tables(connection: Connection, name: str) -> None:
     """A file with any table belongs to another program; a server may be shared while no name collides."""
     tables = set(inspect(connection).get_table_names())
     if connection.dialect.name != "sqlite":
-        tables &= set(Base.metadata.tables)
+        tables &= set(METADATA.tables)
     if tables:
         raise ForeignDatabaseError(
             f"database {name} belongs to another program (it has a table {min(tables)!r:.60}): "
@@ -254,8 +246,8 @@ def _migrate(connection: Connection) -> None:
 
 def _create_file(connection: Connection) -> None:
     """What all migrations make of an empty file (tests compare the two), in a tenth of the time."""
-    Base.metadata.create_all(connection, checkfirst=False)
-    for name in _GUARDED:
+    METADATA.create_all(connection, checkfirst=False)
+    for name in sorted(_GUARDED):
         connection.execute(text(_guard_of(name)))
     connection.execute(
         text(

@@ -13,7 +13,6 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 
@@ -23,11 +22,10 @@ from phasewise.kerneldb.errors import DatabaseNameError, KernelDbError
 from phasewise.kerneldb.location import MEMORY_URL, Location, locate
 
 if TYPE_CHECKING:
-    from phasewise.kerneldb.records import MachineKey, Measurement, PlanRecord, StepTime, StorageDuel
-    from phasewise.kerneldb.rows import Shared
+    from phasewise.kerneldb.records import MachineKey, Measurement, PlanRecord, Row
     from phasewise.kerneldb.store import Report, Store
 
-T = TypeVar("T", bound="Shared")
+R = TypeVar("R", bound="Row")
 
 TRY_AGAIN_S = 300.0
 """Seconds in which a process does not wait again for a database that it could not read."""
@@ -88,19 +86,11 @@ class StartReads:
         """As `Store.promoted_measurements`."""
         return self._rows(lambda store: store.promoted_measurements(machine), "schedules", machine)
 
-    def storage_duels(self, machine: MachineKey, kernel_abi: str) -> list[StorageDuel]:
-        """As `Store.storage_duels`."""
-        return self._rows(
-            lambda store: store.storage_duels(machine, kernel_abi), "duels", machine, kernel_abi
-        )
+    def rows(self, kind: type[R], **equal: object) -> list[R]:
+        """As `Store.rows`."""
+        return self._rows(lambda store: store.rows(kind, **equal), kind.kind.word, *sorted(equal.items()))
 
-    def step_times(self, machine: MachineKey, model_key: str, phase: str) -> list[StepTime]:
-        """As `Store.step_times`."""
-        return self._rows(
-            lambda store: store.step_times(machine, model_key, phase), "steps", machine, model_key, phase
-        )
-
-    def _rows(self, read: Callable[[Store], Sequence[T]], *key: object) -> list[T]:
+    def _rows(self, read: Callable[[Store], Sequence[R]], *key: object) -> list[R]:
         copy = _folder_of(self._location) / hashlib.sha256(repr(key).encode()).hexdigest()[:32]
         if self.store is not None:
             try:
@@ -111,7 +101,7 @@ class StartReads:
                 if self._location.url != MEMORY_URL:
                     _keep(copy, rows)
                 return rows
-        return cast("list[T]", _kept(copy))
+        return cast("list[R]", _kept(copy))
 
 
 def _missing(location: Location, error: KernelDbError, report: Report) -> StartReads:
@@ -135,7 +125,7 @@ def _folder_of(location: Location) -> Path:
     )
 
 
-def _keep(copy: Path, rows: Sequence[Shared]) -> None:
+def _keep(copy: Path, rows: Sequence[Row]) -> None:
     """Written where it says something new. What cannot be kept is not."""
     from phasewise.kerneldb.portable import row_line
 
@@ -149,16 +139,17 @@ def _keep(copy: Path, rows: Sequence[Shared]) -> None:
             write_file(copy, data)
 
 
-def _kept(copy: Path) -> list[Shared]:
+def _kept(copy: Path) -> list[Row]:
     """Nothing where there is no copy; without lines that are no rows."""
     from phasewise.kerneldb.portable import read_row
+    from phasewise.kerneldb.records import trusted
 
-    rows: list[Shared] = []
+    rows: list[Row] = []
     for line in _read(copy).splitlines(keepends=True):
         with suppress(ValueError, RecursionError):
             row = read_row(line[1:])
             is_verified = line[:1] == _VERIFIED
-            rows.append(replace(row, origin=replace(row.origin, verified=is_verified)))
+            rows.append(trusted(row, is_verified))
     return rows
 
 

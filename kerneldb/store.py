@@ -17,14 +17,14 @@ import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import astuple
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import Delete, Engine, delete, func, select, text
-from sqlalchemy.orm import Session
+from sqlalchemy import Connection, Engine, delete, func, select, text
 
-from phasewise.kerneldb import connect, counts, queries, row_groups, schema, summaries
+from phasewise.kerneldb import connect, counts, queries, schema, summaries
 from phasewise.kerneldb.counts import Key, KeyCount, ProgramCount, StoreStats, TimedKey
 from phasewise.kerneldb.errors import (
     DatabaseFullError,
@@ -35,52 +35,32 @@ from phasewise.kerneldb.errors import (
     RecordError,
 )
 from phasewise.kerneldb.location import Location, locate
-from phasewise.kerneldb.models import (
-    MeasurementRow,
-    ProblemRow,
-    PromotionRow,
-    ServicePlanRow,
-    StepTimeRow,
-    StorageDuelRow,
-    UserKernelPromotionRow,
-    UserKernelTimingRow,
-)
-from phasewise.kerneldb.queries import PROBLEM_ORDER, of_problem
+from phasewise.kerneldb.queries import batched
 from phasewise.kerneldb.records import (
+    KINDS,
     MachineKey,
     Measurement,
     PlanRecord,
-    PredictorScore,
     Problem,
     Promotion,
+    R,
+    Row,
+    Schedule,
     StepTime,
     StorageDuel,
+    made,
 )
-from phasewise.kerneldb.rows import (
-    KEPT,
-    Shared,
-    SharedRecords,
-    add_measurements,
-    missing_rows,
-    narrow_rows_of,
-    record_of,
-    row_of,
-    rows_of,
-)
+from phasewise.kerneldb.rows import SharedRecords, add_rows, missing_rows, rows_of
 from phasewise.kerneldb.schema import SchemaChange
-from phasewise.kerneldb.summaries import Summarised, batched
-from phasewise.kerneldb.user_kernels import UserPromotion, UserTiming
+from phasewise.kerneldb.summaries import Summarised
+from phasewise.kerneldb.tables import MEASUREMENT, PROBLEM, PROMOTION, TABLES
 
 if TYPE_CHECKING:
-    from sqlalchemy import ColumnElement, ColumnExpressionArgument  # 2.0.13, and needed by no call
+    from sqlalchemy import ColumnElement
 
-    from phasewise.kerneldb.queries import AnySelect
-    from phasewise.kerneldb.rows import AnyRow
-    from phasewise.kerneldb.user_kernels import UserProblem
+    from phasewise.kerneldb.queries import AnySelect, Condition
 
 Report = Callable[[str], None]
-
-T = TypeVar("T")
 
 _IMPORT_LOCK = 0x70687769  # of PostgreSQL: a number that no other program is likely to use
 
@@ -190,103 +170,84 @@ class Store:
         self._report(f"{self._obstacle}: it is read, and nothing new is kept{advice}")
         return SchemaChange(revision, revision)
 
-    def add_measurements(self, measurements: Iterable[Measurement]) -> None:
-        """Append all or none."""
-        added = list(measurements)
-        with self.writing() as session:
-            add_measurements(session, added)
+    def add(self, rows: Iterable[Row]) -> None:
+        """Append all or none, in this order; each is now the newest of its key."""
+        added = list(rows)
+        with self.writing() as connection:
+            add_rows(connection, added)
+
+    def rows(self, kind: type[R], **equal: object) -> list[R]:
+        """The rows of a kind whose fields have these values, oldest first.
+
+        A field may be within the row's records: `machine`, `core_sig`, `phase`.
+        """
+        rows = self._read(kind, *queries.of(kind, **equal))
+        return [
+            row for row in rows if all(getattr(row, name, value) == value for name, value in equal.items())
+        ]
+
+    def stream(self, kind: type[R], **equal: object) -> Iterator[R]:
+        """As `rows`, but few are in memory: the database is being read until the last one is taken."""
+        return self._read(kind, *queries.of(kind, **equal), at_once=ROWS_AT_ONCE)
 
     def measurements(self, problem: Problem, machine: MachineKey, kernel_abi: str) -> list[Measurement]:
         """Everything measured for a problem on this kind of machine with this build, oldest first."""
-        return self._records(Measurement, *of_problem(MeasurementRow, problem, machine, kernel_abi))
+        return self.rows(Measurement, problem=problem, machine=machine, kernel_abi=kernel_abi)
 
     def measurements_of_every_m(
         self, problem: Problem, machine: MachineKey, kernel_abi: str
     ) -> list[Measurement]:
         """As `measurements`, whatever the problem's m is: all that is known about one weight."""
-        return self._records(Measurement, *queries.of_weight(MeasurementRow, problem, machine, kernel_abi))
+        return [*self._read(Measurement, *queries.of_weight(problem, machine, kernel_abi))]
 
     def measurement_count(self, problem: Problem, machine: MachineKey, kernel_abi: str) -> int:
         """The number of rows that `measurements` reads; tells cheaply whether another process has added
         some.
         """
         key = queries.key_parameters(problem, machine, kernel_abi)
-        with connect.clear_errors(self.name), self._engine.connect() as connection:
+        with self._reading() as connection:
             return connection.scalar(queries.measurement_count(), key) or 0
 
     def begun_ms(
         self, problems: Sequence[Problem], machine: MachineKey, kernel_abi: str, since_ms: int = 0
     ) -> int | None:
         """Unix time of the oldest verified row from then on of problems of a weight; None: there is none."""
-        of_weight = queries.of_weight(MeasurementRow, problems[0], machine, kernel_abi)
-        of_problems = ProblemRow.m.in_([problem.m for problem in problems])
-        counts = MeasurementRow.verified & (MeasurementRow.created_at_ms >= since_ms)
-        query = select(func.min(MeasurementRow.created_at_ms)).select_from(MeasurementRow).join(ProblemRow)
-        with self._reading() as session:
-            return session.scalar(query.where(*of_weight, of_problems, counts))
-
-    def all_measurements(self, machine: MachineKey | None = None) -> Iterator[Measurement]:
-        """Every row, or those of one kind of machine; oldest first, read while they are taken."""
-        where = () if machine is None else (queries.of_machine(MeasurementRow, machine),)
-        return self._streamed(Measurement, *where)
+        of_weight = queries.of_weight(problems[0], machine, kernel_abi)
+        of_problems = PROBLEM.c.m.in_([problem.m for problem in problems])
+        counted = MEASUREMENT.c.verified & (MEASUREMENT.c.created_at_ms >= since_ms)
+        query = select(func.min(MEASUREMENT.c.created_at_ms)).select_from(MEASUREMENT.join(PROBLEM))
+        with self._reading() as connection:
+            oldest: int | None = connection.scalar(query.where(*of_weight, of_problems, counted))
+        return oldest
 
     def best_measurement(
         self, problem: Problem, machine: MachineKey, kernel_abi: str, *, verified: bool = True
     ) -> Measurement | None:
         """The least estimate of a key, and the older of equals; None where there is none."""
-        condition, *order = queries.of_best(verified)
-        query = rows_of(Measurement).where(
-            *of_problem(MeasurementRow, problem, machine, kernel_abi), condition
-        )
-        return self._first(Measurement, query.order_by(*order))
+        key = {"problem": problem, "machine": machine, "kernel_abi": kernel_abi, "verified": verified}
+        order = MEASUREMENT.c.estimate_ns, MEASUREMENT.c.id
+        return next(self._read(Measurement, *queries.of(Measurement, **key), order=order, at_once=1), None)
 
     def key_counts(self, machine: MachineKey | None = None, *, core_sig: str | None = None) -> list[KeyCount]:
         """Every key that has measurements, and how many: of one kind of machine or core, or of all."""
-        where = [] if machine is None else [queries.of_machine(MeasurementRow, machine)]
-        if core_sig is not None:
-            where.append(MeasurementRow.core_sig == core_sig)
-        with self._reading() as session:
-            return [*counts.count_by_key(session, self._tell, *where)]
+        where = queries.of(
+            Measurement,
+            **({} if machine is None else {"machine": machine}),
+            **({} if core_sig is None else {"core_sig": core_sig}),
+        )
+        with self._reading() as connection:
+            return [*counts.count_by_key(connection, self._tell, *where)]
 
     def timed_keys(self, core_sig: str | None = None) -> list[TimedKey]:
         """The keys of `key_counts`, without counting: of one kind of core, or of all."""
-        with self._reading() as session:
-            return [*counts.timed_keys(session, self._tell, core_sig)]
+        with self._reading() as connection:
+            return [*counts.timed_keys(connection, self._tell, core_sig)]
 
     def promoted_keys(self, *, verified: bool = True, core_sig: str | None = None) -> set[Key]:
         """The keys of `promoted_measurements`: of one kind of core, or of all."""
-        where = [] if core_sig is None else [PromotionRow.core_sig == core_sig]
-        with self._reading() as session:
-            return counts.promoted_keys(session, verified, *where)
-
-    def add_promotions(self, promotions: Iterable[Promotion]) -> None:
-        """Append all or none; from now on each is the newest of its key."""
-        self._append(promotions)
-
-    def promotions(self, problem: Problem, machine: MachineKey, kernel_abi: str) -> list[Promotion]:
-        """Every promotion for a problem on this kind of machine with this build, oldest first."""
-        return self._records(Promotion, *of_problem(PromotionRow, problem, machine, kernel_abi))
-
-    def all_promotions(self) -> Iterator[Promotion]:
-        """Every row, oldest first, read while they are taken."""
-        return self._streamed(Promotion)
-
-    def add_storage_duels(self, duels: Iterable[StorageDuel]) -> None:
-        """Append all or none; from now on each is the newest of its key."""
-        self._append(duels)
-
-    def storage_duels(self, machine: MachineKey, kernel_abi: str) -> list[StorageDuel]:
-        """Every verified duel between storages on this kind of machine with this build, oldest first."""
-        return self._records(
-            StorageDuel,
-            queries.of_machine(StorageDuelRow, machine),
-            StorageDuelRow.kernel_abi == kernel_abi,
-            StorageDuelRow.verified,
-        )
-
-    def all_storage_duels(self) -> Iterator[StorageDuel]:
-        """Every row, oldest first, read while they are taken."""
-        return self._streamed(StorageDuel)
+        where = () if core_sig is None else queries.of(Promotion, core_sig=core_sig)
+        with self._reading() as connection:
+            return counts.promoted_keys(connection, verified, *where)
 
     def promoted_measurement(
         self, problem: Problem, machine: MachineKey, kernel_abi: str, *, verified: bool = True
@@ -296,7 +257,7 @@ class Store:
         None where no schedule was promoted, or none that was timed here. Not `verified`: what would be in use
         where it was imported from.
         """
-        key = of_problem(PromotionRow, problem, machine, kernel_abi)
+        key = queries.of(Promotion, problem=problem, machine=machine, kernel_abi=kernel_abi)
         return next(iter(self._promoted(verified, *key)), None)
 
     def promoted_measurements(
@@ -305,22 +266,35 @@ class Store:
         """The schedules in use for each problem, build and kind of machine (or this kind); ordered by
         problem.
         """
-        where = () if machine is None else (queries.of_machine(PromotionRow, machine),)
+        where = () if machine is None else queries.of(Promotion, machine=machine)
         return self._promoted(verified, *where)
 
     def _promoted(self, verified: bool, *where: ColumnElement[bool]) -> list[Measurement]:
         ids = queries.promoted_ids(verified, *where)
-        query = rows_of(Measurement).where(MeasurementRow.id.in_(ids))
-        return [*self._read(Measurement, query.order_by(*PROBLEM_ORDER, MeasurementRow.id))]
+        rows = self._read(Measurement, MEASUREMENT.c.id.in_(ids))
+        return sorted(rows, key=lambda row: astuple(row.problem))
 
-    def add_missing(self, rows: Sequence[Shared]) -> int:
+    def newest_plan(self, machine: MachineKey, model_key: str, phase: str) -> PlanRecord | None:
+        """The verified plan that was appended last, else the imported one; None where there is none.
+
+        A plan changes no answer, so that one from elsewhere is used until one is measured or set here.
+        """
+        key = queries.of(PlanRecord, machine=machine, model_key=model_key, phase=phase)
+        columns = TABLES[PlanRecord].c
+        order = columns.verified.desc(), columns.id.desc()
+        return next(self._read(PlanRecord, *key, order=order, at_once=1), None)
+
+    def add_missing(self, rows: Sequence[Row]) -> int:
         """Append those that are not there yet, verified or not, all or none; return how many those were."""
-        with self.writing() as session:
-            if session.get_bind().dialect.name == "postgresql":
-                session.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _IMPORT_LOCK})
-            missing = [*missing_rows(session, rows, self._built)]
-            add_measurements(session, [row for row in missing if isinstance(row, Measurement)])
-            session.add_all([row_of(session, row) for row in missing if not isinstance(row, Measurement)])
+        with self.writing() as connection:
+            if connection.dialect.name == "postgresql":
+                connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _IMPORT_LOCK})
+
+            def stored(kind: type[Row], query: AnySelect) -> Iterator[Row]:
+                return self._built(connection, kind, query)
+
+            missing = [*missing_rows(rows, stored)]
+            add_rows(connection, missing)
         return len(missing)
 
     def delete_builds(
@@ -333,27 +307,22 @@ class Store:
         """
         followed = successors or {}
         hints = [
-            MeasurementRow.id.not_in(queries.imported_hints([*same], current))
+            MEASUREMENT.c.id.not_in(queries.imported_hints([*same], current))
             for current, same in groupby(sorted(followed, key=followed.__getitem__), followed.__getitem__)
         ]
-        deletions: list[tuple[str, Delete]] = [
-            (
-                MeasurementRow.__tablename__,
-                delete(MeasurementRow).where(MeasurementRow.kernel_abi.in_(stale_builds), *hints),
-            ),
-            (PromotionRow.__tablename__, delete(PromotionRow).where(queries.without_timing(stale_builds))),
-            *(
-                (model.__tablename__, delete(model).where(model.kernel_abi.in_(stale_builds)))
-                for model in (StorageDuelRow, StepTimeRow)
-            ),
-            ("problem", queries.delete_unused_problems()),
-            ("schedule", queries.delete_unused_schedules()),
-        ]
+        deletions = {
+            MEASUREMENT: delete(MEASUREMENT).where(MEASUREMENT.c.kernel_abi.in_(stale_builds), *hints),
+            PROMOTION: delete(PROMOTION).where(queries.without_timing(stale_builds)),
+            **{
+                TABLES[kind]: delete(TABLES[kind]).where(TABLES[kind].c.kernel_abi.in_(stale_builds))
+                for kind in (StorageDuel, StepTime)
+            },
+            **{TABLES[kind]: queries.delete_unnamed(kind) for kind in (Problem, Schedule)},
+        }
         deleted: Counter[str] = Counter()
-        with self.writing() as session, session.begin_nested() as savepoint:
-            for table, deletion in deletions:
-                result: Any = session.execute(deletion, execution_options={"synchronize_session": False})
-                deleted[table] += result.rowcount
+        with self.writing() as connection, connection.begin_nested() as savepoint:
+            for table, deletion in deletions.items():
+                deleted[table.name] += connection.execute(deletion).rowcount
             if dry_run:
                 savepoint.rollback()
         return deleted
@@ -371,159 +340,64 @@ class Store:
         Of any other one row is left, with a summary of its samples (`summaries`). Returns the numbers of rows
         deleted and summarised. A few rows at a time: interrupted, it has done a part.
         """
-        where = [] if machine is None else [queries.of_machine(MeasurementRow, machine)]
-        where.append(MeasurementRow.kernel_abi.not_in(except_builds))
-        with self._reading() as session:
-            losers = summaries.losers(session, keep_schedules, *where)
+        where = () if machine is None else queries.of(Measurement, machine=machine)
+        with self._reading() as connection:
+            losers = summaries.losers(
+                connection, keep_schedules, *where, MEASUREMENT.c.kernel_abi.not_in(except_builds)
+            )
         n_summarised = 0
         for numbers in batched(losers.best, summaries.ROWS_AT_ONCE):
-            with self._reading() if dry_run else self.writing() as session:
-                n_summarised += summaries.summarise(session, numbers, dry_run=dry_run)
-        for numbers in batched(() if dry_run else losers.others, summaries.ROWS_AT_ONCE):
-            with self.writing() as session:
-                session.execute(
-                    delete(MeasurementRow).where(MeasurementRow.id.in_(numbers)),
-                    execution_options={"synchronize_session": False},
-                )
+            with self._reading() if dry_run else self.writing() as connection:
+                n_summarised += summaries.summarise(connection, numbers, dry_run=dry_run)
+        if not dry_run:
+            self._delete(Measurement, losers.others)
         return Summarised(len(losers.others), n_summarised)
 
-    def add_plan(self, plan: PlanRecord) -> None:
-        """Append a plan; from now on it is the newest of its key."""
-        self._append([plan])
-
-    def newest_plan(self, machine: MachineKey, model_key: str, phase: str) -> PlanRecord | None:
-        """The verified plan that was appended last, else the imported one; None where there is none.
-
-        A plan changes no answer, so that one from elsewhere is used until one is measured or set here.
-        """
-        query = rows_of(PlanRecord).where(
-            queries.of_machine(ServicePlanRow, machine),
-            ServicePlanRow.model_key == model_key,
-            ServicePlanRow.phase == phase,
-        )
-        return self._first(
-            PlanRecord, query.order_by(ServicePlanRow.verified.desc(), ServicePlanRow.id.desc())
-        )
-
-    def plans(self) -> list[PlanRecord]:
-        """Every plan, oldest first."""
-        return self._records(PlanRecord)
-
     def delete_old(self, keep: int, *, dry_run: bool) -> Mapping[str, int]:
-        """Delete plans and scores of predictors behind the `keep` newest of their key, those made here and
-        those imported; or count them. By table.
+        """Delete rows behind the `keep` newest of their key, those made here and those imported, of the kinds
+        that have such a key (`Kind.newest_of`); or count them. By table.
         """
         deleted = {}
-        for model in queries.OLD_BEHIND:
-            with self._reading() if dry_run else self.writing() as session:
-                old = [*session.scalars(queries.old_rows(model, keep))]
-                for numbers in batched(() if dry_run else old, summaries.ROWS_AT_ONCE):
-                    session.execute(delete(model).where(model.id.in_(numbers)))
-            deleted[model.__tablename__] = len(old)
+        for kind in KINDS.values():
+            if kind.kind.newest_of:
+                with self._reading() as connection:
+                    old = [*connection.scalars(queries.old_rows(kind, keep))]
+                self._delete(kind, () if dry_run else old)
+                deleted[kind.kind.table] = len(old)
         return deleted
 
-    def add_predictor_scores(self, scores: Iterable[PredictorScore]) -> None:
-        """Append all or none."""
-        self._append(scores)
-
-    def predictor_scores(self) -> list[PredictorScore]:
-        """Every score, oldest first."""
-        return self._records(PredictorScore)
-
-    def add_step_times(self, timings: Iterable[StepTime]) -> None:
-        """Append all or none."""
-        self._append(timings)
-
-    def step_times(self, machine: MachineKey, model_key: str, phase: str) -> list[StepTime]:
-        """Every timing of a phase's steps of a model on this kind of machine, oldest first."""
-        return self._records(
-            StepTime,
-            queries.of_machine(StepTimeRow, machine),
-            StepTimeRow.model_key == model_key,
-            StepTimeRow.phase == phase,
-        )
-
-    def all_step_times(self) -> Iterator[StepTime]:
-        """Every row, oldest first, read while they are taken."""
-        return self._streamed(StepTime)
-
-    def add_user_timings(self, timings: Iterable[UserTiming]) -> None:
-        """Append all or none."""
-        self._append(timings)
-
-    def user_timings(self, problem: UserProblem, core_sig: str) -> list[UserTiming]:
-        """Every verified timing of a user's kernel on a shape on this kind of core, oldest first."""
-        timings = self._records(
-            UserTiming,
-            UserKernelTimingRow.core_sig == core_sig,
-            UserKernelTimingRow.kernel_abi == problem.kernel_abi,
-            UserKernelTimingRow.verified,
-        )
-        return [timing for timing in timings if timing.problem == problem]
-
-    def add_user_promotion(self, promotion: UserPromotion) -> None:
-        """Append it; from now on it is the newest of its key."""
-        self._append([promotion])
-
-    def user_promotions(
-        self, kernel_abi: str | None = None, core_sig: str | None = None, *, verified: bool = True
-    ) -> list[UserPromotion]:
-        """Promotions of users' kernels, oldest first: of one build, of one kind of core, or all.
-
-        verified: those fought here; else those that were imported.
-        """
-        wanted = [UserKernelPromotionRow.verified == verified]
-        if kernel_abi is not None:
-            wanted.append(UserKernelPromotionRow.kernel_abi == kernel_abi)
-        if core_sig is not None:
-            wanted.append(UserKernelPromotionRow.core_sig == core_sig)
-        return self._records(UserPromotion, *wanted)
-
-    def all_user_kernels(self) -> Iterator[UserTiming | UserPromotion]:
-        """Every row about users' kernels, timings first, oldest first, read while they are taken."""
-        yield from self._streamed(UserTiming)
-        yield from self._streamed(UserPromotion)
+    def _delete(self, kind: type[Row], numbers: Sequence[int]) -> None:
+        for some in batched(numbers, summaries.ROWS_AT_ONCE):
+            with self.writing() as connection:
+                connection.execute(delete(TABLES[kind]).where(TABLES[kind].c.id.in_(some)))
 
     def grouped(
-        self, record: type[Shared], wanted: Callable[[MachineKey], bool] = lambda _: True
-    ) -> Iterator[list[Any]]:
-        """All rows of machines that are wanted, the rows of a key (`row_groups`) at a time, in key order."""
-        if self._lacks(record):
+        self, kind: type[R], wanted: Callable[[MachineKey], bool] = lambda _: True
+    ) -> Iterator[list[R]]:
+        """All rows of machines that are wanted, a group at a time (`group_conditions`), in groups' order."""
+        if kind.kind.table in self._absent_tables:
             return
-        with self._reading() as session:
-            groups = row_groups.conditions(session, record, wanted, self._tell)
-        shared, model = SharedRecords(), KEPT[record].model
-        kind: Any = record
+        with self._reading() as connection:
+            groups = group_conditions(connection, kind, wanted, self._tell)
         for where in groups:
-            with self._reading() as session:
-                query = narrow_rows_of(kind).where(*where).order_by(model.id)
-                rows: Sequence[AnyRow] = session.connection().execute(query).all()
-                shared.learn(session, record, rows)
-            built = self._built(record, rows, shared.record_of)
-            yield [row for row in built if wanted(row.origin.machine)]
+            yield [row for row in self._read(kind, *where) if wanted(row.origin.machine)]
 
     def stats(self) -> StoreStats:
         """Rows by table and by kind of machine."""
-        with self._reading() as session:
-            return counts.stats(session, self._tell, self.schema_change.after, self._file_bytes())
+        revision, n_bytes = self.schema_change.after, self._file_bytes()
+        with self._reading() as connection:
+            return counts.stats(connection, self._tell, revision, n_bytes, self._absent_tables)
 
-    def plan_machines(self) -> set[MachineKey]:
-        """The kinds of machine that have plans or step times."""
-        with self._reading() as session:
-            return counts.plan_machines(session)
-
-    def machines(self) -> set[MachineKey]:
-        """Every kind of machine that rows are of."""
-        with self._reading() as session:
-            return counts.machines(session)
+    def machines(self, *kinds: type[Row]) -> set[MachineKey]:
+        """Every kind of machine that rows of these kinds are of, or rows of any kind."""
+        with self._reading() as connection:
+            return counts.machines(connection, self._absent_tables, kinds or KINDS.values())
 
     def programs(self, core_sig: str) -> Mapping[str, list[ProgramCount]]:
         """Measurements, promotions and plans of one kind of core, by the program that wrote them."""
-        tables: tuple[type[MeasurementRow | PromotionRow | ServicePlanRow], ...] = (
-            *(MeasurementRow, PromotionRow, ServicePlanRow),
-        )
-        with self._reading() as session:
-            return {table.__tablename__: counts.programs(session, table, core_sig) for table in tables}
+        kinds: tuple[type[Row], ...] = (Measurement, Promotion, PlanRecord)
+        with self._reading() as connection:
+            return {kind.kind.table: counts.programs(connection, kind, core_sig) for kind in kinds}
 
     def _tell(self, what: str) -> None:
         self._report(f"database {self.name}: {what}")
@@ -535,61 +409,74 @@ class Store:
         return self._file.stat().st_size + (log.stat().st_size if log.exists() else 0)
 
     @contextmanager
-    def writing(self) -> Iterator[Session]:
+    def writing(self) -> Iterator[Connection]:
         if self._obstacle is not None:
             raise type(self._obstacle)(f"{self._obstacle}: nothing can be added")
-        with connect.clear_errors(self.name), Session(self._write_engine) as session, session.begin():
-            yield session
-
-    def _append(self, records: Iterable[object]) -> None:
-        with self.writing() as session:
-            session.add_all([row_of(session, record) for record in records])
+        with connect.clear_errors(self.name), self._write_engine.begin() as connection:
+            yield connection
 
     @contextmanager
-    def _reading(self) -> Iterator[Session]:
-        info = {counts.ABSENT: self._absent_tables}
-        with connect.clear_errors(self.name), Session(self._engine, info=info) as session:
-            yield session
+    def _reading(self) -> Iterator[Connection]:
+        with connect.clear_errors(self.name), self._engine.connect() as connection:
+            yield connection
 
-    def _lacks(self, record: type) -> bool:
-        """True if the schema is older than the record's table."""
-        return KEPT[record].model.__tablename__ in self._absent_tables
+    def _read(
+        self,
+        kind: type[R],
+        *where: ColumnElement[bool],
+        order: Sequence[Any] = (),
+        at_once: int | None = None,
+    ) -> Iterator[R]:
+        """The rows of these conditions that keep their record's bounds, oldest first or in another order.
 
-    def _records(self, record: type[T], *where: ColumnExpressionArgument[bool]) -> list[T]:
-        """The rows of these conditions that keep their record's bounds, oldest first."""
-        return [*self._read(record, rows_of(record).where(*where).order_by(KEPT[record].model.id))]
-
-    def _read(self, record: type[T], query: AnySelect) -> Iterator[T]:
-        if self._lacks(record):
-            return iter(())
-        with self._reading() as session:
-            rows: Sequence[AnyRow] = session.execute(query).all()
-        return self._built(record, rows)
-
-    def _first(self, record: type[T], query: AnySelect) -> T | None:
-        """The first row that keeps its record's bounds."""
-        if self._lacks(record):
-            return None
-        with self._reading() as session:
-            return next(self._built(record, session.execute(query.execution_options(yield_per=1))), None)
-
-    def _streamed(self, record: type[T], *where: ColumnExpressionArgument[bool]) -> Iterator[T]:
-        """All rows, few of them in memory; the database is being read until the last one is taken."""
-        if self._lacks(record):
+        at_once: so many are in memory; None: all.
+        """
+        if kind.kind.table in self._absent_tables:
             return
-        query = rows_of(record).where(*where).order_by(KEPT[record].model.id)
-        with self._reading() as session:
-            yield from self._built(record, session.execute(query.execution_options(yield_per=ROWS_AT_ONCE)))
+        rows: Any = kind
+        query = rows_of(rows).where(*where).order_by(*(order or [TABLES[kind].c.id]))
+        with self._reading() as connection:
+            yield from self._built(connection, kind, query, at_once)
 
     def _built(
-        self,
-        record: type[T],
-        rows: Iterable[AnyRow],
-        make: Callable[[type[T], AnyRow], T] = record_of,
-    ) -> Iterator[T]:
-        """Rows that break their record's bounds are reported."""
-        for row in rows:
-            try:
-                yield make(record, row)
-            except RecordError as error:
-                self._tell(f"row {row[0]} of {KEPT[record].model.__tablename__} is skipped: {error}")
+        self, connection: Connection, kind: type[R], query: AnySelect, at_once: int | None = None
+    ) -> Iterator[R]:
+        """The records of a query of `rows_of`. Rows that break their record's bounds are reported."""
+        records = SharedRecords(connection, kind)
+        if at_once is not None:
+            query = query.execution_options(yield_per=at_once)
+        for rows in connection.execute(query).partitions(at_once or ROWS_AT_ONCE):
+            records.learn(rows)
+            for row in rows:
+                try:
+                    yield records.record_of(row)
+                except RecordError as error:
+                    self._tell(f"row {row[0]} of {kind.kind.table} is skipped: {error}")
+
+
+def group_conditions(
+    connection: Connection, kind: type[Row], wanted: Callable[[MachineKey], bool], report: Report
+) -> Iterator[Condition]:
+    """The condition of the rows of each group, in one order whatever the database: what an export streams.
+
+    A group has a problem, a machine and a build; where rows are not of a problem, the first two of the
+    columns that name them. A reader keeps one group in memory: what one machine learnt about one thing.
+    """
+    columns, keys = TABLES[kind].c, list[tuple[tuple[Any, ...], tuple[Any, ...]]]()
+    is_of_problem = "problem_id" in columns
+    names = queries.KEY_FIELDS if is_of_problem else queries.naming_columns(kind)[:2]
+    problems = counts.problems_by_id(connection) if is_of_problem else {}
+    own = [columns[name] for name in names]
+    for values in map(tuple, connection.execute(select(*own).distinct())):
+        if not is_of_problem:
+            keys.append((values, values))
+            continue
+        core, placement, abi, number = values
+        problem, machine = problems[number], made(MachineKey, core, placement)
+        if isinstance(problem, Problem) and isinstance(machine, MachineKey):
+            if wanted(machine):
+                keys.append(((*astuple(problem), core, placement, abi), values))
+        else:
+            broken = problem if isinstance(machine, MachineKey) else machine
+            report(f"rows of one problem are left out: {broken}")
+    return (tuple(a == b for a, b in zip(own, values, strict=True)) for _, values in sorted(keys))

@@ -9,20 +9,17 @@ Nothing is edited: a row is deleted and another of the same number takes its pla
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import Table, delete, insert, select
-from sqlalchemy.orm import Session
+from sqlalchemy import Connection, delete, insert, select
 
 from phasewise.kerneldb import queries
-from phasewise.kerneldb.models import MeasurementRow
+from phasewise.kerneldb.tables import MEASUREMENT
 
 if TYPE_CHECKING:
     from sqlalchemy import ColumnElement
-
-T = TypeVar("T")
 
 KEPT_SAMPLES = 5
 
@@ -54,12 +51,6 @@ class Summarised:
     summarised: int
 
 
-def batched(items: Sequence[T], count: int) -> Iterator[Sequence[T]]:
-    """So many at a time."""
-    for first in range(0, len(items), count):
-        yield items[first : first + count]
-
-
 def summary_of(samples_ns: Sequence[int]) -> list[int]:
     """The least, the quartiles and the largest of samples; all, in their order, where they are few."""
     if len(samples_ns) <= KEPT_SAMPLES:
@@ -69,21 +60,20 @@ def summary_of(samples_ns: Sequence[int]) -> list[int]:
     return [ascending[(len(ascending) - 1) * step // steps] for step in range(KEPT_SAMPLES)]
 
 
-def losers(session: Session, keep: int, *where: ColumnElement[bool]) -> Losers:
+def losers(connection: Connection, keep: int, *where: ColumnElement[bool]) -> Losers:
     """The rows behind the `keep` fastest schedules of each key; eight bytes of memory for each."""
     losing = Losers()
-    for number, rank in session.execute(queries.of_losers(keep, *where).execution_options(yield_per=10_000)):
+    query = queries.of_losers(keep, *where).execution_options(yield_per=10_000)
+    for number, rank in connection.execute(query):
         (losing.best if rank == 1 else losing.others).append(number)
     return losing
 
 
-def summarise(session: Session, numbers: Sequence[int], *, dry_run: bool) -> int:
+def summarise(connection: Connection, numbers: Sequence[int], *, dry_run: bool) -> int:
     """Summarise the rows of these numbers; return how many had more samples than are kept."""
-    table = cast(Table, MeasurementRow.__table__)
-    connection = session.connection()
-    rows: list[dict[str, Any]] = [
-        dict(row) for row in connection.execute(select(table).where(table.c.id.in_(numbers))).mappings()
-    ]
+    table = MEASUREMENT
+    found = connection.execute(select(table).where(table.c.id.in_(numbers))).mappings()
+    rows: list[dict[str, Any]] = [dict(row) for row in found]
     long = [
         row for row in rows if isinstance(row["samples_ns"], list) and len(row["samples_ns"]) > KEPT_SAMPLES
     ]

@@ -119,7 +119,9 @@ PlanKey: TypeAlias = tuple[str, str, MachineKey]
 
 def plans_in_use(store: Store, as_shared: AsShared = lambda plan: plan) -> dict[PlanKey, PlanRecord]:
     """The plan in use of each model, phase and kind of machine, as `newest_plans` and `Store.newest_plan`."""
-    return newest_plans([shared for plan in store.plans() if (shared := as_shared(plan)) is not None])
+    return newest_plans(
+        [shared for plan in store.rows(PlanRecord) if (shared := as_shared(plan)) is not None]
+    )
 
 
 def newest_plans(plans: Sequence[PlanRecord]) -> dict[PlanKey, PlanRecord]:
@@ -280,7 +282,7 @@ def unverified_candidates(store: Store, here: Here) -> list[Candidates]:
         if here.made(row)
     }
     timings: dict[Problem, list[Measurement]] = {}
-    for row in store.all_measurements(here.machine):
+    for row in store.stream(Measurement, machine=here.machine):
         if here.made(row):
             timings.setdefault(row.problem, []).append(row)
     of_problems = [
@@ -350,9 +352,9 @@ def _verify_one(store: Store, here: Here, bench: Bench, candidates: Candidates) 
         if comparison.proves_faster:
             promotions.append(Promotion(problem, schedule, incumbent, comparison, kernel_abi, origin))
             break
-    store.add_promotions(promotions)
+    store.add(promotions)
     if promotions or not any(verdict.comparison.is_undecided for verdict in verdicts):
-        store.add_measurements(Measurement(problem, sample, kernel_abi, origin) for sample in samples)
+        store.add(Measurement(problem, sample, kernel_abi, origin) for sample in samples)
     return verdicts
 
 

@@ -1,6 +1,6 @@
 """The history of the database schema, one Alembic revision a file, shipped with the program.
 
-To change the schema: edit `phasewise.kerneldb.models`, then draft a revision from the difference,
+To change the schema: edit `phasewise.kerneldb.records`, then draft a revision from the difference,
 
     python -c "from phasewise.kerneldb import schema; schema.draft_revision('what changes')"
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from alembic import context
 
-from phasewise.kerneldb.models import Base
+from phasewise.kerneldb.tables import METADATA
 
 context.configure(
     connection=context.config.attributes["connection"],
-    target_metadata=Base.metadata,
+    target_metadata=METADATA,
     version_table=context.config.attributes["version_table"],
     render_as_batch=True,
 )

@@ -102,6 +102,12 @@ def percent(value: float, places: int = 0) -> str:
     return f"{_unsigned_zero(f'{100 * value:.{places}f}')}%" if math.isfinite(value) else NOTHING
 
 
+def limit_cell(share: float) -> str:
+    """A share of a measured limit in a cell, `-` where the limit was measured too low."""
+    told = share_of_limit(share)
+    return NOTHING if told is None else percent(told)
+
+
 def share_of_limit(share: float) -> float | None:
     """A share that may be told; None where the limit must have been measured too low."""
     return share if share <= MOST_SHARE else None

@@ -42,7 +42,7 @@ from phasewise.workflows.batch.run import open_answers
 from phasewise.workflows.bench.kernel_rows import RowFile
 from phasewise.workflows.embed.run import lines_of
 from phasewise.workflows.errors import WorkflowError
-from phasewise.workflows.evaluate.texts import read_text
+from phasewise.workflows.evaluate.scorer import read_text
 from phasewise.workflows.predict_len.answer_prompts import AnswerLog, Settings
 from tests.support.tiers import examples
 from tests.test_architecture import SOURCES

@@ -106,15 +106,18 @@ class Ledger:
         """Append samples, in one transaction, because they were taken together."""
         origin = self._origin()
         rows = [Measurement(problem, sample, self._scope.kernel_abi, origin) for sample in samples]
-        self._store.add_measurements(rows)
+        self._store.add(rows)
         for row in rows:
             self._take(row)
 
     def verdicts(self, problem: Problem) -> Sequence[Promotion]:
         """The outcomes of duels, oldest first: the last one's schedule is in use."""
         if problem not in self._verdicts:
-            rows = self._store.promotions(problem, *self._key)
-            self._verdicts[problem] = [row for row in rows if row.origin.verified]
+            machine, abi = self._key
+            rows = self._store.rows(
+                Promotion, problem=problem, machine=machine, kernel_abi=abi, verified=True
+            )
+            self._verdicts[problem] = rows
         return self._verdicts[problem]
 
     def add_verdict(
@@ -125,7 +128,7 @@ class Ledger:
         `comparison` sets it, as the candidate, against the loser.
         """
         row = Promotion(problem, winner, loser, comparison, self._scope.kernel_abi, self._origin())
-        self._store.add_promotions([row])
+        self._store.add([row])
         self._verdicts.pop(problem, None)
 
     @property

@@ -91,4 +91,8 @@ def read_storage_table(
 ) -> StorageTable:
     """The verdicts of a store for these cores and this build of the kernels."""
     own = dict.fromkeys(machines)
-    return StorageTable(duel for machine in own for duel in store.storage_duels(machine, kernel_abi))
+    return StorageTable(
+        duel
+        for machine in own
+        for duel in store.rows(StorageDuel, machine=machine, kernel_abi=kernel_abi, verified=True)
+    )

@@ -69,6 +69,7 @@ def _tuned(db: str | None, machine: Machine) -> TunedCounts:
     from phasewise.cython_kernels._native import kernel_abis
     from phasewise.kerneldb.location import locate
     from phasewise.kerneldb.product_counts import ShippedCounts, count_products, count_shipped
+    from phasewise.kerneldb.records import PlanRecord
     from phasewise.kerneldb.shipped import shipped_count, shipped_kinds
     from phasewise.topology import core_signature
     from phasewise.tuner.doctor import TunedCounts
@@ -82,7 +83,7 @@ def _tuned(db: str | None, machine: Machine) -> TunedCounts:
 
     with open_store(db) as store:
         timings = sum(count.verified + count.imported for count in store.key_counts(core_sig=core))
-        plans = sum(plan.origin.machine.core_sig == core for plan in store.plans())
+        plans = sum(plan.origin.machine.core_sig == core for plan in store.rows(PlanRecord))
         products = count_products(store, core, kernel_abis())
         brought = count_shipped(store, core, kernel_abis())
     return TunedCounts(location.name, plans, timings, products, brought, kinds)

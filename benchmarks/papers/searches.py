@@ -37,10 +37,7 @@ from phasewise.tuner.search.sandwich import qualified, sandwich
 from phasewise.tuner.search.space import ScheduleSpace, kernel_cycles_per_vector_row, kernel_of
 from phasewise.tuner.weights import cold_bytes
 from phasewise.workflows.bench.peers.processes import Peer, PeerCell, opened_peers
-from tests.support.searches.exhaustive import every_schedule, holds
-from tests.support.searches.mikpoly import mikpoly
-from tests.support.searches.random import random
-from tests.support.searches.roller import roller
+from tests.support.searches import every_schedule, holds, mikpoly, random, roller
 
 TVM_WORKER = Path(__file__).resolve().parents[1] / "peers" / "tvm_tune.py"
 ROUNDS = 150

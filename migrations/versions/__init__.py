@@ -1,1 +1,1 @@
-"""One file a revision. A revision defines the tables that it touches and imports nothing of phasewise."""
+"""One file a revision, which defines the tables that it touches and imports `migrations.ddl` alone."""

@@ -36,7 +36,7 @@ from phasewise.tuner.probe.result import read_groups
 from phasewise.workflows.capacity.load import Load, arrivals_of
 from phasewise.workflows.embed.run import lines_of
 from phasewise.workflows.errors import WorkflowError
-from phasewise.workflows.evaluate.texts import read_text as _calibration
+from phasewise.workflows.evaluate.scorer import read_text as _calibration
 from phasewise.workflows.generate.answer_settings import _read as _prompt
 from phasewise.workflows.report import silent
 from phasewise.workflows.serve.address import http_limits, tls_of

@@ -18,7 +18,7 @@ from sqlalchemy import create_engine, text
 
 from phasewise.kerneldb import schema
 from phasewise.kerneldb.portable import export_lines, groups_of, import_rows, read_export
-from phasewise.kerneldb.records import Measurement
+from phasewise.kerneldb.records import Measurement, PlanRecord
 from phasewise.kerneldb.store import Store, open_store
 from tests.support.machines.kerneldb_examples import MACHINE, MEASUREMENT, PLAN, PROBLEM, PROMOTION, measured
 from tests.support.machines.kerneldb_server import new_database_url
@@ -61,7 +61,7 @@ def open_once(start: Barrier, db: str) -> None:
 def append_for_ever(db: str, begun: Event) -> None:
     with open_store(db) as store:
         for turn in range(1, 1_000_000):
-            store.add_measurements(measured(turn) for _ in range(BATCH))
+            store.add(measured(turn) for _ in range(BATCH))
             begun.set()
 
 
@@ -70,8 +70,8 @@ def tune(start: Barrier, db: str) -> None:
     start.wait(60)
     with open_store(db) as store:
         for turn in range(1, 30):
-            store.add_measurements([measured(turn)])
-            store.add_promotions([PROMOTION])
+            store.add([measured(turn)])
+            store.add([PROMOTION])
             assert store.promoted_measurement(PROBLEM, MACHINE, MEASUREMENT.kernel_abi) is not None
 
 
@@ -115,30 +115,30 @@ def test_a_killed_process_leaves_whole_batches(db: str) -> None:
         count = store.stats().rows["measurement"]
         assert count > 0
         assert count % BATCH == 0
-        store.add_measurements([MEASUREMENT])
+        store.add([MEASUREMENT])
         assert store.stats().rows["measurement"] == count + 1
 
 
 def test_a_reader_is_not_stopped_by_a_writer_and_sees_whole_transactions(db: str) -> None:
     with open_store(db) as writer, open_store(db) as reader:
-        writer.add_measurements([MEASUREMENT])
+        writer.add([MEASUREMENT])
 
         def appended_half() -> Iterator[Measurement]:
             yield measured(1)
             assert reader.stats().rows["measurement"] == 1
             yield measured(2)
 
-        writer.add_measurements(appended_half())
+        writer.add(appended_half())
         assert reader.stats().rows["measurement"] == 3
 
 
 def test_a_scan_is_of_one_moment(db: str) -> None:
     """Rows that another process appends while an export reads are in the next one."""
     with open_store(db) as store, open_store(db) as other:
-        store.add_measurements(measured(ns) for ns in range(1, 1200))
-        scan = store.all_measurements()
+        store.add(measured(ns) for ns in range(1, 1200))
+        scan = store.stream(Measurement)
         next(scan)
-        other.add_measurements([measured(5000)])
+        other.add([measured(5000)])
 
         assert len([*scan]) == 1198
 
@@ -182,25 +182,25 @@ def fill_first_schema(url: str) -> None:
 
 def assert_upgraded(store: Store) -> None:
     assert store.measurements(PROBLEM, MACHINE, MEASUREMENT.kernel_abi) == [MEASUREMENT]
-    assert store.plans() == [PLAN]
+    assert store.rows(PlanRecord) == [PLAN]
 
 
 def test_opening_a_database_again_does_not_give_up_the_first_ones_locks(tmp_path: Path) -> None:
     """Else the last other process to close it takes the write-ahead log away from under the first."""
     file = tmp_path / "shared.db"
     with open_store(file) as first:
-        first.add_plan(PLAN)
+        first.add([PLAN])
         with open_store(file) as second:
-            assert second.plans() == [PLAN]
+            assert second.rows(PlanRecord) == [PLAN]
         other = SPAWN.Process(target=add_plan_once, args=(str(file),))
         other.start()
         other.join(60)
         assert other.exitcode == 0
         assert file.with_name("shared.db-wal").exists()
-        first.add_plan(PLAN)
-        assert len(first.plans()) == 3
+        first.add([PLAN])
+        assert len(first.rows(PlanRecord)) == 3
 
 
 def add_plan_once(db: str) -> None:
     with open_store(db) as store:
-        store.add_plan(PLAN)
+        store.add([PLAN])

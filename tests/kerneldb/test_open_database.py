@@ -27,6 +27,7 @@ from phasewise.kerneldb.errors import (
     KernelDbError,
     ReadOnlyDatabaseError,
 )
+from phasewise.kerneldb.records import Measurement, PlanRecord
 from phasewise.kerneldb.store import open_store
 from tests.support.machines.kerneldb_examples import (
     MACHINE,
@@ -54,8 +55,8 @@ def file(tmp_path: Path) -> Path:
     """A good database with one measurement and one plan."""
     path = tmp_path / "good.db"
     with open_store(path) as store:
-        store.add_measurements([MEASUREMENT])
-        store.add_plan(PLAN)
+        store.add([MEASUREMENT])
+        store.add([PLAN])
     return path
 
 
@@ -71,7 +72,7 @@ def _assert_one_line(error: KernelDbError, *words: object) -> None:
 
 def _read_all(path: Path, report: Callable[[str], None] = lambda message: None) -> None:
     with open_store(path, report) as store:
-        store.plans()
+        store.rows(PlanRecord)
         store.best_measurement(PROBLEM, MACHINE, MEASUREMENT.kernel_abi)
         store.measurements(PROBLEM, MACHINE, MEASUREMENT.kernel_abi)
         store.stats()
@@ -87,7 +88,7 @@ def test_a_new_database_is_created_with_a_write_ahead_log(tmp_path: Path) -> Non
     path = tmp_path / "new.db"
     with open_store(path) as store:
         assert store.schema_change.before is None
-        assert store.plans() == []
+        assert store.rows(PlanRecord) == []
     with contextlib.closing(sqlite3.connect(path)) as raw:
         assert raw.execute("PRAGMA journal_mode").fetchone() == ("wal",)
 
@@ -97,7 +98,7 @@ def test_the_default_database_brings_its_directory_along(
 ) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "not" / "yet"))
     with open_store() as store:
-        store.add_plan(PLAN)
+        store.add([PLAN])
 
     assert (tmp_path / "not" / "yet" / "phasewise" / "phasewise.db").is_file()
 
@@ -125,8 +126,8 @@ def test_an_empty_file_becomes_a_database(tmp_path: Path) -> None:
     path = tmp_path / "empty.db"
     path.touch()
     with open_store(path) as store:
-        store.add_plan(PLAN)
-        assert store.plans() == [PLAN]
+        store.add([PLAN])
+        assert store.rows(PlanRecord) == [PLAN]
 
 
 @pytest.mark.parametrize("content", [b"x", b"GGUF\x03\0\0\0", b"SQLite format 2\0", os.urandom(5000)])
@@ -219,8 +220,8 @@ def _pristine(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     path = tmp_path_factory.getbasetemp() / "pristine.db"
     if not path.exists():
         with open_store(path) as store:
-            store.add_measurements([measured(ns) for ns in range(1, 30)])
-            store.add_plan(PLAN)
+            store.add([measured(ns) for ns in range(1, 30)])
+            store.add([PLAN])
     return path.read_bytes()
 
 
@@ -264,7 +265,7 @@ def test_a_hostile_value_costs_its_row_and_nothing_else(
         raw.execute(f"UPDATE {table} SET {column} = {value}")
     said: list[str] = []
     with open_store(file, said.append) as store:
-        n_read = len(store.plans()) + len([*store.all_measurements()])
+        n_read = len(store.rows(PlanRecord)) + len([*store.stream(Measurement)])
 
     assert n_read + len(said) == 2
     for line in said:
@@ -290,10 +291,10 @@ def _read_as_stranger(path: Path) -> tuple[list[str], int, str]:
     with open_store(path, said.append) as store:
         refused = ""
         try:
-            store.add_plan(PLAN)
+            store.add([PLAN])
         except ReadOnlyDatabaseError as error:
             refused = str(error)
-        return said, len(store.plans()), refused
+        return said, len(store.rows(PlanRecord)), refused
 
 
 @pytest.mark.parametrize("writer_is_open", [False, True], ids=["at rest", "in use"])
@@ -305,7 +306,7 @@ def test_a_read_only_database_is_read_with_a_remark(
     with contextlib.ExitStack() as stack:
         rows = 1
         if writer_is_open:
-            stack.enter_context(open_store(file)).add_plan(PLAN)
+            stack.enter_context(open_store(file)).add([PLAN])
             rows = 2
         file.chmod(file_mode)
         tmp_path.chmod(folder_mode)
@@ -321,7 +322,7 @@ def test_a_read_only_database_is_read_with_a_remark(
 
 def _append_and_die(path: Path) -> None:
     with open_store(path) as store:
-        store.add_plan(PLAN)
+        store.add([PLAN])
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -377,7 +378,7 @@ def test_a_full_disk_keeps_what_was_committed(file: Path) -> None:
     try:
         with open_store(file) as store:
             with pytest.raises(DatabaseFullError) as caught:
-                store.add_measurements([measured(ns) for ns in range(1, 2000)])
+                store.add([measured(ns) for ns in range(1, 2000)])
             assert store.measurements(PROBLEM, MACHINE, MEASUREMENT.kernel_abi) == [MEASUREMENT]
     finally:
         event.remove(Engine, "connect", limit)
@@ -392,9 +393,9 @@ def test_a_database_on_a_full_disk_is_read_and_not_written(
     monkeypatch.setattr(connect, "LEAST_ROOM_BYTES", 1 << 80)
     remarks: list[str] = []
     with open_store(file, remarks.append) as store:
-        assert store.plans() == [PLAN]
+        assert store.rows(PlanRecord) == [PLAN]
         with pytest.raises(DatabaseFullError) as caught:
-            store.add_plan(PLAN)
+            store.add([PLAN])
 
     _assert_one_line(caught.value, file, "disk is full")
     assert remarks == [f"database {file} cannot grow: the disk is full: it is used, and nothing new is kept"]
@@ -412,7 +413,7 @@ def test_a_disk_too_full_to_create_the_database_is_one_clear_line(tmp_path: Path
 
     assert isinstance(error, DatabaseFullError)
     with open_store(tmp_path / "new.db") as store:
-        assert store.plans() == []
+        assert store.rows(PlanRecord) == []
 
 
 def test_a_lock_that_is_never_released_is_one_clear_line(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -420,9 +421,9 @@ def test_a_lock_that_is_never_released_is_one_clear_line(file: Path, monkeypatch
     with contextlib.closing(sqlite3.connect(file, isolation_level=None)) as raw:
         raw.execute("BEGIN IMMEDIATE")
         with open_store(file) as store:
-            assert store.plans() == [PLAN]
+            assert store.rows(PlanRecord) == [PLAN]
             with pytest.raises(BusyDatabaseError) as caught:
-                store.add_plan(PLAN)
+                store.add([PLAN])
 
     _assert_one_line(caught.value, file, "locked by another process")
 
@@ -430,7 +431,7 @@ def test_a_lock_that_is_never_released_is_one_clear_line(file: Path, monkeypatch
 def _append_for_ever(path: Path, acknowledged: int) -> None:
     with open_store(path) as store:
         for count in range(1, 100_000):
-            store.add_measurements([measured(count)])
+            store.add([measured(count)])
             os.write(acknowledged, b"x")
 
 
@@ -512,7 +513,7 @@ def test_a_statement_without_end_is_ended(file: Path, monkeypatch: pytest.Monkey
         with pytest.raises(DamagedDatabaseError, match="work without end"), connect.clear_errors(store.name):
             count_for_ever(store._engine)
 
-        assert list(store.all_measurements()) == [MEASUREMENT]
+        assert list(store.stream(Measurement)) == [MEASUREMENT]
 
 
 def test_a_statement_without_end_is_ended_by_a_server(
@@ -523,7 +524,7 @@ def test_a_statement_without_end_is_ended_by_a_server(
         with pytest.raises(DamagedDatabaseError, match="took too long"), connect.clear_errors(store.name):
             count_for_ever(store._engine)
 
-        assert not list(store.all_measurements())
+        assert not list(store.stream(Measurement))
 
 
 def test_limits_of_a_server_yield_to_those_of_its_url() -> None:
@@ -562,7 +563,7 @@ def test_ctrl_c_ends_a_statement(file: Path) -> None:
             count_for_ever(store._engine)
         presser.join()
 
-        assert list(store.all_measurements()) == [MEASUREMENT]
+        assert list(store.stream(Measurement)) == [MEASUREMENT]
 
 
 def count_for_ever(engine: Engine) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from sqlalchemy import event
 
+from phasewise.kerneldb.records import Measurement, Promotion, StepTime, StorageDuel, UserTiming
 from phasewise.kerneldb.store import Store, open_store
 from phasewise.kerneldb.upkeep import standings
 from tests.support.machines.grown_database import Fleet, build_of, fill, machine_of
@@ -23,20 +24,24 @@ LARGE = ("measurement", "promotion", "storage_duel", "service_plan", "step_time"
 OF_OWN_ROWS: dict[str, Callable[[Store], Any]] = {
     "plan of a start": lambda store: store.newest_plan(OWN, PLAN.model_key, "decode"),
     "schedules of a start": lambda store: store.promoted_measurements(OWN),
-    "storages of a start": lambda store: store.storage_duels(OWN, ABI),
-    "step times of a start": lambda store: store.step_times(OWN, STEP_TIME.model_key, "decode"),
+    "storages of a start": lambda store: store.rows(StorageDuel, machine=OWN, kernel_abi=ABI, verified=True),
+    "step times of a start": lambda store: store.rows(
+        StepTime, machine=OWN, model_key=STEP_TIME.model_key, phase="decode"
+    ),
     "one schedule in use": lambda store: store.promoted_measurement(PROBLEM, OWN, ABI),
     "the best of a key": lambda store: store.best_measurement(PROBLEM, OWN, ABI),
     "timings of a key": lambda store: store.measurements(PROBLEM, OWN, ABI),
     "timings of a weight": lambda store: store.measurements_of_every_m(PROBLEM, OWN, ABI),
-    "timings of a machine": lambda store: [*store.all_measurements(OWN)],
+    "timings of a machine": lambda store: [*store.stream(Measurement, machine=OWN)],
     "count of a key": lambda store: store.measurement_count(PROBLEM, OWN, ABI),
     "count of a machine": lambda store: store.key_counts(OWN),
     "count of a core": lambda store: store.key_counts(core_sig=OWN.core_sig),
     "keys of a core": lambda store: store.timed_keys(OWN.core_sig),
     "beginning of a weight": lambda store: store.begun_ms([PROBLEM], OWN, ABI),
-    "promotions of a key": lambda store: store.promotions(PROBLEM, OWN, ABI),
-    "timings of a user's kernel": lambda store: store.user_timings(USER_PROBLEM, OWN.core_sig),
+    "promotions of a key": lambda store: store.rows(Promotion, problem=PROBLEM, machine=OWN, kernel_abi=ABI),
+    "timings of a user's kernel": lambda store: store.rows(
+        UserTiming, problem=USER_PROBLEM, core_sig=OWN.core_sig, verified=True
+    ),
     "losers of a machine": lambda store: store.summarise_losers(1, OWN, dry_run=True),
 }
 """Questions about one machine, or one key of it."""
@@ -112,4 +117,4 @@ def test_keys_are_found_by_seeks_alone(store: Store) -> None:
 
 def test_a_scan_would_be_noticed(store: Store) -> None:
     """The same reading of plans, of a question that reads every row."""
-    assert scanned(plans_of(store, lambda store: [*store.all_measurements()]))
+    assert scanned(plans_of(store, lambda store: [*store.stream(Measurement)]))

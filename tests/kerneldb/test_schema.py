@@ -24,7 +24,15 @@ from phasewise.kerneldb.errors import (
     KernelDbError,
     ReadOnlyDatabaseError,
 )
-from phasewise.kerneldb.rows import KEPT
+from phasewise.kerneldb.records import (
+    KINDS,
+    PlanRecord,
+    PredictorScore,
+    Promotion,
+    StepTime,
+    StorageDuel,
+    UserPromotion,
+)
 from phasewise.kerneldb.store import open_store
 from tests.support.machines.kerneldb_examples import (
     MACHINE,
@@ -139,7 +147,7 @@ def test_a_migration_imports_nothing_of_ours() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            assert not [name for name in names if name.startswith("phasewise")], path
+            assert {name for name in names if name.startswith("phasewise")} <= {"phasewise.migrations"}, path
 
 
 def test_every_released_schema_left_a_database() -> None:
@@ -153,12 +161,12 @@ def test_every_released_schema_upgrades_and_keeps_its_rows(revision: str, tmp_pa
     with open_store(file) as opened:
         assert opened.schema_change == schema.SchemaChange(revision, schema.HEAD)
         assert opened.measurements(PROBLEM, MACHINE, MEASUREMENT.kernel_abi) == [MEASUREMENT]
-        assert opened.plans() == [PLAN]
-        assert [*opened.all_promotions()] == ([] if revision == "0001" else [PROMOTION])
-        assert [*opened.all_storage_duels()] == ([STORAGE_DUEL] if revision >= "0005" else [])
-        assert opened.predictor_scores() == ([PREDICTOR_SCORE] if revision >= "0007" else [])
-        assert [*opened.all_step_times()] == ([STEP_TIME] if revision >= "0003" else [])
-        assert opened.user_promotions() == ([USER_PROMOTION] if revision >= "0004" else [])
+        assert opened.rows(PlanRecord) == [PLAN]
+        assert [*opened.stream(Promotion)] == ([] if revision == "0001" else [PROMOTION])
+        assert [*opened.stream(StorageDuel)] == ([STORAGE_DUEL] if revision >= "0005" else [])
+        assert opened.rows(PredictorScore) == ([PREDICTOR_SCORE] if revision >= "0007" else [])
+        assert [*opened.stream(StepTime)] == ([STEP_TIME] if revision >= "0003" else [])
+        assert opened.rows(UserPromotion, verified=True) == ([USER_PROMOTION] if revision >= "0004" else [])
 
 
 def test_an_older_schema_is_upgraded_in_place_and_said(
@@ -170,7 +178,7 @@ def test_an_older_schema_is_upgraded_in_place_and_said(
     said: list[str] = []
     with open_store(released, said.append) as opened:
         assert opened.schema_change == schema.SchemaChange(before, "9999")
-        assert opened.plans() == [PLAN]
+        assert opened.rows(PlanRecord) == [PLAN]
     with open_store(released, said.append) as opened:
         assert opened.schema_change == schema.SchemaChange("9999", "9999")
 
@@ -178,7 +186,7 @@ def test_an_older_schema_is_upgraded_in_place_and_said(
     assert said == [f"database {released} upgraded from schema {before} to 9999; {copy} is what it was"]
     with open_store(copy, said.append) as opened:
         assert opened.schema_change.before == before
-        assert opened.plans() == [PLAN]
+        assert opened.rows(PlanRecord) == [PLAN]
 
 
 def test_an_upgrade_that_fails_changes_nothing(
@@ -193,7 +201,7 @@ def test_an_upgrade_that_fails_changes_nothing(
 
     assert list(_dump(released)) == before
     with open_store(released) as opened:
-        assert opened.plans() == [PLAN]
+        assert opened.rows(PlanRecord) == [PLAN]
 
 
 def test_a_newer_schema_is_refused_untouched(released: Path, tmp_path: Path) -> None:
@@ -249,7 +257,7 @@ def test_a_program_one_schema_older_reads_what_a_newer_one_upgraded(
         as_program_of(patch, newer, tmp_path)
         with open_store(file, said.append) as opened:
             assert opened.schema_change == schema.SchemaChange(older, newer)
-            assert opened.plans() == [PLAN]
+            assert opened.rows(PlanRecord) == [PLAN]
     copy = tmp_path / f"{older}.db.before-upgrade"
     assert said == [f"database {file} upgraded from schema {older} to {newer}; {copy} is what it was"]
     assert list(_dump(copy)) == list(_dump(FIXTURES / f"{older}.db"))
@@ -263,11 +271,11 @@ def test_a_program_one_schema_older_reads_what_a_newer_one_upgraded(
         said.clear()
         with open_store(file, said.append) as opened:
             assert not opened.writable
-            assert opened.plans() == [PLAN]
+            assert opened.rows(PlanRecord) == [PLAN]
             assert opened.measurements(PROBLEM, MACHINE, MEASUREMENT.kernel_abi) == [MEASUREMENT]
-            assert [*opened.all_promotions()] == [PROMOTION]
+            assert [*opened.stream(Promotion)] == [PROMOTION]
             with pytest.raises(DatabaseTooNewError, match="nothing can be added"):
-                opened.add_plan(PLAN)
+                opened.add([PLAN])
         assert list(_dump(file)) == before
     assert len(said) == 1
     assert f"newer than this phasewise's {older}: it is read, and nothing new is kept" in said[0]
@@ -283,7 +291,7 @@ def test_a_table_that_a_newer_program_guards_does_not_hide_the_others(
         with open_store(released):
             pass
     with open_store(released) as opened:
-        assert opened.plans() == [PLAN]
+        assert opened.rows(PlanRecord) == [PLAN]
         assert not opened.writable
     with sqlite3.connect(released) as raw:
         raw.execute(f"UPDATE {schema.VERSION_TABLE} SET version_num = '{schema.HEAD}'")
@@ -338,7 +346,7 @@ def test_the_copy_has_what_the_log_holds_and_the_mode_of_the_database(
     file = tmp_path / "used.db"
     with open_store(file) as other:
         file.chmod(0o600)
-        other.add_plan(PLAN)
+        other.add([PLAN])
         assert (tmp_path / "used.db-wal").stat().st_size > 0
         with monkeypatch.context() as patch:
             _add_revision(patch, tmp_path)
@@ -348,7 +356,7 @@ def test_the_copy_has_what_the_log_holds_and_the_mode_of_the_database(
 
     assert copy.stat().st_mode & 0o777 == 0o600
     with open_store(copy) as opened:
-        assert opened.plans() == [PLAN]
+        assert opened.rows(PlanRecord) == [PLAN]
         assert opened.writable
 
 
@@ -357,23 +365,23 @@ def test_a_servers_database_is_changed_by_db_upgrade_alone_and_an_older_host_goe
 ) -> None:
     url, before, said = new_database_url(postgres), schema.HEAD, list[str]()
     with open_store(url) as opened:
-        opened.add_plan(PLAN)
+        opened.add([PLAN])
     with monkeypatch.context() as patch:
         _add_revision(patch, tmp_path)
         with open_store(url, said.append) as opened:
-            assert opened.plans() == [PLAN]
+            assert opened.rows(PlanRecord) == [PLAN]
             with pytest.raises(DatabaseTooOldError, match="run `phasewise db upgrade`"):
-                opened.add_plan(PLAN)
+                opened.add([PLAN])
         assert "it is read, and nothing new is kept" in said.pop()
         with open_store(url, said.append, upgrades_server=True) as opened:
             assert opened.schema_change == schema.SchemaChange(before, "9999")
-            opened.add_plan(PLAN)
+            opened.add([PLAN])
         assert len(said) == 1
         assert said[0].endswith(f"upgraded from schema {before} to 9999")
     with open_store(url, said.append) as opened:
-        assert opened.plans() == [PLAN, PLAN]
+        assert opened.rows(PlanRecord) == [PLAN, PLAN]
         with pytest.raises(DatabaseTooNewError, match="nothing can be added"):
-            opened.add_plan(PLAN)
+            opened.add([PLAN])
     assert "it is read, and nothing new is kept" in said[1]
     with open_store(url, said.append, upgrades_server=True) as opened:
         assert opened.schema_change.after == "9999"
@@ -393,23 +401,23 @@ def test_an_older_schema_that_cannot_be_upgraded_is_read(
             pass
         return
     with open_store(file, said.append) as opened:
-        assert opened.plans() == [PLAN]
+        assert opened.rows(PlanRecord) == [PLAN]
         assert opened.newest_plan(PLAN.origin.machine, PLAN.model_key, PLAN.phase) == PLAN
         assert opened.measurements(PROBLEM, MACHINE, MEASUREMENT.kernel_abi) == [MEASUREMENT]
         assert opened.promoted_measurements() == [MEASUREMENT]
-        assert [*opened.all_storage_duels()] == ([STORAGE_DUEL] if revision >= "0005" else [])
-        assert [*opened.all_step_times()] == ([STEP_TIME] if revision >= "0003" else [])
-        assert opened.predictor_scores() == ([PREDICTOR_SCORE] if revision >= "0007" else [])
-        assert opened.user_promotions() == ([USER_PROMOTION] if revision >= "0004" else [])
-        for record in KEPT:
+        assert [*opened.stream(StorageDuel)] == ([STORAGE_DUEL] if revision >= "0005" else [])
+        assert [*opened.stream(StepTime)] == ([STEP_TIME] if revision >= "0003" else [])
+        assert opened.rows(PredictorScore) == ([PREDICTOR_SCORE] if revision >= "0007" else [])
+        assert opened.rows(UserPromotion, verified=True) == ([USER_PROMOTION] if revision >= "0004" else [])
+        for record in KINDS.values():
             assert all(group for group in opened.grouped(record))
         stats = opened.stats()
         assert stats.revision == revision
         assert stats.rows["service_plan"] == 1
         assert MACHINE in opened.machines()
-        assert opened.plan_machines()
+        assert opened.machines(PlanRecord, StepTime)
         with pytest.raises((DatabaseTooOldError, ReadOnlyDatabaseError), match="nothing can be added"):
-            opened.add_plan(PLAN)
+            opened.add([PLAN])
     assert len(said) == 1
     assert file.read_bytes() == before
 

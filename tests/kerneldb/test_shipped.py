@@ -118,23 +118,23 @@ def test_what_became_of_the_packages_schedules_is_counted(two_kinds: list[str]) 
     builds = (MEASUREMENT.kernel_abi,)
     with open_store(":memory:") as opened:
         assert count_shipped(opened, MACHINE.core_sig, builds) == ShippedCounts(1)
-        opened.add_measurements([MEASUREMENT, measured(3, OTHER_SCHEDULE)])
-        opened.add_promotions([PROMOTION])
+        opened.add([MEASUREMENT, measured(3, OTHER_SCHEDULE)])
+        opened.add([PROMOTION])
         assert count_shipped(opened, MACHINE.core_sig, builds) == ShippedCounts(1, 1, 1)
         assert count_shipped(opened, MACHINE.core_sig, ("another",)) == ShippedCounts(1)
-        opened.add_promotions([replace(PROMOTION, schedule=OTHER_SCHEDULE)])
+        opened.add([replace(PROMOTION, schedule=OTHER_SCHEDULE)])
         assert count_shipped(opened, MACHINE.core_sig, builds) == ShippedCounts(1, 1, 0)
 
 
 @pytest.fixture
 def store() -> Store:
     with open_store(":memory:") as opened:
-        opened.add_measurements(
+        opened.add(
             [MEASUREMENT, measured(900), measured(100, OTHER_SCHEDULE), measured(5, kernel_abi="other")]
         )
-        opened.add_promotions([PROMOTION])
-        opened.add_storage_duels([STORAGE_DUEL])
-        opened.add_plan(PLAN)
+        opened.add([PROMOTION])
+        opened.add([STORAGE_DUEL])
+        opened.add([PLAN])
         yield opened  # type: ignore[misc]
 
 

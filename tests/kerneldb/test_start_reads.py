@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from phasewise.kerneldb import start_reads
 from phasewise.kerneldb.errors import DatabaseNameError
+from phasewise.kerneldb.records import StepTime, StorageDuel
 from phasewise.kerneldb.start_reads import StartReads, n_without_database, open_start_reads
 from phasewise.kerneldb.store import open_store
 from tests.kerneldb.test_schema import FIXTURES
@@ -41,19 +42,24 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _fill(db: str | Path) -> None:
     with open_store(db) as store:
-        store.add_plan(PLAN)
-        store.add_measurements([MEASUREMENT])
-        store.add_promotions([PROMOTION])
-        store.add_storage_duels([STORAGE_DUEL])
-        store.add_step_times([STEP_TIME, IMPORTED])
+        store.add([PLAN])
+        store.add([MEASUREMENT])
+        store.add([PROMOTION])
+        store.add([STORAGE_DUEL])
+        store.add([STEP_TIME, IMPORTED])
 
 
 def _all_of(reads: StartReads) -> tuple[object, ...]:
     return (
         reads.newest_plan(PLAN.origin.machine, PLAN.model_key, PLAN.phase),
         reads.promoted_measurements(MACHINE),
-        reads.storage_duels(STORAGE_DUEL.origin.machine, ABI),
-        reads.step_times(STEP_TIME.origin.machine, STEP_TIME.model_key, STEP_TIME.step.phase),
+        reads.rows(StorageDuel, machine=STORAGE_DUEL.origin.machine, kernel_abi=ABI, verified=True),
+        reads.rows(
+            StepTime,
+            machine=STEP_TIME.origin.machine,
+            model_key=STEP_TIME.model_key,
+            phase=STEP_TIME.step.phase,
+        ),
     )
 
 
@@ -173,11 +179,21 @@ def test_a_database_that_is_empty_again_is_read_as_such(tmp_path: Path) -> None:
     db.unlink()
     shutil.copy(FIXTURES / "0007.db", db)
     with open_start_reads(db, said.append) as reads:
-        assert reads.storage_duels(STORAGE_DUEL.origin.machine, "another build") == []
+        assert (
+            reads.rows(
+                StorageDuel, machine=STORAGE_DUEL.origin.machine, kernel_abi="another build", verified=True
+            )
+            == []
+        )
     start_reads._missed_s.clear()
     _garbage(db)
     with open_start_reads(db, said.append) as reads:
-        assert reads.storage_duels(STORAGE_DUEL.origin.machine, "another build") == []
+        assert (
+            reads.rows(
+                StorageDuel, machine=STORAGE_DUEL.origin.machine, kernel_abi="another build", verified=True
+            )
+            == []
+        )
 
 
 @given(data=st.data())

@@ -17,10 +17,20 @@ from hypothesis import strategies as st
 
 from phasewise.kerneldb import upkeep
 from phasewise.kerneldb.counts import Key
-from phasewise.kerneldb.diff import OtherKind, diff
+from phasewise.kerneldb.diff import diff
 from phasewise.kerneldb.hints import waiting_hints
 from phasewise.kerneldb.portable import export_lines, groups_of, import_rows, read_export, rows_of
-from phasewise.kerneldb.records import Comparison, Measurement, Problem, Promotion, Sample, Schedule
+from phasewise.kerneldb.records import (
+    Comparison,
+    Measurement,
+    PlanRecord,
+    PredictorScore,
+    Problem,
+    Promotion,
+    Sample,
+    Schedule,
+    StepTime,
+)
 from phasewise.kerneldb.store import Store, open_store
 from phasewise.kerneldb.summaries import KEEP_SCHEDULES, KEPT_SAMPLES, summary_of
 from phasewise.kerneldb.upkeep import (
@@ -143,22 +153,20 @@ class TestPreferred:
     def test_what_is_in_use_comes_before_what_is_fast_and_that_before_what_is_imported(
         self, store: Store
     ) -> None:
-        store.add_measurements([measured(5, schedule=OTHER_SCHEDULE, origin=THERE)])
+        store.add([measured(5, schedule=OTHER_SCHEDULE, origin=THERE)])
         assert preferred_now(store)[KEY].standing is PreferenceReason.IMPORTED
 
-        store.add_measurements([measured(100, schedule=THIRD), measured(200)])
+        store.add([measured(100, schedule=THIRD), measured(200)])
         assert preferred_now(store)[KEY].schedule == THIRD
         assert preferred_now(store)[KEY].standing is PreferenceReason.MEASURED
 
-        store.add_promotions([PROMOTION])
+        store.add([PROMOTION])
         assert preferred_now(store)[KEY].schedule == SCHEDULE
         assert preferred_now(store)[KEY].standing is PreferenceReason.IN_USE
 
     def test_what_was_in_use_there_comes_before_what_was_fast_there(self, store: Store) -> None:
-        store.add_measurements(
-            [measured(5, schedule=OTHER_SCHEDULE, origin=THERE), measured(9, origin=THERE)]
-        )
-        store.add_promotions([PROMOTED_THERE])
+        store.add([measured(5, schedule=OTHER_SCHEDULE, origin=THERE), measured(9, origin=THERE)])
+        store.add([PROMOTED_THERE])
 
         assert preferred_now(store)[KEY].schedule == SCHEDULE
         assert preferred_now(store)[KEY].standing is PreferenceReason.IMPORTED
@@ -169,8 +177,8 @@ class TestDiff:
 
     def test_a_database_prefers_what_its_import_does_and_uses_it(self, store: Store) -> None:
         """Nothing of the import is in use yet: that is a difference, of the same schedule."""
-        store.add_measurements([measured(100, schedule=OTHER_SCHEDULE), measured(200)])
-        store.add_promotions([PROMOTION])
+        store.add([measured(100, schedule=OTHER_SCHEDULE), measured(200)])
+        store.add([PROMOTION])
         with open_store(":memory:") as other:
             import_rows(other, rows_of(store))
             compared = diff(store, other)
@@ -187,9 +195,9 @@ class TestDiff:
 
     def test_step_times_are_counted_and_are_no_difference(self, store: Store) -> None:
         more = [dataclasses.replace(STEP_TIME, configuration_key=f"c{number}") for number in range(17)]
-        store.add_step_times(more)
+        store.add(more)
         with open_store(":memory:") as other:
-            other.add_step_times([STEP_TIME, *more[:3]])
+            other.add([STEP_TIME, *more[:3]])
             compared = diff(store, other)
         assert (compared.others, compared.steps_here, compared.steps_there) == ((), 14, 1)
 
@@ -200,10 +208,10 @@ class TestDiff:
         with open_store(":memory:") as store:
             for verified, number, phase in drawn:
                 origin = dataclasses.replace(PLAN.origin, verified=verified)
-                store.add_plan(
-                    dataclasses.replace(PLAN, phase=phase, origin=origin, objectives={"n": float(number)})
+                store.add(
+                    [dataclasses.replace(PLAN, phase=phase, origin=origin, objectives={"n": float(number)})]
                 )
-            in_use, plans = plans_in_use(store), store.plans()
+            in_use, plans = plans_in_use(store), store.rows(PlanRecord)
             shown = [*plan_fields(plans, labels(plan.origin.machine for plan in plans))]
             for phase in ("decode", "prefill"):
                 started = store.newest_plan(PLAN.origin.machine, PLAN.model_key, phase)
@@ -214,9 +222,9 @@ class TestDiff:
 
     def test_another_schedule_or_none_is_a_difference(self, store: Store) -> None:
         elsewhere = measured(7, kernel_abi="gemm-avx2-0")
-        store.add_measurements([measured(100)])
+        store.add([measured(100)])
         with open_store(":memory:") as other:
-            other.add_measurements([measured(100, schedule=OTHER_SCHEDULE), elsewhere])
+            other.add([measured(100, schedule=OTHER_SCHEDULE), elsewhere])
             compared = diff(store, other)
 
         assert compared.same == 0
@@ -229,23 +237,27 @@ class TestDiff:
         """All that an export knows: what one side alone has is a difference, and so is another verdict."""
         faster = dataclasses.replace(STORAGE_DUEL, comparison=Comparison(2.0, 1.5, 2.5, 0.95, 15))
         slower = dataclasses.replace(STORAGE_DUEL, comparison=Comparison(0.5, 0.4, 0.6, 0.95, 15))
-        store.add_storage_duels([slower, faster])
-        store.add_step_times([STEP_TIME])
-        store.add_predictor_scores([PREDICTOR_SCORE])
-        store.add_user_promotion(USER_PROMOTION)
+        store.add([slower, faster])
+        store.add([STEP_TIME])
+        store.add([PREDICTOR_SCORE])
+        store.add([USER_PROMOTION])
         with open_store(":memory:") as other:
-            assert {difference.kind for difference in diff(store, other).others} == set(OtherKind)
+            assert {difference.kind for difference in diff(store, other).others} == {
+                "predictor",
+                "storage",
+                "user kernel",
+            }
             import_rows(other, rows_of(store))
             imported = {row.kind: (row.here, row.there) for row in diff(store, other).others}
-            assert imported[OtherKind.STORAGE] == ("sparse", "sparse, imported")
-            assert set(imported) == {OtherKind.STORAGE, OtherKind.USER_KERNEL}
-            other.add_user_promotion(USER_PROMOTION)
-            other.add_storage_duels([slower])
+            assert imported["storage"] == ("sparse", "sparse, imported")
+            assert set(imported) == {"storage", "user kernel"}
+            other.add([USER_PROMOTION])
+            other.add([slower])
             (changed,) = diff(store, other).others
             worse = dataclasses.replace(PREDICTOR_SCORE, figures={"accuracy": 0.5})
-            other.add_predictor_scores([worse])
-            (judged,) = (row for row in diff(store, other).others if row.kind is OtherKind.PREDICTOR)
-        assert (changed.kind, changed.here, changed.there) == (OtherKind.STORAGE, "sparse", "dense")
+            other.add([worse])
+            (judged,) = (row for row in diff(store, other).others if row.kind == "predictor")
+        assert (changed.kind, changed.here, changed.there) == ("storage", "sparse", "dense")
         assert (judged.here, judged.there) == ("holds 99.4%", "holds 50.0%")
 
 
@@ -276,10 +288,8 @@ class TestGarbage:
         stale = measured(
             3, schedule=OTHER_SCHEDULE, kernel_abi="gemm-avx2-00", problem=Problem("gemm", "f32", 1, 1, 1)
         )
-        store.add_measurements([*kept, stale])
-        store.add_promotions(
-            [dataclasses.replace(PROMOTION, kernel_abi="gemm-avx2-00", problem=stale.problem)]
-        )
+        store.add([*kept, stale])
+        store.add([dataclasses.replace(PROMOTION, kernel_abi="gemm-avx2-00", problem=stale.problem)])
         expected = {
             "measurement": 1,
             "promotion": 1,
@@ -290,24 +300,24 @@ class TestGarbage:
         }
 
         assert collect_garbage(store, self.CURRENT, None, dry_run=True).deleted == expected
-        assert len([*store.all_measurements()]) == 3
+        assert len([*store.stream(Measurement)]) == 3
         assert collect_garbage(store, self.CURRENT, None, dry_run=False).deleted == expected
-        assert [*store.all_measurements()] == kept
+        assert [*store.stream(Measurement)] == kept
         assert store.stats().rows["schedule"] == 1
 
     def test_winners_of_a_stale_build_stay_until_they_are_judged_again(self, store: Store) -> None:
         """With all that their build knows."""
         old = [measured(5, kernel_abi="gemm-avx2-00"), measured(9, OTHER_SCHEDULE, kernel_abi="gemm-avx2-00")]
-        store.add_measurements(old)
-        store.add_promotions([dataclasses.replace(PROMOTION, kernel_abi="gemm-avx2-00")])
+        store.add(old)
+        store.add([dataclasses.replace(PROMOTION, kernel_abi="gemm-avx2-00")])
 
         collected = collect_garbage(store, self.CURRENT, None, dry_run=False)
         assert (collected.spared, collected.hints) == ({"gemm-avx2-00": 1}, 0)
-        assert [*store.all_measurements()] == old
-        store.add_measurements([measured(5, kernel_abi="gemm-avx2-aa")])
-        store.add_promotions([dataclasses.replace(PROMOTION, kernel_abi="gemm-avx2-aa")])
+        assert [*store.stream(Measurement)] == old
+        store.add([measured(5, kernel_abi="gemm-avx2-aa")])
+        store.add([dataclasses.replace(PROMOTION, kernel_abi="gemm-avx2-aa")])
         assert collect_garbage(store, self.CURRENT, None, dry_run=False).spared == {}
-        assert {row.kernel_abi for row in store.all_measurements()} == {"gemm-avx2-aa"}
+        assert {row.kernel_abi for row in store.stream(Measurement)} == {"gemm-avx2-aa"}
 
     def test_imported_winners_of_other_builds_stay_as_hints(self, store: Store) -> None:
         """The newest of a product and a kind of machine, until the build that runs here has one."""
@@ -324,8 +334,8 @@ class TestGarbage:
                 promotions.append(
                     dataclasses.replace(PROMOTION, kernel_abi=abi, problem=problem, origin=origin)
                 )
-        store.add_measurements(rows)
-        store.add_promotions(promotions)
+        store.add(rows)
+        store.add(promotions)
         hints = [row for row in rows if row.kernel_abi == "gemm-avx2-22" and row.sample.schedule == SCHEDULE]
         before = waiting_hints(store, MACHINE, "gemm-avx2-aa")
         assert {hint.measurement for hint in before.values()} == {hints[0], hints[1]}
@@ -333,18 +343,18 @@ class TestGarbage:
         counted = collect_garbage(store, self.CURRENT, None, dry_run=True)
         assert counted == collect_garbage(store, self.CURRENT, None, dry_run=False)
         assert (counted.hints, counted.deleted["measurement"], counted.deleted["promotion"]) == (4, 12, 4)
-        assert [*store.all_measurements()] == hints
+        assert [*store.stream(Measurement)] == hints
         assert waiting_hints(store, MACHINE, "gemm-avx2-aa") == before
         assert collect_garbage(store, self.CURRENT, None, dry_run=False).deleted["measurement"] == 0
 
         promoted_here = dataclasses.replace(PROMOTION, kernel_abi="gemm-avx2-aa")
         own = measured(6, kernel_abi="gemm-avx2-aa")
         lost = measured(8, kernel_abi="gemm-avx2-aa", problem=other)
-        store.add_measurements([own, lost])
-        store.add_promotions([promoted_here])
+        store.add([own, lost])
+        store.add([promoted_here])
         assert collect_garbage(store, self.CURRENT, None, dry_run=False).hints == 2, "both were judged here"
         assert {
-            row.origin.machine for row in store.all_measurements() if row.kernel_abi != own.kernel_abi
+            row.origin.machine for row in store.stream(Measurement) if row.kernel_abi != own.kernel_abi
         } == {OTHER_MACHINE}
 
     def test_step_times_of_a_build_that_nothing_else_names_go_too(self, store: Store) -> None:
@@ -352,10 +362,10 @@ class TestGarbage:
         stale, far = (
             dataclasses.replace(STEP_TIME, kernel_abi=abi) for abi in ("gemm-avx2-00", "gemm-neon-00")
         )
-        store.add_step_times([stale, far])
+        store.add([stale, far])
 
         assert collect_garbage(store, self.CURRENT, None, dry_run=False).deleted["step_time"] == 1
-        assert [*store.all_step_times()] == [far]
+        assert [*store.stream(StepTime)] == [far]
 
     def test_of_scores_the_newest_stay_of_each_predictor_and_its_answers(self, store: Store) -> None:
         """As of plans; what was imported has its own newest. Without --keep all stay."""
@@ -365,14 +375,14 @@ class TestGarbage:
             for change in ({"reads": "all-minilm-l6-v2"}, {"answers_key": "x"}, {"judged_by": "folds"})
         ]
         imported = dataclasses.replace(PREDICTOR_SCORE, origin=THERE)
-        store.add_predictor_scores([*scores, *others, imported])
+        store.add([*scores, *others, imported])
 
         assert "predictor_score" not in collect_garbage(store, self.CURRENT, None, dry_run=False).deleted
         counted = collect_garbage(store, self.CURRENT, 2, dry_run=True)
-        assert len(store.predictor_scores()) == 9
+        assert len(store.rows(PredictorScore)) == 9
         assert collect_garbage(store, self.CURRENT, 2, dry_run=False) == counted
         assert counted.deleted["predictor_score"] == 3
-        assert store.predictor_scores() == [*scores[3:], *others, imported]
+        assert store.rows(PredictorScore) == [*scores[3:], *others, imported]
 
     def test_what_lost_is_summarised_and_what_is_promoted_stays(self, store: Store) -> None:
         """Of a schedule behind the fastest the best timing is left, with five samples, one of each trust."""
@@ -380,25 +390,25 @@ class TestGarbage:
         again = of_samples(300, schedule=slow[2].sample.schedule)
         claimed = dataclasses.replace(again, origin=THERE)
         in_use, loser = of_samples(500), of_samples(600, schedule=OTHER_SCHEDULE)
-        store.add_measurements([*slow, again, claimed, in_use, loser, loser])
-        store.add_promotions([dataclasses.replace(PROMOTION, incumbent=OTHER_SCHEDULE)])
+        store.add([*slow, again, claimed, in_use, loser, loser])
+        store.add([dataclasses.replace(PROMOTION, incumbent=OTHER_SCHEDULE)])
 
         counted = collect_garbage(store, self.CURRENT, 2, dry_run=True)
-        assert len([*store.all_measurements()]) == 9
+        assert len([*store.stream(Measurement)]) == 9
         assert collect_garbage(store, self.CURRENT, 2, dry_run=False) == counted
         assert (counted.deleted["measurement"], counted.summarised) == (1, 3)
         left = [slow[2], slow[3], claimed]
         kept = [*slow[:2], *map(summarised, left), in_use, loser, loser]
-        assert [*store.all_measurements()] == kept
+        assert [*store.stream(Measurement)] == kept
         assert store.promoted_measurements() == [in_use]
         assert collect_garbage(store, self.CURRENT, 2, dry_run=False).summarised == 0
 
     def test_the_fastest_timing_of_a_schedule_counts(self, store: Store) -> None:
         rows = [measured(900), measured(10), measured(50, schedule=OTHER_SCHEDULE)]
-        store.add_measurements(rows)
+        store.add(rows)
 
         assert collect_garbage(store, (), 1, dry_run=False).deleted["measurement"] == 0
-        assert [*store.all_measurements()] == rows
+        assert [*store.stream(Measurement)] == rows
 
     def test_tuning_tidies_up_above_its_size_and_only_its_own_kind(
         self, store: Store, monkeypatch: pytest.MonkeyPatch
@@ -411,16 +421,16 @@ class TestGarbage:
             dataclasses.replace(measurement, origin=dataclasses.replace(ORIGIN, machine=OTHER_MACHINE))
             for measurement in slow
         ]
-        store.add_measurements([*slow, *elsewhere])
+        store.add([*slow, *elsewhere])
         said: list[str] = []
         monkeypatch.setattr(upkeep, "TIDY_ABOVE_ROWS", 20)
         tidy(store, MACHINE, said.append)
-        assert (said, [*store.all_measurements()]) == ([], [*slow, *elsewhere])
+        assert (said, [*store.stream(Measurement)]) == ([], [*slow, *elsewhere])
 
         monkeypatch.setattr(upkeep, "TIDY_ABOVE_ROWS", 19)
         tidy(store, MACHINE, said.append)
         losers = [summarised(measurement) for measurement in slow[KEEP_SCHEDULES:]]
-        assert [*store.all_measurements()] == [*slow[:KEEP_SCHEDULES], *losers, *elsewhere]
+        assert [*store.stream(Measurement)] == [*slow[:KEEP_SCHEDULES], *losers, *elsewhere]
         assert len(said) == 1
 
 
@@ -439,8 +449,8 @@ class TestVerify:
 
     def test_what_was_in_use_there_is_in_use_here_once_it_passed(self, store: Store) -> None:
         claim = measured(300, origin=THERE)
-        store.add_measurements([claim])
-        store.add_promotions([PROMOTED_THERE])
+        store.add([claim])
+        store.add([PROMOTED_THERE])
         bench = FakeBench({SCHEDULE: 400})
         (verdict,) = verified(store, bench)
 
@@ -450,11 +460,11 @@ class TestVerify:
         assert in_use is not None
         assert in_use.sample.estimate_ns == 400
         assert in_use.origin.program_version == "0.2.0"
-        assert next(store.all_measurements()) == claim
+        assert next(store.stream(Measurement)) == claim
 
     def test_it_is_not_promoted_where_it_is_slower_here(self, store: Store) -> None:
-        store.add_measurements([measured(300, origin=THERE)])
-        store.add_promotions([PROMOTED_THERE])
+        store.add([measured(300, origin=THERE)])
+        store.add([PROMOTED_THERE])
         (verdict,) = verified(store, FakeBench({SCHEDULE: 1100}))
 
         assert not verdict.promoted
@@ -463,9 +473,9 @@ class TestVerify:
     @pytest.mark.parametrize("was_in_use", [False, True])
     def test_a_tie_changes_nothing(self, store: Store, was_in_use: bool) -> None:
         """As after a search: what is in use stays."""
-        store.add_measurements([measured(300, origin=THERE)])
+        store.add([measured(300, origin=THERE)])
         if was_in_use:
-            store.add_promotions([PROMOTED_THERE])
+            store.add([PROMOTED_THERE])
         (verdict,) = verified(store, FakeBench({SCHEDULE: 1000}))
 
         assert (verdict.promoted, verdict.outcome) == (False, "not faster")
@@ -476,22 +486,22 @@ class TestVerify:
     def test_a_busy_machine_gives_no_verdict_and_the_next_run_tries_again(
         self, store: Store, was_in_use: bool
     ) -> None:
-        store.add_measurements([measured(300, origin=THERE)])
+        store.add([measured(300, origin=THERE)])
         if was_in_use:
-            store.add_promotions([PROMOTED_THERE])
-        before = [*store.all_measurements()]
+            store.add([PROMOTED_THERE])
+        before = [*store.stream(Measurement)]
         (verdict,) = verified(store, FakeBench({SCHEDULE: 1389}, spread=0.56))
 
         assert (verdict.promoted, verdict.outcome) == (False, "no verdict: the machine was busy")
         assert store.promoted_measurements() == []
-        assert [*store.all_measurements()] == before
+        assert [*store.stream(Measurement)] == before
         (again,) = verified(store, FakeBench({SCHEDULE: 500}))
         assert again.outcome == "now in use"
 
     def test_the_fastest_of_the_others_is_tried_where_what_was_in_use_there_fails(self, store: Store) -> None:
         """Only there: to choose anew among what works is the tuner's part."""
-        store.add_measurements([measured(300, origin=THERE), measured(301, schedule=THIRD, origin=THERE)])
-        store.add_promotions([PROMOTED_THERE])
+        store.add([measured(300, origin=THERE), measured(301, schedule=THIRD, origin=THERE)])
+        store.add([PROMOTED_THERE])
         bench = FakeBench({SCHEDULE: 1500, THIRD: 400})
         verdicts = [*verified(store, bench)]
 
@@ -504,17 +514,17 @@ class TestVerify:
             measured(100 + mr, schedule=dataclasses.replace(SCHEDULE, mr=mr), origin=THERE)
             for mr in (4, 1, 2, 8, 16)
         ]
-        store.add_measurements(rows)
+        store.add(rows)
         bench = FakeBench({row.sample.schedule: 500 for row in rows})
         assert len([*verified(store, bench)]) == 1
 
-        trusted = [row.sample.schedule.mr for row in store.all_measurements() if row.origin.verified]
+        trusted = [row.sample.schedule.mr for row in store.stream(Measurement) if row.origin.verified]
         assert trusted == [1, 2, 4]
         assert [*verified(store, bench)] == []
 
     def test_it_competes_with_what_is_in_use_here(self, store: Store) -> None:
-        store.add_measurements([measured(300), measured(200, schedule=THIRD, origin=THERE)])
-        store.add_promotions([PROMOTION])
+        store.add([measured(300), measured(200, schedule=THIRD, origin=THERE)])
+        store.add([PROMOTION])
         bench = FakeBench({SCHEDULE: 300, THIRD: 350})
         (verdict,) = verified(store, bench)
 
@@ -529,38 +539,34 @@ class TestVerify:
         low = max(0.0, gain - spread)
         comparison = Comparison(gain, low, gain + spread, 0.95, 40)
         with open_store(":memory:") as store:
-            store.add_measurements([measured(300, origin=THERE)])
+            store.add([measured(300, origin=THERE)])
             if was_in_use:
-                store.add_promotions([PROMOTED_THERE])
+                store.add([PROMOTED_THERE])
             bench = FakeBench({SCHEDULE: 500})
             bench.compare = lambda *_: comparison  # type: ignore[method-assign]
             (verdict,) = verified(store, bench)
 
             assert verdict.promoted == comparison.proves_faster == bool(store.promoted_measurements())
             assert low > 1 or not verdict.promoted
-            is_kept = any(row.origin.verified for row in store.all_measurements())
+            is_kept = any(row.origin.verified for row in store.stream(Measurement))
             assert is_kept == (verdict.outcome != "no verdict: the machine was busy")
             assert is_kept or gain + spread > 1.25 * low
 
     def test_schedules_of_another_arithmetic_than_what_was_in_use_are_left(self, store: Store) -> None:
-        store.add_measurements(
-            [measured(300, origin=THERE), measured(1, schedule=OTHER_ARITHMETIC, origin=THERE)]
-        )
-        store.add_promotions([PROMOTED_THERE])
+        store.add([measured(300, origin=THERE), measured(1, schedule=OTHER_ARITHMETIC, origin=THERE)])
+        store.add([PROMOTED_THERE])
 
         assert [verdict.schedule for verdict in verified(store, FakeBench({SCHEDULE: 300}))] == [SCHEDULE]
 
     def test_other_machines_and_builds_are_left(self, store: Store) -> None:
         elsewhere = dataclasses.replace(THERE, machine=OTHER_MACHINE)
-        store.add_measurements(
-            [measured(1, origin=elsewhere), measured(1, origin=THERE, kernel_abi="gemm-avx2-00")]
-        )
+        store.add([measured(1, origin=elsewhere), measured(1, origin=THERE, kernel_abi="gemm-avx2-00")])
 
         assert [*verified(store, FakeBench({}))] == []
 
     def test_what_cannot_be_measured_here_is_said_and_stays_unverified(self, store: Store) -> None:
         """One such row does not keep the others out."""
-        store.add_measurements([measured(1, schedule=THIRD, origin=THERE), measured(2, origin=THERE)])
+        store.add([measured(1, schedule=THIRD, origin=THERE), measured(2, origin=THERE)])
         said: list[str] = []
         (verdict,) = verify(store, HERE, FakeBench({SCHEDULE: 500}), said.append)
 
@@ -570,7 +576,7 @@ class TestVerify:
     def test_no_problem_is_begun_after_the_budget(self, store: Store) -> None:
         """The first takes all the time there is; the next run goes on with the second."""
         problems = [Problem("gemm", "int4", 1536, 576, m) for m in (8, 16, 24)]
-        store.add_measurements([measured(1, origin=THERE, problem=problem) for problem in problems])
+        store.add([measured(1, origin=THERE, problem=problem) for problem in problems])
         now_ms = iter(range(100))
         here = dataclasses.replace(HERE, now_ms=lambda: next(now_ms), until_ms=2)
 
@@ -581,7 +587,7 @@ class TestVerify:
 
     def test_stopping_keeps_the_problems_that_are_done(self, store: Store) -> None:
         other = Problem("gemm", "int4", 1536, 576, 16)
-        store.add_measurements([measured(1, origin=THERE), measured(1, origin=THERE, problem=other)])
+        store.add([measured(1, origin=THERE), measured(1, origin=THERE, problem=other)])
         stopped = verified(store, FakeBench({SCHEDULE: 500}))
         next(stopped)
 
@@ -598,8 +604,8 @@ def test_tuned_exported_imported_and_verified_is_the_same(tmp_path: Path) -> Non
         tuned += [measured(ns, schedule=schedule, problem=problem) for schedule, ns in times.items()]
         promotions.append(dataclasses.replace(PROMOTION, problem=problem, schedule=THIRD))
     with open_store(tmp_path / "a.db") as first, open_store(tmp_path / "b.db") as second:
-        first.add_measurements(tuned)
-        first.add_promotions(promotions)
+        first.add(tuned)
+        first.add(promotions)
         import_rows(second, read_export(copy_of(first), "f", pytest.fail))
         assert copy_of(second).read() == copy_of(first).read()
         assert second.promoted_measurements() == []

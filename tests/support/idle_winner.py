@@ -37,8 +37,8 @@ def main() -> None:
                 for m in own.ms:
                     small = replace(own.group.default(m), mr=1, panels=1, block_m=1, block_n=16, block_k=32)
                     sample = Sample(small, (10, 10, 10), 10, None, 100)
-                    store.add_measurements([Measurement(own.problem(m), sample, abi, origin)])
-                    store.add_promotions([Promotion(own.problem(m), small, None, GAIN, abi, origin)])
+                    store.add([Measurement(own.problem(m), sample, abi, origin)])
+                    store.add([Promotion(own.problem(m), small, None, GAIN, abi, origin)])
                     won += 1
     sys.stdout.write(f"{won}\n")
     sys.stdout.flush()

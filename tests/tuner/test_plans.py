@@ -289,7 +289,7 @@ def test_a_plan_is_found_again_through_a_real_database(tmp_path: Path) -> None:
         MODEL, "decode", plan_on("decode", (1,)).to_json(), Origin(machine_key(PLAIN), "0.1.0", 1)
     )
     with open_store(db) as store:
-        store.add_plan(record)
+        store.add([record])
 
     assert plans_for(db, PLAIN, MODEL)["decode"] == plan_on("decode", (1,))
     assert plans_for(db, PLAIN, MODEL)["prefill"].source == "default"

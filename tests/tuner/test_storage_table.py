@@ -78,7 +78,7 @@ def test_only_the_shape_and_sixteenth_that_was_compared_is_known() -> None:
 
 def test_the_newest_duel_of_these_cores_counts() -> None:
     with open_store(":memory:") as store:
-        store.add_storage_duels([duel(1, WIN), duel(1, LOSS)])
+        store.add([duel(1, WIN), duel(1, LOSS)])
         here = read_storage_table(store, [MACHINE, MACHINE], STORAGE_DUEL.kernel_abi)
         elsewhere = read_storage_table(store, [OTHER_MACHINE], STORAGE_DUEL.kernel_abi)
 

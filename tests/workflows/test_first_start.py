@@ -95,8 +95,8 @@ def test_a_lying_remote_leaves_no_slower_schedule(tmp_path: Path, model: OpenMod
 
     assert any("timing schedules that won elsewhere" in line for line in said)
     with open_store(db) as store:
-        verdicts = [row for row in store.all_promotions() if row.origin.verified]
-        timed = {row.problem for row in store.all_measurements() if row.origin.verified}
+        verdicts = [row for row in store.stream(Promotion) if row.origin.verified]
+        timed = {row.problem for row in store.stream(Measurement) if row.origin.verified}
     assert timed
     lies = {(row.problem, row.schedule) for row in lying_rows(model, machine) if isinstance(row, Promotion)}
     for row in verdicts:
@@ -115,7 +115,7 @@ def test_no_time_is_no_duel(tmp_path: Path, model: OpenModel, remote: Remote) ->
     fight_first(model, [model.plans], NATIVE, db, read_machine(), 0.0, lambda _: None)
 
     with open_store(db) as store:
-        assert not any(row.origin.verified for row in store.all_measurements())
+        assert not any(row.origin.verified for row in store.stream(Measurement))
 
 
 @pytest.mark.slow
@@ -143,9 +143,9 @@ def test_a_tuning_run_pulls_too(tmp_path: Path, model: OpenModel, remote: Remote
     assert "rows added" in done.stderr
     assert "timing schedules that won elsewhere" in done.stderr
     with open_store(db) as store:
-        rows = [*store.all_measurements()]
+        rows = [*store.stream(Measurement)]
         lies = {(row.problem, row.sample.schedule) for row in rows if not row.origin.verified}
-        for row in store.all_promotions():
+        for row in store.stream(Promotion):
             is_lie = (row.problem, row.schedule) in lies
             duel = row.comparison  # on a machine too busy to tell, it proves nothing: neither has lost
             assert not (row.origin.verified and is_lie) or duel.proves_faster or duel.is_undecided

@@ -18,7 +18,7 @@ import pytest
 pytest.importorskip("phasewise.cython_kernels._native", reason="the kernels are not built")
 
 from phasewise.kerneldb import shipped
-from phasewise.kerneldb.records import Problem, Sample, Schedule
+from phasewise.kerneldb.records import Measurement, Problem, Sample, Schedule
 from phasewise.kerneldb.store import open_store
 from phasewise.serving.engine.core_watch import CorePlans, CoreWatch
 from phasewise.topology import read_machine
@@ -150,7 +150,7 @@ def test_what_is_measured_in_idle_time_is_kept(tmp_path: Path, path: Path, ranks
         assert len(rounds[0].cores) == 1
         key = machine_key(machine, rounds[0].cores)
         assert sum(row.verified for row in store.key_counts(key)) > 0
-        used = {row.sample.schedule.compute_path for row in store.all_measurements()}
+        used = {row.sample.schedule.compute_path for row in store.stream(Measurement)}
     assert used <= {
         arithmetic.compute_path for task in rounds[0].tasks for arithmetic in task.group.arithmetics
     }

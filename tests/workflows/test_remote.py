@@ -24,9 +24,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from phasewise.kerneldb.codec import parts
 from phasewise.kerneldb.portable import KINDS, Row, export_lines, groups_of, import_rows
-from phasewise.kerneldb.records import PlanRecord, PredictorScore, StepTime
+from phasewise.kerneldb.records import Measurement, PlanRecord, PredictorScore, StepTime, parts
 from phasewise.kerneldb.remote_index import (
     MAX_BUNDLE_BYTES,
     MAX_INDEX_BYTES,
@@ -522,7 +521,7 @@ def test_cores_like_these_are_pulled_and_others_left(
 
     assert pull(str(remote), there, pinned(remote)).taken.added == 1
     with open_store(there) as store:
-        assert [row.sample.schedule for row in store.all_measurements()] == [SCHEDULE]
+        assert [row.sample.schedule for row in store.stream(Measurement)] == [SCHEDULE]
 
 
 # ---- what a stranger may have put there --------------------------------------------------------------------

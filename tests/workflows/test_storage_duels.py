@@ -64,7 +64,9 @@ def test_auto_goes_by_the_duels_that_were_fought_here(model: PackedModel, tmp_pa
     with open_store(db) as store:
         fought = fight_storage_duels(problems, tuning_round, machine, store, 60.0, True, MeasurementLock())
         again = fight_storage_duels(problems, tuning_round, machine, store, 0.0, True, MeasurementLock())
-        kept = store.storage_duels(machine_key(machine, CORE), kernel_abi("gemm"))
+        kept = store.rows(
+            StorageDuel, machine=machine_key(machine, CORE), kernel_abi=kernel_abi("gemm"), verified=True
+        )
     plans = {phase: ServicePlan(phase, (rank_on(machine, CORE),), "default") for phase in PHASES}
     choice = storage_choice("auto", db, machine, plans)
 
@@ -109,10 +111,10 @@ def test_imported_duels_are_fought_again_once_and_only_possible_ones() -> None:
     here = Here(MACHINE, {"gemm": STORAGE_DUEL.kernel_abi}, "0.1.0", lambda: 5)
     said: list[str] = []
     with open_store(":memory:") as store:
-        store.add_storage_duels([imported, *bad.values()])
+        store.add([imported, *bad.values()])
         first: list[StorageDuel] = [*verify_storage_duels(store, here, FakeBench(), said.append)]
         second = [*verify_storage_duels(store, here, FakeBench(), said.append)]
-        kept = store.storage_duels(MACHINE, STORAGE_DUEL.kernel_abi)
+        kept = store.rows(StorageDuel, machine=MACHINE, kernel_abi=STORAGE_DUEL.kernel_abi, verified=True)
 
     assert [duel.comparison.gain for duel in first] == [2.0]
     assert second == []
@@ -131,7 +133,7 @@ def test_a_whole_tuning_keeps_what_one_sequence_gains_and_a_server_dense(
     weight = next(weight for name, weight in model.weights.items() if name.startswith("layers."))
     origin = replace(STORAGE_DUEL.origin, machine=machine_key(machine, CORE))
     with open_store(db) as store:
-        store.add_storage_duels(
+        store.add(
             replace(
                 STORAGE_DUEL,
                 problem=Problem("gemm", "bf16s8", weight.n, weight.k, m),

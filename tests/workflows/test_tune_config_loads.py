@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from phasewise.kerneldb.records import PlanRecord
 from phasewise.kerneldb.store import Store, open_store
 from phasewise.topology import Machine
 from phasewise.tuner.config.modelled import ModelledEvaluator
@@ -221,7 +222,7 @@ def test_a_band_is_stored_with_the_plan_below_it_and_its_figures(store: Store, t
 
     kept(store, run)
 
-    (record,) = store.plans()
+    (record,) = store.rows(PlanRecord)
     assert record.objectives == {"e2e_ms": 7.0, "e2e_8_ms": 2.0}
     plan = plans_for(tmp_path / "tuning.db", machine, "toy@f32")["decode"]
     assert [own.cores for own in plan.each] == [(0, 1, 2), (0, 1)]

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import pytest
 
-from phasewise.kerneldb.records import Comparison
+from phasewise.kerneldb.records import Comparison, PlanRecord
 from phasewise.kerneldb.store import Store, open_store
 from phasewise.tuner.config.simulate import Objective
 from phasewise.tuner.config.steps import ModelShape
@@ -94,7 +94,7 @@ def searched() -> Searched:
 
 
 def n_stored(store: Store) -> int:
-    return len(store.plans())
+    return len(store.rows(PlanRecord))
 
 
 def test_a_phase_that_was_not_compared_gets_what_is_left(store: Store) -> None:

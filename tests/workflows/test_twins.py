@@ -58,12 +58,12 @@ def learnt(db: Path, machine: Machine) -> dict[str, ServicePlan]:
     )
     with open_store(db) as store:
         for phase, plan in plans.items():
-            store.add_plan(PlanRecord(MODEL, phase, placed_json(plan, machine), everywhere))
+            store.add([PlanRecord(MODEL, phase, placed_json(plan, machine), everywhere)])
         of_vectors = EmbeddingPlan((Instance("cpu:0", cores[0]), Instance("cpu:1", cores[1])))
         text = stored_plan.placed_json(of_vectors, machine)
-        store.add_plan(PlanRecord(MODEL, stored_plan.PHASE, text, everywhere))
-        store.add_measurements([replace(MEASUREMENT, origin=first)])
-        store.add_promotions([replace(PROMOTION, origin=first)])
+        store.add([PlanRecord(MODEL, stored_plan.PHASE, text, everywhere)])
+        store.add([replace(MEASUREMENT, origin=first)])
+        store.add([replace(PROMOTION, origin=first)])
     return dict(plans)
 
 
@@ -102,8 +102,8 @@ def test_a_twin_starts_with_plans_and_schedules_of_the_first(tmp_path: Path, see
             "0 tuned here, 1 imported of which 0 verified, 0 set aside"
         )
         verdict = Origin(key, "0.1.0", 2)
-        store.add_measurements([replace(MEASUREMENT, origin=verdict)])
-        store.add_promotions([replace(PROMOTION, origin=verdict)])
+        store.add([replace(MEASUREMENT, origin=verdict)])
+        store.add([replace(PROMOTION, origin=verdict)])
         assert count_products(store, key.core_sig, builds).describe() == (
             "1 tuned here, 1 imported of which 1 verified, 0 set aside"
         )

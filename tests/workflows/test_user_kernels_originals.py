@@ -14,6 +14,7 @@ from phasewise.ir.printing import is_original, original_of
 from phasewise.ir.raising.raising import raise_file
 from phasewise.ir.reading import read
 from phasewise.kerneldb.portable import import_rows, rows_of
+from phasewise.kerneldb.records import UserPromotion
 from phasewise.kerneldb.store import open_store
 from phasewise.topology import core_signature, read_machine
 from phasewise.tuner.measurement_lock import MeasurementLock
@@ -81,10 +82,12 @@ def test_what_is_slower_than_the_original_does_not_come_into_use(
         assert first.over_baseline == second.over_baseline
         assert (first.over_baseline is not None) != is_original_kept
         assert (second.before, second.over_before) == (first.choice, None)
-        assert len(store.user_promotions()) == 1, "no duel is fought twice"
+        assert len(store.rows(UserPromotion, verified=True)) == 1, "no duel is fought twice"
         with open_store(":memory:", silent) as elsewhere:
             import_rows(elsewhere, rows_of(store))
-            assert elsewhere.user_promotions() == [], "what was imported is not in use before a duel"
+            assert elsewhere.rows(UserPromotion, verified=True) == [], (
+                "what was imported is not in use before a duel"
+            )
             there = tune_user_kernel(replace(setting, store=elsewhere), [(("n", 400),)])[0]
             assert there.choice == first.choice
         text, _, _ = emit(kernel, store, CORE_SIG, None, authors)

@@ -83,7 +83,7 @@ def keep(
         origin=Origin(scope.machine, scope.program_version, time.time_ns() // 1_000_000),
         conditions=reading.conditions,
     )
-    store.add_step_times([row])
+    store.add([row])
 
 
 Times = dict[str, dict[Step, StepTime]]
@@ -131,7 +131,8 @@ class RecordedEvaluator:
 
     def _read(self, phase: Phase) -> Times:
         """Keep one reading per key: verified before imported, then newest."""
-        rows = self._store.step_times(machine_key(self._machine), self._model_key, phase)
+        machine = machine_key(self._machine)
+        rows = self._store.rows(StepTime, machine=machine, model_key=self._model_key, phase=phase)
         times: Times = {}
         own = sorted(
             (row for row in rows if row.kernels == self._kernels),

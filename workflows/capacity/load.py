@@ -106,13 +106,14 @@ def steps_from_db(db: str | None, signature: str, report: Report) -> StepTimes:
     signature: the beginning of its core signature, or `CORE@PLACEMENT`. Of several models or plans the one
     with the most timed steps counts, and `report` is told. ClusterError where nothing fits.
     """
+    from phasewise.kerneldb.records import StepTime
     from phasewise.kerneldb.store import open_store
 
     core, _, placement = signature.partition("@")
     with open_store(db) as store:
         rows = [
             row
-            for row in store.all_step_times()
+            for row in store.stream(StepTime)
             if row.origin.machine.core_sig.startswith(core)
             and row.origin.machine.placement_sig.startswith(placement)
         ]

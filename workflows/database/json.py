@@ -215,7 +215,7 @@ def other_diff_fields(diff: Diff, machines: Machines) -> list[dict[str, Any]]:
     """One object a storage, a predictor or a user's kernel that differs."""
     return [
         {
-            "kind": difference.kind.value,
+            "kind": difference.kind,
             "of": difference.of,
             "kernel_abi": difference.kernel_abi,
             "machine": machines[difference.machine],

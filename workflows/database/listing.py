@@ -39,9 +39,10 @@ def list_schedules(
 
     builds: of this program's kernels.
     """
+    from phasewise.kerneldb.records import PlanRecord, StepTime
     from phasewise.kerneldb.upkeep import is_stale, preferred_of, standings
 
-    listed = ListedSchedules(machines=store.plan_machines())
+    listed = ListedSchedules(machines=store.machines(PlanRecord, StepTime))
     for key, standing in standings(store).items():
         listed.machines.add(key.machine)
         if m not in (None, key.problem.m):

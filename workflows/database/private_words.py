@@ -9,9 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from phasewise._words import counted
-from phasewise.kerneldb.portable import Row
-from phasewise.kerneldb.records import PlanRecord, PredictorScore, StepTime
-from phasewise.kerneldb.user_kernels import UserPromotion, UserTiming
+from phasewise.kerneldb.records import Row, flattened
 from phasewise.workflows.report import Report
 
 LEAST_CHARS = 3
@@ -46,20 +44,11 @@ class PrivateWords:
         return kept
 
     def _is_private(self, row: Row) -> bool:
-        match row:
-            case PlanRecord() | StepTime():
-                names = [row.model_key]
-                if any(word in row.plan_json.lower() for word in self._words):
-                    return True
-            case PredictorScore():
-                names = [row.model_name, row.reads]
-            case UserTiming() | UserPromotion():
-                names = [row.problem.name]
-            case _:
-                return False
+        fields = flattened(row)
         return any(
-            name.startswith(("/", "~", ".")) or any(word in name.lower() for word in self._words)
-            for name in names
+            fields[name].startswith(("/", "~", "."))
+            or any(word in fields[name].lower() for word in self._words)
+            for name in row.kind.private
         )
 
     def close(self) -> None:

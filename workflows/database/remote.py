@@ -21,7 +21,8 @@ from phasewise._files import read_file, write_file
 from phasewise._places import user_folder
 from phasewise._words import counted
 from phasewise.kerneldb.location import locate
-from phasewise.kerneldb.portable import Row, Taken, export_lines, groups_of, import_rows, read_export
+from phasewise.kerneldb.portable import Taken, export_lines, groups_of, import_rows, read_export
+from phasewise.kerneldb.records import Row
 from phasewise.kerneldb.remote_index import (
     MAX_BUNDLE_BYTES,
     MAX_INDEX_BYTES,

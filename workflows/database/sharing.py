@@ -16,7 +16,6 @@ from phasewise.kerneldb.errors import ExportFileError, ForeignDatabaseError, Ker
 from phasewise.kerneldb.location import locate, redacted
 from phasewise.kerneldb.portable import (
     MAX_ROWS,
-    Row,
     Taken,
     export_lines,
     groups_of,
@@ -32,7 +31,7 @@ from phasewise.workflows.report import Report, silent
 
 if TYPE_CHECKING:
     from phasewise.kerneldb.diff import Diff
-    from phasewise.kerneldb.records import MachineKey
+    from phasewise.kerneldb.records import MachineKey, Row
 
 MAX_REFUSALS_SHOWN = 20
 HERE = "here"

@@ -51,12 +51,9 @@ def verify_storage_duels(
     Problems that cannot be timed here are reported.
     """
     abi = here.kernel_abis["gemm"]
-    settled = {duel.problem for duel in store.storage_duels(here.machine, abi)}
-    imported = {
-        duel.problem: duel
-        for duel in store.all_storage_duels()
-        if duel.origin.machine == here.machine and duel.kernel_abi == abi and duel.problem not in settled
-    }
+    duels = store.rows(StorageDuel, machine=here.machine, kernel_abi=abi)
+    settled = {duel.problem for duel in duels if duel.origin.verified}
+    imported = {duel.problem: duel for duel in duels if duel.problem not in settled}
     for problem, duel in imported.items():
         if obstacle := _storage_obstacle(duel, bench):
             report(f"{problem.describe()}: storages are not compared: {obstacle}")
@@ -66,7 +63,7 @@ def verify_storage_duels(
         fought = bench.duel_storages(problem, duel.schedule, duel.dense_schedule)
         origin = Origin(here.machine, here.program_version, here.now_ms())
         again = replace(duel, comparison=fought.comparison, origin=origin)
-        store.add_storage_duels([again])
+        store.add([again])
         yield again
 
 

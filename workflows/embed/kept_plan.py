@@ -34,7 +34,7 @@ def keep_plan(
     objectives = {} if plan.slo_s is None else {"slo_s": plan.slo_s}
     key = model_key(model.name, model.format)
     with open_store(db, report) as store:
-        store.add_plan(PlanRecord(key, PHASE, placed_json(plan, machine), origin, objectives))
+        store.add([PlanRecord(key, PHASE, placed_json(plan, machine), origin, objectives)])
 
 
 def kept_plan(db: str | None, model: PackedModel, machine: Machine, report: Report) -> EmbeddingPlan | None:

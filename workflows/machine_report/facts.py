@@ -14,20 +14,14 @@ from typing import TYPE_CHECKING
 
 from phasewise._words import counted
 from phasewise.kerneldb.location import locate
+from phasewise.kerneldb.records import PlanRecord, Promotion, StepTime
 from phasewise.topology import Machine, read_machine
 from phasewise.workflows.errors import WorkflowError
 from phasewise.workflows.report import Report, silent
 
 if TYPE_CHECKING:
     from phasewise.kerneldb.counts import ProgramCount
-    from phasewise.kerneldb.records import (
-        MachineKey,
-        Measurement,
-        PlanRecord,
-        Problem,
-        Promotion,
-        Schedule,
-    )
+    from phasewise.kerneldb.records import MachineKey, Measurement, Problem, Schedule
     from phasewise.kerneldb.store import Store
     from phasewise.tuner.config.storage import StudyFacts
     from phasewise.tuner.lookup import IsDefault
@@ -118,7 +112,7 @@ def report_of(
     with open_store(db, report) as store:
         keys = _keys_of(store, machine)
         schedules = _schedules(store, keys)
-        plans = [plan for plan in store.plans() if plan.origin.machine in keys]
+        plans = [plan for plan in store.rows(PlanRecord) if plan.origin.machine in keys]
         history, others = _history(store, machine_key(machine).core_sig)
         worth = worth_of(store, _default_here())
     roofline = _roofline(machine, schedules, report) if measure and schedules else None
@@ -157,7 +151,7 @@ def _keys_of(store: Store, machine: Machine) -> frozenset[MachineKey]:
 
     own = machine_key(machine).core_sig
     keys = {timed.key.machine for timed in store.timed_keys(own)}
-    keys |= store.plan_machines()
+    keys |= store.machines(PlanRecord, StepTime)
     return frozenset(key for key in keys if key.core_sig == own)
 
 
@@ -167,7 +161,7 @@ def _schedules(store: Store, keys: frozenset[MachineKey]) -> list[ScheduleFacts]
     from phasewise.tuner.weights import blank_weight
 
     latest: dict[tuple[object, ...], Promotion] = {}
-    for promotion in store.all_promotions():
+    for promotion in store.stream(Promotion):
         promoted = (promotion.problem, promotion.origin.machine, promotion.kernel_abi, promotion.schedule)
         latest[promoted] = promotion
     facts = []

@@ -161,6 +161,7 @@ def _recorded_ns(opened: OpenModel, db: str | None) -> dict[int, float]:
     location = locate(db)
     if location.is_absent:
         return {}
+    from phasewise.kerneldb.records import StepTime
     from phasewise.kerneldb.start_reads import open_start_reads
     from phasewise.topology import read_machine
     from phasewise.tuner.config.recorded import configurations
@@ -168,9 +169,8 @@ def _recorded_ns(opened: OpenModel, db: str | None) -> dict[int, float]:
 
     machine, plan = read_machine(), opened.plans["decode"]
     with open_start_reads(db) as reads:
-        rows = reads.step_times(
-            machine_key(machine), model_key(opened.model.name, opened.model.format), "decode"
-        )
+        key = model_key(opened.model.name, opened.model.format)
+        rows = reads.rows(StepTime, machine=machine_key(machine), model_key=key, phase="decode")
     timed = [
         row
         for key, row in configurations(rows, machine)

@@ -58,6 +58,16 @@ NATIVE = Weights()
 
 
 @dataclass(frozen=True)
+class ReadWeights(Weights):
+    """Those of a command that computes and ends; it reads no packed model to check it."""
+
+    PANEL = "Options"
+
+    sparse: SparseMode = SPARSE("auto", config_only=True)
+    checksum: bool = False
+
+
+@dataclass(frozen=True)
 class OpenModel:
     """A model in memory, and how this machine runs it."""
 

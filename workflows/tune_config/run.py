@@ -35,8 +35,9 @@ from phasewise.workflows.tune_config.verdict import (
     finalists,
     habits_of,
     last_run,
+    verdict_fields,
+    verdict_of,
 )
-from phasewise.workflows.tune_config.verdict_json import verdict_fields, verdict_of
 
 if TYPE_CHECKING:
     from phasewise.kerneldb.location import Location
@@ -407,7 +408,7 @@ def _keep_plan(run: Run, phase: Phase, store: Store) -> None:
     origin = Origin(run.subject.key, __version__, time.time_ns() // 1_000_000)
     plan_json = placed_json(plan, run.subject.kept_on)
     objectives = objectives_of(run.subject, verdict)
-    store.add_plan(PlanRecord(run.subject.model_key, phase, plan_json, origin, objectives))
+    store.add([PlanRecord(run.subject.model_key, phase, plan_json, origin, objectives)])
 
 
 # ---- kernels -----------------------------------------------------------------------------------------------

@@ -179,4 +179,4 @@ def keep_changes(
             rows.append(
                 StepTime(name, key, plan_json, kernels, step, samples_ns, median_ns, scope.kernel_abi, origin)
             )
-    store.add_step_times(rows)
+    store.add(rows)

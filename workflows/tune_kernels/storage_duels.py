@@ -93,7 +93,8 @@ def fight_storage_duels(
     )
     threads = len(tuning_round.cores)
     table = read_schedules(store, machine, tuning_round.cores, silent)
-    stored_duels = {duel.problem: duel for duel in store.storage_duels(key, abi)} if resume else {}
+    rows = store.rows(StorageDuel, machine=key, kernel_abi=abi, verified=True) if resume else []
+    stored_duels = {duel.problem: duel for duel in rows}
     duels: list[StorageDuel] = []
     longest_s: dict[int, float] = {}
     with evaluator_on(tuning_round.cores, machine, lock, budget_s, bench) as evaluator:
@@ -115,8 +116,8 @@ def fight_storage_duels(
             duel = StorageDuel(problem, schedule, dense, fought.comparison, abi, origin)
             of_dense = Problem("gemm", split_format(problem.format)[0], problem.n, problem.k, problem.m)
             samples = [(of_dense, fought.incumbent), (problem, fought.candidate)]
-            store.add_measurements(Measurement(what, sample, abi, origin) for what, sample in samples)
-            store.add_storage_duels([duel])
+            store.add(Measurement(what, sample, abi, origin) for what, sample in samples)
+            store.add([duel])
             duels.append(duel)
     return duels
 

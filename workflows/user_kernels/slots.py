@@ -44,13 +44,12 @@ from phasewise.ir.running.inspection import problem_of
 from phasewise.ir.running.limited import ChildLimits, LimitedProcess
 from phasewise.ir.targets import TARGETS, IsaTarget
 from phasewise.ir.types import F32, I32, I64, Pointer, Type, Void
-from phasewise.kerneldb.records import Comparison
+from phasewise.kerneldb.records import Comparison, UserPromotion
 from phasewise.kerneldb.store import Store
 from phasewise.tuner import timing
 from phasewise.tuner.measurement_lock import MeasurementLock
 from phasewise.workflows.report import Report, silent
-from phasewise.workflows.user_kernels.files import read_text
-from phasewise.workflows.user_kernels.turns import take_of
+from phasewise.workflows.user_kernels.files import read_text, take_of
 
 LENGTHS = (64, 128, 576, 1024, 1536, 2048, 4096)
 """Rows of a duel where none are named: heads, and the widths of models from 135 M to 8 B."""
@@ -205,7 +204,8 @@ def _tuned(
 ) -> dict[tuple[tuple[str, int], ...], dict[str, int]]:
     """Parameters by shape; an author's own C is no part of a text, and is left out."""
     abi = kernel_abi(text, target, compiler_for(target))
-    choices = {own.problem.shape: dict(own.choice) for own in store.user_promotions(abi, core_sig)}
+    promotions = store.rows(UserPromotion, kernel_abi=abi, core_sig=core_sig, verified=True)
+    choices = {own.problem.shape: dict(own.choice) for own in promotions}
     return {shape: choice for shape, choice in choices.items() if not is_original(choice)}
 
 

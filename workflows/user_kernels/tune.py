@@ -32,9 +32,17 @@ from phasewise.ir.running.checking import (
 )
 from phasewise.ir.running.compiling import compiler_for, emulator_for
 from phasewise.ir.targets import IsaTarget
-from phasewise.kerneldb.records import SINGLE_CORE, Comparison, MachineKey, Origin
+from phasewise.kerneldb.records import (
+    SINGLE_CORE,
+    Choice,
+    Comparison,
+    MachineKey,
+    Origin,
+    UserProblem,
+    UserPromotion,
+    UserTiming,
+)
 from phasewise.kerneldb.store import Store
-from phasewise.kerneldb.user_kernels import Choice, UserProblem, UserPromotion, UserTiming
 from phasewise.tuner import timing
 from phasewise.tuner.conditions import Watch
 from phasewise.tuner.ledger import reversed_comparison
@@ -42,8 +50,7 @@ from phasewise.tuner.measurement_lock import MeasurementLock
 from phasewise.tuner.search.parameters import Point, search_parameters
 from phasewise.tuner.search.protocol import drive
 from phasewise.workflows.report import Report
-from phasewise.workflows.user_kernels.shapes import Shape
-from phasewise.workflows.user_kernels.turns import PARTS, take_of
+from phasewise.workflows.user_kernels.files import PARTS, Shape, take_of
 
 CHECKED_CASES = 200
 HOPELESS_NS = 10**15
@@ -218,7 +225,12 @@ class _Run:
 
     def _promotions(self, problem: UserProblem) -> list[UserPromotion]:
         """The promotions here for a problem that are still offered, the newest last."""
-        promotions = self._setting.store.user_promotions(problem.kernel_abi, self._setting.core_sig)
+        promotions = self._setting.store.rows(
+            UserPromotion,
+            kernel_abi=problem.kernel_abi,
+            core_sig=self._setting.core_sig,
+            verified=True,
+        )
         return [
             promotion
             for promotion in promotions
@@ -227,7 +239,8 @@ class _Run:
 
     def _known(self, problem: UserProblem) -> dict[Point, list[int]]:
         """The database's rows of each point, oldest first."""
-        stored = self._setting.store.user_timings(problem, self._setting.core_sig)
+        core_sig = self._setting.core_sig
+        stored = self._setting.store.rows(UserTiming, problem=problem, core_sig=core_sig, verified=True)
         estimates_ns: dict[Point, list[int]] = {}
         for timed in stored:
             by_name = dict(timed.choice)
@@ -253,7 +266,7 @@ class _Run:
             rows.append(
                 UserTiming(problem, self._named(point), samples, estimate_ns, self._origin(), conditions)
             )
-        self._setting.store.add_user_timings(rows)
+        self._setting.store.add(rows)
         self._setting.report(f"{problem.describe()}: {len(estimates_ns)} of its choices timed")
         return len(rows)
 
@@ -297,7 +310,8 @@ class _Run:
         duel here.
         """
         setting = self._setting
-        promotions = setting.store.user_promotions(problem.kernel_abi, setting.core_sig, verified=False)
+        abi, core_sig = problem.kernel_abi, setting.core_sig
+        promotions = setting.store.rows(UserPromotion, kernel_abi=abi, core_sig=core_sig, verified=False)
         usable = (
             promotion.choice
             for promotion in promotions
@@ -340,7 +354,7 @@ class _Run:
         else:
             reverse = reversed_comparison(comparison)
             promotion = UserPromotion(problem, incumbent, challenger, reverse, self._origin())
-        setting.store.add_user_promotion(promotion)
+        setting.store.add([promotion])
         return promotion
 
     def _is_offered(self, choice: Choice) -> bool:

@@ -84,13 +84,14 @@ def show(
         note(f"there is no database at {name} yet")
     else:
         from phasewise.cython_kernels._native import kernel_abis
+        from phasewise.kerneldb.records import PlanRecord, PredictorScore
         from phasewise.kerneldb.store import open_store
         from phasewise.workflows.database.listing import list_schedules
 
         limit = None if wide or as_json else db_text.MAX_ROWS
         with open_store(db, note) as store:
-            plans = [plan for plan in store.plans() if _is_wanted(plan, model, phase)]
-            scores = [score for score in store.predictor_scores() if (model or "") in score.model_name]
+            plans = [plan for plan in store.rows(PlanRecord) if _is_wanted(plan, model, phase)]
+            scores = [score for score in store.rows(PredictorScore) if (model or "") in score.model_name]
             listed = list_schedules(store, kernel_abis(), m, limit)
     fields = _contents(name, plans, scores, listed)
     if as_json:
@@ -236,7 +237,7 @@ def set_plan(
     origin = Origin(plans.machine_key(machine), __version__, time.time_ns() // 1_000_000)
     record = PlanRecord(key, phase, plans.placed_json(plan, machine), origin)
     with open_store(db, note) as store:
-        store.add_plan(record)
+        store.add([record])
     if as_json:
         fields = {"model": key, "phase": plan.phase, "from": from_sequences or 1}
         print_json({**fields, "ranks": [list(rank.cores) for rank in ranks]})

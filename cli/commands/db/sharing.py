@@ -17,7 +17,7 @@ from phasewise.cli.present import note, print_json, say
 from phasewise.workflows.database import json as database_json
 
 if TYPE_CHECKING:
-    from phasewise.kerneldb.portable import Row
+    from phasewise.kerneldb.records import Row
     from phasewise.workflows.database.sharing import Imported
 
 EXIT_FAILURE = 1
@@ -89,8 +89,7 @@ def export(
 
 def named_kinds(plans: bool, scores: bool, step_times: bool, users_kernels: bool) -> list[type[Row]]:
     """The kinds of rows, of those that name something of their owner, that were asked for."""
-    from phasewise.kerneldb.records import PlanRecord, PredictorScore, StepTime
-    from phasewise.kerneldb.user_kernels import UserPromotion, UserTiming
+    from phasewise.kerneldb.records import PlanRecord, PredictorScore, StepTime, UserPromotion, UserTiming
 
     asked: dict[type[Row], bool] = {
         PlanRecord: plans,

@@ -243,10 +243,11 @@ def list_(db: DbOption = None, as_json: JsonOption = False) -> None:
     """
     from phasewise.cli.commands.kernels.text import listed_fields, listed_text, slot_text
     from phasewise.cython_kernels.user_slots.installed import installed_slots
+    from phasewise.kerneldb.records import UserPromotion
     from phasewise.kerneldb.store import open_store
 
     with open_store(db, note) as store:
-        promotions = store.user_promotions()
+        promotions = store.rows(UserPromotion, verified=True)
     installed = installed_slots()
     if as_json:
         print_json({"kernels": listed_fields(promotions), "installed": installed})
@@ -270,12 +271,13 @@ def show(
     """
     from phasewise.cli.commands.kernels.text import shown_fields, shown_text
     from phasewise.ir.errors import UserKernelError
+    from phasewise.kerneldb.records import UserPromotion
     from phasewise.kerneldb.store import open_store
 
     with open_store(db, note) as store:
         promotions = [
             promotion
-            for promotion in store.user_promotions()
+            for promotion in store.rows(UserPromotion, verified=True)
             if name in (promotion.problem.name, promotion.problem.kernel_abi)
         ]
     if not promotions:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from phasewise._words import NO_VERDICT, counted, proven
 from phasewise.cli.present import goes_on
 from phasewise.ir.printing import is_original
-from phasewise.kerneldb.user_kernels import UserPromotion
+from phasewise.kerneldb.records import UserPromotion
 
 if TYPE_CHECKING:
     from phasewise.cython_kernels.user_slots.installed import InstalledSlot

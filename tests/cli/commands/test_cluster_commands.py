@@ -82,7 +82,7 @@ def test_a_machine_is_made_from_a_tuning_database(tmp_path: Path) -> None:
         ("decode", 1, 8, 64, 8),
     ]
     with open_store(db) as store:
-        store.add_step_times(
+        store.add(
             dataclasses.replace(
                 STEP_TIME,
                 plan_json=STEP_TIME.plan_json.replace("decode", phase),

@@ -46,8 +46,8 @@ def fill(db: Path) -> None:
     )
     problem = Problem("attention_decode", "bf16", 14336, 4096, 2048)
     with open_store(db) as store:
-        store.add_measurements([Measurement(problem, sample, "abi", origin)])
-        store.add_plan(PlanRecord("meta-llama/Meta-Llama-3.1-8B-Instruct@native", "decode", "{}", origin))
+        store.add([Measurement(problem, sample, "abi", origin)])
+        store.add([PlanRecord("meta-llama/Meta-Llama-3.1-8B-Instruct@native", "decode", "{}", origin)])
 
 
 def test_path_prints_the_file_and_nothing_else(db: Path) -> None:
@@ -79,9 +79,7 @@ def test_scores_of_predictors_are_listed_the_newest_dozen_by_model(db: Path) -> 
     """No line is wider than a terminal, whatever a model is called."""
     names = [f"{'a-very-long-name-' * 9}{number}" for number in range(20)]
     with open_store(db) as store:
-        store.add_predictor_scores(
-            [replace(PREDICTOR_SCORE, model_name=name, judged_answers=2**31 - 1) for name in names]
-        )
+        store.add([replace(PREDICTOR_SCORE, model_name=name, judged_answers=2**31 - 1) for name in names])
     shown, wide = run("show"), run("show", "--wide")
     fields = run_json("show", "--model", "name-7")["predictor_scores"]
 

@@ -22,8 +22,8 @@ invoke = partial(command.run, "db")
 @pytest.fixture
 def remote(db: Path, tmp_path: Path) -> str:
     with open_store(db) as store:
-        store.add_measurements([MEASUREMENT])
-        store.add_user_timings([USER_TIMING])
+        store.add([MEASUREMENT])
+        store.add([USER_TIMING])
     return str(tmp_path / "remote")
 
 

@@ -58,7 +58,7 @@ measured = partial(timed, PROBLEM, SCHEDULE)
 def tuned(db: Path) -> Path:
     """The database by default: a schedule in use, rows of another machine and of an earlier build."""
     with open_store(db) as store:
-        store.add_measurements(
+        store.add(
             [
                 measured(900),
                 timed(PROBLEM, OTHER_SCHEDULE, 800),
@@ -66,7 +66,7 @@ def tuned(db: Path) -> Path:
                 measured(5, STALE_ABI),
             ]
         )
-        store.add_promotions([in_use(measured(1))])
+        store.add([in_use(measured(1))])
     return db
 
 
@@ -175,7 +175,7 @@ def test_an_export_to_a_full_disk_is_one_line(tuned: Path) -> None:
 def test_merging_adds_what_is_missing_once(tuned: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.db"
     with open_store(other) as store:
-        store.add_measurements([measured(900), timed(Problem("gemm", "f32", 16, 32, 1), SCHEDULE, 3)])
+        store.add([measured(900), timed(Problem("gemm", "f32", 16, 32, 1), SCHEDULE, 3)])
     first, again = run_json("merge", str(other)), run_json("merge", str(other))
 
     assert (first["added"], first["known"]) == (1, 1)
@@ -190,7 +190,7 @@ def test_step_times_go_out_only_where_they_are_asked_for_and_merge_with_the_rest
     plan = '{"format": 1, "phase": "decode", "ranks": [{"cores": [0], "numa_node": null}]}'
     with open_store(tuned) as store:
         origin = measured(1).origin
-        store.add_step_times([StepTime("mine@int4", "key", plan, "default", step, (9,), 9, ABI, origin)])
+        store.add([StepTime("mine@int4", "key", plan, "default", step, (9,), 9, ABI, origin)])
     other = tmp_path / "other.db"
 
     assert "mine@int4" not in run("export")
@@ -228,7 +228,7 @@ def test_all_that_was_learnt_goes_out_and_comes_in(tuned: Path, tmp_path: Path) 
 def test_a_difference_is_shown_and_in_the_exit_code(tuned: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.db"
     with open_store(other) as store:
-        store.add_measurements([timed(PROBLEM, OTHER_SCHEDULE, 800)])
+        store.add([timed(PROBLEM, OTHER_SCHEDULE, 800)])
     fields = run_json("diff", str(other), exit_code=1)
 
     assert fields["same"] == 0
@@ -366,7 +366,7 @@ def test_tables_fit_eighty_columns(
     widest = Problem("attention", "int8g16", 14336, 14336, 2048)
     with open_store("other.db") as store:
         store.add_missing([timed(PROBLEM, wide, 987_654_321, verified=False)])
-        store.add_measurements([timed(widest, wide, 987_654_321)])
+        store.add([timed(widest, wide, 987_654_321)])
     lines = run(*words, exit_code=1 if words[0] == "diff" else 0).splitlines()
 
     assert max(len(line) for line in lines if "/" not in line) <= 80

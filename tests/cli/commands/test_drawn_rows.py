@@ -113,7 +113,7 @@ def test_no_value_of_a_row_stops_a_start(
     with open_store(db) as store:
         for phase in ("prefill", "decode"):
             plan = default_plan(machine, phase).to_json()
-            store.add_plan(PlanRecord(model_key("tiny", "native"), phase, plan, origin))
+            store.add([PlanRecord(model_key("tiny", "native"), phase, plan, origin)])
     with contextlib.closing(sqlite3.connect(db, isolation_level=None)) as raw:
         raw.execute("PRAGMA ignore_check_constraints = ON")
         for (name,) in raw.execute("SELECT name FROM sqlite_master WHERE type = 'trigger'").fetchall():

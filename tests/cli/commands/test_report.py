@@ -50,14 +50,14 @@ def db(tmp_path: Path) -> Path:
     """With a tuned schedule and a plan of this machine, and a row of another one."""
     path = tmp_path / "tuning.db"
     with open_store(path) as store:
-        store.add_measurements(
+        store.add(
             [
                 dataclasses.replace(MEASUREMENT, origin=OWN),
                 dataclasses.replace(MEASUREMENT, origin=dataclasses.replace(ORIGIN, machine=OTHER_MACHINE)),
             ]
         )
-        store.add_promotions([dataclasses.replace(PROMOTION, origin=OWN)])
-        store.add_plan(dataclasses.replace(PLAN, model_key="<b>model</b>@int4", origin=OWN))
+        store.add([dataclasses.replace(PROMOTION, origin=OWN)])
+        store.add([dataclasses.replace(PLAN, model_key="<b>model</b>@int4", origin=OWN)])
     return path
 
 
@@ -157,10 +157,10 @@ def test_every_product_that_was_tried_counts_once(draw: random.Random) -> None:
     products = _products(draw, 12)
     with TemporaryDirectory() as folder, open_store(Path(folder) / "t.db") as store:
         for problem, gain in products:
-            store.add_measurements([dataclasses.replace(MEASUREMENT, problem=problem)])
+            store.add([dataclasses.replace(MEASUREMENT, problem=problem)])
             if gain is not None:
                 won = Comparison(gain, gain - 0.05, gain + 0.25, 0.99, 15)
-                store.add_promotions([dataclasses.replace(PROMOTION, problem=problem, comparison=won)])
+                store.add([dataclasses.replace(PROMOTION, problem=problem, comparison=won)])
         worth = worth_of(store)
 
     assert sum(product.products for product in worth.products) == len(products)
@@ -180,8 +180,8 @@ def test_every_product_that_was_tried_counts_once(draw: random.Random) -> None:
 def test_a_schedule_that_beat_a_tuned_one_has_gained_both(tmp_path: Path) -> None:
     second = dataclasses.replace(PROMOTION, schedule=OTHER_SCHEDULE, incumbent=PROMOTION.schedule)
     with open_store(tmp_path / "t.db") as store:
-        store.add_measurements([MEASUREMENT])
-        store.add_promotions([PROMOTION, second])
+        store.add([MEASUREMENT])
+        store.add([PROMOTION, second])
         (product,) = worth_of(store).products
     assert product.gain == pytest.approx(PROMOTION.comparison.gain * second.comparison.gain)
     assert product.gain_low == pytest.approx(PROMOTION.comparison.gain_low**2)
@@ -200,8 +200,8 @@ def test_a_default_that_won_has_gained_nothing(tmp_path: Path) -> None:
         ]
     ):
         with open_store(tmp_path / f"{number}.db") as store:
-            store.add_measurements([MEASUREMENT])
-            store.add_promotions([promotion])
+            store.add([MEASUREMENT])
+            store.add([promotion])
             (product,) = worth_of(store, lambda _, schedule, own=default: schedule == own).products
         assert product.tuned == tuned, number
         assert product.gain == pytest.approx(promotion.comparison.gain if tuned else 1.0)
@@ -232,7 +232,7 @@ def test_a_pair_makes_the_gain_whatever_single_timings_stand_beside_it(
     rows = [*pair, *others]
     draw.shuffle(rows)
     with TemporaryDirectory() as folder, open_store(Path(folder) / "t.db") as store:
-        store.add_step_times(rows)
+        store.add(rows)
         worth = worth_of(store)
         alone = worth_of_rows(others)
     (model,) = [speed for speed in worth.models if speed.comparison.pairs == 9] or worth.models
@@ -244,14 +244,14 @@ def test_a_pair_makes_the_gain_whatever_single_timings_stand_beside_it(
 
 def worth_of_rows(rows: list[StepTime]) -> Worth:
     with TemporaryDirectory() as folder, open_store(Path(folder) / "t.db") as store:
-        store.add_step_times(rows)
+        store.add(rows)
         return worth_of(store)
 
 
 def test_the_worth_is_printed_in_eighty_columns_and_as_json(db: Path, tmp_path: Path) -> None:
     with open_store(db) as store:
         named = dataclasses.replace(STEP_TIME, model_key=f"{30 * 'long-'}model@native")
-        store.add_step_times([named, dataclasses.replace(named, kernels="tuned")])
+        store.add([named, dataclasses.replace(named, kernels="tuned")])
     text = command.text_of("report", "--db", db, "--no-measure", "-o", tmp_path / "r.html")
     assert max(map(len, text.splitlines())) <= 80
     assert "Nothing was gained: gemm int4" in text

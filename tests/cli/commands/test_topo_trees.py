@@ -18,8 +18,7 @@ from phasewise.topology import Machine, read_lstopo
 from phasewise.tuner.errors import PlanError
 from phasewise.tuner.plans import RankCores, ServicePlan, default_plan, machine_key
 from phasewise.tuner.topotree import OperatorLimits, configurations, fundamental, parse
-from phasewise.workflows.topo.machine_facts import picture_groups
-from phasewise.workflows.topo.plan_json import model_name, plan_fields, read_plans
+from phasewise.workflows.topo.plan_json import model_name, picture_groups, plan_fields, read_plans
 from phasewise.workflows.topo.trees_json import trees_fields
 from tests.cli import command
 from tests.support.machines.paper_machines import epyc, kunpeng
@@ -147,7 +146,7 @@ def test_the_plan_of_a_model_comes_from_the_database(tmp_path: Path) -> None:
     plan = ServicePlan("decode", (RankCores((1,), 0), RankCores((2,), 1)), "database")
     with open_store(str(database)) as store:
         origin = Origin(machine_key(machine), "1.0", 1_700_000_000_000)
-        store.add_plan(PlanRecord("small@native", "decode", plan.to_json(), origin))
+        store.add([PlanRecord("small@native", "decode", plan.to_json(), origin)])
 
     fields = _fields("--plan", "small", "--input", V2, "--db", database)
     other = _invoke("--plan", "large", "--input", V2, "--db", database)

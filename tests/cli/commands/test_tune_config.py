@@ -322,7 +322,7 @@ def test_emitting_never_searches(
         origin = Origin(machine_key(machine), "0.1.0", 1_795_000_000_000)
         plan = default_plan(machine, phase)
         with open_store(db) as store:
-            store.add_plan(PlanRecord("tiny@native", phase, plan.to_json(), origin))
+            store.add([PlanRecord("tiny@native", phase, plan.to_json(), origin)])
     result = invoke(tiny, "--emit", "taskset")
     fields = fields_of(tiny, "--emit", "taskset")
 

@@ -8,11 +8,10 @@ from hypothesis import strategies as st
 
 from phasewise.cli.commands.kernels.text import tuned_text
 from phasewise.ir.printing import NAME
-from phasewise.kerneldb.records import Comparison
-from phasewise.kerneldb.user_kernels import Choice, UserProblem
+from phasewise.kerneldb.records import Choice, Comparison, UserProblem
 from phasewise.tuner import timing
+from phasewise.workflows.user_kernels.files import call_parts
 from phasewise.workflows.user_kernels.tune import ShapeOutcome
-from phasewise.workflows.user_kernels.turns import call_parts
 
 AUTHORS: Choice = ((NAME, 7),)
 FIRST, SECOND, THIRD = ((("u", value),) for value in (1, 2, 4))

@@ -31,14 +31,14 @@ def main() -> None:
     if file.exists():
         raise SystemExit(f"{file} exists: the schema {HEAD} was released, and its fixture never changes")
     with open_store(file) as store:
-        store.add_measurements([MEASUREMENT])
-        store.add_promotions([PROMOTION])
-        store.add_storage_duels([STORAGE_DUEL])
-        store.add_plan(PLAN)
-        store.add_step_times([STEP_TIME])
-        store.add_predictor_scores([PREDICTOR_SCORE])
-        store.add_user_timings([USER_TIMING])
-        store.add_user_promotion(USER_PROMOTION)
+        store.add([MEASUREMENT])
+        store.add([PROMOTION])
+        store.add([STORAGE_DUEL])
+        store.add([PLAN])
+        store.add([STEP_TIME])
+        store.add([PREDICTOR_SCORE])
+        store.add([USER_TIMING])
+        store.add([USER_PROMOTION])
     connection = sqlite3.connect(file, isolation_level=None)
     for statement in ("PRAGMA journal_mode = DELETE", "PRAGMA page_size = 512", "VACUUM"):
         connection.execute(statement)

@@ -17,8 +17,8 @@ from phasewise.serving.loaders.formats.safetensors_file import open_all, read_en
 from phasewise.serving.loaders.source import SourceFile, SourceTensor
 from phasewise.serving.loaders.storage import StorageChoice
 from phasewise.workflows.prune.directory import Tensor, bitmask_tensors, write_tensors
-from phasewise.workflows.prune.masks import Pattern
-from phasewise.workflows.prune.run import PruneSettings, prune
+from phasewise.workflows.prune.run import prune
+from phasewise.workflows.prune.settings import Pattern, PruneSettings
 from tests.support.models.tiny_models import write_tiny_hf
 
 FIXTURES = Path(__file__).parents[2] / "data" / "sparse"

@@ -12,10 +12,9 @@ from typing import Any
 
 from sqlalchemy import insert
 
-from phasewise.kerneldb.codec import flattened
-from phasewise.kerneldb.models import MeasurementRow, ProblemRow, PromotionRow, ScheduleRow
-from phasewise.kerneldb.records import MachineKey, Problem, Schedule
+from phasewise.kerneldb.records import MachineKey, Problem, Schedule, flattened
 from phasewise.kerneldb.store import Store
+from phasewise.kerneldb.tables import MEASUREMENT, PROMOTION, TABLES
 
 SAMPLES = 30
 SCHEDULES = 200
@@ -65,22 +64,21 @@ def fill(store: Store, fleet: Fleet, seed: int = 0) -> None:
         for index in range(SCHEDULES)
         for mr, panels in [(1 + index % 8, 1 + index // 8 % 4)]
     ]  # fmt: skip
-    with store.writing() as session:
-        connection = session.connection()
-        for model, records in ((ProblemRow, problems), (ScheduleRow, schedules)):
+    with store.writing() as connection:
+        for kind, records in ((Problem, problems), (Schedule, schedules)):
             connection.execute(
-                insert(model),
+                insert(TABLES[kind]),
                 [{"id": row_id, **flattened(record)} for row_id, record in enumerate(records, start=1)],
             )
         batch: list[dict[str, Any]] = []
         for row in _timings(fleet, rng):
             batch.append(row)
             if len(batch) == ROWS_AT_ONCE:
-                connection.execute(insert(MeasurementRow), batch)
+                connection.execute(insert(MEASUREMENT), batch)
                 batch = []
         if batch:
-            connection.execute(insert(MeasurementRow), batch)
-        connection.execute(insert(PromotionRow), [*_promotions(fleet)])
+            connection.execute(insert(MEASUREMENT), batch)
+        connection.execute(insert(PROMOTION), [*_promotions(fleet)])
 
 
 def _origin(core: int, at_ms: int) -> dict[str, Any]:

@@ -23,8 +23,10 @@ from phasewise.kerneldb.records import (
     ServedStep,
     StepTime,
     StorageDuel,
+    UserProblem,
+    UserPromotion,
+    UserTiming,
 )
-from phasewise.kerneldb.user_kernels import UserProblem, UserPromotion, UserTiming
 
 MACHINE = MachineKey("AuthenticAMD 26/2 avx2+avx512f L1d 48K L2 1M", "2 threads: 1 node x 1 L3 x 2 cores")
 OTHER_MACHINE = MachineKey("ARM 8/0xd4f no-isa L1d 64K L2 1M", "4 threads: 1 node x 1 L3 x 4 cores")

@@ -38,4 +38,4 @@ def keep_embedding_plan(db: Path, machine: Machine, key: str, *instances: Iterab
 
 def _keep(db: Path, machine: Machine, key: str, phase: str, plan_json: str) -> None:
     with open_store(db) as store:
-        store.add_plan(PlanRecord(key, phase, plan_json, Origin(machine_key(machine), "0", 1)))
+        store.add([PlanRecord(key, phase, plan_json, Origin(machine_key(machine), "0", 1))])

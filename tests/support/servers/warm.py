@@ -27,7 +27,6 @@ _IMPORTED = (
     "numpy.random",
     "pydantic.v1",
     "phasewise.cli.main",
-    "phasewise.serving.embedding_service",
     "phasewise.serving.engine.several_engines",
     "phasewise.serving.loaders.encoders",
     "phasewise.serving.loaders.fetching.resolve",

@@ -176,7 +176,7 @@ def keep_one(
 
 
 def rows(store: Store) -> list[StepTime]:
-    return [*store.all_step_times()]
+    return [*store.stream(StepTime)]
 
 
 @pytest.fixture
@@ -211,7 +211,7 @@ def test_the_newest_verified_row_answers_and_an_imported_one_only_where_there_is
         origin=dataclasses.replace(origin, created_at_ms=origin.created_at_ms + 1, verified=False),
     )
     only_imported = dataclasses.replace(imported, step=dataclasses.replace(imported.step, context=128))
-    store.add_step_times([newest, imported, only_imported])
+    store.add([newest, imported, only_imported])
 
     with RecordedEvaluator(store, machine, MODEL).open(one_rank, "decode") as timer:
         assert timer(step) == 250
@@ -271,7 +271,7 @@ def test_a_row_whose_plan_is_not_its_keys_is_set_aside_and_said(
     """A stranger's row must not answer for a configuration that it was not measured on."""
     step = keep_one(store, machine, one_rank, 300)
     forged = dataclasses.replace(rows(store)[0], estimate_ns=1, **cast(Any, changes))
-    store.add_step_times([forged])
+    store.add([forged])
     said: list[str] = []
 
     with RecordedEvaluator(store, machine, MODEL, report=said.append).open(one_rank, "decode") as timer:

@@ -15,7 +15,7 @@ from phasewise.tuner.search.group import ScheduleCache, adopted, m_grid, tune_gr
 from phasewise.tuner.search.protocol import SearchOptions, TimingBatch, drive
 from phasewise.tuner.search.space import Arithmetic, MicroKernel, fitting, kernel_of
 from tests.support.machines.landscapes import KERNELS, PLAIN, GroupBench, Landscape, group_of
-from tests.support.searches.exhaustive import holds
+from tests.support.searches import holds
 from tests.support.tiers import examples
 
 OPTIONS = SearchOptions()

@@ -20,10 +20,7 @@ from phasewise.tuner.search.protocol import Search, SearchOptions, drive, togeth
 from phasewise.tuner.search.sandwich import fast_start, neighbours, parallel_limit, qualified, sandwich
 from phasewise.tuner.search.space import MicroKernel, ScheduleSpace, fitting, grid_of, kernel_of, pieces
 from tests.support.machines.landscapes import FEW_KERNELS, KERNELS, Evaluator, Landscape, shortfall, space_of
-from tests.support.searches.exhaustive import every_schedule, exhaustive, holds
-from tests.support.searches.mikpoly import mikpoly
-from tests.support.searches.random import random
-from tests.support.searches.roller import remembered, roller
+from tests.support.searches import every_schedule, exhaustive, holds, mikpoly, random, remembered, roller
 from tests.support.tiers import examples
 
 OPTIONS = SearchOptions()

@@ -1,14 +1,16 @@
-"""Settings of `bench run`: the tests of each model, and how they are run."""
+"""Settings of `bench run`, `bench kernels` and `bench allreduce`."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phasewise._options import OptionError, option
 from phasewise.workflows.errors import UsageError
+from phasewise.workflows.options import DB, THREADS
 
 if TYPE_CHECKING:
     from phasewise.serving.engine.throughput import Workload
@@ -208,3 +210,50 @@ class BenchRunning:
 
 def _listed(names: Sequence[str]) -> str:
     return ",".join(names) or "unset"
+
+
+@dataclass(frozen=True)
+class KernelWish:
+    """The products that are timed, beside which peers, and how often."""
+
+    formats: str = option("bf16", "weight formats, e.g. f32,bf16,int8,int8c,int4", "--format")
+    shapes: list[str] | None = option(
+        None,
+        "outputs and inputs of a product, or a model whose layers to time [repeatable]",
+        "--shape",
+        metavar="N,K|NAME",
+    )
+    ms: str = option("1,8,64", "rows of activations", "--m")
+    threads: int | None = THREADS(None)
+    peers: str = option("auto", "any of torch, mkl, openblas, openvino, ggml, tvm", metavar="auto|none|LIST")
+    rounds: int = option(7, "timed turns of each product", "-r", "--rounds", min=1, max=1000)
+    cold_mib: int | None = option(
+        None,
+        "MiB of weights that are multiplied in turn, so that none stays in a cache [default: twice the"
+        " last-level cache]",
+        min=1,
+        max=1 << 16,
+    )
+    kept: Path | None = option(
+        None,
+        "append each row to this file as it is measured, and measure only rows that it lacks",
+        "--rows",
+        metavar="FILE.jsonl",
+    )
+    density: str = option("1", "shares of weights that are not zero; below 1 stored sparse", metavar="SHARES")
+    db: str | None = DB(None)
+
+
+@dataclass(frozen=True)
+class AllReduceWish:
+    """The all-reduces that are timed: over how many ranks, of which sizes, by which algorithms."""
+
+    ranks: str = option("2", "numbers of ranks, one core each")
+    sizes: str = option("1K,4K,16K,64K,256K,1M,4M,16M", "bytes of a message, e.g. 4K,1M", metavar="LIST")
+    kinds: str = option(
+        "rank-shifted,master-copies,ring",
+        "algorithms to time; the others are compared with the first",
+        config_only=True,
+    )
+    threads: int | None = THREADS(None)
+    rounds: int = option(15, "timed turns of each algorithm and size", "-r", "--rounds", min=1, max=1000)
