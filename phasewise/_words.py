@@ -14,10 +14,10 @@ NOTHING = "-"
 """The mark in place of a number that there is not."""
 
 NO_VERDICT = "no verdict"
+"""The words in place of a measured ratio that may as well be 1."""
 
 WIDEST = 1.25
 """Ratio of the ends of a gain's interval beyond which the machine was too busy for timings to say much."""
-"""The words in place of a measured ratio that may as well be 1."""
 
 MOST_SHARE = 1.15
 """The highest share of a limit that two measurements of one minute give; one above it had too low a limit."""

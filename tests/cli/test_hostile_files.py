@@ -27,7 +27,7 @@ from phasewise.ir.raising.preprocess import read_source
 from phasewise.serving.errors import ServingError
 from phasewise.topology import read_lstopo, read_machine
 from phasewise.tuner.config import trace_files
-from phasewise.tuner.config.hidden import read_hidden
+from phasewise.tuner.config.sharing import read_hidden
 from phasewise.tuner.config.trace_files import read_trace
 from phasewise.tuner.errors import TraceError, TunerError
 from phasewise.tuner.predictor import log

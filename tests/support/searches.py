@@ -20,11 +20,11 @@ fewest of them, and the faster whole product wins.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from random import Random
 
 from phasewise.kerneldb.records import Sample, Schedule
-from phasewise.tuner.search.model import kernel_cycles_per_vector_row, model_schedule, modelled_cycles
 from phasewise.tuner.search.protocol import Search, T, cost, fastest, relayed, together
 from phasewise.tuner.search.space import (
     AXES,
@@ -32,7 +32,11 @@ from phasewise.tuner.search.space import (
     MicroKernel,
     ScheduleSpace,
     ThreadGrid,
+    grid_of,
+    kernel_cycles_per_vector_row,
     kernel_of,
+    model_schedule,
+    modelled_cycles,
     pieces,
     resized,
 )
@@ -40,10 +44,34 @@ from phasewise.tuner.search.space import (
 BATCH = 64
 
 
+def holds(space: ScheduleSpace, schedule: Schedule) -> bool:
+    """True if a schedule is of this product: kernel, arithmetic, a grid of all threads, canonical."""
+    kernel = kernel_of(schedule)
+    is_possible = kernel in space.kernels and grid_of(schedule) in space.grids(kernel)
+    return is_possible and schedule == space.fitted(schedule)
+
+
+def every_schedule(space: ScheduleSpace) -> Iterator[Schedule]:
+    """Every schedule on the ladders, each once."""
+    for kernel in space.kernels:
+        for grid in space.grids(kernel):
+            yield from _under(space, space.smallest(kernel, grid))
+
+
+def _under(space: ScheduleSpace, start: Schedule) -> Iterator[Schedule]:
+    for sizes in itertools.product(*(space.ladder(axis, start) for axis in AXES)):
+        sized = start
+        for axis, size in zip(AXES, sizes, strict=True):
+            sized = resized(sized, axis, size)
+        orders = space.orders if space.order_matters(sized) else space.orders[:1]
+        for order, prefetch_bytes in itertools.product(orders, space.prefetches):
+            yield replace(sized, loop_order=order, prefetch_bytes=prefetch_bytes)
+
+
 def exhaustive(space: ScheduleSpace, batch: int = BATCH) -> Search[Schedule]:
-    """Time all of `space.schedules()`, a batch at a time."""
+    """Time every schedule, a batch at a time."""
     best: list[Sample] = []
-    schedules = space.schedules()
+    schedules = every_schedule(space)
     while asked := list(itertools.islice(schedules, batch)):
         samples = yield asked
         best = [fastest([*best, *samples])]
@@ -57,7 +85,7 @@ def mikpoly(space: ScheduleSpace) -> Search[Schedule]:
     samples = yield first
     rates = {kernel_of(sample.schedule): _ns_per_modelled_cycle(space, sample) for sample in samples}
     best = min(
-        space.schedules(),
+        every_schedule(space),
         key=lambda schedule: modelled_cycles(space, schedule) * rates[kernel_of(schedule)],
     )
     if best not in first:
@@ -71,7 +99,7 @@ def _ns_per_modelled_cycle(space: ScheduleSpace, sample: Sample) -> float:
 
 def random(space: ScheduleSpace, count: int, seed: int = 0) -> Search[Schedule]:
     """Time `count` different schedules of the space (all of a smaller one), in one batch."""
-    schedules = list(space.schedules())
+    schedules = list(every_schedule(space))
     drawn = Random(seed).sample(schedules, min(count, len(schedules)))
     return fastest((yield drawn)).schedule
 

@@ -19,7 +19,7 @@ from phasewise.workflows.topo.plan_json import picture_of_plans
 if TYPE_CHECKING:
     from phasewise._rows import Row
     from phasewise.tuner.config.storage import StudyFacts
-    from phasewise.tuner.roofline import Roofline
+    from phasewise.tuner.machine_limits import Roofline
     from phasewise.workflows.machine_report.facts import DatabaseReport, ScheduleFacts
     from phasewise.workflows.machine_report.worth import Worth
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from phasewise.serving.embedding.encoder.embedder import Embedder
     from phasewise.serving.embedding.encoder.input_tokens import EncoderText
     from phasewise.serving.engine.open_engine import ModelText
-    from phasewise.tuner.predictor.facts import Example, PromptFacts
+    from phasewise.tuner.predictor.log import Example, PromptFacts
 
 
 PROMPT_FIELDS = ("prompt", "instruction", "question")

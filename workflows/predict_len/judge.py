@@ -18,8 +18,8 @@ from phasewise.topology import read_machine
 from phasewise.tuner.errors import PredictorError
 from phasewise.tuner.plans import machine_key
 from phasewise.tuner.predictor.encoded import EncodedPredictor, learnt_too_little
-from phasewise.tuner.predictor.facts import Example, PromptFacts, part_of_folds
 from phasewise.tuner.predictor.files import AnyPredictor, load_predictor
+from phasewise.tuner.predictor.log import Example, PromptFacts, part_of_folds
 from phasewise.workflows.errors import UsageError
 from phasewise.workflows.predict_len.compare import (
     Fold,

@@ -10,8 +10,8 @@ from phasewise.workflows.report import Report, silent
 
 if TYPE_CHECKING:
     from phasewise.serving.model_table import Predictor
-    from phasewise.tuner.predictor.facts import PromptFacts
     from phasewise.tuner.predictor.live import LiveEstimator
+    from phasewise.tuner.predictor.log import PromptFacts
 
 AUTO, OFF = "auto", "off"
 DEFAULT_ENCODER = "all-minilm-l6-v2"
@@ -85,7 +85,7 @@ def open_predictor(
         return None
     from phasewise.serving.model_table import Predictor
     from phasewise.serving.pools.contract import Estimate
-    from phasewise.tuner.predictor.facts import PromptFacts
+    from phasewise.tuner.predictor.log import PromptFacts
 
     return Predictor(
         estimate=lambda facts: Estimate(*estimator(PromptFacts(*facts))),

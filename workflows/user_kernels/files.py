@@ -14,7 +14,7 @@ from phasewise.ir.build import built, chosen, kernel_abi, target_named
 from phasewise.ir.emit import TunedTarget, emitted, emitted_header
 from phasewise.ir.errors import UserKernelError
 from phasewise.ir.nodes import FunctionDefinition
-from phasewise.ir.original import original_of
+from phasewise.ir.printing import original_of
 from phasewise.ir.raising.preprocess import guess_isa
 from phasewise.ir.reading import read
 from phasewise.ir.running.cases import sizes

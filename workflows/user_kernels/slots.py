@@ -36,7 +36,7 @@ from phasewise.ir.build import built, kernel_abi
 from phasewise.ir.emit import TunedTarget, emitted
 from phasewise.ir.errors import CheckError, UserKernelError
 from phasewise.ir.nodes import FunctionDefinition
-from phasewise.ir.original import is_original
+from phasewise.ir.printing import is_original
 from phasewise.ir.reading import read
 from phasewise.ir.running.checking import in_folder
 from phasewise.ir.running.compiling import compile_c, compiler_for

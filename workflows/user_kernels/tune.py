@@ -19,12 +19,18 @@ from phasewise._version import __version__
 from phasewise.ir.build import built, chosen, kernel_abi
 from phasewise.ir.errors import SourceError, UserKernelError
 from phasewise.ir.nodes import FunctionDefinition
-from phasewise.ir.original import Original, is_original
+from phasewise.ir.printing import Original, is_original
 from phasewise.ir.reading import read
 from phasewise.ir.running import cases as drawing
-from phasewise.ir.running.checking import REASSOCIATED_BOUND, Program, check, in_folder
+from phasewise.ir.running.checking import (
+    REASSOCIATED_BOUND,
+    Program,
+    TimingProcess,
+    check,
+    in_folder,
+    library_of,
+)
 from phasewise.ir.running.compiling import compiler_for, emulator_for
-from phasewise.ir.running.timing import TimingProcess, library_of
 from phasewise.ir.targets import IsaTarget
 from phasewise.kerneldb.records import (
     SINGLE_CORE,

@@ -113,8 +113,8 @@ def train_command(
     $ phasewise predict-len train log.jsonl -o lengths.safetensors --split 0.2
     """
     from phasewise.tuner.predictor.encoded import learnt_too_little, train_encoded
-    from phasewise.tuner.predictor.facts import held_out
     from phasewise.tuner.predictor.files import AnyPredictor, save_predictor
+    from phasewise.tuner.predictor.log import held_out
     from phasewise.tuner.predictor.train import TrainOptions, train
     from phasewise.workflows.predict_len.compare import Split, with_split
     from phasewise.workflows.predict_len.inputs import find_encoder_to_learn, predictor_file, read_logs

@@ -92,7 +92,7 @@ def _tune_user_kernel(
 ) -> None:
     from phasewise.cli.commands.kernels.text import tuned_fields, tuned_text
     from phasewise.ir.build import target_named
-    from phasewise.ir.original import original_of
+    from phasewise.ir.printing import original_of
     from phasewise.ir.reading import read
     from phasewise.kerneldb.store import open_store
     from phasewise.topology import core_signature

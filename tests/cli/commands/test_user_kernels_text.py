@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phasewise.cli.commands.kernels.text import tuned_text
-from phasewise.ir.original import NAME
+from phasewise.ir.printing import NAME
 from phasewise.kerneldb.records import Choice, Comparison, UserProblem
 from phasewise.tuner import timing
 from phasewise.workflows.user_kernels.files import call_parts

@@ -16,10 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phasewise.topology import CpuKind, Kind, Machine, NumaDistances, read_lstopo
-from phasewise.tuner.config.hidden import HiddenResource, read_hidden
 from phasewise.tuner.config.modelled import ModelledEvaluator
 from phasewise.tuner.config.rates import CoreShare, LineLatency, MachineRates, default_rates
-from phasewise.tuner.config.sharing import ReadSharing, fair_rates
+from phasewise.tuner.config.sharing import HiddenResource, ReadSharing, fair_rates, read_hidden
 from phasewise.tuner.config.steps import Step
 from phasewise.tuner.errors import EvaluationError
 from phasewise.tuner.plans import RankCores, default_plan, rank_on

@@ -15,11 +15,10 @@ from optuna.trial import TrialState, create_trial
 
 from phasewise.topology import Kind
 from phasewise.tuner.config.frontier import FEW
-from phasewise.tuner.config.loads import BAND_RULES
 from phasewise.tuner.config.pruner import HOPELESS, MIN_SLICES, TransformationTreePruner, is_hopeless
 from phasewise.tuner.config.space import ConfigSpace
 from phasewise.tuner.config.trials import KEY, RIVAL
-from phasewise.tuner.config.walk import CandidateBatch, PrunedTree, Rules, Stopped, walk
+from phasewise.tuner.config.walk import BAND_RULES, CandidateBatch, PrunedTree, Rules, Stopped, walk
 from phasewise.tuner.search.protocol import drive
 from phasewise.tuner.topotree import Configuration, OperatorLimits, fundamental
 from tests.support.ablation import Cost, Walked, brute_force, walked
@@ -92,17 +91,6 @@ def test_no_configuration_is_asked_for_twice(seed: int) -> None:
     result = walked(small_space(), scattered(seed), Rules(share=None))
 
     assert result.evaluations == len(result.scored)
-
-
-@pytest.mark.parametrize("cost", [scattered(1), crowded], ids=["scatter", "crowded"])
-def test_without_hashing_equal_configurations_are_asked_for_again_and_nothing_else_changes(
-    cost: Cost,
-) -> None:
-    with_hashing = walked(small_space(), cost, Rules(share=None))
-    without = walked(small_space(), cost, Rules(share=None, hashing=False))
-
-    assert without.evaluations > with_hashing.evaluations
-    assert list(without.scored) == list(with_hashing.scored)
 
 
 def test_the_same_answers_bring_the_same_questions() -> None:

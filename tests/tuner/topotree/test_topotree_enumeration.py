@@ -37,8 +37,8 @@ from phasewise.tuner.topotree import (
     parse,
     removal_bound,
     removals,
-    transformation_tree,
 )
+from phasewise.tuner.topotree.enumeration import kept_counts
 from tests.support.machines.machine_shapes import machine_of, nest_of
 from tests.support.machines.paper_machines import epyc, kunpeng, xeon
 from tests.support.tiers import examples
@@ -176,6 +176,12 @@ def _shapes(n: int) -> Iterator[tuple[int, ...]]:
             yield from ((outer, *inner) for inner in _shapes(n // outer))
     if n == 1:
         yield ()
+
+
+def transformation_tree(root: TopoTree) -> Iterator[TopoTree]:
+    """A tree and all that removals make of it, each once, parents before children."""
+    for kept in kept_counts(root.kept):
+        yield TopoTree(root.base, root.chains, kept, root.groups)
 
 
 SHAPES = [shape for n in range(2, MAX_CORES + 1) for shape in _shapes(n)]

@@ -26,7 +26,7 @@ from phasewise.tuner.config.lengths import RequestLengths, Trace
 from phasewise.tuner.config.steps import ModelShape
 from phasewise.tuner.config.trace import load_trace
 from phasewise.tuner.errors import TraceError
-from phasewise.tuner.predictor.facts import PromptFacts
+from phasewise.tuner.predictor.log import PromptFacts
 from phasewise.workflows.bench.kv.settings import TraceSelection
 from phasewise.workflows.errors import UsageError
 from phasewise.workflows.report import Report, silent
@@ -84,8 +84,8 @@ def unseen_by(text: str, samples: TraceRequests) -> TraceRequests:
     """If `text` is a predictor's file, only the requests whose prompts it was not trained on."""
     if not text.endswith(".safetensors"):
         return samples
-    from phasewise.tuner.predictor.facts import Example, held_out
     from phasewise.tuner.predictor.files import load_predictor
+    from phasewise.tuner.predictor.log import Example, held_out
 
     facts = _facts_of(samples)
     about = load_predictor(text).trained_on
