@@ -155,7 +155,6 @@ test-soak: build setup test-asan  ## hours: twenty times the examples, ASan, fuz
 	$(BIN)/python -m tests.soak.fuzz_api --cases 10000
 	$(BIN)/python -m tests.soak.fuzz_http --inputs 100000
 	$(BIN)/python -m tests.soak.hostile
-	$(BIN)/python -m tests.soak.drawn_schemas --drawn 1000 --templates 1000
 	$(BIN)/python -m tests.soak.faults
 	$(BIN)/python -m tests.soak.changing_instances --seconds 600
 	PYTHONPATH=$(VENV)/ray $(BIN)/python -m tests.soak.changing_nodes --seconds 600

@@ -46,8 +46,6 @@ INT8_DOT, INT8_TILE = map(_native.path_names().index, ("int8_dot", "int8_tile"))
 INT8_BLOCK = _native.path_names().index("int8_block")
 WITH_SUBS = tuple(fmt for fmt, block in BLOCKS.items() if block.has_subs)
 BF16_TILE = _native.path_names().index("bf16_tile")
-AS_BF16 = (*(fmt for fmt in FORMATS if fmt not in ("f32", "f16")), *BLOCKS)
-"""Formats whose weights tiles multiply as bf16."""
 SHAPES = (
     (1, 1, 1, Walk()),
     (17, 33, 3, Walk(panels=2)),
@@ -214,16 +212,6 @@ def tiny(w: PackedWeight, rng: np.random.Generator) -> PackedWeight:
         return w
     small = np.float32(2.0**-124)
     return replace(w, scales=w.scales * small, mins=None if w.mins is None else w.mins * small)
-
-
-def rows_of(special: str, m: int, k: int, rng: np.random.Generator) -> Array:
-    x = rng.standard_normal((m, k), dtype=np.float32)
-    if special == "tiny rows":  # half of them subnormal, and products around 2^-126
-        x = (x * np.exp2(rng.integers(-140, -112, (m, k)))).astype(np.float32)
-    if special == "infinities":
-        x[rng.random((m, k)) < 2 / k] = rng.choice([np.inf, -np.inf])
-        x[m // 2] = np.float32(3e38)  # sums overflow
-    return x
 
 
 @pytest.mark.parametrize("fmt", WITH_SUBS)

@@ -26,7 +26,6 @@ from tests.support.kernels.cross import (
 from tests.support.kernels.gemm_reference import Array, expected, make_weight
 
 NAME, PATH = "avx512_fp16", "f16_fma"
-BF16_DOT = "bf16_dot"
 HERE_TOO = NAME in isa.usable()
 SHAPES = (
     (1, 1, 1, Walk()),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,8 +12,9 @@ from hypothesis import strategies as st
 
 from phasewise.cython_kernels import _native, isa
 from phasewise.cython_kernels.packing import Kind
+from tests.support import ROOT
 from tests.support.kernels.gemm_reference import FORMATS, PLAIN_KINDS, assert_bound_and_bits, make_weight
-from tests.support.tiers import examples
+from tests.support.tiers import examples, first_is_smoke
 
 WAYS = [(name, kind) for name in isa.usable() for kind in PLAIN_KINDS]
 SIZES = (-5, 0, 1, 2, 3, 4, 5, 8, 9, 14, 15, 30, 31, 1000)
@@ -78,3 +82,19 @@ def test_every_width_has_every_number_of_rows_up_to_its_most(name: str, kind: Ki
 
     assert (1, 1) in tiles
     assert all((mr - 1, panels) in tiles for mr, panels in tiles if mr > 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("side", first_is_smoke(["after", "before"]))
+@pytest.mark.parametrize("name", isa.usable())
+def test_operands_may_touch_unreadable_pages(name: str, side: str) -> None:
+    got = subprocess.run(
+        [sys.executable, "-m", "tests.support.kernels.gemm_at_guard_pages", name, side],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+    assert got.returncode == 0, f"exit status {got.returncode}: {got.stderr[-2000:]}"
+    assert got.stdout.strip() == "ok"

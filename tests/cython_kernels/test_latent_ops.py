@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ from phasewise.cython_kernels import isa, packing
 from phasewise.cython_kernels._native import Program, Team
 from phasewise.cython_kernels.errors import ProgramError
 from phasewise.cython_kernels.kv_formats import kv_slot_bytes
+from phasewise.serving.batch import SequenceSlice
 from tests.support.tiers import isas
 
 Array = np.ndarray
@@ -31,35 +31,21 @@ def opened(rows: Array, kv_format: str = "f32", **shape: int) -> Program:
     sizes = {"n_layers": 1, "n_heads": 1, "n_kv_heads": 1, "head_dim": 16, "ffn": 1, **shape}
     room = {"kv_slots": SLOTS, "max_tokens": n, "max_slices": 4, "max_logit_rows": n, "max_threads": 2}
     angles = np.linspace(1.0, 0.01, (sizes["head_dim"] - sizes.get("latent", 0)) // 2)
-    program = Program(
-        {
-            **sizes,
-            "hidden": width,
-            "vocab": max(n, width),
-            "norm_eps": EPS,
-            "outputs": shape.get("outputs", width),
-        },
-        {**room, "kv_format": kv_format},
-        angles,
-    )
+    sizes |= {
+        "hidden": width,
+        "vocab": max(n, width),
+        "norm_eps": EPS,
+        "outputs": shape.get("outputs", width),
+    }
+    program = Program(sizes, {**room, "kv_format": kv_format}, angles)
     table = np.zeros((max(n, width), width), np.float32)
     table[:n] = rows
     program.embed(packing.pack_dense(table, "f32"), 0, width)
     return program
 
 
-def piece(tokens: range, start: int = 0, base: int = 0) -> Any:
-    return SimpleNamespace(
-        token_ids=list(tokens),
-        start=start,
-        slot_base=base,
-        wants_logits=True,
-        table=None,
-        n_drafted=0,
-        ring=None,
-        adapter=0,
-        second=None,
-    )
+def piece(tokens: range, start: int = 0, base: int = 0) -> SequenceSlice:
+    return SequenceSlice(list(tokens), start, base, wants_logits=True)
 
 
 def run(program: Program, pieces: list[Any]) -> Array:

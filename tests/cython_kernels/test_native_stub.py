@@ -18,7 +18,6 @@ KERNELS = ROOT / "cython_kernels"
 STUB = ast.parse((KERNELS / "_native.pyi").read_text())
 CLASSES = {node.name: node for node in STUB.body if isinstance(node, ast.ClassDef)}
 FUNCTIONS = {node.name: node for node in STUB.body if isinstance(node, ast.FunctionDef)}
-OF_CYTHON = {"__pyx_vtable__", "__reduce__", "__reduce_cython__", "__setstate__", "__setstate_cython__"}
 
 
 def public(names: Any) -> set[str]:

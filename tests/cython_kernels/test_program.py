@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,9 @@ import pytest
 
 from phasewise.cython_kernels import packing
 from phasewise.cython_kernels._native import Program, Team
-from phasewise.cython_kernels.errors import ProgramError, WeightError
+from phasewise.cython_kernels.division import Division, columns, share
+from phasewise.cython_kernels.errors import GroupFailed, ProgramError, WeightError
+from phasewise.serving.batch import SequenceSlice
 
 SHAPE = {
     "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "head_dim": 8, "hidden": 16, "ffn": 24, "vocab": 20,
@@ -22,6 +26,8 @@ ROOM = {
     "max_threads": 1,
 }  # fmt: skip
 ANGLES = np.ones(4)
+TOKEN = SequenceSlice((1,), 0, 0, wants_logits=True)
+NEXT_TOKEN = SequenceSlice((2,), 1, 0, wants_logits=True)
 
 
 def resident_bytes() -> int:
@@ -140,29 +146,18 @@ def test_only_a_sealed_program_runs_and_it_takes_no_more_ops() -> None:
 
 
 def test_a_team_larger_than_the_program_is_refused() -> None:
-    class Slice:
-        token_ids, start, slot_base, wants_logits = (1,), 0, 0, True
-        table, n_drafted, ring, adapter = None, 0, None, 0
-
     built = program()
     built.embed(weight(20, 16), 0, 16)
     built.linear([(weight(20, 16), 0)], "rows", 0, 16, 128, 20, rows="gathered")
     built.seal(128)
 
     with pytest.raises(ValueError, match="fewer threads"):
-        built.run(Team(None, members=2), [Slice()])
-    assert built.run(Team(None, members=1), [Slice()]) == 1
+        built.run(Team(None, members=2), [TOKEN])
+    assert built.run(Team(None, members=1), [TOKEN]) == 1
     assert np.asarray(built)[0].tolist() == [16.0] * 20
 
 
 def test_touched_memory_is_there_and_keeps_what_it_held() -> None:
-    class First:
-        token_ids, start, slot_base, wants_logits = (1,), 0, 0, True
-        table, n_drafted, ring, adapter = None, 0, None, 0
-
-    class Second(First):
-        token_ids, start = (2,), 1
-
     def built() -> Program:
         attention_program = program(kv_slots=1 << 20)
         attention_program.embed(weight(20, 16), 0, 16)
@@ -173,14 +168,14 @@ def test_touched_memory_is_there_and_keeps_what_it_held() -> None:
         return attention_program
 
     team, plain, touched = Team(None, members=1), built(), built()
-    plain.run(team, [First()])
-    touched.run(team, [First()])
+    plain.run(team, [TOKEN])
+    touched.run(team, [TOKEN])
     before = resident_bytes()
     touched.touch(team)
 
     assert resident_bytes() - before > 0.9 * touched.bytes() > 20 << 20
-    plain.run(team, [Second()])
-    touched.run(team, [Second()])
+    plain.run(team, [NEXT_TOKEN])
+    touched.run(team, [NEXT_TOKEN])
     assert np.asarray(touched)[0].tolist() == np.asarray(plain)[0].tolist()
 
 
@@ -209,3 +204,198 @@ def test_rows_are_written_and_read_within_the_arena_alone() -> None:
             sealed.read_rows(offset, stride, np.empty((n_rows, 16), np.float32))
     with pytest.raises(ValueError, match="0 rows of 16 numbers"):
         sealed.write_rows(0, 16, np.empty((0, 16), np.float32))
+
+
+ROOM_FOR_TWO = {
+    "kv_slots": 30, "max_tokens": 8, "max_slices": 2, "max_logit_rows": 2, "kv_format": "f16",
+    "max_threads": 2,
+}  # fmt: skip
+TWO_RANKS = ((1, 1), (1, 1))
+
+
+def divided(teams: Any = TWO_RANKS, rank: int = 0, patience_s: float = 10.0, vocab: int = 20) -> Program:
+    """A token's embedding, all ones, times ones: logits of 16."""
+    built = Program({**SHAPE, "vocab": vocab}, ROOM_FOR_TWO, np.ones(4), Division(teams, rank), patience_s)
+    weight = packing.pack_dense(np.ones((vocab, 16), np.float32), "f32")
+    built.embed(weight, 0, 16)
+    built.linear([(weight, 0)], "rows", 0, 16, 128, vocab, rows="gathered")
+    return built
+
+
+def shared(built: Program) -> memoryview:
+    return memoryview(mmap.mmap(-1, built.shared_bytes()))
+
+
+def sealed(**options: Any) -> tuple[Program, Program]:
+    first, second = divided(**options), divided(**options, rank=1)
+    memory = shared(first)
+    first.seal_shared(128, memory)
+    second.seal_shared(128, memory)
+    return first, second
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 16, 97])
+@pytest.mark.parametrize("teams", [(1,), (1, 1), (3, 1, 2), (1,) * 16])
+def test_shares_cover_everything_once_in_proportion_to_threads(teams: tuple[int, ...], count: int) -> None:
+    shares = [share(count, teams, rank) for rank in range(len(teams))]
+
+    assert [begin for begin, _ in shares] == [0, *(end for _, end in shares[:-1])]
+    assert shares[-1][1] == count
+    for (begin, end), threads in zip(shares, teams, strict=True):
+        assert abs((end - begin) - count * threads / sum(teams)) < 1
+    assert share(count, teams, len(teams)) == (0, 0)
+
+
+@pytest.mark.parametrize("kind", ["f32", "f16", "bf16", "q8", "q4"])
+def test_columns_of_a_weight_are_its_rows(kind: Any) -> None:
+    rows = np.random.default_rng(0).standard_normal((50, 70)).astype(np.float32)
+    whole = (
+        packing.pack_dense(rows, kind)
+        if kind in packing.DENSE_KINDS
+        else packing.pack_quant(packing.quantise(rows, int(kind[1]), symmetric=False))
+    )
+
+    for begin, end in ((0, 1), (1, 4), (3, 4)):
+        view = columns(whole, begin, end)
+        assert view is not None
+        assert np.shares_memory(view.values, whole.values)
+        assert (packing.unpack(view) == packing.unpack(whole)[16 * begin : 16 * end]).all()
+    assert columns(whole, 2, 2) is None
+
+
+@pytest.mark.parametrize(
+    ("teams", "rank", "patience_s", "says"),
+    [
+        (((1, 1),) * 6, 0, 1.0, "for each of at most 5 tables"),
+        (((), ()), 0, 1.0, "1 to 256 ranks"),
+        (((1,), (1,) * 257), 0, 1.0, "1 to 256 ranks"),
+        (TWO_RANKS, 2, 1.0, "rank 2 of teams"),
+        (TWO_RANKS, -1, 1.0, "rank -1 of teams"),
+        (((1, 0), (1,)), 0, 1.0, "a rank with 0 threads"),
+        (((1, 1 << 20), (1,)), 0, 1.0, "threads: 1 to 1024 expected"),
+        (((3, 1), (1,)), 0, 1.0, "room for 2 threads"),
+        (TWO_RANKS, 0, 0.0, "a patience of 0"),
+        (TWO_RANKS, 0, float("nan"), "a patience of nan"),
+    ],
+)
+def test_divisions_that_cannot_be_are_refused(teams: Any, rank: int, patience_s: float, says: str) -> None:
+    with pytest.raises(ProgramError, match=says):
+        divided(teams, rank, patience_s)
+
+
+def test_ranks_share_memory_that_is_large_enough_and_begins_a_page() -> None:
+    built = divided()
+    memory = memoryview(mmap.mmap(-1, built.shared_bytes() + 4096))
+
+    with pytest.raises(ProgramError, match="with the memory that they share"):
+        built.seal(128)
+    with pytest.raises(ProgramError, match="from a page's start"):
+        built.seal_shared(128, memory[: built.shared_bytes() - 1])
+    with pytest.raises(ProgramError, match="from a page's start"):
+        built.seal_shared(128, memory[64:])
+    with pytest.raises(BufferError):
+        built.seal_shared(128, memory.toreadonly())
+    with pytest.raises(ProgramError, match="no op writes the logits"):
+        built.seal_shared(1 << 20, memory)
+    built.seal_shared(128, memory)
+    with pytest.raises(ProgramError, match="sealed once"):
+        built.seal_shared(128, memory)
+
+
+def test_other_ranks_join_the_first_ones_program() -> None:
+    first, other = divided(), divided(rank=1, vocab=21)
+    memory = memoryview(mmap.mmap(-1, 1 << 17))
+
+    with pytest.raises(ProgramError, match="rank 0 has not sealed this memory"):
+        divided(rank=1).seal_shared(128, memory)
+    first.seal_shared(128, memory)
+    with pytest.raises(ProgramError, match="not for the same program"):
+        divided(((1, 1, 1), (1,)), rank=1).seal_shared(128, memory)
+    other.linear([(packing.pack_dense(np.ones((21, 16), np.float32), "f32"), 0)], "rows", 0, 16, 128, 21)
+    with pytest.raises(ProgramError, match="not for the same program"):
+        other.seal_shared(128, memory)
+    divided(rank=1).seal_shared(128, memory)
+
+
+def test_one_rank_shares_nothing() -> None:
+    alone = divided(((1,), (2,)))
+
+    with pytest.raises(ProgramError, match="one rank shares no memory"):
+        alone.seal_shared(128, mmap.mmap(-1, 1 << 20))
+    alone.seal(128)
+    for act in (alone.stop, alone.fail, lambda: alone.observed(0), lambda: alone.serve([None, None])):
+        with pytest.raises(ProgramError, match="has one rank"):
+            act()
+    assert alone.run(Team(None, members=2), [TOKEN], table=1) == 1
+    with pytest.raises(ValueError, match="a team of 2 for rank 0"):
+        alone.run(Team(None, members=2), [TOKEN], table=0)
+
+
+def test_rank_0_runs_and_the_others_serve() -> None:
+    first, second = sealed()
+    team = Team(None, members=1)
+
+    with pytest.raises(ProgramError, match="rank 1 serves"):
+        second.run(team, [TOKEN])
+    with pytest.raises(ProgramError, match="rank 0 says when to stop"):
+        second.stop()
+    for rank, teams in ((first, [team, team]), (second, [team])):
+        with pytest.raises(ProgramError, match="ranks from 1 on serve"):
+            rank.serve(teams)
+    with pytest.raises(ValueError, match="a team of 2 for rank 1"):
+        second.serve([Team(None, members=2), None])
+    with pytest.raises(TypeError):
+        second.serve(["team", None])
+    with pytest.raises(ValueError, match="KV head 1 of layer 0"):
+        first.kv_span(0, 1)
+
+
+def test_a_table_that_nobody_runs_is_not_run() -> None:
+    first, _ = sealed(teams=((1, 1), ()))
+
+    with pytest.raises(ValueError, match=r"a team of 1 for rank 0 of teams \(\)"):
+        first.run(Team(None, members=1), [TOKEN], table=1)
+
+
+def test_a_rank_that_does_not_come_is_not_waited_for_without_end() -> None:
+    first, second = sealed(patience_s=0.05)
+
+    with pytest.raises(GroupFailed, match="did not arrive in time"):
+        first.run(Team(None, members=1), [TOKEN])
+    with pytest.raises(GroupFailed, match="failed or ended"):
+        second.serve([Team(None, members=1)] * 2)
+
+
+def test_a_rank_without_a_team_for_a_step_ends_it_for_all() -> None:
+    first, second = sealed()
+    failures: list[str] = []
+
+    def serve() -> None:
+        with pytest.raises(GroupFailed) as failure:
+            second.serve([None, None])
+        failures.append(str(failure.value))
+
+    server = threading.Thread(target=serve)
+    server.start()
+    with pytest.raises(GroupFailed, match="failed or ended"):
+        first.run(Team(None, members=1), [TOKEN])
+    server.join(60)
+    assert failures == ["this rank was not built for the step that rank 0 runs"]
+
+
+def test_stop_reaches_a_rank_that_serves_later() -> None:
+    first, second = sealed()
+    first.stop()
+
+    second.serve([None, None])
+
+
+def test_keys_and_values_of_a_head_lie_in_the_shared_memory() -> None:
+    """Two ranks share the only KV head, and each has a copy."""
+    first, _ = sealed()
+
+    offset, size = first.kv_span(0, 0)
+
+    assert 0 < offset <= first.shared_bytes() - 2 * size
+    assert first.kv_span(0, 0, 1) == (offset + size, size)
+    assert 2 * size == first.kv_bytes()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +10,7 @@ import pytest
 from phasewise.cython_kernels import isa, packing
 from phasewise.cython_kernels._native import Program, Team
 from phasewise.cython_kernels.errors import ProgramError
+from phasewise.serving.batch import SequenceSlice
 from tests.support.tiers import isas
 
 N_TOKENS = 5
@@ -51,18 +51,7 @@ def opened(width: int, rows: Array) -> Program:
 def computed(program: Program, offset: int) -> Array:
     """The rows at an offset of the arena, after a step of all tokens."""
     program.seal(offset)
-    ids = list(range(N_TOKENS))
-    piece = SimpleNamespace(
-        token_ids=ids,
-        start=0,
-        slot_base=0,
-        wants_logits=True,
-        table=None,
-        n_drafted=0,
-        ring=None,
-        adapter=0,
-        second=None,
-    )
+    piece = SequenceSlice(list(range(N_TOKENS)), 0, 0, wants_logits=True)
     n_rows = program.run(Team(None, members=2), [piece], every_row=True)
     return np.asarray(program)[:n_rows].copy()
 

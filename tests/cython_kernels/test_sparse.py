@@ -258,7 +258,7 @@ def hostile(stored: PackedWeight) -> dict[str, PackedWeight]:
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_hostile_streams_are_refused_and_read_nothing_outside(fmt: str) -> None:
-    """Checked they are refused. Unchecked, a kernel stays inside, which test_gemm_bounds.py shows."""
+    """Checked they are refused. Unchecked, a kernel stays inside, which test_gemm_paths.py shows."""
     stored = sparse.to_sparse(pruned(fmt, 40, 200, 0.5, np.random.default_rng(2)))
     x = np.ones((1, 200), np.float32)
 

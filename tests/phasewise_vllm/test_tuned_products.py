@@ -58,8 +58,8 @@ def test_a_database_that_cannot_be_read_is_one_warning(
     (tmp_path / "broken.db").write_text("no database")
     monkeypatch.setenv("PHASEWISE_DB", str(tmp_path / "broken.db"))
 
-    assert tuned.row_schedules(weight()) == (None, 1, [])
-    assert sum("the default schedules are used" in line for line in caplog.messages) == 1
+    assert tuned.row_schedules(weight()) == (None, 1, [(tuned.MOST_ROWS, None)])
+    assert sum("goes on with default plans and schedules" in line for line in caplog.messages) == 1
 
 
 def test_the_schedules_in_use_on_these_cores_are_taken(

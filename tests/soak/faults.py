@@ -6,7 +6,7 @@ and checks answers, exit codes, KV slots, descriptors, shared memory, processes 
 
     python -m tests.soak.faults                        # the default model, everything: about ten minutes
     python -m tests.soak.faults --model tiny --quick   # about a minute, as the test suite does
-    python -m tests.soak.faults --only drained --only forced
+    python -m tests.soak.faults --only disk_full --only kv_exhausted
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from tests.soak.fault_rows import clients, instances, ranks, service
+from tests.soak.fault_rows import clients, ranks, service
 from tests.soak.fault_rows.setting import Setting
 from tests.soak.row_runner import run_rows
 
@@ -23,17 +23,12 @@ ROWS: dict[str, Callable[[Setting], str]] = {
     "killed_in_each_phase": ranks.killed_in_each_phase,
     "killed_under_migration": ranks.killed_under_migration,
     "again_and_again": ranks.again_and_again,
-    "stopped": ranks.stopped,
-    "instance_killed": instances.instance_killed,
     "gone_mid_stream": clients.gone_mid_stream,
     "slow_readers": clients.slow_readers,
-    "idle_connections": clients.idle_connections,
-    "drained": service.drained,
-    "forced": service.forced,
     "disk_full": service.disk_full,
     "kv_exhausted": service.kv_exhausted,
 }
-SLOW = ("stopped", "again_and_again")
+SLOW = ("again_and_again",)
 """Bounded by waits that are seconds long, whatever the model: not part of --quick."""
 
 

@@ -103,14 +103,6 @@ class ClosedLoop:
         return [sent.first_s - sent.at_s for sent in self.sent.values()]
 
     @property
-    def tpots_s(self) -> list[float]:
-        return [
-            (sent.end_s - sent.first_s) / (sent.request.max_tokens - 1)
-            for sent in self.sent.values()
-            if sent.request.max_tokens > 1
-        ]
-
-    @property
     def most_by_work(self) -> float:
         """The longest wait for a first token, by the work that lay before it at the rates of this run. The
         step that was under way and its own last one, which are no shorter than they are, do not count."""

@@ -1,8 +1,11 @@
-"""Timing: what must hold of the estimate, the race and the comparison, whatever the nanoseconds are."""
+"""Measurements: the estimate, the race and the comparison, the machine's limits, states and conditions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from random import Random
 
 import numpy as np
@@ -10,8 +13,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phasewise.cython_kernels import isa
+from phasewise.cython_kernels import limit_loops as loops
 from phasewise.kerneldb.records import MAX_GAIN
 from phasewise.tuner import timing
+from phasewise.tuner.conditions import (
+    Conditions,
+    CpuTicks,
+    Look,
+    Watch,
+    between,
+    children_s,
+    is_disturbed,
+    mean_conditions,
+    parse_mhz,
+    parse_ticks,
+)
+from phasewise.tuner.machine_limits import peak_flops, read_bandwidth, read_in_pieces
 from phasewise.tuner.timing import (
     Samples,
     Turn,
@@ -22,6 +40,8 @@ from phasewise.tuner.timing import (
     plan_turn,
     race,
 )
+from phasewise.tuner.yardstick import RETRIES, CoreLoops, Yardstick, steadily
+from tests.support.tiers import examples
 
 NS = st.integers(1, 10**12)
 MANY_NS = st.lists(NS, min_size=1, max_size=60)
@@ -142,3 +162,196 @@ def test_equals_are_rarely_taken_for_faster() -> None:
         return compare([((before,), (after,)) for before, after in pairs]).proves_faster
 
     assert sum(believed() for _ in range(2000)) <= 20
+
+
+STAT = """cpu  50 10 30 800 20 0 10 80 0 0
+cpu0 10 5 10 400 10 0 5 60 10 5
+cpu1 40 5 20 400 10 0 5 20 0 0
+cpu10 1 1 1 1 1 1 1 1 0 0
+
+ctxt 7
+"""
+CPUINFO = """processor\t: 0
+model name\t: A
+cpu MHz\t\t: 2300.000
+flags\t\t: fpu
+
+processor\t: 1
+model name\t: A
+cpu MHz\t\t: 2500.000
+"""
+
+
+def test_ticks_are_summed_over_the_cpus_asked_for() -> None:
+    assert parse_ticks(STAT, [0]) == CpuTicks(total=500, idle=410, steal=60)
+    assert parse_ticks(STAT, [0, 1]) == CpuTicks(total=1000, idle=820, steal=80)
+    assert parse_ticks("", [0]) == CpuTicks(0, 0, 0)
+
+
+def test_the_frequency_is_the_mean_of_the_cpus_asked_for() -> None:
+    assert parse_mhz(CPUINFO, [0, 1]) == 2400
+    assert parse_mhz(CPUINFO, [1, 7]) == 2500
+    assert parse_mhz("processor\t: 0\nBogoMIPS\t: 50\n", [0]) is None
+
+
+def test_own_time_is_neither_steal_nor_somebody_elses() -> None:
+    before = Look(CpuTicks(1000, 500, 0), 5.0, None)
+    after = Look(CpuTicks(1200, 540, 20), 6.0, 2400.0)
+    conditions = between(before, after, ticks_a_second=100)
+
+    assert conditions == Conditions(steal=0.1, others=0.2, mhz=2400.0)
+    assert is_disturbed(conditions.fields())
+    assert conditions.fields() == {"steal": 0.1, "others": 0.2, "mhz": 2400.0}
+
+
+def test_no_time_at_all_is_undisturbed() -> None:
+    look = Look(CpuTicks(1000, 500, 0), 5.0, None)
+
+    assert not is_disturbed(between(look, look, 100).fields())
+
+
+def test_means_are_over_the_laps_that_know() -> None:
+    assert mean_conditions([{"steal": 0.1}, {"steal": 0.3, "mhz": 2000.0}]) == {"steal": 0.2, "mhz": 2000.0}
+    assert mean_conditions([]) == {}
+
+
+def test_a_busy_neighbour_is_seen(tmp_path: Path) -> None:
+    (tmp_path / "cpuinfo").write_text(CPUINFO)
+    (tmp_path / "stat").write_text("cpu0 0 0 0 0 0 0 0 0 0 0\n")
+    watch = Watch([0], tmp_path)
+    (tmp_path / "stat").write_text("cpu0 9000 0 0 0 0 0 0 1000 0 0\n")
+    lap = watch.lap()
+
+    assert lap.steal == 0.1
+    assert lap.others == pytest.approx(0.9, abs=0.01)
+
+
+@pytest.mark.skipif(not Path("/proc/stat").exists(), reason="no /proc")
+def test_this_machine_can_be_watched() -> None:
+    lap = Watch(sorted(os.sched_getaffinity(0))).lap()
+
+    assert 0 <= lap.steal <= 1
+    assert 0 <= lap.others <= 1
+
+
+def test_what_children_use_is_our_own(tmp_path: Path) -> None:
+    """Ranks are processes of their own; one that has just ended is no reason to fail."""
+    (tmp_path / "self/task/7").mkdir(parents=True)
+    (tmp_path / "self/task/7/children").write_text("11 12 ")
+    (tmp_path / "11").mkdir()
+    (tmp_path / "11/stat").write_text("11 (a (rank) 1) S 7 " + "0 " * 9 + "150 50 9 9 20 0")
+
+    assert children_s(tmp_path, ticks_a_second=100) == 2.0
+    assert children_s(tmp_path / "none", ticks_a_second=100) == 0.0
+
+
+@pytest.mark.parametrize("name", isa.usable())
+@pytest.mark.parametrize("kind", loops.KINDS)
+def test_twice_the_rounds_is_twice_the_work(name: str, kind: str) -> None:
+    """On every instruction set; odd counts, because the loops may round up to one."""
+    with isa.using(name):
+        assert loops.peak(kind, 2001) > 0
+        assert loops.peak(kind, 4001) / loops.peak(kind, 2001) == pytest.approx(4001 / 2001)
+
+
+@pytest.mark.parametrize("name", isa.usable())
+@pytest.mark.parametrize("size", [0, 1, 1023, 1024, 1025, 1 << 20])
+def test_less_than_a_kilobyte_is_left_unread(name: str, size: int) -> None:
+    with isa.using(name):
+        read_bytes = loops.read(np.ones(size, dtype=np.uint8))
+
+    assert read_bytes % 512 == 0
+    assert size - 1024 < read_bytes <= size
+
+
+@examples(60)
+@given(size=st.integers(0, 5000), words=st.sampled_from([1, 8, 9, 32, 512]), scattered=st.booleans())
+def test_every_piece_is_read_once_in_either_order(size: int, words: int, scattered: bool) -> None:
+    """As many as the largest power of two that fits."""
+    buffer = np.random.default_rng(size).integers(0, 1 << 50, size=size, dtype=np.uint64)
+    n_pieces = 1 << (size // words).bit_length() - 1 if size >= words else 0
+
+    n_bytes, total = loops.read_pieces(buffer, 8 * words, scattered=scattered)
+
+    assert n_bytes == 8 * n_pieces * words
+    assert total == int(buffer[: n_pieces * words].sum())
+
+
+def test_reads_in_pieces_are_rates_of_both_orders() -> None:
+    before = os.sched_getaffinity(0)
+
+    reads = read_in_pieces(sorted(before)[:2], 64, 1 << 20, repeats=1)
+
+    assert reads.piece_bytes == 64
+    assert reads.in_order_bytes_per_s > 0
+    assert reads.share == reads.scattered_bytes_per_s / reads.in_order_bytes_per_s > 0
+    assert os.sched_getaffinity(0) == before
+
+
+def test_an_unknown_peak_is_refused() -> None:
+    with pytest.raises(ValueError, match="f64"):
+        loops.peak("f64", 1)
+
+
+def test_limits_are_rates_of_all_cores_and_leave_the_caller_unpinned() -> None:
+    before = os.sched_getaffinity(0)
+    cores = sorted(before)[:2]
+
+    assert peak_flops("f32", cores, repeats=1) > 0
+    assert read_bandwidth(cores, 1 << 20, repeats=2) > 0
+    assert os.sched_getaffinity(0) == before
+
+
+def test_a_core_that_may_not_be_used_is_an_error_and_no_hang() -> None:
+    allowed = sorted(os.sched_getaffinity(0))
+
+    with pytest.raises(OSError, match="Invalid argument"):
+        peak_flops("f32", [1023, *allowed], repeats=1)
+
+
+def read(*spans_ns: Sequence[float]) -> Yardstick:
+    """A yardstick that reads these, one after the other, and the last for ever."""
+    readings: Iterator[Sequence[float]] = itertools.chain(spans_ns, itertools.repeat(spans_ns[-1]))
+    return Yardstick(lambda: next(readings))
+
+
+def test_the_pace_is_that_of_the_slowest_core_beside_its_best() -> None:
+    yardstick = read((100, 100), (200, 100), (50, 100), (100, 400))
+
+    assert [yardstick.pace() for _ in range(4)] == [1.0, 0.5, 1.0, 0.25]
+
+
+def test_a_steady_host_is_timed_once() -> None:
+    takes = itertools.count()
+
+    assert steadily(lambda: next(takes), read((100,)), pause_s=0) == (0, 1.0)
+
+
+@pytest.mark.parametrize("slow", ["before", "after"])
+def test_what_was_timed_in_a_slow_state_is_timed_again(slow: str) -> None:
+    takes = itertools.count()
+    yardstick = read((100,), *([(200,), (100,)] if slow == "before" else [(100,), (200,)]), (100,))
+    yardstick.pace()
+
+    assert steadily(lambda: next(takes), yardstick, pause_s=0) == (1, 1.0)
+
+
+def test_a_host_that_stays_slow_marks_what_was_timed() -> None:
+    takes = itertools.count()
+    yardstick = read((100,), (200,))
+    yardstick.pace()
+
+    last, pace = steadily(lambda: next(takes), yardstick, pause_s=0)
+
+    assert (last, pace) == (RETRIES, 0.5)
+    assert is_disturbed(Conditions(0.0, 0.0, None, pace).fields())
+    assert not is_disturbed(Conditions(0.0, 0.0, None, 1.0).fields())
+
+
+def test_real_cores_have_a_pace() -> None:
+    loops = CoreLoops(sorted(os.sched_getaffinity(0))[:2])
+    try:
+        yardstick = Yardstick(loops)
+        assert all(0 < yardstick.pace() <= 1 for _ in range(3))
+    finally:
+        loops.close()

@@ -90,12 +90,6 @@ def test_where_the_default_is_best_the_verdict_says_so(database: str) -> None:
     assert run_on(SyntheticMachine(cost), database).duels == 0
 
 
-def test_equals_change_nothing(database: str) -> None:
-    outcome = run_on(SyntheticMachine(lambda problem, schedule: 1000), database)
-
-    assert all(gain.is_default for gain in outcome.gains)
-
-
 class Killed(BaseException):
     """As sudden as kill -9 can be within a process."""
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
+import httpx
 import numpy as np
+import openai
 import pytest
 
 from phasewise.cython_kernels import isa
@@ -20,6 +24,7 @@ from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.pools.opening import POLICIES
 from phasewise.serving.sampling.sampling import GREEDY, SamplingParams
 from phasewise.tuner.plans import PHASES, RankCores, ServicePlan
+from tests.serving.drafts.test_draft_laws import lookup_drafter
 from tests.serving.engine.test_engine_kernels import plans, tokens
 from tests.serving.models.test_forward import (
     Machine,
@@ -32,6 +37,7 @@ from tests.support.engine_sizes import engine_size
 from tests.support.guessing import GuessingDrafter
 from tests.support.models.tiny_models import TinyShape, tiny_gguf
 from tests.support.servers.fake_engine import run_all
+from tests.support.servers.fake_server import FakeServer, fake_server
 from tests.support.tiers import isas
 
 PROMPTS = ["a", "hello there", "To be, or not to be", "0123456789" * 9]
@@ -124,11 +130,6 @@ def answers(
     return got, counts.accepted if counts else 0
 
 
-@pytest.fixture(scope="module")
-def plain(models: Callable[..., PackedModel]) -> dict[str, list[int]]:
-    return answers(models(), requests())[0]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kv_format", KV_FORMATS)
 @pytest.mark.parametrize("kv_policy", POLICIES)
@@ -202,11 +203,6 @@ def test_unseeded_sampling_with_a_draft_model_ends_where_it_should(
     assert n_accepted > 0
 
 
-def test_a_draft_model_may_have_more_columns_than_tokens(models: Callable[..., PackedModel]) -> None:
-    wide = models(vocab_size=272)
-    assert isinstance(answers(wide, requests(), DraftSource(wide))[0], dict)
-
-
 def test_another_vocabulary_is_refused_in_one_line(models: Callable[..., PackedModel]) -> None:
     model, other = models(), models(seed=2, vocab_size=280)
     check_vocabularies(models(seed=1), model)
@@ -225,3 +221,77 @@ def test_usage_counts_drafts_of_a_request(models: Callable[..., PackedModel]) ->
     last = outs[-1]
     assert isinstance(last, Answer)
     assert last.drafts == load.drafts
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[FakeServer]:
+    with fake_server(drafter=lookup_drafter()) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[FakeServer]:
+    with fake_server() as running:
+        yield running
+
+
+def asked(server: FakeServer, **fields: object) -> dict[str, Any]:
+    body = {"model": "fake", "prompt": "a", "max_tokens": 200, "temperature": 0, **fields}
+    response = httpx.post(f"{server.url}/v1/completions", json=body)
+    assert response.status_code == 200
+    return dict(response.json())
+
+
+def counted(server: FakeServer, name: str) -> float | None:
+    lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+    samples = [line for line in lines if line.startswith(f"phasewise_{name} ")]
+    return float(samples[0].split()[1]) if samples else None
+
+
+def test_usage_and_metrics_tell_accepted_and_drafted_tokens(server: FakeServer, plain: FakeServer) -> None:
+    before = counted(server, "generated_tokens_total") or 0
+    got, want = asked(server), asked(plain)
+
+    assert got["choices"] == want["choices"]
+    details = got["usage"].pop("completion_tokens_details")
+    assert got["usage"] == want["usage"]
+    assert details["accepted_prediction_tokens"] > 100
+    drafted, accepted = (counted(server, f"drafted_tokens{which}_total") for which in ("", "_accepted"))
+    assert drafted is not None
+    assert accepted is not None
+    assert drafted >= accepted >= details["accepted_prediction_tokens"]
+    assert (counted(server, "generated_tokens_total") or 0) - before == 200
+    assert counted(plain, "drafted_tokens_total") is None
+    assert "completion_tokens_details" not in want["usage"]
+
+
+def test_a_stream_has_the_same_text_and_the_same_usage(server: FakeServer, plain: FakeServer) -> None:
+    texts = []
+    for target in (server, plain):
+        api = openai.OpenAI(base_url=f"{target.url}/v1", api_key="any", max_retries=0)
+        stream = api.completions.create(
+            model="fake", prompt="xyz", max_tokens=150, temperature=0, stop=["yzab", "kl"], n=2, stream=True,
+            stream_options={"include_usage": True},
+        )  # fmt: skip
+        chunks = list(stream)
+        usage = chunks[-1].usage
+        assert usage is not None
+        details = usage.completion_tokens_details
+        assert (details is not None) == (target is server)
+        texts.append(
+            (
+                [
+                    "".join(c.choices[0].text for c in chunks if c.choices and c.choices[0].index == i)
+                    for i in (0, 1)
+                ],
+                usage.completion_tokens,
+            )
+        )
+
+    assert texts[0] == texts[1]
+
+
+def test_the_api_description_names_the_counts(server: FakeServer) -> None:
+    schemas = httpx.get(f"{server.url}/openapi.json").json()["components"]["schemas"]
+
+    assert "accepted_prediction_tokens" in json.dumps(schemas["Usage"])

@@ -165,25 +165,6 @@ def test_busy_is_told_whole_and_at_once() -> None:
     run(use, depths=[(4, 1000)])
 
 
-def test_devices_that_are_slower_than_promised_hold_less_and_more_again() -> None:
-    """A batch of 64 inputs takes 0.2 s where the promise is 0.1 s for 1000: soon few have room at a time."""
-
-    async def use(client: EmbeddingClient, workers: list[FakeWorker]) -> None:
-        workers[0].delay_s = 0.2
-        for index in range(3):
-            await client.embed(inputs(64, 100 * index))
-        with pytest.raises(QueueFull):
-            await asyncio.gather(*(client.embed(inputs(1, 100 * number)) for number in range(100)))
-        await asyncio.sleep(0.5)
-        workers[0].delay_s = 0.0
-        for index in range(40):
-            await client.embed(inputs(20, 100 * index))
-        answers = await asyncio.gather(*(client.embed(inputs(1, 100 * number)) for number in range(100)))
-        assert len(answers) == 100
-
-    run(use, running=run_simulated, depths=[(1000, 2000)], slo_s=0.1)
-
-
 def test_what_would_be_late_is_busy_and_a_request_alone_takes_its_time() -> None:
     """Accepted by the depth, while the worker has become slow: 0.2 s for a batch where 0.3 s are promised."""
 

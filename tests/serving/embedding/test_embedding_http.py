@@ -9,7 +9,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -36,46 +36,31 @@ from tests.support.servers.fake_embedding import (
 from tests.support.servers.rude_clients import connect, until
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddingServer]:
-    folder = write_encoder(tmp_path_factory.mktemp("http") / "bert", "bert")
-    with embedding_server(folder) as running:
-        yield running
+def served(kind: str, fixture: str, prepare: Callable[[Path], None] = lambda folder: None) -> Any:
+    """A fixture for a module: a server of one of `encoder_models.CASES`."""
+
+    @pytest.fixture(scope="module", name=fixture)
+    def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddingServer]:
+        folder = write_encoder(tmp_path_factory.mktemp(fixture) / kind, kind)
+        prepare(folder)
+        with embedding_server(folder) as running:
+            yield running
+
+    return serving
 
 
-@pytest.fixture(scope="module")
-def reranker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddingServer]:
-    folder = write_encoder(tmp_path_factory.mktemp("rerank") / "cross", "cross-bert")
-    with embedding_server(folder) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def prompting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddingServer]:
-    """A model with prompts."""
-    folder = write_encoder(tmp_path_factory.mktemp("prompts") / "m", "modernbert")
+def with_a_bare_prompt(folder: Path) -> None:
     path = folder / "config_sentence_transformers.json"
     settings = json.loads(path.read_text(encoding="utf-8"))
     settings["prompts"]["bare"] = ""
     path.write_text(json.dumps(settings), encoding="utf-8")
-    with embedding_server(folder) as running:
-        yield running
 
 
-@pytest.fixture(scope="module")
-def tasking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddingServer]:
-    """A model with tasks."""
-    folder = write_encoder(tmp_path_factory.mktemp("tasks") / "m", "jina-v3")
-    with embedding_server(folder) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def asking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddingServer]:
-    """A reranker that takes instructions."""
-    folder = write_encoder(tmp_path_factory.mktemp("asks") / "m", "qwen3-reranker")
-    with embedding_server(folder) as running:
-        yield running
+_bert = served("bert", "server")
+_reranker = served("cross-bert", "reranker")
+_with_prompts = served("modernbert", "prompting", with_a_bare_prompt)
+_with_tasks = served("jina-v3", "tasking")
+_with_instructions = served("qwen3-reranker", "asking")
 
 
 def post(server: EmbeddingServer, path: str = "/v1/embeddings", **body: Any) -> httpx.Response:

@@ -7,7 +7,6 @@ import os
 import shlex
 import signal
 import sys
-from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
@@ -29,7 +28,7 @@ from phasewise.serving.embedding.open_embedding import OpenEmbedding, open_embed
 from phasewise.serving.embedding.plan import EmbeddingPlan, Instance
 from phasewise.serving.embedding.queues import Depth
 from phasewise.serving.embedding.worker_process import WorkerProcess
-from phasewise.serving.errors import ModelError, QueueFull, RanksError
+from phasewise.serving.errors import ModelError, RanksError
 from phasewise.serving.loaders import load_model
 from phasewise.topology import read_machine
 from tests.support.modelled_device import command, vector_of
@@ -91,33 +90,6 @@ def pid_of(client: EmbeddingClient, index: int = 0) -> int:
     worker = client._lanes[index].worker
     assert isinstance(worker, WorkerProcess)
     return worker.pid
-
-
-def test_the_accelerator_is_filled_first_then_the_cpu_and_the_rest_is_refused_at_once(
-    directory: Path, tmp_path: Path
-) -> None:
-    """Depths of 40 and 8, and 60 clients: WindVE's Algorithm 1 with real processes."""
-    (tmp_path / "hang").touch()
-    commands = {f"exec:{index}": command(QUICK, tmp_path) for index in range(2)}
-    instances = [
-        Instance("exec:0", CORE, Depth(40, 1 << 20)),
-        # A CPU's queue whose worker waits too, so that nothing is answered before all have been placed.
-        Instance("cpu:0", CORE, Depth(8, 1 << 20)),
-    ]
-    embedding = opened(directory, instances, {**commands, "cpu:0": command(QUICK, tmp_path)})
-
-    async def use(client: EmbeddingClient) -> None:
-        asked = [asyncio.ensure_future(once(client, number)) for number in range(60)]
-        await until(lambda: sum(each.done() for each in asked) == 12)
-        assert [each.inputs for each in client.lanes()] == [40, 8]
-        assert all(isinstance(each.exception(), QueueFull) for each in asked if each.done())
-        (tmp_path / "hang").unlink()
-        outcomes = Counter(
-            type(each).__name__ for each in await asyncio.gather(*asked, return_exceptions=True)
-        )
-        assert outcomes == {"ndarray": 48, "QueueFull": 12}
-
-    run(embedding, use)
 
 
 def test_each_input_gets_its_own_vector_whatever_device_has_it(directory: Path, tmp_path: Path) -> None:

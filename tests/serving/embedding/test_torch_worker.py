@@ -7,6 +7,7 @@ accelerator takes part in either.
 from __future__ import annotations
 
 import contextlib
+import io
 import sys
 import types
 from collections.abc import Sequence
@@ -15,11 +16,24 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from phasewise.serving.embedding import torch_worker
 from phasewise.serving.embedding.encoder.input_tokens import Tokens
 from phasewise.serving.embedding.open_embedding import start_worker
 from phasewise.serving.embedding.plan import EmbeddingPlan, Instance
+from phasewise.serving.embedding.protocol import (
+    ProtocolError,
+    WorkerFrame,
+    WorkerFrameKind,
+    frame,
+    inputs_from_bytes,
+    inputs_to_bytes,
+    read_frame,
+    vectors_from_bytes,
+    vectors_to_bytes,
+)
 from phasewise.serving.embedding.torch_worker import TorchEmbedder
 from phasewise.serving.embedding.worker import WorkerSpec
 from phasewise.serving.errors import ModelError, RanksError
@@ -27,6 +41,7 @@ from phasewise.serving.loaders import load_model
 from phasewise.topology import read_machine
 from phasewise.workflows.serve.embedding import open_for
 from tests.support.models.encoder_models import HIDDEN, write_encoder
+from tests.support.tiers import examples
 
 CORE = (min(read_machine().allowed_pus),)
 
@@ -202,3 +217,51 @@ def test_a_decoder_s_score_is_of_its_last_row(tmp_path: Path, fake: FakeModel) -
     del fake
     assert got.shape == (2, 1)
     assert np.allclose(got[:, 0], [9 * vector[0] + 2 * vector[1], 5 * vector[0]], rtol=1e-5)
+
+
+inputs = st.lists(
+    st.builds(
+        Tokens,
+        st.lists(st.integers(0, 1 << 22), min_size=1, max_size=9),
+        st.none() | st.integers(0, 9),
+        st.integers(0, 2),
+    ),
+    max_size=9,
+)
+
+
+@examples(60)
+@given(given=inputs)
+def test_inputs_come_through(given: list[Tokens]) -> None:
+    assert inputs_from_bytes(inputs_to_bytes(given)) == given
+
+
+def test_vectors_come_through() -> None:
+    vectors = np.random.default_rng(0).standard_normal((3, 5)).astype(np.float32)
+
+    assert vectors_from_bytes(vectors_to_bytes(vectors)).tobytes() == vectors.tobytes()
+
+
+def test_frames_follow_each_other_until_the_end() -> None:
+    stream = io.BytesIO(frame(WorkerFrameKind.EMBED, 7, b"abc") + frame(WorkerFrameKind.FAILED, 8, b""))
+
+    assert read_frame(stream.read) == WorkerFrame(WorkerFrameKind.EMBED, 7, b"abc")
+    assert read_frame(stream.read) == WorkerFrame(WorkerFrameKind.FAILED, 8, b"")
+    assert read_frame(stream.read) is None
+
+
+@examples(60)
+@given(raw=st.binary(min_size=1, max_size=60))
+def test_what_is_no_frame_is_refused_or_read_as_one(raw: bytes) -> None:
+    for read in (inputs_from_bytes, vectors_from_bytes, lambda raw: read_frame(io.BytesIO(raw).read)):
+        try:
+            read(raw)  # type: ignore[operator]
+        except ProtocolError:
+            continue
+
+
+def test_a_frame_that_is_cut_short_is_an_error() -> None:
+    whole = frame(WorkerFrameKind.EMBED, 1, b"abc")
+    for cut in (whole[:5], whole[:-1]):
+        with pytest.raises(ProtocolError, match="cut short"):
+            read_frame(io.BytesIO(cut).read)

@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from phasewise.serving.engine.engine import Engine
 from phasewise.serving.engine.engine_thread import EngineThread
@@ -18,12 +16,11 @@ from phasewise.serving.errors import (
     ContextLengthExceeded,
     EngineLost,
     QueueFull,
-    RankLost,
     RanksError,
     RequestError,
     StepFailed,
 )
-from phasewise.serving.sampling.sampling import GREEDY, SamplingParams
+from phasewise.serving.sampling.sampling import GREEDY
 from phasewise.serving.scheduling.pacing import PacedStep, Pacing
 from phasewise.tuner.plans import Phase
 from tests.support.servers.fake_engine import (
@@ -35,7 +32,6 @@ from tests.support.servers.fake_engine import (
     run_all,
     text_of,
 )
-from tests.support.tiers import examples
 
 
 def ask(name: str, prompt: str = "a", max_tokens: int | None = 5, **fields: object) -> Submit:
@@ -84,26 +80,6 @@ def test_a_stop_string_ends_it_and_frees_its_slots_in_that_step() -> None:
     assert text_of(outs) == "bcd"
     assert (last.finish_reason, last.n_generated) == ("stop", 6)
     assert engine.scheduler.pool.stats().slots_used == 0
-
-
-@examples(40)
-@given(
-    prompts=st.lists(st.text(alphabet="abcxyz€", min_size=1, max_size=90), min_size=1, max_size=8),
-    max_batch_tokens=st.integers(1, 64),
-    max_sequences=st.integers(1, 8),
-    seed=st.integers(0, 1000),
-)
-def test_company_and_chunks_change_no_answer(
-    prompts: list[str], max_batch_tokens: int, max_sequences: int, seed: int
-) -> None:
-    sampling = SamplingParams(temperature=1.5, top_p=0.9, seed=seed)
-    messages = [ask(str(index), prompt, 12, sampling=sampling) for index, prompt in enumerate(prompts)]
-
-    together = run_all(make_engine(max_batch_tokens=max_batch_tokens, max_sequences=max_sequences), *messages)
-
-    for message in messages:
-        alone = run_all(make_engine(), message)[message.request_id]
-        assert text_of(together[message.request_id]) == text_of(alone)
 
 
 def test_kv_slots_hold_each_sequence_in_order() -> None:
@@ -181,43 +157,6 @@ def test_step_statistics_tell_what_ran() -> None:
     assert stats is not None
     assert (stats.phase, stats.n_sequences, stats.n_tokens) == ("prefill", 4, 12)
     assert (load.n_running, load.n_waiting, load.kv_slots_used) == (4, 1, 64)
-
-
-def test_after_lost_ranks_all_go_on() -> None:
-    """In order of arrival, with the same seeds; a client that has read a token gets those after it."""
-    engine = make_engine(max_sequences=1, max_waiting=3)
-    sampling = SamplingParams(temperature=1.5, seed=5)
-    asked = [ask(name, name * 3, 6, sampling=sampling) for name in "abc"]
-    alone = {message.request_id: run_all(make_engine(), message)[message.request_id] for message in asked}
-    for message in asked:
-        engine.submit(message)
-    (first,) = engine.step().outs
-    assert isinstance(first, Answer)
-
-    delivery = engine.recover(RankLost("rank 1 died"))
-
-    assert not delivery.outs
-    assert (delivery.load.n_waiting, delivery.load.n_running) == (3, 0)
-    engine.scheduler.check()
-    outs = run_all(engine)
-    assert list(outs) == ["a", "b", "c"]
-    assert first.text + text_of(outs["a"]) == text_of(alone["a"])
-    assert all(text_of(outs[name]) == text_of(alone[name]) for name in "bc")
-
-
-def test_a_request_that_loses_its_ranks_every_time_is_not_run_for_ever() -> None:
-    engine = make_engine()
-    engine.submit(ask("a"))
-    engine.ranks.lose()  # type: ignore[attr-defined]
-
-    outs = []
-    for _ in range(3):
-        with pytest.raises(RankLost):
-            engine.step()
-        outs.append(engine.recover(RankLost("rank 1 died")).outs)
-
-    assert [len(failures) for failures in outs] == [0, 0, 1]
-    assert not engine.has_work
 
 
 def test_an_answer_that_its_guide_ends_too_early_was_cut_off() -> None:

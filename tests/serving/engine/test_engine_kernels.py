@@ -100,15 +100,6 @@ def test_the_plan_of_a_phase_changes_nothing(
     assert answers(model, requests(), plans(prefill, decode)) == alone
 
 
-def test_seeded_sampling_is_the_same_in_company(model: PackedModel) -> None:
-    sampling = SamplingParams(temperature=0.8, top_p=0.9)
-    by_itself: dict[str, list[int]] = {}
-    for request in requests(sampling):
-        by_itself |= answers(model, [request], max_sequences=1)
-
-    assert answers(model, requests(sampling), max_batch_tokens=16, max_sequences=3) == by_itself
-
-
 def alike() -> list[Submit]:
     """Long answers to prompts that begin alike; two of them are equal."""
     beginning = "You are a helpful assistant. " * 2

@@ -1,13 +1,20 @@
-"""Work in an engine's idle time: only while no request is there, and ended before a message is handled."""
+"""Work that gives way to requests: in an engine's idle time, beside it, and on threads of its own."""
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
 
+import pytest
+
 from phasewise.serving.engine.engine_thread import EngineThread
 from phasewise.serving.engine.messages import Answer, Delivery, Submit
+from phasewise.serving.engine.open_engine import Maintenance
+from phasewise.serving.pools.contract import Demand, PoolSettings
+from phasewise.serving.pools.opening import open_pool
+from phasewise.serving.processes.behind_others import NICENESS, behind_others, keep_to
 from phasewise.serving.sampling.sampling import GREEDY
 from tests.support.servers.fake_engine import encode, make_engine
 
@@ -76,3 +83,106 @@ def test_what_is_done_between_steps_is_done_on_the_engines_thread() -> None:
     assert idle.told[:2] == ["on", "off"]
     assert thread.stop()
     assert names == ["phasewise-engine"]
+
+
+def test_a_chore_is_done_until_the_end_and_not_after() -> None:
+    done = threading.Semaphore(0)
+    calls: list[str] = []
+
+    def chore() -> None:
+        calls.append(threading.current_thread().name)
+        done.release()
+
+    with Maintenance(chore, period_s=0.001):
+        assert all(done.acquire(timeout=60) for _ in range(3))
+
+    n_calls = len(calls)
+    assert set(calls) == {"phasewise-maintenance"}
+    assert not done.acquire(timeout=0.02) or len(calls) == n_calls
+
+
+def test_a_failing_chore_is_told_at_the_end() -> None:
+    failed = threading.Event()
+
+    def chore() -> None:
+        failed.set()
+        raise ValueError("no more bounds")
+
+    maintenance = Maintenance(chore, period_s=0.001)
+    maintenance.start()
+    assert failed.wait(60)
+
+    with pytest.raises(ValueError, match="no more bounds"):
+        maintenance.close()
+    maintenance.close()
+
+
+def test_bounds_are_learnt_beside_a_pool_in_use() -> None:
+    """Requests begin and end on one thread while another learns: no length is lost, no slot either."""
+    pool = open_pool("odma", 4096, PoolSettings(400, refresh_every=1))
+    with Maintenance(pool.refresh, period_s=0.0001):
+        for turn in range(3000):
+            answer = 1 + turn * 7 % 300
+            assert pool.reserve("a", Demand(10, 10 + answer, 10)) is not None
+            assert pool.grow("a", 10 + answer) is not None
+            pool.release("a", answer)
+        pool.check()
+
+    pool.refresh()
+    assert pool.stats().refreshes > 0
+    assert pool.stats().slots_free == 4096
+
+
+Place = tuple[int, int, frozenset[int]]
+"""A thread, its niceness and its cores."""
+
+
+def place() -> Place:
+    thread = threading.get_native_id()
+    return thread, os.getpriority(os.PRIO_PROCESS, thread), frozenset(os.sched_getaffinity(0))
+
+
+def place_of_another() -> Place:
+    """Of a thread that this one starts."""
+    places: list[Place] = []
+    other = threading.Thread(target=lambda: places.append(place()))
+    other.start()
+    other.join()
+    return places[0]
+
+
+def test_work_gives_way_and_the_process_is_as_before() -> None:
+    before, n_threads = place(), threading.active_count()
+    own = max(before[2])
+    with behind_others([own]) as run:
+        thread, niceness, cores = run(place)
+        assert run(place) == (thread, niceness, cores)
+        started = run(place_of_another)
+        assert place() == before
+
+    assert (niceness, cores) == (min(19, before[1] + NICENESS), {own})
+    assert thread != before[0]
+    assert started[1:] == (niceness, cores)
+    assert (place(), threading.active_count()) == (before, n_threads)
+
+
+def test_a_thread_without_cores_of_its_own_may_run_where_its_process_may() -> None:
+    own = min(os.sched_getaffinity(0))
+    with behind_others() as run:
+        assert run(place)[2] == place()[2]
+        run(keep_to, [own])
+        assert run(place)[2] == {own}
+
+
+def test_cores_that_are_not_there_change_nothing() -> None:
+    with behind_others([1 << 14]) as run:
+        assert run(place)[2] == place()[2]
+
+
+def test_what_is_raised_there_is_raised_here() -> None:
+    with behind_others() as run, pytest.raises(ValueError, match="no such model"):
+        run(_raise, ValueError("no such model"))
+
+
+def _raise(error: Exception) -> None:
+    raise error

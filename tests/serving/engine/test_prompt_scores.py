@@ -20,7 +20,7 @@ from phasewise.serving.engine.engine_size import EngineSize
 from phasewise.serving.engine.messages import Answer, Submit
 from phasewise.serving.engine.open_engine import OpenEngine, open_engine
 from phasewise.serving.engine.prompt_progress import PromptScores
-from phasewise.serving.errors import RankLost, StepFailed
+from phasewise.serving.errors import StepFailed
 from phasewise.serving.loaders import load_model
 from phasewise.serving.sampling.sampling import PromptToken, SampledToken, SamplingParams
 from tests.support.servers.fake_engine import FakeRanks, make_engine, run_all
@@ -185,14 +185,6 @@ def test_scoring_is_generation_in_every_format(
         assert is_generation(requests, answers, scored(opened, texts_of(requests, answers)))
 
 
-@pytest.mark.slow
-def test_scores_are_the_same_from_two_ranks(
-    path: Path, requests: list[Submit], answers: dict[str, list[SampledToken]], alone: Scores
-) -> None:
-    with open_alone(path, n_ranks=2) as opened:
-        assert scored(opened, texts_of(requests, answers)) == alone
-
-
 def test_scores_are_the_same_from_pools(
     path: Path, requests: list[Submit], answers: dict[str, list[SampledToken]], alone: Scores
 ) -> None:
@@ -232,20 +224,6 @@ def test_logits_that_are_no_numbers_fail_the_request() -> None:
 
     outs = run_all(make_engine(Broken()), Submit("a", (1, 2, 3), 1, prompt_logprobs=0))
     assert isinstance(outs["a"][0].error, StepFailed)  # type: ignore[union-attr]
-
-
-def test_after_a_loss_a_prompt_is_scored_anew() -> None:
-    ranks = FakeRanks()
-    engine = make_engine(ranks, max_batch_tokens=16)
-    ids = tuple(97 + index % 26 for index in range(100))
-    engine.submit(Submit("a", ids, 1, prompt_logprobs=2))
-    for _ in range(3):
-        engine.step()
-    engine.recover(RankLost("gone"))
-    ranks.reopen()
-    again = _answer(run_all(engine)["a"][0])
-    undisturbed = run_all(make_engine(), Submit("a", ids, 1, prompt_logprobs=2))["a"]
-    assert again.prompt == _answer(undisturbed[0]).prompt
 
 
 @given(st.integers(1, 60), st.integers(0, 4), st.randoms(use_true_random=False))

@@ -15,7 +15,6 @@ pytest.importorskip(
 )
 from phasewise.cython_kernels import isa
 from phasewise.cython_kernels._native import compute_paths
-from phasewise.serving.batch import Batch, SequenceSlice
 from phasewise.serving.drafts.opening import DraftSource
 from phasewise.serving.engine.engine_size import EngineSize
 from phasewise.serving.engine.fingerprint import digest_of, fingerprint_of
@@ -27,9 +26,7 @@ from phasewise.serving.loaders.formats.gguf_file import read_header
 from phasewise.serving.loaders.source import SourceFile
 from phasewise.serving.loaders.storage import StorageChoice
 from phasewise.serving.models.packed_model import PackedModel
-from phasewise.serving.ranks.open_ranks import KvSettings, LocalRanks, RankOptions
 from phasewise.serving.sampling.sampling import SamplingParams
-from phasewise.serving.sampling.sampling import _with_logprobs as logprobs
 from phasewise.workflows.opening.open_model import OpenModel
 from phasewise.workflows.replay.run import ReceiptVerdict, replay_receipts
 from tests.support.servers.fake_engine import run_all
@@ -160,14 +157,6 @@ def test_receipts_are_the_same_with_drafts(
         assert opened.engine.load().drafts is not None
 
 
-@pytest.mark.slow
-def test_receipts_are_the_same_from_two_ranks(
-    path: Path, asked: list[Submit], alone: dict[str, Receipt]
-) -> None:
-    with open_alone(path, n_ranks=2) as opened:
-        assert receipts(opened, asked) == alone
-
-
 def test_receipts_are_the_same_from_pools(path: Path, asked: list[Submit], alone: dict[str, Receipt]) -> None:
     with pools(path) as server:
         evidence: dict[str, Evidence] = {}
@@ -192,34 +181,6 @@ def test_without_being_asked_there_is_no_evidence(path: Path, asked: list[Submit
     with open_alone(path) as opened:
         (pieces,) = run_all(opened.engine, replace(asked[0], receipt=False)).values()
         assert [piece.evidence for piece in pieces if isinstance(piece, Answer)] == [None] * len(pieces)
-
-
-def test_scoring_is_generation(path: Path, model: PackedModel, asked: list[Submit]) -> None:
-    """One prefill of prompt and answer gives the log-probabilities of generating, equal in every bit."""
-    scored = [
-        replace(unscored, request_id=f"l-{unscored.request_id}", sampling=_scored(unscored.sampling))
-        for unscored in asked
-    ]
-    with open_alone(path) as opened:
-        outs = run_all(opened.engine, *scored)
-    ranks = LocalRanks(
-        model, {plan.phase: plan for plan in plans_of(1)}, RankOptions(KvSettings(2048), 512, 1, pinned=False)
-    )
-    try:
-        for request in scored:
-            pieces = [out for out in outs[request.request_id] if isinstance(out, Answer)]
-            generated = [token._replace(begin=0) for piece in pieces for token in piece.tokens]
-            ids = [token.token_id for token in generated]
-            start = len(request.prompt_token_ids) - 1
-            whole = (*request.prompt_token_ids, *ids[:-1])
-            rows = ranks.all_logits(Batch("prefill", (SequenceSlice(whole, 0, 0, True),)))[start:]
-            assert [logprobs(row, token_id, 2) for row, token_id in zip(rows, ids, strict=True)] == generated
-    finally:
-        ranks.close()
-
-
-def _scored(sampling: SamplingParams) -> SamplingParams:
-    return replace(sampling, top_logprobs=2)
 
 
 # ---- changed receipts ------------------------------------------------------------------------------------

@@ -95,32 +95,6 @@ def test_two_ranks_give_the_same_answers(model: PackedModel, alone: dict[str, li
     assert {name: tokens(outs) for name, outs in by_name.items()} == alone
 
 
-def test_a_conversation_of_eight_turns_computes_new_tokens_alone(model: PackedModel) -> None:
-    said: tuple[int, ...] = ()
-    with start.open_engine(model, ONE_RANK, size_of(states=4)) as opened:
-        for turn in range(8):
-            prompt = (*said, *range(10 + turn, 22 + turn))
-            request = Submit(str(turn), prompt, 8, GREEDY, ignore_eos=True)
-            answer = tokens(run_all(opened.engine, request)[str(turn)])
-            counts = opened.engine.scheduler.counts
-            assert counts.prefix_tokens_reused == sum(range(19, 20 * turn, 20)), turn
-
-            with start.open_engine(model, ONE_RANK, size_of(reuse=False)) as fresh:
-                again = replace(request, request_id="again")
-                assert tokens(run_all(fresh.engine, again)["again"]) == answer
-            said = (*prompt, *answer)
-
-
-def test_equal_prompts_share_their_state(model: PackedModel) -> None:
-    prompt = tuple(range(3, 103))
-    asked = [Submit(str(i), prompt, 4, GREEDY, ignore_eos=True) for i in range(4)]
-    with start.open_engine(model, ONE_RANK, size_of(states=12)) as opened:
-        by_name = run_all(opened.engine, *asked)
-
-        assert opened.engine.scheduler.counts.prefix_tokens_reused == 3 * 99
-    assert len({tuple(tokens(outs)) for outs in by_name.values()}) == 1
-
-
 def test_states_are_part_of_the_kv_budget(model: PackedModel) -> None:
     each = model.config.state_bytes
     size = EngineSize.for_many(model, 4, 64, 64 * each)

@@ -25,12 +25,12 @@ from phasewise.serving.prefix_store.blocks import BlockNames, RecordShape, read_
 from phasewise.serving.prefix_store.folder import PrefixFolder
 from phasewise.serving.prefix_store.opening import PrefixSettings
 from phasewise.serving.prefix_store.store import PrefixStore, StoreCounts
-from phasewise.serving.sampling.sampling import GREEDY, SamplingParams
+from phasewise.serving.sampling.sampling import SamplingParams
 from phasewise.tuner.plans import PHASES, RankCores, ServicePlan
 from tests.support.engine_sizes import engine_size
 from tests.support.models.reference_models import write_tiny_case
 from tests.support.models.tiny_models import TinyShape, tiny_gguf
-from tests.support.servers.pools import PATIENCE_S, plans_of, pools, tiny_model
+from tests.support.servers.pools import PATIENCE_S, plans_of
 from tests.support.tiers import n_examples
 
 start = pytest.importorskip(
@@ -173,21 +173,6 @@ def test_layers_with_windows_are_restored(folder: Path, tmp_path: Path) -> None:
 
     assert said(again) == expected
     assert again.n_cached == FULL
-
-
-@pytest.mark.slow
-def test_instances_of_pools_keep_and_read(tmp_path: Path) -> None:
-    """Prompts on one instance, answers on another; then both anew, over the same folder."""
-    path, settings = tiny_model(tmp_path), PrefixSettings(str(tmp_path / "prefixes"), LIMIT)
-    asked = [Submit(f"r{number}", PROMPT[number:], 8, GREEDY, ignore_eos=True) for number in range(4)]
-    told = []
-    for _ in range(2):
-        with pools(path, n_ranks=2, prefixes=settings, split_above_tokens=0) as server:
-            told.append(server.run(asked))
-            stored = server.front._load().stored
-    assert told[0] == told[1]
-    assert stored is not None
-    assert stored.hits == 4
 
 
 def test_other_formats_and_spaces_find_nothing(model: PackedModel, folder: Path) -> None:

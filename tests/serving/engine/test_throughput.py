@@ -1,7 +1,8 @@
-"""A throughput test feeds the ranks each token once, in batches of one phase, and counts its work."""
+"""A throughput test counts its work; a promise that cannot be kept is told by servers alone."""
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phasewise.serving.batch import Batch
+from phasewise.serving.engine.engine import Engine
+from phasewise.serving.engine.engine_thread import EngineThread
+from phasewise.serving.engine.messages import Answer, Delivery, Submit
 from phasewise.serving.engine.throughput import (
     Throughput,
     Workload,
@@ -21,7 +25,10 @@ from phasewise.serving.engine.throughput import (
 )
 from phasewise.serving.loaders import load_model
 from phasewise.serving.models.packed_model import PackedModel
+from phasewise.serving.sampling.sampling import GREEDY
+from phasewise.serving.scheduling.pacing import Pacing
 from tests.support.models.tiny_models import write_tiny_gguf
+from tests.support.servers.fake_engine import FakeRanks, make_engine, next_letter
 
 VOCAB = 50
 
@@ -160,3 +167,41 @@ def test_the_rate_of_reading_kv_is_what_the_depth_adds(
     assert more_bytes / kv_rate == pytest.approx(more_bytes / rate, abs=rounding_s) if kv_rate else True
     assert (kv_rate > 0) == (times_ns[1] > times_ns[0])
     assert kv_read_rate(Throughput(workload, (times_ns[0],)), without, slot_bytes) == 0
+
+
+REQUEST = Submit("r", (97,), 8, GREEDY)
+
+
+def slow_engine() -> Engine:
+    """Each of its steps takes longer than it promises."""
+    engine = make_engine(FakeRanks(next_letter))
+    engine.pacing = Pacing(1, 64)
+    return engine
+
+
+def test_a_server_tells_once_that_it_cannot_keep_its_promise(caplog: pytest.LogCaptureFixture) -> None:
+    over = threading.Event()
+
+    def deliver(delivery: Delivery) -> None:
+        if any(isinstance(out, Answer) and out.finish_reason for out in delivery.outs):
+            over.set()
+
+    thread = EngineThread(slow_engine(), deliver)
+    thread.start()
+    thread.send(REQUEST)
+    assert over.wait(60)
+    assert thread.stop()
+
+    assert [record.getMessage().count("--tpot promises") for record in caplog.records] == [1]
+
+
+def test_an_engine_without_a_server_says_nothing_of_a_server_s_options(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = slow_engine()
+    engine.submit(REQUEST)
+    while engine.has_work:
+        engine.step()
+
+    assert engine.load().steps_over_tpot > 0
+    assert caplog.records == []

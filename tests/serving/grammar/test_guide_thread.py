@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import cast
 
 import pytest
@@ -15,9 +19,23 @@ from hypothesis import strategies as st
 from phasewise.cluster.real.instance_messages import InstanceReport, read_from_instance, write
 from phasewise.serving.engine.messages import Answer, EngineLoad
 from phasewise.serving.errors import RequestError, ServingError, StepFailed
+from phasewise.serving.grammar.grammar_job import allocations
 from phasewise.serving.grammar.guide_thread import GuideThread, GuideWanted
-from phasewise.serving.grammar.guides import Grammar, Guide, GuideCompiler, GuideRecipe, TokenView
+from phasewise.serving.grammar.guides import (
+    BOUNDS,
+    Grammar,
+    Guide,
+    GuideCompiler,
+    GuideRecipe,
+    TokenView,
+    compile_grammar,
+    open_tokenizer,
+)
+from phasewise.serving.grammar.late_guides import guide_of
 from phasewise.serving.sampling.sampling import SampledToken
+from phasewise.serving.sandbox.confined import ConfinedProcess
+from tests.support import ROOT
+from tests.support.servers.fake_engine import END, VOCAB_SIZE, encode, piece
 from tests.support.tiers import examples
 
 PATIENCE_S = 60.0
@@ -156,3 +174,108 @@ def test_every_number_of_an_answer_crosses_to_the_front(tops: list[float], logpr
     read_token = read.answers[0].tokens[0]
     pairs = zip([*read_token.top, (0, read_token.logprob)], [*token.top, (0, token.logprob)], strict=True)
     assert all(a == b or (a is not None and b is not None and math.isnan(a + b)) for (_, a), (_, b) in pairs)
+
+
+VOCABULARY = """
+import threading
+from types import SimpleNamespace
+
+from phasewise.serving import service
+from phasewise.serving.grammar import guides
+from phasewise.serving.grammar.guides import Grammar, GuideCompiler, TokenView
+
+pieces = [bytes([token % 256]) + b"%d" % token for token in range(60_000)]
+tokens = TokenView(len(pieces), frozenset([0]), frozenset(), pieces.__getitem__, lambda *_: [])
+compiler = GuideCompiler(tokens)
+is_loading, load = threading.Event(), guides.open_tokenizer
+guides.open_tokenizer = lambda tokens: (is_loading.set(), load(tokens))[1]
+"""
+ENDINGS = {
+    "a server that has just begun": """
+text = SimpleNamespace(guide_compiler=lambda: compiler)
+model = SimpleNamespace(config=SimpleNamespace(eos_token_ids=[0]))
+service._guides(SimpleNamespace(text=text, model=model))
+""",
+    "an instance of a cluster": """
+from phasewise.serving.grammar.guide_thread import GuideThread, GuideWanted
+from phasewise.serving.grammar.guides import GuideRecipe
+
+thread = GuideThread(compiler)
+thread.start()
+thread.want(GuideWanted("a", "", GuideRecipe(Grammar("regex", "[a-z]+")), print, print))
+assert is_loading.wait(60)
+thread.stop()
+""",
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_process_ends_while_a_grammar_is_loaded(ending: str) -> None:
+    """Before, the interpreter's end unwound a thread through llguidance's frames: a crash."""
+    script = f"{VOCABULARY}{ENDINGS[ending]}assert is_loading.wait(60)"
+    run = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+
+    assert (run.returncode, run.stderr) == (0, "")
+
+
+TOKENS = TokenView(VOCAB_SIZE, frozenset({END}), frozenset({END}), piece, encode)
+MIB = 1 << 20
+IN_ANY_TIME = replace(BOUNDS, seconds=60.0)
+"""A busy machine compiles the same grammars."""
+LARGE = [Grammar.of_schema({"type": "integer", "multipleOf": 22_011 + index}) for index in range(12)]
+SMALL = [
+    Grammar.of_schema(
+        {"type": "object", "properties": {f"k{index}_{key}": {"pattern": "[a-z]{20}"} for key in range(40)}}
+    )
+    for index in range(12)
+]
+
+
+@pytest.fixture(scope="module")
+def prover() -> Iterator[ConfinedProcess]:
+    process = ConfinedProcess("grammar", TOKENS.as_told(), IN_ANY_TIME)
+    yield process
+    process.close()
+
+
+def counted(prover: ConfinedProcess, grammar: Grammar) -> int:
+    return int(prover.ask(json.dumps(grammar).encode()))
+
+
+@pytest.mark.parametrize("grammars", [LARGE, SMALL], ids=["large", "small"])
+def test_the_same_grammar_is_counted_the_same_each_time(
+    prover: ConfinedProcess, grammars: list[Grammar]
+) -> None:
+    """One that is freed leaves its memory to the next: resident memory does not grow then."""
+    counts = [counted(prover, grammars[0]) for _ in range(8)]
+
+    assert min(counts) > 64 * 1024
+    assert max(counts) <= 1.1 * min(counts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("grammars", [LARGE, SMALL], ids=["large", "small"])
+def test_what_is_counted_is_what_all_of_them_take(prover: ConfinedProcess, grammars: list[Grammar]) -> None:
+    tokenizer, allocated = open_tokenizer(TOKENS), allocations()
+    first = compile_grammar(grammars[0], tokenizer, VOCAB_SIZE)
+    before = allocated()
+    kept = [compile_grammar(grammar, tokenizer, VOCAB_SIZE) for grammar in grammars]
+    taken = allocated() - before
+
+    assert not isinstance(first, str)
+    assert not any(isinstance(compiled, str) for compiled in kept)
+    assert sum(counted(prover, grammar) for grammar in grammars) == pytest.approx(taken, rel=0.2)
+
+
+def test_grammars_that_are_kept_are_within_the_bound_here_and_in_an_instance() -> None:
+    front, instance = GuideCompiler(TOKENS, IN_ANY_TIME), GuideCompiler(TOKENS, IN_ANY_TIME)
+    try:
+        for grammar in LARGE:
+            guide = front.compile(grammar)
+            assert guide.recipe.n_bytes > MIB
+            assert guide_of(guide.recipe, instance).recipe == guide.recipe
+    finally:
+        front.close()
+    for compiler in (front, instance):
+        assert 0 < len(compiler._cache) < len(LARGE)
+        assert sum(kept.n_bytes for kept in compiler._cache.values()) <= 24 * MIB

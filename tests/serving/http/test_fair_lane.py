@@ -1,19 +1,29 @@
-"""Threads that clients share by turns: none is kept out by another's jobs."""
+"""Threads and the event loop that clients share by turns: none is kept out by another's work."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 
 import pytest
+from fastapi import Request
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.types import Message
 
 from phasewise.serving.errors import QueueFull
+from phasewise.serving.http.errors import ClientLeft
 from phasewise.serving.http.requests.fair_lane import FairLane
+from phasewise.serving.http.requests.request_threads import while_there
+from phasewise.serving.http.transport.loop_share import UNKNOWN, VOUCHED, Allowance, LoopShare, Standing
+from phasewise.serving.http.transport.rested_thread import REST, RestedThread
+from phasewise.serving.sandbox.confined import CancelToken
+from tests.support.servers.rude_clients import ENOUGH_S
 from tests.support.tiers import examples
 
 
@@ -129,3 +139,178 @@ def test_work_that_fails_frees_its_thread() -> None:
 
     with lane() as fair_lane:
         assert asyncio.run(scene()) == 7
+
+
+COST_S = 0.001
+
+
+def used_s(n_connections: int, seconds: float, standing: Standing) -> float:
+    """Loop time that connections get which always want more."""
+    share = LoopShare()
+    free_at: dict[Allowance, float] = {}
+    for _ in range(n_connections):
+        new_allowance = share.allowance(0.0)
+        if standing is VOUCHED:
+            new_allowance.mark_answered()
+        free_at[new_allowance] = 0.0
+    used, now_s = 0.0, 0.0
+    while now_s < seconds:
+        earliest = min(free_at, key=lambda allowance: free_at[allowance])
+        now_s = max(now_s, free_at[earliest])
+        free_at[earliest] = now_s + earliest.charge(COST_S, now_s)
+        used += COST_S
+    return used
+
+
+@pytest.mark.many
+@pytest.mark.parametrize("standing", [UNKNOWN, VOUCHED])
+@pytest.mark.parametrize("n_connections", [1, 3, 16, 200])
+def test_all_together_get_their_bursts_and_their_rate(n_connections: int, standing: Standing) -> None:
+    seconds = 60.0
+    rate = min(standing.together, n_connections * standing.per_connection)
+    most_s = n_connections * (standing.burst_s + 2 * COST_S) + seconds * rate
+
+    used = used_s(n_connections, seconds, standing)
+
+    assert 0.9 * seconds * rate <= used <= 1.01 * most_s
+
+
+def test_who_asks_now_and_then_never_waits_however_many_ask_all_the_time() -> None:
+    share = LoopShare()
+    greedy = [share.allowance(0.0) for _ in range(100)]
+    modest = share.allowance(0.0)
+    for tenth in range(100):
+        now_s = tenth / 10
+        for allowance in greedy:
+            allowance.charge(COST_S, now_s)
+        if tenth % 10 == 0:
+            assert modest.charge(COST_S / 2, now_s) == 0.0
+
+
+def test_connections_that_are_opened_anew_gain_nothing() -> None:
+    """Each uses up what a new one has, is closed, and the next one comes."""
+    share, seconds, n_connections = LoopShare(), 60.0, 0
+    used = now_s = 0.0
+    while now_s < seconds:
+        allowance = share.allowance(now_s)
+        n_connections += 1
+        while allowance.charge(COST_S, now_s) == 0.0:
+            used += COST_S
+        allowance.end()
+        now_s += 0.01
+
+    assert used <= 0.1 + seconds * UNKNOWN.together + n_connections * 2 * COST_S
+
+
+def test_an_ended_connection_divides_nothing() -> None:
+    share = LoopShare()
+    others = [share.allowance(0.0) for _ in range(50)]
+    for other in others:
+        other.charge(COST_S, 0.0)
+        other.end()
+    alone = share.allowance(0.0)
+
+    while not (wait_s := alone.charge(COST_S, 0.0)):
+        pass
+    assert 0 < wait_s <= COST_S / UNKNOWN.per_connection
+
+
+WORK_S = 0.02
+CLOCK_S = 0.002
+"""The event loop's clock may ring this much early."""
+
+
+def busy() -> tuple[float, float, float]:
+    """When it began and ended, and the processor time that it took."""
+    began_s, from_s = time.monotonic(), time.thread_time()
+    while time.thread_time() - from_s < WORK_S:
+        pass
+    return began_s, time.monotonic(), time.thread_time() - from_s
+
+
+def test_works_do_not_overlap_and_each_is_followed_by_its_rest() -> None:
+    async def three() -> list[tuple[float, float, float]]:
+        thread = RestedThread()
+        return await asyncio.gather(*(thread.run(busy) for _ in range(3)))
+
+    worked = asyncio.run(three())
+
+    for (_, ended_s, spent_s), (began_s, _, _) in pairwise(worked):
+        assert began_s >= ended_s + REST * spent_s - CLOCK_S
+
+
+def test_what_work_raises_reaches_its_caller_and_the_next_has_its_turn() -> None:
+    async def two() -> str:
+        thread = RestedThread()
+        with pytest.raises(ZeroDivisionError):
+            await thread.run(lambda: 1 // 0)
+        return await thread.run(lambda: "next")
+
+    assert asyncio.run(two()) == "next"
+
+
+def test_a_turn_that_is_given_up_goes_to_the_next() -> None:
+    def refuse() -> None:
+        raise ValueError("no longer wanted")
+
+    async def two() -> str:
+        thread = RestedThread()
+        with pytest.raises(ValueError, match="no longer wanted"):
+            await thread.run(lambda: "never", before=refuse)
+        return await thread.run(lambda: "next")
+
+    assert asyncio.run(two()) == "next"
+
+
+def test_a_client_that_leaves_does_not_let_the_next_work_run_beside_its_own() -> None:
+    running = threading.Semaphore(1)
+
+    def alone() -> bool:
+        is_alone = running.acquire(blocking=False)
+        time.sleep(WORK_S)
+        running.release()
+        return is_alone
+
+    async def scene() -> bool:
+        thread = RestedThread()
+        left = asyncio.ensure_future(thread.run(alone))
+        await asyncio.sleep(WORK_S / 4)
+        left.cancel()
+        return await thread.run(alone)
+
+    assert asyncio.run(scene())
+
+
+@pytest.mark.parametrize("how", ["the client leaves", "the wait is cancelled"])
+def test_work_that_nobody_waits_for_is_told_to_end(how: str) -> None:
+    """A batch that is cancelled cancels its requests: their grammars need not be compiled."""
+    cancel, begun = CancelToken(), threading.Event()
+
+    async def scene() -> None:
+        left, lane = asyncio.Event(), FairLane("work", 1, 10)
+        loop = asyncio.get_running_loop()
+
+        async def receive() -> Message:
+            await left.wait()
+            return {"type": "http.disconnect"}
+
+        def work() -> None:
+            begun.set()
+            ended.wait(ENOUGH_S)
+
+        ended = threading.Event()
+        waiting = asyncio.ensure_future(
+            while_there(Request({"type": "http"}, receive), lane.run("a", work), cancel)
+        )
+        assert await loop.run_in_executor(None, begun.wait, ENOUGH_S)
+        if how == "the client leaves":
+            left.set()
+        else:
+            waiting.cancel()
+        with pytest.raises(ClientLeft if how == "the client leaves" else asyncio.CancelledError):
+            await waiting
+        assert cancel.ended
+        ended.set()
+        lane.close()
+
+    asyncio.run(scene())

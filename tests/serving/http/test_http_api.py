@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import math
-import re
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import httpx
 import openai
 import pytest
 
-from phasewise.serving.http.http_settings import HttpLimits
-from tests.support.servers.fake_engine import END, next_letter
+from phasewise.serving.engine.fingerprint import Fingerprint
+from phasewise.serving.http.http_settings import HttpLimits, ServedModel
+from phasewise.serving.http.models.served_models import ListedModel
+from phasewise.serving.models.low_rank import Adapter
+from phasewise.serving.service import with_adapters
+from tests.support.servers.fake_engine import END, VOCAB_SIZE, encode, next_letter, piece
 from tests.support.servers.fake_server import CONTEXT, FakeServer, fake_server
-from tests.support.servers.rude_clients import ENOUGH_S, completion, connect, until
+from tests.support.servers.rude_clients import ENOUGH_S
 
 
 @pytest.fixture
@@ -257,36 +261,6 @@ def test_answers_in_parallel_do_not_mix(server: FakeServer, api: openai.OpenAI) 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_frees_its_slots(server: FakeServer, api: openai.OpenAI, stream: bool) -> None:
-    n_before, go_on = len(server.ranks.batches), threading.Event()
-
-    def n_steps() -> int:
-        return len(server.ranks.batches) - n_before
-
-    server.ranks.before_step = lambda: n_steps() < 3 or go_on.wait(ENOUGH_S)
-    with connect(server.url) as client:
-        client.sendall(completion(max_tokens=450, stream=stream))
-        if stream:
-            client.recv(1)
-        until(lambda: n_steps() == 3, "it does not run")
-    until(lambda: server.client.n_live == 0, "it is still waited for")
-    go_on.set()
-
-    server.wait_until_idle()
-    assert n_steps() <= 4
-    metrics = httpx.get(f"{server.url}/metrics").text
-    assert 'phasewise_requests_total{reason="aborted"}' in metrics
-    assert "phasewise_kv_slots_used 0.0" in metrics
-    for name in (
-        "phasewise_python_blocks",
-        "phasewise_malloc_bytes",
-        "process_resident_memory_bytes",
-        "process_open_fds",
-    ):
-        assert float(re.search(rf"^{name} (\S+)$", metrics, re.MULTILINE)[1]) > 0
-
-
-@pytest.mark.parametrize("stream", [False, True])
 def test_a_failed_step_is_a_server_error_and_the_server_stays_up(
     server: FakeServer, api: openai.OpenAI, stream: bool
 ) -> None:
@@ -331,18 +305,12 @@ def test_health_and_metrics(server: FakeServer, api: openai.OpenAI) -> None:
         'phasewise_step_seconds_count{phase="prefill"}',
         "phasewise_requests_waiting 0.0",
         "phasewise_kv_slots 2000.0",
+        "phasewise_python_blocks ",
+        "phasewise_malloc_bytes ",
+        "process_resident_memory_bytes ",
+        "process_open_fds ",
     ):
         assert name in text, name
-
-
-def test_a_dead_engine_is_unhealthy() -> None:
-    with fake_server() as server:
-        server.thread.stop()
-
-        assert httpx.get(f"{server.url}/health").status_code == 503
-        refused = httpx.post(f"{server.url}/v1/completions", json={"model": "fake", "prompt": "a"})
-        assert refused.status_code == 503
-        assert refused.json()["error"]["code"] == "engine_stopped"
 
 
 def test_a_key_is_asked_for_everywhere_but_at_health() -> None:
@@ -397,3 +365,60 @@ def test_the_openapi_document_describes_the_bodies(server: FakeServer) -> None:
     assert body["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/CompletionRequest"}
     assert "prompt" in document["components"]["schemas"]["CompletionRequest"]["properties"]
     assert CONTEXT == 500
+
+
+FINGERPRINT = Fingerprint("a" * 64, "b" * 64, "c" * 64, "", "native", "f16", "1/portable/0", "1/0")
+MODEL = ServedModel(("tiny",), 0, 500, VOCAB_SIZE, frozenset({END}), encode, piece, None)
+ADAPTERS = (Adapter("poet", "a" * 64, {}), Adapter("fake", "b" * 64, {}))
+
+
+def test_adapters_are_named_by_their_model_and_alone_where_that_is_clear() -> None:
+    own = replace(MODEL, names=("tiny", "models/tiny"), fingerprint=lambda: FINGERPRINT)
+    poet, fake = with_adapters(own, ADAPTERS, {"tiny", "models/tiny", "fake"})
+
+    assert poet.names == ("tiny:poet", "models/tiny:poet", "poet")
+    assert fake.names == ("tiny:fake", "models/tiny:fake")
+    assert (poet.engine_id, poet.adapter, poet.parent) == ("tiny", "poet", "tiny")
+    cards = [ListedModel(model.model_id, model.names, 0, 0, None, model).card() for model in (poet, own)]
+    assert cards[0]["parent"] == "tiny"
+    assert "parent" not in cards[1]
+
+
+def test_each_adapter_has_a_fingerprint_of_its_own() -> None:
+    own = replace(MODEL, names=("tiny",), fingerprint=lambda: FINGERPRINT)
+    told = {model.system_fingerprint for model in (own, *with_adapters(own, ADAPTERS, {"tiny"}))}
+
+    assert len(told) == 3
+
+
+PROMPT = list(range(5, 25)) * 10
+"""200 tokens."""
+ALIGNED = 16
+"""Keys and values are taken over in panels of so many."""
+
+
+@pytest.mark.parametrize("fields", [{}, {"logprobs": 5}, {"best_of": 4}, {"echo": True, "logprobs": 2}])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_choices_share_the_prefill_of_their_prompt(path: str, fields: dict[str, object]) -> None:
+    is_chat = path.endswith("chat/completions")
+    if is_chat and fields:
+        fields = {"logprobs": True, "top_logprobs": 5}
+    prompt = {"messages": [{"role": "user", "content": "a" * 200}]} if is_chat else {"prompt": PROMPT}
+    with fake_server(max_sequences=8) as server:
+        alone = server.n_computed(path, max_tokens=4, **prompt, cache_salt="one")  # type: ignore[arg-type]
+        four = server.n_computed(path, max_tokens=4, n=4, **prompt, **fields, cache_salt="four")  # type: ignore[arg-type]
+
+    assert alone >= 200
+    assert four <= alone + 3 * ALIGNED
+
+
+def test_log_probabilities_of_tokens_compute_nothing_more() -> None:
+    with fake_server() as server:
+        steps = []
+        for fields in ({}, {"logprobs": 20}):
+            before = len(server.ranks.batches)
+            salt = f"salt {len(steps)}"
+            server.n_computed("/v1/completions", prompt=PROMPT, max_tokens=9, cache_salt=salt, **fields)
+            steps.append([(batch.phase, batch.n_tokens) for batch in server.ranks.batches[before:]])
+
+    assert steps[0] == steps[1]

@@ -176,17 +176,23 @@ def test_a_batch_is_cancelled_and_what_was_not_answered_says_so(server: FakeServ
     assert client.batches.cancel(batch.id).status == "cancelled"
 
 
-def test_a_batch_that_is_cancelled_while_it_is_read_is_cancelled(
-    server: FakeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def read_slowly(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """Lines are read once the second event is set; the first tells that reading has begun."""
     begun, may_go = threading.Event(), threading.Event()
 
-    def read_slowly(*of_line: Any) -> Any:
+    def read(*of_line: Any) -> Any:
         begun.set()
         assert may_go.wait(60)
         return read_line(*of_line)
 
-    monkeypatch.setattr(lines_of_batches, "read_line", read_slowly)
+    monkeypatch.setattr(lines_of_batches, "read_line", read)
+    return begun, may_go
+
+
+def test_a_batch_that_is_cancelled_while_it_is_read_is_cancelled(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, may_go = read_slowly(monkeypatch)
     client = client_of(server)
     batch = begin(client, line("a") + line("b"))
     assert begun.wait(60)
@@ -206,14 +212,7 @@ def test_files_that_are_read_for_long_hold_up_neither_requests_nor_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More of them than the event loop has threads. Reading goes on only once the server has ended."""
-    begun, may_go = threading.Event(), threading.Event()
-
-    def read_slowly(*of_line: Any) -> Any:
-        begun.set()
-        assert may_go.wait(60)
-        return read_line(*of_line)
-
-    monkeypatch.setattr(lines_of_batches, "read_line", read_slowly)
+    begun, may_go = read_slowly(monkeypatch)
     try:
         with serving(tmp_path / "b") as server:
             client = client_of(server)

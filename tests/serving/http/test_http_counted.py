@@ -1,21 +1,35 @@
-"""A request is counted and logged as what its client was told, whoever told it."""
+"""Counts and logs of a server, as Prometheus, endpoint pickers and powercap have them."""
 
 from __future__ import annotations
 
 import json
 import re
+import time
 from collections import Counter
+from pathlib import Path
 
 import httpx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Histogram, disable_created_metrics, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 
-from phasewise.serving.engine.messages import Answer, Submit
+from phasewise.loadtest.energy import Energy, energy_in
+from phasewise.serving.engine.messages import Answer, EngineLoad, StepStats, Submit
 from phasewise.serving.http.http_settings import RequestFacts
 from phasewise.serving.http.monitoring.access_log import AccessLog
+from phasewise.serving.http.monitoring.energy import PhaseEnergy
+from phasewise.serving.http.monitoring.histogram import LocalHistogram, LocalHistograms
 from phasewise.serving.http.monitoring.metrics import Gauges, Metrics
 from phasewise.serving.http.routes.app import ServerContext
+from phasewise.serving.pools.contract import ALIGNMENT
+from phasewise.topology.energy import EnergyCounters
+from phasewise.tuner.plans import Phase
 from tests.support.servers.fake_server import fake_server
 from tests.support.servers.rude_clients import connect, read_to_end, until
+from tests.support.tiers import examples
+from tests.topology.test_energy import write_zone
 
 PATH = "/v1/completions"
 CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -96,3 +110,137 @@ def test_tokens_that_were_held_back_and_sampled_again_count_once() -> None:
         metrics.delivered((Answer("r", "", (), n_generated, 0, reason),), None)  # type: ignore[arg-type]
 
     assert "phasewise_generated_tokens_total 5.0" in metrics.exposition().decode().splitlines()
+
+
+BOUNDS = (0.001, 0.5, 1, 1024)
+
+
+@given(values=st.lists(st.sampled_from([0, *BOUNDS]) | st.floats(0, 3000), max_size=20))
+def test_it_reads_as_prometheus_own(values: list[float]) -> None:
+    disable_created_metrics()  # type: ignore[no-untyped-call]
+    theirs, ours = CollectorRegistry(), CollectorRegistry()
+    histogram = Histogram("a_seconds", "time", ["kind"], buckets=BOUNDS, registry=theirs).labels("x")
+    ours_one = LocalHistogram(BOUNDS)
+    ours.register(LocalHistograms("a_seconds", "time", ("kind",), {("x",): ours_one}))
+
+    for value in values:
+        histogram.observe(value)
+        ours_one.observe(value)
+
+    assert generate_latest(ours) == generate_latest(theirs)
+
+
+Sample = tuple[dict[str, str], float]
+
+
+def read(gauges: Gauges, models: tuple[str, ...] = ()) -> dict[str, list[Sample]]:
+    """Labels and values of each metric, as a scraper reads them."""
+    text = Metrics(gauges, models).exposition().decode()
+    families = text_string_to_metric_families(text)
+    return {
+        family.name: [(dict(sample.labels), sample.value) for sample in family.samples] for family in families
+    }
+
+
+@given(st.integers(0, 10**7), st.integers(0, 10**7), st.integers(0, 500), st.integers(0, 500))
+@examples(50)
+def test_use_is_a_share_and_blocks_are_whole_ones(
+    used: int, free: int, n_waiting: int, n_running: int
+) -> None:
+    n_slots = used + free
+    samples = read(Gauges(lambda: EngineLoad(n_waiting, n_running, used, n_slots)))
+
+    assert samples["phasewise_requests_waiting"] == [({}, n_waiting)]
+    assert samples["phasewise_requests_running"] == [({}, n_running)]
+    ((_, use),) = samples["phasewise_kv_use"]
+    assert 0 <= use <= 1
+    assert abs(use * n_slots - used) < 1e-6 * max(1, n_slots)
+    ((labels, value),) = samples["phasewise_kv_cache_info"]
+    assert value == 1
+    n_blocks = int(labels["num_gpu_blocks"])
+    assert int(labels["block_size"]) == ALIGNMENT
+    assert n_blocks * ALIGNMENT <= n_slots < (n_blocks + 1) * ALIGNMENT
+
+
+def test_each_of_several_models_has_its_own_cache() -> None:
+    loads = {name: EngineLoad(0, 0, number, 160 * number) for number, name in enumerate(("one", "other"), 1)}
+    samples = read(Gauges(lambda: EngineLoad(0, 0, 3, 480, by_model=loads)), ("one", "other"))
+
+    blocks = {labels["model"]: labels["num_gpu_blocks"] for labels, _ in samples["phasewise_kv_cache_info"]}
+    assert blocks == {"one": "10", "other": "20"}
+    assert {labels["model"] for labels, _ in samples["phasewise_kv_use"]} == {"one", "other"}
+
+
+def test_adapters_in_memory_are_told_by_every_name_of_theirs() -> None:
+    before_s = time.time()
+    samples = read(Gauges(adapters=lambda: [("m:poet", "poet"), ("m:coder",)]))
+
+    ((labels, at_s),) = samples["phasewise_lora_requests_info"]
+    assert labels == {
+        "max_lora": "2",
+        "running_lora_adapters": "m:poet,poet,m:coder",
+        "waiting_lora_adapters": "",
+    }
+    assert before_s - 1 <= at_s <= time.time() + 1
+
+
+def test_without_adapters_nothing_is_said_of_them() -> None:
+    assert "phasewise_lora_requests_info" not in read(Gauges(lambda: EngineLoad(0, 0, 0, 160)))
+
+
+steps = st.tuples(st.sampled_from(["prefill", "decode"]), st.integers(0, 10**9), st.integers(0, 100))
+
+
+@given(st.lists(steps, max_size=20))
+def test_phases_and_idleness_have_all_that_was_spent(
+    tmp_path_factory: pytest.TempPathFactory, taken: list[tuple[Phase, int, int]]
+) -> None:
+    counter = write_zone(tmp_path_factory.mktemp("rapl"), "0", "package-0", 0)
+    energy = PhaseEnergy(EnergyCounters(counter.parents[1]))
+    spent = 0
+    for phase, duration_ns, uj in taken:
+        spent += uj
+        counter.write_text(str(spent % 1000))
+        energy.delivered((), StepStats(phase, 1, 1, duration_ns))
+        joules = energy.by_phase()
+        assert sum(joules.values()) == pytest.approx(spent / 1e6, abs=1e-12)
+        assert min(joules.values()) >= -1e-12
+
+
+def test_energy_goes_to_the_phase_that_had_the_time(tmp_path: Path) -> None:
+    counter = write_zone(tmp_path, "0", "package-0", 0)
+    energy = PhaseEnergy(EnergyCounters(tmp_path))
+    counter.write_text("900")
+    energy.delivered((), StepStats("prefill", 1, 1, 2 * 10**12))
+    energy.delivered((), StepStats("decode", 1, 1, 10**12))
+
+    joules = energy.by_phase()
+
+    assert joules["prefill"] + joules["decode"] == pytest.approx(900e-6)
+    assert joules["prefill"] >= 2 * joules["decode"] - 1e-12
+
+
+def test_a_machine_without_counters_has_no_energy_and_says_so(tmp_path: Path) -> None:
+    energy = PhaseEnergy(EnergyCounters(tmp_path))
+    energy.delivered((), StepStats("decode", 1, 1, 10**9))
+
+    metrics = Metrics(Gauges(joules=energy.by_zone, phase_joules=energy.by_phase))
+    text = metrics.exposition().decode()
+
+    assert energy.by_phase() == {}
+    assert "phasewise_energy_measured 0.0" in text
+    assert energy_in(text) is None
+
+
+def test_a_load_reads_the_energy_that_the_server_tells(tmp_path: Path) -> None:
+    counter = write_zone(tmp_path, "0", "package-0", 0)
+    energy = PhaseEnergy(EnergyCounters(tmp_path))
+    counter.write_text("500")
+    energy.delivered((), StepStats("decode", 1, 1, 10**12))
+    metrics = Metrics(Gauges(joules=energy.by_zone, phase_joules=energy.by_phase))
+
+    told = energy_in(metrics.exposition().decode())
+
+    assert told is not None
+    assert told.decode == pytest.approx(500e-6)
+    assert told.since(told) == Energy(0, 0, 0)

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import json
 import socket
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
+import openai
 import pytest
 
+from phasewise.serving.http.monitoring.live import MachineFacts
+from phasewise.serving.http.routes.app import ServedEmbeddings, ServerContext
 from phasewise.serving.http.transport.listening import CannotListen, TcpAddress
-from tests.support.servers.fake_server import CONTEXT, FakeServer
+from tests.support.models.encoder_models import write_encoder
+from tests.support.servers.fake_embedding import embedding_server
+from tests.support.servers.fake_server import CONTEXT, FakeServer, fake_server
 
 
 def post(server: FakeServer, body: object, path: str = "/v1/completions") -> httpx.Response:
@@ -164,17 +171,6 @@ def test_an_unknown_model(server: FakeServer) -> None:
         assert "gpt-9" in error["message"]
 
 
-@pytest.mark.parametrize(("n_prompt", "max_tokens"), [(CONTEXT, 1), (CONTEXT + 1, 1), (100_000, 5)])
-@pytest.mark.parametrize("stream", [False, True])
-def test_too_long_a_prompt(server: FakeServer, n_prompt: int, max_tokens: int, stream: bool) -> None:
-    body = completion(prompt="a" * n_prompt, max_tokens=max_tokens, stream=stream)
-
-    error = refusal(post(server, body), 400)
-
-    assert error["code"] == "context_length_exceeded"
-    assert str(n_prompt) in error["message"]
-
-
 def test_the_context_can_be_used_to_its_last_token(server: FakeServer) -> None:
     response = post(server, completion(prompt="a" * (CONTEXT - 9), max_tokens=9))
 
@@ -204,13 +200,6 @@ def test_bytes_that_are_no_http(server: FakeServer) -> None:
     assert httpx.get(f"{server.url}/health").status_code == 200
 
 
-def test_a_body_that_never_comes_holds_nothing(server: FakeServer) -> None:
-    address = urlsplit(server.url)
-    with socket.create_connection((address.hostname or "", address.port or 0), timeout=60) as raw:
-        raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n{")
-    assert post(server, completion(max_tokens=1)).status_code == 200
-
-
 def test_a_port_in_use_is_one_line() -> None:
     with TcpAddress("127.0.0.1", 0) as taken:
         taken.listen()
@@ -236,3 +225,171 @@ def port_of(address: TcpAddress) -> int:
 def test_a_host_that_is_not_ours_is_one_line(host: str) -> None:
     with pytest.raises(CannotListen, match="address"):
         TcpAddress(host, 0)
+
+
+MESSAGES = [{"role": "user", "content": "a"}]
+
+
+def worded(server: FakeServer, path: str, status: int = 400, **body: Any) -> dict[str, Any]:
+    answer = httpx.post(f"{server.url}{path}", json={"model": "fake", **body})
+    assert answer.status_code == status, answer.text
+    error: dict[str, Any] = answer.json()["error"]
+    assert "\n" not in error["message"]
+    assert "()" not in error["message"]  # no name of a function of ours
+    return error
+
+
+LONG = "a" * (CONTEXT + 1)
+
+
+@pytest.mark.many
+@pytest.mark.parametrize("most", [None, 100])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "field", "value"),
+    [
+        ("/v1/completions", "prompt", LONG),
+        ("/v1/chat/completions", "messages", [{"role": "user", "content": LONG}]),
+        ("/v1/responses", "input", LONG),
+    ],
+)
+def test_too_long_a_prompt_is_refused_in_openais_words(
+    path: str, field: str, value: object, stream: bool, most: int | None
+) -> None:
+    with fake_server(model=lambda model: replace(model, max_prompt_tokens=most)) as server:
+        error = worded(server, path, **{field: value}, stream=stream)
+
+    assert (error["param"], error["code"]) == (field, "context_length_exceeded")
+    assert f"This model's maximum context length is {CONTEXT} tokens" in error["message"]  # litellm's sign
+
+
+def test_what_the_engine_refuses_has_the_words_too() -> None:
+    """A KV cache that holds less than the context."""
+    with fake_server(model=lambda model: replace(model, context_length=100 * CONTEXT)) as server:
+        long = "a" * (5 * CONTEXT)
+        error = worded(server, "/v1/chat/completions", messages=[{"role": "user", "content": long}])
+
+    assert (error["param"], error["code"]) == ("messages", "context_length_exceeded")
+    assert "This model's maximum context length is" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [
+                {"type": "text", "text": "look"},
+                {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}},
+            ]}]},
+            "messages",
+        ),
+        (
+            "/v1/responses",
+            {"input": [{"role": "user", "content": [
+                {"type": "input_image", "image_url": "data:image/png;base64,AA=="}
+            ]}]},
+            "input",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]},
+            "messages",
+        ),
+    ],
+)  # fmt: skip
+def test_an_image_is_refused_in_a_clear_sentence(
+    server: FakeServer, path: str, body: dict[str, Any], field: str
+) -> None:
+    error = worded(server, path, **body)
+
+    assert error["param"] == field
+    assert "this server reads text alone, and a part of type " in error["message"]
+    assert "list of dict" not in error["message"]
+
+
+@pytest.mark.parametrize("content", [["a"], [["a"]], [1], 1, {"text": "a"}, True])
+def test_a_content_of_no_kind_says_what_one_is(server: FakeServer, content: object) -> None:
+    error = worded(server, "/v1/chat/completions", messages=[{"role": "user", "content": content}])
+
+    assert error["message"].startswith("messages.0.content: it must be a text or a list of parts")
+
+
+def message_of(worded: httpx.Response) -> str:
+    """The message, in the shape of Ollama's API or of OpenAI's."""
+    error = worded.json()["error"]
+    return str(error if isinstance(error, str) else error["message"])
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("/v1", "base_url of a client"),
+        ("/v1/", "base_url of a client"),
+        ("/docs", "/openapi.json"),
+        ("/redoc", "/openapi.json"),
+        ("/", "POST /v1/chat/completions"),
+        ("/api/pull", "/api/generate"),
+        ("/api/create", "/api/tags"),
+        ("/v1/complete", "POST /v1/chat/completions"),
+        ("/v1/v1/chat/completions", "use /v1/chat/completions"),
+        ("/v1/chat/completions/", "use /v1/chat/completions"),
+        ("/v1/health", "use /health"),
+        ("/v1/embeddings", "--embed-model"),
+        ("/nowhere", "/openapi.json"),
+    ],
+)
+def test_a_wrong_path_has_one_sentence_that_helps(server: FakeServer, path: str, says: str) -> None:
+    for method in ("GET", "POST"):
+        answer = httpx.request(method, f"{server.url}{path}")
+        assert answer.status_code == 404
+        assert says in message_of(answer)
+
+
+def test_beside_a_page_a_post_to_the_root_has_the_same_sentence() -> None:
+    """Clients of text-generation-inference send their prompts there."""
+    with fake_server(surroundings=ServerContext(page=MachineFacts())) as server:
+        assert httpx.get(server.url).status_code == 200
+        answer = httpx.post(server.url, json={"inputs": "a", "parameters": {"max_new_tokens": 3}})
+        assert answer.status_code == 404
+        assert "POST /v1/chat/completions" in message_of(answer)
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("/v1/chat/completions", "makes vectors and no text: POST /v1/embeddings"),
+        ("/v1/responses", "makes vectors and no text"),
+        ("/api/embedding", "/openapi.json"),
+    ],
+)
+def test_so_has_that_of_a_server_that_embeds(vectors: Path, path: str, says: str) -> None:
+    with embedding_server(vectors) as server:
+        answer = httpx.post(f"{server.url}{path}", json={})
+    assert answer.status_code == 404
+    assert says in message_of(answer)
+
+
+def test_a_wrong_method_names_the_right_one(server: FakeServer) -> None:
+    answer = httpx.get(f"{server.url}/v1/chat/completions")
+    assert answer.json()["error"]["message"].endswith("use POST")
+
+
+@pytest.fixture(scope="module")
+def vectors(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_encoder(tmp_path_factory.mktemp("words") / "bert", "bert")
+
+
+def test_models_that_are_served_for_something_else_say_so(vectors: Path) -> None:
+    with embedding_server(vectors) as beside:
+        embeddings = ServedEmbeddings(beside.served, beside.client)
+        with (
+            fake_server(embeddings=embeddings) as server,
+            openai.OpenAI(base_url=f"{server.url}/v1", api_key="any") as api,
+        ):
+            with pytest.raises(openai.NotFoundError, match="makes vectors and no text: use /v1/embeddings"):
+                api.chat.completions.create(model="tiny", messages=MESSAGES)  # type: ignore[arg-type]
+            with pytest.raises(openai.NotFoundError, match="no vectors: use /v1/chat/completions"):
+                api.embeddings.create(model="fake", input="a")
+            with pytest.raises(openai.NotFoundError, match="is not served here"):
+                api.embeddings.create(model="nothing", input="a")

@@ -349,6 +349,10 @@ def test_no_route_but_health_is_open_where_a_key_is_asked_for() -> None:
         ("/detokenize", '"tokens":[-N]'),
         ("/v1/completions", '"prompt":[N]'),
         ("/v1/completions", '"prompt":[[1],[N]]'),
+        *(
+            ("/v1/completions", f'"prompt":"a","{field}":N')
+            for field in ("max_tokens", "top_k", "best_of", "n")
+        ),
     ],
 )
 def test_integers_of_thousands_of_digits_are_mistakes_on_every_route(

@@ -3,23 +3,42 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import itertools
+import json
+import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from phasewise.serving.engine.answer_text import AnswerText
 from phasewise.serving.engine.messages import Answer, Failure, Submit
 from phasewise.serving.errors import StepFailed
 from phasewise.serving.http.answers.client import AnswerStream, EngineClient
 from phasewise.serving.http.answers.loop_wakeup import LoopWakeup
-from phasewise.serving.http.answers.openai_objects import ChatRendering, CompletionRendering, Reply
+from phasewise.serving.http.answers.openai_objects import (
+    AnswerReading,
+    ChatRendering,
+    Choice,
+    CompletionRendering,
+    Rendering,
+    Reply,
+)
+from phasewise.serving.http.answers.send_answer import _said
 from phasewise.serving.http.answers.sse_events import Events
 from phasewise.serving.http.http_settings import HttpLimits, ServedModel
 from phasewise.serving.sampling.sampling import SampledToken, SamplingParams
-from tests.support.servers.fake_engine import END, VOCAB_SIZE, encode, piece
+from phasewise.serving.text.turn_form import TurnForm
+from phasewise.serving.tools.dialect import dialect_of
+from tests.support.servers.fake_engine import ALPHABET, END, VOCAB_SIZE, encode, piece
 from tests.support.servers.fake_server import fake_server
 from tests.support.servers.rude_clients import ENOUGH_S, connect
+from tests.support.tiers import examples
 
 MODEL = ServedModel(('a "model"\0',), 0, 500, VOCAB_SIZE, frozenset({END}), encode, piece, None)
 TEXTS = ["a", ' "b"\\', "\0", "\n\u2028", "é", "\U0001f600", '"text":"\0"', "data: [DONE]\n\n"]
@@ -165,3 +184,216 @@ def test_the_loop_runs_after_every_wake_up() -> None:
     wakeups.pop().close()
 
     assert seen[-1] == 1000
+
+
+FAKE = ServedModel(("fake",), 0, 500, VOCAB_SIZE, frozenset({END}), encode, piece, None)
+REQUEST = Submit("one", (1, 2))
+
+
+def scored_pieces(n: int) -> Iterator[Answer]:
+    for place in range(n):
+        token_id = ALPHABET[place % 26]
+        reason = "length" if place == n - 1 else None
+        yield Answer("one", chr(token_id), (_scored(token_id),), place + 1, 0, reason)
+
+
+def _scored(token_id: int) -> SampledToken:
+    return SampledToken(token_id, -0.5, ((token_id, -0.5), (END, -1.5)))
+
+
+class Pieces:
+    """A stream whose pieces come one by one."""
+
+    closed = False
+
+    def __init__(self, n: int) -> None:
+        self._pieces = scored_pieces(n)
+        self.newest: SampledToken | None = None
+
+    async def take(self) -> list[tuple[int, Answer]]:
+        answer = next(self._pieces, None)
+        if answer is None:
+            return []
+        self.newest = answer.tokens[0]
+        return [(0, answer)]
+
+
+@pytest.mark.parametrize("kind", [CompletionRendering, ChatRendering])
+def test_what_was_sent_is_not_held(kind: type[CompletionRendering | ChatRendering]) -> None:
+    rendering: Rendering = kind("id", FAKE)
+    reply = Reply([REQUEST], [], 1, rendering, streamed=True, include_usage=True)
+
+    async def references() -> list[int]:
+        """To each token, while its event waits for the reader."""
+        stream = Pieces(30)
+        events = _said(Events(reply), stream.take(), stream, None)  # type: ignore[arg-type]
+        return [sys.getrefcount(stream.newest) async for _ in events]
+
+    counts = asyncio.run(references())
+
+    assert len(counts) == 31  # with the usage and the end, which are one
+    assert set(counts) == {2}  # the stream's own, and that of the call
+
+
+@pytest.mark.parametrize("most", [1, 7, 50])
+def test_no_more_is_held_than_may_be_unread(most: int) -> None:
+    reader = FakeReader(is_behind=True)
+
+    async def offer() -> list[int]:
+        stream = AnswerStream(EngineClient(lambda message: None, HttpLimits()), [REQUEST], most, reader)
+        held = []
+        for scored_piece in scored_pieces(60):
+            stream.put(scored_piece)
+            held.append(len(stream._arrived))
+        return held
+
+    held = asyncio.run(offer())
+
+    assert held[:most] == list(range(1, most + 1))
+    assert set(held[most:]) == {0}
+    assert reader.n_cut == 1
+
+
+def test_a_reader_that_has_taken_all_is_not_cut_for_what_it_was_not_offered() -> None:
+    """Pieces come faster than this process passes them on: that is no fault of the reader's."""
+    reader = FakeReader(is_behind=False)
+
+    async def offer() -> int:
+        stream = AnswerStream(EngineClient(lambda message: None, HttpLimits()), [REQUEST], 7, reader)
+        for scored_piece in scored_pieces(60):
+            stream.put(scored_piece)
+        return len(await stream.take())
+
+    assert asyncio.run(offer()) == 60
+    assert reader.n_cut == 0
+
+
+@dataclass
+class FakeReader:
+    """Counts how often it is cut."""
+
+    is_behind: bool
+    n_cut: int = 0
+
+    def cut(self) -> None:
+        self.n_cut += 1
+
+
+FORMS = ("completion", "chat", "thoughts")
+DIALECT = dialect_of("", lambda _text: None, frozenset(), turn=TurnForm(thought=("<think>", "</think>")))
+PARTS = [
+    *("<think>", "</think>", "</thi", "a", "b", "STOP", "STOPPED", "ST", "é", "€", "👩‍👩‍👧", "🏳️‍🌈", "😀"),
+    *("\n", " "),
+]
+
+
+class Stream:
+    """Tokens that are bytes of a text."""
+
+    def __init__(self, tokens: Sequence[bytes]) -> None:
+        self._tokens = tokens
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_id: int) -> str:
+        return self._utf8.decode(self._tokens[token_id])
+
+    def flush(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+
+def pieces_of(tokens: Sequence[bytes], stop: tuple[str, ...], n_at_once: int) -> list[Answer]:
+    """The answer as an engine gives it out, some tokens at a time."""
+    text, pieces = AnswerText(Stream(tokens), stop), []
+    for begin in range(0, len(tokens), n_at_once):
+        run = range(begin, min(begin + n_at_once, len(tokens)))
+        for token_id in run:
+            text.push(SampledToken(token_id, -float(token_id), ((token_id, -1.0),)))
+            if text.stopped:
+                break
+        reason: Any = "stop" if text.stopped else "length" if run[-1] + 1 == len(tokens) else None
+        said, begun = text.take(finished=reason is not None)
+        pieces.append(Answer("0", said, begun, run[-1] + 1, 0, reason))
+        if reason is not None:
+            break
+    return pieces
+
+
+def streamed_and_whole(kind: str, tokens: Sequence[bytes], pieces: Sequence[Answer]) -> list[Any]:
+    """(Text, thoughts, entries, offsets) of each."""
+    model = ServedModel(
+        ("m",), 0, 500, len(tokens), frozenset(), lambda _text, _special: [], lambda n: tokens[n], None
+    )
+    reading = AnswerReading(lambda: DIALECT.reader(None, in_thought=False), lambda: "c")
+
+    def reply(*, streamed: bool) -> Reply:
+        rendering = (
+            CompletionRendering("id", model)
+            if kind == "completion"
+            else ChatRendering("id", model, reading if kind == "thoughts" else None)
+        )
+        request = Submit("0", (1,), sampling=SamplingParams(top_logprobs=1))
+        return Reply([request], [], 1, rendering, streamed, include_usage=False)
+
+    events = Events(reply(streamed=True))
+    sent = b"".join(events.of([(0, piece)]) for piece in pieces).decode()
+    choices = [json.loads(line[6:])["choices"][0] for line in sent.split("\n\n") if line]
+    choice = Choice()
+    for part in pieces:
+        choice.add(part)
+    return [_facts(choices), _facts([reply(streamed=False).rendering.whole(0, choice)])]
+
+
+def _facts(choices: Sequence[dict[str, Any]]) -> tuple[Any, ...]:
+    told = [choice["logprobs"] for choice in choices if choice["logprobs"]]
+    said = [
+        choice.get("delta") or choice.get("message") or {"content": choice.get("text")} for choice in choices
+    ]
+    text = "".join(part.get("content") or "" for part in said)
+    thoughts = "".join(part.get("reasoning_content") or "" for part in said)
+    if "text" in choices[0]:
+        names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        return (
+            text,
+            thoughts,
+            [entry for part in told for entry in zip(*(part[name] for name in names), strict=True)],
+        )
+    return text, thoughts, [entry for part in told for entry in part["content"]]
+
+
+@pytest.mark.parametrize("kind", FORMS)
+@given(data=st.data())
+@examples(150)
+def test_streamed_and_whole_are_equal_and_every_token_has_its_entry(kind: str, data: st.DataObject) -> None:
+    parts = data.draw(st.lists(st.sampled_from(PARTS), min_size=1, max_size=12))
+    whole_text = ("<think>" if data.draw(st.booleans()) else "") + "".join(parts)
+    spelled = whole_text.encode()
+    cuts = sorted(data.draw(st.sets(st.integers(1, max(1, len(spelled) - 1)), max_size=len(spelled))))
+    tokens = [spelled[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(spelled)], strict=True)]
+    tokens = [token for token in tokens if token]
+    stop = data.draw(
+        st.sampled_from([(), ("STOP",), ("STOPPED", "STOP"), ("STOP", "STOPPED"), ("€",), ("👧", "ab")])
+    )
+    pieces = pieces_of(tokens, stop, data.draw(st.integers(1, 4)))
+    streamed, whole = streamed_and_whole(kind, tokens, pieces)
+
+    assert streamed == whole
+    text, thoughts, entries = streamed
+    given_out = "".join(piece.text for piece in pieces)
+    if kind != "thoughts":
+        assert text == given_out
+    n_entries = sum(len(piece.tokens) for piece in pieces)
+    assert len(entries) == n_entries
+    if pieces[-1].finish_reason == "length":
+        assert n_entries == len(tokens)
+    begins = [len(b"".join(tokens[:number]).decode("utf-8", "ignore")) for number in range(n_entries)]
+    for number, entry in enumerate(entries):
+        if kind == "completion":
+            assert (entry[1], entry[3]) == (-float(number), begins[number])
+        else:
+            assert (entry["bytes"], entry["logprob"]) == (list(tokens[number]), -float(number))
+    assert all(begin < len(given_out) for begin in begins) or pieces[-1].finish_reason == "length"
+    assert b"".join(tokens[:n_entries]).startswith(given_out.encode())
+
+    by_byte = [bytes([byte]) for byte in spelled]
+    alone, _ = streamed_and_whole(kind, by_byte, pieces_of(by_byte, stop, 1))
+    assert alone[:2] == (text, thoughts)

@@ -19,27 +19,19 @@ import numpy as np
 import pytest
 
 from phasewise.serving.batch import Batch, SequenceSlice
-from phasewise.serving.engine.messages import Answer, Submit
-from phasewise.serving.engine.open_engine import open_engine
 from phasewise.serving.errors import RanksError, ServingError
 from phasewise.serving.loaders import load_model
-from phasewise.serving.loaders.fetching.registry import KNOWN, known_path
-from phasewise.serving.loaders.fetching.resolve import cache_root
 from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.ranks import worker_processes
 from phasewise.serving.ranks.open_ranks import KvSettings, LocalRanks, RankOptions, Ranks, open_ranks
 from phasewise.serving.ranks.process_ranks import ProcessRanks
-from phasewise.serving.sampling.sampling import GREEDY
 from phasewise.tuner.plans import PHASES, Phase, RankCores, ServicePlan
 from tests.support import ROOT
-from tests.support.engine_sizes import engine_size
 from tests.support.models.reference_forward import tiny_config, tiny_model
 from tests.support.models.tiny_models import TinyShape, tiny_gguf
-from tests.support.servers.fake_engine import run_all
 
 Teams = tuple[int, ...]
 
-DEFAULT_MODEL = "smollm2-135m-instruct"
 PROMPT = [5, 7, 11, 13, 2, 3, 40, 41]
 BOUND_S = 60.0
 """More than any wait after a death may take, on a machine that does other things."""
@@ -164,21 +156,6 @@ def test_no_division_changes_a_bit(
     assert (switching == one_rank[model_name]).all()
 
 
-@pytest.mark.slow
-def test_the_default_model_says_the_same_with_two_ranks() -> None:
-    path = known_path(KNOWN[DEFAULT_MODEL], cache_root())
-    if not path.is_file():
-        pytest.skip(f"{DEFAULT_MODEL} is not in the cache: phasewise models pull {DEFAULT_MODEL}")
-    model = load_model(str(path), "native")
-    told = []
-    for prefill, decode in ((ONE, ONE), (ONE, TWO), (TWO, ONE)):
-        ranks = opened(model, prefill, decode)
-        told.append(token_by_token(ranks, ("decode", "prefill"), 24))
-        ranks.close()
-
-    assert greedy(told[0]) == greedy(told[1]) == greedy(told[2])
-
-
 def test_every_row_and_copied_slots_are_those_of_one_rank(
     three_heads: PackedModel, two: ProcessRanks
 ) -> None:
@@ -192,25 +169,6 @@ def test_every_row_and_copied_slots_are_those_of_one_rank(
     assert (every_row[0] == every_row[1]).all()
     assert (local.forward(after) == two.forward(after)).all()
     local.close()
-
-
-def test_an_engine_over_processes_answers_the_same(eight_heads: PackedModel) -> None:
-    asked = [Submit(str(i), tuple(range(3 + i, 12 + 2 * i)), 10, GREEDY, ignore_eos=True) for i in range(4)]
-    size = engine_size(200, 800, 4, 64)
-    answers = []
-    for prefill, decode in ((ONE, ONE), (ONE, TWO)):
-        pinned = decode == ONE
-        with open_engine(eight_heads, plans(prefill, decode), size, pinned=pinned) as engine:
-            outs = run_all(engine.engine, *asked)
-        answers.append({name: _tokens(pieces) for name, pieces in outs.items()})
-
-    assert answers[0] == answers[1]
-    assert all(len(tokens) == 10 for tokens in answers[0].values())
-
-
-def _tokens(pieces: list[Answer]) -> list[int]:
-    assert all(isinstance(piece, Answer) for piece in pieces), pieces
-    return [token.token_id for piece in pieces for token in piece.tokens]
 
 
 # ---- deaths ----------------------------------------------------------------------------------------------

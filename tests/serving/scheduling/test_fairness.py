@@ -246,14 +246,3 @@ def test_one_client_alone_has_everything() -> None:
     assert batch is not None
     assert len(batch.slices) == 32
     assert [piece.token_ids[0] // 1000 for piece in batch.slices] == list(range(32))
-
-
-def test_equal_parts_are_for_clients_and_not_for_their_requests() -> None:
-    shared = Shared(make(n_slots=40 * CONTEXT, context=CONTEXT, tokens=64, sequences=32))
-    for _ in range(8):
-        shared.add("greedy", 200, 1)
-    shared.add("other", 200, 1)
-
-    shared.step()
-
-    assert shared.before == {"greedy": 32, "other": 32}

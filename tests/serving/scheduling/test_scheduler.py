@@ -151,22 +151,6 @@ def test_the_oldest_goes_on_and_whoever_came_last_gives_way(policy: str) -> None
         assert scheduler.counts.preemptions > 0
 
 
-def test_what_was_preempted_goes_on_with_the_answer_it_had() -> None:
-    scheduler = make("paged", n_slots=384, context=384, sequences=2)
-    turns = Turns(scheduler)
-    scheduler.add(request("old", 100, 200))
-    scheduler.add(request("young", 100, 200))
-
-    while not scheduler.counts.preemptions:
-        turns.take()
-    n_before = turns.got["young"]
-    assert 0 < n_before < 200
-    assert scheduler.request_ids() == ("old", "young")
-
-    turns.run()
-    assert turns.got == {"old": 200, "young": 200}
-
-
 def test_what_can_never_run_is_refused_with_the_numbers() -> None:
     scheduler = make(n_slots=48, context=100)
 

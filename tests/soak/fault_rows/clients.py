@@ -1,17 +1,15 @@
-"""Clients that leave, do not read, or do nothing."""
+"""Clients that leave or do not read."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
 
 from tests.soak import raw_http
 from tests.soak.fault_rows.setting import Setting, expect, held, n_running, text_alone, wait_until_free
 from tests.soak.row_runner import Missed
 from tests.soak.served_process import TINY, ServerProcess
 
-HEALTH_S = 0.05
 RSS_NOISE_MIB = 16.0
 """MiB that allocators and first uses may take once."""
 N_CHOICES = 4
@@ -89,35 +87,6 @@ def slow_readers(setting: Setting) -> str:
         f"{n_readers} readers held nothing any more after {took_s:.1f} s ({cut:.0f} cut), others were"
         f" answered in at most {slowest_s:.2f} s meanwhile, memory {grown_mib:+.1f} of {most_mib:.0f} MiB"
     )
-
-
-def idle_connections(setting: Setting) -> str:
-    """1,000 connections that say nothing: others are answered, /health at once, and all is freed."""
-    n_idle = 200 if setting.quick else 1000
-    with setting.server() as server:
-        body = setting.body("Once upon a time", 24)
-        wanted = text_alone(server, body)
-        before = held(server)
-
-        async def sit() -> Sequence[float]:
-            sitting = [await raw_http.Connection.open(server.port) for _ in range(n_idle)]
-            times_s = []
-            for _ in range(20):
-                began = time.monotonic()
-                reply = await raw_http.ask(server.port, "GET", "/health")
-                times_s.append(time.monotonic() - began)
-                expect(reply.status == 200, f"/health says {reply.status}")
-            await _timed(server, body, wanted)
-            for connection in sitting:
-                connection.abort()
-            return sorted(times_s)
-
-        times_s = asyncio.run(sit())
-        wait_until_free(server, before)
-    median_s = times_s[len(times_s) // 2]
-    expect(setting.quick or median_s < HEALTH_S, f"/health took {median_s * 1000:.0f} ms")
-    worst_ms = times_s[-1] * 1000
-    return f"{n_idle} held open: /health within {worst_ms:.1f} ms, answers right, all descriptors freed"
 
 
 async def _timed(server: ServerProcess, body: dict[str, object], wanted: str) -> float:

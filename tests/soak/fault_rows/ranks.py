@@ -1,4 +1,4 @@
-"""Ranks that die or hang, in every phase of a server of two ranks."""
+"""Ranks that die, in every phase of a server of two ranks."""
 
 from __future__ import annotations
 
@@ -159,19 +159,6 @@ def killed_under_migration(setting: Setting) -> str:
         f"killed twice under load (all {len(codes)} answered and right, {migrations:.0f} migrations),"
         " then again while starting"
     )
-
-
-def stopped(setting: Setting) -> str:
-    """SIGSTOP: noticed once the patience of the others is over (a minute)."""
-    with setting.server(ranks=2) as server:
-        body = setting.body("Once upon a time", 24)
-        wanted = text_alone(server, body)
-        (pid,) = server.rank_pids()
-        os.kill(pid, signal.SIGSTOP)
-        began = time.monotonic()
-        expect(text_alone(server, body) == wanted, "other tokens after a rank that hung")
-        took_s = time.monotonic() - began
-    return f"the request that met a stopped rank was answered, and right, after {took_s:.0f} s"
 
 
 def again_and_again(setting: Setting) -> str:

@@ -1,80 +1,18 @@
-"""Signals, a full disk, and more requests than the KV pool holds."""
+"""A full disk, and more requests than the KV pool holds."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
-import signal
 import subprocess
-import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 from tests.soak import raw_http
-from tests.soak.fault_rows.ranks import kill, small_budget
-from tests.soak.fault_rows.setting import Setting, expect, n_running, text_alone, wait_until_free
-from tests.soak.row_runner import Missed, Skipped
-from tests.soak.served_process import ServerProcess, model_reference
-
-AT_ONCE_S = 5.0
-
-
-def drained(setting: Setting) -> str:
-    """SIGTERM in the middle of a batch: not ready and nothing new at once; what runs is finished.
-
-    The ranks get it too, as those of a service do.
-    """
-    n_tokens = 300
-    bodies = [setting.body(f"Answer {i}", n_tokens) for i in range(6)]
-    with setting.server(ranks=2) as server:
-        wanted = [text_alone(server, body) for body in bodies]
-
-        async def storm() -> tuple[list[Any], int, raw_http.Reply]:
-            idle = await raw_http.Connection.open(server.port)
-            await idle.ask("GET", "/ready")  # the server knows it by now
-            asked = [_begin(server, body) for body in bodies]
-            answers = [asyncio.create_task(answer) for answer in asked]
-            await _until_running(server, len(bodies))
-            server.signal()
-            kill(server, signal.SIGTERM)
-            await asyncio.sleep(0.05)
-            ready = (await idle.ask("GET", "/ready")).status
-            new = await _refused(server, bodies[0])
-            return list(await asyncio.gather(*answers)), ready, new
-
-        answers, ready, new = asyncio.run(storm())
-        code = server.exit_code()
-    for said, text in zip(answers, wanted, strict=True):
-        expect(
-            said.text == text and said.n_done == 1,
-            f"an answer in progress ended with {said.errors or said.text!r}",
-        )
-    expect(ready == 503, f"/ready says {ready} while the server drains")
-    expect(new.status == 503, f"a new request gets {new.status}")
-    expect(code == 0, f"exit code {code}")
-    return f"/ready 503 and new requests 503 at once, {len(answers)} answers came whole, exit code 0"
-
-
-def forced(setting: Setting) -> str:
-    """A second signal ends what is in progress at once, and says so."""
-    with setting.server() as server:
-
-        async def storm() -> raw_http.Streamed:
-            answer = asyncio.create_task(_begin(server, setting.body("Without end", 3500)))
-            await _until_running(server, 1)
-            server.signal()
-            await asyncio.sleep(0.2)
-            server.signal()
-            return await answer
-
-        said = asyncio.run(storm())
-        began = time.monotonic()
-        code = server.exit_code(AT_ONCE_S)
-        took_s = time.monotonic() - began
-    expect(said.errors == ["server_stopping"], f"the answer ended with {said.errors}, {said.n_done} ends")
-    return f"the answer in progress was told ({said.errors[0]}), exit code {code} after {took_s:.1f} s"
+from tests.soak.fault_rows.ranks import small_budget
+from tests.soak.fault_rows.setting import Setting, expect, text_alone, wait_until_free
+from tests.soak.row_runner import Skipped
+from tests.soak.served_process import model_reference
 
 
 def disk_full(setting: Setting) -> str:
@@ -146,29 +84,6 @@ def kv_exhausted(setting: Setting) -> str:
 
 
 # ---- what they have in common ----------------------------------------------------------------------------
-
-
-async def _begin(server: ServerProcess, body: dict[str, Any]) -> raw_http.Streamed:
-    refusal, said = await raw_http.stream(server.port, "/v1/completions", body)
-    if refusal is not None:
-        raise Missed(f"refused with {refusal.status}: {refusal.body.decode()}")
-    return said
-
-
-async def _refused(server: ServerProcess, body: dict[str, Any]) -> raw_http.Reply:
-    """The answer to a new request; a connection that is not taken counts as 503."""
-    try:
-        return await raw_http.ask(server.port, "POST", "/v1/completions", body)
-    except OSError as error:
-        return raw_http.Reply(503, {}, json.dumps(str(error)).encode())
-
-
-async def _until_running(server: ServerProcess, n_requests: int) -> None:
-    for _ in range(1000):
-        if await n_running(server) >= n_requests:
-            return
-        await asyncio.sleep(0.005)
-    raise Missed(f"{n_requests} requests are not computed at a time")
 
 
 def _on_full_disk(setting: Setting, place: Path) -> tuple[str, ...]:

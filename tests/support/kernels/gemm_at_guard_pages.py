@@ -1,4 +1,4 @@
-"""Run by test_gemm_bounds.py in a process of its own: products whose operands all end at an unreadable page.
+"""Run by test_gemm_paths.py in a process of its own: products whose operands all end at an unreadable page.
 
 A read or write past an operand ends the process with SIGSEGV, whatever language did it.
 With `before` as its second argument the operands begin right after such a page instead.

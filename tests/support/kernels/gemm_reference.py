@@ -16,16 +16,7 @@ Array = npt.NDArray[Any]
 UNIT = 2.0**-24
 PLAIN_KINDS = tuple(kind for kind in KINDS if kind not in BLOCKS)
 FORMATS = (
-    "f32",
-    "f16",
-    "bf16",
-    "q8",
-    "q8 f32",
-    "q8 min",
-    "q8 group 16",
-    "q8 column",
-    "q4",
-    "q4 min",
+    *("f32", "f16", "bf16", "q8", "q8 f32", "q8 min", "q8 group 16", "q8 column", "q4", "q4 min"),
     "q4 min f32",
 )
 

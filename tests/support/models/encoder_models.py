@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from tests.support.models.reference_models import raw_values
+from tests.support.models.tensor_shapes import Shapes, shapes_of
 from tests.support.models.tiny_models import safetensors_bytes
 
 Arrays = dict[str, np.ndarray]
@@ -65,20 +66,11 @@ SIZES = {
 }
 _ONE_LABEL = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 _MODERNBERT = {
-    "num_hidden_layers": 4,
-    "max_position_embeddings": LONG_CONTEXT,
-    "norm_eps": 1e-5,
-    "hidden_activation": "gelu",
-    "local_attention": 24,
-    "global_attn_every_n_layers": 3,
-    "global_rope_theta": 160000.0,
-    "local_rope_theta": 10000.0,
-    "pad_token_id": 0,
-    "bos_token_id": 2,
-    "eos_token_id": 3,
-    "cls_token_id": 2,
-    "sep_token_id": 3,
-}
+    "num_hidden_layers": 4, "max_position_embeddings": LONG_CONTEXT, "norm_eps": 1e-5,
+    "hidden_activation": "gelu", "local_attention": 24, "global_attn_every_n_layers": 3,
+    "global_rope_theta": 160000.0, "local_rope_theta": 10000.0, "pad_token_id": 0, "bos_token_id": 2,
+    "eos_token_id": 3, "cls_token_id": 2, "sep_token_id": 3,
+}  # fmt: skip
 TASKS = {
     "retrieval.query": "the cat? ",
     "retrieval.passage": "at dog. ",
@@ -88,160 +80,69 @@ TASKS = {
 }
 """jina v3's tasks, and texts in the place of its instructions, of words that the tiny tokenizer knows."""
 TASK_RANK, TASK_ALPHA = 3, 2.0
+_ROBERTA = {"layer_norm_eps": 1e-5, "type_vocab_size": 1, "pad_token_id": 1,
+            "max_position_embeddings": CONTEXT + 2}  # fmt: skip
+_DECODER = {"num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM, "rms_norm_eps": 1e-6, "hidden_act": "silu",
+            "tie_word_embeddings": True}  # fmt: skip
+_LONG_BERT = {"max_position_embeddings": LONG_CONTEXT, "layer_norm_eps": 1e-12}
 CASES: dict[str, EncoderCase] = {
     "bert": EncoderCase("bert", "BertModel", "mean", {"layer_norm_eps": 1e-12}),
     "bert-cls": EncoderCase(
         "bert", "BertModel", "cls", {"layer_norm_eps": 1e-6, "hidden_act": "gelu_new"}, normalised=False
     ),
-    "xlm-roberta": EncoderCase(
-        "xlm-roberta",
-        "XLMRobertaModel",
-        "mean",
-        {
-            "layer_norm_eps": 1e-5,
-            "type_vocab_size": 1,
-            "pad_token_id": 1,
-            "max_position_embeddings": CONTEXT + 2,
-        },
-    ),
+    "xlm-roberta": EncoderCase("xlm-roberta", "XLMRobertaModel", "mean", _ROBERTA),
     "nomic-bert": EncoderCase(
         "nomic_bert", "NomicBertModel", "mean", {"hidden_act": "silu", "layer_norm_eps": 1e-12}
     ),
-    "qwen3": EncoderCase(
-        "qwen3",
-        "Qwen3Model",
-        "lasttoken",
-        {
-            "num_key_value_heads": KV_HEADS,
-            "head_dim": HEAD_DIM,
-            "rms_norm_eps": 1e-6,
-            "hidden_act": "silu",
-            "tie_word_embeddings": True,
-        },
-    ),
-    "bge-m3": EncoderCase(
-        "xlm-roberta",
-        "XLMRobertaModel",
-        "cls",
-        {
-            "layer_norm_eps": 1e-5,
-            "type_vocab_size": 1,
-            "pad_token_id": 1,
-            "max_position_embeddings": CONTEXT + 2,
-        },
-    ),
+    "qwen3": EncoderCase("qwen3", "Qwen3Model", "lasttoken", _DECODER),
+    "bge-m3": EncoderCase("xlm-roberta", "XLMRobertaModel", "cls", _ROBERTA),
     "modernbert": EncoderCase(
-        "modernbert",
-        "ModernBertModel",
-        "mean",
-        _MODERNBERT,
-        max_tokens=LONG_TOKENS,
-        prompts={"query": "query: ", "document": "passage: "},
-        default_prompt="document",
+        "modernbert", "ModernBertModel", "mean", _MODERNBERT, max_tokens=LONG_TOKENS,
+        prompts={"query": "query: ", "document": "passage: "}, default_prompt="document",
     ),
     "jina-bert": EncoderCase(
-        "bert",
-        "JinaBertForMaskedLM",
-        "mean",
-        {
-            "position_embedding_type": "alibi",
-            "feed_forward_type": "geglu",
-            "num_attention_heads": 6,
-            "max_position_embeddings": LONG_CONTEXT,
-            "layer_norm_eps": 1e-12,
-            "type_vocab_size": 2,
-        },
+        "bert", "JinaBertForMaskedLM", "mean",
+        {**_LONG_BERT, "position_embedding_type": "alibi", "feed_forward_type": "geglu",
+         "num_attention_heads": 6, "type_vocab_size": 2},
         max_tokens=LONG_TOKENS,
     ),
     "gte": EncoderCase(
-        "gte",
-        "GteModel",
-        "cls",
-        {
-            "max_position_embeddings": LONG_CONTEXT,
-            "layer_norm_eps": 1e-12,
-            "type_vocab_size": 1,
-            "pad_token_id": 0,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 20000.0},
-        },
+        "gte", "GteModel", "cls",
+        {**_LONG_BERT, "type_vocab_size": 1, "pad_token_id": 0,
+         "rope_parameters": {"rope_type": "default", "rope_theta": 20000.0}},
         max_tokens=LONG_TOKENS,
     ),
     "gte-new": EncoderCase(
-        "new",
-        "NewModel",
-        "cls",
-        {
-            "max_position_embeddings": LONG_CONTEXT,
-            "layer_norm_eps": 1e-12,
-            "type_vocab_size": 2,
-            "position_embedding_type": "rope",
-            "layer_norm_type": "layer_norm",
-            "pack_qkv": True,
-            "rope_theta": 20000.0,
-            "rope_scaling": {"type": "ntk", "factor": 8.0},
-        },
+        "new", "NewModel", "cls",
+        {**_LONG_BERT, "type_vocab_size": 2, "position_embedding_type": "rope",
+         "layer_norm_type": "layer_norm",
+         "pack_qkv": True, "rope_theta": 20000.0, "rope_scaling": {"type": "ntk", "factor": 8.0}},
         max_tokens=LONG_TOKENS,
     ),
     "jina-v3": EncoderCase(
-        "xlm-roberta",
-        "XLMRobertaModel",
-        "mean",
-        {
-            "position_embedding_type": "rotary",
-            "rotary_emb_base": 20000.0,
-            "max_position_embeddings": PIECES_TOKENS + 2,
-            "layer_norm_eps": 1e-5,
-            "type_vocab_size": 1,
-            "pad_token_id": 1,
-            "emb_pooler": None,
-            "truncate_dim": None,
-            "use_flash_attn": True,
-            "load_trained_adapters": True,
-            "lora_adaptations": [*TASKS],
-            "lora_rank": TASK_RANK,
-            "lora_alpha": TASK_ALPHA,
-            "lora_dropout_p": 0.0,
-            "task_instructions": dict(TASKS),
-        },
+        "xlm-roberta", "XLMRobertaModel", "mean",
+        {**_ROBERTA, "position_embedding_type": "rotary", "rotary_emb_base": 20000.0,
+         "max_position_embeddings": PIECES_TOKENS + 2, "emb_pooler": None, "truncate_dim": None,
+         "use_flash_attn": True, "load_trained_adapters": True, "lora_adaptations": [*TASKS],
+         "lora_rank": TASK_RANK, "lora_alpha": TASK_ALPHA, "lora_dropout_p": 0.0,
+         "task_instructions": dict(TASKS)},
         max_tokens=PIECES_TOKENS,
     ),
     "qwen3-reranker": EncoderCase(
-        "qwen3",
-        "Qwen3ForCausalLM",
-        None,
-        {
-            "num_key_value_heads": KV_HEADS,
-            "head_dim": HEAD_DIM,
-            "rms_norm_eps": 1e-6,
-            "hidden_act": "silu",
-            "tie_word_embeddings": True,
-            "max_position_embeddings": LONG_CONTEXT,
-        },
+        "qwen3", "Qwen3ForCausalLM", None, {**_DECODER, "max_position_embeddings": LONG_CONTEXT},
         max_tokens=LONG_TOKENS,
     ),
     "cross-modernbert": EncoderCase(
-        "modernbert",
-        "ModernBertForSequenceClassification",
-        None,
-        {**_MODERNBERT, "classifier_pooling": "mean", **_ONE_LABEL},
-        max_tokens=LONG_TOKENS,
+        "modernbert", "ModernBertForSequenceClassification", None,
+        {**_MODERNBERT, "classifier_pooling": "mean", **_ONE_LABEL}, max_tokens=LONG_TOKENS,
     ),
     "cross-bert": EncoderCase(
         "bert", "BertForSequenceClassification", None, {"layer_norm_eps": 1e-12, **_ONE_LABEL}
     ),
     "cross-roberta": EncoderCase(
-        "roberta",
-        "RobertaForSequenceClassification",
-        None,
-        {
-            "layer_norm_eps": 1e-5,
-            "type_vocab_size": 1,
-            "pad_token_id": 1,
-            "max_position_embeddings": CONTEXT + 2,
-            **_ONE_LABEL,
-        },
+        "roberta", "RobertaForSequenceClassification", None, {**_ROBERTA, **_ONE_LABEL}
     ),
-}
+}  # fmt: skip
 
 
 def words() -> list[str]:
@@ -318,178 +219,139 @@ def encoder_weights(name: str) -> Arrays:
     return {key: raw_values(f"{name} {key}", shape) for key, shape in _shapes(name).items()}
 
 
-def _shapes(name: str) -> dict[str, tuple[int, ...]]:
+_OUTER = """
+    embeddings.word_embeddings.weight        n h
+    embeddings.token_type_embeddings.weight  types h
+"""
+_BERT = """
+    attention.self.{query,key,value}.*  h h
+    attention.output.dense.*            h h
+    attention.output.LayerNorm.*        h
+    intermediate.dense.*                f h
+    output.dense.*                      h f
+    output.LayerNorm.*                  h
+"""
+_NOMIC = """
+    attn.Wqkv.weight        3*h h
+    attn.out_proj.weight    h h
+    mlp.{fc11,fc12}.weight  f h
+    mlp.fc2.weight          h f
+    {norm1,norm2}.*         h
+"""
+_GTE = """
+    attention.qkv_proj.*     3*h h
+    attention.o_proj.*       h h
+    mlp.up_gate_proj.weight  2*f h
+    mlp.down_proj.*          h f
+    {attn_ln,mlp_ln}.*       h
+"""
+_JINA = """
+    attention.self.{query,key,value}.*  h h
+    attention.output.dense.*            h h
+    attention.output.LayerNorm.*        h
+    mlp.gated_layers.weight             2*f h
+    mlp.wo.*                            h f
+    mlp.layernorm.*                     h
+"""
+_MODERNBERT_LAYER = """
+    attn.Wqkv.weight  3*h h
+    attn.Wo.weight    h h
+    mlp.Wi.weight     2*f h
+    mlp.Wo.weight     h f
+    mlp_norm.weight   h
+"""
+_QWEN3 = """
+    self_attn.q_proj.weight                            q h
+    self_attn.{k,v}_proj.weight                        kv h
+    self_attn.o_proj.weight                            h q
+    self_attn.{q,k}_norm.weight                        d
+    mlp.{gate,up}_proj.weight                          f h
+    mlp.down_proj.weight                               h f
+    {input_layernorm,post_attention_layernorm}.weight  h
+"""
+_JINA_V3_PRODUCTS = {
+    "mixer.Wqkv": (3 * HIDDEN, HIDDEN),
+    "mixer.out_proj": (HIDDEN, HIDDEN),
+    "mlp.fc1": (FFN, HIDDEN),
+    "mlp.fc2": (HIDDEN, FFN),
+}
+
+
+def _shapes(name: str) -> Shapes:
     case = CASES[name]
-    n_tokens = len(pieces()) if has_pieces(name) else len(words())
-    if case.model_type == "qwen3":
-        return _qwen3_shapes(n_tokens)
-    if name == "modernbert":
-        return _modernbert_shapes(n_tokens)
-    if name == "cross-modernbert":
-        return {f"model.{key}": shape for key, shape in _modernbert_shapes(n_tokens).items()} | {
-            "head.dense.weight": (HIDDEN, HIDDEN),
-            "head.norm.weight": (HIDDEN,),
-            **_linear("classifier", 1, HIDDEN),
-        }
     f = {**SIZES, **case.config}
-    shapes: dict[str, tuple[int, ...]] = {
-        "embeddings.word_embeddings.weight": (n_tokens, HIDDEN),
-        "embeddings.token_type_embeddings.weight": (f.get("type_vocab_size", 2), HIDDEN),
+    sizes = {
+        "n": len(pieces()) if has_pieces(name) else len(words()),
+        "h": HIDDEN,
+        "f": FFN,
+        "d": HEAD_DIM,
+        "q": HEADS * HEAD_DIM,
+        "kv": KV_HEADS * HEAD_DIM,
+        "types": f.get("type_vocab_size", 2),
+        "positions": f["max_position_embeddings"],
     }
+
+    def of(outer: str, stem: str = "", layer: str = "") -> Shapes:
+        """The tensors before and behind all layers, and those of each layer."""
+        shapes = shapes_of(outer, sizes)
+        for i in range(f["num_hidden_layers"]):
+            shapes |= shapes_of(layer, sizes, f"{stem}.{i}.")
+        return shapes
+
+    if case.model_type == "qwen3":
+        return of("embed_tokens.weight n h \n norm.weight h", "layers", _QWEN3)
+    if case.model_type == "modernbert":
+        outer = "embeddings.tok_embeddings.weight n h \n {embeddings.norm,final_norm}.weight h"
+        shapes = of(outer, "layers", _MODERNBERT_LAYER)
+        shapes |= {f"layers.{i}.attn_norm.weight": (HIDDEN,) for i in range(1, f["num_hidden_layers"])}
+        if name == "modernbert":
+            return shapes
+        ends = "head.dense.weight h h \n head.norm.weight h \n classifier.* 1 h"
+        return {f"model.{key}": shape for key, shape in shapes.items()} | shapes_of(ends, sizes)
     if name == "nomic-bert":
-        return shapes | _nomic_shapes()
-    if name.startswith("gte"):
-        return shapes | _norm("embeddings.LayerNorm") | _gte_shapes()
-    if name == "jina-bert":
-        return shapes | _norm("embeddings.LayerNorm") | _jina_shapes()
+        return of(f"{_OUTER} emb_ln.* h", "encoder.layers", _NOMIC)
     if name == "jina-v3":
-        return _jina_v3_shapes(n_tokens)
-    shapes |= {
-        "embeddings.position_embeddings.weight": (f["max_position_embeddings"], HIDDEN),
-        **_norm("embeddings.LayerNorm"),
-    }
-    for layer in range(LAYERS):
-        stem = f"encoder.layer.{layer}"
-        for part in ("query", "key", "value"):
-            shapes |= _linear(f"{stem}.attention.self.{part}", HIDDEN, HIDDEN)
-        shapes |= _linear(f"{stem}.attention.output.dense", HIDDEN, HIDDEN)
-        shapes |= _norm(f"{stem}.attention.output.LayerNorm")
-        shapes |= _linear(f"{stem}.intermediate.dense", FFN, HIDDEN)
-        shapes |= _linear(f"{stem}.output.dense", HIDDEN, FFN)
-        shapes |= _norm(f"{stem}.output.LayerNorm")
+        return _jina_v3_shapes(sizes)
+    outer = f"{_OUTER} embeddings.LayerNorm.* h"
+    if name.startswith("gte"):
+        return of(outer, "encoder.layer", _GTE)
+    if name == "jina-bert":
+        return of(outer, "encoder.layer", _JINA)
+    shapes = of(f"{outer} \n embeddings.position_embeddings.weight positions h", "encoder.layer", _BERT)
     if name == "cross-roberta":
-        shapes = {f"roberta.{key}": shape for key, shape in shapes.items()}
-        return (
-            shapes | _linear("classifier.dense", HIDDEN, HIDDEN) | _linear("classifier.out_proj", 1, HIDDEN)
-        )
-    shapes |= _linear("pooler.dense", HIDDEN, HIDDEN)
+        ends = "classifier.dense.* h h \n classifier.out_proj.* 1 h"
+        return {f"roberta.{key}": shape for key, shape in shapes.items()} | shapes_of(ends, sizes)
+    shapes |= shapes_of("pooler.dense.* h h", sizes)
     if name == "cross-bert":
-        return {f"bert.{key}": shape for key, shape in shapes.items()} | _linear("classifier", 1, HIDDEN)
+        return {f"bert.{key}": shape for key, shape in shapes.items()} | shapes_of("classifier.* 1 h", sizes)
     return shapes
 
 
-def _linear(name: str, n: int, k: int) -> dict[str, tuple[int, ...]]:
-    return {f"{name}.weight": (n, k), f"{name}.bias": (n,)}
-
-
-def _norm(name: str) -> dict[str, tuple[int, ...]]:
-    return {f"{name}.weight": (HIDDEN,), f"{name}.bias": (HIDDEN,)}
-
-
-def _nomic_shapes() -> dict[str, tuple[int, ...]]:
-    shapes = _norm("emb_ln")
-    for layer in range(LAYERS):
-        stem = f"encoder.layers.{layer}"
-        shapes |= {
-            f"{stem}.attn.Wqkv.weight": (3 * HIDDEN, HIDDEN),
-            f"{stem}.attn.out_proj.weight": (HIDDEN, HIDDEN),
-            f"{stem}.mlp.fc11.weight": (FFN, HIDDEN),
-            f"{stem}.mlp.fc12.weight": (FFN, HIDDEN),
-            f"{stem}.mlp.fc2.weight": (HIDDEN, FFN),
-            **_norm(f"{stem}.norm1"),
-            **_norm(f"{stem}.norm2"),
-        }
-    return shapes
-
-
-def _gte_shapes() -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {}
-    for layer in range(LAYERS):
-        stem = f"encoder.layer.{layer}"
-        shapes |= {
-            **_linear(f"{stem}.attention.qkv_proj", 3 * HIDDEN, HIDDEN),
-            **_linear(f"{stem}.attention.o_proj", HIDDEN, HIDDEN),
-            f"{stem}.mlp.up_gate_proj.weight": (2 * FFN, HIDDEN),
-            **_linear(f"{stem}.mlp.down_proj", HIDDEN, FFN),
-            **_norm(f"{stem}.attn_ln"),
-            **_norm(f"{stem}.mlp_ln"),
-        }
-    return shapes
-
-
-def _jina_shapes() -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {}
-    for layer in range(LAYERS):
-        stem = f"encoder.layer.{layer}"
-        for part in ("query", "key", "value"):
-            shapes |= _linear(f"{stem}.attention.self.{part}", HIDDEN, HIDDEN)
-        shapes |= {
-            **_linear(f"{stem}.attention.output.dense", HIDDEN, HIDDEN),
-            **_norm(f"{stem}.attention.output.LayerNorm"),
-            f"{stem}.mlp.gated_layers.weight": (2 * FFN, HIDDEN),
-            **_linear(f"{stem}.mlp.wo", HIDDEN, FFN),
-            **_norm(f"{stem}.mlp.layernorm"),
-        }
-    return shapes
-
-
-def _jina_v3_shapes(n_tokens: int) -> dict[str, tuple[int, ...]]:
+def _jina_v3_shapes(sizes: Mapping[str, int]) -> Shapes:
     """As torch's parametrisations store what tasks change: A B is added to embeddings, B A to products."""
     count = len(TASKS)
 
-    def adapted(name: str, n: int, k: int, *, is_embedding: bool = False) -> dict[str, tuple[int, ...]]:
+    def adapted(name: str, n: int, k: int, *, is_embedding: bool = False) -> Shapes:
         stem = f"roberta.{name}.parametrizations.weight"
         a, b = ((n, TASK_RANK), (TASK_RANK, k)) if is_embedding else ((TASK_RANK, k), (n, TASK_RANK))
-        shapes: dict[str, tuple[int, ...]] = {f"{stem}.original": (n, k)}
-        shapes |= {f"{stem}.0.lora_A": (count, *a), f"{stem}.0.lora_B": (count, *b)}
+        shapes: Shapes = {
+            f"{stem}.original": (n, k),
+            f"{stem}.0.lora_A": (count, *a),
+            f"{stem}.0.lora_B": (count, *b),
+        }
         return shapes if is_embedding else shapes | {f"roberta.{name}.bias": (n,)}
 
     shapes = {
-        **adapted("embeddings.word_embeddings", n_tokens, HIDDEN, is_embedding=True),
+        **adapted("embeddings.word_embeddings", sizes["n"], HIDDEN, is_embedding=True),
         **adapted("embeddings.token_type_embeddings", 1, HIDDEN, is_embedding=True),
-        **_norm("roberta.emb_ln"),
+        **shapes_of("roberta.emb_ln.* h", sizes),
         **adapted("pooler.dense", HIDDEN, HIDDEN),
     }
     for layer in range(LAYERS):
-        stem = f"encoder.layers.{layer}"
-        shapes |= {
-            **adapted(f"{stem}.mixer.Wqkv", 3 * HIDDEN, HIDDEN),
-            **adapted(f"{stem}.mixer.out_proj", HIDDEN, HIDDEN),
-            **adapted(f"{stem}.mlp.fc1", FFN, HIDDEN),
-            **adapted(f"{stem}.mlp.fc2", HIDDEN, FFN),
-            **_norm(f"roberta.{stem}.norm1"),
-            **_norm(f"roberta.{stem}.norm2"),
-        }
-    return shapes
-
-
-def _modernbert_shapes(n_tokens: int) -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {
-        "embeddings.tok_embeddings.weight": (n_tokens, HIDDEN),
-        "embeddings.norm.weight": (HIDDEN,),
-        "final_norm.weight": (HIDDEN,),
-    }
-    for layer in range(CASES["modernbert"].config["num_hidden_layers"]):
-        stem = f"layers.{layer}"
-        shapes |= {
-            f"{stem}.attn.Wqkv.weight": (3 * HIDDEN, HIDDEN),
-            f"{stem}.attn.Wo.weight": (HIDDEN, HIDDEN),
-            f"{stem}.mlp.Wi.weight": (2 * FFN, HIDDEN),
-            f"{stem}.mlp.Wo.weight": (HIDDEN, FFN),
-            f"{stem}.mlp_norm.weight": (HIDDEN,),
-        }
-        if layer:
-            shapes[f"{stem}.attn_norm.weight"] = (HIDDEN,)
-    return shapes
-
-
-def _qwen3_shapes(n_tokens: int) -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (n_tokens, HIDDEN), "norm.weight": (HIDDEN,)}
-    for layer in range(LAYERS):
-        stem = f"layers.{layer}"
-        shapes |= {
-            f"{stem}.self_attn.q_proj.weight": (HEADS * HEAD_DIM, HIDDEN),
-            f"{stem}.self_attn.k_proj.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
-            f"{stem}.self_attn.v_proj.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
-            f"{stem}.self_attn.o_proj.weight": (HIDDEN, HEADS * HEAD_DIM),
-            f"{stem}.self_attn.q_norm.weight": (HEAD_DIM,),
-            f"{stem}.self_attn.k_norm.weight": (HEAD_DIM,),
-            f"{stem}.mlp.gate_proj.weight": (FFN, HIDDEN),
-            f"{stem}.mlp.up_proj.weight": (FFN, HIDDEN),
-            f"{stem}.mlp.down_proj.weight": (HIDDEN, FFN),
-            f"{stem}.input_layernorm.weight": (HIDDEN,),
-            f"{stem}.post_attention_layernorm.weight": (HIDDEN,),
-        }
+        stem = f"encoder.layers.{layer}."
+        for part, (n, k) in _JINA_V3_PRODUCTS.items():
+            shapes |= adapted(f"{stem}{part}", n, k)
+        shapes |= shapes_of("{norm1,norm2}.* h", sizes, f"roberta.{stem}")
     return shapes
 
 

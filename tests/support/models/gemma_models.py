@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from tests.support.models.tensor_shapes import Shapes, shapes_of
+
 GEMMA3N, GEMMA4 = "gemma3n_text", "gemma4_text"
 FULL, SLIDING = "full_attention", "sliding_attention"
 _COMMON: dict[str, Any] = {
@@ -85,84 +87,75 @@ def is_shared(f: Mapping[str, Any], layer: int) -> bool:
     return layer >= f["num_hidden_layers"] - f["num_kv_shared_layers"]
 
 
-def layer_shapes(f: Mapping[str, Any], layer: int) -> dict[str, tuple[int, ...]]:
+_LAYER = """
+    self_attn.q_proj.weight    q h
+    self_attn.q_norm.weight    d
+    self_attn.o_proj.weight    h q
+    mlp.{gate,up}_proj.weight  width h
+    mlp.down_proj.weight       h width
+    {input_layernorm,post_attention_layernorm}.weight               h
+    {pre_feedforward_layernorm,post_feedforward_layernorm}.weight   h
+"""
+_KEYS = """
+    self_attn.k_proj.weight  kv h
+    self_attn.k_norm.weight  d
+"""
+_EXPERTS = """
+    router.proj.weight                            n h
+    router.scale                                  h
+    router.per_expert_scale                       n
+    experts.gate_up_proj                          n 2*moe h
+    experts.down_proj                             n h moe
+    pre_feedforward_layernorm_2.weight            h
+    post_feedforward_layernorm_{1,2}.weight       h
+"""
+_STREAMS = """
+    altup.router_norm.weight         h
+    altup.modality_router.weight     count h
+    altup.prediction_coefs.weight    count**2 count
+    altup.correction_coefs.weight    count count
+    altup.correct_output_scale       h
+    laurel.linear_left.weight        rank h
+    laurel.linear_right.weight       h rank
+    laurel.post_laurel_norm.weight   h
+"""
+_INPUTS = """
+    per_layer_input_gate.weight       size h
+    per_layer_projection.weight       h size
+    post_per_layer_input_norm.weight  h
+"""
+_OUTER = """
+    model.embed_tokens_per_layer.weight        vocab_size_per_layer_input size*num_hidden_layers
+    model.per_layer_model_projection.weight    size*num_hidden_layers hidden_size
+    model.per_layer_projection_norm.weight     size
+    model.{altup_projections,altup_unembed_projections}.{:streams}.weight  hidden_size hidden_size
+"""
+
+
+def layer_shapes(f: Mapping[str, Any], layer: int) -> Shapes:
     """Tensors of a layer by the names that published checkpoints give them."""
-    hidden, full = f["hidden_size"], f["layer_types"][layer] == FULL
-    widths = f["intermediate_size"]
+    full, widths = f["layer_types"][layer] == FULL, f["intermediate_size"]
     same = full and f.get("attention_k_eq_v", False)
     head_dim = f["global_head_dim"] if full and "global_head_dim" in f else f["head_dim"]
-    kv = head_dim * (f["num_global_key_value_heads"] if same else f["num_key_value_heads"])
-    q = head_dim * f["num_attention_heads"]
-    width = (
-        widths[layer]
-        if isinstance(widths, list)
-        else widths * (2 if is_shared(f, layer) and f.get("use_double_wide_mlp") else 1)
-    )
-    shapes: dict[str, tuple[int, ...]] = {
-        "self_attn.q_proj.weight": (q, hidden),
-        "self_attn.q_norm.weight": (head_dim,),
-        "self_attn.o_proj.weight": (hidden, q),
-        "mlp.gate_proj.weight": (width, hidden),
-        "mlp.up_proj.weight": (width, hidden),
-        "mlp.down_proj.weight": (hidden, width),
-    }
-    shapes |= _stream_shapes(f) if "laurel_rank" in f else {"layer_scalar": (1,)}
-    if f.get("enable_moe_block"):
-        shapes |= _expert_shapes(f)
+    doubled = is_shared(f, layer) and f.get("use_double_wide_mlp")
+    sizes = {
+        "h": f["hidden_size"], "d": head_dim, "q": head_dim * f["num_attention_heads"],
+        "kv": head_dim * (f["num_global_key_value_heads"] if same else f["num_key_value_heads"]),
+        "width": widths[layer] if isinstance(widths, list) else widths * (2 if doubled else 1),
+        "n": f.get("num_experts"), "moe": f.get("moe_intermediate_size"), "rank": f.get("laurel_rank"),
+        "count": f.get("altup_num_inputs"), "size": f["hidden_size_per_layer_input"],
+    }  # fmt: skip
+    tables = [_LAYER, _STREAMS if "laurel_rank" in f else "layer_scalar 1"]
+    tables += [_EXPERTS] * bool(f.get("enable_moe_block")) + [_INPUTS] * bool(sizes["size"])
     if not is_shared(f, layer):
-        shapes |= {"self_attn.k_proj.weight": (kv, hidden), "self_attn.k_norm.weight": (head_dim,)}
-        shapes |= {} if same else {"self_attn.v_proj.weight": (kv, hidden)}
-    norms = ["input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm"]
-    norms += ["post_feedforward_layernorm"]
-    if size := f["hidden_size_per_layer_input"]:
-        shapes |= {
-            "per_layer_input_gate.weight": (size, hidden),
-            "per_layer_projection.weight": (hidden, size),
-        }
-        norms.append("post_per_layer_input_norm")
-    return shapes | {f"{name}.weight": (hidden,) for name in norms}
+        tables += [_KEYS] if same else [_KEYS, "self_attn.v_proj.weight kv h"]
+    return {name: shape for table in tables for name, shape in shapes_of(table, sizes).items()}
 
 
-def _expert_shapes(f: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    hidden, count, width = f["hidden_size"], f["num_experts"], f["moe_intermediate_size"]
-    norms = ("pre_feedforward_layernorm_2", "post_feedforward_layernorm_1", "post_feedforward_layernorm_2")
-    return {
-        "router.proj.weight": (count, hidden),
-        "router.scale": (hidden,),
-        "router.per_expert_scale": (count,),
-        "experts.gate_up_proj": (count, 2 * width, hidden),
-        "experts.down_proj": (count, hidden, width),
-        **{f"{norm}.weight": (hidden,) for norm in norms},
-    }
-
-
-def _stream_shapes(f: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    hidden, rank, count = f["hidden_size"], f["laurel_rank"], f["altup_num_inputs"]
-    return {
-        "altup.router_norm.weight": (hidden,),
-        "altup.modality_router.weight": (count, hidden),
-        "altup.prediction_coefs.weight": (count**2, count),
-        "altup.correction_coefs.weight": (count, count),
-        "altup.correct_output_scale": (hidden,),
-        "laurel.linear_left.weight": (rank, hidden),
-        "laurel.linear_right.weight": (hidden, rank),
-        "laurel.post_laurel_norm.weight": (hidden,),
-    }
-
-
-def outer_shapes(f: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def outer_shapes(f: Mapping[str, Any]) -> Shapes:
     size = f["hidden_size_per_layer_input"]
-    width = size * f["num_hidden_layers"]
-    if not size:
-        return {}
-    streams = range(f.get("altup_num_inputs", 1) - 1)
-    parts = ("altup_projections", "altup_unembed_projections")
-    square = (f["hidden_size"], f["hidden_size"])
-    return {f"model.{part}.{i}.weight": square for i in streams for part in parts} | {
-        "model.embed_tokens_per_layer.weight": (f["vocab_size_per_layer_input"], width),
-        "model.per_layer_model_projection.weight": (width, f["hidden_size"]),
-        "model.per_layer_projection_norm.weight": (size,),
-    }
+    more = {"size": size, "streams": f.get("altup_num_inputs", 1) - 1}
+    return shapes_of(_OUTER, {**f, **more}) if size else {}
 
 
 def write_gemma4_settings(writer: Any, f: Mapping[str, Any]) -> None:

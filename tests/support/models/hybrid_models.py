@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-Shapes = dict[str, tuple[int, ...]]
+from tests.support.models.tensor_shapes import Shapes, shapes_of
+
 Fields = Mapping[str, Any]
 
 FALCON, NEMOTRON, KIMI = "falcon_h1", "nemotron_h", "kimi_linear"
@@ -62,24 +63,82 @@ KIMI_LINEAR: dict[str, Any] = {
 }  # fmt: skip
 
 
+_MAMBA = """
+    in_proj.weight     2*values+2*keys+heads h
+    conv1d.weight      values+2*keys 1 taps
+    conv1d.bias        values+2*keys
+    {A_log,dt_bias,D}  heads
+    norm.weight        values
+    out_proj.weight    h values
+"""
+_ATTENTION = """
+    q_proj.weight      q h
+    {k,v}_proj.weight  kv h
+    o_proj.weight      h q
+"""
+_PLAIN = """
+    up_proj.weight    f h
+    down_proj.weight  h f
+"""
+_FALCON_OWN = """
+    feed_forward.{gate,up}_proj.weight        f h
+    feed_forward.down_proj.weight             h f
+    {input_layernorm,pre_ff_layernorm}.weight h
+"""
+_NEMOTRON_EXPERTS = """
+    gate.weight                       n h
+    gate.e_score_correction_bias      n
+    shared_experts.up_proj.weight     shared h
+    shared_experts.down_proj.weight   h shared
+    experts.{:n}.up_proj.weight       width h
+    experts.{:n}.down_proj.weight     h width
+"""
+_BY_KEY = """
+    {q,k,v}_proj.weight    keys h
+    {q,k,v}_conv1d.weight  keys 1 taps
+    {f,g}_a_proj.weight    dim h
+    {f,g}_b_proj.weight    keys dim
+    b_proj.weight          heads h
+    A_log                  1 1 heads 1
+    dt_bias                keys
+    o_norm.weight          dim
+    o_proj.weight          h keys
+"""
+_LATENT = """
+    q_proj.weight              heads*(keys+more) h
+    kv_a_proj_with_mqa.weight  rank+more h
+    kv_a_layernorm.weight      rank
+    kv_b_proj.weight           heads*(keys+values) rank
+    o_proj.weight              h heads*values
+"""
+_GATED = """
+    {gate,up}_proj.weight  f h
+    down_proj.weight       h f
+"""
+_KIMI_EXPERTS = """
+    gate.weight                                 n h
+    gate.e_score_correction_bias                n
+    experts.{:n}.{w1,w3}.weight                 width h
+    experts.{:n}.w2.weight                      h width
+    shared_experts.{gate_proj,up_proj}.weight   shared h
+    shared_experts.down_proj.weight             h shared
+"""
+
+
 def hybrid_shapes(kind: str, f: Fields) -> Shapes:
     """Every tensor of a model."""
-    hidden, vocab = f["hidden_size"], f["vocab_size"]
     stem = "backbone" if kind == NEMOTRON else "model"
-    names = {FALCON: ("embed_tokens", "final_layernorm"), NEMOTRON: ("embeddings", "norm_f")}.get(
+    first, last = {FALCON: ("embed_tokens", "final_layernorm"), NEMOTRON: ("embeddings", "norm_f")}.get(
         kind, ("embed_tokens", "norm")
     )
-    shapes: Shapes = {
-        f"{stem}.{names[0]}.weight": (vocab, hidden),
-        f"{stem}.{names[1]}.weight": (hidden,),
-        "lm_head.weight": (vocab, hidden),
-    }
+    outer = f"{{{stem}.{first},lm_head}}.weight vocab_size hidden_size \n {stem}.{last}.weight hidden_size"
+    shapes = shapes_of(outer, f)
     for i in range(f["num_hidden_layers"]):
+        layer = f"{stem}.layers.{i}."
         if kind == KIMI:
-            of_layer = _kimi(f, i)
+            shapes |= _kimi(f, i, layer)
         else:
-            of_layer = _falcon(f) if kind == FALCON else _nemotron(f, halves(f)[i])
-        shapes |= {f"{stem}.layers.{i}.{name}": shape for name, shape in of_layer.items()}
+            shapes |= _falcon(f, layer) if kind == FALCON else _nemotron(f, halves(f)[i], layer)
     return shapes
 
 
@@ -89,127 +148,62 @@ def halves(f: Fields) -> list[str]:
     return [LETTERS[letter] for letter in pattern] if pattern else f["layers_block_type"]
 
 
-def _falcon(f: Fields) -> Shapes:
-    hidden, ffn = f["hidden_size"], f["intermediate_size"]
-    shapes = {f"mamba.{name}": shape for name, shape in _mamba(hidden, *_sizes(f)).items()}
+def _letters(f: Fields) -> dict[str, int]:
+    """Sizes by the names that the tables have."""
+    values, keys, heads, taps = _sizes(f)
+    q, kv = (f[key] * f["head_dim"] for key in ("num_attention_heads", "num_key_value_heads"))
+    sizes = {"h": f["hidden_size"], "f": f["intermediate_size"], "q": q, "kv": kv}
+    return sizes | {"values": values, "keys": keys, "heads": heads, "taps": taps}
+
+
+def _falcon(f: Fields, stem: str) -> Shapes:
+    sizes = _letters(f)
+    shapes = shapes_of(_MAMBA, sizes, f"{stem}mamba.")
     if not f["mamba_rms_norm"]:
-        del shapes["mamba.norm.weight"]
-    shapes |= {f"self_attn.{name}": shape for name, shape in _attention(f).items()}
-    shapes |= {f"feed_forward.{name}_proj.weight": (ffn, hidden) for name in ("gate", "up")}
-    shapes["feed_forward.down_proj.weight"] = (hidden, ffn)
-    return shapes | {f"{norm}.weight": (hidden,) for norm in ("input_layernorm", "pre_ff_layernorm")}
+        del shapes[f"{stem}mamba.norm.weight"]
+    return shapes | shapes_of(_ATTENTION, sizes, f"{stem}self_attn.") | shapes_of(_FALCON_OWN, sizes, stem)
 
 
-def _nemotron(f: Fields, half: str) -> Shapes:
-    hidden = f["hidden_size"]
-    if half == "linear_attention":
-        own = _mamba(hidden, *_sizes(f))
-    elif half == "full_attention":
-        own = _attention(f)
-    elif half == "mlp":
-        own = _plain(hidden, f["intermediate_size"])
+def _nemotron(f: Fields, half: str, stem: str) -> Shapes:
+    tables = {
+        "linear_attention": _MAMBA,
+        "full_attention": _ATTENTION,
+        "mlp": _PLAIN,
+        "moe": _NEMOTRON_EXPERTS,
+    }
+    sizes = _letters(f) | {
+        "n": f.get("n_routed_experts", 0),
+        "width": f.get("moe_intermediate_size", 0),
+        "shared": f.get("moe_shared_expert_intermediate_size", 0),
+    }
+    return shapes_of("norm.weight h", sizes, stem) | shapes_of(tables[half], sizes, f"{stem}mixer.")
+
+
+def _kimi(f: Fields, layer: int, stem: str) -> Shapes:
+    own, hidden, width = f["linear_attn_config"], f["hidden_size"], f["moe_intermediate_size"]
+    if layer + 1 in own["full_attn_layers"]:
+        sizes = {"heads": f["num_attention_heads"], "rank": f["kv_lora_rank"], "keys": f["qk_nope_head_dim"]}
+        sizes |= {"h": hidden, "more": f["qk_rope_head_dim"], "values": f["v_head_dim"]}
+        shapes = shapes_of(_LATENT, sizes, f"{stem}self_attn.")
     else:
-        n, width, shared = (
-            f["n_routed_experts"],
-            f["moe_intermediate_size"],
-            f["moe_shared_expert_intermediate_size"],
-        )
-        own = {"gate.weight": (n, hidden), "gate.e_score_correction_bias": (n,)}
-        own |= {f"shared_experts.{name}": shape for name, shape in _plain(hidden, shared).items()}
-        own |= {
-            f"experts.{e}.{name}": shape for e in range(n) for name, shape in _plain(hidden, width).items()
-        }
-    return {"norm.weight": (hidden,), **{f"mixer.{name}": shape for name, shape in own.items()}}
-
-
-def _kimi(f: Fields, layer: int) -> Shapes:
-    hidden, width, n = f["hidden_size"], f["moe_intermediate_size"], f["num_experts"]
-    own = _latent(f) if layer + 1 in f["linear_attn_config"]["full_attn_layers"] else _by_key(f)
-    shapes = {f"self_attn.{name}": shape for name, shape in own.items()}
-    shapes |= {f"{norm}_layernorm.weight": (hidden,) for norm in ("input", "post_attention")}
+        heads, dim, taps = own["num_heads"], own["head_dim"], own["short_conv_kernel_size"]
+        sizes = {"h": hidden, "heads": heads, "dim": dim, "keys": heads * dim, "taps": taps}
+        shapes = shapes_of(_BY_KEY, sizes, f"{stem}self_attn.")
+    sizes = {"h": hidden, "f": f["intermediate_size"], "n": f["num_experts"], "width": width}
+    sizes["shared"] = width * f["num_shared_experts"]
+    shapes |= shapes_of("{input,post_attention}_layernorm.weight h", sizes, stem)
     if layer < f["first_k_dense_replace"]:
-        return shapes | _gated("mlp", hidden, f["intermediate_size"])
-    moe = "block_sparse_moe"
-    shapes |= {f"{moe}.gate.weight": (n, hidden), f"{moe}.gate.e_score_correction_bias": (n,)}
-    for e in range(n):
-        stem = f"{moe}.experts.{e}"
-        shapes |= {f"{stem}.{name}.weight": (width, hidden) for name in ("w1", "w3")}
-        shapes[f"{stem}.w2.weight"] = (hidden, width)
-    return shapes | _gated(f"{moe}.shared_experts", hidden, width * f["num_shared_experts"])
-
-
-def _gated(stem: str, hidden: int, width: int) -> Shapes:
-    into: Shapes = {f"{stem}.{name}_proj.weight": (width, hidden) for name in ("gate", "up")}
-    return into | {f"{stem}.down_proj.weight": (hidden, width)}
-
-
-def _by_key(f: Fields) -> Shapes:
-    hidden, own = f["hidden_size"], f["linear_attn_config"]
-    heads, dim, taps = own["num_heads"], own["head_dim"], own["short_conv_kernel_size"]
-    keys = heads * dim
-    shapes: Shapes = {f"{part}_proj.weight": (keys, hidden) for part in "qkv"}
-    shapes |= {f"{part}_conv1d.weight": (keys, 1, taps) for part in "qkv"}
-    for part in "fg":
-        shapes |= {f"{part}_a_proj.weight": (dim, hidden), f"{part}_b_proj.weight": (keys, dim)}
-    return shapes | {
-        "b_proj.weight": (heads, hidden),
-        "A_log": (1, 1, heads, 1),
-        "dt_bias": (keys,),
-        "o_norm.weight": (dim,),
-        "o_proj.weight": (hidden, keys),
-    }
-
-
-def _latent(f: Fields) -> Shapes:
-    hidden, heads, rank = f["hidden_size"], f["num_attention_heads"], f["kv_lora_rank"]
-    keys, more, values = f["qk_nope_head_dim"], f["qk_rope_head_dim"], f["v_head_dim"]
-    return {
-        "q_proj.weight": (heads * (keys + more), hidden),
-        "kv_a_proj_with_mqa.weight": (rank + more, hidden),
-        "kv_a_layernorm.weight": (rank,),
-        "kv_b_proj.weight": (heads * (keys + values), rank),
-        "o_proj.weight": (hidden, heads * values),
-    }
-
-
-def _plain(hidden: int, width: int) -> Shapes:
-    return {"up_proj.weight": (width, hidden), "down_proj.weight": (hidden, width)}
-
-
-def _attention(f: Fields) -> Shapes:
-    hidden, q, kv = (
-        f["hidden_size"],
-        *(f[key] * f["head_dim"] for key in ("num_attention_heads", "num_key_value_heads")),
-    )
-    sizes = {"q": (q, hidden), "k": (kv, hidden), "v": (kv, hidden), "o": (hidden, q)}
-    return {f"{name}_proj.weight": shape for name, shape in sizes.items()}
+        return shapes | shapes_of(_GATED, sizes, f"{stem}mlp.")
+    return shapes | shapes_of(_KIMI_EXPERTS, sizes, f"{stem}block_sparse_moe.")
 
 
 def _sizes(f: Fields) -> tuple[int, int, int, int]:
     """Values, numbers of all keys, heads and taps."""
     if "mamba_d_ssm" in f:
-        return (
-            f["mamba_d_ssm"],
-            f["mamba_n_groups"] * f["mamba_d_state"],
-            f["mamba_n_heads"],
-            f["mamba_d_conv"],
-        )
+        keys = f["mamba_n_groups"] * f["mamba_d_state"]
+        return f["mamba_d_ssm"], keys, f["mamba_n_heads"], f["mamba_d_conv"]
     heads = f["mamba_num_heads"]
     return heads * f["mamba_head_dim"], f["n_groups"] * f["ssm_state_size"], heads, f["conv_kernel"]
-
-
-def _mamba(hidden: int, values: int, keys: int, heads: int, taps: int) -> Shapes:
-    channels = values + 2 * keys
-    return {
-        "in_proj.weight": (values + channels + heads, hidden),
-        "conv1d.weight": (channels, 1, taps),
-        "conv1d.bias": (channels,),
-        "A_log": (heads,),
-        "dt_bias": (heads,),
-        "D": (heads,),
-        "norm.weight": (values,),
-        "out_proj.weight": (hidden, values),
-    }
 
 
 def write_hybrid_settings(writer: Any, kind: str, f: Fields) -> None:

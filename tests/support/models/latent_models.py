@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-Shapes = dict[str, tuple[int, ...]]
+from tests.support.models.tensor_shapes import Shapes, shapes_of
+
 Fields = Mapping[str, Any]
 
 LATENT: dict[str, Any] = {
@@ -34,40 +35,46 @@ GLM_LITE: dict[str, Any] = {
 }  # fmt: skip
 
 
+_LAYER = """
+    self_attn.kv_a_proj_with_mqa.weight                rank+turned h
+    self_attn.kv_a_layernorm.weight                    rank
+    self_attn.kv_b_proj.weight                         heads*(keys+values) rank
+    self_attn.o_proj.weight                            h heads*values
+    {input_layernorm,post_attention_layernorm}.weight  h
+"""
+_LOW_RANK_QUERIES = """
+    self_attn.q_a_proj.weight       q_rank h
+    self_attn.q_a_layernorm.weight  q_rank
+    self_attn.q_b_proj.weight       heads*(keys+turned) q_rank
+"""
+_DENSE = """
+    mlp.{gate,up}_proj.weight  f h
+    mlp.down_proj.weight       h f
+"""
+_EXPERTS = """
+    mlp.gate.weight                           n h
+    mlp.shared_experts.{gate,up}_proj.weight  shared h
+    mlp.shared_experts.down_proj.weight       h shared
+    mlp.experts.{:n}.{gate,up}_proj.weight    width h
+    mlp.experts.{:n}.down_proj.weight         h width
+"""
+
+
 def latent_layer_shapes(kind: str, f: Fields, layer: int) -> Shapes:
     """Tensors of a layer."""
-    hidden, heads, rank = f["hidden_size"], f["num_attention_heads"], f["kv_lora_rank"]
-    keys, turned, values = f["qk_nope_head_dim"], f["qk_rope_head_dim"], f["v_head_dim"]
-    shapes: Shapes = {
-        "self_attn.kv_a_proj_with_mqa.weight": (rank + turned, hidden),
-        "self_attn.kv_a_layernorm.weight": (rank,),
-        "self_attn.kv_b_proj.weight": (heads * (keys + values), rank),
-        "self_attn.o_proj.weight": (hidden, heads * values),
-        "input_layernorm.weight": (hidden,),
-        "post_attention_layernorm.weight": (hidden,),
-    }
-    queries = heads * (keys + turned)
-    if q_rank := f["q_lora_rank"]:
-        shapes["self_attn.q_a_proj.weight"] = (q_rank, hidden)
-        shapes["self_attn.q_a_layernorm.weight"] = (q_rank,)
-        shapes["self_attn.q_b_proj.weight"] = (queries, q_rank)
-    else:
-        shapes["self_attn.q_proj.weight"] = (queries, hidden)
+    sizes = {
+        "h": f["hidden_size"], "f": f["intermediate_size"], "heads": f["num_attention_heads"],
+        "rank": f["kv_lora_rank"], "q_rank": f["q_lora_rank"], "keys": f["qk_nope_head_dim"],
+        "turned": f["qk_rope_head_dim"], "values": f["v_head_dim"], "n": f["n_routed_experts"],
+        "width": f["moe_intermediate_size"], "shared": f["moe_intermediate_size"] * f["n_shared_experts"],
+    }  # fmt: skip
+    queries = _LOW_RANK_QUERIES if f["q_lora_rank"] else "self_attn.q_proj.weight heads*(keys+turned) h"
+    shapes = shapes_of(_LAYER, sizes) | shapes_of(queries, sizes)
     if layer < f["first_k_dense_replace"]:
-        return shapes | _feed_forward("mlp", hidden, f["intermediate_size"])
-    n, width = f["n_routed_experts"], f["moe_intermediate_size"]
-    shapes["mlp.gate.weight"] = (n, hidden)
+        return shapes | shapes_of(_DENSE, sizes)
     if kind != "deepseek_v2":
-        shapes["mlp.gate.e_score_correction_bias"] = (n,)
-    shapes |= _feed_forward("mlp.shared_experts", hidden, width * f["n_shared_experts"])
-    for e in range(n):
-        shapes |= _feed_forward(f"mlp.experts.{e}", hidden, width)
-    return shapes
-
-
-def _feed_forward(stem: str, hidden: int, width: int) -> Shapes:
-    into: Shapes = {f"{stem}.{name}_proj.weight": (width, hidden) for name in ("gate", "up")}
-    return into | {f"{stem}.down_proj.weight": (hidden, width)}
+        shapes["mlp.gate.e_score_correction_bias"] = (sizes["n"],)
+    return shapes | shapes_of(_EXPERTS, sizes)
 
 
 def write_latent_settings(writer: Any, kind: str, f: Fields, split: bool) -> None:

@@ -60,7 +60,17 @@ def main(model: Path) -> dict[str, object]:
             metrics = httpx.get(f"{url}/metrics").text
             instances = status(cluster.address)["instances"]
         nowhere = subprocess.run(
-            [*PHASEWISE, "serve", str(model), "--cluster", cluster.address, "--mixed", "1x1@nowhere"],
+            [
+                *PHASEWISE,
+                "serve",
+                str(model),
+                "--cluster",
+                cluster.address,
+                "--mixed",
+                "1x1@nowhere",
+                "--port",
+                "0",
+            ],
             capture_output=True,
             text=True,
             timeout=120,

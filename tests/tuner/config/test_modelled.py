@@ -204,16 +204,6 @@ def test_two_pus_of_a_core_read_and_multiply_no_more_than_one() -> None:
     assert step_ns(evaluator, on(machine, (0, 128)), PREFILL) >= one_pu_ns
 
 
-def test_second_pus_of_cores_speed_nothing_up_in_several_ranks_either() -> None:
-    machine = epyc()
-    evaluator = ModelledEvaluator(machine, llama_2_7b(), epyc_rates())
-    first = [[core[0] for core in part] for part in even_parts(machine.allowed_cores(), 8)]
-    both = [[pu for core in part for pu in core] for part in even_parts(machine.allowed_cores(), 8)]
-
-    for step in (PREFILL, DECODE):
-        assert step_ns(evaluator, on(machine, *first), step) <= step_ns(evaluator, on(machine, *both), step)
-
-
 def only_meetings() -> MachineRates:
     """Everything is for nothing but lines that pass from core to core."""
     free = 1e30

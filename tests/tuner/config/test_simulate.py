@@ -211,15 +211,7 @@ def test_an_slo_is_read_with_or_without_units() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "",
-        "ttft",
-        "ttft=",
-        "ttft=-1",
-        "ttft=0",
-        "ttft=nan",
-        "ttft=1e9",
-        "ttft=1,ttft=2",
-        "e2e=5",
+        *("", "ttft", "ttft=", "ttft=-1", "ttft=0", "ttft=nan", "ttft=1e9", "ttft=1,ttft=2", "e2e=5"),
         "ttft=1;tpot=2",
     ],
 )

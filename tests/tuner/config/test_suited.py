@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,12 +14,31 @@ from hypothesis import strategies as st
 from phasewise.topology import CpuKind, Kind, Machine, read_lstopo
 from phasewise.tuner.config.modelled import ModelledEvaluator
 from phasewise.tuner.config.rates import CoreShare, MachineRates, default_rates
+from phasewise.tuner.config.references import (
+    ALL_CORES,
+    PER_NODE,
+    PHYSICAL_CORES,
+    Reference,
+    references,
+    same_cores,
+)
 from phasewise.tuner.config.steps import ModelShape
 from phasewise.tuner.config.suited import FEWER_CORES, OTHER_RANKS, STEPS, has_choice, suited_plan
-from phasewise.tuner.plans import PHASES, Phase, ServicePlan, check_fits, default_plan, rank_on
-from phasewise.tuner.topotree import Configuration
+from phasewise.tuner.config.uneven import refine
+from phasewise.tuner.plans import PHASES, Phase, RankCores, ServicePlan, check_fits, default_plan, rank_on
+from phasewise.tuner.topotree import Configuration, UnevenCores, fundamental
 from tests.support.machines.paper_machines import Level, build, epyc, kunpeng, llama_2_7b, xeon
-from tests.support.tiers import examples
+from tests.support.machines.unequal import (
+    Unequal,
+    best_ms,
+    of_two_kinds,
+    searched,
+    space_of,
+    with_both,
+    with_busy_neighbours,
+    with_cores_offline,
+)
+from tests.support.tiers import examples, n_examples
 
 HWLOC = (
     Path(os.environ.get("PHASEWISE_SHARED_DATA") or Path(__file__).parents[4] / "shared" / "data") / "hwloc"
@@ -205,3 +224,112 @@ def test_by_the_model_no_kind_alone_is_faster(
     for kind in machine.kinds:
         assert chosen_ns <= FEWER_CORES * step_ns(kind.cpus)
     assert chosen_ns <= FEWER_CORES * step_ns(machine.allowed_pus)
+
+
+def of(machine: Machine, refusal: str | None = None) -> dict[str, Reference]:
+    all_references = references(machine, "decode", lambda ranks: refusal)
+    return {reference.name: reference for reference in all_references}
+
+
+def test_all_cores_are_every_allowed_pu_and_physical_ones_are_each_core_once() -> None:
+    machine = epyc(threads_a_core=2)
+    by_name = of(machine)
+
+    assert by_name[ALL_CORES].plan is not None
+    assert by_name[PHYSICAL_CORES].plan is not None
+    assert set(by_name[ALL_CORES].plan.cores) == set(range(256))
+    assert set(by_name[PHYSICAL_CORES].plan.cores) == set(range(128))
+
+
+def test_each_node_gets_a_process_that_stays_on_it() -> None:
+    plan = of(kunpeng())[PER_NODE].plan
+
+    assert plan is not None
+    assert [rank.numa_node for rank in plan.ranks] == list(range(8))
+    assert [len(rank.cores) for rank in plan.ranks] == [24] * 8
+
+
+def test_a_model_that_cannot_be_split_so_often_has_the_reason_instead() -> None:
+    by_name = of(kunpeng(), refusal="8 ranks, but 3 KV heads")
+
+    assert by_name[PER_NODE].plan is None
+    assert by_name[PER_NODE].reason == "8 ranks, but 3 KV heads"
+    assert by_name[ALL_CORES].plan is not None
+
+
+def test_only_what_the_process_may_use_counts() -> None:
+    """The process may use the first three cores of one node of 20 and the last of the other."""
+    by_name = of(replace(xeon(), allowed_pus=(0, 1, 2, 39)))
+    plans = [reference.plan for reference in by_name.values()]
+
+    assert [plan.cores for plan in plans if plan] == [(0, 1, 2, 39)] * 3
+    assert [plan and len(plan.ranks) for plan in plans] == [1, 1, 2]
+
+
+def test_plans_are_the_same_whatever_the_order_of_their_cores() -> None:
+    def plan(*ranks: tuple[int, ...]) -> ServicePlan:
+        return ServicePlan("decode", tuple(RankCores(cores) for cores in ranks))
+
+    assert same_cores(plan((0, 1), (2, 3)), plan((3, 2), (1, 0)))
+    assert not same_cores(plan((0, 1), (2, 3)), plan((0, 2), (1, 3)))
+    assert not same_cores(plan((0, 1, 2, 3)), plan((0, 1), (2, 3)))
+
+
+SEEDS = 25
+HYBRID = Path(__file__).parents[2] / "data/topology/lstopo_hybrid.xml"
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("seed", range(n_examples(SEEDS)))
+@pytest.mark.parametrize("planted", [with_both, with_cores_offline, with_busy_neighbours, of_two_kinds])
+def test_the_best_of_unequal_numbers_of_cores_is_found(
+    planted: Callable[[int], Unequal], seed: int, phase: Phase
+) -> None:
+    """As good as the best of all numbers of cores by node, or by kind, within a hundredth."""
+    unequal = planted(seed)
+    cost = unequal.cost(phase)
+
+    _, scored = searched(unequal.space, cost)
+
+    assert best_ms(scored) <= 1.01 * min(map(cost, unequal.every()))
+
+
+def test_a_described_hybrid_machine_is_searched_with_both_kinds() -> None:
+    machine = read_lstopo(HYBRID)
+    unequal = Unequal(machine)
+    fast = set(machine.kinds[-1].cpus)
+    _, scored = searched(unequal.space, unequal.cost("prefill"))
+    best = min(scored.values(), key=lambda each: each[1])[0]
+
+    assert fast == set(unequal.space.tree.pus)
+    cores = {pu for rank in best.ranks for pu in rank.cores}
+    assert fast & cores
+    assert cores - fast
+
+
+@pytest.mark.parametrize(
+    "machine", [epyc(1), epyc(2), kunpeng(), xeon(), xeon(2)], ids=lambda each: each.source
+)
+def test_nothing_more_is_asked_of_an_equal_machine(machine: Machine) -> None:
+    tree = fundamental(machine).tree
+    configuration = Configuration((rank_on(machine, tree.pus),))
+
+    assert UnevenCores.of(machine, tree.pus) is None
+    with pytest.raises(StopIteration):
+        next(refine(space_of(machine), {configuration.key: (configuration, 1.0)}))
+
+
+def test_every_neighbour_fits_the_machine_and_the_ranks_are_apart() -> None:
+    whole = xeon(2)
+    machine = replace(whole, allowed_pus=tuple(pu for pu in whole.allowed_pus if pu % 7))
+    uneven = UnevenCores(machine, machine.allowed_pus[3:6])
+    allowed = set(machine.allowed_pus)
+    parts = [tuple(pu for pu in node.cpus if pu in allowed)[2:9] for node in machine.nodes(Kind.NUMA)]
+    start = Configuration(tuple(rank_on(machine, part) for part in parts))
+    near = [*uneven.neighbours(start)]
+
+    assert near
+    for configuration in near:
+        cores = [pu for rank in configuration.ranks for pu in rank.cores]
+        assert len(cores) == len(set(cores))
+        assert all(rank == rank_on(machine, rank.cores) for rank in configuration.ranks)

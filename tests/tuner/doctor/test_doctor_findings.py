@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from phasewise.kerneldb.product_counts import ProductCounts
 from phasewise.topology import read_machine
 from phasewise.tuner.conditions import Conditions
 from phasewise.tuner.doctor import CHECKS, Host, IsaUse, Severity, TunedCounts, examine, not_examined
+from phasewise.tuner.doctor.decode import DecodeFigures, PhaseFigures, explain_decode
 from tests.support.machines.fake_host import CGROUP, CPU, FLAGS, MEMINFO, MOUNTS, Plant, clean_host, found_in
 
 LADDER = ("portable", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx")
@@ -46,240 +50,185 @@ def computing(pid: int, pages: Mapping[int, int], pinned: tuple[int, ...]) -> di
     return {f"proc/{pid}/numa_maps": "\n".join(maps), **threads}
 
 
-PLANTS: dict[str, tuple[str, Severity, Plant, str]] = {
-    "quota": ("cpu-quota", Severity.high, Plant({f"{CGROUP}/cpu.max": "150000 100000"}), "150000 100000"),
-    "quota of an outer group": (
-        "cpu-quota",
-        Severity.high,
-        Plant({"sys/fs/cgroup/cpu.max": "200000 100000"}),
-        "200000 100000",
+Planted = tuple[str, Severity, Plant, str]
+
+
+def _finds(
+    wanted: str,
+    severity: str,
+    value: str,
+    files: dict[str, str | None] | None = None,
+    shape: tuple[int, int, int] = (4, 1, 1),
+    **told: object,
+) -> Planted:
+    """A plant and its finding: the name, the severity, and a part of the evidence."""
+    return wanted, Severity[severity], Plant(files or {}, shape, told), value
+
+
+PLANTS: dict[str, Planted] = {
+    "quota": _finds("cpu-quota", "high", "150000 100000", {f"{CGROUP}/cpu.max": "150000 100000"}),
+    "quota of an outer group": _finds(
+        "cpu-quota", "high", "200000 100000", {"sys/fs/cgroup/cpu.max": "200000 100000"}
     ),
-    "quota, cgroups v1": (
+    "quota, cgroups v1": _finds(
         "cpu-quota",
-        Severity.high,
-        Plant(
-            {
-                "proc/self/cgroup": V1_CGROUPS,
-                "proc/self/mountinfo": V1_MOUNTS,
-                f"{V1_CPU}/cpu.cfs_quota_us": "50000",
-                f"{V1_CPU}/cpu.cfs_period_us": "100000",
-            }
-        ),
+        "high",
         "50000 100000",
+        {
+            "proc/self/cgroup": V1_CGROUPS,
+            "proc/self/mountinfo": V1_MOUNTS,
+            f"{V1_CPU}/cpu.cfs_quota_us": "50000",
+            f"{V1_CPU}/cpu.cfs_period_us": "100000",
+        },
     ),
-    "throttled often": (
+    "throttled often": _finds(
         "cpu-throttled",
-        Severity.high,
-        Plant({f"{CGROUP}/cpu.stat": "nr_periods 1000\nnr_throttled 200"}),
+        "high",
         "nr_throttled 200",
+        {f"{CGROUP}/cpu.stat": "nr_periods 1000\nnr_throttled 200"},
     ),
-    "throttled once": (
-        "cpu-throttled",
-        Severity.low,
-        Plant({f"{CGROUP}/cpu.stat": "nr_periods 1000\nnr_throttled 1"}),
-        "nr_throttled 1",
+    "throttled once": _finds(
+        "cpu-throttled", "low", "nr_throttled 1", {f"{CGROUP}/cpu.stat": "nr_periods 1000\nnr_throttled 1"}
     ),
-    "cpuset": (
+    "cpuset": _finds(
         "cpuset-smaller",
-        Severity.medium,
-        Plant(
-            {
-                "proc/self/status": "Cpus_allowed_list:\t0-1\nCapEff:\t0000000000800000\nSeccomp:\t0",
-                f"{CGROUP}/cpuset.cpus.effective": "0-1",
-            }
-        ),
+        "medium",
         "0-1",
+        {
+            "proc/self/status": "Cpus_allowed_list:\t0-1\nCapEff:\t0000000000800000\nSeccomp:\t0",
+            f"{CGROUP}/cpuset.cpus.effective": "0-1",
+        },
     ),
-    "steal just now": (
-        "steal",
-        Severity.high,
-        Plant(told={"conditions": Conditions(steal=0.25, others=0.0, mhz=None)}),
-        "25.0%",
+    "steal just now": _finds(
+        "steal", "high", "25.0%", conditions=Conditions(steal=0.25, others=0.0, mhz=None)
     ),
-    "steal since boot": (
-        "steal",
-        Severity.medium,
-        Plant({"proc/stat": "cpu0 1000 0 100 9000 0 0 0 500 0 0"}, told={"conditions": None}),
-        "since boot",
+    "steal since boot": _finds(
+        "steal", "medium", "since boot", {"proc/stat": "cpu0 1000 0 100 9000 0 0 0 500 0 0"}, conditions=None
     ),
-    "a busy neighbour": (
+    "a busy neighbour": _finds(
+        "co-tenants", "medium", "40%", conditions=Conditions(steal=0.0, others=0.4, mhz=None)
+    ),
+    "pressure on CPUs": _finds(
         "co-tenants",
-        Severity.medium,
-        Plant(told={"conditions": Conditions(steal=0.0, others=0.4, mhz=None)}),
-        "40%",
-    ),
-    "pressure on CPUs": (
-        "co-tenants",
-        Severity.medium,
-        Plant(
-            {"proc/pressure/cpu": "some avg10=9.00 avg60=22.50 avg300=9.00 total=9"},
-            told={"conditions": None},
-        ),
+        "medium",
         "avg60=22.50",
+        {"proc/pressure/cpu": "some avg10=9.00 avg60=22.50 avg300=9.00 total=9"},
+        conditions=None,
     ),
-    "siblings": ("smt-siblings", Severity.low, Plant(shape=(4, 2, 1)), "0-1"),
-    "siblings counted": (
-        "smt-siblings",
-        Severity.medium,
-        Plant(shape=(4, 2, 1), told={"environment": {"OMP_NUM_THREADS": "4"}}),
-        "0-1",
+    "siblings": _finds("smt-siblings", "low", "0-1", shape=(4, 2, 1)),
+    "siblings counted": _finds(
+        "smt-siblings", "medium", "0-1", shape=(4, 2, 1), environment={"OMP_NUM_THREADS": "4"}
     ),
-    "governor": (
-        "governor",
-        Severity.medium,
-        Plant(_all("cpufreq/scaling_governor", "powersave")),
-        "powersave",
-    ),
-    "preference": (
+    "governor": _finds("governor", "medium", "powersave", _all("cpufreq/scaling_governor", "powersave")),
+    "preference": _finds(
         "energy-preference",
-        Severity.low,
-        Plant(
-            _all("cpufreq/energy_performance_preference", "balance_performance")
-            | _all("cpufreq/scaling_governor", "")
-        ),
+        "low",
         "balance_performance",
+        _all("cpufreq/energy_performance_preference", "balance_performance")
+        | _all("cpufreq/scaling_governor", ""),
     ),
-    "boost": ("boost-off", Severity.medium, Plant({f"{CPU}/cpufreq/boost": "0"}), "0"),
-    "turbo": ("boost-off", Severity.medium, Plant({f"{CPU}/intel_pstate/no_turbo": "1"}), "1"),
-    "capped": (
-        "frequency-cap",
-        Severity.medium,
-        Plant(_all("cpufreq/scaling_max_freq", "2000000")),
-        "2000000",
+    "boost": _finds("boost-off", "medium", "0", {f"{CPU}/cpufreq/boost": "0"}),
+    "turbo": _finds("boost-off", "medium", "1", {f"{CPU}/intel_pstate/no_turbo": "1"}),
+    "capped": _finds("frequency-cap", "medium", "2000000", _all("cpufreq/scaling_max_freq", "2000000")),
+    "hot": _finds(
+        "thermal-throttle", "low", "77", {f"{CPU}/cpu2/thermal_throttle/core_throttle_count": "77"}
     ),
-    "hot": (
-        "thermal-throttle",
-        Severity.low,
-        Plant({f"{CPU}/cpu2/thermal_throttle/core_throttle_count": "77"}),
-        "77",
-    ),
-    "no huge pages": (
+    "no huge pages": _finds(
         "huge-pages-off",
-        Severity.medium,
-        Plant({"sys/kernel/mm/transparent_hugepage/enabled": "always madvise [never]"}),
+        "medium",
         "always madvise [never]",
+        {"sys/kernel/mm/transparent_hugepage/enabled": "always madvise [never]"},
     ),
-    "reserved huge pages": (
+    "reserved huge pages": _finds(
         "huge-pages-reserved",
-        Severity.medium,
-        Plant({"proc/meminfo": MEMINFO.replace("HugePages_Free:        0", "HugePages_Free:     8192")}),
+        "medium",
         "HugePages_Free: 8192",
+        {"proc/meminfo": MEMINFO.replace("HugePages_Free:        0", "HugePages_Free:     8192")},
     ),
-    "NUMA balancing": (
-        "numa-balancing",
-        Severity.medium,
-        Plant({"proc/sys/kernel/numa_balancing": "1"}, shape=(4, 1, 2)),
-        "1",
+    "NUMA balancing": _finds(
+        "numa-balancing", "medium", "1", {"proc/sys/kernel/numa_balancing": "1"}, shape=(4, 1, 2)
     ),
-    "memory of a process on another node": (
+    "memory of a process on another node": _finds(
         "memory-remote",
-        Severity.medium,
-        Plant(computing(7, {0: 30_000, 1: 10_000}, pinned=(2, 3)), shape=(4, 1, 2)),
+        "medium",
         "node 0 117M, node 1 39.1M; 25% of its reads are local",
+        computing(7, {0: 30_000, 1: 10_000}, pinned=(2, 3)),
+        shape=(4, 1, 2),
     ),
-    "mbind refused": (
+    "mbind refused": _finds(
         "memory-policy-denied",
-        Severity.high,
-        Plant(shape=(4, 1, 2), told={"refused_calls": {"mbind": "EPERM: Operation not permitted"}}),
+        "high",
         "EPERM: Operation not permitted",
+        shape=(4, 1, 2),
+        refused_calls={"mbind": "EPERM: Operation not permitted"},
     ),
-    "mbind filtered, as a snapshot shows": (
+    "mbind filtered, as a snapshot shows": _finds(
         "memory-policy-denied",
-        Severity.medium,
-        Plant({"proc/self/status": FILTERED}, shape=(4, 1, 2), told={"refused_calls": None}),
+        "medium",
         "Seccomp: 2, CapEff: 00000000a80425fb",
+        {"proc/self/status": FILTERED},
+        shape=(4, 1, 2),
+        refused_calls=None,
     ),
-    "small shm": (
+    "small shm": _finds(
         "shm-small",
-        Severity.low,
-        Plant({"proc/self/mountinfo": MOUNTS.replace("size=8388608k", "size=65536k")}),
+        "low",
         "/dev/shm rw,size=65536k",
+        {"proc/self/mountinfo": MOUNTS.replace("size=8388608k", "size=65536k")},
     ),
-    "small shm, size not written": (
+    "small shm, size not written": _finds(
         "shm-small",
-        Severity.low,
-        Plant(
-            {"proc/self/mountinfo": MOUNTS.replace(",size=8388608k", "")},
-            told={"shm_bytes": lambda: 64 << 20},
-        ),
+        "low",
         "/dev/shm rw",
+        {"proc/self/mountinfo": MOUNTS.replace(",size=8388608k", "")},
+        shm_bytes=lambda: 64 << 20,
     ),
-    "memory limit": (
-        "memory-limit",
-        Severity.medium,
-        Plant({f"{CGROUP}/memory.max": str(16 << 30)}),
-        str(16 << 30),
+    "memory limit": _finds("memory-limit", "medium", str(16 << 30), {f"{CGROUP}/memory.max": str(16 << 30)}),
+    "tight memory limit": _finds(
+        "memory-limit", "high", str(1 << 30), {f"{CGROUP}/memory.max": str(1 << 30)}
     ),
-    "tight memory limit": (
-        "memory-limit",
-        Severity.high,
-        Plant({f"{CGROUP}/memory.max": str(1 << 30)}),
-        str(1 << 30),
-    ),
-    "memlock": (
-        "memlock",
-        Severity.low,
-        Plant({"proc/self/limits": LOCKED}),
-        "Max locked memory 65536 65536 bytes",
-    ),
-    "overcommit": (
+    "memlock": _finds("memlock", "low", "Max locked memory 65536 65536 bytes", {"proc/self/limits": LOCKED}),
+    "overcommit": _finds(
         "overcommit",
-        Severity.medium,
-        Plant(
-            {
-                "proc/sys/vm/overcommit_memory": "2",
-                "proc/meminfo": MEMINFO.replace("Committed_AS:    1000000", "Committed_AS:   33000000"),
-            }
-        ),
+        "medium",
         "2",
+        {
+            "proc/sys/vm/overcommit_memory": "2",
+            "proc/meminfo": MEMINFO.replace("Committed_AS:    1000000", "Committed_AS:   33000000"),
+        },
     ),
-    "forced ISA": (
-        "isa-forced",
-        Severity.high,
-        Plant(told={"isa": IsaUse(LADDER, "avx2", "avx2")}),
-        "avx2",
+    "forced ISA": _finds("isa-forced", "high", "avx2", isa=IsaUse(LADDER, "avx2", "avx2")),
+    "AMX refused": _finds("isa-unused", "high", "flags list amx", isa=IsaUse(LADDER[:-1], LADDER[-2])),
+    "AMX on an old kernel": _finds(
+        "isa-unused", "high", "5.10.0-30-amd64", {"proc/sys/kernel/osrelease": "5.10.0-30-amd64"}, isa=None
     ),
-    "AMX refused": (
-        "isa-unused",
-        Severity.high,
-        Plant(told={"isa": IsaUse(LADDER[:-1], LADDER[-2])}),
-        "flags list amx",
-    ),
-    "AMX on an old kernel": (
-        "isa-unused",
-        Severity.high,
-        Plant({"proc/sys/kernel/osrelease": "5.10.0-30-amd64"}, told={"isa": None}),
-        "5.10.0-30-amd64",
-    ),
-    "AMX hidden": (
+    "AMX hidden": _finds(
         "isa-hidden",
-        Severity.medium,
-        Plant(_cpuinfo(FLAGS.partition(" amx")[0], "207"), told={"isa": IsaUse(LADDER[:-1], LADDER[-2])}),
+        "medium",
         "model 207",
+        _cpuinfo(FLAGS.partition(" amx")[0], "207"),
+        isa=IsaUse(LADDER[:-1], LADDER[-2]),
     ),
-    "old kernel": (
+    "old kernel": _finds(
         "kernel-old",
-        Severity.high,
-        Plant({"proc/sys/kernel/osrelease": "4.18.0-553.el8.x86_64", **_cpuinfo("avx2 fma f16c")}),
+        "high",
         "4.18.0-553.el8.x86_64",
+        {"proc/sys/kernel/osrelease": "4.18.0-553.el8.x86_64", **_cpuinfo("avx2 fma f16c")},
     ),
-    "pidfd refused": (
+    "pidfd refused": _finds(
         "kernel-old",
-        Severity.high,
-        Plant(told={"refused_calls": {"pidfd_open": "ENOSYS: Function not implemented"}}),
+        "high",
         "ENOSYS: Function not implemented",
+        refused_calls={"pidfd_open": "ENOSYS: Function not implemented"},
     ),
-    "untuned": (
-        "untuned",
-        Severity.medium,
-        Plant(told={"tuned": TunedCounts("tuning.db", 0, 12)}),
-        "0 service plans, 12 kernel timings",
+    "untuned": _finds(
+        "untuned", "medium", "0 service plans, 12 kernel timings", tuned=TunedCounts("tuning.db", 0, 12)
     ),
-    "tuned before an upgrade": (
+    "tuned before an upgrade": _finds(
         "tuned-before-upgrade",
-        Severity.medium,
-        Plant(told={"tuned": TunedCounts("tuning.db", 2, 12, ProductCounts(tuned=4, set_aside=3))}),
+        "medium",
         "4 tuned here, 0 imported of which 0 verified, 3 set aside",
+        tuned=TunedCounts("tuning.db", 2, 12, ProductCounts(tuned=4, set_aside=3)),
     ),
 }
 
@@ -337,16 +286,8 @@ def test_the_severest_come_first(tmp_path: Path) -> None:
         Plant(computing(7, {0: 40_000}, pinned=()), shape=(4, 1, 2)),
     ],
     ids=[
-        "mbind on one node",
-        "balancing of one node",
-        "ample quota",
-        "ample memory",
-        "ample commit",
-        "EPP",
-        "shm",
-        "memory where its cores are",
-        "memory by turns",
-        "little memory elsewhere",
+        *("mbind on one node", "balancing of one node", "ample quota", "ample memory", "ample commit"),
+        *("EPP", "shm", "memory where its cores are", "memory by turns", "little memory elsewhere"),
         "threads that may run anywhere",
     ],
 )
@@ -386,11 +327,7 @@ def test_what_a_snapshot_does_not_tell_is_listed(tmp_path: Path) -> None:
     bare = clean_host(tmp_path / "bare", Plant({"proc/meminfo": None}, told={"tuned": None, "isa": None}))
 
     assert not_examined(whole) == ()
-    assert not_examined(bare) == (
-        "instruction sets in use",
-        "the tuning database",
-        "memory (proc/meminfo)",
-    )
+    assert not_examined(bare) == ("instruction sets in use", "the tuning database", "memory (proc/meminfo)")
 
 
 def test_kernel_settings_of_the_running_host_are_read() -> None:
@@ -400,3 +337,52 @@ def test_kernel_settings_of_the_running_host_are_read() -> None:
         pytest.skip("this system shows no /proc/sys")
 
     assert Host(Path("/"), read_machine()).text("proc/sys/kernel/osrelease") == release.read_text().strip()
+
+
+PREFILL = PhaseFigures(1200.0, 0.8, 2.5, 0.2, 0.01, 0.1)
+SLOW = PhaseFigures(40.0, 0.3, 0.6, 20.0, 0.001, 0.8)
+FIGURES = DecodeFigures("a-model", 4, PREFILL, SLOW, 6e9, 20e9, None)
+shares = st.floats(0, 1)
+rates = st.one_of(st.none(), st.floats(0, 1e3))
+phases = st.builds(
+    PhaseFigures, st.floats(0.01, 1e6), st.floats(0, 2), rates, rates, rates, st.one_of(st.none(), shares)
+)
+any_figures = st.builds(
+    DecodeFigures,
+    st.just("a-model"),
+    st.integers(1, 512),
+    phases,
+    phases,
+    st.floats(0, 1e12),
+    st.floats(1, 1e12),
+    st.one_of(st.none(), st.just("this machine shows no counters of its processor")),
+)
+
+
+@pytest.mark.parametrize(
+    ("decode", "reasons"),
+    [
+        (replace(SLOW, limit_share=0.9), ["decode-bandwidth"]),
+        (replace(SLOW, limit_share=0.9, dtlb_misses_pki=1.0), ["decode-small-pages", "decode-bandwidth"]),
+        (SLOW, ["decode-waits"]),
+        (replace(SLOW, dtlb_misses_pki=0.3), ["decode-small-pages", "decode-waits"]),
+        (replace(SLOW, stalled_share=0.2), ["decode-computes"]),
+        (PhaseFigures(40.0, 0.3), ["decode-below-bandwidth"]),
+    ],
+)
+def test_figures_get_their_reason(decode: PhaseFigures, reasons: list[str]) -> None:
+    assert [finding.id for finding in explain_decode(replace(FIGURES, decode=decode))] == reasons
+
+
+def test_without_counters_the_line_that_says_why_is_evidence() -> None:
+    figures = replace(FIGURES, decode=PhaseFigures(40.0, 0.3), absence="no counters: a guest")
+    (finding,) = explain_decode(figures)
+    assert "no counters: a guest" in [evidence.value for evidence in finding.evidence]
+
+
+@given(any_figures)
+def test_all_figures_have_a_reason_with_evidence_and_remedy(figures: DecodeFigures) -> None:
+    findings = explain_decode(figures)
+
+    assert findings
+    assert all(finding.evidence and finding.remedy for finding in findings)

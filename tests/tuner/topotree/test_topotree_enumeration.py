@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import json
+import os
+import tarfile
 from collections.abc import Iterator
+from dataclasses import replace
 from math import prod
+from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from phasewise.topology import CpuKind, Kind, Machine, read_lstopo, read_machine
+from phasewise.tuner.plans import parse_cores
 from phasewise.tuner.topotree import (
+    LeftOut,
     TopoTree,
+    TopoTreeError,
     count_grouped,
     every_tree,
     fundamental,
     group_bound,
     grouped_trees,
     parents,
+    parse,
     removal_bound,
     removals,
     transformation_tree,
@@ -28,6 +40,8 @@ from tests.support.machines.naive_trees import (
     leaves,
     symmetric,
 )
+from tests.support.machines.paper_machines import epyc, kunpeng, xeon
+from tests.support.tiers import examples
 
 MAX_CORES = 16
 
@@ -134,3 +148,156 @@ def test_children_ascend_by_their_lowest_pu(shape: tuple[int, ...]) -> None:
     for tree in grouped_trees(fundamental(machine_of(shape)).tree, power_of_two=False):
         assert is_ordered(nest_of(tree))
         assert tuple(sorted(tree.pus)) == tuple(leaves(nest_of(tree))) == tuple(range(prod(shape)))
+
+
+def _levels(machine: Machine) -> list[tuple[str, int]]:
+    return [(level.kind, level.arity) for level in fundamental(machine).tree.levels]
+
+
+def test_levels_without_information_collapse() -> None:
+    """A package that is one NUMA node and one L3 is one level, under the name that tells most."""
+    assert _levels(kunpeng()) == [("package", 4), ("numa", 2), ("core", 24)]
+    assert _levels(epyc()) == [("numa", 2), ("l3", 16), ("core", 4), ("pu", 2)]
+    assert _levels(xeon()) == [("numa", 2), ("core", 20)]
+
+
+def test_smt_siblings_are_leaves_and_one_removal_leaves_one_a_core() -> None:
+    """Both threads of a core are below it."""
+    machine = epyc(threads_a_core=2)
+    tree = fundamental(machine).tree
+
+    assert tree.n_pus == 256
+    assert tree.remove(1, tree.depth).pus == tuple(core[0] for core in machine.allowed_cores())
+
+
+def test_only_allowed_pus_are_in_the_tree() -> None:
+    """PUs that a cgroup leaves need not be symmetric; of equal parts the one that spreads most is taken."""
+    machine = replace(machine_of((2, 3, 4)), allowed_pus=(*range(8), *range(12, 18)))
+    regular = fundamental(machine)
+
+    assert nest_of(regular.tree) == (((0, 1), (4, 5)), ((12, 13), (16, 17)))
+    assert regular.left_out == (LeftOut("asymmetric", (2, 3, 6, 7, 14, 15)),)
+
+
+def test_the_largest_part_may_cut_every_node() -> None:
+    """Three cores of each node of (4, 4, 3, 3) are more than all cores of two nodes."""
+    machine = replace(machine_of((4, 4)), allowed_pus=(*range(11), 12, 13, 14))
+    regular = fundamental(machine)
+
+    assert regular.tree.pus == (0, 1, 2, 4, 5, 6, 8, 9, 10, 12, 13, 14)
+    assert regular.left_out == (LeftOut("asymmetric", (3, 7)),)
+
+
+def test_the_thread_of_a_core_that_others_lack() -> None:
+    """If one sibling may not be used, no core has two; the siblings that could be used are named as such."""
+    machine = epyc(threads_a_core=2)
+    regular = fundamental(replace(machine, allowed_pus=tuple(pu for pu in machine.allowed_pus if pu < 192)))
+
+    assert regular.tree.n_pus == 128
+    (left,) = regular.left_out
+    assert (left.reason, left.pus) == ("smt", tuple(range(128, 192)))
+
+
+def test_of_two_kinds_of_cores_one_is_used() -> None:
+    """The larger kind; of equally large ones the faster, which is listed last."""
+    slow, fast = CpuKind("efficiency", tuple(range(4))), CpuKind("performance", tuple(range(4, 8)))
+    equal = replace(machine_of((8,)), kinds=(slow, fast))
+    more_slow = replace(equal, allowed_pus=tuple(range(7)))
+
+    assert fundamental(equal).tree.pus == fast.cpus
+    assert fundamental(equal).left_out == (LeftOut("hybrid", slow.cpus),)
+    assert fundamental(more_slow).tree.pus == slow.cpus
+
+
+def test_one_pu_is_a_tree_of_one() -> None:
+    """Nothing to group, nothing to remove."""
+    machine = replace(machine_of((2, 2)), allowed_pus=(3,))
+    tree = fundamental(machine).tree
+
+    assert (tree.levels, tree.pus, tree.notation) == ((), (3,), "fundamental")
+
+
+def test_no_pu_is_refused() -> None:
+    """A machine none of which may be used has no tree."""
+    with pytest.raises(TopoTreeError, match="none of the machine's PUs"):
+        fundamental(replace(machine_of((2,)), allowed_pus=()))
+
+
+@examples(60)
+@given(allowed=st.sets(st.integers(0, 23), min_size=1))
+def test_tree_and_left_out_are_all_that_is_allowed(allowed: set[int]) -> None:
+    """Whatever a cgroup leaves, each allowed PU is in the tree or left out for a reason."""
+    machine = replace(machine_of((2, 3, 4)), allowed_pus=tuple(sorted(allowed)))
+    regular = fundamental(machine)
+    left = [pu for part in regular.left_out for pu in part.pus]
+
+    assert sorted([*regular.tree.pus, *left]) == sorted(allowed)
+    assert regular.tree.n_pus >= max(len(allowed & set(range(start, start + 4))) for start in range(0, 24, 4))
+
+
+SHARED = Path(os.environ.get("PHASEWISE_SHARED_DATA") or Path(__file__).parents[4] / "shared" / "data")
+FILES = sorted((SHARED / "hwloc").glob("*.xml"))
+needs_files = pytest.mark.skipif(
+    not FILES, reason=f"no machines in {SHARED}/hwloc: set PHASEWISE_SHARED_DATA to have them"
+)
+
+
+def _check(machine: Machine) -> None:
+    """Every tree once, its notation leads back to it, and no more than the paper's bounds."""
+    regular = fundamental(machine)
+    tree = regular.tree
+    left = [pu for part in regular.left_out for pu in part.pus]
+    assert sorted([*tree.pus, *left]) == sorted(machine.allowed_pus)
+    n_grouped = count_grouped(tree)
+    assert n_grouped <= group_bound(tree.n_pus)
+    seen = set()
+    for number, each_tree in enumerate(every_tree(tree)):
+        assert each_tree.key not in seen
+        seen.add(each_tree.key)
+        if number % 101 == 0:
+            assert parse(each_tree.notation, machine) == each_tree
+    assert len(seen) <= n_grouped * removal_bound(tree.n_pus)
+
+
+@needs_files
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_every_machine_at_hand_has_its_trees(path: Path) -> None:
+    """Whatever lstopo wrote: symmetric, hybrid, with offline PUs, with memory without CPUs."""
+    _check(read_lstopo(path))
+
+
+@pytest.mark.many
+@needs_files
+@pytest.mark.parametrize("path", sorted((SHARED / "hwloc").glob("*.tar.bz2")), ids=lambda path: path.stem)
+def test_every_snapshot_at_hand_has_its_trees(path: Path, tmp_path: Path) -> None:
+    """sysfs as the kernel of a real machine showed it. Links that point outside are left out."""
+    with tarfile.open(path) as tar:
+        members = [member for member in tar.getmembers() if member.isdir() or member.isfile()]
+        tar.extractall(tmp_path, members=members, filter="data")
+
+    _check(read_machine(tmp_path / path.name.removesuffix(".tar.bz2")))
+
+
+@pytest.mark.parametrize("machine", [epyc(), kunpeng()], ids=lambda machine: machine.source)
+def test_the_papers_largest_machines(machine: Machine) -> None:
+    """256 PUs in 4 levels, and 192 cores in 8 nodes."""
+    _check(machine)
+
+
+@needs_files
+def test_the_machine_built_from_facts_is_the_one_lstopo_describes() -> None:
+    """Two ways to the same fundamental tree of the 7H12."""
+    (path,) = [path for path in FILES if "7H12" in path.stem]
+
+    assert fundamental(read_lstopo(path)).tree == fundamental(epyc()).tree
+
+
+@needs_files
+def test_the_papers_machines_have_the_cpus_that_lscpu_lists() -> None:
+    """Nodes and their CPUs, as the facts transcribed from public outputs state them."""
+    facts = json.loads((SHARED / "hwloc" / "PAPER_PLATFORM_FACTS.json").read_text())
+
+    for machine, name in ((kunpeng(), "kunpeng920_5250_4s"), (epyc(), "epyc7h12_2s_nps1_smt")):
+        nodes = [parse_cores(text) for text in facts[name]["numa_cpus"]]
+        assert [node.cpus for node in machine.nodes(Kind.NUMA)] == nodes
+        assert len(machine.allowed_pus) == facts[name]["cpus"]
