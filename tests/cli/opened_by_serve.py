@@ -17,6 +17,7 @@ import pytest
 
 from phasewise.cluster.real.instance import Orders
 from phasewise.serving.embedding.devices import Device
+from phasewise.serving.engine.engine_host import OWN_CORES
 from phasewise.serving.engine.open_engine import ModelText, OpenEngine
 from phasewise.serving.model_table import Predictor
 from phasewise.serving.pools.contract import Estimate
@@ -246,7 +247,7 @@ class Boundary:
         self.keep("length log", None if log is None else log.path)
         for row in table.models:
             if not isinstance(row.opened, OpenEngine):
-                row.open_host(lambda delivery: None, lambda: None, contextlib.nullcontext())
+                row.open_host(lambda delivery: None, lambda: None, OWN_CORES)
                 self._forget_loads_of_the_front(table.embedding)
                 self.keep("size", row.opened.size)
             self._keep_row(row)
