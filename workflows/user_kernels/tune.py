@@ -26,9 +26,9 @@ from phasewise.ir.running.checking import REASSOCIATED_BOUND, Program, check, in
 from phasewise.ir.running.compiling import compiler_for, emulator_for
 from phasewise.ir.running.timing import TimingProcess, library_of
 from phasewise.ir.targets import IsaTarget
+from phasewise.kerneldb.fields import Choice
 from phasewise.kerneldb.records import (
     SINGLE_CORE,
-    Choice,
     Comparison,
     MachineKey,
     Origin,

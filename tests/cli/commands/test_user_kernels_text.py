@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from phasewise.cli.commands.kernels.text import tuned_text
 from phasewise.ir.original import NAME
-from phasewise.kerneldb.records import Choice, Comparison, UserProblem
+from phasewise.kerneldb.fields import Choice
+from phasewise.kerneldb.records import Comparison, UserProblem
 from phasewise.tuner import timing
 from phasewise.workflows.user_kernels.tune import ShapeOutcome
 from phasewise.workflows.user_kernels.turns import call_parts
