@@ -41,7 +41,7 @@ from phasewise.workflows.tune_config.measured_evaluator import MeasuredEvaluator
 if TYPE_CHECKING:
     from phasewise.cython_kernels.packing import PackedWeight
     from phasewise.serving.models.packed_model import PackedModel
-    from phasewise.tuner.config.hidden import HiddenResource
+    from phasewise.tuner.config.sharing import HiddenResource
     from phasewise.tuner.config.steps import ModelShape
 
 STEPS = (

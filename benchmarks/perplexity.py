@@ -20,8 +20,8 @@ from typer import Option
 
 from benchmarks.harness import Model, Yielded, commands, listed, note
 from phasewise.workflows.evaluate.run import evaluate
+from phasewise.workflows.evaluate.scorer import TEXT
 from phasewise.workflows.evaluate.settings import EvalSettings
-from phasewise.workflows.evaluate.texts import TEXT
 
 TEXT_SHA256 = "af94397088d12541d0e19740f18732ad244bfa272b77d43205aee4c34c006028"
 N_TOKENS = 20_480

@@ -25,8 +25,7 @@ from typer import Option
 from benchmarks.harness import Model, Yielded, commands, listed
 from benchmarks.perplexity import WINDOW_TOKENS, english_text
 from phasewise.workflows.evaluate import figures
-from phasewise.workflows.evaluate.scorer import Scorer, losses_of
-from phasewise.workflows.evaluate.texts import windows
+from phasewise.workflows.evaluate.scorer import Scorer, losses_of, windows
 from phasewise.workflows.opening.open_model import Weights, open_model
 
 METHODS = ("magnitude", "wanda", "sparsegpt")

@@ -33,6 +33,7 @@ from phasewise.serving.engine.messages import Submit
 from phasewise.serving.engine.open_engine import OpenEngine, open_engine
 from phasewise.serving.http.http_settings import HttpLimits
 from phasewise.serving.http.transport.listening import TcpAddress
+from phasewise.serving.model_table import ModelTable, TextRow
 from phasewise.serving.ranks.open_ranks import LocalRanks
 from phasewise.serving.sampling import sampling
 from phasewise.serving.service import ServiceSettings, run_service
@@ -109,8 +110,8 @@ def serve(opened: OpenEngine, n_gen: int, n_sequences: int) -> None:
     command += ["--clients-of", port]
     with address:
         clients = subprocess.Popen(command)
-        settings = ServiceSettings(("model",), HttpLimits())
-        run_service(opened, settings, address, lambda _line: None, partial(EngineThread, opened.engine))
+        table = ModelTable([TextRow(opened, ("model",), partial(EngineThread, opened.engine))])
+        run_service(table, ServiceSettings(HttpLimits()), address, lambda _line: None)
         clients.wait()
 
 

@@ -25,6 +25,7 @@ from typing import Annotated
 from typer import Option
 
 from benchmarks.harness import Yielded, commands, cores_of, listed, note, numbers, shapes
+from benchmarks.papers.rounds import shuffled_rounds
 from phasewise._version import __version__
 from phasewise.cython_kernels._native import kernel_abi
 from phasewise.kerneldb.portable import export_lines
@@ -120,10 +121,10 @@ class Recorder:
         began_ns = time.perf_counter_ns()
         contestants = [default, *(schedule for schedule in new if schedule != default)]
         if problem not in self._quickest_ns:
-            alone = self._evaluator.rounds(problem, [default], ROUNDS)
+            alone = shuffled_rounds(self._evaluator.takes(problem, [default]), ROUNDS)
             self._quickest_ns[problem] = float(alone.min())
         for _ in range(MOST_TAKES):
-            taken = self._evaluator.rounds(problem, contestants, ROUNDS)
+            taken = shuffled_rounds(self._evaluator.takes(problem, contestants), ROUNDS)
             least = taken.min(axis=0)
             self._quickest_ns[problem] = min(self._quickest_ns[problem], float(least[0]))
             if least[0] <= DISTURBED * self._quickest_ns[problem]:

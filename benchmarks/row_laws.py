@@ -33,9 +33,16 @@ from typer import Option
 
 from benchmarks.harness import Broken, Rounds, Threads, Yielded, commands, cores_of, listed, numbers, shapes
 from phasewise.cython_kernels import _native, isa
-from phasewise.tuner.machine_limits import StreamingRead, peak_flops
-from phasewise.tuner.roofline import peak_kinds
-from phasewise.tuner.row_laws import ALLOWANCE, LAWS, MOST_ROWS, Breach, Times, breaking
+from phasewise.tuner.machine_limits import StreamingRead, peak_flops, peak_kinds
+from phasewise.tuner.task_division import (
+    ALLOWANCE,
+    MOST_ROWS,
+    Breach,
+    Times,
+    beside_more,
+    beside_two,
+    breaking,
+)
 from phasewise.tuner.weights import copies_of, random_weight, split_format
 
 FORMATS = (
@@ -54,6 +61,17 @@ LEAST_OUTPUTS = 64
 
 TURN_NS = 1_000_000
 """Length of one turn of one number of rows: shorter than what a scheduler gives to other work."""
+
+
+def worst_of_laws(times: Times) -> list[Breach]:
+    """The largest breach of each law."""
+    return [max(law(times), default=Breach(0.0, 0, ())) for law in (beside_more, beside_two)]
+
+
+def told(breach: Breach) -> str:
+    """A breach's ratio, and the numbers of rows on its two sides."""
+    against = f" against {' + '.join(map(str, breach.others))}" if breach.others else ""
+    return f"{breach.ratio:.2f} ({breach.dearer}{against})"
 
 
 @dataclass(frozen=True)
@@ -124,14 +142,14 @@ def breaches(
     """The worst breach of each law, once what looked broken was timed again."""
     timed.take_turns(rows, rounds, end_s)
     for _ in range(rounds):
-        worst = [law(timed.times) for law in LAWS]
+        worst = worst_of_laws(timed.times)
         again = sorted(
             {m for each in worst if each.ratio > 1 + allowance for m in (each.dearer, *each.others)}
         )
         if not again or time.monotonic() > end_s:
             break
         timed.take_turns(again, rounds, end_s)
-    return [law(timed.times) for law in LAWS]
+    return worst_of_laws(timed.times)
 
 
 def row_laws(
@@ -179,10 +197,10 @@ def row_laws(
                         "format": weight_format,
                         "n": n,
                         "k": k,
-                        "more rows cost less": less,
-                        "slower than two": two,
+                        "more rows cost less": told(less),
+                        "slower than two": told(two),
                         "rows that break a law": " ".join(map(str, cliffs)),
-                        "over the roof": highest,
+                        "over the roof": told(highest),
                         "reads, GB/s": bound.read_bytes_per_s / 1e9,
                         "peak, GOP/s": peak / 1e9,
                     }

@@ -18,8 +18,9 @@ from typing import Annotated
 from typer import Option
 
 from benchmarks.harness import Broken, Model, Rounds, Yielded, commands, note, numbers
+from benchmarks.row_laws import told, worst_of_laws
 from phasewise.serving.engine.throughput import Workload, measure
-from phasewise.tuner.row_laws import ALLOWANCE, LAWS, breaking
+from phasewise.tuner.task_division import ALLOWANCE, breaking
 from phasewise.workflows.bench.model_speed import OpenRanks, check_context, open_ranks
 from phasewise.workflows.opening.open_model import Weights, open_model
 
@@ -63,8 +64,8 @@ def step_laws(
             again = sorted(
                 {
                     each
-                    for law in LAWS
-                    if (worst := law(steps.ns)).ratio > 1 + allow
+                    for worst in worst_of_laws(steps.ns)
+                    if worst.ratio > 1 + allow
                     for each in (worst.dearer, *worst.others)
                 }
             )
@@ -81,8 +82,8 @@ def step_laws(
             "a row more, % of one": None if row_ns is None else 100 * row_ns / first_ns,
         }
         before = count
-    less, two = (law(steps.ns) for law in LAWS)
-    yield {"more rows cost less": str(less), "slower than two": str(two)}
+    less, two = worst_of_laws(steps.ns)
+    yield {"more rows cost less": told(less), "slower than two": told(two)}
     cliffs = breaking(steps.ns, allow)
     yield Broken(f"a law is broken by {', '.join(map(str, cliffs))} sequences") if cliffs else "the laws hold"
 

@@ -29,7 +29,8 @@ from phasewise.workflows.prune.directory import (
     write_tensors,
     write_texts,
 )
-from phasewise.workflows.prune.run import EMBEDDINGS, TENSORS_FILE, theirs_of
+from phasewise.workflows.prune.run import TENSORS_FILE, theirs_of
+from phasewise.workflows.prune.settings import EMBEDDINGS
 
 BYTES = {"num_bits": 8, "type": "int", "symmetric": True}
 QUANTISATION = {

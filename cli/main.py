@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from phasewise._interrupts import came_of_interrupt
 from phasewise._version import __version__
 from phasewise.cli.command_app import CommandApp, GroupedCommands, LazyCommands
 from phasewise.cli.config_file import defaults_of, read_config
@@ -129,6 +130,8 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(EXIT_READER_LEFT)
     except Exception as error:
+        if came_of_interrupt(error):
+            fail("interrupted", EXIT_INTERRUPTED)
         if isinstance(error, OSError) and error.errno in STDOUT_ERRNOS and error.filename is None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             fail(f"the results cannot be written: {error.strerror}", EXIT_FAILURE)

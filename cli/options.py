@@ -8,18 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from phasewise.cli.option_sets import info
-from phasewise.serving.models.sparse_mode import SparseMode
 from phasewise.workflows import options
-from phasewise.workflows.options import ArithmeticChoice, KvFormat, WeightFormat
+from phasewise.workflows.options import KvFormat, WeightFormat
 
 if TYPE_CHECKING:
-    from phasewise.tuner.plans import Phase
+    pass
 
 VectorArithmetic = Literal["tuned", "canonical"]
 """The arithmetic of embedding models."""
-
-PhaseChoice = Literal["prefill", "decode", "both"]
-"""The phase that the tuned products are for."""
 
 
 def _complete_model(incomplete: str) -> list[str]:
@@ -61,17 +57,11 @@ TraceArgument = Annotated[
     ),
 ]
 FormatOption = Annotated[WeightFormat, info(options.FORMAT)]
-SparseOption = Annotated[SparseMode, info(options.SPARSE)]
 KvFormatOption = Annotated[KvFormat, info(options.KV_FORMAT)]
 ThreadsOption = Annotated[int | None, info(options.THREADS)]
-RanksOption = Annotated[int | None, info(options.RANKS)]
-ArithmeticOption = Annotated[ArithmeticChoice, info(options.ARITHMETIC)]
 VectorArithmeticOption = Annotated[VectorArithmetic, info(options.VECTOR_ARITHMETIC)]
-LoraOption = Annotated[list[str] | None, info(options.LORA)]
 OneLoraOption = Annotated[str | None, info(options.ONE_LORA)]
 DbOption = Annotated[str | None, info(options.DB)]
-DraftOption = Annotated[str | None, info(options.DRAFT)]
-DraftTokensOption = Annotated[int | None, info(options.DRAFT_TOKENS)]
 ExplainOption = Annotated[
     bool,
     typer.Option(
@@ -79,17 +69,8 @@ ExplainOption = Annotated[
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON object instead of text")]
-IncludeOption = Annotated[
-    list[Path] | None,
-    typer.Option("--include", "-I", metavar="DIR", help="folder with headers of the C file"),
-]
-DefineOption = Annotated[
-    list[str] | None, typer.Option("--define", "-D", metavar="NAME=TEXT", help="macro that the C file needs")
-]
-
-
-def phases_of(choice: PhaseChoice) -> tuple[Phase, ...]:
-    """The phases that `--phase` names, prefill first."""
-    from phasewise.tuner.plans import PHASES
-
-    return tuple(phase for phase in PHASES if choice in ("both", phase))
+Form = Literal["md", "csv", "json"]
+"""The form in which the rows of a benchmark are printed."""
+WideOption = Annotated[bool, typer.Option("--wide", help="print all columns of the table")]
+IncludeOption = Annotated[list[Path] | None, info(options.INCLUDE)]
+DefineOption = Annotated[list[str] | None, info(options.DEFINE)]

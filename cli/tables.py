@@ -10,14 +10,14 @@ import json
 import os
 import re
 import shutil
-import statistics
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
+from phasewise._rows import Row
 from phasewise._version import SCHEMA_VERSION
-from phasewise._words import LOW_LIMIT, NO_VERDICT, NOTHING, percent, share_of_limit
+from phasewise._words import LOW_LIMIT, NO_VERDICT, NOTHING, share_of_limit
 from phasewise.cli.present import has_colours, on_one_line, say
 
 if TYPE_CHECKING:
@@ -127,19 +127,26 @@ def show(*parts: str | RowTable) -> None:
             say(part)
 
 
-def show_rows(
-    form: str,
-    rows: Sequence[DataclassInstance],
-    names: Sequence[str],
-    table: Callable[[], Iterable[str | RowTable]],
-) -> None:
-    """The rows of a benchmark in the form that was asked for. names: fields of CSV. table: for people."""
+def table_of_rows(
+    rows: Sequence[Row], *, wide: bool = True, title: str = "", form: Literal["simple", "github"] = "simple"
+) -> RowTable:
+    """The table of rows whose fields have columns. wide: else as many of them as fit into 80 characters."""
+    columns = {name: own for row in rows for own, cells in row.cells() for name in cells}
+    left = [name for name, own in columns.items() if own.is_left]
+    blank = dict.fromkeys(columns, "")
+    table = RowTable([{**blank, **row.texts()} for row in rows], left, title, form)
+    return table if wide else table.narrow([name for name, own in columns.items() if own.is_narrow])
+
+
+def show_rows(form: str, rows: Sequence[Row], tables: Iterable[str | RowTable]) -> None:
+    """The rows of a benchmark in the form that was asked for. tables: those for people."""
     if form == "json":
         say(as_json(rows), end="")
     elif form == "csv":
+        names = scalar_names(type(rows[0]), "float | None")
         say(as_csv(names, ([getattr(row, name) for name in names] for row in rows)), end="")
     else:
-        show(*table())
+        show(*tables)
 
 
 def json_fields(row: DataclassInstance) -> dict[str, Any]:
@@ -152,9 +159,11 @@ def as_json(rows: Iterable[DataclassInstance]) -> str:
     return json.dumps([json_fields(row) for row in rows], indent=2) + "\n"
 
 
-def scalar_names(kind: type[DataclassInstance]) -> list[str]:
-    """The fields that fit into a cell, in their order. `kind`'s annotations are texts."""
-    return [field.name for field in fields(kind) if field.type in _SCALARS]
+def scalar_names(kind: type[DataclassInstance], *others: str) -> list[str]:
+    """The fields that fit into a cell, in their order. `kind`'s annotations are texts. others: types beside
+    texts, numbers and truth values.
+    """
+    return [field.name for field in fields(kind) if field.type in _SCALARS.union(others)]
 
 
 def as_csv(names: Iterable[str], lines: Iterable[Iterable[object]], *, quoted: bool = False) -> str:
@@ -166,20 +175,6 @@ def as_csv(names: Iterable[str], lines: Iterable[Iterable[object]], *, quoted: b
     return out.getvalue()
 
 
-def limit_cell(share: float) -> str:
-    """A share of a measured limit in a cell, `-` where the limit was measured too low."""
-    told = share_of_limit(share)
-    return NOTHING if told is None else percent(told)
-
-
 def low_limit_lines(shares: Iterable[float]) -> list[str]:
     """The line under a table in which a share is not told."""
     return [LOW_LIMIT] if any(share_of_limit(share) is None for share in shares) else []
-
-
-def spread(samples: Sequence[int]) -> float:
-    """Half the distance between the quartiles, over the median."""
-    if len(samples) < 2:
-        return 0.0
-    low, middle, high = statistics.quantiles(samples, n=4)
-    return (high - low) / 2 / middle

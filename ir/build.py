@@ -1,21 +1,25 @@
-"""C of a kernel's text for a target, with a choice of its parameters; and the name of such a build in the
-database."""
+"""C of a kernel's text for a target, with a choice of its parameters, and the name of such a build in the
+database; and parameters for a text that has none yet: a first space for the search, which a person edits.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from phasewise.ir import nodes as ir
 from phasewise.ir.errors import SourceError
+from phasewise.ir.loops import WHOLE
 from phasewise.ir.lowering import Lowered, lower
 from phasewise.ir.reading import read
 from phasewise.ir.running.limited import ChildLimits, run
 from phasewise.ir.targets import COMMON_FLAGS, TARGETS, IsaTarget
 from phasewise.ir.text import printed
 from phasewise.ir.transforms import transformed
+from phasewise.ir.types import Vec
 
 
 def target_named(name: str) -> IsaTarget:
@@ -63,3 +67,119 @@ def compiler_version(compiler: str) -> str:
     """The first line that the compiler prints for `--version`."""
     done = run([compiler, "--version"], ChildLimits(seconds=5))
     return re.sub(r"\s+", " ", done.output.partition("\n")[0]).strip()
+
+
+WIDEN, UNROLL = (1, 2, 4), (1, 2, 4, 8)
+"""Factors of `widen` and of `unroll` that are tried."""
+MAX_CHOICES = 500
+COPYING = ("unroll", "apart")
+"""Transformations of a loop that repeat its body."""
+
+
+def with_parameters(text: str, where: str = "kernel") -> str:
+    """The text with `widen` and `unroll` for each innermost loop that may have them.
+
+    Loops of vectors get both; loops of numbers `unroll`, where the kernel has no vectors at all. A
+    transformation that a loop refuses is left out: sums of floats are widened only where the text says
+    `reassociate()`.
+    """
+    function = read(text, where)
+    loops = [loop for loop in innermost(function.body) if _is_worth(loop, function)]
+    n_choices = 1
+    for number, loop in enumerate(loops, 1):
+        suffix = f"_{number}" if len(loops) > 1 else ""
+        for change in _changes(loop, function.reassociate):
+            fitting = [
+                value for value in change.values if change.is_given(value) or change.may(text, value, where)
+            ]
+            if len(fitting) > 1 and n_choices * len(fitting) <= MAX_CHOICES:
+                n_choices *= len(fitting)
+                text = change.in_text(text, f"{change.name}{suffix}")
+                text = _declared(text, f"{change.name}{suffix} = tune({', '.join(map(str, fitting))})")
+    return printed(read(text, where))
+
+
+@dataclass(frozen=True)
+class _Change:
+    """A parameter that a loop may have: its change of the loop's line, and its values, the author's first."""
+
+    loop: str
+    name: str
+    values: tuple[int, ...]
+    given: str = ""
+    """The transformation that the line has already, whose number the parameter replaces; "": it adds one."""
+
+    def is_given(self, value: int) -> bool:
+        """True if a value leaves the loop as it is."""
+        return value == self.values[0]
+
+    def in_text(self, text: str, value: str) -> str:
+        """The text with one more transformation on the loop's line, or another in the given one's place."""
+        word = self.given or self.name.lower()
+        start = rf'^(\s*for \w+ in steps\("{re.escape(self.loop)}", .*?)'
+        if self.given:
+            pattern = re.compile(rf"{start}\b{word}\(\d+(.*)$", re.MULTILINE)
+            return pattern.sub(lambda match: f"{match[1]}{word}({value}{match[2]}", text, count=1)
+        pattern = re.compile(rf"{start}((?:, (?:{'|'.join(COPYING)})\([^()]*\))*)\):$", re.MULTILINE)
+        new = f", {word}({value})"
+        is_first = word == "widen"
+        return pattern.sub(
+            lambda match: f"{match[1]}{new if is_first else match[2]}{match[2] if is_first else new}):",
+            text,
+            count=1,
+        )
+
+    def may(self, text: str, value: int, where: str) -> bool:
+        """True if the loop takes this value of the parameter."""
+        try:
+            transformed(read(self.in_text(text, str(value)), where, {}), where)
+        except SourceError:
+            return False
+        return True
+
+
+def _changes(loop: ir.Steps, reassociate: bool) -> list[_Change]:
+    widen = _Change(loop.name, "WIDEN", WIDEN)
+    for how in loop.how:
+        if how.name in ("unroll", "apart"):
+            number = how.args[0]
+            is_free = WHOLE not in how.args and (reassociate or how.name == "unroll")
+            if not is_free or not isinstance(number, ir.Const):
+                return [widen]
+            others = (int(number.value), *(factor for factor in UNROLL if factor != number.value))
+            return [widen, _Change(loop.name, "UNROLL", others, how.name)]
+    return [widen, _Change(loop.name, "UNROLL", UNROLL)]
+
+
+def innermost(body: ir.Body) -> list[ir.Steps]:
+    """The loops that hold no other loop, in the order of the text."""
+    loops: list[ir.Steps] = []
+    for statement in body:
+        inner: list[ir.Steps] = []
+        if isinstance(statement, ir.Steps | ir.While):
+            inner = innermost(statement.body)
+        elif isinstance(statement, ir.If):
+            inner = [*innermost(statement.then), *innermost(statement.otherwise)]
+        has_while = any(isinstance(node, ir.While) for node in ir.walk_body((statement,)))
+        loops += inner or ([statement] if isinstance(statement, ir.Steps) and not has_while else [])
+    return loops
+
+
+def _is_worth(loop: ir.Steps, function: ir.FunctionDefinition) -> bool:
+    def has_vectors(body: ir.Body) -> bool:
+        nodes = (node for node in ir.walk_body(body) if isinstance(node, ir.CallExpression | ir.Index))
+        return any(isinstance(node.type, Vec) or getattr(node, "name", "") == "store" for node in nodes)
+
+    return has_vectors(loop.body) or not has_vectors(function.body)
+
+
+def _declared(text: str, line: str) -> str:
+    """The text with a parameter before the kernel's first line that is not one."""
+    lines = text.splitlines()
+    index = next(i for i, kernel_line in enumerate(lines) if kernel_line.startswith("def ")) + 1
+    index += sum(1 for _ in itertools.takewhile(_is_first, lines[index:]))
+    return "\n".join([*lines[:index], f"    {line}", *lines[index:]]) + "\n"
+
+
+def _is_first(line: str) -> bool:
+    return re.match(r"    (reassociate\(|[A-Z][A-Z0-9_]* = )", line) is not None

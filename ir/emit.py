@@ -13,7 +13,7 @@ from phasewise.ir.build import built
 from phasewise.ir.c_text import signature
 from phasewise.ir.errors import UserKernelError
 from phasewise.ir.lowering import Lowered, own_header
-from phasewise.ir.original import Original, is_original
+from phasewise.ir.printing import Original, is_original
 from phasewise.ir.reading import read
 from phasewise.ir.targets import TARGETS, IsaTarget
 from phasewise.ir.types import Void

@@ -1,5 +1,4 @@
-"""Facts of a loop that transformations need: values carried to the next turn, movement of addresses, memory
-touched."""
+"""Facts of a loop that transformations need: values carried to the next turn, and movement of addresses."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from phasewise.ir import nodes as ir
 from phasewise.ir.operations import binary, call, cast
-from phasewise.ir.types import Array, Pointer, Scalar, Type, Vec
+from phasewise.ir.types import Array, Scalar, Type, Vec
 
 WHOLE = "whole"
 """Word of `unroll` and `apart`: turns that fill no group of n are left to what follows the loop."""
@@ -252,46 +251,6 @@ def leaves_early(body: ir.Body) -> bool:
         if any(leaves_early(part) for part in parts):
             return True
     return False
-
-
-def base_of(p: ir.Expr) -> str | None:
-    """The pointer or array that an address starts from."""
-    while True:
-        match p:
-            case ir.Var(name=name):
-                return name
-            case ir.Binary(a=a, b=b):
-                p = a if isinstance(a.type, Pointer | Array) else b
-            case ir.Cast(a=a) | ir.Index(base=a) | ir.Member(base=a):
-                p = a
-            case _:
-                return None
-
-
-def loaded(body: ir.Body) -> list[tuple[str | None, ir.Expr]]:
-    """The addresses that a body reads, with the pointer or array that each starts from."""
-    addresses: list[tuple[str | None, ir.Expr]] = []
-    for node in ir.walk_body(body):
-        if ir.is_call(node, "load"):
-            addresses.append((base_of(node.args[0]), node.args[0]))
-        elif (
-            isinstance(node, ir.Index)
-            and isinstance(node.base.type, Pointer | Array)
-            and isinstance(node.type, Scalar)
-        ):
-            addresses.append((base_of(node.base), binary("+", node.base, node.index)))
-    return addresses
-
-
-def stored(body: ir.Body) -> list[tuple[str | None, ir.Expr]]:
-    """The addresses that a body writes."""
-    addresses: list[tuple[str | None, ir.Expr]] = []
-    for node in ir.walk_body(body):
-        if isinstance(node, ir.Do) and ir.is_call(node.call, "store"):
-            addresses.append((base_of(node.call.args[0]), node.call.args[0]))
-        elif isinstance(node, ir.Assign) and isinstance(node.target, ir.Index | ir.Member):
-            addresses.append((base_of(node.target), node.target))
-    return addresses
 
 
 def renamed(body: ir.Body, suffix: str, keep: set[str] = frozenset()) -> ir.Body:  # type: ignore[assignment]

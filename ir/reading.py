@@ -40,17 +40,8 @@ MAX_CHARS = 1 << 20
 MAX_DEPTH = 100
 MAX_SPACE = 100_000
 """Most choices of all parameters together."""
-TRANSFORMATIONS = {
-    "unroll": 1,
-    "apart": 1,
-    "widen": 1,
-    "split": 1,
-    "jam": 1,
-    "interchange": 0,
-    "prefetch": 2,
-    "pipeline": 0,
-}
-"""Transformations of a loop, with the number of their arguments; see transforms.py."""
+TRANSFORMATIONS = ("unroll", "apart", "widen")
+"""Transformations of a loop, each by a number; see transforms.py."""
 WORDS_BEHIND = {"unroll": (WHOLE,), "apart": (WHOLE, *SUM_ORDERS)}
 """Words in quotes that may follow the arguments of a transformation."""
 
@@ -441,25 +432,20 @@ class _Reader(TextExpressions):
 
     def _how(self, node: ast.expr) -> ir.How:
         match node:
-            case ast.Call(func=ast.Name(id=name), args=args) if name in TRANSFORMATIONS:
-                n = TRANSFORMATIONS[name]
-                words = tuple(arg.value for arg in args[n:] if isinstance(arg, ast.Constant))
-                if len(args) < n or len(words) != len(args) - n or set(words) - {*WORDS_BEHIND.get(name, ())}:
+            case ast.Call(func=ast.Name(id=name), args=[number, *others]) if name in TRANSFORMATIONS:
+                words = tuple(arg.value for arg in others if isinstance(arg, ast.Constant))
+                if len(words) != len(others) or set(words) - {*WORDS_BEHIND.get(name, ())}:
                     behind = "".join(f', "{word}"' for word in WORDS_BEHIND.get(name, ()))
-                    raise self._refuse(
-                        node, f"{name} takes {n} arguments{behind and f' and may add{behind[1:]}'}"
-                    )
-                self._check_order(name, args[:n], words, node)
-                return ir.How(name, (*(self._expr(arg) for arg in args[:n]), *map(str, words)))
+                    raise self._refuse(node, f"{name} takes a number{behind and f' and may add{behind[1:]}'}")
+                self._check_order(name, number, words, node)
+                return ir.How(name, (self._expr(number), *map(str, words)))
         raise self._refuse(
             node, f"`{ast.unparse(node)[:40]}` is no transformation; there are {', '.join(TRANSFORMATIONS)}"
         )
 
-    def _check_order(
-        self, name: str, args: list[ast.expr], words: tuple[object, ...], node: ast.expr
-    ) -> None:
+    def _check_order(self, name: str, number: ast.expr, words: tuple[object, ...], node: ast.expr) -> None:
         """Refuse a parameter that would choose the order of sums, and so what a loop computes."""
-        names = {part.id for arg in args for part in ast.walk(arg) if isinstance(part, ast.Name)}
+        names = {part.id for part in ast.walk(number) if isinstance(part, ast.Name)}
         chosen = [parameter for parameter in names if parameter in self._free]
         if chosen and WHOLE in words:
             raise self._refuse(node, f'"whole" goes with a number: by `{chosen[0]}` the loop has other turns')

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from phasewise.ir import nodes as ir
-from phasewise.ir.arithmetic import integer_result
 from phasewise.ir.errors import SourceError
 from phasewise.ir.operations import (
     OPERATIONS,
@@ -19,6 +18,7 @@ from phasewise.ir.operations import (
     cast,
     decayed,
     fitting,
+    integer_result,
     unary,
 )
 from phasewise.ir.types import (

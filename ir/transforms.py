@@ -1,5 +1,6 @@
-"""Loop transformations (unroll, jam, interchange, ..), by the names that the text gives them. Each keeps what
-the loop computes.
+"""Loop transformations (unroll, apart, widen), by the names that the text gives them.
+
+Each keeps what the loop computes.
 
 A loop becomes a main loop of several turns at once and, behind it, a remainder loop: the original one, for
 the turns that are left. Sums of floats change their order only under `reassociate()`: else an unrolled loop
@@ -9,11 +10,6 @@ adds in turn, and one that cannot is refused.
 - apart(n): n turns in a row, each with sums of its own that are added behind the loop: the order of an author
   who wrote n sums. Of a parameter, only under `reassociate`.
 - widen(n): n turns side by side in vectors n times as long.
-- split(n): blocks of n turns, as a loop in a loop.
-- jam(n): n turns of an outer loop within one turn of its inner loop.
-- interchange(): the inner loop outside.
-- prefetch(p, bytes): asks for what a turn reads through p, that far ahead.
-- pipeline(): the first load of the next turn before the work of this one.
 
 `unroll` and `apart` take words behind the number: "whole" leaves turns that are no whole n to what follows
 the loop; "halves" and "in_turn" say how `apart` adds its sums, which otherwise are added in neighbours.
@@ -31,23 +27,16 @@ from phasewise.ir.loops import (
     WHOLE,
     Accumulator,
     accumulators,
-    base_of,
-    coefficient,
     later,
     leaves_early,
-    loaded,
     moved,
     renamed,
-    stored,
     times,
     trip_count,
 )
-from phasewise.ir.operations import binary, call, cast
-from phasewise.ir.types import U8, Pointer, Scalar
 from phasewise.ir.widening import widened
 
 MAX_COPIES = 64
-_COPYING = ("unroll", "apart", "widen", "jam")
 
 
 def transformed(function: ir.FunctionDefinition, where: str = "kernel") -> ir.FunctionDefinition:
@@ -61,7 +50,7 @@ def transformed(function: ir.FunctionDefinition, where: str = "kernel") -> ir.Fu
 class _Transformer(ir.StatementRewriter):
     def __init__(self, function: ir.FunctionDefinition, where: str) -> None:
         self._where = where
-        self._reassociate = function.reassociate
+        self.reassociate = function.reassociate
         self._n = 0
 
     def statement(self, statement: ir.Stmt) -> ir.Body:
@@ -77,19 +66,14 @@ class _Transformer(ir.StatementRewriter):
     def refuse(self, loop: ir.Steps, reason: str) -> SourceError:
         return SourceError(self._where, loop.line, f"loop `{loop.name}`: {reason}")
 
-    def count(self, loop: ir.Steps, how: ir.How, index: int = 0) -> int:
-        """The number that is an argument of a transformation, 1 or more."""
-        value = how.args[index]
+    def count(self, loop: ir.Steps, how: ir.How) -> int:
+        """The number that is a transformation's first argument."""
+        value = how.args[0]
         if not isinstance(value, ir.Const) or not isinstance(value.value, int):
             raise self.refuse(loop, f"{how.name} takes a number that is known before the kernel runs")
-        if not 0 <= value.value <= (MAX_COPIES if how.name in _COPYING else 1 << 20):
+        if not 0 <= value.value <= MAX_COPIES:
             raise self.refuse(loop, f"{how.name} by {value.value}")
         return value.value
-
-    def split_sums(self, loop: ir.Steps, how: str) -> list[Accumulator]:
-        """The sums that may have a second accumulator."""
-        sums, _ = accumulators(loop)
-        return [accumulator for accumulator in sums if accumulator.is_exact or self._reassociate]
 
     def suffix(self, copy: int) -> str:
         return f"_{self._n}_{copy}"
@@ -103,7 +87,8 @@ def _unroll(worker: _Transformer, loop: ir.Steps, how: ir.How) -> Result:
     n = worker.count(loop, how)
     if n > 1 and trips is not None and trips <= n and WHOLE not in how.args and not leaves_early(loop.body):
         return _expanded(worker, loop, trips), None, ()
-    return _in_a_row(worker, loop, how, worker.split_sums(loop, "unroll"))
+    sums, _ = accumulators(loop)
+    return _in_a_row(worker, loop, how, [each for each in sums if each.is_exact or worker.reassociate])
 
 
 def _apart(worker: _Transformer, loop: ir.Steps, how: ir.How) -> Result:
@@ -184,7 +169,7 @@ def _widen(worker: _Transformer, loop: ir.Steps, how: ir.How) -> Result:
         raise worker.refuse(loop, f"widen by {n}: by 2, 4, 8 or 16")
     sums, others = accumulators(loop)
     inexact = [
-        accumulator.name for accumulator in sums if not accumulator.is_exact and not worker._reassociate
+        accumulator.name for accumulator in sums if not accumulator.is_exact and not worker.reassociate
     ]
     if inexact:
         raise worker.refuse(
@@ -200,174 +185,8 @@ def _widen(worker: _Transformer, loop: ir.Steps, how: ir.How) -> Result:
     return before, main, (*after, rest)
 
 
-def _split(worker: _Transformer, loop: ir.Steps, how: ir.How) -> Result:
-    n = worker.count(loop, how)
-    if n <= 1:
-        return (), loop, ()
-    outer = f"{loop.variable}{worker.suffix(0)}"
-    blocks = ir.Var(loop.type, outer)
-    end = binary("+", blocks, times(loop.step, n))
-    inside = binary("&&", loop.condition, binary("<", ir.Var(loop.type, loop.variable), end))
-    if isinstance(loop.step, ir.Const) and int(loop.step.value) < 0:
-        raise worker.refuse(loop, "split of a loop that counts down")
-    inner = replace(loop, name=f"{loop.name}_in", start=blocks, condition=inside)
-    whole = replace(
-        loop,
-        name=f"{loop.name}_blocks",
-        variable=outer,
-        condition=ir.Substitute({loop.variable: blocks}).expr(loop.condition),
-        step=times(loop.step, n),
-        body=(inner,),
-        how=(),
-    )
-    return (), whole, ()
-
-
-def _only_loop(worker: _Transformer, loop: ir.Steps, how: str) -> tuple[ir.Body, ir.Steps, ir.Body]:
-    """The one loop that a loop holds, with the statements before and after it."""
-    places = [i for i, statement in enumerate(loop.body) if isinstance(statement, ir.Steps | ir.While)]
-    inner = loop.body[places[0]] if len(places) == 1 else None
-    if not isinstance(inner, ir.Steps):
-        raise worker.refuse(loop, f"{how} of a loop that does not hold one loop")
-    return loop.body[: places[0]], inner, loop.body[places[0] + 1 :]
-
-
-def _check_independent(worker: _Transformer, loop: ir.Steps, how: str) -> None:
-    """Refuse a loop whose turns may not change their order: they carry something, or read what another turn
-    writes."""
-    own = {node.name for node in ir.walk_body(loop.body) if isinstance(node, ir.Declare)}
-    own |= {node.variable for node in ir.walk_body(loop.body) if isinstance(node, ir.Steps)}
-    carried = ir.assigned(loop.body) - own - {loop.variable}
-    if carried:
-        raise worker.refuse(loop, f"{how}: `{min(carried)}` is carried from turn to turn")
-    reads = loaded(loop.body)
-    changing = ir.assigned(loop.body)
-    for base, address in stored(loop.body):
-        if not isinstance(address.type, Pointer):
-            raise worker.refuse(
-                loop, f"{how}: writes to `{base}` where it cannot be seen that turns write apart"
-            )
-        if not coefficient(address, loop.variable, changing - own):
-            raise worker.refuse(loop, f"{how}: turns write to the same place of `{base}`")
-        if any(other == base and place != address for other, place in reads):
-            raise worker.refuse(loop, f"{how}: a turn may read what another writes to `{base}`")
-
-
-def _jam(worker: _Transformer, loop: ir.Steps, how: ir.How) -> Result:
-    n = worker.count(loop, how)
-    if n <= 1:
-        return (), loop, ()
-    head, inner, tail = _only_loop(worker, loop, "jam")
-    _check_independent(worker, loop, "jam")
-    if (
-        leaves_early(loop.body)
-        or ir.used(inner.condition) & {loop.variable}
-        or ir.used(inner.start) & {loop.variable}
-    ):
-        raise worker.refuse(loop, "jam: the inner loop depends on the outer one")
-    parts: tuple[list[ir.Stmt], list[ir.Stmt], list[ir.Stmt]] = ([], [], [])
-    for copy in range(n):
-        by: dict[str, ir.Expr] = {loop.variable: later(loop, copy)}
-        for node in ir.walk_body(loop.body):
-            if isinstance(node, ir.Declare) and copy:
-                by[node.name] = ir.Var(node.type, f"{node.name}{worker.suffix(copy)}")
-        for statements, body in zip(parts, (head, inner.body, tail), strict=True):
-            statements += ir.Substitute(by).body(body)
-    jammed = replace(inner, body=tuple(parts[1]))
-    main = replace(
-        loop,
-        name=f"{loop.name}_jam_{n}",
-        condition=moved(loop.condition, loop, n - 1),
-        step=times(loop.step, n),
-        body=(*parts[0], jammed, *parts[2]),
-    )
-    return (), main, (replace(loop, start=ir.Var(loop.type, loop.variable), how=()),)
-
-
-def _interchange(worker: _Transformer, loop: ir.Steps, how: ir.How) -> Result:
-    head, inner, tail = _only_loop(worker, loop, "interchange")
-    if head or tail:
-        raise worker.refuse(loop, "interchange of loops with statements between them")
-    _check_independent(worker, loop, "interchange")
-    parts = (inner.start, inner.condition, inner.step)
-    if any(loop.variable in ir.used(part) for part in parts) or inner.variable in ir.used(loop.condition):
-        raise worker.refuse(loop, "interchange: the inner loop depends on the outer one")
-    return (), replace(inner, body=(replace(loop, body=inner.body),)), ()
-
-
-def _prefetch(worker: _Transformer, loop: ir.Steps, how: ir.How) -> Result:
-    n_bytes = worker.count(loop, how, 1)
-    pointer = how.args[0]
-    if n_bytes == 0:
-        return (), loop, ()
-    name = base_of(pointer) if not isinstance(pointer, str) else pointer
-    changing = ir.assigned(loop.body)
-    for base, address in loaded(loop.body):
-        if base == name and not (ir.used(address) & changing) and isinstance(address.type, Pointer):
-            ahead = binary("+", cast(Pointer(U8, True), address), ir.integer(n_bytes))
-            return (), replace(loop, body=(ir.Do(call("prefetch", (ahead,)), loop.line), *loop.body)), ()
-    raise worker.refuse(
-        loop, f"prefetch: nothing is read through `{name}` at a place that the loop's variable gives"
-    )
-
-
-def _pipeline(worker: _Transformer, loop: ir.Steps, how: ir.How) -> Result:
-    changing = ir.assigned(loop.body)
-    writes = {base for base, _ in stored(loop.body)}
-    if leaves_early(loop.body):
-        raise worker.refuse(loop, "pipeline of a loop that may end within a turn")
-    load = next(
-        (
-            node
-            for node in ir.walk_body(loop.body)
-            if ir.is_call(node, "load")
-            and loop.variable in ir.used(node)
-            and not ir.used(node) & changing
-            and base_of(node.args[0]) not in writes
-        ),
-        None,
-    )
-    if load is None:
-        raise worker.refuse(loop, "pipeline: no load whose place the loop's variable alone gives")
-    name = f"next{worker.suffix(0)}"
-    current = ir.Var(load.type, f"this{worker.suffix(0)}")
-    following = ir.Var(load.type, name)
-    first = ir.Substitute({loop.variable: loop.start}).expr(load)
-    can_begin = ir.Substitute({loop.variable: loop.start}).expr(loop.condition)
-    before: ir.Body = (
-        ir.Declare(name, load.type, None, loop.line),
-        ir.If(can_begin, (ir.Assign(following, first, loop.line),), (), loop.line),
-    )
-    body = ir.Replace(load, current).body(loop.body)
-    main = replace(
-        loop,
-        name=f"{loop.name}_ahead",
-        condition=moved(loop.condition, loop, 1),
-        body=(
-            ir.Declare(current.name, load.type, following, loop.line),
-            ir.Assign(following, moved(load, loop, 1), loop.line),
-            *body,
-        ),
-    )
-    variable = ir.Var(loop.type, loop.variable)
-    last = renamed(ir.Replace(load, following).body(loop.body), worker.suffix(1))
-    assert isinstance(loop.type, Scalar | Pointer)
-    step = ir.Assign(variable, _stepped(variable, loop.step), loop.line)
-    return before, main, (ir.If(loop.condition, (*last, step), (), loop.line),)
-
-
-def _stepped(variable: ir.Var, step: ir.Expr) -> ir.Expr:
-    moved_on = binary("+", variable, step)
-    return cast(variable.type, moved_on)
-
-
 _BY_NAME: dict[str, Callable[[_Transformer, ir.Steps, ir.How], Result]] = {
     "unroll": _unroll,
     "apart": _apart,
     "widen": _widen,
-    "split": _split,
-    "jam": _jam,
-    "interchange": _interchange,
-    "prefetch": _prefetch,
-    "pipeline": _pipeline,
 }

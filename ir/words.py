@@ -7,7 +7,6 @@ halves."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from phasewise.ir.targets import IsaTarget
@@ -21,15 +20,6 @@ C_NAMES = {
 
 def vec_name(of: Vec) -> str:
     return f"{of.elem.name}x{of.lanes}"
-
-
-@dataclass(frozen=True, slots=True)
-class Word:
-    """A function of the prelude: its name, its C, and `types`, the vectors that it mentions."""
-
-    name: str
-    text: str
-    types: tuple[Vec, ...]
 
 
 def x86_register(of: Vec) -> str:
@@ -46,7 +36,8 @@ class Words:
 
     def __init__(self, target: IsaTarget) -> None:
         self._target = target
-        self.by_name: dict[str, Word] = {}
+        self.by_name: dict[str, str] = {}
+        """The C of each word."""
         self.types: dict[str, Vec] = {}
 
     def type(self, of: Vec) -> str:
@@ -62,10 +53,10 @@ class Words:
         )
         name = f"{key}_{operation}"
         if name not in self.by_name:
-            of = [arg for arg in (result, *args) if isinstance(arg, Vec)]
-            for shape in of:
-                self.type(shape)
-            self.by_name[name] = Word(name, self._text(name, operation, result, args), tuple(of))
+            for shape in (result, *args):
+                if isinstance(shape, Vec):
+                    self.type(shape)
+            self.by_name[name] = self._text(name, operation, result, args)
         return name
 
     def paired(self, op: str, of: Vec, a: str, b: str) -> str:
@@ -97,8 +88,7 @@ class Words:
             lines.append(f"    {smaller} v{lanes // 2} = {text};")
             register, lanes = f"v{lanes // 2}", lanes // 2
         lines.append(f"    return {_last_lanes(op, register, lanes, of.elem, order)};")
-        text = "\n".join([f"static inline {c} {name}({word} v) {{", *lines, "}"])
-        self.by_name[name] = Word(name, text, (of,))
+        self.by_name[name] = "\n".join([f"static inline {c} {name}({word} v) {{", *lines, "}"])
         return name
 
     def quads(self, part: Vec) -> str:
@@ -116,14 +106,10 @@ class Words:
         word = self.type(part)
         self.by_name.setdefault(
             name,
-            Word(
-                name,
-                f"static inline {word} {name}({word} a, {a8} b, {b8} c) {{\n"
-                f"    {words16} even = ({words16})((({u16})b) & 255), odd = ({words16})((({u16})b) >> 8);\n"
-                f"    {words16} c_even = ({words16})((({u16})c) << 8) >> 8, c_odd = (({words16})c) >> 8;\n"
-                f"    return {add}({add}(a, {dot}(even, c_even)), {dot}(odd, c_odd));\n}}",
-                (part,),
-            ),
+            f"static inline {word} {name}({word} a, {a8} b, {b8} c) {{\n"
+            f"    {words16} even = ({words16})((({u16})b) & 255), odd = ({words16})((({u16})b) >> 8);\n"
+            f"    {words16} c_even = ({words16})((({u16})c) << 8) >> 8, c_odd = (({words16})c) >> 8;\n"
+            f"    return {add}({add}(a, {dot}(even, c_even)), {dot}(odd, c_odd));\n}}",
         )
         return name
 

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from phasewise.loadtest.arrivals import LatencySlo
-from phasewise.loadtest.energy import Energy
-from phasewise.loadtest.outcome import RequestOutcome
+from phasewise.loadtest.outcome import Energy, RequestOutcome
 
 PERCENTILES = (50, 90, 99)
 METRICS = ("ttft", "tpot", "itl", "e2el")

@@ -11,10 +11,9 @@ from typing import Any, TypeAlias
 
 from phasewise.loadtest.arrivals import RequestPace
 from phasewise.loadtest.client import LoadClient
-from phasewise.loadtest.conversations import TurnByTurn
 from phasewise.loadtest.metrics import Measured
 from phasewise.loadtest.outcome import FailureKind, RequestOutcome
-from phasewise.loadtest.prompts import Prompts
+from phasewise.loadtest.prompts import Prompts, TurnByTurn
 from phasewise.tuner.config.lengths import RequestLengths, Trace
 
 MOST_WAIT_S = 60.0

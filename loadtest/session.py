@@ -16,10 +16,9 @@ from typing import TypeAlias
 from phasewise._words import counted, percent
 from phasewise.loadtest.arrivals import LatencySlo, RequestPace
 from phasewise.loadtest.client import LoadClient, LoadTestError, Target, open_client
-from phasewise.loadtest.conversations import TurnByTurn
 from phasewise.loadtest.metrics import Measured, attainment, is_kept, kept_promises, most_missed
 from phasewise.loadtest.outcome import RequestOutcome
-from phasewise.loadtest.prompts import Prompts, TextPrompts, calibrated
+from phasewise.loadtest.prompts import Prompts, TextPrompts, TurnByTurn, calibrated
 from phasewise.loadtest.rate_search import RateSearch, find_rate
 from phasewise.loadtest.send import Observe, RequestLoad, run_load
 from phasewise.tuner.config.lengths import RequestLengths, Trace

@@ -22,7 +22,9 @@ class SendingTimes:
     PANEL = "When"
 
     rate: float | None = option(None, "requests a second", min=1e-3, max=1e5)
-    arrivals: Arrivals = option(Arrivals.poisson, "distribution of the intervals between requests at --rate")
+    arrivals: Arrivals = option(
+        Arrivals.poisson, "distribution of the intervals between requests at --rate", config_only=True
+    )
     burstiness: float = option(
         1.0, "shape of gamma arrivals; 1: Poisson", min=1e-3, max=1e3, config_only=True
     )
@@ -118,7 +120,12 @@ class Asking:
     )
     unix_socket: Path | None = option(None, "connect through this Unix socket", metavar="PATH")
     timeout_s: float = option(
-        600.0, "time limit of one request in seconds", "--timeout", metavar="S", min=0.001
+        600.0,
+        "time limit of one request in seconds",
+        "--timeout",
+        metavar="S",
+        min=0.001,
+        config_only=True,
     )
 
 
@@ -146,3 +153,33 @@ class Promises:
     votes: int = option(
         3, "probes of each rate at which the search would end; the majority decides", min=1, max=9
     )
+
+
+@dataclass(frozen=True)
+class EmbedLoad:
+    """The texts that an embeddings server is sent, when, and the time in which they are to be answered."""
+
+    model: str | None = option(None, "model to ask for [default: the first listed]")
+    requests: int = option(256, "number of requests", "-n", min=1)
+    inputs: int = option(1, "texts of a request", min=1, max=2048)
+    lengths: str = option(
+        "75", "words of a text: 75, 20:120 (evenly drawn) or lognormal:75:0.6 (median, sigma)"
+    )
+    file: Path | None = option(None, "take the texts from FILE, one a line, over and over", metavar="FILE")
+    concurrency: list[int] | None = option(
+        None, "number of clients, each with one request at a time [repeatable; default: 32]", "-c", min=1
+    )
+    rate: float | None = option(
+        None, "send requests at this rate instead, requests/s, at random (Poisson)", min=0.01
+    )
+    daily: str | None = option(None, DAILY, metavar="CURVE")
+    day_s: float = option(240.0, DAY, "--day", metavar="S", min=1.0)
+    slo: str | None = option(None, "promised time of an answer, e.g. 1s or 0.5s", metavar="TIME")
+    find: bool = option(
+        False,
+        "find the most clients at once whose answers all come within --slo (WindVE's metric)",
+        "--find",
+    )
+    encoding: str = option("float", "form of the vectors: float or base64")
+    api_key: str | None = option(None, "key that requests carry", envvar="PHASEWISE_API_KEY", repr=False)
+    seed: int = option(0, "seed of lengths, words and arrivals")

@@ -60,8 +60,9 @@ def keep_interrupts() -> None:
 @contextmanager
 def remembered_interrupts() -> Iterator[Callable[[], None]]:
     """Yield a function that raises KeyboardInterrupt where one came and was cleared on its way, as code in C
-    may do; long loops call it. Interrupts are left as they are outside of the main thread, and where the
-    process handles them in its own way.
+    may do; long loops call it. An error that took its place on the way is raised as KeyboardInterrupt too.
+    Interrupts are left as they are outside of the main thread, and where the process handles them in its own
+    way.
     """
     seen: list[bool] = []
 
@@ -80,8 +81,18 @@ def remembered_interrupts() -> Iterator[Callable[[], None]]:
     signal.signal(signal.SIGINT, interrupt)
     try:
         yield check
+    except Exception:
+        check()
+        raise
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def came_of_interrupt(error: BaseException | None) -> bool:
+    """True if an error took the place of a KeyboardInterrupt, as in a library's `finally` that asserts."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__context__
+    return error is not None
 
 
 def exit_at_interrupts(exit_code: str | int | None) -> None:

@@ -14,10 +14,10 @@ NOTHING = "-"
 """The mark in place of a number that there is not."""
 
 NO_VERDICT = "no verdict"
+"""The words in place of a measured ratio that may as well be 1."""
 
 WIDEST = 1.25
 """Ratio of the ends of a gain's interval beyond which the machine was too busy for timings to say much."""
-"""The words in place of a measured ratio that may as well be 1."""
 
 MOST_SHARE = 1.15
 """The highest share of a limit that two measurements of one minute give; one above it had too low a limit."""
@@ -100,6 +100,12 @@ def number(value: float, digits: int = 6) -> str:
 def percent(value: float, places: int = 0) -> str:
     """A share of one in per cent: `39%`; what rounds to nothing has no sign."""
     return f"{_unsigned_zero(f'{100 * value:.{places}f}')}%" if math.isfinite(value) else NOTHING
+
+
+def limit_cell(share: float) -> str:
+    """A share of a measured limit in a cell, `-` where the limit was measured too low."""
+    told = share_of_limit(share)
+    return NOTHING if told is None else percent(told)
 
 
 def share_of_limit(share: float) -> float | None:

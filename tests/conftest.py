@@ -22,6 +22,9 @@ from hypothesis import settings
 from tests.support.expected_skips import EXPECTED_SKIPS
 from tests.support.tiers import QUICK_SHARE, TIERS, VARIABLE, middle_isas, n_examples
 
+# Read while numpy is loaded. A second thread of its products spins for longer than it works.
+os.environ["OPENBLAS_NUM_THREADS"] = "1"
+
 _DEFAULT_EXAMPLES = 100  # hypothesis' own
 
 LEFT_OUT = pytest.StashKey[Counter[str]]()

@@ -230,9 +230,9 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "cython_kernels": ("cython_kernels", "_places"),
 }
 
-COMMON = ("_json", "_options", "_words")
-"""The reader of JSON, fields that are options, and rules for numbers in sentences, which import no room: for
-every room that imports others or itself."""
+COMMON = ("_json", "_options", "_rows", "_words")
+"""The reader of JSON, fields that are options or columns, and rules for numbers in sentences, which import no
+room: for every room that imports others or itself."""
 
 # Libraries with one home.
 HOMES: dict[str, tuple[str, ...]] = {

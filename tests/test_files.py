@@ -42,7 +42,7 @@ from phasewise.workflows.batch.run import open_answers
 from phasewise.workflows.bench.kernel_rows import RowFile
 from phasewise.workflows.embed.run import lines_of
 from phasewise.workflows.errors import WorkflowError
-from phasewise.workflows.evaluate.texts import read_text
+from phasewise.workflows.evaluate.scorer import read_text
 from phasewise.workflows.predict_len.answer_prompts import AnswerLog, Settings
 from tests.support.tiers import examples
 from tests.test_architecture import SOURCES
@@ -307,7 +307,6 @@ OTHER_WRITERS = {
     "serving.http.transport.listening": "a file in memory",
     "ir.raising.preprocess": "files in a temporary directory",
     "ir.running.checking": "files in a temporary directory",
-    "ir.running.timing": "files in a temporary directory",
     "workflows.batch.run": "appends answers to a file that it goes on with",
     "workflows.database.remote": "files in a temporary directory",
     "workflows.database.remote_files": "a remote's bundles, each copied beside its place and renamed",
@@ -357,7 +356,7 @@ OTHER_READERS = {
     "serving.processes.headroom": "the machine's own figures, in /proc and /sys",
     "serving.text.gguf_vocab": "a file of the package",
     "topology.energy": "the machine's own figures, in /proc and /sys",
-    "topology.memory_nodes": "the machine's own figures, in /proc and /sys",
+    "topology.places": "the machine's own figures, in /proc and /sys",
     "topology.processor_counters": "the machine's own figures, in /proc and /sys",
     "tuner.conditions": "the machine's own figures, in /proc and /sys",
     "tuner.probe.measure": "the machine's own figures, in /proc and /sys",

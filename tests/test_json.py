@@ -28,7 +28,7 @@ from phasewise.serving.loaders import load_model
 from phasewise.serving.loaders.adapters.load_adapter import load_parts
 from phasewise.serving.sampling.sampling import SamplingParams
 from phasewise.topology import read_machine
-from phasewise.tuner.config.hidden import read_hidden
+from phasewise.tuner.config.sharing import read_hidden
 from phasewise.tuner.config.trace_files import read_trace
 from phasewise.tuner.predictor import log
 from phasewise.tuner.probe.result import read_groups

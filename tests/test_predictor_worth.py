@@ -19,8 +19,7 @@ from benchmarks.predictor_worth import (
     verdict,
     worth,
 )
-from phasewise.tuner.predictor.facts import Example, held_out
-from phasewise.tuner.predictor.log import read_log
+from phasewise.tuner.predictor.log import Example, held_out, read_log
 from tests.support.models.tiny_models import write_tiny_gguf
 
 N_ANSWERS = 160

@@ -10,8 +10,7 @@ import pytest
 
 from benchmarks.papers.speed_accuracy import DENSE, KeptPoints, Point, Quality, picture
 from benchmarks.pruning_table import method_options
-from phasewise.workflows.prune.masks import Pattern
-from phasewise.workflows.prune.run import PruneSettings
+from phasewise.workflows.prune.settings import Pattern, PruneSettings
 
 SETTINGS = {"model": "tiny", "choices": ["a.jsonl"], "questions": None}
 

@@ -1,9 +1,7 @@
 """The machine as a tree of what its CPUs share, what of it this process may use, and its signatures."""
 
-from phasewise.topology.errors import TopologyError
 from phasewise.topology.lstopo import read_lstopo
-from phasewise.topology.memory_nodes import MemoryNodes, memory_nodes, read_memory_nodes
-from phasewise.topology.places import places, places_of, pus_at
+from phasewise.topology.places import MemoryNodes, memory_nodes, places, places_of, pus_at, read_memory_nodes
 from phasewise.topology.signature import core_signature, placement_signature
 from phasewise.topology.sysfs import read_core_kinds, read_machine
 from phasewise.topology.tree import (
@@ -15,6 +13,7 @@ from phasewise.topology.tree import (
     MemoryAccess,
     Node,
     NumaDistances,
+    TopologyError,
 )
 
 __all__ = [

@@ -14,10 +14,9 @@ from xml.parsers import expat
 from phasewise._files import read_input
 from phasewise.topology.cpuinfo import cpu_from_fields
 from phasewise.topology.cpusets import MAX_CPU_INDEX, cpus_of, parse_hwloc_mask
-from phasewise.topology.errors import TopologyError
 from phasewise.topology.memory_xml import MemoryCollector
 from phasewise.topology.nesting import Part, nest
-from phasewise.topology.tree import Cpu, CpuKind, Kind, Machine
+from phasewise.topology.tree import Cpu, CpuKind, Kind, Machine, TopologyError
 
 MAX_FILE_BYTES = 16 << 20
 MAX_OBJECTS = 100_000

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from phasewise.topology.cpusets import cpus_of, first_cpu
-from phasewise.topology.errors import TopologyError
-from phasewise.topology.tree import Kind, Node
+from phasewise.topology.tree import Kind, Node, TopologyError
 
 MAX_DEPTH = 24
 """Most levels of a tree, which bounds the recursion of everything that walks it; real machines need eight."""

@@ -101,7 +101,7 @@ def draw_svg(machine: Machine, groups: Sequence[PuGroup] | None = None) -> str:
         pen.box(margin + x - PADDING, top + y, box)
     for index, row in enumerate(rows):
         pen.legend(margin, top + body.height + GAP + (PU_HEIGHT + GAP) * index, row)
-    return pen.document(width, height)
+    return svg.document(width, height, svg.MACHINE_STYLE, pen.elements)
 
 
 def _caption(machine: Machine) -> tuple[str, ...]:
@@ -286,7 +286,7 @@ class _Pen:
         self._allowed = frozenset(machine.allowed_pus)
         self._groups = tuple(groups)
         self._kinds = {cpu: kind.name for kind in machine.kinds for cpu in kind.cpus}
-        self._elements: list[str] = []
+        self.elements: list[str] = []
 
     def caption(self, x: float, y: float, lines: Sequence[str]) -> None:
         for index, line in enumerate(lines):
@@ -311,22 +311,19 @@ class _Pen:
             self._text(x + PU_WIDTH + GAP, y + PU_HEIGHT / 2 + 5, label, "s")
             x += _legend_width(label)
 
-    def document(self, width: float, height: float) -> str:
-        return svg.document(width, height, svg.MACHINE_STYLE, self._elements)
-
     def _pu(self, x: float, y: float, node: Node) -> None:
         cpu = node.cpus[0]
         is_allowed = cpu in self._allowed
         mine = [group for group in self._groups if cpu in group.cpus] if is_allowed else []
         labels = [group.label for group in mine] or ["allowed PU" if is_allowed else "PU not allowed"]
         hint = f"PU {cpu}: {', '.join(labels)}" + (f", {self._kinds[cpu]}" if cpu in self._kinds else "")
-        self._elements.append(f"<g><title>{svg.escaped(hint)}</title>")
+        self.elements.append(f"<g><title>{svg.escaped(hint)}</title>")
         if is_allowed and not mine:
             self._rect(x, y, PU_WIDTH, PU_HEIGHT, f'rx="3" fill="#ffffff" stroke="{FAINT_INK}"')
             self._number(x, y, str(cpu), INK)
         else:
             self._swatch(x, y, tuple(group.fill for group in mine), str(cpu))
-        self._elements.append("</g>")
+        self.elements.append("</g>")
 
     def _swatch(self, x: float, y: float, fills: tuple[str, ...], number: str) -> None:
         """Draw a PU in the colours of its groups, side by side; without any group it is struck through."""
@@ -338,7 +335,7 @@ class _Pen:
             return
         dashes = f'rx="3" fill="{BARRED_FILL}" stroke="{BARRED_INK}" stroke-dasharray="3 2"'
         self._rect(x, y, PU_WIDTH, PU_HEIGHT, dashes)
-        self._elements.append(
+        self.elements.append(
             f'<path d="M{x + 3:.1f} {y + PU_HEIGHT - 3:.1f}L{x + PU_WIDTH - 3:.1f} {y + 3:.1f}" '
             f'stroke="{BARRED_INK}" stroke-opacity="0.5"/>'
         )
@@ -347,12 +344,12 @@ class _Pen:
     def _number(self, x: float, y: float, number: str, ink: str) -> None:
         if number:
             middle, baseline = x + PU_WIDTH / 2, y + PU_HEIGHT / 2 + 4
-            self._elements.append(
+            self.elements.append(
                 f'<text class="p" x="{middle:.1f}" y="{baseline:.1f}" fill="{ink}">{number}</text>'
             )
 
     def _rect(self, x: float, y: float, width: float, height: float, look: str) -> None:
-        self._elements.append(svg.rect(x, y, width, height, look))
+        self.elements.append(svg.rect(x, y, width, height, look))
 
     def _text(self, x: float, y: float, text: str, style: str) -> None:
-        self._elements.append(svg.text(x, y, text, style))
+        self.elements.append(svg.text(x, y, text, style))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -10,8 +11,11 @@ from pathlib import Path, PurePosixPath
 from phasewise._files import open_file
 from phasewise.topology.cpusets import mask_of, parse_list
 
-_MAX_FILE_BYTES = 4 << 20
+MAX_FILE_BYTES = 2 << 20
+"""Most bytes read of a file: more than any file here holds, since a snapshot may hold anything; /proc/sys
+refuses a read of 4 MiB and more."""
 MAX_ANCESTORS = 64
+_QUOTA = re.compile(r"([0-9]{1,20})\s+([0-9]{1,20})")
 
 
 @dataclass(frozen=True)
@@ -23,16 +27,6 @@ class ProcessLimits:
 
     allowed: int
     cpu_quota: float | None
-
-
-@dataclass(frozen=True)
-class _Mount:
-    """A mounted cgroup hierarchy: `root` is the cgroup seen at `point`; v2 has no controllers here."""
-
-    root: PurePosixPath
-    point: PurePosixPath
-    controllers: frozenset[str]
-    is_v2: bool
 
 
 def read_limits(root: Path = Path("/")) -> ProcessLimits:
@@ -49,18 +43,26 @@ def read_limits(root: Path = Path("/")) -> ProcessLimits:
 
 def cgroup_quota(root: Path) -> float | None:
     """The tightest CPU quota of the process's cgroup and its ancestors, in CPUs."""
-    quotas = [_quota_v2(folder) for folder in _folders(root, None)]
-    quotas += [_quota_v1(folder) for folder in _folders(root, "cpu")]
-    return min((quota for quota in quotas if quota is not None), default=None)
+    return min((cpus for *_, cpus in cgroup_quotas(root)), default=None)
+
+
+def cgroup_quotas(root: Path) -> Iterator[tuple[Path, str, float]]:
+    """The CPU quotas of the process's cgroup and its ancestors: each one's file, its text (quota and period
+    in microseconds, as v2 writes them) and its CPUs."""
+    texts = list(cgroup_files(root, None, "cpu.max"))
+    for path, quota in cgroup_files(root, "cpu", "cpu.cfs_quota_us"):
+        texts.append((path, f"{quota} {read_text(path.with_name('cpu.cfs_period_us')) or ''}"))
+    for path, text in texts:
+        match = _QUOTA.fullmatch(text)  # neither `max` nor -1
+        if match and int(match[1]) and int(match[2]):
+            yield path, text, int(match[1]) / int(match[2])
 
 
 def cgroup_cpuset(root: Path) -> int | None:
     """The CPUs of the process's own cgroup as a mask, None where no cpuset applies."""
     for controller, name in ((None, "cpuset.cpus.effective"), ("cpuset", "cpuset.effective_cpus")):
-        for folder in _folders(root, controller):
-            text = _read(folder / name)
-            if text:
-                return parse_list(text)
+        for _, text in cgroup_files(root, controller, name):
+            return parse_list(text)
     return None
 
 
@@ -68,48 +70,30 @@ def cgroup_files(root: Path, controller: str | None, name: str) -> Iterator[tupl
     """A file of the process's cgroup and its ancestors, innermost first, with its text: v1's hierarchy of
     `controller`, or v2's where that is None."""
     for folder in _folders(root, controller):
-        text = _read(folder / name)
+        text = read_text(folder / name)
         if text:
             yield folder / name, text
 
 
-def _quota_v2(folder: Path) -> float | None:
-    words = (_read(folder / "cpu.max") or "").split()
-    if len(words) != 2 or words[0] == "max":
-        return None
-    return _ratio(words[0], words[1])
-
-
-def _quota_v1(folder: Path) -> float | None:
-    quota, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
-    if quota is None or period is None or quota.startswith("-"):
-        return None
-    return _ratio(quota, period)
-
-
-def _ratio(quota_us: str, period_us: str) -> float | None:
-    return int(quota_us) / int(period_us) if int(period_us) > 0 else None
-
-
 def _folders(root: Path, controller: str | None) -> Iterator[Path]:
     """The process's cgroup and its ancestors, innermost first: v1's hierarchy of `controller`, or v2's."""
-    group = _own_group(root, controller)
-    mount = _mount(root, controller)
+    group, mount = _own_group(root, controller), _mount(root, controller)
     if group is None or mount is None:
         return
+    shown, point = mount
     # In a container without a cgroup namespace the path is the host's, and the mount shows a part of it.
-    inside = group.relative_to(mount.root) if group.is_relative_to(mount.root) else group.relative_to("/")
-    folder = mount.point / inside
+    inside = group.relative_to(shown) if group.is_relative_to(shown) else group.relative_to("/")
+    folder = point / inside
     for _ in range(MAX_ANCESTORS):
         yield root / folder.relative_to("/")
-        if folder == mount.point:
+        if folder == point:
             return
         folder = folder.parent
 
 
 def _own_group(root: Path, controller: str | None) -> PurePosixPath | None:
     """The path in /proc/self/cgroup: `4:cpu,cpuacct:/a/b`, or `0::/a/b` for v2. None if absent."""
-    for line in (_read(root / "proc/self/cgroup") or "").splitlines():
+    for line in (read_text(root / "proc/self/cgroup") or "").splitlines():
         _, controllers, path = line.split(":", 2)
         if controller in controllers.split(",") if controller else not controllers:
             group = PurePosixPath(path)
@@ -117,26 +101,24 @@ def _own_group(root: Path, controller: str | None) -> PurePosixPath | None:
     return None
 
 
-def _mount(root: Path, controller: str | None) -> _Mount | None:
-    for line in (_read(root / "proc/self/mountinfo") or "").splitlines():
+def _mount(root: Path, controller: str | None) -> tuple[PurePosixPath, PurePosixPath] | None:
+    """The cgroup that a mounted hierarchy shows, and where: v1's hierarchy of `controller`, or v2's."""
+    for line in (read_text(root / "proc/self/mountinfo") or "").splitlines():
         head, _, tail = line.partition(" - ")
         fields, filesystem = head.split(), tail.split()
         if len(fields) < 5 or len(filesystem) < 3 or filesystem[0] not in {"cgroup", "cgroup2"}:
             continue
-        mount = _Mount(
-            root=PurePosixPath(fields[3]),
-            point=PurePosixPath(fields[4]),
-            controllers=frozenset(filesystem[2].split(",")),
-            is_v2=filesystem[0] == "cgroup2",
-        )
-        if mount.is_v2 if controller is None else controller in mount.controllers:
-            return mount
+        is_v2 = filesystem[0] == "cgroup2"
+        if is_v2 if controller is None else controller in filesystem[2].split(","):
+            return PurePosixPath(fields[3]), PurePosixPath(fields[4])
     return None
 
 
-def _read(path: Path) -> str | None:
+def read_text(path: Path) -> str | None:
+    """The text of a small file without its newline; None if absent or unreadable, which is common in /sys."""
     try:
         with open_file(path) as file:
-            return file.read(_MAX_FILE_BYTES).decode("utf-8", "replace").strip()
+            data = file.read(MAX_FILE_BYTES)
     except OSError:
         return None
+    return data.partition(b"\0")[0].decode("utf-8", "replace").strip()  # snapshots pad files with NUL

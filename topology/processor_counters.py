@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, Self, TypeAlias
+from typing import Self, TypeAlias
 
 PROC = Path("/proc")
 MOST_PARANOID = 2
@@ -63,18 +63,6 @@ class Reading:
     counted_ns: int
 
 
-class ThreadCounter(Protocol):
-    """A counter of one event of one thread."""
-
-    def read(self) -> Reading: ...
-
-    def close(self) -> None: ...
-
-
-OpenCounter: TypeAlias = Callable[[int, EventCode], ThreadCounter]
-"""Opens the counter of a thread; OSError with the kernel's errno."""
-
-
 class KernelCounter:
     """A counter by a descriptor of perf_event_open."""
 
@@ -99,6 +87,10 @@ class KernelCounter:
 
     def close(self) -> None:
         os.close(self._descriptor)
+
+
+OpenCounter: TypeAlias = Callable[[int, EventCode], KernelCounter]
+"""Opens the counter of a thread; OSError with the kernel's errno."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +137,7 @@ class ProcessorCounters:
         self, threads: Iterable[int], vendor: str | None, open_counter: OpenCounter = KernelCounter
     ) -> None:
         self.absence: str | None = None
-        self._counters: dict[str, list[ThreadCounter]] = {}
+        self._counters: dict[str, list[KernelCounter]] = {}
         self._last: dict[str, list[Reading]] = {}
         threads = list(threads)
         for event, codes in event_codes(vendor).items():
@@ -190,14 +182,14 @@ class ProcessorCounters:
 
 def _opened(
     threads: Sequence[int], codes: Sequence[EventCode], open_counter: OpenCounter
-) -> list[ThreadCounter]:
+) -> list[KernelCounter]:
     """Counters of each thread for the first code that the kernel takes.
 
     A thread that has ended meanwhile has none.
     """
     refused = OSError(errno.ENOENT, os.strerror(errno.ENOENT))
     for code in codes:
-        counters: list[ThreadCounter] = []
+        counters: list[KernelCounter] = []
         try:
             for thread in threads:
                 with suppress(ProcessLookupError):

@@ -11,9 +11,8 @@ import re
 from collections.abc import Sequence
 
 from phasewise.topology.cpuinfo import KERNEL_FEATURES
-from phasewise.topology.errors import TopologyError
 from phasewise.topology.sizes import format_size
-from phasewise.topology.tree import Kind, Machine, Node
+from phasewise.topology.tree import Kind, Machine, Node, TopologyError
 
 MAX_SIGNATURE_CHARS = 240
 """A longer signature keeps its beginning and ends in a digest, so that it fits a key and stays distinct."""

@@ -13,20 +13,25 @@ from functools import reduce
 from operator import or_
 from pathlib import Path
 
-from phasewise._files import open_file
 from phasewise.topology.cpuinfo import parse_cpuinfo
 from phasewise.topology.cpusets import cpus_of, mask_of, parse_kernel_mask, parse_list
-from phasewise.topology.errors import TopologyError
 from phasewise.topology.nesting import Part, nest
-from phasewise.topology.process_limits import ProcessLimits, read_limits
-from phasewise.topology.tree import LIVE, Cpu, CpuKind, Kind, Machine, MemoryAccess, NumaDistances
+from phasewise.topology.process_limits import ProcessLimits, read_limits, read_text
+from phasewise.topology.tree import (
+    LIVE,
+    Cpu,
+    CpuKind,
+    Kind,
+    Machine,
+    MemoryAccess,
+    NumaDistances,
+    TopologyError,
+)
 
 CORE_VARIABLE = "PHASEWISE_CORE"
 CACHE_KINDS = {2: Kind.L2, 3: Kind.L3, 4: Kind.L4}
 SIZE_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 NODES = Path("sys/devices/system/node")
-MAX_FILE_BYTES = 4 << 20
-"""Most bytes read of a file: more than any file here holds, since a snapshot may hold anything."""
 
 UNKNOWN_IDS = {None, -1, 65_535}
 """The number that the kernel writes as package, die or cluster where the firmware gives none."""
@@ -70,19 +75,21 @@ def read_machine(root: Path = Path("/")) -> Machine:
 
 
 def _cpu(root: Path, is_live: bool) -> Cpu:
-    cpu = parse_cpuinfo(_text(root / "proc/cpuinfo") or "", platform.machine() if is_live else None)
+    cpu = parse_cpuinfo(read_text(root / "proc/cpuinfo") or "", platform.machine() if is_live else None)
     override = os.environ.get(CORE_VARIABLE) if is_live else None
     return replace(cpu, core_override=override) if override else cpu
 
 
 def _online(cpu_root: Path, is_live: bool) -> int:
     """The mask of online CPUs: from the kernel's list, else from the folders of the CPUs."""
-    listed = _text(cpu_root / "online")
+    listed = read_text(cpu_root / "online")
     if listed:
         return parse_list(listed)
     folders = {int(path.name[3:]): path for path in cpu_root.glob("cpu[0-9]*") if path.name[3:].isdigit()}
     online = mask_of(
-        cpu for cpu, path in folders.items() if (path / "topology").is_dir() and _text(path / "online") != "0"
+        cpu
+        for cpu, path in folders.items()
+        if (path / "topology").is_dir() and read_text(path / "online") != "0"
     )
     if online:
         return online
@@ -140,7 +147,7 @@ def _cache_parts(folder: Path, cpu: int, online: int) -> list[Part]:
     parts = []
     for index in sorted((folder / "cache").glob("index[0-9]*")):
         kind = CACHE_KINDS.get(_number(index / "level") or 0)
-        if kind is not None and _text(index / "type") != "Instruction":
+        if kind is not None and read_text(index / "type") != "Instruction":
             mask = _shared(index, ("shared_cpu",), online)
             if not mask & 1 << cpu:  # Not said, or nonsense: the threads of a core share its caches at least.
                 mask = _core_mask(folder, cpu, online)
@@ -153,7 +160,7 @@ def _l1_sizes(folder: Path) -> tuple[int | None, int | None]:
     data = instruction = None
     for index in sorted((folder / "cache").glob("index[0-9]*")):
         if _number(index / "level") == 1:
-            if _text(index / "type") == "Instruction":
+            if read_text(index / "type") == "Instruction":
                 instruction = _size(index / "size")
             else:
                 data = _size(index / "size")
@@ -185,8 +192,8 @@ def _memory_parts(root: Path, online: int) -> list[Part]:
 
 
 def _node_cpus(folder: Path) -> int:
-    bitmap = _text(folder / "cpumap")
-    return parse_kernel_mask(bitmap) if bitmap else parse_list(_text(folder / "cpulist") or "")
+    bitmap = read_text(folder / "cpumap")
+    return parse_kernel_mask(bitmap) if bitmap else parse_list(read_text(folder / "cpulist") or "")
 
 
 def _node_folders(nodes: Path) -> dict[int, Path]:
@@ -200,7 +207,7 @@ def _distances(nodes: Path) -> NumaDistances | None:
     """The distances between NUMA nodes; None with one node, where a node is not rated, or a row is not as
     long as there are nodes."""
     folders = _node_folders(nodes)
-    texts = {number: _text(folder / "distance") or "" for number, folder in folders.items()}
+    texts = {number: read_text(folder / "distance") or "" for number, folder in folders.items()}
     rows = tuple(tuple(int(word) for word in text.split()) for text in texts.values())
     if len(rows) < 2 or any(len(row) != len(rows) for row in rows):
         return None
@@ -252,7 +259,7 @@ def read_core_kinds(root: Path = Path("/")) -> tuple[CpuKind, ...]:
 
 def _kinds(root: Path, online: int) -> tuple[CpuKind, ...]:
     """The kinds of core of a hybrid machine, from Intel's PMU devices or from Arm's capacities."""
-    listed = {name: _text(root / "sys/devices" / pmu / "cpus") for name, pmu in HYBRID_UNITS}
+    listed = {name: read_text(root / "sys/devices" / pmu / "cpus") for name, pmu in HYBRID_UNITS}
     masks = {name: parse_list(text or "") & online for name, text in listed.items()}
     kinds = {name: mask for name, mask in masks.items() if mask}
     if len(kinds) < 2:
@@ -274,14 +281,14 @@ def _shared(folder: Path, names: tuple[str, ...], online: int) -> int:
     )
     for name in names:
         for suffix, parse in readers:
-            text = _text(folder / f"{name}{suffix}")
+            text = read_text(folder / f"{name}{suffix}")
             if text:
                 return parse(text) & online
     return 0
 
 
 def _meminfo_bytes(path: Path, label: str) -> int | None:
-    for line in (_text(path) or "").splitlines():
+    for line in (read_text(path) or "").splitlines():
         if line.strip().startswith(label):
             kilobytes = line.strip()[len(label) :].removesuffix("kB")
             return max(int(kilobytes), 0) * 1024
@@ -290,7 +297,7 @@ def _meminfo_bytes(path: Path, label: str) -> int | None:
 
 def _size(path: Path) -> int | None:
     """The bytes that a file states as `32K`, `1M` or a bare number; None if absent or zero."""
-    text = _text(path)
+    text = read_text(path)
     if not text:
         return None
     unit = SIZE_UNITS.get(text[-1], 1)
@@ -299,16 +306,5 @@ def _size(path: Path) -> int | None:
 
 
 def _number(path: Path) -> int | None:
-    text = _text(path)
+    text = read_text(path)
     return int(text) if text else None
-
-
-def _text(path: Path) -> str | None:
-    """The text of a small file without its newline; None if absent or unreadable, which is common in
-    sysfs."""
-    try:
-        with open_file(path) as file:
-            data = file.read(MAX_FILE_BYTES)
-    except OSError:
-        return None
-    return data.partition(b"\0")[0].decode("utf-8", "replace").strip()  # snapshots pad files with NUL

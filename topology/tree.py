@@ -9,6 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import ClassVar
+
+
+class TopologyError(Exception):
+    """A machine cannot be read. The message names the source, what is wrong and what to do."""
+
+    exit_code: ClassVar[int] = 1
+
 
 LIVE = "this machine"
 """The source of a description that was read from the running system."""

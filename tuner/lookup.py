@@ -51,7 +51,7 @@ REPEAT_FROM = 128
 """A schedule tuned for at least this many rows serves any larger m that has no nearer one."""
 NEIGHBOURS = ", and its neighbours"
 Obstacle: TypeAlias = Callable[[Problem, Schedule], str | None]
-"""The reason that a schedule cannot run here, None where it can; `obstacles.obstacle` knows."""
+"""The reason that a schedule cannot run here, None where it can; `native.obstacle` knows."""
 
 MOST_TOLD = 5
 """Most rows that are left out by name."""
@@ -241,7 +241,7 @@ def read_table(
     obstacle: Obstacle = lambda *_: None,
     report: Callable[[str], None] = lambda _: None,
 ) -> ScheduleTable:
-    """The schedules of a store for this kind of machine and this build; `abi_of` is `obstacles.abi_of`.
+    """The schedules of a store for this kind of machine and this build; `abi_of` is `native.abi_of`.
 
     A row that has an obstacle is left out, and reported.
     """

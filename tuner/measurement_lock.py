@@ -26,7 +26,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
-from typing import Protocol
 
 from phasewise.tuner.errors import TunerError
 
@@ -53,63 +52,40 @@ class CannotLockError(TunerError):
     """The lock's file is not one that this user can use, so nothing can be measured."""
 
 
-class MeasurementLock(Protocol):
-    """A measuring process's lock against the others of this user on this machine.
+class MeasurementLock:
+    """A measuring process's lock against the others of this user on this machine, where there are none, as
+    for a search that times nothing; see `FileLock`.
 
     Times are in seconds from the call; `math.inf` waits for as long as it takes.
     """
 
     def turn(self, seconds: float = math.inf) -> AbstractContextManager[bool]:
-        """Wait for the machine. Yields True if no other process measures or computes until the end.
-
-        Yields False if another process still did after this time.
+        """Wait for the machine. Yields True if no other process measures or computes until the end, False if
+        one still did after this time.
         """
-        ...
+        return nullcontext(True)
 
     def working(self, seconds: float = math.inf) -> AbstractContextManager[None]:
         """Compute, but not while another process has a turn. It waits no longer than this in total."""
-        ...
-
-    def let_pass(self) -> None:
-        """Inside `working`: if another process waits for a turn, wait until that turn has ended."""
-        ...
-
-    def rest(self, seconds: float) -> None:
-        """Sleep, and let other processes have turns meanwhile."""
-        ...
-
-    def claim(self, name: str) -> AbstractContextManager[bool]:
-        """Yields True if `name` is this process's until the end, False if another process has claimed it."""
-        ...
-
-    def wait_for(self, name: str, seconds: float = math.inf) -> None:
-        """Sleep until no process claims `name`, and let other processes have turns meanwhile."""
-        ...
-
-
-class NoLock:
-    """The lock where there is no other process to wait for, such as a search that times nothing."""
-
-    def turn(self, seconds: float = math.inf) -> AbstractContextManager[bool]:
-        return nullcontext(True)
-
-    def working(self, seconds: float = math.inf) -> AbstractContextManager[None]:
         return nullcontext()
 
     def let_pass(self) -> None:
-        pass
+        """Inside `working`: if another process waits for a turn, wait until that turn has ended."""
 
     def rest(self, seconds: float) -> None:
+        """Sleep, and let other processes have turns meanwhile."""
         time.sleep(seconds)
 
     def claim(self, name: str) -> AbstractContextManager[bool]:
+        """Yields True if `name` is this process's until the end, False if another process has claimed it."""
         return nullcontext(True)
 
     def wait_for(self, name: str, seconds: float = math.inf) -> None:
+        """Sleep until no process claims `name`, and let other processes have turns meanwhile."""
         time.sleep(min(seconds, PAUSE_S))
 
 
-class FileLock:
+class FileLock(MeasurementLock):
     """The lock of all processes that open the same file. One object for a process and a file.
 
     report: told in one line for which process this one waits, and afterwards how long it has waited.

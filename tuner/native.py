@@ -5,27 +5,35 @@ weights are copies that are taken in turn and together exceed every cache, becau
 prefill or decode, reads each weight once and then all the others.
 
 Every candidate is checked: on one arithmetic its result must equal the default schedule's, bit for bit.
+
+The yardstick is a fixed piece of work, timed beside schedules, that tells when the host is slower than it can
+be. A neighbour on a core's other hyper-thread takes half of what the core does, for seconds or minutes, and
+no steal time tells of it: timings of one product lie at half their limit between others that reach it. The
+yardstick feels it too. What was timed meanwhile is timed again, and marked if the host stays slow.
 """
 
 from __future__ import annotations
 
+import math
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from phasewise.cython_kernels import _native, packing
+from phasewise.cython_kernels import _native, limit_loops, packing
 from phasewise.cython_kernels.packing import PackedWeight
 from phasewise.kerneldb.records import MAX_K_PARTS, PANEL_COLUMNS, Comparison, Problem, Sample, Schedule
 from phasewise.topology import Kind, Machine
 from phasewise.tuner import timing
-from phasewise.tuner.attention import TeamAttention, default_attention
-from phasewise.tuner.conditions import Conditions, Watch
+from phasewise.tuner.attention import ARITHMETIC, KV_BYTES, TeamAttention, default_attention, head_dim_of
+from phasewise.tuner.conditions import SLOW_PACE, Conditions, Watch
 from phasewise.tuner.errors import TunerError
-from phasewise.tuner.rounds import Times, shuffled_rounds
 from phasewise.tuner.search.group import Group
 from phasewise.tuner.search.space import Arithmetic, Caches, MicroKernel, arithmetic_of
 from phasewise.tuner.weights import (
@@ -37,7 +45,79 @@ from phasewise.tuner.weights import (
     scale_group_of,
     split_format,
 )
-from phasewise.tuner.yardstick import CoreLoops, Yardstick, steadily
+
+RETRIES = 2
+PAUSE_S = 0.2
+"""Seconds of pause before something is timed again: a neighbour's burst may be over by then."""
+
+LOOP_NS = 200_000
+READINGS = 5
+"""Readings of the clock loop, of which the best counts: a timer tick, or a team that still spins, lengthens
+one."""
+
+T = TypeVar("T")
+Work = Callable[[], Sequence[float]]
+"""Runs the fixed piece of work on every core at once; nanoseconds of each."""
+
+
+class Yardstick:
+    """The speed of every core now, as a share of the fastest that it was seen."""
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+        self._best_ns: list[float] = []
+
+    def pace(self) -> float:
+        """Pace of the slowest core, 0 to 1."""
+        now_ns = list(self._work())
+        best_ns = self._best_ns or [math.inf] * len(now_ns)
+        self._best_ns = [min(pair) for pair in zip(best_ns, now_ns, strict=True)]
+        return min(best / now for best, now in zip(self._best_ns, now_ns, strict=True))
+
+
+def steadily(take: Callable[[], T], yardstick: Yardstick, pause_s: float = PAUSE_S) -> tuple[T, float]:
+    """The result of `take` while the host is not slow, or after RETRIES more attempts; and the pace then."""
+    before = yardstick.pace()
+    attempts_left = RETRIES
+    while True:
+        reading = take()
+        pace = min(before, yardstick.pace())
+        if pace >= SLOW_PACE or not attempts_left:
+            return reading, pace
+        attempts_left -= 1
+        time.sleep(pause_s)
+        before = yardstick.pace()
+
+
+class CoreLoops:
+    """The work of a real yardstick: float32 multiply-adds for LOOP_NS, on each of `cores` at once."""
+
+    def __init__(self, cores: Sequence[int]) -> None:
+        self._pools = [
+            ThreadPoolExecutor(1, initializer=os.sched_setaffinity, initargs=(0, {core})) for core in cores
+        ]
+        calibration = 1 << 14
+        spent_ns = self._pools[0].submit(_loop_ns, calibration).result()
+        self._rounds = max(1, round(calibration * LOOP_NS / spent_ns))
+
+    def __call__(self) -> list[float]:
+        readings = [pool.submit(_loop_ns, self._rounds) for pool in self._pools]
+        return [reading.result() for reading in readings]
+
+    def close(self) -> None:
+        for pool in self._pools:
+            pool.shutdown()
+
+
+def _loop_ns(rounds: int) -> float:
+    """Time of the fastest of READINGS loops."""
+    spans = []
+    for _ in range(READINGS):
+        started_ns = time.perf_counter_ns()
+        limit_loops.peak("f32", rounds)
+        spans.append(time.perf_counter_ns() - started_ns)
+    return float(min(spans))
+
 
 ACCURACY = {"f32": 2.0**-16, "f16": 2.0**-16, "bf16": 2.0**-7}
 """Largest error of a product, relative to its largest value, that a way of computing a format may have."""
@@ -225,13 +305,9 @@ class NativeEvaluator:
             raise KernelMismatchError(f"sparse storage changes the result of {problem.describe()}")
         return self._fought(old, new)
 
-    def rounds(
-        self, problem: Problem, schedules: Sequence[Schedule], count: int, beside: Sequence[timing.Take] = ()
-    ) -> Times:
-        """Time each schedule, and the systems `beside` them, for a short turn in each of `count` shuffled
-        rounds. Nanoseconds [count, schedules, then systems]."""
-        contestants = [self._contestant(problem, schedule) for schedule in schedules]
-        return shuffled_rounds([*(contestant.take for contestant in contestants), *beside], count)
+    def takes(self, problem: Problem, schedules: Sequence[Schedule]) -> list[timing.Take]:
+        """A short turn of each schedule, for callers with an order of their own."""
+        return [self._contestant(problem, schedule).take for schedule in schedules]
 
     def compare(self, problem: Problem, candidate: Schedule, incumbent: Schedule | None) -> Comparison:
         """The verdict of a duel with the incumbent; None: with the kernels' own schedule."""
@@ -386,3 +462,53 @@ class _Contestant:
             self._effort_ns,
             conditions.fields(),
         )
+
+
+# A row may ask for more memory or time than there is. No known model comes near these limits.
+MAX_WEIGHT = 1 << 29
+MAX_ROWS_OF_X_OR_Y = 1 << 28
+MAX_MULTIPLY_ADDS = 1 << 40
+MAX_ATTENTION = 1 << 26
+
+
+def obstacle(problem: Problem, schedule: Schedule) -> str | None:
+    """The reason why a schedule cannot run here; None: it can be timed, and kernels may take its numbers as
+    they are."""
+    if problem.family == "attention":
+        return _attention_obstacle(problem, schedule)
+    if problem.family == "gemm":
+        return _product_obstacle(problem, schedule)
+    return f"there are no kernels of family {problem.family} here"
+
+
+def abi_of(family: str) -> str | None:
+    """The name under which timings of a kernel family are kept; None for a family that this program lacks."""
+    try:
+        return _native.kernel_abi(family)
+    except KeyError:
+        return None
+
+
+def _product_obstacle(problem: Problem, schedule: Schedule) -> str | None:
+    n, k, m = problem.n, problem.k, problem.m
+    if n * k > MAX_WEIGHT or max(n, k) * m > MAX_ROWS_OF_X_OR_Y or n * k * m > MAX_MULTIPLY_ADDS:
+        return "it is larger than that of any model"
+    try:
+        paths = paths_of(problem.format)
+        blank_weight(problem.format, n, k)
+    except (TunerError, ValueError) as error:
+        return str(error)
+    if schedule.compute_path not in paths:
+        return f"there is no compute path {schedule.compute_path} for {problem.format} here"
+    return None
+
+
+def _attention_obstacle(problem: Problem, schedule: Schedule) -> str | None:
+    n, k, m = problem.n, problem.k, problem.m
+    if n * m > MAX_ATTENTION:
+        return "it is larger than that of any model"
+    if problem.format not in KV_BYTES or n % k or k % head_dim_of(n, k):
+        return "there is no such attention"
+    if arithmetic_of(schedule) != ARITHMETIC:
+        return f"there is no compute path {schedule.compute_path} in {schedule.k_parts} parts for attention"
+    return None

@@ -9,14 +9,18 @@ kept, not on which.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from phasewise._words import counted, proven
 from phasewise.kerneldb.records import MachineKey, StorageDuel
 from phasewise.tuner.errors import TunerError
 from phasewise.tuner.weights import sparse_format
+
+if TYPE_CHECKING:
+    from phasewise.kerneldb.start_reads import StartReads
+    from phasewise.kerneldb.store import Store
 
 LEAST_GAIN = 0.98
 """Least ratio of dense's time to sparse's that a prompt may have: sparse storage may cost prompts next to
@@ -82,19 +86,13 @@ def _verdict(duels: Mapping[int, StorageDuel], sequences: int) -> StorageVerdict
     return StorageVerdict(won > 1 and is_known and not is_slower, why)
 
 
-class StorageDuelStore(Protocol):
-    """The part of a store that `read_storage_table` needs."""
-
-    def rows(self, kind: type[StorageDuel], **equal: object) -> list[StorageDuel]: ...
-
-
 def read_storage_table(
-    store: StorageDuelStore, machines: Iterable[MachineKey], kernel_abi: str
+    store: Store | StartReads, machines: Iterable[MachineKey], kernel_abi: str
 ) -> StorageTable:
     """The verdicts of a store for these cores and this build of the kernels."""
-    return StorageTable(_duels(store, machines, kernel_abi))
-
-
-def _duels(store: StorageDuelStore, machines: Iterable[MachineKey], kernel_abi: str) -> Iterator[StorageDuel]:
-    for machine in dict.fromkeys(machines):
-        yield from store.rows(StorageDuel, machine=machine, kernel_abi=kernel_abi, verified=True)
+    own = dict.fromkeys(machines)
+    return StorageTable(
+        duel
+        for machine in own
+        for duel in store.rows(StorageDuel, machine=machine, kernel_abi=kernel_abi, verified=True)
+    )

@@ -11,7 +11,7 @@ when to stop. Three things to know:
   duel (`timing.duel`) proves it faster than what is in use, first of all the kernels' own default. Where the
   default wins, that is a verdict too, so that no neighbour's schedule is used there.
 - *One arithmetic for a weight.* Where the search found another one than that in use, all m change or none.
-- *Cliffs first.* Numbers of rows whose default schedule breaks a law of rows (`row_laws`) are searched and
+- *Cliffs first.* Numbers of rows whose default schedule breaks a law of rows (`breaking`) are searched and
   settled before the others of the weight: a run that is cut short leaves none that it had time for.
 
 Runs that share a database also divide the weights, if they know of each other (`division`).
@@ -29,16 +29,13 @@ from typing import Literal, Protocol
 from phasewise.kerneldb.records import Comparison, Problem, Promotion, Sample, Schedule
 from phasewise.tuner.conditions import is_disturbed, mean_conditions
 from phasewise.tuner.ledger import Ledger, reversed_comparison
-from phasewise.tuner.measurement_lock import MeasurementLock, NoLock
+from phasewise.tuner.measurement_lock import MeasurementLock
 from phasewise.tuner.nearest import Seeds
-from phasewise.tuner.pace import Pace
-from phasewise.tuner.row_laws import MOST_ROWS, breaking
 from phasewise.tuner.search.group import GroupOutcome
-from phasewise.tuner.search.options import SearchOptions
-from phasewise.tuner.search.protocol import TimingBatch
+from phasewise.tuner.search.protocol import SearchOptions, TimingBatch
 from phasewise.tuner.search.space import Arithmetic, arithmetic_of
 from phasewise.tuner.standing import MeasuredRatio, ScheduleInUse, in_use_after
-from phasewise.tuner.task_division import Task, TaskDivision
+from phasewise.tuner.task_division import MOST_ROWS, Pace, Task, TaskDivision, breaking
 from phasewise.tuner.timing import PAIRS, ROUNDS, Duel
 
 INTERLEAVED = 12
@@ -142,7 +139,7 @@ class Tools:
     clock: Callable[[], float] = time.monotonic
     worth: Callable[[Task], float] | None = None
     """The share of the budget that a task deserves, in any unit; None: each task takes what it needs."""
-    lock: MeasurementLock = field(default_factory=NoLock)
+    lock: MeasurementLock = field(default_factory=MeasurementLock)
     seeds: Seeds = lambda _: ()
     """Schedules that a product's search begins with, e.g. of the nearest kinds of machine."""
 

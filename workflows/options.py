@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 from phasewise._options import OptionError, named
@@ -120,6 +121,20 @@ DRAFT_TOKENS = named(
     envvar="PHASEWISE_DRAFT_TOKENS",
     parser=parse_draft_tokens,
 )
+INCLUDE = named("folder with headers of the C file", "--include", "-I", metavar="DIR")
+DEFINE = named("macro that the C file needs", "--define", "-D", metavar="NAME=TEXT")
 EMBED_DEVICE_HELP = (
     "also embed on the accelerator of this worker program (phasewise help embeddings) [repeatable]"
 )
+
+
+@dataclass(frozen=True)
+class ModelCores:
+    """The cores that a model runs on, and the database that its plans are in."""
+
+    threads: int | None = THREADS(None)
+    ranks: int | None = RANKS(None)
+    db: str | None = DB(None)
+
+
+ANYWHERE = ModelCores()

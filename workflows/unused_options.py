@@ -118,7 +118,6 @@ _SERVE = (
                 "MODEL",
                 "--also",
                 "--tune-idle",
-                "--lora",
                 "--served-model-name",
                 "--explain",
                 *_POOLS,
@@ -126,17 +125,10 @@ _SERVE = (
                 "--routing",
                 *_DIVIDING,
             ),
-            *(*_REMOTE, *_BATCHES),
+            *_REMOTE,
         ),
         when=("--models",),
         instead="models come and go one by one, on the cores of this process; leave that out",
-    ),
-    Way(
-        "with --models",
-        ("--embed-model", *_EMBEDDING),
-        when=("--models",),
-        instead="a folder serves models that generate text; start another server for the embedding model, "
-        "phasewise serve EMBEDDING_MODEL, and leave that out",
     ),
     Way(
         "without --models",
@@ -226,13 +218,6 @@ _SERVE = (
         ("--threads", "--ranks", "--draft", "--draft-tokens", "--also", "--tune-idle"),
         when=_POOLS,
         instead="each pool has its engine and cores (0-3+4-7: two ranks); leave that out, or the pools",
-    ),
-    Way(
-        "with --also",
-        _BATCHES,
-        when=("--also",),
-        instead="engines of several models take turns, and a batch would have turns of others' answers; "
-        "leave either out",
     ),
     Way("without pools", ("--routing", *_DIVIDING), unless=_POOLS, instead="name pools, or leave that out"),
     Way(

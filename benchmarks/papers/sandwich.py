@@ -25,7 +25,7 @@ from phasewise.tuner.topotree import (
     fundamental,
     group_bound,
 )
-from phasewise.workflows.bench.kernel_rows import KernelRow, rows_from_json, summarise, summary_fields
+from phasewise.workflows.bench.kernel_rows import FormatSummary, KernelRow, rows_from_json, summarise
 from phasewise.workflows.line_chart import Chart, Panel, draw_chart
 from tests.support.ablation import WITHIN, Walked, brute_force, erring, switches, top_k_losses, tuned, walked
 from tests.support.machines import planted
@@ -104,7 +104,7 @@ def kernel_summary(files: Files) -> Yielded:
     The geometric mean of our speed over the best peer's at each point, the worst point, the shares of the
     machine's limits.
     """
-    yield from map(summary_fields, summarise(_rows_of(files)))
+    yield from map(FormatSummary.texts, summarise(_rows_of(files)))
 
 
 def _rows_of(files: Sequence[Path]) -> list[KernelRow]:

@@ -19,21 +19,25 @@ import numpy as np
 from typer import Option
 
 from benchmarks.harness import Row, Threads, Yielded, cores_of, listed, note, numbers, shapes
+from benchmarks.papers.rounds import Ratio, Times, against_best, halved, ratio, shuffled_rounds
 from phasewise.kerneldb.records import Sample, Schedule
 from phasewise.topology import read_machine
 from phasewise.tuner import timing
 from phasewise.tuner.native import NativeEvaluator, core_caches, group_of
-from phasewise.tuner.rounds import Ratio, Times, against_best, halved, ratio
-from phasewise.tuner.search.model import kernel_cycles_per_vector_row
-from phasewise.tuner.search.options import SearchOptions
-from phasewise.tuner.search.protocol import Search, cost, drive, fastest, referenced, side_by_side
+from phasewise.tuner.search.protocol import (
+    Search,
+    SearchOptions,
+    cost,
+    drive,
+    fastest,
+    referenced,
+    side_by_side,
+)
 from phasewise.tuner.search.sandwich import qualified, sandwich
-from phasewise.tuner.search.space import ScheduleSpace, kernel_of
+from phasewise.tuner.search.space import ScheduleSpace, kernel_cycles_per_vector_row, kernel_of
 from phasewise.tuner.weights import cold_bytes
 from phasewise.workflows.bench.peers.processes import Peer, PeerCell, opened_peers
-from tests.support.searches.mikpoly import mikpoly
-from tests.support.searches.random import random
-from tests.support.searches.roller import roller
+from tests.support.searches import every_schedule, holds, mikpoly, random, roller
 
 TVM_WORKER = Path(__file__).resolve().parents[1] / "peers" / "tvm_tune.py"
 ROUNDS = 150
@@ -87,7 +91,7 @@ def thinned(space: ScheduleSpace, limit: int, default: Schedule) -> ScheduleSpac
 
 
 def count(space: ScheduleSpace) -> int:
-    return sum(1 for _ in space.schedules())
+    return sum(1 for _ in every_schedule(space))
 
 
 @dataclass(frozen=True)
@@ -120,11 +124,11 @@ class Arena:
 
     def _of_this_product(self, sampled: dict[Schedule, Sample]) -> list[Sample]:
         """Without Roller's trials on one thread."""
-        return [sample for sample in sampled.values() if self.space.holds(sample.schedule)]
+        return [sample for sample in sampled.values() if holds(self.space, sample.schedule)]
 
     def oracles(self) -> tuple[list[Schedule], str]:
         """The few fastest of all candidates, after a race of the fastest ones."""
-        every, costs = list(self.space.schedules()), {}
+        every, costs = list(every_schedule(self.space)), {}
         Random(0).shuffle(every)
         for start in range(0, len(every), HEAT):
             heat = every[start : start + HEAT]
@@ -142,7 +146,7 @@ class Arena:
         return few, f"of {len(every)} candidates {within}"
 
     def rounds(self, schedules: Sequence[Schedule], rounds: int) -> Times:
-        return self.evaluator.rounds(self.space.problem, schedules, rounds)
+        return shuffled_rounds(self.evaluator.takes(self.space.problem, schedules), rounds)
 
 
 def _finals(samples: Sequence[Sample]) -> Search[Schedule]:
@@ -243,7 +247,7 @@ def _beside(peer: Peer, arena: Arena, look: Look, limit_s: float) -> Ratio:
         raise SystemExit("TVM found no schedule for this product; its log above says why")
     calls = max(1, round(timing.TURN_NS / prepared.ns))
     take: timing.Take = lambda: (round(peer.time(calls)),)  # noqa: E731 - a turn of it
-    return ratio(arena.evaluator.rounds(problem, [own], ROUNDS, [take]), 1, 0)
+    return ratio(shuffled_rounds([*arena.evaluator.takes(problem, [own]), take], ROUNDS), 1, 0)
 
 
 def searches(

@@ -9,8 +9,7 @@ from dataclasses import replace
 from benchmarks.harness import Yielded, numbers
 from phasewise.kerneldb.records import Schedule
 from phasewise.tuner.search.group import Group, m_grid, tune_group
-from phasewise.tuner.search.options import SearchOptions
-from phasewise.tuner.search.protocol import drive
+from phasewise.tuner.search.protocol import SearchOptions, drive
 from tests.support.machines.landscapes import PLAIN, GroupBench, Landscape, group_of
 
 MOST_ROWS = 512

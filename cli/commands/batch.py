@@ -9,53 +9,31 @@ from typing import Annotated
 import typer
 
 from phasewise._words import counted, number
-from phasewise.cli.options import (
-    ArithmeticOption,
-    DbOption,
-    DraftOption,
-    DraftTokensOption,
-    FormatOption,
-    JsonOption,
-    KvFormatOption,
-    LoraOption,
-    RanksOption,
-    SparseOption,
-    ThreadsOption,
-)
+from phasewise.cli.option_sets import spread
+from phasewise.cli.options import JsonOption, OptionalModelArgument
 from phasewise.cli.present import note, print_json
 from phasewise.cli.status_line import status_line
+from phasewise.workflows.batch.settings import OwnServing
+from phasewise.workflows.opening.open_model import ReadWeights
+from phasewise.workflows.options import ModelCores
 
 EXIT_REFUSED = 3
 
 
+@spread
 def batch(
     requests: Annotated[Path, typer.Argument(metavar="IN.jsonl", help="requests, one a line")],
     output: Annotated[
         Path, typer.Option("-o", "--output", metavar="OUT.jsonl", help="answers, in the same order")
     ],
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="MODEL", help="a known name, a GGUF file, a Hugging Face directory or a hub name"
-        ),
-    ] = None,
+    weights: ReadWeights,
+    placement: ModelCores,
+    answering: OwnServing,
+    model: OptionalModelArgument = None,
     url: Annotated[
         str | None,
         typer.Option("--url", metavar="URL", help="a server that runs, in place of MODEL"),
     ] = None,
-    concurrency: Annotated[
-        int, typer.Option("--concurrency", min=1, max=512, metavar="N", help="requests at the same time")
-    ] = 32,
-    weight_format: FormatOption = "native",
-    sparse: SparseOption = "auto",
-    arithmetic: ArithmeticOption = "tuned",
-    lora: LoraOption = None,
-    threads: ThreadsOption = None,
-    ranks: RanksOption = None,
-    draft: DraftOption = None,
-    draft_tokens: DraftTokensOption = None,
-    kv_format: KvFormatOption = "auto",
-    db: DbOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Answer a file of requests in OpenAI's batch form.
@@ -75,13 +53,9 @@ def batch(
     from phasewise.workflows.batch.run import BatchResult, answer_batch
     from phasewise.workflows.batch.server import OwnServer
     from phasewise.workflows.errors import UsageError
-    from phasewise.workflows.opening.open_model import Weights
 
-    weights = Weights(weight_format, sparse, arithmetic=arithmetic, lora=lora)
     if model is not None and url is None:
-        server: str | OwnServer = OwnServer(
-            model, weights, concurrency, threads, ranks, draft, draft_tokens, kv_format, db
-        )
+        server: str | OwnServer = OwnServer(model, weights, placement, answering)
     elif url is not None and model is None:
         server = url
     else:
@@ -97,7 +71,7 @@ def batch(
             output,
             server,
             key=os.environ.get("PHASEWISE_API_KEY"),
-            concurrency=concurrency,
+            concurrency=answering.concurrency,
             report=note,
             progress=lambda result: line.show(lambda: told(result)),
         )

@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from phasewise._words import counted, percent
+from phasewise.cli.option_sets import spread
 from phasewise.cli.options import JsonOption, ModelArgument
 from phasewise.cli.present import on_one_line, print_json, say
 from phasewise.cli.status_line import status_line
-from phasewise.workflows.quantise.settings import QuantFormat, QuantiseSettings
+from phasewise.workflows.quantise.settings import QuantiseSettings
 
 if TYPE_CHECKING:
     from phasewise.workflows.quantise.run import Quantised
 
 
+@spread
 def quantise(
     model: ModelArgument,
     out: Annotated[Path, typer.Option("-o", "--out", metavar="FILE", help="GGUF file to write; new")],
-    quant_format: Annotated[
-        QuantFormat, typer.Option("--format", help="type of most matrices in the file")
-    ] = "q8_0",
-    requantise: Annotated[
-        bool, typer.Option("--requantise", help="round weights that are quantised already a second time")
-    ] = False,
+    settings: QuantiseSettings,
     as_json: JsonOption = False,
 ) -> None:
     """Write the weights of MODEL, a GGUF file, in fewer bits as llama.cpp rounds them.
@@ -42,7 +39,7 @@ def quantise(
     """
     from phasewise.workflows.quantise.run import quantise as run
 
-    settings = QuantiseSettings(model, out, quant_format, requantise)
+    settings = replace(settings, model=model, out=out)
     with status_line() as status:
         quantised = run(settings, status.say, lambda line: status.show(lambda: line))
     if as_json:

@@ -9,21 +9,16 @@ from typing import Annotated
 import typer
 
 from phasewise._words import counted
-from phasewise.cli.options import (
-    ArithmeticOption,
-    DbOption,
-    FormatOption,
-    JsonOption,
-    LoraOption,
-    RanksOption,
-    SparseOption,
-    ThreadsOption,
-)
+from phasewise.cli.option_sets import spread
+from phasewise.cli.options import JsonOption
 from phasewise.cli.present import note, on_one_line, print_json, say
+from phasewise.workflows.opening.open_model import ReadWeights
+from phasewise.workflows.options import ModelCores
 
 EXIT_REFUSED = 3
 
 
+@spread
 def replay(
     receipts: Annotated[
         list[Path],
@@ -40,6 +35,8 @@ def replay(
             help="a known name, a GGUF file, a Hugging Face directory or a hub name",
         ),
     ],
+    weights: ReadWeights,
+    placement: ModelCores,
     signer: Annotated[
         Path | None,
         typer.Option(
@@ -47,13 +44,6 @@ def replay(
             help="refuse what the key in FILE has not signed: PEM or OpenSSH (phasewise[sign])",
         ),
     ] = None,
-    weight_format: FormatOption = "native",
-    sparse: SparseOption = "auto",
-    arithmetic: ArithmeticOption = "tuned",
-    lora: LoraOption = None,
-    threads: ThreadsOption = None,
-    ranks: RanksOption = None,
-    db: DbOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Confirm that answers are the model's, or name the first token that is not.
@@ -70,13 +60,9 @@ def replay(
     Each receipt is judged by itself, by the name of its file. The exit code
     is 0 if every receipt is confirmed, and 3 if any is refused.
     """
-    from phasewise.workflows.opening.open_model import Weights
     from phasewise.workflows.replay.run import replay_files
 
-    weights = Weights(weight_format, sparse, arithmetic=arithmetic, lora=lora)
-    verdicts = replay_files(
-        receipts, model, weights, threads=threads, ranks=ranks, db=db, signer=signer, report=note
-    )
+    verdicts = replay_files(receipts, model, weights, placement, signer=signer, report=note)
     n_refused = sum(not verdict.is_confirmed for verdict in verdicts)
     if as_json:
         print_json(

@@ -19,7 +19,7 @@ from phasewise.workflows.opening.first_start import Remote
 from phasewise.workflows.opening.open_model import Weights
 from phasewise.workflows.serve.embedding import Embeddings
 from phasewise.workflows.serve.pools import Pools
-from phasewise.workflows.serve.run import serve_folder, serve_model
+from phasewise.workflows.serve.run import serve_models
 from phasewise.workflows.serve.settings import (
     Accepting,
     Answering,
@@ -109,12 +109,9 @@ def serve(
         db=db,
         coming=coming,
     )
-    if coming.models is not None:
-        serve_folder(settings, note)
-        return
-    if model is None:
+    if model is None and coming.models is None:
         raise UsageError("give a MODEL to serve, or --models DIR: a folder of models")
-    serve_model(model, settings, note, explain=_tell if explain else None)
+    serve_models(model, settings, note, explain=_tell if explain else None)
 
 
 def _tell(uses: list[ScheduleUse], memory: MemoryPlacement | None, drafts: DraftRule | None) -> None:

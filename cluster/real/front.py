@@ -48,7 +48,7 @@ from phasewise.cluster.real.instance_messages import (
 from phasewise.cluster.real.supervisor import FrontSettings, InstanceMember, Launcher, Supervisor
 from phasewise.cluster.routing import POLICIES, POLICY_OF_ROUTING, Assignment, Limits, Role, Router
 from phasewise.serving.engine.answer_text import GivenSoFar
-from phasewise.serving.engine.engine_host import Deliver, EngineState, InstanceState
+from phasewise.serving.engine.engine_host import Deliver, EngineState, InstanceState, Recoveries
 from phasewise.serving.engine.fingerprint import Fingerprint
 from phasewise.serving.engine.messages import (
     Abort,
@@ -108,7 +108,7 @@ class Front:
         self.settings = settings
         self.state: EngineState = "starting"
         self.lost: EngineLost | None = None
-        self.n_requests_rerun = 0
+        self._n_requests_rerun = 0
         self.counts = FrontCounts()
         self._deliver = deliver
         self._on_lost = on_lost
@@ -138,20 +138,10 @@ class Front:
     def is_alive(self) -> bool:
         return self._thread.is_alive() and self.state != "lost"
 
-    @property
-    def n_ranks_replaced(self) -> int:
-        """Number of instances that had been ready and were started anew."""
-        return self._supervisor.n_replaced
-
-    @property
-    def n_answers_continued(self) -> int:
-        """Number of answers that had begun on an instance that ended, and went on."""
-        return self.counts.continued
-
-    @property
-    def n_core_moves(self) -> int:
-        """Zero: each instance follows its own cores, and says so in its log."""
-        return 0
+    def recoveries(self) -> Recoveries:
+        """Instances that had been ready and were started anew count as ranks. Each follows its own cores, and
+        says so in its log."""
+        return Recoveries(self._supervisor.n_replaced, self._n_requests_rerun, self.counts.continued)
 
     def threads(self) -> dict[str, int]:
         """No threads: instances compute."""
@@ -330,7 +320,7 @@ class Front:
         self._forget(attempt)
         self._drop(attempt)
         self.counts.continued += again.has_begun
-        self.n_requests_rerun += not again.has_begun
+        self._n_requests_rerun += not again.has_begun
         self._run_request(again, whole=whole)
 
     def _fail_hand_over(self, attempt: Attempt, reason: str, message: str) -> None:

@@ -144,7 +144,9 @@ class _Instance:
         self._is_lost = threading.Event()
         engine.outbox, engine.on_begin = self._sender, self._begun
         engine.ranks.follow(self._sender)
-        self._thread = EngineThread(engine, self._deliver, self._lost, Restarts(most=0), ends_on_bugs=True)
+        self._thread = EngineThread(
+            engine, self._deliver, self._lost, restarts=Restarts(most=0), ends_on_bugs=True
+        )
 
     def run(self) -> int:
         control = self._sockets.connect(zmq.DEALER, self._orders.front, self._orders.name)

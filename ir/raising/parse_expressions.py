@@ -11,7 +11,6 @@ from tree_sitter import Node
 
 from phasewise._words import counted
 from phasewise.ir import nodes as ir
-from phasewise.ir.arithmetic import integer_result
 from phasewise.ir.builders import MASK_TYPES
 from phasewise.ir.errors import SourceError
 from phasewise.ir.operations import (
@@ -25,6 +24,7 @@ from phasewise.ir.operations import (
     binary,
     decayed,
     fitting,
+    integer_result,
     unary,
 )
 from phasewise.ir.raising import complex_numbers

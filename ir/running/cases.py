@@ -10,9 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from phasewise.ir import nodes as ir
-from phasewise.ir.arithmetic import integer_result
 from phasewise.ir.errors import SourceError
-from phasewise.ir.operations import fitting
+from phasewise.ir.operations import fitting, integer_result
 from phasewise.ir.running.harness import IS_ALIAS, IS_SHARED
 from phasewise.ir.types import Pointer, Scalar, Struct, Type, innermost
 

@@ -4,7 +4,6 @@ report = replace_linear(model)          # the linear layers that have enough zer
 for one in report: print(one.name, one.why)
 """
 
-from phasewise.torch.packed_linear import PackedLinear
-from phasewise.torch.replace import Replacement, replace_linear
+from phasewise.torch.packed_linear import PackedLinear, Replacement, replace_linear
 
 __all__ = ["PackedLinear", "Replacement", "replace_linear"]

@@ -5,6 +5,7 @@ instances.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, NamedTuple, Protocol
 
 from phasewise.serving.engine.fingerprint import Fingerprint
@@ -67,6 +68,19 @@ class InstanceState(NamedTuple):
     """Times that it went on without the tuning database, of all its starts."""
 
 
+class Recoveries(NamedTuple):
+    """Counts since the start. They never fall."""
+
+    ranks_replaced: int = 0
+    """Times that processes which had died were started anew."""
+    requests_rerun: int = 0
+    """Requests that ran again from their beginning, because nothing of them had been given out."""
+    answers_continued: int = 0
+    """Answers that had begun when what computed them was lost, and went on after what was given out."""
+    core_moves: int = 0
+    """Times that an engine has gone on by other plans because its cores had changed."""
+
+
 EngineState = Literal["starting", "running", "replacing", "lost"]
 
 Deliver = Callable[[Delivery], None]
@@ -89,24 +103,8 @@ class EngineHost(Protocol):
         """The reason that nothing is computed any more; None while the engine can go on."""
         ...
 
-    @property
-    def n_ranks_replaced(self) -> int:
-        """Times that processes which had died were started anew."""
-        ...
-
-    @property
-    def n_requests_rerun(self) -> int:
-        """Requests that ran again from their beginning, because nothing of them had been given out."""
-        ...
-
-    @property
-    def n_answers_continued(self) -> int:
-        """Answers that had begun when what computed them was lost, and went on after what was given out."""
-        ...
-
-    @property
-    def n_core_moves(self) -> int:
-        """Times that an engine has gone on by other plans because its cores had changed."""
+    def recoveries(self) -> Recoveries:
+        """Counts of what went wrong and was mended. Any thread may ask."""
         ...
 
     def threads(self) -> Mapping[str, int]:
@@ -132,5 +130,16 @@ class EngineHost(Protocol):
         ...
 
 
-OpenHost = Callable[[Deliver, Callable[[], None]], EngineHost]
-"""Makes a host from `deliver` and `on_lost`, which it calls once it has given up."""
+class SharedCores(NamedTuple):
+    """The cores of an engine, which others may compute on too."""
+
+    turn: AbstractContextManager[None] = nullcontext()
+    """Entered for each step."""
+    are_others_busy: Callable[[], bool] = lambda: False
+    """True while others compute for requests that are of no batch."""
+
+
+OWN_CORES = SharedCores()
+
+OpenHost = Callable[[Deliver, Callable[[], None], SharedCores], EngineHost]
+"""Makes a host from `deliver`, `on_lost`, which it calls once it has given up, and its cores."""

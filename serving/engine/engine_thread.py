@@ -10,12 +10,18 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from typing import Literal, Protocol
 
 from phasewise._words import counted
 from phasewise.serving.engine.engine import Engine
-from phasewise.serving.engine.engine_host import EngineState, InstanceState
+from phasewise.serving.engine.engine_host import (
+    OWN_CORES,
+    EngineState,
+    InstanceState,
+    Recoveries,
+    SharedCores,
+)
 from phasewise.serving.engine.fingerprint import Fingerprint
 from phasewise.serving.engine.messages import (
     Abort,
@@ -43,6 +49,9 @@ from phasewise.serving.scheduling.pacing import PROMPT_SHARE
 
 log = logging.getLogger(__name__)
 
+LOOKS_AGAIN_S = 0.05
+"""An engine that gives way to others looks after this time whether they still compute."""
+
 CHECK = "PHASEWISE_CHECK"
 """An environment variable: where it is not empty, scheduler and KV pool are checked after every step."""
 
@@ -64,7 +73,7 @@ class EngineThread:
     """Runs `engine` until `stop`. `deliver` is called on this thread and must only hand the delivery on.
 
     on_lost: called on this thread once the engine has given up; whatever is sent then is refused.
-    turn: entered for each step, where engines share cores. idle: works while no request does.
+    idle: works while no request does.
     ends_on_bugs: give up, too, where its own bookkeeping fails; else all requests end and it goes on.
     """
 
@@ -73,10 +82,10 @@ class EngineThread:
         engine: Engine,
         deliver: Callable[[Delivery], None],
         on_lost: Callable[[], None] = lambda: None,
-        restarts: Restarts | None = None,
+        cores: SharedCores = OWN_CORES,
         *,
+        restarts: Restarts | None = None,
         ends_on_bugs: bool = False,
-        turn: AbstractContextManager[None] | None = None,
         idle: IdleWork | None = None,
     ) -> None:
         self._engine = engine
@@ -84,7 +93,7 @@ class EngineThread:
         self._on_lost = on_lost
         self._restarts = restarts or Restarts()
         self._ends_on_bugs = ends_on_bugs
-        self._in_turn = turn or nullcontext()
+        self._cores = cores
         self._idle = idle
         self._checks = bool(os.environ.get(CHECK))
         self.state: EngineState = "starting"
@@ -92,8 +101,8 @@ class EngineThread:
         """The reason that nothing is computed any more; None while there is hope."""
         self.n_turns = 0
         """Turns of the engine so far: where there is work and this stands still, the engine hangs."""
-        self.n_ranks_replaced = 0
-        self.n_requests_rerun = 0
+        self._n_ranks_replaced = 0
+        self._n_requests_rerun = 0
         self._inbox: queue.SimpleQueue[Message | Literal["look", "stop"] | Callable[[], None]] = (
             queue.SimpleQueue()
         )
@@ -108,15 +117,10 @@ class EngineThread:
         """True if it can still answer, now or once its ranks are there again."""
         return self._thread.is_alive() and self.state != "lost"
 
-    @property
-    def n_answers_continued(self) -> int:
-        """Those that had begun when ranks were lost, and went on."""
-        return self._engine.n_continued
-
-    @property
-    def n_core_moves(self) -> int:
-        """Times that the engine has gone on by other plans because its cores had changed."""
-        return 0 if self._engine.cores is None else self._engine.cores.n_moves
+    def recoveries(self) -> Recoveries:
+        """Counts of what went wrong and was mended."""
+        n_moves = 0 if self._engine.cores is None else self._engine.cores.n_moves
+        return Recoveries(self._n_ranks_replaced, self._n_requests_rerun, self._engine.n_continued, n_moves)
 
     def threads(self) -> Mapping[str, int]:
         """Threads of each phase, as it runs now; nothing where no watch is over its cores."""
@@ -169,13 +173,13 @@ class EngineThread:
 
     def _work(self) -> None:
         self.state = "running"
-        self._deliver(Delivery((), None, self._engine.load()))
+        self._deliver(self._told_load())
         while True:
             try:
                 if not self._take_messages():
                     break
                 self._move_cores()
-                self._deliver(self._turn())
+                self._deliver(self._told_load() if self._gives_way() else self._turn())
                 if self._checks:
                     self._engine.scheduler.check()
             except CoresMoved as move:
@@ -192,13 +196,23 @@ class EngineThread:
                 self._deliver(self._engine.fail_everything(StepFailed(f"the engine failed: {error}")))
         self._deliver(self._engine.fail_everything(Stopping("the server is stopping")))
 
+    def _gives_way(self) -> bool:
+        """True if all its requests are of batches, and engines beside it compute for others."""
+        if not self._cores.are_others_busy():
+            return False
+        scheduler = self._engine.scheduler
+        return scheduler.has_work and not (scheduler.n_running or scheduler.n_waiting)
+
+    def _told_load(self) -> Delivery:
+        return Delivery((), None, self._engine.load())
+
     def _turn(self) -> Delivery:
         """A step; empty after a message that leaves nothing to do: that tells the load."""
         self._is_idle = False
         reason = self._engine.ranks.lost
         if reason is not None and self.lost is None:
             raise RankLost(reason)
-        with self._in_turn:
+        with self._cores.turn:
             delivery = self._engine.step()
         self.n_turns += 1
         self._is_idle = delivery.stats is None
@@ -224,7 +238,7 @@ class EngineThread:
 
     def _take_messages(self) -> bool:
         """Handle what has arrived, waiting for it while there is nothing to compute. False: stop."""
-        wait = self._is_idle or not self._engine.has_work
+        wait = self._is_idle or not self._engine.has_work or self._gives_way()
         while True:
             try:
                 message = self._next_message(wait)
@@ -240,6 +254,8 @@ class EngineThread:
 
     def _next_message(self, wait: bool) -> Message | Literal["look", "stop"] | Callable[[], None]:
         """Raises queue.Empty where there is none and it shall not wait."""
+        if wait and self._gives_way():
+            return self._inbox.get(timeout=LOOKS_AGAIN_S)
         if self._idle is None or not wait or self._engine.has_work:
             return self._inbox.get(block=wait)
         with suppress(queue.Empty):
@@ -311,7 +327,7 @@ class EngineThread:
         delivery = self._engine.recover(loss)
         n_continued = self._engine.n_continued - n_continued_before
         n_again = delivery.load.n_waiting + delivery.load.n_in_shadow - n_continued
-        self.n_requests_rerun += n_again
+        self._n_requests_rerun += n_again
         log.error(
             "%s; %d requests end, %d answers go on, %d requests run again",
             loss,
@@ -332,7 +348,7 @@ class EngineThread:
                 log.error("the ranks cannot be started: %s", error)
                 reason = error.with_traceback(None)  # its frames hold the memory of the ranks that failed
             else:
-                self.n_ranks_replaced += 1
+                self._n_ranks_replaced += 1
                 self.state = "running"
                 log.warning("the ranks were started anew")
                 return

@@ -5,10 +5,17 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from functools import partial
 
-from phasewise.serving.engine.engine_host import Deliver, EngineHost, EngineState, InstanceState
+from phasewise.serving.engine.engine_host import (
+    Deliver,
+    EngineHost,
+    EngineState,
+    InstanceState,
+    OpenHost,
+    Recoveries,
+    SharedCores,
+)
 from phasewise.serving.engine.fingerprint import Fingerprint
 from phasewise.serving.engine.messages import Delivery, EngineLoad, Message, Submit
 from phasewise.serving.errors import EngineLost
@@ -45,57 +52,46 @@ class Turns:
                 self._is_held = False
 
 
-OpenEngineHost = Callable[[Deliver, Callable[[], None], AbstractContextManager[None]], EngineHost]
-"""Makes the host of one model from `deliver`, `on_lost`, and the turn that each of its steps waits for."""
-
-
 class SeveralEngines:
     """An `EngineHost` of several models, by their ids. A request goes to the engine of `Submit.model`.
 
-    The load is the sum of all; of pools nothing is told. One engine that is lost for good ends the server.
+    A model that is put in before the start stays: its engine that is lost for good ends the server. Others
+    are put in and taken out while it runs, from any thread but their own. The load is the sum of all. An
+    engine that has requests of batches alone computes while no other has any that are of none.
     """
 
-    def __init__(
-        self, opens: Mapping[str, OpenEngineHost], deliver: Deliver, on_lost: Callable[[], None]
-    ) -> None:
+    def __init__(self, deliver: Deliver, on_lost: Callable[[], None] = lambda: None) -> None:
         self._turns = Turns()
         self._deliver = deliver
+        self._on_lost = on_lost
+        self._has_started = False
+        self._hosts: Mapping[str, EngineHost] = {}
+        self._staying: list[EngineHost] = []
+        self._gone = Recoveries()
+        """The recoveries of engines that were taken out."""
         self._loads: dict[str, EngineLoad] = {}
         self._changing = threading.Lock()
         """Held while a load changes and the sum is delivered: the newest sum is delivered last."""
-        self._hosts: Mapping[str, EngineHost] = {
-            name: opens_one(partial(self._deliver_of, name), on_lost, self._turns)
-            for name, opens_one in opens.items()
-        }
 
     @property
     def state(self) -> EngineState:
-        states = {host.state for host in self._hosts.values()}
-        return next(state for state in _WORST_FIRST if state in states)
+        """The worst of those that stay."""
+        states = {host.state for host in self._staying}
+        worst: EngineState | None = next((state for state in _WORST_FIRST if state in states), None)
+        return worst or ("running" if self._has_started else "starting")
 
     @property
     def is_alive(self) -> bool:
-        return all(host.is_alive for host in self._hosts.values())
+        return self._has_started and all(host.is_alive for host in self._staying)
 
     @property
     def lost(self) -> EngineLost | None:
-        return next((host.lost for host in self._hosts.values() if host.lost is not None), None)
+        return next((host.lost for host in self._staying if host.lost is not None), None)
 
-    @property
-    def n_ranks_replaced(self) -> int:
-        return sum(host.n_ranks_replaced for host in self._hosts.values())
-
-    @property
-    def n_requests_rerun(self) -> int:
-        return sum(host.n_requests_rerun for host in self._hosts.values())
-
-    @property
-    def n_answers_continued(self) -> int:
-        return sum(host.n_answers_continued for host in self._hosts.values())
-
-    @property
-    def n_core_moves(self) -> int:
-        return sum(host.n_core_moves for host in self._hosts.values())
+    def recoveries(self) -> Recoveries:
+        with self._changing:
+            each = [self._gone, *(host.recoveries() for host in self._hosts.values())]
+        return Recoveries(*map(sum, zip(*each, strict=True)))
 
     def threads(self) -> Mapping[str, int]:
         """Engines take turns: the most that one of them has."""
@@ -103,15 +99,17 @@ class SeveralEngines:
         return {phase: max(own.get(phase, 0) for own in each) for own in each for phase in own}
 
     def fingerprint(self, model: str = "") -> Fingerprint | None:
-        """The identity of the model of this id."""
-        return self._hosts[model].fingerprint()
+        """The identity of the model of this id; None where it has gone."""
+        host = self._hosts.get(model)
+        return None if host is None else host.fingerprint()
 
     def instances(self) -> tuple[InstanceState, ...]:
         """None: each engine does everything for its model."""
         return ()
 
     def start(self) -> None:
-        for host in self._hosts.values():
+        self._has_started = True
+        for host in self._staying:
             host.start()
 
     def send(self, message: Message) -> None:
@@ -126,72 +124,18 @@ class SeveralEngines:
         stopped = [host.stop(timeout_s) for host in self._hosts.values()]
         return all(stopped)
 
-    def _deliver_of(self, name: str, delivery: Delivery) -> None:
-        """On the thread of one engine."""
-        stats = None if delivery.stats is None else delivery.stats._replace(model=name)
-        with self._changing:
-            self._loads[name] = delivery.load
-            self._deliver(delivery._replace(stats=stats, load=_sum(dict(self._loads))))
-
-
-class ChangingEngines(SeveralEngines):
-    """Engines that are put in and taken out while it runs, from any thread but their own.
-
-    One that is lost for good is taken out by whoever put it in, and ends no other.
-    """
-
-    def __init__(self, deliver: Deliver) -> None:
-        super().__init__({}, deliver, lambda: None)
-        self._has_started = False
-        self._n_replaced_before = self._n_rerun_before = self._n_continued_before = self._n_moves_before = 0
-        """By engines that were taken out."""
-
-    @property
-    def state(self) -> EngineState:
-        return "running" if self._has_started else "starting"
-
-    @property
-    def is_alive(self) -> bool:
-        return self._has_started
-
-    @property
-    def lost(self) -> EngineLost | None:
-        return None
-
-    @property
-    def n_ranks_replaced(self) -> int:
-        with self._changing:
-            return self._n_replaced_before + super().n_ranks_replaced
-
-    @property
-    def n_requests_rerun(self) -> int:
-        with self._changing:
-            return self._n_rerun_before + super().n_requests_rerun
-
-    @property
-    def n_answers_continued(self) -> int:
-        with self._changing:
-            return self._n_continued_before + super().n_answers_continued
-
-    @property
-    def n_core_moves(self) -> int:
-        with self._changing:
-            return self._n_moves_before + super().n_core_moves
-
-    def fingerprint(self, model: str = "") -> Fingerprint | None:
-        """None where the model has gone."""
-        host = self._hosts.get(model)
-        return None if host is None else host.fingerprint()
-
-    def start(self) -> None:
-        self._has_started = True
-
-    def put(self, name: str, opens_one: OpenEngineHost, on_lost: Callable[[], None]) -> None:
-        """Start an engine; requests for this model may be sent from now on."""
-        host = opens_one(partial(self._deliver_of, name), on_lost, self._turns)
+    def put(self, name: str, open_host: OpenHost, on_lost: Callable[[], None] | None = None) -> None:
+        """Requests for this model may be sent from now on. on_lost: of one that may be taken out, which
+        starts now; None: of the server, with which the model starts and stays.
+        """
+        cores = SharedCores(self._turns, partial(self._are_others_busy, name))
+        host = open_host(partial(self._deliver_of, name), on_lost or self._on_lost, cores)
         with self._changing:
             self._hosts = {**self._hosts, name: host}
-        host.start()
+        if on_lost is None:
+            self._staying.append(host)
+        else:
+            host.start()
 
     def take_out(self, name: str) -> None:
         """Stop an engine, however long its step takes: nothing of it runs once this returns."""
@@ -201,11 +145,20 @@ class ChangingEngines(SeveralEngines):
         with self._changing:
             self._hosts = {other: each for other, each in self._hosts.items() if other != name}
             self._loads.pop(name, None)
-            self._n_replaced_before += host.n_ranks_replaced
-            self._n_rerun_before += host.n_requests_rerun
-            self._n_continued_before += host.n_answers_continued
-            self._n_moves_before += host.n_core_moves
+            self._gone = Recoveries(*map(sum, zip(self._gone, host.recoveries(), strict=True)))
             self._deliver(Delivery((), None, _sum(dict(self._loads))))
+
+    def _are_others_busy(self, name: str) -> bool:
+        """True while another engine has requests that are of no batch."""
+        others = [load for other, load in self._loads.copy().items() if other != name]
+        return any(load.n_waiting or load.n_running for load in others)
+
+    def _deliver_of(self, name: str, delivery: Delivery) -> None:
+        """On the thread of one engine."""
+        stats = None if delivery.stats is None else delivery.stats._replace(model=name)
+        with self._changing:
+            self._loads[name] = delivery.load
+            self._deliver(delivery._replace(stats=stats, load=_sum(dict(self._loads))))
 
 
 def _sum(by_model: Mapping[str, EngineLoad]) -> EngineLoad:

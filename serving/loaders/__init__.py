@@ -131,18 +131,10 @@ def open_head_source(
     if located is None:
         yield None
         return
-    from phasewise.serving.loaders.formats.gguf_head import open_gguf_head
-    from phasewise.serving.loaders.formats.hf_head import open_hf_head
+    from phasewise.serving.loaders.formats.heads import open_head
     from phasewise.serving.loaders.layout import check_tensors
 
-    source: ModelSource | None
-    if model is not None:
-        from phasewise.serving.loaders.formats.eagle_head import open_eagle_head
-
-        source = open_eagle_head(located.path, located.name, model.config)
-    else:
-        open_head = open_hf_head if located.path.is_dir() else open_gguf_head
-        source = open_head(located.path, located.name)
+    source = open_head(located.path, located.name, None if model is None else model.config)
     if source is None:
         yield None
         return

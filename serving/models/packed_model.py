@@ -16,15 +16,13 @@ from phasewise.cython_kernels.division import Teams, head_copies
 from phasewise.cython_kernels.packing import PackedWeight
 from phasewise.serving.errors import ModelError
 from phasewise.serving.models.encoding import MOST_POSITIONS, Embedding, Encoder
-from phasewise.serving.models.factors import NO_FACTORS, ProductFactors
-from phasewise.serving.models.halves import BOTH_HALVES, SingleHalves
 from phasewise.serving.models.heads.kinds import EAGLES, KINDS
 from phasewise.serving.models.later import LATER
-from phasewise.serving.models.layers import Layer
+from phasewise.serving.models.layers import BOTH_HALVES, Layer, SingleHalves
 from phasewise.serving.models.linears import Linears
 from phasewise.serving.models.low_rank import Adapter
 from phasewise.serving.models.mapped_file import MappedFile
-from phasewise.serving.models.parts.attention import Attention, HeadShape
+from phasewise.serving.models.parts.attention import Attention, HeadShape, QueryGrowth
 from phasewise.serving.models.parts.experts import Experts
 from phasewise.serving.models.parts.feed_forward import SILU_GATE, FeedForward, FeedForwardForm
 from phasewise.serving.models.parts.latent import STACKS as HEAD_STACKS
@@ -32,7 +30,7 @@ from phasewise.serving.models.parts.latent import LatentAttention, LatentMixer, 
 from phasewise.serving.models.parts.layer_inputs import InputsOfLayer, LayerInputs
 from phasewise.serving.models.parts.mixer import Mixer
 from phasewise.serving.models.parts.mixture import STACKS, Mixture, first_expert
-from phasewise.serving.models.parts.part import Vector
+from phasewise.serving.models.parts.part import NO_FACTORS, ProductFactors, Vector
 from phasewise.serving.models.parts.site import Site
 from phasewise.serving.models.parts.states.delta import Delta, KimiDelta
 from phasewise.serving.models.parts.states.mamba2 import Mamba2
@@ -40,7 +38,6 @@ from phasewise.serving.models.parts.states.recurrence import Convolving
 from phasewise.serving.models.parts.states.short_conv import ShortConv
 from phasewise.serving.models.parts.states.state_layers import DELTA, KDA, MAMBA2, SHORT_CONV, StateLayers
 from phasewise.serving.models.parts.streams import Streams, StreamsOfLayer
-from phasewise.serving.models.query_growth import QueryGrowth
 from phasewise.serving.models.rope import RopeSpec
 from phasewise.serving.sampling.sampling_defaults import SamplingDefaults
 

@@ -67,16 +67,17 @@ class Conversations:
         """The form in which the template writes turns, once it has started."""
         self._short, self._long = (ConfinedProcess("template", told, bounds) for _ in range(2))
 
-    def start(self) -> None:
-        """Read the template now. ModelError where it cannot be used."""
+    def start(self, *, with_form: bool = True) -> None:
+        """Read the template now, and the form of its turns. ModelError where it cannot be used."""
         try:
             self._short.start()
         except JobRefused as error:
             raise ModelError(str(error)) from error
         except ConfinedError as error:
             raise ModelError(f"the model's chat template cannot be read: {error}; give another") from error
-        with suppress(ConfinedError):  # nothing is known of one that takes too long
-            self.turn = TurnForm.from_json(self._short.ask(b"null"))
+        if with_form:
+            with suppress(ConfinedError):  # nothing is known of one that takes too long
+                self.turn = TurnForm.from_json(self._short.ask(b"null"))
 
     def write(self, conversation: Conversation, cancel: CancelToken | None = None) -> ChatPrompt:
         """The prompt of a conversation, with what opens the answer. Raises ChatTemplateError, and QueueFull

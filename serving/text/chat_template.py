@@ -5,7 +5,7 @@ confined process that does it.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -14,13 +14,7 @@ import jinja2
 from phasewise._words import counted
 from phasewise.serving.errors import ModelError, RequestError
 from phasewise.serving.sandbox.confined import JobRefused
-from phasewise.serving.sandbox.template_sandbox import (
-    MAX_OUTPUT_CHARS,
-    Budget,
-    RefusedError,
-    SpentError,
-    compile_template,
-)
+from phasewise.serving.sandbox.template_sandbox import RefusedError, compile_template, write_out
 from phasewise.serving.text.control_texts import ControlTexts
 from phasewise.serving.text.conversation_shapes import LAST_RESORT, plain_tools, shaped
 from phasewise.serving.text.turn_analysis import form_of
@@ -89,31 +83,18 @@ class ChatTemplate:
             **(variables or {}),
         }
         try:
-            with Budget(names) as budget:
-                return _gather(self._template.generate(**names), budget)
+            return write_out(self._template, names)
         except RefusedError as error:
             raise ChatTemplateError(
                 f"the model's chat template refuses this conversation: {error}"
             ) from error
-        except SpentError as error:
-            raise ChatTemplateError(f"the model's chat template was stopped: {error}") from error
+        except MemoryError:
+            raise
         except Exception as error:  # a template is a stranger's program, and may fail in any way
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             raise ChatTemplateError(
                 f"the model's chat template fails on this conversation ({reason}); check roles and contents"
             ) from error
-
-
-def _gather(pieces: Iterable[str], budget: Budget) -> str:
-    written: list[str] = []
-    n_chars = 0
-    for piece in pieces:
-        budget.step()
-        n_chars += len(piece)
-        if n_chars > MAX_OUTPUT_CHARS:
-            raise SpentError("it wrote too much")
-        written.append(piece)
-    return "".join(written)
 
 
 def prepare(told: bytes) -> Callable[[bytes], bytes]:

@@ -6,6 +6,7 @@ that a prompt stays the beginning of the next one.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -74,11 +75,11 @@ def written_out(messages: Sequence[Message], tools: Sequence[Message]) -> Messag
 def shapes_lacked(write: Write, tools: Sequence[Message]) -> tuple[str, ...]:
     """The shapes that a template refuses, or of which it drops a text, and takes once they are changed."""
     lacks: list[str] = []
-    for names in [*zip(_SHAPES), _BOTH]:
-        for probe in _SHAPES[names[0]][1]:
-            changed = shaped(probe, [*lacks, *names])
+    for name, (_, probes) in _SHAPES.items():
+        for probe in probes:
+            changed = shaped(probe, [*lacks, name])
             if not _is_taken(write, shaped(probe, lacks), tools) and _is_taken(write, changed, tools):
-                lacks += names
+                lacks.append(name)
     if write([_USER], _BARE, True, {}) is None and write([_USER], plain_tools(_BARE), True, {}) is not None:
         lacks.append("bare schemas")
     return tuple(lacks)
@@ -110,12 +111,20 @@ def _n_leading(messages: Messages) -> int:
     return next((n for n, message in enumerate(messages) if message["role"] != "system"), len(messages))
 
 
+def _joined(messages: Messages, joins: Callable[[Messages, Message], bool]) -> Messages:
+    """With the text of a message in the one before, where it `joins` those before it."""
+    out: Messages = []
+    for message in messages:
+        if out and joins(out, message):
+            texts = [str(text) for text in (out[-1]["content"], message["content"]) if text]
+            out[-1] = {**out[-1], **message, "role": out[-1]["role"], "content": "\n\n".join(texts)}
+        else:
+            out.append(message)
+    return out
+
+
 def _join_leading(messages: Messages) -> Messages:
-    n_leading = _n_leading(messages)
-    if n_leading < 2:
-        return messages
-    text = "\n\n".join(str(message["content"]) for message in messages[:n_leading])
-    return [{**messages[0], "content": text}, *messages[n_leading:]]
+    return _joined(messages, lambda out, m: len(out) == 1 and out[0]["role"] == m["role"] == "system")
 
 
 def _move_later(messages: Messages) -> Messages:
@@ -136,27 +145,16 @@ def _move_later(messages: Messages) -> Messages:
 
 
 def _join_neighbours(messages: Messages) -> Messages:
-    out: Messages = []
-    for message in messages:
-        last = out[-1] if out else {"role": ""}
-        joins = last["role"] == message["role"] and message["role"] in ("user", "assistant")
-        if joins and not (last.get("tool_calls") or message.get("tool_calls")):
-            texts = [str(text) for text in (last["content"], message["content"]) if text]
-            out[-1] = {**last, **message, "content": "\n\n".join(texts)}
-        else:
-            out.append(message)
-    return out
+    def joins(out: Messages, message: Message) -> bool:
+        calls = out[-1].get("tool_calls") or message.get("tool_calls")
+        return out[-1]["role"] == message["role"] and message["role"] in ("user", "assistant") and not calls
+
+    return _joined(messages, joins)
 
 
 def _join_to_result(messages: Messages) -> Messages:
     """The words of a user right after a tool's result, into that result."""
-    out: Messages = []
-    for message in messages:
-        if out and out[-1]["role"] == "tool" and message["role"] == "user":
-            out[-1] = {**out[-1], "content": f"{out[-1]['content']}\n\n{message['content']}"}
-        else:
-            out.append(message)
-    return out
+    return _joined(messages, lambda out, m: out[-1]["role"] == "tool" and m["role"] == "user")
 
 
 def _system_to_user(messages: Messages) -> Messages:
@@ -173,11 +171,7 @@ def _system_to_user(messages: Messages) -> Messages:
 
 def _said_at_all(messages: Messages) -> Messages:
     """Without answers that say and call nothing."""
-    return [
-        message
-        for message in messages
-        if message["role"] != "assistant" or message.get("content") or message.get("tool_calls")
-    ]
+    return [m for m in messages if m["role"] != "assistant" or m.get("content") or m.get("tool_calls")]
 
 
 def _user_first(messages: Messages) -> Messages:
@@ -190,12 +184,12 @@ def _user_first(messages: Messages) -> Messages:
 
 def _lone_results(messages: Messages) -> Messages:
     """Results of calls that are not in the conversation, as words of the user."""
-    out: Messages = []
-    for message in messages:
-        has_call = any(each["role"] == "assistant" and each.get("tool_calls") for each in out)
-        is_lone = message["role"] == "tool" and not has_call
-        out.append({"role": "user", "content": message["content"]} if is_lone else message)
-    return out
+    first = next(
+        (n for n, m in enumerate(messages) if m["role"] == "assistant" and m.get("tool_calls")), None
+    )
+    return [
+        {"role": "user", "content": m["content"]} if m["role"] == "tool" else m for m in messages[:first]
+    ] + (messages[first:] if first is not None else [])
 
 
 def _one_call(messages: Messages) -> Messages:
@@ -204,17 +198,16 @@ def _one_call(messages: Messages) -> Messages:
     left = list(messages)
     while left:
         message = left.pop(0)
-        calls = message.get("tool_calls") or []
-        if len(calls) < 2:
+        if len(calls := message.get("tool_calls") or []) < 2:
             out.append(message)
             continue
-        n_results = next((n for n, other in enumerate(left) if other["role"] != "tool"), len(left))
-        results, left = left[:n_results], left[n_results:]
+        results = list(itertools.takewhile(lambda other: other["role"] == "tool", left))
+        left = left[len(results) :]
+        ids = [call.get("id") for call in calls]
         for call in calls:
             out.append({**message, "tool_calls": [call]})
             out += [result for result in results if result.get("tool_call_id") == call.get("id")]
             message = {**_without(message, *THOUGHTS), "content": ""}
-        ids = {call.get("id") for call in calls}
         out += [result for result in results if result.get("tool_call_id") not in ids]
     return out
 
@@ -234,20 +227,12 @@ def _without_thoughts(messages: Messages) -> Messages:
     return [_without(m, *THOUGHTS) if m.get("tool_calls") and m.get("content") else m for m in messages]
 
 
-def _null_text(messages: Messages) -> Messages:
-    return [{**m, "content": m.get("content") or None} if m.get("tool_calls") else m for m in messages]
-
-
 def _text_arguments(messages: Messages) -> Messages:
-    def changed(call: Message) -> Message:
-        given = call["function"]["arguments"]
-        text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
-        return {**call, "function": {**call["function"], "arguments": text}}
-
-    return [
-        {**m, "tool_calls": list(map(changed, m["tool_calls"]))} if m.get("tool_calls") else m
-        for m in messages
-    ]
+    out = json.loads(json.dumps(messages))
+    for function in (call["function"] for m in out for call in m.get("tool_calls") or []):
+        if not isinstance(function["arguments"], str):
+            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+    return out  # type: ignore[no-any-return]
 
 
 def _calls_as_text(messages: Messages) -> Messages:
@@ -284,7 +269,6 @@ _SHAPES: dict[str, tuple[Callable[[Messages], Messages], list[Messages]]] = {
     "leading systems": (_join_leading, [[_SYSTEM, _said("system", 2), _USER]]),
     "system": (_system_to_user, [[_SYSTEM, _USER], [_SYSTEM, *_CALLED]]),
     "later systems": (_move_later, [[_SYSTEM, _USER, _ASSISTANT, _said("system", 2), _said("user", 2)]]),
-    "empty text beside calls": (_null_text, [_CALLED]),
     "arguments as objects": (_text_arguments, [_CALLED]),
     "results without calls": (_lone_results, [[_RESULT, _USER]]),
     "silent answers": (_said_at_all, [[_USER, {**_ASSISTANT, "content": ""}, _said("user", 2)]]),
@@ -304,7 +288,6 @@ LAST_RESORT = (
     *("text beside calls", "user after result", "neighbours"),
 )
 """For a conversation that is refused all the same."""
-_BOTH = ("empty text beside calls", "arguments as objects")
 _PROPERTIES = {
     "a": {"type": ["string", "null"]},
     "b": {"type": "object"},

@@ -297,18 +297,20 @@ def _added_tokens(vocabulary: _Vocabulary) -> list[Json]:
     ]
 
 
-def _around(tokens: Mapping[int, str], single: Sequence[_Piece], pair: Sequence[_Piece]) -> Json:
+def _around(
+    tokens: Mapping[int, str] | Sequence[str], single: Sequence[_Piece], pair: Sequence[_Piece]
+) -> Json:
     """The post-processor that puts tokens around texts "A" and "B"."""
-
-    def piece(what: int | str, kind: int) -> Json:
-        if isinstance(what, str):
-            return {"Sequence": {"id": what, "type_id": kind}}
-        return {"SpecialToken": {"id": tokens[what], "type_id": kind}}
-
-    around = {key: [piece(*of) for of in pieces] for key, pieces in (("single", single), ("pair", pair))}
-    ids: dict[str, Json] = {
-        text: {"id": text, "ids": [token_id], "tokens": [text]} for token_id, text in tokens.items()
-    }
+    around: dict[str, list[Json]] = {"single": [], "pair": []}
+    ids: dict[str, Json] = {}
+    for parts, pieces in zip(around.values(), (single, pair), strict=True):
+        for what, kind in pieces:
+            if isinstance(what, str):
+                parts.append({"Sequence": {"id": what, "type_id": kind}})
+                continue
+            text = tokens[what]
+            ids[text] = {"id": text, "ids": [what], "tokens": [text]}
+            parts.append({"SpecialToken": {"id": text, "type_id": kind}})
     return _part("TemplateProcessing", **around, special_tokens=ids)
 
 
@@ -318,8 +320,7 @@ def _bos_and_eos(vocabulary: _Vocabulary, default_bos: int) -> Json:
     bos = vocabulary.special_id("bos", default_bos) if wants_bos else None
     eos = vocabulary.special_id("eos") if wants_eos else None
     single = [(what, 0) for what in (bos, "A", eos) if what is not None]
-    tokens = {what: vocabulary.tokens[what] for what, _ in single if isinstance(what, int)}
-    return _around(tokens, single, single) if tokens else None
+    return _around(vocabulary.tokens, single, single) if len(single) > 1 else None
 
 
 # Byte-level BPE
@@ -469,6 +470,7 @@ def _word_pieces(vocabulary: _Vocabulary) -> Json:
         raise ModelError(
             "the metadata name a token that stands in the vocabulary twice; fetch the file again"
         )
+    single: list[_Piece] = [(first, 0), ("A", 0), (last, 0)]
     has_capitals = any(token != token.lower() for token in written if not token.startswith("["))
     return _document(
         _part(
@@ -479,7 +481,7 @@ def _word_pieces(vocabulary: _Vocabulary) -> Json:
             vocab=written,
         ),
         [_added(token_id, listed[token_id]) for token_id in sorted({first, last, unknown})],
-        _encoded(listed, first, last, [(last, 0), ("B", 1), (last, 1)]),
+        _around(listed, single, [*single, ("B", 1), (last, 1)]),
         normalizer=_part(
             "BertNormalizer",
             clean_text=True,
@@ -502,19 +504,12 @@ def _unigram(vocabulary: _Vocabulary) -> Json:
         except TypeError as error:
             raise ModelError("tokenizer.ggml.precompiled_charsmap is no list of bytes") from error
         normalizers.insert(0, _part("Precompiled", precompiled_charsmap=coded))
-    names = dict(enumerate(vocabulary.tokens))
+    single: list[_Piece] = [(first, 0), ("A", 0), (last, 0)]
     pieces = list(zip(vocabulary.tokens, map(float, vocabulary.scores()), strict=True))
     return _document(
         _part("Unigram", unk_id=unknown, vocab=pieces, byte_fallback=False),
-        [_added(token_id, names[token_id]) for token_id in sorted({first, last, unknown})],
-        _encoded(names, first, last, [(last, 0), (last, 0), ("B", 0), (last, 0)]),
+        [_added(token_id, vocabulary.tokens[token_id]) for token_id in sorted({first, last, unknown})],
+        _around(vocabulary.tokens, single, [*single, (last, 0), ("B", 0), (last, 0)]),
         normalizer=_part("Sequence", normalizers=normalizers),
         pre_tokenizer=_part("Metaspace", replacement=SPACE_MARK, prepend_scheme="always", split=True),
     )
-
-
-def _encoded(tokens: Mapping[int, str], first: int, last: int, second: Sequence[_Piece]) -> Json:
-    """The marks around one text, and around two. `second`: what stands behind the first of two."""
-    marks = {token_id: tokens[token_id] for token_id in (first, last)}
-    begin: list[_Piece] = [(first, 0), ("A", 0)]
-    return _around(marks, [*begin, (last, 0)], [*begin, *second])

@@ -39,29 +39,17 @@ _SIMPLE = re.compile(
 )
 """A few characters or classes, the last of which may be repeated: nothing is tried twice."""
 
-_HARMLESS_NORMALIZERS = frozenset({"NFC", "NFD", "NFKC", "NFKD", "Nmt", "Lowercase", "Strip", "StripAccents"})
-"""A second time each of them changes nothing."""
-_REPEATABLE = {"BertNormalizer": 5 / 3, "ByteLevel": 2.0}
+_HARMLESS = {
+    ("normalizer", "normalizers"): """NFC NFD NFKC NFKD Nmt Lowercase Strip StripAccents BertNormalizer
+        ByteLevel Prepend Replace Precompiled""",
+    ("pre_tokenizer", "pretokenizers"): """ByteLevel Metaspace Whitespace WhitespaceSplit BertPreTokenizer
+        Punctuation Digits CharDelimiterSplit UnicodeScripts Split""",
+    ("post_processor", "processors"): "ByteLevel BertProcessing RobertaProcessing TemplateProcessing",
+    ("decoder", "decoders"): "ByteLevel ByteFallback Metaspace WordPiece Fuse Strip BPEDecoder CTC Replace",
+}
+"""The known parts of each kind, by the names of one of them and of those of a sequence."""
+_FACTORS = {"BertNormalizer": 5 / 3, "ByteLevel": 2.0, "Metaspace": 3.0}
 """They lengthen a text each time: spaces around a character of three bytes, two bytes for one."""
-_HARMLESS_PRE_TOKENIZERS = frozenset(
-    [
-        "ByteLevel",
-        "Metaspace",
-        "Whitespace",
-        "WhitespaceSplit",
-        "BertPreTokenizer",
-        "Punctuation",
-        "Digits",
-        "CharDelimiterSplit",
-        "UnicodeScripts",
-    ]
-)
-_GROWING_PRE_TOKENIZERS = frozenset({"ByteLevel", "Metaspace"})
-_MOST_GROWING = 2
-_HARMLESS_POST_PROCESSORS = frozenset({"ByteLevel", "BertProcessing", "RobertaProcessing"})
-_HARMLESS_DECODERS = frozenset(
-    {"ByteLevel", "ByteFallback", "Metaspace", "WordPiece", "Fuse", "Strip", "BPEDecoder", "CTC", "Replace"}
-)
 
 Json = Any
 
@@ -92,7 +80,10 @@ def risk_of(text: str) -> str | None:
     try:
         fields = read_json(text, object_of=_without_doubles)
         if isinstance(fields, dict):
-            _check(fields)
+            for name, inner in _HARMLESS:
+                if not growth_of(fields.get(name), name, inner).is_small:
+                    raise _Risky("it can make texts many times longer")
+            _check_model(fields.get("model"))
     except _Risky as risk:
         return str(risk)
     except ValueError:
@@ -102,65 +93,38 @@ def risk_of(text: str) -> str | None:
     return None
 
 
-def growth_of(normalizer: Json) -> Growth:
-    """The factor by which the normalizer can lengthen a text. Raises what `risk_of` catches."""
-    growth = Growth()
-    for part in _parts(normalizer, "normalizers"):
-        growth = growth.then(_growth_of_one(part))
+def growth_of(part: Json, name: str = "normalizer", inner: str = "normalizers") -> Growth:
+    """The factor by which a part, or a sequence, can lengthen a text. Raises what `risk_of` catches."""
+    growth, n_seen = Growth(), 0
+    left = [] if part is None else [part]
+    kinds = _HARMLESS[name, inner].split()
+    while left:
+        component = left.pop()
+        kind, n_seen = component["type"], n_seen + 1
+        if n_seen > _MOST_PARTS:
+            raise _Risky(f"it has more than {_MOST_PARTS} {inner}")
+        if kind == "Sequence":
+            left += reversed(component[inner])
+        elif kind not in kinds:
+            raise _Risky(f"its {name} {kind!r:.40} is not known")
+        else:
+            growth = growth.then(_growth_of_one(component, kind))
     return growth
 
 
-def _check(fields: Mapping[str, Json]) -> None:
-    if not growth_of(fields.get("normalizer")).is_small:
-        raise _Risky("its normalizers can make texts many times longer")
-    pre_tokenizers = _parts(fields.get("pre_tokenizer"), "pretokenizers")
-    if sum(part["type"] in _GROWING_PRE_TOKENIZERS for part in pre_tokenizers) > _MOST_GROWING:
-        raise _Risky("its pre-tokenizers can make texts many times longer")
-    for part in pre_tokenizers:
-        if part["type"] == "Split":
-            _check_pattern(part["pattern"])
-        elif part["type"] not in _HARMLESS_PRE_TOKENIZERS:
-            raise _Risky(f"its pre-tokenizer {part['type']!r:.40} is not known")
-    _check_post_processors(_parts(fields.get("post_processor"), "processors"))
-    for part in _parts(fields.get("decoder"), "decoders"):
-        if part["type"] not in _HARMLESS_DECODERS:
-            raise _Risky(f"its decoder {part['type']!r:.40} is not known")
-        if part["type"] == "Replace":
-            _check_pattern(part["pattern"])
-    _check_model(fields.get("model"))
-
-
-def _parts(part: Json, inner: str) -> list[Mapping[str, Json]]:
-    """The parts of a sequence of sequences, in order."""
-    components: list[Mapping[str, Json]] = []
-    left, n_seen = [] if part is None else [part], 0
-    while left:
-        component = left.pop()
-        n_seen += 1
-        if n_seen > _MOST_PARTS:
-            raise _Risky(f"it has more than {_MOST_PARTS} {inner}")
-        if component["type"] == "Sequence":
-            left += reversed(component[inner])
-        else:
-            components.append(component)
-    return components
-
-
-def _growth_of_one(part: Mapping[str, Json]) -> Growth:
-    kind = part["type"]
+def _growth_of_one(part: Mapping[str, Json], kind: str) -> Growth:
+    shortest = _check_pattern(part["pattern"]) if kind in ("Replace", "Split") else 0
     if kind == "Prepend":
         return Growth(added=_n_bytes(part["prepend"]))
     if kind == "Replace":
-        content, shortest = _n_bytes(part["content"]), _check_pattern(part["pattern"])
+        content = _n_bytes(part["content"])
         return Growth(max(1.0, content / shortest)) if shortest else Growth(1.0 + content, content)
     if kind == "Precompiled":
         longest = _longest_replacement(part["precompiled_charsmap"])
         return Growth(1.0 if longest <= _MOST_REPLACEMENT_BYTES else float(longest))
-    if kind in _REPEATABLE:
-        return Growth(_REPEATABLE[kind])
-    if kind not in _HARMLESS_NORMALIZERS:
-        raise _Risky(f"its normalizer {kind!r:.40} is not known")
-    return Growth()
+    if kind == "TemplateProcessing":
+        _check_template(part)
+    return Growth(_FACTORS.get(kind, 1.0))
 
 
 def _check_pattern(pattern: Mapping[str, str]) -> int:
@@ -177,8 +141,7 @@ def _check_pattern(pattern: Mapping[str, str]) -> int:
     simple = _SIMPLE.fullmatch(text)
     if simple is None:
         raise _Risky(f"its pattern {text!r:.60} is not known to be harmless")
-    least = simple["least"]
-    return int(simple["last"] not in ("*", "?") and (least is None or int(least) > 0))
+    return int(simple["last"] not in ("*", "?") and int(simple["least"] or 1) > 0)
 
 
 def _longest_replacement(charsmap: str | None) -> int:
@@ -191,22 +154,13 @@ def _longest_replacement(charsmap: str | None) -> int:
     return max(map(len, table[begin:].split(b"\0")))
 
 
-def _check_post_processors(parts: list[Mapping[str, Json]]) -> None:
-    repeats = 1
-    for part in parts:
-        if part["type"] in _HARMLESS_POST_PROCESSORS:
-            continue
-        if part["type"] != "TemplateProcessing":
-            raise _Risky(f"its post-processor {part['type']!r:.40} is not known")
-        ids = {name: len(token["ids"]) for name, token in part["special_tokens"].items()}
-        for template, most in ((part["single"], 1), (part["pair"], 2)):
-            texts = [piece for piece in template if "Sequence" in piece]
-            added = sum(ids.get(piece["SpecialToken"]["id"], 0) for piece in template if piece not in texts)
-            if added > _MOST_TEMPLATE_TOKENS or len(template) > _MOST_TEMPLATE_TOKENS:
-                raise _Risky("it puts many tokens around a text")
-            if len(texts) > most:
-                repeats *= len(texts)
-        if repeats > 1:
+def _check_template(part: Mapping[str, Json]) -> None:
+    ids = {name: len(token["ids"]) for name, token in part["special_tokens"].items()}
+    for template, most in ((part["single"], 1), (part["pair"], 2)):
+        tokens = [piece["SpecialToken"]["id"] for piece in template if "Sequence" not in piece]
+        if max(len(template), sum(ids.get(token, 0) for token in tokens)) > _MOST_TEMPLATE_TOKENS:
+            raise _Risky("it puts many tokens around a text")
+        if len(template) - len(tokens) > most:
             raise _Risky("it repeats texts")
 
 

@@ -5,6 +5,7 @@ It looks at what the template writes around sentinels, with and without thoughts
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -65,7 +66,6 @@ class _Turn(NamedTuple):
 class _Writer:
     def __init__(self, write: Write) -> None:
         self._write = write
-        self.text_arguments = False
 
     def turn(self, variables: Mapping[str, Any] | None = None, **message: Any) -> _Turn | None:
         question = {"role": "user", "content": _USER}
@@ -84,13 +84,24 @@ class _Writer:
         begin = max(0, _whole_tags(full, start) - asked)
         return _Turn(full[asked:], begin, prompt[asked + begin :]) if start >= asked else None
 
-    def calls(self, arguments: Mapping[str, Any], n_calls: int, **message: Any) -> _Turn | None:
-        given = json.dumps(arguments) if self.text_arguments else arguments
-        calls = [
-            {"id": call_id, "type": "function", "function": {"name": name, "arguments": given}}
-            for call_id, name in list(zip(_IDS, _NAMES, strict=True))[:n_calls]
-        ]
-        return self.turn(tool_calls=calls, **message)
+    def calls(
+        self, arguments: Mapping[str, Any], n_calls: int = 1, /, *texts: str | None, **message: Any
+    ) -> _Turn | None:
+        """Calls beside the first of these texts (else none, or any) beside which the template writes them,
+        their arguments as an object or as its text.
+        """
+        shown = [value for value in _VALUES if value in json.dumps(arguments)]
+        ways = itertools.product((arguments, json.dumps(arguments)), texts or ("", None, _TEXT))
+        for given, content in ways:
+            calls = [
+                {"id": call_id, "type": "function", "function": {"name": name, "arguments": given}}
+                for call_id, name in list(zip(_IDS, _NAMES, strict=True))[:n_calls]
+            ]
+            turn = self.turn(tool_calls=calls, content=content, **message)
+            is_written = turn is not None and _NAMES[0] in turn.text[turn.start :]
+            if turn is not None and is_written and all(value in turn.text for value in shown):
+                return turn
+        return None
 
 
 def form_of(write: Write, source: str) -> TurnForm:
@@ -138,7 +149,7 @@ def _thought(writer: _Writer, plain: _Turn | None, source: str) -> tuple[str, Ar
         for field in THOUGHTS:
             for turn in (
                 writer.turn(variables, content=_TEXT, **{field: _THOUGHT}),
-                writer.calls(_ARGUMENTS, 1, **{field: _THOUGHT}),
+                writer.calls(_ARGUMENTS, **{field: _THOUGHT}),
             ):
                 marks = _around_thought(turn.text, plain) if turn and _THOUGHT in turn.text else None
                 if turn is not None and marks is not None:
@@ -213,7 +224,7 @@ def _behind(text: str, mark: str) -> str:
 
 def _closed_before_calls(writer: _Writer, call: CallForm | None, text: Around) -> Around:
     """The marks around text, of which there may be one behind it where calls follow."""
-    turn = writer.calls(_ARGUMENTS, 1, content=_TEXT) if call else None
+    turn = writer.calls(_ARGUMENTS, 1, _TEXT) if call else None
     if call is None or turn is None or _TEXT not in turn.text or text[1].strip():
         return text
     opening = (call.section[0] + call.opening).partition(NAME)[0]
@@ -229,45 +240,21 @@ def _calls(
     writer: _Writer, plain: _Turn | None, thought: Around, text: Around
 ) -> tuple[CallForm | None, str]:
     """Their form and what ends a turn with calls."""
-    single = _first_written(writer, 1)
-    if single is None:
-        writer.text_arguments = True
-        single = _first_written(writer, 1)
-    if single is None:
-        writer.text_arguments = False
+    turn = double = writer.calls(_ARGUMENTS, 2)
+    if double is None or _NAMES[1] not in double.text:
+        turn = writer.calls(_ARGUMENTS)
+    if turn is None:
         return None, ""
-    double = _first_written(writer, 2)
-    turn = double if double is not None and _NAMES[1] in double.text else single
     body = turn.text
     place = body.index(_NAMES[0], turn.start)
-    before = _behind(body[turn.start : place], thought[1])
-    if _TEXT in before:
-        before = _behind(before, _TEXT).removeprefix(text[1])
-    elif text[0].strip():
-        before = _behind(before, text[0])
-        before = _behind(before, text[1]) if text[1].strip() else before
-    spans = next(filter(None, (list(_spans(body, place, is_json=j)) for j in (True, False))), [])
-    if not spans:
-        return None, ""
-    is_json = spans[0].is_json
-    pieces = _pieces(body, before, spans, plain)
-    end = _shared_end(pieces.behind, plain)
-    section_end = pieces.behind.removesuffix(end) if end else pieces.behind
-    if not pieces.section_opening.strip():
-        end, section_end = section_end + end, ""
-    call = CallForm((pieces.section_opening, section_end), pieces.opening, pieces.closing, pieces.separator)
-    if is_json:
-        return _with_keys(call, body, before, spans), end
-    return _with_argument(writer, call, body, spans), end
-
-
-def _first_written(writer: _Writer, n_calls: int) -> _Turn | None:
-    for content in ("", None, _TEXT):
-        turn = writer.calls(_ARGUMENTS, n_calls, content=content)
-        written = turn is not None and turn.text.find(_NAMES[0], turn.start) >= 0
-        if turn is not None and written and all(value in turn.text for value in _VALUES):
-            return turn
-    return None
+    before = body[turn.start : place]
+    for mark in (thought[1], text[0], _TEXT, text[1]):
+        before = _behind(before, mark)
+    for is_json in (True, False):
+        if spans := list(_spans(body, place, is_json=is_json)):
+            call, end = _around_calls(body, before, spans, plain)
+            return call if is_json else _with_argument(writer, call, body, spans), end
+    return None, ""
 
 
 class _Span(NamedTuple):
@@ -276,7 +263,6 @@ class _Span(NamedTuple):
     name: int
     begin: int
     end: int
-    is_json: bool
 
 
 def _spans(body: str, place: int, *, is_json: bool) -> Iterator[_Span]:
@@ -297,56 +283,41 @@ def _spans(body: str, place: int, *, is_json: bool) -> Iterator[_Span]:
             span = next(iter(ends.items()), (0, 0))
         if not span[1]:
             return
-        yield _Span(place, *span, is_json)
+        yield _Span(place, *span)
         place = span[1]
 
 
 def _end_of(body: str, begin: int) -> int:
     """The end of the JSON at a place, where it is that of the arguments; else 0."""
-    value, end = _decoded(body, begin)
-    return end if _is_json_of(value) else 0
-
-
-def _decoded(body: str, begin: int) -> tuple[Any, int]:
-    """The JSON value at a place, and its end; None where there is none."""
     try:
-        return json.JSONDecoder().raw_decode(body, begin)
+        value, end = json.JSONDecoder().raw_decode(body, begin)
+        value = json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
-        return None, 0
+        return 0
+    return end if value == _ARGUMENTS else 0
 
 
-def _is_json_of(value: Any) -> bool:
-    return value == _ARGUMENTS or (isinstance(value, str) and _decoded(value, 0)[0] == _ARGUMENTS)
-
-
-class _Pieces(NamedTuple):
-    section_opening: str
-    opening: str
-    closing: str
-    separator: str
-    behind: str
-
-
-def _pieces(body: str, before: str, spans: Sequence[_Span], plain: _Turn | None) -> _Pieces:
-    """The patterns around calls and between them."""
-    first = spans[0]
-    head = _pattern(body[first.name : first.begin])
-    behind = _pattern(body[spans[-1].end :])
+def _around_calls(
+    body: str, before: str, spans: Sequence[_Span], plain: _Turn | None
+) -> tuple[CallForm, str]:
+    """The patterns around calls and between them, and what ends the turn."""
+    first, behind = spans[0], _pattern(body[spans[-1].end :])
+    before, head = _pattern(before), _pattern(body[first.name : first.begin])
     if len(spans) == 1:
         end = _shared_end(behind, plain)
-        closing = behind.removesuffix(end) if end else behind
-        return _Pieces("", _pattern(before) + head, closing, "", end)
-    second = spans[1]
-    head = _aligned(head, _pattern(body[second.name : second.begin]))
-    between = _pattern(body[first.end : second.name])
-    opening = _shared(_pattern(before), between, from_end=True)
-    opening = opening[len(opening) - min(len(opening), len(between)) :]
+        return CallForm(("", ""), before + head, behind.removesuffix(end), ""), end
+    if head != _pattern(body[spans[1].name : spans[1].begin]):
+        head = re.sub(r"\d+", INDEX, head)
+    between = _pattern(body[first.end : spans[1].name])
+    opening = _shared(before, between, from_end=True)
     rest = between[: len(between) - len(opening)]
     closing = _shared(rest, behind)
-    section = _pattern(before)[: len(_pattern(before)) - len(opening)]
-    section = section if section.strip() else ""
     behind = behind[len(closing) :]
-    return _Pieces(section, opening + head, closing, rest[len(closing) :], behind)
+    end = _shared_end(behind, plain)
+    section = before[: len(before) - len(opening)], behind.removesuffix(end)
+    if not section[0].strip():
+        section, end = ("", ""), behind
+    return CallForm(section, opening + head, closing, rest[len(closing) :]), end
 
 
 def _pattern(text: str) -> str:
@@ -355,14 +326,6 @@ def _pattern(text: str) -> str:
         for word in words:
             text = text.replace(word, sign)
     return text
-
-
-def _aligned(left: str, right: str) -> str:
-    """Two equal texts but for the numbers in them."""
-    ours, theirs = _TOKENS.findall(left), _TOKENS.findall(right)
-    if len(ours) != len(theirs):
-        return left
-    return "".join(a if a == b else INDEX for a, b in zip(ours, theirs, strict=True))
 
 
 def _shared(left: str, right: str, *, from_end: bool = False) -> str:
@@ -389,35 +352,6 @@ def _shared_end(behind: str, plain: _Turn | None) -> str:
         return shared
     tag = _TAG.search(shared)
     return shared[tag.start() :] if tag else ""
-
-
-def _with_keys(call: CallForm, body: str, before: str, spans: Sequence[_Span]) -> CallForm:
-    """The call with the keys of its JSON, where the name stands in JSON too."""
-    name_place, given_end = spans[0].name, spans[0].end
-    for begin in range(name_place - len(before), name_place):
-        value, end = _decoded(body, begin) if body[begin] in "{[" else (None, 0)
-        keys = _keys(value) if end >= given_end else None
-        if keys is not None:
-            lead = _pattern(before[: len(before) - (name_place - begin)])
-            tail = call.closing.removeprefix(_pattern(body[given_end:end]))
-            if isinstance(value, list):
-                tail = call.section[1].lstrip().removeprefix("]")
-            return call._replace(keys=keys, lead=lead, tail=tail.strip())
-    return call
-
-
-def _keys(value: Any) -> tuple[str, str] | None:
-    if isinstance(value, list):
-        return next((keys for item in value if (keys := _keys(item))), None)
-    if not isinstance(value, dict):
-        return None
-    if _is_json_of(value.get(_NAMES[0])):
-        return "", ""
-    name = next((key for key, item in value.items() if item == _NAMES[0]), None)
-    given = next((key for key, item in value.items() if _is_json_of(item)), None)
-    if name is not None and given is not None:
-        return name, given
-    return next((keys for item in value.values() if (keys := _keys(item))), None)
 
 
 # Arguments that are written one by one
@@ -454,9 +388,7 @@ def _with_argument(writer: _Writer, call: CallForm, body: str, spans: Sequence[_
 
 def _around_value(writer: _Writer, value: Any, following: str) -> Around | None:
     """The patterns around a value that is no string. `following`: up to the next key."""
-    turn = writer.calls({_KEYS[0]: value, _KEYS[1]: _VALUES[1]}, 1)
-    turn = turn if turn is not None and _KEYS[1] in turn.text else None
-    turn = turn or writer.calls({_KEYS[0]: value, _KEYS[1]: _VALUES[1]}, 1, content=_TEXT)
+    turn = writer.calls({_KEYS[0]: value, _KEYS[1]: _VALUES[1]})
     if turn is None:
         return None
     begin = turn.text.find(_KEYS[0], turn.start)
@@ -473,10 +405,7 @@ def _around_value(writer: _Writer, value: Any, following: str) -> Around | None:
 
 def _with_quotes(writer: _Writer, argument: ArgumentForm) -> ArgumentForm:
     """The same, told whether strings are written as they are, or as JSON like any other value."""
-    for content in ("", _TEXT):
-        turn = writer.calls({_KEYS[0]: _QUOTED, _KEYS[1]: _VALUES[1]}, 1, content=content)
-        if turn is not None and _VALUES[0] in turn.text:
-            break
+    turn = writer.calls({_KEYS[0]: _QUOTED, _KEYS[1]: _VALUES[1]})
     if turn is None or _QUOTED in turn.text:
         return argument
     opening, closing = argument.values["string"]

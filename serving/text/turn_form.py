@@ -14,6 +14,8 @@ from phasewise.serving.text.control_texts import texts_in
 
 _TAG = re.compile(r"<[^<>\n]{1,80}>|\[[^\[\]\n]{1,40}\]")
 NAME, ID, INDEX, KEY = "\ue000", "\ue001", "\ue002", "\ue003"
+_JSON_BEGINS = re.compile(r"(?:\[\s*)?\{")
+_KEYS = re.compile(rf'(?:"(\w+)"\s*:\s*)?"{NAME}".*?(?:"(\w+)"\s*:\s*"?)?\Z', re.DOTALL)
 _SHOWN = {NAME: "NAME", ID: "ID", INDEX: "INDEX", KEY: "KEY"}
 
 Around = tuple[str, str]
@@ -35,12 +37,20 @@ class ArgumentForm(NamedTuple):
     is_raw: bool
 
 
+class JsonForm(NamedTuple):
+    """`keys`: of name and arguments, empty where the name is the key. `lead` and `tail`: what stands
+    around the JSON of all calls or of each.
+    """
+
+    keys: tuple[str, str]
+    lead: str
+    tail: str
+
+
 class CallForm(NamedTuple):
     """Calls: `section` around all of them, each from `opening` to its arguments and then to `closing`.
 
-    `argument`: None where arguments are a JSON object. `keys`: of the name and of the arguments where a call
-    is a JSON object, empty where the name is the key; `lead` and `tail`: what stands around the JSON of all
-    calls or of each.
+    `argument`: None where arguments are a JSON object.
     """
 
     section: Around
@@ -48,9 +58,17 @@ class CallForm(NamedTuple):
     closing: str
     separator: str
     argument: ArgumentForm | None = None
-    keys: tuple[str, str] | None = None
-    lead: str = ""
-    tail: str = ""
+
+    @property
+    def json(self) -> JsonForm | None:
+        """How a call is a JSON object as a whole; None: it is none."""
+        opening = self.section[0] + self.opening
+        begin, named = _JSON_BEGINS.search(opening), _KEYS.search(opening)
+        if self.argument is not None or begin is None or named is None:
+            return None
+        is_list = begin[0][0] == "["
+        tail = self.section[1].lstrip().removeprefix("]") if is_list else self.closing.rpartition("}")[2]
+        return JsonForm((named[1] or "", named[2] or ""), opening[: begin.start()], tail.strip())
 
 
 class TurnForm(NamedTuple):

@@ -1,1 +1,1 @@
-"""Tool calls and thoughts in answers: one small module for each format that models are trained on."""
+"""Tool calls and thoughts in answers, as the model's own template writes them."""

@@ -30,21 +30,17 @@ _ID_CHARACTERS = 9
 """Characters of a call's id in templates that take no other length."""
 
 
-def _json_call(section: Around, opening: str, closing: str, separator: str, *marks: str) -> CallForm:
-    """A call that is a JSON object with these keys of its arguments, between marks."""
-    key, *around = marks
-    head = f'{opening}{{"name": "{NAME}", "{key}": '
-    return CallForm(section, head, f"}}{closing}", separator, None, ("name", key), *around)
+def _json_call(section: Around, opening: str, closing: str, separator: str, key: str) -> CallForm:
+    """A call that is a JSON object with this key of its arguments, between marks."""
+    return CallForm(section, f'{opening}{{"name": "{NAME}", "{key}": ', f"}}{closing}", separator)
 
 
 _VALUES = dict.fromkeys(KINDS, ("=", ""))
 ROWS: Mapping[str, CallForm | None] = {
-    "hermes": _json_call(
-        ("", ""), "<tool_call>\n", "\n</tool_call>", "\n", "arguments", "<tool_call>", "</tool_call>"
-    ),
+    "hermes": _json_call(("", ""), "<tool_call>\n", "\n</tool_call>", "\n", "arguments"),
     "llama3-json": _json_call(("", ""), "", "", "; ", "parameters"),
     "pythonic": CallForm(("[", "]"), f"{NAME}(", ")", ", ", ArgumentForm("", ", ", _VALUES, False)),
-    "mistral": _json_call(("[TOOL_CALLS][", "]"), "", "", ", ", "arguments", "[TOOL_CALLS]"),
+    "mistral": _json_call(("[TOOL_CALLS][", "]"), "", "", ", ", "arguments"),
     "gpt-oss": CHANNELS.call,
 }
 """For `--tool-format`, and for templates that write no calls."""

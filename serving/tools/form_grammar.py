@@ -92,20 +92,21 @@ class _Grammar:
         ]  # fmt: skip
 
     def of(self, wanted: Wanted, turn: TurnForm) -> str:
-        form, names, most = self._form, range(len(wanted.functions)), wanted.most_calls
-        self._rules.append(("call", " | ".join(f"call_{number}" for number in names)))
-        for number, function in enumerate(wanted.functions):
-            self._call(f"call_{number}", function)
-        opening, start = form.section[0].lstrip(), "call"
-        if not opening:
-            start = "first"
-            self._rules.append(("first", " | ".join(f"first_{number}" for number in names)))
+        form, most = self._form, wanted.most_calls
+        names = [f"call_{number}" for number in range(len(wanted.functions))]
+        self._rules.append(("call", " | ".join(names)))
+        for name, function in zip(names, wanted.functions, strict=True):
+            self._call(name, function)
+        opening = form.section[0].lstrip()
+        space = self._spelled(form.opening[: len(form.opening) - len(form.opening.lstrip())])
+        start = f"{self._spelled(opening)} {space} call" if opening else "call"
         if turn.is_channelled:  # one call: its end ends the turn
             thought = f"{self._spelled(turn.thought[0])} THOUGHT {self._spelled(turn.thought[1])}"
             self._rules += [("thought", thought), ("THOUGHT", f"/{_ANY}/")]
             start, most = f"thought? {start}", 1
-        more = "" if most == 1 else f"({self._spelled(form.separator)} call){{0,{most - 1}}}"
-        start = f"{self._spelled(opening)} {start} {more} {self._spelled(form.section[1])}"
+        if most > 1:
+            start += f" ({self._spelled(form.separator)} {space} call){{0,{most - 1}}}"
+        start = f"{start} {self._spelled(form.section[1])}"
         if wanted.or_document:
             start += " | document"
             self._rules.append(("document", wanted.or_document))
@@ -133,49 +134,39 @@ class _Grammar:
 
     def _call(self, name: str, function: Function) -> None:
         form = self._form
-        opening = form.opening.replace(NAME, function.name)
         if form.argument is None:
             body = f"arguments_{name}"
             self._rules.append((body, arguments_rule(function)))
         else:
             body = self._arguments(name, function, form.argument)
-        tail = f"{body} {self._spelled(form.closing)}"
-        self._rules.append((name, f"{self._spelled(opening)} {tail}"))
-        if not form.section[0].lstrip():
-            self._rules.append((f"first{name[4:]}", f"{self._spelled(opening.lstrip())} {tail}"))
+        opening = self._spelled(form.opening.lstrip().replace(NAME, function.name))
+        self._rules.append((name, f"{opening} {body} {self._spelled(form.closing)}"))
 
     # Arguments that are written one by one
 
     def _arguments(self, name: str, function: Function, argument: ArgumentForm) -> str:
-        """The arguments in the order of the schema."""
+        """The arguments in the order of the schema, from the first that is there."""
         schema = dict(function.parameters)
         json_rule(schema or {"type": "object"}, lenient=True)  # its size, as a whole
-        properties = schema.get("properties")
-        properties = properties if isinstance(properties, Mapping) else {}
-        required = schema.get("required")
-        needed = set(required) if isinstance(required, list) else set()
-        keys = [key for key in properties if not _NEWLINES.search(key)]
-        for index, key in enumerate(keys):
-            value = properties[key] if isinstance(properties[key], Mapping) else {}
-            self._rules.append(
-                (f"{name}_{index}", self._argument(f"{name}_{index}", key, value, schema, function, argument))
-            )
-        separator = self._spelled(argument.separator)
-        for index in range(len(keys)):
-            self._rules.append(
-                (f"{name}_after_{index}", _following(name, index + 1, keys, needed, separator))
-            )
-        return _first(name, keys, needed)
+        properties, required = schema.get("properties"), schema.get("required")
+        keys = (
+            [key for key in properties if not _NEWLINES.search(key)]
+            if isinstance(properties, Mapping)
+            else []
+        )
+        separator, options, following = self._spelled(argument.separator), ['""'], '""'
+        for index, key in reversed(list(enumerate(keys))):
+            given, rest = f"{name}_{index}", f"{name}_after_{index}"
+            self._rules += [(given, self._argument(given, key, function, argument)), (rest, following)]
+            is_needed = isinstance(required, list) and key in required
+            options = [f"{given} {rest}", *([] if is_needed else options)]
+            following = f"{separator} {given} {rest}" + ("" if is_needed else f" | {rest}")
+        return f"({' | '.join(options)})"
 
-    def _argument(
-        self,
-        name: str,
-        key: str,
-        schema: Mapping[str, Any],
-        root: Mapping[str, Any],
-        function: Function,
-        argument: ArgumentForm,
-    ) -> str:
+    def _argument(self, name: str, key: str, function: Function, argument: ArgumentForm) -> str:
+        root = function.parameters
+        stated = root["properties"][key]
+        schema: Mapping[str, Any] = stated if isinstance(stated, Mapping) else {}
         types = types_of(schema, root) or frozenset(("string",))
         options: list[str] = []
         seen: set[tuple[str, str, str]] = set()
@@ -211,16 +202,12 @@ class _Grammar:
         begin = self._marks.search(behind)
         plain = behind if begin is None else behind[: begin.start()]
         pattern, _ = _pattern_of(schema)
-        if plain:
-            sign = re.escape(plain.lstrip("\n")[:1] or plain[:1]) if len(plain.strip()) == 1 else ""
-            if pattern or sign:
-                body = pattern or rf"[^{sign}\\\n]*"
-                self._rules.append((name.upper(), f"/{body}/"))
-                return f"{name.upper()} {end}"
-            self._rules.append((f"{name}[suffix={json.dumps(plain)}]", r"/(.|\n)*/"))
-            rest = self._spelled(behind[len(plain) :])
-            return f"{name} {rest}"
-        self._rules.append((name.upper(), "/" + (pattern or _ANY) + "/"))
+        sign = re.escape(plain.lstrip("\n")[:1] or plain[:1]) if len(plain.strip()) == 1 else ""
+        if plain and not (pattern or sign):
+            self._rules.append((f"{name}[suffix={json.dumps(plain)}]", f"/{_ANY}/"))
+            return f"{name} {self._spelled(behind[len(plain) :])}"
+        body = pattern or (rf"[^{sign}\\\n]*" if sign else _ANY)
+        self._rules.append((name.upper(), f"/{body}/"))
         return f"{name.upper()} {end}"
 
 
@@ -259,23 +246,3 @@ def _without_strings(schema: Mapping[str, Any], argument: ArgumentForm) -> dict[
             if isinstance(out.get(key), list):
                 out[key] = [option for option in out[key] if types_of(option, schema) != {"string"}]
     return out
-
-
-def _following(name: str, index: int, keys: Sequence[str], needed: set[str], separator: str) -> str:
-    """Followers of an argument: the next one, or what may follow that where it may be left out."""
-    if index == len(keys):
-        return '""'
-    given = f"{separator} {name}_{index} {name}_after_{index}"
-    return given if keys[index] in needed else f"{given} | {name}_after_{index}"
-
-
-def _first(name: str, keys: Sequence[str], needed: set[str]) -> str:
-    """The arguments from the first that is there."""
-    options = []
-    for index, key in enumerate(keys):
-        options.append(f"{name}_{index} {name}_after_{index}")
-        if key in needed:
-            break
-    else:
-        options.append('""')
-    return f"({' | '.join(options)})"

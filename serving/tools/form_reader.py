@@ -7,20 +7,30 @@ import re
 from collections.abc import Collection, Generator, Mapping
 from typing import Any
 
-from phasewise.serving.text.turn_form import ID, INDEX, KEY, NAME, ArgumentForm, CallForm, TurnForm, types_of
+from phasewise.serving.text.turn_form import (
+    ID,
+    INDEX,
+    KEY,
+    NAME,
+    ArgumentForm,
+    CallForm,
+    JsonForm,
+    TurnForm,
+    types_of,
+)
 from phasewise.serving.tools.parts import (
     Begun,
     Call,
-    JsonEnd,
     Part,
     Piece,
     Reasoning,
     Text,
+    ValueEnd,
     call,
     n_begun,
     parsed,
 )
-from phasewise.serving.tools.values import ValueEnd, typed
+from phasewise.serving.tools.values import typed
 
 Step = Generator[None, None, bool]
 """Reads one thing; True if it was there. It yields while more text must come."""
@@ -53,7 +63,7 @@ class TurnReader:
     ) -> None:
         self._turn, self._in_thought, self._is_held = turn, in_thought, is_held
         self._form = turn.call or CallForm(("", ""), "", "", "")
-        self._opening = self._form.section[0] + self._form.opening
+        self._opening, self._json_form = self._form.section[0] + self._form.opening, self._form.json
         self._is_bare = not trigger_of(self._opening)
         self._functions: Mapping[str, Any] = (
             functions if isinstance(functions, Mapping) else dict.fromkeys(functions)
@@ -125,20 +135,24 @@ class TurnReader:
         if not (is_open or self._in_thought):
             self._at = 0
             return False
-        while (end := self._text.find(closing, self._at)) < 0:
-            if self._is_final:
-                n_cut = n_begun(self._text, closing)
-                n_cut = n_cut if n_cut >= len(_FIRST_TAG.findall(closing)[0]) else 0
-                self._take(len(self._text) - n_cut, Reasoning)
-                self._at = len(self._text)
-                return True
-            self._take(len(self._text) - self._n_kept(closing), Reasoning)
-            yield
-        self._take(end, Reasoning)
-        self._at = len(closing)
+        yield from self._up_to((closing,), Reasoning)
         yield from self._space()
         self._text, self._at = self._text[self._at :], 0
         return True
+
+    def _up_to(self, marks: Collection[str], kind: type[Text] | type[Reasoning] | None) -> Step:
+        """What comes before the first of these marks, for `kind`. False: the answer ends before; a whole tag
+        with which a mark begins is left out then.
+        """
+        any_mark = re.compile("|".join(map(re.escape, marks)))
+        while (mark := any_mark.search(self._text, self._at)) is None and not self._is_final:
+            self._take(len(self._text) - self._n_kept(*marks), kind)
+            yield
+        begun = ((n_begun(self._text, mark), len(_FIRST_TAG.findall(mark)[0])) for mark in marks)
+        n_cut = max(n if n >= n_tag else 0 for n, n_tag in begun)
+        self._take(mark.start() if mark else len(self._text) - n_cut, kind)
+        self._at = len(mark[0]) if mark else len(self._text)
+        return mark is not None
 
     def _n_kept(self, *marks: str) -> int:
         """Characters at the end that may begin one of these."""
@@ -170,9 +184,9 @@ class TurnReader:
             self._at = begin
         return is_last
 
-    def _take(self, end: int, kind: type[Text] | type[Reasoning] = Text) -> None:
+    def _take(self, end: int, kind: type[Text] | type[Reasoning] | None = Text) -> None:
         end = max(end, self._at)
-        if end > self._at:
+        if end > self._at and kind is not None:
             self._parts.append(kind(self._text[self._at : end]))
         self._text, self._at = self._text[end:], 0
 
@@ -192,9 +206,9 @@ class TurnReader:
                 called = _RECIPIENT.search(header)
                 kind = Reasoning if "<|channel|>analysis" in header and called is None else Text
                 if called is not None and (yield from self._message_of(called[1])):
-                    yield from self._message(None)
+                    yield from self._up_to(_MESSAGE_ENDS, None)
                     continue
-            if not (yield from self._message(kind)):
+            if not (yield from self._up_to(_MESSAGE_ENDS, kind)):
                 return True
             is_header = True
 
@@ -207,21 +221,6 @@ class TurnReader:
             yield
         header, self._text, self._at = self._text[self._at : end], self._text[end + len(_MESSAGE) :], 0
         return header
-
-    def _message(self, kind: type[Text] | type[Reasoning] | None) -> Step:
-        """The rest of a message, for `kind`, and its end."""
-        ends = re.compile("|".join(map(re.escape, _MESSAGE_ENDS)))
-        while True:
-            end = ends.search(self._text, self._at)
-            place = end.start() if end else len(self._text) - self._n_kept(*_MESSAGE_ENDS)
-            if kind is None:
-                self._text, self._at = self._text[max(place, self._at) :], 0
-            else:
-                self._take(place, kind)
-            if end or self._is_final:
-                self._at = len(end[0]) if end else 0
-                return end is not None
-            yield
 
     def _message_of(self, name: str) -> Step:
         """A call's arguments."""
@@ -248,8 +247,8 @@ class TurnReader:
     def _section(self, begin: int) -> Step:
         """All calls that stand together. False: what began is none."""
         self._at, self._has_begun = begin, False
-        if self._form.keys is not None and not self._is_held:
-            is_read = yield from self._json_section(self._form)
+        if self._json_form is not None and not self._is_held:
+            is_read = yield from self._json_section(self._json_form)
         else:
             is_read = yield from self._tagged_section(self._form)
         if not is_read and self._is_held and (self._is_final or self._has_begun):
@@ -321,66 +320,62 @@ class TurnReader:
 
     def _object(self) -> Step:
         yield from self._space()
-        return self._text.startswith("{", self._at) and (yield from self._json(""))
+        return self._text.startswith("{", self._at) and (yield from self._json())
 
-    def _json(self, stops: str, *, is_given: bool = True) -> Step:
+    def _json(self, stops: str = "", *, is_given: bool = True) -> Step:
         """JSON up to its end, or to one of `stops`."""
-        end = JsonEnd()
-        while True:
-            n_read = end.push(self._text[self._at :], stops)
-            place = len(self._text) if n_read is None else self._at + n_read
+        scan, is_end = ValueEnd(stops), False
+        while not is_end:
+            place, is_end = scan.find(self._text, self._at)
             if is_given and place > self._at:
                 self._give(Piece(self._text[self._at : place]))
             self._at = place
-            if n_read is not None or self._is_final:
-                return n_read is not None
-            yield
+            if not is_end:
+                if self._is_final:
+                    break
+                yield
+        return is_end
 
     # Calls that are JSON as a whole
 
-    def _json_section(self, form: CallForm) -> Step:
+    def _json_section(self, form: JsonForm) -> Step:
         if not (yield from self._literal(form.lead)):
             return False
         n_calls = 0
-        while True:
+        while not (n_calls and form.tail):
             begin = self._at
-            yield from self._space_like(_BETWEEN if n_calls else _SPACE)
-            calls: list[Call] = []
-            if self._text[self._at : self._at + 1] in ("{", "["):
-                place = self._at
-                value = (
-                    parsed(self._text[place : self._at])
-                    if (yield from self._json("", is_given=False))
-                    else None
-                )
-                listed = [self._call_in(item) for item in (value if isinstance(value, list) else [value])]
-                calls = [called for called in listed if called is not None] if all(listed) else []
-            if not calls:
+            yield from self._space(_BETWEEN if n_calls else _SPACE)
+            place, calls = self._at, list[Call | None]()
+            is_json = self._text[place : place + 1] in ("{", "[")
+            if is_json and (yield from self._json(is_given=False)):
+                value = parsed(self._text[place : self._at])
+                calls = [
+                    self._call_in(item, *form.keys)
+                    for item in (value if isinstance(value, list) else [value])
+                ]
+            if not calls or None in calls:
                 self._at = begin
                 break
-            self._parts += calls
+            self._parts += filter(None, calls)
             n_calls += len(calls)
-            if form.tail:
-                break
         if n_calls:
-            yield from self._optional(form.tail or form.section[1])
+            yield from self._optional(form.tail or self._form.section[1])
         return n_calls > 0
 
-    def _call_in(self, value: Any, depth: int = 0) -> Call | None:
+    def _call_in(self, value: Any, name_key: str, key: str, depth: int = 0) -> Call | None:
         """The call that a value means; None: no call of one of the functions."""
         if not isinstance(value, dict):
             return None
-        name_key, arguments_key = self._form.keys or ("", "")
         if not name_key:
             name = next(iter(value), "")
             return call(name, value[name]) if len(value) == 1 and name in self._functions else None
         name_key = name_key if name_key in value else "name"
         name = value.get(name_key)
         if isinstance(name, str) and name in self._functions:
-            keys = (arguments_key, "arguments", "parameters")
+            keys = (key, "arguments", "parameters")
             return call(name, next((value[key] for key in keys if key in value), {}))
         inner = [item for item in value.values() if isinstance(item, dict) and name_key in item]
-        return self._call_in(inner[0], 1) if depth == 0 and len(inner) == 1 else None
+        return self._call_in(inner[0], name_key, key, 1) if depth == 0 and len(inner) == 1 else None
 
     # Arguments that are written one by one
 
@@ -439,8 +434,7 @@ class TurnReader:
                 return (yield from self._until(form, behind.replace(KEY, key), schema, is_string=as_string))
             if self._is_held:
                 yield from self._space()
-                stops = (argument.separator.strip() + form.closing.strip())[:1] + form.closing.strip()[:1]
-                return (yield from self._json(stops))
+                return (yield from self._json(_stops(form, argument)))
             return (
                 yield from self._balanced(
                     form, argument, {"type": "object"} if types == {"string"} else schema
@@ -504,19 +498,20 @@ class TurnReader:
         """True if a separator, a key and what stands behind it come: no mark says so before them."""
         begin, sign = self._at, _sign_of(argument)
         yield from self._literal(argument.separator)
-        yield from self._space_like(_KEY_BEFORE)
+        yield from self._space(_KEY_BEFORE)
         is_there = yield from self._word(sign)
         self._at = begin
         return is_there
 
     def _balanced(self, form: CallForm, argument: ArgumentForm, schema: Any) -> Step:
         """A value that nothing closes: up to the next separator or the call's end."""
-        begin, scan = self._at, ValueEnd(argument, form)
-        while (end := scan.find(self._text, begin)) is None:
+        begin, quote = self._at, argument.values["string"][1].strip()
+        scan = ValueEnd(_stops(form, argument), ([quote] if len(quote) > 1 else []) + ['"', "'"])
+        while not (reached := scan.find(self._text, begin))[1]:
             if self._is_final:
                 return False
             yield
-        self._at, text = end, self._text[begin:end].strip()
+        self._at, text = reached[0], self._text[begin : reached[0]].strip()
         value = typed(text, schema, self._schema, argument)
         if value is text and parsed(text) is None and not argument.is_raw:
             return False
@@ -537,10 +532,7 @@ class TurnReader:
         self._at += len(word) if is_there else 0
         return is_there
 
-    def _space(self) -> Step:
-        return (yield from self._space_like(_SPACE))
-
-    def _space_like(self, pattern: re.Pattern[str]) -> Step:
+    def _space(self, pattern: re.Pattern[str] = _SPACE) -> Step:
         while True:
             match = pattern.match(self._text, self._at)
             assert match is not None
@@ -557,7 +549,7 @@ class TurnReader:
                 if not (yield from self._one_name()):
                     return False
             elif piece in (ID, INDEX):
-                yield from self._space_like(_WORD if piece == ID else _DIGITS)
+                yield from self._space(_WORD if piece == ID else _DIGITS)
             else:
                 for word in piece.split():
                     yield from self._space()
@@ -591,6 +583,11 @@ class TurnReader:
 def _sign_of(argument: ArgumentForm) -> str:
     """The shortest mark behind a key."""
     return min((before.split()[0] for before, _ in argument.values.values()), key=len)
+
+
+def _stops(form: CallForm, argument: ArgumentForm) -> str:
+    """The signs of which one stands behind a value that nothing closes."""
+    return argument.separator.strip()[:1] + form.closing.strip()[:1]
 
 
 def trigger_of(opening: str) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 
@@ -119,44 +119,44 @@ class Trimmed:
         self._kind, self._space = kind, ""
 
 
-class JsonEnd:
-    """Finds the end of a JSON object or list in a text that grows. Linear in the text, however it is cut."""
+class ValueEnd:
+    """Finds the end of a value past brackets and quotes, in a text that only grows. Linear in it.
 
-    def __init__(self) -> None:
-        self._depth = 0
-        self._in_string = self._is_escaped = False
+    The end is behind its last bracket, or, with none open, before one of `stops`. `quotes`: the marks around
+    strings; a backslash takes the sense from one of one character.
+    """
 
-    def push(self, text: str, stops: str = "") -> int | None:
-        """Goes on in `text`: the place behind its last bracket, or, with none open yet, of one of `stops`.
-        None: that is not in it.
-        """
-        position = 0
-        while position < len(text):
-            if self._is_escaped:
-                self._is_escaped = False
-                position += 1
-                continue
-            sign_match = (_IN_STRING if self._in_string else _OUTSIDE).search(text, position)
-            if sign_match is None:
-                return None
-            sign, position = sign_match[0], sign_match.end()
-            if sign == "\\":
-                self._is_escaped = self._in_string
-            elif sign == '"':
-                self._in_string = not self._in_string
-            elif self._depth == 0 and sign in stops:
-                return position - 1
-            else:
-                self._depth += (sign in "{[") - (sign in "}]")
-                if sign in "}]" and self._depth <= 0:
-                    return position
-        return None
+    def __init__(self, stops: str = "", quotes: Sequence[str] = ('"',)) -> None:
+        self._stops, self._quotes = stops, quotes
+        self._open, self._close = ("{[(", "}])") if "'" in quotes else ("{[", "}]")
+        self._signs = re.compile("|".join(map(re.escape, (*quotes, *self._open, *self._close, *stops))))
+        self._at, self._depth, self._quote = 0, 0, ""
+
+    def find(self, text: str, start: int) -> tuple[int, bool]:
+        """The place that is reached in a value that goes on at `start`, and whether it is the end."""
+        self._at = max(self._at, start)
+        end = len(text) - max(n_begun(text, quote) for quote in self._quotes)
+        while self._at < end:
+            escape = r"|\\" if len(self._quote) == 1 else ""
+            pattern = re.compile(re.escape(self._quote) + escape) if self._quote else self._signs
+            match = pattern.search(text, self._at, end)
+            self._at, sign = (match.end(), match[0]) if match else (end, "")
+            if self._quote:
+                self._at += sign == "\\"
+                self._quote = "" if sign == self._quote else self._quote
+            elif sign in self._quotes:
+                self._quote = sign
+            elif match and not self._depth and sign in self._stops:
+                return match.start(), True
+            elif match:
+                self._depth += (sign in self._open) - (sign in self._close)
+                if sign in self._close and self._depth <= 0:
+                    return self._at, True
+        return min(self._at, len(text)), False
 
 
 _MOST_DIGITS = 1000
 """Python refuses to read integers of some thousands of digits."""
-_OUTSIDE = re.compile(r'["{}\[\],)]')
-_IN_STRING = re.compile(r'["\\]')
 
 
 def n_begun(text: str, mark: str) -> int:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from phasewise.serving.text.turn_form import KEY, ArgumentForm, CallForm, type_of, types_of
+from phasewise.serving.text.turn_form import KEY, ArgumentForm, type_of, types_of
 from phasewise.serving.tools.parts import parsed
 
 _MOST_DEPTH = 32
@@ -87,43 +87,3 @@ class _Constants(ast.NodeTransformer):
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.Constant({"true": True, "false": False, "null": None}[node.id])
-
-
-class ValueEnd:
-    """Finds the end of a value past brackets and quotes. Linear in the text, which only grows."""
-
-    def __init__(self, argument: ArgumentForm, form: CallForm) -> None:
-        quote = argument.values["string"][1].strip()
-        self._quotes = [quote, '"', "'"] if len(quote) > 1 else ['"', "'"]
-        self._stops = (argument.separator.strip()[:1], form.closing.strip()[:1])
-        self._at, self._depth, self._quote = -1, 0, ""
-
-    def find(self, text: str, start: int) -> int | None:
-        """The place of what ends the value that begins at `start`; None: it has not come."""
-        position = max(self._at, start)
-        longest = max(map(len, self._quotes))
-        while position < len(text):
-            if self._quote:
-                if text[position] == "\\" and len(self._quote) == 1:
-                    position += 2
-                    continue
-                if text.startswith(self._quote, position):
-                    position += len(self._quote)
-                    self._quote = ""
-                    continue
-                if len(text) - position < longest and self._quote.startswith(text[position:]):
-                    break
-            else:
-                if self._depth == 0 and text[position] in self._stops:
-                    return position
-                quote = next((quote for quote in self._quotes if text.startswith(quote, position)), "")
-                if not quote and any(quote.startswith(text[position:]) for quote in self._quotes):
-                    break
-                self._depth += (text[position] in "{[(") - (text[position] in "}])")
-                if quote:
-                    self._quote = quote
-                    position += len(quote)
-                    continue
-            position += 1
-        self._at = position
-        return None

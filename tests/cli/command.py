@@ -82,14 +82,15 @@ def divided(words: list[str]) -> tuple[list[str], str]:
         if getattr(parameter, "hidden", False)
         for flag in (*parameter.opts, *parameter.secondary_opts)
     }
-    left, lines, rest = list[str](), list[str](), iter(words)
+    left, lines, rest = list[str](), dict[str, str](), iter(words)
     for word in rest:
         if word in alone:
             value = True if alone[word] else next(rest)
-            lines.append(f"{word.lstrip('-').replace('-', '_')} = {json.dumps(value)}")
+            lines[word.lstrip("-").replace("-", "_")] = json.dumps(value)
         else:
             left.append(word)
-    return left, "\n".join([f"[{'.'.join(path)}]", *lines, ""]) if lines else ""
+    told = [f"[{'.'.join(path)}]", *(f"{name} = {value}" for name, value in lines.items()), ""]
+    return left, "\n".join(told) if lines else ""
 
 
 def run(*arguments: object, stdin: str | bytes | None = None, env: Mapping[str, str] | None = None) -> Done:

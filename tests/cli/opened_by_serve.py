@@ -17,9 +17,10 @@ import pytest
 
 from phasewise.cluster.real.instance import Orders
 from phasewise.serving.embedding.devices import Device
+from phasewise.serving.engine.engine_host import OWN_CORES
 from phasewise.serving.engine.open_engine import ModelText, OpenEngine
+from phasewise.serving.model_table import Predictor
 from phasewise.serving.pools.contract import Estimate
-from phasewise.serving.service import Predictor
 from phasewise.topology import Machine
 from tests.cli import command
 from tests.support.machines.paper_machines import xeon
@@ -96,10 +97,8 @@ class Boundary:
         set_("phasewise.serving.http.transport.listening.tls_context", lambda *files: files)
         set_("phasewise.serving.embedding.devices.accelerators", lambda: [Device("cuda", 0)])
         set_("phasewise.serving.embedding.open_embedding.open_embedding", self._embedding)
-        set_("phasewise.serving.embedding_service.run_embedding_service", self._serve_embeddings)
         set_("phasewise.serving.engine.open_engine.open_engine", self._engine)
         set_("phasewise.serving.service.run_service", self._serve)
-        set_("phasewise.serving.folder_service.run_folder_service", self._serve_folder)
         set_("phasewise.workflows.serve.idle_tuning.host_that_tunes", self._idle)
         set_("phasewise.workflows.opening.first_start.pull_what_fits", self._pull)
         set_("phasewise.workflows.receipt_keys.signing_key", lambda path: path)
@@ -159,9 +158,6 @@ class Boundary:
         self.keep("embedding", opened)
         text = _Opened(max_tokens=64)
         return _Opened(model=model, text=text, plan=plan, scores=False, width=8)
-
-    def _serve_embeddings(self, _opened: Any, settings: Any, *_rest: Any) -> None:
-        self.keep("service", settings)
 
     def _engine(
         self,
@@ -244,41 +240,32 @@ class Boundary:
             close=lambda: None,
         )
 
-    def _serve(
-        self,
-        opened: Any,
-        settings: Any,
-        _address: Any,
-        _report: Any,
-        open_host: Any,
-        _embedding: Any = None,
-        others: Any = (),
-    ) -> None:
-        if not isinstance(opened, OpenEngine):
-            open_host(lambda delivery: None, lambda: None)
-            self._forget_loads_of_the_front(_embedding)
-            self.keep("size", opened.size)
-        self.keep("text", vars(opened.text)["allow_special"])
+    def _serve(self, table: Any, settings: Any, _address: Any, _report: Any) -> None:
+        """One model of a folder is opened."""
         log = settings.length_log
         self.keep("service", dataclasses.replace(settings, length_log=None))
         self.keep("length log", None if log is None else log.path)
-        self.keep("others", [(other.names, other.sampling, other.predictor) for other in others])
+        for row in table.models:
+            if not isinstance(row.opened, OpenEngine):
+                row.open_host(lambda delivery: None, lambda: None, OWN_CORES)
+                self._forget_loads_of_the_front(table.embedding)
+                self.keep("size", row.opened.size)
+            self._keep_row(row)
+        if table.embedding is not None:
+            self.keep("embedding row", table.embedding.names)
+        if table.folder is not None:
+            self.keep("folder", (table.folder.budget_bytes, table.folder.keep_s))
+            with contextlib.ExitStack() as stack:
+                self._keep_row(table.folder.measure(next(iter(table.folder.files()))).open(stack))
+
+    def _keep_row(self, row: Any) -> None:
+        text = vars(row.opened.text)["allow_special"]
+        self.keep("row", (row.names, row.sampling, row.predictor, row.answers, text))
 
     def _forget_loads_of_the_front(self, embedding: Any) -> None:
         """It computes nothing. What embeds beside it does."""
-        name = None if embedding is None else embedding.model.name
+        name = None if embedding is None else embedding.opened.model.name
         self.opened["loaded"] = [load for load in self.opened["loaded"] if Path(str(load[0])).name == name]
-
-    def _serve_folder(self, folder: Any, settings: Any, _address: Any, _report: Any) -> None:
-        """One model of it is opened."""
-        self.keep("folder", (folder.budget_bytes, folder.keep_s))
-        log = settings.length_log
-        self.keep("service", dataclasses.replace(settings, length_log=None))
-        self.keep("length log", None if log is None else log.path)
-        name = next(iter(folder.files()))
-        with contextlib.ExitStack() as stack:
-            model, _host = folder.measure(name).open(stack)
-        self.keep("others", [(model.names, model.sampling, model.predictor)])
 
     def serve(self, *arguments: object, **environment: str) -> Run:
         """Run the command in this process."""

@@ -27,7 +27,7 @@ from phasewise.ir.raising.preprocess import read_source
 from phasewise.serving.errors import ServingError
 from phasewise.topology import read_lstopo, read_machine
 from phasewise.tuner.config import trace_files
-from phasewise.tuner.config.hidden import read_hidden
+from phasewise.tuner.config.sharing import read_hidden
 from phasewise.tuner.config.trace_files import read_trace
 from phasewise.tuner.errors import TraceError, TunerError
 from phasewise.tuner.predictor import log
@@ -36,7 +36,7 @@ from phasewise.tuner.probe.result import read_groups
 from phasewise.workflows.capacity.load import Load, arrivals_of
 from phasewise.workflows.embed.run import lines_of
 from phasewise.workflows.errors import WorkflowError
-from phasewise.workflows.evaluate.texts import read_text as _calibration
+from phasewise.workflows.evaluate.scorer import read_text as _calibration
 from phasewise.workflows.generate.answer_settings import _read as _prompt
 from phasewise.workflows.report import silent
 from phasewise.workflows.serve.address import http_limits, tls_of

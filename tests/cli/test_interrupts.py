@@ -98,6 +98,20 @@ def test_an_interrupt_amid_code_of_a_string_ends_with_the_same_exit_code(tmp_pat
     assert (ended.returncode, ended.stderr) == (130, "phasewise: interrupted\n")
 
 
+def test_an_error_that_takes_the_place_of_an_interrupt_is_no_traceback(tmp_path: Path) -> None:
+    """SQLAlchemy asserts, while a transaction closes, that it has closed."""
+    body = """
+def run(**_):
+    try:
+        raise KeyboardInterrupt
+    finally:
+        raise AssertionError
+"""
+    ended = run_as_the_command("run", tmp_path, body)
+
+    assert (ended.returncode, ended.stderr) == (130, "phasewise: interrupted\n")
+
+
 SHUTDOWNS = {
     "waits for a thread that does not end": """
 def waited_for():
@@ -209,3 +223,16 @@ def test_an_interrupt_that_is_cleared_on_its_way_is_raised_by_the_next_look() ->
         with pytest.raises(KeyboardInterrupt):
             check()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_error_that_takes_the_place_of_an_interrupt_is_the_interrupt() -> None:
+    def assert_amid_interrupt() -> None:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        finally:
+            raise AssertionError
+
+    with pytest.raises(KeyboardInterrupt), remembered_interrupts():
+        assert_amid_interrupt()
+    with pytest.raises(AssertionError), remembered_interrupts():
+        raise AssertionError

@@ -192,7 +192,7 @@ HANDED = {
         {"--format": ["--format", "int8"], "--threads": ["--threads", "3"]},
     ),
     "predict-len train": Handing(
-        "phasewise.workflows.predict_len.prompt_vectors.find_encoder_to_learn",
+        "phasewise.workflows.predict_len.inputs.find_encoder_to_learn",
         ["log"],
         {"--encoder": ["--encoder", "none"]},
         {"phasewise.workflows.predict_len.inputs.read_logs": ([], "m", None)},

@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phasewise._rows import spread
 from phasewise._version import SCHEMA_VERSION
-from phasewise._words import LOW_LIMIT
+from phasewise._words import LOW_LIMIT, limit_cell
 from phasewise.cli import tables
 from phasewise.cli.tables import RowTable, show
 
@@ -133,16 +134,16 @@ def test_colours_are_of_shares_of_a_limit_and_of_gains(column: str, cell: str, s
 def test_the_spread_is_relative_and_none_of_one_sample() -> None:
     samples = [100, 110, 95, 130, 101]
 
-    assert tables.spread([7]) == 0.0
-    assert tables.spread([50, 50, 50]) == 0.0
-    assert tables.spread([10 * sample for sample in samples]) == pytest.approx(tables.spread(samples))
-    assert tables.spread(samples) > 0
+    assert spread([7]) == 0.0
+    assert spread([50, 50, 50]) == 0.0
+    assert spread([10 * sample for sample in samples]) == pytest.approx(spread(samples))
+    assert spread(samples) > 0
 
 
 @given(st.floats(0, 10))
 def test_a_share_above_a_limit_is_told_nowhere(share: float) -> None:
     """It is told as a share, or not at all, and then a line says why."""
-    cell = tables.limit_cell(share)
+    cell = limit_cell(share)
 
     assert (cell == "-") == (tables.low_limit_lines([0.5, share]) == [LOW_LIMIT])
     assert cell == "-" or float(cell[:-1]) <= 115

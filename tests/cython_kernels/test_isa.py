@@ -1,4 +1,10 @@
-"""The ladder of instruction sets: what runs here, what PHASEWISE_ISA may name, what the sets agree on."""
+"""The ladder of instruction sets: what runs here, what PHASEWISE_ISA may name, what the sets agree on.
+
+The operations that give other bits on another set are exactly the listed ones: `python -m
+tests.support.isa_operations` prints the list for this machine. What is taken off stays off; an operation that
+comes to differ is a change of the arithmetic (`serving.engine.fingerprint.ARITHMETIC_VERSION`,
+docs/arithmetic.md).
+"""
 
 from __future__ import annotations
 

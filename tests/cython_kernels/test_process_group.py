@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +18,7 @@ import pytest
 from phasewise.cython_kernels._native import GROUP_ALIGNMENT, Group, group_bytes
 from phasewise.cython_kernels.errors import GroupError
 from tests.support.kernels import rank_processes
+from tests.support.kernels.cross import COMMON_FLAGS, HERE, KERNELS
 from tests.support.tiers import first_is_smoke
 
 LONG_S = 30.0
@@ -200,3 +204,39 @@ def test_a_group_that_nobody_initialised_says_so() -> None:
         pytest.raises(GroupError, match="initialise it first"),
     ):
         Group(memory, 2).barrier(0)
+
+
+GROUP = KERNELS / "group"
+PROGRAMS = {
+    "group_threads": (GROUP / "group.c", GROUP / "all_reduce.c"),
+    "exchange_threads": (GROUP / "group.c", GROUP / "exchange.c"),
+}
+RUNS = {
+    "group_threads": ((2, 1, 200), (2, 1031, 60), (3, 769, 60), (5, 4099, 12), (16, 16, 6)),
+    "exchange_threads": ((1, 128, 50), (2, 128, 50), (2, 1 << 16, 100), (3, 320, 50), (5, 4096, 40)),
+}
+"""Ranks, floats or bytes of a slot, turns."""
+
+
+def built(name: str, sanitiser: str, out: Path) -> Path:
+    program, sources = out / name, [HERE / f"{name}.c", *PROGRAMS[name]]
+    flags = [*COMMON_FLAGS, "-g", f"-fsanitize={sanitiser}", "-fno-sanitize-recover=all", "-I", KERNELS]
+    compilation = subprocess.run(["gcc", *flags, *sources, "-o", program], capture_output=True, text=True)
+    if "cannot find" in compilation.stderr:
+        pytest.skip(f"no library for -fsanitize={sanitiser}")
+    assert compilation.returncode == 0, compilation.stderr
+    return program
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc to compile with")
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("sanitiser", first_is_smoke(["thread", "address,undefined"]))
+def test_ranks_do_not_race_or_stray(name: str, sanitiser: str, tmp_path: Path) -> None:
+    program = built(name, sanitiser, tmp_path)
+    for run_of_ranks in RUNS[name]:
+        arguments = [str(number) for number in run_of_ranks]
+
+        run = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=200)
+
+        assert run.returncode == 0, f"{' '.join(arguments)}: {run.stderr}"

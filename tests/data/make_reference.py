@@ -202,7 +202,7 @@ def make_perplexity(gguf: Path) -> None:
     from perplexity import N_TOKENS, WINDOW_TOKENS, english_text
 
     from phasewise.workflows.evaluate.figures import perplexity, token_losses
-    from phasewise.workflows.evaluate.texts import windows
+    from phasewise.workflows.evaluate.scorer import windows
 
     (ids,) = llama_ids(gguf, [english_text()])
     model = load_gguf_model(gguf)
@@ -247,7 +247,7 @@ def make_chats() -> None:
 def make_converted(only: str) -> None:
     """converted.json: by family, the metadata without long lists, type and shape of each tensor, and the
     values of those that belong to RoPE. Families whose names lack `only` stay as they are."""
-    from phasewise.serving.loaders.formats.gguf_parts import open_gguf
+    from phasewise.serving.loaders.formats.gguf_file import open_gguf
     from tests.support.models.converted_models import CONVERTED, converted
 
     path = layout.FIXTURES / "converted.json"

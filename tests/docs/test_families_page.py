@@ -41,8 +41,8 @@ def calm(monkeypatch: pytest.MonkeyPatch) -> Family:
     module: dict[str, Any] = {}
     exec(compile(block, "calm.py", "exec"), module)
     family: Family = module["CALM"]
-    monkeypatch.setitem(families._BY_HF, *family.hf, family)
-    monkeypatch.setitem(families._BY_GGUF, *family.gguf, family)
+    monkeypatch.setitem(families.BY_HF, *family.hf, family)
+    monkeypatch.setitem(families.BY_GGUF, *family.gguf, family)
     return family
 
 

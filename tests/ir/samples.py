@@ -9,7 +9,7 @@ import pytest
 
 import phasewise.ir
 from phasewise.ir.build import built, chosen
-from phasewise.ir.raising.raise_file import raise_file
+from phasewise.ir.raising.raising import raise_file
 from phasewise.ir.running.cases import draw
 from phasewise.ir.running.checking import REASSOCIATED_BOUND, Program, Verdict, check
 from phasewise.ir.running.compiling import compile_c, missing_tool

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from phasewise.ir.errors import CheckError, SourceError
-from phasewise.ir.raising.raise_file import raise_file
+from phasewise.ir.raising.raising import raise_file
 from phasewise.ir.reading import read
 from phasewise.ir.running.cases import draw
 from phasewise.ir.running.checking import Program, check

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from phasewise.ir.build import built, chosen
-from phasewise.ir.raising.raise_file import raise_file
+from phasewise.ir.raising.raising import raise_file
 from phasewise.ir.reading import read
 from phasewise.ir.running.checking import Program, check
 from phasewise.ir.targets import TARGETS

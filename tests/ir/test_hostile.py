@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from phasewise.ir.errors import CheckError, SourceError, UserKernelError
-from phasewise.ir.raising.raise_file import raise_file
+from phasewise.ir.raising.raising import raise_file
 from phasewise.ir.reading import read
 from phasewise.ir.running import checking
 from phasewise.ir.running.cases import draw

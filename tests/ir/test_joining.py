@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from phasewise.ir.build import built, chosen
-from phasewise.ir.joining import joined
+from phasewise.ir.lowering import joined
 from phasewise.ir.nodes import CallExpression, walk_body
 from phasewise.ir.running.cases import draw
 from phasewise.ir.targets import TARGETS

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phasewise.ir.build import built, chosen
+from phasewise.ir.build import built, chosen, innermost
 from phasewise.ir.errors import SourceError
 from phasewise.ir.nodes import FunctionDefinition
 from phasewise.ir.raising.parse import parse_all
@@ -25,7 +25,6 @@ from phasewise.ir.running.harness import check_program
 from phasewise.ir.running.limited import ChildLimits, run
 from phasewise.ir.targets import TARGETS
 from phasewise.ir.text import printed
-from phasewise.ir.tunable import innermost
 from tests.ir.programs import DESCRIBED, HELPERS, program
 from tests.ir.samples import HOME, why_not
 from tests.support.ir_interpreter import interpreted

@@ -11,7 +11,7 @@ import pytest
 from phasewise.ir.build import built, chosen
 from phasewise.ir.errors import SourceError
 from phasewise.ir.operations import LIBRARY
-from phasewise.ir.raising.raise_file import raise_file
+from phasewise.ir.raising.raising import raise_file
 from phasewise.ir.reading import read
 from phasewise.ir.running.checking import Program, check
 from phasewise.ir.targets import TARGETS

@@ -137,8 +137,8 @@ TUNED = TURNS.replace("apart(4)", "apart(N)").replace(
     [
         (TUNED, "apart by `N` changes the order of sums; add reassociate() to allow it"),
         (TUNED.replace("apart(N)", 'unroll(N, "whole")'), '"whole" goes with a number'),
-        (TURNS.replace("apart(4)", 'apart(4, "twice")'), "apart takes 1 arguments and may add"),
-        (TURNS.replace("apart(4)", 'widen(4, "whole")'), "widen takes 1 arguments"),
+        (TURNS.replace("apart(4)", 'apart(4, "twice")'), "apart takes a number and may add"),
+        (TURNS.replace("apart(4)", 'widen(4, "whole")'), "widen takes a number"),
         (COPY.replace(", 12):", ', 12, widen(2), unroll(2, "whole")):'), 'widen before "whole"'),
     ],
 )

@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from phasewise.ir.build import built, chosen
+from phasewise.ir.build import built, chosen, with_parameters
 from phasewise.ir.printing import printed_c
 from phasewise.ir.raising.parse import parse_file
 from phasewise.ir.reading import read
 from phasewise.ir.running.checking import Program, check
 from phasewise.ir.targets import TARGETS
 from phasewise.ir.text import printed
-from phasewise.ir.tunable import with_parameters
 from tests.ir.samples import HOME, NAMES, original, path_of, skip_without, text_of, verdict, why_not
 
 RUN_ON = ("portable", "avx2", "avx512", "neon")

@@ -49,27 +49,12 @@ def count(x: ptr[const[u8]], n: i32) -> i32:
 
 
 @pytest.mark.many
-@pytest.mark.parametrize(
-    ("outer", "inner"),
-    [
-        ("jam(2)", ""),
-        ("jam(4)", "unroll(2)"),
-        ("interchange()", ""),
-        ("split(3)", "split(2)"),
-        ("", "widen(4)"),
-        ("", "widen(2), unroll(3)"),
-        ("", "pipeline()"),
-        ("", "prefetch(x, 256)"),
-        ("jam(2)", "pipeline(), prefetch(x, 64)"),
-    ],
-)
-def test_a_grid_is_computed_whatever_the_order(outer: str, inner: str) -> None:
-    words = [f", {how}" if how else "" for how in (outer, inner)]
-
-    assert same_bits(GRID.format(outer="", inner=""), GRID.format(outer=words[0], inner=words[1]))
+@pytest.mark.parametrize("inner", ["widen(4)", "widen(2), unroll(3)"])
+def test_a_grid_is_computed_whatever_the_order(inner: str) -> None:
+    assert same_bits(GRID.format(outer="", inner=""), GRID.format(outer="", inner=f", {inner}"))
 
 
-@pytest.mark.parametrize("how", ["unroll(2)", "unroll(5)", "split(3)", "pipeline()", "prefetch(x, 512)"])
+@pytest.mark.parametrize("how", ["unroll(2)", "unroll(5)"])
 def test_without_reassociate_a_sum_keeps_its_order(how: str) -> None:
     assert same_bits(SUM.format(head="", how=""), SUM.format(head="", how=f", {how}"))
 
@@ -102,16 +87,12 @@ def test_a_widened_loop_reads_neighbouring_places_at_once() -> None:
     ("text", "reason"),
     [
         (SUM.format(head="", how=", widen(2)"), "k:7: loop `main`: widen changes the order of the sum `sum`"),
-        (SUM.format(head="", how=", jam(2)"), "does not hold one loop"),
-        (SUM.format(head="", how=", prefetch(n, 64)"), "nothing is read through `n`"),
+        (
+            SUM.format(head="", how=", jam(2)"),
+            "`jam(2)` is no transformation; there are unroll, apart, widen",
+        ),
         (GRID.format(outer=", widen(2)", inner=""), "holds another loop"),
         (GRID.format(outer="", inner=", widen(3)"), "by 2, 4, 8 or 16"),
-        (GRID.format(outer=", jam(2)", inner="").replace("y + ((i * 48) + j)", "y + j"), "same place"),
-        (GRID.format(outer=", jam(2)", inner="").replace("load(x", "load(y + 8"), "another writes"),
-        (
-            GRID.format(outer=", interchange()", inner="").replace("(j + 8) <= n", "(j + 8) <= (n - i)"),
-            "depends on the outer",
-        ),
     ],
 )
 def test_what_would_change_a_result_is_refused_with_its_line(text: str, reason: str) -> None:

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 
 from phasewise.loadtest.arrivals import scaled
 from phasewise.loadtest.assemble import load_test_of
-from phasewise.loadtest.conversations import TurnByTurn
 from phasewise.loadtest.metrics import hit_rate, hit_rates_by_turn
 from phasewise.loadtest.outcome import FailureKind, RequestOutcome
-from phasewise.loadtest.prompts import IdPrompts, TextPrompts
+from phasewise.loadtest.prompts import IdPrompts, TextPrompts, TurnByTurn
 from phasewise.loadtest.report_json import fields_of
 from phasewise.loadtest.session import LoadReport, run_load_test
 from phasewise.loadtest.settings import Asking, Promises, SendingTimes, SentLengths

@@ -14,8 +14,8 @@ from compressed_tensors.compressors.sparse_compressors.sparse_bitmask import Bit
 from safetensors.torch import load_file  # noqa: E402
 
 from phasewise.cython_kernels import packing  # noqa: E402
-from phasewise.workflows.prune.masks import Pattern  # noqa: E402
-from phasewise.workflows.prune.run import PruneSettings, prune  # noqa: E402
+from phasewise.workflows.prune.run import prune  # noqa: E402
+from phasewise.workflows.prune.settings import Pattern, PruneSettings  # noqa: E402
 from tests.support.models.tiny_models import write_tiny_hf  # noqa: E402
 
 PARTS = ("shape", "compressed", "bitmask", "row_offsets")

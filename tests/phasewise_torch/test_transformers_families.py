@@ -20,7 +20,7 @@ import pytest
 
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders import load_model
-from phasewise.serving.loaders.families import FAMILIES
+from phasewise.serving.loaders.families import BY_HF
 from phasewise.serving.loaders.families.encoders import ENCODERS_BY_HF
 from phasewise.serving.loaders.formats.hf_config import config_of
 from tests.support.models import family_cases, tiny_models
@@ -37,7 +37,7 @@ BOUND = 2e-3
 """Largest difference, as a share of the row's largest logit."""
 N_PROMPT, N_TOKENS = 70, 6
 MOST_NUMBERS = 5e6
-READ = {name for family in FAMILIES for name in family.hf}
+READ = set(BY_HF)
 SIZES: dict[str, Any] = {
     "vocab_size": tiny_models.TinyShape().vocab_size, "hidden_size": 64, "intermediate_size": 96,
     "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,

@@ -14,9 +14,9 @@ from phasewise.cython_kernels import packing  # noqa: E402
 from phasewise.serving.loaders import load_model, open_source  # noqa: E402
 from phasewise.serving.loaders.fetching.resolve import Located  # noqa: E402
 from phasewise.workflows.prune import masks  # noqa: E402
-from phasewise.workflows.prune.calibration import READERS, gather, tapped  # noqa: E402
+from phasewise.workflows.prune.calibration import gather, tapped  # noqa: E402
 from phasewise.workflows.prune.directory import bf16_bits  # noqa: E402
-from phasewise.workflows.prune.masks import Pattern  # noqa: E402
+from phasewise.workflows.prune.settings import READERS, Pattern  # noqa: E402
 from tests.support.models.tiny_models import TinyShape, write_tiny_hf  # noqa: E402
 
 LEAST_EQUAL = 0.999

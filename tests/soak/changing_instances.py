@@ -212,9 +212,10 @@ def change_under_load(
         assert whole_answer(server.answers[name]) == asked.wanted[asked_name], name
     assert changes.counts, "nothing was changed"
     events = ", ".join(f"{n} {what}" for what, n in sorted(changes.counts.items()))
+    counts = front.recoveries()
     return (
-        f"{len(load.sent)} requests, all as undisturbed; {events}; {front.n_answers_continued} answers "
-        f"went on, {front.n_requests_rerun} requests ran again, {front.counts.divided} were divided"
+        f"{len(load.sent)} requests, all as undisturbed; {events}; {counts.answers_continued} answers "
+        f"went on, {counts.requests_rerun} requests ran again, {front.counts.divided} were divided"
     )
 
 

@@ -99,7 +99,6 @@ def switches(rules: Rules) -> dict[str, Rules]:
         "all rules": rules,
         "no limit": free,
         "no pruning": replace(free, pruning=False),
-        "no hashing": replace(free, hashing=False),
         "no patience": replace(free, patience=None),
     }
 

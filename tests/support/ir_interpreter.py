@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from phasewise.ir import nodes as ir
-from phasewise.ir.arithmetic import integer_result
 from phasewise.ir.errors import UserKernelError
 from phasewise.ir.operations import (
     COMPARISONS,
@@ -27,6 +26,7 @@ from phasewise.ir.operations import (
     REDUCTIONS,
     decayed,
     fitting,
+    integer_result,
 )
 from phasewise.ir.running.cases import DTYPES, Case
 from phasewise.ir.running.checking import KernelOutputs

@@ -226,7 +226,7 @@ def after_lost_instances(asked: Asked) -> Answers:
             os.kill(pid, signal.SIGKILL)
         server.wait_for(N_REQUESTS)
         assert not server.failures, server.failures
-        assert server.front.n_answers_continued > 0
+        assert server.front.recoveries().answers_continued > 0
     return _together(server.pieces)
 
 

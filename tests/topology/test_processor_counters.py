@@ -49,7 +49,7 @@ class FakeKernel:
         return FakeCounter(self, (thread, event))
 
 
-class FakeCounter:
+class FakeCounter(KernelCounter):
     def __init__(self, kernel: FakeKernel, key: tuple[int, EventCode]) -> None:
         self._kernel = kernel
         self._key = key

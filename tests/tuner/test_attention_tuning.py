@@ -5,11 +5,17 @@ from __future__ import annotations
 import pytest
 
 from phasewise.kerneldb.records import Problem, Sample
-from phasewise.tuner.attention import TeamAttention, attention_group, default_attention, head_dim_of
+from phasewise.tuner.attention import (
+    TeamAttention,
+    attention_grid,
+    attention_group,
+    candidates,
+    default_attention,
+    head_dim_of,
+    tune_attention,
+)
 from phasewise.tuner.native import NativeEvaluator
-from phasewise.tuner.search.attention import attention_grid, candidates, tune_attention
-from phasewise.tuner.search.options import SearchOptions
-from phasewise.tuner.search.protocol import TimingBatch, drive
+from phasewise.tuner.search.protocol import SearchOptions, TimingBatch, drive
 from phasewise.tuner.search.space import Caches
 
 _native = pytest.importorskip(

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from phasewise.tuner.measurement_lock import TELL_AFTER_S, CannotLockError, FileLock, MeasurementLock, NoLock
+from phasewise.tuner.measurement_lock import TELL_AFTER_S, CannotLockError, FileLock, MeasurementLock
 
 LONG_S = 60.0
 """More than any wait of these tests takes; one that fails to end is seen by the clock."""
@@ -105,7 +105,7 @@ def take_turns(lock: MeasurementLock) -> None:
 def test_a_process_by_itself_never_waits(lock: FileLock) -> None:
     with within(LONG_S):
         take_turns(lock)
-        take_turns(NoLock())
+        take_turns(MeasurementLock())
 
 
 @pytest.mark.parametrize("what", ["turn", "working"])

@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 
 from phasewise.kerneldb.records import MachineKey, Measurement, Origin, Problem, Schedule
 from phasewise.tuner.nearest import CoreFacts, NearestSchedules, distance, facts_of
-from phasewise.tuner.search.model import model_schedule
-from phasewise.tuner.search.options import SearchOptions
+from phasewise.tuner.search.protocol import SearchOptions
 from phasewise.tuner.search.sandwich import sandwich
-from phasewise.tuner.search.space import fitting
+from phasewise.tuner.search.space import fitting, model_schedule
 from tests.support.machines.kerneldb_examples import MEASUREMENT, ORIGIN, SCHEDULE
 from tests.support.machines.landscapes import Evaluator, Landscape, shortfall, space_of
 from tests.support.machines.recorded_searches import Asked, Recording, searched

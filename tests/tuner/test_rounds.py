@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phasewise.tuner.rounds import Times, against_best, halved, ratio, shuffled_rounds, standing
+from benchmarks.papers.rounds import Times, against_best, halved, ratio, shuffled_rounds, standing
 from tests.support.tiers import examples
 
 ROUNDS = 150

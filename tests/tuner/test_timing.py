@@ -30,6 +30,7 @@ from phasewise.tuner.conditions import (
     parse_ticks,
 )
 from phasewise.tuner.machine_limits import peak_flops, read_bandwidth, read_in_pieces
+from phasewise.tuner.native import RETRIES, CoreLoops, Yardstick, steadily
 from phasewise.tuner.timing import (
     Samples,
     Turn,
@@ -40,7 +41,6 @@ from phasewise.tuner.timing import (
     plan_turn,
     race,
 )
-from phasewise.tuner.yardstick import RETRIES, CoreLoops, Yardstick, steadily
 from tests.support.tiers import examples
 
 NS = st.integers(1, 10**12)

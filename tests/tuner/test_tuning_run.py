@@ -21,7 +21,7 @@ import pytest
 
 from phasewise.kerneldb.records import Problem, Sample, Schedule
 from phasewise.kerneldb.store import open_store
-from phasewise.tuner.measurement_lock import NoLock
+from phasewise.tuner.measurement_lock import MeasurementLock
 from phasewise.tuner.search.space import Arithmetic
 from phasewise.tuner.task_division import Task
 from phasewise.tuner.tuning_run import INTERLEAVED, Duel, Tools, TuningOutcome, TuningProgress, tune
@@ -400,7 +400,7 @@ def test_rows_of_another_build_or_machine_are_not_used(database: str) -> None:
             assert len(machine.timed) == first.timed
 
 
-class OtherRun(NoLock):
+class OtherRun(MeasurementLock):
     """Another run has claimed the second weight, and tunes it while we are at the first."""
 
     def __init__(self, database: str) -> None:
@@ -435,7 +435,7 @@ def test_a_weight_that_another_run_has_claimed_is_left_to_it(database: str) -> N
     assert again.timed == again.duels == 0
 
 
-class QuickRun(NoLock):
+class QuickRun(MeasurementLock):
     """Another run tunes the second weight while we are at the first, and no row shows it."""
 
     def __init__(self, database: str) -> None:
@@ -477,7 +477,7 @@ class Watched(SyntheticMachine):
 
 
 def test_all_is_prepared_before_a_turn(database: str) -> None:
-    machine, lock = Watched(), NoLock()
+    machine, lock = Watched(), MeasurementLock()
     lock.turn = machine.turn  # type: ignore[method-assign]
     run_on(machine, database, lock=lock)
 
@@ -486,7 +486,7 @@ def test_all_is_prepared_before_a_turn(database: str) -> None:
 
 
 def test_what_another_run_keeps_until_the_budget_is_over_is_not_tuned(database: str) -> None:
-    machine, other = SyntheticMachine(), NoLock()
+    machine, other = SyntheticMachine(), MeasurementLock()
     other.claim = lambda name: nullcontext(False)  # type: ignore[method-assign]
     with open_store(database) as store:
         ledger = synthetic_machine.Ledger(store, SCOPE)
@@ -496,7 +496,7 @@ def test_what_another_run_keeps_until_the_budget_is_over_is_not_tuned(database: 
     assert (outcome.end, outcome.timed, outcome.gains) == ("budget", 0, ())
 
 
-class NeverAlone(NoLock):
+class NeverAlone(MeasurementLock):
     def turn(self, seconds: float = math.inf) -> AbstractContextManager[bool]:
         return nullcontext(False)
 
@@ -511,7 +511,7 @@ def test_without_a_turn_nothing_is_timed(database: str) -> None:
     assert (outcome.end, outcome.timed, machine.timed) == ("budget", 0, [])
 
 
-class Crowd(NoLock):
+class Crowd(MeasurementLock):
     """Others, who time four times as long as this run: before its turns, after them, where it lets them."""
 
     def __init__(self, machine: SyntheticMachine) -> None:

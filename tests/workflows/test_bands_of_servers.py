@@ -24,6 +24,7 @@ from phasewise.serving.engine.engine import Engine
 from phasewise.serving.engine.engine_host import EngineHost
 from phasewise.serving.engine.messages import Answer, Delivery, Submit
 from phasewise.serving.engine.open_engine import ModelText, OpenEngine
+from phasewise.serving.engine.several_engines import SeveralEngines
 from phasewise.serving.sampling.sampling import SamplingParams
 from phasewise.topology import read_machine
 from phasewise.tuner.plans import Phase, ServicePlan, default_plan, rank_on
@@ -33,7 +34,7 @@ from phasewise.workflows.serve.embedding import EmbeddingRoom, Embeddings
 from phasewise.workflows.serve.instance_process import InstanceSpec
 from phasewise.workflows.serve.opened_models import open_models, plans_now
 from phasewise.workflows.serve.pools import Pools, open_pools
-from phasewise.workflows.serve.run import _beside_embeddings, _host_of_all
+from phasewise.workflows.serve.run import _beside_embeddings
 from phasewise.workflows.serve.settings import KeysAndValues, Running, ServeSettings
 from tests.support.engine_sizes import engine_size
 from tests.support.machines.paper_machines import xeon
@@ -105,14 +106,14 @@ def test_each_of_several_models_runs_by_the_band_of_its_own_sequences(tmp_path: 
             done.set()
 
     with ExitStack() as stack:
-        first, *others = open_models(refs, settings, stack, silent)
+        host = SeveralEngines(deliver)
         plans = {}
-        for served in (first, *others):
+        for served in open_models(refs, settings, stack, silent):
             assert isinstance(served.opened, OpenEngine)
             name = served.open_model.model.name
             plans[name] = served.open_model.plans["decode"]
             noting_steps(served.opened.engine, seen[name])
-        host = _host_of_all("one", first, others)(deliver, lambda: None)
+            host.put(name, served.host)
         for number in range(N_REQUESTS):  # of other lengths, so that they end one by one
             for name in by_name:
                 host.send(asked(name, number, n_tokens=8 * (number + 1)))

@@ -10,8 +10,7 @@ from phasewise.serving.engine.engine_memory import engine_bytes
 from phasewise.topology import read_machine
 from phasewise.tuner.plans import Phase, RankCores, ServicePlan
 from phasewise.workflows.opening.open_model import NATIVE, OpenModel, open_under
-from phasewise.workflows.topo.machine_facts import schedule_rows
-from phasewise.workflows.topo.plan_json import plan_cores, plan_fields
+from phasewise.workflows.topo.plan_json import plan_cores, plan_fields, schedule_rows
 from phasewise.workflows.tune_kernels.run import rounds_of_model
 from tests.support.engine_sizes import engine_size
 from tests.support.machines.paper_machines import xeon

@@ -17,6 +17,7 @@ from phasewise.workflows.bench.kv.inputs import (
     limit_for,
     read_samples,
     requests_of,
+    speeds_of,
     static_shares,
 )
 from phasewise.workflows.bench.kv.replay import (
@@ -27,7 +28,6 @@ from phasewise.workflows.bench.kv.replay import (
     replayed,
 )
 from phasewise.workflows.bench.kv.settings import PoolOverrides, ReplayWish, TraceSelection
-from phasewise.workflows.bench.kv.step_times import speeds_of
 
 TRACE = "lognormal:40,0.4/90,0.7"
 

@@ -17,9 +17,8 @@ from phasewise.workflows.errors import WorkflowError
 from phasewise.workflows.evaluate.figures import token_losses
 from phasewise.workflows.evaluate.questions import ChoiceQuestion
 from phasewise.workflows.evaluate.run import answer, evaluate, until_interrupted
-from phasewise.workflows.evaluate.scorer import Scorer
+from phasewise.workflows.evaluate.scorer import Chunk, Scorer
 from phasewise.workflows.evaluate.settings import EvalSettings
-from phasewise.workflows.evaluate.texts import Chunk
 from phasewise.workflows.opening.open_model import open_model
 from tests.support.models.tiny_models import TinyShape, write_calibration, write_tiny_gguf
 

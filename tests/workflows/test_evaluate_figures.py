@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from phasewise.workflows.errors import WorkflowError
 from phasewise.workflows.evaluate import figures
 from phasewise.workflows.evaluate.questions import ChoiceQuestion, read_questions
-from phasewise.workflows.evaluate.texts import halves, windows
+from phasewise.workflows.evaluate.scorer import halves, windows
 from tests.support.tiers import examples
 
 

@@ -19,7 +19,7 @@ from phasewise.kerneldb.records import Comparison, Measurement, Origin, Promotio
 from phasewise.kerneldb.remote_index import NAME
 from phasewise.kerneldb.store import open_store
 from phasewise.topology import Machine, read_machine
-from phasewise.tuner.measurement_lock import NoLock
+from phasewise.tuner.measurement_lock import MeasurementLock
 from phasewise.tuner.plans import machine_key
 from phasewise.workflows.database.remote import Leaving, push
 from phasewise.workflows.database.signed_index import Trust
@@ -38,7 +38,7 @@ MOST_S = 20.0
 def own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("STATE", "CACHE", "DATA"):
         monkeypatch.setenv(f"XDG_{name}_HOME", str(tmp_path / name))
-    monkeypatch.setattr("phasewise.tuner.measurement_lock.user_lock", lambda *_: NoLock())
+    monkeypatch.setattr("phasewise.tuner.measurement_lock.user_lock", lambda *_: MeasurementLock())
     monkeypatch.setattr(shipped, "shipped_names", lambda: ())
 
 

@@ -22,7 +22,7 @@ from phasewise.kerneldb.records import Measurement, Problem, Sample, Schedule
 from phasewise.kerneldb.store import open_store
 from phasewise.serving.engine.core_watch import CorePlans, CoreWatch
 from phasewise.topology import read_machine
-from phasewise.tuner.measurement_lock import NoLock
+from phasewise.tuner.measurement_lock import MeasurementLock
 from phasewise.tuner.plans import machine_key
 from phasewise.tuner.timing import Duel
 from phasewise.workflows.opening.open_model import NATIVE, OpenModel, open_model
@@ -146,7 +146,7 @@ def test_what_is_measured_in_idle_time_is_kept(tmp_path: Path, path: Path, ranks
     ]
     with open_store(str(tmp_path / "here.db")) as store:
         with pytest.raises(ForeverError):
-            tune_in_idle_time(rounds, machine, store, stops, lambda _: None, NoLock())
+            tune_in_idle_time(rounds, machine, store, stops, lambda _: None, MeasurementLock())
         assert len(rounds[0].cores) == 1
         key = machine_key(machine, rounds[0].cores)
         assert sum(row.verified for row in store.key_counts(key)) > 0

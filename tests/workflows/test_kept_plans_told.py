@@ -15,6 +15,7 @@ import phasewise
 from phasewise.workflows.evaluate.run import evaluate
 from phasewise.workflows.evaluate.settings import EvalSettings
 from phasewise.workflows.opening import kept_cores
+from phasewise.workflows.options import ModelCores
 from phasewise.workflows.replay.run import replay_files
 from tests.support.models.tiny_models import TinyShape, write_calibration, write_tiny_gguf
 
@@ -31,7 +32,7 @@ def evaluated(model: str, db: str, folder: Path, lines: list[str]) -> object:
 def replayed(model: str, db: str, folder: Path, lines: list[str]) -> object:
     receipts = folder / "receipts.json"
     receipts.write_text('[{"no": "receipt"}, {"nor": "this"}]')
-    return replay_files([receipts], model, db=db, report=lines.append)
+    return replay_files([receipts], model, placement=ModelCores(db=db), report=lines.append)
 
 
 def generated(model: str, db: str, folder: Path, lines: list[str]) -> object:

@@ -10,11 +10,12 @@ from phasewise.serving.loaders import load_model
 from phasewise.serving.models.packed_model import PackedModel
 from phasewise.topology import Machine, read_machine
 from phasewise.tuner import timing
+from phasewise.tuner.config.recorded import PlanTiming
 from phasewise.tuner.config.steps import Step
 from phasewise.tuner.errors import EvaluationError
 from phasewise.tuner.plans import RankCores, ServicePlan, default_plan
 from phasewise.tuner.topotree import Configuration
-from phasewise.workflows.tune_config.measured_evaluator import MeasuredEvaluator, PlanTiming, Room
+from phasewise.workflows.tune_config.measured_evaluator import MeasuredEvaluator, Room
 from tests.support.models.tiny_models import write_tiny_gguf
 
 STEPS = (Step("prefill", 24), Step("prefill", 8, context=16), Step("decode", 1, 3, 20))

@@ -17,8 +17,8 @@ from phasewise.workflows.errors import UsageError, WorkflowError
 from phasewise.workflows.prune import masks
 from phasewise.workflows.prune.calibration import gather
 from phasewise.workflows.prune.directory import check_family, config_fields
-from phasewise.workflows.prune.masks import Pattern
-from phasewise.workflows.prune.run import PruneSettings, parse_pattern, prune
+from phasewise.workflows.prune.run import prune
+from phasewise.workflows.prune.settings import Pattern, PruneSettings, parse_pattern
 from tests.support.models.family_gguf_files import write_family_gguf
 from tests.support.models.family_models import write_family_hf
 from tests.support.models.tiny_models import TinyShape, write_calibration, write_tiny_gguf, write_tiny_hf

@@ -15,9 +15,9 @@ from phasewise.serving.loaders.fetching.resolve import Located
 from phasewise.workflows.errors import UsageError
 from phasewise.workflows.prune import masks
 from phasewise.workflows.prune.directory import bf16_bits
-from phasewise.workflows.prune.masks import Pattern
 from phasewise.workflows.prune.recovery import recover
-from phasewise.workflows.prune.run import PruneSettings, prune
+from phasewise.workflows.prune.run import prune
+from phasewise.workflows.prune.settings import Pattern, PruneSettings
 from tests.support.models.tiny_models import write_calibration, write_tiny_gguf, write_tiny_hf
 from tests.support.tiers import examples
 

@@ -19,6 +19,7 @@ pytest.importorskip(
 
 from phasewise.serving.engine.fingerprint import digest_of
 from phasewise.serving.engine.receipts import Receipt, ReceiptError, read_receipt
+from phasewise.workflows.options import ModelCores
 from phasewise.workflows.replay.run import ReceiptVerdict, replay_files
 from tests.cli import command
 from tests.support.models.tiny_models import TinyShape, tiny_gguf
@@ -72,7 +73,7 @@ def answers(model: Path) -> dict[str, Json]:
 
 
 def judged(model: Path, *files: Path) -> list[ReceiptVerdict]:
-    return replay_files(files, str(model), threads=1)
+    return replay_files(files, str(model), placement=ModelCores(threads=1))
 
 
 def written(folder: Path, name: str, value: Any) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -9,19 +10,23 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 pytest.importorskip(
     "phasewise.serving.engine.open_engine", reason="the kernels are not built", exc_type=ImportError
 )
 
-from tests.support.models.tiny_models import TinyShape, tiny_gguf, write_tiny_hf
+from tests.support.models.adapters import drawn_pairs, write_peft
+from tests.support.models.encoder_models import write_encoder
+from tests.support.models.tiny_models import TinyShape, tiny_gguf, tiny_weights, write_tiny_hf
 from tests.support.servers.rude_clients import until
 from tests.support.servers.served_command import Server, own_places, serving
 from tests.support.tiers import n_examples
 
 NAMES = "abcd"
 KV = "4M"
+SHAPE = TinyShape(context_length=256)
 TIMEOUT_S = 120
 
 
@@ -29,7 +34,7 @@ TIMEOUT_S = 120
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four models of random weights; without a template they need no process of their own for it."""
     place = tmp_path_factory.mktemp("models")
-    shape, plain = TinyShape(context_length=256), {"tokenizer.chat_template": None}
+    shape, plain = SHAPE, {"tokenizer.chat_template": None}
     for seed, name in enumerate(NAMES[:3]):
         data = tiny_gguf(shape=shape, seed=seed, metadata=plain).to_bytes()
         (place / f"{name}.gguf").write_bytes(data)
@@ -123,21 +128,76 @@ def test_what_is_unloaded_gives_its_memory_back(folder: Path, environment: dict[
 def test_names_come_from_files_and_a_folder_that_is_none_is_refused(
     folder: Path, environment: dict[str, str], tmp_path: Path
 ) -> None:
+    from phasewise.serving.model_table import AnswerPolicy
     from phasewise.workflows.errors import UsageError
     from phasewise.workflows.serve.model_folder import model_folder
     from phasewise.workflows.serve.settings import Residency, ServeSettings
 
-    served_folder = model_folder(ServeSettings(coming=Residency(folder, 1 << 30)), lambda _line: None)
+    served_folder = model_folder(
+        ServeSettings(coming=Residency(folder, 1 << 30)), AnswerPolicy(), lambda _line: None
+    )
     assert list(served_folder.files()) == list(NAMES)
     assert served_folder.budget_bytes == 1 << 30
     assert all(file.n_bytes > 1000 for file in served_folder.files().values())
     with pytest.raises(UsageError, match="there is no such folder"):
-        model_folder(ServeSettings(coming=Residency(tmp_path / "none")), lambda _line: None)
+        model_folder(ServeSettings(coming=Residency(tmp_path / "none")), AnswerPolicy(), lambda _line: None)
     (tmp_path / "twice.gguf").write_bytes(b"x")
     (tmp_path / "twice").mkdir()
     (tmp_path / "twice" / "config.json").write_text("{}")
     with pytest.raises(UsageError, match="both called twice"):
-        model_folder(ServeSettings(coming=Residency(tmp_path)), lambda _line: None)
+        model_folder(ServeSettings(coming=Residency(tmp_path)), AnswerPolicy(), lambda _line: None)
+
+
+def test_a_folder_has_embeddings_beside_it_and_takes_batches(
+    folder: Path, environment: dict[str, str], tmp_path: Path
+) -> None:
+    """One server: text, adapters, vectors, a batch of two models. One that embeds is served once."""
+    models = tmp_path / "models"
+    models.mkdir()
+    for name in ("a", "b"):
+        (models / f"{name}.gguf").symlink_to(folder / f"{name}.gguf")
+    encoder = write_encoder(models / "bert", "bert")
+    write_peft(tmp_path / "adapter", drawn_pairs(tiny_weights("llama", SHAPE), "adapter"))
+    own = ("--models", models, "--embed-model", encoder, "--batch-dir", tmp_path / "batches")
+    own = (
+        *own,
+        "--lora",
+        f"poet={tmp_path / 'adapter'}",
+        "--prefix-cache",
+        tmp_path / "prefixes",
+        "--receipts",
+    )
+    with serving(None, environment, *own, "--kv-budget", KV, "--no-embed-accelerators") as server:
+        api = server.api()
+        assert [model.id for model in api.models.list()] == ["a", "b", "bert"]
+        assert len(api.embeddings.create(model="bert", input=["one", "two"]).data) == 2
+        with pytest.raises(openai.NotFoundError, match="use /v1/chat/completions"):
+            api.embeddings.create(model="a", input="one")
+        with pytest.raises(openai.NotFoundError, match="use /v1/embeddings"):
+            api.completions.create(model="bert", prompt="one")
+        alone = {name: asked(server, name, "abc", 4)[1] for name in ("a", "b:poet")}
+        assert [model.id for model in api.models.list()] == ["a", "a:poet", "b", "b:poet", "bert"]
+        with pytest.raises(openai.NotFoundError, match="a:painter"):
+            api.completions.create(model="a:painter", prompt="one")
+        receipted = api.completions.create(
+            model="b:poet", prompt="a", max_tokens=2, temperature=0, extra_body={"receipt": True}
+        )
+        assert receipted.model == "b:poet"
+        body = {"prompt": "abc", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+        lines = [
+            {"custom_id": name, "method": "POST", "url": "/v1/completions", "body": {"model": name, **body}}
+            for name in alone
+        ]
+        content = "\n".join(map(json.dumps, lines)).encode()
+        file = api.files.create(file=("in.jsonl", content), purpose="batch")
+        batch = api.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+        until(lambda: api.batches.retrieve(batch.id).status == "completed", "the batch does not end")
+        output = api.batches.retrieve(batch.id).output_file_id
+        assert output is not None
+        read = [json.loads(line) for line in api.files.content(output).text.splitlines()]
+        texts = {each["custom_id"]: each["response"]["body"]["choices"][0]["text"] for each in read}
+        assert texts == alone
+        assert server.end(signal.SIGTERM) == 0
 
 
 def hostile_entries(place: Path) -> None:

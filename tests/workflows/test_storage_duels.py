@@ -16,7 +16,7 @@ from phasewise.serving.loaders import load_model
 from phasewise.serving.loaders.storage import StorageChoice
 from phasewise.serving.models.packed_model import PackedModel
 from phasewise.topology import Machine, read_machine
-from phasewise.tuner.measurement_lock import NoLock
+from phasewise.tuner.measurement_lock import MeasurementLock
 from phasewise.tuner.plans import Phase, ServicePlan, machine_key, rank_on
 from phasewise.tuner.timing import Duel
 from phasewise.workflows.database.verify_schedules import verify_storage_duels
@@ -62,8 +62,8 @@ def test_auto_goes_by_the_duels_that_were_fought_here(model: PackedModel, tmp_pa
     tuning_round = round_of(model, machine)
     problems = storage_problems(model, tuning_round)[:2]
     with open_store(db) as store:
-        fought = fight_storage_duels(problems, tuning_round, machine, store, 60.0, True, NoLock())
-        again = fight_storage_duels(problems, tuning_round, machine, store, 0.0, True, NoLock())
+        fought = fight_storage_duels(problems, tuning_round, machine, store, 60.0, True, MeasurementLock())
+        again = fight_storage_duels(problems, tuning_round, machine, store, 0.0, True, MeasurementLock())
         kept = store.rows(
             StorageDuel, machine=machine_key(machine, CORE), kernel_abi=kernel_abi("gemm"), verified=True
         )

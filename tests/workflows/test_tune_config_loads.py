@@ -17,7 +17,7 @@ from phasewise.tuner.config.modelled import ModelledEvaluator
 from phasewise.tuner.config.references import FEWER, PER_NODE
 from phasewise.tuner.config.simulate import Objective
 from phasewise.tuner.config.trace import RequestLengths
-from phasewise.tuner.measurement_lock import NoLock
+from phasewise.tuner.measurement_lock import MeasurementLock
 from phasewise.tuner.plans import RankCores, ServicePlan, machine_key, nodes_of, plans_for, rank_on
 from phasewise.tuner.topotree import OperatorLimits
 from phasewise.workflows.errors import UsageError
@@ -84,7 +84,7 @@ def saturated(monkeypatch: pytest.MonkeyPatch) -> planted.Planted:
         opened(self, machine, shape, case.rates, hidden)
 
     monkeypatch.setattr(ModelledEvaluator, "__init__", with_its_rates)
-    monkeypatch.setattr("phasewise.tuner.config.hidden.read_hidden", lambda *_: case.hidden)
+    monkeypatch.setattr("phasewise.tuner.config.sharing.read_hidden", lambda *_: case.hidden)
     monkeypatch.setattr("phasewise.workflows.tune_config.search._answers_digest", lambda *_: "planted")
     return case
 
@@ -93,7 +93,9 @@ def saturated(monkeypatch: pytest.MonkeyPatch) -> planted.Planted:
 def test_each_load_gets_the_cores_that_were_planted_for_it(saturated: planted.Planted) -> None:
     """More sequences more cores, in ranks on the nodes of the first plan's."""
     show = Heard()
-    told = tune_loads(wish_for(8, 32), subject_on(saturated.machine), time.monotonic(), show, NoLock())
+    told = tune_loads(
+        wish_for(8, 32), subject_on(saturated.machine), time.monotonic(), show, MeasurementLock()
+    )
 
     plan = told.bands[-1].decode_plan
     assert plan is not None
@@ -115,7 +117,9 @@ def test_each_load_gets_the_cores_that_were_planted_for_it(saturated: planted.Pl
 
 def test_a_band_has_to_beat_the_cores_for_fewer(saturated: planted.Planted) -> None:
     """They are among what it is held against; where they are best there is no band."""
-    told = tune_loads(wish_for(2), subject_on(saturated.machine), time.monotonic(), Heard(), NoLock())
+    told = tune_loads(
+        wish_for(2), subject_on(saturated.machine), time.monotonic(), Heard(), MeasurementLock()
+    )
 
     (band,) = told.bands
     assert band.subject.below == told.decode_plan
@@ -135,7 +139,7 @@ def test_a_hidden_resource_that_nothing_saturates_leaves_one_plan_for_all() -> N
     machine = paper_machines.xeon()
     wish = replace(wish_for(8, 32), hidden=None)
 
-    told = tune_loads(wish, subject_on(machine), time.monotonic(), Heard(), NoLock())
+    told = tune_loads(wish, subject_on(machine), time.monotonic(), Heard(), MeasurementLock())
 
     plans = [told.decode_plan, *(band.decode_plan for band in told.bands)]
     assert plans[0] is not None
@@ -172,7 +176,7 @@ def test_the_budget_is_divided_and_its_end_is_told(
 
     monkeypatch.setattr(loads, "tune", tune)
     wish = wish_for(8, 32, budget_s=400.0, phase="both")
-    told = tune_loads(wish, subject_on(machine), time.monotonic(), Heard(), NoLock())
+    told = tune_loads(wish, subject_on(machine), time.monotonic(), Heard(), MeasurementLock())
 
     assert budgets == [pytest.approx(share, abs=5) for share in shares]
     assert told.end == end
@@ -189,7 +193,7 @@ def test_an_interrupted_run_has_no_further_bands(monkeypatch: pytest.MonkeyPatch
         return Found(wish, replace(subject, below=plan), (), {}, (), frozenset(), end, 1.0, 0, 0)
 
     monkeypatch.setattr(loads, "tune", tune)
-    told = tune_loads(wish_for(8, 32), subject_on(machine), time.monotonic(), Heard(), NoLock())
+    told = tune_loads(wish_for(8, 32), subject_on(machine), time.monotonic(), Heard(), MeasurementLock())
 
     assert (n_runs, told.end, len(told.bands)) == (2, "interrupted", 1)
 
@@ -278,6 +282,6 @@ def test_a_budget_that_the_first_number_used_up_is_told(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(loads, "tune", tune)
     long_ago_s = time.monotonic() - 2 * BUDGET_S
-    told = tune_loads(wish_for(8, 32), subject_on(machine), long_ago_s, Heard(), NoLock())
+    told = tune_loads(wish_for(8, 32), subject_on(machine), long_ago_s, Heard(), MeasurementLock())
 
     assert (n_runs, told.end, told.bands) == (1, "budget", ())

@@ -16,7 +16,7 @@ from phasewise.tuner.config.simulate import Objective
 from phasewise.tuner.config.steps import ModelShape
 from phasewise.tuner.config.study import SearchOutcome
 from phasewise.tuner.config.trace import RequestLengths
-from phasewise.tuner.measurement_lock import NoLock
+from phasewise.tuner.measurement_lock import MeasurementLock
 from phasewise.tuner.plans import Phase, RankCores, ServicePlan, machine_key
 from phasewise.tuner.topotree import Configuration, OperatorLimits
 from phasewise.workflows.tune_config.run import Run, judge, judge_again
@@ -83,7 +83,7 @@ def a_run(began_s: float) -> Run:
         objective=Objective("e2e"),
     )
     wish = TuneConfigSettings(model="toy", weight_format="f32", phase="prefill", budget_s=BUDGET_S)
-    return Run(wish, subject, QuietShow(), began_s, NoLock())
+    return Run(wish, subject, QuietShow(), began_s, MeasurementLock())
 
 
 def searched() -> Searched:

@@ -10,14 +10,14 @@ import pytest
 
 from phasewise.ir.build import target_named
 from phasewise.ir.errors import UserKernelError
-from phasewise.ir.original import is_original, original_of
-from phasewise.ir.raising.raise_file import raise_file
+from phasewise.ir.printing import is_original, original_of
+from phasewise.ir.raising.raising import raise_file
 from phasewise.ir.reading import read
 from phasewise.kerneldb.portable import import_rows, rows_of
 from phasewise.kerneldb.records import UserPromotion
 from phasewise.kerneldb.store import open_store
 from phasewise.topology import core_signature, read_machine
-from phasewise.tuner.measurement_lock import NoLock
+from phasewise.tuner.measurement_lock import MeasurementLock
 from phasewise.workflows.report import silent
 from phasewise.workflows.user_kernels.files import emit
 from phasewise.workflows.user_kernels.tune import KernelSetting, tune_user_kernel
@@ -60,7 +60,17 @@ def test_what_is_slower_than_the_original_does_not_come_into_use(
     core = read_machine().allowed_cores()[-1][0]
     with open_store(":memory:", silent) as store:
         setting = KernelSetting(
-            kernel.read_text(), "f.kir", target, CORE_SIG, core, store, NoLock(), silent, 60.0, True, original
+            kernel.read_text(),
+            "f.kir",
+            target,
+            CORE_SIG,
+            core,
+            store,
+            MeasurementLock(),
+            silent,
+            60.0,
+            True,
+            original,
         )
         first = tune_user_kernel(setting, [(("n", 400),)])[0]
         second = tune_user_kernel(setting, [(("n", 400),)])[0]

@@ -23,7 +23,7 @@ from phasewise.ir.errors import CheckError, UserKernelError
 from phasewise.kerneldb.records import Comparison
 from phasewise.kerneldb.store import open_store
 from phasewise.tuner import timing
-from phasewise.tuner.measurement_lock import NoLock
+from phasewise.tuner.measurement_lock import MeasurementLock
 from phasewise.workflows.report import silent
 from phasewise.workflows.user_kernels.slots import ARGUMENTS, Installing, install, remove, slot_kernel
 from tests.ir.samples import HOME, text_of, why_not
@@ -65,7 +65,7 @@ def installed_by(text: str, slot: str, folder: Path, fight: Any = won, **more: A
     path.write_text(text)
     with open_store(":memory:", silent) as store:
         core = min(os.sched_getaffinity(0))
-        return install(path, slot, Installing(store, "none", core, NoLock(), fight=fight, **more))
+        return install(path, slot, Installing(store, "none", core, MeasurementLock(), fight=fight, **more))
 
 
 def phasewise(places: Mapping[str, str], *arguments: object) -> tuple[Any, str]:

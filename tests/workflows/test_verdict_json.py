@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from phasewise.kerneldb.records import Comparison
 from phasewise.tuner.config.references import Reference
 from phasewise.tuner.plans import RankCores, ServicePlan
-from phasewise.workflows.tune_config.verdict import Finalist, PhaseVerdict, Versus
-from phasewise.workflows.tune_config.verdict_json import verdict_fields, verdict_of
+from phasewise.workflows.tune_config.verdict import Finalist, PhaseVerdict, Versus, verdict_fields, verdict_of
 
 costs = st.floats(0.001, 1e6)
 words = st.none() | st.text(max_size=20)

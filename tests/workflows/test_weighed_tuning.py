@@ -15,7 +15,7 @@ pytest.importorskip("phasewise.cython_kernels._native", reason="the kernels are 
 from phasewise.kerneldb.store import open_store
 from phasewise.serving.ranks import rank_teams
 from phasewise.topology import CpuKind, read_machine
-from phasewise.tuner.measurement_lock import NoLock
+from phasewise.tuner.measurement_lock import MeasurementLock
 from phasewise.workflows.bench.kernels import OurKernels
 from phasewise.workflows.tune_kernels.rounds import Round, evaluator_on
 from phasewise.workflows.tune_kernels.storage_duels import fight_storage_duels
@@ -26,7 +26,7 @@ KINDS = tuple(CpuKind(f"kind {cpu}", (cpu,)) for cpu in CPUS)
 pytestmark = pytest.mark.skipif(len(CPUS) < 2, reason="needs two CPUs")
 
 
-class HeldLock(NoLock):
+class HeldLock(MeasurementLock):
     """Knows whether a turn lasts."""
 
     is_held = False

@@ -18,9 +18,9 @@ from phasewise.kerneldb.records import Comparison, Problem, Sample, Schedule
 from phasewise.serving.engine.throughput import Workload
 from phasewise.topology import read_machine
 from phasewise.tuner import timing
-from phasewise.tuner.measurement_lock import NoLock
+from phasewise.tuner.machine_limits import Roofline, peak_kinds
+from phasewise.tuner.measurement_lock import MeasurementLock
 from phasewise.tuner.native import NativeEvaluator
-from phasewise.tuner.roofline import Roofline, peak_kinds
 from phasewise.tuner.timing import Duel
 from phasewise.workflows.opening.open_model import OpenModel, Weights, open_model
 from phasewise.workflows.report import silent
@@ -113,10 +113,10 @@ def tune_whole(opened: OpenModel, db: str, planted: Planted, budget_s: float) ->
     machine, bench, began_s = read_machine(), planted.bench, planted.now_s
     rounds = rounds_of_model(opened, machine, ["prefill", "decode"], 512)
     tuned = tune_rounds(
-        rounds, machine, db, budget_s, True, NoLock(), silent, lambda _: None, opened.model, bench
+        rounds, machine, db, budget_s, True, MeasurementLock(), silent, lambda _: None, opened.model, bench
     )
     left_s = budget_s - (planted.now_s - began_s)
-    change_of_model(opened, tuned, machine, db, left_s, NoLock(), silent, bench)
+    change_of_model(opened, tuned, machine, db, left_s, MeasurementLock(), silent, bench)
     return tuned
 
 

@@ -42,7 +42,6 @@ class Rules:
     """Rules that keep the walk from asking for everything, and the order of equals."""
 
     pruning: bool = True
-    hashing: bool = True
     patience: int | None = PATIENCE
     """Results without improvement after which a group is given up; None: no group is."""
     share: float | None = 0.1
@@ -154,7 +153,6 @@ class Frontier:
         self._queue: list[_Entry] = []
         self._serial = count()
         self._asked: list[tuple[_Strand, Configuration]] = []
-        self._repeated: list[_Strand] = []
         self._followed: dict[tuple[str, Partition], Interest] = {}
         self._decided: list[Decision] = []
         share = rules.share
@@ -171,11 +169,8 @@ class Frontier:
                 self._consider(_Strand(root, depth, partition, place, interest), (0, 0))
 
     def next_batch(self, least: Interest) -> list[Candidate]:
-        """The next configurations to evaluate, of at least this interest; nothing when all of that is done.
-
-        Without hashing, configurations that were met again since the last batch are asked for once more,
-        behind the others.
-        """
+        """The next configurations to evaluate, of at least this interest; nothing when all of that is
+        done."""
         self._asked = []
         met_twice: list[_Entry] = []
         in_batch: set[Partition] = set()
@@ -185,23 +180,19 @@ class Frontier:
             entry = heapq.heappop(self._queue)
             strand = entry[-1]
             if strand.partition in self._known_ms:
-                self._meet_again(strand)
+                self._judge(strand)
             elif strand.partition in in_batch:
                 met_twice.append(entry)
             else:
                 self._ask(strand, in_batch)
         for entry in met_twice:
             heapq.heappush(self._queue, entry)
-        repeated, self._repeated = self._repeated, []
-        self._asked += [(strand, self._space.configuration(strand.partition)) for strand in repeated]
         self._left -= len(self._asked)
         return [self._candidate(strand, configuration) for strand, configuration in self._asked]
 
     def take(self, costs_ms: Sequence[float]) -> None:
         """Take the costs of the last batch, and queue what follows from them."""
         for (strand, configuration), cost_ms in zip(self._asked, costs_ms, strict=True):
-            if strand.partition in self._known_ms:
-                continue
             self._known_ms[strand.partition] = cost_ms
             self._best_ms = min(self._best_ms, cost_ms)
             if strand.tree == self._space.tree:
@@ -238,20 +229,11 @@ class Frontier:
     def _consider(self, strand: _Strand, removal: tuple[int, int]) -> None:
         """Judge a strand by what is known, else queue it. A root comes before all removals."""
         if strand.partition in self._known_ms:
-            self._meet_again(strand)
+            self._judge(strand)
             return
         parent_ms = self._known_ms[strand.parent.partition] if strand.parent else 0.0
         entry = (strand.interest, parent_ms, *removal, strand.place, next(self._serial), strand)
         heapq.heappush(self._queue, entry)
-
-    def _meet_again(self, strand: _Strand) -> None:
-        """Follow a strand whose configuration was answered before.
-
-        Without hashing it is asked for all the same.
-        """
-        if not self._rules.hashing:
-            self._repeated.append(strand)
-        self._judge(strand)
 
     def _judge(self, strand: _Strand) -> None:
         """Follow a strand whose cost is known if it beats its parent; without pruning, in any case."""
@@ -276,7 +258,7 @@ class Frontier:
         """Queue the removals of a strand; for a strand followed before, only if the interest is higher
         now."""
         met = strand.tree.key, strand.partition
-        if self._rules.hashing and self._followed.get(met, math.inf) <= interest:
+        if self._followed.get(met, math.inf) <= interest:
             return
         self._followed[met] = interest
         for removal, depth, tree in _removals(strand.tree):

@@ -31,9 +31,8 @@ from typing import TYPE_CHECKING
 from phasewise._words import counted
 from phasewise.cython_kernels import division
 from phasewise.topology import Machine
-from phasewise.tuner.config.hidden import HiddenResource
 from phasewise.tuner.config.rates import CoreShare, LineLatency, MachineRates, default_rates
-from phasewise.tuner.config.sharing import Neighbourhood, ReadSharing
+from phasewise.tuner.config.sharing import HiddenResource, Neighbourhood, ReadSharing
 from phasewise.tuner.config.steps import EvaluatorKind, ModelShape, Step, StepTimer
 from phasewise.tuner.errors import EvaluationError
 from phasewise.tuner.plans import Phase, RankCores, list_cores

@@ -13,11 +13,13 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Literal, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 from phasewise._words import counted
 from phasewise.kerneldb.records import Origin, ServedStep, StepTime
 from phasewise.topology import Machine
+from phasewise.tuner import timing
 from phasewise.tuner.config.steps import EvaluatorKind, Step, StepTimer
 from phasewise.tuner.errors import EvaluationError, PlanError
 from phasewise.tuner.ledger import Scope
@@ -32,6 +34,9 @@ from phasewise.tuner.plans import (
 )
 from phasewise.tuner.topotree import Configuration
 
+if TYPE_CHECKING:
+    from phasewise.kerneldb.store import Store
+
 Kernels = Literal["default", "tuned"]
 """The schedules of a timed step's products: the kernels' own, or tuned ones."""
 
@@ -40,39 +45,26 @@ MAX_STEPS_NAMED = 8
 _log = logging.getLogger(__name__)
 
 
-class StepTiming(Protocol):
-    """One step timed on one plan, as a measured evaluator has it."""
+@dataclass(frozen=True)
+class PlanTiming:
+    """One step timed on one plan."""
+
+    plan: ServicePlan
+    step: Step
+    samples_ns: timing.Samples
+    conditions: Mapping[str, float]
 
     @property
-    def plan(self) -> ServicePlan: ...
-
-    @property
-    def step(self) -> Step: ...
-
-    @property
-    def samples_ns(self) -> tuple[int, ...]: ...
-
-    @property
-    def estimate_ns(self) -> int: ...
-
-    @property
-    def conditions(self) -> Mapping[str, float]: ...
-
-
-class StepStore(Protocol):
-    """The part of a store that this module needs."""
-
-    def add(self, rows: list[StepTime]) -> None: ...
-
-    def rows(self, kind: type[StepTime], **equal: object) -> list[StepTime]: ...
+    def estimate_ns(self) -> int:
+        return timing.estimate_ns(self.samples_ns)
 
 
 def keep(
-    store: StepStore,
+    store: Store,
     scope: Scope,
     machine: Machine,
     model_key: str,
-    reading: StepTiming,
+    reading: PlanTiming,
     kernels: Kernels = "default",
 ) -> None:
     """Append a reading, its plan named by places; committed when the call returns. KernelDbError if the
@@ -105,7 +97,7 @@ class RecordedEvaluator:
 
     def __init__(
         self,
-        store: StepStore,
+        store: Store,
         machine: Machine,
         model_key: str,
         kernels: Kernels = "default",

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from phasewise.topology import Kind, Machine
-from phasewise.tuner.plans import Phase, RankCores, ServicePlan, rank_on
+from phasewise.tuner.plans import Phase, ServicePlan, rank_on
 
 ALL_CORES = "all cores"
 PHYSICAL_CORES = "all physical cores"
@@ -35,10 +35,10 @@ def references(machine: Machine, phase: Phase, refusal: Callable[[int], str | No
     physical = _one_pu_a_core(machine, machine.allowed_pus)
     nodes = _nodes(machine)
     reason = refusal(len(nodes)) if len(nodes) > 1 else None
-    per_node = None if reason else _plan(phase, tuple(rank_on(machine, pus) for pus in nodes))
+    per_node = None if reason else ServicePlan(phase, tuple(rank_on(machine, pus) for pus in nodes))
     return (
-        Reference(ALL_CORES, _plan(phase, (rank_on(machine, machine.allowed_pus),))),
-        Reference(PHYSICAL_CORES, _plan(phase, (rank_on(machine, physical),))),
+        Reference(ALL_CORES, ServicePlan(phase, (rank_on(machine, machine.allowed_pus),))),
+        Reference(PHYSICAL_CORES, ServicePlan(phase, (rank_on(machine, physical),))),
         Reference(PER_NODE, per_node, reason),
     )
 
@@ -50,10 +50,6 @@ def same_cores(plan: ServicePlan, other: ServicePlan) -> bool:
 
 def _as_sets(plan: ServicePlan) -> list[frozenset[int]]:
     return sorted((frozenset(rank.cores) for rank in plan.ranks), key=sorted)
-
-
-def _plan(phase: Phase, ranks: tuple[RankCores, ...]) -> ServicePlan:
-    return ServicePlan(phase, ranks)
 
 
 def _one_pu_a_core(machine: Machine, pus: tuple[int, ...]) -> tuple[int, ...]:

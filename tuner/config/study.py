@@ -26,10 +26,18 @@ from phasewise.tuner.config.steps import StepEvaluator, StepTimer
 from phasewise.tuner.config.storage import open_storage, quiet
 from phasewise.tuner.config.trace import slices
 from phasewise.tuner.config.trials import Claim, Known, State, TrialEntry, Trials
-from phasewise.tuner.config.uneven import refine
-from phasewise.tuner.config.walk import Candidate, CandidateBatch, Decision, PrunedTree, Rules, Stopped, walk
+from phasewise.tuner.config.walk import (
+    Candidate,
+    CandidateBatch,
+    Decision,
+    PrunedTree,
+    Rules,
+    Stopped,
+    refine,
+    walk,
+)
 from phasewise.tuner.errors import EvaluationError
-from phasewise.tuner.measurement_lock import MeasurementLock, NoLock
+from phasewise.tuner.measurement_lock import MeasurementLock
 from phasewise.tuner.plans import Phase
 from phasewise.tuner.search.protocol import drive
 from phasewise.tuner.topotree import Configuration
@@ -146,13 +154,7 @@ def slice_costs(
 ) -> tuple[SliceCost, ...]:
     """The cost of each slice of a trace, given a timer; all of them ask for the steps of one grid."""
     grid = StepGrid.of(trace, objective, phase)
-    return tuple(partial(_slice_cost, objective, phase, requests, grid) for requests in slices(trace, count))
-
-
-def _slice_cost(
-    objective: Objective, phase: Phase, requests: Trace, grid: StepGrid, timer: StepTimer
-) -> float:
-    return cost_ms(objective, phase, requests, timer, grid)
+    return tuple(partial(cost_ms, objective, phase, requests, grid=grid) for requests in slices(trace, count))
 
 
 def run(
@@ -173,7 +175,7 @@ def run(
     settings = settings or SearchSettings()
     storage = open_storage(location)
     search = _Search(space, task, _open_trials(storage, task, settings, location.name), settings, report)
-    end = search.until(stop, lock or NoLock())
+    end = search.until(stop, lock or MeasurementLock())
     return search.outcome(end)
 
 

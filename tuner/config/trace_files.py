@@ -21,7 +21,7 @@ import lzma
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -90,9 +90,9 @@ def _rows(first: str, rest: TextIO, name: str) -> Iterator[Row]:
         return _json_lines(_lines(first, rest, name), name)
     header = [field.strip() for field in first.split(",")]
     if {"ContextTokens", "GeneratedTokens"} <= set(header):
-        return _azure(header, _lines(None, rest, name), name)
+        return _csv(header, rest, name, ("ContextTokens", "GeneratedTokens"), "TIMESTAMP", _instant_s)
     if {"arrival_timestamp", "prompt_size", "token_size"} <= set(header):
-        return _splitwise_sim(header, _lines(None, rest, name), name)
+        return _csv(header, rest, name, ("prompt_size", "token_size"), "arrival_timestamp", _seconds)
     raise TraceError(
         f"{name} is no trace: CSV with ContextTokens and GeneratedTokens (Azure) or arrival_timestamp, "
         "prompt_size and token_size (splitwise-sim), JSON lines with "
@@ -135,14 +135,28 @@ def _lines(first: str | None, rest: TextIO, name: str) -> Iterator[tuple[int, st
             yield number, line
 
 
-def _splitwise_sim(header: Sequence[str], lines: Iterator[tuple[int, str]], name: str) -> Iterator[Row]:
-    for number, row in _csv_rows(header, lines, name):
+def _csv(
+    header: Sequence[str],
+    rest: TextIO,
+    name: str,
+    lengths: tuple[str, str],
+    arrival: str,
+    seconds: Callable[[str], float],
+) -> Iterator[Row]:
+    """The rows of a CSV file. lengths: the columns of a prompt's tokens and of its answer's. arrival: that of
+    an instant, which `seconds` reads."""
+    for number, line in _lines(None, rest, name):
+        where = f"{name}, row {number}"
+        fields = _fields(line, where)
+        if len(fields) != len(header):
+            raise TraceError(f"{where}: {counted(len(fields), 'field')}, {len(header)} expected")
+        row = dict(zip(header, fields, strict=True))
         try:
-            arrival_s = _seconds(row["arrival_timestamp"])
-            prompt, output = _count(row["prompt_size"]), _count(row["token_size"])
+            arrival_s = seconds(row[arrival]) if arrival in row else None
+            prompt, output = (_count(row[column]) for column in lengths)
             yield number, RequestLengths(prompt, output, arrival_s) if prompt and output else None
         except TraceError as error:
-            raise TraceError(f"{name}, row {number}: {error}") from None
+            raise TraceError(f"{where}: {error}") from None
 
 
 def _seconds(text: str) -> float:
@@ -153,26 +167,6 @@ def _seconds(text: str) -> float:
     if not 0 <= value < 1e12:
         raise TraceError(f"a time in seconds is expected, not {text!r:.40}")
     return value
-
-
-def _csv_rows(
-    header: Sequence[str], lines: Iterator[tuple[int, str]], name: str
-) -> Iterator[tuple[int, dict[str, str]]]:
-    for number, line in lines:
-        fields = _fields(line, f"{name}, row {number}")
-        if len(fields) != len(header):
-            raise TraceError(f"{name}, row {number}: {counted(len(fields), 'field')}, {len(header)} expected")
-        yield number, dict(zip(header, fields, strict=True))
-
-
-def _azure(header: Sequence[str], lines: Iterator[tuple[int, str]], name: str) -> Iterator[Row]:
-    for number, row in _csv_rows(header, lines, name):
-        try:
-            arrival_s = _instant_s(row["TIMESTAMP"]) if "TIMESTAMP" in row else None
-            prompt, output = _count(row["ContextTokens"]), _count(row["GeneratedTokens"])
-            yield number, RequestLengths(prompt, output, arrival_s) if prompt and output else None
-        except TraceError as error:
-            raise TraceError(f"{name}, row {number}: {error}") from None
 
 
 def _fields(line: str, where: str) -> list[str]:

@@ -120,15 +120,13 @@ class Trials:
 
     def claim(self, entry: TrialEntry) -> Claim | None:
         """The right to time a configuration; None where another process was quicker, now or long ago."""
-        from optuna.trial import TrialState
-
         template = _running(entry)
         with clear_storage_errors(self._location_name):
             trial_id = self._storage.create_new_trial(self._study_id, template)
             claim = Claim(entry.key, trial_id, template)
             self._beat(trial_id)
         if self._is_late(entry.key):
-            self._end(claim, TrialState.FAIL, None, {_ABANDONED: "another process was quicker"})
+            self._end(claim, "FAIL", None, {_ABANDONED: "another process was quicker"})
             return None
         return claim
 
@@ -156,59 +154,51 @@ class Trials:
 
     def complete(self, claim: Claim, cost_ms: float) -> None:
         """Store the claimed configuration's cost: it was timed to the end."""
-        from optuna.trial import TrialState
-
-        self._end(claim, TrialState.COMPLETE, cost_ms)
+        self._end(claim, "COMPLETE", cost_ms)
 
     def prune(self, claim: Claim) -> None:
         """Store that the claimed configuration was stopped early, with an estimate of its whole cost."""
-        from optuna.trial import TrialState
-
         own = claim.trial.intermediate_values
-        complete = [trial for trial in self._all() if trial.state is TrialState.COMPLETE]
-        self._end(claim, TrialState.PRUNED, own[max(own)], {_ESTIMATE: _extrapolated_ms(own, complete)})
+        complete = [trial for trial in self._all() if trial.state.name == "COMPLETE"]
+        self._end(claim, "PRUNED", own[max(own)], {_ESTIMATE: _extrapolated_ms(own, complete)})
 
     def fail(self, claim: Claim, reason: str) -> None:
         """Store that the claimed configuration cannot run."""
-        from optuna.trial import TrialState
-
-        self._end(claim, TrialState.FAIL, None, {ERROR: reason})
+        self._end(claim, "FAIL", None, {ERROR: reason})
 
     def give_back(self, claim: Claim) -> None:
         """Give a claim back: the configuration was not timed, and may be claimed again."""
-        from optuna.trial import TrialState
-
         if claim.trial_id is not None:
-            self._end(claim, TrialState.FAIL, None, {_ABANDONED: "interrupted"})
+            self._end(claim, "FAIL", None, {_ABANDONED: "interrupted"})
 
     def _end(
-        self, claim: Claim, state: TrialState, value: float | None, remarks: Mapping[str, Any] | None = None
+        self, claim: Claim, state: str, value: float | None, remarks: Mapping[str, Any] | None = None
     ) -> None:
+        """Store the end of a trial. state: the name of Optuna's."""
         from optuna.exceptions import UpdateFinishedTrialError
+        from optuna.trial import TrialState
 
         remarks = remarks or {}
         # Finished already: another process took this one for dead, or has buried the same trial.
         with clear_storage_errors(self._location_name), suppress(UpdateFinishedTrialError):
             if claim.trial_id is None:
-                finished = _finished(claim.trial, state, value, remarks)
+                finished = _finished(claim.trial, TrialState[state], value, remarks)
                 self._storage.create_new_trial(self._study_id, finished)
                 return
             for name, remark in remarks.items():
                 self._storage.set_trial_user_attr(claim.trial_id, name, remark)
             values = None if value is None else [value]
-            self._storage.set_trial_state_values(claim.trial_id, state, values)
+            self._storage.set_trial_state_values(claim.trial_id, TrialState[state], values)
 
     def _known(self, trial: FrozenTrial) -> Known | None:
-        from optuna.trial import TrialState
-
-        match trial.state:
+        match trial.state.name:
             case _ if KEY not in trial.user_attrs:
                 return None
-            case TrialState.COMPLETE:
+            case "COMPLETE":
                 return Known("complete", trial.value)
-            case TrialState.PRUNED:
+            case "PRUNED":
                 return Known("pruned", trial.user_attrs.get(_ESTIMATE, trial.value))
-            case TrialState.FAIL if ERROR in trial.user_attrs and trial.number >= self._first_own:
+            case "FAIL" if ERROR in trial.user_attrs and trial.number >= self._first_own:
                 return Known("failed", None, str(trial.user_attrs[ERROR]))
             case _:
                 return None
@@ -221,13 +211,12 @@ class Trials:
 
     def _bury(self, trials: Sequence[FrozenTrial]) -> None:
         import optuna
-        from optuna.trial import TrialState
 
         for trial in trials:
             if _is_running(trial) and _is_gone(str(trial.user_attrs.get(_CLAIM))):
                 trial_id = self._storage.get_trial_id_from_study_id_trial_number(self._study_id, trial.number)
                 claim = Claim(str(trial.user_attrs.get(KEY)), trial_id, trial)
-                self._end(claim, TrialState.FAIL, None, {_ABANDONED: "its process died"})
+                self._end(claim, "FAIL", None, {_ABANDONED: "its process died"})
         if time.monotonic() - self._buried_s < HEARTBEAT_S:
             return
         self._buried_s = time.monotonic()

@@ -5,7 +5,7 @@ replaying what was stored resumes it, and several processes that share their ans
 
 What is walked are strands: one cross-section of a tree, followed through the removals of that tree. A strand
 begins at every cross-section of every grouping, where all PUs are active. Three rules keep most of the space
-from being asked for, each a switch:
+from being asked for:
 
 - *Pruning*, the transformation tree (section 5.2 of the paper): a removal that does not beat what it was
   removed from loses its descendants. A tree has as many costs as cross-sections, so it is judged on each, and
@@ -22,15 +22,30 @@ relieves it fully and others in part. After the survey, the configuration with t
 asked for next; of equals, the removal of one child or of half of them. Groupings by two latent levels
 and more follow, generation by generation, and patience begins anew with each.
 
-With a rule switched off, all is asked for that would be asked for with it, and more.
+With pruning or patience switched off, all is asked for that would be asked for with it, and more.
+
+`refine` goes beyond symmetric trees, to unequal numbers of cores by rank, where the machine is unequal. A
+tree keeps equal parts of a machine. What it left out (cores whose likes are offline, another kind of core)
+may still be of use, and a slow core (one with a busy neighbour) may be removed from its rank alone. So the
+best of a walk for each number of ranks is followed by steps to its neighbours, as long as one is better: a
+rank without its slowest cores, without those of a kind, without one or half of its others; with one, half or
+all of the cores that its nodes have besides; with one rank more; and one rank on cores of a kind alone.
+
+On a machine of equal parts where no core is slow it asks nothing.
+
+`machine_beside` is for decode plans for more sequences beside one for fewer: the same ranks on the same NUMA
+nodes, other cores. The engine changes teams between two steps for next to nothing; ranks, and the nodes of
+their memory, it cannot change without starting them anew.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+from phasewise._words import counted
+from phasewise.topology import Kind, Machine
 from phasewise.tuner.config.frontier import (
     Candidate,
     Decision,
@@ -41,6 +56,8 @@ from phasewise.tuner.config.frontier import (
     Stopped,
 )
 from phasewise.tuner.config.space import ConfigSpace
+from phasewise.tuner.plans import ServicePlan, list_cores
+from phasewise.tuner.topotree import Configuration
 
 __all__ = ["Candidate", "CandidateBatch", "Decision", "PrunedTree", "Rules", "Stopped", "Walk", "walk"]
 
@@ -79,3 +96,65 @@ def walk(space: ConfigSpace, rules: Rules) -> Walk:
 def _ask_all(frontier: Frontier, least: Interest) -> Generator[CandidateBatch, Sequence[float], None]:
     while batch := frontier.next_batch(least):
         frontier.take((yield CandidateBatch(tuple(batch), frontier.decided())))
+
+
+MOST_STEPS = 64
+"""Most steps from one configuration to a better one; each asks for a handful of configurations for each
+rank."""
+
+Scored: TypeAlias = tuple[Configuration, float]
+Refining: TypeAlias = Generator[CandidateBatch, Sequence[float], tuple[Decision, ...]]
+
+
+def refine(space: ConfigSpace, answers: Mapping[str, Scored]) -> Refining:
+    """Ask for neighbours of the best configuration of each number of ranks until none is better.
+
+    answers: what has been answered so far, by the configurations' keys.
+    """
+    scored, uneven = dict(answers), space.uneven
+    for n_ranks in sorted({len(configuration.ranks) for configuration, _ in answers.values()}):
+        best = min((each for each in scored.values() if len(each[0].ranks) == n_ranks), key=_cost)
+        for _ in range(MOST_STEPS):
+            near = {each.key: each for each in uneven.neighbours(best[0])} if uneven else {}
+            fresh = [each for key, each in near.items() if key not in scored and space.allows(each)]
+            if fresh:
+                costs = yield CandidateBatch(tuple(_candidate(space, each, best[0]) for each in fresh), ())
+                scored |= {each.key: (each, cost) for each, cost in zip(fresh, costs, strict=True)}
+            nearest = min((scored[key] for key in near if key in scored), key=_cost, default=best)
+            if nearest[1] >= best[1]:
+                break
+            best = nearest
+    return ()
+
+
+def _candidate(space: ConfigSpace, configuration: Configuration, rival: Configuration) -> Candidate:
+    return Candidate(configuration, space.tree, None, rival, _words(configuration, rival))
+
+
+def _words(configuration: Configuration, rival: Configuration) -> str:
+    """The cores in which a configuration differs from its rival, in words."""
+    own, others = _all(configuration), _all(rival)
+    lost, gained = sorted(others - own), sorted(own - others)
+    parts = [f"without {counted(len(lost), 'core')} {list_cores(lost)}"] if lost else []
+    parts += [f"with {counted(len(gained), 'core')} {list_cores(gained)}"] if gained else []
+    return ", ".join(parts)
+
+
+def _all(configuration: Configuration) -> set[int]:
+    return {pu for rank in configuration.ranks for pu in rank.cores}
+
+
+def _cost(scored: Scored) -> float:
+    return scored[1]
+
+
+BAND_RULES = Rules(patience=None, share=0.3)
+"""Rules of a search for a band, which never gives up a group: its few configurations are all of one group."""
+
+
+def machine_beside(machine: Machine, plan: ServicePlan) -> Machine:
+    """The machine with no PUs to use but those of the nodes on which the plan's ranks are."""
+    used = set(plan.cores)
+    holders = [set(node.cpus) for node in machine.nodes(Kind.NUMA) if used & set(node.cpus)]
+    near = set().union(*holders) if used <= set().union(*holders) else set(machine.allowed_pus)
+    return replace(machine, allowed_pus=tuple(pu for pu in machine.allowed_pus if pu in near))

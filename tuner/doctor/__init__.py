@@ -1,10 +1,22 @@
 """Checks of a host for what keeps phasewise from the machine's limit, over files, each finding with evidence
-and remedy.
+and remedy. To add one: a function from a Host to findings, and its line here.
 """
 
-from phasewise.tuner.doctor.examine import CHECKS, examine, not_examined
-from phasewise.tuner.doctor.finding import Finding, FindingEvidence, Severity
-from phasewise.tuner.doctor.host import BuildFacts, Host, IsaUse, TunedCounts
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from phasewise.tuner.doctor import cores, memory, software
+from phasewise.tuner.doctor.cores import CPU
+from phasewise.tuner.doctor.host import (
+    BuildFacts,
+    Finding,
+    FindingEvidence,
+    Host,
+    IsaUse,
+    Severity,
+    TunedCounts,
+)
 
 __all__ = [
     "CHECKS",
@@ -18,3 +30,56 @@ __all__ = [
     "examine",
     "not_examined",
 ]
+
+CHECKS: Mapping[str, Callable[[Host], Iterator[Finding]]] = {
+    "cpu-quota": cores.quota,
+    "cpu-throttled": cores.throttled,
+    "cpuset-smaller": cores.cpuset,
+    "steal": cores.steal,
+    "co-tenants": cores.neighbours,
+    "smt-siblings": cores.siblings,
+    "governor": cores.governor,
+    "energy-preference": cores.preference,
+    "boost-off": cores.boost,
+    "frequency-cap": cores.capped,
+    "thermal-throttle": cores.heat,
+    "huge-pages-off": memory.huge_pages_denied,
+    "huge-pages-reserved": memory.huge_pages_reserved,
+    "numa-balancing": memory.balancing,
+    "memory-policy-denied": memory.policy_denied,
+    "memory-remote": memory.remote_memory,
+    "shm-small": memory.small_shm,
+    "memory-limit": memory.limited,
+    "memlock": memory.memlock,
+    "overcommit": memory.overcommit,
+    "isa-forced": software.forced,
+    "isa-unused": software.unused,
+    "isa-hidden": software.hidden,
+    "kernel-old": software.old_kernel,
+    "untuned": software.untuned,
+    "tuned-before-upgrade": software.set_aside,
+}
+"""All checks, by the id of the finding that each may give."""
+
+
+def examine(host: Host) -> tuple[Finding, ...]:
+    """Every finding, the severest first; equals in the order of the checks."""
+    findings = [finding for check in CHECKS.values() for finding in check(host)]
+    return tuple(sorted(findings, key=lambda finding: -finding.severity))
+
+
+def not_examined(host: Host) -> tuple[str, ...]:
+    """Facts that the host, mostly a snapshot, does not tell, in words; the checks that need them report
+    nothing.
+    """
+    told = {
+        "load of this moment": host.conditions,
+        "instruction sets in use": host.isa,
+        "system calls that are refused": host.refused_calls,
+        "the tuning database": host.tuned,
+        "limits of the process (proc/self)": host.text("proc/self/status"),
+        "memory (proc/meminfo)": host.text("proc/meminfo"),
+        "kernel settings (proc/sys)": host.text("proc/sys/kernel/osrelease"),
+        "clocks (cpufreq)": host.text(f"{CPU}/cpu{host.machine.tree.cpus[0]}/cpufreq/scaling_governor"),
+    }
+    return tuple(name for name, value in told.items() if value is None)

@@ -1,5 +1,5 @@
-"""Checks of cores: threads counted as cores, slow clocks by governor, preference, cap, boost or
-heat.
+"""Checks of cores and their time: threads counted as cores, clocks that are slow by governor, preference,
+cap, boost or heat; quotas and throttling, CPUs that may not be used, stolen time, co-tenants.
 """
 
 from __future__ import annotations
@@ -7,10 +7,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-from phasewise._words import counted
+from phasewise._words import counted, number, percent
 from phasewise.topology.cpusets import format_list
-from phasewise.tuner.doctor.finding import Finding, FindingEvidence, Severity
-from phasewise.tuner.doctor.host import Host, whole_number
+from phasewise.topology.process_limits import cgroup_quotas
+from phasewise.tuner.doctor.host import Finding, FindingEvidence, Host, Severity, whole_number
 
 CPU = "sys/devices/system/cpu"
 THREAD_VARIABLES = ("PHASEWISE_THREADS", "OMP_NUM_THREADS")
@@ -146,3 +146,128 @@ def _counted(host: Host, name: str, is_slow: Callable[[str], bool]) -> tuple[str
         return None
     commonest = Counter(slow.values()).most_common(1)[0][0]
     return commonest, [cpu for cpu, text in slow.items() if text == commonest]
+
+
+MUCH_STEAL, SOME_STEAL = 0.10, 0.02
+SOME_OTHERS = 0.05
+MUCH_THROTTLED = 0.01
+"""Share of the scheduler's periods that counts as much throttling."""
+
+SOME_PRESSURE = 5.0
+"""Percent of a minute in which something waited for a CPU, from which on that is told."""
+
+
+def quota(host: Host) -> Iterator[Finding]:
+    """Finds a cgroup quota of less time than the allowed cores have."""
+    limits = list(cgroup_quotas(host.root))
+    if not limits:
+        return
+    path, text, cpus = min(limits, key=lambda limit: limit[2])
+    seen = host.seen(str(path.relative_to(host.root)), text)
+    cores = len(host.cores())
+    if cpus < cores:
+        yield Finding(
+            "cpu-quota",
+            Severity.high,
+            f"a quota of {number(cpus)} CPUs' time on {counted(cores, 'core')}",
+            (seen,),
+            f"More than {max(1, int(cpus))} busy threads are all stopped for the rest of every period, so a "
+            "team waits for its slowest member; phasewise starts no more threads than the quota pays for.",
+            f"docker run --cpus {cores} (Kubernetes: a whole number as resources.limits.cpu, equal to the "
+            "request, and the static CPU manager policy)",
+        )
+
+
+def throttled(host: Host) -> Iterator[Finding]:
+    """Finds periods in which the group was stopped because its quota was used up."""
+    for seen in host.cgroup("cpu", "cpu.stat", "cpu.stat"):
+        pairs = (line.split() for line in seen.value.splitlines())
+        counts = {pair[0]: pair[1] for pair in pairs if len(pair) == 2}
+        stopped, periods = (whole_number(counts.get(name)) or 0 for name in ("nr_throttled", "nr_periods"))
+        if stopped:
+            share = stopped / max(periods, stopped)
+            yield Finding(
+                "cpu-throttled",
+                Severity.high if share > MUCH_THROTTLED else Severity.low,
+                f"stopped in {percent(share, 1)} of the scheduler's periods",
+                (FindingEvidence(seen.source, f"nr_periods {periods}, nr_throttled {stopped}"),),
+                "The quota has run out that often since the group was made; each time every thread of a "
+                "step waits.",
+                "docker update --cpus with more, or fewer threads: --threads",
+            )
+            return
+
+
+def cpuset(host: Host) -> Iterator[Finding]:
+    """Finds CPUs of the machine that this process may not use."""
+    allowed, online = host.allowed(), host.machine.tree.cpus
+    barred = sorted(set(online).difference(allowed))
+    if barred:
+        files = list(host.cgroup("cpuset", "cpuset.cpus.effective", "cpuset.effective_cpus"))[:1]
+        affinity = host.words("proc/self/status").get("Cpus_allowed_list")
+        if affinity:
+            files.append(FindingEvidence("/proc/self/status", f"Cpus_allowed_list: {affinity}"))
+        files.append(host.seen("sys/devices/system/cpu/online", format_list(online)))
+        yield Finding(
+            "cpuset-smaller",
+            Severity.medium,
+            f"{len(allowed)} of {counted(len(online), 'CPU')} may be used",
+            tuple(files),
+            f"CPU {format_list(barred)} is kept for others, or idle, and perhaps its NUMA node's bandwidth.",
+            f"docker run --cpuset-cpus {format_list(online)}; outside a container: "
+            f"taskset -c {format_list(online)}",
+        )
+
+
+def steal(host: Host) -> Iterator[Finding]:
+    """Finds time that the hypervisor gave to other guests."""
+    now = None if host.conditions is None else host.conditions.steal
+    share, when = (host.steal_since_boot(), "since boot") if now is None else (now, "just now")
+    if share is not None and share > SOME_STEAL:
+        yield Finding(
+            "steal",
+            Severity.high if share > MUCH_STEAL else Severity.medium,
+            f"other guests of the hypervisor take {percent(share)} of the CPUs' time",
+            (FindingEvidence("/proc/stat", f"steal {percent(share, 1)} of the allowed CPUs' time, {when}"),),
+            "A pinned thread cannot run while its CPU is away, and its team waits for it.",
+            "An instance with dedicated CPUs, or fewer threads than virtual CPUs: --threads",
+        )
+
+
+def neighbours(host: Host) -> Iterator[Finding]:
+    """Finds other processes on the same CPUs: watched where the host is this one, else by the kernel's
+    averages."""
+    shares = _watched(host) if host.conditions is not None else _averages(host)
+    if shares is not None:
+        yield Finding(
+            "co-tenants",
+            Severity.medium,
+            "other processes use the same CPUs",
+            (shares,),
+            "They take time and caches from pinned threads, and bandwidth from decoding; measurements "
+            "scatter.",
+            "ps -eo pid,psr,pcpu,comm --sort=-pcpu | head shows them; give each its own CPUs: "
+            "docker run --cpuset-cpus, taskset -c",
+        )
+
+
+def _watched(host: Host) -> FindingEvidence | None:
+    others = 0.0 if host.conditions is None else host.conditions.others
+    return (
+        FindingEvidence(
+            "/proc/stat", f"{percent(others)} of the allowed CPUs' time went to other processes just now"
+        )
+        if others > SOME_OTHERS
+        else None
+    )
+
+
+def _averages(host: Host) -> FindingEvidence | None:
+    for line in (host.text("proc/pressure/cpu") or "").splitlines():
+        words = dict(word.split("=", 1) for word in line.split() if "=" in word)
+        try:
+            if line.startswith("some") and float(words.get("avg60", "0")) > SOME_PRESSURE:
+                return host.seen("proc/pressure/cpu", line)
+        except ValueError:
+            return None
+    return None

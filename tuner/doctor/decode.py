@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 from phasewise._words import number, percent
 from phasewise.kerneldb.product_counts import ProductCounts
-from phasewise.tuner.doctor.finding import Finding, FindingEvidence, Severity
-from phasewise.tuner.doctor.host import NONE_TUNED
+from phasewise.tuner.doctor.host import NONE_TUNED, Finding, FindingEvidence, Severity
 
 NEAR_LIMIT = 0.7
 """Share of the read bandwidth from which on only more bandwidth makes decoding much faster."""

@@ -1,26 +1,54 @@
-"""The inputs of checks: files under a root, and the few facts that no file holds."""
+"""The inputs of checks (files under a root, and the few facts that no file holds), and their findings."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from phasewise._files import open_file
 from phasewise.kerneldb.product_counts import ProductCounts, ShippedCounts
 from phasewise.topology import Machine
 from phasewise.topology.cpusets import parse_list
-from phasewise.topology.process_limits import cgroup_files
+from phasewise.topology.process_limits import cgroup_files, read_text
 from phasewise.tuner.conditions import Conditions, parse_ticks
-from phasewise.tuner.doctor.finding import FindingEvidence
 
 if TYPE_CHECKING:
     from phasewise.tuner.machine_limits import PieceReads
 
-MAX_FILE_BYTES = 1 << 20
-"""Most bytes that are read of a file: more than any file here holds; /proc/sys refuses a read of 4 MiB and
-more."""
+
+class Severity(IntEnum):
+    """The cost of a finding. The order is the order of the report, worst last."""
+
+    low = 1
+    """Some percent, or only other programs."""
+    medium = 2
+    """A tenth or more, or only at some times."""
+    high = 3
+    """A multiple, or something that will not run."""
+
+
+@dataclass(frozen=True)
+class FindingEvidence:
+    """The source of a finding: a file and its text, a variable, a call and its answer."""
+
+    source: str
+    value: str
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that keeps the host from its limit: how it is known, what it means, what to do. `remedy` is a
+    command, a container flag, or both."""
+
+    id: str
+    severity: Severity
+    title: str
+    evidence: tuple[FindingEvidence, ...]
+    meaning: str
+    remedy: str
+
 
 MAX_VALUE_CHARS = 160
 
@@ -83,12 +111,7 @@ class Host:
 
     def text(self, path: str) -> str | None:
         """A file's text without its last newline; None if absent or unreadable."""
-        try:
-            with open_file(self.root / path) as file:
-                data = file.read(MAX_FILE_BYTES)
-        except OSError:
-            return None
-        return data.partition(b"\0")[0].decode("utf-8", "replace").strip()
+        return read_text(self.root / path)
 
     def number(self, path: str) -> int | None:
         """The whole number that a file holds; None for anything else."""

@@ -1,16 +1,19 @@
-"""Checks of memory: pages, balancing between nodes, placement that is denied, sizes that are too
-small.
+"""Checks of memory: pages, balancing between nodes, placement that is denied or went wrong, sizes that are
+too small.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
+from phasewise._words import percent
 from phasewise.topology import Kind
+from phasewise.topology.cpusets import cpus_of, parse_list
 from phasewise.topology.sizes import format_memory
-from phasewise.tuner.doctor.finding import Finding, FindingEvidence, Severity
-from phasewise.tuner.doctor.host import Host, whole_number
+from phasewise.tuner.doctor.host import Finding, FindingEvidence, Host, Severity, whole_number
 
 THP = "sys/kernel/mm/transparent_hugepage/enabled"
 GIB = 1 << 30
@@ -201,3 +204,110 @@ def _n_nodes(host: Host) -> int:
     """The number of NUMA nodes with CPUs that may be used."""
     allowed = set(host.allowed())
     return sum(bool(allowed.intersection(node.cpus)) for node in host.machine.nodes(Kind.NUMA))
+
+
+KERNELS = "cython_kernels/_native"
+"""The library by whose mapping a computing process is known."""
+
+MUCH_STRAY = 0.1
+LEAST_BYTES = 64 << 20
+"""Memory of a process below which it does not matter where it lies."""
+
+_PAGES = re.compile(r"\bN(\d{1,4})=(\d{1,12})\b")
+_PAGE_KIB = re.compile(r"\bkernelpagesize_kB=(\d{1,8})\b")
+
+
+@dataclass(frozen=True)
+class ProcessMemory:
+    """A process that computes: its memory, libraries aside, and its pinned threads, each by NUMA node."""
+
+    pid: int
+    bytes_by_node: Mapping[int, int]
+    threads_by_node: Mapping[int, int]
+
+    @property
+    def local_reads(self) -> float:
+        """The share of reads that stay on their node, if every thread reads as much of everything."""
+        return sum(self._memory(node) * self._threads(node) for node in self.bytes_by_node)
+
+    @property
+    def stray(self) -> float:
+        """The share of its memory that would have to move to lie as its threads do."""
+        return sum(max(0.0, self._memory(node) - self._threads(node)) for node in self.bytes_by_node)
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(self.bytes_by_node.values())
+
+    def describe(self) -> str:
+        """The process's bytes by node and its share of local reads, in words."""
+        parts = [f"node {node} {format_memory(n)}" for node, n in sorted(self.bytes_by_node.items())]
+        return f"{', '.join(parts)}; {percent(self.local_reads)} of its reads are local"
+
+    def _memory(self, node: int) -> float:
+        return self.bytes_by_node.get(node, 0) / self.n_bytes
+
+    def _threads(self, node: int) -> float:
+        return self.threads_by_node.get(node, 0) / sum(self.threads_by_node.values())
+
+
+def computing_processes(host: Host) -> Iterator[ProcessMemory]:
+    """The phasewise processes that can be looked at; none on a machine of one NUMA node."""
+    nodes = {node.os_index or 0: frozenset(node.cpus) for node in host.machine.nodes(Kind.NUMA)}
+    if len(nodes) < 2:
+        return
+    for folder in sorted((host.root / "proc").glob("[0-9]*"), key=lambda path: (len(path.name), path.name)):
+        maps = host.text(f"proc/{folder.name}/numa_maps") or ""
+        if KERNELS not in maps:
+            continue
+        by_node, threads = _bytes_by_node(maps), _threads_by_node(host, folder.name, nodes)
+        if by_node and threads:
+            yield ProcessMemory(int(folder.name), by_node, threads)
+
+
+def remote_memory(host: Host) -> Iterator[Finding]:
+    """A running process whose memory is not where its cores are."""
+    for process in computing_processes(host):
+        if process.n_bytes >= LEAST_BYTES and process.stray > MUCH_STRAY:
+            cores = ", ".join(f"{n} on node {node}" for node, n in sorted(process.threads_by_node.items()))
+            yield Finding(
+                "memory-remote",
+                Severity.medium,
+                f"{percent(process.stray)} of the memory of phasewise's process {process.pid} lies on other "
+                "nodes than its cores",
+                (
+                    host.seen(f"proc/{process.pid}/numa_maps", process.describe()),
+                    FindingEvidence(f"/proc/{process.pid}/task", f"pinned threads: {cores}"),
+                ),
+                "Decoding reads all weights in every step, here through the link between nodes.",
+                "start it again, which copies weights to the nodes of its cores; if that node is full "
+                "(numactl --hardware), free memory there or plan fewer ranks on it",
+            )
+
+
+def _bytes_by_node(maps: str) -> dict[int, int]:
+    """A process's bytes by NUMA node, without files that are not phasewise's own: other processes share
+    libraries."""
+    by_node: Counter[int] = Counter()
+    for line in maps.splitlines():
+        name = next((word for word in line.split() if word.startswith("file=")), None)
+        if name is not None and ("phasewise" not in name or KERNELS in name or name.endswith(".so")):
+            continue
+        size = _PAGE_KIB.search(line)
+        for node, pages in _PAGES.findall(line):
+            by_node[int(node)] += int(pages) * (int(size[1]) if size else 4) << 10
+    return dict(by_node)
+
+
+def _threads_by_node(host: Host, pid: str, nodes: Mapping[int, frozenset[int]]) -> dict[int, int]:
+    """The number of threads on each node, of those that may run on one CPU alone."""
+    by_node: Counter[int] = Counter()
+    for task in (host.root / "proc" / pid / "task").glob("[0-9]*"):
+        allowed = host.words(f"proc/{pid}/task/{task.name}/status").get("Cpus_allowed_list", "")
+        try:
+            cpus = cpus_of(parse_list(allowed))
+        except ValueError:
+            continue
+        if len(cpus) == 1:
+            by_node.update(node for node, own in nodes.items() if cpus[0] in own)
+    return dict(by_node)

@@ -8,8 +8,7 @@ import re
 from collections.abc import Iterator
 
 from phasewise._words import counted
-from phasewise.tuner.doctor.finding import Finding, FindingEvidence, Severity
-from phasewise.tuner.doctor.host import Host
+from phasewise.tuner.doctor.host import Finding, FindingEvidence, Host, Severity
 
 PROMISED = (
     ("amx", frozenset({"amx_tile", "amx_int8", "amx_bf16"})),

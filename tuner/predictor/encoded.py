@@ -20,9 +20,8 @@ import numpy.typing as npt
 
 from phasewise._words import counted, number
 from phasewise.tuner.errors import PredictorError
-from phasewise.tuner.predictor.calibration import price_holding
-from phasewise.tuner.predictor.distribution import LengthDistribution
-from phasewise.tuner.predictor.facts import Example, PromptFacts, place_of
+from phasewise.tuner.predictor.distribution import LengthDistribution, price_holding
+from phasewise.tuner.predictor.log import Example, PromptFacts, place_of
 from phasewise.tuner.predictor.model import Forecast
 
 Floats = npt.NDArray[np.float32]

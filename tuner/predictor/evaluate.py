@@ -17,10 +17,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from phasewise.tuner.predictor.calibration import RunningPrice
-from phasewise.tuner.predictor.distribution import LengthDistribution
-from phasewise.tuner.predictor.facts import Example
+from phasewise.tuner.predictor.distribution import LengthDistribution, RunningPrice
 from phasewise.tuner.predictor.files import AnyPredictor
+from phasewise.tuner.predictor.log import Example
 from phasewise.tuner.predictor.model import LengthPredictor
 
 Ints = npt.NDArray[np.int64]

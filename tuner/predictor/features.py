@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from phasewise.tuner.predictor.facts import PromptFacts
+from phasewise.tuner.predictor.log import PromptFacts
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]

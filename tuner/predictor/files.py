@@ -8,6 +8,7 @@ import os
 import stat
 import struct
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -150,23 +151,11 @@ def _encoded_arrays(predictor: EncodedPredictor) -> dict[str, npt.NDArray[Any]]:
 
 
 def _encoded(about: dict[str, Any], arrays: dict[str, npt.NDArray[Any]]) -> EncodedPredictor:
-    def take(name: str, n_dims: int) -> npt.NDArray[np.float32]:
-        array = arrays.get(name)
-        if array is None or array.dtype != np.float32 or array.ndim != n_dims or not np.isfinite(array).all():
-            raise _Unfit(f"lacks {name}, or has it in an unknown form")
-        return array
-
-    points, weights, residuals, prices = (
-        take("points", 2),
-        take("weights", 1),
-        take("residuals", 1),
-        take("prices", 1),
-    )
+    take = partial(_taken, arrays)
+    points, weights, residuals = take("points", None, None), take("weights", None), take("residuals", None)
     encoder, middle, width = about["encoder"], about.get("middle"), about.get("width")
     if len(points) != len(weights) or len(residuals) != len(LEVELS) or (np.diff(residuals) < 0).any():
         raise _Unfit("has points, weights and residuals that do not fit together")
-    if (np.diff(prices) < 0).any() or (prices < 0).any():
-        raise _Unfit("has prices that do not ascend")
     if not isinstance(middle, float) or not isinstance(width, float) or not math.isfinite(middle + width):
         raise _Unfit("has numbers in its metadata that are none")
     if not isinstance(encoder, str):
@@ -179,7 +168,7 @@ def _encoded(about: dict[str, Any], arrays: dict[str, npt.NDArray[Any]]) -> Enco
         middle,
         width,
         residuals,
-        prices,
+        _prices(arrays),
         about["trained_on"],
     )
 
@@ -201,22 +190,30 @@ def _about(metadata: dict[str, str] | None) -> dict[str, Any]:
     return dict(about)
 
 
-def _predictor(about: dict[str, Any], arrays: dict[str, npt.NDArray[Any]]) -> LengthPredictor:
-    def take(name: str, *shape: int | None) -> npt.NDArray[np.float32]:
-        array = arrays.get(name)
-        if array is None or array.dtype != np.float32 or array.ndim != len(shape):
-            raise _Unfit(f"lacks {name}, or has it in an unknown form")
-        if any(size not in (None, got) for size, got in zip(shape, array.shape, strict=True)):
-            raise _Unfit(f"has {name} of shape {array.shape}")
-        if not np.isfinite(array).all():
-            raise _Unfit(f"has numbers in {name} that are none")
-        return array
+def _taken(arrays: dict[str, npt.NDArray[Any]], name: str, *shape: int | None) -> npt.NDArray[np.float32]:
+    """An array of float32, all of them finite, in this shape; None: of any size."""
+    array = arrays.get(name)
+    if array is None or array.dtype != np.float32 or array.ndim != len(shape):
+        raise _Unfit(f"lacks {name}, or has it in an unknown form")
+    if any(size not in (None, got) for size, got in zip(shape, array.shape, strict=True)):
+        raise _Unfit(f"has {name} of shape {array.shape}")
+    if not np.isfinite(array).all():
+        raise _Unfit(f"has numbers in {name} that are none")
+    return array
 
-    bounds, prices = take("bounds", None), take("prices", None)
-    if not len(bounds) or bounds[0] <= 0 or (np.diff(bounds) <= 0).any():
-        raise _Unfit("has bounds of bins that do not ascend")
+
+def _prices(arrays: dict[str, npt.NDArray[Any]]) -> npt.NDArray[np.float32]:
+    prices = _taken(arrays, "prices", None)
     if (np.diff(prices) < 0).any() or (prices < 0).any():
         raise _Unfit("has prices that do not ascend")
+    return prices
+
+
+def _predictor(about: dict[str, Any], arrays: dict[str, npt.NDArray[Any]]) -> LengthPredictor:
+    take = partial(_taken, arrays)
+    bounds = take("bounds", None)
+    if not len(bounds) or bounds[0] <= 0 or (np.diff(bounds) <= 0).any():
+        raise _Unfit("has bounds of bins that do not ascend")
     members = []
     for number in range(about["members"]):
         table = take(f"members.{number}.table", N_ROWS, None)
@@ -226,6 +223,7 @@ def _predictor(about: dict[str, Any], arrays: dict[str, npt.NDArray[Any]]) -> Le
         rest = {name: take(f"members.{number}.{name}", *shape) for name, shape in shapes.items()}
         members.append(Params(table=table, w1=w1, **rest))
     scaling = Scaling(take("figures.mean", N_FIGURES), take("figures.inverse_deviation", N_FIGURES))
+    rarity, prices = take("rarity", N_ROWS), _prices(arrays)
     return LengthPredictor(
-        about["model"], take("rarity", N_ROWS), scaling, bounds, tuple(members), prices, about["trained_on"]
+        about["model"], rarity, scaling, bounds, tuple(members), prices, about["trained_on"]
     )

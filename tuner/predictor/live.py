@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from threading import Lock
 
-from phasewise.tuner.predictor.calibration import RunningPrice, RunningRatio
-from phasewise.tuner.predictor.distribution import LengthDistribution
+from phasewise.tuner.predictor.distribution import LengthDistribution, RunningPrice, RunningRatio
 from phasewise.tuner.predictor.encoded import EncodedPredictor, OnlineCorrection
-from phasewise.tuner.predictor.facts import PromptFacts
 from phasewise.tuner.predictor.files import AnyPredictor
+from phasewise.tuner.predictor.log import PromptFacts
 
 MOST_READ = 4096
 """Prompts in progress whose vectors are kept until their answers end."""

@@ -11,10 +11,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from phasewise.tuner.predictor.calibration import price_holding
-from phasewise.tuner.predictor.distribution import LengthDistribution
-from phasewise.tuner.predictor.facts import PromptFacts
+from phasewise.tuner.predictor.distribution import LengthDistribution, price_holding
 from phasewise.tuner.predictor.features import bag_of, figures_of
+from phasewise.tuner.predictor.log import PromptFacts
 from phasewise.tuner.predictor.network import Outputs, Params, judge, softmax
 
 Floats = npt.NDArray[np.float32]

@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from phasewise._words import counted
 from phasewise.tuner.errors import PredictorError
-from phasewise.tuner.predictor.facts import Example, place_of
 from phasewise.tuner.predictor.features import N_FIGURES, N_ROWS, bag_of, figures_of, learn_rarity
+from phasewise.tuner.predictor.log import Example, place_of
 from phasewise.tuner.predictor.model import LengthPredictor, Scaling
 from phasewise.tuner.predictor.network import FeatureBatch, Params, Targets, loss_and_gradient
 

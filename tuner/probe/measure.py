@@ -3,16 +3,20 @@
 One PU of every core is looked at. Three things are measured, each until its share of the time is over: how
 long a cache line takes between two cores, and how much of its rate a core loses while another reads, from
 buffers that the last cache holds and from buffers that it does not. Disturbances are noted, not waited out.
+
+The order of pairs is the same for the same seed. Symmetry (A.1) makes the inside of one shared part stand for
+all of them, so its pairs come first and whole; then the insides of its likes; then pairs across parts, of
+which a sample tells enough.
 """
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from itertools import cycle, islice
+from itertools import combinations, cycle, islice, product
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -23,11 +27,36 @@ import numpy as np
 from phasewise._words import counted
 from phasewise.topology import Kind, Machine
 from phasewise.tuner.conditions import Watch
-from phasewise.tuner.probe.clusters import Matrix
-from phasewise.tuner.probe.groups import ClusterLevel, Source, hints_of, interference_levels, latency_levels
-from phasewise.tuner.probe.pairs import Pair, ordered_pairs
+from phasewise.tuner.probe.groups import (
+    ClusterLevel,
+    Matrix,
+    Source,
+    hints_of,
+    interference_levels,
+    latency_levels,
+)
 from phasewise.tuner.probe.result import Interference, Probe
 from phasewise.tuner.topotree import TopoTree, fundamental
+
+Pair = tuple[int, int]
+
+
+def ordered_pairs(parts: Sequence[Sequence[int]], rng: Random) -> list[Pair]:
+    """Every pair of the indices in `parts` once, in the order in which to measure them."""
+    inside = [_shuffled(combinations(part, 2), rng) for part in parts]
+    across = [
+        pair
+        for first, second in combinations(range(len(parts)), 2)
+        for pair in product(parts[first], parts[second])
+    ]
+    return [*(pair for pairs in inside for pair in pairs), *_shuffled(across, rng)]
+
+
+def _shuffled(pairs: Iterable[Pair], rng: Random) -> list[Pair]:
+    mixed = list(pairs)
+    rng.shuffle(mixed)
+    return mixed
+
 
 MIB = 1 << 20
 LATENCY_UNTIL, CACHE_UNTIL, MEMORY_UNTIL = 0.4, 0.65, 0.95

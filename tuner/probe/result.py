@@ -11,13 +11,11 @@ from typing import Any
 from phasewise._files import read_input
 from phasewise._json import read_json
 from phasewise.tuner.errors import ProbeError
-from phasewise.tuner.probe.clusters import Matrix
-from phasewise.tuner.probe.groups import ClusterLevel, GroupHint, LevelEvidence, Source
+from phasewise.tuner.probe.groups import ClusterLevel, GroupHint, Matrix, Source
 
 MAX_FILE_BYTES = 64 << 20
 MAX_HINTS = 64
 MAX_NUMBER = 1 << 16
-SOURCES: tuple[Source, ...] = ("latency", "memory", "cache")
 
 
 @dataclass(frozen=True)
@@ -108,35 +106,14 @@ def read_groups(path: Path) -> tuple[GroupHint, ...]:
 def _hint(fields: Any, path: Path) -> GroupHint:
     if not isinstance(fields, dict):
         raise ProbeError(f"{path}: a group must be an object with n, t and d")
-    evidence = fields.get("evidence")
-    shown = evidence if isinstance(evidence, list) else []
     n, t, d = (_whole_number(fields.get(name), path) for name in ("n", "t", "d"))
-    return GroupHint(
-        n,
-        t,
-        d,
-        evidence=tuple(_evidence(evidence_fields, path) for evidence_fields in shown[: len(SOURCES)]),
-    )
+    return GroupHint(n, t, d)
 
 
 def _whole_number(value: Any, path: Path) -> int:
     if type(value) is int and 1 <= value <= MAX_NUMBER:
         return value
     raise ProbeError(f"{path}: a group's n, t and d must be numbers from 1 to {MAX_NUMBER}")
-
-
-def _evidence(fields: Any, path: Path) -> LevelEvidence:
-    if isinstance(fields, dict) and fields.get("source") in SOURCES:
-        return LevelEvidence(
-            fields["source"], _number(fields.get("within"), path), _number(fields.get("between"), path)
-        )
-    raise ProbeError(f"{path}: a group's evidence must name its source: {', '.join(SOURCES)}")
-
-
-def _number(value: Any, path: Path) -> float:
-    if type(value) in (int, float) and math.isfinite(value):
-        return float(value)
-    raise ProbeError(f"{path}: a group's evidence must be two numbers")
 
 
 def _hint_fields(hint: GroupHint) -> dict[str, Any]:

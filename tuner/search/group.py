@@ -30,11 +30,10 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from phasewise.kerneldb.records import PANEL_COLUMNS, Problem, Sample, Schedule
-from phasewise.tuner.search.model import model_schedule, modelled_cycles
-from phasewise.tuner.search.options import SearchOptions
 from phasewise.tuner.search.protocol import (
     GroupSearch,
     Search,
+    SearchOptions,
     T,
     TimingBatch,
     cost,
@@ -53,6 +52,8 @@ from phasewise.tuner.search.space import (
     fitting,
     grid_of,
     kernel_of,
+    model_schedule,
+    modelled_cycles,
     pieces,
 )
 

@@ -30,9 +30,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from phasewise.kerneldb.records import Sample, Schedule
-from phasewise.tuner.search.model import model_schedule
-from phasewise.tuner.search.options import SearchOptions
-from phasewise.tuner.search.protocol import Search, cost, fastest, referenced, side_by_side, together
+from phasewise.tuner.search.protocol import (
+    Search,
+    SearchOptions,
+    cost,
+    fastest,
+    referenced,
+    side_by_side,
+    together,
+)
 from phasewise.tuner.search.space import (
     AXES,
     Axis,
@@ -40,6 +46,7 @@ from phasewise.tuner.search.space import (
     ScheduleSpace,
     grid_of,
     kernel_of,
+    model_schedule,
     pieces,
     resized,
 )

@@ -1,38 +1,35 @@
 """TopoTree: the space of service configurations of a machine. Pure: no files, no clock, nothing measured."""
 
 from phasewise.tuner.errors import TopoTreeError
-from phasewise.tuner.topotree.bounds import (
-    count_grouped,
-    count_groupings_of_levels,
-    group_bound,
-    removal_bound,
-)
 from phasewise.tuner.topotree.configurations import (
     Configuration,
     OperatorLimits,
+    UnevenCores,
     configuration_of,
     configurations,
     cross_section,
     every_configuration,
 )
 from phasewise.tuner.topotree.enumeration import (
+    count_grouped,
+    count_groupings_of_levels,
     every_tree,
+    group_bound,
     grouped_trees,
     parents,
+    removal_bound,
     removals,
     single_groups,
-    transformation_tree,
 )
 from phasewise.tuner.topotree.fundamental import (
     Fundamental,
     LeftOut,
+    apply,
     fundamental,
     largest_symmetric_part,
+    parse,
 )
-from phasewise.tuner.topotree.levels import GROUP, Level
-from phasewise.tuner.topotree.notation import apply, parse
-from phasewise.tuner.topotree.tree import TopoTree
-from phasewise.tuner.topotree.uneven import UnevenCores
+from phasewise.tuner.topotree.tree import GROUP, Level, TopoTree
 
 __all__ = [
     "GROUP",
@@ -61,5 +58,4 @@ __all__ = [
     "removal_bound",
     "removals",
     "single_groups",
-    "transformation_tree",
 ]

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import product
+from math import exp2, factorial, log2, prod
 
 from phasewise.tuner.errors import TopoTreeError
-from phasewise.tuner.topotree.group_chains import Chain, chains
-from phasewise.tuner.topotree.tree import TopoTree, active
+from phasewise.tuner.topotree.tree import Chain, TopoTree, active, chains
 
 
 def grouped_trees(tree: TopoTree, *, power_of_two: bool = True) -> Iterator[TopoTree]:
@@ -62,15 +62,6 @@ def parents(tree: TopoTree) -> Iterator[TopoTree]:
             yield TopoTree(tree.base, tree.chains, more, tree.groups)
 
 
-def transformation_tree(root: TopoTree) -> Iterator[TopoTree]:
-    """A tree and all that removals make of it, each once, in topological order: parents before children.
-
-    No two of them are equal: how many stay at each depth is what tells which PUs do.
-    """
-    for kept in _kept(root.kept):
-        yield TopoTree(root.base, root.chains, kept, root.groups)
-
-
 def every_tree(tree: TopoTree, *, power_of_two: bool = True) -> Iterator[TopoTree]:
     """Every distinct tree that groups and removals make of a fundamental tree, each after its parents.
 
@@ -92,7 +83,7 @@ def nests(n: int, power_of_two: bool) -> Iterator[tuple[Chain, tuple[int, ...]]]
     """The distinct ways in which some of `n` siblings nest: a chain, and what stays at each of its levels."""
     seen: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
     for chain in chains(n, power_of_two):
-        for kept in _kept(chain.arities):
+        for kept in kept_counts(chain.arities):
             telling = tuple(count for count in kept if count > 1)
             key = (telling, active(chain, kept))
             if key not in seen:
@@ -105,9 +96,39 @@ def _distinct_nests(n: int, power_of_two: bool) -> tuple[tuple[Chain, tuple[int,
     return tuple(nests(n, power_of_two))
 
 
-def _kept(arities: tuple[int, ...]) -> list[tuple[int, ...]]:
+def kept_counts(arities: tuple[int, ...]) -> list[tuple[int, ...]]:
     """The numbers of children that may stay at each depth, any number from all to one; more come before
     fewer.
     """
     counts = product(*(range(arity, 0, -1) for arity in arities))
     return sorted(counts, key=sum, reverse=True)
+
+
+def count_grouped(tree: TopoTree, *, power_of_two: bool = True) -> int:
+    """The number of groupings of a fundamental tree, without making them."""
+    return prod(count_groupings_of_levels(tree, power_of_two=power_of_two))
+
+
+def count_groupings_of_levels(tree: TopoTree, *, power_of_two: bool = True) -> tuple[int, ...]:
+    """The number of ways in which the nodes of each level of a fundamental tree nest below one parent."""
+    return tuple(len(chains(arity, power_of_two)) for arity in tree.base.arities)
+
+
+def group_bound(n: int, *, power_of_two: bool = True) -> float:
+    """Proposition 1: the most groupings of `n` PUs.
+
+    Without A.3 it is n^n / (n - 1)!. With A.3 the paper prints n^(log2(n) / 2) over the same factorial, which
+    is less than one from n = 4 on, although the ungrouped tree always exists; the product that it bounds, (7)
+    of the appendix over powers of two, has the numerator alone, and so has this.
+    """
+    if power_of_two:
+        return exp2(log2(n) ** 2 / 2)
+    return float(n**n // factorial(n - 1))
+
+
+def removal_bound(n: int) -> int:
+    """Proposition 2: the most trees by removals from one grouped tree of `n` PUs.
+
+    Under A.1 they are exactly the product of the arities, which is n.
+    """
+    return n * n

@@ -2,11 +2,12 @@
 
 Machines need not be symmetric: a cgroup takes a few cores away, cores come in two kinds. A tree is, so the
 largest symmetric part becomes the tree, and every other PU is reported as left out. A search tries those
-at its end (`config.uneven`).
+at its end (`config.walk.refine`).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
@@ -14,8 +15,7 @@ from typing import Literal
 
 from phasewise.topology import Kind, Machine, Node
 from phasewise.tuner.errors import TopoTreeError
-from phasewise.tuner.topotree.levels import SymmetricMachine, preferred
-from phasewise.tuner.topotree.tree import TopoTree, whole
+from phasewise.tuner.topotree.tree import FUNDAMENTAL, SymmetricMachine, TopoTree, preferred, whole
 
 Reason = Literal["hybrid", "asymmetric", "smt"]
 """The reason that a PU is left out: another kind of core; a part unlike the others; a thread of a core
@@ -169,3 +169,33 @@ def _left_out(machine: Machine, pus: tuple[int, ...]) -> tuple[LeftOut, ...]:
             reason = "smt"
         cpus_by_reason.setdefault(reason, []).append(pu)
     return tuple(LeftOut(reason, tuple(left)) for reason, left in cpus_by_reason.items())
+
+
+MAX_STEPS = 64
+STEP = re.compile(r"(group|remove)\(\s*(\d{1,5})\s*,\s*(\d{1,5})\s*(?:,\s*(\d{1,5})\s*)?\)")
+
+
+def parse(notation: str, machine: Machine) -> TopoTree:
+    """The tree that `notation` describes on `machine`. TopoTreeError, naming step and reason, else."""
+    return apply(notation, fundamental(machine).tree)
+
+
+def apply(notation: str, tree: TopoTree) -> TopoTree:
+    """`parse` for a machine whose fundamental tree is at hand."""
+    first, *steps = (part.strip() for part in notation.split("|", MAX_STEPS + 1))
+    if first != FUNDAMENTAL:
+        raise TopoTreeError(f"a tree is written `{FUNDAMENTAL} | group(n,stride,depth) | remove(n,depth)`")
+    if len(steps) > MAX_STEPS:
+        raise TopoTreeError(f"more than {MAX_STEPS} transformations: no machine has that many levels")
+    for step in steps:
+        tree = _applied(step, tree)
+    return tree
+
+
+def _applied(step: str, tree: TopoTree) -> TopoTree:
+    match = STEP.fullmatch(step)
+    if match is None or (match[1] == "group") != (match[4] is not None):
+        raise TopoTreeError(f"`{step[:40]}` is neither group(n,stride,depth) nor remove(n,depth)")
+    if match[1] == "group":
+        return tree.group(int(match[2]), int(match[3]), int(match[4]))
+    return tree.remove(int(match[2]), int(match[3]))

@@ -20,10 +20,12 @@ from urllib.parse import urlsplit
 
 from phasewise._files import write_file
 from phasewise.serving.processes.behind_others import end_with_parent
+from phasewise.workflows.batch.settings import OwnServing
 from phasewise.workflows.config_file import config_path, config_text
 from phasewise.workflows.errors import UsageError, WorkflowError
 from phasewise.workflows.opening.drafts import check_draft
 from phasewise.workflows.opening.open_model import Weights, check_settings
+from phasewise.workflows.options import ModelCores
 from phasewise.workflows.report import Report
 from phasewise.workflows.serve.embedding import makes_vectors
 
@@ -41,31 +43,26 @@ class OwnServer:
 
     model: str
     weights: Weights
-    concurrency: int
-    threads: int | None = None
-    ranks: int | None = None
-    draft: str | None = None
-    draft_tokens: int | None = None
-    kv_format: str = "auto"
-    db: str | None = None
+    placement: ModelCores
+    answering: OwnServing
 
     def command(self, report: Report) -> list[str]:
         """The words behind `phasewise serve`. ModelError for a file that is no model."""
-        weight_format = self.weights.weight_format
+        weight_format, placement, answering = self.weights.weight_format, self.placement, self.answering
         words = [self.model, "--format", weight_format, "--log-level", "error"]
-        words += [] if self.threads is None else ["--threads", str(self.threads)]
+        words += [] if placement.threads is None else ["--threads", str(placement.threads)]
         words += ["--arithmetic", self.weights.arithmetic]
         if makes_vectors(self.model, weight_format, report):
             return words
-        check_draft(self.draft, report)
-        check_settings(self.model, self.weights, self.kv_format, report)
+        check_draft(answering.draft, report)
+        check_settings(self.model, self.weights, answering.kv_format, report)
         words += ["--sparse", self.weights.sparse, "--batch-bytes", "0"]
         # Nobody waits for a token: prompts and answers take turns by their sizes alone.
-        words += ["--tpot", str(_NO_PROMISE_MS), "--max-sequences", str(self.concurrency)]
-        words += ["--kv-format", self.kv_format]
+        words += ["--tpot", str(_NO_PROMISE_MS), "--max-sequences", str(answering.concurrency)]
+        words += ["--kv-format", answering.kv_format]
         words += [word for adapter in self.weights.lora or () for word in ("--lora", adapter)]
-        valued = {"--ranks": self.ranks, "--draft": self.draft, "--draft-tokens": self.draft_tokens}
-        for flag, value in (*valued.items(), ("--db", self.db)):
+        drafting = {"--draft": answering.draft, "--draft-tokens": answering.draft_tokens}
+        for flag, value in {"--ranks": placement.ranks, **drafting, "--db": placement.db}.items():
             words += [] if value is None else [flag, str(value)]
         return words
 

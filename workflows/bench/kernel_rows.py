@@ -6,14 +6,15 @@ import json
 import os
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from phasewise._files import cut_broken_line, open_file, open_output
 from phasewise._json import read_json
+from phasewise._rows import Row, column, spread
 from phasewise._version import SCHEMA_VERSION
-from phasewise._words import percent, proven
+from phasewise._words import limit_cell, percent, proven
 from phasewise.tuner import timing
 from phasewise.tuner.standing import MeasuredRatio, mean_of, ratio_of
 from phasewise.workflows.errors import WorkflowError
@@ -28,26 +29,27 @@ PointKey: TypeAlias = tuple[str, int, int, int, int]
 """Format, n, k, m and threads: the product that a row describes."""
 
 
-@dataclass(frozen=True)
-class KernelRow:
+class KernelRow(Row):
     """One product on `threads` threads: y[m, n] = x[m, k] W[n, k]^T, weights from memory, x float32."""
 
-    format: str
-    n: int
+    format: str = column("format", left=True, narrow=True)
+    n: int = column("n x k", of_row=lambda row: f"{row.n}x{row.k}", narrow=True)
     k: int
-    m: int
-    threads: int
-    median_ns: int
-    gflops: float
-    gbps: float
+    m: int = column("m", narrow=True)
+    threads: int = column("threads")
+    median_ns: int = column("us", ".1f", per=1e3, narrow=True)
+    gflops: float = column("GFLOP/s", ".0f", narrow=True)
+    gbps: float = column("GB/s", ".1f")
     """Bytes of packed weights, scales included, per nanosecond; activations are not counted."""
-    peak_fraction: float
-    bandwidth_fraction: float
+    peak_fraction: float = column("peak", limit_cell, narrow=True)
+    bandwidth_fraction: float = column("bandwidth", limit_cell, narrow=True)
     """Median over the rounds of our read rate over that of plain reading in the same round."""
     schedule: Mapping[str, int | str]
-    peers: Mapping[str, int]
+    peers: Mapping[str, int] = column("", of_row=lambda row: row.peer_cells, narrow=True)
     """Median nanoseconds of each peer that does this product."""
-    schedule_source: str
+    schedule_source: str = column(
+        "schedule", of_row=lambda row: f"{row.schedule_source}: {schedule_text(row.schedule)}", left=True
+    )
     """exact, neighbour or default."""
     weight_bytes: int
     peak_flops_per_s: float
@@ -57,7 +59,7 @@ class KernelRow:
     placement_signature: str
     steal: float
     """Share of the cores' time that other guests had while this was timed."""
-    samples_ns: Sequence[int]
+    samples_ns: Sequence[int] = column("spread", lambda samples: percent(spread(samples)))
     peer_samples_ns: Mapping[str, Sequence[int]]
     peer_settings: Mapping[str, str]
 
@@ -70,49 +72,60 @@ class KernelRow:
         return ratio_of(timing.compare_rounds(self.peer_samples_ns[peer], self.samples_ns))
 
     @property
+    def peer_cells(self) -> dict[str, str]:
+        """Our speed over that of each peer, where it is proven."""
+        return {peer: _cell(self.over(peer)) for peer in self.peers}
+
+    @property
     def speedup(self) -> MeasuredRatio | None:
         """Speed over that of the best peer; None without peers."""
         return self.over(min(self.peers, key=self.peers.__getitem__)) if self.peers else None
 
 
-@dataclass(frozen=True)
-class FormatSummary:
+class FormatSummary(Row):
     """The summary of the rows of one format; None where no row applies."""
 
-    format: str
-    points: int
+    format: str = column("format", left=True)
+    points: int = column("points")
     """Points that a peer computed too."""
-    speedup: MeasuredRatio | None
+    speedup: MeasuredRatio | None = column("over the best peer", of_row=lambda row: _cell(row.speedup))
     """Geometric mean over the points of the speed over the best peer's."""
-    worst_speedup: MeasuredRatio | None
-    worst_point: str
-    peak: tuple[float, float] | None
-    """Lowest and median share of the peak, m of 128 and more."""
-    bandwidth_large: tuple[float, float] | None
-    """Lowest and median share of the bandwidth, m = 1, weights of 4 MB and more."""
-    bandwidth_small: tuple[float, float] | None
-    """The same below 4 MB."""
+    worst_speedup: MeasuredRatio | None = column("worst", of_row=lambda row: _cell(row.worst_speedup))
+    worst_point: str = column("worst point", left=True)
+    peak: tuple[float, float] | None = column(
+        f"peak, m >= {LARGE_M}: lowest, median", of_row=lambda row: _shares(row.peak)
+    )
+    """Lowest and median share of the peak."""
+    bandwidth_large: tuple[float, float] | None = column(
+        "bandwidth, m = 1, 4 MB and more", of_row=lambda row: _shares(row.bandwidth_large)
+    )
+    """Lowest and median share of the bandwidth."""
+    bandwidth_small: tuple[float, float] | None = column(
+        "below 4 MB", of_row=lambda row: _shares(row.bandwidth_small)
+    )
 
 
-def summary_fields(summary: FormatSummary) -> dict[str, str]:
-    """A summary as the columns of a table, in order; empty text where no row applies."""
+def _cell(ratio: MeasuredRatio | None) -> str:
+    return "" if ratio is None else proven(ratio.gain, ratio.low, ratio.high)
 
-    def ratio(value: MeasuredRatio | None) -> str:
-        return "" if value is None else proven(value.gain, value.low, value.high)
 
-    def shares(low_and_middle: tuple[float, float] | None) -> str:
-        return "" if low_and_middle is None else f"{percent(low_and_middle[0])}, {percent(low_and_middle[1])}"
+def _shares(low_and_middle: tuple[float, float] | None) -> str:
+    return "" if low_and_middle is None else ", ".join(map(percent, low_and_middle))
 
-    return {
-        "format": summary.format,
-        "points": str(summary.points),
-        "over the best peer": ratio(summary.speedup),
-        "worst": ratio(summary.worst_speedup),
-        "worst point": summary.worst_point,
-        f"peak, m >= {LARGE_M}: lowest, median": shares(summary.peak),
-        "bandwidth, m = 1, 4 MB and more": shares(summary.bandwidth_large),
-        "below 4 MB": shares(summary.bandwidth_small),
-    }
+
+def schedule_text(schedule: Mapping[str, Any]) -> str:
+    """`4x48 block 64x96x576 grid 1x2x1 nm int8_dot`; k parts and prefetch where there are any."""
+    s = schedule
+    parts = [
+        f"{s['mr']}x{16 * s['panels']}",
+        f"block {s['block_m']}x{s['block_n']}x{s['block_k']}",
+        f"grid {s['threads_m']}x{s['threads_n']}x{s['threads_k']}",
+        s["loop_order"],
+        s["compute_path"],
+        *([f"{s['k_parts']} k parts"] if s["k_parts"] > 1 else []),
+        *([f"prefetch {s['prefetch_bytes']}"] if s["prefetch_bytes"] else []),
+    ]
+    return " ".join(parts)
 
 
 def summarise(rows: Sequence[KernelRow]) -> list[FormatSummary]:

@@ -25,9 +25,8 @@ from phasewise.serving.ranks.rank_teams import weighed_team
 from phasewise.topology import core_signature, placement_signature, read_machine
 from phasewise.tuner.conditions import Watch
 from phasewise.tuner.lookup import ScheduleTable
-from phasewise.tuner.machine_limits import StreamingRead, peak_flops
+from phasewise.tuner.machine_limits import StreamingRead, peak_flops, peak_kinds
 from phasewise.tuner.native import default_schedule
-from phasewise.tuner.roofline import peak_kinds
 from phasewise.tuner.search.space import Arithmetic, arithmetic_of
 from phasewise.tuner.weights import copies_of, dense_format, format_name, random_weight, split_format
 from phasewise.workflows.bench.kernel_rows import KernelRow, PointKey

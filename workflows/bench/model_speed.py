@@ -27,8 +27,7 @@ from phasewise.serving.ranks.open_ranks import open_ranks as open_planned
 from phasewise.topology import core_signature, placement_signature, read_machine
 from phasewise.topology.energy import EnergyCounters, power_cap_w
 from phasewise.topology.processor_counters import CounterTotals, ProcessorCounters, threads_under
-from phasewise.tuner.machine_limits import peak_flops, read_bandwidth
-from phasewise.tuner.roofline import peak_kinds
+from phasewise.tuner.machine_limits import peak_flops, peak_kinds, read_bandwidth
 from phasewise.workflows.errors import UsageError
 from phasewise.workflows.opening.kept_cores import KeptCores
 from phasewise.workflows.opening.open_model import OpenModel

@@ -52,7 +52,9 @@ class ClusterInputs:
         "of a machine that need not exist, and a model, e.g. machine.xml:config.json",
         metavar="XML:MODEL",
     )
-    reference: str = option("a100", "machine type whose times slowdowns are relative to", metavar="TYPE")
+    reference: str = option(
+        "a100", "machine type whose times slowdowns are relative to", metavar="TYPE", config_only=True
+    )
     db: str | None = DB(None)
 
 
@@ -113,6 +115,7 @@ class ProvisionWish:
         None,
         "with --cost or --power: what it should have most of [default: rate]",
         kind=Literal["rate"] | None,
+        config_only=True,
     )
     rate_step: float = option(5.0, "distance of the rates that are tried, requests/s", min=0.001)
     most_rate: float = option(500.0, "highest rate that is tried, requests/s", min=0.001, config_only=True)

@@ -16,8 +16,7 @@ from phasewise.kerneldb.upkeep import Here, ScheduleVerdict, verify
 from phasewise.topology import Machine
 from phasewise.tuner.errors import TunerError
 from phasewise.tuner.measurement_lock import MeasurementLock
-from phasewise.tuner.native import NativeEvaluator
-from phasewise.tuner.obstacles import obstacle
+from phasewise.tuner.native import NativeEvaluator, obstacle
 from phasewise.tuner.plans import PHASES, default_plan, machine_key
 from phasewise.tuner.search.space import arithmetic_of
 from phasewise.tuner.timing import Duel

@@ -17,7 +17,7 @@ from typing import Any
 from phasewise._json import read_json
 from phasewise._words import counted
 from phasewise.workflows.errors import WorkflowError
-from phasewise.workflows.evaluate.texts import read_text
+from phasewise.workflows.evaluate.scorer import read_text
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 Fields = Mapping[str, Any]

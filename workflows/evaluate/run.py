@@ -26,9 +26,8 @@ from phasewise.workflows.evaluate.figures import (
     token_losses,
 )
 from phasewise.workflows.evaluate.questions import ChoiceQuestion, QuestionFile, read_questions
-from phasewise.workflows.evaluate.scorer import Scorer
+from phasewise.workflows.evaluate.scorer import TEXT, Chunk, Scorer, halves, read_text
 from phasewise.workflows.evaluate.settings import EvalSettings
-from phasewise.workflows.evaluate.texts import TEXT, Chunk, halves, read_text
 from phasewise.workflows.opening.kept_cores import KeptCores
 from phasewise.workflows.opening.open_model import Weights, check_settings, open_model
 from phasewise.workflows.options import ArithmeticChoice

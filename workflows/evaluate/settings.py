@@ -45,7 +45,7 @@ class EvalSettings:
     )
     weight_format: str = FORMAT("native")
     kv_format: str = KV_FORMAT("auto")
-    sparse: SparseMode = SPARSE("auto")
+    sparse: SparseMode = SPARSE("auto", config_only=True)
     threads: int | None = THREADS(None)
     ranks: int | None = RANKS(None)
     arithmetic: ArithmeticChoice = ARITHMETIC("tuned")

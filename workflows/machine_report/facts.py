@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from phasewise.kerneldb.store import Store
     from phasewise.tuner.config.storage import StudyFacts
     from phasewise.tuner.lookup import IsDefault
+    from phasewise.tuner.machine_limits import Roofline
     from phasewise.tuner.plans import Phase, ServicePlan
-    from phasewise.tuner.roofline import Roofline
     from phasewise.workflows.machine_report.worth import Worth
 
 
@@ -235,7 +235,7 @@ def _objectives(plans: Sequence[PlanRecord]) -> dict[str, dict[str, Mapping[str,
 
 
 def _roofline(machine: Machine, schedules: Sequence[ScheduleFacts], report: Report) -> Roofline:
-    from phasewise.tuner.roofline import measure_roofline
+    from phasewise.tuner.machine_limits import measure_roofline
 
     cores = [core[0] for core in machine.allowed_cores()]
     report(f"measuring the limits of {counted(len(cores), 'core')}")

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 from phasewise._words import counted, number, percent, proven, share_of_limit
 from phasewise.topology.picture import draw_svg
 from phasewise.topology.svg import FAINT_INK, FONT, INK, SERIES, document, text
-from phasewise.workflows.machine_report.worth_rows import MODEL_COLUMNS, PRODUCT_COLUMNS, worth_by_machine
-from phasewise.workflows.topo.machine_facts import picture_of_plans
+from phasewise.workflows.machine_report.worth import worth_by_machine
+from phasewise.workflows.topo.plan_json import picture_of_plans
 
 if TYPE_CHECKING:
+    from phasewise._rows import Row
     from phasewise.tuner.config.storage import StudyFacts
-    from phasewise.tuner.roofline import Roofline
+    from phasewise.tuner.machine_limits import Roofline
     from phasewise.workflows.machine_report.facts import DatabaseReport, ScheduleFacts
     from phasewise.workflows.machine_report.worth import Worth
 
@@ -70,19 +71,19 @@ def _worth(worth: Worth) -> Iterator[str]:
         core = machine_worth.machine.core_sig.replace("+", " ")
         yield f'<h3>{_e(machine_worth.machine.placement_sig)}{told}</h3><p class="faint">{_e(core)}</p>'
         if machine_worth.models:
-            yield from _table(MODEL_COLUMNS, machine_worth.models, n_words=2)
+            yield from _table(machine_worth.models, n_words=2)
         if machine_worth.products:
-            yield from _table(PRODUCT_COLUMNS, machine_worth.products, n_words=2)
+            yield from _table(machine_worth.products, n_words=2)
         yield f"<ul>{''.join(f'<li>{_e(remark)}</li>' for remark in machine_worth.remarks)}</ul>"
 
 
-def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], n_words: int) -> Iterator[str]:
+def _table(rows: Sequence[Row], n_words: int) -> Iterator[str]:
     heads = [
         f"<th>{_e(name)}</th>" if index < n_words else f'<th class="n">{_e(name)}</th>'
-        for index, name in enumerate(columns)
+        for index, name in enumerate(rows[0].texts())
     ]
     yield f'<div class="scroll"><table><thead><tr>{"".join(heads)}</tr></thead><tbody>'
-    yield from (_row(cells, n_words=n_words) for cells in rows)
+    yield from (_row([*row.texts().values()], n_words=n_words) for row in rows)
     yield "</tbody></table></div>"
 
 

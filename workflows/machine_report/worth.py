@@ -13,8 +13,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
+from phasewise._rows import Row, column
+from phasewise._words import counted, multiple, number, plural, proven
 from phasewise.kerneldb.counts import Key
 from phasewise.kerneldb.records import Promotion, StepTime
 from phasewise.tuner import timing
@@ -32,40 +35,54 @@ ROWS = ((1, 1), (2, 8), (9, 64), (65, 512), (513, None))
 """The ranges of rows of activations that gains are told for; the last has no end."""
 
 
-@dataclass(frozen=True)
-class ProductGains:
+class ProductGains(Row):
     """Products of one format and of some range of rows on one kind of machine."""
 
     machine: MachineKey
-    kernels: str
+    kernels: str = column("kernels", left=True)
     """The build's family and instruction set."""
-    format: str
-    rows: tuple[int, int | None]
+    format: str = column("format", left=True)
+    rows: tuple[int, int | None] = column("rows", lambda rows: _rows_words(*rows))
     products: int
-    tuned: int
+    tuned: int = column("tuned", of_row=lambda row: f"{row.tuned}/{row.products}")
     """Those of them that left the default."""
-    gain: float
+    gain: float = column("gain", of_row=lambda row: proven(row.gain, row.gain_low, row.gain_high, 3))
     """Geometric mean over all of `products`, as are the ends of the interval."""
-    gain_low: float
+    gain_low: float = column(
+        "interval", of_row=lambda row: f"{row.gain_low:.3f}-{row.gain_high:.3f}" if row.tuned else "none"
+    )
     gain_high: float
-    most: float | None
+    most: float | None = column("most", multiple)
     """The largest gain of one product that is proven; None: none is."""
     verified: bool
     """False: measured on the machine that the rows were imported from."""
 
 
-@dataclass(frozen=True)
-class ModelSpeed:
+class ModelSpeed(Row):
     """A whole model in one kind of step, by the kernels' own schedules and by tuned ones."""
 
     machine: MachineKey
-    model_key: str
-    step: ServedStep
-    before_tokens_per_s: float
-    after_tokens_per_s: float
-    comparison: Comparison
+    model_key: str = column("tokens/s of", left=True)
+    step: ServedStep = column("step", lambda step: _step_words(step), left=True)
+    before_tokens_per_s: float = column("before", lambda rate: number(rate, 4))
+    after_tokens_per_s: float = column("after", lambda rate: number(rate, 4))
+    comparison: Comparison = column("", of_row=lambda row: _gain_cells(row.comparison))
     """The gain, over pairs of turns."""
     verified: bool
+
+
+def _rows_words(first: int, last: int | None) -> str:
+    return f"{first}" if first == last else f"{first} up" if last is None else f"{first}-{last}"
+
+
+def _step_words(step: ServedStep) -> str:
+    return f"prompt of {step.tokens}" if step.phase == "prefill" else f"decode x {step.sequences}"
+
+
+def _gain_cells(comparison: Comparison) -> dict[str, str]:
+    low, high = comparison.gain_low, comparison.gain_high
+    interval = f"{low:.3f}-{high:.3f}" if low > 0 else "too few pairs"
+    return {"gain": proven(comparison.gain, low, high, 3), "interval": interval}
 
 
 @dataclass(frozen=True)
@@ -218,3 +235,71 @@ def _unmeasured(speeds: Sequence[ModelSpeed]) -> dict[tuple[MachineKey, str], li
         for key, counts in measured.items()
         if counts != set(SEQUENCES)
     }
+
+
+class MachineWorth(NamedTuple):
+    """The worth on one kind of machine, and what is to be said of it."""
+
+    machine: MachineKey
+    is_imported: bool
+    products: list[ProductGains]
+    models: list[ModelSpeed]
+    remarks: list[str]
+
+
+def worth_by_machine(worth: Worth) -> Iterator[MachineWorth]:
+    """In the order of the database's machines, those measured here first."""
+    groups: dict[tuple[MachineKey, bool], tuple[list[ProductGains], list[ModelSpeed]]] = {}
+    for (machine, verified), products in groupby(
+        worth.products, lambda gains: (gains.machine, gains.verified)
+    ):
+        groups.setdefault((machine, not verified), ([], []))[0].extend(products)
+    for speed in worth.models:
+        groups.setdefault((speed.machine, not speed.verified), ([], []))[1].append(speed)
+    for (machine, is_imported), (products_of, models) in sorted(
+        groups.items(), key=lambda item: (item[0][1], repr(item[0][0]))
+    ):
+        missing = {
+            name: sequences
+            for (other, name), sequences in worth.unmeasured.items()
+            if other == machine and models
+        }
+        yield MachineWorth(
+            machine,
+            is_imported,
+            products_of,
+            models,
+            [*_remarks(products_of, models, missing)],
+        )
+
+
+def _remarks(
+    products: Sequence[ProductGains], models: Sequence[ModelSpeed], missing: dict[str, Sequence[int]]
+) -> Iterator[str]:
+    count, tuned = sum(gains.products for gains in products), sum(gains.tuned for gains in products)
+    if count:
+        ratios = [MeasuredRatio(gains.gain, gains.gain_low, gains.gain_high) for gains in products]
+        mean = mean_of(
+            ratio for gains, ratio in zip(products, ratios, strict=True) for _ in range(gains.products)
+        )
+        yield (
+            f"{tuned} of {counted(count, 'product')} run by a tuned schedule, {count - tuned} by the default:"
+            f" {proven(mean.gain, mean.low, mean.high, 3)} in the mean over all of them."
+        )
+    idle = [
+        f"{gains.kernels} {gains.format}, rows {_rows_words(*gains.rows)}"
+        for gains in products
+        if not gains.tuned
+    ]
+    if idle:
+        yield f"Nothing was gained: {'; '.join(idle)}."
+    even = [
+        f"{speed.model_key}, {_step_words(speed.step)}"
+        for speed in models
+        if not speed.comparison.proves_faster
+    ]
+    if even:
+        yield f"No gain is shown for the whole model: {'; '.join(even)}."
+    for model, sequences in missing.items():
+        what = ", ".join(map(str, sequences))
+        yield f"{model}: decode was not measured at {what} {plural(sequences[-1], 'sequence')}."

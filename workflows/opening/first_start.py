@@ -44,8 +44,8 @@ class Remote:
 
     remote: str | None = option(
         None,
-        "a folder or an address, as for db pull: pull the schedules for cores like these, and compare the "
-        "best with those in use for at most a minute before requests are taken",
+        "a folder or an address, as for db pull: pull the schedules for cores like these, and time the best "
+        "beside those in use first, for at most a minute",
         metavar="REMOTE",
         envvar="PHASEWISE_REMOTE",
     )

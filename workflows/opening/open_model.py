@@ -58,6 +58,16 @@ NATIVE = Weights()
 
 
 @dataclass(frozen=True)
+class ReadWeights(Weights):
+    """Those of a command that computes and ends; it reads no packed model to check it."""
+
+    PANEL = "Options"
+
+    sparse: SparseMode = SPARSE("auto", config_only=True)
+    checksum: bool = False
+
+
+@dataclass(frozen=True)
 class OpenModel:
     """A model in memory, and how this machine runs it."""
 
@@ -244,8 +254,7 @@ def check_settings(ref: str, weights: Weights, kv_format: str = "auto", report: 
     if kv_format not in may_have:
         check_kv_format(config.latent, locate(ref, cache_root(None), report).name, kv_format)
     if weights.lora:
-        from phasewise.serving.loaders.adapters.load_adapter import check_takes_adapters
-        from phasewise.serving.loaders.adapters.named_paths import named_paths
+        from phasewise.serving.loaders.adapters.load_adapter import check_takes_adapters, named_paths
 
         for _, path in named_paths(weights.lora):
             check_takes_adapters(config, path)

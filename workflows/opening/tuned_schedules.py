@@ -70,8 +70,7 @@ def read_schedules(
 ) -> ScheduleTable:
     """The schedules in use on such cores with this build of the kernels, of those that can run here."""
     from phasewise.tuner.lookup import read_table
-    from phasewise.tuner.native import is_default_for
-    from phasewise.tuner.obstacles import abi_of, obstacle
+    from phasewise.tuner.native import abi_of, is_default_for, obstacle
 
     key = machine_key(machine, cores)
     return read_table(store, key, abi_of, is_default_for(len(cores)), obstacle, report)

@@ -25,8 +25,8 @@ from phasewise.tuner.predictor.evaluate import (
     score,
     told,
 )
-from phasewise.tuner.predictor.facts import Example, held_out
 from phasewise.tuner.predictor.files import AnyPredictor
+from phasewise.tuner.predictor.log import Example, held_out
 from phasewise.tuner.predictor.train import TrainOptions, train
 
 OURS, S3, CONSTANT, STATIC = "ours", "S3", "constant", "static"

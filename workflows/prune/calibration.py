@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from phasewise._words import counted
 from phasewise.workflows.errors import WorkflowError
+from phasewise.workflows.prune.settings import READERS
 from phasewise.workflows.report import Report
 
 if TYPE_CHECKING:
@@ -24,9 +25,6 @@ LEAST_TOKENS = 64
 
 Array = npt.NDArray[Any]
 Wanted = Literal["squares", "hessian"]
-
-READERS = {"q": "qkv", "k": "qkv", "v": "qkv", "o": "o", "gate": "gate_up", "up": "gate_up", "down": "down"}
-"""Weights that a layer may have, and the name of their inputs: those that read the same rows share them."""
 
 
 @dataclass(frozen=True)

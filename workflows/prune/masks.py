@@ -11,13 +11,13 @@ matrix.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-Method = Literal["magnitude", "wanda", "sparsegpt"]
+from phasewise.workflows.prune.settings import Method, Pattern
+
 METHODS: tuple[Method, ...] = get_args(Method)
 
 BLOCK_COLUMNS = 128
@@ -29,22 +29,6 @@ SPREAD = 0.08
 """Layers' sparsities differ from the wanted one by at most this (OWL's lambda)."""
 
 Array = npt.NDArray[Any]
-
-
-@dataclass(frozen=True)
-class Pattern:
-    """The number of weights that become zero: a share, or `zeros` of every `of` along the inputs."""
-
-    share: float
-    zeros: int = 0
-    of: int = 0
-
-    @property
-    def is_structured(self) -> bool:
-        return self.of > 0
-
-    def __str__(self) -> str:
-        return f"{self.zeros}:{self.of}" if self.is_structured else f"{self.share:g}"
 
 
 def magnitude_mask(w: Array, pattern: Pattern) -> Array:

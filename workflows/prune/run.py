@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,13 +15,13 @@ import numpy.typing as npt
 from phasewise._words import counted
 from phasewise.cython_kernels import packing
 from phasewise.cython_kernels.blocks import BlockRows
-from phasewise.serving.loaders.formats.hf_model import GLOBAL_NAMES, LAYER_NAMES
+from phasewise.serving.loaders.families.names import HF_LLAMA, HF_OUTSIDE
 from phasewise.serving.loaders.forms import BF16, INT8
 from phasewise.serving.loaders.storage import StorageChoice, bytes_share
-from phasewise.workflows.errors import UsageError, WorkflowError
-from phasewise.workflows.evaluate.texts import read_text
+from phasewise.workflows.errors import WorkflowError
+from phasewise.workflows.evaluate.scorer import read_text
 from phasewise.workflows.prune import masks
-from phasewise.workflows.prune.calibration import READERS, Activations, gather, windows
+from phasewise.workflows.prune.calibration import Activations, gather, windows
 from phasewise.workflows.prune.directory import (
     Tensor,
     bf16_bits,
@@ -31,8 +31,8 @@ from phasewise.workflows.prune.directory import (
     write_tensors,
     write_texts,
 )
-from phasewise.workflows.prune.masks import Method, Pattern
 from phasewise.workflows.prune.recovery import Recovery, RecoveryTally, recover
+from phasewise.workflows.prune.settings import EMBEDDINGS, READERS, Method, Pattern, PruneSettings
 from phasewise.workflows.report import Report, silent
 
 if TYPE_CHECKING:
@@ -42,48 +42,8 @@ Array = npt.NDArray[Any]
 Change = Callable[[str, Array], Array]
 """The values of a weight that is pruned, float32 [n, k], from its name and those that it had."""
 
-CALIBRATION_TOKENS = 16384
 EVALUATION_TOKENS = 20480
-EMBEDDINGS = ("embed", "lm_head")
-LAYER_WEIGHTS = tuple(READERS)
 TENSORS_FILE = "model.safetensors"
-
-
-@dataclass(frozen=True)
-class PruneSettings:
-    """Settings of `phasewise prune`."""
-
-    model: str
-    out: Path
-    pattern: Pattern
-    method: Method = "magnitude"
-    calibration: Path | None = None
-    calibration_tokens: int = CALIBRATION_TOKENS
-    allocation: Literal["uniform", "owl"] = "uniform"
-    skip: tuple[str, ...] = EMBEDDINGS
-    storage: Literal["dense", "bitmask"] = "dense"
-    evaluation: Path | None = None
-    recover: bool = False
-
-    def __post_init__(self) -> None:
-        unknown = sorted(set(self.skip) - {*EMBEDDINGS, *LAYER_WEIGHTS})
-        if unknown:
-            raise UsageError(
-                f"--skip {unknown[0]}: {', '.join((*EMBEDDINGS, *LAYER_WEIGHTS))} can be skipped"
-            )
-        if not self.pattern.is_structured and not 0 < self.pattern.share < 1:
-            raise UsageError(f"--sparsity {self.pattern}: a share between 0 and 1, or 2:4, expected")
-        if self.calibration is None and self.reads_inputs:
-            uniform = "--recover" if self.allocation == "uniform" else "--allocation owl"
-            what = uniform if self.method == "magnitude" else f"--method {self.method}"
-            raise UsageError(f"{what} reads the inputs of weights: give a text with --calibration FILE")
-        if self.allocation == "owl" and self.pattern.is_structured:
-            raise UsageError(f"--allocation owl gives layers different shares, --sparsity {self.pattern} one")
-
-    @property
-    def reads_inputs(self) -> bool:
-        """True where the inputs of products decide anything."""
-        return self.method != "magnitude" or self.allocation == "owl" or self.recover
 
 
 @dataclass(frozen=True)
@@ -120,20 +80,6 @@ class Pruned:
     def decode_gain_here(self) -> float:
         """The same with the storage that `--sparse auto` chooses on this CPU."""
         return self.read_dense_bytes / self.read_chosen_bytes
-
-
-def parse_pattern(text: str) -> Pattern:
-    """`0.5`, or `2:4`: two of every four along the inputs. UsageError for anything else."""
-    zeros, colon, of = text.partition(":")
-    try:
-        if not colon:
-            return Pattern(float(text))
-        pattern = Pattern(int(zeros) / int(of), int(zeros), int(of))
-    except (ValueError, ZeroDivisionError):
-        raise UsageError(f"--sparsity {text}: a share such as 0.5, or 2:4, expected") from None
-    if not 0 < pattern.zeros < pattern.of <= 32:
-        raise UsageError(f"--sparsity {text}: fewer zeros than weights in a group of at most 32 expected")
-    return pattern
 
 
 def prune(settings: PruneSettings, report: Report = silent, progress: Report = silent) -> Pruned:
@@ -370,8 +316,8 @@ def theirs_of(ours: str) -> str:
     return f"model.layers.{layer}.{_LAYER[name]}"
 
 
-_GLOBAL = {ours: theirs for theirs, ours in GLOBAL_NAMES.items()}
-_LAYER = {ours: theirs for theirs, ours in LAYER_NAMES.items()}
+_GLOBAL = {ours: theirs for theirs, ours in HF_OUTSIDE.items()}
+_LAYER = {ours: theirs for theirs, ours in HF_LLAMA.items()}
 
 
 def _perplexity_of_values_left(
@@ -396,8 +342,7 @@ def _perplexity(
     told_as: what progress calls it; None: by its name.
     """
     from phasewise.workflows.evaluate.figures import perplexity
-    from phasewise.workflows.evaluate.scorer import Scorer, losses_of
-    from phasewise.workflows.evaluate.texts import Chunk
+    from phasewise.workflows.evaluate.scorer import Chunk, Scorer, losses_of
     from phasewise.workflows.opening.kept_cores import KeptCores
     from phasewise.workflows.opening.open_model import Weights, open_model
 

@@ -6,14 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from phasewise._options import option
+
 QuantFormat = Literal["q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "mxfp4", "bf16"]
 
 
 @dataclass(frozen=True)
 class QuantiseSettings:
-    """A GGUF file and the file to be. requantise: round weights that are quantised already once more."""
+    """A GGUF file and the file to be."""
 
-    model: str
-    out: Path
-    quant_format: QuantFormat
-    requantise: bool = False
+    model: str = ""
+    out: Path = Path()
+    quant_format: QuantFormat = option("q8_0", "type of most matrices in the file", "--format")
+    requantise: bool = option(False, "round weights that are quantised already a second time", "--requantise")

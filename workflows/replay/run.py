@@ -24,8 +24,8 @@ from phasewise.serving.engine.receipts import (
 from phasewise.serving.errors import ServingError
 from phasewise.workflows.opening.kept_cores import KeptCores
 from phasewise.workflows.opening.open_model import NATIVE, OpenModel, Weights, check_settings, open_model
-from phasewise.workflows.replay.said_text import says_its_tokens
-from phasewise.workflows.replay.usage import usage_counts_its_tokens
+from phasewise.workflows.options import ANYWHERE, ModelCores
+from phasewise.workflows.replay.said_text import says_its_tokens, usage_counts_its_tokens
 from phasewise.workflows.report import Report, silent
 
 if TYPE_CHECKING:
@@ -163,10 +163,8 @@ def replay_files(
     paths: Sequence[Path],
     model: str,
     weights: Weights = NATIVE,
+    placement: ModelCores = ANYWHERE,
     *,
-    threads: int | None = None,
-    ranks: int | None = None,
-    db: str | None = None,
     signer: Path | None = None,
     report: Report = silent,
 ) -> list[ReceiptVerdict]:
@@ -181,7 +179,7 @@ def replay_files(
 
         trusted_signer = known_signer(signer)
     check_settings(model, weights, report=report)
-    opened = open_model(model, weights, threads, db, report, ranks)
+    opened = open_model(model, weights, placement.threads, placement.db, report, placement.ranks)
     with _Replayer(opened, signer=trusted_signer) as replayer:
         verdicts = (replayer.verdict(given) for path in paths for given in read_receipts(path))
         return [*KeptCores(report).between(verdicts)]

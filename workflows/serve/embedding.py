@@ -14,12 +14,10 @@ from phasewise.workflows.options import EMBED_DEVICE_HELP
 from phasewise.workflows.report import Report
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Collection
 
     from phasewise.serving.embedding.open_embedding import OpenEmbedding
     from phasewise.serving.embedding.plan import EmbeddingPlan, Instance
-    from phasewise.serving.embedding_service import EmbeddingSettings
-    from phasewise.serving.http.transport.listening import Address
     from phasewise.serving.models.packed_model import PackedModel
     from phasewise.topology import Machine
 
@@ -216,37 +214,43 @@ def load_embedding_model(ref: str, weights: Weights, report: Report) -> PackedMo
     return load_model(ref, weights.weight_format, report=report, checksum=weights.checksum)
 
 
-def serve_embeddings(
-    ref: str,
-    weights: Weights,
-    embeddings: Embeddings,
-    threads: int | None,
-    db: str | None,
-    settings_of: Callable[[str], EmbeddingSettings],
-    address: Address,
-    report: Report,
-) -> None:
-    """Serve an embedding model alone until a signal ends it. EngineLost, RanksError, UsageError.
-
-    settings_of: of the server, by the model's name.
-    """
-    from phasewise.serving.embedding_service import run_embedding_service
+def open_alone(
+    ref: str, weights: Weights, settings: Embeddings, threads: int | None, db: str | None, report: Report
+) -> OpenEmbedding:
+    """Embeddings with the machine for themselves. RanksError, UsageError."""
     from phasewise.topology import read_machine
 
     tell_of_own_kernels(report)
+    opened = _open(ref, weights, settings, EmbeddingRoom(read_machine(), threads=threads), db, report)
+    what = "scores of pairs" if opened.scores else f"vectors of {opened.width} numbers"
+    model = opened.model
+    report(f"{model.name} ({model.format}): {what}, inputs of at most {opened.text.max_tokens} tokens")
+    return opened
+
+
+def _open(
+    ref: str,
+    weights: Weights,
+    on: Embeddings,
+    room: EmbeddingRoom,
+    db: str | None,
+    report: Report,
+    other_cores: int = 0,
+) -> OpenEmbedding:
+    if weights.is_canonical:  # accelerators round in their own ways
+        on = replace(on, embed_accelerators=False)
     model = load_embedding_model(ref, weights, report)
-    on = _devices_for(embeddings, weights)
     accelerators = on.accelerators()
-    plan = plan_for(model, EmbeddingRoom(read_machine(), threads=threads), on, accelerators, report, db)
-    with open_for(model, ref, plan, report, accelerators, is_canonical=weights.is_canonical) as opened:
-        what = "scores of pairs" if opened.scores else f"vectors of {opened.width} numbers"
-        report(f"{model.name} ({model.format}): {what}, inputs of at most {opened.text.max_tokens} tokens")
-        run_embedding_service(opened, settings_of(model.name), address, report)
-
-
-def _devices_for(settings: Embeddings, weights: Weights) -> Embeddings:
-    """Accelerators round in their own ways."""
-    return replace(settings, embed_accelerators=False) if weights.is_canonical else settings
+    plan = plan_for(model, room, on, accelerators, report, db)
+    return open_for(
+        model,
+        ref,
+        plan,
+        report,
+        accelerators,
+        is_canonical=weights.is_canonical,
+        other_cores=other_cores,
+    )
 
 
 def threads_beside(settings: Embeddings, threads: int | None) -> int:
@@ -290,7 +294,7 @@ def _default_share(n_cores: int) -> int:
 def open_beside(
     settings: Embeddings, weights: Weights, taken: Collection[int], db: str | None, report: Report
 ) -> OpenEmbedding:
-    """Embeddings beside a language model, which computes on the PUs `taken`.
+    """Embeddings beside language models, which compute on the PUs `taken`.
 
     They have `embed_cores` of the other cores, the highest ones, else a quarter of all, at least one, and the
     stored plan's devices and depths, as far as these cores go. UsageError where there are too few, or the
@@ -309,17 +313,5 @@ def open_beside(
             f"{counted(own, 'core')} for embeddings: {len(free)} are there that the "
             "language model does not use; choose fewer for it, or for embed_cores"
         )
-    model = load_embedding_model(settings.embed_model, weights, report)
-    on = _devices_for(settings, weights)
-    accelerators = on.accelerators()
     room = EmbeddingRoom(machine, {*taken, *set(free).difference(highest_cores(machine, taken, own))})
-    plan = plan_for(model, room, on, accelerators, report, db)
-    return open_for(
-        model,
-        settings.embed_model,
-        plan,
-        report,
-        accelerators,
-        is_canonical=weights.is_canonical,
-        other_cores=len(taken),
-    )
+    return _open(settings.embed_model, weights, settings, room, db, report, len(taken))

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from phasewise.serving.engine.core_watch import CoreWatch
     from phasewise.serving.engine.engine import Engine
-    from phasewise.serving.engine.engine_host import OpenHost
+    from phasewise.serving.engine.engine_host import Deliver, OpenHost, SharedCores
     from phasewise.tuner.plans import Phase, ServicePlan
     from phasewise.workflows.opening.open_model import OpenModel
     from phasewise.workflows.serve.settings import ServeSettings
@@ -177,8 +177,8 @@ def host_that_tunes(
 
     task = IdleTask(model, settings.weights, opened.plans, settings.db, os.getpid())
 
-    def open_host(deliver: Callable[..., None], on_lost: Callable[[], None]) -> EngineThread:
-        threads.append(EngineThread(engine, deliver, on_lost, idle=IdleTuning(task, won)))
+    def open_host(deliver: Deliver, on_lost: Callable[[], None], cores: SharedCores) -> EngineThread:
+        threads.append(EngineThread(engine, deliver, on_lost, cores, idle=IdleTuning(task, won)))
         return threads[0]
 
     return open_host

@@ -9,9 +9,9 @@ from phasewise._words import counted
 from phasewise.workflows.report import Report, silent
 
 if TYPE_CHECKING:
-    from phasewise.serving.service import Predictor
-    from phasewise.tuner.predictor.facts import PromptFacts
+    from phasewise.serving.model_table import Predictor
     from phasewise.tuner.predictor.live import LiveEstimator
+    from phasewise.tuner.predictor.log import PromptFacts
 
 AUTO, OFF = "auto", "off"
 DEFAULT_ENCODER = "all-minilm-l6-v2"
@@ -36,8 +36,8 @@ def estimator_from(
     from phasewise.tuner.predictor.encoded import EncodedPredictor, learnt_too_little
     from phasewise.tuner.predictor.files import default_file, load_predictor
     from phasewise.tuner.predictor.live import LiveEstimator
-    from phasewise.workflows.predict_len.prompt_vectors import AUTO as AUTO_ENCODER
-    from phasewise.workflows.predict_len.prompt_vectors import find_encoder
+    from phasewise.workflows.predict_len.inputs import AUTO as AUTO_ENCODER
+    from phasewise.workflows.predict_len.inputs import find_encoder
 
     path = default_file(model_name) if text == AUTO else text
     if text == AUTO and not default_file(model_name).exists():
@@ -83,9 +83,9 @@ def open_predictor(
     estimator = estimator_from(text, model_name, report=report, text_of=text_of)
     if estimator is None:
         return None
+    from phasewise.serving.model_table import Predictor
     from phasewise.serving.pools.contract import Estimate
-    from phasewise.serving.service import Predictor
-    from phasewise.tuner.predictor.facts import PromptFacts
+    from phasewise.tuner.predictor.log import PromptFacts
 
     return Predictor(
         estimate=lambda facts: Estimate(*estimator(PromptFacts(*facts))),

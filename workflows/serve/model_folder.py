@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,15 +18,14 @@ from typing import TYPE_CHECKING
 from phasewise._words import counted
 from phasewise.workflows.errors import UsageError, WorkflowError
 from phasewise.workflows.report import Report
-from phasewise.workflows.serve.opened_models import open_sized, sized
+from phasewise.workflows.serve.opened_models import open_sized, row_of, sized
 from phasewise.workflows.serve.settings import ServeSettings
 
 if TYPE_CHECKING:
-    from phasewise.serving.engine.several_engines import OpenEngineHost
-    from phasewise.serving.folder_service import ModelFolder
     from phasewise.serving.http.http_settings import ModelFacts
     from phasewise.serving.http.models.model_shelf import ModelFile
-    from phasewise.serving.service import OtherModel
+    from phasewise.serving.model_table import AnswerPolicy, ModelFolder, TextRow
+    from phasewise.workflows.opening.open_model import Weights
     from phasewise.workflows.serve.opened_models import SizedModel
 
 SHARE_OF_FREE_MEMORY = 0.75
@@ -45,27 +44,17 @@ class _FolderModel:
     name: str
     sized: SizedModel
     settings: ServeSettings
+    answers: AnswerPolicy
     report: Report
 
     @property
     def n_bytes(self) -> int:
         return self.sized.n_bytes
 
-    def open(self, stack: ExitStack) -> tuple[OtherModel, OpenEngineHost]:
-        from phasewise.serving.engine.engine_thread import EngineThread
-        from phasewise.serving.engine.open_engine import OpenEngine
-        from phasewise.serving.service import OtherModel
-
+    def open(self, stack: ExitStack) -> TextRow:
         with _told_as_ours():
             served = open_sized(self.sized, self.settings, stack, self.report)
-        opened = served.opened
-        assert isinstance(opened, OpenEngine), "pools are refused"
-        answering = self.settings.answering
-        sampling = opened.model.sampling.with_overrides(
-            answering.temperature, answering.top_p, answering.min_p
-        )
-        model = OtherModel(opened, (self.name,), sampling, served.predictor)
-        return model, lambda deliver, on_lost, turn: EngineThread(opened.engine, deliver, on_lost, turn=turn)
+        return row_of(served, (self.name,), self.settings, self.answers)
 
 
 @contextmanager
@@ -81,24 +70,24 @@ def _told_as_ours() -> Iterator[None]:
         raise ModelError(str(error) or type(error).__name__) from error
 
 
-def model_folder(settings: ServeSettings, report: Report) -> ModelFolder:
+def model_folder(settings: ServeSettings, answers: AnswerPolicy, report: Report) -> ModelFolder:
     """The folder of `--models`. UsageError where it is none, or two models have one name."""
     from phasewise.serving.errors import ModelError
-    from phasewise.serving.folder_service import ModelFolder
+    from phasewise.serving.loaders.adapters.named_paths import named_paths
+    from phasewise.serving.model_table import ModelFolder
     from phasewise.serving.processes.headroom import available_bytes
-    from phasewise.workflows.opening.drafts import check_draft
 
     coming = settings.coming
     assert coming.models is not None
     folder = coming.models
     if not folder.is_dir():
         raise UsageError(f"--models {folder}: there is no such folder")
-    check_draft(settings.running.draft, report)
     paths: dict[str, Path] = {}
     for name, path in _models_in(folder):
         if name in paths:
             raise UsageError(f"--models {folder}: {paths[name].name} and {path.name} are both called {name}")
         paths[name] = path
+    named_paths(settings.weights.lora or ())  # or what is wrong with a name
     report(f"{counted(len(paths), 'model')} in {folder}, loaded when requests name them")
     with suppress(OSError):
         for path in folder.iterdir():
@@ -115,7 +104,7 @@ def model_folder(settings: ServeSettings, report: Report) -> ModelFolder:
         if path is None:
             raise ModelError(f"it has just gone from {folder}")
         with _told_as_ours():
-            return _FolderModel(name, _sized(path, settings, budget, report), settings, report)
+            return _FolderModel(name, _sized(path, settings, budget, report), settings, answers, report)
 
     def files() -> Mapping[str, ModelFile]:
         paths = dict(reversed(list(_models_in(folder))))  # of two with one name the first
@@ -156,15 +145,36 @@ def _sized(path: Path, settings: ServeSettings, budget: int | None, report: Repo
     from phasewise.workflows.opening.open_model import check_settings, open_model
     from phasewise.workflows.serve.embedding import makes_vectors
 
-    weights, running = settings.weights, settings.running
-    if makes_vectors(str(path), weights.weight_format, report):
+    running = settings.running
+    if makes_vectors(str(path), settings.weights.weight_format, report):
         raise ModelError("it makes vectors, and a folder serves text: give it a server of its own")
+    weights = _with_adapters_that_fit(str(path), settings.weights, report)
     check_settings(str(path), weights, settings.kv.kv_format, report)
     opened = open_model(str(path), weights, running.threads, settings.db, report, running.ranks)
     kv_bytes = settings.kv.kv_budget_bytes
     if kv_bytes is None and budget is not None:
         kv_bytes = min(default_kv_bytes(opened.model, available_bytes()), int(budget * KV_SHARE))
     return sized(str(path), opened, kv_bytes, settings, report)
+
+
+def _with_adapters_that_fit(ref: str, weights: Weights, report: Report) -> Weights:
+    """Each adapter goes with the models of the folder whose shapes it fits."""
+    if not weights.lora:
+        return weights
+    from phasewise.serving.errors import ModelError
+    from phasewise.serving.loaders import config_of_model
+    from phasewise.serving.loaders.adapters.load_adapter import load_adapter
+    from phasewise.serving.loaders.adapters.named_paths import named_path
+
+    config, fitting = config_of_model(ref, weights.weight_format, report=report), list[str]()
+    for given in weights.lora:
+        try:
+            load_adapter(*named_path(given), config)
+        except ModelError as error:
+            report(f"{Path(ref).name} has no adapter {given}: {error}")
+        else:
+            fitting.append(given)
+    return replace(weights, lora=fitting)
 
 
 def _models_in(folder: Path) -> Iterator[tuple[str, Path]]:
@@ -181,7 +191,7 @@ def _models_in(folder: Path) -> Iterator[tuple[str, Path]]:
 
 def _name_of(path: Path) -> str | None:
     """The name that requests use; None: no model, or one that cannot be looked at or named."""
-    from phasewise.serving.loaders.formats.gguf_parts import part_paths, stem_of
+    from phasewise.serving.loaders.formats.gguf_file import part_paths, stem_of
 
     if not _is_text(path.name):
         return None
@@ -200,7 +210,7 @@ def _is_text(name: str) -> bool:
 
 def _file_of(path: Path) -> ModelFile:
     from phasewise.serving.http.models.model_shelf import ModelFile
-    from phasewise.serving.loaders.formats.gguf_parts import part_paths
+    from phasewise.serving.loaders.formats.gguf_file import part_paths
 
     files, sizes = part_paths(path), []
     with suppress(OSError):  # a directory that cannot be read

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from phasewise.serving.engine.engine_host import OpenHost
     from phasewise.serving.engine.engine_size import EngineSize
     from phasewise.serving.engine.open_engine import ModelText, OpenEngine
+    from phasewise.serving.model_table import AnswerPolicy, Predictor, Served, TextRow
     from phasewise.serving.prefix_store.opening import PrefixSettings
-    from phasewise.serving.service import Predictor, Served
+    from phasewise.serving.sampling.sampling_defaults import SamplingDefaults
     from phasewise.topology import Machine
     from phasewise.tuner.plans import DefaultPlan, Phase, ServicePlan
     from phasewise.workflows.opening.open_model import OpenModel, Weights
@@ -69,10 +70,26 @@ class OpenedModel:
         return model.explain(size.step_tokens, size.limits.max_sequences, size.kv.format)
 
 
+def row_of(
+    served: OpenedModel, names: tuple[str, ...], settings: ServeSettings, answers: AnswerPolicy
+) -> TextRow:
+    """The model's row in the table of the server. names: what requests may call it, its id first."""
+    from phasewise.serving.model_table import TextRow
+
+    sampling = sampling_of(served.open_model, settings)
+    return TextRow(served.opened, names, served.host, sampling, served.predictor, answers)
+
+
+def sampling_of(opened: OpenModel, settings: ServeSettings) -> SamplingDefaults:
+    """The sampling of answers where requests state nothing."""
+    answering = settings.answering
+    return opened.model.sampling.with_overrides(answering.temperature, answering.top_p, answering.min_p)
+
+
 def open_models(
     refs: Sequence[str], settings: ServeSettings, stack: ExitStack, report: Report
 ) -> list[OpenedModel]:
-    """Each with its share of the memory for keys and values; `stack` closes them. Raises as `serve_model`."""
+    """Each with its share of the memory for keys and values; `stack` closes them."""
     from phasewise.topology import read_machine
     from phasewise.tuner.first_duels import FIRST_S
     from phasewise.workflows.opening.first_start import pull_what_fits

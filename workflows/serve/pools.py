@@ -368,7 +368,7 @@ def _local_front(
         )
         roles: list[Role] = [instance.role for instance in instances]
         launcher = LocalInstances(MODULE, [spec.tell for spec in specs])
-        yield lambda deliver, on_lost: Front(roles, launcher, settings, deliver, on_lost)
+        yield lambda deliver, on_lost, _cores: Front(roles, launcher, settings, deliver, on_lost)
 
 
 def front_settings(

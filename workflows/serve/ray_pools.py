@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -13,7 +13,7 @@ from phasewise.workflows.serve.cluster_pools import ClusterPool, check_pools, ch
 
 if TYPE_CHECKING:
     from phasewise.cluster.real.ray_cluster import RayInstances
-    from phasewise.serving.engine.engine_host import Deliver, EngineHost
+    from phasewise.serving.engine.engine_host import Deliver, EngineHost, SharedCores
     from phasewise.serving.engine.engine_size import EngineSize
     from phasewise.serving.engine.open_engine import ModelText
     from phasewise.serving.models.packed_model import PackedModel
@@ -79,8 +79,8 @@ def open_ray_pools(
         settings = front_settings(f"tcp://{node}:*", lambda index, life: f"tcp://{NODE}:*", pools, Keys.new())
         desks: list[DeskThread] = []
 
-        def host(deliver: Deliver, on_lost: object) -> EngineHost:
-            front = Front([pool.role for pool in each], launcher, settings, deliver, on_lost)  # type: ignore[arg-type]
+        def host(deliver: Deliver, on_lost: Callable[[], None], _cores: SharedCores) -> EngineHost:
+            front = Front([pool.role for pool in each], launcher, settings, deliver, on_lost)
             desks.append(DeskThread(ServerNames(launcher.server, opened.model.name, node), front))
             return front
 

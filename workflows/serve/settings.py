@@ -447,8 +447,7 @@ class ServeSettings:
 
     `pools`: which cores compute prompts and answers in instances of their own; none: one engine does both.
     `length_log`: file that prompts' token ids and answers' lengths are appended to. `remote`: where a
-    start pulls from. `batches`: none where `--also` has several engines take turns. `db`: URL or file of
-    the tuning database.
+    start pulls from. `db`: URL or file of the tuning database.
     """
 
     listening: Listening = Listening()

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from phasewise._words import counted, number
-from phasewise.tuner.config.loads import machine_beside
+from phasewise.tuner.config.walk import machine_beside
 from phasewise.workflows.tune_config.run import End, tune
 
 if TYPE_CHECKING:

@@ -22,9 +22,10 @@ from phasewise.serving.errors import ServingError
 from phasewise.serving.ranks.open_ranks import STEP_TOKENS, KvSettings, RankOptions, open_ranks
 from phasewise.tuner import timing
 from phasewise.tuner.conditions import Watch, is_disturbed
+from phasewise.tuner.config.recorded import PlanTiming
 from phasewise.tuner.config.steps import EvaluatorKind, Step, StepTimer
 from phasewise.tuner.errors import EvaluationError, TunerError
-from phasewise.tuner.measurement_lock import MeasurementLock, NoLock
+from phasewise.tuner.measurement_lock import MeasurementLock
 from phasewise.tuner.plans import PHASES, Phase, ServicePlan, check_fits, default_plan
 
 if TYPE_CHECKING:
@@ -67,20 +68,6 @@ class Room:
         return cls(max(slots, FILLED_AT_FIRST), max(step.sequences for step in steps))
 
 
-@dataclass(frozen=True)
-class PlanTiming:
-    """One step timed on one plan."""
-
-    plan: ServicePlan
-    step: Step
-    samples_ns: timing.Samples
-    conditions: Mapping[str, float]
-
-    @property
-    def estimate_ns(self) -> int:
-        return timing.estimate_ns(self.samples_ns)
-
-
 @dataclass
 class Tally:
     """The disturbances of the timings so far."""
@@ -119,7 +106,7 @@ class MeasuredEvaluator:
         self._room = room
         self._schedules = schedules
         self._keep = keep
-        self._lock = lock or NoLock()
+        self._lock = lock or MeasurementLock()
         self.tally = Tally()
         self.deadline_s = math.inf
         """The time at which it stops waiting for another process that measures, by `time.monotonic`."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from phasewise._version import __version__
 from phasewise._words import counted
 from phasewise.kerneldb.records import Origin, PlanRecord
-from phasewise.tuner.config.study_messages import StudyMessages
+from phasewise.tuner.config.storage import StudyMessages
 from phasewise.tuner.plans import Phase, ServicePlan, placed_json
 from phasewise.workflows.tune_config.search import Searched, search, study_location
 from phasewise.workflows.tune_config.settings import TuneConfigSettings
@@ -35,13 +35,14 @@ from phasewise.workflows.tune_config.verdict import (
     finalists,
     habits_of,
     last_run,
+    verdict_fields,
+    verdict_of,
 )
-from phasewise.workflows.tune_config.verdict_json import verdict_fields, verdict_of
 
 if TYPE_CHECKING:
     from phasewise.kerneldb.location import Location
     from phasewise.kerneldb.store import Store
-    from phasewise.tuner.config.recorded import Kernels
+    from phasewise.tuner.config.recorded import Kernels, PlanTiming
     from phasewise.tuner.config.steps import StepEvaluator
     from phasewise.tuner.config.study import Event
     from phasewise.tuner.measurement_lock import MeasurementLock
@@ -49,7 +50,6 @@ if TYPE_CHECKING:
     from phasewise.workflows.tune_config.measured_evaluator import (
         MeasuredEvaluator,
         Plans,
-        PlanTiming,
         Room,
         Schedules,
     )
@@ -216,8 +216,8 @@ def _run_calculated(run: Run) -> None:
 def _calculating(run: Run) -> Iterator[StepEvaluator]:
     wish, subject = run.wish, run.subject
     if wish.evaluator == "modelled":
-        from phasewise.tuner.config.hidden import read_hidden
         from phasewise.tuner.config.modelled import ModelledEvaluator
+        from phasewise.tuner.config.sharing import read_hidden
 
         hidden = read_hidden(wish.hidden, subject.kept_on) if wish.hidden else ()
         yield ModelledEvaluator(subject.machine, subject.shape, hidden=hidden)

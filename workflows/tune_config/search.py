@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from phasewise._files import read_input
 from phasewise._words import counted, number
 from phasewise.kerneldb.location import MEMORY_URL, Location, locate
-from phasewise.tuner.config.loads import BAND_RULES
 from phasewise.tuner.config.simulate import Objective
 from phasewise.tuner.config.space import ConfigSpace
 from phasewise.tuner.config.steps import StepEvaluator
@@ -25,7 +24,7 @@ from phasewise.tuner.config.study import (
     run,
     slice_costs,
 )
-from phasewise.tuner.config.walk import Rules
+from phasewise.tuner.config.walk import BAND_RULES, Rules
 from phasewise.tuner.measurement_lock import MeasurementLock
 from phasewise.tuner.plans import Phase, nodes_of
 from phasewise.tuner.topotree import OperatorLimits, UnevenCores, fundamental
@@ -132,7 +131,7 @@ def search(
 def _answers_digest(subject: Subject, wish: TuneConfigSettings) -> str:
     """Digest of all that an evaluator's answers depend on besides machine, model and requests."""
     from phasewise.cython_kernels._native import kernel_abi
-    from phasewise.tuner.config.hidden import MAX_FILE_BYTES
+    from phasewise.tuner.config.sharing import MAX_FILE_BYTES
 
     hidden = read_input(wish.hidden, MAX_FILE_BYTES) if wish.hidden else b""
     what = kernel_abi("gemm") if wish.evaluator == "measured" else f"{subject.shape} {subject.machine}"

@@ -16,7 +16,7 @@ from phasewise.topology import Machine
 from phasewise.tuner.first_duels import in_order_of_worth
 from phasewise.tuner.ledger import Ledger, Scope
 from phasewise.tuner.measurement_lock import MeasurementLock
-from phasewise.tuner.obstacles import obstacle
+from phasewise.tuner.native import obstacle
 from phasewise.tuner.plans import machine_key
 from phasewise.tuner.task_division import Task
 from phasewise.tuner.tuning_run import Hinted, HintsOutcome, ScheduleEvaluator, Tools, settle_hints

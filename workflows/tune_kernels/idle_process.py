@@ -32,7 +32,7 @@ from phasewise.tuner.errors import TunerError
 from phasewise.tuner.first_duels import FIRST_S
 from phasewise.tuner.ledger import Ledger, Scope
 from phasewise.tuner.lookup import ScheduleTable
-from phasewise.tuner.measurement_lock import PAUSE_S, FileLock, MeasurementLock, NoLock, user_lock
+from phasewise.tuner.measurement_lock import PAUSE_S, FileLock, MeasurementLock, user_lock
 from phasewise.tuner.plans import Phase, ServicePlan, machine_key
 from phasewise.tuner.search.space import Arithmetic
 from phasewise.tuner.task_division import Task
@@ -118,7 +118,7 @@ class UninterruptedEvaluator:
                 return taken
 
 
-class YieldingLock(NoLock):
+class YieldingLock(MeasurementLock):
     """Waits while another process of this user measures. It holds no lock: it may be stopped for long."""
 
     def __init__(self, lock: FileLock) -> None:

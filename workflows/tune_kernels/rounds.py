@@ -22,17 +22,15 @@ from phasewise.serving.engine.throughput import Forward, Workload, measure
 from phasewise.serving.ranks.open_ranks import ALL_LOGITS_ROWS
 from phasewise.serving.ranks.rank_teams import weighed_team
 from phasewise.topology import Machine
-from phasewise.tuner.attention import attention_group
+from phasewise.tuner.attention import attention_grid, attention_group, tune_attention
 from phasewise.tuner.ledger import Ledger, Scope
+from phasewise.tuner.machine_limits import Roofline, measure_roofline
 from phasewise.tuner.measurement_lock import MeasurementLock
-from phasewise.tuner.native import NativeEvaluator, core_caches, group_of
+from phasewise.tuner.native import NativeEvaluator, core_caches, group_of, obstacle
 from phasewise.tuner.nearest import NearestSchedules
-from phasewise.tuner.obstacles import obstacle
 from phasewise.tuner.plans import Phase, machine_key
-from phasewise.tuner.roofline import Roofline, measure_roofline
-from phasewise.tuner.search.attention import attention_grid, tune_attention
 from phasewise.tuner.search.group import m_grid
-from phasewise.tuner.search.options import SearchOptions
+from phasewise.tuner.search.protocol import SearchOptions
 from phasewise.tuner.task_division import Task
 from phasewise.tuner.timing import Duel, Samples
 from phasewise.tuner.tuning_run import (

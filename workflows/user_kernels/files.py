@@ -1,8 +1,10 @@
-"""Raising, lowering, checking and emitting kernels of files."""
+"""Files of users' kernels, the shapes that they are tuned for, and turns of timing."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,14 +13,84 @@ from phasewise._version import __version__
 from phasewise.ir.build import built, chosen, kernel_abi, target_named
 from phasewise.ir.emit import TunedTarget, emitted, emitted_header
 from phasewise.ir.errors import UserKernelError
-from phasewise.ir.original import original_of
+from phasewise.ir.nodes import FunctionDefinition
+from phasewise.ir.printing import original_of
 from phasewise.ir.raising.preprocess import guess_isa
 from phasewise.ir.reading import read
+from phasewise.ir.running.cases import sizes
 from phasewise.ir.running.checking import REASSOCIATED_BOUND, Program, Verdict, check, in_folder
 from phasewise.ir.running.compiling import compiler_for, missing_tool
 from phasewise.ir.targets import TARGETS, IsaTarget, cpu_flags, runs_here
 from phasewise.kerneldb.records import UserPromotion
 from phasewise.kerneldb.store import Store
+from phasewise.tuner import timing
+
+Shape = tuple[tuple[str, int], ...]
+MAX_SHAPES = 64
+
+
+def parse_shapes(text: str, function: FunctionDefinition) -> list[Shape]:
+    """All combinations. `64..4096` doubles from one to the other. KernelError for what is not understood."""
+    size_names = sizes(function)
+    values_by_name: dict[str, list[int]] = {}
+    for part in text.split(";"):
+        match = re.fullmatch(r"\s*(\w+)\s*=\s*([\d.,\s]+?)\s*", part)
+        if match is None:
+            raise UserKernelError(f"shapes are written like n=64..4096 or n=64,256;dim=64, not {part!r:.40}")
+        name, values = match[1], match[2]
+        if name not in size_names:
+            raise UserKernelError(
+                f"{function.name} has no whole number `{name}`; it has {', '.join(size_names) or 'none'}"
+            )
+        values_by_name[name] = [value for span in values.split(",") for value in _values(span.strip())]
+    missing = [name for name in size_names if name not in values_by_name]
+    if missing:
+        raise UserKernelError(
+            f"shapes of {function.name} need `{missing[0]}` too, e.g. {missing[0]}=64..4096"
+        )
+    shapes = [
+        tuple(zip(values_by_name, values, strict=True))
+        for values in itertools.product(*values_by_name.values())
+    ]
+    if len(shapes) > MAX_SHAPES:
+        raise UserKernelError(f"there are {len(shapes)}; at most {MAX_SHAPES} shapes can be tuned at once")
+    return list(dict.fromkeys(shapes))
+
+
+def _values(text: str) -> list[int]:
+    match = re.fullmatch(r"(\d{1,9})(?:\.\.(\d{1,9}))?", text)
+    if match is None:
+        raise UserKernelError(f"{text!r:.40} is neither a whole number nor a range such as 64..4096")
+    first, last = int(match[1]), int(match[2] or match[1])
+    doublings, value = [], first
+    while value < last:
+        doublings.append(value)
+        value = max(1, 2 * value)
+    return [*doublings, last]
+
+
+PARTS = 1000
+"""Picoseconds of a nanosecond: in whole nanoseconds a call of 11.4 ns and one of 11.6 would look alike."""
+
+
+def call_parts(loop_ns: Sequence[int], calls_a_loop: int) -> timing.Samples:
+    """Picoseconds of a call in each of these loops, whose times are in nanoseconds."""
+    return tuple(max(1, round(PARTS * ns / calls_a_loop)) for ns in loop_ns)
+
+
+def take_of(call_ns: Callable[[int, int], Sequence[int]]) -> timing.Take:
+    """Turns of one function. call_ns: nanoseconds of each of so many loops, of so many calls."""
+    first = max(1, min(call_ns(3, 1)))
+    turn = timing.plan_turn(first)
+    if turn.calls_a_loop > 1:
+        first = max(1, call_ns(1, turn.calls_a_loop)[0] // turn.calls_a_loop)
+        turn = timing.plan_turn(first)
+
+    def take() -> timing.Samples:
+        return call_parts(call_ns(turn.loops, turn.calls_a_loop), turn.calls_a_loop)
+
+    return take
+
 
 MAX_TEXT_BYTES = 4 << 20
 

@@ -36,7 +36,7 @@ from phasewise.ir.build import built, kernel_abi
 from phasewise.ir.emit import TunedTarget, emitted
 from phasewise.ir.errors import CheckError, UserKernelError
 from phasewise.ir.nodes import FunctionDefinition
-from phasewise.ir.original import is_original
+from phasewise.ir.printing import is_original
 from phasewise.ir.reading import read
 from phasewise.ir.running.checking import in_folder
 from phasewise.ir.running.compiling import compile_c, compiler_for
@@ -49,8 +49,7 @@ from phasewise.kerneldb.store import Store
 from phasewise.tuner import timing
 from phasewise.tuner.measurement_lock import MeasurementLock
 from phasewise.workflows.report import Report, silent
-from phasewise.workflows.user_kernels.files import read_text
-from phasewise.workflows.user_kernels.turns import take_of
+from phasewise.workflows.user_kernels.files import read_text, take_of
 
 LENGTHS = (64, 128, 576, 1024, 1536, 2048, 4096)
 """Rows of a duel where none are named: heads, and the widths of models from 135 M to 8 B."""

@@ -19,12 +19,18 @@ from phasewise._version import __version__
 from phasewise.ir.build import built, chosen, kernel_abi
 from phasewise.ir.errors import SourceError, UserKernelError
 from phasewise.ir.nodes import FunctionDefinition
-from phasewise.ir.original import Original, is_original
+from phasewise.ir.printing import Original, is_original
 from phasewise.ir.reading import read
 from phasewise.ir.running import cases as drawing
-from phasewise.ir.running.checking import REASSOCIATED_BOUND, Program, check, in_folder
+from phasewise.ir.running.checking import (
+    REASSOCIATED_BOUND,
+    Program,
+    TimingProcess,
+    check,
+    in_folder,
+    library_of,
+)
 from phasewise.ir.running.compiling import compiler_for, emulator_for
-from phasewise.ir.running.timing import TimingProcess, library_of
 from phasewise.ir.targets import IsaTarget
 from phasewise.kerneldb.fields import Choice
 from phasewise.kerneldb.records import (
@@ -44,8 +50,7 @@ from phasewise.tuner.measurement_lock import MeasurementLock
 from phasewise.tuner.search.parameters import Point, search_parameters
 from phasewise.tuner.search.protocol import drive
 from phasewise.workflows.report import Report
-from phasewise.workflows.user_kernels.shapes import Shape
-from phasewise.workflows.user_kernels.turns import PARTS, take_of
+from phasewise.workflows.user_kernels.files import PARTS, Shape, take_of
 
 CHECKED_CASES = 200
 HOPELESS_NS = 10**15

@@ -7,32 +7,23 @@ from typing import Annotated
 
 import typer
 
+from phasewise._rows import spread
 from phasewise._words import percent, proven
-from phasewise.cli.commands.bench.options import Form, WideOption
-from phasewise.cli.options import ThreadsOption
+from phasewise.cli import option_sets
+from phasewise.cli.options import Form, WideOption
 from phasewise.cli.present import note
-from phasewise.cli.tables import RowTable, scalar_names, show_rows, spread
+from phasewise.cli.tables import RowTable, show_rows
 from phasewise.tuner.timing import compare_rounds
 from phasewise.workflows.bench.allreduce.compare import AllReduceRow, size_text
 from phasewise.workflows.bench.allreduce.rank import COPY
-from phasewise.workflows.bench.run_settings import counts
+from phasewise.workflows.bench.settings import AllReduceWish, counts
 
 MAX_MESSAGE_BYTES = 1 << 30
 
 
+@option_sets.spread
 def allreduce(
-    ranks: Annotated[str, typer.Option("--ranks", help="numbers of ranks, one core each")] = "2",
-    sizes: Annotated[
-        str, typer.Option("--sizes", metavar="LIST", help="bytes of a message, e.g. 4K,1M")
-    ] = "1K,4K,16K,64K,256K,1M,4M,16M",
-    kinds: Annotated[
-        str,
-        typer.Option("--kinds", help="algorithms to time; the others are compared with the first"),
-    ] = "rank-shifted,master-copies,ring",
-    threads: ThreadsOption = None,
-    rounds: Annotated[
-        int, typer.Option("-r", "--rounds", min=1, max=1000, help="timed turns of each algorithm and size")
-    ] = 15,
+    wish: AllReduceWish,
     output: Annotated[Form, typer.Option("-o", "--output", help="form of the rows")] = "md",
     wide: WideOption = False,
 ) -> None:
@@ -50,11 +41,13 @@ def allreduce(
     from phasewise.tuner.plans import default_plan
     from phasewise.workflows.bench.allreduce.compare import AllReduceGrid, all_reduce_rows
 
-    cores = default_plan(read_machine(), "decode", threads).ranks[0].cores
-    grid = AllReduceGrid(cores, _rank_counts(ranks, len(cores)), _sizes(sizes), _kinds(kinds), rounds)
+    cores = default_plan(read_machine(), "decode", wish.threads).ranks[0].cores
+    grid = AllReduceGrid(
+        cores, _rank_counts(wish.ranks, len(cores)), _sizes(wish.sizes), _kinds(wish.kinds), wish.rounds
+    )
     with user_lock(note).turn():
         rows = list(all_reduce_rows(grid, report=note))
-    show_rows(output, rows, scalar_names(AllReduceRow), lambda: [table_of(rows, wide=wide)])
+    show_rows(output, rows, [table_of(rows, wide=wide)])
 
 
 def _rank_counts(text: str, n_cores: int) -> Sequence[int]:

@@ -10,6 +10,7 @@ import typer
 
 from phasewise._options import parse_budget
 from phasewise._words import NOTHING, counted, number, percent
+from phasewise.cli.option_sets import spread
 from phasewise.cli.options import JsonOption
 from phasewise.cli.present import (
     check_target,
@@ -23,69 +24,23 @@ from phasewise.cli.present import (
     write_target,
 )
 from phasewise.cli.tables import RowTable, show
-from phasewise.loadtest.settings import DAILY, DAY
+from phasewise.loadtest.settings import EmbedLoad
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from phasewise.loadtest.client import LoadClient
-    from phasewise.loadtest.embed import DayPart, TextBatches
-
-URLArgument = Annotated[str, typer.Argument(metavar="URL", help="the server, e.g. http://127.0.0.1:8000")]
+    from phasewise.tuner.config.day import DayCurve
 
 
-LengthsOption = Annotated[
-    str,
-    typer.Option(help="words of a text: 75, 20:120 (evenly drawn) or lognormal:75:0.6 (median, sigma)"),
-]
-FileOption = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="take the texts from FILE, one a line, over and over")
-]
-ConcurrencyOption = Annotated[
-    list[int] | None,
-    typer.Option(
-        "-c", min=1, help="number of clients, each with one request at a time [repeatable; default: 32]"
-    ),
-]
-RateOption = Annotated[
-    float | None,
-    typer.Option(min=0.01, help="send requests at this rate instead, requests/s, at random (Poisson)"),
-]
-SloOption = Annotated[
-    str | None, typer.Option(metavar="TIME", help="promised time of an answer, e.g. 1s or 0.5s")
-]
-FindOption = Annotated[
-    bool,
-    typer.Option(
-        "--find",
-        help="find the most clients at once whose answers all come within --slo (WindVE's metric)",
-    ),
-]
-DailyOption = Annotated[str | None, typer.Option("--daily", metavar="CURVE", help=DAILY)]
-DayOption = Annotated[float, typer.Option("--day", metavar="S", min=1.0, help=DAY)]
-ApiKeyOption = Annotated[str | None, typer.Option(envvar="PHASEWISE_API_KEY", help="key that requests carry")]
-PlotOption = Annotated[
-    Path | None, typer.Option(metavar="FILE.svg", help="draw P50 and P99 over clients or the day; -: stdout")
-]
-
-
+@spread
 def embed(
-    url: URLArgument,
-    model: Annotated[str | None, typer.Option(help="model to ask for [default: the first listed]")] = None,
-    requests: Annotated[int, typer.Option("-n", min=1, help="number of requests")] = 256,
-    inputs: Annotated[int, typer.Option(min=1, max=2048, help="texts of a request")] = 1,
-    lengths: LengthsOption = "75",
-    file: FileOption = None,
-    concurrency: ConcurrencyOption = None,
-    rate: RateOption = None,
-    daily: DailyOption = None,
-    day: DayOption = 240.0,
-    slo: SloOption = None,
-    find: FindOption = False,
-    encoding: Annotated[str, typer.Option(help="form of the vectors: float or base64")] = "float",
-    api_key: ApiKeyOption = None,
-    seed: Annotated[int, typer.Option(help="seed of lengths, words and arrivals")] = 0,
-    plot: PlotOption = None,
+    url: Annotated[str, typer.Argument(metavar="URL", help="the server, e.g. http://127.0.0.1:8000")],
+    load: EmbedLoad,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.svg", help="draw P50 and P99 over clients or the day; -: stdout"),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Load an embeddings server, and print texts/s, tokens/s and latencies.
@@ -97,47 +52,30 @@ def embed(
     without waiting, with --daily by a day's curve. --find: the most clients that are answered within --slo.
     """
     from phasewise.loadtest.client import Target, base_of, open_client
-    from phasewise.loadtest.embed import (  # fmt: skip
-        TextBatches,
-        day_of_load,
-        find_model,
-        highest_concurrency,
-    )
+    from phasewise.loadtest.embed import find_model
     from phasewise.tuner.config.day import day_curve
 
-    slo_s = None if slo is None else parse_budget(slo)
-    if find and slo_s is None:
+    slo_s = None if load.slo is None else parse_budget(load.slo)
+    if load.find and slo_s is None:
         raise typer.BadParameter("--find needs --slo")
-    if encoding not in ("float", "base64"):
+    if load.encoding not in ("float", "base64"):
         raise typer.BadParameter("--encoding is float or base64")
     owns_stdout(plot, as_json)
     check_target(plot)
     base = base_of(url)
-    curve = None if daily is None else day_curve(daily)
-    instants_s = [] if curve is None else curve.arrivals_s(day, seed)
-    name = model or asyncio.run(find_model(base, api_key))
-    target = Target(base, name, api_key=api_key, fields={"encoding_format": encoding}, makes_vectors=True)
-    texts = _texts(file, lengths, seed)
-
-    async def measured(client: LoadClient) -> dict[str, Any]:
-        await client.send(target.body(texts(1), 0), 0)  # connections, and what a first request costs
-        if find and slo_s is not None:
-            most = await highest_concurrency(
-                client, texts, slo_s, report=lambda c, s: note(f"{c} at once: {1e3 * s:.0f} ms")
-            )
-            return {"slo_s": slo_s, "highest_concurrency": most, "loads": []}
-        batches = TextBatches(texts((requests if curve is None else len(instants_s)) * inputs), inputs)
-        if curve is not None:
-            parts = await day_of_load(client, batches, curve, instants_s, day, slo_s)
-            return {"slo_s": slo_s, "day_s": day, "loads": [_part_fields(part) for part in parts]}
-        loads = await _loads(client, batches, rate, concurrency or [32], seed, slo_s)
-        return {"slo_s": slo_s, "loads": loads}
+    curve = None if load.daily is None else day_curve(load.daily)
+    name = load.model or asyncio.run(find_model(base, load.api_key))
+    target = Target(
+        base, name, api_key=load.api_key, fields={"encoding_format": load.encoding}, makes_vectors=True
+    )
+    texts = _texts(load)
 
     async def run() -> dict[str, Any]:
         async with open_client(target) as client:
-            return await measured(client)
+            await client.send(target.body(texts(1), 0), 0)  # connections, and what a first request costs
+            return await _measured(client, load, texts, curve, slo_s)
 
-    report: dict[str, Any] = {"url": base, "model": name, "lengths": lengths, "inputs": inputs}
+    report: dict[str, Any] = {"url": base, "model": name, "lengths": load.lengths, "inputs": load.inputs}
     report |= asyncio.run(run())
     if plot is not None:
         write_target(plot, _drawn(report["loads"]))
@@ -148,37 +86,57 @@ def embed(
     _fail_unless_answered(report["loads"])
 
 
-async def _loads(
+async def _measured(
     client: LoadClient,
-    batches: TextBatches,
-    rate: float | None,
-    concurrency: Sequence[int],
-    seed: int,
+    load: EmbedLoad,
+    texts: Callable[[int], list[str]],
+    curve: DayCurve | None,
     slo_s: float | None,
-) -> list[dict[str, Any]]:
-    """One load at the rate, or one for each number of clients."""
+) -> dict[str, Any]:
+    """The most clients within the SLO, a day, a load at the rate, or one for each number of clients."""
     from phasewise.loadtest.arrivals import RequestPace
-    from phasewise.loadtest.embed import figures, send_batches
+    from phasewise.loadtest.embed import (  # fmt: skip
+        TextBatches,
+        day_of_load,
+        figures,
+        highest_concurrency,
+        send_batches,
+    )
 
-    loads, values = [], concurrency if rate is None else [rate]
-    for value in values:
+    if load.find and slo_s is not None:
+        most = await highest_concurrency(
+            client, texts, slo_s, report=lambda c, s: note(f"{c} at once: {1e3 * s:.0f} ms")
+        )
+        return {"slo_s": slo_s, "highest_concurrency": most, "loads": []}
+    if curve is not None:
+        instants_s = curve.arrivals_s(load.day_s, load.seed)
+        batches = TextBatches(texts(len(instants_s) * load.inputs), load.inputs)
+        parts = await day_of_load(client, batches, curve, instants_s, load.day_s, slo_s)
+        fields = [
+            {"begin_h": part.begin_h, "rate": part.rate, "cpu_share": part.cpu_share, **vars(part.figures)}
+            for part in parts
+        ]
+        return {"slo_s": slo_s, "day_s": load.day_s, "loads": fields}
+    batches = TextBatches(texts(load.requests * load.inputs), load.inputs)
+    loads, rate = [], load.rate
+    for value in (load.concurrency or [32]) if rate is None else [rate]:
         pace = RequestPace(rate, most_at_once=int(value) if rate is None else None)
-        sent = await send_batches(client, batches, pace, seed)
+        sent = await send_batches(client, batches, pace, load.seed)
         of_load = figures(sent.outcomes, batches, sent.duration_s, slo_s)
         loads.append({"concurrency" if rate is None else "rate": value, **vars(of_load)})
-    return loads
+    return {"slo_s": slo_s, "loads": loads}
 
 
-def _texts(file: Path | None, lengths: str, seed: int) -> Callable[[int], list[str]]:
+def _texts(load: EmbedLoad) -> Callable[[int], list[str]]:
     """Makes so many texts: lines of the file over and over, else drawn ones."""
     from phasewise.loadtest.embed import lengths_of, texts_of_lengths
     from phasewise.workflows.embed.run import lines_of
 
     def texts(count: int) -> list[str]:
-        if file is not None:
-            lines = lines_of(file)
+        if load.file is not None:
+            lines = lines_of(load.file)
             return [lines[index % len(lines)] for index in range(count)]
-        return texts_of_lengths(lengths_of(lengths, count, seed), seed)
+        return texts_of_lengths(lengths_of(load.lengths, count, load.seed), load.seed)
 
     return texts
 
@@ -197,15 +155,6 @@ def _say_found(report: dict[str, Any]) -> None:
         return
     for load in report["loads"]:
         say_words(_line(load))
-
-
-def _part_fields(part: DayPart) -> dict[str, Any]:
-    return {
-        "begin_h": part.begin_h,
-        "rate": part.rate,
-        "cpu_share": part.cpu_share,
-        **vars(part.figures),
-    }
 
 
 def _day_table(loads: list[dict[str, Any]]) -> RowTable:

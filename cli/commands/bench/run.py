@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from phasewise._words import counted, limit_cell, number, percent
+from phasewise.cli import tables
 from phasewise.cli.command_app import GroupedCommand
-from phasewise.cli.commands.bench.options import WideOption
 from phasewise.cli.option_sets import spread
 from phasewise.cli.options import (
-    ArithmeticOption,
     DbOption,
     ExplainOption,
-    FormatOption,
     KvFormatOption,
-    LoraOption,
-    SparseOption,
+    WideOption,
 )
-from phasewise.cli.present import EXIT_INTERRUPTED, note, note_plans
-from phasewise.workflows.bench.run_settings import (
+from phasewise.cli.present import EXIT_INTERRUPTED, note, note_plans, say
+from phasewise.cli.tables import RowTable, low_limit_lines, scalar_names, show
+from phasewise.workflows.bench.settings import (
     LEAST_BATCH_TOKENS,
     LIST,
     MODELS,
@@ -32,6 +33,7 @@ from phasewise.workflows.bench.run_settings import (
     BenchRunning,
     BenchTests,
 )
+from phasewise.workflows.opening.open_model import ReadWeights
 
 if TYPE_CHECKING:
     from phasewise.serving.engine.throughput import Workload
@@ -61,11 +63,8 @@ def run(
     running: BenchRunning = BenchRunning(),  # noqa: B008 (frozen)
     output: Annotated[Output, typer.Option("-o", "--output", help="form of the rows")] = "md",
     wide: WideOption = False,
-    weight_format: FormatOption = "native",
+    weights: ReadWeights = ReadWeights(),  # noqa: B008 (frozen)
     kv_format: KvFormatOption = "auto",
-    sparse: SparseOption = "auto",
-    arithmetic: ArithmeticOption = "tuned",
-    lora: LoraOption = None,
     db: DbOption = None,
     explain: ExplainOption = False,
 ) -> None:
@@ -81,9 +80,8 @@ def run(
     anyway (-ngl 0, -fa 1, -mmp 1, -ub 512). With --lora the sequences have the
     adapters in turn. Ctrl-C prints the rows that are measured.
     """
-    from phasewise.cli.commands.bench.run_text import show_rows
     from phasewise.workflows.bench.model_speed import check_context
-    from phasewise.workflows.opening.open_model import Weights, check_settings, open_model
+    from phasewise.workflows.opening.open_model import check_settings, open_model
 
     tests, running = _with_small_batches(tests, running)
     names = [*(models or ()), *(name for given in more_models or () for name in _model_names(given))]
@@ -93,8 +91,7 @@ def run(
     if not workloads:
         raise typer.BadParameter("nothing to measure: give -p, -n or -pg, and at least one sequence")
     formats = running.kv_formats(kv_format)
-    weights = Weights(weight_format, sparse, arithmetic=arithmetic, lora=lora)
-    workloads = [replace(workload, n_adapters=len(lora or ())) for workload in workloads]
+    workloads = [replace(workload, n_adapters=len(weights.lora or ())) for workload in workloads]
     opened_models = []
     for name, cache_format in product(names, formats):
         check_settings(name, weights, cache_format, note)
@@ -254,3 +251,131 @@ def _joined(args: list[str], lists: dict[str, tuple[str, str]]) -> list[str]:
     for (flag, between), given in values.items():
         kept += [flag, between.join(given)]
     return kept
+
+
+SQL_TYPES = {"str": "TEXT", "int": "INTEGER", "bool": "INTEGER", "float": "REAL"}
+
+
+def show_rows(form: str, rows: Sequence[ModelRow], *, wide: bool) -> None:
+    """The rows in the form that was asked for."""
+    if form == "md":
+        show(*table_of(rows, wide=wide))
+    else:
+        say({"json": tables.as_json, "jsonl": as_jsonl, "csv": as_csv, "sql": as_sql}[form](rows), end="")
+
+
+def as_jsonl(rows: Sequence[ModelRow]) -> str:
+    return "".join(json.dumps(tables.json_fields(row)) + "\n" for row in rows)
+
+
+def as_csv(rows: Sequence[ModelRow]) -> str:
+    """A header, then every value in double quotes; truth values as 0 and 1."""
+    return tables.as_csv(scalar_names(type(rows[0])), map(_scalars, rows), quoted=True)
+
+
+def as_sql(rows: Sequence[ModelRow]) -> str:
+    """A CREATE TABLE and one INSERT a row, for `sqlite3 results.db`."""
+    types = {f.name: SQL_TYPES[str(f.type)] for f in fields(rows[0]) if f.type in SQL_TYPES}
+    columns = ",\n".join(f"  {name} {kind}" for name, kind in types.items())
+    inserts = [
+        f"INSERT INTO llama_bench ({', '.join(types)}) VALUES ({', '.join(map(_sql_text, _scalars(row)))});"
+        for row in rows
+    ]
+    return "\n".join([f"CREATE TABLE IF NOT EXISTS llama_bench (\n{columns}\n);", *inserts]) + "\n"
+
+
+NARROW = ("model", "threads", "batch", "KV", "test", "t/s", "peak", "bandwidth")
+MAX_MODEL_CHARS = 28
+VARYING = ("batch", "KV")
+"""Columns that are told where their values differ, as llama-bench does."""
+
+
+def table_of(rows: Sequence[ModelRow], *, wide: bool = False) -> Iterator[str | RowTable]:
+    """llama-bench's table and line of the build, with the shares of the machine's limits behind its columns.
+
+    wide: false keeps a terminal's table within 80 columns; a pipe gets all.
+    """
+    is_narrow = not wide and sys.stdout.isatty()
+    cells = [_cells(row, is_narrow=is_narrow) for row in rows]
+    same = {name for name in VARYING if len({row[name] for row in cells}) < 2}
+    if is_narrow and len({row["threads"] for row in cells}) < 2:
+        same.add("threads")
+    table = RowTable(
+        [{name: cell for name, cell in row.items() if name not in same} for row in cells],
+        ("model", "backend"),
+        form="github",
+    )
+    yield table.narrow(NARROW) if is_narrow else table
+    yield ""
+    yield from dict.fromkeys(_left_out(row) for row in cells) if is_narrow else ()
+    yield from low_limit_lines(share for row in rows for share in (row.peak_fraction, row.bandwidth_fraction))
+    yield from map(_kv_line, filter(lambda row: row.kv_bytes_per_s, rows))
+    yield from map(_counters_line, filter(lambda row: row.instructions_per_cycle, rows))
+    yield from dict.fromkeys(f"build: {row.build_commit} ({row.isa})" for row in rows)
+
+
+def _kv_line(row: ModelRow) -> str:
+    """By what a test takes longer behind its depth; more than memory gives where a cache holds some of it."""
+    rates = (number(rate / 1e9, 3) for rate in (row.kv_bytes_per_s, row.read_limit_bytes_per_s))
+    return "{}: KV ({}) is read at {} GB/s; memory: {} GB/s".format(_test_name(row), row.type_k, *rates)
+
+
+def _counters_line(row: ModelRow) -> str:
+    """Instructions a cycle, and per thousand of them (PKI) misses; what this core does not count is left
+    out.
+    """
+    misses = [
+        f"{name} {number(pki, 3)}"
+        for name, pki in (("LLC", row.llc_misses_pki), ("dTLB", row.dtlb_misses_pki))
+        if pki
+    ]
+    stalled = f", {percent(row.stalled_share)} stalled" if row.stalled_share else ""
+    told = f"; misses PKI: {', '.join(misses)}" if misses else ""
+    return f"{_test_name(row)}: IPC {number(row.instructions_per_cycle, 3)}{stalled}{told}"
+
+
+def _left_out(row: Mapping[str, str]) -> str:
+    """The columns that a narrow table has no room for."""
+    threads = counted(int(row["threads"]), "thread")
+    return f"{row['model']}: {row['size']}, {row['params']} params; {row['backend']}, {threads}"
+
+
+def _cells(row: ModelRow, *, is_narrow: bool) -> dict[str, str]:
+    is_decode = row.n_gen and not row.n_prompt
+    return {
+        "model": row.model_type[-MAX_MODEL_CHARS:] if is_narrow else row.model_type,
+        "size": f"{row.model_size / 2**20:.2f} MiB",
+        "params": f"{row.model_n_params / 1e6:.2f} M",
+        "backend": row.backends,
+        "threads": str(row.n_threads),
+        "batch": str(row.n_batch),
+        "KV": row.type_k,
+        "test": _test_name(row),
+        "t/s": f"{row.avg_ts:.2f} ± {row.stddev_ts:.2f}",
+        "peak": limit_cell(row.peak_fraction),
+        "bandwidth": limit_cell(row.bandwidth_fraction) if is_decode else "",
+        **({} if row.joules_per_token is None else _energy(row, row.joules_per_token)),
+        **({} if is_narrow else {"lines across nodes": number(row.lines_across_nodes)}),
+    }
+
+
+def _energy(row: ModelRow, joules_per_token: float) -> dict[str, str]:
+    """The watts are what `power_w` of a machine for `provision` asks for."""
+    watts = joules_per_token * row.avg_ts
+    cap = {"cap W": number(row.power_cap_w, 4)} if row.power_cap_w else {}
+    return {"J/token": number(joules_per_token, 3), "W": number(watts, 3), **cap}
+
+
+def _scalars(row: ModelRow) -> list[str | int | float]:
+    values = (getattr(row, name) for name in scalar_names(type(row)))
+    return [int(value) if isinstance(value, bool) else value for value in values]
+
+
+def _sql_text(value: str | int | float) -> str:
+    return "'" + str(value).replace("'", "''") + "'"
+
+
+def _test_name(row: ModelRow) -> str:
+    from phasewise.serving.engine.throughput import Workload
+
+    return Workload(row.n_prompt, row.n_gen, row.n_sequences, row.n_depth).name

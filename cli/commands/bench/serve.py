@@ -12,8 +12,8 @@ from typing import Annotated
 import typer
 
 from phasewise._words import counted
-from phasewise.cli.commands.bench.options import Form
 from phasewise.cli.option_sets import spread
+from phasewise.cli.options import Form
 from phasewise.cli.present import EXIT_INTERRUPTED
 from phasewise.cli.status_line import StatusLine, status_line
 from phasewise.loadtest.outcome import RequestOutcome

@@ -7,9 +7,8 @@ from typing import Annotated
 
 import typer
 
-from phasewise.cli.commands.bench.options import WideOption
 from phasewise.cli.option_sets import spread
-from phasewise.cli.options import JsonOption, TraceArgument
+from phasewise.cli.options import JsonOption, TraceArgument, WideOption
 from phasewise.cli.present import check_target, fail, note, owns_stdout, print_json, write_target
 from phasewise.cli.tables import show
 from phasewise.workflows.capacity.settings import ClusterInputs, ProvisionWish

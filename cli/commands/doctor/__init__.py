@@ -15,7 +15,7 @@ from phasewise.cli.options import DbOption, JsonOption
 from phasewise.cli.present import note, print_json, say
 from phasewise.topology.outline import count_words
 from phasewise.tuner.doctor import CHECKS, not_examined
-from phasewise.tuner.doctor.placement import computing_processes
+from phasewise.tuner.doctor.memory import computing_processes
 from phasewise.workflows.serve.kv_policy import policy_for, told
 
 if TYPE_CHECKING:

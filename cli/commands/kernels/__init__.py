@@ -61,8 +61,8 @@ def raise_(
     What is outside the supported C is refused with its file, line and name. Comment lines in FILE.c such as
     `@arg x count=n low=-1 high=1` describe the arguments to `check` and `tune-kernels`.
     """
-    from phasewise.ir.raising.raise_file import raise_file
-    from phasewise.ir.tunable import with_parameters
+    from phasewise.ir.build import with_parameters
+    from phasewise.ir.raising.raising import raise_file
 
     text = raise_file(source, function, isa, include or [], define or [], reassociate)
     _put(with_parameters(text, str(source)) if tunable else text, output)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from phasewise._words import NO_VERDICT, counted, proven
 from phasewise.cli.present import goes_on
-from phasewise.ir.original import is_original
+from phasewise.ir.printing import is_original
 from phasewise.kerneldb.records import UserPromotion
 
 if TYPE_CHECKING:

@@ -113,12 +113,11 @@ def train_command(
     $ phasewise predict-len train log.jsonl -o lengths.safetensors --split 0.2
     """
     from phasewise.tuner.predictor.encoded import learnt_too_little, train_encoded
-    from phasewise.tuner.predictor.facts import held_out
     from phasewise.tuner.predictor.files import AnyPredictor, save_predictor
+    from phasewise.tuner.predictor.log import held_out
     from phasewise.tuner.predictor.train import TrainOptions, train
     from phasewise.workflows.predict_len.compare import Split, with_split
-    from phasewise.workflows.predict_len.inputs import predictor_file, read_logs
-    from phasewise.workflows.predict_len.prompt_vectors import find_encoder_to_learn
+    from phasewise.workflows.predict_len.inputs import find_encoder_to_learn, predictor_file, read_logs
     from phasewise.workflows.report import silent
 
     owns_stdout(output, as_json)
@@ -172,8 +171,7 @@ def evaluate(logs: LogsArgument, wish: EvalWish, as_json: JsonOption = False) ->
     The figures of ours are kept in the tuning database, without prompts and
     paths: `db show` lists them.
     """
-    from phasewise.workflows.predict_len.judge import judge_predictions
-    from phasewise.workflows.predict_len.kept_scores import keep_scores
+    from phasewise.workflows.predict_len.judge import judge_predictions, keep_scores
 
     judged = judge_predictions(logs, wish, note)
     keep_scores(judged, wish, note)

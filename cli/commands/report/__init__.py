@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,11 +13,10 @@ import typer
 from phasewise.cli.commands.topo.text import core_words
 from phasewise.cli.options import DbOption, JsonOption
 from phasewise.cli.present import check_target, note, on_one_line, owns_stdout, print_json, say, write_target
-from phasewise.cli.tables import WIDTH, RowTable, show
-from phasewise.workflows.machine_report.worth_rows import MODEL_COLUMNS, PRODUCT_COLUMNS, worth_by_machine
+from phasewise.cli.tables import WIDTH, show, table_of_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Mapping
 
     from phasewise.kerneldb.records import MachineKey
     from phasewise.workflows.machine_report.worth import ModelSpeed, ProductGains, Worth
@@ -81,6 +81,8 @@ MAX_WORD_CHARS = 22
 
 def print_worth(worth: Worth) -> None:
     """A machine after another: the whole model first, then products, then where nothing was gained."""
+    from phasewise.workflows.machine_report.worth import worth_by_machine
+
     if not worth.products and not worth.models:
         say("Nothing was tuned yet: `phasewise tune-kernels MODEL` measures the gain.")
     for machine_worth in worth_by_machine(worth):
@@ -88,23 +90,22 @@ def print_worth(worth: Worth) -> None:
         core = core_words(machine_worth.machine.core_sig).replace("+", " ")
         say(textwrap.fill(on_one_line(f"{machine_worth.machine.placement_sig}{told}; {core}"), WIDTH))
         say("")
-        if machine_worth.models:
-            _show_table(MODEL_COLUMNS, machine_worth.models, 2)
-        if machine_worth.products:
-            _show_table(PRODUCT_COLUMNS, machine_worth.products, 2)
+        for rows in (machine_worth.models, machine_worth.products):
+            if rows:
+                table = table_of_rows(rows)
+                show(replace(table, rows=[_shortened(row) for row in table.rows]), "")
         for remark in machine_worth.remarks:
             say(textwrap.fill(on_one_line(remark), WIDTH))
         say("")
 
 
-def _show_table(columns: Sequence[str], rows: Iterable[Sequence[str]], n_left: int) -> None:
-    cells = [[_shortened(on_one_line(cell)) for cell in row] for row in rows]
-    show(RowTable([dict(zip(columns, row, strict=True)) for row in cells], columns[:n_left]), "")
-
-
-def _shortened(text: str) -> str:
+def _shortened(row: Mapping[str, object]) -> dict[str, str]:
     """The end of a long name tells more than its beginning: a model's has the format."""
-    return text if len(text) <= MAX_WORD_CHARS else "..." + text[3 - MAX_WORD_CHARS :]
+    cells = {name: on_one_line(cell) for name, cell in row.items()}
+    return {
+        name: cell if len(cell) <= MAX_WORD_CHARS else "..." + cell[3 - MAX_WORD_CHARS :]
+        for name, cell in cells.items()
+    }
 
 
 def worth_fields(worth: Worth) -> dict[str, Any]:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from phasewise._options import parse_budget
-from phasewise.cli.options import DbOption, FormatOption, JsonOption
+from phasewise._options import option, parse_budget
+from phasewise.cli.option_sets import spread
+from phasewise.cli.options import JsonOption
 from phasewise.cli.present import check_target, note, owns_stdout, print_json, say, write_target
 from phasewise.tuner.measurement_lock import MeasurementLock
-from phasewise.workflows.options import WeightFormat
+from phasewise.workflows.errors import UsageError
+from phasewise.workflows.options import DB, FORMAT
 from phasewise.workflows.report import Report, silent
 
 if TYPE_CHECKING:
@@ -23,54 +26,67 @@ if TYPE_CHECKING:
     from phasewise.tuner.probe import Probe
 
 
+@dataclass(frozen=True)
+class TopoView:
+    """A view of a machine: itself, its trees, plans on it, or what a probe measures."""
+
+    input_path: Path | None = option(
+        None, "lstopo XML file (-: stdin), or folder with a sysfs snapshot", "--input", metavar="FILE"
+    )
+    svg_path: Path | None = option(
+        None, "write a picture of the machine here; -: stdout", "--svg", metavar="FILE"
+    )
+    trees: bool = option(False, "count and draw the TopoTrees that tune-config searches", "--trees")
+    notation: str | None = option(
+        None,
+        "draw this TopoTree, written as --trees and tune-config print it",
+        "--tree",
+        metavar="NOTATION",
+    )
+    power_of_two: bool = option(
+        True,
+        "with --trees: groups of 2, 4, 8, .. members only, or of any number",
+        "--power-of-two/--any-size",
+    )
+    limit: int = option(10, "with --trees: how many groupings are drawn", min=0)
+    plan: bool = option(
+        False, "draw the plans of MODEL on the cores; without MODEL the default ones", "--plan"
+    )
+    plan_file: Path | None = option(None, "draw the plans that tune-config --json printed", metavar="FILE")
+    weight_format: str = FORMAT("native")
+    db: str | None = DB(None)
+    probe: bool = option(
+        False, "measure which cores share a resource that the system does not report", "--probe"
+    )
+    budget_s: float = option(
+        30.0,
+        "wall clock that --probe may take",
+        "--budget",
+        metavar="TIME",
+        parser=parse_budget,
+        written="30s",
+    )
+
+    def __post_init__(self) -> None:
+        chosen = {
+            "--trees": self.trees,
+            "--tree": self.notation is not None,
+            "--plan": self.plan,
+            "--plan-file": self.plan_file is not None,
+            "--probe": self.probe,
+        }
+        names = [name for name, is_chosen in chosen.items() if is_chosen]
+        if len(names) > 1:
+            raise UsageError(f"{' and '.join(names)} show different things: give one")
+
+
+@spread
 def topo(
+    view: TopoView,
     model: Annotated[
         str | None, typer.Argument(metavar="MODEL", help="with --plan: the model whose plans to draw")
     ] = None,
-    input_path: Annotated[
-        Path | None,
-        typer.Option(
-            "--input", metavar="FILE", help="lstopo XML file (-: stdin), or folder with a sysfs snapshot"
-        ),
-    ] = None,
     as_json: JsonOption = False,
-    svg_path: Annotated[
-        Path | None,
-        typer.Option("--svg", metavar="FILE", help="write a picture of the machine here; -: stdout"),
-    ] = None,
-    trees: Annotated[
-        bool, typer.Option("--trees", help="count and draw the TopoTrees that tune-config searches")
-    ] = False,
-    notation: Annotated[
-        str | None,
-        typer.Option(
-            "--tree",
-            metavar="NOTATION",
-            help="draw this TopoTree, written as --trees and tune-config print it",
-        ),
-    ] = None,
-    power_of_two: Annotated[
-        bool,
-        typer.Option(
-            "--power-of-two/--any-size",
-            help="with --trees: groups of 2, 4, 8, .. members only, or of any number",
-        ),
-    ] = True,
-    limit: Annotated[int, typer.Option(min=0, help="with --trees: how many groupings are drawn")] = 10,
-    plan: Annotated[
-        bool,
-        typer.Option("--plan", help="draw the plans of MODEL on the cores; without MODEL the default ones"),
-    ] = False,
-    plan_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="draw the plans that tune-config --json printed")
-    ] = None,
-    weight_format: FormatOption = "native",
-    db: DbOption = None,
-    probe: Annotated[
-        bool,
-        typer.Option("--probe", help="measure which cores share a resource that the system does not report"),
-    ] = False,
-    budget: Annotated[str, typer.Option(metavar="TIME", help="wall clock that --probe may take")] = "30s",
 ) -> None:
     """Show the machine: packages, memory, caches, cores and PUs, and what of it may be used.
 
@@ -79,31 +95,18 @@ def topo(
 
     Other views: --trees, --tree, --plan, --plan-file. --probe measures what cores share.
     """
-    _check_one_view(trees, notation, plan, plan_file, probe)
-    owns_stdout(svg_path, as_json)
-    machine = _machine(input_path)
-    if probe:
-        _show_probe(machine, parse_budget(budget), svg_path, as_json)
-    elif trees:
-        _show_trees(machine, power_of_two, limit, as_json)
-    elif notation is not None:
-        _show_tree(machine, notation, svg_path, as_json)
-    elif plan or plan_file is not None:
-        from phasewise.workflows.topo.plan_json import read_plans
-
-        plans = read_plans(plan_file, machine) if plan_file else _plans(machine, model, weight_format, db)
-        _show_plans(machine, plans, svg_path, as_json)
+    owns_stdout(view.svg_path, as_json)
+    machine = _machine(view.input_path)
+    if view.probe:
+        _show_probe(machine, view, as_json)
+    elif view.trees:
+        _show_trees(machine, view, as_json)
+    elif view.notation is not None:
+        _show_tree(machine, view.notation, view.svg_path, as_json)
+    elif view.plan or view.plan_file is not None:
+        _show_plans(machine, _plans(machine, model, view), view.svg_path, as_json)
     else:
-        _show_machine(machine, svg_path, as_json)
-
-
-def _check_one_view(
-    trees: bool, notation: str | None, plan: bool, plan_file: Path | None, probe: bool
-) -> None:
-    views = {"--trees": trees, "--tree": notation is not None, "--plan": plan, "--plan-file": bool(plan_file)}
-    chosen = [name for name, is_chosen in (views | {"--probe": probe}).items() if is_chosen]
-    if len(chosen) > 1:
-        raise typer.BadParameter(f"{' and '.join(chosen)} show different things: give one")
+        _show_machine(machine, view.svg_path, as_json)
 
 
 def _show_machine(machine: Machine, svg_path: Path | None, as_json: bool) -> None:
@@ -116,16 +119,16 @@ def _show_machine(machine: Machine, svg_path: Path | None, as_json: bool) -> Non
         _print(topo_lines(machine, sys.stdout.encoding))
 
 
-def _show_trees(machine: Machine, power_of_two: bool, limit: int, as_json: bool) -> None:
+def _show_trees(machine: Machine, view: TopoView, as_json: bool) -> None:
     from phasewise.cli.commands.topo.text import trees_lines
     from phasewise.tuner.topotree import fundamental
     from phasewise.workflows.topo.trees_json import trees_fields
 
-    symmetric_part = fundamental(machine)
+    shown = fundamental(machine), view.power_of_two, view.limit
     if as_json:
-        print_json({"source": machine.source, **trees_fields(symmetric_part, power_of_two, limit)})
+        print_json({"source": machine.source, **trees_fields(*shown)})
     else:
-        _print(trees_lines(symmetric_part, power_of_two, limit, sys.stdout.encoding))
+        _print(trees_lines(*shown, sys.stdout.encoding))
 
 
 def _show_tree(machine: Machine, notation: str, svg_path: Path | None, as_json: bool) -> None:
@@ -141,19 +144,19 @@ def _show_tree(machine: Machine, notation: str, svg_path: Path | None, as_json: 
         _print(one_tree_lines(tree, sys.stdout.encoding))
 
 
-def _plans(
-    machine: Machine, model: str | None, weight_format: WeightFormat, db: str | None
-) -> Mapping[Phase, ServicePlan]:
-    """The plans that `serve` would use for the model, with a remark where nothing was tuned."""
+def _plans(machine: Machine, model: str | None, view: TopoView) -> Mapping[Phase, ServicePlan]:
+    """Those of the file, or those that `serve` would use, with a remark where nothing was tuned."""
     from phasewise.tuner.plans import model_key, plans_for, resolve_plans
     from phasewise.workflows.opening.open_model import suited_default
-    from phasewise.workflows.topo.plan_json import model_name
+    from phasewise.workflows.topo.plan_json import model_name, read_plans
 
+    if view.plan_file is not None:
+        return read_plans(view.plan_file, machine)
     if model is None:
         return resolve_plans(None, machine, "")
-    key = model_key(model_name(model), weight_format)
-    default = suited_default(model, weight_format, note)
-    plans = plans_for(db, machine, key, None, note, default=default)
+    key = model_key(model_name(model), view.weight_format)
+    default = suited_default(model, view.weight_format, note)
+    plans = plans_for(view.db, machine, key, None, note, default=default)
     if all(plan.source == "default" for plan in plans.values()):
         note(f"no plan of {key} for this machine is stored: the default is drawn; tune-config finds others")
     return plans
@@ -163,8 +166,7 @@ def _show_plans(
     machine: Machine, plans: Mapping[Phase, ServicePlan], svg_path: Path | None, as_json: bool
 ) -> None:
     from phasewise.cli.commands.topo.text import plan_lines
-    from phasewise.workflows.topo.machine_facts import picture_groups
-    from phasewise.workflows.topo.plan_json import plan_fields
+    from phasewise.workflows.topo.plan_json import picture_groups, plan_fields
 
     _draw(machine, picture_groups(plans), svg_path)
     if as_json:
@@ -173,12 +175,13 @@ def _show_plans(
         _print(plan_lines(machine, plans))
 
 
-def _show_probe(machine: Machine, budget_s: float, svg_path: Path | None, as_json: bool) -> None:
+def _show_probe(machine: Machine, view: TopoView, as_json: bool) -> None:
     from phasewise.cli.commands.topo.probe_text import probe_lines
     from phasewise.tuner.measurement_lock import user_lock
 
+    svg_path = view.svg_path
     check_target(svg_path)
-    probe = probe_machine(machine, budget_s, user_lock(note), note)
+    probe = probe_machine(machine, view.budget_s, user_lock(note), note)
     if svg_path is not None:
         from phasewise.workflows.topo.probe_svg import draw_probe
 

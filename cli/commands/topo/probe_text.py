@@ -13,7 +13,7 @@ from phasewise.topology.cpusets import format_list
 if TYPE_CHECKING:
     from phasewise.topology import Machine
     from phasewise.tuner.probe import ClusterLevel, GroupHint, Interference, LevelEvidence, Probe
-    from phasewise.tuner.probe.clusters import Matrix
+    from phasewise.tuner.probe.groups import Matrix
 
 WIDTH = 80
 MAX_COLUMNS = 12

@@ -4,31 +4,20 @@ from __future__ import annotations
 
 import re
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from phasewise._options import parse_budget
-from phasewise.cli.options import (
-    DbOption,
-    DefineOption,
-    IncludeOption,
-    JsonOption,
-    PhaseChoice,
-    ThreadsOption,
-    phases_of,
-)
+from phasewise.cli.option_sets import spread
+from phasewise.cli.options import JsonOption
 from phasewise.cli.present import EXIT_INTERRUPTED, note, print_json, say
 from phasewise.cli.tables import show
 from phasewise.workflows.opening.first_start import Remote
 from phasewise.workflows.options import WEIGHT_FORMATS
+from phasewise.workflows.tune_kernels.settings import TuneKernelsSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from phasewise.topology import Machine
-    from phasewise.tuner.plans import Phase
     from phasewise.workflows.opening.open_model import OpenModel
     from phasewise.workflows.tune_kernels.rounds import Round, Shape, TunedRound
     from phasewise.workflows.tune_kernels.speed_change import SpeedChange
@@ -38,100 +27,14 @@ LEAST_S = 0.1
 """The time of a run where reading its input took the whole budget."""
 
 
-ModelArgument = Annotated[
-    str | None,
-    typer.Argument(metavar="MODEL", help="a model, as for `generate`, whose products to tune"),
-]
-ShapesOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="N,K;N,K;..",
-        help="outputs and inputs of products to tune instead of a model's; with --kernel e.g. n=64..4096",
-    ),
-]
-KernelOption = Annotated[
-    Path | None,
-    typer.Option(metavar="KERNEL.kir", help="tune a kernel's text, as `kernels raise` writes it"),
-]
-IsaOption = Annotated[
-    str | None,
-    typer.Option(help="with --kernel: instruction set [default: the widest of this machine]"),
-]
-AgainstOption = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE.c",
-        help="with --kernel: the C file that it was raised from, which is used where it is faster",
-    ),
-]
-PhaseOption = Annotated[PhaseChoice, typer.Option(help="phase whose cores and numbers of rows to tune for")]
-WeightFormatOption = Annotated[
-    str,
-    typer.Option(
-        "--format",
-        envvar="PHASEWISE_FORMAT",
-        help="a model's weight format in memory; with --shapes a kernel's: f32, bf16, int8, int4m, ..",
-    ),
-]
-MaxMOption = Annotated[
-    int, typer.Option(min=1, max=1 << 20, help="most rows of a product; the engine computes 512 at once")
-]
-BudgetOption = Annotated[
-    str,
-    typer.Option(
-        metavar="TIME",
-        help="time that the command may take, e.g. 90s, 10m, 1h; work in progress is finished: a batch of"
-        " timings, and the comparison of the whole model",
-    ),
-]
-ResumeOption = Annotated[bool, typer.Option(help="use stored timings; --no-resume measures everything anew")]
-RemoteOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="REMOTE",
-        envvar="PHASEWISE_REMOTE",
-        help="a folder or an address, as for db pull: its schedules for cores like these are pulled "
-        "and timed first",
-    ),
-]
-RemoteDigestOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="SHA256",
-        envvar="PHASEWISE_REMOTE_DIGEST",
-        help="believe the remote's index if it has this digest",
-    ),
-]
-RemoteSignersOption = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        envvar="PHASEWISE_REMOTE_SIGNERS",
-        help="believe the remote's index if one of these signed it",
-    ),
-]
-DryRunOption = Annotated[bool, typer.Option("--dry-run", help="show what would be tuned; measure nothing")]
-
-
+@spread
 def tune_kernels(
-    model: ModelArgument = None,
-    shapes: ShapesOption = None,
-    kernel: KernelOption = None,
-    isa: IsaOption = None,
-    against: AgainstOption = None,
-    include: IncludeOption = None,
-    define: DefineOption = None,
-    phase: PhaseOption = "both",
-    weight_format: WeightFormatOption = "native",
-    max_m: MaxMOption = 512,
-    threads: ThreadsOption = None,
-    budget: BudgetOption = "10m",
-    resume: ResumeOption = True,
-    dry_run: DryRunOption = False,
-    remote: RemoteOption = None,
-    remote_digest: RemoteDigestOption = None,
-    remote_signers: RemoteSignersOption = None,
-    db: DbOption = None,
+    settings: TuneKernelsSettings,
+    remote: Remote,
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="MODEL", help="a model, as for `generate`, whose products to tune"),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Tune the products of MODEL, or of --shapes, on this machine.
@@ -156,78 +59,69 @@ def tune_kernels(
     --against its author's C takes part too: nothing that is slower than it
     comes into use.
     """
-    budget_s = parse_budget(budget)
-    deadline_s = time.monotonic() + budget_s
+    deadline_s = time.monotonic() + settings.budget_s
     from phasewise.topology import read_machine
 
     machine = read_machine()
-    if kernel is not None:
-        if shapes is None:
-            raise typer.BadParameter("--kernel goes with --shapes")
-        original = None if against is None else (against, include or [], define or [])
-        _tune_user_kernel(kernel, shapes, isa, original, machine, db, deadline_s, resume, as_json)
+    if settings.kernel is not None:
+        _tune_user_kernel(settings, machine, deadline_s, as_json)
         return
-    _pull(Remote(remote, remote_digest, remote_signers), db, budget_s)
-    rounds, opened = _rounds(machine, model, shapes, weight_format, phases_of(phase), max_m, threads, db)
-    if dry_run:
-        _print_plan(rounds, budget_s, resume, as_json)
+    _pull(remote, settings)
+    rounds, opened = _rounds(settings, machine, model)
+    if settings.dry_run:
+        _print_plan(rounds, settings, as_json)
         return
-    tuned, changes = _tune(rounds, machine, db, deadline_s, resume, opened)
-    _print_tuned(tuned, changes, resume, as_json)
+    tuned, changes = _tune(rounds, settings, machine, deadline_s, opened)
+    _print_tuned(tuned, changes, settings.resume, as_json)
     if tuned[-1].is_interrupted:
         raise typer.Exit(EXIT_INTERRUPTED)
 
 
-def _pull(remote: Remote, db: str | None, budget_s: float) -> None:
+def _pull(remote: Remote, settings: TuneKernelsSettings) -> None:
     """Import from a remote for cores like these, within half of the budget."""
     from phasewise.tuner.first_duels import FIRST_S, FIRST_SHARE
     from phasewise.workflows.opening.first_start import pull_what_fits
 
     if remote.remote is not None:
         remote.trust()
-        pull_what_fits(remote, db, min(FIRST_S, FIRST_SHARE * budget_s), note)
+        pull_what_fits(remote, settings.db, min(FIRST_S, FIRST_SHARE * settings.budget_s), note)
 
 
 def _tune_user_kernel(
-    kernel: Path,
-    shapes: str,
-    isa: str | None,
-    against: tuple[Path, list[Path], list[str]] | None,
-    machine: Machine,
-    db: str | None,
-    deadline_s: float,
-    resume: bool,
-    as_json: bool,
+    settings: TuneKernelsSettings, machine: Machine, deadline_s: float, as_json: bool
 ) -> None:
     from phasewise.cli.commands.kernels.text import tuned_fields, tuned_text
     from phasewise.ir.build import target_named
-    from phasewise.ir.original import original_of
+    from phasewise.ir.printing import original_of
     from phasewise.ir.reading import read
     from phasewise.kerneldb.store import open_store
     from phasewise.topology import core_signature
     from phasewise.tuner.measurement_lock import user_lock
     from phasewise.workflows.user_kernels.files import best_target, read_text
-    from phasewise.workflows.user_kernels.shapes import parse_shapes as parse_kernel_shapes
+    from phasewise.workflows.user_kernels.files import parse_shapes as parse_kernel_shapes
     from phasewise.workflows.user_kernels.tune import KernelSetting, tune_user_kernel
 
-    text = read_text(kernel)
-    function, target = read(text, str(kernel)), target_named(isa or best_target(text))
-    wanted = parse_kernel_shapes(shapes, function)
+    assert settings.kernel is not None
+    if settings.shapes is None:
+        raise typer.BadParameter("--kernel goes with --shapes")
+    text, name = read_text(settings.kernel), str(settings.kernel)
+    function, target = read(text, name), target_named(settings.isa or best_target(text))
+    wanted = parse_kernel_shapes(settings.shapes, function)
     original = None
-    if against:
-        source, include, define = against
-        original = original_of(source, function, target, include, define)
-    with open_store(db, note) as store:
-        budget_s = max(LEAST_S, deadline_s - time.monotonic())
+    if settings.against is not None:
+        original = original_of(
+            settings.against, function, target, settings.include or [], settings.define or []
+        )
+    with open_store(settings.db, note) as store:
         setting = KernelSetting(
-            text, str(kernel), target, core_signature(machine), machine.allowed_cores()[-1][0], store,
-            user_lock(note), note, budget_s, resume, original,
+            text, name, target, core_signature(machine), machine.allowed_cores()[-1][0], store,
+            user_lock(note), note, max(LEAST_S, deadline_s - time.monotonic()), settings.resume, original,
         )  # fmt: skip
         outcomes = tune_user_kernel(setting, wanted)
     if as_json:
         print_json({"shapes": [tuned_fields(outcome) for outcome in outcomes]})
     else:
-        say(tuned_text(outcomes, resume=resume))
+        say(tuned_text(outcomes, resume=settings.resume))
 
 
 def parse_shapes(text: str, kernel_format: str) -> list[Shape]:
@@ -248,36 +142,29 @@ def parse_shapes(text: str, kernel_format: str) -> list[Shape]:
 
 
 def _rounds(
-    machine: Machine,
-    model: str | None,
-    shapes: str | None,
-    weight_format: str,
-    phases: Sequence[Phase],
-    max_m: int,
-    threads: int | None,
-    db: str | None,
+    settings: TuneKernelsSettings, machine: Machine, model: str | None
 ) -> tuple[list[Round], OpenModel | None]:
-    if (model is None) == (shapes is None):
+    if (model is None) == (settings.shapes is None):
         raise typer.BadParameter("give either a MODEL or --shapes")
     from phasewise.workflows.tune_kernels.run import rounds_of_model, rounds_of_shapes
 
+    phases, max_m, threads = settings.phases, settings.max_m, settings.threads
     if model is None:
-        problem_shapes = parse_shapes(shapes or "", weight_format)
+        problem_shapes = parse_shapes(settings.shapes or "", settings.weight_format)
         return rounds_of_shapes(problem_shapes, machine, phases, max_m, threads), None
-    if weight_format not in WEIGHT_FORMATS:
+    if settings.weight_format not in WEIGHT_FORMATS:
         raise typer.BadParameter(f"a model's --format is one of {', '.join(WEIGHT_FORMATS)}")
     from phasewise.workflows.opening.open_model import Weights, open_model
 
-    opened = open_model(model, Weights(weight_format), threads, db, note)
+    opened = open_model(model, Weights(settings.weight_format), threads, settings.db, note)
     return rounds_of_model(opened, machine, phases, max_m), opened
 
 
 def _tune(
     rounds: list[Round],
+    settings: TuneKernelsSettings,
     machine: Machine,
-    db: str | None,
     deadline_s: float,
-    resume: bool,
     opened: OpenModel | None,
 ) -> tuple[list[TunedRound], list[SpeedChange]]:
     from phasewise.cli.commands.tune_kernels.text import progress_on_stderr
@@ -285,20 +172,22 @@ def _tune(
     from phasewise.workflows.tune_kernels.run import change_of_model, tune_rounds
 
     note("measuring the limits of these cores ...")
+    db, lock = settings.db, user_lock(note)
     with progress_on_stderr() as progress:
         model = None if opened is None else opened.model
         left_s = max(LEAST_S, deadline_s - time.monotonic())
-        tuned = tune_rounds(rounds, machine, db, left_s, resume, user_lock(note), note, progress, model)
+        tuned = tune_rounds(rounds, machine, db, left_s, settings.resume, lock, note, progress, model)
     if opened is None or tuned[-1].is_interrupted:
         return tuned, []
     left_s = deadline_s - time.monotonic()
-    return tuned, change_of_model(opened, tuned, machine, db, left_s, user_lock(note), note)
+    return tuned, change_of_model(opened, tuned, machine, db, left_s, lock, note)
 
 
-def _print_plan(rounds: list[Round], budget_s: float, resume: bool, as_json: bool) -> None:
+def _print_plan(rounds: list[Round], settings: TuneKernelsSettings, as_json: bool) -> None:
     from phasewise.cli.commands.tune_kernels.text import budget_words, plan_text
     from phasewise.workflows.tune_kernels.json import plan_fields
 
+    budget_s, resume = settings.budget_s, settings.resume
     if as_json:
         fields = [
             {

@@ -74,6 +74,8 @@ class AnswerStream:
     ) -> None:
         self.owner = owner
         self.in_shadow = False
+        self.model = requests[0].model
+        """The id of the model whose engine answers."""
         self.tells_progress = tells_progress
         """True if the progress of its prompts is among its pieces."""
         self.has_begun = False
@@ -413,6 +415,13 @@ class EngineClient:
             raise full
         for stream in others:
             stream.give_way(full)
+
+    def end_shadows(self, model: str) -> None:
+        """End the answers of batches that a model computes: it has to go, and their lines are sent again."""
+        refusal = QueueFull(f"the model {model} makes room for another", 1)
+        for stream in list(self._answers):
+            if stream.in_shadow and stream.model == model:
+                stream.give_way(refusal)
 
     def _n_too_many_waiting(self, n_new: int) -> int:
         """The number of waiting requests beyond the limit, where the engine has no room even for those that

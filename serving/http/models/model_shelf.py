@@ -11,7 +11,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -44,6 +44,11 @@ class LoadedModel(Protocol):
 
     @property
     def served(self) -> ServedModel: ...
+
+    @property
+    def adapted(self) -> Sequence[ServedModel]:
+        """The model with each of its adapters."""
+        ...
 
     def close(self) -> None: ...
 
@@ -80,20 +85,28 @@ class ShelfCounts:
 
 
 class ModelShelf:
-    """The models of one folder. keep_s: the time that a model stays unused."""
+    """The models of one folder. keep_s: the time that a model stays unused. end_shadows: ends the requests of
+    batches that hold a model, whose room is needed.
+    """
 
     def __init__(
-        self, source: ModelsOnDisk, budget_bytes: int | None, keep_s: float, report: Callable[[str], None]
+        self,
+        source: ModelsOnDisk,
+        budget_bytes: int | None,
+        keep_s: float,
+        report: Callable[[str], None],
+        end_shadows: Callable[[str], None] = lambda _name: None,
     ) -> None:
         self.keep_s = keep_s
         self.counts = ShelfCounts()
         self.room = ModelRoom(budget_bytes)
         self._source = source
         self._report = report
+        self._end_shadows = end_shadows
         self._loaded: dict[str, LoadedModel] = {}
         self._failed: dict[str, tuple[float, ApiError]] = {}
-        self._waiting: dict[str, list[asyncio.Future[None]]] = {}
-        """Requests that wait for a model, by its name."""
+        self._waiting: dict[str, dict[asyncio.Future[None], bool]] = {}
+        """Requests that wait for a model, by its name; True for one of a batch."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
         """Loads under way or in line, by name."""
         self._refused: set[str] = set()
@@ -115,9 +128,8 @@ class ModelShelf:
         return await asyncio.to_thread(self._source.files)
 
     async def facts(self, name: str) -> ModelFacts:
-        """Facts of a model of the folder, loaded or not."""
-        served = self.served(name)
-        return await asyncio.to_thread(self._source.facts, name) if served is None else served.facts
+        """Facts of a model of the folder that is not loaded."""
+        return await asyncio.to_thread(self._source.facts, name)
 
     def state(self, name: str) -> ModelState:
         """The state of a model of the folder."""
@@ -134,11 +146,16 @@ class ModelShelf:
         loaded = self._loaded.get(name)
         return None if loaded is None or self.state(name) != "loaded" else loaded.served
 
+    def adapted(self, name: str) -> Sequence[ServedModel]:
+        """The adapters of a loaded model, or none where it is not loaded."""
+        return self._loaded[name].adapted if self.served(name) is not None else ()
+
     # ---- holding -----------------------------------------------------------------------------------------
 
-    async def hold(self, name: str, *, waits: bool = True) -> ServedModel:
+    async def hold(self, name: str, *, waits: bool = True, in_shadow: bool = False) -> ServedModel:
         """The model, loaded, until `release`. ApiError: there is none, it cannot be loaded, or it is not
-        loaded yet and the request does not wait.
+        loaded yet and the request does not wait. in_shadow: it is of a batch, for which no other model is
+        unloaded: where there is no room it does not wait.
         """
         resident = self.room.residents.get(name)
         if resident is not None and not resident.is_leaving:
@@ -151,11 +168,9 @@ class ModelShelf:
         if not waits:
             self._refused.add(name)
             self._begin_loading(name)
-            after_s = self._expected_load_s
-            message = f"the model {name} is being loaded; try again in {after_s} s"
-            raise ApiError(503, message, code="model_loading", retry_after_s=after_s)
+            raise self._not_yet(f"the model {name} is being loaded")
         waiter = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(name, []).append(waiter)
+        self._waiting.setdefault(name, {})[waiter] = in_shadow
         self._begin_loading(name)
         try:
             await waiter
@@ -172,10 +187,11 @@ class ModelShelf:
         self._freed.set()
         self._look()
 
-    @property
-    def _expected_load_s(self) -> int:
+    def _not_yet(self, why: str) -> ApiError:
         counts = self.counts
-        return max(1, math.ceil(counts.load_seconds / counts.loads if counts.loads else _FIRST_LOAD_S))
+        expected_s = counts.load_seconds / counts.loads if counts.loads else _FIRST_LOAD_S
+        after_s = max(1, math.ceil(expected_s))
+        return ApiError(503, f"{why}; try again in {after_s} s", code="model_loading", retry_after_s=after_s)
 
     def _refuse_failed(self, name: str) -> None:
         until_s, error = self._failed.get(name, (0.0, None))
@@ -225,6 +241,7 @@ class ModelShelf:
             leaving = self.room.makes_way(n_bytes)
             for resident in leaving:
                 resident.is_leaving = True
+                self._end_shadows(resident.name)
             await self._when_unused([resident.name for resident in leaving])
         loop, has_given_up = asyncio.get_running_loop(), threading.Event()
 
@@ -250,15 +267,23 @@ class ModelShelf:
         self._report(f"{name} is loaded, in {took_s:.1f} s: {_mib(n_bytes)}")
 
     def _is_wanted(self, name: str) -> bool:
-        waiters = self._waiting.get(name, [])
-        return name in self._refused or any(not waiter.done() for waiter in waiters)
+        """By a request that is of no batch."""
+        waiters = self._waiting.get(name, {})
+        return name in self._refused or any(
+            not (waiter.done() or in_shadow) for waiter, in_shadow in waiters.items()
+        )
 
     def _hand_out(self, name: str) -> None:
-        """Everybody who waits holds it from now on, so that it is not unloaded before they come to it."""
-        for waiter in self._waiting.pop(name, []):
-            if not waiter.done():
+        """Everybody who waits holds it from now on, so that it is not unloaded before they come to it. Where
+        it is not loaded, those who wait are of batches, and others have its room."""
+        for waiter in self._waiting.pop(name, {}):
+            if waiter.done():
+                continue
+            if name in self.room.residents:
                 self.room.residents[name].n_users += 1
                 waiter.set_result(None)
+            else:
+                waiter.set_exception(self._not_yet(f"other models are in the room of {name}"))
 
     def _tell_failure(self, name: str, error: Exception) -> None:
         if not isinstance(error, ServingError):
@@ -270,7 +295,7 @@ class ModelShelf:
         again_s = math.ceil(FAILED_S)
         failure = ApiError(503, line, param="model", code="model_not_loaded", retry_after_s=again_s)
         self._failed[name] = (time.monotonic() + FAILED_S, failure)
-        for waiter in self._waiting.pop(name, []):
+        for waiter in self._waiting.pop(name, {}):
             if not waiter.done():
                 waiter.set_exception(failure)
 

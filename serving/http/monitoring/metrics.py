@@ -23,7 +23,7 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from phasewise.serving.engine.engine_host import InstanceState
+from phasewise.serving.engine.engine_host import InstanceState, Recoveries
 from phasewise.serving.engine.messages import (
     Answer,
     EngineLoad,
@@ -58,10 +58,7 @@ class Gauges:
     load: Callable[[], EngineLoad | None] = lambda: None
     n_connections: Callable[[], int] = lambda: 0
     is_ready: Callable[[], bool] = lambda: False
-    n_ranks_replaced: Callable[[], int] = lambda: 0
-    n_requests_rerun: Callable[[], int] = lambda: 0
-    n_answers_continued: Callable[[], int] = lambda: 0
-    n_core_moves: Callable[[], int] = lambda: 0
+    recoveries: Callable[[], Recoveries] = Recoveries
     n_without_database: Callable[[], int] = lambda: 0
     threads: Callable[[], Mapping[str, int]] = dict
     """Threads of each phase, as they run now; nothing where instances compute."""
@@ -273,9 +270,10 @@ class _Read(Collector):
         gauges = self._gauges
         yield _gauge("ready", "1 where requests may come", gauges.is_ready())
         yield _gauge("connections", "open connections", gauges.n_connections())
-        yield _count("ranks_replaced", "times that ranks were started anew", gauges.n_ranks_replaced())
-        yield _count("requests_rerun", "requests run again from their beginning", gauges.n_requests_rerun())
-        continued = gauges.n_answers_continued()
+        recoveries = gauges.recoveries()
+        yield _count("ranks_replaced", "times that ranks were started anew", recoveries.ranks_replaced)
+        rerun, continued = recoveries.requests_rerun, recoveries.answers_continued
+        yield _count("requests_rerun", "requests run again from their beginning", rerun)
         yield _count("answers_continued", "begun answers that went on after a loss", continued)
         without = "starts, of instances too, that went on without the tuning database"
         yield _count("starts_without_database", without, gauges.n_without_database())
@@ -442,7 +440,7 @@ def _threads(gauges: Gauges) -> Iterator[Family]:
         family.add_metric((phase,), count)
     yield family
     moves = "times that an engine went on by other plans because its cores had changed"
-    yield _count("core_moves", moves, gauges.n_core_moves())
+    yield _count("core_moves", moves, gauges.recoveries().core_moves)
 
 
 def _gauge(name: str, meaning: str, value: float) -> GaugeMetricFamily:

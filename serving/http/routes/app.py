@@ -26,10 +26,9 @@ from phasewise.serving.http.answers.openai_objects import (
 from phasewise.serving.http.answers.response_events import Responding, ResponseEvents, whole
 from phasewise.serving.http.answers.scoring import Scoring, echoes_of
 from phasewise.serving.http.errors import naming, unknown_model
-from phasewise.serving.http.http_settings import HttpLimits, ServedModel
+from phasewise.serving.http.http_settings import HttpLimits
 from phasewise.serving.http.lifecycle import Lifecycle
-from phasewise.serving.http.models.model_shelf import ModelShelf
-from phasewise.serving.http.models.served_models import Models, OnDemandModels, ResidentModels
+from phasewise.serving.http.models.served_models import ServedModels
 from phasewise.serving.http.models.while_loading import HoldModels
 from phasewise.serving.http.monitoring.access_log import AccessLog, NameRequests
 from phasewise.serving.http.monitoring.live import MachineFacts
@@ -123,65 +122,53 @@ class ServedEmbeddings:
     client: EmbeddingClient
 
 
+@dataclass(frozen=True)
+class TextGeneration:
+    """The models that generate text, what answers for them, and the batches of their requests."""
+
+    models: ServedModels
+    client: EngineClient
+    batches: BatchRunner | None = None
+
+
 def create_app(
-    model: ServedModel,
-    client: EngineClient,
     limits: HttpLimits,
     life: Lifecycle,
     metrics: Metrics,
     surroundings: ServerContext = ServerContext(),
+    generation: TextGeneration | None = None,
     embeddings: ServedEmbeddings | None = None,
-    others: Sequence[ServedModel] = (),
-    batches: BatchRunner | None = None,
 ) -> FastAPI:
-    """The application that serves one model and perhaps others, and may embed with another. Clients must be
-    attached to the loop that runs it.
+    """The application of a server which generates text, embeds, or does both. Clients must be attached to the
+    loop that runs it.
     """
-    kept = ResidentModels((model, *others), None if embeddings is None else embeddings.model)
-    app = _generating_app(kept, client, limits, life, metrics, surroundings)
-    if batches is not None:
-        add_batches(app, batches, app.state.bodies)
-    cards: list[Cards] = [_cards_of(kept)]
+    comes_and_goes = generation is not None and generation.models.shelf is not None
+    app = _new_app(limits, life, metrics, surroundings, [Middleware(HoldModels)] if comes_and_goes else [])
+    cards: list[Cards] = []
+    if generation is not None:
+        _add_generation(app, generation, life, metrics, surroundings)
+        cards.append(_cards_of(generation.models))
     if embeddings is not None:
-        names = frozenset(name for each in (model, *others) for name in each.names)
-        cards.append(_add_embeddings(app, embeddings, limits, life, metrics, names))
+        generates = _nothing if generation is None else generation.models.generates
+        cards.append(_add_embeddings(app, embeddings, limits, life, metrics, generates))
     _add_models(app, cards)
-    openapi.describe(app, embeds=embeddings is not None)
+    openapi.describe(app, generates=generation is not None, embeds=embeddings is not None)
     return app
 
 
-def create_folder_app(
-    shelf: ModelShelf,
-    client: EngineClient,
-    limits: HttpLimits,
-    life: Lifecycle,
-    metrics: Metrics,
-    surroundings: ServerContext = ServerContext(),
-) -> FastAPI:
-    """The application that serves models which come and go."""
-    models = OnDemandModels(shelf, limits.sign_of_life_s)
-    app = _generating_app(models, client, limits, life, metrics, surroundings, [Middleware(HoldModels)])
-    _add_models(app, [_cards_of(models)])
-    openapi.describe(app, embeds=False)
-    return app
+async def _nothing(_name: str) -> bool:
+    return False
 
 
-def _generating_app(
-    models: Models,
-    client: EngineClient,
-    limits: HttpLimits,
-    life: Lifecycle,
-    metrics: Metrics,
-    surroundings: ServerContext,
-    inner: Sequence[Middleware] = (),
-) -> FastAPI:
-    """With every route that generates text. inner: layers within all others."""
+def _add_generation(
+    app: FastAPI, generation: TextGeneration, life: Lifecycle, metrics: Metrics, surroundings: ServerContext
+) -> None:
+    """Every route that generates text."""
+    client, log = generation.client, surroundings.log
     client.observe(metrics)
-    log = surroundings.log
     if log is not None:
         client.observe(log)
-    app = _new_app(limits, life, metrics, surroundings, inner)
-    service = GenerationService(models, client, app.state.bodies, Preparation(), life, log)
+    service = GenerationService(generation.models, client, app.state.bodies, Preparation(), life, log)
     _add_completions(app, service)
     _add_chat(app, service)
     _add_responses(app, service)
@@ -191,21 +178,8 @@ def _generating_app(
     _add_tokens(app, service)
     if surroundings.page is not None:
         add_page(app, client, life, surroundings.page)
-    return app
-
-
-def create_embedding_app(
-    embeddings: ServedEmbeddings,
-    limits: HttpLimits,
-    life: Lifecycle,
-    metrics: Metrics,
-    surroundings: ServerContext = ServerContext(),
-) -> FastAPI:
-    """The application that embeds, and does nothing else."""
-    app = _new_app(limits, life, metrics, surroundings)
-    _add_models(app, [_add_embeddings(app, embeddings, limits, life, metrics)])
-    openapi.describe(app, generates=False, embeds=True)
-    return app
+    if generation.batches is not None:
+        add_batches(app, generation.batches, app.state.bodies)
 
 
 def _new_app(
@@ -213,9 +187,11 @@ def _new_app(
     life: Lifecycle,
     metrics: Metrics,
     surroundings: ServerContext,
-    inner: Sequence[Middleware] = (),
+    inner: Sequence[Middleware],
 ) -> FastAPI:
-    """With what every application has; `app.state.bodies` reads bodies, `app.state.keys` are its API keys."""
+    """With what every application has; `app.state.bodies` reads bodies, `app.state.keys` are its API keys.
+    inner: layers within all others.
+    """
     keys = ApiKeys(limits.api_keys)
     app = FastAPI(
         title="phasewise",
@@ -237,12 +213,12 @@ def _add_embeddings(
     limits: HttpLimits,
     life: Lifecycle,
     metrics: Metrics,
-    generating: frozenset[str] = frozenset(),
+    generates: Callable[[str], Awaitable[bool]],
 ) -> Cards:
-    """The model's names and card. generating: names of models that generate text beside it."""
+    """The model's names and card. generates: True for the name of a model beside it that generates text."""
     metrics.registry.register(EmbeddingMetrics(embeddings.client.lanes))
     routes = EmbeddingRoutes(
-        embeddings.model, embeddings.client, app.state.bodies, life, limits.max_response_bytes, generating
+        embeddings.model, embeddings.client, app.state.bodies, life, limits.max_response_bytes, generates
     )
     add_embedding_routes(app, routes)
     model = embeddings.model
@@ -316,7 +292,7 @@ def _add_health(app: FastAPI, life: Lifecycle, metrics: Metrics) -> None:
             return Response(metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-def _cards_of(models: Models) -> Cards:
+def _cards_of(models: ServedModels) -> Cards:
     async def cards() -> list[NamedCard]:
         return [(model.names, model.card) for model in await models.listed()]
 

@@ -38,6 +38,8 @@ _READ_AT_ONCE = 64
 _MOST_BROKEN_READS = 2
 _BUSY = (429, 503)
 _MOST_PAUSE_S = 30.0
+_NOT_LOADED = b'"model_not_loaded"'
+"""In the answer to a line whose model is damaged."""
 _FULL_PAUSE_S = 5.0
 
 Made = TypeVar("Made")
@@ -125,7 +127,7 @@ class BatchRunner:
         with self._opening:
             if self._store is None:
                 if self._most_bytes == 0:
-                    raise BatchStoreError("elsewhere", "this server takes no batches (--batch-bytes, --also)")
+                    raise BatchStoreError("elsewhere", "this server takes no batches (--batch-bytes)")
                 try:
                     self._store = BatchStore(self._folder, self._most_bytes)
                 except OSError as error:
@@ -305,7 +307,7 @@ class BatchRunner:
         pause_s = 1.0
         while True:
             said = await self._call(owner, line)
-            if said.status not in _BUSY:
+            if said.status not in _BUSY or _NOT_LOADED in said.body:
                 return said
             if self._life.is_draining:
                 await asyncio.Event().wait()  # the loop ends

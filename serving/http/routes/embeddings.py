@@ -8,7 +8,7 @@ import asyncio
 import base64
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -220,11 +220,11 @@ class EmbeddingRoutes:
         bodies: BodyReader,
         life: Lifecycle,
         max_response_bytes: int,
-        generating: frozenset[str] = frozenset(),
+        generates: Callable[[str], Awaitable[bool]],
     ) -> None:
-        """generating: names of models that are served beside, for text."""
+        """generates: True for the name of a model that is served beside, for text."""
         self.model = model
-        self._generating = generating
+        self._generates = generates
         self._max_response_bytes = max_response_bytes
         self._client = client
         self._bodies = bodies
@@ -262,14 +262,14 @@ class EmbeddingRoutes:
     ) -> tuple[list[Floats], int]:
         """Nothing of no text: that is how a client of Ollama loads a model."""
         if not texts:
-            self._check_model(request, asked.model_id)
+            await self._check_model(request, asked.model_id)
             return [], 0
         body = EmbeddingRequest(model=asked.model_id, input=texts, **how)
         return await self._embedded(request, body)
 
     async def _embedded(self, request: Request, body: EmbeddingRequest) -> tuple[list[Floats], int]:
         """Vectors, and the tokens of all inputs."""
-        self._check_model(request, body.model)
+        await self._check_model(request, body.model)
         if self.model.scores:
             raise bad_request(f"{self.model.model_id} is a reranker: use /v1/rerank", "model")
         if body.dimensions is not None and body.dimensions > self.model.width:
@@ -314,7 +314,7 @@ class EmbeddingRoutes:
         """Scores of documents for a query, the best first, from 0 to 1 unless asked for as they are."""
         body = await self._read(request, RerankRequest)
         texts, is_tei = body.given, body.texts is not None
-        self._check_model(request, body.model or self.model.model_id)
+        await self._check_model(request, body.model or self.model.model_id)
         if body.instruction is not None and self.model.scores and not self.model.text.takes_instruction:
             raise bad_request(f"{self.model.model_id} takes no instruction", "instruction")
         truncate = not is_tei if body.truncate is None else body.truncate
@@ -378,10 +378,10 @@ class EmbeddingRoutes:
         except ValueError as error:
             raise bad_request(f"{name} is {error}", name) from error
 
-    def _check_model(self, request: Request, name: str) -> None:
-        if name in self._generating:
-            raise other_purpose(name, "generates text and makes no vectors", "/v1/chat/completions")
+    async def _check_model(self, request: Request, name: str) -> None:
         if name not in self.model.names:
+            if await self._generates(name):
+                raise other_purpose(name, "generates text and makes no vectors", "/v1/chat/completions")
             raise unknown_model(name, self.model.model_id)
         note_model(request.scope, self.model.model_id)
 

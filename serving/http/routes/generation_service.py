@@ -19,7 +19,7 @@ from phasewise.serving.http.answers.sse_events import encode
 from phasewise.serving.http.errors import ApiError, from_engine
 from phasewise.serving.http.http_settings import RequestFacts, ServedModel
 from phasewise.serving.http.lifecycle import Lifecycle
-from phasewise.serving.http.models.served_models import Models
+from phasewise.serving.http.models.served_models import ServedModels
 from phasewise.serving.http.monitoring.access_log import AccessLog, record_of
 from phasewise.serving.http.requests.body import BodyReader
 from phasewise.serving.http.requests.request_threads import Preparation
@@ -34,7 +34,7 @@ Body = TypeVar("Body", bound=Strict)
 class GenerationService:
     """The services that the routes which generate text need."""
 
-    models: Models
+    models: ServedModels
     client: EngineClient
     bodies: BodyReader
     preparation: Preparation

@@ -189,8 +189,8 @@ class HttpServer:
 
 
 async def _stop_accepting(listening: asyncio.Server) -> None:
-    """What was accepted becomes a connection first: asyncio holds a socket open, and tells nobody, where the
-    server closes between the two.
+    """First, each socket that was accepted becomes a connection: asyncio holds one open, and tells nobody,
+    where the server closes in between.
     """
     for listener in listening.sockets:
         asyncio.get_running_loop().remove_reader(listener)

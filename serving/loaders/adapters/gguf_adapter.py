@@ -10,13 +10,9 @@ from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.adapters.low_rank_tensors import Pair, put
 from phasewise.serving.loaders.cuts import CutFor, half_split, our_tensors
 from phasewise.serving.loaders.families import family_of_gguf
-from phasewise.serving.loaders.formats.gguf_file import TensorInfo
-from phasewise.serving.loaders.formats.gguf_model import (
-    LAYER_NAMES,
-    field,
-    tensor_in,
-)
-from phasewise.serving.loaders.formats.gguf_parts import GgufFiles, open_gguf
+from phasewise.serving.loaders.families.names import GGUF_LAYER
+from phasewise.serving.loaders.formats.gguf_file import GgufFiles, TensorInfo, open_gguf
+from phasewise.serving.loaders.formats.gguf_model import field, tensor_in
 from phasewise.serving.loaders.layout import shapes_of_all
 from phasewise.serving.models.packed_model import ModelConfig
 
@@ -54,7 +50,7 @@ def _pairs(
                 f"{file.path} has a tensor {theirs!r:.120} that is neither lora_a nor lora_b of a matrix"
             )
         by_module.setdefault(match[1], {})[match[2]] = info
-    names = {**LAYER_NAMES, **family.gguf_names}
+    names = {**GGUF_LAYER, **family.gguf_names}
     shapes = shapes_of_all(config, has_bias=False)
     pairs: dict[str, Pair] = {}
     for theirs, both in by_module.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -11,7 +12,6 @@ from phasewise._words import counted
 from phasewise.cython_kernels._native import MAX_ADAPTERS
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.adapters.low_rank_tensors import Pair, adapter_of, parts_of
-from phasewise.serving.loaders.adapters.named_paths import named_paths
 from phasewise.serving.models.low_rank import Adapter, LowRank
 from phasewise.serving.models.packed_model import ModelConfig, PackedModel
 
@@ -30,6 +30,8 @@ def load_parts(path: Path, config: ModelConfig) -> dict[str, LowRank]:
 
 def check_takes_adapters(config: ModelConfig, path: Path) -> None:
     """ModelError for a model that no adapter can be added to. path: of one, for the error."""
+    if config.encoder is not None:
+        raise ModelError(f"{path}: adapters are for models that generate text")
     why = ""
     if config.state is not None:
         why = "whose layers keep a state"
@@ -65,3 +67,29 @@ def with_adapters(model: PackedModel, lora: Sequence[str]) -> PackedModel:
         raise ModelError(f"{model.name} makes vectors: adapters are for models that generate text")
     adapters = tuple(load_adapter(name, path, model.config) for name, path in named)
     return replace(model, adapters=adapters)
+
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", re.ASCII)
+
+
+def named_path(text: str) -> tuple[str, Path]:
+    """The name and the path of `NAME=PATH` or `PATH`. ModelError for a name that no request could say."""
+    name, equals, path = text.partition("=")
+    if not equals or "/" in name:
+        path = text
+        name = Path(text).name.removesuffix(".gguf")
+    if not NAME.fullmatch(name) or not path:
+        raise ModelError(
+            f"adapter {text!r:.120}: NAME=PATH expected, a name of letters, digits, '.', '_' and '-'"
+        )
+    return name, Path(path)
+
+
+def named_paths(texts: Sequence[str]) -> list[tuple[str, Path]]:
+    """All of them. ModelError where two have one name."""
+    named = [named_path(text) for text in texts]
+    names = [name for name, _ in named]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ModelError(f"two adapters are called {twice}: give another name with NAME=PATH")
+    return named

@@ -67,8 +67,6 @@ def _numbers(tensor: SourceTensor, whose: str) -> Matrix:
 
 def parts_of(pairs: Mapping[str, Pair], config: ModelConfig, what: str) -> dict[str, LowRank]:
     """The numbers of these pairs, by our names of weights. what: their file, for errors. ModelError."""
-    if config.encoder is not None:
-        raise ModelError(f"{what}: adapters are for models that generate text")
     if not pairs:
         raise ModelError(f"{what} changes no weight")
     shapes = weight_shapes(config)

@@ -16,8 +16,9 @@ from typing import Any
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.adapters.low_rank_tensors import Pair, put
 from phasewise.serving.loaders.cuts import CutFor, half_split, our_tensors
-from phasewise.serving.loaders.families import FAMILIES, Family
-from phasewise.serving.loaders.formats.hf_model import LAYER_NAMES, layer_place, without_prefix
+from phasewise.serving.loaders.families import Family, family_named
+from phasewise.serving.loaders.families.names import HF_LAYER
+from phasewise.serving.loaders.formats.hf_model import layer_place, without_prefix
 from phasewise.serving.loaders.formats.model_directory import ModelDirectory
 from phasewise.serving.loaders.formats.safetensors_file import open_all, tensor_of
 from phasewise.serving.loaders.layout import shapes_of_all
@@ -79,7 +80,8 @@ def peft_pairs(path: Path, config: ModelConfig, stack: ExitStack) -> dict[str, P
     scaling = _checked(fields, path)
     if not directory.has(WEIGHTS):
         raise ModelError(f"{path} has no {WEIGHTS}: save the adapter as safetensors")
-    family = next(family for family in FAMILIES if family.name == config.architecture)
+    family = family_named(config.architecture)
+    assert family is not None  # an encoder takes no adapters
     file, entries = open_all(directory, [WEIGHTS])[0]
     stack.callback(file.close)
     by_module: dict[str, dict[str, SourceTensor]] = {}
@@ -112,7 +114,7 @@ def _our_pairs(
     config: ModelConfig,
     path: Path,
 ) -> dict[str, Pair]:
-    names = {**LAYER_NAMES, **family.hf_names}
+    names = {**HF_LAYER, **family.hf_names}
     shapes = shapes_of_all(config, has_bias=False)
     pairs: dict[str, Pair] = {}
     for module, both in by_module.items():

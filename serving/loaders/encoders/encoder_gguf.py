@@ -8,7 +8,7 @@ from typing import Any
 
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.cuts import CutFor, our_tensors
-from phasewise.serving.loaders.encoders.encoder_tensors import adapted
+from phasewise.serving.loaders.encoders.encoder_layout import adapted
 from phasewise.serving.loaders.families.bert import (
     GGUF_GLOBAL_NAMES,
     GGUF_NAMES,

@@ -12,7 +12,7 @@ from phasewise._safetensors import TensorEntry
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.cuts import CutFor, our_tensors
 from phasewise.serving.loaders.encoders.embedding_spec import embedding_of
-from phasewise.serving.loaders.encoders.encoder_tensors import adapted
+from phasewise.serving.loaders.encoders.encoder_layout import adapted
 from phasewise.serving.loaders.families.bert import (
     HF_ACTIVATIONS,
     IGNORED,
@@ -20,7 +20,7 @@ from phasewise.serving.loaders.families.bert import (
     EncoderFamily,
     encoder_config,
 )
-from phasewise.serving.loaders.families.jina_v3 import instructions_of
+from phasewise.serving.loaders.families.jina import instructions_of
 from phasewise.serving.loaders.formats.hf_config import field
 from phasewise.serving.loaders.formats.model_directory import ModelDirectory
 from phasewise.serving.loaders.formats.safetensors_file import Shards, tensor_of

@@ -15,7 +15,7 @@ import numpy as np
 
 from phasewise.cython_kernels.blocks import BlockRows
 from phasewise.cython_kernels.packing import QuantRows, dequantise, widened
-from phasewise.serving.errors import ModelError, RequestError
+from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.encoders.embedding_spec import modules_of, stated_prompts
 from phasewise.serving.loaders.formats.hf_config import field
 from phasewise.serving.loaders.formats.model_directory import ModelDirectory
@@ -131,16 +131,20 @@ def pair_template(chat_template: str) -> tuple[str, str] | None:
 
     None where the template does not show both texts of a pair. ModelError where it cannot be read.
     """
-    from phasewise.serving.text.chat_template import ChatTemplate
+    from phasewise.serving.text.chat import Conversation, Conversations
+    from phasewise.serving.text.chat_template import ChatTemplateError
 
     instruction, query, document = PAIR_PLACES
     pair = [{"role": "query", "content": query}, {"role": "document", "content": document}]
-    compiled = ChatTemplate(chat_template, {})
+    conversations = Conversations(chat_template, {}, ())
     try:
-        bare = compiled.render(pair)
-        whole = compiled.render([{"role": "system", "content": instruction}, *pair])
-    except RequestError:
+        conversations.start(with_form=False)
+        bare = conversations.write(Conversation(pair)).text
+        whole = conversations.write(Conversation([{"role": "system", "content": instruction}, *pair])).text
+    except ChatTemplateError:
         return None
+    finally:
+        conversations.close()
     if any(text.count(place) != 1 for text in (bare, whole) for place in (query, document)):
         return None
     if whole.count(instruction) != 1:

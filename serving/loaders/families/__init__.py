@@ -31,13 +31,7 @@ from phasewise.serving.loaders.families.qwen_next import QWEN3_5, QWEN3_5_MOE, Q
 from phasewise.serving.loaders.families.smollm import ARCEE, SMOLLM3
 from phasewise.serving.loaders.families.starcoder import STARCODER2
 
-__all__ = [
-    "ACTIVATION_NAMES",
-    "FAMILIES",
-    "Family",
-    "family_of_gguf",
-    "family_of_hf",
-]
+__all__ = ["ACTIVATION_NAMES", "Family", "family_of_gguf", "family_of_hf"]
 
 FAMILIES: tuple[Family, ...] = (
     LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, GEMMA2, GEMMA3, GEMMA3N, GEMMA4, PHI3, OLMO2, OLMOE,
@@ -47,16 +41,21 @@ FAMILIES: tuple[Family, ...] = (
     FALCON_H1, NEMOTRON_H, KIMI_LINEAR,
 )  # fmt: skip
 
-_BY_HF = {name: family for family in FAMILIES for name in family.hf}
-_BY_GGUF = {name: family for family in FAMILIES for name in family.gguf}
+
+def _names(stated: tuple[str, ...] | None, family: Family) -> tuple[str, ...]:
+    return (family.name,) if stated is None else stated
+
+
+BY_HF = {name: family for family in FAMILIES for name in _names(family.hf, family)}
+BY_GGUF = {name: family for family in FAMILIES for name in _names(family.gguf, family)}
 
 
 def family_of_hf(model_type: str) -> Family:
     """By config.json's `model_type`; ModelError for one that cannot run."""
-    if model_type not in _BY_HF:
-        runnable = ", ".join([*_BY_HF, *ENCODERS_BY_HF])
+    if model_type not in BY_HF:
+        runnable = ", ".join([*BY_HF, *ENCODERS_BY_HF])
         raise ModelError(f"config.json describes a {model_type!r:.60} model; {runnable} can run")
-    return _BY_HF[model_type]
+    return BY_HF[model_type]
 
 
 def family_named(name: str) -> Family | None:
@@ -66,7 +65,7 @@ def family_named(name: str) -> Family | None:
 
 def family_of_gguf(architecture: str, what: str) -> Family:
     """By `general.architecture` of the file `what`; ModelError for one that cannot run."""
-    if architecture not in _BY_GGUF:
-        runnable = ", ".join([*_BY_GGUF, *ENCODERS_BY_GGUF])
+    if architecture not in BY_GGUF:
+        runnable = ", ".join([*BY_GGUF, *ENCODERS_BY_GGUF])
         raise ModelError(f"{what} holds a {architecture!r:.60} model; {runnable} can run")
-    return _BY_GGUF[architecture]
+    return BY_GGUF[architecture]

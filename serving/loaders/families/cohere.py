@@ -7,10 +7,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from phasewise._words import counted
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.families.family import Family, Get
-from phasewise.serving.loaders.families.reading import all_but_every, layer_types, must_be_off, positive
+from phasewise.serving.loaders.families.reading import (
+    gguf_windows,
+    layer_types,
+    must_be_off,
+    positive,
+)
 from phasewise.serving.models.packed_model import LayerKind, ModelConfig
 
 PERIOD = 4
@@ -42,21 +46,14 @@ def _hf(get: Get, config: ModelConfig) -> ModelConfig:
 
 
 def _gguf(get: Get, config: ModelConfig) -> ModelConfig:
-    sliding = get("attention.sliding_window_pattern")
-    if not isinstance(sliding, list):
-        sliding = all_but_every(get("attention.sliding_window_pattern", int, PERIOD), config.n_layers)
-    if len(sliding) != config.n_layers:
-        raise ModelError(f"the GGUF metadata says of {counted(len(sliding), 'layer')} which have a window")
+    sliding, window = gguf_windows(get, config.n_layers, PERIOD)
     eps = positive(get, "attention.layer_norm_epsilon", EPS)
     scale = positive(get, "logit_scale", LOGIT_SCALE)
-    window = get("attention.sliding_window", int)
-    return _cohere2(config, [bool(slides) for slides in sliding], window, eps, scale)
+    return _cohere2(config, sliding, window, eps, scale)
 
 
 COHERE2 = Family(
     "cohere2",
-    hf=("cohere2",),
-    gguf=("cohere2",),
     from_hf=_hf,
     from_gguf=_gguf,
     hf_defaults={

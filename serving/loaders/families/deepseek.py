@@ -8,7 +8,7 @@ from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.cuts import HeadParts, HeadStack, Names, TurnedTail
 from phasewise.serving.loaders.families.family import LAYER_HEAD, Family, Get
 from phasewise.serving.loaders.families.reading import must_be_off, yarn_magnitude
-from phasewise.serving.loaders.families.routing import GGUF_ROUTED, HF_ROUTED, routed_gguf, routed_hf
+from phasewise.serving.loaders.families.routing import routed_gguf, routed_hf
 from phasewise.serving.models.packed_model import LARGEST, ModelConfig
 from phasewise.serving.models.parts.experts import SOFTMAX
 from phasewise.serving.models.parts.latent import LatentAttention
@@ -80,20 +80,22 @@ def with_latent(config: ModelConfig, latent: LatentAttention, weight: float) -> 
     )
 
 
-def _gguf(get: Get, config: ModelConfig) -> ModelConfig:
-    n_layers = config.n_layers - get("nextn_predict_layers", int, 0)
+def latent_of_gguf(get: Get, norm_eps: float) -> LatentAttention:
+    """Latent attention of GGUF metadata, whose lengths of keys are those of latent vectors where there are
+    others."""
     turned = get("rope.dimension_count", int, 64)
-    absorbed = get("attention.key_length_mla", int)
-    keys = get("attention.key_length", int, 0) if absorbed is None else absorbed
-    values = get("attention.value_length", int, 0)
-    latent = LatentAttention(
+    return LatentAttention(
         kv_rank=get("attention.kv_lora_rank", int, 0),
         rope_dim=turned,
-        key_dim=keys - turned,
-        value_dim=get("attention.value_length_mla", int, values),
+        key_dim=get("attention.key_length_mla", int, get("attention.key_length", int, 0)) - turned,
+        value_dim=get("attention.value_length_mla", int, get("attention.value_length", int, 0)),
         q_rank=get("attention.q_lora_rank", int, 0),
-        norm_eps=config.norm_eps,
+        norm_eps=norm_eps,
     )
+
+
+def _gguf(get: Get, config: ModelConfig) -> ModelConfig:
+    n_layers = config.n_layers - get("nextn_predict_layers", int, 0)
     if get("attention.temperature_scale", float, 0.0):
         raise ModelError("the GGUF metadata gives a temperature of attention, which cannot run")
     weight = get("rope.scaling.yarn_log_multiplier", float, 0.0) / 0.1  # as the converter writes it
@@ -104,7 +106,7 @@ def _gguf(get: Get, config: ModelConfig) -> ModelConfig:
         magnitude = scaling.magnitude / yarn_magnitude(scaling.factor, 1.0)
         config = replace(config, rope=replace(config.rope, scaling=replace(scaling, magnitude=magnitude)))
     config = replace(config, n_layers=n_layers)
-    return with_latent(routed_gguf(get, config), latent, weight)
+    return with_latent(routed_gguf(get, config), latent_of_gguf(get, config.norm_eps), weight)
 
 
 HF_LATENT: Names = {
@@ -131,11 +133,10 @@ GGUF_LATENT: Names = {
 DEEPSEEK2 = Family(
     "deepseek2",
     hf=("deepseek_v2",),
-    gguf=("deepseek2",),
     from_hf=_v2,
     from_gguf=_gguf,
-    hf_names={**HF_LATENT, **HF_ROUTED},
-    gguf_names={**GGUF_LATENT, **GGUF_ROUTED},
+    hf_names=HF_LATENT,
+    gguf_names=GGUF_LATENT,
     hf_defaults={"q_lora_rank": 1536, "n_routed_experts": 64, "n_shared_experts": 2, "qk_rope_head_dim": 64},
     more_layers=True,
     gguf_head=True,
@@ -144,8 +145,9 @@ DEEPSEEK2 = Family(
 DEEPSEEK3 = Family(
     "deepseek3",
     hf=("deepseek_v3", "kimi_k2"),
+    gguf=(),
     from_hf=_v3,
-    hf_names={**HF_LATENT, **HF_ROUTED},
+    hf_names=HF_LATENT,
     hf_defaults={
         "max_position_embeddings": 4096,
         "q_lora_rank": 1536,
@@ -166,8 +168,9 @@ DEEPSEEK3 = Family(
 GLM4_MOE_LITE = Family(
     "glm4moelite",
     hf=("glm4_moe_lite",),
+    gguf=(),
     from_hf=_v3,
-    hf_names={**HF_LATENT, **HF_ROUTED},
+    hf_names=HF_LATENT,
     hf_defaults={
         "rms_norm_eps": 1e-5,
         "max_position_embeddings": 202752,

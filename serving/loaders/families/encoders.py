@@ -7,8 +7,7 @@ from typing import Any
 
 from phasewise.serving.loaders.families.bert import BERT, NOMIC_BERT, ROBERTA, EncoderFamily
 from phasewise.serving.loaders.families.gte import GTE
-from phasewise.serving.loaders.families.jina_bert import JINA_BERT
-from phasewise.serving.loaders.families.jina_v3 import JINA_V3
+from phasewise.serving.loaders.families.jina import JINA_BERT, JINA_V3
 from phasewise.serving.loaders.families.modern_bert import MODERN_BERT
 
 ENCODERS = (BERT, ROBERTA, NOMIC_BERT, MODERN_BERT, JINA_BERT, JINA_V3, GTE)

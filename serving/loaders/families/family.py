@@ -60,6 +60,15 @@ LAYER_HEAD = {
 """A head as the layer behind the last one, as DeepSeek has it, with copies of the model's embeddings."""
 
 
+TEXT_PREFIXES = ("language_model.", "model.language_model.")
+"""Beginnings of the names of a language model that is part of a larger one."""
+
+
+def other_parts(*names: str) -> tuple[str, ...]:
+    """Beginnings of the names of such a model's other parts."""
+    return tuple(f"{prefix}{name}." for prefix in ("", "model.") for name in names)
+
+
 def unchanged(get: Get, config: ModelConfig) -> ModelConfig:
     """The config of a Llama."""
     del get
@@ -77,12 +86,13 @@ class Family:
     """One entry of the table. `name` is that of its configs' `architecture`."""
 
     name: str
-    hf: tuple[str, ...] = ()
-    """`model_type` in config.json."""
-    gguf: tuple[str, ...] = ()
-    """`general.architecture` in GGUF metadata."""
+    hf: tuple[str, ...] | None = None
+    """`model_type` in config.json; None: the family's name."""
+    gguf: tuple[str, ...] | None = None
+    """`general.architecture` in GGUF metadata; None: the family's name, (): there are no such files."""
     from_hf: Adapt = unchanged
-    from_gguf: Adapt = unchanged
+    from_gguf: Adapt | None = None
+    """None: `from_hf`, which reads the settings of `names.GGUF_KEYS` in either format."""
     from_gguf_tensors: AdaptByTensors = unchanged_by_tensors
     """Replaces what a GGUF file says by its tensors alone, behind `from_gguf`."""
     hf_names: Names = field(default_factory=dict)

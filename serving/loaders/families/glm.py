@@ -10,20 +10,15 @@ from typing import Any
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.cuts import TensorCut
 from phasewise.serving.loaders.families.family import LAYER_HEAD, Family, Get
-from phasewise.serving.loaders.families.routing import GGUF_ROUTED, HF_ROUTED, routed_gguf, routed_hf
+from phasewise.serving.loaders.families.routing import routed_gguf, routed_hf
 from phasewise.serving.models.packed_model import ModelConfig
 
 EOS = [151329, 151336, 151338]
 LOGISTIC_GATING = 2  # GGUF's number, and what files mean that have none
 
 
-def _hf(get: Get, config: ModelConfig) -> ModelConfig:
-    del get
-    return replace(config, post_norms=True, out_bias=False)  # attention_bias is that of q, k and v
-
-
-def _gguf(get: Get, config: ModelConfig) -> ModelConfig:
-    return replace(_of_text(get, config), post_norms=True)
+def _glm4(get: Get, config: ModelConfig) -> ModelConfig:
+    return replace(_of_text(get, config), post_norms=True, out_bias=False)  # of q, k and v alone
 
 
 def _of_text(get: Get, config: ModelConfig) -> ModelConfig:
@@ -53,20 +48,13 @@ def _moe_gguf(get: Get, config: ModelConfig) -> ModelConfig:
 
 GLM4 = Family(
     "glm4",
-    hf=("glm4",),
-    gguf=("glm4",),
-    from_hf=_hf,
-    from_gguf=_gguf,
+    from_hf=_glm4,
     hf_names={
         "post_self_attn_layernorm.weight": "attn_post_norm",
+        "post_attention_layernorm.weight": "ffn_norm",
         "post_mlp_layernorm.weight": "ffn_post_norm",
-        "mlp.gate_up_proj.weight": TensorCut(("gate", "up")),
     },
-    gguf_names={
-        "post_attention_norm.weight": "attn_post_norm",
-        "post_ffw_norm.weight": "ffn_post_norm",
-        "ffn_up.weight": TensorCut(("gate", "up")),
-    },
+    gguf_names={"ffn_up.weight": TensorCut(("gate", "up"))},
     hf_defaults={
         "head_dim": 128,
         "num_attention_heads": 32,
@@ -84,11 +72,8 @@ GLM4 = Family(
 GLM4_MOE = Family(
     "glm4moe",
     hf=("glm4_moe",),
-    gguf=("glm4moe",),
     from_hf=_moe,
     from_gguf=_moe_gguf,
-    hf_names=HF_ROUTED,
-    gguf_names={**GGUF_ROUTED, "post_attention_norm.weight": "ffn_norm"},
     hf_defaults={
         "num_attention_heads": 96,
         "num_key_value_heads": 8,

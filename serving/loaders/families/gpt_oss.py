@@ -10,7 +10,7 @@ from phasewise._words import number
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.cuts import TensorCut
 from phasewise.serving.loaders.families.family import Family, Get
-from phasewise.serving.loaders.families.llama import GGUF_EXPERTS
+from phasewise.serving.loaders.families.names import FED
 from phasewise.serving.loaders.families.reading import (
     all_but_every,
     experts_of,
@@ -27,8 +27,10 @@ USUAL = YarnScaling(32.0, 4096, yarn_magnitude(32.0), truncate=False)
 LIMIT, ALPHA = 7.0, 1.702  # of the clamped gate: families/rows/elementwise.c
 
 
-def _common(config: ModelConfig) -> ModelConfig:
-    return replace(config, ffn_form=FeedForwardForm("clamped_silu"), sinks=True, out_bias=True)
+def _common(get: Get, config: ModelConfig) -> ModelConfig:
+    experts = experts_of(get, "num_local_experts", "num_experts_per_tok", normalised=True, biases=True)
+    form = FeedForwardForm("clamped_silu")
+    return replace(config, ffn_form=form, sinks=True, out_bias=True, experts=experts)
 
 
 def _hf(get: Get, config: ModelConfig) -> ModelConfig:
@@ -36,11 +38,9 @@ def _hf(get: Get, config: ModelConfig) -> ModelConfig:
         raise ModelError(
             f"config.json has another clamped gate than one of {number(LIMIT)} and {number(ALPHA)}"
         )
-    experts = experts_of(get, "num_local_experts", "num_experts_per_tok", normalised=True, biases=True)
     if not (get("rope_parameters", dict) or get("rope_scaling", dict)):
         config = replace(config, rope=replace(config.rope, scaling=USUAL))
-    own = replace(_common(config), experts=experts)
-    return with_windows(own, layer_types(get, config, PERIOD), get("sliding_window", int))
+    return with_windows(_common(get, config), layer_types(get, config, PERIOD), get("sliding_window", int))
 
 
 def _smooth(rope: RopeSpec) -> RopeSpec:
@@ -53,9 +53,8 @@ def _smooth(rope: RopeSpec) -> RopeSpec:
 
 
 def _gguf(get: Get, config: ModelConfig) -> ModelConfig:
-    experts = experts_of(get, "expert_count", "expert_used_count", normalised=True, biases=True)
     width = get("expert_feed_forward_length", int, config.ffn)
-    own = replace(_common(config), experts=experts, ffn=width, rope=_smooth(config.rope))
+    own = replace(_common(get, config), ffn=width, rope=_smooth(config.rope))
     sliding = all_but_every(PERIOD, config.n_layers)
     return with_windows(own, sliding, get("attention.sliding_window", int, 128))
 
@@ -63,7 +62,6 @@ def _gguf(get: Get, config: ModelConfig) -> ModelConfig:
 GPT_OSS = Family(
     "gpt-oss",
     hf=("gpt_oss",),
-    gguf=("gpt-oss",),
     from_hf=_hf,
     from_gguf=_gguf,
     hf_defaults={
@@ -93,12 +91,8 @@ GPT_OSS = Family(
         "mlp.experts.down_proj_bias": TensorCut(("down_bias",), of_experts=True),
     },
     gguf_names={
-        **GGUF_EXPERTS,
-        "post_attention_norm.weight": "ffn_norm",
         "attn_sinks.weight": "sinks",
         "ffn_gate_inp.bias": "router_bias",
-        "ffn_gate_exps.bias": TensorCut(("gate_bias",), of_experts=True),
-        "ffn_up_exps.bias": TensorCut(("up_bias",), of_experts=True),
-        "ffn_down_exps.bias": TensorCut(("down_bias",), of_experts=True),
+        **{f"ffn_{part}_exps.bias": TensorCut((f"{part}_bias",), of_experts=True) for part in FED},
     },
 )

@@ -9,34 +9,29 @@ from dataclasses import replace
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.cuts import TensorCut
 from phasewise.serving.loaders.families.family import Family, Get
-from phasewise.serving.loaders.families.hybrids.mamba import GGUF_MAMBA, MAMBA, check_time_steps, mamba_gguf
-from phasewise.serving.loaders.families.llama import GGUF_EXPERTS
-from phasewise.serving.loaders.families.reading import experts_of, must_be_off, positive, state_layer_types
+from phasewise.serving.loaders.families.hybrids.mamba import mamba_gguf, mamba_hf
+from phasewise.serving.loaders.families.reading import (
+    experts_of,
+    headless_layers,
+    must_be_off,
+    positive,
+    state_layer_types,
+)
 from phasewise.serving.models.packed_model import LayerKind, ModelConfig
-from phasewise.serving.models.parts.states.state_layers import MAMBA2, StateLayers
+from phasewise.serving.models.parts.states.state_layers import StateLayers
 
 
 def _granite(get: Get, config: ModelConfig) -> ModelConfig:
-    return _scaled(
-        get, config, "embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"
-    )
-
-
-def _granite_gguf(get: Get, config: ModelConfig) -> ModelConfig:
-    return _scaled(get, config, "embedding_scale", "residual_scale", "attention.scale", "logit_scale")
-
-
-def _scaled(
-    get: Get, config: ModelConfig, embed: str, residual: str, attention: str, logits: str
-) -> ModelConfig:
-    divisor = positive(get, logits, 1.0)
+    divisor = positive(get, "logits_scaling", 1.0)
     if not 1e-6 <= divisor <= 1e6:
-        raise ModelError(f"the config has {logits} = {divisor!r:.80}: a number from 1e-6 to 1e6 expected")
+        raise ModelError(
+            f"the config has logits_scaling = {divisor!r:.80}: a number from 1e-6 to 1e6 expected"
+        )
     return replace(
         config,
-        embed_scale=positive(get, embed, 1.0),
-        residual_scale=positive(get, residual, 1.0),
-        attention_scale=positive(get, attention, 1.0),
+        embed_scale=positive(get, "embedding_multiplier", 1.0),
+        residual_scale=positive(get, "residual_multiplier", 1.0),
+        attention_scale=positive(get, "attention_multiplier", 1.0),
         logit_scale=1 / divisor,
     )
 
@@ -47,29 +42,10 @@ def _moe(get: Get, config: ModelConfig) -> ModelConfig:
     return replace(_granite(get, config), experts=experts)
 
 
-def _moe_gguf(get: Get, config: ModelConfig) -> ModelConfig:
-    shared = get("expert_shared_feed_forward_length", int, 0)
-    experts = experts_of(get, "expert_count", "expert_used_count", normalised=True, shared_ffn=shared)
-    return replace(_granite_gguf(get, config), experts=experts)
-
-
 def _hybrid(get: Get, config: ModelConfig) -> ModelConfig:
-    must_be_off(get, "mamba_proj_bias", "attention_bias")
-    check_time_steps(get, "time_step_limit")
-    heads = get("mamba_n_heads", int, 128)
-    inner = get("mamba_expand", int, 2) * config.hidden
-    if not heads or inner % heads or get("mamba_d_head") not in (None, "auto", inner // heads):
-        raise ModelError(f"config.json has {heads} mamba heads for {inner} numbers, which they do not divide")
-    state = StateLayers(
-        MAMBA2,
-        _state_layers(get, config),
-        get("mamba_d_conv", int, 4),
-        heads,
-        get("mamba_n_groups", int, 1),
-        get("mamba_d_state", int, 256),
-        inner // heads,
-        get("mamba_conv_bias", bool, True),
-    )
+    must_be_off(get, "attention_bias")
+    state = mamba_hf(get, (), get("mamba_expand", int, 2) * config.hidden)
+    state = replace(state, layers=_state_layers(get, config))
     kind = get("position_embedding_type", str)
     if kind not in (None, "rope", "nope"):
         raise ModelError(f"config.json has position_embedding_type = {kind!r:.60}: rope or none can run")
@@ -93,28 +69,20 @@ def _with_states(config: ModelConfig, state: StateLayers, *, rope: bool) -> Mode
 
 
 def _hybrid_gguf(get: Get, config: ModelConfig) -> ModelConfig:
-    stated = get("attention.head_count_kv")
-    if not isinstance(stated, list):
-        raise ModelError(f"the GGUF metadata gives attention.head_count_kv = {stated!r:.60}: a list expected")
-    state = mamba_gguf(get, tuple(layer for layer, number in enumerate(stated) if number == 0))
-    config = _moe_gguf(get, config) if get("expert_count", int, 0) else _granite_gguf(get, config)
+    state = mamba_gguf(get, headless_layers(get, config.n_layers))
+    config = _moe(get, config) if get("expert_count", int, 0) else _granite(get, config)
     return _with_states(config, state, rope=get("rope.scaling.finetuned", bool, True))
 
 
 GRANITE = Family(
     "granite",
-    hf=("granite",),
-    gguf=("granite",),
     from_hf=_granite,
-    from_gguf=_granite_gguf,
     gguf_interleaved_heads=True,
 )
 GRANITE_MOE = Family(
     "granitemoe",
     hf=("granitemoe", "granitemoeshared"),
-    gguf=("granitemoe",),
     from_hf=_moe,
-    from_gguf=_moe_gguf,
     hf_defaults={"num_local_experts": 8, "num_experts_per_tok": 2},
     hf_names={
         "block_sparse_moe.router.layer.weight": "router",
@@ -123,19 +91,12 @@ GRANITE_MOE = Family(
         "shared_mlp.input_linear.weight": TensorCut(("gate", "up")),
         "shared_mlp.output_linear.weight": "down",
     },
-    gguf_names={
-        **GGUF_EXPERTS,
-        "ffn_gate_shexp.weight": "gate",
-        "ffn_up_shexp.weight": "up",
-        "ffn_down_shexp.weight": "down",
-    },
     gguf_interleaved_heads=True,
 )
 
 GRANITE_HYBRID = Family(
     "granitehybrid",
     hf=("granitemoehybrid",),
-    gguf=("granitehybrid",),
     from_hf=_hybrid,
     from_gguf=_hybrid_gguf,
     hf_defaults={
@@ -143,17 +104,6 @@ GRANITE_HYBRID = Family(
         "num_experts_per_tok": 2,
         "shared_intermediate_size": 1024,
     },
-    hf_names={
-        **GRANITE_MOE.hf_names,
-        "mamba.in_proj.weight": "state_in",
-        "mamba.out_proj.weight": "o",
-        **{f"mamba.{name}": ours for name, ours in MAMBA.items()},
-    },
-    gguf_names={
-        **GRANITE_MOE.gguf_names,
-        "ssm_in.weight": "state_in",
-        "ssm_out.weight": "o",
-        **GGUF_MAMBA,
-    },
+    hf_names=GRANITE_MOE.hf_names,
     gguf_interleaved_heads=True,
 )

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from phasewise._words import counted
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.cuts import OtherForm
 from phasewise.serving.loaders.families.family import Family, Get
-from phasewise.serving.loaders.families.reading import FULL, must_be_off, state_layer_types
+from phasewise.serving.loaders.families.reading import FULL, headless_layers, must_be_off, state_layer_types
 from phasewise.serving.models.packed_model import LARGEST, ModelConfig
 from phasewise.serving.models.parts.states.state_layers import SHORT_CONV, StateLayers
 
@@ -49,14 +48,8 @@ def _ffn(get: Get, width: int) -> int:
 
 
 def _lfm2_gguf(get: Get, config: ModelConfig) -> ModelConfig:
-    heads = get("attention.head_count_kv")
-    if not isinstance(heads, list) or len(heads) != config.n_layers:
-        raise ModelError(
-            f"the GGUF metadata gives attention.head_count_kv = {heads!r:.60}: one number for each of"
-            f" {counted(config.n_layers, 'layer')} expected"
-        )
-    layers = tuple(layer for layer, number in enumerate(heads) if number == 0)
-    return replace(config, qk_norm=True, state=_state(layers, get("shortconv.l_cache", int, 3)))
+    state = _state(headless_layers(get, config.n_layers), get("shortconv.l_cache", int, 3))
+    return replace(config, qk_norm=True, state=state)
 
 
 def _state(layers: tuple[int, ...], taps: int) -> StateLayers | None:
@@ -65,8 +58,6 @@ def _state(layers: tuple[int, ...], taps: int) -> StateLayers | None:
 
 LFM2 = Family(
     "lfm2",
-    hf=("lfm2",),
-    gguf=("lfm2",),
     from_hf=_lfm2,
     from_gguf=_lfm2_gguf,
     hf_defaults={

@@ -8,7 +8,7 @@ from typing import Any
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.families.family import Family, Get
 from phasewise.serving.loaders.families.reading import experts_of
-from phasewise.serving.loaders.families.routing import GGUF_ROUTED, HF_ROUTED, routed_gguf
+from phasewise.serving.loaders.families.routing import routed_gguf
 from phasewise.serving.models.packed_model import ModelConfig
 from phasewise.serving.models.parts.experts import LOGISTIC
 
@@ -44,19 +44,8 @@ def _gguf(get: Get, config: ModelConfig) -> ModelConfig:
 MINIMAX_M2 = Family(
     "minimax-m2",
     hf=("minimax_m2",),
-    gguf=("minimax-m2",),
     from_hf=_hf,
     from_gguf=_gguf,
-    hf_names={
-        **HF_ROUTED,
-        "mlp.e_score_correction_bias": "choice_bias",
-        "block_sparse_moe.gate.weight": "router",
-        "block_sparse_moe.e_score_correction_bias": "choice_bias",
-        "block_sparse_moe.experts.{e}.w1.weight": "experts.{e}.gate",
-        "block_sparse_moe.experts.{e}.w3.weight": "experts.{e}.up",
-        "block_sparse_moe.experts.{e}.w2.weight": "experts.{e}.down",
-    },
-    gguf_names=GGUF_ROUTED,
     partial_rope=True,
     hf_defaults={
         "head_dim": 128,

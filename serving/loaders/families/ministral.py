@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.families.family import Family, Get
+from phasewise.serving.loaders.families.family import TEXT_PREFIXES, Family, Get, other_parts
 from phasewise.serving.loaders.families.reading import yarn_magnitude
 from phasewise.serving.models.packed_model import ModelConfig
-from phasewise.serving.models.query_growth import QueryGrowth
+from phasewise.serving.models.parts.attention import QueryGrowth
 from phasewise.serving.models.rope import RopeSpec, YarnScaling
 
 OLDER_WINDOW = 4096  # of a Mistral whose config says nothing of it
@@ -59,7 +59,6 @@ def _gguf(get: Get, config: ModelConfig) -> ModelConfig:
 MISTRAL3 = Family(
     "mistral3",
     hf=("ministral3", "mistral3"),
-    gguf=("mistral3",),
     from_hf=_hf,
     from_gguf=_gguf,
     hf_defaults={
@@ -69,12 +68,7 @@ MISTRAL3 = Family(
         "rms_norm_eps": 1e-5,
         "max_position_embeddings": 262144,
     },
-    hf_text_prefixes=("language_model.", "model.language_model."),
-    hf_ignored=(
-        "vision_tower.",
-        "multi_modal_projector.",
-        "model.vision_tower.",
-        "model.multi_modal_projector.",
-    ),
+    hf_text_prefixes=TEXT_PREFIXES,
+    hf_ignored=other_parts("vision_tower", "multi_modal_projector"),
     gguf_interleaved_heads=True,
 )

@@ -7,13 +7,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from phasewise.serving.loaders.families.family import Family, Get
-from phasewise.serving.loaders.families.llama import GGUF_EXPERTS
 from phasewise.serving.loaders.families.reading import experts_of, must_be_off
 from phasewise.serving.models.packed_model import ModelConfig
 
 
 def _olmo2(get: Get, config: ModelConfig) -> ModelConfig:
-    must_be_off(get, "clip_qkv")
+    must_be_off(get, "clip_qkv", "attention.sliding_window")
     return replace(config, pre_norms=False, post_norms=True, qk_norm=True, whole_qk_norm=True)
 
 
@@ -23,46 +22,18 @@ def _olmoe(get: Get, config: ModelConfig) -> ModelConfig:
     return replace(config, qk_norm=True, whole_qk_norm=True, experts=experts)
 
 
-def _olmo2_gguf(get: Get, config: ModelConfig) -> ModelConfig:
-    must_be_off(get, "attention.sliding_window")
-    return replace(config, pre_norms=False, post_norms=True, qk_norm=True, whole_qk_norm=True)
-
-
-def _olmoe_gguf(get: Get, config: ModelConfig) -> ModelConfig:
-    experts = experts_of(get, "expert_count", "expert_used_count", get("expert_weights_norm", bool, False))
-    return replace(config, qk_norm=True, whole_qk_norm=True, experts=experts)
-
-
 OLMO2 = Family(
     "olmo2",
-    hf=("olmo2",),
-    gguf=("olmo2",),
     from_hf=_olmo2,
-    from_gguf=_olmo2_gguf,
-    hf_names={
-        "post_attention_layernorm.weight": "attn_post_norm",
-        "post_feedforward_layernorm.weight": "ffn_post_norm",
-    },
-    gguf_names={"post_attention_norm.weight": "attn_post_norm", "post_ffw_norm.weight": "ffn_post_norm"},
     hf_defaults={"rms_norm_eps": 1e-5},
 )
 OLMOE = Family(
     "olmoe",
-    hf=("olmoe",),
-    gguf=("olmoe",),
     from_hf=_olmoe,
-    from_gguf=_olmoe_gguf,
     hf_defaults={
         "rms_norm_eps": 1e-5,
         "num_experts": 64,
         "num_experts_per_tok": 8,
         "max_position_embeddings": 4096,
     },
-    hf_names={
-        "mlp.gate.weight": "router",
-        "mlp.experts.{e}.gate_proj.weight": "experts.{e}.gate",
-        "mlp.experts.{e}.up_proj.weight": "experts.{e}.up",
-        "mlp.experts.{e}.down_proj.weight": "experts.{e}.down",
-    },
-    gguf_names=GGUF_EXPERTS,
 )

@@ -15,21 +15,10 @@ def _hf(get: Get, config: ModelConfig) -> ModelConfig:
     return replace(config, sliding_window=get("sliding_window", int))
 
 
-def _gguf(get: Get, config: ModelConfig) -> ModelConfig:
-    return replace(config, sliding_window=get("attention.sliding_window", int) or None)
-
-
 PHI3 = Family(
     "phi3",
-    hf=("phi3",),
-    gguf=("phi3",),
     from_hf=_hf,
-    from_gguf=_gguf,
     partial_rope=True,
     hf_defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
-    hf_names={
-        "self_attn.qkv_proj.weight": TensorCut(("q", "k", "v")),
-        "mlp.gate_up_proj.weight": TensorCut(("gate", "up")),
-    },
     gguf_names={"attn_qkv.weight": TensorCut(("q", "k", "v")), "ffn_up.weight": TensorCut(("gate", "up"))},
 )

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.families.family import Family, Get
-from phasewise.serving.loaders.families.llama import GGUF_EXPERTS
 from phasewise.serving.loaders.families.reading import experts_of, layer_types, must_be_off, with_windows
 from phasewise.serving.models.packed_model import ModelConfig
 
@@ -44,11 +43,6 @@ def _qwen3_moe(get: Get, config: ModelConfig) -> ModelConfig:
     return replace(_qwen3(get, config), experts=experts, ffn=get("moe_intermediate_size", int, 768))
 
 
-def _qwen3_gguf(get: Get, config: ModelConfig) -> ModelConfig:
-    del get
-    return replace(config, qk_norm=True)
-
-
 def _qwen3_moe_gguf(get: Get, config: ModelConfig) -> ModelConfig:
     experts = experts_of(get, "expert_count", "expert_used_count", normalised=True)
     width = get("expert_feed_forward_length", int, config.ffn)
@@ -57,37 +51,24 @@ def _qwen3_moe_gguf(get: Get, config: ModelConfig) -> ModelConfig:
 
 QWEN2 = Family(
     "qwen2",
-    hf=("qwen2",),
-    gguf=("qwen2",),
     from_hf=_windows,
     hf_biases="",
     hf_defaults={"max_position_embeddings": CONTEXT},
 )
 QWEN3 = Family(
     "qwen3",
-    hf=("qwen3",),
-    gguf=("qwen3",),
     from_hf=_qwen3,
-    from_gguf=_qwen3_gguf,
     hf_defaults={"head_dim": HEAD_DIM, "max_position_embeddings": CONTEXT},
 )
 QWEN3_MOE = Family(
     "qwen3moe",
     hf=("qwen3_moe",),
-    gguf=("qwen3moe",),
     from_hf=_qwen3_moe,
     from_gguf=_qwen3_moe_gguf,
-    gguf_names=GGUF_EXPERTS,
     hf_defaults={
         "num_experts": 128,
         "num_experts_per_tok": 8,
         "num_key_value_heads": 4,
         "max_position_embeddings": CONTEXT,
-    },
-    hf_names={
-        "mlp.gate.weight": "router",
-        "mlp.experts.{e}.gate_proj.weight": "experts.{e}.gate",
-        "mlp.experts.{e}.up_proj.weight": "experts.{e}.up",
-        "mlp.experts.{e}.down_proj.weight": "experts.{e}.down",
     },
 )

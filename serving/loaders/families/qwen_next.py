@@ -13,7 +13,8 @@ from phasewise._words import counted
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.cuts import Names, OtherForm, TensorCut
 from phasewise.serving.loaders.families.family import MTP_HEAD, Family, Get
-from phasewise.serving.loaders.families.llama import GGUF_EXPERTS
+from phasewise.serving.loaders.families.hybrids.mamba import state_gguf
+from phasewise.serving.loaders.families.names import fed
 from phasewise.serving.loaders.families.reading import experts_of, must_be_off, state_layer_types
 from phasewise.serving.models.packed_model import ModelConfig
 from phasewise.serving.models.parts.states.state_layers import DELTA, StateLayers
@@ -66,19 +67,7 @@ def _dense_gguf(get: Get, config: ModelConfig, *, tiled: bool = True) -> ModelCo
     """tiled: the order of heads that llama.cpp's converter makes of Qwen 3.5's."""
     config = replace(config, n_layers=config.n_layers - get("nextn_predict_layers", int, 0))
     layers = _recurrent_layers(get, config.n_layers)
-    heads, inner = get("ssm.time_step_rank", int, 0), get("ssm.inner_size", int, 0)
-    if not heads or inner % heads:
-        raise ModelError(f"the GGUF metadata gives {inner} values for {heads} heads of layers with a state")
-    state = StateLayers(
-        DELTA,
-        layers,
-        get("ssm.conv_kernel", int, 4),
-        heads,
-        get("ssm.group_count", int, 0),
-        get("ssm.state_size", int, 0),
-        inner // heads,
-        tiled=tiled,
-    )
+    state = replace(state_gguf(get, DELTA, layers), tiled=tiled)
     return replace(config, qk_norm=True, gated_attention=True, state=state if layers else None)
 
 
@@ -120,44 +109,19 @@ _APART: Names = {
     "linear_attn.in_proj_a.weight": "state_a",
 }
 _EXPERTS: Names = {
-    "mlp.gate.weight": "router",
-    "mlp.shared_expert.gate_proj.weight": "gate",
-    "mlp.shared_expert.up_proj.weight": "up",
-    "mlp.shared_expert.down_proj.weight": "down",
+    **fed("mlp.shared_expert"),
     "mlp.shared_expert_gate.weight": "shared_gate",
 }
-_EXPERTS_EACH: Names = {
-    "mlp.experts.{e}.gate_proj.weight": "experts.{e}.gate",
-    "mlp.experts.{e}.up_proj.weight": "experts.{e}.up",
-    "mlp.experts.{e}.down_proj.weight": "experts.{e}.down",
-}
-_EXPERTS_STACKED: Names = {
-    "mlp.experts.gate_up_proj": TensorCut(("gate", "up"), of_experts=True),
-    "mlp.experts.down_proj": TensorCut(("down",), of_experts=True),
-}
 _GGUF: Names = {
-    "ssm_conv1d.weight": OtherForm("taps"),
-    "ssm_a": OtherForm("rates"),
-    "ssm_dt.bias": "time_offsets",
-    "ssm_norm.weight": "state_scale",
-    "ssm_out.weight": "o",
     "attn_q.weight": TensorCut(("q", "attn_gate"), turns="n_heads"),
     "attn_qkv.weight": TensorCut(("state_q", "state_k", "state_v")),
     "attn_gate.weight": "state_gate",
-    "post_attention_norm.weight": "ffn_norm",
 }
 _GGUF_NEXT: Names = {
     "ssm_in.weight": TensorCut(("state_q", "state_k", "state_v", "state_gate"), turns="groups"),
     "ssm_ba.weight": TensorCut(("state_b", "state_a"), turns="groups"),
 }
 _GGUF_APART: Names = {"ssm_beta.weight": "state_b", "ssm_alpha.weight": "state_a"}
-_GGUF_SHARED: Names = {
-    **GGUF_EXPERTS,
-    "ffn_gate_shexp.weight": "gate",
-    "ffn_up_shexp.weight": "up",
-    "ffn_down_shexp.weight": "down",
-    "ffn_gate_inp_shexp.weight": OtherForm("shared_gate", vector=False),
-}
 _DEFAULTS: dict[str, Any] = {
     "head_dim": 256,
     "partial_rotary_factor": 0.25,
@@ -168,11 +132,10 @@ _MIXTURE_DEFAULTS = {**_DEFAULTS, "num_experts": 512, "num_experts_per_tok": 10,
 QWEN3_NEXT = Family(
     "qwen3next",
     hf=("qwen3_next",),
-    gguf=("qwen3next",),
     from_hf=_mixture,
     from_gguf=_next_gguf,
-    hf_names={**_STATE, **_IN_ONE, **_EXPERTS, **_EXPERTS_EACH, **_EXPERTS_STACKED},
-    gguf_names={**_GGUF, **_GGUF_NEXT, **_GGUF_SHARED},
+    hf_names={**_STATE, **_IN_ONE, **_EXPERTS},
+    gguf_names={**_GGUF, **_GGUF_NEXT},
     hf_defaults=_MIXTURE_DEFAULTS,
     hf_ignored=("mtp.",),
     hf_head=MTP_HEAD,
@@ -182,7 +145,6 @@ QWEN3_NEXT = Family(
 QWEN3_5 = Family(
     "qwen35",
     hf=("qwen3_5", "qwen3_5_text"),
-    gguf=("qwen35",),
     from_hf=_dense,
     from_gguf=_dense_gguf,
     gguf_names={**_GGUF, **_GGUF_APART},
@@ -199,12 +161,11 @@ QWEN3_5 = Family(
 QWEN3_5_MOE = Family(
     "qwen35moe",
     hf=("qwen3_5_moe", "qwen3_5_moe_text"),
-    gguf=("qwen35moe",),
     from_hf=_mixture,
     from_gguf=_mixture_gguf,
-    gguf_names={**_GGUF, **_GGUF_APART, **_GGUF_SHARED},
+    gguf_names={**_GGUF, **_GGUF_APART},
     more_layers=True,
-    hf_names={**_STATE, **_APART, **_EXPERTS, **_EXPERTS_EACH, **_EXPERTS_STACKED},
+    hf_names={**_STATE, **_APART, **_EXPERTS},
     hf_defaults={**_MIXTURE_DEFAULTS, "num_experts": 256, "num_experts_per_tok": 8},
     hf_text_prefixes=("model.language_model.",),
     hf_ignored=("mtp.", "model.visual."),

@@ -37,6 +37,16 @@ def all_but_every(period: int, n_layers: int) -> list[bool]:
     return [bool((layer + 1) % period) for layer in range(n_layers)]
 
 
+def gguf_windows(get: Get, n_layers: int, period: int | None = None) -> tuple[list[bool], int]:
+    """The layers that have a window, and the window. period: of files that say none or one; None: refused."""
+    stated, window = get("attention.sliding_window_pattern"), get("attention.sliding_window", int)
+    if period is not None and (stated is None or type(stated) is int):
+        stated = all_but_every(period if stated is None else stated, n_layers)
+    if not isinstance(stated, list) or len(stated) != n_layers or window is None:
+        raise ModelError("the GGUF metadata gives no attention.sliding_window_pattern for all layers")
+    return [bool(slides) for slides in stated], window
+
+
 def with_windows(
     config: ModelConfig, sliding: list[bool], window: int | None, rope: RopeSpec | None = None
 ) -> ModelConfig:
@@ -55,6 +65,23 @@ def by_layer(stated: Any, n_layers: int, key: str) -> list[int]:
     if len(listed) != n_layers or not all(type(number) is int and number > 0 for number in listed):
         raise ModelError(f"the file gives {key} = {stated!r:.60}: a number above 0 for every layer expected")
     return listed
+
+
+def listed(get: Get, key: str, n_layers: int) -> list[int]:
+    """A number for every layer, of GGUF metadata that have a list of them."""
+    stated = get(key)
+    if not isinstance(stated, list) or len(stated) != n_layers:
+        raise ModelError(
+            f"the GGUF metadata gives {key} = {stated!r:.60}: one number for each of"
+            f" {counted(n_layers, 'layer')} expected"
+        )
+    return stated
+
+
+def headless_layers(get: Get, n_layers: int) -> tuple[int, ...]:
+    """Layers that GGUF metadata give no KV heads."""
+    heads = listed(get, "attention.head_count_kv", n_layers)
+    return tuple(layer for layer, number in enumerate(heads) if number == 0)
 
 
 def positive_or_none(get: Get, key: str, default: float | None = None) -> float | None:

@@ -8,33 +8,12 @@ from dataclasses import replace
 
 from phasewise._words import counted
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.cuts import Names, TensorCut
 from phasewise.serving.loaders.families.family import Get
-from phasewise.serving.loaders.families.llama import GGUF_EXPERTS
 from phasewise.serving.loaders.families.reading import experts_of, positive
 from phasewise.serving.models.packed_model import ModelConfig
 from phasewise.serving.models.parts.experts import LOGISTIC, SOFTMAX
 from phasewise.serving.models.parts.feed_forward import MOST_WIDTH
 
-HF_ROUTED: Names = {
-    "mlp.gate.weight": "router",
-    "mlp.gate.e_score_correction_bias": "choice_bias",
-    "mlp.experts.{e}.gate_proj.weight": "experts.{e}.gate",
-    "mlp.experts.{e}.up_proj.weight": "experts.{e}.up",
-    "mlp.experts.{e}.down_proj.weight": "experts.{e}.down",
-    "mlp.experts.gate_up_proj": TensorCut(("gate", "up"), of_experts=True),
-    "mlp.experts.down_proj": TensorCut(("down",), of_experts=True),
-    "mlp.shared_experts.gate_proj.weight": "gate",
-    "mlp.shared_experts.up_proj.weight": "up",
-    "mlp.shared_experts.down_proj.weight": "down",
-}
-GGUF_ROUTED: Names = {
-    **GGUF_EXPERTS,
-    "exp_probs_b.bias": "choice_bias",
-    "ffn_gate_shexp.weight": "gate",
-    "ffn_up_shexp.weight": "up",
-    "ffn_down_shexp.weight": "down",
-}
 GATING = {1: SOFTMAX, 2: LOGISTIC}
 """GGUF's numbers of what scores are of logits."""
 

@@ -39,17 +39,9 @@ def _hf(get: Get, config: ModelConfig) -> ModelConfig:
     return _with_rope(config, [bool(flag) for flag in has_rope])
 
 
-def _gguf(get: Get, config: ModelConfig) -> ModelConfig:
-    del get
-    return _with_rope(config, [bool((layer + 1) % PERIOD) for layer in range(config.n_layers)])
-
-
 SMOLLM3 = Family(
     "smollm3",
-    hf=("smollm3",),
-    gguf=("smollm3",),
     from_hf=_hf,
-    from_gguf=_gguf,
     hf_defaults={
         "rope_theta": 2e6,
         "num_key_value_heads": 4,
@@ -60,8 +52,6 @@ SMOLLM3 = Family(
 )
 ARCEE = Family(
     "arcee",
-    hf=("arcee",),
-    gguf=("arcee",),
     hf_defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
     ffn_form=FeedForwardForm("relu2", gated=False),
     gguf_interleaved_heads=True,

@@ -13,7 +13,7 @@ EPS = 1e-5
 
 
 def _hf(get: Get, config: ModelConfig) -> ModelConfig:
-    biases = get("use_bias", bool)
+    biases = get("use_bias", bool, config.out_bias)
     return replace(
         config,
         layer_norms=True,
@@ -25,23 +25,9 @@ def _hf(get: Get, config: ModelConfig) -> ModelConfig:
     )
 
 
-def _gguf(get: Get, config: ModelConfig) -> ModelConfig:
-    return replace(
-        config,
-        layer_norms=True,
-        norm_biases=True,
-        ffn_form=replace(config.ffn_form, ffn_biases=config.out_bias),
-        norm_eps=positive(get, "attention.layer_norm_epsilon", EPS),
-        sliding_window=get("attention.sliding_window", int) or None,
-    )
-
-
 STARCODER2 = Family(
     "starcoder2",
-    hf=("starcoder2",),
-    gguf=("starcoder2",),
     from_hf=_hf,
-    from_gguf=_gguf,
     hf_names={
         "input_layernorm.bias": "attn_norm_bias",
         "post_attention_layernorm.bias": "ffn_norm_bias",

@@ -28,7 +28,7 @@ from phasewise.serving.loaders.fetching.download import (
     fetch_file,
     read_url,
 )
-from phasewise.serving.loaders.formats.gguf_parts import part_paths, stem_of
+from phasewise.serving.loaders.formats.gguf_file import part_paths, stem_of
 
 DEFAULT_ENDPOINT = "https://huggingface.co"
 DEFAULT_TAGS = ("Q4_K_M", "Q4_0", "Q8_0", "Q5_K_M", "Q6_K", "BF16", "F16")

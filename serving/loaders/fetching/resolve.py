@@ -10,7 +10,7 @@ from phasewise._places import cache_folder
 from phasewise._words import meant
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.fetching.registry import KNOWN, KNOWN_ON_HUB, is_here, known_path, pull
-from phasewise.serving.loaders.formats.gguf_parts import part_paths, stem_of
+from phasewise.serving.loaders.formats.gguf_file import part_paths, stem_of
 from phasewise.serving.loaders.formats.model_directory import ModelDirectory
 
 KINDS_OF_NAMES = (

@@ -4,19 +4,48 @@ A block is 256 inputs. An IQ type names magnitudes by codes of a grid, eight or 
 signs and a scale of its own for 16 or 32 inputs. There is no packed form as small as the file's: a weight
 takes a byte and its share of a float32 scale. TQ types are -1, 0 and 1 times a scale: nibbles.
 Layouts are those of `gguf.quants`, whose float output ours equals.
+
+Grids are in `iq_grids.json`: indices of values, two or four bits each, the lowest of a byte first, compressed
+and in base 85. They are made from the tables of the gguf package (MIT), which tests hold them against.
 """
 
 from __future__ import annotations
 
+import base64
+import zlib
+from functools import cache
+from pathlib import Path
+
 import numpy as np
 
+from phasewise._files import read_file
+from phasewise._json import read_json
 from phasewise.cython_kernels.packing import Array, QuantRows
-from phasewise.serving.loaders.formats.gguf_grids import grid
 
 ZERO = 128
+MOST_GRID_BYTES = 1 << 16
 _BITS = np.arange(8, dtype=np.uint8)
 _SEVEN_SIGNS = np.array([code | (code.bit_count() & 1) << 7 for code in range(128)], np.uint8)
 """Eight signs for seven stored ones: the eighth makes their number even."""
+_VALUES: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(("IQ2_XXS", "IQ2_XS", "IQ2_S"), (8, 25, 43)),
+    "IQ3_XXS": (4, 12, 20, 28, 36, 44, 52, 62),
+    "IQ3_S": (1, 3, 5, 7, 9, 11, 13, 15),
+    "IQ1": (-1, 0, 1),
+}
+"""Magnitudes, or values, of which a code of a grid names eight or four."""
+
+
+@cache
+def grid(name: str) -> Array:
+    """int16 [codes, values of a code]."""
+    values = _VALUES[name]
+    bits, width = (2, 8) if len(values) == 3 else (4, 4)
+    written = read_json(read_file(Path(__file__).parent / "iq_grids.json", MOST_GRID_BYTES))[name]
+    packed = np.frombuffer(zlib.decompress(base64.b85decode(written)), np.uint8)
+    places = (packed[:, None] >> np.arange(0, 8, bits, dtype=np.uint8)) & ((1 << bits) - 1)
+    numbers: Array = np.array(values, np.int16)[places].reshape(-1, width)
+    return numbers
 
 
 def half(raw: Array) -> Array:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,10 +20,10 @@ from phasewise.serving.loaders.encoders.reranker import gguf_score, gguf_templat
 from phasewise.serving.loaders.families import Family, family_of_gguf
 from phasewise.serving.loaders.families.bert import EncoderFamily
 from phasewise.serving.loaders.families.encoders import ENCODERS_BY_GGUF
+from phasewise.serving.loaders.families.names import GGUF_KEYS, GGUF_LAYER, GGUF_NONE, GGUF_OUTSIDE
 from phasewise.serving.loaders.families.reading import by_layer, yarn_magnitude
 from phasewise.serving.loaders.formats.gguf_blocks import BLOCK_TYPES, decode_rows
-from phasewise.serving.loaders.formats.gguf_file import GgufHeader, TensorInfo
-from phasewise.serving.loaders.formats.gguf_parts import GgufFiles, open_gguf
+from phasewise.serving.loaders.formats.gguf_file import GgufFiles, GgufHeader, TensorInfo, open_gguf
 from phasewise.serving.loaders.forms import Rows
 from phasewise.serving.loaders.layout import shapes_of_all
 from phasewise.serving.loaders.source import ModelSource, SourceTensor
@@ -40,14 +41,6 @@ from phasewise.serving.text.gguf_vocab import ends_by_text
 
 T = TypeVar("T")
 
-GLOBAL_NAMES = {"token_embd.weight": "embed", "output.weight": "lm_head", "output_norm.weight": "final_norm"}
-LAYER_NAMES = {
-    "attn_q.weight": "q", "attn_k.weight": "k", "attn_v.weight": "v", "attn_output.weight": "o",
-    "ffn_gate.weight": "gate", "ffn_up.weight": "up", "ffn_down.weight": "down",
-    "attn_norm.weight": "attn_norm", "ffn_norm.weight": "ffn_norm",
-    "attn_q.bias": "q_bias", "attn_k.bias": "k_bias", "attn_v.bias": "v_bias",
-    "attn_output.bias": "o_bias", "attn_q_norm.weight": "q_norm", "attn_k_norm.weight": "k_norm",
-}  # fmt: skip
 SCORE_OUT = "cls_output"  # until its rows are one vector
 ROPE_FACTORS = "rope_freqs.weight"
 LONG_FACTORS = {"rope_factors_short.weight": "short_factors", "rope_factors_long.weight": "long_factors"}
@@ -56,11 +49,11 @@ LONG_FACTORS = {"rope_factors_short.weight": "short_factors", "rope_factors_long
 def open_gguf_model(path: Path, name: str) -> ModelSource:
     """Read the header of the file at `path`, and of the other parts where it is one. Close the result."""
     file, header = open_gguf(path)
-    try:
-        return _source(file, header, name)
-    except BaseException:
-        file.close()
-        raise
+    with ExitStack() as stack:
+        stack.callback(file.close)
+        source = _source(file, header, name)
+        stack.pop_all()
+    return source
 
 
 def _source(file: GgufFiles, header: GgufHeader, name: str) -> ModelSource:
@@ -151,8 +144,8 @@ def tensors_in(
     file: GgufFiles, header: GgufHeader, family: Family, config: ModelConfig
 ) -> dict[str, SourceTensor]:
     """Every tensor by our name, as views."""
-    names = {**LAYER_NAMES, **family.gguf_names}
-    outside = {**GLOBAL_NAMES, **family.global_names, "cls.output.weight": SCORE_OUT}
+    names = {**GGUF_LAYER, **family.gguf_names}
+    outside = {**GGUF_OUTSIDE, **family.global_names, "cls.output.weight": SCORE_OUT}
     shapes = shapes_of_all(config, any(theirs.endswith("attn_q.bias") for theirs in header.tensors))
     stated = field(header.metadata, f"{header.metadata['general.architecture']}.block_count", int, 0)
     tensors: dict[str, SourceTensor] = {}
@@ -196,7 +189,9 @@ def _config(
         raise ModelError(f"{path} lacks the tensor token_embd.weight")
 
     def get(key: str, kind: Any = None, default: Any = None) -> Any:
-        full = f"{architecture}.{key}"
+        full = f"{architecture}.{GGUF_KEYS.get(key, key)}"
+        if metadata.get(full) == GGUF_NONE.get(key, math.nan):
+            return default
         return metadata.get(full, default) if kind is None else field(metadata, full, kind, default)
 
     heads, hidden = get("attention.head_count", int), get("embedding_length", int)
@@ -229,7 +224,7 @@ def _config(
         ffn_form=family.ffn_form,
         out_bias="blk.0.attn_output.bias" in infos,
     )
-    config = family.from_gguf(get, plain)
+    config = (family.from_gguf or family.from_hf)(get, plain)
     if config.state and family.gguf_optional_state_norm and "blk.0.ssm_norm.weight" not in infos:
         return replace(config, state=replace(config.state, norm_groups=0))
     return family.from_gguf_tensors(config, {theirs: info.shape for theirs, info in infos.items()})

@@ -10,8 +10,7 @@ from phasewise.cython_kernels.exact import logarithm
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.families import ACTIVATION_NAMES, Family, family_of_hf
 from phasewise.serving.loaders.families.reading import by_layer, yarn_magnitude
-from phasewise.serving.loaders.formats.bitmask_tensors import check_compression
-from phasewise.serving.loaders.quantised.scheme import quantisation_of
+from phasewise.serving.loaders.quantised.scheme import check_compression, quantisation_of
 from phasewise.serving.models.packed_model import ModelConfig
 from phasewise.serving.models.rope import (
     LinearScaling,

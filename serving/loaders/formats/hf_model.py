@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,20 +28,19 @@ from phasewise.serving.loaders.encoders.encoder_hf import encoder_embedding, enc
 from phasewise.serving.loaders.encoders.reranker import reranker_of, scoring_embedding, with_score
 from phasewise.serving.loaders.families import Family, family_of_hf
 from phasewise.serving.loaders.families.encoders import encoder_of_hf
-from phasewise.serving.loaders.formats.bitmask_tensors import Found, bitmask_tensor, part_of
+from phasewise.serving.loaders.families.names import HF_LAYER, HF_OUTSIDE
 from phasewise.serving.loaders.formats.hf_config import config_of, field, quantisation_fields, text_fields
 from phasewise.serving.loaders.formats.model_directory import ModelDirectory
 from phasewise.serving.loaders.formats.safetensors_file import (
     READABLE,
     Shards,
     close_all,
-    mxfp4_tensor,
     open_all,
     tensor_of,
 )
 from phasewise.serving.loaders.layout import BIASES, shapes_of_all
 from phasewise.serving.loaders.quantised.scheme import Quantisation, quantisation_of
-from phasewise.serving.loaders.quantised.tensors import quantised_tensors
+from phasewise.serving.loaders.quantised.tensors import made_tensors
 from phasewise.serving.loaders.source import (
     MAX_TOKENIZER_BYTES,
     ModelSource,
@@ -51,23 +51,8 @@ from phasewise.serving.models.packed_model import ModelConfig
 from phasewise.serving.sampling.sampling_defaults import stated_by_hf
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-GLOBAL_NAMES = {
-    "model.embed_tokens.weight": "embed",
-    "lm_head.weight": "lm_head",
-    "model.norm.weight": "final_norm",
-}
-LAYER_NAMES = {
-    "self_attn.q_proj.weight": "q", "self_attn.k_proj.weight": "k", "self_attn.v_proj.weight": "v",
-    "self_attn.o_proj.weight": "o", "mlp.gate_proj.weight": "gate", "mlp.up_proj.weight": "up",
-    "mlp.down_proj.weight": "down", "input_layernorm.weight": "attn_norm",
-    "post_attention_layernorm.weight": "ffn_norm", "self_attn.q_proj.bias": "q_bias",
-    "self_attn.k_proj.bias": "k_bias", "self_attn.v_proj.bias": "v_bias",
-    "self_attn.o_proj.bias": "o_bias", "self_attn.q_norm.weight": "q_norm",
-    "self_attn.k_norm.weight": "k_norm",
-}  # fmt: skip
 MAX_SHARDS = 512
 COMPARED_ROWS = 64  # of two matrices that are the same, or not at all
-BLOCKS, SCALES = "_blocks", "_scales"  # of one tensor in MXFP4
 BARE = ("layers.", "embed_tokens.", "norm.")
 DERIVED = "self_attn.rotary_emb.inv_freq"  # old checkpoints store what the config implies
 
@@ -88,8 +73,8 @@ def open_hf_model(path: Path, name: str) -> ModelSource:
         config = encoder_config_of(encoder, fields)
     else:
         config = config_of(fields, generation, bool(tokenizer_config.get("add_bos_token")))
-    opened = open_shards(directory)
-    try:
+    with ExitStack() as stack:
+        opened = opened_shards(directory, stack)
         if encoder is not None:
             tensors = encoder_tensors(opened, encoder, config, path)
             embedding: Embedding | None = encoder_embedding(directory, config)
@@ -104,20 +89,7 @@ def open_hf_model(path: Path, name: str) -> ModelSource:
                 config = replace(config, tied_embeddings=True)
             if config.tied_embeddings and _has_own_head(opened, family):
                 config = replace(config, tied_embeddings=False)
-            stated = text_fields(fields, family)
-            quantisation = quantisation_of(
-                quantisation_fields(stated.get), directory.json("quantize_config.json")
-            )
-            tensors = tensors_of(
-                opened,
-                family,
-                config,
-                path,
-                quantisation,
-                scores=reranker is not None,
-                biases=not family.hf_biases or field(stated, family.hf_biases, bool, False),
-                n_more=field(stated, "num_nextn_predict_layers", int, 0),
-            )
+            tensors = tensors_of(opened, family, config, directory, fields, scores=reranker is not None)
             if reranker is not None:
                 config, tensors = with_score(reranker, config, tensors, path)
         return ModelSource(
@@ -128,18 +100,17 @@ def open_hf_model(path: Path, name: str) -> ModelSource:
             tokenizer_json=lambda: directory.text("tokenizer.json", MAX_TOKENIZER_BYTES),
             tokenizer_kind="tokenizer.json",
             chat_template=_chat_template(directory, tokenizer_config),
-            close=lambda: close_all(opened),
+            close=stack.pop_all().close,
             sampling=stated_by_hf(generation),
             embedding=embedding,
         )
-    except BaseException:
-        close_all(opened)
-        raise
 
 
-def open_shards(directory: ModelDirectory) -> Shards:
-    """The weight files of a directory with their tables. The caller closes them."""
-    return open_all(directory, _shards_of(directory))
+def opened_shards(directory: ModelDirectory, stack: ExitStack) -> Shards:
+    """The weight files of a directory with their tables; `stack` closes them."""
+    opened = open_all(directory, _shards_of(directory))
+    stack.callback(close_all, opened)
+    return opened
 
 
 def _shards_of(directory: ModelDirectory) -> list[str]:
@@ -203,18 +174,19 @@ def tensors_of(
     opened: Shards,
     family: Family,
     config: ModelConfig,
-    directory: Path,
-    quantisation: Quantisation | None,
+    directory: ModelDirectory,
+    fields: Mapping[str, Any],
     *,
-    biases: bool,
     scores: bool = False,
-    n_more: int = 0,
 ) -> dict[str, SourceTensor]:
-    """Every tensor of the language model by our name, as views. biases: the config gives queries, keys and
-    values some. scores: a classifier's head is one of the tensors. n_more: how many layers beyond the model's
-    the config states.
+    """Every tensor of the language model by our name, as views. fields: those of config.json. scores: the
+    head of a classifier is one of the tensors.
     """
-    names, outside = {**LAYER_NAMES, **family.hf_names}, {**GLOBAL_NAMES, **family.global_names}
+    stated = text_fields(fields, family)
+    biases = not family.hf_biases or field(stated, family.hf_biases, bool, False)
+    n_more = field(stated, "num_nextn_predict_layers", int, 0)
+    quantisation = quantisation_of(quantisation_fields(stated.get), directory.json("quantize_config.json"))
+    names, outside = {**HF_LAYER, **family.hf_names}, {**HF_OUTSIDE, **family.global_names}
     if scores:
         outside |= {"score.weight": OtherForm("score_out")}
     biased = biases and any(theirs.endswith("q_proj.bias") for _, entries in opened for theirs in entries)
@@ -226,7 +198,7 @@ def tensors_of(
             continue
         if name == DERIVED or (theirs == "lm_head.weight" and config.tied_embeddings):
             continue
-        what = f"{directory} has a tensor {theirs!r:.80} that"
+        what = f"{directory.path} has a tensor {theirs!r:.80} that"
         try:
             renamed = list(
                 our_tensors(
@@ -246,7 +218,7 @@ def tensors_of(
             if ours.endswith(BIASES) and not biases:
                 raise ModelError(f"{what} its config.json has no use for: {family.hf_biases} is not true")
             if ours in tensors:
-                raise ModelError(f"{directory} has the tensor {theirs!r:.80} twice")
+                raise ModelError(f"{directory.path} has the tensor {theirs!r:.80} twice")
             unit = family.hf_unit_norms and ours.endswith("norm")
             if family.hf_interleaved_heads:
                 our_tensor = half_split(ours, our_tensor, config)
@@ -258,35 +230,15 @@ def _file_tensors(
     opened: Shards, family: Family, quantisation: Quantisation | None
 ) -> Iterator[tuple[str, SourceTensor]]:
     """Names without what precedes those of the language model; scales with the blocks that they belong to."""
-    used: set[str] = set()
-    if quantisation is not None:
-        quantised, used = quantised_tensors(opened, quantisation)
-        for theirs, tensor in quantised:
-            if not theirs.startswith(family.hf_ignored):
-                yield without_prefix(theirs, family), tensor
-    scales = {
-        theirs.removesuffix(SCALES): (file, entry)
+    composed, used = made_tensors(opened, quantisation)
+    plain = (
+        (theirs, tensor_of(file, theirs, entry))
         for file, entries in opened
         for theirs, entry in entries.items()
-        if theirs.endswith(SCALES)
-    }
-    for theirs, parts in _sparse_parts(opened).items():
-        yield without_prefix(theirs, family), bitmask_tensor(theirs, parts)
-    for file, entries in opened:
-        for theirs, entry in entries.items():
-            if (
-                theirs.startswith(family.hf_ignored)
-                or theirs.endswith(SCALES)
-                or part_of(theirs)
-                or theirs in used
-            ):
-                continue
-            stem = theirs.removesuffix(BLOCKS)
-            if stem != theirs and stem in scales:
-                tensor = mxfp4_tensor(file, theirs, entry, *scales[stem])
-                theirs = f"{stem}.mxfp4"
-            else:
-                tensor = tensor_of(file, theirs, entry)
+        if theirs not in used and not theirs.startswith(family.hf_ignored)
+    )
+    for theirs, tensor in (*composed, *plain):
+        if not theirs.startswith(family.hf_ignored):
             yield without_prefix(theirs, family), tensor
 
 
@@ -296,16 +248,6 @@ def _is_zero_bias(name: str, tensor: SourceTensor) -> bool:
         return False
     numbers = tensor.rows(0, 1)
     return isinstance(numbers, np.ndarray) and not numbers.any()
-
-
-def _sparse_parts(opened: Shards) -> dict[str, dict[str, Found]]:
-    """Tensors that are parts of sparse matrices, by the name of the matrix and that of the part."""
-    parts: dict[str, dict[str, Found]] = {}
-    for file, entries in opened:
-        for theirs, entry in entries.items():
-            if (place := part_of(theirs)) is not None:
-                parts.setdefault(place[0], {})[place[1]] = file, entry
-    return parts
 
 
 def without_prefix(theirs: str, family: Family) -> str:

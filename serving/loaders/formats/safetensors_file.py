@@ -10,9 +10,8 @@ import numpy as np
 from phasewise._safetensors import LENGTH_BYTES, TensorEntry, entries_of, header_bytes
 from phasewise.cython_kernels.packing import Array, from_bf16
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.formats.gguf_blocks import BLOCK_TYPES, decode_rows
 from phasewise.serving.loaders.formats.model_directory import ModelDirectory
-from phasewise.serving.loaders.forms import BF16, F16, F32, Rows, WeightForm
+from phasewise.serving.loaders.forms import BF16, F16, F32, WeightForm
 from phasewise.serving.loaders.source import SourceFile, SourceTensor, parse_json_object
 
 Shards = list[tuple[SourceFile, dict[str, TensorEntry]]]
@@ -48,43 +47,6 @@ def tensor_of(file: SourceFile, name: str, entry: TensorEntry) -> SourceTensor:
         return _numbers(raw, entry.dtype).reshape(stop - start, -1)
 
     return SourceTensor(entry.dtype, shape, entry.n_bytes, form, rows)
-
-
-def mxfp4_tensor(
-    file: SourceFile, name: str, blocks: TensorEntry, scale_file: SourceFile, scales: TensorEntry
-) -> SourceTensor:
-    """A stack of matrices [experts, outputs, inputs] in MXFP4: blocks [experts, outputs, inputs / 32, 16] of
-    two numbers a byte, the even one low, and an exponent for each block."""
-    shape, scales_shape = blocks.shape, scales.shape
-    if (
-        blocks.dtype != "U8"
-        or scales.dtype != "U8"
-        or len(shape) != 4
-        or shape[3] != 16
-        or shape[:3] != scales_shape
-    ):
-        raise ModelError(
-            f"{file.path} has {name} as {blocks.dtype} {shape} with scales {scales.dtype} {scales_shape}:"
-            " MXFP4 is U8 [experts, outputs, inputs / 32, 16] with scales [experts, outputs, inputs / 32]"
-        )
-    if 0 in shape:
-        raise ModelError(f"{file.path} has {name} as {shape}: nothing in it")
-    per_row = shape[2]
-
-    def rows(start: int, stop: int) -> Rows:
-        count = stop - start
-        packed = np.frombuffer(
-            file.read(blocks.offset + start * per_row * 16, count * per_row * 16), np.uint8
-        )
-        exponents = np.frombuffer(scale_file.read(scales.offset + start * per_row, count * per_row), np.uint8)
-        pairs = packed.reshape(count, per_row, 16)
-        codes = np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(count, per_row, 2, 16)
-        halves = codes[:, :, 0] | codes[:, :, 1] << 4
-        raw = np.concatenate([exponents.reshape(count, per_row, 1), halves], axis=2)
-        return decode_rows("MXFP4", raw.tobytes(), count)
-
-    form = BLOCK_TYPES["MXFP4"].form
-    return SourceTensor("MXFP4", (*shape[:2], per_row * 32), blocks.n_bytes + scales.n_bytes, form, rows)
 
 
 def _numbers(raw: bytes, dtype: str) -> Array:

@@ -22,6 +22,8 @@ from phasewise.serving.loaders.source import SourceTensor
 
 E4M3_BITS, E4M3_LARGEST, E4M3_SMALLEST_EXPONENT = 4, 448.0, -9
 NVFP4_GROUP, MXFP4_GROUP = 16, 32
+STACK = ("blocks", "scales")
+MXFP4 = form_of(BlockRows("mxfp4", np.zeros((1, 32), np.uint8), np.zeros((1, 1), np.uint8), None, None, None))
 
 
 def _e4m3_values() -> Array:
@@ -91,10 +93,26 @@ def mxfp4_tensor(name: str, parts: Parts, quantisation: Quantisation) -> SourceT
         exponents = read.raw("weight_scale", "u1", start, stop)
         return BlockRows("mxfp4", _nibbles(read, start, stop), exponents, None, None, None)
 
-    form = form_of(
-        BlockRows("mxfp4", np.zeros((1, 32), np.uint8), np.zeros((1, 1), np.uint8), None, None, None)
-    )
-    return SourceTensor("MXFP4", (n, k), read.n_bytes, form, rows)
+    return SourceTensor("MXFP4", (n, k), read.n_bytes, MXFP4, rows)
+
+
+def mxfp4_stack(name: str, parts: Parts) -> SourceTensor:
+    """A stack of matrices [experts, outputs, inputs] in MXFP4: blocks [experts, outputs, inputs / 32, 16] of
+    two numbers a byte, the even one low, and an exponent for each block."""
+    read = PartReader(name, parts, STACK)
+    shape = read.entry("blocks", ("U8",), (4,)).shape
+    read.expect("blocks", (*shape[:3], MXFP4_GROUP // 2))
+    read.entry("scales", ("U8",), (3,))
+    read.expect("scales", shape[:3])
+    per_row = shape[2]
+
+    def rows(start: int, stop: int) -> BlockRows:
+        first, count = start * per_row, (stop - start) * per_row
+        pairs = read.some("blocks", "u1", first * 16, count * 16).reshape(stop - start, -1)
+        exponents = read.some("scales", "u1", first, count).reshape(stop - start, -1)
+        return BlockRows("mxfp4", _in_pairs(pairs), exponents, None, None, None)
+
+    return SourceTensor("MXFP4", (*shape[:2], per_row * MXFP4_GROUP), read.n_bytes, MXFP4, rows)
 
 
 def _packed_shape(read: PartReader) -> tuple[int, int]:
@@ -103,9 +121,12 @@ def _packed_shape(read: PartReader) -> tuple[int, int]:
 
 
 def _nibbles(read: PartReader, start: int, stop: int) -> Array:
+    return _in_pairs(read.raw("weight_packed", "u1", start, stop))
+
+
+def _in_pairs(raw: Array) -> Array:
     """Two numbers a byte, the even one low."""
-    raw = read.raw("weight_packed", "u1", start, stop)
-    return np.stack([raw & 15, raw >> 4], axis=-1).reshape(stop - start, -1)
+    return np.stack([raw & 15, raw >> 4], axis=-1).reshape(len(raw), -1)
 
 
 def _scale_reader(

@@ -26,7 +26,7 @@ def packed_tensor(name: str, parts: Parts, quantisation: Quantisation) -> Source
     read = PartReader(
         name, parts, ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
     )
-    n, k = _stated_shape(read)
+    n, k = read.stated_shape("weight_shape")
     words = read.entry("weight_packed", ("I32",)).shape
     bits = words[1] * WORD_BITS // k
     if not 1 <= bits <= 8 or words != (n, -(-k * bits // WORD_BITS)):
@@ -115,14 +115,6 @@ def gptq_tensor(name: str, parts: Parts, quantisation: Quantisation) -> SourceTe
 
 def _tensor(kind: str, read: PartReader, weight: IntegerWeight) -> SourceTensor:
     return SourceTensor(kind, (weight.n, weight.k), read.n_bytes, weight.form, weight.reader())
-
-
-def _stated_shape(read: PartReader) -> tuple[int, int]:
-    entry = read.entry("weight_shape", ("I64", "I32"), (1, 2))
-    sizes = read.raw("weight_shape", "<i8" if entry.dtype == "I64" else "<i4").ravel().tolist()
-    if len(sizes) != 2 or not all(1 <= size < 1 << 31 for size in sizes):
-        raise ModelError(f"{read.what} says that it is {sizes!r:.60}: two sizes expected")
-    return int(sizes[0]), int(sizes[1])
 
 
 def _scales_by_output(read: PartReader, n: int) -> Array:

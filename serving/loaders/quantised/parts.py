@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 
 import numpy as np
@@ -19,34 +20,27 @@ PARTS = (
     "weight_packed", "weight_scale", "weight_scale_inv", "weight_zero_point", "weight_shape", "weight_g_idx",
     "weight_global_scale", "qweight", "qzeros", "scales", "g_idx",
 )  # fmt: skip
+SPARSE = ("compressed", "bitmask", "shape", "row_offsets")
 OF_INPUTS = ("input_scale", "input_zero_point", "input_global_scale")
 """Scales of inputs that others round once and for all; here rows are rounded one by one, or not at all."""
 FLOATS = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 MAX_DIM = 1 << 31
 
 
-def quantised_parts(opened: Opened) -> tuple[dict[str, dict[str, Found]], set[str]]:
-    """Parts by the names of the weights that they make, and the names of all tensors that are parts."""
+def parts_in(opened: Opened, ends: Iterable[str], mark: str = ".") -> dict[str, dict[str, Found]]:
+    """Tensors whose names end in one of these, behind a mark, by what stands before it. ModelError for one
+    that is there twice."""
     parts: dict[str, dict[str, Found]] = {}
-    plain: dict[str, Found] = {}
-    used: set[str] = set()
     for file, entries in opened:
         for theirs, entry in entries.items():
-            stem, _, last = theirs.rpartition(".")
-            if last in PARTS:
-                own = parts.setdefault(f"{stem}.weight", {})
-                if last in own:
-                    raise ModelError(f"{file.path} has the tensor {theirs!r:.80} twice")
-                own[last] = file, entry
-            elif last not in OF_INPUTS:
-                plain[theirs] = file, entry
+            stem, _, last = theirs.rpartition(mark)
+            if last not in ends:
                 continue
-            used.add(theirs)
-    for name, tensors in parts.items():
-        if name in plain:
-            tensors["weight"] = plain[name]
-            used.add(name)
-    return parts, used
+            own = parts.setdefault(stem, {})
+            if last in own:
+                raise ModelError(f"{file.path} has the tensor {theirs!r:.80} twice")
+            own[last] = file, entry
+    return parts
 
 
 class PartReader:
@@ -66,12 +60,18 @@ class PartReader:
     def n_bytes(self) -> int:
         return sum(entry.n_bytes for _, entry in self._parts.values())
 
-    def entry(self, part: str, dtypes: Iterable[str], n_dims: Iterable[int] = (2,)) -> TensorEntry:
+    def entry(
+        self, part: str, dtypes: Iterable[str], n_dims: Iterable[int] = (2,), *, may_be_empty: bool = False
+    ) -> TensorEntry:
         """The part's entry, of one of these types and numbers of dimensions."""
         if part not in self._parts:
             raise ModelError(f"{self.what} lacks its {part}: the file is damaged")
         entry = self._parts[part][1]
-        if entry.dtype not in dtypes or len(entry.shape) not in n_dims or 0 in entry.shape:
+        if (
+            entry.dtype not in dtypes
+            or len(entry.shape) not in n_dims
+            or (0 in entry.shape and not may_be_empty)
+        ):
             raise ModelError(
                 f"{self.what} has {part} as {entry.dtype} {entry.shape}: {', '.join(dtypes)} expected"
             )
@@ -96,8 +96,28 @@ class PartReader:
     def floats(self, part: str) -> Array:
         """All of a part of plain numbers, as float32."""
         entry = self.entry(part, FLOATS, (0, 1, 2))
-        numbers = self.raw(part, FLOATS[entry.dtype])
-        return from_bf16(numbers) if entry.dtype == "BF16" else numbers.astype(np.float32)
+        return self.some_floats(part, 0, math.prod(entry.shape)).reshape(entry.shape)
+
+    def some_floats(self, part: str, first: int, count: int) -> Array:
+        """So many numbers of it, from one on."""
+        dtype = self._parts[part][1].dtype
+        numbers = self.some(part, FLOATS[dtype], first, count)
+        return from_bf16(numbers) if dtype == "BF16" else numbers.astype(np.float32)
+
+    def some(self, part: str, dtype: str, first: int, count: int) -> Array:
+        """Entries of a part from one on, without their places in rows. ModelError where there are fewer."""
+        (file, entry), size = self._parts[part], np.dtype(dtype).itemsize
+        if (first + count) * size > entry.n_bytes:
+            raise ModelError(f"{self.what} has too few numbers in {part}")
+        return np.frombuffer(file.read(entry.offset + first * size, count * size), dtype)
+
+    def stated_shape(self, part: str) -> tuple[int, int]:
+        """Two sizes, which a part holds."""
+        entry = self.entry(part, ("I64", "I32"), (1, 2))
+        sizes = self.raw(part, "<i8" if entry.dtype == "I64" else "<i4").ravel().tolist()
+        if len(sizes) != 2 or not all(1 <= size < MAX_DIM for size in sizes):
+            raise ModelError(f"{self.what} says that it is {sizes!r:.60}: two sizes expected")
+        return int(sizes[0]), int(sizes[1])
 
     def group_order(self, part: str, k: int, groups: int) -> Array | None:
         """The group of each input; None where one is -1: compressed-tensors' word for runs."""

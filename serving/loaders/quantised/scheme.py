@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.formats.bitmask_tensors import check_compression
 
 Method = Literal["compressed-tensors", "awq", "gptq", "fp8"]
 Fields = Mapping[str, Any]
 
 METHODS: tuple[Method, ...] = ("compressed-tensors", "awq", "gptq", "fp8")
+SPARSE_FORMATS = ("sparse-bitmask", "sparse-24-bitmask")
 DENSE_METHODS = ("mxfp4",)  # whose tensors say themselves what they are
 COMPRESSED_FORMATS = (
     "pack-quantized",
@@ -92,6 +92,16 @@ def quantisation_of(
             f"{what} has quantization_config = {method!r:.60}, which cannot run: {', '.join(METHODS)} can"
         )
     return _READERS[method](config, what)
+
+
+def check_compression(config: Mapping[str, Any], what: str) -> None:
+    """ModelError unless a compressed-tensors config asks for nothing but the formats that are read here."""
+    own, sparsity, can = config.get("format"), config.get("sparsity_config"), ", ".join(SPARSE_FORMATS)
+    sparse_format = sparsity.get("format") if isinstance(sparsity, Mapping) else None
+    if config.get("config_groups") or own not in (None, "dense", *SPARSE_FORMATS):
+        raise ModelError(f"{what} asks for compressed-tensors' format {own!r:.60}: {can} can be read")
+    if sparse_format not in (None, "dense", *SPARSE_FORMATS):
+        raise ModelError(f"{what} asks for the sparse format {sparse_format!r:.60}: {can} can be read")
 
 
 def _compressed(config: Fields, what: str) -> Quantisation | None:

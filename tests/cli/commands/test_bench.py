@@ -16,8 +16,7 @@ from typing import Any
 
 import pytest
 
-from phasewise.cli.commands.bench.run import FOREIGN
-from phasewise.cli.commands.bench.run_text import table_of
+from phasewise.cli.commands.bench.run import FOREIGN, table_of
 from phasewise.tuner.machine_limits import PIECES
 from phasewise.workflows.bench.model_speed import ModelRow, bench_rows
 from tests.cli import command

@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from phasewise.cli.commands.bench.kernels_text import as_csv, draw_rows, table_of
+from phasewise.cli.commands.bench.kernels import csv_of, draw_rows, table_of
 from phasewise.cli.tables import as_json
 from phasewise.cython_kernels import _native
 from phasewise.kerneldb.records import Problem, Schedule
@@ -168,7 +168,7 @@ def test_every_form_has_every_row() -> None:
         kernel_row(m=4, weight_format="f16", peers={"torch": 4000}, n_rounds=5),
     ]
 
-    table = list(csv.DictReader(io.StringIO(as_csv(rows))))
+    table = list(csv.DictReader(io.StringIO(csv_of(rows))))
 
     assert rows_from_json(as_json(rows)) == rows
     assert [(r["format"], r["m"], r["torch_ns"], r["mkl_ns"]) for r in table] == [

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from phasewise.tuner.predictor.encoded import RIDGES, WIDTHS
-from phasewise.workflows.predict_len.kept_scores import name_of
-from phasewise.workflows.predict_len.prompt_vectors import find_encoder_to_learn
+from phasewise.workflows.predict_len.inputs import find_encoder_to_learn
+from phasewise.workflows.predict_len.judge import name_of
 from tests.cli import command
 from tests.support.models.encoder_models import write_encoder
 from tests.support.models.length_examples import made_up, write_log

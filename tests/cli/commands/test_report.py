@@ -23,8 +23,8 @@ from phasewise.kerneldb.records import Comparison, Problem, StepTime
 from phasewise.kerneldb.store import open_store
 from phasewise.topology import read_machine
 from phasewise.tuner.config.storage import StudyFacts, TrialFacts, open_storage, quiet, read_studies
+from phasewise.tuner.machine_limits import Roofline
 from phasewise.tuner.plans import machine_key
-from phasewise.tuner.roofline import Roofline
 from phasewise.workflows.errors import WorkflowError
 from phasewise.workflows.machine_report.facts import report_of
 from phasewise.workflows.machine_report.page import page

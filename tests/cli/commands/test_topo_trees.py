@@ -18,8 +18,7 @@ from phasewise.topology import Machine, read_lstopo
 from phasewise.tuner.errors import PlanError
 from phasewise.tuner.plans import RankCores, ServicePlan, default_plan, machine_key
 from phasewise.tuner.topotree import OperatorLimits, configurations, fundamental, parse
-from phasewise.workflows.topo.machine_facts import picture_groups
-from phasewise.workflows.topo.plan_json import model_name, plan_fields, read_plans
+from phasewise.workflows.topo.plan_json import model_name, picture_groups, plan_fields, read_plans
 from phasewise.workflows.topo.trees_json import trees_fields
 from tests.cli import command
 from tests.support.machines.paper_machines import epyc, kunpeng

@@ -15,7 +15,7 @@ from phasewise._words import LOW_LIMIT
 from phasewise.kerneldb.records import Problem, Sample, Schedule
 from phasewise.serving.ranks.rank_teams import weighed_team
 from phasewise.tuner import timing
-from phasewise.tuner.roofline import Roofline
+from phasewise.tuner.machine_limits import Roofline
 from phasewise.tuner.timing import Duel
 from phasewise.workflows.tune_kernels import rounds
 from tests.cli import command

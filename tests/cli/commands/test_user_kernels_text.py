@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phasewise.cli.commands.kernels.text import tuned_text
-from phasewise.ir.original import NAME
+from phasewise.ir.printing import NAME
 from phasewise.kerneldb.fields import Choice
 from phasewise.kerneldb.records import Comparison, UserProblem
 from phasewise.tuner import timing
+from phasewise.workflows.user_kernels.files import call_parts
 from phasewise.workflows.user_kernels.tune import ShapeOutcome
-from phasewise.workflows.user_kernels.turns import call_parts
 
 AUTHORS: Choice = ((NAME, 7),)
 FIRST, SECOND, THIRD = ((("u", value),) for value in (1, 2, 4))

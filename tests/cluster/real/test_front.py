@@ -137,7 +137,7 @@ def test_a_block_is_given_back_when_the_instance_that_may_write_has_ended() -> N
         out = server.next_out()
         assert isinstance(out, Answer)
         assert out.text == "b"
-        assert server.front.n_requests_rerun == 1
+        assert server.front.recoveries().requests_rerun == 1
         assert server.front.counts.failed == {"instance": 1}
 
 
@@ -174,7 +174,8 @@ def test_an_answer_that_has_begun_goes_on_after_what_was_given_out() -> None:
         out = server.next_out()
         assert isinstance(out, Answer)
         assert (out.request_id, out.text, out.finish_reason) == ("r", "d", "length")
-        assert (server.front.n_answers_continued, server.front.n_requests_rerun) == (1, 0)
+        counts = server.front.recoveries()
+        assert (counts.answers_continued, counts.requests_rerun) == (1, 0)
         assert not server.progress
 
 
@@ -212,7 +213,7 @@ def test_an_answer_that_goes_on_is_divided_as_any_other() -> None:
             if n_known == 100:
                 tokens[-1].ready()
 
-        assert server.front.n_answers_continued >= 2
+        assert server.front.recoveries().answers_continued >= 2
 
 
 def test_a_begun_answer_waits_until_an_instance_is_there() -> None:
@@ -252,7 +253,7 @@ def test_an_answer_comes_further_or_ends() -> None:
 
         assert isinstance(out, Failure)
         assert isinstance(out.error, RankLost)
-        assert server.front.n_answers_continued == 6
+        assert server.front.recoveries().answers_continued == 6
 
 
 def test_a_hand_over_that_fails_is_counted_and_runs_again_as_a_whole() -> None:

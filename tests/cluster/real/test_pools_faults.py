@@ -128,8 +128,8 @@ def test_all_requests_go_on_where_a_rank_is_killed(model: Path, roles: tuple[str
         os.kill(ranks_of(server.front.pids[0])[0], signal.SIGKILL)
         server.wait_for(len(requests))
 
-        assert server.front.n_ranks_replaced == 1
-        assert server.front.n_requests_rerun + server.front.n_answers_continued > 0
+        assert server.front.recoveries().ranks_replaced == 1
+        assert server.front.recoveries().requests_rerun + server.front.recoveries().answers_continued > 0
         assert not server.failures
         assert tokens(server.pieces) == whole
 
@@ -168,5 +168,5 @@ def test_an_instance_lives_and_answers_others_while_a_grammar_is_compiled(
         (tmp_path / "open").touch()
         server.wait_for(len(numbers))
 
-        assert server.front.n_ranks_replaced == 0
+        assert server.front.recoveries().ranks_replaced == 0
         assert all(texts(server.pieces)[number.request_id].strip("-").isdigit() for number in numbers)

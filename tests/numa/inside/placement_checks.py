@@ -28,7 +28,7 @@ from phasewise.serving.ranks.rank_layout import RankLayout
 from phasewise.serving.ranks.shared_weights import panels_by_node
 from phasewise.topology import Kind, read_machine
 from phasewise.tuner.doctor import Host
-from phasewise.tuner.doctor.placement import computing_processes
+from phasewise.tuner.doctor.memory import computing_processes
 from phasewise.tuner.plans import PHASES, Phase, ServicePlan, rank_on
 from phasewise.workflows.opening.memory_placement import place
 from tests.numa.checks import Figures, check

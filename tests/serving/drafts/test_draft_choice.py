@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from phasewise.serving.batch import Batch, SequenceSlice
 from phasewise.serving.drafts.agreement import Agreement
 from phasewise.serving.drafts.lengths import LEAST_GAIN, choose_lengths, fixed_lengths
-from phasewise.serving.drafts.lookup import LookupDrafter
+from phasewise.serving.drafts.lookup import MOST_MATCHED, LookupDrafter, Repeats
 from phasewise.serving.drafts.model_drafter import ModelDrafter
-from phasewise.serving.drafts.repeats import MOST_MATCHED, Repeats
 from phasewise.serving.drafts.step_costs import StepCosts
 from phasewise.serving.sampling.sampling import GREEDY, Sampler, SamplingParams, sample_run
 from phasewise.serving.scheduling.request import LiveSequence, Request

@@ -95,7 +95,9 @@ def ask(name: str, prompt: str, max_tokens: int = 12) -> Submit:
 @contextmanager
 def running(engine: Engine) -> Iterator[tuple[EngineThread, Heard]]:
     heard = Heard()
-    thread = EngineThread(engine, heard.deliver, heard.lost.set, Restarts(most=1, first_pause_s=0.001))
+    thread = EngineThread(
+        engine, heard.deliver, heard.lost.set, restarts=Restarts(most=1, first_pause_s=0.001)
+    )
     thread.start()
     try:
         yield thread, heard
@@ -140,8 +142,8 @@ def test_no_request_is_lost_whatever_cores_come_and_go(
 
     for index, prompt in enumerate(prompts):
         assert text_of(heard.outs[str(index)]) == alone[prompt]
-    assert thread.n_core_moves == len(ranks.moves)
-    assert thread.n_ranks_replaced == 0
+    assert thread.recoveries().core_moves == len(ranks.moves)
+    assert thread.recoveries().ranks_replaced == 0
 
 
 def same_as_seen(engine: Engine, cores: Cores) -> bool:
@@ -157,7 +159,7 @@ def test_an_idle_engine_moves_too() -> None:
     with running(engine) as (thread, _):
         assert thread.threads() == {"prefill": 2, "decode": 2}
         cores.allowed = (1,)
-        assert eventually(lambda: thread.n_core_moves == 1)
+        assert eventually(lambda: thread.recoveries().core_moves == 1)
         assert thread.threads() == {"prefill": 1, "decode": 1}
 
     assert ranks.moves == [(1,)]
@@ -171,7 +173,7 @@ def test_what_changes_no_plan_moves_nothing() -> None:
     engine.cores = CoreWatch(plans_on((0, 1)), lambda: next(quotas), cores.replan, every_s=0.001)
     with running(engine) as (thread, _):
         assert eventually(lambda: cores.n_plans > 3)
-        assert thread.n_core_moves == 0
+        assert thread.recoveries().core_moves == 0
 
     assert ranks.moves == []
 
@@ -184,9 +186,9 @@ def test_plans_that_cannot_be_had_yet_are_asked_for_again(caplog: pytest.LogCapt
         cores.fails_with = RanksError("the database is busy")
         cores.allowed = (0,)
         assert eventually(lambda: cores.n_plans > 3)
-        assert thread.n_core_moves == 0
+        assert thread.recoveries().core_moves == 0
         cores.fails_with = None
-        assert eventually(lambda: thread.n_core_moves == 1)
+        assert eventually(lambda: thread.recoveries().core_moves == 1)
 
     assert sum("the database is busy" in record.message for record in caplog.records) == 1
 

@@ -165,7 +165,7 @@ def eventually(holds: Callable[[], bool]) -> bool:
 def running(ranks: FakeRanks, most: int = 5) -> Iterator[tuple[EngineThread, Heard]]:
     heard = Heard()
     restarts = Restarts(most=most, first_pause_s=0.001)
-    thread = EngineThread(make_engine(ranks), heard.deliver, heard.lost.set, restarts)
+    thread = EngineThread(make_engine(ranks), heard.deliver, heard.lost.set, restarts=restarts)
     thread.start()
     yield thread, heard
     assert thread.stop()
@@ -185,7 +185,7 @@ def test_a_rank_that_dies_while_nobody_asks_is_replaced_at_once() -> None:
         answered(thread, heard, "r")
 
     assert text_of(heard.of("r")) == "bcdef"
-    assert (thread.n_ranks_replaced, thread.n_requests_rerun) == (1, 0)
+    assert (thread.recoveries().ranks_replaced, thread.recoveries().requests_rerun) == (1, 0)
 
 
 def test_a_rank_that_dies_in_the_first_step_is_not_noticed_by_the_client() -> None:
@@ -196,7 +196,7 @@ def test_a_rank_that_dies_in_the_first_step_is_not_noticed_by_the_client() -> No
         answered(thread, heard, "r")
 
     assert text_of(heard.of("r")) == "bcdef"
-    assert (thread.n_ranks_replaced, thread.n_requests_rerun) == (1, 1)
+    assert (thread.recoveries().ranks_replaced, thread.recoveries().requests_rerun) == (1, 1)
 
 
 def test_an_answer_that_had_begun_goes_on() -> None:
@@ -209,7 +209,7 @@ def test_an_answer_that_had_begun_goes_on() -> None:
 
     assert [text_of(heard.of(name)) for name in "rs"] == ["bcdef", "bcdef"]
     assert ranks.n_reopened == 1
-    assert (thread.n_requests_rerun, thread.n_answers_continued) == (0, 1)
+    assert (thread.recoveries().requests_rerun, thread.recoveries().answers_continued) == (0, 1)
 
 
 def test_starting_anew_is_tried_again() -> None:
@@ -275,7 +275,9 @@ def test_an_engine_can_be_stopped_while_it_waits_to_try_again() -> None:
     ranks = FakeRanks()
     ranks.reopen_errors = [RanksError("not yet")] * 9
     heard = Heard()
-    thread = EngineThread(make_engine(ranks), heard.deliver, heard.lost.set, Restarts(first_pause_s=60))
+    thread = EngineThread(
+        make_engine(ranks), heard.deliver, heard.lost.set, restarts=Restarts(first_pause_s=60)
+    )
     thread.start()
     thread.send(ask("r"))
     ranks.lose()

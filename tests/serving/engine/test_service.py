@@ -25,8 +25,9 @@ from phasewise.serving.engine.engine_thread import EngineThread  # noqa: E402
 from phasewise.serving.http.http_settings import HttpLimits, RequestFacts  # noqa: E402
 from phasewise.serving.http.transport.listening import TcpAddress  # noqa: E402
 from phasewise.serving.loaders import load_model  # noqa: E402
+from phasewise.serving.model_table import ModelTable, Predictor, TextRow  # noqa: E402
 from phasewise.serving.pools.contract import Estimate  # noqa: E402
-from phasewise.serving.service import Predictor, ServiceSettings, run_service  # noqa: E402
+from phasewise.serving.service import ServiceSettings, run_service  # noqa: E402
 from phasewise.topology import read_machine  # noqa: E402
 from phasewise.tuner.plans import default_plan  # noqa: E402
 
@@ -70,8 +71,8 @@ def serve(opened: start.OpenEngine, predictor: Predictor, work: Callable[[str], 
             if line.startswith("listening"):
                 worker.start()
 
-        settings = ServiceSettings(("tiny",), HttpLimits(), predictor=predictor)
-        run_service(opened, settings, address, report, partial(EngineThread, opened.engine))
+        row = TextRow(opened, ("tiny",), partial(EngineThread, opened.engine), predictor=predictor)
+        run_service(ModelTable([row]), ServiceSettings(HttpLimits()), address, report)
         worker.join()
 
 

@@ -17,8 +17,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from phasewise.serving.engine.engine import Engine
-from phasewise.serving.engine.engine_host import Deliver
+from phasewise.serving.engine.engine_host import Deliver, SharedCores
 from phasewise.serving.engine.engine_thread import EngineThread
 from phasewise.serving.engine.messages import Abort, Answer, Delivery, EngineLoad, Submit
 from phasewise.serving.engine.several_engines import SeveralEngines, Turns
@@ -57,16 +56,9 @@ def test_a_request_reaches_the_engine_of_its_model_and_loads_add_up() -> None:
     engines = {name: make_engine(rank) for name, rank in ranks.items()}
     engines["up"].pacing, engines["same"].pacing = Pacing(1, 64), Pacing(10**12, 64)
     came: list[Delivery] = []
-    host = SeveralEngines(
-        {
-            name: lambda deliver, on_lost, turn, engine=engine: EngineThread(
-                engine, deliver, on_lost, turn=turn
-            )  # type: ignore[misc]
-            for name, engine in engines.items()
-        },
-        came.append,
-        lambda: None,
-    )
+    host = SeveralEngines(came.append)
+    for name, engine in engines.items():
+        host.put(name, partial(EngineThread, engine))
     host.start()
     for name in engines:
         host.send(Submit(f"r-{name}", (97,), 4, GREEDY, model=name))
@@ -95,19 +87,46 @@ def test_a_request_reaches_the_engine_of_its_model_and_loads_add_up() -> None:
     assert host.state == "running" or not host.is_alive
 
 
+def test_requests_of_batches_wait_while_another_engine_computes_for_others() -> None:
+    """Not those of others to the same engine. Later nothing is left of any."""
+    came: list[Delivery] = []
+    host = SeveralEngines(came.append)
+    for name in ("batches", "busy"):
+        host.put(name, partial(EngineThread, make_engine(FakeRanks(next_letter))))
+    host.start()
+
+    def steps() -> list[str]:
+        return [delivery.stats.model for delivery in list(came) if delivery.stats is not None]
+
+    def ends() -> set[str]:
+        outs = [out for delivery in list(came) for out in delivery.outs if isinstance(out, Answer)]
+        return {out.request_id for out in outs if out.finish_reason is not None}
+
+    host.send(Submit("long", (97,), 1000, GREEDY, model="busy"))
+    until(lambda: "busy" in steps(), "it does not begin")
+    host.send(Submit("batch", (97,), 8, GREEDY, model="batches", in_shadow=True))
+    until(lambda: ends() == {"long", "batch"}, "they do not end")
+    n_busy = steps().count("busy")
+    assert steps()[:n_busy] == ["busy"] * n_busy
+
+    host.send(Submit("longer", (97,), 1000, GREEDY, model="busy"))
+    until(lambda: steps().count("busy") > n_busy, "it does not begin")
+    host.send(Submit("batch too", (97,), 8, GREEDY, model="batches", in_shadow=True))
+    host.send(Submit("short", (97,), 2, GREEDY, model="batches"))
+    until(lambda: "short" in ends(), "it waits with those of batches")
+    assert "longer" not in ends()
+    until(lambda: "batch too" in ends(), "it does not go on")
+    assert host.stop()
+
+
 @pytest.mark.slow
 def test_one_engine_that_is_lost_is_a_lost_server() -> None:
     ranks = FakeRanks()
     ranks.reopen_errors = [RanksError("no")] * 100
     lost = threading.Event()
-    host = SeveralEngines(
-        {
-            "a": lambda deliver, on_lost, turn: EngineThread(make_engine(ranks), deliver, on_lost, turn=turn),
-            "b": lambda deliver, on_lost, turn: EngineThread(make_engine(), deliver, on_lost, turn=turn),
-        },
-        lambda _delivery: None,
-        lost.set,
-    )
+    host = SeveralEngines(lambda _delivery: None, lost.set)
+    host.put("a", partial(EngineThread, make_engine(ranks)))
+    host.put("b", partial(EngineThread, make_engine()))
     host.start()
     ranks.lose()
     assert lost.wait(60)
@@ -163,16 +182,13 @@ def test_each_model_has_a_fingerprint_of_its_own() -> None:
     engines = {name: make_engine(FakeRanks()) for name in ("one", "other")}
     for name, engine in engines.items():
         engine.fingerprint = replace(FINGERPRINT, weights=name)
-    opens = {name: partial(_thread_of, engine) for name, engine in engines.items()}
-    host = SeveralEngines(opens, lambda delivery: None, lambda: None)
+    host = SeveralEngines(lambda delivery: None)
+    for name, engine in engines.items():
+        host.put(name, partial(EngineThread, engine))
 
     assert [host.fingerprint(name) for name in engines] == [
         model_engine.fingerprint for model_engine in engines.values()
     ]
-
-
-def _thread_of(engine: Engine, deliver: Deliver, on_lost: Callable[[], None], turn: Turns) -> EngineThread:
-    return EngineThread(engine, deliver, on_lost, turn=turn)
 
 
 def test_the_newest_sum_of_loads_is_delivered_last() -> None:
@@ -181,9 +197,11 @@ def test_the_newest_sum_of_loads_is_delivered_last() -> None:
     deliver_of: dict[str, Deliver] = {}
     is_inside, is_later = threading.Event(), threading.Event()
 
-    def open_one(name: str, deliver: Deliver, on_lost: Callable[[], None], turn: Turns) -> EngineThread:
+    def open_one(
+        name: str, deliver: Deliver, on_lost: Callable[[], None], cores: SharedCores
+    ) -> EngineThread:
         deliver_of[name] = deliver
-        return EngineThread(make_engine(), deliver, on_lost, turn=turn)
+        return EngineThread(make_engine(), deliver, on_lost, cores)
 
     def deliver(delivery: Delivery) -> None:
         if not is_inside.is_set():
@@ -195,7 +213,9 @@ def test_the_newest_sum_of_loads_is_delivered_last() -> None:
         deliver_of["other"](loaded(3))
         is_later.set()
 
-    SeveralEngines({name: partial(open_one, name) for name in ("one", "other")}, deliver, lambda: None)
+    host = SeveralEngines(deliver)
+    for name in ("one", "other"):
+        host.put(name, partial(open_one, name))
     first = threading.Thread(target=lambda: deliver_of["one"](loaded(2)))
     first.start()
     assert is_inside.wait(60)

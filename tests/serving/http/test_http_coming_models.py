@@ -7,6 +7,7 @@ import math
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import anthropic
 import httpx
@@ -47,6 +48,41 @@ def test_drawn_requests_get_their_models_within_the_budget() -> None:
             assert folder.closed_while_computing == 0
             counts = server.shelf.counts
             until(lambda: counts.loads - counts.unloads == len(folder.opened), "a count is wrong")  # noqa: B023
+
+
+@pytest.mark.slow
+def test_a_batch_has_the_room_that_others_leave(tmp_path: Path) -> None:
+    """No model is unloaded for it; whoever waits for room ends its answers, which are computed again."""
+    with fake_folder(FOUR | {"xenon": 10}, 10, keep_s=0, batch_dir=tmp_path) as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0)
+        body = {"prompt": "p", "max_tokens": 200, "temperature": 0}
+        lines = [
+            {"custom_id": name, "method": "POST", "url": "/v1/completions", "body": {"model": name, **body}}
+            for name in ("a", "b", "xenon")
+        ]
+        content = "\n".join(map(json.dumps, lines)).encode()
+        file = client.files.create(file=("in.jsonl", content), purpose="batch")
+
+        may_run = threading.Event()
+        batch = client.batches.create(
+            input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
+        )
+        until(lambda: bool(server.folder.opened), "no model is loaded for the batch")
+        (first,) = list(server.folder.opened)
+        server.folder.opened[first].ranks.before_step = lambda: may_run.wait(0.01)
+        answer = server.complete("c", "q", 5)
+        assert answer.json()["choices"][0]["text"] == said_by("c", "q", 5)
+        may_run.set()
+        until(lambda: client.batches.retrieve(batch.id).status == "completed", "the batch does not end")
+        done = client.batches.retrieve(batch.id)
+        assert done.output_file_id is not None
+        assert done.error_file_id is not None
+        read = [json.loads(line) for line in client.files.content(done.output_file_id).text.splitlines()]
+        texts = {each["custom_id"]: each["response"]["body"]["choices"][0]["text"] for each in read}
+        assert texts == {name: said_by(name, "p", 200) for name in "ab"}
+        assert "could not be loaded" in client.files.content(done.error_file_id).text
+        assert server.folder.most_bytes <= 10
+        assert server.shelf.counts.loads == 4
 
 
 def test_the_least_recently_used_model_goes_first() -> None:

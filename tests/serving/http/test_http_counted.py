@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from phasewise.loadtest.energy import Energy, energy_in
+from phasewise.loadtest.outcome import Energy, energy_in
 from phasewise.serving.engine.messages import Answer, EngineLoad, StepStats, Submit
 from phasewise.serving.http.http_settings import RequestFacts
 from phasewise.serving.http.monitoring.access_log import AccessLog

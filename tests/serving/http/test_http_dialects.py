@@ -17,11 +17,10 @@ from phasewise.serving.http.errors import ApiError
 from phasewise.serving.http.requests.chat_schemas import ChatRequest, plain_names
 from phasewise.serving.http.requests.ollama_schemas import closed
 from tests.support.models.tool_templates import HERMES
-from tests.support.servers.fake_server import FakeServer
-from tests.support.servers.scripted_engine import ScriptedRanks, scripted_server
+from tests.support.servers.scripted_engine import Scripted, ScriptedRanks, scripted_server
 from tests.support.tiers import examples
 
-Running = tuple[FakeServer, ScriptedRanks]
+Running = Scripted
 GREEDY = {"temperature": 0}
 EVENTS: Any = TypeAdapter(ResponseStreamEvent)
 IMAGE = {

@@ -14,8 +14,7 @@ from pydantic import TypeAdapter
 
 from phasewise.serving.http.http_settings import HttpLimits
 from tests.support.models.tool_templates import HERMES
-from tests.support.servers.fake_server import FakeServer
-from tests.support.servers.scripted_engine import ScriptedRanks, scripted_server
+from tests.support.servers.scripted_engine import Scripted, ScriptedRanks, scripted_server
 
 EVENTS: Any = TypeAdapter(RawMessageStreamEvent)
 TOOLS: Any = [{"name": "add", "description": "sums", "input_schema": {"type": "object"}}]
@@ -23,7 +22,7 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"n": 1}}\n</tool_call>'
 HELLO: Any = [{"role": "user", "content": "hi"}]
 
 
-def asked(running: tuple[FakeServer, ScriptedRanks], **fields: Any) -> httpx.Response:
+def asked(running: Scripted, **fields: Any) -> httpx.Response:
     body = {"model": "fake", "messages": HELLO, "max_tokens": 200, "temperature": 0, **fields}
     return httpx.post(f"{running[0].url}/v1/messages", json=body, timeout=60)
 
@@ -45,7 +44,7 @@ def events_of(response: httpx.Response) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def client(running: tuple[FakeServer, ScriptedRanks]) -> Iterator[anthropic.Anthropic]:
+def client(running: Scripted) -> Iterator[anthropic.Anthropic]:
     with anthropic.Anthropic(base_url=running[0].url, api_key="any", max_retries=0, timeout=60) as opened:
         yield opened
 
@@ -72,9 +71,7 @@ def test_a_text_whole_and_streamed(client: anthropic.Anthropic, ranks: ScriptedR
     assert count.input_tokens == n_prompt
 
 
-def test_thoughts_text_and_calls_are_blocks(
-    running: tuple[FakeServer, ScriptedRanks], ranks: ScriptedRanks
-) -> None:
+def test_thoughts_text_and_calls_are_blocks(running: Scripted, ranks: ScriptedRanks) -> None:
     ranks.script = lambda _prompt: f"<think>\nHm.\n</think>\n\nI add.\n{CALL}\n{CALL}"
     whole = Message.model_validate(asked(running, tools=TOOLS).json())
     assert [block.type for block in whole.content] == ["thinking", "text", "tool_use", "tool_use"]
@@ -129,16 +126,14 @@ def test_an_agent_s_turns_reach_the_model(client: anthropic.Anthropic, ranks: Sc
 
 
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "add"}])
-def test_a_call_can_be_required(
-    running: tuple[FakeServer, ScriptedRanks], ranks: ScriptedRanks, choice: Any
-) -> None:
+def test_a_call_can_be_required(running: Scripted, ranks: ScriptedRanks, choice: Any) -> None:
     ranks.script = lambda _prompt: "no"
     wanted = {**choice, "disable_parallel_tool_use": True}
     said = Message.model_validate(asked(running, tools=TOOLS, tool_choice=wanted).json())
     assert [block.type for block in said.content] == ["tool_use"]
 
 
-def test_why_an_answer_ended(running: tuple[FakeServer, ScriptedRanks], ranks: ScriptedRanks) -> None:
+def test_why_an_answer_ended(running: Scripted, ranks: ScriptedRanks) -> None:
     ranks.script = lambda _prompt: "one two three"
 
     def ending(**fields: Any) -> tuple[str, str | None, str]:
@@ -195,7 +190,7 @@ def _of_user(*blocks: Any) -> Any:
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_in_the_client_s_shape(
-    running: tuple[FakeServer, ScriptedRanks], fields: dict[str, Any], named: str
+    running: Scripted, fields: dict[str, Any], named: str
 ) -> None:
     refusal = asked(running, **fields)
     said = refusal.json()
@@ -221,9 +216,7 @@ def test_the_key_comes_in_either_header() -> None:
             client.messages.create(model="fake", max_tokens=9, messages=HELLO)
 
 
-def test_a_failure_within_a_stream_is_an_error_event(
-    running: tuple[FakeServer, ScriptedRanks], ranks: ScriptedRanks
-) -> None:
+def test_a_failure_within_a_stream_is_an_error_event(running: Scripted, ranks: ScriptedRanks) -> None:
     def script(_prompt: str) -> str:
         raise ValueError("broken")
 

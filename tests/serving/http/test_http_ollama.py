@@ -9,8 +9,7 @@ import httpx
 import ollama
 import pytest
 
-from tests.support.servers.fake_server import FakeServer
-from tests.support.servers.scripted_engine import ScriptedRanks
+from tests.support.servers.scripted_engine import Scripted, ScriptedRanks
 
 TOOLS: Any = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"n": 1}}\n</tool_call>'
@@ -19,17 +18,17 @@ GREEDY: Any = {"temperature": 0}
 
 
 @pytest.fixture(scope="module")
-def client(running: tuple[FakeServer, ScriptedRanks]) -> ollama.Client:
+def client(running: Scripted) -> ollama.Client:
     return ollama.Client(host=running[0].url)
 
 
-def asked(running: tuple[FakeServer, ScriptedRanks], path: str = "chat", **fields: Any) -> httpx.Response:
+def asked(running: Scripted, path: str = "chat", **fields: Any) -> httpx.Response:
     body = {"model": "fake", "messages": HELLO, "stream": False, "options": GREEDY, **fields}
     return httpx.post(f"{running[0].url}/api/{path}", json=body, timeout=60)
 
 
 def test_fields_that_say_nothing_here_are_named_in_a_header(
-    running: tuple[FakeServer, ScriptedRanks],
+    running: Scripted,
 ) -> None:
     for path, fields in (("chat", {}), ("generate", {"prompt": "hi"}), ("chat", {"stream": True})):
         answer = asked(running, path, **fields, context=[1], keep_alive=5, suffix="", **{"no name": 1})
@@ -111,9 +110,7 @@ def test_a_prompt_is_a_chat_unless_it_is_raw(client: ollama.Client, ranks: Scrip
     assert client.chat(model="fake").done_reason == "load"
 
 
-def test_an_answer_may_fill_the_context(
-    running: tuple[FakeServer, ScriptedRanks], ranks: ScriptedRanks
-) -> None:
+def test_an_answer_may_fill_the_context(running: Scripted, ranks: ScriptedRanks) -> None:
     ranks.script = lambda _prompt: "on and " * 2000
     for n in (-1, 100_000):
         said = asked(running, options={**GREEDY, "num_predict": n}).json()
@@ -143,7 +140,7 @@ def test_a_schema_is_kept(client: ollama.Client, ranks: ScriptedRanks) -> None:
     ],
 )
 def test_what_cannot_be_is_refused_in_the_client_s_shape(
-    running: tuple[FakeServer, ScriptedRanks], path: str, fields: dict[str, Any], named: str
+    running: Scripted, path: str, fields: dict[str, Any], named: str
 ) -> None:
     refusal = asked(running, path, **fields)
     assert refusal.status_code == 400

@@ -11,21 +11,17 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from phasewise.serving.http.answers import last_answers
-from phasewise.serving.http.answers.last_answers import ResponseStore
-from phasewise.serving.http.errors import ApiError
 from phasewise.serving.http.http_settings import HttpLimits
 from phasewise.serving.http.requests.response_schemas import messages_of
 from tests.support.models.tool_templates import HERMES
-from tests.support.servers.fake_server import FakeServer
-from tests.support.servers.scripted_engine import ScriptedRanks, scripted_server
+from tests.support.servers.scripted_engine import Scripted, ScriptedRanks, scripted_server
 
 EVENTS: Any = TypeAdapter(ResponseStreamEvent)
 TOOLS: Any = [{"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": False}]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"n": 1}}\n</tool_call>'
 
 
-def asked(running: tuple[FakeServer, ScriptedRanks], **fields: Any) -> httpx.Response:
+def asked(running: Scripted, **fields: Any) -> httpx.Response:
     body = {"model": "fake", "input": "hi", "temperature": 0, **fields}
     return httpx.post(f"{running[0].url}/v1/responses", json=body, timeout=60)
 
@@ -37,7 +33,7 @@ def events_of(response: httpx.Response) -> list[Any]:
     return [EVENTS.validate_python(raw_event) for raw_event in raw_events]
 
 
-def test_a_text(running: tuple[FakeServer, ScriptedRanks], ranks: ScriptedRanks, api: openai.OpenAI) -> None:
+def test_a_text(running: Scripted, ranks: ScriptedRanks, api: openai.OpenAI) -> None:
     ranks.script = lambda _prompt: "Paris is it."
     fields = {"instructions": "Be brief.", "metadata": {"a": "b"}, "reasoning": {"effort": "low"}}
     whole = Response.model_validate(asked(running, **fields).json())
@@ -57,7 +53,7 @@ def test_a_text(running: tuple[FakeServer, ScriptedRanks], ranks: ScriptedRanks,
 
 
 def test_thoughts_text_and_calls_are_items(
-    running: tuple[FakeServer, ScriptedRanks], ranks: ScriptedRanks, api: openai.OpenAI
+    running: Scripted, ranks: ScriptedRanks, api: openai.OpenAI
 ) -> None:
     ranks.script = lambda _prompt: f"<think>\nHm.\n</think>\n\nI add.\n{CALL}"
     whole = Response.model_validate(asked(running, tools=TOOLS).json())
@@ -73,9 +69,7 @@ def test_thoughts_text_and_calls_are_items(
     assert answer.output[2].type == "function_call"
 
 
-def test_an_answer_cut_short_is_incomplete(
-    running: tuple[FakeServer, ScriptedRanks], ranks: ScriptedRanks
-) -> None:
+def test_an_answer_cut_short_is_incomplete(running: Scripted, ranks: ScriptedRanks) -> None:
     ranks.script = lambda _prompt: "a long answer"
     whole = Response.model_validate(asked(running, max_output_tokens=4).json())
     assert (whole.status, whole.output_text) == ("incomplete", "a lo")
@@ -85,7 +79,7 @@ def test_an_answer_cut_short_is_incomplete(
 
 
 def test_a_conversation_goes_on_by_the_id_of_its_last_response(
-    running: tuple[FakeServer, ScriptedRanks], ranks: ScriptedRanks
+    running: Scripted, ranks: ScriptedRanks
 ) -> None:
     seen: list[str] = []
     answers = {0: CALL, 1: "It is 2.", 2: "Yes."}
@@ -107,7 +101,7 @@ def test_a_conversation_goes_on_by_the_id_of_its_last_response(
 
 
 def test_what_is_not_stored_is_not_there_and_cannot_be_continued(
-    running: tuple[FakeServer, ScriptedRanks], ranks: ScriptedRanks
+    running: Scripted, ranks: ScriptedRanks
 ) -> None:
     ranks.script = lambda _prompt: "a"
     left_out = asked(running, store=False).json()["id"]
@@ -121,15 +115,13 @@ def test_what_is_not_stored_is_not_there_and_cannot_be_continued(
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "add"}])
-def test_a_call_can_be_required(
-    running: tuple[FakeServer, ScriptedRanks], ranks: ScriptedRanks, choice: Any
-) -> None:
+def test_a_call_can_be_required(running: Scripted, ranks: ScriptedRanks, choice: Any) -> None:
     ranks.script = lambda _prompt: "no"
     said = asked(running, tools=TOOLS, tool_choice=choice, parallel_tool_calls=False).json()
     assert [output["type"] for output in said["output"]] == ["function_call"]
 
 
-def test_a_schema_is_kept(running: tuple[FakeServer, ScriptedRanks], ranks: ScriptedRanks) -> None:
+def test_a_schema_is_kept(running: Scripted, ranks: ScriptedRanks) -> None:
     ranks.script = lambda _prompt: "no"
     schema = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"]}
     wanted = {
@@ -153,9 +145,7 @@ def test_a_schema_is_kept(running: tuple[FakeServer, ScriptedRanks], ranks: Scri
         ({"text": {"format": {"type": "xml"}}}, "text"),
     ],
 )
-def test_what_cannot_be_is_refused(
-    running: tuple[FakeServer, ScriptedRanks], fields: dict[str, Any], param: str
-) -> None:
+def test_what_cannot_be_is_refused(running: Scripted, fields: dict[str, Any], param: str) -> None:
     answer = asked(running, **fields)
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == param
@@ -181,34 +171,9 @@ def test_items_of_one_answer_are_one_message() -> None:
     assert (chat[1]["content"], chat[1]["reasoning_content"], len(chat[1]["tool_calls"])) == ("b", "hm", 2)
 
 
-def test_the_store_keeps_what_its_bounds_allow_and_tells_no_other_client(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    store = ResponseStore()
-    store.put("me", "1", [{"role": "user", "content": "a"}], "{}")
-    assert store.conversation("me", "1")
-    with pytest.raises(ApiError):
-        store.conversation("you", "1")
-    for number in range(last_answers.MOST_KEPT):
-        store.put("me", f"n{number}", [], "{}")
-    with pytest.raises(ApiError):
-        store.conversation("me", "1")
-    store.put(
-        "me",
-        "large",
-        [{"role": "user", "content": "a" * (last_answers.MOST_KEPT_CHARACTERS - 402)}],
-        "{}",
-    )
-    with pytest.raises(ApiError):
-        store.conversation("me", "n999")
-    monkeypatch.setattr(last_answers, "STORED_S", -1.0)
-    with pytest.raises(ApiError):
-        store.conversation("me", "large")
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_stored_response_can_be_read_again_and_deleted(
-    running: tuple[FakeServer, ScriptedRanks], ranks: ScriptedRanks, api: openai.OpenAI, stream: bool
+    running: Scripted, ranks: ScriptedRanks, api: openai.OpenAI, stream: bool
 ) -> None:
     ranks.script = lambda _prompt: "Paris is it."
     answer = asked(running, stream=stream)

@@ -10,8 +10,7 @@ import jsonschema_rs
 import openai
 import pytest
 
-from tests.support.servers.fake_server import FakeServer
-from tests.support.servers.scripted_engine import ScriptedRanks
+from tests.support.servers.scripted_engine import Scripted, ScriptedRanks
 
 WEATHER = {
     "type": "object",
@@ -27,7 +26,7 @@ HELLO: Any = [{"role": "user", "content": "hi"}]
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 
 
-def asked(running: tuple[FakeServer, ScriptedRanks], **fields: Any) -> httpx.Response:
+def asked(running: Scripted, **fields: Any) -> httpx.Response:
     body = {"model": "fake", "messages": HELLO, "temperature": 0, "max_tokens": 300, **fields}
     return httpx.post(f"{running[0].url}/v1/chat/completions", json=body, timeout=60)
 
@@ -76,9 +75,7 @@ def test_arguments_come_in_pieces_that_join_to_those_of_the_whole_answer(
         assert "".join(pieces) == call.function.arguments
 
 
-def test_a_call_cut_off_within_its_arguments_stays_a_call(
-    running: tuple[FakeServer, ScriptedRanks], ranks: ScriptedRanks
-) -> None:
+def test_a_call_cut_off_within_its_arguments_stays_a_call(running: Scripted, ranks: ScriptedRanks) -> None:
     ranks.script = lambda _prompt: CALL
     n_tokens = CALL.index("Paris") + 2
     choice = asked(running, tools=TOOLS, max_tokens=n_tokens).json()["choices"][0]
@@ -103,7 +100,7 @@ def test_thoughts_come_apart(api: openai.OpenAI, ranks: ScriptedRanks) -> None:
 
 
 def test_tools_reach_the_template_and_are_left_out_where_none_may_be_called(
-    running: tuple[FakeServer, ScriptedRanks], ranks: ScriptedRanks
+    running: Scripted, ranks: ScriptedRanks
 ) -> None:
     seen: list[str] = []
     ranks.script = lambda prompt: (seen.append(prompt), CALL)[1]
@@ -118,7 +115,7 @@ def test_tools_reach_the_template_and_are_left_out_where_none_may_be_called(
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_call_that_is_required_comes_whatever_the_model_wants_to_say(
-    running: tuple[FakeServer, ScriptedRanks], ranks: ScriptedRanks, choice: Any, stream: bool
+    running: Scripted, ranks: ScriptedRanks, choice: Any, stream: bool
 ) -> None:
     ranks.script = lambda _prompt: "I would rather talk, and talk"
     response = asked(running, tools=TOOLS[:1], tool_choice=choice, stream=stream, parallel_tool_calls=False)
@@ -138,7 +135,7 @@ def test_a_call_that_is_required_comes_whatever_the_model_wants_to_say(
 
 
 def test_an_automatic_call_is_held_to_its_schema_once_it_begins(
-    running: tuple[FakeServer, ScriptedRanks], ranks: ScriptedRanks
+    running: Scripted, ranks: ScriptedRanks
 ) -> None:
     ranks.script = lambda _prompt: 'So: <tool_call>\n{"name": "wrong", "arguments": {"town": 3, '
     choice = asked(running, tools=TOOLS[:1]).json()["choices"][0]
@@ -147,18 +144,14 @@ def test_an_automatic_call_is_held_to_its_schema_once_it_begins(
     jsonschema_rs.validate(WEATHER, json.loads(call["function"]["arguments"]))
 
 
-def test_a_thinking_model_thinks_before_it_must_call(
-    running: tuple[FakeServer, ScriptedRanks], ranks: ScriptedRanks
-) -> None:
+def test_a_thinking_model_thinks_before_it_must_call(running: Scripted, ranks: ScriptedRanks) -> None:
     """The byte vocabulary has no token for `<think>`, so the call comes at once."""
     ranks.script = lambda _prompt: "<think>a</think>"
     choice = asked(running, tools=TOOLS[:1], tool_choice="required", parallel_tool_calls=False).json()
     assert choice["choices"][0]["message"]["tool_calls"]
 
 
-def test_an_answer_in_json_may_take_the_place_of_a_call(
-    running: tuple[FakeServer, ScriptedRanks], ranks: ScriptedRanks
-) -> None:
+def test_an_answer_in_json_may_take_the_place_of_a_call(running: Scripted, ranks: ScriptedRanks) -> None:
     wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
     ranks.script = lambda _prompt: '{"a": 1}'
     said = asked(running, tools=TOOLS, response_format=wanted).json()["choices"][0]["message"]
@@ -169,7 +162,7 @@ def test_an_answer_in_json_may_take_the_place_of_a_call(
 
 
 def test_a_held_call_cut_short_before_its_arguments_is_nothing(
-    running: tuple[FakeServer, ScriptedRanks], ranks: ScriptedRanks
+    running: Scripted, ranks: ScriptedRanks
 ) -> None:
     ranks.script = lambda _prompt: CALL
     choice = asked(running, tools=TOOLS, max_tokens=30).json()["choices"][0]
@@ -191,7 +184,7 @@ UNHELD: tuple[tuple[dict[str, Any], str], ...] = (
 
 @pytest.mark.parametrize(("schema", "named_fields"), UNHELD)
 def test_a_schema_that_cannot_be_held_disables_no_other_and_is_named(
-    running: tuple[FakeServer, ScriptedRanks], ranks: ScriptedRanks, schema: dict[str, Any], named_fields: str
+    running: Scripted, ranks: ScriptedRanks, schema: dict[str, Any], named_fields: str
 ) -> None:
     """Of 8 tools one has it: calls are held all the same, the others by their schemas. The header names what
     is not held, the first time and when the grammar is known."""
@@ -211,9 +204,7 @@ def test_a_schema_that_cannot_be_held_disables_no_other_and_is_named(
             jsonschema_rs.validate(WEATHER, json.loads(call["function"]["arguments"]))
 
 
-def test_what_was_called_and_answered_is_in_the_next_prompt(
-    running: tuple[FakeServer, ScriptedRanks], ranks: ScriptedRanks
-) -> None:
+def test_what_was_called_and_answered_is_in_the_next_prompt(running: Scripted, ranks: ScriptedRanks) -> None:
     seen: list[str] = []
     ranks.script = lambda prompt: (seen.append(prompt), "It rains.")[1]
     call = {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city":"Ü"}'}}
@@ -282,9 +273,7 @@ def test_an_agent_of_ten_turns(api: openai.OpenAI, ranks: ScriptedRanks) -> None
         ({"reasoning_effort": "enormous"}, "reasoning_effort", "low"),
     ],
 )
-def test_what_cannot_be_is_refused(
-    running: tuple[FakeServer, ScriptedRanks], fields: dict[str, Any], param: str, says: str
-) -> None:
+def test_what_cannot_be_is_refused(running: Scripted, fields: dict[str, Any], param: str, says: str) -> None:
     response = asked(running, **fields)
     assert response.status_code == 400, response.text
     assert response.json()["error"]["param"] == param
@@ -299,7 +288,7 @@ def nested(depth: int) -> str:
 @pytest.mark.parametrize("choice", ["auto", "required"])
 @pytest.mark.parametrize("depth", [20, 60, 1000])
 def test_deep_schemas_are_no_error_of_the_server(
-    running: tuple[FakeServer, ScriptedRanks], ranks: ScriptedRanks, choice: str, depth: int
+    running: Scripted, ranks: ScriptedRanks, choice: str, depth: int
 ) -> None:
     """Too deep for a grammar: refused where a call is required, else the model writes as it likes."""
     ranks.script = lambda _prompt: "Hello"

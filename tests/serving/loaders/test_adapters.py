@@ -13,8 +13,13 @@ import numpy as np
 import pytest
 
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.adapters.load_adapter import load_adapter, load_parts, with_adapters
-from phasewise.serving.loaders.adapters.named_paths import named_path, named_paths
+from phasewise.serving.loaders.adapters.load_adapter import (
+    load_adapter,
+    load_parts,
+    named_path,
+    named_paths,
+    with_adapters,
+)
 from phasewise.serving.models.packed_model import ModelConfig
 from tests.support.models.adapters import ALL_TARGETS, Pairs, drawn_pairs, write_gguf_adapter, write_peft
 from tests.support.models.reference_forward import tiny_config, tiny_model

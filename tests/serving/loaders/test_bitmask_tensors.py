@@ -11,14 +11,16 @@ import pytest
 from phasewise.cython_kernels import packing
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders import load_model
-from phasewise.serving.loaders.formats.bitmask_tensors import bitmask_tensor, check_compression, part_of
 from phasewise.serving.loaders.formats.model_directory import ModelDirectory
 from phasewise.serving.loaders.formats.safetensors_file import open_all, read_entries, tensor_of
+from phasewise.serving.loaders.quantised.bitmask import bitmask_tensor
+from phasewise.serving.loaders.quantised.parts import SPARSE, parts_in
+from phasewise.serving.loaders.quantised.scheme import check_compression
 from phasewise.serving.loaders.source import SourceFile, SourceTensor
 from phasewise.serving.loaders.storage import StorageChoice
 from phasewise.workflows.prune.directory import Tensor, bitmask_tensors, write_tensors
-from phasewise.workflows.prune.masks import Pattern
-from phasewise.workflows.prune.run import PruneSettings, prune
+from phasewise.workflows.prune.run import prune
+from phasewise.workflows.prune.settings import Pattern, PruneSettings
 from tests.support.models.tiny_models import write_tiny_hf
 
 FIXTURES = Path(__file__).parents[2] / "data" / "sparse"
@@ -26,8 +28,7 @@ N, K = 9, 44
 
 
 def opened(path: Path) -> SourceTensor:
-    ((file, entries),) = open_all(ModelDirectory(path.parent), [path.name])
-    parts = {part_of(name)[1]: (file, entry) for name, entry in entries.items() if part_of(name)}  # type: ignore[index]
+    (parts,) = parts_in(open_all(ModelDirectory(path.parent), [path.name]), SPARSE).values()
     return bitmask_tensor("w", parts)
 
 
@@ -66,7 +67,7 @@ def test_what_we_write_is_what_the_package_writes(tmp_path: Path) -> None:
     for path in (wanted, tmp_path / "ours"):
         with SourceFile(path) as file:
             tensors[path] = {
-                part_of(name)[1]: (entry.dtype, entry.shape, file.read(entry.offset, entry.n_bytes))  # type: ignore[index]
+                name.rpartition(".")[2]: (entry.dtype, entry.shape, file.read(entry.offset, entry.n_bytes))
                 for name, entry in read_entries(file).items()
             }
 

@@ -13,7 +13,7 @@ import pytest
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders import load_model
 from phasewise.serving.loaders.formats import gguf_file
-from phasewise.serving.loaders.formats.gguf_parts import open_gguf
+from phasewise.serving.loaders.formats.gguf_file import open_gguf
 from tests.support.models.tiny_models import GgufWriter, tiny_gguf
 
 

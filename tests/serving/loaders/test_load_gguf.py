@@ -12,8 +12,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, quants
 from phasewise.cython_kernels.packing import BLOCK_KINDS, unpack
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders import load_model
-from phasewise.serving.loaders.formats.gguf_file import TENSOR_TYPES
-from phasewise.serving.loaders.formats.gguf_parts import open_gguf
+from phasewise.serving.loaders.formats.gguf_file import TENSOR_TYPES, open_gguf
 from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.models.rope import FrequencyFactors, LinearScaling
 from tests.support.models.tiny_models import (

@@ -170,7 +170,7 @@ def test_what_is_no_plain_file_is_refused_without_waiting(tmp_path: Path) -> Non
 OWN_FILES = {
     "cache.py", "download.py", "hub.py", "packed_file.py", "registry.py",  # files that this program wrote
     "source.py",  # the file itself, for the door
-    "gguf_file.py", "gguf_parts.py",  # a file that the user has named, and its other parts
+    "gguf_file.py",  # a file that the user has named, and its other parts
     "model_directory.py",
 }  # fmt: skip
 OUTSIDE_OF_LOADERS = ("serving/embedding/torch_worker.py", "workflows/prune/directory.py")

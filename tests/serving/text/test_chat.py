@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phasewise.serving.errors import ModelError, RequestError
-from phasewise.serving.text.chat import special_tokens_of
+from phasewise.serving.sandbox.confined import Bounds
+from phasewise.serving.text.chat import Conversation, Conversations, special_tokens_of
 from phasewise.serving.text.chat_template import ChatTemplate, ChatTemplateError
 from tests.serving.text.test_tokenizer import default_model
 from tests.support.models.chat_templates import (
@@ -122,44 +123,34 @@ def _again(first: str, then: str) -> str:
 
 
 _NESTED = "{% set a=['x'*1000]*1000 %}{% set b=[a]*1000 %}{% set c=[b]*1000 %}"
-HOSTILE = {
+BURNING = {
     "nested loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-    "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-    "recursive loop": "{% for i in range(9) recursive %}{{ loop(range(9)) }}{% endfor %}",
-    "a huge range": "{{ range(10**9) | list }}",
     "repetition": "{{ 'a' * 10**12 }}",
-    "repetition of a list": "{{ [0] * 10**12 }}",
     "a power": "{{ 10 ** (10 ** 10) }}",
     "products": _again("3", "ns.x * ns.x"),
     "doubling with ~": _again("'a'", "ns.x ~ ns.x"),
-    "doubling with +": _again("'a'", "ns.x + ns.x"),
     "doubling a list": _again("[1]", "ns.x + ns.x"),
+    "a list of its doubles": "{% set x=[1] %}{% for i in range(99) %}{% set _=x.extend(x) %}{% endfor %}",
     "padding": "{{ 'a'.ljust(10**12) }}",
-    "padding of safe text": "{{ ('a' | safe).ljust(10**12) }}",
-    "a width in format": "{{ '{:999999999}'.format(1) }}",
     "a nested width": "{{ '{:{}}'.format(1, 10**9) }}",
     "a width in %": "{{ '%999999999d' % 1 }}",
-    "a width from an argument": "{{ '%*d' % (10**9, 1) }}",
-    "a width in the time": "{{ strftime_now('%999999999Y') }}",
-    "a width behind a name in parentheses": "{{ '%((a)b)999999999d' % {'(a)b': 1} }}",
-    "a width behind an escape": "{{ '%%%999999999d' % 1 }}",
-    "a precision": "{{ '%.999999999f' % 1 }}",
-    "many widths": "{{ ('%999d' * 300000) % 1 }}",
-    "percent signs": "{{ ('%(' * 3000000) % 1 }}",
-    "colons": "{{ ('{' ~ ':' * 200000).format() }}",
     "bytes": "{{ (1).to_bytes(10**10, 'big') }}",
     "a list in itself, printed": _NESTED + "{{ c }}",
     "a list in itself, as JSON": _NESTED + "{{ c | tojson }}",
-    "a list in itself, joined": _NESTED + "{{ c ~ '' }}",
-    "a list in itself, in capitals": _NESTED + "{{ c | upper }}",
     "a constant often": "{% set x %}{% for i in range(99999) %}" + "y" * 500_000 + "{% endfor %}{% endset %}",
-    "indenting": "{{ 'a' | indent(10**10) }}",
+    "indenting": "{{ 'a\nb' | indent(10**10) }}",
+    "a literal that grows": "{{ 'a\nb' | indent(9999999999) }}",
     "replacing": "{{ ('a' * 60000) | replace('a', 'b' * 60000) }}",
-    "the method replace": "{{ ('a' * 60000).replace('a', 'b' * 60000) }}",
     "joining": "{{ 'x'.join(['y' * 60000] * 60000) }}",
-    "a long separator": "{{ range(90000) | map('string') | join('x' * 90000) }}",
+}
+REACHING = {
+    "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "recursive loop": "{% for i in range(9) recursive %}{{ loop(range(9)) }}{% endfor %}",
+    "a huge range": "{{ range(10**9) | list }}",
+    "a list of itself, as JSON": "{% set own=[1] %}{% set _=own.append(own) %}{{ own | tojson }}",
     "Python's insides": "{{ messages.__class__.__mro__ }}",
     "Python's insides by filter": "{{ (''|attr('__class__')).__mro__ }}",
+    "Python's insides by format": "{{ '{0.__class__.__mro__}'.format(messages) }}",
     "changing the messages": "{{ messages.append(1) }}",
     "another template": "{% include 'x' %}",
     "filler": "{{ lipsum(n=10**9) }}",
@@ -167,16 +158,32 @@ HOSTILE = {
 }
 
 
+def _assert_clear(error: ChatTemplateError) -> None:
+    assert "\n" not in str(error)
+    assert len(str(error)) < 400
+
+
 @pytest.mark.many
-@pytest.mark.parametrize("source", HOSTILE.values(), ids=HOSTILE)
-def test_a_hostile_template_ends_in_one_clear_line(source: str) -> None:
-    template = ChatTemplate(source, {})
+@pytest.mark.parametrize("source", BURNING.values(), ids=BURNING)
+def test_a_template_that_burns_time_or_memory_ends_in_one_clear_line(source: str) -> None:
+    """Where templates run; `test_drawn_bombs.py` measures the bounds from outside."""
+    conversations = Conversations(source, {}, [], Bounds(seconds=0.3, memory_bytes=128 << 20))
+    try:
+        conversations.start()
+        with pytest.raises(ChatTemplateError, match=r"was stopped: it (takes|needs)") as stopped:
+            conversations.write(Conversation(CONVERSATIONS[0]))
+    finally:
+        conversations.close()
 
-    with pytest.raises(ChatTemplateError) as stopped:
-        template.render(CONVERSATIONS[0])
+    _assert_clear(stopped.value)
 
-    assert "\n" not in str(stopped.value)
-    assert len(str(stopped.value)) < 400
+
+@pytest.mark.parametrize("source", REACHING.values(), ids=REACHING)
+def test_a_template_that_reaches_out_ends_in_one_clear_line(source: str) -> None:
+    with pytest.raises(ChatTemplateError) as refused:
+        ChatTemplate(source, {}).render(CONVERSATIONS[0])
+
+    _assert_clear(refused.value)
 
 
 def test_a_long_conversation_is_no_hostile_one() -> None:
@@ -206,19 +213,6 @@ def test_a_template_may_not_change_what_it_is_given(change: str) -> None:
     messages = [{"role": "user", "content": "a", "calls": [1]}]
     with pytest.raises(ChatTemplateError, match="unsafe"):
         ChatTemplate("{%- set _ = " + change + " %}", {}).render(messages, tools=[{"a": 1}])
-
-
-@pytest.mark.parametrize(
-    "growth",
-    [
-        "{%- for _ in range(99) %}{%- set _ = own.extend(own) %}{%- set _ = own.append(1) %}{%- endfor %}",
-        "{%- set _ = own.append(own) %}{{- own | tojson }}",
-        "{%- set _ = own.append(own) %}{{- own }}",
-    ],
-)
-def test_lists_that_grow_meet_the_budget(growth: str) -> None:
-    with pytest.raises(ChatTemplateError):
-        ChatTemplate(OWN + growth, {}).render([{"role": "user", "content": "a"}])
 
 
 def test_filters_that_other_engines_have() -> None:

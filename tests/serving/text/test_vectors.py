@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from phasewise.serving.loaders.formats.gguf_parts import open_gguf
+from phasewise.serving.loaders.formats.gguf_file import open_gguf
 from phasewise.serving.text.gguf_vocab import PRE_TOKENIZERS
 from phasewise.serving.text.tokenizer import TextCutter, Tokenizer, tokenizer_from_gguf
 from tests.support.models.mixed_text import mixed_lines

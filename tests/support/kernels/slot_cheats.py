@@ -15,7 +15,7 @@ from pathlib import Path
 from phasewise.cython_kernels.isa import active
 from phasewise.ir.build import built
 from phasewise.ir.errors import SourceError
-from phasewise.ir.raising.raise_file import raise_file
+from phasewise.ir.raising.raising import raise_file
 from phasewise.ir.running.compiling import compile_c
 from phasewise.kerneldb.store import Store
 from phasewise.workflows.user_kernels.slots import FLAGS, slot_kernel, slot_library, target_for

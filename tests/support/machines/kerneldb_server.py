@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-_OPTIONS = ("-c", "listen_addresses=", "-c", "fsync=off", "-c", "shared_buffers=16MB")
+_OPTIONS = ("-c", "listen_addresses=", "-c", "fsync=off", "-c", "shared_buffers=16MB", "-c", "autovacuum=off")
 
 
 @contextlib.contextmanager

@@ -13,9 +13,15 @@ from random import Random
 
 from phasewise.kerneldb.records import Problem, Sample, Schedule
 from phasewise.tuner.search.group import Group
-from phasewise.tuner.search.model import model_schedule
 from phasewise.tuner.search.protocol import Search, T, TimingBatch, drive
-from phasewise.tuner.search.space import Arithmetic, Caches, MicroKernel, ScheduleSpace, pieces
+from phasewise.tuner.search.space import (
+    Arithmetic,
+    Caches,
+    MicroKernel,
+    ScheduleSpace,
+    model_schedule,
+    pieces,
+)
 
 KERNELS = tuple(
     MicroKernel(mr, panels) for panels in (1, 2, 3, 4) for mr in range(1, 9) if mr * panels + panels < 32

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from itertools import count
 
 from phasewise.topology import Cpu, Kind, Machine, Node
-from phasewise.tuner.config.hidden import HiddenResource
 from phasewise.tuner.config.rates import MachineRates
+from phasewise.tuner.config.sharing import HiddenResource
 from phasewise.tuner.config.steps import ModelShape
 
 Level = tuple[Kind, int]

@@ -11,12 +11,12 @@ from math import prod
 from random import Random
 
 from phasewise.topology import Kind, Machine
-from phasewise.tuner.config.hidden import HiddenResource
-from phasewise.tuner.config.loads import machine_beside
 from phasewise.tuner.config.modelled import ModelledEvaluator
 from phasewise.tuner.config.rates import MachineRates, default_rates
+from phasewise.tuner.config.sharing import HiddenResource
 from phasewise.tuner.config.space import ConfigSpace
 from phasewise.tuner.config.steps import ModelShape, Step
+from phasewise.tuner.config.walk import machine_beside
 from phasewise.tuner.plans import Phase, nodes_of
 from phasewise.tuner.topotree import (
     GROUP,

@@ -17,8 +17,7 @@ from phasewise.kerneldb.errors import ExportFileError
 from phasewise.kerneldb.portable import read_export
 from phasewise.kerneldb.records import Measurement, Problem, Sample, Schedule
 from phasewise.tuner.nearest import CoreFacts, facts_of
-from phasewise.tuner.search.options import SearchOptions
-from phasewise.tuner.search.protocol import drive
+from phasewise.tuner.search.protocol import SearchOptions, drive
 from phasewise.tuner.search.sandwich import sandwich
 from phasewise.tuner.search.space import Caches, ScheduleSpace, arithmetic_of, fitting, kernel_of
 from phasewise.tuner.weights import blank_weight

@@ -17,9 +17,9 @@ from phasewise.kerneldb.records import MachineKey, Problem, Sample, Schedule
 from phasewise.kerneldb.store import open_store
 from phasewise.tuner import timing
 from phasewise.tuner.ledger import Ledger, Scope
-from phasewise.tuner.measurement_lock import FileLock, MeasurementLock, NoLock
+from phasewise.tuner.measurement_lock import FileLock, MeasurementLock
 from phasewise.tuner.search.group import Group
-from phasewise.tuner.search.options import SearchOptions
+from phasewise.tuner.search.protocol import SearchOptions
 from phasewise.tuner.search.space import Arithmetic, Caches, MicroKernel
 from phasewise.tuner.task_division import Task
 from phasewise.tuner.timing import Duel
@@ -111,7 +111,7 @@ def run_on(
 ) -> TuningOutcome:
     with open_store(database) as store:
         ledger = Ledger(store, replace(SCOPE, since_ms=since_ms))
-        tools = Tools(machine, ledger, OPTIONS, clock=machine.clock, lock=lock or NoLock())
+        tools = Tools(machine, ledger, OPTIONS, clock=machine.clock, lock=lock or MeasurementLock())
         return tune(tasks, tools, budget_s)
 
 

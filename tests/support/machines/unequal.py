@@ -15,8 +15,7 @@ from phasewise.topology.tree import Node
 from phasewise.tuner.config.modelled import ModelledEvaluator
 from phasewise.tuner.config.rates import CoreShare, default_rates
 from phasewise.tuner.config.space import ConfigSpace
-from phasewise.tuner.config.uneven import Scored, refine
-from phasewise.tuner.config.walk import CandidateBatch, Rules, walk
+from phasewise.tuner.config.walk import CandidateBatch, Rules, Scored, refine, walk
 from phasewise.tuner.plans import Phase, rank_on
 from phasewise.tuner.search.protocol import drive
 from phasewise.tuner.topotree import Configuration, OperatorLimits, UnevenCores, fundamental

@@ -25,8 +25,8 @@ from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.ranks.open_ranks import KvSettings, RankOptions, open_ranks
 from phasewise.serving.sampling.sampling import GREEDY, Sampler
 from phasewise.tuner.plans import PHASES, RankCores, ServicePlan
-from phasewise.workflows.prune.masks import Pattern
-from phasewise.workflows.prune.run import PruneSettings, prune
+from phasewise.workflows.prune.run import prune
+from phasewise.workflows.prune.settings import Pattern, PruneSettings
 from tests.support.models import (
     encoder_gguf_files,
     encoder_models,

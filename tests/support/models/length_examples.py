@@ -6,7 +6,7 @@ import json
 import random
 from pathlib import Path
 
-from phasewise.tuner.predictor.facts import Example, PromptFacts
+from phasewise.tuner.predictor.log import Example, PromptFacts
 
 HEAD, TAIL = (1, 2, 3, 4), (5, 6)
 """The beginning and the end of every prompt, as by a chat template."""

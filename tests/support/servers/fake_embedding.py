@@ -20,7 +20,7 @@ from phasewise.serving.errors import RanksError, StepFailed
 from phasewise.serving.http.http_settings import HttpLimits
 from phasewise.serving.http.lifecycle import Lifecycle
 from phasewise.serving.http.monitoring.metrics import Gauges, Metrics
-from phasewise.serving.http.routes.app import ServedEmbeddings, create_embedding_app
+from phasewise.serving.http.routes.app import ServedEmbeddings, create_app
 from phasewise.serving.http.routes.embeddings import EmbeddingModel
 from phasewise.serving.http.transport.connections import Connections
 from phasewise.serving.http.transport.listening import TcpAddress
@@ -139,7 +139,7 @@ def embedding_server(
     metrics = Metrics(Gauges(is_ready=lambda: life.is_ready))
     connections = Connections(limits, metrics)
     served = EmbeddingModel(("tiny", "alias"), 1_700_000_000, text, own[0].width, model.config.scores)
-    app = create_embedding_app(ServedEmbeddings(served, client), limits, life, metrics)
+    app = create_app(limits, life, metrics, embeddings=ServedEmbeddings(served, client))
     with TcpAddress("127.0.0.1", 0) as place:
         server = HttpServer(Service(app, client, life, connections, lambda _line: None), place)
         web = threading.Thread(target=server.run)

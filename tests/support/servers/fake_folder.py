@@ -7,20 +7,24 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import httpx
 
 from phasewise.serving.engine.engine import Engine
 from phasewise.serving.engine.engine_thread import EngineThread
-from phasewise.serving.engine.several_engines import ChangingEngines
+from phasewise.serving.engine.several_engines import SeveralEngines
 from phasewise.serving.errors import ModelError
 from phasewise.serving.http.answers.client import EngineClient
 from phasewise.serving.http.http_settings import HttpLimits, ServedModel
 from phasewise.serving.http.lifecycle import Lifecycle
 from phasewise.serving.http.models.model_shelf import ModelFile, ModelShelf, ModelsOnDisk
+from phasewise.serving.http.models.served_models import ServedModels
 from phasewise.serving.http.monitoring.metrics import Gauges, Metrics
-from phasewise.serving.http.routes.app import create_folder_app
+from phasewise.serving.http.routes.app import TextGeneration, create_app
+from phasewise.serving.http.routes.batch_runner import BatchRunner
 from phasewise.serving.http.transport.connections import Connections
 from phasewise.serving.http.transport.listening import TcpAddress
 from phasewise.serving.http.transport.server import HttpServer, Service
@@ -50,6 +54,7 @@ class FakeModel:
         step = step_of(name)
         self.ranks = FakeRanks(lambda token: ALPHABET[(ALPHABET.find(token) + step) % 26])
         self.engine: Engine = make_engine(self.ranks, context_length=CONTEXT, kv_slots=4 * CONTEXT)
+        self.adapted: list[ServedModel] = []
         self.served = ServedModel(
             (name,),
             1_700_000_000,
@@ -68,11 +73,8 @@ class FakeModel:
         folder.most_bytes = max(folder.most_bytes, folder.open_bytes)
         folder.opened[self.name] = self
 
-        def thread(deliver: Any, lost: Any, turn: Any) -> EngineThread:
-            restarts = Restarts(most=0) if folder.is_fragile else None
-            return EngineThread(self.engine, deliver, lost, restarts, turn=turn)
-
-        folder.host.put(self.name, thread, on_lost)
+        restarts = Restarts(most=0) if folder.is_fragile else None
+        folder.host.put(self.name, partial(EngineThread, self.engine, restarts=restarts), on_lost)
         if self.name in folder.lost_at_once:
             folder.lost_at_once.remove(self.name)
             on_lost()
@@ -92,7 +94,7 @@ class FakeFolder:
     """The folder, and what was open of it."""
 
     sizes: dict[str, int]
-    host: ChangingEngines = field(init=False)
+    host: SeveralEngines = field(init=False)
     before_open: Callable[[str], object] = lambda _name: None
     before_measure: Callable[[], object] = lambda: None
     after_close: Callable[[], object] = lambda: None
@@ -145,19 +147,24 @@ def fake_folder(
     limits: HttpLimits | None = None,
     *,
     is_fragile: bool = False,
+    batch_dir: Path | None = None,
 ) -> Iterator[FolderServer]:
     """sizes: bytes of each model, by name; one that begins with x cannot be loaded."""
     limits = limits or HttpLimits()
     folder, lines = FakeFolder(sizes, is_fragile=is_fragile), list[str]()
     client = EngineClient(lambda message: folder.host.send(message), limits)
-    folder.host = ChangingEngines(client.deliver)
-    shelf = ModelShelf(ModelsOnDisk(folder.files, folder.measure), budget, keep_s, lines.append)
+    folder.host = SeveralEngines(client.deliver)
+    source = ModelsOnDisk(folder.files, folder.measure)
+    shelf = ModelShelf(source, budget, keep_s, lines.append, client.end_shadows)
     life = Lifecycle(folder.host)
     metrics = Metrics(Gauges(load=lambda: client.load), None)
     connections = Connections(limits, metrics)
-    app = create_folder_app(shelf, client, limits, life, metrics)
+    models = ServedModels((), shelf, limits.sign_of_life_s)
+    runner = BatchRunner(batch_dir or Path(), 1 << 20 if batch_dir else 0, 4, 1 << 20, life, lines.append)
+    app = create_app(limits, life, metrics, generation=TextGeneration(models, client, runner))
     with TcpAddress("127.0.0.1", 0) as place:
-        server = HttpServer(Service(app, client, life, connections, lines.append), place)
+        begin = partial(runner.begin, app)
+        server = HttpServer(Service(app, client, life, connections, lines.append, on_start=begin), place)
         web = threading.Thread(target=server.run)
         folder.host.start()
         web.start()
@@ -168,6 +175,7 @@ def fake_folder(
         finally:
             server.end(at_once=True)
             web.join(60)
+            runner.close()
             shelf.close()
             folder.host.stop()
             client.close()

@@ -21,9 +21,10 @@ from phasewise.serving.errors import ServingError
 from phasewise.serving.http.answers.client import EngineClient
 from phasewise.serving.http.http_settings import HttpLimits, ServedModel
 from phasewise.serving.http.lifecycle import Lifecycle
+from phasewise.serving.http.models.served_models import ServedModels
 from phasewise.serving.http.monitoring.metrics import Gauges, Metrics
 from phasewise.serving.http.requests.body import BodyReader
-from phasewise.serving.http.routes.app import ServedEmbeddings, ServerContext, create_app
+from phasewise.serving.http.routes.app import ServedEmbeddings, ServerContext, TextGeneration, create_app
 from phasewise.serving.http.routes.batch_runner import BatchRunner
 from phasewise.serving.http.transport.connections import Connections
 from phasewise.serving.http.transport.listening import Address, TcpAddress
@@ -158,9 +159,7 @@ def fake_server(
             load=lambda: client.load,
             n_connections=lambda: len(connections.open),
             is_ready=lambda: life.is_ready,
-            n_ranks_replaced=lambda: thread.n_ranks_replaced,
-            n_requests_rerun=lambda: thread.n_requests_rerun,
-            n_answers_continued=lambda: thread.n_answers_continued,
+            recoveries=thread.recoveries,
         )
     )
     connections = Connections(limits, metrics)
@@ -177,7 +176,9 @@ def fake_server(
     surroundings = surroundings or ServerContext()
     said: list[str] = []
     runner = BatchRunner(batch_dir, batch_bytes, max_sequences, limits.max_body_bytes, life, said.append)
-    app = create_app(model(served), client, limits, life, metrics, surroundings, embeddings, batches=runner)
+    models = ServedModels([model(served)], embedder=None if embeddings is None else embeddings.model)
+    generation = TextGeneration(models, client, runner)
+    app = create_app(limits, life, metrics, surroundings, generation, embeddings)
     with address or TcpAddress("127.0.0.1", 0) as place:
         service = Service(app, client, life, connections, said.append, on_start=lambda: runner.begin(app))
         server = HttpServer(service, place, tls)

@@ -42,6 +42,10 @@ class ScriptedRanks(FakeRanks):
         return answer[len(said)] if len(said) < len(answer) else END
 
 
+Scripted = tuple[FakeServer, ScriptedRanks]
+"""A server, and the ranks that tell its script."""
+
+
 @contextlib.contextmanager
 def scripted_server(
     template: str,
@@ -49,7 +53,7 @@ def scripted_server(
     context: int = 4000,
     surroundings: ServerContext | None = None,
     limits: HttpLimits | None = None,
-) -> Iterator[tuple[FakeServer, ScriptedRanks]]:
+) -> Iterator[Scripted]:
     """A server of a model with this chat template, whose prompts end with `opening`."""
     ranks = ScriptedRanks(opening)
     written = ChatTemplate(template, {"bos_token": "<s>", "eos_token": "</s>"})

@@ -71,10 +71,10 @@ def serving(
     hangup: bool = True,
 ) -> Iterator[Server]:
     """model: None: `arguments` name a folder. exec_anew: a process whose command line and environment /proc
-    shows. hangup: SIGHUP is not ignored.
+    shows. hangup: SIGHUP is not ignored. The port is a free one where none is named.
     """
     command = ("serve", *([] if model is None else [str(model)]), *map(str, arguments))
-    surroundings = {"PHASEWISE_KV_BUDGET": "256M", **environment}
+    surroundings = {"PHASEWISE_KV_BUDGET": "256M", "PHASEWISE_PORT": "0", **environment}
     said, stderr = os.pipe()
     process: Forked | subprocess.Popen[bytes]
     if exec_anew:

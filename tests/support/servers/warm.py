@@ -26,18 +26,24 @@ _IMPORTED = (
     "llguidance",
     "numpy.random",
     "pydantic.v1",
+    "phasewise.cli.commands.chat",
+    "phasewise.cli.commands.generate",
+    "phasewise.cli.commands.serve",
     "phasewise.cli.main",
-    "phasewise.serving.embedding_service",
+    "phasewise.kerneldb.store",
     "phasewise.serving.engine.several_engines",
     "phasewise.serving.loaders.encoders",
+    "phasewise.serving.loaders.families",
     "phasewise.serving.loaders.fetching.resolve",
     "phasewise.serving.service",
     "phasewise.tuner.predictor.live",
+    "phasewise.workflows.generate.run",
     "phasewise.workflows.opening.drafts",
     "phasewise.workflows.opening.open_model",
     "phasewise.workflows.opening.tuned_schedules",
-    "workflows.opening.open_model",
+    "phasewise.workflows.serve.idle_tuning",
     "phasewise.workflows.serve.instance_process",
+    "phasewise.workflows.serve.kv_policy",
     "phasewise.workflows.serve.length_estimator",
     "phasewise.workflows.serve.run",
 )
@@ -164,6 +170,10 @@ if __name__ == "__main__":
 
     for name in _IMPORTED:
         import_module(name)
+    with import_module("phasewise.kerneldb.store").open_store(":memory:"):
+        pass  # SQLAlchemy has seen the models
+    for embeds in (False, True):
+        import_module("phasewise.serving.http.routes.openapi").document(generates=True, embeds=embeds)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C at the tests
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     gc.freeze()

@@ -16,10 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phasewise.topology import CpuKind, Kind, Machine, NumaDistances, read_lstopo
-from phasewise.tuner.config.hidden import HiddenResource, read_hidden
 from phasewise.tuner.config.modelled import ModelledEvaluator
 from phasewise.tuner.config.rates import CoreShare, LineLatency, MachineRates, default_rates
-from phasewise.tuner.config.sharing import ReadSharing, fair_rates
+from phasewise.tuner.config.sharing import HiddenResource, ReadSharing, fair_rates, read_hidden
 from phasewise.tuner.config.steps import Step
 from phasewise.tuner.errors import EvaluationError
 from phasewise.tuner.plans import RankCores, default_plan, rank_on
@@ -33,7 +32,6 @@ from tests.support.machines.paper_machines import (
     tag_clusters,
     xeon,
 )
-from tests.support.measured_rates import measured_rates
 
 HWLOC = (
     Path(os.environ.get("PHASEWISE_SHARED_DATA") or Path(__file__).parents[4] / "shared" / "data") / "hwloc"
@@ -382,6 +380,20 @@ def test_cores_that_the_machine_lacks_are_refused() -> None:
         evaluator.open(OnCores((RankCores((39, 40)),)), "decode"),
     ):
         pass
+
+
+def measured_rates(
+    machine: Machine, peak_flops: float, read_bytes_per_s: float, core_read_bytes_per_s: float
+) -> MachineRates:
+    """From limits measured on all allowed cores together, and one core's reading on its own."""
+    cores = len(machine.allowed_cores()) or len(machine.allowed_pus)
+    memories = sum(1 for node in machine.nodes(Kind.NUMA) if node.cpus) or 1
+    return MachineRates(
+        flops_per_core=peak_flops / cores,
+        core_read_bytes_per_s=core_read_bytes_per_s,
+        l3_read_bytes_per_s=None,
+        numa_read_bytes_per_s=read_bytes_per_s / memories,
+    )
 
 
 def test_measured_limits_are_divided_over_cores_and_nodes() -> None:

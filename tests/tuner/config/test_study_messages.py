@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from phasewise.kerneldb.location import Location, locate
-from phasewise.tuner.config.study_messages import StudyMessages
+from phasewise.tuner.config.storage import StudyMessages
 from tests.support.machines.search_child import FakeEvaluator, run_on
 
 FIELDS = {"plan": [1, 2], "reason": None}

@@ -24,7 +24,7 @@ from phasewise.tuner.config.references import (
 )
 from phasewise.tuner.config.steps import ModelShape
 from phasewise.tuner.config.suited import FEWER_CORES, OTHER_RANKS, STEPS, has_choice, suited_plan
-from phasewise.tuner.config.uneven import refine
+from phasewise.tuner.config.walk import refine
 from phasewise.tuner.plans import PHASES, Phase, RankCores, ServicePlan, check_fits, default_plan, rank_on
 from phasewise.tuner.topotree import Configuration, UnevenCores, fundamental
 from tests.support.machines.paper_machines import Level, build, epyc, kunpeng, llama_2_7b, xeon

@@ -12,11 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phasewise.tuner.errors import PredictorError
-from phasewise.tuner.predictor.calibration import RunningPrice, RunningRatio, price_holding
-from phasewise.tuner.predictor.distribution import LengthDistribution
+from phasewise.tuner.predictor.distribution import (
+    LengthDistribution,
+    RunningPrice,
+    RunningRatio,
+    price_holding,
+)
 from phasewise.tuner.predictor.evaluate import FixedBuckets, LearntBuckets, calibration, constant, score, told
-from phasewise.tuner.predictor.facts import Example, held_out, part_of_folds
-from phasewise.tuner.predictor.log import read_log
+from phasewise.tuner.predictor.log import Example, held_out, part_of_folds, read_log
 from phasewise.tuner.predictor.train import TrainOptions, train
 from tests.support.models.length_examples import made_up
 from tests.support.tiers import examples

@@ -16,9 +16,9 @@ from safetensors.numpy import load_file, save_file
 
 from phasewise.tuner.errors import PredictorError
 from phasewise.tuner.predictor.encoded import LEVELS, EncodedPredictor
-from phasewise.tuner.predictor.facts import PromptFacts
 from phasewise.tuner.predictor.files import METADATA_KEY, default_file, load_predictor, save_predictor
 from phasewise.tuner.predictor.live import LiveEstimator
+from phasewise.tuner.predictor.log import PromptFacts
 from phasewise.tuner.predictor.model import Forecast, LengthPredictor
 from phasewise.tuner.predictor.train import TrainOptions, train
 from tests.support.models.length_examples import made_up

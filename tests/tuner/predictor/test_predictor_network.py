@@ -18,9 +18,9 @@ from phasewise.tuner.predictor.encoded import (
     features,
     train_encoded,
 )
-from phasewise.tuner.predictor.facts import Example, PromptFacts
 from phasewise.tuner.predictor.files import load_predictor, save_predictor
 from phasewise.tuner.predictor.live import LiveEstimator
+from phasewise.tuner.predictor.log import Example, PromptFacts
 from phasewise.tuner.predictor.model import LengthPredictor
 from phasewise.tuner.predictor.network import FeatureBatch, Params, Targets, loss_and_gradient
 from phasewise.tuner.predictor.train import TrainOptions, train

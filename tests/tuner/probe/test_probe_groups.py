@@ -9,8 +9,14 @@ import pytest
 
 from phasewise.topology import Kind, Machine
 from phasewise.tuner.errors import TopoTreeError
-from phasewise.tuner.probe.clusters import agreement, cluster_levels, split
-from phasewise.tuner.probe.groups import hints_of, interference_levels, latency_levels
+from phasewise.tuner.probe.groups import (
+    agreement,
+    cluster_levels,
+    hints_of,
+    interference_levels,
+    latency_levels,
+    split,
+)
 from phasewise.tuner.topotree import fundamental
 from tests.support.machines.paper_machines import epyc, kunpeng, tag_clusters, xeon
 from tests.support.machines.planted_pairs import blocks, measured, nested_latencies

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phasewise.tuner.plans import RankCores
+from phasewise.tuner.plans import RankCores, ServicePlan
 from phasewise.tuner.topotree import (
     Configuration,
     Level,
@@ -258,6 +258,14 @@ def test_a_configuration_is_the_same_however_it_is_written() -> None:
     assert configuration.key == Configuration((RankCores((3, 2)), RankCores((0, 1)))).key
     assert configuration.key != Configuration((RankCores((0, 2)), RankCores((1, 3)))).key
     assert configuration.key != Configuration((RankCores((0, 1, 2, 3)),)).key
+
+
+def test_a_configuration_is_a_service_plan_like_any_other() -> None:
+    configuration = configurations(fundamental(kunpeng()).tree, WIDE)[-1]
+    plan = configuration.plan("decode", "search")
+
+    assert ServicePlan.from_json(plan.to_json(), "search") == plan
+    assert Configuration(plan.ranks).key == configuration.key
 
 
 def test_the_default_model_runs_in_as_many_ranks_as_it_has_query_heads() -> None:

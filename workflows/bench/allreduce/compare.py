@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, closing, contextmanager, nullcont
 from dataclasses import dataclass
 from typing import Any
 
+from phasewise._rows import Row
 from phasewise._words import counted
 from phasewise.cython_kernels import _native
 from phasewise.topology import core_signature, placement_signature, read_machine
@@ -149,8 +150,7 @@ class AllReduceGrid:
     rounds: int
 
 
-@dataclass(frozen=True)
-class AllReduceRow:
+class AllReduceRow(Row):
     """One system adding up messages of one size, or copying them, over one rank a core."""
 
     ranks: int

@@ -11,6 +11,7 @@ import io
 import math
 import random
 import statistics
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,13 +19,16 @@ from typing import TypeAlias
 
 from phasewise._files import open_input
 from phasewise._words import meant, percent
+from phasewise.serving.batch import Batch
 from phasewise.serving.pools.arena import aligned
 from phasewise.serving.pools.contract import Estimate
 from phasewise.tuner.config.lengths import RequestLengths, Trace
+from phasewise.tuner.config.steps import ModelShape
 from phasewise.tuner.config.trace import load_trace
 from phasewise.tuner.errors import TraceError
-from phasewise.tuner.predictor.facts import PromptFacts
+from phasewise.tuner.predictor.log import PromptFacts
 from phasewise.workflows.bench.kv.settings import TraceSelection
+from phasewise.workflows.errors import UsageError
 from phasewise.workflows.report import Report, silent
 
 Estimates: TypeAlias = tuple[Estimate | None, ...]
@@ -80,8 +84,8 @@ def unseen_by(text: str, samples: TraceRequests) -> TraceRequests:
     """If `text` is a predictor's file, only the requests whose prompts it was not trained on."""
     if not text.endswith(".safetensors"):
         return samples
-    from phasewise.tuner.predictor.facts import Example, held_out
     from phasewise.tuner.predictor.files import load_predictor
+    from phasewise.tuner.predictor.log import Example, held_out
 
     facts = _facts_of(samples)
     about = load_predictor(text).trained_on
@@ -275,3 +279,113 @@ def how_far_off(trace: Trace, estimates: Sequence[Estimate | None]) -> str:
     ]
     off = sorted(abs(estimate - real) / real for real, estimate in pairs)
     return f"off by {percent(off[len(off) // 2])} at the median, {percent(off[len(off) * 9 // 10])} at p90"
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Measured rates of a machine, per second."""
+
+    prompt_tokens: float
+    decode: tuple[tuple[int, float], ...]
+    """(sequences, tokens per second of all sequences together), ascending; at least one pair."""
+    moved_slots: float = math.inf
+
+    def step_s(self, batch: Batch) -> float:
+        """Seconds of one batch, its copies included."""
+        moved_s = sum(copy.n_slots for copy in batch.copies) / self.moved_slots
+        if batch.phase == "prefill":
+            return moved_s + batch.n_tokens / self.prompt_tokens
+        return moved_s + self._decode_s(len(batch.slices))
+
+    def _decode_s(self, n_sequences: int) -> float:
+        """Linear between two known counts; beyond the last one, at its time per sequence."""
+        steps = [(count, count / rate) for count, rate in self.decode]
+        index = bisect_left(steps, (n_sequences, 0.0))
+        if index == len(steps):
+            count, step_s = steps[-1]
+            return step_s * n_sequences / count
+        if index == 0:
+            return steps[0][1]
+        (low, low_s), (high, high_s) = steps[index - 1], steps[index]
+        return low_s + (high_s - low_s) * (n_sequences - low) / (high - low)
+
+
+def speeds_of(text: str) -> Speeds:
+    """Read `prompt:900,1:108,8:641`: tokens/s of prompts, and of decode by number of sequences.
+
+    `copy:200000` adds the slots per second of copies, which otherwise take no time. Raises TraceError.
+    """
+    rates = dict(_pair(part, text) for part in text.split(","))
+    prompt, copy = rates.pop("prompt", None), rates.pop("copy", math.inf)
+    if prompt is None or not rates or not all(name.isdecimal() and int(name) > 0 for name in rates):
+        raise _unreadable(text)
+    return Speeds(prompt, tuple(sorted((int(name), rate) for name, rate in rates.items())), copy)
+
+
+def _pair(part: str, whole: str) -> tuple[str, float]:
+    name, _, rate = part.strip().partition(":")
+    try:
+        value = float(rate)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise _unreadable(whole)
+    return name, value
+
+
+def _unreadable(text: str) -> TraceError:
+    return TraceError(f"{text!r:.60} are no speeds: write prompt:900,1:108,4:363,8:641 (tokens per second)")
+
+
+KV_CHUNK_SLOTS = 16
+PROMPT_TOKENS = 512
+DECODE_SEQUENCES = (1, 8, 32, 128)
+DECODE_CONTEXT = 512
+
+
+def slots_and_speeds(
+    model: str, memory_bytes: int, kv_format: str = "auto", report: Report = silent
+) -> tuple[int, Speeds]:
+    """KV slots beside the weights of `model` in `memory_bytes`, and modelled speeds of this machine.
+
+    Raises ModelError and EvaluationError for the model, UsageError where the weights leave no room.
+    """
+    from phasewise.cython_kernels.kv_formats import kv_slot_bytes
+    from phasewise.workflows.opening.model_shape import shape_of_reference
+
+    shape = shape_of_reference(model, "native", report)
+    if kv_format != "auto":
+        per_head = kv_slot_bytes(kv_format, shape.head_dim, latent=shape.kv_vectors == 1)
+        shape = replace(shape, kv_bytes_per_slot=shape.n_layers * shape.n_kv_heads * per_head)
+    free_bytes = memory_bytes - shape.weight_bytes
+    n_slots = free_bytes // shape.kv_bytes_per_slot // KV_CHUNK_SLOTS * KV_CHUNK_SLOTS
+    if n_slots < KV_CHUNK_SLOTS:
+        least_mib = (shape.weight_bytes + KV_CHUNK_SLOTS * shape.kv_bytes_per_slot) / (1 << 20)
+        raise UsageError(
+            f"--memory: the weights of {shape.name} alone need more; give {least_mib:.0f}M at least"
+        )
+    report(
+        f"{shape.name}: {shape.weight_bytes >> 20} MiB of weights leave {n_slots} KV slots of "
+        f"{shape.kv_bytes_per_slot} bytes; speeds are modelled; --speeds states measured ones"
+    )
+    return n_slots, modelled_speeds(shape)
+
+
+def modelled_speeds(shape: ModelShape) -> Speeds:
+    """Tokens/s of prefill, and of decode by sequences, by the modelled evaluator."""
+    from phasewise.topology import read_machine
+    from phasewise.tuner.config.modelled import ModelledEvaluator
+    from phasewise.tuner.config.steps import Step
+    from phasewise.tuner.plans import default_plan
+    from phasewise.tuner.topotree import Configuration
+
+    machine = read_machine()
+    evaluator = ModelledEvaluator(machine, shape)
+    with evaluator.open(Configuration(default_plan(machine, "prefill").ranks), "prefill") as timer:
+        prompt_s = timer(Step("prefill", PROMPT_TOKENS, 1, 0)) / 1e9
+    with evaluator.open(Configuration(default_plan(machine, "decode").ranks), "decode") as timer:
+        decode = tuple(
+            (count, count / (timer(Step("decode", 1, count, DECODE_CONTEXT)) / 1e9))
+            for count in DECODE_SEQUENCES
+        )
+    return Speeds(PROMPT_TOKENS / prompt_s, decode)

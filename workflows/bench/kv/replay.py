@@ -13,9 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
-from phasewise._words import counted, percent
+from phasewise._rows import Row, column
+from phasewise._words import NOTHING, counted, percent
 from phasewise.serving.errors import RequestError
 from phasewise.serving.pools.contract import Estimate, KvPool
 from phasewise.serving.scheduling.request import Request
@@ -28,21 +30,23 @@ from phasewise.tuner.errors import TraceError
 from phasewise.workflows.bench.kv.compared import KV_POLICIES, UNESTIMATED, ComparedSettings
 from phasewise.workflows.bench.kv.inputs import (
     Estimates,
+    Speeds,
     estimates_for,
     how_far_off,
     limit_for,
     limited,
     read_samples,
     requests_of,
+    slots_and_speeds,
+    speeds_of,
     static_shares,
     unseen_by,
 )
-from phasewise.workflows.bench.kv.model_memory import slots_and_speeds
 from phasewise.workflows.bench.kv.settings import PoolOverrides, ReplayWish, TraceSelection
-from phasewise.workflows.bench.kv.step_times import Speeds, speeds_of
 from phasewise.workflows.errors import UsageError
 from phasewise.workflows.report import Report, silent
 
+TENTHS = partial(percent, places=1)
 GOES_ON, STOPS = 0, 1
 """Token ids: any token of an answer, and the one that ends it."""
 
@@ -147,46 +151,48 @@ def story_of(trace: Trace, max_tokens: int, seed: int) -> str:
     )
 
 
-@dataclass(frozen=True)
-class KvRow:
+class KvRow(Row):
     """One policy on one trace."""
 
-    policy: str
-    estimate: str
+    policy: str = column("policy", left=True, narrow=True)
+    estimate: str = column("estimate", lambda source: source.rsplit("/", 1)[-1][-12:], left=True, narrow=True)
     """Source of the estimates; "-" for a policy that uses none."""
     n_requests: int
     n_slots: int
     max_tokens: int
-    live_reserved: float
-    live_pool: float
-    final_reserved: float
+    live_reserved: float = column("live/reserved", TENTHS, narrow=True)
+    live_pool: float = column("live/pool", TENTHS)
+    final_reserved: float = column("final/reserved", TENTHS)
     wasted_slots: int
     """Slots of ended blocks that were never filled."""
-    mean_running: float
+    mean_running: float = column("at once", ".1f", narrow=True)
     """Mean number of running requests while others wait."""
     peak_running: int
-    failed: int
+    failed: int = column("failed", narrow=True)
     """Requests that can never run."""
     failed_why: str
     """The reason of the first of them; empty where none failed."""
-    migrations: int
-    moved_slots: int
+    migrations: int = column("migrations")
+    moved_slots: int = column("slots moved")
     """Slots copied because blocks grew or moved."""
-    overflows: int
-    preemptions: int
-    recomputed_tokens: int
+    overflows: int = column("overflows")
+    preemptions: int = column("preemptions", narrow=True)
+    recomputed_tokens: int = column("computed again")
     to_large: int
     estimated: int
-    mispredicted: int
+    mispredicted: int = column(
+        "mispredicted",
+        of_row=lambda row: percent(row.mispredicted / row.estimated, 1) if row.estimated else NOTHING,
+    )
     refreshes: int
-    decode_steps: int
+    decode_steps: int = column("decode steps")
     prefill_steps: int
     output_tokens: int
-    tokens_a_step: float
+    tokens_a_step: float = column("tokens/step", ".1f")
     """Tokens of answers per decode step."""
-    tokens_per_s: float | None
+    tokens_per_s: float | None = column("tokens/s", ".0f", narrow=True)
     """Tokens of answers per second while requests wait, by the given speeds; None without speeds."""
-    steps_to_first: float
+    steps_to_first: float = column("steps to first", ".1f")
     """Mean steps from a request's arrival to the first token of its answer."""
     whole_tokens_per_s: float | None = None
     """Tokens of answers per second over all steps, those of the last answers too."""

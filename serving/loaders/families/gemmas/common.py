@@ -8,21 +8,11 @@ from typing import Any
 
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.cuts import Names
-from phasewise.serving.loaders.families.family import Get
-from phasewise.serving.loaders.families.reading import all_but_every
+from phasewise.serving.loaders.families.family import other_parts
 from phasewise.serving.models.packed_model import ModelConfig
 
 LOCAL_THETA = 10000.0
 """The base of layers with a window."""
-HF_NORMS: dict[str, str] = {
-    "post_attention_layernorm.weight": "attn_post_norm",
-    "pre_feedforward_layernorm.weight": "ffn_norm",
-    "post_feedforward_layernorm.weight": "ffn_post_norm",
-}
-GGUF_NORMS: dict[str, str] = {
-    "post_attention_norm.weight": "attn_post_norm",
-    "post_ffw_norm.weight": "ffn_post_norm",
-}
 DEFAULTS: dict[str, Any] = {
     "head_dim": 256,
     "num_attention_heads": 8,
@@ -60,11 +50,8 @@ DEFAULTS_WITH_INPUTS: dict[str, Any] = {
     "hidden_size_per_layer_input": 256,
     "vocab_size_per_layer_input": 262144,
 }
-TEXT_PREFIXES = ("language_model.", "model.language_model.")
-OTHER_PARTS = tuple(
-    f"{prefix}{part}."
-    for prefix in ("", "model.")
-    for part in ("vision_tower", "multi_modal_projector", "audio_tower", "embed_vision", "embed_audio")
+OTHER_PARTS = other_parts(
+    "vision_tower", "multi_modal_projector", "audio_tower", "embed_vision", "embed_audio"
 )
 
 
@@ -81,13 +68,3 @@ def number_of(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ModelError(f"config.json has rope_theta = {value!r:.60}: a number expected")
     return float(value)
-
-
-def gguf_windows(get: Get, n_layers: int, period: int | None = None) -> tuple[list[bool], int]:
-    """The layers that have a window, and the window. period: of files that say none or one; None: refused."""
-    stated, window = get("attention.sliding_window_pattern"), get("attention.sliding_window", int)
-    if period is not None and (stated is None or type(stated) is int):
-        stated = all_but_every(period if stated is None else stated, n_layers)
-    if not isinstance(stated, list) or len(stated) != n_layers or window is None:
-        raise ModelError("the GGUF metadata gives no attention.sliding_window_pattern for all layers")
-    return [bool(slides) for slides in stated], window

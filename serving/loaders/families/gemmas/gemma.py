@@ -11,13 +11,10 @@ import math
 from dataclasses import replace
 
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.families.family import Family, Get
+from phasewise.serving.loaders.families.family import TEXT_PREFIXES, Family, Get, other_parts
 from phasewise.serving.loaders.families.gemmas.common import (
     DEFAULTS,
-    GGUF_NORMS,
-    HF_NORMS,
     LOCAL_THETA,
-    TEXT_PREFIXES,
     as_gemma,
     number_of,
 )
@@ -102,12 +99,8 @@ def _gemma3_gguf(get: Get, config: ModelConfig) -> ModelConfig:
 
 GEMMA2 = Family(
     "gemma2",
-    hf=("gemma2",),
-    gguf=("gemma2",),
     from_hf=_gemma2,
     from_gguf=_gemma2_gguf,
-    hf_names=HF_NORMS,
-    gguf_names=GGUF_NORMS,
     hf_defaults={
         **DEFAULTS,
         "max_position_embeddings": 8192,
@@ -120,11 +113,8 @@ GEMMA2 = Family(
 GEMMA3 = Family(
     "gemma3",
     hf=("gemma3_text", "gemma3"),
-    gguf=("gemma3",),
     from_hf=_gemma3,
     from_gguf=_gemma3_gguf,
-    hf_names=HF_NORMS,
-    gguf_names=GGUF_NORMS,
     hf_defaults={
         **DEFAULTS,
         "vocab_size": 262208,
@@ -132,12 +122,7 @@ GEMMA3 = Family(
         "max_position_embeddings": 131072,
     },
     hf_text_prefixes=TEXT_PREFIXES,
-    hf_ignored=(
-        "vision_tower.",
-        "multi_modal_projector.",
-        "model.vision_tower.",
-        "model.multi_modal_projector.",
-    ),
+    hf_ignored=other_parts("vision_tower", "multi_modal_projector"),
     ffn_form=FeedForwardForm("gelu_tanh"),
     hf_unit_norms=True,
 )

@@ -13,25 +13,22 @@ import numpy as np
 
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.cuts import Names, OtherForm, TensorCut
-from phasewise.serving.loaders.families.family import Family, Get, TensorShapes
+from phasewise.serving.loaders.families.family import TEXT_PREFIXES, Family, Get, TensorShapes
 from phasewise.serving.loaders.families.gemmas.common import (
     DEFAULTS_WITH_INPUTS,
     GGUF_INPUTS,
-    GGUF_NORMS,
     GLOBAL_INPUTS,
     HF_INPUTS,
-    HF_NORMS,
     LOCAL_THETA,
     OTHER_PARTS,
-    TEXT_PREFIXES,
     as_gemma,
-    gguf_windows,
     number_of,
 )
 from phasewise.serving.loaders.families.reading import (
     FULL,
     SLIDING,
     by_layer,
+    gguf_windows,
     layer_types,
     must_be_off,
     positive,
@@ -192,7 +189,6 @@ def _by_gguf_tensors(config: ModelConfig, shapes: TensorShapes) -> ModelConfig:
 
 
 _HF_NAMES: Names = {
-    **HF_NORMS,
     **HF_INPUTS,
     "altup.router_norm.weight": "stream_norm",
     "altup.modality_router.weight": OtherForm("stream_router"),
@@ -204,7 +200,6 @@ _HF_NAMES: Names = {
     "laurel.post_laurel_norm.weight": "laurel_norm",
 }
 _GGUF_NAMES: Names = {
-    **GGUF_NORMS,
     **GGUF_INPUTS,
     "altup_router_norm.weight": "stream_norm",
     "altup_router.weight": OtherForm("stream_router"),
@@ -225,7 +220,6 @@ def _streams_named(stem: str, count: int) -> tuple[str, ...]:
 GEMMA3N = Family(
     "gemma3n",
     hf=("gemma3n_text", "gemma3n"),
-    gguf=("gemma3n",),
     from_hf=_hf,
     from_gguf=_gguf,
     from_gguf_tensors=_by_gguf_tensors,

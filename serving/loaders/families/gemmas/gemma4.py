@@ -10,27 +10,24 @@ from typing import Any
 
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.cuts import Names, TensorCut
-from phasewise.serving.loaders.families.family import Family, Get, TensorShapes
+from phasewise.serving.loaders.families.family import TEXT_PREFIXES, Family, Get, TensorShapes
 from phasewise.serving.loaders.families.gemmas.common import (
     DEFAULTS_WITH_INPUTS,
     GGUF_INPUTS,
-    GGUF_NORMS,
     GLOBAL_INPUTS,
     HF_INPUTS,
-    HF_NORMS,
     LOCAL_THETA,
     OTHER_PARTS,
-    TEXT_PREFIXES,
     as_gemma,
-    gguf_windows,
     number_of,
 )
-from phasewise.serving.loaders.families.llama import GGUF_EXPERTS
+from phasewise.serving.loaders.families.names import stacked
 from phasewise.serving.loaders.families.reading import (
     FULL,
     SLIDING,
     by_layer,
     experts_of,
+    gguf_windows,
     layer_types,
     must_be_off,
     positive_or_none,
@@ -241,14 +238,12 @@ _HF_EXPERTS: Names = {
     "router.proj.weight": "router",
     "router.scale": "router_norm",
     "router.per_expert_scale": "expert_factors",
-    "experts.gate_up_proj": TensorCut(("gate", "up"), of_experts=True),
-    "experts.down_proj": TensorCut(("down",), of_experts=True),
+    **stacked("experts"),
     "pre_feedforward_layernorm_2.weight": "experts_norm",
     "post_feedforward_layernorm_1.weight": "shared_post_norm",
     "post_feedforward_layernorm_2.weight": "experts_post_norm",
 }
 _GGUF_EXPERTS: Names = {
-    **GGUF_EXPERTS,
     "ffn_gate_up_exps.weight": TensorCut(("gate", "up"), of_experts=True),
     "ffn_gate_inp.scale": "router_norm",
     "ffn_down_exps.scale": "expert_factors",
@@ -260,12 +255,11 @@ _GGUF_EXPERTS: Names = {
 GEMMA4 = Family(
     "gemma4",
     hf=("gemma4_text", "gemma4"),
-    gguf=("gemma4",),
     from_hf=_hf,
     from_gguf=_gguf,
     from_gguf_tensors=_by_gguf_tensors,
-    hf_names={**HF_NORMS, **HF_INPUTS, **_HF_EXPERTS, "layer_scalar": "out_scale"},
-    gguf_names={**GGUF_NORMS, **GGUF_INPUTS, **_GGUF_EXPERTS, "layer_output_scale.weight": "out_scale"},
+    hf_names={**HF_INPUTS, **_HF_EXPERTS, "layer_scalar": "out_scale"},
+    gguf_names={**GGUF_INPUTS, **_GGUF_EXPERTS, "layer_output_scale.weight": "out_scale"},
     global_names=GLOBAL_INPUTS,
     hf_defaults=DEFAULTS_WITH_INPUTS,
     hf_text_prefixes=TEXT_PREFIXES,

@@ -12,34 +12,19 @@ from typing import Any
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.cuts import TensorCut
 from phasewise.serving.loaders.families.family import Family, Get
-from phasewise.serving.loaders.families.hybrids.mamba import GGUF_MAMBA, MAMBA, check_time_steps, mamba_gguf
+from phasewise.serving.loaders.families.hybrids.mamba import mamba_gguf, mamba_hf
 from phasewise.serving.loaders.families.reading import must_be_off, positive
-from phasewise.serving.models.factors import ProductFactors
 from phasewise.serving.models.packed_model import ModelConfig
-from phasewise.serving.models.parts.states.state_layers import MAMBA2, StateLayers
+from phasewise.serving.models.parts.part import ProductFactors
 
 
 def _falcon(get: Get, config: ModelConfig) -> ModelConfig:
-    must_be_off(get, "attention_bias", "projectors_bias", "mamba_proj_bias")
-    check_time_steps(get, "time_step_limit")
-    heads, inner = get("mamba_n_heads", int, 128), _inner(get, config.hidden)
-    if not heads or inner % heads or get("mamba_d_head") not in (None, "auto", inner // heads):
-        raise ModelError(f"config.json has {heads} mamba heads for {inner} numbers, which they do not divide")
-    groups, normalised = get("mamba_n_groups", int, 1), get("mamba_rms_norm", bool, False)
+    must_be_off(get, "attention_bias", "projectors_bias")
+    state = mamba_hf(get, tuple(range(config.n_layers)), _inner(get, config.hidden))
+    normalised = get("mamba_rms_norm", bool, False)
     if normalised and get("mamba_norm_before_gate", bool, True):
         raise ModelError("config.json has mamba_norm_before_gate = True, which cannot run")
-    state = StateLayers(
-        MAMBA2,
-        tuple(range(config.n_layers)),
-        get("mamba_d_conv", int, 4),
-        heads,
-        groups,
-        get("mamba_d_state", int, 256),
-        inner // heads,
-        get("mamba_conv_bias", bool, True),
-        beside=True,
-        norm_groups=groups if normalised else 0,
-    )
+    state = replace(state, beside=True, norm_groups=state.groups if normalised else 0)
     return _multiplied(get, replace(config, state=state))
 
 
@@ -107,15 +92,7 @@ FALCON_H1 = Family(
         "rms_norm_eps": 1e-5,
     },
     global_names={"model.final_layernorm.weight": "final_norm"},
-    hf_names={
-        **{f"mamba.{name}": ours for name, ours in MAMBA.items()},
-        "mamba.in_proj.weight": _IN,
-        "mamba.out_proj.weight": "state_o",
-        "pre_ff_layernorm.weight": "ffn_norm",
-        "feed_forward.gate_proj.weight": "gate",
-        "feed_forward.up_proj.weight": "up",
-        "feed_forward.down_proj.weight": "down",
-    },
-    gguf_names={**GGUF_MAMBA, "ssm_in.weight": _IN, "ssm_out.weight": "state_o", "ffn_norm": "ffn_norm"},
+    hf_names={"mamba.in_proj.weight": _IN, "pre_ff_layernorm.weight": "ffn_norm"},
+    gguf_names={"ssm_in.weight": _IN, "ffn_norm": "ffn_norm"},
     gguf_optional_state_norm=True,
 )

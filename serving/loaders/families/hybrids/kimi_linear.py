@@ -10,10 +10,17 @@ from typing import Any
 from phasewise._words import counted
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.cuts import HeadParts, Names, OfLayer, OtherForm
-from phasewise.serving.loaders.families.deepseek import GGUF_LATENT, latent_of_hf, with_latent
+from phasewise.serving.loaders.families.deepseek import GGUF_LATENT, latent_of_gguf, latent_of_hf, with_latent
 from phasewise.serving.loaders.families.family import Family, Get
-from phasewise.serving.loaders.families.reading import FULL, must_be_off, positive, state_layer_types
-from phasewise.serving.loaders.families.routing import GGUF_ROUTED, hf_dense_layers, routed, routed_gguf
+from phasewise.serving.loaders.families.names import fed
+from phasewise.serving.loaders.families.reading import (
+    FULL,
+    headless_layers,
+    must_be_off,
+    positive,
+    state_layer_types,
+)
+from phasewise.serving.loaders.families.routing import hf_dense_layers, routed, routed_gguf
 from phasewise.serving.models.packed_model import LayerKind, ModelConfig
 from phasewise.serving.models.parts.experts import LOGISTIC
 from phasewise.serving.models.parts.latent import LatentAttention
@@ -87,19 +94,8 @@ def _with_states(config: ModelConfig, state: StateLayers, latent: LatentAttentio
 
 
 def _kimi_gguf(get: Get, config: ModelConfig) -> ModelConfig:
-    stated = get("attention.head_count_kv")
-    if not isinstance(stated, list):
-        raise ModelError(f"the GGUF metadata gives attention.head_count_kv = {stated!r:.60}: a list expected")
-    turned, heads, dim = get("rope.dimension_count", int, 64), config.n_heads, get("kda.head_dim", int, 128)
-    latent = LatentAttention(
-        kv_rank=get("attention.kv_lora_rank", int, 0),
-        rope_dim=turned,
-        key_dim=get("attention.key_length_mla", int, 0) - turned,
-        value_dim=get("attention.value_length_mla", int, 0),
-        q_rank=get("attention.q_lora_rank", int, 0),
-        norm_eps=config.norm_eps,
-    )
-    layers = tuple(layer for layer, number in enumerate(stated) if number == 0)
+    heads, dim, layers = config.n_heads, get("kda.head_dim", int, 128), headless_layers(get, config.n_layers)
+    latent = latent_of_gguf(get, config.norm_eps)
     state = StateLayers(KDA, layers, get("ssm.conv_kernel", int, 4), heads, heads, dim, dim)
     config = routed_gguf(get, config)
     if config.experts is not None:  # files do not say it
@@ -122,15 +118,10 @@ _HF: Names = {
     "self_attn.kv_a_proj_with_mqa.weight": "kv_a",
     "self_attn.kv_a_layernorm.weight": "kv_a_norm",
     "self_attn.kv_b_proj.weight": HeadParts("k_b", "v_b"),
-    "block_sparse_moe.gate.weight": "router",
-    "block_sparse_moe.gate.e_score_correction_bias": "choice_bias",
-    "block_sparse_moe.experts.{e}.w1.weight": "experts.{e}.gate",
-    "block_sparse_moe.experts.{e}.w3.weight": "experts.{e}.up",
-    "block_sparse_moe.experts.{e}.w2.weight": "experts.{e}.down",
-    **{f"block_sparse_moe.shared_experts.{part}_proj.weight": part for part in ("gate", "up", "down")},
-    **{f"block_sparse_moe.{part}_proj.weight": part for part in ("gate", "up", "down")},
+    **fed("block_sparse_moe.shared_experts"),
+    **fed("block_sparse_moe"),
 }
-"""No row changes its place: nothing turns it. The last three: dense layers as saved by transformers."""
+"""No row changes its place: nothing turns it. The last: dense layers as saved by transformers."""
 
 KIMI_LINEAR = Family(
     "kimilinear",
@@ -141,7 +132,6 @@ KIMI_LINEAR = Family(
     hf_names=_HF,
     gguf_names={
         **GGUF_LATENT,
-        **GGUF_ROUTED,
         "attn_q.weight": OfLayer(("state_q", "q")),
         "attn_k.weight": "state_k",
         "attn_v.weight": "state_v",
@@ -150,9 +140,6 @@ KIMI_LINEAR = Family(
         **{f"ssm_conv1d_{part}.weight": OtherForm(f"{part}_taps") for part in "qkv"},
         **{f"ssm_{part}.weight": f"state_{part}" for part in ("f_a", "f_b", "g_a", "g_b")},
         "ssm_beta.weight": "state_b",
-        "ssm_a": OtherForm("rates"),
-        "ssm_dt.bias": "time_offsets",
-        "ssm_norm.weight": "state_scale",
     },
     hf_defaults={
         "rms_norm_eps": 1e-5,

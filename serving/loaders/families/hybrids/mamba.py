@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.cuts import Names, OtherForm
 from phasewise.serving.loaders.families.family import Get
+from phasewise.serving.loaders.families.reading import must_be_off
 from phasewise.serving.models.parts.states.state_layers import MAMBA2, StateLayers
 
 ANY_STEP = ([0.0, float("inf")], [0.0, {"__float__": "Infinity"}])
@@ -19,38 +21,41 @@ def check_time_steps(get: Get, *keys: str) -> None:
             raise ModelError(f"config.json has {key} = {limits!r:.60}, which cannot run")
 
 
+def mamba_hf(get: Get, layers: tuple[int, ...], inner: int) -> StateLayers:
+    """The layers with a state of config.json. inner: values of all heads."""
+    must_be_off(get, "mamba_proj_bias")
+    check_time_steps(get, "time_step_limit")
+    heads = get("mamba_n_heads", int, 128)
+    if not heads or inner % heads or get("mamba_d_head") not in (None, "auto", inner // heads):
+        raise ModelError(f"config.json has {heads} mamba heads for {inner} numbers, which they do not divide")
+    return StateLayers(
+        MAMBA2,
+        layers,
+        get("mamba_d_conv", int, 4),
+        heads,
+        get("mamba_n_groups", int, 1),
+        get("mamba_d_state", int, 256),
+        inner // heads,
+        get("mamba_conv_bias", bool, True),
+    )
+
+
 def mamba_gguf(get: Get, layers: tuple[int, ...]) -> StateLayers:
     """The layers with a state of GGUF metadata, one norm over all heads."""
+    return replace(state_gguf(get, MAMBA2, layers, groups=1), conv_bias=True)
+
+
+def state_gguf(get: Get, kind: str, layers: tuple[int, ...], groups: int = 0) -> StateLayers:
+    """The same of any kind. groups: those of a file that does not say."""
     heads, inner = get("ssm.time_step_rank", int, 0), get("ssm.inner_size", int, 0)
     if not heads or inner % heads:
         raise ModelError(f"the GGUF metadata gives {inner} values for {heads} heads of layers with a state")
     return StateLayers(
-        MAMBA2,
+        kind,
         layers,
         get("ssm.conv_kernel", int, 4),
         heads,
-        get("ssm.group_count", int, 1),
+        get("ssm.group_count", int, groups),
         get("ssm.state_size", int, 0),
         inner // heads,
-        conv_bias=True,
     )
-
-
-MAMBA: Names = {
-    "conv1d.weight": OtherForm("taps"),
-    "conv1d.bias": "taps_bias",
-    "A_log": OtherForm("rates", negated_exponential=True),
-    "dt_bias": "time_offsets",
-    "D": "skips",
-    "norm.weight": "state_scale",
-}
-"""Tensors by what follows "mamba." or "mixer."."""
-
-GGUF_MAMBA: Names = {
-    "ssm_conv1d.weight": OtherForm("taps"),
-    "ssm_conv1d.bias": "taps_bias",
-    "ssm_a": OtherForm("rates"),
-    "ssm_dt.bias": "time_offsets",
-    "ssm_d": OtherForm("skips"),
-    "ssm_norm.weight": OtherForm("state_scale"),
-}

@@ -7,15 +7,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from phasewise._words import counted
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.cuts import TensorCut
 from phasewise.serving.loaders.families.family import Family, Get
-from phasewise.serving.loaders.families.hybrids.mamba import GGUF_MAMBA, MAMBA, check_time_steps, mamba_gguf
-from phasewise.serving.loaders.families.llama import GGUF_EXPERTS
-from phasewise.serving.loaders.families.reading import must_be_off, positive
+from phasewise.serving.loaders.families.hybrids.mamba import check_time_steps, mamba_gguf
+from phasewise.serving.loaders.families.names import fed
+from phasewise.serving.loaders.families.reading import listed, must_be_off, positive
 from phasewise.serving.loaders.families.routing import routed
-from phasewise.serving.models.halves import SingleHalves
+from phasewise.serving.models.layers import SingleHalves
 from phasewise.serving.models.packed_model import LARGEST, LayerKind, ModelConfig
 from phasewise.serving.models.parts.experts import LOGISTIC
 from phasewise.serving.models.parts.feed_forward import FeedForwardForm
@@ -101,7 +100,7 @@ def _of_halves(config: ModelConfig, kinds: list[str], state: StateLayers) -> Mod
 def _nemotron_gguf(get: Get, config: ModelConfig) -> ModelConfig:
     n_layers = config.n_layers - get("nextn_predict_layers", int, 0)
     heads, widths = (
-        _by_layer(get, key, config.n_layers) for key in ("attention.head_count_kv", "feed_forward_length")
+        listed(get, key, config.n_layers) for key in ("attention.head_count_kv", "feed_forward_length")
     )
     of_experts = get("expert_count", int, 0)
     feeding = MIXTURE if of_experts else DENSE
@@ -131,16 +130,6 @@ def _nemotron_gguf(get: Get, config: ModelConfig) -> ModelConfig:
     return _of_halves(config, kinds, replace(state, norm_groups=state.groups))
 
 
-def _by_layer(get: Get, key: str, n_layers: int) -> list[int]:
-    stated = get(key)
-    if not isinstance(stated, list) or len(stated) != n_layers:
-        raise ModelError(
-            f"the GGUF metadata gives {key} = {stated!r:.60}: one number for each of"
-            f" {counted(n_layers, 'layer')} expected"
-        )
-    return stated
-
-
 NEMOTRON_H = Family(
     "nemotronh",
     hf=("nemotron_h",),
@@ -163,24 +152,11 @@ NEMOTRON_H = Family(
     more_layers=True,
     global_names={"model.embeddings.weight": "embed", "model.norm_f.weight": "final_norm"},
     hf_names={
-        **{f"mixer.{name}": ours for name, ours in MAMBA.items()},
         "norm.weight": "attn_norm",
-        "mixer.in_proj.weight": "state_in",
-        "mixer.out_proj.weight": "o",
-        **{f"mixer.{part}_proj.weight": part for part in ("q", "k", "v", "o", "up", "down")},
-        "mixer.gate.weight": "router",
-        "mixer.gate.e_score_correction_bias": "choice_bias",
-        **{f"mixer.experts.{{e}}.{part}_proj.weight": f"experts.{{e}}.{part}" for part in ("up", "down")},
+        **{f"mixer.{part}_proj.weight": part for part in ("q", "k", "v", "o")},
+        **fed("mixer"),
+        **fed("mixer.experts.{e}", "experts.{e}."),
         **{f"mixer.experts.{part}_proj": TensorCut((part,), of_experts=True) for part in ("up", "down")},
-        **{f"mixer.shared_experts.{part}_proj.weight": part for part in ("up", "down")},
-    },
-    gguf_names={
-        **GGUF_EXPERTS,
-        **GGUF_MAMBA,
-        "ssm_in.weight": "state_in",
-        "ssm_out.weight": "o",
-        "exp_probs_b.bias": "choice_bias",
-        "ffn_up_shexp.weight": "up",
-        "ffn_down_shexp.weight": "down",
+        **fed("mixer.shared_experts"),
     },
 )

@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 
 from phasewise.serving.errors import ModelError
-from phasewise.serving.models.factors import ProductFactors
 from phasewise.serving.models.linears import Parts, Place, Rows
 from phasewise.serving.models.parts.mixer import Mixer
-from phasewise.serving.models.parts.part import Product
+from phasewise.serving.models.parts.part import Product, ProductFactors
 from phasewise.serving.models.parts.rows import MixingRows
 from phasewise.serving.models.parts.site import ReadRows, Site
 from phasewise.serving.models.parts.states.state_layers import StateLayers

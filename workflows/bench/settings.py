@@ -1,0 +1,259 @@
+"""Settings of `bench run`, `bench kernels` and `bench allreduce`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from phasewise._options import OptionError, option
+from phasewise.workflows.errors import UsageError
+from phasewise.workflows.options import DB, THREADS
+
+if TYPE_CHECKING:
+    from phasewise.serving.engine.throughput import Workload
+
+CACHE_TYPES = {"f32": "f32", "f16": "f16", "bf16": "bf16", "q8_0": "int8", "int8": "int8", "int4": "int4"}
+"""Formats of keys and values by llama.cpp's names and ours. Its q4_0 has 4.5 bits a number, int4 has 5."""
+
+MOST_COUNT = 1 << 20
+MOST_VALUES = 1000
+"""The longest range."""
+LEAST_BATCH_TOKENS = 32
+"""Below it a value of -b is a number of sequences: no prefill step is that small."""
+MOST_BATCH_TOKENS = 1 << 16
+LIST, PAIR, MODELS = "LIST", "PP,TG", "MODEL"
+"""Metavars of options that may be given several times, with their values joined."""
+
+
+def counts(text: str) -> tuple[int, ...]:
+    """`128,512` or `1-8*2` (1,2,4,8) as integers; zeros are left out."""
+    return tuple(value for value in whole_numbers(text) if value)
+
+
+def whole_numbers(text: str) -> tuple[int, ...]:
+    """The same, zeros kept."""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    values = [value for part in parts for value in _range(part)]
+    if len(values) < len(parts) or not all(value <= MOST_COUNT for value in values):
+        raise OptionError(f"{text!r:.60} is not a list of whole numbers such as 128,512 or 128-512*2")
+    return tuple(values)
+
+
+def _range(part: str) -> list[int]:
+    """llama-bench's `first-last`, `first-last+step` and `first-last*factor`; nothing where it is none."""
+    match = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9})(?:([+*])([0-9]{1,9}))?)?", part)
+    if match is None:
+        return []
+    first, last = int(match[1]), int(match[2] or match[1])
+    operation, step = match[3] or "+", int(match[4] or 1)
+    grows = step > 1 and first > 0 if operation == "*" else step > 0
+    values: list[int] = []
+    while grows and first <= last and len(values) < MOST_VALUES:
+        values.append(first)
+        first = first * step if operation == "*" else first + step
+    return values if first > last else []
+
+
+def _pairs(text: str) -> tuple[tuple[int, int], ...]:
+    """`512,128;1024,64` as pairs; `0,0` is none."""
+    parts = [part.strip() for part in text.split(";") if part.strip()]
+    matches = [re.fullmatch(r"([0-9]{1,7}),([0-9]{1,7})", part) for part in parts]
+    if not all(matches):
+        raise OptionError(f"{text!r:.60} is no prompt and answer such as 512,128")
+    pairs = [(int(match[1]), int(match[2])) for match in matches if match is not None]
+    return tuple(pair for pair in pairs if any(pair))
+
+
+def _cache_types(text: str) -> tuple[str, ...]:
+    names = [part.strip() for part in text.split(",") if part.strip()]
+    for name in names:
+        if name not in CACHE_TYPES:
+            raise OptionError(f"{name!r:.20} is no format of keys and values: {', '.join(CACHE_TYPES)}")
+    return tuple(CACHE_TYPES[name] for name in names)
+
+
+@dataclass(frozen=True)
+class BenchTests:
+    """Lengths in tokens: prompts, decodes, pairs of both, and positions computed before each test."""
+
+    PANEL = "Tests"
+
+    prompts: tuple[int, ...] = option(
+        (512,),
+        "prompt lengths in tokens, e.g. 128,512 or 128-512*2; 0: none",
+        "-p",
+        "--n-prompt",
+        metavar=LIST,
+        parser=counts,
+        written="512",
+    )
+    n_gen: tuple[int, ...] = option(
+        (128,),
+        "decode lengths in tokens; 0: none",
+        "-n",
+        "--n-gen",
+        metavar=LIST,
+        parser=counts,
+        written="128",
+    )
+    pairs: tuple[tuple[int, int], ...] = option(
+        (),
+        "a prompt and its answer in one time, e.g. 512,128 [repeatable]",
+        "-pg",
+        metavar=PAIR,
+        parser=_pairs,
+        written="",
+        show_default=False,
+    )
+    depths: tuple[int, ...] = option(
+        (0,),
+        "positions computed before each test and not timed, e.g. 0,4096",
+        "-d",
+        "--n-depth",
+        metavar=LIST,
+        parser=whole_numbers,
+        written="0",
+    )
+    sequences: tuple[int, ...] = option(
+        (1,),
+        "numbers of sequences computed together",
+        "-npl",
+        "--n-sequences",
+        metavar=LIST,
+        parser=counts,
+        written="1",
+    )
+
+    def workloads(self) -> list[Workload]:
+        """By number of sequences, then depth: the prefills, the decodes, the pairs."""
+        from phasewise.serving.engine.throughput import Workload
+
+        tests = [(p, 0) for p in self.prompts] + [(0, n) for n in self.n_gen] + list(self.pairs)
+        return [
+            Workload(n_prompt, n_gen, n_sequences, n_depth)
+            for n_sequences in self.sequences
+            for n_depth in self.depths
+            for n_prompt, n_gen in tests
+        ]
+
+
+@dataclass(frozen=True)
+class BenchRunning:
+    """The way tests are run: prefill steps of at most `batch_tokens`, cores, formats of keys and values."""
+
+    PANEL = "How they are run"
+
+    batch_tokens: tuple[int, ...] = option(
+        (2048,),
+        f"most tokens of a prefill step; a list with a number below {LEAST_BATCH_TOKENS} is taken as"
+        " --n-sequences",
+        "-b",
+        "--batch-size",
+        metavar=LIST,
+        parser=counts,
+        written="2048",
+    )
+    threads: tuple[int, ...] = option(
+        (),
+        "numbers of cores to use [default: the plan's]",
+        "-t",
+        "--threads",
+        metavar=LIST,
+        parser=counts,
+        envvar="PHASEWISE_THREADS",
+        written="",
+        show_default=False,
+    )
+    cache_k: tuple[str, ...] = option(
+        (),
+        "format of keys, the same as -ctv: f16, bf16, f32, q8_0 (int8), int4",
+        "-ctk",
+        "--cache-type-k",
+        metavar=LIST,
+        parser=_cache_types,
+        written="",
+        show_default=False,
+    )
+    cache_v: tuple[str, ...] = option(
+        (),
+        "format of values, the same as -ctk",
+        "-ctv",
+        "--cache-type-v",
+        metavar=LIST,
+        parser=_cache_types,
+        written="",
+        show_default=False,
+    )
+    repetitions: int = option(5, "timed runs of each test", "-r", "--repetitions", min=1, max=1000)
+    no_warmup: bool = option(False, "do not run each test once before it is timed", "--no-warmup")
+    counters: bool = option(
+        False,
+        "read the processor's counters: instructions a cycle, misses of the last-level cache and of the TLB, "
+        "stalls",
+        "--counters",
+    )
+
+    def kv_formats(self, default: str) -> list[str]:
+        """UsageError where keys and values should differ: they have one format here."""
+        if not self.cache_k and not self.cache_v:
+            return [default]
+        if self.cache_k != self.cache_v:
+            raise UsageError(
+                f"-ctk {_listed(self.cache_k)} with -ctv {_listed(self.cache_v)}: keys and values have one"
+                " format; give the same to both, or --kv-format"
+            )
+        return list(self.cache_k)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ",".join(names) or "unset"
+
+
+@dataclass(frozen=True)
+class KernelWish:
+    """The products that are timed, beside which peers, and how often."""
+
+    formats: str = option("bf16", "weight formats, e.g. f32,bf16,int8,int8c,int4", "--format")
+    shapes: list[str] | None = option(
+        None,
+        "outputs and inputs of a product, or a model whose layers to time [repeatable]",
+        "--shape",
+        metavar="N,K|NAME",
+    )
+    ms: str = option("1,8,64", "rows of activations", "--m")
+    threads: int | None = THREADS(None)
+    peers: str = option("auto", "any of torch, mkl, openblas, openvino, ggml, tvm", metavar="auto|none|LIST")
+    rounds: int = option(7, "timed turns of each product", "-r", "--rounds", min=1, max=1000)
+    cold_mib: int | None = option(
+        None,
+        "MiB of weights that are multiplied in turn, so that none stays in a cache [default: twice the"
+        " last-level cache]",
+        min=1,
+        max=1 << 16,
+    )
+    kept: Path | None = option(
+        None,
+        "append each row to this file as it is measured, and measure only rows that it lacks",
+        "--rows",
+        metavar="FILE.jsonl",
+    )
+    density: str = option("1", "shares of weights that are not zero; below 1 stored sparse", metavar="SHARES")
+    db: str | None = DB(None)
+
+
+@dataclass(frozen=True)
+class AllReduceWish:
+    """The all-reduces that are timed: over how many ranks, of which sizes, by which algorithms."""
+
+    ranks: str = option("2", "numbers of ranks, one core each")
+    sizes: str = option("1K,4K,16K,64K,256K,1M,4M,16M", "bytes of a message, e.g. 4K,1M", metavar="LIST")
+    kinds: str = option(
+        "rank-shifted,master-copies,ring",
+        "algorithms to time; the others are compared with the first",
+        config_only=True,
+    )
+    threads: int | None = THREADS(None)
+    rounds: int = option(15, "timed turns of each algorithm and size", "-r", "--rounds", min=1, max=1000)
