@@ -11,6 +11,7 @@ from sqlalchemy import Connection, func, select
 
 from phasewise.kerneldb import queries
 from phasewise.kerneldb.errors import RecordError
+from phasewise.kerneldb.fields import made
 from phasewise.kerneldb.records import (
     KINDS,
     SINGLE_CORE,
@@ -20,7 +21,6 @@ from phasewise.kerneldb.records import (
     Problem,
     Row,
     StepTime,
-    made,
 )
 from phasewise.kerneldb.tables import METADATA, PROBLEM, TABLES
 
@@ -210,8 +210,8 @@ def machines(
         columns = TABLES[kind].c
         if kind.kind.table not in absent_tables:
             names = ["core_sig"] if kind.kind.on_one_core else ["core_sig", "placement_sig"]
-            found = connection.execute(select(*(columns[name] for name in names)).distinct())
-            keys |= {(*row, SINGLE_CORE)[:2] for row in found}
+            query = select(*(columns[name] for name in names)).distinct()
+            keys |= {(*row, SINGLE_CORE)[:2] for row in connection.execute(query)}
     return {machine for key in keys if isinstance(machine := made(MachineKey, *key), MachineKey)}
 
 

@@ -33,21 +33,18 @@ from typing import Any, BinaryIO, TypeAlias
 
 from phasewise._words import counted
 from phasewise.kerneldb.errors import ExportFileError, RecordError
+from phasewise.kerneldb.fields import RecordField, is_shared, parts, shared
 from phasewise.kerneldb.records import (
     KINDS,
     PRIVATE,
     MachineKey,
     Measurement,
     Origin,
-    Part,
     PlanRecord,
     Promotion,
     Row,
     Sample,
     Schedule,
-    is_shared,
-    parts,
-    shared,
     trusted,
 )
 from phasewise.kerneldb.rows import as_tuples
@@ -432,7 +429,7 @@ def _made(record: Any, fields: Mapping[str, Any], build: object) -> Any:
     return record(*[_value(part, fields, build) for part in parts(record)])
 
 
-def _value(part: Part, fields: Mapping[str, Any], build: object) -> Any:
+def _value(part: RecordField, fields: Mapping[str, Any], build: object) -> Any:
     name, record = part.name, part.record
     if record is None:
         if name == "verified":

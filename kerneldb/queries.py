@@ -22,7 +22,8 @@ from sqlalchemy import (
     union,
 )
 
-from phasewise.kerneldb.records import MachineKey, Measurement, Problem, Row, flat_parts, flattened, parts
+from phasewise.kerneldb.fields import flat_parts, flattened, parts
+from phasewise.kerneldb.records import MachineKey, Measurement, Problem, Row
 from phasewise.kerneldb.tables import MEASUREMENT, PROBLEM, PROMOTION, TABLES
 
 if TYPE_CHECKING:
@@ -247,7 +248,7 @@ def without_timing(builds: Collection[str]) -> ColumnElement[bool]:
 
 
 def old_rows(kind: type[Row], keep: int) -> AnySelect:
-    """Ids of rows behind the `keep` newest of their key (`Kind.newest_of`) and trust."""
+    """Ids of rows behind the `keep` newest of their key (`RowKind.newest_of`) and trust."""
     columns = TABLES[kind].c
     key = [columns[name] for name in (*kind.kind.newest_of, "verified")]
     rank = func.row_number().over(partition_by=key, order_by=columns.id.desc())

@@ -1,7 +1,7 @@
 """The kinds of records that the database keeps, each declared once: frozen values, checked when made.
 
-A field's annotation holds its check. A `Row` has a `Kind`: what names it, its indexes, what is private in it,
-and which of several rows counts. Tables, lines of files, merging, diff, counts and clean-up follow from both.
+A `Row` has a `RowKind`: what names it, its indexes, what is private in it, and which of several rows counts.
+Tables, lines of files, merging, diff, counts and clean-up follow from that and from the fields.
 Nothing here knows SQL.
 
 Rows may come from a stranger's database, so every record refuses what no honest measurement could hold.
@@ -10,16 +10,30 @@ The bounds here are sanity; a kernel still checks a schedule against its operand
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
-from functools import cache, lru_cache
-from operator import attrgetter
-from typing import Annotated, Any, ClassVar, TypeAlias, TypeVar, cast, get_args, get_type_hints
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Annotated, Any, ClassVar, TypeVar, cast
 
-from phasewise._words import WIDEST, is_proven, number, percent
+from phasewise._words import WIDEST, is_proven, percent
 from phasewise.kerneldb.errors import RecordError
+from phasewise.kerneldb.fields import (
+    MAX_DIMENSION,
+    MAX_NS,
+    MAX_SAMPLES,
+    CheckedRecord,
+    Choice,
+    Conditions,
+    EstimateNs,
+    Figures,
+    Finite,
+    Key,
+    Line,
+    PlanJson,
+    SamplesNs,
+    Truth,
+    Whole,
+    Word,
+)
 
 PANEL_COLUMNS = 16
 """Output columns of one packed panel, in every format."""
@@ -27,19 +41,12 @@ PANEL_COLUMNS = 16
 GROUP = 32
 """Inputs that share a scale; packed weights are padded to a multiple of it."""
 
-MAX_DIMENSION = 2**31 - 1
-MAX_NS = 2**63 - 1
 MAX_TIME_MS = 253_402_300_799_999  # the end of the year 9999: calendars go no further
-MAX_SAMPLES = 100_000
-MAX_TEXT = 255
-MAX_PLAN_CHARS = 100_000
 MAX_ANSWERS = 2**31 - 1
 MAX_STEP_TOKENS = 2**24
 MAX_SEQUENCES = 2**16
 MAX_GAIN = 1e6
 MAX_K_PARTS = 64
-MAX_PAIRS = 32
-"""Most arguments, or parameters, of a user's kernel."""
 
 SINGLE_CORE = "1 core"
 """The placement of kernels that one thread runs."""
@@ -47,257 +54,9 @@ SINGLE_CORE = "1 core"
 LOOP_ORDERS = ("nm", "mn")
 """Outermost first: panel blocks outside row blocks, or the other way round."""
 
-# ---- what a field may hold --------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Whole:
-    """A whole number within bounds."""
-
-    low: int
-    high: int
-
-    def __call__(self, name: str, value: object) -> object:
-        if type(value) is not int or not self.low <= value <= self.high:
-            raise RecordError(
-                f"{name} must be a whole number from {self.low} to {self.high}, not {value!r:.80}"
-            )
-        return value
-
-
-@dataclass(frozen=True)
-class Finite:
-    """A finite float within bounds."""
-
-    low: float = -math.inf
-    high: float = math.inf
-
-    def __call__(self, name: str, value: object) -> object:
-        if not isinstance(value, float) or not math.isfinite(value) or not self.low <= value <= self.high:
-            bounds = "" if self.low == -math.inf else f" of at least {number(self.low)}"
-            bounds += "" if self.high == math.inf else f" and at most {number(self.high)}"
-            raise RecordError(f"{name} must be a finite number{bounds}, not {value!r:.80}")
-        return value
-
-
-@dataclass(frozen=True)
-class Truth:
-    """True or false."""
-
-    def __call__(self, name: str, value: object) -> object:
-        if type(value) is not bool:
-            raise RecordError(f"{name} must be true or false, not {value!r:.80}")
-        return value
-
-
-@dataclass(frozen=True)
-class Text:
-    """Text of one pattern, in at most so many characters."""
-
-    most: int
-    what: str
-    """In words, for messages."""
-    pattern: re.Pattern[str]
-
-    def __call__(self, name: str, value: object) -> object:
-        if not isinstance(value, str) or len(value) > self.most or not self.pattern.fullmatch(value):
-            raise RecordError(f"{name} must be {self.what}, not {value!r:.80}")
-        return value
-
-
-@dataclass(frozen=True)
-class Samples:
-    """Nanoseconds a call or a step, raw, in the order taken."""
-
-    def __call__(self, name: str, value: object) -> object:
-        if not isinstance(value, tuple) or not 1 <= len(value) <= MAX_SAMPLES:
-            raise RecordError(f"{name} must be a tuple of 1 to {MAX_SAMPLES} numbers")
-        if set(map(type, value)) != {int} or min(value) < 1 or max(value) > MAX_NS:
-            for sample in value:
-                _NS(f"a sample in {name}", sample)
-        return value
-
-
-@dataclass(frozen=True)
-class Numbers:
-    """A mapping of words to finite numbers. What is kept is an own copy."""
-
-    most: int
-
-    def __call__(self, name: str, value: object) -> object:
-        if not isinstance(value, Mapping) or len(value) > self.most:
-            raise RecordError(f"{name} must be a mapping of at most {self.most} words to numbers")
-        if not (all(map(_is_word, value)) and all(map(_is_finite, value.values()))):
-            for word, figure in value.items():
-                _WORD(f"a name in {name}", word)
-                _FINITE(f"{word} in {name}", figure)
-        return dict(value)
-
-
-@dataclass(frozen=True)
-class Pairs:
-    """Names with whole numbers, in the order of a kernel's text."""
-
-    def __call__(self, name: str, value: object) -> object:
-        if not isinstance(value, tuple):
-            raise RecordError(f"{name} must be a list of pairs")
-        if len(value) > MAX_PAIRS:
-            raise RecordError(f"{name} must be at most {MAX_PAIRS} names with whole numbers")
-        for pair in value:
-            if not isinstance(pair, tuple) or len(pair) != 2 or type(pair[0]) is not str or len(pair[0]) > 32:
-                raise RecordError(f"{name} must be names of at most 32 characters with whole numbers")
-            _PAIRED(f"{pair[0]} in {name}", pair[1])
-        return value
-
-
-Check: TypeAlias = Whole | Finite | Truth | Text | Samples | Numbers | Pairs
-
-_NS, _FINITE, _PAIRED = Whole(1, MAX_NS), Finite(), Whole(-(2**31), MAX_DIMENSION)
-_WORD = Text(32, "a lower-case word of at most 32 characters", re.compile(r"[a-z][a-z0-9_]*"))
-_LINE = Text(MAX_TEXT, f"1 to {MAX_TEXT} printable ASCII characters", re.compile(r"[!-~](?:[ -~]*[!-~])?"))
-# No half of a pair, which SQLite cannot keep, and no zero, which PostgreSQL cannot.
-_KEY = re.compile(r"(?=[^\ud800-\udfff]*\Z)\S(?:[^\x00-\x1f\x7f-\x9f]*\S)?")
-_PLAN = Text(
-    MAX_PLAN_CHARS,
-    f"text of 1 to {MAX_PLAN_CHARS} characters without zeros and halves of characters",
-    re.compile(r"[^\x00\ud800-\udfff]+"),
-)
-
-
-@lru_cache(maxsize=1024)
-def _is_word(word: object) -> bool:
-    return isinstance(word, str) and len(word) <= _WORD.most and _WORD.pattern.fullmatch(word) is not None
-
-
-def _is_finite(figure: object) -> bool:
-    return type(figure) is float and math.isfinite(figure)
-
-
-Word = Annotated[str, _WORD]
-Line = Annotated[str, _LINE]
-Key = Annotated[str, Text(MAX_TEXT, f"1 to {MAX_TEXT} characters in a line", _KEY)]
-PlanJson = Annotated[str, _PLAN]
-"""A service plan, opaque here: `tuner.plans` reads and checks it."""
-SamplesNs = Annotated[tuple[int, ...], Samples()]
-EstimateNs = Annotated[int, _NS]
-"""The stated robust estimate over samples."""
-Conditions = Annotated[Mapping[str, float], Numbers(16)]
-"""The surroundings that the timer noticed, e.g. `steal_share`, `mhz`, `load`."""
-Figures = Annotated[Mapping[str, float], Numbers(64)]
-Choice: TypeAlias = Annotated[tuple[tuple[str, int], ...], Pairs()]
-"""A value for each parameter of a user's kernel, in the order of the text."""
-
-
-# ---- fields of records ------------------------------------------------------------------------------------
-
-
-class Record:
-    """A value whose fields are checked when it is made: RecordError, which names field, value and bounds."""
-
-    __slots__ = ()
-
-    def __post_init__(self) -> None:
-        kind: Any = type(self)
-        for name, check, may_be_none in _checks(kind):
-            value = getattr(self, name)
-            if value is None and may_be_none:
-                continue
-            checked = check(name, value)
-            if checked is not value:
-                object.__setattr__(self, name, checked)
-        self._check_whole()
-
-    def _check_whole(self) -> None:
-        """Check what is more than one field's business."""
-
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """One field of a record."""
-
-    name: str
-    record: type | None
-    """The record that the field holds; None: a plain value."""
-    check: Check | None
-    """Of a plain value."""
-    may_be_none: bool
-
-    @property
-    def is_flat(self) -> bool:
-        """The field is one value among a record's flat fields."""
-        return self.record is None or self.record in KEYED
-
-
-@cache
-def parts(record: Any) -> tuple[Part, ...]:
-    """The fields of a record's type, in order."""
-    hints = get_type_hints(record, include_extras=True)
-    return tuple(_part(own.name, hints[own.name]) for own in fields(record))
-
-
-def _part(name: str, hint: Any) -> Part:
-    choices = (hint, *get_args(hint))
-    record = next((choice for choice in choices if is_dataclass(choice) and isinstance(choice, type)), None)
-    check = next(iter(getattr(hint, "__metadata__", ())), None)
-    return Part(name, record, check, type(None) in (*choices, *get_args(choices[1] if check else None)))
-
-
-@cache
-def _checks(record: Any) -> tuple[tuple[str, Check, bool], ...]:
-    return tuple((part.name, part.check, part.may_be_none) for part in parts(record) if part.check)
-
-
-@cache
-def flat_parts(record: Any) -> tuple[Part, ...]:
-    """The flat fields of a record and of the records within it, in order: the columns of its table."""
-    return tuple(
-        inner for part in parts(record) for inner in ((part,) if part.is_flat else flat_parts(part.record))
-    )
-
-
-def flattened(record: object) -> dict[str, Any]:
-    """All values by the names of their flat fields."""
-    kind: Any = type(record)
-    names, read = _flat(kind)
-    return dict(zip(names, read(record), strict=True))
-
-
-@cache
-def _flat(record: Any) -> tuple[tuple[str, ...], attrgetter[Any]]:
-    """The names of a record's flat fields, and what reads them all; every record has two or more."""
-    return tuple(part.name for part in flat_parts(record)), attrgetter(*_paths(record))
-
-
-def _paths(record: Any) -> Iterator[str]:
-    for part in parts(record):
-        yield from (part.name,) if part.is_flat else (f"{part.name}.{path}" for path in _paths(part.record))
-
-
-@cache
-def is_shared(record: Any) -> bool:
-    """True of records of words and whole numbers alone: many rows have the same, and equal ones are alike."""
-    return all(isinstance(part.check, Text | Whole) for part in parts(record))
-
-
-@lru_cache(maxsize=4096, typed=True)
-def shared(record: Any, *values: Any) -> Any:
-    """One record for all rows with the same values, such as a problem or a kind of machine: checked once."""
-    return record(*values)
-
-
-def made(record: Any, *values: Any) -> Any:
-    """The record of these values, or why there is none."""
-    try:
-        return shared(record, *values)
-    except RecordError as error:
-        return error
-
-
-# ---- records within rows ----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class MachineKey(Record):
+class MachineKey(CheckedRecord):
     """The kind of machine: topology's two signatures. Never a host name."""
 
     core_sig: Line
@@ -305,8 +64,10 @@ class MachineKey(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class Problem(Record):
+class Problem(CheckedRecord):
     """The computation that a kernel is asked for: y[m, n] = x[m, k] W[n, k]^T over weights of one format."""
+
+    has_table = True
 
     family: Word
     """Kernel family, e.g. `gemm`."""
@@ -326,7 +87,7 @@ _Threads = Annotated[int, Whole(1, 4096)]
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule(Record):
+class Schedule(CheckedRecord):
     """The way in which a kernel computes it: only numbers, and the names of a compute path and of a loop
     order.
 
@@ -334,6 +95,8 @@ class Schedule(Record):
     `block_m x block_n x block_k`; the thread grid is `threads_m x threads_n x threads_k`.
     `compute_path` and `k_parts` are the arithmetic and decide the bits of the result; the rest decides speed.
     """
+
+    has_table = True
 
     mr: Annotated[int, Whole(1, 64)]
     panels: Annotated[int, Whole(1, 16)]
@@ -380,12 +143,8 @@ class Schedule(Record):
         return self.threads_m * self.threads_n * self.threads_k
 
 
-KEYED = (Problem, Schedule)
-"""Records that many rows share: they have tables of their own and stay whole among flat fields."""
-
-
 @dataclass(frozen=True, slots=True)
-class Sample(Record):
+class Sample(CheckedRecord):
     """One timing of one schedule, as an evaluator returns it."""
 
     schedule: Schedule
@@ -399,7 +158,7 @@ class Sample(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class Origin(Record):
+class Origin(CheckedRecord):
     """The place and time at which a row was made, and whether it may be trusted here."""
 
     machine: MachineKey
@@ -414,7 +173,7 @@ _Gain = Annotated[float, Finite(0.0, MAX_GAIN)]
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison(Record):
+class Comparison(CheckedRecord):
     """A paired A/B: how many times as fast the candidate was as the incumbent."""
 
     gain: _Gain
@@ -450,7 +209,7 @@ class Comparison(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class ServedStep(Record):
+class ServedStep(CheckedRecord):
     """The engine's turn that was timed: `sequences` of `context` tokens take `tokens` new ones each."""
 
     phase: Word
@@ -460,7 +219,7 @@ class ServedStep(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class UserProblem(Record):
+class UserProblem(CheckedRecord):
     """A user's kernel, in one build, on one shape: the values of its whole numbers.
 
     No code is kept. `kernel_abi` holds a hash over the kernel's text and its lowered C: parameters are used
@@ -481,7 +240,7 @@ class UserProblem(Record):
 
 
 @dataclass(frozen=True)
-class Kind:
+class RowKind:
     """What is declared of a kind of rows beside its fields. Names are those of flat fields.
 
     To add one: declare it at the end of this file, and draft its migration (`phasewise.migrations`).
@@ -513,11 +272,11 @@ class Kind:
 R = TypeVar("R", bound="Row")
 
 
-class Row(Record):
+class Row(CheckedRecord):
     """What tables and files keep. Appended, never edited; the newest one of what it is about counts."""
 
     __slots__ = ()
-    kind: ClassVar[Kind]
+    kind: ClassVar[RowKind]
     origin: Origin
 
     @property
@@ -548,7 +307,7 @@ _OF_MODEL = ("model_key", "phase", "core_sig", "placement_sig")
 class Measurement(Row):
     """A sample kept for ever: of which problem, with which build of the kernel, from where."""
 
-    kind = Kind(
+    kind = RowKind(
         "measurement",
         "measurement",
         named_by=("problem",),
@@ -572,7 +331,7 @@ class Promotion(Row):
     The newest verified one of a problem, machine and build is in use.
     """
 
-    kind = Kind("promotion", "promotion", named_by=("problem",), indexes=_OF_PROBLEM)
+    kind = RowKind("promotion", "promotion", named_by=("problem",), indexes=_OF_PROBLEM)
     problem: Problem
     schedule: Schedule
     incumbent: Schedule | None
@@ -586,7 +345,7 @@ class Promotion(Row):
 class StorageDuel(Row):
     """A weight stored sparse, compared with the same weight stored dense."""
 
-    kind = Kind("storage_duel", "storage_duel", named_by=("problem",), indexes=_OF_PROBLEM)
+    kind = RowKind("storage_duel", "storage_duel", named_by=("problem",), indexes=_OF_PROBLEM)
     problem: Problem
     """About the sparse weight: its format names the sixteenths that are kept, e.g. `bf16s8`."""
     schedule: Schedule
@@ -608,7 +367,7 @@ class StorageDuel(Row):
 class PlanRecord(Row):
     """A service plan for one phase of one model on one kind of machine."""
 
-    kind = Kind(
+    kind = RowKind(
         "plan",
         "service_plan",
         named_by=("model_key", "phase"),
@@ -633,7 +392,7 @@ class StepTime(Row):
     Code that replays the timing checks that the plan is the one that `configuration_key` names.
     """
 
-    kind = Kind(
+    kind = RowKind(
         "step_time",
         "step_time",
         named_by=("model_key", "configuration_key", "step"),
@@ -663,7 +422,7 @@ class PredictorScore(Row):
     It says nothing of a machine: its origin is where it was judged.
     """
 
-    kind = Kind(
+    kind = RowKind(
         "predictor_score",
         "predictor_score",
         named_by=("model_name", "answers_key"),
@@ -712,8 +471,8 @@ class _UserRow(Row):
             raise RecordError(f"a user's kernel runs on {SINGLE_CORE}, not {placement!r:.40}")
 
 
-def _of_user(word: str, table: str) -> Kind:
-    return Kind(
+def _of_user(word: str, table: str) -> RowKind:
+    return RowKind(
         word,
         table,
         named_by=("problem",),

@@ -19,7 +19,7 @@ from typing import Any
 from phasewise._json import read_json
 from phasewise._words import counted
 from phasewise.kerneldb.errors import KernelDbError
-from phasewise.kerneldb.records import MAX_TEXT
+from phasewise.kerneldb.fields import MAX_TEXT
 
 NAME = "phasewise-index.json"
 FILE = "phasewise remote"

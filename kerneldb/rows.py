@@ -14,20 +14,9 @@ from sqlalchemy.exc import IntegrityError
 from phasewise.kerneldb import queries
 from phasewise.kerneldb.connect import json_of
 from phasewise.kerneldb.errors import RecordError
+from phasewise.kerneldb.fields import flat_parts, flattened, is_shared, made, parts, shared
 from phasewise.kerneldb.queries import batched
-from phasewise.kerneldb.records import (
-    SINGLE_CORE,
-    Problem,
-    Row,
-    Schedule,
-    flat_parts,
-    flattened,
-    is_shared,
-    made,
-    parts,
-    shared,
-    trusted,
-)
+from phasewise.kerneldb.records import SINGLE_CORE, Problem, Row, Schedule, trusted
 from phasewise.kerneldb.tables import TABLES
 
 if TYPE_CHECKING:
@@ -75,15 +64,15 @@ class SharedRecords:
     def learn(self, rows: Iterable[AnyRow]) -> None:
         """Read what these rows name and is not known yet."""
         for kind in {kind for _, kind in self._keyed}:
-            known = self._by_id[kind]
+            records_by_id = self._by_id[kind]
             named = {row[place] for row in rows for place, own in self._keyed if own is kind} - {None}
-            new = named - known.keys()
-            if len(known) + len(new) > MOST_SHARED:
-                known.clear()
+            new = named - records_by_id.keys()
+            if len(records_by_id) + len(new) > MOST_SHARED:
+                records_by_id.clear()
                 new = named
             for some in batched(sorted(new), KEYS_AT_ONCE):
                 for number, *values in self._connection.execute(_by_ids(kind), {"ids": some}):
-                    known[number] = made(kind, *values)
+                    records_by_id[number] = made(kind, *values)
 
     def record_of(self, row: AnyRow) -> Any:
         """The record of a row of `rows_of` that was learnt. RecordError where it can hold none."""

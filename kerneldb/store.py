@@ -34,6 +34,7 @@ from phasewise.kerneldb.errors import (
     ReadOnlyDatabaseError,
     RecordError,
 )
+from phasewise.kerneldb.fields import made
 from phasewise.kerneldb.location import Location, locate
 from phasewise.kerneldb.queries import batched
 from phasewise.kerneldb.records import (
@@ -48,7 +49,6 @@ from phasewise.kerneldb.records import (
     Schedule,
     StepTime,
     StorageDuel,
-    made,
 )
 from phasewise.kerneldb.rows import SharedRecords, add_rows, missing_rows, rows_of
 from phasewise.kerneldb.schema import SchemaChange
@@ -355,7 +355,7 @@ class Store:
 
     def delete_old(self, keep: int, *, dry_run: bool) -> Mapping[str, int]:
         """Delete rows behind the `keep` newest of their key, those made here and those imported, of the kinds
-        that have such a key (`Kind.newest_of`); or count them. By table.
+        that have such a key (`RowKind.newest_of`); or count them. By table.
         """
         deleted = {}
         for kind in KINDS.values():

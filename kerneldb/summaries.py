@@ -72,8 +72,8 @@ def losers(connection: Connection, keep: int, *where: ColumnElement[bool]) -> Lo
 def summarise(connection: Connection, numbers: Sequence[int], *, dry_run: bool) -> int:
     """Summarise the rows of these numbers; return how many had more samples than are kept."""
     table = MEASUREMENT
-    found = connection.execute(select(table).where(table.c.id.in_(numbers))).mappings()
-    rows: list[dict[str, Any]] = [dict(row) for row in found]
+    query = select(table).where(table.c.id.in_(numbers))
+    rows: list[dict[str, Any]] = [dict(row) for row in connection.execute(query).mappings()]
     long = [
         row for row in rows if isinstance(row["samples_ns"], list) and len(row["samples_ns"]) > KEPT_SAMPLES
     ]

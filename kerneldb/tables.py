@@ -25,20 +25,9 @@ from sqlalchemy import (
 )
 from sqlalchemy.types import TypeEngine
 
-from phasewise.kerneldb import records
-from phasewise.kerneldb.records import (
-    KINDS,
-    MAX_DIMENSION,
-    MAX_TEXT,
-    Check,
-    Measurement,
-    Part,
-    Problem,
-    Promotion,
-    Schedule,
-    StorageDuel,
-    flat_parts,
-)
+from phasewise.kerneldb import fields
+from phasewise.kerneldb.fields import MAX_DIMENSION, MAX_TEXT, Check, RecordField, flat_parts
+from phasewise.kerneldb.records import KINDS, Measurement, Problem, Promotion, Schedule, StorageDuel
 
 METADATA = MetaData(
     naming_convention={
@@ -55,19 +44,19 @@ _ROW_ID = BigInteger().with_variant(Integer, "sqlite")
 
 def _type_of(check: Check | None) -> TypeEngine[Any]:
     match check:
-        case records.Whole():
+        case fields.Whole():
             return BigInteger() if check.high > MAX_DIMENSION else Integer()
-        case records.Finite():
+        case fields.Finite():
             return Double()
-        case records.Truth():
+        case fields.Truth():
             return Boolean()
-        case records.Text():
+        case fields.Characters():
             return String(check.most) if check.most <= MAX_TEXT else Text()
         case _:
             return JSON()
 
 
-def _column(part: Part, name: str) -> Column[Any]:
+def _column(part: RecordField, name: str) -> Column[Any]:
     if part.record is not None:
         table = _PROBLEM if part.record is Problem else _SCHEDULE
         return Column(f"{part.name}_id", _ROW_ID, ForeignKey(table.c.id), nullable=part.may_be_none)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from phasewise.kerneldb import portable
 from phasewise.kerneldb.errors import ExportFileError
+from phasewise.kerneldb.fields import MAX_NS, MAX_SAMPLES
 from phasewise.kerneldb.portable import (
     Row,
     Taken,
@@ -25,8 +26,6 @@ from phasewise.kerneldb.portable import (
     rows_of,
 )
 from phasewise.kerneldb.records import (
-    MAX_NS,
-    MAX_SAMPLES,
     Comparison,
     Measurement,
     PlanRecord,

@@ -406,7 +406,7 @@ class TestStoreContract:
             options = {"compare_type": True, "version_table": schema.VERSION_TABLE}
             difference = compare_metadata(MigrationContext.configure(connection, opts=options), METADATA)
 
-        changes = [change for found in difference for change in (found if type(found) is list else [found])]
+        changes = [change for own in difference for change in (own if type(own) is list else [own])]
         assert [change for change in changes if not change[0].endswith("_comment")] == []
 
     @pytest.mark.many

@@ -24,8 +24,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from phasewise.kerneldb.fields import parts
 from phasewise.kerneldb.portable import KINDS, Row, export_lines, groups_of, import_rows
-from phasewise.kerneldb.records import Measurement, PlanRecord, PredictorScore, StepTime, parts
+from phasewise.kerneldb.records import Measurement, PlanRecord, PredictorScore, StepTime
 from phasewise.kerneldb.remote_index import (
     MAX_BUNDLE_BYTES,
     MAX_INDEX_BYTES,

@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from phasewise._words import counted
-from phasewise.kerneldb.records import Row, flattened
+from phasewise.kerneldb.fields import flattened
+from phasewise.kerneldb.records import Row
 from phasewise.workflows.report import Report
 
 LEAST_CHARS = 3

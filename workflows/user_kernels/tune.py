@@ -32,9 +32,9 @@ from phasewise.ir.running.checking import (
 )
 from phasewise.ir.running.compiling import compiler_for, emulator_for
 from phasewise.ir.targets import IsaTarget
+from phasewise.kerneldb.fields import Choice
 from phasewise.kerneldb.records import (
     SINGLE_CORE,
-    Choice,
     Comparison,
     MachineKey,
     Origin,

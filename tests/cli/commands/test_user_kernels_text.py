@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from phasewise.cli.commands.kernels.text import tuned_text
 from phasewise.ir.printing import NAME
-from phasewise.kerneldb.records import Choice, Comparison, UserProblem
+from phasewise.kerneldb.fields import Choice
+from phasewise.kerneldb.records import Comparison, UserProblem
 from phasewise.tuner import timing
 from phasewise.workflows.user_kernels.files import call_parts
 from phasewise.workflows.user_kernels.tune import ShapeOutcome

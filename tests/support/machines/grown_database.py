@@ -12,7 +12,8 @@ from typing import Any
 
 from sqlalchemy import insert
 
-from phasewise.kerneldb.records import MachineKey, Problem, Schedule, flattened
+from phasewise.kerneldb.fields import flattened
+from phasewise.kerneldb.records import MachineKey, Problem, Schedule
 from phasewise.kerneldb.store import Store
 from phasewise.kerneldb.tables import MEASUREMENT, PROMOTION, TABLES
 
