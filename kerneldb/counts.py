@@ -19,8 +19,8 @@ from phasewise.kerneldb.records import (
     Measurement,
     PlanRecord,
     Problem,
-    Row,
     StepTime,
+    StoredRow,
 )
 from phasewise.kerneldb.tables import METADATA, PROBLEM, TABLES
 
@@ -202,7 +202,9 @@ def _signatures(
 
 
 def machines(
-    connection: Connection, absent_tables: Collection[str], kinds: Collection[type[Row]] = KINDS.values()
+    connection: Connection,
+    absent_tables: Collection[str],
+    kinds: Collection[type[StoredRow]] = KINDS.values(),
 ) -> set[MachineKey]:
     """Every kind of machine that rows of these kinds are of."""
     keys = set[tuple[Any, ...]]()
@@ -215,7 +217,7 @@ def machines(
     return {machine for key in keys if isinstance(machine := made(MachineKey, *key), MachineKey)}
 
 
-def programs(connection: Connection, kind: type[Row], core_sig: str) -> list[ProgramCount]:
+def programs(connection: Connection, kind: type[StoredRow], core_sig: str) -> list[ProgramCount]:
     """The rows of one kind of core by the program that wrote them."""
     columns = TABLES[kind].c
     program, at_ms = columns.program_version, columns.created_at_ms

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from phasewise.kerneldb.counts import Key
-from phasewise.kerneldb.records import KINDS, MachineKey, PlanRecord, Row, StepTime
+from phasewise.kerneldb.records import KINDS, MachineKey, PlanRecord, StepTime, StoredRow
 from phasewise.kerneldb.store import Store
 from phasewise.kerneldb.upkeep import (
     AsShared,
@@ -113,7 +113,7 @@ def others_in_use(store: Store) -> dict[OtherKey, str]:
     """
     said: dict[OtherKey, tuple[bool, str]] = {}
     for kind in KINDS.values():
-        for row in store.stream(kind) if kind.verdict is not Row.verdict else ():
+        for row in store.stream(kind) if kind.verdict is not StoredRow.verdict else ():
             thing, of, what = row.verdict or ("", "", "")
             key, verified = (thing, of, row.origin.machine, row.build), row.origin.verified
             if verified or not said.get(key, (False, ""))[0]:

@@ -42,9 +42,9 @@ from phasewise.kerneldb.records import (
     Origin,
     PlanRecord,
     Promotion,
-    Row,
     Sample,
     Schedule,
+    StoredRow,
     trusted,
 )
 from phasewise.kerneldb.rows import as_tuples
@@ -91,9 +91,9 @@ class Taken:
 def groups_of(
     store: Store,
     wanted: Callable[[MachineKey], bool] = lambda _: True,
-    also: Collection[type[Row]] = PRIVATE,
+    also: Collection[type[StoredRow]] = PRIVATE,
     as_shared: Callable[[PlanRecord], PlanRecord | None] = lambda plan: plan,
-) -> Iterator[list[Row]]:
+) -> Iterator[list[StoredRow]]:
     """Every timing, promotion and storage duel of the machines that are wanted, in the order of a file.
 
     also: plans, scores of predictors and step times, which name models, and what is known of users' kernels,
@@ -109,9 +109,9 @@ def groups_of(
 def in_use_groups(
     store: Store,
     wanted: Callable[[MachineKey], bool] = lambda _: True,
-    also: Collection[type[Row]] = PRIVATE,
+    also: Collection[type[StoredRow]] = PRIVATE,
     as_shared: Callable[[PlanRecord], PlanRecord | None] = lambda plan: plan,
-) -> Iterator[list[Row]]:
+) -> Iterator[list[StoredRow]]:
     """As `groups_of`, but only the newest timing and promotion of what is in use, with five samples each.
 
     All of them are in memory; they are as many as there are problems.
@@ -141,13 +141,13 @@ def _summarised(row: Measurement) -> Measurement:
 def rows_of(
     store: Store,
     wanted: Callable[[MachineKey], bool] = lambda _: True,
-    also: Collection[type[Row]] = PRIVATE,
-) -> Iterator[Row]:
+    also: Collection[type[StoredRow]] = PRIVATE,
+) -> Iterator[StoredRow]:
     """The rows of `groups_of`, one after the other."""
     return chain.from_iterable(groups_of(store, wanted, also))
 
 
-def export_lines(groups: Iterable[Iterable[Row]]) -> Iterator[str]:
+def export_lines(groups: Iterable[Iterable[StoredRow]]) -> Iterator[str]:
     """The lines of a file with these rows, each with its line end. ASCII only.
 
     Groups come in the order of a file (`groups_of`); one of them at a time is in memory.
@@ -171,13 +171,13 @@ def too_many(count: int) -> str:
     )
 
 
-def _row_lines(groups: Iterable[Iterable[Row]]) -> Iterator[str]:
+def _row_lines(groups: Iterable[Iterable[StoredRow]]) -> Iterator[str]:
     for group in groups:
         lines = {row_line(row): _place_of(row) for row in group}
         yield from sorted(lines, key=lambda line: (lines[line], line))
 
 
-def _place_of(row: Row) -> tuple[Any, ...]:
+def _place_of(row: StoredRow) -> tuple[Any, ...]:
     """The sort key of a row in a file: kind, key, machine, build, then time."""
     named = (_sorted_by(getattr(row, name)) for name in row.kind.named_by)
     machine, origin = row.origin.machine, row.origin
@@ -196,7 +196,7 @@ def _numbers_of(record: Any) -> tuple[Any, ...]:
     return astuple(record)
 
 
-def row_line(row: Row) -> str:
+def row_line(row: StoredRow) -> str:
     """The line of a row, without its end."""
     word, content = row.kind.word, canonical({row.kind.word: fields_of(row)})
     digest = f'"sha256":"{_digest_of(content)}"'
@@ -241,7 +241,7 @@ _shared_fields = lru_cache(maxsize=4096)(fields_of)
 # ---- into a database, and from a file ---------------------------------------------------------------------
 
 
-def import_rows(store: Store, rows: Iterable[Row]) -> Taken:
+def import_rows(store: Store, rows: Iterable[StoredRow]) -> Taken:
     """Append the rows, unverified, unless they are there.
 
     Interrupted, it has kept what it read; run again, it adds the rest.
@@ -254,7 +254,7 @@ def import_rows(store: Store, rows: Iterable[Row]) -> Taken:
     return Taken(read, added)
 
 
-def read_export(stream: BinaryIO, name: str, refuse: Refuse) -> Iterator[Row]:
+def read_export(stream: BinaryIO, name: str, refuse: Refuse) -> Iterator[StoredRow]:
     """The rows of a file, unverified; `refuse` hears of each line left out, while the rows are taken.
 
     Raises ExportFileError at once when the first line is not an export's, or one of a newer program.
@@ -264,7 +264,7 @@ def read_export(stream: BinaryIO, name: str, refuse: Refuse) -> Iterator[Row]:
     return _read_rows(lines, refuse)
 
 
-def _read_rows(lines: _Lines, refuse: Refuse) -> Iterator[Row]:
+def _read_rows(lines: _Lines, refuse: Refuse) -> Iterator[StoredRow]:
     rows = 0
     while (line := lines.next()) is not None:
         if rows == MAX_ROWS:
@@ -373,12 +373,12 @@ def _no_constant(name: str) -> None:
 _DECODER = json.JSONDecoder(object_pairs_hook=_without_repeats, parse_constant=_no_constant)
 
 
-def read_row(line: bytes) -> Row:
+def read_row(line: bytes) -> StoredRow:
     """The row of a line, unverified. ValueError or RecursionError where it holds none."""
     return _row(_parsed(line), line)
 
 
-def _row(content: dict[str, Any], line: bytes) -> Row:
+def _row(content: dict[str, Any], line: bytes) -> StoredRow:
     digest = content.pop("sha256", None)
     if digest is None or (digest != _digest_as_written(line) and digest != _row_digest(content)):
         raise RecordError("the row does not fit its checksum")
@@ -387,7 +387,7 @@ def _row(content: dict[str, Any], line: bytes) -> Row:
         raise RecordError("the line holds no row of a kind that this phasewise knows")
     record: Any = KINDS[word]
     fields = _object(f"a {word.replace('_', ' ')}", content[word], _names(record))
-    row: Row = _made(record, fields, fields.get("kernel_abi"))
+    row: StoredRow = _made(record, fields, fields.get("kernel_abi"))
     return row
 
 

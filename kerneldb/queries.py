@@ -23,7 +23,7 @@ from sqlalchemy import (
 )
 
 from phasewise.kerneldb.fields import flat_parts, flattened, parts
-from phasewise.kerneldb.records import MachineKey, Measurement, Problem, Row
+from phasewise.kerneldb.records import MachineKey, Measurement, Problem, StoredRow
 from phasewise.kerneldb.tables import MEASUREMENT, PROBLEM, PROMOTION, TABLES
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def batched(items: Sequence[T], count: int) -> Iterator[Sequence[T]]:
         yield items[first : first + count]
 
 
-def of(kind: type[Row], **equal: object) -> Condition:
+def of(kind: type[StoredRow], **equal: object) -> Condition:
     """Rows of a kind whose fields have these values; a record's flat fields stand for it."""
     columns, conditions = TABLES[kind].c, list[ColumnElement[bool]]()
     for name, value in equal.items():
@@ -55,7 +55,7 @@ def of(kind: type[Row], **equal: object) -> Condition:
     return tuple(conditions)
 
 
-def of_same_key(row: Row) -> Condition:
+def of_same_key(row: StoredRow) -> Condition:
     """Rows of what a row is about, on its kind of machine and of its build."""
     named = {name: getattr(row, name) for name in row.kind.named_by}
     return of(type(row), **named, machine=row.origin.machine, kernel_abi=row.build)
@@ -247,7 +247,7 @@ def without_timing(builds: Collection[str]) -> ColumnElement[bool]:
     return and_(PROMOTION.c.kernel_abi.in_(builds), ~exists().where(_same_key(), *_same_schedule()))
 
 
-def old_rows(kind: type[Row], keep: int) -> AnySelect:
+def old_rows(kind: type[StoredRow], keep: int) -> AnySelect:
     """Ids of rows behind the `keep` newest of their key (`RowKind.newest_of`) and trust."""
     columns = TABLES[kind].c
     key = [columns[name] for name in (*kind.kind.newest_of, "verified")]

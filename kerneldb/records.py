@@ -1,8 +1,8 @@
 """The kinds of records that the database keeps, each declared once: frozen values, checked when made.
 
-A `Row` has a `RowKind`: what names it, its indexes, what is private in it, and which of several rows counts.
-Tables, lines of files, merging, diff, counts and clean-up follow from that and from the fields.
-Nothing here knows SQL.
+A `StoredRow` has a `RowKind`: what names it, its indexes, what is private in it, and which of several
+rows counts. Tables, lines of files, merging, diff, counts and clean-up follow from that and
+from the fields. Nothing here knows SQL.
 
 Rows may come from a stranger's database, so every record refuses what no honest measurement could hold.
 The bounds here are sanity; a kernel still checks a schedule against its operands before any pointer moves.
@@ -269,10 +269,10 @@ class RowKind:
     """The newest row counts though it was imported, where none was made here."""
 
 
-R = TypeVar("R", bound="Row")
+R = TypeVar("R", bound="StoredRow")
 
 
-class Row(CheckedRecord):
+class StoredRow(CheckedRecord):
     """What tables and files keep. Appended, never edited; the newest one of what it is about counts."""
 
     __slots__ = ()
@@ -304,7 +304,7 @@ _OF_MODEL = ("model_key", "phase", "core_sig", "placement_sig")
 
 
 @dataclass(frozen=True, slots=True)
-class Measurement(Row):
+class Measurement(StoredRow):
     """A sample kept for ever: of which problem, with which build of the kernel, from where."""
 
     kind = RowKind(
@@ -325,7 +325,7 @@ class Measurement(Row):
 
 
 @dataclass(frozen=True, slots=True)
-class Promotion(Row):
+class Promotion(StoredRow):
     """A schedule taken into use for a problem, after it was compared with the one in use until then.
 
     The newest verified one of a problem, machine and build is in use.
@@ -342,7 +342,7 @@ class Promotion(Row):
 
 
 @dataclass(frozen=True, slots=True)
-class StorageDuel(Row):
+class StorageDuel(StoredRow):
     """A weight stored sparse, compared with the same weight stored dense."""
 
     kind = RowKind("storage_duel", "storage_duel", named_by=("problem",), indexes=_OF_PROBLEM)
@@ -364,7 +364,7 @@ class StorageDuel(Row):
 
 
 @dataclass(frozen=True, slots=True)
-class PlanRecord(Row):
+class PlanRecord(StoredRow):
     """A service plan for one phase of one model on one kind of machine."""
 
     kind = RowKind(
@@ -386,7 +386,7 @@ class PlanRecord(Row):
 
 
 @dataclass(frozen=True, slots=True)
-class StepTime(Row):
+class StepTime(StoredRow):
     """One timing of one step of a model on one configuration of cores.
 
     Code that replays the timing checks that the plan is the one that `configuration_key` names.
@@ -416,7 +416,7 @@ class StepTime(Row):
 
 
 @dataclass(frozen=True, slots=True)
-class PredictorScore(Row):
+class PredictorScore(StoredRow):
     """The worth of a predictor of answers' lengths, judged by answers that it did not learn from.
 
     It says nothing of a machine: its origin is where it was judged.
@@ -454,7 +454,7 @@ class PredictorScore(Row):
         return "predictor", of, f"holds {percent(self.figures.get('accuracy', 0.0), 1)}"
 
 
-class _UserRow(Row):
+class _UserRow(StoredRow):
     """About a user's kernel, which one thread runs."""
 
     __slots__ = ()
@@ -514,7 +514,7 @@ class UserPromotion(_UserRow):
         return "user kernel", self.problem.describe(), chosen or "default"
 
 
-_KINDS: tuple[type[Row], ...] = (
+_KINDS: tuple[type[StoredRow], ...] = (
     *(Measurement, PlanRecord, PredictorScore, Promotion, StepTime, StorageDuel, UserPromotion, UserTiming),
 )
 KINDS = {record.kind.word: record for record in sorted(_KINDS, key=lambda record: record.kind.word)}

@@ -16,7 +16,7 @@ from phasewise.kerneldb.connect import json_of
 from phasewise.kerneldb.errors import RecordError
 from phasewise.kerneldb.fields import flat_parts, flattened, is_shared, made, parts, shared
 from phasewise.kerneldb.queries import batched
-from phasewise.kerneldb.records import SINGLE_CORE, Problem, Row, Schedule, trusted
+from phasewise.kerneldb.records import SINGLE_CORE, Problem, Schedule, StoredRow, trusted
 from phasewise.kerneldb.tables import TABLES
 
 if TYPE_CHECKING:
@@ -132,12 +132,12 @@ def _by_ids(kind: Any) -> AnySelect:
 # ---- new rows ---------------------------------------------------------------------------------------------
 
 
-def add_rows(connection: Connection, rows: Iterable[Row]) -> None:
+def add_rows(connection: Connection, rows: Iterable[StoredRow]) -> None:
     """Insert them in their order, with problems and schedules that are new.
 
     In few statements: other processes wait for the transaction, and most of it would be SQLAlchemy.
     """
-    by_kind: dict[Any, list[Row]] = {}
+    by_kind: dict[Any, list[StoredRow]] = {}
     for row in rows:
         by_kind.setdefault(type(row), []).append(row)
     for kind, of_kind in by_kind.items():
@@ -227,10 +227,10 @@ def _ids_by_key(kind: type) -> AnySelect:
 
 
 def missing_rows(
-    rows: Iterable[Row], stored_rows: Callable[[type[Row], AnySelect], Iterable[Row]]
-) -> Iterator[Row]:
+    rows: Iterable[StoredRow], stored_rows: Callable[[type[StoredRow], AnySelect], Iterable[StoredRow]]
+) -> Iterator[StoredRow]:
     """Rows of a key at a time are compared with what the key has of the same instants."""
-    contents: set[Row] = set()
+    contents: set[StoredRow] = set()
     for _, same_key in groupby(rows, _key_of):
         group = [*same_key]
         kind: Any = type(group[0])
@@ -247,6 +247,6 @@ def missing_rows(
                 yield row
 
 
-def _key_of(row: Row) -> tuple[object, ...]:
+def _key_of(row: StoredRow) -> tuple[object, ...]:
     named = (getattr(row, name) for name in row.kind.named_by)
     return (row.kind.word, *named, row.origin.machine, row.build)

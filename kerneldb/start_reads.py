@@ -22,10 +22,10 @@ from phasewise.kerneldb.errors import DatabaseNameError, KernelDbError
 from phasewise.kerneldb.location import MEMORY_URL, Location, locate
 
 if TYPE_CHECKING:
-    from phasewise.kerneldb.records import MachineKey, Measurement, PlanRecord, Row
+    from phasewise.kerneldb.records import MachineKey, Measurement, PlanRecord, StoredRow
     from phasewise.kerneldb.store import Report, Store
 
-R = TypeVar("R", bound="Row")
+R = TypeVar("R", bound="StoredRow")
 
 TRY_AGAIN_S = 300.0
 """Seconds in which a process does not wait again for a database that it could not read."""
@@ -125,7 +125,7 @@ def _folder_of(location: Location) -> Path:
     )
 
 
-def _keep(copy: Path, rows: Sequence[Row]) -> None:
+def _keep(copy: Path, rows: Sequence[StoredRow]) -> None:
     """Written where it says something new. What cannot be kept is not."""
     from phasewise.kerneldb.portable import row_line
 
@@ -139,12 +139,12 @@ def _keep(copy: Path, rows: Sequence[Row]) -> None:
             write_file(copy, data)
 
 
-def _kept(copy: Path) -> list[Row]:
+def _kept(copy: Path) -> list[StoredRow]:
     """Nothing where there is no copy; without lines that are no rows."""
     from phasewise.kerneldb.portable import read_row
     from phasewise.kerneldb.records import trusted
 
-    rows: list[Row] = []
+    rows: list[StoredRow] = []
     for line in _read(copy).splitlines(keepends=True):
         with suppress(ValueError, RecursionError):
             row = read_row(line[1:])

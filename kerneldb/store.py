@@ -45,10 +45,10 @@ from phasewise.kerneldb.records import (
     Problem,
     Promotion,
     R,
-    Row,
     Schedule,
     StepTime,
     StorageDuel,
+    StoredRow,
 )
 from phasewise.kerneldb.rows import SharedRecords, add_rows, missing_rows, rows_of
 from phasewise.kerneldb.schema import SchemaChange
@@ -170,7 +170,7 @@ class Store:
         self._report(f"{self._obstacle}: it is read, and nothing new is kept{advice}")
         return SchemaChange(revision, revision)
 
-    def add(self, rows: Iterable[Row]) -> None:
+    def add(self, rows: Iterable[StoredRow]) -> None:
         """Append all or none, in this order; each is now the newest of its key."""
         added = list(rows)
         with self.writing() as connection:
@@ -284,13 +284,13 @@ class Store:
         order = columns.verified.desc(), columns.id.desc()
         return next(self._read(PlanRecord, *key, order=order, at_once=1), None)
 
-    def add_missing(self, rows: Sequence[Row]) -> int:
+    def add_missing(self, rows: Sequence[StoredRow]) -> int:
         """Append those that are not there yet, verified or not, all or none; return how many those were."""
         with self.writing() as connection:
             if connection.dialect.name == "postgresql":
                 connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _IMPORT_LOCK})
 
-            def stored(kind: type[Row], query: AnySelect) -> Iterator[Row]:
+            def stored(kind: type[StoredRow], query: AnySelect) -> Iterator[StoredRow]:
                 return self._built(connection, kind, query)
 
             missing = [*missing_rows(rows, stored)]
@@ -366,7 +366,7 @@ class Store:
                 deleted[kind.kind.table] = len(old)
         return deleted
 
-    def _delete(self, kind: type[Row], numbers: Sequence[int]) -> None:
+    def _delete(self, kind: type[StoredRow], numbers: Sequence[int]) -> None:
         for some in batched(numbers, summaries.ROWS_AT_ONCE):
             with self.writing() as connection:
                 connection.execute(delete(TABLES[kind]).where(TABLES[kind].c.id.in_(some)))
@@ -388,14 +388,14 @@ class Store:
         with self._reading() as connection:
             return counts.stats(connection, self._tell, revision, n_bytes, self._absent_tables)
 
-    def machines(self, *kinds: type[Row]) -> set[MachineKey]:
+    def machines(self, *kinds: type[StoredRow]) -> set[MachineKey]:
         """Every kind of machine that rows of these kinds are of, or rows of any kind."""
         with self._reading() as connection:
             return counts.machines(connection, self._absent_tables, kinds or KINDS.values())
 
     def programs(self, core_sig: str) -> Mapping[str, list[ProgramCount]]:
         """Measurements, promotions and plans of one kind of core, by the program that wrote them."""
-        kinds: tuple[type[Row], ...] = (Measurement, Promotion, PlanRecord)
+        kinds: tuple[type[StoredRow], ...] = (Measurement, Promotion, PlanRecord)
         with self._reading() as connection:
             return {kind.kind.table: counts.programs(connection, kind, core_sig) for kind in kinds}
 
@@ -455,7 +455,7 @@ class Store:
 
 
 def group_conditions(
-    connection: Connection, kind: type[Row], wanted: Callable[[MachineKey], bool], report: Report
+    connection: Connection, kind: type[StoredRow], wanted: Callable[[MachineKey], bool], report: Report
 ) -> Iterator[Condition]:
     """The condition of the rows of each group, in one order whatever the database: what an export streams.
 

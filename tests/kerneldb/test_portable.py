@@ -16,7 +16,6 @@ from phasewise.kerneldb import portable
 from phasewise.kerneldb.errors import ExportFileError
 from phasewise.kerneldb.fields import MAX_NS, MAX_SAMPLES
 from phasewise.kerneldb.portable import (
-    Row,
     Taken,
     _row_digest,
     export_lines,
@@ -36,6 +35,7 @@ from phasewise.kerneldb.records import (
     ServedStep,
     StepTime,
     StorageDuel,
+    StoredRow,
     UserPromotion,
     UserTiming,
 )
@@ -63,7 +63,7 @@ from tests.support.tiers import examples
 
 NOTED = dataclasses.replace(MEASUREMENT, sample=dataclasses.replace(SAMPLE, conditions=NOTICED))
 ELSEWHERE = dataclasses.replace(ORIGIN, machine=OTHER_MACHINE)
-ROWS: list[Row] = [
+ROWS: list[StoredRow] = [
     NOTED,
     measured(500, schedule=OTHER_SCHEDULE),
     measured(700, origin=ELSEWHERE),
@@ -91,15 +91,15 @@ MEASUREMENT_FIELDS = (
 """Fields of a timing in a published file: written out, since files of others have them."""
 
 
-def export(rows: Iterable[Row]) -> bytes:
+def export(rows: Iterable[StoredRow]) -> bytes:
     return "".join(export_lines([rows])).encode()
 
 
-def unverified(row: Row) -> Row:
+def unverified(row: StoredRow) -> StoredRow:
     return dataclasses.replace(row, origin=dataclasses.replace(row.origin, verified=False))
 
 
-def read(content: bytes) -> tuple[list[Row], dict[int, str]]:
+def read(content: bytes) -> tuple[list[StoredRow], dict[int, str]]:
     """The rows of a file, and the reasons against its other lines."""
     refused: dict[int, str] = {}
     rows = [*read_export(io.BytesIO(content), "f.jsonl", lambda line, why: refused.update({line: why}))]
@@ -157,7 +157,7 @@ def test_an_export_of_an_import_is_the_same_bytes(store: Store) -> None:
 
 
 @given(st.permutations(ROWS), st.lists(st.booleans(), min_size=len(ROWS), max_size=len(ROWS)))
-def test_order_and_trust_change_no_byte(rows: list[Row], trusted: list[bool]) -> None:
+def test_order_and_trust_change_no_byte(rows: list[StoredRow], trusted: list[bool]) -> None:
     mixed = [row if seen else unverified(row) for row, seen in zip(rows, trusted, strict=True)]
 
     assert export([*mixed, mixed[0]]) == export(ROWS)
@@ -229,7 +229,7 @@ scores = st.builds(
     words,
     st.dictionaries(words, finite, max_size=16),
 )
-any_row: st.SearchStrategy[Row] = (
+any_row: st.SearchStrategy[StoredRow] = (
     st.builds(Measurement, problems, samples, texts, st.just(ORIGIN))
     | st.builds(Promotion, problems, schedules, st.none() | schedules, comparisons, texts, st.just(ORIGIN))
     | st.builds(StorageDuel, problems, schedules, schedules, comparisons, texts, st.just(ORIGIN))
@@ -240,7 +240,7 @@ any_row: st.SearchStrategy[Row] = (
 
 @examples(50)
 @given(st.lists(any_row, max_size=5))
-def test_any_row_that_a_database_may_hold_survives_the_trip(rows: list[Row]) -> None:
+def test_any_row_that_a_database_may_hold_survives_the_trip(rows: list[StoredRow]) -> None:
     with open_store(":memory:") as store:
         content = export(rows)
         taken, refused = import_into(store, content)
@@ -367,9 +367,9 @@ def test_plans_go_out_as_they_are_shared_and_come_in_unverified(store: Store) ->
 @examples(30)
 @given(st.lists(any_row, max_size=4), st.lists(any_row, max_size=4), st.lists(any_row, max_size=4))
 def test_merging_in_any_order_and_twice_gives_the_same_bytes(
-    a: list[Row], b: list[Row], c: list[Row]
+    a: list[StoredRow], b: list[StoredRow], c: list[StoredRow]
 ) -> None:
-    def merged(*parts: list[Row]) -> str:
+    def merged(*parts: list[StoredRow]) -> str:
         with open_store(":memory:") as store:
             for rows in parts:
                 import_rows(store, rows)
@@ -381,7 +381,7 @@ def test_merging_in_any_order_and_twice_gives_the_same_bytes(
 
 @examples(30)
 @given(st.lists(any_row, max_size=8))
-def test_groups_stream_the_bytes_that_sorting_all_rows_gives(rows: list[Row]) -> None:
+def test_groups_stream_the_bytes_that_sorting_all_rows_gives(rows: list[StoredRow]) -> None:
     with open_store(":memory:") as store:
         import_rows(store, rows)
 

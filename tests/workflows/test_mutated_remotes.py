@@ -22,8 +22,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phasewise.kerneldb.errors import KernelDbError
-from phasewise.kerneldb.portable import Row, export_lines, groups_of, import_rows
-from phasewise.kerneldb.records import PlanRecord, PredictorScore, StepTime
+from phasewise.kerneldb.portable import export_lines, groups_of, import_rows
+from phasewise.kerneldb.records import PlanRecord, PredictorScore, StepTime, StoredRow
 from phasewise.kerneldb.remote_index import NAME, Bundle, RemoteIndex
 from phasewise.kerneldb.store import open_store
 from phasewise.workflows.database.remote import Leaving, pull, push
@@ -42,7 +42,7 @@ from tests.support.tiers import examples
 
 ELSEWHERE = replace(ORIGIN, machine=OTHER_MACHINE)
 PLACED = replace(PLAN, plan_json='{"format": 2, "phase": "decode", "pus": 2, "ranks": [[0, 1]]}')
-ROWS: list[Row] = [
+ROWS: list[StoredRow] = [
     *(MEASUREMENT, PROMOTION, STORAGE_DUEL, PLACED, PREDICTOR_SCORE, measured(700, origin=ELSEWHERE)),
 ]
 SIGNATURE = f"{NAME}.sig"

@@ -25,7 +25,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from phasewise.kerneldb.fields import parts
-from phasewise.kerneldb.portable import KINDS, Row, export_lines, groups_of, import_rows
+from phasewise.kerneldb.portable import KINDS, StoredRow, export_lines, groups_of, import_rows
 from phasewise.kerneldb.records import Measurement, PlanRecord, PredictorScore, StepTime
 from phasewise.kerneldb.remote_index import (
     MAX_BUNDLE_BYTES,
@@ -59,7 +59,7 @@ from tests.support.tiers import examples
 PLACED = dataclasses.replace(PLAN, plan_json='{"format": 2, "phase": "decode", "pus": 2, "ranks": [[0, 1]]}')
 EMBEDDING = dataclasses.replace(PLACED, phase="embed", plan_json='{"format": 1}')
 ELSEWHERE = dataclasses.replace(ORIGIN, machine=OTHER_MACHINE)
-ROWS: list[Row] = [
+ROWS: list[StoredRow] = [
     *(MEASUREMENT, PROMOTION, STORAGE_DUEL, PLACED, EMBEDDING, STEP_TIME, PREDICTOR_SCORE),
     measured(700, origin=ELSEWHERE),
 ]
@@ -81,7 +81,7 @@ def remote(tmp_path: Path) -> Path:
     return tmp_path / "remote"
 
 
-def database(file: Path, rows: list[Row]) -> str:
+def database(file: Path, rows: list[StoredRow]) -> str:
     with open_store(file) as store:
         import_rows(store, rows)
     return str(file)
@@ -131,8 +131,10 @@ rows_of_many = st.lists(
 @pytest.mark.slow
 @examples(20)
 @given(a=rows_of_many, b=rows_of_many, c=rows_of_many)
-def test_merging_is_commutative_associative_and_idempotent(a: list[Row], b: list[Row], c: list[Row]) -> None:
-    def merged(*parts: list[Row]) -> str:
+def test_merging_is_commutative_associative_and_idempotent(
+    a: list[StoredRow], b: list[StoredRow], c: list[StoredRow]
+) -> None:
+    def merged(*parts: list[StoredRow]) -> str:
         with open_store(":memory:") as store:
             for rows in parts:
                 import_rows(store, rows)
@@ -344,7 +346,7 @@ def test_no_name_of_the_owner_leaves(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("platform.node", lambda: host)
     called = [f"model-{host.upper()}@int4", f"{user}s-model@int4", f"{home}/m@int4", f"x{home}@int4"][index]
-    rows: list[Row] = [
+    rows: list[StoredRow] = [
         MEASUREMENT,
         dataclasses.replace(PLACED, model_key=called),
         dataclasses.replace(STEP_TIME, model_key=called),
@@ -408,7 +410,7 @@ def test_whatever_host_user_and_folders_are_called_no_bundle_names_them(
     called = [host, user, f"{home}/m.gguf", f"~/{folder}", f"./{folder}", f"a-{host}-b", f"{user.upper()}x"][
         index
     ]
-    rows: list[Row] = [MEASUREMENT, PROMOTION, PLACED, PREDICTOR_SCORE]
+    rows: list[StoredRow] = [MEASUREMENT, PROMOTION, PLACED, PREDICTOR_SCORE]
     rows_text = exported_text(rows).lower()
     assume(all(word.lower() not in rows_text for word in (host, user, folder)))
     private = dataclasses.replace(PLACED, model_key=called + ending)
@@ -430,7 +432,7 @@ def test_whatever_host_user_and_folders_are_called_no_bundle_names_them(
     assert listed == set(re.findall(r'"(\w+)":', text))
 
 
-def exported_text(rows: list[Row]) -> str:
+def exported_text(rows: list[StoredRow]) -> str:
     with open_store(":memory:") as store:
         import_rows(store, rows)
         return "".join(export_lines(groups_of(store)))

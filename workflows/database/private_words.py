@@ -10,7 +10,7 @@ from pathlib import Path
 
 from phasewise._words import counted
 from phasewise.kerneldb.fields import flattened
-from phasewise.kerneldb.records import Row
+from phasewise.kerneldb.records import StoredRow
 from phasewise.workflows.report import Report
 
 LEAST_CHARS = 3
@@ -37,14 +37,14 @@ class PrivateWords:
         self._words = words_of_owner()
         self._left_out = 0
 
-    def without(self, group: Iterable[Row]) -> list[Row]:
+    def without(self, group: Iterable[StoredRow]) -> list[StoredRow]:
         """The rows that may leave."""
         rows = [*group]
         kept = [row for row in rows if not self._is_private(row)]
         self._left_out += len(rows) - len(kept)
         return kept
 
-    def _is_private(self, row: Row) -> bool:
+    def _is_private(self, row: StoredRow) -> bool:
         fields = flattened(row)
         return any(
             fields[name].startswith(("/", "~", "."))

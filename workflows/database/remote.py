@@ -22,7 +22,7 @@ from phasewise._places import user_folder
 from phasewise._words import counted
 from phasewise.kerneldb.location import locate
 from phasewise.kerneldb.portable import Taken, export_lines, groups_of, import_rows, read_export
-from phasewise.kerneldb.records import Row
+from phasewise.kerneldb.records import StoredRow
 from phasewise.kerneldb.remote_index import (
     MAX_BUNDLE_BYTES,
     MAX_INDEX_BYTES,
@@ -53,7 +53,7 @@ class Leaving:
     """
 
     signatures: Sequence[str] = ()
-    also: Collection[type[Row]] = ()
+    also: Collection[type[StoredRow]] = ()
 
 
 @dataclass(frozen=True)
@@ -266,7 +266,7 @@ def _check_rows(bundle: Bundle, stream: BinaryIO, name: str) -> None:
         raise RemoteError(f"{name}/{bundle.path} holds {counted(count, 'row')}, its index says {bundle.rows}")
 
 
-def _rows(stream: BinaryIO, name: str) -> Iterator[Row]:
+def _rows(stream: BinaryIO, name: str) -> Iterator[StoredRow]:
     def refuse(line: int, reason: str) -> None:
         raise RemoteError(f"{name}: line {line} of a bundle is refused: {reason}")
 

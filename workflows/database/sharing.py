@@ -31,7 +31,7 @@ from phasewise.workflows.report import Report, silent
 
 if TYPE_CHECKING:
     from phasewise.kerneldb.diff import Diff
-    from phasewise.kerneldb.records import MachineKey, Row
+    from phasewise.kerneldb.records import MachineKey, StoredRow
 
 MAX_REFUSALS_SHOWN = 20
 HERE = "here"
@@ -58,7 +58,7 @@ def export_rows(
     db: str | None,
     signatures: Sequence[str],
     write: Callable[[Iterable[str]], None],
-    also: Collection[type[Row]],
+    also: Collection[type[StoredRow]],
     report: Report,
     *,
     in_use: bool = False,
@@ -86,7 +86,7 @@ def export_rows(
     return exported
 
 
-def _counted(groups: Iterable[list[Row]], exported: Exported) -> Iterator[list[Row]]:
+def _counted(groups: Iterable[list[StoredRow]], exported: Exported) -> Iterator[list[StoredRow]]:
     for group in groups:
         exported.n_rows += len(group)
         exported.machines.update(row.origin.machine for row in group)

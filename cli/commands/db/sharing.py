@@ -17,7 +17,7 @@ from phasewise.cli.present import note, print_json, say
 from phasewise.workflows.database import json as database_json
 
 if TYPE_CHECKING:
-    from phasewise.kerneldb.records import Row
+    from phasewise.kerneldb.records import StoredRow
     from phasewise.workflows.database.sharing import Imported
 
 EXIT_FAILURE = 1
@@ -87,11 +87,11 @@ def export(
     note(f"{counted(exported.n_rows, 'row')} of {counted(len(exported.machines), 'kind')} of machine")
 
 
-def named_kinds(plans: bool, scores: bool, step_times: bool, users_kernels: bool) -> list[type[Row]]:
+def named_kinds(plans: bool, scores: bool, step_times: bool, users_kernels: bool) -> list[type[StoredRow]]:
     """The kinds of rows, of those that name something of their owner, that were asked for."""
     from phasewise.kerneldb.records import PlanRecord, PredictorScore, StepTime, UserPromotion, UserTiming
 
-    asked: dict[type[Row], bool] = {
+    asked: dict[type[StoredRow], bool] = {
         PlanRecord: plans,
         PredictorScore: scores,
         StepTime: step_times,
