@@ -241,7 +241,7 @@ class UserProblem(CheckedRecord):
 
 @dataclass(frozen=True)
 class RowKind:
-    """What is declared of a kind of rows beside its fields. Names are those of flat fields.
+    """The declaration of a kind of rows beside its fields. Names are those of flat fields.
 
     To add one: declare it at the end of this file, and draft its migration (`phasewise.migrations`).
     """
@@ -273,7 +273,7 @@ R = TypeVar("R", bound="StoredRow")
 
 
 class StoredRow(CheckedRecord):
-    """What tables and files keep. Appended, never edited; the newest one of what it is about counts."""
+    """A row that tables and files keep. Appended, never edited; the newest one of what it is about counts."""
 
     __slots__ = ()
     kind: ClassVar[RowKind]
@@ -358,7 +358,7 @@ class StorageDuel(StoredRow):
 
     @property
     def verdict(self) -> tuple[str, str, str]:
-        """Which storage is the faster one."""
+        """The faster one of two storages."""
         faster = "sparse" if self.comparison.proves_faster else "dense"
         return "storage", self.problem.describe(), faster
 

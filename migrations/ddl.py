@@ -1,4 +1,4 @@
-"""What revisions share. It says what released revisions did, so that no line of it is ever changed."""
+"""Statements that revisions share: what released revisions did. No line of them is ever changed."""
 
 from __future__ import annotations
 

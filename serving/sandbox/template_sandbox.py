@@ -46,7 +46,7 @@ def compile_template(source: str) -> jinja2.Template:
 
 
 def write_out(template: jinja2.Template, names: Mapping[str, Any]) -> str:
-    """What the template writes of these names, whose values it may not change. Raises what it raises."""
+    """Text that the template writes of these names, whose values it may not change. Raises what it raises."""
     ids, left = set(), [names]
     while left:
         value = left.pop()
@@ -99,7 +99,7 @@ def _raise_exception(message: object) -> NoReturn:
 
 @jinja2.pass_context
 def _unfolded(_: Context, value: Any) -> Any:
-    """What is printed: for a function that wants the context, jinja2 computes nothing while it compiles."""
+    """The printed value: for a function that wants the context, jinja2 computes nothing while it compiles."""
     return value
 
 

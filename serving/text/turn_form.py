@@ -61,7 +61,7 @@ class CallForm(NamedTuple):
 
     @property
     def json(self) -> JsonForm | None:
-        """How a call is a JSON object as a whole; None: it is none."""
+        """The way in which a call is one JSON object; None: it is none."""
         opening = self.section[0] + self.opening
         begin, named = _JSON_BEGINS.search(opening), _KEYS.search(opening)
         if self.argument is not None or begin is None or named is None:

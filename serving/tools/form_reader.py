@@ -141,7 +141,7 @@ class TurnReader:
         return True
 
     def _up_to(self, marks: Collection[str], kind: type[Text] | type[Reasoning] | None) -> Step:
-        """What comes before the first of these marks, for `kind`. False: the answer ends before; a whole tag
+        """The text before the first of these marks, for `kind`. False: the answer ends before; a whole tag
         with which a mark begins is left out then.
         """
         any_mark = re.compile("|".join(map(re.escape, marks)))

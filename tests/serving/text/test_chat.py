@@ -166,7 +166,7 @@ def _assert_clear(error: ChatTemplateError) -> None:
 @pytest.mark.many
 @pytest.mark.parametrize("source", BURNING.values(), ids=BURNING)
 def test_a_template_that_burns_time_or_memory_ends_in_one_clear_line(source: str) -> None:
-    """Where templates run; `test_drawn_bombs.py` measures the bounds from outside."""
+    """The process in which templates run; `test_drawn_bombs.py` measures the bounds from outside."""
     conversations = Conversations(source, {}, [], Bounds(seconds=0.3, memory_bytes=128 << 20))
     try:
         conversations.start()
