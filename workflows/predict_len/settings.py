@@ -34,7 +34,7 @@ class CollectWish:
     max_tokens: int = option(512, "generate at most N tokens per answer", min=1)
     temperature: float = option(0.0, "0: always the likeliest token", min=0.0, config_only=True)
     limit: int | None = option(None, "use only the first N prompts", min=1)
-    sequences: int = option(32, "answers computed at the same time", min=1, max=512, config_only=True)
+    sequences: int = option(32, "answers computed at the same time", min=1, max=512)
     weight_format: str = FORMAT("native")
     threads: int | None = THREADS(None)
     db: str | None = DB(None)
