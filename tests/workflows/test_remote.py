@@ -25,8 +25,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from phasewise.kerneldb.fields import parts
-from phasewise.kerneldb.portable import KINDS, StoredRow, export_lines, groups_of, import_rows
-from phasewise.kerneldb.records import Measurement, PlanRecord, PredictorScore, StepTime
+from phasewise.kerneldb.portable import export_lines, groups_of, import_rows
+from phasewise.kerneldb.records import KINDS, Measurement, PlanRecord, PredictorScore, StepTime, StoredRow
 from phasewise.kerneldb.remote_index import (
     MAX_BUNDLE_BYTES,
     MAX_INDEX_BYTES,
