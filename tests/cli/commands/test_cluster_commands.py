@@ -178,7 +178,6 @@ def test_the_highest_rate_for_a_budget() -> None:
         ("provision", LENGTHS, "--rate", 60, "--most", 1, "--duration", 5, "--design", "mixed:h100"),
         ("provision", LENGTHS),
         ("provision", LENGTHS, "--rate", 1, "--cost", 1),
-        ("provision", LENGTHS, "--rate", 1, "--maximise", "rate"),
     ],
 )
 def test_bad_input_is_told_and_nothing_is_computed(arguments: tuple[object, ...]) -> None:

@@ -180,7 +180,7 @@ VOCABULARY = """
 import threading
 from types import SimpleNamespace
 
-from phasewise.serving import service
+from phasewise.serving import model_table
 from phasewise.serving.grammar import guides
 from phasewise.serving.grammar.guides import Grammar, GuideCompiler, TokenView
 
@@ -194,7 +194,7 @@ ENDINGS = {
     "a server that has just begun": """
 text = SimpleNamespace(guide_compiler=lambda: compiler)
 model = SimpleNamespace(config=SimpleNamespace(eos_token_ids=[0]))
-service._guides(SimpleNamespace(text=text, model=model))
+model_table._guides(SimpleNamespace(text=text, model=model))
 """,
     "an instance of a cluster": """
 from phasewise.serving.grammar.guide_thread import GuideThread, GuideWanted
