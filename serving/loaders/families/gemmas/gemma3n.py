@@ -66,7 +66,7 @@ def _hf(get: Get, config: ModelConfig) -> ModelConfig:
         replace(
             as_gemma(config, 1.0),
             logit_cap=positive_or_none(get, "final_logit_softcapping"),
-            shared_kv_layers=get("num_kv_shared_layers", int),
+            shared_kv_layers=get("num_kv_shared_layers", int, 0),
             layer_inputs=LayerInputs(
                 get("hidden_size_per_layer_input", int), get("vocab_size_per_layer_input", int)
             ),
