@@ -22,6 +22,7 @@ EXPECTED_SKIPS = (
     r"could not import '(torch|transformers|compressed_tensors|awq|vllm)'|is not in the cache",
     r"this release of (compressed_tensors|transformers)",
     r"(cryptography|ssh-keygen|openssl) is not installed",
+    r"no agents are installed: make test-agents",
     r"network namespaces need root",
     r"(virtiofsd|busybox and cpio) are not installed|only root may let a virtual machine",
     r"the emulated machines are x86-64",
