@@ -64,7 +64,7 @@ class PruneSettings:
     )
     calibration_tokens: int = option(16384, "tokens of the calibration text", min=64)
     allocation: Literal["uniform", "owl"] = option(
-        "uniform", "uniform: every layer alike; owl: layers with outliers keep more", config_only=True
+        "uniform", "uniform: every layer alike; owl: layers with outliers keep more"
     )
     skip: tuple[str, ...] = option(
         EMBEDDINGS,

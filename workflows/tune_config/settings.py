@@ -83,7 +83,7 @@ class TuneConfigSettings:
     weight_format: str = FORMAT("native")
     db: str | None = DB(None)
     storage: str | None = option(
-        None, "where trials are kept and shared [default: the database]", metavar="URL|FILE", config_only=True
+        None, "where trials are kept and shared [default: the database]", metavar="URL|FILE"
     )
     resume: bool = option(True, "use stored trials; --no-resume searches anew", "--resume/--no-resume")
     model: str = field(default="", kw_only=True)
