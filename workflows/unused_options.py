@@ -256,7 +256,7 @@ _RATE_SEARCH = ("--probe", "--most-probes", "--votes")
 _AUTHORS_C = ("--include", "--define")
 _ODMA = ("--buckets", "--alpha", "--tau", "--window", "--refresh-every", "--reserve")
 _OF_LANGUAGE_MODELS = (
-    *("--design", "--rate", "--cost", "--power", "--minimise", "--maximise", "--rate-step", "--most-rate"),
+    *("--design", "--rate", "--cost", "--power", "--minimise", "--rate-step", "--most-rate"),
     *("--most", "--machines", "--policy", "--model", "--duration", "--draw", "--seed", "--perf-model"),
     *("--machine-from-db", "--machine-from-xml", "--reference", "--plot", "--wide"),
 )
@@ -369,7 +369,7 @@ WAYS: Mapping[str, tuple[Way, ...]] = {
     ),
     "provision": (
         Way("with --embeddings", _OF_LANGUAGE_MODELS, when=("--embeddings",)),
-        Way("with --rate", ("--rate-step", "--most-rate", "--maximise"), when=("--rate",)),
+        Way("with --rate", ("--rate-step", "--most-rate"), when=("--rate",)),
         Way("without --rate", ("--minimise",), unless=("--rate",)),
         _CLUSTER_DB,
         _TABLE,

@@ -114,7 +114,11 @@ HANDED = {
     "simulate": Handing(
         "phasewise.workflows.capacity.simulate.simulate_cluster",
         ["fixed:8/8", "--pools", "mixed=1*h100", "--rate", "1"],
-        {"--draw": ["--draw", "columns"], "--duration": ["--duration", "7"]},
+        {
+            "--draw": ["--draw", "columns"],
+            "--duration": ["--duration", "7"],
+            "--reference": ["--reference", "h100"],
+        },
     ),
     "provision": Handing(
         "phasewise.workflows.capacity.provision.provision_cluster",
@@ -122,6 +126,7 @@ HANDED = {
         {
             "--power": ["--power", "9"],
             "--most-rate": ["--most-rate", "9"],
+            "--reference": ["--reference", "h100"],
             "--draw": ["--draw", "columns"],
         },
     ),

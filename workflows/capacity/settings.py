@@ -111,12 +111,6 @@ class ProvisionWish:
     minimise: Literal["cost", "power", "machines"] | None = option(
         None, "with --rate: what the cluster should have least of [default: cost]"
     )
-    maximise: str | None = option(
-        None,
-        "with --cost or --power: what it should have most of [default: rate]",
-        kind=Literal["rate"] | None,
-        config_only=True,
-    )
     rate_step: float = option(5.0, "distance of the rates that are tried, requests/s", min=0.001)
     most_rate: float = option(500.0, "highest rate that is tried, requests/s", min=0.001, config_only=True)
     most: int = option(120, "most machines of each kind", min=1, max=2000)
