@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("phasewise.cython_kernels._native", reason="the kernels are not built")
 
 from phasewise.kerneldb import shipped
-from phasewise.serving.engine.engine_host import EngineHost
+from phasewise.serving.engine.engine_host import OWN_CORES, EngineHost
 from phasewise.serving.engine.engine_size import EngineSize
 from phasewise.serving.engine.messages import Answer, Delivery, Evidence, Failure, Submit
 from phasewise.serving.engine.open_engine import open_engine
@@ -41,7 +41,7 @@ def serving(opened: OpenModel, model: Path, db: str, said: list[str]) -> Iterato
             for out in delivery.outs:
                 answers.put(out)
 
-        running = host(deliver, lambda: None)
+        running = host(deliver, lambda: None, OWN_CORES)
         running.start()
         try:
             yield Served(running, answers)
