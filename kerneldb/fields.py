@@ -67,7 +67,7 @@ class Truth:
 
 @dataclass(frozen=True)
 class Characters:
-    """Text of one pattern, in at most so many characters."""
+    """Text that one pattern matches, with a limit of characters."""
 
     most: int
     what: str

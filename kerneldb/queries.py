@@ -37,7 +37,7 @@ KEY_FIELDS = (*BUILD_FIELDS, "problem_id")
 
 
 def batched(items: Sequence[T], count: int) -> Iterator[Sequence[T]]:
-    """So many at a time."""
+    """Runs of `count` items, the last perhaps shorter."""
     for first in range(0, len(items), count):
         yield items[first : first + count]
 

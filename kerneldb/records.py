@@ -264,7 +264,7 @@ class RowKind:
     on_one_core: bool = False
     """The placement is SINGLE_CORE, and no column."""
     newest_of: tuple[str, ...] = ()
-    """Clean-up with a limit keeps so many newest rows of each combination."""
+    """Clean-up with a limit keeps the newest rows of each combination of these fields."""
     is_used_imported: bool = False
     """The newest row counts though it was imported, where none was made here."""
 

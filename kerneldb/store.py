@@ -433,7 +433,7 @@ class Store:
     ) -> Iterator[R]:
         """The rows of these conditions that keep their record's bounds, oldest first or in another order.
 
-        at_once: so many are in memory; None: all.
+        at_once: number of rows in memory at one time; None: all.
         """
         if kind.kind.table in self._absent_tables:
             return

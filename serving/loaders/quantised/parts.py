@@ -99,7 +99,7 @@ class PartReader:
         return self.some_floats(part, 0, math.prod(entry.shape)).reshape(entry.shape)
 
     def some_floats(self, part: str, first: int, count: int) -> Array:
-        """So many numbers of it, from one on."""
+        """`count` numbers of the part, from number `first` on."""
         dtype = self._parts[part][1].dtype
         numbers = self.some(part, FLOATS[dtype], first, count)
         return from_bf16(numbers) if dtype == "BF16" else numbers.astype(np.float32)
