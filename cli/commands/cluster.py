@@ -130,7 +130,8 @@ def _lines(instance: dict[str, Any]) -> list[str]:
     cores = counted(instance["cores"], "core")
     lines = [
         f"{_name(instance)}: {instance['pool']}, {instance['state']}",
-        f"  {cores} of {instance['node']}{label}, process {instance['pid'] or 'none'}",
+        f"  {cores}{label}, process {instance['pid'] or 'none'}",
+        f"  node {instance['node']}",
     ]
     if instance["problem"]:
         lines.append(f"  {instance['problem']}")

@@ -13,6 +13,7 @@ from phasewise.workflows.cluster_status import ClusterStatus
 from tests.cli.command import run
 
 WIDTH = 80
+NODE = "d4835c8b" * 7  # as Ray names a node whose address is shared
 
 
 def instance(index: int, **own: Any) -> dict[str, Any]:
@@ -23,12 +24,12 @@ def instance(index: int, **own: Any) -> dict[str, Any]:
         "pool": "prompt",
         "state": "running",
         "problem": "",
-        "node": "10.11.12.13",
-        "node_id": "ab" * 28,
+        "node": NODE,
+        "node_id": NODE,
         "label": "phasewise=big",
         "cores": 24,
         "cpus": list(range(24)),
-        "pid": 4711,
+        "pid": 4194304,
         "format": "native",
         "kv_format": "int8",
         "kv_bytes": 1 << 30,
@@ -87,8 +88,8 @@ def test_status_says_where_each_instance_is_and_what_it_holds() -> None:
     assert told[0] == "node 10.11.12.13: 48 cores, phasewise=big, alive"
     assert told[2] == "server 5f5f5f5f: a-model\\u001b[2J, running"
     assert told[3] == "prompt-0-1@5f5f5f5f: prompt, running"
-    assert told[4] == "  24 cores of 10.11.12.13 (phasewise=big), process 4711"
-    assert told[5] == "  native, KV int8 in 1024 MiB"
+    assert told[4:6] == ["  24 cores (phasewise=big), process 4194304", f"  node {NODE}"]
+    assert told[6] == "  native, KV int8 in 1024 MiB"
     assert "  no node has room for it (prompt 24)" in told
 
 
