@@ -446,10 +446,7 @@ WAYS: Mapping[str, tuple[Way, ...]] = {
     ),
     "kernels emit": (Way("without --against", _AUTHORS_C, unless=("--against",)),),
     "models inspect": (Way("without --density", ("--format",), unless=("--density",)),),
-    "predict-len eval": (
-        Way("with --predictor", ("--encoder",), when=("--predictor",)),
-        Way("with --folds", ("--split",), when=("--folds",)),
-    ),
+    "predict-len eval": (Way("with --folds", ("--split",), when=("--folds",)),),
     "db show": (_TABLE,),
     "report": (
         Way(

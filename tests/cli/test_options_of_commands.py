@@ -196,18 +196,11 @@ HANDED = {
         ["m", "prompts", "-o", "log"],
         {"--format": ["--format", "int8"], "--threads": ["--threads", "3"]},
     ),
-    "predict-len train": Handing(
-        "phasewise.workflows.predict_len.inputs.find_encoder_to_learn",
-        ["log"],
-        {"--encoder": ["--encoder", "none"]},
-        {"phasewise.workflows.predict_len.inputs.read_logs": ([], "m", None)},
-    ),
     "predict-len eval": Handing(
         "phasewise.workflows.predict_len.judge.judge_predictions",
         ["log"],
         {
             "--overflow": ["--overflow", "0.3"],
-            "--encoder": ["--encoder", "none"],
             "--db": ["--db", "other.db"],
         },
     ),
