@@ -40,7 +40,7 @@ from phasewise.workflows.report import Report, silent
 
 SHARES_TOLD = (0.5, 0.9, 0.99)
 READS = "tokens"
-"""What a score says that predictors read."""
+"""The input of predictors, as a score names it."""
 
 
 @dataclass(frozen=True)
