@@ -3,8 +3,8 @@
 Half of a measured run's budget is for the search, which trial by trial goes into its study. Of the rest, the
 kernels of the best plans get what the last run does not need.
 
-Nothing is timed for a machine that is modelled: all of the budget is for its search, and its plan is printed and not stored, because only what ran on a machine
-may come into use there.
+Nothing is timed for a machine that is modelled: all of the budget is for its search. Its plan is printed and
+not stored, because only what ran on a machine may come into use there.
 """
 
 from __future__ import annotations
