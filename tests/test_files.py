@@ -360,7 +360,6 @@ OTHER_READERS = {
     "topology.places": "the machine's own figures, in /proc and /sys",
     "topology.processor_counters": "the machine's own figures, in /proc and /sys",
     "tuner.conditions": "the machine's own figures, in /proc and /sys",
-    "tuner.probe.measure": "the machine's own figures, in /proc and /sys",
     "workflows.database.remote": "files in a temporary directory",
     "workflows.database.remote_files": "fetched bundles, and what fsspec opens in limited time",
     "workflows.database.signed_index": "files in a temporary directory",
