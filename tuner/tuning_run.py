@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
@@ -206,7 +206,6 @@ class _Run:
         self._answered = set[tuple[Problem, Schedule, int]]()
         """Answers that this run got: rows that break a law are asked about again together with all others."""
         self._timing_s = 0.0
-        self._waited_s = 0.0
         self._laps: list[Mapping[str, float]] = []
 
     def tune_all(self) -> bool:
@@ -259,8 +258,8 @@ class _Run:
 
     def _tune(self, task: Task, share: float) -> bool:
         """Search and settle one task; False if its share of the time that is left did not suffice."""
-        number, now_s = self._tasks.index(task), self._working_s()
-        share_s = max(0.0, self._deadline_s - self._tools.clock()) * share
+        number, now_s = self._tasks.index(task), self._tools.clock()
+        share_s = max(0.0, self._deadline_s - now_s) * share
         search_end_s, end_s = now_s + (1 - DUEL_SHARE) * share_s, now_s + share_s
         cliffs = self._cliffs(number, task, search_end_s)
         if cliffs is not None:
@@ -292,21 +291,11 @@ class _Run:
         settled = self._settle(task, best, end_s)
         return outcome is not None and settled
 
-    def _working_s(self) -> float:
-        """Seconds so far without waits for others' turns: what others time meanwhile is work spared to this
-        run."""
-        return self._tools.clock() - self._waited_s
-
     def _is_over(self, deadline_s: float) -> bool:
-        """True if the deadline, by `_working_s`, or the end of the whole budget has passed."""
-        return self._working_s() >= deadline_s or self._tools.clock() >= self._deadline_s
+        return self._tools.clock() >= min(deadline_s, self._deadline_s)
 
-    @contextmanager
-    def _turn(self) -> Iterator[bool]:
-        waiting_s = self._tools.clock()
-        with self._tools.lock.turn(self._deadline_s - waiting_s) as is_alone:
-            self._waited_s += self._tools.clock() - waiting_s
-            yield is_alone
+    def _turn(self) -> AbstractContextManager[bool]:
+        return self._tools.lock.turn(self._deadline_s - self._tools.clock())
 
     def outcome(self, end: End) -> TuningOutcome:
         return TuningOutcome(
@@ -376,13 +365,13 @@ class _Run:
     def _measure(self, problem: Problem, schedules: Sequence[Schedule]) -> bool:
         """Time these schedules and store their samples; False if others were timing until the end of the
         budget."""
-        started_s, working_s = self._tools.clock(), self._working_s()
+        started_s = self._tools.clock()
         self._tools.evaluator.prepare(problem, schedules)
         with self._turn() as is_alone:
             if not is_alone:
                 return False
             samples = self._tools.evaluator.measure(problem, schedules)
-        self._pace.time(problem, len(samples), self._working_s() - working_s)
+        self._pace.time(problem, len(samples), self._tools.clock() - started_s)
         self._tools.ledger.add(problem, samples)
         self._timed += len(samples)
         self._timing_s += self._tools.clock() - started_s
@@ -479,13 +468,13 @@ class _Run:
         expected_s = TIMINGS_A_DUEL * (self._pace.timing_s(problem) or 0.0)
         if self._is_over(deadline_s) or self._tools.clock() + expected_s > self._deadline_s:
             return None
-        working_s = self._working_s()
+        started_s = self._tools.clock()
         self._tools.evaluator.prepare(problem, (incumbent, candidate))
         with self._turn() as is_alone:
             if not is_alone:
                 return None
             fought = self._tools.evaluator.duel(problem, incumbent, candidate)
-        self._pace.time(problem, TIMINGS_A_DUEL, self._working_s() - working_s)
+        self._pace.time(problem, TIMINGS_A_DUEL, self._tools.clock() - started_s)
         self._tools.ledger.add(problem, [fought.incumbent, fought.candidate])
         self._duels += 1
         self._laps.append(fought.candidate.conditions)

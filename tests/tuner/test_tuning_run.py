@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import signal
@@ -424,35 +423,3 @@ def test_without_a_turn_nothing_is_timed(database: str) -> None:
         outcome = tune([task_of()], tools, 60)
 
     assert (outcome.end, outcome.timed, machine.timed) == ("budget", 0, [])
-
-
-class Crowd(MeasurementLock):
-    """Others, who time four times as long as this run before its next turn."""
-
-    def __init__(self, machine: SyntheticMachine) -> None:
-        self._machine = machine
-        self._owed_s = 0.0
-
-    @contextmanager
-    def turn(self, seconds: float = math.inf) -> Iterator[bool]:
-        self._machine.now_s += self._owed_s
-        began_s = self._machine.now_s
-        yield True
-        self._owed_s = 4 * (self._machine.now_s - began_s)
-
-
-def test_waiting_for_others_takes_nothing_of_a_weights_share(database: str) -> None:
-    """Each has a third of the budget and takes five times as long; none is left for another."""
-    tasks = [task_of(256), task_of(272), task_of(288)]
-    whole, machine = SyntheticMachine(), SyntheticMachine()
-    run_on(whole, str(Path(database).with_name("whole.db")), tasks)
-    with open_store(database) as store:
-        ledger = synthetic_machine.Ledger(store, SCOPE)
-        tools = Tools(machine, ledger, synthetic_machine.OPTIONS, clock=machine.clock, lock=Crowd(machine))
-        outcome = tune(tasks, tools, 3 * whole.now_s)
-
-    turns = [n for n, _ in itertools.groupby(problem.n for problem, _ in machine.timed)]
-    assert outcome.end == "budget"
-    assert turns == list(dict.fromkeys(turns))
-    assert machine.now_s <= 3.5 * whole.now_s
-    assert 256 in {gain.problem.n for gain in outcome.gains}
