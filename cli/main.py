@@ -41,7 +41,6 @@ COMMANDS: dict[str, dict[str, str]] = {
         "tune-embed": "tune_embed:tune_embed",
         "predict-len": "predict_len:app",
         "prune": "prune:prune",
-        "quantise": "quantise:quantise",
     },
     "Planning": {
         "simulate": "capacity.simulate:simulate",
@@ -161,7 +160,6 @@ EXTRAS = {
     "tree_sitter_c": "kernels",
     "ray": "ray",
     "cryptography": "sign",
-    "gguf": "quantise",
 }
 """By the module that is imported."""
 

@@ -1,1 +1,0 @@
-"""A model's weights in fewer bits, as a GGUF file: `phasewise quantise`."""
