@@ -225,7 +225,7 @@ class KernelWish:
     )
     ms: str = option("1,8,64", "rows of activations", "--m")
     threads: int | None = THREADS(None)
-    peers: str = option("auto", "any of torch, mkl, openblas, openvino, ggml, tvm", metavar="auto|none|LIST")
+    peers: str = option("auto", "any of torch, mkl, openblas, openvino, ggml", metavar="auto|none|LIST")
     rounds: int = option(7, "timed turns of each product", "-r", "--rounds", min=1, max=1000)
     cold_mib: int | None = option(
         None,
