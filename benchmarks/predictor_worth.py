@@ -31,7 +31,7 @@ from phasewise.workflows.predict_len.compare import Split, with_split
 from phasewise.workflows.predict_len.inputs import ModelTokens, read_logs
 
 NONE, PREDICTED, EXACT = "none", "predictor", "exact"
-CONTESTANTS = f"static:{NONE},odma:{NONE},odma:{PREDICTED},odma:{EXACT}"
+CONTESTANTS = f"static:{NONE},fixed:{PREDICTED},odma:{NONE},odma:{PREDICTED},odma:{EXACT}"
 WITHOUT, WITH, PERFECT = f"odma:{NONE}", f"odma:{PREDICTED}", f"odma:{EXACT}"
 LITTLE = 0.02
 """A gain below which the predictor is not worth its lines in `serve`."""
@@ -54,9 +54,9 @@ def worth(
     """Tokens/s, preemptions and what is computed again, by policy and estimate, in turns; then the verdict.
 
     All requests wait from the beginning, and an answer ends where it ended in the log
-    (benchmarks/serve_pools.py). `predictor` is trained here on the half of the prompts that is not served,
-    `exact` knows every length. The static block holds the longest prompt and --max-tokens, which by
-    final:0.55 is so large that answers fill 55 % of it.
+    (benchmarks/serve_pools.py). `fixed` has S3's ten buckets of equal width; `predictor` is trained here on
+    the half of the prompts that is not served, `exact` knows every length. The static block holds the longest
+    prompt and --max-tokens, which by final:0.55 is so large that answers fill 55 % of it.
     """
     opened = open_model(model, Weights(weights), threads)
     names = listed(contestants)
@@ -83,8 +83,8 @@ def trace_of(
             path = Path(folder) / "predictor.safetensors"
             save_predictor(with_split(train(kept, name), split), path)
             selection = TraceSelection(count=1 << 20, model=model, seed=seed)
-            wanted = ReplayInputs([str(log)], selection, max_tokens, [NONE, str(path), EXACT])
-            replay, story = replay_of(wanted, slots, max_sequences)
+            wanted = ReplayInputs([str(log)], selection, max_tokens, [NONE, str(path), EXACT], None)
+            replay, story = replay_of(wanted, slots, max_sequences, {})
     except (PredictorError, TraceError) as error:
         raise SystemExit(f"{log}: {error}") from None
     note(f"{log.stem}: {len(kept)} answers learnt from; {story}")

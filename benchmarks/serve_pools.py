@@ -1,6 +1,6 @@
 """Answer tokens per second of the real engine under each KV policy, all else equal, in turns:
 
-    python benchmarks/serve_pools.py LENGTHS.jsonl --max-tokens final:0.55 --slots 4096
+    python benchmarks/serve_pools.py LENGTHS.csv --column L_t0.0 --max-tokens final:0.55 --slots 4096
     python benchmarks/serve_pools.py LENGTHS.jsonl --max-tokens final:0.55 --estimate error:0.3
 
 All requests wait from the beginning (a saturating load), prompts are random tokens, and an answer ends
@@ -36,11 +36,12 @@ from phasewise.serving.ranks.ranks_contract import KvSettings
 from phasewise.serving.sampling.sampling import SamplingParams
 from phasewise.serving.scheduling.scheduler_terms import SchedulerLimits
 from phasewise.tuner.errors import TraceError
-from phasewise.workflows.bench.kv.replay import KV_POLICIES, Replay, ReplayInputs, replay_of
+from phasewise.workflows.bench.kv.compared import KV_POLICIES
+from phasewise.workflows.bench.kv.replay import Replay, ReplayInputs, replay_of
 from phasewise.workflows.bench.kv.settings import TraceSelection
 from phasewise.workflows.opening.open_model import OpenModel, Weights, open_model
 
-POLICIES = ("odma", "static", "paged")
+POLICIES = ("odma", "static", "fixed", "paged")
 PLAIN_IDS = (1000, 30000)
 """Tokens of prompts: neither special ones nor beyond the vocabulary."""
 
@@ -217,6 +218,8 @@ def serve_pools(
     trace: Annotated[str, Argument(help="a file of lengths, or a distribution, as `bench kv` reads them")],
     model: Annotated[str, Option()] = MODEL,
     weights: Annotated[str, Option("--format", help="of the weights")] = "native",
+    column: Annotated[str | None, Option(help="of a CSV file without prompts")] = None,
+    prompt_tokens: Annotated[int, Option(help="of each request of such a file")] = 48,
     max_tokens: Annotated[str, Option(help="a number, final:SHARE or live:SHARE")] = "final:0.55",
     estimate: Annotated[str, Option(help="as `bench kv` has it")] = "error:0.3",
     prompts_of: Annotated[str | None, Option(metavar="MODEL", help="whose tokens texts become")] = None,
@@ -225,14 +228,16 @@ def serve_pools(
     requests: int = 240,
     warm: Annotated[int, Option(help="requests that end before time counts")] = 80,
     max_sequences: int = 64,
+    reserve: Annotated[float | None, Option(help="odma: share of slots that no request is promised")] = None,
     policies: Annotated[str, Option(help="the first is compared with the others")] = ",".join(POLICIES),
     rounds: Rounds = 3,
     threads: Annotated[int | None, Option()] = None,
 ) -> Yielded:
-    asked = TraceSelection(requests, seed=seed, model=prompts_of)
+    asked = TraceSelection(column, prompt_tokens, requests, seed=seed, model=prompts_of)
+    settings = {} if reserve is None else {"reserve_share": reserve}
     try:
-        wanted = ReplayInputs([trace], asked, max_tokens, [estimate])
-        replay, story = replay_of(wanted, slots, max_sequences)
+        wanted = ReplayInputs([trace], asked, max_tokens, [estimate], None)
+        replay, story = replay_of(wanted, slots, max_sequences, settings)
     except TraceError as error:
         raise SystemExit(str(error)) from None
     note(story)

@@ -254,6 +254,7 @@ _TABLE = Way("without a table", ("--wide",), when=("--output", "--json"))
 _SEARCHES = ("--find-rate", "--over-offline")
 _RATE_SEARCH = ("--probe", "--most-probes", "--votes")
 _AUTHORS_C = ("--include", "--define")
+_ODMA = ("--buckets", "--alpha", "--tau", "--window", "--refresh-every", "--reserve")
 _SEARCHING = (
     *("--lengths", "--trace", "--concurrency", "--hints", "--cores", "--ranks", "--top-k", "--storage"),
     *("--seed", "--verbose"),
@@ -422,8 +423,17 @@ WAYS: Mapping[str, tuple[Way, ...]] = {
     "bench kernels": (_TABLE,),
     "bench kv": (
         _TABLE,
+        Way(
+            "without a CSV file",
+            ("--column", "--prompt-tokens"),
+            unless=("TRACE~.csv",),
+            instead="other traces have the lengths of prompts and answers; leave that out",
+        ),
         Way("with --memory", ("--slots",), when=("--memory",)),
         Way("without --memory", ("--kv-format",), unless=("--memory",)),
+        Way("without the policy odma", _ODMA, unless=("--policies~odma",)),
+        Way("without the policy fixed", ("--fixed-buckets",), unless=("--policies~fixed",)),
+        Way("without the policy paged", ("--page-slots",), unless=("--policies~paged",)),
     ),
     "kernels emit": (Way("without --against", _AUTHORS_C, unless=("--against",)),),
     "models inspect": (Way("without --density", ("--format",), unless=("--density",)),),

@@ -52,6 +52,8 @@ class Look:
     timed: int
     seconds: float
     chosen: Schedule
+    trace: list[tuple[float, Schedule]]
+    """Seconds, and the fastest so far."""
 
 
 def all_searches(space: ScheduleSpace, default: Schedule) -> dict[str, Search[Schedule]]:
@@ -94,19 +96,22 @@ class Arena:
     def look(self, name: str, search: Search[Schedule]) -> Look:
         """Drive a search, and its finals if it has none of its own."""
         sampled: dict[Schedule, Sample] = {}
+        trace: list[tuple[float, Schedule]] = []
         timed, started_s = 0, time.perf_counter()
 
         def measure(schedules: Sequence[Schedule]) -> list[Sample]:
             nonlocal timed
             timed += len(schedules)
-            return self.evaluator.measure(self.space.problem, schedules)
+            samples = self.evaluator.measure(self.space.problem, schedules)
+            trace.append((time.perf_counter() - started_s, fastest(samples).schedule))
+            return samples
 
         if name in FINALS_OF_THEIR_OWN:
             chosen = drive(search, measure)
         else:
             drive(referenced(search, sampled, SearchOptions().batch), measure)
             chosen = drive(_finals(self._of_this_product(sampled)), measure)
-        return Look(name, timed, time.perf_counter() - started_s, chosen)
+        return Look(name, timed, time.perf_counter() - started_s, chosen, trace)
 
     def _of_this_product(self, sampled: dict[Schedule, Sample]) -> list[Sample]:
         """Without Roller's trials on one thread."""
@@ -152,7 +157,7 @@ def compare(arena: Arena, repeats: int, oracle: bool) -> tuple[list[Row], str]:
     oracles, flatness = arena.oracles() if oracle else ([], "")
     everyone = list(dict.fromkeys([arena.default, *(look.chosen for look in looks), *oracles]))
     times = arena.rounds(everyone, ROUNDS)
-    standings = [*looks, Look("default", 0, 0.0, arena.default)]
+    standings = [*looks, Look("default", 0, 0.0, arena.default, [])]
     return [_row(arena, look, times, everyone.index(look.chosen)) for look in standings], flatness
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,20 +27,20 @@ from phasewise.workflows.bench.kv.replay import (
     replay_policies,
     replayed,
 )
-from phasewise.workflows.bench.kv.settings import ReplayWish, TraceSelection
+from phasewise.workflows.bench.kv.settings import PoolOverrides, ReplayWish, TraceSelection
 
 TRACE = "lognormal:40,0.4/90,0.7"
 
 
 def load(*traces: str, count: int = 150, max_tokens: str = "256", estimate: str = "none") -> ReplayInputs:
-    return ReplayInputs(traces, TraceSelection(count=count), max_tokens, [estimate])
+    return ReplayInputs(traces, TraceSelection(count=count), max_tokens, [estimate], None)
 
 
 @pytest.mark.many
 @pytest.mark.parametrize("estimate", ["none", "exact", "constant", "error:0.5"])
 def test_every_policy_serves_every_request_whole(estimate: str) -> None:
     """However wrong the estimates are; and each token is computed once, or again after a preemption."""
-    replay, _ = replay_of(load(TRACE, estimate=estimate), 2048, 64)
+    replay, _ = replay_of(load(TRACE, estimate=estimate), 2048, 64, {"refresh_every": 16})
     wanted = sum(arrival.output_tokens for arrival in replay.trace)
     for row in replayed(replay, KV_POLICIES):
         assert (row.failed, row.output_tokens) == (0, wanted)
@@ -51,7 +52,7 @@ def test_every_policy_serves_every_request_whole(estimate: str) -> None:
 
 def test_shortest_first_begins_answers_earlier_and_serves_all() -> None:
     """With exact estimates, more requests than run at once."""
-    replay, _ = replay_of(load(TRACE, estimate="exact"), 2048, 64)
+    replay, _ = replay_of(load(TRACE, estimate="exact"), 2048, 64, {})
     (by_age,) = replayed(replay, ["odma"])
     (shortest,) = replayed(replace(replay, order="shortest"), ["odma"])
 
@@ -83,7 +84,7 @@ def test_unreadable_speeds_are_refused(text: str) -> None:
 
 def test_static_shares_are_what_the_replay_finds() -> None:
     """Computed beforehand, to set the limit; and found again by running."""
-    replay, _ = replay_of(load("uniform:30-40/1-200", max_tokens="final:0.55"), 4096, 64)
+    replay, _ = replay_of(load("uniform:30-40/1-200", max_tokens="final:0.55"), 4096, 64, {})
     row = next(replayed(replay, ["static"]))
 
     shares = static_shares(replay.trace, replay.max_tokens)
@@ -93,7 +94,7 @@ def test_static_shares_are_what_the_replay_finds() -> None:
 
 
 def test_a_request_that_can_never_run_has_failed() -> None:
-    replay, _ = replay_of(load("fixed:100/50", "fixed:1000/10", count=5), 512, 8)
+    replay, _ = replay_of(load("fixed:100/50", "fixed:1000/10", count=5), 512, 8, {})
     row = next(replayed(replay, ["static"]))
 
     assert row.failed == 5
@@ -104,11 +105,28 @@ def test_why_requests_failed_is_told_and_nothing_where_none_did() -> None:
     told: list[str] = []
     wish = ReplayWish(slots=512, policies="static", max_tokens="50")
     for traces in (["fixed:1000/10"], ["fixed:100/10"]):
-        replay_policies(traces, TraceSelection(count=5), wish, told.append)
+        replay_policies(traces, TraceSelection(count=5), wish, PoolOverrides(), told.append)
 
     (line,) = [line for line in told if "failed" in line]
     assert line.startswith("static, -: 5 requests failed; ")
     assert "512 tokens here (the KV cache holds no more)" in line
+
+
+def test_halves_share_no_request(tmp_path: Path) -> None:
+    path = tmp_path / "lengths.csv"
+    lengths = random.Random(1).sample(range(1, 9999), 101)
+    path.write_text("id,answer\n" + "".join(f"{index},{length}\n" for index, length in enumerate(lengths)))
+
+    halves = [
+        {
+            request.output_tokens
+            for request in requests_of(read_samples(str(path), TraceSelection("answer", part=part)))
+        }
+        for part in ("first", "second")
+    ]
+
+    assert halves[0] | halves[1] == set(lengths)
+    assert not halves[0] & halves[1]
 
 
 def test_a_length_log_tells_its_lengths(tmp_path: Path) -> None:
@@ -120,6 +138,18 @@ def test_a_length_log_tells_its_lengths(tmp_path: Path) -> None:
 
     assert (sample.request.prompt_tokens, sample.request.output_tokens) == (3, 7)
     assert sample.facts is not None
+
+
+def test_columns_of_a_csv_file_are_listed(tmp_path: Path) -> None:
+    path = tmp_path / "lengths.csv"
+    path.write_text("id,short,long\n1,2,3\n")
+
+    with pytest.raises(TraceError, match="id, short, long: name with --column"):
+        read_samples(str(path), TraceSelection())
+    with pytest.raises(TraceError, match="no column 'shrt', only id, short, long; did you mean short"):
+        read_samples(str(path), TraceSelection("shrt"))
+    with pytest.raises(TraceError, match="absent"):
+        read_samples(str(tmp_path / "absent.csv"), TraceSelection("long"))
 
 
 def test_a_limit_that_static_never_reaches_is_refused() -> None:

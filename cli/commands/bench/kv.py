@@ -10,7 +10,7 @@ from phasewise.cli.option_sets import spread
 from phasewise.cli.options import Form, WideOption
 from phasewise.cli.present import note
 from phasewise.cli.tables import show_rows, table_of_rows
-from phasewise.workflows.bench.kv.settings import ReplayWish, TraceSelection
+from phasewise.workflows.bench.kv.settings import PoolOverrides, ReplayWish, TraceSelection
 
 
 @spread
@@ -23,6 +23,7 @@ def kv(
     ],
     selection: TraceSelection,
     wish: ReplayWish,
+    overrides: PoolOverrides,
     output: Annotated[Form, typer.Option("-o", "--output", help="form of the rows")] = "md",
     wide: WideOption = False,
 ) -> None:
@@ -41,5 +42,5 @@ def kv(
     """
     from phasewise.workflows.bench.kv.replay import replay_policies
 
-    rows = replay_policies(traces, selection, wish, note)
+    rows = replay_policies(traces, selection, wish, overrides, note)
     show_rows(output, rows, [table_of_rows(rows, wide=wide, form="github")])

@@ -6,7 +6,6 @@ import csv
 import io
 import json
 import lzma
-import random
 from itertools import product
 from pathlib import Path
 from typing import Any, get_args
@@ -46,6 +45,19 @@ def test_the_same_seed_gives_the_same_rows() -> None:
     )
 
 
+def test_requests_come_by_arrival(tmp_path: Path) -> None:
+    """One after the other where steps are short; all at once where they are long."""
+    trace = tmp_path / "trace.jsonl"
+    lines = ({"timestamp": 1000 * index, "input_length": 20, "output_length": 10} for index in range(8))
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    (alone,) = rows_of(str(trace), "--step-ms", "1", "--policies", "odma")
+    (together,) = rows_of(str(trace), "--step-ms", "60000", "--policies", "odma")
+
+    assert (alone["peak_running"], alone["decode_steps"]) == (1, 72)
+    assert together["peak_running"] == 8
+
+
 def test_a_trace_may_be_packed(tmp_path: Path) -> None:
     rows = [{"timestamp": 0, "input_length": 20, "output_length": 10 + index} for index in range(8)]
     text = "".join(json.dumps(row) + "\n" for row in rows)
@@ -73,10 +85,12 @@ def test_forms_hold_the_same_rows() -> None:
     ("args", "words"),
     [
         (["missing.jsonl"], ["missing.jsonl"]),
-        ([TRACE, "--policies", "buddy"], ["buddy", "static"]),
+        ([TRACE, "--policies", "buddy"], ["buddy", "odma-whole"]),
         ([TRACE, "--estimate", "oracle"], ["oracle", "error:SIGMA"]),
         ([TRACE, "--max-tokens", "some"], ["some", "final:0.55"]),
         ([TRACE, "--max-tokens", "0"], ["max_tokens", "0"]),
+        ([TRACE, "--page-slots", "24"], ["24", "16"]),
+        ([TRACE, "--step-ms", "5"], ["--step-ms"]),
         ([TRACE, "--estimate", "none.safetensors"], ["length log"]),
     ],
 )
@@ -88,16 +102,7 @@ def test_a_mistake_is_named(args: list[str], words: list[str]) -> None:
     assert all(word in told for word in words), told
 
 
-PROMPT_TOKENS = 48
-
-
-def judged_lengths(path: Path) -> None:
-    """Half of the answers at temperature 0, drawn by chance, as a trace."""
-    with ALPACA.open(encoding="utf-8") as file:
-        lengths = [int(row["L_t0.0"]) for row in csv.DictReader(file)]
-    drawn = random.Random(0).sample(lengths, 400)
-    lines = ({"timestamp": 0, "input_length": PROMPT_TOKENS, "output_length": n} for n in drawn if n)
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+JUDGED = ["--column", "L_t0.0", "--slots", "4096", "-n", "400", "--part", "second", "--policies"]
 
 
 @pytest.mark.skipif(not ALPACA.exists(), reason="needs the Alpaca lengths of the reference data")
@@ -105,14 +110,11 @@ def judged_lengths(path: Path) -> None:
 @pytest.mark.parametrize(
     ("estimate", "share"), first_is_smoke(product(["none", "error:0.3"], ["final", "live"]))
 )
-def test_odma_fills_three_quarters_where_static_fills_55_percent(
-    tmp_path: Path, share: str, estimate: str
-) -> None:
+def test_odma_fills_three_quarters_where_static_fills_55_percent(share: str, estimate: str) -> None:
     """By either way of counting. No request fails, none waits for pages longer than for blocks."""
-    trace = tmp_path / "lengths.jsonl"
-    judged_lengths(trace)
-    options = ("--slots", "4096", "--policies", "static,paged,odma", "--max-tokens", f"{share}:0.55")
-    static, paged, odma = rows_of(str(trace), *options, "--estimate", estimate)
+    static, paged, odma = rows_of(
+        str(ALPACA), *JUDGED, "static,paged,odma", "--max-tokens", f"{share}:0.55", "--estimate", estimate
+    )
     name = f"{share}_reserved"
 
     assert 0.55 <= static[name] < 0.58  # type: ignore[operator]
@@ -120,6 +122,19 @@ def test_odma_fills_three_quarters_where_static_fills_55_percent(
     assert odma["failed"] == 0
     assert odma["tokens_a_step"] >= 0.95 * paged["tokens_a_step"]  # type: ignore[operator]
     assert odma["recomputed_tokens"] < paged["recomputed_tokens"]  # type: ignore[operator]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not ALPACA.exists(), reason="needs the Alpaca lengths of the reference data")
+def test_odma_follows_a_drift_that_fixed_buckets_do_not() -> None:
+    """Instructions, then questions with short answers: 15 points and more of the slots that are held."""
+    fixed, odma = rows_of(
+        str(ALPACA), "lognormal:40,0.1/60,0.6", *JUDGED, "fixed,odma", "--estimate", "error:0.3"
+    )
+
+    assert odma["live_reserved"] - fixed["live_reserved"] >= 0.15  # type: ignore[operator]
+    assert odma["live_pool"] - fixed["live_pool"] >= 0.1  # type: ignore[operator]
+    assert odma["failed"] == 0
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from phasewise.serving.pools.bounds import FEWEST, LengthWindow, PoolBounds, lea
 from phasewise.serving.pools.buckets import LearntSizes
 from phasewise.serving.pools.contiguous import ContiguousPool, peak
 from phasewise.serving.pools.contract import ALIGNMENT, Demand, Estimate, PoolSettings
+from phasewise.workflows.bench.kv.compared import FixedSizes, StaticSizes, WholeBuckets
 
 LENGTHS = st.lists(st.integers(1, 4096), min_size=FEWEST, max_size=300)
 
@@ -81,9 +82,9 @@ def test_the_peak_is_what_a_clock_would_see(requests: list[tuple[int, int]]) -> 
     assert peak(requests) == max(seen)
 
 
-def taught(**settings: object) -> LearntSizes:
+def taught(kind: type[LearntSizes] = LearntSizes, **settings: object) -> LearntSizes:
     """Sizes that have seen answers of 10, 20 ... 1000 tokens: bounds of 256, 512, 752 and 992."""
-    sizes = LearntSizes(
+    sizes = kind(
         PoolSettings(2000, n_buckets=4, refresh_every=1, top_level=0.99, large_level=0.9, **settings)  # type: ignore[arg-type]
     )
     for answer in range(10, 1010, 10):
@@ -97,12 +98,25 @@ def demand(output_tokens: float, uncertainty: float, most: int = 2000) -> Demand
     return Demand(5, most, 5, Estimate(output_tokens, uncertainty))
 
 
-def test_the_smallest_bucket_that_holds_the_inflated_estimate_and_none_for_the_unsure() -> None:
-    sizes = taught(alpha=0.5, tau=0.8)
+def test_the_smallest_bucket_that_holds_the_inflated_estimate() -> None:
+    sizes = taught(WholeBuckets, alpha=0.5, tau=0.8)
 
-    assert [sizes.first(demand(tokens, 0)).bucket for tokens in (256, 257, 995)] == [0, 1, None]
-    assert [sizes.first(demand(256, unsure)).bucket for unsure in (0.1, 0.81)] == [1, None]
+    assert sizes.first(demand(256, 0)).bucket == 0
+    assert sizes.first(demand(256, 0)).n_positions == 5 + 256
+    assert sizes.first(demand(257, 0)).bucket == 1
+    assert sizes.first(demand(256, 0.1)).bucket == 1
     assert sizes.first(demand(500, 0.8)).bucket == 2
+
+
+def test_the_large_bucket_takes_the_unsure_the_unknown_and_the_long() -> None:
+    """And hands out what answers became that were at least as long, nine in ten of them."""
+    sizes = taught(WholeBuckets, tau=0.8)
+
+    for unsure in (demand(20, 0.81), Demand(5, 2000, 5)):
+        assert sizes.first(unsure)[::2] == (5 + 900, None)
+    assert sizes.first(demand(995, 0))[::2] == (5 + 1000, None)
+    assert sizes.first(demand(1500, 0)).n_positions == 2000
+    assert sizes.next(demand(100, 0), 5 + 901)[::2] == (5 + 990, None)
 
 
 @given(lengths=LENGTHS, most_answer=st.integers(1, 5000))
@@ -202,3 +216,10 @@ def test_free_slots_are_room_wherever_they_lie(estimate: Estimate | None) -> Non
         assert pool.grow("1", length) is not None
         length += 1
         pool.check()
+
+
+def test_other_policies_move_nobody_for_another() -> None:
+    """Static pre-allocation and S3's buckets are as their authors have them."""
+    for sizes in (StaticSizes(64), FixedSizes(64, 4), WholeBuckets(PoolSettings(64))):
+        assert not sizes.squeezes
+        assert sizes.reserve_share == 0

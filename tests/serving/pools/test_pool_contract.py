@@ -19,16 +19,18 @@ from phasewise.serving.pools.contract import (
     PoolSettings,
 )
 from phasewise.serving.pools.opening import POLICIES, open_pool
-from phasewise.workflows.bench.kv.replay import KV_POLICIES
+from phasewise.workflows.bench.kv.compared import KV_POLICIES, ComparedSettings
 from tests.support.tiers import examples
 
 N_SLOTS = 960
 LONGEST_REQUEST = 400
 
 SMALL = {
-    "odma": PoolSettings(LONGEST_REQUEST, refresh_every=4, window=32),
-    "static": PoolSettings(LONGEST_REQUEST),
-    "paged": PoolSettings(LONGEST_REQUEST, page_slots=32),
+    "odma": ComparedSettings(LONGEST_REQUEST, refresh_every=4, window=32),
+    "odma-whole": ComparedSettings(LONGEST_REQUEST, refresh_every=4, window=32),
+    "static": ComparedSettings(LONGEST_REQUEST),
+    "fixed": ComparedSettings(LONGEST_REQUEST, answer_tokens=200, n_fixed=4),
+    "paged": ComparedSettings(LONGEST_REQUEST, page_slots=32),
 }
 
 
@@ -257,7 +259,7 @@ class TestEveryPool:
 
 
 def test_every_policy_is_under_the_contract() -> None:
-    assert set(SMALL) == set(KV_POLICIES)
+    assert {*SMALL, "paged-16"} == set(KV_POLICIES)
 
 
 def test_what_serves_is_odma_in_buckets_or_in_pages() -> None:

@@ -1,11 +1,12 @@
 """The inputs of a KV replay: the lengths of requests, from files of several kinds, and estimates of answers.
 
-Beside the traces that `tuner.config.trace` reads, a file may be a log of answers' lengths, written by the
-server or by `predict-len collect`.
+Beside the traces that `tuner.config.trace` reads, a file may be CSV with a column of answer lengths (prompts
+get a stated length), or a log of answers' lengths, written by the server or by `predict-len collect`.
 """
 
 from __future__ import annotations
 
+import csv
 import io
 import math
 import random
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from phasewise._files import open_input
-from phasewise._words import percent
+from phasewise._words import meant, percent
 from phasewise.serving.batch import Batch
 from phasewise.serving.pools.arena import aligned
 from phasewise.serving.pools.contract import Estimate
@@ -47,13 +48,18 @@ TraceRequests: TypeAlias = tuple[TraceRequest, ...]
 
 def read_samples(text: str, selection: TraceSelection, report: Report = silent) -> TraceRequests:
     """At most `selection.count` requests, in order, of `text`: a file's name or a distribution."""
-    is_log = text.endswith((".jsonl", ".jsonl.xz")) and (selection.model is not None or _is_length_log(text))
-    if not is_log:
-        return tuple(TraceRequest(request) for request in load_trace(text, selection.count, selection.seed))
-    samples = _logged(text, selection.model, report)
+    wanted = selection.count if selection.part == "all" else 2 * selection.count
+    if text.endswith(".csv") and not _is_azure(text):
+        samples = _column(text, selection)
+    elif text.endswith((".jsonl", ".jsonl.xz")) and (selection.model is not None or _is_length_log(text)):
+        samples = _logged(text, selection.model, report)
+    else:
+        return _part(
+            tuple(TraceRequest(request) for request in load_trace(text, wanted, selection.seed)), selection
+        )
     rng = random.Random(selection.seed)
-    chosen = sorted(rng.sample(range(len(samples)), min(selection.count, len(samples))))
-    return tuple(samples[index] for index in chosen)
+    chosen = sorted(rng.sample(range(len(samples)), min(wanted, len(samples))))
+    return _part(tuple(samples[index] for index in chosen), selection)
 
 
 def estimates_for(text: str, samples: TraceRequests, seed: int) -> Estimates:
@@ -147,6 +153,21 @@ def limit_for(trace: Trace, text: str) -> int:
     raise TraceError(f"no max_tokens lets static pre-allocation reach {text} on this trace")
 
 
+def _part(samples: TraceRequests, selection: TraceSelection) -> TraceRequests:
+    """The chosen half, drawn at random so that both halves are alike, in the order of the trace."""
+    if selection.part == "all":
+        return samples[: selection.count]
+    order = list(range(len(samples)))
+    random.Random(selection.seed).shuffle(order)
+    middle = len(order) // 2
+    chosen = sorted(order[:middle] if selection.part == "first" else order[middle:])
+    return tuple(samples[index] for index in chosen)
+
+
+def _is_azure(path: str) -> bool:
+    return "ContextTokens" in _first_line(path)
+
+
 def _is_length_log(path: str) -> bool:
     return '"prompt_token_ids"' in _first_line(path)
 
@@ -158,6 +179,42 @@ def _first_line(path: str) -> str:
             return file.readline(1 << 22)
     except (OSError, UnicodeDecodeError):
         return ""
+
+
+def _column(path: str, selection: TraceSelection) -> TraceRequests:
+    try:
+        with io.TextIOWrapper(open_input(path), encoding="utf-8-sig", newline="") as file:
+            rows = csv.DictReader(file)
+            names = rows.fieldnames or ()
+            if selection.column not in names:
+                raise TraceError(_wrong_column(path, selection.column, names))
+            lengths = [
+                _length(row[selection.column], f"{path}, row {row_number}")
+                for row_number, row in enumerate(rows, 2)
+            ]
+    except OSError as error:
+        raise TraceError(f"{path}: {error.strerror or error}") from None
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise TraceError(f"{path}: {error}") from None
+    samples = tuple(
+        TraceRequest(RequestLengths(selection.prompt_tokens, length)) for length in lengths if length
+    )
+    if not samples:
+        raise TraceError(f"{path} holds no answer in column {selection.column}")
+    return samples
+
+
+def _wrong_column(path: str, column: str | None, names: Sequence[str]) -> str:
+    listed = ", ".join(names)
+    if column is None:
+        return f"{path} has the columns {listed}: name with --column whose numbers are lengths of answers"
+    return f"{path} has no column {column!r:.60}, only {listed}{meant(column, names)}"
+
+
+def _length(text: str | None, where: str) -> int:
+    if text is None or not text.strip().isdecimal():
+        raise TraceError(f"{where}: a number of tokens is expected, not {text!r:.40}")
+    return int(text)
 
 
 def _logged(path: str, model: str | None, report: Report) -> TraceRequests:

@@ -11,16 +11,15 @@ ways:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 from phasewise._rows import Row, column
 from phasewise._words import NOTHING, counted, percent
 from phasewise.serving.errors import RequestError
-from phasewise.serving.pools.contiguous import ContiguousPool, Size
-from phasewise.serving.pools.contract import Demand, Estimate, KvPool, PoolSettings
-from phasewise.serving.pools.opening import POLICIES
+from phasewise.serving.pools.contract import Estimate, KvPool
 from phasewise.serving.scheduling.request import Request
 from phasewise.serving.scheduling.scheduler import Scheduler
 from phasewise.serving.scheduling.scheduler_terms import SchedulerLimits
@@ -28,6 +27,7 @@ from phasewise.serving.scheduling.waiting_line import ARRIVAL
 from phasewise.tuner.config.lengths import MAX_TOKENS, Trace
 from phasewise.tuner.config.trace import describe
 from phasewise.tuner.errors import TraceError
+from phasewise.workflows.bench.kv.compared import KV_POLICIES, UNESTIMATED, ComparedSettings
 from phasewise.workflows.bench.kv.inputs import (
     Estimates,
     Speeds,
@@ -42,50 +42,13 @@ from phasewise.workflows.bench.kv.inputs import (
     static_shares,
     unseen_by,
 )
-from phasewise.workflows.bench.kv.settings import ReplayWish, TraceSelection
+from phasewise.workflows.bench.kv.settings import PoolOverrides, ReplayWish, TraceSelection
 from phasewise.workflows.errors import UsageError
 from phasewise.workflows.report import Report, silent
 
 TENTHS = partial(percent, places=1)
 GOES_ON, STOPS = 0, 1
 """Token ids: any token of an answer, and the one that ends it."""
-
-
-class StaticSizes:
-    """Static pre-allocation: `longest_request` positions for every request, so that nothing ever grows."""
-
-    policy = "static"
-    bounds: tuple[int, ...] = ()
-    reserve_share = 0.0
-    squeezes = False
-
-    def __init__(self, longest_request: int) -> None:
-        self.large_bound = longest_request
-
-    def first(self, demand: Demand) -> Size:
-        return Size(self.large_bound, self.large_bound, None)
-
-    def next(self, demand: Demand, n_positions: int) -> Size:
-        return Size(n_positions, n_positions, None)
-
-    def ended(self, demand: Demand, answer_tokens: int) -> None:
-        """Nothing is learnt."""
-
-    def refresh(self) -> bool:
-        return False
-
-    def counts(self) -> dict[str, int]:
-        return {}
-
-
-def _static(n_slots: int, settings: PoolSettings) -> KvPool:
-    return ContiguousPool(n_slots, StaticSizes(settings.longest_request))
-
-
-KV_POLICIES: Mapping[str, Callable[[int, PoolSettings], KvPool]] = {**POLICIES, "static": _static}
-"""The policies that serve, and the one that other servers began with."""
-
-UNESTIMATED = ("static", "paged")
 
 
 @dataclass(frozen=True)
@@ -97,8 +60,10 @@ class Replay:
     """Estimates by the name of their source."""
     max_tokens: int
     n_slots: int
-    settings: PoolSettings
+    settings: ComparedSettings
     max_sequences: int
+    step_s: float | None
+    """Length of a step, for requests that arrive by the trace; None: all requests wait from the beginning."""
     speeds: Speeds | None = None
     order: str = ARRIVAL
     """The waiting request that is admitted next, of `WAITING_ORDERS`."""
@@ -114,6 +79,7 @@ class ReplayInputs:
     """A number, `final:SHARE` or `live:SHARE`."""
     estimates: Sequence[str]
     """Each as `inputs.estimates_for` reads it."""
+    step_ms: float | None
     speeds: Speeds | None = None
 
 
@@ -121,6 +87,7 @@ def replay_policies(
     traces: Sequence[str],
     selection: TraceSelection,
     wish: ReplayWish,
+    overrides: PoolOverrides,
     report: Report = silent,
 ) -> list[KvRow]:
     """A row for each policy and estimate. `report` is told what is replayed. TraceError, UsageError."""
@@ -135,8 +102,8 @@ def replay_policies(
     if wish.speeds is not None:
         speeds = speeds_of(wish.speeds)
     estimates = [text.strip() for text in wish.estimate.split(",")]
-    inputs = ReplayInputs(traces, selection, wish.max_tokens, estimates, speeds)
-    replay, story = replay_of(inputs, n_slots, wish.max_sequences, report)
+    inputs = ReplayInputs(traces, selection, wish.max_tokens, estimates, wish.step_ms, speeds)
+    replay, story = replay_of(inputs, n_slots, wish.max_sequences, overrides.chosen(), report)
     replay = replace(replay, order=wish.order)
     report(story)
     rows = list(replayed(replay, names))
@@ -147,15 +114,17 @@ def replay_policies(
 
 
 def replay_of(
-    inputs: ReplayInputs, n_slots: int, max_sequences: int, report: Report = silent
+    inputs: ReplayInputs, n_slots: int, max_sequences: int, settings: dict[str, Any], report: Report = silent
 ) -> tuple[Replay, str]:
-    """The replay, and a line of text that describes it."""
+    """The replay, and a line of text that describes it. settings: fields of ComparedSettings."""
     samples = tuple(
         sample for text in inputs.traces for sample in read_samples(text, inputs.selection, report)
     )
     for text in inputs.estimates:
         samples = unseen_by(text, samples)
     whole = requests_of(samples)
+    if inputs.step_ms is not None and any(request.arrival_s is None for request in whole):
+        raise TraceError(f"{', '.join(inputs.traces)}: no arrivals, so leave --step-ms out")
     limit = int(inputs.max_tokens) if inputs.max_tokens.isdecimal() else limit_for(whole, inputs.max_tokens)
     if not 1 <= limit <= MAX_TOKENS:
         raise TraceError(f"max_tokens must be from 1 to {MAX_TOKENS}, not {limit}")
@@ -167,8 +136,9 @@ def replay_of(
         f"{text}: {how_far_off(trace, predicted)}" for text, predicted in estimates.items() if text != "none"
     ]
     story = "; ".join([story_of(trace, limit, inputs.selection.seed), *off])
-    pool = PoolSettings(longest_request=longest)
-    return Replay(trace, estimates, limit, n_slots, pool, max_sequences, inputs.speeds), story
+    pool = ComparedSettings(longest_request=longest, answer_tokens=limit, **settings)
+    step_s = None if inputs.step_ms is None else inputs.step_ms / 1000
+    return Replay(trace, estimates, limit, n_slots, pool, max_sequences, step_s, inputs.speeds), story
 
 
 def story_of(trace: Trace, max_tokens: int, seed: int) -> str:
@@ -223,7 +193,7 @@ class KvRow(Row):
     tokens_per_s: float | None = column("tokens/s", ".0f", narrow=True)
     """Tokens of answers per second while requests wait, by the given speeds; None without speeds."""
     steps_to_first: float = column("steps to first", ".1f")
-    """Mean steps from the beginning to the first token of an answer."""
+    """Mean steps from a request's arrival to the first token of its answer."""
     whole_tokens_per_s: float | None = None
     """Tokens of answers per second over all steps, those of the last answers too."""
 
@@ -231,8 +201,8 @@ class KvRow(Row):
 @dataclass(slots=True)
 class _Sums:
     step: int = 0
-    unbegun: set[str] = field(default_factory=set)
-    """Requests whose answers have not begun."""
+    arrivals: dict[str, int] = field(default_factory=dict)
+    """The step in which a request came whose answer has not begun."""
     steps_to_first: int = 0
     n_begun: int = 0
     live: int = 0
@@ -314,12 +284,16 @@ def _row(policy: str, estimate: str | None, replay: Replay, pool: KvPool) -> KvR
 
 
 def _run(replay: Replay, estimates: Estimates, scheduler: Scheduler, sums: _Sums) -> None:
-    """Run steps until every request has ended; all wait from the beginning."""
-    for number, estimate in enumerate(estimates):
-        why = _add(scheduler, replay, number, estimate)
-        sums.failed_why = sums.failed_why or why
-        sums.unbegun.add(str(number))
-    while scheduler.has_work:
+    """Run steps until every request has ended."""
+    coming = list(enumerate(replay.trace))[::-1]
+    while coming or scheduler.has_work:
+        while coming and (
+            replay.step_s is None or (coming[-1][1].arrival_s or 0) <= sums.step * replay.step_s
+        ):
+            number, _ = coming.pop()
+            why = _add(scheduler, replay, number, estimates[number])
+            sums.failed_why = sums.failed_why or why
+            sums.arrivals[str(number)] = sums.step
         _step(replay, scheduler, sums)
         scheduler.pool.refresh()
         sums.step += 1
@@ -361,9 +335,8 @@ def _step(replay: Replay, scheduler: Scheduler, sums: _Sums) -> None:
     for out in scheduler.commit(batch, tokens):
         if out.finish_reason:
             sums.ended.add(out.request_id)
-        if out.request_id in sums.unbegun:
-            sums.unbegun.remove(out.request_id)
-            sums.steps_to_first += sums.step
+        if out.request_id in sums.arrivals:
+            sums.steps_to_first += sums.step - sums.arrivals.pop(out.request_id)
             sums.n_begun += 1
 
 
