@@ -41,6 +41,7 @@ COMMANDS: dict[str, dict[str, str]] = {
         "tune-embed": "tune_embed:tune_embed",
         "predict-len": "predict_len:app",
         "prune": "prune:prune",
+        "quantise": "quantise:quantise",
     },
     "Planning": {
         "simulate": "capacity.simulate:simulate",
@@ -160,6 +161,7 @@ EXTRAS = {
     "tree_sitter_c": "kernels",
     "ray": "ray",
     "cryptography": "sign",
+    "gguf": "quantise",
 }
 """By the module that is imported."""
 

@@ -87,6 +87,13 @@ HANDED = {
             "--db": ["--db", "x.db"],
         },
     ),
+    "quantise": Handing(
+        "phasewise.workflows.quantise.run.quantise",
+        ["m", "-o", "out"],
+        {
+            "--requantise": ["--requantise"],
+        },
+    ),
     "chat": Handing(
         "phasewise.workflows.chat.session.ChatSession",
         ["m"],

@@ -97,6 +97,7 @@ WALK = (
     Step("predict-len eval", "answers.jsonl"),
     Step("predict-len predict", "m.gguf -p hello --predictor answers.plen"),
     Step("prune", "hf -o pruned --sparsity 0.5"),
+    Step("quantise", "m.gguf --format q8_0 --requantise -o quantised.gguf", exits=(0, 1)),
     Step("eval", "m.gguf --text prompts.txt", exits=(0, 1)),
     Step("prefix list", "no-such.pack", exits=(0, 1)),
     Step("prefix verify", "no-such.pack", exits=(0, 1, 3)),

@@ -1,0 +1,1 @@
+"""A model's weights in fewer bits, as a GGUF file: `phasewise quantise`."""
