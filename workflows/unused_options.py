@@ -311,6 +311,8 @@ WAYS: Mapping[str, tuple[Way, ...]] = {
         Way("without --choices", ("--questions",), unless=("--choices",)),
     ),
     "topo": (
+        Way("without --trees", ("--limit", "--power-of-two"), unless=("--trees",)),
+        Way("with --trees", ("--svg",), when=("--trees",), instead="--tree draws one of them"),
         Way("without --probe", ("--budget",), unless=("--probe",)),
         Way(
             "with --probe",

@@ -357,7 +357,10 @@ def test_each_cell_of_the_table_is_refused_by_name_and_left_out_where_it_stands_
 @pytest.mark.parametrize(
     "line",
     [
+        "topo --limit 3",
+        "topo --any-size",
         "topo --budget 3s",
+        "topo --trees --svg x.svg",
         "topo --format int8",
         "topo --plan --db x.db",
         "topo m",
@@ -391,7 +394,7 @@ def test_a_flag_without_effect_is_wrong_usage_and_the_command_does_not_begin(lin
 
 def test_variables_of_other_runs_are_no_error_and_say_nothing(tmp_path: Path) -> None:
     config = tmp_path / "config.toml"
-    config.write_text("[topo]\nbudget = '9s'\n")
+    config.write_text("[topo]\nlimit = 3\nbudget = '9s'\n")
     standing = {
         "PHASEWISE_CONFIG": str(config),
         "PHASEWISE_DB": str(tmp_path / "x.db"),
@@ -399,6 +402,7 @@ def test_variables_of_other_runs_are_no_error_and_say_nothing(tmp_path: Path) ->
     }
     done = run("topo", "--json", env=standing)
     assert (done.exit_code, done.stderr) == (0, "")
+    assert run("topo", "--trees", "--json", env=standing).exit_code == 0
 
 
 @pytest.mark.parametrize(("command", "way"), [(command, way) for command, way, _ in cells()])

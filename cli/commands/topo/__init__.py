@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TopoView:
-    """A view of a machine: itself, plans on it, or what a probe measures."""
+    """A view of a machine: itself, its trees, plans on it, or what a probe measures."""
 
     input_path: Path | None = option(
         None, "lstopo XML file (-: stdin), or folder with a sysfs snapshot", "--input", metavar="FILE"
@@ -36,6 +36,19 @@ class TopoView:
     svg_path: Path | None = option(
         None, "write a picture of the machine here; -: stdout", "--svg", metavar="FILE"
     )
+    trees: bool = option(False, "count and draw the TopoTrees that tune-config searches", "--trees")
+    notation: str | None = option(
+        None,
+        "draw this TopoTree, written as --trees and tune-config print it",
+        "--tree",
+        metavar="NOTATION",
+    )
+    power_of_two: bool = option(
+        True,
+        "with --trees: groups of 2, 4, 8, .. members only, or of any number",
+        "--power-of-two/--any-size",
+    )
+    limit: int = option(10, "with --trees: how many groupings are drawn", min=0)
     plan: bool = option(
         False, "draw the plans of MODEL on the cores; without MODEL the default ones", "--plan"
     )
@@ -56,6 +69,8 @@ class TopoView:
 
     def __post_init__(self) -> None:
         chosen = {
+            "--trees": self.trees,
+            "--tree": self.notation is not None,
             "--plan": self.plan,
             "--plan-file": self.plan_file is not None,
             "--probe": self.probe,
@@ -78,12 +93,16 @@ def topo(
     $ phasewise topo
     $ phasewise topo --plan smollm2-135m-instruct
 
-    --plan and --plan-file draw plans on it. --probe measures what cores share.
+    Other views: --trees, --tree, --plan, --plan-file. --probe measures what cores share.
     """
     owns_stdout(view.svg_path, as_json)
     machine = _machine(view.input_path)
     if view.probe:
         _show_probe(machine, view, as_json)
+    elif view.trees:
+        _show_trees(machine, view, as_json)
+    elif view.notation is not None:
+        _show_tree(machine, view.notation, view.svg_path, as_json)
     elif view.plan or view.plan_file is not None:
         _show_plans(machine, _plans(machine, model, view), view.svg_path, as_json)
     else:
@@ -98,6 +117,31 @@ def _show_machine(machine: Machine, svg_path: Path | None, as_json: bool) -> Non
         print_json(machine_fields(machine))
     elif not owns_stdout(svg_path):
         _print(topo_lines(machine, sys.stdout.encoding))
+
+
+def _show_trees(machine: Machine, view: TopoView, as_json: bool) -> None:
+    from phasewise.cli.commands.topo.text import trees_lines
+    from phasewise.tuner.topotree import fundamental
+    from phasewise.workflows.topo.trees_json import trees_fields
+
+    shown = fundamental(machine), view.power_of_two, view.limit
+    if as_json:
+        print_json({"source": machine.source, **trees_fields(*shown)})
+    else:
+        _print(trees_lines(*shown, sys.stdout.encoding))
+
+
+def _show_tree(machine: Machine, notation: str, svg_path: Path | None, as_json: bool) -> None:
+    from phasewise.cli.commands.topo.text import groups_of_tree, one_tree_lines
+    from phasewise.tuner.topotree import parse
+    from phasewise.workflows.topo.trees_json import one_tree_fields
+
+    tree = parse(notation, machine)
+    _draw(machine, groups_of_tree(tree), svg_path)
+    if as_json:
+        print_json({"source": machine.source, **one_tree_fields(tree)})
+    elif not owns_stdout(svg_path):
+        _print(one_tree_lines(tree, sys.stdout.encoding))
 
 
 def _plans(machine: Machine, model: str | None, view: TopoView) -> Mapping[Phase, ServicePlan]:
