@@ -421,7 +421,6 @@ WAYS: Mapping[str, tuple[Way, ...]] = {
         Way("with --file", ("--lengths",), when=("--file",)),
     ),
     "bench run": (_TABLE,),
-    "bench allreduce": (_TABLE,),
     "bench kernels": (_TABLE,),
     "bench kv": (
         _TABLE,

@@ -221,7 +221,7 @@ HANDED = {
 }
 
 SHOWN_ELSEWHERE = {
-    **{(bench, "--wide"): "test_tables.py" for bench in ("bench run", "bench allreduce", "bench kv")},
+    **{(bench, "--wide"): "test_tables.py" for bench in ("bench run", "bench kv")},
     ("bench kernels", "--wide"): "test_tables.py",
     ("provision", "--wide"): "commands/test_cluster_commands.py",
     ("db show", "--wide"): "commands/test_db.py",
