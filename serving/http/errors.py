@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 from phasewise.serving.errors import (
     ContextLengthExceeded,
@@ -235,22 +235,21 @@ def from_engine(error: Exception) -> ApiError:
             return ApiError(500, f"the server failed: {type(error).__name__}", code="internal_error")
 
 
-def install(app: FastAPI, refused: Callable[[ApiError], None]) -> None:
-    """Make every error of `app`, ours or the framework's, come out in the one shape. `refused` sees ours."""
+def handlers(refused: Callable[[ApiError], None]) -> dict[Any, Any]:
+    """By kind of error, its handler: ours and the framework's come out in the one shape. `refused` sees
+    ours.
+    """
 
-    @app.exception_handler(ApiError)
-    async def _api_error(request: Request, error: ApiError) -> JSONResponse:
+    async def api_error(request: Request, error: ApiError) -> Response:
         refused(error)
         return error.response(request.url.path)
 
-    @app.exception_handler(ClientLeft)
-    async def _client_left(_request: Request, _error: ClientLeft) -> Response:
+    async def client_left(_request: Request, _error: ClientLeft) -> Response:
         return Response(status_code=_CLIENT_LEFT)
 
-    @app.exception_handler(HTTPException)
-    async def _http_error(request: Request, error: HTTPException) -> JSONResponse:
+    async def http_error(request: Request, error: HTTPException) -> Response:
         path = request.url.path
-        paths = {str(getattr(route, "path", "")) for route in app.routes}
+        paths = {str(getattr(route, "path", "")) for route in request.app.routes}
         methods = (error.headers or {}).get("Allow", "another")
         asked = f"{request.method} /" if path == "/" else path[:_MOST_NAME]
         status = 404 if path == "/" else error.status_code  # with a page too: a POST is for other servers
@@ -262,6 +261,7 @@ def install(app: FastAPI, refused: Callable[[ApiError], None]) -> None:
         response.headers.update(error.headers or {})
         return response
 
-    @app.exception_handler(Exception)
-    async def _surprise(request: Request, error: Exception) -> JSONResponse:
+    async def surprise(request: Request, error: Exception) -> Response:
         return from_engine(error).response(request.url.path)
+
+    return {ApiError: api_error, ClientLeft: client_left, HTTPException: http_error, Exception: surprise}

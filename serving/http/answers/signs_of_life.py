@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 from typing import Protocol
 
-from fastapi import Request
-from fastapi.responses import Response
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from phasewise.serving.errors import ServingError

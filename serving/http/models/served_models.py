@@ -9,7 +9,7 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any
 
-from fastapi import Request
+from starlette.requests import Request
 
 from phasewise.serving.http.answers.signs_of_life import minds_signs
 from phasewise.serving.http.errors import ApiError, bad_request, other_purpose, unknown_model

@@ -11,7 +11,7 @@ import json
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from fastapi import Request
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from phasewise.serving.http.answers.message_events import MessageEvents

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from fastapi import Request
 from pydantic import BaseModel, ValidationError
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 
 from phasewise._json import MOST_CONTAINERS, MOST_VALUES, is_flood
 from phasewise.serving.http.errors import ApiError, bad_request, from_validation

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import TypeVar
 
-from fastapi import Request
+from starlette.requests import Request
 
 from phasewise.serving.engine.messages import Submit
 from phasewise.serving.errors import ServingError

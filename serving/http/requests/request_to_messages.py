@@ -243,7 +243,7 @@ def tokenized(body: TokenizeRequest, model: ServedModel, cancel: CancelToken) ->
     return to_json(out)
 
 
-def control_texts(model: ServedModel) -> dict[str, str | None]:
+def control_texts(model: ServedModel) -> dict[str, Any]:
     """The texts of the tokens that begin and end a text; None where a prompt's text cannot spell one."""
     opening = set(model.encode("", True)[:1])
     return {

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from fastapi import Request
-from fastapi.responses import Response
+from starlette.requests import Request
+from starlette.responses import Response
 
 from phasewise.serving.engine.messages import Evidence, Submit
 from phasewise.serving.engine.receipts import FinishReason, receipt_of

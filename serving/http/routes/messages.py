@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
-from fastapi import FastAPI, Request
-from fastapi.responses import Response
+from starlette.requests import Request
+from starlette.responses import Response
 
 from phasewise.serving.http.answers.message_events import MessageEvents, Messaging, whole
 from phasewise.serving.http.answers.openai_objects import ChatRendering, Form
@@ -20,8 +19,8 @@ from phasewise.serving.http.requests.message_schemas import (
 )
 from phasewise.serving.http.requests.request_to_messages import chat_requests, conversation_tokens
 from phasewise.serving.http.routes.generation_service import GenerationService, reply_of
+from phasewise.serving.http.routes.openapi import Json, Routes
 
-PATHS = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
 _NAMES = {
     "prompt": "messages",
     "stop": "stop_sequences",
@@ -30,10 +29,10 @@ _NAMES = {
 """The names in these requests of fields of the chat requests that they are made into."""
 
 
-def add_messages(app: FastAPI, service: GenerationService) -> None:
+def add_messages(routes: Routes, service: GenerationService) -> None:
     """The two routes."""
 
-    @app.post("/v1/messages")
+    @routes.add("/v1/messages", "POST", MessagesRequest)
     async def messages(request: Request) -> Response:
         """Answer a conversation."""
         body = await service.read(request, MessagesRequest)
@@ -54,8 +53,8 @@ def add_messages(app: FastAPI, service: GenerationService) -> None:
         with naming(_NAMES):
             return await service.answer(reply, request)
 
-    @app.post("/v1/messages/count_tokens")
-    async def count_tokens(request: Request) -> dict[str, Any]:
+    @routes.add("/v1/messages/count_tokens", "POST", CountTokensRequest)
+    async def count_tokens(request: Request) -> Json:
         """Count the tokens of a conversation as the model's template writes it out."""
         body = await service.read(request, CountTokensRequest)
         model = await service.models.hold(request, body.model)

@@ -7,10 +7,9 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
-from typing import Any
 
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 from phasewise.serving.http.answers.ollama_lines import MEDIA_TYPE, OllamaAnswering, OllamaLines, whole
 from phasewise.serving.http.answers.openai_objects import ChatRendering, Form
@@ -30,10 +29,8 @@ from phasewise.serving.http.requests.ollama_schemas import (
 from phasewise.serving.http.requests.request_to_messages import chat_requests, completion_requests
 from phasewise.serving.http.requests.schemas import CompletionRequest
 from phasewise.serving.http.routes.generation_service import GenerationService, reply_of
+from phasewise.serving.http.routes.openapi import Json, Routes
 
-Json = dict[str, Any]
-
-PATHS = frozenset({"/api/version", "/api/tags", "/api/ps", "/api/show", "/api/chat", "/api/generate"})
 OLLAMA_API = "0.14.0"
 """The first version of Ollama with all of what is here beside its API: /v1/responses and /v1/messages."""
 _IN_CHAT = {"prompt": "messages", "response_format": "format", "max_tokens": "options"}
@@ -41,26 +38,26 @@ _IN_GENERATE = {"messages": "prompt", "response_format": "format", "max_tokens":
 """The names in these requests of fields of the requests that they are made into."""
 
 
-def add_ollama(app: FastAPI, service: GenerationService) -> None:
+def add_ollama(routes: Routes, service: GenerationService) -> None:
     """The routes."""
 
-    @app.get("/api/version")
-    async def show_version() -> Json:
+    @routes.add("/api/version", "GET")
+    async def show_version(_request: Request) -> Json:
         """The version of Ollama's API that this one is, and that of this server."""
         return {"version": OLLAMA_API, "phasewise": version("phasewise")}
 
-    @app.get("/api/tags")
-    async def tags() -> Json:
+    @routes.add("/api/tags", "GET")
+    async def tags(_request: Request) -> Json:
         """The models that are served."""
         return {"models": [await _listed(service, model) for model in await service.models.listed()]}
 
-    @app.get("/api/ps")
-    async def ps() -> Json:
+    @routes.add("/api/ps", "GET")
+    async def ps(_request: Request) -> Json:
         """Those of them that are loaded."""
         loaded = [model for model in await service.models.listed() if model.served is not None]
         return {"models": [{**await _listed(service, model), **_running(model)} for model in loaded]}
 
-    @app.post("/api/show")
+    @routes.add("/api/show", "POST", OllamaShowRequest)
     async def show(request: Request) -> Json:
         """The kind of a model, and what it can do."""
         model = await _hold(service, request, (await service.read(request, OllamaShowRequest)).model)
@@ -76,7 +73,7 @@ def add_ollama(app: FastAPI, service: GenerationService) -> None:
             "modified_at": _at(model),
         }
 
-    @app.post("/api/chat")
+    @routes.add("/api/chat", "POST", OllamaChatRequest)
     async def ollama_chat(request: Request) -> Response:
         """Answer a conversation."""
         began_ns = time.perf_counter_ns()
@@ -89,7 +86,7 @@ def add_ollama(app: FastAPI, service: GenerationService) -> None:
             chat = await service.bodies.convert(request, lambda: chat_of(body))
             return await _answer(service, request, body, chat, model, began_ns)
 
-    @app.post("/api/generate")
+    @routes.add("/api/generate", "POST", OllamaGenerateRequest)
     async def ollama_generate(request: Request) -> Response:
         """Continue a text, or answer one."""
         began_ns = time.perf_counter_ns()

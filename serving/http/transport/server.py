@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from signal import SIGHUP, SIGINT, SIGTERM
 from typing import Protocol
 
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from phasewise._words import number
 from phasewise.serving.http.http_settings import HttpLimits
@@ -48,7 +48,7 @@ class Service:
     unless it is ignored.
     """
 
-    app: FastAPI
+    app: ASGIApp
     client: Clients
     life: Lifecycle
     connections: Connections

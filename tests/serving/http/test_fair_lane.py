@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from itertools import pairwise
 
 import pytest
-from fastapi import Request
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.requests import Request
 from starlette.types import Message
 
 from phasewise.serving.errors import QueueFull

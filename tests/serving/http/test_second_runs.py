@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 import pytest
-from fastapi import Request
+from starlette.requests import Request
 from starlette.types import Message as AsgiMessage
 
 from phasewise.serving.engine.messages import Abort, Answer, Delivery, EngineLoad, Failure, Message, Submit

@@ -14,9 +14,9 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
-from fastapi import FastAPI
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.applications import Starlette
 from starlette.types import Message, Receive, Scope, Send
 
 from phasewise.serving.http.http_settings import HttpLimits
@@ -333,7 +333,7 @@ def test_connections_are_counted(server: FakeServer) -> None:
         raw.close()
 
 
-class Application(FastAPI):
+class Application(Starlette):
     """Answers by path, with what ASGI has and nothing else."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
