@@ -20,7 +20,6 @@ from phasewise.serving.engine.several_engines import SeveralEngines
 from phasewise.serving.errors import EngineLost
 from phasewise.serving.http.answers.client import EngineClient
 from phasewise.serving.http.http_settings import HttpLimits, ServedModel
-from phasewise.serving.http.length_log import LengthLog
 from phasewise.serving.http.lifecycle import Lifecycle
 from phasewise.serving.http.models.model_shelf import ModelFile, ModelShelf, ModelsOnDisk
 from phasewise.serving.http.models.served_models import ServedModels
@@ -28,11 +27,11 @@ from phasewise.serving.http.monitoring.access_log import NOT_LOGGED, Logging, op
 from phasewise.serving.http.monitoring.energy import PhaseEnergy
 from phasewise.serving.http.monitoring.live import MachineFacts
 from phasewise.serving.http.monitoring.metrics import Gauges, Metrics, ModelCounts
-from phasewise.serving.http.requests.lengths import LengthObserver, RealisedLength
+from phasewise.serving.http.requests.lengths import LengthLog, LengthObserver, RealisedLength
 from phasewise.serving.http.routes.app import ServedEmbeddings, ServerContext, TextGeneration, create_app
 from phasewise.serving.http.routes.batch_runner import BatchRunner
 from phasewise.serving.http.routes.embeddings import EmbeddingModel
-from phasewise.serving.http.routes.hangup import ReadKeys, on_hangup
+from phasewise.serving.http.routes.middleware import ReadKeys, on_hangup
 from phasewise.serving.http.transport.connections import Connections
 from phasewise.serving.http.transport.listening import Address, TlsContext
 from phasewise.serving.http.transport.server import Clients, HttpServer, Service

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -28,10 +27,9 @@ from phasewise.serving.engine.prompt_progress import PromptProgress, forward_sco
 from phasewise.serving.errors import CoresMoved, RankLost, RanksError, RequestError, ServingError, StepFailed
 from phasewise.serving.ranks.ranks_contract import Ranks
 from phasewise.serving.sampling.sampling import SampledToken, sample_rows, sample_run
-from phasewise.serving.scheduling.pacing import Pacing
+from phasewise.serving.scheduling.pacing import UNBOUNDED, Pacing, ShadowRoom
 from phasewise.serving.scheduling.request import TokenOut
 from phasewise.serving.scheduling.scheduler import Scheduler
-from phasewise.serving.scheduling.shadow import UNBOUNDED, ShadowRoom
 
 if TYPE_CHECKING:
     import numpy as np
@@ -286,7 +284,6 @@ class Engine:
             self._counts(self._n_drafted, self._n_accepted),
             n_in_shadow=scheduler.n_in_shadow,
             steps_over_tpot=0 if self.pacing is None else self.pacing.n_over_promise,
-            step_over_tpot_ms=0 if self.pacing is None else math.ceil(self.pacing.over_promise_ns / 1e6),
             stored=None if self.prefixes is None else self.prefixes.counts,
             prompt_token_ns=self.pacing.prompt_token_ns(scheduler.n_answering) if self.pacing else 0.0,
             best_token_ns=self.pacing.best_token_ns if self.pacing else 0.0,

@@ -64,7 +64,7 @@ class Submit:
     prompt_logprobs: int | None = None
     """As `SamplingParams.top_logprobs`, of the tokens of the prompt: the answer's first piece has them."""
     in_shadow: bool = False
-    """A request of a batch: it takes what others leave (`scheduling.shadow`)."""
+    """A request of a batch: it takes what others leave (`pacing.ShadowPacing`)."""
     trace: str = ""
     """The `traceparent` that came with it, for lines of logs; empty: none did."""
     given: GivenOut | None = None
@@ -226,8 +226,6 @@ class EngineLoad(NamedTuple):
     """The load of each model's engine, by the models' ids; None where a server has one."""
     steps_over_tpot: int = 0
     """Decode steps that alone took longer than the promised time per token."""
-    step_over_tpot_ms: int = 0
-    """The time of a decode step of late, where that alone is longer than promised; 0: the promise holds."""
     stored: StoreCounts | None = None
     """Counts of the store of prefixes; None where there is none."""
     n_in_shadow: int = 0

@@ -30,7 +30,7 @@ class Request:
     takes_over: bool = True
     """False: keys and values of its prompt are all computed, because logits of every token are wanted."""
     in_shadow: bool = False
-    """It takes what others leave of steps, places and slots (`shadow`)."""
+    """It takes what others leave of steps, places and slots (`pacing.ShadowPacing`)."""
     adapter: int = 0
     """The number of the model's adapter that computes it, from 1 on; 0: the model alone."""
     given: tuple[int, ...] = ()

@@ -39,9 +39,9 @@ from phasewise.serving.pools.arena import aligned
 from phasewise.serving.pools.contract import Grant, KvPool, Placement
 from phasewise.serving.scheduling import sequence_states as states
 from phasewise.serving.scheduling.admission import Admitter, last_to_come, refuse_impossible
+from phasewise.serving.scheduling.pacing import UNBOUNDED, ShadowRoom
 from phasewise.serving.scheduling.prefixes import PrefixIndex, PrefixSource, chain
 from phasewise.serving.scheduling.request import LiveSequence, Request, TokenOut
-from phasewise.serving.scheduling.scheduler_laws import check_laws
 from phasewise.serving.scheduling.scheduler_terms import (
     MOST_PREEMPTIONS,
     DraftRoom,
@@ -49,8 +49,8 @@ from phasewise.serving.scheduling.scheduler_terms import (
     SchedulerCounts,
     SchedulerError,
     SchedulerLimits,
+    check_laws,
 )
-from phasewise.serving.scheduling.shadow import UNBOUNDED, ShadowRoom
 from phasewise.serving.scheduling.step_choice import (
     PrefillTurns,
     answers_in_step,

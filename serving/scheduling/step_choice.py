@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from phasewise.serving.batch import Batch, KvCopy, SequenceSlice
+from phasewise.serving.scheduling.pacing import ShadowRoom
 from phasewise.serving.scheduling.request import LiveSequence
 from phasewise.serving.scheduling.sequence_states import SequenceStates
-from phasewise.serving.scheduling.shadow import ShadowRoom
 from phasewise.tuner.plans import Phase
 
 LEAST_TOKENS = 16

@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from phasewise.serving.engine.messages import Answer
-from phasewise.serving.http.answers.openai_objects import Choice, Json
+from phasewise.serving.http.answers.openai_objects import Choice, Json, encode
 from phasewise.serving.http.answers.part_events import KnownBefore, PartEvents
-from phasewise.serving.http.answers.sse_events import encode
 from phasewise.serving.http.errors import ApiError
 from phasewise.serving.tools.parts import Begun, Call, Part, Piece, Reasoning, Text, parsed
 

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from phasewise.serving.engine.messages import Answer
-from phasewise.serving.http.answers.openai_objects import Choice, Json
+from phasewise.serving.http.answers.openai_objects import Choice, Json, encode
 from phasewise.serving.http.answers.part_events import KnownBefore, PartEvents
-from phasewise.serving.http.answers.signs_of_life import SPACE
-from phasewise.serving.http.answers.sse_events import encode
 from phasewise.serving.http.errors import ApiError
 from phasewise.serving.tools.parts import Begun, Call, Part, Piece, Reasoning, Text, parsed
 
@@ -88,7 +86,7 @@ def _call(name: str, arguments: str) -> Json:
 class OllamaLines(PartEvents):
     """The lines of one answer. An empty line is an error to Ollama's client, a space before JSON is not."""
 
-    sign_of_life = SPACE
+    sign_of_life = b" "
 
     def __init__(self, answering: OllamaAnswering) -> None:
         super().__init__(answering)

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from phasewise.serving.engine.messages import Answer, Failure, Progress
-from phasewise.serving.http.answers.openai_objects import AnswerReading, Choice
-from phasewise.serving.http.answers.signs_of_life import COMMENT
+from phasewise.serving.http.answers.openai_objects import COMMENT, AnswerReading, Choice
 from phasewise.serving.tools.parts import Part, PlainReader, Reader
 
 

@@ -34,9 +34,9 @@ from phasewise.serving.engine.messages import (
 )
 from phasewise.serving.http.errors import ApiError
 from phasewise.serving.http.http_settings import RequestFacts
-from phasewise.serving.http.monitoring.endpoint_picker import kv_cache_info, lora_requests_info
 from phasewise.serving.http.monitoring.histogram import HistogramsByLabels, LocalHistogram, LocalHistograms
 from phasewise.serving.http.monitoring.instance_metrics import instance_families
+from phasewise.serving.pools.contract import ALIGNMENT
 from phasewise.serving.processes.headroom import malloc_bytes_in_use
 from phasewise.tuner.plans import PHASES
 
@@ -449,3 +449,31 @@ def _gauge(name: str, meaning: str, value: float) -> GaugeMetricFamily:
 
 def _count(name: str, meaning: str, value: float) -> CounterMetricFamily:
     return CounterMetricFamily(f"phasewise_{name}", meaning, value=value)
+
+
+def kv_cache_info(loads: Mapping[tuple[str, ...], EngineLoad], names: Sequence[str]) -> GaugeMetricFamily:
+    """Blocks of the KV cache, by the labels `names`. A picker that remembers prompts knows from it how many
+    tokens one block holds, and when a server has forgotten the oldest.
+    """
+    family = GaugeMetricFamily(
+        "phasewise_kv_cache_info",
+        "always 1; how the KV cache is divided",
+        labels=(*names, "block_size", "num_gpu_blocks"),
+    )
+    for labels, load in loads.items():
+        family.add_metric((*labels, str(ALIGNMENT), str(load.kv_slots // ALIGNMENT)), 1)
+    return family
+
+
+def lora_requests_info(adapters: Sequence[Sequence[str]]) -> GaugeMetricFamily:
+    """Adapters, each by the names that requests may give it. All are in memory from the start, and a step may
+    use every one: none is loaded for a request, so none waits.
+    """
+    family = GaugeMetricFamily(
+        "phasewise_lora_requests_info",
+        "when it was read, in Unix time; which adapters are in memory",
+        labels=("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
+    )
+    names = ",".join(name for adapter in adapters for name in adapter)
+    family.add_metric((str(len(adapters)), names, ""), time.time())
+    return family

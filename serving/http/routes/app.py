@@ -29,8 +29,7 @@ from phasewise.serving.http.answers.scoring import Scoring, echoes_of
 from phasewise.serving.http.errors import naming, unknown_model
 from phasewise.serving.http.http_settings import HttpLimits
 from phasewise.serving.http.lifecycle import Lifecycle
-from phasewise.serving.http.models.served_models import ServedModels
-from phasewise.serving.http.models.while_loading import HoldModels
+from phasewise.serving.http.models.served_models import HoldModels, ServedModels
 from phasewise.serving.http.monitoring.access_log import AccessLog, NameRequests
 from phasewise.serving.http.monitoring.live import MachineFacts
 from phasewise.serving.http.monitoring.metrics import Metrics
@@ -86,10 +85,7 @@ NamedCard = tuple[tuple[str, ...], Callable[[], dict[str, Any]]]
 """The names that requests may use for a model, and what /v1/models says of it."""
 Cards = Callable[[], Awaitable[list[NamedCard]]]
 """The models as they are now."""
-_EXPOSED = (
-    *("X-Request-Id", "X-Ignored-Fields", "X-Clamped-Max-Tokens"),
-    *("X-Step-Over-TPOT", "X-Estimated-TTFT", "Retry-After"),
-)
+_EXPOSED = (*("X-Request-Id", "X-Ignored-Fields", "X-Clamped-Max-Tokens", "Retry-After"),)
 
 
 @dataclass(frozen=True)

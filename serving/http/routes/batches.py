@@ -8,8 +8,9 @@ import re
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.types import Receive, Scope, Send
@@ -26,12 +27,25 @@ from phasewise.serving.batches.store import (
     StoredFile,
 )
 from phasewise.serving.http.errors import ApiError, bad_request
-from phasewise.serving.http.requests.batch_schemas import BatchRequest
 from phasewise.serving.http.requests.body import BodyReader, refuse_other_types
+from phasewise.serving.http.requests.schemas import OpenRequest
 from phasewise.serving.http.requests.upload import boundary_of, read_form
 from phasewise.serving.http.routes.batch_runner import BatchRunner
 from phasewise.serving.http.routes.middleware import client_of
 from phasewise.serving.http.routes.openapi import Routes
+
+_Key = Annotated[str, Field(max_length=64)]
+_Value = Annotated[str, Field(max_length=512)]
+
+
+class BatchRequest(OpenRequest):
+    """A batch to begin. `metadata`: up to 16 texts, given back, within OpenAI's bounds."""
+
+    input_file_id: Annotated[str, Field(min_length=1, max_length=64)]
+    endpoint: str
+    completion_window: Annotated[str, Field(max_length=16)] = "24h"
+    metadata: Annotated[dict[_Key, _Value], Field(max_length=16)] | None = None
+
 
 MOST_FILE_BYTES = 200 << 20
 """OpenAI's own limit."""

@@ -15,8 +15,7 @@ from phasewise.serving.http.answers.ollama_lines import MEDIA_TYPE, OllamaAnswer
 from phasewise.serving.http.answers.openai_objects import ChatRendering, Form
 from phasewise.serving.http.errors import naming
 from phasewise.serving.http.http_settings import ModelFacts, ServedModel
-from phasewise.serving.http.models.served_models import ListedModel
-from phasewise.serving.http.models.while_loading import keep_for
+from phasewise.serving.http.models.served_models import ListedModel, keep_for
 from phasewise.serving.http.requests.calls import reading_of
 from phasewise.serving.http.requests.chat_schemas import ChatRequest
 from phasewise.serving.http.requests.ollama_schemas import (

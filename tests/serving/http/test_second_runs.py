@@ -13,8 +13,7 @@ from phasewise.serving.engine.messages import Abort, Answer, Delivery, EngineLoa
 from phasewise.serving.errors import RankLost, Stopping
 from phasewise.serving.http.answers.client import EngineClient
 from phasewise.serving.http.answers.openai_objects import Choice, CompletionRendering, Form, Reply
-from phasewise.serving.http.answers.send_answer import respond
-from phasewise.serving.http.answers.sse_events import Events
+from phasewise.serving.http.answers.send_answer import Events, respond
 from phasewise.serving.http.http_settings import HttpLimits, RequestFacts, ServedModel
 from tests.support.servers.fake_engine import END, VOCAB_SIZE, encode, piece
 
