@@ -511,12 +511,12 @@ class Waiting(Protocol):
         ...
 
 
-Answer = TypeVar("Answer", bound=Waiting)
+Held = TypeVar("Held", bound=Waiting)
 
 
 def displaced(
-    n_missing: int, owner: str, n_new: int, held: Mapping[str, int], waiting: Sequence[Answer]
-) -> list[Answer]:
+    n_missing: int, owner: str, n_new: int, held: Mapping[str, int], waiting: Sequence[Held]
+) -> list[Held]:
     """Answers that must end so that `owner` gets `n_new` places, `n_missing` of which are taken.
 
     Each is the newest that waits of the client which then holds most places. Only a client that holds more
@@ -525,10 +525,10 @@ def displaced(
     held: places of each client, computed and waiting. waiting: in order of arrival.
     """
     left = dict(held)
-    queues: dict[str, list[Answer]] = {}
+    queues: dict[str, list[Held]] = {}
     for answer in waiting:
         queues.setdefault(answer.owner, []).append(answer)
-    chosen: list[Answer] = []
+    chosen: list[Held] = []
     while n_missing > 0:
         largest = max(queues, key=lambda client: left[client], default=owner)
         if left.get(largest, 0) <= left.get(owner, 0) + n_new:

@@ -95,8 +95,6 @@ class FairLane:
         self._n_running -= 1
 
 
-Made = TypeVar("Made")
-
 REST = 3.0
 """Rest over work. The event loop has Python's lock to itself for at least three quarters of the time, so that
 a short request beside large ones seldom waits for the lock."""
