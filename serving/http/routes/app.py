@@ -30,7 +30,7 @@ from phasewise.serving.http.errors import naming, unknown_model
 from phasewise.serving.http.http_settings import HttpLimits
 from phasewise.serving.http.lifecycle import Lifecycle
 from phasewise.serving.http.models.served_models import HoldModels, ServedModels
-from phasewise.serving.http.monitoring.access_log import AccessLog, NameRequests
+from phasewise.serving.http.monitoring.access_log import AccessLog
 from phasewise.serving.http.monitoring.live import MachineFacts
 from phasewise.serving.http.monitoring.metrics import Metrics
 from phasewise.serving.http.requests.body import BodyReader
@@ -60,8 +60,7 @@ from phasewise.serving.http.routes.messages import add_messages
 from phasewise.serving.http.routes.middleware import (
     ApiKeys,
     CheckHost,
-    CountAnswers,
-    NamePaths,
+    RecordRequests,
     RequireKey,
     client_of,
 )
@@ -186,11 +185,7 @@ def _layers(
 ) -> list[Middleware]:
     """The layers that every request passes, the outermost first."""
     name_of = partial(_name_of, routes.paths)
-    layers = [
-        Middleware(NamePaths),
-        Middleware(NameRequests, log=surroundings.log, name_of=name_of),
-        Middleware(CountAnswers, metrics=metrics, name_of=name_of),
-    ]
+    layers = [Middleware(RecordRequests, log=surroundings.log, metrics=metrics, name_of=name_of)]
     if limits.allowed_hosts:
         layers.append(Middleware(CheckHost, hosts=limits.allowed_hosts, metrics=metrics))
     if surroundings.cors_origins:  # before keys: a browser asks without one whether it may ask
