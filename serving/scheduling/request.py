@@ -61,8 +61,6 @@ class LiveSequence:
     n_reused: int = 0
     """Tokens of its prompt whose keys and values it took over when it was first placed."""
     generated: list[int] = field(default_factory=list)
-    n_overtaken: int = 0
-    """Requests of its client that came later and were admitted before it."""
     n_preempted: int = 0
     turn: int = 0
     """The decode step that it had a row in last."""

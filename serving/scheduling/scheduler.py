@@ -2,11 +2,10 @@
 
 A step is of one phase, so that each phase keeps its own plan. While answers run and prompts wait the phases
 take turns: one chunk of prompts, one token for every running answer. How large a chunk may be is said by
-`pacing`, which knows the time. Clients take turns at being admitted (`waiting_line`, decision 0039) and
-in each chunk (`step_choice`), and a client's own requests are first come, first served, unless another
-policy is chosen (`waiting_line`). While a client that holds less than its share of places and slots waits,
-others that hold more give way (`waiting_line`, decision 0072). Whatever else must be chosen (`admission`),
-age chooses: the order of first admissions.
+`pacing`, which knows the time. Clients take turns at being admitted (`waiting_line`, decision 0039) and in
+each chunk (`step_choice`), and a client's own requests are first come, first served. While a client that
+holds less than its share of places and slots waits, others that hold more give way (`waiting_line`, decision
+0072). Whatever else must be chosen (`admission`), age chooses: the order of first admissions.
 
 A request is admitted when the pool has room for the tokens it has, not for all it may get; no request
 overtakes one that is next. An answer that outgrows its block gets a larger one. Where there is none the
@@ -61,7 +60,7 @@ from phasewise.serving.scheduling.step_choice import (
     running_of,
 )
 from phasewise.serving.scheduling.stored_beginnings import FindStored, StoredBeginnings
-from phasewise.serving.scheduling.waiting_line import WAITING_ORDERS, WaitingLine
+from phasewise.serving.scheduling.waiting_line import WaitingLine
 from phasewise.tuner.plans import Phase
 
 
@@ -75,7 +74,7 @@ class Scheduler:
         self.n_pool_changes = 0
         """Calls that changed the pool: a reader of its figures can skip equal counts."""
         self._live: dict[str, LiveSequence] = {}
-        self._waiting = WaitingLine(WAITING_ORDERS[limits.waiting_order])
+        self._waiting = WaitingLine()
         self._shadow_waiting = WaitingLine()
         self._running: list[LiveSequence] = []  # by age
         self._admitter = Admitter(pool, limits, self._running, (self._waiting, self._shadow_waiting))

@@ -10,7 +10,7 @@ from phasewise._words import counted
 from phasewise.serving.batch import Batch
 from phasewise.serving.pools.contract import KvPool
 from phasewise.serving.scheduling.request import LiveSequence
-from phasewise.serving.scheduling.waiting_line import ARRIVAL, WaitingLine
+from phasewise.serving.scheduling.waiting_line import WaitingLine
 
 MOST_PREEMPTIONS = 3
 """After this many preemptions a request is preempted for the oldest one only, and only once more."""
@@ -30,8 +30,6 @@ class SchedulerLimits:
     max_sequences: int = DEFAULT_SEQUENCES
     max_waiting: int | None = None
     prefix_reuse: bool = True
-    waiting_order: str = ARRIVAL
-    """The next of one client's own requests, of `WAITING_ORDERS`."""
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ ways:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,6 @@ from phasewise.serving.pools.contract import Estimate, KvPool
 from phasewise.serving.scheduling.request import Request
 from phasewise.serving.scheduling.scheduler import Scheduler
 from phasewise.serving.scheduling.scheduler_terms import SchedulerLimits
-from phasewise.serving.scheduling.waiting_line import ARRIVAL
 from phasewise.tuner.config.lengths import MAX_TOKENS, Trace
 from phasewise.tuner.config.trace import describe
 from phasewise.tuner.errors import TraceError
@@ -65,8 +64,6 @@ class Replay:
     step_s: float | None
     """Length of a step, for requests that arrive by the trace; None: all requests wait from the beginning."""
     speeds: Speeds | None = None
-    order: str = ARRIVAL
-    """The waiting request that is admitted next, of `WAITING_ORDERS`."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +101,6 @@ def replay_policies(
     estimates = [text.strip() for text in wish.estimate.split(",")]
     inputs = ReplayInputs(traces, selection, wish.max_tokens, estimates, wish.step_ms, speeds)
     replay, story = replay_of(inputs, n_slots, wish.max_sequences, overrides.chosen(), report)
-    replay = replace(replay, order=wish.order)
     report(story)
     rows = list(replayed(replay, names))
     for row in rows:
@@ -232,9 +228,7 @@ def replayed(replay: Replay, policies: Sequence[str]) -> Iterator[KvRow]:
 
 def _row(policy: str, estimate: str | None, replay: Replay, pool: KvPool) -> KvRow:
     longest = replay.settings.longest_request
-    limits = SchedulerLimits(
-        longest, max_sequences=replay.max_sequences, prefix_reuse=False, waiting_order=replay.order
-    )
+    limits = SchedulerLimits(longest, max_sequences=replay.max_sequences, prefix_reuse=False)
     scheduler = Scheduler(pool, limits)
     sums = _Sums()
     estimates = (None,) * len(replay.trace) if estimate is None else replay.estimates[estimate]
