@@ -10,8 +10,13 @@ from typing import TYPE_CHECKING
 
 from phasewise.serving.batch import Batch
 from phasewise.serving.drafts.contract import Draft, Drafter
-from phasewise.serving.engine.answer_text import GivenSoFar
-from phasewise.serving.engine.live_request import LiveRequest, Vocabulary
+from phasewise.serving.engine.live_request import (
+    GivenSoFar,
+    LiveRequest,
+    PromptProgress,
+    Vocabulary,
+    forward_scored,
+)
 from phasewise.serving.engine.messages import (
     Answer,
     Delivery,
@@ -23,7 +28,6 @@ from phasewise.serving.engine.messages import (
     StepStats,
     Submit,
 )
-from phasewise.serving.engine.prompt_progress import PromptProgress, forward_scored
 from phasewise.serving.errors import CoresMoved, RankLost, RanksError, RequestError, ServingError, StepFailed
 from phasewise.serving.ranks.ranks_contract import Ranks
 from phasewise.serving.sampling.sampling import SampledToken, sample_rows, sample_run
@@ -37,7 +41,7 @@ if TYPE_CHECKING:
 
     from phasewise.serving.engine.core_watch import CoreWatch
     from phasewise.serving.engine.fingerprint import Fingerprint
-    from phasewise.serving.engine.outbox import Outbox
+    from phasewise.serving.engine.messages import Outbox
     from phasewise.serving.engine.stored_prefixes import StoredPrefixes
     from phasewise.serving.pools.contract import PoolStats
 

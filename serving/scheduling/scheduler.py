@@ -3,7 +3,7 @@
 A step is of one phase, so that each phase keeps its own plan. While answers run and prompts wait the phases
 take turns: one chunk of prompts, one token for every running answer. How large a chunk may be is said by
 `pacing`, which knows the time. Clients take turns at being admitted (`waiting_line`, decision 0039) and in
-each chunk (`step_choice`), and a client's own requests are first come, first served. While a client that
+each chunk (`admission`), and a client's own requests are first come, first served. While a client that
 holds less than its share of places and slots waits, others that hold more give way (`waiting_line`, decision
 0072). Whatever else must be chosen (`admission`), age chooses: the order of first admissions.
 
@@ -37,7 +37,18 @@ from phasewise.serving.errors import QueueFull
 from phasewise.serving.pools.arena import aligned
 from phasewise.serving.pools.contract import Grant, KvPool, Placement
 from phasewise.serving.scheduling import sequence_states as states
-from phasewise.serving.scheduling.admission import Admitter, last_to_come, refuse_impossible
+from phasewise.serving.scheduling.admission import (
+    Admitter,
+    PrefillTurns,
+    answers_in_step,
+    batch_of,
+    is_all_shadow,
+    last_to_come,
+    n_answering,
+    prompts_in_step,
+    refuse_impossible,
+    running_of,
+)
 from phasewise.serving.scheduling.pacing import UNBOUNDED, ShadowRoom
 from phasewise.serving.scheduling.prefixes import PrefixIndex, PrefixSource, chain
 from phasewise.serving.scheduling.request import LiveSequence, Request, TokenOut
@@ -49,15 +60,6 @@ from phasewise.serving.scheduling.scheduler_terms import (
     SchedulerError,
     SchedulerLimits,
     check_laws,
-)
-from phasewise.serving.scheduling.step_choice import (
-    PrefillTurns,
-    answers_in_step,
-    batch_of,
-    is_all_shadow,
-    n_answering,
-    prompts_in_step,
-    running_of,
 )
 from phasewise.serving.scheduling.stored_beginnings import FindStored, StoredBeginnings
 from phasewise.serving.scheduling.waiting_line import WaitingLine
@@ -124,7 +126,7 @@ class Scheduler:
 
     @property
     def n_answering(self) -> int:
-        """Answers that wait for their next token, as `step_choice` counts them."""
+        """Answers that wait for their next token, as `admission` counts them."""
         return n_answering(self._running)
 
     @property

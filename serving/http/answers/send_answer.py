@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from phasewise.serving.engine.messages import Answer, DraftCounts, Failure, Progress
+from phasewise.serving.engine.messages import Answer, Failure, Progress
 from phasewise.serving.errors import RankLost, ServingError
 from phasewise.serving.http.answers.client import AnswerStream, EngineClient, Out, Pieces
 from phasewise.serving.http.answers.openai_objects import (
@@ -65,24 +64,6 @@ DONE = b"data: [DONE]\n\n"
 _A_TEXT = "\0"
 
 
-@dataclass(slots=True)
-class _Said:
-    """The output of `of` for one choice so far. Tokens are not kept: with log-probabilities they are
-    megabytes.
-    """
-
-    n_generated: int = 0
-    n_cached: int = 0
-    drafts: DraftCounts | None = None
-
-
-class _Frame(NamedTuple):
-    """The bytes around the text of one choice, in an event that carries text alone."""
-
-    before: str
-    after: str
-
-
 class Events:
     """Those of one stream, made of its pieces as they come."""
 
@@ -91,9 +72,10 @@ class Events:
     def __init__(self, reply: Reply) -> None:
         self._reply = reply
         self._head = encode(reply.rendering.head(streamed=True))[:-1]
-        self._said = [_Said() for _ in reply.requests]
-        self._frames: dict[str, _Frame] = {}
-        """By request; only for requests whose events mostly carry text alone."""
+        self._said = [Used(0, 0, None)] * len(reply.requests)
+        """Of each choice so far. Tokens are not kept: with log-probabilities they are megabytes."""
+        self._frames: dict[str, tuple[str, str]] = {}
+        """By request, what stands around its text in an event that carries text alone, as most of them do."""
         for index, request in enumerate(reply.requests):
             if (
                 reply.rendering.is_plain
@@ -123,7 +105,7 @@ class Events:
                 return None
             if out.finish_reason is not None or not out.text:
                 return None
-            said += frame.before, encode(out.text), frame.after
+            said += frame[0], encode(out.text), frame[1]
         return "".join(said).encode() or None
 
     def failed(self, error: ApiError) -> bytes:
@@ -157,13 +139,12 @@ class Events:
         return f'data: {self._head},"choices":[{choice}],"prompt_progress":{encode(said)}}}\n\n'
 
     def _delta(self, index: int, piece: Answer) -> str:
-        said = self._said[index]
         delta = None
         if piece.text or piece.tokens or piece.finish_reason or piece.prompt:
             delta = self._reply.rendering.delta(index, piece)
         if delta is not None:
             delta = self._reply.with_receipt(index, delta, piece)
-        said.n_generated, said.n_cached, said.drafts = piece.n_generated, piece.n_cached, piece.drafts
+        self._said[index] = Used(piece.n_generated, piece.n_cached, piece.drafts)
         return "" if delta is None else self._event(delta, counted=self._reply.continuous_usage)
 
     def _event(self, choice: Json, *, counted: bool = False) -> str:
@@ -171,14 +152,14 @@ class Events:
         return f'data: {self._head},"choices":[{encode(choice)}]{so_far}}}\n\n'
 
     def _usage(self) -> Json:
-        return self._reply.usage([Used(said.n_generated, said.n_cached, said.drafts) for said in self._said])
+        return self._reply.usage(self._said)
 
-    def _frame(self, index: int) -> _Frame:
+    def _frame(self, index: int) -> tuple[str, str]:
         delta = self._reply.rendering.delta(index, Answer("", _A_TEXT, (), 1, 0))
         assert delta is not None
         whole = self._event(delta)
         before, _, after = whole.rpartition(encode(_A_TEXT))
-        return _Frame(before, after)
+        return before, after
 
 
 _TOKENS_WORTH_A_THREAD = 256

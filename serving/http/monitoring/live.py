@@ -11,7 +11,8 @@ from typing import Any
 
 from phasewise.serving.engine.messages import Answer, EngineLoad, Failure, StepStats, Submit
 from phasewise.serving.http.http_settings import RequestFacts
-from phasewise.tuner.plans import Phase
+from phasewise.topology.energy import EnergyCounters
+from phasewise.tuner.plans import PHASES, Phase
 
 _LAST = 64
 
@@ -92,3 +93,57 @@ class LiveView:
             for bucket in buckets
         ]
         return out
+
+
+IDLE = "idle"
+_READ_EVERY_S = 0.2
+
+
+class PhaseEnergy:
+    """Joules since the start, by zone and by phase. An `Observer` of the engine's client."""
+
+    def __init__(self, counters: EnergyCounters) -> None:
+        self._counters = counters
+        self._read_s = time.monotonic()
+        self._read_joules = 0.0
+        self._step_s = dict.fromkeys(PHASES, 0.0)
+        self._joules: dict[str, float] = dict.fromkeys((*PHASES, IDLE), 0.0)
+
+    @property
+    def is_measured(self) -> bool:
+        return self._counters.absence is None
+
+    def by_zone(self) -> dict[str, float]:
+        """Empty where nothing can be read."""
+        return self._counters.joules()
+
+    def by_phase(self) -> dict[str, float]:
+        """By phase, and `idle`. Empty where nothing can be read."""
+        if not self.is_measured:
+            return {}
+        self._read(time.monotonic())
+        return {**self._joules} if self.is_measured else {}
+
+    def sent(self, request: Submit, facts: RequestFacts) -> None:
+        """No step yet."""
+
+    def delivered(self, outs: Sequence[Answer | Failure], stats: StepStats | None) -> None:
+        if stats is None or not self.is_measured:
+            return
+        self._step_s[stats.phase] += stats.duration_ns / 1e9
+        now_s = time.monotonic()
+        if now_s - self._read_s >= _READ_EVERY_S:
+            self._read(now_s)
+
+    def forgotten(self, request_id: str) -> None:
+        """Its steps were counted."""
+
+    def _read(self, now_s: float) -> None:
+        total = self._counters.total_joules()
+        spent, self._read_joules = total - self._read_joules, total
+        whole_s = max(now_s - self._read_s, sum(self._step_s.values()), 1e-9)
+        self._read_s = now_s
+        for phase in PHASES:
+            self._joules[phase] += spent * self._step_s[phase] / whole_s
+        self._joules[IDLE] += spent * (1 - sum(self._step_s.values()) / whole_s)
+        self._step_s = dict.fromkeys(PHASES, 0.0)

@@ -28,7 +28,6 @@ from phasewise.serving.http.answers.response_events import Responding, ResponseE
 from phasewise.serving.http.answers.scoring import Scoring, echoes_of
 from phasewise.serving.http.errors import naming, unknown_model
 from phasewise.serving.http.http_settings import HttpLimits
-from phasewise.serving.http.lifecycle import Lifecycle
 from phasewise.serving.http.models.served_models import HoldModels, ServedModels
 from phasewise.serving.http.monitoring.access_log import AccessLog
 from phasewise.serving.http.monitoring.live import MachineFacts
@@ -67,6 +66,7 @@ from phasewise.serving.http.routes.middleware import (
 from phasewise.serving.http.routes.ollama import add_ollama
 from phasewise.serving.http.routes.openapi import Json, Routes, document
 from phasewise.serving.http.routes.page_routes import OPEN_PATHS, add_page
+from phasewise.serving.http.transport.server import Lifecycle
 
 Body = TypeVar("Body", bound=Strict)
 

@@ -30,7 +30,6 @@ from phasewise.serving.embedding.encoder.input_tokens import (
 from phasewise.serving.embedding.encoder.pooling import PRECISIONS, Precision, truncated
 from phasewise.serving.errors import QueueFull, ServingError
 from phasewise.serving.http.errors import bad_request, from_engine, other_purpose, unknown_model
-from phasewise.serving.http.lifecycle import Lifecycle
 from phasewise.serving.http.monitoring.access_log import note_model, record_of
 from phasewise.serving.http.requests.body import BodyReader
 from phasewise.serving.http.requests.fair_lane import FairLane
@@ -39,6 +38,7 @@ from phasewise.serving.http.requests.schemas import MOST_INT, OpenRequest, Stric
 from phasewise.serving.http.routes.middleware import client_of
 from phasewise.serving.http.routes.openapi import Routes
 from phasewise.serving.http.transport.connection import connection_of
+from phasewise.serving.http.transport.server import Lifecycle
 
 Floats = npt.NDArray[np.float32]
 

@@ -17,7 +17,6 @@ from phasewise.serving.http.answers.openai_objects import Rendering, Reply, enco
 from phasewise.serving.http.answers.send_answer import respond
 from phasewise.serving.http.errors import ApiError, from_engine
 from phasewise.serving.http.http_settings import RequestFacts, ServedModel
-from phasewise.serving.http.lifecycle import Lifecycle
 from phasewise.serving.http.models.served_models import ServedModels
 from phasewise.serving.http.monitoring.access_log import AccessLog, record_of
 from phasewise.serving.http.requests.body import BodyReader
@@ -25,6 +24,7 @@ from phasewise.serving.http.requests.request_threads import Preparation
 from phasewise.serving.http.requests.schemas import MOST_INT, GenerationRequest, Strict
 from phasewise.serving.http.routes.middleware import client_of
 from phasewise.serving.http.transport.connection import connection_of
+from phasewise.serving.http.transport.server import Lifecycle
 
 Body = TypeVar("Body", bound=Strict)
 

@@ -9,9 +9,9 @@ from starlette.responses import Response
 
 from phasewise.serving.http.answers.client import EngineClient
 from phasewise.serving.http.errors import ApiError
-from phasewise.serving.http.lifecycle import Lifecycle
 from phasewise.serving.http.monitoring.live import LiveView, MachineFacts
 from phasewise.serving.http.routes.openapi import Json, Routes
+from phasewise.serving.http.transport.server import Lifecycle
 
 POLICY = "; ".join(
     (

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from phasewise.serving.batch import Batch
 from phasewise.serving.drafts.contract import Draft
-from phasewise.serving.engine.answer_text import AnswerText, GivenSoFar
 from phasewise.serving.engine.engine import Engine
+from phasewise.serving.engine.live_request import AnswerText, GivenSoFar
 from phasewise.serving.engine.messages import Answer, Failure, GivenOut, Submit
 from phasewise.serving.errors import RankLost, RequestError
 from phasewise.serving.processes.restarts import MOST_RERUNS

@@ -18,7 +18,7 @@ from phasewise.loadtest.outcome import Energy, energy_in
 from phasewise.serving.engine.messages import Answer, EngineLoad, StepStats, Submit
 from phasewise.serving.http.http_settings import RequestFacts
 from phasewise.serving.http.monitoring.access_log import AccessLog
-from phasewise.serving.http.monitoring.energy import PhaseEnergy
+from phasewise.serving.http.monitoring.live import PhaseEnergy
 from phasewise.serving.http.monitoring.metrics import Gauges, Metrics
 from phasewise.serving.http.routes.app import ServerContext
 from phasewise.serving.pools.contract import ALIGNMENT

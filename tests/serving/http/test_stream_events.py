@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phasewise.serving.engine.answer_text import AnswerText
+from phasewise.serving.engine.live_request import AnswerText
 from phasewise.serving.engine.messages import Answer, Failure, Submit
 from phasewise.serving.errors import StepFailed
 from phasewise.serving.http.answers.client import AnswerStream, EngineClient, LoopWakeup
