@@ -204,12 +204,12 @@ def _layers(
     return layers
 
 
-def _name_of(known: frozenset[str], path: str) -> str:
+def _name_of(paths: frozenset[str], path: str) -> str:
     """The name of a path in counts and in the log: a stranger's is not repeated."""
     for place in ("/v1/responses/", "/v1/receipts/", "/v1/files/", "/v1/batches/"):
         if path.startswith(place):
             return f"{place}ID"
-    return path if path in known or path in OPEN_PATHS else "other"
+    return path if path in paths or path in OPEN_PATHS else "other"
 
 
 def _add_health(routes: Routes, life: Lifecycle, metrics: Metrics) -> None:
