@@ -1,8 +1,8 @@
 """Admission, preemption and the members of a step: who comes next, who gives way, who computes. Pure.
 
-Choices alone: `scheduler` carries them out, and its docstring has the policy. running: by age. In a step interactive
-requests come first; those in shadow have what `ShadowRoom` says beside them, and all of it where nothing else
-can be computed.
+Choices alone: `scheduler` carries them out, and its docstring has the policy. running: by age. In a step
+interactive requests come first; those in shadow have what `ShadowRoom` says beside them, and all of it where
+nothing else can be computed.
 """
 
 from __future__ import annotations

@@ -63,8 +63,9 @@ class AsAsked:
 
 Json = dict[str, Any]
 EVENT_STREAM = "text/event-stream"
-COMMENT = b": keep-alive\n\n"
-"""A sign of life in a stream of events."""
+JSON_LINES = "application/x-ndjson"
+COMMENT, PING, SPACE = b": keep-alive\n\n", b'event: ping\ndata: {"type":"ping"}\n\n', b" "
+"""Signs of life: in a stream of events, of Anthropic's events, and of lines."""
 encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 

@@ -73,7 +73,7 @@ class Events:
         self._reply = reply
         self._head = encode(reply.rendering.head(streamed=True))[:-1]
         self._said = [Used(0, 0, None)] * len(reply.requests)
-        """The counts of each choice so far. Tokens are not kept: with log-probabilities they are megabytes."""
+        """Counts of each choice so far. Tokens are not kept: with log-probabilities they are megabytes."""
         self._frames: dict[str, tuple[str, str]] = {}
         """By request, what stands around its text in an event that carries text alone, as most of them do."""
         for index, request in enumerate(reply.requests):

@@ -14,10 +14,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from phasewise.serving.http.answers.message_events import MessageEvents
-from phasewise.serving.http.answers.ollama_lines import MEDIA_TYPE, OllamaLines
-from phasewise.serving.http.answers.openai_objects import EVENT_STREAM
-from phasewise.serving.http.answers.part_events import PartEvents
+from phasewise.serving.http.answers.openai_objects import COMMENT, EVENT_STREAM, JSON_LINES, PING, SPACE
 from phasewise.serving.http.answers.send_answer import minds_signs
 from phasewise.serving.http.errors import ApiError, bad_request, other_purpose, unknown_model
 from phasewise.serving.http.http_settings import ModelFacts, ServedModel
@@ -84,11 +81,10 @@ class WhileLoading:
     async def _sign(self) -> None:
         if not self._has_begun:
             self._has_begun = True
-            media_type = MEDIA_TYPE if self._is_lines else f"{EVENT_STREAM}; charset=utf-8"
+            media_type = JSON_LINES if self._is_lines else f"{EVENT_STREAM}; charset=utf-8"
             headers = [(b"content-type", media_type.encode()), (b"cache-control", b"no-cache")]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-        kind = OllamaLines if self._is_lines else MessageEvents if self._is_messages else PartEvents
-        sign = kind.sign_of_life
+        sign = SPACE if self._is_lines else PING if self._is_messages else COMMENT
         await self._send({"type": "http.response.body", "body": sign, "more_body": True})
 
     def _told(self) -> bytes:
