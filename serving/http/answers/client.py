@@ -9,7 +9,6 @@ import os
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Protocol, TypeVar
 
 from phasewise._words import counted, plural
@@ -97,12 +96,11 @@ class AnswerStream:
         requests: Sequence[Submit],
         most_unread: int = 0,
         reader: AnswerReader | None = None,
-        owner: str = "",
         *,
         tells_progress: bool = False,
     ) -> None:
-        self.owner = owner
-        self.in_shadow = False
+        self.owner = requests[0].client
+        self.in_shadow = requests[0].in_shadow
         self.model = requests[0].model
         """The id of the model whose engine answers."""
         self.tells_progress = tells_progress
@@ -304,24 +302,23 @@ class EngineClient:
         requests: Sequence[Submit],
         facts: Sequence[RequestFacts],
         reader: AnswerReader | None = None,
-        owner: str = "",
         *,
         tells_progress: bool = False,
     ) -> AnswerStream:
         """Send requests to the engine, `facts` being what is known of each. QueueFull: not now; Stopping.
 
         reader: of an answer that is sent as it comes; where it is too far behind, it is cut and all aborted.
-        owner: the client whose share of all places they take, and whose turn they wait for. Requests in
-        shadow take no places: there are as many of them as whoever sends batches lets be.
+        They take places of their client's share. Requests in shadow take none: there are as many of them as
+        whoever sends batches lets be.
         """
+        owner = requests[0].client
         if self._has_ended:
             raise Stopping("the server is stopping")
         in_shadow = requests[0].in_shadow
         if not in_shadow:
             self._find_places(len(requests), owner)
         most_unread = self._limits.max_pieces_unread * len(requests)
-        stream = AnswerStream(self, requests, most_unread, reader, owner, tells_progress=tells_progress)
-        stream.in_shadow = in_shadow
+        stream = AnswerStream(self, requests, most_unread, reader, tells_progress=tells_progress)
         if in_shadow:
             self._n_in_shadow += len(requests)
         else:
@@ -336,7 +333,7 @@ class EngineClient:
                 self._started_s[request.request_id] = now_s
             for observer in self._observers:
                 observer.sent(request, request_facts)
-            self._send(replace(request, client=owner))
+            self._send(request)
         return stream
 
     def holds(self, stream: AnswerStream, n_bytes: int) -> None:

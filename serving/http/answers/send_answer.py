@@ -25,7 +25,6 @@ from phasewise.serving.http.answers.openai_objects import (
     encode,
 )
 from phasewise.serving.http.errors import ApiError, ClientLeft, from_engine
-from phasewise.serving.http.routes.middleware import client_of
 from phasewise.serving.http.transport.connection import Connection, connection_of
 
 COMMENTS_HEADER = "X-Stream-Comments"
@@ -188,7 +187,6 @@ async def _streamed(client: EngineClient, reply: Reply, request: Request) -> Res
         reply.requests,
         reply.facts,
         connection or _UnseenReader(),
-        client_of(request.scope).name,
         tells_progress=reply.tells_progress,
     )
     leaving = _closing_when_gone(stream, request)
@@ -243,7 +241,7 @@ def _renamed(reply: Reply) -> Reply:
 
 
 async def _choices(client: EngineClient, reply: Reply, request: Request) -> list[Choice]:
-    stream = client.open(reply.requests, reply.facts, owner=client_of(request.scope).name)
+    stream = client.open(reply.requests, reply.facts)
     leaving = _closing_when_gone(stream, request)
     choices = [Choice() for _ in reply.requests]
     try:
