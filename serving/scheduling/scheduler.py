@@ -42,6 +42,7 @@ from phasewise.serving.scheduling.admission import (
     PrefillTurns,
     answers_in_step,
     batch_of,
+    check_laws,
     is_all_shadow,
     last_to_come,
     n_answering,
@@ -51,17 +52,18 @@ from phasewise.serving.scheduling.admission import (
 )
 from phasewise.serving.scheduling.pacing import UNBOUNDED, ShadowRoom
 from phasewise.serving.scheduling.prefixes import PrefixIndex, PrefixSource, chain
-from phasewise.serving.scheduling.request import LiveSequence, Request, TokenOut
-from phasewise.serving.scheduling.scheduler_terms import (
+from phasewise.serving.scheduling.request import (
     MOST_PREEMPTIONS,
     DraftRoom,
     Flight,
+    LiveSequence,
+    Request,
     SchedulerCounts,
     SchedulerError,
     SchedulerLimits,
-    check_laws,
+    TokenOut,
 )
-from phasewise.serving.scheduling.stored_beginnings import FindStored, StoredBeginnings
+from phasewise.serving.scheduling.sequence_states import FindStored, StoredBeginnings
 from phasewise.serving.scheduling.waiting_line import WaitingLine
 from phasewise.tuner.plans import Phase
 

@@ -21,7 +21,7 @@ from phasewise.serving.engine.messages import Answer, Failure, GivenOut, Submit
 from phasewise.serving.errors import RankLost, RequestError
 from phasewise.serving.processes.restarts import MOST_RERUNS
 from phasewise.serving.sampling.sampling import GREEDY, SampledToken, Sampler, SamplingParams
-from phasewise.serving.scheduling.scheduler_terms import DraftRoom
+from phasewise.serving.scheduling.request import DraftRoom
 from tests.support.servers.fake_engine import (
     ALPHABET,
     END,

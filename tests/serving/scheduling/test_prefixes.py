@@ -35,9 +35,8 @@ from phasewise.serving.scheduling.prefixes import (
     chain,
     copies_between,
 )
-from phasewise.serving.scheduling.request import Request
+from phasewise.serving.scheduling.request import Request, SchedulerLimits
 from phasewise.serving.scheduling.scheduler import Scheduler
-from phasewise.serving.scheduling.scheduler_terms import SchedulerLimits
 from tests.support.scheduled import POLICIES, Turns, make
 
 TOKENS = tuple(range(200))

@@ -20,9 +20,8 @@ from phasewise._rows import Row, column
 from phasewise._words import NOTHING, counted, percent
 from phasewise.serving.errors import RequestError
 from phasewise.serving.pools.contract import Estimate, KvPool
-from phasewise.serving.scheduling.request import Request
+from phasewise.serving.scheduling.request import Request, SchedulerLimits
 from phasewise.serving.scheduling.scheduler import Scheduler
-from phasewise.serving.scheduling.scheduler_terms import SchedulerLimits
 from phasewise.tuner.config.lengths import MAX_TOKENS, Trace
 from phasewise.tuner.config.trace import describe
 from phasewise.tuner.errors import TraceError
