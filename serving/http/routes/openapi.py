@@ -63,7 +63,7 @@ class DocumentedRoute(Route):
         self.summary = (endpoint.__doc__ or "").partition("\n")[0].rstrip(".")
 
     def operation(self) -> Json:
-        """What the document says of it."""
+        """Its part of the document."""
         told: Json = {
             "operationId": f"{self.name}{self.path_format}".translate(_PLAIN),
             "summary": self.summary,
