@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from phasewise.serving.engine.messages import Answer, DraftCounts, Evidence, Failure, Progress, Submit
 from phasewise.serving.engine.receipts import FinishReason
@@ -110,62 +111,31 @@ class Used(NamedTuple):
     """None where drafts are off."""
 
 
-class Rendering(Protocol):
-    """The form of one kind of response. `head` is the part that every object of the response repeats."""
-
-    @property
-    def is_plain(self) -> bool:
-        """True if an event may carry a piece's text as it is."""
-        ...
-
-    def head(self, *, streamed: bool) -> Json: ...
-
-    def opening(self, index: int) -> Json | None:
-        """The choice that opens a stream, before any text."""
-        ...
-
-    def delta(self, index: int, piece: Answer) -> Json | None:
-        """None: there is nothing to say yet."""
-        ...
-
-    def waiting(self, index: int) -> Json:
-        """The choice of an event that tells the progress of its prompt: no text yet."""
-        ...
-
-    def whole(self, index: int, choice: Choice) -> Json: ...
-
-    def rest(self, choices: Sequence[Choice]) -> Json:
-        """The fields of a whole response that stand beside its choices."""
-        ...
-
-
-class EventWriter(Protocol):
+class EventWriter(ABC):
     """Writes the events of one stream."""
 
-    @property
-    def sign_of_life(self) -> bytes:
-        """Bytes that its readers skip."""
-        ...
+    sign_of_life = COMMENT
+    """Bytes that its readers skip."""
 
     def opening(self) -> bytes:
         """Before the first piece."""
-        ...
+        return b""
 
+    @abstractmethod
     def of(self, pieces: Iterable[tuple[int, Answer | Progress]]) -> bytes:
         """The answer's parts from pieces, each with the index of its request."""
-        ...
 
     def of_text(self, outs: Iterable[Answer | Failure | Progress]) -> bytes | None:
         """The same, quickly, where each has text and nothing else to say; None: ask `of`."""
-        ...
+        return None
 
+    @abstractmethod
     def failed(self, error: ApiError) -> bytes:
         """In place of the rest."""
-        ...
 
+    @abstractmethod
     def closing(self) -> bytes:
         """After the last piece."""
-        ...
 
 
 class Form(NamedTuple):
@@ -286,8 +256,11 @@ class _ReadChoice:
         calls[-1]["function"]["arguments"] += piece
 
 
-class _Fixed:
-    """The parts that both kinds share: the fields of every object, and how tokens are written out."""
+class Rendering(ABC):
+    """The form of one kind of response: the fields of every object, and how tokens are written out."""
+
+    is_plain = True
+    """True if an event may carry a piece's text as it is."""
 
     def __init__(self, response_id: str, model: ServedModel, scoring: Scoring = NOT_SCORED) -> None:
         self._fixed = {
@@ -298,6 +271,30 @@ class _Fixed:
         }
         self._model = model
         self._scoring = scoring
+
+    @abstractmethod
+    def head(self, *, streamed: bool) -> Json:
+        """The fields that every object of the response repeats."""
+
+    @abstractmethod
+    def opening(self, index: int) -> Json | None:
+        """The choice that opens a stream, before any text."""
+
+    @abstractmethod
+    def delta(self, index: int, piece: Answer) -> Json | None:
+        """None: there is nothing to say yet."""
+
+    @abstractmethod
+    def waiting(self, index: int) -> Json:
+        """The choice of an event that tells the progress of its prompt: no text yet."""
+
+    @abstractmethod
+    def whole(self, index: int, choice: Choice) -> Json:
+        """The choice of a response that is sent whole."""
+
+    def rest(self, choices: Sequence[Choice]) -> Json:
+        """The fields of a whole response that stand beside its choices."""
+        return {}
 
     def _prompt_logprobs(self, tokens: Sequence[PromptToken]) -> list[Json | None]:
         """As vLLM tells them: of each token its own and the likeliest ones, by id; of the first nothing."""
@@ -322,10 +319,8 @@ class _Fixed:
         return [token for token in (tokens[:-1] if ended else tokens) if token.logprob is not None]
 
 
-class CompletionRendering(_Fixed):
+class CompletionRendering(Rendering):
     """`/v1/completions`."""
-
-    is_plain = True
 
     def head(self, *, streamed: bool) -> Json:
         return {**self._fixed, "object": "text_completion"}
@@ -357,9 +352,6 @@ class CompletionRendering(_Fixed):
         if self._scoring.n_top is not None and choice.prompt is not None:
             whole["prompt_logprobs"] = self._prompt_logprobs(choice.prompt)
         return whole
-
-    def rest(self, choices: Sequence[Choice]) -> Json:
-        return {}
 
     def _choice(self, index: int, text: str, logprobs: Json | None, reason: str | None) -> Json:
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
@@ -398,7 +390,7 @@ def _joined(parts: Sequence[Json | None]) -> Json | None:
     return {name: [item for part in given for item in part[name]] for name in given[0]} if given else None
 
 
-class ChatRendering(_Fixed):
+class ChatRendering(Rendering):
     """`/v1/chat/completions`. `reading`: how answers are read that may have calls or thoughts in them."""
 
     def __init__(
@@ -411,10 +403,7 @@ class ChatRendering(_Fixed):
         super().__init__(response_id, model, scoring)
         self._reading = reading
         self._streamed: dict[int, _ReadChoice] = {}
-
-    @property
-    def is_plain(self) -> bool:
-        return self._reading is None
+        self.is_plain = reading is None
 
     def head(self, *, streamed: bool) -> Json:
         return {**self._fixed, "object": "chat.completion.chunk" if streamed else "chat.completion"}

@@ -15,7 +15,6 @@ from phasewise.serving.engine.messages import Answer, Failure, Progress
 from phasewise.serving.errors import RankLost, ServingError
 from phasewise.serving.http.answers.client import AnswerStream, EngineClient, Out, Pieces
 from phasewise.serving.http.answers.openai_objects import (
-    COMMENT,
     EVENT_STREAM,
     Choice,
     EventWriter,
@@ -63,10 +62,8 @@ DONE = b"data: [DONE]\n\n"
 _A_TEXT = "\0"
 
 
-class Events:
+class Events(EventWriter):
     """Those of one stream, made of its pieces as they come."""
-
-    sign_of_life = COMMENT
 
     def __init__(self, reply: Reply) -> None:
         self._reply = reply

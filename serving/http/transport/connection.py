@@ -19,8 +19,13 @@ import h11
 from starlette.types import ASGIApp, Scope
 
 from phasewise.serving.http.errors import ApiError
-from phasewise.serving.http.transport.connection_clocks import Awaited, ConnectionClocks
-from phasewise.serving.http.transport.connections import BYTE_S, REQUEST_S, Connections
+from phasewise.serving.http.transport.connections import (
+    BYTE_S,
+    REQUEST_S,
+    Awaited,
+    ConnectionClocks,
+    Connections,
+)
 from phasewise.serving.http.transport.exchange import Exchange, timed_steps
 from phasewise.serving.http.transport.framing import Framing
 
@@ -60,7 +65,7 @@ _LATE = ApiError(408, "the head of the request took too long", code="request_tim
 
 
 class Connection(asyncio.BufferedProtocol):
-    """One of `others`. Beside `connection_clocks`, at most one clock runs: that for the next turn of a sender
+    """One of `others`. Beside `ConnectionClocks`, at most one clock runs: that for the next turn of a sender
     that has to wait."""
 
     transport: asyncio.Transport

@@ -5,22 +5,12 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from phasewise.serving.http.errors import ApiError
 from phasewise.serving.http.http_settings import HttpLimits
-
-
-class TurnTaker(Protocol):
-    """A client of a turn queue."""
-
-    loop: asyncio.AbstractEventLoop
-
-    def turn(self) -> None:
-        """Read for a bounded time."""
-        ...
 
 
 class TurnQueue:
@@ -29,20 +19,20 @@ class TurnQueue:
     However many connections wait, a short request that comes beside them waits for one turn."""
 
     def __init__(self) -> None:
-        self._waiting: dict[TurnTaker, None] = {}
+        self._waiting: dict[HeldConnection, None] = {}
         self._runs = False
 
-    def join(self, reader: TurnTaker) -> None:
+    def join(self, reader: HeldConnection) -> None:
         """Wait behind all others; a connection that waits already keeps its place."""
         self._waiting.setdefault(reader)
         if not self._runs:
             self._runs = True
             reader.loop.call_soon(self._next)
 
-    def leave(self, reader: TurnTaker) -> None:
+    def leave(self, reader: HeldConnection) -> None:
         self._waiting.pop(reader, None)
 
-    def __contains__(self, reader: TurnTaker) -> bool:
+    def __contains__(self, reader: HeldConnection) -> bool:
         return reader in self._waiting
 
     def _next(self) -> None:
@@ -205,6 +195,12 @@ _FULL_FOR_YOU = ApiError(
 class HeldConnection(Protocol):
     """A connection, as all of one server are held."""
 
+    loop: asyncio.AbstractEventLoop
+
+    def turn(self) -> None:
+        """Read for a bounded time."""
+        ...
+
     @property
     def is_answering(self) -> bool:
         """True if the client has yet to get the rest of an answer."""
@@ -321,3 +317,53 @@ def _address_of(client: tuple[str, int | None] | None) -> str | None:
         mapped = address.ipv4_mapped
         return str(mapped) if mapped else str(ipaddress.IPv6Network((int(address) >> 64 << 64, 64)))
     return str(address)
+
+
+Awaited = tuple[float, Callable[[], None]]
+"""Seconds, and what is called when they are over."""
+
+
+class ConnectionClocks:
+    """The clocks of one connection. At most one of each kind runs."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._awaited: Awaited | None = None
+        self._late: asyncio.TimerHandle | None = None
+        self._stalled: asyncio.TimerHandle | None = None
+
+    def wait_for(self, awaited: Awaited | None) -> None:
+        """Start the clock of what is awaited from the client now; one that runs for the same goes on."""
+        if awaited == self._awaited:
+            return
+        self._awaited = awaited
+        _stop(self._late)
+        if awaited is not None:
+            self._late = self._loop.call_later(*awaited)
+
+    def watch_reader(self, seconds: float, n_left: Callable[[], int], cut: Callable[[], None]) -> None:
+        """Call `cut` once nothing of the `n_left` bytes was taken for `seconds`. A slow reader may go on."""
+        self.forget_reader()
+        n_before = n_left()
+
+        def look() -> None:
+            n_now = n_left()
+            if n_now and n_now >= n_before:
+                cut()
+            elif n_now:
+                self.watch_reader(seconds, n_left, cut)
+
+        self._stalled = self._loop.call_later(seconds, look)
+
+    def forget_reader(self) -> None:
+        _stop(self._stalled)
+
+    def stop(self) -> None:
+        """Stop all clocks."""
+        _stop(self._late)
+        _stop(self._stalled)
+
+
+def _stop(clock: asyncio.TimerHandle | None) -> None:
+    if clock is not None:
+        clock.cancel()

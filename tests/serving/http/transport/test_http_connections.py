@@ -20,7 +20,7 @@ from starlette.applications import Starlette
 from starlette.types import Message, Receive, Scope, Send
 
 from phasewise.serving.http.http_settings import HttpLimits
-from phasewise.serving.http.transport.connection_clocks import ConnectionClocks
+from phasewise.serving.http.transport.connections import ConnectionClocks
 from phasewise.serving.http.transport.listening import TcpAddress, tls_context
 from tests.support.servers.bare_server import bare_server
 from tests.support.servers.fake_server import FakeServer, fake_server
