@@ -232,14 +232,17 @@ def _bytes_of(piece: Answer) -> int:
     return len(piece.text) + _TOKEN_BYTES * n_tokens + _ALTERNATIVE_BYTES * n_alternatives
 
 
-class Observer(Protocol):
+class Observer:
     """Sees the traffic, for metrics and for the length log."""
 
-    def sent(self, request: Submit, facts: RequestFacts) -> None: ...
+    def sent(self, request: Submit, facts: RequestFacts) -> None:
+        """A request goes to the engine."""
 
-    def delivered(self, outs: Sequence[Answer | Failure], stats: StepStats | None) -> None: ...
+    def delivered(self, outs: Sequence[Answer | Failure], stats: StepStats | None) -> None:
+        """All that came of one turn of it."""
 
-    def forgotten(self, request_id: str) -> None: ...
+    def forgotten(self, request_id: str) -> None:
+        """The client of a request has left before it ended."""
 
 
 class EngineClient:

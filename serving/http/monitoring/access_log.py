@@ -20,7 +20,7 @@ from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from phasewise.serving.engine.messages import Answer, Failure, StepStats, Submit
-from phasewise.serving.http.http_settings import RequestFacts
+from phasewise.serving.http.answers.client import Observer
 from phasewise.serving.processes.line_log import LineLog
 
 Level = Literal["debug", "info", "warning", "error", "off"]
@@ -130,7 +130,7 @@ def trace_of(scope: Scope) -> str:
     return given if _TRACEPARENT.fullmatch(given) else ""
 
 
-class AccessLog:
+class AccessLog(Observer):
     """Collects what is known of each request, and writes its line. On the event loop.
 
     `write`: takes a line; never waits.
@@ -172,9 +172,6 @@ class AccessLog:
                 return False
 
     # As an observer of the engine's client.
-
-    def sent(self, request: Submit, facts: RequestFacts) -> None:
-        """Nothing to do: `expects` has been told."""
 
     def delivered(self, outs: Sequence[Answer | Failure], stats: StepStats | None) -> None:
         for out in outs:

@@ -34,6 +34,7 @@ from phasewise.serving.engine.messages import (
     StepStats,
     Submit,
 )
+from phasewise.serving.http.answers.client import Observer
 from phasewise.serving.http.errors import ApiError
 from phasewise.serving.http.http_settings import RequestFacts
 from phasewise.serving.http.monitoring.instance_metrics import (
@@ -43,6 +44,7 @@ from phasewise.serving.http.monitoring.instance_metrics import (
     families,
     instance_families,
 )
+from phasewise.serving.http.monitoring.live import LiveView
 from phasewise.serving.pools.contract import ALIGNMENT
 from phasewise.serving.processes.headroom import malloc_bytes_in_use
 from phasewise.tuner.plans import PHASES
@@ -105,7 +107,7 @@ class _Life:
     n_generated: int = 0
 
 
-class Metrics:
+class Metrics(Observer):
     """Observes the traffic with the engine; `http` counts the answers, `gauges` gives the rest.
 
     models: ids of those that are served; None: they come and go. But for a single one, what is counted of
@@ -141,6 +143,8 @@ class Metrics:
         self._tokens = self._by_phase("batch_tokens", "tokens per step", _SIZES)
         self._seconds = self._by_phase("step_seconds", "time per step", _PER_TOKEN_S)
         self._lives: dict[str, _Life] = {}
+        self.live = LiveView()
+        """The same for the page, in short."""
 
     def sent(self, request: Submit, facts: RequestFacts) -> None:
         labels = self._labels(request.model)
@@ -228,14 +232,18 @@ class Metrics:
             life.first_ns = out.at_ns
         elif life.first_ns is None:
             life.first_ns = out.at_ns
-            _child(self._ttft, life.labels).observe((out.at_ns - life.sent_ns) / 1e9)
+            ttft_s = (out.at_ns - life.sent_ns) / 1e9
+            _child(self._ttft, life.labels).observe(ttft_s)
+            self.live.ttft_ms.append(1e3 * ttft_s)
         else:
             _child(self._itl, life.labels).observe((out.at_ns - life.last_ns) / 1e9)
         life.last_ns = out.at_ns
         if out.finish_reason is not None:
             if out.n_generated > 1 and not life.in_shadow:
-                took_s = (out.at_ns - life.first_ns) / 1e9
-                _child(self._tpot, life.labels).observe(took_s / (out.n_generated - 1))
+                tpot_s = (out.at_ns - life.first_ns) / 1e9 / (out.n_generated - 1)
+                _child(self._tpot, life.labels).observe(tpot_s)
+                self.live.tpot_ms.append(1e3 * tpot_s)
+            self.live.n_ended += 1
             self._end(out.request_id, out.finish_reason)
         n_new = max(0, out.n_generated - life.n_generated)  # tokens held back may be sampled again
         life.n_generated += n_new
@@ -250,6 +258,7 @@ class Metrics:
         self._sequences.labels(*labels).observe(stats.n_sequences)
         self._tokens.labels(*labels).observe(stats.n_tokens)
         self._seconds.labels(*labels).observe(stats.duration_ns / 1e9)
+        self.live.tokens[stats.phase] += stats.n_tokens
 
 
 def _child(metric: Metric, labels: Labels) -> Metric:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from phasewise.serving.engine.messages import Answer, DraftCounts, Failure, StepStats, Submit
+from phasewise.serving.http.answers.client import Observer
 from phasewise.serving.http.http_settings import RequestFacts, ServedModel
 from phasewise.serving.http.requests.chat_schemas import SYSTEM_ROLES, ChatRequest
 from phasewise.serving.http.requests.schemas import CompletionRequest, GenerationRequest
@@ -40,7 +41,7 @@ class _Sent(NamedTuple):
     adapter: str
 
 
-class LengthObserver:
+class LengthObserver(Observer):
     """Tells `learn` of each answer of `model` that ends by itself; of those that fail or are left, nothing is
     known. model: its id, as `Submit.model` has it.
     """

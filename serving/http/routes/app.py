@@ -175,7 +175,7 @@ def _add_generation(
     _add_receipts(routes, service)
     _add_tokens(routes, service)
     if surroundings.page is not None:
-        add_page(routes, client, life, surroundings.page)
+        add_page(routes, metrics.live, client, life, surroundings.page)
     if generation.batches is not None:
         add_batches(routes, generation.batches, bodies)
 

@@ -40,11 +40,11 @@ OPEN_PATHS = frozenset({"/", *(f"/page/{name}" for name in _NAMES)})
 """Files that a browser may have without a key: they say nothing of the model, nor of those who use it."""
 
 
-def add_page(routes: Routes, client: EngineClient, life: Lifecycle, facts: MachineFacts) -> None:
+def add_page(
+    routes: Routes, live: LiveView, client: EngineClient, life: Lifecycle, facts: MachineFacts
+) -> None:
     """Serve the page and its live view."""
     files = {name: _file(name) for name in ("index.html", *_NAMES)}
-    live = LiveView()
-    client.observe(live)
 
     @routes.add("/", "GET")
     async def index(_request: Request) -> Response:
