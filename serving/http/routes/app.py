@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -239,10 +239,12 @@ def _add_health(routes: Routes, life: Lifecycle, metrics: Metrics) -> None:
             await asyncio.sleep(0)  # it takes milliseconds: what others ask is answered between two of them
             return Response(metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
+    told = cache(lambda: document(routes))  # tens of milliseconds, and all routes are there by then
+
     @routes.add("/openapi.json", "GET")
     async def openapi(_request: Request) -> Json:
         """The OpenAPI document."""
-        return document(routes)
+        return told()
 
 
 def _cards_of_embedder(model: EmbeddingModel) -> Cards:
