@@ -209,14 +209,7 @@ class Boundary:
         return "local"
 
     def _front(self, roles: Any, launcher: Any, settings: Any, *_rest: Any) -> None:
-        told = (
-            settings.routing,
-            settings.overflow_tokens,
-            settings.split_above_tokens,
-            settings.repurpose_after_requests,
-            settings.kv_transfer,
-        )
-        self.keep("front", (roles, told))
+        self.keep("front", (roles, settings.split_above_tokens))
 
     @contextlib.contextmanager
     def _ray(self, address: str) -> Iterator[str]:
