@@ -221,6 +221,7 @@ class Engine:
             progress = self._progress.of(batch, started_ns, time.perf_counter_ns())
             outs = self._give_out(batch, runs)
             self._rest_prompts(passing)
+        self.scheduler.pool.refresh()
         stats = StepStats(batch.phase, len(batch.slices), batch.n_tokens, time.perf_counter_ns() - started_ns)
         if self.pacing is not None:
             self.pacing.observe(stats.phase, stats.n_tokens, stats.duration_ns, batch.n_in_shadow)
