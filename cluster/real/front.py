@@ -64,7 +64,8 @@ from phasewise.serving.errors import EngineLost, ServingError, StepFailed, Stopp
 from phasewise.serving.pools.contract import Placement
 from phasewise.serving.processes.restarts import Restarts
 from phasewise.serving.processes.sockets import Sockets, has_input
-from phasewise.serving.scheduling.held_prefixes import block_keys, space_of
+from phasewise.serving.scheduling.held_prefixes import block_keys
+from phasewise.serving.scheduling.request import space_of
 
 TICK_S = 0.1
 """The interval at which the instances' processes are looked at."""

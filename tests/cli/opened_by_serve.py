@@ -187,7 +187,7 @@ class Boundary:
                 prefixes,
             ),
         )
-        return OpenEngine(model, text, plans, size, _Engine(), _Closes())  # type: ignore[arg-type]
+        return OpenEngine(model, text, plans, size, _Engine())  # type: ignore[arg-type]
 
     def _idle(self, _engine: Any, model: str, *_rest: Any) -> None:
         self.keep("tuned while idle", model)
