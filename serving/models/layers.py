@@ -9,11 +9,10 @@ from phasewise.serving.errors import ModelError
 from phasewise.serving.models.parts.attention import Attention
 from phasewise.serving.models.parts.feed_forward import FeedForward
 from phasewise.serving.models.parts.latent import LatentMixer
-from phasewise.serving.models.parts.layer_inputs import InputsOfLayer
-from phasewise.serving.models.parts.mixer import Mixer
 from phasewise.serving.models.parts.mixture import Mixture
 from phasewise.serving.models.parts.part import LayerPart, Product
-from phasewise.serving.models.parts.streams import StreamsOfLayer
+from phasewise.serving.models.parts.site import Mixer
+from phasewise.serving.models.parts.streams import InputsOfLayer, StreamsOfLayer
 
 
 @dataclass(frozen=True)

@@ -27,17 +27,22 @@ from phasewise.serving.models.parts.experts import Experts
 from phasewise.serving.models.parts.feed_forward import SILU_GATE, FeedForward, FeedForwardForm
 from phasewise.serving.models.parts.latent import STACKS as HEAD_STACKS
 from phasewise.serving.models.parts.latent import LatentAttention, LatentMixer, first_head
-from phasewise.serving.models.parts.layer_inputs import InputsOfLayer, LayerInputs
-from phasewise.serving.models.parts.mixer import Mixer
 from phasewise.serving.models.parts.mixture import STACKS, Mixture, first_expert
 from phasewise.serving.models.parts.part import NO_FACTORS, ProductFactors, Vector
-from phasewise.serving.models.parts.site import Site
-from phasewise.serving.models.parts.states.delta import Delta, KimiDelta
-from phasewise.serving.models.parts.states.mamba2 import Mamba2
-from phasewise.serving.models.parts.states.recurrence import Convolving
-from phasewise.serving.models.parts.states.short_conv import ShortConv
-from phasewise.serving.models.parts.states.state_layers import DELTA, KDA, MAMBA2, SHORT_CONV, StateLayers
-from phasewise.serving.models.parts.streams import Streams, StreamsOfLayer
+from phasewise.serving.models.parts.site import Mixer, Site
+from phasewise.serving.models.parts.states import (
+    DELTA,
+    KDA,
+    MAMBA2,
+    SHORT_CONV,
+    Convolving,
+    Delta,
+    KimiDelta,
+    Mamba2,
+    ShortConv,
+    StateLayers,
+)
+from phasewise.serving.models.parts.streams import InputsOfLayer, LayerInputs, Streams, StreamsOfLayer
 from phasewise.serving.models.rope import RopeSpec
 from phasewise.serving.sampling.sampling_defaults import SamplingDefaults
 

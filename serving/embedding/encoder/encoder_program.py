@@ -32,8 +32,7 @@ from phasewise.serving.models.layers import Layer
 from phasewise.serving.models.linears import Linears, Place, Rows
 from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.models.parts.part import Product, Vector
-from phasewise.serving.models.parts.rows import MixingRows
-from phasewise.serving.models.parts.site import ReadRows, Site
+from phasewise.serving.models.parts.site import MixingRows, ReadRows, Site
 from phasewise.serving.processes.headroom import check_memory
 
 

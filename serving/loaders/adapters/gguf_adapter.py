@@ -10,7 +10,7 @@ from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.adapters.low_rank_tensors import Pair, put
 from phasewise.serving.loaders.cuts import CutFor, half_split, our_tensors
 from phasewise.serving.loaders.families import family_of_gguf
-from phasewise.serving.loaders.families.names import GGUF_LAYER
+from phasewise.serving.loaders.families.family import GGUF_LAYER
 from phasewise.serving.loaders.formats.gguf_file import GgufFiles, TensorInfo, open_gguf
 from phasewise.serving.loaders.formats.gguf_model import field, tensor_in
 from phasewise.serving.loaders.layout import shapes_of_all

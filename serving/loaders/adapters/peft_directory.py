@@ -17,7 +17,7 @@ from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.adapters.low_rank_tensors import Pair, put
 from phasewise.serving.loaders.cuts import CutFor, half_split, our_tensors
 from phasewise.serving.loaders.families import Family, family_named
-from phasewise.serving.loaders.families.names import HF_LAYER
+from phasewise.serving.loaders.families.family import HF_LAYER
 from phasewise.serving.loaders.formats.hf_model import layer_place, without_prefix
 from phasewise.serving.loaders.formats.model_directory import ModelDirectory
 from phasewise.serving.loaders.formats.safetensors_file import open_all, tensor_of

@@ -20,7 +20,7 @@ from phasewise.serving.loaders.families.bert import (
     EncoderFamily,
     encoder_config,
 )
-from phasewise.serving.loaders.families.jina import instructions_of
+from phasewise.serving.loaders.families.encoders import instructions_of
 from phasewise.serving.loaders.formats.hf_config import field
 from phasewise.serving.loaders.formats.model_directory import ModelDirectory
 from phasewise.serving.loaders.formats.safetensors_file import Shards, tensor_of

@@ -20,8 +20,14 @@ from phasewise.serving.loaders.encoders.reranker import gguf_score, gguf_templat
 from phasewise.serving.loaders.families import Family, family_of_gguf
 from phasewise.serving.loaders.families.bert import EncoderFamily
 from phasewise.serving.loaders.families.encoders import ENCODERS_BY_GGUF
-from phasewise.serving.loaders.families.names import GGUF_KEYS, GGUF_LAYER, GGUF_NONE, GGUF_OUTSIDE
-from phasewise.serving.loaders.families.reading import by_layer, yarn_magnitude
+from phasewise.serving.loaders.families.family import (
+    GGUF_KEYS,
+    GGUF_LAYER,
+    GGUF_NONE,
+    GGUF_OUTSIDE,
+    by_layer,
+    yarn_magnitude,
+)
 from phasewise.serving.loaders.formats.gguf_blocks import BLOCK_TYPES, decode_rows
 from phasewise.serving.loaders.formats.gguf_file import GgufFiles, GgufHeader, TensorInfo, open_gguf
 from phasewise.serving.loaders.forms import Rows

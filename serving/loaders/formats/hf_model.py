@@ -28,7 +28,7 @@ from phasewise.serving.loaders.encoders.encoder_hf import encoder_embedding, enc
 from phasewise.serving.loaders.encoders.reranker import reranker_of, scoring_embedding, with_score
 from phasewise.serving.loaders.families import Family, family_of_hf
 from phasewise.serving.loaders.families.encoders import encoder_of_hf
-from phasewise.serving.loaders.families.names import HF_LAYER, HF_OUTSIDE
+from phasewise.serving.loaders.families.family import HF_LAYER, HF_OUTSIDE
 from phasewise.serving.loaders.formats.hf_config import config_of, field, quantisation_fields, text_fields
 from phasewise.serving.loaders.formats.model_directory import ModelDirectory
 from phasewise.serving.loaders.formats.safetensors_file import (

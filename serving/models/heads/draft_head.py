@@ -23,8 +23,7 @@ from phasewise.serving.models.heads.kinds import EAGLE3_NORMED, EAGLES, MTP, tap
 from phasewise.serving.models.linears import Linears, Place, Rows
 from phasewise.serving.models.packed_model import ModelConfig, PackedModel
 from phasewise.serving.models.parts.attention import Attention
-from phasewise.serving.models.parts.rows import ActivationArena
-from phasewise.serving.models.parts.site import ReadRows, Site
+from phasewise.serving.models.parts.site import ActivationArena, ReadRows, Site
 
 OFFSETS = "draft_offsets"
 """The vector of what is added to the numbers of a head's logits to get tokens."""

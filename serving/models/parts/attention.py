@@ -11,10 +11,8 @@ import numpy.typing as npt
 from phasewise.cython_kernels.exact import logarithm, power
 from phasewise.serving.errors import ModelError
 from phasewise.serving.models.linears import Place, Rows
-from phasewise.serving.models.parts.mixer import Mixer
 from phasewise.serving.models.parts.part import Product
-from phasewise.serving.models.parts.rows import MixingRows
-from phasewise.serving.models.parts.site import ReadRows, Site
+from phasewise.serving.models.parts.site import Mixer, MixingRows, ReadRows, Site
 
 MOST_GROWTH_STEPS = 1 << 16
 

@@ -8,10 +8,8 @@ from phasewise.cython_kernels.division import columns
 from phasewise.cython_kernels.packing import PackedWeight
 from phasewise.serving.errors import ModelError
 from phasewise.serving.models.linears import Place, Rows
-from phasewise.serving.models.parts.mixer import Mixer
 from phasewise.serving.models.parts.part import Product
-from phasewise.serving.models.parts.rows import MixingRows
-from phasewise.serving.models.parts.site import ReadRows, Site
+from phasewise.serving.models.parts.site import Mixer, MixingRows, ReadRows, Site
 
 MOST_NUMBERS, PANEL = 576, 16
 LARGEST_RANK, LARGEST_DIM = 1 << 15, 1 << 10

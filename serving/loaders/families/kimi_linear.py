@@ -10,21 +10,29 @@ from typing import Any
 from phasewise._words import counted
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.cuts import HeadParts, Names, OfLayer, OtherForm
-from phasewise.serving.loaders.families.deepseek import GGUF_LATENT, latent_of_gguf, latent_of_hf, with_latent
-from phasewise.serving.loaders.families.family import Family, Get
-from phasewise.serving.loaders.families.names import fed
-from phasewise.serving.loaders.families.reading import (
+from phasewise.serving.loaders.families.deepseek import (
+    GGUF_LATENT,
+    hf_dense_layers,
+    latent_of_gguf,
+    latent_of_hf,
+    routed,
+    routed_gguf,
+    with_latent,
+)
+from phasewise.serving.loaders.families.family import (
     FULL,
+    Family,
+    Get,
+    fed,
     headless_layers,
     must_be_off,
     positive,
     state_layer_types,
 )
-from phasewise.serving.loaders.families.routing import hf_dense_layers, routed, routed_gguf
 from phasewise.serving.models.packed_model import LayerKind, ModelConfig
 from phasewise.serving.models.parts.experts import LOGISTIC
 from phasewise.serving.models.parts.latent import LatentAttention
-from phasewise.serving.models.parts.states.state_layers import KDA, StateLayers
+from phasewise.serving.models.parts.states import KDA, StateLayers
 
 LINEAR = "linear_attention"
 

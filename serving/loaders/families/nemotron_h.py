@@ -9,16 +9,14 @@ from typing import Any
 
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.cuts import TensorCut
-from phasewise.serving.loaders.families.family import Family, Get
-from phasewise.serving.loaders.families.hybrids.mamba import check_time_steps, mamba_gguf
-from phasewise.serving.loaders.families.names import fed
-from phasewise.serving.loaders.families.reading import listed, must_be_off, positive
-from phasewise.serving.loaders.families.routing import routed
+from phasewise.serving.loaders.families.deepseek import routed
+from phasewise.serving.loaders.families.family import Family, Get, fed, listed, must_be_off, positive
+from phasewise.serving.loaders.families.hybrids import check_time_steps, mamba_gguf
 from phasewise.serving.models.layers import SingleHalves
 from phasewise.serving.models.packed_model import LARGEST, LayerKind, ModelConfig
 from phasewise.serving.models.parts.experts import LOGISTIC
 from phasewise.serving.models.parts.feed_forward import FeedForwardForm
-from phasewise.serving.models.parts.states.state_layers import MAMBA2, StateLayers
+from phasewise.serving.models.parts.states import MAMBA2, StateLayers
 
 STATE, ATTENTION, DENSE, MIXTURE = "linear_attention", "full_attention", "mlp", "moe"
 IN_PATTERNS = {"M": STATE, "*": ATTENTION, "-": DENSE, "E": MIXTURE}
