@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from phasewise.cython_kernels.packing import PackedWeight, pack_dense
-from phasewise.serving.loaders.adapters.low_rank_tensors import adapter_of
+from phasewise.serving.loaders.adapters.adapter_files import adapter_of
 from phasewise.serving.loaders.encoders.encoder_layout import task_shapes
 from phasewise.serving.models.arena import rounded
 from phasewise.serving.models.encoding import EncoderTasks
