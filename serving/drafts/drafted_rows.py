@@ -8,8 +8,7 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from phasewise.serving.batch import SequenceSlice
-from phasewise.serving.drafts.agreement import Agreement
-from phasewise.serving.drafts.contract import NO_DRAFT, Draft
+from phasewise.serving.drafts.contract import NO_DRAFT, Agreement, Draft
 from phasewise.serving.sampling.sampling import FloatVector, Sampler
 from phasewise.serving.scheduling.request import LiveSequence
 from phasewise.serving.scheduling.scheduler_terms import DraftRoom

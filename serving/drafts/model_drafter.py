@@ -14,12 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from phasewise.serving.batch import Batch, SequenceSlice
-from phasewise.serving.drafts.agreement import Agreement
-from phasewise.serving.drafts.contract import Draft, DraftMemory
+from phasewise.serving.drafts.contract import Agreement, Draft, DraftMemory, StepCosts
 from phasewise.serving.drafts.draft_ranks import DraftRanks
 from phasewise.serving.drafts.drafted_rows import DraftedRow, DraftState
 from phasewise.serving.drafts.gain import DraftGain, Drafting
-from phasewise.serving.drafts.step_costs import StepCosts
 from phasewise.serving.sampling.sampling import Sampler
 from phasewise.serving.scheduling.request import LiveSequence
 from phasewise.serving.scheduling.scheduler_terms import DraftRoom

@@ -11,8 +11,14 @@ from phasewise._words import counted
 from phasewise.cython_kernels.packing import PANEL
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.encoders import encoder_layout
-from phasewise.serving.loaders.forms import Rows, WeightForm, common_form, target_form
-from phasewise.serving.loaders.source import ModelSource, SourceTensor
+from phasewise.serving.loaders.source import (
+    ModelSource,
+    Rows,
+    SourceTensor,
+    WeightForm,
+    common_form,
+    target_form,
+)
 from phasewise.serving.models.heads.draft_head import head_vectors, head_weights
 from phasewise.serving.models.packed_model import LAYER_TABLE, ModelConfig
 from phasewise.serving.models.parts.part import Product

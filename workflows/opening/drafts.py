@@ -40,7 +40,7 @@ class DraftRule:
 def rule_of(drafts: DraftSource | None) -> DraftRule | None:
     """None where nothing is drafted."""
     from phasewise.serving.drafts.contract import MOST_DRAFTED
-    from phasewise.serving.drafts.lengths import LEAST_GAIN
+    from phasewise.serving.drafts.gain import LEAST_GAIN
 
     if drafts is None:
         return None

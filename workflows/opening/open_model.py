@@ -19,7 +19,7 @@ from phasewise.workflows.options import ARITHMETIC, FORMAT, LORA, SPARSE, Arithm
 from phasewise.workflows.report import Report, silent
 
 if TYPE_CHECKING:
-    from phasewise.serving.loaders.forms import WeightForm
+    from phasewise.serving.loaders.source import WeightForm
     from phasewise.serving.models.packed_model import PackedModel
     from phasewise.topology import Machine
     from phasewise.tuner.config.rates import MachineRates

@@ -16,7 +16,7 @@ from phasewise._words import counted
 from phasewise.cython_kernels import packing
 from phasewise.cython_kernels.blocks import BlockRows
 from phasewise.serving.loaders.families.family import HF_LLAMA, HF_OUTSIDE
-from phasewise.serving.loaders.forms import BF16, INT8
+from phasewise.serving.loaders.source import BF16, INT8
 from phasewise.serving.loaders.storage import StorageChoice, bytes_share
 from phasewise.workflows.errors import WorkflowError
 from phasewise.workflows.evaluate.scorer import read_text

@@ -234,8 +234,8 @@ def _our_pairs(
     *,
     is_interleaved: bool,
 ) -> dict[str, Pair]:
-    """A and B of modules, by our names. place_of: a module's layer ("layers.3.") and its name there. scale_of: by
-    a module and its rank.
+    """A and B of modules, by our names. place_of: a module's layer ("layers.3.") and its name
+    there. scale_of: by a module and its rank.
     """
     shapes, pairs = shapes_of_all(config, has_bias=False), dict[str, Pair]()
     for module, both in by_module.items():

@@ -122,8 +122,8 @@ def _tensors(
     config: ModelConfig,
     what: str,
 ) -> dict[str, SourceTensor]:
-    """Every tensor by our name. files: names in errors, names, and tensors. layer: the pattern of names in layers,
-    which the first of `names` are for.
+    """Every tensor by our name. files: names in errors, names, and tensors. layer: the pattern of names in
+    layers, which the first of `names` are for.
     """
     shapes = shapes_of_all(config, has_bias=True)
 

@@ -23,8 +23,7 @@ import numpy as np
 
 from phasewise._words import counted
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.forms import Rows
-from phasewise.serving.loaders.source import SourceTensor
+from phasewise.serving.loaders.source import Rows, SourceTensor
 from phasewise.serving.models.encoding import Encoder, EncoderTasks
 from phasewise.serving.models.packed_model import ModelConfig
 

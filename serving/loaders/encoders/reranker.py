@@ -19,8 +19,7 @@ from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.encoders.embedding_spec import modules_of, stated_prompts
 from phasewise.serving.loaders.formats.hf_config import field
 from phasewise.serving.loaders.formats.model_directory import ModelDirectory
-from phasewise.serving.loaders.forms import F32, Rows
-from phasewise.serving.loaders.source import SourceTensor
+from phasewise.serving.loaders.source import F32, Rows, SourceTensor
 from phasewise.serving.models.encoding import PAIR_PLACES, Embedding
 from phasewise.serving.models.packed_model import ModelConfig
 

@@ -25,7 +25,7 @@ from phasewise._files import read_file
 from phasewise._json import read_json
 from phasewise.cython_kernels.blocks import BlockRows
 from phasewise.cython_kernels.packing import Array, QuantRows, from_bf16
-from phasewise.serving.loaders.forms import BF16, F16, F32, Rows, WeightForm, form_of
+from phasewise.serving.loaders.source import BF16, F16, F32, Rows, WeightForm, form_of
 
 ZERO = 128
 MOST_GRID_BYTES = 1 << 16

@@ -36,9 +36,8 @@ from phasewise.serving.loaders.families.family import (
 )
 from phasewise.serving.loaders.formats.gguf_blocks import BLOCK_TYPES, decode_rows
 from phasewise.serving.loaders.formats.gguf_file import GgufFiles, GgufHeader, TensorInfo, open_gguf
-from phasewise.serving.loaders.forms import Rows
 from phasewise.serving.loaders.layout import shapes_of_all
-from phasewise.serving.loaders.source import ModelSource, SourceTensor
+from phasewise.serving.loaders.source import ModelSource, Rows, SourceTensor
 from phasewise.serving.models.packed_model import ModelConfig
 from phasewise.serving.models.rope import (
     FrequencyFactors,

@@ -20,11 +20,14 @@ import numpy as np
 from phasewise._safetensors import LENGTH_BYTES, TensorEntry, entries_of, header_bytes
 from phasewise.cython_kernels.packing import Array, from_bf16
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.forms import BF16, F16, F32, WeightForm
 from phasewise.serving.loaders.source import (
+    BF16,
+    F16,
+    F32,
     MAX_JSON_BYTES,
     SourceFile,
     SourceTensor,
+    WeightForm,
     parse_json_list,
     parse_json_object,
     read_all,
