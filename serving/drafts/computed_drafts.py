@@ -25,7 +25,7 @@ from phasewise.serving.batch import Batch, SequenceSlice
 from phasewise.serving.drafts.contract import NO_DRAFT, Agreement, Draft, DraftMemory, StepCosts
 from phasewise.serving.drafts.draft_ranks import DraftRanks, HeadRanks
 from phasewise.serving.drafts.gain import DraftGain, Drafting
-from phasewise.serving.models.heads.draft_head import RowVectors
+from phasewise.serving.models.draft_head import RowVectors
 from phasewise.serving.sampling.sampling import FloatVector, Sampler
 from phasewise.serving.scheduling.request import LiveSequence
 from phasewise.serving.scheduling.scheduler_terms import DraftRoom

@@ -10,7 +10,7 @@ from phasewise.serving.drafts.contract import MOST_DRAFTED, Drafter, StepCosts
 from phasewise.serving.drafts.draft_ranks import GuestHead, GuestRank
 from phasewise.serving.drafts.lookup import LookupDrafter
 from phasewise.serving.errors import ModelError
-from phasewise.serving.models.heads.draft_head import RowVectors
+from phasewise.serving.models.draft_head import RowVectors
 from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.ranks.first_rank import ALL_LOGITS_ROWS, FirstRank
 from phasewise.serving.ranks.ranks_contract import RankOptions

@@ -12,13 +12,12 @@ import numpy as np
 from phasewise.cython_kernels._native import Program
 from phasewise.serving.errors import ModelError
 from phasewise.serving.models.arena import rounded
-from phasewise.serving.models.heads.draft_head import (
+from phasewise.serving.models.draft_head import (
     add_embedding_to_attention,
     add_fed_rows,
     add_normed_rows,
 )
-from phasewise.serving.models.heads.kinds import MTP
-from phasewise.serving.models.layers import Layer
+from phasewise.serving.models.layers import MTP, Layer
 from phasewise.serving.models.linears import Linears, Place, Rows
 from phasewise.serving.models.packed_model import ModelConfig, PackedModel
 from phasewise.serving.models.parts.attention import Attention

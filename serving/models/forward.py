@@ -21,13 +21,13 @@ from phasewise.cython_kernels.user_slots.installed import use_installed
 from phasewise.serving.errors import ModelError
 from phasewise.serving.models.arena import lay_out
 from phasewise.serving.models.decoder_layer import DecoderLayer, add_final_norm, add_logits
-from phasewise.serving.models.heads.draft_head import (
+from phasewise.serving.models.draft_head import (
     add_fed_rows,
     add_head_input,
     check_feeds,
     taps_of,
 )
-from phasewise.serving.models.heads.kinds import MTP
+from phasewise.serving.models.layers import MTP
 from phasewise.serving.models.linears import Linears, PlacedProduct, with_default_path
 from phasewise.serving.models.packed_model import LayerKind, ModelConfig, PackedModel
 from phasewise.serving.models.parts.latent import check_kv_format
@@ -61,7 +61,7 @@ class Capacity:
     touched: bool = False
     """True if all memory is to be there before the first step: `rank_teams.touch_memory`."""
     feeds: str = ""
-    """The kind of the head that reads rows of every step, of `heads.kinds.KINDS`; "": none does."""
+    """The kind of the head that reads rows of every step, MTP or of EAGLES; "": none does."""
 
 
 EXACT_KINDS = ("f32", "f16")

@@ -145,7 +145,7 @@ def _head_of(opened: OpenModel, report: Report, *, is_named: bool) -> PackedMode
 
 def _eagle_of(opened: OpenModel, name: str, report: Report) -> PackedModel:
     from phasewise.serving.loaders import load_eagle
-    from phasewise.serving.models.heads.draft_head import check_feeds, drafted_tokens
+    from phasewise.serving.models.draft_head import check_feeds, drafted_tokens
 
     head = load_eagle(name.removeprefix(EAGLE3), opened.model, report=report)
     check_feeds(opened.model.config, head.config.drafts)

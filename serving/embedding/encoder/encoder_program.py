@@ -25,8 +25,8 @@ from phasewise.cython_kernels.errors import KernelError
 from phasewise.cython_kernels.packing import PackedWeight, pack_dense
 from phasewise.cython_kernels.schedules import ScheduleLookup
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.adapters.adapter_files import adapter_of
-from phasewise.serving.loaders.encoders.encoder_layout import task_shapes
+from phasewise.serving.loaders.adapter_files import adapter_of
+from phasewise.serving.loaders.layout import task_shapes
 from phasewise.serving.models.arena import rounded
 from phasewise.serving.models.encoding import Encoder, EncoderTasks
 from phasewise.serving.models.forward import (
@@ -37,8 +37,7 @@ from phasewise.serving.models.forward import (
     schedule_attention,
 )
 from phasewise.serving.models.layers import Layer
-from phasewise.serving.models.linears import Linears, Place, Rows
-from phasewise.serving.models.low_rank import Adapter, LowRank, Update, update_of
+from phasewise.serving.models.linears import Adapter, Linears, LowRank, Place, Rows, Update, update_of
 from phasewise.serving.models.packed_model import ModelConfig, PackedModel
 from phasewise.serving.models.parts.part import Product, Vector
 from phasewise.serving.models.parts.site import MixingRows, ReadRows, Site

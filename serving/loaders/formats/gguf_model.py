@@ -15,6 +15,7 @@ import numpy as np
 from phasewise._words import counted
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.cuts import CutFor, half_split, is_beyond, is_unread, our_tensors
+from phasewise.serving.loaders.encoders.embedding_spec import gguf_score, gguf_template
 from phasewise.serving.loaders.encoders.encoder_files import (
     RANK,
     gguf_config,
@@ -22,7 +23,6 @@ from phasewise.serving.loaders.encoders.encoder_files import (
     gguf_tensors,
     pooling_type,
 )
-from phasewise.serving.loaders.encoders.reranker import gguf_score, gguf_template
 from phasewise.serving.loaders.families import Family, family_of_gguf
 from phasewise.serving.loaders.families.bert import EncoderFamily
 from phasewise.serving.loaders.families.encoders import ENCODERS_BY_GGUF

@@ -22,9 +22,14 @@ from phasewise.serving.loaders.cuts import (
     one_more,
     our_tensors,
 )
-from phasewise.serving.loaders.encoders.embedding_spec import embedding_of, most_tokens
+from phasewise.serving.loaders.encoders.embedding_spec import (
+    embedding_of,
+    most_tokens,
+    reranker_of,
+    scoring_embedding,
+    with_score,
+)
 from phasewise.serving.loaders.encoders.encoder_files import encoder_embedding, hf_encoder_config, hf_tensors
-from phasewise.serving.loaders.encoders.reranker import reranker_of, scoring_embedding, with_score
 from phasewise.serving.loaders.families import Family, family_of_hf
 from phasewise.serving.loaders.families.encoders import encoder_of_hf
 from phasewise.serving.loaders.families.family import HF_LAYER, HF_OUTSIDE

@@ -2,7 +2,8 @@
 adapter_model.safetensors), and a GGUF file that llama.cpp's `convert_lora_to_gguf.py` has written; every pair
 is checked against the model's shapes.
 
-Every setting that changes what the numbers mean, and is not listed here, is refused by its name."""
+Every setting that changes what the numbers mean, and is not listed here, is refused by its name.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from phasewise.serving.loaders.formats.hf_model import layer_place, without_pref
 from phasewise.serving.loaders.formats.model_directory import ModelDirectory, open_all, tensor_of
 from phasewise.serving.loaders.layout import shapes_of_all, weight_shapes
 from phasewise.serving.loaders.source import SourceTensor
-from phasewise.serving.models.low_rank import Adapter, LowRank, Matrix, update_of
+from phasewise.serving.models.linears import Adapter, LowRank, Matrix, update_of
 from phasewise.serving.models.packed_model import ModelConfig
 
 MOST_RANK = 512
