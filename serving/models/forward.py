@@ -30,7 +30,7 @@ from phasewise.serving.models.draft_head import (
 from phasewise.serving.models.layers import MTP
 from phasewise.serving.models.linears import Linears, PlacedProduct, with_default_path
 from phasewise.serving.models.packed_model import LayerKind, ModelConfig, PackedModel
-from phasewise.serving.models.parts.latent import check_kv_format
+from phasewise.serving.models.parts.attention import check_kv_format
 from phasewise.serving.models.parts.streams import add_layer_inputs, add_spread
 
 Gives = Literal["logits", "rows"]

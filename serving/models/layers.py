@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from phasewise.serving.errors import ModelError
-from phasewise.serving.models.parts.attention import Attention
+from phasewise.serving.models.parts.attention import Attention, LatentMixer
 from phasewise.serving.models.parts.feed_forward import FeedForward
-from phasewise.serving.models.parts.latent import LatentMixer
 from phasewise.serving.models.parts.mixture import Mixture
 from phasewise.serving.models.parts.part import LayerPart, Product
 from phasewise.serving.models.parts.site import Mixer

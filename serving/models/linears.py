@@ -180,11 +180,10 @@ class Linears:
         for number, adapter in enumerate(self.adapters, start=1):
             if reader is not None and (update := adapter.updates.get(reader)) is not None:
                 self.program.adapt(op, number, update.down, update.scales, _within(update.ups, parts))
-        for table, lookup in enumerate(self.lookups):
+        for table in range(len(self.lookups)):
             for part, (whole, _) in enumerate(parts):
                 weight = whole if self.division is None else self.division.weight(whole, table)
-                self._schedule(op, part, table, lookup, weight)
-                self._place(op, part, table, weight)
+                self._schedule(op, part, table, weight)
 
     def add_experts(
         self,
@@ -200,9 +199,8 @@ class Linears:
         options = {**reads, "arithmetic": self._arithmetic(expert), "rows": rows}
         kind = options.pop("source")
         op = self.program.experts(experts, stack, kind, *source, *target, **options)
-        for table, lookup in enumerate(self.lookups):
-            self._schedule(op, 0, table, lookup, expert)
-            self._place(op, 0, table, expert)
+        for table in range(len(self.lookups)):
+            self._schedule(op, 0, table, expert)
 
     def add_heads(
         self,
@@ -216,20 +214,15 @@ class Linears:
         """Program.heads; the schedules are those of one head's weight on one thread."""
         arithmetic = self._arithmetic(head)
         op = self.program.heads(stack, count, *source, *target, step, arithmetic=arithmetic)
-        for table, lookup in enumerate(self.lookups):
-            self._schedule(op, 0, table, lookup, head)
-            self._place(op, 0, table, head)
+        for table in range(len(self.lookups)):
+            self._schedule(op, 0, table, head)
 
-    def _place(self, op: int, part: int, table: int, weight: PackedWeight | None) -> None:
+    def _schedule(self, op: int, part: int, table: int, weight: PackedWeight | None) -> None:
+        """The schedules of a weight by one table; None: this rank has nothing of it."""
+        ranges = [] if weight is None else self.lookups[table].products(weight, self.most_rows)
+        self.program.set_schedules(op, part, [(rows.last_m, rows.schedule) for rows in ranges], table)
         if weight is not None:
             self.placed.append(PlacedProduct(op, part, table, weight, self._arithmetic(weight)))
-
-    def _schedule(
-        self, op: int, part: int, table: int, lookup: ScheduleLookup, weight: PackedWeight | None
-    ) -> None:
-        ranges = [] if weight is None else lookup.products(weight, self.most_rows)
-        schedules = [(rows.last_m, rows.schedule) for rows in ranges]
-        self.program.set_schedules(op, part, schedules, table)
 
     def _arithmetic(self, weight: PackedWeight) -> tuple[str | None, int]:
         return self.lookups[0].arithmetic(weight) if self.lookups else (None, 1)

@@ -20,11 +20,17 @@ from phasewise.serving.models.later import LATER
 from phasewise.serving.models.layers import BOTH_HALVES, EAGLES, Layer, SingleHalves
 from phasewise.serving.models.linears import Adapter, Linears
 from phasewise.serving.models.mapped_file import MappedFile
-from phasewise.serving.models.parts.attention import Attention, HeadShape, QueryGrowth
+from phasewise.serving.models.parts.attention import STACKS as HEAD_STACKS
+from phasewise.serving.models.parts.attention import (
+    Attention,
+    HeadShape,
+    LatentAttention,
+    LatentMixer,
+    QueryGrowth,
+    first_head,
+)
 from phasewise.serving.models.parts.experts import Experts
 from phasewise.serving.models.parts.feed_forward import SILU_GATE, FeedForward, FeedForwardForm
-from phasewise.serving.models.parts.latent import STACKS as HEAD_STACKS
-from phasewise.serving.models.parts.latent import LatentAttention, LatentMixer, first_head
 from phasewise.serving.models.parts.mixture import STACKS, Mixture, first_expert
 from phasewise.serving.models.parts.part import NO_FACTORS, ProductFactors, Vector
 from phasewise.serving.models.parts.site import Mixer, Site

@@ -242,7 +242,7 @@ def check_settings(ref: str, weights: Weights, kv_format: str = "auto", report: 
 
     The head of its files says that, which is read where there is a model that could not have them.
     """
-    from phasewise.serving.models.parts.latent import LATENT_KV_FORMATS, check_kv_format
+    from phasewise.serving.models.parts.attention import LATENT_KV_FORMATS, check_kv_format
 
     may_have = ("auto", *LATENT_KV_FORMATS)
     if kv_format in may_have and not weights.lora:

@@ -324,13 +324,13 @@ def _perplexity_of_values_left(
     settings: PruneSettings, directory: Path, report: Report, progress: Report
 ) -> float | None:
     """Perplexity of the directory that is not whole yet; nothing of it stays in the cache."""
-    from phasewise.serving.loaders.fetching import cache
+    from phasewise.serving.loaders import inspection
     from phasewise.serving.loaders.fetching.resolve import cache_root
 
     if settings.evaluation is None:
         return None
     value = _perplexity(str(directory), settings.evaluation, report, progress, "the pruned model")
-    cache.remove(str(directory), cache_root(), packed_only=True)
+    inspection.remove(str(directory), cache_root(), packed_only=True)
     return value
 
 

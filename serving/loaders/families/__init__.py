@@ -13,8 +13,8 @@ from phasewise.serving.loaders.families.family import ACTIVATION_NAMES, Family
 from phasewise.serving.loaders.families.gemma import GEMMA2, GEMMA3
 from phasewise.serving.loaders.families.gemma3n import GEMMA3N
 from phasewise.serving.loaders.families.gemma4 import GEMMA4
+from phasewise.serving.loaders.families.hybrid_mixtures import KIMI_LINEAR, NEMOTRON_H
 from phasewise.serving.loaders.families.hybrids import FALCON_H1, GRANITE, GRANITE_HYBRID, GRANITE_MOE, LFM2
-from phasewise.serving.loaders.families.kimi_linear import KIMI_LINEAR
 from phasewise.serving.loaders.families.llama import (
     ARCEE,
     COHERE2,
@@ -29,7 +29,6 @@ from phasewise.serving.loaders.families.llama import (
     STARCODER2,
 )
 from phasewise.serving.loaders.families.mixtures import GLM4, GLM4_MOE, GPT_OSS, MINIMAX_M2
-from phasewise.serving.loaders.families.nemotron_h import NEMOTRON_H
 from phasewise.serving.loaders.families.qwen import QWEN2, QWEN3, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE, QWEN3_NEXT
 
 __all__ = ["ACTIVATION_NAMES", "Family", "family_of_gguf", "family_of_hf"]

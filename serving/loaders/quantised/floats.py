@@ -15,8 +15,7 @@ from phasewise.cython_kernels.blocks import FP4_VALUES, BlockRows
 from phasewise.cython_kernels.packing import Array, QuantRows
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.quantised.integers import significant_bits
-from phasewise.serving.loaders.quantised.parts import PartReader, Parts
-from phasewise.serving.loaders.quantised.scheme import Quantisation
+from phasewise.serving.loaders.quantised.scheme import PartReader, Parts, Quantisation
 from phasewise.serving.loaders.source import (
     BF16,
     F16,

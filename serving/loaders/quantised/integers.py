@@ -20,8 +20,7 @@ import numpy as np
 from phasewise.cython_kernels import packing
 from phasewise.cython_kernels.packing import COLUMN_GROUP, Array, QuantRows
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.quantised.parts import PartReader, Parts, in_order, unpacked
-from phasewise.serving.loaders.quantised.scheme import Quantisation
+from phasewise.serving.loaders.quantised.scheme import PartReader, Parts, Quantisation, in_order, unpacked
 from phasewise.serving.loaders.source import F32, INT8_ZERO_POINT, Rows, SourceTensor, WeightForm
 
 MOST_COLUMN_INPUTS = 65536  # of a sum of bytes in int32

@@ -23,7 +23,7 @@ from phasewise.serving.loaders.quantised.floats import (
     nvfp4_tensor,
 )
 from phasewise.serving.loaders.quantised.integers import awq_tensor, bytes_tensor, gptq_tensor, packed_tensor
-from phasewise.serving.loaders.quantised.parts import (
+from phasewise.serving.loaders.quantised.scheme import (
     OF_INPUTS,
     PARTS,
     SPARSE,
@@ -31,9 +31,9 @@ from phasewise.serving.loaders.quantised.parts import (
     Opened,
     PartReader,
     Parts,
+    Quantisation,
     parts_in,
 )
-from phasewise.serving.loaders.quantised.scheme import Quantisation
 from phasewise.serving.loaders.source import SourceTensor
 
 

@@ -17,8 +17,7 @@ from phasewise.serving.loaders.formats.model_directory import (
     read_entries,
     tensor_of,
 )
-from phasewise.serving.loaders.quantised.parts import SPARSE, parts_in
-from phasewise.serving.loaders.quantised.scheme import check_compression
+from phasewise.serving.loaders.quantised.scheme import SPARSE, check_compression, parts_in
 from phasewise.serving.loaders.quantised.tensors import bitmask_tensor
 from phasewise.serving.loaders.source import SourceFile, SourceTensor
 from phasewise.serving.loaders.storage import StorageChoice
