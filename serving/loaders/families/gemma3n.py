@@ -13,8 +13,21 @@ import numpy as np
 
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.cuts import Names, OtherForm, TensorCut
-from phasewise.serving.loaders.families.family import TEXT_PREFIXES, Family, Get, TensorShapes
-from phasewise.serving.loaders.families.gemmas.common import (
+from phasewise.serving.loaders.families.family import (
+    FULL,
+    SLIDING,
+    TEXT_PREFIXES,
+    Family,
+    Get,
+    TensorShapes,
+    by_layer,
+    gguf_windows,
+    layer_types,
+    must_be_off,
+    positive,
+    positive_or_none,
+)
+from phasewise.serving.loaders.families.gemma import (
     DEFAULTS_WITH_INPUTS,
     GGUF_INPUTS,
     GLOBAL_INPUTS,
@@ -24,20 +37,9 @@ from phasewise.serving.loaders.families.gemmas.common import (
     as_gemma,
     number_of,
 )
-from phasewise.serving.loaders.families.reading import (
-    FULL,
-    SLIDING,
-    by_layer,
-    gguf_windows,
-    layer_types,
-    must_be_off,
-    positive,
-    positive_or_none,
-)
 from phasewise.serving.models.packed_model import LayerKind, ModelConfig
 from phasewise.serving.models.parts.feed_forward import FeedForwardForm
-from phasewise.serving.models.parts.layer_inputs import LayerInputs
-from phasewise.serving.models.parts.streams import MOST_STREAMS, Streams
+from phasewise.serving.models.parts.streams import MOST_STREAMS, LayerInputs, Streams
 from phasewise.serving.models.rope import RopeSpec
 
 PERIOD = 5

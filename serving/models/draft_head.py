@@ -1,12 +1,13 @@
-"""Heads that draft: one layer over the embedding of the next token and a row of the model that is served.
+"""Heads that draft: one layer over the embedding of the next token and a row of the model that is served;
+and the arena of a step, in which rows for a head have places too.
 
 Of a sequence t the head's position i reads the embedding of t[i + 1] and the model's row i, and gives logits
 of t[i + 2]. Its own row stands in for the model's next one, which is not computed yet.
 
 `mtp`: x = E norm(embedding) + R norm(row), a layer, a last norm, and the model's own product; rows are those
 behind the last norm. `eagle3` (Li et al. 2025): rows are the stream before three layers, x = F row or the
-head's own row; queries, keys and values read norm(embedding) and norm(x), and the layer's halves are added to
-x; a last norm, and a product of its own for tokens that it knows. Its own row is x behind the layer.
+head's own row; queries, keys and values read norm(embedding) and norm(x), and the layer's halves are added
+to x; a last norm, and a product of its own for tokens that it knows. Its own row is x behind the layer.
 """
 
 from __future__ import annotations
@@ -19,12 +20,11 @@ import numpy.typing as npt
 from phasewise.cython_kernels._native import Program
 from phasewise.serving.errors import ModelError
 from phasewise.serving.models.arena import lay_out
-from phasewise.serving.models.heads.kinds import EAGLE3_NORMED, EAGLES, MTP, tapped_layers
+from phasewise.serving.models.layers import EAGLE3_NORMED, EAGLES, MTP, tapped_layers
 from phasewise.serving.models.linears import Linears, Place, Rows
 from phasewise.serving.models.packed_model import ModelConfig, PackedModel
 from phasewise.serving.models.parts.attention import Attention
-from phasewise.serving.models.parts.rows import ActivationArena
-from phasewise.serving.models.parts.site import ReadRows, Site
+from phasewise.serving.models.parts.site import ActivationArena, ReadRows, Site
 
 OFFSETS = "draft_offsets"
 """The vector of what is added to the numbers of a head's logits to get tokens."""

@@ -10,8 +10,22 @@ from typing import Any
 
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.cuts import Names, TensorCut
-from phasewise.serving.loaders.families.family import TEXT_PREFIXES, Family, Get, TensorShapes
-from phasewise.serving.loaders.families.gemmas.common import (
+from phasewise.serving.loaders.families.family import (
+    FULL,
+    SLIDING,
+    TEXT_PREFIXES,
+    Family,
+    Get,
+    TensorShapes,
+    by_layer,
+    experts_of,
+    gguf_windows,
+    layer_types,
+    must_be_off,
+    positive_or_none,
+    stacked,
+)
+from phasewise.serving.loaders.families.gemma import (
     DEFAULTS_WITH_INPUTS,
     GGUF_INPUTS,
     GLOBAL_INPUTS,
@@ -21,22 +35,11 @@ from phasewise.serving.loaders.families.gemmas.common import (
     as_gemma,
     number_of,
 )
-from phasewise.serving.loaders.families.names import stacked
-from phasewise.serving.loaders.families.reading import (
-    FULL,
-    SLIDING,
-    by_layer,
-    experts_of,
-    gguf_windows,
-    layer_types,
-    must_be_off,
-    positive_or_none,
-)
 from phasewise.serving.models.packed_model import LARGEST, LayerKind, ModelConfig
 from phasewise.serving.models.parts.attention import HeadShape
 from phasewise.serving.models.parts.experts import Experts
 from phasewise.serving.models.parts.feed_forward import MOST_WIDTH, FeedForwardForm
-from phasewise.serving.models.parts.layer_inputs import LayerInputs
+from phasewise.serving.models.parts.streams import LayerInputs
 from phasewise.serving.models.rope import FrequencyFactors, RopeSpec, Scaling
 
 PERIOD = 6

@@ -11,8 +11,8 @@ from pathlib import Path
 from phasewise._words import counted
 from phasewise.cython_kernels._native import MAX_ADAPTERS
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.adapters.low_rank_tensors import Pair, adapter_of, parts_of
-from phasewise.serving.models.low_rank import Adapter, LowRank
+from phasewise.serving.loaders.adapter_files import Pair, adapter_of, parts_of
+from phasewise.serving.models.linears import Adapter, LowRank
 from phasewise.serving.models.packed_model import ModelConfig, PackedModel
 
 
@@ -46,12 +46,12 @@ def check_takes_adapters(config: ModelConfig, path: Path) -> None:
 def _pairs(path: Path, config: ModelConfig, stack: ExitStack) -> dict[str, Pair]:
     """Readers of foreign formats are imported for the format that it is."""
     if path.is_dir():
-        from phasewise.serving.loaders.adapters.peft_directory import peft_pairs
+        from phasewise.serving.loaders.adapter_files import peft_pairs
 
         return peft_pairs(path, config, stack)
     if path.suffix == ".safetensors":
         raise ModelError(f"{path} is only the numbers of an adapter: give the directory that holds it")
-    from phasewise.serving.loaders.adapters.gguf_adapter import gguf_pairs
+    from phasewise.serving.loaders.adapter_files import gguf_pairs
 
     return gguf_pairs(path, config, stack)
 
