@@ -120,8 +120,7 @@ def _waits(figures: DecodeFigures) -> Iterator[Finding]:
             (_counted(figures), _rates(figures)),
             "Lines come late, not too few: from another NUMA node, or through a memory controller that "
             "others load as well.",
-            "phasewise topo --probe shows pairs of cores that slow each other; phasewise tune-config "
-            f"{figures.model} finds the cores and ranks",
+            f"phasewise tune-config {figures.model} finds the cores and ranks",
         )
 
 

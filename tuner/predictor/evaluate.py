@@ -93,20 +93,10 @@ class FixedBuckets:
         """All bounds of the buckets but the last one."""
         return [-(-longest * bucket // S3_BUCKETS) for bucket in range(1, S3_BUCKETS)]
 
-    def give(self, examples: Sequence[Example], up: int = 0) -> Given:
-        """A block for each request: the bucket that is `up` buckets above the likeliest one."""
+    def give(self, examples: Sequence[Example]) -> Given:
+        """A block for each request: the likeliest bucket."""
         likeliest = [int(self.classifier.distribution(example.facts).shares.argmax()) for example in examples]
-        return _given(examples, np.array(likeliest) + up, [*self.inner_bounds(self.longest), self.longest])
-
-    def give_within(self, examples: Sequence[Example], block_tokens: float) -> Given:
-        """Buckets larger than the likeliest by one number for all requests, as many as a mean block of
-        `block_tokens` allows."""
-        tried = [self.give(examples, up) for up in range(S3_BUCKETS)]
-        return max(
-            (given for given in tried if given.mean <= block_tokens),
-            key=lambda given: given.mean,
-            default=tried[0],
-        )
+        return _given(examples, np.array(likeliest), [*self.inner_bounds(self.longest), self.longest])
 
 
 def constant(examples: Sequence[Example], block_tokens: float) -> Given:

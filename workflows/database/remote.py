@@ -6,9 +6,12 @@ the first row is added; then rows are imported, unverified, as from a file.
 
 from __future__ import annotations
 
+import getpass
 import hashlib
 import json
 import math
+import os
+import platform
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -20,6 +23,7 @@ from typing import BinaryIO
 from phasewise._files import read_file, write_file
 from phasewise._places import user_folder
 from phasewise._words import counted
+from phasewise.kerneldb.fields import flattened
 from phasewise.kerneldb.location import locate
 from phasewise.kerneldb.portable import Taken, export_lines, groups_of, import_rows, read_export
 from phasewise.kerneldb.records import StoredRow
@@ -33,7 +37,6 @@ from phasewise.kerneldb.remote_index import (
     read_index,
 )
 from phasewise.kerneldb.store import Store, open_store
-from phasewise.workflows.database.private_words import PrivateWords
 from phasewise.workflows.database.remote_files import RemoteFiles
 from phasewise.workflows.database.shared_plans import SharedPlans
 from phasewise.workflows.database.sharing import (
@@ -44,6 +47,53 @@ from phasewise.workflows.database.sharing import (
 )
 from phasewise.workflows.database.signed_index import MAX_SIGNATURE_BYTES, SIGNATURE_SUFFIX, Trust, sign
 from phasewise.workflows.report import Report, silent
+
+LEAST_CHARS = 3
+"""Shorter names are parts of too many words."""
+
+
+def words_of_owner() -> frozenset[str]:
+    """This host's name, the user's, and the folders of both, in small letters."""
+    try:
+        user = getpass.getuser()
+    except (OSError, KeyError):
+        user = ""
+    home = os.environ.get("HOME") or ""
+    host = platform.node()
+    words = {user, home, Path(home).name, host, host.split(".")[0], os.environ.get("HOSTNAME") or ""}
+    return frozenset(word.lower() for word in words if len(word) >= LEAST_CHARS)
+
+
+class PrivateWords:
+    """Leaves out rows whose names hold a word of their owner, or a path, and says how many."""
+
+    def __init__(self, report: Report) -> None:
+        self._report = report
+        self._words = words_of_owner()
+        self._left_out = 0
+
+    def without(self, group: Iterable[StoredRow]) -> list[StoredRow]:
+        """The rows that may leave."""
+        rows = [*group]
+        kept = [row for row in rows if not self._is_private(row)]
+        self._left_out += len(rows) - len(kept)
+        return kept
+
+    def _is_private(self, row: StoredRow) -> bool:
+        fields = flattened(row)
+        return any(
+            fields[name].startswith(("/", "~", "."))
+            or any(word in fields[name].lower() for word in self._words)
+            for name in row.kind.private
+        )
+
+    def close(self) -> None:
+        """Say what stayed here."""
+        if self._left_out:
+            self._report(
+                f"{counted(self._left_out, 'row')} stayed here: the name of a model or kernel holds this "
+                "host's, this user's or a path"
+            )
 
 
 @dataclass(frozen=True)

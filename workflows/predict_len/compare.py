@@ -66,19 +66,6 @@ class Rivals:
             STATIC: constant(examples, longest),
         }
 
-    def at_ours(self, examples: Sequence[Example], ours: Given) -> dict[str, Given]:
-        """The others with as much memory as ours takes; S3 by larger buckets for all, as many as fit."""
-        return {
-            OURS: ours,
-            S3: self.s3.give_within(examples, ours.mean),
-            CONSTANT: constant(examples, ours.mean),
-        }
-
-    def between(self, examples: Sequence[Example], ours: Given, s3: Given) -> dict[str, Given]:
-        """All with what S3 takes when it may go half of the way up to the memory of ours."""
-        moved = self.s3.give_within(examples, (ours.mean + s3.mean) / 2)
-        return self.at_s3(examples, moved)
-
     def at_s3(self, examples: Sequence[Example], s3: Given) -> dict[str, Given]:
         """Ours and the constant with as much memory as S3 takes."""
         ours = self.ours.give_within(examples, s3.mean)
@@ -212,8 +199,6 @@ def _points(examples: Sequence[Example], rivals: Rivals) -> dict[str, dict[str, 
     own = rivals.own_points(examples)
     return {
         "own point": own,
-        "memory of ours": rivals.at_ours(examples, own[OURS]),
-        "memory between": rivals.between(examples, own[OURS], own[S3]),
         "memory of S3": rivals.at_s3(examples, own[S3]),
     }
 

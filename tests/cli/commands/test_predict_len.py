@@ -153,13 +153,13 @@ def test_what_eval_cannot_combine_is_refused_before_a_log_is_read(words: tuple[o
 def test_eval_compares_methods_at_their_own_points_and_at_equal_memory(log: Path) -> None:
     evaluation = run_json("eval", log)["logs"][0]
 
-    assert set(evaluation["points"]) == {"own point", "memory of ours", "memory between", "memory of S3"}
+    assert set(evaluation["points"]) == {"own point", "memory of S3"}
     for point, fields in evaluation["points"].items():
         methods = {method["method"]: method for method in fields["methods"]}
         gained = 100 * (methods["ours"]["accuracy"] - methods["S3"]["accuracy"])
         assert fields["points_gained_over_s3"] == pytest.approx(gained)
         assert all(method["accuracy"] + method["overflow"] == pytest.approx(1) for method in methods.values())
-        if point in ("memory of S3", "memory between"):
+        if point == "memory of S3":
             assert methods["ours"]["block_tokens"] <= methods["S3"]["block_tokens"]
     assert len(evaluation["calibration"]["deciles"]) == 10
 

@@ -489,16 +489,17 @@ def test_measured_here_the_plan_is_stored_used_and_emitted(db: Path, tiny: Path)
 
 
 @pytest.mark.slow
-def test_two_processes_that_measure_come_to_one_verdict(db: Path, tiny: Path) -> None:
-    """One of them runs the finalists of a phase, and the other takes its word for it."""
+def test_two_processes_that_measure_try_nothing_twice(db: Path, tiny: Path) -> None:
+    """One waits for the other, and takes its trials."""
     both = [start(tiny, "--lengths", "fixed:24/8", "--budget", "80s", "--json") for _ in range(2)]
     outputs = [process.communicate(timeout=200) for process in both]
 
     assert [process.returncode for process in both] == [0, 0], outputs
     first, second = (json.loads(out) for out, _ in outputs)
-    assert set(first["plans"]) == set(PHASES)
-    assert first["plans"] == second["plans"]
-    assert all(plan["stored"] for plan in first["plans"].values())
+    assert 0 in (first["evaluations"], second["evaluations"])
+    for result in (first, second):
+        assert set(result["plans"]) == set(PHASES)
+        assert all(plan["stored"] for plan in result["plans"].values())
 
 
 @pytest.mark.slow
