@@ -102,7 +102,7 @@ class DraftedRow(ABC, Generic[State]):
 
 
 class ComputedDrafter(DraftMemory[State]):
-    """The base of drafters with a model and with a head. n_tokens: as `DraftSource.n_tokens`."""
+    """The drafting that a model and a head have in common. n_tokens: as `DraftSource.n_tokens`."""
 
     def __init__(
         self,

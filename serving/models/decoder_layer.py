@@ -22,7 +22,7 @@ from phasewise.serving.models.linears import Linears, Place, Rows
 from phasewise.serving.models.packed_model import ModelConfig, PackedModel
 from phasewise.serving.models.parts.attention import Attention
 from phasewise.serving.models.parts.feed_forward import FeedForward
-from phasewise.serving.models.parts.mixture import Mixture, MixtureRows
+from phasewise.serving.models.parts.mixture import Mixture
 from phasewise.serving.models.parts.part import Product, Vector
 from phasewise.serving.models.parts.site import ActivationArena, Mixer, ReadRows, Site
 from phasewise.serving.models.parts.streams import add_merge
@@ -119,10 +119,6 @@ class DecoderLayer:
         return self.arena.tail if self.last else self.stream
 
     @property
-    def _branch(self) -> Place:
-        return self.arena.branch
-
-    @property
     def _mixed_rows(self) -> Rows:
         """The rows that mixers give."""
         return "gathered" if self.last else "every"
@@ -201,22 +197,17 @@ class DecoderLayer:
 
     def _add_mixture(self, mixture: Mixture) -> None:
         rows, arena, shared = self._rows(), self.arena, self.layer.feed_forward
-        places = MixtureRows(
-            router=arena.router,
-            inner=arena.gate_up,
-            given=arena.given,
-        )
-        mixture.add(self.site, self._ffn_reading(rows)[0], places, rows)
+        mixture.add(self.site, self._ffn_reading(rows)[0], arena, rows)
         if not mixture.experts.own_norms:
             if shared is not None:  # before what experts give is added: both read the same stream
                 self._add_feed_forward(shared)
-            mixture.add_sum(self.site, places.given, self.after, rows)
+            mixture.add_sum(self.site, arena.given, self.after, rows)
             return
         assert shared is not None
         inner, summed = self._add_into(shared), arena.summed
-        self._add_product(shared.down, shared.between(self.site), inner, self._branch, rows=rows)
+        self._add_product(shared.down, shared.between(self.site), inner, self.arena.branch, rows=rows)
         scale = self._scale_behind_halves()
-        mixture.add_normed_sum(self.site, places.given, summed, self._branch, self.after, rows, scale)
+        mixture.add_normed_sum(self.site, arena.given, summed, self.arena.branch, self.after, rows, scale)
 
     def _add_back(
         self,
@@ -236,10 +227,10 @@ class DecoderLayer:
         if not self.config.post_norms and bias is None:
             self._add_product(product, reads, source, self.after, add=True, rows=rows, residual=residual)
             return
-        self._add_product(product, reads, source, self._branch, rows=rows)
+        self._add_product(product, reads, source, self.arena.branch, rows=rows)
         self.linears.program.adjust(
             self.config.hidden,
-            *self._branch,
+            *self.arena.branch,
             *self.after,
             norm=self.site.vector(norm) if self.config.post_norms else None,
             bias=bias,

@@ -357,8 +357,9 @@ def layers_of(config: ModelConfig) -> tuple[Layer, ...]:
     layers = []
     for number in range(config.n_layers):
         mixers, feed_forward, mixture = _mixers(config, number), _dense(config, number), None
-        if _has_experts(config, number):
-            mixture = _mixture(config)
+        experts = config.experts
+        if experts is not None and number not in (*experts.dense_layers, *config.halves.mixing):
+            mixture = Mixture(experts, _feed_forward(config, config.ffn))
         streams = inputs = None
         if config.streams is not None:
             streams = StreamsOfLayer(config.streams, config.hidden, config.norm_eps)
@@ -375,7 +376,8 @@ def _mixers(config: ModelConfig, number: int) -> tuple[Mixer, ...]:
     """A state before keys and values: both read the stream before either is added."""
     mixers: list[Mixer] = []
     if config.state is not None and number in config.state.layers:
-        mixers.append(_state(config, config.state))
+        mixer = STATE_MIXERS[config.state.kind]
+        mixers.append(mixer(config.state, config.hidden, config.factors, config.norm_eps))
     if not config.attends(number):
         return tuple(mixers)
     kind, encoder = config.kinds.index(config.kind_of(number)), config.encoder
@@ -406,10 +408,6 @@ def _mixers(config: ModelConfig, number: int) -> tuple[Mixer, ...]:
     return (*mixers, attention)
 
 
-def _state(config: ModelConfig, state: StateLayers) -> Convolving:
-    return STATE_MIXERS[state.kind](state, config.hidden, config.factors, config.norm_eps)
-
-
 def _feed_forward(
     config: ModelConfig, width: int, sparsity: float = 0.0, weighed: bool = False
 ) -> FeedForward:
@@ -431,16 +429,6 @@ def _dense(config: ModelConfig, number: int) -> FeedForward | None:
     return (
         _feed_forward(config, experts.shared_ffn, weighed=experts.shared_gate) if experts.shared_ffn else None
     )
-
-
-def _has_experts(config: ModelConfig, number: int) -> bool:
-    experts = config.experts
-    return experts is not None and number not in (*experts.dense_layers, *config.halves.mixing)
-
-
-def _mixture(config: ModelConfig) -> Mixture:
-    assert config.experts is not None
-    return Mixture(config.experts, _feed_forward(config, config.ffn))
 
 
 def _check_dense(config: ModelConfig) -> None:

@@ -50,7 +50,7 @@ class TokenizerFacts(Protocol):
 class TextCutter:
     """A tokenizer that only cuts: encoders need no way back to text. Immutable, threads may share it.
 
-    What in a tokenizer.json could take minutes or gigabytes runs in a confined process (`tokenizer_risk`).
+    What could take minutes or gigabytes of a tokenizer.json runs in a confined process: `confined_tokenizer`.
     With a `config`, ids that the model has no row for are refused, and the token of beginning stands first
     where the configuration wants it though the file adds none. Raises ModelError.
     """

@@ -1,6 +1,6 @@
 """The table of families that can run, by the names that config.json and GGUF files give them.
 
-A new family is a file beside this one, in `hybrids` or in `gemmas`, and a line here
+A new family is a file beside this one, or a part of one with families like it, and a line here
 (docs/guide/model-families.md).
 """
 

@@ -15,20 +15,11 @@ from phasewise.serving.models.linears import Place, Rows
 from phasewise.serving.models.parts.experts import LOGISTIC, SOFTMAX, Experts
 from phasewise.serving.models.parts.feed_forward import FeedForward
 from phasewise.serving.models.parts.part import LayerPart, Product
-from phasewise.serving.models.parts.site import ReadRows, Site
+from phasewise.serving.models.parts.site import ActivationArena, ReadRows, Site
 
 STACKS = (".experts_gate_up", ".experts_down")  # weights of all experts of a layer
 MOST_EXPERTS, MOST_CHOSEN = 1024, 32
 EXPERT_NORMS = ("router_norm", "experts_norm", "shared_post_norm", "experts_post_norm")
-
-
-@dataclass(frozen=True)
-class MixtureRows:
-    """Places of a mixture's rows: logits of experts, what is between their products, and what they give."""
-
-    router: Place
-    inner: Place
-    given: Place
 
 
 @dataclass(frozen=True)
@@ -111,9 +102,9 @@ class Mixture(LayerPart):
             for whole, parts in stacks.items()
         }
 
-    def add(self, site: Site, reads: ReadRows, places: MixtureRows, rows: Rows) -> None:
+    def add(self, site: Site, reads: ReadRows, arena: ActivationArena, rows: Rows) -> None:
         """Routes of rows, and what their experts give."""
-        experts, program, router = self.experts, site.program, places.router
+        experts, program, router = self.experts, site.program, arena.router
         routed, own = reads, reads
         if experts.own_norms:
             routed = _normed(site, reads, "router_norm", 1 / math.sqrt(self.expert.hidden))
@@ -124,10 +115,10 @@ class Mixture(LayerPart):
         choice_bias, factors = site.vector("choice_bias"), site.vector("expert_factors")
         program.route(experts, *router, rows=rows, choice_bias=choice_bias, factors=factors)
         up, down = (self._stack(site, name) for name in STACKS)
-        site.linears.add_experts(experts, *up, own.options(), own.source, places.inner, rows=rows)
+        site.linears.add_experts(experts, *up, own.options(), own.source, arena.gate_up, rows=rows)
         between = {**self.expert.between(site), "bias": site.vector("gate_up_bias")}
         between.pop("sparsity", None)
-        site.linears.add_experts(experts, *down, between, places.inner, places.given, rows=rows)
+        site.linears.add_experts(experts, *down, between, arena.gate_up, arena.given, rows=rows)
 
     def add_sum(self, site: Site, given: Place, stream: Place, rows: Rows) -> None:
         """The sum of what the experts gave is added to the stream."""
