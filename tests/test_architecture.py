@@ -555,6 +555,7 @@ def test_a_module_that_is_run_is_whole_when_it_runs() -> None:
     broken = [
         module
         for module, path in SOURCES
+        if "__main__" in path.read_text(encoding="utf-8")
         for node in ast.parse(path.read_text(encoding="utf-8")).body[:-1]
         if isinstance(node, ast.If) and "__main__" in ast.unparse(node.test)
     ]

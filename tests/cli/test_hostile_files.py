@@ -32,7 +32,6 @@ from phasewise.tuner.config.trace_files import read_trace
 from phasewise.tuner.errors import TraceError, TunerError
 from phasewise.tuner.predictor import log
 from phasewise.tuner.predictor.files import load_predictor
-from phasewise.tuner.probe.result import read_groups
 from phasewise.workflows.capacity.load import Load, arrivals_of
 from phasewise.workflows.embed.run import lines_of
 from phasewise.workflows.errors import WorkflowError
@@ -70,7 +69,6 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "bench serve --daily": ("bench", "serve", "http://127.0.0.1:9", "--daily", "FILE"),
     "provision --machines": ("provision", "TRACE", "--rate", "1", "--machines", "FILE"),
     "tune-config --trace": (*MODELLED, "--trace", "FILE"),
-    "tune-config --hints": (*MODELLED, "--hints", "FILE"),
     "tune-config --hidden": (*MODELLED, "--hidden", "FILE"),
     "tune-config --machine": (*MODELLED, "--machine", "FILE"),
     "topo --input": ("topo", "--input", "FILE"),
@@ -93,7 +91,6 @@ OPENED_BY_SERVE: dict[str, Callable[[Path], object]] = {
 READERS: tuple[Callable[[Path], object], ...] = (
     read_trace,
     log.read_log,
-    read_groups,
     read_lstopo,
     read_cluster,
     read_profile,

@@ -18,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 
 from phasewise.tuner.predictor.distribution import LengthDistribution, RunningPrice
-from phasewise.tuner.predictor.files import AnyPredictor
 from phasewise.tuner.predictor.log import Example
 from phasewise.tuner.predictor.model import LengthPredictor
 
@@ -131,7 +130,7 @@ class LearntBuckets:
     ended. `first_lengths`: realised ones of training, which fill the window at the beginning.
     """
 
-    predictor: AnyPredictor
+    predictor: LengthPredictor
     first_lengths: Sequence[int]
     learn: LearnBounds
 
@@ -250,7 +249,7 @@ class Foretold(NamedTuple):
 
 
 def told(
-    predictor: AnyPredictor,
+    predictor: LengthPredictor,
     examples: Sequence[Example],
     hold: float,
     first_lengths: Sequence[int],
@@ -288,7 +287,7 @@ def calibration(parts: Sequence[Foretold]) -> Calibration:
     )
 
 
-def _reached(predictor: AnyPredictor, examples: Sequence[Example], seed: int) -> npt.NDArray[np.float64]:
+def _reached(predictor: LengthPredictor, examples: Sequence[Example], seed: int) -> npt.NDArray[np.float64]:
     """The place of each answer in its forecast: even from 0 to 1 where forecasts are right; drawn within a
     step."""
     rng = np.random.default_rng(seed)

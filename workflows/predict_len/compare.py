@@ -13,7 +13,6 @@ import numpy as np
 from phasewise.serving.pools.bounds import learnt
 from phasewise.serving.pools.contract import PoolSettings
 from phasewise.tuner.errors import PredictorError
-from phasewise.tuner.predictor.encoded import EncodedPredictor, train_encoded
 from phasewise.tuner.predictor.evaluate import (
     Calibration,
     FixedBuckets,
@@ -25,13 +24,11 @@ from phasewise.tuner.predictor.evaluate import (
     score,
     told,
 )
-from phasewise.tuner.predictor.files import AnyPredictor
 from phasewise.tuner.predictor.log import Example, held_out
+from phasewise.tuner.predictor.model import LengthPredictor
 from phasewise.tuner.predictor.train import TrainOptions, train
 
 OURS, S3, CONSTANT, STATIC = "ours", "S3", "constant", "static"
-TOKENS = "tokens"
-"""Read by a predictor without an encoder."""
 KEY_DIGITS = 32
 
 
@@ -90,22 +87,19 @@ class Rivals:
 
 @dataclass(frozen=True)
 class Grounds:
-    """The grounds of a report: what ours reads, the answers that it learnt from (in the mean, of several
-    folds), and a hash over those that judged it.
+    """The answers that ours learnt from (in the mean, of several folds), and a hash over those that judged
+    it.
     """
 
-    reads: str
     learnt_answers: int
     answers_key: str
 
     @staticmethod
     def of(folds: Sequence[Fold]) -> Grounds:
-        """The predictors of all folds are of one kind."""
         predictors = [fold.rivals.ours.predictor for fold in folds]
         learnt = [predictor.trained_on.get("answers", 1) for predictor in predictors]
-        reads = predictors[0].encoder if isinstance(predictors[0], EncodedPredictor) else TOKENS
         examples = [example for fold in folds for example in fold.examples]
-        return Grounds(reads, round(sum(learnt) / len(learnt)), answers_key(examples))
+        return Grounds(round(sum(learnt) / len(learnt)), answers_key(examples))
 
 
 def answers_key(examples: Sequence[Example]) -> str:
@@ -169,14 +163,13 @@ def rivals_of(
     model_name: str,
     hold: float,
     seed: int,
-    predictor: AnyPredictor | None,
-    encoder: str | None = None,
+    predictor: LengthPredictor | None,
 ) -> Rivals:
     """Everything that learns has learnt from `kept`; ours, if given, from what its file says."""
     longest = max(example.facts.max_tokens or example.output_tokens for example in kept)
     options = TrainOptions(seed=seed)
     inner = FixedBuckets.inner_bounds(longest)
-    ours = predictor or learn(kept, model_name, seed, encoder)
+    ours = predictor or train(kept, model_name, options)
     classifier = train(kept, model_name, options, bounds=inner)
     lengths = [example.output_tokens for example in kept]
     bounds = [*inner, longest]
@@ -184,13 +177,6 @@ def rivals_of(
     shuffled = random.Random(seed).sample(lengths, len(lengths))  # logs lie end to end; a window is a mixture
     learning = LearntBuckets(ours, shuffled, _learn)
     return Rivals(learning, FixedBuckets(classifier, longest), bounds[usual], hold)
-
-
-def learn(kept: Sequence[Example], model_name: str, seed: int, encoder: str | None) -> AnyPredictor:
-    """By the encoder of that name, whose vectors the facts have; None: by tokens alone."""
-    if encoder is not None:
-        return train_encoded(kept, model_name, encoder, seed)
-    return train(kept, model_name, TrainOptions(seed=seed))
 
 
 def _learn(lengths: Sequence[int]) -> Sequence[int]:
@@ -258,7 +244,7 @@ def strangers(kept: Sequence[Example], others: Sequence[Example]) -> list[Exampl
     return [example for example in others if example.prompt_key not in learnt_keys]
 
 
-def with_split(predictor: AnyPredictor, split: Split) -> AnyPredictor:
+def with_split(predictor: LengthPredictor, split: Split) -> LengthPredictor:
     """A predictor that says which prompts it did not learn from."""
     facts = {**predictor.trained_on, "held_out_share": split.share, "held_out_seed": split.seed}
     return replace(predictor, trained_on=facts)

@@ -177,7 +177,7 @@ def open_sized(model: SizedModel, settings: ServeSettings, stack: ExitStack, rep
 
     running, db, opened, size = settings.running, settings.db, model.open_model, model.size
     text = ModelText(opened.model, allow_special=settings.accepting.allow_special)
-    predictor = open_predictor(running.predictor, opened.model.name, report, text.tokenizer.decode)
+    predictor = open_predictor(running.predictor, opened.model.name, report)
     prefixes = settings.prefixes.for_engines()
     beside = cores_beside(settings.embeddings) if settings.pools.cluster is None else 0
     spec = InstanceSpec(model.ref, settings.weights, size, None, db, prefixes=prefixes, other_cores=beside)

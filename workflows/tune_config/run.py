@@ -1,9 +1,10 @@
 """One run of `tune-config`: search, kernels, last run, verdict, plan; whatever is known survives Ctrl-C.
 
 Half of a measured run's budget is for the search, which trial by trial goes into its study. Of the rest, the
-kernels of the best plans get what the last run does not need. Nothing is timed for a machine that is modelled
-or recorded: the whole budget is for its search, and its plan is printed and not stored, because only what ran
-on a machine may come into use there.
+kernels of the best plans get what the last run does not need.
+
+Nothing is timed for a machine that is modelled: all of the budget is for its search. Its plan is printed and
+not stored, because only what ran on a machine may come into use there.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from phasewise.workflows.tune_config.verdict import (
 if TYPE_CHECKING:
     from phasewise.kerneldb.location import Location
     from phasewise.kerneldb.store import Store
+    from phasewise.tuner.config.modelled import ModelledEvaluator
     from phasewise.tuner.config.recorded import Kernels, PlanTiming
     from phasewise.tuner.config.steps import StepEvaluator
     from phasewise.tuner.config.study import Event
@@ -204,7 +206,8 @@ def tune(
 
 
 def _run_calculated(run: Run) -> None:
-    with _opened_study(run), _calculating(run) as evaluator:
+    evaluator = _modelled(run)
+    with _opened_study(run):
         if not _search(run, evaluator, 1.0):
             return
         for searched in run.searched:
@@ -212,21 +215,13 @@ def _run_calculated(run: Run) -> None:
             judge(run, searched, jury, math.inf)
 
 
-@contextmanager
-def _calculating(run: Run) -> Iterator[StepEvaluator]:
+def _modelled(run: Run) -> ModelledEvaluator:
+    from phasewise.tuner.config.modelled import ModelledEvaluator
+    from phasewise.tuner.config.sharing import read_hidden
+
     wish, subject = run.wish, run.subject
-    if wish.evaluator == "modelled":
-        from phasewise.tuner.config.modelled import ModelledEvaluator
-        from phasewise.tuner.config.sharing import read_hidden
-
-        hidden = read_hidden(wish.hidden, subject.kept_on) if wish.hidden else ()
-        yield ModelledEvaluator(subject.machine, subject.shape, hidden=hidden)
-        return
-    from phasewise.kerneldb.store import open_store
-    from phasewise.tuner.config.recorded import RecordedEvaluator
-
-    with open_store(wish.db, run.show.say) as store:
-        yield RecordedEvaluator(store, subject.kept_on, subject.model_key, report=run.show.say)
+    hidden = read_hidden(wish.hidden, subject.kept_on) if wish.hidden else ()
+    return ModelledEvaluator(subject.machine, subject.shape, hidden=hidden)
 
 
 # ---- measured ----------------------------------------------------------------------------------------------
@@ -264,7 +259,7 @@ def _room(subject: Subject) -> Room:
 
 
 def _keeper(subject: Subject, store: Store, kernels: Kernels) -> Callable[[PlanTiming], None]:
-    """Appends a reading to the database, for the recorded evaluator to replay."""
+    """Appends a reading to the database."""
     from phasewise.cython_kernels._native import kernel_abi
     from phasewise.tuner.config.recorded import keep
     from phasewise.tuner.ledger import Scope

@@ -84,7 +84,7 @@ def space_of(subject: Subject) -> ConfigSpace:
     if subject.below is not None:
         return ConfigSpace(tree, limits, nodes=nodes_of(subject.below.ranks))
     uneven = UnevenCores.of(subject.machine, tree.pus, subject.slow)
-    return ConfigSpace(tree, limits, subject.hints, uneven=uneven)
+    return ConfigSpace(tree, limits, uneven=uneven)
 
 
 def search(

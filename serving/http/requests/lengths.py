@@ -11,7 +11,7 @@ from typing import NamedTuple
 from phasewise.serving.engine.messages import Answer, DraftCounts, Failure, StepStats, Submit
 from phasewise.serving.http.http_settings import RequestFacts, ServedModel
 from phasewise.serving.http.requests.chat_schemas import SYSTEM_ROLES, ChatRequest
-from phasewise.serving.http.requests.schemas import CompletionRequest, GenerationRequest
+from phasewise.serving.http.requests.schemas import GenerationRequest
 
 _ID_BYTES = 8
 
@@ -75,8 +75,7 @@ def facts_of(requests: Sequence[Submit], body: GenerationRequest) -> list[Reques
         if not facts or facts[-1].token_ids is not request.prompt_token_ids:
             temperature = request.sampling.temperature
             fields = (request.prompt_token_ids, temperature, request.max_tokens, n_messages, system_prompt_id)
-            text = _text(body, len(facts))
-            facts.append(RequestFacts(*fields, text))
+            facts.append(RequestFacts(*fields))
         else:
             facts.append(facts[-1])
     return facts
@@ -94,15 +93,6 @@ def estimated(requests: Sequence[Submit], facts: Sequence[RequestFacts], model: 
         replace(request, estimate=estimates[id(request_facts)])
         for request, request_facts in zip(requests, facts, strict=True)
     ]
-
-
-def _text(body: GenerationRequest, index: int) -> str | None:
-    """The text that the user wrote last; of several texts the one at a prompt's place."""
-    if isinstance(body, ChatRequest):
-        return next((message.text for message in reversed(body.messages) if message.role == "user"), None)
-    given = body.prompt if isinstance(body, CompletionRequest) else None
-    prompt = given[min(index, len(given) - 1)] if isinstance(given, list) else given
-    return prompt if isinstance(prompt, str) else None
 
 
 def _conversation(body: GenerationRequest) -> tuple[int, str | None]:

@@ -216,7 +216,7 @@ def test_answers_that_end_by_themselves_are_known_and_no_others() -> None:
         server.wait_until_idle()
 
     assert [(length.output_tokens, length.finish_reason) for length in lengths] == [(7, "length")]
-    assert lengths[0].facts == RequestFacts((97,), 0.5, 7, 1, None, "a")
+    assert lengths[0].facts == RequestFacts((97,), 0.5, 7, 1, None)
     assert observer._sent == {}
 
 

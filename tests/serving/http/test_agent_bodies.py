@@ -78,6 +78,7 @@ def test_every_template_writes_what_was_asked_last(name: str) -> None:
         assert "Read it." in prompt or "List" in prompt, asked.agent
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not (SHARED / "templates").is_dir(), reason="no reference data: publishers' templates")
 def test_every_published_template_takes_every_body() -> None:
     failed = set()

@@ -253,6 +253,7 @@ def _said(scheduler: Scheduler, talk: Talk, name: str, sizes: tuple[int, int]) -
     return n_computed, (*prompt, *answer)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("shape", ["question", "answer", "none"])
 @pytest.mark.parametrize(("policy", "n_places", "n_others"), [("odma", 6, 0), ("paged", 40, 1)])
 def test_a_long_chain_of_calls_computes_its_new_tokens_alone(
