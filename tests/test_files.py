@@ -44,7 +44,8 @@ from phasewise.workflows.bench.kernel_rows import RowFile
 from phasewise.workflows.embed.run import lines_of
 from phasewise.workflows.errors import WorkflowError
 from phasewise.workflows.evaluate.scorer import read_text
-from phasewise.workflows.predict_len.answer_prompts import AnswerLog, Settings
+from phasewise.workflows.predict_len.answer_prompts import AnswerLog
+from phasewise.workflows.predict_len.settings import CollectWish
 from tests.support.tiers import examples
 from tests.test_architecture import SOURCES
 
@@ -491,7 +492,7 @@ OPENERS: dict[str, Callable[[Path], object]] = {
     "cut_broken_line": cut_broken_line,
     "bench kernels --rows": _append_row,
     "batch -o": _append_answers,
-    "predict-len collect": lambda path: AnswerLog(path, "model", Settings(1, 0.0, 1)).close(),
+    "predict-len collect": lambda path: AnswerLog(path, "model", CollectWish()).close(),
     "serve --access-log": _append_line,
 }
 """The openers of files whose places a user or a stranger names."""
