@@ -335,7 +335,7 @@ OTHER_WRITERS = {
     "tuner.measurement_lock": "a lock in the user's own directory",
     "workflows.bench.kernel_rows": "appends lines to a log",
     "workflows.prune.directory": "a directory that is new",
-    "workflows.quantise.run": "a GGUF file that is new, of any size, renamed when it is whole",
+    "workflows.new_path": "a file or directory that is new, of any size, renamed when it is whole",
 }
 """Modules that write, or rename, files in a way of their own, and what those are."""
 
