@@ -243,7 +243,6 @@ HOMES: dict[str, tuple[str, ...]] = {
     "optuna": ("tuner.config",),
     "torch": ("phasewise.torch", "phasewise.vllm"),
     "vllm": ("phasewise.vllm",),
-    "fastapi": ("serving.http",),
     "starlette": ("serving.http",),
     "h11": ("serving.http",),
     "python_multipart": ("serving.http",),

@@ -90,7 +90,7 @@ _OWN = frozenset(
         "serving/embedding/sample_worker.py",
         "serving/embedding/worker.py",
         "serving/grammar/grammar_job.py",
-        "serving/http/models/while_loading.py",
+        "serving/http/models/served_models.py",
         "serving/http/routes/batch_runner.py",
         "serving/ranks/rank_instructions.py",
         "serving/sandbox/confined_process.py",

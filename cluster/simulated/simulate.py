@@ -23,10 +23,10 @@ from phasewise.cluster.simulated.timeline import Timeline
 from phasewise.serving.errors import RequestError
 from phasewise.serving.scheduling.held_prefixes import HeldReport, block_keys
 from phasewise.serving.scheduling.pacing import DEFAULT_TPOT_MS
-from phasewise.serving.scheduling.request import Request
-from phasewise.serving.scheduling.scheduler_terms import (
+from phasewise.serving.scheduling.request import (
     DEFAULT_BATCH_TOKENS,
     DEFAULT_SEQUENCES,
+    Request,
     SchedulerLimits,
 )
 

@@ -24,7 +24,7 @@ from phasewise.cluster.simulated.kv_transfer import Link
 from phasewise.cluster.simulated.simulate import ClusterSpec, MachineType, Pool
 from phasewise.cluster.simulated.steps import MAX_POINTS, Curve, ProfileKey, StepTimes
 from phasewise.serving.scheduling.pacing import DEFAULT_TPOT_MS
-from phasewise.serving.scheduling.scheduler_terms import DEFAULT_BATCH_TOKENS, DEFAULT_SEQUENCES
+from phasewise.serving.scheduling.request import DEFAULT_BATCH_TOKENS, DEFAULT_SEQUENCES
 
 MAX_FILE_BYTES = 1 << 20
 MAX_MACHINES = 10_000

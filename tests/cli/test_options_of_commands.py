@@ -62,7 +62,6 @@ SAMPLING = {"--top-k": ["--top-k", "3"], "--repetition-penalty": ["--repetition-
 BENCH_KV = {
     **{flag: [flag, "17"] for flag in ("--prompt-tokens", "--seed", "--max-sequences")},
     "--column": ["--column", "tokens"],
-    "--order": ["--order", "shortest"],
 }
 HANDED = {
     "generate": Handing(

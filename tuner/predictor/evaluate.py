@@ -134,11 +134,10 @@ class LearntBuckets:
     first_lengths: Sequence[int]
     learn: LearnBounds
 
-    def give(self, examples: Sequence[Example], hold: float, adaptive: bool = True) -> Given:
-        """Blocks that are to hold a share of answers. Not adaptive: bounds and price stay those of
-        training."""
+    def give(self, examples: Sequence[Example], hold: float) -> Given:
+        """Blocks that are to hold a share of answers."""
         running = RunningPrice(self.predictor.prices.tolist(), hold)
-        return self._replay(examples, self._thoughts(examples), running, adaptive)
+        return self._replay(examples, self._thoughts(examples), running)
 
     def give_within(self, examples: Sequence[Example], block_tokens: float) -> Given:
         """Blocks that hold the most answers within a mean block, by their forecasts alone: learnt buckets, a
@@ -166,7 +165,6 @@ class LearntBuckets:
         examples: Sequence[Example],
         thoughts: Sequence[LengthDistribution],
         running: RunningPrice,
-        adaptive: bool,
     ) -> Given:
         recent = deque(self.first_lengths, WINDOW)
         bounds = self.learn(recent)
@@ -178,11 +176,10 @@ class LearntBuckets:
             bucket = int(np.searchsorted(edges, thought.room(running.price)))
             blocks.append(int(edges[bucket]))
             is_bucket.append(bucket == int(np.searchsorted(edges, example.output_tokens)))
-            if adaptive:
-                running.observe(thought.price_of(example.output_tokens))
-                recent.append(example.output_tokens)
-                if number % REFRESH_EVERY == 0:
-                    bounds = self.learn(recent)
+            running.observe(thought.price_of(example.output_tokens))
+            recent.append(example.output_tokens)
+            if number % REFRESH_EVERY == 0:
+                bounds = self.learn(recent)
         return Given(np.array(blocks), np.array(is_bucket))
 
 

@@ -119,7 +119,7 @@ class LogReport:
     n_answers: int
     scores: Mapping[str, tuple[Score, ...]]
     grounds: Grounds
-    calibration: Calibration | None = None
+    calibration: Calibration
 
     def figures_of_ours(self) -> dict[str, float]:
         """Ours as it would be used, and beside S3 with the memory that S3 takes."""
@@ -130,11 +130,10 @@ class LogReport:
             if isinstance(value, float) and name != "overflow"
         }
         figures["points_over_s3"] = self.points_gained([*self.scores][-1])
-        if self.calibration is not None:
-            shares = enumerate(self.calibration.coverage, 1)
-            figures |= {f"coverage_{10 * tenth}": share for tenth, share in shares}
-            figures["mean_error_tokens"] = self.calibration.mean_error_tokens
-            figures["constant_error_tokens"] = self.calibration.constant_error_tokens
+        shares = enumerate(self.calibration.coverage, 1)
+        figures |= {f"coverage_{10 * tenth}": share for tenth, share in shares}
+        figures["mean_error_tokens"] = self.calibration.mean_error_tokens
+        figures["constant_error_tokens"] = self.calibration.constant_error_tokens
         return figures
 
     def points_gained(self, point: str) -> float:
@@ -154,7 +153,7 @@ class LogReport:
                 }
                 for point, scores in self.scores.items()
             },
-            "calibration": None if self.calibration is None else asdict(self.calibration),
+            "calibration": asdict(self.calibration),
         }
 
 
@@ -217,25 +216,6 @@ def _points(examples: Sequence[Example], rivals: Rivals) -> dict[str, dict[str, 
         "memory between": rivals.between(examples, own[OURS], own[S3]),
         "memory of S3": rivals.at_s3(examples, own[S3]),
     }
-
-
-def report_drift(name: str, before: Sequence[Example], after: Sequence[Example], rivals: Rivals) -> LogReport:
-    """Report the scores of methods, learnt from answers like `before`, on the answers `after` them."""
-    everything = [*before, *after]
-    following = rivals.ours.give(everything, rivals.hold)
-    fixed = rivals.ours.give(everything, rivals.hold, adaptive=False)
-    methods = {
-        OURS: _last(following, len(after)),
-        "ours, fixed": _last(fixed, len(after)),
-        S3: rivals.s3.give(after),
-        CONSTANT: constant(after, rivals.usual_bucket),
-    }
-    scores = tuple(score(method, after, given) for method, given in methods.items())
-    return LogReport(name, len(after), {"after the change": scores}, Grounds.of([Fold(after, rivals)]))
-
-
-def _last(given: Given, n: int) -> Given:
-    return Given(given.blocks[-n:], None if given.is_bucket is None else given.is_bucket[-n:])
 
 
 def strangers(kept: Sequence[Example], others: Sequence[Example]) -> list[Example]:

@@ -25,7 +25,6 @@ from phasewise.workflows.predict_len.compare import (
     Fold,
     LogReport,
     Split,
-    report_drift,
     report_log,
     rivals_of,
     strangers,
@@ -54,10 +53,8 @@ class Judged:
 
 def judge_predictions(logs: Sequence[Path], wish: EvalWish, report: Report = silent) -> Judged:
     """Every method learnt from the same answers, judged by others. PredictorError, UsageError."""
-    if wish.folds is not None and (wish.predictor is not None or wish.drift):
-        raise UsageError("--folds trains anew for each fold: leave --predictor and --drift out")
-    if wish.drift and len(logs) < 2:
-        raise UsageError("--drift needs two logs or more")
+    if wish.folds is not None and wish.predictor is not None:
+        raise UsageError("--folds trains anew for each fold: leave --predictor out")
     answer_logs, name = read_logs(logs, wish.model, report)
     ours = None if wish.predictor is None else load_predictor(wish.predictor)
     if wish.folds is not None:
@@ -66,12 +63,8 @@ def judge_predictions(logs: Sequence[Path], wish: EvalWish, report: Report = sil
         return Judged(name, Split(1 / wish.folds, wish.seed), reports)
     chosen = Split(wish.split, wish.seed) if ours is None else _split_of(ours, wish, report)
     halves = [chosen.of(log.examples) for log in answer_logs]
-    learnt = halves[0][0] if wish.drift else [example for kept, _ in halves for example in kept]
+    learnt = [example for kept, _ in halves for example in kept]
     rivals = rivals_of(learnt, name, 1 - wish.overflow, wish.seed, ours)
-    if wish.drift:
-        after = strangers(learnt, [example for log in answer_logs[1:] for example in log.examples])
-        title = f"{', '.join(map(str, logs[1:]))} after {logs[0]}"
-        return Judged(name, chosen, [report_drift(title, halves[0][1], after, rivals)])
     outs = [strangers(learnt, out) for _, out in halves]
     reports = [report_log(str(path), [Fold(out, rivals)]) for path, out in zip(logs, outs, strict=True)]
     return Judged(name, chosen, reports)
@@ -150,7 +143,7 @@ def keep_scores(judged: Judged, wish: EvalWish, report: Report = silent) -> int:
     that is reported.
     """
     origin = Origin(machine_key(read_machine()), __version__, time.time_ns() // 1_000_000)
-    judged_by = "drift" if wish.drift else "held_out" if wish.folds is None else "folds"
+    judged_by = "held_out" if wish.folds is None else "folds"
     try:
         scores = [
             PredictorScore(

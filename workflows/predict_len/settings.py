@@ -48,6 +48,5 @@ class EvalWish:
         metavar="N",
     )
     overflow: float = option(0.005, "share of answers that may outgrow their first block", min=0.0, max=0.9)
-    drift: bool = option(False, "train on the first log only, then replay the other logs in order", "--drift")
     seed: int = SEED(0)
     db: str | None = DB(None)

@@ -145,7 +145,7 @@ class SizedModel:
     @property
     def n_bytes(self) -> int:
         """Bytes of weights, keys and values, scratch and vocabulary, its draft model's as well."""
-        from phasewise.serving.engine.engine_memory import engine_bytes
+        from phasewise.serving.engine.engine_size import engine_bytes
 
         draft = None if self.drafts is None else self.drafts.model
         return engine_bytes(self.open_model.model, self.open_model.plans, self.size, draft)

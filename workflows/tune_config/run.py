@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from phasewise._version import __version__
 from phasewise._words import counted
 from phasewise.kerneldb.records import Origin, PlanRecord
-from phasewise.tuner.config.storage import StudyMessages
 from phasewise.tuner.plans import Phase, ServicePlan, placed_json
 from phasewise.workflows.tune_config.search import Searched, search, study_location
 from phasewise.workflows.tune_config.settings import TuneConfigSettings
@@ -36,12 +35,9 @@ from phasewise.workflows.tune_config.verdict import (
     finalists,
     habits_of,
     last_run,
-    verdict_fields,
-    verdict_of,
 )
 
 if TYPE_CHECKING:
-    from phasewise.kerneldb.location import Location
     from phasewise.kerneldb.store import Store
     from phasewise.tuner.config.modelled import ModelledEvaluator
     from phasewise.tuner.config.recorded import Kernels, PlanTiming
@@ -67,9 +63,6 @@ LEAST_TIMED_SHARE = 0.3
 
 LEAST_KERNEL_S = 5.0
 """Less is not enough to measure the limits of some cores."""
-
-LAST_RUN = "last run"
-"""Part of a study that is claimed, and under whose name its verdict is told."""
 
 End = Literal["complete", "budget", "interrupted"]
 
@@ -153,8 +146,6 @@ class Run:
     show: Show
     started_s: float
     lock: MeasurementLock
-    began_ms: int = field(default_factory=lambda: time.time_ns() // 1_000_000)
-    """Unix time."""
     searched: list[Searched] = field(default_factory=list)
     verdicts: dict[Phase, PhaseVerdict] = field(default_factory=dict)
     kernels: list[TunedRound] = field(default_factory=list)
@@ -179,11 +170,11 @@ def tune(
         if wish.evaluator == "measured":
             from phasewise.kerneldb.store import open_store
 
-            with open_store(wish.db, run.show.say) as store:
+            left_s = run.deadline_s() - time.monotonic()
+            with lock.turn(left_s), open_store(wish.db, run.show.say) as store:
                 measured = _plain(run, store)
                 measured.deadline_s = run.deadline_s()
-                with lock.working(run.deadline_s() - time.monotonic()):
-                    _run_measured(run, measured, store)
+                _run_measured(run, measured, store)
         else:
             _run_calculated(run)
     except KeyboardInterrupt:
@@ -286,30 +277,12 @@ def _run_measured(run: Run, plain: MeasuredEvaluator, store: Store) -> None:
 
 
 def _last_runs(run: Run, tuned: MeasuredEvaluator, needed_s: Mapping[Phase, float], store: Store) -> None:
-    """The last run of each phase, by this process or by another that has the same study at the same time."""
-    waiting: dict[Phase, Searched] = {searched.phase: searched for searched in run.searched}
-    location = study_location(run.wish)
-    while waiting:
-        for phase, searched in waiting.items():
-            words = StudyMessages(location, searched.outcome.study)
-            with run.lock.claim(_last_run_claim(location, searched)) as is_ours:
-                if not _hear_verdict(run, phase, words):
-                    if not is_ours:
-                        continue
-                    now_s = time.monotonic()
-                    share = needed_s[phase] / sum(needed_s[other] for other in waiting)
-                    deadline_s = now_s + share * (run.deadline_s() - now_s)
-                    judge(run, searched, MeasuredJury(tuned, run.subject, phase), deadline_s)
-                    _keep_plan(run, phase, store)
-                    _say_verdict(run, phase, words)
-            del waiting[phase]
-            break
-        else:
-            if time.monotonic() >= run.deadline_s():
-                run.end = "budget"
-                return
-            name = _last_run_claim(location, next(iter(waiting.values())))
-            run.lock.wait_for(name, run.deadline_s() - time.monotonic())
+    """Judge each phase in its share of the time that is left."""
+    for place, searched in enumerate(run.searched):
+        now_s, left = time.monotonic(), [needed_s[other.phase] for other in run.searched[place:]]
+        deadline_s = now_s + left[0] / sum(left) * (run.deadline_s() - now_s)
+        judge(run, searched, MeasuredJury(tuned, run.subject, searched.phase), deadline_s)
+        _keep_plan(run, searched.phase, store)
     for searched in run.searched:
         judge_again(run, searched, MeasuredJury(tuned, run.subject, searched.phase), store)
 
@@ -321,28 +294,6 @@ def judge_again(run: Run, searched: Searched, jury: Jury, store: Store) -> None:
         return
     judge(run, searched, jury, run.deadline_s())
     _keep_plan(run, searched.phase, store)
-
-
-def _last_run_claim(location: Location, searched: Searched) -> str:
-    return f"{location.name} {searched.outcome.study} {LAST_RUN}"
-
-
-def _hear_verdict(run: Run, phase: Phase, words: StudyMessages) -> bool:
-    """True if another process has come to a verdict since this run began; then it is this run's as well."""
-    heard = words.hear(LAST_RUN, run.began_ms)
-    if heard is None:
-        return False
-    run.verdicts[phase] = verdict_of(heard["verdict"])
-    if heard["stored"]:
-        run.stored.add(phase)
-    return True
-
-
-def _say_verdict(run: Run, phase: Phase, words: StudyMessages) -> None:
-    """Unless there was no time to come to one."""
-    verdict = run.verdicts.get(phase)
-    if verdict is not None and verdict.is_settled:
-        words.say(LAST_RUN, {"stored": phase in run.stored, "verdict": verdict_fields(verdict)})
 
 
 @contextmanager
@@ -364,7 +315,7 @@ def _search(run: Run, evaluator: StepEvaluator, share: float) -> bool:
     for place, phase in enumerate(phases):
         deadline_s = run.deadline_s(share * (place + 1) / len(phases))
         report = run.show.searching(phase)
-        run.searched.append(search(run.subject, phase, run.wish, evaluator, deadline_s, report, run.lock))
+        run.searched.append(search(run.subject, phase, run.wish, evaluator, deadline_s, report))
         outcome = run.searched[-1].outcome
         if outcome.end == "interrupted":
             run.end = "interrupted"

@@ -161,7 +161,7 @@ def evaluate(logs: LogsArgument, wish: EvalWish, as_json: JsonOption = False) ->
     keep_scores(judged, wish, note)
     if as_json:
         split = {"split": judged.split.share, "seed": judged.split.seed}
-        asked = {"hold": 1 - wish.overflow, "drift": wish.drift, "folds": wish.folds}
+        asked = {"hold": 1 - wish.overflow, "folds": wish.folds}
         fields = {"model": judged.model_name, **split, **asked}
         print_json({**fields, "logs": [report.fields() for report in judged.reports]})
     else:
@@ -229,9 +229,8 @@ def report_text(report: LogReport) -> Iterator[str | RowTable]:
             (point,),
         )
         yield f"ours above S3: {report.points_gained(point):+.2f} points"
-    if report.calibration is not None:
-        yield ""
-        yield from _calibration_text(report.calibration)
+    yield ""
+    yield from _calibration_text(report.calibration)
 
 
 def _calibration_text(calibration: Calibration) -> Iterator[str | RowTable]:

@@ -26,9 +26,9 @@ from starlette.types import ASGIApp, Message, Scope
 from phasewise._files import open_file
 from phasewise.serving.batches.lines import BatchLine, answered, faulty, given_up, read_lines, written
 from phasewise.serving.batches.store import ENDS_AS, UNFINISHED, BatchStore, BatchStoreError, StoredBatch
-from phasewise.serving.http.lifecycle import Lifecycle
+from phasewise.serving.http.requests.fair_lane import RestedThread
 from phasewise.serving.http.routes.middleware import shadow_scope
-from phasewise.serving.http.transport.rested_thread import RestedThread
+from phasewise.serving.http.transport.server import Lifecycle
 
 MOST_LINES = 50_000
 """OpenAI's own limit."""
@@ -110,7 +110,7 @@ class BatchRunner:
         self._folder = folder
         self._most_bytes = most_bytes
         self._most_line_bytes = most_line_bytes
-        self._life = life
+        self.life = life
         self._report = report
         self._app: ASGIApp | None = None
         self._store: BatchStore | None = None
@@ -146,12 +146,6 @@ class BatchRunner:
         self._app = app
         if self._most_bytes and (self._folder / "batches.sqlite").exists():
             self.wake()
-
-    def refuse_unless_open(self) -> None:
-        """ApiError while the server is stopping or starting."""
-        refusal = self._life.refusal()
-        if refusal is not None:
-            raise refusal
 
     def wake(self) -> None:
         """A batch was added, or is to be cancelled."""
@@ -217,7 +211,7 @@ class BatchRunner:
             for task in (answering, cancelling):
                 task.cancel()
             await asyncio.gather(answering, cancelling, return_exceptions=True)
-        if self._life.is_draining:
+        if self.life.is_draining:
             return None
         how = "completed" if is_whole else "cancelled" if self._cancelled[batch.id].is_set() else "expired"
         if how != "completed":
@@ -309,7 +303,7 @@ class BatchRunner:
             said = await self._call(owner, line)
             if said.status not in _BUSY or _NOT_LOADED in said.body:
                 return said
-            if self._life.is_draining:
+            if self.life.is_draining:
                 await asyncio.Event().wait()  # the loop ends
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _MOST_PAUSE_S)

@@ -145,9 +145,7 @@ def test_eval_by_folds_judges_every_answer_once(log: Path) -> None:
     assert len(evaluation["logs"][0]["calibration"]["coverage"]) == 9
 
 
-@pytest.mark.parametrize(
-    "words", [("--folds", 3, "--drift"), ("--folds", 3, "--predictor", "p"), ("--drift",)]
-)
+@pytest.mark.parametrize("words", [("--folds", 3, "--predictor", "p")])
 def test_what_eval_cannot_combine_is_refused_before_a_log_is_read(words: tuple[object, ...]) -> None:
     assert words[0 if "--folds" in words else -1] in invoke("eval", "no-log.jsonl", *words).usage_error
 
@@ -167,17 +165,13 @@ def test_eval_compares_methods_at_their_own_points_and_at_equal_memory(log: Path
 
 
 @pytest.mark.slow
-def test_eval_under_drift_and_of_a_given_predictor(log: Path, tmp_path: Path) -> None:
+def test_eval_of_a_given_predictor(log: Path, tmp_path: Path) -> None:
     other = write_log(tmp_path / "other.jsonl", made_up(200, seed=4, kinds={100: 60, 200: 200, 300: 400}))
     run_json("train", log, "-o", tmp_path / "p", "--split", 0.4, "--seed", 3)
 
-    drift = run_json("eval", log, other, "--drift")
     text = invoke("eval", other, "--predictor", tmp_path / "p").stdout
     given = run_json("eval", log, "--predictor", tmp_path / "p")
 
-    methods = [method["method"] for method in drift["logs"][0]["points"]["after the change"]["methods"]]
-    assert methods == ["ours", "ours, fixed", "S3", "constant"]
-    assert drift["logs"][0]["answers"] == 200
     assert (given["split"], given["seed"]) == (0.4, 3)  # its own: what it has not learnt from
     assert "ours above S3" in text
     assert max(map(len, text.splitlines())) <= 110
@@ -211,15 +205,6 @@ def test_eval_keeps_its_figures_and_no_prompt(
     assert str(log) not in content
     assert log.name not in content
     assert "prompt" not in content
-
-
-def test_eval_under_drift_keeps_a_score_of_the_later_answers(db: Path, log: Path, tmp_path: Path) -> None:
-    later = write_log(tmp_path / "later.jsonl", made_up(60, seed=5))
-    run_json("eval", log, later, "--drift")
-    (score,) = command.fields_of("db", "show")["predictor_scores"]
-
-    assert (score["judged_by"], "coverage_90" in score["figures"]) == ("drift", False)
-    assert 0 <= score["figures"]["accuracy"] <= 1
 
 
 def test_eval_goes_on_where_nothing_can_be_kept(log: Path, tmp_path: Path) -> None:

@@ -22,9 +22,8 @@ from hypothesis import strategies as st
 from phasewise.serving.engine.messages import Answer, DraftCounts, Submit
 from phasewise.serving.errors import ServingError
 from phasewise.serving.http.http_settings import RequestFacts
-from phasewise.serving.http.length_log import LengthLog
 from phasewise.serving.http.monitoring.access_log import Logging, open_log
-from phasewise.serving.http.requests.lengths import LengthObserver, RealisedLength
+from phasewise.serving.http.requests.lengths import LengthLog, LengthObserver, RealisedLength
 from phasewise.serving.processes.json_lines import as_json, copy_lines
 from phasewise.serving.processes.line_log import LineLog
 from tests.support.servers.fake_server import fake_server

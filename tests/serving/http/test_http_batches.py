@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from fastapi import Request
+from starlette.requests import Request
 
 from phasewise.serving.batches import lines as lines_of_batches
 from phasewise.serving.batches.lines import read_line

@@ -12,9 +12,8 @@ from phasewise.serving.pools.contract import PoolSettings
 from phasewise.serving.pools.opening import POLICIES, open_pool
 from phasewise.serving.pools.state_places import StatePlaces
 from phasewise.serving.pools.states import StatefulPool
-from phasewise.serving.scheduling.request import Request
+from phasewise.serving.scheduling.request import Request, SchedulerLimits
 from phasewise.serving.scheduling.scheduler import Scheduler
-from phasewise.serving.scheduling.scheduler_terms import SchedulerLimits
 from tests.support.tiers import n_examples
 
 SLOTS, STOP = 512, 0

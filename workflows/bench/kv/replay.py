@@ -19,10 +19,8 @@ from phasewise._rows import Row, column
 from phasewise._words import NOTHING, counted, percent
 from phasewise.serving.errors import RequestError
 from phasewise.serving.pools.contract import Estimate, KvPool
-from phasewise.serving.scheduling.request import Request
+from phasewise.serving.scheduling.request import Request, SchedulerLimits
 from phasewise.serving.scheduling.scheduler import Scheduler
-from phasewise.serving.scheduling.scheduler_terms import SchedulerLimits
-from phasewise.serving.scheduling.waiting_line import ARRIVAL
 from phasewise.tuner.config.lengths import MAX_TOKENS, Trace
 from phasewise.tuner.config.trace import describe
 from phasewise.tuner.errors import TraceError
@@ -62,8 +60,6 @@ class Replay:
     settings: ComparedSettings
     max_sequences: int
     speeds: Speeds | None = None
-    order: str = ARRIVAL
-    """The waiting request that is admitted next, of `WAITING_ORDERS`."""
 
 
 def replay_policies(traces: Sequence[str], wish: ReplayWish, report: Report = silent) -> list[KvRow]:
@@ -109,7 +105,7 @@ def replay_of(
     ]
     story = "; ".join([story_of(trace, limit, wish.seed), *off])
     pool = ComparedSettings(longest_request=longest, answer_tokens=limit)
-    replay = Replay(trace, estimates, limit, wish.slots, pool, wish.max_sequences, speeds, wish.order)
+    replay = Replay(trace, estimates, limit, wish.slots, pool, wish.max_sequences, speeds)
     return replay, story
 
 
@@ -204,9 +200,7 @@ def replayed(replay: Replay, policies: Sequence[str]) -> Iterator[KvRow]:
 
 def _row(policy: str, estimate: str | None, replay: Replay, pool: KvPool) -> KvRow:
     longest = replay.settings.longest_request
-    limits = SchedulerLimits(
-        longest, max_sequences=replay.max_sequences, prefix_reuse=False, waiting_order=replay.order
-    )
+    limits = SchedulerLimits(longest, max_sequences=replay.max_sequences, prefix_reuse=False)
     scheduler = Scheduler(pool, limits)
     sums = _Sums()
     estimates = (None,) * len(replay.trace) if estimate is None else replay.estimates[estimate]

@@ -6,11 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from phasewise._options import option, parse_bytes
-from phasewise.serving.scheduling.waiting_line import ARRIVAL
 from phasewise.workflows.options import KvFormat
-
-WaitingOrder = Literal["arrival", "shortest"]
-"""The names of `waiting_line.WAITING_ORDERS`."""
 
 
 @dataclass(frozen=True)
@@ -58,12 +54,6 @@ class ReplayWish:
         kind=KvFormat,
     )
     max_sequences: int = option(256, "most running requests", min=1, config_only=True)
-    order: str = option(
-        ARRIVAL,
-        "admit waiting requests by arrival, or the shortest predicted answer first",
-        kind=WaitingOrder,
-        config_only=True,
-    )
     speeds: str | None = option(
         None,
         "tokens/s of prefill, and of decode by sequences, e.g. prompt:900,1:108,8:641,copy:200000",
