@@ -24,8 +24,8 @@ from phasewise.tuner.errors import PredictorError, TraceError
 from phasewise.tuner.predictor.files import save_predictor
 from phasewise.tuner.predictor.log import lines_of
 from phasewise.tuner.predictor.train import train
-from phasewise.workflows.bench.kv.replay import Replay, ReplayInputs, replay_of
-from phasewise.workflows.bench.kv.settings import TraceSelection
+from phasewise.workflows.bench.kv.replay import Replay, replay_of
+from phasewise.workflows.bench.kv.settings import ReplayWish
 from phasewise.workflows.opening.open_model import OpenModel, Weights, open_model
 from phasewise.workflows.predict_len.compare import Split, with_split
 from phasewise.workflows.predict_len.inputs import ModelTokens, read_logs
@@ -82,9 +82,16 @@ def trace_of(
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "predictor.safetensors"
             save_predictor(with_split(train(kept, name), split), path)
-            selection = TraceSelection(count=1 << 20, model=model, seed=seed)
-            wanted = ReplayInputs([str(log)], selection, max_tokens, [NONE, str(path), EXACT], None)
-            replay, story = replay_of(wanted, slots, max_sequences, {})
+            wish = ReplayWish(
+                count=1 << 20,
+                model=model,
+                seed=seed,
+                max_tokens=max_tokens,
+                estimate=f"{NONE},{path},{EXACT}",
+                slots=slots,
+                max_sequences=max_sequences,
+            )
+            replay, story = replay_of([str(log)], wish)
     except (PredictorError, TraceError) as error:
         raise SystemExit(f"{log}: {error}") from None
     note(f"{log.stem}: {len(kept)} answers learnt from; {story}")

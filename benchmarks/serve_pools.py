@@ -37,8 +37,8 @@ from phasewise.serving.sampling.sampling import SamplingParams
 from phasewise.serving.scheduling.request import SchedulerLimits
 from phasewise.tuner.errors import TraceError
 from phasewise.workflows.bench.kv.compared import KV_POLICIES
-from phasewise.workflows.bench.kv.replay import Replay, ReplayInputs, replay_of
-from phasewise.workflows.bench.kv.settings import TraceSelection
+from phasewise.workflows.bench.kv.replay import Replay, replay_of
+from phasewise.workflows.bench.kv.settings import ReplayWish
 from phasewise.workflows.opening.open_model import OpenModel, Weights, open_model
 
 POLICIES = ("odma", "static", "fixed", "paged")
@@ -228,16 +228,23 @@ def serve_pools(
     requests: int = 240,
     warm: Annotated[int, Option(help="requests that end before time counts")] = 80,
     max_sequences: int = 64,
-    reserve: Annotated[float | None, Option(help="odma: share of slots that no request is promised")] = None,
     policies: Annotated[str, Option(help="the first is compared with the others")] = ",".join(POLICIES),
     rounds: Rounds = 3,
     threads: Annotated[int | None, Option()] = None,
 ) -> Yielded:
-    asked = TraceSelection(column, prompt_tokens, requests, seed=seed, model=prompts_of)
-    settings = {} if reserve is None else {"reserve_share": reserve}
+    wish = ReplayWish(
+        column=column,
+        prompt_tokens=prompt_tokens,
+        count=requests,
+        model=prompts_of,
+        seed=seed,
+        max_tokens=max_tokens,
+        estimate=estimate,
+        slots=slots,
+        max_sequences=max_sequences,
+    )
     try:
-        wanted = ReplayInputs([trace], asked, max_tokens, [estimate], None)
-        replay, story = replay_of(wanted, slots, max_sequences, settings)
+        replay, story = replay_of([trace], wish)
     except TraceError as error:
         raise SystemExit(str(error)) from None
     note(story)

@@ -22,10 +22,10 @@ from phasewise.cython_kernels.packing import dequantise, to_bf16, widened
 from phasewise.serving.loaders import open_source
 from phasewise.serving.loaders.fetching.resolve import cache_root, locate
 from phasewise.serving.loaders.source import ModelSource, SourceTensor
+from phasewise.workflows.new_path import new_path
 from phasewise.workflows.prune.directory import (
     Tensor,
     check_family,
-    new_directory,
     write_tensors,
     write_texts,
 )
@@ -72,7 +72,7 @@ def tensors_of(source: ModelSource) -> Iterator[Tensor]:
 
 def w8a8_directory(model: Annotated[str, Argument()], out: Annotated[Path, Argument()]) -> Yielded:
     located = locate(model, cache_root(), lambda _: None)
-    with open_source(located) as source, new_directory(out) as directory:
+    with open_source(located) as source, new_path(out) as directory:
         check_family(source)
         write_texts(source, directory, None)
         config = json.loads((directory / "config.json").read_text())

@@ -44,7 +44,8 @@ from phasewise.workflows.bench.kernel_rows import RowFile
 from phasewise.workflows.embed.run import lines_of
 from phasewise.workflows.errors import WorkflowError
 from phasewise.workflows.evaluate.scorer import read_text
-from phasewise.workflows.predict_len.answer_prompts import AnswerLog, Settings
+from phasewise.workflows.predict_len.answer_prompts import AnswerLog
+from phasewise.workflows.predict_len.settings import CollectWish
 from tests.support.tiers import examples
 from tests.test_architecture import SOURCES
 
@@ -333,7 +334,7 @@ OTHER_WRITERS = {
     "tuner.measurement_lock": "a lock in the user's own directory",
     "workflows.bench.kernel_rows": "appends lines to a log",
     "workflows.prune.directory": "a directory that is new",
-    "workflows.quantise.run": "a GGUF file that is new, of any size, renamed when it is whole",
+    "workflows.new_path": "a file or directory that is new, of any size, renamed when it is whole",
 }
 """Modules that write, or rename, files in a way of their own, and what those are."""
 
@@ -490,7 +491,7 @@ OPENERS: dict[str, Callable[[Path], object]] = {
     "cut_broken_line": cut_broken_line,
     "bench kernels --rows": _append_row,
     "batch -o": _append_answers,
-    "predict-len collect": lambda path: AnswerLog(path, "model", Settings(1, 0.0, 1)).close(),
+    "predict-len collect": lambda path: AnswerLog(path, "model", CollectWish()).close(),
     "serve --access-log": _append_line,
 }
 """The openers of files whose places a user or a stranger names."""

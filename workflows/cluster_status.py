@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,17 +29,10 @@ class ClusterStatus:
 
 def cluster_status(address: str) -> ClusterStatus:
     """Ask the cluster at `address`, or `auto`. ClusterError, in one line, where it cannot be reached."""
-    return next(watched_cluster(address, 0.0))
-
-
-def watched_cluster(address: str, every_s: float) -> Iterator[ClusterStatus]:
-    """Its state again and again, until nobody asks. ClusterError where it cannot be reached."""
     from phasewise.cluster.real.ray_connection import ray_connection
 
     with ray_connection(address):
-        while True:
-            yield _status()
-            time.sleep(every_s)
+        return _status()
 
 
 def drain(

@@ -224,7 +224,6 @@ _TABLE = Way("without a table", ("--wide",), when=("--output", "--json"))
 _SEARCHES = ("--find-rate", "--over-offline")
 _RATE_SEARCH = ("--probe", "--most-probes", "--votes")
 _AUTHORS_C = ("--include", "--define")
-_ODMA = ("--buckets", "--alpha", "--tau", "--window", "--refresh-every", "--reserve")
 _OF_LANGUAGE_MODELS = (
     *("--design", "--rate", "--cost", "--power", "--minimise", "--rate-step", "--most-rate"),
     *("--most", "--machines", "--policy", "--model", "--duration", "--draw", "--seed", "--perf-model"),
@@ -402,9 +401,6 @@ WAYS: Mapping[str, tuple[Way, ...]] = {
         ),
         Way("with --memory", ("--slots",), when=("--memory",)),
         Way("without --memory", ("--kv-format",), unless=("--memory",)),
-        Way("without the policy odma", _ODMA, unless=("--policies~odma",)),
-        Way("without the policy fixed", ("--fixed-buckets",), unless=("--policies~fixed",)),
-        Way("without the policy paged", ("--page-slots",), unless=("--policies~paged",)),
     ),
     "kernels emit": (Way("without --against", _AUTHORS_C, unless=("--against",)),),
     "models inspect": (Way("without --density", ("--format",), unless=("--density",)),),

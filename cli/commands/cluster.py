@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from phasewise._words import counted
+from phasewise._words import NOTHING, counted, percent
 from phasewise.cli.command_app import CommandApp
 from phasewise.cli.options import JsonOption
 from phasewise.cli.present import note, on_one_line, print_json, say, say_words
+from phasewise.cli.tables import RowTable, show
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from phasewise.workflows.cluster_status import ClusterStatus
 
 HELP = """Instances on a Ray cluster.
@@ -22,16 +24,12 @@ $ phasewise cluster drain token-1"""
 
 app = CommandApp(help=HELP)
 
-WATCH_S = 2.0
-_CLEAR = "\x1b[H\x1b[2J"
-
 ClusterOption = Annotated[
     str,
     typer.Option(
         envvar="PHASEWISE_CLUSTER", metavar="auto|ADDRESS", help="the Ray cluster: its address, or auto"
     ),
 ]
-WatchOption = Annotated[bool, typer.Option("--watch", help="again every 2 s, until Ctrl-C")]
 
 
 @app.callback()
@@ -40,23 +38,37 @@ def cluster() -> None:
 
 
 @app.command("status")
-def status(cluster: ClusterOption = "auto", watch: WatchOption = False, as_json: JsonOption = False) -> None:
+def status(cluster: ClusterOption = "auto", as_json: JsonOption = False) -> None:
     """Show the cluster's nodes, and the servers on it with their instances.
 
     $ phasewise cluster status
-    $ phasewise cluster status --cluster 10.0.0.1:6379 --watch
+    $ phasewise cluster status --cluster 10.0.0.1:6379
     """
-    _show(cluster, watch, _status_json if as_json else _say_status)
+    from phasewise.workflows.cluster_status import cluster_status
+
+    state = cluster_status(cluster)
+    if as_json:
+        print_json({"nodes": state.nodes, "servers": state.servers, "instances": state.instances})
+    else:
+        _say_status(state)
 
 
 @app.command("metrics")
-def metrics(cluster: ClusterOption = "auto", watch: WatchOption = False, as_json: JsonOption = False) -> None:
+def metrics(cluster: ClusterOption = "auto", as_json: JsonOption = False) -> None:
     """Show the load of each instance, and of each pool.
 
     $ phasewise cluster metrics
     $ phasewise cluster metrics --json
     """
-    _show(cluster, watch, _metrics_json if as_json else _say_metrics)
+    from phasewise.workflows.cluster_status import cluster_status
+
+    loads, pools = _loads(cluster_status(cluster))
+    if as_json:
+        print_json({"instances": loads, "pools": pools})
+    elif loads:
+        show(_metrics_table(loads, pools))
+    else:
+        say("no instance runs on this cluster")
 
 
 @app.command("drain")
@@ -90,23 +102,6 @@ def drain(
         return
     for instance in instances:
         say(f"{_name(instance)}: {on_one_line(instance['state'])}")
-
-
-def _show(address: str, watch: bool, show: Any) -> None:
-    from phasewise.workflows.cluster_status import cluster_status, watched_cluster
-
-    if not watch:
-        show(cluster_status(address))
-        return
-    for cluster_state in watched_cluster(address, WATCH_S):
-        if sys.stdout.isatty():
-            sys.stdout.write(_CLEAR)
-        show(cluster_state)
-        sys.stdout.flush()
-
-
-def _status_json(state: ClusterStatus) -> None:
-    print_json({"nodes": state.nodes, "servers": state.servers, "instances": state.instances})
 
 
 def _say_status(state: ClusterStatus) -> None:
@@ -166,24 +161,20 @@ def _loads(state: ClusterStatus) -> tuple[list[dict[str, Any]], list[dict[str, A
     return loads, list(pools.values())
 
 
-def _metrics_json(state: ClusterStatus) -> None:
-    loads, pools = _loads(state)
-    print_json({"instances": loads, "pools": pools})
-
-
-def _say_metrics(state: ClusterStatus) -> None:
-    loads, pools = _loads(state)
-    if not loads:
-        say("no instance runs on this cluster")
-        return
-    say(f"{'':28}{'running':>9}{'waiting':>9}{'KV':>7}{'handing over':>14}{'restarts':>10}")
-    for load in loads:
-        say(_row(_name(load), load))
-    for pool in pools:
-        say(_row(on_one_line(f"all {pool['pool']}@{pool['server']}"), pool))
-
-
-def _row(name: str, load: dict[str, Any]) -> str:
-    used = f"{100 * load['kv_slots_used'] / load['kv_slots']:.0f} %" if load["kv_slots"] else "-"
-    counts = f"{load['running']:>9}{load['waiting']:>9}{used:>7}{load['handing_over']:>14}"
-    return f"{name:28}{counts}{load['restarts']:>10}"
+def _metrics_table(loads: Sequence[dict[str, Any]], pools: Sequence[dict[str, Any]]) -> RowTable:
+    named = [(_name(load), load) for load in loads]
+    named += [(on_one_line(f"all {pool['pool']}@{pool['server']}"), pool) for pool in pools]
+    return RowTable(
+        [
+            {
+                "": name,
+                "running": load["running"],
+                "waiting": load["waiting"],
+                "KV": percent(load["kv_slots_used"] / load["kv_slots"]) if load["kv_slots"] else NOTHING,
+                "handing over": load["handing_over"],
+                "restarts": load["restarts"],
+            }
+            for name, load in named
+        ],
+        ("",),
+    )

@@ -59,12 +59,9 @@ class FakeChat:
 
 
 SAMPLING = {"--top-k": ["--top-k", "3"], "--repetition-penalty": ["--repetition-penalty", "1.3"]}
-POLICY = ("--buckets", "--window", "--refresh-every", "--fixed-buckets")
 BENCH_KV = {
-    **{flag: [flag, "17"] for flag in (*POLICY, "--prompt-tokens", "--seed", "--max-sequences")},
-    **{flag: [flag, "0.3"] for flag in ("--alpha", "--tau", "--reserve")},
+    **{flag: [flag, "17"] for flag in ("--prompt-tokens", "--seed", "--max-sequences")},
     "--column": ["--column", "tokens"],
-    "--order": ["--order", "shortest"],
 }
 HANDED = {
     "generate": Handing(

@@ -10,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -41,12 +40,11 @@ def collect_lengths(
     Raises ModelError, PlanError, PredictorError; KeyboardInterrupt with all ended answers in the log.
     """
     texts = read_prompts(prompts)[: wish.limit]
-    settings = Settings(wish.max_tokens, wish.temperature, wish.sequences)
     with _engine(model, wish, report) as opened:
-        log = AnswerLog(output, opened.model.name, settings)
+        log = AnswerLog(output, opened.model.name, wish)
         with closing(log):
             every = list(dict.fromkeys(tuple(message_prompt(opened.text, text)) for text in texts))
-            lengths, n_left = _answer_all(opened, log, every, settings, report)
+            lengths, n_left = _answer_all(opened, log, every, wish, report)
     n_cut = sum(length >= wish.max_tokens for length in lengths)
     return {
         "model": opened.model.name,
@@ -75,17 +73,17 @@ def _engine(ref: str, wish: CollectWish, report: Report) -> OpenEngine:
 
 
 def _answer_all(
-    opened: OpenEngine, log: AnswerLog, every: list[tuple[int, ...]], settings: Settings, report: Report
+    opened: OpenEngine, log: AnswerLog, every: list[tuple[int, ...]], wish: CollectWish, report: Report
 ) -> tuple[list[int], int]:
     """Lengths of the answers computed now, and how many prompts leave no room for one."""
-    room = opened.size.limits.context_length - settings.max_tokens
+    room = opened.size.limits.context_length - wish.max_tokens
     fitting = [ids for ids in every if 0 < len(ids) <= room and ids not in log.done]
     n_left = sum(not 0 < len(ids) <= room for ids in every)
     if log.had_broken_line:
         report("the log's last line was not whole and is dropped")
     lengths: list[int] = []
     try:
-        for ended in KeptCores(report).between(answers(opened.engine, fitting, settings)):
+        for ended in KeptCores(report).between(answers(opened.engine, fitting, wish)):
             if ended.error is not None:
                 raise ended.error
             log.write(ended)
@@ -110,27 +108,17 @@ class Ended(NamedTuple):
     error: Exception | None = None
 
 
-@dataclass(frozen=True)
-class Settings:
-    """Settings of every prompt's answer."""
-
-    max_tokens: int
-    temperature: float
-    sequences: int
-    """Answers computed at a time."""
-
-
-def answers(engine: Engine, prompts: Iterable[tuple[int, ...]], settings: Settings) -> Iterator[Ended]:
+def answers(engine: Engine, prompts: Iterable[tuple[int, ...]], wish: CollectWish) -> Iterator[Ended]:
     """Each prompt's answer when it ends, in no order. The same prompt is always drawn from with the same
     seed."""
     waiting = deque(enumerate(prompts))
     asked: dict[str, tuple[int, ...]] = {}
     while waiting or engine.has_work:
-        while waiting and len(asked) < settings.sequences:
+        while waiting and len(asked) < wish.sequences:
             number, ids = waiting.popleft()
             asked[str(number)] = ids
-            sampling = SamplingParams(temperature=settings.temperature, seed=_seed(ids))
-            engine.submit(Submit(str(number), ids, settings.max_tokens, sampling))
+            sampling = SamplingParams(temperature=wish.temperature, seed=_seed(ids))
+            engine.submit(Submit(str(number), ids, wish.max_tokens, sampling))
         for out in engine.step().outs:
             if not isinstance(out, Answer):
                 yield Ended(asked.pop(out.request_id), 0, "error", out.error)
@@ -145,10 +133,10 @@ def _seed(ids: tuple[int, ...]) -> int:
 class AnswerLog:
     """A log that is appended to; what it holds already need not be computed again."""
 
-    def __init__(self, path: Path, model_name: str, settings: Settings) -> None:
+    def __init__(self, path: Path, model_name: str, wish: CollectWish) -> None:
         self._path = path
         self._model_name = model_name
-        self._settings = settings
+        self._wish = wish
         self.had_broken_line = _drop_broken_line(path)
         self.done = self._done()
         self._file = _opened(path)
@@ -159,8 +147,8 @@ class AnswerLog:
             "schema_version": SCHEMA_VERSION,
             "model": self._model_name,
             "prompt_token_ids": ended.prompt_ids,
-            "temperature": self._settings.temperature,
-            "max_tokens": self._settings.max_tokens,
+            "temperature": self._wish.temperature,
+            "max_tokens": self._wish.max_tokens,
             "n_messages": 1,
             "system_prompt_id": None,
             "output_tokens": ended.output_tokens,
@@ -178,7 +166,7 @@ class AnswerLog:
         os.close(self._file)
 
     def _done(self) -> set[tuple[int, ...]]:
-        """Prompts asked with these settings."""
+        """Prompts asked with these wish."""
         if not self._path.is_file() or not self._path.stat().st_size:
             return set()
         log = read_log(self._path)
@@ -187,7 +175,7 @@ class AnswerLog:
             raise PredictorError(
                 f"log {self._path} holds answers of {others}, not of {self._model_name}: give another file"
             )
-        wanted = (self._settings.temperature, self._settings.max_tokens)
+        wanted = (self._wish.temperature, self._wish.max_tokens)
         return {
             tuple(example.facts.token_ids)
             for example in log.examples

@@ -1,14 +1,11 @@
-"""A Hugging Face directory of a pruned model: written beside its name, and renamed when it is whole."""
+"""The files of a pruned model's Hugging Face directory."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import shutil
 import struct
-import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,34 +52,6 @@ def check_family(source: ModelSource) -> None:
         raise WorkflowError(
             f"{source.name} is a {architecture} model: prune writes {', '.join(WRITABLE)} without experts"
         )
-
-
-@contextlib.contextmanager
-def new_directory(out: Path) -> Iterator[Path]:
-    """A directory that takes the name `out` if the block ends well, and vanishes if it does not."""
-    if out.exists():
-        raise WorkflowError(f"{out} exists already: name a directory that does not")
-    prefix = f".{out.name}.prune-"
-    try:
-        for left_over in out.parent.glob(prefix + "*"):
-            shutil.rmtree(left_over, ignore_errors=True)
-        temporary = Path(tempfile.mkdtemp(prefix=prefix, dir=out.parent))
-    except OSError as error:
-        raise WorkflowError(f"{out} cannot be made: {error.strerror}") from error
-    try:
-        yield temporary
-        temporary.chmod(0o777 & ~_umask())
-        temporary.rename(out)
-    except OSError as error:
-        raise WorkflowError(f"{out} cannot be written: {error.strerror}") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _umask() -> int:
-    mask = os.umask(0o022)
-    os.umask(mask)
-    return mask
 
 
 def write_texts(source: ModelSource, directory: Path, sparsity: Mapping[str, Any] | None) -> None:

@@ -20,6 +20,7 @@ from phasewise.serving.loaders.source import BF16, INT8
 from phasewise.serving.loaders.storage import StorageChoice, bytes_share
 from phasewise.workflows.errors import WorkflowError
 from phasewise.workflows.evaluate.scorer import read_text
+from phasewise.workflows.new_path import new_path
 from phasewise.workflows.prune import masks
 from phasewise.workflows.prune.calibration import Activations, gather, windows
 from phasewise.workflows.prune.directory import (
@@ -27,7 +28,6 @@ from phasewise.workflows.prune.directory import (
     bf16_bits,
     bitmask_tensors,
     check_family,
-    new_directory,
     write_tensors,
     write_texts,
 )
@@ -92,7 +92,7 @@ def prune(settings: PruneSettings, report: Report = silent, progress: Report = s
 
     located = locate(settings.model, cache_root(), report)
     recovery = None
-    with open_source(located) as source, new_directory(settings.out) as directory:
+    with open_source(located) as source, new_path(settings.out) as directory:
         check_family(source)
         activations = _calibrate(settings, report, progress)
         chosen = _choose(settings, source, activations, report)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from phasewise.serving.loaders.formats.gguf_blocks import BLOCK_TYPES, decode_ro
 from phasewise.serving.loaders.formats.gguf_file import GgufFiles, GgufHeader, TensorInfo, open_gguf
 from phasewise.serving.loaders.source import Rows, check_finite
 from phasewise.workflows.errors import WorkflowError
+from phasewise.workflows.new_path import new_path
 from phasewise.workflows.quantise.settings import QuantFormat, QuantiseSettings
 from phasewise.workflows.report import Report, silent
 
@@ -93,7 +92,7 @@ def quantise(settings: QuantiseSettings, report: Report = silent, progress: Repo
     file, header = open_gguf(located.path)
     with contextlib.closing(file):
         _refuse_quantised(located.name, header, settings)
-        with _new_file(settings.out) as temporary:
+        with new_path(settings.out, "model.gguf") as temporary:
             types = _write(file, header, settings, temporary, progress)
             with open_source(Located(located.name, temporary)) as written:
                 written.tokenizer_json()  # ModelError where it cannot be built
@@ -108,30 +107,6 @@ def _refuse_quantised(name: str, header: GgufHeader, settings: QuantiseSettings)
                 f"{name} has {tensor.name} in {tensor.type_name} already: quantise the original, or round a"
                 " second time with --requantise"
             )
-
-
-@contextlib.contextmanager
-def _new_file(out: Path) -> Iterator[Path]:
-    """A file that takes the name `out` if the block ends well, and vanishes if it does not."""
-    prefix = f".{out.name}.quantise-"
-    try:
-        for left_over in out.parent.glob(prefix + "*"):
-            left_over.unlink(missing_ok=True)
-        handle, name = tempfile.mkstemp(prefix=prefix, suffix=".gguf", dir=out.parent)
-        os.close(handle)
-    except OSError as error:
-        raise WorkflowError(f"{out} cannot be made: {error.strerror}") from error
-    temporary = Path(name)
-    try:
-        yield temporary
-        umask = os.umask(0)
-        os.umask(umask)
-        temporary.chmod(0o666 & ~umask)
-        temporary.rename(out)
-    except OSError as error:
-        raise WorkflowError(f"{out} cannot be written: {error.strerror}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def type_of(name: str, shape: tuple[int, ...], quant_format: QuantFormat, *, tied: bool) -> str:

@@ -10,7 +10,7 @@ from phasewise.cli.option_sets import spread
 from phasewise.cli.options import Form, WideOption
 from phasewise.cli.present import note
 from phasewise.cli.tables import show_rows, table_of_rows
-from phasewise.workflows.bench.kv.settings import PoolOverrides, ReplayWish, TraceSelection
+from phasewise.workflows.bench.kv.settings import ReplayWish
 
 
 @spread
@@ -21,9 +21,7 @@ def kv(
             metavar="TRACE", help="files or distributions, one after the other", show_default=False
         ),
     ],
-    selection: TraceSelection,
     wish: ReplayWish,
-    overrides: PoolOverrides,
     output: Annotated[Form, typer.Option("-o", "--output", help="form of the rows")] = "md",
     wide: WideOption = False,
 ) -> None:
@@ -42,5 +40,5 @@ def kv(
     """
     from phasewise.workflows.bench.kv.replay import replay_policies
 
-    rows = replay_policies(traces, selection, wish, overrides, note)
+    rows = replay_policies(traces, wish, note)
     show_rows(output, rows, [table_of_rows(rows, wide=wide, form="github")])

@@ -43,19 +43,6 @@ def test_the_same_seed_gives_the_same_rows() -> None:
     )
 
 
-def test_requests_come_by_arrival(tmp_path: Path) -> None:
-    """One after the other where steps are short; all at once where they are long."""
-    trace = tmp_path / "trace.jsonl"
-    lines = ({"timestamp": 1000 * index, "input_length": 20, "output_length": 10} for index in range(8))
-    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-    (alone,) = rows_of(str(trace), "--step-ms", "1", "--policies", "odma")
-    (together,) = rows_of(str(trace), "--step-ms", "60000", "--policies", "odma")
-
-    assert (alone["peak_running"], alone["decode_steps"]) == (1, 72)
-    assert together["peak_running"] == 8
-
-
 def test_a_trace_may_be_packed(tmp_path: Path) -> None:
     rows = [{"timestamp": 0, "input_length": 20, "output_length": 10 + index} for index in range(8)]
     text = "".join(json.dumps(row) + "\n" for row in rows)
@@ -87,8 +74,6 @@ def test_forms_hold_the_same_rows() -> None:
         ([TRACE, "--estimate", "oracle"], ["oracle", "error:SIGMA"]),
         ([TRACE, "--max-tokens", "some"], ["some", "final:0.55"]),
         ([TRACE, "--max-tokens", "0"], ["max_tokens", "0"]),
-        ([TRACE, "--page-slots", "24"], ["24", "16"]),
-        ([TRACE, "--step-ms", "5"], ["--step-ms"]),
         ([TRACE, "--estimate", "none.safetensors"], ["length log"]),
     ],
 )

@@ -170,9 +170,9 @@ def test_a_killed_run_leaves_no_directory_and_the_next_one_removes_what_it_left(
     killed = subprocess.run(command, capture_output=True)
     assert killed.returncode == UNCAUGHT_KILL
     assert not out.exists()
-    assert list(tmp_path.glob(".out.prune-*"))
+    assert list(tmp_path.glob(".out.new-*"))
 
     assert invoke(model, "-o", out).exit_code == 0
 
-    assert not list(tmp_path.glob(".out.prune-*"))
+    assert not list(tmp_path.glob(".out.new-*"))
     assert densities(out)

@@ -27,7 +27,7 @@ from phasewise.tuner.config.steps import ModelShape
 from phasewise.tuner.config.trace import load_trace
 from phasewise.tuner.errors import TraceError
 from phasewise.tuner.predictor.log import PromptFacts
-from phasewise.workflows.bench.kv.settings import TraceSelection
+from phasewise.workflows.bench.kv.settings import ReplayWish
 from phasewise.workflows.errors import UsageError
 from phasewise.workflows.report import Report, silent
 
@@ -46,20 +46,18 @@ class TraceRequest:
 TraceRequests: TypeAlias = tuple[TraceRequest, ...]
 
 
-def read_samples(text: str, selection: TraceSelection, report: Report = silent) -> TraceRequests:
-    """At most `selection.count` requests, in order, of `text`: a file's name or a distribution."""
-    wanted = selection.count if selection.part == "all" else 2 * selection.count
+def read_samples(text: str, wish: ReplayWish, report: Report = silent) -> TraceRequests:
+    """At most `wish.count` requests, in order, of `text`: a file's name or a distribution."""
+    wanted = wish.count if wish.part == "all" else 2 * wish.count
     if text.endswith(".csv") and not _is_azure(text):
-        samples = _column(text, selection)
-    elif text.endswith((".jsonl", ".jsonl.xz")) and (selection.model is not None or _is_length_log(text)):
-        samples = _logged(text, selection.model, report)
+        samples = _column(text, wish)
+    elif text.endswith((".jsonl", ".jsonl.xz")) and (wish.model is not None or _is_length_log(text)):
+        samples = _logged(text, wish.model, report)
     else:
-        return _part(
-            tuple(TraceRequest(request) for request in load_trace(text, wanted, selection.seed)), selection
-        )
-    rng = random.Random(selection.seed)
+        return _part(tuple(TraceRequest(request) for request in load_trace(text, wanted, wish.seed)), wish)
+    rng = random.Random(wish.seed)
     chosen = sorted(rng.sample(range(len(samples)), min(wanted, len(samples))))
-    return _part(tuple(samples[index] for index in chosen), selection)
+    return _part(tuple(samples[index] for index in chosen), wish)
 
 
 def estimates_for(text: str, samples: TraceRequests, seed: int) -> Estimates:
@@ -153,14 +151,14 @@ def limit_for(trace: Trace, text: str) -> int:
     raise TraceError(f"no max_tokens lets static pre-allocation reach {text} on this trace")
 
 
-def _part(samples: TraceRequests, selection: TraceSelection) -> TraceRequests:
+def _part(samples: TraceRequests, wish: ReplayWish) -> TraceRequests:
     """The chosen half, drawn at random so that both halves are alike, in the order of the trace."""
-    if selection.part == "all":
-        return samples[: selection.count]
+    if wish.part == "all":
+        return samples[: wish.count]
     order = list(range(len(samples)))
-    random.Random(selection.seed).shuffle(order)
+    random.Random(wish.seed).shuffle(order)
     middle = len(order) // 2
-    chosen = sorted(order[:middle] if selection.part == "first" else order[middle:])
+    chosen = sorted(order[:middle] if wish.part == "first" else order[middle:])
     return tuple(samples[index] for index in chosen)
 
 
@@ -181,26 +179,24 @@ def _first_line(path: str) -> str:
         return ""
 
 
-def _column(path: str, selection: TraceSelection) -> TraceRequests:
+def _column(path: str, wish: ReplayWish) -> TraceRequests:
     try:
         with io.TextIOWrapper(open_input(path), encoding="utf-8-sig", newline="") as file:
             rows = csv.DictReader(file)
             names = rows.fieldnames or ()
-            if selection.column not in names:
-                raise TraceError(_wrong_column(path, selection.column, names))
+            if wish.column not in names:
+                raise TraceError(_wrong_column(path, wish.column, names))
             lengths = [
-                _length(row[selection.column], f"{path}, row {row_number}")
+                _length(row[wish.column], f"{path}, row {row_number}")
                 for row_number, row in enumerate(rows, 2)
             ]
     except OSError as error:
         raise TraceError(f"{path}: {error.strerror or error}") from None
     except (UnicodeDecodeError, csv.Error) as error:
         raise TraceError(f"{path}: {error}") from None
-    samples = tuple(
-        TraceRequest(RequestLengths(selection.prompt_tokens, length)) for length in lengths if length
-    )
+    samples = tuple(TraceRequest(RequestLengths(wish.prompt_tokens, length)) for length in lengths if length)
     if not samples:
-        raise TraceError(f"{path} holds no answer in column {selection.column}")
+        raise TraceError(f"{path} holds no answer in column {wish.column}")
     return samples
 
 

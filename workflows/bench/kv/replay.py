@@ -12,9 +12,8 @@ ways:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 from phasewise._rows import Row, column
 from phasewise._words import NOTHING, counted, percent
@@ -40,7 +39,7 @@ from phasewise.workflows.bench.kv.inputs import (
     static_shares,
     unseen_by,
 )
-from phasewise.workflows.bench.kv.settings import PoolOverrides, ReplayWish, TraceSelection
+from phasewise.workflows.bench.kv.settings import ReplayWish
 from phasewise.workflows.errors import UsageError
 from phasewise.workflows.report import Report, silent
 
@@ -60,46 +59,23 @@ class Replay:
     n_slots: int
     settings: ComparedSettings
     max_sequences: int
-    step_s: float | None
-    """Length of a step, for requests that arrive by the trace; None: all requests wait from the beginning."""
     speeds: Speeds | None = None
 
 
-@dataclass(frozen=True)
-class ReplayInputs:
-    """The inputs of a replay, as text."""
-
-    traces: Sequence[str]
-    selection: TraceSelection
-    max_tokens: str
-    """A number, `final:SHARE` or `live:SHARE`."""
-    estimates: Sequence[str]
-    """Each as `inputs.estimates_for` reads it."""
-    step_ms: float | None
-    speeds: Speeds | None = None
-
-
-def replay_policies(
-    traces: Sequence[str],
-    selection: TraceSelection,
-    wish: ReplayWish,
-    overrides: PoolOverrides,
-    report: Report = silent,
-) -> list[KvRow]:
+def replay_policies(traces: Sequence[str], wish: ReplayWish, report: Report = silent) -> list[KvRow]:
     """A row for each policy and estimate. `report` is told what is replayed. TraceError, UsageError."""
     names = [name.strip() for name in wish.policies.split(",")]
     if not set(names) <= set(KV_POLICIES):
         raise UsageError(f"--policies {wish.policies!r} is not a list of {', '.join(KV_POLICIES)}")
-    n_slots, speeds = wish.slots, None
+    speeds = None
     if wish.memory_bytes is not None:
-        if selection.model is None:
+        if wish.model is None:
             raise UsageError("--memory needs --model")
-        n_slots, speeds = slots_and_speeds(selection.model, wish.memory_bytes, wish.kv_format, report)
+        n_slots, speeds = slots_and_speeds(wish.model, wish.memory_bytes, wish.kv_format, report)
+        wish = replace(wish, slots=n_slots)
     if wish.speeds is not None:
         speeds = speeds_of(wish.speeds)
-    estimates = [text.strip() for text in wish.estimate.split(",")]
-    inputs = ReplayInputs(traces, selection, wish.max_tokens, estimates, wish.step_ms, speeds)
-    replay, story = replay_of(inputs, n_slots, wish.max_sequences, overrides.chosen(), report)
+    replay, story = replay_of(traces, wish, speeds, report)
     report(story)
     rows = list(replayed(replay, names))
     for row in rows:
@@ -109,31 +85,28 @@ def replay_policies(
 
 
 def replay_of(
-    inputs: ReplayInputs, n_slots: int, max_sequences: int, settings: dict[str, Any], report: Report = silent
+    traces: Sequence[str], wish: ReplayWish, speeds: Speeds | None = None, report: Report = silent
 ) -> tuple[Replay, str]:
-    """The replay, and a line of text that describes it. settings: fields of ComparedSettings."""
-    samples = tuple(
-        sample for text in inputs.traces for sample in read_samples(text, inputs.selection, report)
-    )
-    for text in inputs.estimates:
+    """The replay, and a line of text that describes it. TraceError."""
+    samples = tuple(sample for text in traces for sample in read_samples(text, wish, report))
+    sources = [text.strip() for text in wish.estimate.split(",")]
+    for text in sources:
         samples = unseen_by(text, samples)
     whole = requests_of(samples)
-    if inputs.step_ms is not None and any(request.arrival_s is None for request in whole):
-        raise TraceError(f"{', '.join(inputs.traces)}: no arrivals, so leave --step-ms out")
-    limit = int(inputs.max_tokens) if inputs.max_tokens.isdecimal() else limit_for(whole, inputs.max_tokens)
+    limit = int(wish.max_tokens) if wish.max_tokens.isdecimal() else limit_for(whole, wish.max_tokens)
     if not 1 <= limit <= MAX_TOKENS:
         raise TraceError(f"max_tokens must be from 1 to {MAX_TOKENS}, not {limit}")
     samples = limited(samples, limit)
     trace = requests_of(samples)
-    estimates = {text: estimates_for(text, samples, inputs.selection.seed) for text in inputs.estimates}
+    estimates = {text: estimates_for(text, samples, wish.seed) for text in sources}
     longest = max(request.prompt_tokens for request in trace) + limit
     off = [
         f"{text}: {how_far_off(trace, predicted)}" for text, predicted in estimates.items() if text != "none"
     ]
-    story = "; ".join([story_of(trace, limit, inputs.selection.seed), *off])
-    pool = ComparedSettings(longest_request=longest, answer_tokens=limit, **settings)
-    step_s = None if inputs.step_ms is None else inputs.step_ms / 1000
-    return Replay(trace, estimates, limit, n_slots, pool, max_sequences, step_s, inputs.speeds), story
+    story = "; ".join([story_of(trace, limit, wish.seed), *off])
+    pool = ComparedSettings(longest_request=longest, answer_tokens=limit)
+    replay = Replay(trace, estimates, limit, wish.slots, pool, wish.max_sequences, speeds)
+    return replay, story
 
 
 def story_of(trace: Trace, max_tokens: int, seed: int) -> str:
@@ -188,7 +161,7 @@ class KvRow(Row):
     tokens_per_s: float | None = column("tokens/s", ".0f", narrow=True)
     """Tokens of answers per second while requests wait, by the given speeds; None without speeds."""
     steps_to_first: float = column("steps to first", ".1f")
-    """Mean steps from a request's arrival to the first token of its answer."""
+    """Mean steps from the beginning to the first token of an answer."""
     whole_tokens_per_s: float | None = None
     """Tokens of answers per second over all steps, those of the last answers too."""
 
@@ -196,8 +169,8 @@ class KvRow(Row):
 @dataclass(slots=True)
 class _Sums:
     step: int = 0
-    arrivals: dict[str, int] = field(default_factory=dict)
-    """The step in which a request came whose answer has not begun."""
+    unbegun: set[str] = field(default_factory=set)
+    """Requests whose answers have not begun."""
     steps_to_first: int = 0
     n_begun: int = 0
     live: int = 0
@@ -277,16 +250,12 @@ def _row(policy: str, estimate: str | None, replay: Replay, pool: KvPool) -> KvR
 
 
 def _run(replay: Replay, estimates: Estimates, scheduler: Scheduler, sums: _Sums) -> None:
-    """Run steps until every request has ended."""
-    coming = list(enumerate(replay.trace))[::-1]
-    while coming or scheduler.has_work:
-        while coming and (
-            replay.step_s is None or (coming[-1][1].arrival_s or 0) <= sums.step * replay.step_s
-        ):
-            number, _ = coming.pop()
-            why = _add(scheduler, replay, number, estimates[number])
-            sums.failed_why = sums.failed_why or why
-            sums.arrivals[str(number)] = sums.step
+    """Run steps until every request has ended; all wait from the beginning."""
+    for number, estimate in enumerate(estimates):
+        why = _add(scheduler, replay, number, estimate)
+        sums.failed_why = sums.failed_why or why
+        sums.unbegun.add(str(number))
+    while scheduler.has_work:
         _step(replay, scheduler, sums)
         scheduler.pool.refresh()
         sums.step += 1
@@ -328,8 +297,9 @@ def _step(replay: Replay, scheduler: Scheduler, sums: _Sums) -> None:
     for out in scheduler.commit(batch, tokens):
         if out.finish_reason:
             sums.ended.add(out.request_id)
-        if out.request_id in sums.arrivals:
-            sums.steps_to_first += sums.step - sums.arrivals.pop(out.request_id)
+        if out.request_id in sums.unbegun:
+            sums.unbegun.remove(out.request_id)
+            sums.steps_to_first += sums.step
             sums.n_begun += 1
 
 
