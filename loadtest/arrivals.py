@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import accumulate
-from typing import Literal
 
 from phasewise._words import number
 from phasewise.tuner.config.lengths import RequestLengths, Trace, whole_tokens
@@ -31,9 +30,8 @@ class Arrivals(StrEnum):
 class RequestPace:
     """The times of requests. Without `rate` and `instants_s` each client waits for its answer first.
 
-    rate: requests/s. instants_s: arrivals of a trace or a day, as `origin` says, in seconds; `rate` does not
-    apply to them. most_at_once: most requests in flight, None for no limit; in a closed loop the number of
-    clients.
+    rate: requests/s. instants_s: arrivals of a trace in seconds; `rate` does not apply to them.
+    most_at_once: most requests in flight, None for no limit; in a closed loop the number of clients.
     """
 
     rate: float | None
@@ -41,7 +39,6 @@ class RequestPace:
     burstiness: float = 1.0
     instants_s: Sequence[float] | None = None
     most_at_once: int | None = None
-    origin: Literal["trace", "day"] = "trace"
 
     @property
     def is_closed_loop(self) -> bool:

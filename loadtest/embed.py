@@ -9,11 +9,8 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from urllib.parse import urlsplit
 
 from phasewise._words import counted
 from phasewise.loadtest.arrivals import RequestPace
@@ -21,7 +18,6 @@ from phasewise.loadtest.client import LoadClient, LoadTestError, Prompt, Target,
 from phasewise.loadtest.metrics import Measured
 from phasewise.loadtest.outcome import FailureKind, RequestOutcome
 from phasewise.loadtest.send import RequestLoad, run_load
-from phasewise.tuner.config.day import DayCurve
 from phasewise.tuner.config.lengths import RequestLengths
 
 _WORDS = (
@@ -30,9 +26,6 @@ _WORDS = (
     *("money", "story", "month", "lot", "right", "study", "book", "eye", "job", "word", "business"),
 )
 PERCENTILES = (50, 90, 99)
-STAT = Path("/proc/stat")
-_IDLE = (3, 4)
-"""Fields of a line of CPU times: idle, and idle while a disk is waited for."""
 
 
 @dataclass(frozen=True)
@@ -70,17 +63,6 @@ class EmbedFigures:
     """Share of the answers with vectors that came within the SLO."""
     first_error: str | None = None
     """The error of the first of those that failed; None where none did."""
-
-
-@dataclass(frozen=True)
-class DayPart:
-    """One part of the day. `begin_h`: hours since midnight; `rate`: queries/s that the curve has."""
-
-    begin_h: float
-    rate: float
-    figures: EmbedFigures
-    cpu_share: float | None
-    """Busy time of all CPUs of this machine; None where the server is elsewhere, or no time has passed."""
 
 
 def texts_of_lengths(lengths: Sequence[int], seed: int) -> list[str]:
@@ -123,30 +105,6 @@ async def send_batches(
     """Every batch once, at the pace. A client of a closed loop that is refused asks on at once."""
     load = RequestLoad((RequestLengths(1, 1),) * len(batches), pace, batches, seed, heeds_refusals=False)
     return await run_load(client, load, asyncio.Event())
-
-
-async def day_of_load(
-    client: LoadClient,
-    batches: TextBatches,
-    curve: DayCurve,
-    instants_s: Sequence[float],
-    day_s: float,
-    slo_s: float | None = None,
-) -> list[DayPart]:
-    """Send a batch at each instant; the parts of the day in order, each with what was sent in it."""
-    measured, shares = await asyncio.gather(
-        send_batches(client, batches, RequestPace(None, instants_s=instants_s)),
-        _cpu_shares(client.target.base, len(curve.rates), day_s),
-    )
-    part_s, sent = day_s / len(curve.rates), [list[RequestOutcome]() for _ in curve.rates]
-    for outcome in measured.outcomes:
-        sent[curve.part_of(instants_s[outcome.number], day_s)].append(outcome)
-    return [
-        DayPart(
-            24.0 * index / len(curve.rates), rate, figures(sent[index], batches, part_s, slo_s), shares[index]
-        )
-        for index, rate in enumerate(curve.rates)
-    ]
 
 
 async def highest_concurrency(
@@ -218,27 +176,3 @@ def _percentile(ordered: Sequence[float], percent: int) -> float:
     if not ordered:
         return 0.0
     return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
-
-
-async def _cpu_shares(base: str, n_parts: int, day_s: float) -> list[float | None]:
-    """The busy share of this machine's CPUs in each part; None where the server is elsewhere."""
-    if urlsplit(base).hostname not in ("127.0.0.1", "::1", "localhost"):
-        return [None] * n_parts
-    began, last, shares = time.perf_counter(), _cpu_times(), list[float | None]()
-    for part in range(1, n_parts + 1):
-        await asyncio.sleep(max(0.0, began + part * day_s / n_parts - time.perf_counter()))
-        (old_busy, old_whole), last = last, _cpu_times()
-        busy, whole = last
-        shares.append((busy - old_busy) / (whole - old_whole) if whole > old_whole else None)
-    return shares
-
-
-def _cpu_times() -> tuple[int, int]:
-    """Busy and whole times of this machine's CPUs, as Linux counts them; zeros where it does not."""
-    try:
-        with open(STAT, encoding="ascii") as file:
-            times = [int(text) for text in file.readline().split()[1:9]]  # guests are within user times
-    except (OSError, ValueError):
-        return 0, 0
-    whole = sum(times)
-    return whole - sum(times[index] for index in _IDLE), whole

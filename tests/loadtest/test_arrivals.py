@@ -21,9 +21,6 @@ from phasewise.loadtest.arrivals import (
     repeated,
     scaled,
 )
-from phasewise.loadtest.assemble import load_test_of
-from phasewise.loadtest.settings import Asking, Promises, SendingTimes, SentLengths
-from phasewise.tuner.config.day import day_curve
 from phasewise.tuner.config.lengths import RequestLengths
 from phasewise.tuner.config.trace import read_trace
 from phasewise.tuner.errors import TraceError
@@ -134,16 +131,3 @@ def test_promises_are_read_and_scaled() -> None:
 def test_promises_without_meaning_are_refused(text: str) -> None:
     with pytest.raises(TraceError, match="SLO"):
         parse_slo(text)
-
-
-def test_a_day_sends_what_its_curve_says_with_lengths_of_a_trace(tmp_path: Path) -> None:
-    """As many requests as the day has, whose lengths go round; `arrivals` says that it is a day."""
-    (tmp_path / "azure.csv").write_text(AZURE)
-    times = SendingTimes(daily="diurnal:3,9", day_s=20.0, trace=tmp_path / "azure.csv")
-
-    test = load_test_of("http://127.0.0.1:9", "m", times, SentLengths(seed=5), Asking(), Promises())
-
-    assert test.pace.instants_s == day_curve("diurnal:3,9").arrivals_s(20.0, 5)
-    assert len(test.requests) == len(test.pace.instants_s) > 3
-    assert test.pace.origin == "day"
-    assert [request.prompt_tokens for request in test.requests[:4]] == [100, 300, 200, 100]
