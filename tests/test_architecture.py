@@ -53,7 +53,6 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "loadtest": (
         "loadtest",
-        "tuner.config.day",
         "tuner.config.slo",
         "tuner.config.trace",
         "tuner.config.lengths",
