@@ -110,7 +110,7 @@ def _requests(times: SendingTimes, wanted: SentLengths) -> Trace:
 
 def _pace(requests: Trace, times: SendingTimes, *, is_search: bool) -> RequestPace:
     if times.rate is not None or is_search:
-        return RequestPace(times.rate, times.arrivals, times.burstiness, None, times.concurrency)
+        return RequestPace(times.rate, most_at_once=times.concurrency)
     instants_s = instants_of(requests)
     if instants_s is not None:
         return RequestPace(None, instants_s=instants_s, most_at_once=times.concurrency)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from phasewise._version import SCHEMA_VERSION
-from phasewise.loadtest.arrivals import Arrivals
 from phasewise.loadtest.metrics import (
     attainment,
     attainment_by_scale,
@@ -42,7 +41,7 @@ def _header(report: LoadReport) -> dict[str, Any]:
         "tokenizer_id": target.model,
         "num_prompts": report.n_requests,
         "request_rate": "inf" if pace.rate is None else pace.rate,
-        "burstiness": pace.burstiness if pace.arrivals is Arrivals.gamma else 1.0,
+        "burstiness": 1.0,
         "max_concurrency": pace.most_at_once,
     }
 
@@ -77,11 +76,11 @@ def _own_fields(report: LoadReport) -> dict[str, Any]:
 
 
 def arrivals_of(report: LoadReport) -> str:
-    """closed-loop, trace, or the process that drew them."""
+    """closed-loop, trace or poisson."""
     pace = report.pace
     if pace.is_closed_loop:
         return "closed-loop"
-    return "trace" if pace.instants_s is not None else pace.arrivals.value
+    return "trace" if pace.instants_s is not None else "poisson"
 
 
 def _probe_fields(probe: RateProbe) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Literal
 
 from phasewise._options import option
-from phasewise.loadtest.arrivals import Arrivals
 
 
 @dataclass(frozen=True)
@@ -17,12 +16,6 @@ class SendingTimes:
     PANEL = "When"
 
     rate: float | None = option(None, "requests a second", min=1e-3, max=1e5)
-    arrivals: Arrivals = option(
-        Arrivals.poisson, "distribution of the intervals between requests at --rate", config_only=True
-    )
-    burstiness: float = option(
-        1.0, "shape of gamma arrivals; 1: Poisson", min=1e-3, max=1e3, config_only=True
-    )
     concurrency: int | None = option(
         None,
         "clients that each wait for their answer; with --rate or --trace: most requests in flight",

@@ -378,8 +378,6 @@ WAYS: Mapping[str, tuple[Way, ...]] = {
         Way("without --calibration", ("--calibration-tokens",), unless=("--calibration",)),
     ),
     "bench serve": (
-        Way("without --rate", ("--arrivals", "--burstiness"), unless=("--rate", *_SEARCHES)),
-        Way("without --arrivals gamma", ("--burstiness",), unless=("--arrivals=gamma",)),
         Way("without --trace", ("--time-scale",), unless=("--trace",)),
         Way("with --rate", ("--time-scale",), when=("--rate", *_SEARCHES)),
         Way("without --find-rate", _RATE_SEARCH, unless=_SEARCHES),

@@ -12,12 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phasewise.loadtest.arrivals import (
-    Arrivals,
     LatencySlo,
     RequestPace,
-    gamma_arrivals_s,
     instants_of,
     parse_slo,
+    poisson_arrivals_s,
     repeated,
     scaled,
 )
@@ -35,15 +34,12 @@ MOONCAKE = '{"timestamp": 500, "input_length": 40, "output_length": 4}\n' * 2
 
 @given(
     rate=st.floats(0.01, 1000),
-    burstiness=st.floats(0.1, 100),
     count=st.integers(1, 200),
     seed=st.integers(0, 1 << 30),
 )
-def test_arrivals_ascend_and_end_when_the_rate_says(
-    rate: float, burstiness: float, count: int, seed: int
-) -> None:
+def test_arrivals_ascend_and_end_when_the_rate_says(rate: float, count: int, seed: int) -> None:
     """However short a run is, its rate is the one asked for."""
-    instants_s = gamma_arrivals_s(rate, burstiness, count, random.Random(seed))
+    instants_s = poisson_arrivals_s(rate, count, random.Random(seed))
 
     assert len(instants_s) == count
     assert all(before <= after for before, after in pairwise(instants_s))
@@ -51,22 +47,14 @@ def test_arrivals_ascend_and_end_when_the_rate_says(
     assert instants_s[-1] == pytest.approx(count / rate)
 
 
-@pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
-def test_gaps_have_the_spread_of_their_burstiness(burstiness: float) -> None:
-    """A gamma of shape B has a coefficient of variation of 1 / sqrt(B); a Poisson process has 1."""
-    instants_s = RequestPace(20.0, Arrivals.gamma, burstiness).arrivals_s(20_000, 3)
+def test_gaps_have_the_spread_of_a_poisson_process() -> None:
+    """A coefficient of variation of 1."""
+    instants_s = RequestPace(20.0).arrivals_s(20_000, 3)
     gaps_s = [after - before for before, after in pairwise(instants_s)]
 
     mean_s = statistics.fmean(gaps_s)
     assert mean_s == pytest.approx(1 / 20, rel=0.03)
-    assert statistics.pstdev(gaps_s) / mean_s == pytest.approx(burstiness**-0.5, rel=0.05)
-
-
-def test_poisson_is_gamma_of_one_and_constant_has_no_spread() -> None:
-    poisson = RequestPace(5.0, Arrivals.poisson, burstiness=7.0).arrivals_s(50, 1)
-
-    assert poisson == RequestPace(5.0, Arrivals.gamma, 1.0).arrivals_s(50, 1)
-    assert RequestPace(5.0, Arrivals.constant).arrivals_s(4, 1) == pytest.approx([0.0, 0.2, 0.4, 0.6])
+    assert statistics.pstdev(gaps_s) / mean_s == pytest.approx(1.0, rel=0.05)
 
 
 def test_the_same_seed_draws_the_same_arrivals() -> None:
