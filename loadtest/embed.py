@@ -17,14 +17,10 @@ from phasewise.loadtest.arrivals import RequestPace
 from phasewise.loadtest.client import LoadClient, LoadTestError, Prompt, Target, open_client
 from phasewise.loadtest.metrics import Measured
 from phasewise.loadtest.outcome import FailureKind, RequestOutcome
+from phasewise.loadtest.prompts import words
 from phasewise.loadtest.send import RequestLoad, run_load
 from phasewise.tuner.config.lengths import RequestLengths
 
-_WORDS = (
-    *("time", "people", "way", "water", "day", "man", "world", "life", "hand", "part", "place", "week"),
-    *("case", "point", "company", "number", "group", "problem", "fact", "year", "house", "room", "area"),
-    *("money", "story", "month", "lot", "right", "study", "book", "eye", "job", "word", "business"),
-)
 PERCENTILES = (50, 90, 99)
 
 
@@ -67,8 +63,7 @@ class EmbedFigures:
 
 def texts_of_lengths(lengths: Sequence[int], seed: int) -> list[str]:
     """A text for each length in words, of words that tokenizers know whole."""
-    rng = random.Random(seed)
-    return [" ".join(rng.choice(_WORDS) for _ in range(max(1, n))) for n in lengths]
+    return [words((seed, index), max(1, n)).strip() for index, n in enumerate(lengths)]
 
 
 def lengths_of(text: str, count: int, seed: int) -> list[int]:

@@ -159,4 +159,4 @@ class EmbedLoad:
     )
     encoding: str = option("float", "form of the vectors: float or base64")
     api_key: str | None = option(None, "key that requests carry", envvar="PHASEWISE_API_KEY", repr=False)
-    seed: int = option(0, "seed of lengths, words and arrivals")
+    seed: int = option(0, "seed of lengths, words and arrivals", min=0)
