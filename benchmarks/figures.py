@@ -57,6 +57,7 @@ FIGURES = (
     Figure("Splitwise's own simulator beside ours", splitwise.splitwise_sim, ("cell", "requests")),
     Figure("Splitwise: machine types of a profile or of runs", machine_types.machine_types, ("machine",)),
     Figure("WindVE, Tables I to III, Figs. 5 and 6", windve.windve_tables, ("table", "devices")),
+    Figure("WindVE, equations 5 and 6: a day's cost", windve.windve_cost, ("table", "devices")),
     Figure("WindVE, Tables I and II in real time", windve_devices.windve_devices, ("table", "devices")),
     Figure("SparAMX, Table 2: sparse products", sparamx.sparse_products, ("layer", "contestant")),
     Figure(

@@ -53,6 +53,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "loadtest": (
         "loadtest",
+        "tuner.config.day",
         "tuner.config.slo",
         "tuner.config.trace",
         "tuner.config.lengths",

@@ -255,6 +255,11 @@ _SEARCHES = ("--find-rate", "--over-offline")
 _RATE_SEARCH = ("--probe", "--most-probes", "--votes")
 _AUTHORS_C = ("--include", "--define")
 _ODMA = ("--buckets", "--alpha", "--tau", "--window", "--refresh-every", "--reserve")
+_OF_LANGUAGE_MODELS = (
+    *("--design", "--rate", "--cost", "--power", "--minimise", "--rate-step", "--most-rate"),
+    *("--most", "--machines", "--policy", "--model", "--duration", "--draw", "--seed", "--perf-model"),
+    *("--machine-from-db", "--machine-from-xml", "--reference", "--plot", "--wide"),
+)
 _SEARCHING = (
     *("--lengths", "--trace", "--concurrency", "--hints", "--cores", "--ranks", "--top-k", "--storage"),
     *("--seed", "--verbose"),
@@ -363,6 +368,7 @@ WAYS: Mapping[str, tuple[Way, ...]] = {
         _CLUSTER_DB,
     ),
     "provision": (
+        Way("with --embeddings", _OF_LANGUAGE_MODELS, when=("--embeddings",)),
         Way("with --rate", ("--rate-step", "--most-rate"), when=("--rate",)),
         Way("without --rate", ("--minimise",), unless=("--rate",)),
         _CLUSTER_DB,

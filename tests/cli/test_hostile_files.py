@@ -64,6 +64,8 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         "simulate", "TRACE", "--pools", "CLUSTER", "--machine-from-xml", "FILE:none.json",
     ),
     "provision TRACE": ("provision", "FILE", "--rate", "1", "--slo", "table6"),
+    "provision --embeddings": ("provision", "diurnal:2,6", "--slo", "1s", "--embeddings", "FILE"),
+    "provision DAY": ("provision", "FILE", "--slo", "1s", "--embeddings", "EMBEDS"),
     "provision --machines": ("provision", "TRACE", "--rate", "1", "--machines", "FILE"),
     "tune-config --trace": (*MODELLED, "--trace", "FILE"),
     "tune-config --hints": (*MODELLED, "--hints", "FILE"),
@@ -155,6 +157,7 @@ FILES: dict[str, Callable[[Path], Path]] = {
     "another kind": _with(json.dumps({"groups": [{"n": 1e308, "t": True, "d": -1}], "plans": 3}).encode()),
     "paths": _with(json.dumps([{"pus": ["../../etc/passwd"], "read_gbps": "1"}]).encode()),
 }
+TIMES = "times_ms = [[1, 9], [2, 10]]\n"
 SAYS_NOTHING = ("/dev/null", "nothing")
 KEYS = (
     "NaN", "a NaN as a length", "a negative number", "numbers out of range", "another kind", "paths",
@@ -178,6 +181,8 @@ def given_files(tmp_path: Path) -> dict[str, str]:
     texts = {
         "LOG": '{"output_tokens": 3, "prompt_token_ids": [1, 2], "model": "m"}\n' * 4,
         "TRACE": HEADER.decode() + "0.0,8,8\n",
+        "EMBEDS": "[machine]\ncost=1\n"
+        + "".join(f"[{device}]\n{TIMES}" for device in ("accelerator", "cpu")),
         "CLUSTER": '[[pool]]\nrole="mixed"\nmachine="h100"\ncount=1\n',
         "C": "int f(int a) { return a; }\n",
         "KERNEL": text_of(NAMES[0]),

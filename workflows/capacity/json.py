@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from phasewise.cluster.simulated.metrics import Slo, Summary, broken
 
 if TYPE_CHECKING:
     from phasewise.cluster.simulated.simulate import ClusterSpec
+    from phasewise.workflows.capacity.embeddings import EmbeddingDay
     from phasewise.workflows.capacity.provision import Provisioned
 
 
@@ -80,4 +82,17 @@ def _answer_fields(answer: Provisioned, slo: Slo) -> dict[str, Any]:
         "bound_used": answer.tightness,
         "frontier": [list(cell) for cell in answer.frontier],
         **_summary_fields(answer.summary, slo, with_occupancy=False),
+    }
+
+
+def embedding_fields(answer: EmbeddingDay) -> dict[str, Any]:
+    """A day of embedding queries, for a script. Costs are of a day; shares from 0 to 1."""
+    return {
+        "slo_s": answer.slo_s,
+        "queries_per_s": list(answer.day.rates),
+        "fleets": [
+            {**asdict(fleet), "saved": answer.saved(fleet.deployed) if fleet.uses_cpus else 0.0}
+            for fleet in answer.fleets
+        ],
+        "saved_at_most": answer.saved_at_most,
     }

@@ -39,7 +39,12 @@ def provision(
     judged by simulation (phasewise simulate): those near the border between numbers of machines that keep
     the promises and numbers that do not, and every neighbour of the answer. Exit code 1 if no design has an
     answer.
+
+    With --embeddings the machines for a day of embedding queries are counted, with their CPUs and without.
     """
+    if wish.embeddings is not None:
+        _provision_embeddings(trace, wish, as_json=as_json)
+        return
     from phasewise.cli.commands.capacity.text import frontier_chart, provision_text
     from phasewise.workflows.capacity.json import provision_fields
     from phasewise.workflows.capacity.provision import provision_cluster
@@ -57,3 +62,15 @@ def provision(
         if not any(len(answer.cell) > 1 and answer.frontier for answer in answers):
             fail("--plot: no design has a frontier of two kinds of machines", EXIT_FAILURE)
         write_target(plot, frontier_chart(answers))
+
+
+def _provision_embeddings(day: str, wish: ProvisionWish, *, as_json: bool) -> None:
+    from phasewise.cli.commands.capacity.text import embedding_text
+    from phasewise.workflows.capacity.embeddings import provision_embeddings
+    from phasewise.workflows.capacity.json import embedding_fields
+
+    answer = provision_embeddings(day, wish)
+    if as_json:
+        print_json(embedding_fields(answer))
+    else:
+        show(*embedding_text(answer))

@@ -13,6 +13,7 @@ from phasewise.cluster.simulated.metrics import METRICS, PERCENTILES, Slo, Summa
 
 if TYPE_CHECKING:
     from phasewise.cluster.simulated.simulate import ClusterSpec
+    from phasewise.workflows.capacity.embeddings import EmbeddingDay
     from phasewise.workflows.capacity.provision import Provisioned
 
 OCCUPANCY_MARKS = (1, 4, 16, 64, 256, 1024, 2048)
@@ -142,6 +143,38 @@ def _provision_row(answer: Provisioned) -> dict[str, str]:
         "bound used": "-" if spec is None else percent(answer.tightness),
         "runs": str(answer.n_runs),
     }
+
+
+DEPLOYED_FOR = {"peak": "the peak (eq. 6)", "mean": "the mean (eq. 5)", "by hour": "each hour"}
+
+
+def embedding_text(answer: EmbeddingDay) -> list[str | RowTable]:
+    """Each way to deploy in a row, for people."""
+    day = answer.day
+    rows = [
+        {
+            "machines for": DEPLOYED_FOR[fleet.deployed],
+            "CPUs": "used" if fleet.uses_cpus else "idle",
+            "each": fleet.concurrency,
+            "machines": fleet.machines,
+            "accelerators": fleet.accelerators,
+            "cost/day": f"{fleet.cost:.2f}",
+            "saved": percent(answer.saved(fleet.deployed), 1) if fleet.uses_cpus else "",
+            "over": counted(fleet.parts_over, "part") if fleet.parts_over else "",
+        }
+        for fleet in answer.fleets
+    ]
+    return [
+        f"{number(day.mean, 4)} queries/s on average, {number(day.peak, 4)} at the peak, each within "
+        f"{number(answer.slo_s)} s",
+        RowTable(rows, ("machines for", "CPUs")),
+        textwrap.fill(
+            f"(each: queries at once on one machine; over: of {counted(len(day.rates), 'part')} of the "
+            f"day, those with more than the machines answer in time; without whole machines CPUs save "
+            f"{percent(answer.saved_at_most, 1)})",
+            WIDTH,
+        ),
+    ]
 
 
 def frontier_chart(answers: Sequence[Provisioned]) -> str:

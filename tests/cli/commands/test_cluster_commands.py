@@ -182,3 +182,45 @@ def test_the_highest_rate_for_a_budget() -> None:
 )
 def test_bad_input_is_told_and_nothing_is_computed(arguments: tuple[object, ...]) -> None:
     assert fails(*arguments)
+
+
+EMBEDS = """[machine]
+cost = 1.0
+[accelerator]
+cost = 3.0
+times_ms = [[44, 1000], [96, 2000]]
+[cpu]
+times_ms = [[8, 1000], [22, 2000]]
+"""
+
+
+def test_machines_for_a_day_of_embeddings_as_text_and_json(tmp_path: Path) -> None:
+    """Depths of WindVE's Table I: 18.6 % of the cost saved."""
+    machine = tmp_path / "embeds.toml"
+    machine.write_text(EMBEDS)
+    options = ("provision", "diurnal:2000,6000", "--embeddings", machine, "--slo", "2s")
+
+    text = run(*options)
+    fields = fields_of(*options)
+
+    assert text.exit_code == 0, text.output
+    assert all(len(line) <= 80 for line in text.stdout.splitlines())
+    assert "18.6%" in text.stdout
+    assert [fleet["uses_cpus"] for fleet in fields["fleets"]] == [False, True] * 3
+    assert fields["saved_at_most"] == pytest.approx(22 / 118)
+    idle, used = fields["fleets"][:2]
+    assert (idle["machines"], used["machines"]) == (125, 102)
+    assert idle["cost"] == pytest.approx(125 * 24 * 4.0)
+
+
+def test_embeddings_are_refused_without_a_promise_a_day_or_a_machine(tmp_path: Path) -> None:
+    machine = tmp_path / "embeds.toml"
+    machine.write_text(EMBEDS)
+    day = tmp_path / "day.csv"
+    day.write_text("hour,rate\n0,1\n1,many\n")
+
+    assert "--slo 1s" in fails("provision", "diurnal:2,6", "--embeddings", machine)
+    assert "day.csv" in fails("provision", day, "--embeddings", machine, "--slo", "1s")
+    assert "no accelerator" in fails("provision", "diurnal:2,6", "--embeddings", machine, "--slo", "1ms")
+    assert "nowhere" in fails("provision", "diurnal:2,6", "--embeddings", "nowhere", "--slo", "1s")
+    assert "--rate" in fails("provision", "diurnal:2,6", "--embeddings", machine, "--slo", "1s", "--rate", 1)
