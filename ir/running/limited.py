@@ -8,7 +8,7 @@ import resource
 import signal
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,16 +64,23 @@ def run(command: Sequence[str], limits: ChildLimits, cwd: Path | None = None) ->
 class LimitedProcess:
     """A command that answers each line with a line. Use it in a `with` block: it is killed at its end.
 
-    core: the CPU that it runs on.
+    core: the CPU that it runs on; None: any. environment: None: ours.
     """
 
-    def __init__(self, command: Sequence[str], limits: ChildLimits, core: int) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        limits: ChildLimits,
+        core: int | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
+            env=environment,
             preexec_fn=_confinement(limits, core),
         )
 
