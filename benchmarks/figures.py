@@ -54,7 +54,6 @@ FIGURES = (
     Figure("Sandwich, Fig. 3 with unequal numbers", unequal.unequal_plans, ("machines", "phase")),
     Figure("Sandwich, section 4: numbers of TopoTrees", sandwich.trees, ("machine", "pus", "levels")),
     Figure("Splitwise, Table IV, Figs. 12 to 20, VI-E", splitwise.splitwise, ("design",)),
-    Figure("Splitwise's own simulator beside ours", splitwise.splitwise_sim, ("cell", "requests")),
     Figure("Splitwise: machine types of a profile or of runs", machine_types.machine_types, ("machine",)),
     Figure("WindVE, Tables I to III, Figs. 5 and 6", windve.windve_tables, ("table", "devices")),
     Figure("WindVE, equations 5 and 6: a day's cost", windve.windve_cost, ("table", "devices")),

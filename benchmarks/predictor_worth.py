@@ -77,7 +77,7 @@ def trace_of(
     """The half of a log that the predictor has not learnt from, with the three estimates of each answer."""
     split = Split(0.5, seed)
     try:
-        parsed, name, _ = read_logs([log], model, note)
+        parsed, name = read_logs([log], model, note)
         kept, _ = split.of([example for one_log in parsed for example in one_log.examples])
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "predictor.safetensors"

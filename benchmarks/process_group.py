@@ -9,20 +9,20 @@ its calls of the slowest rank; rows have the medians of the rounds. More ranks t
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from typer import Option
 
-from benchmarks.bench_allreduce import size_bytes
 from benchmarks.harness import Rounds, Spread, Yielded, commands, in_turns, listed, note, numbers, ratios
-from phasewise.workflows.bench.allreduce.compare import RankError, RankProcesses
 
 WORKER = Path(__file__).with_name("peers") / "process_group_rank.py"
 BACKENDS = ("phasewise", "gloo")
@@ -31,6 +31,60 @@ OF_VLLM = ("all_reduce", "all_gather")
 BYTES_A_ROUND = 64 << 20
 MOST_TIMES = 200
 LEAST_TIMES = 3
+UNITS = {"K": 1 << 10, "M": 1 << 20}
+
+
+class RankError(Exception):
+    """A rank has ended, or never began."""
+
+
+class RankProcesses:
+    """One process per rank of a backend; each answers a line of JSON with a line of JSON."""
+
+    def __init__(self, name: str, commands: Sequence[Sequence[str]]) -> None:
+        self._name = name
+        self._processes = [
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            for command in commands
+        ]
+        try:
+            self._answers()
+        except RankError:
+            self.close()
+            raise
+
+    def time(self, act: str, floats: int, times: int) -> list[int]:
+        """Nanoseconds of the slowest rank, each of `times`."""
+        request = json.dumps({"system": act, "floats": floats, "times": times}) + "\n"
+        for process in self._processes:
+            assert process.stdin is not None
+            with suppress(BrokenPipeError):  # the rank has died: `_answers` raises
+                process.stdin.write(request)
+                process.stdin.flush()
+        return [max(ns) for ns in zip(*(answer["ns"] for answer in self._answers()), strict=True)]
+
+    def close(self) -> None:
+        """Ranks end when their input does."""
+        for process in self._processes:
+            assert process.stdin is not None
+            with suppress(BrokenPipeError):
+                process.stdin.close()
+        for process in self._processes:
+            try:
+                process.wait(timeout=5)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def _answers(self) -> list[dict[str, Any]]:
+        answers: list[dict[str, Any]] = []
+        for rank, process in enumerate(self._processes):
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            if not line:
+                raise RankError(f"rank {rank} of {self._name} ended with exit code {process.wait()}")
+            answers.append(json.loads(line))
+        return answers
 
 
 @contextmanager
@@ -50,6 +104,10 @@ def opened(ranks: int, backends: Sequence[str]) -> Iterator[Mapping[str, RankPro
         yield groups
 
 
+def size_bytes(text: str) -> int:
+    return int(text[:-1]) * UNITS[text[-1]] if text[-1] in UNITS else int(text)
+
+
 def times_a_round(size: int) -> int:
     return max(LEAST_TIMES, min(MOST_TIMES, BYTES_A_ROUND // size))
 
@@ -60,7 +118,7 @@ def measured(groups: Mapping[str, RankProcesses], act: str, size: int, rounds: i
     asked = {name: ranks for name, ranks in groups.items() if name != "vllm" or act in OF_VLLM}
     taken = in_turns(
         {
-            backend: lambda ranks=ranks: statistics.median(ranks.system(act).time(size // 4, times)) / 1e3
+            backend: lambda ranks=ranks: statistics.median(ranks.time(act, size // 4, times)) / 1e3
             for backend, ranks in asked.items()
         },
         rounds,

@@ -34,7 +34,7 @@ from phasewise.serving.engine.messages import Answer, Submit
 from phasewise.serving.engine.open_engine import open_engine
 from phasewise.serving.ranks.ranks_contract import KvSettings
 from phasewise.serving.sampling.sampling import SamplingParams
-from phasewise.serving.scheduling.scheduler_terms import SchedulerLimits
+from phasewise.serving.scheduling.request import SchedulerLimits
 from phasewise.tuner.errors import TraceError
 from phasewise.workflows.bench.kv.compared import KV_POLICIES
 from phasewise.workflows.bench.kv.replay import Replay, ReplayInputs, replay_of

@@ -27,8 +27,7 @@ from benchmarks.harness import Yielded, commands
 from phasewise.cluster.simulated.machines import EngineSettings, ProductionMachine
 from phasewise.cluster.simulated.steps import Curve, StepTimes
 from phasewise.cluster.simulated.timeline import Timeline
-from phasewise.serving.scheduling.request import Request
-from phasewise.serving.scheduling.scheduler_terms import SchedulerLimits
+from phasewise.serving.scheduling.request import Request, SchedulerLimits
 
 CONTEXT, PLACES, SLOTS, PROMISE_MS = 4096, 32, 60_000, 100.0
 CLIENTS = 64

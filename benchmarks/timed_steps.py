@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from phasewise.cluster.simulated.recorded_steps import TimedStep
 from phasewise.serving.batch import STEP_TOKENS
 from phasewise.serving.engine.messages import Submit
-from phasewise.serving.scheduling.shadow import UNBOUNDED
+from phasewise.serving.scheduling.pacing import UNBOUNDED
 
 if TYPE_CHECKING:
     from phasewise.serving.engine.open_engine import OpenEngine

@@ -1,5 +1,5 @@
 """Requests over several machines: routing, simulation by the production scheduler, provisioning.
 
 "Splitwise" in the comments of this room is "Splitwise: Efficient Generative LLM Inference Using Phase
-Splitting" (Patel et al., ISCA 2024); "the authors' simulator" is Mutinifni/splitwise-sim at 8f99e7d.
+Splitting" (Patel et al., ISCA 2024).
 """

@@ -20,22 +20,19 @@ from phasewise.serving.engine.several_engines import SeveralEngines
 from phasewise.serving.errors import EngineLost
 from phasewise.serving.http.answers.client import EngineClient
 from phasewise.serving.http.http_settings import HttpLimits, ServedModel
-from phasewise.serving.http.length_log import LengthLog
-from phasewise.serving.http.lifecycle import Lifecycle
 from phasewise.serving.http.models.model_shelf import ModelFile, ModelShelf, ModelsOnDisk
 from phasewise.serving.http.models.served_models import ServedModels
 from phasewise.serving.http.monitoring.access_log import NOT_LOGGED, Logging, open_log
-from phasewise.serving.http.monitoring.energy import PhaseEnergy
-from phasewise.serving.http.monitoring.live import MachineFacts
+from phasewise.serving.http.monitoring.live import MachineFacts, PhaseEnergy
 from phasewise.serving.http.monitoring.metrics import Gauges, Metrics, ModelCounts
-from phasewise.serving.http.requests.lengths import LengthObserver, RealisedLength
+from phasewise.serving.http.requests.lengths import LengthLog, LengthObserver, RealisedLength
 from phasewise.serving.http.routes.app import ServedEmbeddings, ServerContext, TextGeneration, create_app
 from phasewise.serving.http.routes.batch_runner import BatchRunner
 from phasewise.serving.http.routes.embeddings import EmbeddingModel
-from phasewise.serving.http.routes.hangup import ReadKeys, on_hangup
+from phasewise.serving.http.routes.middleware import ReadKeys, on_hangup
 from phasewise.serving.http.transport.connections import Connections
 from phasewise.serving.http.transport.listening import Address, TlsContext
-from phasewise.serving.http.transport.server import Clients, HttpServer, Service
+from phasewise.serving.http.transport.server import Clients, HttpServer, Lifecycle, Service
 from phasewise.serving.model_table import (
     EmbeddingRow,
     FolderModel,

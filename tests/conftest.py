@@ -102,6 +102,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_runtest_setup() -> None:
+    """Drop Hypothesis' clock of garbage collections: an interrupt that comes within its call is lost."""
+    gc.callbacks.clear()
+
+
 def _longest_files_first(items: list[pytest.Item]) -> None:
     """No process begins a long file when the others have ended. Which are long is told by the mark slow."""
     n_slow = Counter(item.path for item in items if item.get_closest_marker("slow"))

@@ -243,7 +243,6 @@ HOMES: dict[str, tuple[str, ...]] = {
     "optuna": ("tuner.config",),
     "torch": ("phasewise.torch", "phasewise.vllm"),
     "vllm": ("phasewise.vllm",),
-    "fastapi": ("serving.http",),
     "starlette": ("serving.http",),
     "h11": ("serving.http",),
     "python_multipart": ("serving.http",),
@@ -555,6 +554,7 @@ def test_a_module_that_is_run_is_whole_when_it_runs() -> None:
     broken = [
         module
         for module, path in SOURCES
+        if "__main__" in path.read_text(encoding="utf-8")
         for node in ast.parse(path.read_text(encoding="utf-8")).body[:-1]
         if isinstance(node, ast.If) and "__main__" in ast.unparse(node.test)
     ]

@@ -31,7 +31,6 @@ from phasewise.topology import read_machine
 from phasewise.tuner.config.sharing import read_hidden
 from phasewise.tuner.config.trace_files import read_trace
 from phasewise.tuner.predictor import log
-from phasewise.tuner.probe.result import read_groups
 from phasewise.workflows.capacity.load import Load, arrivals_of
 from phasewise.workflows.evaluate.questions import read_questions
 from phasewise.workflows.replay.run import read_receipts
@@ -91,7 +90,7 @@ _OWN = frozenset(
         "serving/embedding/sample_worker.py",
         "serving/embedding/worker.py",
         "serving/grammar/grammar_job.py",
-        "serving/http/models/while_loading.py",
+        "serving/http/models/served_models.py",
         "serving/http/routes/batch_runner.py",
         "serving/ranks/rank_instructions.py",
         "serving/sandbox/confined_process.py",
@@ -100,8 +99,6 @@ _OWN = frozenset(
         "serving/text/conversation_shapes.py",
         "serving/text/turn_analysis.py",
         "serving/tools/parts.py",
-        "workflows/bench/allreduce/compare.py",
-        "workflows/bench/allreduce/rank.py",
         "workflows/bench/peers/peer_worker/__main__.py",
         "workflows/bench/peers/processes.py",
         "workflows/database/remote.py",
@@ -240,7 +237,6 @@ FILES: dict[str, tuple[Callable[[Path], Path], Callable[[Path], object]]] = {
     ),
     "conversations": (_texts(json.dumps([CONVERSATION]), "given.json"), read_trace),
     "length log": (_texts('{"output_tokens": 3, "prompt_token_ids": [1, 2], "model": "m"}\n'), log.read_log),
-    "groups": (_texts('{"groups": [{"n": 2, "t": 1, "d": 1, "evidence": []}]}'), read_groups),
     "hidden": (
         _texts('[{"pus": [0], "read_gbps": 1.5, "lost_per_extra_pu": 0.1}]'),
         lambda path: read_hidden(path, read_machine()),

@@ -24,6 +24,7 @@ def test_racy():
 """
 
 
+@pytest.mark.slow
 def test_a_test_that_falls_now_and_then_is_named_with_its_number_of_falls(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -51,7 +51,7 @@ def test_memory_is_the_weights_and_a_sequences_bytes_for_each(profile: Path) -> 
 
 def test_a_share_grows_with_its_bound_up_to_all_of_the_time() -> None:
     pool = Pool("mixed", MachineCatalogue(DEFAULT_MODEL)["h100"], 1)
-    uses = simulate(ClusterSpec((pool,), "splitwise-sim"), poisson(LENGTHS, 2.0, 20.0, 0, "columns")).machines
+    uses = simulate(ClusterSpec((pool,)), poisson(LENGTHS, 2.0, 20.0, 0, "columns")).machines
     busy_s = sum(use.busy_s for use in uses)
 
     shares = [share_within(uses, most, busy_s) for most in (0, 1, 20, 2048, 1 << 30)]

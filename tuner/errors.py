@@ -5,7 +5,6 @@ TunerError
 ├── EvaluationError    a configuration or a step that cannot be timed here
 ├── TraceError         a trace file, a distribution or an objective that makes no sense
 ├── PredictorError     a predictor's file or log cannot be read, or there is too little to learn from
-├── ProbeError         a probe cannot be made here, or a file is not what one wrote
 └── TopoTreeError      a transformation that a tree does not allow, or a notation that cannot be read
 """
 
@@ -34,10 +33,6 @@ class TraceError(TunerError):
 
 class TopoTreeError(TunerError):
     """A tree does not allow a transformation, or its notation cannot be read."""
-
-
-class ProbeError(TunerError):
-    """The machine cannot be probed, or a probe's file cannot be read."""
 
 
 class PredictorError(TunerError):

@@ -47,12 +47,6 @@ class Ledger:
         self._row_counts: dict[Problem, int] = {}
         self._verdicts: dict[Problem, list[Promotion]] = {}
 
-    @property
-    def name(self) -> str:
-        """Name of the database and the scope, for messages."""
-        machine = self._scope.machine
-        return f"{self._store.name} {machine.core_sig} {machine.placement_sig} {self._scope.kernel_abi}"
-
     def samples(self, problem: Problem) -> Mapping[Schedule, Sequence[Sample]]:
         """A problem's samples by schedule, oldest first.
 
@@ -85,13 +79,6 @@ class Ledger:
         """A problem's verdicts, without those that are too old for the scope."""
         rows = self.verdicts(problem)
         return [row for row in rows if row.origin.created_at_ms >= self._scope.since_ms]
-
-    def forget(self, problems: Sequence[Problem]) -> None:
-        """Read the problems' rows and verdicts again when they are asked for."""
-        for problem in problems:
-            for table in (self._samples, self._row_counts, self._verdicts):
-                table.pop(problem, None)
-            self._weights_read.discard(replace(problem, m=1))
 
     def refresh(self, problem: Problem) -> None:
         """Read the problem's rows again if another process has added some."""

@@ -1,11 +1,9 @@
-"""The lock by which one phasewise process of a user measures at a time, while no other one computes.
+"""The lock by which one phasewise process of a user measures at a time.
 
-A process asks for a *turn* before it times anything, and has the machine to itself until the turn ends. A
-process that computes between its turns does so inside `working`, which is shared: all of them compute at
-the same time, and stop when one of them waits for a turn. What two processes share is also divided by
-*claims*: a process leaves alone what another one has claimed.
+A process asks for a *turn* before it times anything, and has the machine to itself until the turn ends. A run
+that times again and again takes one turn for all of it; turns within a turn are part of it.
 
-Everything is a POSIX lock on a byte of one file of this user, so it ends with the process that holds it. A
+The turn is a POSIX lock on a byte of one file of this user, so it ends with the process that holds it. A
 process that waits sleeps in the kernel: it takes no CPU time from the process that measures.
 """
 
@@ -13,7 +11,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
 import math
 import os
 import signal
@@ -41,8 +38,8 @@ POLL_S = 0.1
 PAUSE_S = 0.02
 MOST_COMMAND_CHARS = 100
 
-_TURN, _WANTED, _FIRST_CLAIM = range(3)
-"""Bytes of the file: _TURN is held alone to measure and shared to compute, _WANTED while waiting for it."""
+_TURN = 0
+"""The byte of the file that is held to measure."""
 
 _FLOCK = struct.Struct("@hhqqi")
 """`struct flock` of Linux: type, whence, start, length, pid."""
@@ -60,29 +57,10 @@ class MeasurementLock:
     """
 
     def turn(self, seconds: float = math.inf) -> AbstractContextManager[bool]:
-        """Wait for the machine. Yields True if no other process measures or computes until the end, False if
-        one still did after this time.
+        """Wait for the machine. Yields True if no other process measures until the end, False if one still
+        did after this time.
         """
         return nullcontext(True)
-
-    def working(self, seconds: float = math.inf) -> AbstractContextManager[None]:
-        """Compute, but not while another process has a turn. It waits no longer than this in total."""
-        return nullcontext()
-
-    def let_pass(self) -> None:
-        """Inside `working`: if another process waits for a turn, wait until that turn has ended."""
-
-    def rest(self, seconds: float) -> None:
-        """Sleep, and let other processes have turns meanwhile."""
-        time.sleep(seconds)
-
-    def claim(self, name: str) -> AbstractContextManager[bool]:
-        """Yields True if `name` is this process's until the end, False if another process has claimed it."""
-        return nullcontext(True)
-
-    def wait_for(self, name: str, seconds: float = math.inf) -> None:
-        """Sleep until no process claims `name`, and let other processes have turns meanwhile."""
-        time.sleep(min(seconds, PAUSE_S))
 
 
 class FileLock(MeasurementLock):
@@ -96,101 +74,48 @@ class FileLock(MeasurementLock):
         # Closing any other descriptor of the file would end all locks, so this one stays open.
         self._file = _opened(path)
         self.report = report
-        self._working_until_s: float | None = None
+        self._is_held = False
 
     @contextmanager
     def turn(self, seconds: float = math.inf) -> Iterator[bool]:
-        self._release(_TURN)
+        if self._is_held:
+            yield True
+            return
+        self._is_held = self._wait(time.monotonic() + seconds)
         try:
-            yield self._take_turn(time.monotonic() + seconds)
+            yield self._is_held
         finally:
-            self._release(_TURN)
-            self._go_on()
-
-    @contextmanager
-    def working(self, seconds: float = math.inf) -> Iterator[None]:
-        self._working_until_s = time.monotonic() + seconds
-        try:
-            self._go_on()
-            yield
-        finally:
-            self._working_until_s = None
-            self._release(_TURN)
-
-    def let_pass(self) -> None:
-        if self._working_until_s is not None and self._is_wanted():
-            self._release(_TURN)
-            self._go_on()
-
-    def rest(self, seconds: float) -> None:
-        self._release(_TURN)
-        time.sleep(seconds)
-        self._go_on()
-
-    @contextmanager
-    def claim(self, name: str) -> Iterator[bool]:
-        byte = _byte_of(name)
-        is_ours = self._try(byte, fcntl.LOCK_EX)
-        try:
-            yield is_ours
-        finally:
-            if is_ours:
-                self._release(byte)
-
-    def wait_for(self, name: str, seconds: float = math.inf) -> None:
-        self._release(_TURN)
-        if self._wait(_byte_of(name), fcntl.LOCK_SH, time.monotonic() + seconds):
-            self._release(_byte_of(name))
-        self._go_on()
+            self._is_held = False
+            self._release()
 
     def holder(self) -> int | None:
-        """The process that has the turn, or one of those that compute; None: no other process does."""
-        return self._holder_of(_TURN)
+        """The process that has the turn; None if no other does, or one in another PID namespace."""
+        asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, _TURN, 1, 0)
+        kind, *_, pid = _FLOCK.unpack(fcntl.fcntl(self._file, fcntl.F_GETLK, asked))
+        return int(pid) if kind != fcntl.F_UNLCK and pid > 0 else None
 
-    def _take_turn(self, deadline_s: float) -> bool:
-        if not self._wait(_WANTED, fcntl.LOCK_SH, deadline_s):
-            return False
-        try:
-            return self._wait(_TURN, fcntl.LOCK_EX, deadline_s)
-        finally:
-            self._release(_WANTED)
-
-    def _go_on(self) -> None:
-        """Compute again, after every process that waits for a turn has had it."""
-        if self._working_until_s is None:
-            return
-        if self._wait(_WANTED, fcntl.LOCK_EX, self._working_until_s):
-            self._release(_WANTED)
-        self._wait(_TURN, fcntl.LOCK_SH, self._working_until_s)
-
-    def _is_wanted(self) -> bool:
-        if self._try(_WANTED, fcntl.LOCK_EX):
-            self._release(_WANTED)
-            return False
-        return True
-
-    def _wait(self, byte: int, kind: int, deadline_s: float) -> bool:
-        if self._try(byte, kind):
+    def _wait(self, deadline_s: float) -> bool:
+        if self._try():
             return True
-        notice = _Notice(self.report, lambda: self._holder_of(byte), deadline_s)
+        notice = _Notice(self.report, self.holder, deadline_s)
         if threading.current_thread() is threading.main_thread():
-            is_ours = self._sleep_until_given(byte, kind, notice)
+            is_ours = self._sleep_until_given(notice)
         else:
-            is_ours = self._poll(byte, kind, notice)
+            is_ours = self._poll(notice)
         notice.end(is_ours)
         return is_ours
 
-    def _sleep_until_given(self, byte: int, kind: int, notice: _Notice) -> bool:
+    def _sleep_until_given(self, notice: _Notice) -> bool:
         try:
             with _alarm(notice):
-                fcntl.lockf(self._file, kind, 1, byte)
+                fcntl.lockf(self._file, fcntl.LOCK_EX, 1, _TURN)
         except _TimeIsUpError:
-            self._release(byte)  # it may have been given in the last moment
+            self._release()  # it may have been given in the last moment
             return False
         return True
 
-    def _poll(self, byte: int, kind: int, notice: _Notice) -> bool:
-        while not self._try(byte, kind):
+    def _poll(self, notice: _Notice) -> bool:
+        while not self._try():
             left_s = notice.deadline_s - time.monotonic()
             if left_s <= 0:
                 return False
@@ -198,21 +123,15 @@ class FileLock(MeasurementLock):
             time.sleep(min(POLL_S, left_s))
         return True
 
-    def _try(self, byte: int, kind: int) -> bool:
+    def _try(self) -> bool:
         try:
-            fcntl.lockf(self._file, kind | fcntl.LOCK_NB, 1, byte)
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _TURN)
         except (BlockingIOError, PermissionError):  # POSIX leaves it open which of the two
             return False
         return True
 
-    def _release(self, byte: int) -> None:
-        fcntl.lockf(self._file, fcntl.LOCK_UN, 1, byte)
-
-    def _holder_of(self, byte: int) -> int | None:
-        """A process that holds this byte; None if no other does, or one in another PID namespace."""
-        asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
-        kind, *_, pid = _FLOCK.unpack(fcntl.fcntl(self._file, fcntl.F_GETLK, asked))
-        return int(pid) if kind != fcntl.F_UNLCK and pid > 0 else None
+    def _release(self) -> None:
+        fcntl.lockf(self._file, fcntl.LOCK_UN, 1, _TURN)
 
 
 def _opened(path: Path) -> int:
@@ -231,12 +150,6 @@ def _opened(path: Path) -> int:
             return descriptor
         os.close(descriptor)
     raise CannotLockError(f"the lock {path} cannot be used ({why}): remove it, or name another TMPDIR")
-
-
-def _byte_of(name: str) -> int:
-    """The byte of the file that stands for a claim of this name."""
-    digest = hashlib.blake2b(name.encode(), digest_size=7).digest()
-    return _FIRST_CLAIM + int.from_bytes(digest, "big")
 
 
 class _TimeIsUpError(Exception):

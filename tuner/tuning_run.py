@@ -5,7 +5,7 @@ when to stop. Three things to know:
 
 - *Resuming is replaying.* The search begins anew and asks the same questions; what the ledger holds is
   answered at once. So nothing is lost but the timing in flight, and a second run times nothing. Seeds from
-  other weights are part of the question (`TaskDivision.known`): a weight that was begun before another was
+  other weights are part of the question (`known_results`): a weight that was begun before another was
   settled goes on without what that one found.
 - *Fast is not yet better.* The winner of a search was the luckiest of many. It is taken into use only if a
   duel (`timing.duel`) proves it faster than what is in use, first of all the kernels' own default. Where the
@@ -13,16 +13,14 @@ when to stop. Three things to know:
 - *One arithmetic for a weight.* Where the search found another one than that in use, all m change or none.
 - *Cliffs first.* Numbers of rows whose default schedule breaks a law of rows (`breaking`) are searched and
   settled before the others of the weight: a run that is cut short leaves none that it had time for.
-
-Runs that share a database also divide the weights, if they know of each other (`division`).
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
@@ -35,7 +33,7 @@ from phasewise.tuner.search.group import GroupOutcome
 from phasewise.tuner.search.protocol import SearchOptions, TimingBatch
 from phasewise.tuner.search.space import Arithmetic, arithmetic_of
 from phasewise.tuner.standing import MeasuredRatio, ScheduleInUse, in_use_after
-from phasewise.tuner.task_division import MOST_ROWS, Pace, Task, TaskDivision, breaking
+from phasewise.tuner.task_division import MOST_ROWS, Pace, Task, begun_at_ms, breaking, known_results
 from phasewise.tuner.timing import PAIRS, ROUNDS, Duel
 
 INTERLEAVED = 12
@@ -203,17 +201,16 @@ class _Run:
         self._started_s = tools.clock()
         self._deadline_s = self._started_s + budget_s
         self._pace = Pace(tasks, tools.call_s)
-        self._division = TaskDivision(tasks, tools.ledger, tools.lock, tools.worth or self._pace.work_of)
+        self._worth = tools.worth or self._pace.work_of
         self._timed = self._replayed = self._duels = 0
         self._answered = set[tuple[Problem, Schedule, int]]()
         """Answers that this run got: rows that break a law are asked about again together with all others."""
         self._timing_s = 0.0
-        self._waited_s = 0.0
         self._laps: list[Mapping[str, float]] = []
 
     def tune_all(self) -> bool:
-        """Tune every task; False if the budget did not suffice for all, or another run kept one until it was
-        over. A task that its share of the budget cuts short goes on with what the others leave of theirs."""
+        """Tune every task; False if the budget did not suffice for all. A task that its share of the budget
+        cuts short goes on with what the others leave of theirs."""
         left, done = self._pass(self._tasks), -1
         while left and self._timed + self._duels > done and self._tools.clock() < self._deadline_s:
             done = self._timed + self._duels
@@ -221,23 +218,20 @@ class _Run:
         return not left
 
     def settle_hint(self, hinted: Hinted) -> bool:
-        """Time one weight's hints; False if there was no time for it, or another run owns the weight."""
-        if self._tools.clock() >= self._deadline_s:
+        """Time one weight's hints; False if there was no time for it, or they may not come into use."""
+        if self._tools.clock() >= self._deadline_s or not self._may_change(hinted):
             return False
-        with self._division.take([hinted.task]) as task:
-            if task is None or not self._may_change(hinted):
+        task, hope = hinted.task, 0.0
+        for m, schedule in hinted.schedules.items():
+            problem, incumbent = task.problem(m), _in_use(task, m, self._tools.ledger)
+            if schedule != incumbent and not self._measure(problem, [incumbent, schedule]):
                 return False
-            hope = 0.0
-            for m, schedule in hinted.schedules.items():
-                problem, incumbent = task.problem(m), _in_use(task, m, self._tools.ledger)
-                if schedule != incumbent and not self._measure(problem, [incumbent, schedule]):
-                    return False
-                samples = self._tools.ledger.samples(problem)
-                if schedule != incumbent:
-                    old, new = samples[incumbent][-1], samples[schedule][-1]
-                    hope += math.log(old.estimate_ns / new.estimate_ns)
-            if hope / len(hinted.schedules) > -math.log(HOPELESS):
-                self._settle(task, hinted.schedules, self._deadline_s)
+            samples = self._tools.ledger.samples(problem)
+            if schedule != incumbent:
+                old, new = samples[incumbent][-1], samples[schedule][-1]
+                hope += math.log(old.estimate_ns / new.estimate_ns)
+        if hope / len(hinted.schedules) > -math.log(HOPELESS):
+            self._settle(task, hinted.schedules, self._deadline_s)
         return True
 
     def _may_change(self, hinted: Hinted) -> bool:
@@ -249,34 +243,23 @@ class _Run:
         return not has_verdicts or arithmetic == _arithmetic_in_use(task, ledger)
 
     def _pass(self, tasks: Sequence[Task]) -> list[Task]:
-        """Tune each task once, within its share of what is left of the budget; returns those not complete
-        then."""
+        """Tune each task once, those that were begun first, within its share of what is left of the budget;
+        returns those not complete then."""
         waiting, cut = list(tasks), list[Task]()
+        waiting.sort(key=lambda task: begun_at_ms(task, self._tools.ledger))
         while waiting:
-            with self._division.take(waiting) as task:
-                if task is not None:
-                    if not self._complete(task, self._division.share(task, waiting)):
-                        cut.append(task)
-                    waiting.remove(task)
-            if task is None:
-                left_s = self._deadline_s - self._tools.clock()
-                if left_s <= 0:
-                    break
-                self._division.wait(waiting, left_s)
-        return cut + waiting
-
-    def _complete(self, task: Task, share: float) -> bool:
-        """Complete a task, here within its share of what is left or by another run; False: the time did not
-        suffice."""
-        is_complete = self._division.is_settled_elsewhere(task) or self._tune(task, share)
-        if is_complete:
-            self._pace.finish(task)
-        return is_complete
+            task, whole = waiting[0], sum(map(self._worth, waiting))
+            if self._tune(task, self._worth(task) / whole):
+                self._pace.finish(task)
+            else:
+                cut.append(task)
+            waiting.remove(task)
+        return cut
 
     def _tune(self, task: Task, share: float) -> bool:
         """Search and settle one task; False if its share of the time that is left did not suffice."""
-        number, now_s = self._tasks.index(task), self._working_s()
-        share_s = max(0.0, self._deadline_s - self._tools.clock()) * share
+        number, now_s = self._tasks.index(task), self._tools.clock()
+        share_s = max(0.0, self._deadline_s - now_s) * share
         search_end_s, end_s = now_s + (1 - DUEL_SHARE) * share_s, now_s + share_s
         cliffs = self._cliffs(number, task, search_end_s)
         if cliffs is not None:
@@ -308,28 +291,11 @@ class _Run:
         settled = self._settle(task, best, end_s)
         return outcome is not None and settled
 
-    def _working_s(self) -> float:
-        """Seconds so far without waits for others' turns: what others time meanwhile is work spared to this
-        run."""
-        return self._tools.clock() - self._waited_s
-
     def _is_over(self, deadline_s: float) -> bool:
-        """True if the deadline, by `_working_s`, or the end of the whole budget has passed."""
-        return self._working_s() >= deadline_s or self._tools.clock() >= self._deadline_s
+        return self._tools.clock() >= min(deadline_s, self._deadline_s)
 
-    @contextmanager
-    def _turn(self) -> Iterator[bool]:
-        waiting_s = self._tools.clock()
-        with self._tools.lock.turn(self._deadline_s - waiting_s) as is_alone:
-            self._waited_s += self._tools.clock() - waiting_s
-            yield is_alone
-            waiting_s = self._tools.clock()  # until no other process has a turn
-        self._waited_s += self._tools.clock() - waiting_s
-
-    def _let_pass(self) -> None:
-        waiting_s = self._tools.clock()
-        self._tools.lock.let_pass()
-        self._waited_s += self._tools.clock() - waiting_s
+    def _turn(self) -> AbstractContextManager[bool]:
+        return self._tools.lock.turn(self._deadline_s - self._tools.clock())
 
     def outcome(self, end: End) -> TuningOutcome:
         return TuningOutcome(
@@ -347,7 +313,7 @@ class _Run:
 
     def _search(self, number: int, task: Task, deadline_s: float) -> GroupOutcome | None:
         """Search a task's products; None if the deadline came first."""
-        cache = self._division.known(task)
+        cache = known_results(self._tasks, task, self._tools.ledger)
         for m in task.ms:
             cache.offer(task.group, m, self._tools.seeds(task.problem(m)))
         search = task.search(task.group, task.ms, self._tools.options, cache)
@@ -367,7 +333,6 @@ class _Run:
 
     def _answer(self, number: int, task: Task, ask: TimingBatch, deadline_s: float) -> list[Sample] | None:
         problem, ledger = task.problem(ask.m), self._tools.ledger
-        self._let_pass()
         if self._missing(problem, ask):
             ledger.refresh(problem)
         absent = self._missing(problem, ask)
@@ -400,13 +365,13 @@ class _Run:
     def _measure(self, problem: Problem, schedules: Sequence[Schedule]) -> bool:
         """Time these schedules and store their samples; False if others were timing until the end of the
         budget."""
-        started_s, working_s = self._tools.clock(), self._working_s()
+        started_s = self._tools.clock()
         self._tools.evaluator.prepare(problem, schedules)
         with self._turn() as is_alone:
             if not is_alone:
                 return False
             samples = self._tools.evaluator.measure(problem, schedules)
-        self._pace.time(problem, len(samples), self._working_s() - working_s)
+        self._pace.time(problem, len(samples), self._tools.clock() - started_s)
         self._tools.ledger.add(problem, samples)
         self._timed += len(samples)
         self._timing_s += self._tools.clock() - started_s
@@ -503,13 +468,13 @@ class _Run:
         expected_s = TIMINGS_A_DUEL * (self._pace.timing_s(problem) or 0.0)
         if self._is_over(deadline_s) or self._tools.clock() + expected_s > self._deadline_s:
             return None
-        working_s = self._working_s()
+        started_s = self._tools.clock()
         self._tools.evaluator.prepare(problem, (incumbent, candidate))
         with self._turn() as is_alone:
             if not is_alone:
                 return None
             fought = self._tools.evaluator.duel(problem, incumbent, candidate)
-        self._pace.time(problem, TIMINGS_A_DUEL, self._working_s() - working_s)
+        self._pace.time(problem, TIMINGS_A_DUEL, self._tools.clock() - started_s)
         self._tools.ledger.add(problem, [fought.incumbent, fought.candidate])
         self._duels += 1
         self._laps.append(fought.candidate.conditions)

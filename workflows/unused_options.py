@@ -261,7 +261,7 @@ _OF_LANGUAGE_MODELS = (
     *("--machine-from-db", "--machine-from-xml", "--reference", "--plot", "--wide"),
 )
 _SEARCHING = (
-    *("--lengths", "--trace", "--concurrency", "--hints", "--cores", "--ranks", "--top-k", "--storage"),
+    *("--lengths", "--trace", "--concurrency", "--cores", "--ranks", "--top-k", "--storage"),
     *("--seed", "--verbose"),
 )
 """Options of tune-config that a search alone follows."""
@@ -313,13 +313,6 @@ WAYS: Mapping[str, tuple[Way, ...]] = {
     "topo": (
         Way("without --trees", ("--limit", "--power-of-two"), unless=("--trees",)),
         Way("with --trees", ("--svg",), when=("--trees",), instead="--tree draws one of them"),
-        Way("without --probe", ("--budget",), unless=("--probe",)),
-        Way(
-            "with --probe",
-            ("--input",),
-            when=("--probe",),
-            instead="a probe measures the machine it runs on; leave that out",
-        ),
         Way("without --plan", ("MODEL",), unless=("--plan",), instead="add --plan to draw its plans"),
         Way("without --plan MODEL", ("--format", "--db"), unless=("MODEL",)),
     ),
@@ -334,7 +327,7 @@ WAYS: Mapping[str, tuple[Way, ...]] = {
             "with --emit, without --no-resume",
             (*_SEARCHING, "--objective", "--slo", "--budget"),
             when=("--emit",),
-            unless=("--resume", "--evaluator=modelled", "--evaluator=recorded"),
+            unless=("--resume", "--evaluator=modelled"),
             instead="the plans in use are printed; add --no-resume to search first, or leave that out",
         ),
         Way(
@@ -410,7 +403,6 @@ WAYS: Mapping[str, tuple[Way, ...]] = {
         Way("with --file", ("--lengths",), when=("--file",)),
     ),
     "bench run": (_TABLE,),
-    "bench allreduce": (_TABLE,),
     "bench kernels": (_TABLE,),
     "bench kv": (
         _TABLE,
@@ -428,10 +420,7 @@ WAYS: Mapping[str, tuple[Way, ...]] = {
     ),
     "kernels emit": (Way("without --against", _AUTHORS_C, unless=("--against",)),),
     "models inspect": (Way("without --density", ("--format",), unless=("--density",)),),
-    "predict-len eval": (
-        Way("with --predictor", ("--encoder",), when=("--predictor",)),
-        Way("with --folds", ("--split",), when=("--folds",)),
-    ),
+    "predict-len eval": (Way("with --folds", ("--split",), when=("--folds",)),),
     "db show": (_TABLE,),
     "report": (
         Way(

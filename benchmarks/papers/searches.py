@@ -1,17 +1,12 @@
-"""Fig. 8 of the Sandwich paper: searches for kernels beside each other on real kernels, and beside TVM."""
+"""Fig. 8 of the Sandwich paper: searches for kernels beside each other on real kernels."""
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
-import subprocess
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from pathlib import Path
 from random import Random
 from typing import Annotated
 
@@ -19,10 +14,9 @@ import numpy as np
 from typer import Option
 
 from benchmarks.harness import Row, Threads, Yielded, cores_of, listed, note, numbers, shapes
-from benchmarks.papers.rounds import Ratio, Times, against_best, halved, ratio, shuffled_rounds
+from benchmarks.papers.rounds import Times, against_best, halved, shuffled_rounds
 from phasewise.kerneldb.records import Sample, Schedule
 from phasewise.topology import read_machine
-from phasewise.tuner import timing
 from phasewise.tuner.native import NativeEvaluator, core_caches, group_of
 from phasewise.tuner.search.protocol import (
     Search,
@@ -36,10 +30,8 @@ from phasewise.tuner.search.protocol import (
 from phasewise.tuner.search.sandwich import qualified, sandwich
 from phasewise.tuner.search.space import ScheduleSpace, kernel_cycles_per_vector_row, kernel_of
 from phasewise.tuner.weights import cold_bytes
-from phasewise.workflows.bench.peers.processes import Peer, PeerCell, opened_peers
 from tests.support.searches import every_schedule, holds, mikpoly, random, roller
 
-TVM_WORKER = Path(__file__).resolve().parents[1] / "peers" / "tvm_tune.py"
 ROUNDS = 150
 RANDOM_COUNT = 60
 HEAT, HEAT_ROUNDS = 32, 3
@@ -48,7 +40,6 @@ RACED = 128
 ORACLES = 8
 """.. and number that run in the rounds."""
 WITHIN = (0.03, 0.05, 0.1, 0.2)
-TVM_HANDICAP = 100
 FINALS_OF_THEIR_OWN = ("sandwich", "mikpoly")
 """MikPoly asks its model and compares nothing."""
 
@@ -156,7 +147,7 @@ def _finals(samples: Sequence[Sample]) -> Search[Schedule]:
     return fastest((yield from side_by_side(few, options.final_laps))).schedule
 
 
-def compare(arena: Arena, repeats: int, oracle: bool) -> tuple[list[Row], list[Look], str]:
+def compare(arena: Arena, repeats: int, oracle: bool) -> tuple[list[Row], str]:
     """Run every search on one product, then all that they chose in rounds with the oracle."""
     looks = [
         arena.look(name, search)
@@ -167,7 +158,7 @@ def compare(arena: Arena, repeats: int, oracle: bool) -> tuple[list[Row], list[L
     everyone = list(dict.fromkeys([arena.default, *(look.chosen for look in looks), *oracles]))
     times = arena.rounds(everyone, ROUNDS)
     standings = [*looks, Look("default", 0, 0.0, arena.default, [])]
-    return [_row(arena, look, times, everyone.index(look.chosen)) for look in standings], looks, flatness
+    return [_row(arena, look, times, everyone.index(look.chosen)) for look in standings], flatness
 
 
 def _row(arena: Arena, look: Look, times: Times, column: int) -> Row:
@@ -209,47 +200,6 @@ def summaries(rows: Sequence[Row]) -> list[Row]:
     return summary_rows
 
 
-@dataclass(frozen=True)
-class Tvm:
-    """The interpreter that has TVM, and the limits of a search by its MetaSchedule."""
-
-    python: str
-    trials: int
-    seconds: float
-
-
-def against_tvm(tvm: Tvm, arena: Arena, look: Look, cores: Sequence[int]) -> str:
-    """Tune by TVM, then run its best and ours in rounds; both from weights that no cache holds."""
-    problem = arena.space.problem
-    sizes = [str(size) for size in (problem.m, problem.n, problem.k, len(cores), tvm.trials, tvm.seconds)]
-    with tempfile.TemporaryDirectory() as records:
-        command = [tvm.python, str(TVM_WORKER), *sizes, records]
-        answer = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
-        limit_s = answer["tuning_s"] / TVM_HANDICAP
-        os.environ |= {"PHASEWISE_TVM_RECORDS": records, "PHASEWISE_PEERS_PYTHON": tvm.python}
-        with opened_peers(["tvm"], cores) as (peer,):
-            speedup = _beside(peer, arena, look, limit_s)
-    return (
-        f"f32 {problem.n} x {problem.k}, m = {problem.m}: TVM took {answer['tuning_s']:.1f} s for "
-        f"{answer['trials']} trials; what sandwich had after {min(look.seconds, limit_s):.2f} s (of "
-        f"{look.seconds:.2f}) is {speedup.middle:.2f}x [{speedup.low:.2f}, {speedup.high:.2f}] as fast."
-    )
-
-
-def _beside(peer: Peer, arena: Arena, look: Look, limit_s: float) -> Ratio:
-    """Ours and TVM's in rounds. Ours is what the search chose, or had found within the limit."""
-    problem = arena.space.problem
-    early = [arena.default, *(schedule for seconds, schedule in look.trace if seconds <= limit_s)]
-    own = look.chosen if look.seconds <= limit_s else early[-1]
-    copies = -(-cold_bytes(read_machine()) // (4 * problem.n * problem.k))
-    prepared = peer.prepare(PeerCell(problem.format, problem.n, problem.k, problem.m, copies))
-    if prepared is None:
-        raise SystemExit("TVM found no schedule for this product; its log above says why")
-    calls = max(1, round(timing.TURN_NS / prepared.ns))
-    take: timing.Take = lambda: (round(peer.time(calls)),)  # noqa: E731 - a turn of it
-    return ratio(shuffled_rounds([*arena.evaluator.takes(problem, [own]), take], ROUNDS), 1, 0)
-
-
 def searches(
     formats: Annotated[str, Option("--format")] = "f32,bf16,int4m",
     shape: Annotated[str, Option(help="n,k;n,k;..")] = "576,1536",
@@ -257,9 +207,6 @@ def searches(
     threads: Threads = 2,
     repeats: Annotated[int, Option(help="of every search but the exhaustive one")] = 3,
     oracle_limit: Annotated[int, Option(help="0: all candidates, no oracle")] = 0,
-    tvm_python: Annotated[str, Option(help="an interpreter that has TVM; f32 only")] = "",
-    tvm_trials: int = 64,
-    tvm_seconds: Annotated[float, Option(help="its tuning ends soon after")] = 60.0,
 ) -> Yielded:
     """The searches beside each other on real kernels: how fast is what they find, at what cost?
 
@@ -277,9 +224,6 @@ def searches(
     (successive halving), and these run in the rounds too. The best schedule of the rounds is the oracle,
     no matter which search found it: one half of the rounds chooses it, the other half judges it, so that
     luck is not rewarded.
-
-    TVM's MetaSchedule tunes f32 in the interpreter named. Its best then runs in rounds beside what sandwich
-    had found after a hundredth of the seconds that TVM took.
     """
     machine, cores = read_machine(), cores_of(threads)
     caches, rows = core_caches(machine, cores), []
@@ -293,11 +237,9 @@ def searches(
                     space = thinned(space, oracle_limit, default)
                 arena = Arena(evaluator, space, default)
                 note(f"{name} {n} x {k}, m = {n_rows}")
-                own, looks, flatness = compare(arena, repeats, bool(oracle_limit))
+                own, flatness = compare(arena, repeats, bool(oracle_limit))
                 rows += own
                 yield from own
                 if flatness:
                     yield f"{name} {n} x {k}, m = {n_rows}: {flatness}."
-                if tvm_python and name == "f32":
-                    yield against_tvm(Tvm(tvm_python, tvm_trials, tvm_seconds), arena, looks[0], cores)
     yield from summaries(rows)

@@ -1,25 +1,20 @@
-"""The Splitwise paper's provisioning results, its authors' simulator, and the fits of their profile."""
+"""The Splitwise paper's provisioning results and the fits of their profile."""
 
 from __future__ import annotations
 
 import csv
-import os
 import random
-import resource
-import subprocess
-import sys
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
-from typer import Argument, Option
+from typer import Option
 
-from benchmarks.harness import Broken, Row, Yielded, note
+from benchmarks.harness import Row, Yielded, note
 from benchmarks.papers.splitwise_profile import characterization, share_within
 from phasewise.cluster.simulated.arrivals import poisson
 from phasewise.cluster.simulated.kv_transfer import Prompt, transfer
@@ -82,7 +77,6 @@ BATCH_POOLS = {
     "Splitwise-HH": "prompt=25*h100,token=15*h100",
     "Splitwise-HA": "prompt=25*h100,token=26*a100",
 }
-TOLERANCE_S = 1e-6
 Lengths = list[tuple[int, int]]
 
 
@@ -432,7 +426,7 @@ def splitwise(
     trace: Annotated[list[str], Option(metavar="NAME=CSV", help="code and conv are the paper's")],
     perf_model: Annotated[Path, Option(help="data/perf_model.csv of splitwise-sim")],
     part: Annotated[str, Option(help=", ".join(PARTS))],
-    policy: str = "splitwise-sim",
+    policy: str = "splitwise",
     duration: Annotated[float, Option(help="seconds of requests")] = 120.0,
     designs: str = ALL,
     model: Annotated[str, Option(help="bloom-176b or llama2-70b")] = DEFAULT_MODEL,
@@ -455,7 +449,7 @@ def splitwise(
 
     The traces are AzureLLMInferenceTrace_code.csv and _conv.csv (Azure/AzurePublicDataset). Requests are
     drawn as the authors' generator draws them: Poisson arrivals, prompts and answers independently. A trace
-    may be a distribution, as `bench kv` reads them. `--policy splitwise` is the scheduler that ships.
+    may be a distribution, as `bench kv` reads them.
     """
     if part not in PARTS:
         raise SystemExit(f"there is no part {part!r}: {', '.join(PARTS)}")
@@ -491,94 +485,3 @@ def _provisioned(answer: Provisioned, sought: str, paper: dict[str, str]) -> Row
         "runs": answer.n_runs,
         "paper's machines": paper.get(name),
     }
-
-
-# ---- the authors' simulator ------------------------------------------------------------------------------
-
-FIELDS = (
-    *("request_id", "request_type", "application_id", "arrival_timestamp"),
-    *("batch_size", "prompt_size", "token_size"),
-)
-
-
-def splitwise_sim(
-    checkout: Annotated[Path, Argument(help="of Mutinifni/splitwise-sim, its launcher set to basic")],
-    lengths: Annotated[str, Option(help="a trace")],
-    python: Annotated[str, Option(help="an interpreter with its requirements")] = sys.executable,
-    rate: float = RATE,
-    duration: float = 120.0,
-    cell: Annotated[list[str] | None, Option(help="H100s: mixed:N, or PROMPT+TOKEN")] = None,
-) -> Yielded:
-    """The authors' simulator and policy `splitwise-sim` on one trace: the largest difference, and the time.
-
-    CHECKOUT's launcher is set to basic: in configs/config.yaml, leave out the line with hydra/launcher and
-    the launcher's settings. Its requirements: hydra-core, omegaconf, networkx, pandas, scipy, requests.
-    Times are CPU seconds of one process each; those of the checkout without its start, which is timed with a
-    trace of one request. Exit code 1 where any request differs.
-    """
-    arrivals = poisson(_lengths(lengths), rate, duration, seed=0, draw="columns")
-    profile = read_profile(checkout / "data/perf_model.csv")
-    h100 = MachineCatalogue(sources=StepSources(profile))["h100"]
-    for layout in cell or ["mixed:40", "27+3"]:
-        start_s, _ = _theirs(checkout, python, arrivals[:1], layout)
-        theirs_s, reference = _theirs(checkout, python, arrivals, layout)
-        begun = time.process_time()
-        result = simulate(ClusterSpec(_pools(layout, h100), "splitwise-sim"), arrivals)
-        ours_s = time.process_time() - begun
-        own = {life.arrival.request_id: (life.e2e_s, life.ttft_s) for life in result.lives}
-        pairs = [(own[name], reference[name]) for name in own.keys() & reference.keys()]
-        apart_s = max(abs(a - b) for mine, other in pairs for a, b in zip(mine, other, strict=True))
-        yield {
-            "cell": layout,
-            "requests": len(arrivals),
-            "ended there, here": f"{len(reference)}, {len(own)}",
-            "largest difference, s": f"{apart_s:.3g}",
-            "CPU s there": theirs_s - start_s,
-            "to start": start_s,
-            "CPU s here": ours_s,
-            "times as fast": (theirs_s - start_s) / ours_s,
-        }
-        if apart_s > TOLERANCE_S or own.keys() != reference.keys():
-            yield Broken(f"{layout}: not the same requests at the same times")
-
-
-def _pools(cell: str, machine: Any) -> tuple[Pool, ...]:
-    kind, _, count = cell.partition(":")
-    if kind == "mixed":
-        return (Pool("mixed", machine, int(count)),)
-    prompts, tokens = map(int, cell.split("+"))
-    return Pool("prompt", machine, prompts), Pool("token", machine, tokens)
-
-
-def _theirs(
-    checkout: Path, python: str, arrivals: Sequence[Arrival], cell: str
-) -> tuple[float, dict[int, tuple[float, float]]]:
-    """CPU seconds, and response time and TTFT of every request that ended."""
-    pools = _pools(cell, None)
-    options = [f"cluster.servers.1.count={sum(pool.count for pool in pools)}"]
-    if len(pools) == 1:
-        options += ["applications.0.scheduler=token_jsq", "start_state=baseline"]
-    else:
-        options += ["applications.0.scheduler=mixed_pool", "start_state=splitwise"]
-        options += [f"start_state.prompt.num_instances={pools[0].count}"]
-        options += [f"start_state.token.num_instances={pools[1].count}"]
-    with tempfile.TemporaryDirectory() as folder:
-        trace = Path(folder, "trace.csv")
-        with open(trace, "w", encoding="utf-8", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(FIELDS)
-            for arrival in arrivals:
-                sizes = (arrival.prompt_tokens, arrival.output_tokens)
-                writer.writerow([arrival.request_id, 2, 0, repr(arrival.at_s), 1, *sizes])
-        command = [python, "run.py", "cluster=half_half", "cluster.servers.0.count=0", "performance_model=db"]
-        command += [f"trace.path={trace}", f"output_dir={folder}/out", "seed=0", *options]
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        subprocess.run(command, cwd=checkout, check=True, stdout=subprocess.DEVNULL, env=environment)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        spent_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-        with open(Path(folder, "out/detailed/0.csv"), encoding="utf-8", newline="") as file:
-            return spent_s, {
-                int(float(row["request_ids"])): (float(row["response_times"]), float(row["ttft_times"]))
-                for row in csv.DictReader(file)
-            }

@@ -54,7 +54,7 @@ def _lengths(lengths: Lengths) -> Iterator[Row]:
 
 def _active_tokens(kind: MachineType, lengths: Lengths, duration_s: float) -> Iterator[Row]:
     arrivals = poisson(lengths, RATE, duration_s, 0, "columns")
-    uses = simulate(ClusterSpec((Pool("mixed", kind, 1),), "splitwise-sim"), arrivals).machines
+    uses = simulate(ClusterSpec((Pool("mixed", kind, 1),)), arrivals).machines
     busy_s = sum(use.busy_s for use in uses)
     for most, paper in ((1, "above 20 % (code)"), (20, "60 to 70 % (conversation)")):
         share = share_within(uses, most, busy_s)

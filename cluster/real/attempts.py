@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from phasewise.cluster.real.instance_messages import Part, Take
 from phasewise.cluster.routing import Ask, Assignment
-from phasewise.serving.engine.answer_text import GivenSoFar
+from phasewise.serving.engine.live_request import GivenSoFar
 from phasewise.serving.engine.messages import Submit
 from phasewise.serving.sampling.sampling import GREEDY
 

@@ -4,7 +4,7 @@ A thread of its own routes requests (`routing`) and carries what instances say a
 the other; `supervisor` starts their processes and notices those that end or hang. What it promises:
 
 - a request whose instance ends goes on with another one: from its beginning, or after what was given out of
-  its answer (`serving.engine.answer_text`);
+  its answer (`serving.engine.live_request`);
 - an instance's block is given to another request only when no other instance can write to it any more: the
   prompt's instance has said `Dropped`, or its process has ended;
 - every hand-over that fails is counted, and its request runs again as a whole, on one instance.
@@ -47,9 +47,9 @@ from phasewise.cluster.real.instance_messages import (
 )
 from phasewise.cluster.real.supervisor import FrontSettings, InstanceMember, Launcher, Supervisor
 from phasewise.cluster.routing import POLICIES, POLICY_OF_ROUTING, Assignment, Limits, Role, Router
-from phasewise.serving.engine.answer_text import GivenSoFar
 from phasewise.serving.engine.engine_host import Deliver, EngineState, InstanceState, Recoveries
 from phasewise.serving.engine.fingerprint import Fingerprint
+from phasewise.serving.engine.live_request import GivenSoFar
 from phasewise.serving.engine.messages import (
     Abort,
     Answer,

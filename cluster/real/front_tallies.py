@@ -100,7 +100,6 @@ def load_together(loads: Sequence[EngineLoad], n_waiting: int, n_running: int) -
         sum(load.phase_switches for load in loads),
         sum(load.n_clients_waiting for load in loads),
         steps_over_tpot=sum(load.steps_over_tpot for load in loads),
-        step_over_tpot_ms=max((load.step_over_tpot_ms for load in loads), default=0),
         stored=summed([load.stored for load in loads if load.stored is not None]),
         prompt_token_ns=_together_ns([load.prompt_token_ns for load in loads]),
         best_token_ns=_together_ns([load.best_token_ns for load in loads]),

@@ -18,9 +18,8 @@ from phasewise.serving.pools.contract import PoolSettings
 from phasewise.serving.pools.opening import DEFAULT_POLICY, open_pool
 from phasewise.serving.scheduling.held_prefixes import HeldPrefixes, HeldReport
 from phasewise.serving.scheduling.pacing import DEFAULT_TPOT_MS, Pacing
-from phasewise.serving.scheduling.request import Request
+from phasewise.serving.scheduling.request import Request, SchedulerLimits
 from phasewise.serving.scheduling.scheduler import Scheduler
-from phasewise.serving.scheduling.scheduler_terms import SchedulerLimits
 
 REFRESH_S = 0.5
 """Simulated seconds between two times that a pool learns, as `serving.engine.maintenance` has it."""

@@ -11,10 +11,10 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 import numpy.typing as npt
 
-from phasewise._words import counted, number
+from phasewise._words import number
 from phasewise.cluster.errors import ClusterError
 from phasewise.cluster.routing import Role
-from phasewise.cluster.simulated.simulate import SPLITWISE_SIM, Simulation
+from phasewise.cluster.simulated.simulate import Simulation
 from phasewise.cluster.simulated.simulated_requests import Life
 from phasewise.cluster.simulated.steps import StepTimes
 from phasewise.tuner.config.slo import LatencyMetric, parse_bounds
@@ -98,8 +98,6 @@ class Summary:
     """One simulation in figures. Times in seconds."""
 
     n_requests: int
-    """Number of requests that ended."""
-    n_unfinished: int
     output_tokens: int
     duration_s: float
     times_s: Mapping[Metric, Mapping[int, float]]
@@ -110,7 +108,7 @@ class Summary:
     n_transfers: int
     transfer_s: Mapping[int, float]
     """The time that a transfer adds between the end of a prompt and the arrival of its keys and values."""
-    n_preemptions: int | None
+    n_preemptions: int
     n_repurposed: int
     """Moves of machines between the prompt and the token pool."""
 
@@ -126,7 +124,6 @@ def summarise(simulation: Simulation, reference: StepTimes | None) -> Summary:
     transfers = np.array([life.transfer_s for life in lives if not math.isnan(life.transfer_s)])
     return Summary(
         n_requests=len(lives),
-        n_unfinished=simulation.n_unfinished,
         output_tokens=sum(life.arrival.output_tokens for life in lives),
         duration_s=simulation.end_s - min(life.arrival.at_s for life in lives),
         times_s={metric: _percentiles(times[metric]) for metric in METRICS},
@@ -145,8 +142,7 @@ def broken(summary: Summary, slo: Slo) -> list[str]:
     if figures is None:
         raise ClusterError(f"SLO {slo.name} is in slowdowns: name the machine that they are told against")
     unit = "x" if slo.is_slowdown else " s"
-    stuck = [f"{counted(summary.n_unfinished, 'request')} never ended"] if summary.n_unfinished else []
-    return stuck + [
+    return [
         f"{metric} P{percentile} {number(figures[metric][percentile], 3)}{unit} (below {number(below)}{unit})"
         for metric, percentile, below in slo.bounds
         if not figures[metric][percentile] < below
@@ -157,10 +153,7 @@ def _times(simulation: Simulation) -> dict[Metric, Seconds]:
     lives = simulation.lives
     ttft = np.array([life.ttft_s for life in lives])
     e2e = np.array([life.e2e_s for life in lives])
-    if simulation.spec.policy == SPLITWISE_SIM:  # the authors divide by all tokens, the first included
-        tbt = (e2e - ttft) / np.array([life.arrival.output_tokens for life in lives])
-    else:
-        tbt = np.array([life.tbt_s for life in lives])
+    tbt = np.array([life.tbt_s for life in lives])
     return {"ttft": ttft, "tbt": tbt, "e2e": e2e}
 
 

@@ -1,4 +1,4 @@
-"""A trace through a cluster on simulated time: by the production scheduler, or as the authors' simulator.
+"""A trace through a cluster of machines with the production scheduler, on simulated time.
 
 The clock moves by step times and transfers alone. The same cluster and trace give the same instants for ever:
 events of one instant run in the order in which they were scheduled, and of equal machines the first is taken.
@@ -18,32 +18,19 @@ from phasewise.cluster.routing import POLICIES, Ask, Limits, Policy, Role, Route
 from phasewise.cluster.simulated.kv_transfer import Link, Prompt, transfer
 from phasewise.cluster.simulated.machines import EngineSettings, ProductionMachine
 from phasewise.cluster.simulated.simulated_requests import PREFIX_BLOCK_TOKENS, Arrival, Life
-from phasewise.cluster.simulated.splitwise_sim import (
-    BYTES_PER_GIB,
-    PaperLimits,
-    PaperMachine,
-    PaperMachineType,
-    run_splitwise_sim,
-)
 from phasewise.cluster.simulated.steps import StepTimes
 from phasewise.cluster.simulated.timeline import Timeline
 from phasewise.serving.errors import RequestError
 from phasewise.serving.scheduling.held_prefixes import HeldReport, block_keys
 from phasewise.serving.scheduling.pacing import DEFAULT_TPOT_MS
-from phasewise.serving.scheduling.request import Request
-from phasewise.serving.scheduling.scheduler_terms import (
+from phasewise.serving.scheduling.request import (
     DEFAULT_BATCH_TOKENS,
     DEFAULT_SEQUENCES,
+    Request,
     SchedulerLimits,
 )
 
-SPLITWISE_SIM = "splitwise-sim"
 DEFAULT_LIMITS = Limits()
-POLICY_NAMES = (*POLICIES, SPLITWISE_SIM)
-
-PAPER_LINK_BYTES_PER_S = 200.0 * BYTES_PER_GIB
-"""Bytes a second of a link by `transfer_bandwidth` of the authors' configuration; bytes, where the links'
-figures are bits."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +69,7 @@ class Pool:
 
 @dataclass(frozen=True)
 class ClusterSpec:
-    """The settings of a simulation. `policy` is one of `POLICY_NAMES`."""
+    """The settings of a simulation. `policy` is one of `POLICIES`."""
 
     pools: tuple[Pool, ...]
     policy: str = "splitwise"
@@ -128,13 +115,9 @@ class Simulation:
 
     spec: ClusterSpec
     lives: list[Life]
-    """Lives of the requests that ended."""
-    n_unfinished: int
-    """Requests that never ended: under `splitwise-sim` alone, whose machines can wait for memory for ever."""
     machines: list[MachineUse]
     end_s: float
-    n_preemptions: int | None
-    """Number of preemptions; None where the machine does not count them."""
+    n_preemptions: int
     n_repurposed: int = 0
     """Moves of machines between the prompt and the token pool."""
     n_tokens_reused: int = 0
@@ -145,36 +128,7 @@ def simulate(spec: ClusterSpec, arrivals: Sequence[Arrival]) -> Simulation:
     """Run every request of a trace to its end. ClusterError where one can run on no machine."""
     if not arrivals:
         raise ClusterError("the trace holds no request")
-    if spec.policy == SPLITWISE_SIM:
-        return _simulate_paper(spec, arrivals)
     return ProductionCluster(spec, arrivals).run()
-
-
-def _simulate_paper(spec: ClusterSpec, arrivals: Sequence[Arrival]) -> Simulation:
-    timeline = Timeline()
-    kinds = {pool.machine.name: _paper_type(pool.machine) for pool in spec.pools}
-    machines = [
-        PaperMachine(index, role, kinds[kind.name], timeline)
-        for index, (role, kind) in enumerate(spec.machines)
-    ]
-    for kind in kinds.values():
-        longest = max(arrival.prompt_tokens + arrival.output_tokens for arrival in arrivals)
-        if longest * kind.kv_bytes_per_token > kind.memory_bytes - kind.weight_bytes:
-            raise ClusterError(f"a request of {longest} tokens has no room on a machine of the cluster")
-    lives = run_splitwise_sim(arrivals, machines, timeline, lambda source, target: PAPER_LINK_BYTES_PER_S)
-    ended = [life for life in lives if not math.isnan(life.end_s)]
-    if not ended:
-        raise ClusterError("no request of the trace ever ended on this cluster")
-    uses = [
-        MachineUse(role, kind.name, machine.busy_s, machine.occupancy_s)
-        for machine, (role, kind) in zip(machines, spec.machines, strict=True)
-    ]
-    return Simulation(spec, ended, len(lives) - len(ended), uses, timeline.now_s, None)
-
-
-def _paper_type(kind: MachineType) -> PaperMachineType:
-    limits = PaperLimits(max_batch_size=kind.max_sequences, max_batch_tokens=kind.max_batch_tokens)
-    return PaperMachineType(kind.steps, kind.memory_bytes, kind.weight_bytes, kind.kv_bytes_per_token, limits)
 
 
 class _Going:
@@ -230,7 +184,7 @@ class ProductionCluster:
         preemptions = sum(machine.scheduler.counts.preemptions for machine in self._machines)
         reused = sum(machine.scheduler.counts.prefix_tokens_reused for machine in self._machines)
         end_s, repurposed = self._timeline.now_s, self._router.n_repurposed
-        return Simulation(self._spec, lives, 0, uses, end_s, preemptions, repurposed, reused)
+        return Simulation(self._spec, lives, uses, end_s, preemptions, repurposed, reused)
 
     def prompt_step_begins(self, request_id: str) -> None:
         life, going = self._lives[request_id], self._going.get(request_id)

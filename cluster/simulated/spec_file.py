@@ -19,12 +19,12 @@ from typing import Any
 from phasewise._files import read_input
 from phasewise._toml import parse_toml
 from phasewise.cluster.errors import ClusterError
-from phasewise.cluster.routing import ROLES, Limits, Role
+from phasewise.cluster.routing import POLICIES, ROLES, Limits, Role
 from phasewise.cluster.simulated.kv_transfer import Link
-from phasewise.cluster.simulated.simulate import POLICY_NAMES, ClusterSpec, MachineType, Pool
+from phasewise.cluster.simulated.simulate import ClusterSpec, MachineType, Pool
 from phasewise.cluster.simulated.steps import MAX_POINTS, Curve, ProfileKey, StepTimes
 from phasewise.serving.scheduling.pacing import DEFAULT_TPOT_MS
-from phasewise.serving.scheduling.scheduler_terms import DEFAULT_BATCH_TOKENS, DEFAULT_SEQUENCES
+from phasewise.serving.scheduling.request import DEFAULT_BATCH_TOKENS, DEFAULT_SEQUENCES
 
 MAX_FILE_BYTES = 1 << 20
 MAX_MACHINES = 10_000
@@ -149,8 +149,8 @@ def read_cluster(
     catalogue = MachineCatalogue(model or table.text("model", DEFAULT_MODEL), sources, own, name)
     table.text("model", "")
     policy = table.text("policy", "splitwise")
-    if policy not in POLICY_NAMES:
-        raise ClusterError(f"{name}: policy must be one of {', '.join(POLICY_NAMES)}, not {policy!r:.40}")
+    if policy not in POLICIES:
+        raise ClusterError(f"{name}: policy must be one of {', '.join(POLICIES)}, not {policy!r:.40}")
     pools = tuple(_pool(pool_table, catalogue) for pool_table in table.tables("pool"))
     if sum(pool.count for pool in pools) > MAX_MACHINES:
         raise ClusterError(f"{name}: a cluster has at most {MAX_MACHINES} machines")

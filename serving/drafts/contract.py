@@ -8,7 +8,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 from phasewise.serving.batch import Batch
 from phasewise.serving.drafts.step_costs import StepCosts
 from phasewise.serving.sampling.sampling import FloatVector, Sampler
-from phasewise.serving.scheduling.scheduler_terms import DraftRoom
+from phasewise.serving.scheduling.request import DraftRoom
 
 MOST_DRAFTED = 15
 """Drafts of one sequence in one step: with the token before them 16 rows."""

@@ -11,8 +11,7 @@ from phasewise.serving.batch import SequenceSlice
 from phasewise.serving.drafts.agreement import Agreement
 from phasewise.serving.drafts.contract import NO_DRAFT, Draft
 from phasewise.serving.sampling.sampling import FloatVector, Sampler
-from phasewise.serving.scheduling.request import LiveSequence
-from phasewise.serving.scheduling.scheduler_terms import DraftRoom
+from phasewise.serving.scheduling.request import DraftRoom, LiveSequence
 
 
 class DraftState:

@@ -22,8 +22,7 @@ from phasewise.serving.drafts.gain import DraftGain, Drafting
 from phasewise.serving.drafts.step_costs import StepCosts
 from phasewise.serving.models.heads.draft_head import RowVectors
 from phasewise.serving.sampling.sampling import Sampler
-from phasewise.serving.scheduling.request import LiveSequence
-from phasewise.serving.scheduling.scheduler_terms import DraftRoom
+from phasewise.serving.scheduling.request import DraftRoom, LiveSequence
 
 _FIRST_RATES = (0.75, 0.6, 0.5, 0.4)  # of the first draft, the second, ..: each is further from a row
 _MOST_WAITING = 64  # rows of a sequence that is not drafted

@@ -14,8 +14,7 @@ from phasewise.serving.drafts.contract import MOST_DRAFTED, NO_DRAFT, Draft, Dra
 from phasewise.serving.drafts.lengths import choose_lengths, fixed_lengths
 from phasewise.serving.drafts.step_costs import StepCosts
 from phasewise.serving.sampling.sampling import Sampler
-from phasewise.serving.scheduling.request import LiveSequence
-from phasewise.serving.scheduling.scheduler_terms import DraftRoom
+from phasewise.serving.scheduling.request import DraftRoom, LiveSequence
 
 _ORDERS = (6, 2)
 """n of the n-grams that are looked up, the longest first."""

@@ -21,8 +21,7 @@ from phasewise.serving.drafts.drafted_rows import DraftedRow, DraftState
 from phasewise.serving.drafts.gain import DraftGain, Drafting
 from phasewise.serving.drafts.step_costs import StepCosts
 from phasewise.serving.sampling.sampling import Sampler
-from phasewise.serving.scheduling.request import LiveSequence
-from phasewise.serving.scheduling.scheduler_terms import DraftRoom
+from phasewise.serving.scheduling.request import DraftRoom, LiveSequence
 
 _FIRST_RATE = 0.7
 _CATCH_UP_TOKENS = 128  # of all sequences, in one step

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -11,8 +10,13 @@ from typing import TYPE_CHECKING
 
 from phasewise.serving.batch import Batch
 from phasewise.serving.drafts.contract import Draft, Drafter
-from phasewise.serving.engine.answer_text import GivenSoFar
-from phasewise.serving.engine.live_request import LiveRequest, Vocabulary
+from phasewise.serving.engine.live_request import (
+    GivenSoFar,
+    LiveRequest,
+    PromptProgress,
+    Vocabulary,
+    forward_scored,
+)
 from phasewise.serving.engine.messages import (
     Answer,
     Delivery,
@@ -24,14 +28,12 @@ from phasewise.serving.engine.messages import (
     StepStats,
     Submit,
 )
-from phasewise.serving.engine.prompt_progress import PromptProgress, forward_scored
 from phasewise.serving.errors import CoresMoved, RankLost, RanksError, RequestError, ServingError, StepFailed
 from phasewise.serving.ranks.ranks_contract import Ranks
 from phasewise.serving.sampling.sampling import SampledToken, sample_rows, sample_run
-from phasewise.serving.scheduling.pacing import Pacing
+from phasewise.serving.scheduling.pacing import UNBOUNDED, Pacing, ShadowRoom
 from phasewise.serving.scheduling.request import TokenOut
 from phasewise.serving.scheduling.scheduler import Scheduler
-from phasewise.serving.scheduling.shadow import UNBOUNDED, ShadowRoom
 
 if TYPE_CHECKING:
     import numpy as np
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
 
     from phasewise.serving.engine.core_watch import CoreWatch
     from phasewise.serving.engine.fingerprint import Fingerprint
-    from phasewise.serving.engine.outbox import Outbox
+    from phasewise.serving.engine.messages import Outbox
     from phasewise.serving.engine.stored_prefixes import StoredPrefixes
     from phasewise.serving.pools.contract import PoolStats
 
@@ -178,26 +180,28 @@ class Engine:
         return self._begin(GivenSoFar(message), max_tokens)
 
     def step(self) -> Delivery:
-        """Compute one batch. A failure ends the requests of that batch and no others.
+        """Choose a batch, compute it, sample its tokens and give them out. A failure ends the requests of
+        that batch and no others.
 
         RanksError if nothing can be computed any more: a rank has died, and keys and values with it.
         """
-        if self.prefixes is None:
-            return self._step()
-        self.prefixes.settle()
-        delivery = self._step()
-        self.prefixes.follow(delivery.stats)
-        return delivery
-
-    def _step(self) -> Delivery:
         started_ns = time.perf_counter_ns()
+        if self.prefixes is not None:
+            self.prefixes.settle()
         batch = self.scheduler.next_batch(*self._pace())
         if batch is None:
             for copy in self.scheduler.take_copies():
                 self.ranks.copy_kv(*copy)
-            return Delivery((), None, self.load(), self._newly_placed())
+            delivery = Delivery((), None, self.load(), self._newly_placed())
+        else:
+            delivery = self._step(batch, started_ns)
+        if self.prefixes is not None:
+            self.prefixes.follow(delivery.stats)
+        return delivery
+
+    def _step(self, batch: Batch, started_ns: int) -> Delivery:
         outs: tuple[Answer | Failure, ...]
-        computed, progress = self._prompts_that_end(batch), tuple[Progress, ...]()
+        ended, progress = self._prompts_that_end(batch), tuple[Progress, ...]()
         try:
             for copy in batch.copies:
                 self.ranks.copy_kv(*copy)
@@ -207,19 +211,20 @@ class Engine:
             if any(draft.token_ids for draft in drafts):
                 batch = self.scheduler.extend(batch, [draft.token_ids for draft in drafts])
             drafted_ns = time.perf_counter_ns()
-            runs = self._compute(batch, drafts)
+            runs = self._sample(batch, self._compute(batch), drafts)
             self._tell_drafter(batch, time.perf_counter_ns() - drafted_ns)
         except RanksError:
             raise
         except Exception as error:
-            outs, computed = self._fail(batch, error), ()
+            outs, ended = self._fail(batch, error), ()
         else:
             progress = self._progress.of(batch, started_ns, time.perf_counter_ns())
-            outs = self._commit(batch, runs)
+            outs = self._give_out(batch, runs)
             self._rest_prompts(passing)
         stats = StepStats(batch.phase, len(batch.slices), batch.n_tokens, time.perf_counter_ns() - started_ns)
-        self._observe(stats, batch.n_in_shadow)
-        return Delivery(outs, stats, self.load(), self._newly_placed(), computed, progress=progress)
+        if self.pacing is not None:
+            self.pacing.observe(stats.phase, stats.n_tokens, stats.duration_ns, batch.n_in_shadow)
+        return Delivery(outs, stats, self.load(), self._newly_placed(), ended, progress=progress)
 
     def recover(self, lost: RankLost) -> Delivery:
         """Keys and values are lost. All requests are queued again; answers that had begun go on after what
@@ -286,7 +291,6 @@ class Engine:
             self._counts(self._n_drafted, self._n_accepted),
             n_in_shadow=scheduler.n_in_shadow,
             steps_over_tpot=0 if self.pacing is None else self.pacing.n_over_promise,
-            step_over_tpot_ms=0 if self.pacing is None else math.ceil(self.pacing.over_promise_ns / 1e6),
             stored=None if self.prefixes is None else self.prefixes.counts,
             prompt_token_ns=self.pacing.prompt_token_ns(scheduler.n_answering) if self.pacing else 0.0,
             best_token_ns=self.pacing.best_token_ns if self.pacing else 0.0,
@@ -377,11 +381,6 @@ class Engine:
         paced = self.pacing.pace(scheduler.n_answering, is_all_shadow=scheduler.is_all_shadow)
         return paced.chunk_tokens, None if self.drafter is not None else paced.rows, paced.shadow
 
-    def _observe(self, stats: StepStats, n_in_shadow: int) -> None:
-        if self.pacing is None:
-            return
-        self.pacing.observe(stats.phase, stats.n_tokens, stats.duration_ns, n_in_shadow)
-
     def _drafts(self, batch: Batch) -> list[Draft]:
         """A draft for each slice of a decode batch."""
         if self.drafter is None or batch.phase != "decode":
@@ -397,24 +396,7 @@ class Engine:
         else:
             self.drafter.computed(batch)
 
-    def _compute(self, batch: Batch, drafts: list[Draft]) -> list[list[SampledToken]]:
-        """For each slice that wants logits, the tokens that come next."""
-        logits = self._forward(batch)
-        if self._prompts:
-            return self._compute_some(logits, list(_wanting(batch)))
-        lives = [self._live[name] for name in _wanting(batch)]
-        if len(logits) == len(lives):
-            return [[token] for token in sample_rows(logits, [live.sampler for live in lives])]
-        runs, row = [], 0
-        for live, draft in zip(lives, drafts, strict=True):
-            token_ids, chances = draft
-            rows = logits[row : row + 1 + len(token_ids)]
-            row += len(rows)
-            run = sample_run(rows, live.sampler, token_ids, chances, live.end_token_ids)
-            runs.append(run)
-        return runs
-
-    def _forward(self, batch: Batch) -> npt.NDArray[np.float32]:
+    def _compute(self, batch: Batch) -> npt.NDArray[np.float32]:
         if batch.phase == "decode":
             return self.ranks.forward(batch)
         live = self._live
@@ -427,9 +409,25 @@ class Engine:
         }
         return forward_scored(self.ranks, batch, scores) if scores else self.ranks.forward(batch)
 
-    def _compute_some(
-        self, logits: npt.NDArray[np.float32], names: Sequence[str]
+    def _sample(
+        self, batch: Batch, logits: npt.NDArray[np.float32], drafts: list[Draft]
     ) -> list[list[SampledToken]]:
+        """For each slice that wants logits, the tokens that come next."""
+        if self._prompts:
+            return self._sample_some(logits, list(_wanting(batch)))
+        lives = [self._live[name] for name in _wanting(batch)]
+        if len(logits) == len(lives):
+            return [[token] for token in sample_rows(logits, [live.sampler for live in lives])]
+        runs, row = [], 0
+        for live, draft in zip(lives, drafts, strict=True):
+            token_ids, chances = draft
+            rows = logits[row : row + 1 + len(token_ids)]
+            row += len(rows)
+            run = sample_run(rows, live.sampler, token_ids, chances, live.end_token_ids)
+            runs.append(run)
+        return runs
+
+    def _sample_some(self, logits: npt.NDArray[np.float32], names: Sequence[str]) -> list[list[SampledToken]]:
         """Prompts that are answered elsewhere give their logits away; their token 0 is not read."""
         assert self.outbox is not None
         runs = [[SampledToken(0)] for _ in names]
@@ -443,7 +441,7 @@ class Engine:
                 runs[row] = [token]
         return runs
 
-    def _commit(self, batch: Batch, runs: list[list[SampledToken]]) -> tuple[Answer, ...]:
+    def _give_out(self, batch: Batch, runs: list[list[SampledToken]]) -> tuple[Answer, ...]:
         now_ns = time.perf_counter_ns()
         outs = self.scheduler.commit_runs(batch, [[token.token_id for token in run] for run in runs])
         answers, first = [], 0

@@ -11,15 +11,25 @@ from phasewise.cython_kernels.division import Teams
 from phasewise.serving.batch import STEP_TOKENS
 from phasewise.serving.drafts.contract import MOST_DRAFTED
 from phasewise.serving.errors import ContextLengthExceeded, ServingError
-from phasewise.serving.models.forward import AUTO, kv_bytes_by_reach, kv_bytes_per_slot
+from phasewise.serving.models.forward import (
+    AUTO,
+    Capacity,
+    build_program,
+    kv_bytes_by_reach,
+    kv_bytes_per_slot,
+    resolve_kv_format,
+)
 from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.pools.arena import aligned
 from phasewise.serving.pools.contract import ALIGNMENT, KV_CHUNK, Rings
 from phasewise.serving.pools.opening import DEFAULT_POLICY
 from phasewise.serving.processes.headroom import available_bytes
-from phasewise.serving.ranks.ranks_contract import KvSettings
+from phasewise.serving.ranks.first_rank import room_for
+from phasewise.serving.ranks.rank_layout import teams_of
+from phasewise.serving.ranks.ranks_contract import KvSettings, RankOptions
 from phasewise.serving.scheduling.pacing import DEFAULT_TPOT_MS
-from phasewise.serving.scheduling.scheduler_terms import SchedulerLimits
+from phasewise.serving.scheduling.request import SchedulerLimits
+from phasewise.tuner.plans import Phase, ServicePlan
 
 KV_SHARE_OF_FREE_MEMORY = 0.25
 KV_SHARE_OF_WEIGHTS = 4
@@ -205,3 +215,62 @@ def default_kv_bytes(model: PackedModel, free: int | None) -> int:
     """The bytes that a model that is served alone takes for keys and values. free: bytes; None: unknown."""
     enough = max(_KV_BYTES_ALWAYS_WORTH_IT, KV_SHARE_OF_WEIGHTS * model.weight_bytes)
     return enough if free is None else min(enough, int(free * KV_SHARE_OF_FREE_MEMORY))
+
+
+VOCABULARY_BYTES_A_TOKEN = 900
+"""The tokenizer, the bytes of its tokens, and what grammars keep of them: 863 measured of 49,152 tokens."""
+
+
+class _Told(Exception):
+    """The bytes that a program would take, in place of taking them."""
+
+    def __init__(self, n_bytes: int) -> None:
+        super().__init__(n_bytes)
+        self.n_bytes = n_bytes
+
+
+def _tell(_name: str, n_bytes: int, _kv_slots: int) -> None:
+    raise _Told(n_bytes)
+
+
+def program_bytes(model: PackedModel, capacity: Capacity) -> int:
+    """Keys, values, states and scratch of one program. ModelError: the model does not fit the kernels."""
+    try:
+        build_program(model, capacity, _tell)
+    except _Told as told:
+        return told.n_bytes
+    raise AssertionError("a program is not built before its memory is checked")
+
+
+def engine_bytes(
+    model: PackedModel, plans: Mapping[Phase, ServicePlan], size: EngineSize, draft: PackedModel | None
+) -> int:
+    """Weights, programs and vocabulary of a model and, where there is one, of its draft model.
+
+    Each further rank has scratch of its own, counted as that of a rank that computes all columns, and ranks
+    keep copies of the heads that they share.
+    """
+    feeds, limits = "" if draft is None else draft.config.drafts, size.limits
+    options = RankOptions(
+        size.kv, limits.max_batch_tokens, limits.max_sequences, feeds=feeds, threads=size.threads
+    )
+    threads = max(len(rank.cores) for plan in plans.values() for each in plan.each for rank in each.ranks)
+    n_ranks = max(len(plan.ranks) for plan in plans.values())
+    n_bytes = 0
+    for served in (model, draft):
+        if served is None:
+            continue
+        own = options if served is model else replace(options, feeds="")
+        room = room_for(own, threads, resolve_kv_format(served, size.kv.format))
+        program = program_bytes(served, room)
+        own_kv = _kv_bytes(served, room, ())
+        n_bytes += served.weight_bytes + program + VOCABULARY_BYTES_A_TOKEN * served.config.vocab_size
+        if served is model:
+            copies = _kv_bytes(served, room, teams_of(plans)) - own_kv
+            n_bytes += (n_ranks - 1) * (program - own_kv) + copies
+    return n_bytes
+
+
+def _kv_bytes(model: PackedModel, room: Capacity, teams: Teams) -> int:
+    seen_by_all, windowed = kv_bytes_by_reach(model, room.kv_format, teams)
+    return room.kv_slots * seen_by_all + (room.ring_slots or room.kv_slots) * windowed

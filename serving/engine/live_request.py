@@ -2,16 +2,252 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
-from phasewise.serving.engine.answer_text import AnswerText, GivenSoFar, TokenStream
-from phasewise.serving.engine.logit_chain import LogitChain
-from phasewise.serving.engine.messages import Evidence, Submit
-from phasewise.serving.engine.prompt_progress import PromptScores
-from phasewise.serving.sampling.sampling import SampledToken, Sampler
+import numpy as np
+import numpy.typing as npt
+
+from phasewise.serving.batch import Batch, SequenceSlice
+from phasewise.serving.engine.logit_chain import LogitChain, n_digests
+from phasewise.serving.engine.messages import Answer, Evidence, GivenOut, Progress, Submit
+from phasewise.serving.errors import ServingError
+from phasewise.serving.processes.restarts import MOST_RERUNS
+from phasewise.serving.ranks.ranks_contract import Ranks
+from phasewise.serving.sampling.sampling import PromptToken, SampledToken, Sampler, score_rows
 from phasewise.serving.scheduling.held_prefixes import space_of
 from phasewise.serving.scheduling.request import Request
+
+ROWS_AT_ONCE = 64
+"""Rows of logits that are held at a time."""
+
+
+class PromptScores:
+    """The tokens of one prompt, scored from its beginning on. n_top: likeliest tokens told of each place."""
+
+    def __init__(self, token_ids: tuple[int, ...], n_top: int) -> None:
+        self._token_ids = token_ids
+        self._n_top = n_top
+        self._scored = [PromptToken(token_id) for token_id in token_ids[:1]]
+
+    @property
+    def is_whole(self) -> bool:
+        """True once every token has its numbers."""
+        return len(self._scored) == len(self._token_ids)
+
+    @property
+    def tokens(self) -> tuple[PromptToken, ...]:
+        """Those that are scored."""
+        return tuple(self._scored)
+
+    def add(self, start: int, logits: npt.NDArray[np.float32]) -> None:
+        """Logits float32 [n, vocab] after the tokens from position `start` on.
+
+        A preempted prompt is computed again: what is known of it stays.
+        """
+        n_known = len(self._scored) - 1 - start
+        assert n_known >= 0, "rows come in their order"
+        token_ids = self._token_ids[start + 1 + n_known : start + 1 + len(logits)]
+        self._scored += score_rows(logits[n_known : n_known + len(token_ids)], token_ids, self._n_top)
+
+
+def forward_scored(ranks: Ranks, batch: Batch, scores: Mapping[str, PromptScores]) -> npt.NDArray[np.float32]:
+    """As `Ranks.forward` of a prefill batch; prompts in `scores`, by request, are scored on the way."""
+    parts = list(zip(batch.request_ids, batch.slices, strict=True))
+    plain = tuple(piece for name, piece in parts if name not in scores)
+    rows = iter(ranks.forward(batch._replace(slices=plain)).copy() if plain else ())
+    logits = []
+    for name, piece in parts:
+        last = _scored(ranks, piece, scores[name]) if name in scores else None
+        if piece.wants_logits:
+            logits.append(next(rows) if last is None else last)
+    return np.stack(logits) if logits else np.empty((0, 0), dtype=np.float32)
+
+
+def _scored(ranks: Ranks, piece: SequenceSlice, scores: PromptScores) -> npt.NDArray[np.float32]:
+    """The logits after the last token of a slice."""
+    for begin in range(0, len(piece.token_ids), ROWS_AT_ONCE):
+        token_ids = piece.token_ids[begin : begin + ROWS_AT_ONCE]
+        part = piece._replace(token_ids=token_ids, start=piece.start + begin, wants_logits=True)
+        rows = ranks.all_logits(Batch("prefill", (part,)))
+        scores.add(part.start, rows)
+    last: npt.NDArray[np.float32] = rows[-1].copy()
+    return last
+
+
+@dataclass(slots=True)
+class _Prompt:
+    """A prompt that is not whole yet. n_cached: its tokens that were there when its first step began."""
+
+    n_tokens: int
+    n_cached: int = 0
+    began_ns: int | None = None
+
+
+class PromptProgress:
+    """The prompts that are not whole yet."""
+
+    def __init__(self) -> None:
+        self._prompts: dict[str, _Prompt] = {}
+
+    def expect(self, request_id: str, n_prompt: int) -> None:
+        """It will be computed, from the start."""
+        self._prompts[request_id] = _Prompt(n_prompt)
+
+    def forget(self, request_id: str) -> None:
+        """Nothing more of it is computed."""
+        self._prompts.pop(request_id, None)
+
+    def of(self, batch: Batch, began_ns: int, now_ns: int) -> tuple[Progress, ...]:
+        """The progress of each prompt of a step, which took from `began_ns` to `now_ns`; none of decode."""
+        out = []
+        for name, piece in zip(batch.request_ids, batch.slices, strict=True):
+            prompt = self._prompts.get(name)
+            if prompt is None or batch.phase != "prefill":
+                continue
+            if prompt.began_ns is None:
+                prompt.began_ns, prompt.n_cached = began_ns, piece.start
+            n_computed = min(prompt.n_tokens, piece.start + len(piece.token_ids))
+            took_ns = now_ns - prompt.began_ns
+            out.append(Progress(name, prompt.n_tokens, prompt.n_cached, n_computed, took_ns))
+            if n_computed == prompt.n_tokens:
+                self.forget(name)
+        return tuple(out)
+
+
+_NOTHING = GivenOut()
+
+
+@dataclass(slots=True)
+class GivenSoFar:
+    """The answer of one request so far. n_reruns: losses under it, one after the other, with no new token."""
+
+    request: Submit
+    n_reruns: int = 0
+    was_computed: bool = False
+    """A step with it has begun: a loss may be its work."""
+    _token_ids: list[int] = field(default_factory=list)
+    _n_characters: int = 0
+    _n_cached: int | None = None
+    _logit_digests: list[str] = field(default_factory=list)
+    _has_prompt: bool = False
+
+    @property
+    def has_begun(self) -> bool:
+        """True if its client has anything of the answer, from here or from before."""
+        is_given = bool(self._n_characters or self._token_ids or self._has_prompt)
+        return is_given or self.request.given is not None
+
+    @property
+    def n_cached(self) -> int | None:
+        """As its client was told; None: it was not."""
+        return self._n_cached if self.request.given is None else self.request.given.n_cached
+
+    def add(self, answer: Answer) -> None:
+        """A piece of it is given out."""
+        self.was_computed = True
+        self._token_ids += [token.token_id for token in answer.tokens]
+        self._n_characters += len(answer.text)
+        self._logit_digests += answer.logit_digests
+        self._has_prompt = self._has_prompt or answer.prompt is not None
+        if self._n_cached is None:
+            self._n_cached = answer.n_cached
+
+    def after(self, lost: ServingError, n_places: int = 1) -> GivenSoFar | ServingError:
+        """The same request as it goes on, or the error that it ends with.
+
+        n_places: engines that it may run on, each of which may be lost for another reason.
+        """
+        n_reruns = 0 if self._token_ids else self.n_reruns
+        if self.was_computed and n_reruns >= MOST_RERUNS * n_places:
+            return lost
+        n_reruns += self.was_computed
+        if not self.has_begun:
+            return GivenSoFar(self.request, n_reruns)
+        before = self.request.given or _NOTHING
+        token_ids = before.token_ids + tuple(self._token_ids)
+        digests = (*before.logit_digests, *self._logit_digests)[: n_digests(len(token_ids))]
+        n_characters = before.n_characters + self._n_characters
+        given = GivenOut(token_ids, n_characters, self.n_cached or 0, digests)
+        return GivenSoFar(replace(self.request, prompt_logprobs=None, given=given), n_reruns)
+
+
+class TokenStream(Protocol):
+    """Incremental decoder: never gives out a part of a character before `flush`."""
+
+    def push(self, token_id: int) -> str: ...
+
+    def flush(self) -> str: ...
+
+
+class AnswerText:
+    """Fed with tokens, drained as text."""
+
+    def __init__(self, stream: TokenStream, stop: tuple[str, ...] = ()) -> None:
+        self._stream = stream
+        self._stop = stop
+        self._held = ""
+        self._n_given = 0  # characters given out
+        self._tokens: deque[tuple[int, SampledToken]] = deque()  # with the character at which each begins
+        self.stop_text: str | None = None
+        """The stop string that has ended the answer."""
+
+    @property
+    def stopped(self) -> bool:
+        return self.stop_text is not None
+
+    def begin_after(self, token_ids: Sequence[int], n_given: int) -> None:
+        """Go on after these tokens, of whose text `n_given` characters were given out, by another one."""
+        text = "".join(self._stream.push(token_id) for token_id in token_ids)
+        self._held, self._n_given = text[n_given:], n_given
+
+    def push(self, token: SampledToken) -> None:
+        """A token of the answer. Sets `stop_text` when a stop string is complete."""
+        self._tokens.append((self._n_given + len(self._held), token))
+        self._held += self._stream.push(token.token_id)
+        if self._stop:
+            self._cut_at_stop()
+
+    def push_end(self, token: SampledToken) -> None:
+        """The model's end token: it counts, but has no text."""
+        self._tokens.append((self._n_given + len(self._held), token))
+
+    def take(self, *, finished: bool) -> tuple[str, tuple[SampledToken, ...]]:
+        """The text that can be given out now: all that is left when `finished` or `stopped`."""
+        if finished and not self.stopped:
+            self._held += self._stream.flush()
+            self._cut_at_stop()
+        n_kept = 0 if finished or self.stopped or not self._stop else self._n_ambiguous()
+        n_given = len(self._held) - n_kept
+        text, self._held = self._held[:n_given], self._held[n_given:]
+        self._n_given += len(text)
+        return text, self._begun(everything=finished and not self.stopped)
+
+    def _cut_at_stop(self) -> None:
+        """The stop string that is complete first ends the text, however tokens cut it."""
+        places = [(self._held.find(stop), stop) for stop in self._stop if stop in self._held]
+        if places:
+            place, self.stop_text = min(places, key=lambda pair: (pair[0] + len(pair[1]), pair[0]))
+            self._held = self._held[:place]
+
+    def _n_ambiguous(self) -> int:
+        """Length of the longest end of the held text that begins a stop string."""
+        longest = 0
+        for stop in self._stop:
+            for length in range(min(len(stop) - 1, len(self._held)), longest, -1):
+                if self._held.endswith(stop[:length]):
+                    longest = length
+                    break
+        return longest
+
+    def _begun(self, *, everything: bool) -> tuple[SampledToken, ...]:
+        tokens, ready = self._tokens, []
+        while tokens and (everything or tokens[0][0] < self._n_given):
+            begin, token = tokens.popleft()
+            ready.append(token if token.logprob is None else token._replace(begin=begin))
+        return tuple(ready)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,12 @@ from phasewise.serving.prefix_store.store import StoreCounts
 from phasewise.serving.sampling.sampling import PromptToken, SampledToken, SamplingParams
 from phasewise.serving.scheduling.request import FinishReason
 from phasewise.tuner.plans import Phase
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from phasewise.serving.pools.contract import Placement
 
 
 class GivenOut(NamedTuple):
@@ -64,7 +70,7 @@ class Submit:
     prompt_logprobs: int | None = None
     """As `SamplingParams.top_logprobs`, of the tokens of the prompt: the answer's first piece has them."""
     in_shadow: bool = False
-    """A request of a batch: it takes what others leave (`scheduling.shadow`)."""
+    """A request of a batch: it takes what others leave (`pacing.ShadowPacing`)."""
     trace: str = ""
     """The `traceparent` that came with it, for lines of logs; empty: none did."""
     given: GivenOut | None = None
@@ -226,8 +232,6 @@ class EngineLoad(NamedTuple):
     """The load of each model's engine, by the models' ids; None where a server has one."""
     steps_over_tpot: int = 0
     """Decode steps that alone took longer than the promised time per token."""
-    step_over_tpot_ms: int = 0
-    """The time of a decode step of late, where that alone is longer than promised; 0: the promise holds."""
     stored: StoreCounts | None = None
     """Counts of the store of prefixes; None where there is none."""
     n_in_shadow: int = 0
@@ -263,3 +267,33 @@ class Delivery(NamedTuple):
     """Expected requests that run now."""
     progress: tuple[Progress, ...] = ()
     """The state of each prompt that the step computed some of."""
+
+
+class Outbox(Protocol):
+    """Takes keys and values of prompts that are answered elsewhere. Called on the engine's thread."""
+
+    def starts(self, request_id: str, placement: Placement, n_prompt: int, n_computed: int) -> None:
+        """Its block stays where it is, until `drop` or `rests`, and `n_computed` of its tokens are in it."""
+        ...
+
+    def rests(self, request_id: str) -> bool:
+        """Between two steps its block may move again, unless the other engine wants what is in it (True).
+
+        False: nothing is read from it once this returns, until it `starts` again.
+        """
+        ...
+
+    def computed(self, request_id: str, logits: npt.NDArray[np.float32]) -> None:
+        """All of it is computed, before or after `starts`.
+
+        logits: float32 [vocab], valid until the call returns.
+        """
+        ...
+
+    def lost(self, request_id: str) -> None:
+        """The other engine has a block for it, and it has none here any more: it cannot be handed over."""
+        ...
+
+    def drop(self, request_id: str) -> None:
+        """Its block is about to be freed: nothing is read from it once this returns."""
+        ...

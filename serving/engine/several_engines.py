@@ -170,7 +170,4 @@ def _sum(by_model: Mapping[str, EngineLoad]) -> EngineLoad:
         for name in EngineLoad._fields
         if isinstance(getattr(loads[0], name), int)
     }
-    slowest_ms = max(load.step_over_tpot_ms for load in loads)
-    return loads[0]._replace(
-        **{**numbers, "step_over_tpot_ms": slowest_ms, "pool": None, "by_model": by_model}
-    )
+    return loads[0]._replace(**{**numbers, "pool": None, "by_model": by_model})

@@ -7,15 +7,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 from phasewise.serving.errors import (
     ContextLengthExceeded,
@@ -26,7 +26,6 @@ from phasewise.serving.errors import (
     StepFailed,
     Stopping,
 )
-from phasewise.serving.http.wrong_paths import advice
 
 RETRY_AFTER_S = 1
 _MOST_MESSAGE = 600
@@ -235,22 +234,21 @@ def from_engine(error: Exception) -> ApiError:
             return ApiError(500, f"the server failed: {type(error).__name__}", code="internal_error")
 
 
-def install(app: FastAPI, refused: Callable[[ApiError], None]) -> None:
-    """Make every error of `app`, ours or the framework's, come out in the one shape. `refused` sees ours."""
+def handlers(refused: Callable[[ApiError], None]) -> dict[Any, Any]:
+    """By kind of error, its handler: ours and the framework's come out in the one shape. `refused` sees
+    ours.
+    """
 
-    @app.exception_handler(ApiError)
-    async def _api_error(request: Request, error: ApiError) -> JSONResponse:
+    async def api_error(request: Request, error: ApiError) -> Response:
         refused(error)
         return error.response(request.url.path)
 
-    @app.exception_handler(ClientLeft)
-    async def _client_left(_request: Request, _error: ClientLeft) -> Response:
+    async def client_left(_request: Request, _error: ClientLeft) -> Response:
         return Response(status_code=_CLIENT_LEFT)
 
-    @app.exception_handler(HTTPException)
-    async def _http_error(request: Request, error: HTTPException) -> JSONResponse:
+    async def http_error(request: Request, error: HTTPException) -> Response:
         path = request.url.path
-        paths = {str(getattr(route, "path", "")) for route in app.routes}
+        paths = {str(getattr(route, "path", "")) for route in request.app.routes}
         methods = (error.headers or {}).get("Allow", "another")
         asked = f"{request.method} /" if path == "/" else path[:_MOST_NAME]
         status = 404 if path == "/" else error.status_code  # with a page too: a POST is for other servers
@@ -262,6 +260,44 @@ def install(app: FastAPI, refused: Callable[[ApiError], None]) -> None:
         response.headers.update(error.headers or {})
         return response
 
-    @app.exception_handler(Exception)
-    async def _surprise(request: Request, error: Exception) -> JSONResponse:
+    async def surprise(request: Request, error: Exception) -> Response:
         return from_engine(error).response(request.url.path)
+
+    return {ApiError: api_error, ClientLeft: client_left, HTTPException: http_error, Exception: surprise}
+
+
+_OPENAI = "this server speaks OpenAI's API: POST /v1/chat/completions, or GET /v1/models for what is served"
+_OLLAMA = "of Ollama's API there are /api/chat, /api/generate, /api/show, /api/tags, /api/ps and /api/version"
+_DOCUMENT = "GET /openapi.json describes the API, and GET /v1/models lists what is served"
+_OF_TEXT = frozenset(
+    {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/tokenize", "/detokenize"}
+    | {"/api/chat", "/api/generate", "/api/tags", "/api/show", "/tokenizer_info"}
+)
+_OF_VECTORS = frozenset({"/v1/embeddings", "/v1/rerank", "/rerank", "/api/embed", "/api/embeddings"})
+_OF_OTHER_SERVERS = ("/api/", "/v1/complete", "/v2/", "/generate", "/completion", "/chat", "/embed", "/infer")
+"""The first parts of the paths of Ollama, Anthropic, llama-server, text-generation-inference and KServe."""
+
+
+def advice(path: str, paths: Collection[str]) -> str:
+    """The path to ask for in place of `path`. `paths`: those that this server has."""
+    asked = path.rstrip("/")
+    for near in (asked, f"/v1{asked}", asked.removeprefix("/v1")):
+        if near in paths and near != path:
+            return f"use {near}"
+    if asked in _OF_TEXT:
+        return "the model of this server makes vectors and no text: POST /v1/embeddings, or /v1/rerank"
+    if asked in _OF_VECTORS:
+        return (
+            "no embedding model is served here: start a server for one, phasewise serve EMBEDDING_MODEL; "
+            "a server of one language model also takes --embed-model"
+        )
+    if asked == "":
+        main = "/v1/chat/completions" if "/v1/chat/completions" in paths else "/v1/embeddings"
+        return f"POST {main}; {_DOCUMENT}"
+    if asked == "/v1":
+        return f"it is where the API begins, the base_url of a client: {_DOCUMENT}"
+    if path.startswith("/api/") and "/api/chat" in paths:
+        return _OLLAMA
+    if path.startswith(_OF_OTHER_SERVERS) and "/v1/chat/completions" in paths:
+        return _OPENAI
+    return _DOCUMENT

@@ -22,7 +22,7 @@ class RequestFacts(NamedTuple):
     """Facts about a request that are known before its answer, for predicting the length of the answer.
 
     `n_messages`: messages in the conversation; 1 for a completion. `system_prompt_id`: a digest of the system
-    prompt; None without one. `text`: what the user wrote last, None for a prompt of token ids.
+    prompt; None without one.
     """
 
     token_ids: Sequence[int]
@@ -30,7 +30,6 @@ class RequestFacts(NamedTuple):
     max_tokens: int | None
     n_messages: int
     system_prompt_id: str | None
-    text: str | None = None
 
 
 class ModelFacts(NamedTuple):

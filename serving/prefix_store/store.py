@@ -26,15 +26,17 @@ from phasewise.serving.prefix_store.blocks import (
     BLOCK_TOKENS,
     BadRecord,
     BlockNames,
+    ComputedRows,
+    KvRows,
     PrefixBlock,
     RecordShape,
+    copied,
     read_record,
     tails,
     through_states,
     to_last_state,
     write_record,
 )
-from phasewise.serving.prefix_store.copying import ComputedRows, KvRows, copied
 from phasewise.serving.prefix_store.folder import PrefixFolder
 from phasewise.serving.prefix_store.kept_beginnings import KeptBeginnings
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from phasewise.serving.batch import Batch
 from phasewise.serving.pools.contract import Demand, Estimate, Placement
 
 FinishReason = Literal["stop", "length"]
@@ -30,7 +31,7 @@ class Request:
     takes_over: bool = True
     """False: keys and values of its prompt are all computed, because logits of every token are wanted."""
     in_shadow: bool = False
-    """It takes what others leave of steps, places and slots (`shadow`)."""
+    """It takes what others leave of steps, places and slots (`pacing.ShadowPacing`)."""
     adapter: int = 0
     """The number of the model's adapter that computes it, from 1 on; 0: the model alone."""
     given: tuple[int, ...] = ()
@@ -61,8 +62,6 @@ class LiveSequence:
     n_reused: int = 0
     """Tokens of its prompt whose keys and values it took over when it was first placed."""
     generated: list[int] = field(default_factory=list)
-    n_overtaken: int = 0
-    """Requests of its client that came later and were admitted before it."""
     n_preempted: int = 0
     turn: int = 0
     """The decode step that it had a row in last."""
@@ -150,3 +149,54 @@ class TokenOut(NamedTuple):
     finish_reason: FinishReason | None
     n_reused: int = 0
     """Tokens of the prompt that were not computed again."""
+
+
+MOST_PREEMPTIONS = 3
+"""After this many preemptions a request is preempted for the oldest one only, and only once more."""
+
+DEFAULT_BATCH_TOKENS = 2048
+"""Splitwise's knee: more tokens per prefill batch no longer raise throughput."""
+DEFAULT_SEQUENCES = 32
+"""Answers computed at the same time."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """`context_length`: positions the model has. `max_waiting`: the queue's end; None for an endless one."""
+
+    context_length: int
+    max_batch_tokens: int = DEFAULT_BATCH_TOKENS
+    max_sequences: int = DEFAULT_SEQUENCES
+    max_waiting: int | None = None
+    prefix_reuse: bool = True
+
+
+@dataclass(slots=True)
+class SchedulerCounts:
+    """Counts since the start. They never fall."""
+
+    preemptions: int = 0
+    prefix_hits: int = 0
+    prefix_tokens_reused: int = 0
+    phase_switches: int = 0
+
+
+class Flight(NamedTuple):
+    """A batch that is being computed."""
+
+    batch: Batch
+    sequences: tuple[LiveSequence, ...]
+    """Sequences of the batch's slices, in order."""
+    moved: frozenset[str]
+    """Requests, also of other batches, whose keys and values it copies."""
+
+
+class DraftRoom(NamedTuple):
+    """A sequence of a decode batch, and the most drafts that its slice may carry."""
+
+    sequence: LiveSequence
+    most: int
+
+
+class SchedulerError(AssertionError):
+    """The scheduler was misused or broke its own law: a bug, never a user's mistake."""

@@ -2,11 +2,10 @@
 
 A step is of one phase, so that each phase keeps its own plan. While answers run and prompts wait the phases
 take turns: one chunk of prompts, one token for every running answer. How large a chunk may be is said by
-`pacing`, which knows the time. Clients take turns at being admitted (`waiting_line`, decision 0039) and
-in each chunk (`step_choice`), and a client's own requests are first come, first served, unless another
-policy is chosen (`waiting_line`). While a client that holds less than its share of places and slots waits,
-others that hold more give way (`waiting_line`, decision 0072). Whatever else must be chosen (`admission`),
-age chooses: the order of first admissions.
+`pacing`, which knows the time. Clients take turns at being admitted (`waiting_line`, decision 0039) and in
+each chunk (`admission`), and a client's own requests are first come, first served. While a client that
+holds less than its share of places and slots waits, others that hold more give way (`waiting_line`, decision
+0072). Whatever else must be chosen (`admission`), age chooses: the order of first admissions.
 
 A request is admitted when the pool has room for the tokens it has, not for all it may get; no request
 overtakes one that is next. An answer that outgrows its block gets a larger one. Where there is none the
@@ -37,31 +36,34 @@ from phasewise.serving.batch import Batch, KvCopy
 from phasewise.serving.errors import QueueFull
 from phasewise.serving.pools.arena import aligned
 from phasewise.serving.pools.contract import Grant, KvPool, Placement
-from phasewise.serving.scheduling import sequence_states as states
-from phasewise.serving.scheduling.admission import Admitter, last_to_come, refuse_impossible
-from phasewise.serving.scheduling.prefixes import PrefixIndex, PrefixSource, chain
-from phasewise.serving.scheduling.request import LiveSequence, Request, TokenOut
-from phasewise.serving.scheduling.scheduler_laws import check_laws
-from phasewise.serving.scheduling.scheduler_terms import (
-    MOST_PREEMPTIONS,
-    DraftRoom,
-    Flight,
-    SchedulerCounts,
-    SchedulerError,
-    SchedulerLimits,
-)
-from phasewise.serving.scheduling.shadow import UNBOUNDED, ShadowRoom
-from phasewise.serving.scheduling.step_choice import (
+from phasewise.serving.scheduling.admission import (
+    Admitter,
     PrefillTurns,
     answers_in_step,
     batch_of,
+    check_laws,
     is_all_shadow,
+    last_to_come,
     n_answering,
     prompts_in_step,
+    refuse_impossible,
     running_of,
 )
-from phasewise.serving.scheduling.stored_beginnings import FindStored, StoredBeginnings
-from phasewise.serving.scheduling.waiting_line import WAITING_ORDERS, WaitingLine
+from phasewise.serving.scheduling.pacing import UNBOUNDED, ShadowRoom
+from phasewise.serving.scheduling.prefixes import PrefixIndex, PrefixSource
+from phasewise.serving.scheduling.request import (
+    MOST_PREEMPTIONS,
+    DraftRoom,
+    Flight,
+    LiveSequence,
+    Request,
+    SchedulerCounts,
+    SchedulerError,
+    SchedulerLimits,
+    TokenOut,
+)
+from phasewise.serving.scheduling.sequence_states import FindStored, SequenceStates, StoredBeginnings
+from phasewise.serving.scheduling.waiting_line import WaitingLine
 from phasewise.tuner.plans import Phase
 
 
@@ -75,14 +77,14 @@ class Scheduler:
         self.n_pool_changes = 0
         """Calls that changed the pool: a reader of its figures can skip equal counts."""
         self._live: dict[str, LiveSequence] = {}
-        self._waiting = WaitingLine(WAITING_ORDERS[limits.waiting_order])
+        self._waiting = WaitingLine()
         self._shadow_waiting = WaitingLine()
         self._running: list[LiveSequence] = []  # by age
         self._admitter = Admitter(pool, limits, self._running, (self._waiting, self._shadow_waiting))
         self._turns = PrefillTurns()
         self._shadow_turns = PrefillTurns()
-        self._prefixes = PrefixIndex(pool.n_slots, pool.rings) if limits.prefix_reuse else None
-        self._states = None if pool.states is None else states.SequenceStates(pool.states, self._prefixes)
+        self._prefixes = PrefixIndex(pool.n_slots, pool.rings)
+        self._states = SequenceStates(pool, self._prefixes, reuses=limits.prefix_reuse)
         self._copies: list[KvCopy] = []  # that the next batch brings, in their order
         self._moved: set[str] = set()  # whom they move
         self._stored: StoredBeginnings | None = None
@@ -116,16 +118,15 @@ class Scheduler:
     @property
     def n_prefix_changes(self) -> int:
         """Changes of `held_prefixes`, as far as they must be told: equal counts, equal answers."""
-        return 0 if self._prefixes is None else self._prefixes.n_changes
+        return self._prefixes.n_changes
 
     def held_prefixes(self) -> Iterator[tuple[PrefixSource, int]]:
         """Sequences that others can take over, each with the number of its first tokens that they can."""
-        if self._prefixes is not None:
-            yield from states.held(self._prefixes, self._states)
+        return self._states.held()
 
     @property
     def n_answering(self) -> int:
-        """Answers that wait for their next token, as `step_choice` counts them."""
+        """Answers that wait for their next token, as `admission` counts them."""
         return n_answering(self._running)
 
     @property
@@ -180,11 +181,7 @@ class Scheduler:
             raise SchedulerError(f"{request_id!r} is not expected with a block: {sequence}")
         sequence.awaits_kv, sequence.has_started = False, True
         self._unpin(sequence)
-        if self._prefixes is not None:
-            token_ids, space = sequence.token_ids, sequence.request.cache_space
-            sequence.runs = chain(token_ids, space=space)
-            self._prefixes.start(request_id, (token_ids, sequence.runs), sequence.placement, space)
-            self._prefixes.advance(request_id, len(token_ids))
+        self._states.arrived(sequence, sequence.placement)
         sequence.n_computed = sequence.n_tokens
         return self._append(sequence, token_id)
 
@@ -201,9 +198,8 @@ class Scheduler:
 
     def reads_from(self, find: FindStored) -> StoredBeginnings:
         """Read beginnings of prompts from a store from now on."""
-        assert self._prefixes is not None, "without prefix reuse nothing is taken over"
-        along = None if self._states is None else self._states.copies_along
-        self._stored = StoredBeginnings(find, self._prefixes, along)
+        assert self.limits.prefix_reuse, "without prefix reuse nothing is taken over"
+        self._stored = StoredBeginnings(find, self._prefixes, self._states.copies_along)
         return self._stored
 
     def restored(self, request_id: str, n_tokens: int) -> None:
@@ -217,8 +213,8 @@ class Scheduler:
         self._unpin(sequence)
         if n_tokens:
             self._took_over(sequence, n_tokens)
-        elif self._prefixes is not None:
-            states.give_up(sequence, self._states, self._prefixes)
+        else:
+            self._states.give_up(sequence)
 
     def placement(self, request_id: str) -> Placement:
         """The placement of a request of the batch under way."""
@@ -286,19 +282,15 @@ class Scheduler:
         No block grows for drafts: they use what is free in it.
         """
         flight = self._flight_of(batch)
-        if self._states is not None:
-            self._states.share_for_drafts(len(flight.sequences))
-        return [
-            DraftRoom(sequence, states.room_for_drafts(sequence, self._states))
-            for sequence in flight.sequences
-        ]
+        self._states.share_for_drafts(len(flight.sequences))
+        return [DraftRoom(sequence, self._states.room_for_drafts(sequence)) for sequence in flight.sequences]
 
     def extend(self, batch: Batch, drafts: Tokens[Tokens[int]]) -> Batch:
         """The decode batch under way, each slice with its drafts behind its token. In place of `batch`."""
         flight = self._flight_of(batch)
         if batch.phase != "decode":
             raise SchedulerError("only the tokens of answers can be drafted")
-        extended = states.with_drafts(batch, flight.sequences, drafts, self._states)
+        extended = self._states.with_drafts(batch, flight.sequences, drafts)
         self._in_flight = flight._replace(batch=extended)
         return extended
 
@@ -319,7 +311,7 @@ class Scheduler:
         for sequence, piece in zip(sequences, batch.slices, strict=True):
             run = next(sampled) if piece.wants_logits else ()
             if sequence.placement is None:  # aborted while its step was computed
-                states.put_back(self._states, [piece])
+                self._states.put_back([piece])
                 continue
             if len(run) > 1 + piece.n_drafted:
                 raise SchedulerError(
@@ -327,13 +319,12 @@ class Scheduler:
                 )
             n_written = sequence.n_computed + len(piece.token_ids)
             sequence.n_computed = n_written - piece.n_drafted
-            if self._prefixes is not None:
-                self._prefixes.wrote(sequence.request_id, n_written)
-                if batch.phase == "prefill":
-                    self._prefixes.advance(sequence.request_id, sequence.n_computed)
-                    if run:
-                        self._prefixes.completed(sequence.request_id)
-            states.go_on(sequence, piece, len(run), self._states, self._prefixes)
+            self._prefixes.wrote(sequence.request_id, n_written)
+            if batch.phase == "prefill":
+                self._prefixes.advance(sequence.request_id, sequence.n_computed)
+                if run:
+                    self._prefixes.completed(sequence.request_id)
+            self._states.go_on(sequence, piece, len(run))
             if run and not sequence.request.prefill_only:
                 sequence.n_computed += len(run) - 1
                 outs += self._append_run(sequence, run)
@@ -345,19 +336,17 @@ class Scheduler:
         Other requests of the batch whose slots were being moved are computed again: copies may be missing.
         """
         flight = self._take_flight(batch)
-        states.put_back(self._states, flight.batch.slices)
+        self._states.put_back(flight.batch.slices)
         dropped = [sequence for sequence in flight.sequences if sequence.placement is not None]
         for sequence in dropped:
-            states.forget(sequence, self._states, self._prefixes)  # it is unknown how far the step came
+            self._states.forget(sequence)  # it is unknown how far the step came
             self._end(sequence, None)
         for sequence in self._running:
             if sequence.request_id in flight.moved:
-                states.forget(sequence, self._states, self._prefixes)
+                self._states.forget(sequence)
                 sequence.begin_again()
-        if batch.copies and self._prefixes is not None:
-            self._prefixes.forget_ended()
-            if self._states is not None:
-                self._states.clear()
+        if batch.copies:
+            self._states.forget_ended()
         return tuple(sequence.request_id for sequence in dropped)
 
     def abort(self, request_id: str) -> bool:
@@ -379,16 +368,13 @@ class Scheduler:
         """Drop every request, also those of a batch that is neither committed nor discarded, and all that
         is known of keys and values."""
         if self._in_flight is not None:
-            states.put_back(self._states, self._in_flight.batch.slices)
+            self._states.put_back(self._in_flight.batch.slices)
         self._in_flight = None
         self._copies.clear()
         self._moved.clear()
         for request_id in self.request_ids():
             self.abort(request_id)
-        if self._states is not None:
-            self._states.clear()
-        if self._prefixes is not None:
-            self._prefixes.clear()
+        self._states.clear()
 
     def request_ids(self) -> tuple[str, ...]:
         """All requests that have not ended: running ones by age, then those that wait."""
@@ -398,7 +384,7 @@ class Scheduler:
     def check(self) -> None:
         """Raise, with the numbers, unless the pool keeps its law and the running requests alone own slots."""
         check_laws(self.pool, self._running, (self._waiting, self._shadow_waiting), self._live)
-        if self._prefixes is not None:
+        if self.limits.prefix_reuse:
             for sequence in self._running:
                 if sequence.has_started:
                     self._prefixes.check(sequence.request_id, _placed(sequence), sequence.n_computed)
@@ -407,8 +393,7 @@ class Scheduler:
         self._accept(sequence, grant)
         if sequence.awaits_kv:
             self._pin(sequence)
-            if self._prefixes is not None:
-                self._prefixes.overwritten(grant.placement)
+            self._prefixes.overwritten(grant.placement)
         self._admitter.line_of(sequence).take(sequence)
         if sequence.admission is None:
             sequence.admission = self._next_admission()
@@ -436,10 +421,8 @@ class Scheduler:
             if mover.n_computed:
                 self._copies.append(KvCopy(source, target, aligned(mover.n_computed)))
                 self._moved.add(owner)
-            if self._prefixes is not None:
-                self._prefixes.moved(owner, placement)
-        if self._prefixes is not None:
-            self._prefixes.moved(sequence.request_id, grant.placement)
+            self._prefixes.moved(owner, placement)
+        self._prefixes.moved(sequence.request_id, grant.placement)
 
     def _decode_batch(self, most_rows: int | None, shadow: ShadowRoom) -> Batch | None:
         decoding = answers_in_step(self._running, most_rows, shadow, self.limits.max_sequences)
@@ -499,38 +482,25 @@ class Scheduler:
         """Begin to write a request's block with keys and values that others have computed. False: they soon
         will have.
         """
-        if self._prefixes is not None:
-            if sequence.runs is None:
-                sequence.runs = chain(sequence.token_ids, space=sequence.request.cache_space)
-            window = self.pool.rings.window if self.pool.rings else 0
-            brought = states.take_over(sequence, _placed(sequence), self._prefixes, self._states, window)
-            if brought is None:
-                return False
-            if (
-                sequence.request.takes_over
-                and self._stored is not None
-                and self._stored.is_wanted(sequence, brought[0])
-            ):
-                self._pin(sequence)
-                return False
-            if brought[0]:
-                self._reuse(sequence, brought)
+        brought = self._states.take_over(sequence, _placed(sequence))
+        if brought is None:
+            return False
+        n_tokens, needed = brought
+        stored = self._stored if sequence.request.takes_over else None
+        if stored is not None and stored.is_wanted(sequence, n_tokens):
+            self._pin(sequence)
+            return False
+        if n_tokens:
+            self._copies += needed
+            self._took_over(sequence, n_tokens)
         sequence.has_started = True
         return True
-
-    def _reuse(self, sequence: LiveSequence, brought: tuple[int, list[KvCopy]]) -> None:
-        n_tokens, needed = brought
-        self._copies += needed
-        self._took_over(sequence, n_tokens)
 
     def _took_over(self, sequence: LiveSequence, n_tokens: int) -> None:
         sequence.n_computed = n_tokens
         if not sequence.generated:
             sequence.n_reused = n_tokens
-        assert self._prefixes is not None
-        self._prefixes.brought(sequence.request_id, n_tokens)
-        if self._states is not None:
-            self._states.took_over(sequence.request_id, n_tokens)
+        self._states.took_over(sequence.request_id, n_tokens)
         self.counts.prefix_hits += n_tokens > 0
         self.counts.prefix_tokens_reused += n_tokens
 
@@ -577,7 +547,7 @@ class Scheduler:
 
     def _leave_pool(self, sequence: LiveSequence, answer_tokens: int | None) -> None:
         is_computed = self._in_flight is None or sequence not in self._in_flight.sequences
-        states.leave(sequence, self._states, self._prefixes, is_computed=is_computed)
+        self._states.leave(sequence, is_computed=is_computed)
         self.pool.release(sequence.request_id, answer_tokens)
         self.n_pool_changes += 1
         self._running.remove(sequence)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from itertools import takewhile
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 from phasewise.serving.scheduling.request import LiveSequence
@@ -48,10 +47,6 @@ class ClientTurns(Generic[Item]):
     def head(self, client: str | None = None) -> Item:
         """The item that `take` gives next. IndexError: there is none."""
         return self._queues[self._next(client)][0]
-
-    def queue(self, client: str) -> Sequence[Item]:
-        """The items of a client that has some, in the order of arrival."""
-        return self._queues[client]
 
     def join(self, client: str, item: Item) -> None:
         """Behind all others of its client."""
@@ -158,49 +153,16 @@ class ClientShares:
         self._slots[sequence.request.client] += sign * sequence.placement.n_slots
 
 
-WaitingOrder = Callable[[Sequence[LiveSequence]], LiveSequence]
-"""(the requests of one client, in the order of arrival; never empty) -> the one that is next."""
-
-MOST_OVERTAKEN = 16
-"""Requests of its client that came later and may be admitted before a request."""
-
-
-def first_come(requests: Sequence[LiveSequence]) -> LiveSequence:
-    """First come, first served."""
-    return requests[0]
-
-
-def shortest_first(requests: Sequence[LiveSequence]) -> LiveSequence:
-    """Shortest predicted answer first, with a bounded wait: a request that was overtaken MOST_OVERTAKEN times
-    is next. An answer without a prediction counts as long as it may become.
-    """
-    oldest = requests[0]
-    if oldest.n_overtaken >= MOST_OVERTAKEN:
-        return oldest
-    return min(requests, key=_predicted_tokens)
-
-
-def _predicted_tokens(sequence: LiveSequence) -> float:
-    request = sequence.request
-    return request.max_tokens if request.estimate is None else request.estimate.output_tokens
-
-
-ARRIVAL = "arrival"
-WAITING_ORDERS: dict[str, WaitingOrder] = {ARRIVAL: first_come, "shortest": shortest_first}
-"""By the name that users give."""
-
-
 class WaitingLine:
     """Requests that were preempted come first, the oldest before the others. Behind them clients take turns.
 
     A request with k requests of its own client before it, and n other clients, waits for at most
     k + (k + 1) * n requests that were never admitted, however many each of the others has sent, unless its
     client is passed over because it holds its share of what runs.
-    Of requests of one client alone `order` chooses the next, and one that it passes over counts by whom.
+    One client's own are first come, first served.
     """
 
-    def __init__(self, order: WaitingOrder = first_come) -> None:
-        self._order = order
+    def __init__(self) -> None:
         self._preempted: list[LiveSequence] = []
         self._turns: ClientTurns[LiveSequence] = ClientTurns()
 
@@ -232,7 +194,7 @@ class WaitingLine:
                 yield sequence
         for client in self._turns.clients:
             if client not in seen:
-                yield self._order(self._turns.queue(client))
+                yield self._turns.head(client)
 
     def is_behind_older(self, sequence: LiveSequence) -> bool:
         """True if a request that was preempted is older."""
@@ -251,10 +213,7 @@ class WaitingLine:
         if sequence.admission is not None:
             self._preempted.remove(sequence)
             return
-        client = sequence.request.client
-        for older in takewhile(lambda queued: queued is not sequence, self._turns.queue(client)):
-            older.n_overtaken += 1
-        self._turns.take_item(client, sequence)
+        self._turns.take_item(sequence.request.client, sequence)
 
     def remove(self, sequence: LiveSequence) -> None:
         """A request that ends while it waits; its client keeps its place. ValueError: it does not wait."""

@@ -32,7 +32,6 @@ from phasewise.tuner.config.trace_files import read_trace
 from phasewise.tuner.errors import TraceError, TunerError
 from phasewise.tuner.predictor import log
 from phasewise.tuner.predictor.files import load_predictor
-from phasewise.tuner.probe.result import read_groups
 from phasewise.workflows.capacity.load import Load, arrivals_of
 from phasewise.workflows.embed.run import lines_of
 from phasewise.workflows.errors import WorkflowError
@@ -68,7 +67,6 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "provision DAY": ("provision", "FILE", "--slo", "1s", "--embeddings", "EMBEDS"),
     "provision --machines": ("provision", "TRACE", "--rate", "1", "--machines", "FILE"),
     "tune-config --trace": (*MODELLED, "--trace", "FILE"),
-    "tune-config --hints": (*MODELLED, "--hints", "FILE"),
     "tune-config --hidden": (*MODELLED, "--hidden", "FILE"),
     "tune-config --machine": (*MODELLED, "--machine", "FILE"),
     "topo --input": ("topo", "--input", "FILE"),
@@ -91,7 +89,6 @@ OPENED_BY_SERVE: dict[str, Callable[[Path], object]] = {
 READERS: tuple[Callable[[Path], object], ...] = (
     read_trace,
     log.read_log,
-    read_groups,
     read_lstopo,
     read_cluster,
     read_profile,

@@ -48,8 +48,6 @@ def add_unverified_schedule(database: Path) -> None:
         pytest.param(("bench", "run", "MODEL", "-p", "4", "-n", "", "-r", "1"), marks=pytest.mark.smoke),
         ("bench", "machine", "--threads", "1"),
         ("bench", "kernels", "--shape", "64,64", "--m", "1", "-r", "1", "--peers", "none", "--cold-mib", "1"),
-        ("bench", "allreduce", "--ranks", "1", "--sizes", "4K", "-r", "1"),
-        ("topo", "--probe", "--budget", "60s"),
         ("tune-kernels", "--shapes", "64,64", "--format", "f32", "--max-m", "1", "--budget", "8s"),
         ("db", "verify"),
         ("tune-config", "MODEL", "--lengths", "fixed:8/8", "--budget", "8s", "--cores", "0"),

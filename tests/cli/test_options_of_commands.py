@@ -194,18 +194,11 @@ HANDED = {
         ["m", "prompts", "-o", "log"],
         {"--format": ["--format", "int8"], "--threads": ["--threads", "3"]},
     ),
-    "predict-len train": Handing(
-        "phasewise.workflows.predict_len.inputs.find_encoder_to_learn",
-        ["log"],
-        {"--encoder": ["--encoder", "none"]},
-        {"phasewise.workflows.predict_len.inputs.read_logs": ([], "m", None)},
-    ),
     "predict-len eval": Handing(
         "phasewise.workflows.predict_len.judge.judge_predictions",
         ["log"],
         {
             "--overflow": ["--overflow", "0.3"],
-            "--encoder": ["--encoder", "none"],
             "--db": ["--db", "other.db"],
         },
     ),
@@ -226,7 +219,7 @@ HANDED = {
 }
 
 SHOWN_ELSEWHERE = {
-    **{(bench, "--wide"): "test_tables.py" for bench in ("bench run", "bench allreduce", "bench kv")},
+    **{(bench, "--wide"): "test_tables.py" for bench in ("bench run", "bench kv")},
     ("bench kernels", "--wide"): "test_tables.py",
     ("provision", "--wide"): "commands/test_cluster_commands.py",
     ("db show", "--wide"): "commands/test_db.py",
@@ -357,7 +350,6 @@ def test_each_cell_of_the_table_is_refused_by_name_and_left_out_where_it_stands_
     [
         "topo --limit 3",
         "topo --any-size",
-        "topo --budget 3s",
         "topo --trees --svg x.svg",
         "topo --format int8",
         "topo --plan --db x.db",
@@ -392,7 +384,7 @@ def test_a_flag_without_effect_is_wrong_usage_and_the_command_does_not_begin(lin
 
 def test_variables_of_other_runs_are_no_error_and_say_nothing(tmp_path: Path) -> None:
     config = tmp_path / "config.toml"
-    config.write_text("[topo]\nlimit = 3\nbudget = '9s'\n")
+    config.write_text("[topo]\nlimit = 3\n")
     standing = {
         "PHASEWISE_CONFIG": str(config),
         "PHASEWISE_DB": str(tmp_path / "x.db"),

@@ -83,7 +83,6 @@ WALK = (
     Step("bench run", "m.gguf -p 8 -n 4 -r 1"),
     Step("bench kernels", "--shape 64,64 --m 1,8 -r 1 --peers none --cold-mib 1"),
     Step("bench machine"),
-    Step("bench allreduce", "--sizes 1K,4K -r 1", exits=(0, 2)),
     Step("bench kv", f"{TRACE} -n 40"),
     Step("config set", "bench.kv.speeds prompt:900,1:108,8:641"),
     Step("bench kv", f"{TRACE} -n 40 --estimate none,error:0.3"),

@@ -11,9 +11,6 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from phasewise.serving.scheduling import waiting_line
-from phasewise.serving.scheduling.request import LiveSequence, Request
-from phasewise.serving.scheduling.waiting_line import MOST_OVERTAKEN, WAITING_ORDERS, WaitingLine
 from tests.test_architecture import ROOMS
 
 ROOT = Path(__file__).parents[2]
@@ -111,25 +108,6 @@ def code_of(title: str) -> dict[str, Any]:
     module: dict[str, Any] = {}
     exec(compile(block, title, "exec", dont_inherit=True), module)
     return module
-
-
-def test_the_policy_of_the_recipe_keeps_the_laws_of_policies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a table of its own: the shortest prompt is next, until another was overtaken often enough."""
-    monkeypatch.setattr(waiting_line, "WAITING_ORDERS", dict(WAITING_ORDERS))
-    line = WaitingLine(code_of("A scheduling policy")["WAITING_ORDERS"]["prompt"])
-    long_one = LiveSequence(Request("long", (1,) * 9, 1))
-    line.join(long_one)
-
-    overtaking = 0
-    while True:
-        line.join(LiveSequence(Request(str(overtaking), (1,), 1)))
-        head = next(line.heads)
-        line.take(head)
-        if head is long_one:
-            break
-        overtaking += 1
-
-    assert overtaking == MOST_OVERTAKEN
 
 
 def test_the_option_of_the_recipe_arrives_as_one_value_within_its_bounds() -> None:

@@ -12,8 +12,7 @@ from phasewise.cluster.simulated.steps import StepTimes
 from phasewise.cluster.simulated.timeline import Timeline
 from phasewise.serving.batch import Batch
 from phasewise.serving.scheduling.held_prefixes import HeldReport
-from phasewise.serving.scheduling.request import Request
-from phasewise.serving.scheduling.scheduler_terms import SchedulerLimits
+from phasewise.serving.scheduling.request import Request, SchedulerLimits
 
 Lengths = Iterator[tuple[int, int]]
 """Tokens of prompt and answer, request by request."""

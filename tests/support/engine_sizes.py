@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from phasewise.serving.engine.engine_size import EngineSize
 from phasewise.serving.ranks.ranks_contract import KvSettings
-from phasewise.serving.scheduling.scheduler_terms import SchedulerLimits
+from phasewise.serving.scheduling.request import SchedulerLimits
 
 
 def engine_size(

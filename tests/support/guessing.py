@@ -9,7 +9,7 @@ import numpy as np
 from phasewise.serving.batch import Batch
 from phasewise.serving.drafts.contract import MOST_DRAFTED, NO_DRAFT, Draft
 from phasewise.serving.sampling.sampling import Sampler
-from phasewise.serving.scheduling.scheduler_terms import DraftRoom
+from phasewise.serving.scheduling.request import DraftRoom
 
 
 class GuessingDrafter:

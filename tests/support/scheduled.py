@@ -8,9 +8,8 @@ from phasewise.serving.batch import Batch
 from phasewise.serving.pools.contract import KvPool, PoolSettings
 from phasewise.serving.pools.opening import POLICIES as _BY_NAME
 from phasewise.serving.pools.opening import open_pool
-from phasewise.serving.scheduling.request import Request, TokenOut
+from phasewise.serving.scheduling.request import Request, SchedulerLimits, TokenOut
 from phasewise.serving.scheduling.scheduler import Scheduler
-from phasewise.serving.scheduling.scheduler_terms import SchedulerLimits
 from tests.support.restless_pool import RestlessPool
 
 POLICIES = (*_BY_NAME, "restless")

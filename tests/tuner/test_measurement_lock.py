@@ -1,4 +1,4 @@
-"""One process measures at a time, no other one computes meanwhile, and a claim belongs to one process."""
+"""One process measures at a time."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ HOLD = """
 import sys
 from pathlib import Path
 from phasewise.tuner.measurement_lock import FileLock
-held = getattr(FileLock(Path(sys.argv[1])), sys.argv[2])
-with held(*sys.argv[3:]) as is_alone:
+with FileLock(Path(sys.argv[1])).turn() as is_alone:
     print(is_alone, flush=True)
     sys.stdin.read()
 """
@@ -35,20 +34,12 @@ import json, sys, time
 from pathlib import Path
 from phasewise.tuner.measurement_lock import FileLock
 lock, log = FileLock(Path(sys.argv[1])), []
-with lock.working(60):
-    for _ in range(int(sys.argv[2])):
+for _ in range(int(sys.argv[2])):
+    with lock.turn(60) as is_alone, lock.turn(0) as is_still_alone:
+        assert is_alone and is_still_alone
         began_ns = time.monotonic_ns()
-        time.sleep(0.003)
-        log.append(("work", began_ns, time.monotonic_ns()))
-        lock.let_pass()
-        began_ns = time.monotonic_ns()
-        time.sleep(0.003)
-        log.append(("work", began_ns, time.monotonic_ns()))
-        with lock.turn(60) as is_alone:
-            assert is_alone
-            began_ns = time.monotonic_ns()
-            time.sleep(0.004)
-            log.append(("turn", began_ns, time.monotonic_ns()))
+        time.sleep(0.004)
+        log.append((began_ns, time.monotonic_ns()))
 print(json.dumps(log))
 """
 
@@ -64,12 +55,12 @@ def lock(path: Path) -> FileLock:
 
 
 @contextmanager
-def holder(path: Path, *what: str) -> Iterator[subprocess.Popen[str]]:
-    """A process that measures, computes or claims until its stdin ends."""
-    command = [sys.executable, "-c", HOLD, str(path), *what]
+def holder(path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that measures until its stdin ends."""
+    command = [sys.executable, "-c", HOLD, str(path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        assert process.stdout.readline() in ("True\n", "None\n")
+        assert process.stdout.readline() == "True\n"
         yield process
         process.kill()
 
@@ -92,14 +83,8 @@ def take_turns(lock: MeasurementLock) -> None:
     for _ in range(3):
         with lock.turn() as is_alone:
             assert is_alone
-    with lock.working(), lock.turn(1.0) as is_alone:
+    with lock.turn(), lock.turn(1.0) as is_alone:
         assert is_alone
-        lock.let_pass()
-    with lock.claim("a weight") as is_ours:
-        assert is_ours
-    with within(LONG_S / 2):
-        lock.rest(0.01)
-        lock.wait_for("a weight", 0.01)
 
 
 def test_a_process_by_itself_never_waits(lock: FileLock) -> None:
@@ -108,9 +93,8 @@ def test_a_process_by_itself_never_waits(lock: FileLock) -> None:
         take_turns(MeasurementLock())
 
 
-@pytest.mark.parametrize("what", ["turn", "working"])
-def test_a_second_process_waits_no_longer_than_asked(path: Path, lock: FileLock, what: str) -> None:
-    with holder(path, what) as process:
+def test_a_second_process_waits_no_longer_than_asked(path: Path, lock: FileLock) -> None:
+    with holder(path) as process:
         with within(30), lock.turn(0.2) as is_alone:
             assert not is_alone
         process.communicate()
@@ -118,9 +102,8 @@ def test_a_second_process_waits_no_longer_than_asked(path: Path, lock: FileLock,
             assert is_alone
 
 
-@pytest.mark.parametrize("what", ["turn", "working"])
-def test_a_process_that_dies_lets_go(path: Path, lock: FileLock, what: str) -> None:
-    with holder(path, what) as process:
+def test_a_process_that_dies_lets_go(path: Path, lock: FileLock) -> None:
+    with holder(path) as process:
         process.kill()
         process.communicate()
         with lock.turn(LONG_S / 2) as is_alone:
@@ -134,7 +117,7 @@ def test_a_thread_other_than_the_main_one_waits_as_long(path: Path, lock: FileLo
         with lock.turn(seconds) as is_alone:
             were_alone.append(is_alone)
 
-    with holder(path, "turn") as process:
+    with holder(path) as process:
         for seconds in (0.2, LONG_S):
             thread = threading.Thread(target=measure, args=(seconds,))
             thread.start()
@@ -150,7 +133,7 @@ def test_a_thread_other_than_the_main_one_waits_as_long(path: Path, lock: FileLo
 def test_a_process_that_waits_says_for_whom_and_how_long(path: Path) -> None:
     told: list[str] = []
     lock = FileLock(path, told.append)
-    with holder(path, "turn") as process:
+    with holder(path) as process:
         assert lock.holder() == process.pid
         with lock.turn(TELL_AFTER_S / 4):
             pass
@@ -168,61 +151,14 @@ def test_a_process_that_waits_says_for_whom_and_how_long(path: Path) -> None:
     assert TELL_AFTER_S * 1.5 - 0.1 <= float(waited.split()[1]) <= took_s + 0.1
 
 
-def test_several_processes_compute_at_once(path: Path, lock: FileLock) -> None:
-    with holder(path, "working"), within(LONG_S / 2), lock.working(LONG_S):
-        lock.let_pass()
-
-
-def test_a_process_that_rests_lets_another_measure(path: Path, lock: FileLock) -> None:
-    with within(LONG_S / 2), lock.working(LONG_S):
-        process = worker(path, 1)
-        while process.poll() is None:
-            lock.rest(0.01)
-    assert len(json.loads(process.communicate()[0])) == 3
-
-
-def test_a_claim_belongs_to_one_process_until_it_dies(path: Path, lock: FileLock) -> None:
-    with holder(path, "claim", "a weight") as process:
-        with lock.claim("a weight") as is_ours:
-            assert not is_ours
-        with lock.claim("another weight") as is_ours:
-            assert is_ours
-        process.kill()
-        process.wait()
-        with lock.claim("a weight") as is_ours:
-            assert is_ours
-
-
-def test_a_wait_for_a_claim_lets_others_measure_and_ends_in_time(path: Path, lock: FileLock) -> None:
-    with within(LONG_S / 2), lock.working(LONG_S), holder(path, "claim", "a weight") as process:
-        lock.wait_for("a weight", 0.1)
-        with lock.claim("a weight") as is_ours:
-            assert not is_ours
-        other = worker(path, 1)
-        while other.poll() is None:
-            lock.wait_for("a weight", 0.1)
-        assert json.loads(other.communicate()[0])
-        process.kill()
-        lock.wait_for("a weight", LONG_S)
-        with lock.claim("a weight") as is_ours:
-            assert is_ours
-
-
-def test_no_process_computes_or_measures_while_another_has_a_turn(path: Path) -> None:
-    """Three processes; `work` spans lie between the points at which a process lets others pass."""
+def test_no_process_measures_while_another_has_a_turn(path: Path) -> None:
+    """Three processes, whose turns have turns within them."""
     processes = [worker(path, 20) for _ in range(3)]
     logs = [json.loads(process.communicate(timeout=120)[0]) for process in processes]
 
-    assert [sum(what == "turn" for what, *_ in log) for log in logs] == [20, 20, 20]
-    for log, other in itertools.permutations(logs, 2):
-        turns = [(began, ended) for what, began, ended in log if what == "turn"]
-        overlaps = [
-            (what, began, ended)
-            for what, began, ended in other
-            for turn_began, turn_ended in turns
-            if began < turn_ended and turn_began < ended
-        ]
-        assert overlaps == []
+    turns = sorted(turn for log in logs for turn in log)
+    assert len(turns) == 60
+    assert all(ended <= began for (_, ended), (began, _) in itertools.pairwise(turns))
 
 
 @pytest.mark.parametrize("kind", ["link", "dangling link", "directory", "fifo", "missing directory"])

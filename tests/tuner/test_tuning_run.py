@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import signal
@@ -158,23 +157,6 @@ def test_two_processes_share_one_database_and_the_work(shared_database: str) -> 
         assert outcome["end"] == "complete"
         assert [tuple(row) for row in outcome["in_use"]] == in_use(expected)
     assert sum(outcome["timed"] for outcome in outcomes) < 2 * len(alone.timed)
-
-
-@pytest.mark.slow
-def test_processes_that_know_of_each_other_time_nothing_twice(tmp_path: Path) -> None:
-    """And leave behind what answers all that a third one asks."""
-    database = str(tmp_path / "shared.db")
-    command = [*SCRIPT, database, "0.005", str(tmp_path / "measuring.lock")]
-    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    outcomes = [json.loads(process.communicate(timeout=120)[0]) for process in both]
-    third = run_on(SyntheticMachine(), database)
-
-    assert [outcome["end"] for outcome in outcomes] == ["complete", "complete"]
-    assert outcomes[0]["in_use"] == outcomes[1]["in_use"]
-    assert [tuple(row) for row in outcomes[0]["in_use"]] == in_use(third)
-    assert all(outcome["timed"] for outcome in outcomes)
-    assert sum(outcome["timed"] for outcome in outcomes) == third.replayed
-    assert third.timed == third.duels == 0
 
 
 def test_a_budget_is_kept_and_the_next_run_goes_on(database: str) -> None:
@@ -400,63 +382,6 @@ def test_rows_of_another_build_or_machine_are_not_used(database: str) -> None:
             assert len(machine.timed) == first.timed
 
 
-class OtherRun(MeasurementLock):
-    """Another run has claimed the second weight, and tunes it while we are at the first."""
-
-    def __init__(self, database: str) -> None:
-        self._database = database
-        self._passes = 0
-        self.theirs: TuningOutcome | None = None
-
-    def claim(self, name: str) -> AbstractContextManager[bool]:
-        return nullcontext(" 512 " not in name or self.theirs is not None)
-
-    def let_pass(self) -> None:
-        self._passes += 1
-        if self._passes == 5:
-            self.theirs = run_on(SyntheticMachine(), self._database, [task_of(512)])
-
-
-def test_a_weight_that_another_run_has_claimed_is_left_to_it(database: str) -> None:
-    """The one of the others that takes longest is begun first."""
-    machine, other = SyntheticMachine(), OtherRun(database)
-    with open_store(database) as store:
-        ledger = synthetic_machine.Ledger(store, SCOPE)
-        tools = Tools(machine, ledger, synthetic_machine.OPTIONS, clock=machine.clock, lock=other)
-        tools = replace(tools, call_s=lambda problem: problem.n / 1e6)
-        outcome = tune([task_of(512), task_of(), task_of(1024)], tools, 1e9)
-    again = run_on(SyntheticMachine(), database, [task_of(512), task_of(), task_of(1024)])
-
-    assert other.theirs is not None
-    assert outcome.end == "complete"
-    assert list(dict.fromkeys(problem.n for problem, _ in machine.timed)) == [1024, 256]
-    assert outcome.replayed == 0
-    assert {gain.problem.n for gain in outcome.gains} == {256, 512, 1024}
-    assert again.timed == again.duels == 0
-
-
-class QuickRun(MeasurementLock):
-    """Another run tunes the second weight while we are at the first, and no row shows it."""
-
-    def __init__(self, database: str) -> None:
-        self._database = database
-        self._passes = 0
-
-    def let_pass(self) -> None:
-        self._passes += 1
-        if self._passes == 5:
-            run_on(SyntheticMachine(), self._database, [task_of(512)])
-
-
-def test_what_another_run_settled_meanwhile_is_not_gone_through_again(database: str) -> None:
-    outcome = run_on(SyntheticMachine(), database, lock=QuickRun(database))
-    again = run_on(SyntheticMachine(), database)
-
-    assert (outcome.end, outcome.replayed) == ("complete", 0)
-    assert again.replayed > 0
-    assert in_use(again) == in_use(outcome)
-
-
 class Watched(SyntheticMachine):
     """And which schedules it was told of while others may be at work."""
 
@@ -485,17 +410,6 @@ def test_all_is_prepared_before_a_turn(database: str) -> None:
     assert machine.prepared == {*machine.timed, *fought}
 
 
-def test_what_another_run_keeps_until_the_budget_is_over_is_not_tuned(database: str) -> None:
-    machine, other = SyntheticMachine(), MeasurementLock()
-    other.claim = lambda name: nullcontext(False)  # type: ignore[method-assign]
-    with open_store(database) as store:
-        ledger = synthetic_machine.Ledger(store, SCOPE)
-        tools = Tools(machine, ledger, synthetic_machine.OPTIONS, lock=other)
-        outcome = tune([task_of()], tools, 0.1)
-
-    assert (outcome.end, outcome.timed, outcome.gains) == ("budget", 0, ())
-
-
 class NeverAlone(MeasurementLock):
     def turn(self, seconds: float = math.inf) -> AbstractContextManager[bool]:
         return nullcontext(False)
@@ -509,39 +423,3 @@ def test_without_a_turn_nothing_is_timed(database: str) -> None:
         outcome = tune([task_of()], tools, 60)
 
     assert (outcome.end, outcome.timed, machine.timed) == ("budget", 0, [])
-
-
-class Crowd(MeasurementLock):
-    """Others, who time four times as long as this run: before its turns, after them, where it lets them."""
-
-    def __init__(self, machine: SyntheticMachine) -> None:
-        self._machine = machine
-        self._owed_s = 0.0
-
-    @contextmanager
-    def turn(self, seconds: float = math.inf) -> Iterator[bool]:
-        self.let_pass()
-        began_s = self._machine.now_s
-        yield True
-        self._owed_s = 4 / 3 * (self._machine.now_s - began_s)
-        self.let_pass()
-
-    def let_pass(self) -> None:
-        self._machine.now_s += self._owed_s
-
-
-def test_waiting_for_others_takes_nothing_of_a_weights_share(database: str) -> None:
-    """Each has a third of the budget and takes five times as long; none is left for another."""
-    tasks = [task_of(256), task_of(272), task_of(288)]
-    whole, machine = SyntheticMachine(), SyntheticMachine()
-    run_on(whole, str(Path(database).with_name("whole.db")), tasks)
-    with open_store(database) as store:
-        ledger = synthetic_machine.Ledger(store, SCOPE)
-        tools = Tools(machine, ledger, synthetic_machine.OPTIONS, clock=machine.clock, lock=Crowd(machine))
-        outcome = tune(tasks, tools, 3 * whole.now_s)
-
-    turns = [n for n, _ in itertools.groupby(problem.n for problem, _ in machine.timed)]
-    assert outcome.end == "budget"
-    assert turns == list(dict.fromkeys(turns))
-    assert machine.now_s <= 3.5 * whole.now_s
-    assert 256 in {gain.problem.n for gain in outcome.gains}

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from phasewise.serving.engine.engine_memory import engine_bytes
+from phasewise.serving.engine.engine_size import engine_bytes
 from phasewise.topology import read_machine
 from phasewise.tuner.plans import Phase, RankCores, ServicePlan
 from phasewise.workflows.opening.open_model import NATIVE, OpenModel, open_under

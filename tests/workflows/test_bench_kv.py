@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -48,16 +47,6 @@ def test_every_policy_serves_every_request_whole(estimate: str) -> None:
         assert 0 < row.live_pool <= row.live_reserved <= 1
         assert 0 < row.final_reserved <= 1
         assert 1 <= row.mean_running <= row.peak_running <= 64
-
-
-def test_shortest_first_begins_answers_earlier_and_serves_all() -> None:
-    """With exact estimates, more requests than run at once."""
-    replay, _ = replay_of(load(TRACE, estimate="exact"), 2048, 64, {})
-    (by_age,) = replayed(replay, ["odma"])
-    (shortest,) = replayed(replace(replay, order="shortest"), ["odma"])
-
-    assert (shortest.failed, shortest.output_tokens) == (0, by_age.output_tokens)
-    assert shortest.steps_to_first < by_age.steps_to_first
 
 
 def test_speeds_make_steps_into_seconds() -> None:

@@ -9,22 +9,19 @@ from pathlib import Path
 import pytest
 
 from phasewise.cython_kernels._native import kernel_abi
-from phasewise.kerneldb.records import Comparison, Problem, Sample, Schedule, StorageDuel
+from phasewise.kerneldb.records import Comparison, Problem, StorageDuel
 from phasewise.kerneldb.store import open_store
-from phasewise.kerneldb.upkeep import Here
 from phasewise.serving.loaders import load_model
 from phasewise.serving.loaders.storage import StorageChoice
 from phasewise.serving.models.packed_model import PackedModel
 from phasewise.topology import Machine, read_machine
 from phasewise.tuner.measurement_lock import MeasurementLock
 from phasewise.tuner.plans import Phase, ServicePlan, machine_key, rank_on
-from phasewise.tuner.timing import Duel
-from phasewise.workflows.database.verify_schedules import verify_storage_duels
 from phasewise.workflows.opening import tuned_schedules
 from phasewise.workflows.opening.open_model import storage_choice
 from phasewise.workflows.tune_kernels.rounds import Round, plan_rounds, shapes_of
 from phasewise.workflows.tune_kernels.storage_duels import fight_storage_duels, storage_problems
-from tests.support.machines.kerneldb_examples import MACHINE, OTHER_SCHEDULE, SCHEDULE, STORAGE_DUEL
+from tests.support.machines.kerneldb_examples import STORAGE_DUEL
 from tests.support.models.tiny_models import TinyShape, write_sparse_hf
 
 SHAPE = TinyShape(n_layers=1, hidden=64, ffn=96, head_dim=32)
@@ -81,45 +78,6 @@ def test_auto_goes_by_the_duels_that_were_fought_here(model: PackedModel, tmp_pa
     assert why.startswith("measured: sparse against dense")
     assert storage_choice("auto", str(tmp_path / "none.db"), machine, plans) == StorageChoice("auto")
     assert storage_choice("never", db, machine, plans) == StorageChoice("never")
-
-
-class FakeBench:
-    """Finds sparse storage twice as fast; cannot time more than 100 rows."""
-
-    def obstacle(self, problem: Problem, schedule: Schedule) -> str | None:
-        return "too many rows" if problem.m > 100 else None
-
-    def duel_storages(self, problem: Problem, schedule: Schedule, dense_schedule: Schedule) -> Duel:
-        samples = (Sample(contender, (9,), 9, None, 1) for contender in (dense_schedule, schedule))
-        return Duel(Comparison(2.0, 1.9, 2.1, 0.99, 15), *samples)
-
-
-def test_imported_duels_are_fought_again_once_and_only_possible_ones() -> None:
-    imported = replace(
-        STORAGE_DUEL,
-        dense_schedule=replace(SCHEDULE, loop_order="mn"),
-        origin=replace(STORAGE_DUEL.origin, verified=False),
-    )
-    bad = {
-        "100 rows": replace(imported, problem=replace(imported.problem, m=101)),
-        "dense": replace(imported, problem=replace(imported.problem, format="bf16")),
-        "17 sixteenths": replace(imported, problem=replace(imported.problem, format="bf16s17")),
-        "arithmetic": replace(
-            imported, problem=replace(imported.problem, n=2), dense_schedule=OTHER_SCHEDULE
-        ),
-    }
-    here = Here(MACHINE, {"gemm": STORAGE_DUEL.kernel_abi}, "0.1.0", lambda: 5)
-    said: list[str] = []
-    with open_store(":memory:") as store:
-        store.add([imported, *bad.values()])
-        first: list[StorageDuel] = [*verify_storage_duels(store, here, FakeBench(), said.append)]
-        second = [*verify_storage_duels(store, here, FakeBench(), said.append)]
-        kept = store.rows(StorageDuel, machine=MACHINE, kernel_abi=STORAGE_DUEL.kernel_abi, verified=True)
-
-    assert [duel.comparison.gain for duel in first] == [2.0]
-    assert second == []
-    assert kept == first
-    assert len(said) == 2 * len(bad)
 
 
 @pytest.mark.parametrize(("sequences", "is_sparse"), [(1, True), (8, False), (32, False)])

@@ -55,7 +55,6 @@ def subject_on(machine: Machine) -> Subject:
         model_key="llama@int8",
         limits=OperatorLimits(shape.n_heads, shape.n_kv_heads, shape.head_dim, shape.ffn),
         ranks=None,
-        hints=(),
         trace=(RequestLengths(512, 2),),
         objective=Objective("tpot"),
     )

@@ -78,7 +78,6 @@ def a_run(began_s: float) -> Run:
         model_key="toy@f32",
         limits=LIMITS,
         ranks=None,
-        hints=(),
         trace=(RequestLengths(8, 8),),
         objective=Objective("e2e"),
     )

@@ -135,6 +135,7 @@ def test_a_whole_run_takes_no_more_than_its_budget_and_a_tenth(
     assert tuned[-1].outcome.timed > 0
 
 
+@pytest.mark.slow
 @examples(5)
 @given(
     of_rows=st.fixed_dictionaries({m: st.sampled_from([LOSS, BUSY, WIN]) for m in (8, 16, 32)}),

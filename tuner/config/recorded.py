@@ -1,34 +1,25 @@
-"""Recorded evaluator: step times that were measured once, replayed from a database: the same search again, on
-any machine.
+"""Step times that were measured, kept in a database and read again, each on the cores of a plan.
 
-A measured evaluator's readings are appended (`keep`); a recorded one answers with the newest verified row of
-a configuration and a step, else with the newest imported one: what is replayed is never put into use, so a
-stranger's figures may be looked at. A row whose plan is not the one that its key names is set aside and said.
+A row whose plan is not the one that its key names is set aside and said.
 """
 
 from __future__ import annotations
 
 import hashlib
-import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from phasewise._words import counted
 from phasewise.kerneldb.records import Origin, ServedStep, StepTime
 from phasewise.topology import Machine
 from phasewise.tuner import timing
-from phasewise.tuner.config.steps import EvaluatorKind, Step, StepTimer
-from phasewise.tuner.errors import EvaluationError, PlanError
+from phasewise.tuner.config.steps import Step
+from phasewise.tuner.errors import PlanError
 from phasewise.tuner.ledger import Scope
 from phasewise.tuner.plans import (
-    Phase,
     ServicePlan,
     is_placed,
-    list_cores,
-    machine_key,
     placed_json,
     stored_plan,
 )
@@ -39,10 +30,6 @@ if TYPE_CHECKING:
 
 Kernels = Literal["default", "tuned"]
 """The schedules of a timed step's products: the kernels' own, or tuned ones."""
-
-MAX_STEPS_NAMED = 8
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -86,66 +73,6 @@ def keep(
     store.add([row])
 
 
-Times = dict[str, dict[Step, StepTime]]
-"""The recorded steps of each configuration, by its key."""
-
-
-class RecordedEvaluator:
-    """Answers from one store for one model on one kind of machine. Keeps the `Evaluator` contract."""
-
-    kind: EvaluatorKind = "recorded"
-
-    def __init__(
-        self,
-        store: Store,
-        machine: Machine,
-        model_key: str,
-        kernels: Kernels = "default",
-        report: Callable[[str], None] = _log.warning,
-    ) -> None:
-        self._store = store
-        self._machine = machine
-        self._model_key = model_key
-        self._kernels = kernels
-        self._report = report
-        self._times: dict[Phase, Times] = {}
-
-    @contextmanager
-    def open(self, configuration: Configuration, phase: Phase) -> Iterator[StepTimer]:
-        """EvaluationError, naming the configuration, if nothing of it is recorded."""
-        if phase not in self._times:
-            self._times[phase] = self._read(phase)
-        times = self._times[phase].get(configuration.key, {})
-        where = f"{self._model_key} on {_cores_of(configuration)}"
-        if not times:
-            raise EvaluationError(
-                f"no {phase} of {where} is recorded for this kind of machine: measure it there first"
-            )
-
-        def timer(step: Step) -> float:
-            if step not in times:
-                raise EvaluationError(f"{step.describe()} is not recorded for {where}, only {_named(times)}")
-            return float(times[step].estimate_ns)
-
-        yield timer
-
-    def _read(self, phase: Phase) -> Times:
-        """Keep one reading per key: verified before imported, then newest."""
-        machine = machine_key(self._machine)
-        rows = self._store.rows(StepTime, machine=machine, model_key=self._model_key, phase=phase)
-        times: Times = {}
-        own = sorted(
-            (row for row in rows if row.kernels == self._kernels),
-            key=lambda row: (row.origin.verified, row.origin.created_at_ms),
-        )
-        for key, row in configurations(own, self._machine, self._report):
-            try:
-                times.setdefault(key, {})[_step_of(row)] = row
-            except EvaluationError as error:
-                self._report(f"a recorded step of {self._model_key} is set aside: {error}")
-        return times
-
-
 def key_of_places(plan_json: str) -> str:
     """The key of the configuration of a plan that names places: the same on all machines of a kind."""
     return f"places {hashlib.sha256(plan_json.encode()).hexdigest()[:32]}"
@@ -171,21 +98,3 @@ def configurations(
             yield configuration_of(row, machine).key, row
         except PlanError as error:
             report(f"a recorded step of {row.model_key} is set aside: {error}")
-
-
-def _step_of(row: StepTime) -> Step:
-    phase: Phase = "prefill" if row.step.phase == "prefill" else "decode"
-    return Step(phase, row.step.tokens, row.step.sequences, row.step.context)
-
-
-def _cores_of(configuration: Configuration) -> str:
-    count = len(configuration.ranks)
-    cores = " | ".join(list_cores(rank.cores) for rank in configuration.ranks)
-    return f"{counted(count, 'rank')} ({cores})"
-
-
-def _named(times: Mapping[Step, StepTime]) -> str:
-    """The recorded steps in words, the first few where they are many."""
-    names = [step.describe() for step in sorted(times)[:MAX_STEPS_NAMED]]
-    more = len(times) - len(names)
-    return ", ".join(names) + (f" and {more} more" if more else "")

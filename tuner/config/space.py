@@ -40,11 +40,6 @@ class ConfigSpace:
     tree: TopoTree
     """The machine's fundamental tree, from which the space is made."""
     limits: OperatorLimits
-    hints: tuple[TopoTree, ...] = ()
-    """Groupings of the tree that measurements suggest, best first.
-
-    They are asked for sooner; nothing is left out.
-    """
     power_of_two: bool = True
     """Assumption A.3: latent structures hold 2, 4, 8 .. of something."""
     uneven: UnevenCores | None = None
@@ -55,15 +50,13 @@ class ConfigSpace:
     def generations(self, seed: int = 0) -> Iterator[list[TopoTree]]:
         """Every grouping once, coarse to fine: those with no latent level, with one, with two, and so on.
 
-        In a generation hinted ones come first, then groupings of close neighbours; the seed orders equals.
+        In a generation groupings of close neighbours come first; the seed orders equals.
         """
         rng = Random(seed)
-        hinted = {tree: place for place, tree in enumerate(self.hints)}
-        by_latent: dict[int, list[tuple[int, int, float, TopoTree]]] = {}
-        for root in dict.fromkeys((*self.hints, *self._groupings())):
+        by_latent: dict[int, list[tuple[int, float, TopoTree]]] = {}
+        for root in self._groupings():
             widest = max((stride for _, stride, _ in root.groups), default=0)
-            place = hinted.get(root, len(hinted))
-            by_latent.setdefault(latent_levels(root), []).append((place, widest, rng.random(), root))
+            by_latent.setdefault(latent_levels(root), []).append((widest, rng.random(), root))
         for latent in sorted(by_latent):
             yield [root for *_, root in sorted(by_latent[latent], key=lambda entry: entry[:-1])]
 

@@ -1,8 +1,8 @@
 """The question that every evaluator of service configurations answers: the time of one step.
 
 A step is one turn of the engine with nothing but sequences of one phase in it. An evaluator opens a
-configuration (spawns pinned ranks, models them, or looks them up in a database) and hands out a timer; the
-search asks for steps and knows neither cores nor clocks.
+configuration (spawns pinned ranks, or models them) and hands out a timer; the search asks for steps and knows
+neither cores nor clocks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from phasewise.tuner.plans import PHASES, Phase
 if TYPE_CHECKING:
     from phasewise.tuner.topotree import Configuration
 
-EvaluatorKind = Literal["measured", "modelled", "recorded"]
+EvaluatorKind = Literal["measured", "modelled"]
 
 MAX_STEP_TOKENS = 1 << 24
 MAX_SEQUENCES = 1 << 16
@@ -74,7 +74,7 @@ class StepTimer(Protocol):
 
 
 class StepEvaluator(Protocol):
-    """The contract of evaluators: modelled, measured and recorded (tests/tuner/config/test_evaluators.py runs
+    """The contract of evaluators: modelled and measured (tests/tuner/config/test_evaluators.py runs
     it on each)."""
 
     @property

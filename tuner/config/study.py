@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import math
+import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeAlias
@@ -37,7 +37,6 @@ from phasewise.tuner.config.walk import (
     walk,
 )
 from phasewise.tuner.errors import EvaluationError
-from phasewise.tuner.measurement_lock import MeasurementLock
 from phasewise.tuner.plans import Phase
 from phasewise.tuner.search.protocol import drive
 from phasewise.tuner.topotree import Configuration
@@ -164,18 +163,15 @@ def run(
     settings: SearchSettings | None = None,
     stop: Callable[[], bool] = lambda: False,
     report: Callable[[Event], None] = lambda event: None,
-    lock: MeasurementLock | None = None,
 ) -> SearchOutcome:
     """Search until the walk ends, `stop` says so (it is asked before every timing), or Ctrl-C.
-
-    lock: by which processes on this machine divide the study; None: no other process has it.
 
     KernelDbError when the database cannot be used. A configuration that cannot run costs infinitely much.
     """
     settings = settings or SearchSettings()
     storage = open_storage(location)
     search = _Search(space, task, _open_trials(storage, task, settings, location.name), settings, report)
-    end = search.until(stop, lock or MeasurementLock())
+    end = search.until(stop)
     return search.outcome(end)
 
 
@@ -207,13 +203,12 @@ class _Search:
         self._trees_cut = 0
         self._groups_stopped = 0
 
-    def until(self, stop: Callable[[], bool], lock: MeasurementLock) -> End:
+    def until(self, stop: Callable[[], bool]) -> End:
         """Search until the walk ends or `stop` says so; returns why it ended."""
 
         def answer(ask: CandidateBatch) -> list[float]:
             self._decided(ask.decisions)
-            with ExitStack() as claims:
-                return self._answer(ask, stop, lock, claims)
+            return self._answer(ask, stop)
 
         try:
             self._decided(drive(walk(self._space, self._settings.rules), answer))
@@ -262,9 +257,7 @@ class _Search:
             self._groups_stopped += isinstance(decision, Stopped)
             self._report(decision)
 
-    def _answer(
-        self, ask: CandidateBatch, stop: Callable[[], bool], lock: MeasurementLock, claims: ExitStack
-    ) -> list[float]:
+    def _answer(self, ask: CandidateBatch, stop: Callable[[], bool]) -> list[float]:
         """The costs of a batch: from the study, from processes that are timing them now, and the rest timed
         here."""
         waiting = {candidate.configuration.key: candidate for candidate in ask.candidates}
@@ -278,30 +271,20 @@ class _Search:
                 raise _Ended
             free = [candidate for key, candidate in waiting.items() if key not in elsewhere]
             if self._task.evaluator.kind != "measured":
-                free = self._calculate(free, stop, lock, claims)
+                self._calculate(free, stop)
             # From the other end if another process works already, or both would take the same ones.
             elif free and (claim := self._trials.claim(self._entry(free[-1 if elsewhere else 0]))):
                 self._evaluate(claim, self._candidates[claim.key])
             if not free:
-                lock.rest(pause_s)
+                time.sleep(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         return [self._cost(candidate) for candidate in ask.candidates]
 
-    def _calculate(
-        self, free: Sequence[Candidate], stop: Callable[[], bool], lock: MeasurementLock, claims: ExitStack
-    ) -> list[Candidate]:
-        """The costs of the configurations that are calculated here: those that no other process of this
-        machine has claimed. The claims last until the batch is answered: so long another process may not know
-        the answers yet."""
-        calculated = []
+    def _calculate(self, free: Sequence[Candidate], stop: Callable[[], bool]) -> None:
         for candidate in free:
             if stop():
                 raise _Ended
-            name = f"{self._trials.name} {candidate.configuration.key}"
-            if claims.enter_context(lock.claim(name)):
-                self._evaluate(self._trials.draft(self._entry(candidate)), candidate)
-                calculated.append(candidate)
-        return calculated
+            self._evaluate(self._trials.draft(self._entry(candidate)), candidate)
 
     def _take(self, waiting: dict[str, Candidate]) -> set[str]:
         """Learn what the study knows by now, and which configurations another process is timing."""

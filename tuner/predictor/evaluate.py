@@ -18,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 
 from phasewise.tuner.predictor.distribution import LengthDistribution, RunningPrice
-from phasewise.tuner.predictor.files import AnyPredictor
 from phasewise.tuner.predictor.log import Example
 from phasewise.tuner.predictor.model import LengthPredictor
 
@@ -131,15 +130,14 @@ class LearntBuckets:
     ended. `first_lengths`: realised ones of training, which fill the window at the beginning.
     """
 
-    predictor: AnyPredictor
+    predictor: LengthPredictor
     first_lengths: Sequence[int]
     learn: LearnBounds
 
-    def give(self, examples: Sequence[Example], hold: float, adaptive: bool = True) -> Given:
-        """Blocks that are to hold a share of answers. Not adaptive: bounds and price stay those of
-        training."""
+    def give(self, examples: Sequence[Example], hold: float) -> Given:
+        """Blocks that are to hold a share of answers."""
         running = RunningPrice(self.predictor.prices.tolist(), hold)
-        return self._replay(examples, self._thoughts(examples), running, adaptive)
+        return self._replay(examples, self._thoughts(examples), running)
 
     def give_within(self, examples: Sequence[Example], block_tokens: float) -> Given:
         """Blocks that hold the most answers within a mean block, by their forecasts alone: learnt buckets, a
@@ -167,7 +165,6 @@ class LearntBuckets:
         examples: Sequence[Example],
         thoughts: Sequence[LengthDistribution],
         running: RunningPrice,
-        adaptive: bool,
     ) -> Given:
         recent = deque(self.first_lengths, WINDOW)
         bounds = self.learn(recent)
@@ -179,11 +176,10 @@ class LearntBuckets:
             bucket = int(np.searchsorted(edges, thought.room(running.price)))
             blocks.append(int(edges[bucket]))
             is_bucket.append(bucket == int(np.searchsorted(edges, example.output_tokens)))
-            if adaptive:
-                running.observe(thought.price_of(example.output_tokens))
-                recent.append(example.output_tokens)
-                if number % REFRESH_EVERY == 0:
-                    bounds = self.learn(recent)
+            running.observe(thought.price_of(example.output_tokens))
+            recent.append(example.output_tokens)
+            if number % REFRESH_EVERY == 0:
+                bounds = self.learn(recent)
         return Given(np.array(blocks), np.array(is_bucket))
 
 
@@ -250,7 +246,7 @@ class Foretold(NamedTuple):
 
 
 def told(
-    predictor: AnyPredictor,
+    predictor: LengthPredictor,
     examples: Sequence[Example],
     hold: float,
     first_lengths: Sequence[int],
@@ -288,7 +284,7 @@ def calibration(parts: Sequence[Foretold]) -> Calibration:
     )
 
 
-def _reached(predictor: AnyPredictor, examples: Sequence[Example], seed: int) -> npt.NDArray[np.float64]:
+def _reached(predictor: LengthPredictor, examples: Sequence[Example], seed: int) -> npt.NDArray[np.float64]:
     """The place of each answer in its forecast: even from 0 to 1 where forecasts are right; drawn within a
     step."""
     rng = np.random.default_rng(seed)

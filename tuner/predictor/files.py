@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import stat
 import struct
@@ -21,7 +20,6 @@ from phasewise._places import user_folder
 from phasewise._safetensors import LENGTH_BYTES, entries_of, header_bytes
 from phasewise._safetensors import METADATA_KEY as TABLES_METADATA
 from phasewise.tuner.errors import PredictorError
-from phasewise.tuner.predictor.encoded import LEVELS, EncodedPredictor
 from phasewise.tuner.predictor.features import N_FIGURES, N_ROWS
 from phasewise.tuner.predictor.model import LengthPredictor, Scaling
 from phasewise.tuner.predictor.network import Params
@@ -33,8 +31,6 @@ SUFFIX = ".predictor.safetensors"
 MAX_FILE_BYTES = 256 << 20
 MAX_MEMBERS = 64
 
-AnyPredictor = LengthPredictor | EncodedPredictor
-
 
 def default_file(model_name: str) -> Path:
     """The path of a model's predictor: below the XDG data directory."""
@@ -42,21 +38,16 @@ def default_file(model_name: str) -> Path:
     return user_folder("data") / "predictors" / f"{safe.lstrip('.') or 'model'}{SUFFIX}"
 
 
-def save_predictor(predictor: AnyPredictor, path: Path) -> None:
+def save_predictor(predictor: LengthPredictor, path: Path) -> None:
     """Write the predictor to a file, whole or not at all; the same predictor gives the same bytes."""
     about: dict[str, Any] = {
         "kind": KIND,
         "schema_version": SCHEMA_VERSION,
         "model": predictor.model_name,
-        "members": 1 if isinstance(predictor, EncodedPredictor) else len(predictor.members),
+        "members": len(predictor.members),
         "trained_on": dict(predictor.trained_on),
     }
-    if isinstance(predictor, EncodedPredictor):
-        about |= {"encoder": predictor.encoder, "middle": predictor.middle, "width": predictor.width}
-        arrays = _encoded_arrays(predictor)
-    else:
-        arrays = _arrays(predictor)
-    data = _file_of(arrays, {METADATA_KEY: json.dumps(about, sort_keys=True)})
+    data = _file_of(_arrays(predictor), {METADATA_KEY: json.dumps(about, sort_keys=True)})
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_file(path, data)
@@ -64,7 +55,7 @@ def save_predictor(predictor: AnyPredictor, path: Path) -> None:
         raise PredictorError(f"predictor {path} cannot be written: {error.strerror}") from None
 
 
-def load_predictor(path: str | os.PathLike[str]) -> AnyPredictor:
+def load_predictor(path: str | os.PathLike[str]) -> LengthPredictor:
     """The predictor in a file. PredictorError, one line, for whatever is no predictor of ours."""
     try:
         there = os.stat(path)
@@ -75,8 +66,7 @@ def load_predictor(path: str | os.PathLike[str]) -> AnyPredictor:
                 f"predictor {path} is larger than {MAX_FILE_BYTES >> 20} MiB: it is none of ours"
             )
         metadata, arrays = _parts_of(read_input(path, MAX_FILE_BYTES))
-        about = _about(metadata)
-        return _encoded(about, arrays) if "encoder" in about else _predictor(about, arrays)
+        return _predictor(_about(metadata), arrays)
     except FileNotFoundError:
         raise PredictorError(f"no predictor {path}: make one with `phasewise predict-len train`") from None
     except OSError as error:
@@ -143,34 +133,6 @@ def _arrays(predictor: LengthPredictor) -> dict[str, npt.NDArray[Any]]:
         "figures.inverse_deviation": predictor.scaling.inverse_deviation,
     }
     return {name: np.ascontiguousarray(array, np.float32) for name, array in (whole | members).items()}
-
-
-def _encoded_arrays(predictor: EncodedPredictor) -> dict[str, npt.NDArray[Any]]:
-    whole = {name: getattr(predictor, name) for name in ("points", "weights", "residuals", "prices")}
-    return {name: np.ascontiguousarray(array, np.float32) for name, array in whole.items()}
-
-
-def _encoded(about: dict[str, Any], arrays: dict[str, npt.NDArray[Any]]) -> EncodedPredictor:
-    take = partial(_taken, arrays)
-    points, weights, residuals = take("points", None, None), take("weights", None), take("residuals", None)
-    encoder, middle, width = about["encoder"], about.get("middle"), about.get("width")
-    if len(points) != len(weights) or len(residuals) != len(LEVELS) or (np.diff(residuals) < 0).any():
-        raise _Unfit("has points, weights and residuals that do not fit together")
-    if not isinstance(middle, float) or not isinstance(width, float) or not math.isfinite(middle + width):
-        raise _Unfit("has numbers in its metadata that are none")
-    if not isinstance(encoder, str):
-        raise _Unfit("does not say by which encoder, or how, it reads prompts")
-    return EncodedPredictor(
-        about["model"],
-        encoder,
-        points,
-        weights,
-        middle,
-        width,
-        residuals,
-        _prices(arrays),
-        about["trained_on"],
-    )
 
 
 def _about(metadata: dict[str, str] | None) -> dict[str, Any]:

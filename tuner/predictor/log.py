@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from phasewise._files import open_input
 from phasewise._json import read_json
@@ -48,10 +47,6 @@ class PromptFacts(NamedTuple):
     max_tokens: int | None = None
     n_messages: int = 1
     system_prompt_id: str | None = None
-    text: str | None = None
-    """The text that the user wrote, where it is known: an encoder reads it."""
-    vector: npt.NDArray[np.float32] | None = None
-    """The vector that an encoder made of the text."""
 
     @property
     def limit(self) -> int:
@@ -198,8 +193,7 @@ def _example(row: dict[str, Any], encode: Encode | None) -> Example | None:
     system = row.get("system_prompt_id")
     if system is not None and not isinstance(system, str):
         raise PredictorError(f"system_prompt_id must be a text, not {system!r:.40}")
-    text = row["prompt"] if isinstance(row.get("prompt"), str) else None
-    facts = PromptFacts(_token_ids(row, encode), _temperature(row), max_tokens, n_messages, system, text)
+    facts = PromptFacts(_token_ids(row, encode), _temperature(row), max_tokens, n_messages, system)
     return Example(facts, min(output_tokens, facts.limit), row.get("finish_reason") == "length")
 
 

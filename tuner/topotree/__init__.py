@@ -19,7 +19,6 @@ from phasewise.tuner.topotree.enumeration import (
     parents,
     removal_bound,
     removals,
-    single_groups,
 )
 from phasewise.tuner.topotree.fundamental import (
     Fundamental,
@@ -57,5 +56,4 @@ __all__ = [
     "parse",
     "removal_bound",
     "removals",
-    "single_groups",
 ]

@@ -13,7 +13,6 @@ from functools import lru_cache
 from itertools import product
 from math import exp2, factorial, log2, prod
 
-from phasewise.tuner.errors import TopoTreeError
 from phasewise.tuner.topotree.tree import Chain, TopoTree, active, chains
 
 
@@ -32,19 +31,6 @@ def _steps(combination: tuple[Chain, ...]) -> tuple[tuple[int, int, int], ...]:
         for depth, chain in reversed(list(enumerate(combination, start=1)))
         for size, stride in chain.steps
     )
-
-
-def single_groups(tree: TopoTree, *, power_of_two: bool = True) -> Iterator[TopoTree]:
-    """The trees that one group makes of this one; `groups[-1]` of each says which."""
-    for depth, arity in enumerate(tree.arities, start=1):
-        for size in range(2, arity):
-            if power_of_two and size.bit_count() != 1:
-                continue
-            for stride in range(1, arity // size + 1):
-                try:
-                    yield tree.group(size, stride, depth)
-                except TopoTreeError:
-                    continue
 
 
 def removals(tree: TopoTree) -> Iterator[TopoTree]:

@@ -1,4 +1,4 @@
-"""Settings of `bench run`, `bench kernels` and `bench allreduce`."""
+"""Settings of `bench run` and `bench kernels`."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ class KernelWish:
     )
     ms: str = option("1,8,64", "rows of activations", "--m")
     threads: int | None = THREADS(None)
-    peers: str = option("auto", "any of torch, mkl, openblas, openvino, ggml, tvm", metavar="auto|none|LIST")
+    peers: str = option("auto", "any of torch, mkl, openblas, openvino, ggml", metavar="auto|none|LIST")
     rounds: int = option(7, "timed turns of each product", "-r", "--rounds", min=1, max=1000)
     cold_mib: int | None = option(
         None,
@@ -242,18 +242,3 @@ class KernelWish:
     )
     density: str = option("1", "shares of weights that are not zero; below 1 stored sparse", metavar="SHARES")
     db: str | None = DB(None)
-
-
-@dataclass(frozen=True)
-class AllReduceWish:
-    """The all-reduces that are timed: over how many ranks, of which sizes, by which algorithms."""
-
-    ranks: str = option("2", "numbers of ranks, one core each")
-    sizes: str = option("1K,4K,16K,64K,256K,1M,4M,16M", "bytes of a message, e.g. 4K,1M", metavar="LIST")
-    kinds: str = option(
-        "rank-shifted,master-copies,ring",
-        "algorithms to time; the others are compared with the first",
-        config_only=True,
-    )
-    threads: int | None = THREADS(None)
-    rounds: int = option(15, "timed turns of each algorithm and size", "-r", "--rounds", min=1, max=1000)

@@ -33,7 +33,6 @@ def _summary_fields(summary: Summary, slo: Slo | None, *, with_occupancy: bool) 
     failures = None if slo is None else broken(summary, slo)
     return {
         "n_requests": summary.n_requests,
-        "n_unfinished": summary.n_unfinished,
         "output_tokens": summary.output_tokens,
         "duration_s": summary.duration_s,
         "times_s": {metric: _named(values) for metric, values in summary.times_s.items()},

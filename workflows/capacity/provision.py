@@ -237,8 +237,6 @@ def _run(
     is_kept = not broken(summary, question.slo)
     assert values is not None
     used = max(values[bound.metric][bound.percentile] / bound.below for bound in question.slo.bounds)
-    if summary.n_unfinished:
-        used = math.inf
     return summary, Outcome(is_kept, used)
 
 

@@ -62,16 +62,10 @@ class ClusterInputs:
 class SimulationWish:
     """The scheduling and routing of one simulated cluster's machines; `rate`: requests/s to draw."""
 
-    scheduler: str = option(
-        "production",
-        "production: the scheduler of phasewise serve; paper: mixed batches and routing as in the "
-        "Splitwise authors' simulator (the same as --policy splitwise-sim)",
-        kind=Literal["production", "paper"],
-    )
     policy: str | None = option(
         None,
         "how requests are routed [default: the file's, else splitwise]",
-        kind=Literal["splitwise", "round-robin", "prefix-aware", "splitwise-sim"] | None,
+        kind=Literal["splitwise", "round-robin", "prefix-aware"] | None,
     )
     rate: float | None = option(
         None,
@@ -120,7 +114,7 @@ class ProvisionWish:
     policy: str = option(
         "splitwise",
         "how requests are routed and scheduled",
-        kind=Literal["splitwise", "round-robin", "prefix-aware", "splitwise-sim"],
+        kind=Literal["splitwise", "round-robin", "prefix-aware"],
     )
     embeddings: Path | None = option(
         None,

@@ -21,7 +21,6 @@ from phasewise.workflows.capacity.settings import (
     reference_steps,
     step_sources,
 )
-from phasewise.workflows.errors import UsageError
 from phasewise.workflows.report import Report, silent
 
 
@@ -39,11 +38,11 @@ def simulate_cluster(
 ) -> Simulated:
     """The cluster `pools` (a TOML file, or pools in a line) under `trace`.
 
-    Raises ClusterError, TraceError and KernelDbError for input that cannot be read, and UsageError.
+    Raises ClusterError, TraceError and KernelDbError for input that cannot be read.
     """
     slo = None if wish.slo is None else parse_slo(wish.slo)
     spec, catalogue = _cluster(pools, step_sources(inputs, report), inputs.model)
-    spec = _with_policy(spec, wish)
+    spec = replace(spec, policy=wish.policy or spec.policy, prefix_reuse=wish.prefix_reuse)
     arrivals = arrivals_of(Load(trace, wish.rate, inputs.duration_s, inputs.seed, inputs.draw))
     reference = reference_steps(inputs.reference, catalogue, report)
     return Simulated(spec, summarise(simulate(spec, arrivals), reference), slo)
@@ -54,12 +53,3 @@ def _cluster(text: str, sources: StepSources, model: str | None) -> tuple[Cluste
         return read_cluster(text, sources, model)
     catalogue = MachineCatalogue(model or DEFAULT_MODEL, sources)
     return ClusterSpec(parse_pools(text, catalogue)), catalogue
-
-
-def _with_policy(spec: ClusterSpec, wish: SimulationWish) -> ClusterSpec:
-    policy = wish.policy
-    if wish.scheduler == "paper":
-        if policy not in (None, "splitwise-sim"):
-            raise UsageError(f"--scheduler paper has its own routing: leave --policy {policy} out")
-        policy = "splitwise-sim"
-    return replace(spec, policy=policy or spec.policy, prefix_reuse=wish.prefix_reuse)

@@ -115,7 +115,7 @@ def fight_first(
 
     deadline_s, lock = time.monotonic() + seconds, user_lock(report)
     rounds = [tuning_round for own in plans for tuning_round in _rounds(opened, own, machine)]
-    with open_start_reads(db, report) as reads, lock.working(seconds):
+    with lock.turn(seconds), open_start_reads(db, report) as reads:
         if reads.store is None:
             return opened
         try:

@@ -232,7 +232,7 @@ def _rates(machine: Machine) -> MachineRates | None:
     if not (machine.kinds and machine.is_live):
         return None
     from phasewise.tuner.config.rates import default_rates
-    from phasewise.tuner.probe.core_shares import measured_shares
+    from phasewise.tuner.core_shares import measured_shares
 
     return default_rates(machine, measured_shares(machine))
 

@@ -13,7 +13,6 @@ import numpy as np
 from phasewise.serving.pools.bounds import learnt
 from phasewise.serving.pools.contract import PoolSettings
 from phasewise.tuner.errors import PredictorError
-from phasewise.tuner.predictor.encoded import EncodedPredictor, train_encoded
 from phasewise.tuner.predictor.evaluate import (
     Calibration,
     FixedBuckets,
@@ -25,13 +24,11 @@ from phasewise.tuner.predictor.evaluate import (
     score,
     told,
 )
-from phasewise.tuner.predictor.files import AnyPredictor
 from phasewise.tuner.predictor.log import Example, held_out
+from phasewise.tuner.predictor.model import LengthPredictor
 from phasewise.tuner.predictor.train import TrainOptions, train
 
 OURS, S3, CONSTANT, STATIC = "ours", "S3", "constant", "static"
-TOKENS = "tokens"
-"""Read by a predictor without an encoder."""
 KEY_DIGITS = 32
 
 
@@ -90,22 +87,19 @@ class Rivals:
 
 @dataclass(frozen=True)
 class Grounds:
-    """The grounds of a report: what ours reads, the answers that it learnt from (in the mean, of several
-    folds), and a hash over those that judged it.
+    """The answers that ours learnt from (in the mean, of several folds), and a hash over those that judged
+    it.
     """
 
-    reads: str
     learnt_answers: int
     answers_key: str
 
     @staticmethod
     def of(folds: Sequence[Fold]) -> Grounds:
-        """The predictors of all folds are of one kind."""
         predictors = [fold.rivals.ours.predictor for fold in folds]
         learnt = [predictor.trained_on.get("answers", 1) for predictor in predictors]
-        reads = predictors[0].encoder if isinstance(predictors[0], EncodedPredictor) else TOKENS
         examples = [example for fold in folds for example in fold.examples]
-        return Grounds(reads, round(sum(learnt) / len(learnt)), answers_key(examples))
+        return Grounds(round(sum(learnt) / len(learnt)), answers_key(examples))
 
 
 def answers_key(examples: Sequence[Example]) -> str:
@@ -125,7 +119,7 @@ class LogReport:
     n_answers: int
     scores: Mapping[str, tuple[Score, ...]]
     grounds: Grounds
-    calibration: Calibration | None = None
+    calibration: Calibration
 
     def figures_of_ours(self) -> dict[str, float]:
         """Ours as it would be used, and beside S3 with the memory that S3 takes."""
@@ -136,11 +130,10 @@ class LogReport:
             if isinstance(value, float) and name != "overflow"
         }
         figures["points_over_s3"] = self.points_gained([*self.scores][-1])
-        if self.calibration is not None:
-            shares = enumerate(self.calibration.coverage, 1)
-            figures |= {f"coverage_{10 * tenth}": share for tenth, share in shares}
-            figures["mean_error_tokens"] = self.calibration.mean_error_tokens
-            figures["constant_error_tokens"] = self.calibration.constant_error_tokens
+        shares = enumerate(self.calibration.coverage, 1)
+        figures |= {f"coverage_{10 * tenth}": share for tenth, share in shares}
+        figures["mean_error_tokens"] = self.calibration.mean_error_tokens
+        figures["constant_error_tokens"] = self.calibration.constant_error_tokens
         return figures
 
     def points_gained(self, point: str) -> float:
@@ -160,7 +153,7 @@ class LogReport:
                 }
                 for point, scores in self.scores.items()
             },
-            "calibration": None if self.calibration is None else asdict(self.calibration),
+            "calibration": asdict(self.calibration),
         }
 
 
@@ -169,14 +162,13 @@ def rivals_of(
     model_name: str,
     hold: float,
     seed: int,
-    predictor: AnyPredictor | None,
-    encoder: str | None = None,
+    predictor: LengthPredictor | None,
 ) -> Rivals:
     """Everything that learns has learnt from `kept`; ours, if given, from what its file says."""
     longest = max(example.facts.max_tokens or example.output_tokens for example in kept)
     options = TrainOptions(seed=seed)
     inner = FixedBuckets.inner_bounds(longest)
-    ours = predictor or learn(kept, model_name, seed, encoder)
+    ours = predictor or train(kept, model_name, options)
     classifier = train(kept, model_name, options, bounds=inner)
     lengths = [example.output_tokens for example in kept]
     bounds = [*inner, longest]
@@ -184,13 +176,6 @@ def rivals_of(
     shuffled = random.Random(seed).sample(lengths, len(lengths))  # logs lie end to end; a window is a mixture
     learning = LearntBuckets(ours, shuffled, _learn)
     return Rivals(learning, FixedBuckets(classifier, longest), bounds[usual], hold)
-
-
-def learn(kept: Sequence[Example], model_name: str, seed: int, encoder: str | None) -> AnyPredictor:
-    """By the encoder of that name, whose vectors the facts have; None: by tokens alone."""
-    if encoder is not None:
-        return train_encoded(kept, model_name, encoder, seed)
-    return train(kept, model_name, TrainOptions(seed=seed))
 
 
 def _learn(lengths: Sequence[int]) -> Sequence[int]:
@@ -233,32 +218,13 @@ def _points(examples: Sequence[Example], rivals: Rivals) -> dict[str, dict[str, 
     }
 
 
-def report_drift(name: str, before: Sequence[Example], after: Sequence[Example], rivals: Rivals) -> LogReport:
-    """Report the scores of methods, learnt from answers like `before`, on the answers `after` them."""
-    everything = [*before, *after]
-    following = rivals.ours.give(everything, rivals.hold)
-    fixed = rivals.ours.give(everything, rivals.hold, adaptive=False)
-    methods = {
-        OURS: _last(following, len(after)),
-        "ours, fixed": _last(fixed, len(after)),
-        S3: rivals.s3.give(after),
-        CONSTANT: constant(after, rivals.usual_bucket),
-    }
-    scores = tuple(score(method, after, given) for method, given in methods.items())
-    return LogReport(name, len(after), {"after the change": scores}, Grounds.of([Fold(after, rivals)]))
-
-
-def _last(given: Given, n: int) -> Given:
-    return Given(given.blocks[-n:], None if given.is_bucket is None else given.is_bucket[-n:])
-
-
 def strangers(kept: Sequence[Example], others: Sequence[Example]) -> list[Example]:
     """Examples whose prompts are not among the ones that were learnt from."""
     learnt_keys = {example.prompt_key for example in kept}
     return [example for example in others if example.prompt_key not in learnt_keys]
 
 
-def with_split(predictor: AnyPredictor, split: Split) -> AnyPredictor:
+def with_split(predictor: LengthPredictor, split: Split) -> LengthPredictor:
     """A predictor that says which prompts it did not learn from."""
     facts = {**predictor.trained_on, "held_out_share": split.share, "held_out_seed": split.seed}
     return replace(predictor, trained_on=facts)

@@ -17,13 +17,6 @@ TOKENS = named(
     metavar="MODEL",
 )
 PREDICTOR = named("predictor file [default: the one trained for the model]", "--predictor", metavar="FILE")
-ENCODER = named(
-    "embedding model that reads prompts; auto: all-minilm-l6-v2 where it has been pulled and there"
-    " are 100 answers to learn from, else none",
-    "--encoder",
-    envvar="PHASEWISE_ENCODER",
-    metavar="auto|none|MODEL",
-)
 SEED = named("seed that draws the held-out prompts and the first weights", "--seed", min=0)
 
 
@@ -55,7 +48,5 @@ class EvalWish:
         metavar="N",
     )
     overflow: float = option(0.005, "share of answers that may outgrow their first block", min=0.0, max=0.9)
-    drift: bool = option(False, "train on the first log only, then replay the other logs in order", "--drift")
-    encoder: str = ENCODER("auto")
     seed: int = SEED(0)
     db: str | None = DB(None)

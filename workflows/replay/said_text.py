@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from phasewise.serving.engine.answer_text import AnswerText
+from phasewise.serving.engine.live_request import AnswerText
 from phasewise.serving.sampling.sampling import SampledToken
 from phasewise.serving.tools.dialect import FORMATS, dialect_of
 from phasewise.serving.tools.parts import Begun, Call, Piece, Reader, Reasoning, Text

@@ -14,7 +14,7 @@ from phasewise.workflows.serve.settings import Accepting, Listening
 
 if TYPE_CHECKING:
     from phasewise.serving.http.http_settings import HttpLimits
-    from phasewise.serving.http.routes.hangup import ReadKeys
+    from phasewise.serving.http.routes.middleware import ReadKeys
     from phasewise.serving.http.transport.listening import Address, TlsContext
 
 MAX_KEY_FILE_BYTES = 1 << 20

@@ -145,7 +145,7 @@ class SizedModel:
     @property
     def n_bytes(self) -> int:
         """Bytes of weights, keys and values, scratch and vocabulary, its draft model's as well."""
-        from phasewise.serving.engine.engine_memory import engine_bytes
+        from phasewise.serving.engine.engine_size import engine_bytes
 
         draft = None if self.drafts is None else self.drafts.model
         return engine_bytes(self.open_model.model, self.open_model.plans, self.size, draft)
@@ -177,7 +177,7 @@ def open_sized(model: SizedModel, settings: ServeSettings, stack: ExitStack, rep
 
     running, db, opened, size = settings.running, settings.db, model.open_model, model.size
     text = ModelText(opened.model, allow_special=settings.accepting.allow_special)
-    predictor = open_predictor(running.predictor, opened.model.name, report, text.tokenizer.decode)
+    predictor = open_predictor(running.predictor, opened.model.name, report)
     prefixes = settings.prefixes.for_engines()
     beside = cores_beside(settings.embeddings) if settings.pools.cluster is None else 0
     spec = InstanceSpec(model.ref, settings.weights, size, None, db, prefixes=prefixes, other_cores=beside)

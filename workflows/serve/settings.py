@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from phasewise._options import MOST_USED, option, parse_bytes, parse_time
-from phasewise.serving.scheduling.scheduler_terms import DEFAULT_BATCH_TOKENS, DEFAULT_SEQUENCES
+from phasewise.serving.scheduling.request import DEFAULT_BATCH_TOKENS, DEFAULT_SEQUENCES
 from phasewise.workflows.opening.first_start import Remote
 from phasewise.workflows.opening.open_model import NATIVE, Weights
 from phasewise.workflows.options import DRAFT, DRAFT_TOKENS, KV_FORMAT, RANKS, THREADS

@@ -1,1 +1,1 @@
-"""`phasewise topo`: the machine, its trees, its plans and its probe as JSON values and pictures."""
+"""`phasewise topo`: the machine, its trees and its plans as JSON values and pictures."""

@@ -77,7 +77,6 @@ def settings_fields(results: Found) -> dict[str, Any]:
             "ranks": wish.ranks,
             "bands": list(wish.bands),
             "cores": wish.cores,
-            "hints": [tree.notation for tree in subject.hints],
             "hidden": None if wish.hidden is None else str(wish.hidden),
             "resume": wish.resume,
         },

@@ -1,9 +1,10 @@
 """One run of `tune-config`: search, kernels, last run, verdict, plan; whatever is known survives Ctrl-C.
 
 Half of a measured run's budget is for the search, which trial by trial goes into its study. Of the rest, the
-kernels of the best plans get what the last run does not need. Nothing is timed for a machine that is modelled
-or recorded: the whole budget is for its search, and its plan is printed and not stored, because only what ran
-on a machine may come into use there.
+kernels of the best plans get what the last run does not need.
+
+Nothing is timed for a machine that is modelled: all of the budget is for its search. Its plan is printed and
+not stored, because only what ran on a machine may come into use there.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from phasewise._version import __version__
 from phasewise._words import counted
 from phasewise.kerneldb.records import Origin, PlanRecord
-from phasewise.tuner.config.storage import StudyMessages
 from phasewise.tuner.plans import Phase, ServicePlan, placed_json
 from phasewise.workflows.tune_config.search import Searched, search, study_location
 from phasewise.workflows.tune_config.settings import TuneConfigSettings
@@ -35,13 +35,11 @@ from phasewise.workflows.tune_config.verdict import (
     finalists,
     habits_of,
     last_run,
-    verdict_fields,
-    verdict_of,
 )
 
 if TYPE_CHECKING:
-    from phasewise.kerneldb.location import Location
     from phasewise.kerneldb.store import Store
+    from phasewise.tuner.config.modelled import ModelledEvaluator
     from phasewise.tuner.config.recorded import Kernels, PlanTiming
     from phasewise.tuner.config.steps import StepEvaluator
     from phasewise.tuner.config.study import Event
@@ -65,9 +63,6 @@ LEAST_TIMED_SHARE = 0.3
 
 LEAST_KERNEL_S = 5.0
 """Less is not enough to measure the limits of some cores."""
-
-LAST_RUN = "last run"
-"""Part of a study that is claimed, and under whose name its verdict is told."""
 
 End = Literal["complete", "budget", "interrupted"]
 
@@ -151,8 +146,6 @@ class Run:
     show: Show
     started_s: float
     lock: MeasurementLock
-    began_ms: int = field(default_factory=lambda: time.time_ns() // 1_000_000)
-    """Unix time."""
     searched: list[Searched] = field(default_factory=list)
     verdicts: dict[Phase, PhaseVerdict] = field(default_factory=dict)
     kernels: list[TunedRound] = field(default_factory=list)
@@ -177,11 +170,11 @@ def tune(
         if wish.evaluator == "measured":
             from phasewise.kerneldb.store import open_store
 
-            with open_store(wish.db, run.show.say) as store:
+            left_s = run.deadline_s() - time.monotonic()
+            with lock.turn(left_s), open_store(wish.db, run.show.say) as store:
                 measured = _plain(run, store)
                 measured.deadline_s = run.deadline_s()
-                with lock.working(run.deadline_s() - time.monotonic()):
-                    _run_measured(run, measured, store)
+                _run_measured(run, measured, store)
         else:
             _run_calculated(run)
     except KeyboardInterrupt:
@@ -204,7 +197,8 @@ def tune(
 
 
 def _run_calculated(run: Run) -> None:
-    with _opened_study(run), _calculating(run) as evaluator:
+    evaluator = _modelled(run)
+    with _opened_study(run):
         if not _search(run, evaluator, 1.0):
             return
         for searched in run.searched:
@@ -212,21 +206,13 @@ def _run_calculated(run: Run) -> None:
             judge(run, searched, jury, math.inf)
 
 
-@contextmanager
-def _calculating(run: Run) -> Iterator[StepEvaluator]:
+def _modelled(run: Run) -> ModelledEvaluator:
+    from phasewise.tuner.config.modelled import ModelledEvaluator
+    from phasewise.tuner.config.sharing import read_hidden
+
     wish, subject = run.wish, run.subject
-    if wish.evaluator == "modelled":
-        from phasewise.tuner.config.modelled import ModelledEvaluator
-        from phasewise.tuner.config.sharing import read_hidden
-
-        hidden = read_hidden(wish.hidden, subject.kept_on) if wish.hidden else ()
-        yield ModelledEvaluator(subject.machine, subject.shape, hidden=hidden)
-        return
-    from phasewise.kerneldb.store import open_store
-    from phasewise.tuner.config.recorded import RecordedEvaluator
-
-    with open_store(wish.db, run.show.say) as store:
-        yield RecordedEvaluator(store, subject.kept_on, subject.model_key, report=run.show.say)
+    hidden = read_hidden(wish.hidden, subject.kept_on) if wish.hidden else ()
+    return ModelledEvaluator(subject.machine, subject.shape, hidden=hidden)
 
 
 # ---- measured ----------------------------------------------------------------------------------------------
@@ -264,7 +250,7 @@ def _room(subject: Subject) -> Room:
 
 
 def _keeper(subject: Subject, store: Store, kernels: Kernels) -> Callable[[PlanTiming], None]:
-    """Appends a reading to the database, for the recorded evaluator to replay."""
+    """Appends a reading to the database."""
     from phasewise.cython_kernels._native import kernel_abi
     from phasewise.tuner.config.recorded import keep
     from phasewise.tuner.ledger import Scope
@@ -291,30 +277,12 @@ def _run_measured(run: Run, plain: MeasuredEvaluator, store: Store) -> None:
 
 
 def _last_runs(run: Run, tuned: MeasuredEvaluator, needed_s: Mapping[Phase, float], store: Store) -> None:
-    """The last run of each phase, by this process or by another that has the same study at the same time."""
-    waiting: dict[Phase, Searched] = {searched.phase: searched for searched in run.searched}
-    location = study_location(run.wish)
-    while waiting:
-        for phase, searched in waiting.items():
-            words = StudyMessages(location, searched.outcome.study)
-            with run.lock.claim(_last_run_claim(location, searched)) as is_ours:
-                if not _hear_verdict(run, phase, words):
-                    if not is_ours:
-                        continue
-                    now_s = time.monotonic()
-                    share = needed_s[phase] / sum(needed_s[other] for other in waiting)
-                    deadline_s = now_s + share * (run.deadline_s() - now_s)
-                    judge(run, searched, MeasuredJury(tuned, run.subject, phase), deadline_s)
-                    _keep_plan(run, phase, store)
-                    _say_verdict(run, phase, words)
-            del waiting[phase]
-            break
-        else:
-            if time.monotonic() >= run.deadline_s():
-                run.end = "budget"
-                return
-            name = _last_run_claim(location, next(iter(waiting.values())))
-            run.lock.wait_for(name, run.deadline_s() - time.monotonic())
+    """Judge each phase in its share of the time that is left."""
+    for place, searched in enumerate(run.searched):
+        now_s, left = time.monotonic(), [needed_s[other.phase] for other in run.searched[place:]]
+        deadline_s = now_s + left[0] / sum(left) * (run.deadline_s() - now_s)
+        judge(run, searched, MeasuredJury(tuned, run.subject, searched.phase), deadline_s)
+        _keep_plan(run, searched.phase, store)
     for searched in run.searched:
         judge_again(run, searched, MeasuredJury(tuned, run.subject, searched.phase), store)
 
@@ -326,28 +294,6 @@ def judge_again(run: Run, searched: Searched, jury: Jury, store: Store) -> None:
         return
     judge(run, searched, jury, run.deadline_s())
     _keep_plan(run, searched.phase, store)
-
-
-def _last_run_claim(location: Location, searched: Searched) -> str:
-    return f"{location.name} {searched.outcome.study} {LAST_RUN}"
-
-
-def _hear_verdict(run: Run, phase: Phase, words: StudyMessages) -> bool:
-    """True if another process has come to a verdict since this run began; then it is this run's as well."""
-    heard = words.hear(LAST_RUN, run.began_ms)
-    if heard is None:
-        return False
-    run.verdicts[phase] = verdict_of(heard["verdict"])
-    if heard["stored"]:
-        run.stored.add(phase)
-    return True
-
-
-def _say_verdict(run: Run, phase: Phase, words: StudyMessages) -> None:
-    """Unless there was no time to come to one."""
-    verdict = run.verdicts.get(phase)
-    if verdict is not None and verdict.is_settled:
-        words.say(LAST_RUN, {"stored": phase in run.stored, "verdict": verdict_fields(verdict)})
 
 
 @contextmanager
@@ -369,7 +315,7 @@ def _search(run: Run, evaluator: StepEvaluator, share: float) -> bool:
     for place, phase in enumerate(phases):
         deadline_s = run.deadline_s(share * (place + 1) / len(phases))
         report = run.show.searching(phase)
-        run.searched.append(search(run.subject, phase, run.wish, evaluator, deadline_s, report, run.lock))
+        run.searched.append(search(run.subject, phase, run.wish, evaluator, deadline_s, report))
         outcome = run.searched[-1].outcome
         if outcome.end == "interrupted":
             run.end = "interrupted"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from phasewise._files import read_input
 from phasewise._words import counted, number
-from phasewise.kerneldb.location import MEMORY_URL, Location, locate
+from phasewise.kerneldb.location import Location, locate
 from phasewise.tuner.config.simulate import Objective
 from phasewise.tuner.config.space import ConfigSpace
 from phasewise.tuner.config.steps import StepEvaluator
@@ -25,7 +25,6 @@ from phasewise.tuner.config.study import (
     slice_costs,
 )
 from phasewise.tuner.config.walk import BAND_RULES, Rules
-from phasewise.tuner.measurement_lock import MeasurementLock
 from phasewise.tuner.plans import Phase, nodes_of
 from phasewise.tuner.topotree import OperatorLimits, UnevenCores, fundamental
 from phasewise.workflows.tune_config.settings import TuneConfigSettings
@@ -84,7 +83,7 @@ def space_of(subject: Subject) -> ConfigSpace:
     if subject.below is not None:
         return ConfigSpace(tree, limits, nodes=nodes_of(subject.below.ranks))
     uneven = UnevenCores.of(subject.machine, tree.pus, subject.slow)
-    return ConfigSpace(tree, limits, subject.hints, uneven=uneven)
+    return ConfigSpace(tree, limits, uneven=uneven)
 
 
 def search(
@@ -94,7 +93,6 @@ def search(
     evaluator: StepEvaluator,
     deadline_s: float,
     report: Callable[[Event], None],
-    lock: MeasurementLock,
 ) -> Searched:
     """The phase's configurations, until the deadline (`time.monotonic`) or the end of them."""
     started_s = time.monotonic()
@@ -113,17 +111,15 @@ def search(
         trace=subject.trace_digest,
         evaluator=f"{evaluator.kind} {_answers_digest(subject, wish)}",
     )
-    location = study_location(wish)
     outcome = run(
         space_of(subject),
         SearchTask(key, evaluator, slice_costs(subject.objective, phase, subject.trace)),
-        location,
+        study_location(wish),
         SearchSettings(
             replace(Rules() if subject.below is None else BAND_RULES, seed=wish.seed), wish.top_k, wish.resume
         ),
         stop=lambda: time.monotonic() >= deadline_s,
         report=heard,
-        lock=None if location.url == MEMORY_URL else lock,
     )
     return Searched(phase, outcome, time.monotonic() - started_s, failures)
 

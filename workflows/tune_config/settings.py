@@ -56,17 +56,14 @@ class TuneConfigSettings:
     )
     evaluator: str = option(
         "measured",
-        "source of step times: measured here, modelled, or recorded in the database",
-        kind=Literal["measured", "modelled", "recorded"],
+        "source of step times: measured here, or modelled",
+        kind=Literal["measured", "modelled"],
     )
     machine: Path | None = option(None, "lstopo XML of the machine to plan for", metavar="FILE.xml")
     hidden: Path | None = option(
         None,
         "with --evaluator modelled: resources that cores of the machine share and lstopo does not show",
         metavar="FILE.json",
-    )
-    hints: Path | None = option(
-        None, "groups of cores that `topo --probe --json` found; they are tried first", metavar="FILE.json"
     )
     cores: str | None = option(None, "use no CPUs but these, e.g. 0-3,8", metavar="LIST")
     ranks: int | None = option(None, "only plans with N ranks", min=1, max=256)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phasewise._words import counted
@@ -27,7 +26,7 @@ from phasewise.tuner.plans import (
     parse_cores,
     plans_for,
 )
-from phasewise.tuner.topotree import OperatorLimits, TopoTree, fundamental
+from phasewise.tuner.topotree import OperatorLimits
 from phasewise.workflows.errors import UsageError
 from phasewise.workflows.opening.model_shape import lone_config, shape_of_model, shape_of_reference
 from phasewise.workflows.opening.open_model import suited_default
@@ -56,8 +55,6 @@ class Subject:
     """Limits of the model's operators."""
     ranks: int | None
     """The number that a plan must have; None: as many as is best."""
-    hints: tuple[TopoTree, ...]
-    """Groupings of the machine's tree that a probe suggests, the best first."""
     trace: Trace
     objective: Objective
     model: PackedModel | None = None
@@ -125,7 +122,6 @@ def open_subject(wish: TuneConfigSettings, report: Report = silent) -> Subject:
         model_key=name,
         limits=limits,
         ranks=wish.ranks,
-        hints=_hints(wish.hints, machine),
         trace=_requests(wish, model),
         objective=wish.goal,
         model=model,
@@ -135,7 +131,7 @@ def open_subject(wish: TuneConfigSettings, report: Report = silent) -> Subject:
 
 
 def _slow(machine: Machine, report: Report) -> tuple[int, ...]:
-    from phasewise.tuner.probe.core_shares import slow_pus
+    from phasewise.tuner.core_shares import slow_pus
 
     slow = slow_pus(machine)
     if slow:
@@ -188,16 +184,6 @@ def _check_ranks(ranks: int, limits: OperatorLimits, shape: ModelShape, machine:
         raise UsageError(f"--ranks {ranks}: {shape.name} cannot be divided so: {reason}")
     if ranks > len(machine.allowed_pus):
         raise UsageError(f"--ranks {ranks}: {counted(len(machine.allowed_pus), 'CPU')} for them")
-
-
-def _hints(probe_file: Path | None, machine: Machine) -> tuple[TopoTree, ...]:
-    """ProbeError for a file that is no probe's, TopoTreeError for one of another machine."""
-    if probe_file is None:
-        return ()
-    from phasewise.tuner.probe import read_groups
-
-    tree = fundamental(machine).tree
-    return tuple(hint.apply(tree) for hint in read_groups(probe_file))
 
 
 def _requests(wish: TuneConfigSettings, model: PackedModel | None) -> Trace:

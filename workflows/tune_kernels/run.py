@@ -103,7 +103,7 @@ def tune_rounds(
     """
     deadline_s = bench.clock() + budget_s * (1 - BUDGET_SHARE)
     done: list[TunedRound] = []
-    with open_store(db, report) as store, lock.working(budget_s):
+    with lock.turn(budget_s), open_store(db, report) as store:
         if resume:
             fight_hints(rounds, machine, store, min(FIRST_S, FIRST_SHARE * budget_s), lock, report, bench)
         for number, tuning_round in enumerate(rounds):

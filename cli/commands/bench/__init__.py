@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from phasewise.cli.command_app import CommandApp
-from phasewise.cli.commands.bench.allreduce import allreduce
 from phasewise.cli.commands.bench.embed import embed
 from phasewise.cli.commands.bench.kernels import kernels
 from phasewise.cli.commands.bench.kv import kv
@@ -17,6 +16,6 @@ $ phasewise bench run smollm2-135m-instruct
 $ phasewise bench serve http://127.0.0.1:8000 --concurrency 8"""
 
 app = CommandApp(help=HELP)
-for command in (serve, embed, machine, allreduce, kv, kernels):
+for command in (serve, embed, machine, kv, kernels):
     app.command(command.__name__)(command)
 app.command("run", cls=LlamaBenchCommand)(run)

@@ -50,12 +50,7 @@ def simulation_text(spec: ClusterSpec, summary: Summary, slo: Slo | None) -> lis
         )
         text = f"KV transfers: {summary.n_transfers}; from a prompt's end to arrival {waits}"
         parts.append(textwrap.fill(text, WIDTH))
-    if summary.n_unfinished:
-        parts.append(
-            f"{counted(summary.n_unfinished, 'request')} never ended: no memory ever became free for them"
-        )
-    if summary.n_preemptions is not None:
-        parts.append(f"preemptions: {summary.n_preemptions}")
+    parts.append(f"preemptions: {summary.n_preemptions}")
     if summary.n_repurposed:
         parts.append(f"machines moved to another pool: {summary.n_repurposed}")
     return [*parts, *_slo_lines(summary, slo)]

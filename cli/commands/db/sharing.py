@@ -142,8 +142,7 @@ def merge(other: OtherArgument, db: DbOption = None, as_json: JsonOption = False
     $ phasewise db merge other.db
     $ phasewise db merge tuned.jsonl --json
 
-    Its scores of predictors come too, and its step times: `tune-config
-    --evaluator recorded` replays them.
+    Its scores of predictors and its step times come too.
     """
     from phasewise.workflows.database.sharing import merge_database
 

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from phasewise._words import counted, number, percent
+from phasewise._words import counted, percent
 from phasewise.cli.command_app import CommandApp
 from phasewise.cli.option_sets import info, spread
 from phasewise.cli.options import JsonOption, ModelArgument
 from phasewise.cli.present import check_target, note, on_one_line, owns_stdout, print_json, read_stdin, say
 from phasewise.cli.tables import RowTable, show
 from phasewise.workflows.predict_len.settings import (
-    ENCODER,
     PREDICTOR,
     SEED,
     TIMED_CALLS,
@@ -25,7 +24,6 @@ from phasewise.workflows.predict_len.settings import (
 )
 
 if TYPE_CHECKING:
-    from phasewise.tuner.predictor.encoded import KernelFit
     from phasewise.tuner.predictor.evaluate import Calibration
     from phasewise.tuner.predictor.train import Epoch
     from phasewise.workflows.predict_len.compare import LogReport
@@ -44,7 +42,6 @@ LogsArgument = Annotated[
 ]
 TokensOption = Annotated[str | None, info(TOKENS)]
 PredictorOption = Annotated[Path | None, info(PREDICTOR)]
-EncoderOption = Annotated[str, info(ENCODER)]
 SeedOption = Annotated[int, info(SEED)]
 
 
@@ -100,11 +97,8 @@ def train_command(
     split: Annotated[
         float, typer.Option(min=0.0, max=0.9, help="share of the prompts kept out of training, for `eval`")
     ] = 0.0,
-    encoder: EncoderOption = "auto",
     seed: SeedOption = 0,
-    verbose: Annotated[
-        bool, typer.Option("--verbose", help="report every epoch on stderr; with an encoder every fit")
-    ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="report every epoch on stderr")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Train a predictor of the lengths that logs hold, and keep it for `serve --predictor auto`.
@@ -112,29 +106,19 @@ def train_command(
     $ phasewise predict-len train log.jsonl
     $ phasewise predict-len train log.jsonl -o lengths.safetensors --split 0.2
     """
-    from phasewise.tuner.predictor.encoded import learnt_too_little, train_encoded
-    from phasewise.tuner.predictor.files import AnyPredictor, save_predictor
+    from phasewise.tuner.predictor.files import save_predictor
     from phasewise.tuner.predictor.log import held_out
     from phasewise.tuner.predictor.train import TrainOptions, train
     from phasewise.workflows.predict_len.compare import Split, with_split
-    from phasewise.workflows.predict_len.inputs import find_encoder_to_learn, predictor_file, read_logs
+    from phasewise.workflows.predict_len.inputs import predictor_file, read_logs
     from phasewise.workflows.report import silent
 
     owns_stdout(output, as_json)
     check_target(output)
-    parsed_logs, name, tokens = read_logs(logs, model, note)
+    parsed_logs, name = read_logs(logs, model, note)
     kept, _ = held_out([example for log in parsed_logs for example in log.examples], split, seed)
-    text_of = None if tokens is None else tokens.text
-    reader = find_encoder_to_learn(encoder, kept, len(kept), text_of, note)
     tell = note if verbose else silent
-    predictor: AnyPredictor
-    if reader is not None:
-        examples = reader.read_all(kept)
-        predictor = train_encoded(examples, name, reader.ref, seed, lambda fit: tell(fit_line(fit)))
-        if not predictor.is_useful:
-            note(f"warning: {learnt_too_little(predictor)}")
-    else:
-        predictor = train(kept, name, TrainOptions(seed=seed), lambda epoch: tell(epoch_line(epoch)))
+    predictor = train(kept, name, TrainOptions(seed=seed), lambda epoch: tell(epoch_line(epoch)))
     path = predictor_file(output, name)
     save_predictor(with_split(predictor, Split(split, seed)), path)
     if as_json:
@@ -177,7 +161,7 @@ def evaluate(logs: LogsArgument, wish: EvalWish, as_json: JsonOption = False) ->
     keep_scores(judged, wish, note)
     if as_json:
         split = {"split": judged.split.share, "seed": judged.split.seed}
-        asked = {"hold": 1 - wish.overflow, "drift": wish.drift, "folds": wish.folds}
+        asked = {"hold": 1 - wish.overflow, "folds": wish.folds}
         fields = {"model": judged.model_name, **split, **asked}
         print_json({**fields, "logs": [report.fields() for report in judged.reports]})
     else:
@@ -224,14 +208,6 @@ def epoch_line(epoch: Epoch) -> str:
     )
 
 
-def fit_line(fit: KernelFit) -> str:
-    """The error of one width and ridge of the kernel over an encoder's vectors."""
-    return (
-        f"width {number(fit.width)}, ridge {number(fit.ridge)}: "
-        f"mean error {fit.error_tokens:.1f} tokens on unseen prompts"
-    )
-
-
 def report_text(report: LogReport) -> Iterator[str | RowTable]:
     """One log's figures, to read."""
     yield f"{on_one_line(report.name)}: {counted(report.n_answers, 'answer')}"
@@ -253,9 +229,8 @@ def report_text(report: LogReport) -> Iterator[str | RowTable]:
             (point,),
         )
         yield f"ours above S3: {report.points_gained(point):+.2f} points"
-    if report.calibration is not None:
-        yield ""
-        yield from _calibration_text(report.calibration)
+    yield ""
+    yield from _calibration_text(report.calibration)
 
 
 def _calibration_text(calibration: Calibration) -> Iterator[str | RowTable]:

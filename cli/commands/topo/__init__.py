@@ -10,25 +10,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from phasewise._options import option, parse_budget
+from phasewise._options import option
 from phasewise.cli.option_sets import spread
 from phasewise.cli.options import JsonOption
-from phasewise.cli.present import check_target, note, owns_stdout, print_json, say, write_target
-from phasewise.tuner.measurement_lock import MeasurementLock
+from phasewise.cli.present import note, owns_stdout, print_json, say, write_target
 from phasewise.workflows.errors import UsageError
 from phasewise.workflows.options import DB, FORMAT
-from phasewise.workflows.report import Report, silent
 
 if TYPE_CHECKING:
     from phasewise.topology import Machine, Node
     from phasewise.topology.picture import PuGroup
     from phasewise.tuner.plans import Phase, ServicePlan
-    from phasewise.tuner.probe import Probe
 
 
 @dataclass(frozen=True)
 class TopoView:
-    """A view of a machine: itself, its trees, plans on it, or what a probe measures."""
+    """A view of a machine: itself, its trees, or plans on it."""
 
     input_path: Path | None = option(
         None, "lstopo XML file (-: stdin), or folder with a sysfs snapshot", "--input", metavar="FILE"
@@ -55,17 +52,6 @@ class TopoView:
     plan_file: Path | None = option(None, "draw the plans that tune-config --json printed", metavar="FILE")
     weight_format: str = FORMAT("native")
     db: str | None = DB(None)
-    probe: bool = option(
-        False, "measure which cores share a resource that the system does not report", "--probe"
-    )
-    budget_s: float = option(
-        30.0,
-        "wall clock that --probe may take",
-        "--budget",
-        metavar="TIME",
-        parser=parse_budget,
-        written="30s",
-    )
 
     def __post_init__(self) -> None:
         chosen = {
@@ -73,7 +59,6 @@ class TopoView:
             "--tree": self.notation is not None,
             "--plan": self.plan,
             "--plan-file": self.plan_file is not None,
-            "--probe": self.probe,
         }
         names = [name for name, is_chosen in chosen.items() if is_chosen]
         if len(names) > 1:
@@ -93,13 +78,11 @@ def topo(
     $ phasewise topo
     $ phasewise topo --plan smollm2-135m-instruct
 
-    Other views: --trees, --tree, --plan, --plan-file. --probe measures what cores share.
+    Other views: --trees, --tree, --plan, --plan-file.
     """
     owns_stdout(view.svg_path, as_json)
     machine = _machine(view.input_path)
-    if view.probe:
-        _show_probe(machine, view, as_json)
-    elif view.trees:
+    if view.trees:
         _show_trees(machine, view, as_json)
     elif view.notation is not None:
         _show_tree(machine, view.notation, view.svg_path, as_json)
@@ -175,23 +158,6 @@ def _show_plans(
         _print(plan_lines(machine, plans))
 
 
-def _show_probe(machine: Machine, view: TopoView, as_json: bool) -> None:
-    from phasewise.cli.commands.topo.probe_text import probe_lines
-    from phasewise.tuner.measurement_lock import user_lock
-
-    svg_path = view.svg_path
-    check_target(svg_path)
-    probe = probe_machine(machine, view.budget_s, user_lock(note), note)
-    if svg_path is not None:
-        from phasewise.workflows.topo.probe_svg import draw_probe
-
-        _write_picture(svg_path, draw_probe(machine, probe))
-    if as_json:
-        print_json(probe.fields())
-    elif not owns_stdout(svg_path):
-        _print(probe_lines(machine, probe))
-
-
 def _draw(machine: Machine, groups: Iterable[PuGroup] | None, svg_path: Path | None) -> None:
     """The picture, where one was asked for."""
     if svg_path is not None:
@@ -261,14 +227,3 @@ def _node_fields(node: Node) -> dict[str, Any]:
     if node.children:
         fields["children"] = [_node_fields(child) for child in node.children]
     return fields
-
-
-def probe_machine(machine: Machine, budget_s: float, lock: MeasurementLock, report: Report = silent) -> Probe:
-    """Probe for at most `budget_s`; wait for other processes that measure for as long at most."""
-    from phasewise.tuner.probe import probe
-    from phasewise.tuner.probe.native import NativeInstruments
-
-    with lock.turn(budget_s) as is_alone:
-        if not is_alone:
-            report("another phasewise still measures on this machine: the numbers will be disturbed")
-        return probe(machine, budget_s, NativeInstruments(), report)

@@ -62,8 +62,8 @@ def tune_config(
     compared in pairs of turns with what people run by default: all hardware
     threads, all cores, one process per NUMA node. It comes into use only if
     none of these is faster. Every trial is kept at once: the same command
-    goes on after Ctrl-C, kill -9 or an empty budget, and several processes
-    may run at once and divide the work.
+    goes on after Ctrl-C, kill -9 or an empty budget, and several machines of
+    one database divide the work.
 
     With --evaluator modelled nothing is timed or stored: --machine may
     describe hardware that is not here, and MODEL may be a lone config.json.

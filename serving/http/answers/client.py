@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import math
+import os
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol, TypeVar
 
 from phasewise._words import counted, plural
 from phasewise.serving.engine.messages import (
@@ -23,10 +24,37 @@ from phasewise.serving.engine.messages import (
     Submit,
 )
 from phasewise.serving.errors import QueueFull, RequestError, ServingError, Stopping
-from phasewise.serving.http.answers.loop_wakeup import LoopWakeup
-from phasewise.serving.http.answers.places import displaced
-from phasewise.serving.http.answers.prompt_work import PromptWork
 from phasewise.serving.http.http_settings import HttpLimits, RequestFacts
+
+_add_to_eventfd = ctypes.PyDLL(None).eventfd_write
+"""eventfd(2) through ctypes. A `PyDLL` call keeps the GIL."""
+_add_to_eventfd.argtypes = (ctypes.c_int, ctypes.c_uint64)
+
+
+class LoopWakeup:
+    """`wake` makes `loop` call `on_wake`; several calls of `wake` before that make one call.
+
+    `call_soon_threadsafe` releases the GIL to write to a socket. The loop's thread then takes the GIL, and
+    the calling thread goes on only when the loop is idle, or after half a millisecond. Writing to an
+    eventfd without releasing the GIL avoids that.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, on_wake: Callable[[], None]) -> None:
+        self._on_wake = on_wake
+        self._eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        loop.add_reader(self._eventfd, self._woken)
+
+    def wake(self) -> None:
+        """May be called from any thread before `close`; has no effect once the loop has ended."""
+        _add_to_eventfd(self._eventfd, 1)
+
+    def close(self) -> None:
+        os.close(self._eventfd)
+
+    def _woken(self) -> None:
+        os.eventfd_read(self._eventfd)
+        self._on_wake()
+
 
 Out = Answer | Failure | Progress
 Pieces = list[tuple[int, Answer | Progress]]
@@ -68,12 +96,11 @@ class AnswerStream:
         requests: Sequence[Submit],
         most_unread: int = 0,
         reader: AnswerReader | None = None,
-        owner: str = "",
         *,
         tells_progress: bool = False,
     ) -> None:
-        self.owner = owner
-        self.in_shadow = False
+        self.owner = requests[0].client
+        self.in_shadow = requests[0].in_shadow
         self.model = requests[0].model
         """The id of the model whose engine answers."""
         self.tells_progress = tells_progress
@@ -205,14 +232,17 @@ def _bytes_of(piece: Answer) -> int:
     return len(piece.text) + _TOKEN_BYTES * n_tokens + _ALTERNATIVE_BYTES * n_alternatives
 
 
-class Observer(Protocol):
+class Observer:
     """Sees the traffic, for metrics and for the length log."""
 
-    def sent(self, request: Submit, facts: RequestFacts) -> None: ...
+    def sent(self, request: Submit, facts: RequestFacts) -> None:
+        """A request goes to the engine."""
 
-    def delivered(self, outs: Sequence[Answer | Failure], stats: StepStats | None) -> None: ...
+    def delivered(self, outs: Sequence[Answer | Failure], stats: StepStats | None) -> None:
+        """All that came of one turn of it."""
 
-    def forgotten(self, request_id: str) -> None: ...
+    def forgotten(self, request_id: str) -> None:
+        """The client of a request has left before it ended."""
 
 
 class EngineClient:
@@ -232,7 +262,6 @@ class EngineClient:
         self._delivered: deque[Delivery] = deque()
         self._wakeup: LoopWakeup | None = None
         self._observers: list[Observer] = []
-        self._prompts = PromptWork()
         self._has_ended = False
         """True once every answer was told that the server is stopping: nothing would end another one."""
         self.load: EngineLoad | None = None
@@ -276,24 +305,23 @@ class EngineClient:
         requests: Sequence[Submit],
         facts: Sequence[RequestFacts],
         reader: AnswerReader | None = None,
-        owner: str = "",
         *,
         tells_progress: bool = False,
     ) -> AnswerStream:
         """Send requests to the engine, `facts` being what is known of each. QueueFull: not now; Stopping.
 
         reader: of an answer that is sent as it comes; where it is too far behind, it is cut and all aborted.
-        owner: the client whose share of all places they take, and whose turn they wait for. Requests in
-        shadow take no places: there are as many of them as whoever sends batches lets be.
+        They take places of their client's share. Requests in shadow take none: there are as many of them as
+        whoever sends batches lets be.
         """
+        owner = requests[0].client
         if self._has_ended:
             raise Stopping("the server is stopping")
         in_shadow = requests[0].in_shadow
         if not in_shadow:
             self._find_places(len(requests), owner)
         most_unread = self._limits.max_pieces_unread * len(requests)
-        stream = AnswerStream(self, requests, most_unread, reader, owner, tells_progress=tells_progress)
-        stream.in_shadow = in_shadow
+        stream = AnswerStream(self, requests, most_unread, reader, tells_progress=tells_progress)
         if in_shadow:
             self._n_in_shadow += len(requests)
         else:
@@ -308,15 +336,8 @@ class EngineClient:
                 self._started_s[request.request_id] = now_s
             for observer in self._observers:
                 observer.sent(request, request_facts)
-            self._prompts.sent(request, owner)
-            self._send(replace(request, client=owner))
+            self._send(request)
         return stream
-
-    def expected_ttft_s(self, request: Submit, owner: str) -> float | None:
-        """Seconds until the first token of a request that is to be sent; None: nothing is known yet."""
-        n_waiting = 0 if self.load is None else self.load.n_waiting
-        wait_s = self.retry_after_s(n_waiting) if n_waiting and len(self._ends_s) > 1 else 0.0
-        return self._prompts.seconds_until_first_token(request, owner, self.load, wait_s)
 
     def holds(self, stream: AnswerStream, n_bytes: int) -> None:
         """`stream` holds `n_bytes` more, or fewer. Where it, or all, hold too much, the largest ends."""
@@ -439,7 +460,6 @@ class EngineClient:
 
     def _route_progress(self, progress: Sequence[Progress]) -> None:
         for prompt in progress:
-            self._prompts.goes_on(prompt)
             stream = self._streams.get(prompt.request_id)
             if stream is not None and stream.tells_progress and not stream.has_begun:
                 stream.put(prompt)
@@ -451,7 +471,6 @@ class EngineClient:
         told: dict[AnswerStream, None] = {}
         for out in outs:
             stream = self._streams.get(out.request_id)
-            self._prompts.ended(out.request_id)
             if isinstance(out, Failure) or out.finish_reason is not None:
                 self._end(out.request_id)
             if stream is not None:
@@ -471,9 +490,53 @@ class EngineClient:
             self._n_in_shadow -= 1
         if stream is None or stream.in_shadow:
             return False
-        self._prompts.ended(request_id)
         self._n_of_owner[stream.owner] -= 1
         if not self._n_of_owner[stream.owner]:
             del self._n_of_owner[stream.owner]
         del self._started_s[request_id]
         return True
+
+
+class Waiting(Protocol):
+    """An answer of which nothing has been computed or sent yet."""
+
+    @property
+    def owner(self) -> str:
+        """The client that asked for it."""
+        ...
+
+    @property
+    def n_places(self) -> int:
+        """Its choices: each holds one place."""
+        ...
+
+
+Held = TypeVar("Held", bound=Waiting)
+
+
+def displaced(
+    n_missing: int, owner: str, n_new: int, held: Mapping[str, int], waiting: Sequence[Held]
+) -> list[Held]:
+    """Answers that must end so that `owner` gets `n_new` places, `n_missing` of which are taken.
+
+    Each is the newest that waits of the client which then holds most places. Only a client that holds more
+    than `owner` will hold gives way. Empty where that frees too few: then none gives way.
+
+    held: places of each client, computed and waiting. waiting: in order of arrival.
+    """
+    left = dict(held)
+    queues: dict[str, list[Held]] = {}
+    for answer in waiting:
+        queues.setdefault(answer.owner, []).append(answer)
+    chosen: list[Held] = []
+    while n_missing > 0:
+        largest = max(queues, key=lambda client: left[client], default=owner)
+        if left.get(largest, 0) <= left.get(owner, 0) + n_new:
+            return []
+        newest = queues[largest].pop()
+        if not queues[largest]:
+            del queues[largest]
+        left[largest] -= newest.n_places
+        n_missing -= newest.n_places
+        chosen.append(newest)
+    return chosen

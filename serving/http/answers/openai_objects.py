@@ -2,22 +2,72 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from phasewise.serving.engine.messages import Answer, DraftCounts, Evidence, Failure, Progress, Submit
 from phasewise.serving.engine.receipts import FinishReason
-from phasewise.serving.http.answers.as_asked import CustomCall
 from phasewise.serving.http.answers.scoring import NOT_SCORED, Echo, Scoring, text_offsets
 from phasewise.serving.http.errors import ApiError
 from phasewise.serving.http.http_settings import RequestFacts, ServedModel
+from phasewise.serving.http.requests.chat_schemas import INPUT
 from phasewise.serving.sampling.sampling import PromptToken, SampledToken
-from phasewise.serving.tools.parts import Begun, Call, Piece, Reader, Reasoning, Text
+from phasewise.serving.tools.parts import Begun, Call, Part, Piece, Reader, Reasoning, Text, parsed
+
+
+class CustomCall(Call):
+    """A whole call of a custom tool. `arguments`: the text that it is given."""
+
+
+class AsAsked:
+    """Another reader's parts, functions under the names of the request, custom tools with their text."""
+
+    def __init__(self, inner: Reader, names: Mapping[str, str], customs: frozenset[str]) -> None:
+        self._inner = inner
+        self._names = names
+        self._customs = customs
+        self._custom: str | None = None
+        """The custom tool whose call has begun."""
+        self._arguments = ""
+
+    def feed(self, text: str) -> list[Part]:
+        return list(self._asked(self._inner.feed(text)))
+
+    def finish(self) -> list[Part]:
+        return [*self._asked(self._inner.finish()), *self._ended()]
+
+    def _asked(self, parts: Iterable[Part]) -> Iterator[Part]:
+        for part in parts:
+            if isinstance(part, Piece) and self._custom is not None:
+                self._arguments += part.text
+                continue
+            yield from self._ended()
+            if isinstance(part, Begun | Call):
+                name = self._names.get(part.name, part.name)
+                if part.name in self._customs:
+                    self._custom, self._arguments = name, part.arguments if isinstance(part, Call) else ""
+                    continue
+                part = part._replace(name=name)
+            yield part
+
+    def _ended(self) -> Iterator[Part]:
+        if self._custom is not None:
+            value = parsed(self._arguments)
+            text = value.get(INPUT) if isinstance(value, dict) else None
+            yield CustomCall(self._custom, text if isinstance(text, str) else self._arguments)
+        self._custom = None
+
 
 Json = dict[str, Any]
 EVENT_STREAM = "text/event-stream"
+JSON_LINES = "application/x-ndjson"
+COMMENT, PING, SPACE = b": keep-alive\n\n", b'event: ping\ndata: {"type":"ping"}\n\n', b" "
+"""Signs of life: in a stream of events, of Anthropic's events, and of lines."""
+encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 @dataclass(slots=True)
@@ -61,62 +111,31 @@ class Used(NamedTuple):
     """None where drafts are off."""
 
 
-class Rendering(Protocol):
-    """The form of one kind of response. `head` is the part that every object of the response repeats."""
-
-    @property
-    def is_plain(self) -> bool:
-        """True if an event may carry a piece's text as it is."""
-        ...
-
-    def head(self, *, streamed: bool) -> Json: ...
-
-    def opening(self, index: int) -> Json | None:
-        """The choice that opens a stream, before any text."""
-        ...
-
-    def delta(self, index: int, piece: Answer) -> Json | None:
-        """None: there is nothing to say yet."""
-        ...
-
-    def waiting(self, index: int) -> Json:
-        """The choice of an event that tells the progress of its prompt: no text yet."""
-        ...
-
-    def whole(self, index: int, choice: Choice) -> Json: ...
-
-    def rest(self, choices: Sequence[Choice]) -> Json:
-        """The fields of a whole response that stand beside its choices."""
-        ...
-
-
-class EventWriter(Protocol):
+class EventWriter(ABC):
     """Writes the events of one stream."""
 
-    @property
-    def sign_of_life(self) -> bytes:
-        """Bytes that its readers skip."""
-        ...
+    sign_of_life = COMMENT
+    """Bytes that its readers skip."""
 
     def opening(self) -> bytes:
         """Before the first piece."""
-        ...
+        return b""
 
+    @abstractmethod
     def of(self, pieces: Iterable[tuple[int, Answer | Progress]]) -> bytes:
         """The answer's parts from pieces, each with the index of its request."""
-        ...
 
     def of_text(self, outs: Iterable[Answer | Failure | Progress]) -> bytes | None:
         """The same, quickly, where each has text and nothing else to say; None: ask `of`."""
-        ...
+        return None
 
+    @abstractmethod
     def failed(self, error: ApiError) -> bytes:
         """In place of the rest."""
-        ...
 
+    @abstractmethod
     def closing(self) -> bytes:
         """After the last piece."""
-        ...
 
 
 class Form(NamedTuple):
@@ -237,8 +256,11 @@ class _ReadChoice:
         calls[-1]["function"]["arguments"] += piece
 
 
-class _Fixed:
-    """The parts that both kinds share: the fields of every object, and how tokens are written out."""
+class Rendering(ABC):
+    """The form of one kind of response: the fields of every object, and how tokens are written out."""
+
+    is_plain = True
+    """True if an event may carry a piece's text as it is."""
 
     def __init__(self, response_id: str, model: ServedModel, scoring: Scoring = NOT_SCORED) -> None:
         self._fixed = {
@@ -249,6 +271,30 @@ class _Fixed:
         }
         self._model = model
         self._scoring = scoring
+
+    @abstractmethod
+    def head(self, *, streamed: bool) -> Json:
+        """The fields that every object of the response repeats."""
+
+    @abstractmethod
+    def opening(self, index: int) -> Json | None:
+        """The choice that opens a stream, before any text."""
+
+    @abstractmethod
+    def delta(self, index: int, piece: Answer) -> Json | None:
+        """None: there is nothing to say yet."""
+
+    @abstractmethod
+    def waiting(self, index: int) -> Json:
+        """The choice of an event that tells the progress of its prompt: no text yet."""
+
+    @abstractmethod
+    def whole(self, index: int, choice: Choice) -> Json:
+        """The choice of a response that is sent whole."""
+
+    def rest(self, choices: Sequence[Choice]) -> Json:
+        """The fields of a whole response that stand beside its choices."""
+        return {}
 
     def _prompt_logprobs(self, tokens: Sequence[PromptToken]) -> list[Json | None]:
         """As vLLM tells them: of each token its own and the likeliest ones, by id; of the first nothing."""
@@ -273,10 +319,8 @@ class _Fixed:
         return [token for token in (tokens[:-1] if ended else tokens) if token.logprob is not None]
 
 
-class CompletionRendering(_Fixed):
+class CompletionRendering(Rendering):
     """`/v1/completions`."""
-
-    is_plain = True
 
     def head(self, *, streamed: bool) -> Json:
         return {**self._fixed, "object": "text_completion"}
@@ -308,9 +352,6 @@ class CompletionRendering(_Fixed):
         if self._scoring.n_top is not None and choice.prompt is not None:
             whole["prompt_logprobs"] = self._prompt_logprobs(choice.prompt)
         return whole
-
-    def rest(self, choices: Sequence[Choice]) -> Json:
-        return {}
 
     def _choice(self, index: int, text: str, logprobs: Json | None, reason: str | None) -> Json:
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
@@ -349,7 +390,7 @@ def _joined(parts: Sequence[Json | None]) -> Json | None:
     return {name: [item for part in given for item in part[name]] for name in given[0]} if given else None
 
 
-class ChatRendering(_Fixed):
+class ChatRendering(Rendering):
     """`/v1/chat/completions`. `reading`: how answers are read that may have calls or thoughts in them."""
 
     def __init__(
@@ -362,10 +403,7 @@ class ChatRendering(_Fixed):
         super().__init__(response_id, model, scoring)
         self._reading = reading
         self._streamed: dict[int, _ReadChoice] = {}
-
-    @property
-    def is_plain(self) -> bool:
-        return self._reading is None
+        self.is_plain = reading is None
 
     def head(self, *, streamed: bool) -> Json:
         return {**self._fixed, "object": "chat.completion.chunk" if streamed else "chat.completion"}

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from phasewise.serving.engine.messages import Answer, Failure, Progress
-from phasewise.serving.http.answers.openai_objects import AnswerReading, Choice
-from phasewise.serving.http.answers.signs_of_life import COMMENT
+from phasewise.serving.engine.messages import Answer, Progress
+from phasewise.serving.http.answers.openai_objects import AnswerReading, Choice, EventWriter
 from phasewise.serving.tools.parts import Part, PlainReader, Reader
 
 
@@ -29,18 +28,14 @@ class KnownBefore:
         return [*reader.feed(choice.text), *reader.finish()]
 
 
-class PartEvents(ABC):
-    """The events of one answer, written from its parts as its text is read."""
-
-    sign_of_life = COMMENT
+class PartEvents(EventWriter):
+    """The events of one answer, written from its parts as its text is read. They are numbered, or have their
+    time, so that none is written `of_text`.
+    """
 
     def __init__(self, facts: KnownBefore) -> None:
         self._reader = facts.open()
         self._choice = Choice()
-
-    def opening(self) -> bytes:
-        """Nothing comes before the first piece."""
-        return b""
 
     def of(self, pieces: Iterable[tuple[int, Answer | Progress]]) -> bytes:
         """(0, piece); these forms have no word for the progress of a prompt."""
@@ -56,10 +51,6 @@ class PartEvents(ABC):
                 parts += self._reader.finish()
             out += self._written(piece, parts)
         return "".join(out).encode()
-
-    def of_text(self, outs: Iterable[Answer | Failure | Progress]) -> bytes | None:
-        """None: events are numbered or have their time, so every piece goes the long way."""
-        return None
 
     @abstractmethod
     def _written(self, piece: Answer, parts: Sequence[Part]) -> Iterable[str]:

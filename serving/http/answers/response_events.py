@@ -10,10 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from phasewise.serving.engine.messages import Answer
-from phasewise.serving.http.answers.as_asked import CustomCall
-from phasewise.serving.http.answers.openai_objects import Choice, Json
+from phasewise.serving.http.answers.openai_objects import Choice, CustomCall, Json, encode
 from phasewise.serving.http.answers.part_events import KnownBefore, PartEvents
-from phasewise.serving.http.answers.sse_events import encode
 from phasewise.serving.http.errors import ApiError
 from phasewise.serving.http.requests.chat_schemas import INPUT
 from phasewise.serving.http.requests.response_schemas import ResponsesRequest, flat_name

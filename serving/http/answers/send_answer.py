@@ -7,24 +7,156 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequen
 from dataclasses import replace
 from functools import partial
 
-from fastapi import Request
-from fastapi.responses import Response
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from phasewise.serving.engine.messages import Answer
+from phasewise.serving.engine.messages import Answer, Failure, Progress
 from phasewise.serving.errors import RankLost, ServingError
 from phasewise.serving.http.answers.client import AnswerStream, EngineClient, Out, Pieces
-from phasewise.serving.http.answers.openai_objects import EVENT_STREAM, Choice, EventWriter, Reply, Used
-from phasewise.serving.http.answers.signs_of_life import (
-    SignsOfLife,
-    SpacedJson,
-    bears_whitespace,
-    minds_signs,
+from phasewise.serving.http.answers.openai_objects import (
+    EVENT_STREAM,
+    Choice,
+    EventWriter,
+    Json,
+    Reply,
+    Used,
+    encode,
 )
-from phasewise.serving.http.answers.sse_events import Events, encode
-from phasewise.serving.http.errors import ClientLeft, from_engine
-from phasewise.serving.http.routes.middleware import client_of
+from phasewise.serving.http.errors import ApiError, ClientLeft, from_engine
 from phasewise.serving.http.transport.connection import Connection, connection_of
+
+COMMENTS_HEADER = "X-Stream-Comments"
+"""`off`: a request's stream has no signs of life, and its head waits for the first token."""
+
+
+def minds_signs(request: Request) -> bool:
+    """True if the stream shall have none."""
+    return request.headers.get(COMMENTS_HEADER) == "off"
+
+
+class SignsOfLife:
+    """`sign` in a stream that says nothing else, before twice `every_s` are over. On the event loop."""
+
+    def __init__(self, connection: Connection, sign: bytes, every_s: float, *, has_spoken: bool) -> None:
+        self.has_spoken = has_spoken
+        """True if the stream has said something since this looked last."""
+        self._connection = connection
+        self._sign = sign
+        self._every_s = every_s
+        self._loop = asyncio.get_running_loop()
+        self._look()
+
+    def end(self) -> None:
+        """No more of them: the stream has ended."""
+        self._timer.cancel()
+
+    def _look(self) -> None:
+        if not self.has_spoken and self._connection.sends_chunks:
+            self._connection.write_chunk(self._sign)
+        self.has_spoken = False
+        self._timer = self._loop.call_later(self._every_s, self._look)
+
+
+DONE = b"data: [DONE]\n\n"
+_A_TEXT = "\0"
+
+
+class Events(EventWriter):
+    """Those of one stream, made of its pieces as they come."""
+
+    def __init__(self, reply: Reply) -> None:
+        self._reply = reply
+        self._head = encode(reply.rendering.head(streamed=True))[:-1]
+        self._said = [Used(0, 0, None)] * len(reply.requests)
+        """Counts of each choice so far. Tokens are not kept: with log-probabilities they are megabytes."""
+        self._frames: dict[str, tuple[str, str]] = {}
+        """By request, what stands around its text in an event that carries text alone, as most of them do."""
+        for index, request in enumerate(reply.requests):
+            if (
+                reply.rendering.is_plain
+                and request.sampling.top_logprobs is None
+                and not reply.continuous_usage
+            ):
+                self._frames[request.request_id] = self._frame(index)
+
+    def opening(self) -> bytes:
+        """Before the first piece."""
+        openings = [self._reply.rendering.opening(index) for index in range(len(self._said))]
+        return "".join([self._event(opening) for opening in openings if opening is not None]).encode()
+
+    def of(self, pieces: Iterable[tuple[int, Answer | Progress]]) -> bytes:
+        """(Index of the request, piece)."""
+        return "".join([self._of_piece(index, piece) for index, piece in pieces]).encode()
+
+    def of_text(self, outs: Iterable[Answer | Failure | Progress]) -> bytes | None:
+        """The same, quickly, where each has text and nothing else to say; None: ask `of`.
+
+        Nothing is counted: the last piece of a choice tells its tokens.
+        """
+        said: list[str] = []
+        for out in outs:
+            frame = self._frames.get(out.request_id)
+            if frame is None or not isinstance(out, Answer):
+                return None
+            if out.finish_reason is not None or not out.text:
+                return None
+            said += frame[0], encode(out.text), frame[1]
+        return "".join(said).encode() or None
+
+    def failed(self, error: ApiError) -> bytes:
+        """In place of the rest."""
+        return f"data: {encode(error.body())}\n\n".encode()
+
+    def closing(self) -> bytes:
+        """After the last piece."""
+        return self.total() + DONE
+
+    def total(self) -> bytes:
+        """The usage event, once the last piece has come; nothing where the request did not ask."""
+        if not self._reply.include_usage:
+            return b""
+        return f'data: {self._head},"choices":[],"usage":{encode(self._usage())}}}\n\n'.encode()
+
+    def _of_piece(self, index: int, piece: Answer | Progress) -> str:
+        return self._delta(index, piece) if isinstance(piece, Answer) else self._progress(index, piece)
+
+    def _progress(self, index: int, progress: Progress) -> str:
+        """As llama-server tells it; of a prompt's first choice, for the others take it over."""
+        if index % self._reply.n_choices_per_prompt:
+            return ""
+        said = {
+            "total": progress.n_prompt,
+            "cache": progress.n_cached,
+            "processed": progress.n_computed,
+            "time_ms": progress.took_ns // 1_000_000,
+        }
+        choice = encode(self._reply.rendering.waiting(index))
+        return f'data: {self._head},"choices":[{choice}],"prompt_progress":{encode(said)}}}\n\n'
+
+    def _delta(self, index: int, piece: Answer) -> str:
+        delta = None
+        if piece.text or piece.tokens or piece.finish_reason or piece.prompt:
+            delta = self._reply.rendering.delta(index, piece)
+        if delta is not None:
+            delta = self._reply.with_receipt(index, delta, piece)
+        self._said[index] = Used(piece.n_generated, piece.n_cached, piece.drafts)
+        return "" if delta is None else self._event(delta, counted=self._reply.continuous_usage)
+
+    def _event(self, choice: Json, *, counted: bool = False) -> str:
+        so_far = f',"usage":{encode(self._usage())}' if counted else ""
+        return f'data: {self._head},"choices":[{encode(choice)}]{so_far}}}\n\n'
+
+    def _usage(self) -> Json:
+        return self._reply.usage(self._said)
+
+    def _frame(self, index: int) -> tuple[str, str]:
+        delta = self._reply.rendering.delta(index, Answer("", _A_TEXT, (), 1, 0))
+        assert delta is not None
+        whole = self._event(delta)
+        before, _, after = whole.rpartition(encode(_A_TEXT))
+        return before, after
+
 
 _TOKENS_WORTH_A_THREAD = 256
 """Writing out the log-probabilities of more takes longer than other answers may wait."""
@@ -52,7 +184,6 @@ async def _streamed(client: EngineClient, reply: Reply, request: Request) -> Res
         reply.requests,
         reply.facts,
         connection or _UnseenReader(),
-        client_of(request.scope).name,
         tells_progress=reply.tells_progress,
     )
     leaving = _closing_when_gone(stream, request)
@@ -79,10 +210,6 @@ async def _streamed(client: EngineClient, reply: Reply, request: Request) -> Res
 async def _whole(client: EngineClient, reply: Reply, request: Request) -> Response:
     making = asyncio.ensure_future(_body(client, reply, request))
     try:
-        if bears_whitespace(request):
-            await asyncio.wait((making,), timeout=client.sign_of_life_s)
-            if not making.done():
-                return SpacedJson(making, client.sign_of_life_s, request.url.path)
         return Response(await making, media_type="application/json")
     except BaseException:
         making.cancel()
@@ -111,7 +238,7 @@ def _renamed(reply: Reply) -> Reply:
 
 
 async def _choices(client: EngineClient, reply: Reply, request: Request) -> list[Choice]:
-    stream = client.open(reply.requests, reply.facts, owner=client_of(request.scope).name)
+    stream = client.open(reply.requests, reply.facts)
     leaving = _closing_when_gone(stream, request)
     choices = [Choice() for _ in reply.requests]
     try:

@@ -9,33 +9,29 @@ from __future__ import annotations
 import json
 import re
 import time
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from starlette.datastructures import Headers, MutableHeaders
-from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.datastructures import Headers
+from starlette.types import Scope
 
 from phasewise.serving.engine.messages import Answer, Failure, StepStats, Submit
-from phasewise.serving.http.http_settings import RequestFacts
-from phasewise.serving.http.transport.connection import refused_status
+from phasewise.serving.http.answers.client import Observer
 from phasewise.serving.processes.line_log import LineLog
 
 Level = Literal["debug", "info", "warning", "error", "off"]
 LEVELS: tuple[Level, ...] = ("debug", "info", "warning", "error", "off")
-_RECORD = "phasewise.record"
+RECORD = "phasewise.record"
 """The place in an ASGI scope that holds a request's record."""
 _QUIET_PATHS = frozenset({"/health", "/ready", "/metrics", "/live"})
 """Asked for again and again: only in a log of level debug."""
 _TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 """W3C's Trace Context, version 00."""
 _MOST_NAMED = 16
-_GIVEN_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 
 @dataclass(frozen=True)
@@ -110,7 +106,7 @@ class Record:
 
 def record_of(scope: Scope) -> Record | None:
     """The record of a request; None where the application is called without the layer that makes one."""
-    record: Record | None = scope.get(_RECORD)
+    record: Record | None = scope.get(RECORD)
     return record
 
 
@@ -134,7 +130,7 @@ def trace_of(scope: Scope) -> str:
     return given if _TRACEPARENT.fullmatch(given) else ""
 
 
-class AccessLog:
+class AccessLog(Observer):
     """Collects what is known of each request, and writes its line. On the event loop.
 
     `write`: takes a line; never waits.
@@ -177,9 +173,6 @@ class AccessLog:
 
     # As an observer of the engine's client.
 
-    def sent(self, request: Submit, facts: RequestFacts) -> None:
-        """Nothing to do: `expects` has been told."""
-
     def delivered(self, outs: Sequence[Answer | Failure], stats: StepStats | None) -> None:
         for out in outs:
             record = self._by_request.get(out.request_id)
@@ -201,51 +194,6 @@ class AccessLog:
         record = self._by_request.get(request_id)
         if record is not None:
             record.reasons.add("aborted")
-
-
-class NameRequests:
-    """Gives each request an id, its own where it brings one, and each answer the header that says it.
-
-    Tells `log`, where there is one, when the answer has been sent. `name_of`: what it calls a path.
-    """
-
-    def __init__(self, app: ASGIApp, log: AccessLog | None, name_of: Callable[[str], str]) -> None:
-        self._app = app
-        self._log = log
-        self._name_of = name_of
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        given = Headers(scope=scope).get("x-request-id", "")
-        request_id = given if _GIVEN_ID.fullmatch(given) else f"req_{uuid.uuid4().hex}"
-        path = self._name_of(scope["path"])
-        record = Record(request_id, scope["method"], path, time.perf_counter_ns(), datetime.now(UTC))
-        record.trace = trace_of(scope)
-        record.address = scope["client"][0] if scope.get("client") else ""
-        scope[_RECORD] = record
-
-        async def named(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                record.status = refused_status(scope) or message["status"]
-                headers = MutableHeaders(raw=message["headers"])
-                headers.append("X-Request-Id", request_id)
-                if record.ignored:
-                    headers.append("X-Ignored-Fields", ",".join(record.ignored))
-            await send(message)
-
-        try:
-            await self._app(scope, receive, named)
-        except ClientDisconnect:
-            record.status = record.status or refused_status(scope)
-            raise
-        except Exception:
-            record.status = record.status or 500
-            raise
-        finally:
-            if self._log is not None:
-                self._log.ended(record)
 
 
 @contextmanager

@@ -12,10 +12,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from prometheus_client import (
     CollectorRegistry,
     Counter,
+    Histogram,
     ProcessCollector,
     disable_created_metrics,
     generate_latest,
@@ -32,11 +34,18 @@ from phasewise.serving.engine.messages import (
     StepStats,
     Submit,
 )
+from phasewise.serving.http.answers.client import Observer
 from phasewise.serving.http.errors import ApiError
 from phasewise.serving.http.http_settings import RequestFacts
-from phasewise.serving.http.monitoring.endpoint_picker import kv_cache_info, lora_requests_info
-from phasewise.serving.http.monitoring.histogram import HistogramsByLabels, LocalHistogram, LocalHistograms
-from phasewise.serving.http.monitoring.instance_metrics import instance_families
+from phasewise.serving.http.monitoring.instance_metrics import (
+    Family,
+    Labels,
+    Row,
+    families,
+    instance_families,
+)
+from phasewise.serving.http.monitoring.live import LiveView
+from phasewise.serving.pools.contract import ALIGNMENT
 from phasewise.serving.processes.headroom import malloc_bytes_in_use
 from phasewise.tuner.plans import PHASES
 
@@ -44,11 +53,8 @@ _LATENCY_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 30, 60)
 _PER_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 1)
 _MOST_NAMED = 1000
 """Models, adapters and keys come and go; a counter with a line for each of them must not grow without end."""
+Metric = TypeVar("Metric", Counter, Histogram)
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
-
-Family = CounterMetricFamily | GaugeMetricFamily
-Labels = tuple[str, ...]
-Histograms = Mapping[Labels, LocalHistogram]
 
 
 @dataclass(frozen=True)
@@ -101,7 +107,7 @@ class _Life:
     n_generated: int = 0
 
 
-class Metrics:
+class Metrics(Observer):
     """Observes the traffic with the engine; `http` counts the answers, `gauges` gives the rest.
 
     models: ids of those that are served; None: they come and go. But for a single one, what is counted of
@@ -130,13 +136,15 @@ class Metrics:
         self._of_model = self._counter("model_tokens", of_model, "model", "adapter", "kind")
         self._named: set[tuple[str, ...]] = set()
         """Labels that those two have: at most `_MOST_NAMED`."""
-        self._ttft = self._histograms("ttft_seconds", "time to first token", _LATENCY_S)
-        self._tpot = self._histograms("tpot_seconds", "time per token after the first", _PER_TOKEN_S)
-        self._itl = self._histograms("itl_seconds", "time between two tokens", _PER_TOKEN_S)
+        self._ttft = self._histogram("ttft_seconds", "time to first token", _LATENCY_S)
+        self._tpot = self._histogram("tpot_seconds", "time per token after the first", _PER_TOKEN_S)
+        self._itl = self._histogram("itl_seconds", "time between two tokens", _PER_TOKEN_S)
         self._sequences = self._by_phase("batch_sequences", "sequences per step", _SIZES)
         self._tokens = self._by_phase("batch_tokens", "tokens per step", _SIZES)
         self._seconds = self._by_phase("step_seconds", "time per step", _PER_TOKEN_S)
         self._lives: dict[str, _Life] = {}
+        self.live = LiveView()
+        """The same for the page, in short."""
 
     def sent(self, request: Submit, facts: RequestFacts) -> None:
         labels = self._labels(request.model)
@@ -200,18 +208,20 @@ class Metrics:
     def _counter(self, name: str, meaning: str, *labels: str) -> Counter:
         return Counter(f"phasewise_{name}", meaning, labels, registry=self.registry)
 
-    def _histograms(self, name: str, meaning: str, bounds: Sequence[float]) -> Histograms:
-        by_labels = _histograms(bounds, self._of_models)
-        self.registry.register(LocalHistograms(f"phasewise_{name}", meaning, self._model, by_labels))
-        return by_labels
+    def _histogram(self, name: str, meaning: str, bounds: Sequence[float]) -> Histogram:
+        metric = Histogram(f"phasewise_{name}", meaning, self._model, buckets=bounds, registry=self.registry)
+        for labels in self._of_models:
+            _child(metric, labels)
+        return metric
 
-    def _by_phase(self, name: str, meaning: str, bounds: Sequence[float]) -> Histograms:
+    def _by_phase(self, name: str, meaning: str, bounds: Sequence[float]) -> Histogram:
         """By model and phase."""
-        of_phases = [(*labels, phase) for labels in self._of_models for phase in PHASES]
-        by_labels = _histograms(bounds, of_phases)
         names = (*self._model, "phase")
-        self.registry.register(LocalHistograms(f"phasewise_{name}", meaning, names, by_labels))
-        return by_labels
+        metric = Histogram(f"phasewise_{name}", meaning, names, buckets=bounds, registry=self.registry)
+        for labels in self._of_models:
+            for phase in PHASES:
+                metric.labels(*labels, phase)
+        return metric
 
     def _piece(self, out: Answer | Failure, life: _Life) -> int:
         """Tokens that came with it: none where the request failed."""
@@ -222,14 +232,18 @@ class Metrics:
             life.first_ns = out.at_ns
         elif life.first_ns is None:
             life.first_ns = out.at_ns
-            self._ttft[life.labels].observe((out.at_ns - life.sent_ns) / 1e9)
+            ttft_s = (out.at_ns - life.sent_ns) / 1e9
+            _child(self._ttft, life.labels).observe(ttft_s)
+            self.live.ttft_ms.append(1e3 * ttft_s)
         else:
-            self._itl[life.labels].observe((out.at_ns - life.last_ns) / 1e9)
+            _child(self._itl, life.labels).observe((out.at_ns - life.last_ns) / 1e9)
         life.last_ns = out.at_ns
         if out.finish_reason is not None:
             if out.n_generated > 1 and not life.in_shadow:
-                took_s = (out.at_ns - life.first_ns) / 1e9
-                self._tpot[life.labels].observe(took_s / (out.n_generated - 1))
+                tpot_s = (out.at_ns - life.first_ns) / 1e9 / (out.n_generated - 1)
+                _child(self._tpot, life.labels).observe(tpot_s)
+                self.live.tpot_ms.append(1e3 * tpot_s)
+            self.live.n_ended += 1
             self._end(out.request_id, out.finish_reason)
         n_new = max(0, out.n_generated - life.n_generated)  # tokens held back may be sampled again
         life.n_generated += n_new
@@ -241,20 +255,14 @@ class Metrics:
     def _step(self, stats: StepStats) -> None:
         """Once a step, so on the way of every token: nothing that can wait for a scrape."""
         labels = (*self._labels(stats.model), stats.phase)
-        self._sequences[labels].observe(stats.n_sequences)
-        self._tokens[labels].observe(stats.n_tokens)
-        self._seconds[labels].observe(stats.duration_ns / 1e9)
+        self._sequences.labels(*labels).observe(stats.n_sequences)
+        self._tokens.labels(*labels).observe(stats.n_tokens)
+        self._seconds.labels(*labels).observe(stats.duration_ns / 1e9)
+        self.live.tokens[stats.phase] += stats.n_tokens
 
 
-def _histograms(bounds: Sequence[float], at_first: Sequence[Labels]) -> Histograms:
-    by_labels = HistogramsByLabels(bounds)
-    for labels in at_first:
-        by_labels[labels] = LocalHistogram(bounds)
-    return by_labels
-
-
-def _child(counter: Counter, labels: Labels) -> Counter:
-    return counter.labels(*labels) if labels else counter
+def _child(metric: Metric, labels: Labels) -> Metric:
+    return metric.labels(*labels) if labels else metric
 
 
 class _Read(Collector):
@@ -329,8 +337,6 @@ class _Read(Collector):
         return {(name,): own for name, own in (load.by_model or {}).items()}
 
 
-Row = tuple[str, str, str, type[Family]]
-"""A metric's name and meaning, the field that it is read from, and its type."""
 _OF_LOADS: tuple[Row, ...] = (
     ("requests_waiting", "requests without KV slots", "n_waiting", GaugeMetricFamily),
     ("clients_waiting", "clients that take turns at being admitted", "n_clients_waiting", GaugeMetricFamily),
@@ -385,12 +391,12 @@ def _of_loads(loads: Mapping[Labels, EngineLoad], names: Labels) -> Iterator[Fam
     pools = {labels: load.pool for labels, load in loads.items() if load.pool is not None}
     drafts = {labels: load.drafts for labels, load in loads.items() if load.drafts is not None}
     buckets = {(*labels, bucket.name): bucket for labels, pool in pools.items() for bucket in pool.buckets}
-    yield from _families(_OF_LOADS, loads, names)
-    yield from _families(_OF_DRAFTS, drafts, names)
-    yield from _families(_OF_POOLS, pools, names)
-    yield from _families(_OF_BUCKETS, buckets, (*names, "bucket"))
+    yield from families(_OF_LOADS, loads, names)
+    yield from families(_OF_DRAFTS, drafts, names)
+    yield from families(_OF_POOLS, pools, names)
+    yield from families(_OF_BUCKETS, buckets, (*names, "bucket"))
     stores = {labels: load.stored for labels, load in loads.items() if load.stored is not None}
-    yield from _families(_OF_STORES, stores, names)
+    yield from families(_OF_STORES, stores, names)
     if stores:
         name, meaning = "phasewise_stored_prefix_refused", "records of prefixes not believed, by reason"
         refused = CounterMetricFamily(name, meaning, labels=(*names, "reason"))
@@ -398,14 +404,6 @@ def _of_loads(loads: Mapping[Labels, EngineLoad], names: Labels) -> Iterator[Fam
             for reason, count in sorted((store.refused or {}).items()):
                 refused.add_metric((*labels, reason), count)
         yield refused
-
-
-def _families(rows: Sequence[Row], states: Mapping[Labels, object], names: Labels) -> Iterator[Family]:
-    for name, meaning, read_from, kind in rows if states else ():
-        family = kind(f"phasewise_{name}", meaning, labels=names)
-        for labels, state in states.items():
-            family.add_metric(labels, getattr(state, read_from))
-        yield family
 
 
 def _of_models(counts: ModelCounts) -> Iterator[Family]:
@@ -449,3 +447,31 @@ def _gauge(name: str, meaning: str, value: float) -> GaugeMetricFamily:
 
 def _count(name: str, meaning: str, value: float) -> CounterMetricFamily:
     return CounterMetricFamily(f"phasewise_{name}", meaning, value=value)
+
+
+def kv_cache_info(loads: Mapping[tuple[str, ...], EngineLoad], names: Sequence[str]) -> GaugeMetricFamily:
+    """Blocks of the KV cache, by the labels `names`. A picker that remembers prompts knows from it how many
+    tokens one block holds, and when a server has forgotten the oldest.
+    """
+    family = GaugeMetricFamily(
+        "phasewise_kv_cache_info",
+        "always 1; how the KV cache is divided",
+        labels=(*names, "block_size", "num_gpu_blocks"),
+    )
+    for labels, load in loads.items():
+        family.add_metric((*labels, str(ALIGNMENT), str(load.kv_slots // ALIGNMENT)), 1)
+    return family
+
+
+def lora_requests_info(adapters: Sequence[Sequence[str]]) -> GaugeMetricFamily:
+    """Adapters, each by the names that requests may give it. All are in memory from the start, and a step may
+    use every one: none is loaded for a request, so none waits.
+    """
+    family = GaugeMetricFamily(
+        "phasewise_lora_requests_info",
+        "when it was read, in Unix time; which adapters are in memory",
+        labels=("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
+    )
+    names = ",".join(name for adapter in adapters for name in adapter)
+    family.add_metric((str(len(adapters)), names, ""), time.time())
+    return family

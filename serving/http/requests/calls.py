@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from phasewise.serving.engine.messages import Submit
-from phasewise.serving.http.answers.as_asked import AsAsked
-from phasewise.serving.http.answers.openai_objects import AnswerReading
+from phasewise.serving.http.answers.openai_objects import AnswerReading, AsAsked
 from phasewise.serving.http.errors import bad_request
 from phasewise.serving.http.http_settings import ServedModel
 from phasewise.serving.http.requests.chat_schemas import (

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 from phasewise.serving.engine.messages import Answer, DraftCounts, Failure, StepStats, Submit
+from phasewise.serving.http.answers.client import Observer
 from phasewise.serving.http.http_settings import RequestFacts, ServedModel
 from phasewise.serving.http.requests.chat_schemas import SYSTEM_ROLES, ChatRequest
-from phasewise.serving.http.requests.schemas import CompletionRequest, GenerationRequest
+from phasewise.serving.http.requests.schemas import GenerationRequest
+from phasewise.serving.processes.line_log import LineLog
 
 _ID_BYTES = 8
 
@@ -36,7 +41,7 @@ class _Sent(NamedTuple):
     adapter: str
 
 
-class LengthObserver:
+class LengthObserver(Observer):
     """Tells `learn` of each answer of `model` that ends by itself; of those that fail or are left, nothing is
     known. model: its id, as `Submit.model` has it.
     """
@@ -75,8 +80,7 @@ def facts_of(requests: Sequence[Submit], body: GenerationRequest) -> list[Reques
         if not facts or facts[-1].token_ids is not request.prompt_token_ids:
             temperature = request.sampling.temperature
             fields = (request.prompt_token_ids, temperature, request.max_tokens, n_messages, system_prompt_id)
-            text = _text(body, len(facts))
-            facts.append(RequestFacts(*fields, text))
+            facts.append(RequestFacts(*fields))
         else:
             facts.append(facts[-1])
     return facts
@@ -96,15 +100,6 @@ def estimated(requests: Sequence[Submit], facts: Sequence[RequestFacts], model: 
     ]
 
 
-def _text(body: GenerationRequest, index: int) -> str | None:
-    """The text that the user wrote last; of several texts the one at a prompt's place."""
-    if isinstance(body, ChatRequest):
-        return next((message.text for message in reversed(body.messages) if message.role == "user"), None)
-    given = body.prompt if isinstance(body, CompletionRequest) else None
-    prompt = given[min(index, len(given) - 1)] if isinstance(given, list) else given
-    return prompt if isinstance(prompt, str) else None
-
-
 def _conversation(body: GenerationRequest) -> tuple[int, str | None]:
     if not isinstance(body, ChatRequest):
         return 1, None
@@ -113,3 +108,38 @@ def _conversation(body: GenerationRequest) -> tuple[int, str | None]:
         return len(body.messages), None
     digest = hashlib.blake2b("\n".join(texts).encode(), digest_size=_ID_BYTES)
     return len(body.messages), digest.hexdigest()
+
+
+SCHEMA_VERSION = 3
+"""2: `lookup`, and where drafts are on `drafted_tokens` and `accepted_tokens`; 3: `lookup` is gone."""
+
+
+class LengthLog(LineLog):
+    """Appends to `path`, of mode 0600. ServingError where it cannot be opened."""
+
+    def __init__(self, path: Path, report: Callable[[str], None]) -> None:
+        super().__init__("length log", path, report, is_private=True)
+
+    def put(self, model_name: str, length: RealisedLength) -> None:
+        """From any thread; never waits."""
+        self.write(partial(_written, model_name, length))
+
+
+def _written(model_name: str, length: RealisedLength) -> bytes:
+    facts, drafts = length.facts, length.drafts
+    fields = {
+        "schema_version": SCHEMA_VERSION,
+        "model": length.adapter or model_name,
+        "prompt_token_ids": facts.token_ids,
+        "temperature": facts.temperature,
+        "max_tokens": facts.max_tokens,
+        "n_messages": facts.n_messages,
+        "system_prompt_id": facts.system_prompt_id,
+        "output_tokens": length.output_tokens,
+        "finish_reason": length.finish_reason,
+        "arrived_at_s": round(length.arrived_at_s, 3),
+        "at_s": round(length.at_s, 3),
+    }
+    if drafts is not None:
+        fields |= {"drafted_tokens": drafts.drafted, "accepted_tokens": drafts.accepted}
+    return json.dumps(fields, separators=(",", ":")).encode() + b"\n"

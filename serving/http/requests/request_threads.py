@@ -7,11 +7,11 @@ model's writes out), long prompts of both kinds, and grammars that have to be co
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from fastapi import Request
+from starlette.requests import Request
 
 from phasewise.serving.engine.messages import Submit
 from phasewise.serving.errors import ServingError
@@ -59,26 +59,18 @@ class Preparation:
         self,
         request: Request,
         body: Body,
-        make: Callable[[Body, ServedModel, RequestOrigin], list[Submit]],
+        make: Callable[[Body, ServedModel, RequestOrigin], Sequence[Submit]],
         model: ServedModel,
     ) -> tuple[list[Submit], list[RequestFacts]]:
         """Messages to `model` that `make` makes of `body`, with what is known of each. ApiError, or
         ClientLeft.
         """
-        client, cancel, trace = client_of(request.scope), CancelToken(), trace_of(request.scope)
-        sender = RequestOrigin(client.cache_space, cancel)
+        client, cancel = client_of(request.scope), CancelToken()
+        trace = trace_of(request.scope)
+        sender = RequestOrigin(client.cache_space, client.name, client.in_shadow, trace, cancel)
 
         def work() -> tuple[list[Submit], list[RequestFacts], RequiredGrammar | None]:
-            requests = [
-                replace(
-                    submit,
-                    model=model.engine_id,
-                    adapter=model.adapter,
-                    in_shadow=client.in_shadow,
-                    trace=trace,
-                )
-                for submit in make(body, model, sender)
-            ]
+            requests = make(body, model, sender)
             facts = facts_of(requests, body)
             return estimated(requests, facts, model), facts, held_to(body, model)
 

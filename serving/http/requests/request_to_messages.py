@@ -50,9 +50,14 @@ from phasewise.serving.tools.form_grammar import Function, arguments_rule, json_
 
 @dataclass(frozen=True, slots=True)
 class RequestOrigin:
-    """The facts of a sender that preparing a request needs: which prompts it may reuse, and its wait."""
+    """The facts of a sender that preparing a request needs: which prompts it may reuse, whose turn it waits
+    for, whether it is a batch, its `traceparent`, and its wait.
+    """
 
     cache_space: str = ""
+    client: str = ""
+    in_shadow: bool = False
+    trace: str = ""
     cancel: CancelToken = field(default_factory=CancelToken)
     """Ends when the client leaves."""
 
@@ -66,45 +71,48 @@ def completion_requests(
     """One message for each choice: prompts in order, the `n` choices of a prompt together."""
     _refuse(body, model)
     _refuse_empty(body)
-    max_tokens = body.most_tokens
     texts = _prompts(body.prompt)
     if len(texts) * (body.n or 1) > _MOST_CHOICES:
         raise bad_request(f"a request may ask for at most {_MOST_CHOICES} choices in all", "prompt")
     prompts = [_token_ids(prompt, model) for prompt in texts]
-    space = sender.cache_space if sender else ""
     sampling = _sampling(body, model.sampling, body.logprobs)
     response_id = f"cmpl-{uuid.uuid4().hex}"
     return [
         request
         for index, prompt in enumerate(prompts)
         for request in _choices(
-            body, f"{response_id}-{index}", prompt, max_tokens, sampling, model, space, _scored(body)
+            body,
+            f"{response_id}-{index}",
+            prompt,
+            sampling,
+            model,
+            sender or RequestOrigin(),
+            prompt_logprobs=_scored(body),
         )
     ]
 
 
-def chat_requests(body: ChatRequest, model: ServedModel, sender: RequestOrigin | None = None) -> list[Submit]:
+def chat_requests(
+    body: ChatRequest, model: ServedModel, sender: RequestOrigin | None = None
+) -> Sequence[Submit]:
     """One message for each of the `n` choices."""
     _refuse(body, model)
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
     sender = sender or RequestOrigin()
     prompt = conversation_tokens(body, model, sender.cancel)
-    max_tokens = body.most_tokens
     sampling = _sampling(body, model.sampling, (body.top_logprobs or 0) if body.logprobs else None)
-    choices = _choices(
+    return _choices(
         body,
         f"chatcmpl-{uuid.uuid4().hex}",
         prompt,
-        max_tokens,
         sampling,
         model,
-        sender.cache_space,
-        body.prompt_logprobs,
+        sender,
+        prompt_logprobs=body.prompt_logprobs,
+        shown=model.dialect.shown if is_read(body, model) else frozenset(),
+        turns=_turns(body, prompt, model),
     )
-    shown = model.dialect.shown if is_read(body, model) else frozenset()
-    turns = _turns(body, prompt, model)
-    return [replace(choice, shown=shown, turns=turns) for choice in choices]
 
 
 def _turns(body: ChatRequest, prompt: tuple[int, ...], model: ServedModel) -> tuple[int, ...]:
@@ -122,31 +130,35 @@ def _choices(
     body: GenerationRequest,
     request_id: str,
     prompt: tuple[int, ...],
-    max_tokens: int | None,
     sampling: SamplingParams,
     model: ServedModel,
-    space: str,
-    prompt_logprobs: int | None,
+    sender: RequestOrigin,
+    **more: Any,
 ) -> Sequence[Submit]:
     """The first choice alone computes the numbers of their prompt, where its answer is not streamed.
 
-    An answer of more tokens than the context has room for gets those that there are.
+    An answer of more tokens than the context has room for gets those that there are. more: fields of each.
     """
     _refuse_too_long(prompt, model)
+    max_tokens = body.most_tokens
     if max_tokens is not None and max_tokens > model.context_length - len(prompt):
         max_tokens = None
-    stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     first = Submit(
         f"{request_id}-0",
         prompt,
         max_tokens,
         sampling,
-        stop,
+        (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
         body.ignore_eos,
-        cache_space=_salted(space, body.cache_salt),
-        receipt=body.receipt,
-        prompt_logprobs=prompt_logprobs,
         ends=model.dialect.ends,
+        cache_space=_salted(sender.cache_space, body.cache_salt),
+        client=sender.client,
+        model=model.engine_id,
+        receipt=body.receipt,
+        adapter=model.adapter,
+        in_shadow=sender.in_shadow,
+        trace=sender.trace,
+        **more,
     )
     other = first if body.stream or max_tokens == 0 else replace(first, prompt_logprobs=None)
     return [first] + [
@@ -243,7 +255,7 @@ def tokenized(body: TokenizeRequest, model: ServedModel, cancel: CancelToken) ->
     return to_json(out)
 
 
-def control_texts(model: ServedModel) -> dict[str, str | None]:
+def control_texts(model: ServedModel) -> dict[str, Any]:
     """The texts of the tokens that begin and end a text; None where a prompt's text cannot spell one."""
     opening = set(model.encode("", True)[:1])
     return {

@@ -9,13 +9,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from urllib.parse import unquote_to_bytes
 
-from fastapi import Request
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 
 from phasewise.serving.http.errors import ApiError, bad_request
-from phasewise.serving.http.transport.rested_thread import RestedThread
+from phasewise.serving.http.requests.fair_lane import RestedThread
 
 _MOST_HEADERS = 8
 _MOST_HEADER_BYTES = 8 << 10

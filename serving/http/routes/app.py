@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeVar
 
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 from phasewise.serving.embedding.client import EmbeddingClient
 from phasewise.serving.embedding.metrics import EmbeddingMetrics
@@ -27,10 +28,8 @@ from phasewise.serving.http.answers.response_events import Responding, ResponseE
 from phasewise.serving.http.answers.scoring import Scoring, echoes_of
 from phasewise.serving.http.errors import naming, unknown_model
 from phasewise.serving.http.http_settings import HttpLimits
-from phasewise.serving.http.lifecycle import Lifecycle
-from phasewise.serving.http.models.served_models import ServedModels
-from phasewise.serving.http.models.while_loading import HoldModels
-from phasewise.serving.http.monitoring.access_log import AccessLog, NameRequests
+from phasewise.serving.http.models.served_models import HoldModels, ServedModels
+from phasewise.serving.http.monitoring.access_log import AccessLog
 from phasewise.serving.http.monitoring.live import MachineFacts
 from phasewise.serving.http.monitoring.metrics import Metrics
 from phasewise.serving.http.requests.body import BodyReader
@@ -51,39 +50,26 @@ from phasewise.serving.http.requests.response_schemas import (
     namespaces_of,
 )
 from phasewise.serving.http.requests.schemas import CompletionRequest, DetokenizeRequest, Strict
-from phasewise.serving.http.routes import openapi
 from phasewise.serving.http.routes.batch_runner import BatchRunner
-from phasewise.serving.http.routes.batches import PATHS as BATCH_PATHS
 from phasewise.serving.http.routes.batches import add_batches
-from phasewise.serving.http.routes.embeddings import PATHS as EMBEDDING_PATHS
 from phasewise.serving.http.routes.embeddings import EmbeddingModel, EmbeddingRoutes
 from phasewise.serving.http.routes.embeddings import add_routes as add_embedding_routes
 from phasewise.serving.http.routes.generation_service import GenerationService, reply_of, response_id_of
-from phasewise.serving.http.routes.messages import PATHS as MESSAGE_PATHS
 from phasewise.serving.http.routes.messages import add_messages
 from phasewise.serving.http.routes.middleware import (
     ApiKeys,
     CheckHost,
-    CountAnswers,
-    NamePaths,
+    RecordRequests,
     RequireKey,
     client_of,
 )
-from phasewise.serving.http.routes.ollama import PATHS as OLLAMA_PATHS
 from phasewise.serving.http.routes.ollama import add_ollama
+from phasewise.serving.http.routes.openapi import Json, Routes, document
 from phasewise.serving.http.routes.page_routes import OPEN_PATHS, add_page
+from phasewise.serving.http.transport.server import Lifecycle
 
 Body = TypeVar("Body", bound=Strict)
 
-_PATHS = frozenset(
-    {"/health", "/ready", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions"}
-    | {"/v1/responses", "/tokenize", "/detokenize", "/tokenizer_info", "/live", "/live/machine"}
-    | MESSAGE_PATHS
-    | OLLAMA_PATHS
-    | BATCH_PATHS
-    | EMBEDDING_PATHS
-    | OPEN_PATHS
-)
 _IN_CHAT = {"prompt": "messages"}
 _IN_RESPONSES = {
     "prompt": "input",
@@ -98,10 +84,7 @@ NamedCard = tuple[tuple[str, ...], Callable[[], dict[str, Any]]]
 """The names that requests may use for a model, and what /v1/models says of it."""
 Cards = Callable[[], Awaitable[list[NamedCard]]]
 """The models as they are now."""
-_EXPOSED = (
-    *("X-Request-Id", "X-Ignored-Fields", "X-Clamped-Max-Tokens"),
-    *("X-Step-Over-TPOT", "X-Estimated-TTFT", "Retry-After"),
-)
+_EXPOSED = (*("X-Request-Id", "X-Ignored-Fields", "X-Clamped-Max-Tokens", "Retry-After"),)
 
 
 @dataclass(frozen=True)
@@ -138,21 +121,31 @@ def create_app(
     surroundings: ServerContext = ServerContext(),
     generation: TextGeneration | None = None,
     embeddings: ServedEmbeddings | None = None,
-) -> FastAPI:
+) -> Starlette:
     """The application of a server which generates text, embeds, or does both. Clients must be attached to the
-    loop that runs it.
+    loop that runs it. `app.state.bodies` reads bodies, `app.state.keys` are its API keys.
     """
-    comes_and_goes = generation is not None and generation.models.shelf is not None
-    app = _new_app(limits, life, metrics, surroundings, [Middleware(HoldModels)] if comes_and_goes else [])
+    routes, keys = Routes(), ApiKeys(limits.api_keys)
+    bodies = BodyReader(limits.max_body_bytes, limits.max_unfinished_bytes)
     cards: list[Cards] = []
+    _add_health(routes, life, metrics)
     if generation is not None:
-        _add_generation(app, generation, life, metrics, surroundings)
+        _add_generation(routes, generation, bodies, life, metrics, surroundings)
         cards.append(_cards_of(generation.models))
     if embeddings is not None:
         generates = _nothing if generation is None else generation.models.generates
-        cards.append(_add_embeddings(app, embeddings, limits, life, metrics, generates))
-    _add_models(app, cards)
-    openapi.describe(app, generates=generation is not None, embeds=embeddings is not None)
+        metrics.registry.register(EmbeddingMetrics(embeddings.client.lanes))
+        most_bytes, model = limits.max_response_bytes, embeddings.model
+        own = EmbeddingRoutes(model, embeddings.client, bodies, life, most_bytes, generates)
+        add_embedding_routes(routes, own)
+        cards.append(_cards_of_embedder(model))
+    _add_models(routes, cards)
+    layers = _layers(limits, metrics, surroundings, keys, routes)
+    if generation is not None and generation.models.shelf is not None:
+        layers.append(Middleware(HoldModels))
+    app = Starlette(routes=routes, middleware=layers, exception_handlers=errors.handlers(metrics.refused))
+    app.router.redirect_slashes = False
+    app.state.keys, app.state.bodies = keys, bodies
     return app
 
 
@@ -161,83 +154,38 @@ async def _nothing(_name: str) -> bool:
 
 
 def _add_generation(
-    app: FastAPI, generation: TextGeneration, life: Lifecycle, metrics: Metrics, surroundings: ServerContext
+    routes: Routes,
+    generation: TextGeneration,
+    bodies: BodyReader,
+    life: Lifecycle,
+    metrics: Metrics,
+    surroundings: ServerContext,
 ) -> None:
     """Every route that generates text."""
     client, log = generation.client, surroundings.log
     client.observe(metrics)
     if log is not None:
         client.observe(log)
-    service = GenerationService(generation.models, client, app.state.bodies, Preparation(), life, log)
-    _add_completions(app, service)
-    _add_chat(app, service)
-    _add_responses(app, service)
-    add_messages(app, service)
-    add_ollama(app, service)
-    _add_receipts(app, service)
-    _add_tokens(app, service)
+    service = GenerationService(generation.models, client, bodies, Preparation(), life, log)
+    _add_completions(routes, service)
+    _add_chat(routes, service)
+    _add_responses(routes, service)
+    add_messages(routes, service)
+    add_ollama(routes, service)
+    _add_receipts(routes, service)
+    _add_tokens(routes, service)
     if surroundings.page is not None:
-        add_page(app, client, life, surroundings.page)
+        add_page(routes, metrics.live, client, life, surroundings.page)
     if generation.batches is not None:
-        add_batches(app, generation.batches, app.state.bodies)
-
-
-def _new_app(
-    limits: HttpLimits,
-    life: Lifecycle,
-    metrics: Metrics,
-    surroundings: ServerContext,
-    inner: Sequence[Middleware],
-) -> FastAPI:
-    """With what every application has; `app.state.bodies` reads bodies, `app.state.keys` are its API keys.
-    inner: layers within all others.
-    """
-    keys = ApiKeys(limits.api_keys)
-    app = FastAPI(
-        title="phasewise",
-        middleware=[*_layers(limits, metrics, surroundings, keys), *inner],
-        docs_url=None,
-        redoc_url=None,
-        redirect_slashes=False,
-    )
-    errors.install(app, metrics.refused)
-    _add_health(app, life, metrics)
-    app.state.keys = keys
-    app.state.bodies = BodyReader(limits.max_body_bytes, limits.max_unfinished_bytes)
-    return app
-
-
-def _add_embeddings(
-    app: FastAPI,
-    embeddings: ServedEmbeddings,
-    limits: HttpLimits,
-    life: Lifecycle,
-    metrics: Metrics,
-    generates: Callable[[str], Awaitable[bool]],
-) -> Cards:
-    """The model's names and card. generates: True for the name of a model beside it that generates text."""
-    metrics.registry.register(EmbeddingMetrics(embeddings.client.lanes))
-    routes = EmbeddingRoutes(
-        embeddings.model, embeddings.client, app.state.bodies, life, limits.max_response_bytes, generates
-    )
-    add_embedding_routes(app, routes)
-    model = embeddings.model
-
-    async def cards() -> list[NamedCard]:
-        return [(model.names, model.card)]
-
-    return cards
+        add_batches(routes, generation.batches, bodies)
 
 
 def _layers(
-    limits: HttpLimits, metrics: Metrics, surroundings: ServerContext, keys: ApiKeys
+    limits: HttpLimits, metrics: Metrics, surroundings: ServerContext, keys: ApiKeys, routes: Routes
 ) -> list[Middleware]:
     """The layers that every request passes, the outermost first."""
-    layers = [
-        Middleware(NamePaths),
-        Middleware(NameRequests, log=surroundings.log, name_of=_name_of),
-        Middleware(CountAnswers, metrics=metrics, name_of=_name_of),
-    ]
+    name_of = partial(_name_of, routes.paths)
+    layers = [Middleware(RecordRequests, log=surroundings.log, metrics=metrics, name_of=name_of)]
     if limits.allowed_hosts:
         layers.append(Middleware(CheckHost, hosts=limits.allowed_hosts, metrics=metrics))
     if surroundings.cors_origins:  # before keys: a browser asks without one whether it may ask
@@ -256,23 +204,23 @@ def _layers(
     return layers
 
 
-def _name_of(path: str) -> str:
+def _name_of(paths: frozenset[str], path: str) -> str:
     """The name of a path in counts and in the log: a stranger's is not repeated."""
     for place in ("/v1/responses/", "/v1/receipts/", "/v1/files/", "/v1/batches/"):
         if path.startswith(place):
             return f"{place}ID"
-    return path if path in _PATHS else "other"
+    return path if path in paths or path in OPEN_PATHS else "other"
 
 
-def _add_health(app: FastAPI, life: Lifecycle, metrics: Metrics) -> None:
-    @app.api_route("/health", methods=["GET", "HEAD"])
-    async def health() -> JSONResponse:
+def _add_health(routes: Routes, life: Lifecycle, metrics: Metrics) -> None:
+    @routes.add("/health", "GET")
+    async def health(_request: Request) -> JSONResponse:
         """200 while the engine can answer, now or once its ranks are there again; else restart the server."""
         alive = life.is_healthy
         return JSONResponse({"status": "ok" if alive else "engine stopped"}, 200 if alive else 503)
 
-    @app.api_route("/ready", methods=["GET", "HEAD"])
-    async def ready() -> JSONResponse:
+    @routes.add("/ready", "GET")
+    async def ready(_request: Request) -> JSONResponse:
         """200 while requests should be sent here; 503 while starting, stopping, or replacing ranks.
 
         `threads`: of each phase, where the engine follows the cores that it may use.
@@ -284,12 +232,26 @@ def _add_health(app: FastAPI, life: Lifecycle, metrics: Metrics) -> None:
 
     one_at_a_time = asyncio.Lock()
 
-    @app.get("/metrics")
-    async def prometheus() -> Response:
+    @routes.add("/metrics", "GET")
+    async def prometheus(_request: Request) -> Response:
         """Metrics in Prometheus's text format."""
         async with one_at_a_time:
             await asyncio.sleep(0)  # it takes milliseconds: what others ask is answered between two of them
             return Response(metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    told = cache(lambda: document(routes))  # tens of milliseconds, and all routes are there by then
+
+    @routes.add("/openapi.json", "GET")
+    async def openapi(_request: Request) -> Json:
+        """The OpenAPI document."""
+        return told()
+
+
+def _cards_of_embedder(model: EmbeddingModel) -> Cards:
+    async def cards() -> list[NamedCard]:
+        return [(model.names, model.card)]
+
+    return cards
 
 
 def _cards_of(models: ServedModels) -> Cards:
@@ -299,19 +261,19 @@ def _cards_of(models: ServedModels) -> Cards:
     return cards
 
 
-def _add_models(app: FastAPI, sources: Sequence[Cards]) -> None:
+def _add_models(routes: Routes, sources: Sequence[Cards]) -> None:
     """sources: of the models' names and cards."""
 
     async def named_cards() -> list[NamedCard]:
         return [card for cards in sources for card in await cards()]
 
-    @app.get("/v1/models")
-    async def list_models() -> dict[str, Any]:
+    @routes.add("/v1/models", "GET")
+    async def list_models(_request: Request) -> Json:
         """The models that are served."""
         return {"object": "list", "data": [card() for _, card in await named_cards()]}
 
-    @app.get("/v1/models/{name:path}")
-    async def show_model(name: str) -> dict[str, Any]:
+    @routes.add("/v1/models/{name:path}", "GET")
+    async def show_model(_request: Request, name: str) -> Json:
         """The model, by its id or by the name it was started with."""
         cards = await named_cards()
         for names, card in cards:
@@ -320,8 +282,8 @@ def _add_models(app: FastAPI, sources: Sequence[Cards]) -> None:
         raise unknown_model(name, " and ".join(names[0] for names, _ in cards))
 
 
-def _add_completions(app: FastAPI, service: GenerationService) -> None:
-    @app.post("/v1/completions")
+def _add_completions(routes: Routes, service: GenerationService) -> None:
+    @routes.add("/v1/completions", "POST", CompletionRequest)
     async def completions(request: Request) -> Response:
         """Continue a text, or several."""
         body = await service.read(request, CompletionRequest)
@@ -333,8 +295,8 @@ def _add_completions(app: FastAPI, service: GenerationService) -> None:
         return await service.answer(reply, request)
 
 
-def _add_chat(app: FastAPI, service: GenerationService) -> None:
-    @app.post("/v1/chat/completions")
+def _add_chat(routes: Routes, service: GenerationService) -> None:
+    @routes.add("/v1/chat/completions", "POST", ChatRequest)
     async def chat(request: Request) -> Response:
         """Answer a conversation."""
         body = await service.read(request, ChatRequest)
@@ -348,10 +310,10 @@ def _add_chat(app: FastAPI, service: GenerationService) -> None:
             return await service.answer(reply, request)
 
 
-def _add_responses(app: FastAPI, service: GenerationService) -> None:
+def _add_responses(routes: Routes, service: GenerationService) -> None:
     store = ResponseStore()
 
-    @app.post("/v1/responses")
+    @routes.add("/v1/responses", "POST", ResponsesRequest)
     async def responses(request: Request) -> Response:
         """Answer a conversation, perhaps one that was stored here."""
         body = await service.read(request, ResponsesRequest)
@@ -386,14 +348,14 @@ def _add_responses(app: FastAPI, service: GenerationService) -> None:
         with naming(_IN_RESPONSES):
             return await service.answer(reply, request)
 
-    @app.get("/v1/responses/{response_id}")
+    @routes.add("/v1/responses/{response_id}", "GET")
     async def show_response(request: Request, response_id: str) -> Response:
         """A response that is stored here."""
         written = store.stored(client_of(request.scope).name, response_id).written
         return Response(written, media_type="application/json")
 
-    @app.delete("/v1/responses/{response_id}")
-    async def forget_response(request: Request, response_id: str) -> dict[str, Any]:
+    @routes.add("/v1/responses/{response_id}", "DELETE")
+    async def forget_response(request: Request, response_id: str) -> Json:
         """Store it no longer."""
         client = client_of(request.scope).name
         store.stored(client, response_id)
@@ -401,16 +363,16 @@ def _add_responses(app: FastAPI, service: GenerationService) -> None:
         return {"id": response_id, "object": "response", "deleted": True}
 
 
-def _add_receipts(app: FastAPI, service: GenerationService) -> None:
-    @app.get("/v1/receipts/{answer_id}")
+def _add_receipts(routes: Routes, service: GenerationService) -> None:
+    @routes.add("/v1/receipts/{answer_id}", "GET")
     async def show_receipts(request: Request, answer_id: str) -> Response:
         """The receipts of an answer, one for each of its choices."""
         written = service.receipts.receipts(client_of(request.scope).name, answer_id)
         return Response(written, media_type="application/json")
 
 
-def _add_tokens(app: FastAPI, service: GenerationService) -> None:
-    @app.post("/tokenize")
+def _add_tokens(routes: Routes, service: GenerationService) -> None:
+    @routes.add("/tokenize", "POST", TokenizeRequest)
     async def tokenize(request: Request) -> Response:
         """The tokens of a text, or of a conversation as the model's template writes it out."""
         body = await service.read(request, TokenizeRequest)
@@ -419,13 +381,13 @@ def _add_tokens(app: FastAPI, service: GenerationService) -> None:
         tokens = await service.preparation.tokenize(request, make, is_text=body.messages is None)
         return Response(tokens, media_type="application/json")
 
-    @app.get("/tokenizer_info")
-    async def tokenizer_info(request: Request, model: str | None = None) -> dict[str, str | None]:
+    @routes.add("/tokenizer_info", "GET", query=("model",))
+    async def tokenizer_info(request: Request) -> Json:
         """The control tokens that a prompt's text can spell; without a model of the first one."""
-        return control_texts(await service.models.hold(request, model))
+        return control_texts(await service.models.hold(request, request.query_params.get("model")))
 
-    @app.post("/detokenize")
-    async def detokenize(request: Request) -> dict[str, str]:
+    @routes.add("/detokenize", "POST", DetokenizeRequest)
+    async def detokenize(request: Request) -> Json:
         """The text that tokens spell, control tokens included."""
         body = await service.read(request, DetokenizeRequest)
         model = await service.models.hold(request, body.model)

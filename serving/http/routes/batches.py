@@ -8,10 +8,11 @@ import re
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
-from fastapi import FastAPI, Request
-from fastapi.responses import FileResponse, JSONResponse, Response
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from phasewise.serving.batches.lines import GENERATING, Json
@@ -26,15 +27,34 @@ from phasewise.serving.batches.store import (
     StoredFile,
 )
 from phasewise.serving.http.errors import ApiError, bad_request
-from phasewise.serving.http.requests.batch_schemas import BatchRequest
 from phasewise.serving.http.requests.body import BodyReader, refuse_other_types
+from phasewise.serving.http.requests.schemas import OpenRequest
 from phasewise.serving.http.requests.upload import boundary_of, read_form
 from phasewise.serving.http.routes.batch_runner import BatchRunner
 from phasewise.serving.http.routes.middleware import client_of
+from phasewise.serving.http.routes.openapi import Routes
 
-PATHS = frozenset({"/v1/files", "/v1/batches"})
+_Key = Annotated[str, Field(max_length=64)]
+_Value = Annotated[str, Field(max_length=512)]
+
+
+class BatchRequest(OpenRequest):
+    """A batch to begin. `metadata`: up to 16 texts, given back, within OpenAI's bounds."""
+
+    input_file_id: Annotated[str, Field(min_length=1, max_length=64)]
+    endpoint: str
+    completion_window: Annotated[str, Field(max_length=16)] = "24h"
+    metadata: Annotated[dict[_Key, _Value], Field(max_length=16)] | None = None
+
+
 MOST_FILE_BYTES = 200 << 20
 """OpenAI's own limit."""
+_FORM: Json = {
+    "type": "object",
+    "properties": {"purpose": {"const": "batch"}, "file": {"type": "string", "format": "binary"}},
+    "required": ["purpose", "file"],
+}
+_PAGE = ("limit", "after")
 _MOST_LISTED = 10_000
 _MOST_BATCHES_LISTED = 100
 _LISTED = 20
@@ -82,15 +102,15 @@ class _KeptFile(FileResponse):
             os.close(descriptor)
 
 
-def add_batches(app: FastAPI, runner: BatchRunner, bodies: BodyReader) -> None:
+def add_batches(routes: Routes, runner: BatchRunner, bodies: BodyReader) -> None:
     """The routes."""
-    _add_files(app, runner)
+    _add_files(routes, runner)
 
     async def store() -> BatchStore:
         return await _on_disk(runner.store)
 
-    @app.post("/v1/batches")
-    async def create_batch(request: Request) -> JSONResponse:
+    @routes.add("/v1/batches", "POST", BatchRequest)
+    async def create_batch(request: Request) -> Json:
         """Answer the requests of a file, when nobody else asks."""
         runner.refuse_unless_open()
         body = await bodies.read(request, BatchRequest)
@@ -106,9 +126,9 @@ def add_batches(app: FastAPI, runner: BatchRunner, bodies: BodyReader) -> None:
         fields = _new_batch(body, int(time.time()), window_s)
         batch = await _on_disk(partial(kept.add_batch, owner, source.id, fields))
         runner.wake()
-        return JSONResponse(_shown(batch))
+        return _shown(batch)
 
-    @app.get("/v1/batches")
+    @routes.add("/v1/batches", "GET", query=_PAGE)
     async def list_batches(request: Request) -> Json:
         """The batches of this client, the newest first."""
         kept = await store()
@@ -116,20 +136,20 @@ def add_batches(app: FastAPI, runner: BatchRunner, bodies: BodyReader) -> None:
         batches, has_more = await _on_disk(partial(kept.batches, _owner(request), page))
         return _list([_shown(batch) for batch in batches], has_more)
 
-    @app.get("/v1/batches/{batch_id}")
+    @routes.add("/v1/batches/{batch_id}", "GET")
     async def show_batch(request: Request, batch_id: str) -> Json:
         """A batch, and its counts so far."""
         kept = await store()
         return _shown(await _on_disk(partial(kept.batch, _owner(request), batch_id)))
 
-    @app.delete("/v1/batches/{batch_id}")
+    @routes.add("/v1/batches/{batch_id}", "DELETE")
     async def delete_batch(request: Request, batch_id: str) -> Json:
         """Keep the record of a batch no longer; its files stay."""
         kept = await store()
         await _on_disk(partial(kept.delete_batch, _owner(request), batch_id))
         return {"id": batch_id, "object": "batch", "deleted": True}
 
-    @app.post("/v1/batches/{batch_id}/cancel")
+    @routes.add("/v1/batches/{batch_id}/cancel", "POST")
     async def cancel_batch(request: Request, batch_id: str) -> Json:
         """End a batch; what was answered stays."""
         refuse_other_types(request)
@@ -145,11 +165,11 @@ def add_batches(app: FastAPI, runner: BatchRunner, bodies: BodyReader) -> None:
         return _shown(batch)
 
 
-def _add_files(app: FastAPI, runner: BatchRunner) -> None:
+def _add_files(routes: Routes, runner: BatchRunner) -> None:
     async def store() -> BatchStore:
         return await _on_disk(runner.store)
 
-    @app.post("/v1/files")
+    @routes.add("/v1/files", "POST", _FORM)
     async def create_file(request: Request) -> Json:
         """Keep a file of requests, for a batch."""
         runner.refuse_unless_open()
@@ -170,7 +190,7 @@ def _add_files(app: FastAPI, runner: BatchRunner) -> None:
         name = form.filename[:255]
         return _file(await _on_disk(partial(kept.keep_file, file, _owner(request), name, "batch")))
 
-    @app.get("/v1/files")
+    @routes.add("/v1/files", "GET", query=_PAGE)
     async def list_files(request: Request) -> Json:
         """The files of this client, the newest first."""
         kept = await store()
@@ -178,20 +198,20 @@ def _add_files(app: FastAPI, runner: BatchRunner) -> None:
         files, has_more = await _on_disk(partial(kept.files, _owner(request), page, purpose))
         return _list([_file(file) for file in files], has_more)
 
-    @app.get("/v1/files/{file_id}")
+    @routes.add("/v1/files/{file_id}", "GET")
     async def show_file(request: Request, file_id: str) -> Json:
         """A file, without its bytes."""
         kept = await store()
         return _file(await _on_disk(partial(kept.file, _owner(request), file_id)))
 
-    @app.get("/v1/files/{file_id}/content")
+    @routes.add("/v1/files/{file_id}/content", "GET")
     async def file_content(request: Request, file_id: str) -> Response:
         """The bytes of a file."""
         kept = await store()
         file = await _on_disk(partial(kept.file, _owner(request), file_id))
         return _KeptFile(kept.path_of(file.id), media_type="application/octet-stream")
 
-    @app.delete("/v1/files/{file_id}")
+    @routes.add("/v1/files/{file_id}", "DELETE")
     async def delete_file(request: Request, file_id: str) -> Json:
         """Keep a file no longer."""
         kept = await store()

@@ -14,10 +14,10 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from fastapi import FastAPI, Request
-from fastapi.responses import Response
 from pydantic import Discriminator, Field, Tag, model_validator
 from pydantic_core import to_json
+from starlette.requests import Request
+from starlette.responses import Response
 
 from phasewise.serving.embedding.client import Asker, EmbeddingClient
 from phasewise.serving.embedding.encoder.input_tokens import (
@@ -30,20 +30,18 @@ from phasewise.serving.embedding.encoder.input_tokens import (
 from phasewise.serving.embedding.encoder.pooling import PRECISIONS, Precision, truncated
 from phasewise.serving.errors import QueueFull, ServingError
 from phasewise.serving.http.errors import bad_request, from_engine, other_purpose, unknown_model
-from phasewise.serving.http.lifecycle import Lifecycle
 from phasewise.serving.http.monitoring.access_log import note_model, record_of
 from phasewise.serving.http.requests.body import BodyReader
 from phasewise.serving.http.requests.fair_lane import FairLane
 from phasewise.serving.http.requests.request_threads import while_there
 from phasewise.serving.http.requests.schemas import MOST_INT, OpenRequest, Strict, kind_of
 from phasewise.serving.http.routes.middleware import client_of
+from phasewise.serving.http.routes.openapi import Routes
 from phasewise.serving.http.transport.connection import connection_of
+from phasewise.serving.http.transport.server import Lifecycle
 
 Floats = npt.NDArray[np.float32]
 
-PATHS = frozenset(
-    {"/v1/embeddings", "/v1/rerank", "/v2/rerank", "/rerank", "/embed", "/api/embed", "/api/embeddings", "/"}
-)
 MOST_INPUTS = 2048  # OpenAI's
 _LONG_CHARACTERS = 256 * 1024
 _N_ORDINARY = 2
@@ -172,16 +170,6 @@ class RerankRequest(OpenRequest):
         """The texts to be scored."""
         documents = self.documents or self.texts or []
         return [document if isinstance(document, str) else document.text for document in documents]
-
-
-BODIES: tuple[type[Strict], ...] = (
-    EmbeddingRequest,
-    OllamaEmbedRequest,
-    OllamaEmbeddingsRequest,
-    TeiEmbedRequest,
-    RerankRequest,
-)
-"""The bodies of all routes here."""
 
 
 @dataclass(frozen=True)
@@ -438,40 +426,16 @@ class EmbeddingRoutes:
         return [float(vector[0]) for vector in vectors], sum(len(tokens.ids) for tokens in inputs)
 
 
-def add_routes(app: FastAPI, routes: EmbeddingRoutes) -> None:
+def add_routes(routes: Routes, own: EmbeddingRoutes) -> None:
     """Put them at their paths."""
-
-    @app.post("/v1/embeddings")
-    async def embeddings(request: Request) -> Response:
-        """Vectors of texts or of token ids."""
-        return await routes.embeddings(request)
-
-    @app.post("/api/embed")
-    async def ollama_embed(request: Request) -> Response:
-        """Vectors of texts, in Ollama's form."""
-        return await routes.ollama_embed(request)
-
-    @app.post("/api/embeddings")
-    async def ollama_embeddings(request: Request) -> Response:
-        """The vector of one text, in Ollama's earlier form."""
-        return await routes.ollama_embeddings(request)
-
-    @app.post("/embed")
-    async def tei_embed(request: Request) -> Response:
-        """Vectors of texts, in the form of text-embeddings-inference."""
-        return await routes.tei_embed(request)
-
-    @app.post("/v1/rerank")
-    @app.post("/v2/rerank", include_in_schema=False)
-    @app.post("/rerank")
-    async def rerank(request: Request) -> Response:
-        """Documents by how well they fit a query."""
-        return await routes.rerank(request)
-
-    @app.post("/", include_in_schema=False)
-    async def hub(request: Request) -> Response:
-        """Vectors or scores, whichever the model makes, for clients of Hugging Face's hub."""
-        return await (routes.rerank(request) if routes.model.scores else routes.tei_embed(request))
+    routes.add("/v1/embeddings", "POST", EmbeddingRequest)(own.embeddings)
+    routes.add("/api/embed", "POST", OllamaEmbedRequest)(own.ollama_embed)
+    routes.add("/api/embeddings", "POST", OllamaEmbeddingsRequest)(own.ollama_embeddings)
+    routes.add("/embed", "POST", TeiEmbedRequest)(own.tei_embed)
+    for path in ("/v1/rerank", "/v2/rerank", "/rerank"):
+        routes.add(path, "POST", RerankRequest)(own.rerank)
+    hub, body = (own.rerank, RerankRequest) if own.model.scores else (own.tei_embed, TeiEmbedRequest)
+    routes.add("/", "POST", body)(hub)  # for clients of Hugging Face's hub
 
 
 def _asker(request: Request) -> Asker:

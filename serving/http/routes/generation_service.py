@@ -5,20 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from fastapi import Request
-from fastapi.responses import Response
+from starlette.requests import Request
+from starlette.responses import Response
 
 from phasewise.serving.engine.messages import Evidence, Submit
 from phasewise.serving.engine.receipts import FinishReason, receipt_of
 from phasewise.serving.errors import ServingError
 from phasewise.serving.http.answers.client import EngineClient
 from phasewise.serving.http.answers.last_answers import ReceiptStore
-from phasewise.serving.http.answers.openai_objects import Rendering, Reply
+from phasewise.serving.http.answers.openai_objects import Rendering, Reply, encode
 from phasewise.serving.http.answers.send_answer import respond
-from phasewise.serving.http.answers.sse_events import encode
 from phasewise.serving.http.errors import ApiError, from_engine
 from phasewise.serving.http.http_settings import RequestFacts, ServedModel
-from phasewise.serving.http.lifecycle import Lifecycle
 from phasewise.serving.http.models.served_models import ServedModels
 from phasewise.serving.http.monitoring.access_log import AccessLog, record_of
 from phasewise.serving.http.requests.body import BodyReader
@@ -26,6 +24,7 @@ from phasewise.serving.http.requests.request_threads import Preparation
 from phasewise.serving.http.requests.schemas import MOST_INT, GenerationRequest, Strict
 from phasewise.serving.http.routes.middleware import client_of
 from phasewise.serving.http.transport.connection import connection_of
+from phasewise.serving.http.transport.server import Lifecycle
 
 Body = TypeVar("Body", bound=Strict)
 
@@ -66,7 +65,6 @@ class GenerationService:
 
     async def answer(self, reply: Reply, request: Request) -> Response:
         self.refuse_unless_open()
-        ttft_s = self.client.expected_ttft_s(reply.requests[0], client_of(request.scope).name)
         record = record_of(request.scope)
         if record is not None and self.log is not None:
             self.log.expects(record, reply.requests, reply.usage([])["prompt_tokens"])
@@ -76,21 +74,10 @@ class GenerationService:
             raise from_engine(error) from error
         if reply.clamped is not None:
             response.headers["X-Clamped-Max-Tokens"] = str(reply.clamped)
-        if ttft_s is not None:
-            response.headers["X-Estimated-TTFT"] = f"{ttft_s:.1f} s"
-        step_ms = self._step_over_tpot_ms(reply.requests[0].model)
-        if step_ms:
-            response.headers["X-Step-Over-TPOT"] = f"{step_ms} ms"
         connection = connection_of(request.scope)
         if connection is not None:
             connection.mark_answered()
         return response
-
-    def _step_over_tpot_ms(self, model: str) -> int:
-        """As the load of the engine of this model has it."""
-        load = self.client.load
-        own = load if load is None or load.by_model is None else load.by_model.get(model)
-        return 0 if own is None else own.step_over_tpot_ms
 
     def refuse_unless_open(self) -> None:
         refusal = self.life.refusal()

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import secrets
-from collections.abc import Callable, Sequence
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from phasewise.serving.http.errors import ApiError
-from phasewise.serving.http.monitoring.access_log import record_of
+from phasewise.serving.http.monitoring.access_log import RECORD, AccessLog, Record, record_of, trace_of
 from phasewise.serving.http.monitoring.metrics import Metrics
 from phasewise.serving.http.transport.connection import refused_status
 
@@ -22,6 +27,7 @@ _SHADOW = "phasewise.shadow"
 """The place that says: a line of a batch, from this process. No connection puts anything there."""
 
 _OPEN_PATHS = frozenset({"/health", "/ready"})
+_GIVEN_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,16 +159,61 @@ _BELOW_V1 = frozenset(
 )
 
 
-class NamePaths:
-    """Paths of OpenAI's and Anthropic's APIs mean the same without `/v1`, which some clients leave out."""
+class RecordRequests:
+    """The outermost layer: each request has a record and an id, its own where it brings one.
 
-    def __init__(self, app: ASGIApp) -> None:
+    Paths of OpenAI's and Anthropic's APIs mean the same without `/v1`, which some clients leave out. Answers
+    are counted by path and status, and told to `log`, where there is one, once they are sent. name_of: the
+    name of a path in both. The framework answers an exception that no handler knows with 500, outside of
+    this: it is counted here.
+    """
+
+    def __init__(
+        self, app: ASGIApp, log: AccessLog | None, metrics: Metrics, name_of: Callable[[str], str]
+    ) -> None:
         self._app = app
+        self._log = log
+        self._metrics = metrics
+        self._name_of = name_of
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].removeprefix("/").partition("/")[0] in _BELOW_V1:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        if scope["path"].removeprefix("/").partition("/")[0] in _BELOW_V1:
             scope["path"] = f"/v1{scope['path']}"
-        await self._app(scope, receive, send)
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if _GIVEN_ID.fullmatch(given) else f"req_{uuid.uuid4().hex}"
+        path = self._name_of(scope["path"])
+        record = Record(request_id, scope["method"], path, time.perf_counter_ns(), datetime.now(UTC))
+        record.trace = trace_of(scope)
+        record.address = scope["client"][0] if scope.get("client") else ""
+        scope[RECORD] = record
+
+        async def recorded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.status = refused_status(scope) or message["status"]
+                headers = MutableHeaders(raw=message["headers"])
+                headers.append("X-Request-Id", request_id)
+                if record.ignored:
+                    headers.append("X-Ignored-Fields", ",".join(record.ignored))
+            await send(message)
+
+        try:
+            await self._app(scope, receive, recorded)
+        except ClientDisconnect:  # it has left without an answer, or has one from its connection
+            record.status = record.status or refused_status(scope)
+            raise
+        except Exception:
+            record.status = record.status or 500
+            raise
+        finally:
+            if record.status is not None:
+                self._metrics.http.labels(path, record.status).inc()
+            if record.model:
+                self._metrics.asked(record.model, record.adapter, record.key)
+            if self._log is not None:
+                self._log.ended(record)
 
 
 class CheckHost:
@@ -188,51 +239,6 @@ class CheckHost:
         await error.response(scope["path"])(scope, receive, send)
 
 
-class CountAnswers:
-    """Counts answers by path, as `name_of` calls it, and status.
-
-    The framework answers an exception that no handler knows with 500, outside of this: it is counted here.
-    """
-
-    def __init__(self, app: ASGIApp, metrics: Metrics, name_of: Callable[[str], str]) -> None:
-        self._app = app
-        self._metrics = metrics
-        self._name_of = name_of
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        path = self._name_of(scope["path"])
-        has_started = False
-
-        def count(status: int) -> None:
-            self._metrics.http.labels(path, status).inc()
-
-        async def counted(message: Message) -> None:
-            nonlocal has_started
-            if message["type"] == "http.response.start":
-                has_started = True
-                count(refused_status(scope) or message["status"])
-            await send(message)
-
-        try:
-            await self._app(scope, receive, counted)
-        except ClientDisconnect:  # it has left without an answer, or has one from its connection
-            status = refused_status(scope)
-            if status is not None and not has_started:
-                count(status)
-            raise
-        except Exception:
-            if not has_started:
-                count(500)
-            raise
-        finally:
-            record = record_of(scope)
-            if record is not None and record.model:
-                self._metrics.asked(record.model, record.adapter, record.key)
-
-
 def _digests_of(keys: Sequence[str]) -> tuple[bytes, ...]:
     return tuple(_digest(key.encode()) for key in keys)
 
@@ -247,3 +253,45 @@ def _host_in(header: str) -> str:
     if host.startswith("["):
         return host[1:].partition("]")[0]
     return host.partition(":")[0].rstrip(".")
+
+
+ReadKeys = Callable[[], tuple[str, ...] | None]
+"""All keys, as they are now; None where they cannot be had, which has been told."""
+
+
+def on_hangup(
+    reopened: Iterable[Callable[[], None]],
+    keys: ApiKeys,
+    read: ReadKeys | None,
+    read_tls: Callable[[], None] | None = None,
+) -> Callable[[], None] | None:
+    """The function that SIGHUP calls; None where it has nothing to do. reopened: files, which a call opens
+    anew. read_tls: reads the certificate and its key again.
+
+    Files are read on a thread: they may be far away.
+    """
+    opens = tuple(reopened)
+    if not opens and read is None and read_tls is None:
+        return None
+
+    in_turn = threading.Lock()
+
+    def hang_up() -> None:
+        for reopen in opens:
+            reopen()
+        if read is not None or read_tls is not None:
+            asked = (keys, read, read_tls, in_turn)
+            threading.Thread(target=_replace, args=asked, name="phasewise-keys", daemon=True).start()
+
+    return hang_up
+
+
+def _replace(
+    keys: ApiKeys, read: ReadKeys | None, read_tls: Callable[[], None] | None, in_turn: threading.Lock
+) -> None:
+    """One at a time: of two hangups, what the first has read never replaces what the second has."""
+    with in_turn:
+        if read_tls is not None:
+            read_tls()
+        if read is not None and (now := read()) is not None:
+            keys.replace(now)

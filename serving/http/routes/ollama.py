@@ -1,39 +1,390 @@
-"""Ollama's API, as far as its clients need it to list models and to generate text."""
+"""Ollama's API, as far as its clients need it to list models and to generate text.
+
+Suffixes and templates of a request's own are refused by name; `num_ctx` says nothing here, nor `keep_alive`
+of models that stay.
+"""
 
 from __future__ import annotations
 
+import math
+import re
 import time
-from dataclasses import replace
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
-from phasewise.serving.http.answers.ollama_lines import MEDIA_TYPE, OllamaAnswering, OllamaLines, whole
-from phasewise.serving.http.answers.openai_objects import ChatRendering, Form
-from phasewise.serving.http.errors import naming
+from phasewise.serving.engine.messages import Answer
+from phasewise.serving.http.answers.openai_objects import (
+    JSON_LINES,
+    SPACE,
+    ChatRendering,
+    Choice,
+    Form,
+    Json,
+    encode,
+)
+from phasewise.serving.http.answers.part_events import KnownBefore, PartEvents
+from phasewise.serving.http.errors import ApiError, naming
 from phasewise.serving.http.http_settings import ModelFacts, ServedModel
-from phasewise.serving.http.models.served_models import ListedModel
-from phasewise.serving.http.models.while_loading import keep_for
+from phasewise.serving.http.models.served_models import ListedModel, keep_for
 from phasewise.serving.http.requests.calls import reading_of
-from phasewise.serving.http.requests.chat_schemas import ChatRequest
-from phasewise.serving.http.requests.ollama_schemas import (
-    OllamaChatRequest,
-    OllamaGenerateRequest,
-    OllamaShowRequest,
-    chat_of,
-    prompt_of,
+from phasewise.serving.http.requests.chat_schemas import (
+    MOST_CALLS,
+    MOST_TOOLS,
+    ChatRequest,
+    Effort,
+    FunctionName,
+    Role,
+    Tool,
+    joined,
 )
 from phasewise.serving.http.requests.request_to_messages import chat_requests, completion_requests
-from phasewise.serving.http.requests.schemas import CompletionRequest
+from phasewise.serving.http.requests.schemas import (
+    MOST_INT,
+    MOST_MESSAGES,
+    MOST_PARTS,
+    AnswerRequest,
+    CompletionRequest,
+    MinP,
+    OpenRequest,
+    Penalty,
+    RepetitionPenalty,
+    StopTexts,
+    Strict,
+    Temperature,
+    TopP,
+    few_names,
+)
 from phasewise.serving.http.routes.generation_service import GenerationService, reply_of
+from phasewise.serving.http.routes.openapi import Routes
+from phasewise.serving.tools.parts import Begun, Call, Part, Piece, Reasoning, Text, parsed
 
-Json = dict[str, Any]
 
-PATHS = frozenset({"/api/version", "/api/tags", "/api/ps", "/api/show", "/api/chat", "/api/generate"})
+class OllamaOptions(OpenRequest):
+    """Those that change an answer here; others are ignored."""
+
+    without_effect = frozenset(
+        {"num_ctx", "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "use_mmap", "numa"}
+    )
+
+    temperature: Temperature | None = None
+    top_k: Annotated[int, Field(ge=-1, le=MOST_INT)] | None = None
+    top_p: TopP | None = None
+    min_p: MinP | None = None
+    seed: int | None = None
+    num_predict: Annotated[int, Field(ge=-2, le=MOST_INT)] | None = None
+    """0 and below: no limit but the context."""
+    stop: StopTexts | None = None
+    repeat_penalty: RepetitionPenalty | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+
+
+_SAME_NAMES = set(OllamaOptions.model_fields) - {"num_predict", "repeat_penalty"}
+"""Options that a chat request has under the same names."""
+
+
+class OllamaFunction(Strict):
+    name: FunctionName
+    arguments: Any = None
+
+
+class OllamaCall(Strict):
+    function: OllamaFunction
+
+
+class OllamaMessage(Strict):
+    model_config = ConfigDict(extra="allow")
+
+    role: Role
+    content: str | None = None
+    thinking: str | None = None
+    tool_calls: Annotated[list[OllamaCall], Field(fail_fast=True, max_length=MOST_CALLS)] | None = None
+    images: Annotated[list[str], Field(fail_fast=True, max_length=MOST_PARTS)] | None = None
+
+
+def _seconds(text: str | float) -> float:
+    """ValueError where it is no time."""
+    if isinstance(text, str) and not (_DURATION.fullmatch(text) or _NUMBER.fullmatch(text)):
+        raise ValueError("it is a number of seconds, or a time such as 30s, 5m or 1h30m")
+    if isinstance(text, str) and not _NUMBER.fullmatch(text):
+        sign = -1 if text.startswith("-") else 1
+        parts = re.findall(r"([0-9.]+)(ms|[hms])", text)
+        seconds = sign * sum(float(amount) * _UNITS_S[unit] for amount, unit in parts)
+    else:
+        seconds = float(text)
+    return math.inf if seconds < 0 else seconds
+
+
+def _checked(given: str | float) -> str | float:
+    _seconds(given)
+    return given
+
+
+KeepAlive = Annotated[str | float, AfterValidator(_checked)]
+_UNITS_S = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 0.001}
+_DURATION = re.compile(r"-?(?:[0-9]{1,9}(?:\.[0-9]{1,9})?(?:ms|[hms]))+")
+_NUMBER = re.compile(r"-?[0-9]{1,12}(?:\.[0-9]{1,9})?")
+
+
+class _Asked(AnswerRequest):
+    not_offered = ("images", "suffix", "template", "receipt")
+
+    model: str
+    stream: bool | None = Field(None, description="true unless stated")
+    format: Literal["", "json"] | dict[str, Any] | None = Field(None, description="json, or a schema")
+    options: OllamaOptions | None = None
+    think: bool | Effort | None = None
+    keep_alive: KeepAlive | None = Field(
+        None,
+        description="with --models: how long the model stays unused, in seconds or as 5m; 0: not at all, "
+        "negative: until others need its room",
+    )
+
+    @property
+    def keep_alive_s(self) -> float | None:
+        """Seconds; infinite for a negative time, None where nothing is said."""
+        return None if self.keep_alive is None else _seconds(self.keep_alive)
+
+    @property
+    def streams(self) -> bool:
+        """True if the answer is a stream."""
+        return self.stream is not False
+
+    def ignored(self) -> tuple[str, ...]:
+        """With options: `options.NAME`."""
+        options = self.options.ignored() if self.options else ()
+        return few_names((*super().ignored(), *(f"options.{name}" for name in options)))
+
+    def common(self) -> Json:
+        """The fields that chats and completions share."""
+        options = self.options or OllamaOptions()
+        return {
+            "model": self.model,
+            "stream": self.stream is not False,
+            **options.model_dump(include=_SAME_NAMES, exclude_none=True),
+            "repetition_penalty": options.repeat_penalty,
+            "response_format": _format(self.format),
+            "max_tokens": options.num_predict if (options.num_predict or 0) > 0 else MOST_INT,
+        }
+
+
+class OllamaChatRequest(_Asked):
+    messages: Annotated[list[OllamaMessage], Field(fail_fast=True, max_length=MOST_MESSAGES)] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
+
+
+class OllamaGenerateRequest(_Asked):
+    prompt: str = ""
+    system: str | None = None
+    raw: bool = Field(False, description="the prompt as it is, without the model's template")
+
+
+class OllamaShowRequest(OpenRequest):
+    model: str = Field(description="or `name`, as older clients have it")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _old_name(cls, given: Any) -> Any:
+        return {"model": given["name"]} if isinstance(given, dict) and "name" in given else given
+
+
+def chat_of(body: OllamaChatRequest) -> ChatRequest:
+    """The chat request that a request means. ApiError where there is none."""
+    body.refuse_unsupported()
+    out = {**body.common(), **_thinking(body.think), "messages": list(_messages(body.messages or ()))}
+    return ChatRequest.of({**out, "tools": body.tools or None})
+
+
+def prompt_of(body: OllamaGenerateRequest, *, has_template: bool) -> ChatRequest | CompletionRequest:
+    """The request that a prompt means: a chat where the model has a template. ApiError if there is none."""
+    body.refuse_unsupported()
+    if body.raw or not has_template:
+        return CompletionRequest.of({**body.common(), "prompt": f"{body.system or ''}{body.prompt}"})
+    messages = [{"role": "user", "content": body.prompt}]
+    if body.system is not None:
+        messages.insert(0, {"role": "system", "content": body.system})
+    return ChatRequest.of({**body.common(), **_thinking(body.think), "messages": messages})
+
+
+def _messages(messages: Sequence[OllamaMessage]) -> Iterator[Json]:
+    """Calls have no ids in this API: results belong to them in their order."""
+    open_calls: deque[str] = deque()
+    for number, message in enumerate(messages):
+        images = [{"type": "image"} for _ in message.images or ()]
+        content = joined([{"type": "text", "text": message.content or ""}, *images])
+        out: Json = {"role": message.role, "content": content}
+        if message.thinking:
+            out["reasoning_content"] = message.thinking
+        if message.role == "tool" and open_calls:
+            out["tool_call_id"] = open_calls.popleft()
+        if message.tool_calls:
+            ids = [f"call_{number}_{index}" for index in range(len(message.tool_calls))]
+            open_calls = deque(ids)
+            out["tool_calls"] = [
+                {
+                    "id": call_id,
+                    "function": {"name": call.function.name, "arguments": call.function.arguments},
+                }
+                for call_id, call in zip(ids, message.tool_calls, strict=True)
+            ]
+        yield out
+
+
+def _thinking(think: bool | str | None) -> Json:
+    if think is None:
+        return {}
+    out: Json = {"chat_template_kwargs": dict.fromkeys(("enable_thinking", "thinking"), bool(think))}
+    return {**out, "reasoning_effort": think} if isinstance(think, str) else out
+
+
+def _format(wanted: str | Json | None) -> Json | None:
+    if not wanted:
+        return None
+    if isinstance(wanted, str):
+        return {"type": "json_object"}
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": closed(wanted)}}
+
+
+_APPLICATORS = frozenset({"allOf", "anyOf", "oneOf", "if", "then", "else", "$ref", "dependentSchemas"})
+_OPENS = _APPLICATORS | {"additionalProperties", "unevaluatedProperties", "patternProperties"}
+
+
+def closed(schema: Any) -> Any:
+    """A schema whose objects have the properties that it names alone, where it says nothing of others.
+
+    Small models go on with properties of their own until the answer is cut. What several schemas describe
+    together stays open: each would forbid what another asks for.
+    """
+    if not isinstance(schema, dict):
+        return schema
+    out = dict(schema)
+    for name in ("properties", "$defs", "definitions"):
+        if isinstance(schema.get(name), dict):
+            out[name] = {key: closed(each) for key, each in schema[name].items()}
+    for name in ("prefixItems", *(() if "properties" in schema else ("anyOf", "oneOf"))):
+        if isinstance(schema.get(name), list):
+            out[name] = [closed(each) for each in schema[name]]
+    if "items" in schema:
+        out["items"] = closed(schema["items"])
+    if schema.get("properties") and not _OPENS & schema.keys():
+        out["additionalProperties"] = False
+    return out
+
+
+@dataclass(frozen=True, kw_only=True)
+class OllamaAnswering(KnownBefore):
+    """The parts of one answer that are known before it is made. `is_chat`: its text is a message's."""
+
+    began_ns: int
+    """On `time.perf_counter_ns`."""
+    is_chat: bool
+
+    def line(self, said: Json, *, done: bool = False) -> Json:
+        """A line with `content`, `thinking` and `tool_calls`, each where there is any."""
+        head: Json = {"model": self.model_id, "created_at": _now()}
+        if self.is_chat:
+            return {**head, "message": {"role": "assistant", "content": "", **said}, "done": done}
+        text = said.pop("content", "")
+        return {**head, "response": text, **said, "done": done}
+
+    def last(self, said: Json, choice: Choice) -> Json:
+        """The line that ends the answer, with its counts, and its times in nanoseconds."""
+        return {
+            **self.line(said, done=True),
+            "done_reason": choice.finish_reason,
+            "total_duration": choice.last_ns - self.began_ns,
+            "load_duration": 0,
+            "prompt_eval_count": self.n_prompt,
+            "prompt_eval_duration": choice.first_ns - self.began_ns,
+            "eval_count": choice.n_generated,
+            "eval_duration": choice.last_ns - choice.first_ns,
+        }
+
+
+class _Said:
+    """Parts of an answer as this API has them: calls are given out whole."""
+
+    def __init__(self) -> None:
+        self._name: str | None = None
+        self._arguments = ""
+
+    def of(self, parts: Iterable[Part], *, is_last: bool) -> Iterator[Json]:
+        for part in parts:
+            match part:
+                case Piece(text=text):
+                    self._arguments += text
+                case Call(name=name, arguments=arguments):
+                    yield from self._ended()
+                    yield _call(name, arguments)
+                case Begun(name=name):
+                    yield from self._ended()
+                    self._name = name
+                case Reasoning(text=text):
+                    yield from self._ended()
+                    yield {"thinking": text}
+                case Text(text=text):
+                    yield from self._ended()
+                    yield {"content": text}
+        if is_last:
+            yield from self._ended()
+
+    def _ended(self) -> Iterator[Json]:
+        """The call that was open."""
+        if self._name is not None:
+            yield _call(self._name, self._arguments)
+        self._name, self._arguments = None, ""
+
+
+def _call(name: str, arguments: str) -> Json:
+    return {"tool_calls": [{"function": {"name": name, "arguments": parsed(arguments) or {}}}]}
+
+
+class OllamaLines(PartEvents):
+    """The lines of one answer. An empty line is an error to Ollama's client, a space before JSON is not."""
+
+    sign_of_life = SPACE
+
+    def __init__(self, answering: OllamaAnswering) -> None:
+        super().__init__(answering)
+        self._answering = answering
+        self._said = _Said()
+
+    def failed(self, error: ApiError) -> bytes:
+        """In place of the rest."""
+        return f"{encode(error.ollama_body())}\n".encode()
+
+    def closing(self) -> bytes:
+        """After the last piece."""
+        return f"{encode(self._answering.last({}, self._choice))}\n".encode()
+
+    def _written(self, piece: Answer, parts: Sequence[Part]) -> Iterator[str]:
+        for said in self._said.of(parts, is_last=piece.finish_reason is not None):
+            yield f"{encode(self._answering.line(said))}\n"
+
+
+def whole(answering: OllamaAnswering, choices: Sequence[Choice]) -> bytes:
+    """The answer as one object."""
+    (choice,) = choices
+    said: Json = {}
+    for fields in _Said().of(answering.parts(choice), is_last=True):
+        for name, value in fields.items():
+            said[name] = said[name] + value if name in said else value
+    return encode(answering.last(said, choice)).encode()
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+
+
 OLLAMA_API = "0.14.0"
 """The first version of Ollama with all of what is here beside its API: /v1/responses and /v1/messages."""
 _IN_CHAT = {"prompt": "messages", "response_format": "format", "max_tokens": "options"}
@@ -41,26 +392,26 @@ _IN_GENERATE = {"messages": "prompt", "response_format": "format", "max_tokens":
 """The names in these requests of fields of the requests that they are made into."""
 
 
-def add_ollama(app: FastAPI, service: GenerationService) -> None:
+def add_ollama(routes: Routes, service: GenerationService) -> None:
     """The routes."""
 
-    @app.get("/api/version")
-    async def show_version() -> Json:
+    @routes.add("/api/version", "GET")
+    async def show_version(_request: Request) -> Json:
         """The version of Ollama's API that this one is, and that of this server."""
         return {"version": OLLAMA_API, "phasewise": version("phasewise")}
 
-    @app.get("/api/tags")
-    async def tags() -> Json:
+    @routes.add("/api/tags", "GET")
+    async def tags(_request: Request) -> Json:
         """The models that are served."""
         return {"models": [await _listed(service, model) for model in await service.models.listed()]}
 
-    @app.get("/api/ps")
-    async def ps() -> Json:
+    @routes.add("/api/ps", "GET")
+    async def ps(_request: Request) -> Json:
         """Those of them that are loaded."""
         loaded = [model for model in await service.models.listed() if model.served is not None]
         return {"models": [{**await _listed(service, model), **_running(model)} for model in loaded]}
 
-    @app.post("/api/show")
+    @routes.add("/api/show", "POST", OllamaShowRequest)
     async def show(request: Request) -> Json:
         """The kind of a model, and what it can do."""
         model = await _hold(service, request, (await service.read(request, OllamaShowRequest)).model)
@@ -76,7 +427,7 @@ def add_ollama(app: FastAPI, service: GenerationService) -> None:
             "modified_at": _at(model),
         }
 
-    @app.post("/api/chat")
+    @routes.add("/api/chat", "POST", OllamaChatRequest)
     async def ollama_chat(request: Request) -> Response:
         """Answer a conversation."""
         began_ns = time.perf_counter_ns()
@@ -89,7 +440,7 @@ def add_ollama(app: FastAPI, service: GenerationService) -> None:
             chat = await service.bodies.convert(request, lambda: chat_of(body))
             return await _answer(service, request, body, chat, model, began_ns)
 
-    @app.post("/api/generate")
+    @routes.add("/api/generate", "POST", OllamaGenerateRequest)
     async def ollama_generate(request: Request) -> Response:
         """Continue a text, or answer one."""
         began_ns = time.perf_counter_ns()
@@ -126,7 +477,7 @@ async def _answer(
         began_ns=began_ns,
         is_chat=isinstance(body, OllamaChatRequest),
     )
-    form = Form(partial(whole, answering), partial(OllamaLines, answering), MEDIA_TYPE)
+    form = Form(partial(whole, answering), partial(OllamaLines, answering), JSON_LINES)
     reply = replace(reply_of(meant, requests, facts, ChatRendering("", model), model), form=form)
     return await service.answer(reply, request)
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from importlib import resources
 
-from fastapi import FastAPI
-from fastapi.responses import JSONResponse, Response
+from starlette.requests import Request
+from starlette.responses import Response
 
 from phasewise.serving.http.answers.client import EngineClient
 from phasewise.serving.http.errors import ApiError
-from phasewise.serving.http.lifecycle import Lifecycle
 from phasewise.serving.http.monitoring.live import LiveView, MachineFacts
+from phasewise.serving.http.routes.openapi import Json, Routes
+from phasewise.serving.http.transport.server import Lifecycle
 
 POLICY = "; ".join(
     (
@@ -39,31 +40,31 @@ OPEN_PATHS = frozenset({"/", *(f"/page/{name}" for name in _NAMES)})
 """Files that a browser may have without a key: they say nothing of the model, nor of those who use it."""
 
 
-def add_page(app: FastAPI, client: EngineClient, life: Lifecycle, facts: MachineFacts) -> None:
+def add_page(
+    routes: Routes, live: LiveView, client: EngineClient, life: Lifecycle, facts: MachineFacts
+) -> None:
     """Serve the page and its live view."""
     files = {name: _file(name) for name in ("index.html", *_NAMES)}
-    live = LiveView()
-    client.observe(live)
 
-    @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
-    async def index() -> Response:
+    @routes.add("/", "GET")
+    async def index(_request: Request) -> Response:
         return _response("index.html", files["index.html"])
 
-    @app.get("/page/{name}", include_in_schema=False)
-    async def file(name: str) -> Response:
+    @routes.add("/page/{name}", "GET")
+    async def file(_request: Request, name: str) -> Response:
         if name not in _NAMES:
             raise ApiError(404, "the page has no such file")
         return _response(name, files[name])
 
-    @app.get("/live")
-    async def now() -> JSONResponse:
+    @routes.add("/live", "GET")
+    async def now(_request: Request) -> Json:
         """The engine's work now, for the page's live view."""
-        return JSONResponse(live.fields(client.load, life.state))
+        return live.fields(client.load, life.state)
 
-    @app.get("/live/machine")
-    async def machine() -> JSONResponse:
+    @routes.add("/live/machine", "GET")
+    async def machine(_request: Request) -> Json:
         """The machine's picture and the schedules in use."""
-        return JSONResponse({"machine_svg": facts.machine_svg, "schedules": list(facts.schedules)})
+        return {"machine_svg": facts.machine_svg, "schedules": list(facts.schedules)}
 
 
 def _file(name: str) -> bytes:

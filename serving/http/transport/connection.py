@@ -1,7 +1,7 @@
 """One HTTP/1 connection and its limits: what comes too slowly, is too much or costs too much is cut.
 
-A connection reads for a bounded time in each turn of the event loop (`turn_queue`), and for a bounded share
-of the loop's time altogether (`loop_share`). `framing` finds where requests end, h11 reads them and writes
+A connection reads for a bounded time in each turn of the event loop (`TurnQueue`), and for a bounded share
+of the loop's time altogether (`LoopShare`). `framing` finds where requests end, h11 reads them and writes
 answers, `exchange` is one request as the application sees it.
 """
 
@@ -19,12 +19,15 @@ import h11
 from starlette.types import ASGIApp, Scope
 
 from phasewise.serving.http.errors import ApiError
-from phasewise.serving.http.transport.connection_clocks import Awaited, ConnectionClocks
-from phasewise.serving.http.transport.connections import Connections
-from phasewise.serving.http.transport.exchange import Exchange
+from phasewise.serving.http.transport.connections import (
+    BYTE_S,
+    REQUEST_S,
+    Awaited,
+    ConnectionClocks,
+    Connections,
+)
+from phasewise.serving.http.transport.exchange import Exchange, timed_steps
 from phasewise.serving.http.transport.framing import Framing
-from phasewise.serving.http.transport.loop_share import BYTE_S, REQUEST_S
-from phasewise.serving.http.transport.timed_steps import timed_steps
 
 EXTENSION = "phasewise.connection"
 """In a request's `scope["extensions"]`: the connection that it came on, for `connection_of`."""
@@ -62,7 +65,7 @@ _LATE = ApiError(408, "the head of the request took too long", code="request_tim
 
 
 class Connection(asyncio.BufferedProtocol):
-    """One of `others`. Beside `connection_clocks`, at most one clock runs: that for the next turn of a sender
+    """One of `others`. Beside `ConnectionClocks`, at most one clock runs: that for the next turn of a sender
     that has to wait."""
 
     transport: asyncio.Transport

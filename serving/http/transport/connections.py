@@ -4,15 +4,174 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from phasewise.serving.http.errors import ApiError
 from phasewise.serving.http.http_settings import HttpLimits
-from phasewise.serving.http.transport.loop_share import LoopShare
-from phasewise.serving.http.transport.turn_queue import TurnQueue
+
+
+class TurnQueue:
+    """Connections that have more to read than a little, one turn for each in every round of the event loop.
+
+    However many connections wait, a short request that comes beside them waits for one turn."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[HeldConnection, None] = {}
+        self._runs = False
+
+    def join(self, reader: HeldConnection) -> None:
+        """Wait behind all others; a connection that waits already keeps its place."""
+        self._waiting.setdefault(reader)
+        if not self._runs:
+            self._runs = True
+            reader.loop.call_soon(self._next)
+
+    def leave(self, reader: HeldConnection) -> None:
+        self._waiting.pop(reader, None)
+
+    def __contains__(self, reader: HeldConnection) -> bool:
+        return reader in self._waiting
+
+    def _next(self) -> None:
+        self._runs = False
+        if not self._waiting:
+            return
+        first = next(iter(self._waiting))
+        del self._waiting[first]
+        try:
+            first.turn()
+        finally:
+            if self._waiting and not self._runs:
+                self._runs = True
+                first.loop.call_soon(self._next)
+
+
+REQUEST_S = 0.0003
+"""The charge of a request beside the time to parse it: routing, checks and a short answer. What it takes
+beyond that is charged when it ends, unless the engine has answered it."""
+BYTE_S = 3e-9
+"""The charge of a byte beside that: to read it, and to hand it on to what waits for it."""
+_MIN_BURST_S = 0.0005
+"""Every new connection may send a short request or two at once."""
+_NEWCOMERS_S = 0.1
+"""The time that new connections together get beyond that for their bursts, refilled at the rate of those
+unknown.
+"""
+_NEWCOMER_SHARE = 0.25
+_ACTIVE_S = 1.0
+"""A connection that was charged within this time divides the rate with the others."""
+
+
+class Standing(NamedTuple):
+    """Fractions are of one core."""
+
+    burst_s: float
+    per_connection: float
+    together: float
+
+
+UNKNOWN = Standing(burst_s=0.02, per_connection=0.05, together=0.10)
+"""Nothing that came on the connection was worth an answer of the engine's so far."""
+VOUCHED = Standing(burst_s=0.5, per_connection=0.25, together=0.50)
+"""The engine has answered a request of this connection."""
+
+
+class LoopShare:
+    """Fair shares of the event loop's time, so that no connection takes it from the others.
+
+    A client decides how much work its bytes are: requests that are refused, or bodies in very small chunks,
+    cost thousands of times what they cost to send. Each connection therefore has an allowance of loop time.
+    It holds a short burst and refills at a rate; a connection that has used it up is not read until it has
+    refilled. All active connections of one standing divide that standing's rate, so opening more of them
+    gains nothing. Pure: the caller of `charge` passes the time.
+    """
+
+    def __init__(self) -> None:
+        self._active = {UNKNOWN: _Active(), VOUCHED: _Active()}
+        self._newcomers_s = _NEWCOMERS_S
+        self._updated_s = 0.0
+
+    def allowance(self, now_s: float) -> Allowance:
+        """For a new connection. Where many come, their first bursts are short: a client gains nothing by
+        closing a connection that has used up its own, and opening another."""
+        refilled_s = self._newcomers_s + (now_s - self._updated_s) * UNKNOWN.together
+        self._newcomers_s, self._updated_s = min(_NEWCOMERS_S, refilled_s), now_s
+        burst_s = min(UNKNOWN.burst_s, _NEWCOMER_SHARE * self._newcomers_s)
+        self._newcomers_s -= burst_s
+        return Allowance(self, now_s, _MIN_BURST_S + burst_s)
+
+    def rate(self, allowance: Allowance, now_s: float) -> float:
+        """Seconds of loop time in a second for `allowance`, which is active now."""
+        active = self._active[allowance.standing]
+        active.waiting.discard(allowance)
+        active.recent[allowance] = now_s
+        active.recent.move_to_end(allowance)
+        while next(iter(active.recent.values())) < now_s - _ACTIVE_S:
+            active.recent.popitem(last=False)
+        n_active = len(active.recent) + len(active.waiting)
+        return min(allowance.standing.per_connection, allowance.standing.together / n_active)
+
+    def wait(self, allowance: Allowance) -> None:
+        """`allowance` is active until it is charged again."""
+        self._active[allowance.standing].recent.pop(allowance, None)
+        self._active[allowance.standing].waiting.add(allowance)
+
+    def forget(self, allowance: Allowance) -> None:
+        """The connection has ended, or its standing changes."""
+        self._active[allowance.standing].recent.pop(allowance, None)
+        self._active[allowance.standing].waiting.discard(allowance)
+
+
+@dataclass(slots=True)
+class _Active:
+    """Those of one standing that divide its rate."""
+
+    recent: OrderedDict[Allowance, float] = field(default_factory=OrderedDict)
+    """The time at which each was charged last; oldest first."""
+    waiting: set[Allowance] = field(default_factory=set)
+    """They have used up what they had."""
+
+
+class Allowance:
+    """One connection's."""
+
+    __slots__ = ("_balance_s", "_share", "_updated_s", "standing")
+
+    def __init__(self, share: LoopShare, now_s: float, burst_s: float) -> None:
+        self.standing = UNKNOWN
+        self._share = share
+        self._balance_s = burst_s
+        self._updated_s = now_s
+
+    def mark_answered(self) -> None:
+        """The engine has answered: a larger allowance from now on."""
+        if self.standing is UNKNOWN:
+            self._share.forget(self)
+            self.standing = VOUCHED
+            self._balance_s += VOUCHED.burst_s - UNKNOWN.burst_s
+
+    def charge(self, cost_s: float, now_s: float) -> float:
+        """Take `cost_s`; the seconds after which the connection may be read again, 0 for at once."""
+        rate = self._share.rate(self, now_s)
+        refilled_s = self._balance_s + (now_s - self._updated_s) * rate
+        self._balance_s = min(self.standing.burst_s, refilled_s) - cost_s
+        self._updated_s = now_s
+        if self._balance_s >= 0:
+            return 0.0
+        self._share.wait(self)
+        return -self._balance_s / rate
+
+    def spend(self, cost_s: float) -> None:
+        """Take `cost_s` before the next `charge`, which says how long to wait for it."""
+        self._balance_s -= cost_s
+
+    def end(self) -> None:
+        """The connection has."""
+        self._share.forget(self)
+
 
 _RECEIVE_BYTES = 64 * 1024
 """The most that is taken from a socket at once."""
@@ -35,6 +194,12 @@ _FULL_FOR_YOU = ApiError(
 
 class HeldConnection(Protocol):
     """A connection, as all of one server are held."""
+
+    loop: asyncio.AbstractEventLoop
+
+    def turn(self) -> None:
+        """Read for a bounded time."""
+        ...
 
     @property
     def is_answering(self) -> bool:
@@ -152,3 +317,53 @@ def _address_of(client: tuple[str, int | None] | None) -> str | None:
         mapped = address.ipv4_mapped
         return str(mapped) if mapped else str(ipaddress.IPv6Network((int(address) >> 64 << 64, 64)))
     return str(address)
+
+
+Awaited = tuple[float, Callable[[], None]]
+"""Seconds, and what is called when they are over."""
+
+
+class ConnectionClocks:
+    """The clocks of one connection. At most one of each kind runs."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._awaited: Awaited | None = None
+        self._late: asyncio.TimerHandle | None = None
+        self._stalled: asyncio.TimerHandle | None = None
+
+    def wait_for(self, awaited: Awaited | None) -> None:
+        """Start the clock of what is awaited from the client now; one that runs for the same goes on."""
+        if awaited == self._awaited:
+            return
+        self._awaited = awaited
+        _stop(self._late)
+        if awaited is not None:
+            self._late = self._loop.call_later(*awaited)
+
+    def watch_reader(self, seconds: float, n_left: Callable[[], int], cut: Callable[[], None]) -> None:
+        """Call `cut` once nothing of the `n_left` bytes was taken for `seconds`. A slow reader may go on."""
+        self.forget_reader()
+        n_before = n_left()
+
+        def look() -> None:
+            n_now = n_left()
+            if n_now and n_now >= n_before:
+                cut()
+            elif n_now:
+                self.watch_reader(seconds, n_left, cut)
+
+        self._stalled = self._loop.call_later(seconds, look)
+
+    def forget_reader(self) -> None:
+        _stop(self._stalled)
+
+    def stop(self) -> None:
+        """Stop all clocks."""
+        _stop(self._late)
+        _stop(self._stalled)
+
+
+def _stop(clock: asyncio.TimerHandle | None) -> None:
+    if clock is not None:
+        clock.cancel()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Coroutine, Generator
 from email.utils import formatdate
-from functools import lru_cache
+from functools import lru_cache, partial
 from http import HTTPStatus
-from typing import Protocol
+from typing import Any, Protocol
 
 import h11
 from starlette.requests import ClientDisconnect
@@ -152,3 +153,31 @@ class Exchange:
 @lru_cache(maxsize=1)
 def _date(unix_s: int) -> tuple[bytes, bytes]:
     return b"date", formatdate(unix_s, usegmt=True).encode()
+
+
+async def timed_steps(work: Coroutine[Any, Any, None], spent: Callable[[float], None]) -> None:
+    """Run `work`. `spent` is told the seconds of all its steps together, once it has ended."""
+    await _steps(work, spent)
+
+
+@types.coroutine
+def _steps(work: Coroutine[Any, Any, None], spent: Callable[[float], None]) -> Generator[Any, Any, None]:
+    step: Callable[[], Any] = partial(work.send, None)
+    seconds = 0.0
+    try:
+        while True:
+            began_s = time.perf_counter()
+            try:
+                awaited = step()
+            except StopIteration:
+                return
+            finally:
+                seconds += time.perf_counter() - began_s
+            try:
+                sent = yield awaited
+            except BaseException as error:
+                step = partial(work.throw, error)
+            else:
+                step = partial(work.send, sent)
+    finally:
+        spent(seconds)

@@ -8,12 +8,10 @@ import json
 import lzma
 from itertools import product
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
-from phasewise.serving.scheduling.waiting_line import WAITING_ORDERS
-from phasewise.workflows.bench.kv.settings import WaitingOrder
 from tests.cli import command
 from tests.support.models.tiny_models import TinyShape, hf_config
 from tests.support.tiers import first_is_smoke
@@ -151,7 +149,3 @@ def test_memory_and_a_model_give_slots_and_speeds(tmp_path: Path) -> None:
     assert rows[2]["n_slots"] == pytest.approx(16 / 5 * rows[0]["n_slots"], rel=0.02)
     assert all(row["tokens_per_s"] > 0 and row["failed"] == 0 for row in rows)
     assert "--memory" in command.run("bench", "kv", *options, "1M").usage_error
-
-
-def test_every_order_of_admission_can_be_chosen() -> None:
-    assert get_args(WaitingOrder) == tuple(WAITING_ORDERS)

@@ -17,10 +17,6 @@ LENGTHS = "lognormal:800,0.8/30,0.6"
 MOONCAKE = """{"timestamp": 0, "input_length": 1100, "output_length": 4, "hash_ids": [1, 2, 3]}
 {"timestamp": 9000, "input_length": 1100, "output_length": 4, "hash_ids": [1, 2, 4]}
 """
-SPLITWISE_SIM = """request_id,request_type,application_id,arrival_timestamp,batch_size,prompt_size,token_size
-0,2,0,1,1,4096,32
-1,2,0,3,1,2048,8
-"""
 
 
 def fails(*arguments: object) -> str:
@@ -48,19 +44,6 @@ def test_a_cluster_is_simulated_as_text_and_json(tmp_path: Path) -> None:
     assert fields["kv_transfers"]["count"] <= fields["n_requests"]
     assert fields["slo"]["kept"] == (not fields["slo"]["broken"])
     assert run(*options, "--slo", "table6").stdout == text.stdout
-
-
-def test_the_papers_scheduler_is_the_authors_policy(tmp_path: Path) -> None:
-    trace = tmp_path / "trace.csv"
-    trace.write_text(SPLITWISE_SIM, encoding="utf-8")
-
-    paper = run("simulate", trace, "--pools", "mixed=1*h100", "--scheduler", "paper", "--json")
-    policy = run("simulate", trace, "--pools", "mixed=1*h100", "--policy", "splitwise-sim", "--json")
-
-    assert paper.exit_code == 0, paper.output
-    assert json.loads(paper.stdout) == json.loads(policy.stdout)
-    wrong = run("simulate", trace, "--pools", "mixed=1*h100", "--scheduler", "paper", "--policy", "splitwise")
-    assert wrong.exit_code == 2
 
 
 def test_prefixes_of_a_mooncake_trace_are_reused(tmp_path: Path) -> None:
@@ -139,9 +122,7 @@ def test_the_cheapest_cluster_for_a_rate(tmp_path: Path) -> None:
     plot = tmp_path / "frontier.svg"
     options = ("provision", LENGTHS, "--rate", 6, "--duration", 15, "--most", 8)
 
-    text = run(
-        *options, "--design", "mixed:h100,split:h100/h100", "--policy", "splitwise-sim", "--plot", plot
-    )
+    text = run(*options, "--design", "mixed:h100,split:h100/h100", "--plot", plot)
     fields = fields_of(*options, "--design", "baseline", "--minimise", "power")
 
     assert text.exit_code == 0, text.output
@@ -153,8 +134,9 @@ def test_the_cheapest_cluster_for_a_rate(tmp_path: Path) -> None:
 
 def test_the_highest_rate_for_a_budget() -> None:
     options = ("provision", LENGTHS, "--design", "mixed:h100,split:h100/a100", "--duration", 10)
+    kept = ("--cost", 130, "--slo", "ttft=20s,tbt=2s")
 
-    result = run(*options, "--cost", 130, "--policy", "splitwise-sim", "--json")
+    result = run(*options, *kept, "--json")
 
     assert result.exit_code == 0, result.output
     for design in json.loads(result.stdout)["designs"]:

@@ -7,18 +7,13 @@ import lzma
 import re
 import signal
 import time
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from phasewise.tuner.predictor.encoded import RIDGES, WIDTHS
-from phasewise.workflows.predict_len.inputs import find_encoder_to_learn
-from phasewise.workflows.predict_len.judge import name_of
 from tests.cli import command
-from tests.support.models.encoder_models import write_encoder
 from tests.support.models.length_examples import made_up, write_log
 from tests.support.models.stand_in_hub import serving
 from tests.support.models.tiny_models import tiny_gguf
@@ -119,23 +114,6 @@ def test_a_log_of_texts_is_read_by_the_model_that_its_lines_name(
         assert len(hub.requests) == n_asked
 
 
-@pytest.mark.parametrize(("n", "has_text", "said"), [(99, True, "100 are needed"), (150, False, "token ids")])
-def test_auto_learns_from_tokens_alone_where_an_encoder_could_not(
-    monkeypatch: pytest.MonkeyPatch, n: int, has_text: bool, said: str
-) -> None:
-    told: list[str] = []
-    monkeypatch.setattr("phasewise.serving.loaders.fetching.registry.is_here", lambda *arguments: True)
-    examples = [
-        replace(example, facts=example.facts._replace(text="a text" if has_text else None))
-        for example in made_up(n)
-    ]
-
-    assert find_encoder_to_learn("auto", examples, n, None, told.append) is None
-    assert said in told[0]
-    assert find_encoder_to_learn("all-minilm-l6-v2", examples, n, None, told.append) is not None
-    assert len(told) == 1
-
-
 def test_the_same_log_gives_the_same_file(log: Path, tmp_path: Path) -> None:
     for name in ("a", "b"):
         assert invoke("train", log, "-o", tmp_path / name).exit_code == 0
@@ -143,26 +121,14 @@ def test_the_same_log_gives_the_same_file(log: Path, tmp_path: Path) -> None:
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
-@pytest.mark.parametrize("reads", ["tokens", "texts"])
-def test_verbose_tells_the_losses_and_changes_no_bit_of_the_file(
-    log: Path, tmp_path: Path, reads: str
-) -> None:
-    """By tokens alone a line for each epoch; by an encoder one for each width and ridge of the kernel."""
-    rows = [{**row, "prompt": f"the cat sat on {number}"} for number, row in enumerate(lines_of(log))]
-    log.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    encoder = "none" if reads == "tokens" else write_encoder(tmp_path / "bert", "bert")
-    train = ("train", log, "--encoder", encoder)
+def test_verbose_tells_the_losses_and_changes_no_bit_of_the_file(log: Path, tmp_path: Path) -> None:
+    """A line for each epoch."""
+    quiet = invoke("train", log, "-o", tmp_path / "quiet")
+    verbose = invoke("train", log, "-o", tmp_path / "verbose", "--verbose")
 
-    quiet = invoke(*train, "-o", tmp_path / "quiet")
-    verbose = invoke(*train, "-o", tmp_path / "verbose", "--verbose")
-
-    line = re.compile(
-        r"network \d, epoch \d+: loss \d+\.\d+, unseen \d+\.\d+"
-        if reads == "tokens"
-        else r"width 0\.\d, ridge [\d.]+: mean error \d+\.\d tokens on unseen prompts"
-    )
+    line = re.compile(r"network \d, epoch \d+: loss \d+\.\d+, unseen \d+\.\d+")
     told = [shown for shown in verbose.stderr.splitlines() if line.fullmatch(shown)]
-    assert len(told) >= 5 if reads == "tokens" else len(told) == len(WIDTHS) * len(RIDGES)
+    assert len(told) >= 5
     assert line.search(quiet.stderr) is None
     assert (tmp_path / "quiet").read_bytes() == (tmp_path / "verbose").read_bytes()
 
@@ -179,9 +145,7 @@ def test_eval_by_folds_judges_every_answer_once(log: Path) -> None:
     assert len(evaluation["logs"][0]["calibration"]["coverage"]) == 9
 
 
-@pytest.mark.parametrize(
-    "words", [("--folds", 3, "--drift"), ("--folds", 3, "--predictor", "p"), ("--drift",)]
-)
+@pytest.mark.parametrize("words", [("--folds", 3, "--predictor", "p")])
 def test_what_eval_cannot_combine_is_refused_before_a_log_is_read(words: tuple[object, ...]) -> None:
     assert words[0 if "--folds" in words else -1] in invoke("eval", "no-log.jsonl", *words).usage_error
 
@@ -201,17 +165,13 @@ def test_eval_compares_methods_at_their_own_points_and_at_equal_memory(log: Path
 
 
 @pytest.mark.slow
-def test_eval_under_drift_and_of_a_given_predictor(log: Path, tmp_path: Path) -> None:
+def test_eval_of_a_given_predictor(log: Path, tmp_path: Path) -> None:
     other = write_log(tmp_path / "other.jsonl", made_up(200, seed=4, kinds={100: 60, 200: 200, 300: 400}))
     run_json("train", log, "-o", tmp_path / "p", "--split", 0.4, "--seed", 3)
 
-    drift = run_json("eval", log, other, "--drift")
     text = invoke("eval", other, "--predictor", tmp_path / "p").stdout
     given = run_json("eval", log, "--predictor", tmp_path / "p")
 
-    methods = [method["method"] for method in drift["logs"][0]["points"]["after the change"]["methods"]]
-    assert methods == ["ours", "ours, fixed", "S3", "constant"]
-    assert drift["logs"][0]["answers"] == 200
     assert (given["split"], given["seed"]) == (0.4, 3)  # its own: what it has not learnt from
     assert "ours above S3" in text
     assert max(map(len, text.splitlines())) <= 110
@@ -247,15 +207,6 @@ def test_eval_keeps_its_figures_and_no_prompt(
     assert "prompt" not in content
 
 
-def test_eval_under_drift_keeps_a_score_of_the_later_answers(db: Path, log: Path, tmp_path: Path) -> None:
-    later = write_log(tmp_path / "later.jsonl", made_up(60, seed=5))
-    run_json("eval", log, later, "--drift")
-    (score,) = command.fields_of("db", "show")["predictor_scores"]
-
-    assert (score["judged_by"], "coverage_90" in score["figures"]) == ("drift", False)
-    assert 0 <= score["figures"]["accuracy"] <= 1
-
-
 def test_eval_goes_on_where_nothing_can_be_kept(log: Path, tmp_path: Path) -> None:
     """Its figures are printed; why they are not kept is one line."""
     (tmp_path / "text.db").write_text("no database")
@@ -264,21 +215,6 @@ def test_eval_goes_on_where_nothing_can_be_kept(log: Path, tmp_path: Path) -> No
     assert done.exit_code == 0
     assert "accuracy" in done.stdout
     assert "nothing is kept of it: " in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("encoder", "name"),
-    [
-        ("tokens", "tokens"),
-        ("sentence-transformers/all-MiniLM-L6-v2", "sentence-transformers/all-MiniLM-L6-v2"),
-        ("/home/somebody/models/mine.gguf", "mine.gguf"),
-        ("~/models/mine", "mine"),
-        ("../mine", "mine"),
-        ("/", "model"),
-    ],
-)
-def test_a_score_names_a_model_and_no_path(encoder: str, name: str) -> None:
-    assert name_of(encoder) == name
 
 
 def test_serve_finds_the_models_own_predictor(log: Path, tmp_path: Path) -> None:

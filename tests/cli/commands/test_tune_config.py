@@ -121,7 +121,6 @@ def test_wrong_usage_is_exit_code_two_and_creates_nothing(
         (("--objective", "goodput"), "--slo"),
         (("--lengths", "zipf:2"), "zipf"),
         (("--trace", __file__), "test_tune_config.py"),
-        (("--hints", __file__), "is not JSON: write it by `phasewise topo --probe --json`"),
     ],
 )
 def test_an_impossible_request_is_one_line_and_creates_nothing(
@@ -202,19 +201,6 @@ def test_only_so_many_ranks_and_only_these_cores(db: Path, llama: str, tmp_path:
     for plan in fields["plans"].values():
         assert len(plan["ranks"]) == 2
         assert {core for rank in plan["ranks"] for core in rank["cores"]} <= {0, 1, 4, 5}
-
-
-def test_hinted_groups_are_among_the_settings_and_of_this_machine(
-    db: Path, llama: str, tmp_path: Path
-) -> None:
-    machine = write_machine(tmp_path / "machine.xml", 1, 8)
-    (tmp_path / "probe.json").write_text(json.dumps({"groups": [{"n": 4, "t": 1, "d": 1}]}))
-    fields = modelled_fields(llama, machine, "--hints", tmp_path / "probe.json")
-    other = modelled(llama, EIGHT, "--hints", tmp_path / "probe.json")
-
-    assert fields["settings"]["hints"] == ["fundamental | group(4,1,1)"]
-    assert other.exit_code == 1
-    assert other.stderr.splitlines()[-1].startswith("phasewise: ")
 
 
 def test_a_phase_alone_has_no_other(db: Path, llama: str) -> None:
@@ -432,7 +418,7 @@ def test_killed_it_goes_on_where_it_was(db: Path, llama: str, tmp_path: Path) ->
 
 
 @pytest.mark.slow  # test_search_study.py has two processes in `quick`
-def test_two_processes_with_one_study_share_the_work(db: Path, llama: str, tmp_path: Path) -> None:
+def test_two_processes_with_one_study_agree(db: Path, llama: str, tmp_path: Path) -> None:
     machine = write_machine(tmp_path / "machine.xml", 4, 8)
     arguments = (
         llama, "--evaluator", "modelled", "--machine", machine, "--storage", tmp_path / "study.db",
@@ -445,11 +431,10 @@ def test_two_processes_with_one_study_share_the_work(db: Path, llama: str, tmp_p
     assert [process.returncode for process in both] == [0, 0]
     assert first["plans"] == second["plans"]
     assert first["evaluations"] + first["replayed"] == second["evaluations"] + second["replayed"]
-    assert first["replayed"] + second["replayed"] > 0
 
 
 @pytest.mark.slow
-def test_two_processes_with_one_study_on_a_server_share_the_work(
+def test_two_processes_with_one_study_on_a_server_agree(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, llama: str
 ) -> None:
     """Both the tuning database and the trials are in PostgreSQL."""
@@ -489,10 +474,6 @@ def test_measured_here_the_plan_is_stored_used_and_emitted(db: Path, tiny: Path)
     assert first["timings"] > 0
     assert all(plan["stored"] for plan in first["plans"].values())
     assert again["replayed"] > 0 or again["evaluations"] == 0
-    recorded = fields_of(*arguments, "--evaluator", "recorded")
-    assert recorded["timings"] == 0
-    assert set(recorded["plans"]) == set(PHASES)
-    assert not any(plan["stored"] for plan in recorded["plans"].values())
     with open_store(db) as store:
         for phase in PHASES:
             record = store.newest_plan(machine_key(read_machine()), "tiny@native", phase)

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from phasewise.serving.batch import Batch, KvCopy
 from phasewise.serving.pools.contract import Demand, Placement
-from phasewise.serving.scheduling.request import Request
+from phasewise.serving.scheduling.request import Request, SchedulerError, SchedulerLimits
 from phasewise.serving.scheduling.scheduler import Scheduler
-from phasewise.serving.scheduling.scheduler_terms import SchedulerError, SchedulerLimits
 from tests.serving.scheduling.test_scheduler_laws import CLIENTS
 from tests.support.scheduled import POLICIES, any_pool, make, request, turn
 from tests.support.tiers import examples

@@ -57,6 +57,7 @@ def n_reused(server: PoolServer) -> int:
     )
 
 
+@pytest.mark.slow
 def test_an_answer_is_the_same_whatever_chooses_its_instance(model: Path) -> None:
     """On one instance and on two; with prefixes most of each history is taken over."""
     with pools(model, ("mixed",)) as server:

@@ -25,15 +25,6 @@ def test_a_request_alone_on_the_reference_machine_has_no_slowdown() -> None:
     assert broken(summary, TABLE_VI) == []
 
 
-def test_the_authors_divide_by_every_token() -> None:
-    """Their time between tokens of 5 tokens is four fifths of ours."""
-    arrivals = [Arrival(0, 2.0, 300, 5)]
-    ours = summarise(simulate(mixed(1, machine()), arrivals), None)
-    theirs = summarise(simulate(mixed(1, machine(), "splitwise-sim"), arrivals), None)
-
-    assert theirs.times_s["tbt"][50] == pytest.approx(0.8 * ours.times_s["tbt"][50])
-
-
 def test_use_and_occupancy_are_shares() -> None:
     """One prompt machine and one token machine: 0.3 s of a batch of 300, four steps of one token."""
     summary = summarise(simulate(split(1, 1, machine()), [Arrival(0, 0.0, 300, 5)]), None)

@@ -17,8 +17,7 @@ from phasewise.serving.drafts.lookup import MOST_MATCHED, LookupDrafter, Repeats
 from phasewise.serving.drafts.model_drafter import ModelDrafter
 from phasewise.serving.drafts.step_costs import StepCosts
 from phasewise.serving.sampling.sampling import GREEDY, Sampler, SamplingParams, sample_run
-from phasewise.serving.scheduling.request import LiveSequence, Request
-from phasewise.serving.scheduling.scheduler_terms import DraftRoom
+from phasewise.serving.scheduling.request import DraftRoom, LiveSequence, Request
 from tests.support.tiers import examples, n_examples
 
 few_tokens = st.lists(st.integers(0, 2), min_size=1, max_size=80)

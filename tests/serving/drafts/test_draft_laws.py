@@ -17,8 +17,7 @@ from phasewise.serving.drafts.step_costs import StepCosts
 from phasewise.serving.engine.messages import Answer, Failure, Submit
 from phasewise.serving.errors import RankLost
 from phasewise.serving.sampling.sampling import GREEDY, SamplingParams
-from phasewise.serving.scheduling.request import Request
-from phasewise.serving.scheduling.scheduler_terms import SchedulerError
+from phasewise.serving.scheduling.request import Request, SchedulerError
 from tests.serving.scheduling.test_scheduler_laws import (
     CLIENTS,
     CONTEXT,

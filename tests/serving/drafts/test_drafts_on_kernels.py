@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -289,9 +288,3 @@ def test_a_stream_has_the_same_text_and_the_same_usage(server: FakeServer, plain
         )
 
     assert texts[0] == texts[1]
-
-
-def test_the_api_description_names_the_counts(server: FakeServer) -> None:
-    schemas = httpx.get(f"{server.url}/openapi.json").json()["components"]["schemas"]
-
-    assert "accepted_prediction_tokens" in json.dumps(schemas["Usage"])

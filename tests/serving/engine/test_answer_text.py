@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phasewise.serving.engine.answer_text import AnswerText
+from phasewise.serving.engine.live_request import AnswerText
 from phasewise.serving.sampling.sampling import SampledToken
 from tests.support.servers.fake_engine import END, ByteStream
 

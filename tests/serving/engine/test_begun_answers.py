@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 
 from phasewise.serving.batch import Batch
 from phasewise.serving.drafts.contract import Draft
-from phasewise.serving.engine.answer_text import AnswerText, GivenSoFar
 from phasewise.serving.engine.engine import Engine
+from phasewise.serving.engine.live_request import AnswerText, GivenSoFar
 from phasewise.serving.engine.messages import Answer, Failure, GivenOut, Submit
 from phasewise.serving.errors import RankLost, RequestError
 from phasewise.serving.processes.restarts import MOST_RERUNS
 from phasewise.serving.sampling.sampling import GREEDY, SampledToken, Sampler, SamplingParams
-from phasewise.serving.scheduling.scheduler_terms import DraftRoom
+from phasewise.serving.scheduling.request import DraftRoom
 from tests.support.servers.fake_engine import (
     ALPHABET,
     END,

@@ -9,8 +9,12 @@ from dataclasses import replace
 
 import pytest
 
-from phasewise.serving.engine.engine_memory import VOCABULARY_BYTES_A_TOKEN, engine_bytes, program_bytes
-from phasewise.serving.engine.engine_size import EngineSize
+from phasewise.serving.engine.engine_size import (
+    VOCABULARY_BYTES_A_TOKEN,
+    EngineSize,
+    engine_bytes,
+    program_bytes,
+)
 from phasewise.serving.loaders import load_model
 from phasewise.serving.models.forward import Capacity, build_program, kv_bytes_per_slot
 from phasewise.serving.models.packed_model import PackedModel

@@ -22,9 +22,8 @@ from hypothesis import strategies as st
 from phasewise.serving.engine.messages import Answer, DraftCounts, Submit
 from phasewise.serving.errors import ServingError
 from phasewise.serving.http.http_settings import RequestFacts
-from phasewise.serving.http.length_log import LengthLog
 from phasewise.serving.http.monitoring.access_log import Logging, open_log
-from phasewise.serving.http.requests.lengths import LengthObserver, RealisedLength
+from phasewise.serving.http.requests.lengths import LengthLog, LengthObserver, RealisedLength
 from phasewise.serving.processes.json_lines import as_json, copy_lines
 from phasewise.serving.processes.line_log import LineLog
 from tests.support.servers.fake_server import fake_server
@@ -216,7 +215,7 @@ def test_answers_that_end_by_themselves_are_known_and_no_others() -> None:
         server.wait_until_idle()
 
     assert [(length.output_tokens, length.finish_reason) for length in lengths] == [(7, "length")]
-    assert lengths[0].facts == RequestFacts((97,), 0.5, 7, 1, None, "a")
+    assert lengths[0].facts == RequestFacts((97,), 0.5, 7, 1, None)
     assert observer._sent == {}
 
 

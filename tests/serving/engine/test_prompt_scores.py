@@ -17,9 +17,9 @@ pytest.importorskip(
 )
 from phasewise.serving.drafts.opening import DraftSource
 from phasewise.serving.engine.engine_size import EngineSize
+from phasewise.serving.engine.live_request import PromptScores
 from phasewise.serving.engine.messages import Answer, Submit
 from phasewise.serving.engine.open_engine import OpenEngine, open_engine
-from phasewise.serving.engine.prompt_progress import PromptScores
 from phasewise.serving.errors import StepFailed
 from phasewise.serving.loaders import load_model
 from phasewise.serving.sampling.sampling import PromptToken, SampledToken, SamplingParams

@@ -79,9 +79,9 @@ def test_a_request_reaches_the_engine_of_its_model_and_loads_add_up() -> None:
     assert {name: load.kv_slots for name, load in by_model.items()} == {
         name: engine.scheduler.pool.n_slots for name, engine in engines.items()
     }
-    slow_steps = {name: load.step_over_tpot_ms for name, load in by_model.items()}
+    slow_steps = {name: load.steps_over_tpot for name, load in by_model.items()}
     assert slow_steps["up"] > slow_steps["same"] == 0
-    assert came[-1].load.step_over_tpot_ms == slow_steps["up"]
+    assert came[-1].load.steps_over_tpot == slow_steps["up"]
     assert {delivery.stats.model for delivery in came if delivery.stats is not None} == {"up", "same"}
     assert host.stop()
     assert host.state == "running" or not host.is_alive

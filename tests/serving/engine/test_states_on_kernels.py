@@ -13,7 +13,7 @@ from phasewise.serving.loaders import load_model
 from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.ranks.ranks_contract import KvSettings
 from phasewise.serving.sampling.sampling import GREEDY
-from phasewise.serving.scheduling.scheduler_terms import SchedulerLimits
+from phasewise.serving.scheduling.request import SchedulerLimits
 from phasewise.tuner.plans import PHASES, Phase, RankCores, ServicePlan
 from tests.support.guessing import GuessingDrafter
 from tests.support.models import family_models as families

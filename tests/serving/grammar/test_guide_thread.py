@@ -267,6 +267,7 @@ def test_what_is_counted_is_what_all_of_them_take(prover: ConfinedProcess, gramm
     assert sum(counted(prover, grammar) for grammar in grammars) == pytest.approx(taken, rel=0.2)
 
 
+@pytest.mark.slow
 def test_grammars_that_are_kept_are_within_the_bound_here_and_in_an_instance() -> None:
     front, instance = GuideCompiler(TOKENS, IN_ANY_TIME), GuideCompiler(TOKENS, IN_ANY_TIME)
     try:

@@ -12,9 +12,10 @@ import httpx
 import pytest
 from pydantic import BaseModel
 
-from phasewise.serving.http.requests import message_schemas, ollama_schemas, response_schemas
+from phasewise.serving.http.requests import response_schemas
 from phasewise.serving.http.requests.calls import check_tools, conversation_of
 from phasewise.serving.http.requests.chat_schemas import ChatRequest
+from phasewise.serving.http.routes import messages, ollama
 from phasewise.serving.text.chat_template import ChatTemplate, ChatTemplateError, rendered
 from phasewise.serving.tools.dialect import Dialect, dialect_of
 from tests.support.agent_bodies import AgentBody, bodies, variants
@@ -27,8 +28,8 @@ OURS = {**tool_templates.TEMPLATES, **chat_templates.TEMPLATES}
 FORMS: dict[str, tuple[type[BaseModel], Callable[[Any], ChatRequest]]] = {
     "/v1/chat/completions": (ChatRequest, lambda body: body),
     "/v1/responses": (response_schemas.ResponsesRequest, partial(response_schemas.chat_of, before=[])),
-    "/v1/messages": (message_schemas.MessagesRequest, message_schemas.chat_of),
-    "/api/chat": (ollama_schemas.OllamaChatRequest, ollama_schemas.chat_of),
+    "/v1/messages": (messages.MessagesRequest, messages.chat_of),
+    "/api/chat": (ollama.OllamaChatRequest, ollama.chat_of),
 }
 _NAMED = {
     "codex": {"tools.web_search", "tools.mcp", "content.input_image", "input.web_search_call"},
@@ -78,6 +79,7 @@ def test_every_template_writes_what_was_asked_last(name: str) -> None:
         assert "Read it." in prompt or "List" in prompt, asked.agent
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not (SHARED / "templates").is_dir(), reason="no reference data: publishers' templates")
 def test_every_published_template_takes_every_body() -> None:
     failed = set()

@@ -11,17 +11,16 @@ from contextlib import contextmanager
 from itertools import pairwise
 
 import pytest
-from fastapi import Request
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.requests import Request
 from starlette.types import Message
 
 from phasewise.serving.errors import QueueFull
 from phasewise.serving.http.errors import ClientLeft
-from phasewise.serving.http.requests.fair_lane import FairLane
+from phasewise.serving.http.requests.fair_lane import REST, FairLane, RestedThread
 from phasewise.serving.http.requests.request_threads import while_there
-from phasewise.serving.http.transport.loop_share import UNKNOWN, VOUCHED, Allowance, LoopShare, Standing
-from phasewise.serving.http.transport.rested_thread import REST, RestedThread
+from phasewise.serving.http.transport.connections import UNKNOWN, VOUCHED, Allowance, LoopShare, Standing
 from phasewise.serving.sandbox.confined import CancelToken
 from tests.support.servers.rude_clients import ENOUGH_S
 from tests.support.tiers import examples

@@ -9,8 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from random import Random
 
-from phasewise.serving.http.routes.hangup import on_hangup
-from phasewise.serving.http.routes.middleware import ApiKeys
+from phasewise.serving.http.routes.middleware import ApiKeys, on_hangup
 from phasewise.serving.http.transport.listening import tls_context
 from tests.support.servers.rude_clients import until
 

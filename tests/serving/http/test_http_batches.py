@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from fastapi import Request
+from starlette.requests import Request
 
 from phasewise.serving.batches import lines as lines_of_batches
 from phasewise.serving.batches.lines import read_line
@@ -27,6 +27,7 @@ from phasewise.serving.http.requests.upload import read_form
 from phasewise.serving.http.routes.batch_runner import _LinesOfFile
 from tests.support.servers.fake_server import FakeServer, fake_server
 from tests.support.servers.rude_clients import ENOUGH_S, until
+from tests.support.tiers import first_is_smoke
 
 LIMITS = HttpLimits(api_keys=("one", "two"))
 ENDPOINT: Any = "/v1/completions"
@@ -267,7 +268,8 @@ def test_lines_are_read_few_bytes_at_a_time_whatever_they_are(tmp_path: Path, co
     assert max(pieces) <= 2
 
 
-@pytest.mark.parametrize("lines", [b"\n" * 300_000, b" \n" * 300_000, b"[]\n" * 60_000])
+@pytest.mark.slow
+@pytest.mark.parametrize("lines", first_is_smoke([b"\n" * 300_000, b" \n" * 300_000, b"[]\n" * 60_000]))
 def test_a_file_of_too_many_lines_fails_empty_ones_or_not(tmp_path: Path, lines: bytes) -> None:
     with serving(tmp_path / "b") as server:
         client = client_of(server)

@@ -12,15 +12,13 @@ import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from phasewise.loadtest.outcome import Energy, energy_in
 from phasewise.serving.engine.messages import Answer, EngineLoad, StepStats, Submit
 from phasewise.serving.http.http_settings import RequestFacts
 from phasewise.serving.http.monitoring.access_log import AccessLog
-from phasewise.serving.http.monitoring.energy import PhaseEnergy
-from phasewise.serving.http.monitoring.histogram import LocalHistogram, LocalHistograms
+from phasewise.serving.http.monitoring.live import PhaseEnergy
 from phasewise.serving.http.monitoring.metrics import Gauges, Metrics
 from phasewise.serving.http.routes.app import ServerContext
 from phasewise.serving.pools.contract import ALIGNMENT
@@ -110,24 +108,6 @@ def test_tokens_that_were_held_back_and_sampled_again_count_once() -> None:
         metrics.delivered((Answer("r", "", (), n_generated, 0, reason),), None)  # type: ignore[arg-type]
 
     assert "phasewise_generated_tokens_total 5.0" in metrics.exposition().decode().splitlines()
-
-
-BOUNDS = (0.001, 0.5, 1, 1024)
-
-
-@given(values=st.lists(st.sampled_from([0, *BOUNDS]) | st.floats(0, 3000), max_size=20))
-def test_it_reads_as_prometheus_own(values: list[float]) -> None:
-    disable_created_metrics()  # type: ignore[no-untyped-call]
-    theirs, ours = CollectorRegistry(), CollectorRegistry()
-    histogram = Histogram("a_seconds", "time", ["kind"], buckets=BOUNDS, registry=theirs).labels("x")
-    ours_one = LocalHistogram(BOUNDS)
-    ours.register(LocalHistograms("a_seconds", "time", ("kind",), {("x",): ours_one}))
-
-    for value in values:
-        histogram.observe(value)
-        ours_one.observe(value)
-
-    assert generate_latest(ours) == generate_latest(theirs)
 
 
 Sample = tuple[dict[str, str], float]

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 
 from phasewise.serving.http.errors import ApiError
 from phasewise.serving.http.requests.chat_schemas import ChatRequest, plain_names
-from phasewise.serving.http.requests.ollama_schemas import closed
+from phasewise.serving.http.routes.ollama import closed
 from tests.support.models.tool_templates import HERMES
 from tests.support.servers.scripted_engine import Scripted, ScriptedRanks, scripted_server
 from tests.support.tiers import examples

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phasewise.serving.http.answers.places import displaced
+from phasewise.serving.http.answers.client import displaced
 from phasewise.serving.http.http_settings import HttpLimits
 from phasewise.serving.sandbox.confined import Bounds, CancelToken
 from phasewise.serving.text.chat import Conversation, Conversations

@@ -146,8 +146,9 @@ def test_why_an_answer_ended(running: Scripted, ranks: ScriptedRanks) -> None:
     assert ending() == ("end_turn", None, "one two three")
     assert ending(max_tokens=4) == ("max_tokens", None, "one ")
     assert ending(stop_sequences=["three", "two"]) == ("stop_sequence", "two", "one ")
-    ranks.script = lambda _prompt: "on and " * 2000
-    assert ending(max_tokens=100_000)[0] == "model_context_window_exceeded"
+    ranks.script = lambda _prompt: "on and " * 100
+    long = [{"role": "user", "content": "on and " * 540}]
+    assert ending(messages=long, max_tokens=100_000)[0] == "model_context_window_exceeded"
 
 
 @pytest.mark.parametrize("thinking", [None, {"type": "disabled"}, {"type": "enabled", "budget_tokens": 1024}])

@@ -21,8 +21,8 @@ from phasewise.serving.http.monitoring.metrics import Metrics
 from phasewise.serving.http.requests import response_schemas
 from phasewise.serving.http.requests.fair_lane import FairLane
 from phasewise.serving.http.requests.response_schemas import ResponsesRequest, messages_of
-from phasewise.serving.http.transport import loop_share, timed_steps
-from phasewise.serving.http.transport.loop_share import UNKNOWN, LoopShare
+from phasewise.serving.http.transport import connections, exchange
+from phasewise.serving.http.transport.connections import UNKNOWN, LoopShare
 from tests.support.servers.fake_engine import piece
 from tests.support.servers.fake_server import FakeServer, fake_server
 from tests.support.servers.rude_clients import until
@@ -56,7 +56,7 @@ class Clock:
 
 def test_only_the_steps_of_a_request_count_and_not_its_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, told = Clock(), list[float]()
-    monkeypatch.setattr(timed_steps, "time", clock)
+    monkeypatch.setattr(exchange, "time", clock)
 
     async def work(failing: asyncio.Future[None]) -> None:
         clock.now_s += 1.0
@@ -72,7 +72,7 @@ def test_only_the_steps_of_a_request_count_and_not_its_waits(monkeypatch: pytest
 
     async def both() -> None:
         failing = asyncio.get_running_loop().create_future()
-        timed = timed_steps.timed_steps(work(failing), told.append)
+        timed = exchange.timed_steps(work(failing), told.append)
         await asyncio.gather(_as_coroutine(timed), other(failing))
 
     asyncio.run(both())
@@ -84,7 +84,7 @@ def test_a_request_that_is_cancelled_is_told_too() -> None:
     told: list[float] = []
 
     async def cancelled() -> None:
-        task = asyncio.ensure_future(_as_coroutine(timed_steps.timed_steps(asyncio.sleep(60), told.append)))
+        task = asyncio.ensure_future(_as_coroutine(exchange.timed_steps(asyncio.sleep(60), told.append)))
         await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -113,7 +113,7 @@ def test_requests_that_the_engine_does_not_answer_are_charged_what_they_took(
     server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spent: list[float] = []
-    monkeypatch.setattr(loop_share.Allowance, "spend", lambda _one, cost_s: spent.append(cost_s))
+    monkeypatch.setattr(connections.Allowance, "spend", lambda _one, cost_s: spent.append(cost_s))
 
     for path in ("/metrics", "/v1/models", "/openapi.json", "/nowhere"):
         httpx.get(f"{server.url}{path}")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import random
-import re
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -17,14 +15,10 @@ import ollama
 import openai
 import pytest
 
-from phasewise.serving.engine.messages import EngineLoad, Progress, Submit
 from phasewise.serving.errors import StepFailed
-from phasewise.serving.http.answers.prompt_work import PromptWork
 from phasewise.serving.http.http_settings import HttpLimits
-from phasewise.serving.scheduling.pacing import Pacing
 from tests.support.servers.fake_server import FakeServer, fake_server
 from tests.support.servers.rude_clients import until
-from tests.support.tiers import n_examples
 
 LIMITS = HttpLimits(sign_of_life_s=0.05)
 SILENT = HttpLimits(sign_of_life_s=60.0)
@@ -214,37 +208,6 @@ def test_ollamas_lines_have_spaces_before_them_and_the_official_client_goes_on()
     assert len(text) == 5
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages", "/api/chat"])
-def test_spaces_before_json_come_where_they_are_asked_for(path: str) -> None:
-    more = {"prompt": "abc"} if path == "/v1/completions" else {"messages": CHAT}
-    asked = {"model": "fake", "temperature": 0, "max_tokens": 5, "stream": False, **more}
-    asked |= {"options": {"num_predict": 5, "temperature": 0}} if path == "/api/chat" else {}
-    on = {"X-Json-Whitespace": "on"}
-    with held() as (server, gate):
-        late = _opened_by_spaces(gate, f"{server.url}{path}", asked, on)
-        gate.open.clear()
-        server.ranks.fail_with = StepFailed("the step failed")
-        failed = _opened_by_spaces(gate, f"{server.url}{path}", asked, on)
-    with fake_server(SILENT) as server:
-        soon = httpx.post(f"{server.url}{path}", json=asked, headers=on)
-    assert late.startswith(b"  ")
-    assert not soon.text.startswith("  ")
-    assert sorted(json.loads(late)) == sorted(soon.json())
-    assert "the step failed" in json.dumps(json.loads(failed)["error"])
-
-
-def _opened_by_spaces(gate: Gate, url: str, asked: dict[str, object], headers: dict[str, str]) -> bytes:
-    """The body of a response with status 200; its step goes on once two spaces have come."""
-    body = b""
-    with httpx.stream("POST", url, json=asked, headers=headers) as response:
-        assert response.status_code == 200
-        for piece in response.iter_raw():
-            body += piece
-            if len(body) >= 2:
-                gate.open.set()
-    return body
-
-
 # ---- the progress of prompts -----------------------------------------------------------------------------
 
 
@@ -308,76 +271,3 @@ def test_a_client_that_leaves_in_its_prompt_is_gone_within_one_step() -> None:
         steps.release(100)
         server.wait_until_idle()
         assert len(server.ranks.batches) <= 4
-
-
-# ---- the expected time -----------------------------------------------------------------------------------
-
-
-def test_a_header_tells_the_time_until_the_first_token_once_one_was_seen() -> None:
-    with fake_server() as server:
-        server.engine.pacing = Pacing(10**8, 512)
-        fields = {"prompt": "abc", "max_tokens": 2, "stream": True}
-        first = server.post("/v1/completions", **fields)
-        server.wait_until_idle()
-        second = server.post("/v1/completions", **fields)
-    assert "x-estimated-ttft" not in first.headers
-    assert re.fullmatch(r"[0-9]+\.[0-9] s", second.headers["x-estimated-ttft"])
-
-
-LOAD = EngineLoad(0, 1, 0, 100, prompt_token_ns=2e6)
-
-
-def asked(name: str, n_tokens: int, model: str = "") -> Submit:
-    return Submit(name, (1,) * n_tokens, model=model)
-
-
-def seconds(
-    work: PromptWork, n_tokens: int, client: str, load: EngineLoad = LOAD, wait_s: float = 0
-) -> float:
-    first_token_s = work.seconds_until_first_token(asked("new", n_tokens), client, load, wait_s)
-    assert first_token_s is not None
-    return first_token_s
-
-
-def test_a_prompt_alone_takes_its_own_tokens() -> None:
-    assert seconds(PromptWork(), 500, "a") == pytest.approx(1.0)
-
-
-def test_nothing_is_told_before_anything_was_seen() -> None:
-    work, request = PromptWork(), asked("new", 5)
-    assert work.seconds_until_first_token(request, "a", None, 0) is None
-    assert work.seconds_until_first_token(request, "a", LOAD._replace(prompt_token_ns=0), 0) is None
-
-
-@pytest.mark.parametrize("seed", range(n_examples(40)))
-def test_it_is_between_that_of_its_own_client_alone_and_that_of_all(seed: int) -> None:
-    """Equal parts: another client costs at most as much as one's own prompts, and at most all it has."""
-    rng = random.Random(seed)
-    work, own, others = PromptWork(), 0, {"b": 0, "c": 0}
-    for number in range(rng.randrange(12)):
-        client, n_tokens = rng.choice("abc"), rng.randrange(1, 3000)
-        work.sent(asked(str(number), n_tokens), client)
-        n_done = rng.randrange(n_tokens)
-        work.goes_on(Progress(str(number), n_tokens, 0, n_done, 5))
-        if rng.random() < 0.3:
-            work.ended(str(number))
-            continue
-        left = n_tokens - n_done
-        own += left * (client == "a")
-        others = {other: had + left * (client == other) for other, had in others.items()}
-    n_new = rng.randrange(1, 2000)
-    token_s = LOAD.prompt_token_ns / 1e9
-    expected = n_new + own + sum(min(had, n_new + own) for had in others.values())
-    assert seconds(work, n_new, "a") == pytest.approx(expected * token_s)
-    assert seconds(work, n_new, "a", wait_s=1e6) == pytest.approx(1e6 + n_new * token_s)
-    assert seconds(work, n_new + 1, "a") > seconds(work, n_new, "a")
-
-
-def test_engines_of_other_models_take_turns() -> None:
-    busy, idle = LOAD._replace(n_running=1), LOAD._replace(n_running=0)
-    load = LOAD._replace(by_model={"x": idle, "y": busy, "z": idle})
-    work = PromptWork()
-    work.sent(asked("other", 1000, "y"), "a")
-    request = asked("new", 500, "x")
-    assert work.seconds_until_first_token(request, "a", load, 0) == pytest.approx(2.0)
-    assert work.seconds_until_first_token(asked("new", 5, "gone"), "a", load, 0) is None

@@ -20,7 +20,6 @@ from phasewise.serving.http.http_settings import ApiKey, HttpLimits
 from phasewise.serving.http.monitoring.access_log import AccessLog, Logging, Record, open_log
 from phasewise.serving.http.monitoring.metrics import Gauges, Metrics
 from phasewise.serving.http.routes.app import ServerContext
-from phasewise.serving.scheduling.pacing import Pacing
 from tests.support.servers.fake_server import FakeServer, fake_server
 
 LINES: list[str] = []
@@ -139,27 +138,6 @@ def test_unknown_fields_are_named_in_the_answers_header(server: FakeServer) -> N
         assert answer.headers["x-ignored-fields"] == "temprature,top_kk"
     del body["top_kk"], body["temprature"], body["a\n"]
     assert "x-ignored-fields" not in httpx.post(f"{server.url}/v1/completions", json=body).headers
-
-
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-@pytest.mark.parametrize(("promise_ns", "is_told"), [(1, True), (10**12, False)])
-def test_a_promise_that_cannot_be_kept_is_told_in_the_answers_header(
-    server: FakeServer, path: str, promise_ns: int, is_told: bool
-) -> None:
-    """From the first answer on: before it nobody knows."""
-    body = {"model": "fake", "max_tokens": 3, "prompt": "x", "messages": [{"role": "user", "content": "x"}]}
-    del body["messages" if path == "/v1/completions" else "prompt"]
-    server.engine.pacing = Pacing(promise_ns, 64)
-    try:
-        for stream in (False, True, False):
-            answer = httpx.post(f"{server.url}{path}", json={**body, "stream": stream})
-            server.wait_until_idle()
-        assert answer.status_code == 200
-        told = answer.headers.get("x-step-over-tpot")
-        assert (told is not None) == is_told
-        assert told is None or re.fullmatch(r"[1-9]\d* ms", told)
-    finally:
-        server.engine.pacing = None
 
 
 def test_pages_of_named_origins_may_call(server: FakeServer) -> None:

@@ -6,15 +6,14 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 import pytest
-from fastapi import Request
+from starlette.requests import Request
 from starlette.types import Message as AsgiMessage
 
 from phasewise.serving.engine.messages import Abort, Answer, Delivery, EngineLoad, Failure, Message, Submit
 from phasewise.serving.errors import RankLost, Stopping
 from phasewise.serving.http.answers.client import EngineClient
 from phasewise.serving.http.answers.openai_objects import Choice, CompletionRendering, Form, Reply
-from phasewise.serving.http.answers.send_answer import respond
-from phasewise.serving.http.answers.sse_events import Events
+from phasewise.serving.http.answers.send_answer import Events, respond
 from phasewise.serving.http.http_settings import HttpLimits, RequestFacts, ServedModel
 from tests.support.servers.fake_engine import END, VOCAB_SIZE, encode, piece
 

@@ -16,11 +16,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phasewise.serving.engine.answer_text import AnswerText
+from phasewise.serving.engine.live_request import AnswerText
 from phasewise.serving.engine.messages import Answer, Failure, Submit
 from phasewise.serving.errors import StepFailed
-from phasewise.serving.http.answers.client import AnswerStream, EngineClient
-from phasewise.serving.http.answers.loop_wakeup import LoopWakeup
+from phasewise.serving.http.answers.client import AnswerStream, EngineClient, LoopWakeup
 from phasewise.serving.http.answers.openai_objects import (
     AnswerReading,
     ChatRendering,
@@ -29,8 +28,7 @@ from phasewise.serving.http.answers.openai_objects import (
     Rendering,
     Reply,
 )
-from phasewise.serving.http.answers.send_answer import _said
-from phasewise.serving.http.answers.sse_events import Events
+from phasewise.serving.http.answers.send_answer import Events, _said
 from phasewise.serving.http.http_settings import HttpLimits, ServedModel
 from phasewise.serving.sampling.sampling import SampledToken, SamplingParams
 from phasewise.serving.text.turn_form import TurnForm

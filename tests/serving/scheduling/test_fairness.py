@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phasewise.serving.batch import Batch
+from phasewise.serving.scheduling.admission import FEW_TOKENS, LEAST_TOKENS
 from phasewise.serving.scheduling.request import LiveSequence, Request
 from phasewise.serving.scheduling.scheduler import Scheduler
-from phasewise.serving.scheduling.step_choice import FEW_TOKENS, LEAST_TOKENS
 from tests.support.scheduled import POLICIES, Turns, make
 from tests.support.tiers import examples
 

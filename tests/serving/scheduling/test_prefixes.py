@@ -35,9 +35,8 @@ from phasewise.serving.scheduling.prefixes import (
     chain,
     copies_between,
 )
-from phasewise.serving.scheduling.request import Request
+from phasewise.serving.scheduling.request import Request, SchedulerLimits
 from phasewise.serving.scheduling.scheduler import Scheduler
-from phasewise.serving.scheduling.scheduler_terms import SchedulerLimits
 from tests.support.scheduled import POLICIES, Turns, make
 
 TOKENS = tuple(range(200))
@@ -296,7 +295,6 @@ def test_what_is_told_is_there_and_all_that_would_be_found_is_told(policy: str, 
     rng = random.Random(seed)
     reported = Reported(make(policy, n_slots=N_SLOTS))
     index = reported.scheduler._prefixes
-    assert index is not None
     sent: list[Request] = []
     n_found = 0
     for number in range(0, 60, 4):

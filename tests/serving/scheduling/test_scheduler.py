@@ -8,8 +8,8 @@ import pytest
 
 from phasewise.serving.batch import Batch
 from phasewise.serving.errors import ContextLengthExceeded, QueueFull, RequestError
+from phasewise.serving.scheduling.request import SchedulerError
 from phasewise.serving.scheduling.scheduler import Scheduler
-from phasewise.serving.scheduling.scheduler_terms import SchedulerError
 from tests.support.scheduled import POLICIES, Turns, make, request, turn
 
 STOP = 7

@@ -29,9 +29,8 @@ from phasewise.serving.pools.state_places import StatePlaces
 from phasewise.serving.pools.states import StatefulPool
 from phasewise.serving.pools.wrapped import WrappedPool
 from phasewise.serving.sampling.sampling import GREEDY
-from phasewise.serving.scheduling.request import Request
+from phasewise.serving.scheduling.request import MOST_PREEMPTIONS, Request, SchedulerLimits
 from phasewise.serving.scheduling.scheduler import Scheduler
-from phasewise.serving.scheduling.scheduler_terms import MOST_PREEMPTIONS, SchedulerLimits
 from tests.support.restless_pool import RestlessPool
 from tests.support.scheduled import POLICIES, Turns, any_pool, make
 from tests.support.servers.fake_engine import END, AttentiveRanks, make_engine, run_all, text_of

@@ -12,9 +12,8 @@ from phasewise.serving.pools.contract import PoolSettings
 from phasewise.serving.pools.opening import POLICIES, open_pool
 from phasewise.serving.pools.state_places import StatePlaces
 from phasewise.serving.pools.states import StatefulPool
-from phasewise.serving.scheduling.request import Request
+from phasewise.serving.scheduling.request import Request, SchedulerLimits
 from phasewise.serving.scheduling.scheduler import Scheduler
-from phasewise.serving.scheduling.scheduler_terms import SchedulerLimits
 from tests.support.tiers import n_examples
 
 SLOTS, STOP = 512, 0
@@ -253,6 +252,7 @@ def _said(scheduler: Scheduler, talk: Talk, name: str, sizes: tuple[int, int]) -
     return n_computed, (*prompt, *answer)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("shape", ["question", "answer", "none"])
 @pytest.mark.parametrize(("policy", "n_places", "n_others"), [("odma", 6, 0), ("paged", 40, 1)])
 def test_a_long_chain_of_calls_computes_its_new_tokens_alone(

@@ -14,7 +14,7 @@ from phasewise.serving.engine.messages import Answer, Submit
 from phasewise.serving.pools.contract import Placement
 from phasewise.serving.sampling.sampling import GREEDY
 from phasewise.serving.scheduling.prefixes import Computed
-from phasewise.serving.scheduling.stored_beginnings import WantedBeginning
+from phasewise.serving.scheduling.sequence_states import WantedBeginning
 from tests.support.scheduled import POLICIES, any_pool
 from tests.support.servers.fake_engine import END, AttentiveRanks, make_engine, run_all
 from tests.support.tiers import examples

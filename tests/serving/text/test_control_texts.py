@@ -127,6 +127,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("source", HOSTILE.values(), ids=HOSTILE)
 def test_a_template_that_takes_long_is_ended_from_outside(source: str) -> None:
     hostile = Conversations(source, {}, [], replace(BOUNDS, seconds=0.5))

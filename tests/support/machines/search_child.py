@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from random import Random
 
 from phasewise.kerneldb.location import locate
@@ -30,7 +29,6 @@ from phasewise.tuner.config.study import (
 )
 from phasewise.tuner.config.walk import Rules
 from phasewise.tuner.errors import EvaluationError
-from phasewise.tuner.measurement_lock import FileLock, MeasurementLock
 from phasewise.tuner.plans import Phase
 from phasewise.tuner.topotree import Configuration, OperatorLimits, fundamental
 from tests.support.machines import paper_machines
@@ -91,9 +89,8 @@ def run_on(
     settings: SearchSettings | None = None,
     stop: Callable[[], bool] = lambda: False,
     report: Callable[[Event], None] = lambda event: None,
-    lock: MeasurementLock | None = None,
 ) -> SearchOutcome:
-    return run(small_space(), task(evaluator), locate(database), settings, stop, report, lock)
+    return run(small_space(), task(evaluator), locate(database), settings, stop, report)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -105,7 +102,7 @@ def main(arguments: Sequence[str]) -> None:
 
     kind: EvaluatorKind = "modelled" if arguments[2:] == ["modelled"] else "measured"
     evaluator = FakeEvaluator(happens=happens, kind=kind)
-    outcome = run_on(arguments[0], evaluator, UNPRUNED, lock=FileLock(Path(f"{arguments[0]}.lock")))
+    outcome = run_on(arguments[0], evaluator, UNPRUNED)
     assert outcome.best is not None
     summary = {"end": outcome.end, "best": outcome.best[0].key, "tried": outcome.tried}
     print(json.dumps({**summary, "evaluations": outcome.evaluations}), flush=True)

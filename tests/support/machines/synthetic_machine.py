@@ -11,13 +11,12 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 
 from phasewise.kerneldb.records import MachineKey, Problem, Sample, Schedule
 from phasewise.kerneldb.store import open_store
 from phasewise.tuner import timing
 from phasewise.tuner.ledger import Ledger, Scope
-from phasewise.tuner.measurement_lock import FileLock, MeasurementLock
+from phasewise.tuner.measurement_lock import MeasurementLock
 from phasewise.tuner.search.group import Group
 from phasewise.tuner.search.protocol import SearchOptions
 from phasewise.tuner.search.space import Arithmetic, Caches, MicroKernel
@@ -122,6 +121,5 @@ def in_use(outcome: TuningOutcome) -> list[tuple[int, int, dict[str, object]]]:
 
 if __name__ == "__main__":
     pause_s = float(sys.argv[2]) if len(sys.argv) > 2 else 0.0
-    lock = FileLock(Path(sys.argv[3])) if len(sys.argv) > 3 else None
-    outcome = run_on(SyntheticMachine(happens=lambda: time.sleep(pause_s)), sys.argv[1], lock=lock)
+    outcome = run_on(SyntheticMachine(happens=lambda: time.sleep(pause_s)), sys.argv[1])
     print(json.dumps({"end": outcome.end, "timed": outcome.timed, "in_use": in_use(outcome)}))

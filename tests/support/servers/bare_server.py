@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from phasewise.serving.http.http_settings import HttpLimits
 from phasewise.serving.http.transport.connections import Connections
@@ -72,7 +72,7 @@ class BareServer:
 
 @contextlib.contextmanager
 def bare_server(
-    app: FastAPI, limits: HttpLimits, *, tls: ssl.SSLContext | None = None, client: Any = None
+    app: Starlette, limits: HttpLimits, *, tls: ssl.SSLContext | None = None, client: Any = None
 ) -> Iterator[BareServer]:
     """One that holds no connection and no request at its end, and has not failed. `client`: its Clients."""
     nothing: Any = Nothing()

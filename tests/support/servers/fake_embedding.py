@@ -18,13 +18,12 @@ from phasewise.serving.embedding.protocol import Floats, inputs_from_bytes
 from phasewise.serving.embedding.queues import Depth, DeviceQueue, QueueManager
 from phasewise.serving.errors import RanksError, StepFailed
 from phasewise.serving.http.http_settings import HttpLimits
-from phasewise.serving.http.lifecycle import Lifecycle
 from phasewise.serving.http.monitoring.metrics import Gauges, Metrics
 from phasewise.serving.http.routes.app import ServedEmbeddings, create_app
 from phasewise.serving.http.routes.embeddings import EmbeddingModel
 from phasewise.serving.http.transport.connections import Connections
 from phasewise.serving.http.transport.listening import TcpAddress
-from phasewise.serving.http.transport.server import HttpServer, Service
+from phasewise.serving.http.transport.server import HttpServer, Lifecycle, Service
 from phasewise.serving.loaders import load_model
 from phasewise.serving.models.packed_model import PackedModel
 

@@ -14,8 +14,8 @@ from phasewise.serving.engine.messages import Answer, Failure, Submit
 from phasewise.serving.errors import RankLost
 from phasewise.serving.pools.contract import KV_CHUNK, KvPool, PoolSettings
 from phasewise.serving.pools.opening import open_pool
+from phasewise.serving.scheduling.request import SchedulerLimits
 from phasewise.serving.scheduling.scheduler import Scheduler
-from phasewise.serving.scheduling.scheduler_terms import SchedulerLimits
 
 END = 256
 VOCAB_SIZE = 257

@@ -19,7 +19,6 @@ from phasewise.serving.engine.several_engines import SeveralEngines
 from phasewise.serving.errors import ModelError
 from phasewise.serving.http.answers.client import EngineClient
 from phasewise.serving.http.http_settings import HttpLimits, ServedModel
-from phasewise.serving.http.lifecycle import Lifecycle
 from phasewise.serving.http.models.model_shelf import ModelFile, ModelShelf, ModelsOnDisk
 from phasewise.serving.http.models.served_models import ServedModels
 from phasewise.serving.http.monitoring.metrics import Gauges, Metrics
@@ -27,7 +26,7 @@ from phasewise.serving.http.routes.app import TextGeneration, create_app
 from phasewise.serving.http.routes.batch_runner import BatchRunner
 from phasewise.serving.http.transport.connections import Connections
 from phasewise.serving.http.transport.listening import TcpAddress
-from phasewise.serving.http.transport.server import HttpServer, Service
+from phasewise.serving.http.transport.server import HttpServer, Lifecycle, Service
 from phasewise.serving.processes.restarts import Restarts
 from tests.support.servers.fake_engine import ALPHABET, END, VOCAB_SIZE, FakeRanks, encode, make_engine, piece
 from tests.support.servers.fake_server import CONTEXT, render_chat

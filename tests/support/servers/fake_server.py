@@ -20,7 +20,6 @@ from phasewise.serving.engine.messages import Message, Submit
 from phasewise.serving.errors import ServingError
 from phasewise.serving.http.answers.client import EngineClient
 from phasewise.serving.http.http_settings import HttpLimits, ServedModel
-from phasewise.serving.http.lifecycle import Lifecycle
 from phasewise.serving.http.models.served_models import ServedModels
 from phasewise.serving.http.monitoring.metrics import Gauges, Metrics
 from phasewise.serving.http.requests.body import BodyReader
@@ -28,7 +27,7 @@ from phasewise.serving.http.routes.app import ServedEmbeddings, ServerContext, T
 from phasewise.serving.http.routes.batch_runner import BatchRunner
 from phasewise.serving.http.transport.connections import Connections
 from phasewise.serving.http.transport.listening import Address, TcpAddress
-from phasewise.serving.http.transport.server import HttpServer, Service
+from phasewise.serving.http.transport.server import HttpServer, Lifecycle, Service
 from tests.support.servers.fake_engine import END, VOCAB_SIZE, FakeRanks, encode, make_engine, piece
 from tests.support.servers.rude_clients import ENOUGH_S, until
 

@@ -172,8 +172,6 @@ if __name__ == "__main__":
         import_module(name)
     with import_module("phasewise.kerneldb.store").open_store(":memory:"):
         pass  # SQLAlchemy has seen the models
-    for embeds in (False, True):
-        import_module("phasewise.serving.http.routes.openapi").document(generates=True, embeds=embeds)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C at the tests
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     gc.freeze()

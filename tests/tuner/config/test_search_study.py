@@ -24,7 +24,6 @@ from tests.support import ROOT
 from tests.support.ablation import walked
 from tests.support.machines import search_child
 from tests.support.machines.search_child import KEY, N_SLICES, UNPRUNED, FakeEvaluator, run_on, small_space
-from tests.support.tiers import first_is_smoke
 
 KINDS = ["measured", "modelled"]
 """A trial that takes time is stored as running; one that is calculated, when it is finished."""
@@ -262,9 +261,10 @@ def test_a_search_that_is_killed_loses_one_evaluation_at_most(database: str) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", first_is_smoke(KINDS))
-def test_two_processes_divide_a_study(database: str, kind: EvaluatorKind) -> None:
-    children = [start_child(database, 0.1, kind) for _ in range(2)]
+@pytest.mark.smoke
+def test_two_processes_divide_a_study(database: str) -> None:
+    """As two machines do that share a database."""
+    children = [start_child(database, 0.1) for _ in range(2)]
     (evaluated, first), (other, second) = map(outcome_of, children)
 
     whole = unpruned()

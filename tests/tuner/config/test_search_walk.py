@@ -154,18 +154,6 @@ def test_what_cannot_run_does_not_end_the_walk() -> None:
     assert len(result.best.ranks) == 1
 
 
-def test_hinted_groupings_come_first() -> None:
-    space = small_space()
-    roots = [root for generation in space.generations() for root in generation]
-    hinted = ConfigSpace(space.tree, space.limits, hints=(roots[5],))
-
-    first_latent = next(root for generation in hinted.generations() for root in generation if root.groups)
-    assert first_latent == roots[5]
-    assert {root.key for generation in hinted.generations() for root in generation} == {
-        root.key for root in roots
-    }
-
-
 def _assert_found(case: planted.Planted, phase: str = "decode") -> None:
     """Within 1 % of brute force, for at most 10 % of it."""
     space = case.space

@@ -23,7 +23,6 @@ from phasewise.tuner.topotree import (
     fundamental,
     grouped_trees,
     parse,
-    single_groups,
 )
 from tests.support.machines.machine_shapes import machine_of, nest_of
 from tests.support.machines.paper_machines import epyc, kunpeng
@@ -147,15 +146,6 @@ def test_nodes_are_cut_from_the_pus() -> None:
 
     assert tree.nodes(0) == ((0, 1, 4, 5),)
     assert tree.nodes(2) == tree.nodes(3) == ((0,), (1,), (4,), (5,))
-
-
-def test_single_groups_are_all_that_one_group_makes() -> None:
-    """Each says by its last group what was done, and doing it again gives the same tree."""
-    tree = fundamental(machine_of((4, 6))).tree.group(3, 1, 2)
-    grouped = list(single_groups(tree, power_of_two=False))
-
-    assert all(tree.group(*grouped_tree.groups[-1]) == grouped_tree for grouped_tree in grouped)
-    assert {grouped_tree.groups[-1] for grouped_tree in grouped} == {(2, 1, 1), (2, 2, 1)}
 
 
 @pytest.mark.parametrize(

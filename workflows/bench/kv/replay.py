@@ -12,7 +12,7 @@ ways:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -20,10 +20,8 @@ from phasewise._rows import Row, column
 from phasewise._words import NOTHING, counted, percent
 from phasewise.serving.errors import RequestError
 from phasewise.serving.pools.contract import Estimate, KvPool
-from phasewise.serving.scheduling.request import Request
+from phasewise.serving.scheduling.request import Request, SchedulerLimits
 from phasewise.serving.scheduling.scheduler import Scheduler
-from phasewise.serving.scheduling.scheduler_terms import SchedulerLimits
-from phasewise.serving.scheduling.waiting_line import ARRIVAL
 from phasewise.tuner.config.lengths import MAX_TOKENS, Trace
 from phasewise.tuner.config.trace import describe
 from phasewise.tuner.errors import TraceError
@@ -65,8 +63,6 @@ class Replay:
     step_s: float | None
     """Length of a step, for requests that arrive by the trace; None: all requests wait from the beginning."""
     speeds: Speeds | None = None
-    order: str = ARRIVAL
-    """The waiting request that is admitted next, of `WAITING_ORDERS`."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +100,6 @@ def replay_policies(
     estimates = [text.strip() for text in wish.estimate.split(",")]
     inputs = ReplayInputs(traces, selection, wish.max_tokens, estimates, wish.step_ms, speeds)
     replay, story = replay_of(inputs, n_slots, wish.max_sequences, overrides.chosen(), report)
-    replay = replace(replay, order=wish.order)
     report(story)
     rows = list(replayed(replay, names))
     for row in rows:
@@ -232,9 +227,7 @@ def replayed(replay: Replay, policies: Sequence[str]) -> Iterator[KvRow]:
 
 def _row(policy: str, estimate: str | None, replay: Replay, pool: KvPool) -> KvRow:
     longest = replay.settings.longest_request
-    limits = SchedulerLimits(
-        longest, max_sequences=replay.max_sequences, prefix_reuse=False, waiting_order=replay.order
-    )
+    limits = SchedulerLimits(longest, max_sequences=replay.max_sequences, prefix_reuse=False)
     scheduler = Scheduler(pool, limits)
     sums = _Sums()
     estimates = (None,) * len(replay.trace) if estimate is None else replay.estimates[estimate]

@@ -6,12 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from phasewise._options import option, parse_bytes
-from phasewise.serving.scheduling.waiting_line import ARRIVAL
 from phasewise.workflows.errors import UsageError
 from phasewise.workflows.options import KvFormat
-
-WaitingOrder = Literal["arrival", "shortest"]
-"""The names of `waiting_line.WAITING_ORDERS`."""
 
 
 @dataclass(frozen=True)
@@ -69,12 +65,6 @@ class ReplayWish:
         kind=KvFormat,
     )
     max_sequences: int = option(256, "most running requests", min=1, config_only=True)
-    order: str = option(
-        ARRIVAL,
-        "admit waiting requests by arrival, or the shortest predicted answer first",
-        kind=WaitingOrder,
-        config_only=True,
-    )
     step_ms: float | None = option(
         None,
         "replay arrivals; each step lasts this long [default: all requests wait]",

@@ -19,7 +19,7 @@ from typing import Any
 
 from phasewise.workflows.report import Report, silent
 
-NAMES = ("torch", "mkl", "openblas", "openvino", "ggml", "tvm")
+NAMES = ("torch", "mkl", "openblas", "openvino", "ggml")
 WORKER = ("-m", "peer_worker")
 """The code that the interpreter runs, with this folder on PYTHONPATH."""
 
@@ -174,6 +174,4 @@ def _environment(cores: Sequence[int]) -> dict[str, str]:
         "MKL_THREADING_LAYER": "INTEL",
         "OPENBLAS_NUM_THREADS": threads,
         "OPENBLAS_THREAD_TIMEOUT": "20",
-        "TVM_NUM_THREADS": threads,
-        "TVM_BIND_THREADS": "1",
     }

@@ -14,13 +14,13 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
-from fastapi import FastAPI
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.applications import Starlette
 from starlette.types import Message, Receive, Scope, Send
 
 from phasewise.serving.http.http_settings import HttpLimits
-from phasewise.serving.http.transport.connection_clocks import ConnectionClocks
+from phasewise.serving.http.transport.connections import ConnectionClocks
 from phasewise.serving.http.transport.listening import TcpAddress, tls_context
 from tests.support.servers.bare_server import bare_server
 from tests.support.servers.fake_server import FakeServer, fake_server
@@ -333,7 +333,7 @@ def test_connections_are_counted(server: FakeServer) -> None:
         raw.close()
 
 
-class Application(FastAPI):
+class Application(Starlette):
     """Answers by path, with what ASGI has and nothing else."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

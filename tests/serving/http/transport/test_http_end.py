@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from fastapi import FastAPI
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.applications import Starlette
 from starlette.types import Receive, Scope, Send
 
 from phasewise.serving.http.http_settings import HttpLimits
@@ -29,7 +29,7 @@ LARGE_BYTES = 3 << 20
 SMALL_BYTES = 5
 
 
-class Application(FastAPI):
+class Application(Starlette):
     """GET /N/M answers N bytes in M pieces; GET /last answers once the server ends."""
 
     def __init__(self) -> None:

@@ -30,7 +30,6 @@ from .openblas import OpenBlas
 from .openvino import OpenVino
 from .timing import PeerTimer
 from .torch import Torch
-from .tvm import Tvm
 
 PEERS: dict[str, Callable[[int], Any]] = {
     "torch": Torch,
@@ -38,7 +37,6 @@ PEERS: dict[str, Callable[[int], Any]] = {
     "openblas": OpenBlas,
     "openvino": OpenVino,
     "ggml": Ggml,
-    "tvm": Tvm,
 }
 
 
