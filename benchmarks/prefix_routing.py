@@ -29,7 +29,6 @@ from typer import Option
 
 from benchmarks.harness import MODEL, Broken, Rounds, Row, Yielded, commands, in_turns, note
 from benchmarks.serve_split import Pools, pools
-from phasewise.cluster.routing import POLICY_OF_ROUTING, Routing
 from phasewise.cluster.simulated.simulate import ClusterSpec, MachineType, Pool, simulate
 from phasewise.cluster.simulated.simulated_requests import PREFIX_BLOCK_TOKENS, Arrival
 from phasewise.cluster.simulated.spec_file import MachineCatalogue, StepSources
@@ -40,7 +39,7 @@ from phasewise.workflows.capacity.load import Load, arrivals_of
 from phasewise.workflows.opening.open_model import Weights
 from phasewise.workflows.serve.instance_process import InstanceSpec
 
-NAMES: dict[Routing, str] = {"prefix": "prefix", "load": "JSQ", "round-robin": "round robin"}
+NAMES = {"prefix-aware": "prefix", "splitwise": "JSQ", "round-robin": "round robin"}
 MOST_TTFT = 0.5
 """Asked for: the median time to the first token, over JSQ's."""
 LEAST_HITS = 0.9
@@ -99,7 +98,7 @@ def simulated(
         f" {n_tokens / len(arrivals):.0f} tokens a prompt; {machines} of {machine} with {kind.kv_slots} slots"
     )
     bound = one_big_cache(arrivals, machines * kind.kv_slots)
-    rows = {name: simulated_row(routing, kind, machines, arrivals) for routing, name in NAMES.items()}
+    rows = {name: simulated_row(policy, kind, machines, arrivals) for policy, name in NAMES.items()}
     for name, row in rows.items():
         yield {"": name} | row | {"hits / one big cache": row["hit rate"] / bound}
     yield from judged(rows, bound)
@@ -115,11 +114,11 @@ def read_arrivals(path: Path) -> list[Arrival]:
 
 
 def simulated_row(
-    routing: Routing, kind: MachineType, machines: int, arrivals: Sequence[Arrival]
+    policy: str, kind: MachineType, machines: int, arrivals: Sequence[Arrival]
 ) -> dict[str, float]:
-    spec = ClusterSpec((Pool("mixed", kind, machines),), POLICY_OF_ROUTING[routing], prefix_reuse=True)
+    spec = ClusterSpec((Pool("mixed", kind, machines),), policy, prefix_reuse=True)
     run = simulate(spec, arrivals)
-    note(f"{routing}: {run.end_s:.0f} simulated seconds")
+    note(f"{policy}: {run.end_s:.0f} simulated seconds")
     busy = [use.busy_s / run.end_s for use in run.machines]
     return {
         "hit rate": run.n_tokens_reused / sum(arrival.prompt_tokens for arrival in arrivals),
@@ -135,7 +134,7 @@ def ttft_row(ttft_s: Sequence[float]) -> dict[str, float]:
 
 
 def judged(rows: dict[str, dict[str, float]], bound: float) -> Yielded:
-    prefix, jsq = rows[NAMES["prefix"]], rows[NAMES["load"]]
+    prefix, jsq = rows[NAMES["prefix-aware"]], rows[NAMES["splitwise"]]
     ratio, hits = prefix["TTFT P50, s"] / jsq["TTFT P50, s"], prefix["hit rate"] / bound
     yield f"one big cache hits {bound:.3f}; TTFT P50 over JSQ's {ratio:.3f}, hits over its {hits:.3f}"
     if ratio > MOST_TTFT:
@@ -232,23 +231,23 @@ def real(
     spec = InstanceSpec(model, Weights(), size, None)
     number = iter(range(1 << 30))
 
-    def once(routing: Routing) -> Row:
+    def once(policy: str) -> Row:
         """Instances of its own: nothing is held of the rounds before."""
         seed = next(number) // len(NAMES)
         plan = drawn(seed, conversations, turns, new_tokens, pause)
-        with pools(spec, [("mixed", (0,)), ("mixed", (1,))], routing=routing) as served:
+        with pools(spec, [("mixed", (0,)), ("mixed", (1,))], policy=policy) as served:
             row = talk(served, plan, answer_tokens, f"{seed}")
-        note(f"{routing}: {row}")
+        note(f"{policy}: {row}")
         return row
 
-    runs = in_turns({name: partial(once, routing) for routing, name in NAMES.items()}, rounds, warm_ups=0)
+    runs = in_turns({name: partial(once, policy) for policy, name in NAMES.items()}, rounds, warm_ups=0)
     rows = {
         name: {column: float(np.median([row[column] for row in own])) for column in own[0]}
         for name, own in runs.items()
     }
     for name, row in rows.items():
         yield {"": name} | row
-    yield from judged(rows, rows[NAMES["prefix"]]["one big cache"])
+    yield from judged(rows, rows[NAMES["prefix-aware"]]["one big cache"])
 
 
 app = commands(__doc__, simulated, real)

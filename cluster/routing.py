@@ -35,8 +35,6 @@ UNLIKE = 2.0
 
 Role = Literal["prompt", "token", "mixed"]
 ROLES: tuple[Role, ...] = get_args(Role)
-Routing = Literal["prefix", "load", "round-robin"]
-"""Names of the policies, as `phasewise serve --routing` has them."""
 
 
 class Assignment(NamedTuple):
@@ -437,12 +435,6 @@ POLICIES: Mapping[str, Callable[[Limits], Policy]] = {
     "splitwise": SplitwisePolicy,
     "round-robin": lambda limits: RoundRobinPolicy(),
     "prefix-aware": PrefixAwarePolicy,
-}
-
-POLICY_OF_ROUTING: Mapping[Routing, str] = {
-    "prefix": "prefix-aware",
-    "load": "splitwise",
-    "round-robin": "round-robin",
 }
 
 

@@ -61,21 +61,12 @@ SERVING = {
     "`--models`": (("--models",), False),
     "replicas": (("--mixed-pool",), False),
     "pools": (("--prompt-pool", "--token-pool"), False),
-    "Ray cluster": (("--cluster", "--prompt", "--token"), False),
+    "Ray cluster": (("--cluster", "--prompt-pool", "--token-pool"), False),
     "`--embed-model`": (("--embed-model",), False),
     "embedding model": ((), True),
 }
 """By way of serving: the options that choose it, and whether MODEL makes vectors."""
-CHOOSE_POOLS = {
-    "--pools",
-    "--prompt-pool",
-    "--token-pool",
-    "--mixed-pool",
-    "--cluster",
-    "--prompt",
-    "--token",
-    "--mixed",
-}
+CHOOSE_POOLS = {"--pools", "--prompt-pool", "--token-pool", "--mixed-pool", "--cluster"}
 TOGETHER_ELSE = """
 ## Refused for other reasons
 

@@ -21,7 +21,7 @@ from phasewise.serving.errors import ContextLengthExceeded
 from phasewise.serving.grammar.guides import GuideCompiler
 from phasewise.serving.http.http_settings import ModelFacts, RequestFacts, ServedModel
 from phasewise.serving.http.models.model_shelf import ModelFile
-from phasewise.serving.models.low_rank import Adapter
+from phasewise.serving.models.linears import Adapter
 from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.pools.contract import Estimate
 from phasewise.serving.sampling.sampling_defaults import SamplingDefaults

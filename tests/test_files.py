@@ -330,7 +330,6 @@ OTHER_WRITERS = {
     "serving.loaders.packed_file": "the cache of packed models",
     "serving.loaders.fetching.hub": "the cache of fetched models",
     "serving.loaders.fetching.registry": "the cache of fetched models",
-    "serving.loaders.fetching.download": "the cache of fetched models",
     "tuner.measurement_lock": "a lock in the user's own directory",
     "workflows.bench.kernel_rows": "appends lines to a log",
     "workflows.prune.directory": "a directory that is new",

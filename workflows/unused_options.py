@@ -49,9 +49,7 @@ have defaults such as PHASEWISE_DB for runs that read them, and say nothing wher
 
 _CORES_OF_POOLS = ("--prompt-pool", "--token-pool", "--mixed-pool")
 _LOCAL_POOLS = (*_CORES_OF_POOLS, "--pools")
-_CLUSTER_POOLS = ("--prompt", "--token", "--mixed")
-_POOLS = (*_LOCAL_POOLS, "--cluster", *_CLUSTER_POOLS)
-_DIVIDING = ("--split-above", "--overflow-above", "--repurpose-after", "--kv-transfer")
+_POOLS = (*_LOCAL_POOLS, "--cluster")
 _EMBEDDING = ("--embed-cores", "--embed-instances", "--embed-accelerators", "--embed-device", "--embed-cpu")
 _BELIEVING = ("--remote-digest", "--remote-signers")
 _REMOTE = ("--remote", *_BELIEVING)
@@ -90,7 +88,7 @@ _GENERATING = (
         "--length-log",
         "--explain",
     ),
-    *(*_POOLS, "--spread", "--routing", *_DIVIDING, "--embed-model", "--embed-cores"),
+    *(*_POOLS, "--spread", "--split-above", "--embed-model", "--embed-cores"),
     *_REMOTE,
     *_BATCHES,
 )
@@ -122,8 +120,7 @@ _SERVE = (
                 "--explain",
                 *_POOLS,
                 "--spread",
-                "--routing",
-                *_DIVIDING,
+                "--split-above",
             ),
             *_REMOTE,
         ),
@@ -173,39 +170,12 @@ _SERVE = (
     ),
     Way("with --unix-socket", ("--host", "--port", "--tls-cert", "--tls-key"), when=("--unix-socket",)),
     Way("with --log-level off", ("--access-log",), when=("--log-level=off",)),
-    Way(
-        "without --cluster",
-        (*_CLUSTER_POOLS, "--spread"),
-        unless=("--cluster",),
-        instead="on this host name cores, with --prompt-pool, --token-pool and --mixed-pool",
-    ),
-    Way(
-        "without --cluster",
-        ("--pools",),
-        when=("--pools~.toml",),
-        unless=("--cluster",),
-        instead="a file of pools is for the nodes of a cluster; on this host --pools is off or auto",
-    ),
+    Way("without --cluster", ("--spread",), unless=("--cluster",)),
     Way(
         "with --cluster",
-        (*_CORES_OF_POOLS, "--explain", *_REMOTE),
+        ("--pools", "--explain", *_REMOTE),
         when=("--cluster",),
-        instead="a cluster has instances by --prompt, --token and --mixed, whose hosts choose cores and "
-        "schedules; leave that out",
-    ),
-    Way(
-        "with --cluster",
-        ("--pools",),
-        when=("--cluster",),
-        unless=("--pools~.toml",),
-        instead="a cluster has instances by --prompt, --token and --mixed, or by --pools FILE.toml; leave "
-        "that out",
-    ),
-    Way(
-        "with a file of pools",
-        _CLUSTER_POOLS,
-        when=("--pools~.toml",),
-        instead="the file says what there is; leave either out",
+        instead="hosts of a cluster choose cores and schedules; leave that out",
     ),
     Way(
         "with --pools",
@@ -219,7 +189,7 @@ _SERVE = (
         when=_POOLS,
         instead="each pool has its engine and cores (0-3+4-7: two ranks); leave that out, or the pools",
     ),
-    Way("without pools", ("--routing", *_DIVIDING), unless=_POOLS, instead="name pools, or leave that out"),
+    Way("without pools", ("--split-above",), unless=_POOLS, instead="name pools, or leave that out"),
     Way(
         "beside other models",
         ("--tune-idle",),
@@ -228,9 +198,9 @@ _SERVE = (
     ),
     Way(
         "where all pools are mixed",
-        _DIVIDING,
-        when=("--mixed-pool", "--mixed"),
-        unless=("--prompt-pool", "--token-pool", "--pools", "--prompt", "--token"),
+        ("--split-above",),
+        when=("--mixed-pool",),
+        unless=("--prompt-pool", "--token-pool", "--pools"),
         instead="nothing is divided; leave that out",
     ),
     Way(

@@ -46,7 +46,7 @@ from phasewise.cluster.real.instance_messages import (
     write,
 )
 from phasewise.cluster.real.supervisor import FrontSettings, InstanceMember, Launcher, Supervisor
-from phasewise.cluster.routing import POLICIES, POLICY_OF_ROUTING, Assignment, Limits, Role, Router
+from phasewise.cluster.routing import POLICIES, Assignment, Limits, Role, Router
 from phasewise.serving.engine.engine_host import Deliver, EngineState, InstanceState, Recoveries
 from phasewise.serving.engine.fingerprint import Fingerprint
 from phasewise.serving.engine.live_request import GivenSoFar
@@ -64,7 +64,8 @@ from phasewise.serving.errors import EngineLost, ServingError, StepFailed, Stopp
 from phasewise.serving.pools.contract import Placement
 from phasewise.serving.processes.restarts import Restarts
 from phasewise.serving.processes.sockets import Sockets, has_input
-from phasewise.serving.scheduling.held_prefixes import block_keys, space_of
+from phasewise.serving.scheduling.held_prefixes import block_keys
+from phasewise.serving.scheduling.request import space_of
 
 TICK_S = 0.1
 """The interval at which the instances' processes are looked at."""
@@ -115,9 +116,8 @@ class Front:
         self._supervisor = Supervisor(roles, launcher, settings, restarts)
         self._members = self._supervisor.members
         self._tallies = [InstanceTally() for _ in roles]
-        limits = Limits(settings.overflow_tokens, settings.split_above_tokens)
-        policy = POLICIES[POLICY_OF_ROUTING[settings.routing]](limits)
-        self._router = Router([(role, 0) for role in roles], policy, settings.repurpose_after_requests)
+        policy = POLICIES[settings.policy](Limits(None, settings.split_above_tokens))
+        self._router = Router([(role, 0) for role in roles], policy)
         for member in self._members:
             self._router.leave(member.index)
         self._requests: dict[str, Attempt] = {}
@@ -271,7 +271,7 @@ class Front:
         """The keys by which instances say that they hold the request's beginning; none where it does not
         count."""
         ready = next((member.ready for member in self._members if member.ready is not None), None)
-        if self.settings.routing != "prefix" or ready is None or request.prompt_logprobs is not None:
+        if self.settings.policy != "prefix-aware" or ready is None or request.prompt_logprobs is not None:
             return ()
         space = space_of(request.cache_space, ready.identity.adapters.get(request.adapter, ""))
         return block_keys(request.known_token_ids, ready.identity.model_hash, space)

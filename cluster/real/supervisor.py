@@ -18,7 +18,7 @@ from phasewise._version import __version__
 from phasewise._words import number
 from phasewise.cluster.real.instance import Orders
 from phasewise.cluster.real.instance_messages import Heartbeat, Identity, Ready
-from phasewise.cluster.routing import Role, Routing
+from phasewise.cluster.routing import Role
 from phasewise.serving.engine.messages import EngineLoad
 from phasewise.serving.errors import RankLost, RanksError
 from phasewise.serving.processes.restarts import Restarts
@@ -89,12 +89,9 @@ class FrontSettings:
     listen: Callable[[int, int], str]
     """Gives an address for an instance's number and the number of its start, e.g. `ipc:///run/x/kv-0-1`."""
     keys: Keys | None = None
-    routing: Routing = "prefix"
-    overflow_tokens: int | None = None
-    """Pending prompt tokens of a machine beyond which the next pool is asked
-    (`routing.Limits.prompt_overflow_tokens`)."""
+    policy: str = "prefix-aware"
+    """One of `routing.POLICIES`."""
     split_above_tokens: int = 0
-    repurpose_after_requests: int = 0
     kv_transfer: KvTransfer = "auto"
     start_s: float = 300.0
     silent_s: float = 2.5

@@ -22,7 +22,7 @@ from phasewise.serving.scheduling.request import Request, SchedulerLimits
 from phasewise.serving.scheduling.scheduler import Scheduler
 
 REFRESH_S = 0.5
-"""Simulated seconds between two times that a pool learns, as `serving.engine.maintenance` has it."""
+"""Simulated seconds between two times that a pool learns."""
 
 TOKEN = 0
 """The id that stands for every token of an answer."""

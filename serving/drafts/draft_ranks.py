@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from phasewise.serving.batch import Batch
+from phasewise.serving.models.draft_head import FedRows, RowVectors, drafted_tokens
 from phasewise.serving.models.forward import build_program, kv_bytes_per_slot, resolve_kv_format
-from phasewise.serving.models.heads.draft_head import FedRows, RowVectors, drafted_tokens
 from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.processes.headroom import check_memory
 from phasewise.serving.ranks.first_rank import FirstRank, room_for, slices_at_once

@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from phasewise.serving.batch import Batch
-from phasewise.serving.drafts.agreement import Agreement
-from phasewise.serving.drafts.contract import MOST_DRAFTED, NO_DRAFT, Draft, DraftMemory
-from phasewise.serving.drafts.lengths import choose_lengths, fixed_lengths
-from phasewise.serving.drafts.step_costs import StepCosts
+from phasewise.serving.drafts.contract import MOST_DRAFTED, NO_DRAFT, Agreement, Draft, DraftMemory, StepCosts
+from phasewise.serving.drafts.gain import choose_lengths, fixed_lengths
 from phasewise.serving.sampling.sampling import Sampler
 from phasewise.serving.scheduling.request import DraftRoom, LiveSequence
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from phasewise.serving.drafts.contract import MOST_DRAFTED, Drafter
+from phasewise.serving.drafts.computed_drafts import HeadDrafter, ModelDrafter
+from phasewise.serving.drafts.contract import MOST_DRAFTED, Drafter, StepCosts
 from phasewise.serving.drafts.draft_ranks import GuestHead, GuestRank
-from phasewise.serving.drafts.head_drafter import HeadDrafter
 from phasewise.serving.drafts.lookup import LookupDrafter
-from phasewise.serving.drafts.model_drafter import ModelDrafter
-from phasewise.serving.drafts.step_costs import StepCosts
 from phasewise.serving.errors import ModelError
-from phasewise.serving.models.heads.draft_head import RowVectors
+from phasewise.serving.models.draft_head import RowVectors
 from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.ranks.first_rank import ALL_LOGITS_ROWS, FirstRank
 from phasewise.serving.ranks.ranks_contract import RankOptions

@@ -20,8 +20,7 @@ from phasewise.serving.embedding.encoder.input_tokens import Tokens
 from phasewise.serving.embedding.encoder.pooling import pooled
 from phasewise.serving.embedding.protocol import Floats
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.families.gte import THEIR_GTE
-from phasewise.serving.loaders.families.jina import JINA_BERT, JINA_V3
+from phasewise.serving.loaders.families.encoders import JINA_BERT, JINA_V3, THEIR_GTE
 from phasewise.serving.loaders.fetching.resolve import cache_root, locate
 from phasewise.serving.loaders.formats.model_directory import ModelDirectory
 from phasewise.serving.models.encoding import Embedding

@@ -174,7 +174,8 @@ class Engine:
         if message.adapter and message.adapter not in self.adapters:
             raise RequestError(f"there is no adapter {message.adapter!r:.80}", "model")
         most, n_prompt = message.max_tokens, len(message.prompt_token_ids)
-        max_tokens = self._default_max_tokens(n_prompt) if most is None else max(1, most)
+        room = min(self.scheduler.limits.context_length, self.scheduler.pool.longest) - n_prompt
+        max_tokens = max(1, room if most is None else most)  # `add` judges the prompt
         if len(ids) - n_prompt >= max_tokens:
             raise RequestError(f"the answer has {len(ids) - n_prompt} tokens, and may have {max_tokens}")
         return self._begin(GivenSoFar(message), max_tokens)
@@ -221,6 +222,7 @@ class Engine:
             progress = self._progress.of(batch, started_ns, time.perf_counter_ns())
             outs = self._give_out(batch, runs)
             self._rest_prompts(passing)
+        self.scheduler.pool.refresh()
         stats = StepStats(batch.phase, len(batch.slices), batch.n_tokens, time.perf_counter_ns() - started_ns)
         if self.pacing is not None:
             self.pacing.observe(stats.phase, stats.n_tokens, stats.duration_ns, batch.n_in_shadow)
@@ -537,11 +539,6 @@ class Engine:
             self._forget(request_id)
         self.scheduler.discard(batch)
         return tuple(Failure(request_id, error) for request_id in batch.request_ids)
-
-    def _default_max_tokens(self, n_prompt: int) -> int:
-        """`add` judges the prompt."""
-        room = min(self.scheduler.limits.context_length, self.scheduler.pool.longest) - n_prompt
-        return max(1, room)
 
 
 def _wanting(batch: Batch) -> Iterator[str]:

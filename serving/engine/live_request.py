@@ -17,8 +17,7 @@ from phasewise.serving.errors import ServingError
 from phasewise.serving.processes.restarts import MOST_RERUNS
 from phasewise.serving.ranks.ranks_contract import Ranks
 from phasewise.serving.sampling.sampling import PromptToken, SampledToken, Sampler, score_rows
-from phasewise.serving.scheduling.held_prefixes import space_of
-from phasewise.serving.scheduling.request import Request
+from phasewise.serving.scheduling.request import Request, space_of
 
 ROWS_AT_ONCE = 64
 """Rows of logits that are held at a time."""

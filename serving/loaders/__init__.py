@@ -97,7 +97,7 @@ def locate_eagle(ref: str, cache_dir: Path | None = None, report: Report | None 
 def _packed_head(
     located: Located, model: PackedModel, format: str, cache_dir: Path | None, report: Report | None
 ) -> PackedModel | None:
-    from phasewise.serving.models.heads.draft_head import with_own_head
+    from phasewise.serving.models.draft_head import with_own_head
 
     own = Path(model.source) == located.path
     identity = f"{_identity(located, format)}\nhead" + ("" if own else f" of {model.content_hash}")

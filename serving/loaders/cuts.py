@@ -17,8 +17,7 @@ import numpy as np
 from phasewise._words import counted
 from phasewise.cython_kernels.packing import Array
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.forms import F32, Rows, convert_rows
-from phasewise.serving.loaders.source import SourceTensor, take_columns, take_rows
+from phasewise.serving.loaders.source import F32, Rows, SourceTensor, convert_rows, take_columns, take_rows
 from phasewise.serving.models.packed_model import ModelConfig
 
 Shapes = Mapping[str, tuple[int, ...]]

@@ -39,7 +39,6 @@ from phasewise.cython_kernels._native import watch_mapping
 from phasewise.cython_kernels.division import columns
 from phasewise.cython_kernels.packing import PACKING_VERSION, PANEL, Array, PackedWeight
 from phasewise.serving.errors import ModelError, shortage_of
-from phasewise.serving.loaders.forms import Rows, WeightForm, check_finite, convert_rows, pack_rows
 from phasewise.serving.loaders.layout import (
     VectorPlan,
     WeightPlan,
@@ -47,7 +46,14 @@ from phasewise.serving.loaders.layout import (
     plan_vectors,
     plan_weights,
 )
-from phasewise.serving.loaders.source import ModelSource
+from phasewise.serving.loaders.source import (
+    ModelSource,
+    Rows,
+    WeightForm,
+    check_finite,
+    convert_rows,
+    pack_rows,
+)
 from phasewise.serving.loaders.storage import NEARLY_DENSE, StorageChoice, can_be_sparse
 from phasewise.serving.models.config_json import config_from_json, config_to_json
 from phasewise.serving.models.encoding import Embedding

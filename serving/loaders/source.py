@@ -1,7 +1,13 @@
-"""The input of the packer from every reader of model files: a checked config and tensors readable row by row.
+"""The input of the packer from every reader of model files: a checked config and tensors readable row by
+row; and packed forms: which one a tensor gets under each user-facing format, and the conversion of its rows.
 
 Files are read with `pread` in bounded pieces and never mapped: a source that shrinks while it is read gives
 an error, not a signal, and its pages do not count as ours.
+
+Nothing is rounded twice. `native` keeps every tensor in the packed form that holds its numbers exactly.
+`int8` widens any block-quantised rows exactly and rounds only plain numbers; `int4` keeps four-bit rows as
+they are. Under `int4` the embedding and the output head stay in int8, as GGUF files of that size do: they
+cost little and carry much of the quality.
 """
 
 from __future__ import annotations
@@ -17,13 +23,172 @@ import numpy as np
 from phasewise._files import open_regular
 from phasewise._json import infinity_of, read_json, with_unique_keys
 from phasewise._words import reason_of
-from phasewise.cython_kernels.blocks import BlockRows
-from phasewise.cython_kernels.packing import COLUMN_GROUP, Array, QuantRows
+from phasewise.cython_kernels import packing
+from phasewise.cython_kernels.blocks import BLOCKS, BlockRows, joined
+from phasewise.cython_kernels.packing import BLOCK_KINDS, COLUMN_GROUP, Array, Kind, PackedWeight, QuantRows
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.forms import Rows, WeightForm
 from phasewise.serving.models.encoding import Embedding
 from phasewise.serving.models.packed_model import ModelConfig
 from phasewise.serving.sampling.sampling_defaults import SamplingDefaults
+
+EMBEDDINGS = ("embed", "lm_head", "layer_table")
+INT8_ZERO_POINT = 128
+
+Rows = QuantRows | BlockRows | Array  # float32 [rows, k] where the file holds plain numbers
+
+
+@dataclass(frozen=True)
+class WeightForm:
+    """The form of a weight in memory, apart from its size.
+
+    scale_dtype is "float16", "float32", or None: without scales, or with scales inside its blocks.
+    """
+
+    kind: Kind
+    group: int = 0
+    zero_point: int = 0
+    scale_dtype: str | None = None
+    has_mins: bool = False
+
+    def nbytes(self, n: int, k: int) -> int:
+        """Packed size of an [n, k] weight, padding included."""
+        return sum(size for _, _, size in self.arrays(n, k))
+
+    def arrays(self, n: int, k: int) -> list[tuple[tuple[int, ...], np.dtype[np.generic], int]]:
+        """Shape, dtype and bytes of values, then scales, then mins, as far as the form has them."""
+        shapes: list[tuple[tuple[int, ...], np.dtype[np.generic]]] = [
+            (packing.values_shape(self.kind, n, k), packing.values_dtype(self.kind))
+        ]
+        if self.scale_dtype is not None:
+            scales = packing.scales_shape(n, k, self.group), np.dtype(self.scale_dtype)
+            shapes += [scales, scales] if self.has_mins else [scales]
+        return [(shape, dtype, int(np.prod(shape, dtype=object)) * dtype.itemsize) for shape, dtype in shapes]
+
+    @property
+    def is_quantised(self) -> bool:
+        return self.kind not in packing.DENSE_KINDS
+
+    @property
+    def in_blocks(self) -> bool:
+        """Scales lie with the codes, in one array."""
+        return self.kind in BLOCKS
+
+
+F32 = WeightForm("f32")
+BF16 = WeightForm("bf16")
+F16 = WeightForm("f16")
+INT8 = WeightForm("q8", packing.DEFAULT_GROUP, INT8_ZERO_POINT, "float16")
+INT4 = WeightForm("q4", packing.DEFAULT_GROUP, 0, "float16", True)
+
+
+def form_of(rows: QuantRows | BlockRows) -> WeightForm:
+    if isinstance(rows, BlockRows):
+        form = rows.format
+        return WeightForm(BLOCK_KINDS[rows.kind], form.group, form.zero_point, None, form.has_mins)
+    return WeightForm(rows.kind, rows.group, rows.zero_point, str(rows.scales.dtype), rows.mins is not None)
+
+
+def target_form(source: WeightForm, weight_format: str, name: str) -> WeightForm:
+    """The packed form of weight `name`, whose file form is `source`, under a user-facing format."""
+    match weight_format:
+        case "native":
+            return source
+        case "f32":
+            return F32
+        case "bf16":
+            return BF16
+        case "int4" if source.kind == "q4" or (source.in_blocks and BLOCKS[source.kind].code_bits <= 4):
+            return source
+        case "int4" if name not in EMBEDDINGS:
+            return INT4
+    if source.in_blocks:
+        zero_point = 0 if source.has_mins else INT8_ZERO_POINT
+        return WeightForm("q8", source.group, zero_point, "float32", source.has_mins)
+    if source.scale_dtype is None:
+        return INT8
+    if source.kind == "q8":
+        return source
+    return replace(source, kind="q8", zero_point=0 if source.has_mins else INT8_ZERO_POINT)
+
+
+def common_form(forms: set[WeightForm]) -> WeightForm | None:
+    """The form that holds exactly what each of these does; None where more than scales differ."""
+    if len(forms) == 1:
+        return next(iter(forms))
+    wide = {form if form.scale_dtype is None else replace(form, scale_dtype="float32") for form in forms}
+    return wide.pop() if len(wide) == 1 else None
+
+
+def convert_rows(rows: Rows, form: WeightForm, what: str) -> Rows:
+    """Some rows as `form` holds them: rounded once or not at all. `what` names the tensor in errors."""
+    check_finite(rows, what)
+    if not isinstance(rows, np.ndarray):
+        if form_of(rows) == form:
+            return rows
+        if isinstance(rows, BlockRows):
+            rows = packing.widened(rows)
+        if form.kind in ("q8", rows.kind):
+            return _in_wider_form(rows, form)
+        rows = packing.dequantise(rows)
+        check_finite(rows, what)
+    if form.scale_dtype is None:
+        return rows
+    try:
+        return packing.quantise(rows, 4 if form.kind == "q4" else 8, symmetric=not form.has_mins)
+    except ValueError as error:
+        raise ModelError(f"{what} cannot be quantised: {error}") from error
+
+
+def _in_wider_form(rows: QuantRows, form: WeightForm) -> QuantRows:
+    """The same numbers with a byte for each, or with wider scales."""
+    assert form.scale_dtype is not None
+    dtype, shift = np.dtype(form.scale_dtype), np.uint8(form.zero_point - rows.zero_point)
+    return QuantRows(
+        rows.q + shift,
+        rows.scales.astype(dtype),
+        None if rows.mins is None else rows.mins.astype(dtype),
+        form.zero_point,
+        rows.group,
+        8 if form.kind == "q8" else rows.bits,
+    )
+
+
+def pack_rows(pieces: list[Rows], form: WeightForm, what: str) -> PackedWeight:
+    """Pack rows that are in `form` already, one piece below the other."""
+    rows = pieces[0] if len(pieces) == 1 else _joined(pieces)
+    if isinstance(rows, BlockRows):
+        return packing.pack_blocks(rows)
+    if isinstance(rows, QuantRows):
+        return packing.pack_quant(rows)
+    packed = packing.pack_dense(rows, form.kind)
+    if form.kind == "bf16" and ((packed.values & 0x7F80) == 0x7F80).any():
+        raise ModelError(f"{what} holds numbers too large for bf16")
+    return packed
+
+
+def check_finite(rows: Rows, what: str) -> None:
+    """Refuse NaN and infinity, in plain numbers or in scales and minima."""
+    if isinstance(rows, BlockRows):
+        finite = rows.is_finite
+    else:
+        arrays = (rows.scales, rows.mins) if isinstance(rows, QuantRows) else (rows,)
+        finite = all(np.isfinite(array).all() for array in arrays if array is not None)
+    if not finite:
+        raise ModelError(f"{what} holds NaN or infinity: the file is damaged or its model diverged")
+
+
+def _joined(pieces: list[Rows]) -> Rows:
+    in_blocks = [piece for piece in pieces if isinstance(piece, BlockRows)]
+    if in_blocks:
+        return joined(in_blocks)
+    quantised = [piece for piece in pieces if isinstance(piece, QuantRows)]
+    if not quantised:
+        return np.concatenate([piece for piece in pieces if isinstance(piece, np.ndarray)])
+    q = np.concatenate([piece.q for piece in quantised])
+    scales = np.concatenate([piece.scales for piece in quantised])
+    mins = [piece.mins for piece in quantised if piece.mins is not None]
+    return replace(quantised[0], q=q, scales=scales, mins=np.concatenate(mins) if mins else None)
+
 
 RowReader = Callable[[int, int], Rows]  # of rows [start, stop)
 

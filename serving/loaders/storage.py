@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from phasewise.cython_kernels import _native, packing, sparse
 from phasewise.cython_kernels.packing import COLUMN_GROUP
-from phasewise.serving.loaders.forms import WeightForm
+from phasewise.serving.loaders.source import WeightForm
 from phasewise.serving.models.sparse_mode import SparseMode
 
 WORTH_BYTES = {"bf16": 0.9, "q8": 0.7, "q8 column": 0.3}

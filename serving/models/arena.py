@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from phasewise.serving.models.linears import Place
 from phasewise.serving.models.packed_model import ModelConfig
-from phasewise.serving.models.parts.rows import ActivationArena, MixingRows
+from phasewise.serving.models.parts.site import ActivationArena, MixingRows
 
 _ROUND_FLOATS = 16  # one cache line: rows of the arena begin on their own
 

@@ -1,23 +1,60 @@
-"""The ops of one layer of a model that generates text, and where in the arena their rows lie."""
+"""One layer of a decoder as operations of a program, and the operations behind the last one: its norm, logits
+of rows that want them, and rows that a head reads.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from phasewise.cython_kernels._native import Program
+from phasewise.serving.errors import ModelError
 from phasewise.serving.models.arena import rounded
-from phasewise.serving.models.heads.draft_head import add_embedding_to_attention
-from phasewise.serving.models.layers import Layer
+from phasewise.serving.models.draft_head import (
+    add_embedding_to_attention,
+    add_fed_rows,
+    add_normed_rows,
+)
+from phasewise.serving.models.layers import MTP, Layer
 from phasewise.serving.models.linears import Linears, Place, Rows
-from phasewise.serving.models.norms import add_layer_norm
 from phasewise.serving.models.packed_model import ModelConfig, PackedModel
 from phasewise.serving.models.parts.attention import Attention
 from phasewise.serving.models.parts.feed_forward import FeedForward
-from phasewise.serving.models.parts.mixer import Mixer
 from phasewise.serving.models.parts.mixture import Mixture, MixtureRows
 from phasewise.serving.models.parts.part import Product, Vector
-from phasewise.serving.models.parts.rows import ActivationArena
-from phasewise.serving.models.parts.site import ReadRows, Site
+from phasewise.serving.models.parts.site import ActivationArena, Mixer, ReadRows, Site
+from phasewise.serving.models.parts.streams import add_merge
+
+
+def add_layer_norm(
+    program: Program,
+    model: PackedModel,
+    norm: str,
+    source: Place,
+    target: Place,
+    rows: Rows,
+    factor: float = 1.0,
+) -> None:
+    """Rows behind a LayerNorm, times `factor`."""
+    weight = model.vectors[norm] * np.float32(factor)
+    bias = np.zeros_like(weight)
+    if model.config.norm_biases:
+        bias = model.vectors[f"{norm}_bias"] * np.float32(factor)
+    eps = model.config.stream_eps
+    program.layernorm(model.config.hidden, *source, *target, weight, bias, rows=rows, eps=eps)
+
+
+def add_final_norm(
+    program: Program, model: PackedModel, source: Place, target: Place, factor: float = 1.0
+) -> None:
+    """The stream after the last norm, of rows that are wanted."""
+    if model.config.layer_norms:
+        add_layer_norm(program, model, "final_norm", source, target, "logits", factor)
+        return
+    norm, eps = model.vectors["final_norm"] * np.float32(factor), model.config.stream_eps
+    program.adjust(model.config.hidden, *source, *target, norm=norm, rows="logits", eps=eps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,3 +248,39 @@ class DecoderLayer:
             residual=residual,
             scale=scale,
         )
+
+
+def add_logits(linears: Linears, model: PackedModel, arena: ActivationArena, *, is_read: bool) -> None:
+    """The ops from the stream behind the last layer to logits.
+
+    is_read: a head reads all rows behind the last norm, which that layer has computed then. A head gives
+    those of its own rows that want logits.
+    """
+    config = model.config
+    stream, tail = arena.hidden, arena.tail
+    if is_read:
+        add_normed_rows(linears, model, arena, stream, "every")
+    elif config.drafts == MTP:
+        add_normed_rows(linears, model, arena, tail, "logits")
+    elif config.drafts:
+        add_fed_rows(linears, model, arena, tail, "logits")
+    if config.streams is not None:
+        add_merge(model.site(linears), config.streams, config.hidden, arena)
+    head = model.weight("embed" if config.tied_embeddings else "lm_head")
+    if head.n != config.n_logits:
+        raise ModelError(f"{model.name} gives {head.n} logits for a vocabulary of {config.n_logits}")
+    logits = arena.logits
+    rows: Rows = "logits"
+    if config.layer_norms:
+        normed = arena.normed
+        add_final_norm(linears.program, model, tail, normed, config.logit_scale)
+        tail = normed
+        reads: dict[str, Any] = {"source": "rows"}
+    else:
+        norm = model.vectors["final_norm"] * np.float32(config.logit_scale)
+        reads = {"source": "norm", "norm": norm, "eps": config.stream_eps}
+        if is_read:
+            tail, rows = stream, "gathered"
+    linears.add([(head, 0)], reads, tail, logits, rows=rows)
+    if config.logit_cap is not None:
+        linears.program.adjust(config.n_logits, *logits, *logits, cap=config.logit_cap, rows="logits")

@@ -20,21 +20,18 @@ from phasewise.cython_kernels.schedules import ScheduleLookup
 from phasewise.cython_kernels.user_slots.installed import use_installed
 from phasewise.serving.errors import ModelError
 from phasewise.serving.models.arena import lay_out
-from phasewise.serving.models.decoder_layer import DecoderLayer
-from phasewise.serving.models.heads.draft_head import (
+from phasewise.serving.models.decoder_layer import DecoderLayer, add_final_norm, add_logits
+from phasewise.serving.models.draft_head import (
     add_fed_rows,
     add_head_input,
     check_feeds,
     taps_of,
 )
-from phasewise.serving.models.heads.kinds import MTP
-from phasewise.serving.models.last_rows import add_logits
+from phasewise.serving.models.layers import MTP
 from phasewise.serving.models.linears import Linears, PlacedProduct, with_default_path
-from phasewise.serving.models.norms import add_final_norm
 from phasewise.serving.models.packed_model import LayerKind, ModelConfig, PackedModel
-from phasewise.serving.models.parts.latent import check_kv_format
-from phasewise.serving.models.parts.layer_inputs import add_layer_inputs
-from phasewise.serving.models.parts.streams import add_spread
+from phasewise.serving.models.parts.attention import check_kv_format
+from phasewise.serving.models.parts.streams import add_layer_inputs, add_spread
 
 Gives = Literal["logits", "rows"]
 
@@ -64,7 +61,7 @@ class Capacity:
     touched: bool = False
     """True if all memory is to be there before the first step: `rank_teams.touch_memory`."""
     feeds: str = ""
-    """The kind of the head that reads rows of every step, of `heads.kinds.KINDS`; "": none does."""
+    """The kind of the head that reads rows of every step, MTP or of EAGLES; "": none does."""
 
 
 EXACT_KINDS = ("f32", "f16")

@@ -1,4 +1,6 @@
-"""The layers of a model as lists of parts, from what its config states of all of them."""
+"""The layers of a model as lists of parts, from what its config states of all of them; and the kinds of
+heads that draft, which are a layer of their own, with what they read of the model that is served.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +8,24 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from phasewise.serving.errors import ModelError
-from phasewise.serving.models.parts.attention import Attention
+from phasewise.serving.models.parts.attention import Attention, LatentMixer
 from phasewise.serving.models.parts.feed_forward import FeedForward
-from phasewise.serving.models.parts.latent import LatentMixer
-from phasewise.serving.models.parts.layer_inputs import InputsOfLayer
-from phasewise.serving.models.parts.mixer import Mixer
 from phasewise.serving.models.parts.mixture import Mixture
 from phasewise.serving.models.parts.part import LayerPart, Product
-from phasewise.serving.models.parts.streams import StreamsOfLayer
+from phasewise.serving.models.parts.site import Mixer
+from phasewise.serving.models.parts.streams import InputsOfLayer, StreamsOfLayer
+
+MTP = "mtp"
+"""Shares embeddings and the last product with its model, and reads rows behind the model's last norm."""
+EAGLE3, EAGLE3_NORMED = "eagle3", "eagle3-normed"
+"""A checkpoint of its own (EAGLE-3), over the streams before three layers of the model. The second kind adds
+the layer to rows that are normalised before it."""
+EAGLES = (EAGLE3, EAGLE3_NORMED)
+
+
+def tapped_layers(n_layers: int) -> tuple[int, ...]:
+    """Layers before which the stream is read by EAGLE-3's heads, of a model of so many."""
+    return 2, n_layers // 2, n_layers - 3
 
 
 @dataclass(frozen=True)
@@ -77,13 +89,6 @@ class SingleHalves:
         """ModelError unless a model of so many layers can have these."""
         if len(self.feed_forward) >= n_layers:
             raise ModelError("a model in which no token reads others cannot run")
-        for layers in (self.mixing, self.feed_forward):
-            if list(layers) != sorted(set(layers)) or (
-                layers and not 0 <= layers[0] <= layers[-1] < n_layers
-            ):
-                raise ModelError(f"layers {layers!r:.80} of {n_layers} are one half alone")
-        if set(self.mixing) & set(self.feed_forward):
-            raise ModelError("a layer that is neither half cannot run")
 
 
 BOTH_HALVES = SingleHalves()

@@ -16,28 +16,37 @@ from phasewise.cython_kernels.division import Teams, head_copies
 from phasewise.cython_kernels.packing import PackedWeight
 from phasewise.serving.errors import ModelError
 from phasewise.serving.models.encoding import MOST_POSITIONS, Embedding, Encoder
-from phasewise.serving.models.heads.kinds import EAGLES, KINDS
 from phasewise.serving.models.later import LATER
-from phasewise.serving.models.layers import BOTH_HALVES, Layer, SingleHalves
-from phasewise.serving.models.linears import Linears
-from phasewise.serving.models.low_rank import Adapter
+from phasewise.serving.models.layers import BOTH_HALVES, EAGLES, Layer, SingleHalves
+from phasewise.serving.models.linears import Adapter, Linears
 from phasewise.serving.models.mapped_file import MappedFile
-from phasewise.serving.models.parts.attention import Attention, HeadShape, QueryGrowth
+from phasewise.serving.models.parts.attention import STACKS as HEAD_STACKS
+from phasewise.serving.models.parts.attention import (
+    Attention,
+    HeadShape,
+    LatentAttention,
+    LatentMixer,
+    QueryGrowth,
+    first_head,
+)
 from phasewise.serving.models.parts.experts import Experts
 from phasewise.serving.models.parts.feed_forward import SILU_GATE, FeedForward, FeedForwardForm
-from phasewise.serving.models.parts.latent import STACKS as HEAD_STACKS
-from phasewise.serving.models.parts.latent import LatentAttention, LatentMixer, first_head
-from phasewise.serving.models.parts.layer_inputs import InputsOfLayer, LayerInputs
-from phasewise.serving.models.parts.mixer import Mixer
 from phasewise.serving.models.parts.mixture import STACKS, Mixture, first_expert
 from phasewise.serving.models.parts.part import NO_FACTORS, ProductFactors, Vector
-from phasewise.serving.models.parts.site import Site
-from phasewise.serving.models.parts.states.delta import Delta, KimiDelta
-from phasewise.serving.models.parts.states.mamba2 import Mamba2
-from phasewise.serving.models.parts.states.recurrence import Convolving
-from phasewise.serving.models.parts.states.short_conv import ShortConv
-from phasewise.serving.models.parts.states.state_layers import DELTA, KDA, MAMBA2, SHORT_CONV, StateLayers
-from phasewise.serving.models.parts.streams import Streams, StreamsOfLayer
+from phasewise.serving.models.parts.site import Mixer, Site
+from phasewise.serving.models.parts.states import (
+    DELTA,
+    KDA,
+    MAMBA2,
+    SHORT_CONV,
+    Convolving,
+    Delta,
+    KimiDelta,
+    Mamba2,
+    ShortConv,
+    StateLayers,
+)
+from phasewise.serving.models.parts.streams import InputsOfLayer, LayerInputs, Streams, StreamsOfLayer
 from phasewise.serving.models.rope import RopeSpec
 from phasewise.serving.sampling.sampling_defaults import SamplingDefaults
 
@@ -149,7 +158,7 @@ class ModelConfig:
     layer_inputs: LayerInputs | None = field(default=None, metadata=LATER)
     streams: Streams | None = field(default=None, metadata=LATER)
     drafts: str = field(default="", metadata=LATER)
-    """The kind of a head that drafts, of `heads.kinds.KINDS`: one layer over embeddings of tokens and rows of
+    """The kind of a head that drafts, MTP or of EAGLES: one layer over embeddings of tokens and rows of
     another model. "": no head."""
     n_drafted: int = field(default=0, metadata=LATER)
     """Tokens that a head knows as drafts; 0: all of them."""
@@ -175,33 +184,22 @@ class ModelConfig:
                 f"{counted(len(self.kinds), 'kind')} of attention in one model; at most {MOST_KINDS} can run"
             )
         self._check_scales()
-        if self.experts is not None and self.experts.own_norms != self.post_norms:
-            raise ModelError("norms behind halves of layers and experts with norms run together alone")
-        self._check_form()
+        if self.query_growth is not None:
+            self.query_growth.check(self.context_length)
         if self.state is not None:
             self.state.check(self.n_layers)
         if self.latent is not None:
-            self._check_latent(self.latent)
+            self.latent.check(self.n_kv_heads, self.head_dim)
         self._check_layers()
         self._check_own_layers()
-        if self.drafts:
-            self._check_head()
+        if not 0 <= self.n_drafted <= self.vocab_size:
+            raise ModelError(f"a head that drafts for {counted(self.n_drafted, 'token')}")
         self._check_tokens()
         parts = [layer.feed_forward for layer in self.layers if layer.feed_forward]
         if self.layer_inputs is not None:
             self.layer_inputs.check(self.n_layers, self.vocab_size)
         if self.ffn_widths and max(part.width for part in parts) > self.ffn:
             raise ModelError(f"a feed-forward layer is wider than {self.ffn} numbers, the widest")
-
-    def _check_latent(self, latent: LatentAttention) -> None:
-        latent.check(self.n_kv_heads, self.head_dim)
-        beside = self.state is not None and self.state.beside
-        if beside or self.sinks or self.qk_norm or self.out_bias or self.gated_attention:
-            raise ModelError(
-                "latent attention with states beside it, sinks, norms of heads, biases or gates cannot run"
-            )
-        if any(kind.rope is not None and kind.rope.dim != latent.rope_dim for kind in self.kinds):
-            raise ModelError(f"latent attention turns {latent.rope_dim} numbers of every layer, no others")
 
     def _check_layers(self) -> None:
         """Conditions of single halves and of factors."""
@@ -223,24 +221,6 @@ class ModelConfig:
             raise ModelError("layers that read keys and values of others have none of their kind before them")
         if self.streams is not None:
             self.streams.check(self.n_layers)
-            if self.layer_inputs is None or self.layer_scales or self.experts or self.residual_scale != 1:
-                raise ModelError("several streams run with inputs of layers, without scales and experts")
-        own = self.value_norms or self.layer_scales or self.shared_kv_layers or self.layer_inputs
-        if (own or self.has_mixed_heads) and (
-            self.state or self.latent or self.encoder or not self.post_norms or self.whole_qk_norm
-        ):
-            raise ModelError("layers with heads, inputs or scales of their own beside states cannot run")
-
-    def _check_head(self) -> None:
-        """Conditions of heads that draft, and of models that have such."""
-        if self.drafts not in KINDS or not 0 <= self.n_drafted <= self.vocab_size:
-            raise ModelError(
-                f"a head that drafts of the kind {self.drafts!r:.40}, for {counted(self.n_drafted, 'token')}"
-            )
-        if self.n_layers != 1 or self.state is not None:
-            raise ModelError("a head that drafts has one layer, which keeps no state")
-        if self.layer_norms or self.encoder or self.layer_inputs or self.streams or self.residual_scale != 1:
-            raise ModelError("a head that drafts has plain norms and one stream")
 
     def _check_kind(self, kind: LayerKind) -> None:
         if kind.window is not None and (type(kind.window) is not int or not 1 <= kind.window <= 1 << 30):
@@ -268,20 +248,6 @@ class ModelConfig:
             raise ModelError(
                 f"a norm epsilon of {self.norm_eps!r} with a residual scale of {self.residual_scale!r}"
             )
-
-    def _check_form(self) -> None:
-        if self.norm_biases and not self.layer_norms:
-            raise ModelError("norms with biases that are no LayerNorms cannot run")
-        if self.parallel and not self.layer_norms:
-            raise ModelError("layers whose halves read one norm that is no LayerNorm cannot run")
-        if self.parallel and (self.post_norms or not self.pre_norms or self.halves != BOTH_HALVES):
-            raise ModelError("layers of two halves that read one norm have no other norms")
-        if self.layer_norms and (self.post_norms or self.experts is not None):
-            raise ModelError("LayerNorms in layers with norms behind them or experts cannot run")
-        if self.factors != NO_FACTORS and (self.layer_norms or not self.pre_norms):
-            raise ModelError("factors of products that read no plain norm cannot run")
-        if self.query_growth is not None:
-            self.query_growth.check(self.context_length)
 
     def _check_tokens(self) -> None:
         for token in (self.bos_token_id, *self.eos_token_ids):
@@ -514,7 +480,7 @@ class PackedModel:
 
     weights: "embed" [vocab, hidden]; "lm_head" unless tied; per layer i "layers.{i}." and the products of its
     parts, fused ("qkv") or, where their packed kinds differ, each part alone ("q"); what is outside layers is
-    in `loaders.layout` and `loaders.encoders.encoder_layout`.
+    in `loaders.layout`.
     vectors, float32: per layer those of its parts, joined where they say so.
     content_hash names the source's content and the format, so equal models hash alike on every machine.
     """

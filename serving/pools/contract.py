@@ -223,5 +223,5 @@ class KvPool(Protocol):
 
     def refresh(self) -> bool:
         """Learn from what was released, for requests to come; whether anything changed. Cheap where there is
-        nothing new. May be called from one other thread at any time (`serving.engine.maintenance`)."""
+        nothing new."""
         ...

@@ -15,8 +15,8 @@ import numpy.typing as npt
 from phasewise.cython_kernels._native import Program, Team
 from phasewise.serving.batch import STEP_TOKENS, Batch, SequenceSlice
 from phasewise.serving.errors import RanksError
+from phasewise.serving.models.draft_head import FedRows, RowVectors
 from phasewise.serving.models.forward import Capacity
-from phasewise.serving.models.heads.draft_head import FedRows, RowVectors
 from phasewise.serving.ranks.rank_memory import Nodes
 from phasewise.serving.ranks.rank_teams import TABLES, tell_if_moved
 from phasewise.serving.ranks.ranks_contract import Follower, RankOptions

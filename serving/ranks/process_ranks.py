@@ -23,6 +23,7 @@ from phasewise.cython_kernels.schedules import ScheduleLookup
 from phasewise.cython_kernels.user_slots.installed import handed_over
 from phasewise.serving.batch import Batch
 from phasewise.serving.errors import CoresMoved, RankLost, RanksError
+from phasewise.serving.models.draft_head import FedRows
 from phasewise.serving.models.forward import (
     PATIENCE_S,
     Capacity,
@@ -30,7 +31,6 @@ from phasewise.serving.models.forward import (
     kv_bytes_per_slot,
     resolve_kv_format,
 )
-from phasewise.serving.models.heads.draft_head import FedRows
 from phasewise.serving.models.packed_model import ModelConfig, PackedModel
 from phasewise.serving.pools.arena import aligned
 from phasewise.serving.processes.headroom import check_memory

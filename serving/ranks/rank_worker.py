@@ -21,7 +21,7 @@ from phasewise.cython_kernels.errors import GroupFailed, KernelError
 from phasewise.cython_kernels.user_slots.installed import take_over
 from phasewise.serving.errors import ServingError
 from phasewise.serving.models.forward import build_program
-from phasewise.serving.models.low_rank import unflat
+from phasewise.serving.models.linears import unflat
 from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.processes.behind_others import end_with_parent
 from phasewise.serving.processes.segments import Segment

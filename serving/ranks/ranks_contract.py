@@ -53,7 +53,7 @@ class RankOptions:
     pinned: bool = True
     """False: the system may move the threads, so that there may be more threads than cores (for tests)."""
     feeds: str = ""
-    """The kind of the head that reads rows of every step, of `draft_kinds.KINDS`; "": none does."""
+    """The kind of the head that reads rows of every step, MTP or of EAGLES; "": none does."""
     threads: int = 0
     """Threads that one rank may have once it has moved to other plans, if more than those it begins with."""
 

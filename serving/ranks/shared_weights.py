@@ -20,7 +20,7 @@ import numpy.typing as npt
 from phasewise.cython_kernels._native import bytes_by_node, huge_pages_within, own_page, place_on_nodes
 from phasewise.cython_kernels.division import Division
 from phasewise.cython_kernels.packing import SLOT_UNIT, Array, PackedWeight
-from phasewise.serving.models.low_rank import flat, unflat
+from phasewise.serving.models.linears import flat, unflat
 from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.processes.headroom import available_bytes
 from phasewise.serving.processes.segments import PAGE, Mapped, Segment

@@ -28,13 +28,6 @@ BLOCK_TOKENS = 4 * ALIGNMENT
 KEY_BYTES = 8
 
 
-def space_of(cache_space: str, adapter_hash: str) -> str:
-    """The hash of a cache space and an adapter: prompts within it that begin alike have the same keys and
-    values.
-    """
-    return f"\0{adapter_hash}/{cache_space}" if adapter_hash else cache_space
-
-
 def block_keys(
     token_ids: Sequence[int], model_hash: str, space: str, before: tuple[int, ...] = ()
 ) -> tuple[int, ...]:

@@ -11,6 +11,13 @@ from phasewise.serving.pools.contract import Demand, Estimate, Placement
 FinishReason = Literal["stop", "length"]
 
 
+def space_of(cache_space: str, adapter_hash: str) -> str:
+    """The hash of a cache space and an adapter: prompts within it that begin alike have the same keys and
+    values.
+    """
+    return f"\0{adapter_hash}/{cache_space}" if adapter_hash else cache_space
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """A request. Ends at the first token in `stop_token_ids`, or after `max_tokens` tokens."""

@@ -1,15 +1,211 @@
-"""A tokenizer whose parts could take minutes or gigabytes cuts texts in a confined process (`confined`)."""
+"""Risks of a tokenizer.json to the process that runs it: told from its text, before anything is built; and
+the confined process in which a risky one cuts texts (`confined`).
+
+Its author is a stranger, and its parts are small programs: normalizers that replace multiply, patterns try
+again and again, templates repeat. What is plainly harmless, as almost every tokenizer is, runs in the
+server; all else where chat templates run, within bounds.
+"""
 
 from __future__ import annotations
 
+import base64
+import binascii
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from phasewise._json import read_json
 from phasewise.serving.errors import ModelError, QueueFull, RequestError
 from phasewise.serving.sandbox.confined import Bounds, ConfinedError, ConfinedProcess, JobRefused, Unserved
+from phasewise.serving.text.gguf_vocab import PRE_TOKENIZERS, PUBLISHED_PATTERNS
+
+MOST_GROWTH = 8.0
+"""Bytes that one byte of a text may become."""
+MOST_ADDED_BYTES = 4096
+"""Bytes that may come to a text of any length."""
+_MOST_PARTS = 64
+_MOST_PATTERN = 4096
+_MOST_LITERAL_BYTES = 256
+_MOST_WORD = 1000
+_MOST_TOKEN_CHARACTERS = 1024
+_MOST_TEMPLATE_TOKENS = 256
+_MOST_REPLACEMENT_BYTES = 64
+
+KNOWN_PATTERNS = frozenset(PUBLISHED_PATTERNS).union(*(cutter.patterns for cutter in PRE_TOKENIZERS.values()))
+"""Patterns of well-known families, of which each text is cut in time linear in it."""
+
+_CLASS = r"\[\^?(?:\\[pP]\{\^?\w+\}|\\x\{[0-9A-Fa-f]+\}|\\[^pPx]|[^\\\[\]])+\]"
+_ATOM = rf"(?:\\[pP]\{{\^?\w+\}}|\\[sSdDwWrntfv]|\\[^\w\s]|{_CLASS}|[^\\\[\]().*+?{{}}|^$])"
+_SIMPLE = re.compile(
+    rf"(?P<first>(?:{_ATOM}\??){{0,4}}){_ATOM}(?P<last>[+*?]|\{{(?P<least>\d{{1,3}})(?:,\d{{0,3}})?\}})?"
+)
+"""A few characters or classes, the last of which may be repeated: nothing is tried twice."""
+
+_HARMLESS = {
+    ("normalizer", "normalizers"): """NFC NFD NFKC NFKD Nmt Lowercase Strip StripAccents BertNormalizer
+        ByteLevel Prepend Replace Precompiled""",
+    ("pre_tokenizer", "pretokenizers"): """ByteLevel Metaspace Whitespace WhitespaceSplit BertPreTokenizer
+        Punctuation Digits CharDelimiterSplit UnicodeScripts Split""",
+    ("post_processor", "processors"): "ByteLevel BertProcessing RobertaProcessing TemplateProcessing",
+    ("decoder", "decoders"): "ByteLevel ByteFallback Metaspace WordPiece Fuse Strip BPEDecoder CTC Replace",
+}
+"""The known parts of each kind, by the names of one of them and of those of a sequence."""
+_FACTORS = {"BertNormalizer": 5 / 3, "ByteLevel": 2.0, "Metaspace": 3.0}
+"""They lengthen a text each time: spaces around a character of three bytes, two bytes for one."""
+
+Json = Any
+
+
+class Growth(NamedTuple):
+    """A text of n bytes becomes one of at most `factor` n + `added`."""
+
+    factor: float = 1.0
+    added: float = 0.0
+
+    def then(self, other: Growth) -> Growth:
+        return Growth(self.factor * other.factor, self.added * other.factor + other.added)
+
+    @property
+    def is_small(self) -> bool:
+        return self.factor <= MOST_GROWTH and self.added <= MOST_ADDED_BYTES
+
+
+class _Risky(Exception):
+    """The reason that a part is not harmless."""
+
+
+def risk_of(text: str) -> str | None:
+    """The reason that the tokenizer may not run in this process, in a few words; None: it may.
+
+    A text that is no tokenizer.json at all has no risk: reading it will say what is wrong.
+    """
+    try:
+        fields = read_json(text, object_of=_without_doubles)
+        if isinstance(fields, dict):
+            for name, inner in _HARMLESS:
+                if not growth_of(fields.get(name), name, inner).is_small:
+                    raise _Risky("it can make texts many times longer")
+            _check_model(fields.get("model"))
+    except _Risky as risk:
+        return str(risk)
+    except ValueError:
+        return None
+    except (TypeError, KeyError, AttributeError):  # a field of another kind than it has in a tokenizer.json
+        return "a part is not described as such parts are"
+    return None
+
+
+def growth_of(part: Json, name: str = "normalizer", inner: str = "normalizers") -> Growth:
+    """The factor by which a part, or a sequence, can lengthen a text. Raises what `risk_of` catches."""
+    growth, n_seen = Growth(), 0
+    left = [] if part is None else [part]
+    kinds = _HARMLESS[name, inner].split()
+    while left:
+        component = left.pop()
+        kind, n_seen = component["type"], n_seen + 1
+        if n_seen > _MOST_PARTS:
+            raise _Risky(f"it has more than {_MOST_PARTS} {inner}")
+        if kind == "Sequence":
+            left += reversed(component[inner])
+        elif kind not in kinds:
+            raise _Risky(f"its {name} {kind!r:.40} is not known")
+        else:
+            growth = growth.then(_growth_of_one(component, kind))
+    return growth
+
+
+def _growth_of_one(part: Mapping[str, Json], kind: str) -> Growth:
+    shortest = _check_pattern(part["pattern"]) if kind in ("Replace", "Split") else 0
+    if kind == "Prepend":
+        return Growth(added=_n_bytes(part["prepend"]))
+    if kind == "Replace":
+        content = _n_bytes(part["content"])
+        return Growth(max(1.0, content / shortest)) if shortest else Growth(1.0 + content, content)
+    if kind == "Precompiled":
+        longest = _longest_replacement(part["precompiled_charsmap"])
+        return Growth(1.0 if longest <= _MOST_REPLACEMENT_BYTES else float(longest))
+    if kind == "TemplateProcessing":
+        _check_template(part)
+    return Growth(_FACTORS.get(kind, 1.0))
+
+
+def _check_pattern(pattern: Mapping[str, str]) -> int:
+    """The fewest bytes that it matches."""
+    ((kind, text),) = pattern.items()
+    if kind == "String":
+        if _n_bytes(text) > _MOST_LITERAL_BYTES:
+            raise _Risky("it looks for a long text")
+        return _n_bytes(text)
+    if kind != "Regex" or len(text) > _MOST_PATTERN:
+        raise _Risky("it has a long pattern")
+    if text in KNOWN_PATTERNS:
+        return 1
+    simple = _SIMPLE.fullmatch(text)
+    if simple is None:
+        raise _Risky(f"its pattern {text!r:.60} is not known to be harmless")
+    return int(simple["last"] not in ("*", "?") and int(simple["least"] or 1) > 0)
+
+
+def _longest_replacement(charsmap: str | None) -> int:
+    """Bytes of the longest text that a character can become: behind a table, texts that end in zeros."""
+    try:
+        table = base64.b64decode(charsmap or "", validate=True)
+    except binascii.Error as error:
+        raise _Risky("its table of characters cannot be read") from error
+    begin = 4 + int.from_bytes(table[:4], "little")
+    return max(map(len, table[begin:].split(b"\0")))
+
+
+def _check_template(part: Mapping[str, Json]) -> None:
+    ids = {name: len(token["ids"]) for name, token in part["special_tokens"].items()}
+    for template, most in ((part["single"], 1), (part["pair"], 2)):
+        tokens = [piece["SpecialToken"]["id"] for piece in template if "Sequence" not in piece]
+        if max(len(template), sum(ids.get(token, 0) for token in tokens)) > _MOST_TEMPLATE_TOKENS:
+            raise _Risky("it puts many tokens around a text")
+        if len(template) - len(tokens) > most:
+            raise _Risky("it repeats texts")
+
+
+def _check_model(model: Json) -> None:
+    if not isinstance(model, dict):
+        return
+    if model.get("type") == "WordPiece" and model.get("max_input_chars_per_word", 0) > _MOST_WORD:
+        raise _Risky("it looks for words of any length")
+    if model.get("type") == "Unigram" and any(
+        len(piece[0]) > _MOST_TOKEN_CHARACTERS for piece in model["vocab"]
+    ):
+        raise _Risky("it has very long tokens")
+
+
+def _n_bytes(text: str) -> int:
+    return len(text.encode("utf-8", "surrogatepass"))
+
+
+def _without_doubles(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        raise _Risky("an object has the same key twice")
+    return fields
+
+
+def without_programs(text: str) -> str:
+    """The parts of a risky one that turn tokens into text: its vocabulary and the kind of its decoder."""
+    fields = read_json(text)
+    decoder = json.dumps(fields.get("decoder"))
+    kept = next((part for kind, part in _DECODERS.items() if f'"type": "{kind}"' in decoder), None)
+    emptied = ("normalizer", "pre_tokenizer", "post_processor", "truncation", "padding")
+    return json.dumps({**fields, **dict.fromkeys(emptied), "decoder": kept})
+
+
+_DECODERS: Mapping[str, Json] = {
+    "ByteLevel": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+    "ByteFallback": {"type": "ByteFallback"},
+    "Metaspace": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "never", "split": False},
+}
+
 
 if TYPE_CHECKING:
     import tokenizers

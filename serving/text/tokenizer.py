@@ -17,9 +17,15 @@ from typing import Any, Protocol, Self
 import tokenizers
 
 from phasewise.serving.errors import ModelError
-from phasewise.serving.text.confined_tokenizer import ConfinedTokenizer, Text, Want, cut
+from phasewise.serving.text.confined_tokenizer import (
+    ConfinedTokenizer,
+    Text,
+    Want,
+    cut,
+    risk_of,
+    without_programs,
+)
 from phasewise.serving.text.gguf_vocab import ALWAYS_FOUND, SPACE_MARK, tokenizer_from_gguf, visible_byte
-from phasewise.serving.text.tokenizer_risk import risk_of, without_programs
 
 __all__ = ["DetokenizeStream", "TextCutter", "Tokenizer", "TokenizerFacts", "tokenizer_from_gguf"]
 

@@ -29,8 +29,8 @@ from phasewise.serving.tools.parts import (
     call,
     n_begun,
     parsed,
+    typed,
 )
-from phasewise.serving.tools.values import typed
 
 Step = Generator[None, None, bool]
 """Reads one thing; True if it was there. It yields while more text must come."""

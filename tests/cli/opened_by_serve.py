@@ -187,7 +187,7 @@ class Boundary:
                 prefixes,
             ),
         )
-        return OpenEngine(model, text, plans, size, _Engine(), _Closes())  # type: ignore[arg-type]
+        return OpenEngine(model, text, plans, size, _Engine())  # type: ignore[arg-type]
 
     def _idle(self, _engine: Any, model: str, *_rest: Any) -> None:
         self.keep("tuned while idle", model)
@@ -209,14 +209,7 @@ class Boundary:
         return "local"
 
     def _front(self, roles: Any, launcher: Any, settings: Any, *_rest: Any) -> None:
-        told = (
-            settings.routing,
-            settings.overflow_tokens,
-            settings.split_above_tokens,
-            settings.repurpose_after_requests,
-            settings.kv_transfer,
-        )
-        self.keep("front", (roles, told))
+        self.keep("front", (roles, settings.split_above_tokens))
 
     @contextlib.contextmanager
     def _ray(self, address: str) -> Iterator[str]:

@@ -84,7 +84,7 @@ def ways(places: Places) -> Mapping[str, list[object]]:
         "ranks": [places.model, "--db", places.folder / "ranks.db"],
         "pools": [places.model, *pools],
         "mixed pools": [places.model, "--mixed-pool", "0-3", "--mixed-pool", "4-7"],
-        "cluster": [places.model, "--cluster", "auto", "--prompt", "1x4", "--token", "1x4"],
+        "cluster": [places.model, "--cluster", "auto", "--prompt-pool", "1x4", "--token-pool", "1x4"],
         "further models": [places.model, "--also", places.other],
         "a folder of models": ["--models", places.models],
         "an embedding model": [places.encoder],
@@ -180,15 +180,8 @@ def samples(places: Places) -> Mapping[str, tuple[list[object], list[object]]]:
         "--mixed-pool": one("--mixed-pool", "8-9"),
         "--pools": one("--pools", "auto", beside=["--db", places.plans]),
         "--split-above": one("--split-above", 3),
-        "--routing": one("--routing", "load"),
-        "--overflow-above": one("--overflow-above", 500),
-        "--repurpose-after": one("--repurpose-after", 4),
-        "--cluster": one("--cluster", "127.0.0.1:1", "--mixed", "1x2"),
-        "--prompt": one("--prompt", "3x2"),
-        "--token": one("--token", "3x2"),
-        "--mixed": one("--mixed", "1x2"),
+        "--cluster": one("--cluster", "127.0.0.1:1", "--mixed-pool", "1x2"),
         "--spread": one("--spread"),
-        "--kv-transfer": one("--kv-transfer", "tcp"),
         "--embed-model": one("--embed-model", places.encoder),
         "--embed-instances": one("--embed-instances", 3),
         "--embed-cores": one("--embed-cores", 5),
@@ -211,7 +204,7 @@ def samples(places: Places) -> Mapping[str, tuple[list[object], list[object]]]:
 
 
 CHOOSES_THE_WAY = {
-    "cluster": {"--cluster"},
+    "cluster": {"--cluster", "--prompt-pool", "--token-pool"},
     "further models": {"--also"},
     "a folder of models": {"--models"},
     "embeddings beside": {"--embed-model"},
@@ -461,22 +454,9 @@ def test_each_of_several_models_follows_what_is_said_of_models(places: Places, b
     assert all(row[2] is not None for row in only(run, "row"))  # type: ignore[index]
 
 
-def pools_file(places: Places, *tables: str) -> Path:
-    path = places.folder / "pools.toml"
-    path.write_text("".join(f"[[pool]]\n{table}\n" for table in tables))
-    return path
-
-
-def test_pools_of_a_file_have_their_own_weights_budgets_and_labels(
-    places: Places, boundary: Boundary
-) -> None:
-    """Each instance is told its own; what the file leaves out is the server's."""
-    path = pools_file(
-        places,
-        'role = "prompt"\ninstances = 1\ncores = 4\nlabel = "big"\nkv_budget = "16M"\nsparse = "never"',
-        'role = "token"\ninstances = 2\ncores = 2\nlabel = "kind=small"',
-    )
-    run = boundary.serve(places.model, "--cluster", "auto", "--pools", path, "--sparse", "always")
+def test_pools_on_nodes_have_their_labels_and_one_context(places: Places, boundary: Boundary) -> None:
+    pools = ("--prompt-pool", "1x4@big", "--token-pool", "2x2@kind=small")
+    run = boundary.serve(places.model, "--cluster", "auto", *pools)
 
     ((wanted, _),) = only(run, "placed")  # type: ignore[misc]
     assert [(instance["role"], instance["cores"], instance["label"]) for instance in wanted] == [
@@ -484,53 +464,31 @@ def test_pools_of_a_file_have_their_own_weights_budgets_and_labels(
         ("token", 2, "kind=small"),
         ("token", 2, "kind=small"),
     ]
-    specs = only(run, "instance")
-    assert [spec["weights"]["sparse"] for spec in specs] == ["never", "always", "always"]  # type: ignore[index]
-    slots = [spec["size"]["kv"]["slots"] for spec in specs]  # type: ignore[index]
-    assert slots[0] < slots[1] == slots[2]
-    contexts = {spec["size"]["limits"]["context_length"] for spec in specs}  # type: ignore[index]
+    contexts = {spec["size"]["limits"]["context_length"] for spec in only(run, "instance")}  # type: ignore[index]
     assert len(contexts) == 1
-    assert contexts.pop() <= slots[0]
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("--pools", "FILE"), "--pools has no effect without --cluster"),
+        (("--mixed-pool", "1x2"), "1x2 is for nodes of a cluster: add --cluster"),
         (("--cluster", "auto", "--pools", "auto"), "--pools has no effect with --cluster"),
-        (("--cluster", "auto", "--pools", "FILE", "--prompt", "1x2"), "--prompt has no effect with a file"),
-        (("--cluster", "auto", "--pools", "FILE", "--split-above", "9"), "no effect where all pools of the"),
-        (("--cluster", "auto", "--pools", "nowhere.toml"), "No such file"),
-        (("--cluster", "auto", "--prompt", "1x2@", "--token", "1x2"), "a label is a name like big"),
-        (("--cluster", "auto", "--prompt", "1x2"), "add --token"),
-        (("--cluster", "auto", "--mixed", "1001x1"), "at most 1000"),
-        (("--cluster", "auto", "--pools", "INT8"), "int8 holds other numbers than the server's native"),
+        (("--cluster", "auto", "--mixed-pool", "0-3"), "--mixed-pool 0-3 has no effect with --cluster"),
+        (("--cluster", "auto", "--prompt-pool", "1x2@", "--token-pool", "1x2"), "a label is a name like big"),
+        (("--cluster", "auto", "--prompt-pool", "1x2"), "add --token-pool"),
+        (("--cluster", "auto", "--mixed-pool", "1001x1"), "at most 1000"),
     ],
 )
 def test_pools_that_cannot_be_are_refused_by_name(
     places: Places, boundary: Boundary, arguments: tuple[str, ...], says: str
 ) -> None:
-    """Nothing is placed; but for the numbers of a format, which the model's files tell, nothing is opened."""
-    mixed = 'role = "mixed"\ninstances = 1\ncores = 2\n'
-    own = {"FILE": "", "INT8": 'format = "int8"'}
-    line = own.get(arguments[-1], "") if "FILE" not in arguments else ""
-    path = pools_file(places, mixed + line)
-    run = boundary.serve(places.model, *(path if word in own else word for word in arguments))
+    """Nothing is placed, and on a cluster nothing is opened."""
+    run = boundary.serve(places.model, *arguments)
 
     assert run.exit_code == 2
     assert says in run.said
     assert not {"placed", "instance", "front"} & set(run.opened)
-    assert "INT8" in arguments or run.opened == {}
-
-
-def test_a_format_of_another_name_with_the_same_numbers_is_served(places: Places, boundary: Boundary) -> None:
-    """The tiny model's file holds f32 and bf16; a pool may name the format that the server has."""
-    mixed = 'role = "mixed"\ninstances = 1\ncores = 2\nformat = "f32"'
-    run = boundary.serve(
-        places.model, "--cluster", "auto", "--pools", pools_file(places, mixed), "--format", "f32"
-    )
-
-    assert [spec["weights"]["weight_format"] for spec in only(run, "instance")] == ["f32"]  # type: ignore[index]
+    assert "--cluster" not in arguments or run.opened == {}
 
 
 def test_every_model_and_every_instance_is_explained(places: Places, boundary: Boundary) -> None:

@@ -28,7 +28,16 @@ WAYS = {
     "serve --also": ("serve", "OTHER", "--also", "MODEL", "--port", "0"),
     "serve --models": ("serve", "--models", "FOLDER", "--port", "0"),
     "serve in pools": ("serve", "MODEL", "--mixed-pool", "0", "--port", "0"),
-    "serve on a cluster": ("serve", "MODEL", "--cluster", "127.0.0.1:1", "--mixed", "1x1", "--port", "0"),
+    "serve on a cluster": (
+        "serve",
+        "MODEL",
+        "--cluster",
+        "127.0.0.1:1",
+        "--mixed-pool",
+        "1x1",
+        "--port",
+        "0",
+    ),
 }
 WITH_ADAPTERS = ("generate", "chat", "bench run", "batch", "serve", "serve in pools", "serve on a cluster")
 WITH_DRAFTS = ("generate", "batch", "serve", "serve --also", "serve --models")

@@ -20,12 +20,12 @@ from phasewise.serving.models.forward import kv_bytes_per_slot
 from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.ranks.rank_layout import teams_of
 from phasewise.tuner.plans import PHASES, Phase, RankCores, ServicePlan
-from phasewise.workflows.serve.cluster_pools import ClusterPool
 from phasewise.workflows.serve.instance_process import _size_that_fits
+from phasewise.workflows.serve.pools import NodePool
 from phasewise.workflows.serve.ray_pools import KvWanted, _sizes_on_nodes
 from tests.support.servers.pools import tiny_model
 
-MIXED = ClusterPool("mixed", 1, 1)
+MIXED = NodePool("mixed", 1, 1)
 
 
 @dataclass
@@ -45,7 +45,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PackedModel:
     return load_model(str(tiny_model(tmp_path)), "native")
 
 
-def sizes(model: PackedModel, places: Places, wanted: KvWanted, *pools: ClusterPool) -> list[EngineSize]:
+def sizes(model: PackedModel, places: Places, wanted: KvWanted, *pools: NodePool) -> list[EngineSize]:
     base = EngineSize.for_many(model, 64, wanted.context_tokens, None, kv_shared=True, free=lambda: None)
     each = list(pools) or [MIXED] * len(places.nodes)
     return _sizes_on_nodes(each, places, base, model, wanted)  # type: ignore[arg-type]
@@ -77,8 +77,8 @@ def test_without_a_budget_each_node_gives_a_share_of_its_own_memory(model: Packe
 
 
 def test_all_instances_have_the_context_that_the_smallest_holds(model: PackedModel) -> None:
-    pools = (MIXED, ClusterPool("mixed", 1, 1, kv_bytes=1000 * kv_bytes_per_slot(model)))
-    large, small = sizes(model, Places(["a", "b"], {"a": 1 << 34, "b": 1 << 34}), KvWanted(), *pools)
+    free = {"a": 1 << 34, "b": 4000 * kv_bytes_per_slot(model)}
+    large, small = sizes(model, Places(["a", "b"], free), KvWanted())
 
     assert large.kv.slots > small.kv.slots
     assert small.kv.slots <= 1000

@@ -88,8 +88,7 @@ def test_the_answering_pool_has_the_bands_and_the_other_none_of_their_cores() ->
         (Pools(prompt_pool=["0"], token_pool=["0-1"]), UsageError, "core 0 is in a prompt and a token pool"),
         (Pools(mixed_pool=["900"]), PlanError, "core"),
         (Pools(mixed_pool=["0-"]), PlanError, "0-3,8"),
-        (Pools(pools="auto", mixed_pool=["0"]), UsageError, "leave the options with cores out"),
-        (Pools(pools="on"), UsageError, "--pools is off or auto"),
+        (Pools(mixed_pool=["1x2"]), UsageError, "add --cluster"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(pools: Pools, error: type[Exception], says: str) -> None:
@@ -101,7 +100,7 @@ def test_what_cannot_be_is_refused_in_one_line(pools: Pools, error: type[Excepti
 def test_roles_of_a_cluster_that_cannot_serve_are_refused_before_it_is_asked() -> None:
     """No Ray is needed to know that nothing would answer."""
     with pytest.raises(UsageError, match="add --token"):
-        _ = Pools(cluster="127.0.0.1:1", prompt="1x1").on_nodes
+        Pools(cluster="127.0.0.1:1", prompt_pool=["1x1"]).on_nodes()
 
 
 def cores_of(pools: Pools) -> list[list[tuple[tuple[int, ...], int | None]]]:

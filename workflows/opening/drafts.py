@@ -40,7 +40,7 @@ class DraftRule:
 def rule_of(drafts: DraftSource | None) -> DraftRule | None:
     """None where nothing is drafted."""
     from phasewise.serving.drafts.contract import MOST_DRAFTED
-    from phasewise.serving.drafts.lengths import LEAST_GAIN
+    from phasewise.serving.drafts.gain import LEAST_GAIN
 
     if drafts is None:
         return None
@@ -145,7 +145,7 @@ def _head_of(opened: OpenModel, report: Report, *, is_named: bool) -> PackedMode
 
 def _eagle_of(opened: OpenModel, name: str, report: Report) -> PackedModel:
     from phasewise.serving.loaders import load_eagle
-    from phasewise.serving.models.heads.draft_head import check_feeds, drafted_tokens
+    from phasewise.serving.models.draft_head import check_feeds, drafted_tokens
 
     head = load_eagle(name.removeprefix(EAGLE3), opened.model, report=report)
     check_feeds(opened.model.config, head.config.drafts)

@@ -68,8 +68,8 @@ def lone_config(reference: str) -> tuple[str, dict[str, Any]] | None:
 
 def _shape_of_config(name: str, fields: dict[str, Any], weight_format: str) -> ModelShape:
     from phasewise.serving.loaders.formats.hf_config import config_of
-    from phasewise.serving.loaders.forms import BF16, F16, F32, INT4, INT8
     from phasewise.serving.loaders.layout import weight_shapes
+    from phasewise.serving.loaders.source import BF16, F16, F32, INT4, INT8
     from phasewise.serving.models.forward import EXACT_KINDS
 
     config = config_of(fields, {}, add_bos=False)

@@ -19,7 +19,7 @@ from phasewise.workflows.options import ARITHMETIC, FORMAT, LORA, SPARSE, Arithm
 from phasewise.workflows.report import Report, silent
 
 if TYPE_CHECKING:
-    from phasewise.serving.loaders.forms import WeightForm
+    from phasewise.serving.loaders.source import WeightForm
     from phasewise.serving.models.packed_model import PackedModel
     from phasewise.topology import Machine
     from phasewise.tuner.config.rates import MachineRates
@@ -135,7 +135,7 @@ def open_under(
     storage = storage_choice(weights.sparse, db, machine, plans, report, weights.sequences)
     model = load_model(ref, weights.weight_format, report=report, checksum=weights.checksum, storage=storage)
     if weights.lora:
-        from phasewise.serving.loaders.adapters.load_adapter import with_adapters
+        from phasewise.serving.loaders.load_adapter import with_adapters
 
         model = with_adapters(model, weights.lora)
     return OpenModel(model, plans, schedules_under(plans, weights, db, machine, report), storage)
@@ -242,7 +242,7 @@ def check_settings(ref: str, weights: Weights, kv_format: str = "auto", report: 
 
     The head of its files says that, which is read where there is a model that could not have them.
     """
-    from phasewise.serving.models.parts.latent import LATENT_KV_FORMATS, check_kv_format
+    from phasewise.serving.models.parts.attention import LATENT_KV_FORMATS, check_kv_format
 
     may_have = ("auto", *LATENT_KV_FORMATS)
     if kv_format in may_have and not weights.lora:
@@ -254,7 +254,7 @@ def check_settings(ref: str, weights: Weights, kv_format: str = "auto", report: 
     if kv_format not in may_have:
         check_kv_format(config.latent, locate(ref, cache_root(None), report).name, kv_format)
     if weights.lora:
-        from phasewise.serving.loaders.adapters.load_adapter import check_takes_adapters, named_paths
+        from phasewise.serving.loaders.load_adapter import check_takes_adapters, named_paths
 
         for _, path in named_paths(weights.lora):
             check_takes_adapters(config, path)

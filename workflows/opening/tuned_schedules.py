@@ -172,7 +172,7 @@ def _shapes(model: PackedModel) -> Iterator[tuple[str, PackedWeight]]:
 def _storage_of(weight: PackedWeight, storage: StorageChoice) -> tuple[str, str]:
     """Storage and density of a weight, and why it is stored so; reads all of it."""
     from phasewise.cython_kernels import sparse
-    from phasewise.serving.loaders.forms import WeightForm
+    from phasewise.serving.loaders.source import WeightForm
 
     if not sparse.can_be_sparse(weight.kind, weight.mins is not None):
         return "dense", ""

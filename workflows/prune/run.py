@@ -15,8 +15,8 @@ import numpy.typing as npt
 from phasewise._words import counted
 from phasewise.cython_kernels import packing
 from phasewise.cython_kernels.blocks import BlockRows
-from phasewise.serving.loaders.families.names import HF_LLAMA, HF_OUTSIDE
-from phasewise.serving.loaders.forms import BF16, INT8
+from phasewise.serving.loaders.families.family import HF_LLAMA, HF_OUTSIDE
+from phasewise.serving.loaders.source import BF16, INT8
 from phasewise.serving.loaders.storage import StorageChoice, bytes_share
 from phasewise.workflows.errors import WorkflowError
 from phasewise.workflows.evaluate.scorer import read_text
@@ -324,13 +324,13 @@ def _perplexity_of_values_left(
     settings: PruneSettings, directory: Path, report: Report, progress: Report
 ) -> float | None:
     """Perplexity of the directory that is not whole yet; nothing of it stays in the cache."""
-    from phasewise.serving.loaders.fetching import cache
+    from phasewise.serving.loaders import inspection
     from phasewise.serving.loaders.fetching.resolve import cache_root
 
     if settings.evaluation is None:
         return None
     value = _perplexity(str(directory), settings.evaluation, report, progress, "the pruned model")
-    cache.remove(str(directory), cache_root(), packed_only=True)
+    inspection.remove(str(directory), cache_root(), packed_only=True)
     return value
 
 

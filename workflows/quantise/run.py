@@ -20,7 +20,7 @@ from phasewise.serving.loaders import open_source
 from phasewise.serving.loaders.fetching.resolve import Located, cache_root, locate
 from phasewise.serving.loaders.formats.gguf_blocks import BLOCK_TYPES, decode_rows
 from phasewise.serving.loaders.formats.gguf_file import GgufFiles, GgufHeader, TensorInfo, open_gguf
-from phasewise.serving.loaders.forms import Rows, check_finite
+from phasewise.serving.loaders.source import Rows, check_finite
 from phasewise.workflows.errors import WorkflowError
 from phasewise.workflows.quantise.settings import QuantFormat, QuantiseSettings
 from phasewise.workflows.report import Report, silent

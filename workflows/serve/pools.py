@@ -4,6 +4,7 @@ made here, `ray_pools` makes those of a cluster.
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,7 +14,6 @@ from typing import TYPE_CHECKING, Literal
 from phasewise._options import option
 from phasewise._words import counted
 from phasewise.workflows.errors import UsageError
-from phasewise.workflows.serve.cluster_pools import ClusterPool, counted_pool, pools_of_file
 
 if TYPE_CHECKING:
     from phasewise.cluster.real.supervisor import FrontSettings
@@ -29,36 +29,54 @@ if TYPE_CHECKING:
     from phasewise.workflows.report import Report
     from phasewise.workflows.serve.instance_process import InstanceSpec
 
+MAX_INSTANCES = 1000
+DEFAULT_KEY = "phasewise"
+"""The key of the node label that a name alone stands for."""
+_NAME = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
+_LABEL = re.compile(rf"(?:(?:{_NAME}/)?{_NAME}=)?{_NAME}")
+_COUNTED = re.compile(r"([1-9][0-9]{0,3})x([1-9][0-9]{0,3})(?:@(.*))?")
+
 SPLIT_ABOVE_TOKENS = 64
 """Shorter prompts are computed where their answers are. Chosen, not measured yet."""
 
 
+@dataclass(frozen=True, slots=True)
+class NodePool:
+    """Instances of one role on nodes of a cluster. label: `KEY=VALUE` of their nodes; None: any node."""
+
+    role: Role
+    instances: int
+    cores: int
+    label: str | None = None
+
+    def describe(self) -> str:
+        """A line for people."""
+        of = f"of nodes with {self.label}" if self.label else "of a node of the Ray cluster"
+        times = f"{self.instances} times " if self.instances > 1 else ""
+        return f"{self.role} pool: {times}{counted(self.cores, 'core')} {of}"
+
+
 @dataclass(frozen=True)
 class Pools:
-    """The cores that compute prompts, answers or both, each set in an instance of its own."""
+    """The instances that compute prompts, answers or both: on cores of this host, or nodes of a cluster."""
 
     PANEL = "Pools: instances that compute prompts and answers apart"
 
     prompt_pool: Sequence[str] | None = option(
-        None, "an instance on these cores computes prompts [repeatable]; 0-3+4-7: two ranks", metavar="CORES"
+        None,
+        "an instance on these cores computes prompts [repeatable]; 0-3+4-7: two ranks; with --cluster 2x24: "
+        "two instances of 24 cores, 2x24@big: on nodes with the label phasewise=big",
+        metavar="POOL",
     )
     token_pool: Sequence[str] | None = option(
-        None, "an instance on these cores computes answers [repeatable]", metavar="CORES"
+        None, "an instance on these cores computes answers [repeatable]", metavar="POOL"
     )
     mixed_pool: Sequence[str] | None = option(
-        None, "an instance on these cores computes both [repeatable]", metavar="CORES"
+        None, "an instance on these cores computes both [repeatable]", metavar="POOL"
     )
-    pools: str = option(
+    pools: Literal["off", "auto"] = option(
         "off",
-        "auto: cores that only the tuned prefill plan uses compute prompts, those of the decode plan "
-        "answers; with --cluster: a file FILE.toml of pools",
-        metavar="off|auto|FILE",
-    )
-    routing: Literal["prefix", "load", "round-robin"] = option(
-        "prefix",
-        "what chooses the instance of a prompt; prefix: the work that is left where its beginning is held, "
-        "and the queues; load: the queues alone; round-robin: turns",
-        config_only=True,
+        "auto: cores that only the tuned prefill plan uses compute prompts, those of the decode plan answers",
     )
     split_above: int = option(
         SPLIT_ABOVE_TOKENS,
@@ -68,90 +86,57 @@ class Pools:
         config_only=True,
         envvar="PHASEWISE_SPLIT_ABOVE",
     )
-    overflow_above: int | None = option(
-        None,
-        "another pool helps where more than N tokens of prompts wait for an instance [default: as many as it "
-        "computes in 1.34 s, as an H100 does 8192]",
-        min=1,
-        metavar="N",
-        config_only=True,
-    )
-    repurpose_after: int = option(
-        0,
-        "an instance that is given N requests of the other pool's work in a row moves there; 0: never",
-        min=0,
-        metavar="N",
-        config_only=True,
-    )
     cluster: str | None = option(
         None,
         "a Ray cluster whose nodes run the instances: its address, or auto",
         metavar="auto|ADDRESS",
         envvar="PHASEWISE_CLUSTER",
     )
-    prompt: str | None = option(
-        None,
-        "with --cluster: instances that compute prompts, e.g. 2x24: two of 24 cores; 2x24@big: on nodes "
-        "with the label phasewise=big",
-        metavar="NxCORES[@LABEL]",
-    )
-    token: str | None = option(
-        None, "with --cluster: instances that compute answers", metavar="NxCORES[@LABEL]"
-    )
-    mixed: str | None = option(None, "with --cluster: instances that compute both", metavar="NxCORES[@LABEL]")
     spread: bool = option(False, "with --cluster: place instances on different nodes", "--spread")
-    kv_transfer: Literal["auto", "shm", "tcp"] = option(
-        "auto",
-        "how keys and values go from pool to pool; auto: shared memory on one host, else TCP",
-        config_only=True,
-    )
 
     @property
     def is_asked(self) -> bool:
         """True if any pool is asked for."""
-        return (
-            bool(self.named or self.cluster or self.prompt or self.token or self.mixed) or self.pools != "off"
-        )
+        return bool(self.named or self.cluster) or self.pools != "off"
 
     @property
     def named(self) -> list[tuple[Role, str]]:
-        """Role and cores of every instance that is asked for by its cores."""
+        """The role of every pool that is named, and where it is."""
         asked: list[tuple[Role, Sequence[str] | None]] = [
             ("prompt", self.prompt_pool),
             ("token", self.token_pool),
             ("mixed", self.mixed_pool),
         ]
-        return [(role, cores) for role, many in asked for cores in many or ()]
+        return [(role, where) for role, many in asked for where in many or ()]
 
-    @property
-    def on_nodes(self) -> list[ClusterPool]:
-        """The pools that are asked for on nodes of a cluster. UsageError."""
-        if self.pools == "auto":
-            raise UsageError("--pools auto is for this host: with --cluster name a file of pools")
-        if self.pools != "off":
-            pools = pools_of_file(self.pools)
-            self._check_divides(pools)
-        else:
-            asked: list[tuple[Role, str | None]] = [
-                ("prompt", self.prompt),
-                ("token", self.token),
-                ("mixed", self.mixed),
-            ]
-            pools = [counted_pool(role, text) for role, text in asked if text]
-        _check_roles({pool.role for pool in pools}, "")
+    def on_nodes(self) -> list[NodePool]:
+        """The pools on nodes of a cluster. UsageError."""
+        pools = [_node_pool(role, where) for role, where in self.named]
+        _check_roles({pool.role for pool in pools})
+        n_instances = sum(pool.instances for pool in pools)
+        if n_instances > MAX_INSTANCES:
+            raise UsageError(
+                f"{counted(n_instances, 'instance')} are too many: a server has at most {MAX_INSTANCES}"
+            )
         return pools
 
-    def _check_divides(self, pools: Sequence[ClusterPool]) -> None:
-        """UsageError for options of what is divided where a file divides nothing."""
-        plain = Pools()
-        chosen = {
-            "split_above": self.split_above != plain.split_above,
-            "repurpose_after": self.repurpose_after != plain.repurpose_after,
-            "kv_transfer": self.kv_transfer != plain.kv_transfer,
-        }
-        keys = ", ".join(key for key, is_chosen in chosen.items() if is_chosen)
-        if keys and all(pool.role == "mixed" for pool in pools):
-            raise UsageError(f"{keys}: no effect where all pools of the file are mixed; leave that out")
+
+def _node_pool(role: Role, where: str) -> NodePool:
+    match = _COUNTED.fullmatch(where)
+    if match is None:
+        raise UsageError(
+            f"--{role}-pool {where:.40} has no effect with --cluster: write 2x24, two instances of 24 cores, "
+            f"or 2x24@big, on nodes with the label {DEFAULT_KEY}=big"
+        )
+    label = match[3]
+    if label is not None and not _LABEL.fullmatch(label):
+        raise UsageError(
+            f"--{role}-pool: a label is a name like big, for {DEFAULT_KEY}=big, or KEY=VALUE, of at most 63 "
+            f"letters, digits, -, _ and . each, not {label!r:.40}"
+        )
+    if label is not None and "=" not in label:
+        label = f"{DEFAULT_KEY}={label}"
+    return NodePool(role, int(match[1]), int(match[2]), label)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,16 +187,12 @@ def planned_instances(
     UsageError for pools that exclude each other or share cores, PlanError for cores that this process may not
     use.
     """
-    if pools.pools not in ("off", "auto"):
-        raise UsageError(f"--pools is off or auto, or with --cluster a file, not {pools.pools!r:.40}")
-    named = pools.named
     if pools.pools == "auto":
-        if named:
-            raise UsageError("--pools auto finds the cores itself: leave the options with cores out")
         return _found_pools(plans, report)
+    named = pools.named
     if not named:
         return []
-    _check_roles({role for role, _ in named}, "-pool")
+    _check_roles({role for role, _ in named})
     instances = [PlannedInstance(role, _plans_on(machine, cores)) for role, cores in named]
     _refuse_shared_cores(instances)
     return instances
@@ -228,12 +209,10 @@ def joined_plans(instances: Sequence[PlannedInstance]) -> dict[Phase, ServicePla
     return plans
 
 
-def _check_roles(roles: set[Role], ending: str) -> None:
+def _check_roles(roles: set[Role]) -> None:
     if "mixed" not in roles and roles != {"prompt", "token"}:
         missing = "token" if roles == {"prompt"} else "prompt"
-        raise UsageError(
-            f"without --mixed{ending} both prompts and answers need a pool: add --{missing}{ending}"
-        )
+        raise UsageError(f"without --mixed-pool both prompts and answers need a pool: add --{missing}-pool")
 
 
 def _found_pools(plans: Mapping[Phase, ServicePlan], report: Report) -> list[PlannedInstance]:
@@ -261,6 +240,8 @@ def _found_pools(plans: Mapping[Phase, ServicePlan], report: Report) -> list[Pla
 def _plans_on(machine: Machine, cores: str) -> dict[Phase, ServicePlan]:
     from phasewise.tuner.plans import PHASES, ServicePlan, check_fits, parse_cores, rank_on
 
+    if _COUNTED.fullmatch(cores):
+        raise UsageError(f"{cores:.40} is for nodes of a cluster: add --cluster, or name cores like 0-3")
     ranks = tuple(rank_on(machine, parse_cores(part)) for part in cores.split("+"))
     plans: dict[Phase, ServicePlan] = {phase: ServicePlan(phase, ranks, "flag") for phase in PHASES}
     for plan in plans.values():
@@ -326,10 +307,6 @@ def open_pools(
     from phasewise.serving.embedding.devices import free_cores
     from phasewise.topology import read_machine
 
-    if pools.prompt or pools.token or pools.mixed:
-        raise UsageError(
-            "--prompt, --token and --mixed are for --cluster; on this host use --prompt-pool CORES"
-        )
     machine = read_machine()
     instances = planned_instances(pools, machine, opened.plans, report)
     if not instances:
@@ -381,9 +358,5 @@ def front_settings(
         endpoint=endpoint,
         listen=listen,
         keys=keys,
-        routing=pools.routing,
-        overflow_tokens=pools.overflow_above,
         split_above_tokens=pools.split_above,
-        repurpose_after_requests=pools.repurpose_after,
-        kv_transfer=pools.kv_transfer,
     )

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from phasewise._words import counted
-from phasewise.workflows.serve.cluster_pools import ClusterPool, check_pools, check_same_numbers
 
 if TYPE_CHECKING:
     from phasewise.cluster.real.ray_cluster import RayInstances
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from phasewise.serving.models.packed_model import PackedModel
     from phasewise.workflows.opening.open_model import OpenModel
     from phasewise.workflows.serve.instance_process import InstanceSpec
-    from phasewise.workflows.serve.pools import OpenPools, Pools
+    from phasewise.workflows.serve.pools import NodePool, OpenPools, Pools
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +37,7 @@ def open_ray_pools(
 ) -> Iterator[OpenPools]:
     """The instances on a Ray cluster that `pools` asks for, which start with the host.
 
-    spec: of each, but for its size, weights, cores and node.
-
-    Raises UsageError, ClusterError.
+    spec: of each, but for its size, cores and node. Raises UsageError, ClusterError.
     """
     from phasewise.cluster.real.front import Front
     from phasewise.cluster.real.ray_cluster import NODE, NODE_ID, RayInstances, WantedInstance
@@ -53,9 +50,7 @@ def open_ray_pools(
     from phasewise.workflows.serve.pools import OpenPools, front_settings
 
     assert pools.cluster is not None
-    asked = pools.on_nodes
-    check_pools(asked)
-    check_same_numbers(spec.model, asked, spec.weights)
+    asked = pools.on_nodes()
     each = [pool for pool in asked for _ in range(pool.instances)]
     instances = [WantedInstance(pool.role, pool.cores, pool.label) for pool in each]
     with (
@@ -65,14 +60,7 @@ def open_ray_pools(
         sizes = _sizes_on_nodes(each, launcher, spec.size, opened.model, wanted)
         launcher.tell_with(
             [
-                replace(
-                    spec,
-                    plans=None,
-                    cores=pool.cores,
-                    node=NODE_ID,
-                    size=size,
-                    weights=pool.weights(spec.weights),
-                ).tell
+                replace(spec, plans=None, cores=pool.cores, node=NODE_ID, size=size).tell
                 for pool, size in zip(each, sizes, strict=True)
             ]
         )
@@ -95,7 +83,7 @@ def open_ray_pools(
 
 
 def _sizes_on_nodes(
-    pools: Sequence[ClusterPool],
+    pools: Sequence[NodePool],
     launcher: RayInstances,
     size: EngineSize,
     model: PackedModel,
@@ -111,7 +99,7 @@ def _sizes_on_nodes(
 
 
 def _size_on(
-    pool: ClusterPool,
+    pool: NodePool,
     free: int | None,
     n_sharing: int,
     size: EngineSize,
@@ -129,12 +117,12 @@ def _size_on(
             model,
             size.limits.max_sequences,
             wanted.context_tokens,
-            pool.kv_bytes or of_node // n_sharing,
+            of_node // n_sharing,
             size.kv.format,
             kv_shared=True,
             free=lambda: free,
         )
     except ServingError as error:
-        divided = "" if pool.kv_bytes else f", one of {counted(n_sharing, 'instance')} that divide its node's"
-        raise ClusterError(f"a {pool.role} instance{divided}: {error}") from None
+        divided = f"one of {counted(n_sharing, 'instance')} that divide its node's"
+        raise ClusterError(f"a {pool.role} instance, {divided}: {error}") from None
     return size.with_slots(own.kv.slots)

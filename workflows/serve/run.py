@@ -20,7 +20,6 @@ from phasewise.workflows.serve.address import (
     tls_of,
     warn_of_strangers,
 )
-from phasewise.workflows.serve.cluster_pools import check_pools
 from phasewise.workflows.serve.opened_models import OpenedModel, open_models, row_of, sampling_of
 from phasewise.workflows.serve.settings import Prefixes, ServeSettings
 
@@ -66,7 +65,7 @@ def serve_models(
     weights = replace(settings.weights, sequences=settings.accepting.max_sequences)
     settings = replace(settings, weights=weights)  # stored for as many as may decode together
     if settings.pools.cluster is not None:
-        check_pools(settings.pools.on_nodes)
+        settings.pools.on_nodes()  # or why not
     limits = http_limits(settings.listening, settings.accepting, report)
     tls = tls_of(settings.listening, report)
     with ExitStack() as stack:

@@ -14,8 +14,7 @@ from phasewise.cli.options import FormatOption, JsonOption, ModelArgument, compl
 from phasewise.cli.present import note, on_one_line, print_json, say
 
 if TYPE_CHECKING:
-    from phasewise.serving.loaders.fetching.cache import Removed
-    from phasewise.serving.loaders.inspection import Inspection, WeightDensity
+    from phasewise.serving.loaders.inspection import Inspection, Removed, WeightDensity
     from phasewise.serving.models.packed_model import ModelConfig
 
 
@@ -106,10 +105,10 @@ def remove(
     $ phasewise models rm smollm2-135m-instruct
     $ phasewise models rm model.gguf --packed
     """
-    from phasewise.serving.loaders.fetching import cache
+    from phasewise.serving.loaders import inspection
     from phasewise.serving.loaders.fetching.resolve import cache_root
 
-    _present(cache.remove(model, cache_root(), packed_only=packed), as_json, dry_run=False)
+    _present(inspection.remove(model, cache_root(), packed_only=packed), as_json, dry_run=False)
 
 
 @app.command()
@@ -128,10 +127,10 @@ def prune(
     $ phasewise models prune --dry-run
     $ phasewise models prune --packed
     """
-    from phasewise.serving.loaders.fetching import cache
+    from phasewise.serving.loaders import inspection
     from phasewise.serving.loaders.fetching.resolve import cache_root
 
-    _present(cache.prune(cache_root(), all_packed=packed, dry_run=dry_run), as_json, dry_run)
+    _present(inspection.prune(cache_root(), all_packed=packed, dry_run=dry_run), as_json, dry_run)
 
 
 def _present(removed: list[Removed], as_json: bool, dry_run: bool) -> None:

@@ -110,7 +110,7 @@ class BatchRunner:
         self._folder = folder
         self._most_bytes = most_bytes
         self._most_line_bytes = most_line_bytes
-        self._life = life
+        self.life = life
         self._report = report
         self._app: ASGIApp | None = None
         self._store: BatchStore | None = None
@@ -146,12 +146,6 @@ class BatchRunner:
         self._app = app
         if self._most_bytes and (self._folder / "batches.sqlite").exists():
             self.wake()
-
-    def refuse_unless_open(self) -> None:
-        """ApiError while the server is stopping or starting."""
-        refusal = self._life.refusal()
-        if refusal is not None:
-            raise refusal
 
     def wake(self) -> None:
         """A batch was added, or is to be cancelled."""
@@ -217,7 +211,7 @@ class BatchRunner:
             for task in (answering, cancelling):
                 task.cancel()
             await asyncio.gather(answering, cancelling, return_exceptions=True)
-        if self._life.is_draining:
+        if self.life.is_draining:
             return None
         how = "completed" if is_whole else "cancelled" if self._cancelled[batch.id].is_set() else "expired"
         if how != "completed":
@@ -309,7 +303,7 @@ class BatchRunner:
             said = await self._call(owner, line)
             if said.status not in _BUSY or _NOT_LOADED in said.body:
                 return said
-            if self._life.is_draining:
+            if self.life.is_draining:
                 await asyncio.Event().wait()  # the loop ends
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _MOST_PAUSE_S)

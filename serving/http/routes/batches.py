@@ -112,7 +112,7 @@ def add_batches(routes: Routes, runner: BatchRunner, bodies: BodyReader) -> None
     @routes.add("/v1/batches", "POST", BatchRequest)
     async def create_batch(request: Request) -> Json:
         """Answer the requests of a file, when nobody else asks."""
-        runner.refuse_unless_open()
+        runner.life.refuse_unless_open()
         body = await bodies.read(request, BatchRequest)
         owner, kept = _owner(request), await store()
         if body.endpoint not in GENERATING:
@@ -172,7 +172,7 @@ def _add_files(routes: Routes, runner: BatchRunner) -> None:
     @routes.add("/v1/files", "POST", _FORM)
     async def create_file(request: Request) -> Json:
         """Keep a file of requests, for a batch."""
-        runner.refuse_unless_open()
+        runner.life.refuse_unless_open()
         boundary_of(request)  # or why not, before anything is opened
         kept = await store()
         file = await _on_disk(kept.begin_file)

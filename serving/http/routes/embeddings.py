@@ -348,7 +348,7 @@ class EmbeddingRoutes:
     # ---- steps -------------------------------------------------------------------------------------------
 
     async def _read(self, request: Request, kind: Any) -> Any:
-        self._refuse_unless_open()
+        self._life.refuse_unless_open()
         connection = connection_of(request.scope)
         body = await self._bodies.read(request, kind)
         request.scope[_CAME_S] = None if connection is None else connection.came_s()
@@ -373,11 +373,6 @@ class EmbeddingRoutes:
             raise unknown_model(name, self.model.model_id)
         note_model(request.scope, self.model.model_id)
 
-    def _refuse_unless_open(self) -> None:
-        refusal = self._life.refusal()
-        if refusal is not None:
-            raise refusal
-
     def _token_ids(self, index: int, ids: Sequence[int], *, truncate: bool) -> Tokens:
         """Taken as they are: a client that sends tokens has put the model's own around them."""
         most = self.model.text.max_tokens
@@ -400,7 +395,7 @@ class EmbeddingRoutes:
             raise from_engine(error) from error
 
     async def _vectors(self, request: Request, inputs: Sequence[Tokens]) -> list[Floats]:
-        self._refuse_unless_open()
+        self._life.refuse_unless_open()
         record = record_of(request.scope)
         if record is not None:
             record.n_prompt = sum(len(tokens.ids) for tokens in inputs)

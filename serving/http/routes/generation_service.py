@@ -42,7 +42,7 @@ class GenerationService:
     receipts: ReceiptStore = field(default_factory=ReceiptStore)
 
     async def read(self, request: Request, kind: type[Body]) -> Body:
-        self.refuse_unless_open()
+        self.life.refuse_unless_open()
         return await self.bodies.read(request, kind)
 
     def with_receipts(self, reply: Reply, model: ServedModel, request: Request) -> Reply:
@@ -64,7 +64,7 @@ class GenerationService:
         return replace(reply, receipt=make)
 
     async def answer(self, reply: Reply, request: Request) -> Response:
-        self.refuse_unless_open()
+        self.life.refuse_unless_open()
         record = record_of(request.scope)
         if record is not None and self.log is not None:
             self.log.expects(record, reply.requests, reply.usage([])["prompt_tokens"])
@@ -78,11 +78,6 @@ class GenerationService:
         if connection is not None:
             connection.mark_answered()
         return response
-
-    def refuse_unless_open(self) -> None:
-        refusal = self.life.refusal()
-        if refusal is not None:
-            raise refusal
 
 
 def reply_of(

@@ -75,21 +75,21 @@ class Lifecycle:
         """Refuse new requests from now on."""
         self._ends_at_s = time.monotonic() + within_s
 
-    def refusal(self) -> ApiError | None:
-        """The error for a request that arrives now; None: accept it. It waits while ranks are replaced."""
+    def refuse_unless_open(self) -> None:
+        """ApiError for a request that is not accepted now. While ranks are replaced it waits."""
         if self._ends_at_s is not None:
             left_s = math.ceil(max(1.0, self._ends_at_s - time.monotonic()))
-            return ApiError(
+            raise ApiError(
                 503,
                 "the server is stopping and takes no new requests",
                 code="server_stopping",
                 retry_after_s=left_s,
                 closes=True,
             )
-        says = _SAYS.get(state := self._engine_state)
-        if says is None:
-            return None
-        return ApiError(503, says, code="server_starting" if state == "starting" else "engine_stopped")
+        state = self._engine_state
+        if (says := _SAYS.get(state)) is not None:
+            code = "server_starting" if state == "starting" else "engine_stopped"
+            raise ApiError(503, says, code=code)
 
 
 _LAST_WORDS_S = 0.5

@@ -1,20 +1,33 @@
-"""The embedding settings of a Hugging Face directory: the files of sentence-transformers.
+"""Settings of embedding models and of rerankers in a Hugging Face directory: the files of sentence-
+transformers; and decoders that score a pair of texts by the row of its last token (Qwen3-Reranker and its
+kind), of GGUF files too.
 
 `modules.json` lists what follows what, `1_Pooling/config.json` says how rows become one,
 `sentence_bert_config.json` how long an input may be, `config_sentence_transformers.json` what stands before
 texts. A directory of an encoder without them gives means of length 1.
+
+A reranker's score is the logit of "yes" less that of "no", one product with a vector. A pair becomes one
+text by the model's own template, which is rendered once here and filled in for each pair.
 """
 
 from __future__ import annotations
 
-from pathlib import PurePosixPath
-from typing import NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from phasewise._words import counted
+from phasewise.cython_kernels.blocks import BlockRows
+from phasewise.cython_kernels.packing import QuantRows, dequantise, widened
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.formats.hf_config import field
 from phasewise.serving.loaders.formats.model_directory import ModelDirectory
-from phasewise.serving.models.encoding import Embedding
+from phasewise.serving.loaders.source import F32, Rows, SourceTensor
+from phasewise.serving.models.encoding import PAIR_PLACES, Embedding
+from phasewise.serving.models.packed_model import ModelConfig
 
 MODULES = "modules.json"
 SETTINGS = "config_sentence_transformers.json"
@@ -123,3 +136,196 @@ def _pooling(directory: ModelDirectory, name: str, *, encoder: bool) -> str:
             f" one of {', '.join(_POOLINGS)} can run"
         )
     return wanted[0]
+
+
+INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+QWEN3_TEMPLATE = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the"
+    ' Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+    "<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}<|im_end|>\n"
+    "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+)
+YES, NO = "yes", "no"
+CLASSIFIER = "ForSequenceClassification"
+_README_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Reranker:
+    """`yes`, `no`: the rows of the output head that a score is made of; without `yes` the file has its own
+    weight for it, without `no` the score is one logit.
+    """
+
+    yes: int | None
+    no: int | None
+    template: str
+    instruction: str
+
+
+def reranker_of(
+    directory: ModelDirectory, fields: Mapping[str, Any], chat_template: str | None, name: str
+) -> Reranker | None:
+    """The reranker that the directory of a decoder holds; None where it holds something else. ModelError.
+
+    By sentence-transformers' modules, by a classifier's head, or by the name of Qwen's own directories, which
+    say nothing else of it.
+    """
+    modules, is_qwen = modules_of(directory), field(fields, "model_type", str) == "qwen3"
+    where = next((path for kind, path in modules or () if kind == "LogitScore"), None)
+    if where is not None:
+        own = directory.json(f"{where}/config.json" if where else "config.json") or {}
+        yes, no = field(own, "true_token_id", int), field(own, "false_token_id", int)
+        if yes is None:
+            raise ModelError(f"{directory.path / where} names no true_token_id")
+        return _templated(directory, is_qwen, chat_template, yes, no)
+    named = field(fields, "architectures", list) or []
+    if any(isinstance(name, str) and name.endswith(CLASSIFIER) for name in named):
+        _check_labels(fields)
+        return _templated(directory, is_qwen, chat_template, None, None)
+    if modules is None and is_qwen and _is_called_reranker(directory, fields, name):
+        return _templated(directory, is_qwen, chat_template, *_answers(directory))
+    return None
+
+
+def _check_labels(fields: Mapping[str, Any]) -> None:
+    labels = field(fields, "id2label", dict)
+    count = field(fields, "num_labels", int, 2) if labels is None else len(labels)
+    if count != 1:
+        raise ModelError(f"config.json describes a classifier of {count} classes: one output can run")
+
+
+def _is_called_reranker(directory: ModelDirectory, fields: Mapping[str, Any], name: str) -> bool:
+    hints = [name, directory.path.name, str(fields.get("_name_or_path", ""))]
+    if any("qwen3-reranker" in hint.lower() for hint in hints):
+        return True
+    return directory.has("README.md") and "# qwen3-reranker" in _readme(directory).lower()
+
+
+def _readme(directory: ModelDirectory) -> str:
+    """Empty where it is no text of a page's length, and so says nothing of the model."""
+    try:
+        return directory.text("README.md", _README_BYTES)
+    except ModelError:
+        return ""
+
+
+def _answers(directory: ModelDirectory) -> tuple[int, int]:
+    from phasewise.serving.loaders.source import MAX_TOKENIZER_BYTES, parse_json_object
+
+    tokenizer = parse_json_object(directory.text("tokenizer.json", MAX_TOKENIZER_BYTES), "tokenizer.json")
+    model = tokenizer.get("model")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    ids = vocabulary if isinstance(vocabulary, dict) else {}
+    yes, no = ids.get(YES), ids.get(NO)
+    if not isinstance(yes, int) or not isinstance(no, int):
+        raise ModelError(
+            f"{directory.path} is called a reranker, and its vocabulary has no {YES!r} and {NO!r}"
+        )
+    return yes, no
+
+
+def _templated(
+    directory: ModelDirectory, is_qwen: bool, chat_template: str | None, yes: int | None, no: int | None
+) -> Reranker:
+    """By the chat template where that has the roles of a pair, else by the text of Qwen's models."""
+    stated = stated_prompts(directory)
+    theirs = None if chat_template is None else pair_template(chat_template)
+    if theirs is None and not is_qwen:
+        raise ModelError(
+            f"{directory.path} scores pairs of texts, and its chat template does not show the contents of"
+            " the roles query and document"
+        )
+    template, own = (QWEN3_TEMPLATE, INSTRUCTION) if theirs is None else theirs
+    default = None if stated.default is None else dict(stated.prompts).get(stated.default)
+    return Reranker(yes, no, template, own if default is None else default)
+
+
+def pair_template(chat_template: str) -> tuple[str, str] | None:
+    """The text of a pair with PAIR_PLACES in it, and the instruction that the template has of its own.
+
+    None where the template does not show both texts of a pair. ModelError where it cannot be read.
+    """
+    from phasewise.serving.text.chat import Conversation, Conversations
+    from phasewise.serving.text.chat_template import ChatTemplateError
+
+    instruction, query, document = PAIR_PLACES
+    pair = [{"role": "query", "content": query}, {"role": "document", "content": document}]
+    conversations = Conversations(chat_template, {}, ())
+    try:
+        conversations.start(with_form=False)
+        bare = conversations.write(Conversation(pair)).text
+        whole = conversations.write(Conversation([{"role": "system", "content": instruction}, *pair])).text
+    except ChatTemplateError:
+        return None
+    finally:
+        conversations.close()
+    if any(text.count(place) != 1 for text in (bare, whole) for place in (query, document)):
+        return None
+    if whole.count(instruction) != 1:
+        return bare, ""
+    before, _, behind = whole.partition(instruction)
+    if len(before) + len(behind) > len(bare) or not (bare.startswith(before) and bare.endswith(behind)):
+        return bare, ""
+    return whole, bare[len(before) : len(bare) - len(behind)]
+
+
+def with_score(
+    reranker: Reranker, config: ModelConfig, tensors: dict[str, SourceTensor], path: Path
+) -> tuple[ModelConfig, dict[str, SourceTensor]]:
+    """The config and tensors of a decoder whose only output is the score."""
+    tensors = dict(tensors)
+    head = tensors.pop("lm_head", None)
+    if reranker.yes is not None:
+        head, of = (tensors["embed"], "embed") if head is None else (head, "lm_head")
+        tensors["score_out"] = score_vector(head, reranker.yes, reranker.no, f"{path}: the tensor for {of}")
+    return replace(config, last_row_scores=True, tied_embeddings=True), tensors
+
+
+def scoring_embedding(reranker: Reranker, max_tokens: int) -> Embedding:
+    return Embedding(
+        "last", False, max_tokens, pair_template=reranker.template, instruction=reranker.instruction
+    )
+
+
+def gguf_score(head: SourceTensor | None, what: str) -> SourceTensor:
+    """The vector of a file's own head, whose rows are yes and no, or yes alone. ModelError."""
+    if head is None:
+        raise ModelError(f"{what} is a reranker by its pooling type, and lacks the tensor cls.output.weight")
+    if len(head.shape) == 1:
+        return head  # GGUF files leave out dimensions of one
+    if head.shape[0] not in (1, 2):
+        raise ModelError(f"{what} gives a pair {head.shape[0]} scores: one, or yes and no, can run")
+    return score_vector(head, 0, None if head.shape[0] == 1 else 1, f"{what}: the tensor cls.output.weight")
+
+
+def gguf_template(stated: str | None, architecture: str, what: str) -> tuple[str, str]:
+    """The text of a pair with PAIR_PLACES in it, and the instruction to put there. ModelError without one."""
+    if stated is not None:
+        if any(stated.count(place) != 1 for place in PAIR_PLACES[1:]):
+            raise ModelError(f"{what} has a rerank template without {{query}} or {{document}}")
+        return stated.replace(INSTRUCTION, PAIR_PLACES[0], 1), INSTRUCTION
+    if architecture != "qwen3":
+        raise ModelError(f"{what} is a reranker by its pooling type, and has no rerank template")
+    return QWEN3_TEMPLATE, INSTRUCTION
+
+
+def score_vector(head: SourceTensor, yes: int, no: int | None, what: str) -> SourceTensor:
+    """Row `yes` of a matrix, less row `no`, as a float32 vector. ModelError for rows that are not there."""
+    if len(head.shape) != 2:
+        raise ModelError(f"{what} is {head.shape}: a matrix expected")
+    for row in (yes, no or 0):
+        if not 0 <= row < head.shape[0]:
+            raise ModelError(f"{what} has {head.shape[0]} rows, and the score is of row {row}")
+    read, width = head.rows, head.shape[1]
+
+    def of_row(row: int) -> np.ndarray:
+        values = read(row, row + 1)
+        if isinstance(values, BlockRows):
+            values = widened(values)
+        plain = dequantise(values) if isinstance(values, QuantRows) else values
+        return np.asarray(plain, np.float32).reshape(1, -1)
+
+    def rows(_start: int, _stop: int) -> Rows:
+        return of_row(yes) if no is None else of_row(yes) - of_row(no)
+
+    return SourceTensor("F32", (width,), 4 * width, F32, rows)

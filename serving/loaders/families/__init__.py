@@ -7,29 +7,29 @@ A new family is a file beside this one, in `hybrids` or in `gemmas`, and a line 
 from __future__ import annotations
 
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.families.cohere import COHERE2
 from phasewise.serving.loaders.families.deepseek import DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE
 from phasewise.serving.loaders.families.encoders import ENCODERS_BY_GGUF, ENCODERS_BY_HF
 from phasewise.serving.loaders.families.family import ACTIVATION_NAMES, Family
-from phasewise.serving.loaders.families.gemmas.gemma import GEMMA2, GEMMA3
-from phasewise.serving.loaders.families.gemmas.gemma3n import GEMMA3N
-from phasewise.serving.loaders.families.gemmas.gemma4 import GEMMA4
-from phasewise.serving.loaders.families.glm import GLM4, GLM4_MOE
-from phasewise.serving.loaders.families.gpt_oss import GPT_OSS
-from phasewise.serving.loaders.families.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE
-from phasewise.serving.loaders.families.hybrids.falcon_h1 import FALCON_H1
-from phasewise.serving.loaders.families.hybrids.kimi_linear import KIMI_LINEAR
-from phasewise.serving.loaders.families.hybrids.nemotron_h import NEMOTRON_H
-from phasewise.serving.loaders.families.lfm import LFM2
-from phasewise.serving.loaders.families.llama import LLAMA, MISTRAL, MIXTRAL
-from phasewise.serving.loaders.families.minimax import MINIMAX_M2
-from phasewise.serving.loaders.families.ministral import MISTRAL3
-from phasewise.serving.loaders.families.olmo import OLMO2, OLMOE
-from phasewise.serving.loaders.families.phi import PHI3
-from phasewise.serving.loaders.families.qwen import QWEN2, QWEN3, QWEN3_MOE
-from phasewise.serving.loaders.families.qwen_next import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
-from phasewise.serving.loaders.families.smollm import ARCEE, SMOLLM3
-from phasewise.serving.loaders.families.starcoder import STARCODER2
+from phasewise.serving.loaders.families.gemma import GEMMA2, GEMMA3
+from phasewise.serving.loaders.families.gemma3n import GEMMA3N
+from phasewise.serving.loaders.families.gemma4 import GEMMA4
+from phasewise.serving.loaders.families.hybrid_mixtures import KIMI_LINEAR, NEMOTRON_H
+from phasewise.serving.loaders.families.hybrids import FALCON_H1, GRANITE, GRANITE_HYBRID, GRANITE_MOE, LFM2
+from phasewise.serving.loaders.families.llama import (
+    ARCEE,
+    COHERE2,
+    LLAMA,
+    MISTRAL,
+    MISTRAL3,
+    MIXTRAL,
+    OLMO2,
+    OLMOE,
+    PHI3,
+    SMOLLM3,
+    STARCODER2,
+)
+from phasewise.serving.loaders.families.mixtures import GLM4, GLM4_MOE, GPT_OSS, MINIMAX_M2
+from phasewise.serving.loaders.families.qwen import QWEN2, QWEN3, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE, QWEN3_NEXT
 
 __all__ = ["ACTIVATION_NAMES", "Family", "family_of_gguf", "family_of_hf"]
 

@@ -1,14 +1,335 @@
-"""The table of encoders, by the names that config.json and GGUF files give them."""
+"""Encoders beside BERT, and the table of all, by the names that config.json and GGUF files give them.
+
+jina v2: BERT whose attention falls with the distance (ALiBi), with a gated feed-forward layer; config.json
+calls it "bert", with positions "alibi". jina v3: XLM-R with RoPE, and low-rank adapters of every product and
+of the embeddings for each task; config.json calls it "xlm-roberta", with positions "rotary", and names the
+tasks in `lora_adaptations`. A tensor that tasks change is stored as torch's parametrisations have it:
+"NAME.parametrizations.weight" with "original", "0.lora_A" and "0.lora_B" behind it, A and B of all tasks.
+
+gte of 2024 (v1.5 and multilingual): BERT with RoPE and a gated feed-forward layer; `model_type` is "new" in
+its authors' files and "gte" in those that transformers writes. ModernBERT: norms before the halves of a
+layer, RoPE, a gated feed-forward layer, and no biases; every third layer sees the whole text, the others a
+window around each token."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from phasewise.serving.loaders.families.bert import BERT, NOMIC_BERT, ROBERTA, EncoderFamily
-from phasewise.serving.loaders.families.gte import GTE
-from phasewise.serving.loaders.families.jina import JINA_BERT, JINA_V3
-from phasewise.serving.loaders.families.modern_bert import MODERN_BERT
+from phasewise.cython_kernels.exact import power
+from phasewise.serving.errors import ModelError
+from phasewise.serving.loaders.cuts import Names, TensorCut
+from phasewise.serving.loaders.families.bert import (
+    BERT,
+    EMBEDDING_NAMES,
+    NOMIC_BERT,
+    ROBERTA,
+    EncoderFamily,
+    stated_theta,
+)
+from phasewise.serving.loaders.families.family import FULL, SLIDING, Get, layer_types
+from phasewise.serving.models.encoding import EncoderTasks
+from phasewise.serving.models.packed_model import LayerKind, ModelConfig
+from phasewise.serving.models.rope import LinearScaling, RopeSpec
+
+TASKS = "lora_adaptations"
+_INSTRUCTIONS = ("task_instructions", "lora_prompts")  # the latter in files of its first days
+_MOST_CHARACTERS = 1 << 14
+_V3_THETA = 10_000.0
+
+
+def _with_distances(get: Get, config: ModelConfig) -> ModelConfig:
+    del get
+    assert config.encoder is not None
+    encoder = replace(config.encoder, distances=True)
+    return replace(config, encoder=encoder, layer_kinds=(LayerKind(None, None),) * config.n_layers)
+
+
+def _v2_from_hf(get: Get, config: ModelConfig) -> ModelConfig:
+    kind = get("feed_forward_type", str, "original")
+    if kind != "geglu":
+        raise ModelError(f"config.json has feed_forward_type = {kind!r:.60}; geglu can run")
+    return _with_distances(get, config)
+
+
+JINA_BERT = EncoderFamily(
+    "jina-bert",
+    (),
+    "jina-bert-v2",
+    BERT.hf_layer,
+    {
+        **{theirs: ours for theirs, ours in BERT.hf_names.items() if theirs.startswith("attention.")},
+        "mlp.gated_layers.weight": TensorCut(("gate", "up")),
+        "mlp.wo.weight": "down",
+        "mlp.wo.bias": "down_bias",
+        "mlp.layernorm.weight": "ffn_norm",
+        "mlp.layernorm.bias": "ffn_norm_bias",
+    },
+    BERT.hf_global_names,
+    has_gate=True,
+    positions=False,
+    position_kinds=("alibi",),
+    activations=("gelu",),
+    from_hf=_v2_from_hf,
+    from_gguf=_with_distances,
+    gguf_names={"ffn_up.weight": TensorCut(("gate", "up"))},
+)
+
+
+def _v3_from_hf(get: Get, config: ModelConfig) -> ModelConfig:
+    assert config.encoder is not None
+    pooler = get("emb_pooler", str)
+    if config.encoder.scores or pooler not in (None, "mean"):
+        asked = "a classifier" if config.encoder.scores else f"emb_pooler = {pooler!r:.60}"
+        raise ModelError(f"config.json has {asked}: means of rows, without a head, can run in this family")
+    tasks = _tasks_of(get)
+    if tasks is not None and get("type_vocab_size", int) != 1:
+        raise ModelError("config.json has tasks, and other segments than one, which cannot run")
+    rope = RopeSpec(get("rotary_emb_base", float, _V3_THETA), config.head_dim)
+    return replace(config, rope=rope, encoder=replace(config.encoder, tasks=tasks))
+
+
+def _tasks_of(get: Get) -> EncoderTasks | None:
+    names, rank = get(TASKS, list) or [], get("lora_rank", int, 4)
+    if not names:
+        return None
+    if not get("load_trained_adapters", bool, True):
+        raise ModelError("config.json has tasks whose adapters are not trained (load_trained_adapters)")
+    alpha = get("lora_alpha", float, 1.0)
+    return EncoderTasks(tuple(names), rank, alpha / rank if rank > 0 else 1.0)
+
+
+def instructions_of(fields: Mapping[str, Any], tasks: EncoderTasks) -> tuple[tuple[str, str], ...]:
+    """The text before the texts of each task. ModelError for what is no short text."""
+    given: Any = next((fields[name] for name in _INSTRUCTIONS if fields.get(name) is not None), {})
+    for name in tasks.names:
+        text = given.get(name) if isinstance(given, dict) else None
+        if not isinstance(text, str) or len(text) > _MOST_CHARACTERS:
+            raise ModelError(
+                f"config.json has {text!r:.40} as the instruction of {name!r:.40}: a short text expected"
+            )
+    return tuple((name, given[name]) for name in tasks.names)
+
+
+def _parametrised(theirs: str, ours: str | TensorCut, task: str) -> Names:
+    return {
+        f"{theirs}.weight": ours,
+        f"{theirs}.parametrizations.weight.original": ours,
+        f"{theirs}.parametrizations.weight.0.lora_A": f"task_{task}_a",
+        f"{theirs}.parametrizations.weight.0.lora_B": f"task_{task}_b",
+    }
+
+
+_GLOBAL_NAMES = {
+    name: ours
+    for theirs, own, task in (
+        ("embeddings.word_embeddings", "embed", "embed"),
+        ("embeddings.token_type_embeddings", "segments", "segments"),
+    )
+    for name, ours in _parametrised(theirs, own, task).items()
+    if isinstance(ours, str)
+}
+
+JINA_V3 = EncoderFamily(
+    "jina-v3",
+    (),
+    None,
+    BERT.hf_layer,
+    {
+        **_parametrised("mixer.Wqkv", TensorCut(("q", "k", "v")), "qkv"),
+        "mixer.Wqkv.bias": TensorCut(("q_bias", "k_bias", "v_bias")),
+        **_parametrised("mixer.out_proj", "o", "o"),
+        "mixer.out_proj.bias": "o_bias",
+        **_parametrised("mlp.fc1", "up", "up"),
+        "mlp.fc1.bias": "up_bias",
+        **_parametrised("mlp.fc2", "down", "down"),
+        "mlp.fc2.bias": "down_bias",
+        "norm1.weight": "attn_norm",
+        "norm1.bias": "attn_norm_bias",
+        "norm2.weight": "ffn_norm",
+        "norm2.bias": "ffn_norm_bias",
+    },
+    {**_GLOBAL_NAMES, "emb_ln.weight": "embed_norm", "emb_ln.bias": "embed_norm_bias"},
+    positions=False,
+    position_kinds=("rotary",),
+    activations=("gelu", "gelu_tanh"),
+    defaults={"type_vocab_size": 1, "layer_norm_eps": 1e-5},
+    hf_must_be_off=("rotary_emb_interleaved", "rotary_emb_scale_base", "last_layer_subset", "truncate_dim"),
+    from_hf=_v3_from_hf,
+)
+
+
+THEIR_GTE = "new"
+_GTE_THETA = {"gte": 160_000.0, THEIR_GTE: 10_000.0}
+_MOST_FACTOR = 1 << 20
+
+
+def _gte_from_hf(get: Get, config: ModelConfig) -> ModelConfig:
+    kind = get("layer_norm_type", str, "layer_norm")
+    if kind != "layer_norm":
+        raise ModelError(f"config.json has layer_norm_type = {kind!r:.60}; layer_norm can run")
+    model_type: str = get("model_type", str, THEIR_GTE)
+    fields = get("rope_parameters", dict) or get("rope_scaling", dict) or {}
+    theta = stated_theta(fields, get("rope_theta", float, _GTE_THETA[model_type]))
+    return replace(config, rope=_scaled(theta, config.head_dim, fields))
+
+
+def _scaled(theta: float, dim: int, fields: dict[str, object]) -> RopeSpec:
+    """NTK scaling by f, of every position: frequencies of a base f times as large, divided by f^(2 / dim)."""
+    kind, factor = fields.get("rope_type") or fields.get("type") or "default", fields.get("factor")
+    if kind == "default":
+        return RopeSpec(theta, dim)
+    if kind != "ntk" or fields.get("mixed_b") is not None:
+        raise ModelError(f"config.json asks for RoPE scaling {kind!r:.60}; ntk without mixed_b can run")
+    if not isinstance(factor, int | float) or isinstance(factor, bool) or not 1 <= factor <= _MOST_FACTOR:
+        raise ModelError(f"config.json has NTK scaling by {factor!r:.60}: a number from 1 expected")
+    return RopeSpec(theta * factor, dim, LinearScaling(power(float(factor), 2, dim)))
+
+
+_GTE_NAMES: Names = {
+    f"{theirs}.{part}": ours + ("_bias" if part == "bias" else "")
+    for theirs, ours in {
+        "attention.o_proj": "o",
+        "self_attn.o_proj": "o",
+        "self_attn.q_proj": "q",
+        "self_attn.k_proj": "k",
+        "self_attn.v_proj": "v",
+        "attention.q_proj": "q",
+        "attention.k_proj": "k",
+        "attention.v_proj": "v",
+        "mlp.down_proj": "down",
+        "attn_ln": "attn_norm",
+        "mlp_ln": "ffn_norm",
+        "post_attention_layernorm": "attn_norm",
+        "post_mlp_layernorm": "ffn_norm",
+    }.items()
+    for part in ("weight", "bias")
+} | {
+    "attention.qkv_proj.weight": TensorCut(("q", "k", "v")),
+    "attention.qkv_proj.bias": TensorCut(("q_bias", "k_bias", "v_bias")),
+    "mlp.up_gate_proj.weight": TensorCut(("up", "gate")),
+    "mlp.up_proj.weight": "up",
+    "mlp.gate_proj.weight": "gate",
+}
+
+GTE = EncoderFamily(
+    "gte",
+    (THEIR_GTE, "gte"),
+    None,
+    BERT.hf_layer,
+    _GTE_NAMES,
+    {
+        **EMBEDDING_NAMES,
+        **{name: ours for name, ours in BERT.hf_global_names.items() if ours.startswith("score_")},
+    },
+    has_gate=True,
+    positions=False,
+    position_kinds=("rope",),
+    activations=("gelu",),
+    hf_must_be_off=("logn_attention_scale", "logn_attention_clip1"),
+    defaults={"position_embedding_type": "rope"},
+    from_hf=_gte_from_hf,
+)
+
+
+GLOBAL_EVERY, LOCAL_TOKENS = 3, 128
+GLOBAL_THETA, LOCAL_THETA = 160_000.0, 10_000.0
+
+
+def _modern_bert(
+    config: ModelConfig, windowed: list[bool], window: int, thetas: tuple[float, float]
+) -> ModelConfig:
+    """thetas: of layers that see all, and of the others."""
+    assert config.encoder is not None
+    whole, local = (RopeSpec(theta, config.head_dim) for theta in thetas)
+    kinds = tuple(LayerKind(window, local) if is_local else LayerKind(None, whole) for is_local in windowed)
+    scores = config.encoder.scores
+    encoder = replace(config.encoder, pre_norms=True, norm_head=scores, segments=False)
+    return replace(config, rope=whole, layer_kinds=kinds, encoder=encoder)
+
+
+def _modern_from_hf(get: Get, config: ModelConfig) -> ModelConfig:
+    activation = get("classifier_activation", str, "gelu")
+    if config.encoder is not None and config.encoder.scores and activation != "gelu":
+        raise ModelError(f"config.json has classifier_activation = {activation!r:.60}; gelu can run")
+    rope = get("rope_parameters", dict) or {}
+    thetas = (
+        _theta(get, rope.get(FULL), "global_rope_theta", GLOBAL_THETA),
+        _theta(get, rope.get(SLIDING), "local_rope_theta", LOCAL_THETA),
+    )
+    return _modern_bert(config, _windowed(get, config), get("local_attention", int, LOCAL_TOKENS), thetas)
+
+
+def _theta(get: Get, own: object, key: str, default: float) -> float:
+    """By the fields of one kind of layers, or what earlier files have in their place."""
+    fields = {} if own is None else own
+    scaling = fields.get("rope_type", "default") if isinstance(fields, dict) else fields
+    if not isinstance(fields, dict) or scaling != "default":
+        raise ModelError(f"config.json asks for RoPE scaling {scaling!r:.60}, which cannot run")
+    return stated_theta(fields, get(key, float, default))
+
+
+def _windowed(get: Get, config: ModelConfig) -> list[bool]:
+    """True for each layer that has a window."""
+    if get("layer_types", list) is not None:
+        return layer_types(get, config, 1)
+    every = get("global_attn_every_n_layers", int, GLOBAL_EVERY)
+    if every < 1:
+        raise ModelError(f"config.json has global_attn_every_n_layers = {every}: at least 1 expected")
+    return [layer % every != 0 for layer in range(config.n_layers)]
+
+
+def _modern_from_gguf(get: Get, config: ModelConfig) -> ModelConfig:
+    every = get("attention.sliding_window_pattern", int, GLOBAL_EVERY)
+    window = get("attention.sliding_window", int)
+    if every < 1:
+        raise ModelError(f"the GGUF metadata gives a sliding window pattern of {every}: at least 1 expected")
+    windowed = [window is not None and layer % every != 0 for layer in range(config.n_layers)]
+    whole = get("rope.freq_base", float, GLOBAL_THETA)
+    return _modern_bert(config, windowed, window or 0, (whole, get("rope.freq_base_swa", float, whole)))
+
+
+MODERN_BERT = EncoderFamily(
+    "modern-bert",
+    ("modernbert",),
+    "modern-bert",
+    r"layers\.(0|[1-9]\d{0,3})\.(.+)",
+    {
+        "attn.Wqkv.weight": TensorCut(("q", "k", "v")),
+        "attn.Wo.weight": "o",
+        "attn_norm.weight": "attn_norm",
+        "mlp.Wi.weight": TensorCut(("gate", "up")),
+        "mlp.Wo.weight": "down",
+        "mlp_norm.weight": "ffn_norm",
+    },
+    {
+        "embeddings.tok_embeddings.weight": "embed",
+        "embeddings.norm.weight": "embed_norm",
+        "final_norm.weight": "final_norm",
+        "head.dense.weight": "score_dense",
+        "head.norm.weight": "score_norm",
+        "classifier.weight": "score_out",
+        "classifier.bias": "score_out_bias",
+    },
+    has_gate=True,
+    positions=False,
+    biases=False,
+    activations=("gelu", "silu", "gelu_tanh"),
+    defaults={"layer_norm_eps": 1e-5, "type_vocab_size": 0},
+    hf_fields={"layer_norm_eps": "norm_eps", "hidden_act": "hidden_activation"},
+    hf_must_be_off=("attention_bias", "mlp_bias", "norm_bias", "classifier_bias"),
+    gguf_scores=False,
+    from_hf=_modern_from_hf,
+    from_gguf=_modern_from_gguf,
+    gguf_names={
+        "attn_norm.weight": "attn_norm",
+        "ffn_norm.weight": "ffn_norm",
+        "ffn_up.weight": TensorCut(("gate", "up")),
+    },
+    gguf_global_names={"output_norm.weight": "final_norm"},
+)
+
 
 ENCODERS = (BERT, ROBERTA, NOMIC_BERT, MODERN_BERT, JINA_BERT, JINA_V3, GTE)
 ENCODERS_BY_HF = {name: family for family in ENCODERS for name in family.hf}

@@ -1,19 +1,24 @@
-"""A family of models for the loaders: how files name its tensors, and what its configs mean.
+"""A family of models for the loaders: how files name its tensors, what its configs mean, and readings that
+several families share.
 
 A reader of config.json or of GGUF metadata makes a plain `ModelConfig`, that of a Llama; the family's
 function for the format replaces what is different in it. Tensors that no family mentions go by the common
-names below.
-"""
+names below; what one family alone has, or has in another form, is in its own file, and holds before these."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from phasewise.serving.loaders.cuts import ColumnCut, Names
-from phasewise.serving.models.packed_model import ModelConfig
+from phasewise._words import counted
+from phasewise.cython_kernels.exact import logarithm
+from phasewise.serving.errors import ModelError
+from phasewise.serving.loaders.cuts import ColumnCut, Names, OfLayer, OtherForm, TensorCut
+from phasewise.serving.models.packed_model import LayerKind, ModelConfig
+from phasewise.serving.models.parts.experts import Experts
 from phasewise.serving.models.parts.feed_forward import SILU_GATE, FeedForwardForm
+from phasewise.serving.models.rope import RopeSpec
 
 Get = Callable[..., Any]
 """get(key, type, default=None): the file's value if it has that type, the default if it is absent;
@@ -132,3 +137,220 @@ class Family:
     """True if RoPE turns neighbours (2 i, 2 i + 1) of a head of safetensors, not (i, i + half)."""
     gguf_interleaved_heads: bool = False
     """The same of GGUF files: llama.cpp's converter may bring halves there."""
+
+
+FED = ("gate", "up", "down")
+"""The weights of a feed-forward layer."""
+
+
+def fed(stem: str, ours: str = "", theirs: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")) -> Names:
+    """Those of one whose names begin with `stem`."""
+    return {f"{stem}.{name}.weight": ours + part for name, part in zip(theirs, FED, strict=True)}
+
+
+def stacked(stem: str) -> Names:
+    """Those of all experts: gates and ups of each in one matrix."""
+    pair = TensorCut(("gate", "up"), of_experts=True)
+    return {f"{stem}.gate_up_proj": pair, f"{stem}.down_proj": TensorCut(("down",), of_experts=True)}
+
+
+def _mamba(stem: str) -> Names:
+    return {
+        f"{stem}.in_proj.weight": "state_in",
+        f"{stem}.out_proj.weight": OfLayer(("state_o", "o")),
+        f"{stem}.conv1d.weight": OtherForm("taps"),
+        f"{stem}.conv1d.bias": "taps_bias",
+        f"{stem}.A_log": OtherForm("rates", negated_exponential=True),
+        f"{stem}.dt_bias": "time_offsets",
+        f"{stem}.D": "skips",
+        f"{stem}.norm.weight": "state_scale",
+    }
+
+
+HF_LLAMA: dict[str, str] = {
+    "self_attn.q_proj.weight": "q", "self_attn.k_proj.weight": "k", "self_attn.v_proj.weight": "v",
+    "self_attn.o_proj.weight": "o", "mlp.gate_proj.weight": "gate", "mlp.up_proj.weight": "up",
+    "mlp.down_proj.weight": "down", "input_layernorm.weight": "attn_norm",
+    "post_attention_layernorm.weight": "ffn_norm", "self_attn.q_proj.bias": "q_bias",
+    "self_attn.k_proj.bias": "k_bias", "self_attn.v_proj.bias": "v_bias",
+    "self_attn.o_proj.bias": "o_bias", "self_attn.q_norm.weight": "q_norm",
+    "self_attn.k_norm.weight": "k_norm",
+}  # fmt: skip
+HF_LAYER: Names = {
+    **HF_LLAMA,
+    "post_attention_layernorm.weight": OfLayer(("attn_post_norm", "ffn_norm")),
+    "pre_feedforward_layernorm.weight": "ffn_norm",
+    "post_feedforward_layernorm.weight": "ffn_post_norm",
+    "self_attn.qkv_proj.weight": TensorCut(("q", "k", "v")),
+    "mlp.gate_up_proj.weight": TensorCut(("gate", "up")),
+    **dict.fromkeys(("mlp.gate.weight", "block_sparse_moe.gate.weight", "mixer.gate.weight"), "router"),
+    **{
+        f"{stem}.e_score_correction_bias": "choice_bias"
+        for router in ("mlp", "block_sparse_moe", "mixer")
+        for stem in (router, f"{router}.gate")
+    },
+    **fed("mlp.experts.{e}", "experts.{e}."),
+    **fed("block_sparse_moe.experts.{e}", "experts.{e}.", ("w1", "w3", "w2")),
+    **stacked("mlp.experts"),
+    **fed("mlp.shared_experts"),
+    **fed("feed_forward"),
+    **_mamba("mamba"),
+    **_mamba("mixer"),
+}
+HF_OUTSIDE = {
+    "model.embed_tokens.weight": "embed",
+    "lm_head.weight": "lm_head",
+    "model.norm.weight": "final_norm",
+}
+
+GGUF_LAYER: Names = {
+    "attn_q.weight": "q", "attn_k.weight": "k", "attn_v.weight": "v", "attn_output.weight": "o",
+    "ffn_gate.weight": "gate", "ffn_up.weight": "up", "ffn_down.weight": "down",
+    "attn_norm.weight": "attn_norm", "ffn_norm.weight": "ffn_norm",
+    "attn_q.bias": "q_bias", "attn_k.bias": "k_bias", "attn_v.bias": "v_bias",
+    "attn_output.bias": "o_bias", "attn_q_norm.weight": "q_norm", "attn_k_norm.weight": "k_norm",
+    "post_attention_norm.weight": OfLayer(("attn_post_norm", "ffn_norm")),
+    "post_ffw_norm.weight": "ffn_post_norm",
+    "ffn_gate_inp.weight": "router", "exp_probs_b.bias": "choice_bias",
+    **{f"ffn_{part}_shexp.weight": part for part in FED},
+    **{f"ffn_{part}_exps.weight": TensorCut((part,), of_experts=True) for part in FED},
+    "ffn_gate_inp_shexp.weight": OtherForm("shared_gate", vector=False),
+    "ssm_in.weight": "state_in", "ssm_out.weight": OfLayer(("state_o", "o")),
+    "ssm_conv1d.weight": OtherForm("taps"), "ssm_conv1d.bias": "taps_bias", "ssm_a": OtherForm("rates"),
+    "ssm_dt.bias": "time_offsets", "ssm_d": OtherForm("skips"), "ssm_norm.weight": OtherForm("state_scale"),
+}  # fmt: skip
+GGUF_OUTSIDE = {"token_embd.weight": "embed", "output.weight": "lm_head", "output_norm.weight": "final_norm"}
+
+GGUF_KEYS = {
+    "sliding_window": "attention.sliding_window",
+    **dict.fromkeys(("num_experts", "num_local_experts"), "expert_count"),
+    "num_experts_per_tok": "expert_used_count",
+    "norm_topk_prob": "expert_weights_norm",
+    "shared_intermediate_size": "expert_shared_feed_forward_length",
+    "norm_epsilon": "attention.layer_norm_epsilon",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "attention_multiplier": "attention.scale",
+    "logits_scaling": "logit_scale",
+}
+"""Settings that mean the same in both formats: families read them by their names in config.json."""
+GGUF_NONE = {"sliding_window": 0}
+"""The values that llama.cpp writes where a model has none."""
+
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+def layer_types(get: Get, config: ModelConfig, period: int) -> list[bool]:
+    """The layers that have a window, by config.json; all but every `period`-th where the file does not
+    say.
+    """
+    named = get("layer_types", list)
+    if named is None:
+        return all_but_every(period, config.n_layers)
+    if len(named) != config.n_layers or any(kind not in (SLIDING, FULL) for kind in named):
+        raise ModelError(
+            f"config.json has layer_types = {named!r:.60}: {SLIDING} or {FULL} for each of"
+            f" {counted(config.n_layers, 'layer')} expected"
+        )
+    return [kind == SLIDING for kind in named]
+
+
+def all_but_every(period: int, n_layers: int) -> list[bool]:
+    if period < 1:
+        raise ModelError(f"layers without a window come every {period} layers: 1 or more expected")
+    return [bool((layer + 1) % period) for layer in range(n_layers)]
+
+
+def gguf_windows(get: Get, n_layers: int, period: int | None = None) -> tuple[list[bool], int]:
+    """The layers that have a window, and the window. period: of files that say none or one; None: refused."""
+    stated, window = get("attention.sliding_window_pattern"), get("attention.sliding_window", int)
+    if period is not None and (stated is None or type(stated) is int):
+        stated = all_but_every(period if stated is None else stated, n_layers)
+    if not isinstance(stated, list) or len(stated) != n_layers or window is None:
+        raise ModelError("the GGUF metadata gives no attention.sliding_window_pattern for all layers")
+    return [bool(slides) for slides in stated], window
+
+
+def with_windows(
+    config: ModelConfig, sliding: list[bool], window: int | None, rope: RopeSpec | None = None
+) -> ModelConfig:
+    """The config with a window in some layers, where `rope` holds too (None: the rope of all layers)."""
+    local_rope = rope or config.rope
+    local = LayerKind(window, local_rope)
+    whole = LayerKind(None, config.rope)
+    if len({local if slides else whole for slides in sliding}) == 1:
+        return replace(config, sliding_window=window, rope=local_rope) if sliding[0] else config
+    return replace(config, layer_kinds=tuple(local if slides else whole for slides in sliding))
+
+
+def by_layer(stated: Any, n_layers: int, key: str) -> list[int]:
+    """A number for every layer, where a file gives one for all or a list."""
+    listed = stated if isinstance(stated, list) else [stated] * n_layers
+    if len(listed) != n_layers or not all(type(number) is int and number > 0 for number in listed):
+        raise ModelError(f"the file gives {key} = {stated!r:.60}: a number above 0 for every layer expected")
+    return listed
+
+
+def listed(get: Get, key: str, n_layers: int) -> list[int]:
+    """A number for every layer, of GGUF metadata that have a list of them."""
+    stated = get(key)
+    if not isinstance(stated, list) or len(stated) != n_layers:
+        raise ModelError(
+            f"the GGUF metadata gives {key} = {stated!r:.60}: one number for each of"
+            f" {counted(n_layers, 'layer')} expected"
+        )
+    return stated
+
+
+def headless_layers(get: Get, n_layers: int) -> tuple[int, ...]:
+    """Layers that GGUF metadata give no KV heads."""
+    heads = listed(get, "attention.head_count_kv", n_layers)
+    return tuple(layer for layer, number in enumerate(heads) if number == 0)
+
+
+def positive_or_none(get: Get, key: str, default: float | None = None) -> float | None:
+    """A number that must be above zero where the file gives one."""
+    return None if get(key, float, default) is None else positive(get, key, default or 0.0)
+
+
+def positive(get: Get, key: str, default: float) -> float:
+    """A number that must be above zero."""
+    value: float = get(key, float, default)
+    if not 0 < value < float("inf"):
+        raise ModelError(f"the config has {key} = {value!r:.80}: a number above 0 expected")
+    return value
+
+
+def experts_of(
+    get: Get, count: str, chosen: str, normalised: bool, biases: bool = False, shared_ffn: int = 0
+) -> Experts:
+    """The mixture whose numbers the file gives under these keys."""
+    numbers = get(count, int), get(chosen, int)
+    for key, value in zip((count, chosen), numbers, strict=True):
+        if value is None:
+            raise ModelError(f"a mixture of experts without {key}")
+    return Experts(*numbers, normalised, biases, shared_ffn)
+
+
+def must_be_off(get: Get, *keys: str) -> None:
+    """Fields for whose other values there is no arithmetic here."""
+    for key in keys:
+        if value := get(key):
+            raise ModelError(f"config.json has {key} = {value!r:.60}, which cannot run")
+
+
+def state_layer_types(get: Get, config: ModelConfig, state: str, full: str = FULL) -> tuple[int, ...]:
+    """The layers that `layer_types` of config.json calls `state`; the others must be called `full`."""
+    named = get("layer_types", list)
+    if named is None or len(named) != config.n_layers or any(kind not in (state, full) for kind in named):
+        raise ModelError(
+            f"config.json has layer_types = {named!r:.60}: {state} or {full} for each of"
+            f" {counted(config.n_layers, 'layer')} expected"
+        )
+    return tuple(layer for layer, kind in enumerate(named) if kind == state)
+
+
+def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
+    """1 + weight log(factor) / 10 (YaRN, equation 22)."""
+    return 0.1 * weight * logarithm(factor) + 1.0 if factor > 1 else 1.0

@@ -1,12 +1,35 @@
-"""Llama, Mistral and Mixtral. GGUF files call all three llama."""
+"""Llama, Mistral and Mixtral, which GGUF files call llama, and families whose layers are alike. Ministral 3:
+YaRN, queries that grow with positions; and the language models of Mistral 3. OLMo 2: norms after each half of
+a layer alone; OLMoE: its mixture; both have a norm over a whole row of queries and keys. Phi 3 and 4: one
+tensor for queries, keys and values, one for gate and up. SmolLM 3: some layers know no positions. Arcee
+(AFM): feed-forward layers without a gate: down(relu(up(x))^2). StarCoder 2: LayerNorms, biases everywhere, no
+gates. Cohere 2 (Command R7B, Command A): attention and feed-forward read one LayerNorm, which has no bias;
+RoPE turns neighbours, in layers with a window alone; every fourth layer sees all, and knows no positions."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
-from phasewise.serving.loaders.families.family import Family, Get
-from phasewise.serving.loaders.families.reading import experts_of
-from phasewise.serving.models.packed_model import ModelConfig
+from phasewise._words import counted
+from phasewise.serving.errors import ModelError
+from phasewise.serving.loaders.cuts import TensorCut
+from phasewise.serving.loaders.families.family import (
+    TEXT_PREFIXES,
+    Family,
+    Get,
+    experts_of,
+    gguf_windows,
+    layer_types,
+    must_be_off,
+    other_parts,
+    positive,
+    yarn_magnitude,
+)
+from phasewise.serving.models.packed_model import LayerKind, ModelConfig
+from phasewise.serving.models.parts.attention import QueryGrowth
+from phasewise.serving.models.parts.feed_forward import FeedForwardForm
+from phasewise.serving.models.rope import RopeSpec, YarnScaling
 
 
 def _with_window(get: Get, config: ModelConfig) -> ModelConfig:
@@ -18,13 +41,13 @@ def _mixtral(get: Get, config: ModelConfig) -> ModelConfig:
     return replace(_with_window(get, config), experts=experts)
 
 
-def _gguf(get: Get, config: ModelConfig) -> ModelConfig:
+def _llama_gguf(get: Get, config: ModelConfig) -> ModelConfig:
     return (_mixtral if get("expert_count", int, 0) else _with_window)(get, config)
 
 
 LLAMA = Family(
     "llama",
-    from_gguf=_gguf,
+    from_gguf=_llama_gguf,
     gguf_interleaved_heads=True,
 )
 MISTRAL = Family(
@@ -49,4 +72,250 @@ MIXTRAL = Family(
         "num_local_experts": 8,
         "num_experts_per_tok": 2,
     },
+)
+
+
+def _olmo2(get: Get, config: ModelConfig) -> ModelConfig:
+    must_be_off(get, "clip_qkv", "attention.sliding_window")
+    return replace(config, pre_norms=False, post_norms=True, qk_norm=True, whole_qk_norm=True)
+
+
+def _olmoe(get: Get, config: ModelConfig) -> ModelConfig:
+    must_be_off(get, "clip_qkv")
+    experts = experts_of(get, "num_experts", "num_experts_per_tok", get("norm_topk_prob", bool, False))
+    return replace(config, qk_norm=True, whole_qk_norm=True, experts=experts)
+
+
+OLMO2 = Family(
+    "olmo2",
+    from_hf=_olmo2,
+    hf_defaults={"rms_norm_eps": 1e-5},
+)
+OLMOE = Family(
+    "olmoe",
+    from_hf=_olmoe,
+    hf_defaults={
+        "rms_norm_eps": 1e-5,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "max_position_embeddings": 4096,
+    },
+)
+
+
+def _phi3(get: Get, config: ModelConfig) -> ModelConfig:
+    return replace(config, sliding_window=get("sliding_window", int))
+
+
+PHI3 = Family(
+    "phi3",
+    from_hf=_phi3,
+    partial_rope=True,
+    hf_defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
+    gguf_names={"attn_qkv.weight": TensorCut(("q", "k", "v")), "ffn_up.weight": TensorCut(("gate", "up"))},
+)
+
+
+NO_ROPE_PERIOD = 4  # layers between two without RoPE
+
+
+def _with_rope(config: ModelConfig, has_rope: list[bool]) -> ModelConfig:
+    if all(has_rope):
+        return config
+    kinds = LayerKind(None, None), LayerKind(None, config.rope)
+    return replace(config, layer_kinds=tuple(kinds[rotates] for rotates in has_rope))
+
+
+def _smollm3(get: Get, config: ModelConfig) -> ModelConfig:
+    must_be_off(get, "use_sliding_window")
+    has_rope = get("no_rope_layers", list)  # 1 where a layer has RoPE, whatever the name says
+    if has_rope is None:
+        period = get("no_rope_layer_interval", int, NO_ROPE_PERIOD)
+        if period < 1:
+            raise ModelError(f"config.json has no_rope_layer_interval = {period}: 1 or more expected")
+        has_rope = [(layer + 1) % period for layer in range(config.n_layers)]
+    if len(has_rope) != config.n_layers:
+        raise ModelError(
+            f"config.json has {counted(len(has_rope), 'entry')} in no_rope_layers"
+            f" for {counted(config.n_layers, 'layer')}"
+        )
+    return _with_rope(config, [bool(flag) for flag in has_rope])
+
+
+SMOLLM3 = Family(
+    "smollm3",
+    from_hf=_smollm3,
+    hf_defaults={
+        "rope_theta": 2e6,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 32768,
+    },
+    gguf_interleaved_heads=True,
+)
+ARCEE = Family(
+    "arcee",
+    hf_defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
+    ffn_form=FeedForwardForm("relu2", gated=False),
+    gguf_interleaved_heads=True,
+)
+
+
+STARCODER_EPS = 1e-5
+
+
+def _starcoder2(get: Get, config: ModelConfig) -> ModelConfig:
+    biases = get("use_bias", bool, config.out_bias)
+    return replace(
+        config,
+        layer_norms=True,
+        norm_biases=True,
+        out_bias=biases,
+        ffn_form=replace(config.ffn_form, ffn_biases=biases),
+        norm_eps=positive(get, "norm_epsilon", STARCODER_EPS),
+        sliding_window=get("sliding_window", int),
+    )
+
+
+STARCODER2 = Family(
+    "starcoder2",
+    from_hf=_starcoder2,
+    hf_names={
+        "input_layernorm.bias": "attn_norm_bias",
+        "post_attention_layernorm.bias": "ffn_norm_bias",
+        "mlp.c_fc.weight": "up",
+        "mlp.c_fc.bias": "up_bias",
+        "mlp.c_proj.weight": "down",
+        "mlp.c_proj.bias": "down_bias",
+    },
+    gguf_names={
+        "attn_norm.bias": "attn_norm_bias",
+        "ffn_norm.bias": "ffn_norm_bias",
+        "ffn_up.bias": "up_bias",
+        "ffn_down.bias": "down_bias",
+    },
+    global_names={"model.norm.bias": "final_norm_bias", "output_norm.bias": "final_norm_bias"},
+    hf_biases="use_bias",
+    hf_defaults={
+        "use_bias": True,
+        "max_position_embeddings": 4096,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+        "bos_token_id": 50256,
+        "eos_token_id": 50256,
+    },
+    ffn_form=FeedForwardForm("gelu_tanh", gated=False),
+)
+
+
+OLDER_WINDOW = 4096  # of a Mistral whose config says nothing of it
+USUAL_ROPE: dict[str, Any] = {"original_max_position_embeddings": 16384, "llama_4_scaling_beta": 0.1}
+USUAL_FACTOR, USUAL_THETA = 16.0, 1e6
+
+
+def _mistral3(get: Get, config: ModelConfig) -> ModelConfig:
+    kind = get("model_type", str)
+    if kind == "mistral":
+        return replace(config, sliding_window=get("sliding_window", None, OLDER_WINDOW))
+    if kind != "ministral3":
+        raise ModelError(
+            f"config.json has a text_config with model_type = {kind!r:.60}; mistral and ministral3 can run"
+        )
+    stated = get("rope_parameters", dict) or get("rope_scaling", dict)
+    if stated is None:
+        usual = YarnScaling(USUAL_FACTOR, USUAL_ROPE["original_max_position_embeddings"], 1.0)
+        config = replace(config, rope=RopeSpec(USUAL_THETA, config.head_dim, usual))
+    growth = _growth(config, (USUAL_ROPE if stated is None else stated).get("llama_4_scaling_beta"))
+    return replace(config, sliding_window=get("sliding_window", int), query_growth=growth)
+
+
+def _growth(config: ModelConfig, beta: object) -> QueryGrowth | None:
+    """Queries grow by the original context of the model's YaRN."""
+    if beta is None or beta == 0:
+        return None
+    if isinstance(beta, bool) or not isinstance(beta, int | float):
+        raise ModelError(f"the config has llama_4_scaling_beta = {beta!r:.60}: a number expected")
+    if not isinstance(config.rope.scaling, YarnScaling):
+        raise ModelError("the config has queries that grow with positions, and no YaRN, which cannot run")
+    return QueryGrowth(float(beta), config.rope.scaling.original_context)
+
+
+def _mistral3_gguf(get: Get, config: ModelConfig) -> ModelConfig:
+    window = get("attention.sliding_window", int) or None
+    if get("expert_count", int, 0):
+        raise ModelError("mistral3 models with experts cannot run")
+    scaling, weight = config.rope.scaling, get("rope.scaling.yarn_log_multiplier", float, 0.0)
+    if isinstance(scaling, YarnScaling) and weight > 0:
+        magnitude = scaling.magnitude / yarn_magnitude(scaling.factor, weight)
+        config = replace(config, rope=replace(config.rope, scaling=replace(scaling, magnitude=magnitude)))
+    growth = _growth(config, get("attention.temperature_scale", float))
+    return replace(config, sliding_window=window, query_growth=growth)
+
+
+MISTRAL3 = Family(
+    "mistral3",
+    hf=("ministral3", "mistral3"),
+    from_hf=_mistral3,
+    from_gguf=_mistral3_gguf,
+    hf_defaults={
+        "head_dim": 128,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 262144,
+    },
+    hf_text_prefixes=TEXT_PREFIXES,
+    hf_ignored=other_parts("vision_tower", "multi_modal_projector"),
+    gguf_interleaved_heads=True,
+)
+
+
+COHERE_PERIOD = 4
+COHERE_EPS, COHERE_WINDOW, LOGIT_SCALE = 1e-5, 4096, 0.0625
+
+
+def _cohere2(
+    config: ModelConfig, sliding: list[bool], window: int | None, norm_eps: float, logit_scale: float
+) -> ModelConfig:
+    if window is None and any(sliding):
+        raise ModelError("the config has layers with a window and sliding_window = None: a number expected")
+    local, whole = LayerKind(window, config.rope), LayerKind(None, None)
+    return replace(
+        config,
+        layer_norms=True,
+        parallel=True,
+        norm_eps=norm_eps,
+        logit_scale=logit_scale,
+        layer_kinds=tuple(local if slides else whole for slides in sliding),
+    )
+
+
+def _cohere2_hf(get: Get, config: ModelConfig) -> ModelConfig:
+    must_be_off(get, "use_qk_norm")
+    sliding = layer_types(get, config, get("sliding_window_pattern", int, COHERE_PERIOD))
+    eps = positive(get, "layer_norm_eps", COHERE_EPS)
+    scale = positive(get, "logit_scale", LOGIT_SCALE)
+    return _cohere2(config, sliding, get("sliding_window", int), eps, scale)
+
+
+def _cohere2_gguf(get: Get, config: ModelConfig) -> ModelConfig:
+    sliding, window = gguf_windows(get, config.n_layers, COHERE_PERIOD)
+    eps = positive(get, "attention.layer_norm_epsilon", COHERE_EPS)
+    scale = positive(get, "logit_scale", LOGIT_SCALE)
+    return _cohere2(config, sliding, window, eps, scale)
+
+
+COHERE2 = Family(
+    "cohere2",
+    from_hf=_cohere2_hf,
+    from_gguf=_cohere2_gguf,
+    hf_defaults={
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+        "sliding_window": COHERE_WINDOW,
+        "bos_token_id": 5,
+        "eos_token_id": 255001,
+    },
+    hf_interleaved_heads=True,
+    gguf_interleaved_heads=True,
 )

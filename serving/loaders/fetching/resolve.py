@@ -77,7 +77,7 @@ def fetch(ref: str, root: Path, report: Report, progress: DownloadProgress | Non
 
 def known_names(root: Path) -> set[str]:
     """The names that need no path: those that phasewise knows, and those of models in the cache."""
-    from phasewise.serving.loaders.fetching.cache import stored_models
+    from phasewise.serving.loaders.inspection import stored_models
 
     return {*KNOWN, *KNOWN_ON_HUB, *(model.name for model in stored_models(root))}
 
@@ -85,7 +85,7 @@ def known_names(root: Path) -> set[str]:
 def known_name(ref: str, root: Path) -> str:
     """The name of a model that is known here, from its name, file or folder. ModelError for any other."""
     from phasewise.serving.loaders.fetching import hub
-    from phasewise.serving.loaders.fetching.cache import packed_caches
+    from phasewise.serving.loaders.inspection import packed_caches
 
     if ref in known_names(root) or any(cache.name == ref for cache in packed_caches(root)):
         return ref

@@ -15,18 +15,29 @@ import numpy as np
 from phasewise._words import counted
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.cuts import CutFor, half_split, is_beyond, is_unread, our_tensors
-from phasewise.serving.loaders.encoders import encoder_gguf
-from phasewise.serving.loaders.encoders.reranker import gguf_score, gguf_template
+from phasewise.serving.loaders.encoders.embedding_spec import gguf_score, gguf_template
+from phasewise.serving.loaders.encoders.encoder_files import (
+    RANK,
+    gguf_config,
+    gguf_embedding,
+    gguf_tensors,
+    pooling_type,
+)
 from phasewise.serving.loaders.families import Family, family_of_gguf
 from phasewise.serving.loaders.families.bert import EncoderFamily
 from phasewise.serving.loaders.families.encoders import ENCODERS_BY_GGUF
-from phasewise.serving.loaders.families.names import GGUF_KEYS, GGUF_LAYER, GGUF_NONE, GGUF_OUTSIDE
-from phasewise.serving.loaders.families.reading import by_layer, yarn_magnitude
+from phasewise.serving.loaders.families.family import (
+    GGUF_KEYS,
+    GGUF_LAYER,
+    GGUF_NONE,
+    GGUF_OUTSIDE,
+    by_layer,
+    yarn_magnitude,
+)
 from phasewise.serving.loaders.formats.gguf_blocks import BLOCK_TYPES, decode_rows
 from phasewise.serving.loaders.formats.gguf_file import GgufFiles, GgufHeader, TensorInfo, open_gguf
-from phasewise.serving.loaders.forms import Rows
 from phasewise.serving.loaders.layout import shapes_of_all
-from phasewise.serving.loaders.source import ModelSource, SourceTensor
+from phasewise.serving.loaders.source import ModelSource, Rows, SourceTensor
 from phasewise.serving.models.packed_model import ModelConfig
 from phasewise.serving.models.rope import (
     FrequencyFactors,
@@ -69,8 +80,8 @@ def _source(file: GgufFiles, header: GgufHeader, name: str) -> ModelSource:
         return field(metadata, key, kind, default)
 
     tensors = tensors_in(file, header, family, config)
-    embedding = encoder_gguf.embedding_of(architecture, read, config.context_length, encoder=False)
-    if embedding is not None and encoder_gguf.pooling_type(architecture, read) == encoder_gguf.RANK:
+    embedding = gguf_embedding(architecture, read, config.context_length, encoder=False)
+    if embedding is not None and pooling_type(architecture, read) == RANK:
         stated = read("tokenizer.chat_template.rerank", str, None)
         template, instruction = gguf_template(stated, architecture, str(file.path))
         embedding = replace(embedding, pooling="last", pair_template=template, instruction=instruction)
@@ -113,18 +124,18 @@ def _encoder_source(file: GgufFiles, header: GgufHeader, name: str, family: Enco
     def read(key: str, kind: Any, default: Any) -> Any:
         return field(metadata, key, kind, default)
 
-    config = encoder_gguf.config_of(family, read, header.tensors, str(file.path))
+    config = gguf_config(family, read, header.tensors, str(file.path))
     tensors = {theirs: tensor_in(file, info) for theirs, info in header.tensors.items()}
     return ModelSource(
         name=name,
         path=file.path,
         config=config,
-        tensors=encoder_gguf.encoder_tensors(family, tensors, config, str(file.path)),
+        tensors=gguf_tensors(family, tensors, config, str(file.path)),
         tokenizer_json=lambda: _tokenizer_json(metadata),
         tokenizer_kind=str(metadata.get("tokenizer.ggml.model", "none")),
         chat_template=None,
         close=file.close,
-        embedding=encoder_gguf.embedding_of(family.gguf or "", read, config.context_length, encoder=True),
+        embedding=gguf_embedding(family.gguf or "", read, config.context_length, encoder=True),
     )
 
 

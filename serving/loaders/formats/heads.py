@@ -23,12 +23,10 @@ from phasewise.serving.loaders.formats import gguf_model
 from phasewise.serving.loaders.formats.gguf_file import GgufHeader, TensorInfo, open_gguf
 from phasewise.serving.loaders.formats.hf_config import config_of, field
 from phasewise.serving.loaders.formats.hf_model import opened_shards, tensors_of
-from phasewise.serving.loaders.formats.model_directory import ModelDirectory
-from phasewise.serving.loaders.formats.safetensors_file import renamed
-from phasewise.serving.loaders.forms import F32
-from phasewise.serving.loaders.source import ModelSource, SourceFile, SourceTensor
-from phasewise.serving.models.heads.draft_head import OFFSETS, head_config
-from phasewise.serving.models.heads.kinds import EAGLE3, EAGLE3_NORMED, tapped_layers
+from phasewise.serving.loaders.formats.model_directory import ModelDirectory, renamed
+from phasewise.serving.loaders.source import F32, ModelSource, SourceFile, SourceTensor
+from phasewise.serving.models.draft_head import OFFSETS, head_config
+from phasewise.serving.models.layers import EAGLE3, EAGLE3_NORMED, tapped_layers
 from phasewise.serving.models.packed_model import ModelConfig
 
 Head = tuple[ModelConfig, dict[str, SourceTensor]]

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from phasewise.cython_kernels.exact import logarithm
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.families import ACTIVATION_NAMES, Family, family_of_hf
-from phasewise.serving.loaders.families.reading import by_layer, yarn_magnitude
+from phasewise.serving.loaders.families.family import by_layer, yarn_magnitude
 from phasewise.serving.loaders.quantised.scheme import check_compression, quantisation_of
 from phasewise.serving.models.packed_model import ModelConfig
 from phasewise.serving.models.rope import (

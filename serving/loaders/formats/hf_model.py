@@ -22,17 +22,21 @@ from phasewise.serving.loaders.cuts import (
     one_more,
     our_tensors,
 )
-from phasewise.serving.loaders.encoders.embedding_spec import embedding_of, most_tokens
-from phasewise.serving.loaders.encoders.encoder_hf import config_of as encoder_config_of
-from phasewise.serving.loaders.encoders.encoder_hf import encoder_embedding, encoder_tensors
-from phasewise.serving.loaders.encoders.reranker import reranker_of, scoring_embedding, with_score
+from phasewise.serving.loaders.encoders.embedding_spec import (
+    embedding_of,
+    most_tokens,
+    reranker_of,
+    scoring_embedding,
+    with_score,
+)
+from phasewise.serving.loaders.encoders.encoder_files import encoder_embedding, hf_encoder_config, hf_tensors
 from phasewise.serving.loaders.families import Family, family_of_hf
 from phasewise.serving.loaders.families.encoders import encoder_of_hf
-from phasewise.serving.loaders.families.names import HF_LAYER, HF_OUTSIDE
+from phasewise.serving.loaders.families.family import HF_LAYER, HF_OUTSIDE
 from phasewise.serving.loaders.formats.hf_config import config_of, field, quantisation_fields, text_fields
-from phasewise.serving.loaders.formats.model_directory import ModelDirectory
-from phasewise.serving.loaders.formats.safetensors_file import (
+from phasewise.serving.loaders.formats.model_directory import (
     READABLE,
+    ModelDirectory,
     Shards,
     close_all,
     open_all,
@@ -70,13 +74,13 @@ def open_hf_model(path: Path, name: str) -> ModelSource:
     generation = directory.json("generation_config.json") or {}
     encoder = encoder_of_hf(fields)
     if encoder is not None:
-        config = encoder_config_of(encoder, fields)
+        config = hf_encoder_config(encoder, fields)
     else:
         config = config_of(fields, generation, bool(tokenizer_config.get("add_bos_token")))
     with ExitStack() as stack:
         opened = opened_shards(directory, stack)
         if encoder is not None:
-            tensors = encoder_tensors(opened, encoder, config, path)
+            tensors = hf_tensors(opened, encoder, config, path)
             embedding: Embedding | None = encoder_embedding(directory, config)
         else:
             family = family_of_hf(fields["model_type"])

@@ -14,11 +14,17 @@ import numpy as np
 from phasewise.cython_kernels.blocks import FP4_VALUES, BlockRows
 from phasewise.cython_kernels.packing import Array, QuantRows
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.forms import BF16, F16, F32, INT8_ZERO_POINT, WeightForm, form_of
-from phasewise.serving.loaders.quantised.numbers import significant_bits
-from phasewise.serving.loaders.quantised.parts import PartReader, Parts
-from phasewise.serving.loaders.quantised.scheme import Quantisation
-from phasewise.serving.loaders.source import SourceTensor
+from phasewise.serving.loaders.quantised.integers import significant_bits
+from phasewise.serving.loaders.quantised.scheme import PartReader, Parts, Quantisation
+from phasewise.serving.loaders.source import (
+    BF16,
+    F16,
+    F32,
+    INT8_ZERO_POINT,
+    SourceTensor,
+    WeightForm,
+    form_of,
+)
 
 E4M3_BITS, E4M3_LARGEST, E4M3_SMALLEST_EXPONENT = 4, 448.0, -9
 NVFP4_GROUP, MXFP4_GROUP = 16, 32

@@ -35,17 +35,17 @@ HAS_RAY = importlib.util.find_spec("ray") is not None
 
 
 def test_counts_of_instances_are_read() -> None:
-    pools = Pools(prompt="2x24@big", token="1x8@kubernetes.io/arch=amd64").on_nodes
+    pools = Pools(prompt_pool=["2x24@big"], token_pool=["1x8@kubernetes.io/arch=amd64"]).on_nodes()
     assert [(pool.role, pool.instances, pool.cores, pool.label) for pool in pools] == [
         ("prompt", 2, 24, "phasewise=big"),
         ("token", 1, 8, "kubernetes.io/arch=amd64"),
     ]
     for text in ("2", "0x4", "2x", "2x4x8", "2X4", "-1x4", "2x4 @big"):
-        with pytest.raises(UsageError, match="--prompt is written like 2x24"):
-            _ = Pools(prompt=text, token="1x1").on_nodes
+        with pytest.raises(UsageError, match="write 2x24"):
+            Pools(prompt_pool=[text], token_pool=["1x1"]).on_nodes()
     for label in ("", "-big", "a=b=c", "a/b/c=d", "b ig", "x" * 64, "=big", "big="):
-        with pytest.raises(UsageError, match="--prompt: a label is a name"):
-            _ = Pools(prompt=f"2x4@{label}", token="1x1").on_nodes
+        with pytest.raises(UsageError, match="--prompt-pool: a label is a name"):
+            Pools(prompt_pool=[f"2x4@{label}"], token_pool=["1x1"]).on_nodes()
 
 
 def test_off_loopback_a_token_is_required(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,7 +210,7 @@ def test_what_reaches_ray_knows_neither_requests_nor_keys_and_values() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not HAS_RAY, reason="Ray is not installed (extra ray)")
 def test_unlike_pools_on_labelled_nodes(tmp_path: Path) -> None:
-    """Each role on its label, with its own storage, memory and plan; the answers of one engine."""
+    """Each role on its label, with its own plan; the answers of one engine."""
     seen = seen_by("tests.support.servers.ray_unlike", tmp_path)
 
     assert seen["answers"] == seen["whole"]
@@ -220,8 +220,6 @@ def test_unlike_pools_on_labelled_nodes(tmp_path: Path) -> None:
     assert by_role["token"]["node_id"] == seen["nodes"]["small"]
     assert by_role["prompt"]["label"] == "phasewise=big"
     assert [len(by_role[role]["cpus"]) for role in ("prompt", "token")] == [2, 1]
-    assert 15 << 20 < by_role["prompt"]["kv_bytes"] <= 16 << 20
-    assert 7 << 20 < by_role["token"]["kv_bytes"] <= 8 << 20
     assert all(len(instance["plans"]) == 2 for instance in by_role.values())
     for name, info in seen["infos"].items():  # of /metrics
         instance = by_role[name.rpartition("-")[0]]
@@ -231,10 +229,6 @@ def test_unlike_pools_on_labelled_nodes(tmp_path: Path) -> None:
         assert info["kv_bytes"] == instance["kv_bytes"]
         plans = [f"prefill: {info['prefill_plan']}", f"decode: {info['decode_plan']}"]
         assert sorted(plans) == sorted(instance["plans"])
-    assert {name: int(info["sparse_weights"]) > 0 for name, info in seen["infos"].items()} == {
-        "prompt-0": False,
-        "token-1": True,
-    }
     assert seen["hand_overs"] > 0
     assert seen["nowhere"][0] == 1
     assert "cannot place instances of these cores (mixed 1 of phasewise=nowhere)" in seen["nowhere"][1]

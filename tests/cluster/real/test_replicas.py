@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip(
     "phasewise.serving.engine.open_engine", reason="the kernels are not built", exc_type=ImportError
 )
-from phasewise.cluster.routing import POLICY_OF_ROUTING
+from phasewise.cluster.routing import POLICIES as ROUTING
 from phasewise.serving.engine.messages import Submit
 from phasewise.serving.pools.opening import POLICIES
 from phasewise.serving.sampling.sampling import SamplingParams
@@ -63,13 +63,13 @@ def test_an_answer_is_the_same_whatever_chooses_its_instance(model: Path) -> Non
     with pools(model, ("mixed",)) as server:
         alone = converse(server)
         assert len(set(alone.values())) > 1
-    for routing in POLICY_OF_ROUTING:
-        with pools(model, ("mixed", "mixed"), routing=routing) as server:
+    for routing in ROUTING:
+        with pools(model, ("mixed", "mixed"), policy=routing) as server:
             assert converse(server) == alone, routing
             n_histories = sum(
                 turn * (NEW_TOKENS + ANSWER_TOKENS) for turn in range(N_TURNS) for _ in range(N_CONVERSATIONS)
             )
-            if routing == "prefix":
+            if routing == "prefix-aware":
                 assert n_reused(server) > 0.8 * n_histories
                 assert all(state.prompts for state in server.front.instances())
             server.wait_until(server.is_empty, "instances hold keys and values of requests that have ended")

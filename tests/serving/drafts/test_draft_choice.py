@@ -11,11 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phasewise.serving.batch import Batch, SequenceSlice
-from phasewise.serving.drafts.agreement import Agreement
-from phasewise.serving.drafts.lengths import LEAST_GAIN, choose_lengths, fixed_lengths
+from phasewise.serving.drafts.computed_drafts import ModelDrafter
+from phasewise.serving.drafts.contract import Agreement, StepCosts
+from phasewise.serving.drafts.gain import LEAST_GAIN, choose_lengths, fixed_lengths
 from phasewise.serving.drafts.lookup import MOST_MATCHED, LookupDrafter, Repeats
-from phasewise.serving.drafts.model_drafter import ModelDrafter
-from phasewise.serving.drafts.step_costs import StepCosts
 from phasewise.serving.sampling.sampling import GREEDY, Sampler, SamplingParams, sample_run
 from phasewise.serving.scheduling.request import DraftRoom, LiveSequence, Request
 from tests.support.tiers import examples, n_examples

@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phasewise.serving.batch import Batch
-from phasewise.serving.drafts.contract import Drafter
+from phasewise.serving.drafts.computed_drafts import ModelDrafter
+from phasewise.serving.drafts.contract import Drafter, StepCosts
 from phasewise.serving.drafts.lookup import LookupDrafter
-from phasewise.serving.drafts.model_drafter import ModelDrafter
-from phasewise.serving.drafts.step_costs import StepCosts
 from phasewise.serving.engine.messages import Answer, Failure, Submit
 from phasewise.serving.errors import RankLost
 from phasewise.serving.sampling.sampling import GREEDY, SamplingParams

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from phasewise.cython_kernels import isa
-from phasewise.serving.embedding.encoder.arithmetic import NEAREST, SHORT_TOKENS
-from phasewise.serving.embedding.encoder.embedder import Embedder
+from phasewise.serving.embedding.encoder.embedder import NEAREST, SHORT_TOKENS, Embedder
 from phasewise.serving.embedding.encoder.input_tokens import EncoderText, Text
 from phasewise.serving.loaders import load_model
 from phasewise.serving.loaders.fetching.registry import KNOWN, is_here, known_path

@@ -15,7 +15,7 @@ from phasewise.serving.embedding.encoder.input_tokens import EncoderText, placed
 from phasewise.serving.embedding.encoder.pooling import PRECISIONS, as_bits, as_int8, as_signed_bits, unit
 from phasewise.serving.errors import ContextLengthExceeded, ModelError
 from phasewise.serving.loaders import load_model
-from phasewise.serving.loaders.encoders.reranker import INSTRUCTION, QWEN3_TEMPLATE, pair_template
+from phasewise.serving.loaders.encoders.embedding_spec import INSTRUCTION, QWEN3_TEMPLATE, pair_template
 from phasewise.serving.models.forward import Capacity, build_program
 from phasewise.serving.models.packed_model import PackedModel
 from tests.support.models.encoder_models import (

@@ -311,7 +311,7 @@ def test_a_bug_between_steps_fails_what_is_in_progress_and_no_more(monkeypatch: 
     engine = make_engine()
     with running(engine) as (thread, listener):
         with monkeypatch.context() as patch:
-            patch.setattr(engine, "_commit", lambda *_: 1 / 0)
+            patch.setattr(engine, "_give_out", lambda *_: 1 / 0)
             thread.send(ask("r"))
             assert isinstance(listener.wait_for("r")[-1], Failure)
         thread.send(ask("s"))

@@ -17,7 +17,7 @@ from phasewise.serving.engine.fingerprint import Fingerprint
 from phasewise.serving.http.http_settings import HttpLimits, ServedModel
 from phasewise.serving.http.models.served_models import ListedModel
 from phasewise.serving.model_table import with_adapters
-from phasewise.serving.models.low_rank import Adapter
+from phasewise.serving.models.linears import Adapter
 from tests.support.servers.fake_engine import END, VOCAB_SIZE, encode, next_letter, piece
 from tests.support.servers.fake_server import CONTEXT, FakeServer, fake_server
 from tests.support.servers.rude_clients import ENOUGH_S

@@ -11,11 +11,14 @@ import pytest
 from phasewise.cython_kernels import packing
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders import load_model
-from phasewise.serving.loaders.formats.model_directory import ModelDirectory
-from phasewise.serving.loaders.formats.safetensors_file import open_all, read_entries, tensor_of
-from phasewise.serving.loaders.quantised.bitmask import bitmask_tensor
-from phasewise.serving.loaders.quantised.parts import SPARSE, parts_in
-from phasewise.serving.loaders.quantised.scheme import check_compression
+from phasewise.serving.loaders.formats.model_directory import (
+    ModelDirectory,
+    open_all,
+    read_entries,
+    tensor_of,
+)
+from phasewise.serving.loaders.quantised.scheme import SPARSE, check_compression, parts_in
+from phasewise.serving.loaders.quantised.tensors import bitmask_tensor
 from phasewise.serving.loaders.source import SourceFile, SourceTensor
 from phasewise.serving.loaders.storage import StorageChoice
 from phasewise.workflows.prune.directory import Tensor, bitmask_tensors, write_tensors

@@ -12,7 +12,7 @@ from phasewise.cython_kernels import packing
 from phasewise.cython_kernels.blocks import BlockRows
 from phasewise.cython_kernels.packing import QuantRows
 from phasewise.serving.loaders.formats.gguf_blocks import BLOCK_TYPES, decode_rows
-from phasewise.serving.loaders.forms import form_of
+from phasewise.serving.loaders.source import form_of
 
 SCALE_BYTES = {"Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q4_K": [0, 2],
                "Q5_K": [0, 2], "Q6_K": [208], "Q2_K": [80, 82], "Q3_K": [108], "IQ4_NL": [0],

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders import load_model
-from phasewise.serving.loaders.families.reading import with_windows
+from phasewise.serving.loaders.families.family import with_windows
 from phasewise.serving.loaders.formats.gguf_file import part_paths, stem_of
 from phasewise.serving.loaders.formats.hf_config import config_of
 from phasewise.serving.models.packed_model import LayerKind, PackedModel

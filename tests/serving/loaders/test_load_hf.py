@@ -16,7 +16,7 @@ from phasewise.cython_kernels.packing import from_bf16, to_bf16, unpack
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders import load_model
 from phasewise.serving.loaders.formats.hf_config import config_of
-from phasewise.serving.loaders.formats.safetensors_file import read_entries, tensor_of
+from phasewise.serving.loaders.formats.model_directory import read_entries, tensor_of
 from phasewise.serving.loaders.source import SourceFile
 from phasewise.serving.models.packed_model import ModelConfig
 from phasewise.serving.models.rope import LinearScaling, Llama3Scaling, RopeSpec

@@ -11,7 +11,7 @@ import pytest
 from phasewise.cython_kernels import _native, isa, packing, sparse
 from phasewise.serving.batch import Batch, SequenceSlice
 from phasewise.serving.loaders import load_model
-from phasewise.serving.loaders.forms import BF16, INT4, INT8, WeightForm
+from phasewise.serving.loaders.source import BF16, INT4, INT8, WeightForm
 from phasewise.serving.loaders.storage import (
     StorageChoice,
     StorageDecision,

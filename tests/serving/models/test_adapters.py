@@ -18,8 +18,8 @@ from phasewise.serving.engine.messages import Answer, Failure, Submit
 from phasewise.serving.engine.open_engine import ModelText, open_engine
 from phasewise.serving.errors import ModelError, RequestError
 from phasewise.serving.loaders import load_model
-from phasewise.serving.loaders.adapters.load_adapter import with_adapters
-from phasewise.serving.models.low_rank import Adapter, LowRank, flat, unflat, update_of
+from phasewise.serving.loaders.load_adapter import with_adapters
+from phasewise.serving.models.linears import Adapter, LowRank, flat, unflat, update_of
 from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.ranks.open_ranks import KvSettings, RankOptions, Ranks, open_ranks
 from phasewise.serving.sampling.sampling import GREEDY

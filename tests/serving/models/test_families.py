@@ -22,7 +22,7 @@ from phasewise.serving.batch import Batch, SequenceSlice
 from phasewise.serving.errors import ModelError, RanksError
 from phasewise.serving.loaders import load_model
 from phasewise.serving.models.packed_model import PackedModel
-from phasewise.serving.models.parts.latent import LATENT_KV_FORMATS
+from phasewise.serving.models.parts.attention import LATENT_KV_FORMATS
 from phasewise.serving.models.parts.mixture import STACKS
 from phasewise.tuner.lookup import ScheduleTable
 from phasewise.tuner.plans import PHASES, RankCores, ServicePlan

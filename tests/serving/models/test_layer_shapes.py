@@ -18,20 +18,19 @@ from phasewise.cython_kernels.kv_formats import kv_slot_bytes
 from phasewise.serving.engine.engine_size import EngineSize
 from phasewise.serving.errors import ModelError, ServingError
 from phasewise.serving.loaders import load_model
-from phasewise.serving.loaders.adapters.load_adapter import load_adapter
 from phasewise.serving.loaders.cuts import CutFor, our_tensors
 from phasewise.serving.loaders.families import Family
-from phasewise.serving.loaders.families.gemmas.gemma3n import GEMMA3N
-from phasewise.serving.loaders.families.gemmas.gemma4 import GEMMA4
+from phasewise.serving.loaders.families.gemma3n import GEMMA3N
+from phasewise.serving.loaders.families.gemma4 import GEMMA4
 from phasewise.serving.loaders.formats.gguf_blocks import BLOCK_TYPES
 from phasewise.serving.loaders.formats.gguf_model import field, open_gguf_model
 from phasewise.serving.loaders.formats.hf_config import config_of
+from phasewise.serving.loaders.load_adapter import load_adapter
 from phasewise.serving.models.config_json import config_from_json, config_to_json
 from phasewise.serving.models.packed_model import LAYER_TABLE, ModelConfig, PackedModel
 from phasewise.serving.models.parts.attention import HeadShape
 from phasewise.serving.models.parts.feed_forward import FeedForwardForm
-from phasewise.serving.models.parts.layer_inputs import LayerInputs
-from phasewise.serving.models.parts.streams import Streams
+from phasewise.serving.models.parts.streams import LayerInputs, Streams
 from phasewise.serving.models.rope import RopeSpec
 from tests.support.models import family_cases, family_gguf_files
 from tests.support.models import family_models as families

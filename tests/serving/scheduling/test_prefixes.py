@@ -25,7 +25,6 @@ from phasewise.serving.scheduling.held_prefixes import (
     MOST_STORED_BLOCKS,
     HeldPrefixes,
     block_keys,
-    space_of,
 )
 from phasewise.serving.scheduling.prefixes import (
     RUN_TOKENS,
@@ -35,7 +34,7 @@ from phasewise.serving.scheduling.prefixes import (
     chain,
     copies_between,
 )
-from phasewise.serving.scheduling.request import Request, SchedulerLimits
+from phasewise.serving.scheduling.request import Request, SchedulerLimits, space_of
 from phasewise.serving.scheduling.scheduler import Scheduler
 from tests.support.scheduled import POLICIES, Turns, make
 

@@ -14,9 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phasewise.serving.errors import ModelError, RequestError
-from phasewise.serving.text.confined_tokenizer import BOUNDS, ConfinedTokenizer
+from phasewise.serving.text.confined_tokenizer import (
+    BOUNDS,
+    KNOWN_PATTERNS,
+    ConfinedTokenizer,
+    growth_of,
+    risk_of,
+    without_programs,
+)
 from phasewise.serving.text.tokenizer import TextCutter, Tokenizer, tokenizer_from_gguf
-from phasewise.serving.text.tokenizer_risk import KNOWN_PATTERNS, growth_of, risk_of, without_programs
 from tests.serving.sandbox.test_confined import descendants, peak_bytes
 from tests.support.models.encoder_models import CASES, tokenizer_of
 from tests.support.models.tiny_models import tokenizer_json

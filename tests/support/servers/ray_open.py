@@ -24,7 +24,17 @@ def main(model: Path) -> dict[str, object]:
     try:
         commands = (
             [*PHASEWISE, "cluster", "status", "--cluster", cluster.address],
-            [*PHASEWISE, "serve", str(model), "--port", "0", "--cluster", cluster.address, "--mixed", "1x1"],
+            [
+                *PHASEWISE,
+                "serve",
+                str(model),
+                "--port",
+                "0",
+                "--cluster",
+                cluster.address,
+                "--mixed-pool",
+                "1x1",
+            ],
         )
         ended = [
             subprocess.run(

@@ -42,7 +42,7 @@ def main(model: Path) -> dict[str, object]:
     try:
         cluster.add_node(**node)
         refusals = refused(model, cluster.address)
-        asked = {"--cluster": cluster.address, "--prompt": "1x1", "--token": "1x1"}
+        asked = {"--cluster": cluster.address, "--prompt-pool": "1x1", "--token-pool": "1x1"}
         with serving(model, asked, "--spread") as url:
             heard = strangers(url, cluster.address)
             with serving(model, asked, "--spread") as other:  # on the same cluster
@@ -68,7 +68,7 @@ def main(model: Path) -> dict[str, object]:
 
 def outlived(model: Path, address: str) -> list[int]:
     """Instances that are left when their server was killed, one of which was stopped."""
-    with serving(model, {"--cluster": address, "--mixed": "2x1"}) as url:
+    with serving(model, {"--cluster": address, "--mixed-pool": "2x1"}) as url:
         wait_until(lambda: is_whole(address, 2))
         pids = [instance["pid"] for instance in status(address)["instances"]]
         os.kill(pids[0], signal.SIGSTOP)
@@ -201,9 +201,9 @@ def refused(model: Path, address: str) -> dict[str, tuple[int, str]]:
     beside = {name: value for name, value in os.environ.items() if name not in aside}
     command = [*PHASEWISE, "serve", str(model), "--port", "0", "--cluster"]
     wrong = {
-        "placement": ([*command, address, "--mixed", "1x64"], {}),
-        "token": ([*command, address, "--mixed", "1x1"], {"RAY_AUTH_MODE": "disabled"}),
-        "false": ([*command, address, "--mixed", "1x1"], {"RAY_AUTH_TOKEN": "00" * 16}),
+        "placement": ([*command, address, "--mixed-pool", "1x64"], {}),
+        "token": ([*command, address, "--mixed-pool", "1x1"], {"RAY_AUTH_MODE": "disabled"}),
+        "false": ([*command, address, "--mixed-pool", "1x1"], {"RAY_AUTH_TOKEN": "00" * 16}),
     }
     outcomes = {}
     for name, (asked, changes) in wrong.items():

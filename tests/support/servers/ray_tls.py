@@ -32,7 +32,7 @@ def main(model: Path) -> dict[str, object]:
     node = {"num_cpus": 2, "object_store_memory": 80 << 20}
     cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
     try:
-        with serving(model, {"--cluster": cluster.address, "--mixed": "1x1"}) as url:
+        with serving(model, {"--cluster": cluster.address, "--mixed-pool": "1x1"}) as url:
             told = answers(url)
         return {"whole": whole, "answers": told, "hears_plain": hears_plain(cluster.address)}
     finally:

@@ -1,6 +1,6 @@
 """A program of its own, since Ray reads its environment when it is imported: `ray_unlike.py MODEL`.
 
-Pools of a file on two nodes of a Ray cluster with labels. Prints what it saw as one JSON object.
+Pools on two nodes of a Ray cluster with labels. Prints what it saw as one JSON object.
 """
 
 from __future__ import annotations
@@ -18,29 +18,9 @@ from ray.cluster_utils import Cluster
 from tests.support.servers.metric_lines import instance_infos
 from tests.support.servers.ray_serve import PHASEWISE, answers, is_whole, serving, status, wait_until
 
-POOLS = """
-[[pool]]
-role = "prompt"
-instances = 1
-cores = 2
-label = "big"
-sparse = "never"
-kv_budget = "16M"
-
-[[pool]]
-role = "token"
-instances = 1
-cores = 1
-label = "phasewise=small"
-sparse = "always"
-kv_budget = "8M"
-"""
-
 
 def main(model: Path) -> dict[str, object]:
     os.environ["PHASEWISE_SPLIT_ABOVE"] = "8"
-    pools = model.parent / "pools.toml"
-    pools.write_text(POOLS)
     with serving(model, {"--threads": "1", "--format": "int8"}) as url:
         whole = answers(url)
     node = {"num_cpus": 2, "object_store_memory": 80 << 20}
@@ -51,7 +31,8 @@ def main(model: Path) -> dict[str, object]:
         }
         asked = {
             "--cluster": cluster.address,
-            "--pools": str(pools),
+            "--prompt-pool": "1x2@big",
+            "--token-pool": "1x1@phasewise=small",
             "--format": "int8",
         }
         with serving(model, asked) as url:
@@ -66,7 +47,7 @@ def main(model: Path) -> dict[str, object]:
                 str(model),
                 "--cluster",
                 cluster.address,
-                "--mixed",
+                "--mixed-pool",
                 "1x1@nowhere",
                 "--port",
                 "0",

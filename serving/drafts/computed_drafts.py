@@ -1,0 +1,457 @@
+"""Drafts by a small model of the same vocabulary (Leviathan et al. 2023; Chen et al. 2023), and by a head of
+the model that is served (Gloeckle et al. 2024; DeepSeek-AI 2024).
+
+A model computes the same sequences in the same slots, so that a block that moves, or a beginning that is
+copied, is moved and copied here too. What it has computed of a sequence is known up to a position; where
+that lags behind, because drafts did not pay for a while, it catches up in parts.
+
+A head computes keys and values of every position whose next token is known, from the model's row there and
+that token, in the slots of the model: rows wait for their tokens, and where drafts do not pay until they are
+many. From the last one on it drafts token by token; its own row then stands in for the model's, and what it
+wrote with that is written over when the model's has come.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from phasewise.serving.batch import Batch, SequenceSlice
+from phasewise.serving.drafts.contract import NO_DRAFT, Agreement, Draft, DraftMemory, StepCosts
+from phasewise.serving.drafts.draft_ranks import DraftRanks, HeadRanks
+from phasewise.serving.drafts.gain import DraftGain, Drafting
+from phasewise.serving.models.draft_head import RowVectors
+from phasewise.serving.sampling.sampling import FloatVector, Sampler
+from phasewise.serving.scheduling.request import DraftRoom, LiveSequence
+
+
+class DraftState:
+    """The newest draft of one request. agreement: rates of right drafts, by their place in a draft."""
+
+    def __init__(self, agreement: Agreement) -> None:
+        self.agreement = agreement
+        self.draft: tuple[int, ...] = ()
+        self.drafted_at = 0
+        """Tokens that the sequence had when `draft` was made."""
+
+    def settle(self, sequence: LiveSequence) -> int:
+        """Note the outcome of the draft before: the number of its tokens that came."""
+        came_after = sequence.generated[self.drafted_at - len(sequence.request.prompt_token_ids) :]
+        n_right = 0
+        for drafted, came in zip(self.draft, came_after, strict=False):
+            self.agreement.saw(n_right, right=drafted == came)
+            if drafted != came:
+                break
+            n_right += 1
+        self.draft = ()
+        return n_right
+
+
+State = TypeVar("State", bound=DraftState)
+
+
+class DraftedRow(ABC, Generic[State]):
+    """A sequence that is being drafted. state: what is kept of its request between steps."""
+
+    def __init__(self, state: State, piece: SequenceSlice, room: DraftRoom, sampler: Sampler) -> None:
+        self.state = state
+        self.piece = piece
+        self.room = room
+        self.token_ids: list[int] = []
+        self._sampler = sampler
+        self._chances: list[FloatVector] = []
+
+    @property
+    def sequence(self) -> LiveSequence:
+        return self.room.sequence
+
+    def rate(self, index: int) -> float:
+        """The share of its drafts at this place that were right."""
+        return self.state.agreement.rate(index)
+
+    def tokens(self, start: int, end: int) -> Sequence[int]:
+        """The sequence's tokens [start, end)."""
+        n_prompt = len(self.sequence.request.prompt_token_ids)
+        if start >= n_prompt:
+            return self.sequence.generated[start - n_prompt : end - n_prompt]
+        return self.sequence.token_ids[start:end]
+
+    def propose(self, logits: FloatVector, rng: np.random.Generator) -> None:
+        """One more token."""
+        token_id, chances = self._sampler.propose(logits, len(self.token_ids), rng)
+        self.token_ids.append(token_id)
+        if chances is not None:
+            self._chances.append(chances)
+
+    @abstractmethod
+    def next_drafted(self) -> SequenceSlice:
+        """The token that was drafted last."""
+
+    def finish(self) -> Draft:
+        """The draft, which `state` settles in the next step."""
+        if not self.token_ids:
+            return NO_DRAFT
+        self.state.draft = tuple(self.token_ids)
+        self.state.drafted_at = self.sequence.n_tokens
+        return Draft(self.state.draft, tuple(self._chances))
+
+
+class ComputedDrafter(DraftMemory[State]):
+    """The base of drafters with a model and with a head. n_tokens: as `DraftSource.n_tokens`."""
+
+    def __init__(
+        self,
+        ranks: DraftRanks | HeadRanks,
+        costs: StepCosts,
+        most_rows: int,
+        begun: Callable[[str], State],
+        clock_ns: Callable[[], int],
+        n_tokens: int | None,
+    ) -> None:
+        super().__init__(costs, begun)
+        self._copied_by = ranks
+        self._clock_ns = clock_ns
+        self._rng = np.random.default_rng()
+        self.gain = DraftGain(costs, most_rows, n_tokens)
+
+    def _copy(self, batch: Batch) -> None:
+        for copy in batch.copies:
+            self._copied_by.copy_kv(*copy)
+
+    def _extend(
+        self,
+        rows: Sequence[DraftedRow[State]],
+        slices: Sequence[SequenceSlice],
+        length: int,
+        compute: Callable[[Batch, list[int]], npt.NDArray[np.float32]],
+    ) -> None:
+        """Draft token by token. compute: logits of a batch, whose rows had these places in the one before."""
+        places = list(range(len(rows)))
+        for n in range(1, length + 1):
+            batch = Batch("decode", tuple(slices))
+            began_ns = self._clock_ns()
+            logits = compute(batch, places)
+            self.gain.draft_costs.observe(batch.n_tokens, self._clock_ns() - began_ns)
+            for row, own in zip(rows, logits, strict=True):
+                row.propose(own, self._rng)
+            places = [place for place, row in enumerate(rows) if n < min(length, row.room.most)]
+            if not places:
+                break
+            rows = [rows[place] for place in places]
+            slices = [row.next_drafted() for row in rows]
+
+
+_FIRST_RATE = 0.7
+_CATCH_UP_TOKENS = 128  # of all sequences, in one step
+_LEAST_LATE = 1  # all drafts were right: the last of them is computed with the token after it
+
+
+class _Computed(DraftState):
+    """The draft model's state of one request."""
+
+    def __init__(self, agreement: Agreement) -> None:
+        super().__init__(agreement)
+        self.n_known = 0
+        """Positions from the first on whose keys and values it has."""
+
+    def read(self, sequence: LiveSequence) -> None:
+        """Note the outcome of the draft before, and keep what of it stayed."""
+        if self.draft:
+            self.n_known = min(self.n_known, self.drafted_at + self.settle(sequence))
+
+
+class _ModelRow(DraftedRow[_Computed]):
+    @property
+    def lag(self) -> int:
+        """Tokens whose keys and values are missing, the last one included."""
+        return self.sequence.n_tokens - self.state.n_known
+
+    def missing(self, n_tokens: int) -> Sequence[int]:
+        """The first of the tokens whose keys and values are missing."""
+        start = self.state.n_known
+        return self.tokens(start, start + n_tokens)
+
+    def catching_up(self, n_tokens: int, *, wants_logits: bool) -> SequenceSlice:
+        """The next missing tokens."""
+        start, token_ids = self.state.n_known, self.missing(n_tokens)
+        self.state.n_known += len(token_ids)
+        return self.piece._replace(token_ids=token_ids, start=start, wants_logits=wants_logits)
+
+    def next_drafted(self) -> SequenceSlice:
+        start = self.state.n_known
+        self.state.n_known += 1
+        return self.piece._replace(token_ids=self.token_ids[-1:], start=start)
+
+
+class ModelDrafter(ComputedDrafter[_Computed]):
+    """A Drafter with a model. most_rows: of one step of the model that is served, whose logits have
+    `vocab_size` columns; the draft model's may have fewer or more. n_tokens: as `DraftSource.n_tokens`.
+    """
+
+    def __init__(
+        self,
+        ranks: DraftRanks,
+        costs: StepCosts,
+        most_rows: int,
+        vocab_size: int,
+        clock_ns: Callable[[], int] = time.perf_counter_ns,
+        n_tokens: int | None = None,
+    ) -> None:
+        self._ranks = ranks
+        agreement = Agreement((_FIRST_RATE,))
+        super().__init__(
+            ranks, costs, most_rows, lambda _: _Computed(agreement.of_request()), clock_ns, n_tokens
+        )
+        self._vocab_size = vocab_size
+
+    def computed(self, batch: Batch) -> None:
+        """As Drafter.computed: the draft model computes the same prompts, while drafts pay."""
+        self._copy(batch)
+        slices = []
+        for name, piece in zip(batch.request_ids, batch.slices, strict=True):
+            is_new = name not in self._known
+            drafted = self._of(name)
+            if is_new or piece.start < drafted.n_known:
+                drafted.n_known, drafted.draft = piece.start, ()  # copied, or begun again in another block
+            if self.gain.pays and piece.start == drafted.n_known:
+                slices.append(piece._replace(wants_logits=False))
+                drafted.n_known += len(piece.token_ids)
+        if slices:
+            self._ranks.forward(Batch("prefill", tuple(slices)))
+
+    def draft(self, batch: Batch, rooms: Sequence[DraftRoom], samplers: Sequence[Sampler]) -> list[Draft]:
+        """As Drafter.draft."""
+        self._copy(batch)
+        rows = [
+            _ModelRow(self._of(room.sequence.request_id), piece, room, sampler)
+            for piece, room, sampler in zip(batch.slices, rooms, samplers, strict=True)
+        ]
+        for row in rows:
+            row.state.read(row.sequence)
+        length = self.gain.length([Drafting(row.room.most, row.rate, row.lag - 1) for row in rows])
+        ready = self._caught_up(rows) if length else []
+        if ready:
+            self.gain.tried()
+            slices = [row.catching_up(row.lag, wants_logits=True) for row in ready]
+            self._extend(ready, slices, length, lambda batch, _: self._as_wide(self._ranks.forward(batch)))
+        return [row.finish() for row in rows]
+
+    def _caught_up(self, rows: list[_ModelRow]) -> list[_ModelRow]:
+        """Those that can be drafted now. Others compute a part of what they lack."""
+        left, ready, slices = _CATCH_UP_TOKENS, [], []
+        for row in rows:
+            n_late = row.lag - 1
+            if not self._is_readable(row):
+                continue
+            if n_late > _LEAST_LATE and left:
+                slices.append(row.catching_up(min(left, n_late), wants_logits=False))
+                left -= len(slices[-1].token_ids)
+            if row.lag - 1 <= _LEAST_LATE and row.room.most:
+                ready.append(row)
+        if slices:
+            self._ranks.forward(Batch("prefill", tuple(slices)))
+        return ready
+
+    def _is_readable(self, row: _ModelRow) -> bool:
+        """True if the tokens that it would compute next are in the draft model's vocabulary."""
+        return max(row.missing(_CATCH_UP_TOKENS)) < self._ranks.vocab_size
+
+    def _as_wide(self, logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """Logits of tokens that the served model knows."""
+        n_rows, n_known = logits.shape
+        if n_known >= self._vocab_size:
+            return logits[:, : self._vocab_size]
+        wide = np.full((n_rows, self._vocab_size), -np.inf, dtype=np.float32)
+        wide[:, :n_known] = logits
+        return wide
+
+
+_FIRST_RATES = (0.75, 0.6, 0.5, 0.4)  # of the first draft, the second, ..: each is further from a row
+_MOST_WAITING = 64  # rows of a sequence that is not drafted
+
+TakeRows = Callable[[int], RowVectors | None]
+"""Rows of the model's newest batch, for so many tokens; None: they are not there."""
+
+
+class _Followed(DraftState):
+    """The head's state of one request: `rows` wait, from position `n_computed` on."""
+
+    def __init__(self, agreement: Agreement) -> None:
+        super().__init__(agreement)
+        self.n_computed = 0
+        self.rows: list[RowVectors] = []
+
+    def take(self, start: int, rows: RowVectors) -> None:
+        """The model's rows from this position on: behind those that wait, in place of some, or anew."""
+        n_before = start - self.n_computed
+        if not 0 <= n_before <= self.n_waiting:
+            self.n_computed, n_before = start, 0
+        self.keep(n_before)
+        self.rows.append(rows)
+
+    def keep(self, n_rows: int) -> None:
+        """Keep the first of the rows that wait, and drop the others."""
+        if n_rows < self.n_waiting:
+            self.rows = [np.concatenate(self.rows)[:n_rows].copy()] if n_rows else []
+
+    def skip_to(self, position: int) -> None:
+        """Rows before this position will never be computed: their tokens are not at hand."""
+        if self.n_computed < position:
+            self.advance(position - self.n_computed)
+
+    def advance(self, n_rows: int) -> RowVectors | None:
+        """The first rows that wait, which are computed next."""
+        if not self.rows:
+            return None
+        waiting = np.concatenate(self.rows)
+        self.rows = [waiting[n_rows:].copy()] if n_rows < len(waiting) else []
+        self.n_computed += n_rows
+        return waiting[:n_rows]
+
+    @property
+    def n_waiting(self) -> int:
+        return sum(map(len, self.rows))
+
+    def read(self, sequence: LiveSequence) -> None:
+        """Note the outcome of the draft before, and keep rows of what stayed."""
+        self.settle(sequence)
+        self.keep(max(0, sequence.n_tokens - 1 - self.n_computed))
+
+
+class _HeadRow(DraftedRow[_Followed]):
+    @property
+    def is_ready(self) -> bool:
+        """True if the head has a row of the model's right before what it would draft."""
+        state = self.state
+        end = state.n_computed + state.n_waiting
+        return state.n_waiting > 0 and end == self.sequence.n_tokens - 1
+
+    def next_rows(self, n_rows: int, *, wants_logits: bool) -> tuple[SequenceSlice, RowVectors]:
+        """Rows that wait, with the token behind each."""
+        start = self.state.n_computed
+        rows = self.state.advance(n_rows)
+        assert rows is not None
+        token_ids = self.tokens(start + 1, start + 1 + n_rows)
+        return _slice(self.piece, token_ids, start, wants_logits=wants_logits), rows
+
+    def next_drafted(self) -> SequenceSlice:
+        """As DraftedRow.next_drafted, behind the head's own row."""
+        start = self.state.n_computed + len(self.token_ids) - 1
+        return _slice(self.piece, self.token_ids[-1:], start, wants_logits=True)
+
+
+def _slice(
+    piece: SequenceSlice, token_ids: Sequence[int], start: int, *, wants_logits: bool
+) -> SequenceSlice:
+    return piece._replace(
+        token_ids=token_ids, start=start, wants_logits=wants_logits, n_drafted=0, state=0, keeps=()
+    )
+
+
+class HeadDrafter(ComputedDrafter[_Followed]):
+    """A Drafter with a head. take_rows: of the model that is served. most_rows: of one of its steps, and of
+    the head's. n_tokens: as `DraftSource.n_tokens`.
+    """
+
+    def __init__(
+        self,
+        ranks: HeadRanks,
+        take_rows: TakeRows,
+        costs: StepCosts,
+        most_rows: int,
+        clock_ns: Callable[[], int] = time.perf_counter_ns,
+        n_tokens: int | None = None,
+    ) -> None:
+        agreement = Agreement(_FIRST_RATES, fading=True)
+        super().__init__(
+            ranks, costs, most_rows, lambda _: _Followed(agreement.of_request()), clock_ns, n_tokens
+        )
+        self._ranks = ranks
+        self._take_rows = take_rows
+        self._most_rows = most_rows
+
+    def computed(self, batch: Batch) -> None:
+        """As Drafter.computed."""
+        self._copy(batch)
+        computable = []
+        for piece, followed in self._taken(batch):
+            followed.skip_to(piece.start - 1)
+            n_rows = piece.start + len(piece.token_ids) - 1 - followed.n_computed
+            if n_rows > 0:
+                start = followed.n_computed
+                rows = followed.advance(n_rows)
+                assert rows is not None
+                token_ids = piece.token_ids[start + 1 - piece.start :]
+                computable.append((_slice(piece, token_ids, start, wants_logits=False), rows))
+        self._compute(computable)
+
+    def observe(self, batch: Batch, duration_ns: int) -> None:
+        """As Drafter.observe."""
+        super().observe(batch, duration_ns)
+        self._taken(batch)
+
+    def draft(self, batch: Batch, rooms: Sequence[DraftRoom], samplers: Sequence[Sampler]) -> list[Draft]:
+        """As Drafter.draft."""
+        self._copy(batch)
+        rows = [
+            _HeadRow(self._of(room.sequence.request_id), piece, room, sampler)
+            for piece, room, sampler in zip(batch.slices, rooms, samplers, strict=True)
+        ]
+        for row in rows:
+            row.state.read(row.sequence)
+        length = self.gain.length(
+            [Drafting(row.room.most, row.rate, max(0, row.state.n_waiting - 1)) for row in rows]
+        )
+        ready = [row for row in rows if length and row.room.most and row.is_ready]
+        self._catch_up(rows, ready)
+        if ready:
+            self.gain.tried()
+            self._draft(ready, length)
+        return [row.finish() for row in rows]
+
+    def _taken(self, batch: Batch) -> list[tuple[SequenceSlice, _Followed]]:
+        """Slices of a batch that was computed, whose rows wait now."""
+        fed = self._take_rows(batch.n_tokens)
+        if fed is None:
+            return []
+        taken, first = [], 0
+        for name, piece in zip(batch.request_ids, batch.slices, strict=True):
+            followed = self._of(name)
+            followed.take(piece.start, fed[first : first + len(piece.token_ids)])
+            first += len(piece.token_ids)
+            taken.append((piece, followed))
+        return taken
+
+    def _catch_up(self, rows: Sequence[_HeadRow], ready: Sequence[_HeadRow]) -> None:
+        """Compute rows that have waited long, and those that would be too many for one step with drafts; of a
+        sequence that is drafted all but the last.
+        """
+        n_rows, late = sum(row.state.n_waiting for row in ready), []
+        for row in rows:
+            is_drafted = row in ready
+            n_waiting = row.state.n_waiting - is_drafted
+            is_long = n_waiting >= _MOST_WAITING or (is_drafted and n_rows > self._most_rows)
+            if n_waiting > 0 and is_long:
+                late.append(row.next_rows(n_waiting, wants_logits=False))
+        self._compute(late)
+
+    def _compute(self, late: Sequence[tuple[SequenceSlice, RowVectors]]) -> None:
+        if late:
+            batch = Batch("prefill", tuple(piece for piece, _ in late))
+            self._ranks.forward_rows(batch, np.concatenate([rows for _, rows in late]))
+
+    def _draft(self, rows: list[_HeadRow], length: int) -> None:
+        asked = [row.next_rows(row.state.n_waiting, wants_logits=True) for row in rows]
+        given = np.concatenate([own for _, own in asked])
+
+        def compute(batch: Batch, places: list[int]) -> npt.NDArray[np.float32]:
+            nonlocal given
+            logits, given = self._ranks.forward_rows(batch, given[places])
+            return logits
+
+        self._extend(rows, [piece for piece, _ in asked], length, compute)

@@ -1,0 +1,341 @@
+"""Adapters as files have them: a directory that PEFT has saved (adapter_config.json and
+adapter_model.safetensors), and a GGUF file that llama.cpp's `convert_lora_to_gguf.py` has written; every pair
+is checked against the model's shapes.
+
+Every setting that changes what the numbers mean, and is not listed here, is refused by its name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from phasewise.serving.errors import ModelError
+from phasewise.serving.loaders.cuts import CutFor, Names, half_split, our_tensors
+from phasewise.serving.loaders.families import Family, family_named, family_of_gguf
+from phasewise.serving.loaders.families.family import GGUF_LAYER, HF_LAYER
+from phasewise.serving.loaders.formats.gguf_file import open_gguf
+from phasewise.serving.loaders.formats.gguf_model import field, tensor_in
+from phasewise.serving.loaders.formats.hf_model import layer_place, without_prefix
+from phasewise.serving.loaders.formats.model_directory import ModelDirectory, open_all, tensor_of
+from phasewise.serving.loaders.layout import shapes_of_all, weight_shapes
+from phasewise.serving.loaders.source import SourceTensor
+from phasewise.serving.models.linears import Adapter, LowRank, Matrix, update_of
+from phasewise.serving.models.packed_model import ModelConfig
+
+MOST_RANK = 512
+MOST_SCALE = 1e6
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A and B of one weight by our name, as a file has them; `theirs` is its name there."""
+
+    theirs: str
+    a: SourceTensor
+    b: SourceTensor
+    scale: float
+
+
+def checked(pair: Pair, shape: tuple[int, int], what: str) -> LowRank:
+    """The numbers of a pair for a weight of this shape (outputs, inputs). ModelError, in one line."""
+    (outputs, inputs), rank = shape, pair.a.shape[0]
+    whose = f"{what}: {pair.theirs!r:.120}"
+    if not 1 <= rank <= MOST_RANK:
+        raise ModelError(f"{whose} has rank {rank}; 1 to {MOST_RANK} can run")
+    if pair.a.shape != (rank, inputs) or pair.b.shape != (outputs, rank):
+        raise ModelError(
+            f"{whose} has A {list(pair.a.shape)} and B {list(pair.b.shape)} beside a weight of"
+            f" {outputs} outputs and {inputs} inputs: it is another model's"
+        )
+    if not (math.isfinite(pair.scale) and abs(pair.scale) <= MOST_SCALE):
+        raise ModelError(
+            f"{whose} is scaled by {pair.scale!r:.40}: a number within {MOST_SCALE:.0e} expected"
+        )
+    return LowRank(_numbers(pair.a, whose), _numbers(pair.b, whose), float(np.float32(pair.scale)))
+
+
+def _numbers(tensor: SourceTensor, whose: str) -> Matrix:
+    if tensor.form.is_quantised:
+        raise ModelError(f"{whose} is stored as {tensor.type_name}; F32, F16 and BF16 are read")
+    rows = tensor.rows(0, tensor.shape[0])
+    assert isinstance(rows, np.ndarray)
+    numbers = np.ascontiguousarray(rows, np.float32)
+    if not np.isfinite(numbers).all():
+        raise ModelError(f"{whose} holds numbers that are not finite")
+    return numbers
+
+
+def parts_of(pairs: Mapping[str, Pair], config: ModelConfig, what: str) -> dict[str, LowRank]:
+    """The numbers of these pairs, by our names of weights. what: their file, for errors. ModelError."""
+    if not pairs:
+        raise ModelError(f"{what} changes no weight")
+    shapes = weight_shapes(config)
+    adaptable = {weight for columns in _readers(config).values() for weight in columns}
+    parts: dict[str, LowRank] = {}
+    for ours, pair in pairs.items():
+        if ours not in adaptable:
+            raise ModelError(
+                f"{what}: {pair.theirs!r:.120} is an adapter of something else than the projections of"
+                " attention and of the feed-forward layer, which alone can run"
+            )
+        parts[ours] = checked(pair, shapes[ours], what)
+    return parts
+
+
+def adapter_of(name: str, parts: Mapping[str, LowRank], config: ModelConfig) -> Adapter:
+    """The adapter of these weights, as a program reads it."""
+    updates = {}
+    for reader, columns in _readers(config).items():
+        own = [(column, parts[weight]) for weight, column in columns.items() if weight in parts]
+        if own:
+            updates[reader] = update_of(own)
+    return Adapter(name, _digest(parts), updates)
+
+
+def _readers(config: ModelConfig) -> dict[str, dict[str, int]]:
+    """Weights by what reads the same rows, each with the first column of its outputs there."""
+    readers: dict[str, dict[str, int]] = {}
+    for i, layer in enumerate(config.layers):
+        widths: dict[str, int] = {}
+        for product in layer.products:
+            first = widths.get(product.reader, 0)
+            if product.reader:
+                widths[product.reader] = first + sum(product.outputs.values())
+                columns = {f"layers.{i}.{part}": column for part, column in product.columns(first)}
+                readers.setdefault(f"layers.{i}.{product.reader}", {}).update(columns)
+    return readers
+
+
+def _digest(parts: Mapping[str, LowRank]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(parts):
+        part = parts[name]
+        head = f"{name} {part.a.shape} {part.b.shape} {part.scale.hex()}\n"
+        digest.update(head.encode())
+        for matrix in (part.a, part.b):
+            digest.update(matrix.astype("<f4", copy=False).tobytes())
+    return digest.hexdigest()
+
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_PAIR = re.compile(r"(.+)\.lora_([AB])(?:\.default)?\.weight", re.ASCII)
+_PLAIN_PATTERN = re.compile(r"\^?[A-Za-z0-9_.\\]+", re.ASCII)
+
+_MUST_BE_OFF = {
+    "use_dora": "DoRA",
+    "lora_bias": "biases of its own (lora_bias)",
+    "modules_to_save": "whole modules (modules_to_save)",
+    "trainable_token_indices": "embeddings of tokens (trainable_token_indices)",
+    "layer_replication": "repeated layers (layer_replication)",
+    "target_parameters": "parameters that are no module's weight (target_parameters)",
+    "alora_invocation_tokens": "activation from a token on (aLoRA)",
+    "use_qalora": "QALoRA",
+    "fan_in_fan_out": "transposed weights (fan_in_fan_out)",
+    "arrow_config": "routing between adapters (arrow_config)",
+    "use_bdlora": "block-diagonal factors (use_bdlora)",
+}
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
+"""Beginnings of `init_lora_weights` by which training began from other weights than the base model's."""
+
+
+@dataclass(frozen=True)
+class _Scaling:
+    """The factors of B (A x): alpha / r, or alpha / sqrt(r)."""
+
+    rank: int
+    alpha: float
+    ranks: Mapping[str, Any]
+    alphas: Mapping[str, Any]
+    by_root: bool
+
+    def of(self, module: str, rank: int, what: str) -> float:
+        """The scale of a module whose A has `rank` rows."""
+        stated = _by_pattern(self.ranks, module, self.rank)
+        if stated != rank:
+            raise ModelError(f"{what}: {module!r:.120} has rank {rank}, and {CONFIG} says {stated!r:.40}")
+        alpha = _by_pattern(self.alphas, module, self.alpha)
+        if type(alpha) not in (int, float):
+            raise ModelError(f"{what} has lora_alpha {alpha!r:.40} for {module!r:.120}: a number expected")
+        return float(alpha) / (math.sqrt(rank) if self.by_root else rank)
+
+
+def peft_pairs(path: Path, config: ModelConfig, stack: ExitStack) -> dict[str, Pair]:
+    """The pairs of a directory, by our names of weights; `stack` closes their file.
+
+    ModelError in one line for whatever cannot run.
+    """
+    directory = ModelDirectory(path)
+    fields = directory.json(CONFIG)
+    if fields is None:
+        raise ModelError(f"{path} has no {CONFIG}: neither PEFT's directory nor a GGUF file")
+    scaling = _checked(fields, path)
+    if not directory.has(WEIGHTS):
+        raise ModelError(f"{path} has no {WEIGHTS}: save the adapter as safetensors")
+    family = family_named(config.architecture)
+    assert family is not None  # an encoder takes no adapters
+    file, entries = open_all(directory, [WEIGHTS])[0]
+    stack.callback(file.close)
+    by_module: dict[str, dict[str, SourceTensor]] = {}
+    for theirs, entry in entries.items():
+        match = _PAIR.fullmatch(theirs.removeprefix(_PREFIX))
+        if match is None or not theirs.startswith(_PREFIX):
+            raise ModelError(f"{path} has a tensor {theirs!r:.120}, {_why_not(theirs)}")
+        if len(entry.shape) != 2:
+            raise ModelError(f"{path} has {theirs!r:.120} in shape {list(entry.shape)}: a matrix expected")
+        by_module.setdefault(match[1], {})[match[2]] = tensor_of(file, theirs, entry)
+
+    def place_of(module: str) -> tuple[str, str]:
+        return layer_place(without_prefix(f"{module}.weight", family))[:2]
+
+    def scale_of(module: str, rank: int) -> float:
+        return scaling.of(module, rank, str(path))
+
+    return _our_pairs(
+        by_module,
+        place_of,
+        scale_of,
+        {**HF_LAYER, **family.hf_names},
+        family,
+        config,
+        path,
+        is_interleaved=family.hf_interleaved_heads,
+    )
+
+
+def _why_not(theirs: str) -> str:
+    for part, what in (
+        ("lora_embedding", "an adapter of embeddings"),
+        ("lora_magnitude", "a part of DoRA"),
+        ("modules_to_save", "a whole module"),
+        (".bias", "a bias"),
+    ):
+        if part in theirs:
+            return f"{what}, which cannot run"
+    return "which is neither lora_A nor lora_B of a module"
+
+
+def _our_pairs(
+    by_module: Mapping[str, Mapping[str, SourceTensor]],
+    place_of: Callable[[str], tuple[str, str]],
+    scale_of: Callable[[str, int], float],
+    names: Names,
+    family: Family,
+    config: ModelConfig,
+    path: Path,
+    *,
+    is_interleaved: bool,
+) -> dict[str, Pair]:
+    """A and B of modules, by our names. place_of: a module's layer ("layers.3.") and its name
+    there. scale_of: by a module and its rank.
+    """
+    shapes, pairs = shapes_of_all(config, has_bias=False), dict[str, Pair]()
+    for module, both in by_module.items():
+        if len(both) != 2:
+            raise ModelError(f"{path} has of {module!r:.120} only lora_{next(iter(both))}")
+        (stem, name), what = place_of(module), f"{path} has an adapter of {module!r:.120}"
+        if not stem or "experts" in name or "_exps" in name:
+            kind = "experts" if stem else "embeddings, or of the head"
+            raise ModelError(f"{what}: adapters of {kind} cannot run")
+        a, whole_b = (both[letter] for letter in sorted(both))
+        scale = scale_of(module, a.shape[0])
+        try:
+            renamed = list(our_tensors(name, names, whole_b, CutFor(stem, shapes, f"{what} that")))
+        except KeyError:
+            raise ModelError(f"{what} that {family.name} models do not have") from None
+        for ours, part in renamed:
+            if ours in pairs:
+                raise ModelError(f"{path} has the adapter of {module!r:.120} twice")
+            b = half_split(ours, part, config) if is_interleaved else part
+            pairs[ours] = Pair(module, a, b, scale)
+    return pairs
+
+
+def _checked(fields: Mapping[str, Any], path: Path) -> _Scaling:
+    kind = fields.get("peft_type")
+    if kind != "LORA":
+        raise ModelError(f"{path} is an adapter of the kind {kind!r:.40}; LORA can run")
+    for key, what in _MUST_BE_OFF.items():
+        if fields.get(key):
+            raise ModelError(f"{path} has {what}, which cannot run: merge it with PEFT")
+    if fields.get("bias", "none") != "none":
+        raise ModelError(f"{path} has trained biases (bias: {fields['bias']!r:.40}), which cannot run")
+    start = fields.get("init_lora_weights", True)
+    if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
+        raise ModelError(
+            f"{path} began from weights that {start!r:.40} changed: save it with"
+            " path_initial_model_for_weight_conversion"
+        )
+    rank, alpha = fields.get("r"), fields.get("lora_alpha")
+    if type(rank) is not int or not isinstance(alpha, int | float):
+        raise ModelError(f"{path} has r {rank!r:.40} and lora_alpha {alpha!r:.40}: numbers expected")
+    patterns = [fields.get(key) or {} for key in ("rank_pattern", "alpha_pattern")]
+    for pattern in patterns:
+        if not isinstance(pattern, dict) or not all(_PLAIN_PATTERN.fullmatch(key) for key in pattern):
+            raise ModelError(
+                f"{path} has rank_pattern or alpha_pattern by expressions; plain names of modules are read"
+            )
+    return _Scaling(rank, alpha, patterns[0], patterns[1], bool(fields.get("use_rslora")))
+
+
+def _by_pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
+    """The value of the first name that the module ends with, as PEFT looks it up."""
+    for pattern, value in patterns.items():
+        name = pattern.replace("\\", "")
+        whole = name.removeprefix("^")
+        if module == whole or (name == whole and module.endswith(f".{whole}")):
+            return value
+    return default
+
+
+_GGUF_PAIR = re.compile(r"(.+)\.lora_([ab])", re.ASCII)
+_LAYER = re.compile(r"blk\.(0|[1-9]\d{0,3})\.(.+)", re.ASCII)
+
+
+def gguf_pairs(path: Path, config: ModelConfig, stack: ExitStack) -> dict[str, Pair]:
+    """The pairs of a file, by our names of weights; `stack` closes it. ModelError."""
+    file, header = open_gguf(path)
+    stack.callback(file.close)
+    metadata = header.metadata
+    kind = field(metadata, "general.type", str, "model")
+    method = field(metadata, "adapter.type", str, "none")
+    if (kind, method) != ("adapter", "lora"):
+        raise ModelError(
+            f"{path} is no LoRA adapter: its general.type is {kind!r:.40}, adapter.type {method!r:.40}"
+        )
+    if metadata.get("adapter.alora.invocation_tokens"):
+        raise ModelError(f"{path} has activation from a token on (aLoRA), which cannot run")
+    alpha = field(metadata, "adapter.lora.alpha", float, 0.0)
+    family = family_of_gguf(field(metadata, "general.architecture", str, "nothing"), str(path))
+    by_module: dict[str, dict[str, SourceTensor]] = {}
+    for theirs, info in header.tensors.items():
+        match = _GGUF_PAIR.fullmatch(theirs)
+        if match is None or len(info.shape) != 2:
+            raise ModelError(
+                f"{path} has a tensor {theirs!r:.120} that is neither lora_a nor lora_b of a matrix"
+            )
+        by_module.setdefault(match[1], {})[match[2]] = tensor_in(file, info)
+
+    def place_of(module: str) -> tuple[str, str]:
+        layer = _LAYER.fullmatch(module)
+        return ("", "") if layer is None else (f"layers.{layer[1]}.", layer[2])
+
+    return _our_pairs(
+        by_module,
+        place_of,
+        lambda _, rank: alpha / rank if alpha else 1.0,
+        {**GGUF_LAYER, **family.gguf_names},
+        family,
+        config,
+        path,
+        is_interleaved=family.gguf_interleaved_heads,
+    )

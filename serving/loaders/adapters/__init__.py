@@ -1,1 +1,0 @@
-"""Adapters of a model (LoRA), from PEFT's directories and from GGUF files."""

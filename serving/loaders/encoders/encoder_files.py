@@ -1,0 +1,229 @@
+"""Files of an encoder: a Hugging Face directory, and GGUF metadata and tensors by llama.cpp's names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from phasewise.serving.errors import ModelError
+from phasewise.serving.loaders.cuts import CutFor, Names, our_tensors
+from phasewise.serving.loaders.encoders.embedding_spec import embedding_of
+from phasewise.serving.loaders.families.bert import (
+    GGUF_GLOBAL_NAMES,
+    GGUF_NAMES,
+    HF_ACTIVATIONS,
+    IGNORED,
+    PREFIXES,
+    EncoderFamily,
+    encoder_config,
+)
+from phasewise.serving.loaders.families.encoders import instructions_of
+from phasewise.serving.loaders.formats.gguf_file import TensorInfo
+from phasewise.serving.loaders.formats.hf_config import field
+from phasewise.serving.loaders.formats.model_directory import ModelDirectory, Shards, tensor_of
+from phasewise.serving.loaders.layout import adapted, shapes_of_all
+from phasewise.serving.loaders.source import SourceTensor
+from phasewise.serving.models.encoding import Embedding
+from phasewise.serving.models.packed_model import ModelConfig
+
+ReadField = Callable[[str, Any, Any], Any]
+"""(key, type, default): a value of the metadata, checked."""
+
+POOLINGS = {1: "mean", 2: "first", 3: "last", 4: "first"}  # the last one is "rank", a cross-encoder's
+RANK = 4
+_KEYS = {  # of config.json, which `encoder_config` asks for
+    "hidden_size": "embedding_length",
+    "num_attention_heads": "attention.head_count",
+    "num_hidden_layers": "block_count",
+    "intermediate_size": "feed_forward_length",
+    "layer_norm_eps": "attention.layer_norm_epsilon",
+}
+
+
+def gguf_config(
+    family: EncoderFamily, read: ReadField, infos: Mapping[str, TensorInfo], what: str
+) -> ModelConfig:
+    """From the metadata; the vocabulary and the position embeddings tell their own sizes."""
+    if "token_embd.weight" not in infos:
+        raise ModelError(f"{what} lacks the tensor token_embd.weight")
+    if read(f"{family.gguf}.attention.causal", bool, False):
+        raise ModelError(f"{what} holds a decoder of this family; encoders can run")
+
+    def get(key: str, kind: Any, default: Any = None) -> Any:
+        if key == "vocab_size":
+            return infos["token_embd.weight"].shape[0]
+        if key == "type_vocab_size":
+            return 2 if "token_types.weight" in infos else 0
+        return read(f"{family.gguf}.{_KEYS[key]}", kind, default)
+
+    assert family.gguf is not None
+    scores = pooling_type(family.gguf, read) == RANK
+    if scores and not family.gguf_scores:
+        raise ModelError(f"{what} holds a {family.name} classifier, whose head cannot run")
+    named = read(f"{family.gguf}.hidden_activation", str, None)
+    if named is not None and HF_ACTIVATIONS.get(named) not in family.activations:
+        raise ModelError(f"{what} asks for the activation {named!r:.60}, which cannot run")
+    plain = encoder_config(
+        family,
+        get,
+        context_length=read(f"{family.gguf}.context_length", int, None),
+        activation=family.activations[0] if named is None else HF_ACTIVATIONS[named],
+        scores=scores,
+    )
+
+    def get_more(key: str, kind: Any, default: Any = None) -> Any:
+        return read(f"{family.gguf}.{key}", kind, default)
+
+    return family.from_gguf(get_more, plain)
+
+
+def pooling_type(architecture: str, read: ReadField) -> int | None:
+    """The number that the metadata give; None where they give none, or no pooling."""
+    pooling: int | None = read(f"{architecture}.pooling_type", int, None)
+    return pooling or None
+
+
+def gguf_embedding(
+    architecture: str, read: ReadField, context_length: int, *, encoder: bool
+) -> Embedding | None:
+    """The pooling of rows to a vector of length 1; None for a decoder whose file says nothing of it."""
+    pooling = pooling_type(architecture, read)
+    if pooling is None:
+        return Embedding("mean", True, context_length) if encoder else None
+    if pooling not in POOLINGS:
+        raise ModelError(
+            f"the GGUF metadata ask for pooling type {pooling}; {', '.join(map(str, POOLINGS))} can run"
+        )
+    return Embedding(POOLINGS[pooling], pooling != RANK, context_length)
+
+
+def gguf_tensors(
+    family: EncoderFamily, tensors: Mapping[str, SourceTensor], config: ModelConfig, what: str
+) -> dict[str, SourceTensor]:
+    """Every tensor of a GGUF file by our name, as views."""
+    in_layers = {**GGUF_NAMES, **family.gguf_names}
+    if "blk.0.ffn_gate.weight" in tensors:
+        in_layers |= {"ffn_up.weight": GGUF_NAMES["ffn_up.weight"]}
+    files = ((theirs, theirs, partial(tensors.__getitem__, theirs)) for theirs in tensors)
+    outside = {**GGUF_GLOBAL_NAMES, **family.gguf_global_names}
+    return _tensors(files, r"blk\.(0|[1-9]\d{0,3})\.(.+)", (in_layers, outside), 0, config, what)
+
+
+def _tensors(
+    files: Iterable[tuple[str, str, Callable[[], SourceTensor]]],
+    layer: str,
+    names: tuple[Names, Names],
+    first_position: int,
+    config: ModelConfig,
+    what: str,
+) -> dict[str, SourceTensor]:
+    """Every tensor by our name. files: names in errors, names, and tensors. layer: the pattern of names in
+    layers, which the first of `names` are for.
+    """
+    shapes = shapes_of_all(config, has_bias=True)
+
+    def ours() -> Iterator[tuple[str, SourceTensor]]:
+        for theirs, name, read in files:
+            match = re.fullmatch(layer, name, re.ASCII)
+            stem, key, own = (f"layers.{match[1]}.", match[2], names[0]) if match else ("", name, names[1])
+            where = f"{what} has a tensor {theirs!r:.80} that"
+            if key not in own:
+                raise ModelError(f"{where} {config.architecture} models do not use")
+            yield from our_tensors(key, own, read(), CutFor(stem, shapes, where))
+
+    return adapted(ours(), config, first_position, what)
+
+
+CLASSIFIER = "ForSequenceClassification"
+SCORE_POOLINGS = {"cls": "first", "mean": "mean"}
+
+
+def hf_encoder_config(family: EncoderFamily, given: Mapping[str, Any]) -> ModelConfig:
+    """From config.json."""
+    renamed = {ours: given[theirs] for ours, theirs in family.hf_fields.items() if theirs in given}
+    fields: dict[str, Any] = {**family.defaults, **given, **renamed}
+    for key in family.hf_must_be_off:
+        if given.get(key):
+            raise ModelError(f"config.json has {key} = {given[key]!r:.60}, which cannot run")
+
+    def get(key: str, kind: Any, default: Any = None) -> Any:
+        return field(fields, key, kind, default)
+
+    kind = get("position_embedding_type", str, "absolute")
+    if kind not in family.position_kinds:
+        raise ModelError(
+            f"config.json asks for {kind!r:.60} positions; {', '.join(family.position_kinds)} can run"
+        )
+    if get("is_decoder", bool, False) or get("is_causal", bool, False):
+        raise ModelError("config.json describes a decoder of this family; encoders can run")
+    name = get("hidden_act", str, "gelu")
+    if HF_ACTIVATIONS.get(name) not in family.activations:
+        runnable = [theirs for theirs, ours in HF_ACTIVATIONS.items() if ours in family.activations]
+        raise ModelError(f"config.json asks for the activation {name!r:.60}; {', '.join(runnable)} can run")
+    plain = encoder_config(
+        family,
+        get,
+        context_length=get("max_position_embeddings", int, 512) - family.first_position,
+        activation=HF_ACTIVATIONS[name],
+        scores=_scores(get),
+    )
+    return family.from_hf(get, plain)
+
+
+def _scores(get: Callable[..., Any]) -> bool:
+    """True if the model gives a pair of texts one score."""
+    named = get("architectures", list) or []
+    if not any(isinstance(name, str) and name.endswith(CLASSIFIER) for name in named):
+        return False
+    labels = get("id2label", dict)
+    count = get("num_labels", int, 2) if labels is None else len(labels)
+    if count != 1:
+        raise ModelError(f"config.json describes a classifier of {count} classes: one output can run")
+    return True
+
+
+def hf_tensors(
+    opened: Shards, family: EncoderFamily, config: ModelConfig, directory: Path
+) -> dict[str, SourceTensor]:
+    """Every tensor of a directory by our name, as views."""
+    scores = config.encoder is not None and config.encoder.scores
+    names = family.hf_names, family.hf_global_names
+
+    def files() -> Iterator[tuple[str, str, Callable[[], SourceTensor]]]:
+        for file, entries in opened:
+            for theirs, entry in entries.items():
+                name = theirs
+                for prefix in PREFIXES:
+                    name = name.removeprefix(prefix)
+                match = re.fullmatch(family.hf_layer, name, re.ASCII)
+                is_known = match[2] in names[0] if match else name in names[1]
+                unused = name.startswith(("pooler.", "classifier.", "head.")) and not scores
+                if not unused and (is_known or not IGNORED.fullmatch(name)):
+                    yield theirs, name, partial(tensor_of, file, theirs, entry)
+
+    return _tensors(files(), family.hf_layer, names, family.first_position, config, str(directory))
+
+
+def encoder_embedding(directory: ModelDirectory, config: ModelConfig) -> Embedding:
+    """The pooling of the directory's model; a cross-encoder scores by the row of the first token, or
+    as its config says.
+    """
+    embedding = embedding_of(directory, config.context_length, encoder=True)
+    assert embedding is not None
+    assert config.encoder is not None
+    if config.encoder.scores:
+        fields = directory.json("config.json") or {} if config.encoder.norm_head else {}
+        named = field(fields, "classifier_pooling", str, "cls")
+        if named not in SCORE_POOLINGS:
+            raise ModelError(
+                f"config.json has classifier_pooling = {named!r:.60}; {', '.join(SCORE_POOLINGS)} can run"
+            )
+        return Embedding(SCORE_POOLINGS[named], False, embedding.max_tokens, embedding.lower_case)
+    if config.encoder.tasks is not None:
+        own = instructions_of(directory.json("config.json") or {}, config.encoder.tasks)
+        return replace(embedding, prompts=tuple({**dict(embedding.prompts), **dict(own)}.items()))
+    return embedding

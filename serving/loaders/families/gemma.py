@@ -1,0 +1,185 @@
+"""Gemma 2 and 3: norms before and after each half of a layer, GeGLU, windows in most layers.
+
+Embeddings are multiplied by the root of their size, and norm weights are stored less one. Gemma 2 caps the
+scores of attention and the logits; Gemma 3 has a norm over every query and key head, and a RoPE of its own in
+layers with a window."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from phasewise.serving.errors import ModelError
+from phasewise.serving.loaders.cuts import Names
+from phasewise.serving.loaders.families.family import (
+    TEXT_PREFIXES,
+    Family,
+    Get,
+    all_but_every,
+    layer_types,
+    must_be_off,
+    other_parts,
+    positive,
+    positive_or_none,
+    with_windows,
+)
+from phasewise.serving.models.packed_model import ModelConfig
+from phasewise.serving.models.parts.feed_forward import FeedForwardForm
+from phasewise.serving.models.rope import RopeSpec
+
+LOCAL_THETA = 10000.0
+"""The base of layers with a window."""
+DEFAULTS: dict[str, Any] = {
+    "head_dim": 256,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "sliding_window": 4096,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+}
+
+HF_INPUTS: dict[str, str] = {
+    "per_layer_input_gate.weight": "inputs_gate",
+    "per_layer_projection.weight": "inputs_out",
+    "post_per_layer_input_norm.weight": "inputs_post_norm",
+}
+GGUF_INPUTS: dict[str, str] = {
+    "inp_gate.weight": "inputs_gate",
+    "proj.weight": "inputs_out",
+    "post_norm.weight": "inputs_post_norm",
+}
+GLOBAL_INPUTS: Names = {
+    "model.embed_tokens_per_layer.weight": "layer_table",
+    "model.per_layer_model_projection.weight": "layer_projection",
+    "model.per_layer_projection_norm.weight": "layer_inputs_norm",
+    "per_layer_token_embd.weight": "layer_table",
+    "per_layer_model_proj.weight": "layer_projection",
+    "per_layer_proj_norm.weight": "layer_inputs_norm",
+}
+DEFAULTS_WITH_INPUTS: dict[str, Any] = {
+    **DEFAULTS,
+    "vocab_size": 262144,
+    "max_position_embeddings": 131072,
+    "sliding_window": 512,
+    "hidden_size_per_layer_input": 256,
+    "vocab_size_per_layer_input": 262144,
+}
+OTHER_PARTS = other_parts(
+    "vision_tower", "multi_modal_projector", "audio_tower", "embed_vision", "embed_audio"
+)
+
+
+def as_gemma(config: ModelConfig, attention_scale: float) -> ModelConfig:
+    return replace(
+        config,
+        post_norms=True,
+        embed_scale=math.sqrt(config.hidden),
+        attention_scale=attention_scale,
+    )
+
+
+def number_of(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ModelError(f"config.json has rope_theta = {value!r:.60}: a number expected")
+    return float(value)
+
+
+GEMMA2_PERIOD, GEMMA3_PERIOD = 2, 6
+LARGEST_GEMMA2, LARGEST_GEMMA3 = 46, 62  # layers of the models whose scores are scaled by hidden / heads
+
+
+def _hf(get: Get, config: ModelConfig) -> ModelConfig:
+    must_be_off(get, "use_bidirectional_attention")
+    own = as_gemma(config, 1 / math.sqrt(positive(get, "query_pre_attn_scalar", 256.0)))
+    return replace(
+        own,
+        attention_cap=positive_or_none(get, "attn_logit_softcapping"),
+        logit_cap=positive_or_none(get, "final_logit_softcapping"),
+    )
+
+
+def _gemma2(get: Get, config: ModelConfig) -> ModelConfig:
+    sliding = layer_types(get, config, GEMMA2_PERIOD)
+    return with_windows(_hf(get, config), sliding, get("sliding_window", int))
+
+
+def _gemma3(get: Get, config: ModelConfig) -> ModelConfig:
+    sliding = layer_types(get, config, get("sliding_window_pattern", int, GEMMA3_PERIOD))
+    rope = RopeSpec(_local_theta(get), config.head_dim)
+    own = replace(_hf(get, config), qk_norm=True)
+    return with_windows(own, sliding, get("sliding_window", int), rope)
+
+
+def _local_theta(get: Get) -> float:
+    """The base of layers with a window, as transformers 5 says it or as 4 does. There is no scaling of it."""
+    by_kind = get("rope_parameters", dict) or {}
+    local = by_kind.get("sliding_attention")
+    theta = get("rope_local_base_freq", float)
+    if isinstance(local, dict):
+        if (kind := local.get("rope_type", "default")) != "default":
+            raise ModelError(
+                f"config.json asks for RoPE scaling {kind!r:.60} in layers with a window: none can run"
+            )
+        theta = local.get("rope_theta", theta)
+    return LOCAL_THETA if theta is None else number_of(theta)
+
+
+def _gguf_scale(config: ModelConfig, largest: int) -> float:
+    """Files do not say it; llama.cpp knows the largest model of each family by its layers."""
+    return 1 / math.sqrt(config.hidden / config.n_heads if config.n_layers == largest else config.head_dim)
+
+
+def _gemma2_gguf(get: Get, config: ModelConfig) -> ModelConfig:
+    capped = replace(
+        as_gemma(config, _gguf_scale(config, LARGEST_GEMMA2)),
+        attention_cap=positive_or_none(get, "attn_logit_softcapping", 50.0),
+        logit_cap=positive_or_none(get, "final_logit_softcapping", 30.0),
+    )
+    sliding = all_but_every(GEMMA2_PERIOD, config.n_layers)
+    return with_windows(capped, sliding, get("attention.sliding_window", int, 4096))
+
+
+def _gemma3_gguf(get: Get, config: ModelConfig) -> ModelConfig:
+    own = replace(
+        as_gemma(config, _gguf_scale(config, LARGEST_GEMMA3)),
+        qk_norm=True,
+        logit_cap=positive_or_none(get, "final_logit_softcapping"),
+    )
+    window = get("attention.sliding_window", int)
+    rope = RopeSpec(get("rope.freq_base_swa", float, LOCAL_THETA), config.head_dim)
+    sliding = all_but_every(GEMMA3_PERIOD, config.n_layers) if window else [False] * config.n_layers
+    return with_windows(own, sliding, window, rope)
+
+
+GEMMA2 = Family(
+    "gemma2",
+    from_hf=_gemma2,
+    from_gguf=_gemma2_gguf,
+    hf_defaults={
+        **DEFAULTS,
+        "max_position_embeddings": 8192,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+    ffn_form=FeedForwardForm("gelu_tanh"),
+    hf_unit_norms=True,
+)
+GEMMA3 = Family(
+    "gemma3",
+    hf=("gemma3_text", "gemma3"),
+    from_hf=_gemma3,
+    from_gguf=_gemma3_gguf,
+    hf_defaults={
+        **DEFAULTS,
+        "vocab_size": 262208,
+        "rope_theta": 1e6,
+        "max_position_embeddings": 131072,
+    },
+    hf_text_prefixes=TEXT_PREFIXES,
+    hf_ignored=other_parts("vision_tower", "multi_modal_projector"),
+    ffn_form=FeedForwardForm("gelu_tanh"),
+    hf_unit_norms=True,
+)

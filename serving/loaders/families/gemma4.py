@@ -1,0 +1,272 @@
+"""Gemma 4: longer heads in layers without a window, layers that read inputs of their own or keys and values
+of earlier ones, and mixtures of experts beside a feed-forward layer, with norms of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from phasewise.serving.errors import ModelError
+from phasewise.serving.loaders.cuts import Names, TensorCut
+from phasewise.serving.loaders.families.family import (
+    FULL,
+    SLIDING,
+    TEXT_PREFIXES,
+    Family,
+    Get,
+    TensorShapes,
+    by_layer,
+    experts_of,
+    gguf_windows,
+    layer_types,
+    must_be_off,
+    positive_or_none,
+    stacked,
+)
+from phasewise.serving.loaders.families.gemma import (
+    DEFAULTS_WITH_INPUTS,
+    GGUF_INPUTS,
+    GLOBAL_INPUTS,
+    HF_INPUTS,
+    LOCAL_THETA,
+    OTHER_PARTS,
+    as_gemma,
+    number_of,
+)
+from phasewise.serving.models.packed_model import LARGEST, LayerKind, ModelConfig
+from phasewise.serving.models.parts.attention import HeadShape
+from phasewise.serving.models.parts.experts import Experts
+from phasewise.serving.models.parts.feed_forward import MOST_WIDTH, FeedForwardForm
+from phasewise.serving.models.parts.streams import LayerInputs
+from phasewise.serving.models.rope import FrequencyFactors, RopeSpec, Scaling
+
+PERIOD = 6
+GLOBAL_HEAD_DIM = 512
+UNTURNED = 1e30
+"""The divisor of a frequency that turns nothing: what llama.cpp's converter writes."""
+USUAL_ROPE: Mapping[str, Mapping[str, Any]] = {
+    SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+    FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+}
+ROPE_KEYS = ("rope_type", "rope_theta", "partial_rotary_factor")
+
+
+def _hf(get: Get, config: ModelConfig) -> ModelConfig:
+    must_be_off(get, "attention_bias")
+    if get("use_bidirectional_attention") not in (None, "vision"):  # "vision": between parts of an image
+        must_be_off(get, "use_bidirectional_attention")
+    window, same = get("sliding_window", int), get("attention_k_eq_v", bool, False)
+    sliding = [
+        *layer_types(get, config, PERIOD)[:-1],
+        False,
+    ]  # the last layer sees all, whatever it is called
+    kinds = []
+    for layer, slides in enumerate(sliding):
+        own = {
+            "num_key_value_heads": config.n_kv_heads,
+            "head_dim": config.head_dim,
+            **_overrides(get, layer, slides),
+        }
+        heads = HeadShape(own["num_key_value_heads"], own["head_dim"], same and not slides)
+        kinds.append(LayerKind(window if slides else None, _hf_rope(get, slides, heads.head_dim), heads))
+    size = get("hidden_size_per_layer_input", int, 0)
+    mixture = None
+    if get("enable_moe_block", bool, False):
+        mixture = _mixture(get, config, "num_experts", "top_k_experts", "moe_intermediate_size")
+    return _with_layers(
+        replace(config, logit_cap=positive_or_none(get, "final_logit_softcapping")),
+        kinds,
+        shared=get("num_kv_shared_layers", int, 0),
+        inputs=LayerInputs(size, get("vocab_size_per_layer_input", int)) if size else None,
+        wide=get("use_double_wide_mlp", bool, False),
+        mixture=mixture,
+    )
+
+
+def _mixture(get: Get, config: ModelConfig, count: str, chosen: str, width: str) -> tuple[Experts, int]:
+    """The mixture beside the feed-forward layer, and an expert's width, by the keys of their numbers."""
+    own = get(width, int)
+    if own is None or not 1 <= own <= MOST_WIDTH:
+        raise ModelError(f"the model has {width} = {own!r:.60}: from 1 to {MOST_WIDTH} expected")
+    plain = experts_of(get, count, chosen, normalised=True, shared_ffn=config.ffn)
+    return replace(plain, own_norms=True), own
+
+
+def _with_layers(
+    config: ModelConfig,
+    kinds: list[LayerKind],
+    shared: int,
+    inputs: LayerInputs | None,
+    wide: bool,
+    mixture: tuple[Experts, int] | None,
+) -> ModelConfig:
+    """kinds: of every layer, with heads. wide: layers that share keys and values have twice the width."""
+    heads = [kind.heads for kind in kinds if kind.heads is not None]
+    for shape in heads:
+        if not all(type(n) is int and n > 0 for n in (shape.n_kv_heads, shape.head_dim)):
+            raise ModelError(
+                f"a layer has {shape.n_kv_heads!r:.60} KV heads of {shape.head_dim!r:.60} numbers"
+            )
+    head_dim, n_kv_heads = max(h.head_dim for h in heads), max(h.n_kv_heads for h in heads)
+    plain = HeadShape(n_kv_heads, head_dim)
+    kinds = [replace(kind, heads=None) if kind.heads == plain else kind for kind in kinds]
+    ffn: int = config.ffn
+    widths: tuple[int, ...] = ()
+    if wide and 0 < shared <= config.n_layers:
+        ffn, widths = 2 * ffn, (ffn,) * (config.n_layers - shared) + (2 * ffn,) * shared
+    experts = None
+    if mixture is not None:
+        if widths:
+            raise ModelError("config.json has use_double_wide_mlp = True beside experts, which cannot run")
+        experts, ffn = mixture
+    alike = len(set(kinds)) == 1
+    return replace(
+        as_gemma(config, 1.0),
+        head_dim=head_dim,
+        n_kv_heads=n_kv_heads,
+        rope=kinds[-1].rope or config.rope,
+        sliding_window=kinds[-1].window,
+        layer_kinds=() if alike and kinds[0].heads is None else tuple(kinds),
+        qk_norm=True,
+        value_norms=True,
+        layer_scales=True,
+        shared_kv_layers=shared,
+        layer_inputs=inputs,
+        ffn=ffn,
+        ffn_widths=widths,
+        experts=experts,
+    )
+
+
+def _overrides(get: Get, layer: int, slides: bool) -> dict[str, Any]:
+    """Fields of config.json on one layer's heads, as transformers 5 saves it, or as published files do."""
+    overrides = get("per_layer_config", dict)
+    if overrides is None:
+        if slides:
+            return {}
+        own = {"head_dim": get("global_head_dim", int, GLOBAL_HEAD_DIM)}
+        n_kv_heads = get("num_global_key_value_heads", int) if get("attention_k_eq_v", bool, False) else None
+        return own if n_kv_heads is None else {**own, "num_key_value_heads": n_kv_heads}
+    stated = [value for key, value in overrides.items() if key.isdecimal() and int(key) == layer]
+    for value in stated:
+        if not isinstance(value, dict) or set(value) - {"head_dim", "num_key_value_heads"}:
+            raise ModelError(
+                f"config.json has per_layer_config {value!r:.60}: heads of layers alone can differ"
+            )
+    if len(stated) > 1:
+        raise ModelError(f"config.json has layer {layer} in per_layer_config twice")
+    return stated[0] if stated else {}
+
+
+def _hf_rope(get: Get, slides: bool, head_dim: int) -> RopeSpec:
+    by_kind, name = get("rope_parameters", dict) or USUAL_ROPE, SLIDING if slides else FULL
+    fields = by_kind.get(name)
+    if not isinstance(fields, Mapping) or "rope_theta" not in fields:
+        raise ModelError(f"config.json has no rope_theta for {name} in its rope_parameters")
+    others = {key: value for key, value in fields.items() if key not in ROPE_KEYS and value is not None}
+    kind, share = fields.get("rope_type", "default"), fields.get("partial_rotary_factor")
+    share = 1.0 if share is None else number_of(share)
+    if (
+        others
+        or kind not in ("default", "proportional")
+        or not 0 < share <= 1
+        or (kind == "default" and share != 1)
+    ):
+        raise ModelError(
+            f"config.json asks for RoPE {dict(fields)!r:.80} in {name}: default and proportional can run"
+        )
+    if type(head_dim) is not int or not 2 <= head_dim <= LARGEST["head_dim"]:
+        raise ModelError(f"config.json has heads of {head_dim!r:.60} numbers")
+    turned = int(share * head_dim // 2)
+    factors = (1.0,) * turned + (UNTURNED,) * (head_dim // 2 - turned)
+    scaling: Scaling | None = None if turned == head_dim // 2 else FrequencyFactors(factors)
+    return RopeSpec(number_of(fields["rope_theta"]), head_dim, scaling)
+
+
+def _gguf(get: Get, config: ModelConfig) -> ModelConfig:
+    """Files give lists of numbers by layer, or one for all."""
+    n_layers = config.n_layers
+    sliding, window = gguf_windows(get, n_layers)
+    local_dim = get("attention.key_length_swa", int, config.head_dim)
+    n_kv_heads = by_layer(get("attention.head_count_kv"), n_layers, "attention.head_count_kv")
+    widths = by_layer(get("feed_forward_length"), n_layers, "feed_forward_length")
+    size, shared = get("embedding_length_per_layer_input", int, 0), get("attention.shared_kv_layers", int, 0)
+    if get("rope.dimension_count_swa", int, local_dim) != local_dim:
+        raise ModelError("the GGUF metadata turns a part of heads in layers with a window, which cannot run")
+    local_rope = RopeSpec(get("rope.freq_base_swa", float, LOCAL_THETA), local_dim)
+    kinds = [
+        LayerKind(window, local_rope, HeadShape(n_heads, local_dim))
+        if slides
+        else LayerKind(None, config.rope, HeadShape(n_heads, config.head_dim))
+        for slides, n_heads in zip(sliding, n_kv_heads, strict=True)
+    ]
+    inputs = LayerInputs(size, config.vocab_size) if size else None
+    own = replace(config, logit_cap=positive_or_none(get, "final_logit_softcapping"), ffn=max(widths))
+    mixture, is_even = _gguf_mixture(get, own), len(set(widths)) == 1
+    whole = _with_layers(own, kinds, shared, inputs, wide=False, mixture=mixture)
+    return whole if is_even else replace(whole, ffn_widths=tuple(widths))
+
+
+def _gguf_mixture(get: Get, config: ModelConfig) -> tuple[Experts, int] | None:
+    """Files say no more of it than its sizes; whatever else they say must be what llama.cpp takes for it."""
+    if not get("expert_count", int, 0):
+        return None
+    for key, kind, usual in (("expert_gating_func", int, 1), ("expert_weights_scale", float, 1.0)):
+        if get(key, kind, usual) != usual:
+            raise ModelError(
+                f"the GGUF metadata gives {key} = {get(key)!r:.60}: {usual!r} can run in gemma4 models"
+            )
+    return _mixture(get, config, "expert_count", "expert_used_count", "expert_feed_forward_length")
+
+
+def _by_gguf_tensors(config: ModelConfig, shapes: TensorShapes) -> ModelConfig:
+    """Layers without a product for values have that of keys for both."""
+    without = {
+        config.kind_of(layer)
+        for layer in config.attention_layers
+        if f"blk.{layer}.attn_v.weight" not in shapes
+    }
+    if not without:
+        return config
+    kinds = []
+    for layer in range(config.n_layers):
+        kind, heads = config.kind_of(layer), replace(config.heads_of(layer), keys_are_values=True)
+        kinds.append(replace(kind, heads=heads) if kind in without else kind)
+    return replace(config, layer_kinds=tuple(kinds))
+
+
+_HF_EXPERTS: Names = {
+    "router.proj.weight": "router",
+    "router.scale": "router_norm",
+    "router.per_expert_scale": "expert_factors",
+    **stacked("experts"),
+    "pre_feedforward_layernorm_2.weight": "experts_norm",
+    "post_feedforward_layernorm_1.weight": "shared_post_norm",
+    "post_feedforward_layernorm_2.weight": "experts_post_norm",
+}
+_GGUF_EXPERTS: Names = {
+    "ffn_gate_up_exps.weight": TensorCut(("gate", "up"), of_experts=True),
+    "ffn_gate_inp.scale": "router_norm",
+    "ffn_down_exps.scale": "expert_factors",
+    "pre_ffw_norm_2.weight": "experts_norm",
+    "post_ffw_norm_1.weight": "shared_post_norm",
+    "post_ffw_norm_2.weight": "experts_post_norm",
+}
+
+GEMMA4 = Family(
+    "gemma4",
+    hf=("gemma4_text", "gemma4"),
+    from_hf=_hf,
+    from_gguf=_gguf,
+    from_gguf_tensors=_by_gguf_tensors,
+    hf_names={**HF_INPUTS, **_HF_EXPERTS, "layer_scalar": "out_scale"},
+    gguf_names={**GGUF_INPUTS, **_GGUF_EXPERTS, "layer_output_scale.weight": "out_scale"},
+    global_names=GLOBAL_INPUTS,
+    hf_defaults=DEFAULTS_WITH_INPUTS,
+    hf_text_prefixes=TEXT_PREFIXES,
+    hf_ignored=OTHER_PARTS,
+    ffn_form=FeedForwardForm("gelu_tanh"),
+    own_layers=True,
+)

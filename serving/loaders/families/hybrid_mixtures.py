@@ -1,0 +1,308 @@
+"""Hybrids with mixtures as DeepSeek has them. Kimi Linear: the delta rule with a decay for each number of a
+key in three of four layers, latent attention without positions in the others. Nemotron-H: layers of one half
+each, by a pattern: Mamba 2, attention without positions, or a feed-forward layer without a gate, which may
+be a mixture.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from phasewise._words import counted
+from phasewise.serving.errors import ModelError
+from phasewise.serving.loaders.cuts import HeadParts, Names, OfLayer, OtherForm, TensorCut
+from phasewise.serving.loaders.families.deepseek import (
+    GGUF_LATENT,
+    hf_dense_layers,
+    latent_of_gguf,
+    latent_of_hf,
+    routed,
+    routed_gguf,
+    with_latent,
+)
+from phasewise.serving.loaders.families.family import (
+    FULL,
+    Family,
+    Get,
+    fed,
+    headless_layers,
+    listed,
+    must_be_off,
+    positive,
+    state_layer_types,
+)
+from phasewise.serving.loaders.families.hybrids import check_time_steps, mamba_gguf
+from phasewise.serving.models.layers import SingleHalves
+from phasewise.serving.models.packed_model import LARGEST, LayerKind, ModelConfig
+from phasewise.serving.models.parts.attention import LatentAttention
+from phasewise.serving.models.parts.experts import LOGISTIC
+from phasewise.serving.models.parts.feed_forward import FeedForwardForm
+from phasewise.serving.models.parts.states import KDA, MAMBA2, StateLayers
+
+LINEAR = "linear_attention"
+
+
+def _kimi(get: Get, config: ModelConfig) -> ModelConfig:
+    must_be_off(get, "attention_bias", "rope_scaling", "rope_parameters")
+    if get("moe_layer_freq", int, 1) != 1 or get("moe_router_activation_func", str, "sigmoid") != "sigmoid":
+        must_be_off(get, "moe_layer_freq", "moe_router_activation_func")
+    if get("mla_use_nope", bool, True) is False:
+        raise ModelError("config.json has mla_use_nope = False, which cannot run")
+    stated: dict[str, Any] = get("linear_attn_config", dict, {})
+
+    def of_state(inner: str, key: str, default: int) -> Any:
+        return stated[inner] if inner in stated else get(key, int, default)
+
+    def either(newer: str, older: str, kind: Any, default: Any) -> Any:
+        return get(newer, kind, get(older, kind, default))
+
+    heads = of_state("num_heads", "linear_num_heads", 32)
+    dim = of_state("head_dim", "linear_head_dim", 128)
+    taps = of_state("short_conv_kernel_size", "linear_conv_kernel_dim", 4)
+    state = StateLayers(KDA, _state_layers(get, config, stated), taps, heads, heads, dim, dim)
+    latent = latent_of_hf(get)
+    width = get("moe_intermediate_size", int, 1024)
+    shared = either("num_shared_experts", "n_shared_experts", int, 1)
+    numbers = {
+        "count": either("num_experts", "num_local_experts", int, 256),
+        "chosen": either("num_experts_per_token", "num_experts_per_tok", int, 8),
+    }
+    config = routed(
+        lambda key, *_: numbers[key],
+        config,
+        keys=("count", "chosen"),
+        widths=(width, shared * width),
+        scores=(
+            LOGISTIC,
+            either("moe_renormalize", "norm_topk_prob", bool, True),
+            positive(get, "routed_scaling_factor", 2.446),
+        ),
+        groups=(either("num_expert_group", "n_group", int, 1), get("topk_group", int, 1)),
+        dense=hf_dense_layers(get, config),
+    )
+    context = either("model_max_length", "max_position_embeddings", int, 1 << 20)
+    return _with_states(replace(config, context_length=context), state, latent)
+
+
+def _state_layers(get: Get, config: ModelConfig, stated: dict[str, Any]) -> tuple[int, ...]:
+    """By a list of all layers, by numbers from 1 on, or all but every fourth one after the first."""
+    if get("layer_types", list) is not None:
+        return state_layer_types(get, config, LINEAR, FULL)
+    full, linear = stated.get("full_attn_layers"), stated.get("kda_layers")
+    if full is None or linear is None:
+        return tuple(layer for layer in range(config.n_layers) if layer == 0 or layer % 4)
+    every = range(1, config.n_layers + 1)
+    if not (isinstance(full, list) and isinstance(linear, list)) or sorted([*full, *linear]) != list(every):
+        raise ModelError(
+            f"config.json has full_attn_layers = {full!r:.60} and kda_layers = {linear!r:.60}: each of"
+            f" {counted(config.n_layers, 'layer')} in one of them expected"
+        )
+    return tuple(sorted(layer - 1 for layer in linear))
+
+
+def _with_states(config: ModelConfig, state: StateLayers, latent: LatentAttention) -> ModelConfig:
+    kinds = (LayerKind(None, None),) * config.n_layers
+    config = replace(config, state=state if state.layers else None, layer_kinds=kinds)
+    return with_latent(config, latent, 0.0)
+
+
+def _kimi_gguf(get: Get, config: ModelConfig) -> ModelConfig:
+    heads, dim, layers = config.n_heads, get("kda.head_dim", int, 128), headless_layers(get, config.n_layers)
+    latent = latent_of_gguf(get, config.norm_eps)
+    state = StateLayers(KDA, layers, get("ssm.conv_kernel", int, 4), heads, heads, dim, dim)
+    config = routed_gguf(get, config)
+    if config.experts is not None:  # files do not say it
+        config = replace(config, experts=replace(config.experts, normalised=True))
+    return _with_states(config, state, latent)
+
+
+_HF: Names = {
+    "self_attn.q_proj.weight": OfLayer(("state_q", "q")),
+    "self_attn.k_proj.weight": "state_k",
+    "self_attn.v_proj.weight": "state_v",
+    **{f"self_attn.{part}_conv1d.weight": OtherForm(f"{part}_taps") for part in "qkv"},
+    **{f"self_attn.{part}_proj.weight": f"state_{part}" for part in ("f_a", "f_b", "g_a", "g_b", "b")},
+    "self_attn.A_log": OtherForm("rates", negated_exponential=True),
+    "self_attn.dt_bias": "time_offsets",
+    "self_attn.o_norm.weight": "state_scale",
+    "self_attn.q_a_proj.weight": "q_a",
+    "self_attn.q_a_layernorm.weight": "q_a_norm",
+    "self_attn.q_b_proj.weight": "q_b",
+    "self_attn.kv_a_proj_with_mqa.weight": "kv_a",
+    "self_attn.kv_a_layernorm.weight": "kv_a_norm",
+    "self_attn.kv_b_proj.weight": HeadParts("k_b", "v_b"),
+    **fed("block_sparse_moe.shared_experts"),
+    **fed("block_sparse_moe"),
+}
+"""No row changes its place: nothing turns it. The last: dense layers as saved by transformers."""
+
+KIMI_LINEAR = Family(
+    "kimilinear",
+    hf=("kimi_linear",),
+    gguf=("kimi-linear",),
+    from_hf=_kimi,
+    from_gguf=_kimi_gguf,
+    hf_names=_HF,
+    gguf_names={
+        **GGUF_LATENT,
+        "attn_q.weight": OfLayer(("state_q", "q")),
+        "attn_k.weight": "state_k",
+        "attn_v.weight": "state_v",
+        "attn_q_b.weight": "q_b",
+        "attn_kv_a_mqa.weight": "kv_a",
+        **{f"ssm_conv1d_{part}.weight": OtherForm(f"{part}_taps") for part in "qkv"},
+        **{f"ssm_{part}.weight": f"state_{part}" for part in ("f_a", "f_b", "g_a", "g_b")},
+        "ssm_beta.weight": "state_b",
+    },
+    hf_defaults={
+        "rms_norm_eps": 1e-5,
+        "qk_rope_head_dim": 64,
+        "first_k_dense_replace": 1,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 27,
+    },
+    latent=True,
+)
+
+
+STATE, ATTENTION, DENSE, MIXTURE = "linear_attention", "full_attention", "mlp", "moe"
+IN_PATTERNS = {"M": STATE, "*": ATTENTION, "-": DENSE, "E": MIXTURE}
+OLDER = {"mamba": STATE, "attention": ATTENTION}
+
+
+def _nemotron(get: Get, config: ModelConfig) -> ModelConfig:
+    off = ("attention_bias", "mamba_proj_bias", "use_bias", "moe_latent_size", "sliding_window")
+    must_be_off(get, *off)
+    check_time_steps(get, "time_step_limit", "mamba_dt_limit")
+    for key, only in (("mlp_hidden_act", "relu2"), ("mamba_hidden_act", "silu")):
+        if get(key, str, only) != only:
+            raise ModelError(f"config.json has {key} = {get(key)!r:.60}: {only} can run")
+    kinds = _kinds(get)
+    groups, heads = get("mamba_n_groups", int, get("n_groups", int, 8)), get("mamba_num_heads", int, 128)
+    state = StateLayers(
+        MAMBA2,
+        _layers_of(kinds, STATE),
+        get("mamba_d_conv", int, get("conv_kernel", int, 4)),
+        heads,
+        groups,
+        get("ssm_state_size", int, 128),
+        get("mamba_head_dim", int, 64),
+        get("mamba_conv_bias", bool, get("use_conv_bias", bool, True)),
+        norm_groups=groups,
+    )
+    config = replace(config, norm_eps=get("layer_norm_epsilon", float, 1e-5), n_layers=len(kinds))
+    if MIXTURE in kinds:
+        config = routed(
+            get,
+            config,
+            keys=("n_routed_experts", "num_experts_per_tok"),
+            widths=(
+                get("moe_intermediate_size", int, 7688),
+                get("moe_shared_expert_intermediate_size", int, 7688),
+            ),
+            scores=(
+                LOGISTIC,
+                get("norm_topk_prob", bool, True),
+                positive(get, "routed_scaling_factor", 1.0),
+            ),
+            groups=(get("n_group", int, 1), get("topk_group", int, 1)),
+            dense=_layers_of(kinds, DENSE),
+        )
+    return _of_halves(config, kinds, state)
+
+
+def _kinds(get: Get) -> list[str]:
+    """Every layer's half, by a list or by a pattern of letters."""
+    pattern = get("hybrid_override_pattern", str)
+    stated: list[Any] | None = get("layers_block_type", list, get("layer_types", list))
+    if stated is None and pattern is not None:
+        stated = [IN_PATTERNS.get(letter, letter) for letter in pattern]
+    if stated is None:
+        return [STATE, MIXTURE, ATTENTION, DENSE]
+    kinds = [OLDER.get(kind, kind) if isinstance(kind, str) else "" for kind in stated]
+    if not 1 <= len(kinds) <= LARGEST["n_layers"] or not set(kinds) <= set(IN_PATTERNS.values()):
+        raise ModelError(
+            f"config.json has layers {stated!r:.60}: each of {', '.join(IN_PATTERNS.values())} expected"
+        )
+    return kinds
+
+
+def _layers_of(kinds: list[str], *wanted: str) -> tuple[int, ...]:
+    return tuple(layer for layer, kind in enumerate(kinds) if kind in wanted)
+
+
+def _of_halves(config: ModelConfig, kinds: list[str], state: StateLayers) -> ModelConfig:
+    """The config with layers of these kinds, whose tokens leave their positions to the states."""
+    return replace(
+        config,
+        n_layers=len(kinds),
+        layer_kinds=(LayerKind(None, None),) * len(kinds),
+        state=state if state.layers else None,
+        halves=SingleHalves(_layers_of(kinds, STATE, ATTENTION), _layers_of(kinds, DENSE, MIXTURE)),
+    )
+
+
+def _nemotron_gguf(get: Get, config: ModelConfig) -> ModelConfig:
+    n_layers = config.n_layers - get("nextn_predict_layers", int, 0)
+    heads, widths = (
+        listed(get, key, config.n_layers) for key in ("attention.head_count_kv", "feed_forward_length")
+    )
+    of_experts = get("expert_count", int, 0)
+    feeding = MIXTURE if of_experts else DENSE
+    kinds = [
+        feeding if width else ATTENTION if kv else STATE
+        for kv, width in zip(heads[:n_layers], widths[:n_layers], strict=True)
+    ]
+    config = replace(config, n_layers=n_layers)
+    if of_experts:
+        config = routed(
+            get,
+            config,
+            keys=("expert_count", "expert_used_count"),
+            widths=(
+                get("expert_feed_forward_length", int, config.ffn),
+                get("expert_shared_feed_forward_length", int, 0),
+            ),
+            scores=(
+                LOGISTIC,
+                get("expert_weights_norm", bool, False),
+                get("expert_weights_scale", float, 1.0) or 1.0,
+            ),
+            groups=(get("expert_group_count", int, 1) or 1, get("expert_group_used_count", int, 1) or 1),
+            dense=(),
+        )
+    state = mamba_gguf(get, _layers_of(kinds, STATE))
+    return _of_halves(config, kinds, replace(state, norm_groups=state.groups))
+
+
+NEMOTRON_H = Family(
+    "nemotronh",
+    hf=("nemotron_h",),
+    gguf=("nemotron_h", "nemotron_h_moe"),
+    from_hf=_nemotron,
+    from_gguf=_nemotron_gguf,
+    ffn_form=FeedForwardForm("relu2", gated=False),
+    hf_defaults={
+        "num_hidden_layers": 1,  # told by their list
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 21504,
+        "max_position_embeddings": 4096,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    hf_text_prefixes=("backbone.",),
+    hf_ignored=("mtp.",),
+    more_layers=True,
+    global_names={"model.embeddings.weight": "embed", "model.norm_f.weight": "final_norm"},
+    hf_names={
+        "norm.weight": "attn_norm",
+        **{f"mixer.{part}_proj.weight": part for part in ("q", "k", "v", "o")},
+        **fed("mixer"),
+        **fed("mixer.experts.{e}", "experts.{e}."),
+        **{f"mixer.experts.{part}_proj": TensorCut((part,), of_experts=True) for part in ("up", "down")},
+        **fed("mixer.shared_experts"),
+    },
+)

@@ -1,0 +1,324 @@
+"""Families whose layers keep a state beside or in place of attention. Falcon-H1: Mamba 2 beside attention in
+every layer, and a multiplier for each product (GGUF files have the multipliers in their weights). Granite 3:
+a Llama whose embeddings, scores, halves of layers and logits have multipliers; and its mixtures, with or
+without an expert that all tokens share; Granite 4 H: the same with Mamba 2 in most layers. LFM2: short
+convolutions in most layers, grouped-query attention with normalised heads in the others."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from phasewise.serving.errors import ModelError
+from phasewise.serving.loaders.cuts import OtherForm, TensorCut
+from phasewise.serving.loaders.families.family import (
+    FULL,
+    Family,
+    Get,
+    experts_of,
+    headless_layers,
+    must_be_off,
+    positive,
+    state_layer_types,
+)
+from phasewise.serving.models.packed_model import LARGEST, LayerKind, ModelConfig
+from phasewise.serving.models.parts.part import ProductFactors
+from phasewise.serving.models.parts.states import MAMBA2, SHORT_CONV, StateLayers
+
+ANY_STEP = ([0.0, float("inf")], [0.0, {"__float__": "Infinity"}])
+"""No limit, as JSON with infinities has it and as transformers 5 writes it."""
+
+
+def check_time_steps(get: Get, *keys: str) -> None:
+    """ModelError for limits of time steps: transformers takes them in prompts and not in answers."""
+    for key in keys:
+        limits = get(key, list)
+        if limits is not None and limits not in ANY_STEP:
+            raise ModelError(f"config.json has {key} = {limits!r:.60}, which cannot run")
+
+
+def mamba_hf(get: Get, layers: tuple[int, ...], inner: int) -> StateLayers:
+    """The layers with a state of config.json. inner: values of all heads."""
+    must_be_off(get, "mamba_proj_bias")
+    check_time_steps(get, "time_step_limit")
+    heads = get("mamba_n_heads", int, 128)
+    if not heads or inner % heads or get("mamba_d_head") not in (None, "auto", inner // heads):
+        raise ModelError(f"config.json has {heads} mamba heads for {inner} numbers, which they do not divide")
+    return StateLayers(
+        MAMBA2,
+        layers,
+        get("mamba_d_conv", int, 4),
+        heads,
+        get("mamba_n_groups", int, 1),
+        get("mamba_d_state", int, 256),
+        inner // heads,
+        get("mamba_conv_bias", bool, True),
+    )
+
+
+def mamba_gguf(get: Get, layers: tuple[int, ...]) -> StateLayers:
+    """The layers with a state of GGUF metadata, one norm over all heads."""
+    return replace(state_gguf(get, MAMBA2, layers, groups=1), conv_bias=True)
+
+
+def state_gguf(get: Get, kind: str, layers: tuple[int, ...], groups: int = 0) -> StateLayers:
+    """The same of any kind. groups: those of a file that does not say."""
+    heads, inner = get("ssm.time_step_rank", int, 0), get("ssm.inner_size", int, 0)
+    if not heads or inner % heads:
+        raise ModelError(f"the GGUF metadata gives {inner} values for {heads} heads of layers with a state")
+    return StateLayers(
+        kind,
+        layers,
+        get("ssm.conv_kernel", int, 4),
+        heads,
+        get("ssm.group_count", int, groups),
+        get("ssm.state_size", int, 0),
+        inner // heads,
+    )
+
+
+def _granite(get: Get, config: ModelConfig) -> ModelConfig:
+    divisor = positive(get, "logits_scaling", 1.0)
+    if not 1e-6 <= divisor <= 1e6:
+        raise ModelError(
+            f"the config has logits_scaling = {divisor!r:.80}: a number from 1e-6 to 1e6 expected"
+        )
+    return replace(
+        config,
+        embed_scale=positive(get, "embedding_multiplier", 1.0),
+        residual_scale=positive(get, "residual_multiplier", 1.0),
+        attention_scale=positive(get, "attention_multiplier", 1.0),
+        logit_scale=1 / divisor,
+    )
+
+
+def _moe(get: Get, config: ModelConfig) -> ModelConfig:
+    shared = get("shared_intermediate_size", int, 0)
+    experts = experts_of(get, "num_local_experts", "num_experts_per_tok", normalised=True, shared_ffn=shared)
+    return replace(_granite(get, config), experts=experts)
+
+
+def _hybrid(get: Get, config: ModelConfig) -> ModelConfig:
+    must_be_off(get, "attention_bias")
+    state = mamba_hf(get, (), get("mamba_expand", int, 2) * config.hidden)
+    state = replace(state, layers=_state_layers(get, config))
+    kind = get("position_embedding_type", str)
+    if kind not in (None, "rope", "nope"):
+        raise ModelError(f"config.json has position_embedding_type = {kind!r:.60}: rope or none can run")
+    dense = get("num_local_experts", int, 0) == 0
+    shared = get("shared_intermediate_size", int, 1024)
+    config = replace(_granite(get, config), ffn=shared) if dense else _moe(get, config)
+    return _with_states(config, state, rope=kind == "rope")
+
+
+def _state_layers(get: Get, config: ModelConfig) -> tuple[int, ...]:
+    """The layers by either of two keys, each in the words of one release of transformers or the other."""
+    names = get("layer_types", list, get("layers_block_type", list))
+    old = {"mamba": "linear_attention", "attention": "full_attention"}
+    renamed = [old.get(name, name) if isinstance(name, str) else name for name in names or ()]
+    return state_layer_types(lambda *_: renamed or None, config, "linear_attention")
+
+
+def _with_states(config: ModelConfig, state: StateLayers, *, rope: bool) -> ModelConfig:
+    kinds = () if rope else (LayerKind(None, None),) * config.n_layers
+    return replace(config, state=state if state.layers else None, layer_kinds=kinds)
+
+
+def _hybrid_gguf(get: Get, config: ModelConfig) -> ModelConfig:
+    state = mamba_gguf(get, headless_layers(get, config.n_layers))
+    config = _moe(get, config) if get("expert_count", int, 0) else _granite(get, config)
+    return _with_states(config, state, rope=get("rope.scaling.finetuned", bool, True))
+
+
+GRANITE = Family(
+    "granite",
+    from_hf=_granite,
+    gguf_interleaved_heads=True,
+)
+GRANITE_MOE = Family(
+    "granitemoe",
+    hf=("granitemoe", "granitemoeshared"),
+    from_hf=_moe,
+    hf_defaults={"num_local_experts": 8, "num_experts_per_tok": 2},
+    hf_names={
+        "block_sparse_moe.router.layer.weight": "router",
+        "block_sparse_moe.input_linear.weight": TensorCut(("gate", "up"), of_experts=True),
+        "block_sparse_moe.output_linear.weight": TensorCut(("down",), of_experts=True),
+        "shared_mlp.input_linear.weight": TensorCut(("gate", "up")),
+        "shared_mlp.output_linear.weight": "down",
+    },
+    gguf_interleaved_heads=True,
+)
+
+GRANITE_HYBRID = Family(
+    "granitehybrid",
+    hf=("granitemoehybrid",),
+    from_hf=_hybrid,
+    from_gguf=_hybrid_gguf,
+    hf_defaults={
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 1024,
+    },
+    hf_names=GRANITE_MOE.hf_names,
+    gguf_interleaved_heads=True,
+)
+
+
+def _falcon(get: Get, config: ModelConfig) -> ModelConfig:
+    must_be_off(get, "attention_bias", "projectors_bias")
+    state = mamba_hf(get, tuple(range(config.n_layers)), _inner(get, config.hidden))
+    normalised = get("mamba_rms_norm", bool, False)
+    if normalised and get("mamba_norm_before_gate", bool, True):
+        raise ModelError("config.json has mamba_norm_before_gate = True, which cannot run")
+    state = replace(state, beside=True, norm_groups=state.groups if normalised else 0)
+    return _multiplied(get, replace(config, state=state))
+
+
+def _inner(get: Get, hidden: int) -> int:
+    """Values of all heads: null is another word than none."""
+    if get("mamba_d_ssm", None, 1024) is None:
+        return int(get("mamba_expand", int, 2)) * hidden
+    return int(get("mamba_d_ssm", int, 1024))
+
+
+def _multiplied(get: Get, config: ModelConfig) -> ModelConfig:
+    """The config with its multipliers. Scores have those of queries and keys, whose norm has that of outputs
+    too, since what values give is multiplied by it."""
+    into, out = positive(get, "attention_in_multiplier", 1.0), positive(get, "attention_out_multiplier", 1.0)
+    gate, down = _numbers(get, "mlp_multipliers", 2)
+    into_state = positive(get, "ssm_in_multiplier", 1.0)
+    of_gate, values, own_keys, queries, times = (
+        into_state * own for own in _numbers(get, "ssm_multipliers", 5)
+    )
+    keys = positive(get, "key_multiplier", 1.0)
+    return replace(
+        config,
+        embed_scale=positive(get, "embedding_multiplier", 1.0),
+        logit_scale=positive(get, "lm_head_multiplier", 1.0),
+        attention_scale=keys / (out * out * math.sqrt(config.head_dim)),
+        factors=ProductFactors(
+            qkv=into * out,
+            state_gate=of_gate,
+            state_values=values,
+            state_keys=own_keys,
+            state_queries=queries,
+            state_times=times,
+            state_out=positive(get, "ssm_out_multiplier", 1.0),
+            gate=gate,
+            up=down,
+        ),
+    )
+
+
+def _numbers(get: Get, key: str, count: int) -> list[float]:
+    stated: list[Any] | None = get(key, list)
+    if stated is None:
+        return [1.0] * count
+    if len(stated) != count or not all(type(number) in (int, float) and number > 0 for number in stated):
+        raise ModelError(f"config.json has {key} = {stated!r:.60}: {count} numbers above 0 expected")
+    return [float(number) for number in stated]
+
+
+def _falcon_gguf(get: Get, config: ModelConfig) -> ModelConfig:
+    state = mamba_gguf(get, tuple(range(config.n_layers)))
+    return replace(config, state=replace(state, beside=True, norm_groups=state.groups))
+
+
+_IN = TensorCut(("state_gate", "state_in", "state_time"))
+
+FALCON_H1 = Family(
+    "falconh1",
+    hf=("falcon_h1",),
+    gguf=("falcon-h1",),
+    from_hf=_falcon,
+    from_gguf=_falcon_gguf,
+    hf_defaults={
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+    },
+    global_names={"model.final_layernorm.weight": "final_norm"},
+    hf_names={"mamba.in_proj.weight": _IN, "pre_ff_layernorm.weight": "ffn_norm"},
+    gguf_names={"ssm_in.weight": _IN, "ffn_norm": "ffn_norm"},
+    gguf_optional_state_norm=True,
+)
+
+
+CONV = "conv"
+
+
+def _lfm2(get: Get, config: ModelConfig) -> ModelConfig:
+    must_be_off(get, "conv_bias")
+    if get("layer_types", list) is None:
+        attending = get("full_attn_idxs", list)
+        full = range(config.n_layers) if attending is None else attending
+        layers = tuple(layer for layer in range(config.n_layers) if layer not in full)
+    else:
+        layers = state_layer_types(get, config, CONV, FULL)
+    return replace(
+        config,
+        ffn=_ffn(get, get("block_ff_dim", int, config.ffn)),
+        norm_eps=get("norm_eps", float, 1e-5),
+        tied_embeddings=get("tie_embedding", bool, config.tied_embeddings),
+        qk_norm=True,
+        state=_state(layers, get("conv_L_cache", int, 3)),
+    )
+
+
+def _ffn(get: Get, width: int) -> int:
+    """The width of feed-forward layers as the family computes it: two thirds, rounded up to a multiple."""
+    if not get("block_auto_adjust_ff_dim", bool, True) or type(width) is not int:
+        return width
+    factor, multiple = get("block_ffn_dim_multiplier", float, 1.0), get("block_multiple_of", int, 256)
+    if not 0 < factor <= 1 << 10 or not 1 <= multiple <= LARGEST["ffn"]:
+        raise ModelError(
+            f"config.json has block_ffn_dim_multiplier = {factor!r:.40} and block_multiple_of ="
+            f" {multiple!r:.40}:"
+            " numbers above 0 expected"
+        )
+    adjusted: int = -(-int(factor * int(2 * width / 3)) // multiple) * multiple
+    return adjusted
+
+
+def _lfm2_gguf(get: Get, config: ModelConfig) -> ModelConfig:
+    state = _state(headless_layers(get, config.n_layers), get("shortconv.l_cache", int, 3))
+    return replace(config, qk_norm=True, state=state)
+
+
+def _state(layers: tuple[int, ...], taps: int) -> StateLayers | None:
+    return StateLayers(SHORT_CONV, layers, taps) if layers else None
+
+
+LFM2 = Family(
+    "lfm2",
+    from_hf=_lfm2,
+    from_gguf=_lfm2_gguf,
+    hf_defaults={
+        "intermediate_size": 12288,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": True,
+        "rope_theta": 1e6,
+        "max_position_embeddings": 128000,
+    },
+    global_names={"model.embedding_norm.weight": "final_norm", "token_embd_norm.weight": "final_norm"},
+    hf_names={
+        "operator_norm.weight": "attn_norm",
+        "self_attn.out_proj.weight": "o",
+        "self_attn.q_layernorm.weight": "q_norm",
+        "self_attn.k_layernorm.weight": "k_norm",
+        "feed_forward.w1.weight": "gate",
+        "feed_forward.w3.weight": "up",
+        "feed_forward.w2.weight": "down",
+        "conv.conv.weight": OtherForm("taps"),
+        "conv.in_proj.weight": "state_in",
+        "conv.out_proj.weight": "o",
+        "ffn_norm.weight": "ffn_norm",
+    },
+    gguf_names={
+        "shortconv.conv.weight": OtherForm("taps"),
+        "shortconv.in_proj.weight": "state_in",
+        "shortconv.out_proj.weight": "o",
+    },
+)

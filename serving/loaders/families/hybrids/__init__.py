@@ -1,1 +1,0 @@
-"""Families whose layers keep a state in forms that no other family has."""

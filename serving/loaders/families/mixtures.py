@@ -1,0 +1,234 @@
+"""Mixtures of experts. GLM 4 (0414): norms before and after each half of a layer, RoPE over neighbours in
+half of a head; GLM 4.5 to 4.7: logistic routing behind first dense layers. MiniMax M2: norms over all queries
+and all keys of a row, RoPE in a part of each head, logistic routing. gpt-oss: experts in MXFP4 with biases
+and a clamped gate, attention with sinks, windows in every other layer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from phasewise._words import number
+from phasewise.serving.errors import ModelError
+from phasewise.serving.loaders.cuts import TensorCut
+from phasewise.serving.loaders.families.deepseek import routed_gguf, routed_hf
+from phasewise.serving.loaders.families.family import (
+    FED,
+    LAYER_HEAD,
+    Family,
+    Get,
+    all_but_every,
+    experts_of,
+    layer_types,
+    with_windows,
+    yarn_magnitude,
+)
+from phasewise.serving.models.packed_model import ModelConfig
+from phasewise.serving.models.parts.experts import LOGISTIC
+from phasewise.serving.models.parts.feed_forward import FeedForwardForm
+from phasewise.serving.models.rope import RopeSpec, YarnScaling
+
+EOS = [151329, 151336, 151338]
+LOGISTIC_GATING = 2  # GGUF's number, and what files mean that have none
+
+
+def _glm4(get: Get, config: ModelConfig) -> ModelConfig:
+    return replace(_of_text(get, config), post_norms=True, out_bias=False)  # of q, k and v alone
+
+
+def _of_text(get: Get, config: ModelConfig) -> ModelConfig:
+    sections = get("rope.dimension_sections", list)
+    if sections is not None and any(sections[1:]):
+        raise ModelError(
+            f"the GGUF metadata has rope.dimension_sections = {sections!r:.60}: positions of pictures"
+            " cannot run"
+        )
+    return config
+
+
+def _moe(get: Get, config: ModelConfig) -> ModelConfig:
+    own = replace(config, qk_norm=get("use_qk_norm", bool, False), out_bias=False)
+    return routed_hf(get, own)
+
+
+def _moe_gguf(get: Get, config: ModelConfig) -> ModelConfig:
+    def read(key: str, kind: Any = None, default: Any = None) -> Any:
+        if key == "expert_gating_func":
+            return get(key, int, 0) or LOGISTIC_GATING
+        return get(key, kind, default)
+
+    n_layers = config.n_layers - get("nextn_predict_layers", int, 0)
+    return routed_gguf(read, replace(_of_text(get, config), n_layers=n_layers))
+
+
+GLM4 = Family(
+    "glm4",
+    from_hf=_glm4,
+    hf_names={
+        "post_self_attn_layernorm.weight": "attn_post_norm",
+        "post_attention_layernorm.weight": "ffn_norm",
+        "post_mlp_layernorm.weight": "ffn_post_norm",
+    },
+    gguf_names={"ffn_up.weight": TensorCut(("gate", "up"))},
+    hf_defaults={
+        "head_dim": 128,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1.5625e-7,
+        "partial_rotary_factor": 0.5,
+        "max_position_embeddings": 131072,
+        "attention_bias": True,
+        "eos_token_id": EOS,
+    },
+    partial_rope=True,
+    hf_interleaved_heads=True,
+    gguf_interleaved_heads=True,
+)
+GLM4_MOE = Family(
+    "glm4moe",
+    hf=("glm4_moe",),
+    from_hf=_moe,
+    from_gguf=_moe_gguf,
+    hf_defaults={
+        "num_attention_heads": 96,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "partial_rotary_factor": 0.5,
+        "max_position_embeddings": 131072,
+        "n_routed_experts": 128,
+        "num_experts_per_tok": 8,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 1408,
+        "first_k_dense_replace": 1,
+    },
+    partial_rope=True,
+    more_layers=True,
+    hf_head=LAYER_HEAD,
+    gguf_head=True,
+    gguf_optional_qk_norm=True,
+)
+
+
+STATED = {
+    "use_qk_norm": True,
+    "qk_norm_type": "per_layer",
+    "scoring_func": "sigmoid",
+    "use_routing_bias": True,
+}
+"""Settings of published files for whose other values there is no arithmetic."""
+
+
+def _minimax(get: Get, config: ModelConfig) -> ModelConfig:
+    for key, value in STATED.items():
+        if get(key, None, value) != value:
+            raise ModelError(f"config.json has {key} = {get(key)!r:.60}, which cannot run: {value!r} can")
+    if any(kind != 1 for kind in get("attn_type_list", list) or ()):
+        raise ModelError("config.json has attn_type_list with layers of another attention, which cannot run")
+    if (turned := get("rotary_dim", int)) is not None and config.rope.dim == config.head_dim:
+        config = replace(config, rope=replace(config.rope, dim=turned))
+    experts = experts_of(get, "num_local_experts", "num_experts_per_tok", normalised=True)
+    experts = replace(experts, scores=LOGISTIC, choice_bias=True)
+    return replace(config, qk_norm=True, whole_qk_norm=True, experts=experts)
+
+
+def _minimax_gguf(get: Get, config: ModelConfig) -> ModelConfig:
+    def read(key: str, kind: Any = None, default: Any = None) -> Any:
+        return True if key == "expert_weights_norm" else get(key, kind, default)
+
+    return replace(routed_gguf(read, config), qk_norm=True, whole_qk_norm=True)
+
+
+MINIMAX_M2 = Family(
+    "minimax-m2",
+    hf=("minimax_m2",),
+    from_hf=_minimax,
+    from_gguf=_minimax_gguf,
+    partial_rope=True,
+    hf_defaults={
+        "head_dim": 128,
+        "num_attention_heads": 48,
+        "num_key_value_heads": 8,
+        "num_local_experts": 256,
+        "num_experts_per_tok": 8,
+        "rope_theta": 5e6,
+        "max_position_embeddings": 196608,
+        "bos_token_id": 200034,
+        "eos_token_id": 200020,
+    },
+)
+
+
+PERIOD = 2
+GPT_OSS_YARN = YarnScaling(32.0, 4096, yarn_magnitude(32.0), truncate=False)
+LIMIT, ALPHA = 7.0, 1.702  # of the clamped gate: families/rows/elementwise.c
+
+
+def _common(get: Get, config: ModelConfig) -> ModelConfig:
+    experts = experts_of(get, "num_local_experts", "num_experts_per_tok", normalised=True, biases=True)
+    form = FeedForwardForm("clamped_silu")
+    return replace(config, ffn_form=form, sinks=True, out_bias=True, experts=experts)
+
+
+def _gpt_oss(get: Get, config: ModelConfig) -> ModelConfig:
+    if get("swiglu_limit", float, LIMIT) != LIMIT or get("swiglu_alpha", float, ALPHA) != ALPHA:
+        raise ModelError(
+            f"config.json has another clamped gate than one of {number(LIMIT)} and {number(ALPHA)}"
+        )
+    if not (get("rope_parameters", dict) or get("rope_scaling", dict)):
+        config = replace(config, rope=replace(config.rope, scaling=GPT_OSS_YARN))
+    return with_windows(_common(get, config), layer_types(get, config, PERIOD), get("sliding_window", int))
+
+
+def _smooth(rope: RopeSpec) -> RopeSpec:
+    """The ramp of its YaRN does not begin and end at whole pairs, which GGUF files do not say."""
+    return (
+        replace(rope, scaling=replace(rope.scaling, truncate=False))
+        if isinstance(rope.scaling, YarnScaling)
+        else rope
+    )
+
+
+def _gpt_oss_gguf(get: Get, config: ModelConfig) -> ModelConfig:
+    width = get("expert_feed_forward_length", int, config.ffn)
+    own = replace(_common(get, config), ffn=width, rope=_smooth(config.rope))
+    sliding = all_but_every(PERIOD, config.n_layers)
+    return with_windows(own, sliding, get("attention.sliding_window", int, 128))
+
+
+GPT_OSS = Family(
+    "gpt-oss",
+    hf=("gpt_oss",),
+    from_hf=_gpt_oss,
+    from_gguf=_gpt_oss_gguf,
+    hf_defaults={
+        "attention_bias": True,
+        "head_dim": 64,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rope_theta": 150000.0,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 4,
+        "sliding_window": 128,
+        "rms_norm_eps": 1e-5,
+    },
+    hf_names={
+        "self_attn.sinks": "sinks",
+        "mlp.router.weight": "router",
+        "mlp.router.bias": "router_bias",
+        "mlp.experts.gate_up_proj": TensorCut(
+            ("gate", "up"), of_experts=True, alternating=True, transposed=True
+        ),
+        "mlp.experts.gate_up_proj.mxfp4": TensorCut(("gate", "up"), of_experts=True, alternating=True),
+        "mlp.experts.gate_up_proj_bias": TensorCut(
+            ("gate_bias", "up_bias"), of_experts=True, alternating=True
+        ),
+        "mlp.experts.down_proj": TensorCut(("down",), of_experts=True, transposed=True),
+        "mlp.experts.down_proj.mxfp4": TensorCut(("down",), of_experts=True),
+        "mlp.experts.down_proj_bias": TensorCut(("down_bias",), of_experts=True),
+    },
+    gguf_names={
+        "attn_sinks.weight": "sinks",
+        "ffn_gate_inp.bias": "router_bias",
+        **{f"ffn_{part}_exps.bias": TensorCut((f"{part}_bias",), of_experts=True) for part in FED},
+    },
+)

@@ -1,1 +1,0 @@
-"""Heads that draft for a model: their kinds, their ops, and the rows that they read."""
