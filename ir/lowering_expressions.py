@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 from phasewise.ir import nodes as ir
 from phasewise.ir.c_text import c_type, compared, is_simple, number, wrapped
-from phasewise.ir.operations import COMPARISONS, COMPLEX, LIBRARY, LIBRARY_F64, LOGICAL, ORDERS, REDUCTIONS
+from phasewise.ir.operations import COMPARISONS, LIBRARY, LIBRARY_F64, LOGICAL, ORDERS, REDUCTIONS
 from phasewise.ir.targets import IsaTarget
 from phasewise.ir.types import Pointer, Scalar, Type, Vec
 from phasewise.ir.words import C_NAMES, Words
@@ -169,9 +169,7 @@ class LoweredExpressions:
 
     def _call(self, e: ir.CallExpression) -> str:
         assert isinstance(e.type, Scalar)
-        if e.name in COMPLEX:
-            self._extra[e.name] = COMPLEX[e.name]
-        if e.name in LIBRARY or e.name in COMPLEX or e.name in LIBRARY_F64:
+        if e.name in LIBRARY or e.name in LIBRARY_F64:
             return f"{LIBRARY_F64.get(e.name, e.name)}({', '.join(self._scalar(arg) for arg in e.args)})"
         if e.name in ("from_f16", "to_f16"):
             self._is_half_used = True

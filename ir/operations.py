@@ -43,15 +43,6 @@ LIBRARY = (
 LIBRARY_F64 = {f"{name[:-1]}_f64": name[:-1] for name in LIBRARY}
 """Functions of C's library on float64: C's names by the names here."""
 
-COMPLEX = {
-    f"{name}_{part}": f"static inline float {name}_{part}(float a, float b, float c, float d) "
-    f"{{ return __{part}__(__builtin_complex(a, b) {op} __builtin_complex(c, d)); }}"
-    for name, op in (("times", "*"), ("over", "/"))
-    for part in ("real", "imag")
-}
-"""Operations on parts of C's complex products and quotients, with its rules for infinities: their C by
-name."""
-
 REDUCTIONS = ("reduce_add", "reduce_max", "reduce_min")
 ORDERS = ("halves", "pairs", "halves_pairs")
 """Orders in which a reduction halves a vector: the upper half upon the lower, or neighbours; `halves_pairs`:
@@ -170,13 +161,6 @@ def _element(given: Operands) -> Type:
 def _library(given: Operands) -> Type:
     _need(all(isinstance(arg, Scalar) for arg in given.types), f"{given.name} takes numbers")
     return F64 if given.name in LIBRARY_F64 else F32
-
-
-def _complex(given: Operands) -> Type:
-    _need(
-        all(arg == F32 for arg in given.types), "complex numbers of float32 alone are multiplied and divided"
-    )
-    return F32
 
 
 def _store(given: Operands) -> Type:
@@ -300,7 +284,6 @@ _OF_TWO = ("pow", "fmax", "fmin", "copysign", "fmod", "atan2", "hypot")
 OPERATIONS: dict[str, Operation] = {
     **{f"{name}{suffix}": Operation(1, _library) for name in _FUNCTIONS for suffix in _SUFFIXES},
     **{f"{name}{suffix}": Operation(2, _library) for name in _OF_TWO for suffix in _SUFFIXES},
-    **dict.fromkeys(COMPLEX, Operation(4, _complex)),
     **{f"fma{suffix}": Operation(3, _library) for suffix in _SUFFIXES},
     # one vector in, the same type out; `nearest` rounds halves to even
     **dict.fromkeys(

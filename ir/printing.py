@@ -16,7 +16,7 @@ from phasewise.ir import nodes as ir
 from phasewise.ir.c_text import c_type, compared, number, struct_text, wrapped
 from phasewise.ir.errors import UserKernelError
 from phasewise.ir.lowering import Lowered
-from phasewise.ir.operations import COMPLEX, LIBRARY_F64
+from phasewise.ir.operations import LIBRARY_F64
 from phasewise.ir.raising.intrinsics import register_name
 from phasewise.ir.raising.parse import parse_file
 from phasewise.ir.targets import TARGETS, IsaTarget
@@ -168,8 +168,6 @@ class _Printer:
             name = f"{to}_of_{of}".replace(" ", "_")
             self.extra[name] = _BITS.format(to=to, of=of, name=name)
             return f"{name}({args[0]})"
-        if e.name in COMPLEX:
-            self.extra[e.name] = COMPLEX[e.name]
         if e.name == "_mm_prefetch":
             return f"_mm_prefetch((const char *)({args[0]}), _MM_HINT_T0)"
         return f"{LIBRARY_F64.get(e.name, e.name)}({', '.join(args)})"

@@ -1,7 +1,7 @@
 """The times of the requests of a load: arrivals drawn with a seed, taken from a trace, or a closed loop.
 
-Arrivals follow vLLM's benchmark: gaps are gamma distributed with shape B (burstiness) and mean 1/rate, so
-B = 1 is a Poisson process and larger B is steadier; they are scaled so that the last request comes at n/rate.
+Arrivals follow vLLM's benchmark at its burstiness of 1: a Poisson process, scaled so that the last request
+comes at n/rate.
 """
 
 from __future__ import annotations
@@ -9,9 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from itertools import accumulate
-from typing import Literal
 
 from phasewise._words import number
 from phasewise.tuner.config.lengths import RequestLengths, Trace, whole_tokens
@@ -19,29 +17,17 @@ from phasewise.tuner.config.slo import parse_bounds
 from phasewise.tuner.errors import TraceError
 
 
-class Arrivals(StrEnum):
-    """The distribution of the gaps between requests."""
-
-    poisson = "poisson"
-    constant = "constant"
-    gamma = "gamma"
-
-
 @dataclass(frozen=True, slots=True)
 class RequestPace:
     """The times of requests. Without `rate` and `instants_s` each client waits for its answer first.
 
-    rate: requests/s. instants_s: arrivals of a trace or a day, as `origin` says, in seconds; `rate` does not
-    apply to them. most_at_once: most requests in flight, None for no limit; in a closed loop the number of
-    clients.
+    rate: requests/s. instants_s: arrivals of a trace in seconds; `rate` does not apply to them.
+    most_at_once: most requests in flight, None for no limit; in a closed loop the number of clients.
     """
 
     rate: float | None
-    arrivals: Arrivals = Arrivals.poisson
-    burstiness: float = 1.0
     instants_s: Sequence[float] | None = None
     most_at_once: int | None = None
-    origin: Literal["trace", "day"] = "trace"
 
     @property
     def is_closed_loop(self) -> bool:
@@ -53,15 +39,12 @@ class RequestPace:
             return list(self.instants_s)
         if self.rate is None:
             return [0.0] * count
-        if self.arrivals is Arrivals.constant:
-            return [index / self.rate for index in range(count)]
-        burstiness = self.burstiness if self.arrivals is Arrivals.gamma else 1.0
-        return gamma_arrivals_s(self.rate, burstiness, count, random.Random(seed))
+        return poisson_arrivals_s(self.rate, count, random.Random(seed))
 
 
-def gamma_arrivals_s(rate: float, burstiness: float, count: int, rng: random.Random) -> list[float]:
-    """Gamma-distributed arrivals, scaled so that the last is at count / rate in short runs too."""
-    gaps_s = [rng.gammavariate(burstiness, 1 / (rate * burstiness)) for _ in range(count)]
+def poisson_arrivals_s(rate: float, count: int, rng: random.Random) -> list[float]:
+    """Arrivals of a Poisson process, scaled so that the last is at count / rate in short runs too."""
+    gaps_s = [rng.expovariate(rate) for _ in range(count)]
     instants_s = list(accumulate(gaps_s))
     if not instants_s or instants_s[-1] <= 0:
         return [0.0] * count

@@ -12,7 +12,6 @@ from phasewise.loadtest.client import LoadTestError, Target, base_of
 from phasewise.loadtest.rate_search import RateSearch
 from phasewise.loadtest.session import LoadTest
 from phasewise.loadtest.settings import Asking, Promises, SendingTimes, SentLengths
-from phasewise.tuner.config.day import day_curve
 from phasewise.tuner.config.lengths import RequestLengths, Trace, parse_distribution
 from phasewise.tuner.config.trace import read_trace
 from phasewise.tuner.errors import TraceError
@@ -48,8 +47,7 @@ def load_test_of(
     """
     is_search = promises.find_rate or promises.over_offline
     slo = _slo(promises, needs_one=is_search)
-    instants_s = _day(times, lengths.seed or 0)
-    requests = _requests(times, lengths, None if instants_s is None else len(instants_s))
+    requests = _requests(times, lengths)
     return LoadTest(
         target=Target(
             base_of(url),
@@ -61,7 +59,7 @@ def load_test_of(
             _body_fields(asking),
         ),
         requests=requests,
-        pace=_pace(requests, times, instants_s, is_search=is_search),
+        pace=_pace(requests, times, is_search=is_search),
         seed=lengths.seed or 0,
         prompts_seed=secrets.randbits(32) if lengths.seed is None else lengths.seed,
         n_warm_up=lengths.warmup,
@@ -72,8 +70,6 @@ def load_test_of(
         may_cut_probes=plot is None,
         may_use_ids=not asking.text_prompts,
         keeps_text=keeps_text,
-        turns=lengths.turns,
-        shared_prefix=lengths.shared_prefix,
         n_offline=(times.concurrency or OFFLINE_CLIENTS) if promises.over_offline else None,
     )
 
@@ -91,12 +87,7 @@ def _slo(promises: Promises, *, needs_one: bool) -> LatencySlo | None:
         raise LoadSettingsError(f"--slo: {error}") from None
 
 
-def _day(times: SendingTimes, seed: int) -> list[float] | None:
-    """The arrivals of a day; None where none is asked for."""
-    return None if times.daily is None else day_curve(times.daily).arrivals_s(times.day_s, seed)
-
-
-def _requests(times: SendingTimes, wanted: SentLengths, n_of_a_day: int | None) -> Trace:
+def _requests(times: SendingTimes, wanted: SentLengths) -> Trace:
     """The lengths of the requests, and their arrivals where a trace has them."""
     is_fixed = (wanted.input_len, wanted.output_len) != (None, None)
     if sum((times.trace is not None, wanted.lengths is not None, is_fixed)) > 1:
@@ -106,9 +97,9 @@ def _requests(times: SendingTimes, wanted: SentLengths, n_of_a_day: int | None) 
     scales = (times.time_scale, wanted.length_scale)
     if times.trace is not None:
         whole = read_trace(times.trace)
-        return scaled(repeated(whole, n_of_a_day or wanted.requests or len(whole)), *scales)
+        return scaled(repeated(whole, wanted.requests or len(whole)), *scales)
     without_count = DEFAULT_REQUESTS if times.duration_s is None else REQUESTS_OF_A_DURATION
-    n_requests = n_of_a_day or wanted.requests or without_count
+    n_requests = wanted.requests or without_count
     if wanted.lengths is not None:
         return scaled(parse_distribution(wanted.lengths, n_requests, wanted.seed or 0), *scales)
     lengths = RequestLengths(
@@ -117,13 +108,9 @@ def _requests(times: SendingTimes, wanted: SentLengths, n_of_a_day: int | None) 
     return scaled((lengths,) * n_requests, *scales)
 
 
-def _pace(
-    requests: Trace, times: SendingTimes, of_a_day_s: list[float] | None, *, is_search: bool
-) -> RequestPace:
-    if of_a_day_s is not None:
-        return RequestPace(None, instants_s=of_a_day_s, most_at_once=times.concurrency, origin="day")
+def _pace(requests: Trace, times: SendingTimes, *, is_search: bool) -> RequestPace:
     if times.rate is not None or is_search:
-        return RequestPace(times.rate, times.arrivals, times.burstiness, None, times.concurrency)
+        return RequestPace(times.rate, most_at_once=times.concurrency)
     instants_s = instants_of(requests)
     if instants_s is not None:
         return RequestPace(None, instants_s=instants_s, most_at_once=times.concurrency)

@@ -181,21 +181,6 @@ class Target:
             asked["messages"] = [{"role": "user", "content": prompt}]
         else:
             asked["prompt"] = prompt
-        return self._written(asked, streamed=streamed)
-
-    def body_of(self, turns: Sequence[str], max_tokens: int) -> bytes:
-        """The JSON of a turn of a conversation: what was said so far, by each in turn."""
-        asked: dict[str, Any] = {"model": self.model, "max_tokens": max_tokens}
-        if self.is_chat:
-            roles = ("user", "assistant")
-            asked["messages"] = [
-                {"role": roles[index % 2], "content": text} for index, text in enumerate(turns)
-            ]
-        else:
-            asked["prompt"] = "".join(turns)
-        return self._written(asked, streamed=True)
-
-    def _written(self, asked: dict[str, Any], *, streamed: bool) -> bytes:
         if streamed:
             asked |= {"stream": True, "stream_options": {"include_usage": True}}
         return json.dumps({**asked, **self.fields}).encode()

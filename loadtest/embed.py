@@ -9,30 +9,19 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from urllib.parse import urlsplit
 
 from phasewise._words import counted
 from phasewise.loadtest.arrivals import RequestPace
 from phasewise.loadtest.client import LoadClient, LoadTestError, Prompt, Target, open_client
 from phasewise.loadtest.metrics import Measured
 from phasewise.loadtest.outcome import FailureKind, RequestOutcome
+from phasewise.loadtest.prompts import words
 from phasewise.loadtest.send import RequestLoad, run_load
-from phasewise.tuner.config.day import DayCurve
 from phasewise.tuner.config.lengths import RequestLengths
 
-_WORDS = (
-    *("time", "people", "way", "water", "day", "man", "world", "life", "hand", "part", "place", "week"),
-    *("case", "point", "company", "number", "group", "problem", "fact", "year", "house", "room", "area"),
-    *("money", "story", "month", "lot", "right", "study", "book", "eye", "job", "word", "business"),
-)
 PERCENTILES = (50, 90, 99)
-STAT = Path("/proc/stat")
-_IDLE = (3, 4)
-"""Fields of a line of CPU times: idle, and idle while a disk is waited for."""
 
 
 @dataclass(frozen=True)
@@ -72,21 +61,9 @@ class EmbedFigures:
     """The error of the first of those that failed; None where none did."""
 
 
-@dataclass(frozen=True)
-class DayPart:
-    """One part of the day. `begin_h`: hours since midnight; `rate`: queries/s that the curve has."""
-
-    begin_h: float
-    rate: float
-    figures: EmbedFigures
-    cpu_share: float | None
-    """Busy time of all CPUs of this machine; None where the server is elsewhere, or no time has passed."""
-
-
 def texts_of_lengths(lengths: Sequence[int], seed: int) -> list[str]:
     """A text for each length in words, of words that tokenizers know whole."""
-    rng = random.Random(seed)
-    return [" ".join(rng.choice(_WORDS) for _ in range(max(1, n))) for n in lengths]
+    return [words((seed, index), max(1, n)).strip() for index, n in enumerate(lengths)]
 
 
 def lengths_of(text: str, count: int, seed: int) -> list[int]:
@@ -123,30 +100,6 @@ async def send_batches(
     """Every batch once, at the pace. A client of a closed loop that is refused asks on at once."""
     load = RequestLoad((RequestLengths(1, 1),) * len(batches), pace, batches, seed, heeds_refusals=False)
     return await run_load(client, load, asyncio.Event())
-
-
-async def day_of_load(
-    client: LoadClient,
-    batches: TextBatches,
-    curve: DayCurve,
-    instants_s: Sequence[float],
-    day_s: float,
-    slo_s: float | None = None,
-) -> list[DayPart]:
-    """Send a batch at each instant; the parts of the day in order, each with what was sent in it."""
-    measured, shares = await asyncio.gather(
-        send_batches(client, batches, RequestPace(None, instants_s=instants_s)),
-        _cpu_shares(client.target.base, len(curve.rates), day_s),
-    )
-    part_s, sent = day_s / len(curve.rates), [list[RequestOutcome]() for _ in curve.rates]
-    for outcome in measured.outcomes:
-        sent[curve.part_of(instants_s[outcome.number], day_s)].append(outcome)
-    return [
-        DayPart(
-            24.0 * index / len(curve.rates), rate, figures(sent[index], batches, part_s, slo_s), shares[index]
-        )
-        for index, rate in enumerate(curve.rates)
-    ]
 
 
 async def highest_concurrency(
@@ -218,27 +171,3 @@ def _percentile(ordered: Sequence[float], percent: int) -> float:
     if not ordered:
         return 0.0
     return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
-
-
-async def _cpu_shares(base: str, n_parts: int, day_s: float) -> list[float | None]:
-    """The busy share of this machine's CPUs in each part; None where the server is elsewhere."""
-    if urlsplit(base).hostname not in ("127.0.0.1", "::1", "localhost"):
-        return [None] * n_parts
-    began, last, shares = time.perf_counter(), _cpu_times(), list[float | None]()
-    for part in range(1, n_parts + 1):
-        await asyncio.sleep(max(0.0, began + part * day_s / n_parts - time.perf_counter()))
-        (old_busy, old_whole), last = last, _cpu_times()
-        busy, whole = last
-        shares.append((busy - old_busy) / (whole - old_whole) if whole > old_whole else None)
-    return shares
-
-
-def _cpu_times() -> tuple[int, int]:
-    """Busy and whole times of this machine's CPUs, as Linux counts them; zeros where it does not."""
-    try:
-        with open(STAT, encoding="ascii") as file:
-            times = [int(text) for text in file.readline().split()[1:9]]  # guests are within user times
-    except (OSError, ValueError):
-        return 0, 0
-    whole = sum(times)
-    return whole - sum(times[index] for index in _IDLE), whole

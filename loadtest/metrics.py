@@ -158,12 +158,6 @@ def hit_rate(outcomes: Sequence[RequestOutcome]) -> float | None:
     return sum(outcome.cached_tokens or 0 for outcome in told) / n_tokens if n_tokens else None
 
 
-def hit_rates_by_turn(outcomes: Sequence[RequestOutcome]) -> list[float | None]:
-    """`hit_rate` of the first turns of conversations, of the second ones, and so on."""
-    n_turns = 1 + max((outcome.turn for outcome in outcomes), default=0)
-    return [hit_rate([outcome for outcome in outcomes if outcome.turn == turn]) for turn in range(n_turns)]
-
-
 def failures(outcomes: Sequence[RequestOutcome]) -> Mapping[str, int]:
     """Failures by kind, the most frequent first."""
     return dict(

@@ -48,8 +48,6 @@ class RequestOutcome:
     retry_after_s: float | None = None
     cached_tokens: int | None = None
     """Tokens of the prompt that the server did not compute again; None: it does not say."""
-    turn: int = 0
-    """Turns of the conversation before it."""
     number: int = 0
     """Place of the request in its load."""
 

@@ -13,8 +13,6 @@ from typing import Protocol, TypeAlias
 import numpy as np
 
 from phasewise.loadtest.client import Prompt
-from phasewise.loadtest.outcome import RequestOutcome
-from phasewise.tuner.config.lengths import RequestLengths
 
 ID_RANGE = (1000, 30000)
 """Token ids that are plain tokens in the vocabularies of all common models."""
@@ -94,11 +92,7 @@ class TextPrompts:
     def __call__(
         self, index: int, n_tokens: int, blocks: Sequence[int] = (), block_tokens: int = 1
     ) -> Prompt:
-        return self.text(index, n_tokens - self.added, blocks, block_tokens)
-
-    def text(self, index: int, n_tokens: float, blocks: Sequence[int] = (), block_tokens: int = 1) -> str:
-        """Words of so many tokens, with nothing around them."""
-        count = max(1, round(n_tokens / self.tokens_a_word))
+        count = max(1, round((n_tokens - self.added) / self.tokens_a_word))
         n_of_block = max(1, round(block_tokens / self.tokens_a_word))
         texts = [words((self.seed, _OF_BLOCKS, block), n_of_block) for block in blocks]
         n_own = count - len(texts) * n_of_block
@@ -135,53 +129,3 @@ def words(seed: tuple[int, ...], n_words: int) -> str:
     rng = np.random.default_rng(seed)
     order = np.concatenate([rng.permutation(len(WORDS)) for _ in range(-(-n_words // len(WORDS)))])
     return " " + " ".join(WORDS[position] for position in order[:n_words])
-
-
-_SHARED = 0
-"""The block that all conversations begin with."""
-
-
-@dataclass(frozen=True)
-class TurnByTurn:
-    """Conversations of `n_turns`. context: the model's, where it is known; none grows beyond it."""
-
-    prompts: TextPrompts
-    n_turns: int
-    shared_prefix: int = 0
-    context: int | None = None
-
-    def begin(self, index: int) -> TurnsOfOne:
-        """One whose words are like those of no other index, but for what all share."""
-        return TurnsOfOne(self, index)
-
-
-class TurnsOfOne:
-    """One conversation under way."""
-
-    def __init__(self, kind: TurnByTurn, index: int) -> None:
-        self._kind = kind
-        self._index = index
-        self._turns: list[str] = []
-        self._n_tokens = 0
-
-    def next_turn(self, request: RequestLengths) -> list[str] | None:
-        """All that was said, the next question last; None where the context has no room for it.
-
-        The tokens of a request are those of its own question.
-        """
-        kind, is_first = self._kind, not self._turns
-        shared = kind.shared_prefix if is_first else 0
-        n_tokens = self._n_tokens + shared + request.prompt_tokens
-        if kind.context is not None and n_tokens + request.output_tokens > kind.context:
-            return None
-        index = self._index + len(self._turns) // 2
-        n_own = shared + request.prompt_tokens
-        blocks = ((_SHARED,), shared) if shared else ((), 0)
-        text = kind.prompts.text(index, n_own, *blocks)
-        self._turns.append(text)
-        return list(self._turns)
-
-    def answered(self, outcome: RequestOutcome) -> None:
-        """The answer belongs to what was said. A server that gives no text leaves an empty one."""
-        self._turns.append(outcome.text)
-        self._n_tokens = outcome.prompt_tokens + outcome.output_tokens

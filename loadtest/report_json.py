@@ -6,14 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from phasewise._version import SCHEMA_VERSION
-from phasewise.loadtest.arrivals import Arrivals
 from phasewise.loadtest.metrics import (
     attainment,
     attainment_by_scale,
     failures,
     flat_result,
     hit_rate,
-    hit_rates_by_turn,
 )
 from phasewise.loadtest.outcome import RequestOutcome
 from phasewise.loadtest.session import LoadReport, RateProbe
@@ -43,7 +41,7 @@ def _header(report: LoadReport) -> dict[str, Any]:
         "tokenizer_id": target.model,
         "num_prompts": report.n_requests,
         "request_rate": "inf" if pace.rate is None else pace.rate,
-        "burstiness": pace.burstiness if pace.arrivals is Arrivals.gamma else 1.0,
+        "burstiness": 1.0,
         "max_concurrency": pace.most_at_once,
     }
 
@@ -55,7 +53,6 @@ def _own_fields(report: LoadReport) -> dict[str, Any]:
         "prompts": report.prompts,
         "failures": failures(measured.outcomes),
         "cache_hit_rate": hit_rate(measured.outcomes),
-        "cache_hit_rate_by_turn": hit_rates_by_turn(measured.outcomes),
         "energy_joules": None if measured.energy is None else measured.energy._asdict(),
         "joules_per_token": measured.joules_per_token,
         "client_cpu_share": measured.client_cpu_share,
@@ -79,11 +76,11 @@ def _own_fields(report: LoadReport) -> dict[str, Any]:
 
 
 def arrivals_of(report: LoadReport) -> str:
-    """closed-loop, trace, day, or the process that drew them."""
+    """closed-loop, trace or poisson."""
     pace = report.pace
     if pace.is_closed_loop:
         return "closed-loop"
-    return pace.origin if pace.instants_s is not None else pace.arrivals.value
+    return "trace" if pace.instants_s is not None else "poisson"
 
 
 def _probe_fields(probe: RateProbe) -> dict[str, Any]:
@@ -110,5 +107,4 @@ def detailed_fields(outcomes: Sequence[RequestOutcome]) -> dict[str, Any]:
         "latencies": [outcome.latency_s for outcome in ordered],
         "start_times": [outcome.start_s for outcome in ordered],
         "cached_tokens": [outcome.cached_tokens for outcome in ordered],
-        "turns": [outcome.turn for outcome in ordered],
     }

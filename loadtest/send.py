@@ -13,8 +13,8 @@ from phasewise.loadtest.arrivals import RequestPace
 from phasewise.loadtest.client import LoadClient
 from phasewise.loadtest.metrics import Measured
 from phasewise.loadtest.outcome import FailureKind, RequestOutcome
-from phasewise.loadtest.prompts import Prompts, TurnByTurn
-from phasewise.tuner.config.lengths import RequestLengths, Trace
+from phasewise.loadtest.prompts import Prompts
+from phasewise.tuner.config.lengths import Trace
 
 MOST_WAIT_S = 60.0
 """The longest pause of a closed-loop client after a Retry-After header."""
@@ -41,8 +41,6 @@ class RequestLoad:
     limit_s: Limit = field(default=lambda _tokens: None)
     heeds_refusals: bool = True
     """A client of a closed loop that is refused pauses, as the server says."""
-    conversations: TurnByTurn | None = None
-    """The requests are turns of these, in a closed loop; None: each stands alone."""
 
 
 Observe: TypeAlias = Callable[[RequestOutcome], bool]
@@ -118,17 +116,11 @@ class _Running:
 
     async def _closed_loop(self, started_s: float) -> None:
         """Run `most_at_once` clients, each with one request at a time, until no request is left."""
-        talks = self._load.conversations
-        n_turns = 1 if talks is None else talks.n_turns
-        waiting = deque(range(0, len(self._load.requests), n_turns))
+        waiting = deque(range(len(self._load.requests)))
 
         async def client() -> None:
             while waiting and not self._is_late(started_s):
-                first = waiting.popleft()
-                if talks is not None:
-                    await self._talk(talks, first, started_s)
-                    continue
-                outcome = await self._one(first)
+                outcome = await self._one(waiting.popleft())
                 if outcome.failure is not None and waiting and self._load.heeds_refusals:
                     await asyncio.sleep(min(outcome.retry_after_s or AFTER_FAILURE_S, MOST_WAIT_S))
 
@@ -138,31 +130,12 @@ class _Running:
         duration_s = self._load.duration_s
         return duration_s is not None and time.perf_counter() - started_s > duration_s
 
-    async def _talk(self, talks: TurnByTurn, first: int, started_s: float) -> None:
-        """A conversation, turn by turn, until one fails or the context ends."""
-        requests = self._load.requests[first : first + talks.n_turns]
-        talk = talks.begin(self._load.first_index + first)
-        for turn, request in enumerate(requests):
-            said = talk.next_turn(request)
-            if said is None or self._is_late(started_s):
-                return
-            body = self._client.target.body_of(said, request.output_tokens)
-            outcome = await self._sent(body, request)
-            outcome.turn = turn
-            if outcome.failure is not None:
-                await asyncio.sleep(min(outcome.retry_after_s or AFTER_FAILURE_S, MOST_WAIT_S))
-                return
-            talk.answered(outcome)
-
     async def _one(self, index: int) -> RequestOutcome:
         request = self._load.requests[index]
         prompt = self._load.prompts(
             self._load.first_index + index, request.prompt_tokens, request.blocks, request.block_tokens
         )
         body = self._client.target.body(prompt, request.output_tokens)
-        return await self._sent(body, request, index)
-
-    async def _sent(self, body: bytes, request: RequestLengths, number: int = 0) -> RequestOutcome:
         begun_s = time.perf_counter()
         try:
             outcome = await self._client.send(
@@ -175,7 +148,7 @@ class _Running:
                 )
             )
             raise
-        outcome.number = number
+        outcome.number = index
         self.outcomes.append(outcome)
         if self._observe(outcome):
             self._stop.set()

@@ -18,7 +18,7 @@ from phasewise.loadtest.arrivals import LatencySlo, RequestPace
 from phasewise.loadtest.client import LoadClient, LoadTestError, Target, open_client
 from phasewise.loadtest.metrics import Measured, attainment, is_kept, kept_promises, most_missed
 from phasewise.loadtest.outcome import RequestOutcome
-from phasewise.loadtest.prompts import Prompts, TextPrompts, TurnByTurn, calibrated
+from phasewise.loadtest.prompts import Prompts, calibrated
 from phasewise.loadtest.rate_search import RateSearch, find_rate
 from phasewise.loadtest.send import Observe, RequestLoad, run_load
 from phasewise.tuner.config.lengths import RequestLengths, Trace
@@ -64,10 +64,6 @@ class LoadTest:
     """
     may_use_ids: bool = True
     keeps_text: bool = False
-    turns: int = 1
-    """Turns of a conversation: each sends the text so far, the server's answers in it, and its own."""
-    shared_prefix: int = 0
-    """Tokens that all conversations begin with."""
     n_offline: int | None = None
     """Before the search, as many clients that wait for their answers tell the rate without promises."""
 
@@ -132,18 +128,18 @@ def run_load_test(
 
 async def _run(test: LoadTest, report: Report, progress: OpenProgress) -> LoadReport:
     stop = asyncio.Event()
-    async with open_client(test.target, keeps_text=test.keeps_text or test.turns > 1) as client:
+    async with open_client(test.target, keeps_text=test.keeps_text) as client:
         client, context = await _with_model(client)
         requests = _fitting(test.requests, context, report)
         test = replace(test, target=client.target, requests=requests)
-        may_use_ids = test.may_use_ids and not test.target.is_chat and test.turns == 1
+        may_use_ids = test.may_use_ids and not test.target.is_chat
         prompts = await calibrated(client.count_prompt, test.prompts_seed, may_use_ids=may_use_ids)
         report(f"{client.target.model} at {client.target.url}: {prompts.describe()}")
         session = _Session(client, test, prompts, stop, report, progress)
         with stopping_at_interrupt(stop, report):
             await session.warm_up()
             if test.search is None:
-                return await session.measure(context)
+                return await session.measure()
             offline = None if test.n_offline is None else await session.offline(test.n_offline)
             report_of = await session.search(_starting(test.search, offline))
             return replace(report_of, offline=offline)
@@ -215,13 +211,10 @@ class _Session:
         await asyncio.sleep(SETTLE_S)
         return measured
 
-    async def measure(self, context: int | None) -> LoadReport:
-        """One load at the pace of the test. context: of the model, if known."""
+    async def measure(self) -> LoadReport:
+        """One load at the pace of the test."""
         test = self.test
         load = RequestLoad(test.requests, test.pace, self.prompts, test.seed, duration_s=test.duration_s)
-        if test.turns > 1:
-            assert isinstance(self.prompts, TextPrompts)
-            load.conversations = TurnByTurn(self.prompts, test.turns, test.shared_prefix, context)
         before = await self.client.energy()
         with self.progress(len(test.requests)) as observe:
             measured = await run_load(self.client, load, self.stop, observe)

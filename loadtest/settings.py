@@ -7,27 +7,15 @@ from pathlib import Path
 from typing import Literal
 
 from phasewise._options import option
-from phasewise.loadtest.arrivals import Arrivals
-
-DAILY = (
-    "send a day of requests: diurnal:MEAN,PEAK in requests/s, or a file with a rate for each part of the day"
-)
-DAY = "with --daily: how long the day takes, in seconds"
 
 
 @dataclass(frozen=True)
 class SendingTimes:
-    """The times of requests: at a rate, at a trace's arrivals, by a day's curve, or by clients that wait."""
+    """The times of requests: at a rate, at a trace's arrivals, or by clients that wait."""
 
     PANEL = "When"
 
     rate: float | None = option(None, "requests a second", min=1e-3, max=1e5)
-    arrivals: Arrivals = option(
-        Arrivals.poisson, "distribution of the intervals between requests at --rate", config_only=True
-    )
-    burstiness: float = option(
-        1.0, "shape of gamma arrivals; 1: Poisson", min=1e-3, max=1e3, config_only=True
-    )
     concurrency: int | None = option(
         None,
         "clients that each wait for their answer; with --rate or --trace: most requests in flight",
@@ -49,8 +37,6 @@ class SendingTimes:
     duration_s: float | None = option(
         None, "send no request after S seconds", "--duration", metavar="S", min=0.001
     )
-    daily: str | None = option(None, DAILY, metavar="CURVE")
-    day_s: float = option(240.0, DAY, "--day", metavar="S", min=1.0)
 
 
 @dataclass(frozen=True)
@@ -75,13 +61,6 @@ class SentLengths:
         metavar="DIST",
     )
     length_scale: float = option(1.0, "factor of all lengths", min=1e-4, max=1e4)
-    turns: int = option(
-        1,
-        "turns of a conversation: each prompt is all that was said before, answers too, and its own words",
-        min=1,
-        max=1000,
-    )
-    shared_prefix: int = option(0, "tokens that all conversations begin with", min=0, max=1 << 20)
     warmup: int = option(2, "requests sent first and not counted", min=0, max=10_000)
     seed: int | None = option(
         None,
@@ -172,8 +151,6 @@ class EmbedLoad:
     rate: float | None = option(
         None, "send requests at this rate instead, requests/s, at random (Poisson)", min=0.01
     )
-    daily: str | None = option(None, DAILY, metavar="CURVE")
-    day_s: float = option(240.0, DAY, "--day", metavar="S", min=1.0)
     slo: str | None = option(None, "promised time of an answer, e.g. 1s or 0.5s", metavar="TIME")
     find: bool = option(
         False,
@@ -182,4 +159,4 @@ class EmbedLoad:
     )
     encoding: str = option("float", "form of the vectors: float or base64")
     api_key: str | None = option(None, "key that requests carry", envvar="PHASEWISE_API_KEY", repr=False)
-    seed: int = option(0, "seed of lengths, words and arrivals")
+    seed: int = option(0, "seed of lengths, words and arrivals", min=0)

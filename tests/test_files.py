@@ -349,7 +349,6 @@ OTHER_READERS = {
     "kerneldb.connect": "a copy of a database, once SQLite has made it",
     "kerneldb.reference_build": "a file of the package",
     "kerneldb.shipped": "a file of the package",
-    "loadtest.embed": "the machine's own figures, in /proc and /sys",
     "phasewise._files": "the readers",
     "serving.http.routes.page_routes": "a file of the package",
     "serving.loaders.formats.model_directory": "names alone: nothing is opened",

@@ -16,7 +16,6 @@ from phasewise.ir.operations import (
     decayed,
     unary,
 )
-from phasewise.ir.raising.complex_numbers import is_complex
 from phasewise.ir.raising.parse_compound import APART, CompoundValues
 from phasewise.ir.raising.parse_source import Source, described_node, is_const_node, needed
 from phasewise.ir.raising.preprocess import Expanded, guess_isa, preprocess, read_source
@@ -128,7 +127,6 @@ class _Body(CompoundValues):
         source = self.source
         declarator = node.child_by_field_name("declarator")
         is_const = is_const_node(node)
-        self.body_text = source.text(node)
         self.result = source.type_of(node.child_by_field_name("type"), node)
         while declarator is not None and declarator.type != "function_declarator":
             if declarator.type == "pointer_declarator":
@@ -137,14 +135,14 @@ class _Body(CompoundValues):
         if declarator is None:
             raise source.refuse(node, "no function of the subset")
         if isinstance(self.result, Struct):
-            raise source.refuse(node, "a result that is a struct or a complex number is not in the subset")
+            raise source.refuse(node, "a result that is a struct is not in the subset")
         args = []
         parameters = declarator.child_by_field_name("parameters")
         for child in parameters.named_children if parameters else ():
             args += self._argument(child)
         body = node.child_by_field_name("body")
         assert body is not None
-        statements = (*self._arguments_in_memory(source.line(node)), *self.block(body))
+        statements = self.block(body)
         return ir.FunctionDefinition(
             name=self.name,
             args=tuple(args),
@@ -172,8 +170,6 @@ class _Body(CompoundValues):
         is_by_value = isinstance(of, Array) and isinstance(of.of, Vec) and declarator.type == "identifier"
         if isinstance(of, Array) and not is_by_value:
             of = Pointer(of.of, is_const_node(node))
-        if is_complex(of):
-            return [(part.name, part.type) for part in self._new_pair(name, of)]
         if isinstance(of, Struct):
             raise self._refuse(node, f"argument `{name}` is a struct, not a pointer to one")
         self._note(of)
@@ -290,10 +286,6 @@ class _Body(CompoundValues):
             name, of, value = self.source.declared(base, declarator, is_const)
             if isinstance(of, Array) and isinstance(of.of, Vec) and value is not None:
                 statements += self._registers_declared(name, of, value, line, declarator)
-            elif is_complex(of):
-                statements += self._complex_declared(name, of, value, line)
-            elif isinstance(of, Array) and is_complex(of.of) and value is not None:
-                statements += self._complex_listed(name, of, value, line, declarator)
             else:
                 statements.append(self._declared(name, of, value, line, is_const, declarator))
         return statements
@@ -428,7 +420,7 @@ class _Body(CompoundValues):
         before: list[ir.Stmt] = []
         op = self._text(needed(node, "operator"))
         target = self.expr(needed(node, "left"))
-        if not isinstance(target, ir.Var | ir.Index | ir.Member) and not is_complex(target.type):
+        if not isinstance(target, ir.Var | ir.Index | ir.Member):
             raise self._refuse(node, f"{self._quoted(node)} assigns to what is no variable")
         if op == "=" and right.type == "assignment_expression":
             before = self._effect(right)
@@ -439,8 +431,6 @@ class _Body(CompoundValues):
         if op != "=":
             value = self._operated(op[:-1], target, value, node)
         value = self._convert(value, target.type, node)
-        if is_complex(target.type):
-            return [*before, *self._complex_assigned(target, value, line)]
         return [*before, ir.Assign(target, value, line)]
 
 

@@ -1,4 +1,4 @@
-"""Values of several parts: complex numbers, NEON's sets of registers, lists of lanes."""
+"""Values of several parts: NEON's sets of registers, lists of lanes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from tree_sitter import Node
 
 from phasewise.ir import nodes as ir
 from phasewise.ir.operations import binary
-from phasewise.ir.raising import complex_numbers
 from phasewise.ir.raising.parse_expressions import SourceExpressions
-from phasewise.ir.types import Array, Type, Vec
+from phasewise.ir.types import Array, Vec
 
 APART = re.compile(r"v(ld|st)([24])(q?)_([suf](?:8|16|32|64))")
 _MIXED = re.compile(r"v(zip|uzp|trn)q_([suf](?:8|16|32|64))")
@@ -19,65 +18,6 @@ _MIXED = re.compile(r"v(zip|uzp|trn)q_([suf](?:8|16|32|64))")
 
 class CompoundValues(SourceExpressions):
     """Declares, loads and stores them part by part."""
-
-    def _complex_declared(self, name: str, of: Type, value: Node | None, line: int) -> list[ir.Stmt]:
-        """Declare a complex variable: two variables; an array of one number where the source takes the
-        address."""
-        init = None if value is None else complex_numbers.parts(self._converted(value, of))
-        if self._is_addressed(name):
-            return self._in_memory(name, of, complex_numbers.pair(*init) if init else None, line)
-        numbers = self._new_pair(name, of)
-        return [
-            ir.Declare(number.name, number.type, part, line)
-            for number, part in zip(numbers, init or (None, None), strict=True)
-        ]
-
-    def _is_addressed(self, name: str) -> bool:
-        return re.search(rf"&\s*{name}\b", self.body_text) is not None
-
-    def _in_memory(self, name: str, of: Type, value: ir.Expr | None, line: int) -> list[ir.Stmt]:
-        """Declare a complex variable as an array of one number."""
-        self._note(of)
-        array = self._new(name, Array(of, 1))
-        place = ir.Index(of, array, ir.integer(0))
-        self.scopes[-1][name] = place
-        assigned = [] if value is None else self._complex_assigned(place, value, line)
-        return [ir.Declare(array.name, array.type, None, line), *assigned]
-
-    def _arguments_in_memory(self, line: int) -> list[ir.Stmt]:
-        """Declare arrays for complex arguments whose address the source takes."""
-        given = [(name, e) for name, e in self.scopes[-1].items() if complex_numbers.is_complex(e.type)]
-        copied = [self._in_memory(name, e.type, e, line) for name, e in given if self._is_addressed(name)]
-        return [statement for each in copied for statement in each]
-
-    def _complex_listed(
-        self, name: str, of: Array, value: Node, line: int, declarator: Node
-    ) -> list[ir.Stmt]:
-        listed = [self._converted(child, of.of) for child in value.named_children if child.type != "comment"]
-        of = Array(of.of, of.count or len(listed))
-        if value.type != "initializer_list" or len(listed) > of.count:
-            raise self._refuse(declarator, f"the values of `{name}` are not in the subset")
-        declared = self._array(name, of, None, line, False, declarator)
-        zero = ir.zero(complex_numbers.element_of(of.of))
-        listed += [complex_numbers.pair(zero, zero)] * (of.count - len(listed))
-        places = [ir.Index(of.of, ir.Var(of, declared.name), ir.integer(i)) for i in range(of.count)]
-        assigned = [self._complex_assigned(to, e, line) for to, e in zip(places, listed, strict=True)]
-        return [declared, *(statement for both in assigned for statement in both)]
-
-    def _complex_assigned(self, target: ir.Expr, value: ir.Expr, line: int) -> list[ir.Stmt]:
-        """Assign both parts of a complex number; the second one is kept first where the assignment of the
-        first may change it."""
-        (to_re, to_im), (re_, im) = complex_numbers.parts(target), complex_numbers.parts(value)
-        is_memory = any(isinstance(node, ir.Index | ir.Member) for node in ir.walk(im))
-        may_change = to_re.name in ir.used(im) if isinstance(to_re, ir.Var) else is_memory
-        if not may_change:
-            return [ir.Assign(to_re, re_, line), ir.Assign(to_im, im, line)]
-        kept = ir.Var(im.type, self._unique("imaginary"))
-        return [
-            ir.Declare(kept.name, kept.type, im, line),
-            ir.Assign(to_re, re_, line),
-            ir.Assign(to_im, kept, line),
-        ]
 
     def _registers_declared(
         self, name: str, of: Array, value: Node, line: int, declarator: Node

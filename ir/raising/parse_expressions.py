@@ -27,8 +27,6 @@ from phasewise.ir.operations import (
     integer_result,
     unary,
 )
-from phasewise.ir.raising import complex_numbers
-from phasewise.ir.raising.complex_numbers import is_complex
 from phasewise.ir.raising.intrinsics_neon import NEON_ELEMS
 from phasewise.ir.raising.parse_source import Source, described_node, is_const_node, needed
 from phasewise.ir.types import (
@@ -68,7 +66,6 @@ class SourceExpressions:
         self.structs: dict[str, Struct] = {}
         self.tables: dict[str, ir.Declare] = {}
         self.result: Type = VOID
-        self.body_text = ""
         self._after: list[ir.Stmt] | None = None
         """Statements of `i++` to be done after the statement at hand; None: `i++` may not be there."""
 
@@ -106,13 +103,6 @@ class SourceExpressions:
         self.scopes[-1][name] = variable
         return variable
 
-    def _new_pair(self, name: str, of: Type) -> tuple[ir.Var, ir.Var]:
-        """Make the variables of a complex variable: two of numbers."""
-        elem = complex_numbers.element_of(of)
-        re, im = (ir.Var(elem, self._unique(f"{name}_{part}")) for part in ("re", "im"))
-        self.scopes[-1][name] = complex_numbers.pair(re, im)
-        return re, im
-
     def _unique(self, name: str) -> str:
         plain = f"{name.lower()}_" if name in _TAKEN_BY_TEXT or _LIKE_A_PARAMETER.fullmatch(name) else name
         unique, n = plain, 1
@@ -139,7 +129,7 @@ class SourceExpressions:
             of = Array(of.of, len(values) // inner)
         n_all = of.size // innermost(of).size
         self._note(of)
-        if not isinstance(innermost(of), Scalar) and not isinstance(of.of, Vec) and not is_complex(of.of):
+        if not isinstance(innermost(of), Scalar) and not isinstance(of.of, Vec):
             raise self._refuse(declarator, f"`{name}`: arrays of {spelled(of.of)} are not in the subset")
         if len(values) > n_all:
             raise self._refuse(declarator, f"`{name}` has {counted(n_all, 'element')}, not {len(values)}")
@@ -173,8 +163,6 @@ class SourceExpressions:
 
     def _convert(self, value: ir.Expr, to: Type, node: Node) -> ir.Expr:
         """A value converted to a type as C does it without a cast."""
-        if is_complex(value.type) or is_complex(to):
-            return self._typed(lambda: complex_numbers.converted(value, to), node)
         if value.type == to:
             return value
         if _is_mask(to) and isinstance(value, ir.Const):
@@ -271,8 +259,6 @@ class SourceExpressions:
 
     def _identifier(self, node: Node) -> ir.Expr:
         name = self._text(node)
-        if name == complex_numbers.IMAGINARY_UNIT:
-            return complex_numbers.imaginary_unit()
         variable = self._look_up(name)
         if variable is not None:
             return variable
@@ -317,8 +303,6 @@ class SourceExpressions:
         is_of_masks = a.type == b.type and _is_mask(a.type) and op in "&|^"
         if not is_of_masks and (isinstance(a.type, Vec) or isinstance(b.type, Vec)):
             raise self._refuse(node, f"{op} between registers; write the intrinsic")
-        if is_complex(a.type) or is_complex(b.type):
-            return self._typed(lambda: complex_numbers.operated(op, a, b), node)
         return self._typed(lambda: binary(op, a, b), node)
 
     def _unary(self, node: Node) -> ir.Expr:
@@ -328,8 +312,6 @@ class SourceExpressions:
             return a
         if isinstance(a.type, Vec) and not (_is_mask(a.type) and op == "~"):
             raise self._refuse(node, f"{op} of a register; write the intrinsic")
-        if is_complex(a.type):
-            return self._typed(lambda: complex_numbers.negated(op, a), node)
         operation = self._typed(lambda: unary(op, a), node)
         if isinstance(a, ir.Const) and isinstance(operation.type, Scalar):
             value = {"-": -a.value, "!": int(not a.value)}.get(op)
@@ -345,7 +327,7 @@ class SourceExpressions:
         given = decayed(value.type)
         if to == VOID:
             return value
-        if is_complex(to) or is_complex(given) or _is_mask(to):
+        if _is_mask(to):
             return self._convert(value, to, node)
         if isinstance(to, Scalar) and isinstance(given, Scalar):
             return (
@@ -401,8 +383,6 @@ class SourceExpressions:
             return self._element(a, ir.integer(0), node)
         if isinstance(a, ir.Index) and isinstance(a.type, Scalar | Struct):
             return self._typed(lambda: binary("+", a.base, a.index), node)
-        if is_complex(a.type):
-            raise self._refuse(node, f"the address of the complex variable {self._quoted(node)}")
         return ir.AddressOf(Pointer(a.type), a)
 
     def _field(self, node: Node) -> ir.Expr:
@@ -442,11 +422,7 @@ class SourceExpressions:
             return ir.CallExpression(intrinsic.result, name, tuple(args))
         if name in _ABS:
             return self._absolute(args[0], node)
-        if name.startswith("__generic_"):
-            name = self._of_its_type(name.removeprefix("__generic_"), args, node)
         library = name.removeprefix("__builtin_")
-        if library in complex_numbers.FUNCTIONS:
-            return self._typed(lambda: complex_numbers.function_of(library, args), node)
         if library in _CLASSES and len(args) == 1:
             return self._typed(lambda: _CLASSES[library](args[0]), node)
         if library in LIBRARY:
@@ -463,22 +439,11 @@ class SourceExpressions:
             raise self._refuse(node, f"intrinsic `{name}` is not in the table of {self.source.expanded.isa}")
         raise self._refuse(node, f"`{name}` is not defined here")
 
-    def _of_its_type(self, name: str, args: list[ir.Expr], node: Node) -> str:
-        """The call of the function that <tgmath.h> chooses for these arguments: of float32, where all of them
-        are."""
-        elements = [complex_numbers.element_of(arg.type) for arg in args if is_complex(arg.type)]
-        if elements and f"{name}f" in complex_numbers.FUNCTIONS and set(elements) == {F32}:
-            return f"{name}f"
-        if elements:
-            raise self._refuse(node, f"`{name}` of a complex number is not in the subset")
-        return f"{name}f" if all(arg.type == F32 for arg in args) else name
-
     def _absolute(self, a: ir.Expr, node: Node) -> ir.Expr:
         return ir.Ternary(a.type, self._typed(lambda: binary("<", a, ir.integer(0)), node), unary("-", a), a)
 
     def _helper(self, name: str, args: list[ir.Expr], node: Node) -> ir.Expr:
         helper = self.source.function(name)
-        args = complex_numbers.flat(args)
         if len(args) != len(helper.args):
             raise self._refuse(
                 node, f"`{name}` takes {counted(len(helper.args), 'argument')}, not {len(args)}"

@@ -137,22 +137,8 @@ _INTRINSICS = """#pragma once
 #define _CMP_GE_OQ 29
 #define _CMP_GT_OQ 30
 """
-_GENERIC = """sqrt fabs floor ceil exp log pow sin cos tan tanh sinh cosh asin acos atan atan2 log2 log10
-exp2 rint nearbyint trunc round fma fmax fmin copysign fmod hypot log1p expm1 lrint llrint
-conj creal cimag cabs carg"""
-"""Functions that <tgmath.h> chooses by the types of their arguments."""
-_COMPLEX_HEADER = """#define _Complex_I __imaginary_unit
-#define CMPLXF(x, y) __builtin_complex((float)(x), (float)(y))
-#define CMPLX(x, y) __builtin_complex((double)(x), (double)(y))
-"""
-_OWN = {
-    "complex": _COMPLEX_HEADER,
-    "tgmath": _COMPLEX_HEADER
-    + "".join(f"#define {name}(...) __generic_{name}(__VA_ARGS__)\n" for name in _GENERIC.split()),
-}
-"""Definitions that single headers have beside those of all."""
-_SYSTEM = """assert complex ctype errno fenv float inttypes limits locale malloc math memory pthread setjmp
-signal stdalign stdarg stdatomic stdbool stddef stdint stdio stdlib string strings tgmath time uchar wchar
+_SYSTEM = """assert ctype errno fenv float inttypes limits locale malloc math memory pthread setjmp
+signal stdalign stdarg stdatomic stdbool stddef stdint stdio stdlib string strings time uchar wchar
 unistd fcntl sched sys/mman sys/types sys/stat sys/time"""
 _X86_HEADERS = """immintrin x86intrin xmmintrin emmintrin pmmintrin tmmintrin smmintrin nmmintrin
 avxintrin avx2intrin"""
@@ -222,7 +208,7 @@ def _write_headers(folder: Path) -> None:
     for name in _SYSTEM.split():
         file = folder / f"{name}.h"
         file.parent.mkdir(exist_ok=True)
-        file.write_text(_COMMON + _OWN.get(name, ""))
+        file.write_text(_COMMON)
     for name in _X86_HEADERS.split():
         (folder / f"{name}.h").write_text(_INTRINSICS)
     (folder / "arm_neon.h").write_text("#pragma once\n")
@@ -260,7 +246,7 @@ def _with_places(text: str, path: str, isa: str) -> Expanded:
         lines.append(line)
         places.append(SourcePlace(file, number))
         number += 1
-    return Expanded(_unambiguous(_with_complex("\n".join(lines))), tuple(places), isa)
+    return Expanded(_unambiguous("\n".join(lines)), tuple(places), isa)
 
 
 _TYPE_WORDS = frozenset(
@@ -273,7 +259,7 @@ _PERHAPS_A_CAST = re.compile(
 
 
 def _unambiguous(text: str) -> str:
-    """The text in which the sign of `(x) + y` and `(__real__(x)) + y` is within the parentheses, since the
+    """The text in which the sign of `(x) + y` is within the parentheses, since the
     grammar, which knows no types, would take them for casts."""
     types = _TYPE_WORDS | set(_TYPEDEF.findall(text))
 
@@ -282,17 +268,4 @@ def _unambiguous(text: str) -> str:
         is_type = name in types or name.endswith("_t") or name.startswith("__m")
         return match[0] if is_type else f"(+{match[1]})"
 
-    text = re.sub(r"\b(?=__(?:real|imag)__\s*\()", "+", text)
     return _PERHAPS_A_CAST.sub(signed, text)
-
-
-_COMPLEX = re.compile(r"\b(?:long\s+)?(char|short|int|long|float|double)\s+(?:_Complex|complex)\b")
-_COMPLEX_FIRST = re.compile(r"\b(?:_Complex|complex)\s+(float|double)\b")
-
-
-def _with_complex(text: str) -> str:
-    """The text with complex types as pairs, which they are in memory."""
-    text = _COMPLEX_FIRST.sub(r"\1 _Complex", text)
-    names = sorted({match[1] for match in _COMPLEX.finditer(text)})
-    pairs = "".join(f"struct complex_{name} {{ {name} re; {name} im; }}; " for name in names)
-    return pairs + _COMPLEX.sub(r"struct complex_\1", text)

@@ -17,7 +17,6 @@ from phasewise.ir import nodes as ir
 from phasewise.ir.builders import Intrinsic, pointer_to, target
 from phasewise.ir.errors import SourceError
 from phasewise.ir.operations import (
-    COMPLEX,
     LIBRARY,
     LIBRARY_F64,
     Mistyped,
@@ -379,7 +378,7 @@ class _Raiser:
             if isinstance(inner, ir.AddressOf) and isinstance(e.type, Vec) and inner.a.type == e.type.elem:
                 return call("splat", (self.expr(inner.a),), (e.type.lanes,))
         args = tuple(self.expr(arg) for arg in e.args)
-        if e.name in LIBRARY or e.name in COMPLEX or e.name in LIBRARY_F64:
+        if e.name in LIBRARY or e.name in LIBRARY_F64:
             return call(e.name, args)
         intrinsic = self._table[e.name]
         if e.name.startswith("vqtbl1q_") and is_below_16(ir.Substitute(self._constants).expr(args[1])):

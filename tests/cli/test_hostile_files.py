@@ -65,8 +65,6 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "provision TRACE": ("provision", "FILE", "--rate", "1", "--slo", "table6"),
     "provision --embeddings": ("provision", "diurnal:2,6", "--slo", "1s", "--embeddings", "FILE"),
     "provision DAY": ("provision", "FILE", "--slo", "1s", "--embeddings", "EMBEDS"),
-    "bench embed --daily": ("bench", "embed", "http://127.0.0.1:9", "--daily", "FILE"),
-    "bench serve --daily": ("bench", "serve", "http://127.0.0.1:9", "--daily", "FILE"),
     "provision --machines": ("provision", "TRACE", "--rate", "1", "--machines", "FILE"),
     "tune-config --trace": (*MODELLED, "--trace", "FILE"),
     "tune-config --hidden": (*MODELLED, "--hidden", "FILE"),

@@ -162,11 +162,9 @@ HANDED = {
         "phasewise.loadtest.session.run_load_test",
         [
             "http://127.0.0.1:9",
-            *["--rate", "3", "--arrivals", "gamma", "--slo", "ttft=1s", "--find-rate", "--seed", "1"],
+            *["--rate", "3", "--slo", "ttft=1s", "--find-rate", "--seed", "1"],
         ],
         {
-            "--arrivals": ["--arrivals", "constant"],
-            "--burstiness": ["--burstiness", "3"],
             "--length-scale": ["--length-scale", "2"],
             "--slo-scale": ["--slo-scale", "2"],
             "--votes": ["--votes", "5"],

@@ -89,7 +89,6 @@ WALK = (
     Step("bench kv", f"{TRACE} -n 40 --model m.gguf --memory 8M"),
     Step("bench serve", "URL --requests 4 --concurrency 2 --input-len 8 --output-len 4"),
     Step("bench embed", "EMBEDDING_URL -n 4 -c 2 --lengths 3:6"),
-    Step("bench embed", "EMBEDDING_URL --daily diurnal:10,30 --day 2 --lengths 3:6 --slo 9s"),
     Step("simulate", f"{TRACE} --pools prompt=2*h100,token=1*a100 --rate 4 --duration 10"),
     Step("provision", f"{TRACE} --rate 4 --duration 10"),
     Step("predict-len collect", "m.gguf prompts.txt -o log.jsonl --max-tokens 4"),

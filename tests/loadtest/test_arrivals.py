@@ -12,18 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phasewise.loadtest.arrivals import (
-    Arrivals,
     LatencySlo,
     RequestPace,
-    gamma_arrivals_s,
     instants_of,
     parse_slo,
+    poisson_arrivals_s,
     repeated,
     scaled,
 )
-from phasewise.loadtest.assemble import load_test_of
-from phasewise.loadtest.settings import Asking, Promises, SendingTimes, SentLengths
-from phasewise.tuner.config.day import day_curve
 from phasewise.tuner.config.lengths import RequestLengths
 from phasewise.tuner.config.trace import read_trace
 from phasewise.tuner.errors import TraceError
@@ -38,15 +34,12 @@ MOONCAKE = '{"timestamp": 500, "input_length": 40, "output_length": 4}\n' * 2
 
 @given(
     rate=st.floats(0.01, 1000),
-    burstiness=st.floats(0.1, 100),
     count=st.integers(1, 200),
     seed=st.integers(0, 1 << 30),
 )
-def test_arrivals_ascend_and_end_when_the_rate_says(
-    rate: float, burstiness: float, count: int, seed: int
-) -> None:
+def test_arrivals_ascend_and_end_when_the_rate_says(rate: float, count: int, seed: int) -> None:
     """However short a run is, its rate is the one asked for."""
-    instants_s = gamma_arrivals_s(rate, burstiness, count, random.Random(seed))
+    instants_s = poisson_arrivals_s(rate, count, random.Random(seed))
 
     assert len(instants_s) == count
     assert all(before <= after for before, after in pairwise(instants_s))
@@ -54,22 +47,14 @@ def test_arrivals_ascend_and_end_when_the_rate_says(
     assert instants_s[-1] == pytest.approx(count / rate)
 
 
-@pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
-def test_gaps_have_the_spread_of_their_burstiness(burstiness: float) -> None:
-    """A gamma of shape B has a coefficient of variation of 1 / sqrt(B); a Poisson process has 1."""
-    instants_s = RequestPace(20.0, Arrivals.gamma, burstiness).arrivals_s(20_000, 3)
+def test_gaps_have_the_spread_of_a_poisson_process() -> None:
+    """A coefficient of variation of 1."""
+    instants_s = RequestPace(20.0).arrivals_s(20_000, 3)
     gaps_s = [after - before for before, after in pairwise(instants_s)]
 
     mean_s = statistics.fmean(gaps_s)
     assert mean_s == pytest.approx(1 / 20, rel=0.03)
-    assert statistics.pstdev(gaps_s) / mean_s == pytest.approx(burstiness**-0.5, rel=0.05)
-
-
-def test_poisson_is_gamma_of_one_and_constant_has_no_spread() -> None:
-    poisson = RequestPace(5.0, Arrivals.poisson, burstiness=7.0).arrivals_s(50, 1)
-
-    assert poisson == RequestPace(5.0, Arrivals.gamma, 1.0).arrivals_s(50, 1)
-    assert RequestPace(5.0, Arrivals.constant).arrivals_s(4, 1) == pytest.approx([0.0, 0.2, 0.4, 0.6])
+    assert statistics.pstdev(gaps_s) / mean_s == pytest.approx(1.0, rel=0.05)
 
 
 def test_the_same_seed_draws_the_same_arrivals() -> None:
@@ -134,16 +119,3 @@ def test_promises_are_read_and_scaled() -> None:
 def test_promises_without_meaning_are_refused(text: str) -> None:
     with pytest.raises(TraceError, match="SLO"):
         parse_slo(text)
-
-
-def test_a_day_sends_what_its_curve_says_with_lengths_of_a_trace(tmp_path: Path) -> None:
-    """As many requests as the day has, whose lengths go round; `arrivals` says that it is a day."""
-    (tmp_path / "azure.csv").write_text(AZURE)
-    times = SendingTimes(daily="diurnal:3,9", day_s=20.0, trace=tmp_path / "azure.csv")
-
-    test = load_test_of("http://127.0.0.1:9", "m", times, SentLengths(seed=5), Asking(), Promises())
-
-    assert test.pace.instants_s == day_curve("diurnal:3,9").arrivals_s(20.0, 5)
-    assert len(test.requests) == len(test.pace.instants_s) > 3
-    assert test.pace.origin == "day"
-    assert [request.prompt_tokens for request in test.requests[:4]] == [100, 300, 200, 100]

@@ -1,4 +1,4 @@
-"""Prompts that begin alike: a trace's blocks, and turns of conversations; and what is said of them."""
+"""Prompts that begin alike, as a trace's blocks say, and what is said of them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 
 from phasewise.loadtest.arrivals import scaled
 from phasewise.loadtest.assemble import load_test_of
-from phasewise.loadtest.metrics import hit_rate, hit_rates_by_turn
+from phasewise.loadtest.metrics import hit_rate
 from phasewise.loadtest.outcome import FailureKind, RequestOutcome
-from phasewise.loadtest.prompts import IdPrompts, TextPrompts, TurnByTurn
+from phasewise.loadtest.prompts import IdPrompts, TextPrompts
 from phasewise.loadtest.report_json import fields_of
 from phasewise.loadtest.session import LoadReport, run_load_test
 from phasewise.loadtest.settings import Asking, Promises, SendingTimes, SentLengths
-from phasewise.tuner.config.lengths import RequestLengths
 from phasewise.tuner.config.trace_files import read_trace
 from phasewise.tuner.errors import TraceError
 from tests.support.servers.fake_server import fake_server
@@ -76,61 +75,21 @@ def test_a_mooncake_trace_says_which_prompts_begin_alike(tmp_path: Path) -> None
             read_trace(path)
 
 
-@given(st.integers(0, 50), st.lists(st.integers(1, 30), min_size=2, max_size=6))
-def test_a_turn_says_all_that_was_said_before(shared: int, lengths: list[int]) -> None:
-    kind = TurnByTurn(TextPrompts(1), len(lengths), shared)
-    conversation, other = kind.begin(0), kind.begin(100)
-    said: list[str] = []
-    for index, n_tokens in enumerate(lengths):
-        request = RequestLengths(n_tokens, 4)
-        turns, others = conversation.next_turn(request), other.next_turn(request)
-        assert turns is not None
-        assert others is not None
-        assert turns[:-1] == said
-        assert len(turns[-1].split()) == n_tokens + (shared if not index else 0)
-        assert common(turns[0].split(), others[0].split()) >= shared
-        for talk in (conversation, other):
-            talk.answered(RequestOutcome(0.0, 10, 4, text=f" answer {index}"))
-        said = [*turns, f" answer {index}"]
-
-
-def test_a_conversation_ends_before_the_context_does() -> None:
-    talk = TurnByTurn(TextPrompts(1), 5, context=100).begin(0)
-    assert talk.next_turn(RequestLengths(30, 10)) is not None
-    talk.answered(RequestOutcome(0.0, 30, 10))
-    assert talk.next_turn(RequestLengths(50, 10)) is not None
-    talk.answered(RequestOutcome(0.0, 90, 5))
-    assert talk.next_turn(RequestLengths(3, 3)) is None
-
-
 def test_hit_rates_count_tokens_of_what_was_answered_and_told() -> None:
     outcomes = [
         RequestOutcome(0, 100, cached_tokens=0),
-        RequestOutcome(0, 300, cached_tokens=150, turn=1),
-        RequestOutcome(0, 50, turn=1),
+        RequestOutcome(0, 300, cached_tokens=150),
+        RequestOutcome(0, 50),
         RequestOutcome(0, 50, cached_tokens=50, failure=FailureKind.timeout),
     ]
 
     assert hit_rate(outcomes) == 150 / 400
-    assert hit_rates_by_turn(outcomes) == [0.0, 0.5]
     assert hit_rate(outcomes[2:]) is None
 
 
 def loaded(url: str, lengths: SentLengths, promises: Promises) -> LoadReport:
     times = SendingTimes(concurrency=3)
     return run_load_test(load_test_of(url, "", times, lengths, Asking(ignore_eos=True), promises))
-
-
-def test_a_server_is_asked_in_turns_and_says_what_it_did_not_compute_again() -> None:
-    lengths = SentLengths(requests=12, input_len=20, output_len=6, turns=3, shared_prefix=32, warmup=0)
-    with fake_server(max_sequences=3) as server:
-        fields = fields_of(loaded(server.url, lengths, Promises()))
-
-    rates = fields["cache_hit_rate_by_turn"]
-    assert fields["completed"] == 12
-    assert len(rates) == 3
-    assert all(0 < rate < 1 for rate in rates[1:])
-    assert fields["joules_per_token"] is None
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""A day's curve of queries (WindVE, Fig. 2): so many a second in each part of the day, and arrivals by it.
+"""A day's curve of queries (WindVE, Fig. 2): so many a second in each part of the day.
 
 A curve is drawn, `diurnal:MEAN,PEAK`, or read from a file. The drawn one has its peak in the afternoon and
 nothing twelve hours later: the paper's figure has the form and no numbers.
@@ -7,19 +7,16 @@ nothing twelve hours later: the paper's figure has the form and no numbers.
 from __future__ import annotations
 
 import math
-import random
 import re
 from dataclasses import dataclass
 
 from phasewise._files import read_input
-from phasewise._words import number
 from phasewise.tuner.errors import TraceError
 
 HOURS = 24
 PEAK_HOUR = 15
 MOST_PARTS = 1440
 MOST_RATE = 1e7
-MOST_ARRIVALS = 1_000_000
 MAX_FILE_BYTES = 1 << 20
 
 _DRAWN = re.compile(r"diurnal:([0-9.]{1,12}),([0-9.]{1,12})")
@@ -38,33 +35,6 @@ class DayCurve:
     @property
     def peak(self) -> float:
         return max(self.rates)
-
-    def arrivals_s(self, day_s: float, seed: int) -> list[float]:
-        """The arrivals of one day that lasts `day_s`, as a Poisson process at the curve's rates. TraceError
-        for more than a million, or for none."""
-        if self.mean * day_s > MOST_ARRIVALS:
-            raise TraceError(
-                f"a day of {number(day_s)} s at {number(self.mean, 4)} queries/s has more than "
-                f"{MOST_ARRIVALS} queries: make it shorter, or the rates lower"
-            )
-        rng = random.Random(f"{seed}:day")
-        part_s = day_s / len(self.rates)
-        arrivals_s: list[float] = []
-        left = rng.expovariate(1.0)  # of a process at one a second, until the next arrival
-        for index, rate in enumerate(self.rates):
-            within_s = 0.0
-            while left <= rate * (part_s - within_s):
-                within_s += left / rate
-                arrivals_s.append(index * part_s + within_s)
-                left = rng.expovariate(1.0)
-            left -= rate * (part_s - within_s)
-        if not arrivals_s:
-            raise TraceError(f"no query comes in a day of {number(day_s)} s at these rates")
-        return arrivals_s
-
-    def part_of(self, at_s: float, day_s: float) -> int:
-        """The number of the part of the day in which the instant `at_s` lies."""
-        return min(len(self.rates) - 1, int(at_s / day_s * len(self.rates)))
 
 
 def day_curve(text: str) -> DayCurve:

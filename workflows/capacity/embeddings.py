@@ -3,7 +3,7 @@
 A device answers C queries at once within the promised time where alpha C + beta fits into it (equation 12);
 a machine's concurrency is the sum over its accelerators and, where it helps, its CPU. N is the number of
 queries that come within one promised time: at the day's peak (equation 6), on average (5), or hour by hour.
-The equations know no waiting for a batch that has begun: `bench embed --daily` tells what a server keeps.
+The equations know no waiting for a batch that has begun: `bench embed --rate` tells what a server keeps.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from phasewise._options import parse_budget
-from phasewise._words import NOTHING, counted, number, percent
+from phasewise._words import counted, number, percent
 from phasewise.cli.option_sets import spread
 from phasewise.cli.options import JsonOption
 from phasewise.cli.present import (
@@ -23,14 +23,12 @@ from phasewise.cli.present import (
     say_words,
     write_target,
 )
-from phasewise.cli.tables import RowTable, show
 from phasewise.loadtest.settings import EmbedLoad
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from phasewise.loadtest.client import LoadClient
-    from phasewise.tuner.config.day import DayCurve
 
 
 @spread
@@ -39,7 +37,7 @@ def embed(
     load: EmbedLoad,
     plot: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.svg", help="draw P50 and P99 over clients or the day; -: stdout"),
+        typer.Option(metavar="FILE.svg", help="draw P50 and P99 over clients; -: stdout"),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -49,11 +47,10 @@ def embed(
     $ phasewise bench embed http://127.0.0.1:8000 --find --slo 1s
 
     Each of -c clients waits for its answer before it sends the next request; with --rate requests are sent
-    without waiting, with --daily by a day's curve. --find: the most clients that are answered within --slo.
+    without waiting. --find: the most clients that are answered within --slo.
     """
     from phasewise.loadtest.client import Target, base_of, open_client
     from phasewise.loadtest.embed import find_model
-    from phasewise.tuner.config.day import day_curve
 
     slo_s = None if load.slo is None else parse_budget(load.slo)
     if load.find and slo_s is None:
@@ -63,7 +60,6 @@ def embed(
     owns_stdout(plot, as_json)
     check_target(plot)
     base = base_of(url)
-    curve = None if load.daily is None else day_curve(load.daily)
     name = load.model or asyncio.run(find_model(base, load.api_key))
     target = Target(
         base, name, api_key=load.api_key, fields={"encoding_format": load.encoding}, makes_vectors=True
@@ -73,7 +69,7 @@ def embed(
     async def run() -> dict[str, Any]:
         async with open_client(target) as client:
             await client.send(target.body(texts(1), 0), 0)  # connections, and what a first request costs
-            return await _measured(client, load, texts, curve, slo_s)
+            return await _measured(client, load, texts, slo_s)
 
     report: dict[str, Any] = {"url": base, "model": name, "lengths": load.lengths, "inputs": load.inputs}
     report |= asyncio.run(run())
@@ -90,33 +86,17 @@ async def _measured(
     client: LoadClient,
     load: EmbedLoad,
     texts: Callable[[int], list[str]],
-    curve: DayCurve | None,
     slo_s: float | None,
 ) -> dict[str, Any]:
-    """The most clients within the SLO, a day, a load at the rate, or one for each number of clients."""
+    """The most clients within the SLO, a load at the rate, or one for each number of clients."""
     from phasewise.loadtest.arrivals import RequestPace
-    from phasewise.loadtest.embed import (  # fmt: skip
-        TextBatches,
-        day_of_load,
-        figures,
-        highest_concurrency,
-        send_batches,
-    )
+    from phasewise.loadtest.embed import TextBatches, figures, highest_concurrency, send_batches
 
     if load.find and slo_s is not None:
         most = await highest_concurrency(
             client, texts, slo_s, report=lambda c, s: note(f"{c} at once: {1e3 * s:.0f} ms")
         )
         return {"slo_s": slo_s, "highest_concurrency": most, "loads": []}
-    if curve is not None:
-        instants_s = curve.arrivals_s(load.day_s, load.seed)
-        batches = TextBatches(texts(len(instants_s) * load.inputs), load.inputs)
-        parts = await day_of_load(client, batches, curve, instants_s, load.day_s, slo_s)
-        fields = [
-            {"begin_h": part.begin_h, "rate": part.rate, "cpu_share": part.cpu_share, **vars(part.figures)}
-            for part in parts
-        ]
-        return {"slo_s": slo_s, "day_s": load.day_s, "loads": fields}
     batches = TextBatches(texts(load.requests * load.inputs), load.inputs)
     loads, rate = [], load.rate
     for value in (load.concurrency or [32]) if rate is None else [rate]:
@@ -150,34 +130,8 @@ def _fail_unless_answered(loads: list[dict[str, Any]]) -> None:
 def _say_found(report: dict[str, Any]) -> None:
     if "highest_concurrency" in report:
         say(f"{counted(report['highest_concurrency'], 'query')} at once within {number(report['slo_s'])} s")
-    if "day_s" in report:
-        show(_day_table(report["loads"]))
-        return
     for load in report["loads"]:
         say_words(_line(load))
-
-
-def _day_table(loads: list[dict[str, Any]]) -> RowTable:
-    """A row for each part of the day; CPUs are this machine's, the load generator's work in them."""
-    return RowTable(
-        [
-            {
-                "hour": number(load["begin_h"], 4),
-                "asked/s": f"{load['rate']:.3f}",
-                "sent": load["requests"],
-                "answered": load["ok"],
-                "busy": load["busy"],
-                "failed": load["failed"],
-                **{
-                    f"{p.upper()} ms": f"{load['latency_ms'][p]:.0f}" if load["ok"] else NOTHING
-                    for p in ("p50", "p99")
-                },
-                "in SLO": NOTHING if load["within_slo"] is None else percent(load["within_slo"], 1),
-                "CPU": NOTHING if load["cpu_share"] is None else percent(load["cpu_share"]),
-            }
-            for load in loads
-        ]
-    )
 
 
 def _line(load: dict[str, Any]) -> str:
@@ -205,16 +159,7 @@ def _drawn(loads: list[dict[str, Any]]) -> str:
 
     if not any(load["ok"] for load in loads):
         fail("--plot: no request was answered, so that there are no latencies to draw", 1)
-    is_day = "begin_h" in loads[0]
-    points = [
-        (
-            load["begin_h"] + 1 if is_day else float(load.get("concurrency") or load["rate"]),
-            load["latency_ms"],
-        )
-        for load in loads
-        if load["ok"]
-    ]
+    points = [(float(load["concurrency"]), load["latency_ms"]) for load in loads if load["ok"]]
     lines = {p.upper(): sorted((across, ms[p]) for across, ms in points) for p in ("p50", "p90", "p99")}
     panel = Panel("", lines, [])
-    x_name = "hour of the day, from 1 on" if is_day else "clients"
-    return draw_chart(Chart("Latency of embeddings", "", x_name, "ms", "", "P99", [panel]))
+    return draw_chart(Chart("Latency of embeddings", "", "clients", "ms", "", "P99", [panel]))

@@ -17,7 +17,6 @@ from phasewise.loadtest.metrics import (
     METRICS,
     attainment_by_scale,
     hit_rate,
-    hit_rates_by_turn,
     latencies_ms,
 )
 from phasewise.loadtest.report_json import arrivals_of, detailed_fields, fields_of
@@ -105,16 +104,8 @@ def _joules(report: LoadReport) -> str:
 
 def _cached(report: LoadReport) -> list[tuple[str, str]]:
     """Rows of prompts' tokens that the server did not compute again, where it says so."""
-    outcomes = report.measured.outcomes
-    whole = hit_rate(outcomes)
-    if whole is None:
-        return []
-    by_turn = hit_rates_by_turn(outcomes)
-    rows = [("prompt tokens from the cache", percent(whole, 1))]
-    if len(by_turn) > 1:
-        shown = ", ".join("-" if rate is None else percent(rate) for rate in by_turn)
-        rows.append(("by turn", shown))
-    return rows
+    whole = hit_rate(report.measured.outcomes)
+    return [] if whole is None else [("prompt tokens from the cache", percent(whole, 1))]
 
 
 def _goodput(report: LoadReport, fields: dict[str, Any]) -> list[tuple[str, str]]:

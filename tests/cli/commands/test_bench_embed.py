@@ -82,33 +82,6 @@ def test_the_reason_of_a_failure_is_told(server: EmbeddingServer) -> None:
     assert search.refusal.endswith(f"not even one query is answered: {load['first_error']}")
 
 
-@pytest.mark.slow
-def test_a_day_is_told_by_its_parts(server: EmbeddingServer, tmp_path: Path) -> None:
-    """Nothing is sent in a part without queries, and what is refused is in the part in which it was sent."""
-    day = tmp_path / "day.csv"
-    day.write_text("hour,queries_per_s\n0,0\n6,20\n12,400\n18,0\n")
-    picture = tmp_path / "day.svg"
-    options = (server.url, "--daily", day, "--day", 2, "--lengths", 3, "--slo", "600s", "--seed", 4)
-
-    fields = bench(*options, "--plot", picture)
-    text = invoke(*options)
-
-    night, morning, noon, evening = fields["loads"]
-    assert fields["day_s"] == 2
-    assert [part["begin_h"] for part in fields["loads"]] == [0, 6, 12, 18]
-    assert night["requests"] == evening["requests"] == 0
-    assert 0 < morning["requests"] < 40 < noon["requests"]
-    assert noon["busy"] > 0
-    assert all(part["ok"] + part["busy"] == part["requests"] for part in fields["loads"])
-    shares = [part["cpu_share"] for part in fields["loads"]]  # None: no time passed between two looks
-    assert all(share is None or 0 <= share <= 1 for share in shares)
-    assert shares[0] is not None
-    assert picture.read_text().startswith("<svg")
-    assert text.exit_code == 0, text
-    assert len(text.stdout.splitlines()) == 2 + 4
-    assert all(len(line) <= 80 for line in text.stdout.splitlines())
-
-
 def test_inputs_from_a_file_come_over_and_over_and_a_picture_is_drawn(
     server: EmbeddingServer, tmp_path: Path
 ) -> None:
