@@ -214,7 +214,7 @@ native = Extension(
         str(KERNELS / "_native.pyx"),
         *sorted(
             str(path)
-            for folder in (".", "adapters", "group", "memory", "program", "state", "team", "user_slots")
+            for folder in (".", "adapters", "group", "memory", "program", "state", "team")
             for path in KERNELS.joinpath(folder).glob("*.c")
             if path.name != "_native.c"
         ),

@@ -1,17 +1,15 @@
-"""The output of `--explain`, as text or JSON: schedules of products and attention, kernels of the user's own,
+"""The output of `--explain`, as text or JSON: schedules of products and attention,
 nodes of weights, shares of ranks, and the rule of drafts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from phasewise._words import counted, percent, plural
 
 if TYPE_CHECKING:
-    from phasewise.cython_kernels.user_slots.installed import SlotUse
     from phasewise.workflows.opening.drafts import DraftRule
     from phasewise.workflows.opening.memory_placement import MemoryPlacement
     from phasewise.workflows.opening.tuned_schedules import ScheduleUse
@@ -26,21 +24,12 @@ def load_words(phase: str, from_sequences: int) -> str:
     return phase if from_sequences == 1 else f"{phase} from {from_sequences}"
 
 
-def slots_fields(slots: Iterable[SlotUse]) -> list[dict[str, Any]]:
-    """One JSON object for each installed kernel of the user's own. problem: why it is not used; "": it is."""
-    return [
-        {**({} if use.installed is None else asdict(use.installed)), "problem": use.problem} for use in slots
-    ]
-
-
 def uses_text(
     uses: Sequence[ScheduleUse],
     memory: MemoryPlacement | None = None,
-    slots: Sequence[SlotUse] = (),
     drafts: DraftRule | None = None,
 ) -> str:
-    """A table a phase and band, a row for each entry, then kernels of the user's own, then the nodes of
-    weights and the rule of drafts.
+    """A table a phase and band, a row for each entry, then the nodes of weights and the rule of drafts.
 
     `--json` has all of a schedule.
     """
@@ -71,8 +60,6 @@ def uses_text(
         widths = [_CELL_CHARS, _CELL_CHARS, *([None] * (len(headers) - 2))]
         tables.append(tabulate(rows, headers=headers, tablefmt="plain", maxcolwidths=widths))
     tables += dict.fromkeys(_storage(use) for use in uses if use.storage_why or use.storage != "dense")
-    if slots:
-        tables.append("\n".join(["kernels of your own:", *(f"  {use.describe()}" for use in slots)]))
     if memory is not None:
         tables.append(_memory_text(memory))
     if drafts is not None:

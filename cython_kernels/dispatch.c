@@ -68,8 +68,6 @@ const pw_kernels *pw_usable(int index) { return index >= 0 && index < pw_usable_
 
 const pw_kernels *pw_active(void) { return active; }
 
-void pw_use_table(const pw_kernels *table) { active = table; }
-
 const char *pw_isa_name(int index) { return index >= 0 && index < RUNGS ? LADDER[index].isa : NULL; }
 
 const char *pw_select(const char *isa) {

@@ -72,7 +72,4 @@ const char *pw_isa_name(int index);
 /* Whether the CPU and the system have what a name of the ladder needs, built or not. */
 int pw_isa_runs_here(int index);
 
-/* Puts a copy of the table in use, with functions of users in some slots, in its place, until pw_select. */
-void pw_use_table(const pw_kernels *table);
-
 #endif

@@ -33,7 +33,3 @@ class GroupError(KernelError):
 
 class GroupFailed(GroupError):
     """Ranks that ran a program together no longer do: one has failed, ended or not come in time."""
-
-
-class SlotError(KernelError):
-    """A user's function for a slot that is not what was installed, differs, or cannot be loaded."""

@@ -315,12 +315,8 @@ OTHER_WRITERS = {
     "workflows.database.signed_index": "files in a temporary directory",
     "workflows.embed.kept_plan": "a file of an earlier version is renamed",
     "workflows.user_kernels.files": "files in a temporary directory",
-    "workflows.user_kernels.slots": "files in a temporary directory",
     "workflows.user_kernels.tune": "files in a temporary directory",
-    "cython_kernels.user_slots.installed": "for their user alone, each beside its place and renamed",
-    "cython_kernels.user_slots.library": "a file in memory",
     "phasewise.torch.distributed": "memory of a group, which has no name",
-    "cython_kernels.user_slots.process": "a child's streams are pointed at /dev/null",
     "kerneldb.connect": "a copy of a database, which SQLite makes",
     "serving.processes.line_log": "appends lines to a log, and follows no link",
     "serving.sandbox.confined_process": "pipes, and the process's own figures in /proc",
@@ -343,9 +339,7 @@ OTHER_READERS = {
     "cli.commands.help_topic": "a file of the package",
     "cluster.simulated.spec_file": "a file of the package",
     "cython_kernels.abi": "a file of the package",
-    "cython_kernels.user_slots.library": "their user's libraries; follows no link and waits for no pipe",
     "ir.running.checking": "files in a temporary directory",
-    "ir.running.inspection": "files in a temporary directory",
     "kerneldb.connect": "a copy of a database, once SQLite has made it",
     "kerneldb.reference_build": "a file of the package",
     "kerneldb.shipped": "a file of the package",
@@ -363,7 +357,6 @@ OTHER_READERS = {
     "workflows.database.remote_files": "fetched bundles, and what fsspec opens in limited time",
     "workflows.database.signed_index": "files in a temporary directory",
     "workflows.serve.idle_tuning": "the machine's own figures, in /proc and /sys",
-    "workflows.user_kernels.slots": "files in a temporary directory",
 }
 """Modules that read files in a way of their own, and what those are."""
 

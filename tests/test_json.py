@@ -79,7 +79,6 @@ HOSTILE = (
 _SCALAR = re.compile(r'(?<=[:\[,])\s*("(?:[^"\\]|\\.)*"|-?\d[\d.eE+-]*|true|false|null)(?=\s*[,\]}])')
 _OWN = frozenset(
     {
-        "cython_kernels/user_slots/process.py",
         "kerneldb/connect.py",
         "kerneldb/portable.py",
         "kerneldb/reference_build.py",
@@ -104,7 +103,6 @@ _OWN = frozenset(
         "workflows/database/remote.py",
         "workflows/serve/instance_process.py",
         "workflows/tune_kernels/idle_process.py",
-        "workflows/user_kernels/slots.py",
     }
 )
 """Files that read by `json` itself: what processes of one server say to each other, files that come with the

@@ -38,7 +38,6 @@ def this_host(db: str | None) -> Host:
     """
     from phasewise.cython_kernels import isa
     from phasewise.cython_kernels._native import kernel_abis
-    from phasewise.cython_kernels.user_slots.installed import use_installed
     from phasewise.kerneldb.reference_build import is_reference_build
     from phasewise.topology import read_machine
     from phasewise.tuner.conditions import Watch
@@ -59,7 +58,6 @@ def this_host(db: str | None) -> Host:
         conditions=watch.lap(),
         piece_reads=timed_reads(PAGE_OF_KEYS_BYTES, default_plan(machine, "decode").cores),
         refused_calls=_refused_calls(),
-        own_kernels=tuple(use.describe() for use in use_installed()),
         shm_bytes=_shm_bytes,
     )
 

@@ -55,21 +55,18 @@ def generate(
     in it are recognised. Without a prompt it is read from stdin, unless that
     is a terminal. Without --temperature the likeliest token is chosen always.
     """
-    from phasewise.cli.explain_text import slots_fields, uses_text
-    from phasewise.cython_kernels.user_slots.installed import use_installed
+    from phasewise.cli.explain_text import uses_text
     from phasewise.workflows.generate.run import generate_text
 
     explained: dict[str, Any] = {}
 
     def tell(uses: list[ScheduleUse], memory: MemoryPlacement | None, drafts: DraftRule | None) -> None:
-        slots = use_installed()
         explained.update(
             schedules=uses,
             memory=memory,
-            user_slots=slots_fields(slots),
             draft_rule=drafts,
         )
-        note(uses_text(uses, memory, slots, drafts))
+        note(uses_text(uses, memory, drafts))
 
     generated = generate_text(
         model,

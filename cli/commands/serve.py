@@ -116,6 +116,5 @@ def serve(
 
 def _tell(uses: list[ScheduleUse], memory: MemoryPlacement | None, drafts: DraftRule | None) -> None:
     from phasewise.cli.explain_text import uses_text
-    from phasewise.cython_kernels.user_slots.installed import use_installed
 
-    note(uses_text(uses, memory, use_installed(), drafts))
+    note(uses_text(uses, memory, drafts))

@@ -17,7 +17,6 @@ from phasewise.cython_kernels.division import Division, HeadShare, Teams
 from phasewise.cython_kernels.errors import KernelError
 from phasewise.cython_kernels.kv_formats import kv_slot_bytes
 from phasewise.cython_kernels.schedules import ScheduleLookup
-from phasewise.cython_kernels.user_slots.installed import use_installed
 from phasewise.serving.errors import ModelError
 from phasewise.serving.models.arena import lay_out
 from phasewise.serving.models.decoder_layer import DecoderLayer, add_final_norm, add_logits
@@ -192,10 +191,7 @@ def build_program(
 def open_program(
     model: PackedModel, capacity: Capacity, division: Division | None, patience_s: float, gives: Gives
 ) -> Program:
-    """Without ops; attention's kinds are those of the config, in their order. Users' functions are in their
-    slots from now on.
-    """
-    use_installed()
+    """Without ops; attention's kinds are those of the config, in their order."""
     config = model.config
     kinds = [(kind, *_rotation(kind, config)) for kind in config.kinds]
     first, inv_freq, magnitude = kinds[0]

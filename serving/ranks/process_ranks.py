@@ -20,7 +20,6 @@ from phasewise.cython_kernels._native import Program, place_on_nodes
 from phasewise.cython_kernels.division import head_share
 from phasewise.cython_kernels.errors import GroupFailed
 from phasewise.cython_kernels.schedules import ScheduleLookup
-from phasewise.cython_kernels.user_slots.installed import handed_over
 from phasewise.serving.batch import Batch
 from phasewise.serving.errors import CoresMoved, RankLost, RanksError
 from phasewise.serving.models.draft_head import FedRows
@@ -426,7 +425,6 @@ def _instructions(setup: _Setup, rank: int, step: Segment) -> Instructions:
             for table, lookup in enumerate(setup.lookups)
         ),
         adapters=shared.adapters,
-        user_slots=handed_over(),
     )
 
 

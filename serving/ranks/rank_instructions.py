@@ -50,8 +50,6 @@ class Instructions:
     schedules: tuple[WrittenSchedules, ...]
     adapters: Holding | None = None
     """The adapters that slices name by their numbers."""
-    user_slots: tuple[tuple[str, int], ...] = ()
-    """Slots that the parent has filled with users' functions, and descriptors of their libraries."""
 
     @property
     def division(self) -> Division:
@@ -61,8 +59,7 @@ class Instructions:
     def descriptors(self) -> tuple[int, ...]:
         """The descriptors that the process inherits."""
         holdings = (self.weights, self.weights_source, self.adapters)
-        libraries = (descriptor for _, descriptor in self.user_slots)
-        return self.step_fd, *(holding.fd for holding in holdings if holding is not None), *libraries
+        return self.step_fd, *(holding.fd for holding in holdings if holding is not None)
 
     def write(self) -> int:
         """A descriptor of memory that holds them, to be read from its start."""
@@ -95,7 +92,6 @@ class Instructions:
             "weights": _holding_from_json(values["weights"]),
             "weights_source": values["weights_source"] and _holding_from_json(values["weights_source"]),
             "adapters": values["adapters"] and _holding_from_json(values["adapters"]),
-            "user_slots": tuple((slot, descriptor) for slot, descriptor in values["user_slots"]),
             "schedules": tuple(WrittenSchedules.from_json(written) for written in values["schedules"]),
         }
         return cls(**values)

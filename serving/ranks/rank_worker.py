@@ -18,7 +18,6 @@ import numpy as np
 
 from phasewise.cython_kernels._native import Program, Team, isa_select, watch_mapping
 from phasewise.cython_kernels.errors import GroupFailed, KernelError
-from phasewise.cython_kernels.user_slots.installed import take_over
 from phasewise.serving.errors import ServingError
 from phasewise.serving.models.forward import build_program
 from phasewise.serving.models.linears import unflat
@@ -74,7 +73,6 @@ def main() -> int:
 def open_rank(told: Instructions) -> WorkerRank:
     """Map the weights, copy the panels that are this rank's to copy, and build the program."""
     isa_select(told.isa)
-    take_over(told.user_slots)
     with placing(told.nodes) as policy_errno:
         step = Segment(told.step_fd, told.step_bytes)
         model = _model(told)

@@ -75,7 +75,6 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "kernels check --against": ("kernels", "check", "KERNEL", "--against", "FILE"),
     "kernels raise": ("kernels", "raise", "FILE", "--function", "f"),
     "kernels lower": ("kernels", "lower", "FILE", "--isa", "avx2"),
-    "kernels install": ("kernels", "install", "FILE", "--slot", "rms_norm"),
     "tune-kernels --kernel": ("tune-kernels", "--kernel", "FILE", "--shapes", "n=8"),
 }  # fmt: skip
 PEM = Path("tests/data/tls/cert.pem").absolute()

@@ -105,8 +105,6 @@ WALK = (
     Step("kernels lower", "dot.kir --isa avx2 -o dot.c"),
     Step("kernels check", f"dot.kir --against {path_of('dot_f32')} --isa avx2", exits=(0, 1)),
     Step("kernels emit", "dot.kir -o emitted.c", exits=(0, 1)),
-    Step("kernels install", "dot.kir --slot rms_norm", exits=(1,)),
-    Step("kernels remove", "--slot rms_norm", exits=(1,)),
     Step("kernels list"),
     Step("kernels show", "dot_f32", exits=(0, 1)),
     Step("config set", "serve.port 9000"),

@@ -104,8 +104,6 @@ class Host:
     """Reads of pages of keys, measured just now; None: not measured."""
     refused_calls: Mapping[str, str] | None = None
     """System calls that were tried and refused, with the error; None: not tried."""
-    own_kernels: tuple[str, ...] = ()
-    """The kernels that the user has installed in slots, each in a line."""
     shm_bytes: Callable[[], int | None] = lambda: None
     """Size of /dev/shm where mountinfo does not give it."""
 

@@ -131,7 +131,6 @@ def open_under(
     from phasewise.serving.loaders import load_model
 
     check_arithmetic(weights.arithmetic)
-    tell_of_own_kernels(report)
     storage = storage_choice(weights.sparse, db, machine, plans, report, weights.sequences)
     model = load_model(ref, weights.weight_format, report=report, checksum=weights.checksum, storage=storage)
     if weights.lora:
@@ -139,14 +138,6 @@ def open_under(
 
         model = with_adapters(model, weights.lora)
     return OpenModel(model, plans, schedules_under(plans, weights, db, machine, report), storage)
-
-
-def tell_of_own_kernels(report: Report) -> None:
-    """A line for each kernel that the user has installed, and why it is not used where it is not."""
-    from phasewise.cython_kernels.user_slots.installed import use_installed
-
-    for use in use_installed():
-        report(use.describe())
 
 
 def schedules_under(

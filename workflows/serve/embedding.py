@@ -9,7 +9,7 @@ from phasewise._options import MOST_USED, option
 from phasewise._words import counted
 from phasewise.workflows.embed.accelerators import Accelerators, accelerators_here
 from phasewise.workflows.errors import UsageError
-from phasewise.workflows.opening.open_model import Weights, tell_of_own_kernels
+from phasewise.workflows.opening.open_model import Weights
 from phasewise.workflows.options import EMBED_DEVICE_HELP
 from phasewise.workflows.report import Report
 
@@ -220,7 +220,6 @@ def open_alone(
     """Embeddings with the machine for themselves. RanksError, UsageError."""
     from phasewise.topology import read_machine
 
-    tell_of_own_kernels(report)
     opened = _open(ref, weights, settings, EmbeddingRoom(read_machine(), threads=threads), db, report)
     what = "scores of pairs" if opened.scores else f"vectors of {opened.width} numbers"
     model = opened.model

@@ -156,12 +156,11 @@ def _model_names(given: str) -> list[str]:
 
 def _explain(opened: OpenModel, tests: BenchTests, formats: list[str]) -> None:
     from phasewise.cli.explain_text import uses_text
-    from phasewise.cython_kernels.user_slots.installed import use_installed
     from phasewise.serving.ranks.open_ranks import STEP_TOKENS
 
     for kv_format in formats:
         uses = opened.explain(STEP_TOKENS, max(tests.sequences), kv_format)
-        note(uses_text(uses, opened.memory(), use_installed()))
+        note(uses_text(uses, opened.memory()))
 
 
 _NO_GPU = "everything is computed on CPUs"

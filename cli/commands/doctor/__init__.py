@@ -137,7 +137,6 @@ def doctor_fields(host: Host, findings: Sequence[Finding]) -> dict[str, Any]:
         "shipped_judged": None if host.tuned is None else host.tuned.shipped.judged,
         "shipped_in_use": None if host.tuned is None else host.tuned.shipped.in_use,
         "shipped_kinds": None if host.tuned is None else list(host.tuned.shipped_kinds),
-        "own_kernels": list(host.own_kernels),
         "reads_in_pieces": None if host.piece_reads is None else _reads_fields(host.piece_reads),
         "kernels": None
         if host.build is None
@@ -208,8 +207,6 @@ def _facts(host: Host) -> Iterator[str]:
         yield f"Memory: {told(reads.piece_bytes, reads)}, so that kv_policy auto is {policy_for(reads)}."
     if host.build is not None:
         yield f"Kernels: {_REFERENCE[host.build.is_reference]}."
-    for own_kernel in host.own_kernels:
-        yield f"Kernel of your own: {own_kernel}."
     for process in computing_processes(host):
         yield f"Memory of phasewise's process {process.pid}: {process.describe()}."
 

@@ -1,5 +1,5 @@
 """`phasewise kernels`: bring a hand-written C kernel, move it to other instruction sets, check it, take it
-away as C, or let the engine use it.
+away as C.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from phasewise.cli.command_app import CommandApp
 from phasewise.cli.options import DbOption, DefineOption, IncludeOption, JsonOption
 from phasewise.cli.present import note, print_json, say, write_target
 
-HELP = """Kernels written in C: raise, lower, check, emit, install.
+HELP = """Kernels written in C: raise, lower, check, emit.
 
 $ phasewise kernels raise dot.c --function dot_f32 -o dot.kir
 $ phasewise kernels check dot.kir --against dot.c"""
@@ -162,98 +162,23 @@ def emit(
     note(counted(n_shapes, "tuned shape"))
 
 
-@app.command("install")
-def install(
-    kernel: KernelArgument,
-    slot: Annotated[
-        str, typer.Option(metavar="SLOT", help="what it computes: rms_norm, silu_gate, gelu, exponential, ..")
-    ],
-    settings: SetOption = None,
-    length: Annotated[
-        list[int] | None,
-        typer.Option(
-            min=1, metavar="N", help="length of a row in the duel; may be repeated [default: 64 to 4096]"
-        ),
-    ] = None,
-    db: DbOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Let the engine compute with a kernel of your own.
-
-    $ phasewise kernels install norm.kir --slot rms_norm
-    $ phasewise kernels install norm.kir --slot rms_norm --length 2048
-
-    It is compiled here, with the parameters that `tune-kernels --kernel` found
-    or those of --set. It has to give the bits of the built-in function, at
-    every length and for every kind of number, in a process with limits; then
-    both are timed in a duel. Every command that runs a model uses it from then
-    on, if the duel proved it faster, until `phasewise kernels remove`.
-    """
-    from phasewise.cli.commands.kernels.text import slot_text
-    from phasewise.kerneldb.store import open_store
-    from phasewise.topology import core_signature, read_machine
-    from phasewise.tuner.measurement_lock import user_lock
-    from phasewise.workflows.user_kernels.slots import LENGTHS, Installing, install
-
-    machine = read_machine()
-    with open_store(db, note) as store:
-        on = Installing(
-            store, core_signature(machine), machine.allowed_cores()[-1][0], user_lock(note), note,
-            choice=parse_settings(settings), lengths=length or LENGTHS,
-        )  # fmt: skip
-        installed = install(kernel, slot, on)
-    if as_json:
-        print_json({"installed": installed})
-    else:
-        say(slot_text(installed))
-
-
-@app.command("remove")
-def remove(
-    name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="the kernel's name, as `list` prints it")
-    ] = None,
-    slot: Annotated[
-        str | None, typer.Option(metavar="SLOT", help="what is in this slot, whatever its name")
-    ] = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Compute with the built-in function again, from the next start on.
-
-    $ phasewise kernels remove norm
-    $ phasewise kernels remove --slot rms_norm
-    """
-    from phasewise.workflows.user_kernels.slots import remove
-
-    if (name is None) == (slot is None):
-        raise typer.BadParameter("give a NAME or a --slot")
-    removed = remove(name, slot)
-    if as_json:
-        print_json({"removed": removed})
-    else:
-        say("\n".join(f"{installed.kernel} is out of {installed.slot}" for installed in removed))
-
-
 @app.command("list")
 def list_(db: DbOption = None, as_json: JsonOption = False) -> None:
-    """List the kernels that the database has parameters for, and those that are installed.
+    """List the kernels that the database has parameters for.
 
     $ phasewise kernels list
     $ phasewise kernels list --json
     """
-    from phasewise.cli.commands.kernels.text import listed_fields, listed_text, slot_text
-    from phasewise.cython_kernels.user_slots.installed import installed_slots
+    from phasewise.cli.commands.kernels.text import listed_fields, listed_text
     from phasewise.kerneldb.records import UserPromotion
     from phasewise.kerneldb.store import open_store
 
     with open_store(db, note) as store:
         promotions = store.rows(UserPromotion, verified=True)
-    installed = installed_slots()
     if as_json:
-        print_json({"kernels": listed_fields(promotions), "installed": installed})
+        print_json({"kernels": listed_fields(promotions)})
     else:
-        tuned = [listed_text(promotions)] if promotions or not installed else []
-        say("\n".join([*tuned, *(slot_text(own) for own in installed)]))
+        say(listed_text(promotions))
 
 
 @app.command("show")

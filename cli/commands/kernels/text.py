@@ -11,7 +11,6 @@ from phasewise.ir.printing import is_original
 from phasewise.kerneldb.records import UserPromotion
 
 if TYPE_CHECKING:
-    from phasewise.cython_kernels.user_slots.installed import InstalledSlot
     from phasewise.kerneldb.records import Comparison
     from phasewise.workflows.user_kernels.files import Checked
     from phasewise.workflows.user_kernels.tune import ShapeOutcome
@@ -58,15 +57,6 @@ def listed_text(promotions: Sequence[UserPromotion]) -> str:
     if not rows:
         return "no kernels; tune one: phasewise tune-kernels --kernel KERNEL.kir --shapes .."
     return "\n".join(f"{row['name']:20} {counted(row['shapes'], 'shape'):>10}  {row['key']}" for row in rows)
-
-
-def slot_text(own: InstalledSlot) -> str:
-    """One line: what is in a slot, and whether it is used here."""
-    from phasewise.cython_kernels.user_slots.installed import unused_because
-
-    problem = unused_because(own)
-    verdict = f"not used: {problem}" if problem else f"in use, {own.gain:.2f} times as fast as the built-in"
-    return f"{own.slot:14} {own.kernel} {own.digest[:8]}  {verdict}"
 
 
 def newest(promotions: Sequence[UserPromotion]) -> list[UserPromotion]:
