@@ -269,16 +269,6 @@ WAYS: Mapping[str, tuple[Way, ...]] = {
             instead="the likeliest token is chosen always; add --temperature 0.7, or leave that out",
         ),
     ),
-    "eval": (
-        Way(
-            "where questions alone are asked",
-            ("--context", "--chunks"),
-            when=("--choices",),
-            unless=("--text", "--against"),
-            instead="add --text FILE, or leave that out",
-        ),
-        Way("without --choices", ("--questions",), unless=("--choices",)),
-    ),
     "topo": (
         Way("without --trees", ("--limit", "--power-of-two"), unless=("--trees",)),
         Way("with --trees", ("--svg",), when=("--trees",), instead="--tree draws one of them"),
