@@ -227,7 +227,7 @@ _AUTHORS_C = ("--include", "--define")
 _OF_LANGUAGE_MODELS = (
     *("--design", "--rate", "--cost", "--power", "--minimise", "--rate-step", "--most-rate"),
     *("--most", "--machines", "--policy", "--model", "--duration", "--draw", "--seed", "--perf-model"),
-    *("--machine-from-db", "--machine-from-xml", "--reference", "--plot", "--wide"),
+    *("--machine-from-db", "--machine-from-xml", "--reference", "--wide"),
 )
 _SEARCHING = (
     *("--lengths", "--trace", "--concurrency", "--cores", "--ranks", "--top-k", "--storage"),
@@ -351,14 +351,8 @@ WAYS: Mapping[str, tuple[Way, ...]] = {
         Way("without -o csv or json", ("--save-detailed",), unless=("--output",)),
     ),
     "bench embed": (
-        Way("with --find", ("-n", "-c", "--rate", "--plot", "--inputs"), when=("--find",)),
+        Way("with --find", ("-n", "-c", "--rate", "--inputs"), when=("--find",)),
         Way("with --rate", ("-c",), when=("--rate",)),
-        Way(
-            "with --rate",
-            ("--plot",),
-            when=("--rate",),
-            instead="latencies are drawn over clients; give -c several times, or leave that out",
-        ),
         Way("with --file", ("--lengths",), when=("--file",)),
     ),
     "bench run": (_TABLE,),

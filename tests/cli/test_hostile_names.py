@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phasewise.cli.commands.capacity import text as cluster_text
+from phasewise.cli.commands import capacity as cluster_text
 from phasewise.cli.commands.db import text as db_text
 from phasewise.cli.commands.models import list_text
 from phasewise.cli.commands.predict_len import report_text
