@@ -372,14 +372,5 @@ WAYS: Mapping[str, tuple[Way, ...]] = {
     "models inspect": (Way("without --density", ("--format",), unless=("--density",)),),
     "predict-len eval": (Way("with --folds", ("--split",), when=("--folds",)),),
     "db show": (_TABLE,),
-    "report": (
-        Way(
-            "with --json and no file to write",
-            ("--no-measure",),
-            when=("--json",),
-            unless=("--output",),
-            instead="limits are measured for the page alone; leave that out",
-        ),
-    ),
 }
 """By command, the ways in their order: an option that one leaves out is not set for those after it."""

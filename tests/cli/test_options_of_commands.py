@@ -371,7 +371,6 @@ def test_each_cell_of_the_table_is_refused_by_name_and_left_out_where_it_stands_
         "kernels emit k.kir -D A=1",
         "models inspect m --format int8",
         "db show --json --wide",
-        "report --json --no-measure",
     ],
 )
 def test_a_flag_without_effect_is_wrong_usage_and_the_command_does_not_begin(line: str) -> None:

@@ -79,7 +79,7 @@ WALK = (
     Step("db pull", "remote --digest 0", exits=(1,)),
     Step("db verify"),
     Step("db gc"),
-    Step("report", "-o report.html"),
+    Step("report"),
     Step("bench run", "m.gguf -p 8 -n 4 -r 1"),
     Step("bench kernels", "--shape 64,64 --m 1,8 -r 1 --peers none --cold-mib 1"),
     Step("bench machine"),
