@@ -230,8 +230,7 @@ _OF_LANGUAGE_MODELS = (
     *("--machine-from-db", "--machine-from-xml", "--reference", "--wide"),
 )
 _SEARCHING = (
-    *("--lengths", "--trace", "--concurrency", "--cores", "--ranks", "--top-k", "--storage"),
-    *("--seed", "--verbose"),
+    *("--lengths", "--trace", "--concurrency", "--cores", "--ranks", "--top-k", "--storage", "--seed"),
 )
 """Options of tune-config that a search alone follows."""
 
@@ -281,7 +280,7 @@ WAYS: Mapping[str, tuple[Way, ...]] = {
         Way("with --root", ("--db",), when=("--root",)),
     ),
     "tune-config": (
-        Way("with --dry-run", ("--emit", "--verbose"), when=("--dry-run",)),
+        Way("with --dry-run", ("--emit",), when=("--dry-run",)),
         Way(
             "with --emit, without --no-resume",
             (*_SEARCHING, "--objective", "--slo", "--budget"),
