@@ -194,7 +194,6 @@ class BenchRunning:
         show_default=False,
     )
     repetitions: int = option(5, "timed runs of each test", "-r", "--repetitions", min=1, max=1000)
-    no_warmup: bool = option(False, "do not run each test once before it is timed", "--no-warmup")
     counters: bool = option(
         False,
         "read the processor's counters: instructions a cycle, misses of the last-level cache and of the TLB, "

@@ -110,7 +110,7 @@ def _measured(
     from phasewise.tuner.measurement_lock import user_lock
     from phasewise.workflows.bench.model_speed import Timing, bench_rows, counting, open_ranks
 
-    timing = Timing(running.repetitions, int(not running.no_warmup), running.batch_tokens)
+    timing = Timing(running.repetitions, running.batch_tokens)
     with user_lock(note).turn():
         for opened, cache_format in product(opened_models, formats):
             with (
