@@ -356,7 +356,6 @@ OTHER_READERS = {
     "workflows.database.remote": "files in a temporary directory",
     "workflows.database.remote_files": "fetched bundles, and what fsspec opens in limited time",
     "workflows.database.signed_index": "files in a temporary directory",
-    "workflows.serve.idle_tuning": "the machine's own figures, in /proc and /sys",
 }
 """Modules that read files in a way of their own, and what those are."""
 

@@ -102,7 +102,6 @@ _OWN = frozenset(
         "workflows/bench/peers/processes.py",
         "workflows/database/remote.py",
         "workflows/serve/instance_process.py",
-        "workflows/tune_kernels/idle_process.py",
     }
 )
 """Files that read by `json` itself: what processes of one server say to each other, files that come with the

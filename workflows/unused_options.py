@@ -70,7 +70,6 @@ _GENERATING = (
         "--draft",
         "--draft-tokens",
         "--also",
-        "--tune-idle",
         "--kv-budget",
         "--kv-format",
         "--kv-policy",
@@ -115,7 +114,6 @@ _SERVE = (
             *(
                 "MODEL",
                 "--also",
-                "--tune-idle",
                 "--served-model-name",
                 "--explain",
                 *_POOLS,
@@ -185,17 +183,11 @@ _SERVE = (
     ),
     Way(
         "with pools",
-        ("--threads", "--ranks", "--draft", "--draft-tokens", "--also", "--tune-idle"),
+        ("--threads", "--ranks", "--draft", "--draft-tokens", "--also"),
         when=_POOLS,
         instead="each pool has its engine and cores (0-3+4-7: two ranks); leave that out, or the pools",
     ),
     Way("without pools", ("--split-above",), unless=_POOLS, instead="name pools, or leave that out"),
-    Way(
-        "beside other models",
-        ("--tune-idle",),
-        when=("--also", "--embed-model"),
-        instead="the other one may compute while MODEL is idle; run tune-kernels, or leave that out",
-    ),
     Way(
         "where all pools are mixed",
         ("--split-above",),

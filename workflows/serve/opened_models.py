@@ -169,7 +169,6 @@ def open_sized(model: SizedModel, settings: ServeSettings, stack: ExitStack, rep
     from phasewise.serving.engine.engine_thread import EngineThread
     from phasewise.serving.engine.open_engine import ModelText
     from phasewise.workflows.serve.embedding import cores_beside
-    from phasewise.workflows.serve.idle_tuning import host_that_tunes
     from phasewise.workflows.serve.instance_process import InstanceSpec
     from phasewise.workflows.serve.length_estimator import open_predictor
     from phasewise.workflows.serve.pools import open_pools
@@ -196,8 +195,6 @@ def open_sized(model: SizedModel, settings: ServeSettings, stack: ExitStack, rep
         opened, model.ref, settings, most=size.threads, in_one_rank=alone.engine.ranks.moves_in_place
     )
     host: OpenHost = partial(EngineThread, alone.engine)
-    if running.tune_idle:
-        host = host_that_tunes(alone.engine, model.ref, opened, settings, report)
     lines = [plan.describe() for plan in opened.plans.values()]
     cores = frozenset(core for plan in opened.plans.values() for core in plan.all_cores)
     return OpenedModel(spec, opened, alone, host, predictor, lines, cores, drafts=model.drafts)

@@ -206,13 +206,6 @@ class Running:
         envvar="PHASEWISE_ALSO",
         panel=MOST_USED,
     )
-    tune_idle: bool = option(
-        False,
-        "tune MODEL's kernels while no request runs, and none has for 2 s; winners come into use between "
-        "steps, and no answer changes",
-        "--tune-idle",
-        envvar="PHASEWISE_TUNE_IDLE",
-    )
 
 
 @dataclass(frozen=True)
