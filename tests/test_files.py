@@ -313,7 +313,6 @@ OTHER_WRITERS = {
     "workflows.database.remote": "files in a temporary directory",
     "workflows.database.remote_files": "a remote's bundles, each copied beside its place and renamed",
     "workflows.database.signed_index": "files in a temporary directory",
-    "workflows.embed.kept_plan": "a file of an earlier version is renamed",
     "workflows.user_kernels.files": "files in a temporary directory",
     "workflows.user_kernels.tune": "files in a temporary directory",
     "phasewise.torch.distributed": "memory of a group, which has no name",
