@@ -196,17 +196,11 @@ _SERVE = (
         instead="nothing is divided; leave that out",
     ),
     Way(
-        "where kv_policy is paged or auto",
+        "where kv_policy is paged",
         ("--predictor",),
-        when=("--kv-policy=paged", "--kv-policy=auto"),
+        when=("--kv-policy=paged",),
         unless=_POOLS,
         instead="only odma, and pools, place answers by their predicted lengths; leave that out",
-    ),
-    Way(
-        "where kv_policy is auto",
-        ("--cluster",),
-        when=("--kv-policy=auto",),
-        instead="the memory of this machine is measured, not of the nodes; name odma or paged",
     ),
     Way("without --embed-model", _EMBEDDING, unless=("--embed-model",), makes_vectors=False),
 )

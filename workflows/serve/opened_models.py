@@ -161,7 +161,7 @@ def sized(
     alone = not (settings.pools.is_asked or settings.prefixes.is_asked)
     tokens = running.draft_tokens
     drafts = find_drafts(running.draft, opened, settings.db, report, tokens, by_itself=alone)
-    return SizedModel(ref, opened, drafts, _size(opened, kv_bytes, settings, drafts, report))
+    return SizedModel(ref, opened, drafts, _size(opened, kv_bytes, settings, drafts))
 
 
 def open_sized(model: SizedModel, settings: ServeSettings, stack: ExitStack, report: Report) -> OpenedModel:
@@ -205,11 +205,9 @@ def _size(
     kv_bytes: int | None,
     settings: ServeSettings,
     drafts: DraftSource | None,
-    report: Report,
 ) -> EngineSize:
     from phasewise.serving.engine.engine_size import EngineSize
     from phasewise.serving.ranks.rank_layout import teams_of
-    from phasewise.workflows.serve.kv_policy import resolved
 
     running, kv = settings.running, settings.kv
     is_elsewhere = settings.pools.cluster is not None  # whose nodes have memory of their own
@@ -233,7 +231,7 @@ def _size(
         size,
         limits=limits,
         kv=touched,
-        kv_policy=resolved(kv.kv_policy, opened.model, kv.kv_format, opened.plans["decode"].cores, report),
+        kv_policy=kv.kv_policy,
         tpot_ms=running.tpot_ms,
         threads=0 if settings.pools.is_asked else most_threads(running.threads),
     )

@@ -260,9 +260,8 @@ class KeysAndValues:
     kv_format: str = KV_FORMAT("auto")
     kv_policy: str = option(
         "odma",
-        "how KV slots are given to requests: odma, paged; auto: paged where reads of pages are measured to "
-        "be as fast as reads in order, else odma",
-        kind=Literal["odma", "paged", "auto"],
+        "how KV slots are given to requests",
+        kind=Literal["odma", "paged"],
         envvar="PHASEWISE_KV_POLICY",
         config_only=True,
     )
