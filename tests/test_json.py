@@ -20,8 +20,7 @@ from hypothesis import strategies as st
 from phasewise._json import MOST_CONTAINERS, MOST_DEPTH, MOST_VALUES, is_flood, read_json
 from phasewise.kerneldb.remote_index import read_index
 from phasewise.serving.batches.lines import read_line
-from phasewise.serving.embedding.plan import load_plan
-from phasewise.serving.embedding.stored_plan import stored_places
+from phasewise.serving.embedding.plan import stored_places
 from phasewise.serving.engine.fingerprint import Fingerprint
 from phasewise.serving.engine.receipts import AskedSettings, Receipt
 from phasewise.serving.loaders import load_model
@@ -100,7 +99,6 @@ _OWN = frozenset(
         "workflows/bench/peers/processes.py",
         "workflows/database/remote.py",
         "workflows/serve/instance_process.py",
-        "workflows/tune_kernels/idle_process.py",
     }
 )
 """Files that read by `json` itself: what processes of one server say to each other, files that come with the
@@ -240,13 +238,6 @@ FILES: dict[str, tuple[Callable[[Path], Path], Callable[[Path], object]]] = {
     "plans": (
         _texts('{"plans": {"prefill": {"ranks": [{"cores": [0], "numa_node": 0}], "bands": []}}}'),
         lambda path: read_plans(path, read_machine()),
-    ),
-    "embedding plan": (
-        _texts(
-            '{"schema_version": 1, "slo_s": 1.5, "instances": [{"device": "cpu:0", "cores": [0], '
-            '"depth": {"inputs": 3, "tokens": 9}, "batch_s": 0.5}]}'
-        ),
-        lambda path: load_plan(path, frozenset({0})),
     ),
     "stored places": (
         _texts('{"format": 1, "pus": [0], "instances": [{"places": [0]}]}'),

@@ -70,7 +70,6 @@ _GENERATING = (
         "--draft",
         "--draft-tokens",
         "--also",
-        "--tune-idle",
         "--kv-budget",
         "--kv-format",
         "--kv-policy",
@@ -115,7 +114,6 @@ _SERVE = (
             *(
                 "MODEL",
                 "--also",
-                "--tune-idle",
                 "--served-model-name",
                 "--explain",
                 *_POOLS,
@@ -185,17 +183,11 @@ _SERVE = (
     ),
     Way(
         "with pools",
-        ("--threads", "--ranks", "--draft", "--draft-tokens", "--also", "--tune-idle"),
+        ("--threads", "--ranks", "--draft", "--draft-tokens", "--also"),
         when=_POOLS,
         instead="each pool has its engine and cores (0-3+4-7: two ranks); leave that out, or the pools",
     ),
     Way("without pools", ("--split-above",), unless=_POOLS, instead="name pools, or leave that out"),
-    Way(
-        "beside other models",
-        ("--tune-idle",),
-        when=("--also", "--embed-model"),
-        instead="the other one may compute while MODEL is idle; run tune-kernels, or leave that out",
-    ),
     Way(
         "where all pools are mixed",
         ("--split-above",),
@@ -204,17 +196,11 @@ _SERVE = (
         instead="nothing is divided; leave that out",
     ),
     Way(
-        "where kv_policy is paged or auto",
+        "where kv_policy is paged",
         ("--predictor",),
-        when=("--kv-policy=paged", "--kv-policy=auto"),
+        when=("--kv-policy=paged",),
         unless=_POOLS,
         instead="only odma, and pools, place answers by their predicted lengths; leave that out",
-    ),
-    Way(
-        "where kv_policy is auto",
-        ("--cluster",),
-        when=("--kv-policy=auto",),
-        instead="the memory of this machine is measured, not of the nodes; name odma or paged",
     ),
     Way("without --embed-model", _EMBEDDING, unless=("--embed-model",), makes_vectors=False),
 )

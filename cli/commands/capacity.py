@@ -141,8 +141,6 @@ def simulation_text(spec: ClusterSpec, summary: Summary, slo: Slo | None) -> lis
         text = f"KV transfers: {summary.n_transfers}; from a prompt's end to arrival {waits}"
         parts.append(textwrap.fill(text, WIDTH))
     parts.append(f"preemptions: {summary.n_preemptions}")
-    if summary.n_repurposed:
-        parts.append(f"machines moved to another pool: {summary.n_repurposed}")
     return [*parts, *_slo_lines(summary, slo)]
 
 
