@@ -1,7 +1,6 @@
 """Searches on recordings of real cores: every schedule that is asked for has the time that was recorded.
 
-A recording is a file of `db export`, compressed. What it lacks cannot be asked for:
-benchmarks/record_searches.py makes it.
+A recording is a file of `db export`, compressed. What it lacks cannot be asked for.
 """
 
 from __future__ import annotations
