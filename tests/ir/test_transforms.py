@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 
 from phasewise.ir.build import chosen
 from phasewise.ir.errors import SourceError
 from phasewise.ir.nodes import CallExpression, Steps, walk_body
+from phasewise.ir.running.cases import draw
 from tests.ir import samples
 
 GRID = """# phasewise kernel 1
@@ -105,3 +109,24 @@ def test_what_would_change_a_result_is_refused_with_its_line(text: str, reason: 
 
     assert reason in str(refused.value)
     assert str(refused.value).startswith(("k:7: ", "k:8: "))
+
+
+TURNED = """# phasewise kernel 1
+def turned(x: ptr[const[f32]], y: ptr[f32]):
+    describe("x", count=16)
+    describe("y", count=16, out=True)
+    v = load(x, 16)
+    v = concat(hi(v), lo(v))
+    store(y, v)
+"""
+
+
+def test_a_vector_that_is_assigned_its_own_halves_has_both(tmp_path: Path) -> None:
+    """In registers of a quarter of its size too."""
+    function = chosen(TURNED, {})
+    case = draw(function, np.random.default_rng(0))
+
+    (outputs,) = samples.compiled(function, "turned", tmp_path).run([case])
+
+    assert isinstance(case.values[0], bytes)
+    assert outputs.buffers == (case.values[0][32:] + case.values[0][:32],)
