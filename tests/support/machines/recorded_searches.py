@@ -108,8 +108,3 @@ class Recording:
         """As `tuner.nearest` has it; the width of vectors is that of the build's instruction set."""
         facts = facts_of(self.rows[0].origin.machine.core_sig, self.rows)
         return replace(facts, vector_bits=_BITS.get(self.rows[0].kernel_abi.split("-")[1], facts.vector_bits))
-
-
-def recordings_in(folder: Path) -> list[Recording]:
-    """Every recording of a folder, by name."""
-    return [Recording.read(file) for file in sorted(folder.glob(f"*{RECORDED}"))]
