@@ -4,8 +4,7 @@ an `Assignment` out; no clock, no sockets. A front over real instances and the s
 A router is told when a prompt is done and when a request has ended; from that it knows every queue. Machines
 may tell how fast they are and which beginnings of prompts they hold (decision 0119).
 Pools are never stored. A machine is in the mixed pool while it holds work of the kind that is not its own,
-and back in its own pool when that is done (IV-A, "machine pool management"). One that is kept from its own
-pool by `Limits.repurpose_after_requests` is moved to the other pool for good.
+and back in its own pool when that is done (IV-A, "machine pool management").
 """
 
 from __future__ import annotations
@@ -57,16 +56,13 @@ class Ask(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits beyond which a queue is long, and a machine changes its pool."""
+    """Limits beyond which a queue is long, and a prompt is divided from its answer."""
 
     prompt_overflow_tokens: int | None = AUTHORS_OVERFLOW_TOKENS
     """Pending prompt tokens of a machine beyond which the next pool is asked; None: as many as it computes in
     `OVERFLOW_S` by what it tells, and the authors' value until it has told anything."""
     split_above_tokens: int = 0
     """Prompt tokens to be computed up to which a prompt is computed where its answer is."""
-    repurpose_after_requests: int = 0
-    """A machine that is given the other work of N requests before it is back in its own pool changes
-    its pool for good; 0: never."""
 
 
 @dataclass(slots=True)
@@ -88,8 +84,6 @@ class _Machine:
     told."""
     is_here: bool = True
     """False after the machine has ended: it gets no requests until it is back."""
-    n_foreign: int = 0
-    """Requests of the other kind that the machine was given since it left its own pool."""
     pool: Role = "mixed"
     """The machine's pool when it was looked at last."""
     counts: RoutedCounts = field(default_factory=lambda: RoutedCounts())
@@ -100,11 +94,6 @@ class _Machine:
         if self.home == "prompt" and self.n_answers:
             return "mixed"
         return "mixed" if self.home == "token" and self.n_prompts else self.home
-
-    @property
-    def is_displaced(self) -> bool:
-        """True if the machine is in the mixed pool and belongs to another one."""
-        return self.role != self.home
 
     @property
     def pending_tokens(self) -> int:
@@ -154,19 +143,14 @@ class Policy(Protocol):
 class Router:
     """Requests on their way over machines of given roles and sizes, under one policy."""
 
-    def __init__(
-        self, machines: Iterable[tuple[Role, int]], policy: Policy, repurpose_after_requests: int = 0
-    ) -> None:
-        """Make a router. machines: role, and KV slots that its pool has. repurpose_after_requests: as in
-        `Limits`."""
-        self.n_repurposed = 0
+    def __init__(self, machines: Iterable[tuple[Role, int]], policy: Policy) -> None:
+        """Make a router. machines: role, and KV slots that its pool has."""
         self._machines = tuple(
             _Machine(index, role, kv_slots, HeldBlocks(_most_blocks(kv_slots)), pool=role)
             for index, (role, kv_slots) in enumerate(machines)
         )
         _check_roles({machine.home for machine in self._machines})
         self._policy = policy
-        self._repurpose_after = repurpose_after_requests
         self._held: dict[str, _Held] = {}
 
     @property
@@ -234,11 +218,6 @@ class Router:
         prompt, token = (self._machines[index] for index in assignment)
         n_to_compute = prompt.n_to_compute(ask)
         self._held[ask.request_id] = _Held(ask, assignment, n_to_compute)
-        for machine in (prompt, token):
-            if not machine.is_displaced:
-                machine.n_foreign = 0
-        prompt.n_foreign += prompt.home == "token"
-        token.n_foreign += token.home == "prompt"
         prompt.prompt_tokens += n_to_compute
         prompt.n_prompts += 1
         prompt.counts.prompts += 1
@@ -251,8 +230,6 @@ class Router:
             prompt.kv_tokens += ask.prompt_tokens
         for index in set(assignment):
             self._machines[index].blocks.expect(ask.prefix)
-        if self._repurpose_after:
-            self._repurpose()
         self._look(assignment)
         return assignment
 
@@ -263,20 +240,6 @@ class Router:
             if machine.role != machine.pool:
                 machine.pool = machine.role
                 machine.counts.pool_changes += 1
-
-    def _repurpose(self) -> None:
-        """Move the machine that is kept busiest by the other kind of work to that kind.
-
-        Not while machines of the other kind are displaced too: then both kinds have too few machines. A kind
-        keeps one machine at least.
-        """
-        most = max(self._machines, key=lambda machine: machine.n_foreign)
-        displaced = {machine.home for machine in self._machines if machine.is_displaced}
-        n_alike = sum(machine.home == most.home for machine in self._machines)
-        if most.n_foreign >= self._repurpose_after and n_alike > 1 and displaced == {most.home}:
-            most.home = "token" if most.home == "prompt" else "prompt"
-            most.n_foreign = 0
-            self.n_repurposed += 1
 
     def _choose(self, ask: Ask, here: Sequence[_Machine]) -> Assignment:
         """Choose a machine; where one kind is missing for now, the others do both phases."""

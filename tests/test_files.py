@@ -313,10 +313,8 @@ OTHER_WRITERS = {
     "workflows.database.remote": "files in a temporary directory",
     "workflows.database.remote_files": "a remote's bundles, each copied beside its place and renamed",
     "workflows.database.signed_index": "files in a temporary directory",
-    "workflows.embed.kept_plan": "a file of an earlier version is renamed",
     "workflows.user_kernels.files": "files in a temporary directory",
     "workflows.user_kernels.tune": "files in a temporary directory",
-    "phasewise.torch.distributed": "memory of a group, which has no name",
     "kerneldb.connect": "a copy of a database, which SQLite makes",
     "serving.processes.line_log": "appends lines to a log, and follows no link",
     "serving.sandbox.confined_process": "pipes, and the process's own figures in /proc",
@@ -356,7 +354,6 @@ OTHER_READERS = {
     "workflows.database.remote": "files in a temporary directory",
     "workflows.database.remote_files": "fetched bundles, and what fsspec opens in limited time",
     "workflows.database.signed_index": "files in a temporary directory",
-    "workflows.serve.idle_tuning": "the machine's own figures, in /proc and /sys",
 }
 """Modules that read files in a way of their own, and what those are."""
 

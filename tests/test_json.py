@@ -20,8 +20,7 @@ from hypothesis import strategies as st
 from phasewise._json import MOST_CONTAINERS, MOST_DEPTH, MOST_VALUES, is_flood, read_json
 from phasewise.kerneldb.remote_index import read_index
 from phasewise.serving.batches.lines import read_line
-from phasewise.serving.embedding.plan import load_plan
-from phasewise.serving.embedding.stored_plan import stored_places
+from phasewise.serving.embedding.plan import stored_places
 from phasewise.serving.engine.fingerprint import Fingerprint
 from phasewise.serving.engine.receipts import AskedSettings, Receipt
 from phasewise.serving.loaders import load_model
@@ -32,7 +31,6 @@ from phasewise.tuner.config.sharing import read_hidden
 from phasewise.tuner.config.trace_files import read_trace
 from phasewise.tuner.predictor import log
 from phasewise.workflows.capacity.load import Load, arrivals_of
-from phasewise.workflows.evaluate.questions import read_questions
 from phasewise.workflows.replay.run import read_receipts
 from phasewise.workflows.topo.plan_json import read_plans
 from tests.support import ROOT
@@ -84,7 +82,6 @@ _OWN = frozenset(
         "kerneldb/reference_build.py",
         "kerneldb/shipped.py",
         "phasewise/_json.py",
-        "phasewise/torch/distributed.py",
         "serving/batches/store.py",
         "serving/embedding/sample_worker.py",
         "serving/embedding/worker.py",
@@ -102,7 +99,6 @@ _OWN = frozenset(
         "workflows/bench/peers/processes.py",
         "workflows/database/remote.py",
         "workflows/serve/instance_process.py",
-        "workflows/tune_kernels/idle_process.py",
     }
 )
 """Files that read by `json` itself: what processes of one server say to each other, files that come with the
@@ -242,17 +238,6 @@ FILES: dict[str, tuple[Callable[[Path], Path], Callable[[Path], object]]] = {
     "plans": (
         _texts('{"plans": {"prefill": {"ranks": [{"cores": [0], "numa_node": 0}], "bands": []}}}'),
         lambda path: read_plans(path, read_machine()),
-    ),
-    "questions": (
-        _texts('{"question": "q", "subject": "s", "choices": ["a", "b"], "answer": 1}\n'),
-        lambda path: read_questions(path, 10),
-    ),
-    "embedding plan": (
-        _texts(
-            '{"schema_version": 1, "slo_s": 1.5, "instances": [{"device": "cpu:0", "cores": [0], '
-            '"depth": {"inputs": 3, "tokens": 9}, "batch_s": 0.5}]}'
-        ),
-        lambda path: load_plan(path, frozenset({0})),
     ),
     "stored places": (
         _texts('{"format": 1, "pus": [0], "instances": [{"places": [0]}]}'),

@@ -18,9 +18,6 @@ if TYPE_CHECKING:
 WATCH_S = 0.5
 """Time for which the CPUs' use is watched; long enough for shares of the scheduler's ticks."""
 
-PAGE_OF_KEYS_BYTES = 16384
-"""128 positions of a head of 64 dimensions in 16 bits."""
-
 
 def snapshot_host(root: Path) -> Host:
     """The host whose /proc and /sys lie in the folder `root`. Raises WorkflowError."""
@@ -33,17 +30,13 @@ def snapshot_host(root: Path) -> Host:
 
 
 def this_host(db: str | None) -> Host:
-    """The running host: watched for WATCH_S, its memory read in pages, its system calls tried, its tuning
-    database counted.
-    """
+    """The running host: watched for WATCH_S, its system calls tried, its tuning database counted."""
     from phasewise.cython_kernels import isa
     from phasewise.cython_kernels._native import kernel_abis
     from phasewise.kerneldb.reference_build import is_reference_build
     from phasewise.topology import read_machine
     from phasewise.tuner.conditions import Watch
     from phasewise.tuner.doctor import BuildFacts, Host, IsaUse
-    from phasewise.tuner.plans import default_plan
-    from phasewise.workflows.serve.kv_policy import timed_reads
 
     machine = read_machine()
     watch = Watch(machine.allowed_pus)
@@ -56,7 +49,6 @@ def this_host(db: str | None) -> Host:
         tuned=_tuned(db, machine),
         build=BuildFacts(kernel_abis(), is_reference_build(kernel_abis())),
         conditions=watch.lap(),
-        piece_reads=timed_reads(PAGE_OF_KEYS_BYTES, default_plan(machine, "decode").cores),
         refused_calls=_refused_calls(),
         shm_bytes=_shm_bytes,
     )

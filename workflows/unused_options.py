@@ -70,7 +70,6 @@ _GENERATING = (
         "--draft",
         "--draft-tokens",
         "--also",
-        "--tune-idle",
         "--kv-budget",
         "--kv-format",
         "--kv-policy",
@@ -115,7 +114,6 @@ _SERVE = (
             *(
                 "MODEL",
                 "--also",
-                "--tune-idle",
                 "--served-model-name",
                 "--explain",
                 *_POOLS,
@@ -185,17 +183,11 @@ _SERVE = (
     ),
     Way(
         "with pools",
-        ("--threads", "--ranks", "--draft", "--draft-tokens", "--also", "--tune-idle"),
+        ("--threads", "--ranks", "--draft", "--draft-tokens", "--also"),
         when=_POOLS,
         instead="each pool has its engine and cores (0-3+4-7: two ranks); leave that out, or the pools",
     ),
     Way("without pools", ("--split-above",), unless=_POOLS, instead="name pools, or leave that out"),
-    Way(
-        "beside other models",
-        ("--tune-idle",),
-        when=("--also", "--embed-model"),
-        instead="the other one may compute while MODEL is idle; run tune-kernels, or leave that out",
-    ),
     Way(
         "where all pools are mixed",
         ("--split-above",),
@@ -204,17 +196,11 @@ _SERVE = (
         instead="nothing is divided; leave that out",
     ),
     Way(
-        "where kv_policy is paged or auto",
+        "where kv_policy is paged",
         ("--predictor",),
-        when=("--kv-policy=paged", "--kv-policy=auto"),
+        when=("--kv-policy=paged",),
         unless=_POOLS,
         instead="only odma, and pools, place answers by their predicted lengths; leave that out",
-    ),
-    Way(
-        "where kv_policy is auto",
-        ("--cluster",),
-        when=("--kv-policy=auto",),
-        instead="the memory of this machine is measured, not of the nodes; name odma or paged",
     ),
     Way("without --embed-model", _EMBEDDING, unless=("--embed-model",), makes_vectors=False),
 )
@@ -226,7 +212,7 @@ _AUTHORS_C = ("--include", "--define")
 _OF_LANGUAGE_MODELS = (
     *("--design", "--rate", "--cost", "--power", "--minimise", "--rate-step", "--most-rate"),
     *("--most", "--machines", "--policy", "--model", "--duration", "--draw", "--seed", "--perf-model"),
-    *("--machine-from-db", "--machine-from-xml", "--reference", "--plot", "--wide"),
+    *("--machine-from-db", "--machine-from-xml", "--reference", "--wide"),
 )
 _SEARCHING = (
     *("--lengths", "--trace", "--concurrency", "--cores", "--ranks", "--top-k", "--storage"),
@@ -267,16 +253,6 @@ WAYS: Mapping[str, tuple[Way, ...]] = {
             unless=("--temperature",),
             instead="the likeliest token is chosen always; add --temperature 0.7, or leave that out",
         ),
-    ),
-    "eval": (
-        Way(
-            "where questions alone are asked",
-            ("--context", "--chunks"),
-            when=("--choices",),
-            unless=("--text", "--against"),
-            instead="add --text FILE, or leave that out",
-        ),
-        Way("without --choices", ("--questions",), unless=("--choices",)),
     ),
     "topo": (
         Way("without --trees", ("--limit", "--power-of-two"), unless=("--trees",)),
@@ -359,14 +335,8 @@ WAYS: Mapping[str, tuple[Way, ...]] = {
         Way("without -o csv or json", ("--save-detailed",), unless=("--output",)),
     ),
     "bench embed": (
-        Way("with --find", ("-n", "-c", "--rate", "--plot", "--inputs"), when=("--find",)),
+        Way("with --find", ("-n", "-c", "--rate", "--inputs"), when=("--find",)),
         Way("with --rate", ("-c",), when=("--rate",)),
-        Way(
-            "with --rate",
-            ("--plot",),
-            when=("--rate",),
-            instead="latencies are drawn over clients; give -c several times, or leave that out",
-        ),
         Way("with --file", ("--lengths",), when=("--file",)),
     ),
     "bench run": (_TABLE,),
@@ -386,14 +356,5 @@ WAYS: Mapping[str, tuple[Way, ...]] = {
     "models inspect": (Way("without --density", ("--format",), unless=("--density",)),),
     "predict-len eval": (Way("with --folds", ("--split",), when=("--folds",)),),
     "db show": (_TABLE,),
-    "report": (
-        Way(
-            "with --json and no file to write",
-            ("--no-measure",),
-            when=("--json",),
-            unless=("--output",),
-            instead="limits are measured for the page alone; leave that out",
-        ),
-    ),
 }
 """By command, the ways in their order: an option that one leaves out is not set for those after it."""

@@ -109,8 +109,6 @@ class Summary:
     transfer_s: Mapping[int, float]
     """The time that a transfer adds between the end of a prompt and the arrival of its keys and values."""
     n_preemptions: int
-    n_repurposed: int
-    """Moves of machines between the prompt and the token pool."""
 
 
 def summarise(simulation: Simulation, reference: StepTimes | None) -> Summary:
@@ -132,7 +130,6 @@ def summarise(simulation: Simulation, reference: StepTimes | None) -> Summary:
         n_transfers=len(transfers),
         transfer_s=_percentiles(transfers) if len(transfers) else {},
         n_preemptions=simulation.n_preemptions,
-        n_repurposed=simulation.n_repurposed,
     )
 
 

@@ -118,7 +118,6 @@ class Simulation:
     machines: list[MachineUse]
     end_s: float
     n_preemptions: int
-    n_repurposed: int = 0
     """Moves of machines between the prompt and the token pool."""
     n_tokens_reused: int = 0
     """Tokens of prompts that were taken over from prefixes held, where `prefix_reuse`."""
@@ -160,7 +159,6 @@ class ProductionCluster:
         self._router = Router(
             ((role, kind.kv_slots) for role, kind in spec.machines),
             policy or POLICIES[spec.policy](spec.limits),
-            spec.limits.repurpose_after_requests,
         )
         self._link_free_s = [0.0] * len(self._machines)
         self._lives = {str(index): Life(arrival) for index, arrival in enumerate(arrivals)}
@@ -183,8 +181,7 @@ class ProductionCluster:
         ]
         preemptions = sum(machine.scheduler.counts.preemptions for machine in self._machines)
         reused = sum(machine.scheduler.counts.prefix_tokens_reused for machine in self._machines)
-        end_s, repurposed = self._timeline.now_s, self._router.n_repurposed
-        return Simulation(self._spec, lives, uses, end_s, preemptions, repurposed, reused)
+        return Simulation(self._spec, lives, uses, self._timeline.now_s, preemptions, reused)
 
     def prompt_step_begins(self, request_id: str) -> None:
         life, going = self._lives[request_id], self._going.get(request_id)

@@ -157,7 +157,6 @@ def read_cluster(
     limits = Limits(
         table.whole("prompt_overflow_tokens", Limits().prompt_overflow_tokens),
         table.whole("split_above_tokens", 0, least=0),
-        repurpose_after_requests=table.whole("repurpose_after_requests", 0, least=0),
     )
     table.refuse_others()
     return ClusterSpec(pools, policy, limits), catalogue

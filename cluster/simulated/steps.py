@@ -1,9 +1,5 @@
 """The time of one step of a machine: piecewise linear curves, as in the paper's performance model
 (Splitwise V-B), from the authors' profile, from a table of one's own, or from timed steps.
-
-`StepTimes` is read in two ways. The production scheduler's machine says how many sequences a decode step has
-and how much context they read. The paper's machine counts every sequence as one token of a batch and looks
-that up on the same axis as prompt tokens, as the authors' simulator does.
 """
 
 from __future__ import annotations
@@ -22,9 +18,6 @@ from typing import NamedTuple
 
 from phasewise._files import read_input
 from phasewise.cluster.errors import ClusterError
-
-MIXED_FACTOR = 1.1
-"""Factor of the time of a batch of prompts and tokens over that of prompts alone (the authors' simulator)."""
 
 MAX_POINTS = 4096
 MAX_PROFILE_ROWS = 1_000_000
@@ -85,7 +78,6 @@ class StepTimes:
     """Seconds of a step by its sequences, on top of `decode`."""
     prefill_context_s: float = 0.0
     """Seconds for each pair of a prompt token and a token before the step that it attends to."""
-    mixed_factor: float = MIXED_FACTOR
     after_prefill_s: tuple[float, ...] = ()
     """The extra time of the first decode steps after a prefill step, by their number since it."""
     rows_at_once: int | None = None
@@ -114,15 +106,6 @@ class StepTimes:
         if since_prefill is not None and since_prefill < len(self.after_prefill_s):
             extra += self.after_prefill_s[since_prefill]
         return _positive(self.decode.at(context_tokens) + extra)
-
-    def iteration_s(self, prompt_tokens: int, n_tokens: int) -> float:
-        """Seconds of an iteration of the paper's machine: `n_tokens` sequences take a token each beside the
-        prompts. As `get_iteration_duration` of the authors' simulator."""
-        if not n_tokens:
-            return _positive(self.prefill.at(prompt_tokens))
-        if not prompt_tokens:
-            return self.decode_s(n_tokens, n_tokens)
-        return _positive(self.prefill.at(prompt_tokens + n_tokens)) * self.mixed_factor
 
 
 def pieces(prompts: Iterable[PromptPart], most_tokens: int | None) -> Iterator[list[PromptPart]]:

@@ -1,27 +1,27 @@
 """The plan of embedding with one model: instances, their cores, and the depths of their queues.
 
-`phasewise tune-embed` keeps it in the tuning database (`stored_plan`), `serve` reads it there. Earlier
-versions kept one JSON file for each; those are still read. What is read is checked as if a stranger had
-written it.
+`phasewise tune-embed` keeps it in the tuning database, `serve` reads it there: by places of the topology,
+which like machines share, beside service plans, as one of a phase of its own. What is read is checked as if
+a stranger had written it.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from phasewise._files import read_file
 from phasewise._json import read_json
-from phasewise._places import user_folder
-from phasewise._words import counted, number, reason_of
+from phasewise._words import counted, number
 from phasewise.serving.embedding.queues import UNLIMITED, Depth
 from phasewise.serving.errors import ServingError
+from phasewise.topology import Machine, TopologyError, places_of, pus_at
 
-SCHEMA_VERSION = 1
+PHASE = "embed"
+"""The word by which the database tells these plans from those of prefill and decode."""
+FORMAT = 1
 MAX_INSTANCES = 256
-MAX_BYTES = 1 << 20
 DEFAULT_SLO_S = 1.0
 """The promised time of an answer where no plan says another: the paper's first (section V)."""
 
@@ -79,45 +79,9 @@ class EmbeddingPlan:
         return f"embeddings{promise}: {'; '.join(parts)} ({self.source})"
 
 
-def plan_file(model_name: str, weight_format: str, placement: str) -> Path:
-    """The file of an earlier version, with a model's plan for cores of this placement: below the XDG data
-    directory.
-    """
-    name = f"{model_name}-{weight_format}-{placement}".lstrip(".")
-    safe = "".join(letter if letter.isalnum() or letter in "-._" else "_" for letter in name)
-    return user_folder("data") / "embedding" / f"{safe}.json"
-
-
 def fields_of(plan: EmbeddingPlan) -> dict[str, Any]:
     """Its instances and what they promise, as JSON values."""
     return {"instances": [asdict(instance) for instance in plan.instances], "slo_s": plan.slo_s}
-
-
-def load_plan(path: Path, allowed: frozenset[int]) -> EmbeddingPlan | None:
-    """The plan of an earlier version's file, None where there is none; ServingError where it cannot be used
-    on the `allowed` cores.
-    """
-    try:
-        fields = read_json(read_file(path, MAX_BYTES))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise ServingError(f"the embedding plan {path} cannot be read: {reason_of(error)}") from error
-    try:
-        if fields["schema_version"] != SCHEMA_VERSION:
-            raise ValueError(f"schema version {fields['schema_version']!r:.20}")
-        plan = plan_of(fields, str(path))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ServingError(
-            f"the embedding plan {path} is not one: {error!r:.100}; make it anew with `phasewise tune-embed`"
-        ) from error
-    foreign = {core for instance in plan.instances for core in instance.cores}.difference(allowed)
-    if foreign:
-        raise ServingError(
-            f"the embedding plan {path} names core {min(foreign)}, which this process may not use:"
-            " make it anew with `phasewise tune-embed`"
-        )
-    return plan
 
 
 def plan_of(fields: Any, source: str) -> EmbeddingPlan:
@@ -137,6 +101,56 @@ def plan_of(fields: Any, source: str) -> EmbeddingPlan:
     if slo is not None and not 0 < float(slo) < 1e6:
         raise ValueError(f"an SLO of {slo!r:.20}")
     return EmbeddingPlan(instances, None if slo is None else float(slo), source)
+
+
+def placed_json(plan: EmbeddingPlan, machine: Machine) -> str:
+    """The plan by its places. ServingError where this process may not use a core of it."""
+    fields = fields_of(plan)
+    try:
+        for instance_fields, instance in zip(fields["instances"], plan.instances, strict=True):
+            instance_fields["places"] = [*places_of(machine, instance.cores)]
+            del instance_fields["cores"]
+    except TopologyError as error:
+        raise ServingError(f"the embedding plan cannot be kept: {error}") from None
+    kept = {"format": FORMAT, "pus": len(machine.allowed_pus), "slo_s": plan.slo_s}
+    return json.dumps({**kept, "instances": fields["instances"]})
+
+
+def stored_plan(text: str, machine: Machine, source: str = "database") -> EmbeddingPlan:
+    """A plan of the database in this machine's own numbers. ServingError, saying why, for what is none."""
+    fields = _fields(text)
+    if fields["pus"] != len(machine.allowed_pus):
+        n_pus = len(machine.allowed_pus)
+        raise ServingError(f"it is for a process with {fields['pus']!r:.20} PUs; this one may use {n_pus}")
+    try:
+        instances = [
+            {**instance, "cores": [*pus_at(machine, own)]}
+            for instance, own in zip(fields["instances"], stored_places(text), strict=True)
+        ]
+        return plan_of({**fields, "instances": instances}, source)
+    except (TopologyError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ServingError(f"it is no plan of embedding: {error!s:.100}") from None
+
+
+def stored_places(text: str) -> list[list[int]]:
+    """The places of each instance. ServingError for what is no plan."""
+    try:
+        places = [[*instance["places"]] for instance in _fields(text)["instances"]]
+    except (KeyError, TypeError) as error:
+        raise ServingError(f"it is no plan of embedding: {error!s:.100}") from None
+    if not all(type(place) is int for own in places for place in own):
+        raise ServingError("it is no plan of embedding: places are whole numbers")
+    return places
+
+
+def _fields(text: str) -> dict[str, Any]:
+    try:
+        fields = read_json(text)
+    except ValueError:
+        raise ServingError("it is no plan of embedding: not JSON") from None
+    if not isinstance(fields, dict) or fields.get("format") != FORMAT or "pus" not in fields:
+        raise ServingError("it is no plan of embedding that this phasewise reads")
+    return fields
 
 
 def _text(value: Any) -> str:

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Literal, Protocol
+from typing import Literal
 
 from phasewise._words import counted
 from phasewise.serving.engine.engine import Engine
@@ -56,24 +56,10 @@ CHECK = "PHASEWISE_CHECK"
 """An environment variable: where it is not empty, scheduler and KV pool are checked after every step."""
 
 
-class IdleWork(Protocol):
-    """Work that may run while no request does. All is called on the engine's thread, and returns at once."""
-
-    after_s: float
-    """Seconds without any request before it goes on."""
-
-    def go_on(self) -> None: ...
-
-    def pause(self) -> None:
-        """A request has come, or the end."""
-        ...
-
-
 class EngineThread:
     """Runs `engine` until `stop`. `deliver` is called on this thread and must only hand the delivery on.
 
     on_lost: called on this thread once the engine has given up; whatever is sent then is refused.
-    idle: works while no request does.
     ends_on_bugs: give up, too, where its own bookkeeping fails; else all requests end and it goes on.
     """
 
@@ -86,7 +72,6 @@ class EngineThread:
         *,
         restarts: Restarts | None = None,
         ends_on_bugs: bool = False,
-        idle: IdleWork | None = None,
     ) -> None:
         self._engine = engine
         self._deliver = deliver
@@ -94,7 +79,6 @@ class EngineThread:
         self._restarts = restarts or Restarts()
         self._ends_on_bugs = ends_on_bugs
         self._cores = cores
-        self._idle = idle
         self._checks = bool(os.environ.get(CHECK))
         self.state: EngineState = "starting"
         self.lost: EngineLost | None = None
@@ -256,15 +240,7 @@ class EngineThread:
         """Raises queue.Empty where there is none and it shall not wait."""
         if wait and self._gives_way():
             return self._inbox.get(timeout=LOOKS_AGAIN_S)
-        if self._idle is None or not wait or self._engine.has_work:
-            return self._inbox.get(block=wait)
-        with suppress(queue.Empty):
-            return self._inbox.get(timeout=self._idle.after_s)
-        self._idle.go_on()
-        try:
-            return self._inbox.get()
-        finally:
-            self._idle.pause()
+        return self._inbox.get(block=wait)
 
     def _handle(self, message: Message) -> None:
         match message:

@@ -99,7 +99,6 @@ class Boundary:
         set_("phasewise.serving.embedding.open_embedding.open_embedding", self._embedding)
         set_("phasewise.serving.engine.open_engine.open_engine", self._engine)
         set_("phasewise.serving.service.run_service", self._serve)
-        set_("phasewise.workflows.serve.idle_tuning.host_that_tunes", self._idle)
         set_("phasewise.workflows.opening.first_start.pull_what_fits", self._pull)
         set_("phasewise.workflows.receipt_keys.signing_key", lambda path: path)
         set_("phasewise.workflows.serve.length_estimator.open_predictor", self._predictor)
@@ -188,9 +187,6 @@ class Boundary:
             ),
         )
         return OpenEngine(model, text, plans, size, _Engine())  # type: ignore[arg-type]
-
-    def _idle(self, _engine: Any, model: str, *_rest: Any) -> None:
-        self.keep("tuned while idle", model)
 
     def _pull(self, remote: Any, *_rest: Any) -> None:
         self.keep("remote", remote)

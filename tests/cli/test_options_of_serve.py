@@ -155,7 +155,6 @@ def samples(places: Places) -> Mapping[str, tuple[list[object], list[object]]]:
         "--models": one("--models", places.models),
         "--models-memory": one("--models-memory", "2G"),
         "--keep-alive": one("--keep-alive", "7m"),
-        "--tune-idle": one("--tune-idle"),
         "--kv-budget": one("--kv-budget", "8M"),
         "--kv-format": one("--kv-format", "int8"),
         "--kv-policy": one("--kv-policy", "paged"),

@@ -90,52 +90,6 @@ def test_where_all_is_full_both_phases_run_on_the_least_loaded() -> None:
     assert assignment.prompt == assignment.token
 
 
-def displaced(n_requests: int, after: int = 5, **limits: int) -> Router:
-    """All prompts but the first are computed by a token machine, because the first is long."""
-    policy = POLICIES["splitwise"](Limits(prompt_overflow_tokens=1000, **limits))
-    route = Router([("prompt", 100_000), ("token", 100_000), ("token", 100_000)], policy, after)
-    for name in range(n_requests):
-        route.assign(ask(name, 950 if name == 0 else 90, 1))
-    return route
-
-
-def test_a_machine_that_stays_in_the_mixed_pool_is_moved_for_good() -> None:
-    """A machine changes its pool after N requests, not before, and still ends the requests it had."""
-    assert displaced(5).n_repurposed == 0
-    route = displaced(6)
-    assert route.n_repurposed == 1
-    for name in range(6):
-        route.finished(str(name))
-    assert sorted(route.roles) == ["prompt", "prompt", "token"]
-    route.check()
-    assert displaced(60, after=0).n_repurposed == 0
-
-
-def test_a_pool_keeps_one_machine() -> None:
-    route = displaced(100)
-    assert route.n_repurposed == 1
-    assert "mixed" in route.roles
-
-
-def test_no_machine_is_moved_while_both_kinds_of_work_overflow() -> None:
-    """Prompts on a token machine and answers on a prompt machine: moving one would rob the other."""
-    policy = POLICIES["splitwise"](Limits(prompt_overflow_tokens=1000))
-    route = Router([("prompt", 8000)] * 2 + [("token", 2000)] * 2, policy, 3)
-    for name in range(8):
-        route.assign(ask(name, 900, 900))
-    assert set(route.roles) == {"mixed"}
-    assert route.n_repurposed == 0
-
-
-def test_a_time_in_its_own_pool_begins_the_count_anew() -> None:
-    route = displaced(4)
-    for name in range(4):
-        route.finished(str(name))
-    for name in range(4):
-        route.assign(ask(name, 950 if name == 0 else 90, 1))
-    assert route.n_repurposed == 0
-
-
 def test_short_prompts_stay_with_their_answers() -> None:
     route = router(SPLIT, split_above_tokens=64)
 
@@ -312,12 +266,10 @@ def test_a_policy_is_deterministic(homes: list[Role], policy: str, asks: list[tu
 def test_counts_are_those_of_the_requests_that_are_there(
     homes: list[Role], policy: str, asks: list[tuple[int, int]], data: st.DataObject
 ) -> None:
-    """Whatever comes and ends in whatever order; when all has ended every machine is in its own pool, or in
-    the one that it moved to."""
+    """Whatever comes and ends in whatever order; when all has ended every machine is in its own pool."""
     machines = [(home, 4000) for home in homes]
-    after = data.draw(st.sampled_from([0, 1, 4]))
     try:
-        route = Router(machines, POLICIES[policy](Limits(prompt_overflow_tokens=2000)), after)
+        route = Router(machines, POLICIES[policy](Limits(prompt_overflow_tokens=2000)))
     except ClusterError:
         assert "mixed" not in homes
         assert set(homes) != {"prompt", "token"}
@@ -337,10 +289,7 @@ def test_counts_are_those_of_the_requests_that_are_there(
         route.finished(request_id)
     route.check()
     assert route.n_requests == 0
-    if route.n_repurposed == 0:
-        assert list(route.roles) == homes
-    else:
-        assert set(route.roles) >= set(homes), "a kind has lost its last machine"
+    assert list(route.roles) == homes
 
 
 def test_a_request_is_assigned_once() -> None:

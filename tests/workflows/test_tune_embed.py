@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,12 +14,12 @@ pytest.importorskip(
 
 from phasewise.serving.embedding import open_embedding
 from phasewise.serving.embedding.depth import LatencyLine
-from phasewise.serving.embedding.plan import EmbeddingPlan, plan_file
+from phasewise.serving.embedding.plan import EmbeddingPlan
 from phasewise.serving.embedding.protocol import inputs_from_bytes
 from phasewise.serving.embedding.queues import UNLIMITED
 from phasewise.serving.embedding.worker import WorkerSpec
 from phasewise.serving.loaders import load_model
-from phasewise.topology import placement_signature, read_machine
+from phasewise.topology import read_machine
 from phasewise.workflows.embed import tune as workflow
 from phasewise.workflows.embed.accelerators import Accelerators
 from phasewise.workflows.errors import UsageError, WorkflowError
@@ -116,26 +115,6 @@ def test_the_plan_of_the_fitted_line_is_kept_and_served(
     assert plan.slo_s == 1.0
     assert plan.source == "database"
     assert said == []
-
-
-def test_a_file_of_an_earlier_version_goes_into_the_database_once(encoder: Path) -> None:
-    model, machine = load_model(str(encoder), "f32"), read_machine()
-    cores = list(machine.allowed_pus[:1])
-    path = plan_file(model.name, model.format, placement_signature(machine, machine.allowed_pus))
-    path.parent.mkdir(parents=True)
-    instance = {"device": "cpu:0", "cores": cores, "depth": {"inputs": 3, "tokens": 90}}
-    path.write_text(json.dumps({"schema_version": 1, "slo_s": 0.5, "source": "x", "instances": [instance]}))
-    said: Lines = []
-
-    plans = [
-        plan_for(model, EmbeddingRoom(machine), Embeddings(), Accelerators(), said.append) for _ in range(2)
-    ]
-
-    assert [plan.slo_s for plan in plans] == [0.5, 0.5]
-    assert plans[0].instances == plans[1].instances
-    assert plans[1].source == "database"
-    assert not path.exists()
-    assert [line.endswith("is in the database now") for line in said if "warn" not in line] == [True]
 
 
 def test_a_host_that_is_too_slow_for_one_input_is_told_so(

@@ -12,7 +12,7 @@ import pytest
 from phasewise.kerneldb.product_counts import count_products
 from phasewise.kerneldb.records import Origin, PlanRecord
 from phasewise.kerneldb.store import open_store
-from phasewise.serving.embedding import stored_plan
+from phasewise.serving.embedding import plan as embedding_plan
 from phasewise.serving.embedding.plan import EmbeddingPlan, Instance
 from phasewise.topology import (
     Machine,
@@ -60,8 +60,8 @@ def learnt(db: Path, machine: Machine) -> dict[str, ServicePlan]:
         for phase, plan in plans.items():
             store.add([PlanRecord(MODEL, phase, placed_json(plan, machine), everywhere)])
         of_vectors = EmbeddingPlan((Instance("cpu:0", cores[0]), Instance("cpu:1", cores[1])))
-        text = stored_plan.placed_json(of_vectors, machine)
-        store.add([PlanRecord(MODEL, stored_plan.PHASE, text, everywhere)])
+        text = embedding_plan.placed_json(of_vectors, machine)
+        store.add([PlanRecord(MODEL, embedding_plan.PHASE, text, everywhere)])
         store.add([replace(MEASUREMENT, origin=first)])
         store.add([replace(PROMOTION, origin=first)])
     return dict(plans)
@@ -86,11 +86,11 @@ def test_a_twin_starts_with_plans_and_schedules_of_the_first(tmp_path: Path, see
             for rank, first in zip(plan.ranks, plans[phase].ranks, strict=True):
                 assert places_of(twin, rank.cores) == places_of(here, first.cores)
                 assert placement_signature(twin, rank.cores) == placement_signature(here, first.cores)
-        record = store.newest_plan(machine_key(twin), MODEL, stored_plan.PHASE)
+        record = store.newest_plan(machine_key(twin), MODEL, embedding_plan.PHASE)
         assert record is not None
         assert [
             places_of(twin, instance.cores)
-            for instance in stored_plan.stored_plan(record.plan_json, twin).instances
+            for instance in embedding_plan.stored_plan(record.plan_json, twin).instances
         ] == [places_of(here, first.cores) for first in plans["decode"].ranks]
         key = machine_key(twin, own["decode"].ranks[0].cores)
         assert {row.sample.schedule for row in store.promoted_measurements(key, verified=False)} == {

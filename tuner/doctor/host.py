@@ -6,16 +6,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from phasewise.kerneldb.product_counts import ProductCounts, ShippedCounts
 from phasewise.topology import Machine
 from phasewise.topology.cpusets import parse_list
 from phasewise.topology.process_limits import cgroup_files, read_text
 from phasewise.tuner.conditions import Conditions, parse_ticks
-
-if TYPE_CHECKING:
-    from phasewise.tuner.machine_limits import PieceReads
 
 
 class Severity(IntEnum):
@@ -100,8 +96,6 @@ class Host:
     build: BuildFacts | None = None
     conditions: Conditions | None = None
     """The load of the machine, measured just now; None: only the sums since boot are known."""
-    piece_reads: PieceReads | None = None
-    """Reads of pages of keys, measured just now; None: not measured."""
     refused_calls: Mapping[str, str] | None = None
     """System calls that were tried and refused, with the error; None: not tried."""
     shm_bytes: Callable[[], int | None] = lambda: None

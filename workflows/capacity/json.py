@@ -51,7 +51,6 @@ def _summary_fields(summary: Summary, slo: Slo | None, *, with_occupancy: bool) 
         ],
         "kv_transfers": {"count": summary.n_transfers, "wait_s": _named(summary.transfer_s)},
         "n_preemptions": summary.n_preemptions,
-        "n_repurposed": summary.n_repurposed,
         "slo": None
         if slo is None or failures is None
         else {"name": slo.name, "kept": not failures, "broken": failures},

@@ -82,7 +82,7 @@ def _ranks(record: PlanRecord, here: _Here, report: Report) -> dict[str, Any]:
 
     Both are None where the stored plan cannot be read. `bands`: the same of decode's plan for more sequences.
     """
-    from phasewise.serving.embedding import stored_plan as embedding
+    from phasewise.serving.embedding import plan as embedding
     from phasewise.serving.errors import ServingError
     from phasewise.tuner import plans
     from phasewise.tuner.errors import PlanError

@@ -161,7 +161,7 @@ def sized(
     alone = not (settings.pools.is_asked or settings.prefixes.is_asked)
     tokens = running.draft_tokens
     drafts = find_drafts(running.draft, opened, settings.db, report, tokens, by_itself=alone)
-    return SizedModel(ref, opened, drafts, _size(opened, kv_bytes, settings, drafts, report))
+    return SizedModel(ref, opened, drafts, _size(opened, kv_bytes, settings, drafts))
 
 
 def open_sized(model: SizedModel, settings: ServeSettings, stack: ExitStack, report: Report) -> OpenedModel:
@@ -169,7 +169,6 @@ def open_sized(model: SizedModel, settings: ServeSettings, stack: ExitStack, rep
     from phasewise.serving.engine.engine_thread import EngineThread
     from phasewise.serving.engine.open_engine import ModelText
     from phasewise.workflows.serve.embedding import cores_beside
-    from phasewise.workflows.serve.idle_tuning import host_that_tunes
     from phasewise.workflows.serve.instance_process import InstanceSpec
     from phasewise.workflows.serve.length_estimator import open_predictor
     from phasewise.workflows.serve.pools import open_pools
@@ -196,8 +195,6 @@ def open_sized(model: SizedModel, settings: ServeSettings, stack: ExitStack, rep
         opened, model.ref, settings, most=size.threads, in_one_rank=alone.engine.ranks.moves_in_place
     )
     host: OpenHost = partial(EngineThread, alone.engine)
-    if running.tune_idle:
-        host = host_that_tunes(alone.engine, model.ref, opened, settings, report)
     lines = [plan.describe() for plan in opened.plans.values()]
     cores = frozenset(core for plan in opened.plans.values() for core in plan.all_cores)
     return OpenedModel(spec, opened, alone, host, predictor, lines, cores, drafts=model.drafts)
@@ -208,11 +205,9 @@ def _size(
     kv_bytes: int | None,
     settings: ServeSettings,
     drafts: DraftSource | None,
-    report: Report,
 ) -> EngineSize:
     from phasewise.serving.engine.engine_size import EngineSize
     from phasewise.serving.ranks.rank_layout import teams_of
-    from phasewise.workflows.serve.kv_policy import resolved
 
     running, kv = settings.running, settings.kv
     is_elsewhere = settings.pools.cluster is not None  # whose nodes have memory of their own
@@ -236,7 +231,7 @@ def _size(
         size,
         limits=limits,
         kv=touched,
-        kv_policy=resolved(kv.kv_policy, opened.model, kv.kv_format, opened.plans["decode"].cores, report),
+        kv_policy=kv.kv_policy,
         tpot_ms=running.tpot_ms,
         threads=0 if settings.pools.is_asked else most_threads(running.threads),
     )

@@ -206,13 +206,6 @@ class Running:
         envvar="PHASEWISE_ALSO",
         panel=MOST_USED,
     )
-    tune_idle: bool = option(
-        False,
-        "tune MODEL's kernels while no request runs, and none has for 2 s; winners come into use between "
-        "steps, and no answer changes",
-        "--tune-idle",
-        envvar="PHASEWISE_TUNE_IDLE",
-    )
 
 
 @dataclass(frozen=True)
@@ -267,9 +260,8 @@ class KeysAndValues:
     kv_format: str = KV_FORMAT("auto")
     kv_policy: str = option(
         "odma",
-        "how KV slots are given to requests: odma, paged; auto: paged where reads of pages are measured to "
-        "be as fast as reads in order, else odma",
-        kind=Literal["odma", "paged", "auto"],
+        "how KV slots are given to requests",
+        kind=Literal["odma", "paged"],
         envvar="PHASEWISE_KV_POLICY",
         config_only=True,
     )

@@ -21,7 +21,7 @@ def machine(threads: ThreadsOption = None, as_json: JsonOption = False) -> None:
 
     Then reads of memory in pieces, scattered beside in order, on all: where
     scattered ones are nearly as fast, pages of keys and values cost nothing
-    (serve: kv_policy = "auto").
+    (serve: kv_policy = "paged").
     """
     from phasewise.topology import core_signature, placement_signature, read_machine
     from phasewise.tuner.machine_limits import PIECES, measure_limits, read_in_pieces

@@ -16,12 +16,10 @@ from phasewise.cli.present import note, print_json, say
 from phasewise.topology.outline import count_words
 from phasewise.tuner.doctor import CHECKS, not_examined
 from phasewise.tuner.doctor.memory import computing_processes
-from phasewise.workflows.serve.kv_policy import policy_for, told
 
 if TYPE_CHECKING:
     from phasewise.tuner.doctor import Finding, Host
     from phasewise.tuner.doctor.decode import DecodeFigures
-    from phasewise.tuner.machine_limits import PieceReads
     from phasewise.workflows.replay.bits_check import BitsOutcome
 
 
@@ -137,7 +135,6 @@ def doctor_fields(host: Host, findings: Sequence[Finding]) -> dict[str, Any]:
         "shipped_judged": None if host.tuned is None else host.tuned.shipped.judged,
         "shipped_in_use": None if host.tuned is None else host.tuned.shipped.in_use,
         "shipped_kinds": None if host.tuned is None else list(host.tuned.shipped_kinds),
-        "reads_in_pieces": None if host.piece_reads is None else _reads_fields(host.piece_reads),
         "kernels": None
         if host.build is None
         else {"names": list(host.build.kernel_abis), "reference": host.build.is_reference},
@@ -202,17 +199,10 @@ def _facts(host: Host) -> Iterator[str]:
         elif host.tuned.shipped_kinds:
             kinds = "; ".join(host.tuned.shipped_kinds)
             yield f"The package brings schedules for {kinds}, but none for such cores."
-    if host.piece_reads is not None:
-        reads = host.piece_reads
-        yield f"Memory: {told(reads.piece_bytes, reads)}, so that kv_policy auto is {policy_for(reads)}."
     if host.build is not None:
         yield f"Kernels: {_REFERENCE[host.build.is_reference]}."
     for process in computing_processes(host):
         yield f"Memory of phasewise's process {process.pid}: {process.describe()}."
-
-
-def _reads_fields(reads: PieceReads) -> dict[str, Any]:
-    return {**vars(reads), "share": reads.share, "kv_policy": policy_for(reads)}
 
 
 _REFERENCE = {

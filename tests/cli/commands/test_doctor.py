@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from phasewise.cli.commands.doctor import decode_lines, doctor_fields, doctor_lines
+from phasewise.cli.commands.doctor import decode_lines, doctor_lines
 from phasewise.kerneldb.product_counts import ProductCounts, ShippedCounts
 from phasewise.tuner.doctor import CHECKS, TunedCounts, examine
 from phasewise.tuner.doctor.decode import DecodeFigures, PhaseFigures, explain_decode
-from phasewise.tuner.machine_limits import PieceReads
 from tests.cli import command
 from tests.support.machines.fake_host import CGROUP, CPU, Plant, clean_host, write_files
 
@@ -118,15 +117,6 @@ def test_a_folder_that_is_no_snapshot_is_one_line(tmp_path: Path, name: str) -> 
     (tmp_path / "empty").mkdir()
 
     assert command.run("doctor", "--root", tmp_path / name).refusal
-
-
-@pytest.mark.parametrize(("scattered", "policy"), [(9.9e9, "paged"), (5e9, "odma")])
-def test_what_follows_from_scattered_reads_is_told(tmp_path: Path, scattered: float, policy: str) -> None:
-    host = clean_host(tmp_path, Plant(told={"piece_reads": PieceReads(16384, 1e10, scattered)}))
-
-    fields = doctor_fields(host, ())
-    assert fields["reads_in_pieces"]["kv_policy"] == policy
-    assert f"kv_policy auto is {policy}." in " ".join(" ".join(doctor_lines(host, (), "utf-8")).split())
 
 
 def test_the_speed_of_decoding_is_explained_for_a_model(tiny: Path) -> None:

@@ -42,7 +42,6 @@ def test_no_step_takes_no_time(x: int) -> None:
 
     assert steps.prefill_s(x) > 0
     assert steps.decode_s(1, x) > 0
-    assert steps.iteration_s(x, 1) > 0
 
 
 PARTS = st.lists(st.builds(PromptPart, st.integers(1, 40), st.integers(0, 90)), min_size=1, max_size=8)
@@ -100,7 +99,6 @@ def test_repeats_become_their_median_by_tokens_of_the_batch(tmp_path: Path) -> N
     assert steps.prefill_s(512) == 0.020
     assert steps.prefill_s(1024) == pytest.approx(0.050)
     assert steps.decode_s(3, 1024) == pytest.approx(0.005)
-    assert steps.iteration_s(1000, 24) == pytest.approx(1.1 * 0.050)
 
 
 @pytest.mark.parametrize(

@@ -12,65 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phasewise.serving.embedding.devices import accelerators, free_cores, highest_cores, instance_cores
-from phasewise.serving.embedding.plan import EmbeddingPlan, Instance, fields_of, load_plan
+from phasewise.serving.embedding.plan import (
+    EmbeddingPlan,
+    Instance,
+    placed_json,
+    stored_places,
+    stored_plan,
+)
 from phasewise.serving.embedding.queues import Depth
-from phasewise.serving.embedding.stored_plan import placed_json, stored_places, stored_plan
 from phasewise.serving.errors import ServingError
 from phasewise.topology import Kind, Machine, read_machine
 from tests.support.machines.machine_shapes import machine_of
 from tests.support.machines.paper_machines import epyc, kunpeng, xeon
 from tests.support.tiers import examples
-
-PLAN = EmbeddingPlan(
-    (Instance("cpu:0", (1,), Depth(9, 700)), Instance("cpu:1", (0,), Depth(9, 700))), 0.5, "x"
-)
-
-
-def save_plan(plan: EmbeddingPlan, path: Path) -> None:
-    """A file as earlier versions wrote it."""
-    path.write_text(json.dumps({"schema_version": 1, **fields_of(plan), "source": plan.source}))
-
-
-def test_a_plan_comes_back(tmp_path: Path) -> None:
-    path = tmp_path / "plan.json"
-    save_plan(PLAN, path)
-
-    loaded = load_plan(path, frozenset({0, 1}))
-
-    assert loaded is not None
-    assert loaded.instances == PLAN.instances
-    assert loaded.slo_s == 0.5
-    assert load_plan(tmp_path / "none.json", frozenset()) is None
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"schema_version": 2},
-        {"instances": []},
-        {"instances": [{"device": "tpu:0", "cores": [0], "depth": {"inputs": 1, "tokens": 1}}]},
-        {"instances": [{"device": "cpu:0", "cores": [-1], "depth": {"inputs": 1, "tokens": 1}}]},
-        {"instances": [{"device": "cpu:0", "cores": [0], "depth": {"inputs": 0, "tokens": 1}}]},
-        {"slo_s": -1},
-        {"slo_s": "soon"},
-        {"instances": None},
-    ],
-)
-def test_a_plan_that_is_none_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
-    path = tmp_path / "plan.json"
-    save_plan(PLAN, path)
-    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
-
-    with pytest.raises(ServingError, match="tune-embed"):
-        load_plan(path, frozenset({0, 1}))
-
-
-def test_a_plan_for_other_cores_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "plan.json"
-    save_plan(PLAN, path)
-
-    with pytest.raises(ServingError, match="core 1"):
-        load_plan(path, frozenset({0}))
 
 
 def test_devices_are_those_whose_files_are_here(tmp_path: Path) -> None:
@@ -206,6 +160,11 @@ def test_a_plan_comes_back_and_a_twin_reads_it_in_its_own_numbers() -> None:
         ({"instances": [{"device": "cpu:0", "places": ["0"], "depth": {"inputs": 1, "tokens": 1}}]}, "whole"),
         ({"instances": [{"device": "tpu:0", "places": [0], "depth": {"inputs": 1, "tokens": 1}}]}, "tpu"),
         ({"slo_s": -1}, "an SLO of -1"),
+        ({"slo_s": "soon"}, "no plan of embedding"),
+        (
+            {"instances": [{"device": "cpu:0", "places": [0], "depth": {"inputs": 0, "tokens": 1}}]},
+            "a number 0",
+        ),
     ],
 )
 def test_a_stored_plan_that_is_none_is_refused(change: dict[str, Any], reason: str) -> None:

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from phasewise.kerneldb.records import Origin, PlanRecord
 from phasewise.kerneldb.store import open_store
-from phasewise.serving.embedding.plan import EmbeddingPlan, Instance
-from phasewise.serving.embedding.stored_plan import PHASE, placed_json
+from phasewise.serving.embedding.plan import PHASE, EmbeddingPlan, Instance, placed_json
 from phasewise.topology import Machine
 from phasewise.tuner.plans import Phase, ServicePlan, machine_key, rank_on
 

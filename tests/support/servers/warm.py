@@ -41,9 +41,7 @@ _IMPORTED = (
     "phasewise.workflows.opening.drafts",
     "phasewise.workflows.opening.open_model",
     "phasewise.workflows.opening.tuned_schedules",
-    "phasewise.workflows.serve.idle_tuning",
     "phasewise.workflows.serve.instance_process",
-    "phasewise.workflows.serve.kv_policy",
     "phasewise.workflows.serve.length_estimator",
     "phasewise.workflows.serve.run",
 )
