@@ -2,7 +2,7 @@
 
     python benchmarks/figures.py                       # the list
     python benchmarks/figures.py windve-tables
-    python benchmarks/figures.py splitwise --part iso-rate --trace code=CSV --perf-model CSV
+    python benchmarks/figures.py searches --format f32 --shape 576,1536 --m 16
 
 Each is a row of FIGURES: what it is in the paper, the function that makes its rows, and the columns that it
 prints first. Rows that are measured are of this machine; a paper's own numbers stand in columns named so.
@@ -19,12 +19,9 @@ from benchmarks.papers import (
     sandwich,
     searches,
     sparamx,
-    speed_accuracy,
-    splitwise,
     unequal,
     windows,
     windve,
-    windve_devices,
 )
 
 
@@ -53,17 +50,10 @@ FIGURES = (
     Figure("Sandwich, Table 3: sizes of the window", windows.windows, ("machine", "window")),
     Figure("Sandwich, Fig. 3 with unequal numbers", unequal.unequal_plans, ("machines", "phase")),
     Figure("Sandwich, section 4: numbers of TopoTrees", sandwich.trees, ("machine", "pus", "levels")),
-    Figure("Splitwise, Table IV, Figs. 12 to 20, VI-E", splitwise.splitwise, ("design",)),
     Figure("Splitwise: machine types of a profile or of runs", machine_types.machine_types, ("machine",)),
     Figure("WindVE, Tables I to III, Figs. 5 and 6", windve.windve_tables, ("table", "devices")),
     Figure("WindVE, equations 5 and 6: a day's cost", windve.windve_cost, ("table", "devices")),
-    Figure("WindVE, Tables I and II in real time", windve_devices.windve_devices, ("table", "devices")),
     Figure("SparAMX, Table 2: sparse products", sparamx.sparse_products, ("layer", "contestant")),
-    Figure(
-        "SparAMX, Fig. 10: decoding speed against accuracy",
-        speed_accuracy.speed_accuracy,
-        ("zeros", "method"),
-    ),
 )
 
 app = commands(__doc__, *(figure.measure for figure in FIGURES))

@@ -27,7 +27,7 @@ H100."""
 
 OWN_TOKEN_COUNTS = 4
 """Weight of a prompt's own tokens beside those that wait before it: computing what is held elsewhere delays
-all that come after too, the more the busier the machines are. Figures: `benchmarks/prefix_routing.py` and
+all that come after too, the more the busier the machines are. Figures:
 benchmarks/notes/clusters.md."""
 UNLIKE = 2.0
 """Ratio of two machines' times for a token from which on they are not of one kind."""

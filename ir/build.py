@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 
 from phasewise.ir import nodes as ir
 from phasewise.ir.errors import SourceError
-from phasewise.ir.loops import WHOLE
 from phasewise.ir.lowering import Lowered, lower
 from phasewise.ir.reading import read
 from phasewise.ir.running.limited import ChildLimits, run
@@ -72,8 +71,6 @@ def compiler_version(compiler: str) -> str:
 WIDEN, UNROLL = (1, 2, 4), (1, 2, 4, 8)
 """Factors of `widen` and of `unroll` that are tried."""
 MAX_CHOICES = 500
-COPYING = ("unroll", "apart")
-"""Transformations of a loop that repeat its body."""
 
 
 def with_parameters(text: str, where: str = "kernel") -> str:
@@ -88,10 +85,8 @@ def with_parameters(text: str, where: str = "kernel") -> str:
     n_choices = 1
     for number, loop in enumerate(loops, 1):
         suffix = f"_{number}" if len(loops) > 1 else ""
-        for change in _changes(loop, function.reassociate):
-            fitting = [
-                value for value in change.values if change.is_given(value) or change.may(text, value, where)
-            ]
+        for change in (_Change(loop.name, "WIDEN", WIDEN), _Change(loop.name, "UNROLL", UNROLL)):
+            fitting = [value for value in change.values if value == 1 or change.may(text, value, where)]
             if len(fitting) > 1 and n_choices * len(fitting) <= MAX_CHOICES:
                 n_choices *= len(fitting)
                 text = change.in_text(text, f"{change.name}{suffix}")
@@ -101,33 +96,16 @@ def with_parameters(text: str, where: str = "kernel") -> str:
 
 @dataclass(frozen=True)
 class _Change:
-    """A parameter that a loop may have: its change of the loop's line, and its values, the author's first."""
+    """A parameter that a loop may have, and its values; 1, the first, leaves the loop as it is."""
 
     loop: str
     name: str
     values: tuple[int, ...]
-    given: str = ""
-    """The transformation that the line has already, whose number the parameter replaces; "": it adds one."""
-
-    def is_given(self, value: int) -> bool:
-        """True if a value leaves the loop as it is."""
-        return value == self.values[0]
 
     def in_text(self, text: str, value: str) -> str:
-        """The text with one more transformation on the loop's line, or another in the given one's place."""
-        word = self.given or self.name.lower()
-        start = rf'^(\s*for \w+ in steps\("{re.escape(self.loop)}", .*?)'
-        if self.given:
-            pattern = re.compile(rf"{start}\b{word}\(\d+(.*)$", re.MULTILINE)
-            return pattern.sub(lambda match: f"{match[1]}{word}({value}{match[2]}", text, count=1)
-        pattern = re.compile(rf"{start}((?:, (?:{'|'.join(COPYING)})\([^()]*\))*)\):$", re.MULTILINE)
-        new = f", {word}({value})"
-        is_first = word == "widen"
-        return pattern.sub(
-            lambda match: f"{match[1]}{new if is_first else match[2]}{match[2] if is_first else new}):",
-            text,
-            count=1,
-        )
+        """The text with one more transformation at the end of the loop's line."""
+        start = rf'^(\s*for \w+ in steps\("{re.escape(self.loop)}", .*)\):$'
+        return re.sub(start, rf"\1, {self.name.lower()}({value})):", text, count=1, flags=re.MULTILINE)
 
     def may(self, text: str, value: int, where: str) -> bool:
         """True if the loop takes this value of the parameter."""
@@ -136,19 +114,6 @@ class _Change:
         except SourceError:
             return False
         return True
-
-
-def _changes(loop: ir.Steps, reassociate: bool) -> list[_Change]:
-    widen = _Change(loop.name, "WIDEN", WIDEN)
-    for how in loop.how:
-        if how.name in ("unroll", "apart"):
-            number = how.args[0]
-            is_free = WHOLE not in how.args and (reassociate or how.name == "unroll")
-            if not is_free or not isinstance(number, ir.Const):
-                return [widen]
-            others = (int(number.value), *(factor for factor in UNROLL if factor != number.value))
-            return [widen, _Change(loop.name, "UNROLL", others, how.name)]
-    return [widen, _Change(loop.name, "UNROLL", UNROLL)]
 
 
 def innermost(body: ir.Body) -> list[ir.Steps]:

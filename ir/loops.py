@@ -8,12 +8,6 @@ from phasewise.ir import nodes as ir
 from phasewise.ir.operations import binary, call, cast
 from phasewise.ir.types import Array, Scalar, Type, Vec
 
-WHOLE = "whole"
-"""Word of `unroll` and `apart`: turns that fill no group of n are left to what follows the loop."""
-SUM_ORDERS = ("pairs", "halves", "in_turn")
-"""Orders in which the sums of turns are added: neighbours; the upper half upon the lower; one after
-another."""
-
 
 @dataclass(frozen=True, slots=True)
 class Accumulator:
@@ -47,17 +41,12 @@ class Accumulator:
             return binary("+", a, b)
         return call(self.op, (a, b))
 
-    def total(self, parts: list[ir.Expr], order: str) -> ir.Expr:
-        """All partial results combined to one, in an order of SUM_ORDERS."""
+    def total(self, parts: list[ir.Expr]) -> ir.Expr:
+        """All partial results combined to one: neighbours, then neighbours of those."""
         while len(parts) > 1:
             half = len(parts) // 2
-            if order == "in_turn":
-                parts = [self.combined(parts[0], parts[1]), *parts[2:]]
-            elif order == "halves" and len(parts) % 2 == 0:
-                parts = [self.combined(parts[i], parts[i + half]) for i in range(half)]
-            else:
-                pairs = [self.combined(parts[2 * i], parts[2 * i + 1]) for i in range(half)]
-                parts = pairs + parts[2 * half :]
+            pairs = [self.combined(parts[2 * i], parts[2 * i + 1]) for i in range(half)]
+            parts = pairs + parts[2 * half :]
         return parts[0]
 
 
@@ -214,28 +203,6 @@ def trip_count(loop: ir.Steps) -> int | None:
     return None
 
 
-def continued(body: ir.Body, index: int) -> ir.Steps | None:
-    """The remainder loop: single turns from where a loop stops to the same end; None: there is none."""
-    loop = body[index]
-    assert isinstance(loop, ir.Steps)
-    for statement in body[index + 1 :]:
-        if isinstance(statement, ir.Steps) and statement.start == ir.Var(loop.type, loop.variable):
-            match loop.condition, statement.condition:
-                case ir.Binary(op="<" | "<=", b=end), ir.Binary(op="<", a=ir.Var(name=name), b=other):
-                    is_next = (
-                        end == other
-                        and name == statement.variable
-                        and not ir.used(end) & ir.assigned(body[index:])
-                    )
-                    return (
-                        statement if is_next and statement.step == ir.Const(statement.step.type, 1) else None
-                    )
-            return None
-        if loop.variable in ir.assigned((statement,)):
-            return None
-    return None
-
-
 def leaves_early(body: ir.Body) -> bool:
     """True if a turn may end the loop, or skip its rest."""
     for statement in body:
@@ -253,13 +220,13 @@ def leaves_early(body: ir.Body) -> bool:
     return False
 
 
-def renamed(body: ir.Body, suffix: str, keep: set[str] = frozenset()) -> ir.Body:  # type: ignore[assignment]
+def renamed(body: ir.Body, suffix: str) -> ir.Body:
     """A copy of a body whose own variables get this suffix."""
     by: dict[str, ir.Expr] = {}
     for node in ir.walk_body(body):
-        if isinstance(node, ir.Declare) and node.name not in keep:
+        if isinstance(node, ir.Declare):
             by[node.name] = ir.Var(node.type, f"{node.name}{suffix}")
-        if isinstance(node, ir.Steps) and node.variable not in keep:
+        if isinstance(node, ir.Steps):
             by.setdefault(node.variable, ir.Var(node.type, f"{node.variable}{suffix}"))
     copied = ir.Substitute(by).body(body)
     return _loops_renamed(copied, suffix)

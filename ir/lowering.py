@@ -260,7 +260,12 @@ class _Lowerer(LoweredExpressions):
             places = self._places(target)
             if len(parts) > 1 and isinstance(target, ir.Var):
                 of = self._words.type(self._part(target.type))
-                parts = [part if is_simple(part) else self._temporary(of, part) for part in parts]
+                parts = [
+                    part
+                    if is_simple(part) and (part == place or part not in places)
+                    else self._temporary(of, part)
+                    for part, place in zip(parts, places, strict=True)
+                ]
             for place, part in zip(places, parts, strict=True):
                 if place != part:
                     self._line(f"{place} = {part};")

@@ -167,10 +167,10 @@ class Steps:
 
 @dataclass(frozen=True, slots=True)
 class How:
-    """One transformation of a loop, with its arguments."""
+    """One transformation of a loop, with its number."""
 
     name: str
-    args: tuple[Expr | str, ...]
+    number: Expr
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,16 +321,13 @@ class Rewriter:
         if isinstance(value, EXPRESSIONS):
             return self.expr(value)
         if isinstance(value, How):
-            return replace(value, args=tuple(self._argument(item) for item in value.args))
+            return replace(value, number=self.expr(value.number))
         if isinstance(value, tuple) and value and isinstance(value[0], STATEMENTS):
             return self.body(value)
         if isinstance(value, tuple) and any(isinstance(item, (*EXPRESSIONS, How)) for item in value):
             new = tuple(self._value(item) for item in value)
             return value if all(a is b for a, b in zip(value, new, strict=True)) else new
         return value
-
-    def _argument(self, value: Expr | str) -> Expr | str:
-        return value if isinstance(value, str) else self.expr(value)
 
     def body(self, body: Body) -> Body:
         return tuple(new for statement in body for new in self.statement(statement))

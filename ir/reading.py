@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from phasewise.ir import nodes as ir
-from phasewise.ir.loops import SUM_ORDERS, WHOLE
 from phasewise.ir.operations import (
     OPERATIONS,
     Mistyped,
@@ -40,10 +39,8 @@ MAX_CHARS = 1 << 20
 MAX_DEPTH = 100
 MAX_SPACE = 100_000
 """Most choices of all parameters together."""
-TRANSFORMATIONS = ("unroll", "apart", "widen")
+TRANSFORMATIONS = ("unroll", "widen")
 """Transformations of a loop, each by a number; see transforms.py."""
-WORDS_BEHIND = {"unroll": (WHOLE,), "apart": (WHOLE, *SUM_ORDERS)}
-"""Words in quotes that may follow the arguments of a transformation."""
 
 
 def read(text: str, where: str = "kernel", choice: Mapping[str, int] | None = None) -> ir.FunctionDefinition:
@@ -60,7 +57,6 @@ class _Reader(TextExpressions):
         super().__init__(where, choice)
         self._tables: dict[str, ir.Declare] = {}
         self._described: list[ir.Argument] = []
-        self._free: set[str] = set()
         """The parameters that have several values."""
         self._loops: set[str] = set()
         self._reassociate = False
@@ -232,8 +228,6 @@ class _Reader(TextExpressions):
                 raise self._refuse(node, f"parameter `{name}` is a whole number, or tune(1, 2, ..)")
         if len(set(values)) != len(values):
             raise self._refuse(node, f"parameter `{name}` has a value twice")
-        if len(values) > 1:
-            self._free.add(name)
         if self._choice is not None:
             chosen = self._choice.get(name, values[0])
             if chosen not in values:
@@ -432,24 +426,8 @@ class _Reader(TextExpressions):
 
     def _how(self, node: ast.expr) -> ir.How:
         match node:
-            case ast.Call(func=ast.Name(id=name), args=[number, *others]) if name in TRANSFORMATIONS:
-                words = tuple(arg.value for arg in others if isinstance(arg, ast.Constant))
-                if len(words) != len(others) or set(words) - {*WORDS_BEHIND.get(name, ())}:
-                    behind = "".join(f', "{word}"' for word in WORDS_BEHIND.get(name, ()))
-                    raise self._refuse(node, f"{name} takes a number{behind and f' and may add{behind[1:]}'}")
-                self._check_order(name, number, words, node)
-                return ir.How(name, (self._expr(number), *map(str, words)))
+            case ast.Call(func=ast.Name(id=name), args=[number]) if name in TRANSFORMATIONS:
+                return ir.How(name, self._expr(number))
         raise self._refuse(
             node, f"`{ast.unparse(node)[:40]}` is no transformation; there are {', '.join(TRANSFORMATIONS)}"
         )
-
-    def _check_order(self, name: str, number: ast.expr, words: tuple[object, ...], node: ast.expr) -> None:
-        """Refuse a parameter that would choose the order of sums, and so what a loop computes."""
-        names = {part.id for part in ast.walk(number) if isinstance(part, ast.Name)}
-        chosen = [parameter for parameter in names if parameter in self._free]
-        if chosen and WHOLE in words:
-            raise self._refuse(node, f'"whole" goes with a number: by `{chosen[0]}` the loop has other turns')
-        if chosen and name == "apart" and not self._reassociate:
-            raise self._refuse(
-                node, f"apart by `{chosen[0]}` changes the order of sums; add reassociate() to allow it"
-            )

@@ -122,8 +122,7 @@ def _steps(loop: ir.Steps) -> str:
 
 
 def _how(transformation: ir.How) -> str:
-    args = ", ".join(f'"{arg}"' if isinstance(arg, str) else expression(arg) for arg in transformation.args)
-    return f"{transformation.name}({args})"
+    return f"{transformation.name}({expression(transformation.number)})"
 
 
 WORDS = {"&&": "and", "||": "or"}

@@ -1,4 +1,4 @@
-"""Loop transformations (unroll, apart, widen), by the names that the text gives them.
+"""Loop transformations (unroll, widen), by the names that the text gives them.
 
 Each keeps what the loop computes.
 
@@ -7,12 +7,7 @@ the turns that are left. Sums of floats change their order only under `reassocia
 adds in turn, and one that cannot is refused.
 
 - unroll(n): n turns in a row. Under `reassociate` each has sums of its own.
-- apart(n): n turns in a row, each with sums of its own that are added behind the loop: the order of an author
-  who wrote n sums. Of a parameter, only under `reassociate`.
 - widen(n): n turns side by side in vectors n times as long.
-
-`unroll` and `apart` take words behind the number: "whole" leaves turns that are no whole n to what follows
-the loop; "halves" and "in_turn" say how `apart` adds its sums, which otherwise are added in neighbours.
 """
 
 from __future__ import annotations
@@ -23,9 +18,6 @@ from dataclasses import replace
 from phasewise.ir import nodes as ir
 from phasewise.ir.errors import SourceError
 from phasewise.ir.loops import (
-    SUM_ORDERS,
-    WHOLE,
-    Accumulator,
     accumulators,
     later,
     leaves_early,
@@ -67,8 +59,8 @@ class _Transformer(ir.StatementRewriter):
         return SourceError(self._where, loop.line, f"loop `{loop.name}`: {reason}")
 
     def count(self, loop: ir.Steps, how: ir.How) -> int:
-        """The number that is a transformation's first argument."""
-        value = how.args[0]
+        """The number that a transformation takes."""
+        value = how.number
         if not isinstance(value, ir.Const) or not isinstance(value.value, int):
             raise self.refuse(loop, f"{how.name} takes a number that is known before the kernel runs")
         if not 0 <= value.value <= MAX_COPIES:
@@ -85,25 +77,13 @@ Result = tuple[ir.Body, ir.Steps | None, ir.Body]
 def _unroll(worker: _Transformer, loop: ir.Steps, how: ir.How) -> Result:
     trips = trip_count(loop)
     n = worker.count(loop, how)
-    if n > 1 and trips is not None and trips <= n and WHOLE not in how.args and not leaves_early(loop.body):
+    if n > 1 and trips is not None and trips <= n and not leaves_early(loop.body):
         return _expanded(worker, loop, trips), None, ()
-    sums, _ = accumulators(loop)
-    return _in_a_row(worker, loop, how, [each for each in sums if each.is_exact or worker.reassociate])
-
-
-def _apart(worker: _Transformer, loop: ir.Steps, how: ir.How) -> Result:
-    sums, _ = accumulators(loop)
-    return _in_a_row(worker, loop, how, sums)
-
-
-def _in_a_row(worker: _Transformer, loop: ir.Steps, how: ir.How, sums: list[Accumulator]) -> Result:
-    """Unroll a loop: one turn does several, each with sums of its own (`sums`)."""
-    n = worker.count(loop, how)
     if n <= 1:
         return (), loop, ()
     if leaves_early(loop.body):
-        raise worker.refuse(loop, f"{how.name} of a loop that may end within a turn")
-    order = next((word for word in SUM_ORDERS if word in how.args), SUM_ORDERS[0])
+        raise worker.refuse(loop, "unroll of a loop that may end within a turn")
+    sums = [each for each in accumulators(loop)[0] if each.is_exact or worker.reassociate]
     before: list[ir.Stmt] = []
     after: list[ir.Stmt] = []
     copies: list[ir.Stmt] = list(loop.body)
@@ -132,7 +112,7 @@ def _in_a_row(worker: _Transformer, loop: ir.Steps, how: ir.How, sums: list[Accu
             ir.Var(accumulator.type, accumulator.name),
             *(own[copy][accumulator.name] for copy in range(1, n)),
         ]
-        after.append(ir.Assign(parts[0], accumulator.total(parts, order), loop.line))
+        after.append(ir.Assign(parts[0], accumulator.total(parts), loop.line))
     main = replace(
         loop,
         name=f"{loop.name}_by_{n}",
@@ -140,8 +120,6 @@ def _in_a_row(worker: _Transformer, loop: ir.Steps, how: ir.How, sums: list[Accu
         step=times(loop.step, n),
         body=tuple(copies),
     )
-    if WHOLE in how.args:
-        return tuple(before), main, tuple(after)
     rest = replace(loop, start=ir.Var(loop.type, loop.variable), how=())
     return tuple(before), main, (*after, rest)
 
@@ -163,8 +141,6 @@ def _widen(worker: _Transformer, loop: ir.Steps, how: ir.How) -> Result:
     n = worker.count(loop, how)
     if n <= 1:
         return (), loop, ()
-    if any(WHOLE in later_one.args for later_one in loop.how):
-        raise worker.refuse(loop, 'widen before "whole": it would take turns that are not this loop\'s')
     if n & (n - 1):
         raise worker.refuse(loop, f"widen by {n}: by 2, 4, 8 or 16")
     sums, others = accumulators(loop)
@@ -187,6 +163,5 @@ def _widen(worker: _Transformer, loop: ir.Steps, how: ir.How) -> Result:
 
 _BY_NAME: dict[str, Callable[[_Transformer, ir.Steps, ir.How], Result]] = {
     "unroll": _unroll,
-    "apart": _apart,
     "widen": _widen,
 }

@@ -17,8 +17,6 @@ from phasewise.tuner.config.trace import read_trace
 from phasewise.tuner.errors import TraceError
 
 DEFAULT_REQUESTS, DEFAULT_CLIENTS = 100, 8
-OFFLINE_CLIENTS = 64
-"""Clients that tell the rate without promises: more than answers that a server computes by default."""
 REQUESTS_OF_A_DURATION = 100_000
 """Requests to prepare for a duration, so that the duration ends the load."""
 DEFAULT_INPUT_TOKENS, DEFAULT_OUTPUT_TOKENS = 128, 64
@@ -45,7 +43,7 @@ def load_test_of(
 
     Raises LoadSettingsError where settings exclude each other, TraceError for a trace that cannot be read.
     """
-    is_search = promises.find_rate or promises.over_offline
+    is_search = promises.find_rate
     slo = _slo(promises, needs_one=is_search)
     requests = _requests(times, lengths)
     return LoadTest(
@@ -70,16 +68,13 @@ def load_test_of(
         may_cut_probes=plot is None,
         may_use_ids=not asking.text_prompts,
         keeps_text=keeps_text,
-        n_offline=(times.concurrency or OFFLINE_CLIENTS) if promises.over_offline else None,
     )
 
 
 def _slo(promises: Promises, *, needs_one: bool) -> LatencySlo | None:
     if promises.goodput is None:
         if needs_one:
-            raise LoadSettingsError(
-                "--find-rate and --over-offline need promises: --slo ttft=2s,tpot=280ms, for example"
-            )
+            raise LoadSettingsError("--find-rate needs promises: --slo ttft=2s,tpot=280ms, for example")
         return None
     try:
         return parse_slo(promises.goodput).scaled(promises.slo_scale)

@@ -61,12 +61,6 @@ class Measured:
         """Complete answers a second."""
         return len(self.complete) / self.duration_s if self.duration_s > 0 else 0.0
 
-    @property
-    def output_rate(self) -> float:
-        """Tokens of complete answers a second."""
-        n_output = sum(outcome.output_tokens for outcome in self.complete)
-        return n_output / self.duration_s if self.duration_s > 0 else 0.0
-
 
 def latencies_ms(outcomes: Sequence[RequestOutcome]) -> dict[str, list[float]]:
     """Samples of every metric in milliseconds. TPOT needs two tokens; ITL pools the gaps of all requests."""

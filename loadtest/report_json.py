@@ -68,10 +68,6 @@ def _own_fields(report: LoadReport) -> dict[str, Any]:
     if report.is_search:
         fields["goodput_rate"] = report.found_rate
         fields["probes"] = [_probe_fields(probe) for probe in report.probes]
-    if report.offline is not None:
-        fields["offline_request_throughput"] = report.offline.request_rate
-        fields["offline_output_throughput"] = report.offline.output_rate
-        fields["server_over_offline"] = report.server_over_offline
     return fields
 
 

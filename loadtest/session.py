@@ -64,8 +64,6 @@ class LoadTest:
     """
     may_use_ids: bool = True
     keeps_text: bool = False
-    n_offline: int | None = None
-    """Before the search, as many clients that wait for their answers tell the rate without promises."""
 
 
 @dataclass(frozen=True)
@@ -96,15 +94,6 @@ class LoadReport:
     found_rate: float | None = None
     is_search: bool = False
     was_stopped: bool = False
-    offline: Measured | None = None
-    """The same requests without promises, where that was asked for."""
-
-    @property
-    def server_over_offline(self) -> float | None:
-        """The rate that keeps the promises over the rate without promises; None where no rate keeps them."""
-        if self.offline is None or self.found_rate is None or not self.offline.request_rate:
-            return None
-        return self.found_rate / self.offline.request_rate
 
 
 def no_report(_line: str) -> None:
@@ -140,16 +129,7 @@ async def _run(test: LoadTest, report: Report, progress: OpenProgress) -> LoadRe
             await session.warm_up()
             if test.search is None:
                 return await session.measure()
-            offline = None if test.n_offline is None else await session.offline(test.n_offline)
-            report_of = await session.search(_starting(test.search, offline))
-            return replace(report_of, offline=offline)
-
-
-def _starting(search: RateSearch, offline: Measured | None) -> RateSearch:
-    """The search, which begins near the rate without promises where that is known."""
-    if offline is None or not offline.request_rate:
-        return search
-    return replace(search, start=0.9 * offline.request_rate, factor=1.2)
+            return await session.search(test.search)
 
 
 async def _with_model(client: LoadClient) -> tuple[LoadClient, int | None]:
@@ -199,17 +179,6 @@ class _Session:
             requests = tuple(test.requests[index % len(test.requests)] for index in range(test.n_warm_up))
             load = RequestLoad(requests, pace, self.prompts, first_index=1 << 40)
             await run_load(self.client, load, self.stop)
-
-    async def offline(self, n_clients: int) -> Measured:
-        """The requests of the test, by clients that wait for their answers and for nothing else."""
-        test = self.test
-        pace = RequestPace(None, most_at_once=n_clients)
-        load = RequestLoad(test.requests, pace, self.prompts, first_index=1 << 41)
-        with self.progress(len(test.requests)) as observe:
-            measured = await run_load(self.client, load, self.stop, observe)
-        self.report(f"without promises: {measured.request_rate:.3f} requests/s")
-        await asyncio.sleep(SETTLE_S)
-        return measured
 
     async def measure(self) -> LoadReport:
         """One load at the pace of the test."""

@@ -121,12 +121,6 @@ class Promises:
     find_rate: bool = option(
         False, "find the highest rate that keeps every --slo limit at P90, starting at --rate", "--find-rate"
     )
-    over_offline: bool = option(
-        False,
-        "measure the rate without promises first, by --concurrency clients (64), then find the rate that "
-        "keeps them, and print the second over the first",
-        "--over-offline",
-    )
     probe_s: float = option(20.0, "length of one probe in seconds", "--probe", metavar="S", min=0.1, max=3600)
     most_probes: int = option(16, "most probes of --find-rate", min=1, max=100)
     votes: int = option(

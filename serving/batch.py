@@ -1,6 +1,6 @@
 """The work of one engine step: slices of sequences, all of one phase. Integers only; ranks read it, the
 scheduler makes it. Named tuples, as in messages.py: they are made at every step, and more cheaply than
-frozen dataclasses (benchmarks/python_share.py)."""
+frozen dataclasses."""
 
 from __future__ import annotations
 

@@ -10,29 +10,22 @@ import sys
 from pathlib import Path
 
 import gguf
-import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from benchmarks import compare, random_gguf
 from benchmarks.figures import FIGURES
 from benchmarks.harness import Broken, Spread, in_turns, ratios, show
-from benchmarks.one_arithmetic import LEAST_ROUNDS, timed_turns
-from benchmarks.papers import sparamx
-from benchmarks.peers import sparamx_layers
 from phasewise._version import SCHEMA_VERSION
 from tests.support import ROOT
 from tests.support.models.tiny_models import write_tiny_gguf
 from tests.support.tiers import first_is_smoke
 
 SCRIPTS = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py"))
-NEED_TORCH = {"torch_layers"}
 ON_HARNESS = [
     name for name in SCRIPTS if "app = commands(" in (ROOT / "benchmarks" / f"{name}.py").read_text()
 ]
-OTHERS = [
-    name for name in SCRIPTS if name not in ON_HARNESS and name not in ("harness", "demo", "timed_steps")
-]
+OTHERS = [name for name in SCRIPTS if name not in ON_HARNESS and name not in ("harness", "demo")]
 SOAKS = (
     *("changing_instances", "changing_nodes", "faults", "fuzz_api", "fuzz_http", "fuzz_models", "hostile"),
     "soak",
@@ -58,7 +51,7 @@ def llama_bench(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", [name for name in ON_HARNESS if name not in NEED_TORCH])
+@pytest.mark.parametrize("name", ON_HARNESS)
 def test_a_benchmark_says_what_it_does(name: str) -> None:
     said = CliRunner().invoke(importlib.import_module(f"benchmarks.{name}").app, ["--help"])
 
@@ -124,25 +117,6 @@ def test_a_random_file_has_weights_of_the_type_that_was_asked_for(
 # ---- the harness -----------------------------------------------------------------------------------------
 
 
-def test_a_directory_of_bytes_has_the_models_weights_to_half_a_step(tmp_path: Path) -> None:
-    pytest.importorskip("phasewise.cython_kernels._native", reason="the kernels are not built")
-    packing = importlib.import_module("phasewise.cython_kernels.packing")
-    loaders = importlib.import_module("phasewise.serving.loaders")
-    script = importlib.import_module("benchmarks.w8a8_directory")
-    plain, out = write_tiny_gguf(tmp_path / "tiny.gguf"), tmp_path / "bytes"
-
-    list(script.w8a8_directory(str(plain), out))
-
-    exact, rounded = (
-        loaders.load_model(str(path), weight_format, tmp_path / "cache").weights["layers.0.down"]
-        for path, weight_format in ((plain, "f32"), (out, "native"))
-    )
-    assert (rounded.kind, rounded.group) == ("q8", packing.COLUMN_GROUP)
-    values = packing.unpack(exact)
-    steps = np.abs(values).max(axis=1, keepdims=True) / 127
-    assert (np.abs(packing.unpack(rounded) - values) <= 0.501 * steps).all()
-
-
 def test_turns_alternate_and_warm_ups_are_left_out() -> None:
     order: list[str] = []
     systems = {name: lambda name=name: order.append(name) or len(order) for name in "ab"}  # type: ignore[misc]
@@ -150,13 +124,6 @@ def test_turns_alternate_and_warm_ups_are_left_out() -> None:
 
     assert order == ["b", "a", "a", "b", "b", "a"]
     assert taken == {"a": [3, 6], "b": [4, 5]}
-
-
-def test_turns_end_when_their_share_of_time_has_passed() -> None:
-    systems = {name: lambda: 1.0 for name in "ab"}
-
-    assert timed_turns(systems, 9, 0.0) == {name: [1.0] * LEAST_ROUNDS for name in "ab"}
-    assert timed_turns(systems, 5, 3600.0) == {name: [1.0] * 5 for name in "ab"}
 
 
 def test_ratios_are_of_each_round() -> None:
@@ -251,39 +218,3 @@ def test_a_llama_bench_that_fails_or_says_nonsense_ends_in_one_line(llama_bench:
 def test_what_is_no_test_is_refused(text: str) -> None:
     with pytest.raises(SystemExit, match="is no test"):
         compare.Test.parse(text)
-
-
-# ---- the paper's own kernels -----------------------------------------------------------------------------
-
-
-@pytest.fixture
-def checkout(tmp_path: Path) -> Path:
-    """The files of SparAMX's repository that are asked for, which import what no interpreter has."""
-    for module in sparamx_layers.MODULES:
-        path = tmp_path.joinpath(sparamx_layers.FOLDER, *module.split(".")).with_suffix(".py")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("import a_module_that_nobody_has\n")
-    return tmp_path
-
-
-def test_sparamx_s_layers_have_the_shapes_of_our_figure() -> None:
-    assert sparamx_layers.SHAPES == sparamx.SHAPES
-
-
-LOADS = "from benchmarks.peers.sparamx_layers import Path, sys, their_layers; their_layers(Path(sys.argv[1]))"
-
-
-@pytest.mark.parametrize(
-    "command",
-    [["benchmarks/peers/sparamx_layers.py"], ["-c", LOADS]],
-    ids=["on this CPU", "on a CPU with AMX"],
-)
-def test_sparamx_s_layers_are_refused_in_one_line_where_they_cannot_run(
-    command: list[str], checkout: Path
-) -> None:
-    done = subprocess.run(
-        [sys.executable, *command, str(checkout)], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
-
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
-    assert "SparAMX's" in done.stderr

@@ -207,7 +207,6 @@ _SERVE = (
 
 _TABLE = Way("without a table", ("--wide",), when=("--output", "--json"))
 
-_SEARCHES = ("--find-rate", "--over-offline")
 _RATE_SEARCH = ("--probe", "--most-probes", "--votes")
 _AUTHORS_C = ("--include", "--define")
 _OF_LANGUAGE_MODELS = (
@@ -322,13 +321,12 @@ WAYS: Mapping[str, tuple[Way, ...]] = {
     ),
     "bench serve": (
         Way("without --trace", ("--time-scale",), unless=("--trace",)),
-        Way("with --rate", ("--time-scale",), when=("--rate", *_SEARCHES)),
-        Way("without --find-rate", _RATE_SEARCH, unless=_SEARCHES),
-        Way("with --over-offline", ("--rate",), when=("--over-offline",)),
+        Way("with --rate", ("--time-scale",), when=("--rate", "--find-rate")),
+        Way("without --find-rate", _RATE_SEARCH, unless=("--find-rate",)),
         Way(
             "while a rate is searched",
             ("--duration",),
-            when=_SEARCHES,
+            when=("--find-rate",),
             instead="--probe says how long each rate is sent; leave that out",
         ),
         Way("without --slo", ("--slo-scale",), unless=("--slo",)),

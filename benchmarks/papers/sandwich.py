@@ -189,7 +189,7 @@ MODELLED_OVER_TIMED: Mapping[Phase, Sequence[float]] = {
     "prefill": (1.01, 0.99, 0.75, 0.92, 0.74, 0.79),
     "decode": (1.02, 0.35, 0.74, 1.12, 0.17, 0.77),
 }
-"""Ratios that `benchmarks/modelled_steps.py` printed under load, of one and two ranks."""
+"""Ratios of modelled to timed steps under load, of one and two ranks."""
 
 
 def top_k(

@@ -30,11 +30,9 @@ from phasewise.ir.raising import intrinsics
 from phasewise.ir.raising.inline import inlined
 from phasewise.ir.raising.intrinsics_masks import mask_of
 from phasewise.ir.raising.intrinsics_neon import is_below_16
-from phasewise.ir.raising.lanes import lanes_named
 from phasewise.ir.raising.parse import parse_file
 from phasewise.ir.raising.preprocess import read_source
 from phasewise.ir.raising.reductions import recognised
-from phasewise.ir.raising.rerolling import rolled, without_whole
 from phasewise.ir.reading import read
 from phasewise.ir.text import printed
 from phasewise.ir.types import (
@@ -59,7 +57,7 @@ from phasewise.ir.types import (
 def raised(function: ir.FunctionDefinition, path: str | Path = "") -> ir.FunctionDefinition:
     """The function raised to the high level."""
     flat = inlined(function, str(path))
-    return lanes_named(rolled(recognised(_Raiser(flat, str(path)).function())))
+    return recognised(_Raiser(flat, str(path)).function())
 
 
 class _Raiser:
@@ -511,8 +509,7 @@ def raise_file(
     SourceError where the function is outside the subset.
     """
     kernel = raised(parse_file(path, function, isa, include, define), path)
-    text = printed(without_whole(kernel) if reassociate else kernel)
-    read_back = read(_with_descriptions(text, read_source(path)), str(path))
+    read_back = read(_with_descriptions(printed(kernel), read_source(path)), str(path))
     return printed(replace(read_back, reassociate=reassociate))
 
 

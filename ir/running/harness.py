@@ -133,8 +133,8 @@ static void take_buffer(int i, int is_const, int is_at_end, FILE *in) {
 """
 
 _CHECK = r"""
-int main(int count, char **names) {
-    need(count == 3, "two files");
+int main(int n_words, char **names) {
+    need(n_words == 3, "two files");
     watch();
     FILE *in = fopen(names[1], "rb"), *out = fopen(names[2], "wb");
     need(in && out, "files");
@@ -164,8 +164,8 @@ static int64_t now_ns(void) {
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
-int main(int count, char **names) {
-    need(count == 2, "one file");
+int main(int n_words, char **names) {
+    need(n_words == 2, "one file");
     watch();
     kernel *loaded[4096];
     int n_loaded = 0;

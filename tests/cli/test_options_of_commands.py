@@ -364,7 +364,6 @@ def test_each_cell_of_the_table_is_refused_by_name_and_left_out_where_it_stands_
         "prune m -o out --calibration text",
         "bench serve http://127.0.0.1:9 --votes 3",
         "bench serve http://127.0.0.1:9 --save-detailed",
-        "bench serve http://127.0.0.1:9 --over-offline --slo ttft=1s --duration 30",
         "bench embed http://127.0.0.1:9 --find --slo 1s -c 3",
         "bench embed http://127.0.0.1:9 --find --slo 1s --inputs 3",
         "bench run m --wide -o json",

@@ -22,8 +22,7 @@ def program(name: str, dice: Random) -> str:
     lines += [f"    __m256i {variable} = _mm256_set1_epi32({dice.randint(-9, 9)});" for variable in WHOLES]
     lines += ["    float s = 0.25f;", f"    int m = {dice.randint(0, 7)};"]
     for number in range(dice.randint(1, 2)):
-        draw = _unrolled_loop if dice.random() < 0.25 else _loop
-        lines += draw(f"i{number}", dice)
+        lines += _loop(f"i{number}", dice)
     lines += _statements(dice, "    ", None, dice.randint(0, 3))
     ending = dice.choice(
         (
@@ -61,36 +60,6 @@ def _loop(i: str, dice: Random) -> list[str]:
             "        }",
         ]
     return [f"    for (int {i} = 0; {end}; {i} += {step}) {{", *body, "    }"]
-
-
-def _unrolled_loop(i: str, dice: Random) -> list[str]:
-    """Several turns in a row as an author unrolls them: with sums apart, or with stores in between."""
-    n = dice.choice((2, 3, 4))
-    value, by = _float(dice, "@", 1), dice.choice(FLOATS)
-    places = [f"{i} + {8 * copy}" if copy else i for copy in range(n)]
-    lines = [f"    __m256 {i}s{copy} = _mm256_setzero_ps();" for copy in range(n)]
-    lines.append(f"    int {i} = {dice.choice((0, 0, 3))};")
-    lines.append(f"    for (; {i} + {8 * n} <= n; {i} += {8 * n}) {{")
-    if dice.random() < 0.5:
-        lines += [f"        __m256 {i}v{c} = {value.replace('@', place)};" for c, place in enumerate(places)]
-        lines += [f"        {i}s{c} = _mm256_fmadd_ps({i}v{c}, {by}, {i}s{c});" for c in range(n)]
-    else:
-        for c, place in enumerate(places):
-            lines.append(f"        {i}s{c} = _mm256_add_ps({i}s{c}, {value.replace('@', place)});")
-            if dice.random() < 0.2:
-                lines.append(f"        _mm256_storeu_ps(y + {place}, {i}s{c});")
-    lines.append("    }")
-    total = f"{i}s0"
-    for copy in range(1, n):
-        total = f"_mm256_add_ps({total}, {i}s{copy})"
-    if n == 4 and dice.random() < 0.7:
-        pairs = dice.choice((("0", "1", "2", "3"), ("0", "2", "1", "3")))
-        halves = (f"_mm256_add_ps({i}s{a}, {i}s{b})" for a, b in (pairs[:2], pairs[2:]))
-        total = f"_mm256_add_ps({', '.join(halves)})"
-    lines.append(f"    a = _mm256_add_ps(a, {total});")
-    if dice.random() < 0.5:
-        lines.append(f"    for (; {i} < n; ++{i}) s += x[{i}];")
-    return lines
 
 
 def _statements(dice: Random, pad: str, i: str | None, count: int, vectors: bool = True) -> list[str]:

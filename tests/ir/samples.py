@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import phasewise.ir
 from phasewise.ir.build import built, chosen
+from phasewise.ir.lowering import lower
+from phasewise.ir.nodes import FunctionDefinition
 from phasewise.ir.raising.raising import raise_file
-from phasewise.ir.running.cases import draw
-from phasewise.ir.running.checking import REASSOCIATED_BOUND, Program, Verdict, check
+from phasewise.ir.running.checking import REASSOCIATED_BOUND, Program, Verdict, check, in_folder
 from phasewise.ir.running.compiling import compile_c, missing_tool
 from phasewise.ir.targets import TARGETS, IsaTarget, cpu_flags, runs_here
-from tests.support.ir_interpreter import interpreted
 
 FOLDER = Path(phasewise.ir.__file__).parent / "samples"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.c"))
@@ -44,12 +43,20 @@ def skip_without(*targets: IsaTarget) -> None:
             pytest.skip(why)
 
 
-def same_bits(plain: str, changed: str) -> bool:
-    """True if two texts leave the same bits on drawn calls, the edges first."""
-    first, other = chosen(plain, {}), chosen(changed, {})
-    rng = np.random.default_rng(0)
-    calls = [draw(first, rng, edge=i) for i in range(60)]
-    return all(interpreted(first, call) == interpreted(other, call) for call in calls)
+def compiled(function: FunctionDefinition, name: str, folder: Path) -> Program:
+    """The function in portable C, with the harness."""
+    source = folder / f"{name}.c"
+    source.write_text(lower(function, TARGETS["portable"]).file(TARGETS["portable"]))
+    return Program(function, [source], folder, TARGETS["portable"])
+
+
+def same_bits(first: FunctionDefinition, other: FunctionDefinition) -> bool:
+    """True if two kernels leave the same bits on drawn calls, the edges first; CheckError where they do
+    not.
+    """
+    with in_folder() as name:
+        programs = compiled(first, "first", Path(name)), compiled(other, "other", Path(name))
+        return check(*programs, first, 60).is_exact
 
 
 def original(text: str, name: str, folder: Path) -> Program:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from phasewise.ir.build import built, chosen, innermost
 from phasewise.ir.errors import SourceError
+from phasewise.ir.lowering import includes, lower
 from phasewise.ir.nodes import FunctionDefinition
 from phasewise.ir.raising.parse import parse_all
 from phasewise.ir.raising.preprocess import preprocess
@@ -26,8 +27,7 @@ from phasewise.ir.running.limited import ChildLimits, run
 from phasewise.ir.targets import TARGETS
 from phasewise.ir.text import printed
 from tests.ir.programs import DESCRIBED, HELPERS, program
-from tests.ir.samples import HOME, why_not
-from tests.support.ir_interpreter import interpreted
+from tests.ir.samples import HOME, same_bits, why_not
 
 pytestmark = pytest.mark.skipif(why_not(HOME) is not None, reason=str(why_not(HOME)))
 BATCH = 100
@@ -55,7 +55,7 @@ def test_ten_thousand_drawn_programs_mean_what_their_c_computes(seed: int) -> No
 
 
 def _check_batch(seed: int) -> None:
-    """Raise, print, read, print: a fixed point; interpreted, it gives the bits that the compiled C gives."""
+    """Raise, print, read, print: a fixed point; lowered to portable C, it gives the bits that its C gives."""
     dice = Random(seed)
     texts = {f"f{number}": program(f"f{number}", dice) for number in range(BATCH)}
     with in_folder() as name:
@@ -69,10 +69,20 @@ def _check_batch(seed: int) -> None:
             assert printed(read(text)) == text, texts[kernel_name]
             functions[kernel_name] = chosen(text, {})
         case = drawing.draw(functions["f0"], np.random.default_rng(seed))
-        compiled = _compiled(folder, source, functions, case)
-    assert sum(" apart(" in text for text in kernels.values()) > BATCH // 20, "runs of copies are rolled up"
-    for kernel_name, function in functions.items():
-        assert _same(interpreted(function, case), compiled[kernel_name]), texts[kernel_name]
+        expected = _compiled(folder, source, functions, case)
+        got = _compiled(folder, _lowered(folder / "lowered.c", functions), functions, case)
+    for kernel_name in functions:
+        assert _same(got[kernel_name], expected[kernel_name]), texts[kernel_name]
+
+
+def _lowered(path: Path, functions: dict[str, FunctionDefinition]) -> Path:
+    """One file with all functions in portable C."""
+    parts = [lower(function, TARGETS["portable"]) for function in functions.values()]
+    definitions = {name: text for part in parts for name, text in part.definitions.items()}
+    path.write_text(
+        "\n".join([includes(TARGETS["portable"]), *definitions.values(), *(part.body for part in parts)])
+    )
+    return path
 
 
 def _described(text: str) -> str:
@@ -125,7 +135,7 @@ def _same(a: KernelOutputs, b: KernelOutputs) -> bool:
 @given(
     st.integers(0, 2**32),
     st.sampled_from((2, 3, 4)),
-    st.sampled_from(("unroll", "widen", "pipeline", "split")),
+    st.sampled_from(("unroll", "widen")),
 )
 def test_a_transformed_program_computes_the_same(seed: int, n: int, how: str) -> None:
     """Without `reassociate` every transformation that is not refused keeps every bit."""
@@ -135,16 +145,14 @@ def test_a_transformed_program_computes_the_same(seed: int, n: int, how: str) ->
         source.write_text(HELPERS + program("f0", dice))
         text = _described(printed(raised(parse_all(preprocess(source, "avx2"), "drawn")["f0"])))
     plain = chosen(text, {})
-    case = drawing.draw(plain, np.random.default_rng(seed))
-    argument = "" if how == "pipeline" else str(n)
     for loop in innermost(read(text).body):
         line = next(candidate for candidate in text.splitlines() if f'steps("{loop.name}"' in candidate)
-        changed = text.replace(line, line.removesuffix("):") + f", {how}({argument})):")
+        changed = text.replace(line, line.removesuffix("):") + f", {how}({n})):")
         try:
             other = chosen(changed, {})
         except SourceError:
             continue
-        assert _same(interpreted(plain, case), interpreted(other, case)), changed
+        assert same_bits(plain, other), changed
 
 
 def test_a_lowered_program_is_the_same_on_every_target() -> None:

@@ -83,8 +83,6 @@ void f(const float *x, float *y, int16_t *z, uint32_t n) {
         c.val[1] = vminq_f32(v.val[2], v.val[3]);
         d = c;
         v.val[1] = power(d);
-        v.val[2] = vrecpsq_f32(v.val[2], vdupq_n_f32(0.5f));
-        v.val[3] = vaddq_f32(vrecpeq_f32(vabsq_f32(v.val[0])), vrsqrteq_f32(vabsq_f32(c.val[0])));
         vst4q_f32(y + 4 * i, v);
         int16x4x2_t s;
         s.val[0] = vqmovn_s32(vcvtq_s32_f32(c.val[0]));

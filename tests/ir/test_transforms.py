@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 
 from phasewise.ir.build import chosen
 from phasewise.ir.errors import SourceError
 from phasewise.ir.nodes import CallExpression, Steps, walk_body
-from tests.ir.samples import same_bits
+from phasewise.ir.running.cases import draw
+from tests.ir import samples
 
 GRID = """# phasewise kernel 1
 def grid(y: ptr[f32], x: ptr[const[f32]], m: i32, n: i32):
@@ -46,6 +50,10 @@ def count(x: ptr[const[u8]], n: i32) -> i32:
         rest = rest + i32(x[i])
     return rest
 """
+
+
+def same_bits(plain: str, changed: str) -> bool:
+    return samples.same_bits(chosen(plain, {}), chosen(changed, {}))
 
 
 @pytest.mark.many
@@ -89,7 +97,7 @@ def test_a_widened_loop_reads_neighbouring_places_at_once() -> None:
         (SUM.format(head="", how=", widen(2)"), "k:7: loop `main`: widen changes the order of the sum `sum`"),
         (
             SUM.format(head="", how=", jam(2)"),
-            "`jam(2)` is no transformation; there are unroll, apart, widen",
+            "`jam(2)` is no transformation; there are unroll, widen",
         ),
         (GRID.format(outer=", widen(2)", inner=""), "holds another loop"),
         (GRID.format(outer="", inner=", widen(3)"), "by 2, 4, 8 or 16"),
@@ -101,3 +109,24 @@ def test_what_would_change_a_result_is_refused_with_its_line(text: str, reason: 
 
     assert reason in str(refused.value)
     assert str(refused.value).startswith(("k:7: ", "k:8: "))
+
+
+TURNED = """# phasewise kernel 1
+def turned(x: ptr[const[f32]], y: ptr[f32]):
+    describe("x", count=16)
+    describe("y", count=16, out=True)
+    v = load(x, 16)
+    v = concat(hi(v), lo(v))
+    store(y, v)
+"""
+
+
+def test_a_vector_that_is_assigned_its_own_halves_has_both(tmp_path: Path) -> None:
+    """In registers of a quarter of its size too."""
+    function = chosen(TURNED, {})
+    case = draw(function, np.random.default_rng(0))
+
+    (outputs,) = samples.compiled(function, "turned", tmp_path).run([case])
+
+    assert isinstance(case.values[0], bytes)
+    assert outputs.buffers == (case.values[0][32:] + case.values[0][:32],)

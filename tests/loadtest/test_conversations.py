@@ -11,16 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phasewise.loadtest.arrivals import scaled
-from phasewise.loadtest.assemble import load_test_of
 from phasewise.loadtest.metrics import hit_rate
 from phasewise.loadtest.outcome import FailureKind, RequestOutcome
 from phasewise.loadtest.prompts import IdPrompts, TextPrompts
-from phasewise.loadtest.report_json import fields_of
-from phasewise.loadtest.session import LoadReport, run_load_test
-from phasewise.loadtest.settings import Asking, Promises, SendingTimes, SentLengths
 from phasewise.tuner.config.trace_files import read_trace
 from phasewise.tuner.errors import TraceError
-from tests.support.servers.fake_server import fake_server
 
 block_lists = st.lists(st.integers(0, 5), max_size=4)
 
@@ -85,22 +80,3 @@ def test_hit_rates_count_tokens_of_what_was_answered_and_told() -> None:
 
     assert hit_rate(outcomes) == 150 / 400
     assert hit_rate(outcomes[2:]) is None
-
-
-def loaded(url: str, lengths: SentLengths, promises: Promises) -> LoadReport:
-    times = SendingTimes(concurrency=3)
-    return run_load_test(load_test_of(url, "", times, lengths, Asking(ignore_eos=True), promises))
-
-
-@pytest.mark.slow
-def test_the_rate_with_promises_stands_over_the_rate_without() -> None:
-    lengths = SentLengths(requests=30, input_len=16, output_len=4, warmup=0)
-    promises = Promises("ttft=20s", over_offline=True, probe_s=0.3, most_probes=3, votes=1)
-    with fake_server() as server:
-        report = loaded(server.url, lengths, promises)
-
-    fields = fields_of(report)
-    assert report.offline is not None
-    assert fields["offline_request_throughput"] == report.offline.request_rate > 0
-    assert report.found_rate is not None
-    assert fields["server_over_offline"] == report.found_rate / report.offline.request_rate

@@ -109,10 +109,6 @@ def _goodput(report: LoadReport, fields: dict[str, Any]) -> list[tuple[str, str]
         rate = report.found_rate
         shown = "none that was tried" if rate is None else f"{rate:.3f} requests/s"
         rows.append((f"highest rate that keeps P{100 * GOAL:.0f}", shown))
-    if report.offline is not None:
-        rows.append(("rate without promises", f"{report.offline.request_rate:.3f} requests/s"))
-        ratio = report.server_over_offline
-        rows.append(("Server over Offline", "none" if ratio is None else f"{ratio:.2f}"))
     return rows
 
 

@@ -29,7 +29,7 @@ def test_raise_prints_a_text_and_lower_takes_it(tmp_path: Path) -> None:
     text = _run("raise", str(path_of("dot_f32")), "--function", "dot_f32", "--tunable", "--reassociate")
     kernel.write_text(text)
 
-    assert "(i + LANES) <= n, LANES, widen(WIDEN), apart(UNROLL)" in text
+    assert "(i + 8) <= n, 8, widen(WIDEN), unroll(UNROLL)" in text
     assert "__m512" in _run("lower", str(kernel), "--isa", "avx512", "--set", "WIDEN=2")
     assert "vfmaq_f32" in _run("lower", str(kernel), "--isa", "neon")
 

@@ -30,7 +30,7 @@ from tests.support.servers.pools import tiny_model
 
 ROOT = Path(__file__).resolve().parents[3]
 LATEST_S = 60.0
-"""Ends a wait that would not end. `benchmarks/serve_split.py` measures what is promised: 1 s and 10 s."""
+"""Ends a wait that would not end. What is promised are 1 s and 10 s."""
 HAS_RAY = importlib.util.find_spec("ray") is not None
 
 

@@ -1,7 +1,6 @@
 """Searches on recordings of real cores: every schedule that is asked for has the time that was recorded.
 
-A recording is a file of `db export`, compressed. What it lacks cannot be asked for:
-benchmarks/record_searches.py makes it.
+A recording is a file of `db export`, compressed. What it lacks cannot be asked for.
 """
 
 from __future__ import annotations
@@ -109,8 +108,3 @@ class Recording:
         """As `tuner.nearest` has it; the width of vectors is that of the build's instruction set."""
         facts = facts_of(self.rows[0].origin.machine.core_sig, self.rows)
         return replace(facts, vector_bits=_BITS.get(self.rows[0].kernel_abi.split("-")[1], facts.vector_bits))
-
-
-def recordings_in(folder: Path) -> list[Recording]:
-    """Every recording of a folder, by name."""
-    return [Recording.read(file) for file in sorted(folder.glob(f"*{RECORDED}"))]
