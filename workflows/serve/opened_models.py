@@ -128,7 +128,7 @@ def _fought(
     from phasewise.workflows.opening.first_start import fight_first
     from phasewise.workflows.serve.pools import planned_instances
 
-    instances = planned_instances(settings.pools, machine, opened.plans, silent)
+    instances = planned_instances(settings.pools, machine)
     plans = [instance.plans for instance in instances] or [opened.plans]
     return fight_first(opened, plans, settings.weights, settings.db, machine, seconds, report)
 
@@ -181,12 +181,12 @@ def open_sized(model: SizedModel, settings: ServeSettings, stack: ExitStack, rep
     beside = cores_beside(settings.embeddings) if settings.pools.cluster is None else 0
     spec = InstanceSpec(model.ref, settings.weights, size, None, db, prefixes=prefixes, other_cores=beside)
     wanted = KvWanted(settings.kv.kv_budget_bytes, running.context_tokens)
-    pooled = (
-        stack.enter_context(open_pools(settings.pools, opened, text, spec, wanted.context_tokens, report))
-        if settings.pools.cluster is None
-        else stack.enter_context(open_ray_pools(settings.pools, opened, text, spec, wanted))
-    )
-    if pooled is not None:
+    if settings.pools.is_asked:
+        pooled = stack.enter_context(
+            open_pools(settings.pools, opened, text, spec, wanted.context_tokens)
+            if settings.pools.cluster is None
+            else open_ray_pools(settings.pools, opened, text, spec, wanted)
+        )
         return OpenedModel(
             spec, opened, pooled, pooled.host, predictor, pooled.lines, pooled.cores, pooled.instances
         )
