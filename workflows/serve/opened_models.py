@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from phasewise._words import counted
 from phasewise.workflows.report import Report, silent
 from phasewise.workflows.serve.core_plans import replanned
 from phasewise.workflows.serve.settings import KeysAndValues, ServeSettings
@@ -170,7 +171,6 @@ def open_sized(model: SizedModel, settings: ServeSettings, stack: ExitStack, rep
     from phasewise.serving.engine.open_engine import ModelText
     from phasewise.workflows.serve.embedding import cores_beside
     from phasewise.workflows.serve.instance_process import InstanceSpec
-    from phasewise.workflows.serve.length_estimator import open_predictor
     from phasewise.workflows.serve.pools import open_pools
     from phasewise.workflows.serve.ray_pools import KvWanted, open_ray_pools
 
@@ -198,6 +198,36 @@ def open_sized(model: SizedModel, settings: ServeSettings, stack: ExitStack, rep
     lines = [plan.describe() for plan in opened.plans.values()]
     cores = frozenset(core for plan in opened.plans.values() for core in plan.all_cores)
     return OpenedModel(spec, opened, alone, host, predictor, lines, cores, drafts=model.drafts)
+
+
+def open_predictor(text: str, model_name: str, report: Report = silent) -> Predictor | None:
+    """The predictor of answers' lengths, which learns how long they became. PredictorError where its file
+    cannot be read.
+
+    text: its file; `auto` for the model's own file, None where there is none; `off` for None.
+    """
+    if text == "off":
+        return None
+    from phasewise.serving.model_table import Predictor
+    from phasewise.serving.pools.contract import Estimate
+    from phasewise.tuner.predictor.files import default_file, load_predictor
+    from phasewise.tuner.predictor.live import LiveEstimator
+    from phasewise.tuner.predictor.log import PromptFacts
+
+    path = default_file(model_name) if text == "auto" else text
+    if text == "auto" and not default_file(model_name).exists():
+        report(f"there is no predictor of {model_name} at {path}: answers' lengths are not predicted")
+        return None
+    trained = load_predictor(path)
+    n_answers = counted(int(trained.trained_on.get("answers", 0)), "answer")
+    report(f"answers' lengths are predicted by {path}, trained on {n_answers}")
+    if trained.model_name != model_name:
+        report(f"it was trained on answers of {trained.model_name}, not of {model_name}")
+    estimator = LiveEstimator(trained)
+    return Predictor(
+        estimate=lambda facts: Estimate(*estimator(PromptFacts(*facts))),
+        learn=lambda facts, output_tokens: estimator.observe(PromptFacts(*facts), output_tokens),
+    )
 
 
 def _size(
