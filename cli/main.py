@@ -44,13 +44,12 @@ COMMANDS: dict[str, dict[str, str]] = {
         "quantise": "quantise:quantise",
     },
     "Planning": {
-        "simulate": "capacity.simulate:simulate",
-        "provision": "capacity.provision:provision",
+        "simulate": "capacity:simulate",
+        "provision": "capacity:provision",
         "cluster": "cluster:app",
     },
     "What is kept, and sharing it": {
         "db": "db:app",
-        "prefix": "prefix:app",
         "report": "report:report",
         "config": "config:app",
     },

@@ -31,7 +31,6 @@ from phasewise.tuner.config.sharing import read_hidden
 from phasewise.tuner.config.trace_files import read_trace
 from phasewise.tuner.predictor import log
 from phasewise.workflows.capacity.load import Load, arrivals_of
-from phasewise.workflows.evaluate.questions import read_questions
 from phasewise.workflows.replay.run import read_receipts
 from phasewise.workflows.topo.plan_json import read_plans
 from tests.support import ROOT
@@ -83,7 +82,6 @@ _OWN = frozenset(
         "kerneldb/reference_build.py",
         "kerneldb/shipped.py",
         "phasewise/_json.py",
-        "phasewise/torch/distributed.py",
         "serving/batches/store.py",
         "serving/embedding/sample_worker.py",
         "serving/embedding/worker.py",
@@ -240,10 +238,6 @@ FILES: dict[str, tuple[Callable[[Path], Path], Callable[[Path], object]]] = {
     "plans": (
         _texts('{"plans": {"prefill": {"ranks": [{"cores": [0], "numa_node": 0}], "bands": []}}}'),
         lambda path: read_plans(path, read_machine()),
-    ),
-    "questions": (
-        _texts('{"question": "q", "subject": "s", "choices": ["a", "b"], "answer": 1}\n'),
-        lambda path: read_questions(path, 10),
     ),
     "stored places": (
         _texts('{"format": 1, "pus": [0], "instances": [{"places": [0]}]}'),

@@ -12,7 +12,7 @@ from benchmarks.papers.speed_accuracy import DENSE, KeptPoints, Point, Quality, 
 from benchmarks.pruning_table import method_options
 from phasewise.workflows.prune.settings import Pattern, PruneSettings
 
-SETTINGS = {"model": "tiny", "choices": ["a.jsonl"], "questions": None}
+SETTINGS = {"model": "tiny", "tokens": 3}
 
 
 class Measured:
@@ -26,12 +26,12 @@ class Measured:
         self.asked.append((zeros, method))
         if zeros == 0.9:
             raise KeyboardInterrupt
-        return Quality(zeros, method, 20 + zeros, None)
+        return Quality(zeros, method, 20 + zeros)
 
     def speeds(self, points: Sequence[Quality]) -> list[Point]:
         self.timed.append([point.name for point in points])
         return [
-            Point(point.zeros, point.method, point.perplexity, None, 100 / (1 - point.zeros), 1.0)
+            Point(point.zeros, point.method, point.perplexity, 100 / (1 - point.zeros), 1.0)
             for point in points
         ]
 
@@ -71,7 +71,7 @@ def test_points_of_other_settings_are_refused(tmp_path: Path) -> None:
     KeptPoints(tmp_path / "points.json", SETTINGS).take(0.0, DENSE, Measured().quality)
 
     with pytest.raises(SystemExit, match="other settings"):
-        KeptPoints(tmp_path / "points.json", SETTINGS | {"questions": 5})
+        KeptPoints(tmp_path / "points.json", SETTINGS | {"tokens": 5})
 
 
 def test_every_method_s_line_begins_with_the_model_that_is_not_pruned() -> None:
@@ -82,7 +82,7 @@ def test_every_method_s_line_begins_with_the_model_that_is_not_pruned() -> None:
         *(measure.quality(share, name) for share in shares for name in ("magnitude", "wanda")),
     ]
 
-    svg = picture(measure.speeds(qualities), "a model", "perplexity", lambda point: point.perplexity)
+    svg = picture(measure.speeds(qualities), "a model")
 
     lines = re.findall(r'<polyline points="([^"]+)" fill="none" stroke="#', svg)
     whole = [line for line in lines if len(line.split()) == 1 + len(shares)]

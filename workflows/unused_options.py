@@ -205,7 +205,7 @@ _AUTHORS_C = ("--include", "--define")
 _OF_LANGUAGE_MODELS = (
     *("--design", "--rate", "--cost", "--power", "--minimise", "--rate-step", "--most-rate"),
     *("--most", "--machines", "--policy", "--model", "--duration", "--draw", "--seed", "--perf-model"),
-    *("--machine-from-db", "--machine-from-xml", "--reference", "--plot", "--wide"),
+    *("--machine-from-db", "--machine-from-xml", "--reference", "--wide"),
 )
 _SEARCHING = (
     *("--lengths", "--trace", "--concurrency", "--cores", "--ranks", "--top-k", "--storage"),
@@ -246,16 +246,6 @@ WAYS: Mapping[str, tuple[Way, ...]] = {
             unless=("--temperature",),
             instead="the likeliest token is chosen always; add --temperature 0.7, or leave that out",
         ),
-    ),
-    "eval": (
-        Way(
-            "where questions alone are asked",
-            ("--context", "--chunks"),
-            when=("--choices",),
-            unless=("--text", "--against"),
-            instead="add --text FILE, or leave that out",
-        ),
-        Way("without --choices", ("--questions",), unless=("--choices",)),
     ),
     "topo": (
         Way("without --trees", ("--limit", "--power-of-two"), unless=("--trees",)),
@@ -339,14 +329,8 @@ WAYS: Mapping[str, tuple[Way, ...]] = {
         Way("without -o csv or json", ("--save-detailed",), unless=("--output",)),
     ),
     "bench embed": (
-        Way("with --find", ("-n", "-c", "--rate", "--plot", "--inputs"), when=("--find",)),
+        Way("with --find", ("-n", "-c", "--rate", "--inputs"), when=("--find",)),
         Way("with --rate", ("-c",), when=("--rate",)),
-        Way(
-            "with --rate",
-            ("--plot",),
-            when=("--rate",),
-            instead="latencies are drawn over clients; give -c several times, or leave that out",
-        ),
         Way("with --file", ("--lengths",), when=("--file",)),
     ),
     "bench run": (_TABLE,),
@@ -366,14 +350,5 @@ WAYS: Mapping[str, tuple[Way, ...]] = {
     "models inspect": (Way("without --density", ("--format",), unless=("--density",)),),
     "predict-len eval": (Way("with --folds", ("--split",), when=("--folds",)),),
     "db show": (_TABLE,),
-    "report": (
-        Way(
-            "with --json and no file to write",
-            ("--no-measure",),
-            when=("--json",),
-            unless=("--output",),
-            instead="limits are measured for the page alone; leave that out",
-        ),
-    ),
 }
 """By command, the ways in their order: an option that one leaves out is not set for those after it."""

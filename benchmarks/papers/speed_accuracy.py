@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from typer import Option
 
@@ -20,8 +20,6 @@ from benchmarks.pruning_table import RECOVERED, method_options, perplexity, prun
 from phasewise._files import write_file
 from phasewise._words import counted
 from phasewise.serving.engine.throughput import Workload
-from phasewise.workflows.evaluate.run import evaluate
-from phasewise.workflows.evaluate.settings import EvalSettings
 from phasewise.workflows.line_chart import Chart, Panel, draw_chart
 from phasewise.workflows.opening.open_model import OpenModel, Weights, open_model
 
@@ -36,7 +34,6 @@ class Quality:
     zeros: float
     method: str
     perplexity: float
-    accuracy: float | None
 
     @property
     def name(self) -> str:
@@ -98,8 +95,6 @@ class Bench:
 
     model: str
     folder: Path
-    choices: Sequence[Path]
-    questions: int | None
     tokens: int
     calibration_tokens: int
     answer: int
@@ -122,8 +117,7 @@ class Bench:
 
     def quality(self, zeros: float, method: str) -> Quality:
         note(name_of(zeros, method))
-        directory = str(self.directory(zeros, method))
-        return Quality(zeros, method, perplexity(directory, self.tokens), self._accuracy(directory))
+        return Quality(zeros, method, perplexity(str(self.directory(zeros, method)), self.tokens))
 
     def timed(self, points: Sequence[Quality]) -> list[Point]:
         """The points with their speeds: their models and the one that is not pruned decode in turns."""
@@ -150,40 +144,26 @@ class Bench:
         decode = {"decode": Workload(0, self.answer, 1)}
         return speeds_of(opened, Rung("as it is", opened.plans, opened.schedules), decode)["decode"]
 
-    def _accuracy(self, directory: str) -> float | None:
-        """The share of all questions that are answered rightly."""
-        if not self.choices:
-            return None
-        settings = EvalSettings(
-            choices=list(self.choices), questions=self.questions, weight_format="bf16", sparse="never"
-        )
-        told = [figures.accuracy for figures in evaluate(directory, settings).choices]
-        right = sum(accuracy.accuracy.value * accuracy.questions for accuracy in told)
-        return right / sum(accuracy.questions for accuracy in told)
 
-
-def picture(
-    points: Sequence[Point], caption: str, y_name: str, y_of: Callable[[Point], float], **form: Any
-) -> str:
+def picture(points: Sequence[Point], caption: str) -> str:
     """A line for each method, from the model that is not pruned on, as SVG."""
     (dense,) = (point for point in points if point.method == DENSE)
     methods = dict.fromkeys(point.method for point in points if point.method != DENSE)
     lines = {
-        method: sorted((p.tokens_per_s, y_of(p)) for p in points if p.method in (DENSE, method))
+        method: sorted((p.tokens_per_s, p.perplexity) for p in points if p.method in (DENSE, method))
         for method in methods
     }
     rates = [point.tokens_per_s for point in points]
-    level = [(min(rates), y_of(dense)), (max(rates), y_of(dense))]
+    level = [(min(rates), dense.perplexity), (max(rates), dense.perplexity)]
     return draw_chart(
         Chart(
-            title="Speed against accuracy by share of zeros",
+            title="Speed against perplexity by share of zeros",
             caption=caption,
             x_name="tokens/s of decoding, bf16",
-            y_name=y_name,
+            y_name="perplexity",
             limit_name=DENSE,
             emphasised=None,
-            panels=[Panel(y_name, lines, level)],
-            **form,
+            panels=[Panel("perplexity", lines, level)],
         )
     )
 
@@ -193,38 +173,29 @@ def speed_accuracy(
     into: Annotated[Path, Option(help="folder of points.json and of the pictures")] = Path("speed-accuracy"),
     zeros: Annotated[str, Option(help="shares of zeros")] = "0.3,0.5,0.6,0.7",
     methods: Annotated[str, Option(help="of prune; +recover fits what is kept")] = METHODS,
-    choices: Annotated[list[Path] | None, Option(help="questions, as `phasewise eval` reads them")] = None,
-    questions: Annotated[int | None, Option(help="of each file, at most")] = None,
     tokens: Annotated[int, Option(help="of the text")] = 4096,
     calibration_tokens: int = 8192,
     answer: Annotated[int, Option(help="tokens that are decoded")] = 64,
     rounds: Rounds = 5,
     speeds: Annotated[bool, Option(help="no: end before them; the same command measures them later")] = True,
 ) -> Yielded:
-    """Decoding speed against perplexity, and against the share of right answers where questions are given.
+    """Decoding speed against perplexity.
 
-        python benchmarks/figures.py speed-accuracy MODEL --into FOLDER --choices FILE.jsonl --no-speeds
-        python benchmarks/figures.py speed-accuracy MODEL --into FOLDER --choices FILE.jsonl
+        python benchmarks/figures.py speed-accuracy MODEL --into FOLDER --no-speeds
+        python benchmarks/figures.py speed-accuracy MODEL --into FOLDER
 
     The model in bf16, then each method at each share of zeros: first what is left of its answers, point by
     point, which other work on the machine only delays, and then, on a quiet machine, the speeds of all models
     in turns. Points are kept in FOLDER/points.json when they are measured, so that the command can be
     interrupted and given again; points of other settings, or of another machine, are refused. FOLDER/models
-    has the models until their speeds are measured. Pictures: FOLDER/perplexity.svg and FOLDER/choices.svg. Of
-    the text of pruning_table.py the first tokens are measured, and the second half calibrates.
+    has the models until their speeds are measured. The picture is FOLDER/perplexity.svg. Of the
+    text of pruning_table.py the first tokens are measured, and the second half calibrates.
     """
-    asked = [str(path) for path in choices or ()]
-    settings = {
-        "model": model,
-        "machine": machine(),
-        "choices": asked,
-        "questions": questions,
-        "tokens": tokens,
-    }
+    settings = {"model": model, "machine": machine(), "tokens": tokens}
     settings |= {"calibration tokens": calibration_tokens, "answer": answer, "rounds": rounds}
     into.mkdir(parents=True, exist_ok=True)
     kept, models = KeptPoints(into / "points.json", settings), into / "models"
-    bench = Bench(model, models, choices or (), questions, tokens, calibration_tokens, answer, rounds)
+    bench = Bench(model, models, tokens, calibration_tokens, answer, rounds)
     pairs = [(0.0, DENSE)] + [(float(share), name) for share in listed(zeros) for name in listed(methods)]
     qualities = [kept.take(share, method, bench.quality) for share, method in pairs]
     if not speeds:
@@ -235,11 +206,6 @@ def speed_accuracy(
     shutil.rmtree(models, ignore_errors=True)
     yield from map(asdict, points)
     caption = f"{Path(model).name}; zeros {zeros}"
-    drawn = {"perplexity": picture(points, caption, "perplexity", lambda point: point.perplexity)}
-    if choices:
-        drawn["choices"] = picture(
-            points, caption, "right answers", lambda point: point.accuracy or 0.0, y_is_share=True
-        )
-    for name, svg in drawn.items():
-        (into / f"{name}.svg").write_text(svg, encoding="utf-8")
-        yield f"drawn: {into / name}.svg"
+    drawn = into / "perplexity.svg"
+    drawn.write_text(picture(points, caption), encoding="utf-8")
+    yield f"drawn: {drawn}"

@@ -20,7 +20,7 @@ from phasewise.workflows.evaluate.settings import EvalSettings
 
 if TYPE_CHECKING:
     from phasewise.workflows.evaluate.figures import Divergence, MeanError
-    from phasewise.workflows.evaluate.run import ChoiceFigures, Evaluation, TextFigures
+    from phasewise.workflows.evaluate.run import Evaluation
 
 LABEL_COLUMNS = 26
 
@@ -29,15 +29,14 @@ LABEL_COLUMNS = 26
 def evaluate(
     model: ModelArgument, settings: EvalSettings, db: DbOption = None, as_json: JsonOption = False
 ) -> None:
-    """Measure the quality of MODEL as it runs: perplexity, divergence, accuracy.
+    """Measure the quality of MODEL as it runs: perplexity, divergence.
 
     $ phasewise eval smollm2-135m-instruct --chunks 4
     $ phasewise eval model.gguf --format int8 --against f32
 
     Perplexity is measured as by llama-perplexity, and with --against what its
     --kl-divergence prints: divergence from a reference, how often both find
-    the same next token likeliest, how probabilities differ. Questions are
-    asked as lm-eval asks them, without examples.
+    the same next token likeliest, how probabilities differ.
 
     Ctrl-C prints the figures of what was done.
     """
@@ -59,13 +58,7 @@ def evaluation_lines(evaluation: Evaluation) -> Iterator[str]:
     """The figures as lines of a label and its value."""
     about = f"{evaluation.format}, KV {evaluation.kv_format}, arithmetic {evaluation.arithmetic}"
     yield _line("model", f"{on_one_line(evaluation.model)}, {about}")
-    if evaluation.text is not None:
-        yield from _text_lines(evaluation.text)
-    for figures in evaluation.choices:
-        yield from _choice_lines(figures)
-
-
-def _text_lines(figures: TextFigures) -> Iterator[str]:
+    figures = evaluation.text
     chunks = f"{counted(figures.chunks, 'chunk')} of {figures.context} tokens"
     yield _line("text", f"{on_one_line(figures.name)}, {chunks}, {figures.tokens} predicted")
     yield _line("perplexity", _estimate(figures.perplexity, 4))
@@ -93,14 +86,6 @@ def _divergence_lines(figures: Divergence) -> Iterator[str]:
     yield _line("  least", percent(figures.delta_p_min, 3))
     yield _line("  root mean square", _estimate(figures.delta_p_rms, 3, scale=100))
     yield _line("same likeliest token", _estimate(figures.same_top, 3, scale=100))
-
-
-def _choice_lines(figures: ChoiceFigures) -> Iterator[str]:
-    yield ""
-    accuracy = figures.accuracy
-    yield _line("questions", f"{on_one_line(figures.name)}, {figures.kind}, {accuracy.questions} asked")
-    yield _line("accuracy", _estimate(accuracy.accuracy, 2, scale=100))
-    yield _line("accuracy per character", _estimate(accuracy.accuracy_per_character, 2, scale=100))
 
 
 def _estimate(estimate: MeanError, places: int, scale: int = 1) -> str:

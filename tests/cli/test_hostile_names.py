@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phasewise.cli.commands.capacity import text as cluster_text
+from phasewise.cli.commands import capacity as cluster_text
 from phasewise.cli.commands.db import text as db_text
 from phasewise.cli.commands.models import list_text
 from phasewise.cli.commands.predict_len import report_text
@@ -22,12 +22,8 @@ from phasewise.cli.present import on_one_line
 from phasewise.cli.tables import RowTable
 from phasewise.topology.picture import draw_svg
 from phasewise.topology.svg import escaped
-from phasewise.tuner.plans import Phase, ServicePlan, default_plan
 from phasewise.workflows.database.listing import ListedSchedules, Section
 from phasewise.workflows.line_chart import Chart, Panel, draw_chart
-from phasewise.workflows.machine_report.facts import DatabaseReport
-from phasewise.workflows.machine_report.page import page
-from phasewise.workflows.machine_report.worth import Worth
 from tests.support.machines import machine_shapes
 
 HOSTILE = "a\nb\tc\x1b]0;owned\x07\x00\x9b31m\u202e\u2028</text><script>x|\ufffe\ud800"
@@ -147,10 +143,3 @@ def test_pictures_of_hostile_names_are_documents_without_elements_of_theirs() ->
     for picture in (draw_chart(chart), draw_svg(machine_of(HOSTILE))):
         names = {node.tag.rpartition("}")[2] for node in ET.fromstring(picture).iter()}
         assert "script" not in names
-
-
-def test_the_report_has_no_elements_of_a_models_name() -> None:
-    machine = machine_of(HOSTILE)
-    plans: dict[str, dict[Phase, ServicePlan]] = {HOSTILE: {"decode": default_plan(machine, "decode")}}
-    report = DatabaseReport(machine, plans, {HOSTILE: {}}, (), (), (), 0, None, Worth((), (), {}))
-    assert "<script" not in page(report, HOSTILE, 0.0)

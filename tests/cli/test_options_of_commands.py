@@ -367,12 +367,10 @@ def test_each_cell_of_the_table_is_refused_by_name_and_left_out_where_it_stands_
         "bench serve http://127.0.0.1:9 --over-offline --slo ttft=1s --duration 30",
         "bench embed http://127.0.0.1:9 --find --slo 1s -c 3",
         "bench embed http://127.0.0.1:9 --find --slo 1s --inputs 3",
-        "bench embed http://127.0.0.1:9 --rate 3 --plot x.svg",
         "bench run m --wide -o json",
         "kernels emit k.kir -D A=1",
         "models inspect m --format int8",
         "db show --json --wide",
-        "report --json --no-measure",
     ],
 )
 def test_a_flag_without_effect_is_wrong_usage_and_the_command_does_not_begin(line: str) -> None:

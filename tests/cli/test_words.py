@@ -163,7 +163,6 @@ def test_no_text_of_a_command_writes_a_ratio_but_by_that_rule() -> None:
     """`multiple` writes what is exact: of a calculation, or of a gain that is proven already."""
     exact = {
         "cli/commands/bench/serve_text.py": 1,  # a rate over another that the same run found
-        "cli/commands/kernels/text.py": 1,  # of a kernel that is in use, since its duel proved it
         "cli/commands/tune_config/text.py": 1,  # --evaluator modelled
     }
     calls_by_file: dict[str, int] = {}

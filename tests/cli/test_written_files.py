@@ -28,7 +28,6 @@ def assert_refused(done: command.Done, *words: str) -> None:
 
 WRITERS = {
     "topo --svg": SVG,
-    "report -o": ("report", "--no-measure", "-o"),
 }
 KINDS = ("device", "full device", "link", "dangling link", "directory", "absent directory")
 

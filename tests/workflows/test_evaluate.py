@@ -7,16 +7,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 pytest.importorskip(
     "phasewise.serving.engine.open_engine", reason="the kernels are not built", exc_type=ImportError
 )
 from phasewise.workflows.errors import WorkflowError
-from phasewise.workflows.evaluate.figures import token_losses
-from phasewise.workflows.evaluate.questions import ChoiceQuestion
-from phasewise.workflows.evaluate.run import answer, evaluate, until_interrupted
+from phasewise.workflows.evaluate.run import evaluate, until_interrupted
 from phasewise.workflows.evaluate.scorer import Chunk, Scorer
 from phasewise.workflows.evaluate.settings import EvalSettings
 from phasewise.workflows.opening.open_model import open_model
@@ -54,40 +51,6 @@ def test_a_chunk_has_the_same_rows_wherever_counting_begins(scorer: Scorer, firs
     assert rows.tobytes() == whole[first:].tobytes()
 
 
-@pytest.mark.parametrize(
-    "question",
-    [
-        ChoiceQuestion("Which is it?", ("this", "that", "this one", "z"), 0),
-        ChoiceQuestion("Trailing spaces  ", ("a", "b"), 1),
-        ChoiceQuestion("x", ("same start, one end", "same start, other end"), 1),
-        ChoiceQuestion("long " * 60, ("yes", "no"), 0),
-    ],
-)
-def test_choices_are_as_likely_as_each_computed_alone(scorer: Scorer, question: ChoiceQuestion) -> None:
-    """The question is computed once for all; alone means anew from its first token."""
-    context = question.context.rstrip()
-    expected = []
-    encode = scorer.tokenizer.encode
-    wholes = [encode(f"{question.context} {choice}", True) for choice in question.choices]
-    cut = max(0, max(map(len, wholes)) - 1 - CONTEXT)
-    for whole in wholes:
-        n_context = len(encode(context, True)) - cut
-        rows = scorer.logits(Chunk(whole[cut:]))[n_context - 1 :]
-        expected.append(-token_losses(rows, whole[cut:][n_context:]).sum())
-
-    answered = answer(scorer, question)
-
-    assert answered.logs.tolist() == expected
-    assert answered.is_right == (int(np.argmax(expected)) == question.answer)
-    per_character = [log / len(text) for log, text in zip(expected, question.choices, strict=True)]
-    assert answered.is_right_per_character == (int(np.argmax(per_character)) == question.answer)
-
-
-def test_a_choice_longer_than_the_model_s_context_is_refused(scorer: Scorer) -> None:
-    with pytest.raises(WorkflowError, match="too many tokens"):
-        answer(scorer, ChoiceQuestion("short", ("many words " * 99, "few"), 0))
-
-
 @pytest.mark.parametrize("weight_format", FORMATS)
 def test_figures_are_those_of_the_losses(
     weight_format: str, model: str, own_database: str, tmp_path: Path
@@ -97,7 +60,6 @@ def test_figures_are_those_of_the_losses(
 
     evaluation = evaluate(model, settings, own_database)
 
-    assert evaluation.text is not None
     assert (evaluation.text.chunks, evaluation.text.tokens) == (3, 3 * 31)
     beside = evaluation.text.divergence
     assert beside is not None
@@ -108,7 +70,6 @@ def test_figures_are_those_of_the_losses(
     assert (beside.kl.value == 0) == (weight_format in ("f32", "native"))
     assert beside.kl_min <= beside.kl.value <= beside.kl_max < 1
     alone = evaluate(model, replace(settings, against=None), own_database)
-    assert alone.text is not None
     assert alone.text.perplexity == evaluation.text.perplexity
 
 

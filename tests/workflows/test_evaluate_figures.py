@@ -1,11 +1,8 @@
-"""Figures of an evaluation: llama-perplexity's formulas, chunks, and files of questions."""
+"""Figures of an evaluation: llama-perplexity's formulas; chunks."""
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +11,6 @@ from hypothesis import strategies as st
 
 from phasewise.workflows.errors import WorkflowError
 from phasewise.workflows.evaluate import figures
-from phasewise.workflows.evaluate.questions import ChoiceQuestion, read_questions
 from phasewise.workflows.evaluate.scorer import halves, windows
 from tests.support.tiers import examples
 
@@ -110,90 +106,3 @@ def test_windows_cover_every_token_once() -> None:
     assert [token for window in chunks for token in window.ids] == list(range(1300))
     assert [len(window.next_ids) for window in chunks] == [511, 511, 275]
     assert windows([1, 2, 3], 2)[-1].ids == [1, 2]  # a single token predicts nothing
-
-
-HELLASWAG: dict[str, Any] = {
-    "activity_label": "Removing ice",
-    "ctx_a": "A man is [step] outside.",
-    "ctx_b": "he",
-    "endings": ["scrapes [title] the ice.", "flies."],
-    "label": "1",
-}
-STEM: dict[str, Any] = {
-    "question": {"stem": "Why?", "choices": [{"text": "so", "label": "A"}, {"text": "no", "label": "B"}]},
-    "answerKey": "B",
-}
-HUB_ARC = {"question": "Why?", "choices": {"text": ["so", "no"], "label": ["1", "2"]}, "answerKey": "2"}
-MMLU = {"question": " Which? ", "subject": "abstract_algebra", "choices": ["x", "y", "z"], "answer": 2}
-PLAIN = {"question": "One two", "choices": ["three", "ten"], "answer": 0}
-ASKED_MMLU = ChoiceQuestion(
-    "The following are multiple choice questions (with answers) about abstract algebra.\n\n"
-    "Which?\nA. x\nB. y\nC. z\nAnswer:",
-    ("A", "B", "C"),
-    2,
-)
-
-
-@pytest.mark.parametrize(
-    ("fields", "kind", "asked"),
-    [
-        (
-            HELLASWAG,
-            "HellaSwag",
-            ChoiceQuestion("Removing ice: A man is outside. He", ("scrapes. the ice.", "flies."), 1),
-        ),
-        (STEM, "ARC", ChoiceQuestion("Question: Why?\nAnswer:", ("so", "no"), 1)),
-        (HUB_ARC, "ARC", ChoiceQuestion("Question: Why?\nAnswer:", ("so", "no"), 1)),
-        (MMLU, "MMLU", ASKED_MMLU),
-        (PLAIN, "questions", ChoiceQuestion("One two", ("three", "ten"), 0)),
-    ],
-)
-def test_published_files_are_asked_as_by_lm_eval(
-    fields: dict[str, Any], kind: str, asked: ChoiceQuestion, tmp_path: Path
-) -> None:
-    path = tmp_path / "file.jsonl"
-    path.write_text(json.dumps(fields) + "\n\n" + json.dumps(fields) + "\n")
-
-    question_set = read_questions(path)
-
-    assert (question_set.kind, question_set.name) == (kind, "file.jsonl")
-    assert question_set.questions == (asked, asked)
-    assert read_questions(path, 1).questions == (asked,)
-
-
-def test_mmlu_as_it_was_first_published(tmp_path: Path) -> None:
-    path = tmp_path / "abstract_algebra_test.csv"
-    path.write_text('" Which? ",x,y,z,C\n"One\nmore, ""quoted""",x,y,z,A\n')
-
-    first, second = read_questions(path).questions
-
-    assert first == ASKED_MMLU
-    assert 'One\nmore, "quoted"\nA. x' in second.context
-    assert second.answer == 0
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("", "no questions"),
-        ("{", "file.jsonl:1"),
-        ("[]", "a JSON object expected, not list"),
-        (json.dumps({**PLAIN, "answer": 2}), "the answer 2 is none of 2 choices"),
-        (json.dumps({**PLAIN, "answer": -1}), "the answer -1"),
-        (json.dumps({**PLAIN, "question": " "}), "the question is empty"),
-        (json.dumps({**PLAIN, "choices": ["one"]}), "choices from 2 to 26"),
-        (json.dumps({**PLAIN, "choices": 3}), "file.jsonl:1"),
-        (json.dumps({"question": "x"}), "questions without 'choices'"),
-        (json.dumps(PLAIN) + "\n" + json.dumps({**STEM, "answerKey": "Z"}), "file.jsonl:2"),
-        (json.dumps({**STEM, "answerKey": "Z"}), "no question of ARC"),
-        ("9" * 5000, "file.jsonl:1"),
-    ],
-)
-def test_what_is_no_question_is_refused_by_its_line(text: str, says: str, tmp_path: Path) -> None:
-    path = tmp_path / "file.jsonl"
-    path.write_text(text)
-
-    with pytest.raises(WorkflowError, match=says) as refused:
-        read_questions(path)
-
-    assert "\n" not in str(refused.value)

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from phasewise.kerneldb.errors import KernelDbError
 from phasewise.kerneldb.location import MEMORY_URL, Location
 
 if TYPE_CHECKING:
     from optuna.storages import BaseStorage
-    from optuna.trial import FrozenTrial
 
 HEARTBEAT_S = 15
 GRACE_S = 120
@@ -45,69 +43,6 @@ def open_storage(location: Location) -> BaseStorage:
                 raise
             time.sleep(_PAUSE_S * (attempt + 1))
     raise AssertionError
-
-
-@dataclass(frozen=True)
-class TrialFacts:
-    """One configuration that was tried. `cost_ms`: mean over the slices that were timed; None: none was."""
-
-    number: int
-    state: str
-    cost_ms: float | None
-    n_slices: int
-    tree: str
-    parameters: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class StudyFacts:
-    """One search for a plan, with its trials in order."""
-
-    name: str
-    model: str
-    phase: str
-    objective: str
-    trials: Sequence[TrialFacts]
-
-    @property
-    def best(self) -> TrialFacts | None:
-        """The cheapest trial among those that were timed to the end."""
-        complete = [trial for trial in self.trials if trial.state == "complete" and trial.cost_ms is not None]
-        return min(complete, key=lambda trial: trial.cost_ms or 0.0, default=None)
-
-
-def read_studies(location: Location, core_sigs: Collection[str]) -> list[StudyFacts]:
-    """The studies of machines with one of these cores, by name. KernelDbError if they cannot be read."""
-    if location.url == MEMORY_URL:
-        return []
-    with clear_storage_errors(location.name), quiet():
-        storage = open_storage(location)
-        studies = []
-        for study in storage.get_all_studies():
-            attributes = study.user_attrs
-            machine = attributes.get("machine") or [None]
-            if machine[0] not in core_sigs:
-                continue
-            study_id = storage.get_study_id_from_name(study.study_name)
-            trials = [_trial_facts(trial) for trial in storage.get_all_trials(study_id, deepcopy=False)]
-            model, phase, objective = (
-                str(attributes.get(key, "")) for key in ("model", "phase", "objective")
-            )
-            studies.append(StudyFacts(study.study_name, model, phase, objective, trials))
-    return sorted(studies, key=lambda facts: facts.name)
-
-
-def _trial_facts(trial: FrozenTrial) -> TrialFacts:
-    values = trial.intermediate_values
-    last = values[max(values)] if values else None
-    return TrialFacts(
-        trial.number,
-        trial.state.name.lower(),
-        trial.values[0] if trial.values else last,
-        len(values),
-        str(trial.user_attrs.get("tree", "")),
-        dict(trial.params),
-    )
 
 
 def _open_tables(location: Location) -> BaseStorage:

@@ -96,15 +96,6 @@ class Scorer:
         counted = SequenceSlice(chunk.ids[chunk.first : -1], chunk.first, 0, True)
         return self._ranks.all_logits(Batch("prefill", (counted,)))
 
-    def continued(self, start: Sequence[int], continuations: Sequence[Sequence[int]]) -> Iterator[Logits]:
-        """For each of several continuations of the same tokens: a row after each of its tokens.
-
-        `start` is computed once; a continuation takes the place of the one before it.
-        """
-        self._read(start)
-        for ids in continuations:
-            yield self._ranks.all_logits(Batch("prefill", (SequenceSlice(ids, len(start), 0, True),)))
-
     def _read(self, ids: Sequence[int]) -> None:
         if ids:
             self._ranks.forward(Batch("prefill", (SequenceSlice(ids, 0, 0, False),)))

@@ -32,28 +32,14 @@ class EvalSettings:
         "model of the same vocabulary",
         metavar="FORMAT|MODEL",
     )
-    choices: list[Path] | None = option(
-        None,
-        "multiple-choice questions: JSON lines of HellaSwag, ARC or MMLU as published, MMLU's CSV, or lines "
-        "with question, choices and answer [repeatable]",
-        metavar="FILE",
-    )
     context: int = option(512, "tokens of a chunk of the text; its second half counts", min=8)
     chunks: int | None = option(None, "read at most N chunks [default: all]", min=1, metavar="N")
-    questions: int | None = option(
-        None, "ask at most the first N questions of a file [default: all]", min=1, metavar="N"
-    )
     weight_format: str = FORMAT("native")
     kv_format: str = KV_FORMAT("auto")
     sparse: SparseMode = SPARSE("auto", config_only=True)
     threads: int | None = THREADS(None)
     ranks: int | None = RANKS(None)
     arithmetic: ArithmeticChoice = ARITHMETIC("tuned")
-
-    @property
-    def reads_text(self) -> bool:
-        """True unless questions alone are asked."""
-        return self.text is not None or self.against is not None or not self.choices
 
     @property
     def weights(self) -> Weights:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,17 +11,7 @@ from phasewise._options import parse_budget
 from phasewise._words import counted, number, percent
 from phasewise.cli.option_sets import spread
 from phasewise.cli.options import JsonOption
-from phasewise.cli.present import (
-    check_target,
-    fail,
-    note,
-    on_one_line,
-    owns_stdout,
-    print_json,
-    say,
-    say_words,
-    write_target,
-)
+from phasewise.cli.present import fail, note, on_one_line, print_json, say, say_words
 from phasewise.loadtest.settings import EmbedLoad
 
 if TYPE_CHECKING:
@@ -35,10 +24,6 @@ if TYPE_CHECKING:
 def embed(
     url: Annotated[str, typer.Argument(metavar="URL", help="the server, e.g. http://127.0.0.1:8000")],
     load: EmbedLoad,
-    plot: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.svg", help="draw P50 and P99 over clients; -: stdout"),
-    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Load an embeddings server, and print texts/s, tokens/s and latencies.
@@ -57,8 +42,6 @@ def embed(
         raise typer.BadParameter("--find needs --slo")
     if load.encoding not in ("float", "base64"):
         raise typer.BadParameter("--encoding is float or base64")
-    owns_stdout(plot, as_json)
-    check_target(plot)
     base = base_of(url)
     name = load.model or asyncio.run(find_model(base, load.api_key))
     target = Target(
@@ -73,11 +56,9 @@ def embed(
 
     report: dict[str, Any] = {"url": base, "model": name, "lengths": load.lengths, "inputs": load.inputs}
     report |= asyncio.run(run())
-    if plot is not None:
-        write_target(plot, _drawn(report["loads"]))
     if as_json:
         print_json(report)
-    elif not owns_stdout(plot):
+    else:
         _say_found(report)
     _fail_unless_answered(report["loads"])
 
@@ -152,14 +133,3 @@ def _line(load: dict[str, Any]) -> str:
         f"{counts}; {load['texts_per_s']:.1f} texts/s, {load['tokens_per_s']:.0f} tokens/s;"
         f" P50 {ms['p50']:.1f}, P90 {ms['p90']:.1f}, P99 {ms['p99']:.1f} ms{promise}"
     )
-
-
-def _drawn(loads: list[dict[str, Any]]) -> str:
-    from phasewise.workflows.line_chart import Chart, Panel, draw_chart
-
-    if not any(load["ok"] for load in loads):
-        fail("--plot: no request was answered, so that there are no latencies to draw", 1)
-    points = [(float(load["concurrency"]), load["latency_ms"]) for load in loads if load["ok"]]
-    lines = {p.upper(): sorted((across, ms[p]) for across, ms in points) for p in ("p50", "p90", "p99")}
-    panel = Panel("", lines, [])
-    return draw_chart(Chart("Latency of embeddings", "", "clients", "ms", "", "P99", [panel]))

@@ -82,29 +82,23 @@ def test_the_reason_of_a_failure_is_told(server: EmbeddingServer) -> None:
     assert search.refusal.endswith(f"not even one query is answered: {load['first_error']}")
 
 
-def test_inputs_from_a_file_come_over_and_over_and_a_picture_is_drawn(
-    server: EmbeddingServer, tmp_path: Path
-) -> None:
+def test_inputs_from_a_file_come_over_and_over(server: EmbeddingServer, tmp_path: Path) -> None:
     (tmp_path / "texts").write_text("the cat\na dog\n")
-    picture = tmp_path / "p.svg"
     seen = len(server.workers[0].seen)
 
-    result = invoke(server.url, "-n", 6, "-c", 1, "-c", 2, "--file", tmp_path / "texts", "--plot", picture)
+    result = invoke(server.url, "-n", 6, "-c", 1, "-c", 2, "--file", tmp_path / "texts")
 
     assert result.exit_code == 0, result
     assert len(result.stdout.splitlines()) == 2
     assert all(len(line) > 20 for line in result.stdout.splitlines())
     sent = {tuple(ids) for ids in server.workers[0].seen[seen:]}
     assert len(sent) == 2
-    assert picture.read_text().startswith("<svg")
-    assert "P99" in picture.read_text()
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         (("--find",), "--find needs --slo"),
-        (("--find", "--slo", "1s", "--plot", "p.svg"), "--plot has no effect with --find"),
         (("--encoding", "int8"), "float or base64"),
     ],
 )

@@ -23,14 +23,6 @@ pytest.importorskip(
 pytestmark = pytest.mark.usefixtures("own_places")
 
 invoke = partial(command.run, "eval")
-QUESTIONS = [
-    {
-        "question": f"Question {number}: what follows {word}?",
-        "choices": ["two", "a fish"],
-        "answer": number % 2,
-    }
-    for number, word in enumerate(("one", "the night", "A"))
-]
 
 
 @pytest.fixture
@@ -45,28 +37,20 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.fixture
-def questions(tmp_path: Path) -> Path:
-    path = tmp_path / "questions.jsonl"
-    path.write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
-    return path
-
-
-def test_lines_have_a_label_and_a_figure_with_its_error(model: Path, text: Path, questions: Path) -> None:
-    done = invoke(model, "--text", text, "--chunks", 2, "--against", "f32", "--choices", questions)
+def test_lines_have_a_label_and_a_figure_with_its_error(model: Path, text: Path) -> None:
+    done = invoke(model, "--text", text, "--chunks", 2, "--against", "f32")
 
     assert done.exit_code == 0, done
     labels = [line[:26].strip() for line in done.stdout.splitlines() if line]
     assert labels[:3] == ["model", "text", "perplexity"]
-    assert {"mean KL divergence", "same likeliest token", "root mean square", "accuracy"} <= set(labels)
+    assert {"mean KL divergence", "same likeliest token", "root mean square"} <= set(labels)
     assert max(map(len, done.stdout.splitlines())) <= 80
     assert "chunk 1 of 2: perplexity" in done.stderr
 
 
-def test_json_has_the_same_figures(model: Path, text: Path, questions: Path) -> None:
+def test_json_has_the_same_figures(model: Path, text: Path) -> None:
     fields = command.fields_of(
         "eval", model, "--text", text, "--chunks", 2, "--against", "int8", "--kv-format", "f16",
-        "--choices", questions, "--choices", questions, "--questions", 2,
     )  # fmt: skip
 
     assert fields["is_whole"] is True
@@ -74,15 +58,10 @@ def test_json_has_the_same_figures(model: Path, text: Path, questions: Path) -> 
     assert fields["text"]["tokens"] == 2 * 255
     assert fields["text"]["perplexity"]["value"] > 1
     assert set(fields["text"]["divergence"]["kl_percentiles"]) >= {"99.9", "50.0", "0.1"}
-    assert [file["accuracy"]["questions"] for file in fields["choices"]] == [2, 2]
 
 
 def test_the_shipped_text_is_read_where_none_is_named(model: Path) -> None:
     assert command.fields_of("eval", model, "--chunks", 1)["text"]["name"] == "alice.txt"
-
-
-def test_questions_alone_read_no_text(model: Path, questions: Path) -> None:
-    assert command.fields_of("eval", model, "--choices", questions)["text"] is None
 
 
 @pytest.mark.slow
@@ -122,9 +101,6 @@ def refusal_of(done: command.Done) -> str:
         (["--text", "/nowhere"], "/nowhere"),
         (["--context", "2048"], "--context 2048"),
         (["--against", "/nowhere.gguf"], "/nowhere.gguf"),
-        (["--choices", "/nowhere"], "/nowhere"),
-        (["--questions", "3"], "without --choices"),
-        (["--choices", "x", "--chunks", "3"], "where questions alone are asked"),
         (["--context", "7"], "--context"),
     ],
 )

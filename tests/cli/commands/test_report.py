@@ -1,16 +1,11 @@
-"""The report: what the database knows of this machine is in it, what could tell of people is not."""
+"""The report: what tuning gained, by all that the database has."""
 
 from __future__ import annotations
 
 import dataclasses
-import getpass
 import math
 import random
-import re
-import socket
 import statistics
-import xml.etree.ElementTree as ElementTree
-from html.parser import HTMLParser
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -18,17 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phasewise.kerneldb.location import locate
 from phasewise.kerneldb.records import Comparison, Problem, StepTime
 from phasewise.kerneldb.store import open_store
 from phasewise.topology import read_machine
-from phasewise.tuner.config.storage import StudyFacts, TrialFacts, open_storage, quiet, read_studies
-from phasewise.tuner.machine_limits import Roofline
 from phasewise.tuner.plans import machine_key
 from phasewise.workflows.errors import WorkflowError
-from phasewise.workflows.machine_report.facts import report_of
-from phasewise.workflows.machine_report.page import page
-from phasewise.workflows.machine_report.worth import Worth, worth_of
+from phasewise.workflows.tuning_worth import Worth, worth_in, worth_of
 from tests.cli import command
 from tests.support.machines.kerneldb_examples import (
     MEASUREMENT,
@@ -59,89 +49,6 @@ def db(tmp_path: Path) -> Path:
         store.add([dataclasses.replace(PROMOTION, origin=OWN)])
         store.add([dataclasses.replace(PLAN, model_key="<b>model</b>@int4", origin=OWN)])
     return path
-
-
-def test_all_that_is_known_of_this_machine_is_gathered(db: Path) -> None:
-    report = report_of(db, measure=False)
-    (schedule,) = report.schedules
-    assert schedule.problem == MEASUREMENT.problem
-    assert schedule.promotion is not None
-    assert schedule.promotion.comparison.gain == 1.25
-    assert schedule.flops == pytest.approx(2 * 8 * 1536 * 576 / 1200e-9)
-    assert schedule.weight_bytes > 1536 * 576 / 2
-    assert list(report.plans) == ["<b>model</b>@int4"]
-    (version,) = report.history
-    assert (version.measurements, version.promotions, version.plans) == (1, 1, 1)
-    assert report.others == 1
-    assert report.roofline is None
-
-
-class _Names(HTMLParser):
-    """The names of all elements, and of what is asked of other places."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tags: set[str] = set()
-        self.sources: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.add(tag)
-        self.sources += [value or "" for name, value in attrs if name in ("src", "href", "action")]
-
-
-def test_the_page_stands_alone_and_names_nobody(db: Path) -> None:
-    report = dataclasses.replace(
-        report_of(db, measure=False),
-        roofline=Roofline({"f32": 1e11, "bf16": 2e11, "int8": 4e11}, 2e10),
-        studies=[
-            StudyFacts(
-                "s",
-                "m@int4",
-                "decode",
-                "tpot",
-                [
-                    TrialFacts(0, "complete", 4.5, 3, "root", {"ranks": 1}),
-                    TrialFacts(1, "fail", None, 0, "", {}),
-                ],
-            )
-        ],
-    )
-    text = page(report, "0.1.0", 1_795_000_000.0)
-    names = _Names()
-    names.feed(text)
-    assert not names.tags & {"script", "img", "link", "iframe", "form"}
-    assert names.sources == []
-    assert "&lt;b&gt;model&lt;/b&gt;@int4" in text
-    assert "<b>model" not in text
-    for private in (socket.gethostname(), str(db), str(Path.home())):
-        assert private not in text
-    assert not re.search(rf"\b{re.escape(getpass.getuser())}\b", re.sub(r">root<|root tree", "", text))
-    assert "1.250" in text
-    assert "1.125 to 1.500" in text
-    assert "4.500" in text
-    pictures = re.findall(r"<svg.*?</svg>", text, re.DOTALL)
-    assert len(pictures) == 2
-    for picture in pictures:
-        ElementTree.fromstring(picture)
-
-
-def test_studies_of_this_machine_are_read(db: Path) -> None:
-    import optuna
-
-    location = locate(db)
-    with quiet():
-        storage = open_storage(location)
-        for name, core in (("mine", HERE.core_sig), ("other", "another core")):
-            study = optuna.create_study(storage=storage, study_name=name)
-            study.set_user_attr("machine", [core, "x"])
-            study.set_user_attr("model", "m")
-            trial = study.ask()
-            trial.report(3.0, 0)
-            study.tell(trial, 2.5)
-    (facts,) = read_studies(location, {HERE.core_sig})
-    assert (facts.name, facts.model) == ("mine", "m")
-    assert facts.best is not None
-    assert (facts.best.cost_ms, facts.best.n_slices) == (2.5, 1)
 
 
 def _products(draw: random.Random, count: int) -> list[tuple[Problem, float | None]]:
@@ -248,17 +155,16 @@ def worth_of_rows(rows: list[StepTime]) -> Worth:
         return worth_of(store)
 
 
-def test_the_worth_is_printed_in_eighty_columns_and_as_json(db: Path, tmp_path: Path) -> None:
+def test_the_worth_is_printed_in_eighty_columns_and_as_json(db: Path) -> None:
     with open_store(db) as store:
         named = dataclasses.replace(STEP_TIME, model_key=f"{30 * 'long-'}model@native")
         store.add([named, dataclasses.replace(named, kernels="tuned")])
-    text = command.text_of("report", "--db", db, "--no-measure", "-o", tmp_path / "r.html")
+    text = command.text_of("report", "--db", db)
     assert max(map(len, text.splitlines())) <= 80
     assert "Nothing was gained: gemm int4" in text
     assert "No gain is shown for the whole model" in text
 
     fields = command.fields_of("report", "--db", db)
-    assert not (tmp_path / "phasewise-report.html").exists()
     assert [product["tuned"] for product in fields["products"]] == [0, 1]
     assert fields["products"][0] in fields["nothing_gained"]["products"]
     assert fields["models"] == fields["nothing_gained"]["models"]
@@ -267,23 +173,6 @@ def test_the_worth_is_printed_in_eighty_columns_and_as_json(db: Path, tmp_path: 
 
 def test_an_absent_database_is_told(tmp_path: Path) -> None:
     with pytest.raises(WorkflowError, match="there is no database at"):
-        report_of(tmp_path / "none.db")
+        worth_in(tmp_path / "none.db")
     assert command.run("report", "--db", tmp_path / "none.db").exit_code == 1
     assert not (tmp_path / "none.db").exists()
-
-
-def test_the_command_writes_the_page(db: Path, tmp_path: Path) -> None:
-    command.text_of("report", "--db", db, "-o", tmp_path / "r.html", "--no-measure")
-    assert (tmp_path / "r.html").read_text(encoding="utf-8").startswith("<!doctype html>")
-
-
-def test_a_page_that_cannot_be_written_is_refused_before_anything_is_measured(
-    db: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        "phasewise.workflows.machine_report.facts.report_of", lambda *_, **__: pytest.fail("it measures")
-    )
-    done = command.run("report", "--db", db, "-o", tmp_path / "none" / "r.html")
-
-    assert done.exit_code == 2
-    assert "r.html cannot be written: No such file or directory" in done.stderr

@@ -15,10 +15,10 @@ from phasewise.kerneldb.store import open_store
 from phasewise.topology import read_machine
 from phasewise.tuner.ledger import Scope
 from phasewise.tuner.plans import machine_key
-from phasewise.workflows.machine_report.worth import worth_of
 from phasewise.workflows.opening.open_model import OpenModel, open_model
 from phasewise.workflows.tune_kernels.rounds import LEAST_WORTH, Shape, TuningBench, plan_rounds
 from phasewise.workflows.tune_kernels.speed_change import keep_changes, measured_change
+from phasewise.workflows.tuning_worth import worth_of
 from tests.support.models.tiny_models import write_tiny_gguf
 from tests.support.tiers import examples
 

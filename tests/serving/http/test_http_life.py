@@ -279,7 +279,7 @@ def test_the_estimator_is_asked_once_for_each_prompt_and_knows_the_conversation(
             httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
 
     assert [facts.token_ids for facts in asked[:2]] == [(97,), (98,)]
-    assert [facts[1:] for facts in asked[:2]] == [(0.5, 4, 1, None, text) for text in ("a", "b")]
+    assert [facts[1:] for facts in asked[:2]] == [(0.5, 4, 1, None)] * 2
     assert [facts.n_messages for facts in asked[2:]] == [2, 2]
     assert asked[2].system_prompt_id == asked[3].system_prompt_id is not None
 

@@ -1,20 +1,110 @@
-"""Simulated and provisioned clusters as text, JSON and charts."""
+"""`phasewise simulate` and `phasewise provision`: traces through clusters on simulated time, and the smallest
+cluster that keeps its promises.
+"""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from phasewise._words import counted, number, percent
-from phasewise.cli.present import on_one_line
-from phasewise.cli.tables import WIDTH, RowTable
+from phasewise.cli.option_sets import spread
+from phasewise.cli.options import JsonOption, TraceArgument, WideOption
+from phasewise.cli.present import fail, note, on_one_line, print_json
+from phasewise.cli.tables import WIDTH, RowTable, show
 from phasewise.cluster.simulated.metrics import METRICS, PERCENTILES, Slo, Summary, broken
+from phasewise.workflows.capacity.settings import ClusterInputs, ProvisionWish, SimulationWish
 
 if TYPE_CHECKING:
     from phasewise.cluster.simulated.simulate import ClusterSpec
     from phasewise.workflows.capacity.embeddings import EmbeddingDay
     from phasewise.workflows.capacity.provision import Provisioned
+
+EXIT_FAILURE = 1
+
+
+@spread
+def simulate(
+    trace: TraceArgument,
+    pools: Annotated[
+        str,
+        typer.Option(
+            "--pools",
+            metavar="FILE|POOLS",
+            help="the cluster: a TOML file, or pools in a line such as prompt=27*h100,token=3*h100",
+        ),
+    ],
+    wish: SimulationWish,
+    inputs: ClusterInputs,
+    as_json: JsonOption = False,
+) -> None:
+    """Simulate a cluster: latencies, slowdowns, utilisation, batch sizes and KV transfers of a trace.
+
+    $ phasewise simulate lognormal:1500,0.8/30,0.8 --pools mixed=4*h100 --rate 6
+    $ phasewise simulate trace.csv --pools prompt=3*h100,token=1*h100 --slo table6
+
+    Every machine runs the scheduler, KV pool and pacing of phasewise serve; only the time of a step is
+    modelled. The same input gives the same output. Machine types a100, h100 and h100-capped are built in;
+    a cluster file may describe others. See docs/guide/planning-capacity.md.
+    """
+    from phasewise.workflows.capacity.json import simulation_fields
+    from phasewise.workflows.capacity.simulate import simulate_cluster
+
+    simulated = simulate_cluster(trace, pools, wish, inputs, note)
+    if as_json:
+        print_json(simulation_fields(simulated.spec, simulated.summary, simulated.slo))
+    else:
+        show(*simulation_text(simulated.spec, simulated.summary, simulated.slo))
+
+
+@spread
+def provision(
+    trace: TraceArgument,
+    wish: ProvisionWish,
+    inputs: ClusterInputs,
+    wide: WideOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Find the smallest cluster for a rate, or the fastest one for a budget, that keeps its promises.
+
+    $ phasewise provision lognormal:1500,0.8/30,0.8 --rate 6 --minimise machines
+    $ phasewise provision trace.csv --cost 100 --design mixed:h100,split:h100/h100
+
+    With --rate each design's cheapest cluster is found; with --cost or --power its highest rate. Clusters are
+    judged by simulation (phasewise simulate): those near the border between numbers of machines that keep
+    the promises and numbers that do not, and every neighbour of the answer. Exit code 1 if no design has an
+    answer.
+
+    With --embeddings the machines for a day of embedding queries are counted, with their CPUs and without.
+    """
+    if wish.embeddings is not None:
+        _provision_embeddings(trace, wish, as_json=as_json)
+        return
+    from phasewise.workflows.capacity.json import provision_fields
+    from phasewise.workflows.capacity.provision import provision_cluster
+
+    answers, slo = provision_cluster(trace, wish, inputs, note)
+    if as_json:
+        print_json(provision_fields(answers, slo))
+    else:
+        show(*provision_text(answers, slo, wide=wide))
+    if all(answer.spec is None for answer in answers):
+        fail(f"no design has an answer: {answers[0].reason}", EXIT_FAILURE)
+
+
+def _provision_embeddings(day: str, wish: ProvisionWish, *, as_json: bool) -> None:
+    from phasewise.workflows.capacity.embeddings import provision_embeddings
+    from phasewise.workflows.capacity.json import embedding_fields
+
+    answer = provision_embeddings(day, wish)
+    if as_json:
+        print_json(embedding_fields(answer))
+    else:
+        show(*embedding_text(answer))
+
 
 OCCUPANCY_MARKS = (1, 4, 16, 64, 256, 1024, 2048)
 """Batch sizes, in tokens, whose share of busy time the text states."""
@@ -84,26 +174,6 @@ def _slo_lines(summary: Summary, slo: Slo | None) -> list[str]:
     return [f"SLO {slo.name}: broken: {'; '.join(failures)}"]
 
 
-def occupancy_chart(summary: Summary) -> str:
-    """Cumulative distribution of busy time over batch sizes, a line a pool (Splitwise, Fig. 17), as SVG."""
-    from phasewise.workflows.line_chart import Chart, Panel, draw_chart
-
-    lines = {f"{use.role} ({use.machine})": list(use.occupancy) for use in summary.uses if use.occupancy}
-    return draw_chart(
-        Chart(
-            title="Time by tokens of a batch",
-            caption=f"{counted(summary.n_requests, 'request')}; share of busy time in batches of at most N "
-            "tokens",
-            x_name="tokens of a batch",
-            y_name="share of busy time",
-            limit_name="",
-            emphasised=None,
-            panels=[Panel("busy time", lines, ())],
-            y_is_share=True,
-        )
-    )
-
-
 DESIGN_COLUMNS = ("design", "machines", "requests/s", "cost/h", "bound used")
 """Columns of a narrow table; `--wide` prints the others too."""
 
@@ -168,25 +238,3 @@ def embedding_text(answer: EmbeddingDay) -> list[str | RowTable]:
             WIDTH,
         ),
     ]
-
-
-def frontier_chart(answers: Sequence[Provisioned]) -> str:
-    """Frontiers of the designs with two kinds of machines, as SVG."""
-    from phasewise.workflows.line_chart import Chart, Panel, draw_chart
-
-    lines = {
-        answer.design.name: [(float(cell[0]), float(cell[1])) for cell in answer.frontier]
-        for answer in answers
-        if answer.frontier and len(answer.frontier[0]) > 1
-    }
-    return draw_chart(
-        Chart(
-            title="Fewest machines that keep the promises",
-            caption="cells that were run and that no other undercuts",
-            x_name="prompt machines",
-            y_name="token machines",
-            limit_name="",
-            emphasised=None,
-            panels=[Panel("frontiers", lines, ())],
-        )
-    )

@@ -10,21 +10,26 @@ kernels on cores like these; elsewhere a first winner that is not proven faster 
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 from phasewise._rows import Row, column
 from phasewise._words import counted, multiple, number, plural, proven
 from phasewise.kerneldb.counts import Key
+from phasewise.kerneldb.location import locate
 from phasewise.kerneldb.records import Promotion, StepTime
 from phasewise.tuner import timing
 from phasewise.tuner.standing import MeasuredRatio, ScheduleInUse, in_use_after, mean_of
+from phasewise.workflows.errors import WorkflowError
+from phasewise.workflows.report import Report, silent
 
 if TYPE_CHECKING:
-    from phasewise.kerneldb.records import Comparison, MachineKey, ServedStep
+    from phasewise.kerneldb.records import Comparison, MachineKey, Problem, Schedule, ServedStep
     from phasewise.kerneldb.store import Store
     from phasewise.tuner.lookup import IsDefault
 
@@ -102,6 +107,35 @@ class Worth:
     def models_without_gain(self) -> Sequence[ModelSpeed]:
         """Steps whose speed is not shown to be higher: the interval holds 1 or is below it."""
         return [speed for speed in self.models if not speed.comparison.proves_faster]
+
+
+def worth_in(db: str | os.PathLike[str] | None = None, report: Report = silent) -> Worth:
+    """The worth by a database. WorkflowError where there is none, KernelDbError where it cannot be read."""
+    from phasewise.kerneldb.store import open_store
+
+    location = locate(db)
+    if location.is_absent:
+        raise WorkflowError(
+            f"there is no database at {location.name}: tune-kernels makes one; --db names another"
+        )
+    with open_store(db, report) as store:
+        return worth_of(store, _default_here())
+
+
+def _default_here() -> IsDefault:
+    """True of schedules that the kernels of this program choose by themselves on cores like these."""
+    from phasewise.cython_kernels.errors import KernelError
+    from phasewise.tuner.errors import TunerError
+    from phasewise.tuner.native import is_default_for
+
+    @lru_cache(maxsize=4096)
+    def is_default(problem: Problem, schedule: Schedule) -> bool:
+        try:
+            return is_default_for(schedule.threads)(problem, schedule)
+        except (TunerError, KernelError, KeyError, ValueError):  # a stranger's product
+            return False
+
+    return is_default
 
 
 def worth_of(store: Store, is_default: IsDefault = lambda *_: False) -> Worth:

@@ -1,79 +1,40 @@
-"""`phasewise report`: what tuning is worth, and what the database knows of this machine, as one page."""
+"""`phasewise report`: what tuning is worth."""
 
 from __future__ import annotations
 
 import textwrap
-import time
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from phasewise.cli.commands.topo.text import core_words
 from phasewise.cli.options import DbOption, JsonOption
-from phasewise.cli.present import check_target, note, on_one_line, owns_stdout, print_json, say, write_target
+from phasewise.cli.present import note, on_one_line, print_json, say
 from phasewise.cli.tables import WIDTH, show, table_of_rows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from phasewise.kerneldb.records import MachineKey
-    from phasewise.workflows.machine_report.worth import ModelSpeed, ProductGains, Worth
+    from phasewise.workflows.tuning_worth import ModelSpeed, ProductGains, Worth
 
 
-DEFAULT_PAGE = Path("phasewise-report.html")
-
-
-def report(
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            metavar="FILE",
-            help=f"HTML file to write; -: stdout [default: {DEFAULT_PAGE}; with --json none]",
-            show_default=False,
-        ),
-    ] = None,
-    no_measure: Annotated[
-        bool,
-        typer.Option("--no-measure", help="leave out the machine's limits, which take seconds to measure"),
-    ] = False,
-    db: DbOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Print what tuning gained, and write a page about this machine.
+def report(db: DbOption = None, as_json: JsonOption = False) -> None:
+    """Print what tuning gained.
 
     $ phasewise report
-    $ phasewise report -o machine.html --no-measure
+    $ phasewise report --json
 
     Printed: gains over the default schedules with their intervals, by kind of
     machine, format and rows; a whole model's tokens/s before and after, where
     tune-kernels or tune-config measured them; and where nothing was gained.
-    The page has that too, and topology and plans, the schedule in use for
-    each weight, a roofline plot, the trials of each search, and what each
-    version of phasewise wrote. It is one file that fetches nothing; host and
-    user names are not in it.
     """
-    from phasewise._version import __version__
-    from phasewise.workflows.machine_report.facts import report_of
-    from phasewise.workflows.machine_report.page import page
+    from phasewise.workflows.tuning_worth import worth_in
 
-    target = output if output is not None or as_json else DEFAULT_PAGE
-    is_stdout = owns_stdout(target, as_json)
-    measure = not no_measure and target is not None
-    if measure:
-        check_target(target)
-    contents = report_of(db, measure=measure, report=note)
-    if target is not None:
-        write_target(target, page(contents, __version__, time.time()))
+    worth = worth_in(db, note)
     if as_json:
-        print_json(worth_fields(contents.worth))
-    elif not is_stdout:
-        print_worth(contents.worth)
-    if target is not None and not is_stdout:
-        note(f"report written to {target}")
+        print_json(worth_fields(worth))
+    else:
+        print_worth(worth)
 
 
 MAX_WORD_CHARS = 22
@@ -81,7 +42,7 @@ MAX_WORD_CHARS = 22
 
 def print_worth(worth: Worth) -> None:
     """A machine after another: the whole model first, then products, then where nothing was gained."""
-    from phasewise.workflows.machine_report.worth import worth_by_machine
+    from phasewise.workflows.tuning_worth import worth_by_machine
 
     if not worth.products and not worth.models:
         say("Nothing was tuned yet: `phasewise tune-kernels MODEL` measures the gain.")

@@ -1,1 +1,0 @@
-"""`phasewise simulate` and `phasewise provision`: their options, and their results as text."""

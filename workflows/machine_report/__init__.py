@@ -1,1 +1,0 @@
-"""`phasewise report`: the database's facts of this machine, and the page of them."""

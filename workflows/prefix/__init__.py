@@ -1,1 +1,0 @@
-"""Folders that keep prompts' beginnings: `phasewise prefix`."""
