@@ -205,10 +205,10 @@ def test_eval_goes_on_where_nothing_can_be_kept(log: Path, tmp_path: Path) -> No
 
 def test_serve_finds_the_models_own_predictor(log: Path, tmp_path: Path) -> None:
     from phasewise.serving.http.http_settings import RequestFacts
-    from phasewise.workflows.serve.length_estimator import estimator_from, open_predictor
+    from phasewise.workflows.serve.opened_models import open_predictor
 
     assert open_predictor("off", "tiny") is None
-    assert estimator_from("auto", "nobody") is None
+    assert open_predictor("auto", "nobody") is None
     run_json("train", log, "-o", tmp_path / "p")
     opened = open_predictor(str(tmp_path / "p"), "tiny")
 
