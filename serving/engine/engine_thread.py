@@ -178,7 +178,9 @@ class EngineThread:
             try:
                 if not self._take_messages():
                     break
-                self._move_cores()
+                cores = self._engine.cores
+                if cores is not None and cores.waiting is not None and self.lost is None:
+                    self._move_cores()
                 self._deliver(self._told_load() if self._gives_way() else self._turn())
                 if self._checks:
                     self._engine.scheduler.check()
@@ -299,8 +301,6 @@ class EngineThread:
 
     def _move_cores(self) -> None:
         """By the plans for the cores there are from now on. CoresMoved where ranks must be opened for it."""
-        if self.lost is not None:
-            return
         try:
             self._engine.move_cores()
         except CoresMoved:
