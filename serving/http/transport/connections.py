@@ -7,13 +7,10 @@ import ipaddress
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from phasewise.serving.http.errors import ApiError
 from phasewise.serving.http.http_settings import HttpLimits
-
-if TYPE_CHECKING:
-    from phasewise.serving.http.transport.connection import Connection
 
 
 class TurnQueue:
@@ -22,20 +19,20 @@ class TurnQueue:
     However many connections wait, a short request that comes beside them waits for one turn."""
 
     def __init__(self) -> None:
-        self._waiting: dict[Connection, None] = {}
+        self._waiting: dict[HeldConnection, None] = {}
         self._runs = False
 
-    def join(self, reader: Connection) -> None:
+    def join(self, reader: HeldConnection) -> None:
         """Wait behind all others; a connection that waits already keeps its place."""
         self._waiting.setdefault(reader)
         if not self._runs:
             self._runs = True
             reader.loop.call_soon(self._next)
 
-    def leave(self, reader: Connection) -> None:
+    def leave(self, reader: HeldConnection) -> None:
         self._waiting.pop(reader, None)
 
-    def __contains__(self, reader: Connection) -> bool:
+    def __contains__(self, reader: HeldConnection) -> bool:
         return reader in self._waiting
 
     def _next(self) -> None:
@@ -195,6 +192,37 @@ _FULL_FOR_YOU = ApiError(
 )
 
 
+class HeldConnection(Protocol):
+    """A connection, as all of one server are held."""
+
+    loop: asyncio.AbstractEventLoop
+
+    def turn(self) -> None:
+        """Read for a bounded time."""
+        ...
+
+    @property
+    def is_answering(self) -> bool:
+        """True if the client has yet to get the rest of an answer."""
+        ...
+
+    def turn_away(self) -> None:
+        """Answer 503 to a connection too many, and close."""
+        ...
+
+    def close(self) -> None:
+        """Close once all is written."""
+        ...
+
+    def abort(self) -> None:
+        """Close now."""
+        ...
+
+    def end_after_answer(self) -> None:
+        """Close once the answer in progress is written; at once without one."""
+        ...
+
+
 class ConnectionObserver(Protocol):
     """Sees what becomes of connections, for metrics."""
 
@@ -213,8 +241,8 @@ class Connections:
 
     limits: HttpLimits
     observer: ConnectionObserver
-    open: set[Connection] = field(default_factory=set)
-    turned_away: dict[Connection, None] = field(default_factory=dict)
+    open: set[HeldConnection] = field(default_factory=set)
+    turned_away: dict[HeldConnection, None] = field(default_factory=dict)
     """Connections too many that have yet to be told so, or to leave, the oldest first; not among `open`."""
     is_over: bool = False
     """True once no more may come: asyncio may still make one that it has accepted before."""
@@ -231,11 +259,11 @@ class Connections:
     comes from above all that is in use, and memory grows with every request.
     """
 
-    def all(self) -> Sequence[Connection]:
+    def all(self) -> Sequence[HeldConnection]:
         """Those that are open, and those that are being turned away."""
         return [*self.open, *self.turned_away]
 
-    def add(self, connection: Connection, client: tuple[str, int | None] | None) -> ApiError | None:
+    def add(self, connection: HeldConnection, client: tuple[str, int | None] | None) -> ApiError | None:
         """Count a new connection; why it cannot be held, or None. One that cannot may stay to hear it, for
         as long as few others come. After the end it is closed."""
         if self.is_over:
@@ -251,7 +279,7 @@ class Connections:
                 oldest.close()
         return refusal
 
-    def _refusal(self, connection: Connection, client: tuple[str, int | None] | None) -> ApiError | None:
+    def _refusal(self, connection: HeldConnection, client: tuple[str, int | None] | None) -> ApiError | None:
         if len(self.open) >= self.limits.max_connections:
             return _FULL
         address = _address_of(client)
@@ -262,7 +290,7 @@ class Connections:
         self.open.add(connection)
         return None
 
-    def remove(self, connection: Connection, client: tuple[str, int | None] | None) -> None:
+    def remove(self, connection: HeldConnection, client: tuple[str, int | None] | None) -> None:
         """A connection that has ended, whether it was counted or not."""
         self.turned_away.pop(connection, None)
         if connection not in self.open:

@@ -10,14 +10,11 @@ from collections.abc import Callable, Coroutine, Generator
 from email.utils import formatdate
 from functools import lru_cache, partial
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import h11
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Scope
-
-if TYPE_CHECKING:
-    from phasewise.serving.http.transport.connection import Connection
 
 _BODY_AHEAD_BYTES = 64 * 1024
 """The most of a body that is read before the application asks for it."""
@@ -27,10 +24,32 @@ log = logging.getLogger("phasewise.http")
 """Gets what the application raises: a fault of ours, never what a client does wrong."""
 
 
+class Outlet(Protocol):
+    """A connection, as an exchange on it knows it."""
+
+    conn: h11.Connection
+    writable: asyncio.Event
+    """Set unless the reader is behind with what was written."""
+
+    def write(self, event: h11.Event) -> None: ...
+
+    def body_taken(self) -> None:
+        """The application has taken the body so far: more may be read."""
+        ...
+
+    def answered(self) -> None:
+        """The last of an answer has been written."""
+        ...
+
+    def finish(self) -> None:
+        """Close once all is written."""
+        ...
+
+
 class Exchange:
     """The connection adds what comes of the body; the application takes it, and sends its answer."""
 
-    def __init__(self, connection: Connection, scope: Scope) -> None:
+    def __init__(self, outlet: Outlet, scope: Scope) -> None:
         self.scope = scope
         self.has_started = False
         """True once the head of the answer is written."""
@@ -38,7 +57,7 @@ class Exchange:
         """True once the answer is written, or has no reader any more."""
         self.at_end: Callable[[], None] = lambda: None
         """Called once the application has answered."""
-        self._connection = connection
+        self._outlet = outlet
         self._body = bytearray()
         self._more_body = True
         self._news = asyncio.Event()
@@ -85,7 +104,7 @@ class Exchange:
         if self.is_complete:
             return
         if self.has_started:
-            self._connection.finish()
+            self._outlet.finish()
             return
         headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"connection", b"close")]
         await self.send({"type": "http.response.start", "status": 500, "headers": headers})
@@ -93,21 +112,21 @@ class Exchange:
 
     async def receive(self) -> Message:
         """As ASGI says."""
-        if self._connection.conn.they_are_waiting_for_100_continue and not self.is_complete:
-            self._connection.write(h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue"))
+        if self._outlet.conn.they_are_waiting_for_100_continue and not self.is_complete:
+            self._outlet.write(h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue"))
         if not self.is_complete:
             await self._news.wait()
             self._news.clear()
         if self.is_complete:
             return {"type": "http.disconnect"}
         body, self._body = bytes(self._body), bytearray()
-        self._connection.body_taken()
+        self._outlet.body_taken()
         return {"type": "http.request", "body": body, "more_body": self._more_body}
 
     async def send(self, message: Message) -> None:
         """As ASGI says."""
-        if not self._connection.writable.is_set():
-            await self._connection.writable.wait()
+        if not self._outlet.writable.is_set():
+            await self._outlet.writable.wait()
         if self.is_complete:
             return
         if message["type"] != ("http.response.body" if self.has_started else "http.response.start"):
@@ -116,19 +135,19 @@ class Exchange:
             self.has_started = True
             status = message["status"]
             headers = [_date(int(time.time())), *message.get("headers", [])]
-            self._connection.write(
+            self._outlet.write(
                 h11.Response(status_code=status, headers=headers, reason=_REASONS.get(status, b""))
             )
             return
         data = b"" if self.scope["method"] == "HEAD" else message.get("body", b"")
         if message.get("more_body", False):
-            self._connection.write(h11.Data(data=data))
+            self._outlet.write(h11.Data(data=data))
             return
         self.is_complete = True
         self._news.set()
-        self._connection.write(h11.Data(data=data))
-        self._connection.write(h11.EndOfMessage())
-        self._connection.answered()
+        self._outlet.write(h11.Data(data=data))
+        self._outlet.write(h11.EndOfMessage())
+        self._outlet.answered()
 
 
 @lru_cache(maxsize=1)
