@@ -32,7 +32,7 @@ from phasewise.serving.engine.messages import (
 from phasewise.serving.errors import CoresMoved, RankLost, RanksError, RequestError, ServingError, StepFailed
 from phasewise.serving.ranks.ranks_contract import Ranks
 from phasewise.serving.sampling.sampling import SampledToken, sample_rows, sample_run
-from phasewise.serving.scheduling.pacing import Pacing
+from phasewise.serving.scheduling.pacing import UNBOUNDED, Pacing, ShadowRoom
 from phasewise.serving.scheduling.request import TokenOut
 from phasewise.serving.scheduling.scheduler import Scheduler
 
@@ -190,12 +190,7 @@ class Engine:
         started_ns = time.perf_counter_ns()
         if self.prefixes is not None:
             self.prefixes.settle()
-        pacing, scheduler = self.pacing, self.scheduler
-        if pacing is None:
-            batch = scheduler.next_batch()
-        else:
-            paced = pacing.pace(scheduler.n_answering, is_all_shadow=scheduler.is_all_shadow)
-            batch = scheduler.next_batch(*paced)
+        batch = self.scheduler.next_batch(*self._pace())
         if batch is None:
             for copy in self.scheduler.take_copies():
                 self.ranks.copy_kv(*copy)
@@ -375,6 +370,14 @@ class Engine:
     def _begin(self, given: GivenSoFar, max_tokens: int) -> LiveRequest:
         adapter = self.adapters.get(given.request.adapter, (0, ""))
         return LiveRequest.of(given, max_tokens, self.vocabulary, adapter)
+
+    def _pace(self) -> tuple[int | None, int | None, ShadowRoom]:
+        """Arguments of `next_batch`. Drafts fill the rows of a step by themselves."""
+        if self.pacing is None:
+            return None, None, UNBOUNDED
+        scheduler = self.scheduler
+        paced = self.pacing.pace(scheduler.n_answering, is_all_shadow=scheduler.is_all_shadow)
+        return paced.chunk_tokens, None if self.drafter is not None else paced.rows, paced.shadow
 
     def _drafts(self, batch: Batch, drafter: Drafter) -> list[Draft]:
         """A draft for each slice of a decode batch."""

@@ -108,20 +108,26 @@ def n_answering(running: Sequence[LiveSequence]) -> int:
 
 
 def answers_in_step(
-    running: Sequence[LiveSequence], shadow: ShadowRoom, most_sequences: int
+    running: Sequence[LiveSequence], most_rows: int | None, shadow: ShadowRoom, most_sequences: int
 ) -> list[LiveSequence]:
-    """The answers that get a token in a decode step: all interactive ones, and the shadows that have waited
-    longest for their last token, as far as there is room."""
-    answering = [sequence for sequence in running if not sequence.is_prefilling]
-    answers = running_of(answering, in_shadow=False)
-    if len(answers) == len(answering) or is_all_shadow(running):
-        return answering
+    """The answers that get a token in a decode step. most_rows: of interactive ones; None: all."""
+    in_shadow = running_of(running, in_shadow=True)
+    if is_all_shadow(running):
+        return _in_turn(in_shadow, most_rows)
+    answers = _in_turn(running_of(running, in_shadow=False), most_rows)
     if not answers:  # prompts wait, which a step of shadows alone would hold up
         return []
     rows = most_sequences - len(answers)
-    in_turn = sorted(running_of(answering, in_shadow=True), key=lambda sequence: sequence.turn)
-    chosen = set(in_turn[: rows if shadow.rows is None else min(rows, shadow.rows)])
-    return answers + [sequence for sequence in answering if sequence in chosen]
+    return answers + _in_turn(in_shadow, rows if shadow.rows is None else min(rows, shadow.rows))
+
+
+def _in_turn(running: Iterable[LiveSequence], most_rows: int | None) -> list[LiveSequence]:
+    """Answers in the order of their last token, the longest ago first."""
+    answering = [sequence for sequence in running if not sequence.is_prefilling]
+    if most_rows is None or most_rows >= len(answering):
+        return answering
+    chosen = set(sorted(answering, key=lambda sequence: sequence.turn)[:most_rows])
+    return [sequence for sequence in answering if sequence in chosen]
 
 
 def prompts_in_step(

@@ -6,13 +6,14 @@ tokens may take what the decode step leaves of the promise: half of it at least.
 Where a decode step leaves less, or too little for the least chunk, the promise cannot be kept while prompts
 wait. Then chunks are not cut to crumbs, which would keep nothing and cost both phases: a chunk is as small as
 computes prompts nearly as fast as larger ones, and decode steps follow it until prompts have had no more than
-`PROMPT_SHARE` of the time. Decision 0073.
+`PROMPT_SHARE` of the time. Rows are let into a decode step as far as more of them are faster: where a step of
+fewer gives more tokens a second, answers take turns in such steps. Decision 0073.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -140,6 +141,10 @@ PROMPT_SHARE = 0.75
 LEAST_TOKENS = 16
 _OLD = 0.75  # what a figure keeps of its weight with each new step
 _WORSE = 1.15  # a token in a chunk may cost so many times what it costs in the best
+_BETTER = 1.05  # fewer rows must give so many times the tokens a second
+_TRIED_AGAIN_AFTER = 2048  # decode steps, after which a number of rows is tried once more
+_CHECKED_AFTER = 64  # the time of so many steps with all rows, after which one of fewer has all again
+_TRIED_COSTS = 1 / 128  # part of the time that tries of one number of rows may take
 
 
 class PacedStep(NamedTuple):
@@ -147,6 +152,8 @@ class PacedStep(NamedTuple):
 
     chunk_tokens: int
     """The most prompt tokens; 0: a decode step comes first, if there is one."""
+    rows: int | None = None
+    """The most answers of a decode step; None: all."""
     shadow: ShadowRoom = UNBOUNDED
     """The room of requests in shadow beside others."""
 
@@ -157,10 +164,12 @@ class _Cost:
 
     ns: float = 0.0
     n_seen: int = 0
+    seen_at: int = 0
 
-    def observe(self, ns: float) -> None:
+    def observe(self, ns: float, now: int) -> None:
         self.n_seen += 1
         self.ns += max(1 - _OLD, 1 / self.n_seen) * (ns - self.ns)
+        self.seen_at = now
 
 
 class Pacing:
@@ -180,6 +189,7 @@ class Pacing:
         now. 0: there was none."""
         self._rows: dict[int, _Cost] = {}
         self._chunks: dict[int, _Cost] = {}  # a token's, by powers of two
+        self._n_decoded = 0
         self._owed_ns = 0.0  # to decode steps, since the last prefill step
         self._shadow = ShadowPacing()
 
@@ -193,7 +203,7 @@ class Pacing:
             if n_tokens >= FIRST_TOKENS or duration_ns >= FIRST_NS / 2:  # small steps tell little
                 self.best_token_ns = min(token_ns, self.best_token_ns or token_ns)
             cost = self._chunks.setdefault(n_tokens.bit_length(), _Cost())
-            cost.observe(token_ns)
+            cost.observe(token_ns, 0)
             self._owed_ns += duration_ns * (1 - self._share) / self._share
             return
         if self._decode_ns:
@@ -201,7 +211,8 @@ class Pacing:
         else:
             self._decode_ns = duration_ns
         self.n_over_promise += duration_ns > self.promise_ns
-        self._rows.setdefault(n_tokens, _Cost()).observe(duration_ns)
+        self._n_decoded += 1
+        self._rows.setdefault(n_tokens, _Cost()).observe(duration_ns, self._n_decoded)
         n_own = n_tokens - n_in_shadow
         self._shadow.observe_decode(n_own, duration_ns, self._costs_ns(), self._token_ns())
         self._owed_ns = max(0.0, self._owed_ns - duration_ns)
@@ -246,19 +257,20 @@ class Pacing:
 
     def _pace(self, n_answering: int) -> PacedStep:
         if not self._prefill_tokens:
-            return PacedStep(min(FIRST_TOKENS, self.most_tokens))
+            return PacedStep(min(FIRST_TOKENS, self.most_tokens), self._best_rows(n_answering))
         left_ns = self.promise_ns - self._decode_ns
         if not n_answering:
             self._owed_ns = 0.0
             first = max(min(FIRST_TOKENS, self._tokens_in(FIRST_NS)), self._efficient_tokens())
             return PacedStep(self._within(max(self._tokens_in(left_ns), first)))
+        rows = self._best_rows(n_answering)
         if left_ns >= self._decode_ns and self._tokens_in(left_ns) >= LEAST_TOKENS:
             self._owed_ns = 0.0
-            return PacedStep(self._within(self._tokens_in(left_ns)))
+            return PacedStep(self._within(self._tokens_in(left_ns)), rows)
         if self._owed_ns > self._decode_ns / 2:
-            return PacedStep(0)
+            return PacedStep(0, rows)
         fair = self._tokens_in(self._decode_ns * self._share / (1 - self._share))
-        return PacedStep(self._within(max(self._efficient_tokens(), fair, LEAST_TOKENS)))
+        return PacedStep(self._within(max(self._efficient_tokens(), fair, LEAST_TOKENS)), rows)
 
     def _within(self, n_tokens: int) -> int:
         return min(n_tokens, self.most_tokens)
@@ -275,3 +287,53 @@ class Pacing:
         smaller = self._chunks.get(size - 1)
         is_unknown = smaller is None or smaller.n_seen < 2
         return (1 << size >> (2 if is_unknown else 1)) if size > 5 else LEAST_TOKENS
+
+    def _best_rows(self, n_answering: int) -> int | None:
+        """The number of rows with which answers get most tokens a second; None: all. Some smaller numbers are
+        tried from time to time, and recent steps count.
+        """
+        whole = self._like(n_answering)
+        if n_answering < 2 or whole is None:
+            return None
+        fastest_ns = min(cost.ns for cost in self._rows.values())
+        for rows in _tried_below(n_answering):
+            if not self._is_known(rows, fastest_ns):
+                return rows
+        below = [rows for rows in self._rows if rows < n_answering and self._is_known(rows, fastest_ns)]
+        best = max(below, key=self._rate)
+        n_checked_after = int(_CHECKED_AFTER * max(1.0, self._rows[whole].ns / self._rows[best].ns))
+        is_better = self._rate(best) > _BETTER * self._rate(whole)
+        return best if is_better and self._is_newer(whole, n_checked_after) else None
+
+    def _like(self, n_answering: int) -> int | None:
+        """The rows of a step that stands for this many answers: as many, or nearly as many where no such step
+        was seen.
+        """
+        if n_answering in self._rows:
+            return n_answering
+        near = [rows for rows in self._rows if 3 * n_answering <= 4 * rows and 3 * rows <= 4 * n_answering]
+        return max(near, key=lambda rows: self._rows[rows].seen_at, default=None)
+
+    def _rate(self, rows: int) -> float:
+        return rows / self._rows[rows].ns
+
+    def _is_known(self, rows: int, fastest_ns: float) -> bool:
+        """True if such a step was seen recently. Longer steps are tried more rarely: tries must not cost more
+        than they can gain.
+        """
+        cost = self._rows.get(rows)
+        if cost is None:
+            return False
+        return self._is_newer(rows, max(_TRIED_AGAIN_AFTER, int(cost.ns / fastest_ns / _TRIED_COSTS)))
+
+    def _is_newer(self, rows: int, than_steps: int) -> bool:
+        cost = self._rows.get(rows)
+        return cost is not None and self._n_decoded - cost.seen_at < than_steps
+
+
+def _tried_below(n_answering: int) -> Iterator[int]:
+    """Powers of two and the middles between them, below a limit, the largest first."""
+    for size in reversed(range((n_answering - 1).bit_length())):
+        if size and 3 << size - 1 < n_answering:
+            yield 3 << size - 1
+        yield 1 << size

@@ -250,11 +250,17 @@ class Scheduler:
         else:
             self._admitter.line_of(sequence).join(sequence)
 
-    def next_batch(self, chunk_tokens: int | None = None, shadow: ShadowRoom = UNBOUNDED) -> Batch | None:
+    def next_batch(
+        self,
+        chunk_tokens: int | None = None,
+        most_rows: int | None = None,
+        shadow: ShadowRoom = UNBOUNDED,
+    ) -> Batch | None:
         """The batch to compute now, or None when nothing can run. Every batch ends in `commit` or `discard`.
 
         chunk_tokens: the most prompt tokens of this step, 0 where answers come first; None: as many as the
-        limits allow. shadow: what requests in shadow may have beside others.
+        limits allow. most_rows: the most answers of a decode step; None: all. shadow: what requests in shadow
+        may have beside others.
         """
         if self._in_flight is not None:
             raise SchedulerError("the batch before was neither committed nor discarded")
@@ -262,9 +268,9 @@ class Scheduler:
         most_tokens = self.limits.max_batch_tokens
         chunk = most_tokens if chunk_tokens is None else max(1, min(chunk_tokens, most_tokens))
         if self._last_phase == "prefill" or chunk_tokens == 0:
-            batch = self._decode_batch(shadow) or self._prefill_batch(chunk, shadow)
+            batch = self._decode_batch(most_rows, shadow) or self._prefill_batch(chunk, shadow)
         else:
-            batch = self._prefill_batch(chunk, shadow) or self._decode_batch(shadow)
+            batch = self._prefill_batch(chunk, shadow) or self._decode_batch(most_rows, shadow)
         if batch is not None and batch.phase != self._last_phase:
             self.counts.phase_switches += self._last_phase is not None
             self._last_phase = batch.phase
@@ -418,8 +424,8 @@ class Scheduler:
             self._prefixes.moved(owner, placement)
         self._prefixes.moved(sequence.request_id, grant.placement)
 
-    def _decode_batch(self, shadow: ShadowRoom) -> Batch | None:
-        decoding = answers_in_step(self._running, shadow, self.limits.max_sequences)
+    def _decode_batch(self, most_rows: int | None, shadow: ShadowRoom) -> Batch | None:
+        decoding = answers_in_step(self._running, most_rows, shadow, self.limits.max_sequences)
         self._n_decoded += 1
         for sequence in decoding:
             if sequence.placement is not None and sequence.n_tokens > sequence.placement.n_slots:

@@ -102,6 +102,22 @@ def test_a_chunk_computes_prompts_nearly_as_fast_as_larger_ones(fixed_ms: float,
     assert cost_ms <= 1.2 * (fixed_ms / 512 + token_ms)
 
 
+@given(times=st.lists(st.floats(1, 1000), min_size=32, max_size=32), n_answering=st.integers(2, 32))
+def test_as_many_rows_as_give_most_tokens_a_second(times: list[float], n_answering: int) -> None:
+    """Among all answers, powers of two and the middles between them: whatever steps of so many rows take."""
+    pacing = Pacing(100 * MS, 2048)
+    pacing.observe("prefill", 100, 100 * MS)
+    for _ in range(40):
+        rows = pacing.pace(n_answering).rows or n_answering
+        assert 1 <= rows <= n_answering
+        pacing.observe("decode", rows, int(times[rows - 1] * MS))
+
+    tried = {1, 2, 3, 4, 6, 8, 12, 16, 24, n_answering}
+    rates = {rows: rows / times[rows - 1] for rows in tried if rows <= n_answering}
+    chosen = pacing.pace(n_answering).rows or n_answering
+    assert rates[chosen] * 1.051 >= max(rates.values())
+
+
 def test_the_promise_is_used_and_not_only_kept() -> None:
     assert 75 <= chunk(seen(100, 20, 1)) <= 80
 

@@ -284,7 +284,7 @@ def test_copies_lie_within_placements_and_placements_within_the_pool(
     for _ in range(120):
         if rng.random() < 0.3:
             traffic.arrive()
-        batch = scheduler.next_batch(rng.choice([None, 0, 7, 33]))
+        batch = scheduler.next_batch(rng.choice([None, 0, 7, 33]), rng.choice([None, None, 2]))
         if rng.random() < 0.1:
             traffic.abort()
         if rng.random() < 0.3:

@@ -74,7 +74,7 @@ def test_the_steps_of_others_are_those_without_shadows() -> None:
             scheduler.add(request(f"r{name}", 20 + name, 10))
         seen = []
         while scheduler.n_running or scheduler.n_waiting:
-            batch = scheduler.next_batch(None, NO_ROOM)
+            batch = scheduler.next_batch(None, None, NO_ROOM)
             assert batch is not None
             scheduler.commit(batch, [1] * batch.n_logits)
             seen.append((batch.phase, batch.request_ids))
@@ -111,7 +111,7 @@ def test_shadows_have_no_more_rows_than_are_left() -> None:
     rows = []
     for left in (0, 1, None):
         while True:
-            batch = scheduler.next_batch(None, ShadowRoom(left, 0))
+            batch = scheduler.next_batch(None, None, ShadowRoom(left, 0))
             assert batch is not None
             scheduler.commit(batch, [1] * batch.n_logits)
             if batch.phase == "decode" and "r1" in batch.request_ids:

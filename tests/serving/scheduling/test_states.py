@@ -80,7 +80,7 @@ def _run_drawn(rng: random.Random, scheduler: Scheduler, n_places: int) -> None:
                 tokens_of[name] = prompt
         if rng.random() < 0.1 and scheduler.request_ids():
             scheduler.abort(rng.choice(scheduler.request_ids()))
-        batch = scheduler.next_batch(rng.choice([None, 7, 33]))
+        batch = scheduler.next_batch(rng.choice([None, 7, 33]), rng.choice([None, 2]))
         if batch is None:
             for copy in scheduler.take_copies():
                 memory.copy(copy)
