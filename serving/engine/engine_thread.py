@@ -200,7 +200,7 @@ class EngineThread:
 
     def _gives_way(self) -> bool:
         """True if all its requests are of batches, and engines beside it compute for others."""
-        if not self._cores.are_others_busy():
+        if self._cores.are_others_busy is None or not self._cores.are_others_busy():
             return False
         scheduler = self._engine.scheduler
         return scheduler.has_work and not (scheduler.n_running or scheduler.n_waiting)
