@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Protocol
 
 from phasewise._words import counted
@@ -149,8 +149,8 @@ def _served(row: TextRow, guides: GuideCompiler, host: EngineHost) -> ServedMode
         allow_special=opened.text.allow_special,
     )
 
-    def fingerprint() -> Fingerprint | None:
-        of_engine = host.fingerprint(row.names[0])
+    @lru_cache(maxsize=1)
+    def told(of_engine: Fingerprint | None) -> Fingerprint | None:
         return None if of_engine is None else of_engine.with_defaults(defaults)
 
     return ServedModel(
@@ -167,7 +167,7 @@ def _served(row: TextRow, guides: GuideCompiler, host: EngineHost) -> ServedMode
         guides=guides,
         sampling=sampling,
         dialect=_dialect(opened, answers.tool_format),
-        fingerprint=fingerprint,
+        fingerprint=lambda: told(host.fingerprint(row.names[0])),
         gives_receipts=answers.receipts,
         sign_receipt=answers.sign_receipt,
         facts=ModelFacts(

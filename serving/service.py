@@ -291,7 +291,8 @@ def _gauges(
 
     lines, lengths = logs
     energy = PhaseEnergy(EnergyCounters())
-    client.observe(energy)
+    if energy.is_measured:
+        client.observe(energy)
     return Gauges(
         load=lambda: client.load,
         n_connections=n_connections,

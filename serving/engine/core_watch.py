@@ -57,7 +57,8 @@ class CoreWatch:
         self._every_s = every_s
         self._seen = look()
         self._in_use = CorePlans(plans)
-        self._waiting: CorePlans | None = None
+        self.waiting: CorePlans | None = None
+        """Plans to take; any thread may look."""
         self._lock = threading.Lock()
         self._said = ""
         self._on_change: Callable[[], None] = lambda: None
@@ -84,7 +85,7 @@ class CoreWatch:
     def take(self) -> CorePlans | None:
         """Plans that differ from those in use, once; None: there are no others."""
         with self._lock:
-            waiting, self._waiting = self._waiting, None
+            waiting, self.waiting = self.waiting, None
         return None if waiting is None or waiting.cores == self._in_use.cores else waiting
 
     def moved(self, to: CorePlans) -> None:
@@ -106,7 +107,7 @@ class CoreWatch:
                 continue
             self._seen, self._said = seen, ""
             with self._lock:
-                self._waiting = planned
+                self.waiting = planned
             self._on_change()
 
     def _say(self, line: str) -> None:

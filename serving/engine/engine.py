@@ -22,6 +22,7 @@ from phasewise.serving.engine.messages import (
     Delivery,
     DraftCounts,
     EngineLoad,
+    Evidence,
     Failure,
     Placed,
     Progress,
@@ -193,7 +194,7 @@ class Engine:
         if batch is None:
             for copy in self.scheduler.take_copies():
                 self.ranks.copy_kv(*copy)
-            delivery = Delivery((), None, self.load(), self._newly_placed())
+            delivery = Delivery((), None, self.load(), self._newly_placed() if self._unplaced else ())
         else:
             delivery = self._step(batch, started_ns)
         if self.prefixes is not None:
@@ -202,31 +203,44 @@ class Engine:
 
     def _step(self, batch: Batch, started_ns: int) -> Delivery:
         outs: tuple[Answer | Failure, ...]
-        ended, progress = self._prompts_that_end(batch), tuple[Progress, ...]()
+        progress = tuple[Progress, ...]()
+        ended = tuple(name for name in _wanting(batch) if name in self._prompts) if self._prompts else ()
         try:
             for copy in batch.copies:
                 self.ranks.copy_kv(*copy)
-            passing = self._start_prompts(batch)  # what the copies bring counts as computed
-            self._note_begun(batch)
-            drafts = self._drafts(batch)
+            # What the copies bring counts as computed.
+            passing = self._start_prompts(batch) if self._prompts else ()
+            if batch.phase == "prefill":
+                self._note_begun(batch)
+            drafts = [] if self.drafter is None else self._drafts(batch, self.drafter)
             if any(draft.token_ids for draft in drafts):
                 batch = self.scheduler.extend(batch, [draft.token_ids for draft in drafts])
             drafted_ns = time.perf_counter_ns()
             runs = self._sample(batch, self._compute(batch), drafts)
-            self._tell_drafter(batch, time.perf_counter_ns() - drafted_ns)
+            if self.drafter is not None and batch.phase == "decode":
+                self.drafter.observe(batch, time.perf_counter_ns() - drafted_ns)
+            elif self.drafter is not None:
+                self.drafter.computed(batch)
         except RanksError:
             raise
         except Exception as error:
             outs, ended = self._fail(batch, error), ()
         else:
-            progress = self._progress.of(batch, started_ns, time.perf_counter_ns())
+            if batch.phase == "prefill":
+                progress = self._progress.of(batch, started_ns, time.perf_counter_ns())
             outs = self._give_out(batch, runs)
-            self._rest_prompts(passing)
+            for request_id in passing:  # pinned after their step, where an engine has a block for them by now
+                assert self.outbox is not None
+                if self.outbox.rests(request_id):
+                    self._aimed.add(request_id)
+                    self._started.add(request_id)
+                    self.scheduler.hand_over(request_id)
         self.scheduler.pool.refresh()
         stats = StepStats(batch.phase, len(batch.slices), batch.n_tokens, time.perf_counter_ns() - started_ns)
         if self.pacing is not None:
             self.pacing.observe(stats.phase, stats.n_tokens, stats.duration_ns, batch.n_in_shadow)
-        return Delivery(outs, stats, self.load(), self._newly_placed(), ended, progress=progress)
+        placed = self._newly_placed() if self._unplaced else ()
+        return Delivery(outs, stats, self.load(), placed, ended, progress=progress)
 
     def recover(self, lost: RankLost) -> Delivery:
         """Keys and values are lost. All requests are queued again; answers that had begun go on after what
@@ -313,18 +327,16 @@ class Engine:
             self.drafter.lost()
 
     def _note_begun(self, batch: Batch) -> None:
-        for name in batch.request_ids if batch.phase == "prefill" else ():
+        for name in batch.request_ids:
             live = self._live.get(name)
             if live is not None and not live.given.was_computed:
                 live.given.was_computed = True
                 if self.on_begin is not None:
                     self.on_begin(name)
 
-    def _start_prompts(self, batch: Batch) -> list[str]:
+    def _start_prompts(self, batch: Batch) -> Sequence[str]:
         """Tell the outbox where the prompts of a step lie. Those that no engine has a block for yet lie there
         for this step: they are returned, and may leave as soon as one has."""
-        if not self._prompts:
-            return []
         assert self.outbox is not None
         passing = []
         for name, piece in zip(batch.request_ids, batch.slices, strict=True):
@@ -335,15 +347,6 @@ class Engine:
                 self.outbox.starts(name, placement, len(self._prompts[name].prompt_token_ids), piece.start)
                 passing.append(name)
         return passing
-
-    def _rest_prompts(self, passing: Sequence[str]) -> None:
-        """After their step: pin those that an engine has a block for by now."""
-        for request_id in passing:
-            assert self.outbox is not None
-            if self.outbox.rests(request_id):
-                self._aimed.add(request_id)
-                self._started.add(request_id)
-                self.scheduler.hand_over(request_id)
 
     def _start_prompt(self, request_id: str) -> bool:
         """Pin it and tell the outbox where it lies. False: it waits for a block of its own."""
@@ -358,14 +361,7 @@ class Engine:
         self.outbox.starts(request_id, placement, n_prompt, self.scheduler.n_computed(request_id))
         return True
 
-    def _prompts_that_end(self, batch: Batch) -> tuple[str, ...]:
-        if not self._prompts:
-            return ()
-        return tuple(name for name in _wanting(batch) if name in self._prompts)
-
     def _newly_placed(self) -> tuple[Placed, ...]:
-        if not self._unplaced:
-            return ()
         expected = self.scheduler.expected
         newly_placed = tuple(Placed(name, expected[name]) for name in self._unplaced if name in expected)
         self._unplaced.difference_update(placed.request_id for placed in newly_placed)
@@ -383,20 +379,12 @@ class Engine:
         paced = self.pacing.pace(scheduler.n_answering, is_all_shadow=scheduler.is_all_shadow)
         return paced.chunk_tokens, None if self.drafter is not None else paced.rows, paced.shadow
 
-    def _drafts(self, batch: Batch) -> list[Draft]:
+    def _drafts(self, batch: Batch, drafter: Drafter) -> list[Draft]:
         """A draft for each slice of a decode batch."""
-        if self.drafter is None or batch.phase != "decode":
+        if batch.phase != "decode":
             return []
         rooms = self.scheduler.draft_rooms(batch)
-        return self.drafter.draft(batch, rooms, [self._live[name].sampler for name in batch.request_ids])
-
-    def _tell_drafter(self, batch: Batch, duration_ns: int) -> None:
-        if self.drafter is None:
-            return
-        if batch.phase == "decode":
-            self.drafter.observe(batch, duration_ns)
-        else:
-            self.drafter.computed(batch)
+        return drafter.draft(batch, rooms, [self._live[name].sampler for name in batch.request_ids])
 
     def _compute(self, batch: Batch) -> npt.NDArray[np.float32]:
         if batch.phase == "decode":
@@ -479,7 +467,14 @@ class Engine:
                 break
         out = outs[n_new - 1]
         text, tokens = live.text.take(finished=out.finish_reason is not None)
-        self._count_drafts(live, run[:n_new], drafted)
+        if drafted:
+            n_accepted = sum(
+                token.token_id == draft for token, draft in zip(run[:n_new], drafted, strict=False)
+            )
+            live.n_drafted += len(drafted)
+            live.n_accepted += n_accepted
+            self._n_drafted += len(drafted)
+            self._n_accepted += n_accepted
         reason = "stop" if live.text.stopped else out.finish_reason
         if reason is not None:
             self.scheduler.finish(request_id, out.n_generated)
@@ -487,7 +482,12 @@ class Engine:
             if live.sampler.cut_short:  # its guide could not go on: the answer is not whole
                 reason = "length"
         counts = self._counts(live.n_drafted, live.n_accepted)
-        evidence = live.evidence(run[:n_new], has_ended=reason is not None)
+        evidence, digests = None, tuple[str, ...]()
+        if live.chain is not None:
+            live.token_ids += [token.token_id for token in run[:n_new]]
+            digests = live.chain.take_new()
+            if reason is not None:
+                evidence = Evidence(tuple(live.token_ids), live.chain.digests(len(live.token_ids)))
         n_cached = live.given.n_cached
         answer = Answer(
             request_id,
@@ -501,17 +501,10 @@ class Engine:
             evidence,
             live.text.stop_text,
             scored,
-            live.new_digests(),
+            digests,
         )
         live.given.add(answer)
         return answer
-
-    def _count_drafts(self, live: LiveRequest, run: list[SampledToken], drafted: Sequence[int]) -> None:
-        n_accepted = sum(token.token_id == draft for token, draft in zip(run, drafted, strict=False))
-        live.n_drafted += len(drafted)
-        live.n_accepted += n_accepted
-        self._n_drafted += len(drafted)
-        self._n_accepted += n_accepted
 
     def _counts(self, n_drafted: int, n_accepted: int) -> DraftCounts | None:
         return None if self.drafter is None else DraftCounts(n_accepted, n_drafted - n_accepted)

@@ -135,8 +135,8 @@ class SharedCores(NamedTuple):
 
     turn: AbstractContextManager[None] = nullcontext()
     """Entered for each step."""
-    are_others_busy: Callable[[], bool] = lambda: False
-    """True while others compute for requests that are of no batch."""
+    are_others_busy: Callable[[], bool] | None = None
+    """True while others compute for requests that are of no batch; None: there are no others."""
 
 
 OWN_CORES = SharedCores()

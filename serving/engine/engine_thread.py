@@ -162,7 +162,9 @@ class EngineThread:
             try:
                 if not self._take_messages():
                     break
-                self._move_cores()
+                cores = self._engine.cores
+                if cores is not None and cores.waiting is not None and self.lost is None:
+                    self._move_cores()
                 self._deliver(self._told_load() if self._gives_way() else self._turn())
                 if self._checks:
                     self._engine.scheduler.check()
@@ -182,7 +184,7 @@ class EngineThread:
 
     def _gives_way(self) -> bool:
         """True if all its requests are of batches, and engines beside it compute for others."""
-        if not self._cores.are_others_busy():
+        if self._cores.are_others_busy is None or not self._cores.are_others_busy():
             return False
         scheduler = self._engine.scheduler
         return scheduler.has_work and not (scheduler.n_running or scheduler.n_waiting)
@@ -275,8 +277,6 @@ class EngineThread:
 
     def _move_cores(self) -> None:
         """By the plans for the cores there are from now on. CoresMoved where ranks must be opened for it."""
-        if self.lost is not None:
-            return
         try:
             self._engine.move_cores()
         except CoresMoved:

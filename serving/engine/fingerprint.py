@@ -11,7 +11,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import cache, lru_cache
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -65,9 +65,14 @@ class Fingerprint:
     `arithmetic` has a digest of them.
     """
 
+    @cached_property
     def short(self) -> str:
         """The short form, OpenAI's `system_fingerprint`."""
-        return _short(self)
+        components = asdict(self)
+        del components["paths"]
+        if not self.adapter:  # as it was before there were adapters
+            del components["adapter"]
+        return f"fp_{digest_of(components)[:_DIGITS]}"
 
     def differences(self, other: Fingerprint) -> list[str]:
         """The components in which they differ, the servers' defaults apart."""
@@ -181,15 +186,6 @@ def _numpy_probe() -> str:
     sums = np.concatenate([rows, [weights.sum()], [weights[:4001].sum()]]).astype(np.float32)
     drawn = np.random.Generator(np.random.PCG64(41)).random(16)
     return hashlib.sha256(sums.tobytes() + drawn.tobytes()).hexdigest()[:_DIGITS]
-
-
-@lru_cache(maxsize=64)
-def _short(fingerprint: Fingerprint) -> str:
-    components = asdict(fingerprint)
-    del components["paths"]
-    if not fingerprint.adapter:  # as it was before there were adapters
-        del components["adapter"]
-    return f"fp_{digest_of(components)[:_DIGITS]}"
 
 
 def _sha256(text: str) -> str:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from phasewise.serving.batch import Batch, SequenceSlice
 from phasewise.serving.engine.logit_chain import LogitChain, n_digests
-from phasewise.serving.engine.messages import Answer, Evidence, GivenOut, Progress, Submit
+from phasewise.serving.engine.messages import Answer, GivenOut, Progress, Submit
 from phasewise.serving.errors import ServingError
 from phasewise.serving.processes.restarts import MOST_RERUNS
 from phasewise.serving.ranks.ranks_contract import Ranks
@@ -100,11 +100,11 @@ class PromptProgress:
         self._prompts.pop(request_id, None)
 
     def of(self, batch: Batch, began_ns: int, now_ns: int) -> tuple[Progress, ...]:
-        """The progress of each prompt of a step, which took from `began_ns` to `now_ns`; none of decode."""
+        """The progress of each prompt of a prefill step, which took from `began_ns` to `now_ns`."""
         out = []
         for name, piece in zip(batch.request_ids, batch.slices, strict=True):
             prompt = self._prompts.get(name)
-            if prompt is None or batch.phase != "prefill":
+            if prompt is None:
                 continue
             if prompt.began_ns is None:
                 prompt.began_ns, prompt.n_cached = began_ns, piece.start
@@ -325,16 +325,3 @@ class LiveRequest:
             given=() if message.given is None else message.given.token_ids,
             turns=message.turns,
         )
-
-    def evidence(self, run: list[SampledToken], *, has_ended: bool) -> Evidence | None:
-        """The evidence once it has ended, where it shall have a receipt. run: its newest tokens."""
-        if self.chain is None:
-            return None
-        self.token_ids += [token.token_id for token in run]
-        if not has_ended:
-            return None
-        return Evidence(tuple(self.token_ids), self.chain.digests(len(self.token_ids)))
-
-    def new_digests(self) -> tuple[str, ...]:
-        """Those of logits that were seen since the piece before."""
-        return () if self.chain is None else self.chain.take_new()

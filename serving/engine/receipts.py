@@ -98,7 +98,7 @@ class Receipt:
     def contradictions(self) -> list[str]:
         """In a line each, what is wrong with it whatever the model says."""
         wrong = []
-        if self.system_fingerprint != self.fingerprint.short():
+        if self.system_fingerprint != self.fingerprint.short:
             wrong.append("the system fingerprint is not that of its components")
         if self.prompt_digest != digest_of(self.prompt_token_ids):
             wrong.append("the digest of the prompt is not that of its tokens")
@@ -137,7 +137,7 @@ def receipt_of(
         SCHEMA_VERSION,
         request.request_id,
         model,
-        fingerprint.short(),
+        fingerprint.short,
         fingerprint,
         request.prompt_token_ids,
         digest_of(request.prompt_token_ids),

@@ -126,7 +126,7 @@ class Grammar(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CallMarks:
-    """Arguments of a `late_guides.CallGuide`."""
+    """The beginnings of calls. only_first: one counts only where nothing but white space precedes it."""
 
     triggers: tuple[bytes, ...]
     only_first: bool
@@ -134,7 +134,9 @@ class CallMarks:
 
 @dataclass(frozen=True, slots=True)
 class ThoughtMarks:
-    """Arguments of a `late_guides.ThoughtGuide`."""
+    """The marks around thoughts. is_open: the prompt has begun them. opening_token: spells `opening` and may
+    be the first of the answer whatever its grammar says; None: no single token does.
+    """
 
     opening: bytes
     closing: bytes
@@ -244,17 +246,13 @@ class GuideCompiler:
     """
 
     def __init__(self, tokens: TokenView, bounds: Bounds = BOUNDS) -> None:
-        self._tokens = tokens
+        self.tokens = tokens
+        """The vocabulary."""
         self._bounds = bounds
         self._first_use = threading.Lock()
         self._compiling = threading.Lock()
         self._cache_lock = threading.Lock()
         self._cache: OrderedDict[Grammar, _Kept] = OrderedDict()
-
-    @property
-    def tokens(self) -> TokenView:
-        """The vocabulary."""
-        return self._tokens
 
     def warm(self) -> None:
         """Do beforehand what the first grammar would have to wait for: some tenths of a second."""
@@ -277,7 +275,7 @@ class GuideCompiler:
         cancel: ends the compilation when it ends. RequestError where the grammar is refused,
         QueueFull where the machine does not get to it, Abandoned where `cancel` has ended.
         """
-        if not self._tokens.end_token_ids:
+        if not self.tokens.end_token_ids:
             raise RequestError("this model names no end token, so its answers cannot be held to a grammar")
         return self._guide(grammar, self._known(grammar) or self._compile_checked(grammar, cancel))
 
@@ -299,7 +297,7 @@ class GuideCompiler:
         if isinstance(kept.outcome, str):
             raise RequestError(kept.outcome)
         recipe = GuideRecipe(grammar, kept.n_bytes)
-        return MatcherGuide(recipe, kept.outcome, self._tokens.vocab_size, min(self._tokens.end_token_ids))
+        return MatcherGuide(recipe, kept.outcome, self.tokens.vocab_size, min(self.tokens.end_token_ids))
 
     def _known(self, grammar: Grammar) -> _Kept | None:
         with self._cache_lock:
@@ -311,12 +309,13 @@ class GuideCompiler:
     def _keep(self, grammar: Grammar, kept: _Kept) -> _Kept:
         with self._cache_lock:
             self._cache[grammar] = kept
-            while len(self._cache) > _MOST_COMPILED or self._kept_bytes() > _MOST_COMPILED_BYTES:
+            while (
+                len(self._cache) > _MOST_COMPILED
+                or sum(kept.n_bytes + len(grammar.text) for grammar, kept in self._cache.items())
+                > _MOST_COMPILED_BYTES
+            ):
                 self._cache.popitem(last=False)
         return kept
-
-    def _kept_bytes(self) -> int:
-        return sum(kept.n_bytes + len(grammar.text) for grammar, kept in self._cache.items())
 
     def _compile_checked(self, grammar: Grammar, cancel: CancelToken | None) -> _Kept:
         """One at a time, so that grammars never take more than one core from answers."""
@@ -336,16 +335,16 @@ class GuideCompiler:
             kept = self._known(grammar)
             if kept is not None:
                 return kept
-            outcome = _with_stack(lambda: compile_grammar(grammar, self._tokenizer, self._tokens.vocab_size))
+            outcome = _with_stack(lambda: compile_grammar(grammar, self._tokenizer, self.tokens.vocab_size))
             return self._keep(grammar, _Kept(outcome, n_bytes))
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
-        return open_tokenizer(self._tokens)
+        return open_tokenizer(self.tokens)
 
     @cached_property
     def _prover(self) -> ConfinedProcess:
-        return ConfinedProcess("grammar", self._tokens.as_told(), self._bounds)
+        return ConfinedProcess("grammar", self.tokens.as_told(), self._bounds)
 
 
 def open_tokenizer(tokens: TokenView) -> LLTokenizer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -23,26 +22,11 @@ _LONGEST_TOKEN = 256
 
 
 class CallGuide:
-    """Free until one of `triggers` stands in the answer; from its first byte on `inner` holds.
+    """Free until one of the triggers stands in the answer; from its first byte on `inner` holds."""
 
-    only_first: a trigger counts only where nothing but white space precedes it. tokens_of: tokens that spell
-    the end of a token in which a trigger begins.
-    """
-
-    def __init__(
-        self,
-        inner: Guide,
-        triggers: Sequence[bytes],
-        piece: Callable[[int], bytes],
-        tokens_of: Callable[[bytes], list[int]],
-        *,
-        only_first: bool,
-    ) -> None:
-        self._inner = inner
-        self._triggers = tuple(triggers)
-        self._piece = piece
-        self._tokens_of = tokens_of
-        self._only_first = only_first
+    def __init__(self, inner: Guide, marks: CallMarks, tokens: TokenView) -> None:
+        self._inner, self._marks, self._tokens = inner, marks, tokens
+        self._triggers, self._only_first = marks.triggers, marks.only_first
         self._longest = max(map(len, self._triggers), default=0)
         self._recent: list[tuple[int, int]] = []
         """(Token, where its piece begins in `_tail`), of all tokens that `_tail` holds."""
@@ -55,12 +39,10 @@ class CallGuide:
 
     @property
     def recipe(self) -> GuideRecipe:
-        return replace(self._inner.recipe, calls=CallMarks(self._triggers, self._only_first))
+        return replace(self._inner.recipe, calls=self._marks)
 
     def fresh(self) -> CallGuide:
-        return CallGuide(
-            self._inner.fresh(), self._triggers, self._piece, self._tokens_of, only_first=self._only_first
-        )
+        return CallGuide(self._inner.fresh(), self._marks, self._tokens)
 
     def forbid(self, logits: npt.NDArray[np.float32]) -> bool:
         return self._inner.forbid(logits) if self._is_held else True
@@ -72,10 +54,8 @@ class CallGuide:
             self._look(token_id)
 
     def _look(self, token_id: int) -> None:
-        piece = self._piece(token_id)
-        before = len(self._tail)
-        self._recent.append((token_id, before))
-        self._tail += piece
+        self._recent.append((token_id, len(self._tail)))
+        self._tail += self._tokens.piece(token_id)
         starts = [start for start in (self._tail.find(trigger) for trigger in self._triggers) if start >= 0]
         if starts:
             call_start = min(starts)
@@ -94,7 +74,7 @@ class CallGuide:
             end = self._recent[number + 1][1] if number + 1 < len(self._recent) else len(self._tail)
             if end <= call_start:
                 continue
-            ids = [token_id] if begin >= call_start else self._tokens_of(self._tail[call_start:end])
+            ids = [token_id] if begin >= call_start else self._tokens.tokens_of(self._tail[call_start:end])
             for call_token_id in ids:
                 self._inner.advance(call_token_id)
         self._is_held = True
@@ -111,30 +91,12 @@ class CallGuide:
 
 
 class ThoughtGuide:
-    """Free while the model thinks, between the marks `opening` and `closing`; then `inner` holds.
+    """Free while the model thinks, between its marks; then `inner` holds. No end token comes before that."""
 
-    is_open: the prompt has begun the thoughts. opening_token: spells `opening` and may be the first of the
-    answer whatever `inner` says; None: no single token does. ends: tokens that would end the answer within
-    the thoughts, and so may not come there.
-    """
-
-    def __init__(
-        self,
-        inner: Guide,
-        opening: bytes,
-        closing: bytes,
-        piece: Callable[[int], bytes],
-        *,
-        is_open: bool,
-        ends: Collection[int],
-        opening_token: int | None = None,
-    ) -> None:
-        self._inner = inner
-        self._opening, self._closing = opening, closing
-        self._piece = piece
-        self._opens, self._opening_token = is_open, opening_token
-        self._ends = sorted(ends)
-        self._state: Literal["start", "thought", "answer"] = "thought" if is_open else "start"
+    def __init__(self, inner: Guide, marks: ThoughtMarks, tokens: TokenView) -> None:
+        self._inner, self._marks, self._tokens = inner, marks, tokens
+        self._ends = sorted(tokens.end_token_ids)
+        self._state: Literal["start", "thought", "answer"] = "thought" if marks.is_open else "start"
         self._tail = b""
 
     @property
@@ -143,25 +105,16 @@ class ThoughtGuide:
 
     @property
     def recipe(self) -> GuideRecipe:
-        marks = ThoughtMarks(self._opening, self._closing, self._opens, self._opening_token)
-        return replace(self._inner.recipe, thoughts=marks)
+        return replace(self._inner.recipe, thoughts=self._marks)
 
     def fresh(self) -> ThoughtGuide:
-        return ThoughtGuide(
-            self._inner.fresh(),
-            self._opening,
-            self._closing,
-            self._piece,
-            is_open=self._opens,
-            opening_token=self._opening_token,
-            ends=self._ends,
-        )
+        return ThoughtGuide(self._inner.fresh(), self._marks, self._tokens)
 
     def forbid(self, logits: npt.NDArray[np.float32]) -> bool:
         if self._state == "thought":
             logits[self._ends] = -np.inf
             return True
-        token = self._opening_token if self._state == "start" and not self._tail else None
+        token = self._marks.opening_token if self._state == "start" and not self._tail else None
         kept = None if token is None else logits[token]
         is_possible = self._inner.forbid(logits)
         if is_possible and kept is not None:
@@ -172,16 +125,17 @@ class ThoughtGuide:
         if self._state == "answer":
             self._inner.advance(token_id)
             return
-        self._tail += self._piece(token_id)
+        opening, closing = self._marks.opening, self._marks.closing
+        self._tail += self._tokens.piece(token_id)
         if self._state == "thought":
-            self._tail = self._tail[-(len(self._closing) + _LONGEST_TOKEN) :]
-            self._state = "answer" if self._closing in self._tail else "thought"
+            self._tail = self._tail[-(len(closing) + _LONGEST_TOKEN) :]
+            self._state = "answer" if closing in self._tail else "thought"
             return
         said = self._tail.lstrip()
-        if said.startswith(self._opening):
+        if said.startswith(opening):
             self._state, self._inner = "thought", self._inner.fresh()
             return
-        self._state = "start" if self._opening.startswith(said) else "answer"
+        self._state = "start" if opening.startswith(said) else "answer"
         self._inner.advance(token_id)
 
 
@@ -195,19 +149,6 @@ def guide_of(recipe: GuideRecipe, compiler: GuideCompiler) -> Guide:
 
 def begun_guide(recipe: GuideRecipe, guide: Guide, tokens: TokenView) -> Guide:
     """The guide that a recipe describes, of the guide of its grammar."""
-    piece, tokens_of = tokens.piece, tokens.tokens_of
     if recipe.calls is not None:
-        calls = recipe.calls
-        guide = CallGuide(guide, calls.triggers, piece, tokens_of, only_first=calls.only_first)
-    if recipe.thoughts is not None:
-        marks = recipe.thoughts
-        guide = ThoughtGuide(
-            guide,
-            marks.opening,
-            marks.closing,
-            piece,
-            is_open=marks.is_open,
-            opening_token=marks.opening_token,
-            ends=tokens.end_token_ids,
-        )
-    return guide
+        guide = CallGuide(guide, recipe.calls, tokens)
+    return guide if recipe.thoughts is None else ThoughtGuide(guide, recipe.thoughts, tokens)

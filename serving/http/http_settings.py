@@ -87,7 +87,7 @@ class ServedModel:
     def system_fingerprint(self) -> str | None:
         """The short form."""
         fingerprint = self.fingerprint()
-        return None if fingerprint is None else fingerprint.short()
+        return None if fingerprint is None else fingerprint.short
 
     @property
     def arithmetic(self) -> str | None:

@@ -96,11 +96,6 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         return self.temperature < _GREEDY_BELOW
 
-    @property
-    def is_plain_greedy(self) -> bool:
-        """Nothing but the largest logit is asked for."""
-        return self.is_greedy and not self.reshapes_logits and self.top_logprobs is None
-
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -165,7 +160,9 @@ class Sampler:
     @property
     def needs_largest_alone(self) -> bool:
         """True if nothing but the largest logit of a row matters."""
-        return self.guide is None and self.witness is None and self.params.is_plain_greedy
+        params = self.params
+        is_plain = params.is_greedy and not params.reshapes_logits and params.top_logprobs is None
+        return is_plain and self.guide is None and self.witness is None
 
     def begin_after(self, token_ids: Sequence[int]) -> None:
         """Go on after these tokens of the answer as if they had been chosen here: each took one number of the

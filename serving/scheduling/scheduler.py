@@ -397,7 +397,7 @@ class Scheduler:
         self._admitter.line_of(sequence).take(sequence)
         if sequence.admission is None:
             sequence.admission = self._next_admission()
-        insort(self._running, sequence, key=_age)
+        insort(self._running, sequence, key=lambda running: running.age)
 
     def _next_admission(self) -> int:
         self._n_admitted += 1
@@ -553,10 +553,6 @@ class Scheduler:
         self._running.remove(sequence)
         sequence.placement, sequence.is_pinned = None, False
         sequence.begin_again()
-
-
-def _age(sequence: LiveSequence) -> int:
-    return sequence.age
 
 
 def _placed(sequence: LiveSequence) -> Placement:

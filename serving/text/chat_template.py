@@ -1,20 +1,30 @@
 """A conversation written out as one prompt, by the template that came with the model, and the job of the
 confined process that does it.
+
+Templates are a stranger's: jinja2's immutable sandbox keeps one away from Python, and the bounds of the
+process (`confined`) end one that loops for ever or fills memory. The rest behaves as in transformers'
+`apply_chat_template`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from datetime import datetime
-from typing import Any
+from typing import Any, NoReturn
 
 import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, LoopControlExtension
+from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEnvironment, modifies_known_mutable
 
+from phasewise._json import read_json
 from phasewise._words import counted
 from phasewise.serving.errors import ModelError, RequestError
 from phasewise.serving.sandbox.confined import JobRefused
-from phasewise.serving.sandbox.template_sandbox import RefusedError, compile_template, write_out
 from phasewise.serving.text.control_texts import ControlTexts
 from phasewise.serving.text.conversation_shapes import LAST_RESORT, plain_tools, shaped
 from phasewise.serving.text.turn_analysis import form_of
@@ -23,10 +33,99 @@ from phasewise.serving.text.turn_form import TurnForm
 Message = Mapping[str, Any]
 _MOST_FORM_BYTES = 16 * 1024
 """Marks are short: a form that takes more is none that a model was taught."""
+_MOST_SOURCE_CHARACTERS = 1 << 20
+_CHANGING = ("clear", "pop")
+"""Methods of lists that older versions of Jinja do not know to change them."""
+_LEFT_OUT = ("random", "urlize", "xmlattr")
+"""Filters that no template of a model needs."""
+_GIVEN: ContextVar[frozenset[int]] = ContextVar("given", default=frozenset())
+"""Ids of the lists and dicts of the conversation, which the template may not change."""
 
 
 class ChatTemplateError(RequestError):
     """This conversation cannot be written out by the model's template, often because the template says so."""
+
+
+class _RefusedError(jinja2.TemplateRuntimeError):
+    """The template's own `raise_exception`."""
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as transformers writes it for templates: nothing escaped for HTML."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+        default=_listed,
+    )
+
+
+def _listed(value: object) -> list[Any]:
+    """The result of a filter such as `map`, as JSON: a list."""
+    if isinstance(value, Iterator):
+        return list(value)
+    raise TypeError(f"{type(value).__name__} is not JSON")
+
+
+def _from_json(text: object) -> Any:
+    return read_json(text) if isinstance(text, str | bytes) else text
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
+
+
+def _raise_exception(message: object) -> NoReturn:
+    raise _RefusedError(str(message)[:1000])
+
+
+@jinja2.pass_context
+def _unfolded(_: Context, value: Any) -> Any:
+    """The printed value: for a function that wants the context, jinja2 computes nothing while it compiles."""
+    return value
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks an answer for training; its content is written out as it stands."""
+
+    tags = {"generation"}  # noqa: RUF012 (the name and type are jinja2's)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """The environment of templates: transformers' settings, filters and functions."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            optimized=False,  # constants are not folded: that would be work outside of a job's bounds
+            finalize=_unfolded,  # nor where they are printed
+            extensions=[LoopControlExtension, _Generation],
+        )
+        for name in _LEFT_OUT:
+            self.filters.pop(name, None)
+        self.filters |= {"tojson": _tojson, "from_json": _from_json}
+        del self.globals["lipsum"]
+        self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Lists and dicts that a template has made itself may be changed."""
+        changes = modifies_known_mutable(obj, attr) or (isinstance(obj, list) and attr in _CHANGING)
+        is_own = id(obj) not in _GIVEN.get()
+        return SandboxedEnvironment.is_safe_attribute(self, obj, attr, value) and (is_own or not changes)
 
 
 class ChatTemplate:
@@ -38,7 +137,10 @@ class ChatTemplate:
         Raises ModelError for a template that cannot be read.
         """
         try:
-            self._template = compile_template(source)
+            if len(source) > _MOST_SOURCE_CHARACTERS:
+                said = f"it has {counted(len(source), 'character')}; {_MOST_SOURCE_CHARACTERS} are allowed"
+                raise jinja2.TemplateSyntaxError(said, 1)
+            self._template = _Environment().from_string(source)
         except (jinja2.TemplateError, SyntaxError, RecursionError, MemoryError, ValueError) as error:
             reason = " ".join(str(error).split())[:200] or type(error).__name__
             raise ModelError(f"the model's chat template cannot be read: {reason}; give another") from error
@@ -82,9 +184,16 @@ class ChatTemplate:
             **self._older_names(tools or ()),
             **(variables or {}),
         }
+        ids, left = set[int](), list[Any]([names])
+        while left:
+            value = left.pop()
+            if isinstance(value, Mapping | list | tuple):
+                ids.add(id(value))
+                left += value.values() if isinstance(value, Mapping) else value
+        token = _GIVEN.set(frozenset(ids))
         try:
-            return write_out(self._template, names)
-        except RefusedError as error:
+            return self._template.render(names)
+        except _RefusedError as error:
             raise ChatTemplateError(
                 f"the model's chat template refuses this conversation: {error}"
             ) from error
@@ -95,6 +204,8 @@ class ChatTemplate:
             raise ChatTemplateError(
                 f"the model's chat template fails on this conversation ({reason}); check roles and contents"
             ) from error
+        finally:
+            _GIVEN.reset(token)
 
 
 def prepare(told: bytes) -> Callable[[bytes], bytes]:

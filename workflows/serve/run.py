@@ -252,7 +252,7 @@ def _fingerprint(served: OpenedModel, opened: OpenModel, settings: ServeSettings
         context,
         allow_special=settings.accepting.allow_special,
     )
-    return f"fingerprint {own.with_defaults(defaults).short()}, arithmetic {own.arithmetic}"
+    return f"fingerprint {own.with_defaults(defaults).short}, arithmetic {own.arithmetic}"
 
 
 def _service_settings(

@@ -9,7 +9,7 @@ import os
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from phasewise._words import counted, plural
 from phasewise.serving.engine.messages import (
@@ -210,16 +210,16 @@ class AnswerStream:
         if self.closed:
             return
         self.closed = True
-        ended = {out.request_id for out in self._arrived if _is_last(out)}
+        ended = {
+            out.request_id
+            for out in self._arrived
+            if isinstance(out, Failure) or (isinstance(out, Answer) and out.finish_reason is not None)
+        }
         self._arrived.clear()
         self._release()
         self._client.forget(self, self._index, self._open - ended)
         self._open = set()
         self._something.set()
-
-
-def _is_last(out: Out) -> bool:
-    return isinstance(out, Failure) or (isinstance(out, Answer) and out.finish_reason is not None)
 
 
 def _bytes_of(piece: Answer) -> int:
@@ -421,7 +421,10 @@ class EngineClient:
                 f" and {share} may be; try again in {after_s} s",
                 after_s,
             )
-        n_missing = max(self.n_live + n_new - most, self._n_too_many_waiting(n_new))
+        n_missing = self.n_live + n_new - most
+        if self.load is not None and self.load.n_waiting:  # the engine has no room even for those that wait
+            n_waiting = self.n_live - self.load.n_running + n_new
+            n_missing = max(n_missing, n_waiting - self._limits.max_waiting_requests)
         if n_missing <= 0:
             return
         after_s = self.retry_after_s(n_missing)
@@ -444,26 +447,15 @@ class EngineClient:
             if stream.in_shadow and stream.model == model:
                 stream.give_way(refusal)
 
-    def _n_too_many_waiting(self, n_new: int) -> int:
-        """The number of waiting requests beyond the limit, where the engine has no room even for those that
-        wait already.
-        """
-        if self.load is None or self.load.n_waiting == 0:
-            return 0
-        return self.n_live - self.load.n_running + n_new - self._limits.max_waiting_requests
-
     def _route_delivered(self) -> None:
         while self._delivered:
             delivery = self._delivered.popleft()
-            self._route_progress(delivery.progress)
+            for prompt in delivery.progress:
+                stream = self._streams.get(prompt.request_id)
+                if stream is not None and stream.tells_progress and not stream.has_begun:
+                    stream.put(prompt)
+                    stream.wake()
             self._route(delivery.outs, delivery.stats)
-
-    def _route_progress(self, progress: Sequence[Progress]) -> None:
-        for prompt in progress:
-            stream = self._streams.get(prompt.request_id)
-            if stream is not None and stream.tells_progress and not stream.has_begun:
-                stream.put(prompt)
-                stream.wake()
 
     def _route(self, outs: Sequence[Answer | Failure], stats: StepStats | None) -> None:
         for observer in self._observers:
@@ -497,26 +489,9 @@ class EngineClient:
         return True
 
 
-class Waiting(Protocol):
-    """An answer of which nothing has been computed or sent yet."""
-
-    @property
-    def owner(self) -> str:
-        """The client that asked for it."""
-        ...
-
-    @property
-    def n_places(self) -> int:
-        """Its choices: each holds one place."""
-        ...
-
-
-Held = TypeVar("Held", bound=Waiting)
-
-
 def displaced(
-    n_missing: int, owner: str, n_new: int, held: Mapping[str, int], waiting: Sequence[Held]
-) -> list[Held]:
+    n_missing: int, owner: str, n_new: int, held: Mapping[str, int], waiting: Sequence[AnswerStream]
+) -> list[AnswerStream]:
     """Answers that must end so that `owner` gets `n_new` places, `n_missing` of which are taken.
 
     Each is the newest that waits of the client which then holds most places. Only a client that holds more
@@ -525,10 +500,10 @@ def displaced(
     held: places of each client, computed and waiting. waiting: in order of arrival.
     """
     left = dict(held)
-    queues: dict[str, list[Held]] = {}
+    queues: dict[str, list[AnswerStream]] = {}
     for answer in waiting:
         queues.setdefault(answer.owner, []).append(answer)
-    chosen: list[Held] = []
+    chosen: list[AnswerStream] = []
     while n_missing > 0:
         largest = max(queues, key=lambda client: left[client], default=owner)
         if left.get(largest, 0) <= left.get(owner, 0) + n_new:

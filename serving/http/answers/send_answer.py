@@ -87,7 +87,12 @@ class Events(EventWriter):
 
     def of(self, pieces: Iterable[tuple[int, Answer | Progress]]) -> bytes:
         """(Index of the request, piece)."""
-        return "".join([self._of_piece(index, piece) for index, piece in pieces]).encode()
+        return "".join(
+            [
+                self._delta(index, piece) if isinstance(piece, Answer) else self._progress(index, piece)
+                for index, piece in pieces
+            ]
+        ).encode()
 
     def of_text(self, outs: Iterable[Answer | Failure | Progress]) -> bytes | None:
         """The same, quickly, where each has text and nothing else to say; None: ask `of`.
@@ -110,16 +115,11 @@ class Events(EventWriter):
 
     def closing(self) -> bytes:
         """After the last piece."""
-        return self.total() + DONE
+        return (self.total() if self._reply.include_usage else b"") + DONE
 
     def total(self) -> bytes:
-        """The usage event, once the last piece has come; nothing where the request did not ask."""
-        if not self._reply.include_usage:
-            return b""
+        """The usage event, once the last piece has come, for a request that asks for it."""
         return f'data: {self._head},"choices":[],"usage":{encode(self._usage())}}}\n\n'.encode()
-
-    def _of_piece(self, index: int, piece: Answer | Progress) -> str:
-        return self._delta(index, piece) if isinstance(piece, Answer) else self._progress(index, piece)
 
     def _progress(self, index: int, progress: Progress) -> str:
         """As llama-server tells it; of a prompt's first choice, for the others take it over."""
@@ -139,7 +139,7 @@ class Events(EventWriter):
         if piece.text or piece.tokens or piece.finish_reason or piece.prompt:
             delta = self._reply.rendering.delta(index, piece)
         if delta is not None:
-            delta = self._reply.with_receipt(index, delta, piece)
+            delta = self._reply.with_receipt(index, delta, piece) if piece.evidence is not None else delta
         self._said[index] = Used(piece.n_generated, piece.n_cached, piece.drafts)
         return "" if delta is None else self._event(delta, counted=self._reply.continuous_usage)
 

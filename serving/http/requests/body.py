@@ -135,7 +135,7 @@ class BodyReader:
         503 where it took long and others needed its memory."""
         refuse_other_types(request)
         connection = connection_of(request.scope)
-        body = self.unfinished.begin(self._max_bytes, connection.wake_reader if connection else _no_one)
+        body = self.unfinished.begin(self._max_bytes, connection.wake_reader if connection else lambda: None)
         try:
             await self._read_limited(request, body)
             request.scope[_N_BYTES] = body.n_bytes
@@ -231,7 +231,3 @@ def refuse_other_types(request: Request) -> None:
         code="unsupported_media_type",
         closes=True,
     )
-
-
-def _no_one() -> None:
-    """To wake: a body that came by another way than a connection of ours."""

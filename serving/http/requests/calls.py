@@ -117,7 +117,7 @@ def conversation_of(body: ChatRequest, dialect: Dialect) -> Conversation:
     """The conversation that the model's template writes out."""
     messages = [_for_template(message, dialect) for message in body.messages]
     tools = [_tool_for_template(tool) for tool in _shown_tools(body)]
-    if not dialect.knows_tools:
+    if not dialect.knows_tools and (tools or any(m["role"] == "tool" or "tool_calls" in m for m in messages)):
         messages, tools = written_out(messages, tools), []
     return Conversation(messages, tools, _variables(body))
 

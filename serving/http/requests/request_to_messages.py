@@ -140,7 +140,7 @@ def _choices(
     An answer of more tokens than the context has room for gets those that there are. more: fields of each.
     """
     _refuse_too_long(prompt, model)
-    max_tokens = body.most_tokens
+    max_tokens, salt = body.most_tokens, body.cache_salt
     if max_tokens is not None and max_tokens > model.context_length - len(prompt):
         max_tokens = None
     first = Submit(
@@ -151,7 +151,7 @@ def _choices(
         (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
         body.ignore_eos,
         ends=model.dialect.ends,
-        cache_space=_salted(sender.cache_space, body.cache_salt),
+        cache_space=sender.cache_space if salt is None else f"{sender.cache_space}/{salt}",
         client=sender.client,
         model=model.engine_id,
         receipt=body.receipt,
@@ -165,10 +165,6 @@ def _choices(
         replace(other, request_id=f"{request_id}-{choice}", sampling=_reseeded(sampling, choice))
         for choice in range(1, body.n or 1)
     ]
-
-
-def _salted(space: str, salt: str | None) -> str:
-    return space if salt is None else f"{space}/{salt}"
 
 
 def _reseeded(sampling: SamplingParams, choice: int) -> SamplingParams:
@@ -314,7 +310,8 @@ class RequiredGrammar(NamedTuple):
 def held_to(body: GenerationRequest, model: ServedModel) -> RequiredGrammar | None:
     """The required form of the answer; None where it may be anything. ApiError where that cannot be."""
     calls = called_by(body) if isinstance(body, ChatRequest) else None
-    field = "tools" if calls is not None else _grammar_field(body)
+    field = "response_format" if body.structured_outputs is None else "structured_outputs"
+    field = "tools" if calls is not None else field
     is_needed = calls is None or not calls.is_auto or body.response_format is not None
 
     def grammar_of(some: Called) -> Grammar:
@@ -440,10 +437,6 @@ def n_characters(body: GenerationRequest) -> int:
         return sum(len(message.text) for message in body.messages) + n_tool_characters(body)
     assert isinstance(body, CompletionRequest)
     return sum(map(len, _prompts(body.prompt)))
-
-
-def _grammar_field(body: GenerationRequest) -> str:
-    return "structured_outputs" if body.structured_outputs is not None else "response_format"
 
 
 def _grammar(body: GenerationRequest) -> Grammar | None:

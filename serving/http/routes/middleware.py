@@ -84,7 +84,7 @@ class ApiKeys:
     def replace(self, keys: Sequence[str]) -> None:
         """Only these are right from now on; requests in progress go on."""
         labels = [getattr(key, "label", "") or f"key-{place}" for place, key in enumerate(keys, start=1)]
-        self._labels = dict(zip(_digests_of(keys), labels, strict=True))
+        self._labels = {_digest(key.encode()): label for key, label in zip(keys, labels, strict=True)}
 
     def label_of(self, digest: str) -> str:
         """The name of a key in logs and counts, which says nothing of the key; empty where it is none of
@@ -237,10 +237,6 @@ class CheckHost:
         error = ApiError(421, message, code="host_not_allowed", closes=True)
         self._metrics.refused(error)
         await error.response(scope["path"])(scope, receive, send)
-
-
-def _digests_of(keys: Sequence[str]) -> tuple[bytes, ...]:
-    return tuple(_digest(key.encode()) for key in keys)
 
 
 def _digest(key: bytes) -> bytes:

@@ -253,7 +253,7 @@ def _forged(fields: dict[str, Any]) -> dict[str, Any]:
     """The same with every digest made anew that needs no model."""
     fields["prompt_digest"] = digest_of(fields["prompt_token_ids"])
     fields["settings_digest"] = digest_of(fields["settings"])
-    fields["system_fingerprint"] = read_receipt(fields).fingerprint.short()
+    fields["system_fingerprint"] = read_receipt(fields).fingerprint.short
     fields["digest"] = digest_of({name: value for name, value in fields.items() if name != "digest"})
     return fields
 
@@ -349,7 +349,7 @@ def test_a_fingerprint_is_of_the_bits_alone(path: Path, model: PackedModel) -> N
     assert set(plain.differences(other)) == {"weights", "weight_format", "arithmetic"}
     changed = replace(model, tokenizer_json=model.tokenizer_json + " ", chat_template="{{ 1 }}")
     assert plain.differences(fingerprint_of(changed, "f16", None, 256)) == ["tokenizer", "template"]
-    assert plain.short() != plain.with_defaults({"temperature": 1}).short()
+    assert plain.short != plain.with_defaults({"temperature": 1}).short
     assert plain.differences(plain.with_defaults({"temperature": 1})) == []
 
 

@@ -289,11 +289,11 @@ def events(response: httpx.Response) -> list[dict[str, object]]:
 
 @pytest.mark.parametrize("path", PATHS)
 def test_every_answer_and_every_event_has_the_fingerprint(receipting: FakeServer, path: str) -> None:
-    assert ask(receipting, path).json()["system_fingerprint"] == FINGERPRINT.short()
+    assert ask(receipting, path).json()["system_fingerprint"] == FINGERPRINT.short
     usage = {"include_usage": True}
     said = events(ask(receipting, path, stream=True, stream_options=usage))
     assert len(said) > 2
-    assert {event["system_fingerprint"] for event in said} == {FINGERPRINT.short()}
+    assert {event["system_fingerprint"] for event in said} == {FINGERPRINT.short}
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -310,14 +310,14 @@ def test_one_fingerprint_and_seeded_request_give_the_same_bytes(receipting: Fake
 
 def test_models_and_responses_have_the_fingerprint(receipting: FakeServer) -> None:
     (card,) = show(receipting, "/v1/models").json()["data"]
-    assert card["system_fingerprint"] == FINGERPRINT.short()
+    assert card["system_fingerprint"] == FINGERPRINT.short
     assert card["arithmetic"] == FINGERPRINT.arithmetic
     assert card["arithmetic_paths"] == FINGERPRINT.paths
     assert show(receipting, "/v1/models/alias").json() == card
     headers = {"Authorization": "Bearer one"}
     asked = {"model": "fake", "input": "xyz", "max_output_tokens": 3}
     answer = httpx.post(f"{receipting.url}/v1/responses", json=asked, headers=headers).json()
-    assert answer["system_fingerprint"] == FINGERPRINT.short()
+    assert answer["system_fingerprint"] == FINGERPRINT.short
     refused = httpx.post(f"{receipting.url}/v1/responses", json=asked | {"receipt": True}, headers=headers)
     assert refused.status_code == 400
     assert "receipt" in refused.json()["error"]["message"]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from phasewise.serving.errors import RequestError
-from phasewise.serving.grammar.guides import Grammar, Guide, GuideCompiler, ThoughtMarks, TokenView
+from phasewise.serving.grammar.guides import CallMarks, Grammar, Guide, GuideCompiler, ThoughtMarks, TokenView
 from phasewise.serving.grammar.late_guides import CallGuide, ThoughtGuide, begun_guide
 from phasewise.serving.http.http_settings import ServedModel
 from phasewise.serving.http.requests.chat_schemas import ChatRequest
@@ -149,15 +149,9 @@ def test_a_guide_that_begins_late_leaves_all_text_before_the_call_alone(
         dialect(name),
         [Function("f", {"type": "object", "properties": {}, "required": []})],
     )
-    triggers = [trigger.encode() for trigger in template_dialect.triggers(functions)]
-    tokens = compiler.tokens
-    late = CallGuide(
-        held(name, functions, compiler),
-        triggers,
-        PIECES.__getitem__,
-        tokens.tokens_of,
-        only_first=template_dialect.only_first,
-    ).fresh()
+    triggers = tuple(trigger.encode() for trigger in template_dialect.triggers(functions))
+    marks = CallMarks(triggers, template_dialect.only_first)
+    late = CallGuide(held(name, functions, compiler), marks, compiler.tokens).fresh()
     before = b"\n" if template_dialect.only_first else b"some text, <tool {[ "
     free = np.zeros(len(PIECES), dtype=np.float32)
     ids = [CONTROL[text] for text in CONTROL if triggers[0].startswith(text.encode())][:1]
@@ -174,20 +168,11 @@ def test_a_guide_that_begins_late_leaves_all_text_before_the_call_alone(
 def test_thoughts_are_free_and_what_follows_is_held(compiler: GuideCompiler) -> None:
     inner = compiler.compile(Grammar.of_choices(["yes", "no"]))
     for is_open in (True, False):
-        guide = ThoughtGuide(
-            inner, b"<think>", b"</think>", PIECES.__getitem__, is_open=is_open, ends=()
-        ).fresh()
-        text = b"anything </thin" if is_open else b"<think>anything"
+        tokens = replace(compiler.tokens, piece=[*PIECES, b"<think>"].__getitem__, end_token_ids=frozenset())
+        marks = ThoughtMarks(b"<think>", b"</think>", is_open, None if is_open else len(PIECES))
+        guide = ThoughtGuide(inner, marks, tokens).fresh()
+        text = b"anything </thin"
         if not is_open:
-            guide = ThoughtGuide(
-                inner,
-                b"<think>",
-                b"</think>",
-                [*PIECES, b"<think>"].__getitem__,
-                is_open=False,
-                ends=(),
-                opening_token=len(PIECES),
-            ).fresh()
             row = np.zeros(len(PIECES) + 1, dtype=np.float32)
             guide.advance(len(PIECES))
             text = b"anything"

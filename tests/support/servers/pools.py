@@ -20,7 +20,7 @@ from phasewise.cluster.routing import Role
 from phasewise.serving.engine.engine_size import EngineSize
 from phasewise.serving.engine.messages import Answer, Delivery, Failure, Submit
 from phasewise.serving.engine.open_engine import ModelText, OpenEngine, open_engine
-from phasewise.serving.grammar.guides import Grammar, GuideCompiler
+from phasewise.serving.grammar.guides import Grammar, GuideCompiler, ThoughtMarks
 from phasewise.serving.grammar.late_guides import ThoughtGuide
 from phasewise.serving.loaders import load_model
 from phasewise.serving.loaders.load_adapter import with_adapters
@@ -257,13 +257,7 @@ def mixed_requests(guides: GuideCompiler | None) -> list[Submit]:
             guide = guides.compile_proven(grammar, 1)
             sampling = SamplingParams(temperature=1.0, seed=index)
             requests.append(Submit(f"g{index}", prompt(300 + index, 50), 20, sampling, guide=guide))
-        thinking = ThoughtGuide(
-            guides.compile_proven(Grammar.of_choices(["seven"]), 1),
-            b"<",
-            b">",
-            guides.tokens.piece,
-            is_open=True,
-            ends=guides.tokens.end_token_ids,
-        )
+        seven = guides.compile_proven(Grammar.of_choices(["seven"]), 1)
+        thinking = ThoughtGuide(seven, ThoughtMarks(b"<", b">", True, None), guides.tokens)
         requests.append(Submit("t", prompt(90), 20, SamplingParams(temperature=1.0, seed=5), guide=thinking))
     return requests
