@@ -66,7 +66,7 @@ SERVING = {
     "embedding model": ((), True),
 }
 """By way of serving: the options that choose it, and whether MODEL makes vectors."""
-CHOOSE_POOLS = {"--pools", "--prompt-pool", "--token-pool", "--mixed-pool", "--cluster"}
+CHOOSE_POOLS = {"--prompt-pool", "--token-pool", "--mixed-pool", "--cluster"}
 TOGETHER_ELSE = """
 ## Refused for other reasons
 

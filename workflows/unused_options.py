@@ -47,9 +47,7 @@ SAYS_WHAT_IS_UNUSED = frozenset({"serve"})
 have defaults such as PHASEWISE_DB for runs that read them, and say nothing where one does not.
 """
 
-_CORES_OF_POOLS = ("--prompt-pool", "--token-pool", "--mixed-pool")
-_LOCAL_POOLS = (*_CORES_OF_POOLS, "--pools")
-_POOLS = (*_LOCAL_POOLS, "--cluster")
+_POOLS = ("--prompt-pool", "--token-pool", "--mixed-pool", "--cluster")
 _EMBEDDING = ("--embed-cores", "--embed-instances", "--embed-accelerators", "--embed-device", "--embed-cpu")
 _BELIEVING = ("--remote-digest", "--remote-signers")
 _REMOTE = ("--remote", *_BELIEVING)
@@ -171,15 +169,9 @@ _SERVE = (
     Way("without --cluster", ("--spread",), unless=("--cluster",)),
     Way(
         "with --cluster",
-        ("--pools", "--explain", *_REMOTE),
+        ("--explain", *_REMOTE),
         when=("--cluster",),
         instead="hosts of a cluster choose cores and schedules; leave that out",
-    ),
-    Way(
-        "with --pools",
-        _CORES_OF_POOLS,
-        when=("--pools",),
-        instead="--pools auto finds the cores itself; leave that out",
     ),
     Way(
         "with pools",
@@ -192,7 +184,7 @@ _SERVE = (
         "where all pools are mixed",
         ("--split-above",),
         when=("--mixed-pool",),
-        unless=("--prompt-pool", "--token-pool", "--pools"),
+        unless=("--prompt-pool", "--token-pool"),
         instead="nothing is divided; leave that out",
     ),
     Way(
@@ -215,8 +207,7 @@ _OF_LANGUAGE_MODELS = (
     *("--machine-from-db", "--machine-from-xml", "--reference", "--wide"),
 )
 _SEARCHING = (
-    *("--lengths", "--trace", "--concurrency", "--cores", "--ranks", "--top-k", "--storage"),
-    *("--seed", "--verbose"),
+    *("--lengths", "--trace", "--concurrency", "--cores", "--ranks", "--top-k", "--storage", "--seed"),
 )
 """Options of tune-config that a search alone follows."""
 
@@ -266,7 +257,7 @@ WAYS: Mapping[str, tuple[Way, ...]] = {
         Way("with --root", ("--db",), when=("--root",)),
     ),
     "tune-config": (
-        Way("with --dry-run", ("--emit", "--verbose"), when=("--dry-run",)),
+        Way("with --dry-run", ("--emit",), when=("--dry-run",)),
         Way(
             "with --emit, without --no-resume",
             (*_SEARCHING, "--objective", "--slo", "--budget"),

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
+import io
 import re
-import textwrap
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -57,10 +56,6 @@ COLUMNS = 79
 _NO_TEXT = re.compile(r"<!--.*?-->\n?|^!\[[^\]]*\]\([^)]*\)\n\n?", re.S | re.M)
 """Comments, and pictures that stand alone."""
 _LINK = re.compile(r"\[([^\]]*)\]\(([^)]*)\)")
-_GOES_ON = re.compile(r"(?![|#]| *- | *\d+\. ) *\S")
-_CAN_GO_ON = re.compile(r"(?![|#]) *\S")
-"""A line that belongs to the paragraph or the item before it, and one that such a line may follow."""
-_CELL_ENDS = re.compile(r"(?<!\\)\|")
 _FENCE = re.compile(r"(^```.*?^```$)", re.S | re.M)
 
 
@@ -80,51 +75,20 @@ def list_text() -> str:
 
 
 def page_text(name: str) -> str:
-    """The page, its paragraphs filled, its tables set, each link written as what it says; code as it is."""
+    """The page as rich sets it, each link written as what it says; code as it is."""
+    from rich.console import Console
+    from rich.markdown import Markdown
+
+    console = Console(width=COLUMNS, color_system=None, file=io.StringIO())
     text = _NO_TEXT.sub("", (GUIDE / f"{name}.md").read_text(encoding="utf-8"))
-    parts = _FENCE.split(text)
-    return "".join(part if part.startswith("```") else _filled(part) for part in parts)
-
-
-def _filled(text: str) -> str:
-    lines: list[str] = []
-    for line in _LINK.sub(_link, text).split("\n"):
-        if lines and _GOES_ON.match(line) and _CAN_GO_ON.match(lines[-1]):
-            lines[-1] = f"{lines[-1]} {line.strip()}"
-        else:
-            lines.append(line)
-    rows = itertools.groupby(lines, key=lambda line: line.startswith("|"))
-    return "\n".join(_table(list(part)) if table else "\n".join(map(_line, part)) for table, part in rows)
-
-
-def _table(lines: list[str]) -> str:
-    """A Markdown table with its widest columns folded until a row fits."""
-    from tabulate import tabulate
-
-    head, _, *rows = ([cell.strip() for cell in _CELL_ENDS.split(line)[1:-1]] for line in lines)
-    natural = [max(len(name) + 2, *map(len, cells)) for name, *cells in zip(head, *rows, strict=True)]
-    room = COLUMNS - 2 * (len(head) - 1)
-    cap = next(cap for cap in range(room, 0, -1) if sum(min(width, cap) for width in natural) <= room)
-    widths = [min(width, cap) for width in natural]
-    return tabulate(
-        rows,
-        head,
-        tablefmt="simple",
-        disable_numparse=True,
-        maxcolwidths=widths,
-        maxheadercolwidths=[width - 2 for width in widths],  # tabulate keeps two columns beside a name
-    )
-
-
-def _line(line: str) -> str:
-    """One line of Markdown, broken where it is too long."""
-    if len(line) <= COLUMNS:
-        return line
-    inset = re.match(r" *(?:- |\d+\. )?", line)
-    indent = " " * (inset.end() if inset else 0)
-    return textwrap.fill(
-        line, COLUMNS, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-    )
+    parts = []
+    for part in _FENCE.split(text):
+        if not part.startswith("```"):
+            with console.capture() as set_text:
+                console.print(Markdown(_LINK.sub(_link, part)))
+            part = "\n".join(map(str.rstrip, set_text.get().splitlines()))
+        parts.append(part.strip("\n"))
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def _link(match: re.Match[str]) -> str:

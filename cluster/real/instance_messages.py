@@ -24,7 +24,6 @@ from phasewise.serving.pools.contract import Placement
 from phasewise.serving.ranks.kv_share import KvPlace, KvShape
 from phasewise.serving.scheduling.held_prefixes import HeldReport
 
-Role = Literal["prompt", "token", "mixed"]
 Part = Literal["whole", "prompt", "answer"]
 MAX_SHOWN = 200
 """Characters of a part of a message that an error shows."""

@@ -21,9 +21,8 @@ from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.pools.arena import aligned
 from phasewise.serving.pools.contract import KvPool, PoolSettings
 from phasewise.serving.pools.opening import open_pool
-from phasewise.serving.pools.rings import RingedPool
 from phasewise.serving.pools.state_places import StatePlaces
-from phasewise.serving.pools.states import StatefulPool
+from phasewise.serving.pools.wrapped import RingedPool, StatefulPool
 from phasewise.serving.prefix_store.opening import PrefixSettings, open_store
 from phasewise.serving.prefix_store.store import PrefixStore
 from phasewise.serving.ranks.kv_share import KvShape

@@ -59,9 +59,9 @@ class Placement(NamedTuple):
     table: tuple[int, ...] | None = None
     """Slots at which its runs of `KV_CHUNK` positions begin; None where all are one run."""
     ring: tuple[int, int] | None = None
-    """First slot and slots of its ring, in layers that keep rings (`pools.rings`). It never moves."""
+    """First slot and slots of its ring, in layers that keep rings (`pools.wrapped`). It never moves."""
     state: int | None = None
-    """The place of its state, in layers that keep one (`pools.states`)."""
+    """The place of its state, in layers that keep one (`pools.wrapped`)."""
 
     def slot(self, position: int) -> int:
         """The slot of a position."""

@@ -1,10 +1,12 @@
-"""A pool over another one, whose placements have something beside slots: `rings`, `states`."""
+"""A pool over another one, whose placements have something beside slots: a ring, or a place for a state."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from phasewise.serving.pools.contract import Grant, KvPool, Move, Placement, PoolStats
+from phasewise.serving.pools.arena import Arena, Block, aligned
+from phasewise.serving.pools.contract import Demand, Grant, KvPool, Move, Placement, PoolStats, Rings
+from phasewise.serving.pools.state_places import StatePlaces
 
 
 class WrappedPool(ABC):
@@ -51,3 +53,87 @@ class WrappedPool(ABC):
             Move(move.owner, self._dressed(move.owner, move.placement), move.copy) for move in grant.moves
         )
         return Grant(self._dressed(owner, grant.placement), moves)
+
+
+class RingedPool(WrappedPool):
+    """A KvPool over another one, whose placements have rings for sliding-window layers.
+
+    A later position takes the place of one that no token sees any more, so that a request keeps no more than
+    its window, and what one step writes, in those layers (decision 0047). A ring is given once and stays
+    where it is; one of a request that cannot become as long is as long as the request can become.
+    """
+
+    def __init__(self, pool: KvPool, rings: Rings) -> None:
+        super().__init__(pool)
+        self._rings = rings
+        self._arena = Arena(rings.n_slots)
+        self._blocks: dict[str, Block] = {}
+
+    @property
+    def rings(self) -> Rings:
+        """All rings."""
+        return self._rings
+
+    @property
+    def states(self) -> None:
+        return None
+
+    def reserve(self, owner: str, demand: Demand) -> Grant | None:
+        block = self._arena.take(min(aligned(demand.most_tokens), self._rings.longest))
+        if block is None:
+            return None
+        grant = self._pool.reserve(owner, demand)
+        if grant is None:
+            self._arena.give(block)
+            return None
+        self._blocks[owner] = block
+        return self._dressed_grant(owner, grant)
+
+    def release(self, owner: str, answer_tokens: int | None = None) -> None:
+        self._pool.release(owner, answer_tokens)
+        self._arena.give(self._blocks.pop(owner))
+
+    def check(self) -> None:
+        self._pool.check()
+        self._arena.check(self._blocks.values())
+
+    def _dressed(self, owner: str, placement: Placement) -> Placement:
+        block = self._blocks[owner]
+        return placement._replace(ring=(self._rings.first_slot + block.base, block.n_slots))
+
+
+class StatefulPool(WrappedPool):
+    """A KvPool over another one, whose placements have a place for a state."""
+
+    def __init__(self, pool: KvPool, places: StatePlaces) -> None:
+        super().__init__(pool)
+        self._places = places
+
+    @property
+    def rings(self) -> Rings | None:
+        return self._pool.rings
+
+    @property
+    def states(self) -> StatePlaces:
+        """All places."""
+        return self._places
+
+    def reserve(self, owner: str, demand: Demand) -> Grant | None:
+        if not self._places.n_spare:
+            return None
+        grant = self._pool.reserve(owner, demand)
+        if grant is None:
+            return None
+        self._places.give(owner)
+        return self._dressed_grant(owner, grant)
+
+    def release(self, owner: str, answer_tokens: int | None = None) -> None:
+        self._pool.release(owner, answer_tokens)
+        self._places.return_of(owner)
+
+    def check(self) -> None:
+        self._pool.check()
+        self._places.check()
+
+    def _dressed(self, owner: str, placement: Placement) -> Placement:
+        return placement._replace(state=self._places.place_of(owner))

@@ -177,7 +177,6 @@ def samples(places: Places) -> Mapping[str, tuple[list[object], list[object]]]:
         "--prompt-pool": one("--prompt-pool", "8-9", "--token-pool", "10-11"),
         "--token-pool": one("--token-pool", "10-11", "--prompt-pool", "8-9"),
         "--mixed-pool": one("--mixed-pool", "8-9"),
-        "--pools": one("--pools", "auto", beside=["--db", places.plans]),
         "--split-above": one("--split-above", 3),
         "--cluster": one("--cluster", "127.0.0.1:1", "--mixed-pool", "1x2"),
         "--spread": one("--spread"),
@@ -407,7 +406,7 @@ def test_a_variable_and_the_configuration_file_stand_for_runs_that_can_follow_th
 
 
 def test_a_value_that_is_the_default_chooses_no_way(places: Places, boundary: Boundary) -> None:
-    run = boundary.serve(places.model, "--pools", "off", "--threads", 2, PHASEWISE_POOLS="off")
+    run = boundary.serve(places.model, "--draft", "off", "--threads", 2, PHASEWISE_DRAFT="off")
     assert "front" not in run.opened
     assert only(run, "engine")
 
@@ -471,7 +470,6 @@ def test_pools_on_nodes_have_their_labels_and_one_context(places: Places, bounda
     ("arguments", "says"),
     [
         (("--mixed-pool", "1x2"), "1x2 is for nodes of a cluster: add --cluster"),
-        (("--cluster", "auto", "--pools", "auto"), "--pools has no effect with --cluster"),
         (("--cluster", "auto", "--mixed-pool", "0-3"), "--mixed-pool 0-3 has no effect with --cluster"),
         (("--cluster", "auto", "--prompt-pool", "1x2@", "--token-pool", "1x2"), "a label is a name like big"),
         (("--cluster", "auto", "--prompt-pool", "1x2"), "add --token-pool"),
@@ -508,7 +506,6 @@ def test_every_model_and_every_instance_is_explained(places: Places, boundary: B
         (("--served-model-name", ""), "--served-model-name must not be empty"),
         (("--ranks", 200), "200 ranks cannot divide"),
         (("--ranks", 2, "--mixed-pool", "0"), "--ranks has no effect with pools"),
-        (("--ranks", 2, "--pools", "auto"), "--ranks has no effect with pools"),
     ],
 )
 def test_names_and_ranks_that_cannot_be_are_refused(

@@ -23,7 +23,7 @@ from phasewise.serving.batch import Batch
 from phasewise.serving.engine.engine import Engine
 from phasewise.serving.engine.engine_host import EngineHost
 from phasewise.serving.engine.messages import Answer, Delivery, Submit
-from phasewise.serving.engine.open_engine import ModelText, OpenEngine
+from phasewise.serving.engine.open_engine import OpenEngine
 from phasewise.serving.engine.several_engines import SeveralEngines
 from phasewise.serving.sampling.sampling import SamplingParams
 from phasewise.topology import read_machine
@@ -31,12 +31,9 @@ from phasewise.tuner.plans import Phase, ServicePlan, default_plan, rank_on
 from phasewise.workflows.opening.open_model import NATIVE, OpenModel, open_under
 from phasewise.workflows.report import silent
 from phasewise.workflows.serve.embedding import EmbeddingRoom, Embeddings
-from phasewise.workflows.serve.instance_process import InstanceSpec
 from phasewise.workflows.serve.opened_models import open_models, plans_now
-from phasewise.workflows.serve.pools import Pools, open_pools
 from phasewise.workflows.serve.run import _beside_embeddings
 from phasewise.workflows.serve.settings import KeysAndValues, Running, ServeSettings
-from tests.support.engine_sizes import engine_size
 from tests.support.machines.paper_machines import xeon
 from tests.support.machines.stored_plans import keep_banded_plan
 from tests.support.models.encoder_models import write_encoder
@@ -138,23 +135,6 @@ def banded() -> dict[Phase, ServicePlan]:
 def opened_under(plans: Mapping[Phase, ServicePlan], folder: Path) -> OpenModel:
     path = write_tiny_gguf(folder / "tiny.gguf")
     return open_under(plans, str(path), NATIVE, str(folder / "none.db"), xeon())
-
-
-def test_beside_embeddings_a_pool_keeps_the_cores_of_its_bands(tmp_path: Path) -> None:
-    """At each number of sequences the answering instance has the band's, and embeddings have none of them."""
-    plans = banded()
-    opened = opened_under(plans, tmp_path)
-    spec = InstanceSpec(opened.model.name, NATIVE, engine_size(64, 4096, 16), None)
-    with open_pools(Pools(pools="auto"), opened, ModelText(opened.model), spec, None, silent) as pooled:
-        assert pooled is not None
-        (token,) = [own for own in pooled.instances if own.role == "token"]
-        of_embeddings = set(EmbeddingRoom(xeon(), pooled.cores).cores)
-
-    for sequences in (1, 7, 8, 32):
-        cores = token.plans["decode"].at(sequences).cores
-        assert cores == plans["decode"].at(sequences).cores
-        assert not of_embeddings & set(cores)
-    assert pooled.cores == plans["prefill"].all_cores
 
 
 @pytest.mark.skipif(len(CPUS) < 2, reason="needs two CPUs")

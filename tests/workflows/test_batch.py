@@ -202,7 +202,7 @@ def test_what_is_said_of_other_servers_does_not_keep_the_batch_s_own_from_answer
     requests.write_text(json.dumps({"custom_id": "a", "url": "/v1/completions", "body": body}))
     keys.write_text("sesame\n")
     keys.chmod(0o600)
-    ways = 'also = ["nothing.gguf"]\ncluster = "auto"\nmodels = "nowhere"\npools = "1+1"\n'
+    ways = 'also = ["nothing.gguf"]\ncluster = "auto"\nmodels = "nowhere"\nmixed_pool = ["900"]\n'
     config.write_text(f'[serve]\napi_key_file = "{keys}"\n{ways}embed_model = "nothing"\n')
     others = {"PHASEWISE_CLUSTER": "auto", "PHASEWISE_MODELS": str(tmp_path), "PHASEWISE_ALSO": "nobody"}
     environment = {"PHASEWISE_CONFIG": str(config), "XDG_CACHE_HOME": str(tmp_path / "cache"), **others}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 
 import pytest
@@ -12,11 +11,11 @@ from phasewise.serving.batch import Batch, KvCopy, SequenceSlice
 from phasewise.tuner.errors import TraceError
 from phasewise.tuner.plans import Phase
 from phasewise.workflows.bench.kv.inputs import (
+    Speeds,
     estimates_for,
     limit_for,
     read_samples,
     requests_of,
-    speeds_of,
     static_shares,
 )
 from phasewise.workflows.bench.kv.replay import (
@@ -52,7 +51,7 @@ def test_every_policy_serves_every_request_whole(estimate: str) -> None:
 
 def test_speeds_make_steps_into_seconds() -> None:
     """Known sequences cost what was told, others lie between; copies and prompts cost what they hold."""
-    speeds = speeds_of("4:200,prompt:1000,1:100,copy:500")
+    speeds = Speeds(1000.0, ((1, 100.0), (4, 200.0)), 500.0)
 
     def step_s(phase: Phase, n_slices: int, n_tokens: int = 1, copies: tuple[KvCopy, ...] = ()) -> float:
         piece = SequenceSlice((1,) * n_tokens, 0, 0, wants_logits=True)
@@ -64,12 +63,6 @@ def test_speeds_make_steps_into_seconds() -> None:
     assert step_s("decode", 8) == pytest.approx(0.04)
     assert step_s("prefill", 2, 25) == pytest.approx(0.05)
     assert step_s("decode", 1, copies=(KvCopy(0, 16, 16), KvCopy(32, 64, 34))) == pytest.approx(0.11)
-
-
-@pytest.mark.parametrize("text", ["", "1:100", "prompt:5", "prompt:5,x:3", "prompt:5,1:0", "prompt:5,0:4"])
-def test_unreadable_speeds_are_refused(text: str) -> None:
-    with pytest.raises(TraceError, match="prompt:900"):
-        speeds_of(text)
 
 
 def test_static_shares_are_what_the_replay_finds() -> None:
@@ -100,23 +93,6 @@ def test_why_requests_failed_is_told_and_nothing_where_none_did() -> None:
     (line,) = [line for line in told if "failed" in line]
     assert line.startswith("static, -: 5 requests failed; ")
     assert "512 tokens here (the KV cache holds no more)" in line
-
-
-def test_halves_share_no_request(tmp_path: Path) -> None:
-    path = tmp_path / "lengths.csv"
-    lengths = random.Random(1).sample(range(1, 9999), 101)
-    path.write_text("id,answer\n" + "".join(f"{index},{length}\n" for index, length in enumerate(lengths)))
-
-    halves = [
-        {
-            request.output_tokens
-            for request in requests_of(read_samples(str(path), ReplayWish("answer", part=part)))
-        }
-        for part in ("first", "second")
-    ]
-
-    assert halves[0] | halves[1] == set(lengths)
-    assert not halves[0] & halves[1]
 
 
 def test_a_length_log_tells_its_lengths(tmp_path: Path) -> None:

@@ -19,13 +19,13 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from phasewise._files import write_file
+from phasewise._options import option
 from phasewise.serving.processes.behind_others import end_with_parent
-from phasewise.workflows.batch.settings import OwnServing
 from phasewise.workflows.config_file import config_path, config_text
 from phasewise.workflows.errors import UsageError, WorkflowError
 from phasewise.workflows.opening.drafts import check_draft
 from phasewise.workflows.opening.open_model import Weights, check_settings
-from phasewise.workflows.options import ModelCores
+from phasewise.workflows.options import DRAFT, DRAFT_TOKENS, KV_FORMAT, ModelCores
 from phasewise.workflows.report import Report
 from phasewise.workflows.serve.embedding import makes_vectors
 
@@ -33,8 +33,18 @@ _LOOK_EVERY_S = 0.1
 _END_S = 30.0
 _NO_PROMISE_MS = 60_000
 _API_KEY = "PHASEWISE_API_KEY"
-_OTHER_WAYS = ("also", "cluster", "embed_model", "models", "pools")
+_OTHER_WAYS = ("also", "cluster", "embed_model", "mixed_pool", "models", "prompt_pool", "token_pool")
 """Options by which a server would serve something else than the batch's model on this machine alone."""
+
+
+@dataclass(frozen=True)
+class OwnServing:
+    """The way a model is served for one batch."""
+
+    concurrency: int = option(32, "requests at the same time", min=1, max=512, metavar="N")
+    draft: str | None = DRAFT(None)
+    draft_tokens: int | None = DRAFT_TOKENS(None)
+    kv_format: str = KV_FORMAT("auto")
 
 
 @dataclass(frozen=True)

@@ -185,7 +185,6 @@ class Timing:
     """The repetitions of each test, in prefill steps of how many tokens at most; each size in turn."""
 
     repetitions: int
-    warm_ups: int = 1
     batch_tokens: tuple[int, ...] = (MAX_BATCH_TOKENS,)
 
 
@@ -222,9 +221,8 @@ def bench_rows(
                 opened.model.config.vocab_size,
                 batch_tokens,
                 timing.repetitions,
-                timing.warm_ups,
             )
-            n_tokens = workload.n_tokens * (timing.repetitions + timing.warm_ups)
+            n_tokens = workload.n_tokens * (timing.repetitions + 1)  # one more warms up
             after = opened.steps_and_crossings
             spent_j = energy.total_joules() - before_j
             totals = None if counters is None or workload.n_depth else counters.lap()

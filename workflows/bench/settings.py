@@ -22,10 +22,8 @@ MOST_COUNT = 1 << 20
 MOST_VALUES = 1000
 """The longest range."""
 LEAST_BATCH_TOKENS = 32
-"""Below it a value of -b is a number of sequences: no prefill step is that small."""
 MOST_BATCH_TOKENS = 1 << 16
-LIST, PAIR, MODELS = "LIST", "PP,TG", "MODEL"
-"""Metavars of options that may be given several times, with their values joined."""
+LIST = "LIST"
 
 
 def counts(text: str) -> tuple[int, ...]:
@@ -40,6 +38,15 @@ def whole_numbers(text: str) -> tuple[int, ...]:
     if len(values) < len(parts) or not all(value <= MOST_COUNT for value in values):
         raise OptionError(f"{text!r:.60} is not a list of whole numbers such as 128,512 or 128-512*2")
     return tuple(values)
+
+
+def _batch_sizes(text: str) -> tuple[int, ...]:
+    sizes = counts(text)
+    if not sizes or not all(LEAST_BATCH_TOKENS <= size <= MOST_BATCH_TOKENS for size in sizes):
+        raise OptionError(
+            f"{text!r:.60} is not a list of batch sizes from {LEAST_BATCH_TOKENS} to {MOST_BATCH_TOKENS}"
+        )
+    return sizes
 
 
 def _range(part: str) -> list[int]:
@@ -101,9 +108,9 @@ class BenchTests:
     )
     pairs: tuple[tuple[int, int], ...] = option(
         (),
-        "a prompt and its answer in one time, e.g. 512,128 [repeatable]",
+        "prompts with their answers in one time, e.g. 512,128;64,16",
         "-pg",
-        metavar=PAIR,
+        metavar="PP,TG",
         parser=_pairs,
         written="",
         show_default=False,
@@ -148,12 +155,11 @@ class BenchRunning:
 
     batch_tokens: tuple[int, ...] = option(
         (2048,),
-        f"most tokens of a prefill step; a list with a number below {LEAST_BATCH_TOKENS} is taken as"
-        " --n-sequences",
+        "most tokens of a prefill step",
         "-b",
         "--batch-size",
         metavar=LIST,
-        parser=counts,
+        parser=_batch_sizes,
         written="2048",
     )
     threads: tuple[int, ...] = option(
@@ -188,7 +194,6 @@ class BenchRunning:
         show_default=False,
     )
     repetitions: int = option(5, "timed runs of each test", "-r", "--repetitions", min=1, max=1000)
-    no_warmup: bool = option(False, "do not run each test once before it is timed", "--no-warmup")
     counters: bool = option(
         False,
         "read the processor's counters: instructions a cycle, misses of the last-level cache and of the TLB, "

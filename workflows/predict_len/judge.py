@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ from phasewise.workflows.predict_len.inputs import (
     predictor_file,
     read_logs,
 )
-from phasewise.workflows.predict_len.settings import TIMED_CALLS, EvalWish
+from phasewise.workflows.predict_len.settings import EvalWish
 from phasewise.workflows.report import Report, silent
 
 SHARES_TOLD = (0.5, 0.9, 0.99)
@@ -107,8 +106,6 @@ def predict_length(
     max_tokens: int,
     temperature: float,
     predictor: Path | None,
-    *,
-    timed: bool = False,
     report: Report = silent,
 ) -> dict[str, Any]:
     """The length of `model`'s answer to a user's message, in tokens. ModelError, PredictorError."""
@@ -116,7 +113,7 @@ def predict_length(
     estimator = load_predictor(predictor_file(predictor, tokens.model_name))
     facts = PromptFacts(tokens.prompt(message), temperature, max_tokens)
     forecast, lengths = estimator.forecast(facts, estimator.price(0.5)), estimator.distribution(facts)
-    fields: dict[str, Any] = {
+    return {
         "model": tokens.model_name,
         "prompt_tokens": len(facts.token_ids),
         "mean_tokens": round(forecast.mean_tokens, 1),
@@ -124,18 +121,6 @@ def predict_length(
         "uncertainty": round(forecast.uncertainty, 4),
         "at_most_tokens": {f"{share:g}": lengths.quantile(share) for share in SHARES_TOLD},
     }
-    if timed:
-        fields["median_us"] = _median_us(estimator, facts)
-    return fields
-
-
-def _median_us(predictor: LengthPredictor, facts: PromptFacts) -> float:
-    times = []
-    for _ in range(TIMED_CALLS):
-        started_ns = time.perf_counter_ns()
-        predictor.forecast(facts, 0.001)
-        times.append((time.perf_counter_ns() - started_ns) / 1000)
-    return round(statistics.median(times), 1)
 
 
 def keep_scores(judged: Judged, wish: EvalWish, report: Report = silent) -> int:

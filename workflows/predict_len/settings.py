@@ -8,9 +8,6 @@ from pathlib import Path
 from phasewise._options import named, option
 from phasewise.workflows.options import DB, FORMAT, THREADS
 
-TIMED_CALLS = 200
-"""Predictions whose median time `predict-len predict --time` tells."""
-
 TOKENS = named(
     "model whose tokens the log's prompts are [default: the one that its lines name]",
     "--model",

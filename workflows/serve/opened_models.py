@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from phasewise._words import counted
 from phasewise.workflows.report import Report, silent
 from phasewise.workflows.serve.core_plans import replanned
 from phasewise.workflows.serve.settings import KeysAndValues, ServeSettings
@@ -128,7 +129,7 @@ def _fought(
     from phasewise.workflows.opening.first_start import fight_first
     from phasewise.workflows.serve.pools import planned_instances
 
-    instances = planned_instances(settings.pools, machine, opened.plans, silent)
+    instances = planned_instances(settings.pools, machine)
     plans = [instance.plans for instance in instances] or [opened.plans]
     return fight_first(opened, plans, settings.weights, settings.db, machine, seconds, report)
 
@@ -170,7 +171,6 @@ def open_sized(model: SizedModel, settings: ServeSettings, stack: ExitStack, rep
     from phasewise.serving.engine.open_engine import ModelText
     from phasewise.workflows.serve.embedding import cores_beside
     from phasewise.workflows.serve.instance_process import InstanceSpec
-    from phasewise.workflows.serve.length_estimator import open_predictor
     from phasewise.workflows.serve.pools import open_pools
     from phasewise.workflows.serve.ray_pools import KvWanted, open_ray_pools
 
@@ -181,12 +181,12 @@ def open_sized(model: SizedModel, settings: ServeSettings, stack: ExitStack, rep
     beside = cores_beside(settings.embeddings) if settings.pools.cluster is None else 0
     spec = InstanceSpec(model.ref, settings.weights, size, None, db, prefixes=prefixes, other_cores=beside)
     wanted = KvWanted(settings.kv.kv_budget_bytes, running.context_tokens)
-    pooled = (
-        stack.enter_context(open_pools(settings.pools, opened, text, spec, wanted.context_tokens, report))
-        if settings.pools.cluster is None
-        else stack.enter_context(open_ray_pools(settings.pools, opened, text, spec, wanted))
-    )
-    if pooled is not None:
+    if settings.pools.is_asked:
+        pooled = stack.enter_context(
+            open_pools(settings.pools, opened, text, spec, wanted.context_tokens)
+            if settings.pools.cluster is None
+            else open_ray_pools(settings.pools, opened, text, spec, wanted)
+        )
         return OpenedModel(
             spec, opened, pooled, pooled.host, predictor, pooled.lines, pooled.cores, pooled.instances
         )
@@ -198,6 +198,36 @@ def open_sized(model: SizedModel, settings: ServeSettings, stack: ExitStack, rep
     lines = [plan.describe() for plan in opened.plans.values()]
     cores = frozenset(core for plan in opened.plans.values() for core in plan.all_cores)
     return OpenedModel(spec, opened, alone, host, predictor, lines, cores, drafts=model.drafts)
+
+
+def open_predictor(text: str, model_name: str, report: Report = silent) -> Predictor | None:
+    """The predictor of answers' lengths, which learns how long they became. PredictorError where its file
+    cannot be read.
+
+    text: its file; `auto` for the model's own file, None where there is none; `off` for None.
+    """
+    if text == "off":
+        return None
+    from phasewise.serving.model_table import Predictor
+    from phasewise.serving.pools.contract import Estimate
+    from phasewise.tuner.predictor.files import default_file, load_predictor
+    from phasewise.tuner.predictor.live import LiveEstimator
+    from phasewise.tuner.predictor.log import PromptFacts
+
+    path = default_file(model_name) if text == "auto" else text
+    if text == "auto" and not default_file(model_name).exists():
+        report(f"there is no predictor of {model_name} at {path}: answers' lengths are not predicted")
+        return None
+    trained = load_predictor(path)
+    n_answers = counted(int(trained.trained_on.get("answers", 0)), "answer")
+    report(f"answers' lengths are predicted by {path}, trained on {n_answers}")
+    if trained.model_name != model_name:
+        report(f"it was trained on answers of {trained.model_name}, not of {model_name}")
+    estimator = LiveEstimator(trained)
+    return Predictor(
+        estimate=lambda facts: Estimate(*estimator(PromptFacts(*facts))),
+        learn=lambda facts, output_tokens: estimator.observe(PromptFacts(*facts), output_tokens),
+    )
 
 
 def _size(

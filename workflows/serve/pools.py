@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from phasewise._options import option
 from phasewise._words import counted
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from phasewise.topology import Machine
     from phasewise.tuner.plans import Phase, ServicePlan
     from phasewise.workflows.opening.open_model import OpenModel
-    from phasewise.workflows.report import Report
     from phasewise.workflows.serve.instance_process import InstanceSpec
 
 MAX_INSTANCES = 1000
@@ -74,10 +73,6 @@ class Pools:
     mixed_pool: Sequence[str] | None = option(
         None, "an instance on these cores computes both [repeatable]", metavar="POOL"
     )
-    pools: Literal["off", "auto"] = option(
-        "off",
-        "auto: cores that only the tuned prefill plan uses compute prompts, those of the decode plan answers",
-    )
     split_above: int = option(
         SPLIT_ABOVE_TOKENS,
         "prompts of more tokens are computed in the prompt pool, others where their answers are",
@@ -97,7 +92,7 @@ class Pools:
     @property
     def is_asked(self) -> bool:
         """True if any pool is asked for."""
-        return bool(self.named or self.cluster) or self.pools != "off"
+        return bool(self.named or self.cluster)
 
     @property
     def named(self) -> list[tuple[Role, str]]:
@@ -179,33 +174,28 @@ class PlannedInstance:
         return self.role in ("mixed", "prompt" if phase == "prefill" else "token")
 
 
-def planned_instances(
-    pools: Pools, machine: Machine, plans: Mapping[Phase, ServicePlan], report: Report
-) -> list[PlannedInstance]:
-    """The instances that `pools` asks for; none: one engine serves alone.
+def planned_instances(pools: Pools, machine: Machine) -> list[PlannedInstance]:
+    """The instances that `pools` names; none: one engine serves alone.
 
     UsageError for pools that exclude each other or share cores, PlanError for cores that this process may not
     use.
     """
-    if pools.pools == "auto":
-        return _found_pools(plans, report)
-    named = pools.named
-    if not named:
+    if not pools.named:
         return []
-    _check_roles({role for role, _ in named})
-    instances = [PlannedInstance(role, _plans_on(machine, cores)) for role, cores in named]
+    _check_roles({role for role, _ in pools.named})
+    instances = [PlannedInstance(role, _plans_on(machine, cores)) for role, cores in pools.named]
     _refuse_shared_cores(instances)
     return instances
 
 
 def joined_plans(instances: Sequence[PlannedInstance]) -> dict[Phase, ServicePlan]:
-    """For each phase the ranks of all instances that compute it, without bands."""
+    """For each phase the ranks of all instances that compute it."""
     plans: dict[Phase, ServicePlan] = {}
     for instance in instances:
         for phase, plan in instance.plans.items():
             if instance.computes(phase):
                 ranks = plans[phase].ranks if phase in plans else ()
-                plans[phase] = replace(plan, ranks=(*ranks, *plan.ranks), bands=())
+                plans[phase] = replace(plan, ranks=(*ranks, *plan.ranks))
     return plans
 
 
@@ -213,28 +203,6 @@ def _check_roles(roles: set[Role]) -> None:
     if "mixed" not in roles and roles != {"prompt", "token"}:
         missing = "token" if roles == {"prompt"} else "prompt"
         raise UsageError(f"without --mixed-pool both prompts and answers need a pool: add --{missing}-pool")
-
-
-def _found_pools(plans: Mapping[Phase, ServicePlan], report: Report) -> list[PlannedInstance]:
-    """The decode plan's cores answer; those that only the prefill plan uses compute prompts."""
-    from phasewise.tuner.plans import RankCores
-
-    decode = plans["decode"]
-    taken = decode.all_cores
-    left = tuple(
-        RankCores(cores, rank.numa_node)
-        for rank in plans["prefill"].ranks
-        if (cores := tuple(core for core in rank.cores if core not in taken))
-    )
-    if not left:
-        report(
-            "--pools auto: the plan for decode uses every core that the plan for prefill uses, "
-            "so that one engine serves both; name the cores to divide them"
-        )
-        return []
-    prompt: dict[Phase, ServicePlan] = {phase: replace(plans[phase], ranks=left, bands=()) for phase in plans}
-    token: dict[Phase, ServicePlan] = {phase: replace(plans[phase], ranks=decode.ranks) for phase in plans}
-    return [PlannedInstance("prompt", prompt), PlannedInstance("token", token)]
 
 
 def _plans_on(machine: Machine, cores: str) -> dict[Phase, ServicePlan]:
@@ -297,9 +265,8 @@ def open_pools(
     text: ModelText,
     spec: InstanceSpec,
     asked_context: int | None,
-    report: Report,
-) -> Iterator[OpenPools | None]:
-    """The instances on this host that `pools` asks for, which start with it; None: one engine serves alone.
+) -> Iterator[OpenPools]:
+    """The instances on this host that `pools` names, which start with it.
 
     spec: of an instance, but for its cores and its share of the size; `other_cores`: those of what is no
     instance, as far as they are left. Raises UsageError, PlanError.
@@ -308,10 +275,7 @@ def open_pools(
     from phasewise.topology import read_machine
 
     machine = read_machine()
-    instances = planned_instances(pools, machine, opened.plans, report)
-    if not instances:
-        yield None
-        return
+    instances = planned_instances(pools, machine)
     size = _that_hold(spec.size, opened.model, instances)
     spec = replace(spec, size=share_of(size, len(instances), asked_context))
     cores = frozenset().union(*(instance.cores for instance in instances))

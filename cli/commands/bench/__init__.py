@@ -7,7 +7,7 @@ from phasewise.cli.commands.bench.embed import embed
 from phasewise.cli.commands.bench.kernels import kernels
 from phasewise.cli.commands.bench.kv import kv
 from phasewise.cli.commands.bench.machine import machine
-from phasewise.cli.commands.bench.run import LlamaBenchCommand, run
+from phasewise.cli.commands.bench.run import run
 from phasewise.cli.commands.bench.serve import serve
 
 HELP = """Measure speeds and the machine's limits.
@@ -16,6 +16,5 @@ $ phasewise bench run smollm2-135m-instruct
 $ phasewise bench serve http://127.0.0.1:8000 --concurrency 8"""
 
 app = CommandApp(help=HELP)
-for command in (serve, embed, machine, kv, kernels):
+for command in (run, serve, embed, machine, kv, kernels):
     app.command(command.__name__)(command)
-app.command("run", cls=LlamaBenchCommand)(run)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tabulate import tabulate
-
 from phasewise._words import counted, number, percent
+from phasewise.cli import tables
 from phasewise.cli.present import on_one_line
 from phasewise.loadtest.metrics import (
     GOAL,
@@ -44,15 +41,9 @@ def as_csv(report: LoadReport, *, is_detailed: bool = False) -> str:
     if is_detailed:
         columns = detailed_fields(report.measured.outcomes)
         columns = {name: column for name, column in columns.items() if name != "itls"}
-        return _csv(list(columns), list(zip(*columns.values(), strict=True)))
+        return tables.as_csv(columns, zip(*columns.values(), strict=True))
     fields = {name: value for name, value in fields_of(report).items() if not isinstance(value, dict | list)}
-    return _csv(list(fields), [list(fields.values())])
-
-
-def _csv(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    out = io.StringIO()
-    csv.writer(out, lineterminator="\n").writerows([names, *rows])
-    return out.getvalue()
+    return tables.as_csv(fields, [fields.values()])
 
 
 def as_md(report: LoadReport, *, is_detailed: bool = False) -> str:
@@ -159,14 +150,13 @@ def _failures(report: LoadReport) -> str:
         [kind, str(len(errors)), on_one_line(errors[0])[:MOST_REASON_CHARS]]
         for kind, errors in reasons.items()
     ]
-    return _table(rows, ["failure", "requests", "the first of them"], right=(1,))
+    return _table(rows, ["failure", "requests", "the first of them"], ["the first of them"])
 
 
-def _table(rows: Sequence[Sequence[str]], headers: Sequence[str], right: Sequence[int] | None = None) -> str:
-    numbers = range(1, len(headers)) if right is None else right
-    aligned = ["right" if column in numbers else "left" for column in range(len(headers))]
-    table = tabulate(rows, headers=headers, tablefmt="github", colalign=aligned, disable_numparse=True)
-    return table + "\n"
+def _table(rows: Sequence[Sequence[str]], headers: Sequence[str], left: Sequence[str] = ()) -> str:
+    """A table whose first column, and those of `left`, are aligned to the left."""
+    cells = [dict(zip(headers, row, strict=True)) for row in rows]
+    return f"{tables.RowTable(cells, [headers[0], *left], form='github')}\n"
 
 
 def draw_report(report: LoadReport) -> str | None:

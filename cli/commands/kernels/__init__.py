@@ -162,39 +162,21 @@ def emit(
     note(counted(n_shapes, "tuned shape"))
 
 
-@app.command("list")
-def list_(db: DbOption = None, as_json: JsonOption = False) -> None:
-    """List the kernels that the database has parameters for.
-
-    $ phasewise kernels list
-    $ phasewise kernels list --json
-    """
-    from phasewise.cli.commands.kernels.text import listed_fields, listed_text
-    from phasewise.kerneldb.records import UserPromotion
-    from phasewise.kerneldb.store import open_store
-
-    with open_store(db, note) as store:
-        promotions = store.rows(UserPromotion, verified=True)
-    if as_json:
-        print_json({"kernels": listed_fields(promotions)})
-    else:
-        say(listed_text(promotions))
-
-
 @app.command("show")
 def show(
     name: Annotated[
-        str, typer.Argument(metavar="NAME", help="a kernel's name, or the key that `list` prints")
-    ],
+        str | None,
+        typer.Argument(metavar="NAME", help="a kernel's name or its key [default: list all kernels]"),
+    ] = None,
     db: DbOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the parameters in use for each shape of a kernel, and what they gained.
+    """List the kernels that the database has parameters for; of NAME the parameters in use and their gain.
 
+    $ phasewise kernels show
     $ phasewise kernels show dot_f32
-    $ phasewise kernels show dot_f32 --json
     """
-    from phasewise.cli.commands.kernels.text import shown_fields, shown_text
+    from phasewise.cli.commands.kernels.text import listed_fields, listed_text, shown_fields, shown_text
     from phasewise.ir.errors import UserKernelError
     from phasewise.kerneldb.records import UserPromotion
     from phasewise.kerneldb.store import open_store
@@ -203,13 +185,16 @@ def show(
         promotions = [
             promotion
             for promotion in store.rows(UserPromotion, verified=True)
-            if name in (promotion.problem.name, promotion.problem.kernel_abi)
+            if name in (None, promotion.problem.name, promotion.problem.kernel_abi)
         ]
-    if not promotions:
+    if name is None:
+        rows = listed_fields(promotions)
+        print_json({"kernels": rows}) if as_json else say(listed_text(rows))
+    elif not promotions:
         raise UserKernelError(
-            f"the database has no parameters for a kernel `{name}`; see `phasewise kernels list`"
+            f"the database has no parameters for a kernel `{name}`; see `phasewise kernels show`"
         )
-    if as_json:
+    elif as_json:
         print_json({"shapes": shown_fields(promotions)})
     else:
         say(shown_text(promotions))

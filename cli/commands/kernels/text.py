@@ -51,9 +51,8 @@ def listed_fields(promotions: Sequence[UserPromotion]) -> list[dict[str, Any]]:
     return [{"name": name, "key": key, "shapes": len(tuned)} for (name, key), tuned in shapes.items()]
 
 
-def listed_text(promotions: Sequence[UserPromotion]) -> str:
+def listed_text(rows: Sequence[dict[str, Any]]) -> str:
     """One line for each kernel and build."""
-    rows = listed_fields(promotions)
     if not rows:
         return "no kernels; tune one: phasewise tune-kernels --kernel KERNEL.kir --shapes .."
     return "\n".join(f"{row['name']:20} {counted(row['shapes'], 'shape'):>10}  {row['key']}" for row in rows)

@@ -17,7 +17,6 @@ from phasewise.cli.tables import RowTable, show
 from phasewise.workflows.predict_len.settings import (
     PREDICTOR,
     SEED,
-    TIMED_CALLS,
     TOKENS,
     CollectWish,
     EvalWish,
@@ -25,7 +24,6 @@ from phasewise.workflows.predict_len.settings import (
 
 if TYPE_CHECKING:
     from phasewise.tuner.predictor.evaluate import Calibration
-    from phasewise.tuner.predictor.train import Epoch
     from phasewise.workflows.predict_len.compare import LogReport
 
 
@@ -98,7 +96,6 @@ def train_command(
         float, typer.Option(min=0.0, max=0.9, help="share of the prompts kept out of training, for `eval`")
     ] = 0.0,
     seed: SeedOption = 0,
-    verbose: Annotated[bool, typer.Option("--verbose", help="report every epoch on stderr")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Train a predictor of the lengths that logs hold, and keep it for `serve --predictor auto`.
@@ -111,14 +108,12 @@ def train_command(
     from phasewise.tuner.predictor.train import TrainOptions, train
     from phasewise.workflows.predict_len.compare import Split, with_split
     from phasewise.workflows.predict_len.inputs import predictor_file, read_logs
-    from phasewise.workflows.report import silent
 
     owns_stdout(output, as_json)
     check_target(output)
     parsed_logs, name = read_logs(logs, model, note)
     kept, _ = held_out([example for log in parsed_logs for example in log.examples], split, seed)
-    tell = note if verbose else silent
-    predictor = train(kept, name, TrainOptions(seed=seed), lambda epoch: tell(epoch_line(epoch)))
+    predictor = train(kept, name, TrainOptions(seed=seed))
     path = predictor_file(output, name)
     save_predictor(with_split(predictor, Split(split, seed)), path)
     if as_json:
@@ -176,9 +171,6 @@ def predict(
     max_tokens: Annotated[int, typer.Option(min=1, help="most tokens that the answer may have")] = 512,
     temperature: Annotated[float, typer.Option(min=0.0, help="temperature that the answer would have")] = 0.0,
     predictor: PredictorOption = None,
-    timed: Annotated[
-        bool, typer.Option("--time", help=f"also measure the median time of {TIMED_CALLS} predictions")
-    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Predict how long MODEL's answer to a message will be.
@@ -189,7 +181,7 @@ def predict(
     from phasewise.workflows.predict_len.judge import predict_length
 
     message = read_stdin() if prompt == "-" else prompt
-    fields = predict_length(model, message, max_tokens, temperature, predictor, timed=timed, report=note)
+    fields = predict_length(model, message, max_tokens, temperature, predictor, note)
     if as_json:
         print_json(fields)
     else:
@@ -198,14 +190,6 @@ def predict(
         ]
         told = {**fields, "at_most_tokens": f"{', '.join(bounds)} of such answers"}
         say("\n".join(f"{name:<14}  {value}" for name, value in told.items()))
-
-
-def epoch_line(epoch: Epoch) -> str:
-    """One network's loss after one epoch."""
-    return (
-        f"network {epoch.member + 1}, epoch {epoch.number}: "
-        f"loss {epoch.loss:.3f}, unseen {epoch.unseen_loss:.3f}"
-    )
 
 
 def report_text(report: LogReport) -> Iterator[str | RowTable]:

@@ -45,10 +45,6 @@ def tune_config(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="show what would be searched; measure nothing")
     ] = False,
-    verbose: Annotated[
-        bool,
-        typer.Option("--verbose", help="also print the trees of the search (terms: docs/guide/glossary.md)"),
-    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Find on which cores, and in how many ranks, each phase runs best.
@@ -82,23 +78,23 @@ def tune_config(
     if dry_run:
         _print_dry_run(wish, subject, as_json)
         return
-    result = _run(wish, subject, started_s, verbose=verbose)
-    _print_found(result, emit, as_json, verbose=verbose)
+    result = _run(wish, subject, started_s)
+    _print_found(result, emit, as_json)
     if result.end == "interrupted":
         raise typer.Exit(EXIT_INTERRUPTED)
 
 
-def _run(wish: TuneConfigSettings, subject: Subject, started_s: float, *, verbose: bool) -> Found:
+def _run(wish: TuneConfigSettings, subject: Subject, started_s: float) -> Found:
     from phasewise.cli.commands.tune_config.progress import CommandClock, progress_of_search
     from phasewise.tuner.measurement_lock import user_lock
     from phasewise.workflows.tune_config.loads import tune_loads
 
     clock = CommandClock(started_s, wish.budget_s)
-    with progress_of_search(subject.machine, clock, verbose=verbose) as show:
+    with progress_of_search(subject.machine, clock) as show:
         return tune_loads(wish, subject, started_s, show, user_lock(show.say))
 
 
-def _print_found(result: Found, emit: EmitChoice | None, as_json: bool, *, verbose: bool) -> None:
+def _print_found(result: Found, emit: EmitChoice | None, as_json: bool) -> None:
     from phasewise.cli.commands.tune_config.text import found_text
     from phasewise.workflows.tune_config.json import found_fields
 
@@ -109,9 +105,9 @@ def _print_found(result: Found, emit: EmitChoice | None, as_json: bool, *, verbo
         emitted = _emit_fields(emit, plans, result.subject.machine) if emit and plans else {}
         print_json({"dry_run": False, **found_fields(result), **emitted})
     elif emit is None:
-        show(*found_text(result, verbose=verbose))
+        show(*found_text(result))
     else:
-        for part in found_text(result, verbose=verbose):
+        for part in found_text(result):
             note(str(part))
         _print_emitted(emit, plans, result.subject.machine)
 

@@ -50,8 +50,8 @@ def milliseconds(value: float) -> str:
     return f"{number(value, 3)} ms" if value < 100 else f"{value:.0f} ms"
 
 
-def found_text(result: Found, *, verbose: bool = False) -> Iterator[str | RowTable]:
-    """The text at the end of a run, for people. `verbose`: with words of the search."""
+def found_text(result: Found) -> Iterator[str | RowTable]:
+    """The text at the end of a run, for people."""
     yield from _heading(result)
     for searched in result.searched:
         yield ""
@@ -63,7 +63,7 @@ def found_text(result: Found, *, verbose: bool = False) -> Iterator[str | RowTab
             yield ""
             yield from _phase_lines(band, searched)
     yield ""
-    yield from _run_lines(result, verbose=verbose)
+    yield from _run_lines(result)
 
 
 def _heading(result: Found) -> Iterator[str]:
@@ -212,7 +212,7 @@ def _kept_name(verdict: PhaseVerdict) -> str:
     return names[0] if names else "a reference"
 
 
-def _run_lines(result: Found, *, verbose: bool) -> Iterator[str]:
+def _run_lines(result: Found) -> Iterator[str]:
     sums = totals(result)
     for band in result.bands:
         sums = {name: count + sums[name] for name, count in totals(band).items()}
@@ -221,8 +221,7 @@ def _run_lines(result: Found, *, verbose: bool) -> Iterator[str]:
         f"{sums['evaluations']} of {counted(sums['configurations'], 'configuration')} evaluated, "
         f"{sums['replayed']} known before, {sums['failed']} failed,"
     )
-    cut = f", {counted(sums['trees_cut'], 'tree')} cut" if verbose else ""
-    yield f"{sums['pruned']} stopped early{cut}; {minutes}:{seconds:02}."
+    yield f"{sums['pruned']} stopped early; {minutes}:{seconds:02}."
     kernels = [tuned_round for run in (result, *result.bands) for tuned_round in run.kernels]
     if any(tuned_round.outcome.gains for tuned_round in kernels):
         tuned = sum(not gain.is_default for tuned_round in kernels for gain in tuned_round.outcome.gains)

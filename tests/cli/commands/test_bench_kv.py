@@ -26,17 +26,6 @@ def rows_of(*args: str) -> list[dict[str, object]]:
     return rows
 
 
-def test_the_figure_by_speeds_is_tokens_over_seconds() -> None:
-    """Each sequence alone, at one speed whatever is computed: that speed, less the prompts' time."""
-    args = ["fixed:10/40", "-n", "6", "--max-tokens", "40", "--slots", "64", "--policies", "static"]
-
-    (row,) = rows_of(*args, "--speeds", "prompt:100,1:100")
-    (unknown,) = rows_of(*args)
-
-    assert row["tokens_per_s"] == pytest.approx(40 / 0.49, rel=0.01)
-    assert unknown["tokens_per_s"] is None
-
-
 def test_the_same_seed_gives_the_same_rows() -> None:
     assert rows_of(TRACE, "-n", "60", "--estimate", "error:0.3") == rows_of(
         TRACE, "-n", "60", "--estimate", "error:0.3"

@@ -222,18 +222,6 @@ def test_the_report_fits_eighty_columns_and_says_that_nothing_was_timed(
     assert result.stderr.startswith("searching for at most ")  # before a model or a machine is looked at
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("flags", [[], ["--verbose"]])
-def test_words_of_the_search_are_told_where_they_are_asked_for(
-    db: Path, llama: str, tmp_path: Path, flags: list[str]
-) -> None:
-    result = modelled(llama, write_machine(tmp_path / "machine.xml", 4, 16), *flags)
-
-    assert result.exit_code == 0, result.output
-    for word in ("fundamental", "remove(", "trees cut"):
-        assert (word in result.output) == bool(flags), word
-
-
 def test_the_dry_run_and_the_end_count_the_same_and_say_what_milliseconds_cover(db: Path, llama: str) -> None:
     before, after = modelled(llama, EIGHT, "--dry-run").stdout, modelled(llama, EIGHT).stdout
 

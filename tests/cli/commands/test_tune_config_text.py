@@ -91,7 +91,7 @@ def test_hardware_threads_are_not_called_cores() -> None:
 
 def test_every_stage_goes_by_the_command_s_clock(capsys: pytest.CaptureFixture[str]) -> None:
     clock = CommandClock(time.monotonic() - 95.0, 900.0)
-    show = SearchProgress(StatusLine(None, 0.0), xeon(), clock, verbose=False)
+    show = SearchProgress(StatusLine(None, 0.0), xeon(), clock)
     show.stage("last run of decode")
 
     assert capsys.readouterr().err == "1:35 of 15:00: last run of decode\n"

@@ -21,7 +21,7 @@ from phasewise.serving.models.forward import Capacity, build_program, kv_bytes_b
 from phasewise.serving.models.packed_model import PackedModel
 from phasewise.serving.pools.contract import Demand, Placement, Rings
 from phasewise.serving.pools.opening import POLICIES
-from phasewise.serving.pools.rings import RingedPool
+from phasewise.serving.pools.wrapped import RingedPool
 from phasewise.serving.ranks.open_ranks import KvSettings, RankOptions, Ranks, open_ranks
 from phasewise.serving.sampling.sampling import GREEDY
 from phasewise.serving.scheduling.prefixes import copies_between

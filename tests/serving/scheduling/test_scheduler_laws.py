@@ -24,10 +24,8 @@ from phasewise.serving.pools.contract import (
     Rings,
 )
 from phasewise.serving.pools.opening import open_pool
-from phasewise.serving.pools.rings import RingedPool
 from phasewise.serving.pools.state_places import StatePlaces
-from phasewise.serving.pools.states import StatefulPool
-from phasewise.serving.pools.wrapped import WrappedPool
+from phasewise.serving.pools.wrapped import RingedPool, StatefulPool, WrappedPool
 from phasewise.serving.sampling.sampling import GREEDY
 from phasewise.serving.scheduling.request import MOST_PREEMPTIONS, Request, SchedulerLimits
 from phasewise.serving.scheduling.scheduler import Scheduler

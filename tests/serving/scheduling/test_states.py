@@ -11,7 +11,7 @@ from phasewise.serving.batch import Batch, KvCopy
 from phasewise.serving.pools.contract import PoolSettings
 from phasewise.serving.pools.opening import POLICIES, open_pool
 from phasewise.serving.pools.state_places import StatePlaces
-from phasewise.serving.pools.states import StatefulPool
+from phasewise.serving.pools.wrapped import StatefulPool
 from phasewise.serving.scheduling.request import Request, SchedulerLimits
 from phasewise.serving.scheduling.scheduler import Scheduler
 from tests.support.tiers import n_examples

@@ -42,7 +42,6 @@ _IMPORTED = (
     "phasewise.workflows.opening.open_model",
     "phasewise.workflows.opening.tuned_schedules",
     "phasewise.workflows.serve.instance_process",
-    "phasewise.workflows.serve.length_estimator",
     "phasewise.workflows.serve.run",
 )
 

@@ -48,16 +48,16 @@ TraceRequests: TypeAlias = tuple[TraceRequest, ...]
 
 def read_samples(text: str, wish: ReplayWish, report: Report = silent) -> TraceRequests:
     """At most `wish.count` requests, in order, of `text`: a file's name or a distribution."""
-    wanted = wish.count if wish.part == "all" else 2 * wish.count
     if text.endswith(".csv") and not _is_azure(text):
         samples = _column(text, wish)
     elif text.endswith((".jsonl", ".jsonl.xz")) and (wish.model is not None or _is_length_log(text)):
         samples = _logged(text, wish.model, report)
     else:
-        return _part(tuple(TraceRequest(request) for request in load_trace(text, wanted, wish.seed)), wish)
+        requests = load_trace(text, wish.count, wish.seed)[: wish.count]
+        return tuple(TraceRequest(request) for request in requests)
     rng = random.Random(wish.seed)
-    chosen = sorted(rng.sample(range(len(samples)), min(wanted, len(samples))))
-    return _part(tuple(samples[index] for index in chosen), wish)
+    chosen = sorted(rng.sample(range(len(samples)), min(wish.count, len(samples))))
+    return tuple(samples[index] for index in chosen)
 
 
 def estimates_for(text: str, samples: TraceRequests, seed: int) -> Estimates:
@@ -149,17 +149,6 @@ def limit_for(trace: Trace, text: str) -> int:
         if static_shares(trace, max_tokens)[kind] >= share:
             return max_tokens
     raise TraceError(f"no max_tokens lets static pre-allocation reach {text} on this trace")
-
-
-def _part(samples: TraceRequests, wish: ReplayWish) -> TraceRequests:
-    """The chosen half, drawn at random so that both halves are alike, in the order of the trace."""
-    if wish.part == "all":
-        return samples[: wish.count]
-    order = list(range(len(samples)))
-    random.Random(wish.seed).shuffle(order)
-    middle = len(order) // 2
-    chosen = sorted(order[:middle] if wish.part == "first" else order[middle:])
-    return tuple(samples[index] for index in chosen)
 
 
 def _is_azure(path: str) -> bool:
@@ -279,7 +268,7 @@ def how_far_off(trace: Trace, estimates: Sequence[Estimate | None]) -> str:
 
 @dataclass(frozen=True)
 class Speeds:
-    """Measured rates of a machine, per second."""
+    """Rates of a machine, per second."""
 
     prompt_tokens: float
     decode: tuple[tuple[int, float], ...]
@@ -304,33 +293,6 @@ class Speeds:
             return steps[0][1]
         (low, low_s), (high, high_s) = steps[index - 1], steps[index]
         return low_s + (high_s - low_s) * (n_sequences - low) / (high - low)
-
-
-def speeds_of(text: str) -> Speeds:
-    """Read `prompt:900,1:108,8:641`: tokens/s of prompts, and of decode by number of sequences.
-
-    `copy:200000` adds the slots per second of copies, which otherwise take no time. Raises TraceError.
-    """
-    rates = dict(_pair(part, text) for part in text.split(","))
-    prompt, copy = rates.pop("prompt", None), rates.pop("copy", math.inf)
-    if prompt is None or not rates or not all(name.isdecimal() and int(name) > 0 for name in rates):
-        raise _unreadable(text)
-    return Speeds(prompt, tuple(sorted((int(name), rate) for name, rate in rates.items())), copy)
-
-
-def _pair(part: str, whole: str) -> tuple[str, float]:
-    name, _, rate = part.strip().partition(":")
-    try:
-        value = float(rate)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise _unreadable(whole)
-    return name, value
-
-
-def _unreadable(text: str) -> TraceError:
-    return TraceError(f"{text!r:.60} are no speeds: write prompt:900,1:108,4:363,8:641 (tokens per second)")
 
 
 KV_CHUNK_SLOTS = 16
@@ -362,7 +324,7 @@ def slots_and_speeds(
         )
     report(
         f"{shape.name}: {shape.weight_bytes >> 20} MiB of weights leave {n_slots} KV slots of "
-        f"{shape.kv_bytes_per_slot} bytes; speeds are modelled; --speeds states measured ones"
+        f"{shape.kv_bytes_per_slot} bytes; speeds are modelled"
     )
     return n_slots, modelled_speeds(shape)
 

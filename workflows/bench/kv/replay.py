@@ -35,7 +35,6 @@ from phasewise.workflows.bench.kv.inputs import (
     read_samples,
     requests_of,
     slots_and_speeds,
-    speeds_of,
     static_shares,
     unseen_by,
 )
@@ -73,8 +72,6 @@ def replay_policies(traces: Sequence[str], wish: ReplayWish, report: Report = si
             raise UsageError("--memory needs --model")
         n_slots, speeds = slots_and_speeds(wish.model, wish.memory_bytes, wish.kv_format, report)
         wish = replace(wish, slots=n_slots)
-    if wish.speeds is not None:
-        speeds = speeds_of(wish.speeds)
     replay, story = replay_of(traces, wish, speeds, report)
     report(story)
     rows = list(replayed(replay, names))
@@ -159,7 +156,7 @@ class KvRow(Row):
     tokens_a_step: float = column("tokens/step", ".1f")
     """Tokens of answers per decode step."""
     tokens_per_s: float | None = column("tokens/s", ".0f", narrow=True)
-    """Tokens of answers per second while requests wait, by the given speeds; None without speeds."""
+    """Tokens of answers per second while requests wait, by the modelled speeds; None without --memory."""
     steps_to_first: float = column("steps to first", ".1f")
     """Mean steps from the beginning to the first token of an answer."""
     whole_tokens_per_s: float | None = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from phasewise._options import option, parse_bytes
 from phasewise.workflows.options import KvFormat
@@ -22,16 +21,10 @@ class ReplayWish:
         48, "prompt length of each request of a CSV file", min=1, max=1 << 16, config_only=True
     )
     count: int = option(2000, "most requests of each trace", "-n", "--count", min=1)
-    part: str = option(
-        "all",
-        "all requests, or one of two halves that the seed draws: one to tune settings, one to test",
-        kind=Literal["all", "first", "second"],
-        config_only=True,
-    )
     model: str | None = option(
         None, "model whose tokens a log's prompts are [default: the one that its lines name]"
     )
-    seed: int = option(0, "seed of samples, halves and errors", config_only=True)
+    seed: int = option(0, "seed of samples and errors", config_only=True)
     max_tokens: str = option(
         "512",
         "limit of answers; or final:SHARE, live:SHARE: the limit at which static allocation "
@@ -54,11 +47,6 @@ class ReplayWish:
         kind=KvFormat,
     )
     max_sequences: int = option(256, "most running requests", min=1, config_only=True)
-    speeds: str | None = option(
-        None,
-        "tokens/s of prefill, and of decode by sequences, e.g. prompt:900,1:108,8:641,copy:200000",
-        config_only=True,
-    )
     policies: str = option(
         "odma,odma-whole,static,fixed,paged,paged-16",
         "any of odma, odma-whole, static, fixed, paged, paged-16 (slots a page)",
