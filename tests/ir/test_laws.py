@@ -131,7 +131,7 @@ def _same(a: KernelOutputs, b: KernelOutputs) -> bool:
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     st.integers(0, 2**32),
     st.sampled_from((2, 3, 4)),
