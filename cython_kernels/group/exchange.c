@@ -4,7 +4,7 @@
  *   each adds all   writes N into its slot, reads R N, writes N: one barrier a piece. For two ranks, and for messages so
  *                   small that a barrier is what they cost.
  *   each its share  writes N, reads N (the R-th part of every slot), writes N / R into its own slot, reads N, writes N:
- *                   rank r adds up part r of all, as in all_reduce.c. Piece k is added up before piece k + 1 is written,
+ *                   rank r adds up part r of all. Piece k is added up before piece k + 1 is written,
  *                   and one barrier says both: P pieces take P + 1 barriers.
  * Both add every element in the order of ranks, so neither the way nor the size of a piece changes a bit. */
 #include "dispatch.h"
@@ -93,9 +93,7 @@ SUM(sum_i32, int32_t, uint32_t, ITSELF, ITSELF) /* wraps, as torch's sums do */
 SUM(sum_i64, int64_t, uint64_t, ITSELF, ITSELF)
 
 static void sum_f32(const uint8_t *const *parts, int n_parts, int64_t count, void *out) {
-    float *target = out;
-    pw_sum sum = {.parts = (const float *const *)parts, .outs = &target, .n_parts = n_parts, .n_outs = 1};
-    if (count > 0) pw_active()->ops.sum(&sum, 0, count);
+    pw_active()->ops.sum(n_parts, (const float *const *)parts, count, out);
 }
 
 static void (*const SUMS[PW_ADDS_COUNT])(const uint8_t *const *, int, int64_t, void *) = {
