@@ -189,12 +189,6 @@ class BenchRunning:
     )
     repetitions: int = option(5, "timed runs of each test", "-r", "--repetitions", min=1, max=1000)
     no_warmup: bool = option(False, "do not run each test once before it is timed", "--no-warmup")
-    counters: bool = option(
-        False,
-        "read the processor's counters: instructions a cycle, misses of the last-level cache and of the TLB, "
-        "stalls",
-        "--counters",
-    )
 
     def kv_formats(self, default: str) -> list[str]:
         """UsageError where keys and values should differ: they have one format here."""
