@@ -242,7 +242,6 @@ def attend_one_head(
 
 # ---- probes
 MIB: int
-MAX_PASS_ROUNDS: int
 
 def pace_of_members(team: Team, duration_s: float) -> list[float]: ...
 
