@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 from typing import Annotated
 
+from benchmarks.switch import interval, named_model
 from typer import Option
 
 from benchmarks.harness import (
@@ -27,7 +28,6 @@ from benchmarks.harness import (
     numbers,
     seconds_of,
 )
-from benchmarks.switch import interval, named_model
 from phasewise.serving.batch import Batch, SequenceSlice
 from phasewise.serving.ranks.open_ranks import KvSettings, RankOptions, open_ranks
 from phasewise.topology import read_machine

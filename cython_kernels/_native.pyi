@@ -139,7 +139,6 @@ def time_gemm(
 ) -> int: ...
 
 # ---- groups of ranks
-ALL_REDUCE_KINDS: tuple[str, ...]
 GROUP_ALIGNMENT: int
 
 def group_bytes(ranks: int) -> int: ...
@@ -160,25 +159,6 @@ class Group:
         self, rank: int, seen: int, timeout_s: float | None = None, spin_s: float = 0.0
     ) -> int | None: ...
     def fail(self) -> None: ...
-    def all_reduce(
-        self,
-        rank: int,
-        buffers: Iterable[_Floats],
-        kind: str = "rank-shifted",
-        timeout_s: float | None = None,
-    ) -> None: ...
-    def time_all_reduces(
-        self, rank: int, buffers: Iterable[_Floats], message: _Floats, kind: str, ns: _Ints, timeout_s: float
-    ) -> None: ...
-    def time_copies(
-        self,
-        rank: int,
-        buffers: Iterable[_Floats],
-        message: _Floats,
-        target: _Floats,
-        ns: _Ints,
-        timeout_s: float,
-    ) -> None: ...
 
 # ---- limits, memory and teams
 
@@ -249,9 +229,7 @@ def attend_one_head(
 
 # ---- probes
 MIB: int
-MAX_PASS_ROUNDS: int
 
-def pass_line(team: Team, rounds: int, trips: int, timeout_s: float) -> list[float]: ...
 def pace_of_members(team: Team, duration_s: float) -> list[float]: ...
 
 class Readers:

@@ -148,13 +148,6 @@ typedef struct {
     float *top, *sum, *values;
 } pw_partial;
 
-/* Rows of floats to be added up, (parts[0] + parts[1]) + ..., and where the sum is written: `outs` may be parts. */
-typedef struct {
-    const float *const *parts;
-    float *const *outs;
-    int32_t n_parts, n_outs;
-} pw_sum;
-
 /* W[n][rank], rank small, in panels of 16 outputs: float32 [panels][rank][16], or bf16 [panels][(rank + 1) / 2][16][2]. */
 typedef struct {
     const void *values;
@@ -216,8 +209,9 @@ typedef struct {
     /* x[n] += y[n] */
     void (*add)(int64_t n, const float *y, float *x);
 
-    /* Elements begin..end - 1 of a sum; n_parts >= 1. Each addition rounds once, so every ISA finds the same bits. */
-    void (*sum)(const pw_sum *sum, int64_t begin, int64_t end);
+    /* out[i] = (parts[0][i] + parts[1][i]) + ..., i < n; n_parts >= 1. `out` may be one of the parts. Each addition
+     * rounds once, so every ISA finds the same bits. */
+    void (*sum)(int n_parts, const float *const *parts, int64_t n, float *out);
 
     /* y: the pairs (x[i], x[half + i]), i < half, turned and multiplied; y may be x. */
     void (*rope)(int64_t half, const pw_turn *turn, const float *x, float *y);

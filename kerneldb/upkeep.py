@@ -1,4 +1,4 @@
-"""Database maintenance: preferred timings, clean-up, verification.
+"""Database maintenance: preferred timings and clean-up.
 
 Of every key (problem, kind of machine, build) one timing is preferred: of the schedule in use, else the
 fastest one measured here, else what was in use where the rows came from, else the fastest one there.
@@ -6,33 +6,18 @@ fastest one measured here, else what was in use where the rows came from, else t
 
 from __future__ import annotations
 
-import math
-import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from phasewise._words import counted
 from phasewise.kerneldb.counts import Key, TimedKey
 from phasewise.kerneldb.hints import same_kernels
-from phasewise.kerneldb.records import (
-    Comparison,
-    MachineKey,
-    Measurement,
-    Origin,
-    PlanRecord,
-    Problem,
-    Promotion,
-    Sample,
-    Schedule,
-)
+from phasewise.kerneldb.records import MachineKey, Measurement, PlanRecord, Schedule
 from phasewise.kerneldb.store import Report, Store
 from phasewise.kerneldb.summaries import KEEP_SCHEDULES, TIDY_ABOVE_ROWS
-
-TRIED = 3
-"""Imported schedules that `verify` measures of each problem."""
 
 
 class PreferenceReason(StrEnum):
@@ -203,165 +188,3 @@ def tidy(store: Store, machine: MachineKey, report: Report) -> None:
             f"{counted(lost.summarised, 'timing')} of schedules that lost were summarised, {lost.deleted} "
             f"deleted: more than {TIDY_ABOVE_ROWS} are of this kind of machine"
         )
-
-
-class Bench(Protocol):
-    """The instrument that measures here: the tuner's evaluator, handed in by the command line."""
-
-    def obstacle(self, problem: Problem, schedule: Schedule) -> str | None:
-        """The obstacle to measuring this here; None where there is none. A row may be a stranger's."""
-
-    def measure(self, problem: Problem, schedules: Sequence[Schedule]) -> Sequence[Sample]:
-        """Interleaved timings, one for each schedule and in their order, of results that were checked."""
-        ...
-
-    def compare(self, problem: Problem, candidate: Schedule, incumbent: Schedule | None) -> Comparison:
-        """A paired A/B; None: against the kernel's default."""
-        ...
-
-
-@dataclass(frozen=True)
-class Here:
-    """The machine and the program that verify, and a clock."""
-
-    machine: MachineKey
-    kernel_abis: Mapping[str, str]
-    """By family."""
-    program_version: str
-    now_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000
-    until_ms: float = math.inf
-    """The time, by that clock, from which on no problem is begun."""
-
-    def made(self, row: Measurement) -> bool:
-        """True if the row is of the kernels that run here."""
-        return row.kernel_abi == self.kernel_abis.get(row.problem.family)
-
-
-@dataclass(frozen=True)
-class ScheduleVerdict:
-    """The verdict on an imported schedule against the schedule in use here."""
-
-    problem: Problem
-    schedule: Schedule
-    claimed_ns: int
-    """The estimate that came with the schedule."""
-    measured_ns: int
-    comparison: Comparison
-
-    @property
-    def promoted(self) -> bool:
-        """It is in use now: the same verdict as of a duel after a search."""
-        return self.comparison.proves_faster
-
-    @property
-    def outcome(self) -> str:
-        """In words, for people."""
-        if self.promoted:
-            return "now in use"
-        return "no verdict: the machine was busy" if self.comparison.is_undecided else "not faster"
-
-
-@dataclass(frozen=True)
-class Candidates:
-    """Imported timings of one problem, the most promising first."""
-
-    problem: Problem
-    timings: tuple[Measurement, ...]
-    in_use_there: Schedule | None
-
-
-def unverified_candidates(store: Store, here: Here) -> list[Candidates]:
-    """The imported timings worth measuring here: what was in use there, then by estimate.
-
-    The first `TRIED` of each problem, without those that were measured here since. Where one was in use, only
-    schedules of its arithmetic are candidates: the products of one weight have to agree in it.
-    """
-    in_use_there = {
-        row.problem: row.sample.schedule
-        for row in store.promoted_measurements(here.machine, verified=False)
-        if here.made(row)
-    }
-    timings: dict[Problem, list[Measurement]] = {}
-    for row in store.stream(Measurement, machine=here.machine):
-        if here.made(row):
-            timings.setdefault(row.problem, []).append(row)
-    of_problems = [
-        Candidates(problem, _ranked(rows, in_use_there.get(problem)), in_use_there.get(problem))
-        for problem, rows in timings.items()
-    ]
-    return sorted(
-        (of_problem for of_problem in of_problems if of_problem.timings),
-        key=lambda of_problem: astuple(of_problem.problem),
-    )
-
-
-def _ranked(rows: Sequence[Measurement], in_use_there: Schedule | None) -> tuple[Measurement, ...]:
-    fastest: dict[Schedule, Measurement] = {}
-    for row in sorted(rows, key=lambda row: row.sample.estimate_ns):
-        schedule = row.sample.schedule
-        agrees = in_use_there is None or _arithmetic(schedule) == _arithmetic(in_use_there)
-        if agrees and not row.origin.verified:
-            fastest.setdefault(schedule, row)
-    best = sorted(fastest.values(), key=lambda row: row.sample.schedule != in_use_there)[:TRIED]
-    measured_here = {row.sample.schedule for row in rows if row.origin.verified}
-    return tuple(row for row in best if row.sample.schedule not in measured_here)
-
-
-def _arithmetic(schedule: Schedule) -> tuple[str, int]:
-    return schedule.compute_path, schedule.k_parts
-
-
-def verify(store: Store, here: Here, bench: Bench, report: Report) -> Iterator[ScheduleVerdict]:
-    """Measure the best imported schedules of each problem here, and promote those that win a duel.
-
-    What was in use where it came from fights what is in use here, and takes its place where it is proven
-    faster, as after a search. Where it loses, or none was in use there, the fastest of the others is tried. A
-    problem's rows are stored before its first verdict comes: stop at any time, and go on later. Where a duel
-    was undecided they are not: the next run measures them again.
-    `report` gets a line for each schedule that cannot be measured here; it stays unverified.
-    """
-    for candidates in unverified_candidates(store, here):
-        if here.now_ms() >= here.until_ms:
-            return
-        measurable = _measurable(candidates, bench, report)
-        if measurable.timings:
-            yield from _verify_one(store, here, bench, measurable)
-
-
-def _measurable(candidates: Candidates, bench: Bench, report: Report) -> Candidates:
-    obstacles = {row: bench.obstacle(candidates.problem, row.sample.schedule) for row in candidates.timings}
-    for row, obstacle in obstacles.items():
-        if obstacle:
-            report(f"{row.problem.describe()}: a schedule is not measured: {obstacle}")
-    return replace(candidates, timings=tuple(row for row in candidates.timings if not obstacles[row]))
-
-
-def _verify_one(store: Store, here: Here, bench: Bench, candidates: Candidates) -> list[ScheduleVerdict]:
-    problem = candidates.problem
-    kernel_abi = here.kernel_abis[problem.family]
-    in_use = store.promoted_measurement(problem, here.machine, kernel_abi)
-    incumbent = in_use.sample.schedule if in_use else None
-    samples = bench.measure(problem, [row.sample.schedule for row in candidates.timings])
-    claims = {row.sample.schedule: row.sample.estimate_ns for row in candidates.timings}
-    origin = Origin(here.machine, here.program_version, here.now_ms())
-    verdicts, promotions = [], []
-    for sample in _challengers(samples, candidates.in_use_there):
-        schedule = sample.schedule
-        comparison = bench.compare(problem, schedule, incumbent)
-        verdicts.append(ScheduleVerdict(problem, schedule, claims[schedule], sample.estimate_ns, comparison))
-        if comparison.proves_faster:
-            promotions.append(Promotion(problem, schedule, incumbent, comparison, kernel_abi, origin))
-            break
-    store.add(promotions)
-    if promotions or not any(verdict.comparison.is_undecided for verdict in verdicts):
-        store.add(Measurement(problem, sample, kernel_abi, origin) for sample in samples)
-    return verdicts
-
-
-def _challengers(samples: Sequence[Sample], in_use_there: Schedule | None) -> list[Sample]:
-    """The schedule in use there, and then the fastest of the others."""
-    others = [sample for sample in samples if sample.schedule != in_use_there]
-    return [
-        *(sample for sample in samples if sample.schedule == in_use_there),
-        *sorted(others, key=lambda sample: sample.estimate_ns)[:1],
-    ]

@@ -349,7 +349,6 @@ OTHER_READERS = {
     "serving.text.gguf_vocab": "a file of the package",
     "topology.energy": "the machine's own figures, in /proc and /sys",
     "topology.places": "the machine's own figures, in /proc and /sys",
-    "topology.processor_counters": "the machine's own figures, in /proc and /sys",
     "tuner.conditions": "the machine's own figures, in /proc and /sys",
     "workflows.database.remote": "files in a temporary directory",
     "workflows.database.remote_files": "fetched bundles, and what fsspec opens in limited time",

@@ -28,10 +28,10 @@ import numpy.typing as npt
 
 from phasewise.cython_kernels import _native, limit_loops, packing
 from phasewise.cython_kernels.packing import PackedWeight
-from phasewise.kerneldb.records import MAX_K_PARTS, PANEL_COLUMNS, Comparison, Problem, Sample, Schedule
+from phasewise.kerneldb.records import MAX_K_PARTS, PANEL_COLUMNS, Problem, Sample, Schedule
 from phasewise.topology import Kind, Machine
 from phasewise.tuner import timing
-from phasewise.tuner.attention import ARITHMETIC, KV_BYTES, TeamAttention, default_attention, head_dim_of
+from phasewise.tuner.attention import ARITHMETIC, KV_BYTES, TeamAttention, head_dim_of
 from phasewise.tuner.conditions import SLOW_PACE, Conditions, Watch
 from phasewise.tuner.errors import TunerError
 from phasewise.tuner.search.group import Group
@@ -308,15 +308,6 @@ class NativeEvaluator:
     def takes(self, problem: Problem, schedules: Sequence[Schedule]) -> list[timing.Take]:
         """A short turn of each schedule, for callers with an order of their own."""
         return [self._contestant(problem, schedule).take for schedule in schedules]
-
-    def compare(self, problem: Problem, candidate: Schedule, incumbent: Schedule | None) -> Comparison:
-        """The verdict of a duel with the incumbent; None: with the kernels' own schedule."""
-        if incumbent is None and problem.family == "attention":
-            incumbent = default_attention(problem.n, problem.k, problem.m, self._team.size)
-        elif incumbent is None:
-            weight = blank_weight(problem.format, problem.n, problem.k)
-            incumbent = default_schedule(weight, problem.m, self._team.size, arithmetic_of(candidate))
-        return self.duel(problem, incumbent, candidate).comparison
 
     def close(self) -> None:
         self._products = {}

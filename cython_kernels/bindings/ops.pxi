@@ -1,7 +1,7 @@
 # Thread teams, the row operations one by one (for tests and samplers). Textually included by _native.pyx.
 
 from cpython.mem cimport PyMem_Free, PyMem_Malloc
-from libc.string cimport memset
+from libc.string cimport memcpy, memset
 
 from phasewise.cython_kernels.errors import GroupFailed, ProgramError, TeamError
 

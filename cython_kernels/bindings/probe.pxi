@@ -1,4 +1,4 @@
-# Latency between cores and bandwidth of several at once. Textually included by _native.pyx.
+# Rates of several cores at once. Textually included by _native.pyx.
 
 from libcpp cimport bool as cbool
 
@@ -7,31 +7,12 @@ cdef extern from "team/probe.h" nogil:
     ctypedef struct pw_readers:
         pass
     int pw_probe_pace(pw_team *team, long duration_ns, double *operations_per_s)
-    int pw_probe_pass(pw_team *team, int rounds, int trips, long timeout_ns, double *one_way_ns)
     pw_readers *pw_readers_open(pw_team *team, int64_t bytes)
     int pw_readers_run(pw_readers *readers, const cbool *active, long duration_ns, double *bytes_per_s)
     void pw_readers_close(pw_readers *readers)
 
 
 MIB = 1 << 20
-MAX_PASS_ROUNDS = 1 << 10
-
-
-def pass_line(Team team, int rounds, int trips, double timeout_s):
-    """Nanoseconds one way of a cache line between the team's first two members, a number for each round.
-
-    Fewer numbers than `rounds` where timeout_s went by first; none where a member was never there.
-    """
-    cdef pw_team *members = team._open()
-    cdef double one_way_ns[1024]
-    cdef long timeout_ns = <long>(timeout_s * 1e9)
-    cdef int done
-    if team.size < 2 or not 1 <= rounds <= MAX_PASS_ROUNDS or not 1 <= trips <= 1 << 16 or timeout_ns <= 0:
-        raise ValueError(f"a line is passed by two members, in 1 to {MAX_PASS_ROUNDS} rounds, within some time")
-    with nogil:
-        done = pw_probe_pass(members, rounds, trips, timeout_ns, one_way_ns)
-    _check_team(min(done, 0))
-    return [one_way_ns[i] for i in range(done)]
 
 
 def pace_of_members(Team team, double duration_s):

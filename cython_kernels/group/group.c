@@ -145,7 +145,7 @@ static patience bounded(long spin_ns, long timeout_ns) {
 
 /* ---- arriving --------------------------------------------------------------------------------------------------- */
 
-uint32_t pw_group_arrive(pw_group *group, int rank, int n_ranks) {
+static uint32_t arrive(pw_group *group, int rank, int n_ranks) {
     unsigned arrivals = atomic_fetch_add(&place_of(group, rank)->arrivals[n_ranks - 1], 1) + 1;
     for (int i = 1; i < n_ranks; ++i) {
         place *other = place_of(group, (rank + i) % n_ranks);
@@ -166,15 +166,10 @@ static int await_rank(pw_group *group, int rank, int n_ranks, int awaited, uint3
     return status;
 }
 
-int pw_group_await(pw_group *group, int rank, int n_ranks, int awaited, uint32_t arrivals, long timeout_ns) {
-    patience patience = bounded(group->spin_ns, timeout_ns);
-    return await_rank(group, rank, n_ranks, awaited, arrivals, &patience);
-}
-
 int pw_group_barrier(pw_group *group, int rank, int n_ranks, long timeout_ns) {
     if (pw_group_failed(group)) return PW_GROUP_FAILED;
     patience patience = bounded(group->spin_ns, timeout_ns);
-    uint32_t arrivals = pw_group_arrive(group, rank, n_ranks);
+    uint32_t arrivals = arrive(group, rank, n_ranks);
     for (int i = 1; i < n_ranks; ++i) {
         int status = await_rank(group, rank, n_ranks, (rank + i) % n_ranks, arrivals, &patience);
         if (status != PW_GROUP_OK) return status;

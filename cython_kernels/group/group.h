@@ -1,11 +1,11 @@
-/* A process group in shared memory: ranks that wait for one another and add up what each of them has computed.
+/* A process group in shared memory: ranks that wait for one another.
  *
  * The group is a region that every rank maps, each at an address of its own: it holds no pointers and no locks, so a
  * rank may be killed at any point. Waiting is bounded: a rank spins for a short time, then sleeps on a futex that is
  * shared between processes, until what it waits for has happened, the group has failed, or its time is over.
  *
  * One thread of a rank waits at a time. Ranks are numbered 0..ranks - 1; 0..n - 1 of them take part in a barrier or an
- * all-reduce over n, and different n do not disturb one another. Nothing counts a rank's processes: the threads of
+ * barrier over n, and different n do not disturb one another. Nothing counts a rank's processes: the threads of
  * several processes may as well be the ranks of one group. */
 #ifndef PHASEWISE_GROUP_H
 #define PHASEWISE_GROUP_H
@@ -42,12 +42,8 @@ int pw_group_ranks(const pw_group *group);
  * A rank that is late has already been counted, which cannot be taken back: it fails the group for all others. */
 int pw_group_barrier(pw_group *group, int rank, int n_ranks, long timeout_ns);
 
-/* The halves of a barrier, for ranks that need not wait for everybody: how often this rank has now arrived among
- * n_ranks, and the wait until another has arrived as often. LATE fails the group here too. */
-uint32_t pw_group_arrive(pw_group *group, int rank, int n_ranks);
-/* How often it has arrived so far. */
+/* How often this rank has arrived among n_ranks so far. */
 uint32_t pw_group_arrivals(const pw_group *group, int rank, int n_ranks);
-int pw_group_await(pw_group *group, int rank, int n_ranks, int awaited, uint32_t arrivals, long timeout_ns);
 
 /* ---- waiting to be told ---------------------------------------------------------------------------------------- */
 
@@ -67,23 +63,5 @@ int pw_group_wait_bell(pw_group *group, int rank, uint32_t seen, long spin_ns, l
 void pw_group_fail(pw_group *group);
 
 int pw_group_failed(const pw_group *group);
-
-/* ---- adding up ------------------------------------------------------------------------------------------------- */
-
-/* Who adds which chunk when; all_reduce.c says what each costs. The first two add in the order of ranks, and so agree
- * bit for bit; the ring adds each chunk in an order of its own. Every kind leaves the same bits on every rank. */
-typedef enum {
-    PW_RANK_SHIFTED,
-    PW_MASTER_COPIES,
-    PW_RING,
-    PW_ALL_REDUCE_KINDS,
-} pw_all_reduce_kind;
-
-/* buffers[q][i] = buffers[0][i] + ... + buffers[n_ranks - 1][i], for every q and i < floats, added in float32.
- * buffers[q]: where this process maps the buffer of rank q; all of them shared, none overlapping. Best aligned to 64
- * bytes. A rank fills its own buffer before the call and may read and change it after, without further waiting.
- * Every rank passes the same n_ranks, floats >= 0 and kind. timeout_ns bounds each single wait. */
-int pw_all_reduce(pw_group *group, int rank, int n_ranks, float *const *buffers, int64_t floats,
-                  pw_all_reduce_kind kind, long timeout_ns);
 
 #endif

@@ -11,71 +11,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define APART 128             /* two lines: prefetchers fetch lines in pairs */
-#define POLLS 4096            /* between two looks at the clock, which would disturb what is timed */
 #define GATE_NS 20000000L     /* how long readers wait for one another; a host that is later spoils the sample only */
 #define CHUNK_BYTES (1 << 18) /* read between two looks at the clock */
 #define CHUNK_ROUNDS (1 << 12)
-
-/* ---- a line handed back and forth ------------------------------------------------------------------------------- */
-
-typedef struct {
-    _Alignas(APART) atomic_uint ball; /* odd: member 1 has to answer, even: member 0 */
-    _Alignas(APART) atomic_bool late;
-    _Alignas(APART) int rounds, trips, done;
-    long deadline;
-    double *one_way_ns;
-} pass_task;
-
-/* False once the deadline has passed for either side. Polls without pausing: a pause is as long as what is timed. */
-static bool wait_for_ball(pass_task *task, unsigned wanted) {
-    for (;;) {
-        for (int i = 0; i < POLLS; ++i)
-            if (atomic_load_explicit(&task->ball, memory_order_acquire) == wanted) return true;
-        if (atomic_load_explicit(&task->late, memory_order_relaxed)) return false;
-        if (now_ns() >= task->deadline) {
-            atomic_store(&task->late, true);
-            return false;
-        }
-    }
-}
-
-static bool serve_round(pass_task *task, unsigned *ball) {
-    for (int trip = 0; trip < task->trips; ++trip, *ball += 2) {
-        atomic_store_explicit(&task->ball, *ball + 1, memory_order_release);
-        if (!wait_for_ball(task, *ball + 2)) return false;
-    }
-    return true;
-}
-
-static void serve(pass_task *task) {
-    unsigned ball = 0;
-    if (!serve_round(task, &ball)) return; /* waits until the other is there, and warms up */
-    while (task->done < task->rounds) {
-        long began = now_ns();
-        if (!serve_round(task, &ball)) return;
-        task->one_way_ns[task->done++] = (double)(now_ns() - began) / (2.0 * task->trips);
-    }
-}
-
-static void answer(pass_task *task) {
-    unsigned last = 2u * (unsigned)task->trips * (unsigned)(task->rounds + 1);
-    for (unsigned ball = 0; ball != last; ball += 2) {
-        if (!wait_for_ball(task, ball + 1)) return;
-        atomic_store_explicit(&task->ball, ball + 2, memory_order_release);
-    }
-}
-
-static void pass(void *context, int member) {
-    if (member == 0) serve(context);
-    if (member == 1) answer(context);
-}
-
-int pw_probe_pass(pw_team *team, int rounds, int trips, long timeout_ns, double *one_way_ns) {
-    pass_task task = {.rounds = rounds, .trips = trips, .deadline = now_ns() + timeout_ns, .one_way_ns = one_way_ns};
-    int status = pw_team_run(team, pass, &task);
-    return status == PW_TEAM_OK ? task.done : status;
-}
 
 /* ---- reading at once -------------------------------------------------------------------------------------------- */
 

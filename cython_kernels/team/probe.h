@@ -1,5 +1,4 @@
-/* What cores share that no table of the firmware says: how long a cache line takes from one to another, and how much
- * of its reading each keeps while others read. Both run on a team and end by a deadline, whatever the host does. */
+/* Rates of a team's members while all of them read or compute at once. Each run ends by a deadline. */
 #ifndef PHASEWISE_PROBE_H
 #define PHASEWISE_PROBE_H
 
@@ -7,11 +6,6 @@
 
 #include <stdbool.h>
 #include <stdint.h>
-
-/* Members 0 and 1 hand one line back and forth, `trips` times there and back in each of `rounds` rounds.
- * one_way_ns[round]: half of a mean round trip. Returns the rounds done before timeout_ns went by: 0 where a member
- * was never there. A negative number is the team's refusal (PW_TEAM_*). */
-int pw_probe_pass(pw_team *team, int rounds, int trips, long timeout_ns, double *one_way_ns);
 
 /* All members multiply and add for duration_ns, at once. operations_per_s[member]: what each did. */
 int pw_probe_pace(pw_team *team, long duration_ns, double *operations_per_s);

@@ -9,13 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from phasewise.cython_kernels import _native
-from phasewise.kerneldb.records import Problem, Schedule
-from phasewise.kerneldb.store import open_store
 from phasewise.tuner.measurement_lock import LOCK_NAME, FileLock
 from tests.cli import command
 from tests.support.models.tiny_models import write_tiny_gguf
-from tests.support.tuned_here import timed
 
 PATIENCE_S = 120
 DATABASE = "tuning.db"
@@ -34,13 +30,6 @@ def until_it_measures(lock: FileLock, process: subprocess.Popen[str]) -> None:
         time.sleep(0.01)
 
 
-def add_unverified_schedule(database: Path) -> None:
-    """A row of this machine as `db import` leaves it, for `db verify` to measure."""
-    schedule = Schedule(4, 2, 64, 128, 128, 1, 1, 1, _native.compute_paths("q8")[0], 1, 0, "nm")
-    with open_store(database) as store:
-        store.add_missing([timed(Problem("gemm", "int8", 256, 128, 4), schedule, verified=False)])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "second",
@@ -49,7 +38,6 @@ def add_unverified_schedule(database: Path) -> None:
         ("bench", "machine", "--threads", "1"),
         ("bench", "kernels", "--shape", "64,64", "--m", "1", "-r", "1", "--peers", "none", "--cold-mib", "1"),
         ("tune-kernels", "--shapes", "64,64", "--format", "f32", "--max-m", "1", "--budget", "8s"),
-        ("db", "verify"),
         ("tune-config", "MODEL", "--lengths", "fixed:8/8", "--budget", "8s", "--cores", "0"),
     ],
     ids=lambda second: " ".join(second[:2]),
@@ -58,8 +46,6 @@ def test_the_second_waits_says_for_whom_and_both_end(tmp_path: Path, second: tup
     """The first is stopped while it measures, so that the second has to wait however fast the machine is."""
     model = tmp_path / "tiny.gguf"
     write_tiny_gguf(model)
-    if second == ("db", "verify"):
-        add_unverified_schedule(tmp_path / DATABASE)
     first = start(tmp_path, "bench", "run", model, "-p", "8", "-n", "8", "-r", "20")
     until_it_measures(FileLock(tmp_path / LOCK_NAME), first)
     first.send_signal(signal.SIGSTOP)

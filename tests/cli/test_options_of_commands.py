@@ -204,12 +204,6 @@ HANDED = {
         [],
         {"--user-kernels": ["--user-kernels"], "--no-plans": ["--no-plans"], "--no-scores": ["--no-scores"]},
     ),
-    "db verify": Handing(
-        "phasewise.workflows.database.verify_schedules.verdicts",
-        [],
-        {"--budget": ["--budget", "9s"]},
-        {"phasewise.workflows.database.sharing.existing_store": contextlib.nullcontext()},
-    ),
     "bench embed": Handing(
         "phasewise.loadtest.embed.find_model", ["http://127.0.0.1:9"], {"--api-key": ["--api-key", "k"]}
     ),

@@ -77,7 +77,6 @@ WALK = (
     Step("db push", "remote --dry-run"),
     Step("db push", "remote"),
     Step("db pull", "remote --digest 0", exits=(1,)),
-    Step("db verify"),
     Step("db gc"),
     Step("report"),
     Step("bench run", "m.gguf -p 8 -n 4 -r 1"),

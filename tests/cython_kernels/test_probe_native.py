@@ -1,14 +1,12 @@
-"""A line passed between members and buffers read at once: numbers that make sense, an end in every case."""
+"""Buffers that members read at once: rates that make sense, and refusals."""
 
 from __future__ import annotations
 
 import os
-import time
 
 import pytest
 
-from phasewise.cython_kernels._native import Readers, Team, pass_line
-from phasewise.cython_kernels.errors import TeamError
+from phasewise.cython_kernels._native import Readers, Team
 
 ALLOWED = sorted(os.sched_getaffinity(0))
 MIB = 1 << 20
@@ -20,54 +18,6 @@ def pair() -> Team:
         pytest.skip("needs two CPUs")
     team = Team(ALLOWED[:2])
     yield team
-    team.close()
-
-
-def test_a_line_takes_some_time_in_every_round(pair: Team) -> None:
-    rounds = pass_line(pair, 5, 20, 5.0)
-
-    assert len(rounds) == 5
-    assert all(0.1 < ns < 1e8 for ns in rounds)
-
-
-def test_members_beyond_the_second_only_watch() -> None:
-    team = Team(None, members=4)
-
-    assert len(pass_line(team, 2, 5, 5.0)) == 2
-    team.close()
-
-
-def test_a_partner_that_gets_no_time_ends_the_passing_at_the_deadline() -> None:
-    """Both members on one CPU: every hand-over needs the scheduler, so the rounds asked for cannot be done
-    in time.
-    """
-    if len(ALLOWED) < 2:
-        pytest.skip("needs two CPUs to move a thread between")
-    team = Team(ALLOWED[:2])
-    team.barriers(1)
-    for thread in os.listdir("/proc/self/task"):
-        if os.sched_getaffinity(int(thread)) == {ALLOWED[1]}:
-            os.sched_setaffinity(int(thread), {ALLOWED[0]})
-    began = time.monotonic()
-
-    rounds = pass_line(team, 1000, 10_000, 0.05)
-
-    assert len(rounds) < 1000
-    assert time.monotonic() - began < 30
-    team.close()
-
-
-@pytest.mark.parametrize(("rounds", "trips", "timeout_s"), [(0, 1, 1), (2000, 1, 1), (1, 0, 1), (1, 1, 0)])
-def test_passing_without_sense_is_refused(pair: Team, rounds: int, trips: int, timeout_s: float) -> None:
-    with pytest.raises(ValueError):
-        pass_line(pair, rounds, trips, timeout_s)
-
-
-def test_one_member_has_nobody_to_pass_to() -> None:
-    team = Team(None, members=1)
-
-    with pytest.raises(ValueError):
-        pass_line(team, 1, 1, 1.0)
     team.close()
 
 
@@ -103,14 +53,10 @@ def test_buffers_larger_than_any_memory_are_refused(pair: Team) -> None:
         Readers(pair, 1 << 50)
 
 
-def test_closed_readers_and_teams_say_so(pair: Team) -> None:
+def test_closed_readers_say_so(pair: Team) -> None:
     readers = Readers(pair, MIB)
     readers.close()
     readers.close()
 
     with pytest.raises(ValueError, match="closed"):
         readers.rates([0], 0.001)
-    other = Team(None, members=2)
-    other.close()
-    with pytest.raises(TeamError):
-        pass_line(other, 1, 1, 1.0)

@@ -207,19 +207,13 @@ def test_a_group_that_nobody_initialised_says_so() -> None:
 
 
 GROUP = KERNELS / "group"
-PROGRAMS = {
-    "group_threads": (GROUP / "group.c", GROUP / "all_reduce.c"),
-    "exchange_threads": (GROUP / "group.c", GROUP / "exchange.c"),
-}
-RUNS = {
-    "group_threads": ((2, 1, 200), (2, 1031, 60), (3, 769, 60), (5, 4099, 12), (16, 16, 6)),
-    "exchange_threads": ((1, 128, 50), (2, 128, 50), (2, 1 << 16, 100), (3, 320, 50), (5, 4096, 40)),
-}
-"""Ranks, floats or bytes of a slot, turns."""
+RUNS = ((1, 128, 50), (2, 128, 50), (2, 1 << 16, 100), (3, 320, 50), (5, 4096, 40), (16, 128, 6))
+"""Ranks, bytes of a slot, turns."""
 
 
-def built(name: str, sanitiser: str, out: Path) -> Path:
-    program, sources = out / name, [HERE / f"{name}.c", *PROGRAMS[name]]
+def built(sanitiser: str, out: Path) -> Path:
+    program = out / "exchange_threads"
+    sources = [HERE / "exchange_threads.c", GROUP / "group.c", GROUP / "exchange.c"]
     flags = [*COMMON_FLAGS, "-g", f"-fsanitize={sanitiser}", "-fno-sanitize-recover=all", "-I", KERNELS]
     compilation = subprocess.run(["gcc", *flags, *sources, "-o", program], capture_output=True, text=True)
     if "cannot find" in compilation.stderr:
@@ -230,11 +224,10 @@ def built(name: str, sanitiser: str, out: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc to compile with")
-@pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("sanitiser", first_is_smoke(["thread", "address,undefined"]))
-def test_ranks_do_not_race_or_stray(name: str, sanitiser: str, tmp_path: Path) -> None:
-    program = built(name, sanitiser, tmp_path)
-    for run_of_ranks in RUNS[name]:
+def test_ranks_do_not_race_or_stray(sanitiser: str, tmp_path: Path) -> None:
+    program = built(sanitiser, tmp_path)
+    for run_of_ranks in RUNS:
         arguments = [str(number) for number in run_of_ranks]
 
         run = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=200)

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,7 +16,7 @@ from phasewise.kerneldb import upkeep
 from phasewise.kerneldb.counts import Key
 from phasewise.kerneldb.diff import diff
 from phasewise.kerneldb.hints import waiting_hints
-from phasewise.kerneldb.portable import export_lines, groups_of, import_rows, read_export, rows_of
+from phasewise.kerneldb.portable import import_rows, rows_of
 from phasewise.kerneldb.records import (
     Comparison,
     Measurement,
@@ -27,24 +24,19 @@ from phasewise.kerneldb.records import (
     PredictorScore,
     Problem,
     Promotion,
-    Sample,
-    Schedule,
     StepTime,
 )
 from phasewise.kerneldb.store import Store, open_store
 from phasewise.kerneldb.summaries import KEEP_SCHEDULES, KEPT_SAMPLES, summary_of
 from phasewise.kerneldb.upkeep import (
-    Here,
     PreferenceReason,
     Preferred,
-    ScheduleVerdict,
     collect_garbage,
     is_stale,
     plans_in_use,
     preferred,
     standings,
     tidy,
-    verify,
 )
 from phasewise.workflows.database.json import labels, plan_fields
 from tests.support.machines.kerneldb_examples import (
@@ -57,7 +49,6 @@ from tests.support.machines.kerneldb_examples import (
     PREDICTOR_SCORE,
     PROBLEM,
     PROMOTION,
-    SAMPLE,
     SCHEDULE,
     STEP_TIME,
     STORAGE_DUEL,
@@ -70,35 +61,9 @@ from tests.support.tiers import examples
 ABI = MEASUREMENT.kernel_abi
 KEY = Key(PROBLEM, MACHINE, ABI)
 THERE = dataclasses.replace(ORIGIN, verified=False)
-HERE = Here(MACHINE, {"gemm": ABI}, "0.2.0", now_ms=lambda: 1_795_000_100_000)
 PROMOTED_THERE = dataclasses.replace(PROMOTION, origin=THERE)
 THIRD = dataclasses.replace(SCHEDULE, mr=16)
 OTHER_ARITHMETIC = dataclasses.replace(SCHEDULE, k_parts=4)
-
-
-@dataclass
-class FakeBench:
-    """Times are what it is told; of two schedules the faster one wins by a clear margin."""
-
-    times_ns: dict[Schedule, int]
-    default_ns: int = 1000
-    spread: float = 0.01
-    compared: list[tuple[Schedule, Schedule | None]] = field(default_factory=list)
-
-    def obstacle(self, problem: Problem, schedule: Schedule) -> str | None:
-        return None if schedule in self.times_ns else "there is no such path"
-
-    def measure(self, problem: Problem, schedules: Sequence[Schedule]) -> list[Sample]:
-        return [
-            dataclasses.replace(SAMPLE, schedule=schedule, samples_ns=(ns,), estimate_ns=ns)
-            for schedule in schedules
-            for ns in [self.times_ns[schedule]]
-        ]
-
-    def compare(self, problem: Problem, candidate: Schedule, incumbent: Schedule | None) -> Comparison:
-        self.compared.append((candidate, incumbent))
-        gain = (self.times_ns[incumbent] if incumbent else self.default_ns) / self.times_ns[candidate]
-        return Comparison(gain, gain - self.spread, gain + self.spread, 0.95, 40)
 
 
 def of_samples(estimate_ns: int, **changes: Any) -> Measurement:
@@ -134,14 +99,6 @@ def store(request: pytest.FixtureRequest) -> Iterator[Store]:
         ":memory:" if memory else new_database_url(request.getfixturevalue("postgres"))
     ) as opened:
         yield opened
-
-
-def verified(store: Store, bench: FakeBench, here: Here = HERE) -> Iterator[ScheduleVerdict]:
-    return verify(store, here, bench, pytest.fail)
-
-
-def copy_of(store: Store) -> io.BytesIO:
-    return io.BytesIO("".join(export_lines(groups_of(store))).encode())
 
 
 class TestPreferred:
@@ -442,175 +399,3 @@ def test_a_summary_has_the_ends_and_nothing_that_was_not_measured(samples: list[
     assert (min(summary), max(summary)) == (min(samples), max(samples))
     assert not Counter(summary) - Counter(samples)
     assert len(samples) <= KEPT_SAMPLES or summary == sorted(summary)
-
-
-class TestVerify:
-    """Imported rows are claims; measuring them here makes them rows of ours."""
-
-    def test_what_was_in_use_there_is_in_use_here_once_it_passed(self, store: Store) -> None:
-        claim = measured(300, origin=THERE)
-        store.add([claim])
-        store.add([PROMOTED_THERE])
-        bench = FakeBench({SCHEDULE: 400})
-        (verdict,) = verified(store, bench)
-
-        assert (verdict.claimed_ns, verdict.measured_ns, verdict.promoted) == (300, 400, True)
-        assert bench.compared == [(SCHEDULE, None)]
-        in_use = store.promoted_measurement(PROBLEM, MACHINE, ABI)
-        assert in_use is not None
-        assert in_use.sample.estimate_ns == 400
-        assert in_use.origin.program_version == "0.2.0"
-        assert next(store.stream(Measurement)) == claim
-
-    def test_it_is_not_promoted_where_it_is_slower_here(self, store: Store) -> None:
-        store.add([measured(300, origin=THERE)])
-        store.add([PROMOTED_THERE])
-        (verdict,) = verified(store, FakeBench({SCHEDULE: 1100}))
-
-        assert not verdict.promoted
-        assert store.promoted_measurements() == []
-
-    @pytest.mark.parametrize("was_in_use", [False, True])
-    def test_a_tie_changes_nothing(self, store: Store, was_in_use: bool) -> None:
-        """As after a search: what is in use stays."""
-        store.add([measured(300, origin=THERE)])
-        if was_in_use:
-            store.add([PROMOTED_THERE])
-        (verdict,) = verified(store, FakeBench({SCHEDULE: 1000}))
-
-        assert (verdict.promoted, verdict.outcome) == (False, "not faster")
-        assert store.promoted_measurements() == []
-        assert [*verified(store, FakeBench({SCHEDULE: 1000}))] == []
-
-    @pytest.mark.parametrize("was_in_use", [False, True])
-    def test_a_busy_machine_gives_no_verdict_and_the_next_run_tries_again(
-        self, store: Store, was_in_use: bool
-    ) -> None:
-        store.add([measured(300, origin=THERE)])
-        if was_in_use:
-            store.add([PROMOTED_THERE])
-        before = [*store.stream(Measurement)]
-        (verdict,) = verified(store, FakeBench({SCHEDULE: 1389}, spread=0.56))
-
-        assert (verdict.promoted, verdict.outcome) == (False, "no verdict: the machine was busy")
-        assert store.promoted_measurements() == []
-        assert [*store.stream(Measurement)] == before
-        (again,) = verified(store, FakeBench({SCHEDULE: 500}))
-        assert again.outcome == "now in use"
-
-    def test_the_fastest_of_the_others_is_tried_where_what_was_in_use_there_fails(self, store: Store) -> None:
-        """Only there: to choose anew among what works is the tuner's part."""
-        store.add([measured(300, origin=THERE), measured(301, schedule=THIRD, origin=THERE)])
-        store.add([PROMOTED_THERE])
-        bench = FakeBench({SCHEDULE: 1500, THIRD: 400})
-        verdicts = [*verified(store, bench)]
-
-        assert [verdict.promoted for verdict in verdicts] == [False, True]
-        assert bench.compared == [(SCHEDULE, None), (THIRD, None)]
-        assert store.promoted_measurements()[0].sample.schedule == THIRD
-
-    def test_only_the_first_few_are_measured_and_only_once(self, store: Store) -> None:
-        rows = [
-            measured(100 + mr, schedule=dataclasses.replace(SCHEDULE, mr=mr), origin=THERE)
-            for mr in (4, 1, 2, 8, 16)
-        ]
-        store.add(rows)
-        bench = FakeBench({row.sample.schedule: 500 for row in rows})
-        assert len([*verified(store, bench)]) == 1
-
-        trusted = [row.sample.schedule.mr for row in store.stream(Measurement) if row.origin.verified]
-        assert trusted == [1, 2, 4]
-        assert [*verified(store, bench)] == []
-
-    def test_it_competes_with_what_is_in_use_here(self, store: Store) -> None:
-        store.add([measured(300), measured(200, schedule=THIRD, origin=THERE)])
-        store.add([PROMOTION])
-        bench = FakeBench({SCHEDULE: 300, THIRD: 350})
-        (verdict,) = verified(store, bench)
-
-        assert bench.compared == [(THIRD, SCHEDULE)]
-        assert not verdict.promoted
-        assert store.promoted_measurements() == [measured(300)]
-
-    @given(st.floats(0.01, 4.0), st.floats(0.0, 3.0), st.booleans())
-    @examples(60)
-    def test_noise_never_helps(self, gain: float, spread: float, was_in_use: bool) -> None:
-        """A schedule in use after `verify` won its duel by the rule of a search, whatever the interval."""
-        low = max(0.0, gain - spread)
-        comparison = Comparison(gain, low, gain + spread, 0.95, 40)
-        with open_store(":memory:") as store:
-            store.add([measured(300, origin=THERE)])
-            if was_in_use:
-                store.add([PROMOTED_THERE])
-            bench = FakeBench({SCHEDULE: 500})
-            bench.compare = lambda *_: comparison  # type: ignore[method-assign]
-            (verdict,) = verified(store, bench)
-
-            assert verdict.promoted == comparison.proves_faster == bool(store.promoted_measurements())
-            assert low > 1 or not verdict.promoted
-            is_kept = any(row.origin.verified for row in store.stream(Measurement))
-            assert is_kept == (verdict.outcome != "no verdict: the machine was busy")
-            assert is_kept or gain + spread > 1.25 * low
-
-    def test_schedules_of_another_arithmetic_than_what_was_in_use_are_left(self, store: Store) -> None:
-        store.add([measured(300, origin=THERE), measured(1, schedule=OTHER_ARITHMETIC, origin=THERE)])
-        store.add([PROMOTED_THERE])
-
-        assert [verdict.schedule for verdict in verified(store, FakeBench({SCHEDULE: 300}))] == [SCHEDULE]
-
-    def test_other_machines_and_builds_are_left(self, store: Store) -> None:
-        elsewhere = dataclasses.replace(THERE, machine=OTHER_MACHINE)
-        store.add([measured(1, origin=elsewhere), measured(1, origin=THERE, kernel_abi="gemm-avx2-00")])
-
-        assert [*verified(store, FakeBench({}))] == []
-
-    def test_what_cannot_be_measured_here_is_said_and_stays_unverified(self, store: Store) -> None:
-        """One such row does not keep the others out."""
-        store.add([measured(1, schedule=THIRD, origin=THERE), measured(2, origin=THERE)])
-        said: list[str] = []
-        (verdict,) = verify(store, HERE, FakeBench({SCHEDULE: 500}), said.append)
-
-        assert verdict.schedule == SCHEDULE
-        assert said == ["gemm int4 1536x576, m 8: a schedule is not measured: there is no such path"]
-
-    def test_no_problem_is_begun_after_the_budget(self, store: Store) -> None:
-        """The first takes all the time there is; the next run goes on with the second."""
-        problems = [Problem("gemm", "int4", 1536, 576, m) for m in (8, 16, 24)]
-        store.add([measured(1, origin=THERE, problem=problem) for problem in problems])
-        now_ms = iter(range(100))
-        here = dataclasses.replace(HERE, now_ms=lambda: next(now_ms), until_ms=2)
-
-        assert [verdict.problem for verdict in verified(store, FakeBench({SCHEDULE: 500}), here)] == problems[
-            :1
-        ]
-        assert [verdict.problem for verdict in verified(store, FakeBench({SCHEDULE: 500}))] == problems[1:]
-
-    def test_stopping_keeps_the_problems_that_are_done(self, store: Store) -> None:
-        other = Problem("gemm", "int4", 1536, 576, 16)
-        store.add([measured(1, origin=THERE), measured(1, origin=THERE, problem=other)])
-        stopped = verified(store, FakeBench({SCHEDULE: 500}))
-        next(stopped)
-
-        assert [verdict.problem for verdict in verified(store, FakeBench({SCHEDULE: 500}))] == [other]
-
-
-def test_tuned_exported_imported_and_verified_is_the_same(tmp_path: Path) -> None:
-    """The round trip of a fleet: the same schedules are in use, and the import exports the same bytes."""
-    tuned: list[Measurement] = []
-    promotions: list[Promotion] = []
-    times = {SCHEDULE: 300, THIRD: 250, OTHER_ARITHMETIC: 200}
-    for m in (1, 2, 8):
-        problem = dataclasses.replace(PROBLEM, m=m)
-        tuned += [measured(ns, schedule=schedule, problem=problem) for schedule, ns in times.items()]
-        promotions.append(dataclasses.replace(PROMOTION, problem=problem, schedule=THIRD))
-    with open_store(tmp_path / "a.db") as first, open_store(tmp_path / "b.db") as second:
-        first.add(tuned)
-        first.add(promotions)
-        import_rows(second, read_export(copy_of(first), "f", pytest.fail))
-        assert copy_of(second).read() == copy_of(first).read()
-        assert second.promoted_measurements() == []
-
-        verdicts = [*verified(second, FakeBench(times))]
-        assert [verdict.promoted for verdict in verdicts] == [True] * 3
-        assert diff(first, second).differences == ()
-        assert [row.sample.schedule for row in second.promoted_measurements()] == [THIRD] * 3

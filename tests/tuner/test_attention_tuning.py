@@ -71,7 +71,7 @@ def test_the_evaluator_times_and_compares_attention() -> None:
     evaluator = NativeEvaluator((0,), 1 << 16)
     try:
         samples = evaluator.measure(problem, [default, other])
-        comparison = evaluator.compare(problem, other, None)
+        comparison = evaluator.duel(problem, default, other).comparison
     finally:
         evaluator.close()
 

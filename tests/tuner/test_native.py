@@ -161,7 +161,6 @@ def test_a_duel_keeps_both_sides(evaluator: NativeEvaluator) -> None:
 
     assert (fought.incumbent.schedule, fought.candidate.schedule) == (ours, theirs)
     assert fought.comparison.pairs == timing.PAIRS
-    assert evaluator.compare(problem, theirs, None).gain > 0
 
 
 def test_a_schedule_that_changes_a_result_is_never_passed_over(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,7 +25,6 @@ from phasewise.serving.ranks.open_ranks import STEP_TOKENS, KvSettings, LocalRan
 from phasewise.serving.ranks.open_ranks import open_ranks as open_planned
 from phasewise.topology import core_signature, placement_signature, read_machine
 from phasewise.topology.energy import EnergyCounters, power_cap_w
-from phasewise.topology.processor_counters import CounterTotals, ProcessorCounters, threads_under
 from phasewise.tuner.machine_limits import peak_flops, peak_kinds, read_bandwidth
 from phasewise.workflows.errors import UsageError
 from phasewise.workflows.opening.kept_cores import KeptCores
@@ -137,14 +135,6 @@ class ModelRow:
     lines_across_nodes: float
     """Arrivals at a step's barriers, of the first rank's threads, that may fetch the counter from another
     NUMA node; 0 on one node."""
-    instructions_per_cycle: float = 0.0
-    """All threads in user mode, by the processor's counters; these four are 0 where they were not asked
-    for or cannot be read, or a test has a depth."""
-    llc_misses_pki: float = 0.0
-    """Misses of the last-level cache per thousand instructions."""
-    dtlb_misses_pki: float = 0.0
-    stalled_share: float = 0.0
-    """Part of the cycles in which no instruction went on."""
     samples_ns: list[int] = field(default_factory=list)
     samples_ts: list[float] = field(default_factory=list)
 
@@ -193,14 +183,9 @@ def bench_rows(
     workloads: Sequence[Workload],
     timing: Timing,
     report: Report = silent,
-    counters: ProcessorCounters | None = None,
 ) -> Iterator[ModelRow]:
-    """Time every workload, one after another, after the limits of the cores. counters: those of the ranks'
-    threads.
-    """
+    """Time every workload, one after another, after the limits of the cores."""
     energy, cores = EnergyCounters(), KeptCores(report)
-    if counters is not None and counters.absence is not None:
-        report(f"counters are not read: {counters.absence}")
     if energy.absence is not None:
         report(f"energy is not measured: {energy.absence}")
     report("measuring the limits of these cores ...")
@@ -213,8 +198,6 @@ def bench_rows(
         for workload in workloads:
             report(f"{workload.name}: {counted(timing.repetitions, 'run')} ...")
             before_j, before = energy.total_joules(), opened.steps_and_crossings
-            if counters is not None:
-                counters.lap()
             timed = measure(
                 opened.ranks,
                 workload,
@@ -225,7 +208,6 @@ def bench_rows(
             n_tokens = workload.n_tokens * (timing.repetitions + 1)  # one more warms up
             after = opened.steps_and_crossings
             spent_j = energy.total_joules() - before_j
-            totals = None if counters is None or workload.n_depth else counters.lap()
             is_measured = energy.absence is None and not workload.n_depth  # what lies before costs too
             joules_per_token = spent_j / n_tokens if is_measured else None
             if not workload.n_depth:
@@ -235,32 +217,7 @@ def bench_rows(
             row = _row(opened, limits, timed, batch_tokens, kv_rate, joules_per_token)
             row = replace(row, lines_across_nodes=(after[1] - before[1]) / max(1, after[0] - before[0]))
             cores.tell_changes()
-            yield row if totals is None else _with_counters(row, totals)
-
-
-def _with_counters(row: ModelRow, totals: CounterTotals) -> ModelRow:
-    return replace(
-        row,
-        instructions_per_cycle=totals.instructions_per_cycle,
-        llc_misses_pki=totals.llc_misses_pki or 0.0,
-        dtlb_misses_pki=totals.dtlb_misses_pki or 0.0,
-        stalled_share=totals.stalled_share or 0.0,
-    )
-
-
-def counters_of_ranks() -> ProcessorCounters:
-    """Counters of this process's threads and of those of the ranks' processes, which are open already."""
-    return ProcessorCounters(threads_under(os.getpid()), read_machine().cpu.vendor)
-
-
-@contextmanager
-def counting(wanted: bool) -> Iterator[ProcessorCounters | None]:
-    """`counters_of_ranks` where they are wanted."""
-    if not wanted:
-        yield None
-        return
-    with counters_of_ranks() as counters:
-        yield counters
+            yield row
 
 
 def _is_deep_decode(workload: Workload) -> bool:

@@ -194,12 +194,6 @@ class BenchRunning:
         show_default=False,
     )
     repetitions: int = option(5, "timed runs of each test", "-r", "--repetitions", min=1, max=1000)
-    counters: bool = option(
-        False,
-        "read the processor's counters: instructions a cycle, misses of the last-level cache and of the TLB, "
-        "stalls",
-        "--counters",
-    )
 
     def kv_formats(self, default: str) -> list[str]:
         """UsageError where keys and values should differ: they have one format here."""

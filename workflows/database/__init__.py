@@ -1,1 +1,1 @@
-"""`phasewise db`: rows as JSON values, sharing them, verifying imported schedules."""
+"""`phasewise db`: rows as JSON values, and sharing them."""

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from phasewise.kerneldb.counts import StoreStats
     from phasewise.kerneldb.diff import Diff
     from phasewise.kerneldb.records import MachineKey, PlanRecord, PredictorScore
-    from phasewise.kerneldb.upkeep import Preferred, ScheduleVerdict
+    from phasewise.kerneldb.upkeep import Preferred
     from phasewise.topology import Machine
 
     Machines: TypeAlias = dict[MachineKey, str]
@@ -224,21 +224,6 @@ def other_diff_fields(diff: Diff, machines: Machines) -> list[dict[str, Any]]:
         }
         for difference in diff.others
     ]
-
-
-def verdict_fields(verdict: ScheduleVerdict) -> dict[str, Any]:
-    """The problem, the schedule, what was claimed and what was found, flat."""
-    from dataclasses import asdict
-
-    return {
-        **asdict(verdict.problem),
-        **asdict(verdict.schedule),
-        "claimed_ns": verdict.claimed_ns,
-        "measured_ns": verdict.measured_ns,
-        **asdict(verdict.comparison),
-        "promoted": verdict.promoted,
-        "outcome": verdict.outcome,
-    }
 
 
 def machine_fields(machines: Machines) -> list[dict[str, str]]:

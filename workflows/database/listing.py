@@ -19,7 +19,7 @@ class Section(StrEnum):
 
     IN_USE = "Schedules in use"
     MEASURED = "Fastest measured, nothing promoted"
-    IMPORTED = "Imported, to be measured by `phasewise db verify`"
+    IMPORTED = "Imported, to be timed here by `tune-kernels`"
     STALE = "Of an earlier build of the kernels, not used"
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from phasewise._words import counted, limit_cell, number, percent
+from phasewise._words import counted, limit_cell, number
 from phasewise.cli import tables
 from phasewise.cli.option_sets import spread
 from phasewise.cli.options import (
@@ -108,16 +108,13 @@ def _measured(
     running: BenchRunning,
 ) -> Iterator[ModelRow]:
     from phasewise.tuner.measurement_lock import user_lock
-    from phasewise.workflows.bench.model_speed import Timing, bench_rows, counting, open_ranks
+    from phasewise.workflows.bench.model_speed import Timing, bench_rows, open_ranks
 
     timing = Timing(running.repetitions, running.batch_tokens)
     with user_lock(note).turn():
         for opened, cache_format in product(opened_models, formats):
-            with (
-                open_ranks(opened, workloads, cache_format, max(running.batch_tokens)) as ranks,
-                counting(running.counters) as counters,
-            ):
-                yield from bench_rows(ranks, workloads, timing, note, counters)
+            with open_ranks(opened, workloads, cache_format, max(running.batch_tokens)) as ranks:
+                yield from bench_rows(ranks, workloads, timing, note)
 
 
 def _model_names(given: str) -> list[str]:
@@ -176,7 +173,6 @@ def table_of(rows: Sequence[ModelRow], *, wide: bool = False) -> Iterator[str | 
     yield from dict.fromkeys(_left_out(row) for row in cells) if is_narrow else ()
     yield from low_limit_lines(share for row in rows for share in (row.peak_fraction, row.bandwidth_fraction))
     yield from map(_kv_line, filter(lambda row: row.kv_bytes_per_s, rows))
-    yield from map(_counters_line, filter(lambda row: row.instructions_per_cycle, rows))
     yield from dict.fromkeys(f"build: {row.build_commit} ({row.isa})" for row in rows)
 
 
@@ -184,20 +180,6 @@ def _kv_line(row: ModelRow) -> str:
     """By what a test takes longer behind its depth; more than memory gives where a cache holds some of it."""
     rates = (number(rate / 1e9, 3) for rate in (row.kv_bytes_per_s, row.read_limit_bytes_per_s))
     return "{}: KV ({}) is read at {} GB/s; memory: {} GB/s".format(_test_name(row), row.type_k, *rates)
-
-
-def _counters_line(row: ModelRow) -> str:
-    """Instructions a cycle, and per thousand of them (PKI) misses; what this core does not count is left
-    out.
-    """
-    misses = [
-        f"{name} {number(pki, 3)}"
-        for name, pki in (("LLC", row.llc_misses_pki), ("dTLB", row.dtlb_misses_pki))
-        if pki
-    ]
-    stalled = f", {percent(row.stalled_share)} stalled" if row.stalled_share else ""
-    told = f"; misses PKI: {', '.join(misses)}" if misses else ""
-    return f"{_test_name(row)}: IPC {number(row.instructions_per_cycle, 3)}{stalled}{told}"
 
 
 def _left_out(row: Mapping[str, str]) -> str:

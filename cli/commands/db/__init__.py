@@ -32,7 +32,6 @@ app.command("merge")(db_sharing.merge)
 app.command("diff")(db_sharing.diff)
 app.command("push")(db_remote.push)
 app.command("pull")(db_remote.pull)
-app.command("verify")(db_sharing.verify)
 app.command("gc")(db_sharing.gc)
 
 

@@ -133,7 +133,7 @@ def pull(
     db: DbOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Import what REMOTE has for cores like these, unverified: schedules wait for `db verify`.
+    """Import what REMOTE has for cores like these, unverified: schedules wait to be timed here.
 
     $ phasewise db pull fleet --allowed-signers signers
     $ phasewise db pull https://example.org/fleet --allowed-signers signers --all

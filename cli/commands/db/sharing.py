@@ -1,18 +1,17 @@
-"""`phasewise db export | import | merge | diff | verify | gc`: schedules from and for machines like this."""
+"""`phasewise db export | import | merge | diff | gc`: schedules from and for machines like this."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from phasewise._options import parse_budget
 from phasewise._words import counted
 from phasewise.cli.commands.db import text as db_text
-from phasewise.cli.options import DbOption, JsonOption, ThreadsOption
+from phasewise.cli.options import DbOption, JsonOption
 from phasewise.cli.present import note, print_json, say
 from phasewise.workflows.database import json as database_json
 
@@ -120,12 +119,13 @@ def import_(
     db: DbOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Add the rows of FILE that are not there yet, unverified: unused until `db verify` measures them.
+    """Add the rows of FILE that are not there yet, unverified: unused until they are timed here.
 
     $ phasewise db import tuned.jsonl
     $ phasewise db import - --db other.db < tuned.jsonl
 
-    A damaged line, or one that no kernel could run, is refused and reported; the other lines are imported.
+    `tune-kernels` and a server of a model time first what was in use elsewhere. A
+    damaged line, or one that no kernel could run, is refused and reported; the other lines are imported.
     The exit code is 1 if any line was refused.
     """
     from phasewise.workflows.database.sharing import import_file
@@ -163,7 +163,7 @@ def _print_imported(imported: Imported, as_json: bool) -> None:
         refusals = f", {counted(imported.n_refused, 'line')} refused" if imported.n_refused else ""
         say(f"{imported.source}: {counted(taken.added, 'row')} added, {taken.known} known already{refusals}")
     if taken.added:
-        note("a schedule that was added is not used before `phasewise db verify` has measured it")
+        note("a schedule that was added is used once `tune-kernels`, or a server, has found it faster here")
 
 
 def diff(other: OtherArgument, db: DbOption = None, as_json: JsonOption = False) -> None:
@@ -211,63 +211,6 @@ def diff(other: OtherArgument, db: DbOption = None, as_json: JsonOption = False)
             db_text.print_other_diff(others)
     if differences or plans or others:
         raise typer.Exit(EXIT_FAILURE)
-
-
-def verify(
-    budget: Annotated[
-        str,
-        typer.Option(
-            metavar="TIME",
-            help="time that the command may take, e.g. 90s, 10m; a product in progress is finished",
-        ),
-    ] = "10m",
-    threads: ThreadsOption = None,
-    db: DbOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Measure the best imported schedules on this machine, and use those that are proven faster.
-
-    $ phasewise db verify
-    $ phasewise db verify --budget 90s
-
-    The three best of each product are timed. The rule is that of
-    `tune-kernels`: in pairs of timings against what is in use here, the interval
-    of the gain must lie above 1. Where an interval that is wider than a quarter
-    holds 1, or would with its longer side on both sides of the gain, there is no
-    verdict, because the machine was busy: the schedule stays unverified, and the
-    next run measures it again.
-
-    Only rows of machines and kernels like these can be verified. What was measured is kept at once: the
-    command continues where it was interrupted.
-    """
-    from phasewise.cli.status_line import status_line
-    from phasewise.kerneldb.upkeep import plans_in_use
-    from phasewise.topology import read_machine
-    from phasewise.tuner.measurement_lock import user_lock
-    from phasewise.workflows.database.sharing import existing_store
-    from phasewise.workflows.database.verify_schedules import verdicts
-
-    rows: list[dict[str, Any]] = []
-    budget_s = parse_budget(budget)
-    with existing_store(db, note) as store, status_line() as status:
-        lock = user_lock(status.say)
-        for verdict in verdicts(store, read_machine(), budget_s, threads, lock, status.say):
-            rows.append(database_json.verdict_fields(verdict))
-            status.show(lambda: f"{counted(len(rows), 'schedule')} timed")
-        left = sum(build.unverified for build in store.stats().builds)
-        n_plans = sum(not plan.origin.verified for plan in plans_in_use(store).values())
-    if left:
-        rows_left = counted(left, "imported row")
-        why = "of other machines or builds, undecided, not among the best, or beyond the budget"
-        note(f"{rows_left} left: {why}")
-    if n_plans:
-        note(
-            f"{counted(n_plans, 'plan')} imported: in use on such machines until `tune-config` measures there"
-        )
-    if as_json:
-        print_json({"verdicts": rows, "unverified_rows": left, "imported_plans": n_plans})
-    else:
-        db_text.print_verdicts(rows)
 
 
 def gc(

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from phasewise._words import counted, number, percent
+from phasewise._words import counted, percent
 from phasewise.cli.commands.topo.text import core_words
 from phasewise.cli.present import on_one_line, say
 from phasewise.cli.tables import WIDTH, RowTable, show
@@ -178,22 +178,6 @@ def _schedule_words(schedule: dict[str, Any] | None) -> str:
     if schedule is None:
         return "none"
     return _shortened(f"{_tile(schedule)} {_grid(schedule)} {schedule['compute_path']}", MAX_SCHEDULE_CHARS)
-
-
-def print_verdicts(verdicts: Sequence[dict[str, Any]]) -> None:
-    """A line for each schedule that was compared."""
-    lines = [
-        {
-            "kernel": _shortened(f"{verdict['family']} {verdict['format']}", MAX_TIMED_CHARS),
-            "n x k x m": _shortened(_size(verdict), MAX_SIZE_CHARS),
-            "us there": _shortened(number(verdict["claimed_ns"] / 1000, 4), MAX_NUMBER_CHARS),
-            "us here": _shortened(number(verdict["measured_ns"] / 1000, 4), MAX_NUMBER_CHARS),
-            "speed": _shortened(f"{verdict['gain_low']:.2f}..{verdict['gain_high']:.2f}", MAX_SPAN_CHARS),
-            "verdict": verdict["outcome"].partition(":")[0],
-        }
-        for verdict in verdicts
-    ]
-    print_table("Verified", lines)
 
 
 def _size(problem: dict[str, Any]) -> str:

@@ -64,8 +64,6 @@ def doctor(
     Each finding has its evidence (file and value), what it means, and a remedy; the severest come first.
     Nothing is changed. The exit code is 0 whatever is found, unless --strict is given. With --bits, which
     takes a minute at most, it is 1 if any bit is wrong: the build is broken, or a core is.
-
-    --decode reads the processor's counters where the host lets one, and says why where not.
     """
     if bits:
         _check_bits(as_json)
@@ -94,7 +92,7 @@ def _explain_decode(model: str, db: str | None, as_json: bool) -> None:
 
     with user_lock(note).turn():
         figures = decode_figures(model, db, note)
-    findings = explain_decode(figures)
+    findings = [explain_decode(figures)]
     if as_json:
         print_json(decode_fields(figures, findings))
     else:

@@ -8,35 +8,18 @@ void ISA(add)(int64_t n, const float *y, float *x) {
     if (rest) v_store_n(x + i, v_add(v_load_n(x + i, rest), v_load_n(y + i, rest)), rest);
 }
 
-/* Two buffers that hold their sum afterwards: what two ranks do all the time, so their addresses stay in registers. */
-PW_INLINE int64_t sum_of_two(float *x, float *y, int64_t i, int64_t end) {
-    for (; i + LANES <= end; i += LANES) {
-        vf v = v_add(v_load(x + i), v_load(y + i));
-        v_store(x + i, v);
-        v_store(y + i, v);
+void ISA(sum)(int n_parts, const float *const *parts, int64_t n, float *out) {
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) {
+        vf v = v_load(parts[0] + i);
+        for (int p = 1; p < n_parts; ++p) v = v_add(v, v_load(parts[p] + i));
+        v_store(out + i, v);
     }
-    return i;
-}
-
-PW_INLINE int64_t sum_of_any(const pw_sum *sum, int64_t i, int64_t end) {
-    for (; i + LANES <= end; i += LANES) {
-        vf v = v_load(sum->parts[0] + i);
-        for (int p = 1; p < sum->n_parts; ++p) v = v_add(v, v_load(sum->parts[p] + i));
-        for (int o = 0; o < sum->n_outs; ++o) v_store(sum->outs[o] + i, v);
-    }
-    return i;
-}
-
-void ISA(sum)(const pw_sum *sum, int64_t begin, int64_t end) {
-    float *const *outs = sum->outs;
-    const float *const *parts = sum->parts;
-    int in_place = sum->n_parts == 2 && sum->n_outs == 2 && outs[0] == parts[0] && outs[1] == parts[1];
-    int64_t i = in_place ? sum_of_two(outs[0], outs[1], begin, end) : sum_of_any(sum, begin, end);
-    int rest = (int)(end - i);
+    int rest = (int)(n - i);
     if (rest <= 0) return;
     vf v = v_load_n(parts[0] + i, rest);
-    for (int p = 1; p < sum->n_parts; ++p) v = v_add(v, v_load_n(parts[p] + i, rest));
-    for (int o = 0; o < sum->n_outs; ++o) v_store_n(outs[o] + i, v, rest);
+    for (int p = 1; p < n_parts; ++p) v = v_add(v, v_load_n(parts[p] + i, rest));
+    v_store_n(out + i, v, rest);
 }
 
 void ISA(scale)(int64_t n, float factor, float *x) {

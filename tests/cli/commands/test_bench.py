@@ -7,7 +7,6 @@ import io
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -15,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from phasewise.cli.commands.bench.run import table_of
 from phasewise.tuner.machine_limits import PIECES
 from phasewise.workflows.bench.model_speed import ModelRow, bench_rows
 from tests.cli import command
@@ -166,24 +164,6 @@ def test_the_table_has_llama_benchs_columns_and_the_build(tiny: Path) -> None:
     columns = [name.strip() for name in table[0].strip("|").split("|")]
     assert columns[:7] == ["model", "size", "params", "backend", "threads", "test", "t/s"]
     assert [line for line in table if line.startswith("build: phasewise ")] == table[-1:]
-
-
-def test_counters_are_told_by_test_or_a_line_says_why_not(tiny: Path) -> None:
-    """Of a test behind a depth, whose positions before it count as well, they say nothing."""
-    done = invoke(tiny, "-p", "8", "-n", "4", "-d", "0,8", "-r", "1", "--counters", "-o", "json")
-    rows = json.loads(done.stdout)
-
-    are_read = "counters are not read: " not in done.stderr
-    assert [row["instructions_per_cycle"] > 0 for row in rows] == [are_read, are_read, False, False]
-
-
-def test_the_table_tells_counters_where_they_were_read(tiny: Path) -> None:
-    (fields,) = json.loads(invoke(tiny, "-p", "0", "-n", "4", "-r", "1", "-o", "json").stdout)
-    row = ModelRow(**{name: value for name, value in fields.items() if name != "schema_version"})
-    counted = replace(row, instructions_per_cycle=0.7, llc_misses_pki=12.345, stalled_share=0.71)
-
-    assert "IPC" not in "\n".join(map(str, table_of([row])))
-    assert "tg4: IPC 0.7, 71% stalled; misses PKI: LLC 12.3" in list(table_of([counted]))
 
 
 def test_keys_and_values_of_different_formats_are_refused() -> None:

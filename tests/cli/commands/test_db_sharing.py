@@ -1,10 +1,8 @@
-"""`phasewise db export | import | merge | diff | verify | gc`: what a person and a script see."""
+"""`phasewise db export | import | merge | diff | gc`: what a person and a script see."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import io
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -13,32 +11,24 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from phasewise.cli.commands.db import text as db_text
 from phasewise.cython_kernels import _native
 from phasewise.kerneldb.portable import import_rows
 from phasewise.kerneldb.records import (
-    Comparison,
     Origin,
     PlanRecord,
     Problem,
-    Sample,
     Schedule,
     ServedStep,
     StepTime,
 )
 from phasewise.kerneldb.store import open_store
-from phasewise.kerneldb.upkeep import ScheduleVerdict
 from phasewise.topology import read_machine
+from phasewise.tuner import native
 from phasewise.tuner.plans import machine_key, placed_json, plans_for
-from phasewise.workflows.database import json as database_json
-from phasewise.workflows.database import verify_schedules
 from tests.cli import command
 from tests.support.machines.kerneldb_examples import OTHER_MACHINE, PREDICTOR_SCORE, STEP_TIME
-from tests.support.tiers import examples
-from tests.support.tuned_here import here, in_use, timed
+from tests.support.tuned_here import in_use, timed
 
 ABI = _native.kernel_abi("gemm")
 STALE_ABI = ABI.rpartition("-")[0] + "-000000000000"
@@ -98,7 +88,7 @@ def test_an_import_exports_the_same_bytes_and_prefers_the_same_schedules(
 
     standings = [schedule["standing"] for schedule in run_json("show", "--db", copy)["schedules"]]
     assert standings == ["imported"] * 3
-    assert "to be measured by `phasewise db verify`" in run("show", "--db", copy)
+    assert "to be timed here by `tune-kernels`" in run("show", "--db", copy)
 
 
 def test_an_export_is_data_on_stdout_and_a_count_on_stderr(tuned: Path) -> None:
@@ -125,7 +115,7 @@ def test_an_import_comes_from_a_pipe_too(exported: Path, tmp_path: Path) -> None
     result = invoke("import", "-", "--db", tmp_path / "copy.db", stdin=exported.read_text())
 
     assert result.stdout == "-: 5 rows added, 0 known already\n"
-    assert "is not used before `phasewise db verify`" in result.stderr
+    assert "is used once `tune-kernels`" in result.stderr
 
 
 def test_what_is_refused_is_said_line_by_line_and_in_the_exit_code(exported: Path, tmp_path: Path) -> None:
@@ -149,7 +139,6 @@ def test_what_is_refused_is_said_line_by_line_and_in_the_exit_code(exported: Pat
             (("merge", "missing.db"), "there is no database at"),
             (("diff", "missing.db"), "there is no database at"),
             (("export", "--db", "missing.db"), "there is no database at"),
-            (("verify", "--db", "missing.db"), "there is no database at"),
             (("gc", "--db", "missing.db"), "there is no database at"),
         ]
     ),
@@ -237,75 +226,6 @@ def test_a_difference_is_shown_and_in_the_exit_code(tuned: Path, tmp_path: Path)
     assert "none" in run("diff", str(other), exit_code=1)
 
 
-class FakeBench:
-    """Times a schedule by its block_k, so that nothing depends on the machine."""
-
-    def __init__(self, cores: Sequence[int], total_bytes: int) -> None:
-        self.closed = False
-
-    def obstacle(self, problem: Problem, schedule: Schedule) -> str | None:
-        return None
-
-    def measure(self, problem: Problem, schedules: Sequence[Schedule]) -> list[Sample]:
-        return [Sample(schedule, (schedule.block_k,), schedule.block_k, None, 0) for schedule in schedules]
-
-    def compare(self, problem: Problem, candidate: Schedule, incumbent: Schedule | None) -> Comparison:
-        gain = (incumbent.block_k if incumbent else 200) / candidate.block_k
-        return Comparison(gain, gain, gain, 0.95, 40)
-
-    def close(self) -> None:
-        self.closed = True
-
-
-def test_verifying_puts_what_passes_into_use(
-    exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    copy = str(tmp_path / "copy.db")
-    run("import", str(exported), "--db", copy)
-    monkeypatch.setattr(verify_schedules, "NativeBench", FakeBench)
-    result = invoke("verify", "--db", copy, "--json")
-    verification = json.loads(result.stdout)
-
-    assert "gain" not in result.stderr, "a row is printed once"
-    assert [(verdict["block_k"], verdict["promoted"]) for verdict in verification["verdicts"]] == [
-        (128, True)
-    ]
-    assert verification["unverified_rows"] == 4
-    schedule = next(
-        listed for listed in run_json("show", "--db", copy)["schedules"] if listed["kernel_abi"] == ABI
-    )
-    assert (schedule["standing"], schedule["block_k"]) == ("in use", 128)
-    assert run_json("verify", "--db", copy)["verdicts"] == []
-
-
-def test_verifying_measures_on_the_real_kernels(exported: Path, tmp_path: Path) -> None:
-    """Whatever the verdict: the rows are there, and products that no machine could compute are left.
-
-    A busy machine gives no verdict: then the next run tries again.
-    """
-    copy = str(tmp_path / "copy.db")
-    huge = Problem("gemm", "int8", 2**31 - 1, 2**31 - 1, 2**31 - 1)
-    attention = Problem("attention", "f16", 128, 64, 4)
-    schedule = dataclasses.replace(SCHEDULE, compute_path="fma", mr=2, panels=1, block_m=4, block_n=16)
-    imported = ((PROBLEM, SCHEDULE), (huge, SCHEDULE), (attention, schedule))
-    with open_store(copy) as store:
-        store.add_missing([timed(*row, 1, verified=False) for row in imported])
-
-    def n_rows() -> int:
-        with open_store(copy) as store:
-            return store.measurement_count(PROBLEM, here(), ABI)
-
-    told = ""
-    while n_rows() < 2:
-        result = invoke("verify", "--db", copy)
-        assert result.exit_code == 0, result.stderr
-        assert "larger than that of any model" in result.stderr
-        told += result.stdout
-    assert "gemm int8" in told
-    assert "attention f16" in told
-    assert n_rows() == 2
-
-
 @pytest.mark.parametrize(
     ("problem", "schedule", "reason"),
     [
@@ -323,9 +243,7 @@ def test_verifying_measures_on_the_real_kernels(exported: Path, tmp_path: Path) 
 def test_what_cannot_be_computed_here_is_an_obstacle(
     problem: Problem, schedule: Schedule, reason: str
 ) -> None:
-    obstacle = verify_schedules.NativeBench.obstacle(object(), problem, schedule)  # type: ignore[arg-type]
-
-    assert reason in (obstacle or "")
+    assert reason in (native.obstacle(problem, schedule) or "")
 
 
 def test_collecting_garbage_says_what_goes_and_what_went(tuned: Path) -> None:
@@ -354,14 +272,11 @@ def test_rows_of_an_earlier_build_are_shown_apart(tuned: Path) -> None:
     assert [schedule["stale"] for schedule in run_json("show")["schedules"]].count(True) == 1
 
 
-@pytest.mark.parametrize(
-    "words", [("diff", "other.db"), ("show",), ("stats",), ("verify", "--db", "other.db")]
-)
+@pytest.mark.parametrize("words", [("diff", "other.db"), ("show",), ("stats",)])
 def test_tables_fit_eighty_columns(
     tuned: Path, monkeypatch: pytest.MonkeyPatch, words: Sequence[str]
 ) -> None:
     monkeypatch.chdir(tuned.parent)
-    monkeypatch.setattr(verify_schedules, "NativeBench", FakeBench)
     wide = Schedule(12, 16, 144, 6144, 4096, 16, 64, 4, "int8_tile_of_somebody", 4, 65_536, "mn")
     widest = Problem("attention", "int8g16", 14336, 14336, 2048)
     with open_store("other.db") as store:
@@ -382,27 +297,3 @@ def test_what_is_neither_a_database_nor_an_export_is_said_to_be_neither(
     other.write_text("tuned on Monday\n")
 
     assert "notes.txt is neither a database nor a file that" in invoke(command, str(other)).refusal
-
-
-@given(
-    st.sampled_from(["gemm", "attention"]),
-    st.sampled_from(["int4_g32", "bf16s8", "q8_0", "f16"]),
-    st.tuples(*[st.integers(1, 2**31 - 1)] * 3),
-    st.tuples(*[st.integers(1, 10**15)] * 2),
-    st.lists(st.floats(0, 1e6), min_size=3, max_size=3).map(sorted),
-)
-@examples(50)
-def test_each_verdict_is_printed_once_within_80_columns(
-    family: str, form: str, size: tuple[int, int, int], times_ns: tuple[int, int], gains: list[float]
-) -> None:
-    low, gain, high = gains
-    verdict = ScheduleVerdict(
-        Problem(family, form, *size), SCHEDULE, *times_ns, Comparison(gain, low, high, 0.99, 40)
-    )
-
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        db_text.print_verdicts([database_json.verdict_fields(verdict)])
-
-    lines = printed.getvalue().splitlines()
-    assert max(map(len, lines)) <= 80
-    assert len([line for line in lines if verdict.outcome.partition(":")[0] in line]) == 1

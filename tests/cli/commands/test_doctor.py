@@ -129,10 +129,10 @@ def test_the_speed_of_decoding_is_explained_for_a_model(tiny: Path) -> None:
 
 @pytest.mark.parametrize("share", [0.2, 0.9])
 def test_reasons_stay_within_80_columns(share: float) -> None:
-    phase = PhaseFigures(123.4, share, 0.61, 23.4, 0.5, 0.7)
-    figures = DecodeFigures("a-model-with-a-long-name", 64, phase, phase, 1e10, 2e10, None)
+    phase = PhaseFigures(123.4, share)
+    figures = DecodeFigures("a-model-with-a-long-name", 64, phase, phase, 1e10, 2e10)
 
-    assert max(map(len, decode_lines(figures, explain_decode(figures), "ascii"))) <= 80
+    assert max(map(len, decode_lines(figures, [explain_decode(figures)], "ascii"))) <= 80
 
 
 @pytest.mark.parametrize("option", ["--bits", "--strict", "--root=/"])

@@ -9,6 +9,7 @@
 
 #include <pthread.h>
 #include <sched.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -17,13 +18,14 @@ enum { MOST_RANKS = 16, MOST_FLOATS = 9000 };
 static pw_group *group;
 static uint8_t *slots;
 static int n_ranks, turns;
+static atomic_int finished; /* ranks that have made all their calls */
 static int64_t slot_bytes;
 
-static void add_up(const pw_sum *sum, int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-        float total = sum->parts[0][i];
-        for (int part = 1; part < sum->n_parts; ++part) total += sum->parts[part][i];
-        for (int out = 0; out < sum->n_outs; ++out) sum->outs[out][i] = total;
+static void add_up(int n_parts, const float *const *parts, int64_t n, float *out) {
+    for (int64_t i = 0; i < n; ++i) {
+        float total = parts[0][i];
+        for (int part = 1; part < n_parts; ++part) total += parts[part][i];
+        out[i] = total;
     }
 }
 
@@ -68,6 +70,20 @@ static void broadcast(pw_exchange *x, int turn, int64_t n, float *data) {
     for (int64_t i = 0; i < n; ++i) demand(data[i] == term(root, turn, i), "a broadcast message is wrong");
 }
 
+/* The last rank fails the group while the others wait, for a bell or in a barrier. */
+static void fail_last(int rank) {
+    uint32_t rung = 0;
+    atomic_fetch_add(&finished, 1);
+    if (rank == n_ranks - 1) {
+        while (atomic_load(&finished) < n_ranks) sched_yield();
+        pw_group_fail(group);
+        return;
+    }
+    int status = rank == 0 ? pw_group_wait_bell(group, rank, 0, 0, PW_GROUP_FOREVER, &rung)
+                           : pw_group_barrier(group, rank, n_ranks, PW_GROUP_FOREVER);
+    demand(status == PW_GROUP_FAILED, "a wait did not end with the group");
+}
+
 static void *live(void *number) {
     int rank = (int)(intptr_t)number;
     pw_exchange x = {.group = group, .slots = slots, .slot_bytes = slot_bytes, .rank = rank, .n_ranks = n_ranks};
@@ -84,6 +100,7 @@ static void *live(void *number) {
         if (kind == 3) demand(pw_exchange_barrier(&x, PW_GROUP_FOREVER) == PW_GROUP_OK, "a barrier failed");
         free(data);
     }
+    fail_last(rank);
     return NULL;
 }
 

@@ -1,4 +1,4 @@
-/* Walks through every interleaving of group.c and all_reduce.c, the very files, for two to four ranks.
+/* Walks through every interleaving of group.c, the very file, for two or three ranks.
  *
  * Ranks are coroutines. Every access to shared memory (atomic operations, chunks of the message, the futex) is a point
  * at which any other rank may go on, be killed, or run out of time. A state is everything that the ranks have in common
@@ -6,11 +6,11 @@
  * Accesses happen one after another: what processors reorder is left to the stress tests. For x86-64, whose registers
  * it knows.
  *
- *   group_model SCENARIO RANKS [KIND ...]   prints the number of states, or what went wrong and the turns before it.
+ *   group_model SCENARIO RANKS   prints the number of states, or what went wrong and the turns before it.
  *
- * Scenarios: reduce (all-reduces of these kinds, one after another), order (the same where to wait is one step, so that
- * more ranks and more turns can be walked through), kill (one rank stops for good anywhere), late
- * (one wait is over anywhere), fail (somebody fails the group anywhere), mixed (barriers over two and over all), bell. */
+ * Scenarios: reduce (sums of messages between barriers, two in turn), kill (one rank stops for good anywhere), late
+ * (one wait is over anywhere), fail (somebody fails the group anywhere), mixed (barriers over two and over all), bell;
+ * kill, late and fail have one sum. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -28,7 +28,6 @@
 static void point(const volatile void *touched);
 static long model_futex(atomic_uint *word, int operation, unsigned value, const struct timespec *timeout);
 static int model_clock(struct timespec *now);
-static void *model_copy(void *to, const void *from, size_t bytes);
 
 #undef atomic_load
 #undef atomic_store
@@ -38,26 +37,10 @@ static void *model_copy(void *to, const void *from, size_t bytes);
 #define atomic_fetch_add(p, x) (point(p), atomic_fetch_add_explicit(p, x, memory_order_seq_cst))
 #define syscall(number, word, operation, value, timeout, other, last) model_futex(word, operation, value, timeout)
 #define clock_gettime(clock, now) model_clock(now)
-#define memcpy(to, from, bytes) model_copy(to, from, bytes)
 #include "group/group.c"
 
-static uint32_t model_arrive(pw_group *group, int rank, int n_taking_part);
-static int model_await(pw_group *group, int rank, int n_taking_part, int awaited, uint32_t arrivals, long timeout_ns);
-static int model_barrier(pw_group *group, int rank, int n_taking_part, long timeout_ns);
-
-#define pw_group_arrive model_arrive
-#define pw_group_await model_await
-#define pw_group_barrier model_barrier
-#include "group/all_reduce.c"
-#undef pw_group_arrive
-#undef pw_group_await
-#undef pw_group_barrier
-#undef memcpy
-
 enum {
-    MOST_RANKS = 4,
-    MOST_TURNS = 3,
-    MOST_FLOATS = MOST_RANKS * SMALLEST_CHUNK,
+    MOST_RANKS = 3,
     GROUP_BYTES = 2048,
     STACK_BYTES = 16384,
     TABLE_SIZE = 1 << 24,
@@ -72,10 +55,8 @@ typedef enum { GOES_ON, DONE, KILLED } life;
 /* Everything that a step may change, beside the stacks and registers. */
 typedef struct {
     _Alignas(PW_GROUP_ALIGNMENT) char group[GROUP_BYTES];
-    float message[MOST_RANKS][MOST_FLOATS];
+    float message[MOST_RANKS][MOST_RANKS]; /* a chunk of each rank's message is one float here */
     atomic_uint *sleeps_on[MOST_RANKS];
-    uint32_t arrivals_awaited[MOST_RANKS]; /* of the ranks in awaited_ranks; "order" only */
-    uint32_t awaited_ranks[MOST_RANKS];
     life life[MOST_RANKS];
     bool out_of_time[MOST_RANKS];
     int status[MOST_RANKS];
@@ -85,8 +66,7 @@ typedef struct {
 static world now;
 static char stacks[MOST_RANKS][STACK_BYTES] __attribute__((aligned(64)));
 static ucontext_t scheduler, contexts[MOST_RANKS];
-static int running, n_ranks, n_kinds, path[DEEPEST], depth;
-static pw_all_reduce_kind kinds[MOST_TURNS];
+static int running, n_ranks, path[DEEPEST], depth;
 static const char *scenario;
 static bool nobody_fails;
 static long n_states;
@@ -131,90 +111,47 @@ static int model_clock(struct timespec *now_s) {
     return 0;
 }
 
-/* Whether the ranks that this one waits for have all arrived so often. */
-static bool have_arrived(int rank) {
-    for (int other = 0; other < n_ranks; ++other)
-        if (now.awaited_ranks[rank] >> other & 1 &&
-            (int)(place_of(the_group(), other)->arrivals[n_ranks - 1] - now.arrivals_awaited[rank]) < 0)
-            return false;
-    return true;
-}
-
-static void wait_in_one_step(int rank, uint32_t ranks, uint32_t arrivals) {
-    now.awaited_ranks[rank] = ranks;
-    now.arrivals_awaited[rank] = arrivals;
-    leave(); /* it is not asked to go on before */
-    now.awaited_ranks[rank] = 0;
-}
-
-static uint32_t model_arrive(pw_group *group, int rank, int n_taking_part) {
-    if (!playing("order")) return pw_group_arrive(group, rank, n_taking_part);
-    return atomic_fetch_add(&place_of(group, rank)->arrivals[n_taking_part - 1], 1) + 1;
-}
-
-static int model_await(pw_group *group, int rank, int n_taking_part, int awaited, uint32_t arrivals, long timeout_ns) {
-    if (!playing("order")) return pw_group_await(group, rank, n_taking_part, awaited, arrivals, timeout_ns);
-    wait_in_one_step(rank, 1u << awaited, arrivals);
-    return PW_GROUP_OK;
-}
-
-static int model_barrier(pw_group *group, int rank, int n_taking_part, long timeout_ns) {
-    if (!playing("order")) return pw_group_barrier(group, rank, n_taking_part, timeout_ns);
-    wait_in_one_step(rank, (1u << n_taking_part) - 1, model_arrive(group, rank, n_taking_part));
-    return PW_GROUP_OK;
-}
-
-static void *model_copy(void *to, const void *from, size_t bytes) {
-    float held[MOST_FLOATS];
-    point(from);
-    memmove(held, from, bytes);
-    point(to);
-    return memmove(to, held, bytes);
-}
-
-static void model_sum(const pw_sum *sum, int64_t begin, int64_t end) {
-    bool every_one = playing("order") || n_ranks == 2; /* else those of all buffers at once: fewer states */
-    float held = 0;                                    /* the floats of a chunk are equal */
-    for (int part = 0; part < sum->n_parts; ++part) {
-        if (part == 0 || every_one) point(sum->parts[part]);
-        held += sum->parts[part][begin];
-    }
-    for (int out = 0; out < sum->n_outs; ++out) {
-        if (out == 0 || every_one) point(sum->outs[out]);
-        for (int64_t i = begin; i < end; ++i) sum->outs[out][i] = held;
-    }
-}
-
-const pw_kernels *pw_active(void) {
-    static const pw_kernels kernels = {.ops = {.sum = model_sum}};
-    return &kernels;
-}
-
 /* ---- what a rank does ------------------------------------------------------------------------------------------- */
 
 static float term(int turn, int rank) { return (float)(1 << (rank + MOST_RANKS * turn)); }
 
 static void fill(int rank, float value) {
     point(now.message[rank]);
-    for (int i = 0; i < n_ranks * SMALLEST_CHUNK; ++i) now.message[rank][i] = value;
+    for (int i = 0; i < n_ranks; ++i) now.message[rank][i] = value;
 }
 
 static void check_sum(int rank, int turn) {
     float wanted = 0;
     for (int other = 0; other < n_ranks; ++other) wanted += term(turn, other);
     point(now.message[rank]);
-    for (int i = 0; i < n_ranks * SMALLEST_CHUNK; ++i)
+    for (int i = 0; i < n_ranks; ++i)
         if (now.message[rank][i] != wanted) broken("a rank has something else than the sum");
 }
 
-/* Sums, and nothing between them: what a rank fills and reads, others may still be reading or writing. */
+/* One chunk of all messages becomes their sum; for two ranks, every access is a point, else one for all reads and
+ * one for all writes: fewer states. */
+static void sum_chunk(int chunk) {
+    float sum = 0;
+    for (int other = 0; other < n_ranks; ++other) {
+        if (other == 0 || n_ranks == 2) point(now.message[other]);
+        sum += now.message[other][chunk];
+    }
+    for (int other = 0; other < n_ranks; ++other) {
+        if (other == 0 || n_ranks == 2) point(now.message[other]);
+        now.message[other][chunk] = sum;
+    }
+}
+
+/* Sums, each between two barriers, and nothing between them: what a rank fills and reads, others may still be reading
+ * or writing. */
 static int reduce(int rank) {
-    float *buffers[MOST_RANKS];
-    for (int i = 0; i < n_ranks; ++i) buffers[i] = now.message[i];
-    for (int turn = 0; turn < n_kinds; ++turn) {
+    long timeout_ns = nobody_fails ? PW_GROUP_FOREVER : TIMEOUT_NS;
+    for (int turn = 0; turn < (nobody_fails ? 2 : 1); ++turn) {
         fill(rank, term(turn, rank));
-        int status = pw_all_reduce(the_group(), rank, n_ranks, buffers, n_ranks * SMALLEST_CHUNK, kinds[turn],
-                                   nobody_fails ? PW_GROUP_FOREVER : TIMEOUT_NS);
+        int status = pw_group_barrier(the_group(), rank, n_ranks, timeout_ns);
+        if (status != PW_GROUP_OK) return status;
+        sum_chunk(rank);
+        status = pw_group_barrier(the_group(), rank, n_ranks, timeout_ns);
         if (status != PW_GROUP_OK) return status;
         check_sum(rank, turn);
         fill(rank, UNWRITTEN);
@@ -350,7 +287,7 @@ static void step(int rank) {
     running = -1;
 }
 
-static bool can_run(int rank) { return now.life[rank] == GOES_ON && !now.sleeps_on[rank] && have_arrived(rank); }
+static bool can_run(int rank) { return now.life[rank] == GOES_ON && !now.sleeps_on[rank]; }
 
 static void wake_late(int rank) {
     now.out_of_time[rank] = true;
@@ -427,14 +364,10 @@ static void begin(void) {
 }
 
 int main(int argc, char **argv) {
-    static const char *names[] = {"rank-shifted", "master-copies", "ring"};
-    if (argc < 3) return 2;
+    if (argc != 3) return 2;
     scenario = argv[1];
     n_ranks = atoi(argv[2]);
-    if (n_ranks < 2 || n_ranks > MOST_RANKS || argc - 3 > MOST_TURNS) return 2;
-    for (n_kinds = 0; n_kinds < argc - 3; ++n_kinds)
-        for (int kind = 0; kind < PW_ALL_REDUCE_KINDS; ++kind)
-            if (strcmp(argv[3 + n_kinds], names[kind]) == 0) kinds[n_kinds] = (pw_all_reduce_kind)kind;
+    if (n_ranks < 2 || n_ranks > MOST_RANKS) return 2;
     begin();
     walk();
     printf("%ld states\n", n_states);
