@@ -304,9 +304,9 @@ WAYS: Mapping[str, tuple[Way, ...]] = {
     ),
     "prune": (
         Way(
-            "with --method magnitude and --allocation uniform",
+            "with --method magnitude",
             ("--calibration",),
-            unless=("--method=wanda", "--method=sparsegpt", "--allocation=owl", "--recover"),
+            unless=("--method=wanda", "--method=sparsegpt", "--recover"),
             instead="nothing reads it; add --recover, or leave that out",
         ),
         Way("without --calibration", ("--calibration-tokens",), unless=("--calibration",)),

@@ -131,7 +131,7 @@ def test_a_policy_that_is_there_to_be_compared_serves_nobody(policy: str) -> Non
 
     assert done.exit_code == 2
     words = " ".join(done.output.replace("│", " ").split())
-    assert f"'{policy}' is not one of 'odma', 'paged', 'auto'" in words
+    assert f"'{policy}' is not one of 'odma', 'paged'" in words
 
 
 def test_pull_is_models_pull() -> None:

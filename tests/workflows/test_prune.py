@@ -73,13 +73,6 @@ def test_sparsegpt_leaves_a_smaller_error_than_wanda_and_wanda_than_magnitude() 
     assert error(masks.sparsegpt(w, x.T @ x, HALF)) < wanda < magnitude
 
 
-def test_owl_keeps_the_mean_and_gives_more_to_layers_with_outliers() -> None:
-    shares = masks.owl_shares([0.01, 0.03, 0.02], 0.5)
-
-    assert np.mean(shares) == pytest.approx(0.5)
-    assert shares[1] < shares[2] < shares[0]
-
-
 def test_the_tap_gives_the_rows_that_enter_each_product(tmp_path: Path) -> None:
     """The rows of the first layer's q are the embeddings of tokens, normalised."""
     model = load_model(str(write_tiny_hf(tmp_path / "m", "llama")), "f32", tmp_path / "cache")
@@ -119,19 +112,15 @@ def test_the_same_arguments_give_the_same_bytes_and_a_model_that_opens(
     assert not list(tmp_path.glob(".*prune*"))
 
 
-@pytest.mark.parametrize(
-    ("method", "allocation"), [("magnitude", "uniform"), ("wanda", "owl"), ("sparsegpt", "uniform")]
-)
+@pytest.mark.parametrize("method", ["magnitude", "wanda", "sparsegpt"])
 def test_a_layer_without_a_gate_is_pruned_as_it_is(
-    tmp_path: Path, method: str, allocation: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Arcee's: each layer has `up` and `down`, and the model that is written is read as one of its family."""
     monkeypatch.setenv("PHASEWISE_CACHE", str(tmp_path / "cache"))
     model, text = write_family_hf(tmp_path / "m", "arcee"), write_calibration(tmp_path / "text.txt")
 
-    prune(
-        PruneSettings(str(model), tmp_path / "out", HALF, method, text, 128, allocation=allocation)  # type: ignore[arg-type]
-    )
+    prune(PruneSettings(str(model), tmp_path / "out", HALF, method, text, 128))  # type: ignore[arg-type]
 
     before = load_model(str(model), "native")
     after = load_model(str(tmp_path / "out"), "native", storage=StorageChoice("always"))

@@ -5,12 +5,10 @@ matrix.
 - wanda: in each row the smallest |w| times the norm of its input (Sun et al. 2024, eq. 1).
 - sparsegpt: columns from left to right, each error made up for in those that follow, by the inverse Hessian
   of the inputs (Frantar and Alistarh 2023, algorithm 1).
-- OWL: layers with more outliers keep more (Yin et al. 2024, section 3).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, get_args
 
 import numpy as np
@@ -23,10 +21,6 @@ METHODS: tuple[Method, ...] = get_args(Method)
 BLOCK_COLUMNS = 128
 DAMPING = 0.01
 """Share of the mean of the Hessian's diagonal that is added to it (SparseGPT)."""
-OUTLIER = 5.0
-"""A score this many times the mean of its matrix is an outlier (OWL)."""
-SPREAD = 0.08
-"""Layers' sparsities differ from the wanted one by at most this (OWL's lambda)."""
 
 Array = npt.NDArray[Any]
 
@@ -113,20 +107,3 @@ def _prune_block(w: Array, inverse: Array, pattern: Pattern) -> Array:
         w[:, i + 1 :] -= np.outer(error, inverse[i, i + 1 :])
         errors[:, i] = error
     return errors
-
-
-def outlier_share(scores: Sequence[Array]) -> float:
-    """The share of a layer's scores that are outliers of their matrix."""
-    n_outliers = sum(int((matrix > OUTLIER * matrix.mean()).sum()) for matrix in scores)
-    return n_outliers / sum(matrix.size for matrix in scores)
-
-
-def owl_shares(outliers: Sequence[float], share: float) -> list[float]:
-    """The share of zeros of each layer, from its share of outliers; their mean is `share`."""
-    outlier_shares = np.asarray(outliers)
-    width = outlier_shares.max() - outlier_shares.min()
-    if width == 0:
-        return [share] * len(outlier_shares)
-    kept = (outlier_shares - outlier_shares.min()) / width * 2 * SPREAD
-    shares = share - (kept - kept.mean())
-    return [float(layer_share) for layer_share in np.clip(shares, 0.0, 1.0)]

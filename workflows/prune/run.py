@@ -4,7 +4,7 @@ what it gained and lost.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -95,10 +95,9 @@ def prune(settings: PruneSettings, report: Report = silent, progress: Report = s
     with open_source(located) as source, new_path(settings.out) as directory:
         check_family(source)
         activations = _calibrate(settings, report, progress)
-        chosen = _choose(settings, source, activations, report)
         sparsity = _sparsity_config(settings) if settings.storage == "bitmask" else None
         write_texts(source, directory, sparsity)
-        change = _pruning(settings, chosen, activations)
+        change = _pruning(settings, activations)
         pruned = _write(settings, source, change, directory / TENSORS_FILE, progress, "pruning")
         if settings.recover:
             assert activations is not None
@@ -150,28 +149,6 @@ def _recover(
     return pruned, tally.recovery()
 
 
-def _choose(
-    settings: PruneSettings, source: ModelSource, activations: Activations | None, report: Report
-) -> list[Pattern]:
-    """The pattern of each layer."""
-    n_layers, pattern = source.config.n_layers, settings.pattern
-    if settings.allocation == "uniform":
-        return [pattern] * n_layers
-    assert activations is not None
-    outliers = []
-    for layer in range(n_layers):
-        names = {name: f"layers.{layer}.{name}" for name in READERS}
-        scores = [
-            masks.wanda_scores(_bf16(source.tensors[whole]), activations.squares[layer, READERS[name]])
-            for name, whole in names.items()
-            if whole in source.tensors  # some have no gate
-        ]
-        outliers.append(masks.outlier_share(scores))
-    shares = masks.owl_shares(outliers, pattern.share)
-    report(f"owl: layers keep from {1 - max(shares):.2f} to {1 - min(shares):.2f} of their weights")
-    return [Pattern(share) for share in shares]
-
-
 def _bf16(tensor: SourceTensor) -> Array:
     """All rows, rounded to bf16, as float32 [n, k]."""
     rows = tensor.rows(0, tensor.shape[0])
@@ -191,14 +168,13 @@ def _sparsity_config(settings: PruneSettings) -> Mapping[str, Any]:
     }
 
 
-def _pruning(settings: PruneSettings, patterns: Sequence[Pattern], activations: Activations | None) -> Change:
-    """The method that sets weights to zero, by the pattern of their layer."""
+def _pruning(settings: PruneSettings, activations: Activations | None) -> Change:
+    """The method that sets weights to zero."""
 
     def change(name: str, w: Array) -> Array:
         if name.rpartition(".")[2] in EMBEDDINGS:
             return np.where(masks.magnitude_mask(w, settings.pattern), w, np.float32(0))
-        layer, _ = _layer_of(name)
-        return _pruned(w, patterns[layer], settings.method, activations, _inputs_of(name))
+        return _pruned(w, settings.pattern, settings.method, activations, _inputs_of(name))
 
     return change
 

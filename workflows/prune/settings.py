@@ -59,13 +59,10 @@ class PruneSettings:
     method: Method = option("magnitude", "how weights are chosen")
     calibration: Path | None = option(
         None,
-        "text whose activations weigh the weights: wanda, sparsegpt, owl and --recover",
+        "text whose activations weigh the weights: wanda, sparsegpt and --recover",
         metavar="FILE",
     )
     calibration_tokens: int = option(16384, "tokens of the calibration text", min=64)
-    allocation: Literal["uniform", "owl"] = option(
-        "uniform", "uniform: every layer alike; owl: layers with outliers keep more"
-    )
     skip: tuple[str, ...] = option(
         EMBEDDINGS,
         "weights left as they are, with commas between",
@@ -88,13 +85,10 @@ class PruneSettings:
         if not self.pattern.is_structured and not 0 < self.pattern.share < 1:
             raise UsageError(f"--sparsity {self.pattern}: a share between 0 and 1, or 2:4, expected")
         if self.calibration is None and self.reads_inputs:
-            uniform = "--recover" if self.allocation == "uniform" else "--allocation owl"
-            what = uniform if self.method == "magnitude" else f"--method {self.method}"
+            what = "--recover" if self.method == "magnitude" else f"--method {self.method}"
             raise UsageError(f"{what} reads the inputs of weights: give a text with --calibration FILE")
-        if self.allocation == "owl" and self.pattern.is_structured:
-            raise UsageError(f"--allocation owl gives layers different shares, --sparsity {self.pattern} one")
 
     @property
     def reads_inputs(self) -> bool:
         """True where the inputs of products decide anything."""
-        return self.method != "magnitude" or self.allocation == "owl" or self.recover
+        return self.method != "magnitude" or self.recover

@@ -82,21 +82,16 @@ def test_the_share_that_was_asked_for_comes_first_and_what_was_kept_is_named(
     assert len(progress) == 1  # off a terminal: at most one in ten seconds
 
 
-def test_json_has_the_same_and_owl_gives_layers_different_shares(
-    model: Path, text: Path, tmp_path: Path
-) -> None:
+def test_json_has_the_same(model: Path, text: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    owl = ("--allocation", "owl", "--calibration", text)
 
-    fields = command.fields_of("prune", model, "-o", out, *owl, "--eval", text)
+    fields = command.fields_of("prune", model, "-o", out, "--eval", text)
 
     assert fields["recovery"] is None
     assert fields["read_chosen_bytes"] in (fields["read_dense_bytes"], fields["read_sparse_bytes"])
     assert fields["decode_bound"] >= fields["decode_gain_here"] >= 1
     assert fields["perplexity_before"] > 0
     assert fields["perplexity_after"] != fields["perplexity_before"]
-    kept = [sum(share for name, share in densities(out).items() if f"layers.{i}." in name) for i in (0, 1)]
-    assert kept[0] != pytest.approx(kept[1], abs=0.01)
 
 
 def test_recovery_adds_two_lines_and_a_field(model: Path, text: Path, tmp_path: Path) -> None:
@@ -135,7 +130,6 @@ def test_what_is_to_be_skipped_stays_as_it_is(model: Path, tmp_path: Path) -> No
         (["--method", "wanda"], "--calibration"),
         (["--recover"], "--recover"),
         (["--skip", "nose"], "--skip nose"),
-        (["--allocation", "owl", "--sparsity", "2:4"], "--calibration"),
         (["--method", "wanda", "--calibration", "/nowhere"], "/nowhere"),
     ],
 )

@@ -72,7 +72,7 @@ def doctor(
         _explain_decode(decode, db, as_json)
         return
     from phasewise.tuner.doctor import examine
-    from phasewise.workflows.doctor_host import snapshot_host, this_host
+    from phasewise.workflows.doctor import snapshot_host, this_host
 
     host = this_host(db) if root is None else snapshot_host(root)
     findings = examine(host)
@@ -88,7 +88,7 @@ def doctor(
 def _explain_decode(model: str, db: str | None, as_json: bool) -> None:
     from phasewise.tuner.doctor.decode import explain_decode
     from phasewise.tuner.measurement_lock import user_lock
-    from phasewise.workflows.doctor_decode import decode_figures
+    from phasewise.workflows.doctor import decode_figures
 
     with user_lock(note).turn():
         figures = decode_figures(model, db, note)
