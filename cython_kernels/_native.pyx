@@ -3,6 +3,7 @@
 
 include "bindings/gemm.pxi"
 include "bindings/group.pxi"
+include "bindings/exchange.pxi"
 include "bindings/limits.pxi"
 include "bindings/mapped_fault.pxi"
 include "bindings/memory_policy.pxi"

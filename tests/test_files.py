@@ -315,6 +315,7 @@ OTHER_WRITERS = {
     "workflows.database.signed_index": "files in a temporary directory",
     "workflows.user_kernels.files": "files in a temporary directory",
     "workflows.user_kernels.tune": "files in a temporary directory",
+    "phasewise.torch.distributed": "memory of a group, which has no name",
     "kerneldb.connect": "a copy of a database, which SQLite makes",
     "serving.processes.line_log": "appends lines to a log, and follows no link",
     "serving.sandbox.confined_process": "pipes, and the process's own figures in /proc",

@@ -82,6 +82,7 @@ _OWN = frozenset(
         "kerneldb/reference_build.py",
         "kerneldb/shipped.py",
         "phasewise/_json.py",
+        "phasewise/torch/distributed.py",
         "serving/batches/store.py",
         "serving/embedding/sample_worker.py",
         "serving/embedding/worker.py",

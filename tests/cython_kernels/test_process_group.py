@@ -207,12 +207,13 @@ def test_a_group_that_nobody_initialised_says_so() -> None:
 
 
 GROUP = KERNELS / "group"
-RUNS = ((2, 100), (3, 60), (5, 40), (16, 6))
-"""Ranks, turns."""
+RUNS = ((1, 128, 50), (2, 128, 50), (2, 1 << 16, 100), (3, 320, 50), (5, 4096, 40), (16, 128, 6))
+"""Ranks, bytes of a slot, turns."""
 
 
 def built(sanitiser: str, out: Path) -> Path:
-    program, sources = out / "group_threads", [HERE / "group_threads.c", GROUP / "group.c"]
+    program = out / "exchange_threads"
+    sources = [HERE / "exchange_threads.c", GROUP / "group.c", GROUP / "exchange.c"]
     flags = [*COMMON_FLAGS, "-g", f"-fsanitize={sanitiser}", "-fno-sanitize-recover=all", "-I", KERNELS]
     compilation = subprocess.run(["gcc", *flags, *sources, "-o", program], capture_output=True, text=True)
     if "cannot find" in compilation.stderr:
