@@ -74,7 +74,7 @@ def test_a_mistake_is_named(args: list[str], words: list[str]) -> None:
     assert all(word in told for word in words), told
 
 
-JUDGED = ["--column", "L_t0.0", "--slots", "4096", "-n", "400", "--part", "second", "--policies"]
+JUDGED = ["--column", "L_t0.0", "--slots", "4096", "-n", "400", "--policies"]
 
 
 @pytest.mark.skipif(not ALPACA.exists(), reason="needs the Alpaca lengths of the reference data")
