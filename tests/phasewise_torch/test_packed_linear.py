@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -110,15 +110,15 @@ def test_as_many_threads_work_as_torch_says(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_no_thread_is_started() -> None:
-    """Once torch's own are there, as many are as before."""
+    """Once torch's own are there, no other comes. One of an earlier test may end meanwhile."""
     layer = PackedLinear.from_linear(linear(256, 64, 0.5, torch.bfloat16))
     torch.randn(512, 512) @ torch.randn(512, 512)
-    before = len(list(Path("/proc/self/task").iterdir()))
+    before = set(os.listdir("/proc/self/task"))
 
     for rows in (1, 2, 64):
         layer(torch.randn(rows, 64))
 
-    assert len(list(Path("/proc/self/task").iterdir())) == before
+    assert set(os.listdir("/proc/self/task")) <= before
 
 
 def test_a_layer_moved_to_another_type_keeps_its_sums_in_float32() -> None:
