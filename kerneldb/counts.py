@@ -80,16 +80,6 @@ class BuildCount:
 
 
 @dataclass(frozen=True)
-class ProgramCount:
-    """The rows of a table that one version of the program wrote, and the times of the first and last."""
-
-    program_version: str
-    rows: int
-    first_ms: int
-    last_ms: int
-
-
-@dataclass(frozen=True)
 class StoreStats:
     """Sizes. `file_bytes` is None where the database is no local file."""
 
@@ -215,12 +205,3 @@ def machines(
             query = select(*(columns[name] for name in names)).distinct()
             keys |= {(*row, SINGLE_CORE)[:2] for row in connection.execute(query)}
     return {machine for key in keys if isinstance(machine := made(MachineKey, *key), MachineKey)}
-
-
-def programs(connection: Connection, kind: type[StoredRow], core_sig: str) -> list[ProgramCount]:
-    """The rows of one kind of core by the program that wrote them."""
-    columns = TABLES[kind].c
-    program, at_ms = columns.program_version, columns.created_at_ms
-    query = select(program, func.count(), func.min(at_ms), func.max(at_ms))
-    counted = connection.execute(query.where(columns.core_sig == core_sig).group_by(program))
-    return [ProgramCount(*row) for row in counted]

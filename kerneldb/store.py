@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import Connection, Engine, delete, func, select, text
 
 from phasewise.kerneldb import connect, counts, queries, schema, summaries
-from phasewise.kerneldb.counts import Key, KeyCount, ProgramCount, StoreStats, TimedKey
+from phasewise.kerneldb.counts import Key, KeyCount, StoreStats, TimedKey
 from phasewise.kerneldb.errors import (
     DatabaseFullError,
     DatabaseTooNewError,
@@ -396,12 +396,6 @@ class Store:
         """Every kind of machine that rows of these kinds are of, or rows of any kind."""
         with self._reading() as connection:
             return counts.machines(connection, self._absent_tables, kinds or KINDS.values())
-
-    def programs(self, core_sig: str) -> Mapping[str, list[ProgramCount]]:
-        """Measurements, promotions and plans of one kind of core, by the program that wrote them."""
-        kinds: tuple[type[StoredRow], ...] = (Measurement, Promotion, PlanRecord)
-        with self._reading() as connection:
-            return {kind.kind.table: counts.programs(connection, kind, core_sig) for kind in kinds}
 
     def _tell(self, what: str) -> None:
         self._report(f"database {self.name}: {what}")
