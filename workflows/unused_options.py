@@ -249,7 +249,6 @@ WAYS: Mapping[str, tuple[Way, ...]] = {
         Way("with --root", ("--db",), when=("--root",)),
     ),
     "tune-config": (
-        Way("with --dry-run", ("--emit",), when=("--dry-run",)),
         Way(
             "with --emit, without --no-resume",
             (*_SEARCHING, "--objective", "--slo", "--budget"),
@@ -268,13 +267,12 @@ WAYS: Mapping[str, tuple[Way, ...]] = {
     "tune-kernels": (
         Way(
             "with --kernel",
-            ("MODEL", "--phase", "--format", "--max-m", "--threads", "--dry-run"),
+            ("MODEL", "--phase", "--format", "--max-m", "--threads"),
             when=("--kernel",),
         ),
         Way("without --kernel", ("--isa", "--against", *_AUTHORS_C), unless=("--kernel",)),
         Way("without --against", _AUTHORS_C, unless=("--against",)),
         Way("with --kernel", _REMOTE, when=("--kernel",)),
-        Way("with --dry-run", _REMOTE, when=("--dry-run",)),
         Way("without --remote", _BELIEVING, unless=("--remote",)),
     ),
     "simulate": (

@@ -13,20 +13,7 @@ if TYPE_CHECKING:
     from phasewise.tuner.standing import MeasuredRatio
     from phasewise.tuner.task_division import Task
     from phasewise.tuner.tuning_run import Gain
-    from phasewise.workflows.tune_kernels.rounds import Shape, TunedRound
-
-
-def plan_fields(shape: Shape, task: Task) -> dict[str, Any]:
-    """A weight of a dry run."""
-    paths = dict.fromkeys(arithmetic.compute_path for arithmetic in task.group.arithmetics)
-    return {
-        "weight": task_name(task),
-        "uses": shape.uses,
-        "products": len(task.ms),
-        "m up to": task.ms[-1],
-        "tiles": sum(len(task.group.kernels[path]) for path in paths),
-        "paths": ", ".join(paths),
-    }
+    from phasewise.workflows.tune_kernels.rounds import TunedRound
 
 
 def mean_gain(gains: Sequence[Gain]) -> MeasuredRatio:

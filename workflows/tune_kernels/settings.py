@@ -60,7 +60,6 @@ class TuneKernelsSettings:
     resume: bool = option(
         True, "use stored timings; --no-resume measures everything anew", "--resume/--no-resume"
     )
-    dry_run: bool = option(False, "show what would be tuned; measure nothing", "--dry-run")
     db: str | None = DB(None)
 
     @property

@@ -68,9 +68,6 @@ def tune_kernels(
         return
     _pull(remote, settings)
     rounds, opened = _rounds(settings, machine, model)
-    if settings.dry_run:
-        _print_plan(rounds, settings, as_json)
-        return
     tuned, changes = _tune(rounds, settings, machine, deadline_s, opened)
     _print_tuned(tuned, changes, settings.resume, as_json)
     if tuned[-1].is_interrupted:
@@ -183,29 +180,6 @@ def _tune(
     return tuned, change_of_model(opened, tuned, machine, db, left_s, lock, note)
 
 
-def _print_plan(rounds: list[Round], settings: TuneKernelsSettings, as_json: bool) -> None:
-    from phasewise.cli.commands.tune_kernels.text import budget_words, plan_text
-    from phasewise.workflows.tune_kernels.json import plan_fields
-
-    budget_s, resume = settings.budget_s, settings.resume
-    if as_json:
-        fields = [
-            {
-                "phases": list(tuning_round.phases),
-                "cores": list(tuning_round.cores),
-                "weights": [
-                    {**plan_fields(shape, task), "ms": list(task.ms)}
-                    for shape, task in zip(tuning_round.shapes, tuning_round.tasks, strict=True)
-                ],
-            }
-            for tuning_round in rounds
-        ]
-        print_json({"dry_run": True, "budget_s": budget_s, "resume": resume, "rounds": fields})
-    else:
-        say(plan_text(rounds))
-        say(budget_words(budget_s, resume))
-
-
 def _print_tuned(tuned: list[TunedRound], changes: list[SpeedChange], resume: bool, as_json: bool) -> None:
     from phasewise.cli.commands.tune_kernels.text import changes_text, tuned_text
     from phasewise.workflows.tune_kernels.json import tuned_fields
@@ -213,7 +187,6 @@ def _print_tuned(tuned: list[TunedRound], changes: list[SpeedChange], resume: bo
     if as_json:
         print_json(
             {
-                "dry_run": False,
                 "rounds": [tuned_fields(tuned_round) for tuned_round in tuned],
                 "model": changes,
             }

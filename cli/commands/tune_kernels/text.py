@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from phasewise._words import LOW_LIMIT, NOTHING, counted, number, percent, proven
+from phasewise._words import LOW_LIMIT, NOTHING, counted, percent, proven
 from phasewise.cli.present import goes_on
 from phasewise.cli.status_line import status_line
 from phasewise.cli.tables import RowTable
-from phasewise.workflows.tune_kernels.json import mean_gain, plan_fields, task_name
+from phasewise.workflows.tune_kernels.json import mean_gain, task_name
 
 if TYPE_CHECKING:
     from phasewise.tuner.standing import MeasuredRatio
@@ -46,26 +46,6 @@ def where_of(progress: TuningProgress) -> str:
 
 def _clock(seconds: float) -> str:
     return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
-
-
-def budget_words(budget_s: float, resume: bool) -> str:
-    """The time that a run would take, and whether it would use what is stored: the end of a dry run."""
-    stored = "uses what is stored" if resume else "measures everything anew"
-    return f"a run takes at most {number(budget_s)} s and {stored}"
-
-
-def plan_text(rounds: Sequence[Round]) -> str:
-    """The text of what would be tuned."""
-    from tabulate import tabulate
-
-    return "\n\n".join(
-        f"{_round_name(tuning_round)}\n"
-        + tabulate(
-            [plan_fields(*pair) for pair in zip(tuning_round.shapes, tuning_round.tasks, strict=True)],
-            headers="keys",
-        )
-        for tuning_round in rounds
-    )
 
 
 def _round_name(tuning_round: Round) -> str:

@@ -8,14 +8,13 @@ from dataclasses import replace
 
 import pytest
 
-from phasewise.cli.commands.tune_config.progress import CommandClock, SearchProgress
-from phasewise.cli.commands.tune_config.text import found_text, milliseconds
+from phasewise.cli.commands.tune_config import CommandClock, SearchProgress
+from phasewise.cli.commands.tune_config.found import found_fields, found_text, milliseconds, plan_words
 from phasewise.cli.status_line import StatusLine
 from phasewise.topology import Kind
 from phasewise.tuner.config.references import Reference
 from phasewise.tuner.plans import RankCores, ServicePlan
 from phasewise.tuner.topotree import Configuration
-from phasewise.workflows.tune_config.json import found_fields, plan_words
 from phasewise.workflows.tune_config.run import Found
 from phasewise.workflows.tune_config.verdict import Finalist, PhaseVerdict, Versus
 from tests.support.machines.paper_machines import build, xeon

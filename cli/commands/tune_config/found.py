@@ -1,24 +1,18 @@
-"""Tables of a run of `tune-config` that has ended, and the same as JSON values."""
+"""A run of `tune-config` that has ended: its tables for people, and the same as JSON values."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from textwrap import fill
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from phasewise._version import __version__
 from phasewise._words import NO_VERDICT, counted, multiple, number, plural, proven
-from phasewise.cli.commands.tune_kernels.text import budget_words
 from phasewise.cli.present import goes_on, on_one_line
 from phasewise.cli.tables import RowTable
 from phasewise.tuner.config.references import ALL_CORES, FEWER, PER_NODE, PHYSICAL_CORES, same_cores
 from phasewise.tuner.config.trace import describe
-from phasewise.tuner.plans import ServicePlan, list_cores
-from phasewise.workflows.tune_config.json import (
-    best_found_fields,
-    dry_run_fields,
-    plan_words,
-    totals,
-)
+from phasewise.tuner.plans import ServicePlan, bands_fields, list_cores, ranks_fields
 from phasewise.workflows.tune_config.search import objective_words
 
 if TYPE_CHECKING:
@@ -27,8 +21,6 @@ if TYPE_CHECKING:
     from phasewise.tuner.config.simulate import Objective
     from phasewise.workflows.tune_config.run import Found
     from phasewise.workflows.tune_config.search import Searched
-    from phasewise.workflows.tune_config.settings import TuneConfigSettings
-    from phasewise.workflows.tune_config.subject import Subject
     from phasewise.workflows.tune_config.verdict import PhaseVerdict, Versus
 
 SHORT_NAMES = {
@@ -260,28 +252,126 @@ def _band_lines(result: Found) -> Iterator[str]:
             yield f"  from {sequences}: {plan_words(own, result.subject.machine)}"
 
 
-def dry_run_text(wish: TuneConfigSettings, subject: Subject) -> str:
-    """The text of what would be searched and timed."""
-    fields = dry_run_fields(wish, subject)
-    lines = [
-        f"{on_one_line(subject.model_key)} on {subject.key.placement_sig}",
-        f"requests: {fields['requests']}",
-    ]
-    n_each = fields["configurations"]
-    phases = " and ".join(wish.phases)
-    lines.append(f"{counted(n_each * len(wish.phases), 'configuration')}: {n_each} each for {phases}")
-    lines.append(f"the machine as a tree: {fields['tree']}")
-    lines.append(fill(covered_words(subject.objective), WIDTH))
-    lines += [
-        f"CPUs {group['pus']} are not in the tree ({group['reason']}): tried beside the best plans"
-        for group in fields["left_out"]
-    ]
-    for phase, steps in fields["steps"].items():
-        lines.append(f"{phase}: each is timed by at most {counted(len(steps), 'step')}, e.g. {steps[0]}")
-    if wish.bands:
-        listed = " and ".join(map(str, wish.bands))
-        lines.append(f"then decode of {listed} sequences at once, on the same nodes in as many ranks")
-    for reference in fields["references"]:
-        lines.append(f"reference {reference['name']}: {reference['plan'] or reference['reason']}")
-    lines.append(budget_words(wish.budget_s, wish.resume))
-    return "\n".join(lines)
+def totals(results: Found) -> dict[str, int]:
+    """Counts over the phases."""
+    names = ("configurations", "evaluations", "replayed", "pruned", "failed")
+    return {name: sum(getattr(searched.outcome, name) for searched in results.searched) for name in names}
+
+
+def found_fields(results: Found) -> dict[str, Any]:
+    """A run as JSON values; `plans`, the counts and `references` come first because scripts want those."""
+    wish, subject = results.wish, results.subject
+    return {
+        "plans": {phase: _plan_fields(results, verdict) for phase, verdict in results.verdicts.items()},
+        **totals(results),
+        "bands": [{"sequences": band.sequences, **found_fields(band)} for band in results.bands],
+        "references": {
+            phase: [_reference_fields(versus) for versus in verdict.against]
+            for phase, verdict in results.verdicts.items()
+        },
+        "best_found": {
+            searched.phase: best_found_fields(searched, results.verdicts.get(searched.phase))
+            for searched in results.searched
+        },
+        "end": results.end,
+        "elapsed_s": results.elapsed_s,
+        "timings": results.laps,
+        "disturbed": results.disturbed,
+        "version": __version__,
+        "model": subject.model_key,
+        "machine": {
+            "core": subject.key.core_sig,
+            "placement": subject.key.placement_sig,
+            "source": subject.machine.source,
+            "allowed_pus": list(subject.machine.allowed_pus),
+        },
+        "settings": {
+            "phases": list(wish.phases),
+            "evaluator": wish.evaluator,
+            "objective": objective_words(subject.objective),
+            "requests": wish.requests,
+            "budget_s": wish.budget_s,
+            "ranks": wish.ranks,
+            "bands": list(wish.bands),
+            "cores": wish.cores,
+        },
+    }
+
+
+def _plan_fields(results: Found, verdict: PhaseVerdict) -> dict[str, Any]:
+    return {
+        "ranks": ranks_fields(verdict.plan.ranks),
+        "latency_ms": verdict.latency_ms,
+        "standing": verdict.standing,
+        "stored": verdict.phase in results.stored,
+        "bands": [] if verdict.phase != "decode" else _bands_of(results),
+    }
+
+
+def _bands_of(results: Found) -> list[dict[str, Any]]:
+    """The cores that decode has from some numbers of sequences on."""
+    plan = results.bands[-1].decode_plan if results.bands else None
+    return [] if plan is None else bands_fields(plan)
+
+
+def _reference_fields(versus: Versus) -> dict[str, Any]:
+    comparison = versus.comparison
+    return {
+        "name": versus.reference.name,
+        "ranks": ranks_fields(versus.reference.plan.ranks) if versus.reference.plan else None,
+        "latency_ms": versus.latency_ms,
+        "same_plan": versus.is_same,
+        "gain": versus.gain,
+        "gain_low": comparison.gain_low if comparison else None,
+        "gain_high": comparison.gain_high if comparison else None,
+        "confidence": comparison.confidence if comparison else None,
+        "pairs": comparison.pairs if comparison else None,
+        "reason": versus.reason,
+    }
+
+
+def plan_words(plan: ServicePlan, machine: Machine) -> str:
+    """The ranks and cores of a plan in words: `2 ranks of 12 cores`, unequal ones `2 ranks of 12 and 11
+    cores`.
+
+    Where a rank has several hardware threads of a core: `1 rank of 96 threads on 48 cores`.
+    """
+    core_of = {pu: number for number, core in enumerate(machine.allowed_cores()) for pu in core}
+    sizes = [len(rank.cores) for rank in plan.ranks]
+    cores = [len({core_of.get(pu, ("PU", pu)) for pu in rank.cores}) for rank in plan.ranks]
+    ranks = counted(len(plan.ranks), "rank")
+    if sizes == cores:
+        return f"{ranks} of {_sizes_words(cores, 'core')}"
+    return f"{ranks} of {_sizes_words(sizes, 'thread')} on {_sizes_words(cores, 'core')}"
+
+
+def _sizes_words(sizes: Sequence[int], noun: str) -> str:
+    distinct = list(dict.fromkeys(sizes))
+    listed = " and ".join(map(str, distinct[:3])) + (" .." if len(distinct) > 3 else "")
+    return f"{listed} {plural(1 if distinct == [1] else 2, noun)}"
+
+
+def best_found_fields(searched: Searched, verdict: PhaseVerdict | None) -> dict[str, Any] | None:
+    """The fastest plan of the search, what it cost there and when it was timed again, and its standing."""
+    if searched.outcome.best is None:
+        return None
+    configuration, cost_ms = searched.outcome.best
+    plan = configuration.plan(searched.phase)
+    finals = [] if verdict is None else [final for final in verdict.finalists if same_cores(final.plan, plan)]
+    final_ms = finals[0].final_ms if finals else None
+    return {
+        "ranks": ranks_fields(plan.ranks),
+        "search_ms": cost_ms,
+        "latency_ms": final_ms,
+        "standing": _standing_of_best(plan, final_ms, verdict),
+    }
+
+
+def _standing_of_best(plan: ServicePlan, final_ms: float | None, verdict: PhaseVerdict | None) -> str:
+    if verdict is None:
+        return "not compared"
+    if same_cores(plan, verdict.plan):
+        return "the plan"
+    if final_ms is None:
+        return "not timed again"
+    return "not proven faster" if same_cores(plan, verdict.winner) else "slower when timed again"
