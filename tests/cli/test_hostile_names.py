@@ -17,7 +17,7 @@ from phasewise.cli.commands.db import text as db_text
 from phasewise.cli.commands.models import list_text
 from phasewise.cli.commands.predict_len import report_text
 from phasewise.cli.commands.topo.text import topo_lines
-from phasewise.cli.commands.tune_config import text as config_text
+from phasewise.cli.commands.tune_config import found as config_text
 from phasewise.cli.present import on_one_line
 from phasewise.cli.tables import RowTable
 from phasewise.topology.picture import draw_svg
