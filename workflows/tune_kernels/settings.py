@@ -50,8 +50,7 @@ class TuneKernelsSettings:
     threads: int | None = THREADS(None)
     budget_s: float = option(
         600.0,
-        "time that the command may take, e.g. 90s, 10m, 1h; work in progress is finished: a batch of timings,"
-        " and the comparison of the whole model",
+        "time that the command may take, e.g. 90s, 10m, 1h; work in progress is finished: a batch of timings",
         "--budget",
         metavar="TIME",
         parser=parse_budget,

@@ -13,14 +13,14 @@ from phasewise.cli.tables import RowTable
 from phasewise.tuner.config.references import ALL_CORES, FEWER, PER_NODE, PHYSICAL_CORES, same_cores
 from phasewise.tuner.config.trace import describe
 from phasewise.tuner.plans import ServicePlan, bands_fields, list_cores, ranks_fields
-from phasewise.workflows.tune_config.search import objective_words
+from phasewise.workflows.tune_config.subject import objective_words
 
 if TYPE_CHECKING:
     from phasewise.topology import Machine
     from phasewise.tuner.config.references import Reference
     from phasewise.tuner.config.simulate import Objective
     from phasewise.workflows.tune_config.run import Found
-    from phasewise.workflows.tune_config.search import Searched
+    from phasewise.workflows.tune_config.subject import Searched
     from phasewise.workflows.tune_config.verdict import PhaseVerdict, Versus
 
 SHORT_NAMES = {
@@ -74,22 +74,6 @@ def covered_words(objective: Objective) -> str:
     return "ms: mean time to the first token for prefill, per output token for decode, one request at a time"
 
 
-def _best_lines(searched: Searched, verdict: PhaseVerdict, machine: Machine) -> Iterator[str]:
-    """The best of the search, as the progress told it, and what became of it."""
-    best = best_found_fields(searched, verdict)
-    if searched.outcome.best is None or best is None:
-        return
-    words = plan_words(searched.outcome.best[0].plan(searched.phase), machine)
-    cost = milliseconds(best["search_ms"])
-    again = None if best["latency_ms"] is None else milliseconds(best["latency_ms"])
-    if best["standing"] == "the plan" and again == cost:
-        return
-    parts = [f"Best of the search: {words}, {cost} there"]
-    parts += [] if again is None else [f"{again} in the last run"]
-    parts += [] if best["standing"] == "the plan" else [best["standing"]]
-    yield fill(f"{', '.join(parts)}.", WIDTH)
-
-
 def _phase_lines(result: Found, searched: Searched) -> Iterator[str | RowTable]:
     verdict, machine = result.verdicts.get(searched.phase), result.subject.machine
     if verdict is None:
@@ -111,7 +95,6 @@ def _phase_lines(result: Found, searched: Searched) -> Iterator[str | RowTable]:
         yield from _rank_lines(verdict.plan)
     else:
         yield f"{searched.phase}: not decided"
-    yield from _best_lines(searched, verdict, machine)
     yield ""
     yield from _against_table(verdict, machine, result.wish.evaluator == "measured")
     yield ""
@@ -269,10 +252,6 @@ def found_fields(results: Found) -> dict[str, Any]:
             phase: [_reference_fields(versus) for versus in verdict.against]
             for phase, verdict in results.verdicts.items()
         },
-        "best_found": {
-            searched.phase: best_found_fields(searched, results.verdicts.get(searched.phase))
-            for searched in results.searched
-        },
         "end": results.end,
         "elapsed_s": results.elapsed_s,
         "timings": results.laps,
@@ -349,29 +328,3 @@ def _sizes_words(sizes: Sequence[int], noun: str) -> str:
     distinct = list(dict.fromkeys(sizes))
     listed = " and ".join(map(str, distinct[:3])) + (" .." if len(distinct) > 3 else "")
     return f"{listed} {plural(1 if distinct == [1] else 2, noun)}"
-
-
-def best_found_fields(searched: Searched, verdict: PhaseVerdict | None) -> dict[str, Any] | None:
-    """The fastest plan of the search, what it cost there and when it was timed again, and its standing."""
-    if searched.outcome.best is None:
-        return None
-    configuration, cost_ms = searched.outcome.best
-    plan = configuration.plan(searched.phase)
-    finals = [] if verdict is None else [final for final in verdict.finalists if same_cores(final.plan, plan)]
-    final_ms = finals[0].final_ms if finals else None
-    return {
-        "ranks": ranks_fields(plan.ranks),
-        "search_ms": cost_ms,
-        "latency_ms": final_ms,
-        "standing": _standing_of_best(plan, final_ms, verdict),
-    }
-
-
-def _standing_of_best(plan: ServicePlan, final_ms: float | None, verdict: PhaseVerdict | None) -> str:
-    if verdict is None:
-        return "not compared"
-    if same_cores(plan, verdict.plan):
-        return "the plan"
-    if final_ms is None:
-        return "not timed again"
-    return "not proven faster" if same_cores(plan, verdict.winner) else "slower when timed again"

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from phasewise.topology import Machine
     from phasewise.workflows.opening.open_model import OpenModel
     from phasewise.workflows.tune_kernels.rounds import Round, Shape, TunedRound
-    from phasewise.workflows.tune_kernels.speed_change import SpeedChange
 
 
 LEAST_S = 0.1
@@ -68,8 +67,8 @@ def tune_kernels(
         return
     _pull(remote, settings)
     rounds, opened = _rounds(settings, machine, model)
-    tuned, changes = _tune(rounds, settings, machine, deadline_s, opened)
-    _print_tuned(tuned, changes, settings.resume, as_json)
+    tuned = _tune(rounds, settings, machine, deadline_s, opened)
+    _print_tuned(tuned, settings.resume, as_json)
     if tuned[-1].is_interrupted:
         raise typer.Exit(EXIT_INTERRUPTED)
 
@@ -163,36 +162,24 @@ def _tune(
     machine: Machine,
     deadline_s: float,
     opened: OpenModel | None,
-) -> tuple[list[TunedRound], list[SpeedChange]]:
+) -> list[TunedRound]:
     from phasewise.cli.commands.tune_kernels.text import progress_on_stderr
     from phasewise.tuner.measurement_lock import user_lock
-    from phasewise.workflows.tune_kernels.run import change_of_model, tune_rounds
+    from phasewise.workflows.tune_kernels.run import tune_rounds
 
     note("measuring the limits of these cores ...")
     db, lock = settings.db, user_lock(note)
     with progress_on_stderr() as progress:
         model = None if opened is None else opened.model
         left_s = max(LEAST_S, deadline_s - time.monotonic())
-        tuned = tune_rounds(rounds, machine, db, left_s, settings.resume, lock, note, progress, model)
-    if opened is None or tuned[-1].is_interrupted:
-        return tuned, []
-    left_s = deadline_s - time.monotonic()
-    return tuned, change_of_model(opened, tuned, machine, db, left_s, lock, note)
+        return tune_rounds(rounds, machine, db, left_s, settings.resume, lock, note, progress, model)
 
 
-def _print_tuned(tuned: list[TunedRound], changes: list[SpeedChange], resume: bool, as_json: bool) -> None:
-    from phasewise.cli.commands.tune_kernels.text import changes_text, tuned_text
-    from phasewise.workflows.tune_kernels.json import tuned_fields
+def _print_tuned(tuned: list[TunedRound], resume: bool, as_json: bool) -> None:
+    from phasewise.cli.commands.tune_kernels.text import tuned_fields, tuned_text
 
     if as_json:
-        print_json(
-            {
-                "rounds": [tuned_fields(tuned_round) for tuned_round in tuned],
-                "model": changes,
-            }
-        )
+        print_json({"rounds": [tuned_fields(tuned_round) for tuned_round in tuned]})
     else:
         for number, tuned_round in enumerate(tuned):
             show(*([""] if number else []), *tuned_text(tuned_round, resume=resume))
-        if changes:
-            show("", changes_text(changes))
