@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phasewise.cli.commands.db.rows import labels, plan_rows
 from phasewise.kerneldb import upkeep
 from phasewise.kerneldb.counts import Key
 from phasewise.kerneldb.diff import diff
@@ -38,7 +39,6 @@ from phasewise.kerneldb.upkeep import (
     standings,
     tidy,
 )
-from phasewise.workflows.database.json import labels, plan_fields
 from tests.support.machines.kerneldb_examples import (
     MACHINE,
     MEASUREMENT,
@@ -169,13 +169,13 @@ class TestDiff:
                     [dataclasses.replace(PLAN, phase=phase, origin=origin, objectives={"n": float(number)})]
                 )
             in_use, plans = plans_in_use(store), store.rows(PlanRecord)
-            shown = [*plan_fields(plans, labels(plan.origin.machine for plan in plans))]
+            shown = [*plan_rows(plans, labels(plan.origin.machine for plan in plans))]
             for phase in ("decode", "prefill"):
                 started = store.newest_plan(PLAN.origin.machine, PLAN.model_key, phase)
                 assert in_use.get((PLAN.model_key, phase, PLAN.origin.machine)) == started
-                own = [fields for fields in shown if fields["phase"] == phase and fields["in_use"]]
+                own = [row for row in shown if row.phase == phase and row.in_use]
                 assert len(own) == (started is not None)
-                assert all(started and fields["verified"] == started.origin.verified for fields in own)
+                assert all(started and row.verified == started.origin.verified for row in own)
 
     def test_another_schedule_or_none_is_a_difference(self, store: Store) -> None:
         elsewhere = measured(7, kernel_abi="gemm-avx2-0")
