@@ -233,9 +233,8 @@ def pack_values(rows: BlockRows) -> Array:
         part = packed[:, :, begin:end].view(array.dtype).reshape(panels, blocks, each, PANEL)
         part[:whole] = array[: whole * PANEL].reshape(whole, PANEL, blocks, each).transpose(0, 2, 3, 1)
         if n % PANEL:
-            part[whole, :, :, : n % PANEL] = (
-                array[whole * PANEL :].reshape(-1, blocks, each).transpose(1, 2, 0)
-            )
+            last = array[whole * PANEL :].reshape(-1, blocks, each)
+            part[whole, :, :, : n % PANEL] = last.transpose(1, 2, 0)
 
     put(merged(rows.codes, form.low_bits))
     if form.high_bits:
@@ -252,7 +251,7 @@ def pack_values(rows: BlockRows) -> Array:
 
 
 def merged(codes: Array, bits: int) -> Array:
-    """Codes uint8 [n, k], cut to 1, 2 or 4 bits, four to a word of 8 / bits quads, the first quad lowest: uint32
+    """Codes uint8 [n, k] cut to 1, 2 or 4 bits, 8 / bits quads in each word, the first quad lowest: uint32
     [n, k * bits / 32]."""
     words = np.ascontiguousarray(codes) & np.uint8((1 << bits) - 1)
     while bits < 8:
