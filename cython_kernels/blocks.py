@@ -240,8 +240,11 @@ def pack_values(rows: BlockRows) -> Array:
     if form.high_bits:
         put(merged(rows.codes >> form.low_bits, form.high_bits))
     if rows.sub_scales is not None:
-        has_halves = rows.sub_mins is not None and form.scaling == "super_halves"
-        put(rows.sub_scales | rows.sub_mins << 4 if has_halves else rows.sub_scales)
+        subs = rows.sub_scales
+        if form.scaling == "super_halves":
+            assert rows.sub_mins is not None
+            subs = subs | rows.sub_mins << 4
+        put(subs)
     if rows.sub_mins is not None and form.scaling == "super_mins":
         put(rows.sub_mins)
     for scales in (rows.scales, rows.mins):
