@@ -49,7 +49,7 @@ SHARED_TOKENS = 48
 TOKEN_IDS = range(3, 259)
 """Ordinary tokens in every vocabulary that this is run with."""
 RETRIES = 1000
-LEAST_SAMPLES = 40
+LEAST_SAMPLES = 20
 
 
 class Request(NamedTuple):
