@@ -168,10 +168,26 @@ def test_what_is_asked_is_in_every_body() -> None:
         assert body["stream_options"] == {"include_usage": True}
 
 
+def answering_together(n_requests: int) -> Script:
+    """No answer ends before so many requests have come."""
+    all_here, n_here = asyncio.Event(), 0
+
+    async def script(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        nonlocal n_here
+        if body.get("stream"):
+            n_here += 1
+            if n_here == n_requests:
+                all_here.set()
+            await all_here.wait()
+        return await whole_answer(request, body)
+
+    return script
+
+
 def test_an_open_loop_does_not_wait_for_answers_and_a_closed_one_does() -> None:
-    """Ten requests in a tenth of a second to a server that takes twice as long."""
+    with scripted_server(answering_together(10)) as server:
+        opened = bench(server.url, "-n", "10", "--rate", "100", "--output-len", "2", "--warmup", "0")
     with scripted_server(timed_answer(0.2, 0.0)) as server:
-        opened = bench(server.url, "-n", "10", "--rate", "100", "--output-len", "2")
         gated = bench(server.url, "-n", "6", "--rate", "100", "--output-len", "2", "--concurrency", "2")
         closed = bench(server.url, "-n", "6", "--concurrency", "2", "--output-len", "2")
 
