@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phasewise.cli.commands.db.rows import labels, plan_rows
 from phasewise.kerneldb import upkeep
 from phasewise.kerneldb.counts import Key
 from phasewise.kerneldb.diff import diff
@@ -34,6 +33,7 @@ from phasewise.kerneldb.upkeep import (
     Preferred,
     collect_garbage,
     is_stale,
+    newest_plans,
     plans_in_use,
     preferred,
     standings,
@@ -169,13 +169,11 @@ class TestDiff:
                     [dataclasses.replace(PLAN, phase=phase, origin=origin, objectives={"n": float(number)})]
                 )
             in_use, plans = plans_in_use(store), store.rows(PlanRecord)
-            shown = [*plan_rows(plans, labels(plan.origin.machine for plan in plans))]
+            shown = newest_plans(plans)
             for phase in ("decode", "prefill"):
                 started = store.newest_plan(PLAN.origin.machine, PLAN.model_key, phase)
                 assert in_use.get((PLAN.model_key, phase, PLAN.origin.machine)) == started
-                own = [row for row in shown if row.phase == phase and row.in_use]
-                assert len(own) == (started is not None)
-                assert all(started and row.verified == started.origin.verified for row in own)
+                assert shown.get((PLAN.model_key, phase, PLAN.origin.machine)) == started
 
     def test_another_schedule_or_none_is_a_difference(self, store: Store) -> None:
         elsewhere = measured(7, kernel_abi="gemm-avx2-0")

@@ -57,11 +57,9 @@ def shortened(limit: int) -> Callable[[object], str]:
 
 
 def print_table(title: str, rows: Sequence[Row] | Sequence[Mapping[str, object]]) -> None:
-    if not rows:
-        show(f"{title}: none", "")
-        return
-    lines = list(table_of_rows([row for row in rows if isinstance(row, Row)]).rows) or rows
-    show(RowTable(lines, [*lines[0]], title), "")
+    lines = [row for row in rows if isinstance(row, Mapping)]
+    lines += table_of_rows([row for row in rows if isinstance(row, Row)]).rows
+    show(RowTable(lines, [*lines[0]], title) if lines else f"{title}: none", "")
 
 
 def print_machines(machines: list[dict[str, str]]) -> None:
