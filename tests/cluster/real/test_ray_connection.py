@@ -143,7 +143,7 @@ def test_certificates_that_are_not_there_are_named(
     assert "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize("command", [("status",), ("metrics", "--json"), ("drain", "prompt-0")])
+@pytest.mark.parametrize("command", [("status",), ("status", "--json"), ("drain", "prompt-0")])
 @pytest.mark.parametrize("address_is", ["told", "auto"])
 def test_every_command_ends_with_the_line_and_ray_is_not_started(
     monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], address_is: str
