@@ -80,9 +80,9 @@ def count_products(
     promoted = [key for key in store.promoted_keys(core_sig=core_sig) if is_wanted(key)]
     tuned = {(key.problem, key.machine) for key in promoted if key.kernel_abi in builds}
     imported = {
-        (timed.key.problem, timed.key.machine)
-        for timed in store.timed_keys(core_sig)
-        if timed.is_imported and is_wanted(timed.key)
+        (count.key.problem, count.key.machine)
+        for count in store.key_counts(core_sig=core_sig)
+        if count.imported and is_wanted(count.key)
     }
     set_aside = sum(builds_set_aside(promoted, builds).values())
     return ProductCounts(len(tuned), len(imported), len(imported & tuned), set_aside)

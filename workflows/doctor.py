@@ -64,19 +64,19 @@ def _tuned(db: str | None, machine: Machine) -> TunedCounts:
     from phasewise.kerneldb.location import locate
     from phasewise.kerneldb.product_counts import ShippedCounts, count_products, count_shipped
     from phasewise.kerneldb.records import PlanRecord
-    from phasewise.kerneldb.shipped import shipped_count, shipped_kinds
+    from phasewise.kerneldb.shipped import shipped_kinds, shipped_measurements
     from phasewise.topology import core_signature
     from phasewise.tuner.doctor import TunedCounts
 
     location, core = locate(db), core_signature(machine)
     kinds = shipped_kinds()
     if location.is_absent:
-        brought = ShippedCounts(shipped_count(core))
+        brought = ShippedCounts(len(shipped_measurements(core)))
         return TunedCounts(f"{location.name} (absent)", 0, 0, shipped=brought, shipped_kinds=kinds)
     from phasewise.kerneldb.store import open_store
 
     with open_store(db) as store:
-        timings = sum(count.verified + count.imported for count in store.key_counts(core_sig=core))
+        timings = sum(count.total for count in store.key_counts(core_sig=core))
         plans = sum(plan.origin.machine.core_sig == core for plan in store.rows(PlanRecord))
         products = count_products(store, core, kernel_abis())
         brought = count_shipped(store, core, kernel_abis())

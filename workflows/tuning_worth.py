@@ -152,12 +152,12 @@ def worth_of(store: Store, is_default: IsDefault = lambda *_: False) -> Worth:
         machine, family = promotion.origin.machine, _kernels_of(promotion.kernel_abi)
         newest[machine, family] = promotion.kernel_abi
     groups: dict[_Group, list[MeasuredRatio]] = defaultdict(list)
-    for timed in store.timed_keys():
-        key = timed.key
+    for count in store.key_counts():
+        key = count.key
         family = _kernels_of(key.kernel_abi)
         if newest.setdefault((key.machine, family), key.kernel_abi) != key.kernel_abi:
             continue
-        verified = timed.is_verified
+        verified = count.verified > 0
         standing = in_use.get((key, verified))
         gain = MeasuredRatio() if standing is None else standing.gain
         problem = key.problem
