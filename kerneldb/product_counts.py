@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass
 
 from phasewise.kerneldb.counts import Key
 from phasewise.kerneldb.records import MachineKey, Problem
-from phasewise.kerneldb.shipped import shipped_measurements
 from phasewise.kerneldb.store import Store
 from phasewise.kerneldb.upkeep import builds_set_aside
 
@@ -35,32 +34,6 @@ class ProductCounts:
     def by_state(self) -> dict[str, int]:
         """For metrics."""
         return asdict(self)
-
-
-@dataclass(frozen=True)
-class ShippedCounts:
-    """Numbers of the schedules that the package brings for one kind of core."""
-
-    brought: int = 0
-    judged: int = 0
-    """Those whose product has a verdict of this build of the kernels."""
-    in_use: int = 0
-    """Those that are in use by it."""
-
-
-def count_shipped(store: Store, core_sig: str, builds: Collection[str]) -> ShippedCounts:
-    """The package's schedules for one kind of core, and what was made of them here."""
-    rows = shipped_measurements(core_sig)
-    machines = {row.origin.machine for row in rows}
-    used = {
-        (own.problem, own.origin.machine): own.sample.schedule
-        for machine in machines
-        for own in store.promoted_measurements(machine)
-        if own.kernel_abi in builds
-    }
-    judged = [row for row in rows if (row.problem, row.origin.machine) in used]
-    in_use = [row for row in judged if used[row.problem, row.origin.machine] == row.sample.schedule]
-    return ShippedCounts(len(rows), len(judged), len(in_use))
 
 
 def count_products(

@@ -13,7 +13,6 @@ import pytest
 from phasewise.kerneldb import shipped
 from phasewise.kerneldb.errors import ExportFileError
 from phasewise.kerneldb.portable import export_lines, groups_of, import_rows, in_use_groups, rows_of
-from phasewise.kerneldb.product_counts import ShippedCounts, count_shipped
 from phasewise.kerneldb.records import Measurement, PlanRecord
 from phasewise.kerneldb.shipped import (
     FOLDER,
@@ -97,20 +96,6 @@ def test_a_start_opens_none_of_the_files(tmp_path: Path, monkeypatch: pytest.Mon
     model = str(write_tiny_gguf(tmp_path / "tiny.gguf"))
     for db in (tmp_path / "tuned.db", tmp_path / "none.db"):
         assert open_model(model, threads=1, db=str(db)).plans
-
-
-@pytest.mark.usefixtures("two_kinds")
-def test_what_became_of_the_packages_schedules_is_counted() -> None:
-    """Of those for such cores: how many products were tuned here, and how many use one."""
-    builds = (MEASUREMENT.kernel_abi,)
-    with open_store(":memory:") as opened:
-        assert count_shipped(opened, MACHINE.core_sig, builds) == ShippedCounts(1)
-        opened.add([MEASUREMENT, measured(3, OTHER_SCHEDULE)])
-        opened.add([PROMOTION])
-        assert count_shipped(opened, MACHINE.core_sig, builds) == ShippedCounts(1, 1, 1)
-        assert count_shipped(opened, MACHINE.core_sig, ("another",)) == ShippedCounts(1)
-        opened.add([replace(PROMOTION, schedule=OTHER_SCHEDULE)])
-        assert count_shipped(opened, MACHINE.core_sig, builds) == ShippedCounts(1, 1, 0)
 
 
 @pytest.fixture
