@@ -5,10 +5,11 @@
 Runs by hand, in an environment of its own; the tests only read what it leaves. `tokens`: hashes of
 llama.cpp's ids of ten thousand lines for every vocabulary; `model`: greedy tokens and logits of the default
 model in float32; `tiny` and `families`: the same of tiny models of every architecture; `shapes`: tensors of
-families that no code lists; `long`: of some of them after 8,192 tokens; `chats`: conversations rendered by templates; `perplexity`: of the fixed English
-text; `converted`: what llama.cpp's converter writes of each family (in the project's environment, with
-PHASEWISE_LLAMA_CPP and PHASEWISE_PEERS_PYTHON as `make test-files` sets them). Token ids of the default model
-come from llama.cpp: transformers' import of a GGUF loses its pre-tokenizer.
+families that no code lists; `long`: of some of them after 8,192 tokens; `chats`: conversations rendered by
+templates; `perplexity`: of the fixed English text; `converted`: what llama.cpp's converter writes of each
+family (in the project's environment, with PHASEWISE_LLAMA_CPP and PHASEWISE_PEERS_PYTHON as `make test-files`
+sets them). Token ids of the default model come from llama.cpp: transformers' import of a GGUF loses its pre-
+tokenizer.
 """
 
 from __future__ import annotations

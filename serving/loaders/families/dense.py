@@ -1,6 +1,6 @@
-"""Families whose layers are nearly a Llama's. Seed-OSS: biases of queries, keys and values. EXAONE 4: norms after
-each half of a layer alone and over every query and key head; where there are windows, RoPE in their layers
-alone. ERNIE 4.5: RoPE turns neighbours."""
+"""Families whose layers are nearly a Llama's. Seed-OSS: biases of queries, keys and values. EXAONE 4: norms
+after each half of a layer alone and over every query and key head; where there are windows, RoPE in their
+layers alone. ERNIE 4.5: RoPE turns neighbours."""
 
 from __future__ import annotations
 

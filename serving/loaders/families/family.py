@@ -295,7 +295,7 @@ def turned_in_windows(config: ModelConfig, sliding: list[bool], window: int | No
 
 
 def local_theta(get: Get, default: float) -> float:
-    """RoPE's base in layers with a window, as transformers 5 says it or as 4 does. There is no scaling of it."""
+    """RoPE's base in layers with a window, in the words of transformers 5 or of 4. It is never scaled."""
     by_kind = get("rope_parameters", dict) or {}
     local = by_kind.get(SLIDING)
     theta = get("rope_local_base_freq", float)

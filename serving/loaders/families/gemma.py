@@ -10,7 +10,6 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders.cuts import Names
 from phasewise.serving.loaders.families.family import (
     TEXT_PREFIXES,

@@ -1,7 +1,7 @@
 """Llama, Mistral and Mixtral, which GGUF files call llama, and families whose layers are alike. Ministral 3:
 YaRN, queries that grow with positions; and the language models of Mistral 3. OLMo 2 and 3: norms after each
-half of a layer alone; OLMoE: its mixture; all have a norm over a whole row of queries and keys. Phi 3 and 4: one
-tensor for queries, keys and values, one for gate and up. SmolLM 3: some layers know no positions. Arcee
+half of a layer alone; OLMoE: its mixture; all have a norm over a whole row of queries and keys. Phi 3 and 4:
+one tensor for queries, keys and values, one for gate and up. SmolLM 3: some layers know no positions. Arcee
 (AFM): feed-forward layers without a gate: down(relu(up(x))^2). StarCoder 2: LayerNorms, biases everywhere, no
 gates. Cohere 2 (Command R7B, Command A): attention and feed-forward read one LayerNorm, which has no bias;
 RoPE turns neighbours, in layers with a window alone; every fourth layer sees all, and knows no positions."""

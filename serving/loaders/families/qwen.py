@@ -73,7 +73,7 @@ def _qwen2_moe_gguf(get: Get, config: ModelConfig) -> ModelConfig:
 
 
 _VL_TEXT, _VL_OTHERS = ("model.language_model.",), ("model.visual.",)
-"""Of Qwen 3 VL: of text alone positions are the same in all sections of RoPE, and no layer gets pictures."""
+"""Names of Qwen 3 VL. Its texts have the same positions in all sections of RoPE, and pictures in no layer."""
 
 QWEN2 = Family(
     "qwen2",

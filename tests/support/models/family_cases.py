@@ -344,7 +344,8 @@ FAMILY_CASES: dict[str, FamilyCase] = {
         prompt_seeds=(9, 1000),
     ),
     "exaone4": FamilyCase(
-        "exaone4", "exaone4", {"num_hidden_layers": 5, "head_dim": 16, "sliding_window": 24, "rope_theta": 1e6},
+        "exaone4", "exaone4",
+        {"num_hidden_layers": 5, "head_dim": 16, "sliding_window": 24, "rope_theta": 1e6},
         prompt_seeds=(9, 1000),
     ),
     "exaone4-full": FamilyCase(
@@ -400,7 +401,8 @@ WITHOUT_REFERENCE: dict[str, FamilyCase] = {
     "qwen3vlmoe": FamilyCase(
         "qwen3_vl_moe", "qwen3vlmoe",
         {"head_dim": 32, "rope_theta": 5e6, **_VISION, "num_experts": 8, "num_experts_per_tok": 2,
-         "moe_intermediate_size": 32, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
+         "moe_intermediate_size": 32, "norm_topk_prob": True, "decoder_sparse_step": 1,
+         "mlp_only_layers": []},
     ),
 }  # fmt: skip
 """Cases that converted files alone have: transformers answers beside them."""
