@@ -16,8 +16,14 @@ from typing import TypeAlias
 from phasewise._words import counted, percent
 from phasewise.loadtest.arrivals import LatencySlo, RequestPace
 from phasewise.loadtest.client import LoadClient, LoadTestError, Target, open_client
-from phasewise.loadtest.metrics import Measured, attainment, is_kept, kept_promises, most_missed
-from phasewise.loadtest.outcome import RequestOutcome
+from phasewise.loadtest.metrics import (
+    Measured,
+    RequestOutcome,
+    attainment,
+    is_kept,
+    kept_promises,
+    most_missed,
+)
 from phasewise.loadtest.prompts import Prompts, calibrated
 from phasewise.loadtest.rate_search import RateSearch, find_rate
 from phasewise.loadtest.send import Observe, RequestLoad, run_load

@@ -41,7 +41,7 @@ from phasewise.tuner.errors import PredictorError
 from phasewise.workflows.batch.run import open_answers
 from phasewise.workflows.embed.run import lines_of
 from phasewise.workflows.errors import WorkflowError
-from phasewise.workflows.evaluate.scorer import read_text
+from phasewise.workflows.evaluate.run import read_text
 from phasewise.workflows.predict_len.answer_prompts import AnswerLog
 from phasewise.workflows.predict_len.settings import CollectWish
 from tests.support.tiers import examples

@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 
 from phasewise.loadtest.arrivals import LatencySlo
 from phasewise.loadtest.metrics import (
+    FailureKind,
     Measured,
+    RequestOutcome,
     attainment,
     failures,
     flat_result,
     is_kept,
 )
-from phasewise.loadtest.outcome import FailureKind, RequestOutcome
 from phasewise.loadtest.session import Judge, longest_s
 
 SLO = LatencySlo(200.0, 50.0)

@@ -40,8 +40,7 @@ from phasewise.kerneldb.store import open_store
 from phasewise.workflows.database import remote as remote_module
 from phasewise.workflows.database import remote_files
 from phasewise.workflows.database.remote import Leaving, preview, pull, push
-from phasewise.workflows.database.remote_files import identity_of
-from phasewise.workflows.database.signed_index import Trust, sign
+from phasewise.workflows.database.remote_files import Trust, identity_of, sign
 from tests.support.machines.kerneldb_examples import (
     MEASUREMENT,
     ORIGIN,
