@@ -165,13 +165,8 @@ def is_kept(outcomes: Sequence[RequestOutcome], slo: LatencySlo, goal: float = G
     missed = Counter(
         name for outcome in outcomes for name, kept in kept_promises(outcome, slo).items() if not kept
     )
-    most = most_missed(len(outcomes), goal)
+    most = math.floor(len(outcomes) * (1 - goal) + 1e-9)
     return bool(outcomes) and all(missed[name] <= most for name in slo.promises())
-
-
-def most_missed(count: int, goal: float = GOAL) -> int:
-    """The number of `count` requests that may miss one promise."""
-    return math.floor(count * (1 - goal) + 1e-9)
 
 
 def hit_rate(outcomes: Sequence[RequestOutcome]) -> float | None:

@@ -310,7 +310,6 @@ OTHER_WRITERS = {
     "workflows.batch.run": "appends answers to a file that it goes on with",
     "workflows.database.remote": "files in a temporary directory",
     "workflows.database.remote_files": "a remote's bundles, each copied beside its place and renamed",
-    "workflows.database.signed_index": "files in a temporary directory",
     "workflows.user_kernels.files": "files in a temporary directory",
     "workflows.user_kernels.tune": "files in a temporary directory",
     "phasewise.torch.distributed": "memory of a group, which has no name",
@@ -348,8 +347,7 @@ OTHER_READERS = {
     "topology.places": "the machine's own figures, in /proc and /sys",
     "tuner.conditions": "the machine's own figures, in /proc and /sys",
     "workflows.database.remote": "files in a temporary directory",
-    "workflows.database.remote_files": "fetched bundles, and what fsspec opens in limited time",
-    "workflows.database.signed_index": "files in a temporary directory",
+    "workflows.database.remote_files": "fetched bundles",
 }
 """Modules that read files in a way of their own, and what those are."""
 

@@ -12,13 +12,10 @@ import re
 import secrets
 import shutil
 import subprocess
-import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,11 +109,6 @@ LOCK_S = 60.0
 _LOOK_AGAIN_S = 0.05
 _CHUNK_BYTES = 1 << 20
 _LOCK = ".phasewise-lock"
-_HTTPS = "https://"
-_REFUSED = ("", "http", "ftp", "file", "local")
-"""Schemes of addresses that anybody on the way could change, and of folders."""
-_CHAIN = "::"
-"""Between two addresses of fsspec, one of which reads the other: it would hide a refused scheme."""
 
 
 def identity_of(remote: str) -> str:
@@ -125,8 +117,7 @@ def identity_of(remote: str) -> str:
         return os.path.realpath(os.path.expanduser(remote))
     address = urlsplit(remote)
     path = posixpath.normpath(f"/{quote(unquote(address.path))}").lstrip("/")
-    host = _https_host(address) if address.scheme == "https" else address.netloc
-    return urlunsplit((address.scheme, host, path, address.query, ""))
+    return urlunsplit((address.scheme, _https_host(address), path, address.query, ""))
 
 
 def _https_host(address: SplitResult) -> str:
@@ -145,17 +136,13 @@ class RemoteFiles:
         self.name = redacted(remote)
         self._seconds, self._deadline_s = seconds, time.monotonic() + seconds
         scheme, mark, rest = remote.partition("://")
+        if mark and scheme.lower() != "https":
+            raise RemoteError(f"{self.name}: a remote is a folder or an https:// address of static files")
         self._url = f"{scheme.lower()}{mark}{rest.rstrip('/')}" if mark else None
         try:
             self.identity = identity_of(remote)
         except ValueError as error:
             raise RemoteError(f"{self.name} is no address: {error}") from None
-        is_chain = scheme.lower() != "https" and _CHAIN in remote
-        if mark and (scheme.strip().lower() in _REFUSED or is_chain):
-            raise RemoteError(
-                f"{self.name}: a remote is a folder or an https:// address of static files, or another that "
-                "fsspec reads, such as hf:// or s3://"
-            )
         self._folder = Path(remote).expanduser()
 
     def read(self, path: str, most_bytes: int) -> bytes | None:
@@ -196,7 +183,9 @@ class RemoteFiles:
         try:
             if self._url is not None:
                 left_s = self._deadline_s - time.monotonic()
-                with _open(f"{self._url}/{path}", max(0.1, min(TIMEOUT_S, left_s))) as answer:
+                opener = urllib.request.build_opener(_OnlyHttps())
+                timeout_s = max(0.1, min(TIMEOUT_S, left_s))
+                with opener.open(f"{self._url}/{path}", timeout=timeout_s) as answer:
                     yield answer
             else:
                 with open_file(self._folder / path) as stream:
@@ -284,55 +273,3 @@ class _OnlyHttps(urllib.request.HTTPRedirectHandler):
         if not newurl.startswith("https://"):
             raise ValueError("it redirects to an address without TLS")
         return super().redirect_request(req, fp, code, msg, headers, newurl)
-
-
-class _Driven:
-    """A file that a driver of fsspec's has opened. Its errors are of any class, here all OSErrors."""
-
-    def __init__(self, url: str, timeout_s: float) -> None:
-        """timeout_s: of each call, whatever the driver waits for."""
-        self._timeout_s = timeout_s
-        self._stream = self._driven(lambda: _fsspec_file(url))
-
-    def read1(self, n_bytes: int) -> bytes:
-        return bytes(self._driven(lambda: self._stream.read(n_bytes)))
-
-    def __enter__(self) -> _Driven:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._driven(self._stream.close)
-
-    def _driven(self, act: Callable[[], Any]) -> Any:
-        done: Future[Any] = Future()
-
-        def run() -> None:
-            try:
-                done.set_result(act())
-            except Exception as error:
-                done.set_exception(error)
-
-        threading.Thread(target=run, name="phasewise-driver", daemon=True).start()
-        try:
-            return done.result(self._timeout_s)
-        except FutureTimeout:
-            raise OSError(errno.ETIMEDOUT, f"nothing came in {self._timeout_s:.0f} s") from None
-        except OSError:
-            raise
-        except Exception as error:
-            raise OSError(" ".join(f"{error}".split()) or type(error).__name__) from error
-
-
-def _fsspec_file(url: str) -> Any:
-    from fsspec.core import url_to_fs
-
-    filesystem, path = url_to_fs(url)
-    return filesystem.open(path, "rb")
-
-
-def _open(url: str, timeout_s: float) -> Any:
-    return _open_https(url, timeout_s) if url.startswith(_HTTPS) else _Driven(url, timeout_s)
-
-
-def _open_https(url: str, timeout_s: float) -> Any:
-    return urllib.request.build_opener(_OnlyHttps()).open(url, timeout=timeout_s)

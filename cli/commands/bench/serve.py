@@ -62,7 +62,7 @@ def serve(
     from phasewise.loadtest.session import run_load_test
 
     check_target(plot)
-    test = load_test_of(url, model, times, lengths, asking, promises, plot=plot)
+    test = load_test_of(url, model, times, lengths, asking, promises)
     report = run_load_test(test, note, load_progress)
     if not owns_stdout(plot):
         say(FORMATS[output](report), end="")

@@ -29,8 +29,7 @@ RemoteArgument = Annotated[
     str,
     typer.Argument(
         metavar="REMOTE",
-        help="a folder, such as a git working tree, or an address of static files: https://, or what fsspec "
-        "reads, e.g. hf://",
+        help="a folder, such as a git working tree, or an https:// address of static files",
     ),
 ]
 DigestOption = Annotated[
