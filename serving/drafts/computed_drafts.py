@@ -16,18 +16,20 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from phasewise.serving.batch import Batch, SequenceSlice
 from phasewise.serving.drafts.contract import NO_DRAFT, Agreement, Draft, DraftMemory, StepCosts
-from phasewise.serving.drafts.draft_ranks import DraftRanks, HeadRanks
 from phasewise.serving.drafts.gain import DraftGain, Drafting
 from phasewise.serving.models.draft_head import RowVectors
 from phasewise.serving.sampling.sampling import FloatVector, Sampler
 from phasewise.serving.scheduling.request import DraftRoom, LiveSequence
+
+if TYPE_CHECKING:
+    from phasewise.serving.drafts.opening import GuestHead, GuestRank
 
 
 class DraftState:
@@ -106,7 +108,7 @@ class ComputedDrafter(DraftMemory[State]):
 
     def __init__(
         self,
-        ranks: DraftRanks | HeadRanks,
+        ranks: GuestRank,
         costs: StepCosts,
         most_rows: int,
         begun: Callable[[str], State],
@@ -195,7 +197,7 @@ class ModelDrafter(ComputedDrafter[_Computed]):
 
     def __init__(
         self,
-        ranks: DraftRanks,
+        ranks: GuestRank,
         costs: StepCosts,
         most_rows: int,
         vocab_size: int,
@@ -360,7 +362,7 @@ class HeadDrafter(ComputedDrafter[_Followed]):
 
     def __init__(
         self,
-        ranks: HeadRanks,
+        ranks: GuestHead,
         take_rows: TakeRows,
         costs: StepCosts,
         most_rows: int,

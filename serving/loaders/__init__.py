@@ -15,7 +15,7 @@ from pathlib import Path
 
 from phasewise._words import reason_of
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.fetching.resolve import Located, cache_root, locate
+from phasewise.serving.loaders.fetching.registry import Located, cache_root, locate
 from phasewise.serving.loaders.packed_file import read_packed, versions, write_packed
 from phasewise.serving.loaders.source import ModelSource
 from phasewise.serving.loaders.storage import FILE_SUFFIXES, StorageChoice

@@ -56,10 +56,12 @@ Names = Mapping[str, str | Cut]
 
 
 def our_tensors(
-    name: str, names: Names, tensor: SourceTensor, cut_for: CutFor
+    name: str, names: Names, tensor: SourceTensor, cut_for: CutFor, family: str
 ) -> Iterator[tuple[str, SourceTensor]]:
-    """Our names and tensors of a layer's tensor `name`; KeyError where the family has no such name."""
-    ours = names[name]
+    """Our names and tensors of a layer's tensor `name`; ModelError where the family has no such name."""
+    ours = names.get(name)
+    if ours is None:
+        raise ModelError(f"{cut_for.what} {family} models do not use")
     parts: Parts = [(ours, tensor)] if isinstance(ours, str) else ours.parts_of(tensor, cut_for)
     for part, own in parts:
         yield cut_for.stem + part, own

@@ -34,7 +34,8 @@ from phasewise.serving.loaders.source import (
 from phasewise.serving.models.draft_head import PARTS as HEAD_PARTS
 from phasewise.serving.models.encoding import Encoder, EncoderTasks
 from phasewise.serving.models.packed_model import LAYER_TABLE, ModelConfig
-from phasewise.serving.models.parts.part import Product
+from phasewise.serving.models.parts.attention import Attention
+from phasewise.serving.models.parts.site import Product
 
 SEGMENTS = 2
 
@@ -66,16 +67,11 @@ def task_shapes(config: ModelConfig, tasks: EncoderTasks) -> dict[str, tuple[int
         "task_segments_a": (count, 1, rank),
         "task_segments_b": (count, rank, hidden),
     }
-    products = {
-        "qkv": (config.q_rows + 2 * config.kv_rows, hidden),
-        "o": (hidden, config.q_rows),
-        "up": (config.ffn, hidden),
-        "down": (hidden, config.ffn),
-    }
-    for layer in range(config.n_layers):
-        for name, (outputs, inputs) in products.items():
-            shapes[f"layers.{layer}.task_{name}_a"] = count, rank, inputs
-            shapes[f"layers.{layer}.task_{name}_b"] = count, outputs, rank
+    for number, layer in enumerate(config.layers):
+        for product in layer.products:
+            stem = f"layers.{number}.task_{product.reader}"
+            shapes[f"{stem}_a"] = count, rank, product.inputs
+            shapes[f"{stem}_b"] = count, sum(product.outputs.values()), rank
     return shapes
 
 
@@ -274,7 +270,8 @@ def check_packed(
     lengths = vector_lengths(config, has_bias=False)
     for name, length in vectors.items():
         if name.endswith(".qkv_bias"):
-            own = [config.q_rows + 2 * config.kv_rows]
+            part = config.layers[int(name.split(".")[1])].attention
+            own = list(part.biases.values()) if isinstance(part, Attention) else []
         else:
             own = [lengths.pop(part, 0) for part in parts_of.get(name, (name,))]
         if sum(own) != length:

@@ -57,8 +57,7 @@ from phasewise.serving.loaders.source import (
 from phasewise.serving.loaders.storage import NEARLY_DENSE, StorageChoice, can_be_sparse
 from phasewise.serving.models.config_json import config_from_json, config_to_json
 from phasewise.serving.models.encoding import Embedding
-from phasewise.serving.models.mapped_file import MappedFile
-from phasewise.serving.models.packed_model import PackedModel
+from phasewise.serving.models.packed_model import MappedFile, PackedModel
 from phasewise.serving.processes.segments import prefer_huge_pages
 from phasewise.serving.sampling.sampling_defaults import SamplingDefaults
 

@@ -32,7 +32,6 @@ def lay_out(config: ModelConfig, tokens: int, logit_rows: int) -> ActivationAren
     stride, n_inputs = rounded(config.hidden), config.layer_inputs.size if config.layer_inputs else 0
     n_streams = streams.count if streams else 0
     widths = [mixer.widths for layer in layers for mixer in layer.mixers]
-    plain = 0 if config.latent else config.q_rows
     dense = [layer.feed_forward for layer in layers if layer.feed_forward]
     of_experts = [layer.mixture.expert.inner for layer in layers if layer.mixture]
     inner = of_experts or [part.inner for part in dense]
@@ -43,10 +42,8 @@ def lay_out(config: ModelConfig, tokens: int, logit_rows: int) -> ActivationAren
     hidden = stream.take(tokens, stride)
     mixing, feeding = _Room(stream.end), _Room(stream.end + rows * rounded(of_row))
     mixed = MixingRows(
-        products=mixing.take(
-            tokens, rounded(max(plain + 2 * config.kv_rows, *(width.products for width in widths)))
-        ),
-        mixed=mixing.take(tokens, rounded(max(plain, *(width.mixed for width in widths)))),
+        products=mixing.take(tokens, rounded(max(width.products for width in widths))),
+        mixed=mixing.take(tokens, rounded(max(width.mixed for width in widths))),
         own=mixing.take(tokens, rounded(max(width.own for width in widths))),
         gates=mixing.take(tokens, rounded(max(width.gates for width in widths))),
     )

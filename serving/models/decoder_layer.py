@@ -13,13 +13,11 @@ from phasewise.cython_kernels._native import Program
 from phasewise.serving.errors import ModelError
 from phasewise.serving.models.arena import rounded
 from phasewise.serving.models.draft_head import add_normed_rows
-from phasewise.serving.models.layers import Layer
 from phasewise.serving.models.linears import Linears, Place, Rows
-from phasewise.serving.models.packed_model import ModelConfig, PackedModel
+from phasewise.serving.models.packed_model import Layer, ModelConfig, PackedModel
 from phasewise.serving.models.parts.feed_forward import FeedForward
 from phasewise.serving.models.parts.mixture import Mixture
-from phasewise.serving.models.parts.part import Product, Vector
-from phasewise.serving.models.parts.site import ActivationArena, Mixer, ReadRows, Site
+from phasewise.serving.models.parts.site import ActivationArena, Mixer, Product, ReadRows, Site, Vector
 from phasewise.serving.models.parts.streams import add_merge
 
 

@@ -15,7 +15,6 @@ import numpy.typing as npt
 from phasewise.cython_kernels._native import Program
 from phasewise.cython_kernels.division import Division, HeadShare, Teams
 from phasewise.cython_kernels.errors import KernelError
-from phasewise.cython_kernels.kv_formats import kv_slot_bytes
 from phasewise.cython_kernels.schedules import ScheduleLookup
 from phasewise.serving.errors import ModelError
 from phasewise.serving.models.arena import lay_out
@@ -83,18 +82,13 @@ def kv_bytes_per_slot(model: PackedModel, kv_format: str = AUTO, teams: Teams = 
 
 def kv_bytes_by_reach(model: PackedModel, kv_format: str = AUTO, teams: Teams = ()) -> tuple[int, int]:
     """The same of the layers that see every position, and of those with a window."""
-    config = model.config
     try:
-        stored, latent = resolve_kv_format(model, kv_format), config.latent is not None
-        bytes_of = {
-            layer: sum(config.copies_of_heads(layer, teams))
-            * kv_slot_bytes(stored, config.heads_of(layer).head_dim, latent)
-            for layer in config.attention_layers
-        }
+        stored = resolve_kv_format(model, kv_format)
+        by_layer = [(part.window, part.slot_bytes(stored, teams)) for part in model.config.keeping]
     except KernelError as error:
         raise ModelError(f"{model.name}: {error}") from error
-    windowed = sum(n for layer, n in bytes_of.items() if config.kind_of(layer).window is not None)
-    return sum(bytes_of.values()) - windowed, windowed
+    windowed = sum(n_bytes for window, n_bytes in by_layer if window is not None)
+    return sum(n_bytes for _, n_bytes in by_layer) - windowed, windowed
 
 
 def check_generates(model: PackedModel) -> None:
@@ -283,9 +277,8 @@ def attention_problem(
     Those of all heads, or of a rank's own.
     """
     config, stored = model.config, resolve_kv_format(model, kv_format)
-    if own is None:
-        return stored, config.q_rows, config.head_dim * config.n_kv_heads
-    return stored, config.head_dim * own.n_heads, config.head_dim * own.n_kv_heads
+    heads = config if own is None else own
+    return stored, config.head_dim * heads.n_heads, config.head_dim * heads.n_kv_heads
 
 
 def tuned_attention(model: PackedModel, kv_format: str = AUTO) -> tuple[str, int, int] | None:

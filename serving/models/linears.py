@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +27,9 @@ from phasewise.cython_kernels.packing import (
     unpack,
 )
 from phasewise.cython_kernels.schedules import ScheduleLookup
-from phasewise.serving.models.parts.experts import Experts
+
+if TYPE_CHECKING:
+    from phasewise.serving.models.parts.mixture import Experts
 
 Matrix = npt.NDArray[np.float32]
 

@@ -6,22 +6,24 @@ exists has been checked, so the engine may multiply its numbers without fear.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from phasewise._files import open_regular
 from phasewise._words import counted
-from phasewise.cython_kernels.division import Teams, head_copies
+from phasewise.cython_kernels._native import drop_mapped
 from phasewise.cython_kernels.packing import PackedWeight
 from phasewise.serving.errors import ModelError
 from phasewise.serving.models.encoding import MOST_POSITIONS, Embedding, Encoder
 from phasewise.serving.models.later import LATER
-from phasewise.serving.models.layers import BOTH_HALVES, Layer, SingleHalves
 from phasewise.serving.models.linears import Adapter, Linears
-from phasewise.serving.models.mapped_file import MappedFile
 from phasewise.serving.models.parts.attention import STACKS as HEAD_STACKS
 from phasewise.serving.models.parts.attention import (
+    Attending,
     Attention,
     HeadShape,
     LatentAttention,
@@ -29,11 +31,17 @@ from phasewise.serving.models.parts.attention import (
     QueryGrowth,
     first_head,
 )
-from phasewise.serving.models.parts.experts import Experts
 from phasewise.serving.models.parts.feed_forward import SILU_GATE, FeedForward, FeedForwardForm
-from phasewise.serving.models.parts.mixture import STACKS, Mixture, first_expert
-from phasewise.serving.models.parts.part import NO_FACTORS, ProductFactors, Vector
-from phasewise.serving.models.parts.site import Mixer, Site
+from phasewise.serving.models.parts.mixture import STACKS, Experts, Mixture, first_expert
+from phasewise.serving.models.parts.site import (
+    NO_FACTORS,
+    LayerPart,
+    Mixer,
+    Product,
+    ProductFactors,
+    Site,
+    Vector,
+)
 from phasewise.serving.models.parts.states import (
     DELTA,
     KDA,
@@ -49,6 +57,107 @@ from phasewise.serving.models.parts.states import (
 from phasewise.serving.models.parts.streams import InputsOfLayer, LayerInputs, Streams, StreamsOfLayer
 from phasewise.serving.models.rope import RopeSpec
 from phasewise.serving.sampling.sampling_defaults import SamplingDefaults
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer: h += A(norm(h)), h += F(norm(h)), A the sum of its mixers, F its feed-forward half."""
+
+    hidden: int
+    mixers: tuple[Mixer, ...]
+    feed_forward: FeedForward | None
+    """The layer that computes every row, beside experts where there are any."""
+    mixture: Mixture | None
+    streams: StreamsOfLayer | None
+    inputs: InputsOfLayer | None
+    norms: tuple[str, ...]
+    """Vectors of the stream's norms, their biases among them."""
+    scaled: bool
+    """True if the stream is multiplied by a number behind the layer."""
+
+    @property
+    def parts(self) -> tuple[LayerPart, ...]:
+        """In the order in which a pass reads them."""
+        all_parts = (self.streams, *self.mixers, self.feed_forward, self.inputs, self.mixture)
+        return tuple(part for part in all_parts if part is not None)
+
+    @property
+    def products(self) -> Iterator[Product]:
+        return (product for part in self.parts for product in part.products)
+
+    @property
+    def attention(self) -> Attending | None:
+        """The mixer that keeps keys and values, or reads those of another layer; None for a state alone."""
+        return next((part for part in self.mixers if isinstance(part, Attending)), None)
+
+    def vectors(self, has_bias: bool) -> dict[str, int]:
+        """Lengths, before vectors are joined. has_bias: queries, keys and values have biases."""
+        lengths = dict.fromkeys(self.norms, self.hidden)
+        if self.scaled:
+            lengths["out_scale"] = 1
+        for part in self.parts:
+            lengths |= part.vectors
+            if has_bias and isinstance(part, Attention):
+                lengths |= part.biases
+        return lengths
+
+    @property
+    def joined(self) -> dict[str, tuple[str, ...]]:
+        """Vectors that are packed one behind the other, by the name of the whole."""
+        return {name: parts for part in self.parts for name, parts in part.joined.items()}
+
+
+@dataclass(frozen=True)
+class SingleHalves:
+    """Layers of one half, each with one norm, which is called `attn_norm` in all of them."""
+
+    mixing: tuple[int, ...] = ()
+    """Layers without a feed-forward layer, ascending."""
+    feed_forward: tuple[int, ...] = ()
+    """Layers that are a feed-forward layer, ascending."""
+
+    def check(self, n_layers: int) -> None:
+        """ModelError unless a model of so many layers can have these."""
+        if len(self.feed_forward) >= n_layers:
+            raise ModelError("a model in which no token reads others cannot run")
+
+
+BOTH_HALVES = SingleHalves()
+"""Every layer has both."""
+
+
+@dataclass(frozen=True)
+class MappedFile:
+    """The packed file that a model's arrays are views of. Another process can map the same one."""
+
+    path: Path
+    address: int
+    """The address of the first byte in this process."""
+    n_bytes: int
+    identity: tuple[int, int]
+    """Device and inode: the path may get another file."""
+
+    def release(self) -> None:
+        """Give its pages back to the system, which reads them again where they are wanted."""
+        drop_mapped(self.address, self.n_bytes)
+        fd = self.open_again()
+        if fd is not None:
+            with contextlib.suppress(OSError):
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(fd)
+
+    def open_again(self) -> int | None:
+        """A descriptor of the same file; None if another one has its name by now."""
+        try:
+            fd = open_regular(self.path)
+        except OSError:
+            return None
+        status = os.fstat(fd)
+        if (status.st_dev, status.st_ino) == self.identity:
+            return fd
+        os.close(fd)
+        return None
+
 
 FORMATS = ("native", "f32", "bf16", "int8", "int4")
 
@@ -294,15 +403,11 @@ class ModelConfig:
             return layer
         return max(before for before in range(first_shared) if self.kind_of(before) == self.kind_of(layer))
 
-    def heads_of(self, layer: int) -> HeadShape:
-        return self.kind_of(layer).heads or HeadShape(self.n_kv_heads, self.head_dim)
-
-    def copies_of_heads(self, layer: int, teams: Teams) -> tuple[int, ...]:
-        """Copies that ranks keep of each KV head of a layer. All of them read the same latent vectors.
-
-        teams: `Division.teams`; (): one rank.
-        """
-        return head_copies(self.n_heads, self.heads_of(layer).n_kv_heads, () if self.latent else teams)
+    @property
+    def keeping(self) -> tuple[Attending, ...]:
+        """The attention of every layer that keeps keys and values."""
+        parts = (self.layers[layer].attention for layer in self.attention_layers)
+        return tuple(part for part in parts if part is not None)
 
     @property
     def has_mixed_heads(self) -> bool:
@@ -325,14 +430,6 @@ class ModelConfig:
     def kinds(self) -> tuple[LayerKind, ...]:
         """The different kinds of its layers."""
         return tuple(dict.fromkeys(self.layer_kinds)) or (self.kind_of(0),)
-
-    @property
-    def q_rows(self) -> int:
-        return self.n_heads * self.head_dim
-
-    @property
-    def kv_rows(self) -> int:
-        return self.n_kv_heads * self.head_dim
 
 
 STATE_MIXERS: dict[str, type[Convolving]] = {
@@ -370,19 +467,16 @@ def _mixers(config: ModelConfig, number: int) -> tuple[Mixer, ...]:
         mixers.append(mixer(config.state, config.hidden, config.factors, config.norm_eps))
     if not config.attends(number):
         return tuple(mixers)
-    kind, encoder = config.kinds.index(config.kind_of(number)), config.encoder
+    own, encoder = config.kind_of(number), config.encoder
+    heads = own.heads or HeadShape(config.n_kv_heads, config.head_dim)
+    kept = config.hidden, config.n_heads, heads, config.kinds.index(own), own.window
+    scores = config.attention_scale, config.attention_cap
     if config.latent is not None:
-        scale, cap = config.attention_scale, config.attention_cap
-        mixers.append(LatentMixer(config.latent, config.hidden, config.n_heads, kind, scale, cap))
-        return tuple(mixers)
+        return (*mixers, LatentMixer(*kept, config.latent, *scores))
     attention = Attention(
-        config.hidden,
-        config.n_heads,
-        config.heads_of(number),
-        kind,
+        *kept,
         config.kept_by(number) != number,
-        config.attention_scale,
-        config.attention_cap,
+        *scores,
         config.qk_norm,
         config.whole_qk_norm,
         config.value_norms,

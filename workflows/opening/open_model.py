@@ -106,7 +106,7 @@ def open_model(
     ranks: how many divide them; both None for the stored plan, or the default one. db: URL or file of the
     tuning database; None for the user's own. Raises ModelError, PlanError, KernelDbError.
     """
-    from phasewise.serving.loaders.fetching.resolve import cache_root, locate
+    from phasewise.serving.loaders.fetching.registry import cache_root, locate
     from phasewise.topology import read_machine
     from phasewise.tuner.plans import model_key, plans_for
 
@@ -134,7 +134,7 @@ def open_under(
     storage = storage_choice(weights.sparse, db, machine, plans, report, weights.sequences)
     model = load_model(ref, weights.weight_format, report=report, checksum=weights.checksum, storage=storage)
     if weights.lora:
-        from phasewise.serving.loaders.load_adapter import with_adapters
+        from phasewise.serving.loaders.adapter_files import with_adapters
 
         model = with_adapters(model, weights.lora)
     return OpenModel(model, plans, schedules_under(plans, weights, db, machine, report), storage)
@@ -239,13 +239,13 @@ def check_settings(ref: str, weights: Weights, kv_format: str = "auto", report: 
     if kv_format in may_have and not weights.lora:
         return
     from phasewise.serving.loaders import config_of_model
-    from phasewise.serving.loaders.fetching.resolve import cache_root, locate
+    from phasewise.serving.loaders.fetching.registry import cache_root, locate
 
     config = config_of_model(ref, weights.weight_format, report=report)
     if kv_format not in may_have:
         check_kv_format(config.latent, locate(ref, cache_root(None), report).name, kv_format)
     if weights.lora:
-        from phasewise.serving.loaders.load_adapter import check_takes_adapters, named_paths
+        from phasewise.serving.loaders.adapter_files import check_takes_adapters, named_paths
 
         for _, path in named_paths(weights.lora):
             check_takes_adapters(config, path)

@@ -36,11 +36,9 @@ from phasewise.serving.models.forward import (
     open_program,
     schedule_attention,
 )
-from phasewise.serving.models.layers import Layer
 from phasewise.serving.models.linears import Adapter, Linears, LowRank, Place, Rows, Update, update_of
-from phasewise.serving.models.packed_model import ModelConfig, PackedModel
-from phasewise.serving.models.parts.part import Product, Vector
-from phasewise.serving.models.parts.site import MixingRows, ReadRows, Site
+from phasewise.serving.models.packed_model import Layer, ModelConfig, PackedModel
+from phasewise.serving.models.parts.site import MixingRows, Product, ReadRows, Site, Vector
 from phasewise.serving.processes.headroom import check_memory
 
 EMBED = "embed"
@@ -84,14 +82,14 @@ def task_adapters(model: PackedModel) -> TaskAdapters | None:
 
 def _products(stacks: dict[str, Stack], number: int, config: ModelConfig, scale: float) -> dict[str, LowRank]:
     """A task's part of every product, by our names of the weights."""
-    ends = np.cumsum([config.q_rows, config.kv_rows])
     parts = {}
-    for layer in range(config.n_layers):
-        for theirs, ours in (("qkv", ("q", "k", "v")), ("o", ("o",)), ("up", ("up",)), ("down", ("down",))):
-            stem = f"layers.{layer}.task_{theirs}"
+    for index, layer in enumerate(config.layers):
+        for product in layer.products:
+            stem = f"layers.{index}.task_{product.reader}"
             a, b = stacks[f"{stem}_a"][number], stacks[f"{stem}_b"][number]
-            for name, rows in zip(ours, np.split(b, ends) if len(ours) > 1 else [b], strict=True):
-                parts[f"layers.{layer}.{name}"] = LowRank(a, rows, scale)
+            for name, first in product.columns():
+                rows = b[first : first + product.outputs[name]]
+                parts[f"layers.{index}.{name}"] = LowRank(a, rows, scale)
     return parts
 
 
@@ -159,8 +157,9 @@ class _Arena:
 def _lay_out(model: PackedModel, encoder: Encoder, capacity: Capacity, table_stride: int) -> _Arena:
     config, tokens = model.config, capacity.step_tokens
     inner_widths = [layer.feed_forward.inner for layer in config.layers if layer.feed_forward]
-    stride, qkv_stride = rounded(config.hidden), rounded(config.q_rows + 2 * config.kv_rows)
-    mixed_stride, up_stride = rounded(config.q_rows), rounded(max(inner_widths))
+    widths = config.keeping[0].widths
+    stride, qkv_stride = rounded(config.hidden), rounded(widths.products)
+    mixed_stride, up_stride = rounded(widths.mixed), rounded(max(inner_widths))
     inner = tokens * stride
     mixed = inner + tokens * qkv_stride
     rows = max(tokens, capacity.logit_rows)

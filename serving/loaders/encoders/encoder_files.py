@@ -130,10 +130,8 @@ def _tensors(
         for theirs, name, read in files:
             match = re.fullmatch(layer, name, re.ASCII)
             stem, key, own = (f"layers.{match[1]}.", match[2], names[0]) if match else ("", name, names[1])
-            where = f"{what} has a tensor {theirs!r:.80} that"
-            if key not in own:
-                raise ModelError(f"{where} {config.architecture} models do not use")
-            yield from our_tensors(key, own, read(), CutFor(stem, shapes, where))
+            cut_for = CutFor(stem, shapes, f"{what} has a tensor {theirs!r:.80} that")
+            yield from our_tensors(key, own, read(), cut_for, config.architecture)
 
     return adapted(ours(), config, first_position, what)
 

@@ -33,11 +33,10 @@ from phasewise.serving.loaders.families.family import (
     state_layer_types,
 )
 from phasewise.serving.loaders.families.hybrids import check_time_steps, mamba_gguf
-from phasewise.serving.models.layers import SingleHalves
-from phasewise.serving.models.packed_model import LARGEST, LayerKind, ModelConfig
+from phasewise.serving.models.packed_model import LARGEST, LayerKind, ModelConfig, SingleHalves
 from phasewise.serving.models.parts.attention import LatentAttention
-from phasewise.serving.models.parts.experts import LOGISTIC
 from phasewise.serving.models.parts.feed_forward import FeedForwardForm
+from phasewise.serving.models.parts.mixture import LOGISTIC
 from phasewise.serving.models.parts.states import KDA, MAMBA2, StateLayers
 
 LINEAR = "linear_attention"

@@ -23,7 +23,7 @@ from phasewise.serving.loaders.families.family import (
     state_layer_types,
 )
 from phasewise.serving.models.packed_model import LARGEST, LayerKind, ModelConfig
-from phasewise.serving.models.parts.part import ProductFactors
+from phasewise.serving.models.parts.site import ProductFactors
 from phasewise.serving.models.parts.states import MAMBA2, SHORT_CONV, StateLayers
 
 ANY_STEP = ([0.0, float("inf")], [0.0, {"__float__": "Infinity"}])

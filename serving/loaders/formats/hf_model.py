@@ -202,22 +202,14 @@ def tensors_of(
             continue
         if name == DERIVED or (theirs == "lm_head.weight" and config.tied_embeddings):
             continue
-        what = f"{directory.path} has a tensor {theirs!r:.80} that"
-        try:
-            renamed = list(
-                our_tensors(
-                    name, names if stem else outside, tensor, CutFor(stem, shapes, what, config.turns)
-                )
-            )
-        except KeyError:
-            if quantisation is not None and _is_zero_bias(name, tensor):
-                continue
-            raise ModelError(f"{what} {family.name} models do not use") from None
-        for ours, our_tensor in renamed:
+        what, own_names = f"{directory.path} has a tensor {theirs!r:.80} that", names if stem else outside
+        is_no_bias = quantisation is not None and _is_zero_bias(name, tensor)
+        if is_no_bias and name not in own_names:
+            continue
+        cut_for = CutFor(stem, shapes, what, config.turns)
+        for ours, our_tensor in our_tensors(name, own_names, tensor, cut_for, family.name):
             ours = ours.replace("{e}", expert)
-            if is_unread(ours, config):
-                continue
-            if quantisation is not None and ours not in shapes and _is_zero_bias(name, tensor):
+            if is_unread(ours, config) or (is_no_bias and ours not in shapes):
                 continue
             if ours.endswith(BIASES) and not biases:
                 raise ModelError(f"{what} its config.json has no use for: {family.hf_biases} is not true")

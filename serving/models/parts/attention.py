@@ -5,18 +5,18 @@ vector of each token that all heads share, in place of keys and values.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from phasewise.cython_kernels.division import columns
+from phasewise.cython_kernels.division import Teams, columns, head_copies
 from phasewise.cython_kernels.exact import logarithm, power
+from phasewise.cython_kernels.kv_formats import kv_slot_bytes
 from phasewise.cython_kernels.packing import PackedWeight
 from phasewise.serving.errors import ModelError
 from phasewise.serving.models.linears import Place, Rows
-from phasewise.serving.models.parts.part import Product
-from phasewise.serving.models.parts.site import Mixer, MixingRows, ReadRows, Site
+from phasewise.serving.models.parts.site import Mixer, MixingRows, Product, ReadRows, Site
 
 MOST_GROWTH_STEPS = 1 << 16
 
@@ -67,13 +67,42 @@ class HeadShape:
 
 
 @dataclass(frozen=True)
-class Attention(Mixer):
-    """The attention of one layer. kind: the number of its window and its RoPE among those of the model."""
+class Attending(Mixer):
+    """A mixer that reads what a layer keeps of every token: keys and values, or one vector.
+
+    kind: the number of its window and its RoPE among those of the model.
+    """
 
     hidden: int
     n_heads: int
     heads: HeadShape
-    kind: int = 0
+    """Heads of what is kept."""
+    kind: int
+    window: int | None
+
+    is_latent: ClassVar[bool] = False
+
+    @property
+    def numbers(self) -> int:
+        """Numbers of a position that a head's query and its result take."""
+        return 2 * self.heads.head_dim
+
+    def copies(self, teams: Teams) -> tuple[int, ...]:
+        """Copies that ranks keep of each KV head. All of them read the same latent vectors.
+
+        teams: `Division.teams`; (): one rank.
+        """
+        return head_copies(self.n_heads, self.heads.n_kv_heads, () if self.is_latent else teams)
+
+    def slot_bytes(self, kv_format: str, teams: Teams = ()) -> int:
+        """Bytes of what is kept of a token, with copies for ranks."""
+        return sum(self.copies(teams)) * kv_slot_bytes(kv_format, self.heads.head_dim, self.is_latent)
+
+
+@dataclass(frozen=True)
+class Attention(Attending):
+    """The attention of one layer over keys and values."""
+
     reads_others: bool = False
     """True if keys and values are those of a layer before it."""
     scale: float | None = None
@@ -261,19 +290,23 @@ class LatentAttention:
 
 
 @dataclass(frozen=True)
-class LatentMixer(Mixer):
-    """The latent attention of one layer. kind, scale, cap: as of `Attention`.
+class LatentMixer(Attending):
+    """The latent attention of one layer. scale, cap: as of `Attention`.
 
     The absorbed form in every phase (decision 0112): queries go through a product by head to where the
     vectors are, and what is read of these through another one to values.
     """
 
     latent: LatentAttention
-    hidden: int
-    n_heads: int
-    kind: int = 0
     scale: float | None = None
     cap: float | None = None
+
+    is_latent = True
+    takes_no_adapters = "whose attention is over latent vectors"
+
+    @property
+    def numbers(self) -> int:
+        return self.latent.vector + self.latent.kv_rank
 
     @property
     def _queries(self) -> int:

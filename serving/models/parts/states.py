@@ -14,8 +14,7 @@ import numpy as np
 from phasewise.serving.errors import ModelError
 from phasewise.serving.models.later import LATER
 from phasewise.serving.models.linears import Parts, Place, Rows
-from phasewise.serving.models.parts.part import Product, ProductFactors
-from phasewise.serving.models.parts.site import Mixer, MixingRows, ReadRows, Site
+from phasewise.serving.models.parts.site import Mixer, MixingRows, Product, ProductFactors, ReadRows, Site
 
 SHORT_CONV, DELTA, MAMBA2, KDA = "short_conv", "delta", "mamba2", "kda"
 
@@ -106,6 +105,8 @@ Columns = tuple[int, int, int]
 @dataclass(frozen=True)
 class Convolving(Mixer):
     """A layer whose products of the stream go through a convolution."""
+
+    takes_no_adapters = "whose layers keep a state"
 
     state: StateLayers
     hidden: int

@@ -14,8 +14,7 @@ import numpy as np
 from phasewise._words import counted
 from phasewise.serving.errors import ModelError
 from phasewise.serving.models.linears import Place, Rows
-from phasewise.serving.models.parts.part import LayerPart, Product
-from phasewise.serving.models.parts.site import ActivationArena, ReadRows, Site
+from phasewise.serving.models.parts.site import ActivationArena, LayerPart, Product, ReadRows, Site
 
 MOST_LAYER_INPUTS = 1 << 14
 HALF = math.sqrt(0.5)

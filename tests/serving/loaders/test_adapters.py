@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from phasewise.serving.errors import ModelError
-from phasewise.serving.loaders.load_adapter import (
+from phasewise.serving.loaders.adapter_files import (
     load_adapter,
     load_parts,
     named_path,

@@ -14,7 +14,7 @@ import pytest
 from phasewise.serving.errors import ModelError
 from phasewise.serving.loaders import load_model
 from phasewise.serving.loaders.fetching import hub
-from phasewise.serving.loaders.fetching.resolve import fetch, locate
+from phasewise.serving.loaders.fetching.registry import fetch, locate
 from tests.support.models.stand_in_hub import COMMIT, StandInHub, serving
 from tests.support.models.tiny_models import write_tiny_gguf, write_tiny_hf
 

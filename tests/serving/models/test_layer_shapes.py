@@ -18,6 +18,7 @@ from phasewise.cython_kernels.kv_formats import kv_slot_bytes
 from phasewise.serving.engine.engine_size import EngineSize
 from phasewise.serving.errors import ModelError, ServingError
 from phasewise.serving.loaders import load_model
+from phasewise.serving.loaders.adapter_files import load_adapter
 from phasewise.serving.loaders.cuts import CutFor, our_tensors
 from phasewise.serving.loaders.families import Family
 from phasewise.serving.loaders.families.gemma3n import GEMMA3N
@@ -25,7 +26,6 @@ from phasewise.serving.loaders.families.gemma4 import GEMMA4
 from phasewise.serving.loaders.formats.gguf_blocks import BLOCK_TYPES
 from phasewise.serving.loaders.formats.gguf_model import field, open_gguf_model
 from phasewise.serving.loaders.formats.hf_config import config_of
-from phasewise.serving.loaders.load_adapter import load_adapter
 from phasewise.serving.models.config_json import config_from_json, config_to_json
 from phasewise.serving.models.packed_model import LAYER_TABLE, ModelConfig, PackedModel
 from phasewise.serving.models.parts.attention import HeadShape
@@ -64,7 +64,7 @@ def test_heads_of_layers_are_the_same_by_both_spellings() -> None:
     saved = config_of({**fields, "per_layer_config": own}, {}, add_bos=False)
 
     assert saved == published
-    assert [published.heads_of(layer) for layer in (0, 3)] == [HeadShape(2, 16), HeadShape(1, 32, True)]
+    assert [published.keeping[layer].heads for layer in (0, 3)] == [HeadShape(2, 16), HeadShape(1, 32, True)]
 
 
 @pytest.mark.parametrize("name", ["gemma3n", "gemma4"])

@@ -57,8 +57,7 @@ def test_every_architecture_computes_what_transformers_does(name: str, chunk: in
 @pytest.fixture(scope="module")
 def default_model() -> PackedModel:
     """The default model in float32, from the cache that `phasewise models pull` fills."""
-    from phasewise.serving.loaders.fetching.registry import KNOWN, known_path
-    from phasewise.serving.loaders.fetching.resolve import cache_root
+    from phasewise.serving.loaders.fetching.registry import KNOWN, cache_root, known_path
 
     path = known_path(KNOWN[DEFAULT_MODEL], cache_root())
     if not path.is_file():
