@@ -108,8 +108,7 @@ DB = named(
 DRAFT = named(
     "draft several tokens of an answer and check them in one step: what followed where the text "
     "repeats itself, what a head in MODEL's own files says, or what a small model of the same vocabulary "
-    "says; the tokens stay the same "
-    "[default: mtp where MODEL has a head, as far as it pays]",
+    "says; the tokens stay the same [default: as far as it pays, mtp where MODEL has a head, else lookup]",
     "--draft",
     metavar="lookup|mtp|MODEL|off",
     envvar="PHASEWISE_DRAFT",

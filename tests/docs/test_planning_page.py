@@ -15,10 +15,7 @@ import pytest
 from benchmarks.papers.machine_types import machine_types
 from phasewise.cluster.simulated.spec_file import shipped
 from phasewise.cluster.simulated.steps import Curve
-from phasewise.loadtest.arrivals import RequestPace
-from phasewise.workflows.capacity.embeddings import read_embedding_machine
 from tests.cli.command import fields_of, run
-from tests.support.simulated_embedding import ModelledDevice, simulate
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "guide" / "planning-capacity.md").read_text()
@@ -180,25 +177,6 @@ def test_options_that_it_names_are_there() -> None:
     options = set(re.findall(r"--[a-z-]+", sections["simulate"] + sections["provision"]))
 
     assert set(re.findall(r"`(--[a-z-]+)", PAGE)) <= options
-
-
-def test_at_random_about_half_of_the_load_of_the_equations_is_kept_in_time(tmp_path: Path) -> None:
-    """The embedding machine that the page shows, by the production queues on simulated time."""
-    path = tmp_path / "embeds.toml"
-    path.write_text(re.findall(r"```toml\n(.*?)```", PAGE, re.S)[1])
-    machine = read_embedding_machine(path)
-    devices = [
-        ModelledDevice(str(rank), rank, line, line.largest_within(2.0))
-        for rank, line in enumerate((machine.accelerator, machine.cpu))
-    ]
-
-    def in_time(load: float) -> float:
-        rate = load * machine.concurrency(2.0, with_cpu=True) / 2.0
-        arrivals_s = RequestPace(rate).arrivals_s(4000, 1)
-        return sum(latency_s <= 2.0 for latency_s in simulate(devices, arrivals_s).latencies_s) / 4000
-
-    assert in_time(0.5) > 0.98
-    assert in_time(1.0) < 0.9
 
 
 @pytest.mark.parametrize("slower", [1.0, 1.25, 2.0])

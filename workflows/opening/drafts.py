@@ -76,26 +76,26 @@ def find_drafts(
     report: Report = silent,
     n_tokens: int | None = None,
     *,
-    by_itself: bool = True,
+    with_head: bool = True,
 ) -> DraftSource | None:
     """The source of drafts for a model that is open; None where there is none, or none is to be.
 
     name: `lookup`, `mtp` (a head that the model's files have), `off`, or a model as `open_model` reads it;
-    None or `auto`: the head of a model that has one, which drafts as far as that pays. by_itself: False where
-    a head cannot be used. db: URL or file of the tuning database, whose step times say what rows cost.
+    None or `auto`: the head of a model that has one, else `lookup`, as far as that pays. with_head: False
+    where a head cannot be used. db: URL or file of the tuning database, whose step times say what rows cost.
     n_tokens: as `DraftSource.n_tokens`. ModelError where the draft model or the head cannot be read, is not
     there, or has another vocabulary.
     """
-    if name == OFF or (name in NOT_NAMED and not by_itself):
+    if name == OFF:
         return None
     from phasewise.serving.drafts.opening import DraftSource, check_vocabularies
 
-    if name is None or name in (AUTO, HEAD):
-        head = _head_of(opened, report, is_named=name == HEAD)
-        return None if head is None else DraftSource(head, _recorded_ns(opened, db), n_tokens)
     recorded = _recorded_ns(opened, db)
-    if name == LOOKUP:
-        return DraftSource(recorded_ns=recorded, n_tokens=n_tokens)
+    if name in (*NOT_NAMED, HEAD, LOOKUP):
+        reads_head = name == HEAD or (name != LOOKUP and with_head)
+        head = _head_of(opened, report, is_named=name == HEAD) if reads_head else None
+        return DraftSource(head, recorded, n_tokens)
+    assert name is not None
     from phasewise.serving.errors import ModelError
     from phasewise.serving.loaders import load_model
     from phasewise.serving.models.forward import check_generates
